@@ -217,12 +217,6 @@ def _pretraining(draft: Draft, given: ForeignSetting) -> None:
     raise draft.refuse(given, "pretraining on a stream is not converted", "name files of text in data.train")
 
 
-def _half(draft: Draft, given: ForeignSetting) -> None:
-    if truth(given.value) is False and not any(truth(draft.said(name)) for name in ("fp16", "bfloat16", "float16")):
-        draft.put("model.dtype", "float32", given)
-    r.switched_by("model.dtype", "bfloat16")(draft, given)
-
-
 def _warmup_share(draft: Draft, given: ForeignSetting) -> None:
     if "warmup_steps" not in draft.given:
         draft.take(given, "train.warmup_steps")
@@ -252,7 +246,7 @@ RULES = r.Rules(
     rows=(
         *r.OF_TRANSFORMERS,
         ("rl reward_model process_reward_model adapter", r.read),
-        ("bf16", _half),
+        ("bf16", r.half("fp16", "bfloat16", "float16")),
         ("load_in_4bit", r.switch("quantization.method", "nf4")),
         ("lora_target_modules", _targets),
         ("lora_target_linear", r.switch("lora.target_modules", "all-linear")),

@@ -122,7 +122,8 @@ def lost(why: str, *, default: object = None) -> Rule:
 
     def rule(draft: Draft, given: ForeignSetting) -> None:
         value = given.value
-        usual = truth(value) if default is True else is_off(value) or (value == default and value is not True)
+        names = default if isinstance(default, tuple) else (default,)
+        usual = truth(value) if default is True else is_off(value) or (value in names and value is not True)
         if not usual:
             draft.lost(given, why)
 
@@ -185,6 +186,17 @@ def switched_by(key: str, word: str) -> Rule:
             draft.put(key, "auto", given)
         elif truth(given.value) or str(given.value).lower() == "full":
             draft.put(key, word, given)
+
+    return rule
+
+
+def half(*others: str) -> Rule:
+    """`bf16`, which is on unless it is switched off and none of the ``others`` names a dtype."""
+
+    def rule(draft: Draft, given: ForeignSetting) -> None:
+        if truth(given.value) is False and all(is_off(draft.said(name)) for name in others):
+            draft.put("model.dtype", "float32", given)
+        switched_by("model.dtype", "bfloat16")(draft, given)
 
     return rule
 

@@ -82,13 +82,6 @@ def _mixer(draft: Draft, given: ForeignSetting) -> None:
         sources.put(draft, key, items, given)
 
 
-def _text_field(draft: Draft, given: ForeignSetting) -> None:
-    train = draft.get("data.train")
-    if given.value != "text" and isinstance(train, list):
-        items = [{"path": item} if isinstance(item, str) else item for item in train]
-        draft.put("data.train", [{**item, "columns": {"text": str(given.value)}} for item in items], given)
-
-
 def _length(draft: Draft, given: ForeignSetting) -> None:
     if not r.is_off(given.value):
         draft.take(given, "data.max_seq_len")
@@ -123,14 +116,6 @@ def _dtype(draft: Draft, given: ForeignSetting) -> None:
         draft.take(given, "model.dtype")
 
 
-def _half(draft: Draft, given: ForeignSetting) -> None:
-    if truth(given.value) is False and not (
-        truth(draft.said("fp16")) or draft.said("dtype") or draft.said("torch_dtype")
-    ):
-        draft.put("model.dtype", "float32", given)
-    r.switched_by("model.dtype", "bfloat16")(draft, given)
-
-
 def _packs(draft: Draft, given: ForeignSetting) -> None:
     if given.value in ("wrapped", "bfd_split", "bfd-requeue"):
         help = "here no row sees another, and data.overlong says what becomes of long rows: split them in the file"
@@ -142,9 +127,12 @@ def _after(draft: Draft) -> None:
         draft.put("lora.target_modules", ["q_proj", "v_proj"], comment="PEFT's default for most families")
         help = "all-linear, ftcli's default, adapts every linear layer and learns more"
         draft.remark("TRL names no LoRA modules, so PEFT adapts queries and values alone", help)
-    if "data.loss_on" not in draft.values and (
-        "dataset_mixture.datasets" in draft.given or "dataset_mixer" in draft.given
-    ):
+    text, train = draft.said("dataset_text_field"), draft.get("data.train")
+    if text not in (None, "text") and train:
+        items = [{"path": item} if isinstance(item, str) else item for item in train]
+        draft.put("data.train", [{**item, "columns": {"text": str(text)}} for item in items])
+    mixed = {"dataset_mixture.datasets", "dataset_mixer"} & set(draft.given)
+    if "data.loss_on" not in draft.values and mixed:
         draft.put("data.loss_on", "all", comment="TRL trains every token of conversations; auto: the answers")
     elif "data.loss_on" not in draft.values:
         help = "data.loss_on: all is what TRL does with rows of messages"
@@ -163,7 +151,7 @@ RULES = r.Rules(
         ("lora_target_parameters", r.lost("all-linear adapts experts too; list modules in lora.target_modules")),
         ("load_in_4bit", _four_bit),
         ("bnb_4bit_quant_type", r.lost("the 4-bit type is nf4", default="nf4")),
-        ("bf16", _half),
+        ("bf16", r.half("fp16", "dtype", "torch_dtype")),
         ("torch_dtype dtype", _dtype),
         ("dataset_name", _dataset),
         ("datasets dataset_mixture.datasets", _mixture),
@@ -175,7 +163,7 @@ RULES = r.Rules(
             r.lost("rows are read whole; see data.train[].streaming"),
         ),
         ("dataset_kwargs", r.lost("rows are prepared by data.format and the chat template")),
-        ("dataset_text_field", _text_field),
+        ("dataset_text_field", r.read),
         ("max_length max_seq_length", _length),
         ("assistant_only_loss", r.switch("data.loss_on", "assistant")),
         ("completion_only_loss", _completion),
@@ -186,7 +174,7 @@ RULES = r.Rules(
         ("padding_free pad_to_multiple_of", r.note("data.padding_free: auto does that wherever attention can")),
         ("truncation_mode", r.lost("data.overlong: truncate keeps the start", default="keep_start")),
         ("shuffle_dataset", r.note(r.SHUFFLED)),
-        ("loss_type", lambda draft, given: None if given.value in ("nll", "chunked_nll") else _loss(draft, given)),
+        ("loss_type", r.lost("the loss is the negative log-likelihood of each token", default=("nll", "chunked_nll"))),
         ("pad_token", r.note("padding is never trained nor attended to; the tokenizer's own is used")),
         ("eos_token", r.TOKENS),
         ("model_init_kwargs", r.lost("the model's config.json decides; see the section model")),
@@ -197,7 +185,3 @@ RULES = r.Rules(
     defaults=MappingProxyType(_DEFAULTS),
     nulls=MappingProxyType({**r.NULLS, "max_length": _length, "max_seq_length": _length}),
 )
-
-
-def _loss(draft: Draft, given: ForeignSetting) -> None:
-    draft.unusable(given, f"the loss `{given.value}`", "the negative log-likelihood of each trained token is the loss")

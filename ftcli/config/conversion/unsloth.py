@@ -111,7 +111,7 @@ RULES = r.Rules(
         ("enable_tensorboard", r.switch("logging.tensorboard", True)),
         ("bias", r.lost("biases are not trained", default="none")),
         ("dtype", r.to("model.dtype")),
-        ("dataset_text_field", r.note("text is the column of texts: data.train[].columns renames another")),
+        ("dataset_text_field", r.lost("write columns: {text: NAME} beside its path in data.train", default="text")),
         ("dataset_num_proc", r.to("data.num_proc")),
         ("max_length", r.to("data.max_seq_len")),
         ("finetune_language_layers finetune_attention_modules finetune_mlp_modules", _layers),

@@ -112,7 +112,7 @@ def item(text: str) -> str:
         ("trl", "chat_template_path: org/other\n", "the tokenizer `org/other`"),
         ("trl", "max_length: null\n", "cuts nothing in TRL"),
         ("trl", "eos_token: <|im_end|>\n", "`eos_token`"),
-        ("trl", "loss_type: dft\n", "the loss `dft`"),
+        ("trl", "loss_type: dft\n", "`loss_type`"),
         ("trl", "packing: true\npacking_strategy: wrapped\n", "packing_strategy: wrapped"),
         ("trl", "dataloader_drop_last: true\n", "`dataloader_drop_last`"),
         ("unsloth", "finetune_mlp_modules: false\n", "`finetune_mlp_modules`"),
@@ -290,3 +290,8 @@ def test_projects_of_weights_and_biases(made: Make) -> None:
     logging = converted(made, "axolotl", lines).recipe.model_dump(mode="json")["logging"]
     assert logging["wandb"] == {"project": "p", "entity": "e", "group": None}
     assert converted(made, "axolotl", lines + "wandb_mode: disabled\n").recipe.logging.loggers == ()
+
+
+def test_the_column_of_texts_is_heard_wherever_it_stands(made: Make) -> None:
+    recipe = made("x.yaml", "dataset_text_field: body\n" + BASES["trl"], "trl").recipe
+    assert recipe.data.train[0].columns == {"text": "body"}
