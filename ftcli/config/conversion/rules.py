@@ -10,6 +10,7 @@ from typing import Any
 from ftcli.config.conversion.draft import Draft, truth
 from ftcli.config.conversion.source import ForeignSetting
 from ftcli.config.dialects import foreign
+from ftcli.plain import JsonMap
 
 #: What becomes of one setting.
 Rule = Callable[[Draft, ForeignSetting], None]
@@ -40,7 +41,7 @@ class Rules:
     rows: Rows
     before: Callable[[Draft], None]
     after: Callable[[Draft], None]
-    defaults: Mapping[str, Any] = field(default_factory=_nothing)
+    defaults: JsonMap = field(default_factory=_nothing)
     nulls: Mapping[str, Rule] = field(default_factory=_nothing)
     flatten: bool = False
     trainer: bool = True
@@ -360,6 +361,6 @@ OF_TRANSFORMERS: Rows = (
 #: What null says to transformers' trainer, where a tool hands it on.
 NULLS: Mapping[str, Rule] = MappingProxyType({"max_grad_norm": clipping})
 #: What transformers' trainer does where recipes that pass settings on to it (TRL, LLaMA-Factory) say nothing.
-TRAINER_DEFAULTS: Mapping[str, Any] = MappingProxyType(
+TRAINER_DEFAULTS: JsonMap = MappingProxyType(
     {"train.num_train_epochs": 3.0, "train.per_device_train_batch_size": 8, "train.optim": "adamw_torch_fused"}
 )
