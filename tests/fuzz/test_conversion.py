@@ -91,7 +91,7 @@ def judged(folder: Path, *words: str) -> Outcome:
     return outcome
 
 
-@examples(20)
+@examples(5)
 @given(drawn=_recipes)
 def test_odd_values_under_known_keys(folder: Path, drawn: tuple[str, dict[str, Any], Any]) -> None:
     tool, changes, unknown = drawn
@@ -102,7 +102,7 @@ def test_odd_values_under_known_keys(folder: Path, drawn: tuple[str, dict[str, A
         assert any(_UNKNOWN in finding["message"] for finding in outcome.document["findings"]), outcome.stdout
 
 
-@examples(10)
+@examples(3)
 @given(name=st.sampled_from(list(FILES)), edits=_edits)
 def test_files_that_were_recipes(folder: Path, name: str, edits: Any) -> None:
     file, text = FILES[name]
@@ -110,7 +110,7 @@ def test_files_that_were_recipes(folder: Path, name: str, edits: Any) -> None:
     judged(folder, file)
 
 
-@examples(10)
+@examples(3)
 @given(lines=st.lists(st.tuples(st.sampled_from(_CODE), _odd, _odd), max_size=8), kind=st.sampled_from(["py", "ipynb"]))
 def test_scripts_and_notebooks(folder: Path, lines: list[tuple[str, Any, Any]], kind: str) -> None:
     code = "".join(line.replace("{}", repr(one), 1).replace("{}", repr(two), 1) for line, one, two in lines)
