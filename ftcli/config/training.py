@@ -272,6 +272,16 @@ def _logger_name(name: str) -> str:
     return name
 
 
+class LoggerSettings(Section):
+    """Where a logger puts the run. What is absent is the logger's own default, or what its environment says."""
+
+    project: str | None = Field(
+        default=None, min_length=1, description="Project; `WANDB_PROJECT` or `ftcli` if absent."
+    )
+    entity: str | None = Field(default=None, min_length=1, description="Account or team; your own when absent.")
+    group: str | None = Field(default=None, min_length=1, description="Group of runs in the project.")
+
+
 class LoggingConfig(Section):
     """Where metrics go besides `metrics.jsonl`."""
 
@@ -279,13 +289,17 @@ class LoggingConfig(Section):
 
     every_steps: Count = Field(default=10, description="Steps between lines.")
     # Every other key switches on a logger: a row of ftcli.tables.loggers, which is asked each time.
-    __pydantic_extra__: dict[Annotated[str, BeforeValidator(_logger_name)], bool] = Field(init=False)
+    __pydantic_extra__: dict[Annotated[str, BeforeValidator(_logger_name)], bool | LoggerSettings] = Field(init=False)
 
     @model_validator(mode="before")
     @classmethod
     def _switched_off(cls, value: Any) -> Any:
-        """Loggers that are not mentioned are off."""
-        return {**dict.fromkeys(loggers.names(), False), **value} if isinstance(value, dict) else value
+        """Loggers that are not mentioned are off; one without settings refuses a section as it does null."""
+        if not isinstance(value, dict):
+            return value
+        plain = [name for name in loggers.names() if not loggers.row(name).settings]
+        refused = {name: None for name in plain if isinstance(value.get(name), dict)}
+        return {**dict.fromkeys(loggers.names(), False), **value, **refused}
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
@@ -295,6 +309,13 @@ class LoggingConfig(Section):
             row = loggers.row(name)
             about = f"{row.about} Needs `pip install '{row.install}'`."
             found["properties"][name] = {"type": "boolean", "default": False, "description": about}
+            if row.settings:
+                section = LoggerSettings.model_json_schema()
+                found["properties"][name] = {
+                    "default": False,
+                    "description": about,
+                    "anyOf": [{"type": "boolean"}, section],
+                }
         found["additionalProperties"] = False
         return found
 

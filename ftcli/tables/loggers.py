@@ -19,6 +19,7 @@ class Logger:
         environment: Environment variables while a command runs, where the user has not set them.
         buffered: It loses its latest numbers when the process is killed. After a resume it is given them again, and
             ignores the steps that it already has.
+        settings: Instead of `true` a recipe may give project, entity and group.
     """
 
     package: str
@@ -27,6 +28,7 @@ class Logger:
     code: str
     environment: Mapping[str, str] = field(default_factory=dict)
     buffered: bool = False
+    settings: bool = False
 
 
 TABLE: Mapping[str, Logger] = MappingProxyType(
@@ -40,10 +42,11 @@ TABLE: Mapping[str, Logger] = MappingProxyType(
         "wandb": Logger(
             package="wandb",
             install="ftcli[wandb]",
-            about="Also log to Weights & Biases, project `ftcli`.",
+            about="Also log to Weights & Biases; a section says to which project, entity and group.",
             code="ftcli.run.loggers.wandb:open_logger",
-            environment={"WANDB_ERROR_REPORTING": "false"},
+            environment={"WANDB_ERROR_REPORTING": "false", "WANDB_PROJECT": "ftcli"},
             buffered=True,
+            settings=True,
         ),
         "trackio": Logger(
             package="trackio",

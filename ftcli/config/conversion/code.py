@@ -64,8 +64,14 @@ _OBJECTS = frozenset(
         "dtype", "data_collator", "formatting_func", "callbacks", "dataset", "dataset_num_proc", "fp16", "bf16",
     )
 )  # fmt: skip
-#: What PEFT's LoraConfig has where a script does not say it.
-_OF_PEFT: Mapping[str, bool | int | float] = {"use_peft": True, "r": 8, "lora_alpha": 8, "lora_dropout": 0.0}
+#: What a call has where a script does not say it: PEFT's adapters, and arguments of transformers' in place of TRL's.
+_IMPLIED: Mapping[str, Mapping[str, bool | int | float | str]] = {
+    "LoraConfig": {"use_peft": True, "r": 8, "lora_alpha": 8, "lora_dropout": 0.0},
+    "TrainingArguments": {
+        "learning_rate": 5e-5, "num_train_epochs": 3.0, "per_device_train_batch_size": 8, "weight_decay": 0.0,
+        "gradient_accumulation_steps": 1, "warmup_steps": 0, "optim": "adamw_torch_fused", "seed": 42,
+    },
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +88,7 @@ def is_code(path: Path) -> bool:
     return path.suffix.lower() in (".ipynb", ".py")
 
 
-def settings_of_code(text: str, path: Path) -> tuple[MapNode, str, list[Finding]]:
+def settings_of_code(text: str, path: Path) -> tuple[MapNode, str, dict[str, Finding]]:
     """The arguments of all calls that are known, by the names of the tool's recipes; the tool, unsloth or trl; and what
     only running the code would tell (FT162).
 
@@ -98,7 +104,7 @@ def settings_of_code(text: str, path: Path) -> tuple[MapNode, str, list[Finding]
             if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
                 names[node.targets[0].id] = node.value
     made: list[dict[str, MapEntry]] = []
-    findings: list[Finding] = []
+    findings: dict[str, Finding] = {}
     for piece in pieces:
         calls = [node for node in ast.walk(piece.tree) if isinstance(node, ast.Call)]
         made += [_arguments(call, piece, names, findings) for call in calls]
@@ -138,7 +144,7 @@ def _parsed(code: str, path: Path) -> ast.Module:
 
 
 def _arguments(
-    call: ast.Call, piece: _Piece, names: Mapping[str, ast.expr], findings: list[Finding]
+    call: ast.Call, piece: _Piece, names: Mapping[str, ast.expr], findings: dict[str, Finding]
 ) -> dict[str, MapEntry]:
     name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
     origin = _origin(call, piece)
@@ -161,12 +167,10 @@ def _arguments(
     trees = {key: _tree(value, _origin(value, piece), names) for key, value in found.items()}
     for key, tree in trees.items():
         if tree is None and key not in _OBJECTS:
-            findings.append(_computed(key, _origin(found[key], piece)))
+            findings[key] = _computed(key, _origin(found[key], piece))
     entries = {key: MapEntry(tree.origin, tree) for key, tree in trees.items() if tree is not None}
-    if name == "LoraConfig":
-        implied = {key: MapEntry(origin, Leaf(origin, value, str(value))) for key, value in _OF_PEFT.items()}
-        entries = {**implied, **entries}
-    return entries
+    said = _IMPLIED.get(name, {})
+    return {key: MapEntry(origin, Leaf(origin, value, str(value))) for key, value in said.items()} | entries
 
 
 def _computed(name: str, origin: Origin) -> Finding:

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ftcli.config.conversion.draft import Draft, DraftValue
-from ftcli.config.conversion.rules import Rules, apply
-from ftcli.config.conversion.source import ForeignRecipe, ForeignSetting, foreign_settings, names_in, read
+from ftcli.config.conversion.rules import OF_TRANSFORMERS, Rules, apply
+from ftcli.config.conversion.source import ForeignRecipe, ForeignSetting, foreign_settings, read
 from ftcli.config.conversion.write import recipe_text
+from ftcli.config.dialects import FOREIGN, foreign
 from ftcli.config.findings import validate
 from ftcli.config.origins import Origins
-from ftcli.config.secrets import is_secret_key
 from ftcli.config.tree import Leaf, ListNode, MapEntry, MapNode, Tree
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin
 from ftcli.tables import code_of, dialects
@@ -41,8 +41,14 @@ def convert(path: Path, dialect: str | None = None) -> Conversion:
     name = dialect or source.dialect or _detected(source)
     row = dialects.row(name)
     rules: Rules = code_of(row.code)
-    draft = Draft(row.title, _given(source, flatten=rules.flatten))
+    settings = _settings(source, flatten=rules.flatten)
+    draft = Draft(
+        row.title,
+        given={name: given for name, given in settings.items() if not given.is_blank},
+        blank={name: given for name, given in settings.items() if given.is_blank},
+    )
     draft.findings += source.findings
+    draft.left_out |= {key for name in source.computed for key in _ours(draft, name)}
     apply(rules, draft)
     _require_model(draft, path)
     _settle(draft)
@@ -53,11 +59,16 @@ def convert(path: Path, dialect: str | None = None) -> Conversion:
 
 
 def _detected(source: ForeignRecipe) -> str:
-    names = names_in(source.tree)
     if "version" in source.tree.entries and isinstance(_section(source.tree, "model"), MapNode):
         raise _unclear(source, "this is a recipe of ftcli already", "`ftcli check` says whether it is right")
-    rows = {name: dialects.row(name) for name in dialects.names()}
-    scores = {name: len(row.marks & set(names)) + len(rows) * (row.proof in names) for name, row in rows.items()}
+    vocabularies = {name: _vocabulary(dialects.row(name)) for name in dialects.names()}
+    scores = dict.fromkeys(vocabularies, 0.0)
+    for given in foreign_settings(source.tree):
+        knowing = [
+            name for name, words in vocabularies.items() if {given.name, given.leaf, f"{given.outermost}.*"} & words
+        ]
+        for name in knowing:
+            scores[name] += 1 / len(knowing)
     best = max(scores.values())
     found = [name for name, score in scores.items() if score == best]
     known = ", ".join(dialects.names())
@@ -66,6 +77,14 @@ def _detected(source: ForeignRecipe) -> str:
     if len(found) > 1:
         raise _unclear(source, f"it may be a recipe of {' or '.join(found)}", f"say which with --from {found[0]}")
     return found[0]
+
+
+def _vocabulary(row: dialects.Dialect) -> set[str]:
+    """Names of the tool's settings that are not transformers', dotted where a section decides."""
+    rules: Rules = code_of(row.code)
+    shared = {name for names, _ in OF_TRANSFORMERS for name in names.split()}
+    own = {name for names, rule in rules.rows if (names, rule) not in OF_TRANSFORMERS for name in names.split()}
+    return own | ({name for name, known in FOREIGN.items() if row.title in known.tools} - shared)
 
 
 def _section(tree: MapNode, name: str) -> Tree | None:
@@ -78,16 +97,19 @@ def _unclear(source: ForeignRecipe, message: str, help: str) -> FtcliError:
     return FtcliError([*source.findings, Finding("FT164", message, origin, help)], ExitCode.RECIPE)
 
 
-def _given(source: ForeignRecipe, *, flatten: bool) -> dict[str, ForeignSetting]:
-    """What the file says, by name. Keys without a value say nothing; secrets are not read."""
+def _settings(source: ForeignRecipe, *, flatten: bool) -> dict[str, ForeignSetting]:
+    """What the file says, by name."""
     found = {}
     for given in foreign_settings(source.tree):
-        blank = isinstance(given.tree, Leaf) and given.tree.value in (None, "")
-        empty = isinstance(given.tree, ListNode) and not given.tree.items
-        if not blank and not empty and not is_secret_key(given.leaf):
-            name = given.leaf if flatten else given.name
-            found[name] = ForeignSetting(name, given.tree, given.origin)
+        name = given.leaf if flatten else given.name
+        found[name] = ForeignSetting(name, given.tree, given.origin)
     return found
+
+
+def _ours(draft: Draft, name: str) -> set[str]:
+    """Our keys that a setting of this name may be."""
+    known = foreign("", name)
+    return {f"train.{name}", str(known and known.key)} & set(draft.keys)
 
 
 def _require_model(draft: Draft, path: Path) -> None:
@@ -101,9 +123,6 @@ def _require_model(draft: Draft, path: Path) -> None:
 
 def _settle(draft: Draft) -> None:
     """What our keys need of one another."""
-    if "lora.r" not in draft.values:
-        for key in [key for key in draft.values if key.startswith(("lora.", "quantization."))]:
-            del draft.values[key]
     _require_other_rows(draft)
     if "data.eval" in draft.values:
         return

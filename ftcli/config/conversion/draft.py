@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,10 +12,14 @@ from ftcli.config.conversion.source import ForeignSetting
 from ftcli.config.dialect_values import VALUES
 from ftcli.config.scalars import resolve
 from ftcli.config.schema import Node, RecipeSchema
+from ftcli.config.secrets import mask
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin, Severity
 
 #: Words for which the tables have the nearest that there is. All others are names of the same thing.
 _APPROXIMATE = frozenset(("one_cycle", "paged_lion_32bit", "fp4", "adamw_torch_npu_fused"))
+#: Keys whose value is a place.
+_PLACES = frozenset(("run.output_dir", "model.name_or_path", "model.tokenizer", "data.chat_template"))
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _TRUE = frozenset(("true", "yes", "on", "y", "1"))
 _FALSE = frozenset(("false", "no", "off", "n", "0"))
 
@@ -34,17 +39,21 @@ class Draft:
 
     Attributes:
         given: The other tool's settings by dotted name, those that say nothing left out.
+        blank: Those that stand there without a value.
         values: Ours, by dotted key.
         findings: What has no counterpart (FT160), means something else (FT161) or could not be used (FT162).
         left_out: Our keys whose value in the file cannot be used, so that the tool's default is not what it meant.
+        full: All weights are trained: what the file says of adapters has no effect there.
     """
 
     tool: str
     given: Mapping[str, ForeignSetting]
+    blank: Mapping[str, ForeignSetting] = field(default_factory=dict)
     schema: RecipeSchema = field(default_factory=RecipeSchema)
     values: dict[str, DraftValue] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
     left_out: set[str] = field(default_factory=set)
+    full: bool = False
 
     @cached_property
     def keys(self) -> tuple[str, ...]:
@@ -53,6 +62,14 @@ class Draft:
 
     def put(self, key: str, value: Any, given: ForeignSetting | None = None, comment: str | None = None) -> None:
         """Sets one of our keys. Keys of a section inside of a section make that section."""
+        if given is not None and key in _PLACES and is_url(str(value)):
+            self.unusable(given, f"`{value}` is not a path here", f"write a local path into {key}")
+            return
+        if self.full and key.startswith(("lora.", "quantization.")):
+            if given is not None:
+                why = f"without adapters all weights are trained, in {self.tool} and here, and none is quantised"
+                self.lost(given, why, harmless=key.startswith("lora."))
+            return
         outer, _, inner = key.rpartition(".")
         if outer.count(".") == 1:
             key, value = outer, {**(self.get(outer) or {}), inner: value}
@@ -61,7 +78,7 @@ class Draft:
     def default(self, key: str, value: Any) -> None:
         """A default of the tool that is not ours, where the file says nothing."""
         if key not in self.values and key not in self.left_out:
-            self.values[key] = DraftValue(value, f"{self.tool}'s default")
+            self.put(key, value, comment=f"{self.tool}'s default")
 
     def get(self, key: str) -> Any:
         """One of our keys as drafted so far; None where it is not."""
@@ -95,7 +112,7 @@ class Draft:
         return FtcliError([*self.findings, Finding("FT163", why, origin, help)], ExitCode.RECIPE)
 
     def _find(self, code: str, given: ForeignSetting, message: str, help: str, severity: Severity) -> None:
-        self.findings.append(Finding(code, message, given.origin, help, severity))
+        self.findings.append(Finding(code, mask(message), given.origin, help, severity))
 
     def take(self, given: ForeignSetting, key: str) -> None:
         """Sets our key from a setting whose value means the same, in our words and types."""
@@ -116,6 +133,11 @@ class Draft:
                 self.differs(given, what, "check whether that is what you want")
             return
         self.put(key, value, given)
+
+
+def is_url(path: str) -> bool:
+    """Whether it names a place as addresses do: ``s3://bucket/rows``."""
+    return _URL.match(path) is not None
 
 
 def truth(value: object) -> bool | None:

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ftcli.config import scalars
 from ftcli.config.conversion.code import is_code, settings_of_code
 from ftcli.config.recipe_file import lines_of, read_text
-from ftcli.config.secrets import mask_lines
+from ftcli.config.secrets import is_secret_key, is_secret_value, mask_lines
 from ftcli.config.tree import Leaf, ListNode, MapEntry, MapNode, Tree, plain_tree
 from ftcli.config.yaml import parse_file
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin
 
 #: Maps that are one setting.
 _WHOLE = (
+    "optim_args",
     "lr_scheduler_kwargs",
     "gradient_checkpointing_kwargs",
     "fsdp_config",
     "bnb_config_kwargs",
     "model_init_kwargs",
+    "chat_template_kwargs",
+    "dataset_kwargs",
+    "dataset_mixer",
 )
 #: Notebooks hold pictures.
 _MAX_CODE_BYTES = 4 * 2**20
@@ -57,25 +61,43 @@ class ForeignSetting:
         """The value as Python has it."""
         return plain_tree(self.tree)
 
+    @property
+    def is_blank(self) -> bool:
+        """Whether it stands there without a value."""
+        return self.value in (None, "", [], {})
+
 
 @dataclass(frozen=True, slots=True)
 class ForeignRecipe:
-    """A recipe of another tool, and the faults in it that did not stop the reading."""
+    """A recipe of another tool, and the faults in it that did not stop the reading.
+
+    ``computed`` names what only running a script would tell: it is not the tool's default.
+    """
 
     path: Path
     tree: MapNode
     findings: tuple[Finding, ...]
     dialect: str | None = None
+    computed: frozenset[str] = frozenset()
 
 
 def read(path: Path) -> ForeignRecipe:
-    """Reads YAML, JSON, a command line, a notebook or a script; ``dialect`` is known of the last two alone.
+    """Reads YAML, JSON, a command line, a notebook or a script, without its secrets.
 
-    Raises FtcliError FT101 to FT119 for files that cannot be read, as for recipes of ours, and FT163.
+    ``dialect`` is known of notebooks and scripts alone. Raises FtcliError FT101 to FT119 for files that cannot be read,
+    as for recipes of ours, and FT163.
     """
+    found = _read(path)
+    secrets: list[Finding] = []
+    tree = _without_secrets(found.tree, secrets)
+    assert isinstance(tree, MapNode)  # a map stays one
+    return replace(found, tree=tree, findings=(*found.findings, *secrets))
+
+
+def _read(path: Path) -> ForeignRecipe:
     if is_code(path):
-        tree, dialect, findings = settings_of_code(read_text(path, most=_MAX_CODE_BYTES), path)
-        return ForeignRecipe(path, tree, tuple(findings), dialect)
+        tree, dialect, computed = settings_of_code(read_text(path, most=_MAX_CODE_BYTES), path)
+        return ForeignRecipe(path, tree, tuple(computed.values()), dialect, frozenset(computed))
     text = read_text(path)
     words = _words(text)
     if words is not None:
@@ -87,17 +109,31 @@ def read(path: Path) -> ForeignRecipe:
     return ForeignRecipe(path, parsed.tree, parsed.findings)
 
 
-def foreign_settings(tree: MapNode, *, lists: bool = False, prefix: str = "") -> Iterator[ForeignSetting]:
-    """Every setting by its dotted name; maps are entered, and with ``lists`` the maps in lists as well."""
+def _without_secrets(tree: Tree, found: list[Finding]) -> Tree | None:
+    """The tree without keys that name secrets and values that are some; None for such a value."""
+    if isinstance(tree, Leaf):
+        return None if is_secret_value(str(tree.value)) else tree
+    if isinstance(tree, ListNode):
+        items = [_without_secrets(item, found) for item in tree.items]
+        return ListNode(tree.origin, tuple(item for item in items if item is not None))
+    kept: dict[str, MapEntry] = {}
+    for name, entry in tree.entries.items():
+        value = None if is_secret_key(name) or is_secret_value(name) else _without_secrets(entry.value, found)
+        if value is not None:
+            kept[name] = MapEntry(entry.key, value)
+        elif not (isinstance(entry.value, Leaf) and entry.value.value is None):
+            help = "secrets do not belong in recipes: use `hf auth login`, `wandb login` or the environment"
+            found.append(Finding("FT160", "a secret is not copied", entry.key, help, "note"))
+    return MapNode(tree.origin, kept)
+
+
+def foreign_settings(tree: MapNode, prefix: str = "") -> Iterator[ForeignSetting]:
+    """Every setting by its dotted name; maps are entered."""
     for name, entry in tree.entries.items():
         dotted = f"{prefix}{name}"
         if isinstance(entry.value, MapNode) and entry.value.entries and name not in _WHOLE:
-            yield from foreign_settings(entry.value, lists=lists, prefix=f"{dotted}.")
+            yield from foreign_settings(entry.value, f"{dotted}.")
             continue
-        if lists and isinstance(entry.value, ListNode):
-            for item in entry.value.items:
-                if isinstance(item, MapNode):
-                    yield from foreign_settings(item, lists=lists, prefix=f"{dotted}.")
         yield ForeignSetting(dotted, entry.value, entry.key)
 
 
@@ -148,12 +184,3 @@ def _place(flag: str, lines: list[str], path: Path) -> Origin:
         if found is not None:
             return Origin(str(path), number, found.start() + 1, line, len(found.group()))
     return Origin(str(path))
-
-
-def names_in(tree: MapNode) -> Mapping[str, int]:
-    """How often each key stands in the file, at any depth, maps in lists included."""
-    counts: dict[str, int] = {}
-    for given in foreign_settings(tree, lists=True):
-        for part in given.name.split("."):
-            counts[part] = counts.get(part, 0) + 1
-    return counts

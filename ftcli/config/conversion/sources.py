@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from ftcli.config.conversion.draft import Draft
+from ftcli.config.conversion.draft import Draft, is_url
 from ftcli.config.conversion.source import ForeignSetting
 from ftcli.paths import exists, expanded
 from ftcli.plain import JsonObject
@@ -26,15 +26,24 @@ _SLICE = re.compile(r"([\w.-]+)(?:\[:(\d+)\])?")
 
 
 def place(path: str) -> str | None:
-    """What `path` is here: a file as it is, `hub:ORG/NAME`; None for names that say neither."""
+    """What `path` is here: a file as it is, `hub:ORG/NAME`; None for names that say neither, and for addresses."""
+    if is_url(path):
+        return None
     if _FILE.search(path) or exists(expanded(path)):
         return path
     return f"hub:{path}" if _HUB.fullmatch(path) else None
 
 
 def source(draft: Draft, given: ForeignSetting, path: str, **more: Any) -> JsonObject:
-    """One item of `data.train`: where rows are, and what else is known of them. What is None is left out."""
+    """One item of `data.train`: where rows are, and what else is known of them. What is None is left out.
+
+    Nothing, where rows lie at an address that is not read.
+    """
     found = place(path)
+    if is_url(path) or not path:
+        what = f"`{path}` is not read" if path else "a dataset without a path"
+        draft.unusable(given, what, "download it, and name the file; or write hub:ORG/NAME")
+        return {}
     if found is None:
         help = "write the file, or hub:ORG/NAME for a dataset of the Hub"
         draft.unusable(given, f"`{path}` is not a file, and the Hub wants ORG/NAME", help)
@@ -66,7 +75,9 @@ def _split(draft: Draft, given: ForeignSetting, item: JsonObject, split: str) ->
 
 def put(draft: Draft, key: str, items: list[JsonObject], given: ForeignSetting) -> None:
     """Writes the list; an item of a path alone is that path."""
-    draft.put(key, [item["path"] if set(item) == {"path"} else item for item in items], given)
+    found = [item["path"] if set(item) == {"path"} else item for item in items if item]
+    if found:
+        draft.put(key, found, given)
 
 
 def layouts(draft: Draft, found: set[str | None], given: ForeignSetting) -> None:
@@ -76,7 +87,14 @@ def layouts(draft: Draft, found: set[str | None], given: ForeignSetting) -> None
 
 
 def named_template(draft: Draft, given: ForeignSetting, name: str) -> None:
-    """A chat template by its name elsewhere."""
+    """A chat template by its name elsewhere, or written out."""
+    if name.endswith(".jinja") and "\n" not in name:
+        draft.put("data.chat_template", name, given)
+        return
+    if "{%" in name or "{{" in name:
+        help = "write it to a .jinja file, and name that in data.chat_template; until then it is the tokenizer's own"
+        draft.unusable(given, "a template inside of the recipe", help)
+        return
     if name in ("tokenizer_default", "default", "auto") or name.startswith("tokenizer_default"):
         return
     if name in TEMPLATES:

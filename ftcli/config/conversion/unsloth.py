@@ -1,4 +1,4 @@
-"""Unsloth: the YAML of its command line, and the arguments of its notebooks as YAML or JSON."""
+"""Unsloth: the YAML of its command line, and the arguments of its notebooks as YAML or JSON, or in the code."""
 
 from __future__ import annotations
 
@@ -8,13 +8,19 @@ from ftcli.config.conversion.draft import Draft, truth
 from ftcli.config.conversion.source import ForeignSetting
 
 _FORMATS = {
-    "alpaca": "alpaca",
-    "sharegpt": "sharegpt",
-    "chatml": "messages",
-    "conversational": "messages",
-    "raw": "text",
-}
+    "alpaca": "alpaca", "sharegpt": "sharegpt", "chatml": "messages", "conversational": "messages", "raw": "text",
+}  # fmt: skip
 _MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+#: Where the file says nothing: its command line, the arguments of its trainer, and transformers' own.
+_COMMAND_LINE = {
+    "data.loss_on": "all", "train.num_train_epochs": 3.0, "train.per_device_train_batch_size": 2,
+    "train.gradient_accumulation_steps": 4, "train.warmup_steps": 5, "train.weight_decay": 0.01,
+    "train.learning_rate": 2e-4, "train.optim": "adamw_8bit",
+}  # fmt: skip
+_TRAINER = {
+    "train.num_train_epochs": 3.0, "train.per_device_train_batch_size": 4, "train.gradient_accumulation_steps": 2,
+    "train.warmup_steps": 0.1, "train.weight_decay": 0.001, "train.learning_rate": 5e-5, "train.optim": "adamw_8bit",
+}  # fmt: skip
 
 
 def _is_command_line(draft: Draft) -> bool:
@@ -23,9 +29,7 @@ def _is_command_line(draft: Draft) -> bool:
 
 
 def _before(draft: Draft) -> None:
-    full = draft.said("training_type") == "full" or truth(draft.said("full_finetuning"))
-    if full:
-        return
+    draft.full = draft.said("training_type") == "full" or bool(truth(draft.said("full_finetuning")))
     draft.put("lora.r", 64 if _is_command_line(draft) else 16, comment="Unsloth's default")
     draft.put("lora.alpha", 16, comment="Unsloth's default")
     if truth(draft.said("load_in_4bit")) is not False and not truth(draft.said("load_in_8bit")):
@@ -33,38 +37,22 @@ def _before(draft: Draft) -> None:
         draft.put("quantization.method", "nf4", given, None if given is not None else "Unsloth's default")
 
 
-def _of_lora(key: str) -> r.Rule:
-    def rule(draft: Draft, given: ForeignSetting) -> None:
-        if "lora.r" in draft.values:
-            draft.take(given, key)
-
-    return rule
-
-
 def _targets(draft: Draft, given: ForeignSetting) -> None:
     parts = given.value if isinstance(given.value, list) else str(given.value).split(",")
     names = [str(part).strip() for part in parts]
-    if "lora.r" in draft.values:
-        draft.put("lora.target_modules", "all-linear" if set(names) == set(_MODULES) else names, given)
+    draft.put("lora.target_modules", "all-linear" if set(names) in (set(_MODULES), {"all-linear"}) else names, given)
 
 
 def _model(draft: Draft, given: ForeignSetting) -> None:
-    name = str(given.value)
-    draft.put("model.name_or_path", name, given)
-    if name.endswith(("-bnb-4bit", "-unsloth-bnb-4bit")):
+    draft.put("model.name_or_path", str(given.value), given)
+    if str(given.value).endswith(("-bnb-4bit", "-unsloth-bnb-4bit")):
         help = "name the unquantized model for weights that can be merged without loss"
         draft.differs(given, "the repository holds weights in 4 bits, which are read as they are", help)
 
 
 def _dataset(draft: Draft, given: ForeignSetting) -> None:
     paths = given.value if isinstance(given.value, list) else [given.value]
-    found = [sources.source(draft, given, str(path)) for path in paths]
-    sources.put(draft, "data.train", found, given)
-
-
-def _hub_dataset(draft: Draft, given: ForeignSetting) -> None:
-    paths = given.value if isinstance(given.value, list) else [given.value]
-    split = draft.said("hub_split")
+    split = draft.said("hub_split") if given.leaf == "hub_dataset" else None
     sources.put(draft, "data.train", [sources.source(draft, given, str(path), split=split) for path in paths], given)
 
 
@@ -75,80 +63,70 @@ def _format(draft: Draft, given: ForeignSetting) -> None:
         draft.unusable(given, f"rows of format `{given.value}`", "the columns say it: data.format: auto")
 
 
-def _completions(draft: Draft, given: ForeignSetting) -> None:
-    draft.put("data.loss_on", "auto" if truth(given.value) else "all", given)
+def _save_steps(draft: Draft, given: ForeignSetting) -> None:
+    if given.value not in (0, -1):
+        r.steps("checkpoint.every_steps", "checkpoints")(draft, given)
 
 
-def _zero_is_none(key: str, what: str) -> r.Rule:
-    def rule(draft: Draft, given: ForeignSetting) -> None:
-        if given.value not in (0, -1, None):
-            r.steps(key, what)(draft, given)
+def _wandb(draft: Draft, given: ForeignSetting) -> None:
+    if truth(given.value):
+        r.wandb(draft, given, "wandb_project")
 
-    return rule
+
+def _layers(draft: Draft, given: ForeignSetting) -> None:
+    if truth(given.value) is False:
+        draft.lost(given, "list the modules that are adapted in lora.target_modules")
 
 
 def _after(draft: Draft) -> None:
-    draft.default("data.max_seq_len", 2048)
-    draft.default("data.overlong", "truncate")
-    draft.default("run.seed", 3407)
-    if _is_command_line(draft):
-        draft.default("data.loss_on", "all")
-        draft.default("train.num_train_epochs", 3.0)
-        draft.default("train.per_device_train_batch_size", 2)
-        draft.default("train.gradient_accumulation_steps", 4)
-        draft.default("train.warmup_steps", 5)
-        draft.default("train.weight_decay", 0.01)
-    elif "data.loss_on" not in draft.values:
-        help = "train_on_responses_only does as ftcli does; data.loss_on: all trains prompts as well"
-        draft.remark("a notebook without train_on_responses_only trains prompts, too", help)
+    for key, value in (_COMMAND_LINE if _is_command_line(draft) else _TRAINER).items():
+        draft.default(key, value)
+    if "data.loss_on" not in draft.values:
+        draft.put("data.loss_on", "all", comment="without train_on_responses_only it trains prompts, too")
+        help = "data.loss_on: auto trains the answers alone, as train_on_responses_only does"
+        draft.remark("a notebook without train_on_responses_only trains prompts, too, and so does this recipe", help)
     if "data.train" not in draft.values:
         draft.remark("the dataset is Python code in a notebook", "name its rows in data.train: a file, or hub:ORG/NAME")
 
 
 RULES = r.Rules(
-    rules={
-        **r.OF_TRANSFORMERS,
-        "model": _model,
-        "model_name": _model,
-        "training_type": r.ignored,
-        "full_finetuning": r.ignored,
-        "load_in_4bit": r.ignored,
-        "r": _of_lora("lora.r"),
-        "lora_r": _of_lora("lora.r"),
-        "lora_alpha": _of_lora("lora.alpha"),
-        "lora_dropout": _of_lora("lora.dropout"),
-        "use_rslora": _of_lora("lora.use_rslora"),
-        "target_modules": _targets,
-        "dataset": _dataset,
-        "hub_dataset": _hub_dataset,
-        "hub_split": r.ignored,
-        "local_dataset": _dataset,
-        "format_type": _format,
-        "train_on_completions": _completions,
-        "batch_size": r.to("train.per_device_train_batch_size"),
-        "gradient_accumulation": r.to("train.gradient_accumulation_steps"),
-        "use_gradient_checkpointing": r.checkpointing,
-        "save_steps": _zero_is_none("checkpoint.every_steps", "checkpoints"),
-        "random_state": r.seed,
-        "random_seed": r.seed,
-        "use_loftq": r.missing("LoftQ is not offered; adapters begin as zero"),
-        "loftq_config": r.missing("LoftQ is not offered; adapters begin as zero"),
-        "enable_wandb": lambda draft, given: r.wandb(draft, given) if truth(given.value) else None,
-        "wandb_project": r.ignored,
-        "tensorboard_dir": r.ignored,
-        "bias": lambda draft, given: None if given.value == "none" else draft.lost(given, "biases are not trained"),
-        "dtype": lambda draft, given: draft.take(given, "model.dtype"),
-        "fast_inference": r.ignored,
-        "gpu_memory_utilization": r.ignored,
-        "dataset_text_field": r.ignored,
-        "dataset_num_proc": r.ignored,
-        "vision_all_linear": r.missing("vision towers are kept, and not trained"),
-        "finetune_vision_layers": r.ignored,
-        "finetune_language_layers": r.ignored,
-        "finetune_attention_modules": r.ignored,
-        "finetune_mlp_modules": r.ignored,
-    },
+    rows=(
+        *r.OF_TRANSFORMERS,
+        ("model model_name", _model),
+        ("training_type full_finetuning load_in_4bit hub_split tensorboard_dir wandb_project", r.read),
+        ("r lora_r", r.to("lora.r")),
+        ("lora_alpha", r.to("lora.alpha")),
+        ("lora_dropout", r.to("lora.dropout")),
+        ("target_modules", _targets),
+        ("dataset hub_dataset local_dataset", _dataset),
+        ("format_type", _format),
+        ("train_on_completions", lambda d, g: d.put("data.loss_on", "auto" if truth(g.value) else "all", g)),
+        ("batch_size", r.to("train.per_device_train_batch_size")),
+        ("gradient_accumulation", r.to("train.gradient_accumulation_steps")),
+        ("use_gradient_checkpointing", r.checkpointing),
+        ("save_steps", _save_steps),
+        ("random_state random_seed", r.seed),
+        ("use_loftq loftq_config init_lora_weights", r.lost("LoftQ is not offered; adapters begin as zero")),
+        ("enable_wandb", _wandb),
+        ("enable_tensorboard", r.switch("logging.tensorboard", True)),
+        ("bias", r.lost("biases are not trained", default="none")),
+        ("dtype", r.to("model.dtype")),
+        ("dataset_text_field", r.lost("write columns: {text: NAME} beside its path in data.train", default="text")),
+        ("dataset_num_proc", r.to("data.num_proc")),
+        ("max_length", r.to("data.max_seq_len")),
+        ("finetune_language_layers finetune_attention_modules finetune_mlp_modules", _layers),
+        ("vision_all_linear finetune_vision_layers", r.note("vision towers are kept, and not trained")),
+        ("fast_inference gpu_memory_utilization float8_kv_cache unsloth_tiled_mlp use_exact_model_name", r.read),
+        ("load_in_16bit", r.read),
+        ("max_lora_rank device_map fix_tokenizer", r.read),
+        ("completion_only_loss", r.switch("data.loss_on", "completion")),
+        ("assistant_only_loss", r.switch("data.loss_on", "assistant")),
+        ("packing", r.to("data.packing")),
+        ("label_names prediction_loss_only", r.read),
+    ),
     before=_before,
     after=_after,
+    nulls=r.NULLS,
+    defaults={"data.max_seq_len": 2048, "data.overlong": "truncate", "run.seed": 3407},
     flatten=True,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ftcli.run.loggers.protocol import PROJECT, LoggedRun
+from ftcli.run.loggers.protocol import LoggedRun
 from ftcli.run.status import State
 
 #: Seconds to wait for somebody to log in on a terminal.
@@ -17,8 +17,13 @@ class WandbLogger:
     def __init__(self, run: LoggedRun) -> None:
         import wandb
 
+        said = run.recipe.get("logging", {}).get("wandb")
+        where = said if isinstance(said, dict) else {}
         self._run = wandb.init(
-            project=PROJECT,
+            # W&B reads WANDB_PROJECT, WANDB_ENTITY and WANDB_RUN_GROUP for what the recipe does not say.
+            project=where.get("project"),
+            entity=where.get("entity"),
+            group=where.get("group"),
             name=run.name,
             id=run.id,
             resume="allow",

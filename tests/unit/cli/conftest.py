@@ -22,6 +22,7 @@ class Made:
     text: str
     recipe: Recipe
     said: list[tuple[str, str, str]]
+    warned: list[tuple[str, str, str]]
 
     def heard(self, code: str, part: str) -> bool:
         return any(found == code and part in message for found, message, _ in self.said)
@@ -37,6 +38,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Made]
         found = convert(Path(file), dialect)
         Path("ours.yaml").write_text(found.text)
         said = [(finding.code, finding.message, str(finding.help)) for finding in found.findings]
-        return Made(found.dialect, found.text, load_recipe(Path("ours.yaml")).recipe, said)
+        warned = [each for each, finding in zip(said, found.findings, strict=True) if finding.severity == "warning"]
+        return Made(found.dialect, found.text, load_recipe(Path("ours.yaml")).recipe, said, warned)
 
     return make

@@ -44,9 +44,7 @@ def test_what_has_no_counterpart_is_said(line: str, code: str, part: str, made: 
     assert made("axolotl", BASE + line).heard(code, part)
 
 
-@pytest.mark.parametrize(
-    "line", ["made_up_switch: false\n", "wandb_entity: me\n", "debug:\n", "save_strategy: steps\n"]
-)
+@pytest.mark.parametrize("line", ["tf32: false\n", "wandb_entity: me\n", "debug:\n", "save_strategy: steps\n"])
 def test_what_is_off_or_of_no_weight_is_not_said(line: str, made: Callable[..., Made]) -> None:
     name = line.partition(":")[0]
     assert not any(name in message for _, message, _ in made("axolotl", BASE + line).said)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
+from ftcli.config.load import load_recipe
 from ftcli.config.recipe import Recipe
 from ftcli.config.schema import RecipeSchema, _words, published
 from ftcli.config.secrets import is_secret_key, mask
+from ftcli.errors import FtcliError
 from ftcli.tables import (
     engines,
     exports,
@@ -119,3 +122,19 @@ def test_masking_keeps_the_columns(line: str) -> None:
 def test_masking_leaves_other_lines_alone() -> None:
     line = "model: {name_or_path: google/gemma-2-9b, tokenizer: bytes, revision: " + "0a" * 20 + "}"
     assert mask(line) == line
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("tensorboard: {project: x}", "logging.tensorboard must be true or false, not a section"),
+        ("wandb: {projct: x}", "unknown key `projct` in logging.wandb"),
+        ("wandb: {project: ''}", "logging.wandb.project must not be empty"),
+    ],
+)
+def test_settings_of_loggers_that_cannot_be(line: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "r.yaml"
+    file.write_text(f"version: 1\nmodel: {{name_or_path: m}}\nlogging:\n  {line}\n")
+    with pytest.raises(FtcliError) as refused:
+        load_recipe(file)
+    assert message in refused.value.findings[0].message

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from ftcli.cli.environment import library_environment
 from ftcli.config import Recipe
 from ftcli.errors import Finding
-from ftcli.reporting import SilentReporter
+from ftcli.reporting import Session, SilentReporter
 from ftcli.run import status
 from ftcli.run.loggers.opened import OpenLoggers
 from ftcli.run.loggers.protocol import LoggedRun
+from ftcli.run.loggers.wandb import WandbLogger
 from ftcli.run.status import State
 from ftcli.tables import loggers
 
@@ -201,6 +206,34 @@ def test_wandb_keeps_the_id_of_the_run(folder: Path) -> None:
             train(run, resume_step + 1, resume_step + 2)
     name = json.loads((folder / "loggers.json").read_text())["id"]
     assert list((folder / "wandb").glob(f"offline-run-*-{name}/run-{name}.wandb"))
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        (True, (None, None, None)),
+        ({"project": "mine", "entity": "team", "group": "rates"}, ("mine", "team", "rates")),
+        ({"group": "rates"}, (None, None, "rates")),
+    ],
+)
+def test_wandb_is_given_project_entity_and_group(
+    said: Any, expected: tuple[Any, ...], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {}
+    fake = SimpleNamespace(init=lambda **words: given.update(words), Settings=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    recipe = Recipe.model_validate({**RECIPE.model_dump(exclude_defaults=True), "logging": {"wandb": said}})
+    WandbLogger(LoggedRun("demo", "0" * 12, folder, recipe.model_dump(mode="json"), False, 0, True))
+    assert (given["project"], given["entity"], given["group"]) == expected
+
+
+def test_wandb_has_a_project_where_the_user_names_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    for named, expected in ((None, "ftcli"), ("mine", "mine")):
+        monkeypatch.delenv("WANDB_PROJECT", raising=False)
+        if named:
+            monkeypatch.setenv("WANDB_PROJECT", named)
+        with library_environment(Session(reporter=SilentReporter())):
+            assert os.environ["WANDB_PROJECT"] == expected
 
 
 def test_trackio_holds_every_number_once(

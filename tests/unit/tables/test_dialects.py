@@ -17,20 +17,21 @@ def _nothing(_draft: Draft) -> None:
     pass
 
 
-def _after(draft: Draft) -> None:
-    draft.default("train.learning_rate", 3e-4)
-
-
 RULES = r.Rules(
-    rules={"brain": r.to("model.name_or_path"), "width": r.to("lora.r"), "colour": r.missing("models have no colour")},
+    rows=(
+        ("brain", r.to("model.name_or_path")),
+        ("width breadth", r.to("lora.r")),
+        ("colour", r.lost("models have no colour")),
+    ),
     before=_nothing,
-    after=_after,
+    after=_nothing,
+    defaults={"train.learning_rate": 3e-4},
 )
 
 
 @pytest.fixture(autouse=True)
 def _made_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    row = dialects.Dialect("Made-Up", frozenset(("brain", "colour")), f"{__name__}:RULES")
+    row = dialects.Dialect("Made-Up", f"{__name__}:RULES")
     monkeypatch.setattr(dialects, "TABLE", {**dialects.TABLE, "made-up": row})
     monkeypatch.chdir(tmp_path)
     Path("theirs.yaml").write_text("brain: org/m\nwidth: 4\ncolour: red\nweight_decay: 0.1\n")
