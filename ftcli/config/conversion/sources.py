@@ -7,7 +7,7 @@ from typing import Any
 
 from ftcli.config.conversion.draft import Draft
 from ftcli.config.conversion.source import ForeignSetting
-from ftcli.paths import exists, expanded
+from ftcli.paths import exists, expanded, unserved
 from ftcli.plain import JsonObject
 
 #: Our templates by the names that tools have for them. `alpaca`, `vicuna` and others are not there.
@@ -27,7 +27,7 @@ _SLICE = re.compile(r"([\w.-]+)(?:\[:(\d+)\])?")
 
 def place(path: str) -> str | None:
     """What `path` is here: a file as it is, `hub:ORG/NAME`; None for names that say neither."""
-    if _FILE.search(path) or exists(expanded(path)):
+    if _FILE.search(path) or unserved(path) is not None or exists(expanded(path)):
         return path
     return f"hub:{path}" if _HUB.fullmatch(path) else None
 
