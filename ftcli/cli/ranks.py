@@ -40,7 +40,9 @@ def run_as_ranks(
         return load(())
     devices: tuple[str | None, ...] = (None,)
     more: Sequence[Override] = ()
-    if gpus is not None:
+    if gpus is not None and _means_processes(gpus):
+        more, gpus = options.overrides((), gpus=int(gpus)), None
+    elif gpus is not None:
         devices = children.devices(gpus, os.environ, _count)
         more = options.overrides((), gpus=len(devices))
     loaded = load(more)
@@ -60,6 +62,12 @@ def run_as_ranks(
     from ftcli.cli.workers import run_ranks
 
     return run_ranks(session.arguments, wanted, [device for device in devices if device is not None])
+
+
+def _means_processes(gpus: str) -> bool:
+    """Whether ``--gpus N`` is about a machine without GPUs, where as many processes train on the CPU."""
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return gpus.isdecimal() and int(gpus) > 0 and listed is None and not _count()
 
 
 def exit_code(result: object) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 from ftcli.plain import JsonMap, JsonObject
-from ftcli.run.report.scales import number
+from ftcli.units import number
 
 Show = Callable[[float], str]
 
