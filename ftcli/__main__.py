@@ -7,14 +7,16 @@ in Python's own traceback.
 import os
 import sys
 
-#: ``ftcli.errors.ExitCode.INTERRUPTED``; importing it would take as long as what is guarded here.
+#: ``ftcli.errors.ExitCode.INTERRUPTED``, and FT191; importing them would take as long as what is guarded here.
 _INTERRUPTED = 130
+_LINE = b"ftcli: note[FT191]: interrupted\n"
 
 
 def main() -> int:
     """Runs the command line of this process and returns its status; Ctrl-C before anything has begun is 130 as well."""
     try:
-        import signal
+        # Built in: `signal` itself would import enum and others before there is a handler.
+        import _signal as signal  # type: ignore[import-not-found]
 
         # Not by an exception: in a callback of the import system it would be printed and forgotten.
         ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # nohup and shells' `&` ignore it
@@ -34,11 +36,20 @@ def main() -> int:
             leave(status)
         return status
     except KeyboardInterrupt:
+        _say()
         return _INTERRUPTED
 
 
 def _leave(*_: object) -> None:
+    _say()
     os._exit(_INTERRUPTED)
+
+
+def _say() -> None:
+    try:
+        os.write(2, _LINE)  # no stream may be in the middle of something
+    except OSError:
+        return
 
 
 def _without_working_folder() -> None:

@@ -1,9 +1,12 @@
-"""Paths as people write them: `~` is the home folder, and a name that no file can have is no file."""
+"""Paths as people write them: `~` is the home folder, `scheme://` is no file, nor is a name that no file can have."""
 
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
+
+from ftcli.errors import ExitCode, FtcliError, Origin
 
 #: How files of recipes end.
 RECIPE_SUFFIXES = (".yaml", ".yml")
@@ -11,8 +14,39 @@ RECIPE_SUFFIXES = (".yaml", ".yml")
 RUN_RECIPE = "recipe.yaml"
 
 
+_SCHEME = re.compile(r"\s*(?:\w+::)*([A-Za-z][A-Za-z0-9+.-]*)://")
+_OF_THE_HUB = re.compile(
+    r"\s*(?:hf|hub|https?://(?:www\.)?(?:huggingface\.co|hf\.co))(?:://|/)(datasets/)?([\w.-]+/[\w.-]+)/?"
+)
+
+
+def unserved(name: str) -> tuple[str, str] | None:
+    """Why ``name`` is no path of this machine, and what to write instead; None for all that has no ``scheme://``."""
+    found = _SCHEME.match(name)
+    if found is None:
+        return None
+    # Who may read a bucket can stand before `@` or behind `?`.
+    shown = re.sub(r"//[^/@]*@", "//...@", name.strip()).partition("?")[0]
+    hub = _OF_THE_HUB.fullmatch(name)
+    if found[1].lower() == "file":
+        help = f"write the path alone: {shown[found.end() :]}"
+    elif hub is not None:
+        kind, prefix = ("dataset", "hub:") if hub[1] else ("model", "")
+        help = f"a {kind} of the Hugging Face Hub is written {prefix}{hub[2]}"
+    else:
+        help = "name a path of this machine: copy the files, or mount the storage and name the folder"
+    return f"{shown} is no path of this machine, and `{found[1]}://` is not served", help
+
+
 def expanded(name: str) -> Path:
-    """``name`` as a path, ``~`` and ``~user`` replaced by that home; left as it is where there is no such user."""
+    """``name`` as a path, ``~`` and ``~user`` replaced by that home; left as it is where there is no such user.
+
+    Raises FtcliError FT165 (exit RECIPE) for a name with a ``scheme://``, which would become a folder called ``s3:``.
+    """
+    refusal = unserved(name)
+    if refusal is not None:
+        message, help = refusal
+        raise FtcliError.single("FT165", message, exit_code=ExitCode.RECIPE, origin=Origin("command line"), help=help)
     try:
         return Path(name).expanduser()
     except RuntimeError:
@@ -32,3 +66,15 @@ def is_folder(path: Path) -> bool:
 def exists(path: Path) -> bool:
     """Whether there is anything; False as for :func:`is_file`."""
     return os.path.exists(path)  # noqa: PTH110 - says False to every error
+
+
+def why_closed(folder: Path) -> str | None:
+    """Why nobody can say what a folder holds; None for one that is open, and for what is no folder or not there."""
+    try:
+        os.listdir(folder)  # noqa: PTH208 - as the error is, so is its reason
+        os.stat(os.path.join(folder, "."))  # noqa: PTH116, PTH118 - pathlib would drop the dot
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError) as error:
+        return getattr(error, "strerror", None) or str(error)
+    return None

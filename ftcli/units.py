@@ -1,4 +1,4 @@
-"""Numbers of bytes and times as text for people."""
+"""Numbers, of bytes and times too, as text for people."""
 
 from __future__ import annotations
 
@@ -19,6 +19,19 @@ def size(count: float, *, smallest: Literal["B", "KiB", "MiB"] = "B") -> str:
         if abs(count) >= factor or unit == smallest:
             return f"{count / factor:.2f} {unit}"
     return f"{count:.0f} B"
+
+
+def number(value: float) -> str:
+    """A number for people, to four digits: 12,345 · 0.0123 · 1.5e-5."""
+    if value == 0:
+        return "0"
+    size = abs(value)
+    if 1000 <= size < 1e12:
+        return f"{value:,.0f}"
+    if size < 1e-3 or size >= 1e12:
+        mantissa, exponent = f"{value:.3e}".split("e")
+        return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
+    return f"{value:.4g}"
 
 
 def duration(seconds: float) -> str:

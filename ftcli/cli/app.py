@@ -25,7 +25,7 @@ from ftcli.cli.environment import (
 )
 from ftcli.cli.request import AnyRequest, EndedElsewhere, Invocation
 from ftcli.cli.streams import let_go_of_broken_streams, open_missing_streams, unfailing
-from ftcli.errors import ExitCode, Finding, first_line
+from ftcli.errors import ExitCode, Finding, FtcliError, first_line
 from ftcli.tables import methods
 
 _PLAIN_HELP: dict[str, int | list[str]] = {"help_option_names": ["--help", "-h"], "max_content_width": 100}
@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read our output has seen enough
         status = _BROKEN_PIPE
     except KeyboardInterrupt:
-        status = int(ExitCode.INTERRUPTED)
+        status = _interrupted()
     except OSError as error:
         message = f"the result could not be written to stdout: {first_line(error)}"
         _tell_people([Finding("FT194", message, help="what a run has written into its folder is complete")])
@@ -154,12 +154,15 @@ def _parse(words: list[str]) -> AnyRequest | _Answer | int:
     if isinstance(made, Invocation):
         return made
     if made == ExitCode.INTERRUPTED:  # what typer makes of Ctrl-C
-        return int(ExitCode.INTERRUPTED)
+        return _interrupted()
     return int(ExitCode.RECIPE) if made else int(ExitCode.OK)
 
 
 def _run(request: AnyRequest, words: list[str]) -> _Answer:
-    session, reporter = open_session(request.options, words)
+    try:
+        session, reporter = open_session(request.options, words)
+    except FtcliError as error:  # of a variable of the environment
+        return _Answer(int(error.exit_code), error.findings)
     try:
         stdout = nullcontext() if request.owns_stdout else results_only_on_stdout()
         with stdout, library_environment(session), fewer_library_warnings(session):
@@ -194,6 +197,11 @@ def _tell_people(findings: Sequence[Finding]) -> None:
     if findings:
         stderr = unfailing(sys.stderr)
         print(render.findings_text(findings, style_for(sys.stderr), _MOST_SHOWN), file=stderr)
+
+
+def _interrupted() -> int:
+    _tell_people([Finding("FT191", "interrupted", severity="note")])
+    return int(ExitCode.INTERRUPTED)
 
 
 def _forgive_encodings() -> None:

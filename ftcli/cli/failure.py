@@ -38,7 +38,7 @@ def failure_of(error: BaseException, *, command: Sequence[str], debug: bool) -> 
     if is_out_of_memory(error):
         help = (
             "lower train.per_device_train_batch_size or data.max_seq_len, or set train.gradient_checkpointing: true; "
-            "`ftcli check` estimates what fits"
+            "`ftcli check` estimates what fits, and `ulimit -v` shows whether the shell allows less"
         )
         found = Finding("FT192", f"out of memory: {first_line(error)[:300]}", help=help)
         return Failure((found,), int(ExitCode.OUT_OF_MEMORY))

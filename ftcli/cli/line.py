@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ftcli.pace import Pace
-from ftcli.units import duration
+from ftcli.units import duration, number
 
 _SMALLEST_BAR, _LARGEST_BAR = 8, 40
 Fields = Mapping[str, float | int | str]
@@ -78,7 +78,7 @@ def fields_text(fields: Fields) -> str:
 
 
 def _texts(fields: Fields) -> list[str]:
-    shown = ((name, f"{value:.4g}" if isinstance(value, float) else str(value)) for name, value in fields.items())
+    shown = ((name, number(value) if isinstance(value, float) else str(value)) for name, value in fields.items())
     return [f"{name} {value}" for name, value in shown]
 
 

@@ -161,5 +161,11 @@ def load_run(target: str, changes: Sequence[Override]) -> tuple[LoadedRecipe, Pa
 
 
 def _quoted(text: str) -> str:
-    """`text` as a YAML string, so that ``--output-dir 2024`` stays text."""
-    return "'" + text.replace("'", "''") + "'"
+    """`text` as a YAML string, so that ``--output-dir 2024`` stays text, and a line break in it a line break."""
+    if text.isprintable():
+        return "'" + text.replace("'", "''") + "'"
+    return (
+        '"'
+        + "".join(char if char.isprintable() and char not in '"\\' else f"\\U{ord(char):08x}" for char in text)
+        + '"'
+    )

@@ -41,7 +41,9 @@ def run_as_ranks(
         return load(())
     devices: tuple[str | None, ...] = (None,)
     more: Sequence[Override] = ()
-    if gpus is not None:
+    if gpus is not None and _means_processes(gpus):
+        more, gpus = options.overrides((), gpus=int(gpus)), None
+    elif gpus is not None:
         devices = children.devices(gpus, os.environ, _count)
         more = options.overrides((), gpus=len(devices))
     loaded = load(more)
@@ -62,6 +64,12 @@ def run_as_ranks(
 
     run = Path(str(loaded.recipe.run.output_dir))
     return run_ranks(session.arguments, wanted, [device for device in devices if device is not None], run)
+
+
+def _means_processes(gpus: str) -> bool:
+    """Whether ``--gpus N`` is about a machine without GPUs, where as many processes train on the CPU."""
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return gpus.isdecimal() and int(gpus) > 0 and listed is None and not _count()
 
 
 def exit_code(result: object) -> int:

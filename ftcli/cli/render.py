@@ -11,7 +11,7 @@ from typing import Any
 
 from ftcli.errors import Finding, Origin
 from ftcli.plain import JsonObject, plain
-from ftcli.units import size
+from ftcli.units import number, size
 
 _SEVERITY_STYLE = {"error": "1;31", "warning": "1;33", "note": "1;36"}
 
@@ -47,10 +47,10 @@ def findings_text(findings: Iterable[Finding], style: Style, most: int | None = 
     """
     groups = _alike(findings)
     shown = groups[:most]
-    last = {(group[0].code, group[0].help): number for number, group in enumerate(shown)}
+    last = {(group[0].code, group[0].help): place for place, group in enumerate(shown)}
     blocks = []
-    for number, (first, *others) in enumerate(shown):
-        later = of_row(first) and last[first.code, first.help] > number
+    for place, (first, *others) in enumerate(shown):
+        later = of_row(first) and last[first.code, first.help] > place
         blocks.append(_block(replace(first, help=None) if later else first, style, others))
     left = sum(len(group) for group in groups[len(shown) :])
     return "\n".join([*blocks, f"ftcli: {left:,} more; --json has them all"] if left else blocks)
@@ -59,8 +59,8 @@ def findings_text(findings: Iterable[Finding], style: Style, most: int | None = 
 def _alike(findings: Iterable[Finding]) -> list[list[Finding]]:
     """The findings in groups that one block shows: rows of one file whose messages differ by numbers at most."""
     groups: dict[tuple[object, ...], list[Finding]] = {}
-    for number, finding in enumerate(findings):
-        key: tuple[object, ...] = (number,)
+    for place, finding in enumerate(findings):
+        key: tuple[object, ...] = (place,)
         if of_row(finding) and finding.origin is not None:
             said = re.sub(r"\d+", "0", finding.message)
             key = (finding.severity, finding.code, finding.help, finding.origin.source, said)
@@ -228,10 +228,14 @@ def table(records: list[JsonObject], indent: str = "") -> list[str]:
     ]
 
 
+#: Names of values are words; `q8_0`, `HF_HOME` and the like are somebody's names.
+_OURS = re.compile(r"[a-z]+(_[a-z]+)*")
+
+
 def _label(key: str) -> str:
     for suffix in ("_bytes", "_seconds", "_ms"):
         key = key.removesuffix(suffix)
-    return key.replace("_", " ")
+    return key.replace("_", " ") if _OURS.fullmatch(key) else key
 
 
 def _value(key: str, value: Any) -> str:
@@ -248,7 +252,7 @@ def _value(key: str, value: Any) -> str:
     if isinstance(value, int | float) and key.endswith("_seconds"):
         return f"{value:.1f} s"
     if isinstance(value, float):
-        text = f"{value:,.1f}" if abs(value) >= 1000 else f"{value:.4g}"
+        text = f"{value:,.1f}" if abs(value) >= 1000 else number(value)
         return f"{text} ms" if key.endswith(("_ms", "_ms_min", "_ms_max")) else text
     if isinstance(value, int):
         return f"{value:,}"

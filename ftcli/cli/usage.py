@@ -12,6 +12,7 @@ from typer.exceptions import TyperException
 from ftcli.cli.near import is_run, is_shipped
 from ftcli.errors import Finding, Origin
 from ftcli.paths import RECIPE_SUFFIXES
+from ftcli.tables import methods
 
 #: What other tools call our commands.
 _OTHER_WORDS: Mapping[str, str] = MappingProxyType(
@@ -43,7 +44,7 @@ def unknown_command(word: str, commands: Iterable[str]) -> Finding:
     from ftcli.config.secrets import mask
 
     known = list(commands)
-    meant = _OTHER_WORDS.get(word.lower())
+    meant, missing = _OTHER_WORDS.get(word.lower()), methods.not_offered(word)
     near = [meant] if meant else get_close_matches(word.lower(), known, n=1, cutoff=0.5)
     if word.endswith(RECIPE_SUFFIXES):
         help = f"a command comes first: `ftcli train {word}` or `ftcli check {word}`"
@@ -51,6 +52,8 @@ def unknown_command(word: str, commands: Iterable[str]) -> Finding:
         help = f"that is a recipe: `ftcli recipes copy {word}`, then `ftcli train {word}.yaml`"
     elif is_run(word):
         help = f"that is a run: `ftcli export {word}`, `ftcli chat {word}`, `ftcli runs` or `ftcli compare {word} ...`"
+    elif missing is not None:
+        help = missing
     elif near:
         help = f"did you mean `ftcli {near[0]}`?"
     else:

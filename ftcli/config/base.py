@@ -5,14 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema, PydanticKnownError, core_schema
+from pydantic_core import CoreSchema, PydanticCustomError, PydanticKnownError, core_schema
+
+from ftcli.paths import unserved
 
 T = TypeVar("T")
 
 #: A YAML list. The outer container is lax (YAML has lists, frozen models hold tuples); its items stay strict.
 Items = Annotated[tuple[T, ...], Field(strict=False)]
+
+#: The kind of pydantic's error for a path with a ``scheme://``.
+UNSERVED = "unserved"
+
+
+def _served(value: str) -> str:
+    if unserved(value) is not None:
+        raise PydanticCustomError(UNSERVED, "a path of this machine")
+    return value
+
+
+#: Of text that is the path of something, or may be one.
+Served = AfterValidator(_served)
+PathText = Annotated[str, Field(min_length=1), Served]
 
 Count = Annotated[int, Field(ge=1, le=10**9)]
 Rate = Annotated[float, Field(ge=0.0)]

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
-from ftcli.config.base import Count, Items, Section, Word
+from ftcli.config.base import Count, Items, PathText, Section, Word
 from ftcli.plain import JsonObject
 from ftcli.tables import layouts
 
@@ -18,8 +18,7 @@ def _path_shorthand(value: Any) -> Any:
 class DatasetConfig(Section):
     """One source of rows. A bare string is short for `{path: ...}`."""
 
-    path: str = Field(
-        min_length=1,
+    path: PathText = Field(
         description="A .jsonl, .json, .csv, .tsv, .parquet or .arrow file (each also .gz), a folder of such files, "
         "`bundled:NAME` for data that ships with ftcli, or `hub:ORG/NAME` for a dataset of the Hugging Face Hub. "
         "Relative paths are relative to the current directory.",
@@ -28,6 +27,11 @@ class DatasetConfig(Section):
         default_factory=dict, description="Renames columns: `{name that ftcli expects: name in the file}`."
     )
     max_rows: Count | None = Field(default=None, description="Use the first rows only.")
+    remove_columns: Items[str] = Field(
+        default=(),
+        description="Columns of the file that are left out as if they were not there, by their names in the file. Says "
+        "of a `label` or `score` that would be refused that it does not judge the answers.",
+    )
     weight: float | None = Field(
         default=None,
         gt=0,
@@ -80,7 +84,7 @@ class DataConfig(Section):
     format: Annotated[str, Word(layouts.formats)] = Field(
         default="auto", description="Row layout; `auto` finds it from the columns and says so."
     )
-    chat_template: str | None = Field(
+    chat_template: PathText | None = Field(
         default=None, description="A .jinja file, or the name of a bundled template; the tokenizer's own when absent."
     )
     chat_template_kwargs: dict[str, bool | int | float | str] = Field(

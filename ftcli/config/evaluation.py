@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ftcli.config.base import Count, Items, Section, Word
+from ftcli.config.base import Count, Items, PathText, Section, Served, Word
 from ftcli.config.data import Dataset
 from ftcli.config.judging import JudgeConfig
 from ftcli.config.model import Dtype
@@ -41,7 +41,7 @@ class TaskConfig(JudgeConfig):
     use: Annotated[str, Word(judges.names)] | None = Field(
         default=None, description="How a completion is judged; `exact_match` when neither this nor `file` is there."
     )
-    file: Annotated[str, Field(pattern=r"^.+\.py:[A-Za-z_]\w*$")] | None = Field(
+    file: Annotated[str, Field(pattern=r"^.+\.py:[A-Za-z_]\w*$"), Served] | None = Field(
         default=None,
         description="Judged by `path.py:function` with `function(completions, prompts, **columns) -> "
         "list[float | None]`, as rewards are; `answer` is the reference.",
@@ -74,7 +74,7 @@ class EvalConfig(Section):
     per_device_eval_batch_size: Count = Field(default=8, description="Rows per forward pass.")
     tasks: Items[TaskConfig] = Field(default=(), description="Generation tasks of `ftcli eval`.")
     generate: GenerateConfig = Field(default_factory=GenerateConfig, description="Generation settings.")
-    lm_eval: Items[str] = Field(
+    lm_eval: Items[PathText] = Field(
         default=(),
         description="Tasks of lm-evaluation-harness, by name or as a path to a task's YAML; needs the extra `eval`.",
     )

@@ -11,6 +11,7 @@ from ftcli.config.secrets import is_secret_key, is_secret_value
 from ftcli.config.tree import Leaf, ListNode, MapNode, Tree, merge
 from ftcli.config.yaml import parse_file
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin
+from ftcli.paths import expanded, unserved
 
 #: A chain of recipes longer than this is a mistake.
 MAX_CHAIN = 16
@@ -50,20 +51,31 @@ def _target(value: Tree, path: Path) -> Path:
     if not isinstance(value, Leaf) or not isinstance(value.value, str) or not value.value.strip():
         help = "write `extends: base.yaml`, one file; that file may itself extend another"
         raise _error("FT121", "`extends` must be the path of one recipe", value.origin, help)
-    return Path(os.path.normpath(path.parent / value.value))
+    refusal = unserved(value.value)
+    if refusal is not None:
+        raise _error("FT165", f"`extends` {refusal[0]}", value.origin, refusal[1])
+    return Path(os.path.normpath(path.parent / expanded(value.value)))
 
 
 def _extended(chain: tuple[Path, ...], path: Path, target: Path, origin: Origin) -> tuple[Path, ...]:
     """The chain with `path` in it, or the error of extending `target` from there."""
     chain = (*chain, path)
-    resolved = [link.resolve() for link in chain]
-    if target.resolve() in resolved:
-        start = resolved.index(target.resolve())
+    resolved = [_real(link) for link in chain]
+    if _real(target) in resolved:
+        start = resolved.index(_real(target))
         round_trip = " -> ".join(str(link) for link in (*chain[start:], target))
         raise _error("FT123", f"`extends` forms a cycle: {round_trip}", origin, "remove one of these `extends`")
     if len(chain) >= MAX_CHAIN:
         raise _error("FT124", f"more than {MAX_CHAIN} recipes extend one another", origin, "merge some of them")
     return chain
+
+
+def _real(path: Path) -> str:
+    """Where links lead; the path as it is where they lead nowhere, or no file can be called so."""
+    try:
+        return os.path.realpath(path)
+    except (OSError, ValueError):
+        return str(path)
 
 
 def secrets_in(tree: Tree, key: str = "") -> list[Finding]:

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from ftcli.config import suggest
+from ftcli.config.base import UNSERVED
 from ftcli.config.origins import Origins, Path
 from ftcli.config.recipe import Recipe
 from ftcli.config.scalars import number_hint
@@ -20,6 +21,7 @@ from ftcli.config.secrets import is_secret_key, mask
 from ftcli.config.tree import Leaf, ListNode, MapNode, Tree, describe_kind, plain_tree
 from ftcli.config.usable import usable_values
 from ftcli.errors import Finding
+from ftcli.paths import unserved
 
 _RANGE = {
     "greater_than": "more than",
@@ -147,6 +149,9 @@ class _Writer:
         value = _value_at(self._tree, path)
         if node is None or value is None:
             return Finding("FT204", f"{_dotted(path)}: {problem.message}", origin, "see docs/recipes.md")
+        refusal = unserved(str(value.value)) if problem.kind == UNSERVED and isinstance(value, Leaf) else None
+        if refusal is not None:
+            return Finding("FT165", f"{_dotted(path)} {refusal[0]}", origin, refusal[1])
         shown = mask(describe_kind(value))
         if path == ("version",) and isinstance(value, Leaf) and isinstance(value.value, int):
             return Finding(

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ftcli.config.base import Section, Word
+from ftcli.config.base import PathText, Section, Served, Word
 from ftcli.plain import JsonObject
 from ftcli.tables import judges
 
@@ -18,7 +18,7 @@ class JudgeConfig(Section):
     """A built-in judge (`use`) or a function of yours (`file`), and what it is told."""
 
     use: Annotated[str, Word(judges.names)] | None = Field(default=None, description="A built-in judge.")
-    file: Annotated[str, Field(pattern=r"^.+\.py:[A-Za-z_]\w*$")] | None = Field(
+    file: Annotated[str, Field(pattern=r"^.+\.py:[A-Za-z_]\w*$"), Served] | None = Field(
         default=None,
         description="`path.py:function` with `function(completions, prompts, **columns) -> list[float | None]`.",
     )
@@ -32,7 +32,7 @@ class JudgeConfig(Section):
     max_chars: Annotated[int, Field(ge=0, le=10_000_000)] | None = Field(
         default=None, description="length: most characters that pass."
     )
-    json_schema: Annotated[str, Field(min_length=1)] | JsonObject | None = Field(
+    json_schema: PathText | JsonObject | None = Field(
         default=None,
         description="json_valid: the JSON Schema that a completion's value must fit, written here or the path of a "
         "JSON file, which starts at the current directory.",

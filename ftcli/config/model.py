@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ftcli.config.base import Count, Fraction, Items, Section, Word
+from ftcli.config.base import Count, Fraction, Items, PathText, Section, Word
 from ftcli.tables import engines, quantizations
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
@@ -20,13 +20,12 @@ SUPPORTED_ATTENTION: tuple[Attention, ...] = ("auto", "eager", "sdpa")
 class ModelConfig(Section):
     """The base model and how it is held."""
 
-    name_or_path: str = Field(
-        min_length=1,
+    name_or_path: PathText = Field(
         description="Hub id, local folder, or `bundled:NAME` for a model that ships with ftcli.",
         examples=["google/gemma-2-9b", "./my-model", "bundled:tiny-gemma2"],
     )
     revision: str | None = Field(default=None, description="Branch, tag or commit on the Hub.")
-    tokenizer: str | None = Field(
+    tokenizer: PathText | None = Field(
         default=None,
         description="The model's own when absent; `bytes` is the bundled byte-level one with a chat template; "
         "else a Hub id or folder.",

@@ -10,6 +10,7 @@ from ftcli.config.dialects import FOREIGN_IN, foreign
 from ftcli.config.origins import Path
 from ftcli.config.schema import RecipeSchema
 from ftcli.config.usable import usable_values
+from ftcli.tables import methods
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,9 @@ def unknown_key(path: Path, schema: RecipeSchema, value: object = None) -> Sugge
     siblings = list(schema.properties(parent)) if parent is not None else []
     where = f" in {section}" if section else ""
     wanted = name.lower().replace("-", "_").replace(" ", "_")
+    missing = methods.not_offered(wanted) if not section else None
+    if missing is not None:
+        return Suggestion("FT201", f"unknown key `{name}`", missing)
     if wanted in siblings:
         return Suggestion("FT201", f"unknown key `{name}`{where}", f"did you mean `{wanted}`?")
     everywhere = list(schema.keys())
@@ -57,6 +61,9 @@ def unknown_key(path: Path, schema: RecipeSchema, value: object = None) -> Sugge
 
 def word(path: Path, given: str, choices: tuple[str, ...]) -> str:
     """Help for a word that is not one of `choices`."""
+    missing = methods.not_offered(given) if _section(path) == "train.method" else None
+    if missing is not None:
+        return missing
     said = VALUES.get(_section(path), {}).get(given) or VALUES.get(_section(path), {}).get(given.lower())
     has = usable_values(_section(path))
     usable = has or choices

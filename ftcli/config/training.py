@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler, m
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticKnownError
 
-from ftcli.config.base import Count, Fraction, Items, Rate, Section, Word
+from ftcli.config.base import Count, Fraction, Items, PathText, Rate, Section, Word
 from ftcli.config.judging import JudgeConfig
 from ftcli.tables import loggers, methods, optimizers, policies, schedules
 
@@ -26,11 +26,9 @@ class RunConfig(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")] | None = Field(
         default=None, description="The run's name; the recipe's file name when absent."
     )
-    output_dir: Annotated[str, Field(min_length=1)] | None = Field(
-        default=None, description="The run directory; `runs/<name>` when absent."
-    )
+    output_dir: PathText | None = Field(default=None, description="The run directory; `runs/<name>` when absent.")
     seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(default=42, description="Seeds weights, data order, dropout.")
-    resume: Annotated[str, Field(min_length=1)] = Field(
+    resume: PathText = Field(
         default="auto",
         description="`auto` continues an unfinished run; `never` starts over and keeps the old run beside it; else "
         "the path of a checkpoint.",
@@ -199,7 +197,7 @@ class GrpoConfig(Section):
     num_generations: Annotated[int, Field(ge=2, le=1024)] = Field(default=8, description="Completions per prompt.")
     max_prompt_length: Count = Field(default=512, description="Longest prompt in tokens; a longer one is an error.")
     max_completion_length: Count = Field(default=256, description="Longest completion in tokens; sampling ends there.")
-    temperature: Annotated[float, Field(gt=0, le=10)] = Field(default=1.0, description="Sampling temperature.")
+    temperature: Annotated[float, Field(ge=0.001, le=10)] = Field(default=1.0, description="Sampling temperature.")
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(default=1.0, description="Nucleus sampling; 1 is off.")
     top_k: Annotated[int, Field(ge=0)] = Field(default=0, description="Sample from the k likeliest; 0 is off.")
     stop_strings: Items[Annotated[str, Field(min_length=1, max_length=1000)]] = Field(

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 #: Part of every key: raised whenever the same input gives other tokens or other files.
-FORMAT = 3
+FORMAT = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def key_of(
 
     Not in it: where a dataset lies, when it was written, its weight, and how many processes read it.
     """
-    chosen = source.model_dump(mode="json", include={"columns", "max_rows", "name", "split"})
+    chosen = source.model_dump(mode="json", include={"columns", "remove_columns", "max_rows", "name", "split"})
     names = {"format", "max_seq_len", "overlong", "max_bad_rows", "loss_on", "history", "reasoning"}
     names |= {"chat_template_kwargs"}
     settings = data.model_dump(mode="json", include=names)

@@ -18,6 +18,8 @@ class DatasetLedger:
     kept (supervised and masked); ``cut_tokens`` were removed by truncation, ``dropped_tokens`` belonged to rows that
     were dropped. Length quantiles are over all rows that could be tokenized, before any cut.
 
+    ``columns_unread`` are the columns in which some row has a value, and that its layout does not read.
+
     ``counts``, each absent where it is 0: ``chats`` and ``plain_prompts`` are rows written by the chat template and
     prompts with a completion that are not; ``turns_split`` are answers with a row of their own, beyond ``rows``;
     ``turns_untrained`` (under ``history: last``), ``turns_opening`` and ``turns_marked`` are answers without loss;
@@ -38,6 +40,7 @@ class DatasetLedger:
     bad_rows: int = 0
     bad_codes: dict[str, int] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
+    columns_unread: list[str] = field(default_factory=list)
 
     @property
     def made_rows(self) -> int:
@@ -116,8 +119,12 @@ def rendered_apart(ledgers: Sequence[DatasetLedger]) -> Finding | None:
     )
 
 
+#: Shares of tokens: prompts are often several times as long as their answers.
+_USUAL, _MUCH_LOST, _HALF = 0.1, 0.1, 0.5
+
+
 def mostly_untrained(ledgers: Sequence[DatasetLedger], loss_on: str) -> Finding | None:
-    """FT442 when less than half of the tokens are trained; a warning when rows were cut, dropped or skipped for it."""
+    """FT442 when unusually few of the tokens are trained; a warning when rows were cut, dropped or skipped for it."""
     total = Counter[str]()
     for ledger in ledgers:
         total.update(
@@ -128,9 +135,11 @@ def mostly_untrained(ledgers: Sequence[DatasetLedger], loss_on: str) -> Finding 
             dropped=ledger.dropped_tokens,
             skipped_rows=ledger.bad_rows,
         )
-    if not total["all"] or 2 * total["trained"] >= total["all"]:
+    if not total["all"]:
         return None
     shares = {name: total[name] / total["all"] for name in ("trained", "masked", "cut", "dropped")}
+    if shares["trained"] >= (_USUAL if shares["cut"] + shares["dropped"] < _MUCH_LOST else _HALF):
+        return None
     parts = [f"{shares['masked']:.0%} are masked (data.loss_on: {loss_on})"]
     parts += [f"{shares[name]:.0%} are {name} (data.overlong)" for name in ("cut", "dropped") if shares[name] > 0]
     lost = shares["cut"] + shares["dropped"] > 0 or total["skipped_rows"] > 0

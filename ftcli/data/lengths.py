@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from ftcli.errors import ExitCode, FtcliError, Origin
+from ftcli.paths import expanded
 
 #: A row of one token has none that is predicted.
 SHORTEST = 2
@@ -77,7 +78,7 @@ def _lognormal(text: str) -> Lognormal:
 
 
 def _read(text: str) -> Sequence[int]:
-    path = Path(text)
+    path = expanded(text)
     try:
         if path.stat().st_size > _LARGEST_FILE:
             raise _refused(f"{path} is larger than {_LARGEST_FILE // 2**20} MiB")

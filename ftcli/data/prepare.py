@@ -27,6 +27,7 @@ from ftcli.facts.device import usable_cores
 from ftcli.patience import TimeBudget
 from ftcli.plain import JsonObject, plain_fields
 from ftcli.reporting import Progress, Reporter, SilentReporter
+from ftcli.rows.columns import UnreadColumns
 from ftcli.rows.layouts import layout_of
 from ftcli.rows.places import files_of, is_hub
 from ftcli.rows.reading import iterate, no_rows
@@ -137,6 +138,7 @@ class _Counts:
     overlong_codes: Counter[str] = field(default_factory=Counter)
     totals: Counter[str] = field(default_factory=Counter)
     counts: Counter[str] = field(default_factory=Counter)
+    unread: list[str] = field(default_factory=list)
 
     def fault(self, finding: Finding) -> None:
         """A row that is broken."""
@@ -172,6 +174,7 @@ class _Counts:
             length_quantiles=quantiles(self.lengths),
             bad_rows=self.bad_codes.total(),
             bad_codes=dict(self.bad_codes),
+            columns_unread=self.unread,
             counts={name: count for name, count in sorted(self.counts.items()) if count},
             **{total: self.totals[total] for total in names},
         )
@@ -246,15 +249,17 @@ class SourceReader:
                 self._raise_bad(source, counts)
                 raise no_rows(source)
             layout = layout_of(first, self._data.format)
+            unread = UnreadColumns(source, layout)
             encoder = Encoder(self._tokenizer, self._stops, self._data, layout)
             few = CHUNK_ROWS if self._budget is None else _FEW_ROWS
-            for batch in encode_all(encoder, _chain(first, rows), self._processes(source), few):
+            for batch in encode_all(encoder, _seen(_chain(first, rows), unread), self._processes(source), few):
                 counts.add(batch)
                 writer.append(batch.encoded)
                 if self._budget is not None and self._budget.spent():
                     self._raise_bad(source, counts, whole=False)
                     raise OutOfTime(counts.rows)
         self._raise_bad(source, counts)
+        counts.unread = list(unread.names)
         ledger = counts.ledger(source.path, layout)
         if not ledger.kept_rows:
             message = f"no row of {source.path} is left: {ledger.dropped_rows:,} too long, {ledger.bad_rows:,} broken"
@@ -316,6 +321,16 @@ def _bytes(source: DatasetConfig) -> int:
 def _plain(finding: Finding) -> JsonObject:
     origin = finding.origin or Origin("")
     return {"code": finding.code, "message": finding.message, "source": origin.source, "row": origin.line}
+
+
+def _seen(rows: Iterator[Row], unread: UnreadColumns) -> Iterator[Row]:
+    """The rows. Raises FtcliError FT408 at the first one that says that it is not to be imitated."""
+    for row in rows:
+        unread.look(row)
+        refusal = unread.refusal()
+        if refusal is not None:
+            raise FtcliError([refusal], ExitCode.DATA)
+        yield row
 
 
 def _chain(first: Row, rest: Iterator[Row]) -> Iterator[Row]:

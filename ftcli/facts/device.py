@@ -150,7 +150,7 @@ def named_device(name: str) -> DeviceFacts:
         return replace(cpu_device(), probed=False)
     if key in GPUS:
         return GPUS[key]
-    close = get_close_matches(key, DEVICE_NAMES, 1, cutoff=0.4)
+    close = get_close_matches(key, DEVICE_NAMES, 1, cutoff=0.6)
     known = ", ".join(DEVICE_NAMES)
     raise FtcliError.single(
         "FT506",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,13 +25,16 @@ from ftcli.facts.language import has_other_parts, multimodal_of, text_values
 from ftcli.facts.shape import ModelShape, shape_of
 from ftcli.facts.tokenizer import TokenizerFacts, inspect_tokenizer
 from ftcli.facts.weights import WeightFiles, inspect_weights
-from ftcli.paths import expanded
+from ftcli.paths import expanded, is_file
 from ftcli.plain import JsonMap, JsonObject
 from ftcli.tables.families import MULTIMODAL, Family, family_of
 
 if TYPE_CHECKING:
     from ftcli.config.origins import Origins
 
+_SOFTCAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+#: No model has a larger constant; float32 still holds it.
+_LARGEST = 1e30
 #: Positions are scaled from ``original_max_position_embeddings`` by ``factor`` in these; others scale the limit itself.
 _ROPE_FROM_ORIGINAL = ("llama3", "yarn", "longrope", "su")
 
@@ -147,6 +151,7 @@ def facts_of(found: ConfigSource, model: ModelConfig, origins: Origins) -> Model
     model_type = _supported_type(raw, model.name_or_path, origin)
     shape = _shape(raw, found, origin)
     text = text_values(raw)
+    _require_finite(text, found, origin)
     family = family_of(str(text["model_type"])) or Family()
     return ModelFacts(
         name=model.name_or_path,
@@ -213,9 +218,22 @@ def _transformers_knows(model_type: str) -> bool:
     spec = importlib.util.find_spec("transformers")
     if spec is None or not spec.submodule_search_locations:
         return True
-    models = Path(next(iter(spec.submodule_search_locations))) / "models"
+    return any(folder.is_dir() for folder in _code_folders(spec, model_type))
+
+
+def _code_folders(spec: ModuleSpec, model_type: str) -> list[Path]:
+    """Where transformers may have a model's code."""
+    models = Path(next(iter(spec.submodule_search_locations or ()))) / "models"
     stem = model_type.replace("-", "_").lower()
-    return any((models / name).is_dir() for name in (stem, stem.removesuffix("_text")))
+    return [models / name for name in (stem, stem.removesuffix("_text"))]
+
+
+def takes_sdpa(model_type: str) -> bool:
+    """Whether transformers has the model's attention as SDPA, which neither caps scores nor has sinks."""
+    spec = importlib.util.find_spec("transformers")
+    folders = [] if spec is None or not spec.submodule_search_locations else _code_folders(spec, model_type)
+    paths = [folder / f"modeling_{folder.name}.py" for folder in folders]
+    return not any(is_file(path) and "_supports_sdpa = False" in path.read_text(encoding="utf-8") for path in paths)
 
 
 def _shape(raw: JsonObject, found: ConfigSource, origin: Origin | None) -> ModelShape | None:
@@ -226,6 +244,19 @@ def _shape(raw: JsonObject, found: ConfigSource, origin: Origin | None) -> Model
         raise preflight_error("FT305", f"{path} has no {missing.args[0]}", origin) from missing
     except ValueError as problem:
         raise preflight_error("FT305", f"{path}: {problem}", origin) from problem
+
+
+def _require_finite(text: JsonMap, found: ConfigSource, origin: Origin | None) -> None:
+    """Raises FtcliError FT305 for NaN and infinity, which Python's JSON reads, and for what is no scale."""
+    rope = _rope(text)
+    used = {key: text.get(key) for key in ("rope_theta", "rms_norm_eps", *_SOFTCAPS)}
+    for key, value in {**used, **{f"rope {key}": rope.get(key) for key in ("factor", "rope_theta")}}.items():
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            continue
+        if not 0 <= value <= _LARGEST or (value == 0 and key == "rope factor"):
+            path = found.folder / "config.json"
+            help = "restore the file from where it came"
+            raise preflight_error("FT305", f"{path}: {key} {value} is no number to compute with", origin, help=help)
 
 
 def _rope(raw: JsonMap) -> JsonObject:

@@ -8,6 +8,8 @@ from typing import Any
 
 from ftcli.errors import Finding, Origin
 from ftcli.facts.config_file import preflight_error, read_json
+from ftcli.paths import why_closed
+from ftcli.plain import JsonObject
 
 _MAX_TOKENIZER_BYTES = 256 * 2**20
 _OTHER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -33,6 +35,10 @@ def inspect_tokenizer(folder: Path, origin: Origin | None) -> TokenizerFacts:
     Raises FtcliError (exit 3): FT321 when there is none, FT305 when a file of it is not JSON.
     """
     path = folder / "tokenizer_config.json"
+    closed = why_closed(folder)
+    if closed is not None:
+        help = "check its name, and the permissions of the folder and of those above it (`ls -ld`)"
+        raise preflight_error("FT321", f"{folder} cannot be read: {closed}", origin, help=help)
     if not path.is_file() and not any((folder / name).is_file() for name in _OTHER_FILES):
         raise preflight_error(
             "FT321",
@@ -45,29 +51,42 @@ def inspect_tokenizer(folder: Path, origin: Origin | None) -> TokenizerFacts:
     config = {**(read_json(specials, origin) if specials.is_file() else {}), **config}
     return TokenizerFacts(
         folder=folder,
-        size=_size(folder / "tokenizer.json", origin),
+        size=_size(folder / "tokenizer.json", origin, _specials(config)),
         has_chat_template=bool(config.get("chat_template")) or (folder / "chat_template.jinja").is_file(),
         eos_token=_text(config.get("eos_token")),
         pad_token=_text(config.get("pad_token")),
     )
 
 
-def _size(path: Path, origin: Origin | None) -> int | None:
+def _specials(config: JsonObject) -> set[str]:
+    """The special tokens that a tokenizer's settings name."""
+    more = config.get("additional_special_tokens")
+    values = [config.get(f"{name}_token") for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
+    found = [_text(value) for value in (*values, *(more if isinstance(more, list) else []))]
+    return {text for text in found if text is not None}
+
+
+def _size(path: Path, origin: Origin | None, specials: set[str]) -> int | None:
+    """One more than the largest id. Special tokens that are no tokens yet get further ones when it is loaded."""
     if not path.is_file():
         return None
     values = read_json(path, origin, limit=_MAX_TOKENIZER_BYTES)
     model = values.get("model")
     vocab = model.get("vocab") if isinstance(model, dict) else None
     ids: list[int] = []
+    known: set[object] = set()
     if isinstance(vocab, dict):
         ids.extend(i for i in vocab.values() if isinstance(i, int))
+        known.update(vocab)
     elif isinstance(vocab, list):
         ids.append(len(vocab) - 1)
+        known.update(pair[0] for pair in vocab if isinstance(pair, list) and pair and isinstance(pair[0], str))
     added = values.get("added_tokens")
     for token in added if isinstance(added, list) else []:
         if isinstance(token, dict) and isinstance(token.get("id"), int):
             ids.append(token["id"])
-    return max(ids) + 1 if ids else None
+            known.add(token.get("content"))
+    return max(ids) + 1 + len(specials - known) if ids else None
 
 
 def _text(value: Any) -> str | None:

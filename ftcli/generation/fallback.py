@@ -164,7 +164,7 @@ class _Row:
 
 
 def _sampling(sampling: Sampling) -> dict[str, Any]:
-    if sampling.temperature == 0.0:
+    if sampling.greedy:
         return {"do_sample": False}
     # 0 turns off the 50 that transformers would take.
     chosen = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}

@@ -11,6 +11,7 @@ from ftcli.assets import bundled
 from ftcli.config import DatasetConfig
 from ftcli.errors import Finding, FtcliError
 from ftcli.facts.config_file import looks_local
+from ftcli.paths import exists
 from ftcli.preflight.checks.context import NotMade
 from ftcli.preflight.checks.support import is_installed
 from ftcli.preflight.report import PreflightReport
@@ -108,9 +109,9 @@ def _is_nowhere_here(name: str) -> bool:
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 
-    if bundled(name, "models") is not None or looks_local(name) or Path(name).exists():
+    if bundled(name, "models") is not None or looks_local(name):
         return False
-    return not Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="model")).exists()
+    return not exists(Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="model")))
 
 
 def _look(looking: RowSurvey, report: PreflightReport, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -42,6 +42,8 @@ def _row(source: DatasetConfig, name: str, number: int, value: Any) -> Row | Fin
     if not isinstance(value, dict):
         message = f"a row must be a JSON object, this is {json_type(value)}"
         return Finding("FT403", message, Origin(name, number), BROKEN_HELP)
+    if source.remove_columns:
+        value = {key: item for key, item in value.items() if key not in source.remove_columns}
     if not source.columns:
         return Row(name, number, value)
     taken = set(source.columns.values())

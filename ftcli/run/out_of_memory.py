@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from pathlib import Path
 
@@ -9,6 +10,8 @@ from pathlib import Path
 _ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|[KMGT]iB)")
 #: What CUDA, Triton, NCCL and cuBLAS say when memory is short for what they take beside torch's allocator.
 _OF_LIBRARIES = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+#: What the loader of libraries and the system say where a process may have no more, as under `ulimit -v`.
+_OF_THE_SYSTEM = ("failed to map segment", "annot allocate memory", "can't start new thread", "unable to mmap")
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
@@ -20,7 +23,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     if "OutOfMemoryError" in names:
         return True
     text = str(error)
-    return isinstance(error, RuntimeError) and any(word in text for word in (*_OF_LIBRARIES, "DefaultCPUAllocator"))
+    if isinstance(error, RuntimeError) and any(word in text for word in (*_OF_LIBRARIES, "DefaultCPUAllocator")):
+        return True
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return True
+    return isinstance(error, ImportError | OSError | RuntimeError) and any(word in text for word in _OF_THE_SYSTEM)
 
 
 def asked_bytes(error: BaseException) -> int | None:

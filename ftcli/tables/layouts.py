@@ -16,6 +16,7 @@ class RowLayout:
         code: Turns a row into an example (``ftcli.rows.layouts.Understand``).
         loss_on: Values of ``data.loss_on`` that have a meaning; the first is what `auto` means.
         asks: Its rows end with an answer: it can be left to the model, and judges get it as `answer`.
+        optional: Further columns that are read where they are there.
         conversation: Columns that hold the conversation itself; judges get the rendered prompt in their place.
     """
 
@@ -23,6 +24,7 @@ class RowLayout:
     code: str
     loss_on: tuple[str, ...] = ("assistant", "completion", "all")
     asks: bool = True
+    optional: tuple[str, ...] = ()
     conversation: tuple[str, ...] = ()
 
     def takes_loss_on(self, value: str) -> bool:
@@ -30,30 +32,49 @@ class RowLayout:
         return value in ("auto", *self.loss_on)
 
 
+#: What is read of a conversation beside its turns.
+_OF_CHATS = ("tools", "functions", "chat_template_kwargs")
+
 #: In the order in which ``format: auto`` tries them.
 TABLE: Mapping[str, RowLayout] = MappingProxyType(
     {
-        "messages": RowLayout(("messages",), "ftcli.rows.layouts.messages:understand", conversation=("messages",)),
+        "messages": RowLayout(
+            ("messages",),
+            "ftcli.rows.layouts.messages:understand",
+            optional=_OF_CHATS,
+            conversation=("messages",),
+        ),
         "sharegpt": RowLayout(
             ("conversations",),
             "ftcli.rows.layouts.sharegpt:understand",
+            optional=("system", *_OF_CHATS),
             conversation=("conversations",),
         ),
         "prompt_completion": RowLayout(
             ("prompt", "completion"),
             "ftcli.rows.layouts.prompted:understand_completion",
             loss_on=("completion", "assistant", "all"),
+            optional=_OF_CHATS,
             conversation=("prompt", "completion"),
         ),
         "prompt_answer": RowLayout(
             ("prompt", "answer"),
             "ftcli.rows.layouts.prompted:understand_answer",
+            optional=_OF_CHATS,
             conversation=("prompt",),
         ),
-        "alpaca": RowLayout(("instruction", "output"), "ftcli.rows.layouts.alpaca:understand"),
+        "alpaca": RowLayout(
+            ("instruction", "output"),
+            "ftcli.rows.layouts.alpaca:understand",
+            optional=("input", "system", "history", *_OF_CHATS),
+        ),
         "text": RowLayout(("text",), "ftcli.rows.layouts.plain:understand", loss_on=("all",), asks=False),
         "tokenized": RowLayout(
-            ("input_ids", "labels"), "ftcli.rows.layouts.tokenized:understand", loss_on=("all",), asks=False
+            ("input_ids", "labels"),
+            "ftcli.rows.layouts.tokenized:understand",
+            loss_on=("all",),
+            asks=False,
+            optional=("attention_mask", "position_ids"),
         ),
     }
 )
@@ -78,6 +99,11 @@ def detect(columns: Iterable[str]) -> str | None:
     """The first layout whose columns are all there; None when no layout fits."""
     present = set(columns)
     return next((name for name, layout in TABLE.items() if present.issuperset(layout.columns)), None)
+
+
+def chat_columns() -> tuple[str, ...]:
+    """Columns that every row of a chat or a prompt may have."""
+    return _OF_CHATS
 
 
 def conversation_columns() -> frozenset[str]:

@@ -132,6 +132,32 @@ TABLE: Mapping[str, Method] = MappingProxyType(
 )
 
 
+#: Methods of the field that recipes and data may be meant for, and that are not offered yet.
+_NOT_OFFERED: Mapping[str, str] = MappingProxyType(
+    {
+        **{name: name.upper() for name in ("dpo", "kto", "orpo", "cpo", "ipo", "ppo", "rloo", "prm", "gkd")},
+        "simpo": "SimPO",
+        "reward": "training of reward models",
+        "rm": "training of reward models",
+        "reward_model": "training of reward models",
+        "distill": "distillation",
+        "distillation": "distillation",
+    }
+)
+
+
+def not_offered(word: str) -> str | None:
+    """What to say of a method of the field by which nothing is trained here; None for every other word."""
+    title = _NOT_OFFERED.get(word.lower().replace("-", "_"))
+    return None if title is None or word.lower() in TABLE else offered(title)
+
+
+def offered(title: str) -> str:
+    """By which methods ftcli trains, and that the one with this title is none of them."""
+    ways = " and ".join(f"{method.title} (`ftcli {method.command}`)" for method in TABLE.values())
+    return f"ftcli trains by {ways}; {title} is not offered yet"
+
+
 def row(name: str) -> Method:
     """The row of a method. Raises KeyError for a name without one."""
     return TABLE[name]

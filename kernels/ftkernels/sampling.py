@@ -32,6 +32,9 @@ _BLOCK = 256
 #: What a row gets whose logits are not finite.
 NOT_FINITE = -1
 
+#: Of two tokens whose logits differ by 0.001 the likelier one is sampled always at this temperature.
+COLDEST = 1e-5
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
@@ -41,6 +44,11 @@ class Sampling:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is taken: below :data:`COLDEST`, logits / T leave float32."""
+        return self.temperature < COLDEST
 
 
 #: The likeliest token.
@@ -93,14 +101,14 @@ def choose(
         seeds, positions: (B,), int64 and integers: what the random number depends on.
         backend: see ``ftkernels.device.choose_backend``. Filters are torch's on every device.
     """
-    greedy = sampling.temperature == 0.0
+    greedy = sampling.greedy
     if not _filters(sampling) or greedy:
         uniform = None if greedy else uniforms(seeds, positions)
         if choose_backend(logits.device, backend).is_triton:
             logits = logits if logits.stride(1) == 1 else logits.contiguous()
-            return choose_triton(logits, sampling.temperature, uniform)
+            return choose_triton(logits, 0.0 if greedy else sampling.temperature, uniform)
     scores = logits.float()
-    if sampling.temperature not in (0.0, 1.0):
+    if not greedy and sampling.temperature != 1.0:
         scores = scores * (1.0 / sampling.temperature)
     total = torch.logsumexp(scores, dim=-1)
     if greedy:

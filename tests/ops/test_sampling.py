@@ -100,6 +100,15 @@ def test_the_log_probability_is_that_of_the_softmax() -> None:
     assert tokens.tolist() == logits.float().argmax(-1).tolist()
 
 
+@pytest.mark.parametrize("temperature", [1e-320, 1e-40, 1e-9])
+def test_a_temperature_that_leaves_float32_takes_the_likeliest(temperature: float) -> None:
+    logits, seeds, at = torch.randn(4, 30), torch.arange(4), torch.zeros(4, dtype=torch.int64)
+    for sampling in (Sampling(temperature), Sampling(temperature, 3, 0.5)):
+        assert [each.tolist() for each in choose(logits, sampling, seeds, at)] == [
+            each.tolist() for each in choose(logits, GREEDY, seeds, at)
+        ]
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0), Sampling(1.0, 3, 0.5)])
 def test_a_row_that_is_not_finite_says_so_and_its_neighbour_does_not(bad: float, sampling: Sampling) -> None:

@@ -17,6 +17,7 @@ from ftcli.cli.files import file_content, write_new
 from ftcli.cli.request import AnyRequest, Invocation
 from ftcli.cli.shipped import shipped
 from ftcli.errors import ExitCode, FtcliError, Origin
+from ftcli.paths import expanded, is_folder
 from ftcli.plain import JsonObject
 from ftcli.reporting import Session
 
@@ -136,8 +137,8 @@ def copy(
 
     def action(_: Session) -> CopiedRecipe:
         source = find(name)
-        target = Path(destination) if destination is not None else Path(source.name)
-        if target.is_dir():
+        target = expanded(destination) if destination is not None else Path(source.name)
+        if is_folder(target):
             target = target / source.name
         write_new(source.read_text(encoding="utf-8"), target, force=force)
         return CopiedRecipe(source.stem, str(target))

@@ -17,6 +17,7 @@ from ftcli.errors import ExitCode, Finding, FtcliError, Origin, Severity
 from ftcli.paths import exists, expanded, is_folder
 from ftcli.plain import LEFT_OUT, SPREAD, JsonObject, plain_fields
 from ftcli.reporting import Reporter, Session
+from ftcli.units import number
 
 if TYPE_CHECKING:
     from ftcli.run.comparison import Comparison, Points
@@ -66,7 +67,7 @@ def runs(
     def action(session: Session) -> FoundRuns:
         from ftcli.run.history import find_runs, summarise
 
-        if not expanded(folder).is_dir():
+        if not is_folder(expanded(folder)):
             raise FtcliError.single(
                 "FT154",
                 f"{folder} is not a directory",
@@ -162,7 +163,7 @@ def _runs_text(result: FoundRuns) -> str:
     records = []
     for run in result.runs:
         scores = ", ".join(f"{name} {score:.1%}" for name, score in run.tasks.items())
-        held_out = "-" if run.eval_loss is None else f"{run.eval_loss:.4g}"
+        held_out = "-" if run.eval_loss is None else number(run.eval_loss)
         records.append(
             {
                 "run": str(run.path),
@@ -206,4 +207,4 @@ def _bars(points: Points) -> str:
     count = min(_BARS_SHOWN, len(values))
     shown = [values[round(i * (len(values) - 1) / max(count - 1, 1))] for i in range(count)]
     bars = "".join(_BARS[min(int((value - low) / span * len(_BARS)), len(_BARS) - 1)] for value in shown)
-    return f"{values[0]:.4g} {bars} {values[-1]:.4g}"
+    return f"{number(values[0])} {bars} {number(values[-1])}"

@@ -12,6 +12,7 @@ from ftcli.cli.render import clean, table
 from ftcli.cli.request import AnyRequest, Invocation
 from ftcli.paths import expanded
 from ftcli.reporting import Session
+from ftcli.units import number
 
 if TYPE_CHECKING:
     from ftcli.pipeline.sweep_result import SweepResult
@@ -99,7 +100,8 @@ def sweep_text(result: SweepResult) -> str:
     lines = table(rows)
     lines += [f"{run.name} failed: {clean(run.reason)}" for run in result.runs if run.reason]
     if best is not None:
-        lines += ["", f"best: {best.name}, {best.metric} {best.value:.4g}"]
+        value = "-" if best.value is None else number(best.value)
+        lines += ["", f"best: {best.name}, {best.metric} {value}"]
     lines += [*([] if best is not None else [""]), *result.remarks]
     if result.html is not None:
         lines.append(f"side by side: {result.html}")

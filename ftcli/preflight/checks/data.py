@@ -6,14 +6,17 @@ Rows are read and understood by the code that training uses (`ftcli.rows`); only
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ftcli.config import DatasetConfig
+from ftcli.config.judging import JudgeConfig
+from ftcli.config.training import RewardConfig
 from ftcli.errors import Finding, FtcliError, Severity
 from ftcli.facts.model import ModelFacts
 from ftcli.facts.tokenizer import no_template_finding
 from ftcli.preflight.checks.context import Context, Findings, NotMade
+from ftcli.rows.columns import UnreadColumns, unread_note
 from ftcli.rows.layouts import layout_of, misfit_finding, understand
 from ftcli.rows.layouts.prompted import as_chat, is_bare
 from ftcli.rows.places import DataFile, files_of, is_hub
@@ -128,10 +131,48 @@ def _source_findings(
         yield context.error("FT404", path, f"{source.path} holds no rows", help=NO_ROWS_HELP)
     if rows:
         first, misfits = _understood(context, path, rows)
+        refusal, unread = _unread_columns(context, source, first)
+        if refusal is not None:
+            yield refusal
+            return
         broken += misfits
-        yield from _meaning(context, facts, first)
+        meant = list(_meaning(context, facts, first))
+        yield from meant
+        if not broken and not any(finding.severity == "error" for finding in meant):
+            yield from unread
     severity: Severity = "warning" if context.recipe.data.max_bad_rows > 0 else "error"
     yield from (replace(finding, severity=severity) for finding in broken)
+
+
+def _unread_columns(
+    context: Context, source: DatasetConfig, first: FirstRows
+) -> tuple[Finding | None, tuple[Finding, ...]]:
+    """FT408 for columns that mean another method, and the note about those that nothing reads (FT409).
+
+    A function of the user's is handed every column of what the model is asked.
+    """
+    asked = first.path.startswith("eval.tasks.") or context.from_prompts
+    judges = _judges_of(context, first.path)
+    lent = any(judge.file is not None for judge in judges)
+    unread = UnreadColumns(source, first.layout, asked=asked)
+    for row in first.rows:
+        unread.look(row)
+    compared = {judge.answer for judge in judges if isinstance(judge, RewardConfig)}
+    names = [] if lent else [name for name in unread.names if name not in compared]
+    return (
+        None if asked and lent else unread.refusal(),
+        (unread_note(source.path, names),) if names else (),
+    )
+
+
+def _judges_of(context: Context, path: str) -> Sequence[JudgeConfig]:
+    """Who judges what the model answers to the rows of a source."""
+    recipe = context.recipe
+    if path.startswith("eval.tasks."):
+        return (recipe.eval.tasks[int(path.split(".")[2])],)
+    rewards = recipe.grpo.rewards if recipe.grpo is not None and context.from_prompts else ()
+    tasks = [task for task in recipe.eval.tasks if not task.data] if path.startswith("data.eval") else []
+    return (*rewards, *tasks)
 
 
 def _first(items: Iterator[Row | Finding]) -> Iterator[Row | Finding]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ftcli.facts.device import DeviceFacts
+from ftcli.paths import is_folder
 from ftcli.preflight.checks.context import Context, Findings
 from ftcli.preflight.disk import DiskEstimate, existing_ancestor, why_no_folder, why_not_writable
 from ftcli.preflight.memory.advice import Verdict
@@ -83,7 +84,7 @@ def output_findings(context: Context, output_dir: Path) -> Findings:
         )
         return
     folder = existing_ancestor(output_dir)
-    if not folder.is_dir():
+    if not is_folder(folder):
         yield context.error(
             "FT613",
             "run.output_dir",

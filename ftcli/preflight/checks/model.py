@@ -13,7 +13,7 @@ from ftcli.facts.adapters import (
     problems,
     targets_of,
 )
-from ftcli.facts.model import ModelFacts
+from ftcli.facts.model import ModelFacts, takes_sdpa
 from ftcli.facts.quantization import stored_method
 from ftcli.facts.shape import ModelShape
 from ftcli.facts.tokenizer import no_stop_finding
@@ -27,7 +27,7 @@ TARGETS_CHECK = "lora.target_modules against the model's layers"
 
 
 def check(context: Context, facts: ModelFacts) -> Findings:
-    """FT271, FT301, FT302, FT310 to FT319, FT322, FT324, FT325, FT339, FT340, FT747, FT756."""
+    """FT250, FT271, FT301, FT302, FT310 to FT319, FT322, FT324, FT325, FT339, FT340, FT747, FT756."""
     if facts.senses is not None and context.work == "train":
         yield context.note(
             "FT310",
@@ -41,6 +41,9 @@ def check(context: Context, facts: ModelFacts) -> Findings:
             f"{facts.name}'s config.json asks for the router's auxiliary loss (output_router_logits): it is not added",
             help="nothing to do where adapters are trained: the router is frozen",
         )
+    if context.recipe.model.attention == "sdpa" and context.work != "export" and not takes_sdpa(facts.text_type):
+        message = f"model.attention: sdpa, and transformers computes {facts.text_type} without it"
+        yield context.error("FT250", "model.attention", message, help="use model.attention: auto, or eager")
     yield from _positions(context, facts)
     yield from _stored_quantized(context, facts)
     yield from _random_base(context, facts)
@@ -315,7 +318,8 @@ def _tokenizer(context: Context, facts: ModelFacts, path: str) -> Findings:
             path,
             f"the tokenizer has ids up to {tokenizer.size - 1}, and the vocabulary of {facts.name} has "
             f"{facts.vocab_size}",
-            help="use the tokenizer that belongs to the model",
+            help="use the tokenizer that belongs to the model; a special token that its settings name and that it does "
+            "not have gets an id of its own",
         )
     if tokenizer.eos_token is None:
         yield no_stop_finding(f"in {tokenizer.folder}", context.origins.at(path))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from ftcli.config import DatasetConfig
 from ftcli.facts.execution import takes_rows
+from ftcli.paths import is_file
 from ftcli.preflight.checks.context import Context, Findings
 from ftcli.rows.places import is_hub, resolve_path
 
@@ -32,6 +33,10 @@ def check(context: Context) -> Findings:
 
 
 def _options(context: Context, path: str, source: DatasetConfig) -> Findings:
+    taken = sorted(set(source.remove_columns) & set(source.columns.values()))
+    if taken:
+        message = f"remove_columns takes {taken[0]!r} away, which columns reads"
+        yield context.error("FT257", f"{path}.remove_columns", message, "remove it from one of the two")
     if not is_hub(source):
         for name in _HUB_ONLY:
             if getattr(source, name):
@@ -41,7 +46,7 @@ def _options(context: Context, path: str, source: DatasetConfig) -> Findings:
                     f"{name} is for datasets of the Hub, but {source.path} is read from this machine",
                     f"write the path as hub:ORG/NAME, or remove {name}",
                 )
-        if source.split and resolve_path(source.path).is_file():
+        if source.split and is_file(resolve_path(source.path)):
             yield context.error(
                 "FT257",
                 f"{path}.split",

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Protocol
 
 from ftcli.errors import Finding, FtcliError
+from ftcli.rows.columns import mapping, other_method
 from ftcli.rows.row import Example, Misfit, Row, column_names, data_error
-from ftcli.tables import code_of, layouts
+from ftcli.tables import code_of, layouts, methods
 
 
 class Understand(Protocol):
@@ -44,10 +45,17 @@ def misfit_finding(row: Row, misfit: Misfit, layout: str) -> Finding:
 
 
 def _unknown(row: Row) -> FtcliError:
+    """FT411, with the mapping that the names of the columns suggest, or the method that they are meant for."""
+    named, other, guess = column_names(row.fields), other_method(row.fields), mapping(row.fields)
+    if other is not None:
+        help = methods.offered(other[1])
+        help += f"; to train on the chosen answers, write `columns: {guess}` beside `path`" if guess else ""
+        return data_error("FT411", f"the columns {named} are {other[0]}", row.origin, help)
     expected = "; ".join(f"{name}: {', '.join(layout.columns)}" for name, layout in layouts.TABLE.items())
+    rename = f"write `columns: {guess}` beside `path`" if guess else "rename columns with `columns`"
     return data_error(
         "FT411",
-        f"the columns {column_names(row.fields)} fit no known layout",
+        f"the columns {named} fit no known layout",
         row.origin,
-        help=f"rename columns with `columns`; expected one of {expected}",
+        help=f"{rename}; expected one of {expected}",
     )

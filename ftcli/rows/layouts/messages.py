@@ -148,8 +148,9 @@ def _tools(row: Row, name: str) -> tuple[JsonObject, ...] | None:
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise Misfit(f"column {name!r} must be a list of JSON schemas")
     tools = [tool if "function" in tool else {"type": "function", "function": tool} for tool in value]
-    if not all(isinstance(tool["function"], dict) and tool["function"].get("name") for tool in tools):
-        raise Misfit(f"column {name!r} holds a function without a name")
+    named = (tool["function"].get("name") if isinstance(tool["function"], dict) else None for tool in tools)
+    if not all(isinstance(called, str) and called for called in named):
+        raise Misfit(f"column {name!r} holds a function without a name that is text")
     return tuple(tools)
 
 

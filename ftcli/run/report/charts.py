@@ -14,12 +14,12 @@ from ftcli.run.report.scales import (
     DRAWN_POINTS,
     SMOOTHED_REACH,
     log_ticks,
-    number,
     round_ticks,
     short,
     smoothed,
     thinned,
 )
+from ftcli.units import number
 
 WIDTH, HEIGHT = 560, 280
 LEFT, RIGHT, TOP, BOTTOM = 62, 24, 14, 40

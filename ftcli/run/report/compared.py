@@ -13,8 +13,7 @@ from ftcli.run.comparison import CURVES, Comparison
 from ftcli.run.history import RunSummary
 from ftcli.run.report.charts import ChartLook, Series, line_chart
 from ftcli.run.report.page import POLICY, page_template, style
-from ftcli.run.report.scales import number
-from ftcli.units import gib
+from ftcli.units import gib, number
 
 
 def write_comparison(comparison: Comparison, path: Path) -> None:

@@ -9,11 +9,11 @@ from typing import Any
 
 from ftcli.plain import JsonMap
 from ftcli.run.metrics import MetricsLine
-from ftcli.run.report.scales import number, short
+from ftcli.run.report.scales import short
 from ftcli.run.report.values import Show, as_words, count, is_number, map_in, maps, numbers_of, percent
 from ftcli.run.status import Status
 from ftcli.tables import quantizations
-from ftcli.units import duration, gib
+from ftcli.units import duration, gib, number
 
 #: Key in eval.json, label, whether more is better (1) or worse (-1), and how it is written.
 _SCORES: tuple[tuple[str, str, int, Show], ...] = (

@@ -6,6 +6,8 @@ import math
 import statistics
 from collections.abc import Sequence
 
+from ftcli.units import number
+
 #: Points drawn at most; beyond that each stretch of steps is drawn as its lowest and its highest value.
 DRAWN_POINTS = 400
 #: Points on either side that the smoothed line is the median of.
@@ -38,19 +40,6 @@ def log_ticks(low: float, high: float) -> list[float]:
     start, end = (below or ticks)[-1], next((tick for tick in above if tick > (below or ticks)[-1]), ticks[-1])
     chosen = [tick for tick in ticks if start <= tick <= end]
     return chosen if len(chosen) > 1 else [start, start * 10]
-
-
-def number(value: float) -> str:
-    """A number for people, to four digits: 12,345 · 0.0123 · 1.5e-5."""
-    if value == 0:
-        return "0"
-    size = abs(value)
-    if 1000 <= size < 1e12:
-        return f"{value:,.0f}"
-    if size < 1e-3 or size >= 1e12:
-        mantissa, exponent = f"{value:.3e}".split("e")
-        return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
-    return f"{value:.4g}"
 
 
 def short(value: float) -> str:

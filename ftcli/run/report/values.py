@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ftcli.plain import is_number, map_in, maps, number_or_none, numbers_of
-from ftcli.run.report.scales import number
+from ftcli.units import number
 
 Show = Callable[[float], str]
 

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from ftcli.cli.options import overrides
+from ftcli.config.load import load_recipe
+
 HEAD = "version: 1\nmodel: {name_or_path: bundled:tiny-gemma2}\n"
 
 SETS = [
@@ -59,6 +62,30 @@ def test_secret_in_an_override_is_not_shown(ftcli: Callable[..., object]) -> Non
     assert "abcdefghijk" not in outcome.stderr
 
 
+SCHEMES = [
+    "run.output_dir=s3://b/x",
+    "run.resume=gs://b/x",
+    "model.name_or_path=s3://b/m",
+    "model.tokenizer=az://b/t",
+    "data.train.0.path=s3://b/x.jsonl",
+    "data.train=[s3://b/x.jsonl]",
+    "data.eval=[{path: s3://b/x.jsonl}]",
+    "data.chat_template=https://h/t.jinja",
+    'grpo={rewards: [{file: "s3://b/r.py:f"}]}',
+    'eval.tasks=[{file: "s3://b/r.py:f"}]',
+    "eval.tasks=[{use: json_valid, json_schema: s3://b/s.json}]",
+    "eval.tasks=[{use: exact_match, data: [s3://b/x.jsonl]}]",
+    "eval.lm_eval=[s3://b/task.yaml]",
+]
+
+
+@pytest.mark.parametrize("text", SCHEMES)
+def test_storage_that_is_not_served(refused: Callable[..., object], text: str) -> None:
+    Path("r.yaml").write_text(HEAD + "data: {train: [{path: a.jsonl}]}\n")
+    refused(["train", "r.yaml", "--set", text], code="FT165", at=f"--set {text}", help="mount the storage")
+    assert [path.name for path in Path.cwd().iterdir()] == ["r.yaml"]
+
+
 EXTENDS = [
     ("missing base", {"r.yaml": "extends: gone.yaml\n"}, "FT122", "r.yaml:1:10", "relative to the file"),
     ("not a path", {"r.yaml": "version: 1\nextends: 3\n"}, "FT121", "r.yaml:2:10", "base.yaml"),
@@ -74,6 +101,8 @@ EXTENDS = [
      "r.yaml:2:11", "at least 1"),
     ("secret below", {"r.yaml": "extends: b.yaml\n", "b.yaml": HEAD + "token: abc\n"}, "FT209", "b.yaml:3:1",
      "HF_TOKEN"),
+    ("another storage", {"r.yaml": "extends: s3://b/r.yaml\n"}, "FT165", "r.yaml:1:10", "mount the storage"),
+    ("no file can be called so", {"r.yaml": 'extends: "a\\0b.yaml"\n'}, "FT120", "r.yaml:1:10", "remove"),
     ("long chain", {"r.yaml": "extends: 0.yaml\n", **{f"{n}.yaml": f"extends: {n + 1}.yaml\n" for n in range(40)}},
      "FT124", "14.yaml:1:10", "merge some"),
 ]  # fmt: skip
@@ -87,3 +116,30 @@ def test_extends_is_refused(
         Path(name).parent.mkdir(exist_ok=True)
         Path(name).write_text(text)
     refused(["check", "r.yaml"], code=code, at=at, help=help)
+
+
+@pytest.mark.parametrize("name", ["loop.yaml", "x" * 300 + ".yaml", "a/" * 3000 + "b.yaml"])
+def test_a_base_that_no_path_leads_to(refused: Callable[..., object], name: str) -> None:
+    Path("loop.yaml").symlink_to("loop.yaml")
+    Path("r.yaml").write_text(f"extends: {name}\n")
+    refused(["check", "r.yaml"], code="FT103", at=name, help="ls -l")
+
+
+def test_a_base_in_the_home_folder(
+    refused: Callable[..., object], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "home").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home" / "base.yaml").write_text(HEAD + "lora: {r: 0}\n")
+    Path("r.yaml").write_text("extends: ~/base.yaml\n")
+    refused(["check", "r.yaml"], code="FT206", at=f"{tmp_path}/home/base.yaml:3:11", help="at least 1")
+
+
+@pytest.mark.parametrize("name", ["a\nb", "tab\t", 'quote"s\n', "back\\slash\n", "it's", "2024"])
+def test_a_name_of_the_command_line_is_taken_as_it_is(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (override,) = overrides((), output_dir=name)
+    Path("r.yaml").write_text(HEAD)
+    assert load_recipe(Path("r.yaml"), [override]).recipe.run.output_dir == name

@@ -41,11 +41,11 @@ def test_what_fits_is_shown_in_the_order_of_what_matters() -> None:
     assert line_text(counted(), 20) == "45/100  ETA 1m50s"
     assert line_text(counted(), 40) == "train  45/100  ETA 1m50s  loss 1.235"
     assert line_text(counted(), 54) == "train  45/100  ETA 1m50s  loss 1.235  held-out 0.4561"
-    assert line_text(counted(), 60) == "45/100  ETA 1m50s  loss 1.235  held-out 0.4561  lr 0.0001"
-    assert line_text(counted(), 66) == "train  45/100  ETA 1m50s  loss 1.235  held-out 0.4561  lr 0.0001"
+    assert line_text(counted(), 60) == "45/100  ETA 1m50s  loss 1.235  held-out 0.4561  lr 1e-4"
+    assert line_text(counted(), 66) == "train  45/100  ETA 1m50s  loss 1.235  held-out 0.4561  lr 1e-4"
     wide = line_text(counted(), 200)
     assert wide.endswith(
-        "45/100  ETA 1m50s  loss 1.235  held-out 0.4561  lr 0.0001  tok/s 2959  memory 12.3 GiB  epoch 0.45"
+        "45/100  ETA 1m50s  loss 1.235  held-out 0.4561  lr 1e-4  tok/s 2959  memory 12.3 GiB  epoch 0.45"
     )
     assert wide.startswith("train  " + "━" * 18 + "┄" * 22)
 

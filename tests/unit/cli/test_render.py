@@ -156,6 +156,11 @@ def test_results_are_aligned_and_carry_units() -> None:
     assert text == ("steps        1,200\npeak memory  3.00 GiB\nfirst step   1.2 s\neval\n  loss  0.1235")
 
 
+def test_names_of_others_keep_their_underscores_and_small_numbers_are_short() -> None:
+    text = result_text({"files": {"q8_0": 1, "HF_HOME": "x"}, "train_loss": -3.725e-09})
+    assert text == "files\n  q8_0     1\n  HF_HOME  x\ntrain loss  -3.725e-9"
+
+
 def test_records_are_a_table() -> None:
     text = result_text({"rows": [{"name": "a", "on": True}, {"name": "long", "on": False}]})
     assert text == "rows\n  name  on\n  a     yes\n  long  no"

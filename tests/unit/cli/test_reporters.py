@@ -22,7 +22,7 @@ def test_progress_in_a_log_is_a_line_for_each_update() -> None:
         progress.advance(2)
         progress.update(loss=1.23456, learning_rate=1e-4, phase="warm-up")
         progress.advance()
-    assert stream.getvalue() == "train 3/4  loss 1.235  learning_rate 0.0001  phase warm-up\n"
+    assert stream.getvalue() == "train 3/4  loss 1.235  learning_rate 1e-4  phase warm-up\n"
 
 
 def test_progress_without_a_total() -> None:

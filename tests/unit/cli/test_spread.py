@@ -72,6 +72,11 @@ def test_a_machine_without_gpus_takes_no_more_processes_than_cores(
     )
     assert main(["train", recipe, "--set", "launch.num_processes=8"]) == 6
     assert started[0][1:] == (8, ())  # type: ignore[index]
+    monkeypatch.setattr("ftcli.cli.children.count_gpus", lambda: 0)
+    assert main(["train", recipe, "--gpus", "4"]) == 6
+    assert started[1][1:] == (4, ())  # type: ignore[index]
+    assert main(["train", recipe, "--gpus", "9"]) == 3
+    assert "--gpus 9: error[FT516]: launch.num_processes 9: there is no GPU here" in capsys.readouterr().err
 
 
 def test_the_gpus_that_are_visible_are_those_that_ranks_get(

@@ -73,7 +73,9 @@ def test_when_nothing_is_left_it_says_why(prepared: Prepare) -> None:
 
 
 def test_training_little_of_the_tokens_is_said_with_the_reason(prepared: Prepare) -> None:
-    masked = mostly_untrained(prepared([GOOD]).ledgers, "auto")
+    assert mostly_untrained(prepared([GOOD]).ledgers, "auto") is None
+    chat = [{"role": "user", "content": "q" * 150}, {"role": "assistant", "content": "a"}]
+    masked = mostly_untrained(prepared([{"messages": chat}]).ledgers, "auto")
     assert masked is not None
     assert (masked.code, masked.severity) == ("FT442", "note")
     text: dict[str, Any] = {"text": "x" * 1000}
@@ -83,6 +85,19 @@ def test_training_little_of_the_tokens_is_said_with_the_reason(prepared: Prepare
     assert cut.severity == "warning"
     assert "20% of its 1,002 tokens" in cut.message
     assert "80% are cut" in cut.message
+
+
+def test_a_row_that_calls_its_answer_bad_is_refused_however_late(prepared: Prepare, tmp_path: Path) -> None:
+    rows = [{**GOOD, "label": n < 99, "id": n} for n in range(100)]
+    with pytest.raises(FtcliError, match=r"FT408.*'label'") as caught:
+        prepared(rows, cache_dir=tmp_path / "cache", max_bad_rows=50)
+    (finding,) = caught.value.findings
+    assert finding.origin is not None
+    assert finding.origin.line == 100
+    waived = prepared(rows, sources=[{"remove_columns": ["label"]}], cache_dir=tmp_path / "cache")
+    assert (waived.ledgers[0].kept_rows, waived.ledgers[0].columns_unread) == (100, ["id"])
+    with pytest.raises(FtcliError, match="FT408"):  # what was waived is not found in the cache by others
+        prepared(rows, cache_dir=tmp_path / "cache")
 
 
 def test_the_account_adds_up(prepared: Prepare) -> None:

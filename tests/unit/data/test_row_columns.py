@@ -61,6 +61,9 @@ def test_functions_that_the_template_drops_or_that_contradict_tools_are_refused(
     code, message = refusal(prepared, both, tokenizer=tokenizer)
     assert (code, "differ" in message) == ("FT412", True)
     assert refusal(prepared, {**CHAT, "functions": "no json"})[0] == "FT412"
+    for name in (5, 0.5, True, ["weather"], {}):
+        for tool in ({**FUNCTION, "name": name}, {"type": "function", "function": {**FUNCTION, "name": name}}):
+            assert refusal(prepared, {**CHAT, "tools": [tool]}, tokenizer=tokenizer)[0] == "FT412"
 
 
 def test_a_rows_switches_reach_the_template_over_those_of_the_recipe(

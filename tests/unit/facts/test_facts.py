@@ -279,7 +279,7 @@ def test_tokenizer_files(folder: Any, origins: Any) -> None:
     described = {"eos_token": {"content": "</s>"}, "pad_token": "<pad>", "chat_template": "{{ messages }}"}
     found = facts(folder("m", TINY, tokenizer=tokenizer, tokenizer_config=described), origins=origins).tokenizer
     assert found is not None
-    assert (found.size, found.eos_token, found.pad_token, found.has_chat_template) == (10, "</s>", "<pad>", True)
+    assert (found.size, found.eos_token, found.pad_token, found.has_chat_template) == (12, "</s>", "<pad>", True)
     with pytest.raises(FtcliError) as caught:
         facts(folder("bare", TINY), origins=origins)
     assert caught.value.findings[0].code == "FT321"

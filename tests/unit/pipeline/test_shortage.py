@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from typing import get_args
 
 import pytest
@@ -40,6 +41,9 @@ def test_where_it_was(doing: Doing, said: str) -> None:
     ],
 )
 def test_memory_can_be_short_for_libraries_as_well(said: str, short: bool) -> None:
+    assert is_out_of_memory(ImportError("libtorch_cpu.so: failed to map segment from shared object"))
+    assert is_out_of_memory(OSError(errno.ENOMEM, "Cannot allocate memory"))
+    assert not is_out_of_memory(ImportError("No module named 'x'"))
     assert is_out_of_memory(RuntimeError(said)) is short
     assert not is_out_of_memory(ValueError(said))
 

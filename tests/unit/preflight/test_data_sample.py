@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from ftcli.facts.model import read_facts
-from ftcli.preflight.checks import data
+from ftcli.preflight.checks import data, sources
 from ftcli.preflight.checks.context import Context
 
 CHAT = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
@@ -165,3 +168,48 @@ def test_a_json_document_that_is_too_large_is_said_to_be_unread(
     report = look(json.dumps([CHAT]).encode(), name="rows.json")
     assert codes(report) == []
     assert "rows.json" in report.not_made[0].check
+
+
+KTO = [{"prompt": f"q{n}", "completion": "a", "label": n % 2 == 0} for n in range(8)]
+
+
+def kto_as(kind: str) -> bytes:
+    """Rows of unpaired preferences as a file of this kind."""
+    if kind == "csv":
+        return "".join(["prompt,completion,label\n", *(f"q{n},a,{n % 2 == 0}\n" for n in range(8))]).encode()
+    sink = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(KTO), sink)
+    return sink.getvalue()
+
+
+def test_rows_that_call_some_answers_bad_are_refused(look: Callable[..., Any]) -> None:
+    for content, name in ((KTO, "rows.jsonl"), (kto_as("csv"), "rows.csv"), (kto_as("parquet"), "rows.parquet")):
+        (finding,) = look(content, name=name).findings
+        assert (finding.code, finding.severity) == ("FT408", "error")
+        assert "'label' calls answers bad" in finding.message
+    assert codes(look(KTO, source=", remove_columns: [label]")) == []
+    assert codes(look(KTO, source=", columns: {quality: label}")) == ["FT409"]
+
+
+def test_columns_that_nothing_reads_are_named_once(look: Callable[..., Any]) -> None:
+    (finding,) = look([{**CHAT, "id": n, "source": "web", "score": 1.0} for n in range(5)]).findings
+    assert (finding.code, finding.severity) == ("FT409", "note")
+    assert "'id', 'source', 'score'" in finding.message
+
+
+def test_what_a_judge_reads_is_not_called_unread(look: Callable[..., Any], tmp_path: Path) -> None:
+    rows = [{"prompt": "q", "solution": "a", "chosen": "x", "rejected": "y"}]
+    (finding,) = look(rows, rest=GRPO.replace("exact_match", "exact_match, answer: solution"), command="grpo").findings
+    assert (finding.code, "'chosen', 'rejected'" in finding.message) == ("FT409", True)
+    (tmp_path / "mine.py").write_text("def score(completions, prompts, **columns): return [0.0] * len(completions)\n")
+    mine = GRPO.replace("use: exact_match", f"file: '{tmp_path}/mine.py:score'")
+    assert codes(look(rows, rest=mine, command="grpo")) == []
+    assert codes(look(KTO, rest=mine, command="grpo")) == []
+    assert codes(look(KTO, rest=GRPO, command="grpo")) == ["FT408"]
+
+
+def test_a_column_is_not_both_read_and_removed(load: Callable[..., Any]) -> None:
+    source = "{path: d.jsonl, columns: {prompt: question}, remove_columns: [question]}"
+    loaded = load(f"model: {{name_or_path: google/gemma-2-2b}}\ndata: {{train: [{source}]}}\n")
+    found = list(sources.check(Context(loaded.recipe, loaded.origins, "train")))
+    assert [finding.code for finding in found] == ["FT257"]

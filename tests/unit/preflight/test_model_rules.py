@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ftcli.errors import FtcliError
 from ftcli.facts.model import read_facts
 from ftcli.preflight.checks import model
 from ftcli.preflight.checks.context import Context
@@ -181,6 +185,9 @@ def tokenizer(**described: Any) -> dict[str, Any]:
     ("config", "described", "expected"),
     [
         ({}, {"eos_token": "</s>", "pad_token": "<pad>"}, []),
+        ({"vocab_size": 301}, {"eos_token": "a", "pad_token": "<new>"}, []),
+        ({"vocab_size": 301}, {"eos_token": "<new>", "pad_token": {"content": "<newer>"}}, [("FT315", "error")]),
+        ({"vocab_size": 300}, {"eos_token": "a", "pad_token": "z", "image_token": "<new>"}, []),
         ({"vocab_size": 256}, {"eos_token": "</s>", "pad_token": "<pad>"}, [("FT315", "error")]),
         ({}, {"pad_token": "<pad>"}, [("FT322", "error")]),
         ({}, {"eos_token": "</s>"}, [("FT324", "note")]),
@@ -196,6 +203,55 @@ def test_tokens_and_heads(
 ) -> None:
     path = folder("m", {**TINY, **config}, **tokenizer(**described))
     assert summary(findings(str(path), "", "model.init=random")) == expected
+
+
+def test_sdpa_where_transformers_computes_the_model_without_it(findings: Callable[..., list[Any]]) -> None:
+    sdpa = "model.attention=sdpa"
+    assert summary(findings("google/gemma-2-9b", "", sdpa)) == [("FT250", "error")]
+    assert findings("google/gemma-2-9b", "", sdpa, command="export") == []
+    assert findings("google/gemma-2-9b", "", "model.attention=eager") == []
+    assert findings("meta-llama/Llama-3.1-8B", "", sdpa) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"rope_scaling": {"rope_type": "linear", "factor": math.inf}}, "rope factor inf"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": math.nan}}, "rope factor nan"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "rope factor 0"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": -2.0}}, "rope factor -2.0"),
+        ({"rope_theta": math.inf}, "rope_theta inf"),
+        ({"rms_norm_eps": math.inf}, "rms_norm_eps inf"),
+        ({"final_logit_softcapping": 10**400}, "final_logit_softcapping"),
+    ],
+)
+def test_numbers_that_nothing_is_computed_with(
+    config: dict[str, Any], said: str, folder: Callable[..., Path], findings: Callable[..., list[Any]]
+) -> None:
+    with pytest.raises(FtcliError, match="FT305") as caught:
+        findings(str(folder("m", {**TINY, **config}, **tokenizer(eos_token="a"))))
+    assert said in caught.value.findings[0].message
+
+
+@pytest.mark.parametrize("key", ["model.name_or_path", "model.tokenizer"])
+def test_a_folder_that_nobody_may_look_into_is_named(
+    key: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, findings: Callable[..., list[Any]]
+) -> None:
+    closed = tmp_path / "closed" / "model"
+    listdir = os.listdir
+
+    def refused(path: Any) -> list[str]:
+        if str(path).startswith(str(closed)):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", refused)
+    for name, reason in ((str(closed), "Permission denied"), ("./" + "x" * 300, "File name too long")):
+        with pytest.raises(FtcliError) as caught:
+            findings("google/gemma-2-9b", "", f"{key}={name}")
+        (finding,) = caught.value.findings
+        assert finding.code == ("FT303" if key == "model.name_or_path" else "FT321")
+        assert f"cannot be read: {reason}" in finding.message
 
 
 def test_weights_must_be_there_unless_they_are_drawn(

@@ -21,8 +21,9 @@ from ftcli.run.metrics import MetricsWriter
 from ftcli.run.report import LiveProgress, render_report, write_report
 from ftcli.run.report.charts import HEIGHT, WIDTH, ChartLook, ReferenceLine, Series, line_chart
 from ftcli.run.report.markup import tag
-from ftcli.run.report.scales import log_ticks, number, round_ticks, smoothed, thinned
+from ftcli.run.report.scales import log_ticks, round_ticks, smoothed, thinned
 from ftcli.run.results import AnsweredRow, EvalScores, Evaluation, TaskScore, write_evaluation
+from ftcli.units import number
 
 HOSTILE = "</pre><script>alert(1)</script><img src=x onerror='alert(2)'>\" onload=\"x\x00\x1b[2J\u202eevil\ud800"
 
