@@ -30,7 +30,7 @@ def without_waiting(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(os, "fsync", unflushed)
     patch.setattr(manifest, "git_state", lambda folder: once() if folder == ROOT else ask(folder))
     if "torch" in sys.modules:
-        from ftcli.trainers import bench
+        from ftcli.train import bench
 
         patch.setattr(bench, "measure_matmul_rate", functools.cache(bench.measure_matmul_rate))
         _seed_only_what_is_there(patch)

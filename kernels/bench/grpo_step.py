@@ -25,12 +25,10 @@ from random import Random
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from ftcli.trainers.hooks import TrainerHooks
 from memory_worker import clear
 
 from ftcli.config.load import LoadedRecipe, Override, load_recipe
@@ -38,15 +36,19 @@ from ftcli.data.asked import RenderedPrompt, asked_rows, room_of_grpo
 from ftcli.data.template import Renderer
 from ftcli.data.tokens import TokenizedRow
 from ftcli.generation.requests import Completion
+from ftcli.generation.stopping import StopCheck
 from ftcli.job import Job, open_job
+from ftcli.methods.grpo.objective import build_grpo
+from ftcli.methods.grpo.spans import LOG_PROBS, OPTIMIZER, REWARDS, ROLLOUT, TRAINING
 from ftcli.pipeline import build
 from ftcli.pipeline.checking import checked
 from ftcli.reporting import Session, SilentReporter
 from ftcli.rows.prompts import prompts_of
 from ftcli.rows.row import Row
+from ftcli.run.completions import ScoredCompletion
+from ftcli.run.metrics import MetricsLine
 from ftcli.train.bench import StepTimer
-from ftcli.methods.grpo.objective import GrpoTrainer, build_grpo_trainer
-from ftcli.methods.grpo.spans import LOG_PROBS, OPTIMIZER, REWARDS, ROLLOUT, TRAINING
+from ftcli.train.loop import Attendance, StepIntervals, TrainerHooks, TrainingLoop
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
@@ -119,15 +121,19 @@ class RandomCompletions:
         return [Completion(ids) for ids in torch.randint(8, self._vocabulary, shape, generator=generator).tolist()]
 
 
-class Watcher(TrainerCallback):  # type: ignore[misc]
+class Watcher:
     """Takes the numbers of each step, and looks at the gradients before the optimizer takes them."""
 
-    def __init__(self, figures: Figures, trainer: GrpoTrainer) -> None:
-        self._figures, self._trainer = figures, trainer
+    requested = None
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def __init__(self, figures: Figures, loop: TrainingLoop) -> None:
+        self._figures, self._loop = figures, loop
+        self._reduced = loop.objective.reduced
+
+    def reduced(self) -> None:
         """Which adapters have a gradient. LoRA's A has none in the very first step, since B begins as zeros."""
-        trained = [(name, p) for name, p in self._trainer.model.named_parameters() if p.requires_grad]
+        self._reduced()
+        trained = [(name, p) for name, p in self._loop.model.named_parameters() if p.requires_grad]
         norms = torch.stack(
             torch._foreach_norm([torch.zeros_like(p) if p.grad is None else p.grad for _, p in trained])
         ).tolist()
@@ -135,29 +141,33 @@ class Watcher(TrainerCallback):  # type: ignore[misc]
         for kind in ("lora_A", "lora_B"):
             found = [norm for (name, _), norm in zip(trained, norms, strict=True) if kind in name]
             told.append(f"{kind} {sum(norm > 0 for norm in found)} of {len(found)} (smallest {min(found):.1e})")
-        self._figures.adapters.append(f"step {state.global_step + 1}, gradients that are not zero: {', '.join(told)}")
+        self._figures.adapters.append(f"step {self._loop.step + 1}, gradients that are not zero: {', '.join(told)}")
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Every step is logged."""
-        control.should_log = True
-        return control
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+    def write(self, line: MetricsLine) -> None:
         """Numbers of a step."""
-        if not logs or "loss" not in logs:
-            return
-        told = {key: value for key, value in logs.items() if key.split("/")[0] in ("seconds", "throughput")}
+        told = {key: value for key, value in line.items() if key.split("/")[0] in ("seconds", "throughput")}
         self._figures.parts.append(told)
-        self._figures.gradient_norm.append(logs["grad_norm"])
-        advantages = self._trainer._logs["advantages"]
-        self._figures.advantages.append(sum(map(abs, advantages)) / len(advantages))
+        self._figures.gradient_norm.append(line["grad_norm"])
+
+    def completions(self, _step: int, scored: Sequence[ScoredCompletion]) -> None:
+        """Advantages of a step."""
+        self._figures.advantages.append(sum(abs(one.advantage or 0.0) for one in scored) / len(scored))
+
+    def begin(self, step: int, total: int) -> None:
+        """Nothing is shown."""
+
+    def show(self, step: int, line: MetricsLine) -> None:
+        """Nothing is shown."""
+
+    def evaluated(self, step: int, metrics: MetricsLine) -> None:
+        """Nothing is evaluated."""
 
 
 class Apart:
     """Rollouts whose peak of memory is kept apart from what follows."""
 
-    def __init__(self, rollouts: Any) -> None:
-        self._rollouts = rollouts
+    def __init__(self, rollouts: Any, stopping: StopCheck) -> None:
+        self._rollouts, self.stopping = rollouts, stopping
         self.peak = 0
 
     def complete(self, prompts: Sequence[Sequence[int]], step: int, own: slice | None = None) -> list[Completion]:
@@ -237,39 +247,24 @@ def measure(name: str, case: Case, options: argparse.Namespace, scratch: Path) -
         job, model, [TokenizedRow(one.prompt.row, row, row) for one, row in zip(asked, ids, strict=True)]
     )
     parity = []
-    trainer = build_grpo_trainer(job, grpo, model, asked, TrainerHooks(None, 1, None), str(scratch), parity.append)
-    made: Any = trainer.rollouts if case.sampled else RandomCompletions(job.vocab_size, case.completion)
-    trainer.rollouts = apart = Apart(made)  # type: ignore[assignment]
+    watchers: list[Watcher] = []
+    hooks = TrainerHooks(None, 1, None, completions=lambda step, scored: watchers[0].completions(step, scored))
+    loop = build_grpo(job, grpo, model, asked, hooks, str(scratch), parity.append)
+    parts: Any = loop.objective._parts  # type: ignore[attr-defined]
+    made: Any = parts.rollouts if case.sampled else RandomCompletions(job.vocab_size, case.completion)
+    parts.rollouts = apart = Apart(made, parts.rollouts.stopping)
     timer = StepTimer(job.device)
-    for callback in (timer, Watcher(figures, trainer), Steps(trainer)):
-        trainer.add_callback(callback)
-    trainer.train()
+    loop.watchers.append(timer)
+    watchers.append(Watcher(figures, loop))
+    loop.objective.reduced = watchers[0].reduced  # type: ignore[method-assign]
+    loop.run(Attendance(StepIntervals(1, None, None), watchers[0].write, watchers[0], watchers[0]))
     figures.seconds = list(timer.times(steps).seconds)
-    figures.peak_gib = trainer.peak_memory_bytes() / 2**30
+    figures.peak_gib = loop.peak_memory_bytes() / 2**30
     figures.rollout_peak_gib = apart.peak / 2**30
     figures.estimate_gib = 0.0 if report.memory is None else report.memory.allocated_bytes / 2**30
     figures.checkpointing = str(report.checkpointing.policy)
     figures.log_probs = asdict(parity[0])
     return figures
-
-
-class Steps(TrainerCallback):  # type: ignore[misc]
-    """What the run's own callback tells the trainer."""
-
-    def __init__(self, trainer: GrpoTrainer) -> None:
-        self._trainer = trainer
-
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Training begins."""
-        self._trainer.restore_window()
-
-    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        """A step begins."""
-        self._trainer.begin_step()
-
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        """A step has ended."""
-        self._trainer.end_step()
 
 
 def tell(figures: Figures) -> None:

@@ -17,28 +17,26 @@ import time
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
-from ftcli.trainers.hooks import TrainerHooks
-from ftcli.trainers.sft import build_sft_trainer
-from transformers import TrainerCallback
 
 from ftcli.config.load import load_recipe
 from ftcli.config.overrides import Override
 from ftcli.job import open_job
+from ftcli.methods.sft.objective import build_sft
 from ftcli.pipeline import build
 from ftcli.pipeline.benchmark import bench_recipe
 from ftcli.pipeline.checking import checked
 from ftcli.pipeline.options import BenchOptions
 from ftcli.reporting import Session, SilentReporter
 from ftcli.train.bench import synthetic_tokens
+from ftcli.train.loop import StepWatcher, TrainerHooks
 
 #: What the profiler calls a launch.
 LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
 
 
-class Marks(TrainerCallback):  # type: ignore[misc]
+class Marks(StepWatcher):
     """Times the host at the end of each step; profiles the last one."""
 
     def __init__(self, last: int) -> None:
@@ -49,15 +47,15 @@ class Marks(TrainerCallback):  # type: ignore[misc]
             activities=[torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
         )
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step + 1 == self.last:
+    def begin(self, step: int) -> None:
+        if step + 1 == self.last:
             torch.cuda.synchronize()
             self.profile.start()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def stepped(self, step: int) -> None:
         self.seconds.append(time.perf_counter())
         self.allocations.append(torch.cuda.memory_stats()["allocation.all.allocated"])
-        if state.global_step == self.last:
+        if step == self.last:
             torch.cuda.synchronize()
             self.profile.stop()
 
@@ -81,9 +79,9 @@ def measure(path: Path, options: BenchOptions, settings: list[str]) -> tuple[flo
     build.put_on_kernels(job, model, rows)
     marks = Marks(options.steps + 1)
     with tempfile.TemporaryDirectory(prefix="ftcli-") as scratch:
-        trainer = build_sft_trainer(job, model, rows, TrainerHooks(None, 1, None), scratch)
-        trainer.add_callback(marks)
-        trainer.train()
+        loop = build_sft(job, model, rows, TrainerHooks(None, 1, None), scratch)
+        loop.watchers.append(marks)
+        loop.run(None)
     steady = slice(3, options.steps)  # the first ones compile and capture, the last one is profiled
     milliseconds = [1000 * (b - a) for a, b in pairwise(marks.seconds[steady])]
     allocations = [b - a for a, b in pairwise(marks.allocations[steady])]
