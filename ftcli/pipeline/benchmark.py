@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -236,16 +235,15 @@ def _train(
         build.form_group(job, group)
         build.spread_weights(job, model, group)
     train = job.recipe.train
-    with tempfile.TemporaryDirectory(prefix="ftcli-") as scratch:
-        loop = build_sft(job, model, rows, TrainerHooks(None, 1, None), scratch, group)
-        loop.watchers += [watcher for watcher in watching if watcher is not None]
-        if group is not None and alone:
-            loop.watchers.append(Joining(loop.parallel, group, after=alone))
-        if job.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(job.device)
-        what = f"{options.steps + 1} steps of {train.per_device_train_batch_size} x {job.recipe.data.max_seq_len}"
-        with job.reporter.progress(None, what):
-            loop.run(None)
+    loop = build_sft(job, model, rows, TrainerHooks(None, 1, None), group)
+    loop.watchers += [watcher for watcher in watching if watcher is not None]
+    if group is not None and alone:
+        loop.watchers.append(Joining(loop.parallel, group, after=alone))
+    if job.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(job.device)
+    what = f"{options.steps + 1} steps of {train.per_device_train_batch_size} x {job.recipe.data.max_seq_len}"
+    with job.reporter.progress(None, what):
+        loop.run(None)
     return loop
 
 

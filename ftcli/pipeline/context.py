@@ -139,7 +139,7 @@ class RunContext:
         try:
             with self.stop.interruptible(name):
                 yield
-        except (RuntimeError, MemoryError) as error:
+        except (RuntimeError, MemoryError, OSError, ImportError) as error:
             if not is_out_of_memory(error):
                 raise
             raise out_of_memory(f"while {name}", self.report, error) from error

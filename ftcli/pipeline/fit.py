@@ -1,9 +1,8 @@
-"""Runs a trainer inside an open run: progress, checkpoints, signals, and the result saved at the end."""
+"""Runs the training loop inside an open run: progress, checkpoints, signals, and the result saved at the end."""
 
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +25,7 @@ from ftcli.run.status import FinishedTraining, TrainingSummary
 if TYPE_CHECKING:
     from ftcli.job import Job
     from ftcli.train.best import EarlyStopping
-    from ftcli.train.loop import Attendance, StepIntervals, TrainerHooks
+    from ftcli.train.loop import Attendance, StepIntervals, TrainerHooks, TrainingLoop
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +41,7 @@ def fit(
     context: RunContext,
     job: Job,
     model: Any,
-    make_trainer: Callable[[TrainerHooks, str], Any],
+    make_loop: Callable[[TrainerHooks], TrainingLoop],
     evaluate: Callable[[int], dict[str, float]] | None,
     rows: TrainingRows,
 ) -> FinishedRun:
@@ -51,7 +50,7 @@ def fit(
     A run that was stopped after its result was saved is not trained again: its trained weights are loaded.
 
     Args:
-        make_trainer: Builds the trainer from hooks and a scratch folder.
+        make_loop: Builds the training loop from hooks.
         evaluate: Called every ``eval.every_steps`` steps, with the step.
         rows: What is trained on, for the summary at the start.
 
@@ -62,25 +61,22 @@ def fit(
     from ftcli.train.loop import Attendance
 
     evaluate = evaluate if job.recipe.eval.every_steps is not None else None
-    with (
-        tempfile.TemporaryDirectory(prefix="ftcli-") as scratch,
-        StepProgress(
-            context.session.reporter, context.command, context.live, known=lambda steps: tell_warm_ups(context, steps)
-        ) as progress,
-    ):
+    with StepProgress(
+        context.session.reporter, context.command, context.live, known=lambda steps: tell_warm_ups(context, steps)
+    ) as progress:
         with context.phase("preparing the trainer"):
-            trainer = make_trainer(_hooks(context, evaluate), scratch)
+            loop = make_loop(_hooks(context, evaluate))
         if context.opened.trained is not None:
-            return _trained_before(trainer, context, context.opened.trained)
+            return _trained_before(loop, context, context.opened.trained)
         require_saveable(model)
         tell_start(context, job, model, rows)
         intervals = _intervals(context.recipe, evaluates=evaluate is not None)
-        _train(trainer, context, Attendance(intervals, context.write_line, progress, context.stops))
-        _tell_launches(trainer, context)
-        raise_if_stopped(context, trainer.stopped_by, trainer.step)
-        _save(trainer, context, job, model)
-        trainer.settle()
-    summary = _summary(trainer, context)
+        _train(loop, context, Attendance(intervals, context.write_line, progress, context.stops))
+        _tell_launches(loop, context)
+        raise_if_stopped(context, loop.stopped_by, loop.step)
+        _save(loop, context, job, model)
+        loop.settle()
+    summary = _summary(loop, context)
     if context.leads:
         context.opened.note_trained(summary)
     return FinishedRun(str(context.directory.path), str(context.directory.result_dir), summary)
@@ -112,12 +108,12 @@ def _intervals(recipe: Recipe, *, evaluates: bool) -> StepIntervals:
     )
 
 
-def _save(trainer: Any, context: RunContext, job: Job, model: Any) -> None:
+def _save(loop: TrainingLoop, context: RunContext, job: Job, model: Any) -> None:
     """Writes the result, as rank 0; all ranks bring their parts of the weights."""
     from ftcli.model.saved import check_saved, save_weights
 
-    with _rescued(trainer, context), trainer.evaluated_weights():
-        whole = trainer.whole_weights()
+    with _rescued(loop, context), loop.evaluated_weights():
+        whole = loop.whole_weights()
         if context.leads:
             context.save_result(
                 lambda folder: save_weights(model, folder, whole),
@@ -139,43 +135,45 @@ def _stopping(recipe: Recipe) -> EarlyStopping | None:
     return None if settings is None else EarlyStopping(settings.patience, settings.min_delta)
 
 
-def _trained_before(trainer: Any, context: RunContext, trained: FinishedTraining) -> FinishedRun:
+def _trained_before(loop: TrainingLoop, context: RunContext, trained: FinishedTraining) -> FinishedRun:
+    result = context.directory.result_dir
+    assert result is not None  # else training is not over
     with context.phase("loading the trained weights"):
-        trainer.take_weights(context.directory.result_dir)
-    return FinishedRun(str(context.directory.path), str(context.directory.result_dir), trained.summary)
+        loop.take_weights(result)
+    return FinishedRun(str(context.directory.path), str(result), trained.summary)
 
 
-def _summary(trainer: Any, context: RunContext) -> TrainingSummary:
+def _summary(loop: TrainingLoop, context: RunContext) -> TrainingSummary:
     """Loss and reward are those of the last step; from metrics.jsonl when this process trained no step."""
     metrics = read_metrics(context.metrics.path).lines
-    line = trainer.last_line or next((m for m in reversed(metrics) if "loss" in m), {})
-    computed = trainer.tokens_computed or None
-    steps, tokens = trainer.step, trainer.tokens_seen
-    return TrainingSummary(steps, tokens, line.get("loss"), line.get("reward"), computed, trainer.why_over)
+    line = loop.last_line or next((m for m in reversed(metrics) if "loss" in m), {})
+    computed = loop.tokens_computed or None
+    steps, tokens = loop.step, loop.tokens_seen
+    return TrainingSummary(steps, tokens, line.get("loss"), line.get("reward"), computed, loop.why_over)
 
 
-def _train(trainer: Any, context: RunContext, attendance: Attendance) -> None:
+def _train(loop: TrainingLoop, context: RunContext, attendance: Attendance) -> None:
     resume_from = context.opened.resume_from
-    if resume_from is not None and trainer.load_finished(resume_from):
+    if resume_from is not None and loop.load_finished(resume_from):
         return
     from ftcli.train.best import TrainingOver
 
-    with _rescued(trainer, context), contextlib.suppress(TrainingOver):
-        trainer.run(attendance, resume_from)
-    if trainer.is_over:
-        context.session.reporter.info(f"stopped early: {trainer.why_over}")
+    with _rescued(loop, context), contextlib.suppress(TrainingOver):
+        loop.run(attendance, resume_from)
+    if loop.is_over:
+        context.session.reporter.info(f"stopped early: {loop.why_over}")
 
 
-def _tell_launches(trainer: Any, context: RunContext) -> None:
+def _tell_launches(loop: TrainingLoop, context: RunContext) -> None:
     """CUDA graphs that were given up, or not made for all shapes, are said and kept in the manifest."""
-    graphs = trainer.cuda_graphs()
+    graphs = loop.cuda_graphs()
     if graphs is not None and graphs != "on":
         add_to_manifest(context, GraphsRecord(graphs))
         context.session.reporter.info(f"CUDA graphs: {graphs}")
 
 
 @contextlib.contextmanager
-def _rescued(trainer: Any, context: RunContext) -> Any:
+def _rescued(loop: TrainingLoop, context: RunContext) -> Any:
     """Saves the finished steps in a checkpoint when the block fails, unless it diverged or could not write.
 
     Raises FT703 when memory ran out; all other errors are raised again as they are.
@@ -186,15 +184,15 @@ def _rescued(trainer: Any, context: RunContext) -> Any:
         if error.exit_code != ExitCode.OUT_OF_MEMORY and not _of_another_rank(error, context):
             raise
         let_go(error)
-        checkpoint = _rescue(trainer, context)
+        checkpoint = _rescue(loop, context)
         if checkpoint is None or error.exit_code != ExitCode.OUT_OF_MEMORY or not context.leads:
             raise
         raise with_checkpoint(error, checkpoint) from error
     except Exception as error:
         if is_out_of_memory(error):
-            short = out_of_memory_in_training(trainer, context.report, error)
-            raise _with_rescue(trainer, context, short) from error
-        _rescue(trainer, context)
+            short = out_of_memory_in_training(loop, context.report, error)
+            raise _with_rescue(loop, context, short) from error
+        _rescue(loop, context)
         raise
 
 
@@ -209,18 +207,18 @@ def _of_another_rank(error: FtcliError, context: RunContext) -> bool:
     return isinstance(error, PeerFailed) and error.exit_code not in (ExitCode.DIVERGED, ExitCode.PREFLIGHT)
 
 
-def _with_rescue(trainer: Any, context: RunContext, error: FtcliError) -> FtcliError:
-    checkpoint = _rescue(trainer, context)
+def _with_rescue(loop: TrainingLoop, context: RunContext, error: FtcliError) -> FtcliError:
+    checkpoint = _rescue(loop, context)
     if checkpoint is None or not context.leads:  # the leading rank writes it, later than this one looks
         return error
     return with_checkpoint(error, checkpoint)
 
 
-def _rescue(trainer: Any, context: RunContext) -> Path | None:
+def _rescue(loop: TrainingLoop, context: RunContext) -> Path | None:
     """The newest checkpoint, after trying to write one. Errors are ignored here: the first one is to be reported."""
     with contextlib.suppress(FtcliError, RuntimeError, MemoryError, OSError):
-        if has_room_to_save(trainer):
-            trainer.rescue()
+        if has_room_to_save(loop):
+            loop.rescue()
     with contextlib.suppress(OSError):
         return context.directory.checkpoints.newest()
     return None

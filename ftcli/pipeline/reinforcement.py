@@ -97,7 +97,7 @@ def _train(session: Session, context: RunContext) -> GrpoResult:
         context,
         job,
         model,
-        lambda hooks, scratch: build_grpo(job, grpo, model, prompts, hooks, scratch, agreement, group, reference),
+        lambda hooks: build_grpo(job, grpo, model, prompts, hooks, agreement, group, reference),
         evaluate if job.recipe.eval.tasks else None,
         TrainingRows(len(prompts), "prompts"),
     )

@@ -86,7 +86,7 @@ def _train(session: Session, context: RunContext) -> SupervisedResult:
         context,
         job,
         model,
-        lambda hooks, scratch: build_sft(job, model, epochs, hooks, scratch, group),
+        lambda hooks: build_sft(job, model, epochs, hooks, group),
         held_out.after_step if job.recipe.data.eval else None,
         TrainingRows(len(train_data.sequences), "rows", sum(ledger.tokens for ledger in train_data.ledgers)),
     )

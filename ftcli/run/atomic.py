@@ -317,9 +317,10 @@ def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
     """
     with os.fdopen(open_regular(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
-        data = file.read(most + 1) if size <= most else b""
-    if size > most or len(data) > most:
-        raise OSError(errno.EFBIG, f"it holds {max(size, len(data)):,} bytes, and {most:,} at most are read")
+        # As much as it held when it was opened: a buffer of the most that may be read may not be there to have.
+        data = file.read(size) if size <= most else b""
+    if size > most:
+        raise OSError(errno.EFBIG, f"it holds {size:,} bytes, and {most:,} at most are read")
     return data
 
 

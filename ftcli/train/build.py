@@ -41,13 +41,11 @@ def build_loop(
     model: PreTrainedModel | PeftModel,
     make_objective: MakeObjective,
     hooks: TrainerHooks,
-    scratch: str,
     group: RankGroup | None = None,
 ) -> TrainingLoop:
     """A loop over the objective's micro-batches, ready for :meth:`TrainingLoop.train`.
 
     Args:
-        scratch: A folder that transformers' arguments name; nothing is written to it.
         group: The ranks that train together; None for one process.
     """
     train, setup = job.recipe.train, job.report.setup
@@ -70,7 +68,6 @@ def build_loop(
         device=job.device,
         stack=stack,
         parallel=parallel,
-        scratch=scratch,
     )
     return TrainingLoop(
         model,
@@ -166,16 +163,17 @@ def noisy_embeddings(model: PreTrainedModel | PeftModel, alpha: float) -> Iterat
 
     Source: Jain et al. 2023, arXiv:2310.05914.
     """
-
-    def add_noise(embedding: nn.Module, _inputs: object, output: Tensor) -> Tensor:
-        if not embedding.training:
-            return output
-        most = alpha / torch.sqrt(torch.tensor(output.size(1) * output.size(2)))
-        return output + torch.zeros_like(output).uniform_(-float(most), float(most))
-
     embedding: Any = base_of(model).get_input_embeddings()
-    handle = embedding.register_forward_hook(add_noise)
+    handle = embedding.register_forward_hook(partial(add_noise, alpha))
     try:
         yield
     finally:
         handle.remove()
+
+
+def add_noise(alpha: float, embedding: nn.Module, _inputs: object, output: Tensor) -> Tensor:
+    """The (rows, length, width) output of an embedding, with noise in training."""
+    if not embedding.training:
+        return output
+    most = float(alpha / torch.sqrt(torch.tensor(output.size(1) * output.size(2))))
+    return output + torch.zeros_like(output).uniform_(-most, most)

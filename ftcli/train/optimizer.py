@@ -7,13 +7,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 from transformers.optimization import get_scheduler
 from transformers.trainer_pt_utils import get_parameter_names
+from transformers.training_args import OptimizerNames
 
 from ftcli.config.training import TrainConfig
 from ftcli.errors import ExitCode, FtcliError
@@ -29,7 +31,7 @@ from ftcli.train.norms import GradientNorms
 if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, TrainingArguments
 
     from ftcli.model.stack import DecoderStack
     from ftcli.train.parallel import Parallel
@@ -67,7 +69,6 @@ class Optimization:
         steps: Optimizer steps of the whole run.
         stack: The decoder layers, whose copies of trained weights follow the optimizer; None where there are none.
         parallel: Joins the gradient norms of ranks that each hold a shard.
-        scratch: A folder that transformers' arguments name; nothing is written to it.
 
     Raises FtcliError FT272 (exit 2) for stages of a schedule that are longer than training.
     """
@@ -83,20 +84,10 @@ class Optimization:
         device: torch.device,
         stack: DecoderStack | None,
         parallel: Parallel,
-        scratch: str,
     ) -> None:
         self.model, self.settings, self.parallel = model, settings, parallel
         self.trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        arguments = TrainingArguments(
-            output_dir=scratch,
-            optim=choice.name if optimizers.row(choice.name).build is None else "adamw_torch",
-            learning_rate=settings.learning_rate,
-            adam_beta1=settings.adam_beta1,
-            adam_beta2=settings.adam_beta2,
-            adam_epsilon=settings.adam_epsilon,
-            report_to="none",
-        )
-        self.optimizer = make_optimizer(model, settings, plan, choice.own, arguments)
+        self.optimizer = make_optimizer(model, settings, plan, choice)
         follow_weights(self.optimizer, stack)
         self.schedule = make_schedule(self.optimizer, settings, steps)
         self.scaler = torch.amp.GradScaler(device.type) if plan.loss_scaling else None
@@ -216,11 +207,11 @@ class Optimization:
 
 
 def make_optimizer(
-    model: PreTrainedModel, settings: TrainConfig, plan: DtypePlan, own_form: bool, arguments: TrainingArguments
+    model: PreTrainedModel, settings: TrainConfig, plan: DtypePlan, choice: OptimizerChoice
 ) -> Optimizer:
     """The recipe's optimizer over what ``model`` trains: ours, a class of the table's row, or transformers' choice."""
     keep_gradients_in(getattr(torch, plan.gradient), model.parameters())
-    row = optimizers.row(settings.optim)
+    row, own_form = optimizers.row(settings.optim), choice.own
     build = row.build_own if own_form else row.build
     if build is not None:
         betas = (settings.adam_beta1, settings.adam_beta2)
@@ -230,7 +221,18 @@ def make_optimizer(
             lr=settings.learning_rate, betas=betas, eps=settings.adam_epsilon, params=groups, **more
         )
         return made
-    kind, keywords = Trainer.get_optimizer_cls_and_kwargs(arguments, model)
+    asked = SimpleNamespace(
+        optim=OptimizerNames(choice.name),
+        optim_args=None,
+        learning_rate=settings.learning_rate,
+        adam_beta1=settings.adam_beta1,
+        adam_beta2=settings.adam_beta2,
+        adam_epsilon=settings.adam_epsilon,
+        weight_decay=settings.weight_decay,
+        warmup_steps=settings.warmup_steps,
+    )
+    # Of all that its arguments are this is what it reads; the whole would set up devices and ranks.
+    kind, keywords = Trainer.get_optimizer_cls_and_kwargs(cast("TrainingArguments", asked), model)
     by_rate = settings.loraplus_lr_ratio is not None
     made = kind(parameter_groups(model, settings, own_form) if by_rate else _two_groups(model, settings), **keywords)
     if keywords.get("optim_bits") == 8:

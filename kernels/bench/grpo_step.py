@@ -249,7 +249,7 @@ def measure(name: str, case: Case, options: argparse.Namespace, scratch: Path) -
     parity = []
     watchers: list[Watcher] = []
     hooks = TrainerHooks(None, 1, None, completions=lambda step, scored: watchers[0].completions(step, scored))
-    loop = build_grpo(job, grpo, model, asked, hooks, str(scratch), parity.append)
+    loop = build_grpo(job, grpo, model, asked, hooks, parity.append)
     parts: Any = loop.objective._parts  # type: ignore[attr-defined]
     made: Any = parts.rollouts if case.sampled else RandomCompletions(job.vocab_size, case.completion)
     parts.rollouts = apart = Apart(made, parts.rollouts.stopping)

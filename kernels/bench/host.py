@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import tempfile
 import time
 from dataclasses import replace
 from itertools import pairwise
@@ -78,10 +77,9 @@ def measure(path: Path, options: BenchOptions, settings: list[str]) -> tuple[flo
     rows = synthetic_tokens(train.per_device_train_batch_size * (options.steps + 1), seq, job.vocab_size, 0)
     build.put_on_kernels(job, model, rows)
     marks = Marks(options.steps + 1)
-    with tempfile.TemporaryDirectory(prefix="ftcli-") as scratch:
-        loop = build_sft(job, model, rows, TrainerHooks(None, 1, None), scratch)
-        loop.watchers.append(marks)
-        loop.run(None)
+    loop = build_sft(job, model, rows, TrainerHooks(None, 1, None))
+    loop.watchers.append(marks)
+    loop.run(None)
     steady = slice(3, options.steps)  # the first ones compile and capture, the last one is profiled
     milliseconds = [1000 * (b - a) for a, b in pairwise(marks.seconds[steady])]
     allocations = [b - a for a, b in pairwise(marks.allocations[steady])]

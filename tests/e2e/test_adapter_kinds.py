@@ -15,7 +15,7 @@ import torch
 from peft.optimizers import create_loraplus_optimizer
 from safetensors.torch import load_file, save_file
 
-from ftcli.run.checkpoint import COMPLETE_NAME, _inventory
+from ftcli.run.checkpoint import COMPLETE_NAME, inventory
 from tests.e2e.conftest import User
 
 BASE: dict[str, Any] = {
@@ -163,7 +163,7 @@ def test_a_checkpoint_of_another_machine_keeps_its_own_beginning(narrow: User) -
     listed = file.parent / COMPLETE_NAME
     complete = json.loads(listed.read_text())
     listed.unlink()
-    listed.write_text(json.dumps({**complete, "files": _inventory(file.parent)}))
+    listed.write_text(json.dumps({**complete, "files": inventory(file.parent)}))
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         (run / "adapter" / name).unlink()
     status = json.loads((run / "status.json").read_text())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,8 +51,8 @@ def test_training_computes_what_it_says(user: User, monkeypatch: pytest.MonkeyPa
     seen: list[tuple[int, int]] = []
     make = SftObjective.micro_batches
 
-    def noted(objective: SftObjective, step: int) -> list[MicroBatch]:
-        made = make(objective, step)
+    def noted(objective: SftObjective, step: int, monitor: Any) -> list[MicroBatch]:
+        made = make(objective, step, monitor)
         seen.extend((batch.counts.real, batch.inputs["input_ids"].numel()) for batch in made)
         return made
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers.integrations import neftune
 
+from ftcli.train import build
 from tests.e2e.conftest import User
 
 NOISE: dict[str, Any] = {"neftune_noise_alpha": 5.0, "max_steps": 5}
@@ -48,17 +49,21 @@ def test_the_kernels_layers_see_the_same_noise(user: User) -> None:
 
 
 def test_the_noise_is_as_large_as_it_should_be(user: User, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every training batch goes through transformers' own hook, and no other batch does."""
+    """Every training batch has it, the same numbers as by transformers' own hook, and no other batch has."""
     found: list[tuple[bool, float, float]] = []
-    plain = neftune.neftune_post_forward_hook
+    plain = build.add_noise
 
-    def hook(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-        noisy: torch.Tensor = plain(module, inputs, output)
+    def hook(alpha: float, module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        states = torch.get_rng_state()
+        noisy = plain(alpha, module, inputs, output)
+        torch.set_rng_state(states)
+        module.neftune_noise_alpha = alpha
+        assert torch.equal(noisy, neftune.neftune_post_forward_hook(module, inputs, output))
         most = 5.0 / math.sqrt(output.shape[1] * output.shape[2])
         found.append((module.training, float((noisy - output).abs().max()), most))
         return noisy
 
-    monkeypatch.setattr(neftune, "neftune_post_forward_hook", hook)
+    monkeypatch.setattr(build, "add_noise", hook)
     user.done("train", user.recipe("r", train=NOISE, eval={"every_steps": 2}))
     training = [(size, most) for trains, size, most in found if trains]
     assert len(training) == 5

@@ -48,6 +48,6 @@ def test_a_rank_that_is_killed_in_an_exchange_ends_the_other(drills: Drills) -> 
     )
     ranks.drills[1].until_reached()
     ranks.drills[1].signal(signal.SIGKILL)
-    (ranks.folder / "lost-1").write_text("SIGKILL")  # as its launcher says
+    (ranks.folder / "lost-1").write_text("was killed by SIGKILL")  # as its launcher says
     assert ranks.drills[0].wait() == 75, ranks.said
     assert "rank 1 was killed by SIGKILL" in ranks.said

@@ -191,7 +191,7 @@ def test_a_rank_that_is_killed_in_the_middle_of_a_step_is_named(
     ranks.drills[1].until_reached()
     ranks.drills[1].signal(signal.SIGKILL)
     assert ranks.drills[1].wait() == -9
-    (ranks.folder / "lost-1").write_text("SIGKILL")
+    (ranks.folder / "lost-1").write_text("was killed by SIGKILL")
     others = [drill for rank, drill in enumerate(ranks.drills) if rank != 1]
     assert [drill.wait() for drill in others] == [75] * (count - 1), ranks.said
     assert "rank 1 was killed by SIGKILL" in ranks.said

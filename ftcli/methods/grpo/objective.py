@@ -549,7 +549,6 @@ def build_grpo(
     model: PreTrainedModel | PeftModel,
     asked: Sequence[RenderedPrompt],
     hooks: TrainerHooks,
-    scratch: str,
     tell_parity: Callable[[Parity], None],
     group: RankGroup | None = None,
     reference: PreTrainedModel | None = None,
@@ -590,4 +589,4 @@ def build_grpo(
         )
         return GrpoObjective(job, grpo, policy, parts, group)
 
-    return build_loop(job, model, objective, hooks, scratch, group)
+    return build_loop(job, model, objective, hooks, group)

@@ -115,18 +115,17 @@ def build_sft(
     model: PreTrainedModel | PeftModel,
     data: Epochs | Sequence[TokenizedRow],
     hooks: TrainerHooks,
-    scratch: str,
     group: RankGroup | None = None,
 ) -> TrainingLoop:
     """The loop that trains ``model`` on tokenized ``data``.
 
     Args:
         data: What an epoch holds, and in which order; or rows, of which an epoch holds each once.
-        scratch, group: As :func:`ftcli.train.build.build_loop`.
+        group: As :func:`ftcli.train.build.build_loop`.
     """
     epochs = data if isinstance(data, Epochs) else plain_epochs(data, job.recipe.run.seed)
 
     def objective(stack: DecoderStack | None, sequence: SequencePart | None) -> SftObjective:
         return SftObjective(job, model, epochs, group=group, stack=stack, sequence=sequence)
 
-    return build_loop(job, model, objective, hooks, scratch, group)
+    return build_loop(job, model, objective, hooks, group)
