@@ -6,6 +6,7 @@ BIN    := $(VENV)/bin
 FTCLI  := $(BIN)/ftcli
 SMOKE  := runs/smoke
 FUZZ_SECONDS ?= 600
+GPU_WORKERS ?= 6
 TOOL   := $(CURDIR)/dist/tool
 
 .PHONY: help install smoke test fuzz test-families test-gpu test-tool check lint typecheck layers format bench docs clean
@@ -16,7 +17,7 @@ help:
 	@echo "make fuzz           random recipes, rows, models, runs and kills, for FUZZ_SECONDS (600)"
 	@echo "make test-families  a small random model of every further family through train, eval and export, and what takes long"
 	@echo "make test-tool      the built wheel as an installed tool (pipx), in a folder of its own"
-	@echo "make test-gpu       the kernel tests compiled, and the tests that need a CUDA machine"
+	@echo "make test-gpu       the kernel tests compiled, and the tests that need a CUDA machine (an 80 GB card, GPU_WORKERS=6)"
 	@echo "make check          format, lint, types, layers, generated docs and tests: what CI runs"
 	@echo "make bench          the kernels and the training step on this machine"
 	@echo "make docs           regenerate docs/recipes.md"
@@ -67,7 +68,7 @@ test-tool: install
 	rm -rf $(TOOL)
 
 test-gpu:
-	$(PYTHON) -m pytest -m gpu tests/ops tests/gpu
+	OMP_NUM_THREADS=2 $(PYTHON) -m pytest -m gpu tests/ops tests/gpu -n $(GPU_WORKERS) --dist worksteal
 
 check: lint typecheck layers test
 

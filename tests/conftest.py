@@ -106,6 +106,31 @@ def quick_interpreter() -> Iterator[pytest.MonkeyPatch | None]:
         yield patch
 
 
+@pytest.fixture(autouse=True)
+def _turn_on_the_gpu(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Workers share one GPU: a test that needs the whole card has it alone, and none keeps memory that it freed.
+
+    Who wants the card alone holds the gate while the others finish, so that no new one comes before it.
+    """
+    if request.node.get_closest_marker("gpu") is None or not Path("/dev/nvidiactl").exists():
+        yield
+        return
+    import fcntl
+
+    import torch
+
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder.parent if hasattr(request.config, "workerinput") else folder
+    alone = request.node.get_closest_marker("whole_card") is not None
+    with (folder / "gate.lock").open("w") as gate, (folder / "card.lock").open("w") as card:
+        fcntl.flock(gate, fcntl.LOCK_EX)
+        fcntl.flock(card, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        fcntl.flock(gate, fcntl.LOCK_UN)
+        yield
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
 @pytest.fixture(scope="session")
 def clean_process(pytestconfig: pytest.Config) -> Iterator[CleanProcess]:
     """A process that loads exports again, for all tests of this run: it has imported everything once."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from ftcli.facts.attention import AttentionCall, choose_attention
 from ftcli.model.attention import ftcli_attention_forward
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.whole_card]
 
 TOKENS, Q_HEADS, K_HEADS, SIZE, LAST = 343_040, 32, 8, 128, 32
 

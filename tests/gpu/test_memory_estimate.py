@@ -23,7 +23,7 @@ from ftcli.preflight.memory.estimate import MemoryEstimate
 from ftcli.tables.policies import PolicyName
 from tests.estimates import estimate_of, setup_of
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.whole_card]
 
 GIB = 2**30
 #: Estimates may be this much too high or too low; too low is worse, so it is the narrower side.

@@ -16,7 +16,7 @@ from ftcli.model.quantized import QuantizedLinear
 from ftcli.model.streamed import ModelStorage, random_quantized
 from ftcli.tables.policies import PolicyName
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.whole_card]
 
 NF4 = QuantizationConfig(method="nf4")
 WIDE = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}

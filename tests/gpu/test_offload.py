@@ -21,7 +21,7 @@ from ftcli.model.offload import Offload
 from ftcli.model.patch import patch
 from ftcli.tables.policies import PolicyName
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.whole_card]
 
 SIZES: dict[str, Any] = {
     "vocab_size": 32000,

@@ -41,7 +41,11 @@ K = 16
 # Linux's MAP_NORESERVE, which Python's mmap does not name before 3.12.
 _NO_RESERVE = 0x4000
 
-on_gpu = pytest.mark.gpu
+
+def on_gpu(test: Callable[..., None]) -> Callable[..., None]:
+    """A test that needs most of a GPU's memory."""
+    found: Callable[..., None] = pytest.mark.gpu(pytest.mark.whole_card(test))
+    return found
 
 
 @pytest.fixture(autouse=True)
