@@ -334,7 +334,7 @@ class TrainingLoop:
         self.model.train()
         batches = self.objective.micro_batches(self.step, self)
         total = self.parallel.begin_step(batches, self._last_norm)
-        supervised = torch.tensor(float(total.counts.supervised), device=self.device)
+        supervised = self._on_device(torch.tensor(float(total.counts.supervised)))
         losses: list[Tensor] = []
         for batch in batches:
             with self.parallel.exchanging():
