@@ -28,6 +28,7 @@ from ftcli.model.sequence_parallel import SequencePart
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
+    from torch.optim.optimizer import StateDict
 
     from ftcli.run.group import RankGroup
 
@@ -189,7 +190,7 @@ class Parallel:
             found: dict[str, Tensor] | None = whole_weights(self.model, wanted=self.group.leads)
             return found
 
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any] | None:
+    def optimizer_state(self, optimizer: Optimizer) -> StateDict | None:
         """The optimizer's state as that of one process; None on ranks that do not lead. All ranks call this."""
         state = optimizer.state_dict()
         if not self._sharded or self.group is None:

@@ -29,6 +29,8 @@ from ftcli.run.out_of_memory import is_out_of_memory
 from ftcli.train.best import BestEvaluation
 
 if TYPE_CHECKING:
+    from torch.optim.optimizer import StateDict
+
     from ftcli.train.optimizer import Optimization
 
 _RANDOM_STATES = "rng_state.pth"
@@ -181,7 +183,7 @@ def draw_of_epoch() -> None:
     torch.empty((), dtype=torch.int64).random_()
 
 
-def save_state(folder: Path, optimization: Optimization, optimizer_state: dict[str, Any] | None) -> None:
+def save_state(folder: Path, optimization: Optimization, optimizer_state: StateDict | None) -> None:
     """Writes optimizer, schedule and loss scale; ``optimizer_state`` is that of one process."""
     torch.save(optimizer_state, folder / OPTIMIZER_NAME)
     torch.save(optimization.schedule.state_dict(), folder / SCHEDULER_NAME)
