@@ -115,12 +115,17 @@ def _is_nowhere_here(name: str) -> bool:
 
 
 def _look(looking: RowSurvey, report: PreflightReport, tokenizer: PreTrainedTokenizerBase) -> None:
-    from ftcli.data.asked import room_of_grpo, room_of_task
+    from ftcli.data.asked import require_rollout, room_of_grpo, room_of_task
     from ftcli.model.load import stop_token_ids
 
     recipe, stops = report.recipe, stop_token_ids(report.facts, tokenizer)
     if report.setup.method.from_prompts and recipe.grpo is not None:
         looking.prompts("data.train", _local(recipe.data.train), room_of_grpo(recipe.grpo))
+        if len(looking.found) == len(recipe.data.train) and all(one.whole for one in looking.found):
+            try:
+                require_rollout(sum(one.rows for one in looking.found), recipe)
+            except FtcliError as error:
+                looking.failures.append(error)
     else:
         looking.rows("data.train", _local(recipe.data.train), stops)
         looking.rows("data.eval", _local(recipe.data.eval), stops)

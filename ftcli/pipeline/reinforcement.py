@@ -144,12 +144,13 @@ def _before(context: RunContext, evaluator: Evaluator, model: Any) -> Mapping[st
 
 
 def _prompts(job: Job, grpo: GrpoConfig) -> list[RenderedPrompt]:
-    from ftcli.data.asked import asked_rows, room_of_grpo
+    from ftcli.data.asked import asked_rows, require_rollout, room_of_grpo
 
     data = job.recipe.data
     asked, warnings = asked_rows(data.train, data, job.tokenizer, room_of_grpo(grpo), offline=job.session.offline)
     for warning in warnings:
         job.reporter.finding(warning)
+    require_rollout(len(asked), job.recipe)
     return asked
 
 

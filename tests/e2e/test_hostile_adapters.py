@@ -1,4 +1,8 @@
-"""`eval --run` and `export` of a run whose adapter is missing, cut or misconfigured: told, never measured."""
+"""`eval --run` and `export` of a run whose adapter is missing, cut or misconfigured: told, never measured.
+
+A run notes its adapter's digests, so what is changed in it is FT771. Damaged adapters have theirs noted anew here: what
+holds an adapter against its run says nothing of them, and what reads it has to.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from ftcli.run.held import result_files
 from tests.e2e.conftest import RECIPE, merged
 from tests.fuzz.contract import hold, run
 from tests.fuzz.recipes import written
@@ -25,6 +30,12 @@ def _edit(**values: Any) -> Callable[[Path], None]:
         path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
     return edit
+
+
+def _note(run: Path) -> None:
+    status = json.loads((run / "status.json").read_text())
+    status["trained"]["files"] = result_files(run / "adapter")
+    (run / "status.json").write_text(json.dumps(status))
 
 
 def _without_a_tensor(folder: Path) -> None:
@@ -62,6 +73,8 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "an expression that is none": _edit(rank_pattern={"(": 4}),
 }
 
+COMMANDS = [("eval", "r.yaml", "--run", "r"), ("export", "r", "--set", "export.formats=[adapter]")]
+
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -78,18 +91,28 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-@pytest.mark.parametrize(
-    "words",
-    [("eval", "r.yaml", "--run", "r"), ("export", "r", "--set", "export.formats=[adapter]")],
-    ids=lambda w: w[0],
-)
+@pytest.mark.parametrize("words", COMMANDS, ids=lambda w: w[0])
 def test_an_adapter_that_is_damaged_is_refused(whole: Path, tmp_path: Path, name: str, words: tuple[str, ...]) -> None:
     folder = shutil.copytree(whole, tmp_path / "x")
     DAMAGE[name](folder / "r" / "adapter")
+    _note(folder / "r")
     outcome = run(folder, *words, "--offline", "--json")
     hold(outcome, looks_only=False)
     assert outcome.codes & {"FT334", "FT740", "FT742", "FT763"}, outcome.stderr
     assert outcome.status in (2, 3)
+    assert "result" not in outcome.document
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=lambda w: w[0])
+def test_an_adapter_that_is_not_what_its_run_noted_is_refused(
+    whole: Path, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    folder = shutil.copytree(whole, tmp_path / "x")
+    DAMAGE["cut weights"](folder / "r" / "adapter")
+    outcome = run(folder, *words, "--offline", "--json")
+    hold(outcome, looks_only=False)
+    assert (outcome.status, "FT771" in outcome.codes) == (2, True), outcome.stderr
+    assert WEIGHTS in outcome.stderr
     assert "result" not in outcome.document
 
 
@@ -98,6 +121,7 @@ def test_a_tokenizer_without_an_end_is_not_exported(whole: Path, tmp_path: Path,
     folder = shutil.copytree(whole, tmp_path / "x")
     path = folder / "r" / "adapter" / "tokenizer_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token": None}))
+    _note(folder / "r")
     outcome = run(folder, "export", "r", "--set", f"export.formats=[{format}]", "--offline", "--json")
     hold(outcome, looks_only=False)
     assert (outcome.status, "FT322" in outcome.codes) == (3, True), outcome.stderr

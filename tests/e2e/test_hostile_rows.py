@@ -43,7 +43,7 @@ def test_rewards_get_the_values_of_rows_as_the_file_has_them(user: User) -> None
     user.done("grpo", recipe(user.folder, rows))
     seen = [json.loads(line) for line in (user.folder / "seen").read_text().splitlines()]
     assert sorted(str(value) for value, _ in seen) == sorted(map(str, values))
-    assert all(columns == [] for _, columns in seen)
+    assert all(columns == ["completion_reasoning"] for _, columns in seen)
 
 
 def test_prompts_with_broken_characters_are_refused_all_at_once(user: User) -> None:
@@ -52,3 +52,14 @@ def test_prompts_with_broken_characters_are_refused_all_at_once(user: User) -> N
     errors = [finding for finding in document["findings"] if finding["severity"] == "error"]
     assert status == 4
     assert [(finding["code"], finding["line"]) for finding in errors] == [("FT412", 2), ("FT412", 3)]
+
+
+def test_fewer_prompts_than_are_completed_at_a_time_are_refused(user: User) -> None:
+    """No step could be made of them: training would end at once, with nothing learnt."""
+    path = recipe(user.folder, [{"prompt": "pick: 1", "value": 1}])
+    for command in ("check", "grpo"):
+        status, document = user.run(command, path, "--set", "train.per_device_train_batch_size=8")
+        (error,) = [finding for finding in document["findings"] if finding["severity"] == "error"]
+        assert (status, error["code"]) == (4, "FT261")
+        assert "data.train has 1 prompt, and 2 are completed at a time (8 completions, 4 of each" in error["message"]
+    assert user.run("grpo", path)[0] == 0

@@ -23,7 +23,7 @@ from ftcli.model.checkpoint import read_config
 from ftcli.model.streamed import ModelStorage, load_quantized
 from ftcli.tables.gguf import architecture_of
 from tests.small_models import build
-from tests.unit.export.conftest import Heard, Trained, tokenizer, write_run
+from tests.unit.export.conftest import Heard, Trained, noted, tokenizer, write_run
 from tests.unit.export.gguf_runs import adapt, changed, export
 
 pytest.importorskip("gguf")
@@ -40,7 +40,7 @@ def rounded_run(folder: Path, family: str, **values: Any) -> Trained:
     for place in (folder / "base", run.model_dir):
         model.save_pretrained(place)
         tokenizer().save_pretrained(place)
-    return Trained(folder / "base", run)
+    return noted(Trained(folder / "base", run))
 
 
 @pytest.mark.parametrize("family", ["llama", "bitnet"])

@@ -15,6 +15,7 @@ import pytest
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.export.resolve import resolve_source
 from ftcli.pipeline.weights import result_of
+from ftcli.reporting import SilentReporter
 from ftcli.run import atomic
 from ftcli.run.directory import RunDirectory
 
@@ -168,4 +169,4 @@ def test_weights_that_are_a_pipe_are_neither_exported_nor_evaluated(tmp_path: Pa
     (tmp_path / "recipe.yaml").write_text("version: 1\n")
     (tmp_path / "status.json").write_text("{}")
     with pytest.raises(FtcliError, match=r"FT727: .*adapter_model.safetensors: it is a pipe"):
-        result_of(RunDirectory(tmp_path))
+        result_of(RunDirectory(tmp_path), SilentReporter())

@@ -241,10 +241,10 @@ def test_a_card_of_an_export_says_what_was_measured_and_compared(run: RunDirecto
     folder = tmp_path / "gguf"
     folder.mkdir()
     write_evaluation(run.eval_path, Evaluation(EvalScores(loss=2.0), EvalScores(loss=1.0)))
-    assert "before it was exported" not in render_card(run, run.adapter_dir)
+    assert "before it was written in this format" not in render_card(run, run.adapter_dir)
     write_json(folder / EXPORT_RECORD, {"verification": {"compared": "nothing", "verified": "no"}})
     card = render_card(run, folder)
-    assert "before it was exported" in card
+    assert "before it was written in this format" in card
     assert "--no-verify" in card
     write_json(folder / EXPORT_RECORD, {"verification": {"compared": "every weight"}})
     assert "--no-verify" not in render_card(run, folder)

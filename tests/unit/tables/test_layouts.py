@@ -41,7 +41,7 @@ def test_rows_of_a_made_up_layout_are_trained_and_answered(user: User) -> None:
     file = rows(user, "q\na\nq2\nanswer", "mirror: ab\nabba")
     (user.folder / "judge.py").write_text(
         "def seen(completions, prompts, **columns):\n"
-        "    assert columns == {'answer': ['answer', 'abba'], 'level': [1, 1]}, columns\n"
+        "    assert columns == {'answer': ['answer', 'abba'], 'completion_reasoning': [None] * 2, 'level': [1, 1]}\n"
         "    return [1.0, 0.0]\n"
     )
     recipe = user.recipe(
