@@ -165,7 +165,9 @@ class _Hurried:
 
     @property
     def silent(self) -> float:
-        return 1.0 if self._is_told else 60.0
+        if self._is_told:
+            return 1.0
+        return 4.0 if self._released.exists() else 60.0  # nobody is told of who waits inside a library
 
 
 def forked_ranks(seconds: float, folder: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,21 +25,17 @@ class Three(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.zeros(3))
 
 
-def optimization(
-    model: Any, scratch: Path, *, scaled: bool = False, own: bool = False, **settings: Any
-) -> Optimization:
+def optimization(model: Any, *, scaled: bool = False, own: bool = False, **settings: Any) -> Optimization:
     train = TrainConfig.model_validate({"optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 1e6, **settings})
     plan = DtypePlan("float32", None, "float32", False, "", loss_scaling=scaled)
     parallel = Parallel(None, model, seed=0, batch_size=1)
     choice = OptimizerChoice(train.optim, own)
-    return Optimization(
-        model, train, plan, choice, 100, device=CPU, stack=None, parallel=parallel, scratch=str(scratch)
-    )
+    return Optimization(model, train, plan, choice, 100, device=CPU, stack=None, parallel=parallel)
 
 
-def test_gradients_are_divided_by_the_scale_once_before_clipping(tmp_path: Path) -> None:
+def test_gradients_are_divided_by_the_scale_once_before_clipping() -> None:
     model = Three()
-    made = optimization(model, tmp_path, scaled=True, lr_scheduler_type="constant")
+    made = optimization(model, scaled=True, lr_scheduler_type="constant")
     assert made.scaler is not None
     made.backward((model.weight * torch.tensor([1.0, 2.0, 2.0])).sum())
     assert model.weight.grad is not None
@@ -51,9 +46,9 @@ def test_gradients_are_divided_by_the_scale_once_before_clipping(tmp_path: Path)
     assert model.weight.grad is None
 
 
-def test_a_step_that_overflows_changes_nothing_and_halves_the_scale(tmp_path: Path) -> None:
+def test_a_step_that_overflows_changes_nothing_and_halves_the_scale() -> None:
     model = Three()
-    made = optimization(model, tmp_path, scaled=True)
+    made = optimization(model, scaled=True)
     assert made.scaler is not None
     before = made.scaler.get_scale()
     made.backward((model.weight * torch.inf).sum())
@@ -68,9 +63,9 @@ def test_a_step_that_overflows_changes_nothing_and_halves_the_scale(tmp_path: Pa
     assert made.learning_rate() == pytest.approx(0.99)
 
 
-def test_twenty_skipped_steps_in_a_row_are_divergence(tmp_path: Path) -> None:
+def test_twenty_skipped_steps_in_a_row_are_divergence() -> None:
     model = Three()
-    made = optimization(model, tmp_path, scaled=True)
+    made = optimization(model, scaled=True)
 
     def step(number: int, factor: float) -> None:
         made.backward((model.weight * factor).sum())
@@ -98,11 +93,9 @@ def test_twenty_skipped_steps_in_a_row_are_divergence(tmp_path: Path) -> None:
         ("sgd", False, {}),
     ],
 )
-def test_weight_decay_is_never_on_norms_and_biases(
-    tmp_path: Path, optim: str, own: bool, settings: dict[str, Any]
-) -> None:
+def test_weight_decay_is_never_on_norms_and_biases(optim: str, own: bool, settings: dict[str, Any]) -> None:
     model = build("qwen2")  # has biases
-    made = optimization(model, tmp_path, own=own, optim=optim, weight_decay=0.1, learning_rate=0.1, **settings)
+    made = optimization(model, own=own, optim=optim, weight_decay=0.1, learning_rate=0.1, **settings)
     decay = {id(p): group["weight_decay"] for group in made.optimizer.param_groups for p in group["params"]}
     names = {name: decay[id(p)] for name, p in model.named_parameters()}
     left_alone = {name for name in names if "norm" in name or name.endswith("bias")}
