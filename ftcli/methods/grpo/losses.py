@@ -77,8 +77,8 @@ def policy_loss(
     token_loss = _token_loss(grpo, ratio, advantages, log_probs, phi)
     metrics: dict[str, Tensor] = {}
     if grpo.beta:
-        difference = batch["ref_per_token_logps"] - log_probs
-        kl = (torch.exp(difference) - difference - 1) * ratio
+        reference = batch["ref_per_token_logps"]
+        kl = (torch.exp(reference - log_probs) - (reference - log_probs) - 1) * ratio
         token_loss = token_loss + grpo.beta * kl
         metrics["kl"] = _token_mean(kl, mask)
     metrics["entropy"] = _token_mean(entropies, mask)
