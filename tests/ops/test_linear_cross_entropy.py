@@ -82,13 +82,16 @@ def test_autocast_gives_what_explicit_casts_give(device: str, dtype: Any) -> Non
         assert (got.float() - want.float()).norm() / want.float().norm() < 5e-3
 
 
-def test_accuracy_counts_like_argmax(device: str) -> None:
+@pytest.mark.parametrize("chunk_rows", [None, 4])
+def test_accuracy_counts_like_argmax(device: str, chunk_rows: int | None) -> None:
     x, w, b, labels = _case(device)
     labels = torch.where(labels >= 0, (x @ w.t() + b).argmax(-1), labels)
     labels[1] = (labels[1] + 1) % 301
     w[7], b[7] = w[9], b[9]  # equal logits: the lower index wins
     for backend in ("triton", "torch"):
-        _, correct = linear_cross_entropy(x, w, labels, bias=b, with_accuracy=True, backend=backend)
+        _, correct = linear_cross_entropy(
+            x, w, labels, bias=b, with_accuracy=True, backend=backend, chunk_rows=chunk_rows
+        )
         _, expected = linear_cross_entropy_reference(x, w, labels, bias=b, with_accuracy=True)
         assert correct.dtype == torch.int64
         assert int(correct) == int(expected)

@@ -108,6 +108,15 @@ def test_quantising_is_near_and_zeros_stay_zeros() -> None:
     assert torch.equal(again.data, quantize_nf4(dense, double_quant=False).data)
 
 
+def test_the_middle_between_two_values_goes_to_the_lower_one() -> None:
+    """The first element makes the block's scale 1; the fifteen others are the middles, then the floats above them."""
+    table = torch.tensor(NF4_TABLE)
+    middles = (table[:-1] + table[1:]) / 2
+    above = torch.nextafter(middles, torch.tensor(1.0))
+    dense = torch.cat([torch.ones(1), middles, torch.ones(1), above])[None]
+    assert bytes(quantize_nf4(dense, double_quant=False).data.tolist()).hex() == "f0123456789abcdef123456789abcdef"
+
+
 def test_a_weight_is_half_a_byte_and_its_scales() -> None:
     elements = 512 * 1024
     stored = quantize_nf4(_weight((512, 1024))).stored_bytes

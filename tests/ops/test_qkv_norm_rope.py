@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton.language as tl
 from ftkernels import lora_qkv as module
 from ftkernels.lora_qkv import lora_qkv, lora_qkv_reference
 from ftkernels.projection import Norm, Projection
@@ -99,6 +100,26 @@ def test_every_tile_writes_every_element(device: str, tools: Any, tile: Tile) ->
     for found, true in zip((made.d, made.dw_q, made.dw_k), wanted, strict=True):
         assert found is not None
         assert tools.relative(found, true) <= 1e-6
+
+
+def test_llama_heads_are_rounded_before_the_weight_bit_for_bit(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``test_rms_norm`` has it of whole rows, in float16 for the interpreter; no angle turns anything here."""
+    if device == "cpu":
+        for name in ("qkv_norm_rope", "qkv_backward"):
+            monkeypatch.setattr(f"ftkernels.{name}.triton_store_dtype", lambda _: tl.float16)
+    y = torch.tensor([5.0, -5.0, 4.0, 1.0, -1.0, 2.0, 0.0, 0.0]).repeat(3, 2 * 4).to(device, torch.float16)
+    wq, wk = (torch.randn(16, device=device, dtype=torch.float16) for _ in range(2))
+    still = Rotary(torch.ones(1, 3, 16, device=device), torch.zeros(1, 3, 16, device=device), 2, 1)
+    norms = HeadNorms(wq, wk, 1e-6, "llama")
+    turned, left = qkv_norm_rope_forward(y, None, None, still, norms)
+    n = (y[:, :48].float() / 3.0).to(torch.float16)
+    assert torch.equal(turned, n * torch.cat([wq, wq, wk]))
+    ones = tuple(torch.ones(1, heads, 3, 16, device=device, dtype=torch.float16) for heads in (2, 1, 1))
+    made = qkv_norm_rope_backward(ones, left, None, still, norms, torch.float16, want_dw=True)
+    assert made.dw_q is not None
+    assert made.dw_k is not None
+    assert torch.equal(made.dw_q.float(), 6.0 * n[0, :16].float())
+    assert torch.equal(made.dw_k.float(), 3.0 * n[0, :16].float())
 
 
 def test_frozen_norms_get_no_gradient_and_cost_no_sums(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from ftkernels.norm_parts import norm_forward
+import triton.language as tl
+from ftkernels.norm_parts import norm_forward, norm_forward_torch
 from ftkernels.rms_norm import add_rms_norm, norm_backend, rms_norm, rms_norm_add, rms_norm_reference
 
 EPS = 1e-6
@@ -42,6 +43,37 @@ def test_bfloat16_is_as_good_as_torch(device: str, tools: Any, form: Any) -> Non
     reference = partial(rms_norm_reference, eps=EPS, form=form)
     tools.assert_bfloat16(ours, reference, (x, w), torch.bfloat16)
     tools.assert_bfloat16(ours, reference, (x, w), (torch.bfloat16, torch.float32))
+
+
+@pytest.mark.parametrize("same_weight", [True, False], ids=["weight of the same dtype", "float32 weight"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_llama_rounds_before_the_weight_bit_for_bit(
+    device: str, dtype: torch.dtype, same_weight: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Models are trained with that rounding: a kernel without it is nearer to the exact value, and another model.
+
+    The mean square of each row is 9, so that x / 3 lies far from where rounding turns, whatever the root's last bit.
+    The interpreter cuts bfloat16 off, so kernels round nothing there (``store_dtype``); float16 it rounds as a GPU.
+    """
+    x = torch.tensor([5.0, -5.0, 4.0, 1.0, -1.0, 2.0, 0.0, 0.0]).repeat(3, 32).to(device, dtype)
+    w = torch.randn(x.shape[1]).to(device, dtype if same_weight else torch.float32)
+    n = (x.float() / 3.0).to(dtype)
+    wanted = (n.float() * w.float()).to(w.dtype)
+    assert not torch.equal((x.float() / 3.0 * w.float()).to(w.dtype), wanted)
+    assert torch.equal(rms_norm_reference(x, w, EPS), wanted)
+    assert torch.equal(norm_forward_torch(x, w, EPS, "llama", wanted.dtype)[0], wanted)
+    if device == "cpu":
+        if dtype == torch.bfloat16:
+            return
+        monkeypatch.setattr("ftkernels.norm_parts.triton_store_dtype", lambda _: tl.float16)
+    zeros = torch.zeros_like(x)
+    assert torch.equal(rms_norm(x, w, EPS, backend="triton"), wanted)
+    assert torch.equal(add_rms_norm(x, zeros, w, EPS, backend="triton")[0], wanted)
+    assert torch.equal(rms_norm_add(x, zeros, w, EPS, form="llama", backend="triton"), wanted)
+    trained = w.requires_grad_()
+    rms_norm(x[:1], trained, EPS, backend="triton").sum().backward()
+    assert trained.grad is not None
+    assert torch.equal(trained.grad, n[0].to(w.dtype))
 
 
 @pytest.mark.parametrize(

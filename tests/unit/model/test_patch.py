@@ -369,3 +369,18 @@ def test_self_check_names_the_layer_that_is_wrong(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(FusedDecoderLayer, "_mlp", broken)
     with pytest.raises(FtcliError, match=r"FT704.*layers\.1"):
         self_check(model, applied, "reference", batch(), PLAN)
+
+
+def test_self_check_compares_outputs_and_not_only_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last layer's output is scaled here, which the norm after it undoes: loss and gradients are right."""
+    model = plain("llama", rms_norm_eps=1e-12)
+    applied = patch(model, "reference")
+    mlp = FusedDecoderLayer._mlp
+
+    def scaled(self: FusedDecoderLayer, hidden: torch.Tensor, norm: Any, packs: Any, residual: Any) -> Any:
+        out = mlp(self, hidden, norm, packs, residual)
+        return out + 0.05 * out.detach() if self.self_attn.layer_idx == 1 else out
+
+    monkeypatch.setattr(FusedDecoderLayer, "_mlp", scaled)
+    with pytest.raises(FtcliError, match=r"FT704.*layers\.1 the output differs by 0\.05"):
+        self_check(model, applied, "reference", batch(), PLAN)
