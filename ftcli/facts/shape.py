@@ -124,7 +124,8 @@ def shape_of(config: Config) -> ModelShape | None:
 
     Raises:
         KeyError: A key that transformers has no usable default for is missing; its args hold the name.
-        ValueError: A value is not a positive whole number, or the heads do not divide.
+        ValueError: A value is not a positive whole number, the heads do not divide, or there are more layers than
+            any model has: names are made of every layer.
     """
     others = other_parameters(config)
     config = text_values(config)
@@ -145,7 +146,7 @@ def shape_of(config: Config) -> ModelShape | None:
         family=family,
         hidden_size=hidden,
         intermediate_size=intermediate,
-        num_layers=_whole(config, "num_hidden_layers"),
+        num_layers=_layers(config),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
@@ -176,6 +177,17 @@ def _linears(config: Config, family: Family, hidden: int, inner: int, q: int, kv
         Linear("mlp.up_proj", hidden, inner, mlp_bias),
         Linear("mlp.down_proj", inner, hidden, mlp_bias),
     )
+
+
+#: No model has a tenth of these; a damaged config.json may say billions.
+_MOST_LAYERS = 10_000
+
+
+def _layers(config: Config) -> int:
+    layers = _whole(config, "num_hidden_layers")
+    if layers > _MOST_LAYERS:
+        raise ValueError(f"num_hidden_layers is {layers:,}, more than the {_MOST_LAYERS:,} that are possible")
+    return layers
 
 
 def _whole(config: Config, key: str, default: int | None = None) -> int:

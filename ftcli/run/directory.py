@@ -276,7 +276,7 @@ def _locked(run: RunDirectory) -> DirectoryLock:
     try:
         return DirectoryLock(run.path)
     except OSError as error:
-        raise storage_error(error, run.path) from error
+        raise storage_error(error, run.path / LOCK_NAME) from error
 
 
 def _start_beside(run: RunDirectory, lock: DirectoryLock) -> DirectoryLock:

@@ -46,8 +46,10 @@ GOOD: tuple[dict[str, Any], ...] = (
 _KEYS = sorted(
     {key for row in GOOD for key in row} | {"role", "content", "name", "arguments", "function", "type", "text"}
 )
-_odd = values.json_values | st.sampled_from(
-    [values.deep(n) for n in (60, 200, 900)] + ["[" * 3000, "[" * 800 + "]" * 800, "\ud800", "a\udfff", "x" * 20_000]
+_odd = (
+    values.json_values
+    | st.sampled_from([60, 200, 900]).map(values.deep)  # made anew each time: what is drawn is changed
+    | st.sampled_from(["[" * 3000, "[" * 800 + "]" * 800, "\ud800", "a\udfff", "x" * 20_000])
 )
 
 

@@ -44,13 +44,14 @@ def convert(path: Path, dialect: str | None = None) -> Conversion:
     settings = _settings(source, flatten=rules.flatten)
     draft = Draft(
         row.title,
+        path,
         given={name: given for name, given in settings.items() if not given.is_blank},
         blank={name: given for name, given in settings.items() if given.is_blank},
     )
     draft.findings += source.findings
     draft.left_out |= {key for name in source.computed for key in _ours(draft, name)}
     apply(rules, draft)
-    _require_model(draft, path)
+    _require_model(draft)
     _settle(draft)
     _leave_out_what_is_refused(draft)
     return Conversion(
@@ -112,13 +113,9 @@ def _ours(draft: Draft, name: str) -> set[str]:
     return {f"train.{name}", str(known and known.key)} & set(draft.keys)
 
 
-def _require_model(draft: Draft, path: Path) -> None:
+def _require_model(draft: Draft) -> None:
     if draft.get("model.name_or_path") is None:
-        origin = Origin(str(path))
-        finding = Finding(
-            "FT163", f"no model is named in this recipe of {draft.tool}", origin, "name the base model in it"
-        )
-        raise FtcliError([*draft.findings, finding], ExitCode.RECIPE)
+        raise draft.refuse(None, f"no model is named in this recipe of {draft.tool}", "name the base model in it")
 
 
 def _settle(draft: Draft) -> None:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from ftcli.config.conversion.source import ForeignSetting
@@ -38,6 +39,7 @@ class Draft:
     """What becomes the recipe.
 
     Attributes:
+        file: The other tool's recipe.
         given: The other tool's settings by dotted name, those that say nothing left out.
         blank: Those that stand there without a value.
         values: Ours, by dotted key.
@@ -47,6 +49,7 @@ class Draft:
     """
 
     tool: str
+    file: Path
     given: Mapping[str, ForeignSetting]
     blank: Mapping[str, ForeignSetting] = field(default_factory=dict)
     schema: RecipeSchema = field(default_factory=RecipeSchema)
@@ -108,7 +111,7 @@ class Draft:
 
     def refuse(self, given: ForeignSetting | None, why: str, help: str) -> FtcliError:
         """FT163: there is nothing here that the recipe could become."""
-        origin = None if given is None else given.origin
+        origin = Origin(str(self.file)) if given is None else given.origin
         return FtcliError([*self.findings, Finding("FT163", why, origin, help)], ExitCode.RECIPE)
 
     def _find(self, code: str, given: ForeignSetting, message: str, help: str, severity: Severity) -> None:

@@ -223,6 +223,7 @@ def test_an_unreachable_hub_is_noticed_at_once() -> None:
         ({k: v for k, v in TINY.items() if k != "hidden_size"}, "FT305", "no hidden_size"),
         ({**TINY, "num_hidden_layers": 0}, "FT305", "num_hidden_layers is 0"),
         ({**TINY, "num_hidden_layers": "12"}, "FT305", "num_hidden_layers is '12'"),
+        ({**TINY, "num_hidden_layers": 2**31}, "FT305", "more than the 10,000"),
         ({**TINY, "num_key_value_heads": 3}, "FT305", "not a multiple"),
         ({**TINY, "hidden_size": 66}, "FT305", "not a multiple"),
         ({**TINY, "model_type": "frobnicator"}, "FT309", "frobnicator"),
