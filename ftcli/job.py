@@ -10,15 +10,16 @@ import torch
 from ftcli.config import Recipe
 from ftcli.data.reasoning import ReasoningMarks
 from ftcli.data.template import Renderer, renderer_of
-from ftcli.facts.batches import Batches, choose_batches
-from ftcli.facts.execution import OWN_ATTENTION
 from ftcli.facts.model import ModelFacts
-from ftcli.facts.precision import DtypePlan
 from ftcli.model.attention import is_ours
 from ftcli.model.backbone import base_of
 from ftcli.model.load import config_of, stop_token_ids
 from ftcli.model.tokenizer import load_tokenizer
-from ftcli.preflight.memory.checkpointing import Offloaded
+from ftcli.plan.batches import Batches, choose_batches
+from ftcli.plan.execution import OWN_ATTENTION
+from ftcli.plan.memory.checkpointing import Offloaded
+from ftcli.plan.precision import DtypePlan
+from ftcli.plan.run import RunPlan
 from ftcli.preflight.report import PreflightReport
 from ftcli.reporting import Reporter, Session
 
@@ -54,9 +55,14 @@ class Job:
         return self.report.facts
 
     @property
-    def plan(self) -> DtypePlan:
-        """The dtypes."""
+    def plan(self) -> RunPlan:
+        """What the run does, as decided before anything was built."""
         return self.report.plan
+
+    @property
+    def dtypes(self) -> DtypePlan:
+        """The dtypes."""
+        return self.plan.dtypes
 
     @property
     def device(self) -> torch.device:
@@ -70,7 +76,7 @@ class Job:
 
     def batches(self, model: PreTrainedModel | PeftModel) -> Batches:
         """How micro-batches are laid out: as planned, if ``model`` has the attention that was planned with."""
-        planned = self.report.setup.execution.batches
+        planned = self.plan.execution.batches
         if planned.layout == "padded" or is_ours(base_of(model)):
             return planned
         return choose_batches(self.recipe.data.padding_free, takes_rows=None, masked_densely=OWN_ATTENTION)

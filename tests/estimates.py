@@ -7,10 +7,10 @@ from typing import Any
 from ftcli.config import Recipe
 from ftcli.facts.device import DeviceFacts, named_device
 from ftcli.facts.model import ModelFacts, read_facts
-from ftcli.preflight.memory.advice import verdict_on
-from ftcli.preflight.memory.candidates import candidate
-from ftcli.preflight.memory.estimate import MemoryEstimate, estimate_memory
-from ftcli.preflight.memory.setup import Setup
+from ftcli.plan.memory.advice import verdict_on
+from ftcli.plan.memory.candidates import candidate
+from ftcli.plan.memory.estimate import MemoryEstimate, estimate_memory
+from ftcli.plan.run import RunPlan
 from ftcli.tables import methods
 
 #: A recipe's sections for GRPO.
@@ -20,17 +20,17 @@ grpo: {num_generations: 8, max_prompt_length: 256, max_completion_length: 256, r
 """
 
 
-def setup_of(recipe: Recipe, facts: ModelFacts, device: DeviceFacts | str, work: str = "train") -> Setup:
+def plan_of(recipe: Recipe, facts: ModelFacts, device: DeviceFacts | str, work: str = "train") -> RunPlan:
     """``work``: ``train``, ``eval``, ``export``, or the name of a training method."""
     gpu = named_device(device) if isinstance(device, str) else device
     if work in methods.TABLE:
-        return Setup(recipe, facts, gpu, "train", methods.row(work))
-    return Setup(recipe, facts, gpu, work, methods.row("sft"))  # type: ignore[arg-type]
+        return RunPlan(recipe, facts, gpu, "train", methods.row(work))
+    return RunPlan(recipe, facts, gpu, work, methods.row("sft"))  # type: ignore[arg-type]
 
 
 def estimate_of(recipe: Recipe, facts: ModelFacts, device: DeviceFacts | str, work: str = "train") -> MemoryEstimate:
     """The estimate; the family must have arithmetic."""
-    found = estimate_memory(setup_of(recipe, facts, device, work))
+    found = estimate_memory(plan_of(recipe, facts, device, work))
     assert found is not None
     return found
 
@@ -50,6 +50,6 @@ class Case:
         return estimate_of(self.recipe, self.facts, device, work)
 
     def verdict(self, device: Any, work: Any = "train") -> Any:
-        found = candidate(setup_of(self.recipe, self.facts, device, work))
+        found = candidate(plan_of(self.recipe, self.facts, device, work))
         assert found is not None
         return verdict_on(found)

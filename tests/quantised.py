@@ -15,10 +15,10 @@ from ftcli.config import ModelConfig, QuantizationConfig
 from ftcli.config.origins import Origins
 from ftcli.config.tree import MapNode
 from ftcli.facts.model import read_facts
-from ftcli.facts.precision import DtypePlan
 from ftcli.model.load import load_model
 from ftcli.model.nf4 import NF4Linear
 from ftcli.model.quantize import can_be_packed, quantize_linear
+from ftcli.plan.precision import DtypePlan
 
 NF4 = QuantizationConfig(method="nf4")
 SINGLE = QuantizationConfig(method="nf4", double_quant=False)

@@ -12,7 +12,7 @@ from typing import Any
 
 from ftcli.config.schema import Node, RecipeSchema
 from ftcli.config.usable import usable_values
-from ftcli.facts.trained import TrainedMatrices, bytes_of
+from ftcli.plan.trained import TrainedMatrices, bytes_of
 from ftcli.tables import optimizers, schedules
 
 _INTRO = """\

@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from ftcli.cli.commands.doctor import Examination
     from ftcli.data.look import SurveyedSource
     from ftcli.evaluate.suite import ModelScores
-    from ftcli.facts.execution import ExecutionPart
-    from ftcli.facts.trained import PlannedAdapters
     from ftcli.pipeline.bench_result import BenchResult, PredictedMemory, TimedTokens
     from ftcli.pipeline.checking import CheckResult
     from ftcli.pipeline.evaluation import EvaluationResult
-    from ftcli.preflight.memory.advice import Verdict
-    from ftcli.preflight.memory.policy import CheckpointingChoice
+    from ftcli.plan.checkpointing import CheckpointingChoice
+    from ftcli.plan.execution import ExecutionPart
+    from ftcli.plan.memory.advice import Verdict
+    from ftcli.plan.trained import PlannedAdapters
 
 
 def check_text(result: CheckResult) -> str:
@@ -27,7 +27,7 @@ def check_text(result: CheckResult) -> str:
     lines = [_verdict_line(result), "", *_facts(result), *_kernel_lines(report.parts)]
     memory, disk = report.memory, report.disk
     if memory is not None:
-        ranks = report.setup.ranks
+        ranks = report.plan.ranks
         each = f" on each of {ranks} {'GPUs' if report.device.kind == 'cuda' else 'processes'}" if ranks > 1 else ""
         lines += ["", f"memory  {_of(memory.total_bytes, report.verdict)} at its peak ({memory.peak}){each}"]
         lines += _sizes(memory.parts)
@@ -62,20 +62,20 @@ def _verdict_line(result: CheckResult) -> str:
         needs = "" if least is None else f": it needs more than {size(least.total)}, which hold no activations"
         return f"no problem found on {device}; memory could not be estimated{needs}"
     words = {"fits": "fits", "tight": "fits, but only just", "unknown": "no problem found, memory unknown"}
-    ranks = report.setup.ranks
+    ranks = report.plan.ranks
     return f"{words.get(verdict.level, verdict.level)} on {f'each of {ranks} ' if ranks > 1 else ''}{device}"
 
 
 def _facts(result: CheckResult) -> list[str]:
     report = result.report
-    model, dtypes = report.facts, report.plan
+    model, dtypes = report.facts, report.dtypes
     count = model.parameters if result.outline is None else result.outline.parameters
     parameters = f", {_millions(count)} parameters" if count else ""
     adapter = f", adapters {dtypes.adapter}" if dtypes.adapter else ""
     return [
         f"model      {model.name} ({model.source}){parameters}",
         f"dtype      {dtypes.compute}: {dtypes.reason}; weights {dtypes.parameter}{adapter}",
-        f"attention  {result.attention or report.setup.execution.attention}",
+        f"attention  {result.attention or report.plan.execution.attention}",
         *_adapters(result.adapters),
         *_checkpointing(report.checkpointing),
     ]

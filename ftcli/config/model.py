@@ -154,7 +154,7 @@ class LaunchConfig(Section):
         return 1 if self.dp_replicate_size == "auto" else self.dp_replicate_size
 
     @property
-    def spread_size(self) -> int:
+    def shard_size(self) -> int:
         """Processes that one copy of the model is spread over, where it is."""
         return max(1, self.num_processes // self.copies)
 

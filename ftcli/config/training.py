@@ -134,7 +134,7 @@ class TrainConfig(Section):
         """The policy of a recipe that has been through preflight.
 
         Raises ValueError while the setting is ``auto``: only preflight knows what fits
-        (:func:`ftcli.preflight.memory.policy.choose_checkpointing`).
+        (:func:`ftcli.plan.checkpointing.choose_checkpointing`).
         """
         if self.gradient_checkpointing == "auto":
             raise ValueError(

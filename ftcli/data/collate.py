@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ftcli.data.order import Epochs
 from ftcli.data.tokens import TokenizedRow
-from ftcli.facts.batches import Batches, unpadded_shape
 from ftcli.labels import IGNORE_INDEX
+from ftcli.plan.batches import Batches, unpadded_shape
 
 
 class Unpadded(TypedDict):

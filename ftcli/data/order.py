@@ -10,7 +10,7 @@ import torch
 
 from ftcli.data.pack import Packs, best_fit
 from ftcli.data.tokens import Ints, TokenizedRow, TokenTable
-from ftcli.facts.batches import Batches
+from ftcli.plan.batches import Batches
 
 
 @dataclass(frozen=True, slots=True)

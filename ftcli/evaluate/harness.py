@@ -10,9 +10,9 @@ import torch
 
 from ftcli.errors import ExitCode, FtcliError, first_line
 from ftcli.evaluate.batching import halved, row_too_large
-from ftcli.facts.precision import DtypePlan
 from ftcli.model.backbone import compute_context
 from ftcli.plain import JsonMap
+from ftcli.plan.precision import DtypePlan
 from ftcli.reporting import Reporter
 
 if TYPE_CHECKING:

@@ -16,12 +16,12 @@ from ftcli.data.tokens import TokenizedRow
 from ftcli.errors import ExitCode, FtcliError, Origin
 from ftcli.evaluate.batching import in_batches
 from ftcli.evaluate.share import Sums, summed_in_step, summed_over_ranks
-from ftcli.facts.precision import DtypePlan
 from ftcli.labels import IGNORE_INDEX
 from ftcli.model.backbone import compute_context, root_of
 from ftcli.model.loss import loss_of
 from ftcli.model.passes import tried
 from ftcli.model.rows import put_away
+from ftcli.plan.precision import DtypePlan
 from ftcli.reporting import Reporter
 
 if TYPE_CHECKING:

@@ -18,7 +18,6 @@ from ftcli.config import QuantizationConfig
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.export.resolve import ExportSource
 from ftcli.export.tensorfile import DTYPES, TensorEntry
-from ftcli.facts.quantization import stored_method
 from ftcli.model.quantize import (
     PackedReader,
     can_be_packed,
@@ -29,6 +28,7 @@ from ftcli.model.quantize import (
 )
 from ftcli.model.quantized import QuantizedLinear, unreadable_weights
 from ftcli.plain import JsonMap
+from ftcli.plan.quantization import stored_method
 from ftcli.tables import quantizations
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from ftcli.export.lazy import WHOLE_LAYER
 from ftcli.export.resolve import ADAPTER_WEIGHTS, ExportSource
 from ftcli.export.tensorfile import TensorFile
 from ftcli.export.weights import StoredWeights, base_weights, untied
-from ftcli.preflight.disk import existing_ancestor
+from ftcli.plan.disk import existing_ancestor
 from ftcli.tables import code_of, exports
 from ftcli.units import size
 

@@ -22,11 +22,11 @@ from ftcli.export.verify import Verified
 from ftcli.export.vocabulary import with_its_vocabulary
 from ftcli.export.weights import source_config
 from ftcli.facts.model import read_facts
-from ftcli.facts.quantization import stores_ternary_masters
 from ftcli.facts.weights import EXPORT_RECORD, MODEL_CARD
 from ftcli.model.checkpoint import read_config
 from ftcli.model.load import stop_token_ids
 from ftcli.plain import JsonObject, plain, plain_fields
+from ftcli.plan.quantization import stores_ternary_masters
 from ftcli.preflight.checks.support import is_installed
 from ftcli.reporting import Reporter
 from ftcli.run.atomic import TRASH_PREFIX, replace_directory, storage_errors, utc_now, write_json, writing_into

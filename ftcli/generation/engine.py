@@ -8,7 +8,6 @@ import torch
 from ftkernels.sampling import GREEDY, Sampling
 
 from ftcli.facts.generation import EngineLayout, pages_of
-from ftcli.facts.precision import DtypePlan
 from ftcli.generation.batch import DecodeBatch
 from ftcli.generation.cache import Cache
 from ftcli.generation.forward import Forward, cache_dtype, cache_shape
@@ -17,6 +16,7 @@ from ftcli.generation.pages import PagePool
 from ftcli.generation.requests import Completion, GenerationRequest, StopConditions, Token, collected
 from ftcli.generation.scheduler import Scheduler, SchedulerParts
 from ftcli.generation.stopping import StopCheck
+from ftcli.plan.precision import DtypePlan
 
 #: Steps that a GPU is given before the host looks at the first one's tokens. For a row that has ended, so many more are
 #: computed and thrown away.

@@ -18,11 +18,11 @@ from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from ftcli.facts.precision import DtypePlan
 from ftcli.generation.requests import Completion, GenerationRequest, StopConditions, Token, collected
 from ftcli.generation.stopping import StopCheck
 from ftcli.model.backbone import compute_context
 from ftcli.model.finite import finite_logits
+from ftcli.plan.precision import DtypePlan
 
 if TYPE_CHECKING:
     from peft import PeftModel

@@ -17,13 +17,13 @@ from ftkernels.projection import join_weights
 from torch import Tensor, nn
 
 from ftcli.config.model import Kernels
-from ftcli.facts.precision import DtypePlan
 from ftcli.facts.shape import SHARED_INPUTS
 from ftcli.model.backbone import base_of, decoder_layers
 from ftcli.model.fused import FusedDecoderLayer
 from ftcli.model.merging import merged
 from ftcli.model.patch import patch
 from ftcli.model.quantized import QuantizedLinear, TrainedQuantizedLinear
+from ftcli.plan.precision import DtypePlan
 from ftcli.tables import quantizations
 
 if TYPE_CHECKING:

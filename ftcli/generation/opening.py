@@ -13,7 +13,6 @@ from ftkernels.sampling import GREEDY, Sampling
 
 from ftcli.config.model import Kernels
 from ftcli.facts.generation import choose_layout, why_no_engine
-from ftcli.facts.precision import DtypePlan
 from ftcli.generation.engine import AHEAD, Engine
 from ftcli.generation.fallback import TransformersGenerator
 from ftcli.generation.forward import Forward, cache_dtype, cache_shape
@@ -21,6 +20,7 @@ from ftcli.generation.merged import MergedModel, copied_bytes, merged_model
 from ftcli.generation.requests import Completion, GenerationRequest, Token
 from ftcli.generation.stopping import StopCheck
 from ftcli.model.backbone import base_of, head_of, root_of
+from ftcli.plan.precision import DtypePlan
 from ftcli.tables.families import family_of
 
 if TYPE_CHECKING:

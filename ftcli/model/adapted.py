@@ -9,9 +9,9 @@ from ftkernels.projection import FrozenWeight, Packed, Projection
 from ftkernels.side_stream import DeferredStream
 from torch import Tensor, nn
 
-from ftcli.facts.execution import DORA, TRAINED_WHOLE
 from ftcli.model.joint import JoinedLinear
 from ftcli.model.quantized import DequantizedLinear, QuantizedLinear
+from ftcli.plan.execution import DORA, TRAINED_WHOLE
 
 
 class PreparedGroup(NamedTuple):

@@ -1,4 +1,4 @@
-"""Runs one call of attention on the backend that :func:`ftcli.facts.attention.choose_attention` names.
+"""Runs one call of attention on the backend that :func:`ftcli.plan.attention.choose_attention` names.
 
 The registered implementation ``ftcli`` is what transformers' attention layers call. What a query sees comes with each
 call as a :class:`ftcli.model.masks.CallMask`; nothing is stored on a module.
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from ftcli.facts.attention import AttentionCall, Backend, MaskKind, choose_attention
 from ftcli.model.masks import CallMask, Documents, mask_for
+from ftcli.plan.attention import AttentionCall, Backend, MaskKind, choose_attention
 
 NAME = "ftcli"
 

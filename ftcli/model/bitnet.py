@@ -22,13 +22,13 @@ from ftkernels.ternary import Ternary, remaster, ternarise
 from torch import Tensor, nn
 
 from ftcli.config import QuantizationConfig
-from ftcli.facts.execution import ACTIVATIONS
 from ftcli.facts.model import activation_of
 from ftcli.facts.shape import SHARED_INPUTS
 from ftcli.model.backbone import decoder_layers
 from ftcli.model.fused import norm_eps
 from ftcli.model.quantized import QuantizedLinear, TrainedQuantizedLinear, unreadable_weights
 from ftcli.plain import JsonObject
+from ftcli.plan.execution import ACTIVATIONS
 from ftcli.tables.families import Family, family_of
 
 if TYPE_CHECKING:

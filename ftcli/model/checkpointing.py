@@ -26,7 +26,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ftcli.model.backbone import base_of, decoder_layers
 from ftcli.model.fused import FusedDecoderLayer
 from ftcli.model.offload import Offload
-from ftcli.preflight.memory.checkpointing import Offloaded, fetched_ahead
+from ftcli.plan.memory.checkpointing import Offloaded, fetched_ahead
 from ftcli.tables import code_of, policies
 from ftcli.tables.policies import PolicyName
 

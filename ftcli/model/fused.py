@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ftkernels.lora_mlp import Save
 
     from ftcli.model.offload import Offload
-    from ftcli.preflight.memory.checkpointing import Offloaded
+    from ftcli.plan.memory.checkpointing import Offloaded
 
 
 def norm_eps(norm: Any) -> float:

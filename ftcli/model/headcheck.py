@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.facts.precision import DtypePlan
 from ftcli.model.backbone import compute_context, head_of, hidden_states, rotation_kept
+from ftcli.plan.precision import DtypePlan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

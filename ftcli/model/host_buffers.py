@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ftcli.preflight.memory.pinned import SMALLEST_PIECE
+from ftcli.plan.memory.pinned import SMALLEST_PIECE
 
 #: The largest piece. Copies of this size run at the full rate, and pinning it takes some ten milliseconds.
 LARGEST_PIECE = 1 << 26

@@ -38,7 +38,7 @@ class Joint(nn.Module):
         whole = self.stored if self.stored.dtype == self._dtype else self.stored.view(self._dtype)
         return whole.narrow(self._dim, sum(self._sizes[:index]), self._sizes[index])
 
-    def part_bytes(self, index: int) -> int:
+    def shard_bytes(self, index: int) -> int:
         """Bytes of one of the tensors."""
         return self._bytes[index]
 

@@ -11,9 +11,7 @@ import torch
 from ftcli.config import ModelConfig, QuantizationConfig
 from ftcli.errors import ExitCode, FtcliError, first_line
 from ftcli.facts.config_file import hub_errors
-from ftcli.facts.execution import own_attention, wants_kernels
 from ftcli.facts.model import ModelFacts
-from ftcli.facts.precision import DtypePlan
 from ftcli.model.checkpoint import (
     IMPOSSIBLE,
     hollow,
@@ -27,6 +25,8 @@ from ftcli.model.parts import RankWeights, keep_parts
 from ftcli.model.streamed import ModelStorage, load_quantized, random_quantized
 from ftcli.model.tokenizer import source_of
 from ftcli.plain import JsonMap
+from ftcli.plan.execution import own_attention, wants_kernels
+from ftcli.plan.precision import DtypePlan
 from ftcli.tables import code_of, quantizations
 
 if TYPE_CHECKING:

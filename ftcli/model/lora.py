@@ -13,10 +13,10 @@ import torch
 from ftcli.config import LoraConfig
 from ftcli.errors import ExitCode, FtcliError, first_line
 from ftcli.facts.adapters import AdapterChoice
-from ftcli.facts.precision import DtypePlan
 from ftcli.model.checkpoint import PATTERNS_UNMATCHED
 from ftcli.model.initial import remember_initial
 from ftcli.model.targets import Targets, chosen, require_possible, resolve_saved, resolve_targets, shortest
+from ftcli.plan.precision import DtypePlan
 
 if TYPE_CHECKING:
     import peft

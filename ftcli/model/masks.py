@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from ftkernels.attention_mask import AttentionMask, TokenRanges, padding_bounds
 from torch import Tensor
 
-from ftcli.facts.attention import MaskKind
+from ftcli.plan.attention import MaskKind
 
 if TYPE_CHECKING:
     from ftcli.model.sequence_parallel import SequencePart

@@ -18,7 +18,6 @@ from torch import nn
 
 from ftcli.config.model import Kernels
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.facts.execution import JOINED_PROJECTIONS, LayerChoice, choose_layers
 from ftcli.facts.model import activation_of
 from ftcli.facts.shape import SHARED_INPUTS
 from ftcli.model import attention
@@ -26,6 +25,7 @@ from ftcli.model.adapted import why_not_fused
 from ftcli.model.backbone import base_of, decoder_layers
 from ftcli.model.fused import FusedDecoderLayer, FusedNorm
 from ftcli.model.quantized import QuantizedLinear, check_weights
+from ftcli.plan.execution import JOINED_PROJECTIONS, LayerChoice, choose_layers
 from ftcli.tables.families import Family, family_of
 
 if TYPE_CHECKING:

@@ -91,7 +91,7 @@ class SharedTensor(Protocol):
         """One of them, as a view."""
         ...
 
-    def part_bytes(self, index: int) -> int:
+    def shard_bytes(self, index: int) -> int:
         """Its bytes."""
         ...
 
@@ -191,7 +191,7 @@ class QuantizedLinear(nn.Linear, ABC):
     def stored_bytes(self) -> int:
         """Bytes of all that is stored in place of the weight."""
         own = (parameter for name, parameter in self.named_parameters() if name != "bias")
-        shared = sum(joint.part_bytes(index) for joint, index in self._shared.values())
+        shared = sum(joint.shard_bytes(index) for joint, index in self._shared.values())
         return shared + sum(tensor.numel() * tensor.element_size() for tensor in (*self.buffers(), *own))
 
     @property

@@ -22,13 +22,13 @@ from triton.errors import TritonError
 
 from ftcli.config.model import Kernels
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.facts.precision import DtypePlan
 from ftcli.labels import IGNORE_INDEX
 from ftcli.model.backbone import base_of, compute_context, decoder_layers, rotation_kept
 from ftcli.model.loss import forward_loss
 from ftcli.model.patch import Patch, patch
 from ftcli.model.quantized import QuantizedLinear
 from ftcli.plain import JsonObject, plain_fields
+from ftcli.plan.precision import DtypePlan
 
 if TYPE_CHECKING:
     from peft import PeftModel

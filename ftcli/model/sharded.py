@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.facts.precision import DtypePlan
 from ftcli.model.backbone import base_of, decoder_layers, set_root
 from ftcli.model.parts import RankWeights, is_part, ready
 from ftcli.model.rows import as_spread
+from ftcli.plan.precision import DtypePlan
 from ftcli.tables import engines
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def _require_same(layer: Any, whole: Mapping[str, Tensor], policy: MixedPrecisio
                 "FT713",
                 f"{name} of the first layer has changed after the ranks put it together from their parts",
                 exit_code=ExitCode.BUG,
-                help=f"train with launch.engine: {engines.by_auto(spreads=False)} if the model fits each GPU, and "
+                help=f"train with launch.engine: {engines.by_auto(shards=False)} if the model fits each GPU, and "
                 "report this with the run's manifest.json",
             )
     layer.reshard()

@@ -26,8 +26,8 @@ from ftcli.facts.adapters import (
     problems,
 )
 from ftcli.facts.shape import means
-from ftcli.facts.trained import PlannedAdapters
 from ftcli.model.backbone import decoder_layers
+from ftcli.plan.trained import PlannedAdapters
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from ftcli.config import Recipe
 from ftcli.facts.flops import StepFlops, step_flops
-from ftcli.facts.quantization import why_dequantized
 from ftcli.pipeline.bench_result import ArithmeticBound, PredictedMemory, StoredRate
 from ftcli.pipeline.options import BenchOptions
+from ftcli.plan.quantization import why_dequantized
 from ftcli.preflight.report import PreflightReport
 from ftcli.tables import code_of, quantizations
 
@@ -56,7 +56,7 @@ def stored_rate(flops: StepFlops | None, report: PreflightReport, options: Bench
         products is None
         or products.measure_rate is None
         or flops is None
-        or why_dequantized(recipe.quantization, report.plan, report.device) is not None
+        or why_dequantized(recipe.quantization, report.dtypes, report.device) is not None
     ):
         return StoredRate()
     from ftcli.job import device_of

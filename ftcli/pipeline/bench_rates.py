@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ftcli.facts.batches import Batches
 from ftcli.pipeline.bench_result import SeveralGpus, TimedTokens, Timing
 from ftcli.pipeline.options import BenchOptions
+from ftcli.plan.batches import Batches
 
 if TYPE_CHECKING:
     from ftcli.run.group import RankGroup

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from ftcli.facts.batches import Layout
 from ftcli.plain import SPREAD, JsonObject
-from ftcli.preflight.memory.checkpointing import Offloaded
+from ftcli.plan.batches import Layout
+from ftcli.plan.memory.checkpointing import Offloaded
 from ftcli.tables import quantizations
 from ftcli.tables.policies import PolicyName
 

@@ -49,7 +49,7 @@ def bench_step(
     report = _checked(loaded, session, options)
     left_out = _left_out(report, options)
     if options.layers is not None and report.facts.shape is not None:
-        report = replace(report, setup=report.setup.changed({"train.uncheckpointed_layers": left_out}))
+        report = replace(report, plan=report.plan.changed({"train.uncheckpointed_layers": left_out}))
     recipe = report.recipe
     sizes = _sizes(recipe, options, mix)
     if options.evaluation:
@@ -63,7 +63,7 @@ def bench_step(
         mode="evaluation" if options.evaluation else "training",
         model=recipe.model.name_or_path,
         device=report.device.name,
-        dtype=report.plan.compute,
+        dtype=report.dtypes.compute,
         batch=recipe.train.per_device_train_batch_size,
         seq=recipe.data.max_seq_len,
         lengths=options.lengths,
@@ -87,8 +87,8 @@ def _checked(loaded: LoadedRecipe, session: Session, options: BenchOptions) -> P
     shortened = replace(loaded, recipe=bench_recipe(loaded.recipe, options))
     command: Command = "bench --eval" if options.evaluation else "bench"
     report = checked(shortened, session, command)
-    setup = report.setup
-    if options.lengths is None and setup.trains and setup.graphed and not setup.wholly_graphed:
+    plan = report.plan
+    if options.lengths is None and plan.trains and plan.graphed and not plan.wholly_graphed:
         # All micro-batches are of the largest size, which no graph takes.
         train = shortened.recipe.train.model_copy(update={"cuda_graphs": False})
         shortened = replace(shortened, recipe=shortened.recipe.model_copy(update={"train": train}))
@@ -153,7 +153,7 @@ def _steps(recipe: Recipe, options: BenchOptions) -> int:
 
 def _begin_alone(recipe: Recipe) -> bool:
     launch = recipe.launch
-    return launch.num_processes > 1 and launch.context_parallel_size == 1 and not engines.row(launch.engine).spreads
+    return launch.num_processes > 1 and launch.context_parallel_size == 1 and not engines.row(launch.engine).shards
 
 
 def _sizes(recipe: Recipe, options: BenchOptions, mix: Lengths | None) -> list[int]:
@@ -181,7 +181,7 @@ def _measure(
     from ftcli.train.graphed import why_not_graphed
 
     job = open_job(report, session)
-    rate = measure_matmul_rate(job.device, getattr(torch, job.plan.compute))
+    rate = measure_matmul_rate(job.device, getattr(torch, job.dtypes.compute))
     model = build.build_trainable(job, num_layers=options.layers)
     rows = synthetic_rows(sizes, job.vocab_size, job.recipe.run.seed)
     kernels = build.put_on_kernels(job, model, rows)
@@ -262,7 +262,7 @@ def _measure_evaluation(
 
     job = open_job(report, session)
     batch = job.recipe.train.per_device_train_batch_size
-    rate = measure_matmul_rate(job.device, getattr(torch, job.plan.compute))
+    rate = measure_matmul_rate(job.device, getattr(torch, job.dtypes.compute))
     model = build_trainable(job, num_layers=options.layers)
     rows = synthetic_rows(sizes, job.vocab_size, job.recipe.run.seed)
     kernels = freeze_on_kernels(job, model, rows)

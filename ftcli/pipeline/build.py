@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from ftcli.data.template import Renderer
 from ftcli.data.tokens import TokenizedRow
-from ftcli.facts.batches import Batches
 from ftcli.facts.download import missing_bytes
-from ftcli.facts.quantization import trains_rounded
 from ftcli.job import Job
 from ftcli.labels import IGNORE_INDEX
 from ftcli.model.backbone import base_of
@@ -21,6 +19,8 @@ from ftcli.model.load import align_special_tokens, load_model
 from ftcli.model.lora import apply_lora
 from ftcli.model.parts import RankWeights, rank_weights_of, whole_layers
 from ftcli.model.targets import freeze_other_parts, summary_of_targets
+from ftcli.plan.batches import Batches
+from ftcli.plan.quantization import trains_rounded
 from ftcli.run.held import hold_base
 from ftcli.run.inputs import Inputs, base_inputs
 from ftcli.run.layout import RunDirectory
@@ -75,7 +75,7 @@ def build_base(job: Job, *, weights: Path | None = None, num_layers: int | None 
     """
     recipe, memory = job.recipe, job.report.memory
     job.reporter.info(
-        f"model: {weights or recipe.model.name_or_path} ({recipe.model.init}) in {job.plan.parameter}"
+        f"model: {weights or recipe.model.name_or_path} ({recipe.model.init}) in {job.dtypes.parameter}"
         f"{_stored(job)} on {job.device}"
     )
     if memory is not None and memory.offloaded is not None:
@@ -87,7 +87,7 @@ def build_base(job: Job, *, weights: Path | None = None, num_layers: int | None 
     model = load_model(
         recipe.model,
         job.facts,
-        job.plan,
+        job.dtypes,
         device=job.device,
         seed=recipe.run.seed,
         offline=job.session.offline,
@@ -101,7 +101,7 @@ def build_base(job: Job, *, weights: Path | None = None, num_layers: int | None 
     )
     align_special_tokens(model, job.tokenizer, job.stops)
     with whole_layers(model):
-        check_head(model, job.tokenizer(_TEXT, add_special_tokens=False)["input_ids"], job.plan, job.device)
+        check_head(model, job.tokenizer(_TEXT, add_special_tokens=False)["input_ids"], job.dtypes, job.device)
     return model
 
 
@@ -144,7 +144,7 @@ def build_trainable(job: Job, *, num_layers: int | None = None) -> Model:
     if lora is None:
         freeze_other_parts(base)
         return base
-    model, targets = apply_lora(base, lora, job.plan, seed=job.recipe.run.seed)
+    model, targets = apply_lora(base, lora, job.dtypes, seed=job.recipe.run.seed)
     job.reporter.info(summary_of_targets(model, targets))
     return model
 
@@ -172,8 +172,8 @@ def put_on_kernels(job: Job, model: Model, rows: Sequence[TokenizedRow]) -> Kern
     from ftcli.model.selfcheck import ROWS, self_check
 
     kernels = job.recipe.model.kernels
-    stream = job.report.setup.stream
-    if stream != job.plan.parameter:
+    stream = job.plan.stream
+    if stream != job.dtypes.parameter:
         stream_in(model, getattr(torch, stream))
     check = None
     with whole_layers(model):
@@ -182,7 +182,7 @@ def put_on_kernels(job: Job, model: Model, rows: Sequence[TokenizedRow]) -> Kern
             longest = sorted(rows[:LOOKED_AT], key=_trained, reverse=True)[:ROWS]
             batch = PaddingCollator(0)([{"input_ids": s.input_ids, "labels": s.labels} for s in longest])
             on_device = {name: value.to(job.device) for name, value in batch.items()}
-            check, applied = self_check(model, applied, kernels, on_device, job.plan)
+            check, applied = self_check(model, applied, kernels, on_device, job.dtypes)
         if rank_weights_of(base_of(model)) is not None:
             applied.undo()
     if rank_weights_of(base_of(model)) is not None:
@@ -209,18 +209,18 @@ def spread_weights(job: Job, model: Model, group: RankGroup) -> None:
 
     launch = job.recipe.launch
     copies = f", {launch.copies} copies of them" if launch.copies > 1 else ""
-    job.reporter.info(f"weights: spread over {launch.spread_size} processes{copies}")
+    job.reporter.info(f"weights: sharded over {launch.shard_size} processes{copies}")
     mesh = group.mesh(job.device, launch.copies)
     with group.exchanging():
-        shard(model, mesh, rank_weights_of(base_of(model)) or parts, job.plan)
+        shard(model, mesh, rank_weights_of(base_of(model)) or parts, job.dtypes)
 
 
 def _parts(job: Job) -> RankWeights | None:
     """What this process keeps of the weights; None where that is all of them."""
     place, launch = job.session.place, job.recipe.launch
-    if place is None or place.size == 1 or not engines.row(launch.engine).spreads:
+    if place is None or place.size == 1 or not engines.row(launch.engine).shards:
         return None
-    return RankWeights(place.rank % launch.spread_size, launch.spread_size, joins=job.recipe.lora is not None)
+    return RankWeights(place.rank % launch.shard_size, launch.shard_size, joins=job.recipe.lora is not None)
 
 
 def _trained(tokens: TokenizedRow) -> int:
@@ -239,7 +239,7 @@ def laid_out(job: Job, model: Model, rows: Sequence[TokenizedRow]) -> Batches:
     batches = job.batches(model)
     if len(rows) and (job.recipe.data.packing or batches.layout == "unpadded"):
         with whole_layers(model):
-            check_isolation(model, rows[:LOOKED_AT], job.plan, job.device, pad_token_id=job.pad_token_id)
+            check_isolation(model, rows[:LOOKED_AT], job.dtypes, job.device, pad_token_id=job.pad_token_id)
     return batches
 
 

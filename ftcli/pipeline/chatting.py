@@ -109,7 +109,7 @@ class Chat:
             job.tokenizer,
             question.text,
             self.sampling,
-            plan=job.plan,
+            plan=job.dtypes,
             device=job.device,
             stops=job.stops,
             max_length=job.recipe.data.max_seq_len,
@@ -179,7 +179,7 @@ def open_chat(loaded: LoadedRecipe, session: Session, run_dir: Path, options: Ch
     sampling = sampling_of(loaded.recipe, options)
     seed = _seeded(loaded.recipe, options)
     opened = listening(
-        model, job.tokenizer, plan=job.plan, device=job.device, max_length=loaded.recipe.data.max_seq_len
+        model, job.tokenizer, plan=job.dtypes, device=job.device, max_length=loaded.recipe.data.max_seq_len
     )
     if opened.reason is not None:
         job.reporter.info(opened.summary)

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from ftcli.config.load import LoadedRecipe
 from ftcli.facts.adapters import adapters
 from ftcli.facts.device import DeviceFacts, named_device
-from ftcli.facts.execution import ExecutionPart
-from ftcli.facts.trained import PlannedAdapters, trained_parameters
 from ftcli.pipeline.looking import look_at_rows
 from ftcli.plain import LEFT_OUT, SPREAD
+from ftcli.plan.execution import ExecutionPart
+from ftcli.plan.trained import PlannedAdapters, trained_parameters
 from ftcli.preflight.checks.context import Command
 from ftcli.preflight.checks.model import TARGETS_CHECK
 from ftcli.preflight.report import PreflightReport
@@ -110,7 +110,7 @@ def _samples(session: Session, report: PreflightReport, count: int) -> tuple[Sam
             job.tokenizer,
             job.stops,
             count,
-            prompts_only=report.setup.method.from_prompts,
+            prompts_only=report.plan.method.from_prompts,
             offline=session.offline,
         )
     )

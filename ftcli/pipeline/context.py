@@ -26,11 +26,11 @@ from ftcli.run.report import LiveProgress, LiveReport
 from ftcli.run.signals import StopRequest
 
 if TYPE_CHECKING:
-    from ftcli.facts.batches import Batches
     from ftcli.model.patch import LayerKernel
     from ftcli.model.quantized import QuantizedLayer
     from ftcli.model.selfcheck import SelfCheck
     from ftcli.pipeline.data import EpochLayout
+    from ftcli.plan.batches import Batches
     from ftcli.run.group import RankGroup
 
 

@@ -11,9 +11,9 @@ from ftcli.data.ledger import mostly_untrained
 from ftcli.data.order import ComputedTokens, Epochs, computed_by, epochs_of
 from ftcli.data.prepare import PreparedData, prepare
 from ftcli.data.tokens import TokenTable
-from ftcli.facts.batches import Batches
 from ftcli.job import Job
 from ftcli.plain import SPREAD
+from ftcli.plan.batches import Batches
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,7 @@ def with_its_batch(report: PreflightReport, previous: JsonMap, session: Session)
 
 def with_accumulation(report: PreflightReport, count: int) -> PreflightReport:
     """The report with another number of micro-batches that each process accumulates."""
-    return replace(report, setup=report.setup.changed({"train.gradient_accumulation_steps": count}))
+    return replace(report, plan=report.plan.changed({"train.gradient_accumulation_steps": count}))
 
 
 def lead(group: RankGroup, context: RunContext | None) -> None:

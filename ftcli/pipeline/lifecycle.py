@@ -271,7 +271,7 @@ def _write_manifest(context: RunContext, recipe_yaml: str) -> None:
         recipe_yaml=recipe_yaml,
         device=report.device,
         seeds={"seed": recipe.run.seed},
-        dtype_plan=report.plan,
+        dtype_plan=report.dtypes,
         parts=report.parts,
         data=data,
         judges=judges,

@@ -119,7 +119,7 @@ def _look(looking: RowSurvey, report: PreflightReport, tokenizer: PreTrainedToke
     from ftcli.model.load import stop_token_ids
 
     recipe, stops = report.recipe, stop_token_ids(report.facts, tokenizer)
-    if report.setup.method.from_prompts and recipe.grpo is not None:
+    if report.plan.method.from_prompts and recipe.grpo is not None:
         looking.prompts("data.train", _local(recipe.data.train), room_of_grpo(recipe.grpo))
         if len(looking.found) == len(recipe.data.train) and all(one.whole for one in looking.found):
             try:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ftcli.config import QuantizationConfig
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.facts.shape import Linear
-from ftcli.facts.trained import PlannedAdapters, TrainedParameters, optimizer_state
+from ftcli.plan.trained import PlannedAdapters, TrainedParameters, optimizer_state
 from ftcli.preflight.checks.context import NotMade
 from ftcli.preflight.report import PreflightReport
 from ftcli.tables import code_of, quantizations
@@ -83,7 +83,7 @@ def _attention(report: PreflightReport, model: PreTrainedModel) -> str:
     from ftcli.model.checkpoint import usable_attention
 
     chosen = report.recipe.model.attention
-    found = usable_attention(report.setup.execution.attention, chosen=chosen != "auto", model=model)
+    found = usable_attention(report.plan.execution.attention, chosen=chosen != "auto", model=model)
     if found == "sdpa" and not model._supports_sdpa:
         raise FtcliError.single(
             "FT337",
@@ -97,15 +97,15 @@ def _attention(report: PreflightReport, model: PreTrainedModel) -> str:
 def _least_memory(
     report: PreflightReport, model: PreTrainedModel, adapters: PlannedAdapters | None, packed: Collection[str]
 ) -> LeastMemory | None:
-    recipe, plan = report.recipe, report.plan
+    recipe, dtypes = report.recipe, report.dtypes
     trained = _language_parameters(model) if adapters is None else adapters.parameters
     if trained is None:
         return None
     state = optimizer_state(recipe.train.optim, TrainedParameters(trained, ()))
     return LeastMemory(
-        weights=_weights(model, packed, recipe.quantization, plan.parameter_bytes),
-        adapters=0 if adapters is None else plan.trained_bytes * trained,
-        gradients=plan.gradient_bytes * trained,
+        weights=_weights(model, packed, recipe.quantization, dtypes.parameter_bytes),
+        adapters=0 if adapters is None else dtypes.trained_bytes * trained,
+        gradients=dtypes.gradient_bytes * trained,
         optimizer=state.device,
     )
 
@@ -139,7 +139,7 @@ def not_tried(report: PreflightReport) -> tuple[NotMade, ...]:
 
 
 def _shares_rows(report: PreflightReport) -> bool:
-    return report.recipe.data.packing or report.setup.execution.batches.layout == "unpadded"
+    return report.recipe.data.packing or report.plan.execution.batches.layout == "unpadded"
 
 
 def _require_documents_apart(report: PreflightReport, model: PreTrainedModel) -> None:
@@ -159,7 +159,7 @@ def _require_documents_apart(report: PreflightReport, model: PreTrainedModel) ->
 
 
 def _require_room(report: PreflightReport, model: PreTrainedModel, found: Outline) -> None:
-    available, least = report.setup.device.available_bytes, found.at_least
+    available, least = report.plan.device.available_bytes, found.at_least
     if least is None or available is None or least.total <= available:
         return
     stored = " or ".join(name for name in quantizations.supported(freezes_base=True) if _fits(report, model, name))
@@ -177,7 +177,7 @@ def _fits(report: PreflightReport, model: PreTrainedModel, method: str) -> bool:
     """Whether the device holds the model's weights as a quantisation that freezes them stores them."""
     from ftcli.model.quantize import layers_to_quantize
 
-    recipe, available = report.recipe, report.setup.device.available_bytes
+    recipe, available = report.recipe, report.plan.device.available_bytes
     if available is None or (recipe.lora is not None and recipe.quantization.method == method):
         return False
     settings = recipe.quantization.model_copy(update={"method": method})
@@ -185,4 +185,4 @@ def _fits(report: PreflightReport, model: PreTrainedModel, method: str) -> bool:
         packed = layers_to_quantize(model)
     except FtcliError:  # FT336: it has none
         return False
-    return _weights(model, packed, settings, report.plan.parameter_bytes) <= available
+    return _weights(model, packed, settings, report.dtypes.parameter_bytes) <= available

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ftcli.errors import ExitCode, Finding, FtcliError
-from ftcli.preflight.memory.advice import Saving, savings
-from ftcli.preflight.memory.terms import BACKWARD, END, EVALUATION, FORWARD, Phase
+from ftcli.plan.memory.advice import Saving, savings
+from ftcli.plan.memory.terms import BACKWARD, END, EVALUATION, FORWARD, Phase
 from ftcli.preflight.report import PreflightReport
 from ftcli.run.out_of_memory import asked_bytes, resident_bytes
 from ftcli.units import size
@@ -33,7 +33,7 @@ def out_of_memory(where: str, report: PreflightReport, error: BaseException) -> 
     allocated = _allocated({})
     let_go(error)
     evaluation: tuple[Phase, ...] = (EVALUATION,)
-    found = savings(report.setup.on(report.device), evaluation) if where.endswith("evaluating") else ()
+    found = savings(report.plan.on(report.device), evaluation) if where.endswith("evaluating") else ()
     return _error(f"out of memory {where}: {_asked(error)}{allocated}", found, report)
 
 
@@ -47,7 +47,7 @@ def out_of_memory_in_training(trainer: TrainingLoop, report: PreflightReport, er
     where = _where(doing, step, trainer.batch_shape, trainer.rows_of_batch())
     allocated = _allocated(_parts(trainer))
     let_go(error)
-    found = savings(report.setup.on(report.device), _estimated(doing))
+    found = savings(report.plan.on(report.device), _estimated(doing))
     return _error(f"out of memory {where}: {_asked(error)}{allocated}", found, report)
 
 

@@ -32,7 +32,7 @@ def tell_start(context: RunContext, job: Job, model: Any, rows: TrainingRows) ->
     lines = (
         ("parameters", trained_share(job, model)),
         ("data", f"{rows.count:,} {rows.unit}{tokens}"),
-        ("batch", effective_batch(context.recipe, job.report.setup.method)),
+        ("batch", effective_batch(context.recipe, job.plan.method)),
         ("run", f"{path}; {context.directory.report_path.name} in it shows how it goes"),
         ("Ctrl-C", "once finishes the step and writes a checkpoint, twice stops at once"),
     )

@@ -22,8 +22,8 @@ from ftcli.reporting import Session
 if TYPE_CHECKING:
     from ftcli.data.order import ComputedTokens, Epochs
     from ftcli.data.prepare import PreparedData
-    from ftcli.facts.batches import Batches
     from ftcli.job import Job
+    from ftcli.plan.batches import Batches
     from ftcli.run.group import RankGroup
 
 
@@ -63,7 +63,7 @@ def _train(session: Session, context: RunContext) -> SupervisedResult:
         job = open_job(context.report, session)
         train_data, eval_data = data.tokenized(job, "train"), data.tokenized(job, "eval")
         epochs = data.training_epochs(job, train_data)
-        planned = job.report.setup.execution.batches
+        planned = job.plan.execution.batches
         computed = _counted(context, job, epochs, train_data, eval_data, planned)
     with context.phase("loading the model"):
         with nullcontext() if group is None else group.after_leader("weights", lambda: build.to_download(job) > 0):

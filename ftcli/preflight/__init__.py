@@ -2,8 +2,8 @@
 
 from ftcli.facts.device import DEVICE_NAMES, DeviceFacts, named_device, probe_device
 from ftcli.facts.model import ModelFacts, read_facts
-from ftcli.facts.precision import DtypePlan, plan_dtypes
-from ftcli.preflight.memory.estimate import MemoryEstimate
+from ftcli.plan.memory.estimate import MemoryEstimate
+from ftcli.plan.precision import DtypePlan, plan_dtypes
 from ftcli.preflight.report import PreflightReport
 from ftcli.preflight.stages import preflight
 

@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from ftcli.config import Recipe
 from ftcli.errors import Finding
 from ftcli.facts.device import DeviceFacts
-from ftcli.facts.execution import ExecutionPart
 from ftcli.facts.model import ModelFacts
-from ftcli.facts.precision import DtypePlan
 from ftcli.plain import JsonObject, plain_fields
+from ftcli.plan.checkpointing import CheckpointingChoice
+from ftcli.plan.disk import DiskEstimate
+from ftcli.plan.execution import ExecutionPart
+from ftcli.plan.memory.advice import Verdict
+from ftcli.plan.memory.estimate import MemoryEstimate
+from ftcli.plan.memory.host_total import HostEstimate
+from ftcli.plan.precision import DtypePlan
+from ftcli.plan.run import RunPlan
 from ftcli.preflight.checks.context import NotMade
-from ftcli.preflight.disk import DiskEstimate
-from ftcli.preflight.memory.advice import Verdict
-from ftcli.preflight.memory.estimate import MemoryEstimate
-from ftcli.preflight.memory.host_total import HostEstimate
-from ftcli.preflight.memory.policy import CheckpointingChoice
-from ftcli.preflight.memory.setup import Setup
 
 #: Stages in order, by the names that reports use.
 STAGES = ("file", "schema", "cross-field", "model facts", "data sample", "machine", "memory and disk")
@@ -30,13 +30,13 @@ class PreflightReport:
     Attributes:
         setup: The recipe as it runs, with the policy of ``checkpointing`` in place of `auto`, and what is known of
             its model. Everything after preflight works with this recipe.
-        device: The machine. ``setup`` has the same one, limited to the memory that the run plans with.
+        device: The machine. ``plan`` has the same one, limited to the memory that the run plans with.
         parts: What runs on each part of the model, and why.
         memory, verdict, disk, host: None where no estimate could be made; ``not_made`` then says why.
         findings: Warnings and notes: errors are raised.
     """
 
-    setup: Setup
+    plan: RunPlan
     device: DeviceFacts
     checkpointing: CheckpointingChoice
     parts: tuple[ExecutionPart, ...]
@@ -50,17 +50,17 @@ class PreflightReport:
     @property
     def recipe(self) -> Recipe:
         """The recipe as it runs."""
-        return self.setup.recipe
+        return self.plan.recipe
 
     @property
     def facts(self) -> ModelFacts:
         """The model's facts."""
-        return self.setup.facts
+        return self.plan.facts
 
     @property
-    def plan(self) -> DtypePlan:
+    def dtypes(self) -> DtypePlan:
         """The dtypes."""
-        return self.setup.plan
+        return self.plan.dtypes
 
     def as_dict(self) -> JsonObject:
         """What ``--json`` says, sizes in bytes. Keys are stable; absent estimates are null."""
@@ -68,11 +68,11 @@ class PreflightReport:
             "stages": STAGES,
             "model": _model_dict(self.facts),
             "device": self.device,
-            "dtypes": self.plan,
+            "dtypes": self.dtypes,
             "checkpointing": self.checkpointing,
-            "attention": self.setup.execution.attention,
-            "kernels": self.setup.execution.layers.code,
-            "batches": self.setup.execution.batches,
+            "attention": self.plan.execution.attention,
+            "kernels": self.plan.execution.layers.code,
+            "batches": self.plan.execution.batches,
             "kernel_table": self.parts,
             "memory": self.memory,
             "verdict": self.verdict,

@@ -23,11 +23,19 @@ from dataclasses import dataclass, replace
 from ftcli.config.load import LoadedRecipe
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.facts.device import DeviceFacts, probe_device
-from ftcli.facts.execution import ExecutionPart, execution_parts
-from ftcli.facts.graphs import graphs_part
 from ftcli.facts.model import read_facts
-from ftcli.facts.quantization import with_products_tried
 from ftcli.paths import expanded
+from ftcli.plan.checkpointing import choose_checkpointing, with_graphs_that_fit, within_budget
+from ftcli.plan.disk import DiskEstimate, estimate_disk, existing_ancestor, free_disk_bytes
+from ftcli.plan.engine import choose_engine
+from ftcli.plan.execution import ExecutionPart, execution_parts
+from ftcli.plan.graphs import graphs_part
+from ftcli.plan.memory.advice import Verdict, verdict_on
+from ftcli.plan.memory.candidates import candidate
+from ftcli.plan.memory.estimate import MemoryEstimate
+from ftcli.plan.memory.host_total import HostEstimate, host_estimate
+from ftcli.plan.quantization import with_products_tried
+from ftcli.plan.run import RunPlan
 from ftcli.preflight.checks import (
     copies,
     crossfield,
@@ -41,14 +49,6 @@ from ftcli.preflight.checks import (
     support,
 )
 from ftcli.preflight.checks.context import Command, Context, Findings, NotMade
-from ftcli.preflight.disk import DiskEstimate, estimate_disk, existing_ancestor, free_disk_bytes
-from ftcli.preflight.memory.advice import Verdict, verdict_on
-from ftcli.preflight.memory.candidates import candidate
-from ftcli.preflight.memory.engine import choose_engine
-from ftcli.preflight.memory.estimate import MemoryEstimate
-from ftcli.preflight.memory.host_total import HostEstimate, host_estimate
-from ftcli.preflight.memory.policy import choose_checkpointing, with_graphs_that_fit, within_budget
-from ftcli.preflight.memory.setup import Setup
 from ftcli.preflight.report import PreflightReport
 from ftcli.tables import code_of
 
@@ -80,28 +80,28 @@ def preflight(
         device = with_products_tried(device, loaded.recipe.quantization)
     here = loaded.recipe.launch.num_processes // hosts if context.work == "train" else 1
     each = device.of_each(here)
-    setup = Setup(loaded.recipe, facts, within_budget(each, loaded.recipe), context.work, context.method, hosts)
-    setup = choose_engine(setup)
-    checkpointing = choose_checkpointing(setup)
-    setup = with_graphs_that_fit(checkpointing.applied_to(setup))
-    context = replace(context, recipe=setup.recipe)
-    estimates = _estimates(context, setup, device)
+    plan = RunPlan(loaded.recipe, facts, within_budget(each, loaded.recipe), context.work, context.method, hosts)
+    plan = choose_engine(plan)
+    checkpointing = choose_checkpointing(plan)
+    plan = with_graphs_that_fit(checkpointing.applied_to(plan))
+    context = replace(context, recipe=plan.recipe)
+    estimates = _estimates(context, plan, device)
     found.stage(
         ExitCode.PREFLIGHT,
         [
-            *machine.check(context, device, setup.plan),
-            *machine.check_layers(context, device, setup.execution),
-            *sequence_parallel.check_model(context, setup),
-            *machine.check_spread(context, setup.execution),
+            *machine.check(context, device, plan.dtypes),
+            *machine.check_layers(context, device, plan.execution),
+            *sequence_parallel.check_model(context, plan),
+            *machine.check_spread(context, plan.execution),
             *estimates.findings,
         ],
         [*machine.not_made(context, device), *estimates.not_made],
     )
     return PreflightReport(
-        setup=setup,
+        plan=plan,
         device=device,
         checkpointing=checkpointing,
-        parts=_parts(setup),
+        parts=_parts(plan),
         memory=estimates.memory,
         verdict=estimates.verdict,
         disk=estimates.disk,
@@ -111,9 +111,9 @@ def preflight(
     )
 
 
-def _parts(setup: Setup) -> tuple[ExecutionPart, ...]:
-    parts = execution_parts(setup.recipe, setup.facts, setup.plan, setup.device, setup.execution)
-    return (*parts, graphs_part(setup.why_no_graphs, setup.graph_tokens)) if setup.trains else parts
+def _parts(plan: RunPlan) -> tuple[ExecutionPart, ...]:
+    parts = execution_parts(plan.recipe, plan.facts, plan.dtypes, plan.device, plan.execution)
+    return (*parts, graphs_part(plan.why_no_graphs, plan.graph_tokens)) if plan.trains else parts
 
 
 def _about_the_recipe(context: Context) -> Findings:
@@ -153,45 +153,45 @@ class _Estimates:
     not_made: tuple[NotMade, ...]
 
 
-def _estimates(context: Context, setup: Setup, machine: DeviceFacts) -> _Estimates:
+def _estimates(context: Context, plan: RunPlan, machine: DeviceFacts) -> _Estimates:
     """``machine`` is what all processes here share."""
     findings: list[Finding] = []
     not_made: list[NotMade] = []
-    device, facts = setup.device, setup.facts
-    found = candidate(setup)
+    device, facts = plan.device, plan.facts
+    found = candidate(plan)
     verdict = host = None
     if found is None:
         not_made.append(NotMade("memory", facts.why_no_shape))
     else:
-        if setup.trains:
-            host = host_estimate(setup, found.estimate, max(1, setup.ranks // setup.hosts))
+        if plan.trains:
+            host = host_estimate(plan, found.estimate, max(1, plan.ranks // plan.hosts))
             free = machine.free_bytes if machine.kind == "cpu" else machine.host_free_bytes
             findings += memory_and_disk.host_total_findings(context, host, free)
         verdict = verdict_on(found)
         findings += memory_and_disk.memory_findings(context, found.estimate, verdict, device)
         findings += memory_and_disk.host_findings(context, found.estimate, device.host_free_bytes)
-        if setup.trains and device.kind == "cuda" and not device.probed:
+        if plan.trains and device.kind == "cuda" and not device.probed:
             not_made.append(NotMade("host memory", f"the run is meant for another machine ({device.name})"))
         if verdict.level == "unknown":
             not_made.append(NotMade("memory against the device", f"{device.name} does not say how much it has"))
     disk = None
     if context.trains:
-        disk, disk_findings, disk_not_made = _disk(context, setup)
+        disk, disk_findings, disk_not_made = _disk(context, plan)
         findings += disk_findings
         not_made += disk_not_made
     memory = None if found is None else found.estimate
     return _Estimates(memory, verdict, disk, host, tuple(findings), tuple(not_made))
 
 
-def _disk(context: Context, setup: Setup) -> tuple[DiskEstimate | None, list[Finding], list[NotMade]]:
-    facts, device = setup.facts, setup.device
+def _disk(context: Context, plan: RunPlan) -> tuple[DiskEstimate | None, list[Finding], list[NotMade]]:
+    facts, device = plan.facts, plan.device
     output = context.recipe.run.output_dir
     output_dir = expanded(output if output is not None else "runs")
     findings: list[Finding] = []
     not_made: list[NotMade] = []
     estimate = None
     if facts.shape is not None:
-        estimate = estimate_disk(context.recipe, facts.shape, free_bytes=None, element_bytes=setup.plan.trained_bytes)
+        estimate = estimate_disk(context.recipe, facts.shape, free_bytes=None, element_bytes=plan.dtypes.trained_bytes)
     if not device.probed:
         elsewhere = f"the run is meant for another machine ({device.name})"
         return estimate, [], [NotMade("output directory and free disk", elsewhere)]

@@ -13,12 +13,12 @@ from pathlib import Path
 
 from ftcli import __version__
 from ftcli.facts.device import DeviceFacts
-from ftcli.facts.execution import ExecutionPart
-from ftcli.facts.precision import DtypePlan
 from ftcli.plain import JsonMap, JsonObject, maps, plain, plain_fields
-from ftcli.preflight.memory.checkpointing import Offloaded
-from ftcli.preflight.memory.estimate import MemoryEstimate
-from ftcli.preflight.memory.host_total import HostEstimate
+from ftcli.plan.execution import ExecutionPart
+from ftcli.plan.memory.checkpointing import Offloaded
+from ftcli.plan.memory.estimate import MemoryEstimate
+from ftcli.plan.memory.host_total import HostEstimate
+from ftcli.plan.precision import DtypePlan
 from ftcli.run.atomic import read_json_object, storage_errors, utc_now, write_json
 from ftcli.run.inputs import Fingerprint
 from ftcli.tables.policies import PolicyName

@@ -15,12 +15,12 @@ class LaunchEngine:
         run: Code: ``(work, session, processes) -> result``, runs ``work(group)``, where ``group`` are the ranks that
             work together, or None; None: not supported yet.
         processes: Most processes that it takes; None: any number.
-        spreads: Whether it spreads the weights over the processes.
+        shards: Whether it shards the weights over the processes.
     """
 
     run: str | None = None
     processes: int | None = None
-    spreads: bool = False
+    shards: bool = False
 
 
 #: Chooses one of those that take any number of processes, by the memory estimate.
@@ -31,7 +31,7 @@ TABLE: Mapping[str, LaunchEngine] = MappingProxyType(
         AUTO: LaunchEngine("ftcli.pipeline.launch:together"),
         "single": LaunchEngine("ftcli.pipeline.launch:in_this_process", processes=1),
         "ddp": LaunchEngine("ftcli.pipeline.launch:together"),
-        "fsdp": LaunchEngine("ftcli.pipeline.launch:together", spreads=True),
+        "fsdp": LaunchEngine("ftcli.pipeline.launch:together", shards=True),
     }
 )
 
@@ -56,6 +56,6 @@ def of_several() -> tuple[str, ...]:
     return tuple(name for name in supported() if name != AUTO and row(name).processes is None)
 
 
-def by_auto(*, spreads: bool) -> str:
-    """What `auto` becomes where weights are spread, or are not: the first such row."""
-    return next(name for name in of_several() if row(name).spreads == spreads)
+def by_auto(*, shards: bool) -> str:
+    """What `auto` becomes where weights are sharded, or are not: the first such row."""
+    return next(name for name in of_several() if row(name).shards == shards)

@@ -24,7 +24,7 @@ class Method:
         run: Code: ``(loaded, session) -> result``, the whole command; of one ``on_ranks`` also
             ``(loaded, session, group)``.
         dry: Code: ``(loaded, session) -> result``, what its command does instead with ``--dry-rewards``; None: nothing.
-        memory: Code: a function ``Setup -> MethodMemory`` (:mod:`ftcli.preflight.memory.methods`).
+        memory: Code: a function ``RunPlan -> MethodMemory`` (:mod:`ftcli.plan.memory.methods`).
         section: The recipe's section that holds its settings; None: ``train`` says it all.
         rules: Code: ``Context -> findings``, rules of its own about the recipe; None: the common ones.
         row_rules: Code: ``(Context, FirstRows) -> findings``, rules of its own about the first rows of each source
@@ -93,7 +93,7 @@ TABLE: Mapping[str, Method] = MappingProxyType(
             "supervised fine-tuning",
             _TRAIN_HELP,
             run="ftcli.pipeline.training:train_supervised",
-            memory="ftcli.preflight.memory.methods:supervised",
+            memory="ftcli.plan.memory.methods:supervised",
             on_ranks=True,
         ),
         "grpo": Method(
@@ -102,7 +102,7 @@ TABLE: Mapping[str, Method] = MappingProxyType(
             "GRPO",
             _GRPO_HELP,
             run="ftcli.pipeline.reinforcement:train_grpo",
-            memory="ftcli.preflight.memory.methods:grpo",
+            memory="ftcli.plan.memory.methods:grpo",
             dry="ftcli.pipeline.dry_rewards:dry_rewards",
             on_ranks=True,
             section="grpo",

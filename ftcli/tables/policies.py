@@ -48,7 +48,7 @@ class Policy:
     embedding_on_host: bool = False
 
 
-_HELD = "ftcli.preflight.memory.checkpointing"
+_HELD = "ftcli.plan.memory.checkpointing"
 _APPLY = "ftcli.model.checkpointing"
 
 TABLE: Mapping[PolicyName, Policy] = MappingProxyType(

@@ -117,14 +117,14 @@ TABLE: Mapping[str, Quantization] = MappingProxyType(
         "nf4": Quantization(
             reads=("double_quant", "keep_dequantized"),
             quantize="ftcli.model.nf4:nf4_linear",
-            stored_bytes="ftcli.facts.quantization:nf4_bytes",
+            stored_bytes="ftcli.plan.quantization:nf4_bytes",
             packed_files=PackedFiles(
-                recognise="ftcli.facts.quantization:stores_nf4", read="ftcli.model.nf4:BitsandbytesReader"
+                recognise="ftcli.plan.quantization:stores_nf4", read="ftcli.model.nf4:BitsandbytesReader"
             ),
         ),
         "fp8": Quantization(
             quantize="ftcli.model.fp8:fp8_linear",
-            stored_bytes="ftcli.facts.quantization:fp8_bytes",
+            stored_bytes="ftcli.plan.quantization:fp8_bytes",
             products=StoredProducts(
                 capability="ftkernels.limits:FLOAT8_CAPABILITY",
                 why_not="ftkernels.limits:why_no_fp8",
@@ -137,22 +137,22 @@ TABLE: Mapping[str, Quantization] = MappingProxyType(
             freezes_base=False,
             reads=("lambda_warmup_steps", "use_rms_norm"),
             quantize="ftcli.model.bitnet:ternary_linear",
-            stored_bytes="ftcli.facts.quantization:ternary_bytes",
+            stored_bytes="ftcli.plan.quantization:ternary_bytes",
             products=StoredProducts(
                 capability="ftkernels.limits:PRODUCTS_CAPABILITY",
                 why_not="ftkernels.limits:why_no_int8",
                 exact=True,
             ),
             packed_files=PackedFiles(
-                recognise="ftcli.facts.quantization:stores_ternary",
+                recognise="ftcli.plan.quantization:stores_ternary",
                 read="ftcli.model.bitnet_files:PackedTernaryReader",
-                masters="ftcli.facts.quantization:stores_ternary_masters",
+                masters="ftcli.plan.quantization:stores_ternary_masters",
             ),
             training=QuantizedTraining(
                 layer="ftcli.model.bitnet:bit_linear_of",
                 of_packed="ftcli.model.bitnet:masters_of",
-                more_bytes="ftcli.facts.quantization:ternary_bytes",
-                more_trained="ftcli.facts.quantization:input_norm_elements",
+                more_bytes="ftcli.plan.quantization:ternary_bytes",
+                more_trained="ftcli.plan.quantization:input_norm_elements",
                 finish="ftcli.model.bitnet:round_in_norms",
                 written="ftcli.model.bitnet:written",
                 share="ftcli.model.bitnet:set_share",

@@ -48,7 +48,7 @@ def build_loop(
     Args:
         group: The ranks that train together; None for one process.
     """
-    train, setup = job.recipe.train, job.report.setup
+    train, plan = job.recipe.train, job.plan
     use_policy(job, model)
     _tell_gpus(job, group)
     set_seed(job.recipe.run.seed)
@@ -62,8 +62,8 @@ def build_loop(
     optimization = Optimization(
         model,
         train,
-        job.plan,
-        OptimizerChoice(setup.optim, setup.own_optimizer),
+        job.dtypes,
+        OptimizerChoice(plan.optim, plan.own_optimizer),
         steps,
         device=job.device,
         stack=stack,
@@ -89,7 +89,7 @@ def use_policy(job: Job, model: PreTrainedModel | PeftModel) -> None:
     use_checkpointing(
         model, train.checkpointing, offloaded=job.offloaded, uncheckpointed_layers=train.uncheckpointed_layers
     )
-    if job.report.setup.host_table_bytes:
+    if job.plan.host_table_bytes:
         use_host_embedding(model, job.reporter)
     if job.recipe.lora is None and root_of(model) is None:
         use_tied_embedding(base_of(model))

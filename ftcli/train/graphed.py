@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 def why_not_graphed(job: Job, model: PreTrainedModel | PeftModel) -> str | None:
     """Why the layers of ``model`` are trained without CUDA graphs, as one clause; None where they have them."""
-    reason: str | None = job.report.setup.why_no_graphs
+    reason: str | None = job.plan.why_no_graphs
     if reason is not None:
         return reason
-    stack = stack_of(model, getattr(torch, job.plan.compute))
+    stack = stack_of(model, getattr(torch, job.dtypes.compute))
     return stack if isinstance(stack, str) else None
 
 
@@ -32,12 +32,12 @@ def use_stack(job: Job, model: PreTrainedModel | PeftModel) -> tuple[DecoderStac
     """
     if root_of(model) is not None:
         return None, None
-    stack = stack_of(model, getattr(torch, job.plan.compute))
+    stack = stack_of(model, getattr(torch, job.dtypes.compute))
     if isinstance(stack, str):
         return None, None
     if why_not_graphed(job, model):
         return stack, None
     memory = job.report.memory
     pool = 0 if memory is None else memory.graph_pool_bytes
-    stack.runner = runner = GraphRunner(stack, job.report.setup.graph_tokens, job.reporter, pool_bytes=pool)
+    stack.runner = runner = GraphRunner(stack, job.plan.graph_tokens, job.reporter, pool_bytes=pool)
     return stack, runner

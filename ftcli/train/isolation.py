@@ -15,9 +15,9 @@ from torch import Tensor
 from ftcli.data.collate import packed_batch
 from ftcli.data.tokens import TokenizedRow
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.facts.precision import DtypePlan
 from ftcli.model.backbone import compute_context, hidden_states, rotation_kept
 from ftcli.model.selfcheck import relative_difference
+from ftcli.plan.precision import DtypePlan
 
 if TYPE_CHECKING:
     from peft import PeftModel

@@ -19,7 +19,7 @@ from torch import Tensor
 from ftcli.errors import Origin
 from ftcli.model.saved import load_weights, save_weights
 from ftcli.plain import JsonObject
-from ftcli.preflight.memory.terms import BACKWARD, EVALUATION, FORWARD, STEP, Phase
+from ftcli.plan.memory.terms import BACKWARD, EVALUATION, FORWARD, STEP, Phase
 from ftcli.run.completions import ScoredCompletion
 from ftcli.run.metrics import MetricsLine
 from ftcli.run.signals import SignalName, StopRequested

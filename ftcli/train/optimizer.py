@@ -19,10 +19,10 @@ from transformers.training_args import OptimizerNames
 
 from ftcli.config.training import TrainConfig
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.facts.precision import DtypePlan
 from ftcli.model.backbone import base_of
 from ftcli.model.gradients import keep_gradients_in
 from ftcli.model.rows import own
+from ftcli.plan.precision import DtypePlan
 from ftcli.tables import code_of, optimizers, schedules
 from ftcli.train.adamw import AdamW
 from ftcli.train.muon import ParameterGroup
@@ -55,7 +55,7 @@ class OptimizerChoice:
 
     Attributes:
         name: Its row in :mod:`ftcli.tables.optimizers`.
-        own: Whether ftcli's own form of it is taken (``Setup.own_optimizer``).
+        own: Whether ftcli's own form of it is taken (``RunPlan.own_optimizer``).
     """
 
     name: str

@@ -24,8 +24,8 @@ from ftcli.config.load import load_recipe
 from ftcli.config.overrides import Override
 from ftcli.facts.device import named_device, probe_device
 from ftcli.facts.model import read_facts
-from ftcli.preflight.memory.estimate import estimate_memory
-from ftcli.preflight.memory.setup import Setup
+from ftcli.plan.memory.estimate import estimate_memory
+from ftcli.plan.run import RunPlan
 from ftcli.tables import methods
 
 GIB = 2**30
@@ -43,8 +43,9 @@ def longest(recipe: Path, shared: int, budget_gib: float, device: str | None) ->
     loaded = load_recipe(recipe, [Override(text=text, label=text) for text in settings(shared)])
     facts = read_facts(loaded.recipe.model, offline=True, origins=loaded.origins)
     machine = probe_device() if device is None else named_device(device)
-    setup = Setup(loaded.recipe, facts, replace(machine, free_bytes=int(budget_gib * GIB)), "train", methods.row("sft"))
-    setup = setup.changed(
+    device_free = replace(machine, free_bytes=int(budget_gib * GIB))
+    plan = RunPlan(loaded.recipe, facts, device_free, "train", methods.row("sft"))
+    plan = plan.changed(
         {
             "train.gradient_checkpointing": True,
             "train.per_device_train_batch_size": 1,
@@ -53,7 +54,7 @@ def longest(recipe: Path, shared: int, budget_gib: float, device: str | None) ->
     )
 
     def fits(steps: int) -> bool:
-        estimate = estimate_memory(setup.changed({"data.max_seq_len": steps * STEP}))
+        estimate = estimate_memory(plan.changed({"data.max_seq_len": steps * STEP}))
         return estimate is not None and estimate.allocated_bytes <= budget_gib * GIB
 
     low, high = 1, 4096

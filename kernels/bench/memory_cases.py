@@ -12,9 +12,9 @@ from ftcli.facts.device import DeviceFacts
 from ftcli.facts.model import read_facts
 from ftcli.pipeline.benchmark import bench_recipe
 from ftcli.pipeline.options import BenchOptions
-from ftcli.preflight.memory.estimate import MemoryEstimate, estimate_memory
-from ftcli.preflight.memory.policy import choose_checkpointing
-from ftcli.preflight.memory.setup import Setup
+from ftcli.plan.checkpointing import choose_checkpointing
+from ftcli.plan.memory.estimate import MemoryEstimate, estimate_memory
+from ftcli.plan.run import RunPlan
 from ftcli.tables import methods
 
 Kind = Literal["train", "grpo", "bench", "evaluation"]
@@ -57,8 +57,8 @@ class Case:
         if device is None:
             return loaded
         alone = replace(device, free_bytes=None, host_free_bytes=None)
-        setup = self._setup(loaded, loaded.recipe, alone)
-        return replace(loaded, recipe=choose_checkpointing(setup).applied_to(setup).recipe)
+        plan = self._plan(loaded, loaded.recipe, alone)
+        return replace(loaded, recipe=choose_checkpointing(plan).applied_to(plan).recipe)
 
     @property
     def options(self) -> BenchOptions:
@@ -71,15 +71,15 @@ class Case:
         recipe: Recipe = loaded.recipe
         if self.kind in ("bench", "evaluation"):
             recipe = bench_recipe(recipe, self.options)
-        setup = self._setup(loaded, recipe, device)
-        found = estimate_memory(setup)
-        assert found is not None, f"no arithmetic for {setup.facts.model_type}"
+        plan = self._plan(loaded, recipe, device)
+        found = estimate_memory(plan)
+        assert found is not None, f"no arithmetic for {plan.facts.model_type}"
         return found
 
-    def _setup(self, loaded: LoadedRecipe, recipe: Recipe, device: DeviceFacts) -> Setup:
+    def _plan(self, loaded: LoadedRecipe, recipe: Recipe, device: DeviceFacts) -> RunPlan:
         facts = read_facts(recipe.model, offline=True, origins=loaded.origins)
         method = methods.row("grpo" if self.kind == "grpo" else "sft")
-        return Setup(recipe, facts, device, "eval" if self.kind == "evaluation" else "train", method)
+        return RunPlan(recipe, facts, device, "eval" if self.kind == "evaluation" else "train", method)
 
     def _fixed(self) -> tuple[str, ...]:
         if self.kind == "grpo":

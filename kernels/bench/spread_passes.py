@@ -27,7 +27,6 @@ from ftcli.config.origins import Origins
 from ftcli.config.tree import MapNode
 from ftcli.evaluate.share import led_by_first
 from ftcli.facts.model import read_facts
-from ftcli.facts.precision import DtypePlan
 from ftcli.generation.opening import open_generator
 from ftcli.generation.requests import GenerationRequest
 from ftcli.model.backbone import base_of, decoder_layers
@@ -39,6 +38,7 @@ from ftcli.model.passes import tried
 from ftcli.model.patch import patch
 from ftcli.model.rows import put_away
 from ftcli.model.sharded import shard
+from ftcli.plan.precision import DtypePlan
 from ftcli.ranks import Place
 from ftcli.reporting import SilentReporter
 from ftcli.run.group import RankGroup

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ftcli.data.lengths import lengths_of
-from ftcli.facts.batches import Batches, Layout
+from ftcli.plan.batches import Batches, Layout
 from tests.e2e.conftest import User
 
 WORDS = ("--batch", "4", "--seq", "60", "--steps", "3")

@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 from ftcli.assets import asset
 from ftcli.config import GenerateConfig, ModelConfig, QuantizationConfig
 from ftcli.evaluate.generate import complete
-from ftcli.facts.precision import DtypePlan
 from ftcli.generation.requests import StopConditions
 from ftcli.generation.stopping import StopCheck
 from ftcli.model import bitnet
@@ -26,6 +25,7 @@ from ftcli.model.bitnet import round_in_norms
 from ftcli.model.checkpoint import read_config
 from ftcli.model.streamed import ModelStorage, load_quantized, random_quantized
 from ftcli.model.tokenizer import load_tokenizer
+from ftcli.plan.precision import DtypePlan
 from ftcli.reporting import SilentReporter
 from tests.e2e.conftest import User
 

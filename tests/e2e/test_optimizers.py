@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ftcli.facts.trained import TrainedMatrices, TrainedParameters, optimizer_state
+from ftcli.plan.trained import TrainedMatrices, TrainedParameters, optimizer_state
 from ftcli.tables import optimizers
 from ftcli.train.muon import MuonWithAdamW
 from tests.e2e.conftest import User

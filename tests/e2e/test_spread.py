@@ -105,7 +105,7 @@ def test_copies_that_are_spread_are_one_run(change: dict[str, Any], accumulated:
     asked = merged(recipe, COPIES) if change is FULL else recipe  # on two hosts there is one on each
     hosts = 1 if change is FULL else 2
     ranks = run_ranks(drills, drills.recipe("four", **merged(asked, accumulating(accumulated))), 4, hosts=hosts)
-    assert "weights: spread over 2 processes, 2 copies of them" in ranks.said
+    assert "weights: sharded over 2 processes, 2 copies of them" in ranks.said
     require_close_run(drills, "four", alone)
 
 

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from ftcli.data.tokens import TokenizedRow
 from ftcli.evaluate.loss import LossResult, evaluate_loss
-from ftcli.facts.precision import DtypePlan
 from ftcli.model.backbone import base_of, head_of, hidden_states
 from ftcli.model.loss import next_token_loss
 from ftcli.model.patch import patch
+from ftcli.plan.precision import DtypePlan
 from ftcli.reporting import SilentReporter
 from ftcli.rows.row import Row
 

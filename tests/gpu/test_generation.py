@@ -9,11 +9,11 @@ import torch
 from ftkernels.sampling import Sampling, row_seed
 
 from ftcli.facts.generation import EngineLayout, pages_of
-from ftcli.facts.precision import DtypePlan
 from ftcli.generation.engine import Engine
 from ftcli.generation.forward import Forward
 from ftcli.generation.requests import GenerationRequest
 from ftcli.model.patch import patch
+from ftcli.plan.precision import DtypePlan
 from tests.small_models import build
 
 pytestmark = pytest.mark.gpu

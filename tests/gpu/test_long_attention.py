@@ -14,8 +14,8 @@ import torch
 from ftkernels.device import gpu_of
 from torch import Tensor
 
-from ftcli.facts.attention import AttentionCall, choose_attention
 from ftcli.model.attention import ftcli_attention_forward
+from ftcli.plan.attention import AttentionCall, choose_attention
 
 pytestmark = [pytest.mark.gpu, pytest.mark.whole_card]
 

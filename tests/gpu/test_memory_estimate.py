@@ -16,12 +16,12 @@ from ftcli.config.load import load_recipe
 from ftcli.facts.config_file import ConfigSource, bundled_configs
 from ftcli.facts.device import GPUS
 from ftcli.facts.model import facts_of
-from ftcli.facts.precision import DtypePlan
 from ftcli.model.checkpointing import use_checkpointing
-from ftcli.preflight.memory.checkpointing import Offloaded
-from ftcli.preflight.memory.estimate import MemoryEstimate
+from ftcli.plan.memory.checkpointing import Offloaded
+from ftcli.plan.memory.estimate import MemoryEstimate
+from ftcli.plan.precision import DtypePlan
 from ftcli.tables.policies import PolicyName
-from tests.estimates import estimate_of, setup_of
+from tests.estimates import estimate_of, plan_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.whole_card]
 
@@ -94,9 +94,9 @@ def prepared(case: Case, folder: Path) -> tuple[dict[str, Any], MemoryEstimate, 
         raw["layer_types"] = raw["layer_types"][: case.layers]
     facts = facts_of(ConfigSource("bundled config", config_folder, raw), loaded.recipe.model, loaded.origins)
     gpu = GPUS["h100"] if case.offloaded == "halves" else replace(GPUS["h100"], host_free_bytes=0)
-    setup = setup_of(loaded.recipe, facts, gpu)
-    plain = setup.changed({"model.kernels": "off"}).execution.attention
-    return raw, estimate_of(loaded.recipe, facts, gpu), setup.plan, plain
+    plan = plan_of(loaded.recipe, facts, gpu)
+    plain = plan.changed({"model.kernels": "off"}).execution.attention
+    return raw, estimate_of(loaded.recipe, facts, gpu), plan.dtypes, plain
 
 
 def build(raw: dict[str, Any], plan: DtypePlan, attention: str, case: Case) -> Any:

@@ -155,7 +155,7 @@ def _attention() -> list[Ability]:
 
 def _kernels(device: DeviceFacts) -> list[Ability]:
     """Each fused operation: its Triton kernel, or why plain torch computes it instead."""
-    from ftcli.facts.execution import why_no_kernels
+    from ftcli.plan.execution import why_no_kernels
 
     problem = "triton is not installed" if installed_version("triton") is None else why_no_kernels(device)
     against = None if problem is None else f"{problem}; plain torch runs instead"

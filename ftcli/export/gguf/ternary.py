@@ -17,8 +17,8 @@ from torch import Tensor
 from ftcli.export.bitnet import load_masters, rounded_weights
 from ftcli.export.probe import Probe, compare_logits, logits
 from ftcli.export.weights import ModelWeights
-from ftcli.facts.quantization import stores_ternary_masters
 from ftcli.gguf.names import no_place
+from ftcli.plan.quantization import stores_ternary_masters
 from ftcli.tables.gguf import NORMS_OF_LAYERS
 
 if TYPE_CHECKING:

@@ -41,7 +41,7 @@ from ftcli.model.checkpointing import without_checkpointing
 from ftcli.model.finite import NotFinite
 from ftcli.model.initial import as_base
 from ftcli.plain import JsonObject
-from ftcli.preflight.memory.terms import FORWARD, GENERATION
+from ftcli.plan.memory.terms import FORWARD, GENERATION
 from ftcli.run.completions import ScoredCompletion
 from ftcli.run.metrics import MetricsLine
 from ftcli.train.build import build_loop
@@ -190,7 +190,7 @@ class GrpoObjective(Objective):
                 torch.random.fork_rng(devices=[]),
                 torch.no_grad(),
                 without_checkpointing(self._policy.model),
-                compute_context(job.device, job.plan.compute, job.plan.autocast),
+                compute_context(job.device, job.dtypes.compute, job.dtypes.autocast),
             ):
                 torch.manual_seed((self._seed * SEED_SPREAD + step) % 2**63)  # decides what shares a micro-batch
                 batch, sampled = self._complete_and_judge(step)
@@ -385,7 +385,7 @@ class GrpoObjective(Objective):
     def loss(self, inputs: dict[str, Tensor], supervised: Tensor) -> Tensor:
         """The policy's loss on a micro-batch; before the first step of this process its log-probabilities are held
         against the model's own and the sampler's."""
-        plan, policy, parts = self._job.plan, self._policy, self._parts
+        plan, policy, parts = self._job.dtypes, self._policy, self._parts
         assert self._rollout is not None
         if parts.tell_parity is not None and bool(inputs["completion_mask"].any()):  # all may have been cut off
             fresh = self._before.rollout is not self._rollout  # else weights have moved since they were sampled

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.facts.precision import DtypePlan
 from ftcli.methods.grpo.losses import Completions
 from ftcli.model.backbone import base_of, compute_context, rotation_kept
 from ftcli.model.quantized import QuantizedLinear
+from ftcli.plan.precision import DtypePlan
 
 if TYPE_CHECKING:
     from ftcli.methods.grpo.policy import PolicyScores

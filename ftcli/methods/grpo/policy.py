@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from ftcli.config.training import GrpoConfig
 from ftcli.data.collate import PaddingCollator, Unpadded, unpadded_batch
 from ftcli.data.tokens import TokenizedRow
-from ftcli.facts.batches import Batches
 from ftcli.labels import IGNORE_INDEX
 from ftcli.methods.grpo.losses import Completions, StepShape, policy_loss
 from ftcli.methods.grpo.spans import TRAINING
 from ftcli.model.backbone import head_of, hidden_states
 from ftcli.model.loss import next_token_log_probs, supervised_positions
+from ftcli.plan.batches import Batches
 from ftcli.rows.row import Row
 
 if TYPE_CHECKING:

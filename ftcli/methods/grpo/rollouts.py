@@ -75,7 +75,7 @@ class Rollouts:
         held = "each step" if memory is None else memory.generator
         opened = open_generator(
             self._model,
-            job.plan,
+            job.dtypes,
             job.device,
             rows=rows,
             longest=grpo.max_prompt_length + grpo.max_completion_length,

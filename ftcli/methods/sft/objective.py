@@ -52,7 +52,7 @@ class SftObjective(Objective):
         train = job.recipe.train
         parts = 1 if sequence is None else sequence.parts
         self._model, self._epochs, self._stack, self._sequence = model, epochs, stack, sequence
-        self._device, self._plan = job.device, job.plan
+        self._device, self._plan = job.device, job.dtypes
         self._collate = EpochCollator(epochs, job.pad_token_id, job.batches(model))
         self._vocab_size = head_of(model).weight.shape[0]
         self._alone = group is None

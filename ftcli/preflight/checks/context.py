@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from ftcli.config import Recipe
 from ftcli.config.origins import Origins
 from ftcli.errors import Finding, Severity
-from ftcli.facts.execution import Work
+from ftcli.plan.execution import Work
 from ftcli.tables import methods
 from ftcli.tables.methods import Method
 

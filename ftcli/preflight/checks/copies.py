@@ -14,12 +14,12 @@ def check(context: Context) -> Findings:
     copies, processes = launch.copies, launch.num_processes
     if copies == 1 or context.work != "train":
         return
-    if launch.engine != engines.AUTO and not engines.row(launch.engine).spreads:
+    if launch.engine != engines.AUTO and not engines.row(launch.engine).shards:
         yield context.error(
             "FT287",
             _KEY,
             f"{_KEY} {copies}: under launch.engine: {launch.engine} every process has a copy of the model",
-            help=f"use launch.engine: {engines.by_auto(spreads=True)}, or remove {_KEY}",
+            help=f"use launch.engine: {engines.by_auto(shards=True)}, or remove {_KEY}",
         )
     fitting = [str(n) for n in range(2, processes // 2 + 1) if processes % n == 0]
     if str(copies) not in fitting:

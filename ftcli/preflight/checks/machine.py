@@ -5,10 +5,10 @@ from __future__ import annotations
 from ftkernels.limits import capability_text
 
 from ftcli.facts.device import BFLOAT16_CAPABILITY, DeviceFacts
-from ftcli.facts.execution import Execution, why_no_kernels
-from ftcli.facts.precision import DtypePlan
-from ftcli.facts.quantization import why_dequantized
-from ftcli.facts.spreading import spreads, why_not_spread
+from ftcli.plan.execution import Execution, why_no_kernels
+from ftcli.plan.precision import DtypePlan
+from ftcli.plan.quantization import why_dequantized
+from ftcli.plan.sharding import is_sharded, why_not_sharded
 from ftcli.preflight.checks.context import Context, Findings, NotMade
 from ftcli.tables import code_of, engines, optimizers, quantizations
 from ftcli.units import gib
@@ -16,11 +16,11 @@ from ftcli.units import gib
 _BUSY_SHARE = 0.9
 
 
-def check(context: Context, device: DeviceFacts, plan: DtypePlan) -> Findings:
+def check(context: Context, device: DeviceFacts, dtypes: DtypePlan) -> Findings:
     """FT275 parameters in bfloat16, FT501 dtype, FT504 memory in use by others, FT505 bfloat16 on a CPU, FT508
     quantised products, FT509 paged optimizers.
     """
-    if plan.compute == "bfloat16" and not device.has_bfloat16:
+    if dtypes.compute == "bfloat16" and not device.has_bfloat16:
         needed, found = capability_text(BFLOAT16_CAPABILITY), capability_text(device.capability or (0, 0))
         yield context.error(
             "FT501",
@@ -30,14 +30,14 @@ def check(context: Context, device: DeviceFacts, plan: DtypePlan) -> Findings:
             "here); or a GPU from Ampere on (a10, l4, a100, ...)",
         )
     train = context.recipe.train
-    if context.work == "train" and train.pure_bf16 and plan.compute == "float32" and context.recipe.lora is None:
+    if context.work == "train" and train.pure_bf16 and dtypes.compute == "float32" and context.recipe.lora is None:
         yield context.error(
             "FT275",
             "train.pure_bf16",
             f"train.pure_bf16 holds parameters in bfloat16, and {device.name} computes in float32",
             help="set model.dtype: bfloat16 where the machine has it, or leave train.pure_bf16 out",
         )
-    if context.work == "train" and train.bf16_gradients and plan.compute == "float32" and context.recipe.lora is None:
+    if context.work == "train" and train.bf16_gradients and dtypes.compute == "float32" and context.recipe.lora is None:
         yield context.error(
             "FT275",
             "train.bf16_gradients",
@@ -45,7 +45,7 @@ def check(context: Context, device: DeviceFacts, plan: DtypePlan) -> Findings:
             help="set model.dtype: bfloat16 where the machine has it, or leave train.bf16_gradients out",
         )
     yield from _occupied(context, device)
-    yield from _stored_products(context, device, plan)
+    yield from _stored_products(context, device, dtypes)
     optim = context.recipe.train.optim
     if context.work == "train" and device.kind != "cuda" and optimizers.row(optim).paged:
         yield context.warning(
@@ -56,7 +56,7 @@ def check(context: Context, device: DeviceFacts, plan: DtypePlan) -> Findings:
             if optim.removeprefix("paged_") in optimizers.names()
             else "nothing is paged here; adamw_torch does the same",
         )
-    if device.kind == "cpu" and plan.compute == "bfloat16":
+    if device.kind == "cpu" and dtypes.compute == "bfloat16":
         yield context.warning(
             "FT505", "model.dtype", "bfloat16 on a CPU is slower than float32", help="use model.dtype: auto"
         )
@@ -75,19 +75,19 @@ def check_layers(context: Context, device: DeviceFacts, execution: Execution) ->
 
 def check_spread(context: Context, execution: Execution) -> Findings:
     """FT518: what does not go with weights that are spread over GPUs."""
-    reason = why_not_spread(context.recipe, execution)
-    if context.work != "train" or not spreads(context.recipe) or reason is None:
+    reason = why_not_sharded(context.recipe, execution)
+    if context.work != "train" or not is_sharded(context.recipe) or reason is None:
         return
     key, _, said = reason.partition(": ")
     yield context.error(
         "FT518",
         key,
         f"launch.engine: {context.recipe.launch.engine} does not go with {key}: {said}",
-        help=f"change it, or use launch.engine: {engines.by_auto(spreads=False)} where the model fits each GPU",
+        help=f"change it, or use launch.engine: {engines.by_auto(shards=False)} where the model fits each GPU",
     )
 
 
-def _stored_products(context: Context, device: DeviceFacts, plan: DtypePlan) -> Findings:
+def _stored_products(context: Context, device: DeviceFacts, dtypes: DtypePlan) -> Findings:
     """Refuses a GPU that cannot multiply the weights as they are stored, which is what the method is for.
 
     On a CPU, and in another compute dtype, the weights are dequantised for each product: correct, but slow.
@@ -97,7 +97,7 @@ def _stored_products(context: Context, device: DeviceFacts, plan: DtypePlan) -> 
     if products is None:
         return
     needed = code_of(products.capability)
-    dequantized = why_dequantized(quantization, plan, device)
+    dequantized = why_dequantized(quantization, dtypes, device)
     if device.capability is not None and device.capability < needed:
         found = capability_text(device.capability)
         missing = f"it needs compute capability {capability_text(needed)}, {device.name} has {found}"
@@ -107,7 +107,7 @@ def _stored_products(context: Context, device: DeviceFacts, plan: DtypePlan) -> 
         yield context.warning(
             "FT508",
             path,
-            f"{path} {quantization.method}: {dequantized}; here the weights are dequantised to {plan.compute} first",
+            f"{path} {quantization.method}: {dequantized}; here the weights are dequantised to {dtypes.compute} first",
             help="use it here to try a recipe out; training without `quantization` is faster",
         )
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 from ftcli.facts.device import DeviceFacts
 from ftcli.paths import is_folder
+from ftcli.plan.disk import DiskEstimate, existing_ancestor, why_no_folder, why_not_writable
+from ftcli.plan.memory.advice import Verdict
+from ftcli.plan.memory.estimate import MemoryEstimate
+from ftcli.plan.memory.host_total import HostEstimate
+from ftcli.plan.memory.pinned import pinnable_bytes
 from ftcli.preflight.checks.context import Context, Findings
-from ftcli.preflight.disk import DiskEstimate, existing_ancestor, why_no_folder, why_not_writable
-from ftcli.preflight.memory.advice import Verdict
-from ftcli.preflight.memory.estimate import MemoryEstimate
-from ftcli.preflight.memory.host_total import HostEstimate
-from ftcli.preflight.memory.pinned import pinnable_bytes
 from ftcli.tables import policies
 from ftcli.units import gib
 

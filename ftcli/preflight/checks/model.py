@@ -14,10 +14,10 @@ from ftcli.facts.adapters import (
     targets_of,
 )
 from ftcli.facts.model import ModelFacts, takes_sdpa
-from ftcli.facts.quantization import stored_method
 from ftcli.facts.shape import ModelShape
 from ftcli.facts.tokenizer import no_stop_finding
-from ftcli.facts.trained import TABLES
+from ftcli.plan.quantization import stored_method
+from ftcli.plan.trained import TABLES
 from ftcli.preflight.checks.context import Context, Findings, NotMade
 from ftcli.tables import exports, quantizations
 from ftcli.tables.gguf import INSTEAD, NORMS_OF_LAYERS, TYPES, architecture_of, unknown_architecture

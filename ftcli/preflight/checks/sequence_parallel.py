@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ftcli.facts.sequence_parallel import why_rows_stay_whole
+from ftcli.plan.run import RunPlan
+from ftcli.plan.sharding import why_rows_stay_whole
 from ftcli.preflight.checks.context import Context, Findings
-from ftcli.preflight.memory.setup import Setup
 from ftcli.tables import engines
 
 _KEY = "launch.context_parallel_size"
@@ -40,12 +40,12 @@ def check(context: Context) -> Findings:
         )
 
 
-def check_model(context: Context, setup: Setup) -> Findings:
+def check_model(context: Context, plan: RunPlan) -> Findings:
     """FT345: the model or what computes it does not allow it."""
-    parts = setup.shares
+    parts = plan.shares
     if parts == 1:
         return
-    reason = why_rows_stay_whole(setup.facts, setup.execution, parts)
+    reason = why_rows_stay_whole(plan.facts, plan.execution, parts)
     if reason is not None:
         yield context.error(
             "FT345",

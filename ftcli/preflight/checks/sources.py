@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ftcli.config import DatasetConfig
-from ftcli.facts.execution import takes_rows
 from ftcli.paths import is_file
+from ftcli.plan.execution import takes_rows
 from ftcli.preflight.checks.context import Context, Findings
 from ftcli.rows.places import is_hub, resolve_path
 

@@ -11,8 +11,8 @@ from ftcli.data.collate import packed_batch
 from ftcli.data.order import computed_by, epochs_of, mixture, plain_epochs, rows_of
 from ftcli.data.pack import best_fit
 from ftcli.data.tokens import TokenizedRow, TokenTable
-from ftcli.facts.batches import Batches
 from ftcli.labels import IGNORE_INDEX
+from ftcli.plan.batches import Batches
 from ftcli.rows.row import Row
 
 

@@ -14,10 +14,10 @@ from ftcli.assets import asset
 from ftcli.config import GenerateConfig
 from ftcli.errors import Finding, FtcliError
 from ftcli.evaluate.generate import complete, generate
-from ftcli.facts.precision import DtypePlan
 from ftcli.generation.requests import StopConditions
 from ftcli.generation.stopping import StopCheck
 from ftcli.model.patch import patch
+from ftcli.plan.precision import DtypePlan
 from ftcli.reporting import SilentReporter
 
 PLAN = DtypePlan("float32", "float32", "float32", False, "a test")

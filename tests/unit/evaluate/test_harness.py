@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ftcli.assets import asset
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.evaluate.harness import run_harness
-from ftcli.facts.precision import DtypePlan
+from ftcli.plan.precision import DtypePlan
 from ftcli.reporting import SilentReporter
 
 PLAN = DtypePlan("float32", "float32", "float32", False, "a test")

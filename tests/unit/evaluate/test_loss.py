@@ -14,8 +14,8 @@ import transformers
 from ftcli.data.tokens import TokenizedRow
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.evaluate.loss import LossResult, combine, evaluate_loss
-from ftcli.facts.precision import DtypePlan
 from ftcli.model.patch import patch
+from ftcli.plan.precision import DtypePlan
 from ftcli.reporting import SilentProgress, SilentReporter
 from ftcli.rows.row import Row
 

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from ftcli.facts.batches import Batches, bucket, choose_batches, unpadded_shape
+from ftcli.plan.batches import Batches, bucket, choose_batches, unpadded_shape
 
 
 def test_buckets_are_few_and_none_is_far_above_what_it_holds() -> None:

@@ -16,8 +16,8 @@ from ftcli.config.model import Kernels
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.facts import device as device_module
 from ftcli.facts.device import DEVICE_NAMES, GPUS, DeviceFacts, cpu_device, named_device, probe_device, usable_cores
-from ftcli.facts.execution import LayerChoice, choose_layers, why_no_kernels
-from ftcli.facts.precision import DtypePlan, plan_dtypes
+from ftcli.plan.execution import LayerChoice, choose_layers, why_no_kernels
+from ftcli.plan.precision import DtypePlan, plan_dtypes
 from ftcli.preflight.checks import machine
 from ftcli.preflight.checks.context import Context
 

@@ -8,8 +8,8 @@ import pytest
 
 from ftcli.config import QuantizationConfig
 from ftcli.facts.device import GPUS
-from ftcli.facts.precision import DtypePlan
-from ftcli.facts.quantization import why_dequantized, with_products_tried
+from ftcli.plan.precision import DtypePlan
+from ftcli.plan.quantization import why_dequantized, with_products_tried
 
 FP8 = QuantizationConfig.model_validate({"method": "fp8"})
 PLAN = DtypePlan("bfloat16", "float32", "bfloat16", True, "a test")

@@ -12,12 +12,12 @@ from ftkernels.nf4 import quantize_nf4
 from ftcli.config import QuantizationConfig
 from ftcli.facts.device import named_device
 from ftcli.facts.model import ModelFacts, read_facts
-from ftcli.facts.quantization import nf4_bytes
 from ftcli.facts.shape import Linear
+from ftcli.plan.memory.estimate import MemoryEstimate, estimate_memory
+from ftcli.plan.quantization import nf4_bytes
 from ftcli.preflight.checks import crossfield
 from ftcli.preflight.checks.context import Context
-from ftcli.preflight.memory.estimate import MemoryEstimate, estimate_memory
-from tests.estimates import setup_of
+from tests.estimates import plan_of
 
 LORA = "lora: {r: 16}\ndata: {train: [a.jsonl], max_seq_len: 2048}\n"
 
@@ -29,7 +29,7 @@ def estimate(load: Callable[..., Any]) -> Callable[..., tuple[MemoryEstimate, Mo
         loaded = load(f"model: {{name_or_path: meta-llama/Llama-3.1-8B}}\n{LORA}", kept, *overrides)
         facts = read_facts(loaded.recipe.model, offline=True, origins=loaded.origins)
         gpu = named_device("h200")
-        found = estimate_memory(setup_of(loaded.recipe, facts, gpu, work))
+        found = estimate_memory(plan_of(loaded.recipe, facts, gpu, work))
         assert found is not None
         return found, facts
 
@@ -80,7 +80,7 @@ def test_fp8_is_dequantised_where_no_fp8_product_runs(
     loaded = load(text, "quantization.method=fp8", f"model.dtype={dtype}", "train.gradient_checkpointing=false")
     facts = read_facts(loaded.recipe.model, offline=True, origins=loaded.origins)
     gpu = named_device(device)
-    found = estimate_memory(setup_of(loaded.recipe, facts, gpu))
+    found = estimate_memory(plan_of(loaded.recipe, facts, gpu))
     assert found is not None
     assert found.parts.get("dequantized weights", 0) == dense * 2 * 14336 * 4096
 
@@ -111,7 +111,7 @@ def test_auto_keeps_as_many_layers_as_there_is_ample_room_for(load: Callable[...
         )
         facts = read_facts(loaded.recipe.model, offline=True, origins=loaded.origins)
         device = named_device(gpu)
-        kept = estimate_memory(setup_of(loaded.recipe, facts, device))
+        kept = estimate_memory(plan_of(loaded.recipe, facts, device))
         assert kept is not None
         assert device.memory_bytes is not None
         found[gpu] = kept.dequantized_layers

@@ -10,11 +10,11 @@ from torch import nn
 
 from ftcli.config import GenerateConfig, QuantizationConfig
 from ftcli.evaluate.generate import complete
-from ftcli.facts.precision import DtypePlan
 from ftcli.generation.requests import StopConditions
 from ftcli.generation.stopping import StopCheck
 from ftcli.model import bitnet
 from ftcli.model.quantize import layers_to_quantize, quantize_linear
+from ftcli.plan.precision import DtypePlan
 from ftcli.reporting import SilentReporter
 from tests import small_models
 

@@ -10,13 +10,13 @@ import torch
 from ftkernels.sampling import GREEDY, Sampling, row_seed
 
 from ftcli.facts.generation import EngineLayout, pages_of
-from ftcli.facts.precision import DtypePlan
 from ftcli.generation.engine import Engine
 from ftcli.generation.forward import Forward
 from ftcli.generation.requests import GenerationRequest, StopConditions
 from ftcli.generation.stopping import StopCheck
 from ftcli.model.finite import NotFinite
 from ftcli.model.patch import patch
+from ftcli.plan.precision import DtypePlan
 from ftcli.tables.families import MULTIMODAL, TABLE
 from tests.small_models import MULTIMODAL as SMALL_MULTIMODAL
 from tests.small_models import build

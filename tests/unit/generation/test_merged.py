@@ -9,11 +9,11 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
-from ftcli.facts.precision import DtypePlan
 from ftcli.generation.merged import copied_bytes, merged_model
 from ftcli.model.backbone import base_of, decoder_layers
 from ftcli.model.fused import FusedDecoderLayer
 from ftcli.model.patch import patch
+from ftcli.plan.precision import DtypePlan
 from tests.small_models import build
 
 PLAN = DtypePlan("float32", "float32", "float32", False, "a test")

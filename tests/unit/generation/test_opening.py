@@ -8,13 +8,13 @@ import pytest
 import torch
 from ftkernels.sampling import Sampling
 
-from ftcli.facts.precision import DtypePlan
 from ftcli.generation.engine import Engine
 from ftcli.generation.fallback import TransformersGenerator
 from ftcli.generation.opening import open_generator
 from ftcli.generation.requests import GenerationRequest, StopConditions
 from ftcli.generation.stopping import StopCheck
 from ftcli.model.finite import NotFinite
+from ftcli.plan.precision import DtypePlan
 from tests.small_models import build
 
 PLAN = DtypePlan("float32", "float32", "float32", False, "a test")

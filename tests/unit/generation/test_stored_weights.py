@@ -11,7 +11,6 @@ from torch import nn
 
 from ftcli.config import QuantizationConfig
 from ftcli.facts.generation import EngineLayout, pages_of
-from ftcli.facts.precision import DtypePlan
 from ftcli.generation.engine import Engine
 from ftcli.generation.forward import Forward
 from ftcli.generation.merged import copied_bytes, merged_model
@@ -19,6 +18,7 @@ from ftcli.generation.requests import GenerationRequest
 from ftcli.model.fp8 import fp8_linear
 from ftcli.model.nf4 import nf4_linear
 from ftcli.model.patch import patch
+from ftcli.plan.precision import DtypePlan
 from tests.small_models import build
 
 PLAN = DtypePlan("float32", "float32", "float32", False, "a test")

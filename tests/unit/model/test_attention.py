@@ -18,9 +18,9 @@ from transformers.masking_utils import (
     create_sliding_window_causal_mask,
 )
 
-from ftcli.facts.attention import AttentionCall, choose_attention
 from ftcli.model.attention import NAME, ftcli_attention_forward, register
 from ftcli.model.masks import CallMask
+from ftcli.plan.attention import AttentionCall, choose_attention
 
 CUDA = torch.device("cuda")
 HOPPER = Gpu((9, 0), 227 * 1024)

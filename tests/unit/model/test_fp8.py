@@ -21,13 +21,13 @@ from ftcli.config.tree import MapNode
 from ftcli.errors import FtcliError
 from ftcli.facts.device import named_device
 from ftcli.facts.model import read_facts
-from ftcli.facts.precision import DtypePlan
-from ftcli.facts.quantization import dequantized_bytes, weight_bytes
 from ftcli.model.fp8 import FP8_TOLERANCE, Fp8Linear
 from ftcli.model.load import load_model
 from ftcli.model.patch import patch
 from ftcli.model.quantized import QuantizedLinear, check_weights
 from ftcli.model.selfcheck import self_check
+from ftcli.plan.precision import DtypePlan
+from ftcli.plan.quantization import dequantized_bytes, weight_bytes
 from tests.quantised import quantize_linears
 
 FP8 = QuantizationConfig(method="fp8")

@@ -12,11 +12,11 @@ from peft.tuners.lora import LoraLayer
 from ftcli.config import LoraConfig
 from ftcli.errors import FtcliError
 from ftcli.facts.adapters import AdapterChoice, adapters, problems, targets_of
-from ftcli.facts.precision import DtypePlan
 from ftcli.facts.shape import shape_of
-from ftcli.facts.trained import trained_parameters
 from ftcli.model.lora import apply_lora
 from ftcli.model.targets import planned_adapters
+from ftcli.plan.precision import DtypePlan
+from ftcli.plan.trained import trained_parameters
 from tests.small_models import build, config_of
 from tests.unit.conftest import Load
 

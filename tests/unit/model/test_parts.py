@@ -13,7 +13,6 @@ from ftcli.config import ModelConfig, QuantizationConfig
 from ftcli.config.origins import Origins
 from ftcli.config.tree import MapNode
 from ftcli.facts.model import read_facts
-from ftcli.facts.precision import DtypePlan
 from ftcli.model.backbone import decoder_layers
 from ftcli.model.fp8 import fp8_linear
 from ftcli.model.joint import join_shared
@@ -21,6 +20,7 @@ from ftcli.model.load import load_model
 from ftcli.model.loss import forward_loss
 from ftcli.model.parts import WHOLE, RankWeights, is_part, rank_weights_of, whole_layers
 from ftcli.model.quantized import as_told, can_be_told
+from ftcli.plan.precision import DtypePlan
 
 PLAN = DtypePlan("float32", "float32", "float32", autocast=False, reason="")
 TINY = ModelConfig(name_or_path="bundled:tiny-gemma2", dtype="float32")

@@ -20,7 +20,6 @@ from ftcli.config import LoraConfig
 from ftcli.config.model import Kernels
 from ftcli.data.tokens import TokenizedRow
 from ftcli.errors import FtcliError
-from ftcli.facts.precision import DtypePlan
 from ftcli.model.adapted import why_not_fused
 from ftcli.model.backbone import base_of
 from ftcli.model.checkpointing import use_checkpointing
@@ -29,6 +28,7 @@ from ftcli.model.lora import apply_lora
 from ftcli.model.loss import forward_loss
 from ftcli.model.patch import patch
 from ftcli.model.selfcheck import self_check
+from ftcli.plan.precision import DtypePlan
 from ftcli.rows.row import Row
 from ftcli.train.isolation import check_isolation
 from tests.small_models import build

@@ -13,11 +13,11 @@ import torch
 
 from ftcli.config import LoraConfig
 from ftcli.errors import FtcliError
-from ftcli.facts.precision import DtypePlan
 from ftcli.model.lora import apply_lora
 from ftcli.model.loss import forward_loss
 from ftcli.model.patch import patch
 from ftcli.model.saved import check_saved, require_saveable, save_weights
+from ftcli.plan.precision import DtypePlan
 from tests.small_models import MULTIMODAL, TEXT, VOCABULARY, build
 
 PLAN = DtypePlan("float32", "float32", "float32", False, "a test")

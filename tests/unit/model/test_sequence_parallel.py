@@ -14,12 +14,12 @@ import torch
 from ftcli.data.collate import PaddingCollator, packed_batch, unpadded_batch
 from ftcli.data.parts import part_of
 from ftcli.data.tokens import TokenizedRow
-from ftcli.facts.sequence_parallel import exchanged_key_heads
 from ftcli.labels import IGNORE_INDEX
 from ftcli.model.backbone import hidden_states
 from ftcli.model.checkpointing import use_checkpointing
 from ftcli.model.loss import forward_loss, target_positions
 from ftcli.model.sequence_parallel import SequencePart
+from ftcli.plan.sharding import exchanged_key_heads
 from ftcli.rows.row import Row
 from ftcli.tables import families
 from tests.small_models import TEXT

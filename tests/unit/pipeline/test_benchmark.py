@@ -14,11 +14,11 @@ from ftcli.pipeline.bench_bound import predicted_memory
 from ftcli.pipeline.bench_result import PredictedMemory
 from ftcli.pipeline.benchmark import bench_recipe
 from ftcli.pipeline.options import BenchOptions
+from ftcli.plan.memory.estimate import estimate_memory
 from ftcli.preflight.checks.context import Command
-from ftcli.preflight.memory.estimate import estimate_memory
 from ftcli.preflight.report import PreflightReport
 from ftcli.preflight.stages import preflight
-from tests.estimates import setup_of
+from tests.estimates import plan_of
 
 TEXT = """
 version: 1
@@ -57,7 +57,7 @@ def test_a_training_benchmark_predicts_no_evaluation(loaded: LoadedRecipe) -> No
 def test_an_evaluation_benchmark_predicts_evaluation_alone(loaded: LoadedRecipe) -> None:
     options = BenchOptions(batch=2, evaluation=True)
     recipe, report = bench_recipe(loaded.recipe, options), report_of(loaded, options, "h200")
-    alone = estimate_memory(setup_of(recipe, report.facts, report.device, "eval"))
+    alone = estimate_memory(plan_of(recipe, report.facts, report.device, "eval"))
     assert alone is not None
     assert set(alone.phases) == {"evaluation"}
     assert predicted_memory(report, options).predicted_allocated_bytes == alone.allocated_bytes
@@ -66,8 +66,8 @@ def test_an_evaluation_benchmark_predicts_evaluation_alone(loaded: LoadedRecipe)
 def test_evaluation_is_timed_where_training_does_not_fit(loaded: LoadedRecipe) -> None:
     """It was refused for the memory of a training step that it never takes."""
     options = BenchOptions(batch=2, evaluation=True)
-    setup = report_of(loaded, options, "h200").setup
-    recipe = replace(loaded, recipe=setup.under(False).recipe)
+    plan = report_of(loaded, options, "h200").plan
+    recipe = replace(loaded, recipe=plan.under(False).recipe)
     needed = report_of(loaded, options, "h200").memory
     assert needed is not None
     tight = replace(named_device("h200"), memory_bytes=needed.total_bytes * 5 // 4)

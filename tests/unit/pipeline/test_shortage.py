@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 
 from ftcli.pipeline.shortage import _estimated, _where
-from ftcli.preflight.memory.terms import Phase
+from ftcli.plan.memory.terms import Phase
 from ftcli.run.out_of_memory import is_out_of_memory
 from ftcli.train.loop import Doing
 

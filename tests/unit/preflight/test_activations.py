@@ -12,14 +12,14 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ftcli.facts.precision import DtypePlan
 from ftcli.facts.shape import shape_of
 from ftcli.model.backbone import hidden_states, stream_in
 from ftcli.model.patch import patch
-from ftcli.preflight.memory.activations import ActivationSettings, LayerMemory, norm_bytes, plain_layers
-from ftcli.preflight.memory.checkpointing import HeldBytes, Offloaded
-from ftcli.preflight.memory.fused_activations import fused_layers
-from ftcli.preflight.memory.pinned import pinned_bytes
+from ftcli.plan.memory.activations import ActivationSettings, LayerMemory, norm_bytes, plain_layers
+from ftcli.plan.memory.checkpointing import HeldBytes, Offloaded
+from ftcli.plan.memory.fused_activations import fused_layers
+from ftcli.plan.memory.pinned import pinned_bytes
+from ftcli.plan.precision import DtypePlan
 from ftcli.tables import code_of, families, policies
 
 SIZES: dict[str, Any] = {

@@ -10,16 +10,16 @@ import pytest
 from ftcli.config import QuantizationConfig
 from ftcli.facts.device import named_device
 from ftcli.facts.model import read_facts
-from ftcli.facts.precision import plan_dtypes
-from ftcli.facts.quantization import ternary_bytes, weight_bytes
 from ftcli.facts.shape import shape_of
 from ftcli.model import bitnet
 from ftcli.model.bitnet import BitLinear
 from ftcli.model.quantize import layers_to_quantize
+from ftcli.plan.memory.activations import plain_layers
+from ftcli.plan.memory.estimate import estimate_memory
+from ftcli.plan.precision import plan_dtypes
+from ftcli.plan.quantization import ternary_bytes, weight_bytes
 from ftcli.preflight.checks import machine
-from ftcli.preflight.memory.activations import plain_layers
-from ftcli.preflight.memory.estimate import estimate_memory
-from tests.estimates import setup_of
+from tests.estimates import plan_of
 from tests.unit.preflight import test_activations as activations
 
 SETTINGS = QuantizationConfig(method="bitnet")
@@ -55,7 +55,7 @@ def test_the_estimate_counts_masters_ternary_values_and_int8_inputs(load: Any) -
     for method in ("bitnet", "none"):
         loaded = load(text, f"quantization.method={method}", "train.gradient_checkpointing=false")
         facts, gpu = read_facts(loaded.recipe.model, offline=True, origins=loaded.origins), named_device("h100")
-        found[method] = estimate_memory(setup_of(loaded.recipe, facts, gpu)).parts
+        found[method] = estimate_memory(plan_of(loaded.recipe, facts, gpu)).parts
     linear = facts.shape.linear_parameters
     assert found["bitnet"]["weights"] - found["none"]["weights"] == linear + 4 * 7 * facts.shape.num_layers
     assert found["bitnet"]["activations"] < 0.75 * found["none"]["activations"]
@@ -72,16 +72,14 @@ def test_norms_of_layers_are_trained_and_counted(load: Any, folder: Any) -> None
     for name in layers_to_quantize(model):
         model.set_submodule(name, bitnet.bit_linear_of(model.get_submodule(name), SETTINGS, name))
     bitnet.round_in_norms(model, kernels=False, settings=loaded.recipe.quantization)
-    setup = setup_of(loaded.recipe, facts, "cpu")
-    assert setup.trained.elements == sum(p.numel() for p in model.parameters())
-    beside = setup.trained.elements - facts.shape.parameters
+    plan = plan_of(loaded.recipe, facts, "cpu")
+    assert plan.trained.elements == sum(p.numel() for p in model.parameters())
+    beside = plan.trained.elements - facts.shape.parameters
     assert beside == sum(linear.in_features for linear in facts.shape.linears) * facts.shape.num_layers
     ternary = facts.shape.num_layers * sum(
         ternary_bytes(one, loaded.recipe.quantization) for one in facts.shape.linears
     )
-    assert (
-        weight_bytes(loaded.recipe.quantization, facts.shape, 4, trained=True) == 4 * setup.trained.elements + ternary
-    )
+    assert weight_bytes(loaded.recipe.quantization, facts.shape, 4, trained=True) == 4 * plan.trained.elements + ternary
 
 
 def test_a_gpu_without_int8_products_is_refused(context: Any) -> None:

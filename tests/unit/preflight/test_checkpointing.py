@@ -14,14 +14,14 @@ from ftcli.errors import FtcliError
 from ftcli.facts.device import GPUS, DeviceFacts, named_device
 from ftcli.facts.model import ModelFacts, read_facts
 from ftcli.plain import plain
-from ftcli.preflight.memory.advice import relative_time, verdict_on
-from ftcli.preflight.memory.candidates import TIGHT_SHARE, candidate, leaner_policies
-from ftcli.preflight.memory.estimate import MemoryEstimate, estimate_memory
-from ftcli.preflight.memory.policy import CheckpointingChoice, choose_checkpointing
-from ftcli.preflight.memory.setup import Setup
+from ftcli.plan.checkpointing import CheckpointingChoice, choose_checkpointing
+from ftcli.plan.memory.advice import relative_time, verdict_on
+from ftcli.plan.memory.candidates import TIGHT_SHARE, candidate, leaner_policies
+from ftcli.plan.memory.estimate import MemoryEstimate, estimate_memory
+from ftcli.plan.run import RunPlan
 from ftcli.preflight.report import PreflightReport
 from ftcli.preflight.stages import preflight
-from tests.estimates import setup_of
+from tests.estimates import plan_of
 
 LLAMA = "model: {name_or_path: meta-llama/Llama-3.1-8B}\n"
 LORA = "lora: {r: 16}\ndata: {train: [bundled:sample-chat], max_seq_len: 2048}\n"
@@ -44,15 +44,15 @@ class Case:
         self.facts: ModelFacts = read_facts(loaded.recipe.model, offline=True, origins=loaded.origins)
 
     def estimate(self, policy: Any, device: DeviceFacts = H100, work: Any = "train") -> MemoryEstimate:
-        found = estimate_memory(self.setup(device, work).under(policy))
+        found = estimate_memory(self.plan(device, work).under(policy))
         assert found is not None
         return found
 
-    def setup(self, device: DeviceFacts, work: Any = "train", facts: ModelFacts | None = None) -> Setup:
-        return setup_of(self.recipe, facts or self.facts, device, work)
+    def plan(self, device: DeviceFacts, work: Any = "train", facts: ModelFacts | None = None) -> RunPlan:
+        return plan_of(self.recipe, facts or self.facts, device, work)
 
     def choice(self, device: DeviceFacts, work: Any = "train", facts: ModelFacts | None = None) -> CheckpointingChoice:
-        return choose_checkpointing(self.setup(device, work, facts))
+        return choose_checkpointing(self.plan(device, work, facts))
 
 
 @pytest.fixture
@@ -126,8 +126,8 @@ def test_offload_is_for_a_host_that_has_room_for_it(case: Callable[..., Case]) -
     layers = made.estimate("offload", short)
     assert layers.total_bytes < whole.total_bytes
     assert made.choice(replace(short, memory_bytes=int(layers.total_bytes / TIGHT_SHARE) + STEP)).policy == "offload"
-    assert leaner_policies(made.setup(roomy).under(False)) == ("selective", "offload")
-    assert leaner_policies(made.setup(short).under(False)) == ("selective", True, "offload")
+    assert leaner_policies(made.plan(roomy).under(False)) == ("selective", "offload")
+    assert leaner_policies(made.plan(short).under(False)) == ("selective", True, "offload")
 
 
 def test_offload_is_left_out_where_the_host_has_room_for_nothing(case: Callable[..., Case]) -> None:
@@ -138,7 +138,7 @@ def test_offload_is_left_out_where_the_host_has_room_for_nothing(case: Callable[
     assert choice.tried[-1].host_has_room is False
     pinned = made.estimate("offload", full).pinned_host_bytes
     assert f"but {pinned / 2**30:.2f} on the host, which lacks it" in choice.reason
-    assert leaner_policies(made.setup(full).under(False)) == ("selective", True)
+    assert leaner_policies(made.plan(full).under(False)) == ("selective", True)
 
 
 def test_layers_that_there_is_room_for_keep_everything(case: Callable[..., Case]) -> None:
@@ -151,7 +151,7 @@ def test_layers_that_there_is_room_for_keep_everything(case: Callable[..., Case]
     assert 0 < layers < 32
 
     def needed(count: int) -> int:
-        found = estimate_memory(made.setup(H100).under("selective", count))
+        found = estimate_memory(made.plan(H100).under("selective", count))
         assert found is not None
         return found.total_bytes
 
@@ -168,7 +168,7 @@ def test_offloading_some_layers_can_be_faster_than_running_all_a_little_again(ca
     choice = made.choice(small)
     assert (choice.policy, choice.uncheckpointed_layers > 0) == ("offload", True)
     pinned = (
-        Case(replace(made.loaded, recipe=choice.applied_to(made.setup(H100)).recipe))
+        Case(replace(made.loaded, recipe=choice.applied_to(made.plan(H100)).recipe))
         .estimate("offload")
         .pinned_host_bytes
     )
@@ -294,7 +294,7 @@ def test_the_report_has_the_recipe_as_it_runs(device: str, policy: Any, case: Ca
     report = report_of(made.loaded, named_device(device))
     assert (report.checkpointing.requested, report.checkpointing.policy) == ("auto", policy)
     assert report.recipe.train.checkpointing == policy
-    assert report.recipe == report.checkpointing.applied_to(made.setup(H100)).recipe
+    assert report.recipe == report.checkpointing.applied_to(made.plan(H100)).recipe
     assert report.memory == Case(replace(made.loaded, recipe=report.recipe)).estimate(policy, named_device(device))
     values = json.loads(json.dumps(plain(report)))["checkpointing"]
     assert (values["requested"], values["policy"]) == ("auto", policy)
@@ -308,7 +308,7 @@ def test_an_open_setting_never_passes_for_a_policy(case: Callable[..., Case]) ->
         _ = TrainConfig(gradient_checkpointing="auto").checkpointing
     made = case()
     with pytest.raises(ValueError, match="has not been resolved"):
-        estimate_memory(made.setup(H100))
+        estimate_memory(made.plan(H100))
     assert TrainConfig(gradient_checkpointing="offload").checkpointing == "offload"
 
 
@@ -344,8 +344,8 @@ def test_time_of_a_token(
     rows: int, length: int, policy: Any, on_kernels: bool, expected: float, case: Callable[..., Case]
 ) -> None:
     made = case(LLAMA + LORA, f"train.per_device_train_batch_size={rows}", f"data.max_seq_len={length}")
-    setup = made.setup(H100).changed({"model.kernels": "auto" if on_kernels else "off"})
-    assert relative_time(setup.under(policy)) == pytest.approx(expected)
+    plan = made.plan(H100).changed({"model.kernels": "auto" if on_kernels else "off"})
+    assert relative_time(plan.under(policy)) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -364,7 +364,7 @@ def test_the_change_that_costs_least_speed_is_proposed(
     single = ("train.per_device_train_batch_size=1", f"train.gradient_accumulation_steps={rows}")
     one = case(LLAMA + LORA, f"data.max_seq_len={length}", *single)
     gpu = with_room_for(max(one.estimate(False).total_bytes, made.estimate("selective").total_bytes))
-    found = candidate(made.setup(gpu).under(False))
+    found = candidate(made.plan(gpu).under(False))
     assert found is not None
     change = verdict_on(found).change
     assert change is not None

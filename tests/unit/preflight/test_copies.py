@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from ftcli.facts.model import read_facts
+from ftcli.plan.engine import choose_engine
+from ftcli.plan.memory.candidates import candidate
 from ftcli.preflight.checks import copies
-from ftcli.preflight.memory.candidates import candidate
-from ftcli.preflight.memory.engine import choose_engine
-from tests.estimates import setup_of
+from tests.estimates import plan_of
 
 LLAMA = "model: {name_or_path: meta-llama/Llama-3.1-8B}\ndata: {train: [a.jsonl]}\n"
 
@@ -54,17 +54,17 @@ def test_each_host_has_a_copy_where_it_fits(
 ) -> None:
     loaded = load(recipe, "launch.num_processes=16")
     facts = read_facts(loaded.recipe.model, offline=True, origins=loaded.origins)
-    setup = choose_engine(replace(setup_of(loaded.recipe, facts, device), hosts=hosts))
-    assert setup.recipe.launch.copies == copies
+    plan = choose_engine(replace(plan_of(loaded.recipe, facts, device), hosts=hosts))
+    assert plan.recipe.launch.copies == copies
 
 
 def test_each_gpu_has_its_part_of_a_copy(load: Callable[..., Any]) -> None:
     def needed(*settings: str) -> Any:
         loaded = load(LLAMA + "lora: {r: 16}\n", *settings)
         facts = read_facts(loaded.recipe.model, offline=True, origins=loaded.origins)
-        setup = choose_engine(setup_of(loaded.recipe, facts, "h100"))
-        assert setup.recipe.launch.engine == "fsdp"  # though one GPU would take the model
-        found = candidate(setup.under(True))
+        plan = choose_engine(plan_of(loaded.recipe, facts, "h100"))
+        assert plan.recipe.launch.engine == "fsdp"  # though one GPU would take the model
+        found = candidate(plan.under(True))
         assert found is not None
         return found.estimate.parts
 

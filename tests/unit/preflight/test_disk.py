@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from ftcli.facts.trained import trained_parameters
+from ftcli.plan.disk import DiskEstimate, estimate_disk, existing_ancestor, free_disk_bytes, why_not_writable
+from ftcli.plan.trained import trained_parameters
 from ftcli.preflight.checks import memory_and_disk
-from ftcli.preflight.disk import DiskEstimate, estimate_disk, existing_ancestor, free_disk_bytes, why_not_writable
 from tests.estimates import Case
 
 GIB = 2**30

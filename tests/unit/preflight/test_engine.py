@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from ftcli.facts.model import read_facts
-from ftcli.preflight.memory.candidates import candidate
-from ftcli.preflight.memory.engine import choose_engine
-from tests.estimates import setup_of
+from ftcli.plan.engine import choose_engine
+from ftcli.plan.memory.candidates import candidate
+from tests.estimates import plan_of
 
 EIGHT = "model: {name_or_path: meta-llama/Llama-3.1-8B}\n"
 SEVENTY = "model: {name_or_path: meta-llama/Llama-3.1-70B}\n"
@@ -34,14 +34,14 @@ def test_auto(load: Callable[..., Any], recipe: str, gpus: int, device: str, eng
     off = ["model.kernels=off"] if "model_kernels_off" in recipe else []
     loaded = load(recipe.replace("model_kernels_off", ""), f"launch.num_processes={gpus}", *off)
     facts = read_facts(loaded.recipe.model, offline=True, origins=loaded.origins)
-    assert choose_engine(setup_of(loaded.recipe, facts, device)).recipe.launch.engine == engine
+    assert choose_engine(plan_of(loaded.recipe, facts, device)).recipe.launch.engine == engine
 
 
 def test_every_gpu_needs_its_share(load: Callable[..., Any]) -> None:
     def needed(count: int, engine: str) -> Any:
         loaded = load(EIGHT, f"launch.num_processes={count}", f"launch.engine={engine}")
         facts = read_facts(loaded.recipe.model, offline=True, origins=loaded.origins)
-        found = candidate(setup_of(loaded.recipe, facts, "h100").under(True))
+        found = candidate(plan_of(loaded.recipe, facts, "h100").under(True))
         assert found is not None
         return found.estimate.parts
 

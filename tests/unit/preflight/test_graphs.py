@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from ftcli.facts.device import named_device
-from ftcli.preflight.memory.candidates import policies_by_speed
-from ftcli.preflight.memory.policy import choose_checkpointing, with_graphs_that_fit
-from ftcli.preflight.memory.setup import Setup
-from tests.estimates import Case, estimate_of, setup_of
+from ftcli.plan.checkpointing import choose_checkpointing, with_graphs_that_fit
+from ftcli.plan.memory.candidates import policies_by_speed
+from ftcli.plan.run import RunPlan
+from tests.estimates import Case, estimate_of, plan_of
 
 LORA = "lora: {r: 16}\n"
 NAME = "meta-llama/Llama-3.1-8B"
@@ -21,18 +21,18 @@ SHORT = ("data.max_seq_len=1024", "train.per_device_train_batch_size=1")
 
 
 @pytest.fixture
-def setup(load: Callable[..., Any]) -> Callable[..., Setup]:
-    def _setup(*settings: str, device: str = "h100", work: str = "train") -> Setup:
+def plan(load: Callable[..., Any]) -> Callable[..., RunPlan]:
+    def _plan(*settings: str, device: str = "h100", work: str = "train") -> RunPlan:
         made = Case(load(f"model: {{name_or_path: {NAME}}}\n{LORA}", *SHORT, *settings))
-        return setup_of(made.recipe, made.facts, device, work)
+        return plan_of(made.recipe, made.facts, device, work)
 
-    return _setup
+    return _plan
 
 
-def test_small_micro_batches_run_as_graphs(setup: Callable[..., Setup]) -> None:
-    assert setup().why_no_graphs is None
-    assert setup("quantization.method=nf4").why_no_graphs is None
-    assert setup("train.gradient_checkpointing=true").why_no_graphs is None
+def test_small_micro_batches_run_as_graphs(plan: Callable[..., RunPlan]) -> None:
+    assert plan().why_no_graphs is None
+    assert plan("quantization.method=nf4").why_no_graphs is None
+    assert plan("train.gradient_checkpointing=true").why_no_graphs is None
 
 
 @pytest.mark.parametrize(
@@ -50,13 +50,13 @@ def test_small_micro_batches_run_as_graphs(setup: Callable[..., Setup]) -> None:
     ],
 )
 def test_what_runs_without_graphs_says_why(
-    settings: tuple[str, ...], device: str, work: str, reason: str, setup: Callable[..., Setup]
+    settings: tuple[str, ...], device: str, work: str, reason: str, plan: Callable[..., RunPlan]
 ) -> None:
-    assert reason in (setup(*settings, device=device, work=work).why_no_graphs or "")
+    assert reason in (plan(*settings, device=device, work=work).why_no_graphs or "")
 
 
-def test_what_graphs_keep_to_themselves_is_there_in_every_phase(setup: Callable[..., Setup]) -> None:
-    graphs, without = setup(), setup("train.cuda_graphs=false")
+def test_what_graphs_keep_to_themselves_is_there_in_every_phase(plan: Callable[..., RunPlan]) -> None:
+    graphs, without = plan(), plan("train.cuda_graphs=false")
     found, plain = (estimate_of(s.recipe, s.facts, "h100") for s in (graphs, without))
     for phase in found.phases:
         assert {"activations", "backward workspace", "gradients", "graph buffers"} <= set(found.phases[phase])
@@ -64,7 +64,7 @@ def test_what_graphs_keep_to_themselves_is_there_in_every_phase(setup: Callable[
     assert "graph buffers" not in plain.parts
     assert found.total_bytes > plain.total_bytes
     # An accumulated step holds what earlier micro-batches gave besides what the next one writes.
-    again = setup("train.gradient_accumulation_steps=2")
+    again = plan("train.gradient_accumulation_steps=2")
     accumulated = estimate_of(again.recipe, again.facts, "h100")
     assert accumulated.parts["gradients"] == 2 * found.parts["gradients"]
 
@@ -82,11 +82,11 @@ MEASURED = [
 
 @pytest.mark.parametrize(("name", "rows", "length", "stored", "policy", "measured"), MEASURED)
 def test_the_estimate_is_what_was_measured_with_graphs(
-    name: str, rows: int, length: int, stored: str, policy: str, measured: float, setup: Callable[..., Setup]
+    name: str, rows: int, length: int, stored: str, policy: str, measured: float, plan: Callable[..., RunPlan]
 ) -> None:
     """At most 3% low and 10% high; quantised weights leave gaps in the pool."""
     device = "h100" if rows == 2 else "h200"
-    found = setup(
+    found = plan(
         f"model.name_or_path={name}", f"train.per_device_train_batch_size={rows}", f"data.max_seq_len={length}",
         f"quantization.method={stored}", f"train.gradient_checkpointing={policy}", device=device,
     )  # fmt: skip
@@ -95,20 +95,20 @@ def test_the_estimate_is_what_was_measured_with_graphs(
     assert 0.97 <= predicted / measured <= 1.10
 
 
-def test_offload_comes_last_where_the_others_run_as_graphs(setup: Callable[..., Setup]) -> None:
-    assert policies_by_speed(setup()) == (False, "selective", True, "lean", "offload")
-    assert policies_by_speed(setup("train.cuda_graphs=false")) == (False, "selective", "offload", True)
-    lean = setup("train.gradient_checkpointing=auto")
-    needed = estimate_of(setup("train.gradient_checkpointing=true").recipe, lean.facts, "h100").total_bytes
+def test_offload_comes_last_where_the_others_run_as_graphs(plan: Callable[..., RunPlan]) -> None:
+    assert policies_by_speed(plan()) == (False, "selective", True, "lean", "offload")
+    assert policies_by_speed(plan("train.cuda_graphs=false")) == (False, "selective", "offload", True)
+    lean = plan("train.gradient_checkpointing=auto")
+    needed = estimate_of(plan("train.gradient_checkpointing=true").recipe, lean.facts, "h100").total_bytes
     device = replace(named_device("h100"), memory_bytes=int(needed / 0.9) + 2**20)
     choice = choose_checkpointing(lean.on(device).changed({"train.gradient_checkpointing": "auto"}))
     assert choice.policy is True
 
 
-def test_lean_has_a_frozen_embedding_on_the_host(setup: Callable[..., Setup]) -> None:
+def test_lean_has_a_frozen_embedding_on_the_host(plan: Callable[..., RunPlan]) -> None:
     """It takes the place of `true` where that does not fit, while layers run as graphs."""
     table = 128_256 * 4096 * 2
-    whole, lean = (setup(f"train.gradient_checkpointing={policy}") for policy in ("true", "lean"))
+    whole, lean = (plan(f"train.gradient_checkpointing={policy}") for policy in ("true", "lean"))
     assert lean.why_no_graphs is None
     assert (whole.host_table_bytes, lean.host_table_bytes) == (0, table)
     needed, less = (estimate_of(s.recipe, s.facts, "h100") for s in (whole, lean))
@@ -116,13 +116,13 @@ def test_lean_has_a_frozen_embedding_on_the_host(setup: Callable[..., Setup]) ->
     assert needed.total_bytes - less.total_bytes >= table
     assert (needed.pinned_host_bytes, less.pinned_host_bytes, less.offloaded) == (0, 2**30, None)
 
-    asked = setup().changed({"train.gradient_checkpointing": "auto"})
+    asked = plan().changed({"train.gradient_checkpointing": "auto"})
     device = replace(named_device("h100"), memory_bytes=int(less.total_bytes / 0.9) + 2**20)
     assert choose_checkpointing(asked.on(device)).policy == "lean"
     # Not where the host lacks the room for the table.
     poor = replace(device, host_free_bytes=2**30)
     assert choose_checkpointing(asked.on(poor)).policy != "lean"
-    assert "lean" not in policies_by_speed(setup("train.cuda_graphs=false"))
+    assert "lean" not in policies_by_speed(plan("train.cuda_graphs=false"))
 
 
 @pytest.mark.parametrize(
@@ -136,21 +136,21 @@ def test_lean_has_a_frozen_embedding_on_the_host(setup: Callable[..., Setup]) ->
         ("train.gradient_checkpointing=true",),
     ],
 )
-def test_an_embedding_that_has_to_stay_stays(settings: tuple[str, ...], setup: Callable[..., Setup]) -> None:
-    made = setup("train.gradient_checkpointing=lean", *settings)
+def test_an_embedding_that_has_to_stay_stays(settings: tuple[str, ...], plan: Callable[..., RunPlan]) -> None:
+    made = plan("train.gradient_checkpointing=lean", *settings)
     assert made.host_table_bytes == 0
     assert "lean" not in policies_by_speed(made) or "gradient_checkpointing=true" in settings[0]
 
 
-def test_adapters_are_stepped_in_one_kernel_on_a_gpu(setup: Callable[..., Setup]) -> None:
-    assert setup().optim == "adamw_torch_fused"
-    assert setup("train.optim=adamw_8bit").optim == "adamw_8bit"
-    assert setup(device="cpu").optim == setup("model.kernels=off").optim == "adamw_torch"
-    assert estimate_of(setup().recipe, setup().facts, "h100").parts["optimizer workspace"] == 0
+def test_adapters_are_stepped_in_one_kernel_on_a_gpu(plan: Callable[..., RunPlan]) -> None:
+    assert plan().optim == "adamw_torch_fused"
+    assert plan("train.optim=adamw_8bit").optim == "adamw_8bit"
+    assert plan(device="cpu").optim == plan("model.kernels=off").optim == "adamw_torch"
+    assert estimate_of(plan().recipe, plan().facts, "h100").parts["optimizer workspace"] == 0
 
 
-def test_a_run_that_only_lacks_the_memory_of_graphs_runs_without(setup: Callable[..., Setup]) -> None:
-    found = setup()
+def test_a_run_that_only_lacks_the_memory_of_graphs_runs_without(plan: Callable[..., RunPlan]) -> None:
+    found = plan()
     needed = estimate_of(found.recipe, found.facts, "h100").total_bytes
     enough = replace(named_device("h100"), memory_bytes=int(needed / 0.9) + 2**20)
     assert with_graphs_that_fit(found.on(enough)).why_no_graphs is None
@@ -162,8 +162,8 @@ def test_a_run_that_only_lacks_the_memory_of_graphs_runs_without(setup: Callable
     assert with_graphs_that_fit(found.on(replace(enough, memory_bytes=needed // 2))).graphs_fit
 
 
-def test_rows_of_all_lengths_run_as_graphs_where_they_are_few_tokens(setup: Callable[..., Setup]) -> None:
-    mixed = setup("data.max_seq_len=2048", "train.per_device_train_batch_size=8")
+def test_rows_of_all_lengths_run_as_graphs_where_they_are_few_tokens(plan: Callable[..., RunPlan]) -> None:
+    mixed = plan("data.max_seq_len=2048", "train.per_device_train_batch_size=8")
     assert mixed.tokens == 16384
     assert mixed.graphed
     assert not mixed.wholly_graphed

@@ -10,10 +10,10 @@ import pytest
 
 from ftcli.facts.device import named_device
 from ftcli.facts.model import read_facts
-from ftcli.preflight.memory.estimate import estimate_memory
-from ftcli.preflight.memory.host_total import HostEstimate, host_estimate
+from ftcli.plan.memory.estimate import estimate_memory
+from ftcli.plan.memory.host_total import HostEstimate, host_estimate
 from ftcli.preflight.stages import preflight
-from tests.estimates import setup_of
+from tests.estimates import plan_of
 
 GIB = 2**30
 EIGHT = "model: {name_or_path: meta-llama/Llama-3.1-8B}\ntrain: {gradient_checkpointing: true}\n"
@@ -24,10 +24,10 @@ LORA = "lora: {r: 16}\n"
 def host(load: Callable[..., Any]) -> Callable[..., HostEstimate]:
     def _host(text: str, *overrides: str, device: Any = "h100", processes: int = 1) -> HostEstimate:
         loaded = load(text, *overrides)
-        setup = setup_of(loaded.recipe, read_facts(loaded.recipe.model, offline=True, origins=loaded.origins), device)
-        memory = estimate_memory(setup)
+        plan = plan_of(loaded.recipe, read_facts(loaded.recipe.model, offline=True, origins=loaded.origins), device)
+        memory = estimate_memory(plan)
         assert memory is not None
-        return host_estimate(setup, memory, processes)
+        return host_estimate(plan, memory, processes)
 
     return _host
 

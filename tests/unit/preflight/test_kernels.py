@@ -18,18 +18,18 @@ from ftcli.cli.views import check_text
 from ftcli.config import LoraConfig
 from ftcli.config.load import LoadedRecipe
 from ftcli.errors import FtcliError
-from ftcli.facts.attention import AttentionCall, choose_attention
 from ftcli.facts.device import GPUS, DeviceFacts, named_device
-from ftcli.facts.execution import ExecutionPart, execution_parts
 from ftcli.facts.model import read_facts
-from ftcli.facts.precision import DtypePlan
 from ftcli.model.lora import apply_lora
 from ftcli.model.patch import patch
 from ftcli.pipeline.checking import CheckResult
 from ftcli.plain import plain
-from ftcli.preflight.memory.setup import Setup
+from ftcli.plan.attention import AttentionCall, choose_attention
+from ftcli.plan.execution import ExecutionPart, execution_parts
+from ftcli.plan.precision import DtypePlan
+from ftcli.plan.run import RunPlan
 from ftcli.preflight.stages import preflight
-from tests.estimates import setup_of
+from tests.estimates import plan_of
 from tests.small_models import build
 
 LLAMA = "model: {name_or_path: meta-llama/Llama-3.1-8B, dtype: %s}\nlora: {r: %d}\ndata: {max_seq_len: 4096}\n"
@@ -44,8 +44,8 @@ def _gpu(device: DeviceFacts) -> Gpu:
 def rows_for(loaded: LoadedRecipe, device: DeviceFacts) -> dict[str, ExecutionPart]:
     recipe = loaded.recipe
     facts = read_facts(recipe.model, offline=True, origins=loaded.origins)
-    setup = setup_of(recipe, facts, device)
-    return {row.part: row for row in execution_parts(recipe, facts, setup.plan, device, setup.execution)}
+    plan = plan_of(recipe, facts, device)
+    return {row.part: row for row in execution_parts(recipe, facts, plan.dtypes, device, plan.execution)}
 
 
 @pytest.mark.parametrize("gpu", sorted(GPUS))
@@ -201,7 +201,7 @@ def test_layers_are_on_the_kernels_where_a_model_is_put_on_them(
     text = f"model: {{name_or_path: {path}, tokenizer: bytes, kernels: reference}}\nlora: {section}\n"
     loaded = load(text.replace("'", "").replace("True", "true"))
     facts = read_facts(loaded.recipe.model, offline=True, origins=loaded.origins)
-    execution = setup_of(loaded.recipe, facts, "cpu").execution
+    execution = plan_of(loaded.recipe, facts, "cpu").execution
     assert execution.on_kernels == bool(fused) == (reason is None)
     if reason is not None:
         assert reason in execution.layers.reason
@@ -226,7 +226,7 @@ def test_kernels_that_are_insisted_on_are_refused_before_anything_is_loaded(
     loaded = load(text, setting, "model.kernels=triton")
     check = partial(preflight, loaded, command="check", device=named_device(device), offline=True)
     if said is None:
-        assert check().setup.execution.layers.code == "fused"
+        assert check().plan.execution.layers.code == "fused"
         return
     with pytest.raises(FtcliError) as refused:
         check()
@@ -241,21 +241,21 @@ def test_dropout_of_attention_is_known_to_what_chooses(load: Any, folder: Any, m
     mask over all pairs of tokens was not counted.
     """
     device = named_device("h100")
-    found: dict[float, tuple[Setup, dict[str, ExecutionPart]]] = {}
+    found: dict[float, tuple[RunPlan, dict[str, ExecutionPart]]] = {}
     for dropout in (0.0, 0.1):
         config = {**build(model_type).config.to_dict(), "attention_dropout": dropout, "head_dim": 16}
         path = folder(f"dropping-{dropout}", config)
         loaded = load(f"model: {{name_or_path: {path}, tokenizer: bytes}}\nlora: {{}}\ndata: {{max_seq_len: 256}}\n")
         facts = read_facts(loaded.recipe.model, offline=True, origins=loaded.origins)
-        setup = setup_of(loaded.recipe, facts, device)
-        parts = execution_parts(loaded.recipe, facts, setup.plan, device, setup.execution)
-        found[dropout] = setup, {row.part: row for row in parts}
+        plan = plan_of(loaded.recipe, facts, device)
+        parts = execution_parts(loaded.recipe, facts, plan.dtypes, device, plan.execution)
+        found[dropout] = plan, {row.part: row for row in parts}
     softcap = found[0.1][0].facts.attn_logit_softcapping or 0.0
     call = AttentionCall("bfloat16", 16, softcap, mask="intervals", dropout=True)
-    setup, rows = found[0.1]
-    assert setup.execution.masked == choose_attention(device.gpu, call).backend != "triton"
-    assert setup.execution.dense == choose_attention(device.gpu, replace(call, mask="plain")).backend
+    plan, rows = found[0.1]
+    assert plan.execution.masked == choose_attention(device.gpu, call).backend != "triton"
+    assert plan.execution.dense == choose_attention(device.gpu, replace(call, mask="plain")).backend
     assert not any(row.runs == "triton" for part, row in rows.items() if part.startswith("attention"))
-    assert (setup.execution.batches.layout, rows["batches"].runs) == ("padded", "padded")
+    assert (plan.execution.batches.layout, rows["batches"].runs) == ("padded", "padded")
     assert found[0.0][0].execution.batches.layout == "unpadded"
-    assert setup_of(setup.recipe, setup.facts, device, "eval").execution.masked == "triton"  # nothing is dropped there
+    assert plan_of(plan.recipe, plan.facts, device, "eval").execution.masked == "triton"  # nothing is dropped there

@@ -12,9 +12,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ftcli.facts.device import GPUS
-from ftcli.facts.trained import trained_parameters
-from ftcli.preflight.memory.estimate import estimate_memory
-from tests.estimates import GRPO, Case, setup_of
+from ftcli.plan.memory.estimate import estimate_memory
+from ftcli.plan.trained import trained_parameters
+from tests.estimates import GRPO, Case, plan_of
 
 GIB = 2**30
 LORA = "lora: {r: 16}\n"
@@ -89,7 +89,7 @@ def test_what_runs_the_layers(
 ) -> None:
     _, _, kernels = text.partition("#kernels: ")
     made = case(name, text, f"model.kernels={kernels or 'auto'}")
-    found = setup_of(made.recipe, made.facts, device, work).execution
+    found = plan_of(made.recipe, made.facts, device, work).execution
     assert (found.layers.code, found.attention) == expected
 
 
@@ -273,7 +273,7 @@ def test_an_unknown_family_has_no_estimate(case: Callable[..., Case]) -> None:
     made = case("google/gemma-2-2b", LORA)
     unknown = replace(made.facts, shape=None)
     gpu = GPUS["h100"]
-    assert estimate_memory(setup_of(made.recipe, unknown, gpu)) is None
+    assert estimate_memory(plan_of(made.recipe, unknown, gpu)) is None
 
 
 FULL = "data: {train: [a.jsonl], eval: [b.jsonl], max_seq_len: 1024}\n"

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from ftcli.facts.device import GPUS, named_device
+from ftcli.plan.memory.advice import savings
+from ftcli.plan.memory.candidates import TIGHT_SHARE, leaner_policies
+from ftcli.plan.memory.estimate import MemoryEstimate, estimate_memory
+from ftcli.plan.memory.terms import BACKWARD, END, FORWARD, GENERATION, STEP
 from ftcli.preflight.checks import memory_and_disk
-from ftcli.preflight.memory.advice import savings
-from ftcli.preflight.memory.candidates import TIGHT_SHARE, leaner_policies
-from ftcli.preflight.memory.estimate import MemoryEstimate, estimate_memory
-from ftcli.preflight.memory.terms import BACKWARD, END, FORWARD, GENERATION, STEP
-from tests.estimates import Case, setup_of
+from tests.estimates import Case, plan_of
 
 LORA = "lora: {r: 16}\n"
 ROWS = "data: {train: [a.jsonl], max_seq_len: 2048}\n"
@@ -82,7 +82,7 @@ def test_policies_that_are_proposed(
 ) -> None:
     settings = (f"train.gradient_checkpointing={now}", f"model.kernels={kernels}", "train.cuda_graphs=false")
     made = case("google/gemma-2-9b", LORA, *settings)
-    assert leaner_policies(setup_of(made.recipe, made.facts, device, work)) == leaner
+    assert leaner_policies(plan_of(made.recipe, made.facts, device, work)) == leaner
 
 
 @pytest.mark.parametrize(
@@ -201,22 +201,22 @@ def test_what_a_change_saves_is_counted_in_the_phase_in_which_memory_ran_out(cas
     """The trainer's names were others than the estimate's, so that the peak was taken in silence."""
     text = "data: {train: [a.jsonl], max_seq_len: 1024}\ntrain: {optim: adamw_torch, gradient_checkpointing: true}\n"
     made = case("google/gemma-2-2b", text)
-    setup = setup_of(made.recipe, made.facts, "h200")
-    whole = estimate_memory(setup)
+    plan = plan_of(made.recipe, made.facts, "h200")
+    whole = estimate_memory(plan)
     assert whole is not None
     assert whole.peak not in (FORWARD, BACKWARD)
     for phases in ((FORWARD,), (BACKWARD, END), (STEP,)):
         assert whole.most_of(phases) == max(whole.phase_bytes(phase) for phase in phases)
-        for saving in savings(setup, phases):
-            after = estimate_memory(setup.changed(saving.settings))
+        for saving in savings(plan, phases):
+            after = estimate_memory(plan.changed(saving.settings))
             assert after is not None
             assert saving.saved_bytes == whole.most_of(phases) - after.most_of(phases)
-    assert savings(setup, (FORWARD,)) != savings(setup)
-    assert savings(setup, (GENERATION,)) == savings(setup)  # it does not generate: the peak stands for it
+    assert savings(plan, (FORWARD,)) != savings(plan)
+    assert savings(plan, (GENERATION,)) == savings(plan)  # it does not generate: the peak stands for it
 
 
 def test_batches_to_try_are_found_at_once_and_are_few() -> None:
-    from ftcli.preflight.memory.candidates import _divisors_below
+    from ftcli.plan.memory.candidates import _divisors_below
 
     assert _divisors_below(12) == [6, 4, 3, 2, 1]
     assert _divisors_below(1) == []

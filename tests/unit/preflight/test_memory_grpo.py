@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from ftcli.facts.device import GPUS
-from ftcli.preflight.memory.candidates import smaller_batches
-from ftcli.preflight.memory.estimate import MemoryEstimate
-from tests.estimates import GRPO, Case, setup_of
+from ftcli.plan.memory.candidates import smaller_batches
+from ftcli.plan.memory.estimate import MemoryEstimate
+from tests.estimates import GRPO, Case, plan_of
 
 LORA = "lora: {r: 16}\n"
 #: Completions for two optimizer steps, each of which learns from a half.
@@ -50,7 +50,7 @@ def test_as_many_rows_count_as_are_decoded_at_once(case: Callable[..., Case]) ->
 
 def test_smaller_batches_make_as_many_completions(case: Callable[..., Case]) -> None:
     made = case("mistralai/Mistral-7B-v0.3", LORA + GRPO, *TWO_OF_FOUR)
-    proposed = next(iter(smaller_batches(setup_of(made.recipe, made.facts, "h100", "grpo"))))
+    proposed = next(iter(smaller_batches(plan_of(made.recipe, made.facts, "h100", "grpo"))))
     assert proposed == {
         "train.per_device_train_batch_size": 4,
         "train.gradient_accumulation_steps": 4,

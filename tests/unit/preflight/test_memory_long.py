@@ -10,9 +10,9 @@ import pytest
 
 from ftcli.facts.device import named_device
 from ftcli.facts.model import read_facts
+from ftcli.plan.memory.estimate import MemoryEstimate, estimate_memory
 from ftcli.preflight.checks import memory_and_disk
-from ftcli.preflight.memory.estimate import MemoryEstimate, estimate_memory
-from tests.estimates import setup_of
+from tests.estimates import plan_of
 
 GIB = 2**30
 RECIPE = "lora: {r: 16}\ndata: {train: [a.jsonl], max_seq_len: 2048}\n"
@@ -31,7 +31,7 @@ def estimate(load: Callable[..., Any]) -> Estimate:
         free = None if host_gib is None else int(host_gib * GIB)
         gpu = replace(named_device("h200"), host_free_bytes=free)
         facts = read_facts(loaded.recipe.model, offline=True, origins=loaded.origins)
-        found = estimate_memory(setup_of(loaded.recipe, facts, gpu))
+        found = estimate_memory(plan_of(loaded.recipe, facts, gpu))
         assert found is not None
         return found
 

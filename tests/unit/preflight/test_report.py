@@ -40,8 +40,8 @@ def failure(loaded: Any, device: Any = "h100", command: Any = "check") -> tuple[
 def test_a_good_recipe_gets_a_full_report(load: Callable[..., Any]) -> None:
     report = check(load(FINE))
     assert report.facts.parameters == 2614341888
-    assert report.plan.compute == "bfloat16"
-    assert (report.setup.execution.layers.code, report.setup.execution.attention) == ("fused", "triton")
+    assert report.dtypes.compute == "bfloat16"
+    assert (report.plan.execution.layers.code, report.plan.execution.attention) == ("fused", "triton")
     assert report.verdict is not None
     assert report.verdict.level == "fits"
     assert report.memory is not None

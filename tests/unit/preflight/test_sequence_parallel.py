@@ -11,7 +11,7 @@ import pytest
 from ftcli.preflight.checks import sequence_parallel
 from ftcli.preflight.checks.context import Context
 from ftcli.preflight.checks.sequence_parallel import check_model
-from tests.estimates import Case, setup_of
+from tests.estimates import Case, plan_of
 
 LLAMA = "lora: {r: 16}\ndata: {train: [a.jsonl], max_seq_len: 65536}\n"
 
@@ -56,7 +56,7 @@ def refused(load: Callable[..., Any], *settings: str, **language: Any) -> list[s
     found = case(load, *settings)
     facts = replace(found.facts, language={**found.facts.language, **language})
     asked = Context(found.recipe, found.loaded.origins, "check")
-    return [each.message for each in check_model(asked, setup_of(found.recipe, facts, "h100"))]
+    return [each.message for each in check_model(asked, plan_of(found.recipe, facts, "h100"))]
 
 
 def test_a_process_holds_the_activations_of_its_part(load: Callable[..., Any]) -> None:

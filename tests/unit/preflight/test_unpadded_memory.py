@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from ftcli.facts.batches import bucket
-from tests.estimates import Case, setup_of
+from ftcli.plan.batches import bucket
+from tests.estimates import Case, plan_of
 
 Cases = Callable[..., Case]
 TEXT = "model: {name_or_path: %s}\nlora: {r: 16}\ndata: {max_seq_len: %d, packing: %s}\n"
@@ -38,10 +38,10 @@ def test_on_the_kernels_it_is_that_of_full_rows_rounded_up(
         assert after.allocated_bytes >= before.allocated_bytes
         if bucket(rows * longest) == rows * longest and work == "train":
             assert after.allocated_bytes <= 1.001 * before.allocated_bytes
-    setup = setup_of(unpadded.recipe, unpadded.facts, "h200")
-    assert setup.execution.batches.layout == "unpadded"
-    assert setup.tokens == bucket(rows * longest)
-    assert setup_of(padded.recipe, padded.facts, "h200").tokens == rows * longest
+    plan = plan_of(unpadded.recipe, unpadded.facts, "h200")
+    assert plan.execution.batches.layout == "unpadded"
+    assert plan.tokens == bucket(rows * longest)
+    assert plan_of(padded.recipe, padded.facts, "h200").tokens == rows * longest
 
 
 def test_where_a_mask_keeps_documents_apart_it_is_counted(cases: Cases) -> None:

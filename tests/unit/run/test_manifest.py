@@ -15,9 +15,9 @@ import transformers
 import ftcli
 from ftcli.errors import FtcliError
 from ftcli.facts.device import named_device
-from ftcli.facts.execution import ExecutionPart
-from ftcli.facts.precision import DtypePlan
 from ftcli.plain import plain, plain_fields
+from ftcli.plan.execution import ExecutionPart
+from ftcli.plan.precision import DtypePlan
 from ftcli.run.atomic import read_json_object
 from ftcli.run.inputs import (
     Fingerprint,

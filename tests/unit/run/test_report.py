@@ -13,7 +13,7 @@ import yaml
 
 from ftcli.config import Recipe
 from ftcli.facts.device import named_device
-from ftcli.facts.precision import DtypePlan
+from ftcli.plan.precision import DtypePlan
 from ftcli.run.atomic import read_json_object, write_json
 from ftcli.run.directory import RunDirectory, open_run
 from ftcli.run.manifest import Activations, Fingerprint, build_manifest, write_manifest

@@ -14,7 +14,7 @@ from browser import Browser, find_browser, open_browser
 
 from ftcli.config import Recipe
 from ftcli.facts.device import named_device
-from ftcli.facts.precision import DtypePlan
+from ftcli.plan.precision import DtypePlan
 from ftcli.run.atomic import write_json
 from ftcli.run.completions import Completions, ScoredCompletion
 from ftcli.run.directory import RunDirectory, open_run

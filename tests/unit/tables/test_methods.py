@@ -13,9 +13,9 @@ from ftcli.config.load import LoadedRecipe
 from ftcli.errors import Finding
 from ftcli.pipeline.training import train_supervised
 from ftcli.plain import SPREAD
+from ftcli.plan.run import MethodMemory, RunPlan
 from ftcli.preflight.checks.context import Context
 from ftcli.preflight.checks.data import FirstRows
-from ftcli.preflight.memory.setup import MethodMemory, Setup
 from ftcli.reporting import Session
 from ftcli.tables import code_of, methods
 from ftcli.tables.methods import Method
@@ -47,9 +47,9 @@ def row_rules(context: Context, first: FirstRows) -> Iterator[Finding]:
         yield context.error("FT413", first.path, "pairs are made of conversations")
 
 
-def memory(setup: Setup) -> MethodMemory:
+def memory(plan: RunPlan) -> MethodMemory:
     """It keeps a second model."""
-    return MethodMemory(setup.recipe.data.max_seq_len, reference_bytes=setup.shape.parameters)
+    return MethodMemory(plan.recipe.data.max_seq_len, reference_bytes=plan.shape.parameters)
 
 
 @pytest.fixture

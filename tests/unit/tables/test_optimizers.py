@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ftcli.facts.trained import OptimizerState, TrainedMatrices, TrainedParameters, optimizer_state
+from ftcli.plan.trained import OptimizerState, TrainedMatrices, TrainedParameters, optimizer_state
 from ftcli.preflight.checks import crossfield
 from ftcli.preflight.checks.context import Context
 from ftcli.tables import optimizers

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch.utils.checkpoint import checkpoint
 
-from ftcli.preflight.memory.checkpointing import HeldBytes, LayerBytes, Offloaded, input_alone
+from ftcli.plan.memory.checkpointing import HeldBytes, LayerBytes, Offloaded, input_alone
 from ftcli.tables import code_of, policies
 from ftcli.tables.policies import Policy
 from tests.e2e.conftest import User

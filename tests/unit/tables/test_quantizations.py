@@ -18,12 +18,12 @@ from ftcli.facts.device import named_device
 from ftcli.facts.model import read_facts
 from ftcli.facts.shape import Linear
 from ftcli.model.quantized import QuantizedLinear
+from ftcli.plan.memory.estimate import estimate_memory
 from ftcli.preflight.checks import crossfield, support
 from ftcli.preflight.checks.context import Context
-from ftcli.preflight.memory.estimate import estimate_memory
 from ftcli.tables import code_of, quantizations
 from tests.e2e.conftest import User
-from tests.estimates import setup_of
+from tests.estimates import plan_of
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def test_its_bytes_are_counted(load: Callable[..., Any]) -> None:
     for method in ("none", "int8"):
         loaded = load(text, f"quantization.method={method}", "train.gradient_checkpointing=true")
         facts, gpu = read_facts(loaded.recipe.model, offline=True, origins=loaded.origins), named_device("h200")
-        found[method] = estimate_memory(setup_of(loaded.recipe, facts, gpu))
+        found[method] = estimate_memory(plan_of(loaded.recipe, facts, gpu))
     linears = facts.shape.linears
     rows = sum(linear.out_features for linear in linears)
     saved = facts.shape.num_layers * (sum(linear.in_features * linear.out_features for linear in linears) - 4 * rows)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ftcli.facts.trained import TrainedMatrices, bytes_of
+from ftcli.plan.trained import TrainedMatrices, bytes_of
 from ftcli.tables import code_of, optimizers
 from ftcli.train.adamw import AdamW, AdamW8bit
 

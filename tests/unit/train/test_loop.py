@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ftcli.config.training import TrainConfig
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.facts.precision import DtypePlan
+from ftcli.plan.precision import DtypePlan
 from ftcli.run.checkpoint import Checkpoints
 from ftcli.run.metrics import MetricsLine
 from ftcli.run.signals import SignalName

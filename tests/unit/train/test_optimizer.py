@@ -9,7 +9,7 @@ import torch
 
 from ftcli.config.training import TrainConfig
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.facts.precision import DtypePlan
+from ftcli.plan.precision import DtypePlan
 from ftcli.train.optimizer import MOST_SKIPPED, Optimization, OptimizerChoice
 from ftcli.train.parallel import Parallel
 from tests.small_models import build

@@ -16,10 +16,10 @@ from ftcli.data.collate import PaddingCollator, packed_batch
 from ftcli.data.pack import best_fit
 from ftcli.data.tokens import TokenizedRow
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.facts.precision import DtypePlan
 from ftcli.labels import IGNORE_INDEX
 from ftcli.model.backbone import hidden_states
 from ftcli.model.loss import forward_loss
+from ftcli.plan.precision import DtypePlan
 from ftcli.rows.row import Row
 from ftcli.train.isolation import check_isolation
 

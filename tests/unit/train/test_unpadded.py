@@ -19,14 +19,14 @@ from ftcli.data.collate import EpochCollator, unpadded_batch
 from ftcli.data.order import plain_epochs
 from ftcli.data.tokens import TokenizedRow
 from ftcli.evaluate.loss import evaluate_loss
-from ftcli.facts.batches import Batches
-from ftcli.facts.precision import DtypePlan
 from ftcli.labels import IGNORE_INDEX
 from ftcli.model import attention
 from ftcli.model.backbone import base_of
 from ftcli.model.loss import forward_loss
 from ftcli.model.masks import CallMask, Documents, mask_for
 from ftcli.model.patch import patch
+from ftcli.plan.batches import Batches
+from ftcli.plan.precision import DtypePlan
 from ftcli.reporting import SilentReporter
 from ftcli.rows.row import Row
 from ftcli.tables import families

@@ -20,8 +20,6 @@ from trl import GRPOConfig, GRPOTrainer
 
 from ftcli.config import GrpoConfig, ModelConfig, QuantizationConfig
 from ftcli.errors import FtcliError
-from ftcli.facts.batches import Batches
-from ftcli.facts.precision import DtypePlan
 from ftcli.methods.grpo.advantages import without_spread
 from ftcli.methods.grpo.losses import StepShape
 from ftcli.methods.grpo.parity import allowed, check_parity
@@ -30,6 +28,8 @@ from ftcli.model import attention
 from ftcli.model.patch import patch
 from ftcli.model.stack import stack_of
 from ftcli.model.tokenizer import load_tokenizer
+from ftcli.plan.batches import Batches
+from ftcli.plan.precision import DtypePlan
 from tests.quantised import TINY, load
 
 KINDS = {"LoRA": "none", "QLoRA": "nf4", "fp8": "fp8", "full": "none"}

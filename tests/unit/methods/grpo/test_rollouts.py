@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from ftcli.config import GrpoConfig
-from ftcli.facts.precision import DtypePlan
 from ftcli.generation.engine import Engine
 from ftcli.generation.fallback import TransformersGenerator
 from ftcli.methods.grpo.rollouts import Rollouts
+from ftcli.plan.precision import DtypePlan
 from ftcli.reporting import SilentReporter
 from tests.small_models import build
 
@@ -26,7 +26,7 @@ def rollouts(model: Any, seed: int = 0, **settings: Any) -> Rollouts:
     job: Any = SimpleNamespace(
         recipe=recipe,
         report=report,
-        plan=PLAN,
+        dtypes=PLAN,
         device=torch.device("cpu"),
         stops=(4,),
         pad_token_id=0,

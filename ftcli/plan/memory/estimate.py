@@ -10,14 +10,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from ftcli.facts.quantization import layers_with_room
-from ftcli.facts.trained import optimizer_state
 from ftcli.plain import JsonObject
-from ftcli.preflight.memory.checkpointing import Offloaded
-from ftcli.preflight.memory.generation import Generator, generation
-from ftcli.preflight.memory.pinned import pinnable_bytes, pinned_bytes, pinned_whole
-from ftcli.preflight.memory.setup import Setup
-from ftcli.preflight.memory.terms import (
+from ftcli.plan.memory.checkpointing import Offloaded
+from ftcli.plan.memory.generation import Generator, generation
+from ftcli.plan.memory.pinned import pinnable_bytes, pinned_bytes, pinned_whole
+from ftcli.plan.memory.terms import (
     GENERATION,
     MemoryDecisions,
     Phase,
@@ -26,6 +23,9 @@ from ftcli.preflight.memory.terms import (
     phases_of,
     terms,
 )
+from ftcli.plan.quantization import layers_with_room
+from ftcli.plan.run import RunPlan
+from ftcli.plan.trained import optimizer_state
 from ftcli.tables import quantizations
 
 #: CUDA context and loaded kernels; on a CPU the interpreter with torch and transformers.
@@ -99,7 +99,7 @@ class MemoryEstimate:
         }
 
 
-def estimate_memory(setup: Setup) -> MemoryEstimate | None:
+def estimate_memory(plan: RunPlan) -> MemoryEstimate | None:
     """The estimate of one setup; None for a model family whose sizes are not known.
 
     What depends on how much memory there is is settled first: what ``offload`` sends to the host, how many layers
@@ -108,85 +108,85 @@ def estimate_memory(setup: Setup) -> MemoryEstimate | None:
     Raises:
         ValueError: Training under ``gradient_checkpointing: auto``; :mod:`~.policy` must choose a policy before.
     """
-    if setup.facts.shape is None:
+    if plan.facts.shape is None:
         return None
-    return _with_generator(setup, MemoryDecisions(offloaded_of(setup), _dequantized_layers(setup)))
+    return _with_generator(plan, MemoryDecisions(offloaded_of(plan), _dequantized_layers(plan)))
 
 
-def _dequantized_layers(setup: Setup) -> int:
-    quantization, shape = setup.recipe.quantization, setup.shape
+def _dequantized_layers(plan: RunPlan) -> int:
+    quantization, shape = plan.recipe.quantization, plan.shape
     possible = quantizations.row(quantization.method).holds_dequantized
-    if not possible or not quantization.keep_dequantized or setup.work == "export":
+    if not possible or not quantization.keep_dequantized or plan.work == "export":
         return 0
-    if setup.spread_over > 1 and quantization.keep_dequantized == "auto":
+    if plan.shard_size > 1 and quantization.keep_dequantized == "auto":
         return 0  # four times as much would have to be sent
     if quantization.keep_dequantized is True:
         return shape.num_layers
-    needed, element = _added_up(setup, MemoryDecisions(offloaded_of(setup))).total_bytes, setup.plan.parameter_bytes
-    return layers_with_room(quantization, shape, element, needed, setup.device.available_bytes)
+    needed, element = _added_up(plan, MemoryDecisions(offloaded_of(plan))).total_bytes, plan.dtypes.parameter_bytes
+    return layers_with_room(quantization, shape, element, needed, plan.device.available_bytes)
 
 
-def _with_generator(setup: Setup, settled: MemoryDecisions) -> MemoryEstimate:
+def _with_generator(plan: RunPlan, settled: MemoryDecisions) -> MemoryEstimate:
     """With what generates kept from step to step, and weights merged for it, where that leaves memory free.
 
     On a CPU it is always kept, and nothing is merged.
     """
-    alone, batch, free = _added_up(setup, settled), setup.method_memory.generation, setup.device.available_bytes
+    alone, batch, free = _added_up(plan, settled), plan.method_memory.generation, plan.device.available_bytes
     if GENERATION not in alone.phases or batch is None:
         return alone
-    needed = generation(setup, batch)
+    needed = generation(plan, batch)
     if not needed.by_engine:
         return alone
-    if setup.device.kind == "cpu":
-        return _added_up(setup, replace(settled, generator="kept"))
+    if plan.device.kind == "cpu":
+        return _added_up(plan, replace(settled, generator="kept"))
     if free is None:
         return alone
     ways: tuple[Generator, ...] = ("merged", "kept") if needed.copy_bytes else ("kept",)
     for way in ways:
-        found = _added_up(setup, replace(settled, generator=way))
+        found = _added_up(plan, replace(settled, generator=way))
         if found.total_bytes <= ROOMY_SHARE * free:
             return found
     return alone
 
 
-def offloaded_of(setup: Setup) -> Offloaded:
+def offloaded_of(plan: RunPlan) -> Offloaded:
     """What ``offload`` sends to the host: the tensors that halves of layers are run again from, or only the layers'
     inputs where the host has no room for those.
     """
-    free = setup.device.host_free_bytes
-    has_room = free is None or pinned_by(setup, "halves") <= pinnable_bytes(free)
+    free = plan.device.host_free_bytes
+    has_room = free is None or pinned_by(plan, "halves") <= pinnable_bytes(free)
     return "halves" if has_room else "layers"
 
 
-def pinned_by(setup: Setup, offloaded: Offloaded) -> int:
+def pinned_by(plan: RunPlan, offloaded: Offloaded) -> int:
     """Bytes of activations that training sends to the host. On a CPU nothing is sent: its memory is the host's."""
-    if not setup.trains or setup.device.kind == "cpu":
+    if not plan.trains or plan.device.kind == "cpu":
         return 0
-    setting = setup.setting(setup.largest[1], padded=False)
-    stream = setup.shape.hidden_size * setting.bytes_residual
-    held, _ = held_by_layers(setup, setting, offloaded)
-    layers = setup.shape.num_layers - setup.uncheckpointed
-    return pinned_bytes(layers * round(held.host / stream), setup.tokens * stream)
+    setting = plan.setting(plan.largest[1], padded=False)
+    stream = plan.shape.hidden_size * setting.bytes_residual
+    held, _ = held_by_layers(plan, setting, offloaded)
+    layers = plan.shape.num_layers - plan.uncheckpointed
+    return pinned_bytes(layers * round(held.host / stream), plan.tokens * stream)
 
 
-def paged_by(setup: Setup) -> int:
+def paged_by(plan: RunPlan) -> int:
     """Bytes of optimizer state in managed memory."""
-    if not setup.trains or setup.device.kind != "cuda":
+    if not plan.trains or plan.device.kind != "cuda":
         return 0
-    return optimizer_state(setup.recipe.train.optim, setup.trained).paged
+    return optimizer_state(plan.recipe.train.optim, plan.trained).paged
 
 
-def _added_up(setup: Setup, settled: MemoryDecisions) -> MemoryEstimate:
-    found = tuple(terms(setup, settled))
-    phases = phases_of(setup)
+def _added_up(plan: RunPlan, settled: MemoryDecisions) -> MemoryEstimate:
+    found = tuple(terms(plan, settled))
+    phases = phases_of(plan)
     short_lived = max(
         sum(term.bytes for term in found if phase in term.phases and not term.lasting) for phase in phases
     )
     parts = {term.name: term.bytes for term in found}
-    parts["runtime"] = _RUNTIME_BYTES[setup.device.kind] + int(_FRAGMENTATION * short_lived)
+    parts["runtime"] = _RUNTIME_BYTES[plan.device.kind] + int(_FRAGMENTATION * short_lived)
     names = {phase: (*(term.name for term in found if phase in term.phases), "runtime") for phase in phases}
-    pinned, table = pinned_by(setup, settled.offloaded), pinned_whole(setup.host_table_bytes)
-    whole = setup.layers.gate_and_up is None  # layers that know no halves send their input
+    pinned, table = pinned_by(plan, settled.offloaded), pinned_whole(plan.host_table_bytes)
+    whole = plan.layers.gate_and_up is None  # layers that know no halves send their input
     sent: Offloaded = "layers" if whole else settled.offloaded
     return MemoryEstimate(
         MappingProxyType(parts),
@@ -194,7 +194,7 @@ def _added_up(setup: Setup, settled: MemoryDecisions) -> MemoryEstimate:
         pinned + table,
         sent if pinned else None,
         settled.dequantized_layers,
-        paged_by(setup),
-        graph_pool(setup, settled),
+        paged_by(plan),
+        graph_pool(plan, settled),
         settled.generator,
     )

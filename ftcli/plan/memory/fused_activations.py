@@ -32,8 +32,8 @@ from types import MappingProxyType
 from ftkernels.limits import packed_rank
 
 from ftcli.facts.shape import ModelShape
-from ftcli.preflight.memory.activations import ActivationSettings, LayerMemory, eager_scores, norm_bytes, scores_at_work
-from ftcli.preflight.memory.checkpointing import fetched_ahead
+from ftcli.plan.memory.activations import ActivationSettings, LayerMemory, eager_scores, norm_bytes, scores_at_work
+from ftcli.plan.memory.checkpointing import fetched_ahead
 
 _PRODUCTS = 7
 #: Bytes per token and column of the rank in the MLP's backward: products with A and their gradients, in float32 and

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ftcli.facts.device import DeviceFacts
-from ftcli.facts.execution import Execution
+from ftcli.plan.execution import Execution
 
 #: What torch gives cuBLAS for each handle and stream, out of its own allocator; Hopper has the larger one.
 _CUBLAS_BYTES, _CUBLAS_HOPPER_BYTES = 4096 * 1024 * 2 + 16 * 1024 * 8, 4096 * 1024 * 8

@@ -28,7 +28,7 @@ Rotary embeddings and residual additions keep nothing. :mod:`~.checkpointing` sa
 this. tests/unit/preflight/test_activations.py compares the table with torch's saved-tensor hooks: LoRA and full
 fine-tuning, float32 and bfloat16, every family.
 
-Layers on ftcli's kernels keep less: :mod:`~.fused_activations`. :mod:`ftcli.facts.execution` says which of the two
+Layers on ftcli's kernels keep less: :mod:`~.fused_activations`. :mod:`ftcli.plan.execution` says which of the two
 forms a run has.
 """
 
@@ -40,7 +40,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from ftcli.facts.shape import SHARED_INPUTS, Linear, ModelShape
-from ftcli.preflight.memory.checkpointing import LayerBytes
+from ftcli.plan.memory.checkpointing import LayerBytes
 
 
 @dataclass(frozen=True, slots=True)

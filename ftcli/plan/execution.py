@@ -15,12 +15,12 @@ from ftkernels.limits import LARGEST_FUSED_RANK, Activation, Gpu, packed_rank, w
 
 from ftcli.config import ModelConfig, Recipe
 from ftcli.config.model import Kernels
-from ftcli.facts.attention import AttentionCall, AttentionChoice, choose_attention
-from ftcli.facts.batches import Batches, choose_batches
 from ftcli.facts.device import DeviceFacts
 from ftcli.facts.model import ModelFacts
-from ftcli.facts.precision import DtypePlan
-from ftcli.facts.quantization import why_dequantized
+from ftcli.plan.attention import AttentionCall, AttentionChoice, choose_attention
+from ftcli.plan.batches import Batches, choose_batches
+from ftcli.plan.precision import DtypePlan
+from ftcli.plan.quantization import why_dequantized
 from ftcli.tables import quantizations
 from ftcli.tables.families import family_of
 
@@ -157,17 +157,17 @@ class ExecutionPart:
     reason: str
 
 
-def execution_of(recipe: Recipe, facts: ModelFacts, plan: DtypePlan, device: DeviceFacts, *, work: Work) -> Execution:
+def execution_of(recipe: Recipe, facts: ModelFacts, dtypes: DtypePlan, device: DeviceFacts, *, work: Work) -> Execution:
     """How the layers of a run are computed."""
     layers = _layers(recipe, facts, device, work=work)
     drops = work == "train" and facts.drops_attention
-    masked_choice = _attention(facts, plan, device, masked=True, drops=drops)
+    masked_choice = _attention(facts, dtypes, device, masked=True, drops=drops)
     batches = _batches(recipe, masked_choice, layers, work=work)
     if layers.code == "transformers":
         own = own_attention(recipe.model, facts.attn_logit_softcapping)
         masked: str = masked_choice.backend if layers.parts else own
         return Execution(layers, own, own, masked, sends_attention=False, batches=batches, drops=drops)
-    dense = _attention(facts, plan, device, drops=drops).backend
+    dense = _attention(facts, dtypes, device, drops=drops).backend
     masked = masked_choice.backend
     windowed = _window_in_force(recipe, facts)
     by_kernel = masked == "triton"
@@ -211,7 +211,7 @@ def _joins_rows(recipe: Recipe, batches: Batches) -> bool:
 
 
 def execution_parts(
-    recipe: Recipe, facts: ModelFacts, plan: DtypePlan, device: DeviceFacts, execution: Execution
+    recipe: Recipe, facts: ModelFacts, dtypes: DtypePlan, device: DeviceFacts, execution: Execution
 ) -> tuple[ExecutionPart, ...]:
     """What runs on each part of a training step, in the order of the model."""
     layers = execution.layers
@@ -222,20 +222,20 @@ def execution_parts(
             own = "eager" if execution.attention == "eager" else "sdpa"
             return (
                 first,
-                _rounded_products(recipe, plan, device),
+                _rounded_products(recipe, dtypes, device),
                 ExecutionPart("attention", own, "transformers' own"),
                 batches,
             )
         if layers.parts:
-            return (first, *_attention_parts(recipe, facts, plan, device, execution), batches)
+            return (first, *_attention_parts(recipe, facts, dtypes, device, execution), batches)
         own = "eager" if execution.attention == "eager" else "sdpa"
         return (first, ExecutionPart("attention", own, "transformers' own"), batches)
     elementwise = "torch" if layers.code == "reference" else "triton"
     return (
         ExecutionPart("norms, rotary embedding, gated unit", elementwise, layers.reason),
-        *_frozen_products(recipe, plan, device),
-        _trained_products(recipe, plan, device, elementwise),
-        *_attention_parts(recipe, facts, plan, device, execution),
+        *_frozen_products(recipe, dtypes, device),
+        _trained_products(recipe, dtypes, device, elementwise),
+        *_attention_parts(recipe, facts, dtypes, device, execution),
         ExecutionPart("head and loss", elementwise, f"{layers.reason}; logits in chunks, never all at once"),
         batches,
     )
@@ -264,7 +264,7 @@ def _window_in_force(recipe: Recipe, facts: ModelFacts) -> bool:
 
 def _attention(
     facts: ModelFacts,
-    plan: DtypePlan,
+    dtypes: DtypePlan,
     device: DeviceFacts,
     *,
     windowed: bool = False,
@@ -274,12 +274,12 @@ def _attention(
     head_dim = 0 if facts.shape is None else facts.shape.head_dim
     softcap = facts.attn_logit_softcapping or 0.0
     mask: Literal["plain", "intervals"] = "intervals" if masked else "plain"
-    call = AttentionCall(plan.compute, head_dim, softcap, windowed, mask, dropout=drops)
+    call = AttentionCall(dtypes.compute, head_dim, softcap, windowed, mask, dropout=drops)
     return choose_attention(device.gpu, call)
 
 
 def _attention_parts(
-    recipe: Recipe, facts: ModelFacts, plan: DtypePlan, device: DeviceFacts, execution: Execution
+    recipe: Recipe, facts: ModelFacts, dtypes: DtypePlan, device: DeviceFacts, execution: Execution
 ) -> list[ExecutionPart]:
     """One row; more where some layers have a window in force, or where several documents go to another backend."""
 
@@ -287,15 +287,15 @@ def _attention_parts(
         return ExecutionPart(part, choice.backend, choice.reason)
 
     drops = execution.drops
-    everywhere = _attention(facts, plan, device, masked=recipe.data.packing, drops=drops)
-    together = _attention(facts, plan, device, masked=True, drops=drops)
+    everywhere = _attention(facts, dtypes, device, masked=recipe.data.packing, drops=drops)
+    together = _attention(facts, dtypes, device, masked=True, drops=drops)
     apart = [row("attention, rows of different lengths", together)]
     if together.backend == everywhere.backend or not _joins_rows(recipe, execution.batches):
         apart = []
     if not _window_in_force(recipe, facts):
         return [row("attention", everywhere), *apart]
     rows = [
-        row(f"attention, window {facts.sliding_window}", _attention(facts, plan, device, windowed=True, drops=drops))
+        row(f"attention, window {facts.sliding_window}", _attention(facts, dtypes, device, windowed=True, drops=drops))
     ]
     layers = 0 if facts.shape is None else facts.shape.num_layers
     if facts.windowed_layers(layers) < layers:
@@ -303,10 +303,10 @@ def _attention_parts(
     return rows
 
 
-def _rounded_products(recipe: Recipe, plan: DtypePlan, device: DeviceFacts) -> ExecutionPart:
+def _rounded_products(recipe: Recipe, dtypes: DtypePlan, device: DeviceFacts) -> ExecutionPart:
     """Products of a method that rounds weights and activations in each of them."""
     part, method = "linear layers", recipe.quantization.method
-    refusal = why_dequantized(recipe.quantization, plan, device)
+    refusal = why_dequantized(recipe.quantization, dtypes, device)
     if not wants_kernels(recipe.model.kernels):
         refusal = f"model.kernels: {recipe.model.kernels}"
     if refusal is not None:
@@ -314,28 +314,28 @@ def _rounded_products(recipe: Recipe, plan: DtypePlan, device: DeviceFacts) -> E
     return ExecutionPart(part, "triton", f"{method}: int8 products on tensor cores, rounded in the norms")
 
 
-def _frozen_products(recipe: Recipe, plan: DtypePlan, device: DeviceFacts) -> list[ExecutionPart]:
+def _frozen_products(recipe: Recipe, dtypes: DtypePlan, device: DeviceFacts) -> list[ExecutionPart]:
     """Products of quantised weights, for methods that can multiply them as they are stored."""
     method = recipe.quantization.method
     if quantizations.row(method).products is None:
         return []
-    part, refusal = "products of the frozen weights", why_dequantized(recipe.quantization, plan, device)
+    part, refusal = "products of the frozen weights", why_dequantized(recipe.quantization, dtypes, device)
     if refusal is not None:
-        return [ExecutionPart(part, "torch", f"{refusal}: dequantised to {plan.compute}")]
+        return [ExecutionPart(part, "torch", f"{refusal}: dequantised to {dtypes.compute}")]
     return [ExecutionPart(part, method, "as they are stored, on tensor cores")]
 
 
-def _trained_products(recipe: Recipe, plan: DtypePlan, device: DeviceFacts, elementwise: str) -> ExecutionPart:
+def _trained_products(recipe: Recipe, dtypes: DtypePlan, device: DeviceFacts, elementwise: str) -> ExecutionPart:
     """Products of what is trained: of adapters, or of the weights themselves."""
     if recipe.lora is None:
-        copied = "" if plan.parameter == plan.compute else f", of copies in {plan.compute} that each step makes"
-        return ExecutionPart("products of the weights", "torch", f"their gradients are {plan.gradient}{copied}")
+        copied = "" if dtypes.parameter == dtypes.compute else f", of copies in {dtypes.compute} that each step makes"
+        return ExecutionPart("products of the weights", "torch", f"their gradients are {dtypes.gradient}{copied}")
     part, rank = "LoRA products", recipe.lora.r
     if elementwise == "torch":
         return ExecutionPart(part, "torch", "model.kernels: reference")
     if packed_rank(rank) > LARGEST_FUSED_RANK:
         return ExecutionPart(part, "torch", f"rank {rank} is above {LARGEST_FUSED_RANK}: products of their own")
-    refusal = why_no_products(device.gpu, plan.compute)
+    refusal = why_no_products(device.gpu, dtypes.compute)
     if refusal is not None:
         return ExecutionPart(part, "torch", f"{refusal}: products of their own")
     return ExecutionPart(part, "triton", "half precision on tensor cores: they ride in the elementwise kernels")

@@ -13,9 +13,9 @@ from typing import Any, Literal
 from ftcli.config import LoraConfig
 from ftcli.config.overrides import Settings
 from ftcli.facts.device import DeviceFacts
-from ftcli.preflight.memory.estimate import MemoryEstimate, estimate_memory, offloaded_of, pinned_by
-from ftcli.preflight.memory.pinned import pinnable_bytes, pinned_whole
-from ftcli.preflight.memory.setup import Setup
+from ftcli.plan.memory.estimate import MemoryEstimate, estimate_memory, offloaded_of, pinned_by
+from ftcli.plan.memory.pinned import pinnable_bytes, pinned_whole
+from ftcli.plan.run import RunPlan
 from ftcli.tables import policies, quantizations
 from ftcli.tables.policies import PolicyName
 
@@ -33,18 +33,18 @@ class Candidate:
     """A recipe with ``settings`` changed, and its estimate."""
 
     settings: Settings
-    setup: Setup
+    plan: RunPlan
     estimate: MemoryEstimate
 
     @property
     def level(self) -> Level:
         """Whether its peak fits the device's memory."""
-        return level_of(self.estimate.total_bytes, self.setup.device)
+        return level_of(self.estimate.total_bytes, self.plan.device)
 
 
-def candidate(setup: Setup, settings: Settings | None = None) -> Candidate | None:
-    """``setup`` with ``settings`` changed; None for a family without arithmetic."""
-    changed = setup.changed(settings) if settings else setup
+def candidate(plan: RunPlan, settings: Settings | None = None) -> Candidate | None:
+    """``plan`` with ``settings`` changed; None for a family without arithmetic."""
+    changed = plan.changed(settings) if settings else plan
     estimate = estimate_memory(changed)
     return None if estimate is None else Candidate(settings or {}, changed, estimate)
 
@@ -66,67 +66,67 @@ def host_has_room(estimate: MemoryEstimate, device: DeviceFacts) -> bool | None:
     return estimate.pinned_host_bytes <= pinnable_bytes(device.host_free_bytes)
 
 
-def policies_by_speed(setup: Setup) -> tuple[PolicyName, ...]:
+def policies_by_speed(plan: RunPlan) -> tuple[PolicyName, ...]:
     """The policies that make a difference in this run, the fastest first.
 
     Where the host only has room for the layers' inputs, ``offload`` runs whole layers again, with one product more than
     ``true``. It is the slowest policy then; and so it is where micro-batches are so small that the others run as CUDA
     graphs. There ``lean`` comes before it; elsewhere ``offload`` is faster, and leaner as a rule.
     """
-    usable = setup.method.supports.get("train.gradient_checkpointing")
-    on_kernels, graphed = setup.execution.on_kernels, runs_as_graphs(setup)
+    usable = plan.method.supports.get("train.gradient_checkpointing")
+    on_kernels, graphed = plan.execution.on_kernels, runs_as_graphs(plan)
     found = [
         name
         for name, row in policies.TABLE.items()
         if (usable is None or name in usable)
         and (on_kernels or row.off_kernels is None)
-        and (setup.device.kind != "cpu" or not row.by_layer)
-        and (not row.embedding_on_host or (graphed and setup.under(name).host_table_bytes))
+        and (plan.device.kind != "cpu" or not row.by_layer)
+        and (not row.embedding_on_host or (graphed and plan.under(name).host_table_bytes))
     ]
 
     def time(name: PolicyName) -> tuple[bool, float]:
         row = policies.row(name)
-        short_host = on_kernels and row.on_host and (graphed or offloaded_of(setup.under(name)) == "layers")
+        short_host = on_kernels and row.on_host and (graphed or offloaded_of(plan.under(name)) == "layers")
         return short_host, row.time if on_kernels else row.time_off_kernels
 
     return tuple(sorted(found, key=time))
 
 
-def runs_as_graphs(setup: Setup) -> bool:
+def runs_as_graphs(plan: RunPlan) -> bool:
     """Whether a run is bound by the host, and runs as CUDA graphs under a policy that allows it."""
-    return setup.trains and setup.under(False).wholly_graphed
+    return plan.trains and plan.under(False).wholly_graphed
 
 
-def leaner_policies(setup: Setup) -> tuple[PolicyName, ...]:
+def leaner_policies(plan: RunPlan) -> tuple[PolicyName, ...]:
     """Policies that keep less than the recipe's and that the host has room for, the fastest first.
 
     On the kernels ``offload`` is both faster and leaner than ``true``, so ``true`` is only proposed where the host has
     no room for what ``offload`` sends to it.
     """
-    if not setup.trains:
+    if not plan.trains:
         return ()
-    order = [name for name in policies_by_speed(setup) if _host_has_room_for(setup.under(name))]
+    order = [name for name in policies_by_speed(plan) if _host_has_room_for(plan.under(name))]
     last = policies.row(order[-1])
     if last.by_transformers and any(policies.row(name).on_host for name in order):
         order.pop()
-    now = setup.recipe.train.checkpointing
+    now = plan.recipe.train.checkpointing
     if now in order:
         return tuple(order[order.index(now) + 1 :])
     return tuple(name for name in order if policies.row(name).on_host)
 
 
-def _host_has_room_for(setup: Setup) -> bool:
-    free = setup.device.host_free_bytes
+def _host_has_room_for(plan: RunPlan) -> bool:
+    free = plan.device.host_free_bytes
     if free is None:
         return True
-    sent = pinned_by(setup, offloaded_of(setup)) if setup.policy.on_host else 0
-    return sent + pinned_whole(setup.host_table_bytes) <= pinnable_bytes(free)
+    sent = pinned_by(plan, offloaded_of(plan)) if plan.policy.on_host else 0
+    return sent + pinned_whole(plan.host_table_bytes) <= pinnable_bytes(free)
 
 
-def smaller_batches(setup: Setup) -> Iterator[Settings]:
+def smaller_batches(plan: RunPlan) -> Iterator[Settings]:
     """Smaller batches, with more accumulation in return: an optimizer step sees the same rows."""
-    rows, accumulation = setup.rows, setup.recipe.train.gradient_accumulation_steps
-    counted = {key: setup.recipe.value_of(key) for key in setup.method.counts_micro_batches}
+    rows, accumulation = plan.rows, plan.recipe.train.gradient_accumulation_steps
+    counted = {key: plan.recipe.value_of(key) for key in plan.method.counts_micro_batches}
     for smaller in _divisors_below(rows):
         changes: Settings = {
             "train.per_device_train_batch_size": smaller,
@@ -153,32 +153,32 @@ def _divisors_below(number: int) -> list[int]:
     return kept
 
 
-def shorter(setup: Setup) -> Iterator[Settings]:
+def shorter(plan: RunPlan) -> Iterator[Settings]:
     """Half the length, and half of that; never less than 256 tokens."""
-    key = setup.method.length if setup.trains else "data.max_seq_len"
-    length = setup.recipe.value_of(key)
+    key = plan.method.length if plan.trains else "data.max_seq_len"
+    length = plan.recipe.value_of(key)
     while length // 2 >= _SHORTEST_SEQ_LEN:
         length //= 2
         yield {key: length}
 
 
-def checkpointed(setup: Setup) -> list[Settings]:
+def checkpointed(plan: RunPlan) -> list[Settings]:
     """The leaner policies as settings, applied to all layers.
 
     First comes the recipe's own policy, where the recipe leaves layers out of it.
     """
-    leaner = [{"train.gradient_checkpointing": name} for name in leaner_policies(setup)]
-    if not setup.recipe.train.uncheckpointed_layers:
+    leaner = [{"train.gradient_checkpointing": name} for name in leaner_policies(plan)]
+    if not plan.recipe.train.uncheckpointed_layers:
         return [*leaner]
     none = {"train.uncheckpointed_layers": 0}
     return [none, *(each | none for each in leaner)]
 
 
-def narrower_gradients(setup: Setup) -> list[Settings]:
+def narrower_gradients(plan: RunPlan) -> list[Settings]:
     """Gradients in bfloat16, where the recipe may have them so and has not."""
-    plan, plain = setup.plan, quantizations.row(setup.recipe.quantization.method).quantize is None
-    whole = setup.trains and setup.recipe.lora is None and setup.spread_over == 1
-    usable = whole and plain and setup.own_optimizer and plan.compute == "bfloat16" != plan.gradient
+    dtypes, plain = plan.dtypes, quantizations.row(plan.recipe.quantization.method).quantize is None
+    whole = plan.trains and plan.recipe.lora is None and plan.shard_size == 1
+    usable = whole and plain and plan.own_optimizer and dtypes.compute == "bfloat16" != dtypes.gradient
     return [{"train.bf16_gradients": True}] if usable else []
 
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, Literal, TypeAlias
 
-from ftcli.facts.trained import optimizer_state
 from ftcli.plain import JsonObject
-from ftcli.preflight.memory.estimate import MemoryEstimate
-from ftcli.preflight.memory.setup import Setup
-from ftcli.preflight.memory.spread import spreads_trained
-from ftcli.preflight.memory.terms import STEP
+from ftcli.plan.memory.estimate import MemoryEstimate
+from ftcli.plan.memory.shards import shards_trained
+from ftcli.plan.memory.terms import STEP
+from ftcli.plan.run import RunPlan
+from ftcli.plan.trained import optimizer_state
 from ftcli.units import GIB
 
 HostPhase: TypeAlias = Literal["loading", "training", "saving"]
@@ -66,13 +66,13 @@ class HostEstimate:
         }
 
 
-def host_estimate(setup: Setup, memory: MemoryEstimate, processes: int) -> HostEstimate:
+def host_estimate(plan: RunPlan, memory: MemoryEstimate, processes: int) -> HostEstimate:
     """The estimate for a host with so many of the ranks, rank 0 among them; ``memory`` is that of each device.
 
     On a CPU a rank's device memory is the host's.
     """
-    saved = {"checkpoint put together": _saved(setup)}
-    if setup.device.kind == "cpu":
+    saved = {"checkpoint put together": _saved(plan)}
+    if plan.device.kind == "cpu":
         held = memory.phase_bytes(STEP) - memory.parts.get("gradients", 0)  # these are gone after the step
         parts = {
             "training": memory.total_bytes * processes,
@@ -85,7 +85,7 @@ def host_estimate(setup: Setup, memory: MemoryEstimate, processes: int) -> HostE
         return HostEstimate(processes, MappingProxyType({**parts, **saved}), MappingProxyType(phases))
     each = {
         "processes": _PROCESS_BYTES,
-        "tensors being loaded": _loaded(setup),
+        "tensors being loaded": _loaded(plan),
         "pinned memory": memory.pinned_host_bytes,
         "paged optimizer": memory.paged_bytes,
     }
@@ -99,23 +99,23 @@ def host_estimate(setup: Setup, memory: MemoryEstimate, processes: int) -> HostE
     return HostEstimate(processes, MappingProxyType({**parts, **saved}), MappingProxyType(on_gpu))
 
 
-def _loaded(setup: Setup) -> int:
+def _loaded(plan: RunPlan) -> int:
     """The largest tensor, as it is stored and in the dtype that it is held in; none is stored of random weights."""
-    if setup.recipe.model.init == "random":
+    if plan.recipe.model.init == "random":
         return 0
-    shape = setup.shape
+    shape = plan.shape
     largest = max(shape.vocab_size * shape.hidden_size, *(linear.parameters for linear in shape.linears))
-    return largest * (_STORED_BYTES + setup.plan.parameter_bytes)
+    return largest * (_STORED_BYTES + plan.dtypes.parameter_bytes)
 
 
-def _saved(setup: Setup) -> int:
+def _saved(plan: RunPlan) -> int:
     """What rank 0 holds on the host while it writes: weights as they are and as bytes for the file, the former on the
     GPU where each has all of them; then the optimizer's state where that is put together of all ranks' parts.
     """
-    if not setup.trains:
+    if not plan.trains:
         return 0
-    trained, spread = setup.trained, spreads_trained(setup)
-    whole = setup.recipe.lora is None
-    weights = setup.plan.trained_bytes * (setup.shape.parameters if whole else trained.elements)
-    state = optimizer_state(setup.recipe.train.optim, trained).total
+    trained, spread = plan.trained, shards_trained(plan)
+    whole = plan.recipe.lora is None
+    weights = plan.dtypes.trained_bytes * (plan.shape.parameters if whole else trained.elements)
+    state = optimizer_state(plan.recipe.train.optim, trained).total
     return max(2 * weights, state) if spread else weights

@@ -12,16 +12,16 @@ from ftcli.config import Recipe
 from ftcli.config.overrides import Settings
 from ftcli.facts.adapters import LinearAdapter, adapters
 from ftcli.facts.device import DeviceFacts
-from ftcli.facts.execution import Execution, Work, execution_of, wants_kernels
-from ftcli.facts.graphs import most_graph_tokens, why_no_graphs
 from ftcli.facts.model import ModelFacts
-from ftcli.facts.precision import DTYPE_BYTES, DtypePlan, plan_dtypes
-from ftcli.facts.quantization import trains_rounded
 from ftcli.facts.shape import ModelShape
-from ftcli.facts.spreading import spreads
-from ftcli.facts.trained import EMBEDDING, HEAD, TrainedParameters, trained_parameters
-from ftcli.preflight.memory.activations import ActivationSettings, LayerMemory, plain_layers
-from ftcli.preflight.memory.fused_activations import fused_layers
+from ftcli.plan.execution import Execution, Work, execution_of, wants_kernels
+from ftcli.plan.graphs import most_graph_tokens, why_no_graphs
+from ftcli.plan.memory.activations import ActivationSettings, LayerMemory, plain_layers
+from ftcli.plan.memory.fused_activations import fused_layers
+from ftcli.plan.precision import DTYPE_BYTES, DtypePlan, plan_dtypes
+from ftcli.plan.quantization import trains_rounded
+from ftcli.plan.sharding import is_sharded
+from ftcli.plan.trained import EMBEDDING, HEAD, TrainedParameters, trained_parameters
 from ftcli.tables import code_of, optimizers, policies
 from ftcli.tables.methods import Method
 from ftcli.tables.policies import Policy, PolicyName
@@ -56,7 +56,7 @@ class MethodMemory:
 
 
 @dataclass(frozen=True)
-class Setup:
+class RunPlan:
     """What is to be estimated. The recipe must name a checkpointing policy, not ``auto``.
 
     Attributes:
@@ -87,14 +87,14 @@ class Setup:
         return self.work == "train"
 
     @cached_property
-    def plan(self) -> DtypePlan:
+    def dtypes(self) -> DtypePlan:
         """The dtypes."""
         return plan_dtypes(self.recipe, self.device)
 
     @cached_property
     def execution(self) -> Execution:
         """What runs where."""
-        return execution_of(self.recipe, self.facts, self.plan, self.device, work=self.work)
+        return execution_of(self.recipe, self.facts, self.dtypes, self.device, work=self.work)
 
     @cached_property
     def why_no_graphs(self) -> str | None:
@@ -138,7 +138,7 @@ class Setup:
     @property
     def stream(self) -> str:
         """Dtype of the residual stream: on the kernels that of the products, elsewhere as the embeddings give it."""
-        return self.plan.compute if self.execution.on_kernels else self.plan.parameter
+        return self.dtypes.compute if self.execution.on_kernels else self.dtypes.parameter
 
     @property
     def stream_bytes(self) -> int:
@@ -150,7 +150,7 @@ class Setup:
         """Whether ftcli's own form of the recipe's optimizer is taken: only that reads gradients in bfloat16 for
         parameters in float32, and rounds parameters in bfloat16.
         """
-        whole = self.recipe.lora is None and (self.execution.on_kernels or self.plan.gradient != "float32")
+        whole = self.recipe.lora is None and (self.execution.on_kernels or self.dtypes.gradient != "float32")
         return whole and optimizers.row(self.recipe.train.optim).build_own is not None
 
     @property
@@ -185,13 +185,13 @@ class Setup:
     @property
     def host_table_bytes(self) -> int:
         """Bytes of the embedding where it lies in pinned host memory; 0 where it is on the device."""
-        on_gpu = self.device.kind == "cuda" and self.execution.on_kernels and self.spread_over == 1
+        on_gpu = self.device.kind == "cuda" and self.execution.on_kernels and self.shard_size == 1
         if not (self.trains and on_gpu and self.policy.embedding_on_host):
             return 0
         lora, shape = self.recipe.lora, self.shape
         if lora is None or EMBEDDING in lora.modules_to_save or shape.tied:
             return 0
-        return shape.vocab_size * shape.hidden_size * self.plan.parameter_bytes
+        return shape.vocab_size * shape.hidden_size * self.dtypes.parameter_bytes
 
     @property
     def uncheckpointed(self) -> int:
@@ -204,9 +204,9 @@ class Setup:
         return self.recipe.launch.num_processes if self.trains else 1
 
     @property
-    def spread_over(self) -> int:
+    def shard_size(self) -> int:
         """Devices that the weights are spread over; 1 where each has all of them."""
-        return self.recipe.launch.spread_size if self.trains and spreads(self.recipe) else 1
+        return self.recipe.launch.shard_size if self.trains and is_sharded(self.recipe) else 1
 
     @property
     def rows(self) -> int:
@@ -252,8 +252,8 @@ class Setup:
         return ActivationSettings(
             seq_len=seq_len,
             bytes_residual=self.stream_bytes,
-            bytes_compute=self.plan.compute_bytes,
-            autocast=self.plan.autocast,
+            bytes_compute=self.dtypes.compute_bytes,
+            autocast=self.dtypes.autocast,
             adapted=tuple(dict.fromkeys(each.linear for each in self.adapters)),
             rank=max((each.rank for each in self.adapters), default=0),
             dropout=lora is not None and lora.dropout > 0,
@@ -262,7 +262,7 @@ class Setup:
             softcap=bool(self.facts.attn_logit_softcapping),
             padded=padded,
             rounds=self.rounds,
-            squares_widened=self.plan.autocast and self.device.kind == "cuda" and self.facts.activation == "relu2",
+            squares_widened=self.dtypes.autocast and self.device.kind == "cuda" and self.facts.activation == "relu2",
             own_norms=self.rounds != "no" and self.recipe.quantization.use_rms_norm,
         )
 
@@ -274,18 +274,18 @@ class Setup:
         by_kernel = self.device.kind == "cuda" and wants_kernels(self.recipe.model.kernels)
         return "in norms" if by_kernel and self.shape.family.norm == "llama" else "apart"
 
-    def on(self, device: DeviceFacts) -> Setup:
+    def on(self, device: DeviceFacts) -> RunPlan:
         """The same setup on another machine."""
         return replace(self, device=device)
 
-    def changed(self, settings: Settings) -> Setup:
+    def changed(self, settings: Settings) -> RunPlan:
         """The same setup with dotted keys of the recipe set. The values are not validated."""
         recipe = self.recipe
         for key, value in settings.items():
             recipe = _set(recipe, key.split("."), value)
         return replace(self, recipe=recipe)
 
-    def under(self, name: PolicyName, uncheckpointed: int | None = None) -> Setup:
+    def under(self, name: PolicyName, uncheckpointed: int | None = None) -> RunPlan:
         """The same setup under a checkpointing policy.
 
         ``uncheckpointed`` layers are left out of it; None leaves their number as it is in the recipe.

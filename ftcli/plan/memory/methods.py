@@ -5,40 +5,40 @@ from __future__ import annotations
 from ftkernels.limits import log_prob_bytes
 
 from ftcli.facts.generation import MOST_ROWS
-from ftcli.preflight.memory.setup import Generation, MethodMemory, Setup
+from ftcli.plan.run import Generation, MethodMemory, RunPlan
 
 
-def supervised(setup: Setup) -> MethodMemory:
+def supervised(plan: RunPlan) -> MethodMemory:
     """Rows that hold their answers, up to ``data.max_seq_len``."""
-    return MethodMemory(seq_len=setup.recipe.data.max_seq_len)
+    return MethodMemory(seq_len=plan.recipe.data.max_seq_len)
 
 
-def grpo(setup: Setup) -> MethodMemory:
+def grpo(plan: RunPlan) -> MethodMemory:
     """The completions of a generation batch are made together, as many as GRPO decodes at once. The loss takes
     log-probabilities from hidden states.
 
     Full fine-tuning with ``beta`` needs a second model as reference. Adapters need none: they can be switched off.
     """
-    recipe, train = setup.recipe, setup.recipe.train
+    recipe, train = plan.recipe, plan.recipe.train
     settings = recipe.grpo
     if settings is None:
-        return supervised(setup)
+        return supervised(plan)
     seq_len = settings.max_prompt_length + settings.max_completion_length
     second = recipe.lora is None and settings.beta > 0
     completions = train.per_device_train_batch_size * settings.micro_batches(train.gradient_accumulation_steps)
     return MethodMemory(
         seq_len=seq_len,
-        loss_bytes=_loss_bytes(setup, train.per_device_train_batch_size * settings.max_completion_length),
-        reference_bytes=setup.shape.parameters * setup.plan.parameter_bytes if second else 0,
+        loss_bytes=_loss_bytes(plan, train.per_device_train_batch_size * settings.max_completion_length),
+        reference_bytes=plan.shape.parameters * plan.dtypes.parameter_bytes if second else 0,
         generation=Generation(min(completions, MOST_ROWS), settings.max_prompt_length, seq_len),
     )
 
 
-def _loss_bytes(setup: Setup, rows: int) -> int:
+def _loss_bytes(plan: RunPlan, rows: int) -> int:
     """The workspace of ``rows`` log-probabilities, and the head where it is cast for them."""
-    shape, element = setup.shape, setup.plan.compute_bytes
-    on_gpu = setup.device.kind == "cuda"
+    shape, element = plan.shape, plan.dtypes.compute_bytes
+    on_gpu = plan.device.kind == "cuda"
     needed = log_prob_bytes(rows, shape.hidden_size, shape.vocab_size, element, on_gpu=on_gpu)
-    if setup.plan.parameter_bytes != element or (setup.plan.autocast and setup.head_is_trained):
+    if plan.dtypes.parameter_bytes != element or (plan.dtypes.autocast and plan.head_is_trained):
         needed += shape.vocab_size * shape.hidden_size * element
     return needed

@@ -14,9 +14,9 @@ from ftkernels.limits import NF4_BLOCK_SIZE, NF4_NESTED_BLOCK_SIZE, Gpu
 
 from ftcli.config import QuantizationConfig, Recipe
 from ftcli.facts.device import DeviceFacts
-from ftcli.facts.precision import DtypePlan
 from ftcli.facts.shape import SHARED_INPUTS, Linear, ModelShape
 from ftcli.plain import JsonMap
+from ftcli.plan.precision import DtypePlan
 from ftcli.tables import code_of, quantizations
 
 #: Share of a device's memory that ``keep_dequantized: auto`` may fill.
@@ -113,7 +113,7 @@ def input_norm_elements(linear: Linear, quantization: QuantizationConfig) -> int
     return linear.in_features if quantization.use_rms_norm else 0
 
 
-def why_dequantized(quantization: QuantizationConfig, plan: DtypePlan, device: DeviceFacts) -> str | None:
+def why_dequantized(quantization: QuantizationConfig, dtypes: DtypePlan, device: DeviceFacts) -> str | None:
     """Why the stored weights are dequantised for each product, as one clause.
 
     None where they are multiplied as they are stored, and where nothing is quantised.
@@ -124,7 +124,7 @@ def why_dequantized(quantization: QuantizationConfig, plan: DtypePlan, device: D
     if method.products is None:
         return f"there are no products of {quantization.method} weights"
     why_not: Callable[[Gpu, str], str | None] = code_of(method.products.why_not)
-    reason = why_not(device.gpu, plan.compute)
+    reason = why_not(device.gpu, dtypes.compute)
     if reason is not None or device.capability is None or device.probed:
         return reason or device.failed_products
     if method.products.known is None:
@@ -145,16 +145,16 @@ def with_products_tried(device: DeviceFacts, quantization: QuantizationConfig) -
 
 
 def dequantized_bytes(
-    quantization: QuantizationConfig, shape: ModelShape, plan: DtypePlan, device: DeviceFacts, *, on_kernels: bool
+    quantization: QuantizationConfig, shape: ModelShape, dtypes: DtypePlan, device: DeviceFacts, *, on_kernels: bool
 ) -> int:
     """Bytes of the largest product's weights, dequantised; 0 where nothing is dequantised.
 
     A method that trains its weights takes the products of backward in the compute dtype, on every device.
     """
     trains = quantizations.row(quantization.method).training is not None
-    if not trains and why_dequantized(quantization, plan, device) is None:
+    if not trains and why_dequantized(quantization, dtypes, device) is None:
         return 0
-    return plan.compute_bytes * max(_elements(group) for group in _products(shape.linears, on_kernels))
+    return dtypes.compute_bytes * max(_elements(group) for group in _products(shape.linears, on_kernels))
 
 
 def _products(linears: Sequence[Linear], on_kernels: bool) -> list[list[Linear]]:

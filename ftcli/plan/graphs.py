@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from ftcli.config import Recipe
-from ftcli.facts.execution import Execution, ExecutionPart
 from ftcli.facts.flops import step_flops
 from ftcli.facts.model import ModelFacts
-from ftcli.facts.spreading import spreads
+from ftcli.plan.execution import Execution, ExecutionPart
+from ftcli.plan.sharding import is_sharded
 from ftcli.tables import policies
 
 #: Operations of one layer in a micro-batch above which the GPU takes longer than the host needs to launch its kernels:
@@ -40,7 +40,7 @@ def why_no_graphs(recipe: Recipe, facts: ModelFacts, execution: Execution, *, to
     train, lora = recipe.train, recipe.lora
     if execution.layers.code != "fused":
         return "the layers are not on Triton kernels"
-    if spreads(recipe):
+    if is_sharded(recipe):
         return "the weights are spread over ranks, which put them together layer by layer"
     if not train.cuda_graphs:
         return "train.cuda_graphs: false"

@@ -14,9 +14,9 @@ from ftcli.facts.generation import (
     cache_bytes,
     why_no_engine,
 )
-from ftcli.preflight.memory.activations import plain_layers
-from ftcli.preflight.memory.setup import Generation, Setup
-from ftcli.preflight.memory.workspaces import mask_bytes
+from ftcli.plan.memory.activations import plain_layers
+from ftcli.plan.memory.workspaces import mask_bytes
+from ftcli.plan.run import Generation, RunPlan
 from ftcli.tables import quantizations
 from ftcli.tables.families import family_of
 
@@ -42,66 +42,66 @@ class GenerationBytes:
     by_engine: bool = True
 
 
-def generation(setup: Setup, batch: Generation) -> GenerationBytes:
+def generation(plan: RunPlan, batch: Generation) -> GenerationBytes:
     """What generates ``batch.rows`` sequences, without the one matrix that a product of quantised weights needs."""
-    known = family_of(setup.facts.text_type) is not None
-    gpu, head_dim = setup.device.gpu, setup.shape.head_dim
-    refusal = why_no_engine(setup.facts.language, known) or why_no_decode_attention(gpu, setup.plan.compute, head_dim)
-    return _by_engine(setup, batch) if refusal is None else _by_transformers(setup, batch)
+    known = family_of(plan.facts.text_type) is not None
+    gpu, head_dim = plan.device.gpu, plan.shape.head_dim
+    refusal = why_no_engine(plan.facts.language, known) or why_no_decode_attention(gpu, plan.dtypes.compute, head_dim)
+    return _by_engine(plan, batch) if refusal is None else _by_transformers(plan, batch)
 
 
-def _by_engine(setup: Setup, batch: Generation) -> GenerationBytes:
+def _by_engine(plan: RunPlan, batch: Generation) -> GenerationBytes:
     """The pages of the rows that are decoded together, a pass over prompts, and what choosing their tokens takes."""
-    shape, element, together = setup.shape, setup.plan.compute_bytes, batch.rows
+    shape, element, together = plan.shape, plan.dtypes.compute_bytes, batch.rows
     each = CacheShape(shape.num_layers, shape.num_kv_heads, shape.head_dim, element)
-    at_once = PREFILL_TOKENS["cuda" if setup.device.kind == "cuda" else "cpu"]
+    at_once = PREFILL_TOKENS["cuda" if plan.device.kind == "cuda" else "cpu"]
     tokens = max(batch.prompt, min(together * batch.prompt, at_once))
-    densely = setup.execution.masked != "triton"
-    prefill = tokens * setup.layers.forward_peak(shape, setup.setting(tokens, padded=densely))
-    prefill += 3 * tokens * shape.hidden_size * setup.stream_bytes
-    prefill += made_once(setup, 1, tokens, padded=densely)
+    densely = plan.execution.masked != "triton"
+    prefill = tokens * plan.layers.forward_peak(shape, plan.setting(tokens, padded=densely))
+    prefill += 3 * tokens * shape.hidden_size * plan.stream_bytes
+    prefill += made_once(plan, 1, tokens, padded=densely)
     logits = together * shape.vocab_size * (4 * LOGIT_COPIES + element)
-    return GenerationBytes(cache_bytes(each, together, batch.seq_len), int(prefill) + logits, _copied(setup))
+    return GenerationBytes(cache_bytes(each, together, batch.seq_len), int(prefill) + logits, _copied(plan))
 
 
-def _copied(setup: Setup) -> int:
+def _copied(plan: RunPlan) -> int:
     """Bytes of the weights that :mod:`ftcli.generation.merged` would copy."""
-    recipe, shape, plan = setup.recipe, setup.shape, setup.plan
+    recipe, shape, dtypes = plan.recipe, plan.shape, plan.dtypes
     stored = quantizations.row(recipe.quantization.method)
     if stored.products is not None:
         return 0
-    every = stored.quantize is not None or plan.parameter_bytes != plan.compute_bytes
+    every = stored.quantize is not None or dtypes.parameter_bytes != dtypes.compute_bytes
     if recipe.lora is None and not every:
         return 0
-    return plan.compute_bytes * shape.linear_parameters
+    return dtypes.compute_bytes * shape.linear_parameters
 
 
-def _by_transformers(setup: Setup, batch: Generation) -> GenerationBytes:
+def _by_transformers(plan: RunPlan, batch: Generation) -> GenerationBytes:
     """The key-value cache of all rows, and the larger of two forward passes.
 
     One is over the prompts, the other over one token of each row when the cache has grown to its full length. Where
     rows are padded, each layer repeats keys and values for all heads.
     """
-    shape, element, rows = setup.shape, setup.plan.parameter_bytes, batch.rows
+    shape, element, rows = plan.shape, plan.dtypes.parameter_bytes, batch.rows
     token = 2 * rows * shape.kv_width * element  # of one layer's cache
     # Through transformers' own layers, for the cache, with the attention of the others.
-    plain = plain_layers("eager" if setup.execution.attention == "eager" else "sdpa")
-    prefill = rows * batch.prompt * plain.forward_peak(shape, setup.setting(batch.prompt, padded=rows > 1))
-    prefill += shape.num_layers * token * batch.prompt + masks(setup, rows, batch.prompt, padded=rows > 1)
+    plain = plain_layers("eager" if plan.execution.attention == "eager" else "sdpa")
+    prefill = rows * batch.prompt * plain.forward_peak(shape, plan.setting(batch.prompt, padded=rows > 1))
+    prefill += shape.num_layers * token * batch.prompt + masks(plan, rows, batch.prompt, padded=rows > 1)
     repeated = token * batch.seq_len * shape.num_heads // shape.num_kv_heads
     cache = shape.num_layers * token * batch.seq_len
     decoding = cache + max(repeated, token * batch.seq_len // 2)
-    logits = rows * shape.vocab_size * (4 + setup.plan.compute_bytes)
+    logits = rows * shape.vocab_size * (4 + plan.dtypes.compute_bytes)
     return GenerationBytes(cache, max(int(prefill), decoding) - cache + logits, by_engine=False)
 
 
-def made_once(setup: Setup, rows: int, seq_len: int, *, padded: bool) -> int:
+def made_once(plan: RunPlan, rows: int, seq_len: int, *, padded: bool) -> int:
     """Masks, and the cosines and sines of the positions."""
-    tables = 2 * seq_len * setup.shape.head_dim * setup.stream_bytes
-    return tables + masks(setup, rows, seq_len, padded=padded)
+    tables = 2 * seq_len * plan.shape.head_dim * plan.stream_bytes
+    return tables + masks(plan, rows, seq_len, padded=padded)
 
 
-def masks(setup: Setup, rows: int, tokens: int, *, padded: bool) -> int:
+def masks(plan: RunPlan, rows: int, tokens: int, *, padded: bool) -> int:
     """What attention of a call over whole rows reads its mask from."""
-    element, window = setup.plan.parameter_bytes, setup.facts.sliding_window
-    return mask_bytes(setup.execution, rows, tokens, tokens, window, element, padded=padded)
+    element, window = plan.dtypes.parameter_bytes, plan.facts.sliding_window
+    return mask_bytes(plan.execution, rows, tokens, tokens, window, element, padded=padded)

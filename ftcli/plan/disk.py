@@ -9,9 +9,9 @@ from pathlib import Path
 
 from ftcli.config import Recipe
 from ftcli.facts.shape import ModelShape
-from ftcli.facts.trained import optimizer_state, trained_parameters
 from ftcli.paths import exists
 from ftcli.plain import JsonObject, plain_fields
+from ftcli.plan.trained import optimizer_state, trained_parameters
 from ftcli.tables import optimizers
 
 #: Tokenizer, states of random generators, metrics and the report.

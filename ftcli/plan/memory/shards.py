@@ -7,8 +7,8 @@ weights are trained, the gradients of two layers are there, and what is being ad
 
 from __future__ import annotations
 
-from ftcli.facts.quantization import weight_bytes
-from ftcli.preflight.memory.setup import Setup
+from ftcli.plan.quantization import weight_bytes
+from ftcli.plan.run import RunPlan
 
 #: Times that the bytes of a layer are there while one computes: its weights, the next one's, and the buffer which
 #: these come from.
@@ -17,55 +17,55 @@ _LAYERS_AT_ONCE = 3
 _SUMMED_BYTES = 4
 
 
-def outer_elements(setup: Setup) -> int:
+def outer_elements(plan: RunPlan) -> int:
     """Elements of embedding, head and last norm."""
-    shape = setup.shape
+    shape = plan.shape
     return shape.hidden_size * (shape.vocab_size * (1 if shape.tied else 2) + 1)
 
 
-def part_bytes(setup: Setup, whole: int) -> int:
+def shard_bytes(plan: RunPlan, whole: int) -> int:
     """A rank's part of ``whole`` bytes of weights: what is left over of rows goes to the first ranks."""
-    return -(-whole // setup.spread_over)
+    return -(-whole // plan.shard_size)
 
 
-def put_together_bytes(setup: Setup, dequantized_layers: int) -> int:
+def gathered_bytes(plan: RunPlan, dequantized_layers: int) -> int:
     """Whole weights and their buffers at their most."""
-    shape, trained = setup.shape, setup.recipe.lora is None
-    element = setup.plan.compute_bytes if trained else setup.plan.parameter_bytes
+    shape, trained = plan.shape, plan.recipe.lora is None
+    element = plan.dtypes.compute_bytes if trained else plan.dtypes.parameter_bytes
     whole = weight_bytes(
-        setup.recipe.quantization, shape, element, dequantized_layers=dequantized_layers, trained=trained
+        plan.recipe.quantization, shape, element, dequantized_layers=dequantized_layers, trained=trained
     )
-    outer = outer_elements(setup) * element
+    outer = outer_elements(plan) * element
     layer = (whole - outer) // shape.num_layers
     return outer + _LAYERS_AT_ONCE * layer
 
 
-def spreads_trained(setup: Setup) -> bool:
+def shards_trained(plan: RunPlan) -> bool:
     """Whether what is spread is trained."""
-    return setup.spread_over > 1 and setup.recipe.lora is None
+    return plan.shard_size > 1 and plan.recipe.lora is None
 
 
-def summed_bytes(setup: Setup) -> int:
+def reduced_bytes(plan: RunPlan) -> int:
     """Gradients of trained layers that are being added up: one's are while the next one's are made."""
-    layer, each = _layer_elements(setup), setup.plan.compute_bytes + _SUMMED_BYTES
-    return 2 * layer * (each + _SUMMED_BYTES // setup.spread_over)
+    layer, each = _layer_elements(plan), plan.dtypes.compute_bytes + _SUMMED_BYTES
+    return 2 * layer * (each + _SUMMED_BYTES // plan.shard_size)
 
 
-def last_bytes(setup: Setup, workspace: int) -> int:
+def last_bytes(plan: RunPlan, workspace: int) -> int:
     """What is there at the end of a backward pass beside the ranks' own parts, the gradients included.
 
     Either the first layer's backward with its ``workspace``, while embedding and head are whole, the head has its
     gradient, and those of the layer are added up; or gradients of embedding and head being added up, of which the whole
     weights are gone by then. These are in the gradients only afterwards, unless they are added to earlier ones.
     """
-    outer, layer, element = outer_elements(setup), _layer_elements(setup), setup.plan.compute_bytes
-    own = _SUMMED_BYTES * outer // setup.spread_over
-    there_before = setup.recipe.train.gradient_accumulation_steps > 1
-    head = setup.shape.hidden_size * setup.shape.vocab_size
-    summed = layer * (element + _SUMMED_BYTES + _SUMMED_BYTES // setup.spread_over)
+    outer, layer, element = outer_elements(plan), _layer_elements(plan), plan.dtypes.compute_bytes
+    own = _SUMMED_BYTES * outer // plan.shard_size
+    there_before = plan.recipe.train.gradient_accumulation_steps > 1
+    head = plan.shape.hidden_size * plan.shape.vocab_size
+    summed = layer * (element + _SUMMED_BYTES + _SUMMED_BYTES // plan.shard_size)
     first_layer = element * (outer + layer + head) + summed + workspace - (0 if there_before else own)
     return max(first_layer, outer * (element + _SUMMED_BYTES) + (own if there_before else 0))
 
 
-def _layer_elements(setup: Setup) -> int:
-    return (setup.shape.parameters - outer_elements(setup)) // setup.shape.num_layers
+def _layer_elements(plan: RunPlan) -> int:
+    return (plan.shape.parameters - outer_elements(plan)) // plan.shape.num_layers

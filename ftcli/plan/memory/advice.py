@@ -9,9 +9,9 @@ from itertools import islice
 from ftcli.config import LoraConfig
 from ftcli.config.overrides import Settings
 from ftcli.facts.device import GPUS
-from ftcli.facts.quantization import weight_bytes
 from ftcli.plain import JsonObject, plain_fields
-from ftcli.preflight.memory.candidates import (
+from ftcli.plan.engine import choose_engine
+from ftcli.plan.memory.candidates import (
     Candidate,
     Level,
     as_options,
@@ -21,9 +21,9 @@ from ftcli.preflight.memory.candidates import (
     shorter,
     smaller_batches,
 )
-from ftcli.preflight.memory.engine import choose_engine
-from ftcli.preflight.memory.setup import Setup
-from ftcli.preflight.memory.terms import EVALUATION, Phase
+from ftcli.plan.memory.terms import EVALUATION, Phase
+from ftcli.plan.quantization import weight_bytes
+from ftcli.plan.run import RunPlan
 from ftcli.tables import engines, quantizations
 
 #: What a pass costs however few tokens it has, in tokens: launches, weights read and dequantised, half-filled tiles.
@@ -85,15 +85,15 @@ def verdict_on(found: Candidate) -> Verdict:
     Where the recipe says `gradient_checkpointing: auto`, the policy that was chosen for the device stands in its
     place. A change is then looked for under the leanest policy; with the change made, `auto` may choose a faster one.
     """
-    needed, available = found.estimate.total_bytes, found.setup.device.available_bytes
+    needed, available = found.estimate.total_bytes, found.plan.device.available_bytes
     if found.level in ("fits", "unknown"):
         return Verdict(found.level, needed, available)
-    change = _cheapest(found.setup, even_tight=found.level == "does not fit")
-    gpus = _how_many_fit(found.setup) if change is None else None
-    return Verdict(found.level, needed, available, change, _gpus_that_fit(found.setup), gpus)
+    change = _cheapest(found.plan, even_tight=found.level == "does not fit")
+    gpus = _how_many_fit(found.plan) if change is None else None
+    return Verdict(found.level, needed, available, change, _gpus_that_fit(found.plan), gpus)
 
 
-def savings(setup: Setup, phases: Collection[Phase] = ()) -> tuple[Saving, ...]:
+def savings(plan: RunPlan, phases: Collection[Phase] = ()) -> tuple[Saving, ...]:
     """What each single change to a recipe is predicted to save, cheapest for the user first.
 
     Args:
@@ -101,12 +101,12 @@ def savings(setup: Setup, phases: Collection[Phase] = ()) -> tuple[Saving, ...]:
 
     Empty for a model family whose sizes are not known, and where nothing helps.
     """
-    before = candidate(setup)
+    before = candidate(plan)
     if before is None:
         return ()
     saved = []
-    for settings in _single_changes(setup, phases):
-        after = candidate(setup, settings)
+    for settings in _single_changes(plan, phases):
+        after = candidate(plan, settings)
         if after is None:
             continue
         count = before.estimate.most_of(phases) - after.estimate.most_of(phases)
@@ -115,25 +115,25 @@ def savings(setup: Setup, phases: Collection[Phase] = ()) -> tuple[Saving, ...]:
     return tuple(saved)
 
 
-def relative_time(setup: Setup) -> float:
+def relative_time(plan: RunPlan) -> float:
     """Training time per token, relative to large batches without checkpointing."""
-    policy = setup.policy.time if setup.execution.on_kernels else setup.policy.time_off_kernels
-    return policy * (1 + _FIXED_TOKENS / setup.tokens)
+    policy = plan.policy.time if plan.execution.on_kernels else plan.policy.time_off_kernels
+    return policy * (1 + _FIXED_TOKENS / plan.tokens)
 
 
-def _by_time(setup: Setup, changes: Iterable[Settings]) -> list[Settings]:
+def _by_time(plan: RunPlan, changes: Iterable[Settings]) -> list[Settings]:
     """Settings that only change how long a token takes, the fastest first."""
-    return sorted(changes, key=lambda settings: relative_time(setup.changed(settings)))
+    return sorted(changes, key=lambda settings: relative_time(plan.changed(settings)))
 
 
-def _cheapest(setup: Setup, *, even_tight: bool) -> RecipeChange | None:
+def _cheapest(plan: RunPlan, *, even_tight: bool) -> RecipeChange | None:
     always: Settings = {}
-    if setup.recipe.model.dtype == "bfloat16" and not setup.device.has_bfloat16:
+    if plan.recipe.model.dtype == "bfloat16" and not plan.device.has_bfloat16:
         always = {"model.dtype": "auto"}
-        setup = setup.changed(always)
+        plan = plan.changed(always)
     tight = None
-    for settings in _changes_that_may_fit(setup):
-        found = _with_fewer_evaluated(setup, settings)
+    for settings in _changes_that_may_fit(plan):
+        found = _with_fewer_evaluated(plan, settings)
         if found is None or not found.settings:
             continue
         change = RecipeChange({**always, **found.settings}, found.estimate.total_bytes)
@@ -144,100 +144,100 @@ def _cheapest(setup: Setup, *, even_tight: bool) -> RecipeChange | None:
     return tight
 
 
-def _with_fewer_evaluated(setup: Setup, settings: Settings) -> Candidate | None:
+def _with_fewer_evaluated(plan: RunPlan, settings: Settings) -> Candidate | None:
     """The change; where evaluation is what is too large, with an evaluation batch that fits, or the smallest one."""
     settings = dict(settings)
     while True:
-        found = candidate(setup, settings)
+        found = candidate(plan, settings)
         if found is None or found.level == "fits":
             return found
-        rows = found.setup.recipe.eval.per_device_eval_batch_size
+        rows = found.plan.recipe.eval.per_device_eval_batch_size
         if found.estimate.peak != EVALUATION or rows == 1:
             return found
         settings = {**settings, "eval.per_device_eval_batch_size": rows // 2}
 
 
-def _how_many_fit(setup: Setup) -> int | None:
+def _how_many_fit(plan: RunPlan) -> int | None:
     """Of 2, 4 or 8 GPUs, which spread the weights where the method and the recipe allow it."""
-    if not setup.trains or setup.device.kind != "cuda":
+    if not plan.trains or plan.device.kind != "cuda":
         return None
     for count in (2, 4, 8):
-        if count > setup.ranks:
-            on_all = setup.changed({"launch.num_processes": count, "launch.engine": engines.AUTO})
+        if count > plan.ranks:
+            on_all = plan.changed({"launch.num_processes": count, "launch.engine": engines.AUTO})
             found = candidate(choose_engine(on_all))
             if found is not None and found.level in ("fits", "tight"):
                 return count
     return None
 
 
-def _changes_that_may_fit(setup: Setup) -> Iterator[Settings]:
+def _changes_that_may_fit(plan: RunPlan) -> Iterator[Settings]:
     """Settings to try, cheapest for the user first: what only costs time, then shorter rows, then adapters."""
     yield {}
-    if not setup.trains:
-        yield from shorter(setup) if setup.work == "eval" else ()
+    if not plan.trains:
+        yield from shorter(plan) if plan.work == "eval" else ()
         return
-    smaller = list(smaller_batches(setup))
-    policies = checkpointed(setup)
+    smaller = list(smaller_batches(plan))
+    policies = checkpointed(plan)
     both = [{**policy, **batch} for policy in policies for batch in smaller]
-    yield from _by_time(setup, [*smaller, *policies, *both])
+    yield from _by_time(plan, [*smaller, *policies, *both])
     least = {**(policies[-1] if policies else {}), **(smaller[-1] if smaller else {})}
-    for narrower in narrower_gradients(setup):
+    for narrower in narrower_gradients(plan):
         yield from ({**policy, **narrower} for policy in ({}, *policies))
         least |= narrower
         yield least
-    yield from ({**least, **length} for length in shorter(setup))
-    if setup.recipe.lora is None:
+    yield from ({**least, **length} for length in shorter(plan))
+    if plan.recipe.lora is None:
         lora = {"lora": LoraConfig()}
         yield lora
         yield from ({**lora, **batch} for batch in smaller)
         yield {**lora, **least}
-        yield from ({**lora, **least, **length} for length in shorter(setup))
-    quantised = _smallest_base(setup)
+        yield from ({**lora, **least, **length} for length in shorter(plan))
+    quantised = _smallest_base(plan)
     if quantised:
         yield quantised
         yield {**quantised, **least}
-        yield from ({**quantised, **least, **length} for length in shorter(setup))
+        yield from ({**quantised, **least, **length} for length in shorter(plan))
 
 
-def _smallest_base(setup: Setup) -> Settings:
+def _smallest_base(plan: RunPlan) -> Settings:
     """Adapters on the quantised base that takes least; in float16 where the GPU has no bfloat16. Empty where the base
     is quantised already.
     """
-    now = quantizations.row(setup.recipe.quantization.method)
-    if setup.device.kind != "cuda" or now.freezes_base:
+    now = quantizations.row(plan.recipe.quantization.method)
+    if plan.device.kind != "cuda" or now.freezes_base:
         return {}
     sizes = {}
     for name in quantizations.supported(freezes_base=True):
-        section = setup.recipe.quantization.model_copy(update={"method": name})
-        sizes[name] = weight_bytes(section, setup.shape, setup.plan.parameter_bytes)
+        section = plan.recipe.quantization.model_copy(update={"method": name})
+        sizes[name] = weight_bytes(section, plan.shape, plan.dtypes.parameter_bytes)
     settings: dict[str, object] = {"quantization.method": min(sizes, key=lambda name: sizes[name])}
-    if setup.recipe.lora is None:
+    if plan.recipe.lora is None:
         settings["lora"] = LoraConfig()
-    if not setup.device.has_bfloat16:
+    if not plan.device.has_bfloat16:
         settings["model.dtype"] = "float16"
     return settings
 
 
-def _single_changes(setup: Setup, phases: Collection[Phase]) -> Iterator[Settings]:
+def _single_changes(plan: RunPlan, phases: Collection[Phase]) -> Iterator[Settings]:
     """One step in each direction that saves memory, those that only cost time first."""
-    recipe = setup.recipe
+    recipe = plan.recipe
     if set(phases) == {EVALUATION}:
         rows = recipe.eval.per_device_eval_batch_size
         if rows > 1:
             yield {"eval.per_device_eval_batch_size": rows // 2}
         return
-    yield from _by_time(setup, [*islice(smaller_batches(setup), 1), *checkpointed(setup)])
-    yield from narrower_gradients(setup)
-    yield from islice(shorter(setup), 1)
-    if recipe.lora is None and setup.trains and setup.method.section is None:
+    yield from _by_time(plan, [*islice(smaller_batches(plan), 1), *checkpointed(plan)])
+    yield from narrower_gradients(plan)
+    yield from islice(shorter(plan), 1)
+    if recipe.lora is None and plan.trains and plan.method.section is None:
         yield {"lora": LoraConfig()}
 
 
-def _gpus_that_fit(setup: Setup) -> tuple[str, ...]:
+def _gpus_that_fit(plan: RunPlan) -> tuple[str, ...]:
     names = []
     for gpu in sorted(GPUS.values(), key=lambda g: (g.memory_bytes or 0, g.bandwidth_gb_per_s or 0)):
-        suits = setup.recipe.model.dtype != "bfloat16" or gpu.has_bfloat16
-        found = candidate(setup.on(gpu)) if suits else None
+        suits = plan.recipe.model.dtype != "bfloat16" or gpu.has_bfloat16
+        found = candidate(plan.on(gpu)) if suits else None
         if found is not None and found.level == "fits":
             names.append(gpu.name)
     return tuple(names)

@@ -19,7 +19,7 @@ from types import MappingProxyType
 from ftcli.config import Recipe
 from ftcli.config.training import CheckpointingSetting
 from ftcli.facts.device import DeviceFacts
-from ftcli.preflight.memory.candidates import (
+from ftcli.plan.memory.candidates import (
     TIGHT_SHARE,
     Level,
     candidate,
@@ -28,9 +28,9 @@ from ftcli.preflight.memory.candidates import (
     policies_by_speed,
     runs_as_graphs,
 )
-from ftcli.preflight.memory.checkpointing import Offloaded
-from ftcli.preflight.memory.setup import Setup
-from ftcli.preflight.memory.terms import EVALUATION, GENERATION
+from ftcli.plan.memory.checkpointing import Offloaded
+from ftcli.plan.memory.terms import EVALUATION, GENERATION
+from ftcli.plan.run import RunPlan
 from ftcli.tables import policies
 from ftcli.tables.policies import PolicyName
 from ftcli.units import GIB, gib
@@ -80,73 +80,73 @@ class CheckpointingChoice:
         all_but = f" but in the last {self.uncheckpointed_layers} layers" if self.uncheckpointed_layers else ""
         return f"{policies.as_recipe(self.policy)}{all_but}: {self.reason}"
 
-    def applied_to(self, setup: Setup) -> Setup:
+    def applied_to(self, plan: RunPlan) -> RunPlan:
         """The setup as it runs under this choice."""
-        return setup.under(self.policy, self.uncheckpointed_layers)
+        return plan.under(self.policy, self.uncheckpointed_layers)
 
 
-def choose_checkpointing(setup: Setup) -> CheckpointingChoice:
+def choose_checkpointing(plan: RunPlan) -> CheckpointingChoice:
     """The policy that the recipe's setting means on the device.
 
     For `auto` the fastest policy that fits or, where none does, the leanest. Without an estimate, or where the device
     does not say how much memory it has, `true` on a GPU and `false` on a CPU.
     """
-    train = setup.recipe.train
+    train = plan.recipe.train
     requested = train.gradient_checkpointing
     if requested != "auto":
         layers = train.uncheckpointed_layers if policies.row(requested).by_layer else 0
         return CheckpointingChoice(requested, requested, "as the recipe says", (), layers)
-    if not setup.trains:
+    if not plan.trains:
         return CheckpointingChoice(requested, False, "nothing is trained")
-    if not setup.under(False).wholly_graphed:
-        setup = setup.changed(_WITHOUT)  # graphs of some micro-batches decide nothing
-    unknown = _unknown(setup)
+    if not plan.under(False).wholly_graphed:
+        plan = plan.changed(_WITHOUT)  # graphs of some micro-batches decide nothing
+    unknown = _unknown(plan)
     if unknown is not None:
-        return CheckpointingChoice(requested, setup.device.kind == "cuda", f"it is not known what fits: {unknown}")
-    tried = _tried(setup)
+        return CheckpointingChoice(requested, plan.device.kind == "cuda", f"it is not known what fits: {unknown}")
+    tried = _tried(plan)
     usable = [each for each in tried if each.host_has_room is not False]
     chosen = usable[-1] if usable[-1].level == "fits" else min(usable, key=lambda each: each.needed_bytes)
-    best = CheckpointingChoice(requested, chosen.policy, _reason(tried, chosen, setup.device), tuple(tried))
-    by_layer = setup.device.kind == "cuda" and setup.execution.on_kernels
+    best = CheckpointingChoice(requested, chosen.policy, _reason(tried, chosen, plan.device), tuple(tried))
+    by_layer = plan.device.kind == "cuda" and plan.execution.on_kernels
     if chosen.level != "fits" or chosen.policy is False or not by_layer:
         return best
-    return _with_room_used(best, setup)
+    return _with_room_used(best, plan)
 
 
 #: A run without graphs.
 _WITHOUT = MappingProxyType({"train.cuda_graphs": False})
 
 
-def with_graphs_that_fit(setup: Setup) -> Setup:
+def with_graphs_that_fit(plan: RunPlan) -> RunPlan:
     """The setup; without CUDA graphs where their memory, and nothing else, is what makes a run tight or too large."""
-    if not setup.trains or not setup.graphed:
-        return setup
-    without = replace(setup, graphs_fit=False)
-    found, other = candidate(setup), candidate(without)
+    if not plan.trains or not plan.graphed:
+        return plan
+    without = replace(plan, graphs_fit=False)
+    found, other = candidate(plan), candidate(without)
     worse = found is not None and other is not None and found.level != other.level
-    return without if worse else setup
+    return without if worse else plan
 
 
-def _tried(setup: Setup) -> list[TriedPolicy]:
+def _tried(plan: RunPlan) -> list[TriedPolicy]:
     """The policies, the fastest first, up to the first that fits."""
     tried: list[TriedPolicy] = []
-    for name in policies_by_speed(setup.under(False)):
-        tried.append(_try(setup, name, 0))
+    for name in policies_by_speed(plan.under(False)):
+        tried.append(_try(plan, name, 0))
         if tried[-1].level == "fits" and tried[-1].host_has_room is not False:
             break
     return tried
 
 
-def _with_room_used(best: CheckpointingChoice, setup: Setup) -> CheckpointingChoice:
+def _with_room_used(best: CheckpointingChoice, plan: RunPlan) -> CheckpointingChoice:
     """The fastest choice: the same policy for all layers, or a policy with as many layers left out of it as fit."""
-    layers, fastest = setup.shape.num_layers, _relative_time(best.policy, 0.0)
-    graphed = runs_as_graphs(setup)
+    layers, fastest = plan.shape.num_layers, _relative_time(best.policy, 0.0)
+    graphed = runs_as_graphs(plan)
     for name, row in policies.TABLE.items():
         if not row.by_layer or (row.on_host and graphed):
             continue
 
         def fits(count: int, name: PolicyName = name) -> bool:
-            found = _try(setup, name, count)
+            found = _try(plan, name, count)
             # With the layers' inputs alone on the host `offload` is the slowest there is.
             return found.level == "fits" and found.host_has_room is not False and found.offloaded != "layers"
 
@@ -171,20 +171,20 @@ def within_budget(device: DeviceFacts, recipe: Recipe) -> DeviceFacts:
     return replace(device, free_bytes=min(device.available_bytes, int(budget * GIB)))
 
 
-def _unknown(setup: Setup) -> str | None:
-    if setup.facts.shape is None:
-        return setup.facts.why_no_shape
-    return f"{setup.device.name} does not say how much memory it has" if setup.device.available_bytes is None else None
+def _unknown(plan: RunPlan) -> str | None:
+    if plan.facts.shape is None:
+        return plan.facts.why_no_shape
+    return f"{plan.device.name} does not say how much memory it has" if plan.device.available_bytes is None else None
 
 
-def _try(setup: Setup, name: PolicyName, uncheckpointed: int) -> TriedPolicy:
+def _try(plan: RunPlan, name: PolicyName, uncheckpointed: int) -> TriedPolicy:
     """One policy, without the dequantised copies that `auto` makes where there is room."""
-    lean = {} if setup.recipe.quantization.keep_dequantized != "auto" else {"quantization.keep_dequantized": False}
-    found = candidate(setup.under(name, uncheckpointed), lean)
+    lean = {} if plan.recipe.quantization.keep_dequantized != "auto" else {"quantization.keep_dequantized": False}
+    found = candidate(plan.under(name, uncheckpointed), lean)
     assert found is not None  # the family is known
     estimate = found.estimate
     needed = max(estimate.phase_bytes(phase) for phase in estimate.phases if phase not in (EVALUATION, GENERATION))
-    level, room = level_of(needed, setup.device), host_has_room(estimate, setup.device)
+    level, room = level_of(needed, plan.device), host_has_room(estimate, plan.device)
     return TriedPolicy(name, needed, estimate.pinned_host_bytes, level, room, estimate.offloaded)
 
 

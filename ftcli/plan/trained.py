@@ -8,8 +8,8 @@ from typing import Literal
 
 from ftcli.config import Recipe
 from ftcli.facts.adapters import adapters
-from ftcli.facts.quantization import elements_beside
 from ftcli.facts.shape import ModelShape
+from ftcli.plan.quantization import elements_beside
 from ftcli.tables import optimizers
 
 #: bitsandbytes keeps the state of smaller tensors in float32, and the driver does not page that of tensors below the
