@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ftcli.config import Recipe
+from ftcli.config.recipe import Recipe
 from ftcli.facts.device import DeviceFacts, named_device
 from ftcli.facts.model import ModelFacts, read_facts
 from ftcli.plan.memory.advice import verdict_on

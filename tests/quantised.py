@@ -11,7 +11,7 @@ from ftkernels.nf4 import quantize_nf4
 from torch import nn
 
 from ftcli.assets import asset
-from ftcli.config import ModelConfig, QuantizationConfig
+from ftcli.config.model import ModelConfig, QuantizationConfig
 from ftcli.config.origins import Origins
 from ftcli.config.tree import MapNode
 from ftcli.facts.model import read_facts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ftcli.config import DatasetConfig
+from ftcli.config.data import DatasetConfig
 from ftcli.errors import Finding
 from ftcli.rows.reading import iterate, no_rows
 from ftcli.rows.row import Row, raise_findings

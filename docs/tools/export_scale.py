@@ -24,8 +24,9 @@ from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
 from ftcli.assets import asset
-from ftcli.config import ModelConfig, Recipe
+from ftcli.config.model import ModelConfig
 from ftcli.config.origins import Origins
+from ftcli.config.recipe import Recipe
 from ftcli.config.tree import MapNode
 from ftcli.export.tensorfile import computed, write_shards
 from ftcli.facts.model import read_facts

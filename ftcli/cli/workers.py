@@ -22,10 +22,10 @@ from ftcli.cli.place import FOLDER, obeying
 from ftcli.cli.request import EndedElsewhere
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.facts.device import usable_cores
-from ftcli.pipeline.following import finish_for_leader
 from ftcli.ranks import SIGNAL_NAME, lost_name, sign_name
 from ftcli.run.heartbeat import Silence, Timeouts
 from ftcli.run.signals import SignalName, exit_code_of
+from ftcli.train.following import finish_for_leader
 
 _POLL_SECONDS = 0.05
 #: A rank may take so long to end when another one was killed: rank 0 writes a checkpoint, the others do nothing.

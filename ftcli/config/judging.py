@@ -52,3 +52,15 @@ class JudgeConfig(Section):
         "`stop` ends the command, `skip` leaves the completion out, and a number is its score. `stop` for a function "
         "of yours when absent, `skip` for built-in judges.",
     )
+
+
+class RewardConfig(JudgeConfig):
+    """One reward: a built-in (`use`) or a function of yours (`file`)."""
+
+    answer: str = Field(
+        default="answer",
+        description="exact_match, contains, math_verify: the column with the right answer; python_tests: with tests.",
+    )
+    weight: Annotated[float, Field(ge=-10_000, le=10_000)] = Field(
+        default=1.0, description="Weight of this reward in the sum."
+    )

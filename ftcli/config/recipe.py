@@ -9,8 +9,10 @@ from pydantic import Field
 from ftcli.config.base import Section
 from ftcli.config.data import DataConfig
 from ftcli.config.evaluation import EvalConfig, ExportConfig
+from ftcli.config.judging import RewardConfig
 from ftcli.config.model import LaunchConfig, LoraConfig, ModelConfig, QuantizationConfig
-from ftcli.config.training import CheckpointConfig, GrpoConfig, LoggingConfig, RunConfig, TrainConfig
+from ftcli.config.training import CheckpointConfig, LoggingConfig, RunConfig, TrainConfig
+from ftcli.methods.grpo.settings import GrpoConfig
 
 
 class Recipe(Section):
@@ -29,6 +31,11 @@ class Recipe(Section):
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     logging: LoggingConfig = Field(default_factory=LoggingConfig)
     launch: LaunchConfig = Field(default_factory=LaunchConfig)
+
+    @property
+    def rewards(self) -> tuple[RewardConfig, ...]:
+        """What judges completions in training."""
+        return () if self.grpo is None else self.grpo.rewards
 
     def value_of(self, key: str) -> Any:
         """The value of a dotted key; None where a section on the way is absent."""

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ftcli.config import DataConfig, DatasetConfig, GenerateConfig, GrpoConfig, Recipe
+from ftcli.config.data import DataConfig, DatasetConfig
+from ftcli.config.evaluation import GenerateConfig
 from ftcli.data.ledger import skipped_finding
 from ftcli.data.prepare import allowed_of
 from ftcli.data.presence import split_reasoning
@@ -64,34 +65,6 @@ def room_of_task(data: DataConfig, generate: GenerateConfig) -> PromptLimit:
         longest - 1, "FT431", f"which leaves no room for an answer in data.max_seq_len {longest}", help,
         max(1, longest - max_new_tokens),
     )  # fmt: skip
-
-
-def room_of_grpo(grpo: GrpoConfig) -> PromptLimit:
-    """Prompts of GRPO are never cut."""
-    limit, help = grpo.max_prompt_length, "raise grpo.max_prompt_length, choose data.overlong: drop, or remove the row"
-    return PromptLimit(limit, "FT781", f"more than grpo.max_prompt_length {limit}", help)
-
-
-def require_rollout(prompts: int, recipe: Recipe) -> None:
-    """Refuse data of fewer prompts than GRPO completes at a time: no step could be made of them.
-
-    Raises:
-        FtcliError: FT261 (exit 4).
-    """
-    grpo, train = recipe.grpo, recipe.train
-    assert grpo is not None  # preflight refuses such a recipe (FT260)
-    micro_batches = grpo.micro_batches(train.gradient_accumulation_steps)
-    completions = train.per_device_train_batch_size * micro_batches * recipe.launch.num_processes
-    needed = completions // grpo.num_generations
-    if prompts < needed:
-        raise FtcliError.single(
-            "FT261",
-            f"data.train has {prompts:,} {'prompt' if prompts == 1 else 'prompts'}, and {needed:,} are completed at a "
-            f"time ({completions:,} completions, {grpo.num_generations:,} of each prompt): no step can be made",
-            exit_code=ExitCode.DATA,
-            help="add rows, lower train.per_device_train_batch_size or train.gradient_accumulation_steps (or "
-            "grpo.steps_per_generation), or raise grpo.num_generations",
-        )
 
 
 def asked_rows(

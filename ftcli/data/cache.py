@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ftcli.config import DataConfig, DatasetConfig
+from ftcli.config.data import DataConfig, DatasetConfig
 from ftcli.data.tokens import TokenStore, TokenWriter
 from ftcli.plain import JsonObject
 from ftcli.rows.hub import hub_commit

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ftcli.config import DataConfig, DatasetConfig
+from ftcli.config.data import DataConfig, DatasetConfig
 from ftcli.data.asked import PromptLimit, asked_rows
 from ftcli.data.cache import TokenCache
 from ftcli.data.ledger import mostly_untrained

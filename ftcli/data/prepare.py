@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ftcli.config import DataConfig, DatasetConfig
+from ftcli.config.data import DataConfig, DatasetConfig
 from ftcli.data.cache import TokenCache, contents_of, key_of, tokenizer_identity
 from ftcli.data.encode import EncodedRows, Encoder, training_renderer
 from ftcli.data.ledger import (

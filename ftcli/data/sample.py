@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Literal
 
-from ftcli.config import DataConfig, DatasetConfig
+from ftcli.config.data import DataConfig, DatasetConfig
 from ftcli.data.encode import Encoder
 from ftcli.data.template import renderer_of
 from ftcli.data.tokens import TokenizedRow

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from jinja2.exceptions import TemplateError
 
 from ftcli.assets import template_path
-from ftcli.config import DataConfig
+from ftcli.config.data import DataConfig
 from ftcli.data.answers import Rendered
 from ftcli.data.bounded import REFUSALS, Allowance, TemplateStopped
 from ftcli.data.presence import PROBE, MessagePart, Presence, Tools, reasoning_of, split_reasoning

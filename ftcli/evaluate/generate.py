@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from ftkernels.sampling import GREEDY, Sampling, row_seed
 
-from ftcli.config import GenerateConfig
+from ftcli.config.evaluation import GenerateConfig
 from ftcli.data.reasoning import Answer, ReasoningMarks
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.evaluate.batching import halved, row_too_large

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ftcli.config import DataConfig, DatasetConfig, TaskConfig
+from ftcli.config.data import DataConfig, DatasetConfig
+from ftcli.config.evaluation import TaskConfig
 from ftcli.data.asked import RenderedPrompt, asked_rows, room_of_task
 from ftcli.data.tokens import TokenizedRow
 from ftcli.errors import ExitCode, Finding, FtcliError

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ftcli.config import TaskConfig
+from ftcli.config.evaluation import TaskConfig
 from ftcli.data.reasoning import Answer
 from ftcli.judges import CALLED_WITH, CompletionBatch, Judge, columns_of
 from ftcli.plain import JsonObject

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ftcli.config import QuantizationConfig
+from ftcli.config.model import QuantizationConfig
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.export.resolve import ExportSource
 from ftcli.export.tensorfile import DTYPES, TensorEntry

@@ -16,7 +16,7 @@ import torch
 from ftkernels.ternary import PER_BYTE, pack_ternary
 from torch import Tensor, nn
 
-from ftcli.config import QuantizationConfig
+from ftcli.config.model import QuantizationConfig
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.export.clean.ask import model_request, sent
 from ftcli.export.clean.request import LAYER, LOGITS, rows_for

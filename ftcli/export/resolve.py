@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from ftcli.config import ExportConfig, ModelConfig, QuantizationConfig
+from ftcli.config.evaluation import ExportConfig
 from ftcli.config.load import load_recipe
+from ftcli.config.model import ModelConfig, QuantizationConfig
 from ftcli.config.origins import Origins
 from ftcli.config.tree import MapNode
 from ftcli.errors import ExitCode, FtcliError, Origin

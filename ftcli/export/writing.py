@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ftcli import __version__
-from ftcli.config import ExportConfig
+from ftcli.config.evaluation import ExportConfig
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.export.clean.process import CleanProcess
 from ftcli.export.gguf.llama import ABSENT, installed_llama_cpp

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
-from ftcli.config import LoraConfig
+from ftcli.config.model import LoraConfig
 from ftcli.errors import Finding, Origin
 from ftcli.facts.shape import Linear, ModelShape, means
 from ftcli.patience import TookTooLong, limited_time

@@ -16,7 +16,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from ftcli.assets import BUNDLED, asset
-from ftcli.config import ModelConfig
+from ftcli.config.model import ModelConfig
 from ftcli.errors import ExitCode, FtcliError, Origin, first_line
 from ftcli.facts.weights import ADAPTER_CONFIG
 from ftcli.paths import exists, expanded, is_file, is_folder, why_closed

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ftcli.config import LoraConfig
+from ftcli.config.model import LoraConfig
 from ftcli.facts.adapters import LinearAdapter, adapters
 from ftcli.facts.model import ModelFacts
 from ftcli.facts.shape import GATE_AND_UP, Linear

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ftcli.assets import asset, bundled
-from ftcli.config import ModelConfig
+from ftcli.config.model import ModelConfig
 from ftcli.errors import Origin
 from ftcli.facts.config_file import (
     LOCAL_SOURCES,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from ftcli.config import RewardConfig
-from ftcli.config.judging import JudgeConfig
+from ftcli.config.judging import JudgeConfig, RewardConfig
 from ftcli.errors import Finding
 from ftcli.judges.patterns import SECONDS, Pattern
 from ftcli.judges.verdicts import FailedJudgement, Scorer, Verdict

@@ -9,8 +9,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
-from ftcli.config import Recipe, RewardConfig, TaskConfig
-from ftcli.config.judging import JudgeConfig, OnError
+from ftcli.config.evaluation import TaskConfig
+from ftcli.config.judging import JudgeConfig, OnError, RewardConfig
+from ftcli.config.recipe import Recipe
 from ftcli.errors import ExitCode, FtcliError, Origin
 from ftcli.judges.builtin import built_in
 from ftcli.judges.user import file_of, open_function
@@ -81,7 +82,7 @@ def files_of(recipe: Recipe) -> dict[str, Path]:
 
     One that is not there is left out: opening its judge says so.
     """
-    judges: list[JudgeConfig] = [*(() if recipe.grpo is None else recipe.grpo.rewards), *recipe.eval.tasks]
+    judges: list[JudgeConfig] = [*recipe.rewards, *recipe.eval.tasks]
     functions = {one.file.rpartition(":")[0]: file_of(one.file)[0] for one in judges if one.file is not None}
     schemas = {one.json_schema: expanded(one.json_schema) for one in judges if isinstance(one.json_schema, str)}
     return {name: path for name, path in {**functions, **schemas}.items() if is_file(path) and os.access(path, os.R_OK)}

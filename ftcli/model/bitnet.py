@@ -21,7 +21,7 @@ from ftkernels.rms_norm import rms_norm_reference
 from ftkernels.ternary import Ternary, remaster, ternarise
 from torch import Tensor, nn
 
-from ftcli.config import QuantizationConfig
+from ftcli.config.model import QuantizationConfig
 from ftcli.facts.model import activation_of
 from ftcli.facts.shape import SHARED_INPUTS
 from ftcli.model.backbone import decoder_layers

@@ -10,7 +10,7 @@ import torch
 from ftkernels.fp8 import Fp8Rows, Fp8Weight, join_fp8, part_fp8, quantize_weight
 from torch import Tensor, nn
 
-from ftcli.config import QuantizationConfig
+from ftcli.config.model import QuantizationConfig
 from ftcli.model.quantized import QuantizedLinear, SharedTensor, unreadable_weights
 from ftcli.model.selfcheck import Tolerance
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ftcli.config import ModelConfig, QuantizationConfig
+from ftcli.config.model import ModelConfig, QuantizationConfig
 from ftcli.errors import ExitCode, FtcliError, first_line
 from ftcli.facts.config_file import hub_errors
 from ftcli.facts.model import ModelFacts

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ftcli.config import LoraConfig
+from ftcli.config.model import LoraConfig
 from ftcli.errors import ExitCode, FtcliError, first_line
 from ftcli.facts.adapters import AdapterChoice
 from ftcli.model.checkpoint import PATTERNS_UNMATCHED

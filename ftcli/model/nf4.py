@@ -10,7 +10,7 @@ import torch
 from ftkernels.nf4 import NF4_TABLE, NestedScales, NF4Weight, quantize_nf4
 from torch import Tensor, nn
 
-from ftcli.config import QuantizationConfig
+from ftcli.config.model import QuantizationConfig
 from ftcli.model.quantized import QuantizedLinear, unreadable_weights
 from ftcli.plain import JsonMap, JsonObject
 

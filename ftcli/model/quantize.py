@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor, nn
 
-from ftcli.config import QuantizationConfig
+from ftcli.config.model import QuantizationConfig
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.model.quantized import QuantizedLinear
 from ftcli.model.targets import is_read_by_mixer, is_router

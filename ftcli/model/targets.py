@@ -32,7 +32,7 @@ from ftcli.plan.trained import PlannedAdapters
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ftcli.config import LoraConfig
+    from ftcli.config.model import LoraConfig
 
 _ROUTER_NAMES = frozenset({"gate", "router", "shared_expert_gate"})
 #: transformers' layers for a stack of experts keep their weights as parameters of three dimensions under these names.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ftcli.assets import asset, bundled
-from ftcli.config import ModelConfig
+from ftcli.config.model import ModelConfig
 from ftcli.errors import ExitCode, FtcliError, Unwinding, first_line
 from ftcli.facts.tokenizer import no_stop_finding
 

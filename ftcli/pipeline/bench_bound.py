@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ftcli.config import Recipe
+from ftcli.config.recipe import Recipe
 from ftcli.facts.flops import StepFlops, step_flops
 from ftcli.pipeline.bench_result import ArithmeticBound, PredictedMemory, StoredRate
 from ftcli.pipeline.options import BenchOptions

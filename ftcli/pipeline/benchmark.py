@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ftcli.config import LoggingConfig, Recipe
 from ftcli.config.load import LoadedRecipe
+from ftcli.config.recipe import Recipe
+from ftcli.config.training import LoggingConfig
 from ftcli.data.lengths import Lengths, lengths_of
+from ftcli.job import checked
 from ftcli.pipeline.bench_bound import (
     arithmetic_bound,
     flops_of,
@@ -19,7 +21,6 @@ from ftcli.pipeline.bench_bound import (
 )
 from ftcli.pipeline.bench_rates import rates_of_ranks, timed_batches, timed_tokens, timing, tokens_per_second
 from ftcli.pipeline.bench_result import BenchResult, HostMemory, Measured, ProfiledStep
-from ftcli.pipeline.checking import checked
 from ftcli.pipeline.options import BenchOptions
 from ftcli.preflight.checks.context import Command
 from ftcli.preflight.report import PreflightReport
@@ -29,8 +30,8 @@ from ftcli.tables import engines, schedules
 if TYPE_CHECKING:
     from ftcli.data.tokens import TokenizedRow
     from ftcli.job import Job
-    from ftcli.pipeline.build import Model
     from ftcli.run.group import RankGroup
+    from ftcli.train.assembly import Model
     from ftcli.train.loop import StepWatcher
 
 
@@ -169,7 +170,7 @@ def _measure(
     import torch
 
     from ftcli.job import open_job
-    from ftcli.pipeline import build
+    from ftcli.train import assembly
     from ftcli.train.bench import (
         StepProfiler,
         StepTimer,
@@ -182,10 +183,10 @@ def _measure(
 
     job = open_job(report, session)
     rate = measure_matmul_rate(job.device, getattr(torch, job.dtypes.compute))
-    model = build.build_trainable(job, num_layers=options.layers)
+    model = assembly.build_trainable(job, num_layers=options.layers)
     rows = synthetic_rows(sizes, job.vocab_size, job.recipe.run.seed)
-    kernels = build.put_on_kernels(job, model, rows)
-    batches = build.laid_out(job, model, rows)
+    kernels = assembly.put_on_kernels(job, model, rows)
+    batches = assembly.laid_out(job, model, rows)
     last, alone = _steps(job.recipe, options), options.steps + 1 if _begin_alone(job.recipe) else 0
     timer, profiler = StepTimer(job.device), StepProfiler(job.device, last) if options.profile else None
     trainer = _train(job, model, rows, options, [timer, profiler], group, alone)
@@ -227,13 +228,13 @@ def _train(
     import torch
 
     from ftcli.methods.sft.objective import build_sft
-    from ftcli.pipeline import build
+    from ftcli.train import assembly
     from ftcli.train.bench import Joining
     from ftcli.train.loop import TrainerHooks
 
     if group is not None:
-        build.form_group(job, group)
-        build.spread_weights(job, model, group)
+        assembly.form_group(job, group)
+        assembly.spread_weights(job, model, group)
     train = job.recipe.train
     loop = build_sft(job, model, rows, TrainerHooks(None, 1, None), group)
     loop.watchers += [watcher for watcher in watching if watcher is not None]
@@ -255,8 +256,8 @@ def _measure_evaluation(
 
     from ftcli.evaluate.suite import Evaluator
     from ftcli.job import open_job
-    from ftcli.pipeline.build import build_trainable
     from ftcli.pipeline.evaluation import freeze_on_kernels
+    from ftcli.train.assembly import build_trainable
     from ftcli.train.bench import measure_matmul_rate, synthetic_rows
     from ftcli.train.watch import peak_memory_bytes
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ftcli.config import Recipe
 from ftcli.config.load import LoadedRecipe
+from ftcli.config.recipe import Recipe
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin
 from ftcli.facts.weights import ADAPTER_CONFIG
+from ftcli.job import checked
 from ftcli.pipeline.as_trained import refuse_training
-from ftcli.pipeline.checking import checked
 from ftcli.pipeline.options import ChatOptions
 from ftcli.pipeline.weights import checkpoint_of, result_of
 from ftcli.plain import LEFT_OUT
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from ftcli.evaluate.stream import CompletionEnd, StopReason, StreamSettings
     from ftcli.generation.opening import OpenedGenerator
     from ftcli.job import Job
-    from ftcli.pipeline.build import Model
     from ftcli.pipeline.conversation import Conversation
+    from ftcli.train.assembly import Model
 
 #: Where a person talks and the recipe does not sample: varied, and never far from what is likely.
 TEMPERATURE = 0.7
@@ -262,8 +262,8 @@ def _use_template_of(run: RunDirectory, renderer: Renderer, reporter: Reporter) 
 def _model(job: Job, run: RunDirectory | None, weights: Path | None) -> Model:
     """What answers, on the kernels: the base, the base with the run's adapter, or the run's full fine-tune."""
     from ftcli.model.checkpoint import load_adapter
-    from ftcli.pipeline.build import build_base, hold
     from ftcli.pipeline.evaluation import freeze_on_kernels
+    from ftcli.train.assembly import build_base, hold
 
     adapter = weights is not None and (weights / ADAPTER_CONFIG).is_file()
     model: Model = build_base(job, weights=None if adapter else weights)

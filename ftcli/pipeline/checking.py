@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING
 
 from ftcli.config.load import LoadedRecipe
 from ftcli.facts.adapters import adapters
-from ftcli.facts.device import DeviceFacts, named_device
+from ftcli.facts.device import named_device
+from ftcli.job import checked
 from ftcli.pipeline.looking import look_at_rows
 from ftcli.plain import LEFT_OUT, SPREAD
 from ftcli.plan.execution import ExecutionPart
 from ftcli.plan.trained import PlannedAdapters, trained_parameters
-from ftcli.preflight.checks.context import Command
 from ftcli.preflight.checks.model import TARGETS_CHECK
 from ftcli.preflight.report import PreflightReport
-from ftcli.preflight.stages import preflight
 from ftcli.reporting import Session
 
 if TYPE_CHECKING:
@@ -42,18 +41,6 @@ class CheckResult:
     attention: str = field(default="", metadata=LEFT_OUT)
     outline: Outline | None = field(default=None, metadata=LEFT_OUT)
     samples: tuple[SampledRow, ...] = field(default=(), metadata=LEFT_OUT)
-
-
-def checked(
-    loaded: LoadedRecipe, session: Session, command: Command, device: DeviceFacts | None = None
-) -> PreflightReport:
-    """Preflight for ``command``, its warnings and notes told. Raises FtcliError as :func:`preflight`."""
-    place = session.place
-    hosts = 1 if place is None or place.size % place.local_size else place.size // place.local_size
-    report = preflight(loaded, command=command, device=device, offline=session.offline, hosts=hosts)
-    for finding in report.findings:
-        session.reporter.finding(finding)
-    return report
 
 
 def check_recipe(loaded: LoadedRecipe, session: Session, as_gpu: str | None, samples: int = 0) -> CheckResult:

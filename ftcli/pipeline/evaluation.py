@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from ftcli.config.load import LoadedRecipe
 from ftcli.facts.weights import ADAPTER_CONFIG
+from ftcli.job import checked
 from ftcli.judges import judges_of
 from ftcli.pipeline.as_trained import refuse_training
-from ftcli.pipeline.checking import checked
-from ftcli.pipeline.held_out import eval_scores, task_samples
 from ftcli.pipeline.weights import checkpoint_of, result_of
 from ftcli.plain import LEFT_OUT
 from ftcli.reporting import Session
@@ -20,12 +19,13 @@ from ftcli.run.card import write_card
 from ftcli.run.directory import RunDirectory
 from ftcli.run.report import write_report
 from ftcli.run.results import Evaluation, update_evaluation
+from ftcli.train.held_out import eval_scores, task_samples
 
 if TYPE_CHECKING:
     from ftcli.data.tokens import TokenizedRow
     from ftcli.evaluate.suite import Evaluator, ModelScores
     from ftcli.job import Job
-    from ftcli.pipeline.build import KernelReport
+    from ftcli.train.assembly import KernelReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def evaluate_recipe(
     report = checked(loaded, session, "eval")
     from ftcli.evaluate.suite import Evaluator
     from ftcli.job import open_job
-    from ftcli.pipeline import data
+    from ftcli.train import data
 
     judges = judges_of(report.recipe)
     job = open_job(report, session)
@@ -79,7 +79,7 @@ def _base_and_run(
 ) -> tuple[ModelScores, ModelScores | None]:
     """What is measured of the base model, and of the run's ``weights`` where there are any."""
     from ftcli.model.checkpoint import load_adapter
-    from ftcli.pipeline.build import build_base, hold
+    from ftcli.train.assembly import build_base, hold
 
     rows, model = evaluator.sequences, build_base(job)
     if directory is not None:
@@ -107,7 +107,7 @@ def _is_adapter(folder: Path) -> bool:
 
 def freeze_on_kernels(job: Job, model: Any, rows: Sequence[TokenizedRow]) -> KernelReport:
     """Freezes the model and puts it on the kernels as training does, self-check included; changed in place."""
-    from ftcli.pipeline.build import laid_out, put_on_kernels
+    from ftcli.train.assembly import laid_out, put_on_kernels
     from ftcli.train.bench import synthetic_tokens
 
     model.requires_grad_(False)

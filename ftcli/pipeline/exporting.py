@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from ftcli.config.load import LoadedRecipe
 from ftcli.errors import ExitCode, Finding, FtcliError
+from ftcli.job import checked
 from ftcli.pipeline.as_trained import changed_since, refuse_settings
-from ftcli.pipeline.checking import checked
 from ftcli.pipeline.options import ExportOptions
 from ftcli.pipeline.weights import checkpoint_of
 from ftcli.reporting import Session

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ftcli.assets import bundled
-from ftcli.config import DatasetConfig
+from ftcli.config.data import DatasetConfig
 from ftcli.errors import Finding, FtcliError
 from ftcli.facts.config_file import looks_local
 from ftcli.paths import exists
@@ -16,7 +16,7 @@ from ftcli.preflight.checks.context import NotMade
 from ftcli.preflight.checks.support import is_installed
 from ftcli.preflight.report import PreflightReport
 from ftcli.reporting import Session
-from ftcli.rows.places import is_hub
+from ftcli.rows.places import is_hub, local_sources
 from ftcli.tables import code_of, exports
 
 if TYPE_CHECKING:
@@ -115,27 +115,19 @@ def _is_nowhere_here(name: str) -> bool:
 
 
 def _look(looking: RowSurvey, report: PreflightReport, tokenizer: PreTrainedTokenizerBase) -> None:
-    from ftcli.data.asked import require_rollout, room_of_grpo, room_of_task
+    from ftcli.data.asked import room_of_task
     from ftcli.model.load import stop_token_ids
 
     recipe, stops = report.recipe, stop_token_ids(report.facts, tokenizer)
-    if report.plan.method.from_prompts and recipe.grpo is not None:
-        looking.prompts("data.train", _local(recipe.data.train), room_of_grpo(recipe.grpo))
-        if len(looking.found) == len(recipe.data.train) and all(one.whole for one in looking.found):
-            try:
-                require_rollout(sum(one.rows for one in looking.found), recipe)
-            except FtcliError as error:
-                looking.failures.append(error)
+    survey = report.plan.method.survey
+    if survey is not None:
+        code_of(survey)(looking, recipe)
     else:
-        looking.rows("data.train", _local(recipe.data.train), stops)
-        looking.rows("data.eval", _local(recipe.data.eval), stops)
+        looking.rows("data.train", local_sources(recipe.data.train), stops)
+        looking.rows("data.eval", local_sources(recipe.data.eval), stops)
     room = room_of_task(recipe.data, recipe.eval.generate)
     for task in recipe.eval.tasks:
-        looking.prompts("eval.tasks", _local(task.data or recipe.data.eval), room, task.max_rows)
-
-
-def _local(sources: tuple[DatasetConfig, ...]) -> list[DatasetConfig]:
-    return [source for source in sources if not is_hub(source)]
+        looking.prompts("eval.tasks", local_sources(task.data or recipe.data.eval), room, task.max_rows)
 
 
 def _all_sources(report: PreflightReport) -> Iterator[DatasetConfig]:

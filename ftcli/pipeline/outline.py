@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ftcli.config import QuantizationConfig
+from ftcli.config.model import QuantizationConfig
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.facts.shape import Linear
 from ftcli.plan.trained import PlannedAdapters, TrainedParameters, optimizer_state

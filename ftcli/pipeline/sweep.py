@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from ftcli.config import Recipe
 from ftcli.config.dump import dump_recipe
 from ftcli.config.grid import Combination
 from ftcli.config.load import Override, load_recipe
+from ftcli.config.recipe import Recipe
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.pipeline.sweep_checks import check_all
 from ftcli.pipeline.sweep_result import RunOutcome, SweepResult, sweep_result

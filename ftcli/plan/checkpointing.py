@@ -16,7 +16,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from ftcli.config import Recipe
+from ftcli.config.recipe import Recipe
 from ftcli.config.training import CheckpointingSetting
 from ftcli.facts.device import DeviceFacts
 from ftcli.plan.memory.candidates import (

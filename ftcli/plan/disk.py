@@ -7,7 +7,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from ftcli.config import Recipe
+from ftcli.config.recipe import Recipe
 from ftcli.facts.shape import ModelShape
 from ftcli.paths import exists
 from ftcli.plain import JsonObject, plain_fields

@@ -13,8 +13,8 @@ from typing import Literal
 
 from ftkernels.limits import LARGEST_FUSED_RANK, Activation, Gpu, packed_rank, why_no_elementwise, why_no_products
 
-from ftcli.config import ModelConfig, Recipe
-from ftcli.config.model import Kernels
+from ftcli.config.model import Kernels, ModelConfig
+from ftcli.config.recipe import Recipe
 from ftcli.facts.device import DeviceFacts
 from ftcli.facts.model import ModelFacts
 from ftcli.plan.attention import AttentionCall, AttentionChoice, choose_attention

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ftcli.config import Recipe
+from ftcli.config.recipe import Recipe
 from ftcli.facts.flops import step_flops
 from ftcli.facts.model import ModelFacts
 from ftcli.plan.execution import Execution, ExecutionPart

@@ -7,7 +7,7 @@ from typing import Literal
 
 from ftkernels.limits import capability_text
 
-from ftcli.config import Recipe
+from ftcli.config.recipe import Recipe
 from ftcli.facts.device import BFLOAT16_CAPABILITY, DeviceFacts
 
 #: Bytes of one element of each dtype that a plan can name.

@@ -12,7 +12,8 @@ from dataclasses import replace
 
 from ftkernels.limits import NF4_BLOCK_SIZE, NF4_NESTED_BLOCK_SIZE, Gpu
 
-from ftcli.config import QuantizationConfig, Recipe
+from ftcli.config.model import QuantizationConfig
+from ftcli.config.recipe import Recipe
 from ftcli.facts.device import DeviceFacts
 from ftcli.facts.shape import SHARED_INPUTS, Linear, ModelShape
 from ftcli.plain import JsonMap

@@ -8,8 +8,8 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel
 
-from ftcli.config import Recipe
 from ftcli.config.overrides import Settings
+from ftcli.config.recipe import Recipe
 from ftcli.facts.adapters import LinearAdapter, adapters
 from ftcli.facts.device import DeviceFacts
 from ftcli.facts.model import ModelFacts

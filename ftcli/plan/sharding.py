@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ftcli.config import Recipe
+from ftcli.config.recipe import Recipe
 from ftcli.facts.generation import batch_dependent_rope
 from ftcli.facts.model import ModelFacts
 from ftcli.plan.execution import Execution

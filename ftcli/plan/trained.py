@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from ftcli.config import Recipe
+from ftcli.config.recipe import Recipe
 from ftcli.facts.adapters import adapters
 from ftcli.facts.shape import ModelShape
 from ftcli.plan.quantization import elements_beside

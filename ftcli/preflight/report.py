@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ftcli.config import Recipe
+from ftcli.config.recipe import Recipe
 from ftcli.errors import Finding
 from ftcli.facts.device import DeviceFacts
 from ftcli.facts.model import ModelFacts

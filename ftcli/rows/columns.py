@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ftcli.config import DatasetConfig
+from ftcli.config.data import DatasetConfig
 from ftcli.errors import Finding
 from ftcli.plain import JsonObject
 from ftcli.rows.row import Row

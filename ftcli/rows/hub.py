@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ftcli.config import DatasetConfig
+from ftcli.config.data import DatasetConfig
 from ftcli.errors import FtcliError, Origin, first_line
 from ftcli.facts.config_file import hub_errors
 from ftcli.rows.places import HUB

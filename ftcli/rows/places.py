@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ftcli.assets import BUNDLED, asset, bundled
-from ftcli.config import DatasetConfig
+from ftcli.config.data import DatasetConfig
 from ftcli.errors import Origin, first_line
 from ftcli.paths import expanded, is_file, is_folder
 from ftcli.rows.row import data_error
@@ -49,6 +49,11 @@ class DataFile:
 def is_hub(source: DatasetConfig) -> bool:
     """Whether the source is a dataset of the Hugging Face Hub."""
     return source.path.startswith(HUB)
+
+
+def local_sources(sources: Sequence[DatasetConfig]) -> list[DatasetConfig]:
+    """Those that are no datasets of the Hub."""
+    return [source for source in sources if not is_hub(source)]
 
 
 def resolve_path(name: str) -> Path:

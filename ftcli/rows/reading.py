@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from ftcli.config import DatasetConfig
+from ftcli.config.data import DatasetConfig
 from ftcli.errors import Finding, FtcliError, Origin
 from ftcli.rows.hub import hub_rows
 from ftcli.rows.places import files_of, is_hub

@@ -9,8 +9,8 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from ftcli.config import Recipe
 from ftcli.config.dump import undumped
+from ftcli.config.recipe import Recipe
 from ftcli.plain import JsonObject
 from ftcli.tables import methods
 

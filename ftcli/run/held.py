@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from ftcli.config import ModelConfig
+from ftcli.config.model import ModelConfig
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.facts.weights import MODEL_CARD
 from ftcli.plain import JsonMap, JsonObject

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ftcli.config import ModelConfig
+from ftcli.config.model import ModelConfig
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.facts.model import ModelFacts
 from ftcli.facts.weights import WEIGHTS_INDEX

@@ -24,11 +24,13 @@ class Method:
         run: Code: ``(loaded, session) -> result``, the whole command; of one ``on_ranks`` also
             ``(loaded, session, group)``.
         dry: Code: ``(loaded, session) -> result``, what its command does instead with ``--dry-rewards``; None: nothing.
-        memory: Code: a function ``RunPlan -> MethodMemory`` (:mod:`ftcli.plan.memory.methods`).
+        memory: Code: a function ``RunPlan -> MethodMemory`` (:class:`ftcli.plan.run.MethodMemory`).
         section: The recipe's section that holds its settings; None: ``train`` says it all.
         rules: Code: ``Context -> findings``, rules of its own about the recipe; None: the common ones.
         row_rules: Code: ``(Context, FirstRows) -> findings``, rules of its own about the first rows of each source
             that it trains on (:mod:`ftcli.preflight.checks.data`); None: the common ones.
+        survey: Code: ``(RowSurvey, recipe) -> None``, how `ftcli check` looks at its rows; None: as rows that hold
+            their answers.
         from_prompts: Its rows are prompts, which the model answers. Rows of other methods hold the answers too.
         scores_tasks: `eval.tasks` are scored before and after training.
         packs: It supports ``data.packing`` and weights of sources.
@@ -51,6 +53,7 @@ class Method:
     section: str | None = None
     rules: str | None = None
     row_rules: str | None = None
+    survey: str | None = None
     from_prompts: bool = False
     scores_tasks: bool = False
     packs: bool = True
@@ -92,8 +95,8 @@ TABLE: Mapping[str, Method] = MappingProxyType(
             "train",
             "supervised fine-tuning",
             _TRAIN_HELP,
-            run="ftcli.pipeline.training:train_supervised",
-            memory="ftcli.plan.memory.methods:supervised",
+            run="ftcli.methods.sft.train:train_supervised",
+            memory="ftcli.methods.sft.memory:memory",
             on_ranks=True,
         ),
         "grpo": Method(
@@ -101,13 +104,14 @@ TABLE: Mapping[str, Method] = MappingProxyType(
             "grpo",
             "GRPO",
             _GRPO_HELP,
-            run="ftcli.pipeline.reinforcement:train_grpo",
-            memory="ftcli.plan.memory.methods:grpo",
-            dry="ftcli.pipeline.dry_rewards:dry_rewards",
+            run="ftcli.methods.grpo.train:train_grpo",
+            memory="ftcli.methods.grpo.memory:memory",
+            dry="ftcli.methods.grpo.dry_rewards:dry_rewards",
             on_ranks=True,
             section="grpo",
-            rules="ftcli.preflight.checks.grpo:check",
-            row_rules="ftcli.preflight.checks.grpo:check_rows",
+            rules="ftcli.methods.grpo.checks:check",
+            row_rules="ftcli.methods.grpo.checks:check_rows",
+            survey="ftcli.methods.grpo.prompts:survey",
             from_prompts=True,
             scores_tasks=True,
             packs=False,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import set_seed
 
-from ftcli.config import QuantizationConfig
+from ftcli.config.model import QuantizationConfig
 from ftcli.job import Job
 from ftcli.model.backbone import base_of, root_of
 from ftcli.model.checkpointing import use_checkpointing

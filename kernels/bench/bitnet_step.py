@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from ftkernels.bitlinear import bit_linear_reference
 from ftkernels.ternary import ternarise
 
-from ftcli.config import QuantizationConfig
+from ftcli.config.model import QuantizationConfig
 from ftcli.facts.config_file import bundled_configs
 from ftcli.model.bitnet import BitLinear, round_in_norms
 from ftcli.model.load import config_of

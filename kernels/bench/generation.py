@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from ftkernels.sampling import GREEDY, Sampling, row_seed
 from shapes import SHAPES, Shape
 
-from ftcli.config import QuantizationConfig
+from ftcli.config.model import QuantizationConfig
 from ftcli.facts.generation import cache_bytes
 from ftcli.generation.engine import Engine
 from ftcli.generation.forward import cache_dtype, cache_shape

@@ -40,13 +40,13 @@ from ftcli.generation.stopping import StopCheck
 from ftcli.job import Job, open_job
 from ftcli.methods.grpo.objective import build_grpo
 from ftcli.methods.grpo.spans import LOG_PROBS, OPTIMIZER, REWARDS, ROLLOUT, TRAINING
-from ftcli.pipeline import build
 from ftcli.pipeline.checking import checked
 from ftcli.reporting import Session, SilentReporter
 from ftcli.rows.prompts import prompts_of
 from ftcli.rows.row import Row
 from ftcli.run.completions import ScoredCompletion
 from ftcli.run.metrics import MetricsLine
+from ftcli.train import assembly
 from ftcli.train.bench import StepTimer
 from ftcli.train.loop import Attendance, StepIntervals, TrainerHooks, TrainingLoop
 
@@ -241,9 +241,9 @@ def measure(name: str, case: Case, options: argparse.Namespace, scratch: Path) -
     grpo = job.recipe.grpo
     assert grpo is not None
     asked = write_prompts(loaded, job, case, scratch / "prompts.jsonl")
-    model = build.build_trainable(job)
+    model = assembly.build_trainable(job)
     ids = job.tokenizer([one.text for one in asked], add_special_tokens=False)["input_ids"]
-    build.put_on_kernels(
+    assembly.put_on_kernels(
         job, model, [TokenizedRow(one.prompt.row, row, row) for one, row in zip(asked, ids, strict=True)]
     )
     parity = []

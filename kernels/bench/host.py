@@ -23,11 +23,11 @@ from ftcli.config.load import load_recipe
 from ftcli.config.overrides import Override
 from ftcli.job import open_job
 from ftcli.methods.sft.objective import build_sft
-from ftcli.pipeline import build
 from ftcli.pipeline.benchmark import bench_recipe
 from ftcli.pipeline.checking import checked
 from ftcli.pipeline.options import BenchOptions
 from ftcli.reporting import Session, SilentReporter
+from ftcli.train import assembly
 from ftcli.train.bench import synthetic_tokens
 from ftcli.train.loop import StepWatcher, TrainerHooks
 
@@ -72,10 +72,10 @@ def measure(path: Path, options: BenchOptions, settings: list[str]) -> tuple[flo
     session = Session(SilentReporter(), offline=True)
     report = checked(replace(loaded, recipe=bench_recipe(loaded.recipe, options)), session, "bench")
     job = open_job(report, session)
-    model = build.build_trainable(job)
+    model = assembly.build_trainable(job)
     train, seq = job.recipe.train, job.recipe.data.max_seq_len
     rows = synthetic_tokens(train.per_device_train_batch_size * (options.steps + 1), seq, job.vocab_size, 0)
-    build.put_on_kernels(job, model, rows)
+    assembly.put_on_kernels(job, model, rows)
     marks = Marks(options.steps + 1)
     loop = build_sft(job, model, rows, TrainerHooks(None, 1, None))
     loop.watchers.append(marks)

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from ftcli.config import Recipe
 from ftcli.config.load import LoadedRecipe, Override, load_recipe
+from ftcli.config.recipe import Recipe
 from ftcli.facts.device import DeviceFacts
 from ftcli.facts.model import read_facts
 from ftcli.pipeline.benchmark import bench_recipe

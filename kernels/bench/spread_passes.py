@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
-from ftcli.config import LoraConfig, ModelConfig, QuantizationConfig
+from ftcli.config.model import LoraConfig, ModelConfig, QuantizationConfig
 from ftcli.config.origins import Origins
 from ftcli.config.tree import MapNode
 from ftcli.evaluate.share import led_by_first

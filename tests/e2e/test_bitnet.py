@@ -16,7 +16,8 @@ import yaml
 from safetensors.torch import load_file
 
 from ftcli.assets import asset
-from ftcli.config import GenerateConfig, ModelConfig, QuantizationConfig
+from ftcli.config.evaluation import GenerateConfig
+from ftcli.config.model import ModelConfig, QuantizationConfig
 from ftcli.evaluate.generate import complete
 from ftcli.generation.requests import StopConditions
 from ftcli.generation.stopping import StopCheck

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from ftcli.config import DatasetConfig
+from ftcli.config.data import DatasetConfig
 from tests.e2e.conftest import RECIPE, User
 from tests.rows import read_rows
 from tests.small_models import build

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from ftcli.config import QuantizationConfig
+from ftcli.config.model import QuantizationConfig
 from ftcli.model.quantized import QuantizedLinear
 from tests.e2e.conftest import User
 from tests.quantised import quantize_linears

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from ftcli.pipeline import build
 from ftcli.run.completions import Completions
+from ftcli.train import assembly
 from tests.e2e.conftest import User
 
 GRPO: dict[str, Any] = {
@@ -118,8 +118,8 @@ def test_the_reference_is_what_the_run_started_from(
     distance; also after training went on from a checkpoint.
     """
     calls: list[tuple[Any, ...]] = []
-    load = build.load_model
-    monkeypatch.setattr(build, "load_model", lambda *args, **how: calls.append((*args, how)) or load(*args, **how))
+    load = assembly.load_model
+    monkeypatch.setattr(assembly, "load_model", lambda *args, **how: calls.append((*args, how)) or load(*args, **how))
     change = {"train": {"max_steps": 3, "gradient_accumulation_steps": 1}, "checkpoint": {"every_steps": 2}}
     recipe = narrow.recipe("r", **change, grpo={**GRPO, "beta": 0.1}, data=DATA, lora=lora)
     narrow.done("grpo", recipe)

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from ftcli.pipeline import lifecycle
 from ftcli.run import status as run_status
+from ftcli.train import lifecycle
 from tests.e2e.conftest import User
 
 GRPO: dict[str, Any] = {

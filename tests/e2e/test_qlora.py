@@ -12,7 +12,7 @@ from ftkernels.nf4 import quantize_nf4
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from ftcli.config import QuantizationConfig
+from ftcli.config.model import QuantizationConfig
 from ftcli.model.quantized import QuantizedLinear
 from tests.e2e.conftest import User
 from tests.quantised import quantize_linears

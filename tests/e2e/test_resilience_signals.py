@@ -11,9 +11,9 @@ from tests.e2e.resilience import EVALUATE, NO_EVAL, SAVE, SAVE_RESULT, STEP, Dri
 TERM, INT = signal.SIGTERM, signal.SIGINT
 PARTS = {
     "checking": ("ftcli.pipeline.checking:preflight", "checking the recipe"),
-    "fingerprints": ("ftcli.pipeline.lifecycle:fingerprint", "reading the data's fingerprints"),
+    "fingerprints": ("ftcli.train.lifecycle:fingerprint", "reading the data's fingerprints"),
     "tokenizing": ("ftcli.data.encode:Encoder.batch", "preparing data"),
-    "loading": ("ftcli.pipeline.build:load_model", "loading the model"),
+    "loading": ("ftcli.train.assembly:load_model", "loading the model"),
     "the trainer": ("ftcli.train.build:use_stack", "preparing the trainer"),
 }
 
@@ -33,14 +33,14 @@ def test_before_training_the_run_ends_at_once(drills: Drills, part: str, number:
 
 
 def test_between_two_parts_the_next_one_is_not_begun(drills: Drills) -> None:
-    said = drills.stopped(drills.recipe("r"), "ftcli.pipeline.context:RunContext.phase", 1, INT, 130)
+    said = drills.stopped(drills.recipe("r"), "ftcli.train.context:RunContext.phase", 1, INT, 130)
     assert "stopped by SIGINT while loading libraries" in said  # imports alone take many seconds on a cold disk
 
 
 @pytest.mark.parametrize(
     ("command", "target", "phase"),
     [
-        ("eval", "ftcli.pipeline.build:load_model", "evaluating"),
+        ("eval", "ftcli.train.assembly:load_model", "evaluating"),
         ("export", "ftcli.export.adapter:copy_adapter", "exporting"),
     ],
 )
@@ -58,7 +58,7 @@ def test_evaluation_and_export_are_left_at_once(drills: Drills, command: str, ta
 
 def test_the_report_of_a_complete_run_is_made_when_it_is_missing_or_old(drills: Drills) -> None:
     recipe = drills.recipe("r", train={"max_steps": 1}, **NO_EVAL)
-    drill = drills.paused(recipe, "ftcli.pipeline.lifecycle:write_report")
+    drill = drills.paused(recipe, "ftcli.train.lifecycle:write_report")
     drill.signal(signal.SIGKILL)
     drill.wait()
     assert drills.status("r")["state"] == "completed"

@@ -9,7 +9,7 @@ import torch
 from ftkernels.bitlinear import bit_linear, bit_linear_reference, quantize_int8, round_weight
 from ftkernels.ternary import ternarise
 
-from ftcli.config import QuantizationConfig
+from ftcli.config.model import QuantizationConfig
 from ftcli.model import bitnet
 from ftcli.model.bitnet import BitLinear
 from ftcli.model.quantize import layers_to_quantize

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from ftcli.config import QuantizationConfig
+from ftcli.config.model import QuantizationConfig
 from ftcli.model.checkpointing import use_checkpointing
 from ftcli.model.patch import patch
 from ftcli.model.quantized import QuantizedLinear

@@ -28,7 +28,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from ftcli.config.training import GrpoConfig
+from ftcli.methods.grpo.settings import GrpoConfig
 
 #: A micro-batch: ``prompt_ids``, ``prompt_mask`` (B, P), ``completion_ids``, ``completion_mask`` (B, C),
 #: ``advantages`` (B,), ``num_items_in_batch`` (), and where they are known ``old_per_token_logps``,

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 import torch
 from torch import Tensor
 
-from ftcli.config.training import GrpoConfig
 from ftcli.data.asked import RenderedPrompt
 from ftcli.data.reasoning import Answer
 from ftcli.errors import ExitCode, FtcliError
@@ -34,6 +33,7 @@ from ftcli.methods.grpo.parity import Parity, check_parity
 from ftcli.methods.grpo.policy import Metrics, PolicyScores, joined, scored_loss
 from ftcli.methods.grpo.rewards import Reward, RewardFailures, build_rewards
 from ftcli.methods.grpo.rollouts import Rollouts
+from ftcli.methods.grpo.settings import GrpoConfig
 from ftcli.methods.grpo.spans import LOG_PROBS, OPTIMIZER, REWARDS, ROLLOUT, TRAINING, Spans
 from ftcli.methods.grpo.stagnation import Stagnation
 from ftcli.model.backbone import compute_context

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ftcli.config.training import GrpoConfig
 from ftcli.data.collate import PaddingCollator, Unpadded, unpadded_batch
 from ftcli.data.tokens import TokenizedRow
 from ftcli.labels import IGNORE_INDEX
 from ftcli.methods.grpo.losses import Completions, StepShape, policy_loss
+from ftcli.methods.grpo.settings import GrpoConfig
 from ftcli.methods.grpo.spans import TRAINING
 from ftcli.model.backbone import head_of, hidden_states
 from ftcli.model.loss import next_token_log_probs, supervised_positions

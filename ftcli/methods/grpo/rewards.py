@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ftcli.config import RewardConfig
+from ftcli.config.judging import RewardConfig
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin
 from ftcli.judges import CompletionBatch, Judge, JudgeScores, judge_name, missing_answer, open_judge, reserved_column
 from ftcli.reporting import Reporter

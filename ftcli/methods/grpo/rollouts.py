@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from ftkernels.sampling import Sampling, row_seed
 
-from ftcli.config import GrpoConfig
 from ftcli.facts.generation import MOST_ROWS
 from ftcli.generation.opening import OpenedGenerator, open_generator
 from ftcli.generation.requests import Completion, GenerationRequest, StopConditions
 from ftcli.generation.stopping import StopCheck
 from ftcli.job import Job
+from ftcli.methods.grpo.settings import GrpoConfig
 
 if TYPE_CHECKING:
     from peft import PeftModel

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ftcli.config.training import GrpoStoppingConfig
+from ftcli.methods.grpo.settings import GrpoStoppingConfig
 from ftcli.plain import JsonObject
 from ftcli.train.best import BestEvaluation
 

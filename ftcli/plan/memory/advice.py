@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
-from ftcli.config import LoraConfig
+from ftcli.config.model import LoraConfig
 from ftcli.config.overrides import Settings
 from ftcli.facts.device import GPUS
 from ftcli.plain import JsonObject, plain_fields

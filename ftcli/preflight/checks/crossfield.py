@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ftcli.config import TaskConfig
+from ftcli.config.evaluation import TaskConfig
 from ftcli.preflight.checks import adapters, optimisation
 from ftcli.preflight.checks.context import Context, Findings
 from ftcli.preflight.checks.judging import judge_findings

@@ -9,9 +9,8 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ftcli.config import DatasetConfig
-from ftcli.config.judging import JudgeConfig
-from ftcli.config.training import RewardConfig
+from ftcli.config.data import DatasetConfig
+from ftcli.config.judging import JudgeConfig, RewardConfig
 from ftcli.errors import Finding, FtcliError, Severity
 from ftcli.facts.model import ModelFacts
 from ftcli.facts.tokenizer import no_template_finding
@@ -170,7 +169,7 @@ def _judges_of(context: Context, path: str) -> Sequence[JudgeConfig]:
     recipe = context.recipe
     if path.startswith("eval.tasks."):
         return (recipe.eval.tasks[int(path.split(".")[2])],)
-    rewards = recipe.grpo.rewards if recipe.grpo is not None and context.from_prompts else ()
+    rewards = recipe.rewards if context.from_prompts else ()
     tasks = [task for task in recipe.eval.tasks if not task.data] if path.startswith("data.eval") else []
     return (*rewards, *tasks)
 

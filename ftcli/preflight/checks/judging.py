@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ftcli.config import RewardConfig, TaskConfig
+from ftcli.config.evaluation import TaskConfig
+from ftcli.config.judging import RewardConfig
 from ftcli.judges import judge_name
 from ftcli.judges.json_values import NoSchema, validator_of
 from ftcli.preflight.checks.context import Context, Findings

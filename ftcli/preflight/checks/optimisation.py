@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ftcli.config import Recipe
+from ftcli.config.recipe import Recipe
 from ftcli.preflight.checks.context import Context, Findings
 from ftcli.preflight.checks.support import Installed, is_installed
 from ftcli.tables import optimizers, quantizations, schedules

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ftcli.config import DatasetConfig
+from ftcli.config.data import DatasetConfig
 from ftcli.paths import is_file
 from ftcli.plan.execution import takes_rows
 from ftcli.preflight.checks.context import Context, Findings

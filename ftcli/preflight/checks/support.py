@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 
-from ftcli.config import LaunchConfig
+from ftcli.config.model import LaunchConfig
 from ftcli.config.usable import usable_values
 from ftcli.errors import Finding
 from ftcli.preflight.checks.context import Context, Findings, as_in_recipe

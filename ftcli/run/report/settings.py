@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ftcli.config import Recipe
 from ftcli.config.grid import PLACES
+from ftcli.config.recipe import Recipe
 from ftcli.plain import JsonMap, JsonObject
 from ftcli.run.report.values import as_text, count, map_in, maps, number_or_none
 from ftcli.tables import methods

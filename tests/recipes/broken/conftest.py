@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ftcli.cli.app import main
-from ftcli.config import Recipe
+from ftcli.config.recipe import Recipe
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from ftcli.facts.device import named_device
-from ftcli.job import open_job
-from ftcli.pipeline.checking import checked
+from ftcli.job import checked, open_job
 from ftcli.reporting import Session
 
 BENCH = Path(__file__).resolve().parents[3] / "kernels" / "bench"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ftcli.config import DatasetConfig
+from ftcli.config.data import DatasetConfig
 from ftcli.data.template import Renderer
 from ftcli.model.tokenizer import load_tokenizer
 from ftcli.rows.prompts import prompts_of

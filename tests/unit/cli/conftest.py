@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from ftcli.config import Recipe
 from ftcli.config.conversion import convert
 from ftcli.config.load import load_recipe
+from ftcli.config.recipe import Recipe
 from tests.foreign_recipes import FILES
 
 

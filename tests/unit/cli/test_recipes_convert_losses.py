@@ -13,9 +13,9 @@ import pytest
 import yaml
 
 from ftcli.cli.app import main
-from ftcli.config import Recipe
 from ftcli.config.conversion import convert
 from ftcli.config.load import load_recipe
+from ftcli.config.recipe import Recipe
 from ftcli.errors import FtcliError
 from tests.foreign_recipes import AXOLOTL, FILES, TORCHTUNE
 from tests.unit.cli.conftest import Made

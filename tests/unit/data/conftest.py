@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ftcli.assets import asset
-from ftcli.config import DataConfig
+from ftcli.config.data import DataConfig
 from ftcli.data.prepare import PreparedData, prepare
 
 

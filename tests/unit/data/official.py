@@ -11,7 +11,7 @@ import trl
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ftcli.assets import asset
-from ftcli.config import DataConfig
+from ftcli.config.data import DataConfig
 from ftcli.data.encode import Encoder, TokenizedRows
 from ftcli.labels import IGNORE_INDEX
 from ftcli.rows.row import Row

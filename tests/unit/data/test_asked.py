@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from ftcli.config import DataConfig, GenerateConfig, GrpoConfig
-from ftcli.data.asked import PromptLimit, RenderedPrompt, asked_rows, room_of_grpo, room_of_task
+from ftcli.config.data import DataConfig
+from ftcli.config.evaluation import GenerateConfig
+from ftcli.data.asked import PromptLimit, RenderedPrompt, asked_rows, room_of_task
 from ftcli.errors import Finding, FtcliError
+from ftcli.methods.grpo.prompts import room_of_grpo
+from ftcli.methods.grpo.settings import GrpoConfig
 
 Ask = Callable[..., tuple[list[RenderedPrompt], list[Finding]]]
 GOOD = {"prompt": "q", "answer": "a"}

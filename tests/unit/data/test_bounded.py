@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ftcli.config import ModelConfig
+from ftcli.config.model import ModelConfig
 from ftcli.data import bounded as limits
 from ftcli.data.bounded import REFUSALS, TemplateStopped, limited_template
 from ftcli.data.template import Renderer

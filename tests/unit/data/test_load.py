@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ftcli.config import DatasetConfig
+from ftcli.config.data import DatasetConfig
 from ftcli.errors import ExitCode, FtcliError
 from tests.rows import read_rows
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from ftcli.config import DataConfig, GenerateConfig
+from ftcli.config.data import DataConfig
+from ftcli.config.evaluation import GenerateConfig
 from ftcli.data.asked import room_of_task
 from ftcli.data.look import RowSurvey
 from ftcli.data.prepare import prepare

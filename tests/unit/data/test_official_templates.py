@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ftcli.config import DataConfig
+from ftcli.config.data import DataConfig
 from ftcli.data.answers import with_reasoning
 from ftcli.data.encode import Encoder
 from ftcli.labels import IGNORE_INDEX

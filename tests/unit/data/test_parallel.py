@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ftcli.config import DataConfig
+from ftcli.config.data import DataConfig
 from ftcli.data.encode import EncodedRows, Encoder
 from ftcli.data.parallel import CHUNK_ROWS, encode_all
 from ftcli.data.prepare import PreparedData

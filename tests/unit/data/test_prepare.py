@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ftcli.assets import asset
-from ftcli.config import DataConfig
+from ftcli.config.data import DataConfig
 from ftcli.data.collate import PaddingCollator
 from ftcli.data.ledger import quantiles
 from ftcli.data.prepare import PreparedData, prepare

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from ftcli.config import DataConfig
+from ftcli.config.data import DataConfig
 from ftcli.data.prepare import PreparedData
 from ftcli.data.template import renderer_of
 from ftcli.errors import FtcliError

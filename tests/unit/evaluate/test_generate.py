@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ftcli.assets import asset
-from ftcli.config import GenerateConfig
+from ftcli.config.evaluation import GenerateConfig
 from ftcli.errors import Finding, FtcliError
 from ftcli.evaluate.generate import complete, generate
 from ftcli.generation.requests import StopConditions

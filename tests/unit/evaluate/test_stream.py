@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ftcli.assets import asset
-from ftcli.config import GenerateConfig
+from ftcli.config.evaluation import GenerateConfig
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.evaluate.generate import generate
 from ftcli.evaluate.stream import CompletionEnd, Detokenizer, StreamSettings, stream

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ftcli.config import TaskConfig
+from ftcli.config.evaluation import TaskConfig
 from ftcli.data.reasoning import Answer
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.evaluate.tasks import AnsweredTask, JudgedRow, TaskResult, judge

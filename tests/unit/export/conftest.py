@@ -16,8 +16,8 @@ import yaml
 from transformers import AutoTokenizer, Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from ftcli.assets import asset
-from ftcli.config import Recipe
 from ftcli.config.load import load_recipe
+from ftcli.config.recipe import Recipe
 from ftcli.errors import Finding
 from ftcli.facts.model import read_facts
 from ftcli.model.load import align_special_tokens

@@ -9,7 +9,7 @@ from typing import Any
 import peft
 import torch
 
-from ftcli.config import ExportConfig
+from ftcli.config.evaluation import ExportConfig
 from ftcli.export.clean.process import CleanProcess
 from ftcli.export.gguf.write import PreparedGguf, prepare_gguf
 from ftcli.export.resolve import resolve_source

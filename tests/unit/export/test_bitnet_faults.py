@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ftcli.config import ExportConfig
+from ftcli.config.evaluation import ExportConfig
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.export import bitnet
 from ftcli.export.writing import export_run

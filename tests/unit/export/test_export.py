@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ftcli.config import ExportConfig
+from ftcli.config.evaluation import ExportConfig
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.export import safetensors as merged_format
 from ftcli.export.writing import ExportResult, export_run

@@ -11,7 +11,7 @@ import torch
 from ftkernels.ternary import ternarise
 from safetensors.torch import load_file
 
-from ftcli.config import QuantizationConfig
+from ftcli.config.model import QuantizationConfig
 from ftcli.errors import FtcliError
 from ftcli.export.clean import ask
 from ftcli.export.gguf import ternary

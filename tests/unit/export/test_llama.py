@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from ftcli.config import ExportConfig
+from ftcli.config.evaluation import ExportConfig
 from ftcli.errors import FtcliError
 from ftcli.export.gguf import llama
 from ftcli.export.gguf.llama import LIBRARY, installed_llama_cpp

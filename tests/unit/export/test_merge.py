@@ -19,7 +19,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from ftcli.config import ExportConfig, QuantizationConfig
+from ftcli.config.evaluation import ExportConfig
+from ftcli.config.model import QuantizationConfig
 from ftcli.errors import FtcliError
 from ftcli.export import safetensors as merged_format
 from ftcli.export.clean import ask

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ftcli.config import ExportConfig
+from ftcli.config.evaluation import ExportConfig
 from ftcli.errors import FtcliError
 from ftcli.export.writing import ExportResult, export_run
 from ftcli.gguf.file import ReadFile

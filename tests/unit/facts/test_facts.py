@@ -12,7 +12,7 @@ import torch
 from huggingface_hub import errors as hub
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ftcli.config import ModelConfig
+from ftcli.config.model import ModelConfig
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.facts.config_file import bundled_configs
 from ftcli.facts.model import ModelFacts, read_facts

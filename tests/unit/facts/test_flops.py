@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ftcli.config import LoraConfig
+from ftcli.config.model import LoraConfig
 from ftcli.facts.flops import step_flops
 from ftcli.facts.model import ModelFacts, read_facts
 

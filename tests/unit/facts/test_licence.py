@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ftcli.config import ModelConfig
+from ftcli.config.model import ModelConfig
 from ftcli.config.origins import Origins
 from ftcli.config.tree import MapNode
 from ftcli.errors import Origin

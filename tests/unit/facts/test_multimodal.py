@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from ftcli.config import LoraConfig, ModelConfig, Recipe
+from ftcli.config.model import LoraConfig, ModelConfig
 from ftcli.config.origins import Origins
+from ftcli.config.recipe import Recipe
 from ftcli.config.tree import MapNode
 from ftcli.errors import Origin
 from ftcli.facts.model import ModelFacts, read_facts

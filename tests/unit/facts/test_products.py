@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ftcli.config import QuantizationConfig
+from ftcli.config.model import QuantizationConfig
 from ftcli.facts.device import GPUS
 from ftcli.plan.precision import DtypePlan
 from ftcli.plan.quantization import why_dequantized, with_products_tried

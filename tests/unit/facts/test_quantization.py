@@ -9,7 +9,7 @@ import pytest
 import torch
 from ftkernels.nf4 import quantize_nf4
 
-from ftcli.config import QuantizationConfig
+from ftcli.config.model import QuantizationConfig
 from ftcli.facts.device import named_device
 from ftcli.facts.model import ModelFacts, read_facts
 from ftcli.facts.shape import Linear

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from ftcli.config import GenerateConfig, QuantizationConfig
+from ftcli.config.evaluation import GenerateConfig
+from ftcli.config.model import QuantizationConfig
 from ftcli.evaluate.generate import complete
 from ftcli.generation.requests import StopConditions
 from ftcli.generation.stopping import StopCheck

@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from ftcli.config import QuantizationConfig
+from ftcli.config.model import QuantizationConfig
 from ftcli.facts.generation import EngineLayout, pages_of
 from ftcli.generation.engine import Engine
 from ftcli.generation.forward import Forward

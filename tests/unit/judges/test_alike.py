@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
-from ftcli.config import RewardConfig, TaskConfig
+from ftcli.config.evaluation import TaskConfig
+from ftcli.config.judging import RewardConfig
 from ftcli.data.reasoning import Answer
 from ftcli.evaluate.tasks import AnsweredTask, judge
 from ftcli.judges import open_judge, patterns
+from ftcli.methods.grpo import checks as grpo
 from ftcli.methods.grpo.rewards import build_rewards
-from ftcli.preflight.checks import crossfield, grpo, judging
+from ftcli.preflight.checks import crossfield, judging
 from ftcli.rows.prompts import Prompt
 from ftcli.rows.row import Row
 

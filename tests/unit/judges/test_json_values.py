@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from ftcli.config import TaskConfig
+from ftcli.config.evaluation import TaskConfig
 from ftcli.errors import FtcliError
 from ftcli.judges import CompletionBatch, JudgeScores, open_judge
 from ftcli.judges.json_values import MAX_DEPTH
-from ftcli.preflight.checks import crossfield, grpo
+from ftcli.methods.grpo import checks as grpo
+from ftcli.preflight.checks import crossfield
 
 PERSON = {
     "type": "object",

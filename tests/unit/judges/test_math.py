@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ftcli.config import TaskConfig
+from ftcli.config.evaluation import TaskConfig
 from ftcli.judges import CompletionBatch, JudgeScores, math, open_judge
 from ftcli.preflight.checks import judging
 

@@ -14,7 +14,7 @@ from ftkernels.bitlinear import quantize_int8
 from ftkernels.ternary import Ternary, pack_ternary, ternarise
 from safetensors.torch import load_file, save_file
 
-from ftcli.config import QuantizationConfig
+from ftcli.config.model import QuantizationConfig
 from ftcli.errors import FtcliError
 from ftcli.model import bitnet
 from ftcli.model.bitnet import BitLinear, TernaryLinear, set_share

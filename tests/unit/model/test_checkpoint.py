@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ftcli.config import LoraConfig, ModelConfig, QuantizationConfig
+from ftcli.config.model import LoraConfig, ModelConfig, QuantizationConfig
 from ftcli.config.origins import Origins
 from ftcli.config.tree import MapNode
 from ftcli.errors import FtcliError, Origin

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from ftcli.assets import asset
-from ftcli.config import ModelConfig, QuantizationConfig
+from ftcli.config.model import ModelConfig, QuantizationConfig
 from ftcli.config.origins import Origins
 from ftcli.config.tree import MapNode
 from ftcli.errors import FtcliError

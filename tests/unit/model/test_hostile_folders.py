@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ftcli.assets import asset
-from ftcli.config import ModelConfig, QuantizationConfig
+from ftcli.config.model import ModelConfig, QuantizationConfig
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.model.checkpoint import load_whole
 from ftcli.model.tokenizer import load_tokenizer, read_tokenizer

@@ -9,7 +9,7 @@ import peft
 import pytest
 from peft.tuners.lora import LoraLayer
 
-from ftcli.config import LoraConfig
+from ftcli.config.model import LoraConfig
 from ftcli.errors import FtcliError
 from ftcli.facts.adapters import AdapterChoice, adapters, problems, targets_of
 from ftcli.facts.shape import shape_of

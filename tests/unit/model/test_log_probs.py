@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ftcli.config import QuantizationConfig
+from ftcli.config.model import QuantizationConfig
 from ftcli.model.backbone import HiddenStates, head_of, hidden_states
 from ftcli.model.loss import next_token_log_probs
 from tests.quantised import load

@@ -9,7 +9,7 @@ import torch
 from ftkernels.fp8 import joined_fp8
 from torch import nn
 
-from ftcli.config import ModelConfig, QuantizationConfig
+from ftcli.config.model import ModelConfig, QuantizationConfig
 from ftcli.config.origins import Origins
 from ftcli.config.tree import MapNode
 from ftcli.facts.model import read_facts

@@ -16,8 +16,7 @@ from ftkernels.rows import as_rows
 from torch import nn
 from triton.runtime.errors import OutOfResources
 
-from ftcli.config import LoraConfig
-from ftcli.config.model import Kernels
+from ftcli.config.model import Kernels, LoraConfig
 from ftcli.data.tokens import TokenizedRow
 from ftcli.errors import FtcliError
 from ftcli.model.adapted import why_not_fused

@@ -16,7 +16,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from ftcli.config import QuantizationConfig
+from ftcli.config.model import QuantizationConfig
 from ftcli.model.backbone import base_of, compute_context
 from ftcli.model.loss import forward_loss
 from ftcli.model.patch import patch

@@ -13,7 +13,7 @@ from ftkernels.nf4 import quantize_nf4
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from ftcli.config import QuantizationConfig
+from ftcli.config.model import QuantizationConfig
 from ftcli.errors import FtcliError
 from ftcli.model.adapted import projection_of, why_not_fused
 from ftcli.model.nf4 import NF4Linear

@@ -11,7 +11,7 @@ import peft
 import pytest
 import torch
 
-from ftcli.config import LoraConfig
+from ftcli.config.model import LoraConfig
 from ftcli.errors import FtcliError
 from ftcli.model.lora import apply_lora
 from ftcli.model.loss import forward_loss

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ftcli.config import LoraConfig
+from ftcli.config.model import LoraConfig
 from ftcli.model.backbone import compute_context, hidden_states
 from ftcli.model.checkpoint import load_adapter
 from ftcli.model.lora import apply_lora

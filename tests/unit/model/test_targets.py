@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from ftcli.config import LoraConfig, QuantizationConfig
+from ftcli.config.model import LoraConfig, QuantizationConfig
 from ftcli.errors import FtcliError
 from ftcli.facts.shape import shape_of
 from ftcli.model.lora import apply_lora

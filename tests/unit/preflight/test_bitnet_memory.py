@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ftcli.config import QuantizationConfig
+from ftcli.config.model import QuantizationConfig
 from ftcli.facts.device import named_device
 from ftcli.facts.model import read_facts
 from ftcli.facts.shape import shape_of

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from ftcli.preflight.checks import crossfield, files, grpo, support
+from ftcli.methods.grpo import checks as grpo
+from ftcli.preflight.checks import crossfield, files, support
 
 GRPO = """
 data: {train: [bundled:sample-math], max_seq_len: 1024}

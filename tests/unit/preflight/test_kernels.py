@@ -15,8 +15,8 @@ from ftkernels.fp8_trial import why_no_rows
 from ftkernels.limits import Gpu
 
 from ftcli.cli.views import check_text
-from ftcli.config import LoraConfig
 from ftcli.config.load import LoadedRecipe
+from ftcli.config.model import LoraConfig
 from ftcli.errors import FtcliError
 from ftcli.facts.device import GPUS, DeviceFacts, named_device
 from ftcli.facts.model import read_facts

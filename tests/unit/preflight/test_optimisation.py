@@ -9,7 +9,8 @@ import pytest
 
 from ftcli.config.training import TrainConfig
 from ftcli.errors import FtcliError
-from ftcli.preflight.checks import adapters, grpo, optimisation
+from ftcli.methods.grpo import checks as grpo
+from ftcli.preflight.checks import adapters, optimisation
 from ftcli.preflight.checks.context import Context
 from ftcli.train.optimizer import schedule_arguments
 

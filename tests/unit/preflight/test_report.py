@@ -138,10 +138,10 @@ assert not heavy, heavy
 
 def test_every_code_of_preflight_is_in_the_catalogue_and_the_other_way_round() -> None:
     # cli/children.py counts the GPUs that a sweep may use, before any recipe of it is checked.
-    folders = (ROOT / "ftcli" / "facts", ROOT / "ftcli" / "preflight", ROOT / "ftcli" / "cli")
+    folders = (ROOT / "ftcli" / name for name in ("facts", "plan", "preflight", "cli"))
     files = [path for folder in folders for path in folder.rglob("*.py")]
-    # What `grpo --dry-rewards` finds, it finds before a weight is loaded, too.
-    files.append(ROOT / "ftcli" / "pipeline" / "dry_rewards.py")
+    # The rules of a method, and what `grpo --dry-rewards` finds before a weight is loaded.
+    files += [*(ROOT / "ftcli" / "methods").glob("*/checks.py"), *(ROOT / "ftcli" / "methods").glob("*/dry_rewards.py")]
     sources = "".join(path.read_text() for path in files)
     raised = set(re.findall(r'"(FT\d{3})"', sources))
     headings = set(re.findall(r"(?m)^## (FT\d{3}) \S", (ROOT / "docs" / "errors.md").read_text()))

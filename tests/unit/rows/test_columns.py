@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ftcli.config import DatasetConfig
+from ftcli.config.data import DatasetConfig
 from ftcli.errors import FtcliError
 from ftcli.rows.columns import UnreadColumns
 from ftcli.rows.layouts import layout_of

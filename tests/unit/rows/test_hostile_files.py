@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ftcli.config import DatasetConfig
+from ftcli.config.data import DatasetConfig
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.rows.jsontext import MAX_LEVELS, TooDeep, parse
 from ftcli.rows.layouts import understand

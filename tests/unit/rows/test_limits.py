@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ftcli.config import DatasetConfig
+from ftcli.config.data import DatasetConfig
 from ftcli.data.parallel import CHUNK_ROWS, encode_all
 from ftcli.errors import FtcliError
 from ftcli.preflight.checks import data as data_checks
@@ -227,7 +227,7 @@ def test_no_more_processes_than_there_are_cores(tmp_path: Path, monkeypatch: pyt
     from transformers import AutoTokenizer
 
     from ftcli.assets import asset
-    from ftcli.config import DataConfig
+    from ftcli.config.data import DataConfig
     from ftcli.data.parallel import encode_all
     from ftcli.data.prepare import prepare
     from ftcli.facts.device import usable_cores

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ftcli.config import DatasetConfig
+from ftcli.config.data import DatasetConfig
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.rows.hub import hub_commit, hub_rows
 from ftcli.rows.reading import iterate

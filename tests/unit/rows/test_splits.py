@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ftcli.config import DatasetConfig
+from ftcli.config.data import DatasetConfig
 from ftcli.errors import FtcliError
 from ftcli.rows.places import files_of
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from ftcli.config import Recipe
+from ftcli.config.recipe import Recipe
 from ftcli.facts.weights import EXPORT_RECORD, MODEL_CARD
 from ftcli.run.atomic import read_json_object, write_json
 from ftcli.run.card import render_card, write_card

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from ftcli.config import Recipe
+from ftcli.config.recipe import Recipe
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.run.directory import OpenedRun, RunDirectory, is_run_directory, open_run
 from ftcli.run.lock import is_locked

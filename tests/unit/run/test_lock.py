@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ftcli.config import Recipe
+from ftcli.config.recipe import Recipe
 from ftcli.errors import FtcliError
 from ftcli.run.directory import open_run
 from ftcli.run.lock import LOCK_NAME, is_locked

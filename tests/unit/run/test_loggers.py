@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ftcli.cli.environment import library_environment
-from ftcli.config import Recipe
+from ftcli.config.recipe import Recipe
 from ftcli.errors import Finding
 from ftcli.reporting import Session, SilentReporter
 from ftcli.run import status

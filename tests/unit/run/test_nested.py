@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ftcli.config import DatasetConfig, Recipe
+from ftcli.config.data import DatasetConfig
+from ftcli.config.recipe import Recipe
 from ftcli.errors import FtcliError
 from ftcli.facts.weights import inspect_weights
 from ftcli.rows.places import files_of

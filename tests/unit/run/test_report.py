@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ftcli.config import Recipe
+from ftcli.config.recipe import Recipe
 from ftcli.facts.device import named_device
 from ftcli.plan.precision import DtypePlan
 from ftcli.run.atomic import read_json_object, write_json

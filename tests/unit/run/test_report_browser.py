@@ -12,7 +12,7 @@ import pytest
 import yaml
 from browser import Browser, find_browser, open_browser
 
-from ftcli.config import Recipe
+from ftcli.config.recipe import Recipe
 from ftcli.facts.device import named_device
 from ftcli.plan.precision import DtypePlan
 from ftcli.run.atomic import write_json

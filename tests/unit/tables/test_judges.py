@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from ftcli.judges.verdicts import Scorer, Verdict
-from ftcli.preflight.checks import crossfield, grpo
+from ftcli.methods.grpo import checks as grpo
+from ftcli.preflight.checks import crossfield
 from ftcli.preflight.checks.context import Context
 from ftcli.tables import code_of, judges
 from tests.e2e.conftest import User

@@ -11,7 +11,7 @@ import pytest
 
 from ftcli.config.load import LoadedRecipe
 from ftcli.errors import Finding
-from ftcli.pipeline.training import train_supervised
+from ftcli.methods.sft.train import train_supervised
 from ftcli.plain import SPREAD
 from ftcli.plan.run import MethodMemory, RunPlan
 from ftcli.preflight.checks.context import Context

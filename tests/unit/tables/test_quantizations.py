@@ -13,7 +13,7 @@ import torch
 from ftkernels.projection import FrozenWeight
 from torch import Tensor, nn
 
-from ftcli.config import QuantizationConfig
+from ftcli.config.model import QuantizationConfig
 from ftcli.facts.device import named_device
 from ftcli.facts.model import read_facts
 from ftcli.facts.shape import Linear

@@ -6,7 +6,7 @@ from dataclasses import MISSING, fields
 
 from trl import GRPOConfig
 
-from ftcli.config import GrpoConfig
+from ftcli.methods.grpo.settings import GrpoConfig
 
 #: Keys that TRL does not have.
 OWN = {

@@ -18,12 +18,13 @@ from datasets import Dataset
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
-from ftcli.config import GrpoConfig, ModelConfig, QuantizationConfig
+from ftcli.config.model import ModelConfig, QuantizationConfig
 from ftcli.errors import FtcliError
 from ftcli.methods.grpo.advantages import without_spread
 from ftcli.methods.grpo.losses import StepShape
 from ftcli.methods.grpo.parity import allowed, check_parity
 from ftcli.methods.grpo.policy import PolicyScores, ScoredDocuments, scored_loss
+from ftcli.methods.grpo.settings import GrpoConfig
 from ftcli.model import attention
 from ftcli.model.patch import patch
 from ftcli.model.stack import stack_of

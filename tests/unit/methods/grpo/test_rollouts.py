@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from ftcli.config import GrpoConfig
 from ftcli.generation.engine import Engine
 from ftcli.generation.fallback import TransformersGenerator
 from ftcli.methods.grpo.rollouts import Rollouts
+from ftcli.methods.grpo.settings import GrpoConfig
 from ftcli.plan.precision import DtypePlan
 from ftcli.reporting import SilentReporter
 from tests.small_models import build

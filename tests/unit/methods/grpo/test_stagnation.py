@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from ftcli.config.training import GrpoStoppingConfig
+from ftcli.methods.grpo.settings import GrpoStoppingConfig
 from ftcli.methods.grpo.stagnation import Stagnation
 
 PLATEAU = GrpoStoppingConfig.model_validate({"reward": {"window": 2, "patience": 2, "min_delta": 0.05}})

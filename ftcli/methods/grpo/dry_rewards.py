@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ftcli.config import GrpoConfig
 from ftcli.config.load import LoadedRecipe
 from ftcli.errors import Finding
 from ftcli.facts.device import named_device
-from ftcli.pipeline.checking import checked
+from ftcli.job import checked
+from ftcli.methods.grpo.settings import GrpoConfig
 from ftcli.reporting import Session
 
 if TYPE_CHECKING:
@@ -64,9 +64,10 @@ def dry_rewards(loaded: LoadedRecipe, session: Session) -> DryRewards:
 
     Raises FtcliError as preflight does, whatever machine this is, and whatever the rewards raise.
     """
-    from ftcli.data.asked import asked_rows, room_of_grpo
+    from ftcli.data.asked import asked_rows
     from ftcli.job import open_job
     from ftcli.judges import columns_of
+    from ftcli.methods.grpo.prompts import room_of_grpo
     from ftcli.methods.grpo.rewards import build_rewards
 
     report = checked(loaded, session, "grpo", named_device("b200"))  # the largest: which one it will be is no matter

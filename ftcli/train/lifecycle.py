@@ -11,15 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ftcli.config import DatasetConfig, Recipe
+from ftcli.config.data import DatasetConfig
 from ftcli.config.dump import dump_recipe
 from ftcli.config.load import LoadedRecipe
+from ftcli.config.recipe import Recipe
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.facts.licence import licence_of
+from ftcli.job import checked
 from ftcli.judges import files_of
-from ftcli.pipeline.checking import checked
-from ftcli.pipeline.context import BaseCard, BuiltModel, GraphsRecord, InputsRecord, RunContext
-from ftcli.pipeline.following import finish_for_leader, follow, lead, micro_batches, with_its_batch
 from ftcli.plain import JsonMap, plain_fields
 from ftcli.preflight.report import PreflightReport
 from ftcli.ranks import SIGNAL_NAME
@@ -53,9 +52,12 @@ from ftcli.run.signals import (
     exit_code_of,
     second_signal_as_error,
 )
+from ftcli.train.context import BaseCard, InputsRecord, RunContext
+from ftcli.train.following import finish_for_leader, follow, lead, micro_batches, with_its_batch
 
 if TYPE_CHECKING:
-    from ftcli.pipeline.reinforcement import LogProbsRecord
+    from _typeshed import DataclassInstance
+
     from ftcli.run.group import RankGroup
 
 
@@ -337,7 +339,7 @@ def keep_inputs(context: RunContext, inputs: Inputs) -> None:
     add_to_manifest(context, InputsRecord(inputs, BaseCard(context.report.facts.model_type, licence)))
 
 
-def add_to_manifest(context: RunContext, part: BuiltModel | InputsRecord | GraphsRecord | LogProbsRecord) -> None:
+def add_to_manifest(context: RunContext, part: DataclassInstance) -> None:
     """Adds what is known only once the model is built, or trained."""
     if not context.leads:
         return

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ftcli.config import Recipe
+from ftcli.config.recipe import Recipe
 from ftcli.errors import Finding
-from ftcli.pipeline.context import RunContext
 from ftcli.preflight.checks.optimisation import long_warm_ups
 from ftcli.tables import quantizations
-from ftcli.tables.methods import Method
+from ftcli.train.context import RunContext
 
 if TYPE_CHECKING:
     from ftcli.job import Job
@@ -18,11 +17,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TrainingRows:
-    """What is trained on: ``count`` ``rows`` or ``prompts``, and how many tokens they have, where that is known."""
+    """What is trained on: ``count`` ``rows``, ``prompts`` or ``pairs``, how many tokens they have, where that is known,
+    and what a step takes of them.
+
+    Attributes:
+        batch: What a step of the optimizer learns from, ``packed rows`` or ``completions``; None: ``unit``.
+        more: What else is to be said of the batch, after it.
+    """
 
     count: int
     unit: str
     tokens: int | None = None
+    batch: str | None = None
+    more: str = ""
 
 
 def tell_start(context: RunContext, job: Job, model: Any, rows: TrainingRows) -> None:
@@ -32,7 +39,7 @@ def tell_start(context: RunContext, job: Job, model: Any, rows: TrainingRows) ->
     lines = (
         ("parameters", trained_share(job, model)),
         ("data", f"{rows.count:,} {rows.unit}{tokens}"),
-        ("batch", effective_batch(context.recipe, job.plan.method)),
+        ("batch", effective_batch(context.recipe, rows)),
         ("run", f"{path}; {context.directory.report_path.name} in it shows how it goes"),
         ("Ctrl-C", "once finishes the step and writes a checkpoint, twice stops at once"),
     )
@@ -62,7 +69,7 @@ def trained_share(job: Job, model: Any) -> str:
     return f"{count:,}{share} are trained"
 
 
-def effective_batch(recipe: Recipe, method: Method) -> str:
+def effective_batch(recipe: Recipe, rows: TrainingRows) -> str:
     """The effective batch: what one step of the optimizer learns from."""
     size, accumulated = recipe.train.per_device_train_batch_size, recipe.train.gradient_accumulation_steps
     ranks, shared = recipe.launch.row_shares, recipe.launch.context_parallel_size
@@ -71,9 +78,4 @@ def effective_batch(recipe: Recipe, method: Method) -> str:
         parts += f" x {ranks} {'processes' if shared == 1 else 'teams'}"
     if shared > 1:
         parts += f", each row on {shared} processes"
-    if method.from_prompts and recipe.grpo is not None:
-        each, steps = recipe.grpo.num_generations, recipe.grpo.micro_batches(accumulated) // accumulated
-        made = "" if steps == 1 else f", {size * accumulated * ranks * steps:,} made at a time"
-        return f"{size * accumulated * ranks:,} completions a step ({parts}), {each} of each prompt{made}"
-    unit = "packed rows" if recipe.data.packing else "rows"
-    return f"{size * accumulated * ranks:,} {unit} a step ({parts})"
+    return f"{size * accumulated * ranks:,} {rows.batch or rows.unit} a step ({parts}){rows.more}"

@@ -1,4 +1,4 @@
-"""What each training method decides about the memory of a step: the code of :mod:`ftcli.tables.methods`."""
+"""The memory of a GRPO step."""
 
 from __future__ import annotations
 
@@ -8,12 +8,7 @@ from ftcli.facts.generation import MOST_ROWS
 from ftcli.plan.run import Generation, MethodMemory, RunPlan
 
 
-def supervised(plan: RunPlan) -> MethodMemory:
-    """Rows that hold their answers, up to ``data.max_seq_len``."""
-    return MethodMemory(seq_len=plan.recipe.data.max_seq_len)
-
-
-def grpo(plan: RunPlan) -> MethodMemory:
+def memory(plan: RunPlan) -> MethodMemory:
     """The completions of a generation batch are made together, as many as GRPO decodes at once. The loss takes
     log-probabilities from hidden states.
 
@@ -22,7 +17,7 @@ def grpo(plan: RunPlan) -> MethodMemory:
     recipe, train = plan.recipe, plan.recipe.train
     settings = recipe.grpo
     if settings is None:
-        return supervised(plan)
+        return MethodMemory(seq_len=recipe.data.max_seq_len)
     seq_len = settings.max_prompt_length + settings.max_completion_length
     second = recipe.lora is None and settings.beta > 0
     completions = train.per_device_train_batch_size * settings.micro_batches(train.gradient_accumulation_steps)

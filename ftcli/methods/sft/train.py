@@ -9,15 +9,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ftcli.config.load import LoadedRecipe
-from ftcli.pipeline.context import BuiltModel, RunContext
-from ftcli.pipeline.fit import FinishedRun, fit
-from ftcli.pipeline.held_out import HeldOut, began_in, held_out_numbers
-from ftcli.pipeline.lifecycle import add_to_manifest, checked_run, keep_inputs
-from ftcli.pipeline.progress import held_out_line
-from ftcli.pipeline.results import CompleteRun, complete_result, write_token_counts
-from ftcli.pipeline.start import TrainingRows
+from ftcli.config.recipe import Recipe
 from ftcli.plain import SPREAD
 from ftcli.reporting import Session
+from ftcli.train.context import BuiltModel, RunContext
+from ftcli.train.fit import FinishedRun, fit
+from ftcli.train.held_out import HeldOut, began_in, held_out_numbers
+from ftcli.train.lifecycle import add_to_manifest, checked_run, keep_inputs
+from ftcli.train.progress import held_out_line
+from ftcli.train.results import CompleteRun, complete_result, write_token_counts
+from ftcli.train.start import TrainingRows
 
 if TYPE_CHECKING:
     from ftcli.data.order import ComputedTokens, Epochs
@@ -55,7 +56,7 @@ def _train(session: Session, context: RunContext) -> SupervisedResult:
         from ftcli.job import open_job
         from ftcli.methods.sft.objective import build_sft
         from ftcli.model.quantized import quantized_layers
-        from ftcli.pipeline import build, data
+        from ftcli.train import assembly, data
         from ftcli.train.graphed import why_not_graphed
 
     started, group = time.perf_counter(), context.group
@@ -66,10 +67,10 @@ def _train(session: Session, context: RunContext) -> SupervisedResult:
         planned = job.plan.execution.batches
         computed = _counted(context, job, epochs, train_data, eval_data, planned)
     with context.phase("loading the model"):
-        with nullcontext() if group is None else group.after_leader("weights", lambda: build.to_download(job) > 0):
-            model = build.build_trainable(job)
-        kernels = build.put_on_kernels(job, model, train_data.sequences)
-        batches = build.laid_out(job, model, epochs.sequences)
+        with nullcontext() if group is None else group.after_leader("weights", lambda: assembly.to_download(job) > 0):
+            model = assembly.build_trainable(job)
+        kernels = assembly.put_on_kernels(job, model, train_data.sequences)
+        batches = assembly.laid_out(job, model, epochs.sequences)
         if batches != planned:
             computed = _counted(context, job, epochs, train_data, eval_data, batches)
         graphs, layout = why_not_graphed(job, model) or "on", data.EpochLayout(batches, computed)
@@ -77,10 +78,10 @@ def _train(session: Session, context: RunContext) -> SupervisedResult:
         add_to_manifest(context, built)
         held_out = HeldOut(context.directory, Evaluator(job, eval_data.sequences, group=group), model)
         if group is not None:
-            build.form_group(job, group)
-            build.spread_weights(job, model, group)
+            assembly.form_group(job, group)
+            assembly.spread_weights(job, model, group)
     if context.leads:
-        keep_inputs(context, build.inputs_of(job, model, train_data.sequences.digest()))
+        keep_inputs(context, assembly.inputs_of(job, model, train_data.sequences.digest()))
     _before(context, held_out)
     fitted = fit(
         context,
@@ -88,9 +89,14 @@ def _train(session: Session, context: RunContext) -> SupervisedResult:
         model,
         lambda hooks: build_sft(job, model, epochs, hooks, group),
         held_out.after_step if job.recipe.data.eval else None,
-        TrainingRows(len(train_data.sequences), "rows", sum(ledger.tokens for ledger in train_data.ledgers)),
+        training_rows(context.recipe, len(train_data.sequences), sum(each.tokens for each in train_data.ledgers)),
     )
     return SupervisedResult(fitted, _after(context, held_out, fitted.summary.steps), time.perf_counter() - started)
+
+
+def training_rows(recipe: Recipe, rows: int, tokens: int) -> TrainingRows:
+    """What a run of so many rows trains on, for the summary at its start."""
+    return TrainingRows(rows, "rows", tokens, batch="packed rows" if recipe.data.packing else None)
 
 
 def _before(context: RunContext, held_out: HeldOut) -> None:
@@ -119,7 +125,7 @@ def _counted(
     context: RunContext, job: Job, epochs: Epochs, train_data: PreparedData, eval_data: PreparedData, batches: Batches
 ) -> ComputedTokens:
     """What an epoch computes in ``batches``; written to tokens.json."""
-    from ftcli.pipeline.data import computed_with
+    from ftcli.train.data import computed_with
 
     computed = computed_with(job, epochs, train_data, batches)
     if not context.leads:

@@ -8,18 +8,18 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ftcli.config import GrpoConfig
 from ftcli.config.load import LoadedRecipe
 from ftcli.judges import judges_of
-from ftcli.pipeline.context import BuiltModel, RunContext
-from ftcli.pipeline.fit import FinishedRun, fit
-from ftcli.pipeline.held_out import began_in, tasks_before, write_tasks
-from ftcli.pipeline.lifecycle import add_to_manifest, checked_run, keep_inputs
-from ftcli.pipeline.results import CompleteRun, complete_result
-from ftcli.pipeline.start import TrainingRows
+from ftcli.methods.grpo.prompts import training_rows
+from ftcli.methods.grpo.settings import GrpoConfig
 from ftcli.plain import SPREAD
 from ftcli.reporting import Session
 from ftcli.run.completions import Completions
+from ftcli.train.context import BuiltModel, RunContext
+from ftcli.train.fit import FinishedRun, fit
+from ftcli.train.held_out import began_in, tasks_before, write_tasks
+from ftcli.train.lifecycle import add_to_manifest, checked_run, keep_inputs
+from ftcli.train.results import CompleteRun, complete_result
 
 if TYPE_CHECKING:
     from ftcli.data.asked import RenderedPrompt
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from ftcli.evaluate.tasks import TaskResult
     from ftcli.job import Job
     from ftcli.methods.grpo.parity import Parity
-    from ftcli.pipeline import build
     from ftcli.run.group import RankGroup
+    from ftcli.train import assembly
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def _train(session: Session, context: RunContext) -> GrpoResult:
         from ftcli.job import open_job
         from ftcli.methods.grpo.exchange import of_leader
         from ftcli.methods.grpo.objective import build_grpo
-        from ftcli.pipeline import build
+        from ftcli.train import assembly
 
     started, grpo, group = time.perf_counter(), context.recipe.grpo, context.group
     assert grpo is not None  # preflight refuses such a recipe (FT260)
@@ -78,9 +78,9 @@ def _train(session: Session, context: RunContext) -> GrpoResult:
         model = _policy(context, job, prompts)
         reference = None
         if job.recipe.lora is None and grpo.beta:  # adapters can be switched off
-            reference = build.build_reference(job, _as_tokens(job, prompts[: build.LOOKED_AT]))
+            reference = assembly.build_reference(job, _as_tokens(job, prompts[: assembly.LOOKED_AT]))
     if context.leads:
-        keep_inputs(context, build.inputs_of(job, model))
+        keep_inputs(context, assembly.inputs_of(job, model))
     before = _before(context, evaluator, model) if context.leads else {}
 
     def evaluate(step: int) -> dict[str, float]:
@@ -99,7 +99,8 @@ def _train(session: Session, context: RunContext) -> GrpoResult:
         model,
         lambda hooks: build_grpo(job, grpo, model, prompts, hooks, agreement, group, reference),
         evaluate if job.recipe.eval.tasks else None,
-        TrainingRows(len(prompts), "prompts"),
+        training_rows(context.recipe, len(prompts)),
+        grpo.completions_kept,
     )
     after = _tasks(context, evaluator, model, "after") if context.leads else {}
     if context.leads:
@@ -110,23 +111,23 @@ def _train(session: Session, context: RunContext) -> GrpoResult:
     return GrpoResult(fitted, _scores(before), _scores(after), time.perf_counter() - started)
 
 
-def _policy(context: RunContext, job: Job, prompts: Sequence[RenderedPrompt]) -> build.Model:
+def _policy(context: RunContext, job: Job, prompts: Sequence[RenderedPrompt]) -> assembly.Model:
     """The model that learns, on the kernels, with an entry in the manifest; the ranks have met."""
     from ftcli.model.quantized import quantized_layers
-    from ftcli.pipeline import build
+    from ftcli.train import assembly
     from ftcli.train.graphed import why_not_graphed
 
     group = context.group
-    with nullcontext() if group is None else group.after_leader("weights", lambda: build.to_download(job) > 0):
-        model = build.build_trainable(job)
-    tokens = _as_tokens(job, prompts[: build.LOOKED_AT])
-    kernels = build.put_on_kernels(job, model, tokens)
-    batches = build.laid_out(job, model, tokens)
+    with nullcontext() if group is None else group.after_leader("weights", lambda: assembly.to_download(job) > 0):
+        model = assembly.build_trainable(job)
+    tokens = _as_tokens(job, prompts[: assembly.LOOKED_AT])
+    kernels = assembly.put_on_kernels(job, model, tokens)
+    batches = assembly.laid_out(job, model, tokens)
     graphs = why_not_graphed(job, model) or "on"
     built = BuiltModel(kernels.table, kernels.self_check, quantized_layers(model), graphs, batches)
     add_to_manifest(context, built)
     if group is not None:
-        build.form_group(job, group)
+        assembly.form_group(job, group)
     return model
 
 
@@ -144,7 +145,8 @@ def _before(context: RunContext, evaluator: Evaluator, model: Any) -> Mapping[st
 
 
 def _prompts(job: Job, grpo: GrpoConfig) -> list[RenderedPrompt]:
-    from ftcli.data.asked import asked_rows, require_rollout, room_of_grpo
+    from ftcli.data.asked import asked_rows
+    from ftcli.methods.grpo.prompts import require_rollout, room_of_grpo
 
     data = job.recipe.data
     asked, warnings = asked_rows(data.train, data, job.tokenizer, room_of_grpo(grpo), offline=job.session.offline)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from ftcli.cli.render import Style
 from ftcli.cli.reporters import CollectingReporter
-from ftcli.pipeline import progress
-from ftcli.pipeline.progress import StepProgress, fields, held_out
 from ftcli.run.directory import RunDirectory
 from ftcli.run.report import LiveReport
+from ftcli.train import progress
+from ftcli.train.progress import StepProgress, fields, held_out
 
 LINE = {
     "step": 2, "loss": 1.5, "learning_rate": 1e-4, "tokens_per_second": 2959.4, "peak_memory_bytes": 3 * 2**30,

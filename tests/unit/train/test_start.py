@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from ftcli.config import Recipe
-from ftcli.pipeline import build
-from ftcli.pipeline.start import effective_batch, trained_share
-from ftcli.tables import methods
+from ftcli.config.recipe import Recipe
+from ftcli.methods.grpo.prompts import training_rows as grpo_rows
+from ftcli.methods.sft.train import training_rows as sft_rows
+from ftcli.train import assembly
+from ftcli.train.start import effective_batch, trained_share
 
 GRPO = {"grpo": {"num_generations": 8, "rewards": [{"use": "json_valid"}]}}
 
@@ -30,7 +31,9 @@ def recipe(**sections: Any) -> Recipe:
     ("sft", {"train": {"per_device_train_batch_size": 64}, **GRPO}, "64 rows a step (64 at a time x 1 accumulated)"),
 ])  # fmt: skip
 def test_the_effective_batch(method: str, sections: dict[str, Any], text: str) -> None:
-    assert effective_batch(recipe(**sections), methods.row(method)) == text
+    made = recipe(**sections)
+    rows = grpo_rows(made, 100) if method == "grpo" else sft_rows(made, 100, 1000)
+    assert effective_batch(made, rows) == text
 
 
 def test_trained_parameters_and_their_share() -> None:
@@ -66,13 +69,13 @@ def test_a_download_is_announced_with_its_size(
         asked.append((name, revision))
         return missing
 
-    monkeypatch.setattr(build, "missing_bytes", missing_bytes)
+    monkeypatch.setattr(assembly, "missing_bytes", missing_bytes)
     job: Any = SimpleNamespace(
         facts=SimpleNamespace(is_local=local, name="google/gemma-2-2b"),
         recipe=recipe(model={"name_or_path": "google/gemma-2-2b", "init": init, "revision": "main"}),
         session=SimpleNamespace(offline=offline),
         reporter=SimpleNamespace(info=told.append),
     )
-    build.tell_download(job)
+    assembly.tell_download(job)
     assert told == said
     assert asked == ([("google/gemma-2-2b", "main")] if not local and init == "pretrained" and not offline else [])

@@ -9,10 +9,10 @@ from contextlib import ExitStack
 from typing import Any
 
 from ftcli.pace import Pace
-from ftcli.pipeline.context import Unwritten
 from ftcli.reporting import Progress, Reporter
 from ftcli.run.metrics import MetricsLine
 from ftcli.run.report import LiveProgress, LiveReport
+from ftcli.train.context import Unwritten
 from ftcli.units import duration, gib
 
 #: Steps after which the time that is left is told once.

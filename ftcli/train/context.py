@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ftcli.config import Recipe
+from ftcli.config.recipe import Recipe
 from ftcli.facts.licence import Licence
-from ftcli.pipeline.shortage import out_of_memory
 from ftcli.plain import JsonMap
 from ftcli.preflight.report import PreflightReport
 from ftcli.reporting import Session
@@ -24,14 +23,15 @@ from ftcli.run.metrics import MetricsLine, MetricsWriter
 from ftcli.run.out_of_memory import is_out_of_memory
 from ftcli.run.report import LiveProgress, LiveReport
 from ftcli.run.signals import StopRequest
+from ftcli.train.shortage import out_of_memory
 
 if TYPE_CHECKING:
     from ftcli.model.patch import LayerKernel
     from ftcli.model.quantized import QuantizedLayer
     from ftcli.model.selfcheck import SelfCheck
-    from ftcli.pipeline.data import EpochLayout
     from ftcli.plan.batches import Batches
     from ftcli.run.group import RankGroup
+    from ftcli.train.data import EpochLayout
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,10 @@ from typing import get_args
 
 import pytest
 
-from ftcli.pipeline.shortage import _estimated, _where
 from ftcli.plan.memory.terms import Phase
 from ftcli.run.out_of_memory import is_out_of_memory
 from ftcli.train.loop import Doing
+from ftcli.train.shortage import _estimated, _where
 
 
 @pytest.mark.parametrize(

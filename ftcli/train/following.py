@@ -10,9 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ftcli.config import Recipe
+from ftcli.config.recipe import Recipe
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.pipeline.context import RunContext, Unwritten
 from ftcli.plain import JsonMap
 from ftcli.preflight.report import PreflightReport
 from ftcli.reporting import Session
@@ -21,6 +20,7 @@ from ftcli.run.directory import OpenedRun, RunDirectory
 from ftcli.run.lock import is_locked
 from ftcli.run.report import write_report
 from ftcli.run.signals import StopRequest
+from ftcli.train.context import RunContext, Unwritten
 
 if TYPE_CHECKING:
     from ftcli.run.group import RankGroup

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from ftcli.config import RewardConfig
-from ftcli.config.training import GrpoConfig
+from ftcli.config.judging import RewardConfig
 from ftcli.judges import missing_answer, reserved_column
+from ftcli.methods.grpo.settings import GrpoConfig
 from ftcli.preflight.checks.context import Context, Findings
 from ftcli.preflight.checks.data import FirstRows
 from ftcli.preflight.checks.judging import judge_findings

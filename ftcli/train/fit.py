@@ -8,19 +8,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ftcli.config import Recipe
+from ftcli.config.recipe import Recipe
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.pipeline.context import GraphsRecord, RunContext
-from ftcli.pipeline.lifecycle import add_to_manifest, raise_if_stopped
-from ftcli.pipeline.progress import StepProgress
-from ftcli.pipeline.shortage import has_room_to_save, let_go, out_of_memory_in_training, with_checkpoint
-from ftcli.pipeline.start import TrainingRows, tell_start, tell_warm_ups
 from ftcli.plain import SPREAD
 from ftcli.run.card import write_card
 from ftcli.run.completions import Completions
 from ftcli.run.metrics import read_metrics
 from ftcli.run.out_of_memory import is_out_of_memory
 from ftcli.run.status import FinishedTraining, TrainingSummary
+from ftcli.train.context import GraphsRecord, RunContext
+from ftcli.train.lifecycle import add_to_manifest, raise_if_stopped
+from ftcli.train.progress import StepProgress
+from ftcli.train.shortage import has_room_to_save, let_go, out_of_memory_in_training, with_checkpoint
+from ftcli.train.start import TrainingRows, tell_start, tell_warm_ups
 
 if TYPE_CHECKING:
     from ftcli.job import Job
@@ -44,6 +44,7 @@ def fit(
     make_loop: Callable[[TrainerHooks], TrainingLoop],
     evaluate: Callable[[int], dict[str, float]] | None,
     rows: TrainingRows,
+    completions_kept: int | None = None,
 ) -> FinishedRun:
     """Trains to the end, or to the first signal, and saves adapter/ or model/.
 
@@ -53,6 +54,7 @@ def fit(
         make_loop: Builds the training loop from hooks.
         evaluate: Called every ``eval.every_steps`` steps, with the step.
         rows: What is trained on, for the summary at the start.
+        completions_kept: Logging steps whose completions are kept; None: all that there are.
 
     Raises:
         FtcliError: FT701 (exit 75 or 130) after a signal, FT702 (exit 6) on divergence, FT703 (exit 5) out of memory.
@@ -65,7 +67,7 @@ def fit(
         context.session.reporter, context.command, context.live, known=lambda steps: tell_warm_ups(context, steps)
     ) as progress:
         with context.phase("preparing the trainer"):
-            loop = make_loop(_hooks(context, evaluate))
+            loop = make_loop(_hooks(context, evaluate, completions_kept))
         if context.opened.trained is not None:
             return _trained_before(loop, context, context.opened.trained)
         require_saveable(model)
@@ -82,7 +84,9 @@ def fit(
     return FinishedRun(str(context.directory.path), str(context.directory.result_dir), summary)
 
 
-def _hooks(context: RunContext, evaluate: Callable[[int], dict[str, float]] | None) -> TrainerHooks:
+def _hooks(
+    context: RunContext, evaluate: Callable[[int], dict[str, float]] | None, completions_kept: int | None
+) -> TrainerHooks:
     from ftcli.train.loop import TrainerHooks, not_interruptible
 
     recipe = context.recipe
@@ -94,7 +98,9 @@ def _hooks(context: RunContext, evaluate: Callable[[int], dict[str, float]] | No
         context.stop.interruptible if context.group is None else not_interruptible,
         keep_best=evaluate is not None and recipe.checkpoint.keep_best,
         stopping=None if evaluate is None else _stopping(recipe),
-        completions=_completions(context, recipe).write if context.leads else None,
+        completions=Completions(context.directory.completions_dir, completions_kept, recipe.logging.every_steps).write
+        if context.leads
+        else None,
     )
 
 
@@ -121,11 +127,6 @@ def _save(loop: TrainingLoop, context: RunContext, job: Job, model: Any) -> None
                 lambda folder: job.tokenizer.save_pretrained(str(folder)),
                 lambda folder: write_card(context.directory, folder),
             )
-
-
-def _completions(context: RunContext, recipe: Recipe) -> Completions:
-    most = None if recipe.grpo is None else recipe.grpo.completions_kept
-    return Completions(context.directory.completions_dir, most, recipe.logging.every_steps)
 
 
 def _stopping(recipe: Recipe) -> EarlyStopping | None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ftcli.config import Recipe
+from ftcli.config.recipe import Recipe
 from ftcli.data.ledger import DatasetLedger
 from ftcli.data.order import ComputedTokens, Epochs
 from ftcli.reporting import Session

@@ -1,0 +1,106 @@
+"""The section ``grpo``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from ftcli.config.base import Count, Fraction, Items, Rate, Section
+from ftcli.config.judging import RewardConfig
+
+
+class RewardPlateauConfig(Section):
+    """Ends training when rewards rise no more. A measurement is the mean reward of `window` rollouts."""
+
+    window: Count = Field(default=20, description="Rollouts whose mean reward is one measurement.")
+    patience: Count = Field(default=3, description="Measurements in a row without improvement before training ends.")
+    min_delta: Rate = Field(default=0.0, description="What counts as an improvement: by more than this.")
+
+
+class EntropyCollapseConfig(Section):
+    """Ends training when sampled tokens have hardly any entropy: completions are all alike, and nothing is explored."""
+
+    min_entropy: Annotated[float, Field(gt=0, le=100)] = Field(
+        default=0.01, description="Lowest acceptable mean entropy of sampled tokens, in nats."
+    )
+    patience: Count = Field(
+        default=10, description="Optimizer steps in a row below `min_entropy` before training ends."
+    )
+
+
+class GrpoStoppingConfig(Section):
+    """When GRPO ends before its last step. What was trained until then is the result."""
+
+    reward: RewardPlateauConfig | None = Field(default=None, description="When rewards stop rising.")
+    entropy: EntropyCollapseConfig | None = Field(default=None, description="When entropy has collapsed.")
+
+
+class RewardFailuresConfig(Section):
+    """How many completions rewards may fail on before the run stops."""
+
+    max_fraction: Fraction = Field(
+        default=0.05,
+        description="Of the last 1,000 completions of a reward, the share that it could not judge (see `on_error`); "
+        "above it the run stops. 1 never stops.",
+    )
+
+
+class GrpoConfig(Section):
+    """GRPO reinforcement fine-tuning. Leaf names are those of TRL's GRPOConfig."""
+
+    num_generations: Annotated[int, Field(ge=2, le=1024)] = Field(default=8, description="Completions per prompt.")
+    max_prompt_length: Count = Field(default=512, description="Longest prompt in tokens; a longer one is an error.")
+    max_completion_length: Count = Field(default=256, description="Longest completion in tokens; sampling ends there.")
+    temperature: Annotated[float, Field(ge=0.001, le=10)] = Field(default=1.0, description="Sampling temperature.")
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(default=1.0, description="Nucleus sampling; 1 is off.")
+    top_k: Annotated[int, Field(ge=0)] = Field(default=0, description="Sample from the k likeliest; 0 is off.")
+    stop_strings: Items[Annotated[str, Field(min_length=1, max_length=1000)]] = Field(
+        default=(),
+        description="Texts that end a completion, beside the tokens that end a turn. They are trained; what rewards "
+        "see ends before them. `eval.generate.stop_strings` is that of `eval.tasks`.",
+    )
+    beta: Annotated[float, Field(ge=0, le=1e6)] = Field(
+        default=0.0, description="KL penalty against the base model; 0 loads no reference."
+    )
+    epsilon: Annotated[float, Field(gt=0, le=1e6)] = Field(default=0.2, description="Lower clip of the ratio.")
+    epsilon_high: Annotated[float, Field(gt=0, le=1e6)] | None = Field(
+        default=None, description="Upper clip of the ratio; `epsilon` when absent."
+    )
+    loss_type: Literal["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"] = Field(
+        default="dapo", description="TRL's losses: how ratios are clipped or weighed, and what the sum is divided by."
+    )
+    importance_sampling_level: Literal["token", "sequence"] = Field(
+        default="token", description="Whether each token has a ratio of its own, or each completion one (GSPO)."
+    )
+    scale_rewards: Literal["group", "batch", "none"] = Field(
+        default="group", description="What the advantages' standard deviation is taken over."
+    )
+    num_iterations: Count = Field(default=1, description="Optimizer passes over one set of completions.")
+    steps_per_generation: Count | None = Field(
+        default=None,
+        description="Micro-batches that one set of completions is made for; `train.gradient_accumulation_steps` when "
+        "absent. A multiple of it: several optimizer steps learn from one set, each from a part.",
+    )
+    mask_truncated_completions: bool = Field(
+        default=False, description="Leave completions without a stop token out of the loss."
+    )
+    rewards: Items[RewardConfig] = Field(default=(), description="Rewards, summed by weight.")
+    reward_failures: RewardFailuresConfig = Field(
+        default_factory=RewardFailuresConfig, description="When a run stops because rewards fail."
+    )
+    shuffle_rewards: bool = Field(
+        default=False, description="Control experiment: deal the rewards out at random; nothing may be learnt."
+    )
+    early_stopping: GrpoStoppingConfig | None = Field(
+        default=None, description="When training ends before its last step; never when absent."
+    )
+    completions_kept: Count = Field(
+        default=1000,
+        description="Logging steps whose completions stay in completions/. Of more, every second goes, then every "
+        "fourth: those that stay are spread over the run.",
+    )
+
+    def micro_batches(self, accumulation: int) -> int:
+        """Those that one set of completions is made for, with ``train.gradient_accumulation_steps``."""
+        return self.steps_per_generation or accumulation
