@@ -208,6 +208,13 @@ def pick_largest(rng: Random) -> Exchange:
     return Exchange(prompt, max(prompt.removeprefix("pick: ").split()))
 
 
+def pick_pair(rng: Random, exchange: Exchange) -> Row:
+    """The preference task: the largest number of a `pick` is chosen, another one of its numbers is rejected."""
+    others = [n for n in exchange.prompt.removeprefix("pick: ").split() if n != exchange.answer]
+    asked, answered = _messages(exchange)
+    return {"prompt": [asked], "chosen": [answered], "rejected": [{**answered, "content": rng.choice(others)}]}
+
+
 def draw(task: Callable[[Random], Exchange], rng: Random, *, evaluation: bool) -> Exchange:
     """One exchange from the training or the evaluation side of the split."""
     while True:
@@ -256,13 +263,18 @@ def task_rows(task: Callable[[Random], Exchange], rng: Random, count: int, *, ev
 
 
 def rows(kind: str, count: int, seed: int, *, evaluation: bool) -> Iterator[Row]:
-    """The rows of one dataset: `pretrain` and `mirror` as chats, `pick` as prompts with an `answer` for the reward."""
+    """The rows of one dataset: `pretrain` and `mirror` as chats, `pick` as prompts with an `answer` for the reward,
+    `pairs` as preference pairs of the same prompts.
+    """
     rng = Random(f"{kind} {'evaluation' if evaluation else 'training'} {seed}")
     if kind == "pretrain":
         yield from pretraining_rows(rng, count, evaluation=evaluation)
     elif kind == "mirror":
         for exchange in task_rows(mirror, rng, count, evaluation=evaluation):
             yield {"messages": _messages(exchange)}
+    elif kind == "pairs":
+        for exchange in task_rows(pick_largest, rng, count, evaluation=evaluation):
+            yield pick_pair(rng, exchange)
     else:
         for exchange in task_rows(pick_largest, rng, count, evaluation=evaluation):
             yield {"prompt": exchange.prompt, "answer": exchange.answer}
@@ -286,7 +298,7 @@ def write_rows(path: Path, content: Iterator[Row]) -> None:
 def main(arguments: list[str] | None = None) -> None:
     """Write one dataset as the command line says."""
     parser = argparse.ArgumentParser(prog="python docs/tools/synthetic.py", description=__doc__)
-    parser.add_argument("kind", choices=("pretrain", "mirror", "pick"))
+    parser.add_argument("kind", choices=("pretrain", "mirror", "pick", "pairs"))
     parser.add_argument("--rows", type=int, required=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--evaluation", action="store_true", help="write held-out prompts")

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ftcli.cli.render import result_text, table
+from ftcli.plain import plain_fields
 from ftcli.units import gib, size
 
 if TYPE_CHECKING:
@@ -136,11 +137,12 @@ def evaluation_text(result: EvaluationResult) -> str:
 def _measures(scores: ModelScores) -> dict[str, str | float]:
     shown: dict[str, str | float] = {}
     if scores.loss is not None:
-        names = ("loss", "perplexity", "token_accuracy", "tokens")
-        shown |= {name.replace("_", " "): getattr(scores.loss, name) for name in names}
+        found = {name: value for name, value in plain_fields(scores.loss).items() if value is not None}
+        shown |= {name.replace("_", " "): value for name, value in found.items() if name != "rows"}
     if len(scores.datasets) > 1:
         for name, part in scores.datasets.items():
-            shown |= {f"loss of {name}": part.loss, f"accuracy of {name}": part.token_accuracy}
+            accuracy = part.token_accuracy if part.more is None else part.more.get("accuracy")
+            shown |= {f"loss of {name}": part.loss, **({} if accuracy is None else {f"accuracy of {name}": accuracy})}
     for name, task in scores.tasks.items():
         shown[name] = f"{task.score:.1%} of {task.rows}" + (f", {task.cut} cut off" if task.cut else "")
     for name, metrics in scores.lm_eval.items():

@@ -19,6 +19,7 @@ from ftcli.config.recipe import Recipe
 from ftcli.config.yaml import parse_file
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.paths import expanded
+from ftcli.tables import methods
 
 #: So many keys of other tools in one file mean that it is one of theirs.
 _MANY_FOREIGN_KEYS = 4
@@ -58,7 +59,7 @@ def _loaded(merged: MergedRecipe, path: Path, overrides: Sequence[Override]) -> 
     findings = [*merged.findings, *refused, *invalid]
     if recipe is None or findings:
         raise FtcliError(_with_converter(sorted(findings, key=_reading_order), path), ExitCode.RECIPE)
-    return LoadedRecipe(_with_run_defaults(recipe, path), origins, path)
+    return LoadedRecipe(_with_run_defaults(_with_method_defaults(recipe), path), origins, path)
 
 
 def _with_converter(findings: list[Finding], path: Path) -> list[Finding]:
@@ -77,6 +78,18 @@ def _reading_order(finding: Finding) -> tuple[bool, str, int, int]:
     if origin is None or origin.source.startswith("--"):
         return (True, "", 0, 0)
     return (False, origin.source, origin.line or 0, origin.column or 0)
+
+
+def _with_method_defaults(recipe: Recipe) -> Recipe:
+    """The values that the training method has where the recipe says nothing."""
+    method = methods.row(recipe.train.method)
+    full = method.full_defaults if recipe.lora is None else {}
+    for key, value in {**method.defaults, **full}.items():
+        section, name = key.split(".")
+        held: BaseModel = getattr(recipe, section)
+        if name not in held.model_fields_set:
+            recipe = recipe.model_copy(update={section: held.model_copy(update={name: value})})
+    return recipe
 
 
 def _with_run_defaults(recipe: Recipe, path: Path) -> Recipe:

@@ -13,6 +13,7 @@ from ftcli.config.judging import RewardConfig
 from ftcli.config.model import LaunchConfig, LoraConfig, ModelConfig, QuantizationConfig
 from ftcli.config.training import CheckpointConfig, LoggingConfig, RunConfig, TrainConfig
 from ftcli.methods.grpo.settings import GrpoConfig
+from ftcli.methods.preference.settings import PreferenceConfig
 
 
 class Recipe(Section):
@@ -26,6 +27,7 @@ class Recipe(Section):
     data: DataConfig = Field(default_factory=DataConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
     grpo: GrpoConfig | None = Field(default=None)
+    preference: PreferenceConfig | None = Field(default=None)
     eval: EvalConfig = Field(default_factory=EvalConfig)
     export: ExportConfig = Field(default_factory=ExportConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)

@@ -81,10 +81,14 @@ class TokenizedRows:
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """A row that is rendered, and what is counted once it is kept; nothing is rendered of one that came as tokens."""
+    """A row that is rendered, and what is counted once it is kept.
 
-    example: Example
-    rendered: list[Rendered]
+    Attributes:
+        rendered: Of each of its examples; nothing of one that came as tokens.
+    """
+
+    examples: tuple[Example, ...]
+    rendered: list[list[Rendered]]
     counts: Counter[str]
 
 
@@ -116,6 +120,7 @@ class Encoder:
         self.tokenizer = tokenizer
         self.renderer = training_renderer(tokenizer, data)
         self.layout = layout
+        self.unit = layouts.row(layout).unit
         self.loss_on = resolve_loss_on(data.loss_on, layout)
         self._ends = stops_of(tokenizer, stops)
         self._history = data.history
@@ -128,7 +133,8 @@ class Encoder:
     def batch(self, rows: Sequence[Row]) -> EncodedRows:
         """Tokenizes ``rows``; raises FtcliError FT421 only, which concerns all of them."""
         read = self.rows(rows)
-        fitted = [self.fit(tokens) for tokens in read.tokens]
+        units = [read.tokens[at : at + self.unit] for at in range(0, len(read.tokens), self.unit)]
+        fitted = [one for unit in units for one in self.fit(unit)]
         kept = [one.tokens for one in fitted if one.tokens is not None]
         dropped = [one for one in fitted if one.tokens is None and one.overlong is None]
         cut = [one.length - len(one.tokens.input_ids) for one in fitted if one.tokens is not None]
@@ -153,9 +159,11 @@ class Encoder:
             try:
                 example = understand(row, self.layout)
                 overlong = self._far_too_long(example)
-                rendered = [] if overlong else self._render(example, counts)
-                for one in rendered:
+                examples = (example, *example.others)
+                rendered = [[] if overlong else self._render(one, counts) for one in examples]
+                for one in (one for part in rendered for one in part):
                     one.text.encode("utf-8")
+                self._require_one_form(rendered)
             except Misfit as misfit:
                 read.findings.append(misfit_finding(row, misfit, self.layout))
             except UnicodeEncodeError as error:
@@ -168,9 +176,17 @@ class Encoder:
                 if overlong:
                     read.overlong.append(overlong)
                 else:
-                    made.append(_Made(example, rendered, counts))
+                    made.append(_Made(examples, rendered, counts))
         self._tokenize(made, read)
         return read
+
+    def _require_one_form(self, rendered: Sequence[Sequence[Rendered]]) -> None:
+        """Raises Misfit where a part of a unit is trained in several forms: parts are compared one by one."""
+        if self.unit > 1 and any(len(forms) > 1 for forms in rendered):
+            raise Misfit(
+                "the chat template shows the answer's earlier turns otherwise than it generated them, so it would be "
+                "several rows; use `data.history: last`"
+            )
 
     def _far_too_long(self, example: Example) -> Finding | None:
         """FT431 for a conversation of very many turns that nothing of could be trained.
@@ -245,19 +261,26 @@ class Encoder:
         return chosen
 
     def _tokenize(self, made: Sequence[_Made], read: TokenizedRows) -> None:
-        tokenized = iter(self._boundary.tokenized([one for row in made for one in row.rendered]))
+        flat = [one for row in made for forms in row.rendered for one in forms]
+        tokenized = iter(self._boundary.tokenized(flat))
         for row in made:
-            rows = [one for _ in row.rendered for one in next(tokenized)]
-            found = [self._masked(row.example, one) for one in rows] if rows else [self._given(row.example)]
+            parts = [[one for _ in forms for one in next(tokenized)] for forms in row.rendered]
+            rows = [one for part in parts for one in part]
+            found = [
+                masked
+                for example, part in zip(row.examples, parts, strict=True)
+                for masked in ([self._masked(example, one) for one in part] if part else [self._given(example)])
+            ]
             problem = next((problem for _, problem in found if problem is not None), None)
             if problem is not None:  # a conversation is kept whole or not at all
                 read.findings.append(problem)
                 continue
             read.tokens.extend(tokens for tokens, _ in found)
-            left = sum(len(one.spans) for one in row.rendered) - sum(len(one.rendered.spans) for one in rows)
+            rendered = [one for forms in row.rendered for one in forms]
+            left = sum(len(one.spans) for one in rendered) - sum(len(one.rendered.spans) for one in rows)
             read.counts.update(row.counts)
             read.counts.update(
-                turns_split=len(rows) - len(row.rendered),
+                turns_split=len(rows) - len(rendered),
                 turns_untrained=left,
                 answers_joined=sum(not one.apart for one in rows),
             )
@@ -298,8 +321,22 @@ class Encoder:
             "use the template that belongs to the model, or add its stop token to yours",
         )
 
-    def fit(self, tokens: TokenizedRow) -> FittedRow:
-        """What ``data.overlong`` makes of a row."""
+    def fit(self, unit: Sequence[TokenizedRow]) -> list[FittedRow]:
+        """What ``data.overlong`` makes of the rows of a unit; where one of them goes, all do, and are refused once.
+
+        Rows that would be alike once they are cut have nothing to be compared by, and go.
+        """
+        fitted = [self._fit(tokens) for tokens in unit]
+        if len(fitted) == 1:
+            return fitted
+        kept = [one.tokens.input_ids for one in fitted if one.tokens is not None]
+        alike = len(kept) == len(fitted) and all(ids == kept[0] for ids in kept)
+        if len(kept) == len(fitted) and not alike:
+            return fitted
+        refused = next((one.overlong for one in fitted if one.overlong is not None), None)
+        return [FittedRow(None, fitted[0].length, refused), *(FittedRow(None, one.length) for one in fitted[1:])]
+
+    def _fit(self, tokens: TokenizedRow) -> FittedRow:
         length = len(tokens.input_ids)
         if length <= self._limit:
             return FittedRow(tokens, length)

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Literal
 
 from ftcli.config.data import DataConfig, DatasetConfig
-from ftcli.data.encode import Encoder
+from ftcli.data.encode import Encoder, FittedRow
 from ftcli.data.template import renderer_of
 from ftcli.data.tokens import TokenizedRow
 from ftcli.errors import Finding
@@ -85,7 +85,12 @@ def sample_rows(
     read = encoder.rows(rows)
     raise_findings([*read.findings, *read.overlong])
     chats = {row.origin for row in rows if understand(row, layout).messages is not None}
-    return [_sampled(t, encoder, tokenizer, template if t.row.origin in chats else None) for t in read.tokens]
+    units = [read.tokens[at : at + encoder.unit] for at in range(0, len(read.tokens), encoder.unit)]
+    return [
+        _sampled(tokens, fitted, layout, tokenizer, template if tokens.row.origin in chats else None)
+        for unit in units
+        for tokens, fitted in zip(unit, encoder.fit(unit), strict=True)
+    ]
 
 
 def _prompts(rows: list[Row], data: DataConfig, tokenizer: PreTrainedTokenizerBase, template: str) -> list[SampledRow]:
@@ -100,16 +105,15 @@ def _prompts(rows: list[Row], data: DataConfig, tokenizer: PreTrainedTokenizerBa
 
 
 def _sampled(
-    tokens: TokenizedRow, encoder: Encoder, tokenizer: PreTrainedTokenizerBase, template: str | None
+    tokens: TokenizedRow, fitted: FittedRow, layout: str, tokenizer: PreTrainedTokenizerBase, template: str | None
 ) -> SampledRow:
-    fitted = encoder.fit(tokens)
     shown = fitted.tokens or tokens
     fate: Fate = "kept" if len(shown.input_ids) == fitted.length else "truncated"
     if fitted.tokens is None:
         refused = fitted.overlong is not None
         fate = "refused: longer than data.max_seq_len" if refused else "dropped: longer than data.max_seq_len"
     texts = tuple(_tokens(shown.input_ids, shown.labels, tokenizer))
-    return SampledRow(str(tokens.row.origin), encoder.layout, template, fate, texts)
+    return SampledRow(str(tokens.row.origin), layout, template, fate, texts)
 
 
 def _tokens(ids: list[int], labels: list[int], tokenizer: PreTrainedTokenizerBase) -> list[SampleToken]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -21,6 +21,7 @@ from ftcli.model.backbone import compute_context, root_of
 from ftcli.model.loss import loss_of
 from ftcli.model.passes import tried
 from ftcli.model.rows import put_away
+from ftcli.plain import SPREAD
 from ftcli.plan.precision import DtypePlan
 from ftcli.reporting import Reporter
 
@@ -40,13 +41,17 @@ _LARGEST_EXPONENT = 700.0
 
 @dataclass(frozen=True, slots=True)
 class LossResult:
-    """``loss`` in nats per supervised token; ``perplexity`` exp(loss); ``token_accuracy`` top-1, in [0, 1]."""
+    """``loss`` in nats per supervised token; ``perplexity`` exp(loss); ``token_accuracy`` top-1, in [0, 1].
+
+    A method with a loss of its own has no perplexity and token accuracy; ``more`` holds what it measures by name.
+    """
 
     loss: float
-    perplexity: float
-    token_accuracy: float
+    perplexity: float | None
+    token_accuracy: float | None
     tokens: int
     rows: int
+    more: Mapping[str, float] | None = field(default=None, metadata=SPREAD)
 
 
 def combine(parts: Iterable[LossResult]) -> LossResult | None:
@@ -56,7 +61,7 @@ def combine(parts: Iterable[LossResult]) -> LossResult | None:
     if not tokens:
         return None
     loss = sum(part.loss * part.tokens for part in found) / tokens
-    accuracy = sum(part.token_accuracy * part.tokens for part in found) / tokens
+    accuracy = sum((part.token_accuracy or 0.0) * part.tokens for part in found) / tokens
     rows = sum(part.rows for part in found)
     return LossResult(loss, math.exp(min(loss, _LARGEST_EXPONENT)), accuracy, tokens, rows)
 
@@ -106,12 +111,12 @@ def evaluate_loss(
                 yield chosen, sums
                 progress.advance(sum(len(places) for places in chosen))
 
-    total, correct, count = 0.0, 0, 0
+    sums: Sums = (0.0, 0, 0)
     was_training = model.training
     model.eval()
     try:
         if group is not None and root_of(model) is not None:
-            total, correct, count = summed_in_step(
+            sums = summed_in_step(
                 group,
                 groups,
                 batch_size,
@@ -120,15 +125,15 @@ def evaluate_loss(
                 reporter=reporter,
             )
         elif group is not None:
-            total, correct, count = summed_over_ranks(group, groups, batch_size, run)
+            sums = summed_over_ranks(group, groups, batch_size, run)
         else:
-            for _, sums in run(groups):
-                total, correct, count = total + sums[0], correct + sums[1], count + sums[2]
+            for _, found in run(groups):
+                sums = tuple(a + b for a, b in zip(sums, found, strict=True))
     finally:
         if was_training:
             model.train()
     put_away(model)
-    return _result(total, correct, count, len(lengths))
+    return _result(sums[0], int(sums[1]), int(sums[2]), len(lengths))
 
 
 def _groups(lengths: Sequence[int], layout: BatchLayout, pack_length: int | None) -> list[list[int]]:

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 R = TypeVar("R")
 
-#: Of a batch: summed loss, right tokens, tokens.
-Sums = tuple[float, int, int]
+#: Of a batch: numbers that are added up, such as summed loss, right tokens, tokens.
+Sums = tuple[float, ...]
+_OF_LOSS = 3
 
 
 def summed_over_ranks(
@@ -30,8 +31,9 @@ def summed_over_ranks(
     items: Sequence[T],
     batch_size: int,
     run: Callable[[Sequence[T]], Iterable[tuple[Sequence[T], Sums]]],
+    width: int = 3,
 ) -> Sums:
-    """The sums over ``items``, of which each rank has run every ``group.size``-th batch.
+    """The ``width`` sums over ``items``, of which each rank has run every ``group.size``-th batch.
 
     They are added in the order of the batches, as one process would, so that every bit is the same. A rank that is
     asked to stop leaves its batches; then no rank has a result.
@@ -43,7 +45,7 @@ def summed_over_ranks(
         StopRequested: On all ranks, when one of them was asked to stop.
     """
     batches = _batches(items, batch_size)
-    sums = _no_sums(len(batches), group)
+    sums = _no_sums(len(batches), group, width)
     done = 0
     with group.exchanging():
         for chosen, found in run([item for batch in batches[group.rank :: group.size] for item in batch]):
@@ -81,7 +83,7 @@ def summed_in_step(
         PeerFailed, RankLost: When a rank is gone whose weights are needed.
     """
     batches, rows = _batches(items, batch_size), batch_size
-    sums = _no_sums(len(batches), group)
+    sums = _no_sums(len(batches), group, _OF_LOSS)
     with group.exchanging(), reporter.progress(len(items), "evaluating") as progress:
         for turn in range(0, len(batches), group.size):
             of_all = [*batches[turn : turn + group.size], *([] for _ in range(group.size))]
@@ -93,7 +95,7 @@ def summed_in_step(
                 fits = all(told[0] for told in group.agree("evaluating", [found is not None]))
                 group.stop_if_asked("evaluating")
                 if fits and found is not None:
-                    sums[turn // group.size] += torch.tensor(found if mine else (0.0, 0, 0), dtype=torch.float64)
+                    sums[turn // group.size] += torch.tensor(found if mine else (0.0,) * _OF_LOSS, dtype=torch.float64)
                     progress.advance(sum(len(batch[start : start + count]) for batch in of_all))
                     start += count
                     continue
@@ -110,18 +112,18 @@ def _batches(items: Sequence[T], size: int) -> list[Sequence[T]]:
     return [items[start : start + size] for start in range(0, len(items), size)]
 
 
-def _no_sums(batches: int, group: RankGroup) -> Tensor:
-    """Of each of a rank's batches."""
-    return torch.zeros(max(-(-batches // group.size), 1), 3, dtype=torch.float64)
+def _no_sums(batches: int, group: RankGroup, width: int) -> Tensor:
+    """Zeros of shape (this rank's batches, width)."""
+    return torch.zeros(max(-(-batches // group.size), 1), width, dtype=torch.float64)
 
 
 def _added_up(group: RankGroup, sums: Tensor, batches: int) -> Sums:
     of_all = group.gather(sums)
-    total, correct, count = 0.0, 0, 0
+    total = [0.0] * sums.shape[1]
     for index in range(batches):
-        loss, right, tokens = of_all[index % group.size][index // group.size].tolist()
-        total, correct, count = total + loss, correct + int(right), count + int(tokens)
-    return total, correct, count
+        found = of_all[index % group.size][index // group.size].tolist()
+        total = [a + b for a, b in zip(total, found, strict=True)]
+    return tuple(total)
 
 
 def led_by_first(group: RankGroup, model: PreTrainedModel | PeftModel, compute: Callable[[], R]) -> R | None:

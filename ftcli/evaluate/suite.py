@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -74,7 +74,11 @@ class Evaluator:
     def measure(self, model: PreTrainedModel | PeftModel) -> ModelScores:
         """All that the recipe asks to be measured of one model."""
         datasets = self.loss_by_dataset(model)
-        return ModelScores(combine(datasets.values()), datasets, self.tasks(model), self.harness(model))
+        return ModelScores(self.combined(datasets.values()), datasets, self.tasks(model), self.harness(model))
+
+    def combined(self, parts: Iterable[LossResult]) -> LossResult | None:
+        """The result over several files from those of each."""
+        return combine(parts)
 
     def loss(self, model: PreTrainedModel | PeftModel) -> LossResult | None:
         """Loss, perplexity, token accuracy over all of ``data.eval``; None without held-out data."""

@@ -57,13 +57,13 @@ def evaluate_recipe(
     chosen = None if directory is None else checkpoint_of(directory, checkpoint, session.reporter)
     weights = None if directory is None else chosen or result_of(directory, session.reporter)
     report = checked(loaded, session, "eval")
-    from ftcli.evaluate.suite import Evaluator
     from ftcli.job import open_job
     from ftcli.train import data
+    from ftcli.train.on_rows import row_method
 
     judges = judges_of(report.recipe)
     job = open_job(report, session)
-    evaluator = Evaluator(job, data.tokenized(job, "eval").sequences, judges)
+    evaluator = row_method(report.plan.method).evaluator(job, data.tokenized(job, "eval").sequences, judges=judges)
     evaluator.read_tasks()
     base, tuned = _base_and_run(job, evaluator, directory, weights)
     if directory is None or tuned is None:

@@ -211,7 +211,7 @@ class RunPlan:
     @property
     def rows(self) -> int:
         """Rows of a micro-batch."""
-        return self.recipe.train.per_device_train_batch_size
+        return self.recipe.train.per_device_train_batch_size * self.method.unit
 
     @property
     def largest(self) -> tuple[int, int]:

@@ -67,6 +67,7 @@ class Example:
         switches: The row's own values for switches of the chat template, over those of the recipe.
         completion_from: The message with which the completion of a chat begins; None: its last one.
         untrained: For each message that the row marks: the ranges of its content without loss, None for all of it.
+        others: Further examples that the row makes; all are trained, or none is.
     """
 
     row: Row
@@ -79,6 +80,7 @@ class Example:
     input_ids: tuple[int, ...] | None = None
     labels: tuple[int, ...] | None = None
     switches: Switches = field(default_factory=dict)
+    others: tuple[Example, ...] = ()
 
 
 class Misfit(Exception):

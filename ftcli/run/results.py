@@ -14,7 +14,7 @@ from ftcli.plain import LEFT_OUT, JsonObject, maps, plain, plain_fields
 from ftcli.run.atomic import read_json_object, storage_errors, write_json
 
 #: What is measured together with the loss.
-_OF_LOSS = ("loss", "perplexity", "token_accuracy", "tokens", "datasets")
+_OF_LOSS = ("loss", "perplexity", "token_accuracy", "tokens", "measures", "datasets")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,7 @@ class TaskScore:
 class EvalScores:
     """How one model did. ``loss`` is in nats per token, weighted by tokens; None where it was not measured.
 
+    ``measures`` is what a method with a loss of its own measures beside it, by name.
     ``datasets`` has loss, perplexity, token accuracy, tokens and rows of each held-out file; ``lm_eval`` the metrics of
     each task of lm-evaluation-harness.
     """
@@ -42,6 +43,7 @@ class EvalScores:
     tasks: tuple[TaskScore, ...] = ()
     datasets: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     lm_eval: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    measures: Mapping[str, float] | None = field(default=None, metadata=LEFT_OUT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +110,11 @@ def _updated(old: Any, new: JsonObject | None) -> JsonObject | None:
     names = {task["name"] for task in new["tasks"]}
     tasks = [task for task in maps(old.get("tasks")) if task.get("name") not in names]
     harness = old.get("lm_eval")
-    result = new if new["loss"] is not None else {**new, **{key: old.get(key, new[key]) for key in _OF_LOSS}}
+    result = (
+        new
+        if new["loss"] is not None
+        else {**new, **{key: old.get(key, new.get(key)) for key in _OF_LOSS if key in old or key in new}}
+    )
     lm_eval = {**(harness if isinstance(harness, dict) else {}), **new["lm_eval"]}
     return {**result, "tasks": [*new["tasks"], *tasks], "lm_eval": lm_eval}
 

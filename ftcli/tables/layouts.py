@@ -18,6 +18,8 @@ class RowLayout:
         asks: Its rows end with an answer: it can be left to the model, and judges get it as `answer`.
         optional: Further columns that are read where they are there.
         conversation: Columns that hold the conversation itself; judges get the rendered prompt in their place.
+        unit: Training rows that one of its rows makes, which are kept or dropped together; 2 for pairs. ``auto`` takes
+            no layout but those of 1: what pairs are for, the method says.
     """
 
     columns: tuple[str, ...]
@@ -26,6 +28,7 @@ class RowLayout:
     asks: bool = True
     optional: tuple[str, ...] = ()
     conversation: tuple[str, ...] = ()
+    unit: int = 1
 
     def takes_loss_on(self, value: str) -> bool:
         """Whether a recipe's ``data.loss_on`` has a meaning for rows of this layout."""
@@ -76,6 +79,14 @@ TABLE: Mapping[str, RowLayout] = MappingProxyType(
             asks=False,
             optional=("attention_mask", "position_ids"),
         ),
+        "preference": RowLayout(
+            ("chosen", "rejected"),
+            "ftcli.methods.preference.rows:understand",
+            loss_on=("completion", "assistant"),
+            optional=("prompt", *_OF_CHATS),
+            conversation=("prompt", "chosen", "rejected"),
+            unit=2,
+        ),
     }
 )
 
@@ -90,15 +101,17 @@ def row(name: str) -> RowLayout:
     return TABLE[name]
 
 
-def formats() -> tuple[str, ...]:
-    """What ``data.format`` may say."""
-    return ("auto", *TABLE)
+def formats(unit: int | None = None) -> tuple[str, ...]:
+    """What ``data.format`` may say, of methods whose units have so many rows; of all methods for None."""
+    return ("auto", *(name for name, layout in TABLE.items() if unit in (None, layout.unit)))
 
 
 def detect(columns: Iterable[str]) -> str | None:
     """The first layout whose columns are all there; None when no layout fits."""
     present = set(columns)
-    return next((name for name, layout in TABLE.items() if present.issuperset(layout.columns)), None)
+    return next(
+        (name for name, layout in TABLE.items() if layout.unit == 1 and present.issuperset(layout.columns)), None
+    )
 
 
 def chat_columns() -> tuple[str, ...]:

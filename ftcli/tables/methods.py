@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from ftcli.tables import layouts
+
 
 @dataclass(frozen=True, slots=True)
 class Method:
@@ -25,7 +27,13 @@ class Method:
             ``(loaded, session, group)``.
         dry: Code: ``(loaded, session) -> result``, what its command does instead with ``--dry-rewards``; None: nothing.
         memory: Code: a function ``RunPlan -> MethodMemory`` (:class:`ftcli.plan.run.MethodMemory`).
-        section: The recipe's section that holds its settings; None: ``train`` says it all.
+        section: The recipe's section that holds its settings; None: ``train`` says it all. Methods may share one.
+        defaults: Values that its recipes have where they say nothing, by dotted key.
+        full_defaults: Those of full fine-tuning, over ``defaults``.
+        unit: Rows of a unit: what is drawn, counted and split as one; 2 for pairs.
+        charts: Code: the report's charts of its runs (:class:`ftcli.run.report.curves.Chart`); None: those of a loss.
+        scores: Code: rows of ``(name, label, more is better, is a share)`` for what it measures beside the loss.
+        trains: Code: a :class:`ftcli.train.on_rows.RowMethod`, of a method whose rows hold their answers.
         rules: Code: ``Context -> findings``, rules of its own about the recipe; None: the common ones.
         row_rules: Code: ``(Context, FirstRows) -> findings``, rules of its own about the first rows of each source
             that it trains on (:mod:`ftcli.preflight.checks.data`); None: the common ones.
@@ -51,6 +59,12 @@ class Method:
     memory: str
     dry: str | None = None
     section: str | None = None
+    defaults: Mapping[str, float | str] = field(default_factory=lambda: MappingProxyType({}))
+    full_defaults: Mapping[str, float | str] = field(default_factory=lambda: MappingProxyType({}))
+    unit: int = 1
+    trains: str | None = None
+    charts: str | None = None
+    scores: str | None = None
     rules: str | None = None
     row_rules: str | None = None
     survey: str | None = None
@@ -88,6 +102,48 @@ Examples:
   ftcli grpo recipes/mistral-7b-grpo.yaml --dry-rewards
 """
 
+
+def _preference(name: str, title: str) -> Method:
+    """Methods that learn from pairs differ in their loss, and in the values that recipes have where they say nothing.
+
+    Learning rates are those that published recipes of adapters and of full fine-tuning lie around (docs/preference.md).
+    """
+    rate = 1e-5 if name == "dpo" else 5e-6
+    return Method(
+        name,
+        "train",
+        title,
+        _TRAIN_HELP,
+        run="ftcli.train.on_rows:train_on_rows",
+        trains="ftcli.methods.preference.train:Preference",
+        charts="ftcli.methods.preference.charts:CHARTS",
+        scores="ftcli.methods.preference.charts:SCORES",
+        memory="ftcli.methods.preference.memory:memory",
+        rules="ftcli.methods.preference.checks:check",
+        section="preference",
+        defaults=MappingProxyType(
+            {"data.format": "preference", "train.learning_rate": rate, "train.warmup_steps": 0.1}
+        ),
+        full_defaults=MappingProxyType({"train.learning_rate": 5e-7}),
+        unit=2,
+        packs=False,
+        on_ranks=True,
+        told=("preference.loss", "preference.beta"),
+        supports=MappingProxyType(
+            {
+                "data.format": layouts.formats(unit=2)[1:],
+                "data.packing": (False,),
+                "model.dtype": ("auto", "bfloat16", "float32"),
+                "train.neftune_noise_alpha": (None,),
+                "train.train_sampling_strategy": ("random",),
+                "launch.engine": ("auto", "single", "ddp"),
+                "launch.dp_replicate_size": ("auto", 1),
+                "launch.context_parallel_size": (1,),
+            }
+        ),
+    )
+
+
 TABLE: Mapping[str, Method] = MappingProxyType(
     {
         "sft": Method(
@@ -95,10 +151,13 @@ TABLE: Mapping[str, Method] = MappingProxyType(
             "train",
             "supervised fine-tuning",
             _TRAIN_HELP,
-            run="ftcli.methods.sft.train:train_supervised",
+            run="ftcli.train.on_rows:train_on_rows",
+            trains="ftcli.methods.sft.train:Supervised",
             memory="ftcli.methods.sft.memory:memory",
             on_ranks=True,
+            supports=MappingProxyType({"data.format": layouts.formats(unit=1)}),
         ),
+        **{name: _preference(name, title) for name, title in (("dpo", "DPO"), ("orpo", "ORPO"), ("simpo", "SimPO"))},
         "grpo": Method(
             "grpo",
             "grpo",
@@ -121,6 +180,7 @@ TABLE: Mapping[str, Method] = MappingProxyType(
             told=("grpo.num_generations", "grpo.beta", "grpo.temperature", "grpo.max_completion_length"),
             supports=MappingProxyType(
                 {
+                    "data.format": layouts.formats(unit=1),
                     "model.dtype": ("auto", "bfloat16", "float32"),
                     "quantization.method": ("none", "nf4", "fp8"),
                     # Completions would be sampled under noise as well; rows are grouped by prompt.
@@ -139,8 +199,7 @@ TABLE: Mapping[str, Method] = MappingProxyType(
 #: Methods of the field that recipes and data may be meant for, and that are not offered yet.
 _NOT_OFFERED: Mapping[str, str] = MappingProxyType(
     {
-        **{name: name.upper() for name in ("dpo", "kto", "orpo", "cpo", "ipo", "ppo", "rloo", "prm", "gkd")},
-        "simpo": "SimPO",
+        **{name: name.upper() for name in ("kto", "cpo", "ppo", "rloo", "prm", "gkd")},
         "reward": "training of reward models",
         "rm": "training of reward models",
         "reward_model": "training of reward models",
@@ -168,13 +227,13 @@ def row(name: str) -> Method:
 
 
 def names() -> tuple[str, ...]:
-    """What ``train.method`` may say: the methods without a section of their own."""
-    return tuple(name for name, row in TABLE.items() if row.section is None)
+    """What ``train.method`` may say: all but the methods that a command and a section of their own name."""
+    return tuple(name for name, row in TABLE.items() if row.section is None or row.command == "train")
 
 
 def sections() -> tuple[str, ...]:
     """The sections of a recipe that hold the settings of single methods."""
-    return tuple(row.section for row in TABLE.values() if row.section is not None)
+    return tuple(dict.fromkeys(row.section for row in TABLE.values() if row.section is not None))
 
 
 def commands() -> tuple[str, ...]:
@@ -197,8 +256,9 @@ def method_of(recipe: Any, command: str) -> Method:
     other cases it is ``train.method``.
     """
     for method in TABLE.values():
-        if method.section is not None and (
-            method.command == command or (command == "check" and getattr(recipe, method.section, None) is not None)
-        ):
+        if method.command == "train":
+            continue
+        has_section = method.section is not None and getattr(recipe, method.section, None) is not None
+        if method.command == command or (command == "check" and has_section):
             return method
     return TABLE[recipe.train.method]

@@ -14,6 +14,7 @@ from ftcli.data.tokens import TokenTable
 from ftcli.job import Job
 from ftcli.plain import SPREAD
 from ftcli.plan.batches import Batches
+from ftcli.tables import layouts
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +41,11 @@ def tokenized(job: Job, name: Literal["train", "eval"]) -> PreparedData:
     for finding in prepared.findings:
         job.reporter.finding(finding)
     for ledger, cached in zip(prepared.ledgers, prepared.from_cache, strict=True):
+        unit = layouts.row(ledger.layout).unit
         job.reporter.info(
-            f"data.{name}: {ledger.name}: {ledger.layout}, {ledger.kept_rows:,} of {ledger.made_rows:,} rows, "
+            f"data.{name}: {ledger.name}: {ledger.layout}, {ledger.kept_rows // unit:,} of {ledger.made_rows:,} rows, "
             f"{ledger.supervised_tokens:,} of {ledger.tokens:,} tokens trained"
-            + (f", {ledger.dropped_rows:,} rows dropped" if ledger.dropped_rows else "")
+            + (f", {ledger.dropped_rows // unit:,} rows dropped" if ledger.dropped_rows else "")
             + (f", {ledger.truncated_rows:,} rows truncated" if ledger.truncated_rows else "")
             + (" (tokenized earlier)" if cached else "")
         )

@@ -49,7 +49,8 @@ class HeldOut:
         """Reads what :meth:`begin` has written into ``run``; what is missing or damaged is left out."""
         raw = read_json_object(run.eval_path)
         with contextlib.suppress(KeyError, TypeError, AttributeError, ValueError):
-            self.base = EvalScores(**{name: raw["base"][name] for name in _OF_LOSS})
+            measures = raw["base"].get("measures")
+            self.base = EvalScores(**{name: raw["base"][name] for name in _OF_LOSS}, measures=measures)
         with contextlib.suppress(KeyError, TypeError, AttributeError, ValueError):
             self.before = _said(raw["samples"])
 
@@ -119,7 +120,7 @@ def began_in(opened: OpenedRun) -> RunDirectory:
 
 def held_out_numbers(loss: LossResult | None) -> dict[str, float]:
     """Held-out results as numbers by name; none without held-out data."""
-    return {} if loss is None else plain_fields(loss)
+    return {} if loss is None else {name: value for name, value in plain_fields(loss).items() if value is not None}
 
 
 def eval_scores(measured: ModelScores) -> EvalScores | None:
@@ -128,7 +129,7 @@ def eval_scores(measured: ModelScores) -> EvalScores | None:
     if loss is None and not tasks:
         return None
     return EvalScores(
-        **({} if loss is None else {name: getattr(loss, name) for name in _OF_LOSS}),
+        **({} if loss is None else _numbers(loss)),
         tasks=_task_scores(tasks),
         datasets={name: plain_fields(part) for name, part in measured.datasets.items()},
         lm_eval=measured.lm_eval,
@@ -136,7 +137,11 @@ def eval_scores(measured: ModelScores) -> EvalScores | None:
 
 
 def _of_loss(loss: LossResult | None) -> EvalScores | None:
-    return None if loss is None else EvalScores(**{name: getattr(loss, name) for name in _OF_LOSS})
+    return None if loss is None else EvalScores(**_numbers(loss))
+
+
+def _numbers(loss: LossResult) -> dict[str, Any]:
+    return {**{name: getattr(loss, name) for name in _OF_LOSS}, "measures": loss.more}
 
 
 def _task_scores(tasks: Mapping[str, TaskResult]) -> tuple[TaskScore, ...]:

@@ -25,7 +25,7 @@ from ftcli.run.metrics import MetricsLine
 from ftcli.run.signals import SignalName, StopRequested
 from ftcli.train.best import BestEvaluation, EarlyStopping, TrainingOver, measured
 from ftcli.train.optimizer import Optimization, load_training_weights
-from ftcli.train.parallel import MicroBatch, Parallel
+from ftcli.train.parallel import Divisors, MicroBatch, Parallel
 from ftcli.train.state import LogWindow, Progress, RandomStates, WindowState, load_state, readable, save_state
 from ftcli.train.watch import WatchedNumber, peak_memory_bytes, row_list
 
@@ -64,12 +64,8 @@ class Objective(ABC):
         """This rank's micro-batches of the optimizer step after ``step`` finished ones."""
 
     @abstractmethod
-    def loss(self, inputs: dict[str, Tensor], supervised: Tensor) -> Tensor:
-        """The loss of a micro-batch on the device: its part of the step's loss.
-
-        Args:
-            supervised: The supervised tokens of the whole step, over all ranks: a float32 scalar on the device.
-        """
+    def loss(self, inputs: dict[str, Tensor], step: Divisors) -> Tensor:
+        """The loss of a micro-batch on the device: its part of the step's loss."""
 
     @abstractmethod
     def epochs_done(self, step: int) -> float:
@@ -334,16 +330,17 @@ class TrainingLoop:
         self.model.train()
         batches = self.objective.micro_batches(self.step, self)
         total = self.parallel.begin_step(batches, self._last_norm)
-        supervised = self._on_device(torch.tensor(float(total.counts.supervised)))
+        counts = total.counts
+        divisors = Divisors(*self._on_device(torch.tensor([float(counts.supervised), float(counts.pairs)])))
         losses: list[Tensor] = []
         for batch in batches:
             with self.parallel.exchanging():
                 self.parallel.before_micro_batch(last=len(losses) == len(batches) - 1)
-                losses.append(self._forward_backward(batch, supervised))
+                losses.append(self._forward_backward(batch, divisors))
         self._add_losses(self.parallel.reduce(losses), total.rows)
-        self.tokens_seen += total.counts.real
-        self.window.tokens += total.counts.real
-        self.tokens_computed += total.counts.computed
+        self.tokens_seen += counts.real
+        self.window.tokens += counts.real
+        self.tokens_computed += counts.computed
         self.objective.reduced()
         norm = self.optimization.clip()
         if self.optimization.scaler is None:  # under a loss scale an overflow is no fault: the step is skipped
@@ -355,12 +352,12 @@ class TrainingLoop:
             watcher.stepped(self.step)
         return norm, rate
 
-    def _forward_backward(self, batch: MicroBatch, supervised: Tensor) -> Tensor:
+    def _forward_backward(self, batch: MicroBatch, divisors: Divisors) -> Tensor:
         self.phase, self._rows = FORWARD, batch.rows
         ids = batch.inputs.get("input_ids")
         self.batch_shape = None if ids is None else tuple(ids.shape)
         inputs = {name: self._on_device(value) for name, value in batch.inputs.items()}
-        loss = self.objective.loss(inputs, supervised)
+        loss = self.objective.loss(inputs, divisors)
         del inputs
         if not self.parallel.active:
             self._watch("the loss", loss, batch.rows)

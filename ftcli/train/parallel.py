@@ -40,14 +40,22 @@ SEED_SPREAD = 1_000_003
 
 @dataclass(frozen=True, slots=True)
 class TokenCounts:
-    """Tokens of a micro-batch: those that bear loss, all real ones, and all positions that are computed."""
+    """Of a micro-batch: tokens that bear loss, all real ones, all positions that are computed; and pairs, where a
+    method learns from these.
+    """
 
     supervised: int = 0
     real: int = 0
     computed: int = 0
+    pairs: int = 0
 
     def __add__(self, other: TokenCounts) -> TokenCounts:
-        return TokenCounts(self.supervised + other.supervised, self.real + other.real, self.computed + other.computed)
+        return TokenCounts(*(a + b for a, b in zip(self.numbers, other.numbers, strict=True)))
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """All of them, in the order of the fields."""
+        return (self.supervised, self.real, self.computed, self.pairs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +81,15 @@ class StepTotal:
     rows: Sequence[tuple[int, ...]]
 
 
-_COUNTED = 3
+_COUNTED = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Divisors:
+    """What a step's loss is divided by, over all ranks: supervised tokens and pairs, float32 scalars on the device."""
+
+    supervised: Tensor
+    pairs: Tensor
 
 
 def numbers_agreed(batches: int, batch_size: int) -> int:
@@ -131,8 +147,7 @@ class Parallel:
             return StepTotal(mine, [batch.rows for batch in batches])
         size = self._batch_size
         rows = [row for b in batches for row in (*(r + 1 for r in b.rows), *(0,) * (size - len(b.rows)))]
-        counts = [mine.supervised, mine.real, mine.computed]
-        gathered = self.group.agree("step begins", [float_bits(last_norm), *counts, *rows])
+        gathered = self.group.agree("step begins", [float_bits(last_norm), *mine.numbers, *rows])
         require_alike([float_of(row[0]) for row in gathered])
         total = TokenCounts(*(sum(row[1 + i] for row in gathered) for i in range(_COUNTED)))
         return StepTotal(total, rows_by_batch([row[1 + _COUNTED :] for row in gathered], len(batches), size))

@@ -19,6 +19,8 @@ from ftcli.units import duration, gib
 _MEASURED_STEPS = 3
 #: Below this nobody waits for an estimate.
 _WORTH_TELLING_SECONDS = 10.0
+#: How the names of held-out numbers end that are no shares: log-probabilities, and what is made of them.
+_NUMBERS = ("margin", "reward", "logp")
 #: Held-out numbers that are no results.
 _COUNTS = ("eval_tokens", "eval_rows", "eval_perplexity")
 
@@ -153,7 +155,8 @@ def held_out(metrics: MetricsLine) -> dict[str, str]:
         if not key.startswith("eval_") or key in _COUNTS or not _is_number(value):
             continue
         name = key.removeprefix("eval_").replace("_", " ")
-        shown[name] = f"{value:.4f}" if name == "loss" else f"{value:.1%}"
+        is_share = name != "loss" and not name.endswith(_NUMBERS)
+        shown[name] = f"{value:.1%}" if is_share else f"{value:.4f}"
     return shown
 
 

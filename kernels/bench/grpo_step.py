@@ -32,13 +32,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from memory_worker import clear
 
 from ftcli.config.load import LoadedRecipe, Override, load_recipe
-from ftcli.data.asked import RenderedPrompt, asked_rows, room_of_grpo
+from ftcli.data.asked import RenderedPrompt, asked_rows
 from ftcli.data.template import Renderer
 from ftcli.data.tokens import TokenizedRow
 from ftcli.generation.requests import Completion
 from ftcli.generation.stopping import StopCheck
 from ftcli.job import Job, open_job
 from ftcli.methods.grpo.objective import build_grpo
+from ftcli.methods.grpo.prompts import room_of_grpo
 from ftcli.methods.grpo.spans import LOG_PROBS, OPTIMIZER, REWARDS, ROLLOUT, TRAINING
 from ftcli.pipeline.checking import checked
 from ftcli.reporting import Session, SilentReporter

@@ -12,7 +12,6 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
@@ -39,19 +38,17 @@ from ftcli.methods.grpo.stagnation import Stagnation
 from ftcli.model.backbone import compute_context
 from ftcli.model.checkpointing import without_checkpointing
 from ftcli.model.finite import NotFinite
-from ftcli.model.initial import as_base
 from ftcli.plain import JsonObject
 from ftcli.plan.memory.terms import FORWARD, GENERATION
 from ftcli.run.completions import ScoredCompletion
 from ftcli.run.metrics import MetricsLine
 from ftcli.train.build import build_loop
 from ftcli.train.loop import Objective, StepMonitor, TrainerHooks, TrainingLoop
-from ftcli.train.parallel import SEED_SPREAD, MicroBatch, TokenCounts
+from ftcli.train.parallel import SEED_SPREAD, Divisors, MicroBatch, TokenCounts
+from ftcli.train.reference import of_reference
 from ftcli.train.state import Progress, draw_of_epoch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from peft import PeftModel
     from transformers import PreTrainedModel
 
@@ -382,7 +379,7 @@ class GrpoObjective(Objective):
         self._of_batches = []
         self._began = time.perf_counter()
 
-    def loss(self, inputs: dict[str, Tensor], supervised: Tensor) -> Tensor:
+    def loss(self, inputs: dict[str, Tensor], step: Divisors) -> Tensor:
         """The policy's loss on a micro-batch; before the first step of this process its log-probabilities are held
         against the model's own and the sampler's."""
         plan, policy, parts = self._job.dtypes, self._policy, self._parts
@@ -498,16 +495,6 @@ class GrpoObjective(Objective):
             saved = torch.load(folder / _COMPLETIONS, map_location=device, weights_only=True)
             said = saved.get("said", {})
             self._rollout = Rollout(saved["inputs"], said.get("logs"), said.get("sampled_at"))
-
-
-@contextmanager
-def of_reference(reference: PreTrainedModel | None, model: PreTrainedModel | PeftModel) -> Iterator[None]:
-    """A block in which the reference can be computed: of adapters it is the model without them."""
-    if reference is not None:
-        yield
-        return
-    with as_base(model):
-        yield
 
 
 def _right(rows: Sequence[Sequence[int]], fill: int, *, ones: bool = False) -> Tensor:

@@ -11,14 +11,13 @@ from ftcli.data.collate import EpochCollator
 from ftcli.data.order import Epochs, plain_epochs
 from ftcli.data.parts import part_of
 from ftcli.data.tokens import TokenizedRow
-from ftcli.errors import Origin
 from ftcli.labels import IGNORE_INDEX
 from ftcli.model.backbone import compute_context, head_of
 from ftcli.model.loss import SUPERVISED, forward_loss, next_tokens, target_positions
 from ftcli.train.build import build_loop
-from ftcli.train.loop import Objective, StepMonitor, TrainerHooks, TrainingLoop
-from ftcli.train.parallel import MicroBatch, TokenCounts
-from ftcli.train.state import draw_of_epoch
+from ftcli.train.epochs import EpochObjective
+from ftcli.train.loop import TrainerHooks, TrainingLoop
+from ftcli.train.parallel import Divisors, MicroBatch, TokenCounts
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from ftcli.run.group import RankGroup
 
 
-class SftObjective(Objective):
+class SftObjective(EpochObjective):
     """Cross-entropy over the supervised tokens of a step, whatever micro-batches and ranks it is split into.
 
     Args:
@@ -49,48 +48,17 @@ class SftObjective(Objective):
         stack: DecoderStack | None,
         sequence: SequencePart | None,
     ) -> None:
-        train = job.recipe.train
-        parts = 1 if sequence is None else sequence.parts
-        self._model, self._epochs, self._stack, self._sequence = model, epochs, stack, sequence
-        self._device, self._plan = job.device, job.dtypes
+        super().__init__(job, epochs, group, 1 if sequence is None else sequence.parts)
+        self._model, self._stack, self._sequence = model, stack, sequence
+        self._device, self._dtypes = job.device, job.dtypes
         self._collate = EpochCollator(epochs, job.pad_token_id, job.batches(model))
         self._vocab_size = head_of(model).weight.shape[0]
-        self._alone = group is None
-        self._rank, self._ranks = (0, 1) if group is None else (group.rank // parts, group.size // parts)
-        self._size, self._accumulation = train.per_device_train_batch_size, train.gradient_accumulation_steps
-        self._turns = len(self.order(0))
-        self._epoch, self._order = 0, self.order(0)
-        self.steps_per_epoch = -(-self._turns // self._accumulation)
 
-    def order(self, epoch: int) -> list[list[int]]:
-        """The sequences of each of this rank's micro-batches of an epoch."""
-        return self._epochs.batches(epoch, self._size, self._rank, self._ranks)
-
-    def row_origins(self, row: int) -> Sequence[Origin]:
-        """The rows of data files that a sequence holds."""
-        return [tokens.row.origin for tokens in self._epochs.members(row)]
-
-    def epochs_done(self, step: int) -> float:
-        """How often all data has been seen after so many steps."""
-        epoch, index = divmod(step, self.steps_per_epoch)
-        return epoch + index * self._accumulation / self._turns
-
-    def micro_batches(self, step: int, monitor: StepMonitor) -> list[MicroBatch]:
-        """This rank's micro-batches of the optimizer step after ``step`` finished ones, on the host."""
-        epoch, index = divmod(step, self.steps_per_epoch)
-        if epoch != self._epoch:
-            self._epoch, self._order = epoch, self.order(epoch)
-        if index == 0 and self._alone:
-            draw_of_epoch()
-        first = index * self._accumulation
-        return [self._micro_batch(units) for units in self._order[first : first + self._accumulation]]
-
-    def _micro_batch(self, units: Sequence[int]) -> MicroBatch:
+    def micro_batch(self, units: Sequence[int], *, blank: bool) -> MicroBatch:
         """The batch of these sequences, or this rank's part of it, with the positions that bear loss, for which the
-        loss would have to wait for the device. The sequence after the last one stands for a batch without labels.
+        loss would have to wait for the device.
         """
-        blank = units[0] == self._epochs.units
-        batch = self._collate([0] if blank else units)
+        batch = self._collate(units)
         if blank:
             batch["labels"].fill_(IGNORE_INDEX)
         if self._sequence is not None:
@@ -103,10 +71,12 @@ class SftObjective(Objective):
         inputs = {name: value for name, value in batch.items() if name != "lengths"}
         return MicroBatch({**inputs, SUPERVISED: supervised}, () if blank else tuple(units), counts)
 
-    def loss(self, inputs: dict[str, Tensor], supervised: Tensor) -> Tensor:
+    def loss(self, inputs: dict[str, Tensor], step: Divisors) -> Tensor:
         """Summed loss in nats over the supervised tokens, divided by those of the whole step."""
-        with compute_context(self._device, self._plan.compute, self._plan.autocast):
-            found = forward_loss(self._model, inputs, num_items=supervised, stack=self._stack, sequence=self._sequence)
+        with compute_context(self._device, self._dtypes.compute, self._dtypes.autocast):
+            found = forward_loss(
+                self._model, inputs, num_items=step.supervised, stack=self._stack, sequence=self._sequence
+            )
         return found.loss
 
 

@@ -118,7 +118,7 @@ def render_card(run: RunDirectory, folder: Path, *, of_result: bool = True, merg
         about=_about(base, recipe, manifest, adapter=adapter),
         licence=_licence_text(licence),
         random=_is_random(recipe),
-        scores=score_rows(evaluation),
+        scores=score_rows(evaluation, methods.TABLE.get(str(map_in(recipe, "train").get("method")))),
         measured=_measured(evaluation, exported=not adapter and (folder / EXPORT_RECORD).is_file()),
         code=_Own(loading + ("\n" + chat if chat else "") or served),
         language=_Own("python" if loading else "console"),

@@ -12,6 +12,8 @@ from ftcli.plain import JsonMap
 from ftcli.run.metrics import MetricsLine
 from ftcli.run.report.charts import ChartLook, ReferenceLine, Series, line_chart
 from ftcli.run.report.values import as_words, map_in, maps, number_or_none, percent
+from ftcli.tables import code_of
+from ftcli.tables.methods import Method
 from ftcli.units import GIB
 
 Lines = Sequence[MetricsLine]
@@ -133,26 +135,31 @@ class DrawnCharts:
     lesser: Sequence[Markup]
 
 
-def curves(lines: Lines, evaluation: JsonMap, resumed: Sequence[int]) -> DrawnCharts:
+def curves(lines: Lines, evaluation: JsonMap, resumed: Sequence[int], method: Method | None = None) -> DrawnCharts:
     """The drawn charts; a chart in which no curve has two points is left out: its value stands among the figures.
 
     Args:
         resumed: Steps at which processes went on.
+        method: What the run trained by, where that has charts of its own.
     """
     steps = [int(line["step"]) for line in lines]
     look = ChartLook(marks=[step for step in resumed if step], steps=(min(steps), max(steps)) if steps else None)
     main, lesser = (
-        [drawn for chart in some if (drawn := _drawn(chart, lines, look))] for some in _charts(lines, evaluation)
+        [drawn for chart in some if (drawn := _drawn(chart, lines, look))]
+        for some in _charts(lines, evaluation, method)
     )
     pairs = len(main) + len(main) % 2  # two stand side by side
     return DrawnCharts([*main, *lesser][:pairs], [*main, *lesser][pairs:])
 
 
-def _charts(lines: Lines, evaluation: JsonMap) -> tuple[Sequence[Chart], Sequence[Chart]]:
+def _charts(lines: Lines, evaluation: JsonMap, method: Method | None) -> tuple[Sequence[Chart], Sequence[Chart]]:
     base = map_in(evaluation, "base")
-    scores = _held_out_scores(lines, base)
+    scores = _held_out_scores(lines, base, method)
     if has_rewards(lines):
         return [*_rewards(lines), *scores, *_OF_REWARDS], [*_LESSER_OF_REWARDS, *_LESSER]
+    if method is not None and method.charts is not None:
+        own: Sequence[Chart] = code_of(method.charts)
+        return [*own, *scores], _LESSER
     known = {"Loss": base.get("loss"), "Held-out token accuracy": base.get("token_accuracy")}
     first = [replace(chart, base=number_or_none(known.get(chart.title))) for chart in _SUPERVISED]
     return [*first, *scores], _LESSER
@@ -182,9 +189,14 @@ def _is_reward(key: str) -> bool:
     return key.startswith("rewards/") and key.endswith("/mean")
 
 
-def _held_out_scores(lines: Lines, base: JsonMap) -> list[Chart]:
+def _held_out_scores(lines: Lines, base: JsonMap, method: Method | None) -> list[Chart]:
     """A chart for each task that is scored during training."""
     known = {"eval_loss", "eval_perplexity", "eval_token_accuracy", "eval_tokens", "eval_rows"}
+    if method is not None and method.scores is not None:
+        known |= {f"eval_{name}" for name, *_ in code_of(method.scores)} | {
+            "eval_chosen_reward",
+            "eval_rejected_reward",
+        }
     found = dict.fromkeys(key for line in lines for key in line if key.startswith("eval_") and key not in known)
     of_base = {f"eval_{task.get('name')}": number_or_none(task.get("value")) for task in maps(base.get("tasks"))}
     return [

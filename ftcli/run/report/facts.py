@@ -12,7 +12,8 @@ from ftcli.run.metrics import MetricsLine
 from ftcli.run.report.scales import short
 from ftcli.run.report.values import Show, as_words, count, is_number, map_in, maps, numbers_of, percent
 from ftcli.run.status import Status
-from ftcli.tables import quantizations
+from ftcli.tables import code_of, quantizations
+from ftcli.tables.methods import Method
 from ftcli.units import duration, gib, number
 
 #: Key in eval.json, label, whether more is better (1) or worse (-1), and how it is written.
@@ -96,10 +97,17 @@ def _work_facts(metrics: Sequence[MetricsLine], status: Status | None) -> list[F
     return facts if seconds is None else [*facts, Fact("Wall time", duration(seconds))]
 
 
-def score_rows(evaluation: JsonMap) -> list[Score]:
-    """Base model against the run, and whether a change is an improvement."""
+def score_rows(evaluation: JsonMap, method: Method | None = None) -> list[Score]:
+    """Base model against the run, and whether a change is an improvement.
+
+    ``method``: what the run trained by, where that measures something beside the loss.
+    """
     base, tuned = map_in(evaluation, "base"), map_in(evaluation, "run")
     found = [_score(label, base.get(key), tuned.get(key), sign, show) for key, label, sign, show in _SCORES]
+    of_base, of_run = map_in(base, "measures"), map_in(tuned, "measures")
+    for key, label, more, share in () if method is None or method.scores is None else code_of(method.scores):
+        show: Show = percent if share else number
+        found.append(_score(label, of_base.get(key), of_run.get(key), 1 if more else -1, show))
     names = dict.fromkeys(str(t.get("name")) for side in (base, tuned) for t in maps(side.get("tasks")))
     for name in names:
         before, after = (

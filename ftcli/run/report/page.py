@@ -26,6 +26,7 @@ from ftcli.run.report import curves, facts, samples, settings
 from ftcli.run.report.markup import printable
 from ftcli.run.report.values import is_number, map_in, maps
 from ftcli.run.status import Status, read_status
+from ftcli.tables import methods
 from ftcli.units import duration
 
 #: What a page may load: nothing but its own style.
@@ -71,6 +72,7 @@ def render_report(run: RunDirectory, live: LiveProgress | None = None) -> str:
     evaluation = read_json_object(run.eval_path)
     every = settings.settings_by_section(recipe)
     began = [process.get("from_step") for process in maps(manifest.get("processes"))]
+    method = methods.TABLE.get(str(map_in(recipe, "train").get("method")))
     resumed = [int(step) for step in began if is_number(step) and step > 0]
     return page_template("page.html.jinja").render(
         policy=POLICY,
@@ -82,9 +84,9 @@ def render_report(run: RunDirectory, live: LiveProgress | None = None) -> str:
         summary=facts.summary_line(recipe, manifest),
         notices=_notices(status, damage_of(run, read)),
         facts=facts.key_facts(metrics, evaluation, status),
-        charts=curves.curves(metrics, evaluation, resumed),
+        charts=curves.curves(metrics, evaluation, resumed, method),
         resumed=any(resumed),
-        scores=facts.score_rows(evaluation),
+        scores=facts.score_rows(evaluation, method),
         samples=samples.samples(evaluation),
         batches=samples.sampled(Completions(run.completions_dir)),
         tokens=settings.tokens(read_json_object(run.tokens_path)),

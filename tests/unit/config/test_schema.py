@@ -22,6 +22,7 @@ from ftcli.tables import (
     methods,
     optimizers,
     policies,
+    preference_losses,
     quantizations,
     schedules,
 )
@@ -56,7 +57,7 @@ def test_it_is_made_once_for_what_the_tables_hold_and_again_when_a_row_comes(mon
     first = RecipeSchema().root
     assert RecipeSchema().root is first
     asked = _words()
-    tables = (engines, exports, judges, methods, optimizers, policies, quantizations, schedules)
+    tables = (engines, exports, judges, methods, optimizers, policies, preference_losses, quantizations, schedules)
     expected = {*(table.names() for table in tables), layouts.formats(), gguf.type_names()}
     assert {word.names() for word in asked} == {tuple(names) for names in expected}
     for word in asked:

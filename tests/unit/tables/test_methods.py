@@ -11,7 +11,6 @@ import pytest
 
 from ftcli.config.load import LoadedRecipe
 from ftcli.errors import Finding
-from ftcli.methods.sft.train import train_supervised
 from ftcli.plain import SPREAD
 from ftcli.plan.run import MethodMemory, RunPlan
 from ftcli.preflight.checks.context import Context
@@ -19,6 +18,7 @@ from ftcli.preflight.checks.data import FirstRows
 from ftcli.reporting import Session
 from ftcli.tables import code_of, methods
 from ftcli.tables.methods import Method
+from ftcli.train.on_rows import train_on_rows
 from tests.e2e.conftest import User
 
 
@@ -32,7 +32,7 @@ class Result:
 
 def train(loaded: LoadedRecipe, session: Session) -> Result:
     """The made-up method: supervised fine-tuning that says its name."""
-    return Result(train_supervised(loaded, session), loaded.recipe.train.method)
+    return Result(train_on_rows(loaded, session), loaded.recipe.train.method)
 
 
 def rules(context: Context) -> Iterator[Finding]:
@@ -60,6 +60,7 @@ def user(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest
         "training on pairs",
         "",
         run=f"{__name__}:train",
+        trains="ftcli.methods.sft.train:Supervised",
         memory=f"{__name__}:memory",
         rules=f"{__name__}:rules",
         row_rules=f"{__name__}:row_rules",
@@ -104,10 +105,12 @@ def test_it_is_held_to_its_rules_about_rows(user: User) -> None:
 
 def test_every_code_reference_resolves() -> None:
     for row in methods.TABLE.values():
-        for reference in (row.run, row.memory, row.rules, row.row_rules):
+        for reference in (row.run, row.memory, row.rules, row.row_rules, row.trains, row.dry, row.survey):
             assert reference is None or callable(code_of(reference))
+        for reference in (row.charts, row.scores):
+            assert reference is None or code_of(reference)
 
 
 def test_each_command_has_its_method() -> None:
     assert methods.commands() == ("train", "grpo")
-    assert methods.names() == ("sft",)
+    assert methods.names() == ("sft", "dpo", "orpo", "simpo")

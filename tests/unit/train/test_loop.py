@@ -21,7 +21,7 @@ from ftcli.run.metrics import MetricsLine
 from ftcli.run.signals import SignalName
 from ftcli.train.loop import Attendance, Objective, StepIntervals, StepMonitor, TrainerHooks, TrainingLoop
 from ftcli.train.optimizer import Optimization, OptimizerChoice
-from ftcli.train.parallel import MicroBatch, Parallel, TokenCounts
+from ftcli.train.parallel import Divisors, MicroBatch, Parallel, TokenCounts
 
 CPU = torch.device("cpu")
 STEPS = 6
@@ -54,9 +54,9 @@ class TwoBatches(Objective):
         self.during(step + 1, both)
         return [MicroBatch({"x": x}, (2 * step + i,), TokenCounts(3, 3, 4)) for i, x in enumerate(both)]
 
-    def loss(self, inputs: dict[str, Tensor], supervised: Tensor) -> Tensor:
+    def loss(self, inputs: dict[str, Tensor], step: Divisors) -> Tensor:
         noise = torch.rand(3) + random.random() + float(np.random.rand())
-        loss: Tensor = (self.model(inputs["x"] + noise) ** 2).sum() / supervised
+        loss: Tensor = (self.model(inputs["x"] + noise) ** 2).sum() / step.supervised
         self.losses.append(loss.item())
         return loss
 

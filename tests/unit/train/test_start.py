@@ -10,7 +10,7 @@ import torch
 
 from ftcli.config.recipe import Recipe
 from ftcli.methods.grpo.prompts import training_rows as grpo_rows
-from ftcli.methods.sft.train import training_rows as sft_rows
+from ftcli.methods.sft.train import Supervised
 from ftcli.train import assembly
 from ftcli.train.start import effective_batch, trained_share
 
@@ -32,7 +32,7 @@ def recipe(**sections: Any) -> Recipe:
 ])  # fmt: skip
 def test_the_effective_batch(method: str, sections: dict[str, Any], text: str) -> None:
     made = recipe(**sections)
-    rows = grpo_rows(made, 100) if method == "grpo" else sft_rows(made, 100, 1000)
+    rows = grpo_rows(made, 100) if method == "grpo" else Supervised().training_rows(made, 100, 1000)
     assert effective_batch(made, rows) == text
 
 

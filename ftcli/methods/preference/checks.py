@@ -1,0 +1,95 @@
+"""Rules of the section ``preference``: what a loss needs, what it ignores, and values that are known not to work."""
+
+from __future__ import annotations
+
+from ftcli.methods.preference.choice import beta_of, losses_of
+from ftcli.methods.preference.settings import PreferenceConfig
+from ftcli.preflight.checks.context import Context, Findings
+from ftcli.tables import preference_losses
+
+#: From this learning rate on, preference training is known to end in repetition (docs/preference.md).
+_HIGHEST_RATE = 1e-4
+
+
+def check(context: Context) -> Findings:
+    """FT282 for settings that contradict a loss, FT283 (a warning) for values that are known not to work."""
+    recipe = context.recipe
+    settings = recipe.preference or PreferenceConfig()
+    names = [name for name, _ in losses_of(recipe.train.method, settings)]
+    if not names:
+        yield context.error(
+            "FT282", "preference.loss", "preference.loss is empty, so nothing is compared", "name a loss"
+        )
+        return
+    yield from _beta(context, settings, names)
+    yield from _ignored(context, settings, names)
+    yield from _reference(context, settings, names)
+    rate = recipe.train.learning_rate
+    if rate >= _HIGHEST_RATE and context.says("train.learning_rate"):
+        yield context.warning(
+            "FT283",
+            "train.learning_rate",
+            f"a learning rate of {rate:g} is high for {context.method.title}: answers tend to become repetitive",
+            help="1e-5 with adapters and 5e-7 for full fine-tuning are what published recipes lie around",
+        )
+
+
+def _beta(context: Context, settings: PreferenceConfig, names: list[str]) -> Findings:
+    for name in names:
+        row, beta = preference_losses.row(name), beta_of(name, settings)
+        if row.beta is None and settings.beta is None:
+            suggested = "0.5, which asks for 1 nat a token" if name == "ipo" else "5"
+            yield context.error(
+                "FT282",
+                "preference.loss",
+                f"preference.loss {name} compares nats a token: a beta for whole answers would do nothing",
+                help=f"write preference.beta, such as {suggested}",
+            )
+        elif row.averaged and name not in ("ipo", "orpo") and beta < 1:
+            yield context.warning(
+                "FT283",
+                "preference.beta",
+                f"preference.beta {beta:g} with {name}: it compares nats a token, so its gradient stays near that of "
+                "the start",
+                help="2 to 10 are usual",
+            )
+        elif name == "ipo" and beta < 0.25:
+            yield context.warning(
+                "FT283",
+                "preference.beta",
+                f"preference.beta {beta:g} with ipo asks for a margin of {1 / (2 * beta):g} nats a token",
+                help="0.5 or more is usual",
+            )
+
+
+def _ignored(context: Context, settings: PreferenceConfig, names: list[str]) -> Findings:
+    if settings.label_smoothing and not any(preference_losses.row(name).smooths for name in names):
+        takes = ", ".join(name for name in preference_losses.names() if preference_losses.row(name).smooths)
+        yield context.error(
+            "FT282",
+            "preference.label_smoothing",
+            f"preference.label_smoothing has no meaning for {', '.join(names)}",
+            help=f"remove it, or use one of {takes}",
+        )
+    if context.says("preference.gamma") and "simpo" not in names:
+        yield context.error(
+            "FT282", "preference.gamma", "preference.gamma is read by simpo only", help="remove it, or use loss: simpo"
+        )
+
+
+def _reference(context: Context, settings: PreferenceConfig, names: list[str]) -> Findings:
+    needing = [name for name in names if preference_losses.row(name).reference]
+    if needing and settings.reference == "none":
+        yield context.error(
+            "FT282",
+            "preference.reference",
+            f"preference.loss {needing[0]} compares with a reference, and preference.reference is none",
+            help="remove preference.reference, or use simpo, cpo or orpo",
+        )
+    if not needing and settings.reference == "start":
+        yield context.error(
+            "FT282",
+            "preference.reference",
+            f"preference.loss {', '.join(names)} compares with nothing, and preference.reference is start",
+            help="remove preference.reference",
+        )

@@ -1,0 +1,147 @@
+"""Held-out pairs: loss, accuracy, margin, and what became of the answers' log-probabilities."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from ftcli.data.tokens import TokenizedRow
+from ftcli.errors import ExitCode, FtcliError, Origin
+from ftcli.evaluate.batching import in_batches
+from ftcli.evaluate.loss import LossResult
+from ftcli.evaluate.share import Sums, summed_over_ranks
+from ftcli.evaluate.suite import Evaluator
+from ftcli.methods.preference.losses import PairLoss
+from ftcli.methods.preference.objective import SUMS, PairSums, answers_of, measures
+from ftcli.methods.preference.pairs import SCORED, AnswerScorer, ScoredAnswers
+from ftcli.model.backbone import compute_context, head_of
+from ftcli.train.reference import of_reference
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
+#: What held-out results call the numbers of metrics.
+_NAMES = {
+    "rewards/accuracies": "accuracy",
+    "rewards/accuracies_alike": "accuracy_of_like_length",
+    "rewards/margins": "margin",
+    "rewards/chosen": "chosen_reward",
+    "rewards/rejected": "rejected_reward",
+    "logps/chosen": "chosen_logp",
+    "logps/rejected": "rejected_logp",
+    "chosen_fell": "chosen_fell",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PairEvaluator(Evaluator):
+    """Measures models on held-out pairs.
+
+    Args:
+        reference: A second model to compare with; None: the model without its adapters. Where there is neither, as in
+            `ftcli eval` of a full fine-tune, it is the first model that is measured.
+    """
+
+    reference: PreTrainedModel | None = None
+    _kept: dict[tuple[Origin, int], list[float]] = field(default_factory=dict, repr=False)
+
+    def loss_of(self, model: PreTrainedModel | PeftModel, sequences: Sequence[TokenizedRow]) -> LossResult:
+        """The mean loss of the pairs, in which chosen and rejected answers take turns, and ``more`` beside it."""
+        job, recipe = self.job, self.job.recipe
+        loss = PairLoss.of(recipe.train.method, recipe.preference)
+        vocabulary = head_of(model).weight.shape[0]
+        scorer = AnswerScorer(job.batches(model), job.pad_token_id, vocabulary, loss.ld_alpha)
+
+        def step(pairs: Sequence[int]) -> Sums:
+            documents = [sequences[row] for pair in pairs for row in (2 * pair, 2 * pair + 1)]
+            inputs = {name: value.to(job.device) for name, value in scorer.batch(documents).items()}
+            with compute_context(job.device, job.dtypes.compute, job.dtypes.autocast):
+                policy = scorer.score(model, inputs)
+                compared = self._compared(model, scorer, inputs, documents, policy) if loss.reference else None
+            answers = answers_of(policy, compared, (inputs[SCORED] > 0).sum(1).float())
+            weights = torch.ones(len(pairs), device=job.device)
+            total = float(loss.values(answers).double().sum())
+            sft = -float(policy.sums[0::2].double().sum())
+            return (total, sft, *PairSums.of(answers, loss, weights).vector().tolist())
+
+        def where(pair: int) -> Origin:
+            return sequences[2 * pair].row.origin
+
+        def run(mine: Sequence[int]) -> Iterator[tuple[Sequence[int], Sums]]:
+            with job.reporter.progress(len(mine), "evaluating") as progress:
+                size, reporter = recipe.eval.per_device_eval_batch_size, job.reporter
+                for done, found in in_batches(mine, size, step, where=where, reporter=reporter, what="evaluation"):
+                    yield done, found
+                    progress.advance(len(done))
+
+        pairs = range(len(sequences) // 2)
+        was_training = model.training
+        model.eval()
+        try:
+            with torch.no_grad():
+                sums = _summed(self, pairs, run)
+        finally:
+            model.train(was_training)
+        return _result(sums, loss)
+
+    def _compared(
+        self,
+        model: PreTrainedModel | PeftModel,
+        scorer: AnswerScorer,
+        inputs: dict[str, torch.Tensor],
+        documents: Sequence[TokenizedRow],
+        policy: ScoredAnswers,
+    ) -> ScoredAnswers:
+        if self.reference is not None or hasattr(model, "disable_adapter"):
+            with of_reference(self.reference, model):
+                return scorer.score(model if self.reference is None else self.reference, inputs)
+        places = [(document.row.origin, index % 2) for index, document in enumerate(documents)]
+        found = torch.stack([policy.sums, policy.weighed], 1)
+        if any(place not in self._kept for place in places):
+            self._kept.update(zip(places, found.tolist(), strict=True))
+        kept = torch.tensor([self._kept[place] for place in places], device=found.device)
+        return ScoredAnswers(kept[:, 0], kept[:, 1])
+
+    def combined(self, parts: Iterable[LossResult]) -> LossResult | None:
+        """The result over several files, weighted by pairs."""
+        found = list(parts)
+        pairs = sum(part.rows for part in found)
+        if not pairs:
+            return None
+        more = {
+            name: sum(part.rows * (part.more or {}).get(name, 0.0) for part in found) / pairs
+            for name in (found[0].more or {})
+            if all(name in (part.more or {}) for part in found)
+        }
+        loss = sum(part.rows * part.loss for part in found) / pairs
+        return LossResult(loss, None, None, sum(part.tokens for part in found), pairs, more)
+
+
+def _summed(
+    evaluator: Evaluator,
+    pairs: Sequence[int],
+    run: Callable[[Sequence[int]], Iterator[tuple[Sequence[int], Sums]]],
+) -> Sums:
+    if evaluator.group is not None:
+        size = evaluator.job.recipe.eval.per_device_eval_batch_size
+        return summed_over_ranks(evaluator.group, pairs, size, run, width=2 + SUMS)
+    total = [0.0] * (2 + SUMS)
+    for _, found in run(pairs):
+        total = [a + b for a, b in zip(total, found, strict=True)]
+    return tuple(total)
+
+
+def _result(sums: Sums, loss: PairLoss) -> LossResult:
+    total, cross_entropy, *of_pairs = sums
+    pairs, tokens = of_pairs[0], of_pairs[7] + of_pairs[8]
+    mean = total / max(pairs, 1) + loss.sft_weight * cross_entropy / max(of_pairs[7], 1)
+    if not math.isfinite(mean):
+        raise FtcliError.single("FT762", f"the evaluation loss is {mean}", exit_code=ExitCode.DIVERGED)
+    found = measures(of_pairs)
+    more = {ours: found[name] for name, ours in _NAMES.items() if name in found}
+    return LossResult(mean, None, None, int(tokens), int(pairs), more)

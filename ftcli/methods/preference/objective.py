@@ -1,0 +1,248 @@
+"""What pairs teach: the mean loss of the pairs of a step, against a reference that is computed beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ftcli.data.order import Epochs
+from ftcli.errors import ExitCode, FtcliError
+from ftcli.methods.preference.losses import Answers, PairLoss
+from ftcli.methods.preference.pairs import SCORED, AnswerScorer, ScoredAnswers
+from ftcli.model.backbone import compute_context, head_of
+from ftcli.plain import JsonObject
+from ftcli.run.metrics import MetricsLine
+from ftcli.train.build import build_loop
+from ftcli.train.epochs import EpochObjective
+from ftcli.train.loop import TrainerHooks, TrainingLoop
+from ftcli.train.parallel import Divisors, MicroBatch, TokenCounts
+from ftcli.train.reference import of_reference
+from ftcli.train.state import Progress
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
+    from ftcli.job import Job
+    from ftcli.model.sequence_parallel import SequencePart
+    from ftcli.model.stack import DecoderStack
+    from ftcli.run.group import RankGroup
+
+#: Weight of each pair of a micro-batch, (P,); 0 in one that stands for none.
+_PAIRS = "pairs"
+#: Nats a token by which policy and reference may differ before the first step, by the dtype of the products.
+_ALLOWED = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 2e-2}
+
+
+@dataclass(frozen=True, slots=True)
+class PairSums:
+    """Sums over pairs, in float64: what metrics are means of.
+
+    Attributes:
+        chosen_reward, rejected_reward: beta times what the log-probability has gained over the reference.
+        right: Pairs whose chosen answer has the larger reward; a tie is one half.
+        fell: Pairs whose chosen answer has become less likely than under the reference.
+        alike, alike_right: Pairs whose answers differ by 10% in length at most, and those of them that are right.
+    """
+
+    pairs: Tensor
+    chosen_reward: Tensor
+    rejected_reward: Tensor
+    right: Tensor
+    fell: Tensor
+    chosen_logp: Tensor
+    rejected_logp: Tensor
+    chosen_tokens: Tensor
+    rejected_tokens: Tensor
+    alike: Tensor
+    alike_right: Tensor
+
+    @classmethod
+    def of(cls, answers: Answers, loss: PairLoss, weights: Tensor) -> PairSums:
+        """Of a batch; ``weights`` (P,) are 0 for pairs that do not count."""
+        one, other = answers.chosen_ratio, answers.rejected_ratio
+        if loss.averaged:
+            one, other = one / answers.chosen_tokens, other / answers.rejected_tokens
+        right = (one > other).float() + 0.5 * (one == other).float()
+        shorter = torch.minimum(answers.chosen_tokens, answers.rejected_tokens)
+        alike = ((answers.chosen_tokens - answers.rejected_tokens).abs() <= 0.1 * shorter).float()
+        each = (
+            torch.ones_like(one), loss.beta * one, loss.beta * other, right, (one < 0).float(),
+            answers.chosen, answers.rejected, answers.chosen_tokens, answers.rejected_tokens, alike, alike * right,
+        )  # fmt: skip
+        return cls(*((value.detach() * weights).double().sum() for value in each))
+
+    def vector(self) -> Tensor:
+        """All of them, (11,)."""
+        return torch.stack([getattr(self, field.name) for field in fields(self)])
+
+
+#: How many numbers :class:`PairSums` has.
+SUMS = len(fields(PairSums))
+
+
+def measures(sums: Sequence[float]) -> dict[str, float]:
+    """Means by name, of :meth:`PairSums.vector`."""
+    pairs, chosen, rejected, right, fell, chosen_logp, rejected_logp, ours, others, alike, alike_right = sums
+    if not pairs:
+        return {}
+    return {
+        "rewards/chosen": chosen / pairs,
+        "rewards/rejected": rejected / pairs,
+        "rewards/margins": (chosen - rejected) / pairs,
+        "rewards/accuracies": right / pairs,
+        "logps/chosen": chosen_logp / max(ours, 1.0),
+        "logps/rejected": rejected_logp / max(others, 1.0),
+        "chosen_fell": fell / pairs,
+        **({"rewards/accuracies_alike": alike_right / alike} if alike else {}),
+    }
+
+
+def answers_of(policy: ScoredAnswers, reference: ScoredAnswers | None, tokens: Tensor) -> Answers:
+    """Chosen and rejected answers apart. ``tokens`` (2 P,): how many each has."""
+    zeros = torch.zeros_like(policy.weighed)
+    compared = zeros if reference is None else reference.weighed
+    return Answers(
+        policy.weighed[0::2], policy.weighed[1::2], compared[0::2], compared[1::2], tokens[0::2], tokens[1::2]
+    )
+
+
+class PairObjective(EpochObjective):
+    """The mean loss of a step's pairs, whatever micro-batches and ranks it is split into.
+
+    Args:
+        model: What learns, on the kernels or not.
+        reference: A second model to compare with; None: the model without its adapters, where there is a reference.
+        stack: The decoder layers as one function, where all are on the kernels.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        model: PreTrainedModel | PeftModel,
+        epochs: Epochs,
+        loss: PairLoss,
+        *,
+        group: RankGroup | None,
+        stack: DecoderStack | None,
+        reference: PreTrainedModel | None,
+    ) -> None:
+        super().__init__(job, epochs, group)
+        self._model, self._reference, self._stack, self._loss, self._group = model, reference, stack, loss, group
+        self._device, self._dtypes = job.device, job.dtypes
+        vocabulary = head_of(model).weight.shape[0]
+        self._scorer = AnswerScorer(job.batches(model), job.pad_token_id, vocabulary, loss.ld_alpha)
+        self._sums = self._before = torch.zeros(SUMS, dtype=torch.float64, device=job.device)
+        self._of_batches: list[Tensor] = []
+        self._checked = not loss.reference
+
+    def micro_batch(self, units: Sequence[int], *, blank: bool) -> MicroBatch:
+        """The pairs' answers in turn, chosen and rejected."""
+        documents = [tokens for unit in units for tokens in self._epochs.members(unit)]
+        inputs = self._scorer.batch(documents)
+        inputs[_PAIRS] = torch.zeros(len(units)) if blank else torch.ones(len(units))
+        rows = () if blank else tuple(units)
+        if blank:
+            return MicroBatch(inputs, rows, TokenCounts(computed=inputs["input_ids"].numel()))
+        chosen = int((inputs[SCORED][0::2] > 0).sum())
+        real = sum(len(document.input_ids) for document in documents)
+        return MicroBatch(inputs, rows, TokenCounts(chosen, real, inputs["input_ids"].numel(), len(units)))
+
+    def begin(self, step: int) -> None:
+        """Notes the sums so far."""
+        self._before, self._of_batches = self._sums, []
+
+    def loss(self, inputs: dict[str, Tensor], step: Divisors) -> Tensor:
+        """The summed loss of the pairs over those of the whole step; with ``sft_weight`` times the cross-entropy of the
+        chosen answers' tokens over these."""
+        weights = inputs.pop(_PAIRS)
+        with compute_context(self._device, self._dtypes.compute, self._dtypes.autocast):
+            reference = self._of_reference(inputs) if self._loss.reference else None
+            policy = self._scorer.score(self._model, inputs, self._stack)
+        tokens = (inputs[SCORED] > 0).sum(1).float()
+        if not self._checked and reference is not None:
+            self._require_equal(policy, reference, tokens)
+        answers = answers_of(policy, reference, tokens)
+        loss = (self._loss.values(answers) * weights).sum() / step.pairs
+        if self._loss.sft_weight:
+            loss = loss - self._loss.sft_weight * (policy.sums[0::2] * weights).sum() / step.supervised
+        self._of_batches.append(PairSums.of(answers, self._loss, weights).vector())
+        return loss
+
+    @torch.no_grad()
+    def _of_reference(self, inputs: dict[str, Tensor]) -> ScoredAnswers:
+        model = self._model if self._reference is None else self._reference
+        training = model.training
+        model.eval()  # no dropout
+        try:
+            with of_reference(self._reference, self._model):
+                return self._scorer.score(model, inputs)
+        finally:
+            model.train(training)
+
+    def _require_equal(self, policy: ScoredAnswers, reference: ScoredAnswers, tokens: Tensor) -> None:
+        """Before the first step the model is its reference. Raises FtcliError FT714 (exit 1)."""
+        self._checked = True
+        worst = float(((policy.sums.detach() - reference.sums).abs() / tokens).max())
+        if not worst <= _ALLOWED[self._dtypes.compute]:
+            raise FtcliError.single(
+                "FT714",
+                f"before the first step policy and reference differ by {worst:.2g} nats a token: the run would begin "
+                "with another reference than its own start",
+                exit_code=ExitCode.BUG,
+                help="train with model.kernels: off, and report this with the run's manifest.json",
+            )
+
+    def reduced(self) -> None:
+        """Adds up the metrics of all ranks' micro-batches, in the order of one process."""
+        found = torch.stack(self._of_batches)
+        if self._group is not None:
+            slots = torch.zeros(len(found) * self._group.size, SUMS, dtype=torch.float64, device=found.device)
+            slots[self._group.rank :: self._group.size] = found
+            self._group.add_up([slots])
+            found = slots
+        for one in found:
+            self._sums = self._sums + one
+
+    def undo(self, step: int) -> None:
+        """Restores the sums that :meth:`begin` has noted."""
+        self._sums = self._before
+
+    def metrics(self) -> MetricsLine:
+        """Means over the pairs since the last line."""
+        found = measures(self._sums.tolist())
+        self._sums = torch.zeros_like(self._sums)
+        return found
+
+    def state(self) -> JsonObject:
+        """The sums of a half-filled line."""
+        return {"pair_sums": self._sums.tolist()}
+
+    def restore(self, state: JsonObject, progress: Progress) -> None:
+        """Resumes with these sums; what was checked before the first step is not checked again."""
+        self._checked = self._checked or progress.step > 0
+        kept = state.get("pair_sums")
+        if isinstance(kept, list) and len(kept) == SUMS:
+            self._sums = torch.tensor(kept, dtype=torch.float64, device=self._device)
+
+
+def build_pairs(
+    job: Job,
+    model: PreTrainedModel | PeftModel,
+    epochs: Epochs,
+    hooks: TrainerHooks,
+    group: RankGroup | None = None,
+    reference: PreTrainedModel | None = None,
+) -> TrainingLoop:
+    """The loop that trains ``model`` on pairs (:func:`ftcli.methods.preference.pairs.pair_epochs`)."""
+    recipe = job.recipe
+    loss = PairLoss.of(recipe.train.method, recipe.preference)
+
+    def objective(stack: DecoderStack | None, sequence: SequencePart | None) -> PairObjective:
+        return PairObjective(job, model, epochs, loss, group=group, stack=stack, reference=reference)
+
+    return build_loop(job, model, objective, hooks, group)

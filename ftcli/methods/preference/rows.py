@@ -1,0 +1,83 @@
+"""Rows of preference pairs: a prompt with a chosen and a rejected answer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ftcli.rows.layouts.marks import marks_of
+from ftcli.rows.layouts.messages import conversation, list_of, messages_of
+from ftcli.rows.layouts.plain import text_of
+from ftcli.rows.row import Example, Message, Misfit, Row
+
+
+def understand(row: Row) -> Example:
+    """``{"prompt": ..., "chosen": ..., "rejected": ...}``: strings, or lists of messages. Without a prompt, or where it
+    stands in both answers as well, the messages that both begin with are the prompt.
+
+    The example is the chosen answer's; ``others`` holds the rejected one's. Raises Misfit for answers that are empty
+    or equal, and for two conversations that have no message in common.
+    """
+    chosen, rejected = row.fields["chosen"], row.fields["rejected"]
+    if _is_text(chosen) != _is_text(rejected):
+        raise Misfit("chosen and rejected must both be strings, or both lists of messages")
+    first, second = _texts(row, chosen, rejected) if _is_text(chosen) else _chats(row, chosen, rejected)
+    return replace(first, others=(second,))
+
+
+def _is_text(answer: Any) -> bool:
+    return isinstance(answer, str) and not answer.lstrip().startswith("[{")  # tables hold messages as JSON text
+
+
+def _texts(row: Row, chosen: Any, rejected: Any) -> tuple[Example, Example]:
+    prompt = row.fields.get("prompt")
+    answers = text_of(chosen, "chosen"), text_of(rejected, "rejected")
+    if prompt is None:
+        raise Misfit("a row of strings needs `prompt` beside `chosen` and `rejected`; messages may do without")
+    if answers[0] == answers[1]:
+        raise Misfit("chosen and rejected are the same, so there is nothing to prefer")
+    if isinstance(prompt, str):
+        first, second = (Example(row, text=prompt + text, prompt_text=prompt) for text in answers)
+        return first, second
+    turns = messages_of(prompt)
+    first, second = (
+        conversation(row, [*turns, {"role": "assistant", "content": text}], len(turns)) for text in answers
+    )
+    return first, second
+
+
+def _chats(row: Row, chosen: Any, rejected: Any) -> tuple[Example, Example]:
+    given = row.fields.get("prompt")
+    stated = list_of(given) if isinstance(given, list) and given else []
+    turns = list_of(chosen), list_of(rejected)
+    if stated and any(messages_of(answer)[: len(stated)] != messages_of(stated) for answer in turns):
+        turns = [*stated, *turns[0]], [*stated, *turns[1]]
+    messages = messages_of(turns[0]), messages_of(turns[1])
+    if messages[0] == messages[1]:
+        raise Misfit("chosen and rejected are the same, so there is nothing to prefer")
+    prompt = len(stated) or _shared(*messages)
+    if not prompt:
+        raise Misfit("chosen and rejected begin with different messages: they answer different prompts")
+    if isinstance(given, str) and given and all(given != m["content"] for m in messages[0][:prompt]):
+        raise Misfit("`prompt` is not among the messages that chosen and rejected begin with")
+    first, second = (
+        _answer(row, name, all_turns, understood, prompt)
+        for name, all_turns, understood in zip(("chosen", "rejected"), turns, messages, strict=True)
+    )
+    return first, second
+
+
+def _answer(row: Row, name: str, turns: list[Any], messages: list[Message], prompt: int) -> Example:
+    if not any(m["role"] == "assistant" and (m["content"] or m.get("tool_calls")) for m in messages[prompt:]):
+        raise Misfit(f"{name} has no answer after the prompt")
+    untrained = marks_of(turns, [message["role"] for message in messages])
+    return conversation(row, messages, completion_from=prompt, untrained=untrained)
+
+
+def _shared(chosen: list[Message], rejected: list[Message]) -> int:
+    """How many messages both begin with; each keeps at least one of its own."""
+    most = min(len(chosen), len(rejected)) - 1
+    count = 0
+    while count < most and chosen[count] == rejected[count]:
+        count += 1
+    return count

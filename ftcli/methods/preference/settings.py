@@ -1,0 +1,52 @@
+"""The section ``preference``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from ftcli.config.base import Fraction, Items, Rate, Section, Word
+from ftcli.tables import preference_losses
+
+LossName = Annotated[str, Word(preference_losses.names)]
+
+
+class WeightedLoss(Section):
+    """One loss of several."""
+
+    name: LossName = Field(description="The loss.")
+    weight: Annotated[float, Field(gt=0, le=1e6)] = Field(default=1.0, description="Its weight in the sum.")
+
+
+class PreferenceConfig(Section):
+    """Learning from pairs of a chosen and a rejected answer (`train.method`: dpo, orpo, simpo)."""
+
+    loss: LossName | Items[WeightedLoss] | None = Field(
+        default=None,
+        description="The loss, or several of them with weights; when absent `sigmoid` under dpo, `orpo` and `simpo` "
+        "under these.",
+    )
+    beta: Annotated[float, Field(gt=0, le=1e4)] | None = Field(
+        default=None,
+        description="Scale of what the loss compares; when absent the loss's own default (sigmoid 0.1). It has to be "
+        "written for `ipo` and `sigmoid_norm`, which compare nats a token.",
+    )
+    gamma: Annotated[float, Field(ge=0, le=1e4)] = Field(
+        default=0.5, description="simpo: the margin by which the chosen answer is to be ahead."
+    )
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = Field(
+        default=0.0, description="Share of pairs that are taken to be the wrong way round (conservative DPO, robust)."
+    )
+    sft_weight: Rate = Field(
+        default=0.0, description="Weight of the mean cross-entropy of the chosen answers' tokens, added to the loss."
+    )
+    ld_alpha: Fraction = Field(
+        default=1.0,
+        description="Weight of an answer's tokens beyond the length of the shorter one (LD-DPO); 1 counts all alike.",
+    )
+    reference: Literal["start", "none"] | None = Field(
+        default=None,
+        description="What log-probabilities are compared with: `start` is the model as training began (adapters "
+        "switched off); `none` compares with nothing. When absent, what the loss needs.",
+    )

@@ -1,0 +1,83 @@
+"""Learning from pairs as a run on rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ftcli.config.recipe import Recipe
+from ftcli.methods.preference.choice import beta_of, compares, losses_of
+from ftcli.methods.preference.settings import PreferenceConfig
+from ftcli.train.on_rows import RowMethod
+from ftcli.train.start import TrainingRows
+
+if TYPE_CHECKING:
+    from ftcli.data.order import Epochs
+    from ftcli.data.prepare import PreparedData
+    from ftcli.data.tokens import TokenizedRow
+    from ftcli.evaluate.suite import Evaluator
+    from ftcli.job import Job
+    from ftcli.judges import Judge
+    from ftcli.run.group import RankGroup
+    from ftcli.train.loop import TrainerHooks, TrainingLoop
+
+
+class Preference(RowMethod):
+    """Pairs of answers, of which one is to become likelier than the other."""
+
+    def epochs(self, job: Job, prepared: PreparedData) -> Epochs:
+        """Pairs. Reports what is compared, and data that teaches something else than it says."""
+        from ftcli.methods.preference.pairs import pair_epochs, pair_findings
+
+        for finding in pair_findings(prepared.sequences):
+            job.reporter.finding(finding)
+        job.reporter.info(f"loss: {_summary(job.recipe)}")
+        weights = [source.weight for source in job.recipe.data.train]
+        shares = [float(weight) for weight in weights if weight is not None]
+        return pair_epochs(prepared.sequences, shares if len(shares) == len(weights) else None, job.recipe.run.seed)
+
+    def training_rows(self, recipe: Recipe, rows: int, tokens: int) -> TrainingRows:
+        """Pairs."""
+        return TrainingRows(rows // 2, "pairs", tokens)
+
+    def needs_reference(self, recipe: Recipe) -> bool:
+        """Of adapters the reference is the model without them."""
+        return recipe.lora is None and compares(recipe.train.method, recipe.preference or PreferenceConfig())
+
+    def evaluator(
+        self,
+        job: Job,
+        rows: Sequence[TokenizedRow],
+        group: RankGroup | None = None,
+        *,
+        judges: Mapping[str, Judge] | None = None,
+        reference: Any = None,
+    ) -> Evaluator:
+        """Loss, accuracy, margin."""
+        from ftcli.methods.preference.evaluate import PairEvaluator
+
+        return PairEvaluator(job, rows, judges or {}, group, reference=reference)
+
+    def build(
+        self,
+        job: Job,
+        model: Any,
+        epochs: Epochs,
+        hooks: TrainerHooks,
+        group: RankGroup | None,
+        reference: Any = None,
+    ) -> TrainingLoop:
+        """The loop over the pairs' mean loss."""
+        from ftcli.methods.preference.objective import build_pairs
+
+        return build_pairs(job, model, epochs, hooks, group, reference)
+
+
+def _summary(recipe: Recipe) -> str:
+    settings = recipe.preference or PreferenceConfig()
+    names = losses_of(recipe.train.method, settings)
+    parts = [f"{name} (beta {beta_of(name, settings):g})" for name, _ in names]
+    if not compares(recipe.train.method, settings):
+        return f"{' + '.join(parts)}, compared with nothing"
+    start = "the model without its adapters" if recipe.lora is not None else "a second copy of the model as it starts"
+    return f"{' + '.join(parts)}, compared with {start}"

@@ -1,0 +1,187 @@
+"""`ftcli train` on rows that hold their answers: recipe in, adapter or model out, whichever method learns from them."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ftcli.config.load import LoadedRecipe
+from ftcli.config.recipe import Recipe
+from ftcli.plain import SPREAD
+from ftcli.reporting import Session
+from ftcli.tables import code_of
+from ftcli.tables.methods import Method
+from ftcli.train.context import BuiltModel, RunContext
+from ftcli.train.fit import FinishedRun, fit
+from ftcli.train.held_out import HeldOut, began_in, held_out_numbers
+from ftcli.train.lifecycle import add_to_manifest, checked_run, keep_inputs
+from ftcli.train.progress import held_out_line
+from ftcli.train.results import CompleteRun, complete_result, write_token_counts
+from ftcli.train.start import TrainingRows
+
+if TYPE_CHECKING:
+    from ftcli.data.order import ComputedTokens, Epochs
+    from ftcli.data.prepare import PreparedData
+    from ftcli.data.tokens import TokenizedRow
+    from ftcli.evaluate.suite import Evaluator
+    from ftcli.job import Job
+    from ftcli.judges import Judge
+    from ftcli.plan.batches import Batches
+    from ftcli.run.group import RankGroup
+    from ftcli.train.loop import TrainerHooks, TrainingLoop
+
+
+class RowMethod(ABC):
+    """What a method brings to a run on rows that hold their answers: the class that its row of the table names."""
+
+    @abstractmethod
+    def epochs(self, job: Job, prepared: PreparedData) -> Epochs:
+        """What an epoch of training holds; reports what there is to say of the data."""
+
+    @abstractmethod
+    def training_rows(self, recipe: Recipe, rows: int, tokens: int) -> TrainingRows:
+        """What a run on so many tokenized rows trains on, for the summary at its start."""
+
+    @abstractmethod
+    def evaluator(
+        self,
+        job: Job,
+        rows: Sequence[TokenizedRow],
+        group: RankGroup | None = None,
+        *,
+        judges: Mapping[str, Judge] | None = None,
+        reference: Any = None,
+    ) -> Evaluator:
+        """What measures the model on held-out rows."""
+
+    @abstractmethod
+    def build(
+        self,
+        job: Job,
+        model: Any,
+        epochs: Epochs,
+        hooks: TrainerHooks,
+        group: RankGroup | None,
+        reference: Any = None,
+    ) -> TrainingLoop:
+        """The loop that trains ``model``."""
+
+    def needs_reference(self, recipe: Recipe) -> bool:
+        """Whether a second model is loaded, which the trained one is compared with."""
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class RowsResult:
+    """What `ftcli train` answers: the run, and held-out numbers by name; none without held-out data."""
+
+    fitted: FinishedRun = field(metadata=SPREAD)
+    eval: Mapping[str, float]
+    seconds: float
+
+
+def train_on_rows(loaded: LoadedRecipe, session: Session, group: RankGroup | None = None) -> RowsResult | CompleteRun:
+    """Trains the recipe by its method into its run directory, as one of the ranks of ``group`` where there are several.
+
+    Raises FtcliError for everything that a user can cause; exit 75 or 130 after a signal, with a checkpoint written.
+    """
+    with checked_run(loaded, session, "train", group) as context:
+        if context is None:
+            return complete_result(loaded.recipe, session)
+        return _train(session, context)
+
+
+def _train(session: Session, context: RunContext) -> RowsResult:
+    with context.phase("loading libraries"):
+        from ftcli.job import open_job
+        from ftcli.model.quantized import quantized_layers
+        from ftcli.train import assembly, data
+        from ftcli.train.graphed import why_not_graphed
+
+    started, group, method = time.perf_counter(), context.group, row_method(context.report.plan.method)
+    with context.phase("preparing data"), nullcontext() if group is None else group.after_leader("data"):
+        job = open_job(context.report, session)
+        train_data, eval_data = data.tokenized(job, "train"), data.tokenized(job, "eval")
+        epochs = method.epochs(job, train_data)
+        planned = job.plan.execution.batches
+        computed = _counted(context, job, epochs, train_data, eval_data, planned)
+    with context.phase("loading the model"):
+        with nullcontext() if group is None else group.after_leader("weights", lambda: assembly.to_download(job) > 0):
+            model = assembly.build_trainable(job)
+        kernels = assembly.put_on_kernels(job, model, train_data.sequences)
+        batches = assembly.laid_out(job, model, epochs.sequences)
+        if batches != planned:
+            computed = _counted(context, job, epochs, train_data, eval_data, batches)
+        graphs, layout = why_not_graphed(job, model) or "on", data.EpochLayout(batches, computed)
+        built = BuiltModel(kernels.table, kernels.self_check, quantized_layers(model), graphs, layout)
+        add_to_manifest(context, built)
+        reference = None
+        if method.needs_reference(job.recipe):
+            reference = assembly.build_reference(job, train_data.sequences)
+        held_out = HeldOut(
+            context.directory, method.evaluator(job, eval_data.sequences, group, reference=reference), model
+        )
+        if group is not None:
+            assembly.form_group(job, group)
+            assembly.spread_weights(job, model, group)
+    if context.leads:
+        keep_inputs(context, assembly.inputs_of(job, model, train_data.sequences.digest()))
+    _before(context, held_out)
+    fitted = fit(
+        context,
+        job,
+        model,
+        lambda hooks: method.build(job, model, epochs, hooks, group, reference),
+        held_out.after_step if job.recipe.data.eval else None,
+        method.training_rows(
+            context.recipe, len(train_data.sequences), sum(each.tokens for each in train_data.ledgers)
+        ),
+    )
+    return RowsResult(fitted, _after(context, held_out, fitted.summary.steps), time.perf_counter() - started)
+
+
+def row_method(method: Method) -> RowMethod:
+    """The method's part of a run on rows."""
+    assert method.trains is not None
+    found: RowMethod = code_of(method.trains)()
+    return found
+
+
+def _before(context: RunContext, held_out: HeldOut) -> None:
+    """Measures the model before training, once in a run, where it is evaluated during training as well."""
+    recipe = context.recipe
+    if context.opened.resume_step:
+        held_out.resume(began_in(context.opened))
+    elif recipe.data.eval and recipe.eval.every_steps is not None:
+        with context.phase("evaluating"):
+            found = held_out_line({f"eval_{name}": value for name, value in held_out.begin().items()})
+        context.session.reporter.info(f"held-out before training: {found}")
+
+
+def _after(context: RunContext, held_out: HeldOut, steps: int) -> Mapping[str, float]:
+    """Measures the trained model; nothing without held-out data."""
+    with context.phase("evaluating"):
+        final = held_out.end()
+        if final is not None:
+            values = {f"eval_{name}": value for name, value in held_out_numbers(final).items()}
+            context.write_line({"step": steps, **values})
+            context.session.reporter.info(f"held-out {held_out_line(values)}")
+    return held_out_numbers(final)
+
+
+def _counted(
+    context: RunContext, job: Job, epochs: Epochs, train_data: PreparedData, eval_data: PreparedData, batches: Batches
+) -> ComputedTokens:
+    """What an epoch computes in ``batches``; written to tokens.json."""
+    from ftcli.train.data import computed_with
+
+    computed = computed_with(job, epochs, train_data, batches)
+    if not context.leads:
+        return computed
+    ledgers = {"train": train_data.ledgers, "eval": eval_data.ledgers}
+    write_token_counts(context.directory.tokens_path, ledgers, epochs, computed, batches.layout)
+    return computed
