@@ -21,6 +21,8 @@ _MEASURED_STEPS = 3
 _WORTH_TELLING_SECONDS = 10.0
 #: Held-out numbers that are no results.
 _COUNTS = ("eval_tokens", "eval_rows", "eval_perplexity")
+#: Those that are none of a task, in words.
+_OF_LOSS = {"token_accuracy": "token accuracy"}
 
 
 class StepProgress:
@@ -152,7 +154,8 @@ def held_out(metrics: MetricsLine) -> dict[str, str]:
     for key, value in metrics.items():
         if not key.startswith("eval_") or key in _COUNTS or not _is_number(value):
             continue
-        name = key.removeprefix("eval_").replace("_", " ")
+        name = key.removeprefix("eval_")
+        name = _OF_LOSS.get(name, name)  # that of a task is its own
         shown[name] = f"{value:.4f}" if name == "loss" else f"{value:.1%}"
     return shown
 

@@ -17,7 +17,7 @@ from ftcli.pipeline.held_out import began_in, tasks_before, write_tasks
 from ftcli.pipeline.lifecycle import add_to_manifest, checked_run, keep_inputs
 from ftcli.pipeline.results import CompleteRun, complete_result
 from ftcli.pipeline.start import TrainingRows
-from ftcli.plain import SPREAD
+from ftcli.plain import NAMED, SPREAD
 from ftcli.reporting import Session
 from ftcli.run.completions import Completions
 
@@ -44,8 +44,8 @@ class GrpoResult:
     """What `ftcli grpo` answers: the run, and the score of each held-out task before and after training."""
 
     fitted: FinishedRun = field(metadata=SPREAD)
-    before: Mapping[str, float]
-    after: Mapping[str, float]
+    before: Mapping[str, float] = field(metadata=NAMED)
+    after: Mapping[str, float] = field(metadata=NAMED)
     seconds: float
 
 
