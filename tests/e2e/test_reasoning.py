@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from ftcli.cli.app import main
+from ftcli.evaluate import stream
+from ftcli.evaluate.stream import CompletionEnd
 from ftcli.run.completions import Completions
 from tests.e2e.conftest import User
 from tests.e2e.test_grpo_settings import DATA, GRPO
@@ -123,3 +129,24 @@ def test_a_reward_that_is_edited_meanwhile_stays_what_it_was(tmp_path: Path) -> 
     judge = open_judge(RewardConfig(file=f"{file}:score", on_error="skip"))
     file.write_text(body.format(2))
     assert [judge.scores(CompletionBatch([each], ["p"])).values for each in ("a", "die", "a")] == [[1.0], [None], [1.0]]
+
+
+def test_chat_tells_the_answer_from_its_reasoning(narrow: User, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = thinking(narrow, train={"max_steps": 1})
+    words = ["chat", recipe, "--base", "--prompt", "1?", "--max-new-tokens", "24"]
+    said = narrow.done(*words)  # a random model never ends it
+    assert (said["completion"], said["stop"]) == ("", "max_new_tokens")
+    assert said["reasoning"]
+    assert narrow.done(*words, "--raw")["reasoning"] is None
+
+    def told(_: Any, tokenizer: Any, *__: Any, **___: Any) -> Generator[str, None, CompletionEnd]:
+        text = "Six sevens.</think>\n\n42"
+        yield text
+        return CompletionEnd(9, "stop", tuple(tokenizer(text, add_special_tokens=False)["input_ids"]))
+
+    monkeypatch.setattr(stream, "stream", told)
+    said = narrow.done(*words)
+    assert (said["completion"], said["reasoning"]) == ("42", "Six sevens.")
+    assert narrow.done(*words, "--raw")["completion"] == "Six sevens.</think>\n\n42"
+    assert main([*words, "--offline", "--quiet"]) == 0
+    assert narrow.capture.readouterr().out == "42\n"
