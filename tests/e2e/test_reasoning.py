@@ -117,6 +117,44 @@ def test_a_run_does_not_go_on_with_another_reward(narrow: User) -> None:
     ]
 
 
+@pytest.mark.parametrize("command", ["train", "grpo"])
+def test_a_run_does_not_go_on_with_other_held_out_rows(narrow: User, command: str) -> None:
+    rows = [json.dumps({"prompt": f"mirror: {word}", "completion": word[::-1]}) for word in ("ab", "cd", "ef")]
+    held, own = narrow.folder / "held.jsonl", narrow.folder / "own"
+    own.mkdir()
+    held.write_text("\n".join(rows))
+    (own / "rows.jsonl").write_text(rows[0])
+    data = {"train": DATA["train"], "eval": [str(held)]}
+    tasks = [{"use": "contains", "name": "all"}, {"use": "length", "max_chars": 9, "data": [str(own)]}]
+    recipe = narrow.recipe(
+        "r",
+        train={"max_steps": 4, "gradient_accumulation_steps": 1},
+        data=data,
+        checkpoint={"every_steps": 2},
+        eval={"tasks": tasks, "generate": {"max_new_tokens": 2}},
+        **({} if command == "train" else {"grpo": {**GRPO, "rewards": [{"use": "length", "max_chars": 9}]}}),
+    )
+    narrow.done(command, recipe)
+    listed = json.loads((narrow.folder / "r" / "manifest.json").read_text())["held_out"]
+    of_tasks = [] if command == "train" else [f"{own}/rows.jsonl"]  # `ftcli train` asks none
+    assert [entry["name"] for entry in listed] == [str(held), *of_tasks]
+    narrow.cut_off("r")
+    for file in (held, *map(Path, of_tasks)):
+        before = file.read_text()
+        file.write_text(before.replace("ab", "ax"))
+        status, document = narrow.run(command, recipe)
+        (told,) = [one for one in document["findings"] if one["severity"] == "error"]
+        assert (status, told["code"]) == (2, "FT731")
+        assert f"held-out data has changed since this run began: {file} (" in told["message"]
+        file.write_text(before)
+    held.write_text(rows[0])
+    checkpoint = narrow.folder / "r" / "checkpoints" / "step-00000002"
+    status, document = narrow.run(command, recipe, "--resume", str(checkpoint))
+    assert status == 0, document["findings"]
+    waived = [one["message"] for one in document["findings"] if one["code"] == "FT732"]
+    assert [message.partition("data: ")[2].partition(" (")[0] for message in waived] == [str(held)]
+
+
 def test_a_reward_that_is_edited_meanwhile_stays_what_it_was(tmp_path: Path) -> None:
     from ftcli.config import RewardConfig
     from ftcli.judges import CompletionBatch, open_judge
