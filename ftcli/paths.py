@@ -68,6 +68,10 @@ def exists(path: Path) -> bool:
     return os.path.exists(path)  # noqa: PTH110 - says False to every error
 
 
+#: What helps where a folder is closed.
+OPEN_IT = "check its name, and the permissions of the folder and of those above it (`ls -ld`)"
+
+
 def why_closed(folder: Path) -> str | None:
     """Why nobody can say what a folder holds; None for one that is open, and for what is no folder or not there."""
     try:

@@ -21,6 +21,14 @@ JsonMap: TypeAlias = Mapping[str, Any]
 LEFT_OUT = MappingProxyType({"plain": "left out without a value"})
 #: Its own fields stand among those of its owner; without a value there are none.
 SPREAD = MappingProxyType({"plain": "spread"})
+#: Its keys are names that somebody gave, of tasks for instance.
+NAMED = MappingProxyType({"plain": "keys are names"})
+
+
+class Name(str):
+    """A key that is a name: for people it is shown as it is, where words are made of our own keys."""
+
+    __slots__ = ()
 
 
 #: Beyond this nothing is counted or measured; squares and sums of it would overflow, in charts for instance.
@@ -63,6 +71,8 @@ def plain_fields(value: Any) -> JsonObject:
         item = getattr(value, field.name)
         if field.metadata == SPREAD:
             found |= {} if item is None else plain(item)
+        elif field.metadata == NAMED:
+            found[field.name] = {Name(key): plain(each) for key, each in item.items()}
         elif item or field.metadata != LEFT_OUT:
             found[field.name] = plain(item)
     return found

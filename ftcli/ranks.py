@@ -1,12 +1,17 @@
-"""Which of the processes of one run this is, as its launcher said: the value, without anything that talks to others."""
+"""Which of the processes of one run this is, as its launcher said, and what signals reach a process that is started."""
 
 from __future__ import annotations
 
 import ctypes
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,3 +80,29 @@ def hearing_its_end(number: int) -> Callable[[], None]:
             libc.prctl(_SET_DEATH_SIGNAL, int(number))
 
     return hear
+
+
+def start_deaf(process: BaseProcess, numbers: Collection[signal.Signals]) -> None:
+    """Starts a process which these signals do not reach until it calls :func:`ignore`.
+
+    A terminal sends Ctrl-C to all processes of a group, and an interpreter that is just starting would print a
+    traceback.
+    """
+    from concurrent.futures import ThreadPoolExecutor
+    from multiprocessing import resource_tracker
+
+    def start() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # of this thread, and of what it starts
+        process.start()
+
+    resource_tracker.ensure_running()  # where it is started by the process' start, it unblocks these signals
+    # In a thread, where Ctrl-C raises nothing: a process whose parent goes away halfway prints a traceback as well.
+    with ThreadPoolExecutor(1) as starter:
+        starter.submit(start).result()
+
+
+def ignore(numbers: Collection[signal.Signals]) -> None:
+    """Ignores signals in a process that was started deaf to them: the parent decides when it ends."""
+    for number in numbers:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)

@@ -12,7 +12,7 @@ import typer
 from ftcli.cli import completion
 from ftcli.cli.request import CommonOptions
 from ftcli.errors import ExitCode, FtcliError, Origin
-from ftcli.paths import RECIPE_SUFFIXES, RUN_RECIPE, expanded, is_file, is_folder
+from ftcli.paths import OPEN_IT, RECIPE_SUFFIXES, RUN_RECIPE, expanded, is_file, is_folder, why_closed
 
 if TYPE_CHECKING:
     from ftcli.config.load import LoadedRecipe, Override
@@ -124,18 +124,27 @@ def _advised(error: FtcliError, path: Path) -> FtcliError:
 
 
 def run_directory(path: str, label: str) -> Path:
-    """`path`, which must be a run directory. Raises FtcliError FT154 (exit RECIPE) where it holds no recipe.yaml."""
+    """`path`, which must be a run directory. Raises FtcliError FT154 (exit RECIPE) where it holds no recipe.yaml, or
+    nobody can say whether it does.
+    """
     folder = expanded(path)
     if not is_file(folder / RUN_RECIPE):
         from ftcli.cli.near import run_meant
 
-        problem = "holds no recipe.yaml, so it is not a run directory" if is_folder(folder) else "is not a directory"
+        closed = why_closed(folder)
+        if closed is not None:
+            problem = f"cannot be read: {closed}"
+            meant: str | None = OPEN_IT
+        else:
+            there = is_folder(folder)
+            problem = "holds no recipe.yaml, so it is not a run directory" if there else "is not a directory"
+            meant = run_meant(folder)
         raise FtcliError.single(
             "FT154",
             f"{path} {problem}",
             exit_code=ExitCode.RECIPE,
             origin=Origin(f"{label} {path}" if label.startswith("-") else label),
-            help=run_meant(folder) or "name the directory that `ftcli train` wrote, as in runs/smoke",
+            help=meant or "name the directory that `ftcli train` wrote, as in runs/smoke",
         )
     return folder
 

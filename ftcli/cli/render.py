@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from ftcli.errors import Finding, Origin
-from ftcli.plain import JsonObject, plain
+from ftcli.plain import JsonObject, Name, plain
 from ftcli.units import number, size
 
 _SEVERITY_STYLE = {"error": "1;31", "warning": "1;33", "note": "1;36"}
@@ -228,17 +228,20 @@ def table(records: list[JsonObject], indent: str = "") -> list[str]:
     ]
 
 
-#: Names of values are words; `q8_0`, `HF_HOME` and the like are somebody's names.
+#: Our keys are words; `q8_0`, `HF_HOME` and the like are somebody's names, as every :class:`ftcli.plain.Name` is.
 _OURS = re.compile(r"[a-z]+(_[a-z]+)*")
 
 
 def _label(key: str) -> str:
+    if isinstance(key, Name):
+        return key
     for suffix in ("_bytes", "_seconds", "_ms"):
         key = key.removesuffix(suffix)
     return key.replace("_", " ") if _OURS.fullmatch(key) else key
 
 
 def _value(key: str, value: Any) -> str:
+    key = "" if isinstance(key, Name) else key  # its ending says nothing of a unit
     if value is None:
         return "-"
     if isinstance(value, bool):

@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ from ftcli.facts.device import usable_cores
 from ftcli.ranks import SIGNAL_NAME, lost_name, sign_name
 from ftcli.run.heartbeat import Silence, Timeouts
 from ftcli.run.signals import SignalName, exit_code_of
+from ftcli.scratch import scratch
 from ftcli.train.following import finish_for_leader
 
 _POLL_SECONDS = 0.05
@@ -38,6 +38,7 @@ class Ranks:
 
     Args:
         limits: A rank that gives no sign of life for as long as they say is killed.
+        held: A descriptor that the ranks inherit: they outlive a launcher that is killed, and need the folder.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Ranks:
         devices: Sequence[str],
         folder: Path,
         limits: Timeouts | None = None,
+        held: int | None = None,
     ) -> None:
         self._folder, self._limits = folder, limits or Timeouts()
         self._silence = Silence(range(count))
@@ -63,6 +65,7 @@ class Ranks:
                 env={**os.environ, **environment_of(rank, count, devices, folder)},
                 start_new_session=True,
                 preexec_fn=prepare,
+                pass_fds=() if held is None else (held,),
             )
             for rank in range(count)
         ]
@@ -177,9 +180,10 @@ def run_ranks(words: Sequence[str], count: int, devices: Sequence[str], run: Pat
     Args:
         run: The run directory. Where rank 0 was killed, it is said there how the run has ended.
     """
-    with tempfile.TemporaryDirectory(prefix="ftcli-ranks-") as folder:
+    command = [sys.executable, "-P", "-m", "ftcli", *words]
+    with scratch("ranks") as folder:
         try:
-            return Ranks([sys.executable, "-P", "-m", "ftcli", *words], count, devices, Path(folder)).wait()
+            return Ranks(command, count, devices, folder.path, held=folder.descriptor).wait()
         except FtcliError as error:
             finish_for_leader(run, error)
             raise

@@ -11,6 +11,7 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Collection
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from ftcli.data.tokens import TokenStore, TokenWriter
 from ftcli.plain import JsonObject
 from ftcli.rows.hub import hub_commit
 from ftcli.rows.places import files_of, is_hub
+from ftcli.scratch import scratch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -125,8 +127,9 @@ class TokenCache:
                 finally:
                     shutil.rmtree(staged, ignore_errors=True)
         if self._scratch is None:
-            self._scratch = Path(tempfile.mkdtemp(prefix="ftcli-tokens-"))
-            weakref.finalize(self, shutil.rmtree, self._scratch, ignore_errors=True)
+            stack = ExitStack()
+            self._scratch = stack.enter_context(scratch("tokens")).path
+            weakref.finalize(self, stack.close)
         folder = Path(tempfile.mkdtemp(dir=self._scratch))
         _write(folder, fill)
         return TokenStore(folder)

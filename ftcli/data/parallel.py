@@ -17,12 +17,15 @@ from typing import Protocol
 
 from ftcli.data.encode import EncodedRows
 from ftcli.errors import ExitCode, FtcliError
+from ftcli.ranks import ignore, start_deaf
 from ftcli.rows.row import Row, text_size
 
 #: Rows that are sent to a worker at a time.
 CHUNK_ROWS = 256
 #: A chunk of less rows is sent as soon as it holds so much text: its tokens take many times that memory.
 CHUNK_CHARACTERS = 4 * 2**20
+#: A terminal and batch systems signal every process of a group; when to stop is the parent's decision.
+_OF_PARENT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Encodes(Protocol):
@@ -82,14 +85,18 @@ class _Worker:
         # A fresh interpreter: forking one that holds threads (torch, tokenizers) can deadlock.
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process: SpawnProcess = context.Process(target=_work, args=(encoder, theirs), daemon=True)
-        self._process.start()
+        self._process: SpawnProcess = context.Process(target=_work, args=(theirs,), daemon=True)
+        start_deaf(self._process, _OF_PARENT)
         theirs.close()
+        self._send(encoder)  # not with the start, which would wait until it has imported what an encoder needs
 
     def give(self, chunk: list[Row]) -> None:
         """Hands over a chunk."""
+        self._send(chunk)
+
+    def _send(self, content: Encodes | list[Row]) -> None:
         try:
-            self._pipe.send(chunk)
+            self._pipe.send(content)
         except OSError as error:
             raise self._gone() from error
 
@@ -121,10 +128,12 @@ class _Worker:
         )
 
 
-def _work(encoder: Encodes, pipe: Connection) -> None:
-    # A terminal and batch systems signal every process of a group; when to stop is the parent's decision.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+def _work(pipe: Connection) -> None:
+    ignore(_OF_PARENT)
+    try:
+        encoder: Encodes = pipe.recv()
+    except (EOFError, OSError):
+        return
     while True:
         try:
             chunk = pipe.recv()

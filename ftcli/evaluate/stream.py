@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 import ftkernels.sampling
@@ -49,10 +49,13 @@ class StreamSettings:
 
 @dataclass(frozen=True, slots=True)
 class CompletionEnd:
-    """What is known once a completion has ended; ``tokens`` counts the token that ended the turn as well."""
+    """What is known once a completion has ended; ``tokens`` counts the token that ended the turn as well, and ``ids``
+    holds it.
+    """
 
     tokens: int
     stop: StopReason
+    ids: tuple[int, ...] = field(default=(), compare=False)
 
 
 class Detokenizer:
@@ -166,5 +169,6 @@ def stream(
     if rest:
         yield rest
     if ended:
-        return CompletionEnd(len(made), "stop")
-    return CompletionEnd(len(made), "max_new_tokens" if len(made) == sampling.max_new_tokens else "max_seq_len")
+        return CompletionEnd(len(made), "stop", tuple(made))
+    limit: StopReason = "max_new_tokens" if len(made) == sampling.max_new_tokens else "max_seq_len"
+    return CompletionEnd(len(made), limit, tuple(made))

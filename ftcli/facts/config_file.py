@@ -19,7 +19,7 @@ from ftcli.assets import BUNDLED, asset
 from ftcli.config.model import ModelConfig
 from ftcli.errors import ExitCode, FtcliError, Origin, first_line
 from ftcli.facts.weights import ADAPTER_CONFIG
-from ftcli.paths import exists, expanded, is_file, is_folder, why_closed
+from ftcli.paths import OPEN_IT, exists, expanded, is_file, is_folder, why_closed
 from ftcli.plain import JsonObject
 
 _MAX_CONFIG_BYTES = 16 * 2**20
@@ -188,8 +188,7 @@ def _folder(folder: Path, origin: Origin | None) -> ConfigSource:
         raise preflight_error("FT303", f"{folder} is a file", origin, help="name the folder that holds config.json")
     closed = why_closed(folder)
     if closed is not None:
-        help = "check its name, and the permissions of the folder and of those above it (`ls -ld`)"
-        raise preflight_error("FT303", f"{folder} cannot be read: {closed}", origin, help=help)
+        raise preflight_error("FT303", f"{folder} cannot be read: {closed}", origin, help=OPEN_IT)
     if not is_folder(folder):
         raise preflight_error("FT303", f"no model folder at {folder.absolute()}", origin)
     path = folder / "config.json"

@@ -134,13 +134,26 @@ DEVICE_NAMES: tuple[str, ...] = (*GPUS, "cpu")
 _SIZE = re.compile(r"(\d{1,4}(?:\.\d+)?) ?gi?b")
 
 
-def named_device(name: str) -> DeviceFacts:
+#: Names of other vendors' devices, and what would drive them.
+_OTHERS = (
+    (re.compile(r"(amd|instinct|radeon)\b.*|mi\d{2,3}[a-z]?|rx ?\d{3,4}.*|gfx\w+|rocm|hip"), "an AMD GPU", "ROCm"),
+    (re.compile(r"(intel|arc|gaudi)\b.*|gaudi\d|xpu|hpu"), "an Intel accelerator", "XPU and HPU"),
+    (re.compile(r"(apple|metal)\b.*|mps|m[1-9]( ?(pro|max|ultra))?"), "an Apple GPU", "Metal"),
+    (re.compile(r"tpu\b.*|trn\d\w*|trainium\d?"), "an XLA device", "XLA"),
+)
+
+
+def named_device(name: str, option: str = "--as") -> DeviceFacts:
     """The device that ``--as NAME`` means; ``cpu`` has this machine's memory and cores.
 
     A size such as ``24GiB`` means a GPU with that much memory of which nothing else is known: one from Ampere on, with
     the shared memory that all of them have.
 
-    Raises FtcliError FT506 (exit 2) for a name that is not in the table.
+    Args:
+        option: Where the name was given.
+
+    Raises:
+        FtcliError: FT506 (exit 2) for a name that is not in the table, FT519 (exit 3) for another vendor's device.
     """
     key = name.strip().lower()
     size = _SIZE.fullmatch(key)
@@ -150,26 +163,39 @@ def named_device(name: str) -> DeviceFacts:
         return replace(cpu_device(), probed=False)
     if key in GPUS:
         return GPUS[key]
+    origin, known = Origin(f"{option} {name}"), f"{', '.join(DEVICE_NAMES)}, or a size such as 24GiB"
+    words = key.replace("-", " ").replace("_", " ")
+    for pattern, kind, driver in _OTHERS:
+        if pattern.fullmatch(words):
+            raise _not_supported(f"{name} is {kind}", driver, f"known are: {known}", origin)
     close = get_close_matches(key, DEVICE_NAMES, 1, cutoff=0.6)
-    known = ", ".join(DEVICE_NAMES)
     raise FtcliError.single(
         "FT506",
         f"unknown device {name!r}",
         exit_code=ExitCode.RECIPE,
-        origin=Origin(f"--as {name}"),
-        help=f"did you mean {close[0]}? Known are: {known}, or a size such as 24GiB"
-        if close
-        else f"known are: {known}, or a size such as 24GiB",
+        origin=origin,
+        help=f"did you mean {close[0]}? Known are: {known}" if close else f"known are: {known}",
     )
 
 
+def _not_supported(what: str, driver: str, help: str, origin: Origin | None = None) -> FtcliError:
+    message = f"{what}: ftcli computes on NVIDIA GPUs and on CPUs; {driver} is not supported"
+    return FtcliError.single("FT519", message, exit_code=ExitCode.PREFLIGHT, origin=origin, help=help)
+
+
 def probe_device() -> DeviceFacts:
-    """The first CUDA device of this machine, or its CPU when there is none. Imports torch."""
+    """The first CUDA device of this machine, or its CPU when there is none. Imports torch.
+
+    Raises FtcliError FT519 (exit 3) for an AMD GPU, which a ROCm build of torch calls a CUDA device, too.
+    """
     import torch
 
     if not torch.cuda.is_available():
         return cpu_device()
     properties = torch.cuda.get_device_properties(0)
+    if torch.version.hip is not None:
+        help = "use a machine with an NVIDIA GPU; HIP_VISIBLE_DEVICES=-1 hides this one, and the CPU computes"
+        raise _not_supported(f"{properties.name} is an AMD GPU", "ROCm", help)
     free, total = torch.cuda.mem_get_info(0)
     known = _published(properties.name)
     return DeviceFacts(

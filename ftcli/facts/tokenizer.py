@@ -8,7 +8,7 @@ from typing import Any
 
 from ftcli.errors import Finding, Origin
 from ftcli.facts.config_file import preflight_error, read_json
-from ftcli.paths import why_closed
+from ftcli.paths import OPEN_IT, why_closed
 from ftcli.plain import JsonObject
 
 _MAX_TOKENIZER_BYTES = 256 * 2**20
@@ -37,8 +37,7 @@ def inspect_tokenizer(folder: Path, origin: Origin | None) -> TokenizerFacts:
     path = folder / "tokenizer_config.json"
     closed = why_closed(folder)
     if closed is not None:
-        help = "check its name, and the permissions of the folder and of those above it (`ls -ld`)"
-        raise preflight_error("FT321", f"{folder} cannot be read: {closed}", origin, help=help)
+        raise preflight_error("FT321", f"{folder} cannot be read: {closed}", origin, help=OPEN_IT)
     if not path.is_file() and not any((folder / name).is_file() for name in _OTHER_FILES):
         raise preflight_error(
             "FT321",

@@ -43,7 +43,8 @@ class ChatAnswer:
     """What `ftcli chat` answers to one prompt.
 
     Attributes:
-        completion: The model's words exactly, control characters included.
+        completion: The model's answer exactly, control characters included. Empty where its reasoning never ended.
+        reasoning: What it wrote before, by the marks of the chat template; None where there was none.
         stop: ``stop`` for a token that ends a turn or a string that stops it, else the limit that ended the answer.
         seconds: Of generation, without loading.
         base: Whether it is the base model's.
@@ -53,6 +54,7 @@ class ChatAnswer:
     """
 
     completion: str
+    reasoning: str | None
     stop: StopReason
     prompt_tokens: int
     completion_tokens: int
@@ -71,7 +73,8 @@ class ChatAnswer:
         """What ended the answer before the model did, for people."""
         if self.stop == "stop":
             return None
-        return f"--max-new-tokens {self.max_new_tokens}" if self.stop == "max_new_tokens" else "data.max_seq_len"
+        limit = f"--max-new-tokens {self.max_new_tokens}" if self.stop == "max_new_tokens" else "data.max_seq_len"
+        return f"{limit}, while reasoning" if self.reasoning is not None and not self.completion else limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +102,7 @@ class Chat:
                 FT762 (exit 6) when the model's logits are not finite.
         """
         from ftcli.evaluate.stream import stream
+        from ftcli.generation.stopping import cut
 
         question = self.conversation.question(text)
         job, began = self.job, time.perf_counter()
@@ -130,8 +134,11 @@ class Chat:
             if pieces or completed is not None:
                 self.conversation.answered(question, "".join(pieces))
         assert completed is not None  # the loop has no other end
+        said = self.conversation.told_apart(question, completed.ids)
+        whole = said.reasoning is None
         return ChatAnswer(
-            completion="".join(pieces),
+            completion="".join(pieces) if whole else cut(said.text, self.sampling.stop_strings),
+            reasoning=said.reasoning,
             stop=completed.stop,
             prompt_tokens=question.tokens,
             completion_tokens=completed.tokens,

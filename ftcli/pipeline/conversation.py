@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ftcli.data.answers import OPENED_REASONING
 from ftcli.data.asked import PromptLimit
 from ftcli.data.presence import split_reasoning
+from ftcli.data.reasoning import Answer, ReasoningMarks
 from ftcli.data.template import Renderer
 from ftcli.rows.prompts import Prompt
 from ftcli.rows.row import Message, Row, data_error
@@ -78,6 +80,11 @@ class Conversation:
             message = f"the conversation has {count:,} tokens, {self._room.limit}" if count else "nothing is asked"
             raise data_error("FT431", message, row.origin, self._room.help)
         return Question(text, rendered, count)
+
+    def told_apart(self, question: Question, tokens: Sequence[int]) -> Answer:
+        """The answer and the reasoning before it, by the marks of the template that wrote the question."""
+        marks = ReasoningMarks(self._tokenizer, self._renderer.source)
+        return marks.split(tokens, question.text, templated=not self._raw)
 
     def answered(self, question: Question, completion: str) -> None:
         """Adds the turn and its answer, as far as that came, to the history."""

@@ -52,7 +52,7 @@ def new_recipe(answers: Answers, path: Path, *, offline: bool) -> str:
     Raises:
         FtcliError: What `ftcli check` says against it in the smallest size, or against model, data and GPU.
     """
-    device = named_device(answers.gpu)
+    device = named_device(answers.gpu, "--gpu")
     refused: FtcliError | None = None
     for rows, length in _ON_CPU if device.kind == "cpu" else _SIZES:
         text = "\n".join([*_header(answers, path), *body(_values(answers, device, rows, length), _order())]) + "\n"

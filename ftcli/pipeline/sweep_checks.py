@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from signal import SIG_IGN, SIGINT, signal
+from signal import SIGINT
 
 from ftcli.config.load import LoadedRecipe
 from ftcli.errors import ExitCode, Finding, FtcliError
+from ftcli.ranks import ignore, start_deaf
 from ftcli.reporting import Session
 from ftcli.tables import methods
 
@@ -69,7 +70,7 @@ def _in_a_process(recipes: Sequence[LoadedRecipe], command: str, offline: bool) 
     context = get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_answer, args=(sender, tuple(recipes), command, offline), daemon=True)
-    process.start()
+    start_deaf(process, [SIGINT])
     sender.close()
     try:
         found: tuple[_Checked, ...] = receiver.recv()
@@ -83,7 +84,7 @@ def _in_a_process(recipes: Sequence[LoadedRecipe], command: str, offline: bool) 
 
 
 def _answer(sender: Connection, recipes: Sequence[LoadedRecipe], command: str, offline: bool) -> None:
-    signal(SIGINT, SIG_IGN)  # a terminal sends it to both processes; the other one decides
+    ignore([SIGINT])  # a terminal sends it to both processes; the other one decides
     sender.send(tuple(_checked(loaded, command, offline) for loaded in recipes))
 
 

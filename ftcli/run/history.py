@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ftcli.errors import first_line
+from ftcli.paths import why_closed
 from ftcli.plain import JsonMap, is_number, number_or_none, numbers_of
 from ftcli.run.atomic import json_object_in, read_json_object, read_text
 from ftcli.run.changes import map_of
@@ -27,7 +28,7 @@ class RunSummary:
 
     Attributes:
         path: Its directory.
-        state: As in status.json; ``killed`` where that says running and no process holds the run.
+        state: As in status.json; ``killed`` where that says running and no process is known to hold the run.
         step: The last step with a line of metrics; None before the first.
         loss: Of that line, in nats per token.
         eval_loss: Held-out loss of the result, or the last one during training.
@@ -60,20 +61,30 @@ class RunSummary:
     damage: Sequence[str] = ()
 
 
-def find_runs(folder: Path, depth: int = _DEEPEST) -> Iterator[Path]:
-    """The run directories in ``folder`` and up to ``depth`` levels below it, by name."""
+def find_runs(
+    folder: Path, depth: int = _DEEPEST, closed: Callable[[Path, str], object] = lambda *_: None
+) -> Iterator[Path]:
+    """The run directories in ``folder`` and up to ``depth`` levels below it, by name.
+
+    Args:
+        closed: Is told each folder whose content nobody can list, and why.
+    """
     if is_run_directory(folder) or _was_run(folder):
         yield folder
+        return
+    reason = why_closed(folder)
+    if reason is not None:
+        closed(folder, reason)
         return
     if depth == 0:
         return
     try:
         inside = sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
-    except OSError:
+    except OSError:  # no folder
         return
     for path in inside:
         if not path.name.startswith("."):
-            yield from find_runs(path, depth - 1)
+            yield from find_runs(path, depth - 1, closed)
 
 
 def _was_run(folder: Path) -> bool:

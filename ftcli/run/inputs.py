@@ -1,5 +1,5 @@
-"""What a run is made from: data files, rewards and judges, chat template, token ids, base weights; and whether any of
-it has changed.
+"""What a run is made from: training and held-out files, rewards and judges, chat template, token ids, base weights; and
+whether any of it has changed.
 
 A run that continued on other inputs would give a model that neither the old nor the new inputs describe, so it is
 refused, and the message says what differs. Everything is compared by content, never by date or path.
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,10 @@ _OF_MODEL = ("config.json", "generation_config.json", WEIGHTS_INDEX)
 _OF_TOKENIZER = (
     *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model"),
     *("tekken.json", "*.tiktoken", "chat_template.*", "additional_chat_templates/*", "*processor_config.json"),
+)
+_REMEDY_HELD_OUT = (
+    "restore it to continue, or put the new rows under another name: which rows are held out may change, and what was "
+    "measured before is then of the former ones"
 )
 _REMEDY = "restore it to continue; or start over with --resume never, which keeps the old run beside it"
 
@@ -259,6 +263,48 @@ def require_same_data(previous: JsonMap, data: Sequence[Fingerprint], paths: Map
         place = "" if before is None or found is None else _place(before, found, (paths or {}).get(name))
         message = f"{name} has changed since this run began: {old} -> {new}{place}"
         findings.append(Finding("FT731", message, help=_REMEDY))
+    if findings:
+        raise FtcliError(findings, ExitCode.RECIPE)
+
+
+def changed_held_out(previous: JsonMap, held_out: Sequence[Fingerprint], sources: Collection[str]) -> list[str]:
+    """Which held-out files are not what they were when a run began, in words; in a folder, which have come or gone.
+
+    Results before and after training are of the same rows then. Sources that only one recipe names are none of them.
+
+    Args:
+        previous: The manifest of the run so far; one without their fingerprints proves nothing.
+        held_out: Their fingerprints now.
+        sources: The files and folders that they are of, as the recipe names them.
+    """
+    listed, changed = previous.get("held_out"), []
+    known = {entry["name"]: entry for entry in listed if "sha256" in entry} if isinstance(listed, list) else {}
+    now = {one.name: plain_fields(one) for one in held_out}
+    for source in dict.fromkeys(sources):
+        before, found = ({n: e for n, e in side.items() if _is_of(source, n)} for side in (known, now))
+        changed += [
+            f"{name} ({_identity(before.get(name))} -> {_identity(found.get(name))})"
+            for name in sorted({*before, *found})
+            if before and _digest_in(before.get(name)) != _digest_in(found.get(name))
+        ]
+    return list(dict.fromkeys(changed))
+
+
+def _is_of(source: str, name: str) -> bool:
+    """Whether a file is ``source``, or lies in it, by its name in a manifest."""
+    return name == source or name.startswith(f"{source.rstrip('/')}/")
+
+
+def require_same_held_out(previous: JsonMap, held_out: Sequence[Fingerprint], sources: Collection[str]) -> None:
+    """Refuse to continue a run that would be measured on other rows than before.
+
+    Raises:
+        FtcliError: FT731 with each file (exit 2).
+    """
+    findings = [
+        Finding("FT731", f"held-out data has changed since this run began: {said}", help=_REMEDY_HELD_OUT)
+        for said in changed_held_out(previous, held_out, sources)
+    ]
     if findings:
         raise FtcliError(findings, ExitCode.RECIPE)
 

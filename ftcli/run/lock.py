@@ -120,9 +120,14 @@ def _close_in_children(lock: DirectoryLock) -> None:
 
 
 def is_locked(directory: Path) -> bool:
-    """Whether some process holds the directory's lock right now (False where there is no lock file)."""
+    """Whether some process holds the directory's lock right now (False where there is no lock file).
+
+    True also where the file may not be opened: nobody knows then, and what a process may hold is not called free.
+    """
     try:
         descriptor = os.open(directory / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except PermissionError:
+        return True
     except OSError:
         return False
     try:

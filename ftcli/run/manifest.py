@@ -148,6 +148,7 @@ def build_manifest(
     predicted_memory: MemoryEstimate | None,
     predicted_host_memory: HostEstimate | None = None,
     data: Sequence[Fingerprint],
+    held_out: Sequence[Fingerprint] = (),
     judges: Sequence[Fingerprint] = (),
     ranks: int = 1,
     micro_batches: int = 1,
@@ -161,6 +162,7 @@ def build_manifest(
         command: ``train``, ``grpo`` …
         recipe_yaml: The resolved recipe; its SHA-256 is kept.
         data: Fingerprints of the data files.
+        held_out: Those of the files that results before and after training are measured on.
         judges: Those of what judges completions: files that rewards and tasks name, and the settings of tasks.
         ranks: Processes that train together.
         micro_batches: What a step learns from, over all of them.
@@ -191,6 +193,7 @@ def build_manifest(
         "dtype_plan": dtype_plan,
         "kernels": (),
         "data": data,
+        "held_out": held_out,
         "judges": judges,
         "processes": [*maps(before.get("processes")), process],
         "parts": parts,

@@ -31,9 +31,11 @@ from ftcli.run.held import not_held
 from ftcli.run.inputs import (
     Fingerprint,
     Inputs,
+    changed_held_out,
     changed_judges,
     fingerprint,
     require_same_data,
+    require_same_held_out,
     require_same_inputs,
     require_same_judges,
 )
@@ -259,14 +261,20 @@ def _write_manifest(context: RunContext, recipe_yaml: str) -> None:
     opened, report, recipe = context.opened, context.report, context.recipe
     files = data_files(recipe.data.train)
     data = [fingerprint(name, path) for name, path in files.items()]
+    held_out = _held_out(recipe, context.command)
+    measured = [fingerprint(name, path) for name, path in data_files(held_out).items()]
+    sources = [source.path for source in held_out]
     judges = _judges(recipe) if context.command == "grpo" else []  # `ftcli train` asks none
     if context.held_to_inputs:
         require_same_data(context.previous, data, files)
+        require_same_held_out(context.previous, measured, sources)
         require_same_judges(context.previous, judges)
     elif opened.resume_from is not None:
-        began = RunDirectory(opened.resume_from.resolve().parent.parent).manifest_path
-        for said in changed_judges(read_manifest(began), judges):
-            message = f"{opened.resume_from} was trained with another reward or judge: {said}"
+        began = read_manifest(RunDirectory(opened.resume_from.resolve().parent.parent).manifest_path)
+        told = {"another reward or judge": changed_judges(began, judges)}
+        told["other held-out data"] = changed_held_out(began, measured, sources)
+        for what, said in ((what, said) for what, all_said in told.items() for said in all_said):
+            message = f"{opened.resume_from} was trained with {what}: {said}"
             context.session.reporter.finding(Finding("FT732", message, severity="warning"))
     manifest = build_manifest(
         command=context.command,
@@ -276,6 +284,7 @@ def _write_manifest(context: RunContext, recipe_yaml: str) -> None:
         dtype_plan=report.dtypes,
         parts=report.parts,
         data=data,
+        held_out=measured,
         judges=judges,
         activations=_activations(report),
         resume_step=opened.resume_step,
@@ -286,6 +295,13 @@ def _write_manifest(context: RunContext, recipe_yaml: str) -> None:
         micro_batches=micro_batches(recipe),
     )
     write_manifest(opened.directory.manifest_path, manifest)
+
+
+def _held_out(recipe: Recipe, command: str) -> Sequence[DatasetConfig]:
+    """What is measured on before training and after it: by `ftcli grpo` the rows of its tasks."""
+    if command != "grpo":
+        return recipe.data.eval
+    return [source for task in recipe.eval.tasks for source in task.data or recipe.data.eval]
 
 
 def _judges(recipe: Recipe) -> list[Fingerprint]:

@@ -23,6 +23,14 @@ _WORTH_TELLING_SECONDS = 10.0
 _NUMBERS = ("margin", "reward", "logp")
 #: Held-out numbers that are no results.
 _COUNTS = ("eval_tokens", "eval_rows", "eval_perplexity")
+#: Those that are none of a task, in words.
+_OF_LOSS = {
+    name: name.replace("_", " ")
+    for name in (
+        *("token_accuracy", "accuracy_of_like_length", "chosen_fell"),
+        *("chosen_reward", "rejected_reward", "chosen_logp", "rejected_logp"),
+    )
+}
 
 
 class StepProgress:
@@ -154,9 +162,10 @@ def held_out(metrics: MetricsLine) -> dict[str, str]:
     for key, value in metrics.items():
         if not key.startswith("eval_") or key in _COUNTS or not _is_number(value):
             continue
-        name = key.removeprefix("eval_").replace("_", " ")
+        name = key.removeprefix("eval_")
         is_share = name != "loss" and not name.endswith(_NUMBERS)
-        shown[name] = f"{value:.1%}" if is_share else f"{value:.4f}"
+        # That of a task is its own.
+        shown[_OF_LOSS.get(name, name)] = f"{value:.1%}" if is_share else f"{value:.4f}"
     return shown
 
 

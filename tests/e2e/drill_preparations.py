@@ -143,11 +143,15 @@ def impatient(seconds: float) -> None:
     )
 
 
-def hurried(folder: str) -> None:
+def hurried(untold: float, folder: str) -> None:
     """The ranks of this process wait for others until there is ``folder/released``; then they say so, and from then on
-    none may be silent for a second.
+    none may be silent for three seconds, thrice the time between two signs of life.
+
+    Args:
+        untold: Seconds that one may be silent after that where nobody says so: while a library waits. On a machine
+            where others work, the way to the wait takes longer than any time that is short.
     """
-    _be_patient(_Hurried(Path(folder, "released")))
+    _be_patient(_Hurried(Path(folder, "released"), untold))
 
 
 class _Hurried:
@@ -155,8 +159,8 @@ class _Hurried:
 
     meeting, late, leaving = 600.0, 7200.0, 30.0
 
-    def __init__(self, released: Path) -> None:
-        self._released, self._is_told = released, False
+    def __init__(self, released: Path, untold: float) -> None:
+        self._released, self._untold, self._is_told = released, untold, False
 
     @property
     def told(self) -> float:
@@ -166,8 +170,8 @@ class _Hurried:
     @property
     def silent(self) -> float:
         if self._is_told:
-            return 1.0
-        return 4.0 if self._released.exists() else 60.0  # nobody is told of who waits inside a library
+            return 3.0
+        return self._untold if self._released.exists() else 60.0
 
 
 def forked_ranks(seconds: float, folder: str) -> None:
@@ -178,7 +182,7 @@ def forked_ranks(seconds: float, folder: str) -> None:
     _be_patient(limits)
 
     def limited(function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda self, *args: function(self, *args, limits)
+        return lambda self, *args, **more: function(self, *args, limits, **more)
 
     def forked(function: Callable[..., Any]) -> Callable[..., Any]:
         def started(command: list[str], **options: Any) -> Any:

@@ -107,7 +107,7 @@ def test_adapter_and_exports_have_cards_without_paths(user: User) -> None:
     assert len(cards) == 3
     for path in cards:
         text = path.read_text()
-        assert "Exact match, 6 rows" in text
+        assert "exact_match, 6 rows" in text
         assert "bundled:smoke-train" in text
         for private in (str(user.folder), str(Path(ftcli.__file__).parent), "/tmp", str(Path.home())):
             assert private not in text

@@ -134,7 +134,7 @@ def test_a_signal_while_a_checkpoint_is_written_ends_all_ranks_after_it(drills: 
 
 
 def test_a_rank_that_hangs_is_named_while_it_is_waited_for_and_given_up_in_the_end(drills: Drills) -> None:
-    prepared = {0: (("hurried",),), 1: (("pause", STEP, 3),)}
+    prepared = {0: (("hurried", 60.0),), 1: (("pause", STEP, 3),)}
     ranks = start_ranks(drills, drills.recipe("r", **UNTESTED), 2, prepared=prepared)
     ranks.drills[1].until_reached()
     ranks.drills[1].signal(signal.SIGSTOP)
@@ -142,7 +142,7 @@ def test_a_rank_that_hangs_is_named_while_it_is_waited_for_and_given_up_in_the_e
     assert ranks.drills[0].wait() == 75, ranks.said
     assert ranks.drills[1].wait() == -9, "whoever waits for it ends it"
     assert "waiting for rank 1 (" in ranks.said
-    assert "rank 1 has given no sign of life for 1 s" in ranks.said, ranks.said[-1500:]
+    assert "rank 1 has given no sign of life for 3 s" in ranks.said, ranks.said[-1500:]
     assert drills.checkpoints("r") == ["step-00000002"]
 
 

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from ftcli.cli.app import main
+from ftcli.evaluate import stream
+from ftcli.evaluate.stream import CompletionEnd
 from ftcli.run.completions import Completions
 from tests.e2e.conftest import User
 from tests.e2e.test_grpo_settings import DATA, GRPO
@@ -111,6 +117,44 @@ def test_a_run_does_not_go_on_with_another_reward(narrow: User) -> None:
     ]
 
 
+@pytest.mark.parametrize("command", ["train", "grpo"])
+def test_a_run_does_not_go_on_with_other_held_out_rows(narrow: User, command: str) -> None:
+    rows = [json.dumps({"prompt": f"mirror: {word}", "completion": word[::-1]}) for word in ("ab", "cd", "ef")]
+    held, own = narrow.folder / "held.jsonl", narrow.folder / "own"
+    own.mkdir()
+    held.write_text("\n".join(rows))
+    (own / "rows.jsonl").write_text(rows[0])
+    data = {"train": DATA["train"], "eval": [str(held)]}
+    tasks = [{"use": "contains", "name": "all"}, {"use": "length", "max_chars": 9, "data": [str(own)]}]
+    recipe = narrow.recipe(
+        "r",
+        train={"max_steps": 4, "gradient_accumulation_steps": 1},
+        data=data,
+        checkpoint={"every_steps": 2},
+        eval={"tasks": tasks, "generate": {"max_new_tokens": 2}},
+        **({} if command == "train" else {"grpo": {**GRPO, "rewards": [{"use": "length", "max_chars": 9}]}}),
+    )
+    narrow.done(command, recipe)
+    listed = json.loads((narrow.folder / "r" / "manifest.json").read_text())["held_out"]
+    of_tasks = [] if command == "train" else [f"{own}/rows.jsonl"]  # `ftcli train` asks none
+    assert [entry["name"] for entry in listed] == [str(held), *of_tasks]
+    narrow.cut_off("r")
+    for file in (held, *map(Path, of_tasks)):
+        before = file.read_text()
+        file.write_text(before.replace("ab", "ax"))
+        status, document = narrow.run(command, recipe)
+        (told,) = [one for one in document["findings"] if one["severity"] == "error"]
+        assert (status, told["code"]) == (2, "FT731")
+        assert f"held-out data has changed since this run began: {file} (" in told["message"]
+        file.write_text(before)
+    held.write_text(rows[0])
+    checkpoint = narrow.folder / "r" / "checkpoints" / "step-00000002"
+    status, document = narrow.run(command, recipe, "--resume", str(checkpoint))
+    assert status == 0, document["findings"]
+    waived = [one["message"] for one in document["findings"] if one["code"] == "FT732"]
+    assert [message.partition("data: ")[2].partition(" (")[0] for message in waived] == [str(held)]
+
+
 def test_a_reward_that_is_edited_meanwhile_stays_what_it_was(tmp_path: Path) -> None:
     from ftcli.config.judging import RewardConfig
     from ftcli.judges import CompletionBatch, open_judge
@@ -123,3 +167,24 @@ def test_a_reward_that_is_edited_meanwhile_stays_what_it_was(tmp_path: Path) -> 
     judge = open_judge(RewardConfig(file=f"{file}:score", on_error="skip"))
     file.write_text(body.format(2))
     assert [judge.scores(CompletionBatch([each], ["p"])).values for each in ("a", "die", "a")] == [[1.0], [None], [1.0]]
+
+
+def test_chat_tells_the_answer_from_its_reasoning(narrow: User, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = thinking(narrow, train={"max_steps": 1})
+    words = ["chat", recipe, "--base", "--prompt", "1?", "--max-new-tokens", "24"]
+    said = narrow.done(*words)  # a random model never ends it
+    assert (said["completion"], said["stop"]) == ("", "max_new_tokens")
+    assert said["reasoning"]
+    assert narrow.done(*words, "--raw")["reasoning"] is None
+
+    def told(_: Any, tokenizer: Any, *__: Any, **___: Any) -> Generator[str, None, CompletionEnd]:
+        text = "Six sevens.</think>\n\n42"
+        yield text
+        return CompletionEnd(9, "stop", tuple(tokenizer(text, add_special_tokens=False)["input_ids"]))
+
+    monkeypatch.setattr(stream, "stream", told)
+    said = narrow.done(*words)
+    assert (said["completion"], said["reasoning"]) == ("42", "Six sevens.")
+    assert narrow.done(*words, "--raw")["completion"] == "Six sevens.</think>\n\n42"
+    assert main([*words, "--offline", "--quiet"]) == 0
+    assert narrow.capture.readouterr().out == "42\n"

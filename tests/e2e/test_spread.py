@@ -201,7 +201,7 @@ def test_a_rank_that_is_killed_in_the_middle_of_a_step_is_named(
 
 
 def test_a_rank_that_hangs_while_weights_are_put_together_is_given_up(drills: Drills) -> None:
-    prepared = {0: (("hurried",),), 1: (("pause", STEP, 3),)}
+    prepared = {0: (("hurried", 4.0),), 1: (("pause", STEP, 3),)}
     ranks = start_ranks(drills, drills.recipe("r", **UNTESTED), 2, prepared=prepared)
     ranks.drills[1].until_reached()
     ranks.drills[1].signal(signal.SIGSTOP)

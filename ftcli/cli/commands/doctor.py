@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 from ftcli import __version__
 from ftcli.cli import options, views
 from ftcli.cli.request import AnyRequest, Invocation
+from ftcli.errors import FtcliError
 from ftcli.plain import LEFT_OUT, JsonObject
 from ftcli.reporting import Session
 from ftcli.tables import Package, exports, judges, loggers, optimizers
@@ -91,7 +92,9 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """What `ftcli doctor` answers. Without torch there is no device, and ``device_problem`` says why."""
+    """What `ftcli doctor` answers. Without torch, or with an AMD GPU, there is no device, and ``device_problem``
+    says why.
+    """
 
     ftcli: str
     python: str
@@ -125,6 +128,8 @@ def examine(session: Session) -> Examination:
         device = probe_device()
     except ImportError as error:
         return replace(found, device_problem=f"torch cannot be imported: {error}")
+    except FtcliError as error:
+        return replace(found, device_problem=error.findings[0].message)
     return replace(found, device=_machine(device), attention=_attention(), kernels=_kernels(device))
 
 

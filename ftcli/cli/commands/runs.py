@@ -14,7 +14,7 @@ from ftcli.cli.files import require_page, write_page
 from ftcli.cli.render import clean, table
 from ftcli.cli.request import AnyRequest, Invocation
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin, Severity
-from ftcli.paths import exists, expanded, is_folder
+from ftcli.paths import OPEN_IT, exists, expanded, is_folder
 from ftcli.plain import LEFT_OUT, SPREAD, JsonObject, plain_fields
 from ftcli.reporting import Reporter, Session
 from ftcli.units import number
@@ -29,10 +29,11 @@ _BARS_SHOWN = 32
 
 @dataclass(frozen=True, slots=True)
 class FoundRuns:
-    """What `ftcli runs` answers, the newest last."""
+    """What `ftcli runs` answers, the newest last. ``unread`` are folders that could not be read."""
 
     folder: str
     runs: Sequence[RunSummary]
+    unread: Sequence[str] = field(default=(), metadata=LEFT_OUT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,19 +68,29 @@ def runs(
     def action(session: Session) -> FoundRuns:
         from ftcli.run.history import find_runs, summarise
 
-        if not is_folder(expanded(folder)):
-            raise FtcliError.single(
-                "FT154",
-                f"{folder} is not a directory",
-                exit_code=ExitCode.RECIPE,
-                origin=Origin("command line"),
-                help="name the folder that holds your runs; `ftcli train` writes into runs/ unless told otherwise",
-            )
-        found = [summarise(path) for path in find_runs(expanded(folder))]
+        closed: dict[Path, str] = {}
+        found = [summarise(path) for path in find_runs(expanded(folder), closed=closed.__setitem__)]
+        _require_open(folder, closed.get(expanded(folder)))
         _tell_damage(found, session.reporter)
-        return FoundRuns(folder, sorted(found, key=lambda run: run.started or ""))
+        for path, reason in closed.items():
+            message = f"{path} cannot be read: {reason}; runs in it are not listed"
+            session.reporter.finding(Finding("FT154", message, help=OPEN_IT, severity="warning"))
+        unread = [str(path) for path in closed]
+        return FoundRuns(folder, sorted(found, key=lambda run: run.started or ""), unread)
 
     return Invocation("runs", options.common(json, quiet, False, debug), action, _runs_text)
+
+
+def _require_open(folder: str, reason: str | None) -> None:
+    """Raises FtcliError FT154 (exit 2) for what is no folder, and for one that cannot be read, with the reason."""
+    problem = None
+    if reason is not None:
+        problem, help = f"{folder} cannot be read: {reason}", OPEN_IT
+    elif not is_folder(expanded(folder)):
+        problem = f"{folder} is not a directory"
+        help = "name the folder that holds your runs; `ftcli train` writes into runs/ unless told otherwise"
+    if problem is not None:
+        raise FtcliError.single("FT154", problem, exit_code=ExitCode.RECIPE, origin=Origin("command line"), help=help)
 
 
 def compare(
@@ -129,10 +140,14 @@ def _runs_named(names: Sequence[str], reporter: Reporter) -> list[Path]:
 
     found: list[Path] = []
     for name in names:
-        runs = list(find_runs(expanded(name), depth=1))
+        folder = expanded(name)
+        closed: dict[Path, str] = {}
+        runs = list(find_runs(folder, 1, closed.__setitem__))
         found += runs
-        if not runs:
-            folder = expanded(name)
+        for path, reason in closed.items():
+            message = f"{path} cannot be read: {reason}; it is left out"
+            reporter.finding(Finding("FT154", message, Origin("command line"), OPEN_IT, "warning"))
+        if not runs and not closed:
             problem = "is no run directory, and holds none" if is_folder(folder) else "is not a directory"
             severity: Severity = "note" if exists(folder) else "warning"
             message = f"{name} {problem}: it is left out"
@@ -141,7 +156,7 @@ def _runs_named(names: Sequence[str], reporter: Reporter) -> list[Path]:
         return found
     raise FtcliError.single(
         "FT154",
-        f"there is nothing to compare with {found[0]}: it is the only run" if found else f"{names[0]} holds no run",
+        f"there is nothing to compare with {found[0]}: it is the only run" if found else "there is no run among them",
         exit_code=ExitCode.RECIPE,
         origin=Origin("command line"),
         help="name two runs at least, as in runs/first runs/second, or a folder that holds them",
@@ -159,7 +174,7 @@ def _tell_damage(runs: Sequence[RunSummary], reporter: Reporter) -> None:
 
 def _runs_text(result: FoundRuns) -> str:
     if not result.runs:
-        return f"no runs below {result.folder}"
+        return f"no runs below {result.folder}" + (", as far as it can be read" if result.unread else "")
     records = []
     for run in result.runs:
         scores = ", ".join(f"{name} {score:.1%}" for name, score in run.tasks.items())

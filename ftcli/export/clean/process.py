@@ -20,6 +20,7 @@ from torch import Tensor
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.export.clean.request import ANSWER, ReloadAnswer, ReloadRequest
 from ftcli.run.atomic import writing_into
+from ftcli.scratch import scratch
 
 #: Without -P the folder of the program would stand before all others, and `safetensors.py` beside it for the library.
 #: In a checkout that is not installed ftcli is found where this process found it.
@@ -77,9 +78,10 @@ class CleanProcess:
         """
         self.start()
         try:
-            with tempfile.TemporaryDirectory(prefix="ftcli-verify-") as folder:
-                there, back = Path(folder, "sent.safetensors"), Path(folder, "back.safetensors")
-                with writing_into(Path(folder), there):
+            with scratch("verify") as made:
+                folder = made.path
+                there, back = folder / "sent.safetensors", folder / "back.safetensors"
+                with writing_into(folder, there):
                     save_file(
                         {name: tensor.clone() for name, tensor in sent.items()}, there
                     )  # not parts of one another

@@ -12,7 +12,7 @@ from ftcli.config.load import LoadedRecipe
 from ftcli.judges import judges_of
 from ftcli.methods.grpo.prompts import training_rows
 from ftcli.methods.grpo.settings import GrpoConfig
-from ftcli.plain import SPREAD
+from ftcli.plain import NAMED, SPREAD
 from ftcli.reporting import Session
 from ftcli.run.completions import Completions
 from ftcli.train.context import BuiltModel, RunContext
@@ -44,8 +44,8 @@ class GrpoResult:
     """What `ftcli grpo` answers: the run, and the score of each held-out task before and after training."""
 
     fitted: FinishedRun = field(metadata=SPREAD)
-    before: Mapping[str, float]
-    after: Mapping[str, float]
+    before: Mapping[str, float] = field(metadata=NAMED)
+    after: Mapping[str, float] = field(metadata=NAMED)
     seconds: float
 
 

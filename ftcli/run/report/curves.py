@@ -11,7 +11,7 @@ from markupsafe import Markup
 from ftcli.plain import JsonMap
 from ftcli.run.metrics import MetricsLine
 from ftcli.run.report.charts import ChartLook, ReferenceLine, Series, line_chart
-from ftcli.run.report.values import as_words, map_in, maps, number_or_none, percent
+from ftcli.run.report.values import map_in, maps, number_or_none, percent
 from ftcli.tables import code_of
 from ftcli.tables.methods import Method
 from ftcli.units import GIB
@@ -201,7 +201,7 @@ def _held_out_scores(lines: Lines, base: JsonMap, method: Method | None) -> list
     of_base = {f"eval_{task.get('name')}": number_or_none(task.get("value")) for task in maps(base.get("tasks"))}
     return [
         Chart(
-            f"Held-out {as_words(key.removeprefix('eval_')).lower()}",
+            f"Held-out {key.removeprefix('eval_')}",
             (Curve(key, "score", dots=True),),
             base=of_base.get(key),
             share=True,

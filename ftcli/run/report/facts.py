@@ -10,7 +10,7 @@ from typing import Any
 from ftcli.plain import JsonMap
 from ftcli.run.metrics import MetricsLine
 from ftcli.run.report.scales import short
-from ftcli.run.report.values import Show, as_words, count, is_number, map_in, maps, numbers_of, percent
+from ftcli.run.report.values import Show, count, is_number, map_in, maps, numbers_of, percent
 from ftcli.run.status import Status
 from ftcli.tables import code_of, quantizations
 from ftcli.tables.methods import Method
@@ -71,7 +71,7 @@ def key_facts(metrics: Sequence[MetricsLine], evaluation: JsonMap, status: Statu
     for task in maps(tuned.get("tasks")):
         before = next((t.get("value") for t in maps(base.get("tasks")) if t.get("name") == task.get("name")), None)
         if is_number(task.get("value")):
-            facts.append(Fact(as_words(str(task.get("name"))), percent(task["value"]), _of_base(before, percent)))
+            facts.append(Fact(str(task.get("name")), percent(task["value"]), _of_base(before, percent)))
     return [*facts, *_work_facts(metrics, status)]
 
 
@@ -114,7 +114,7 @@ def score_rows(evaluation: JsonMap, method: Method | None = None) -> list[Score]
             next((t for t in maps(side.get("tasks")) if t.get("name") == name), {}) for side in (base, tuned)
         )
         rows = after.get("count", before.get("count"))
-        label = f"{as_words(name)}, {count(rows)} rows" if isinstance(rows, int) else as_words(name)
+        label = f"{name}, {count(rows)} rows" if isinstance(rows, int) else name
         cut = [side["cut"] for side in (before, after) if isinstance(side.get("cut"), int)]
         if any(cut):
             label += f"; answers cut off: {', then '.join(count(each) for each in cut)}"

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from ftcli.plain import JsonMap
 from ftcli.run.completions import Completions, ScoredCompletion
-from ftcli.run.report.values import as_words, maps, number, number_or_none
+from ftcli.run.report.values import maps, number, number_or_none
 
 #: Characters of one text that are shown.
 SHOWN_CHARACTERS = 2000
@@ -95,7 +95,7 @@ def samples(evaluation: JsonMap) -> Samples | None:
 def _row(row: JsonMap) -> ShownRow:
     reference = row.get("reference")
     return ShownRow(
-        as_words(str(row["task"])) if row.get("task") else "",
+        str(row["task"]) if row.get("task") else "",
         _plain(str(row.get("prompt") or "")),
         None if reference is None else _plain(str(reference)),
         *(_answer(row, key) for key in ("before", "after")),

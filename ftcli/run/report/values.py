@@ -21,12 +21,6 @@ def count(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else "–"
 
 
-def as_words(name: str) -> str:
-    """``exact_match`` as ``Exact match``."""
-    text = name.replace("_", " ")
-    return text[:1].upper() + text[1:]
-
-
 def as_text(value: Any) -> str:
     """A value of a recipe or manifest in a line."""
     if value is None:
@@ -48,7 +42,6 @@ def as_text(value: Any) -> str:
 __all__ = [
     "Show",
     "as_text",
-    "as_words",
     "count",
     "is_number",
     "map_in",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from ftcli.evaluate.loss import LossResult
 from ftcli.evaluate.suite import ModelScores
 from ftcli.evaluate.tasks import TaskResult
 from ftcli.facts.device import named_device
+from ftcli.methods.grpo.train import GrpoResult
 from ftcli.pipeline.bench_result import (
     ArithmeticBound,
     BenchResult,
@@ -29,7 +30,7 @@ from ftcli.pipeline.bench_result import (
 )
 from ftcli.pipeline.checking import CheckResult
 from ftcli.pipeline.evaluation import EvaluationResult
-from ftcli.plain import plain
+from ftcli.plain import NAMED, plain
 from ftcli.preflight.checks.context import NotMade
 from ftcli.preflight.report import PreflightReport
 from ftcli.preflight.stages import preflight
@@ -159,6 +160,24 @@ def test_results_are_aligned_and_carry_units() -> None:
 def test_names_of_others_keep_their_underscores_and_small_numbers_are_short() -> None:
     text = result_text({"files": {"q8_0": 1, "HF_HOME": "x"}, "train_loss": -3.725e-09})
     assert text == "files\n  q8_0     1\n  HF_HOME  x\ntrain loss  -3.725e-9"
+
+
+@dataclass
+class _Scored:
+    eval_loss: float
+    after: dict[str, float] = field(metadata=NAMED)
+
+
+def test_names_of_tasks_are_shown_as_they_are() -> None:
+    scores = _Scored(0.5, {"exact_match": 0.25, "answered_in_ms": 2.0, "size_bytes": 3})
+    text = "eval loss  0.5\nafter\n  exact_match     0.25\n  answered_in_ms  2\n  size_bytes      3"
+    assert result_text(scores) == text
+    assert plain(scores)["after"] == scores.after
+
+
+def test_the_result_of_grpo_names_its_tasks() -> None:
+    marked = {each.name for each in fields(GrpoResult) if each.metadata == NAMED}
+    assert marked == {"before", "after"}
 
 
 def test_records_are_a_table() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from ftcli.cli.commands.doctor import examine
 from ftcli.config.model import Kernels
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.facts import device as device_module
@@ -20,6 +21,7 @@ from ftcli.plan.execution import LayerChoice, choose_layers, why_no_kernels
 from ftcli.plan.precision import DtypePlan, plan_dtypes
 from ftcli.preflight.checks import machine
 from ftcli.preflight.checks.context import Context
+from ftcli.reporting import Session
 
 GIB = 2**30
 
@@ -80,10 +82,34 @@ def test_an_unknown_name_is_a_usage_error_with_a_suggestion() -> None:
     assert (finding.code, caught.value.exit_code) == ("FT506", ExitCode.RECIPE)
     assert finding.help is not None
     assert finding.help.startswith("did you mean h100?")
-    for nothing_near in ("", "mi300x", "mi250"):
+    for nothing_near in ("", "gtx1080", "k80"):
         with pytest.raises(FtcliError) as caught:
             named_device(nothing_near)
         assert str(caught.value.findings[0].help).startswith("known are: t4, l4, ")
+
+
+@pytest.mark.parametrize(
+    ("name", "driver"),
+    [
+        *(
+            (name, "ROCm")
+            for name in ("mi300x", "MI250", "AMD-Instinct-MI300X", "rx7900xtx", "Radeon Pro W7900", "gfx942")
+        ),
+        *((name, "XPU") for name in ("gaudi2", "arc-a770")),
+        *((name, "Metal") for name in ("mps", "m3-max", "apple")),
+        *((name, "XLA") for name in ("tpu-v5e", "trn1")),
+    ],
+)
+def test_another_vendors_device_is_not_supported_and_says_so(name: str, driver: str) -> None:
+    with pytest.raises(FtcliError) as caught:
+        named_device(name, "--gpu")
+    (finding,) = caught.value.findings
+    assert (finding.code, caught.value.exit_code) == ("FT519", ExitCode.PREFLIGHT)
+    assert f"; {driver}" in finding.message
+    assert finding.message.endswith("not supported")
+    assert finding.origin is not None
+    assert finding.origin.source == f"--gpu {name}"
+    assert set(DEVICE_NAMES) <= set(str(finding.help).replace(",", "").split())
 
 
 def test_the_cpu_has_the_memory_of_this_machine() -> None:
@@ -159,6 +185,18 @@ def test_probing_a_gpu_reads_the_driver(monkeypatch: pytest.MonkeyPatch) -> None
     assert named_device("a100-80gb").host_free_bytes is None
     assert found.shared_memory_bytes == 166912
     assert found.dense_tflops == GPUS["a100-80gb"].dense_tflops
+
+
+def test_an_amd_gpu_is_no_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ROCm build of torch says cuda, and capability 9.4 of an MI300X."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", "6.4.0")
+    found = SimpleNamespace(name="AMD Instinct MI300X", major=9, minor=4)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: found)
+    with pytest.raises(FtcliError, match=r"AMD Instinct MI300X is an AMD GPU.*ROCm is not supported") as caught:
+        probe_device()
+    assert caught.value.exit_code == ExitCode.PREFLIGHT
+    assert "AMD" in str(examine(Session()).device_problem)
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def test_the_card_says_what_was_made_of_what_how_and_how_well(run: RunDirectory)
         "# mine",
         "LoRA adapter for [google/gemma-2-9b](https://huggingface.co/google/gemma-2-9b) at commit `33c193028431",
         "| Loss, nats per token | 2.5 | 1.25 |",
-        "| Exact match, 40 rows | 5.0% | 90.0% |",
+        "| exact_match, 40 rows | 5.0% | 90.0% |",
         "AutoPeftModelForCausalLM.from_pretrained(folder)",
         "apply_chat_template",
         "| effective batch | 32 = 4 x 8 micro-batches |",

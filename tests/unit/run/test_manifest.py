@@ -22,6 +22,7 @@ from ftcli.run.atomic import read_json_object
 from ftcli.run.inputs import (
     Fingerprint,
     Inputs,
+    changed_held_out,
     fingerprint,
     require_same_data,
     require_same_inputs,
@@ -158,6 +159,18 @@ def test_files_that_came_and_went_are_changes(tmp_path: Path) -> None:
             require_same_data({"data": plain(before)}, now)
         assert text in caught.value.findings[0].message
     require_same_data({}, [one])
+
+
+def test_held_out_files_are_compared_under_the_names_that_they_had() -> None:
+    one, two = Fingerprint("d/1.jsonl", 3, "aa"), Fingerprint("d/2.jsonl", 4, "bb")
+    other = Fingerprint("d/1.jsonl", 3, "cc")
+    known = {"held_out": plain([one])}
+    assert changed_held_out(known, [one], ["d"]) == changed_held_out(known, [one], ["d/1.jsonl"]) == []
+    assert changed_held_out(known, [other], ["d/1.jsonl"]) == ["d/1.jsonl (3 bytes, sha256 aa -> 3 bytes, sha256 cc)"]
+    assert changed_held_out(known, [one, two], ["d/"]) == ["d/2.jsonl (absent -> 4 bytes, sha256 bb)"]
+    assert changed_held_out(known, [], ["d"]) == ["d/1.jsonl (3 bytes, sha256 aa -> absent)"]
+    assert changed_held_out(known, [two], ["d/2.jsonl"]) == []  # the recipe says so
+    assert changed_held_out({}, [other], ["d"]) == []
 
 
 def test_inputs_are_compared_where_they_are_known(tmp_path: Path) -> None:

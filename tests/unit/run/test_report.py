@@ -139,7 +139,7 @@ def test_the_page_shows_curves_settings_evaluation_tokens_samples_and_the_failur
         "Gradient norm",
         "Throughput",
         "loss was not finite at step 3".replace("loss", "training"),
-        "Exact match, 40 rows",
+        "exact_match, 40 rows",
         "base model 5.0%",
         "90.0%",
         "+85.0 points",

@@ -97,12 +97,13 @@ def rewarded(step: int, **more: float) -> dict[str, Any]:
 
 def test_rewards_take_the_place_of_a_loss_that_says_nothing() -> None:
     lines = [rewarded(step) for step in (1, 2, 3)]
-    base = {"base": {"tasks": [{"name": "exact", "value": 0.1}]}}
-    drawn = curves([*lines, {"step": 2, "eval_exact": 0.4}, {"step": 3, "eval_exact": 0.6}], base, [])
+    base = {"base": {"tasks": [{"name": "Exact_Match", "value": 0.1}]}}
+    drawn = curves([*lines, {"step": 2, "eval_Exact_Match": 0.4}, {"step": 3, "eval_Exact_Match": 0.6}], base, [])
     text = "".join([*drawn.main, *drawn.lesser])
     for title in ("Reward", "Reward of exact", "Reward of short", "KL to the base model", "Completion length, tokens"):
         assert f"<b>{title}</b>" in text, title
     assert "<b>Loss</b>" not in text
+    assert "<b>Held-out Exact_Match</b>" in text
     assert "base model 10.0%" in text
     assert text.count("<polygon") >= 3  # reward, exact, lengths
     assert [fact.label for fact in key_facts(lines, {}, None)][:1] == ["Last reward"]

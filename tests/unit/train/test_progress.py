@@ -50,7 +50,7 @@ def test_what_a_run_with_rewards_shows() -> None:
 def test_held_out_results_for_people() -> None:
     found = held_out({"eval_loss": 0.45613, "eval_perplexity": 1.5, "eval_token_accuracy": 0.801, "eval_tokens": 50})
     assert found == {"loss": "0.4561", "token accuracy": "80.1%"}
-    assert held_out({"eval_exact_match": 0.5, "loss": 1.0}) == {"exact match": "50.0%"}
+    assert held_out({"eval_exact_match": 0.5, "loss": 1.0}) == {"exact_match": "50.0%"}
 
 
 def test_held_out_results_and_the_time_that_is_left_are_told(tmp_path: Path) -> None:
