@@ -6,6 +6,7 @@ BIN    := $(VENV)/bin
 FTCLI  := $(BIN)/ftcli
 SMOKE  := runs/smoke
 FUZZ_SECONDS ?= 600
+BENCH_DEVICE ?= cuda
 GPU_WORKERS ?= 6
 TOOL   := $(CURDIR)/dist/tool
 
@@ -19,7 +20,7 @@ help:
 	@echo "make test-tool      the built wheel as an installed tool (pipx), in a folder of its own"
 	@echo "make test-gpu       the kernel tests compiled, and the tests that need a CUDA machine (an 80 GB card, GPU_WORKERS=6)"
 	@echo "make check          format, lint, types, layers, generated docs and tests: what CI runs"
-	@echo "make bench          the kernels and the training step on this machine"
+	@echo "make bench          the kernels and the training step on this machine's GPU (BENCH_DEVICE=cpu: does it run at all)"
 	@echo "make docs           regenerate docs/recipes.md"
 	@echo "make format         format the code"
 
@@ -86,9 +87,16 @@ format: install
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# BENCH_DEVICE=cpu runs tiny cases, to see that the scripts work.
 bench: install
-	$(BIN)/python kernels/bench/ops.py
-	$(FTCLI) bench recipes/llama3.1-8b.yaml
+ifeq ($(BENCH_DEVICE),cpu)
+bench: export TRITON_INTERPRET := 1
+endif
+bench:
+	$(BIN)/python kernels/bench/ops.py --device $(BENCH_DEVICE)
+	$(BIN)/python kernels/bench/attention.py --device $(BENCH_DEVICE)
+	$(BIN)/python kernels/bench/products.py --device $(BENCH_DEVICE)
+	$(BIN)/python kernels/bench/step.py --device $(BENCH_DEVICE)
 
 docs: install
 	$(BIN)/python docs/tools/recipes_page.py
