@@ -10,12 +10,13 @@ BENCH_DEVICE ?= cuda
 GPU_WORKERS ?= 6
 TOOL   := $(CURDIR)/dist/tool
 
-.PHONY: help install smoke test fuzz test-families test-gpu test-tool check lint typecheck layers format bench docs clean
+.PHONY: help install smoke test fuzz mutants test-families test-gpu test-tool check lint typecheck layers format bench docs clean
 
 help:
 	@echo "make smoke          install into .venv, then train, evaluate and export the bundled tiny model on this machine"
 	@echo "make test           everything that needs no GPU (kernels through Triton's interpreter)"
 	@echo "make fuzz           random recipes, rows, models, runs and kills, for FUZZ_SECONDS (600)"
+	@echo "make mutants        breaks one line at a time in a copy and says which the nearest tests do not notice; about an hour"
 	@echo "make test-families  a small random model of every further family through train, eval and export, and what takes long"
 	@echo "make test-tool      the built wheel as an installed tool (pipx), in a folder of its own"
 	@echo "make test-gpu       the kernel tests compiled, and the tests that need a CUDA machine (an 80 GB card, GPU_WORKERS=6)"
@@ -51,6 +52,9 @@ test: install
 
 fuzz: install
 	OMP_NUM_THREADS=1 FUZZ_SECONDS=$(FUZZ_SECONDS) $(BIN)/python -m pytest tests/fuzz --timeout 0
+
+mutants: install
+	$(BIN)/python -m tests.mutants.run
 
 test-families: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "families or long" tests/e2e tests/recipes tests/unit/model/test_models_page.py tests/unit/export tests/ops/test_compiles.py -n auto --dist worksteal
