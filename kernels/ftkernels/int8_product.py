@@ -198,7 +198,7 @@ def _tile_for(q: Tensor, ternary: Tensor, out: Tensor) -> ProductTile:
 
 
 def describable(*tensors: Tensor) -> bool:
-    """Whether tensors (rows, columns) begin, and have rows that begin, where descriptors can read them."""
+    """True when tensors (rows, columns), and each of their rows, begin where descriptors can read."""
     return all(
         each.data_ptr() % _ALIGNED == 0 and each.stride(0) * each.element_size() % _ALIGNED == 0 for each in tensors
     )
