@@ -17,6 +17,7 @@ against the source in every test run by ``tests/unit/test_mutants.py``.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import shutil
@@ -135,6 +136,15 @@ def judge(mutant: Mutant, tree: Path, results: Results) -> Result:
 def judge_all(mutants: Sequence[Mutant], jobs: int, folder: Path) -> list[Result]:
     """Judges what has no verdict yet, ``jobs`` at a time, each in a copy of its own; prints a line for each."""
     folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SystemExit(f"another run is at work in {folder}: wait for it, or name another --folder") from None
+        return _judged(mutants, jobs, folder)
+
+
+def _judged(mutants: Sequence[Mutant], jobs: int, folder: Path) -> list[Result]:
     results, trees = Results(folder / "results.jsonl"), SimpleQueue[Path]()
     known = {mutant.name: results.of(mutant.key(ROOT)) for mutant in mutants}
     if any(found is None for found in known.values()):

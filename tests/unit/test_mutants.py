@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import fcntl
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -73,3 +74,10 @@ def test_tests_that_fail_without_the_mutant_are_no_verdict(checkout: Path, tmp_p
     assert found.outcome == "tests fail without it"
     kept = tmp_path / "work" / "results.jsonl"
     assert not kept.exists() or found.key not in [json.loads(line)["key"] for line in kept.read_text().splitlines()]
+
+
+def test_two_runs_do_not_share_a_folder(checkout: Path, tmp_path: Path) -> None:
+    with (tmp_path / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(SystemExit, match="another run is at work"):
+            judge_all([], 1, tmp_path)
