@@ -115,7 +115,7 @@ def by_trl(options: argparse.Namespace) -> list[float]:
     from transformers import TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
-    from ftcli.config import ModelConfig
+    from ftcli.config.model import ModelConfig
     from ftcli.model.tokenizer import load_tokenizer
 
     model = build(options)
@@ -144,7 +144,7 @@ def by_unsloth(options: argparse.Namespace) -> list[float]:
     """Seconds of steps of Unsloth's model in the bare loop; its weights come from a folder, so they are written."""
     from unsloth import FastLanguageModel  # first: it changes transformers when it is imported
 
-    from ftcli.config import ModelConfig
+    from ftcli.config.model import ModelConfig
     from ftcli.model.tokenizer import load_tokenizer
 
     with tempfile.TemporaryDirectory() as folder:

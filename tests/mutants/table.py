@@ -192,9 +192,7 @@ DATA = (
         "ftcli/data/order.py",
         "for row in batch] + list(order[whole:])",
         "for row in batch]",
-        _U + "data/test_lengths.py",
-        _U + "data/test_nothing_lost.py",
-        _U + "data/test_pack.py",
+        _E2E + "sampling.py",
     ),
     _m(
         "an epoch of a mixture ends with its shortest source",
@@ -243,7 +241,6 @@ TRAIN = (
         "states.restore()  #",
         "pass  #",
         _U + "train/test_loop.py",
-        _E2E + "sampling.py",
     ),
     _m(
         "the logged loss is not a mean over steps",

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ftcli.config import DatasetConfig
+from ftcli.config.data import DatasetConfig
 from ftcli.config.load import load_recipe
 from ftcli.data.template import Renderer
 from ftcli.facts.device import named_device
