@@ -6,20 +6,22 @@ BIN    := $(VENV)/bin
 FTCLI  := $(BIN)/ftcli
 SMOKE  := runs/smoke
 FUZZ_SECONDS ?= 600
+BENCH_DEVICE ?= cuda
 GPU_WORKERS ?= 6
 TOOL   := $(CURDIR)/dist/tool
 
-.PHONY: help install smoke test fuzz test-families test-gpu test-tool check lint typecheck layers format bench docs clean
+.PHONY: help install smoke test fuzz mutants test-families test-gpu test-tool check lint typecheck layers format bench docs clean
 
 help:
 	@echo "make smoke          install into .venv, then train, evaluate and export the bundled tiny model on this machine"
 	@echo "make test           everything that needs no GPU (kernels through Triton's interpreter)"
 	@echo "make fuzz           random recipes, rows, models, runs and kills, for FUZZ_SECONDS (600)"
+	@echo "make mutants        breaks one line at a time in a copy and says which the nearest tests do not notice; about an hour"
 	@echo "make test-families  a small random model of every further family through train, eval and export, and what takes long"
 	@echo "make test-tool      the built wheel as an installed tool (pipx), in a folder of its own"
 	@echo "make test-gpu       the kernel tests compiled, and the tests that need a CUDA machine (an 80 GB card, GPU_WORKERS=6)"
 	@echo "make check          format, lint, types, layers, generated docs and tests: what CI runs"
-	@echo "make bench          the kernels and the training step on this machine"
+	@echo "make bench          the kernels and the training step on this machine's GPU (BENCH_DEVICE=cpu: does it run at all)"
 	@echo "make docs           regenerate docs/recipes.md"
 	@echo "make format         format the code"
 
@@ -50,6 +52,9 @@ test: install
 
 fuzz: install
 	OMP_NUM_THREADS=1 FUZZ_SECONDS=$(FUZZ_SECONDS) $(BIN)/python -m pytest tests/fuzz --timeout 0
+
+mutants: install
+	$(BIN)/python -m tests.mutants.run
 
 test-families: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "families or long" tests/e2e tests/recipes tests/unit/model/test_models_page.py tests/unit/export tests/ops/test_compiles.py -n auto --dist worksteal
@@ -86,9 +91,16 @@ format: install
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# BENCH_DEVICE=cpu runs tiny cases, to see that the scripts work.
 bench: install
-	$(BIN)/python kernels/bench/ops.py
-	$(FTCLI) bench recipes/llama3.1-8b.yaml
+ifeq ($(BENCH_DEVICE),cpu)
+bench: export TRITON_INTERPRET := 1
+endif
+bench:
+	$(BIN)/python kernels/bench/ops.py --device $(BENCH_DEVICE)
+	$(BIN)/python kernels/bench/attention.py --device $(BENCH_DEVICE)
+	$(BIN)/python kernels/bench/products.py --device $(BENCH_DEVICE)
+	$(BIN)/python kernels/bench/step.py --device $(BENCH_DEVICE)
 
 docs: install
 	$(BIN)/python docs/tools/recipes_page.py

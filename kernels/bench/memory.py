@@ -1,310 +1,264 @@
-"""The memory estimate against what a GPU allocates: every shipped recipe, and a grid of whole models.
+"""The memory estimate against what a machine allocates: every shipped recipe, and a grid of whole models.
 
-    python kernels/bench/memory.py --json memory.json --table memory.md --seconds 170
-    python kernels/bench/memory.py --list --as h200          # predictions alone; no GPU, no torch
-    python kernels/bench/memory.py --only smoke               # cases by name; also on a CPU
+    python kernels/bench/memory.py --json memory.json            # goes on where memory.json ends
+    python kernels/bench/memory.py --only bitnet "llama3.1-8b, 2 x 4096"
+    python kernels/bench/memory.py --gpus 2                      # weights sharded over two GPUs instead
+    python kernels/bench/memory.py --only smoke --device cpu     # does it run at all
 
 Recipes run through `ftcli train` and `ftcli grpo` with random weights on rows of full length: two steps of two
-micro-batches and an evaluation (GRPO: one step). The grid runs through `ftcli bench`. Several processes share the GPU;
-each counts its own allocator's bytes, so they do not disturb one another, and a case is started when its predicted
-total fits beside the others. Ends with 1 when a case is out of the margin, fails, or found no time.
+micro-batches and an evaluation (GRPO: one step). The grid runs through `ftcli bench`. One case after the other, each
+with the machine to itself, some 20 seconds a case on an H200. Status 1 when a case fails or is out of the margin.
 
-What is compared is stated at ``memory_schedule.Row``. On a CPU, whose memory is the process', each case has a process
-of its own and the estimate with the interpreter and its libraries is compared with the peak of the resident set.
+``predicted`` and ``measured`` are the estimate without what CUDA takes itself and the peak of torch's allocator
+(max_memory_allocated); ``with CUDA's own`` are the whole estimate and what nvidia-smi says is used at the most beyond
+what was used before. On a CPU both are the whole process, the estimate and its largest resident set, not judged.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import json
-import multiprocessing
-import os
 import subprocess
 import sys
 import tempfile
-import time
+import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from common import GIB, RECIPES, TINY_STEP, Answer, Table, bench, ftcli, parser, require_device, settings
+from rows import UNTRAINED, loaded, write_prompts, write_texts
 
-from memory_cases import Case, grid_cases, recipe_cases
-from memory_schedule import GIB, Need, Row, markdown, next_to_start
-
-from ftcli.errors import FtcliError
-from ftcli.facts.device import DeviceFacts, named_device
-
-#: Seconds after ``--seconds`` in which what is running may end.
-GRACE = 60.0
-#: Share of a machine's memory that cases on its CPU may be predicted to take.
-CPU_SHARE = 0.8
-
-
-@dataclass(slots=True)
-class Worker:
-    """A process, the case that it is running, and its log."""
-
-    process: SpawnProcess
-    connection: Connection
-    log: Path
-    case: Case | None = None
-    ready: bool = False
+Kind = Literal["train", "grpo", "bench", "evaluation"]
+#: A prediction may be wrong by this share of what was measured ...
+MARGIN = 0.10
+#: ... or by this many bytes, whichever is more: two of cuBLAS' workspaces, a matter of the tiny recipes alone.
+SLACK_BYTES = 64 * 2**20
+# Two steps, with an evaluation between them while the optimizer's state is there; from the second micro-batch on a step
+# holds the gradients of the first, and further ones change nothing.
+# Plain text has no answers that tasks could be judged by.
+_TRAIN = ("train.max_steps=2", "train.warmup_steps=0", "eval.every_steps=1", "eval.tasks=[]", "logging.every_steps=1")
+# A step of GRPO uses up one generation batch. Held-out answers are cut short: that cache is a part of the other.
+_GRPO = ("train.max_steps=1", "train.warmup_steps=0", "eval.generate.max_new_tokens=8", "logging.every_steps=1")
+#: What CUDA graphs keep to themselves is for rows of all lengths; the cases have full ones, which no graph takes.
+_EAGER = ("train.cuda_graphs=false",)
+#: Batches of text for two steps of two micro-batches and for an evaluation; prompts for GRPO's.
+_BATCHES, _PROMPTS = {"train": 4, "eval": 1}, {"train": 8, "eval": 8}
 
 
-@dataclass(slots=True)
-class Measurement:
-    """Cases on their way from pending to rows."""
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One measurement. ``kind``: ``train`` and ``grpo`` run the recipe's command, ``bench`` and ``evaluation`` run
+    `ftcli bench` without and with --eval, on ``batch`` rows of ``seq`` tokens.
+    """
 
-    cases: list[Case]
-    workers: int
-    budget: Need
-    seconds: float
-    folder: Path
-    idle_used: int = 0
-    device: DeviceFacts | None = None
-    context: int | None = None
-    rows: dict[str, Row] = field(default_factory=dict)
-    results: dict[str, dict[str, Any]] = field(default_factory=dict)
-    pending: list[Case] = field(default_factory=list)
-    needs: dict[str, Need] = field(default_factory=dict)
-    crew: list[Worker] = field(default_factory=list)
-    began: float = 0.0
+    name: str
+    recipe: str
+    kind: Kind
+    overrides: tuple[str, ...] = ()
+    batch: int = 1
+    seq: int = 0
 
-    def run(self) -> list[Row]:
-        """Every case's row, in the cases' order."""
-        self.began = time.monotonic()
-        self.pending = list(self.cases)
-        for _ in range(min(self.workers, len(self.cases))):
-            self._hire()
-        while any(worker.case or not worker.ready for worker in self.crew):
-            if self._elapsed() > self.seconds + GRACE:
-                self._abandon()
-                break
-            for connection in wait([worker.connection for worker in self.crew], timeout=1.0):
-                self._hear(next(worker for worker in self.crew if worker.connection is connection))
-        self._measure_context()
-        for worker in self.crew:
-            with contextlib.suppress(ConnectionError):
-                worker.connection.send(None)
-        for worker in self.crew:
-            worker.process.join(10)
-            worker.process.terminate()
-        return [self._row(case) for case in self.cases]
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """All that is set."""
+        if self.kind in ("bench", "evaluation"):
+            return (*_EAGER, *self.overrides)
+        return (*UNTRAINED, *(_GRPO if self.kind == "grpo" else (*_TRAIN, *_EAGER)), *self.overrides)
 
-    def _elapsed(self) -> float:
-        return time.monotonic() - self.began
 
-    def _hire(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        log = self.folder / f"worker-{len(list(self.folder.iterdir()))}.log"
-        log.touch()
-        process = context.Process(target=work, args=(theirs, log))
-        process.start()
-        theirs.close()
-        self.crew.append(Worker(process, ours, log))
+def recipe_cases() -> list[Case]:
+    """Every file in recipes/; the small ones last."""
+    cases = []
+    for path in sorted(RECIPES.glob("*.yaml")):
+        recipe = loaded(path).recipe
+        many = recipe.grpo is None and recipe.train.gradient_accumulation_steps > 2
+        halved = ("train.gradient_accumulation_steps=2",) if many else ()
+        cases.append(Case(path.stem, path.stem, "train" if recipe.grpo is None else "grpo", halved))
+    return sorted(cases, key=lambda case: case.name.startswith(("smoke", "tiny")))
 
-    def _hear(self, worker: Worker) -> None:
+
+def _case(recipe: str, batch: int, seq: int, policy: str, *overrides: str) -> Case:
+    """A case of the grid; the policy ``evaluation`` evaluates."""
+    what = [text.removeprefix("quantization.method=").removeprefix("model.") for text in overrides]
+    name = ", ".join([recipe, f"{batch} x {seq}", policy, *what])
+    if policy == "evaluation":
+        return Case(name, recipe, "evaluation", overrides, batch, seq)
+    return Case(name, recipe, "bench", (f"train.gradient_checkpointing={policy}", *overrides), batch, seq)
+
+
+_NF4, _FP8, _OFF = "quantization.method=nf4", "quantization.method=fp8", "model.kernels=off"
+_R8, _R64, _FUSED = "lora.r=8", "lora.r=64", "train.optim=adamw_torch_fused"
+
+
+def grid_cases() -> list[Case]:
+    """Each value of batch, length, rank, policy, quantisation and kernels several times, with different others."""
+    short = ("grpo.max_completion_length=64", "train.max_steps=2")
+    return [
+        _case("llama3.1-8b", 2, 4096, "false"),
+        _case("llama3.1-8b", 1, 1024, "offload"),
+        _case("llama3.1-8b", 1, 16384, "true", _R64),
+        _case("llama3.1-8b", 4, 2048, "selective", _R8),
+        _case("llama3.1-8b", 2, 4096, "false", _NF4, _R64),
+        _case("llama3.1-8b", 1, 2048, "offload", _NF4, _R8),
+        _case("llama3.1-8b", 2, 4096, "selective", _FP8),
+        _case("llama3.1-8b", 1, 4096, "true", _OFF),
+        _case("llama3.1-8b", 4, 4096, "evaluation"),
+        _case("gemma2-9b", 1, 4096, "false", _R64),
+        _case("gemma2-9b", 4, 2048, "offload"),
+        _case("gemma2-9b", 1, 8192, "offload", _NF4),
+        _case("gemma2-9b", 2, 1024, "selective", _FP8, _R8),
+        _case("gemma2-9b", 1, 1024, "false", _OFF),
+        _case("gemma2-9b", 2, 4096, "evaluation", _NF4),
+        _case("qwen3-8b", 2, 2048, "false", _R8),
+        _case("qwen3-8b", 1, 4096, "true", _FP8, _R64),
+        _case("qwen3-8b", 4, 4096, "offload", _NF4),
+        _case("gemma2-2b", 1, 1024, "true", "lora=null"),
+        _case("gemma2-2b", 2, 2048, "true", "lora=null", _FUSED),
+        _case("gemma2-2b", 1, 4096, "selective", "lora=null", "train.pure_bf16=true"),
+        _case("bitnet-2b", 4, 2048, "false", _FUSED),
+        _case("bitnet-2b", 4, 4096, "true", _FUSED),
+        _case("bitnet-2b", 4, 4096, "evaluation"),
+        Case("mistral-7b-grpo, completions of 64, two steps", "mistral-7b-grpo", "grpo", short),
+    ]
+
+
+def sharded_cases() -> list[Case]:
+    """Full fine-tuning with weights sharded over GPUs, at shapes that the estimate was not fitted to."""
+    full = ("lora=null", "launch.engine=fsdp")
+    return [
+        _case("qwen3-8b", 2, 4096, "false", *full, "model.name_or_path=Qwen/Qwen3-4B"),
+        _case("gemma2-2b", 1, 8192, "false", *full),
+        _case("gemma2-2b", 2, 2048, "true", *full),
+        _case("qwen3-8b", 1, 2048, "selective", *full, "model.name_or_path=Qwen/Qwen3-4B"),
+    ]
+
+
+class Used:
+    """The most that the first GPU held while a case ran, as nvidia-smi says, beyond what it held before."""
+
+    def __init__(self) -> None:
+        self._before, self._most = self._now(), 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+
+    def __enter__(self) -> Used:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    @property
+    def bytes(self) -> int | None:
+        """None without a GPU."""
+        return None if self._before is None else self._most - self._before
+
+    def _watch(self) -> None:
+        while self._before is not None and not self._ended.wait(0.2):
+            self._most = max(self._most, self._now() or 0)
+
+    @staticmethod
+    def _now() -> int | None:
+        asked = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
         try:
-            message = worker.connection.recv()
-        except (EOFError, ConnectionError):
-            self._lose(worker)
-            self._assign()
-            return
-        if not worker.ready:
-            worker.ready = True
-            if self.device is None:
-                self._predict(message)
-        elif worker.case is not None:
-            self.results[worker.case.name] = message
-            self._say(worker.case.name, f"{message['seconds']:.0f} s")
-            worker.case = None
-            if not message["stays"]:
-                self._lose(worker)
-        self._assign()
-
-    def _predict(self, device: DeviceFacts) -> None:
-        """Fills in what each case needs, once the device is known; a case that cannot be predicted is a row."""
-        self.device = device
-        if device.kind == "cpu":
-            self.budget = Need(int(CPU_SHARE * (device.memory_bytes or self.budget.device_bytes)))
-        for case in self.cases:
-            try:
-                estimate = case.estimate(device)
-            except FtcliError as error:
-                self.rows[case.name] = Row(case.name, error=str(error))
-                self.pending.remove(case)
-                continue
-            whole = device.kind == "cpu"
-            self.rows[case.name] = Row(
-                case.name,
-                phase=estimate.peak,
-                predicted_bytes=estimate.total_bytes if whole else estimate.allocated_bytes,
-                predicted_total_bytes=estimate.total_bytes,
-            )
-            self.needs[case.name] = Need(estimate.total_bytes, estimate.pinned_host_bytes)
-
-    def _assign(self) -> None:
-        """Gives cases to idle workers, as many as there is room and time for."""
-        if self.device is None:
-            return
-        for worker in [each for each in self.crew if each.ready and each.case is None]:
-            if self._elapsed() > self.seconds:
-                return
-            running = [self.needs[each.case.name] for each in self.crew if each.case is not None]
-            chosen = next_to_start([self.needs[case.name] for case in self.pending], running, self.budget)
-            if chosen is None:
-                return
-            worker.case = self.pending.pop(chosen)
-            worker.connection.send(worker.case)
-            self._say(worker.case.name, "started")
-
-    def _lose(self, worker: Worker) -> None:
-        """A process that has ended, with its case or after it; another takes its place while there is work."""
-        worker.process.join(10)
-        self.crew.remove(worker)
-        if worker.case is not None:
-            self._fail(worker.case, worker)
-        elif not worker.ready:
-            self._say("worker", _last_line(worker.log))
-            if not self.crew:
-                for case in self.pending:
-                    self._fail(case, worker)
-                self.pending.clear()
-            return
-        if self.pending and self._elapsed() < self.seconds:
-            self._hire()
-
-    def _fail(self, case: Case, worker: Worker) -> None:
-        error = _last_line(worker.log) or f"the process ended with {worker.process.exitcode}"
-        self.rows[case.name] = replace(self.rows.get(case.name, Row(case.name)), error=error)
-        self._say(case.name, error)
-
-    def _abandon(self) -> None:
-        for worker in self.crew:
-            if worker.case is not None:
-                self.rows[worker.case.name] = replace(self.rows[worker.case.name], error="ran out of time")
-                worker.process.terminate()
-        self.crew = [worker for worker in self.crew if worker.case is None and worker.ready]
-
-    def _measure_context(self) -> None:
-        """What a process takes of the GPU beside its allocator's memory: the mean of those that are still there."""
-        if self.device is None or self.device.kind != "cuda" or not self.crew:
-            return
-        found = []
-        for worker in list(self.crew):
-            try:
-                worker.connection.send("footprint")
-                found.append(worker.connection.recv())
-            except (EOFError, ConnectionError):
-                self.crew.remove(worker)
-        if not found:
-            return
-        self.context = (found[-1]["used"] - self.idle_used - sum(each["reserved"] for each in found)) // len(found)
-
-    def _row(self, case: Case) -> Row:
-        row = self.rows.get(case.name, Row(case.name))
-        result = self.results.get(case.name)
-        if result is None:
-            return row if row.error else replace(row, error="not started: no time left")
-        total = max(result["reserved"].values())
-        return replace(
-            row,
-            measured_bytes=max(result["allocated"].values()),
-            measured_total_bytes=total + (self.context or 0),
-            spans=result["allocated"],
-            seconds=result["seconds"],
-        )
-
-    def _say(self, name: str, text: str) -> None:
-        print(f"{self._elapsed():6.1f} s  {name}: {text}", file=sys.stderr, flush=True)
+            return int(subprocess.run(asked, capture_output=True, text=True, check=True).stdout) << 20  # noqa: S603
+        except (OSError, ValueError, subprocess.CalledProcessError):
+            return None
 
 
-def work(connection: Connection, log: Path) -> None:
-    """What a worker's process runs; torch is imported there and not here."""
-    from memory_worker import main as serve
-
-    serve(connection, log)
-
-
-def used_when_idle() -> int:
-    """Bytes in use on the GPU before any of our processes; 0 where the driver's tool is not there to ask."""
-    try:
-        asked = subprocess.run(
-            ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"],  # noqa: S607
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=20,
-        )
-        return int(asked.stdout.strip()) * 2**20
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return 0
+def measure(case: Case, device: str, gpus: int) -> dict[str, Any]:
+    """A case's row: bytes predicted and measured, or what went wrong."""
+    with Used() as used:
+        if case.kind in ("bench", "evaluation"):
+            answer, predicted, total, peak = _by_bench(case, device, gpus)
+        else:
+            answer, predicted, total, peak = _by_command(case)
+    row: dict[str, Any] = {"case": case.name, "seconds": answer.seconds}
+    if answer.status != 0 or total is None:
+        return {**row, "error": f"exit {answer.status}: {answer.said[:160]}"}
+    if device == "cpu":
+        return {**row, "predicted_bytes": total, "measured_bytes": answer.host_peak_bytes, "judged": False}
+    beside = {"predicted_total_bytes": total, "measured_total_bytes": used.bytes}
+    return {**row, "predicted_bytes": predicted, "measured_bytes": peak, **beside}
 
 
-def chosen_cases(only: Sequence[str]) -> list[Case]:
+def _by_bench(case: Case, device: str, gpus: int) -> tuple[Answer, int | None, int | None, int | None]:
+    words = ["--steps", "1", "--batch", str(case.batch), "--seq", str(case.seq), *settings(*case.settings)]
+    words += TINY_STEP if device == "cpu" else ()
+    words += ["--eval"] if case.kind == "evaluation" else []
+    words += ["--gpus", str(gpus)] if gpus > 1 else []
+    answer = bench(case.recipe, *words)
+    found = answer.result
+    each = (found.get("several") or {}).get("peak_memory_bytes_of_each")
+    peak = max(each) if each else found.get("peak_memory_bytes")
+    return answer, found.get("predicted_allocated_bytes"), found.get("predicted_peak_bytes"), peak
+
+
+def _by_command(case: Case) -> tuple[Answer, int | None, int | None, int | None]:
+    path, command = RECIPES / f"{case.recipe}.yaml", "grpo" if case.kind == "grpo" else "train"
+    with tempfile.TemporaryDirectory(prefix="ftcli-memory-") as folder:
+        scratch = Path(folder)
+        write, counts = (write_prompts, _PROMPTS) if case.kind == "grpo" else (write_texts, _BATCHES)
+        given = loaded(path, *case.settings)
+        files = [f"data.{name}=[{write(given, scratch / f'{name}.jsonl', n)}]" for name, n in counts.items()]
+        words = [str(path), *settings(*case.settings, *files), "--offline"]
+        checked = ftcli(["check", *words, "--json"])
+        if checked.status != 0:
+            return checked, None, None, None
+        answer = ftcli([command, *words, "--output-dir", str(scratch / "run"), "--resume", "never"])
+        metrics = scratch / "run" / "metrics.jsonl"
+        lines = map(json.loads, metrics.read_text().splitlines() if metrics.exists() else ())
+        peak = max((line["peak_memory_bytes"] for line in lines if "peak_memory_bytes" in line), default=None)
+    memory = checked.result.get("memory") or {}
+    return answer, memory.get("allocated_bytes"), memory.get("total_bytes"), peak
+
+
+def good(row: dict[str, Any]) -> bool:
+    """Measured, and predicted within the margin; a process on a CPU is only compared."""
+    predicted, measured = row.get("predicted_bytes"), row.get("measured_bytes")
+    if "error" in row or predicted is None or measured is None:
+        return False
+    if not row.get("judged", True):
+        return True
+    return bool(abs(predicted - measured) <= max(MARGIN * measured, SLACK_BYTES))
+
+
+def shown(row: dict[str, Any]) -> dict[str, Any]:
+    """The row with sizes in GiB and ratios, for the table."""
+    sizes = {"predicted": "predicted_bytes", "measured": "measured_bytes"}
+    sizes |= {"with CUDA's own: predicted": "predicted_total_bytes", "of the device": "measured_total_bytes"}
+    gib = {name: row[key] / GIB for name, key in sizes.items() if row.get(key)}
+    if "predicted" in gib and "measured" in gib:
+        gib["ratio"] = gib["predicted"] / gib["measured"]
+    return {**row, **gib, "": row.get("error") or ("" if good(row) else "OUT OF THE MARGIN")}
+
+
+def chosen(only: Sequence[str], gpus: int) -> list[Case]:
     """All cases, or those whose names contain one of ``only``."""
-    cases = [*recipe_cases(), *grid_cases()]
+    cases = sharded_cases() if gpus > 1 else [*recipe_cases(), *grid_cases()]
     return [case for case in cases if not only or any(word in case.name for word in only)]
 
 
-def print_predictions(cases: Sequence[Case], device: DeviceFacts) -> None:
-    """GiB without and with CUDA's own, pinned GiB, the phase, and the parts of it."""
-    for case in cases:
-        found = case.estimate(device)
-        sizes = (
-            f"{found.allocated_bytes / GIB:7.2f} {found.total_bytes / GIB:7.2f} {found.pinned_host_bytes / GIB:6.2f}"
-        )
-        parts = ", ".join(f"{name} {found.parts[name] / GIB:.2f}" for name in found.phases[found.peak])
-        print(f"{sizes}  {case.name}: {found.peak} ({parts})")
-
-
-def _last_line(log: Path) -> str:
-    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    return lines[-1] if lines else ""
-
-
 def main() -> int:
-    """Measures, writes, and tells by its exit status whether all went well."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--json", type=Path, help="write all numbers there")
-    parser.add_argument("--table", type=Path, help="write the table there as well as to stdout")
-    parser.add_argument("--only", nargs="*", default=[], metavar="WORD", help="cases whose name contains a word")
-    parser.add_argument("--seconds", type=float, default=170.0, help="start no case after this")
-    parser.add_argument("--workers", type=int, default=max(1, min(6, (os.cpu_count() or 2) // 2)))
-    parser.add_argument("--gpu-gib", type=float, default=130.0, help="predicted totals that may run at once")
-    parser.add_argument("--pinned-gib", type=float, default=90.0, help="pinned host memory that may be used at once")
-    parser.add_argument("--list", action="store_true", help="print predictions and measure nothing")
-    parser.add_argument("--as", dest="device", default="h200", help="the device that --list answers for")
-    options = parser.parse_args()
-    cases = chosen_cases(options.only)
-    if options.list:
-        print_predictions(cases, named_device(options.device))
-        return 0
-    budget = Need(int(options.gpu_gib * GIB), int(options.pinned_gib * GIB))
-    idle = used_when_idle()
-    with tempfile.TemporaryDirectory(prefix="ftcli-memory-") as folder:
-        measurement = Measurement(cases, options.workers, budget, options.seconds, Path(folder), idle)
-        rows = measurement.run()
-    text = markdown(rows)
-    print(text)
-    if options.table is not None:
-        options.table.write_text(f"{text}\n", encoding="utf-8")
-    if options.json is not None:
-        device = None if measurement.device is None else measurement.device.name
-        content = {
-            "device": device,
-            "context_bytes": measurement.context,
-            "idle_bytes": idle,
-            "cases": [r.as_dict() for r in rows],
-        }
-        options.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    return 0 if all(row.good for row in rows) else 1
+    """Measures case after case; what --json holds already is not measured again."""
+    arguments = parser(__doc__)
+    arguments.add_argument("--only", nargs="*", default=[], metavar="WORD", help="cases whose name contains a word")
+    arguments.add_argument("--gpus", type=int, default=1, help="2 or more: the cases of sharded weights")
+    options = arguments.parse_args()
+    require_device(options.device)
+    kept: dict[str, Any] = {}
+    if options.json is not None and options.json.exists():
+        kept = {row["case"]: row for row in json.loads(options.json.read_text())["rows"] if not row.get("error")}
+    columns = {"case": "", "predicted": ".2f", "measured": ".2f", "ratio": ".3f"}
+    table = Table({**columns, "with CUDA's own: predicted": ".2f", "of the device": ".2f", "": ""})
+    for case in chosen(options.only, options.gpus):
+        table.add(**shown(kept.get(case.name) or measure(case, options.device, options.gpus)))
+        table.save(options.json)
+    within = sum(good(row) for row in table.rows)
+    print(f"\n{within} of {len(table.rows)} within {MARGIN:.0%}.")
+    return 0 if within == len(table.rows) else 1
 
 
 if __name__ == "__main__":

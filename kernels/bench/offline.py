@@ -14,6 +14,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,213 +76,160 @@ class _NoGpu(DriverBase):
         raise RuntimeError("nothing is timed here")
 
 
+HIDDEN, INNER, VOCABULARY = 4096, 14336, 128256
+#: Rows that one program holds, that take several blocks, and that are read twice.
+WIDTHS = (("narrow", HIDDEN, 32768), ("wide", 2 * INNER, 32768), ("twice", 2 * INNER, 8192))
 #: Bytes of shared memory that one program can have, by capability (CUDA programming guide, technical specifications).
 SHARED_MEMORY = {75: 65536, 80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 
 
-def generation_cases(dtype: torch.dtype, capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
+Launches = Iterator[tuple[str, Callable[[], object]]]
+
+
+class Maker:
+    """Empty tensors on the CPU: nothing runs, so nothing is read."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def __call__(self, *shape: int, of: torch.dtype | None = None) -> torch.Tensor:
+        return torch.empty(shape, dtype=of or self.dtype)
+
+
+def generation_cases(new: Maker, capability: int) -> Launches:
     """As :func:`cases`, of what generation adds."""
-    vocabulary, head = 128256, 128
-
-    def new(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=of)
-
     if capability >= 80:
-        for name, q_heads, k_heads, size, cap in (("", 32, 8, head, 0.0), (", wide heads, capped", 16, 8, 256, 50.0)):
-            yield (
-                f"decode attention{name}",
-                lambda q_heads=q_heads, k_heads=k_heads, size=size, cap=cap: decode_attention._launch(
-                    new(8, q_heads, size), new(8, k_heads, size), new(8, k_heads, size),
-                    decode_attention.Pages(new(9, k_heads, 64, size), new(9, k_heads, 64, size)),
-                    torch.zeros((8, 64), dtype=torch.int32), torch.zeros(8, dtype=torch.int32), 1.0, cap, 0,
-                ),
-            )  # fmt: skip
+        for name, q_heads, k_heads, size, cap in (("", 32, 8, 128, 0.0), (", wide heads, capped", 16, 8, 256, 50.0)):
+            pages = decode_attention.Pages(new(9, k_heads, 64, size), new(9, k_heads, 64, size))
+            rows = new(8, q_heads, size), new(8, k_heads, size), new(8, k_heads, size), pages
+            places = torch.zeros((8, 64), dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
+            yield f"decode attention{name}", partial(decode_attention._launch, *rows, *places, 1.0, cap, 0)
     for name, uniform in (("greedy", None), ("sampled", new(8, of=torch.float32))):
-        yield (
-            f"choose token, {name}",
-            lambda uniform=uniform: sampling_kernels.choose_triton(new(8, vocabulary), 1.0, uniform),
-        )
+        yield f"choose token, {name}", partial(sampling_kernels.choose_triton, new(8, VOCABULARY), 1.0, uniform)
 
 
-def bitnet_cases(dtype: torch.dtype, capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
+def bitnet_cases(new: Maker, capability: int) -> Launches:
     """As :func:`cases`, of BitNet's linear layers; rows of two tokens and of many take different tiles."""
-    hidden, inner = 4096, 14336
-    x, w = torch.empty((512, hidden), dtype=dtype), torch.empty(hidden, dtype=torch.float32)
-    for name, width, widest in (("narrow", hidden, 32768), ("wide", 2 * inner, 32768), ("twice", 2 * inner, 8192)):
-        yield (
-            f"rows to int8, {name}",
-            lambda width=width, widest=widest: bitlinear_kernels.quantize_int8_triton(
-                torch.empty((512, width), dtype=dtype), widest=widest
-            ),
-        )
-    yield "norm to int8", lambda: bitlinear_kernels.norm_quantize_triton(x, w, 1e-5)
+    for name, width, widest in WIDTHS:
+        rows = new(512, width)
+        yield f"rows to int8, {name}", partial(bitlinear_kernels.quantize_int8_triton, rows, widest=widest)
+    weight = new(HIDDEN, of=torch.float32)
+    yield "norm to int8", partial(bitlinear_kernels.norm_quantize_triton, new(512, HIDDEN), weight, 1e-5)
     if capability < 80:
         return
-    ternary, scale = torch.zeros((inner, hidden), dtype=torch.int8), torch.ones(())
-    yield "masters to int8", lambda: ternary_kernels.ternarise_triton(torch.empty((inner, hidden)))
-    yield "int8 dequantised", lambda: ternary_kernels.dequantize_int8_triton(ternary, scale, dtype)
+    ternary, scale = torch.zeros((INNER, HIDDEN), dtype=torch.int8), torch.ones(())
+    yield "masters to int8", partial(ternary_kernels.ternarise_triton, new(INNER, HIDDEN, of=torch.float32))
+    yield "int8 dequantised", partial(ternary_kernels.dequantize_int8_triton, ternary, scale, new.dtype)
     tiles = {"fewest": int8_product.FEWEST, "few": int8_product.FEW, "many": int8_product.MANY}
     if capability == 90:
         tiles["described"] = int8_product.MANY_DESCRIBED
+    q, step = torch.zeros((512, HIDDEN), dtype=torch.int8), torch.ones(512)
     for name, tile in tiles.items():
-        for bias in (None, torch.empty(inner)):
-            q, step = torch.zeros((512, hidden), dtype=torch.int8), torch.ones(512)
-            yield (
-                f"int8 product, {name}{'' if bias is None else ', bias'}",
-                lambda q=q, step=step, bias=bias, tile=tile: int8_product.int8_product(
-                    q, step, ternary, scale, bias, dtype, tile=tile
-                ),
-            )
+        for end, bias in (("", None), (", bias", new(INNER, of=torch.float32))):
+            operands = (q, step, ternary, scale, bias, new.dtype)
+            yield f"int8 product, {name}{end}", partial(int8_product.int8_product, *operands, tile=tile)
 
 
-def head_norm_cases(rank: int, dtype: torch.dtype, capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
-    """As :func:`cases`, of heads that are normalised before they are rotated, with and without adapters."""
-    rows = 512
-
-    def new(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=of)
-
-    for name, q_heads, k_heads, size in (("", 32, 8, 128), (", wide heads", 8, 4, 256)):
-        angles, weight, width = new(1, rows, size), new(size, of=torch.float32), (q_heads + 2 * k_heads) * size
-        rotary = qkv_parts.Rotary(angles, angles, q_heads, k_heads)
-        norms = qkv_parts.HeadNorms(weight, weight, 1e-6, "llama")
-        y, grads = new(rows, width), (new(1, q_heads, rows, size), *(new(1, k_heads, rows, size) for _ in range(2)))
-        for lora in (False, True) if capability >= 80 else (False,):
-            xa, b = (new(rows, 3 * rank), new(width, rank)) if lora else (None, None)
-            tile = qkv_norm_rope.backward_tile(SHARED_MEMORY[capability], size, rank if lora else 0)
-            suffix = f"{', lora' if lora else ''}{name}"
-            yield (
-                f"qkv norm rope forward{suffix}",
-                lambda y=y, xa=xa, b=b, rotary=rotary, norms=norms: qkv_norm_rope.qkv_norm_rope_forward(
-                    y, xa, b, rotary, norms
-                ),
-            )
-            yield (
-                f"qkv norm rope backward{suffix}",
-                lambda grads=grads, y=y, b=b, rotary=rotary, norms=norms, tile=tile: (
-                    qkv_norm_rope.qkv_norm_rope_backward(
-                        grads, y, b, rotary, norms, dtype, want_dw=b is None, tile=tile
-                    )
-                ),
-            )
-
-
-def cases(rank: int, dtype: torch.dtype, capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
-    """(name, launch) of every kernel at the shapes of Llama-3.1-8B, and with Gemma-2's heads; few rows, since nothing
-    runs. Without products inside elementwise kernels below capability 8.0, where they are not used.
-    """
-    rows, hidden, inner, vocabulary, head = 256, 4096, 14336, 128256, 128
-
-    def new(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=of)
-
-    x, w = new(rows, hidden), new(hidden)
-    options = cross_entropy.LossOptions
-    labels = torch.zeros(4, dtype=torch.int64)
-    for name, opts in (("plain", options()), ("softcap", options(30.0)), ("smooth", options(0.0, 1.0, 0.1))):
-        yield (
-            f"cross_entropy {name}",
-            lambda opts=opts: cross_entropy.cross_entropy_rows(new(4, vocabulary), labels, opts, want_grad=True),
-        )
-    for form in ("llama", "gemma"):
-        yield f"norm forward {form}", lambda form=form: norm_parts.norm_forward(x, w, 1e-5, form)
-        yield (
-            f"norm backward {form}",
-            lambda form=form: norm_parts.norm_backward(x, x, w, new(rows, of=torch.float32), form, d_sum=x),
-        )
-    yield "norm forward, residual", lambda: norm_parts.norm_forward(x, w, 1e-5, "llama", residual=x, where="before")
-    yield (
-        "norm backward, dw",
-        lambda: norm_parts.norm_backward(x, x, w, new(rows, of=torch.float32), "llama", want_dw=True),
-    )
-    for name, width, widest in (("narrow", hidden, 32768), ("wide", 2 * inner, 32768), ("twice", 2 * inner, 8192)):
-        yield (
-            f"quantize rows {name}",
-            lambda width=width, widest=widest: fp8_kernels.quantize_fp8_triton(new(rows, width), widest=widest),
-        )
-    values, scales = new(rows, hidden, of=fp8_kernels.E4M3), new(rows, of=torch.float32)
-    yield "norm forward, quantized", lambda: norm_parts.norm_forward(x, w, 1e-5, "llama", quantized=(values, scales))
-    heads = new(1, rows, 32, head)
-    yield "norm over heads", lambda: norm_parts.norm_forward(heads, new(head), 1e-5, "llama")
-    q, k, cos = new(1, 32, rows, head), new(1, 8, rows, head), new(1, rows, head)
-    yield "rope", lambda: rope._launch(q, k, cos, cos, transposed=False)
-    both = new(rows, 2 * inner)
-    gate, up = both[:, :inner], both[:, inner:]
-    for act in ("silu", "gelu_tanh"):
-        yield f"glu forward {act}", lambda act=act: glu_kernels.glu_forward(gate, up, act)
-        yield (
-            f"glu backward {act}",
-            lambda act=act: glu_kernels.glu_backward(new(rows, inner), gate, up, act, want_h=True),
-        )
-        if capability < 80:
-            continue
-        low = glu_kernels.GluLowRank(new(rows, 2 * rank), new(2 * inner, rank), new(rank, inner))
-        ahead, back = (
-            glu_kernels.lora_tile(name, SHARED_MEMORY[capability], rank, rank, dtype.itemsize)
-            for name in ("glu_forward_lora", "glu_backward_lora")
-        )
-        yield (
-            f"glu forward {act}, lora",
-            lambda act=act, low=low, tile=ahead: glu_kernels.glu_forward(gate, up, act, low, tile=tile),
-        )
-        yield (
-            f"glu backward {act}, lora",
-            lambda act=act, low=low, tile=back: glu_kernels.glu_backward(
-                new(rows, inner), gate, up, act, lowrank=low, dya=new(rows, rank), want_h=True, tile=tile
-            ),
-        )
-    yield (
-        "lowrank add",
-        lambda: lowrank_add.lowrank_add(
-            new(rows, hidden), new(rows, rank), new(hidden, rank), new(rows, hidden), triton_kernel=True
-        ),
-    )
-    partial = new(4, rows, 3 * rank, of=torch.float32)
-    yield "row sums", lambda: row_sums.row_sums(partial, partial[0, :, 0], dtype, triton_kernel=True)
-    yield "column sums", lambda: row_sums.column_sums(new(528, hidden, of=torch.float32))
+def rotary_cases(new: Maker, rank: int, capability: int) -> Launches:
+    """As :func:`cases`, of the rotation behind a QKV projection."""
+    shared, rows = SHARED_MEMORY[capability], 256
     for name, q_heads, k_heads, size in (
-        ("", 32, 8, head),
+        ("", 32, 8, 128),
         (", heads of 192", 16, 8, 192),
         (", wide heads", 16, 8, 256),
     ):
-        angles = new(1, rows, size)
-        rotary = qkv_parts.Rotary(angles, angles, q_heads, k_heads)
-        width = (q_heads + 2 * k_heads) * size
+        angles, width = new(1, rows, size), (q_heads + 2 * k_heads) * size
+        rotary, b = qkv_parts.Rotary(angles, angles, q_heads, k_heads), new(width, rank)
         yield (
             f"qkv rope forward{name}",
-            lambda rotary=rotary, width=width: qkv_rope.qkv_rope_forward(
-                new(rows, width), new(rows, 3 * rank), new(width, rank), rotary
-            ),
+            partial(qkv_rope.qkv_rope_forward, new(rows, width), new(rows, 3 * rank), b, rotary),
         )
-        queries, keys = new(1, q_heads, rows, size), new(1, k_heads, rows, size)
+        keys = new(1, k_heads, rows, size)
+        tile = qkv_rope.backward_tile(shared, size, rank)
+        grads = (new(1, q_heads, rows, size), keys, keys)
         yield (
             f"qkv rope backward{name}",
-            lambda rotary=rotary, width=width, queries=queries, keys=keys, size=size: qkv_rope.qkv_rope_backward(
-                queries,
-                keys,
-                keys,
-                new(width, rank),
-                rotary,
-                dtype,
-                tile=qkv_rope.backward_tile(SHARED_MEMORY[capability], size, rank),
-            ),
+            partial(qkv_rope.qkv_rope_backward, *grads, b, rotary, new.dtype, tile=tile),
         )
-    yield from head_norm_cases(rank, dtype, capability)
-    yield from generation_cases(dtype, capability)
-    yield from bitnet_cases(dtype, capability)
-    weight = nf4.quantize_nf4(torch.ones(64, hidden), double_quant=True)
+    rows = 512
+    for name, q_heads, k_heads, size in (("", 32, 8, 128), (", wide heads", 8, 4, 256)):
+        angles, weight, width = new(1, rows, size), new(size, of=torch.float32), (q_heads + 2 * k_heads) * size
+        rotary = qkv_parts.Rotary(angles, angles, q_heads, k_heads)
+        norms, y = qkv_parts.HeadNorms(weight, weight, 1e-6, "llama"), new(rows, width)
+        grads = (new(1, q_heads, rows, size), new(1, k_heads, rows, size), new(1, k_heads, rows, size))
+        for lora in (False, True) if capability >= 80 else (False,):
+            xa, low = (new(rows, 3 * rank), new(width, rank)) if lora else (None, None)
+            tile = qkv_norm_rope.backward_tile(shared, size, rank if lora else 0)
+            end = f"{', lora' if lora else ''}{name}"
+            ahead, back = qkv_norm_rope.qkv_norm_rope_forward, qkv_norm_rope.qkv_norm_rope_backward
+            yield f"qkv norm rope forward{end}", partial(ahead, y, xa, low, rotary, norms)
+            operands = (grads, y, low, rotary, norms, new.dtype)
+            yield f"qkv norm rope backward{end}", partial(back, *operands, want_dw=low is None, tile=tile)
+
+
+def glu_cases(new: Maker, rank: int, capability: int) -> Launches:
+    """As :func:`cases`, of the gated unit. Without products inside it below 8.0, where they are not used."""
+    rows = 256
+    gate, up = new(rows, 2 * INNER).chunk(2, 1)
+    dh = new(rows, INNER)
+    low = glu_kernels.GluLowRank(new(rows, 2 * rank), new(2 * INNER, rank), new(rank, INNER))
+    for act in ("silu", "gelu_tanh"):
+        yield f"glu forward {act}", partial(glu_kernels.glu_forward, gate, up, act)
+        yield f"glu backward {act}", partial(glu_kernels.glu_backward, dh, gate, up, act, want_h=True)
+        if capability < 80:
+            continue
+        ahead, back = (
+            glu_kernels.lora_tile(name, SHARED_MEMORY[capability], rank, rank, new.dtype.itemsize)
+            for name in ("glu_forward_lora", "glu_backward_lora")
+        )
+        yield f"glu forward {act}, lora", partial(glu_kernels.glu_forward, gate, up, act, low, tile=ahead)
+        more = {"lowrank": low, "dya": new(rows, rank), "want_h": True, "tile": back}
+        yield f"glu backward {act}, lora", partial(glu_kernels.glu_backward, dh, gate, up, act, **more)
+
+
+def norm_cases(new: Maker) -> Launches:
+    """As :func:`cases`, of norms and of rows in fp8."""
+    x, w, rstd = new(256, HIDDEN), new(HIDDEN), new(256, of=torch.float32)
+    for form in ("llama", "gemma"):
+        yield f"norm forward {form}", partial(norm_parts.norm_forward, x, w, 1e-5, form)
+        yield f"norm backward {form}", partial(norm_parts.norm_backward, x, x, w, rstd, form, d_sum=x)
+    ahead = partial(norm_parts.norm_forward, x, w, 1e-5, "llama")
+    yield "norm forward, residual", partial(ahead, residual=x, where="before")
+    yield "norm backward, dw", partial(norm_parts.norm_backward, x, x, w, rstd, "llama", want_dw=True)
+    for name, width, widest in WIDTHS:
+        yield f"quantize rows {name}", partial(fp8_kernels.quantize_fp8_triton, new(256, width), widest=widest)
+    yield "norm forward, quantized", partial(ahead, quantized=(new(256, HIDDEN, of=fp8_kernels.E4M3), rstd))
+    yield "norm over heads", partial(norm_parts.norm_forward, new(1, 256, 32, 128), new(128), 1e-5, "llama")
+
+
+def cases(rank: int, dtype: torch.dtype, capability: int) -> Launches:
+    """(name, launch) of every kernel at the shapes of Llama-3.1-8B, and with Gemma-2's heads; few rows, since nothing
+    runs.
+    """
+    new, rows, labels = Maker(dtype), 256, torch.zeros(4, dtype=torch.int64)
+    options = cross_entropy.LossOptions
+    for name, opts in (("plain", options()), ("softcap", options(30.0)), ("smooth", options(0.0, 1.0, 0.1))):
+        chunk = (new(4, VOCABULARY), labels, opts)
+        yield f"cross_entropy {name}", partial(cross_entropy.cross_entropy_rows, *chunk, want_grad=True)
+    yield from norm_cases(new)
+    q, k, cos = new(1, 32, rows, 128), new(1, 8, rows, 128), new(1, rows, 128)
+    yield "rope", partial(rope._launch, q, k, cos, cos, transposed=False)
+    yield from glu_cases(new, rank, capability)
+    sums = (new(rows, HIDDEN), new(rows, rank), new(HIDDEN, rank), new(rows, HIDDEN))
+    yield "lowrank add", partial(lowrank_add.lowrank_add, *sums, triton_kernel=True)
+    partial_sums = new(4, rows, 3 * rank, of=torch.float32)
+    yield "row sums", partial(row_sums.row_sums, partial_sums, partial_sums[0, :, 0], dtype, triton_kernel=True)
+    yield "column sums", partial(row_sums.column_sums, new(528, HIDDEN, of=torch.float32))
+    yield from rotary_cases(new, rank, capability)
+    yield from generation_cases(new, capability)
+    yield from bitnet_cases(new, capability)
+    weight = nf4.quantize_nf4(torch.ones(64, HIDDEN), double_quant=True)
     n = weight.nested
     assert n is not None
-    for name, absmax, nested in (
-        ("nested", weight.absmax, (n.absmax, n.table, n.offset, n.block_size)),
-        ("plain", nf4.block_scales(weight), None),
-    ):
-        yield (
-            f"nf4 {name}",
-            lambda absmax=absmax, nested=nested: nf4_kernels.dequantize_nf4_triton(
-                weight.data, absmax, weight.table, nested, new(64, hidden), weight.block_size
-            ),
-        )
+    nested = (n.absmax, n.table, n.offset, n.block_size)
+    for name, absmax, scales in (("nested", weight.absmax, nested), ("plain", nf4.block_scales(weight), None)):
+        operands = (weight.data, absmax, weight.table, scales, new(64, HIDDEN), weight.block_size)
+        yield f"nf4 {name}", partial(nf4_kernels.dequantize_nf4_triton, *operands)
 
 
 def compile_instead_of_launch(record: list[Any], reports: Path) -> Callable[..., Any]:

@@ -1,16 +1,18 @@
-"""What N GPUs of one host achieve: training with adapters, full fine-tuning, a 70B base, rollouts, preemption.
+"""What N GPUs of one host achieve: training, weights that are sharded, rows that are shared, rollouts, stops and kills.
 
-    python kernels/bench/scaling.py FOLDER [--gpus 8] [--only lora,full,70b,rollouts,resume] [--steps 4] [--profile]
+    python kernels/bench/scaling.py FOLDER --gpus 8 [--only ddp,full,70b,context,rollouts,resume,killed] [--steps 4]
+    python kernels/bench/scaling.py FOLDER --device cpu             # two processes of a small model: does it run at all
 
-Random weights of the true shapes, 2 x 4096 tokens a GPU. Five minutes on 2 x H200, and within ten on eight. Writes
-FOLDER/scaling.json and what the commands print. ``--gpus cpu`` is two processes of a small model, to try the script.
-``--profile`` records a further step of each kind: its kernels by time, and how long rank 0's GPU worked in it.
-NVLink multicast is not needed, and stays as the environment has it (NCCL_NVLS_ENABLE).
+Random weights of the true shapes, 2 x 4096 tokens a GPU. Five minutes on 2 x H200. FOLDER keeps what the commands
+print. ``context`` is rows that all GPUs share (launch.context_parallel_size), --length tokens on one GPU and on all.
+``resume`` is how long a run takes to start, and one on all GPUs that SIGTERM ends and half of them go on with;
+``killed`` is a run of which rank 1 is killed. The memory of sharded weights is measured by `memory.py --gpus 2`, GRPO
+by `grpo_step.py --gpus 2`. NVLink multicast stays as the environment has it (NCCL_NVLS_ENABLE).
 """
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import json
 import os
 import signal
@@ -22,158 +24,229 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpus import TINY, Run, bench
+from common import GIB, RECIPES, TINY_STEP, Table, bench, parser, require_device, settings
+from rows import UNTRAINED
 
-_EIGHT, _SEVENTY = "recipes/llama3.1-8b.yaml", "recipes/llama3.1-70b-qlora.yaml"
 #: Completions that are generated at a time on each GPU.
 _ROLLOUTS = 64
+_SMALL = ("data.eval=[]", "eval.every_steps=null", "logging.every_steps=1", "train.gradient_accumulation_steps=1")
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What is to be measured: on ``gpus`` GPUs by the command line's ``spread`` words, into ``out``."""
+class Host:
+    """Where it is measured: ``gpus`` GPUs, or two processes of a small model on a CPU."""
 
-    out: Path
+    folder: Path
     gpus: int
-    spread: tuple[str, ...]
-    steps: tuple[str, ...]
-    recipe: str | None
+    steps: int
+    length: int
     tiny: bool
+    table: Table
+
+    @property
+    def ranks(self) -> list[str]:
+        """The words that take all GPUs."""
+        return settings("launch.num_processes=2") if self.tiny else ["--gpus", str(self.gpus)]
+
+    def bench(self, name: str, recipe: str, *words: str) -> dict[str, Any]:
+        """The result of `ftcli bench` at 2 x 4096 tokens a GPU, and how it ended."""
+        shape = TINY_STEP if self.tiny else ("--batch", "2", "--seq", "4096")
+        words = (*shape, "--steps", str(self.steps), *words)
+        answer = bench("smoke" if self.tiny else recipe, *words, log=self.folder / f"{name}.log")
+        return {**answer.result, "exit": answer.status, "said": answer.said}
+
+    def show(self, what: str, value: float | None, aim: str = "", **more: Any) -> None:
+        """Adds a row."""
+        self.table.add(what=what, value=value, aim=aim, **more)
 
 
-def _each(found: dict[str, Any]) -> float | None:
-    in_all = (found.get("several") or {}).get("tokens_per_second_in_all")
-    return None if in_all is None else in_all / found["several"]["gpus"]
+def in_all(found: dict[str, Any]) -> float | None:
+    """Tokens a second of all ranks together."""
+    rate: float | None = (found.get("several") or {}).get("tokens_per_second_in_all")
+    return rate
 
 
-def _row(what: str, value: float | None, aim: float, unit: str, **more: Any) -> dict[str, Any]:
-    return {"what": what, "value": value, "aim": aim, "unit": unit, **more}
+def peaks(found: dict[str, Any]) -> str:
+    """GiB at the peak of the rank that needed most, and as predicted."""
+    most = max((found.get("several") or {}).get("peak_memory_bytes_of_each") or [found.get("peak_memory_bytes") or 0])
+    predicted = found.get("predicted_allocated_bytes") or found.get("predicted_peak_bytes") or 0
+    return f"{most / GIB:.2f} GiB ({predicted / GIB:.2f} predicted), exit {found['exit']}"
 
 
-def lora(asked: Asked) -> list[dict[str, Any]]:
+def ddp(host: Host) -> None:
     """Training with adapters: all GPUs together over as many times one of them alone, which is measured first."""
-    recipe = asked.recipe or _EIGHT
-    one = bench(asked.out, "lora-one", recipe, asked.steps)
-    together = bench(asked.out, "lora-all", recipe, (*asked.steps, *asked.spread))
-    alone, each = one["tokens_per_second"], _each(together)
-    share = None if alone is None or each is None else each / alone
-    return [
-        _row("8B LoRA, DDP: share of as many single GPUs", share, 0.97, "", one=one, together=together),
-        _row("8B LoRA, DDP: tokens/s in all", None if each is None else each * asked.gpus, 16_000.0 * asked.gpus, ""),
-    ]
+    one = host.bench("ddp-one", "llama3.1-8b")
+    together = host.bench("ddp-all", "llama3.1-8b", *host.ranks)
+    alone, all_ = one.get("tokens_per_second"), in_all(together)
+    share = None if alone is None or all_ is None else all_ / host.gpus / alone
+    host.show("8B LoRA, ddp: share of as many single GPUs", share, "0.97", note=peaks(together), found=[one, together])
+    host.show("8B LoRA, ddp: tokens/s in all", all_)
 
 
-def full(asked: Asked) -> list[dict[str, Any]]:
-    """Full fine-tuning with the weights spread over the GPUs."""
-    words = ("--set", "lora=null", "--set", "launch.engine=fsdp", *asked.steps, *asked.spread)
-    found = bench(asked.out, "full", asked.recipe or _EIGHT, words)
-    return [_row("8B full, FSDP2: tokens/s a GPU", _each(found), 8_200.0, "", found=found)]
+def full(host: Host) -> None:
+    """Full fine-tuning with the weights sharded over the GPUs."""
+    found = host.bench("full", "llama3.1-8b", *settings("lora=null", "launch.engine=fsdp"), *host.ranks)
+    _each(host, "8B full, fsdp: tokens/s a GPU", found, "8,200")
 
 
-def seventy(asked: Asked) -> list[dict[str, Any]]:
-    """Adapters on a 70B base in NF4, spread over the GPUs, whole layers run again."""
-    words = ("--set", "train.gradient_checkpointing=true", "--set", "launch.engine=fsdp", *asked.steps, *asked.spread)
-    words += ("--set", "quantization.method=nf4") if asked.tiny else ("--steps", "3")  # of six seconds each
-    found = bench(asked.out, "70b", asked.recipe or _SEVENTY, words)
-    return [_row("70B NF4, FSDP2: tokens/s a GPU", _each(found), 1_200.0, "", found=found)]
+def seventy(host: Host) -> None:
+    """Adapters on a 70B base in NF4, sharded over the GPUs, every layer checkpointed."""
+    changes = ["train.gradient_checkpointing=true", "launch.engine=fsdp"]
+    changes += ["quantization.method=nf4"] if host.tiny else []
+    found = host.bench("70b", "llama3.1-70b-qlora", *settings(*changes), *host.ranks)
+    _each(host, "70B NF4, fsdp: tokens/s a GPU", found, "1,200")
 
 
-def rollouts(asked: Asked) -> list[dict[str, Any]]:
+def _each(host: Host, what: str, found: dict[str, Any], aim: str) -> None:
+    rate = in_all(found)
+    host.show(what, None if rate is None else rate / host.gpus, aim, note=peaks(found), found=found)
+
+
+def context(host: Host) -> None:
+    """One row of --length tokens a step on one GPU, and shared by all."""
+    policy = ("train.gradient_checkpointing=true", "data.packing=false")
+    length = "64" if host.tiny else str(host.length)
+    words = ["--batch", "1", "--seq", length, "--steps", str(host.steps)]
+    words += settings("model.kernels=reference") if host.tiny else []
+    for ranks in (1, host.gpus):
+        changes = settings(*policy, f"launch.context_parallel_size={ranks}", f"launch.num_processes={ranks}")
+        recipe, log = "smoke" if host.tiny else "llama3.1-8b-qlora", host.folder / f"context-{ranks}.log"
+        answer = bench(recipe, *words, *changes, log=log)
+        found = {**answer.result, "exit": answer.status}
+        rate = in_all(found) or found.get("tokens_per_second")
+        host.show(f"a row of {length} tokens on {ranks}: tokens/s", rate, note=peaks(found), found=found)
+
+
+def rollouts(host: Host) -> None:
     """Completions: an engine on each GPU at the same time, over as many times one of them alone."""
-    alone = _generate(asked, [0])
-    together = _generate(asked, list(range(asked.gpus)))
-    share = sum(together) / (asked.gpus * alone[0]) if alone and len(together) == asked.gpus else None
-    return [_row("rollouts: share of as many single GPUs", share, 0.95, "", alone=alone, together=together)]
+    alone, together = _generate(host, [0]), _generate(host, list(range(host.gpus)))
+    whole = alone and len(together) == host.gpus
+    share = sum(together) / (host.gpus * alone[0]) if whole else None
+    host.show("rollouts: share of as many single GPUs", share, "0.95", found=[alone, together])
 
 
-def _generate(asked: Asked, gpus: Sequence[int]) -> list[float]:
-    """Tokens a second of each, prompts included."""
-    command = [sys.executable, str(Path(__file__).with_name("generation.py")), "--cases", "merged", "--no-tables"]
-    command += ["--batches", "2", "--tiny"] if asked.tiny else ["--batches", str(_ROLLOUTS)]
-    with (asked.out / f"rollouts-{len(gpus)}.log").open("wb") as log:
-        running = [
-            subprocess.Popen(  # noqa: S603
-                command,
-                env={**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)},
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-            )
-            for gpu in gpus
-        ]
-        said = [each.communicate()[0] for each in running]
-    lines = [line for text in said for line in text.splitlines() if line.startswith("{")]
-    return [float(json.loads(line)["tokens_per_second"]) for line in lines]
+def _generate(host: Host, gpus: Sequence[int]) -> list[float]:
+    """Tokens a second of each GPU, prompts included."""
+    script, running = str(Path(__file__).with_name("generation.py")), []
+    for gpu in gpus:
+        out = host.folder / f"rollouts-{gpu}-of-{len(gpus)}.json"
+        words = ["--device", "cpu"] if host.tiny else ["--cases", "merged", "--batches", str(_ROLLOUTS)]
+        command = [sys.executable, script, *words, "--json", str(out)]
+        env = {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)}
+        log = out.with_suffix(".log").open("wb")
+        running.append((subprocess.Popen(command, env=env, stdout=log, stderr=log), out))  # noqa: S603
+    done = [(process.wait(), out) for process, out in running]
+    rows = [json.loads(out.read_text())["rows"][0] for status, out in done if status == 0]
+    return [float(row["tokens/s"]) for row in rows]
 
 
-def resume(asked: Asked) -> list[dict[str, Any]]:
-    """Seconds to the first step on one GPU and on all; a run on all that is preempted goes on with half of them."""
-    recipe = asked.recipe or _EIGHT
-    one = Run(asked.out, "start-one", recipe, ("--output-dir", str(asked.out / "one"), "--max-steps", "2"))
-    first_alone = one.until("train 1/", 240.0)
+class Run:
+    """A run of `ftcli train` on random weights whose output is read as it comes."""
+
+    def __init__(self, host: Host, name: str, to: str, steps: int, *words: str) -> None:
+        self.began = time.perf_counter()
+        self.log = host.folder / f"{name}.log"
+        recipe = RECIPES / ("smoke.yaml" if host.tiny else "llama3.1-8b.yaml")
+        changes = (*UNTRAINED, *_SMALL, "eval.tasks=[]", *(() if host.tiny else ("data.max_seq_len=512",)))
+        given = ["--offline", "--resume", "auto", "--output-dir", str(host.folder / to), "--max-steps", str(steps)]
+        with self.log.open("wb") as log:
+            command = [sys.executable, "-m", "ftcli", "train", str(recipe), *settings(*changes), *given, *words]
+            self.process = subprocess.Popen(command, stdout=log, stderr=log)  # noqa: S603
+
+    def until(self, word: str, seconds: float = 240.0) -> float | None:
+        """Seconds since the start until ``word`` is printed; None when it never is."""
+        while time.perf_counter() - self.began < seconds:
+            if word in self.log.read_text(errors="replace"):
+                return time.perf_counter() - self.began
+            if self.process.poll() is not None:
+                break
+            time.sleep(0.05)
+        return None
+
+    def rank(self, number: int) -> int | None:
+        """The pid of a rank."""
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                child = f"PPid:\t{self.process.pid}\n" in (folder / "status").read_text()
+                if child and f"RANK={number}".encode() in (folder / "environ").read_bytes().split(b"\0"):
+                    return int(folder.name)
+        return None
+
+    def ended(self, seconds: float = 240.0) -> dict[str, Any]:
+        """Exit status, seconds until then, and the last message."""
+        began = time.perf_counter()
+        try:
+            self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+        said = self.log.read_text(errors="replace").strip().splitlines()[-1:]
+        return {"exit": self.process.wait(), "seconds": time.perf_counter() - began, "said": "".join(said)[:120]}
+
+
+def resume(host: Host) -> None:
+    """Seconds to the first step on one GPU and on all; a run that is preempted goes on with half of the GPUs."""
+    one = Run(host, "start-one", "one", 2)
+    alone = one.until("train 1/")
     one.ended()
-    place = ("--output-dir", str(asked.out / "preempted"), "--max-steps", "24" if asked.tiny else "60")
-    begun = Run(asked.out, "preempted", recipe, (*place, *asked.spread))
-    first = begun.until("train 1/", 240.0)
+    begun = Run(host, "preempted", "preempted", 24 if host.tiny else 60, *host.ranks)
+    first = begun.until("train 1/")
+    host.show("seconds to the first step on one GPU", alone)
+    host.show("seconds to the first step on all", first, "at most 5 more")
     begun.until("train 4/")
     begun.process.send_signal(signal.SIGTERM)
     stopped = begun.ended()
-    fewer = max(1, asked.gpus // 2)
+    host.show("exit of the run that SIGTERM ended", stopped["exit"], "75", note=f"{stopped['seconds']:.1f} s")
+    fewer = max(1, host.gpus // 2)
     words = () if fewer == 1 else ("--gpus", str(fewer))
-    again = Run(asked.out, "resumed", recipe, (*place, *words))
-    resumed = again.until("resum", 240.0)
-    ended = again.ended(240.0)
-    return [
-        _row("seconds to the first step beyond one GPU's", first - first_alone, 5.0, "at most", of_one=first_alone),
-        _row(f"exit of the preempted run (75), then with {fewer} of the GPUs (0)", stopped["exit"], 75.0, "exactly"),
-        _row(f"exit of the run that went on with {fewer}", ended["exit"], 0.0, "exactly", said=ended, told=resumed),
-    ]
+    ended = Run(host, "resumed", "preempted", 24 if host.tiny else 60, *words).ended()
+    host.show(f"exit of the run that resumed it on {fewer}", ended["exit"], "0", note=ended["said"])
 
 
-_PARTS: dict[str, Callable[[Asked], list[dict[str, Any]]]] = {
-    "lora": lora,
+def killed(host: Host) -> None:
+    """How a run ends of which rank 1 is killed."""
+    run = Run(host, "killed", "killed", 4000, *host.ranks)
+    run.until("train 5/")
+    pid = run.rank(1)
+    if pid is not None:
+        os.kill(pid, signal.SIGKILL)
+    ended = run.ended(90)
+    note = ended["said"] if pid is not None else "rank 1 was not found"
+    host.show("exit of a run whose rank 1 was killed", ended["exit"], "75", note=f"{ended['seconds']:.1f} s: {note}")
+
+
+PARTS: dict[str, Callable[[Host], None]] = {
+    "ddp": ddp,
     "full": full,
     "70b": seventy,
+    "context": context,
     "rollouts": rollouts,
     "resume": resume,
+    "killed": killed,
 }
 
 
-def _met(row: dict[str, Any]) -> str:
-    value, aim = row["value"], row["aim"]
-    if value is None:
-        return "not measured"
-    met = value == aim if row["unit"] == "exactly" else value <= aim if row["unit"] == "at most" else value >= aim
-    return "met" if met else "missed"
-
-
-def main() -> int:
-    """Measures part after part; what fails is left out of the table, and its output says why."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--gpus", default="8")
-    parser.add_argument("--only", default=",".join(_PARTS))
-    parser.add_argument("--steps", default="4")
-    parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--recipe", help="in place of all recipes, to try the script")
-    given = parser.parse_args()
-    given.folder.mkdir(parents=True, exist_ok=True)
-    cpu = given.gpus == "cpu"
-    spread = ("--set", "launch.num_processes=2") if cpu else ("--gpus", given.gpus)
-    steps = ("--steps", given.steps, *(("--profile",) if given.profile else ()), *(TINY if cpu else ()))
-    recipe = given.recipe or ("recipes/smoke.yaml" if cpu else None)
-    asked = Asked(given.folder, 2 if cpu else int(given.gpus), spread, steps, recipe, tiny=cpu)
-    rows: list[dict[str, Any]] = []
-    for name in given.only.split(","):
-        began = time.perf_counter()
-        for row in _PARTS[name](asked):
-            rows.append(row)
-            shown = "none" if row["value"] is None else f"{row['value']:,.4g}"
-            print(f"| {row['what']} | {shown} | {row['unit']} {row['aim']:,g} | {_met(row)} |", flush=True)
-            (given.folder / "scaling.json").write_text(json.dumps(rows, indent=1))
-        print(f"{name}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
-    return 0
+def main() -> None:
+    """Measures part after part; what fails has a row without a value, and FOLDER says why."""
+    arguments = parser(__doc__)
+    arguments.add_argument("folder", type=Path)
+    arguments.add_argument("--gpus", type=int, default=2)
+    arguments.add_argument("--only", default=",".join(PARTS))
+    arguments.add_argument("--steps", type=int, default=4)
+    arguments.add_argument("--length", type=int, default=32768, help="tokens of a row that GPUs share")
+    options = arguments.parse_args()
+    require_device(options.device)
+    names = options.only.split(",")
+    if unknown := set(names) - set(PARTS):
+        arguments.error(f"no such parts: {sorted(unknown)}")
+    options.folder.mkdir(parents=True, exist_ok=True)
+    table = Table({"what": "", "value": ",.4g", "aim": "", "note": ""})
+    tiny = options.device == "cpu"
+    folder = options.folder.absolute()
+    host = Host(folder, 2 if tiny else options.gpus, options.steps, options.length, tiny, table)
+    for name in names:
+        PARTS[name](host)
+        table.save(options.json)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

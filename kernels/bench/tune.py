@@ -1,10 +1,14 @@
-"""Time the tiles that ``ftkernels/tiles.py`` chooses between, and print the best of each kernel and the one in use.
+"""Times the tiles that kernels choose between, and prints the fastest of each kernel and the one in use.
 
     python kernels/bench/tune.py --model llama3.1-8b
+    python kernels/bench/tune.py --model gemma2-9b --only attention
+    TRITON_INTERPRET=1 python kernels/bench/tune.py --device cpu --only norm_forward      # does it run at all
 
-The table in ``tiles.py`` is then edited by hand: nothing is searched for while training. Every kernel has a process of
-its own, and a new one from the next tile on when a tile brings it down: an illegal access spoils a CUDA context for
-good. Tiles that fail are named. All kernels compile at once first, then they are timed one after the other.
+The tables in ``ftkernels`` (``tiles.py``, ``attention_config.py``, ``int8_product.py``, ``limits.py``) are then edited
+by hand: nothing is searched for while training. Every kernel has a process of its own, and a new one from the next tile
+on when a tile brings it down: an illegal access spoils a CUDA context for good. Tiles that fail are named, and so are
+tiles of attention whose results are not those of the tile in use. All kernels compile at once first, then they are
+timed one after the other. Rates are TB/s over the bytes that have to move; of products TFLOP/s.
 """
 
 from __future__ import annotations
@@ -15,29 +19,88 @@ import subprocess
 import sys
 from collections.abc import Callable
 from itertools import product
-from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import triton
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from cases import Maker
-from ftkernels import cross_entropy, glu_kernels, lowrank_add, norm_parts, qkv_norm_rope, qkv_parts, qkv_rope
+from attention import KERNELS as ATTENTION_KERNELS
+from attention import Attention, tile_of
+from common import Table, parser
+from ftkernels import (
+    cross_entropy,
+    glu_kernels,
+    int8_product,
+    lowrank_add,
+    norm_parts,
+    qkv_norm_rope,
+    qkv_parts,
+    qkv_rope,
+)
+from ftkernels.attention_config import AttentionTile
+from ftkernels.bitlinear_kernels import quantize_int8_triton
+from ftkernels.int8_product import ProductTile
+from ftkernels.linear_log_prob import linear_log_prob
+from ftkernels.ternary import ternarise
 from ftkernels.tiles import Tile
-from shapes import SHAPES, Shape
-from timing import Clock
+from timing import SHAPES, Clock, Maker, Shape, require_interpreter, shape_of, start
+from torch import Tensor
+from triton.runtime.errors import OutOfResources, PTXASError
 
-Launch = Callable[[Tile | None], object]
-# (bytes moved, launch, tiles to try)
-Case = tuple[float, Launch, list[Tile]]
+#: A tile that the compiler refuses, or that does not fit the GPU, is no candidate.
+UNUSABLE = (triton.CompilationError, OutOfResources, PTXASError)
+_RESTARTS = 4
 
 
-def _flat() -> list[Tile]:
+class Case(NamedTuple):
+    """Work of a launch (bytes, or operations of a product), the launch, and the tiles to try."""
+
+    work: float
+    launch: Callable[[Any], object]
+    tiles: list[Any]
+
+
+# queries, keys, warps, stages, TMA
+ATTENTION_TILES: dict[tuple[str, int], list[tuple[int, int, int, int, bool]]] = {
+    ("fwd", 256): [
+        (128, 64, 8, 2, True), (128, 64, 8, 2, False), (128, 32, 8, 3, True), (128, 32, 8, 4, True),
+        (64, 64, 4, 2, True), (64, 64, 4, 3, True), (128, 64, 8, 1, True),
+    ],
+    ("dq", 256): [
+        (128, 32, 8, 3, False), (128, 32, 8, 3, True), (128, 32, 8, 2, True), (64, 64, 4, 2, True),
+        (64, 64, 4, 2, False), (64, 64, 8, 2, True), (64, 32, 4, 3, True), (64, 32, 4, 4, True), (128, 64, 8, 1, True),
+    ],
+    ("dk", 256): [
+        (64, 64, 4, 2, True), (64, 64, 4, 2, False), (32, 128, 8, 2, True), (32, 128, 8, 2, False),
+        (64, 64, 8, 2, True), (64, 64, 8, 2, False), (32, 64, 4, 3, True), (32, 64, 4, 4, True), (32, 64, 4, 2, False),
+        (64, 128, 8, 1, True),
+    ],
+    ("dv", 256): [
+        (64, 128, 8, 2, True), (64, 128, 8, 2, False), (32, 128, 8, 3, True), (32, 128, 8, 4, True),
+        (64, 64, 4, 2, True), (64, 64, 4, 3, True), (64, 128, 8, 1, True),
+    ],
+    ("dkv", 256): [(32, 64, 8, 2, True), (32, 64, 8, 3, True)],
+    ("fwd", 128): [
+        (128, 128, 8, 2, True), (128, 128, 8, 2, False), (128, 64, 8, 3, True), (128, 64, 8, 2, True),
+        (128, 64, 4, 3, True), (64, 64, 4, 3, True), (64, 128, 4, 2, True), (128, 128, 8, 3, False),
+    ],
+    ("dq", 128): [
+        (128, 64, 8, 2, True), (128, 64, 8, 3, True), (128, 64, 8, 2, False), (64, 64, 4, 3, True),
+        (64, 64, 4, 2, True), (64, 128, 4, 2, True), (128, 128, 8, 1, True), (128, 32, 4, 3, True),
+    ],
+    ("dkv", 128): [
+        (64, 128, 8, 2, True), (64, 128, 8, 2, False), (64, 64, 4, 2, True), (64, 64, 4, 2, False),
+        (32, 128, 8, 3, True), (64, 128, 8, 3, True), (32, 64, 4, 3, True), (32, 128, 4, 2, True),
+    ],
+    ("dk", 128): [(64, 128, 8, 2, True), (64, 128, 8, 3, True), (64, 64, 4, 2, True), (64, 64, 4, 3, True)],
+    ("dv", 128): [(64, 128, 8, 2, True), (128, 128, 8, 2, True), (64, 64, 4, 3, True), (64, 128, 8, 3, True)],
+}  # fmt: skip
+
+
+def _flat() -> list[Any]:
     return [Tile(m, n, w) for m, n, w in product((1, 4, 16), (256, 512, 1024), (4, 8)) if 1024 <= m * n <= 8192]
 
 
-def _dots() -> list[Tile]:
+def _dots() -> list[Any]:
     tiles = product(
         ((32, 64, 4), (64, 32, 4), (64, 64, 4), (64, 128, 4), (64, 128, 8), (128, 64, 8), (128, 32, 4)),
         (2, 3),
@@ -46,7 +109,7 @@ def _dots() -> list[Tile]:
     return [Tile(m, n, w, s, p) for (m, n, w), s, p in tiles]
 
 
-def _widths(rows: tuple[int, ...]) -> list[Tile]:
+def _widths(rows: tuple[int, ...]) -> list[Any]:
     """Columns are those of the whole row; only rows a program and warps are chosen."""
     return [Tile(m, 0, w) for m, w in product(rows, (4, 8, 16))]
 
@@ -54,14 +117,14 @@ def _widths(rows: tuple[int, ...]) -> list[Tile]:
 def glu_forward(make: Maker, shape: Shape, rank: int) -> Case:
     """The plain unit."""
     gate, up = make.new(shape.tokens, 2 * shape.inner).chunk(2, 1)
-    return 6 * gate.numel(), lambda t: glu_kernels.glu_forward(gate, up, shape.activation, tile=t), _flat()
+    return Case(6 * gate.numel(), lambda t: glu_kernels.glu_forward(gate, up, shape.activation, tile=t), _flat())
 
 
 def glu_backward(make: Maker, shape: Shape, rank: int) -> Case:
     """The plain unit's backward, h included."""
     gate, up = make.new(shape.tokens, 2 * shape.inner).chunk(2, 1)
     dh = make.new(shape.tokens, shape.inner)
-    return (
+    return Case(
         12 * dh.numel(),
         lambda t: glu_kernels.glu_backward(dh, gate, up, shape.activation, want_h=True, tile=t),
         _flat(),
@@ -77,7 +140,7 @@ def glu_forward_lora(make: Maker, shape: Shape, rank: int) -> Case:
     """With the adapters' terms and their sums."""
     gate, up = make.new(shape.tokens, 2 * shape.inner).chunk(2, 1)
     low = _low(make, shape, rank)
-    return 6 * gate.numel(), lambda t: glu_kernels.glu_forward(gate, up, shape.activation, low, tile=t), _dots()
+    return Case(6 * gate.numel(), lambda t: glu_kernels.glu_forward(gate, up, shape.activation, low, tile=t), _dots())
 
 
 def glu_backward_lora(make: Maker, shape: Shape, rank: int) -> Case:
@@ -88,7 +151,7 @@ def glu_backward_lora(make: Maker, shape: Shape, rank: int) -> Case:
     def launch(tile: Tile | None) -> object:
         return glu_kernels.glu_backward(dh, gate, up, shape.activation, lowrank=low, dya=dya, want_h=True, tile=tile)
 
-    return 12 * dh.numel(), launch, _dots()
+    return Case(12 * dh.numel(), launch, _dots())
 
 
 def add(make: Maker, shape: Shape, rank: int) -> Case:
@@ -96,7 +159,7 @@ def add(make: Maker, shape: Shape, rank: int) -> Case:
     y, xa = make.new(shape.tokens, shape.hidden), make.new(shape.tokens, rank)
     b, residual = make.new(shape.hidden, rank), make.new(shape.tokens, shape.hidden)
     tiles = [Tile(m, n, w) for m, n, w in product((16, 32, 64), (64, 128, 256), (4, 8)) if m * n <= 8192]
-    return 6 * y.numel(), lambda t: lowrank_add.lowrank_add(y, xa, b, residual, triton_kernel=True, tile=t), tiles
+    return Case(6 * y.numel(), lambda t: lowrank_add.lowrank_add(y, xa, b, residual, triton_kernel=True, tile=t), tiles)
 
 
 def _rotary(make: Maker, shape: Shape) -> qkv_parts.Rotary:
@@ -104,7 +167,7 @@ def _rotary(make: Maker, shape: Shape) -> qkv_parts.Rotary:
     return qkv_parts.Rotary(cos, cos, shape.q_heads, shape.k_heads)
 
 
-def _turns() -> list[Tile]:
+def _turns() -> list[Any]:
     """Columns are heads of one program. Whole tiles of 64 rows spill, and so do programs of a single head."""
     return [Tile(m, n, w) for m, n, w in product((16, 32), (2, 4, 8), (4, 8))]
 
@@ -114,7 +177,7 @@ def qkv_rope_forward(make: Maker, shape: Shape, rank: int) -> Case:
     width = (shape.q_heads + 2 * shape.k_heads) * shape.head_dim
     y, xa, b = make.new(shape.tokens, width, scale=0.1), make.new(shape.tokens, 3 * rank), make.new(width, rank)
     rotary = _rotary(make, shape)
-    return 4 * y.numel(), lambda t: qkv_rope.qkv_rope_forward(y, xa, b, rotary, tile=t), _turns()
+    return Case(4 * y.numel(), lambda t: qkv_rope.qkv_rope_forward(y, xa, b, rotary, tile=t), _turns())
 
 
 def qkv_rope_backward(make: Maker, shape: Shape, rank: int) -> Case:
@@ -123,7 +186,7 @@ def qkv_rope_backward(make: Maker, shape: Shape, rank: int) -> Case:
     sizes = (shape.q_heads, shape.k_heads, shape.k_heads)
     dq, dk, dv = (make.new(shape.batch, shape.seq_len, n, shape.head_dim).transpose(1, 2) for n in sizes)
     b, rotary = make.new(width, rank), _rotary(make, shape)
-    return (
+    return Case(
         4 * shape.tokens * width,
         lambda t: qkv_rope.qkv_rope_backward(dq, dk, dv, b, rotary, dq.dtype, tile=t),
         _turns(),
@@ -136,7 +199,7 @@ def qkv_rope_backward_by_head(make: Maker, shape: Shape, rank: int) -> Case:
     sizes = (shape.q_heads, shape.k_heads, shape.k_heads)
     dq, dk, dv = (make.new(shape.batch, n, shape.seq_len, shape.head_dim) for n in sizes)
     b, rotary = make.new(width, rank), _rotary(make, shape)
-    return (
+    return Case(
         4 * shape.tokens * width,
         lambda t: qkv_rope.qkv_rope_backward(dq, dk, dv, b, rotary, dq.dtype, tile=t),
         _turns(),
@@ -153,7 +216,7 @@ def qkv_norm_rope_forward(make: Maker, shape: Shape, rank: int) -> Case:
     heads = shape.q_heads + shape.k_heads
     y = make.new(shape.tokens, (heads + shape.k_heads) * shape.head_dim)
     rotary, norms = _rotary(make, shape), _norms(make, shape)
-    return (
+    return Case(
         4 * shape.tokens * heads * shape.head_dim,
         lambda t: qkv_norm_rope.qkv_norm_rope_forward(y, None, None, rotary, norms, tile=t),
         [Tile(8, 4, 4), *(Tile(m, n, w) for m, n, w in product((16, 32), (1, 2, 4, 8), (4, 8)))],
@@ -173,13 +236,13 @@ def qkv_norm_rope_backward(make: Maker, shape: Shape, rank: int) -> Case:
         )
 
     moved = 2 * shape.tokens * (3 * width - shape.k_heads * shape.head_dim)
-    return moved, launch, [Tile(m, n, w) for m, n, w in product((8, 16, 32), (1, 2, 4, 8), (4, 8))]
+    return Case(moved, launch, [Tile(m, n, w) for m, n, w in product((8, 16, 32), (1, 2, 4, 8), (4, 8))])
 
 
 def norm_forward(make: Maker, shape: Shape, rank: int) -> Case:
     """One norm of the residual stream."""
     x, w = make.new(shape.tokens, shape.hidden), make.new(shape.hidden)
-    return 4 * x.numel(), lambda t: norm_parts.norm_forward(x, w, 1e-5, shape.form, tile=t), _widths((1, 2, 4))
+    return Case(4 * x.numel(), lambda t: norm_parts.norm_forward(x, w, 1e-5, shape.form, tile=t), _widths((1, 2, 4)))
 
 
 def norm_backward(make: Maker, shape: Shape, rank: int) -> Case:
@@ -191,7 +254,7 @@ def norm_backward(make: Maker, shape: Shape, rank: int) -> Case:
     def launch(tile: Tile | None) -> object:
         return norm_parts.norm_backward(dy, x, w, rstd, shape.form, d_sum=passed, tile=tile)
 
-    return 8 * x.numel(), launch, _widths((1, 2, 4))
+    return Case(8 * x.numel(), launch, _widths((1, 2, 4)))
 
 
 def cross_entropy_rows(make: Maker, shape: Shape, rank: int) -> Case:
@@ -201,12 +264,68 @@ def cross_entropy_rows(make: Maker, shape: Shape, rank: int) -> Case:
     labels = torch.randint(0, shape.vocabulary, (rows,), device=make.device)
     options = cross_entropy.LossOptions(shape.softcap)
     tiles = [Tile(1, n, w) for n, w in product((2048, 4096, 8192, 16384, 32768), (4, 8, 16, 32))]
-    return (
+    return Case(
         6 * logits.numel(),
         lambda t: cross_entropy.cross_entropy_rows(logits, labels, options, want_grad=True, tile=t),
         [t for t in tiles if 4 <= t.columns // t.warps // 32 <= 64],
     )
 
+
+def attention(kernel: str) -> Callable[[Maker, Shape, int], Case]:
+    """One kernel of attention under a causal mask."""
+
+    def case(make: Maker, shape: Shape, rank: int) -> Case:
+        of = Attention.random(shape, make.device)
+        ranges, used = of.ranges(None), tile_of(of.tiles, kernel)
+        launch = of.kernels(ranges)[kernel]
+        tiles = [AttentionTile(*values) for values in ATTENTION_TILES.get((kernel, shape.head_dim), ())]
+        used = used or (tiles or [AttentionTile(32, 32, 4, 1)])[0]
+        return Case(of.flops(kernel, ranges), lambda t: launch(t or used), tiles)
+
+    return case
+
+
+def int8(rows: int, tiles: tuple[ProductTile, ...]) -> Callable[[Maker, Shape, int], Case]:
+    """BitNet's product of the gate's size, with many rows or with those of decoding."""
+
+    def case(make: Maker, shape: Shape, rank: int) -> Case:
+        x, masters = (torch.randn((n, shape.hidden), device=make.device) for n in (rows, shape.inner))
+        (q, step), ternary = quantize_int8_triton(x), ternarise(masters)
+        operands = (q, step, ternary.data, ternary.scale, None, torch.bfloat16)
+        work = 2.0 * rows * shape.hidden * shape.inner
+        return Case(work, lambda t: int8_product.int8_product(*operands, tile=t), list(tiles))
+
+    return case
+
+
+def log_prob(make: Maker, shape: Shape, rank: int) -> Case:
+    """Log-probabilities under the frozen head; the tile is of logits that exist at a time, rows by columns."""
+    x, w = make.new(shape.tokens, shape.hidden), make.new(shape.vocabulary, shape.hidden, scale=shape.hidden**-0.5)
+    labels = torch.randint(0, shape.vocabulary, (shape.tokens,), device=make.device)
+    tiles = list(product((1024, 2048, 4096), (8192, 16384, 32768)))
+
+    def launch(tile: tuple[int, int] | None) -> object:
+        return linear_log_prob(x, w, labels, **({} if tile is None else {"tile": tile}))
+
+    return Case(2.0 * shape.tokens * shape.vocabulary * shape.hidden, launch, tiles)
+
+
+MANY = (
+    ProductTile(128, 256, 128, 8, 3),
+    ProductTile(128, 128, 128, 4, 3),
+    ProductTile(128, 256, 128, 8, 4, described=True),
+    ProductTile(128, 128, 128, 4, 3, described=True),
+    ProductTile(128, 128, 64, 4, 6, described=True),
+    ProductTile(256, 64, 128, 4, 3, described=True),
+    ProductTile(64, 128, 128, 4, 4, described=True),
+)
+FEW = (
+    ProductTile(64, 128, 128, 4, 4),
+    ProductTile(64, 64, 128, 4, 5),
+    ProductTile(16, 32, 256, 4, 5),
+    ProductTile(16, 64, 256, 4, 4),
+    ProductTile(32, 32, 256, 4, 5),
+)
 
 KERNELS: dict[str, Callable[[Maker, Shape, int], Case]] = {
     "glu_forward_lora": glu_forward_lora,
@@ -222,92 +341,106 @@ KERNELS: dict[str, Callable[[Maker, Shape, int], Case]] = {
     "cross_entropy": cross_entropy_rows,
     "glu_forward": glu_forward,
     "glu_backward": glu_backward,
+    **{f"attention_{kernel}": attention(kernel) for kernel in ATTENTION_KERNELS},
+    "int8_product_many": int8(8192, MANY),
+    "int8_product_8_rows": int8(8, FEW),
+    "int8_product_64_rows": int8(64, FEW),
+    "log_prob": log_prob,
 }
 
 
-def work(kernel: str, shape: Shape, rank: int, start: int, rounds: int) -> None:
-    """In a process of its own: print ``try I TILE`` before and ``ms I TIME`` after every tile from ``start`` on.
+def _results(launched: object) -> list[Tensor]:
+    return [x for x in launched if isinstance(x, Tensor)] if isinstance(launched, tuple) else []
+
+
+def work(kernel: str, options: argparse.Namespace) -> None:
+    """In a process of its own: prints ``try I TILE`` before and ``ms I TIME`` after every tile from --start on.
 
     With no rounds the tiles are only compiled and launched once.
     """
-    torch.manual_seed(0)
-    device = torch.device("cuda")
-    moved, launch, tiles = KERNELS[kernel](Maker(device, torch.bfloat16), shape, rank)
-    clock = Clock(device, rounds) if rounds else None
-    print(f"moved {moved}")
-    for index, tile in enumerate([None, *tiles]):
-        if index < start:
+    device = start(options)
+    require_interpreter(device)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    case = KERNELS[kernel](Maker(device, dtype), shape_of(options), options.rank)
+    clock = Clock(device, options.rounds) if options.rounds else None
+    print(f"work {case.work}")
+    expected = _results(case.launch(None)) if kernel.startswith("attention") else []
+    for index, tile in enumerate([None, *case.tiles[: 1 if device.type == "cpu" else None]]):
+        if index < options.start:
             continue
         print(f"try {index} {'in use' if tile is None else tile}", flush=True)
         try:
-            launch(tile)
-            torch.cuda.synchronize()
-        except (triton.CompilationError, triton.runtime.errors.OutOfResources) as error:
+            launched = case.launch(tile)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+        except UNUSABLE as error:
             print(f"bad {index} {type(error).__name__}", flush=True)
             continue
+        found = _results(launched) if expected else []
+        wrong = [float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(found, expected, strict=True)]
+        if not all(error < 1e-2 for error in wrong):  # NaN compares false
+            print(f"bad {index} WRONG by {wrong}", flush=True)
+            continue
         if clock is not None:
-            print(f"ms {index} {clock.medians({'': lambda tile=tile: launch(tile)})['']}", flush=True)
+            print(f"ms {index} {clock.medians({'': lambda tile=tile: case.launch(tile)})['']}", flush=True)
 
 
-def _command(kernel: str, options: argparse.Namespace, start: int, rounds: int) -> list[str]:
+def _command(kernel: str, options: argparse.Namespace, begin: int, rounds: int) -> list[str]:
     said = [sys.executable, __file__, "--model", options.model, "--rank", str(options.rank), "--work", kernel]
-    return [*said, "--start", str(start), "--rounds", str(rounds)]
+    return [*said, "--device", options.device, "--start", str(begin), "--rounds", str(rounds)]
 
 
-_RESTARTS = 4
-
-
-def report(kernel: str, options: argparse.Namespace) -> None:
-    """Time one kernel's tiles; print the three fastest, the one in use, and those that failed."""
+def report(kernel: str, options: argparse.Namespace, table: Table) -> None:
+    """Rows for the three fastest tiles and the one in use; names those that failed."""
     names: dict[int, str] = {}
     times: dict[int, float] = {}
-    moved, start = 0.0, 0
+    done, begin = 0.0, 0
     for _ in range(_RESTARTS):
-        command = _command(kernel, options, start, options.rounds)
+        command = _command(kernel, options, begin, options.rounds)
         ran = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603  (this same script)
         names.update((int(i), tile) for i, tile in re.findall(r"^try (\d+) (.*)$", ran.stdout, re.M))
         times.update((int(i), float(ms)) for i, ms in re.findall(r"^ms (\d+) (.*)$", ran.stdout, re.M))
-        moved = max([moved, *(float(m) for m in re.findall(r"^moved (.*)$", ran.stdout, re.M))])
+        done = max([done, *(float(m) for m in re.findall(r"^work (.*)$", ran.stdout, re.M))])
         for index, reason in re.findall(r"^bad (\d+) (.*)$", ran.stdout, re.M):
-            print(f"{kernel:26s} {reason}: {names[int(index)]}")
+            table.add(kernel=kernel, tile=f"{reason}: {names[int(index)]}")
         if ran.returncode == 0:
             break
         last = ran.stderr.strip().splitlines()[-1:] or ["no message"]
         failed = max(names, default=-1)
-        print(f"{kernel:26s} FAILED: {names.get(failed, 'before the first tile')}: {last[0][:160]}")
-        if failed < start:
+        table.add(kernel=kernel, tile=f"FAILED: {names.get(failed, 'before the first tile')}: {last[0][:160]}")
+        if failed < begin:
             return
-        start = failed + 1
+        begin = failed + 1
     best = [index for index in sorted(times, key=lambda i: times[i]) if index][:3]
     for index in [*best, *([0] if 0 in times else [])]:
-        rate = moved / times[index] / 1e9
-        print(f"{kernel:26s} {times[index]:8.4f} ms {rate:7.3f} TB/s  {names[index]}", flush=True)
+        table.add(kernel=kernel, ms=times[index], **{"TB/s or TFLOP/s": done / times[index] / 1e9}, tile=names[index])
 
 
 def main() -> None:
-    """Compile everything at once, then time kernel after kernel."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="llama3.1-8b", choices=list(SHAPES))
-    parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--only", default="", help="kernels whose name contains this")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--work", default="", choices=["", *KERNELS], help=argparse.SUPPRESS)
-    parser.add_argument("--start", type=int, default=0, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    """Compiles everything at once, then times kernel after kernel."""
+    arguments = parser(__doc__)
+    arguments.add_argument("--model", default="llama3.1-8b", choices=list(SHAPES))
+    arguments.add_argument("--rank", type=int, default=16)
+    arguments.add_argument("--only", default="", help="kernels whose name contains this")
+    arguments.add_argument("--rounds", type=int, default=7)
+    arguments.add_argument("--work", default="", choices=["", *KERNELS], help=argparse.SUPPRESS)
+    arguments.add_argument("--start", type=int, default=0, help=argparse.SUPPRESS)
+    options = arguments.parse_args()
     if options.work:
-        work(options.work, SHAPES[options.model], options.rank, options.start, options.rounds)
+        work(options.work, options)
         return
+    require_interpreter(start(options))
     kernels = [kernel for kernel in KERNELS if options.only in kernel]
-    compiling = [
-        subprocess.Popen(  # noqa: S603  (this same script)
-            _command(kernel, options, 0, 0), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        for kernel in kernels
-    ]
+    compiling = []
+    if options.device == "cuda":
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        compiling = [subprocess.Popen(_command(kernel, options, 0, 0), **quiet) for kernel in kernels]  # noqa: S603
     for process in compiling:
         process.wait()
+    table = Table({"kernel": "", "ms": ".4f", "TB/s or TFLOP/s": ".3f", "tile": ""})
     for kernel in kernels:
-        report(kernel, options)
+        report(kernel, options, table)
+    table.save(options.json)
 
 
 if __name__ == "__main__":

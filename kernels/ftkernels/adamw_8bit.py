@@ -95,7 +95,7 @@ def largest_step(settings: AdamWSettings) -> float:
 
 @triton.jit
 def _rank(x, bounds_ptr, CELLS: tl.constexpr):
-    """Of magnitudes up to 1 the place of the nearest value among those from 0 up. CELLS: of the lowest decade."""
+    """The index of the nearest table value, from 0 up, for magnitudes up to 1. CELLS: those of the lowest decade."""
     factor = tl.full(x.shape, 1e6, tl.float32)
     cells = tl.full(x.shape, CELLS, tl.float32)
     bound = 1e-6

@@ -1,4 +1,4 @@
-"""What the launches of the attention kernels have in common on the host."""
+"""Shared host code of the attention kernels' launches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MOST_ROWS = 256
 
 @dataclass(frozen=True, slots=True)
 class AttentionSettings:
-    """What does not change between the forward and the backward of one call, and is compiled into the kernels."""
+    """Constants of one call's forward and backward, compiled into the kernels."""
 
     scale: float
     softcap: float
@@ -84,7 +84,7 @@ def takes_descriptor(*tensors: Tensor) -> bool:
 
 
 def tile_source(tensor: Tensor, rows: int, tma: bool) -> Tensor | TensorDescriptor:
-    """What ``load_tile`` reads: the tensor's pointer, or a descriptor of tiles of ``rows`` rows of one head."""
+    """The source of ``load_tile``: the tensor's pointer, or a descriptor of tiles of ``rows`` rows of one head."""
     if not tma:
         return tensor
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [1, 1, rows, tensor.shape[-1]])

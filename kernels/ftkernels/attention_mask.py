@@ -1,4 +1,4 @@
-"""What each query may see: one value object, made for one call of a model and stored nowhere.
+"""The keys that each query may see: one value object, made for one call of a model and stored nowhere.
 
 It can say causal, sliding window, packed documents, padding on either side, and cached prefix. In all of these the keys
 that a query sees are one interval, and neither end of it moves left from one query to the next. So the kernels need no
@@ -51,7 +51,7 @@ class TokenRanges:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PaddingBounds:
-    """What a padding mask says: tokens of row b are ``[starts[b], ends[b])``, (B,) int32, of ``length`` positions.
+    """A padding mask as bounds: tokens of row b are ``[starts[b], ends[b])``, (B,) int32, of ``length`` positions.
 
     ``hole`` is the first row whose tokens are not one run, so that its bounds take in padding as well; None where there
     is no such row. ``dense`` is True where there is no padding at all.

@@ -59,7 +59,7 @@ def tile_span(lo_first, lo_last, hi_first, hi_last, BLOCK: tl.constexpr):
 
 @triton.jit
 def intervals(lo_ptr, hi_ptr, stride, batch, row, length, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """What the rows [row, row + ROWS) see of the other side, which is walked over in tiles of ``BLOCK``.
+    """Loads what rows [row, row + ROWS) see of the other side, which is visited in tiles of ``BLOCK``.
 
     Returns (rows, lo, hi), each (ROWS,), with one interval [lo, hi) a row, empty past ``length``; and then the four
     numbers of ``tile_span``.

@@ -143,7 +143,7 @@ def integer_product(q: Tensor, ternary: Tensor) -> Tensor:
 
 
 def int8_on_tensor_cores(q: Tensor, dtype: torch.dtype, backend: BackendName) -> bool:
-    """Whether the int8 kernel takes a product: where Triton kernels run and the GPU has such instructions."""
+    """True when the int8 kernel takes a product: Triton kernels run, and the GPU has such instructions."""
     if not choose_backend(q.device, backend).is_triton or dtype == torch.float64:
         return False
     return q.numel() > 0 and why_no_tensor_cores(gpu_of(q.device)) is None

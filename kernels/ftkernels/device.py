@@ -33,7 +33,7 @@ _NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class BackendChoice:
-    """What runs (``triton`` or ``torch``) and the reason, as one clause that a report can print."""
+    """The backend that runs (``triton`` or ``torch``), and the reason as one clause for a report."""
 
     name: Literal["triton", "torch"]
     reason: str
@@ -84,7 +84,7 @@ def fuses_products(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def gpu_of(device: torch.device) -> Gpu:
-    """What the kernels' limits depend on. Each GPU is asked once; operations call this on every launch."""
+    """The GPU's facts, for the kernels' limits. Each GPU is asked once; operations call this on every launch."""
     if device.type != "cuda":
         return _NO_GPU
     return _ask(torch.cuda.current_device() if device.index is None else device.index)

@@ -32,7 +32,7 @@ class EarlySave:
         return out
 
     def tensor(self) -> Tensor:
-        """What was saved. Inside a checkpoint this runs the forward again, so ask once in a backward pass."""
+        """The saved tensor. In a checkpointed layer this recomputes the forward, so ask once a backward pass."""
         if self._node is None:
             assert self._plain is not None
             return self._plain

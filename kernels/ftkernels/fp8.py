@@ -179,7 +179,7 @@ def joined_fp8(weights: Sequence[object]) -> Fp8Weight | None:
 
 
 def _follows(first: Fp8Weight, weight: Fp8Weight, rows: int) -> bool:
-    """Whether ``weight``'s parts lie ``rows`` output features behind ``first``'s, in the same memory."""
+    """True when ``weight``'s parts lie ``rows`` output features behind ``first``'s, in the same memory."""
     if not weight.data.is_contiguous() or weight.transposed.stride() != first.transposed.stride():
         return False
     pairs = (
@@ -210,8 +210,8 @@ def multiply_rows(a: Fp8Rows, b: Fp8Rows, dtype: torch.dtype) -> Tensor:
 
 
 def fp8_on_tensor_cores(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the fp8 instructions serve this product: as ``limits.why_no_fp8``, where they have been tried on the
-    machine (``fp8_trial``), and with rows that are aligned.
+    """True when the fp8 instructions serve this product: by ``limits.why_no_fp8``, by the machine's trial
+    (``fp8_trial``), and by the alignment of the rows.
     """
     gpu = gpu_of(a.device)
     if a.shape[0] == 0 or why_no_fp8(gpu, dtype_name(dtype)) is not None:

@@ -75,7 +75,7 @@ def _quantize_wide_kernel(x_ptr, x_stride, q_ptr, scale_ptr, N, BLOCK: tl.conste
 
 
 def e4m3_store() -> torch.dtype:
-    """What kernels store quantised values in: e4m3; in the interpreter, which truncates, float32 for torch to round."""
+    """The dtype that kernels store quantised values in: e4m3, or float32 in the interpreter, which truncates."""
     return torch.float32 if interpreting() else E4M3
 
 

@@ -1,4 +1,4 @@
-"""Whether fp8 products with scales by rows work on a GPU: what is known of it, or a trial in a process of its own.
+"""Tries whether fp8 products with row scales work on a GPU, in a process of its own, unless it is known.
 
 ``torch._scaled_mm`` takes another kernel on each generation. On capability 8.9 the one of torch before 2.12 ignores the
 stream that it is called on and can hang the GPU (pytorch#177651); on 12.0 it has failed (pytorch#192707); and some
@@ -48,7 +48,7 @@ def why_no_rows_here(capability: tuple[int, int]) -> str | None:
 
 
 def outcome(command: list[str], seconds: float) -> str | None:
-    """What is wrong by the trial ``command``; None when it says that the products work."""
+    """The problem that the trial ``command`` finds; None when the products work."""
     process = subprocess.Popen(  # noqa: S603  # the interpreter and a file of this package
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

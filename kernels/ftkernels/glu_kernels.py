@@ -158,8 +158,8 @@ def _backward_kernel(
     BN: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """As the forward; dxa_ptr is (splits, M, 2 * K). h may be dh, and dg and du may be gate and up: each element is
-    read before it is written.
+    """Takes the forward's arguments and dxa_ptr (splits, M, 2 * K). h may be dh, and dg and du may be gate and up: each
+    element is read before it is written.
     """
     row0, rows, row_ok = _own_rows(M, BM)
     split = tl.program_id(1)

@@ -41,7 +41,7 @@ class ProductTile:
 
 
 #: For rows of single tokens, for few, for many, and for many where there are descriptors. Measured on one H200 (torch
-#: 2.11, Triton 3.6, 2026-11-22, `kernels/bench/bitnet.py --part tiles few`). With tiles of 128 x 128 two programs share
+#: 2.11, Triton 3.6, 2026-11-22, `kernels/bench/tune.py --only int8`). With tiles of 128 x 128 two programs share
 #: a multiprocessor, and one multiplies while the other writes: 10% faster than 128 x 256.
 FEWEST = ProductTile(16, 32, 256, 4, 5)
 FEW = ProductTile(64, 128, 128, 4, 4)
@@ -198,7 +198,7 @@ def _tile_for(q: Tensor, ternary: Tensor, out: Tensor) -> ProductTile:
 
 
 def describable(*tensors: Tensor) -> bool:
-    """Whether tensors (rows, columns) begin, and have rows that begin, where descriptors can read them."""
+    """True when tensors (rows, columns), and each of their rows, begin where descriptors can read."""
     return all(
         each.data_ptr() % _ALIGNED == 0 and each.stride(0) * each.element_size() % _ALIGNED == 0 for each in tensors
     )

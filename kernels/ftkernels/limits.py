@@ -1,4 +1,4 @@
-"""What the kernels can take, and what they allocate: the rules that need neither torch nor triton.
+"""The kernels' limits and allocations: the rules that need neither torch nor triton.
 
 The kernels call these rules when they run. A program that plans a run can call them on a machine without torch or GPU.
 
@@ -77,7 +77,7 @@ _HALF_PRECISION = ("bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """What the rules need to know about a GPU.
+    """A GPU's facts that the rules depend on.
 
     Attributes:
         capability: CUDA compute capability (major, minor); None outside CUDA.

@@ -152,9 +152,7 @@ def linear_cross_entropy_reference(
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What one call does: the options, the GEMM's dtype, the indices of the labelled rows, and where gradients are
-    wanted.
-    """
+    """The plan of one call: options, the GEMM's dtype, indices of the labelled rows, and which gradients are wanted."""
 
     options: LossOptions
     dtype: torch.dtype
@@ -169,9 +167,7 @@ class _Plan:
 
 @dataclass(slots=True)
 class _Sums:
-    """What a pass over the chunks leaves: per-row losses, the count of correct rows, and gradients (None where not
-    wanted).
-    """
+    """Sums of a pass over the chunks: per-row losses, the count of correct rows, and gradients (None: not wanted)."""
 
     losses: Tensor
     correct: Tensor

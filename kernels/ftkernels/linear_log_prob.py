@@ -127,7 +127,7 @@ def linear_log_prob_reference(
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What one call does: the options, the products' dtype, the indices of the labelled rows, the tile."""
+    """The plan of one call: options, the products' dtype, indices of the labelled rows, the tile."""
 
     options: LogitOptions
     dtype: torch.dtype
@@ -154,7 +154,7 @@ class _Tiles:
         self._buffer = torch.empty(self._rows * self._width, dtype=acc, device=hidden.device)
 
     def chunks(self) -> Iterator[tuple[slice | Tensor, Tensor, Tensor]]:
-        """Where C rows are, their hidden states (C, H) in the products' dtype, and their labels (C,)."""
+        """Yields the place of C rows, their hidden states (C, H) in the products' dtype, and their labels (C,)."""
         plan, total = self._plan, int(self._plan.rows.shape[0])
         for start in range(0, total, self._rows):
             stop = min(start + self._rows, total)
@@ -174,7 +174,7 @@ class _Tiles:
 
 @dataclass(slots=True)
 class _Found:
-    """What forward leaves: (N,) each but ``d_hidden`` (N, H), of log_prob alone and without backward's factors."""
+    """Results of forward: (N,) each but ``d_hidden`` (N, H), of log_prob alone and without backward's factors."""
 
     log_probs: Tensor
     entropies: Tensor
@@ -220,7 +220,7 @@ def _gradient_like(hidden: Tensor, plan: _Plan) -> Tensor:
 
 @dataclass(slots=True)
 class _Gradients:
-    """Of hidden, weight and bias; None where not wanted."""
+    """Gradients of hidden, weight and bias; None where not wanted."""
 
     hidden: Tensor | None
     weight: Tensor | None

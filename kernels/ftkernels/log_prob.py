@@ -39,7 +39,7 @@ class Slab:
 
 @dataclass(frozen=True, slots=True)
 class RunningSums:
-    """What is known of C rows after some slabs, each (C,) float32 or float64.
+    """Running sums of C rows after some slabs, each (C,) float32 or float64.
 
     highest: the largest z. others: sum of exp(z - highest) over all entries but the label. weighted: sum of
     (z - highest) exp(z - highest) over them. label: the label's z. slope: the cap's derivative there.
@@ -71,7 +71,7 @@ class RunningSums:
 
 @dataclass(frozen=True, slots=True)
 class Upstream:
-    """What backward knows of C rows, each (C,): log-sum-exp, entropy, and both incoming gradients."""
+    """Inputs of backward for C rows, each (C,): log-sum-exp, entropy, and both incoming gradients."""
 
     log_sum_exp: Tensor
     entropy: Tensor

@@ -161,7 +161,7 @@ class _Spec:
 
 @dataclass(frozen=True, slots=True)
 class _Inner:
-    """What gate and up read and give.
+    """The input and output of gate and up.
 
     kept: (..., H), the norm's input, or x without a norm. gate_up: (M, 2F), the base outputs; with the adapters' share
     where the low-rank terms are not fused. x: (M, H), what they read, where it has just been formed.
@@ -262,8 +262,8 @@ class _Unit(torch.autograd.Function):
 
 
 def _recall(ctx: Any) -> tuple[_Inner, Tensor | None, Packed, bool]:
-    """What backward starts from: the state of gate and up, the norm's weight, down's packed A, and whether gate and up
-    are backward's to write over.
+    """The state that backward starts from: gate and up, the norm's weight, down's packed A, and True when backward may
+    write over gate and up.
     """
     spec: _Spec = ctx.spec
     if spec.early is not None:

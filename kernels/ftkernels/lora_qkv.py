@@ -112,7 +112,7 @@ def lora_qkv(
 def _in_one_kernel(
     plan: GroupPlan, head_dim: int, head_norms: tuple[Norm, Norm] | None, rope: tuple[Tensor, Tensor] | None
 ) -> bool:
-    """Whether the epilogue is one kernel, or none. Ranks too large for it, heads rotated in part, or norms without a
+    """True when the epilogue is one kernel, or none. Ranks too large for it, heads rotated in part, or norms without a
     rotation, are operations of their own.
     """
     if rope is None:

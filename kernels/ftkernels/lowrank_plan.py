@@ -1,4 +1,4 @@
-"""What one call of a LoRA operation does, decided before it runs, and its adapters packed for the kernels.
+"""Plans one call of a LoRA operation before it runs, and packs its adapters for the kernels.
 
 Legend: I input features, O output features of one projection, P projections that read the same input, K their padded
 rank (``limits.packed_rank``).
@@ -35,7 +35,7 @@ def adapter_tensors(projections: Sequence[Projection]) -> list[Tensor | None]:
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """What does not change between forward and backward of a group, tensors that autograd must see excepted.
+    """Constants of a group's forward and backward, without the tensors that autograd must see.
 
     ``fused``: the low-rank terms ride in the elementwise kernels; else they are GEMMs of their own. ``fp8``: the
     group's one weight when it is multiplied in fp8.
@@ -58,7 +58,7 @@ class GroupPlan:
 
     @property
     def deferred(self) -> DeferredStream | None:
-        """Where the gradients of the group's adapters may be made."""
+        """The side stream for the gradients of the group's adapters; None: the current stream."""
         return self.projections[0].deferred
 
     @property
@@ -105,7 +105,7 @@ def pack_adapters(plan: GroupPlan, device: torch.device) -> Packed:
 
 
 def _given(plan: GroupPlan) -> Packed | None:
-    """What the caller has packed, where it is of this group, in the dtype of its products, and of its rank."""
+    """The caller's packed adapters, if they are this group's, of its rank and in the dtype of its products."""
     packs = [p.packed for p in plan.projections if p.a is not None]
     given = packs[0] if packs else None
     if given is None or given.b is None:

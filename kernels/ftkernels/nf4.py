@@ -51,7 +51,7 @@ _CHUNK = 2**24
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NestedScales:
-    """What turns 8-bit absmax back, in float32.
+    """Scales that dequantise the 8-bit absmax, in float32.
 
     absmax: (ceil(blocks / block_size),); table: (256,); offset: ().
     """
@@ -104,12 +104,12 @@ class NF4Weight:
 
     @property
     def device(self) -> torch.device:
-        """Where all parts lie."""
+        """The device of all parts."""
         return self.data.device
 
     @property
     def stored_bytes(self) -> int:
-        """Of data and all scales and tables."""
+        """Bytes of data, scales and tables."""
         n = self.nested
         parts = [self.data, self.absmax, self.table, *((n.absmax, n.table, n.offset) if n is not None else ())]
         return sum(part.numel() * part.element_size() for part in parts)

@@ -53,12 +53,12 @@ class MultiplyingWeight(FrozenWeight, Protocol):
 
 
 def fills(weight: Tensor | FrozenWeight) -> TypeGuard[FillingWeight]:
-    """Whether this is a ``FillingWeight``."""
+    """True when this is a ``FillingWeight``."""
     return hasattr(weight, "dequantize_into")
 
 
 def multiplies(weight: Tensor | FrozenWeight) -> TypeGuard[MultiplyingWeight]:
-    """Whether this is a ``MultiplyingWeight``."""
+    """True when this is a ``MultiplyingWeight``."""
     return hasattr(weight, "product_back")
 
 
@@ -105,7 +105,7 @@ class Projection:
     deferred: DeferredStream | None = None
 
     def operand(self, dtype: torch.dtype) -> Tensor | FrozenWeight:
-        """What products in ``dtype`` read: the weight, or its copy where that has the dtype."""
+        """The operand of products in ``dtype``: the copy if it has that dtype, else the weight."""
         return self.weight if self.copy is None or self.copy.dtype != dtype else self.copy
 
     @property
@@ -175,7 +175,7 @@ def project_reference(x: Tensor, projection: Projection) -> Tensor:
 
 
 def norm_reference(z: Tensor, norm: Norm | None, *projections: Projection) -> Tensor:
-    """What the projections read: norm(z) or z, in the dtype of their products."""
+    """The projections' input: norm(z) or z, in the dtype of their products."""
     weights = [p.weight if isinstance(p.weight, Tensor) else None for p in projections]
     dtype = compute_dtype(z.device.type, z, *weights)
     x = z if norm is None else rms_norm_reference(z, norm.weight, norm.eps, form=norm.form)

@@ -163,8 +163,8 @@ def qkv_norm_rope_forward(
 
 
 def backward_tile(shared_memory: int, head_size: int, rank: int) -> Tile:
-    """As ``qkv_rope.backward_tile``. Those with adapters have 16 rows, and the second of them no pipeline; without,
-    heads of more than 128 spill in 32 rows.
+    """The tile of the backward, as ``qkv_rope.backward_tile``. With adapters tiles have 16 rows, and the second of them
+    no pipeline; without, heads of more than 128 spill in 32 rows.
     """
     padded = 2 * max(16, int(triton.next_power_of_2(head_size // 2)))
     if not rank:

@@ -1,5 +1,5 @@
-"""What the epilogues of a QKV projection share: ``ftkernels.qkv_rope`` and ``ftkernels.qkv_norm_rope``, forward and
-backward, which have their formulas.
+"""Shared parts of a QKV projection's epilogues, forward and backward. Their formulas are in ``ftkernels.qkv_rope`` and
+``ftkernels.qkv_norm_rope``.
 """
 
 from __future__ import annotations

@@ -207,7 +207,7 @@ def _rope_kernel(
 
 
 def rotation_arguments(cos: Tensor, sin: Tensor) -> tuple[Tensor | int, ...]:
-    """What kernels take of cos and sin (B or 1, S, R): each with its strides by batch and token."""
+    """Kernel arguments for cos and sin (B or 1, S, R): each with its strides by batch and token."""
     # Each stride is 0 where one row of cos or sin serves the whole batch.
     cos_batch = cos.stride(0) if cos.shape[0] > 1 else 0
     sin_batch = sin.stride(0) if sin.shape[0] > 1 else 0

@@ -47,7 +47,7 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is taken: below :data:`COLDEST`, logits / T leave float32."""
+        """True when the likeliest token is taken: below :data:`COLDEST`, logits / T leave float32."""
         return self.temperature < COLDEST
 
 

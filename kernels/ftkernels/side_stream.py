@@ -92,7 +92,7 @@ class SideStream:
 
     @property
     def waits(self) -> bool:
-        """Whether ``join`` makes the main stream wait."""
+        """True when ``join`` makes the main stream wait."""
         return self._deferred is None
 
     @contextmanager

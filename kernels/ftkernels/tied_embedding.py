@@ -32,7 +32,7 @@ class HeadGradient:
         self._held = gradient
 
     def take(self) -> Tensor | None:
-        """What was handed over, once."""
+        """Returns the gradient that was handed over, once."""
         held, self._held = self._held, None
         return held
 

@@ -41,10 +41,13 @@ def _call(function: Any, labels: torch.Tensor, **options: Any) -> Any:
     ],
     ids=str,
 )
-def test_loss_and_all_gradients_match_float64(device: str, tools: Any, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_loss_and_all_gradients_match_float64(device: str, tools: Any, options: dict[str, Any], backend: Any) -> None:
     *inputs, labels = _case(device)
     tools.assert_float32(
-        _call(ours, labels, chunk_rows=4, **options), _call(linear_cross_entropy_reference, labels, **options), inputs
+        _call(linear_cross_entropy, labels, chunk_rows=4, backend=backend, **options),
+        _call(linear_cross_entropy_reference, labels, **options),
+        inputs,
     )
 
 

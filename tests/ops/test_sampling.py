@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -149,3 +150,16 @@ def test_the_kernels_see_what_is_not_finite(temperature: float, bad: float, devi
     tokens, _ = choose(logits, Sampling(temperature), numbers, numbers, backend="triton")
     assert tokens[0] == NOT_FINITE
     assert 0 <= tokens[1] < 5000
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_greedy_takes_the_first_of_equally_likely_tokens(device: str, backend: Any) -> None:
+    """Within a block of the vocabulary, in two blocks, and where all are equal."""
+    if backend == "torch" and device == "cuda":
+        pytest.skip("torch.argmax does not say which of equal values a GPU takes")
+    logits = torch.zeros(4, 9001, device=device)
+    for row, places in enumerate([(7, 8), (300, 9000), (4095, 4096)]):
+        logits[row, list(places)] = 2.0
+    seeds = torch.zeros(4, dtype=torch.int64, device=device)
+    tokens, _ = choose(logits, GREEDY, seeds, seeds, backend=backend)
+    assert tokens.tolist() == [7, 300, 4095, 0]

@@ -45,6 +45,8 @@ def test_the_fullest_pack_with_room_is_chosen() -> None:
     packs = best_fit([7, 6, 3, 4, 2], 10)
     assert [packs.members(n) for n in range(len(packs))] == [[0, 2], [1, 3], [4]]
     assert [best_fit([5, 5, 5], 10).members(n) for n in range(2)] == [[0, 1], [2]]
+    both_have_room = best_fit([6, 7, 3], 10)
+    assert [both_have_room.members(n) for n in range(2)] == [[0], [1, 2]]
 
 
 def test_at_the_lengths_of_chats_little_is_padding() -> None:

@@ -46,6 +46,20 @@ def test_gradients_are_divided_by_the_scale_once_before_clipping() -> None:
     assert model.weight.grad is None
 
 
+@pytest.mark.parametrize(("optim", "own"), [("sgd", False), ("adamw_torch", False), ("adamw_torch", True)])
+@pytest.mark.parametrize("limit", [1.5, 4.0])
+def test_gradients_are_clipped_to_max_grad_norm(optim: str, own: bool, limit: float) -> None:
+    model, gradient = Three(), torch.tensor([1.0, 2.0, 2.0])
+    made = optimization(model, own=own, optim=optim, max_grad_norm=limit)
+    made.begin()
+    made.backward((model.weight * gradient).sum())
+    assert made.clip() == 3.0, "the norm is that before clipping"
+    made.step(1)
+    # The first step of AdamW is the same for gradients of any size; its first moment is a tenth of the gradient.
+    taken = -model.weight.detach() if optim == "sgd" else 10 * made.optimizer.state[model.weight]["exp_avg"]
+    assert torch.allclose(taken, gradient * min(1.0, limit / 3.0), rtol=1e-5)
+
+
 def test_a_step_that_overflows_changes_nothing_and_halves_the_scale() -> None:
     model = Three()
     made = optimization(model, scaled=True)

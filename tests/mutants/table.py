@@ -1,0 +1,477 @@
+"""The mutants: a file, a line of it, what it becomes, and the tests nearest to it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """``text`` stands in ``file`` once, and becomes ``instead``; ``tests`` (files below tests/) are to notice."""
+
+    name: str
+    file: str
+    text: str
+    instead: str
+    tests: tuple[str, ...]
+
+    def key(self, root: Path) -> str:
+        """Digest of what the verdict depends on, as the files below ``root`` have it."""
+        parts = [self.text, self.instead, *self.tests]
+        parts += [(root / path).read_text(encoding="utf-8") for path in (self.file, *_files(self.tests))]
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
+
+    def problem(self, root: Path) -> str | None:
+        """Why it cannot be applied: the text is not in the file, or not once; None where it can."""
+        path = root / self.file
+        if not path.is_file():
+            return f"{self.name}: there is no {self.file}"
+        count = path.read_text(encoding="utf-8").count(self.text)
+        if count != 1:
+            return f"{self.name}: {self.file} has this {count} times and not once: {self.text!r}"
+        missing = [test for test in _files(self.tests) if not (root / test).is_file()]
+        return f"{self.name}: there is no {missing[0]}" if missing else None
+
+
+def _files(tests: Iterable[str]) -> list[str]:
+    return [f"tests/{test.partition('::')[0]}" for test in tests]
+
+
+def _m(name: str, file: str, text: str, instead: str, *tests: str) -> Mutant:
+    return Mutant(name, file, text, instead, tests)
+
+
+_K, _E2E, _U = "kernels/ftkernels/", "e2e/test_", "unit/"
+
+KERNELS = (
+    _m(
+        "RMSNorm's backward without the mean",
+        _K + "norm_parts.py",
+        "dx = rstd * (g - n * (tl.sum(g * n, axis=1) / H)[:, None])",
+        "dx = rstd * (g - n * (tl.sum(g * n, axis=1))[:, None])",
+        "ops/test_rms_norm.py",
+    ),
+    _m(
+        "Llama's norm not rounded before the weight",
+        _K + "norm_parts.py",
+        "else n.to(ROUND).to(ACC) * w",
+        "else n * w",
+        "ops/test_rms_norm.py",
+    ),
+    _m(
+        "rotation turned the wrong way back",
+        _K + "rope.py",
+        "y1 = x1 * c1 + x2 * s2",
+        "y1 = x1 * c1 - x2 * s2",
+        "ops/test_rope.py",
+    ),
+    _m(
+        "window one key too wide",
+        _K + "attention_mask.py",
+        "lo = torch.maximum(lo, position - (self.window - 1))",
+        "lo = torch.maximum(lo, position - self.window)",
+        "ops/test_attention_mask.py",
+    ),
+    _m(
+        "no derivative of the softcap in dQ",
+        _K + "attention_backward.py",
+        "weight *= 1.0 - x * x",
+        "weight *= 1.0",
+        "ops/test_attention.py",
+    ),
+    _m(
+        "second backward of the loss reads what was spent",
+        _K + "linear_cross_entropy.py",
+        "if ctx.spent:  #",
+        "if False:  #",
+        "ops/test_linear_cross_entropy.py",
+    ),
+    _m(
+        "accuracy of the last chunk only",
+        _K + "linear_cross_entropy.py",
+        "out.correct += result.correct.sum()",
+        "out.correct.copy_(result.correct.sum())",
+        "ops/test_linear_cross_entropy.py",
+    ),
+    _m(
+        "label smoothing without its gradient",
+        _K + "cross_entropy.py",
+        "grad -= smooth / vocabulary",
+        "grad -= 0.0",
+        "ops/test_linear_cross_entropy.py",
+    ),
+    _m(
+        "greedy takes the last of equal tokens",
+        _K + "sampling_kernels.py",
+        "first = tl.min(tl.where(scores == largest, at, V), 0)",
+        "first = tl.max(tl.where(scores == largest, at, -1), 0)",
+        "ops/test_sampling.py",
+    ),
+    _m(
+        "AdamW's second bias correction by the first beta",
+        _K + "adamw.py",
+        "(1.0 - self.beta2**self.step) ** -0.5",
+        "(1.0 - self.beta1**self.step) ** -0.5",
+        "ops/test_adamw.py",
+    ),
+    _m(
+        "decoding without a softcap",
+        _K + "decode_attention.py",
+        'x = bounded(tl.dot(q, tl.trans(k), input_precision="ieee"), SCALE, SOFTCAP, FAST_TANH) * FACTOR',
+        'x = bounded(tl.dot(q, tl.trans(k), input_precision="ieee"), SCALE, 0.0, FAST_TANH) * FACTOR',
+        "ops/test_decode_attention.py",
+    ),
+    _m(
+        "NF4 ties go to the upper entry",
+        _K + "nf4.py",
+        "torch.bucketize(scaled, middles, out_int32=True)",
+        "torch.bucketize(scaled, middles, out_int32=True, right=True)",
+        "ops/test_nf4.py",
+    ),
+    _m(
+        "ternary scale by the Euclidean norm",
+        _K + "ternary.py",
+        "torch.linalg.vector_norm(wide, 1,",
+        "torch.linalg.vector_norm(wide, 2,",
+        "ops/test_bitlinear.py",
+    ),
+)
+DATA = (
+    _m(
+        "the first token of an answer bears no loss",
+        "ftcli/labels.py",
+        "end > start and start >= span[0]",
+        "end > start and start > span[0]",
+        _U + "data/test_boundaries.py",
+        _U + "data/test_prepare.py",
+    ),
+    _m(
+        "loss beyond the stop token",
+        "ftcli/labels.py",
+        "labels[last + 1 : end] = [IGNORE_INDEX] * (end - last - 1)",
+        "labels[end:end] = []",
+        _U + "data/test_prepare.py",
+    ),
+    _m(
+        "padding is attended to",
+        "ftcli/data/collate.py",
+        'batch["attention_mask"][index, :length] = 1',
+        'batch["attention_mask"][index] = 1',
+        _U + "data/test_prepare.py",
+        _U + "train/test_packing.py",
+    ),
+    _m(
+        "the first token of a packed document is a label",
+        "ftcli/data/collate.py",
+        'batch["labels"][index, start + 1 : end] = torch.tensor(tokens.labels[1:], dtype=torch.int64)',
+        'batch["labels"][index, start:end] = torch.tensor(tokens.labels, dtype=torch.int64)',
+        _U + "data/test_pack.py",
+        _U + "train/test_packing.py",
+    ),
+    _m(
+        "a rank without rows repeats a batch",
+        "ftcli/data/order.py",
+        "else [self.units]",
+        "else batches[-1]",
+        _U + "data/test_rank_sampler.py",
+    ),
+    _m(
+        "packs are not the fullest that have room",
+        "ftcli/data/pack.py",
+        "room = size + (enough & -enough).bit_length() - 1",
+        "room = size + enough.bit_length() - 1",
+        _U + "data/test_pack.py",
+    ),
+    _m(
+        "rows that fill no batch are lost",
+        "ftcli/data/order.py",
+        "for row in batch] + list(order[whole:])",
+        "for row in batch]",
+        _E2E + "sampling.py",
+    ),
+    _m(
+        "an epoch of a mixture ends with its shortest source",
+        "ftcli/data/order.py",
+        "total = max(size / weight",
+        "total = min(size / weight",
+        _U + "data/test_pack.py",
+        _U + "data/test_nothing_lost.py",
+    ),
+)
+TRAIN = (
+    _m(
+        "weight decay on norms and biases",
+        "ftcli/train/optimizer.py",
+        "return set(get_parameter_names(model, [nn.LayerNorm], _UNDECAYED))",
+        "return {name for name, _ in model.named_parameters()}",
+        _U + "train/test_optimizer.py",
+        _E2E + "optimizers.py",
+    ),
+    _m(
+        "clipping at twice the limit",
+        "ftcli/train/optimizer.py",
+        "self.optimizer.clip = clipping(norm, limit)",
+        "self.optimizer.clip = clipping(norm, 2 * limit)",
+        _U + "train/test_optimizer.py",
+        _U + "train/test_loop.py",
+    ),
+    _m(
+        "the schedule counts skipped steps",
+        "ftcli/train/optimizer.py",
+        "if done and not schedules.row(",
+        "if not schedules.row(",
+        _U + "train/test_optimizer.py",
+        _E2E + "float16.py",
+    ),
+    _m(
+        "a checkpoint of numbers that are not finite",
+        "ftcli/train/loop.py",
+        "self.parallel.reshard()\n        self.check_finite()",
+        "self.parallel.reshard()",
+        _U + "train/test_loop.py",
+    ),
+    _m(
+        "evaluation moves the random states",
+        "ftcli/train/loop.py",
+        "states.restore()  #",
+        "pass  #",
+        _U + "train/test_loop.py",
+    ),
+    _m(
+        "the logged loss is not a mean over steps",
+        "ftcli/train/loop.py",
+        "mean = self._loss_sum.item() / (self.step - self._logged_step)",
+        "mean = self._loss_sum.item()",
+        _U + "train/test_loop.py",
+        _E2E + "train.py",
+    ),
+    _m(
+        "what a failed step has drawn is kept",
+        "ftcli/train/loop.py",
+        "self.objective.undo(self.step)",
+        "pass",
+        _U + "train/test_loop.py",
+        _E2E + "resilience_resume.py",
+    ),
+    _m(
+        "the best checkpoint is rotated away",
+        "ftcli/train/loop.py",
+        "spared = (self.best.step,) if self.hooks.keep_best and self.best.value is not None else ()",
+        "spared = ()",
+        _E2E + "best.py",
+    ),
+    _m(
+        "min_delta is not asked for",
+        "ftcli/train/best.py",
+        "value < best - min_delta",
+        "value < best",
+        _E2E + "best.py",
+        _U + "methods/grpo/test_stagnation.py",
+    ),
+    _m(
+        "the last of equal evaluations is the best",
+        "ftcli/train/best.py",
+        "if best is not None and value >= best:",
+        "if best is not None and value > best:",
+        _E2E + "best.py",
+        _U + "methods/grpo/test_stagnation.py",
+    ),
+    _m(
+        "all ranks draw alike",
+        "ftcli/train/parallel.py",
+        "* SEED_SPREAD + self.group.rank) % 2**63",
+        "* SEED_SPREAD) % 2**63",
+        _E2E + "ranks.py",
+        _E2E + "ranks_features.py",
+    ),
+    _m(
+        "other weights on another rank go unnoticed",
+        "ftcli/train/parallel.py",
+        "require_alike([float_of(row[0]) for row in gathered])",
+        "pass",
+        _E2E + "ranks_silence.py",
+    ),
+    _m(
+        "one checkpoint more is kept",
+        "ftcli/run/checkpoint.py",
+        "scan.usable[-max(1, keep_last) :]",
+        "scan.usable[-keep_last - 1 :]",
+        _U + "run/test_checkpoint.py",
+    ),
+    _m(
+        "a file is renamed before it is on the disk",
+        "ftcli/run/atomic.py",
+        "os.fsync(file.fileno())\n        aside.replace(path)",
+        "aside.replace(path)",
+        _U + "run/test_atomic.py",
+    ),
+)
+_POLICY = _U + "methods/grpo/test_policy.py"
+METHODS = (
+    _m(
+        "groups of equal rewards keep their rounding",
+        "ftcli/methods/grpo/advantages.py",
+        ".masked_fill(alike.repeat_interleave(group), 0.0)",
+        "",
+        _U + "methods/grpo/test_advantages.py",
+    ),
+    _m(
+        "advantages over the deviation of all",
+        "ftcli/methods/grpo/advantages.py",
+        "deviation(groups, 1).repeat_interleave(group)",
+        "deviation(total)",
+        _U + "methods/grpo/test_advantages.py",
+    ),
+    _m(
+        "the mean of a group counts completions without a reward",
+        "ftcli/methods/grpo/advantages.py",
+        "torch.nanmean(groups, dim=1)",
+        "groups.nan_to_num().mean(1)",
+        _U + "methods/grpo/test_advantages.py",
+    ),
+    _m(
+        "clipped by the other epsilon",
+        "ftcli/methods/grpo/losses.py",
+        "torch.clamp(ratio, 1 - low, 1 + high)",
+        "torch.clamp(ratio, 1 - high, 1 + low)",
+        _POLICY,
+    ),
+    _m(
+        "KL without the ratio",
+        "ftcli/methods/grpo/losses.py",
+        "- (reference - log_probs) - 1) * ratio",
+        "- (reference - log_probs) - 1)",
+        _POLICY,
+    ),
+    _m(
+        "a sequence's ratio is not a mean",
+        "ftcli/methods/grpo/losses.py",
+        "log_weights = ((log_ratio * mask).sum(-1) / mask.sum(-1).clamp(min=1.0))[:, None]",
+        "log_weights = (log_ratio * mask).sum(-1)[:, None]",
+        _POLICY,
+    ),
+    _m(
+        "DAPO's tokens are those of one rollout",
+        "ftcli/methods/grpo/losses.py",
+        "* shape.micro_batches / shape.generated",
+        "* shape.micro_batches",
+        _POLICY,
+    ),
+    _m(
+        "stop strings of ASCII only",
+        "ftcli/generation/stopping.py",
+        "_TOKENS_A_CHARACTER = 4",
+        "_TOKENS_A_CHARACTER = 1",
+        _U + "generation/test_stopping.py",
+    ),
+    _m(
+        "the self-check does not look at outputs",
+        "ftcli/model/selfcheck.py",
+        "return self.output <= tolerance.output and self.gradient",
+        "return self.gradient",
+        _U + "model/test_patch.py",
+    ),
+)
+EXPORT = (
+    _m(
+        "merged weights may be far off",
+        "ftcli/export/compare.py",
+        "room = 2 * UNIT_ROUNDOFF[dtype]",
+        "room = 2000 * UNIT_ROUNDOFF[dtype]",
+        _U + "export/test_merge.py",
+        _U + "export/test_export_faults.py",
+    ),
+    _m(
+        "what was not merged may differ",
+        "ftcli/export/compare.py",
+        "exact = change is None or change.whole is not None",
+        "exact = False",
+        _U + "export/test_merge.py",
+        _U + "export/test_export_faults.py",
+    ),
+    _m(
+        "foreign tensors pass",
+        "ftcli/export/compare.py",
+        'problems += [f"{name} is not in the base model" for name in sorted(foreign)]',
+        "problems += []",
+        _U + "export/test_merge.py",
+        _U + "export/test_export_faults.py",
+    ),
+    _m(
+        "float16 overflows in silence",
+        "ftcli/export/merge.py",
+        "if dtype == torch.float16 and tensor.dtype != dtype:",
+        "if False:",
+        _U + "export/test_merge.py",
+    ),
+    _m(
+        "GGUF adapters keep only alpha over rank",
+        "ftcli/export/gguf/adapter.py",
+        "factor = pair.scale / (alpha / pair.rank)",
+        "factor = 1.0",
+        _U + "export/test_gguf_adapter.py",
+    ),
+    _m(
+        "another answer is no disagreement",
+        "ftcli/export/probe.py",
+        "firm_disagreements=int((firm & ~same).sum())",
+        "firm_disagreements=0",
+        _U + "export/test_logits.py",
+        _U + "export/test_export_faults.py",
+    ),
+)
+CHECKS = (
+    _m(
+        "--set is cut at the last =",
+        "ftcli/config/overrides.py",
+        'override.text.partition("=")',
+        'override.text.rpartition("=")',
+        _U + "config/test_load.py",
+    ),
+    _m(
+        "rows as long as the model's positions are refused",
+        "ftcli/preflight/checks/model.py",
+        "if limit is not None and asked > limit:\n        yield context.error(",
+        "if limit is not None and asked >= limit:\n        yield context.error(",
+        _U + "preflight/test_model_rules.py",
+    ),
+    _m(
+        "a T4 computes in bfloat16",
+        "ftcli/plan/precision.py",
+        '"bfloat16" if device.has_bfloat16 else "float32"',
+        '"bfloat16"',
+        _U + "facts/test_device.py",
+        _U + "preflight/test_report.py",
+    ),
+    _m(
+        "an interrupted run has failed",
+        "ftcli/run/status.py",
+        "in (ExitCode.PREEMPTED, ExitCode.INTERRUPTED)",
+        "in (ExitCode.PREEMPTED,)",
+        _U + "run/test_directory.py",
+        _E2E + "resilience_signals.py",
+    ),
+)
+TABLE: dict[str, tuple[Mutant, ...]] = {
+    "kernels": KERNELS,
+    "data": DATA,
+    "train": TRAIN,
+    "methods": METHODS,
+    "export": EXPORT,
+    "checks": CHECKS,
+}
+
+
+def chosen(only: Sequence[str]) -> list[Mutant]:
+    """All mutants, or those of the sections, names and files that contain one of ``only``."""
+    return [
+        mutant
+        for section, mutants in TABLE.items()
+        for mutant in mutants
+        if not only or any(word in f"{section}\n{mutant.name}\n{mutant.file}" for word in only)
+    ]
