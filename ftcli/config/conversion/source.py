@@ -22,7 +22,6 @@ _WHOLE = (
     "lr_scheduler_kwargs",
     "gradient_checkpointing_kwargs",
     "fsdp_config",
-    "bnb_config_kwargs",
     "model_init_kwargs",
     "chat_template_kwargs",
     "dataset_kwargs",
