@@ -142,7 +142,7 @@ refuse data.train = pretraining_dataset:A | rows are not read from a stream: nam
 lost = dataset_streaming:T | rows are read whole; see data.train[].streaming
 [convert] lost = streaming:T dataset_mixture.streaming:T | rows are read whole; see data.train[].streaming
 lost = dataset_kwargs:T | rows are prepared by data.format and the chat template
-data.max_seq_len = sequence_len:A cutoff_len:F max_length:TU max_seq_length:UL max_sequence_length:H seq_length:H
+data.max_seq_len = sequence_len:A cutoff_len:F max_length:TU max_seq_length:TUL max_sequence_length:H seq_length:H
     block_size:L context_length:U seq_len:C tokenizer.max_seq_len:C dataset.max_seq_len:C
 lost data.max_seq_len = model_max_length:F | cutoff_len is data.max_seq_len
 lost data.max_seq_len = eval_sequence_len:A | evaluation has the limit of training
@@ -232,7 +232,7 @@ lost = label_smoothing_factor:H | label smoothing is not offered: labels are as 
 lost = auto_find_batch_size:H | `ftcli check` says whether a batch size fits
 note = average_tokens_across_devices:H | the loss is weighted by token over all ranks
 # methods: those of preferences (dpo, kto, orpo, simpo, reward) get rows of their values here, as train.method
-read train.method = stage:F(sft,pt) command:T(sft) | GRPO is `ftcli grpo`, with a grpo section
+read train.method = stage:F(sft,pt) | GRPO is `ftcli grpo`, with a grpo section
 refuse grpo = rl:A(grpo) | run it with `ftcli grpo`; begin with `ftcli recipes copy smoke-grpo`
 refuse = rl:A stage:F
     | supervised fine-tuning is here, and by rewards: for these begin with `ftcli recipes copy smoke-grpo`
@@ -245,6 +245,7 @@ refuse = process_reward_model:A command:T(dpo,grpo,kto,orpo,cpo,ppo,rloo,reward,
     | supervised fine-tuning is here, and by rewards: for these begin with `ftcli recipes copy smoke-grpo`
 read = do_train:FH do_eval:FH | the command says what is done: `ftcli train`, `ftcli eval`
 read = do_predict:FH | the command says what is done: `ftcli eval`
+read = command:T
 # runs, checkpoints, logging
 run.name = run_name:H exp_name:H wandb_name:A
 run.output_dir = out_dir:L save_dir:H
@@ -339,9 +340,9 @@ read = is_llama_derived_model:A is_mistral_derived_model:A is_falcon_derived_mod
 read = use_reentrant_gc:F use_fast_tokenizer:F include_effective_tokens_per_second:F data_shared_file_system:F
 read = config:T bnb_4bit_quant_storage:T dataset_config:T dataset_configs:T dataset_train_split:T dataset_test_split:T
     dataset_splits:T dataset_mixture.seed:T ignore_bias_buffers:T
-read = hub_split:U tensorboard_dir:U fast_inference:U gpu_memory_utilization:U float8_kv_cache:U unsloth_tiled_mlp:U
-    use_exact_model_name:U load_in_16bit:U max_lora_rank:U device_map:U fix_tokenizer:U label_names:U
-    prediction_loss_only:U
+read = hub_split:U hub_subset:U tensorboard_dir:U fast_inference:U gpu_memory_utilization:U float8_kv_cache:U
+    unsloth_tiled_mlp:U use_exact_model_name:U load_in_16bit:U max_lora_rank:U device_map:U fix_tokenizer:U
+    label_names:U prediction_loss_only:U
 read = device:C | the GPU is taken when there is one; CUDA_VISIBLE_DEVICES picks another
 read = model._component_:C model.use_dora:C profiler.*:C checkpointer.*:C dataloader.*:C metric_logger.*:C
     tokenizer._component_:C tokenizer.path:C tokenizer.merges_file:C tokenizer.merges_path:C tokenizer.vocab_path:C

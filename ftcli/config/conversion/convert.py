@@ -42,8 +42,13 @@ def convert(path: Path, dialect: str | None = None) -> Conversion:
     row = dialects.row(name)
     rules: Rules = code_of(row.code)
     settings: dict[str, ForeignSetting] = {}
+    twice: list[Finding] = []
     for given in foreign_settings(source.tree):
         called = given.leaf if rules.flatten else given.name
+        if called in settings and settings[called].value != given.value:
+            help = "keep one of them"
+            what = f"`{called}` stands in two sections: the second one counts"
+            twice.append(Finding("FT162", what, given.origin, help, "warning"))
         settings[called] = ForeignSetting(called, given.tree, given.origin)
     draft = Draft(
         row.title,
@@ -51,7 +56,7 @@ def convert(path: Path, dialect: str | None = None) -> Conversion:
         given={name: given for name, given in settings.items() if not given.is_blank},
         blank={name: given for name, given in settings.items() if given.is_blank},
     )
-    draft.findings += source.findings
+    draft.findings += [*source.findings, *twice]
     draft.left_out |= {key for name in source.computed for key in our_keys(rules, draft, name)}
     apply(rules, draft)
     if draft.get("model.name_or_path") is None:

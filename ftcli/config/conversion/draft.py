@@ -76,7 +76,12 @@ class Draft:
         outer, _, inner = key.rpartition(".")
         if outer.count(".") == 1:
             key, value = outer, {**(self.get(outer) or {}), inner: value}
-        self.values[key] = DraftValue(value, comment, None if given is None else given.origin)
+        origin = None if given is None else given.origin
+        known = self.values.get(key)
+        refines = known is None or known.value in (True, value) or isinstance(value, dict)
+        if given is not None and known is not None and known.origin not in (None, origin) and not refines:
+            self.unusable(given, f"`{given.name}` and another setting say {key}: this one counts", "keep one of them")
+        self.values[key] = DraftValue(value, comment, origin)
 
     def default(self, key: str, value: Any, whose: str | None = None) -> None:
         """A default of the tool that is not ours, where the file says nothing."""
@@ -87,6 +92,12 @@ class Draft:
         """One of our keys as drafted so far; None where it is not."""
         drafted = self.values.get(key)
         return None if drafted is None else drafted.value
+
+    def switched(self, given: ForeignSetting) -> bool:
+        """Whether the setting is switched on; FT162 for a value that is no switch."""
+        if truth(given.value) is None:
+            self.unusable(given, f"`{given.name}: {given.value}` is no switch", "write true or false")
+        return bool(truth(given.value))
 
     def said(self, name: str) -> Any:
         """The value of the tool's setting; None where the file does not have it."""

@@ -110,7 +110,7 @@ def _layout(draft: Draft, formatting: str, tags: JsonObject) -> tuple[str, dict[
 
 
 def _packing(draft: Draft, given: ForeignSetting) -> None:
-    if truth(given.value):
+    if draft.switched(given):
         draft.put("data.packing", True, given)
         if not truth(draft.said("neat_packing")) and not _is_text(draft):
             help = "that is neat_packing: true there"
@@ -118,7 +118,7 @@ def _packing(draft: Draft, given: ForeignSetting) -> None:
 
 
 def _pissa(draft: Draft, given: ForeignSetting) -> None:
-    if truth(given.value):
+    if draft.switched(given):
         rounds = draft.said("pissa_iter") or 16
         draft.put("lora.init_lora_weights", "pissa" if rounds == -1 else f"pissa_niter_{rounds}", given)
 

@@ -88,6 +88,12 @@ def _dataset(key: str) -> r.Rule:
     return rule
 
 
+def _of_dataset(draft: Draft, given: ForeignSetting) -> None:
+    """Settings of a dataset are read with its builder."""
+    if f"{given.outermost}._component_" not in draft.given:
+        draft.lost(given, f"`{given.outermost}` names no `_component_` that would read it")
+
+
 def _columns(draft: Draft, section: str, layout: str | None) -> dict[str, str]:
     """Our name of a column: theirs."""
     start = f"{section}.column_map."
@@ -202,7 +208,7 @@ RULES = r.Rules(
         "model.apply_lora_to_mlp": r.read,
         "tokenizer.max_seq_len": _length,
         "dataset.max_seq_len": _length,
-        **{f"{section}.{name}": r.read for section in ("dataset", "dataset_val") for name in _OF_DATASETS},
+        **{f"{section}.{name}": _of_dataset for section in ("dataset", "dataset_val") for name in _OF_DATASETS},
         "dataset._component_": _dataset("data.train"),
         "dataset_val._component_": _dataset("data.eval"),
         "dataset": _list,

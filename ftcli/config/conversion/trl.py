@@ -83,8 +83,9 @@ def _length(draft: Draft, given: ForeignSetting) -> None:
 
 
 def _completion(draft: Draft, given: ForeignSetting) -> None:
+    loss_on = "completion" if draft.switched(given) else "all"
     if truth(given.value) is not None and draft.get("data.loss_on") != "assistant":
-        draft.put("data.loss_on", "completion" if truth(given.value) else "all", given)
+        draft.put("data.loss_on", loss_on, given)
 
 
 def _template(draft: Draft, given: ForeignSetting) -> None:

@@ -50,8 +50,8 @@ def _model(draft: Draft, given: ForeignSetting) -> None:
 
 
 def _dataset(draft: Draft, given: ForeignSetting) -> None:
-    split = draft.said("hub_split") if given.leaf == "hub_dataset" else None
-    items = [sources.source(draft, given, str(path), split=split) for path in sources.listed(given.value)]
+    more = {"name": draft.said("hub_subset"), "split": draft.said("hub_split")} if given.leaf == "hub_dataset" else {}
+    items = [sources.source(draft, given, str(path), **more) for path in sources.listed(given.value)]
     sources.put(draft, "data.train", items, given)
 
 
@@ -63,11 +63,11 @@ def _format(draft: Draft, given: ForeignSetting) -> None:
 
 
 def _completions(draft: Draft, given: ForeignSetting) -> None:
-    draft.put("data.loss_on", "auto" if truth(given.value) else "all", given)
+    draft.put("data.loss_on", "auto" if draft.switched(given) else "all", given)
 
 
 def _wandb(draft: Draft, given: ForeignSetting) -> None:
-    if truth(given.value):
+    if draft.switched(given):
         r.wandb(draft, given, "wandb_project")
 
 
