@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftcli.config.conversion.rules import Rules
+from ftcli.config.dialects import rows_of
 from ftcli.config.load import load_recipe
 from ftcli.config.secrets import is_secret_value
 from ftcli.tables import code_of, dialects
@@ -49,8 +50,10 @@ _CODE = (
 
 
 def _names(tool: str) -> list[str]:
-    rules: Rules = code_of(dialects.row(tool).code)
-    return [name.replace(".*", ".x") for names, _ in rules.rows for name in names.split()]
+    row = dialects.row(tool)
+    rules: Rules = code_of(row.code)
+    shared = rows_of("transformers") if rules.trainer else {}
+    return [name.replace(".*", ".x") for name in (*rows_of(row.title), *rules.computed, *shared)]
 
 
 def _with(recipe: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,49 +14,27 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ftcli.config.secrets import mask_lines
-from ftcli.config.tree import Leaf, ListNode, MapEntry, MapNode, Tree
+from ftcli.config.tree import Leaf, ListNode, MapEntry, MapNode, Scalar, Tree
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin
 
-#: Calls whose arguments are settings, by the last part of the name, with the name of the first positional one.
-_CALLS: Mapping[str, str | None] = {
-    "from_pretrained": "model_name",
-    "get_peft_model": None,
-    "LoraConfig": None,
-    "BitsAndBytesConfig": None,
-    "SFTConfig": None,
-    "TrainingArguments": None,
-    "UnslothTrainingArguments": None,
-    "SFTTrainer": None,
-    "UnslothTrainer": None,
-    "load_dataset": "dataset",
-}
+#: Calls whose arguments are settings, by the last part of the name, with the names of those that may stand without.
+_CALLS: Mapping[str, str] = {
+    "from_pretrained": "model_name", "get_peft_model": "model peft_config", "LoraConfig": "", "BitsAndBytesConfig": "",
+    "SFTConfig": "output_dir", "TrainingArguments": "output_dir", "UnslothTrainingArguments": "output_dir",
+    "SFTTrainer": "model args", "UnslothTrainer": "model args", "load_dataset": "dataset name",
+}  # fmt: skip
 #: What arguments are called in the recipes of each tool, where that is not their own name.
-_UNSLOTH = {"dataset": "hub_dataset", "split": "hub_split"}
+_UNSLOTH = {"dataset": "hub_dataset", "name": "hub_subset", "split": "hub_split"}
 _TRL = {
-    "model_name": "model_name_or_path",
-    "dataset": "dataset_name",
-    "split": "dataset_train_split",
-    "r": "lora_r",
-    "target_modules": "lora_target_modules",
-    "modules_to_save": "lora_modules_to_save",
-    "bnb_4bit_use_double_quant": "use_bnb_nested_quant",
-}
+    "model": "model_name_or_path", "model_name": "model_name_or_path", "dataset": "dataset_name",
+    "name": "dataset_config", "split": "dataset_train_split",
+}  # fmt: skip
 #: Calls of trainers that are not converted.
 _OTHER_TRAINERS = (
-    "DPOTrainer",
-    "GRPOTrainer",
-    "ORPOTrainer",
-    "KTOTrainer",
-    "RewardTrainer",
-    "CPOTrainer",
-    "PPOTrainer",
-)
+    "DPOTrainer", "GRPOTrainer", "ORPOTrainer", "KTOTrainer", "RewardTrainer", "CPOTrainer", "PPOTrainer",
+)  # fmt: skip
 #: What `load_dataset` and others say besides, which are no settings of training.
-_NO_SETTINGS = frozenset(
-    ("name", "token", "streaming", "task_type", "device_map", "torch_dtype", "bnb_4bit_compute_dtype")
-)
-
-
+_NO_SETTINGS = frozenset(("token", "streaming", "task_type", "device_map", "torch_dtype", "bnb_4bit_compute_dtype"))
 #: Arguments that are objects: what they are is said by the calls that make them.
 _OBJECTS = frozenset(
     (
@@ -65,22 +43,13 @@ _OBJECTS = frozenset(
     )
 )  # fmt: skip
 #: What a call has where a script does not say it: PEFT's adapters, and arguments of transformers' in place of TRL's.
-_IMPLIED: Mapping[str, Mapping[str, bool | int | float | str]] = {
+_IMPLIED: Mapping[str, Mapping[str, Scalar]] = {
     "LoraConfig": {"use_peft": True, "r": 8, "lora_alpha": 8, "lora_dropout": 0.0},
     "TrainingArguments": {
         "learning_rate": 5e-5, "num_train_epochs": 3.0, "per_device_train_batch_size": 8, "weight_decay": 0.0,
         "gradient_accumulation_steps": 1, "warmup_steps": 0, "optim": "adamw_torch_fused", "seed": 42,
     },
 }  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """A cell of a notebook, or a whole script."""
-
-    where: str
-    tree: ast.Module
-    lines: list[str]
 
 
 def is_code(path: Path) -> bool:
@@ -98,23 +67,38 @@ def settings_of_code(text: str, path: Path) -> tuple[MapNode, str, dict[str, Fin
         FtcliError: FT163 for a notebook that is none, a script that cannot be parsed, or another method's trainer.
     """
     pieces = list(_pieces(text, path))
-    names: dict[str, ast.expr] = {}
-    for piece in pieces:
-        for node in piece.tree.body:
-            if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
-                names[node.targets[0].id] = node.value
-    made: list[dict[str, MapEntry]] = []
+    assigned = [node for piece in pieces for node in piece.tree.body if isinstance(node, ast.Assign)]
+    names = {
+        node.targets[0].id: node.value
+        for node in assigned
+        if len(node.targets) == 1 and isinstance(node.targets[0], ast.Name)
+    }
     findings: dict[str, Finding] = {}
-    for piece in pieces:
-        calls = [node for node in ast.walk(piece.tree) if isinstance(node, ast.Call)]
-        made += [_arguments(call, piece, names, findings) for call in calls]
+    made = [
+        _arguments(call, piece, names, findings)
+        for piece in pieces
+        for call in ast.walk(piece.tree)
+        if isinstance(call, ast.Call)
+    ]
     entries = {name: entry for arguments in made for name, entry in arguments.items()}
     if len({str(arguments["dataset"].value) for arguments in made if "dataset" in arguments}) > 1:
         del entries["dataset"]
-    unsloth = "unsloth" in text
-    ours = _UNSLOTH if unsloth else _TRL
-    tree = MapNode(Origin(str(path)), {ours.get(name, name): entry for name, entry in entries.items()})
-    return tree, "unsloth" if unsloth else "trl", findings
+    tool, ours = ("unsloth", _UNSLOTH) if "unsloth" in text else ("trl", _TRL)
+    return MapNode(Origin(str(path)), {ours.get(name, name): entry for name, entry in entries.items()}), tool, findings
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A cell of a notebook, or a whole script."""
+
+    where: str
+    tree: ast.Module
+    lines: list[str]
+
+    def origin(self, node: ast.expr) -> Origin:
+        """Where the node stands."""
+        line = min(node.lineno, len(self.lines))
+        return Origin(self.where, line, node.col_offset + 1, self.lines[line - 1])
 
 
 def _pieces(text: str, path: Path) -> Iterator[_Piece]:
@@ -125,7 +109,7 @@ def _pieces(text: str, path: Path) -> Iterator[_Piece]:
         cells = json.loads(text)["cells"]
         sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise _refused(path, "this is not a Jupyter notebook", "name a notebook, a script or a recipe") from None
+        raise _refused(Origin(str(path)), "this is not a Jupyter notebook", "name a notebook or a script") from None
     for number, source in enumerate(sources, 1):
         code = "\n".join("" if line.lstrip().startswith(("!", "%")) else line for line in source.splitlines())
         try:
@@ -140,42 +124,45 @@ def _parsed(code: str, path: Path) -> ast.Module:
             warnings.simplefilter("ignore")  # about escapes in its texts
             return ast.parse(code)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise _refused(path, f"it cannot be parsed: {type(error).__name__}", "name a script of Python 3") from None
+        what = f"it cannot be parsed: {type(error).__name__}"
+        raise _refused(Origin(str(path)), what, "name a script of Python 3") from None
 
 
 def _arguments(
     call: ast.Call, piece: _Piece, names: Mapping[str, ast.expr], findings: dict[str, Finding]
 ) -> dict[str, MapEntry]:
+    """The arguments of a call that is known, by name; what has to be run goes into ``findings``."""
     name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-    origin = _origin(call, piece)
+    origin = piece.origin(call)
     if name in _OTHER_TRAINERS:
         help = "supervised fine-tuning is converted; for rewards begin with `ftcli recipes copy smoke-grpo`"
-        finding = Finding("FT163", f"`{name}` is not converted", origin, help)
-        raise FtcliError([finding], ExitCode.RECIPE)
+        raise _refused(origin, f"`{name}` is not converted", help)
     if name == "train_on_responses_only":
         return {"train_on_completions": MapEntry(origin, Leaf(origin, True, "true"))}
     if name not in _CALLS or _is_tokenizer(call):
         return {}
-    found = {word.arg: word.value for word in call.keywords if word.arg is not None and word.arg not in _NO_SETTINGS}
+    entries = {key: MapEntry(origin, Leaf(origin, value, str(value))) for key, value in _IMPLIED.get(name, {}).items()}
+    for key, node in _by_name(call, name).items():
+        tree = _tree(node, piece.origin(node), names)
+        if tree is not None:
+            entries[key] = MapEntry(tree.origin, tree)
+        elif key not in _OBJECTS and not key.startswith("argument "):
+            help = "nothing is run: write its value into the new recipe"
+            what = f"`{key}` is computed by the code"
+            findings[key] = Finding("FT162", what, piece.origin(node), help, "warning")
+    return entries
+
+
+def _by_name(call: ast.Call, name: str) -> dict[str, ast.expr]:
+    """The arguments of a call that are settings, by name. Those of no known place go by their number."""
+    places = dict(enumerate(_CALLS[name].split()))
+    found = {places.get(at, f"argument {at + 1} of {name}"): node for at, node in enumerate(call.args)}
+    found |= {word.arg or f"**{getattr(word.value, 'id', '…')}": word.value for word in call.keywords}
     if name != "load_dataset":
         found.pop("split", None)
-    first = _CALLS[name]
-    if first is not None and call.args:
-        found = {first: call.args[0], **found}
     if "data_files" in found:
         found["dataset"] = found.pop("data_files")
-    trees = {key: _tree(value, _origin(value, piece), names) for key, value in found.items()}
-    for key, tree in trees.items():
-        if tree is None and key not in _OBJECTS:
-            findings[key] = _computed(key, _origin(found[key], piece))
-    entries = {key: MapEntry(tree.origin, tree) for key, tree in trees.items() if tree is not None}
-    said = _IMPLIED.get(name, {})
-    return {key: MapEntry(origin, Leaf(origin, value, str(value))) for key, value in said.items()} | entries
-
-
-def _computed(name: str, origin: Origin) -> Finding:
-    help = "nothing is run: write its value into the new recipe"
-    return Finding("FT162", f"`{name}` is computed by the code", origin, help, "warning")
+    return {key: node for key, node in found.items() if key not in _NO_SETTINGS}
 
 
 def _is_tokenizer(call: ast.Call) -> bool:
@@ -194,7 +181,7 @@ def _tree(node: ast.expr, origin: Origin, names: Mapping[str, ast.expr], depth: 
         items = [_tree(item, origin, names, depth + 1) for item in node.elts]
         return ListNode(origin, tuple(item for item in items if item is not None)) if None not in items else None
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-        return _product(_tree(node.left, origin, names, depth + 1), _tree(node.right, origin, names, depth + 1), origin)
+        return _product([_tree(side, origin, names, depth + 1) for side in (node.left, node.right)], origin)
     try:
         value = ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
@@ -204,18 +191,13 @@ def _tree(node: ast.expr, origin: Origin, names: Mapping[str, ast.expr], depth: 
     return None
 
 
-def _product(left: Tree | None, right: Tree | None, origin: Origin) -> Tree | None:
+def _product(sides: list[Tree | None], origin: Origin) -> Tree | None:
     """``lora_rank * 2``: of two whole numbers of the size that settings have."""
-    factors = [side.value for side in (left, right) if isinstance(side, Leaf) and type(side.value) is int]
+    factors = [side.value for side in sides if isinstance(side, Leaf) and type(side.value) is int]
     if len(factors) < 2 or any(abs(factor) > 10**6 for factor in factors):
         return None
     return Leaf(origin, factors[0] * factors[1], str(factors[0] * factors[1]))
 
 
-def _origin(node: ast.expr, piece: _Piece) -> Origin:
-    line = min(node.lineno, len(piece.lines))
-    return Origin(piece.where, line, node.col_offset + 1, piece.lines[line - 1])
-
-
-def _refused(path: Path, message: str, help: str) -> FtcliError:
-    return FtcliError([Finding("FT163", message, Origin(str(path)), help)], ExitCode.RECIPE)
+def _refused(origin: Origin, message: str, help: str) -> FtcliError:
+    return FtcliError([Finding("FT163", message, origin, help)], ExitCode.RECIPE)

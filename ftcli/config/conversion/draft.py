@@ -76,17 +76,28 @@ class Draft:
         outer, _, inner = key.rpartition(".")
         if outer.count(".") == 1:
             key, value = outer, {**(self.get(outer) or {}), inner: value}
-        self.values[key] = DraftValue(value, comment, None if given is None else given.origin)
+        origin = None if given is None else given.origin
+        known = self.values.get(key)
+        refines = known is None or known.value in (True, value) or isinstance(value, dict)
+        if given is not None and known is not None and known.origin not in (None, origin) and not refines:
+            self.unusable(given, f"`{given.name}` and another setting say {key}: this one counts", "keep one of them")
+        self.values[key] = DraftValue(value, comment, origin)
 
-    def default(self, key: str, value: Any) -> None:
+    def default(self, key: str, value: Any, whose: str | None = None) -> None:
         """A default of the tool that is not ours, where the file says nothing."""
         if key not in self.values and key not in self.left_out:
-            self.put(key, value, comment=f"{self.tool}'s default")
+            self.put(key, value, comment=f"{whose or self.tool}'s default")
 
     def get(self, key: str) -> Any:
         """One of our keys as drafted so far; None where it is not."""
         drafted = self.values.get(key)
         return None if drafted is None else drafted.value
+
+    def switched(self, given: ForeignSetting) -> bool:
+        """Whether the setting is switched on; FT162 for a value that is no switch."""
+        if truth(given.value) is None:
+            self.unusable(given, f"`{given.name}: {given.value}` is no switch", "write true or false")
+        return bool(truth(given.value))
 
     def said(self, name: str) -> Any:
         """The value of the tool's setting; None where the file does not have it."""
@@ -120,6 +131,8 @@ class Draft:
     def take(self, given: ForeignSetting, key: str) -> None:
         """Sets our key from a setting whose value means the same, in our words and types."""
         value = coerced(given.value, self.schema.at(key.split(".")), self.schema)
+        if key == "model.name_or_path":
+            value = (value.rstrip("/") or "/") if isinstance(value, str) else value
         words = VALUES.get(key, {})
         choices = self.schema.choices(self.schema.at(key.split(".")) or {})
         if isinstance(value, str) and choices and value not in choices:
@@ -149,6 +162,11 @@ def truth(value: object) -> bool | None:
         return value
     word = str(value).lower()
     return True if word in _TRUE else False if word in _FALSE else None
+
+
+def is_off(value: object) -> bool:
+    """Whether a value switches its setting off."""
+    return truth(value) is False or value in (None, "", 0, "none", "None", "null", [], {})
 
 
 def coerced(value: object, node: Node | None, schema: RecipeSchema) -> Any:

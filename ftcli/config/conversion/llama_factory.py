@@ -1,4 +1,4 @@
-"""LLaMA-Factory's YAML. Defaults are those of 0.9.6, and of transformers."""
+"""LLaMA-Factory's YAML: what its rows of the table of names do not say. Defaults are those of 0.9.6."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ftcli.config.conversion import rules as r
 from ftcli.config.conversion import sources
 from ftcli.config.conversion.draft import Draft, truth
 from ftcli.config.conversion.source import ForeignSetting
-from ftcli.plain import JsonObject
+from ftcli.plain import JsonObject, map_in
 
 #: Its registry of datasets.
 _INDEX = "dataset_info.json"
@@ -18,15 +18,18 @@ _MAX_INDEX = 2**22
 _ALPACA = {
     "prompt": "instruction", "query": "input", "response": "output", "system": "system", "history": "history",
 }  # fmt: skip
+_SHAREGPT = {"messages": "conversations", "system": "system", "tools": "tools"}
 #: What an entry of the registry may say that is read below.
-_READ = r.words("file_name hf_hub_url ms_hub_url om_hub_url formatting columns tags split subset num_samples")
+_READ = frozenset(
+    (
+        "file_name", "hf_hub_url", "ms_hub_url", "om_hub_url", "formatting", "columns", "tags", "split", "subset",
+        "num_samples",
+    )
+)  # fmt: skip
+#: What it calls the parts of a turn, and who speaks.
 _TAGS = {
-    "role_tag": "from",
-    "content_tag": "value",
-    "user_tag": "human",
-    "assistant_tag": "gpt",
-    "system_tag": "system",
-}
+    "role_tag": "from", "content_tag": "value", "user_tag": "human", "assistant_tag": "gpt", "system_tag": "system",
+}  # fmt: skip
 _OPENAI = {**_TAGS, "role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
 
 
@@ -34,20 +37,7 @@ def _before(draft: Draft) -> None:
     if "model_name_or_path" not in draft.given and "model" in draft.given:
         help = "write it in the form that has model_name_or_path and finetuning_type"
         raise draft.refuse(draft.given["model"], "LLaMA-Factory's recipes of version 1 are not converted", help)
-    stage = draft.said("stage") or "sft"
-    if stage not in ("sft", "pt"):
-        help = "stages sft and pt are converted; for rewards begin with `ftcli recipes copy smoke-grpo`"
-        raise draft.refuse(draft.given["stage"], f"the stage `{stage}` is not converted", help)
-    kind = draft.said("finetuning_type") or "lora"
-    if kind not in ("lora", "full"):
-        help = "there are LoRA and full fine-tuning"
-        raise draft.refuse(draft.given["finetuning_type"], f"finetuning_type `{kind}`", help)
-    draft.full = kind == "full"
-    rank = draft.said("lora_rank") or 8
-    default = None if "lora_rank" in draft.given else "LLaMA-Factory's default"
-    draft.put("lora.r", rank, draft.given.get("lora_rank"), default)
-    twice = rank * 2 if isinstance(rank, int) else 16
-    draft.put("lora.alpha", twice, comment="LLaMA-Factory's default: twice the rank")
+    draft.full = draft.said("finetuning_type") == "full"
 
 
 def _is_text(draft: Draft) -> bool:
@@ -55,46 +45,26 @@ def _is_text(draft: Draft) -> bool:
     return bool(draft.said("stage") == "pt")
 
 
-def _targets(draft: Draft, given: ForeignSetting) -> None:
-    if given.value == "all":
-        draft.put("lora.target_modules", "all-linear", given)
-    else:
-        draft.take(given, "lora.target_modules")
-
-
-def _bits(draft: Draft, given: ForeignSetting) -> None:
-    if given.value in (4, "4"):
-        draft.put("quantization.method", "nf4", given)
-    elif not r.is_off(given.value):
-        draft.lost(given, "of bitsandbytes' formats there is quantization.method: nf4; the base keeps its dtype")
-
-
-def _pure_bf16(draft: Draft, given: ForeignSetting) -> None:
-    r.switched_by("model.dtype", "bfloat16")(draft, given)
-    if truth(given.value) and draft.full:
-        draft.put("train.pure_bf16", True, given)
-
-
 def _datasets(key: str) -> r.Rule:
     def rule(draft: Draft, given: ForeignSetting) -> None:
         names = given.value if isinstance(given.value, list) else str(given.value).split(",")
-        index = _index(draft)
-        rows = draft.said("max_samples")
-        items, found = [], set()
-        for name in (str(each).strip() for each in names):
-            item, layout = _registered(draft, given, name, index)
-            items.append({**item, "max_rows": rows} if isinstance(rows, int) and item else item)
-            found.add(layout)
+        index, rows = _index(draft), draft.said("max_samples")
+        found = [_registered(draft, given, str(name).strip(), index) for name in names]
+        items = [{**item, "max_rows": rows} if isinstance(rows, int) and item else item for item, _ in found]
         sources.put(draft, key, items, given)
         if key == "data.train":
-            sources.layouts(draft, found, given)
+            sources.layouts(draft, {layout for _, layout in found}, given)
 
     return rule
 
 
+def _folder(draft: Draft) -> str:
+    return str(draft.said("dataset_dir") or "data")
+
+
 def _index(draft: Draft) -> JsonObject:
     """Its registry of datasets, where it lies in the folder that the recipe names; else nothing."""
-    path = Path(str(draft.said("dataset_dir") or "data")) / _INDEX
+    path = Path(_folder(draft)) / _INDEX
     try:
         if path.stat().st_size > _MAX_INDEX:
             return {}
@@ -105,72 +75,66 @@ def _index(draft: Draft) -> JsonObject:
 
 
 def _registered(draft: Draft, given: ForeignSetting, name: str, index: JsonObject) -> tuple[JsonObject, str | None]:
-    entry = index.get(name)
-    folder = str(draft.said("dataset_dir") or "data")
-    layout = "text" if _is_text(draft) else None
+    """The dataset of this name, and its layout where that is known."""
+    folder, entry = _folder(draft), index.get(name)
     if not isinstance(entry, dict):
         help = f"{folder}/{_INDEX} says which file `{name}` is: write that file, or hub:ORG/NAME"
         draft.unusable(given, f"`{name}` is a name in LLaMA-Factory's list of datasets", help)
-        return {"path": f"{folder}/{name}.json"}, layout
-    columns, tags = (part if isinstance(part, dict) else {} for part in (entry.get("columns"), entry.get("tags")))
+        return {"path": f"{folder}/{name}.json"}, "text" if _is_text(draft) else None
     if entry.get("ranking"):
         raise draft.refuse(given, f"the rows of `{name}` are preferences", "supervised recipes are converted")
-    named, layout = (_text if layout else _conversation)(columns, tags, str(entry.get("formatting")))
+    tags = map_in(entry, "tags")
+    layout, names = _layout(draft, str(entry.get("formatting")), tags)
     usual = _OPENAI if layout == "messages" else _TAGS
     odd = [f"{tag}: {value}" for tag, value in tags.items() if usual.get(tag, value) != value]
     odd += [key for key, value in entry.items() if key not in _READ and value]
     if odd:
-        draft.unusable(
-            given, f"`{name}` with {', '.join(odd)}", f"turns are {', '.join(usual.values())}: {r.NO_COPIES}"
-        )
+        help = f"turns are {', '.join(usual.values())}: {r.NO_COPIES}"
+        draft.unusable(given, f"`{name}` with {', '.join(odd)}", help)
     path = f"{folder}/{entry['file_name']}" if entry.get("file_name") else str(entry.get("hf_hub_url") or name)
+    columns = {"prompt": "instruction", **map_in(entry, "columns")} if layout == "text" else map_in(entry, "columns")
+    named = {names[key]: str(value) for key, value in columns.items() if key in names and names[key] != value}
     rows = entry.get("num_samples") if isinstance(entry.get("num_samples"), int) else None
     more = {"split": entry.get("split"), "name": entry.get("subset"), "columns": named, "max_rows": rows}
     return sources.source(draft, given, path, **more), layout
 
 
-def _text(columns: JsonObject, _tags: JsonObject, _formatting: str) -> tuple[dict[str, str], str]:
-    """In the stage `pt` the column of prompts is the text."""
-    column = str(columns.get("prompt") or "instruction")
-    return ({} if column == "text" else {"text": column}), "text"
-
-
-def _conversation(columns: JsonObject, tags: JsonObject, formatting: str) -> tuple[dict[str, str], str]:
+def _layout(draft: Draft, formatting: str, tags: JsonObject) -> tuple[str, dict[str, str]]:
+    """Our name of the layout, and of its columns. In the stage `pt` the column of prompts is the text."""
+    if _is_text(draft):
+        return "text", {"prompt": "text"}
+    if formatting not in ("sharegpt", "openai"):
+        return "alpaca", _ALPACA
     openai = formatting == "openai" or tags.get("role_tag") == "role"
-    ours, layout = _ALPACA, "alpaca"
-    if formatting in ("sharegpt", "openai"):
-        layout = "messages" if openai else "sharegpt"
-        ours = {"messages": "messages" if openai else "conversations", "system": "system", "tools": "tools"}
-    return {ours[key]: str(value) for key, value in columns.items() if key in ours and ours[key] != value}, layout
+    return ("messages", {**_SHAREGPT, "messages": "messages"}) if openai else ("sharegpt", _SHAREGPT)
 
 
 def _packing(draft: Draft, given: ForeignSetting) -> None:
-    if truth(given.value):
+    if draft.switched(given):
         draft.put("data.packing", True, given)
         if not truth(draft.said("neat_packing")) and not _is_text(draft):
             help = "that is neat_packing: true there"
             draft.differs(given, "packed rows see one another in LLaMA-Factory, and never do here", help)
 
 
-def _thinking(draft: Draft, given: ForeignSetting) -> None:
-    if truth(given.value) is False:
-        draft.put("data.chat_template_kwargs", {"enable_thinking": False}, given)
-        what = "enable_thinking: false moves the empty thought into the prompt there; here the chat template decides"
-        draft.differs(given, what, "`ftcli check --show-sample 1` shows what is trained")
-
-
 def _pissa(draft: Draft, given: ForeignSetting) -> None:
-    if truth(given.value):
+    if draft.switched(given):
         rounds = draft.said("pissa_iter") or 16
         draft.put("lora.init_lora_weights", "pissa" if rounds == -1 else f"pissa_niter_{rounds}", given)
 
 
 def _template(draft: Draft, given: ForeignSetting) -> None:
     if not _is_text(draft):
-        sources.named_template(draft, given, str(given.value))
+        sources.template(draft, given)
 
 
 def _after(draft: Draft) -> None:
+    rank = draft.get("lora.r")
+    if "lora.alpha" not in draft.values:
+        twice = rank * 2 if isinstance(rank, int) else 16
+        draft.put("lora.alpha", twice, comment="LLaMA-Factory's default: twice the rank")
+    if draft.full and truth(draft.said("pure_bf16")):
+        draft.put("train.pure_bf16", True, draft.given["pure_bf16"])
     if _is_text(draft):
         draft.put("data.format", "text", draft.given["stage"])
         if truth(draft.said("packing")) is not False:
@@ -186,50 +150,19 @@ def _after(draft: Draft) -> None:
 
 
 RULES = r.Rules(
-    rows=(
-        *r.OF_TRANSFORMERS,
-        ("peft_config.* dist_config.* kernel_config.* train_dataset model_class", r.read),
-        ("stage finetuning_type lora_rank dataset_dir max_samples plot_loss overwrite_cache", r.read),
-        ("lora_target", _targets),
-        ("quantization_bit", _bits),
-        ("quantization_method", r.lost("of its methods there is quantization.method: nf4", default="bnb")),
-        ("quantization_type", r.lost("the 4-bit type is nf4", default="nf4")),
-        ("dataset", _datasets("data.train")),
-        ("eval_dataset", _datasets("data.eval")),
-        ("template", _template),
-        ("val_size", r.NO_SPLIT),
-        ("train_on_prompt", r.switch("data.loss_on", "all")),
-        ("mask_history", r.switch("data.loss_on", "completion")),
-        ("packing neat_packing", _packing),
-        ("enable_thinking", _thinking),
-        ("pissa_init", _pissa),
-        ("pissa_iter", r.read),
-        ("pissa_convert", r.note("results are always saved as plain adapters of the base")),
-        ("disable_shuffling", r.lost(r.SHUFFLED)),
-        ("interleave_probs", r.lost("write `weight` beside the `path` of each source in data.train")),
-        ("mix_strategy", r.note("rows of all sources are mixed; weights stand beside each source in data.train")),
-        ("flash_attn", r.attention),
-        ("pure_bf16", _pure_bf16),
-        ("use_unsloth use_unsloth_gc enable_liger_kernel use_v1_kernels", r.KERNELS),
-        ("use_reentrant_gc use_fast_tokenizer include_effective_tokens_per_second data_shared_file_system", r.read),
-        ("infer_backend export_dir export_size export_device export_legacy_format", r.note("`ftcli export` exports")),
-        ("adapter_name_or_path", r.lost("adapters begin anew; a run of ftcli goes on from --resume PATH")),
-        ("predict_with_generate", r.lost("write eval.tasks: {use: exact_match}, and others, judge what is generated")),
-        ("model_max_length", r.lost("cutoff_len is data.max_seq_len")),
-        ("resize_vocab add_tokens add_special_tokens", r.TOKENS),
-        ("use_muon", r.switch("train.optim", "muon")),
-        (
-            "freeze_vision_tower freeze_multi_modal_projector",
-            r.lost("vision towers are kept, and not trained; rows hold text", default=True),
-        ),
-        (
-            "image_max_pixels image_min_pixels video_max_pixels video_fps video_maxlen media_dir",
-            r.note("rows hold text"),
-        ),
-        ("do_sample temperature top_p max_new_tokens", r.OF_ITS_PROCESS),
-    ),
+    computed={
+        "dataset": _datasets("data.train"),
+        "eval_dataset": _datasets("data.eval"),
+        "template": _template,
+        "packing": _packing,
+        "pissa_init": _pissa,
+        "pissa_iter": r.read,
+        "flash_attn": r.attention,
+    },
     before=_before,
     after=_after,
-    nulls=r.NULLS,
-    defaults=MappingProxyType({"data.max_seq_len": 2048, "train.learning_rate": 5e-5, **r.TRAINER_DEFAULTS}),
+    defaults=MappingProxyType(
+        {"lora.r": 8, "data.max_seq_len": 2048, "train.learning_rate": 5e-5, **r.TRAINER_DEFAULTS}
+    ),
+    nulls=frozenset({"max_grad_norm"}),
 )

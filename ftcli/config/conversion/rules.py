@@ -1,36 +1,37 @@
-"""What to make of each setting of another tool's recipe: the rows of its table, and the rules that tools share."""
+"""What becomes of each setting of another tool's recipe: its row of the table of names, or a rule that computes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from ftcli.config.conversion.draft import Draft, truth
+from ftcli.config.conversion.draft import Draft, is_off, truth
 from ftcli.config.conversion.source import ForeignSetting
-from ftcli.config.dialects import foreign
-from ftcli.plain import JsonMap
+from ftcli.config.dialects import ForeignKey, rows_of
+from ftcli.config.tree import plain_tree
+from ftcli.config.yaml import parse_value
 
 #: What becomes of one setting.
 Rule = Callable[[Draft, ForeignSetting], None]
-#: Names of one tool, apart by blanks, and what becomes of each. `x.*` is all of the section x.
-Rows = Sequence[tuple[str, Rule]]
-#: Tools that pass settings on to transformers' trainer, by a name of its own in the tables of names.
+#: Tools that pass settings on to transformers' trainer, by the name that it has in the table of names.
 _TRAINER = "transformers"
+#: Our sections whose keys other tools call the same.
+_HOMES = ("train", "lora", "data", "eval", "logging")
 
 
-def _nothing() -> Mapping[str, Any]:
-    return MappingProxyType({})
+def _nothing(_draft: Draft) -> None:
+    pass
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """A tool's recipes.
+    """What the rows of a tool in :mod:`ftcli.config.dialects` do not say.
 
     Attributes:
-        rows: By the setting's dotted name, or its section; what is not here goes by the tables of names.
-        before: What has to be known first: the training method, adapters.
+        computed: What takes more than a row, by the setting's dotted name.
+        before: What has to be known first: whether all weights are trained, and what is no recipe of ours.
         after: What follows from several settings, and from what is not there.
         defaults: Values of ours that the tool has where the file says nothing, and ftcli has not.
         nulls: Settings whose null says something.
@@ -38,59 +39,126 @@ class Rules:
         trainer: It hands what it does not know to transformers' trainer.
     """
 
-    rows: Rows
-    before: Callable[[Draft], None]
-    after: Callable[[Draft], None]
-    defaults: JsonMap = field(default_factory=_nothing)
-    nulls: Mapping[str, Rule] = field(default_factory=_nothing)
+    computed: Mapping[str, Rule]
+    before: Callable[[Draft], None] = _nothing
+    after: Callable[[Draft], None] = _nothing
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    nulls: frozenset[str] = frozenset()
     flatten: bool = False
     trainer: bool = True
 
 
 def apply(rules: Rules, draft: Draft) -> None:
     """Drafts everything that the file says. Of what it does not know nothing is passed over."""
-    rows = {name: rule for names, rule in rules.rows for name in names.split()}
+    for given in draft.given.values():
+        row = _row(rules, draft, given)
+        if row is not None and row.rule == "refuse" and not is_off(given.value):
+            said = f"`{given.name}: {given.value}` is not converted"
+            raise draft.refuse(given, said, row.note or "see docs/recipes.md for what there is")
     rules.before(draft)
     for given in draft.given.values():
-        rule = rows.get(given.name) or rows.get(f"{given.outermost}.*")
-        (rule or _by_name(draft, given, trainer=rules.trainer))(draft, given)
+        (_rule(rules, draft, given) or _unknown)(draft, given)
     for given in draft.blank.values():
-        rule = rows.get(given.name) or rows.get(f"{given.outermost}.*")
-        if given.name in rules.nulls:
-            rules.nulls[given.name](draft, given)
-        elif rule is None and _by_name(draft, given, trainer=rules.trainer) is _unknown:
+        rule = _rule(rules, draft, given)
+        if rule is None:
             draft.lost(given, "ftcli does not know it; it has no value there", harmless=True)
+        elif given.name in rules.nulls:
+            rule(draft, given)
     for key, value in rules.defaults.items():
         draft.default(key, value)
     rules.after(draft)
 
 
-def _by_name(draft: Draft, given: ForeignSetting, *, trainer: bool) -> Rule:
-    """By the tables of names: our key of that name, the key that it is called here, or none."""
-    if given.section:
-        return _unknown
-    homes = [f"{section}.{given.name}" for section in ("train", "lora", "data", "eval", "logging")]
-    ours = next((key for key in homes if key in draft.keys), None)
-    if ours is not None:
-        return to(ours)
-    known = foreign("", given.name)
-    if known is None or not (draft.tool in known.tools or (trainer and _TRAINER in known.tools)):
-        return _unknown
-    key, _, value = (known.target or "").partition(": ")
-    if key not in draft.keys or "[]" in key or (known.note and not value):
-        return lost(known.note or f"here that is `{known.target}`")
-    return switch(key, {"true": True, "false": False}.get(value, value)) if value else to(key)
+def vocabulary(rules: Rules, tool: str) -> set[str]:
+    """Names of the tool's settings that are not transformers', by which its recipes are recognised."""
+    return {*rows_of(tool), *rules.computed} - {*rows_of(_TRAINER), *_OF_TRANSFORMERS}
+
+
+def our_keys(rules: Rules, draft: Draft, name: str) -> set[str]:
+    """Our keys that a setting of this name may be."""
+    rows = [*rows_of(draft.tool).get(name, ()), *(rows_of(_TRAINER).get(name, ()) if rules.trainer else ())]
+    return {*(str(row.key) for row in rows), *(f"{section}.{name}" for section in _HOMES)} & set(draft.keys)
+
+
+def _rule(rules: Rules, draft: Draft, given: ForeignSetting) -> Rule | None:
+    """What becomes of the setting; None for one that is not known."""
+    shared = _OF_TRANSFORMERS if rules.trainer else {}
+    computed = rules.computed.get(given.name) or shared.get(given.name)
+    if computed is not None:
+        return computed
+    row = _row(rules, draft, given)
+    if row is not None:
+        return lambda draft, given: _translate(row, draft, given)
+    homes = () if given.section else [f"{section}.{given.name}" for section in _HOMES]
+    return next((to(key) for key in homes if key in draft.keys), None)
+
+
+def _row(rules: Rules, draft: Draft, given: ForeignSetting) -> ForeignKey | None:
+    """The first row that is for the value. The tool's own come first, those of a whole section last."""
+    tables = [rows_of(draft.tool), rows_of(_TRAINER) if rules.trainer else {}]
+    name, outer = given.name, given.name
+    rows = [row for table in tables for row in table.get(name, ())]
+    while outer and not rows:
+        rows = [row for table in tables for row in table.get(f"{outer}.*", ())]
+        outer = outer.rpartition(".")[0]
+    return next((row for row in rows if given.is_blank or _is_for(row, given.value)), None)
+
+
+def _is_for(row: ForeignKey, value: object) -> bool:
+    """Whether the row is for this value. One that writes a value of its own says nothing where theirs is off."""
+    return not row.only or bool(_words(value) & set(row.only)) or (": " in (row.target or "") and is_off(value))
+
+
+def _words(value: object) -> set[str]:
+    """What a value may be called in the table."""
+    number = int(value) if isinstance(value, float) and value.is_integer() else value
+    switch = truth(value)
+    return {str(number).lower(), *({"true"} if switch else {"false", "no"} if switch is False else ())}
+
+
+def _translate(row: ForeignKey, draft: Draft, given: ForeignSetting) -> None:
+    """Does what the table of names says of the rule of a row."""
+    key, _, value = (row.target or "").partition(": ")
+    words = _words(given.value)
+    off = is_off(given.value) and not words & set(row.only)
+    what, _, help = (row.note or f"here that is `{row.target}`").partition(" -> ")
+    if row.rule in ("lost", "note") or not (row.rule or _is_settable(key, draft)):
+        if not (words & set(row.usual) or (off and "true" not in row.usual)):
+            draft.lost(given, what, harmless=row.rule == "note")
+        return
+    if row.rule == "differs" and not off:
+        draft.differs(given, f"`{given.name}: {given.value}`: {what}", help)
+    if row.rule == "steps":
+        _steps(draft, given, key)
+    elif value and not off:
+        draft.put(key, plain_tree(parse_value(value, key).tree), given)
+    elif not row.rule and not value:
+        draft.take(given, key)
+
+
+def _is_settable(key: str, draft: Draft) -> bool:
+    """Whether it is a key of ours, or one of a map that is one; not a section, nor a key of each item of a list."""
+    return "[]" not in key and (key in draft.keys or key.rpartition(".")[0] in draft.keys)
+
+
+def _steps(draft: Draft, given: ForeignSetting, key: str) -> None:
+    value = given.value
+    number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else 0.0
+    if number >= 1 and number == int(number):
+        draft.put(key, int(number), given)
+    else:
+        draft.unusable(given, f"`{given.name}: {value}` is not a number of steps", f"write optimizer steps: {key}")
 
 
 def _unknown(draft: Draft, given: ForeignSetting) -> None:
     draft.lost(given, "ftcli does not know it: see docs/recipes.md for what there is")
 
 
-# -- rules that dialects share ------------------------------------------------------------------------------------
+# -- rules that tools share ---------------------------------------------------------------------------------------
 
 
 def read(_draft: Draft, _given: ForeignSetting) -> None:
-    """Another rule has read it, or it only concerns the other tool's process."""
+    """Another rule has read it."""
 
 
 def to(key: str) -> Rule:
@@ -98,67 +166,9 @@ def to(key: str) -> Rule:
     return lambda draft, given: draft.take(given, key)
 
 
-def switch(key: str, value: Any) -> Rule:
-    """Switched on, it is our key with this value."""
-    return lambda draft, given: None if is_off(given.value) else draft.put(key, value, given)
-
-
-def words(text: str) -> frozenset[str]:
-    """The words of a text."""
-    return frozenset(text.split())
-
-
-def is_off(value: object) -> bool:
-    """Whether a value switches its setting off."""
-    return truth(value) is False or value in (None, "", 0, "none", "None", "null", [], {})
-
-
-def note(why: str) -> Rule:
-    """No counterpart, and nothing that is learnt depends on it."""
-    return lambda draft, given: None if is_off(given.value) else draft.lost(given, why, harmless=True)
-
-
-def lost(why: str, *, default: object = None) -> Rule:
-    """No counterpart, and it matters where it is neither off nor the tool's ``default``; of ``True`` off does."""
-
-    def rule(draft: Draft, given: ForeignSetting) -> None:
-        value = given.value
-        names = default if isinstance(default, tuple) else (default,)
-        usual = truth(value) if default is True else is_off(value) or (value in names and value is not True)
-        if not usual:
-            draft.lost(given, why)
-
-    return rule
-
-
-def steps(key: str, what: str) -> Rule:
-    """A number of steps; shares and strategies are counted otherwise here."""
-
-    def rule(draft: Draft, given: ForeignSetting) -> None:
-        value = given.value
-        number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else 0.0
-        if number >= 1 and number == int(number):
-            draft.put(key, int(number), given)
-        else:
-            said = f"`{given.name}: {value}` is not a number of steps"
-            draft.unusable(given, said, f"{what} count optimizer steps: {key}")
-
-    return rule
-
-
-def strategy(key: str, best: str | None = None) -> Rule:
-    """`steps`, `no`, `epoch` or `best`: when something is done."""
-
-    def rule(draft: Draft, given: ForeignSetting) -> None:
-        word = str(given.value).lower()
-        if word in ("no", "false") and key == "checkpoint.every_steps":
-            draft.put(key, None, given)
-        elif word == "best" and best is not None:
-            draft.put(best, True, given)
-        elif word == "epoch":
-            draft.lost(given, f"epochs are not counted: write {key}, in optimizer steps")
-
-    return rule
+def lost(why: str) -> Rule:
+    """No counterpart, and it matters unless it is off."""
+    return lambda draft, given: None if is_off(given.value) else draft.lost(given, why)
 
 
 def attention(draft: Draft, given: ForeignSetting) -> None:
@@ -166,8 +176,9 @@ def attention(draft: Draft, given: ForeignSetting) -> None:
     word = str(given.value).lower()
     if word in ("eager", "sdpa"):
         draft.put("model.attention", word, given)
-    elif word != "auto":
-        note("attention is chosen by ftcli from the model and the GPU (model.attention: auto)")(draft, given)
+    elif word != "auto" and not is_off(given.value):
+        why = "attention is chosen by ftcli from the model and the GPU (model.attention: auto)"
+        draft.lost(given, why, harmless=True)
 
 
 def checkpointing(draft: Draft, given: ForeignSetting) -> None:
@@ -179,33 +190,11 @@ def checkpointing(draft: Draft, given: ForeignSetting) -> None:
         draft.put(key, True, given)
 
 
-def switched_by(key: str, word: str) -> Rule:
-    """`bf16: true` and its like: the dtype."""
-
-    def rule(draft: Draft, given: ForeignSetting) -> None:
-        if str(given.value).lower() == "auto":
-            draft.put(key, "auto", given)
-        elif truth(given.value) or str(given.value).lower() == "full":
-            draft.put(key, word, given)
-
-    return rule
-
-
-def half(*others: str) -> Rule:
-    """`bf16`, which is on unless it is switched off and none of the ``others`` names a dtype."""
-
-    def rule(draft: Draft, given: ForeignSetting) -> None:
-        if truth(given.value) is False and all(is_off(draft.said(name)) for name in others):
-            draft.put("model.dtype", "float32", given)
-        switched_by("model.dtype", "bfloat16")(draft, given)
-
-    return rule
-
-
-def max_steps(draft: Draft, given: ForeignSetting) -> None:
-    """`max_steps`, where 0 and -1 mean that epochs count."""
-    if isinstance(given.value, int) and given.value > 0:
-        draft.put("train.max_steps", given.value, given)
+def float32_unless_half(draft: Draft, *others: str) -> None:
+    """`bf16: false`, in tools where it is on by itself, unless one of the ``others`` names a dtype."""
+    given = draft.given.get("bf16")
+    if given is not None and truth(given.value) is False and all(is_off(draft.said(name)) for name in others):
+        draft.put("model.dtype", "float32", given)
 
 
 def run_name(draft: Draft, given: ForeignSetting) -> None:
@@ -215,27 +204,10 @@ def run_name(draft: Draft, given: ForeignSetting) -> None:
         draft.put("run.name", name[:100], given)
 
 
-def seed(draft: Draft, given: ForeignSetting) -> None:
-    """The seed; null means a random one."""
-    if isinstance(given.value, int) and not isinstance(given.value, bool) and given.value >= 0:
-        draft.put("run.seed", given.value, given)
-
-
-def trackers(draft: Draft, given: ForeignSetting) -> None:
-    """`report_to`: the loggers by name."""
-    names = given.value if isinstance(given.value, list) else [given.value]
-    known = [key for key in draft.schema.properties(draft.schema.at(("logging",)) or {}) if key != "every_steps"]
-    for name in map(str, names):
-        if name in known and not draft.get(f"logging.{name}"):
-            draft.put(f"logging.{name}", True, given)
-        elif name not in (*known, "none", "None", "all"):
-            draft.lost(given, f"trackers are {', '.join(known)}", harmless=True)
-
-
 def wandb(draft: Draft, given: ForeignSetting, *names: str) -> None:
     """Weights & Biases, with what the settings of these names say of project, entity and group."""
-    said = {part: str(draft.said(name)) for part, name in zip(("project", "entity", "group"), names, strict=False)}
-    where = {part: value for part, value in said.items() if value != "None"}
+    said = {part: draft.said(name) for part, name in zip(("project", "entity", "group"), names, strict=False)}
+    where = {part: str(value) for part, value in said.items() if value is not None}
     draft.put("logging.wandb", where or True, given)
 
 
@@ -250,18 +222,6 @@ def clipping(draft: Draft, given: ForeignSetting) -> None:
 UNCLIPPED = 1e9
 
 
-def ratio(draft: Draft, given: ForeignSetting) -> None:
-    """A share of all steps to warm up in, which transformers takes where no number of steps is given."""
-    if is_off(draft.said("warmup_steps")):
-        draft.take(given, "train.warmup_steps")
-
-
-def warmup(draft: Draft, given: ForeignSetting) -> None:
-    """A number of steps to warm up in; 0 leaves the share of all steps its say."""
-    if not (is_off(given.value) and "warmup_ratio" in draft.given):
-        draft.take(given, "train.warmup_steps")
-
-
 def full_in_bf16(draft: Draft) -> None:
     """Tells of tools that hold all that full fine-tuning trains in bf16."""
     if draft.full and not draft.get("train.pure_bf16"):
@@ -269,98 +229,49 @@ def full_in_bf16(draft: Draft) -> None:
         draft.remark(f"{draft.tool} keeps weights and optimizer in bf16, ftcli in float32", help)
 
 
-def _best(draft: Draft, given: ForeignSetting) -> None:
-    if truth(given.value):
-        draft.put("checkpoint.keep_best", True, given)
-        help = "ftcli export --checkpoint best"
-        draft.differs(given, "the best checkpoint is kept, the last weights are the result", help)
+def all_linear(draft: Draft) -> None:
+    """Tells of recipes of adapters that name no modules."""
+    if not draft.full and draft.get("lora.target_modules") is None:
+        draft.remark("no LoRA modules are named: all linear layers are adapted", "list them in lora.target_modules")
 
 
-def _optimizer_arguments(draft: Draft, given: ForeignSetting) -> None:
-    draft.unusable(
-        given, "further arguments of the optimizer", "train.adam_beta1, adam_beta2 and adam_epsilon are here"
-    )
+def _trackers(draft: Draft, given: ForeignSetting) -> None:
+    """`report_to`: the loggers by name."""
+    names = given.value if isinstance(given.value, list) else [given.value]
+    known = [key for key in draft.schema.properties(draft.schema.at(("logging",)) or {}) if key != "every_steps"]
+    for name in map(str, names):
+        if name in known and not draft.get(f"logging.{name}"):
+            draft.put(f"logging.{name}", True, given)
+        elif name not in (*known, "none", "None", "all"):
+            draft.lost(given, f"trackers are {', '.join(known)}", harmless=True)
 
 
-SEVERAL_GPUS = lost(
-    "with `--gpus N`, of as many GPUs as it was meant for, a step has the same rows, and launch.engine: fsdp shards "
-    "the weights; on fewer GPUs multiply train.gradient_accumulation_steps",
-    default=1,
-)
-KERNELS = note("ftcli has its own fused kernels, and uses each where it applies (model.kernels: auto)")
-EIGHT_BIT = lost("the base keeps its dtype, which takes twice the memory; quantization.method: nf4 takes half")
-OUTPUT = to("run.output_dir")
-NO_SPLIT = lost("nothing is split off: write held-out rows into a file, and name it in data.eval")
-NO_COPIES = "rows are read as they are: prepare the file so"
-HUB = note("`ftcli export --push-to-hub ID` uploads what was trained")
-TOKENS = lost("tokens are those of the tokenizer: save one that has them, name it in model.tokenizer")
-SHUFFLED = "training rows are always shuffled, by run.seed"
-OF_ITS_PROCESS = note("it concerns the other tool's process")
+def _ratio(draft: Draft, given: ForeignSetting) -> None:
+    """A share of all steps to warm up in, which transformers takes where no number of steps is given."""
+    if is_off(draft.said("warmup_steps")):
+        draft.take(given, "train.warmup_steps")
+
+
+def _warmup(draft: Draft, given: ForeignSetting) -> None:
+    """A number of steps to warm up in; 0 leaves the share of all steps its say."""
+    if not (is_off(given.value) and "warmup_ratio" in draft.given):
+        draft.take(given, "train.warmup_steps")
+
 
 #: What tools that pass settings on to transformers' trainer have in common.
-OF_TRANSFORMERS: Rows = (
-    ("bf16", switched_by("model.dtype", "bfloat16")),
-    ("fp16", switched_by("model.dtype", "float16")),
-    ("load_in_8bit", EIGHT_BIT),
-    ("gradient_checkpointing", checkpointing),
-    ("gradient_checkpointing_kwargs", note("ftcli recomputes layers in its own way")),
-    ("activation_offloading", switch("train.gradient_checkpointing", "offload")),
-    ("attn_implementation", attention),
-    ("max_steps", max_steps),
-    ("output_dir", OUTPUT),
-    ("run_name", run_name),
-    ("seed", seed),
-    ("data_seed", note("run.seed decides the order of rows")),
-    ("report_to", trackers),
-    ("save_steps", steps("checkpoint.every_steps", "checkpoints")),
-    ("eval_steps", steps("eval.every_steps", "evaluations")),
-    ("logging_steps", steps("logging.every_steps", "lines of metrics")),
-    ("save_strategy", strategy("checkpoint.every_steps", best="checkpoint.keep_best")),
-    ("eval_strategy evaluation_strategy", strategy("eval.every_steps")),
-    ("logging_strategy", strategy("logging.every_steps")),
-    ("load_best_model_at_end", _best),
-    ("metric_for_best_model greater_is_better", note("the best checkpoint is that of the lowest held-out loss")),
-    ("warmup_ratio", ratio),
-    ("warmup_steps", warmup),
-    ("max_grad_norm", clipping),
-    ("optim_args", _optimizer_arguments),
-    ("label_smoothing_factor", lost("label smoothing is not offered: labels are as they stand")),
-    ("rope_scaling rope_theta", lost("the rotary settings are those of the model's config.json: change them there")),
-    ("trust_remote_code", lost("ftcli runs no code from a model's repository; most models need none")),
-    ("deepspeed fsdp fsdp_config fsdp_transformer_layer_cls_to_wrap fsdp_version dp_shard_size", SEVERAL_GPUS),
-    ("dp_replicate_size", lost("under `fsdp` it is launch.dp_replicate_size, with --gpus N", default=1)),
-    (
-        "context_parallel_size sequence_parallel_degree",
-        lost("it is launch.context_parallel_size, which divides launch.num_processes (--gpus N)", default=1),
-    ),
-    (
-        "tensor_parallel_size expert_parallel_size",
-        lost("one layer is not split over GPUs; launch.engine: fsdp shards the weights (--gpus N)", default=1),
-    ),
-    ("ddp_timeout", note("a rank that is silent for 60 s ends the run, a collective that hangs after 10 minutes")),
-    ("ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers", note("ranks are connected by ftcli")),
-    ("push_to_hub hub_model_id", HUB),
-    ("use_liger_kernel torch_compile torch_compile_backend torch_compile_mode", KERNELS),
-    ("liger_kernel_config use_kernels", KERNELS),
-    ("tf32", note("matmul precision is not a setting")),
-    ("device_map use_cpu low_cpu_mem_usage", note("the GPU is taken when there is one")),
-    ("auto_find_batch_size", lost("`ftcli check` says whether a batch size fits")),
-    ("do_train do_eval do_predict", read),
-    ("overwrite_output_dir", note("`ftcli train --resume never` starts over, and keeps the old run")),
-    ("save_safetensors save_only_model", note("checkpoints are safetensors, and hold what resuming needs")),
-    ("resume_from_checkpoint", lost("a run goes on by itself; --resume PATH takes a checkpoint of ftcli")),
-    ("average_tokens_across_devices", note("the loss is weighted by token over all ranks")),
-    (
-        "remove_unused_columns include_tokens_per_second include_num_input_tokens_seen log_level disable_tqdm "
-        "hub_strategy hub_private_repo logging_first_step logging_dir dataloader_num_workers dataloader_pin_memory "
-        "dataloader_prefetch_factor dataloader_persistent_workers torch_empty_cache_steps local_rank debug",
-        read,
-    ),
-    ("dataloader_drop_last", lost("the last batch of an epoch is trained, however small")),
+_OF_TRANSFORMERS: Mapping[str, Rule] = MappingProxyType(
+    {
+        "gradient_checkpointing": checkpointing,
+        "attn_implementation": attention,
+        "run_name": run_name,
+        "report_to": _trackers,
+        "warmup_ratio": _ratio,
+        "warmup_steps": _warmup,
+        "max_grad_norm": clipping,
+    }
 )
-#: What null says to transformers' trainer, where a tool hands it on.
-NULLS: Mapping[str, Rule] = MappingProxyType({"max_grad_norm": clipping})
 #: What transformers' trainer does where recipes that pass settings on to it (TRL, LLaMA-Factory) say nothing.
-TRAINER_DEFAULTS: JsonMap = MappingProxyType(
+TRAINER_DEFAULTS: Mapping[str, Any] = MappingProxyType(
     {"train.num_train_epochs": 3.0, "train.per_device_train_batch_size": 8, "train.optim": "adamw_torch_fused"}
 )
+NO_COPIES = "rows are read as they are: prepare the file so"

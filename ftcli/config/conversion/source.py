@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 from ftcli.config import scalars
@@ -18,18 +19,13 @@ from ftcli.errors import ExitCode, Finding, FtcliError, Origin
 
 #: Maps that are one setting.
 _WHOLE = (
-    "optim_args",
-    "lr_scheduler_kwargs",
-    "gradient_checkpointing_kwargs",
-    "fsdp_config",
-    "bnb_config_kwargs",
-    "model_init_kwargs",
-    "chat_template_kwargs",
-    "dataset_kwargs",
-    "dataset_mixer",
-)
+    "optim_args", "lr_scheduler_kwargs", "gradient_checkpointing_kwargs", "fsdp_config", "model_init_kwargs",
+    "chat_template_kwargs", "dataset_kwargs", "dataset_mixer",
+)  # fmt: skip
 #: Notebooks hold pictures.
 _MAX_CODE_BYTES = 4 * 2**20
+#: ``trl dpo``, or its script in a folder of TRL.
+_COMMAND = re.compile(r"(?:\S*/)?trl (\w+)|.* \S*trl/\S*?(\w+)\.py")
 _FLAG = re.compile(r"--([A-Za-z][A-Za-z0-9_.-]*)(?:=(.*))?", re.DOTALL)
 
 
@@ -152,23 +148,24 @@ def _words(text: str) -> list[str] | None:
 
 
 def _of_words(words: list[str], text: str, path: Path) -> MapNode:
+    """The flags and their values, and under ``command`` what `trl` is to do."""
     lines = mask_lines(lines_of(text))
     found: dict[str, tuple[Origin, list[Leaf]]] = {}
     current: list[Leaf] = []
     origin = Origin(str(path))
-    for word in words:
-        flag = _FLAG.fullmatch(word)
+    for before, word in pairwise(["", *words]):
+        flag, command = _FLAG.fullmatch(word), _COMMAND.fullmatch(f"{before} {word}")
+        if command is not None and "command" not in found:
+            found["command"] = (_place(word, lines, path), [Leaf(origin, command[1] or command[2], word)])
         if flag is None:
             current.append(Leaf(origin, scalars.resolve(word), word))
             continue
-        name, value = flag[1].replace("-", "_"), flag[2]
-        origin, current = _place(flag[1], lines, path), []
-        found[name] = (origin, current)
-        if value is not None:
-            current.append(Leaf(origin, scalars.resolve(value), value))
-    return MapNode(
-        Origin(str(path)), {name: MapEntry(where, _tree(where, leaves)) for name, (where, leaves) in found.items()}
-    )
+        origin, current = _place(f"--{flag[1]}", lines, path), []
+        found[flag[1].replace("-", "_")] = (origin, current)
+        if flag[2] is not None:
+            current.append(Leaf(origin, scalars.resolve(flag[2]), flag[2]))
+    entries = {name: MapEntry(where, _tree(where, leaves)) for name, (where, leaves) in found.items()}
+    return MapNode(Origin(str(path)), entries)
 
 
 def _tree(origin: Origin, leaves: list[Leaf]) -> Tree:
@@ -177,8 +174,8 @@ def _tree(origin: Origin, leaves: list[Leaf]) -> Tree:
     return leaves[0] if len(leaves) == 1 else ListNode(origin, tuple(leaves))
 
 
-def _place(flag: str, lines: list[str], path: Path) -> Origin:
-    pattern = re.compile(rf"--{re.escape(flag)}(?![\w-])")
+def _place(word: str, lines: list[str], path: Path) -> Origin:
+    pattern = re.compile(rf"(?<![\w-]){re.escape(word)}(?![\w-])")
     for number, line in enumerate(lines, 1):
         found = pattern.search(line)
         if found is not None:

@@ -61,16 +61,14 @@ def _split(draft: Draft, given: ForeignSetting, item: JsonObject, split: str) ->
     """``train[:500]`` is the first 500 rows; other slices cannot be said."""
     found = _SLICE.fullmatch(split)
     if found is None:
-        draft.unusable(
-            given, f"the split `{split}`", "name a split, and max_rows for its first rows; the whole split is read"
-        )
-        item["split"] = split.partition("[")[0] or None
-        return
-    item["split"] = None if found[1] == "train" else found[1]
-    if found[2]:
-        item["max_rows"] = int(found[2])
-    if item["split"] is None:
+        help = "name a split, and max_rows for its first rows; the whole split is read"
+        draft.unusable(given, f"the split `{split}`", help)
+    name = split.partition("[")[0]
+    item["split"] = name
+    if not name or (found is not None and name == "train"):
         del item["split"]
+    if found is not None and found[2]:
+        item["max_rows"] = int(found[2])
 
 
 def put(draft: Draft, key: str, items: list[JsonObject], given: ForeignSetting) -> None:
@@ -84,6 +82,16 @@ def layouts(draft: Draft, found: set[str | None], given: ForeignSetting) -> None
     """`data.format`, where all sources have the same; else the columns say it."""
     if len(found) == 1 and None not in found:
         draft.put("data.format", next(iter(found)), given)
+
+
+def listed(value: object) -> list[Any]:
+    """A list as it is, one value as a list of it, nothing as an empty one."""
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def template(draft: Draft, given: ForeignSetting) -> None:
+    """The setting is a chat template: its name, its file, or written out."""
+    named_template(draft, given, str(given.value))
 
 
 def named_template(draft: Draft, given: ForeignSetting, name: str) -> None:

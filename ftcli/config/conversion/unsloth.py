@@ -13,13 +13,14 @@ _FORMATS = {
 _MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 #: Where the file says nothing: its command line, the arguments of its trainer, and transformers' own.
 _COMMAND_LINE = {
-    "data.loss_on": "all", "train.num_train_epochs": 3.0, "train.per_device_train_batch_size": 2,
+    "lora.r": 64, "data.loss_on": "all", "train.num_train_epochs": 3.0, "train.per_device_train_batch_size": 2,
     "train.gradient_accumulation_steps": 4, "train.warmup_steps": 5, "train.weight_decay": 0.01,
     "train.learning_rate": 2e-4, "train.optim": "adamw_8bit",
 }  # fmt: skip
 _TRAINER = {
-    "train.num_train_epochs": 3.0, "train.per_device_train_batch_size": 4, "train.gradient_accumulation_steps": 2,
-    "train.warmup_steps": 0.1, "train.weight_decay": 0.001, "train.learning_rate": 5e-5, "train.optim": "adamw_8bit",
+    "lora.r": 16, "train.num_train_epochs": 3.0, "train.per_device_train_batch_size": 4,
+    "train.gradient_accumulation_steps": 2, "train.warmup_steps": 0.1, "train.weight_decay": 0.001,
+    "train.learning_rate": 5e-5, "train.optim": "adamw_8bit",
 }  # fmt: skip
 
 
@@ -30,8 +31,6 @@ def _is_command_line(draft: Draft) -> bool:
 
 def _before(draft: Draft) -> None:
     draft.full = draft.said("training_type") == "full" or bool(truth(draft.said("full_finetuning")))
-    draft.put("lora.r", 64 if _is_command_line(draft) else 16, comment="Unsloth's default")
-    draft.put("lora.alpha", 16, comment="Unsloth's default")
     if truth(draft.said("load_in_4bit")) is not False and not truth(draft.said("load_in_8bit")):
         given = draft.given.get("load_in_4bit")
         draft.put("quantization.method", "nf4", given, None if given is not None else "Unsloth's default")
@@ -44,16 +43,16 @@ def _targets(draft: Draft, given: ForeignSetting) -> None:
 
 
 def _model(draft: Draft, given: ForeignSetting) -> None:
-    draft.put("model.name_or_path", str(given.value), given)
-    if str(given.value).endswith(("-bnb-4bit", "-unsloth-bnb-4bit")):
+    draft.take(given, "model.name_or_path")
+    if str(given.value).endswith("-bnb-4bit"):
         help = "name the unquantized model for weights that can be merged without loss"
         draft.differs(given, "the repository holds weights in 4 bits, which are read as they are", help)
 
 
 def _dataset(draft: Draft, given: ForeignSetting) -> None:
-    paths = given.value if isinstance(given.value, list) else [given.value]
-    split = draft.said("hub_split") if given.leaf == "hub_dataset" else None
-    sources.put(draft, "data.train", [sources.source(draft, given, str(path), split=split) for path in paths], given)
+    more = {"name": draft.said("hub_subset"), "split": draft.said("hub_split")} if given.leaf == "hub_dataset" else {}
+    items = [sources.source(draft, given, str(path), **more) for path in sources.listed(given.value)]
+    sources.put(draft, "data.train", items, given)
 
 
 def _format(draft: Draft, given: ForeignSetting) -> None:
@@ -63,19 +62,13 @@ def _format(draft: Draft, given: ForeignSetting) -> None:
         draft.unusable(given, f"rows of format `{given.value}`", "the columns say it: data.format: auto")
 
 
-def _save_steps(draft: Draft, given: ForeignSetting) -> None:
-    if given.value not in (0, -1):
-        r.steps("checkpoint.every_steps", "checkpoints")(draft, given)
+def _completions(draft: Draft, given: ForeignSetting) -> None:
+    draft.put("data.loss_on", "auto" if draft.switched(given) else "all", given)
 
 
 def _wandb(draft: Draft, given: ForeignSetting) -> None:
-    if truth(given.value):
+    if draft.switched(given):
         r.wandb(draft, given, "wandb_project")
-
-
-def _layers(draft: Draft, given: ForeignSetting) -> None:
-    if truth(given.value) is False:
-        draft.lost(given, "list the modules that are adapted in lora.target_modules")
 
 
 def _after(draft: Draft) -> None:
@@ -90,43 +83,23 @@ def _after(draft: Draft) -> None:
 
 
 RULES = r.Rules(
-    rows=(
-        *r.OF_TRANSFORMERS,
-        ("model model_name", _model),
-        ("training_type full_finetuning load_in_4bit hub_split tensorboard_dir wandb_project", r.read),
-        ("r lora_r", r.to("lora.r")),
-        ("lora_alpha", r.to("lora.alpha")),
-        ("lora_dropout", r.to("lora.dropout")),
-        ("target_modules", _targets),
-        ("dataset hub_dataset local_dataset", _dataset),
-        ("format_type", _format),
-        ("train_on_completions", lambda d, g: d.put("data.loss_on", "auto" if truth(g.value) else "all", g)),
-        ("batch_size", r.to("train.per_device_train_batch_size")),
-        ("gradient_accumulation", r.to("train.gradient_accumulation_steps")),
-        ("use_gradient_checkpointing", r.checkpointing),
-        ("save_steps", _save_steps),
-        ("random_state random_seed", r.seed),
-        ("use_loftq loftq_config init_lora_weights", r.lost("LoftQ is not offered; adapters begin as zero")),
-        ("enable_wandb", _wandb),
-        ("enable_tensorboard", r.switch("logging.tensorboard", True)),
-        ("bias", r.lost("biases are not trained", default="none")),
-        ("dtype", r.to("model.dtype")),
-        ("dataset_text_field", r.lost("write columns: {text: NAME} beside its path in data.train", default="text")),
-        ("dataset_num_proc", r.to("data.num_proc")),
-        ("max_length", r.to("data.max_seq_len")),
-        ("finetune_language_layers finetune_attention_modules finetune_mlp_modules", _layers),
-        ("vision_all_linear finetune_vision_layers", r.note("vision towers are kept, and not trained")),
-        ("fast_inference gpu_memory_utilization float8_kv_cache unsloth_tiled_mlp use_exact_model_name", r.read),
-        ("load_in_16bit", r.read),
-        ("max_lora_rank device_map fix_tokenizer", r.read),
-        ("completion_only_loss", r.switch("data.loss_on", "completion")),
-        ("assistant_only_loss", r.switch("data.loss_on", "assistant")),
-        ("packing", r.to("data.packing")),
-        ("label_names prediction_loss_only", r.read),
-    ),
+    computed={
+        "model": _model,
+        "model_name": _model,
+        "load_in_4bit": r.read,
+        "target_modules": _targets,
+        "dataset": _dataset,
+        "hub_dataset": _dataset,
+        "local_dataset": _dataset,
+        "format_type": _format,
+        "train_on_completions": _completions,
+        "use_gradient_checkpointing": r.checkpointing,
+        "wandb_project": r.read,
+        "enable_wandb": _wandb,
+    },
     before=_before,
     after=_after,
-    nulls=r.NULLS,
-    defaults={"data.max_seq_len": 2048, "data.overlong": "truncate", "run.seed": 3407},
+    defaults={"lora.alpha": 16, "data.max_seq_len": 2048, "data.overlong": "truncate", "run.seed": 3407},
+    nulls=frozenset({"max_grad_norm"}),
     flatten=True,
 )

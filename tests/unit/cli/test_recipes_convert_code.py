@@ -82,6 +82,23 @@ def test_of_several_data_sets_none_is_guessed(made: Callable[..., Made]) -> None
     assert found.heard("FT161", "Python code in a notebook")
 
 
+def test_arguments_without_names_and_models_by_name(made: Callable[..., Made]) -> None:
+    rows = "load_dataset('org/rows', 'sub', split='train')"
+    script = f"more = dict(packing=True)\nSFTTrainer('org/m', SFTConfig('out', 3, **more), train_dataset={rows})\n"
+    found = made("x.py", script)
+    (source,) = found.recipe.data.train
+    assert (found.recipe.model.name_or_path, found.recipe.run.output_dir) == ("org/m", "out")
+    assert (source.path, source.name) == ("hub:org/rows", "sub")
+    assert found.heard("FT160", "`argument 2 of SFTConfig`")
+    assert found.heard("FT162", "`**more` is computed")
+
+
+def test_what_is_computed_is_not_called_the_tools_default(made: Callable[..., Made]) -> None:
+    text = made("x.py", UNSLOTH.replace("r=rank, lora_alpha=rank * 2", "r=rank(), lora_alpha=rank()")).text
+    assert "alpha" not in text
+    assert "  r:" not in text
+
+
 @pytest.mark.parametrize(
     ("name", "text", "part"),
     [

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from ftcli.config.dialects import TOOLS, rows_of
+from ftcli.config.schema import RecipeSchema
 from tests.foreign_recipes import TORCHTUNE
 from tests.unit.cli.conftest import Made
 
@@ -164,6 +166,72 @@ def test_defaults_of_torchs_optimizers_and_schedules(old: str, new: str, key: st
 def test_a_key_that_is_not_known_is_always_told(tool: str, value: str, made: Make) -> None:
     found = converted(made, tool, f"made_up_switch: {value}\n")
     assert found.heard("FT160", "`made_up_switch`")
+
+
+@pytest.mark.parametrize("rule", ["steps", "lost", "note", "differs", "refuse", "read", ""])
+def test_every_rule_of_the_table_of_names_has_rows(rule: str) -> None:
+    assert any(row.rule == rule for tool in TOOLS.values() for rows in rows_of(tool).values() for row in rows)
+
+
+def test_every_line_of_the_table_of_names_is_a_row() -> None:
+    names = [name for tool in TOOLS.values() for name in rows_of(tool)]
+    assert len(names) > 500
+    assert not [name for name in names if "|" in name or "(" in name]
+    keys = set(RecipeSchema().keys())
+    for rows in (rows for tool in TOOLS.values() for rows in rows_of(tool).values()):
+        for row in rows:
+            outer = str(row.key).rpartition(".")[0]
+            assert row.key is None or {row.key, outer, f"{outer}.lr_scheduler_kwargs"} & keys, row
+            assert row.rule not in ("lost", "note", "differs", "refuse") or row.note or row.target, row
+
+
+#: Values that no switch, number or strategy has.
+ODD = [("xyzzy", "xyzzy"), ("[q]", "q")]
+
+
+@pytest.mark.parametrize(("value", "word"), ODD)
+@pytest.mark.parametrize(
+    ("tool", "name"),
+    [
+        *((tool, name) for tool in ("axolotl", "trl") for name in ("bf16", "eval_strategy", "save_steps", "seed")),
+        ("axolotl", "max_steps"),
+        ("llama-factory", "packing"),
+        ("llama-factory", "pissa_init"),
+        ("llama-factory", "enable_thinking"),
+        ("trl", "completion_only_loss"),
+        ("trl", "datasets"),
+        ("unsloth", "enable_wandb"),
+        ("unsloth", "seed"),
+    ],
+)
+def test_a_value_that_the_setting_cannot_have_is_told(tool: str, name: str, value: str, word: str, made: Make) -> None:
+    found = converted(made, tool, f"{name}: {value}\n")
+    said = [message for _, message, _ in found.warned]
+    assert any(name in message or word in message for message in said), found.said
+
+
+@pytest.mark.parametrize(
+    ("tool", "lines", "part"),
+    [
+        ("axolotl", "max_sequence_length: 32\n", "`max_sequence_length` and another setting say data.max_seq_len"),
+        ("axolotl", "bnb_config_kwargs: {made_up: false}\n", "`bnb_config_kwargs.made_up`"),
+        ("axolotl", "data_files: 3\ntasks: [x]\n", "eval.tasks"),
+        ("unsloth", "training: {lora_r: 8}\nlora: {lora_r: 16}\n", "`lora_r` stands in two sections"),
+    ],
+)
+def test_what_stands_twice_or_within_is_told(tool: str, lines: str, part: str, made: Make) -> None:
+    found = converted(made, tool, lines)
+    assert any(part in message for _, message, _ in found.warned), found.said
+
+
+def test_a_dataset_of_torchtune_without_a_builder_is_told(made: Make) -> None:
+    found = made("theirs.yaml", TORCHTUNE + "dataset_val: {source: held-out.json}\n", "torchtune")
+    assert found.heard("FT160", "`dataset_val.source`")
+
+
+def test_double_quantisation_of_axolotl_is_kept(made: Make) -> None:
+    lines = "adapter: qlora\nbnb_config_kwargs: {bnb_4bit_use_double_quant: false}\n"
+    assert at(converted(made, "axolotl", lines), "quantization.double_quant") is False
 
 
 def test_texts_of_llama_factory_keep_their_column(made: Make, tmp_path: Path) -> None:

@@ -8,23 +8,16 @@ import pytest
 
 from ftcli.cli.app import main
 from ftcli.config.conversion import rules as r
-from ftcli.config.conversion.draft import Draft
 from ftcli.config.load import load_recipe
 from ftcli.tables import dialects
 
-
-def _nothing(_draft: Draft) -> None:
-    pass
-
-
 RULES = r.Rules(
-    rows=(
-        ("brain", r.to("model.name_or_path")),
-        ("width breadth", r.to("lora.r")),
-        ("colour", r.lost("models have no colour")),
-    ),
-    before=_nothing,
-    after=_nothing,
+    computed={
+        "brain": r.to("model.name_or_path"),
+        "width": r.to("lora.r"),
+        "breadth": r.to("lora.r"),
+        "colour": r.lost("models have no colour"),
+    },
     defaults={"train.learning_rate": 3e-4},
 )
 
