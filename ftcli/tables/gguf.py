@@ -33,6 +33,7 @@ class Architecture:
             by that brought to a sum of one (``normalised``). None: it has none.
         own_head: It has no head but a matrix of its own.
         only_in: The one program that builds it, where llama.cpp itself does not.
+        named_as: The architecture whose tensors have the same names, where the gguf library does not know this one.
         fault: What is wrong with how llama.cpp computes it, whatever file it reads; None: nothing that is known.
     """
 
@@ -49,6 +50,7 @@ class Architecture:
     experts: Literal["raw", "normalised"] | None = None
     own_head: bool = False
     only_in: str | None = None
+    named_as: str | None = None
     fault: str | None = None
 
 
@@ -82,7 +84,13 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
 BY_ACTIVATION: Mapping[tuple[str, str], Architecture] = MappingProxyType(
     {
         ("bitnet", "relu2"): Architecture(
-            "bitnet-b1.58", tied=True, biases=(), head_dim=False, activation="relu2", only_in="bitnet.cpp"
+            "bitnet-b1.58",
+            tied=True,
+            biases=(),
+            head_dim=False,
+            activation="relu2",
+            only_in="bitnet.cpp",
+            named_as="bitnet",
         ),
     }
 )

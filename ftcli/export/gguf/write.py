@@ -34,7 +34,6 @@ from ftcli.gguf.file import require_gguf_package
 from ftcli.gguf.names import TensorNames, names_of, no_place, to_file
 from ftcli.model.load import stop_token_ids
 from ftcli.tables import quantizations
-from ftcli.tables.families import family_of
 from ftcli.tables.gguf import TYPES, Architecture, architecture_of, unknown_architecture
 
 if TYPE_CHECKING:
@@ -128,7 +127,7 @@ def prepare_gguf(source: ExportSource, *, offline: bool, say: Callable[[str], No
     stored, adapted = source_weights(source, offline=offline)
     weights = TernaryWeights(stored, rounded) if rounded else stored
     in_file = SplitExperts(weights) if architecture.experts else weights
-    names = names_of(in_file.names, family_of(text.model_type), architecture)
+    names = names_of(in_file.names, architecture)
     tokenizer = source_tokenizer(source, offline=offline)
     stops = stop_token_ids(read_facts(source.base, offline=offline, origins=source.origins), tokenizer)
     probe = probe_batch(tokenizer, text.vocab_size)
