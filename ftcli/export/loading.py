@@ -132,8 +132,7 @@ def attach(base: PreTrainedModel, folder: Path) -> PeftModel:
             adapted = load_adapter(base, folder)
     except FtcliError as error:
         raise unusable(folder, "; ".join(finding.message for finding in error.findings)) from error
-    adapted.eval()
-    return adapted
+    return adapted.float().eval()  # modules that were trained whole come in the dtype that they are stored in
 
 
 def load_own_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:

@@ -147,7 +147,7 @@ def plan_model(source: ExportSource, *, offline: bool) -> ModelPlan:
     base = base_weights(source, offline=offline)
     model = unwritten(config)
     if source.kind == "adapter":
-        adapted = attach(model, source.folder).float()
+        adapted = attach(model, source.folder)
     dtype = None if source.settings.dtype == "auto" else getattr(torch, source.settings.dtype)
     rounding = rounding_of(model, dtype, _plain_dtype(config, source))
     adapter = AdapterUpdates(adapted)

@@ -40,6 +40,9 @@ from ftcli.tables.gguf import TYPES, Architecture
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+#: Half of float16's smallest step: the error of a subnormal number.
+_HALF_STEP = 2.0**-25
+
 
 @dataclass(frozen=True, slots=True)
 class ExpectedFile:
@@ -175,7 +178,7 @@ def _difference(found: Tensor, want: Tensor, ggml: str) -> str | None:
         scale = wished.abs()
         if row.block > 1 and not row.ternary:
             scale = scale.reshape(-1, row.block).amax(-1, keepdim=True).expand(-1, row.block).reshape(wished.shape)
-        room = row.error * scale + (2.0**-24 if ggml != "F32" else 0.0)  # float16 has no smaller numbers
+        room = row.error * scale + (0.0 if ggml == "F32" else (row.steps + 1) * _HALF_STEP)
         if row.ternary and not torch.equal(got.sign(), wished.sign()):
             return "has signs other than those trained"
         if bool(((got - wished).abs() > room).any()):

@@ -168,6 +168,23 @@ def test_adapted_experts_are_merged_into_three_stacks(family: str, tmp_path: Pat
         export(made, "f32", lora=True, force=True)
 
 
+@pytest.mark.parametrize("kind", [kind for kind, row in TYPES.items() if row.block == 32])
+def test_blocks_of_small_numbers_are_no_failure(kind: str, tmp_path: Path) -> None:
+    """Their scales are subnormal in float16, and so less exact than the type's error says."""
+    model = build("llama")
+    with torch.no_grad():
+        for number, parameter in enumerate(p for p in model.parameters() if p.dim() > 1):
+            parameter.mul_(10.0 ** -(number % 6))
+    assert export(adapt(tmp_path, model, target_modules=["q_proj"]), kind).verification.facts[f"{kind}_rounding"] < 1
+
+
+def test_modules_trained_whole_may_be_stored_in_sixteen_bits(tmp_path: Path) -> None:
+    made = adapt(tmp_path, build("llama").to(torch.bfloat16), modules_to_save=["lm_head"])
+    stored = load_file(made.run.adapter_dir / "adapter_model.safetensors")
+    assert stored["base_model.model.lm_head.weight"].dtype == torch.bfloat16
+    assert export(made, "f32").verification.facts["f32_relative_error"] < 1e-5
+
+
 def test_llama_quantize_is_found_by_name(shared: PreparedGguf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(FtcliError, match="not on the PATH") as caught:
