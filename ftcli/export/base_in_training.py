@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ftcli.config import QuantizationConfig
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.export.resolve import ExportSource
+from ftcli.export.source import ExportSource
 from ftcli.export.tensorfile import DTYPES, TensorEntry
 from ftcli.facts.quantization import stored_method
 from ftcli.model.quantize import (

@@ -18,13 +18,11 @@ from torch import Tensor, nn
 
 from ftcli.config import QuantizationConfig
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.export.clean.ask import model_request, sent
+from ftcli.export.clean.process import model_request, sent
 from ftcli.export.clean.request import LAYER, LOGITS, rows_for
-from ftcli.export.copying import copy_processors
-from ftcli.export.loading import not_verified, source_tokenizer
 from ftcli.export.probe import compare_logits, continued, logits, probe_batch
-from ftcli.export.resolve import ExportSource
-from ftcli.export.safetensors import SHARD_BYTES
+from ftcli.export.safetensors import SHARD_BYTES, copy_processors
+from ftcli.export.source import ExportSource, not_verified, source_tokenizer
 from ftcli.export.tensorfile import read_tensors
 from ftcli.export.verify import (
     Verified,

@@ -22,24 +22,20 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ftcli.errors import ExitCode, FtcliError, first_line
-from ftcli.export.clean.ask import model_request, sent, tokens_compared
+from ftcli.export.clean.process import model_request, sent, tokens_compared
 from ftcli.export.clean.request import LOGITS
-from ftcli.export.compare import difference
-from ftcli.export.copying import copy_processors
 from ftcli.export.lazy import computing_from
-from ftcli.export.loading import not_verified, plain_config, source_tokenizer, unwritten
 from ftcli.export.merge import outputs
 from ftcli.export.probe import compare_logits, continued, logits, probe_batch
-from ftcli.export.resolve import ExportSource
-from ftcli.export.room import require_room
-from ftcli.export.safetensors import SHARD_BYTES, ModelPlan, plan_model, require_kept_base, save_config
-from ftcli.export.tensorfile import TensorFile, TensorToWrite, computed, write_shards
+from ftcli.export.safetensors import SHARD_BYTES, ModelPlan, copy_processors, plan_model, require_kept_base, save_config
+from ftcli.export.source import ExportSource, not_verified, plain_config, source_tokenizer, unwritten
+from ftcli.export.tensorfile import TensorFile, TensorToWrite, computed, require_room, write_shards
 from ftcli.export.verify import (
     Verified,
-    WeightUpdate,
     check_generation,
     check_stops,
     compare_tokenizers,
+    difference,
     loaded,
     logits_problems,
     not_asked,
@@ -47,7 +43,7 @@ from ftcli.export.verify import (
     same_greedy,
     shortened,
 )
-from ftcli.export.weights import StoredWeights, base_weights, source_updates, untied
+from ftcli.export.weights import StoredWeights, WeightUpdate, base_weights, source_updates, untied
 from ftcli.model.backbone import decoder_layers
 from ftcli.model.checkpoint import hollow
 from ftcli.model.quantized import unreadable_weights

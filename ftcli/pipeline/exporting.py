@@ -62,7 +62,7 @@ def export_recipe(loaded: LoadedRecipe, session: Session, run_dir: Path, choices
         settings=loaded.recipe.export,
     )
     if choices.repo is not None:
-        from ftcli.export.hub import push
+        from ftcli.export.writing import push
 
         session.reporter.info(f"uploaded to {push(results, choices.repo)}")
     return Exported(str(run_dir), results)

@@ -24,7 +24,7 @@ class ExportFormat:
             Others would hold the masters as plain weights, which are another model.
         of_quantized: Methods of ``quantization`` that it is for alone; empty: it is for every model.
         package: What it needs beside ftcli.
-        size: Code: a function of the :class:`ftcli.export.resolve.ExportSource` and of ``offline`` that answers how
+        size: Code: a function of the :class:`ftcli.export.source.ExportSource` and of ``offline`` that answers how
             many bytes it takes on disk; None where that is not known before it is written.
         serves: Code: a function of the tokenizer, its stop tokens and the size of the vocabulary that raises FtcliError
             where the format cannot hold them; None where it holds all.
@@ -53,10 +53,10 @@ _GGUF = Package("gguf", "ftcli[gguf]", "export to GGUF")
 TABLE: Mapping[str, ExportFormat] = MappingProxyType(
     {
         "adapter": ExportFormat(
-            "ftcli.export.adapter:write", needs_adapter=True, masters=True, size="ftcli.export.room:adapter_bytes"
+            "ftcli.export.adapter:write", needs_adapter=True, masters=True, size="ftcli.export.adapter:adapter_bytes"
         ),
         "safetensors": ExportFormat(
-            "ftcli.export.safetensors:write", merges=True, masters=True, size="ftcli.export.room:model_bytes"
+            "ftcli.export.safetensors:write", merges=True, masters=True, size="ftcli.export.safetensors:model_bytes"
         ),
         "gguf": ExportFormat(
             "ftcli.export.gguf.write:write",
@@ -64,17 +64,17 @@ TABLE: Mapping[str, ExportFormat] = MappingProxyType(
             llama_cpp=True,
             masters=True,
             package=_GGUF,
-            size="ftcli.export.gguf.size:gguf_bytes",
+            size="ftcli.export.gguf.write:gguf_bytes",
             serves="ftcli.export.gguf.vocabulary:vocabulary_of",
         ),
         "ollama": ExportFormat(
-            "ftcli.export.ollama.write:write",
+            "ftcli.export.ollama:write",
             merges=True,
             llama_cpp=True,
             masters=True,
             package=_GGUF,
-            size="ftcli.export.gguf.size:ollama_bytes",
-            serves="ftcli.export.ollama.write:require_served",
+            size="ftcli.export.gguf.write:ollama_bytes",
+            serves="ftcli.export.ollama:require_served",
         ),
         "bitnet": ExportFormat(
             "ftcli.export.bitnet:write",
@@ -84,7 +84,9 @@ TABLE: Mapping[str, ExportFormat] = MappingProxyType(
             of_quantized=("bitnet",),
             size="ftcli.export.bitnet:bitnet_bytes",
         ),
-        "fp8": ExportFormat("ftcli.export.fp8:write", merges=True, package=_FP8, size="ftcli.export.room:model_bytes"),
+        "fp8": ExportFormat(
+            "ftcli.export.fp8:write", merges=True, package=_FP8, size="ftcli.export.safetensors:model_bytes"
+        ),
     }
 )
 

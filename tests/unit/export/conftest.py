@@ -30,7 +30,7 @@ from ftcli.run.status import FinishedTraining, TrainingSummary, note_trained, wr
 
 if TYPE_CHECKING:
     from ftcli.export.clean.process import CleanProcess
-    from ftcli.export.gguf.write import PreparedGguf
+    from ftcli.export.gguf.expected import PreparedGguf
 
 SHAPE = {
     "vocab_size": 264,

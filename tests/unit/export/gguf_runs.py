@@ -11,8 +11,8 @@ import torch
 
 from ftcli.config import ExportConfig
 from ftcli.export.clean.process import CleanProcess
-from ftcli.export.gguf.write import PreparedGguf, prepare_gguf
-from ftcli.export.resolve import resolve_source
+from ftcli.export.gguf.expected import PreparedGguf, prepare_gguf
+from ftcli.export.source import resolve_source
 from ftcli.export.writing import ExportResult, export_run
 from tests.unit.export.conftest import Heard, Trained, tokenizer, write_run
 

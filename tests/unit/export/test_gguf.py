@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 from ftcli.errors import FtcliError
+from ftcli.export.gguf.expected import PreparedGguf
 from ftcli.export.gguf.verify import verify_file
-from ftcli.export.gguf.write import PreparedGguf, write_type
+from ftcli.export.gguf.write import write_type
 from ftcli.export.writing import export_run
 from ftcli.gguf.file import ReadFile
 from ftcli.run.atomic import write_json

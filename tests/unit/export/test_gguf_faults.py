@@ -14,10 +14,11 @@ import torch
 
 from ftcli.errors import FtcliError
 from ftcli.export.gguf import adapter as adapter_file
-from ftcli.export.gguf import experts as experts_format
+from ftcli.export.gguf import expected
 from ftcli.export.gguf import write as gguf_format
+from ftcli.export.gguf.expected import PreparedGguf
 from ftcli.export.gguf.verify import verify_file
-from ftcli.export.gguf.write import PreparedGguf, write_type
+from ftcli.export.gguf.write import write_type
 from ftcli.gguf.names import to_file
 from tests.small_models import build
 from tests.unit.export.gguf_runs import adapt, export
@@ -149,7 +150,7 @@ def test_a_missing_tensor_is_caught(shared: PreparedGguf, tmp_path: Path, monkey
 def test_swapped_halves_of_experts_are_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gate and up have one shape: only the numbers tell them apart."""
     made = adapt(tmp_path, build("mixtral"))
-    monkeypatch.setattr(experts_format.SplitExperts, "read", lambda self, name: swapped(self, name))
+    monkeypatch.setattr(expected.SplitExperts, "read", lambda self, name: swapped(self, name))
     with pytest.raises(FtcliError, match="logits differ"):
         export(made, "f32")
 

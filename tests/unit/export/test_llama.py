@@ -19,9 +19,10 @@ import torch
 from ftcli.config import ExportConfig
 from ftcli.errors import FtcliError
 from ftcli.export.gguf import llama
+from ftcli.export.gguf.expected import PreparedGguf
 from ftcli.export.gguf.llama import LIBRARY, installed_llama_cpp
 from ftcli.export.gguf.verify import FileReport, verify_file
-from ftcli.export.gguf.write import PreparedGguf, write_type
+from ftcli.export.gguf.write import write_type
 from ftcli.export.probe import TEXTS
 from ftcli.export.writing import export_run
 from ftcli.tables.gguf import TYPES

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ftcli.export.servers import llama_cpp_server, vllm
+from ftcli.export.adapter import llama_cpp_server, vllm
 from ftcli.export.writing import export_run
 from tests.unit.export.conftest import Heard, Trained
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ftcli.export.loading import not_verified
-from ftcli.export.resolve import ExportSource
+from ftcli.export.source import ExportSource, not_verified
 from ftcli.export.tensorfile import read_tensors
 from ftcli.export.verify import Verified
 from ftcli.facts.weights import EXPORT_RECORD
