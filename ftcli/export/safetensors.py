@@ -6,7 +6,7 @@ import math
 import re
 import shutil
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
@@ -19,11 +19,11 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from ftcli.errors import ExitCode, Finding, FtcliError, first_line
-from ftcli.export.clean.process import model_request, sent, tokens_compared
+from ftcli.export.clean.process import model_request, sent
 from ftcli.export.clean.request import LOGITS
 from ftcli.export.lazy import WHOLE_LAYER, computing_from
 from ftcli.export.merge import AdapterUpdates, Rounding, outputs, rounded_as_merged, rounding_of
-from ftcli.export.probe import Probe, compare_logits, continued, logits, probe_batch
+from ftcli.export.probe import Probe, continued, logits, probe_batch
 from ftcli.export.source import (
     ExportSource,
     attach,
@@ -34,10 +34,11 @@ from ftcli.export.source import (
     unusable,
     unwritten,
 )
-from ftcli.export.tensorfile import TensorFile, finite_tensors, require_room, write_shards
+from ftcli.export.tensorfile import TensorFile, TensorToWrite, finite_tensors, require_room, tensor_files, write_shards
 from ftcli.export.verify import (
     TOLERANCE,
     Verified,
+    check_answer,
     check_generation,
     check_logits,
     check_stops,
@@ -45,14 +46,14 @@ from ftcli.export.verify import (
     compare_written,
     elements,
     loaded,
-    logits_problems,
     not_asked,
     open_written,
     reloaded,
-    same_greedy,
     shortened,
+    trained_logits,
 )
 from ftcli.export.weights import (
+    MergedWeights,
     StoredWeights,
     base_weights,
     ends,
@@ -141,10 +142,17 @@ def write_merged(source: ExportSource, folder: Path, *, offline: bool, say: Call
     plan = plan_model(source, offline=offline)
     _require_memory(plan)
     say(f"merging with {plan.merged_with}" if source.kind == "adapter" else f"rounding to {source.settings.dtype}")
-    planned = outputs(plan.base, plan.adapter, plan.rounding)
-    require_room(folder, sum(output.nbytes for output in planned))
+    save_model(source, plan, outputs(plan.base, plan.adapter, plan.rounding), folder, offline=offline)
+    return plan
+
+
+def save_model(
+    source: ExportSource, plan: ModelPlan, tensors: Sequence[TensorToWrite], folder: Path, *, offline: bool
+) -> None:
+    """Write weights, config, tokenizer and, of a multimodal base, processors. Raises as :func:`write_merged`."""
+    require_room(folder, sum(tensor.nbytes for tensor in tensors))
     try:
-        write_shards(folder, planned, SHARD_BYTES)
+        write_shards(folder, tensors, SHARD_BYTES)
     except SafetensorError as error:  # the base was cut short meanwhile
         raise unreadable_weights(first_line(error)) from error
     tokenizer = source_tokenizer(source, offline=offline)
@@ -152,7 +160,6 @@ def write_merged(source: ExportSource, folder: Path, *, offline: bool, say: Call
     tokenizer.save_pretrained(str(folder))
     if source.base.init == "pretrained":
         copy_processors(source, folder, offline=offline)
-    return plan
 
 
 def plan_model(source: ExportSource, *, offline: bool) -> ModelPlan:
@@ -235,12 +242,12 @@ def verify_merged(
     say("verifying: comparing weights")
     written = open_written(folder)
     base, adapted = base_weights(source, offline=offline), plan.adapted
-    changes = {} if adapted is None else source_updates(source, adapted)
-    problems = compare_written(written, base, changes, plan.rounding)
+    merged = MergedWeights(base, {} if adapted is None else source_updates(source, adapted))
+    problems = compare_written(written, merged, plan.rounding)
     say("verifying: comparing logits")
     tokenizer = source_tokenizer(source, offline=offline)
     probe = probe_batch(tokenizer, base.shape(base.ends[0])[0])
-    probe, exact, without, wanted = _reference(plan, base, adapted, probe, tokens_compared(elements(written)))
+    probe, exact, without, wanted = _reference(plan, base, adapted, probe)
     request = model_request(folder, probe, elements(written), dtype="float32")
     answer = source.reload(request, sent(probe))
     problems += answer.problems
@@ -254,19 +261,19 @@ def verify_merged(
     if problems:
         raise not_verified(folder, problems)
     facts = {name: value for name, value in plain_fields(report).items() if name != "problems"}
-    merged: dict[str, str | int] = {"merged": plan.merged} if adapted is not None else {}
+    count: dict[str, str | int] = {"merged": plan.merged} if adapted is not None else {}
     return Verified(
         "every weight, logits in float32, tokenizer, stop tokens",
-        {**merged, "loaded": loaded(request), **facts, **reloaded(answer)},
+        {**count, "loaded": loaded(request), **facts, **reloaded(answer)},
         _rounding_warnings(report.lost, report.dtype),
         plan.merged_with,
     )
 
 
 def _reference(
-    plan: ModelPlan, base: StoredWeights, adapted: PeftModel | None, probe: Probe, tokens: int
+    plan: ModelPlan, base: StoredWeights, adapted: PeftModel | None, probe: Probe
 ) -> tuple[Probe, Tensor, Tensor, Tensor]:
-    """A probe with what base and adapter go on with, so many ``tokens``; and float32 logits (positions, vocabulary): of
+    """A probe with what base and adapter go on with; and float32 logits (positions, vocabulary): of
     base and adapter, of the base, of both with the weights rounded.
     """
 
@@ -276,16 +283,12 @@ def _reference(
 
     if adapted is None:
         model: Any = unwritten(plan.config)
-        with computing_from(model, base.read, base.names):
-            probe = continued(model, probe, tokens)
-            exact = logits(model, probe)
+        probe, exact = trained_logits(model, base, probe)
         with computing_from(model, as_stored, base.names):
             return probe, exact, exact, logits(model, probe)
-    with computing_from(adapted, base.read, base.names):
-        probe = continued(adapted, probe, tokens)
-        exact = logits(adapted, probe)
-        with adapted.disable_adapter():
-            without = logits(adapted, probe)
+    probe, exact = trained_logits(adapted, base, probe)
+    with computing_from(adapted, base.read, base.names), adapted.disable_adapter():
+        without = logits(adapted, probe)
     with (
         computing_from(adapted, as_stored, base.names),
         rounded_as_merged(adapted, lambda name: plan.rounding.of(name, base.of(name))),
@@ -380,7 +383,7 @@ def verify_copy(source: ExportSource, folder: Path, *, offline: bool) -> Verifie
         FtcliError: FT741 when anything differs, FT742 when the source itself is damaged.
     """
     try:
-        wanted = _tensors(source.folder)
+        wanted = tensor_files(source.folder)
     except (OSError, SafetensorError) as error:
         raise unusable(source.folder, f"its weights cannot be read ({error})") from error
     tokenizer = source_tokenizer(source, offline=offline)
@@ -391,24 +394,13 @@ def verify_copy(source: ExportSource, folder: Path, *, offline: bool) -> Verifie
     if answer.problems:
         raise not_verified(folder, list(answer.problems))
     # By the names in the files: some families' weights have others once they are loaded.
-    problems = shortened(list(_compare(_tensors(folder), wanted)))
-    problems += compare_tokenizers(answer.tokenizer, tokenizer)
+    problems = shortened(list(_compare(tensor_files(folder), wanted)))
     stops = stop_token_ids(read_facts(source.base, offline=offline, origins=source.origins), tokenizer)
-    problems += check_stops(answer.stops, stops)
-    found = answer.tensors[LOGITS]
-    compared = compare_logits(found, trained, TOLERANCE)
-    problems += logits_problems(compared, TOLERANCE)
-    problems += check_generation(answer, trained, probe, stops, TOLERANCE)
-    if problems:
-        raise not_verified(folder, problems)
-    facts: dict[str, str | int | float] = {
-        "tensors": len(wanted),
-        "tolerance": TOLERANCE,
-        "relative_error": compared.relative_error,
-        "greedy_tokens": same_greedy(found, probe),
-        "loaded": loaded(request),
-    }
-    return Verified("every weight bit for bit, logits, tokenizer, stop tokens", {**facts, **reloaded(answer)})
+    others, facts = check_answer(answer, trained, probe, tokenizer, stops, TOLERANCE)
+    if problems or others:
+        raise not_verified(folder, [*problems, *others])
+    facts = {"tensors": len(wanted), **facts, "loaded": loaded(request), **reloaded(answer)}
+    return Verified("every weight bit for bit, logits, tokenizer, stop tokens", facts)
 
 
 def _trained(source: ExportSource, tokenizer: PreTrainedTokenizerBase, *, rounds: bool) -> tuple[Probe, Tensor, int]:
@@ -423,15 +415,7 @@ def _trained(source: ExportSource, tokenizer: PreTrainedTokenizerBase, *, rounds
     stored = base_weights(source, offline=True)
     outline = unwritten(read_config(str(source.folder), revision=None, offline=True))
     probe = probe_batch(tokenizer, stored.shape(stored.ends[0])[0])
-    with computing_from(outline, stored.read, stored.names):
-        probe = continued(outline, probe, tokens_compared(elements(stored)))
-        return probe, logits(outline, probe), elements(stored)
-
-
-def _tensors(folder: Path) -> dict[str, TensorFile]:
-    """The file that each stored tensor is in."""
-    files = [TensorFile(path) for path in sorted(folder.glob("*.safetensors"))]
-    return {key: file for file in files for key in file.entries}
+    return *trained_logits(outline, stored, probe), elements(stored)
 
 
 def _compare(found: dict[str, TensorFile], wanted: dict[str, TensorFile]) -> Iterator[str]:

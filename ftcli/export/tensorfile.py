@@ -210,6 +210,12 @@ def _write_pieces(file: BinaryIO, output: TensorToWrite) -> None:
         raise ValueError(f"{output.key} gave {written} bytes and not {output.nbytes}")
 
 
+def tensor_files(folder: Path) -> dict[str, TensorFile]:
+    """The file that each stored tensor in ``folder`` is in. Raises as :class:`TensorFile`."""
+    files = [TensorFile(path) for path in sorted(folder.glob("*.safetensors"))]
+    return {key: file for file in files for key in file.entries}
+
+
 def read_tensors(folder: Path) -> dict[str, Tensor]:
     """All tensors of the safetensors files in ``folder``.
 

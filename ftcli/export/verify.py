@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ftcli.errors import Finding, FtcliError
+from ftcli.export.clean.process import tokens_compared
 from ftcli.export.clean.request import GREEDY, LOGITS, ReloadAnswer, ReloadRequest
+from ftcli.export.lazy import computing_from
 from ftcli.export.merge import Rounding
-from ftcli.export.probe import TEXTS, LogitsComparison, Probe, compare_logits, rendered_ids
+from ftcli.export.probe import TEXTS, LogitsComparison, Probe, compare_logits, continued, logits, rendered_ids
 from ftcli.export.source import not_verified, plain_config
 from ftcli.export.tensorfile import TensorFile
-from ftcli.export.weights import ModelWeights, StoredTensors, StoredWeights, WeightUpdate, untied
+from ftcli.export.weights import MergedWeights, ModelWeights, StoredTensors, StoredWeights
 from ftcli.model.checkpoint import hollow, read_config, weight_files
 from ftcli.plain import JsonMap, JsonObject
 
@@ -62,23 +64,6 @@ def not_asked(merged_with: str = "") -> Verified:
     """Of an export that nobody wanted verified: it says so in its record."""
     message = "written without verification (--no-verify): nothing is known of how it answers"
     return Verified("nothing", {"verified": "no"}, (Finding("FT754", message, severity="warning"),), merged_with)
-
-
-def _difference(found: Tensor, want: Tensor, *, exact: bool) -> str | None:
-    if found.shape != want.shape or found.dtype != want.dtype:
-        return f"is {found.dtype} {tuple(found.shape)} instead of {want.dtype} {tuple(want.shape)}"
-    if torch.equal(found, want):
-        return None
-    if not bool(torch.isfinite(found).all()):
-        return "holds NaN or infinity"
-    largest = float((found.float() - want.float()).abs().max())
-    if exact:
-        return f"differs from what it should be by up to {largest:.3g}"
-    # Where W and its change nearly cancel, the last place of the sum is that of the larger one.
-    room = 2 * UNIT_ROUNDOFF[want.dtype] * want.float().abs() + 1e-7 * float(want.float().abs().max())
-    if bool(((found.float() - want.float()).abs() <= room).all()):
-        return None
-    return f"differs from W + s B A by up to {largest:.3g}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +207,44 @@ def check_stops(named: Mapping[str, Iterable[int]], stops: Iterable[int]) -> lis
     return problems
 
 
+def trained_logits(model: Any, base: ModelWeights, probe: Probe) -> tuple[Probe, Tensor]:
+    """``probe`` with what the trained model goes on with, and its logits (positions, vocabulary) in float32.
+
+    Args:
+        model: Base and adapter, apart, or a full fine-tune; its ``base`` weights are read while it computes.
+    """
+    with computing_from(model, base.read, base.names):
+        probe = continued(model, probe, tokens_compared(elements(base)))
+        return probe, logits(model, probe)
+
+
+def check_answer(
+    answer: ReloadAnswer,
+    trained: Tensor,
+    probe: Probe,
+    tokenizer: PreTrainedTokenizerBase,
+    stops: Collection[int],
+    allowed: float,
+) -> tuple[list[str], dict[str, str | int | float]]:
+    """Problems with the tokenizer, stop tokens, logits and tokens of the written model; and what the record says.
+
+    Args:
+        trained: The trained model's logits of the probe.
+        allowed: The relative error of logits that passes.
+    """
+    found = answer.tensors[LOGITS]
+    compared = compare_logits(found, trained, allowed)
+    problems = compare_tokenizers(answer.tokenizer, tokenizer) + check_stops(answer.stops, stops)
+    problems += logits_problems(compared, allowed)
+    problems += check_generation(answer, trained, probe, stops, allowed)
+    return problems, {
+        "relative_error": compared.relative_error,
+        "tolerance": allowed,
+        "top1_agreement": compared.top1_agreement,
+        "greedy_tokens": same_greedy(found, probe),
+    }
+
+
 def loaded(request: ReloadRequest) -> str:
     """How it was loaded again, for an export's record."""
     return "layer by layer, for lack of memory" if request.from_disk else "whole"
@@ -244,7 +267,7 @@ def compare_tensors(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -
     problems = [f"{name} is missing" for name in sorted(set(wanted) - set(found))]
     problems += [f"{name} was not there before" for name in sorted(set(found) - set(wanted))]
     for name in sorted(set(wanted) & set(found)):
-        problem = _difference(found[name], wanted[name], exact=True)
+        problem = difference(found[name], wanted[name], wanted[name].dtype, exact=True)
         if problem:
             problems.append(f"{name} {problem}")
     return shortened(problems)
@@ -269,32 +292,28 @@ def open_written(folder: Path) -> StoredWeights:
         raise not_verified(folder, [str(error)]) from error
 
 
-def compare_written(
-    written: StoredWeights, base: StoredWeights, changes: Mapping[str, WeightUpdate], rounding: Rounding
-) -> list[str]:
+def compare_written(written: StoredWeights, merged: MergedWeights, rounding: Rounding) -> list[str]:
     """Problems found tensor by tensor; empty when there are none.
 
     Tensors that the adapter does not change must be the base's byte for byte, or rounded from those alike. Merged ones
     may differ by one unit in the last place, since the order of sums may be another.
 
     Args:
-        changes: What the adapter does, from its file and without PEFT.
+        merged: Base and adapter, from the adapter's file and without PEFT.
     """
-    problems: list[str] = []
+    base, changes = merged.base, merged.changes
     unknown = set(changes) - {*base.names, *base.ties}
-    problems += [f"the adapter changes {name}, which the base model does not have" for name in sorted(unknown)]
+    problems = [f"the adapter changes {name}, which the base model does not have" for name in sorted(unknown)]
     files = {key: file for each in written.stored for key, file in zip(each.keys, each.files, strict=True)}
     keys: set[str] = set()
     for stored in base.stored:
-        same = all(base.is_as_stored(name) and name not in changes for name in stored.names) and not stored.packed
-        if same:
+        if not stored.packed and all(base.is_as_stored(name) and name not in changes for name in stored.names):
             keys |= set(stored.keys)
             problems += _compare_files(stored, files, rounding)
         else:
-            problems += _compare_merged(stored.names, written, base, changes, rounding)
-    names = untied(base, changes)
-    problems += _compare_merged(names, written, base, changes, rounding)
-    expected = {name for stored in base.stored for name in stored.names} | set(names)
+            problems += _compare_merged(stored.names, written, merged, rounding)
+    problems += _compare_merged(merged.untied, written, merged, rounding)
+    expected = {name for stored in base.stored for name in stored.names} | set(merged.untied)
     for each in written.stored:
         foreign = set(each.names) - expected if each.names else set(each.keys) - keys
         problems += [f"{name} is not in the base model" for name in sorted(foreign)]
@@ -324,21 +343,15 @@ def _compare_files(stored: StoredTensors, files: Mapping[str, TensorFile], round
 
 @torch.no_grad()
 def _compare_merged(
-    names: tuple[str, ...],
-    written: StoredWeights,
-    base: StoredWeights,
-    changes: Mapping[str, WeightUpdate],
-    rounding: Rounding,
+    names: Sequence[str], written: StoredWeights, merged: MergedWeights, rounding: Rounding
 ) -> Iterator[str]:
     for name in names:
         if name not in written.names:
             yield f"{name} is missing"
             continue
-        change, want = changes.get(name), base.read(name)
-        if change is not None:
-            want = change.applied(want.float())
+        change, dtype = merged.changes.get(name), rounding.of(name, merged.base.of(name))
         exact = change is None or change.whole is not None
-        problem = difference(written.read(name), want, rounding.of(name, base.of(name)), exact=exact)
+        problem = difference(written.read(name), merged.read(name), dtype, exact=exact)
         if problem:
             yield f"{name} {problem}"
 

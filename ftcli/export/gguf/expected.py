@@ -14,14 +14,13 @@ from torch import Tensor
 
 from ftcli.errors import Finding
 from ftcli.export.bitnet import load_masters, rounded_weights
-from ftcli.export.clean.process import Reload, ask_once, tokens_compared
+from ftcli.export.clean.process import Reload, ask_once
 from ftcli.export.gguf.metadata import Description, Value, metadata_of, usual_activation
 from ftcli.export.gguf.vocabulary import Vocabulary, vocabulary_of
-from ftcli.export.lazy import computing_from
-from ftcli.export.probe import Probe, compare_logits, continued, logits, probe_batch
+from ftcli.export.probe import Probe, compare_logits, logits, probe_batch
 from ftcli.export.safetensors import require_kept_base
 from ftcli.export.source import ExportSource, not_verified, source_tokenizer, unwritten
-from ftcli.export.verify import elements
+from ftcli.export.verify import trained_logits
 from ftcli.export.weights import MergedWeights, ModelWeights, source_config, source_weights
 from ftcli.facts.model import read_facts
 from ftcli.facts.quantization import stores_ternary_masters
@@ -241,7 +240,8 @@ def prepare_gguf(source: ExportSource, *, offline: bool, say: Callable[[str], No
         say("computing the reference that the files are compared with")
         apart = adapted if weights is stored else None
         model: Any = unwritten(source_config(source, offline=offline)) if apart is None else apart
-        probe, trained = _trained_logits(model, weights, probe)
+        base = weights.base if isinstance(weights, MergedWeights) else weights
+        probe, trained = trained_logits(model, base, probe)
         facts, problems = activations_rounded(source.folder, probe, trained) if rounded else ({}, [])
         if problems:
             raise not_verified(source.destination, problems)
@@ -293,13 +293,3 @@ def file_name(source: ExportSource) -> str:
     """What the files are called, before their type: the run, or the adapter's folder."""
     folder = source.run[0] if source.run is not None else source.folder
     return re.sub(r"[^\w.=,+-]+", "-", folder.resolve().name) or "model"
-
-
-def _trained_logits(model: Any, weights: ModelWeights, probe: Probe) -> tuple[Probe, Tensor]:
-    """A probe with what ``model`` goes on with, and what it answers in float32: base and adapter, apart, or a full
-    fine-tune itself. Its weights are read while it computes.
-    """
-    base = weights.base if isinstance(weights, MergedWeights) else weights
-    with computing_from(model, base.read, base.names), torch.no_grad():
-        probe = continued(model, probe, tokens_compared(elements(weights)))
-        return probe, logits(model, probe)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -130,13 +129,13 @@ def test_damage_is_caught_and_removed(
     damage: str, trained: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spoil, said = DAMAGE[damage]
-    made, declare = trained("llama"), fp8.copy_processors
+    made, declare = trained("llama"), fp8._declare
 
-    def damaged(source: Any, folder: Path, **options: Any) -> None:
-        declare(source, folder, **options)
-        spoil(folder)
+    def damaged(path: Path, ignored: list[str]) -> None:
+        declare(path, ignored)
+        spoil(path.parent)
 
-    monkeypatch.setattr(fp8, "copy_processors", damaged)
+    monkeypatch.setattr(fp8, "_declare", damaged)
     error = failure(made, "fp8")
     assert code(error) == "FT741"
     assert error.exit_code is ExitCode.BUG
@@ -188,14 +187,14 @@ def test_a_wrong_scale_is_caught_layer_by_layer(
     """What the comparison of weights would let pass: only the numbers that come back tell."""
     monkeypatch.setattr(process, "fits", lambda _: False)
     monkeypatch.setattr(fp8, "_compare_weights", lambda *_: [])
-    made, copy = trained("llama"), fp8.copy_processors
+    made, declare = trained("llama"), fp8._declare
 
-    def damaged(source: Any, folder: Path, **options: Any) -> None:
-        copy(source, folder, **options)
+    def damaged(path: Path, ignored: list[str]) -> None:
+        declare(path, ignored)
         for layer in (0, 1):
-            change(folder, f"model.layers.{layer}.mlp.down_proj.weight_scale", lambda scale: -scale)
+            change(path.parent, f"model.layers.{layer}.mlp.down_proj.weight_scale", lambda scale: -scale)
 
-    monkeypatch.setattr(fp8, "copy_processors", damaged)
+    monkeypatch.setattr(fp8, "_declare", damaged)
     assert "logits differ" in " ".join(finding.message for finding in failure(made, "fp8").findings)
 
 
