@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from ftcli.data.bounded import REFUSALS, limited_template
 from ftcli.errors import ExitCode, Finding, FtcliError
-from ftcli.export.gguf.expected import PreparedGguf, prepare_gguf
+from ftcli.export.gguf.expected import ExpectedFile, prepare_gguf
 from ftcli.export.gguf.verify import verify_file
-from ftcli.export.gguf.vocabulary import Vocabulary, vocabulary_of
+from ftcli.export.gguf.vocabulary import vocabulary_of
 from ftcli.export.gguf.write import write_type
 from ftcli.export.source import ExportSource, not_verified, source_tokenizer
 from ftcli.export.verify import Verified, not_asked
@@ -225,24 +225,24 @@ def write(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[s
     tokenizer = source_tokenizer(source, offline=offline)
     form = form_of(tokenizer)
     told = differences(form, tokenizer)
-    prepared = _with_bos(prepare_gguf(source, offline=offline, say=say), form.bos)
+    wanted = _with_bos(prepare_gguf(source, offline=offline, say=say), form.bos)
     kind = source.settings.gguf.types[0]
-    path = folder / f"{prepared.name}-{TYPES[kind].ggml}.gguf"
+    path = folder / f"{wanted.name}-{TYPES[kind].ggml}.gguf"
     say(f"writing {path.name}")
-    write_type(prepared, path, kind)
-    write_modelfile(folder / MODELFILE, path.name, go_template(form), prepared)
+    write_type(wanted, path, kind)
+    write_modelfile(folder / MODELFILE, path.name, go_template(form), wanted)
     if not source.verify:
-        return not_asked(prepared.merged_with)
+        return not_asked(wanted.merged_with)
     say(f"verifying {path.name}")
-    report = verify_file(path, kind, prepared.wanted)
-    problems = [*report.problems, *check_modelfile(folder / MODELFILE, path.name, go_template(form), prepared)]
+    report = verify_file(path, kind, wanted)
+    problems = [*report.problems, *check_modelfile(folder / MODELFILE, path.name, go_template(form), wanted)]
     if problems:
         raise not_verified(folder, problems)
     return Verified(
         "every weight, logits of the model that the file describes, tokenizer, stop tokens, conversations",
-        {"type": kind, **prepared.facts, **report.facts("")},
-        (*told, *prepared.description.warnings, *report.warnings(path, kind)),
-        prepared.merged_with,
+        {"type": kind, **wanted.facts, **report.facts("")},
+        (*told, *wanted.description.warnings, *report.warnings(path, kind)),
+        wanted.merged_with,
     )
 
 
@@ -252,35 +252,34 @@ def require_served(tokenizer: Any, stops: Sequence[int], vocab_size: int) -> Non
     form_of(tokenizer)
 
 
-def _with_bos(prepared: PreparedGguf, bos: bool) -> PreparedGguf:
+def _with_bos(wanted: ExpectedFile, bos: bool) -> ExpectedFile:
     """The tokenizer puts bos before a prompt exactly where the template of training did."""
-    values = {**prepared.wanted.vocabulary.values, "tokenizer.ggml.add_bos_token": bos}
-    return replace(prepared, wanted=replace(prepared.wanted, vocabulary=Vocabulary(values)))
+    return replace(wanted, vocabulary={**wanted.vocabulary, "tokenizer.ggml.add_bos_token": bos})
 
 
-def write_modelfile(path: Path, file: str, template: str, prepared: PreparedGguf) -> None:
+def write_modelfile(path: Path, file: str, template: str, wanted: ExpectedFile) -> None:
     """Write the Modelfile.
 
     Raises:
         OSError: it cannot be written.
     """
     lines = [f"FROM ./{file}", f'TEMPLATE """{template}"""']
-    lines += [f'PARAMETER stop "{stop}"' for stop in _stops(prepared)]
+    lines += [f'PARAMETER stop "{stop}"' for stop in _stops(wanted)]
     path.write_text("\n".join([*lines, ""]), encoding="utf-8")
 
 
-def _stops(prepared: PreparedGguf) -> list[str]:
-    tokens = [str(prepared.wanted.tokenizer.convert_ids_to_tokens(stop)) for stop in prepared.wanted.stops]
+def _stops(wanted: ExpectedFile) -> list[str]:
+    tokens = [str(wanted.tokenizer.convert_ids_to_tokens(stop)) for stop in wanted.stops]
     if any('"' in token or "\n" in token for token in tokens):
         raise cannot(f"the stop tokens {json.dumps(tokens)} cannot be quoted")
     return tokens
 
 
-def check_modelfile(path: Path, file: str, template: str, prepared: PreparedGguf) -> list[str]:
+def check_modelfile(path: Path, file: str, template: str, wanted: ExpectedFile) -> list[str]:
     """Problems with a Modelfile: what its template is, where it stops, and which file it is of."""
     text = path.read_text(encoding="utf-8")
     written = _TEMPLATE.search(text)
     problems = [] if text.startswith(f"FROM ./{file}\n") else [f"the Modelfile is not of {file}"]
-    missing = set(_stops(prepared)) - set(_STOP.findall(text))
+    missing = set(_stops(wanted)) - set(_STOP.findall(text))
     problems += [f"the Modelfile does not stop at {stop}" for stop in sorted(missing)]
     return problems if written and written[1] == template else [*problems, "the Modelfile has another template"]

@@ -16,7 +16,7 @@ from ftcli.errors import Finding
 from ftcli.export.bitnet import load_masters, rounded_weights
 from ftcli.export.clean.process import Reload, ask_once
 from ftcli.export.gguf.metadata import Description, Value, metadata_of, usual_activation
-from ftcli.export.gguf.vocabulary import Vocabulary, vocabulary_of
+from ftcli.export.gguf.vocabulary import vocabulary_of
 from ftcli.export.probe import Probe, compare_logits, logits, probe_batch
 from ftcli.export.safetensors import require_kept_base
 from ftcli.export.source import ExportSource, not_verified, source_tokenizer, unwritten
@@ -168,10 +168,12 @@ class ExpectedFile:
         config: Of the whole model.
         names: How its tensors are called in the file.
         heads: How many heads ``attn_q`` and ``attn_k`` have.
-        factors: Tensors that are the file's own: factors of the rotation.
-        said: The metadata, by key without the architecture's name in front.
+        description: The metadata of its shape, and factors of the rotation.
+        vocabulary: The metadata of its tokenizer.
         stops: Ids that end a turn.
         provenance: What the file says of its base and licence.
+        name: What files are called, before their type.
+        facts: What an export's record says beside what is compared of each file.
         reload: Loads the file again, in a process of its own.
         llama_cpp: What there is of llama.cpp, as :func:`ftcli.export.gguf.llama.installed_llama_cpp` says it.
         probe, logits: A batch, and what base and adapter, or the full fine-tune, answer to it in float32.
@@ -182,9 +184,8 @@ class ExpectedFile:
     names: TensorNames
     weights: ModelWeights
     heads: Mapping[str, int]
-    factors: Mapping[str, Tensor]
-    said: Mapping[str, Value]
-    vocabulary: Vocabulary
+    description: Description
+    vocabulary: Mapping[str, Value]
     tokenizer: PreTrainedTokenizerBase
     stops: tuple[int, ...]
     probe: Probe
@@ -192,29 +193,20 @@ class ExpectedFile:
     reload: Reload = ask_once
     llama_cpp: str | None = None
     provenance: Mapping[str, Value] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedGguf:
-    """All that the files of one export have in common; ``facts`` are for its record."""
-
-    wanted: ExpectedFile
-    description: Description
-    name: str
+    name: str = "model"
     facts: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def merged_with(self) -> str:
         """Which form of the base an adapter was merged with; empty where there is none."""
-        weights = self.wanted.weights
-        return weights.base.form if isinstance(weights, MergedWeights) else ""
+        return self.weights.base.form if isinstance(self.weights, MergedWeights) else ""
 
 
-def prepare_gguf(source: ExportSource, *, offline: bool, say: Callable[[str], None]) -> PreparedGguf:
+def prepare_gguf(source: ExportSource, *, offline: bool, say: Callable[[str], None]) -> ExpectedFile:
     """Reads what is exported and computes what its files are compared with.
 
     Raises:
-        FtcliError: as :func:`write`.
+        FtcliError: as :func:`ftcli.export.gguf.write.write`.
     """
     require_kept_base(source)
     config = source_config(source, offline=offline)
@@ -222,7 +214,7 @@ def prepare_gguf(source: ExportSource, *, offline: bool, say: Callable[[str], No
     architecture = architecture_of(text.model_type, usual_activation(text))
     if architecture is None:
         raise no_place(unknown_architecture(text.model_type))
-    description = _described(metadata_of(text, architecture), architecture)
+    description = metadata_of(text, architecture)
     rounded = rounded_layers(config)
     if not rounded and any(TYPES[kind].ternary for kind in source.settings.gguf.types):
         able = " | ".join(quantizations.trained())
@@ -245,14 +237,13 @@ def prepare_gguf(source: ExportSource, *, offline: bool, say: Callable[[str], No
         facts, problems = activations_rounded(source.folder, probe, trained) if rounded else ({}, [])
         if problems:
             raise not_verified(source.destination, problems)
-    wanted = ExpectedFile(
+    return ExpectedFile(
         config,
         architecture,
         names,
         in_file,
         _heads(text),
-        description.tensors,
-        description.values,
+        replace(description, warnings=(*description.warnings, *_warnings(architecture, names))),
         vocabulary_of(tokenizer, stops, text.vocab_size),
         tokenizer,
         stops,
@@ -261,8 +252,9 @@ def prepare_gguf(source: ExportSource, *, offline: bool, say: Callable[[str], No
         source.reload,
         source.llama_cpp,
         provenance_of(source),
+        file_name(source),
+        facts,
     )
-    return PreparedGguf(wanted, _without_images(description, names), file_name(source), facts)
 
 
 def _heads(config: Any) -> dict[str, int]:
@@ -271,22 +263,20 @@ def _heads(config: Any) -> dict[str, int]:
     return {"attn_q": heads, "attn_k": getattr(config, "num_key_value_heads", None) or heads}
 
 
-def _without_images(description: Description, names: TensorNames) -> Description:
-    """With a warning where the model has other parts than its language model."""
-    if not names.left_out:
-        return description
-    message = f"llama.cpp reads images from a file of its own, which ftcli does not write: {len(names.left_out)} "
-    message += "tensors of other parts than the language model are left out"
-    warning = Finding("FT757", message, severity="warning")
-    return replace(description, warnings=(*description.warnings, warning))
-
-
-def _described(description: Description, architecture: Architecture) -> Description:
-    if architecture.only_in is None:
-        return description
-    message = f"llama.cpp does not build {architecture.name}: the file is for {architecture.only_in}, where ftcli's "
-    warning = Finding("FT757", f"{message}files have not been run", severity="warning")
-    return replace(description, warnings=(*description.warnings, warning))
+def _warnings(architecture: Architecture, names: TensorNames) -> list[Finding]:
+    """FT757 where llama.cpp does not build the architecture, or the model has other parts than its language model."""
+    found = []
+    if architecture.only_in is not None:
+        found.append(
+            f"llama.cpp does not build {architecture.name}: the file is for {architecture.only_in}, where ftcli's "
+            "files have not been run"
+        )
+    if names.left_out:
+        found.append(
+            f"llama.cpp reads images from a file of its own, which ftcli does not write: {len(names.left_out)} "
+            "tensors of other parts than the language model are left out"
+        )
+    return [Finding("FT757", message, severity="warning") for message in found]
 
 
 def file_name(source: ExportSource) -> str:

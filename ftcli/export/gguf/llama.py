@@ -139,7 +139,7 @@ def _continuation(wanted: ExpectedFile) -> Probe:
 
 def _context(wanted: ExpectedFile) -> int:
     """How many tokens llama.cpp takes: all of the probe, or as many as the file says."""
-    said = wanted.said.get("context_length")
+    said = wanted.description.values.get("context_length")
     longest = wanted.probe.input_ids.shape[1]
     return min(said, longest) if isinstance(said, int) else longest
 

@@ -99,13 +99,13 @@ def verify_file(path: Path, kind: str, wanted: ExpectedFile) -> FileReport:
 
 
 def _compare_tensors(file: ReadFile, wanted: ExpectedFile) -> list[str]:
-    expected = set(wanted.names.stored.values()) | set(wanted.factors)
+    expected = set(wanted.names.stored.values()) | set(wanted.description.tensors)
     problems = [f"{name} is missing" for name in sorted(expected - set(file.names))]
     problems += [f"{name} is not the model's" for name in sorted(set(file.names) - expected)]
     for name, stored in wanted.names.stored.items():
         problem = _compare_tensor(file, name, stored, wanted) if stored in file.names else None
         problems += [f"{stored} {problem}"] if problem else []
-    for stored, factor in wanted.factors.items():
+    for stored, factor in wanted.description.tensors.items():
         if stored in file.names and not torch.equal(file.read(stored), factor):
             problems.append(f"{stored} differs")
     return problems
@@ -199,8 +199,8 @@ def _rounded_logits(kind: str, wanted: ExpectedFile) -> Tensor:
 
 def _compare_values(values: JsonMap, wanted: ExpectedFile) -> list[str]:
     """Metadata that is not what was written; what it means is compared afterwards."""
-    written = {f"{wanted.architecture.name}.{key}": value for key, value in wanted.said.items()}
-    written |= {"general.architecture": wanted.architecture.name, **wanted.provenance, **wanted.vocabulary.values}
+    written = {f"{wanted.architecture.name}.{key}": value for key, value in wanted.description.values.items()}
+    written |= {"general.architecture": wanted.architecture.name, **wanted.provenance, **wanted.vocabulary}
     return [
         f"{key} differs from what was written" for key, value in written.items() if not _same(values.get(key), value)
     ]

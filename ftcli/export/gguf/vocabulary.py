@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -50,19 +49,8 @@ _NO_MERGE = "ÿ ÿ"
 _SPACE = "▁"
 
 
-@dataclass(frozen=True, slots=True)
-class Vocabulary:
-    """A tokenizer's metadata.
-
-    Attributes:
-        values: By key, ``tokenizer.`` in front.
-    """
-
-    values: Mapping[str, Value]
-
-
-def vocabulary_of(tokenizer: PreTrainedTokenizerBase, stops: Sequence[int], size: int) -> Vocabulary:
-    """The tokenizer of training, for a model of ``size`` embeddings.
+def vocabulary_of(tokenizer: PreTrainedTokenizerBase, stops: Sequence[int], size: int) -> dict[str, Value]:
+    """The metadata of training's tokenizer, for a model of ``size`` embeddings.
 
     Args:
         stops: Ids that end a turn; the first is eos.
@@ -79,7 +67,7 @@ def vocabulary_of(tokenizer: PreTrainedTokenizerBase, stops: Sequence[int], size
     values = _byte_level(stated, merges) if _is_byte_level(stated) else _scored(stated, merges, tokens, types)
     values["tokenizer.ggml.tokens"] = tokens
     values["tokenizer.ggml.token_type"] = types
-    return Vocabulary({**values, **_special(tokenizer, stops), **_template(tokenizer)})
+    return {**values, **_special(tokenizer, stops), **_template(tokenizer)}
 
 
 def _stated(tokenizer: PreTrainedTokenizerBase) -> JsonMap:

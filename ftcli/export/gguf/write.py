@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ftcli.export.gguf.adapter import verify_gguf_adapter, write_adapter
-from ftcli.export.gguf.expected import ExpectedFile, PreparedGguf, prepare_gguf
+from ftcli.export.gguf.expected import ExpectedFile, prepare_gguf
 from ftcli.export.gguf.file import PlannedTensor, stored_bytes, type_of, write_file
 from ftcli.export.gguf.metadata import Value
 from ftcli.export.gguf.verify import verify_file
@@ -32,47 +32,47 @@ def write(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[s
         OSError: it cannot be written.
     """
     require_gguf_package()
-    prepared = prepare_gguf(source, offline=offline, say=say)
-    facts: dict[str, str | int | float] = dict(prepared.facts)
-    warnings = [*prepared.description.warnings]
+    wanted = prepare_gguf(source, offline=offline, say=say)
+    facts: dict[str, str | int | float] = dict(wanted.facts)
+    warnings = [*wanted.description.warnings]
     for kind in source.settings.gguf.types:
-        path = folder / f"{prepared.name}-{TYPES[kind].ggml}.gguf"
+        path = folder / f"{wanted.name}-{TYPES[kind].ggml}.gguf"
         say(f"writing {path.name}")
-        write_type(prepared, path, kind)
+        write_type(wanted, path, kind)
         if not source.verify:
             continue
         say(f"verifying {path.name}")
-        report = verify_file(path, kind, prepared.wanted)
+        report = verify_file(path, kind, wanted)
         if report.problems:
             raise not_verified(folder, [f"{path.name}: {problem}" for problem in report.problems])
         facts |= report.facts(f"{kind}_")
         warnings += report.warnings(path, kind)
     if source.settings.gguf.lora_adapter:
-        facts["adapter_relative_error"] = _adapter(source, prepared, folder, say)
+        facts["adapter_relative_error"] = _adapter(source, wanted, folder, say)
     if not source.verify:
-        return not_asked(prepared.merged_with)
-    facts["tensors"] = len(prepared.wanted.names.stored)
+        return not_asked(wanted.merged_with)
+    facts["tensors"] = len(wanted.names.stored)
     return Verified(
         "every weight, logits of the model that the file describes, tokenizer, template, stop tokens",
         facts,
         tuple(warnings),
-        prepared.merged_with,
+        wanted.merged_with,
     )
 
 
-def _adapter(source: ExportSource, prepared: PreparedGguf, folder: Path, say: Callable[[str], None]) -> float:
+def _adapter(source: ExportSource, wanted: ExpectedFile, folder: Path, say: Callable[[str], None]) -> float:
     if source.kind != "adapter":
         raise no_place("a full fine-tune has no adapter: leave export.gguf.lora_adapter out")
-    path = folder / f"{prepared.name}-LoRA-F32.gguf"
+    path = folder / f"{wanted.name}-LoRA-F32.gguf"
     say(f"writing {path.name}")
-    write_adapter(prepared.wanted, path, prepared.name, float(read_adapter_config(source.folder)["lora_alpha"]))
-    problems, error = verify_gguf_adapter(prepared.wanted, path) if source.verify else ([], 0.0)
+    write_adapter(wanted, path, wanted.name, float(read_adapter_config(source.folder)["lora_alpha"]))
+    problems, error = verify_gguf_adapter(wanted, path) if source.verify else ([], 0.0)
     if problems:
         raise not_verified(folder, [f"{path.name}: {problem}" for problem in problems])
     return error
 
 
-def write_type(prepared: PreparedGguf, path: Path, kind: str) -> None:
+def write_type(wanted: ExpectedFile, path: Path, kind: str) -> None:
     """Write one file.
 
     Raises:
@@ -81,45 +81,44 @@ def write_type(prepared: PreparedGguf, path: Path, kind: str) -> None:
     """
     intermediate = TYPES[kind].quantized_by
     if intermediate is None:
-        _write_plain(prepared, path, kind)
+        _write_plain(wanted, path, kind)
         return
     from ftcli.export.gguf.file import quantize_file
 
     plain = path.with_name(f".{path.name}.{intermediate}")
     try:
-        _write_plain(prepared, plain, intermediate)
+        _write_plain(wanted, plain, intermediate)
         quantize_file(plain, path, kind)
     finally:
         plain.unlink(missing_ok=True)
 
 
-def _write_plain(prepared: PreparedGguf, path: Path, kind: str) -> None:
-    wanted = prepared.wanted
+def _write_plain(wanted: ExpectedFile, path: Path, kind: str) -> None:
     tensors: dict[str, PlannedTensor] = {
         stored: PlannedTensor(tuple(factor.shape), "F32", lambda factor=factor: factor)  # type: ignore[misc]
-        for stored, factor in prepared.description.tensors.items()
+        for stored, factor in wanted.description.tensors.items()
     }
     for name, stored in wanted.names.stored.items():
         shape = wanted.weights.shape(name)
         tensors[stored] = PlannedTensor(shape, type_of(stored, shape, kind), _reader(wanted, name, stored))
     require_room(path, sum(planned.nbytes for planned in tensors.values()))
-    write_file(path, wanted.architecture.name, _values(prepared, kind), tensors)
+    write_file(path, wanted.architecture.name, _values(wanted, kind), tensors)
 
 
 def _reader(wanted: ExpectedFile, name: str, stored: str) -> Callable[[], Tensor]:
     return lambda: to_file(stored, wanted.weights.read(name), wanted.heads, wanted.architecture)
 
 
-def _values(prepared: PreparedGguf, kind: str) -> dict[str, Value]:
-    name = prepared.wanted.architecture.name
+def _values(wanted: ExpectedFile, kind: str) -> dict[str, Value]:
+    name = wanted.architecture.name
     return {
         "general.type": "model",
-        "general.name": prepared.name,
+        "general.name": wanted.name,
         "general.file_type": TYPES[kind].file_type,
         "general.quantization_version": 2,
-        **prepared.wanted.provenance,
-        **{f"{name}.{key}": value for key, value in prepared.description.values.items()},
-        **prepared.wanted.vocabulary.values,
+        **wanted.provenance,
+        **{f"{name}.{key}": value for key, value in wanted.description.values.items()},
+        **wanted.vocabulary,
     }
 
 
