@@ -6,7 +6,6 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 from ftcli.errors import Finding
@@ -19,9 +18,12 @@ from ftcli.export.verify import Verified, compare_tensors, compare_tokenizers, n
 from ftcli.export.weights import source_config
 from ftcli.plain import JsonMap
 from ftcli.run.checkpoint import PROGRESS
+from ftcli.tables import exports
+from ftcli.tables.exports import AdapterServer
 
 #: What a trainer may leave beside its result and what nobody needs to load it.
 _LEFT_OUT = (".bin", ".pt", ".pth", ".pkl")
+_PAIR = re.compile(r"base_model\.model\.(.+)\.lora_[AB]\.weight")
 
 
 def write(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[str], None]) -> Verified:
@@ -82,67 +84,32 @@ def verify_adapter(source: ExportSource, folder: Path, *, offline: bool) -> Veri
         problems.append("adapter_config.json differs")
     if problems:
         raise not_verified(folder, problems)
-    servers = (vllm(stated, wanted), llama_cpp_server(stated, wanted))
+    said = {server.name: judged(server, stated, wanted) for server in exports.ADAPTER_SERVERS}
     return Verified(
         "every tensor, bit for bit, tokenizer",
-        {"tensors": len(wanted), **{server.name: server.said for server in servers}, **reloaded(answer)},
-        tuple(warning for server in servers for warning in server.warning),
+        {"tensors": len(wanted), **{name: told for name, (told, _) in said.items()}, **reloaded(answer)},
+        tuple(finding for _, findings in said.values() for finding in findings),
     )
 
 
-_PAIR = re.compile(r"base_model\.model\.(.+)\.lora_[AB]\.weight")
-#: What vLLM's ``--max-lora-rank`` may be, and what it is where nobody says.
-_VLLM_RANKS, _VLLM_RANK = (8, 16, 32, 64, 128, 256, 320, 512), 16
+def judged(server: AdapterServer, config: JsonMap, names: Iterable[str]) -> tuple[str, list[Finding]]:
+    """What a program makes of an adapter by its rules, for the record; and FT757 where it does not take it.
 
-
-@dataclass(frozen=True, slots=True)
-class Server:
-    """What a program makes of an adapter.
-
-    Attributes:
-        name: The program's.
-        problems: Why it refuses the adapter, or computes something else.
-        options: What it has to be told.
+    Args:
+        config, names: Of the adapter: adapter_config.json, and its tensors.
     """
-
-    name: str
-    problems: tuple[str, ...]
-    options: str = ""
-
-    @property
-    def said(self) -> str:
-        """For the record: what the rules say, and that they were not tried."""
-        told = f"does not take it: {'; '.join(self.problems)}" if self.problems else "takes it"
-        return f"{told}{f' with {self.options}' if self.options else ''} (by names and config; not run)"
-
-    @property
-    def warning(self) -> tuple[Finding, ...]:
-        """FT757 where the adapter is not what it takes."""
-        if not self.problems:
-            return ()
-        message = f"{self.name} does not take this adapter as it is: {'; '.join(self.problems)}"
-        return (Finding("FT757", message, help="serve the merged model instead", severity="warning"),)
-
-
-def vllm(config: JsonMap, names: Iterable[str]) -> Server:
-    """vLLM's ``--lora-modules``."""
     problems = _beside_pairs(config, names)
-    if config.get("rank_pattern") or config.get("alpha_pattern"):
-        problems.append("it has one scale for all layers, and alpha_pattern or rank_pattern say several")
+    problems += [server.scale] if any(config.get(key) for key in server.ignored) else []
     rank = max((int(config["r"]), *(config.get("rank_pattern") or {}).values()))
-    allowed = next((size for size in _VLLM_RANKS if size >= rank), None)
-    if allowed is None:
-        problems.append(f"its ranks end at {_VLLM_RANKS[-1]}, and this is {rank}")
-        return Server("vLLM", tuple(problems))
-    return Server("vLLM", tuple(problems), f"--max-lora-rank {allowed}" if allowed > _VLLM_RANK else "")
-
-
-def llama_cpp_server(config: JsonMap, names: Iterable[str]) -> Server:
-    """llama.cpp's ``convert_lora_to_gguf.py``; ftcli's own file (``export.gguf.lora_adapter``) has the right scales."""
-    problems = _beside_pairs(config, names)
-    if config.get("use_rslora") or config.get("alpha_pattern"):
-        problems.append("its converter knows one scale, alpha / rank (export.gguf.lora_adapter writes the right one)")
-    return Server("llama.cpp", tuple(problems))
+    room = next((size for size in server.ranks if size >= rank), 0)
+    if server.ranks and not room:
+        problems.append(f"its ranks end at {server.ranks[-1]}, and this is {rank}")
+    option = f" with --max-lora-rank {room}" if room > server.usual_rank else ""
+    reasons = "; ".join(problems)
+    told = f"does not take it: {reasons}" if problems else "takes it"
+    warning = f"{server.name} does not take this adapter as it is: {reasons}"
+    findings = [Finding("FT757", warning, help="serve the merged model instead", severity="warning")]
+    return f"{told}{option} (by names and config; not run)", findings if problems else []
 
 
 def _beside_pairs(config: JsonMap, names: Iterable[str]) -> list[str]:

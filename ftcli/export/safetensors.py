@@ -337,7 +337,7 @@ def require_kept_base(source: ExportSource) -> None:
 
 def _unmerged() -> str:
     """Formats that take the adapter as it is, as a recipe says it."""
-    return f"export.formats: [{', '.join(exports.supported(merges=False))}]"
+    return f"export.formats: [{', '.join(exports.names(merges=False))}]"
 
 
 #: What lies beside the weights of a model that takes images or sound.

@@ -115,9 +115,8 @@ def export_run(
 
     Raises:
         FtcliError: FT740 nothing to export, FT741 verification failed (exit 1, nothing is left), FT742 the source
-            is damaged, FT743 the destination holds something else, or an export of
-            something else and not ``force``, FT746 a format that is not supported yet, FT747
-            and FT748 for merges that cannot be made, FT723 or FT724 when it cannot be written: FT724 before
+            is damaged, FT743 the destination holds something else, or an export of something else and not ``force``,
+            FT747 and FT748 for merges that cannot be made, FT723 or FT724 when it cannot be written: FT724 before
             anything is, where the disk has too little room for all that is asked for.
     """
     found = resolve_source(source, destination, checkpoint)
@@ -128,9 +127,6 @@ def export_run(
     except OSError as error:
         raise unusable(found.folder, f"{error.filename} cannot be read ({error.strerror})") from error
     found = replace(found, settings=settings or found.settings, verify=verify, files=files)
-    unsupported = [name for name in formats if name not in exports.supported()]
-    if unsupported:
-        raise _unsupported(unsupported[0])
     skipped = [name for name in formats if found.kind == "model" and exports.row(name).needs_adapter]
     if skipped and len(skipped) == len(formats):
         raise _no_adapter(found)
@@ -195,9 +191,7 @@ def _export(source: ExportSource, whole: ExportSource, name: str, reporter: Repo
     def say(text: str) -> None:
         reporter.info(f"export {name}: {text}")
 
-    reference = exports.row(name).write
-    assert reference is not None  # supported
-    write: WriteFormat = code_of(reference)
+    write: WriteFormat = code_of(exports.row(name).write)
     with _staged(target) as staged:
         verified = write(whole if exports.row(name).merges else source, staged, offline=offline, say=say)
         write_json(staged / EXPORT_RECORD, plain({**_record(source, name, verified), "files": _sizes(staged)}))
@@ -318,21 +312,12 @@ def _require_rounded(source: ExportSource, formats: Sequence[str]) -> None:
         )
 
 
-def _unsupported(name: str) -> FtcliError:
-    return FtcliError.single(
-        "FT746",
-        f"export format {name} is not supported yet by this version of ftcli",
-        exit_code=ExitCode.RECIPE,
-        help=f"use export.formats: [{', '.join(exports.supported())}]",
-    )
-
-
 def _no_adapter(source: ExportSource) -> FtcliError:
     return FtcliError.single(
         "FT740",
         f"there is nothing to export in {source.folder.parent}: a full fine-tune has no adapter",
         exit_code=ExitCode.RECIPE,
-        help=f"use export.formats: [{', '.join(exports.supported(needs_adapter=False))}]",
+        help=f"use export.formats: [{', '.join(exports.names(needs_adapter=False))}]",
     )
 
 

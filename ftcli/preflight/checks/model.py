@@ -89,7 +89,7 @@ def _stored_quantized(context: Context, facts: ModelFacts) -> Findings:
             "FT316",
             path,
             f"{facts.name} is stored in {stored}, and merging needs the base model in full precision",
-            help=f"use export.formats: [{', '.join(exports.supported(merges=False))}]",
+            help=f"use export.formats: [{', '.join(exports.names(merges=False))}]",
         )
 
 
@@ -117,7 +117,7 @@ def _merged_with_rounded(context: Context, method: str) -> Findings:
         "export.formats",
         f"an adapter on {method} weights cannot be merged: their sum is not {method}, and rounding it again would be "
         "another model",
-        help=f"use export.formats: [{', '.join(exports.supported(merges=False))}], or train without `lora`",
+        help=f"use export.formats: [{', '.join(exports.names(merges=False))}], or train without `lora`",
     )
 
 
@@ -163,7 +163,7 @@ def _random_base(context: Context, facts: ModelFacts) -> Findings:
             "FT747",
             "model.init",
             f"{facts.name} has random weights here, which are not kept: `ftcli export` can merge nothing with them",
-            help=f"use export.formats: [{', '.join(exports.supported(merges=False))}]",
+            help=f"use export.formats: [{', '.join(exports.names(merges=False))}]",
         )
 
 
