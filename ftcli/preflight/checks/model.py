@@ -340,6 +340,9 @@ def _weights(context: Context, facts: ModelFacts) -> Findings:
             context,
             f"{facts.folder} lacks {len(weights.missing)} of its weight files: {', '.join(weights.missing[:3])}",
         )
+    elif weights.unreadable:
+        help = "make it readable, as with `chmod u+r`, or copy it anew"
+        yield _incomplete(context, f"in {facts.folder} {', '.join(weights.unreadable[:3])}", help)
     elif weights.pickle_only:
         yield _incomplete(
             context, f"{facts.folder} holds its weights in pickle files only, which can run code when loaded"
@@ -356,10 +359,6 @@ def _weights(context: Context, facts: ModelFacts) -> Findings:
         yield _incomplete(context, f"{facts.folder} holds no weights")
 
 
-def _incomplete(context: Context, message: str) -> Finding:
-    return context.error(
-        "FT317",
-        "model.name_or_path",
-        message,
-        help="copy model*.safetensors into it, or build random weights with `model.init: random`",
-    )
+def _incomplete(context: Context, message: str, help: str | None = None) -> Finding:
+    usual = "copy model*.safetensors into it, or build random weights with `model.init: random`"
+    return context.error("FT317", "model.name_or_path", message, help=help or usual)
