@@ -7,11 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ftcli.config.load import LoadedRecipe
 from ftcli.config.recipe import Recipe
 from ftcli.data.reasoning import ReasoningMarks
 from ftcli.data.template import Renderer, renderer_of
-from ftcli.facts.device import DeviceFacts
 from ftcli.facts.model import ModelFacts
 from ftcli.model.attention import is_ours
 from ftcli.model.backbone import base_of
@@ -22,9 +20,7 @@ from ftcli.plan.execution import OWN_ATTENTION
 from ftcli.plan.memory.checkpointing import Offloaded
 from ftcli.plan.precision import DtypePlan
 from ftcli.plan.run import RunPlan
-from ftcli.preflight.checks.context import Command
 from ftcli.preflight.report import PreflightReport
-from ftcli.preflight.stages import preflight
 from ftcli.reporting import Reporter, Session
 
 if TYPE_CHECKING:
@@ -105,18 +101,6 @@ class Job:
         """What ``gradient_checkpointing: offload`` sends to the host, as preflight chose it."""
         memory = self.report.memory
         return (memory.offloaded if memory is not None else None) or "halves"
-
-
-def checked(
-    loaded: LoadedRecipe, session: Session, command: Command, device: DeviceFacts | None = None
-) -> PreflightReport:
-    """Preflight for ``command``, its warnings and notes told. Raises FtcliError as :func:`preflight`."""
-    place = session.place
-    hosts = 1 if place is None or place.size % place.local_size else place.size // place.local_size
-    report = preflight(loaded, command=command, device=device, offline=session.offline, hosts=hosts)
-    for finding in report.findings:
-        session.reporter.finding(finding)
-    return report
 
 
 def device_of(report: PreflightReport) -> torch.device:

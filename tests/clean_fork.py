@@ -92,7 +92,7 @@ def serve(asked: int, answer: int, *others: int) -> NoReturn:
         )
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests
         sys.path.append(str(Path(__file__).parents[1]))
-        from ftcli.export.clean.program import serve
+        from ftcli.export.clean.answering import serve
 
         serve()
         status = 0

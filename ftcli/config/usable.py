@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ftcli.config.model import SUPPORTED_ATTENTION
-from ftcli.tables import engines, exports, quantizations
+from ftcli.tables import engines, quantizations
 
 
 def usable_values(key: str) -> tuple[str, ...] | None:
@@ -14,6 +14,4 @@ def usable_values(key: str) -> tuple[str, ...] | None:
         return engines.supported()
     if key == "quantization.method":
         return quantizations.supported()
-    if key == "export.formats":
-        return exports.supported()
     return None

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from ftcli.errors import Finding
 from ftcli.export.clean.request import TENSOR, ReloadRequest
-from ftcli.export.loading import attach, not_verified, source_tokenizer, unwritten
+from ftcli.export.embeddings import with_its_vocabulary
 from ftcli.export.probe import TEXTS
-from ftcli.export.resolve import ExportSource, read_adapter_config
-from ftcli.export.servers import llama_cpp_server, vllm
+from ftcli.export.source import ExportSource, attach, not_verified, read_adapter_config, source_tokenizer, unwritten
 from ftcli.export.tensorfile import finite_tensors
 from ftcli.export.verify import Verified, compare_tensors, compare_tokenizers, not_asked, reloaded
-from ftcli.export.vocabulary import with_its_vocabulary
 from ftcli.export.weights import source_config
+from ftcli.plain import JsonMap
 from ftcli.run.checkpoint import PROGRESS
+from ftcli.tables import exports
+from ftcli.tables.exports import AdapterServer
 
 #: What a trainer may leave beside its result and what nobody needs to load it.
 _LEFT_OUT = (".bin", ".pt", ".pth", ".pkl")
+_PAIR = re.compile(r"base_model\.model\.(.+)\.lora_[AB]\.weight")
 
 
 def write(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[str], None]) -> Verified:
@@ -80,9 +84,46 @@ def verify_adapter(source: ExportSource, folder: Path, *, offline: bool) -> Veri
         problems.append("adapter_config.json differs")
     if problems:
         raise not_verified(folder, problems)
-    servers = (vllm(stated, wanted), llama_cpp_server(stated, wanted))
+    said = {server.name: judged(server, stated, wanted) for server in exports.ADAPTER_SERVERS}
     return Verified(
         "every tensor, bit for bit, tokenizer",
-        {"tensors": len(wanted), **{server.name: server.said for server in servers}, **reloaded(answer)},
-        tuple(warning for server in servers for warning in server.warning),
+        {"tensors": len(wanted), **{name: told for name, (told, _) in said.items()}, **reloaded(answer)},
+        tuple(finding for _, findings in said.values() for finding in findings),
     )
+
+
+def judged(server: AdapterServer, config: JsonMap, names: Iterable[str]) -> tuple[str, list[Finding]]:
+    """What a program makes of an adapter by its rules, for the record; and FT757 where it does not take it.
+
+    Args:
+        config, names: Of the adapter: adapter_config.json, and its tensors.
+    """
+    problems = _beside_pairs(config, names)
+    problems += [server.scale] if any(config.get(key) for key in server.ignored) else []
+    rank = max((int(config["r"]), *(config.get("rank_pattern") or {}).values()))
+    room = next((size for size in server.ranks if size >= rank), 0)
+    if server.ranks and not room:
+        problems.append(f"its ranks end at {server.ranks[-1]}, and this is {rank}")
+    option = f" with --max-lora-rank {room}" if room > server.usual_rank else ""
+    reasons = "; ".join(problems)
+    told = f"does not take it: {reasons}" if problems else "takes it"
+    warning = f"{server.name} does not take this adapter as it is: {reasons}"
+    findings = [Finding("FT757", warning, help="serve the merged model instead", severity="warning")]
+    return f"{told}{option} (by names and config; not run)", findings if problems else []
+
+
+def _beside_pairs(config: JsonMap, names: Iterable[str]) -> list[str]:
+    problems = ["it has DoRA's lengths"] if config.get("use_dora") else []
+    other = [name for name in names if not _PAIR.fullmatch(name) and not name.endswith("lora_magnitude_vector")]
+    if config.get("modules_to_save"):
+        problems.append(f"modules were trained whole ({', '.join(config['modules_to_save'])})")
+    elif other:
+        problems.append(f"{other[0]} is not the pair of matrices of a linear layer")
+    if config.get("target_parameters"):
+        problems.append("experts are adapted as stacks")
+    return problems
+
+
+def adapter_bytes(source: ExportSource, *, offline: bool) -> int:
+    """Bytes on disk of the format ``adapter``."""
+    return sum(path.stat().st_size for path in source.folder.iterdir() if path.is_file())

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ftcli.config.model import QuantizationConfig
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.export.resolve import ExportSource
+from ftcli.export.source import ExportSource
 from ftcli.export.tensorfile import DTYPES, TensorEntry
 from ftcli.model.quantize import (
     PackedReader,

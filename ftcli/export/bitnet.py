@@ -18,24 +18,18 @@ from torch import Tensor, nn
 
 from ftcli.config.model import QuantizationConfig
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.export.clean.ask import model_request, sent
-from ftcli.export.clean.request import LAYER, LOGITS, rows_for
-from ftcli.export.copying import copy_processors
-from ftcli.export.loading import not_verified, source_tokenizer
-from ftcli.export.probe import compare_logits, continued, logits, probe_batch
-from ftcli.export.resolve import ExportSource
-from ftcli.export.safetensors import SHARD_BYTES
+from ftcli.export.clean.process import model_request, sent
+from ftcli.export.clean.request import LAYER, rows_for
+from ftcli.export.probe import continued, logits, probe_batch
+from ftcli.export.safetensors import SHARD_BYTES, copy_processors
+from ftcli.export.source import ExportSource, not_verified, source_tokenizer
 from ftcli.export.tensorfile import read_tensors
 from ftcli.export.verify import (
     Verified,
-    check_generation,
-    check_stops,
+    check_answer,
     compare_tensors,
-    compare_tokenizers,
-    logits_problems,
     not_asked,
     reloaded,
-    same_greedy,
 )
 from ftcli.export.weights import base_weights
 from ftcli.facts.model import read_facts
@@ -157,27 +151,13 @@ def _verify(
         raise not_verified(folder, [*problems, *(finding.message for finding in error.findings)]) from error
     for name, layer in layers.items():
         problems += _unlike_masters(name, frozen.get_submodule(name), layer)
-    problems += compare_tokenizers(answer.tokenizer, tokenizer)
-    problems += check_stops(answer.stops, stops)
     for name, layer in layers.items():
         problems += _unlike_output(name, answer.tensors.get(f"{LAYER}{name}"), layer)
-    trained, found = logits(masters, probe), answer.tensors[LOGITS]
-    compared = compare_logits(found, trained, LOGITS_TOLERANCE)
-    problems += logits_problems(compared, LOGITS_TOLERANCE)
-    problems += check_generation(answer, trained, probe, stops, LOGITS_TOLERANCE)
-    if problems:
-        raise not_verified(folder, problems)
-    facts: dict[str, str | int | float] = {
-        "packed": len(layers),
-        "relative_error": compared.relative_error,
-        "tolerance": LOGITS_TOLERANCE,
-        "top1_agreement": compared.top1_agreement,
-        "greedy_tokens": same_greedy(found, probe),
-    }
-    return Verified(
-        "every ternary value and scale, each layer's output, logits in float32, tokenizer, stop tokens",
-        {**facts, **reloaded(answer)},
-    )
+    others, facts = check_answer(answer, logits(masters, probe), probe, tokenizer, stops, LOGITS_TOLERANCE)
+    if problems or others:
+        raise not_verified(folder, [*problems, *others])
+    compared = "every ternary value and scale, each layer's output, logits in float32, tokenizer, stop tokens"
+    return Verified(compared, {"packed": len(layers), **facts, **reloaded(answer)})
 
 
 def _unlike_masters(name: str, found: nn.Module, layer: BitLinear) -> list[str]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,35 +21,26 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ftcli.errors import ExitCode, FtcliError, first_line
-from ftcli.export.clean.ask import model_request, sent, tokens_compared
-from ftcli.export.clean.request import LOGITS
-from ftcli.export.compare import difference
-from ftcli.export.copying import copy_processors
-from ftcli.export.lazy import computing_from
-from ftcli.export.loading import not_verified, plain_config, source_tokenizer, unwritten
+from ftcli.export.clean.process import model_request, sent
 from ftcli.export.merge import outputs
-from ftcli.export.probe import compare_logits, continued, logits, probe_batch
-from ftcli.export.resolve import ExportSource
-from ftcli.export.room import require_room
-from ftcli.export.safetensors import SHARD_BYTES, ModelPlan, plan_model, require_kept_base, save_config
-from ftcli.export.tensorfile import TensorFile, TensorToWrite, computed, write_shards
+from ftcli.export.probe import probe_batch
+from ftcli.export.safetensors import ModelPlan, plan_model, require_kept_base, save_model
+from ftcli.export.source import ExportSource, not_verified, plain_config, source_tokenizer, unwritten
+from ftcli.export.tensorfile import TensorToWrite, computed, tensor_files
 from ftcli.export.verify import (
     Verified,
-    WeightUpdate,
-    check_generation,
-    check_stops,
-    compare_tokenizers,
+    check_answer,
+    difference,
+    elements,
     loaded,
-    logits_problems,
     not_asked,
     reloaded,
-    same_greedy,
     shortened,
+    trained_logits,
 )
-from ftcli.export.weights import StoredWeights, base_weights, source_updates, untied
+from ftcli.export.weights import MergedWeights, StoredWeights, base_weights, source_updates
 from ftcli.model.backbone import decoder_layers
 from ftcli.model.checkpoint import hollow
-from ftcli.model.quantized import unreadable_weights
 from ftcli.plain import JsonObject
 
 if TYPE_CHECKING:
@@ -63,17 +53,6 @@ LOGITS_TOLERANCE = 0.5
 #: Largest error of a weight: half a unit of three bits, or half the smallest step times the scale.
 _ROUNDING = 2.0**-4
 _PACKAGE = "compressed_tensors"
-
-
-@dataclass(frozen=True, slots=True)
-class RoundedTensors:
-    """Which tensors are eight bits wide: the name in the model of each, by its key in the files."""
-
-    names: Mapping[str, str]
-
-    def scale_key(self, key: str) -> str:
-        """What the scale of a weight is called."""
-        return f"{key}_scale"
 
 
 def write(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[str], None]) -> Verified:
@@ -91,19 +70,9 @@ def write(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[s
     plan = plan_model(source, offline=offline)
     model = hollow(plain_config(plan.config))
     rounded = _rounded(model, plan.base)
-    say(f"rounding {len(rounded.names)} weights to 8 bits")
-    planned = list(_outputs(plan, rounded))
-    require_room(folder, sum(output.nbytes for output in planned))
-    try:
-        write_shards(folder, planned, SHARD_BYTES)
-    except SafetensorError as error:  # the base was cut short meanwhile
-        raise unreadable_weights(first_line(error)) from error
-    tokenizer = source_tokenizer(source, offline=offline)
-    save_config(source, plan, tokenizer, folder, offline=offline)
+    say(f"rounding {len(rounded)} weights to 8 bits")
+    save_model(source, plan, list(_outputs(plan, rounded)), folder, offline=offline)
     _declare(folder / "config.json", _ignored(model, rounded))
-    tokenizer.save_pretrained(str(folder))
-    if source.base.init == "pretrained":
-        copy_processors(source, folder, offline=offline)
     if not source.verify:
         return not_asked(plan.merged_with)
     return _verify(source, folder, plan, rounded, offline=offline, say=say)
@@ -120,11 +89,13 @@ def require_compressed_tensors() -> None:
         )
 
 
-def _parameters(base: StoredWeights) -> int:
-    return sum(torch.Size(base.shape(name)).numel() for name in base.names)
+def scale_key(key: str) -> str:
+    """What the scale of a weight is called in the files."""
+    return f"{key}_scale"
 
 
-def _rounded(model: PreTrainedModel, base: StoredWeights) -> RoundedTensors:
+def _rounded(model: PreTrainedModel, base: StoredWeights) -> dict[str, str]:
+    """Which tensors are eight bits wide: the name in the model of each, by its key in the files."""
     layers = {id(module) for layer in decoder_layers(model) for module in layer.modules()}
     linear = {
         f"{name}.weight"
@@ -138,10 +109,10 @@ def _rounded(model: PreTrainedModel, base: StoredWeights) -> RoundedTensors:
         if stored.names and stored.names[0] in linear:
             roles = stored.roles or ("weight",)
             names[next(key for key, role in zip(stored.keys, roles, strict=True) if role == "weight")] = stored.names[0]
-    return RoundedTensors(names)
+    return names
 
 
-def _outputs(plan: ModelPlan, rounded: RoundedTensors) -> Iterator[TensorToWrite]:
+def _outputs(plan: ModelPlan, rounded: Mapping[str, str]) -> Iterator[TensorToWrite]:
     """The merged model's tensors, a scale after each weight of eight bits. Both are computed when they are written."""
 
     def exact(name: str) -> Tensor:
@@ -152,12 +123,12 @@ def _outputs(plan: ModelPlan, rounded: RoundedTensors) -> Iterator[TensorToWrite
         return to_float8(merged, scale_of(merged))
 
     for output in outputs(plan.base, plan.adapter, plan.rounding):
-        name = rounded.names.get(output.key)
+        name = rounded.get(output.key)
         if name is None:
             yield output
             continue
         rows = output.shape[0]
-        scale = rounded.scale_key(output.key)
+        scale = scale_key(output.key)
         yield computed(output.key, output.shape, torch.float8_e4m3fn, lambda name=name: weight(name))  # type: ignore[misc]
         yield computed(scale, (rows, 1), torch.float32, lambda name=name: scale_of(exact(name)))  # type: ignore[misc]
 
@@ -175,8 +146,8 @@ def to_float8(weight: Tensor, scale: Tensor) -> Tensor:
     return (weight / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
 
 
-def _ignored(model: PreTrainedModel, rounded: RoundedTensors) -> list[str]:
-    wide = set(rounded.names.values())
+def _ignored(model: PreTrainedModel, rounded: Mapping[str, str]) -> list[str]:
+    wide = set(rounded.values())
     linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
     return [name for name in linear if f"{name}.weight" not in wide]
 
@@ -208,100 +179,67 @@ def _verify(
     source: ExportSource,
     folder: Path,
     plan: ModelPlan,
-    rounded: RoundedTensors,
+    rounded: Mapping[str, str],
     *,
     offline: bool,
     say: Callable[[str], None],
 ) -> Verified:
     say("verifying: comparing weights")
     base, adapted = base_weights(source, offline=offline), plan.adapted
-    changes = {} if adapted is None else source_updates(source, adapted)
-    problems = _compare_weights(folder, plan, rounded, base, changes)
+    merged = MergedWeights(base, {} if adapted is None else source_updates(source, adapted))
+    problems = _compare_weights(folder, plan, rounded, merged)
     say("verifying: loading the result again")
     tokenizer = source_tokenizer(source, offline=offline)
     model: Any = unwritten(plan.config) if adapted is None else adapted
-    with computing_from(model, base.read, base.names):
-        probe = probe_batch(tokenizer, base.shape(base.ends[0])[0])
-        probe = continued(model, probe, tokens_compared(_parameters(base)))
-        trained = logits(model, probe)
-    request = model_request(folder, probe, _parameters(base), names=_keys(plan, rounded, base, changes))
+    probe, trained = trained_logits(model, base, probe_batch(tokenizer, base.shape(base.ends[0])[0]))
+    request = model_request(folder, probe, elements(base), names=_keys(rounded, merged))
     answer = source.reload(request, sent(probe))
     problems += answer.problems
     if problems:
         raise not_verified(folder, problems)
-    problems += compare_tokenizers(answer.tokenizer, tokenizer)
-    problems += check_stops(answer.stops, plan.stops)
-    found = answer.tensors[LOGITS]
-    compared = compare_logits(found, trained, LOGITS_TOLERANCE)
-    problems += logits_problems(compared, LOGITS_TOLERANCE)
-    problems += check_generation(answer, trained, probe, plan.stops, LOGITS_TOLERANCE)
+    problems, facts = check_answer(answer, trained, probe, tokenizer, plan.stops, LOGITS_TOLERANCE)
     if problems:
         raise not_verified(folder, problems)
-    facts: dict[str, str | int | float] = {
-        "rounded": len(rounded.names),
-        "relative_error": compared.relative_error,
-        "tolerance": LOGITS_TOLERANCE,
-        "top1_agreement": compared.top1_agreement,
-        "greedy_tokens": same_greedy(found, probe),
-        "loaded": loaded(request),
-    }
-    words = "every weight, logits with rounded activations, tokenizer, stop tokens"
-    return Verified(words, {**facts, **reloaded(answer)}, merged_with=plan.merged_with)
+    compared = "every weight, logits with rounded activations, tokenizer, stop tokens"
+    facts = {"rounded": len(rounded), **facts, "loaded": loaded(request), **reloaded(answer)}
+    return Verified(compared, facts, merged_with=plan.merged_with)
 
 
-def _compare_weights(
-    folder: Path, plan: ModelPlan, rounded: RoundedTensors, base: StoredWeights, changes: Mapping[str, WeightUpdate]
-) -> list[str]:
+def _compare_weights(folder: Path, plan: ModelPlan, rounded: Mapping[str, str], merged: MergedWeights) -> list[str]:
     """Problems of the files, tensor by tensor: compared with what the adapter's own file says, without PEFT."""
     try:
-        files = {key: file for path in sorted(folder.glob("*.safetensors")) for key, file in _entries(path)}
-        problems: list[str] = []
-        not_rounded = {name: key for key, name in _not_rounded(plan, base, rounded, changes).items()}
-        expected = {*rounded.names, *not_rounded.values(), *(rounded.scale_key(key) for key in rounded.names)}
-        problems += [f"{key} is missing" for key in sorted(expected - set(files))]
+        files, not_rounded = tensor_files(folder), _not_rounded(rounded, merged)
+        expected = {*rounded, *not_rounded, *(scale_key(key) for key in rounded)}
+        problems = [f"{key} is missing" for key in sorted(expected - set(files))]
         problems += [f"{key} is not the model's" for key in sorted(set(files) - expected)]
         if problems:
             return shortened(problems)
-        for key, name in rounded.names.items():
-            scale = files[rounded.scale_key(key)].read(rounded.scale_key(key))
-            problem = _unlike(files[key].read(key), scale, _wanted(base, changes, name).float())
+        for key, name in rounded.items():
+            scale = files[scale_key(key)].read(scale_key(key))
+            problem = _unlike(files[key].read(key), scale, merged.read(name).float())
             problems += [f"{key} {problem}"] if problem else []
-        for name, key in not_rounded.items():
-            exact = name not in changes or changes[name].whole is not None
-            dtype = plan.rounding.of(name, base.of(name))
-            problem = difference(files[key].read(key), _wanted(base, changes, name), dtype, exact=exact)
+        for key, name in not_rounded.items():
+            exact = name not in merged.changes or merged.changes[name].whole is not None
+            dtype = plan.rounding.of(name, merged.base.of(name))
+            problem = difference(files[key].read(key), merged.read(name), dtype, exact=exact)
             problems += [f"{key} {problem}"] if problem else []
     except (OSError, SafetensorError) as error:
         return [f"its weights cannot be read: {first_line(error)}"]
     return shortened(problems)
 
 
-def _entries(path: Path) -> Iterator[tuple[str, TensorFile]]:
-    file = TensorFile(path)
-    return ((key, file) for key in file.entries)
-
-
-def _not_rounded(
-    plan: ModelPlan, base: StoredWeights, rounded: RoundedTensors, changes: Mapping[str, WeightUpdate]
-) -> dict[str, str]:
+def _not_rounded(rounded: Mapping[str, str], merged: MergedWeights) -> dict[str, str]:
     """The name in the model of each tensor that is no wider or narrower than in ``safetensors``, by its key."""
-    found = {stored.keys[0]: stored.names[0] for stored in base.stored if stored.names}
-    found |= {base.renaming.key_of(name): name for name in untied(base, changes)}
-    return {key: name for key, name in found.items() if key not in rounded.names}
+    found = {stored.keys[0]: stored.names[0] for stored in merged.base.stored if stored.names}
+    found |= {merged.base.renaming.key_of(name): name for name in merged.untied}
+    return {key: name for key, name in found.items() if key not in rounded}
 
 
-def _keys(
-    plan: ModelPlan, rounded: RoundedTensors, base: StoredWeights, changes: Mapping[str, WeightUpdate]
-) -> dict[str, str]:
+def _keys(rounded: Mapping[str, str], merged: MergedWeights) -> dict[str, str]:
     """The key of each tensor of the model that is written, scales among them; a tied head has its embedding's."""
-    found = {name: key for key, name in {**_not_rounded(plan, base, rounded, changes), **rounded.names}.items()}
-    found |= {f"{name}_scale": rounded.scale_key(key) for key, name in rounded.names.items()}
-    return found | {name: found[other] for name, other in base.ties.items() if name not in found}
-
-
-def _wanted(base: StoredWeights, changes: Mapping[str, WeightUpdate], name: str) -> Tensor:
-    change, tensor = changes.get(name), base.read(name)
-    return tensor if change is None else change.applied(tensor.float())
+    found = {name: key for key, name in {**_not_rounded(rounded, merged), **rounded}.items()}
+    found |= {scale_key(name): scale_key(key) for key, name in rounded.items()}
+    return found | {name: found[other] for name, other in merged.base.ties.items() if name not in found}
 
 
 def _unlike(found: Tensor, scale: Tensor, wanted: Tensor) -> str | None:

@@ -54,7 +54,7 @@ def computing_from(model: nn.Module, read: Read, stored: Collection[str] = ()) -
     weights of those inside them, and never call them.
 
     Args:
-        model: Its parameters are place holders of the right shape (``ftcli.export.loading.unwritten``). With an adapter
+        model: Its parameters are place holders of the right shape (``ftcli.export.source.unwritten``). With an adapter
             of PEFT on it, the adapter's own parameters are left as they are.
         stored: Names that are stored; buffers among them are read as parameters are.
     """

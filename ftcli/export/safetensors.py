@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import re
+import shutil
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,34 +19,49 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from ftcli.errors import ExitCode, Finding, FtcliError, first_line
-from ftcli.export.clean.ask import model_request, sent, tokens_compared
+from ftcli.export.clean.process import model_request, sent
 from ftcli.export.clean.request import LOGITS
-from ftcli.export.compare import compare_written, elements, open_written
-from ftcli.export.copying import copy_model, copy_processors, verify_copy
-from ftcli.export.lazy import computing_from
-from ftcli.export.loading import (
+from ftcli.export.lazy import WHOLE_LAYER, computing_from
+from ftcli.export.merge import AdapterUpdates, Rounding, outputs, rounded_as_merged, rounding_of
+from ftcli.export.probe import Probe, continued, logits, probe_batch
+from ftcli.export.source import (
+    ExportSource,
     attach,
+    load_written,
     not_verified,
     plain_config,
     source_tokenizer,
+    unusable,
     unwritten,
 )
-from ftcli.export.merge import AdapterUpdates, Rounding, outputs, rounded_as_merged, rounding_of
-from ftcli.export.probe import Probe, continued, logits, probe_batch
-from ftcli.export.resolve import ExportSource
-from ftcli.export.room import merge_bytes, require_room
-from ftcli.export.tensorfile import finite_tensors, write_shards
+from ftcli.export.tensorfile import TensorFile, TensorToWrite, finite_tensors, require_room, tensor_files, write_shards
 from ftcli.export.verify import (
+    TOLERANCE,
     Verified,
+    check_answer,
     check_generation,
     check_logits,
     check_stops,
     compare_tokenizers,
+    compare_written,
+    elements,
     loaded,
     not_asked,
+    open_written,
     reloaded,
+    shortened,
+    trained_logits,
 )
-from ftcli.export.weights import StoredWeights, base_weights, ends, source_updates, untied, with_vocabulary
+from ftcli.export.weights import (
+    MergedWeights,
+    StoredWeights,
+    base_weights,
+    ends,
+    source_updates,
+    stored_names,
+    untied,
+    with_vocabulary,
+)
 from ftcli.facts.device import cpu_device
 from ftcli.facts.model import read_facts
 from ftcli.model.checkpoint import hollow, read_config
@@ -50,6 +69,7 @@ from ftcli.model.load import align_special_tokens, stop_token_ids
 from ftcli.model.quantized import unreadable_weights
 from ftcli.model.tokenizer import source_of
 from ftcli.plain import plain_fields
+from ftcli.run.checkpoint import PROGRESS
 from ftcli.tables import exports
 from ftcli.units import gib
 
@@ -122,10 +142,17 @@ def write_merged(source: ExportSource, folder: Path, *, offline: bool, say: Call
     plan = plan_model(source, offline=offline)
     _require_memory(plan)
     say(f"merging with {plan.merged_with}" if source.kind == "adapter" else f"rounding to {source.settings.dtype}")
-    planned = outputs(plan.base, plan.adapter, plan.rounding)
-    require_room(folder, sum(output.nbytes for output in planned))
+    save_model(source, plan, outputs(plan.base, plan.adapter, plan.rounding), folder, offline=offline)
+    return plan
+
+
+def save_model(
+    source: ExportSource, plan: ModelPlan, tensors: Sequence[TensorToWrite], folder: Path, *, offline: bool
+) -> None:
+    """Write weights, config, tokenizer and, of a multimodal base, processors. Raises as :func:`write_merged`."""
+    require_room(folder, sum(tensor.nbytes for tensor in tensors))
     try:
-        write_shards(folder, planned, SHARD_BYTES)
+        write_shards(folder, tensors, SHARD_BYTES)
     except SafetensorError as error:  # the base was cut short meanwhile
         raise unreadable_weights(first_line(error)) from error
     tokenizer = source_tokenizer(source, offline=offline)
@@ -133,7 +160,6 @@ def write_merged(source: ExportSource, folder: Path, *, offline: bool, say: Call
     tokenizer.save_pretrained(str(folder))
     if source.base.init == "pretrained":
         copy_processors(source, folder, offline=offline)
-    return plan
 
 
 def plan_model(source: ExportSource, *, offline: bool) -> ModelPlan:
@@ -147,7 +173,7 @@ def plan_model(source: ExportSource, *, offline: bool) -> ModelPlan:
     base = base_weights(source, offline=offline)
     model = unwritten(config)
     if source.kind == "adapter":
-        adapted = attach(model, source.folder).float()
+        adapted = attach(model, source.folder)
     dtype = None if source.settings.dtype == "auto" else getattr(torch, source.settings.dtype)
     rounding = rounding_of(model, dtype, _plain_dtype(config, source))
     adapter = AdapterUpdates(adapted)
@@ -216,12 +242,12 @@ def verify_merged(
     say("verifying: comparing weights")
     written = open_written(folder)
     base, adapted = base_weights(source, offline=offline), plan.adapted
-    changes = {} if adapted is None else source_updates(source, adapted)
-    problems = compare_written(written, base, changes, plan.rounding)
+    merged = MergedWeights(base, {} if adapted is None else source_updates(source, adapted))
+    problems = compare_written(written, merged, plan.rounding)
     say("verifying: comparing logits")
     tokenizer = source_tokenizer(source, offline=offline)
     probe = probe_batch(tokenizer, base.shape(base.ends[0])[0])
-    probe, exact, without, wanted = _reference(plan, base, adapted, probe, tokens_compared(elements(written)))
+    probe, exact, without, wanted = _reference(plan, base, adapted, probe)
     request = model_request(folder, probe, elements(written), dtype="float32")
     answer = source.reload(request, sent(probe))
     problems += answer.problems
@@ -235,19 +261,19 @@ def verify_merged(
     if problems:
         raise not_verified(folder, problems)
     facts = {name: value for name, value in plain_fields(report).items() if name != "problems"}
-    merged: dict[str, str | int] = {"merged": plan.merged} if adapted is not None else {}
+    count: dict[str, str | int] = {"merged": plan.merged} if adapted is not None else {}
     return Verified(
         "every weight, logits in float32, tokenizer, stop tokens",
-        {**merged, "loaded": loaded(request), **facts, **reloaded(answer)},
+        {**count, "loaded": loaded(request), **facts, **reloaded(answer)},
         _rounding_warnings(report.lost, report.dtype),
         plan.merged_with,
     )
 
 
 def _reference(
-    plan: ModelPlan, base: StoredWeights, adapted: PeftModel | None, probe: Probe, tokens: int
+    plan: ModelPlan, base: StoredWeights, adapted: PeftModel | None, probe: Probe
 ) -> tuple[Probe, Tensor, Tensor, Tensor]:
-    """A probe with what base and adapter go on with, so many ``tokens``; and float32 logits (positions, vocabulary): of
+    """A probe with what base and adapter go on with; and float32 logits (positions, vocabulary): of
     base and adapter, of the base, of both with the weights rounded.
     """
 
@@ -257,16 +283,12 @@ def _reference(
 
     if adapted is None:
         model: Any = unwritten(plan.config)
-        with computing_from(model, base.read, base.names):
-            probe = continued(model, probe, tokens)
-            exact = logits(model, probe)
+        probe, exact = trained_logits(model, base, probe)
         with computing_from(model, as_stored, base.names):
             return probe, exact, exact, logits(model, probe)
-    with computing_from(adapted, base.read, base.names):
-        probe = continued(adapted, probe, tokens)
-        exact = logits(adapted, probe)
-        with adapted.disable_adapter():
-            without = logits(adapted, probe)
+    probe, exact = trained_logits(adapted, base, probe)
+    with computing_from(adapted, base.read, base.names), adapted.disable_adapter():
+        without = logits(adapted, probe)
     with (
         computing_from(adapted, as_stored, base.names),
         rounded_as_merged(adapted, lambda name: plan.rounding.of(name, base.of(name))),
@@ -315,4 +337,129 @@ def require_kept_base(source: ExportSource) -> None:
 
 def _unmerged() -> str:
     """Formats that take the adapter as it is, as a recipe says it."""
-    return f"export.formats: [{', '.join(exports.supported(merges=False))}]"
+    return f"export.formats: [{', '.join(exports.names(merges=False))}]"
+
+
+#: What lies beside the weights of a model that takes images or sound.
+_PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+
+
+def copy_model(source: ExportSource, folder: Path, *, offline: bool) -> None:
+    """Copy a full fine-tune, which is complete already, and write its tokenizer with the template of training.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    for path in sorted(source.folder.iterdir()):
+        wanted = path.is_file() and path.suffix in (".safetensors", ".json", ".jinja", ".model", ".txt")
+        if wanted and path.name not in PROGRESS:
+            shutil.copyfile(path, folder / path.name)
+    source_tokenizer(source, offline=offline).save_pretrained(str(folder))
+    if source.base.init == "pretrained":
+        copy_processors(source, folder, offline=offline)
+
+
+def copy_processors(source: ExportSource, folder: Path, *, offline: bool) -> None:
+    """Copies how a multimodal base prepares images and sound, without which its frozen parts are of no use."""
+    from transformers.utils.hub import cached_file
+
+    for name in _PROCESSORS:
+        found = cached_file(
+            source_of(source.base.name_or_path),
+            name,
+            revision=source.base.revision,
+            local_files_only=offline,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+        if found is not None:
+            shutil.copyfile(found, folder / name)
+
+
+def verify_copy(source: ExportSource, folder: Path, *, offline: bool) -> Verified:
+    """Load the copy with plain transformers; its weights must be the files', bit for bit, and its logits the source's.
+
+    Raises:
+        FtcliError: FT741 when anything differs, FT742 when the source itself is damaged.
+    """
+    try:
+        wanted = tensor_files(source.folder)
+    except (OSError, SafetensorError) as error:
+        raise unusable(source.folder, f"its weights cannot be read ({error})") from error
+    tokenizer = source_tokenizer(source, offline=offline)
+    rounds = getattr(read_config(str(source.folder), revision=None, offline=True), "quantization_config", None)
+    probe, trained, parameters = _trained(source, tokenizer, rounds=rounds is not None)
+    request = model_request(folder, probe, parameters, dtype="float32" if rounds is None else "stored")
+    answer = source.reload(request, sent(probe))
+    if answer.problems:
+        raise not_verified(folder, list(answer.problems))
+    # By the names in the files: some families' weights have others once they are loaded.
+    problems = shortened(list(_compare(tensor_files(folder), wanted)))
+    stops = stop_token_ids(read_facts(source.base, offline=offline, origins=source.origins), tokenizer)
+    others, facts = check_answer(answer, trained, probe, tokenizer, stops, TOLERANCE)
+    if problems or others:
+        raise not_verified(folder, [*problems, *others])
+    facts = {"tensors": len(wanted), **facts, "loaded": loaded(request), **reloaded(answer)}
+    return Verified("every weight bit for bit, logits, tokenizer, stop tokens", facts)
+
+
+def _trained(source: ExportSource, tokenizer: PreTrainedTokenizerBase, *, rounds: bool) -> tuple[Probe, Tensor, int]:
+    """A probe, what the source answers to it in float32, and how many parameters it has.
+
+    ``rounds``: its layers round in every product, so they are transformers' own.
+    """
+    if rounds:
+        model = load_written(source.folder)
+        probe = continued(model, probe_batch(tokenizer, model.get_input_embeddings().weight.shape[0]))
+        return probe, logits(model, probe), sum(parameter.numel() for parameter in model.parameters())
+    stored = base_weights(source, offline=True)
+    outline = unwritten(read_config(str(source.folder), revision=None, offline=True))
+    probe = probe_batch(tokenizer, stored.shape(stored.ends[0])[0])
+    return *trained_logits(outline, stored, probe), elements(stored)
+
+
+def _compare(found: dict[str, TensorFile], wanted: dict[str, TensorFile]) -> Iterator[str]:
+    for key in sorted({*found, *wanted}):
+        if key not in found:
+            yield f"{key} is missing"
+        elif key not in wanted:
+            yield f"{key} was not there before"
+        else:
+            one, other = found[key].entries[key], wanted[key].entries[key]
+            pieces = zip_longest(found[key].pieces(key), wanted[key].pieces(key))
+            if (one.dtype, one.shape) != (other.dtype, other.shape) or any(a != b for a, b in pieces):
+                yield f"{key} differs"
+
+
+_LAYER = re.compile(r"(.*?\.\d+)\.")
+#: Bytes for each element: of a weight that is merged (as stored, s B A, that times s, rounded), of one that is read to
+#: compute with (as stored, float32), of a layer (float32).
+_MERGED, _READ, _COMPUTED = 14, 6, 4
+#: Python, its libraries and the activations of the probe.
+_BESIDE = 1 << 29
+
+
+def merge_bytes(base: StoredWeights, changed: Collection[str]) -> int:
+    """Bytes of memory that merging and verifying take at most: they depend on the largest weight and layer alone."""
+    sizes = {name: math.prod(base.shape(name)) for name in base.names}
+    layers: Counter[str] = Counter()
+    for name, count in sizes.items():
+        found = _LAYER.match(name)
+        layers[found[1] if found else name] += count
+    merged = max((sizes.get(base.ties.get(name, name), 0) for name in changed), default=0)
+    whole = max((count for count in layers.values() if count <= WHOLE_LAYER), default=0)
+    return _BESIDE + max(_MERGED * merged, _READ * max(sizes.values(), default=0), _COMPUTED * whole)
+
+
+def model_bytes(source: ExportSource, *, offline: bool) -> int:
+    """Bytes on disk of a complete model in ``export.dtype``, or in the base's dtypes."""
+    base = base_weights(source, offline=offline)
+    wanted = None if source.settings.dtype == "auto" else getattr(torch, source.settings.dtype)
+
+    def bytes_of(name: str) -> int:
+        stored = base.of(name)
+        dtype = getattr(torch, source.compute) if stored.packed else stored.dtype
+        dtype = wanted if wanted is not None and dtype.is_floating_point else dtype
+        return math.prod(base.shape(name)) * torch.empty((), dtype=dtype).element_size()
+
+    return sum(bytes_of(name) for name in stored_names(source, base))

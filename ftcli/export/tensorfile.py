@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +20,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ftcli.export.resolve import unusable
+from ftcli.errors import ExitCode, FtcliError
+from ftcli.export.source import unusable
 from ftcli.facts.weights import WEIGHTS_INDEX
 from ftcli.plain import JsonObject
+from ftcli.plan.disk import existing_ancestor
+from ftcli.units import size
 
 #: The layout's names of the dtypes that weights have.
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
@@ -206,6 +210,12 @@ def _write_pieces(file: BinaryIO, output: TensorToWrite) -> None:
         raise ValueError(f"{output.key} gave {written} bytes and not {output.nbytes}")
 
 
+def tensor_files(folder: Path) -> dict[str, TensorFile]:
+    """The file that each stored tensor in ``folder`` is in. Raises as :class:`TensorFile`."""
+    files = [TensorFile(path) for path in sorted(folder.glob("*.safetensors"))]
+    return {key: file for file in files for key in file.entries}
+
+
 def read_tensors(folder: Path) -> dict[str, Tensor]:
     """All tensors of the safetensors files in ``folder``.
 
@@ -236,3 +246,16 @@ def finite_tensors(folder: Path) -> dict[str, torch.Tensor]:
     if bad is not None:
         raise unusable(folder, f"{bad} holds NaN or infinity")
     return tensors
+
+
+def require_room(folder: Path, needed: int) -> None:
+    """Raises FtcliError FT724 (exit 3) where ``folder``, or where it would be, has less than ``needed`` bytes free."""
+    place = existing_ancestor(folder)
+    free = shutil.disk_usage(place).free
+    if needed > free:
+        raise FtcliError.single(
+            "FT724",
+            f"the export takes {size(needed)}, and {size(free)} are free in {place}",
+            exit_code=ExitCode.PREFLIGHT,
+            help="free disk space, or name another folder with --output",
+        )

@@ -1,30 +1,29 @@
-"""Checks that what was written is what was trained, by loading it as any user would.
-
-Three things must hold for a merged model:
-
-- Every tensor equals the base's, or ``cast(W + s · B A)``, computed here from the adapter's file without PEFT.
-- Its logits are those of base and adapter, computed in float32 with the weights rounded alike. So the size of a
-  rounding, and how it spreads through the model, does not matter; it is measured separately and reported.
-- Tokenizer, chat template and stop tokens are the same.
-"""
+"""Compares what was written with its source: tensor by tensor, and by the logits and tokens that it answers with."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ftcli.errors import Finding
+from ftcli.errors import Finding, FtcliError
+from ftcli.export.clean.process import tokens_compared
 from ftcli.export.clean.request import GREEDY, LOGITS, ReloadAnswer, ReloadRequest
-from ftcli.export.probe import TEXTS, LogitsComparison, Probe, compare_logits, rendered_ids
+from ftcli.export.lazy import computing_from
+from ftcli.export.merge import Rounding
+from ftcli.export.probe import TEXTS, LogitsComparison, Probe, compare_logits, continued, logits, rendered_ids
+from ftcli.export.source import not_verified, plain_config
+from ftcli.export.tensorfile import TensorFile
+from ftcli.export.weights import MergedWeights, ModelWeights, StoredTensors, StoredWeights
+from ftcli.model.checkpoint import hollow, read_config, weight_files
 from ftcli.plain import JsonMap, JsonObject
 
 if TYPE_CHECKING:
-    from peft import PeftModel
     from transformers import PreTrainedTokenizerBase
 
 #: Problems of one kind that are named; the rest is counted.
@@ -65,132 +64,6 @@ def not_asked(merged_with: str = "") -> Verified:
     """Of an export that nobody wanted verified: it says so in its record."""
     message = "written without verification (--no-verify): nothing is known of how it answers"
     return Verified("nothing", {"verified": "no"}, (Finding("FT754", message, severity="warning"),), merged_with)
-
-
-@dataclass(frozen=True, slots=True)
-class AdaptedWeight:
-    """Which weight of the base model an adapter's pair of matrices belongs to.
-
-    ``transposed``: it is stored as (in, out), as in GPT-2 and in the experts of some families.
-    """
-
-    weight: str
-    transposed: bool
-
-
-def places(adapted: PeftModel) -> dict[str, AdaptedWeight]:
-    """The place of each adapter, by the name of its module in the adapter's file."""
-    from peft.tuners.lora import LoraLayer
-    from transformers.pytorch_utils import Conv1D
-
-    found: dict[str, AdaptedWeight] = {}
-    for name, module in adapted.get_base_model().named_modules():
-        if isinstance(module, LoraLayer):
-            layer, leaf = module.get_base_layer(), getattr(module, "parameter_name", "weight")
-            transposed = isinstance(layer, Conv1D) or bool(getattr(layer, "is_transposed", False))
-            found[name] = AdaptedWeight(f"{name.replace('.base_layer', '')}.{leaf}", transposed)
-    return found
-
-
-@dataclass(frozen=True, slots=True)
-class WeightUpdate:
-    """How an adapter changes one weight (out, in): ``scale · b @ a`` is added to it, or ``whole`` replaces it.
-
-    With ``magnitude`` (out,), which DoRA has, the sum's rows are then brought to these lengths.
-
-    ``a`` is (r, in), ``b`` is (out, r). For a stack of n experts (n, out, in), ``a`` is (n · r, in) with an expert's
-    rows together, and ``b`` is (out, r · n) with an expert's columns n apart.
-    """
-
-    a: Tensor | None = None
-    b: Tensor | None = None
-    scale: float = 0.0
-    whole: Tensor | None = None
-    transposed: bool = False
-    magnitude: Tensor | None = None
-
-    def applied(self, weight: Tensor) -> Tensor:
-        """The merged weight in ``weight``'s dtype."""
-        if self.whole is not None:
-            return self.whole.to(weight.dtype)
-        if self.a is None or self.b is None:
-            raise ValueError("an adapter's matrix A without its B, or B without A")
-        a, b = self.a.float(), self.b.float()
-        if weight.dim() == 3:
-            experts = weight.shape[0]
-            a = a.view(experts, -1, a.shape[-1])
-            b = b.view(b.shape[0], -1, experts).permute(2, 0, 1)
-        delta = b @ a
-        if self.transposed:
-            delta = delta.transpose(-2, -1)
-        changed = weight.float() + delta * self.scale
-        if self.magnitude is not None:
-            lengths = changed.norm(dim=0 if self.transposed else 1)
-            factor = self.magnitude.float() / lengths
-            changed = changed * (factor if self.transposed else factor[:, None])
-        return changed.to(weight.dtype)
-
-
-def updates(
-    config: JsonMap, tensors: Mapping[str, Tensor], placed: Mapping[str, AdaptedWeight]
-) -> dict[str, WeightUpdate]:
-    """What the adapter does to each weight, by the weight's name in the base model.
-
-    Args:
-        placed: What :func:`places` says of the adapter on its model.
-
-    Raises:
-        ValueError: the file holds a tensor that neither LoRA nor DoRA has.
-    """
-    found: dict[str, WeightUpdate] = {}
-    for key, tensor in tensors.items():
-        name = key.removeprefix("base_model.model.")
-        module, _, part = name.rpartition(".lora_")
-        if not module:
-            found[name] = WeightUpdate(whole=tensor)
-        elif part == "A.weight":
-            place = placed[module]
-            pattern = place.weight.removesuffix(".weight")
-            found[place.weight] = WeightUpdate(
-                tensor,
-                tensors.get(key.replace("lora_A", "lora_B")),
-                _scale(config, pattern),
-                transposed=place.transposed,
-                magnitude=tensors.get(f"{key.removesuffix('A.weight')}magnitude_vector"),
-            )
-        elif part not in ("B.weight", "magnitude_vector"):
-            raise ValueError(f"{key} is not a LoRA or DoRA tensor")
-    return found
-
-
-def _scale(config: JsonMap, module: str) -> float:
-    """``alpha / r`` or ``alpha / sqrt(r)``; patterns name a module by the end of its path, or by a regex of it."""
-    import re
-
-    def pattern(table: Mapping[str, float] | None, default: float) -> float:
-        matches = (v for k, v in (table or {}).items() if re.fullmatch(rf"(.*\.)?({k})", module))
-        return float(next(matches, default))
-
-    rank = pattern(config.get("rank_pattern"), config["r"])
-    alpha = pattern(config.get("alpha_pattern"), config["lora_alpha"])
-    return alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
-
-
-def _difference(found: Tensor, want: Tensor, *, exact: bool) -> str | None:
-    if found.shape != want.shape or found.dtype != want.dtype:
-        return f"is {found.dtype} {tuple(found.shape)} instead of {want.dtype} {tuple(want.shape)}"
-    if torch.equal(found, want):
-        return None
-    if not bool(torch.isfinite(found).all()):
-        return "holds NaN or infinity"
-    largest = float((found.float() - want.float()).abs().max())
-    if exact:
-        return f"differs from what it should be by up to {largest:.3g}"
-    # Where W and its change nearly cancel, the last place of the sum is that of the larger one.
-    room = 2 * UNIT_ROUNDOFF[want.dtype] * want.float().abs() + 1e-7 * float(want.float().abs().max())
-    if bool(((found.float() - want.float()).abs() <= room).all()):
-        return None
-    return f"differs from W + s B A by up to {largest:.3g}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,6 +207,44 @@ def check_stops(named: Mapping[str, Iterable[int]], stops: Iterable[int]) -> lis
     return problems
 
 
+def trained_logits(model: Any, base: ModelWeights, probe: Probe) -> tuple[Probe, Tensor]:
+    """``probe`` with what the trained model goes on with, and its logits (positions, vocabulary) in float32.
+
+    Args:
+        model: Base and adapter, apart, or a full fine-tune; its ``base`` weights are read while it computes.
+    """
+    with computing_from(model, base.read, base.names):
+        probe = continued(model, probe, tokens_compared(elements(base)))
+        return probe, logits(model, probe)
+
+
+def check_answer(
+    answer: ReloadAnswer,
+    trained: Tensor,
+    probe: Probe,
+    tokenizer: PreTrainedTokenizerBase,
+    stops: Collection[int],
+    allowed: float,
+) -> tuple[list[str], dict[str, str | int | float]]:
+    """Problems with the tokenizer, stop tokens, logits and tokens of the written model; and what the record says.
+
+    Args:
+        trained: The trained model's logits of the probe.
+        allowed: The relative error of logits that passes.
+    """
+    found = answer.tensors[LOGITS]
+    compared = compare_logits(found, trained, allowed)
+    problems = compare_tokenizers(answer.tokenizer, tokenizer) + check_stops(answer.stops, stops)
+    problems += logits_problems(compared, allowed)
+    problems += check_generation(answer, trained, probe, stops, allowed)
+    return problems, {
+        "relative_error": compared.relative_error,
+        "tolerance": allowed,
+        "top1_agreement": compared.top1_agreement,
+        "greedy_tokens": same_greedy(found, probe),
+    }
+
+
 def loaded(request: ReloadRequest) -> str:
     """How it was loaded again, for an export's record."""
     return "layer by layer, for lack of memory" if request.from_disk else "whole"
@@ -356,7 +267,117 @@ def compare_tensors(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -
     problems = [f"{name} is missing" for name in sorted(set(wanted) - set(found))]
     problems += [f"{name} was not there before" for name in sorted(set(found) - set(wanted))]
     for name in sorted(set(wanted) & set(found)):
-        problem = _difference(found[name], wanted[name], exact=True)
+        problem = difference(found[name], wanted[name], wanted[name].dtype, exact=True)
         if problem:
             problems.append(f"{name} {problem}")
     return shortened(problems)
+
+
+#: Elements that are compared at once.
+_PIECE = 1 << 24
+
+
+def open_written(folder: Path) -> StoredWeights:
+    """The weights in ``folder``.
+
+    Raises:
+        FtcliError: FT741 for files that do not make the model of the folder's config.json.
+    """
+    try:
+        config = read_config(str(folder), revision=None, offline=True)
+        return StoredWeights(weight_files(str(folder), None, offline=True), hollow(plain_config(config)))
+    except FtcliError as error:
+        raise not_verified(folder, [finding.message for finding in error.findings]) from error
+    except OSError as error:
+        raise not_verified(folder, [str(error)]) from error
+
+
+def compare_written(written: StoredWeights, merged: MergedWeights, rounding: Rounding) -> list[str]:
+    """Problems found tensor by tensor; empty when there are none.
+
+    Tensors that the adapter does not change must be the base's byte for byte, or rounded from those alike. Merged ones
+    may differ by one unit in the last place, since the order of sums may be another.
+
+    Args:
+        merged: Base and adapter, from the adapter's file and without PEFT.
+    """
+    base, changes = merged.base, merged.changes
+    unknown = set(changes) - {*base.names, *base.ties}
+    problems = [f"the adapter changes {name}, which the base model does not have" for name in sorted(unknown)]
+    files = {key: file for each in written.stored for key, file in zip(each.keys, each.files, strict=True)}
+    keys: set[str] = set()
+    for stored in base.stored:
+        if not stored.packed and all(base.is_as_stored(name) and name not in changes for name in stored.names):
+            keys |= set(stored.keys)
+            problems += _compare_files(stored, files, rounding)
+        else:
+            problems += _compare_merged(stored.names, written, merged, rounding)
+    problems += _compare_merged(merged.untied, written, merged, rounding)
+    expected = {name for stored in base.stored for name in stored.names} | set(merged.untied)
+    for each in written.stored:
+        foreign = set(each.names) - expected if each.names else set(each.keys) - keys
+        problems += [f"{name} is not in the base model" for name in sorted(foreign)]
+    return shortened(problems)
+
+
+def _compare_files(stored: StoredTensors, files: Mapping[str, TensorFile], rounding: Rounding) -> Iterator[str]:
+    """Problems of tensors that are the base's, by their names in the files."""
+    for key, file in zip(stored.keys, stored.files, strict=True):
+        if key not in files:
+            yield f"{key} is missing"
+            continue
+        found, entry, wanted = files[key], files[key].entries[key], file.entries[key]
+        if entry.shape != wanted.shape:
+            yield f"{key} is {entry.shape} instead of {wanted.shape}"
+        elif not stored.names or rounding.of(stored.names[0], stored) == file.dtype(key):
+            equal = entry.dtype == wanted.dtype and all(
+                one == other for one, other in zip_longest(found.pieces(key), file.pieces(key))
+            )
+            if not equal:
+                yield f"{key} differs from the base model's"
+        else:
+            problem = difference(found.read(key), file.read(key), rounding.of(stored.names[0], stored), exact=True)
+            if problem:
+                yield f"{key} {problem}"
+
+
+@torch.no_grad()
+def _compare_merged(
+    names: Sequence[str], written: StoredWeights, merged: MergedWeights, rounding: Rounding
+) -> Iterator[str]:
+    for name in names:
+        if name not in written.names:
+            yield f"{name} is missing"
+            continue
+        change, dtype = merged.changes.get(name), rounding.of(name, merged.base.of(name))
+        exact = change is None or change.whole is not None
+        problem = difference(written.read(name), merged.read(name), dtype, exact=exact)
+        if problem:
+            yield f"{name} {problem}"
+
+
+def difference(found: Tensor, want: Tensor, dtype: torch.dtype, *, exact: bool) -> str | None:
+    """What is wrong with ``found``, which ``want`` was to be rounded to ``dtype`` for."""
+    if found.shape != want.shape or found.dtype != dtype:
+        return f"is {found.dtype} {tuple(found.shape)} instead of {dtype} {tuple(want.shape)}"
+    pieces = list(zip(torch.split(found.reshape(-1), _PIECE), torch.split(want.reshape(-1), _PIECE), strict=True))
+    if all(torch.equal(got, wished.to(dtype)) for got, wished in pieces):
+        return None
+    if not bool(torch.isfinite(found).all()):
+        return "holds NaN or infinity"
+    differences = [float((got.float() - wished.to(dtype).float()).abs().max()) for got, wished in pieces]
+    if exact:
+        return f"differs from what it should be by up to {max(differences):.3g}"
+    # Where W and its change nearly cancel, the last place of the sum is that of the larger one.
+    largest = 1e-7 * float(want.abs().max())
+    for got, wished in pieces:
+        rounded = wished.to(dtype).float()
+        room = 2 * UNIT_ROUNDOFF[dtype] * rounded.abs() + largest
+        if bool(((got.float() - rounded).abs() > room).any()):
+            return f"differs from W + s B A by up to {max(differences):.3g}"
+    return None
+
+
+def elements(weights: ModelWeights) -> int:
+    """Numbers of the model."""
+    return sum(torch.Size(weights.shape(name)).numel() for name in weights.names)

@@ -6,6 +6,7 @@ and verified on a machine that could not hold it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +19,17 @@ from torch import Tensor
 
 from ftcli.errors import first_line
 from ftcli.export.base_in_training import ORIGINAL, BaseInTraining, base_in_training
-from ftcli.export.loading import attach, base_files, plain_config, unwritten
-from ftcli.export.resolve import ExportSource, read_adapter_config, unusable
+from ftcli.export.source import (
+    ADAPTER_WEIGHTS,
+    ExportSource,
+    attach,
+    base_files,
+    plain_config,
+    read_adapter_config,
+    unusable,
+    unwritten,
+)
 from ftcli.export.tensorfile import TensorFile, finite_tensors
-from ftcli.export.verify import WeightUpdate, places, updates
 from ftcli.facts.model import read_facts
 from ftcli.model.checkpoint import hollow, read_config, weight_files
 from ftcli.model.load import config_of
@@ -29,6 +37,7 @@ from ftcli.model.quantized import unreadable_weights
 from ftcli.model.renaming import Renaming
 from ftcli.model.streamed import require_ignorable
 from ftcli.model.tokenizer import source_of
+from ftcli.plain import JsonMap
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -313,3 +322,123 @@ def with_vocabulary(config: PretrainedConfig, source: ExportSource) -> Pretraine
         text: Any = config.get_text_config()
         text.vocab_size = source.vocabulary
     return config
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedWeight:
+    """Which weight of the base model an adapter's pair of matrices belongs to.
+
+    ``transposed``: it is stored as (in, out), as in GPT-2 and in the experts of some families.
+    """
+
+    weight: str
+    transposed: bool
+
+
+def places(adapted: PeftModel) -> dict[str, AdaptedWeight]:
+    """The place of each adapter, by the name of its module in the adapter's file."""
+    from peft.tuners.lora import LoraLayer
+    from transformers.pytorch_utils import Conv1D
+
+    found: dict[str, AdaptedWeight] = {}
+    for name, module in adapted.get_base_model().named_modules():
+        if isinstance(module, LoraLayer):
+            layer, leaf = module.get_base_layer(), getattr(module, "parameter_name", "weight")
+            transposed = isinstance(layer, Conv1D) or bool(getattr(layer, "is_transposed", False))
+            found[name] = AdaptedWeight(f"{name.replace('.base_layer', '')}.{leaf}", transposed)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class WeightUpdate:
+    """How an adapter changes one weight (out, in): ``scale · b @ a`` is added to it, or ``whole`` replaces it.
+
+    With ``magnitude`` (out,), which DoRA has, the sum's rows are then brought to these lengths.
+
+    ``a`` is (r, in), ``b`` is (out, r). For a stack of n experts (n, out, in), ``a`` is (n · r, in) with an expert's
+    rows together, and ``b`` is (out, r · n) with an expert's columns n apart.
+    """
+
+    a: Tensor | None = None
+    b: Tensor | None = None
+    scale: float = 0.0
+    whole: Tensor | None = None
+    transposed: bool = False
+    magnitude: Tensor | None = None
+
+    def applied(self, weight: Tensor) -> Tensor:
+        """The merged weight in ``weight``'s dtype."""
+        if self.whole is not None:
+            return self.whole.to(weight.dtype)
+        if self.a is None or self.b is None:
+            raise ValueError("an adapter's matrix A without its B, or B without A")
+        a, b = self.a.float(), self.b.float()
+        if weight.dim() == 3:
+            experts = weight.shape[0]
+            a = a.view(experts, -1, a.shape[-1])
+            b = b.view(b.shape[0], -1, experts).permute(2, 0, 1)
+        delta = b @ a
+        if self.transposed:
+            delta = delta.transpose(-2, -1)
+        changed = weight.float() + delta * self.scale
+        if self.magnitude is not None:
+            lengths = changed.norm(dim=0 if self.transposed else 1)
+            factor = self.magnitude.float() / lengths
+            changed = changed * (factor if self.transposed else factor[:, None])
+        return changed.to(weight.dtype)
+
+
+def updates(
+    config: JsonMap, tensors: Mapping[str, Tensor], placed: Mapping[str, AdaptedWeight]
+) -> dict[str, WeightUpdate]:
+    """What the adapter does to each weight, by the weight's name in the base model.
+
+    Args:
+        placed: What :func:`places` says of the adapter on its model.
+
+    Raises:
+        ValueError: the file holds a tensor that neither LoRA nor DoRA has.
+    """
+    found: dict[str, WeightUpdate] = {}
+    for key, tensor in tensors.items():
+        name = key.removeprefix("base_model.model.")
+        module, _, part = name.rpartition(".lora_")
+        if not module:
+            found[name] = WeightUpdate(whole=tensor)
+        elif part == "A.weight":
+            place = placed[module]
+            pattern = place.weight.removesuffix(".weight")
+            found[place.weight] = WeightUpdate(
+                tensor,
+                tensors.get(key.replace("lora_A", "lora_B")),
+                _scale(config, pattern),
+                transposed=place.transposed,
+                magnitude=tensors.get(f"{key.removesuffix('A.weight')}magnitude_vector"),
+            )
+        elif part not in ("B.weight", "magnitude_vector"):
+            raise ValueError(f"{key} is not a LoRA or DoRA tensor")
+    return found
+
+
+def _scale(config: JsonMap, module: str) -> float:
+    """``alpha / r`` or ``alpha / sqrt(r)``; patterns name a module by the end of its path, or by a regex of it."""
+    import re
+
+    def pattern(table: Mapping[str, float] | None, default: float) -> float:
+        matches = (v for k, v in (table or {}).items() if re.fullmatch(rf"(.*\.)?({k})", module))
+        return float(next(matches, default))
+
+    rank = pattern(config.get("rank_pattern"), config["r"])
+    alpha = pattern(config.get("alpha_pattern"), config["lora_alpha"])
+    return alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
+
+
+def stored_names(source: ExportSource, base: StoredWeights) -> list[str]:
+    """What a merged model stores, by the names in the adapter's file: heads that it unties are among them."""
+    trained: set[str] = set()
+    if source.kind == "adapter":
+        file = TensorFile(source.folder / ADAPTER_WEIGHTS)
+        for key in file.entries:
+            name, pair, _ = key.removeprefix("base_model.model.").partition(".lora_")
+            trained.add(f"{name}.weight" if pair else name)
+    return [*base.names, *untied(base, trained)]

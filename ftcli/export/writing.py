@@ -10,17 +10,27 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+from safetensors import SafetensorError
+
 from ftcli import __version__
 from ftcli.config.evaluation import ExportConfig
-from ftcli.errors import ExitCode, Finding, FtcliError
+from ftcli.errors import ExitCode, Finding, FtcliError, first_line
 from ftcli.export.clean.process import CleanProcess
+from ftcli.export.embeddings import with_its_vocabulary
 from ftcli.export.gguf.llama import ABSENT, installed_llama_cpp
-from ftcli.export.loading import held_base, source_tokenizer
-from ftcli.export.resolve import ADAPTER_WEIGHTS, ExportSource, resolve_source, sha256, unusable
-from ftcli.export.room import needed_bytes, require_room
+from ftcli.export.source import (
+    ADAPTER_WEIGHTS,
+    ExportSource,
+    held_base,
+    resolve_source,
+    sha256,
+    source_tokenizer,
+    unusable,
+)
+from ftcli.export.tensorfile import require_room
 from ftcli.export.verify import Verified
-from ftcli.export.vocabulary import with_its_vocabulary
 from ftcli.export.weights import source_config
+from ftcli.facts.config_file import hub_errors
 from ftcli.facts.model import read_facts
 from ftcli.facts.weights import EXPORT_RECORD, MODEL_CARD
 from ftcli.model.checkpoint import read_config
@@ -105,9 +115,8 @@ def export_run(
 
     Raises:
         FtcliError: FT740 nothing to export, FT741 verification failed (exit 1, nothing is left), FT742 the source
-            is damaged, FT743 the destination holds something else, or an export of
-            something else and not ``force``, FT746 a format that is not supported yet, FT747
-            and FT748 for merges that cannot be made, FT723 or FT724 when it cannot be written: FT724 before
+            is damaged, FT743 the destination holds something else, or an export of something else and not ``force``,
+            FT747 and FT748 for merges that cannot be made, FT723 or FT724 when it cannot be written: FT724 before
             anything is, where the disk has too little room for all that is asked for.
     """
     found = resolve_source(source, destination, checkpoint)
@@ -118,9 +127,6 @@ def export_run(
     except OSError as error:
         raise unusable(found.folder, f"{error.filename} cannot be read ({error.strerror})") from error
     found = replace(found, settings=settings or found.settings, verify=verify, files=files)
-    unsupported = [name for name in formats if name not in exports.supported()]
-    if unsupported:
-        raise _unsupported(unsupported[0])
     skipped = [name for name in formats if found.kind == "model" and exports.row(name).needs_adapter]
     if skipped and len(skipped) == len(formats):
         raise _no_adapter(found)
@@ -185,9 +191,7 @@ def _export(source: ExportSource, whole: ExportSource, name: str, reporter: Repo
     def say(text: str) -> None:
         reporter.info(f"export {name}: {text}")
 
-    reference = exports.row(name).write
-    assert reference is not None  # supported
-    write: WriteFormat = code_of(reference)
+    write: WriteFormat = code_of(exports.row(name).write)
     with _staged(target) as staged:
         verified = write(whole if exports.row(name).merges else source, staged, offline=offline, say=say)
         write_json(staged / EXPORT_RECORD, plain({**_record(source, name, verified), "files": _sizes(staged)}))
@@ -308,19 +312,56 @@ def _require_rounded(source: ExportSource, formats: Sequence[str]) -> None:
         )
 
 
-def _unsupported(name: str) -> FtcliError:
-    return FtcliError.single(
-        "FT746",
-        f"export format {name} is not supported yet by this version of ftcli",
-        exit_code=ExitCode.RECIPE,
-        help=f"use export.formats: [{', '.join(exports.supported())}]",
-    )
-
-
 def _no_adapter(source: ExportSource) -> FtcliError:
     return FtcliError.single(
         "FT740",
         f"there is nothing to export in {source.folder.parent}: a full fine-tune has no adapter",
         exit_code=ExitCode.RECIPE,
-        help=f"use export.formats: [{', '.join(exports.supported(needs_adapter=False))}]",
+        help=f"use export.formats: [{', '.join(exports.names(needs_adapter=False))}]",
     )
+
+
+def push(results: Sequence[ExportResult], repo: str) -> str:
+    """Upload each export into ``repo``, which is made if it is not there: one to its root, several to a folder each.
+
+    Returns:
+        The repository's address.
+
+    Raises:
+        FtcliError: FT755 (exit 2) for one that was not verified, (exit 3) when the Hub refuses or cannot be reached.
+    """
+    from huggingface_hub import HfApi
+
+    unproved = [result.format for result in results if "verified" in result.verification.facts]
+    if unproved:
+        raise _refused(f"{unproved[0]} was written with --no-verify", ExitCode.RECIPE, "leave --no-verify out")
+    api = HfApi()
+    try:
+        address = api.create_repo(repo, exist_ok=True, private=True)
+        for result in results:
+            folder = None if len(results) == 1 else result.format
+            said = f"{result.format}, verified by ftcli"
+            api.upload_folder(repo_id=repo, folder_path=result.path, path_in_repo=folder, commit_message=said)
+    except hub_errors() as error:
+        help = "log in with `hf auth login`, check the name and the network; the export itself is complete"
+        raise _refused(first_line(error), ExitCode.PREFLIGHT, help) from error
+    return str(address)
+
+
+def _refused(reason: str, exit_code: ExitCode, help: str) -> FtcliError:
+    return FtcliError.single("FT755", f"nothing more is uploaded: {reason}", exit_code=exit_code, help=help)
+
+
+def needed_bytes(source: ExportSource, name: str, *, offline: bool) -> int:
+    """Bytes on disk that a format takes at most; 0 where it cannot be known before it is written.
+
+    What keeps an export from being made is said by whoever makes it.
+    """
+    reference = exports.row(name).size
+    if reference is None:
+        return 0
+    try:
+        needed: int = code_of(reference)(source, offline=offline)
+    except (FtcliError, OSError, SafetensorError):
+        return 0
+    return needed

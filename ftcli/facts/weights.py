@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,19 +21,20 @@ class WeightFiles:
     """Which weights a folder holds.
 
     ``files`` are its safetensors files; ``gguf`` is a GGUF file where there is one, and none of these. ``missing`` are
-    shards that its index names and that are not there. ``pickle_only`` is True when there are weights, but only in
-    pickle files, which ftcli does not load.
+    shards that its index names and that are not there; ``unreadable`` says which files cannot be read, and why.
+    ``pickle_only`` is True when there are weights, but only in pickle files, which ftcli does not load.
     """
 
     files: tuple[Path, ...]
     missing: tuple[str, ...]
     pickle_only: bool
     gguf: Path | None = None
+    unreadable: tuple[str, ...] = ()
 
     @property
     def complete(self) -> bool:
         """True when the folder holds every weight in safetensors."""
-        return bool(self.files) and not self.missing
+        return bool(self.files) and not self.missing and not self.unreadable
 
 
 def inspect_weights(folder: Path) -> WeightFiles:
@@ -43,7 +45,19 @@ def inspect_weights(folder: Path) -> WeightFiles:
     pickles = any(folder.glob("pytorch_model*.bin"))
     gguf = None if files or named else gguf_file(folder)
     alone = pickles and not files and not named and gguf is None
-    return WeightFiles(files, tuple(sorted(named - present)), pickle_only=alone, gguf=gguf)
+    unreadable = tuple(reason for path in (*files, *filter(None, [gguf])) if (reason := _unreadable(path)))
+    return WeightFiles(files, tuple(sorted(named - present)), alone, gguf, unreadable)
+
+
+def _unreadable(path: Path) -> str:
+    """Why a file cannot be opened, with its name; empty where it can. A pipe is never opened: it would wait."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            return f"{path.name} is no regular file"
+        with path.open("rb"):
+            return ""
+    except OSError as error:
+        return f"{path.name} cannot be read ({error.strerror})"
 
 
 def gguf_file(folder: Path) -> Path | None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.tables.families import Family
 from ftcli.tables.gguf import INSTEAD, Architecture
+
+if TYPE_CHECKING:
+    from gguf import TensorNameMap
 
 #: A stack of experts that llama.cpp has as two, and what the halves are called here; a shared expert's gate.
 STACK, GATE, UP = ".mlp.experts.gate_up_proj", ":gate", ":up"
@@ -22,37 +25,9 @@ _STACKS = {
     "gate_up_proj:up": "ffn_up_exps",
     "down_proj": "ffn_down_exps",
 }
-_OUTER = {"embed_tokens": "token_embd", "norm": "output_norm"}
-_LAYER = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.qkv_proj": "attn_qkv",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "self_attn.attn_sub_norm": "attn_sub_norm",
-    "mlp.ffn_sub_norm": "ffn_sub_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.gate_up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "mlp.gate": "ffn_gate_inp",
-    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
-    "mlp.shared_expert.up_proj": "ffn_up_shexp",
-    "mlp.shared_expert.down_proj": "ffn_down_shexp",
-    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
-}
-_NORMS = {
-    "pre": {"post_attention_layernorm": "ffn_norm"},
-    "sandwich": {
-        "post_attention_layernorm": "post_attention_norm",
-        "pre_feedforward_layernorm": "ffn_norm",
-        "post_feedforward_layernorm": "post_ffw_norm",
-    },
-}
-_BACKBONE = re.compile(r"(?:model\.)?(?:language_model\.)?(?:model\.)?(?:layers\.(\d+)\.)?(.+)\.(weight|bias)")
+#: The library's table has bitnet's norms by the names of an older implementation than transformers'.
+_SUB_NORMS = {"self_attn.attn_sub_norm": "self_attn.inner_attn_ln", "mlp.ffn_sub_norm": "mlp.ffn_layernorm"}
+_BACKBONE = re.compile(r"(?:model\.)?(?:language_model\.)?(?:model\.)?(layers\.(\d+)\.)?(.+)\.(weight|bias)")
 #: What a multimodal model has beside its language model; llama.cpp reads that from a file of its own.
 _OTHER_PARTS = re.compile(r"(^|\.)(visual|vision_tower|vision_model|audio_tower|multi_modal_projector|embed_vision)\.")
 
@@ -75,28 +50,36 @@ class TensorNames:
         return {stored: name for name, stored in self.stored.items()}
 
 
-def names_of(names: Sequence[str], family: Family | None, architecture: Architecture) -> TensorNames:
-    """How the tensors of a model are called in a file.
-
-    Args:
-        family: How its layers are built; None: as Llama's are.
+def names_of(names: Sequence[str], architecture: Architecture) -> TensorNames:
+    """How the tensors of a model are called in a file: by the gguf library's own table, stacks of experts aside.
 
     Raises:
         FtcliError: FT756 for a tensor that llama.cpp has no place for.
     """
-    stored: dict[str, str] = {}
+    table = _table(names, architecture)
     left_out = [name for name in names if _OTHER_PARTS.search(name)]
+    stored: dict[str, str] = {}
     for name in names:
         if name in left_out:
             continue
-        found = _stored_name(name, family, architecture)
+        found = _stored_name(name, table, architecture)
         if found is None:
             raise no_place(f"llama.cpp's {architecture.name} has no place for {name}")
         stored[name] = found
     return TensorNames(stored, left_out)
 
 
-def _stored_name(name: str, family: Family | None, architecture: Architecture) -> str | None:
+def _table(names: Sequence[str], architecture: Architecture) -> TensorNameMap:
+    """The gguf library's names of this architecture's tensors, for as many layers as ``names`` have."""
+    import gguf
+
+    layers = [int(match[2]) for name in names if (match := _BACKBONE.fullmatch(name)) and match[2]]
+    by_name = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+    number = by_name[architecture.named_as or architecture.name]
+    return gguf.get_tensor_name_map(number, max(layers, default=-1) + 1)
+
+
+def _stored_name(name: str, table: TensorNameMap, architecture: Architecture) -> str | None:
     if name.endswith("lm_head.weight"):
         return None if architecture.tied else "output.weight"
     stack = _EXPERTS.fullmatch(name)
@@ -105,14 +88,11 @@ def _stored_name(name: str, family: Family | None, architecture: Architecture) -
     match = _BACKBONE.fullmatch(name)
     if match is None:
         return None
-    layer, module, leaf = match.groups()
+    layer, _, module, leaf = match.groups("")
     if leaf == "bias" and module.rpartition(".")[2] not in architecture.biases:
         return None
-    if layer is None:
-        outer = _OUTER.get(module)
-        return outer and f"{outer}.{leaf}"
-    inner = {**_LAYER, **_NORMS["pre" if family is None else family.block]}.get(module)
-    return inner and f"blk.{layer}.{inner}.{leaf}"
+    found: str | None = table.get_name(f"model.{layer}{_SUB_NORMS.get(module, module)}")
+    return found and f"{found}.{leaf}"
 
 
 def to_file(stored: str, tensor: Tensor, heads: Mapping[str, int], architecture: Architecture) -> Tensor:

@@ -13,7 +13,6 @@ from ftcli.errors import FtcliError, first_line
 from ftcli.gguf.file import ReadFile, require_gguf_package
 from ftcli.gguf.names import from_file, names_of
 from ftcli.model.quantized import unreadable_weights
-from ftcli.tables.families import family_of
 from ftcli.tables.gguf import architecture_of
 
 if TYPE_CHECKING:
@@ -35,9 +34,8 @@ def ternary_tensors(path: Path, model: PreTrainedModel, layers: Collection[str])
             than the one it was made of.
     """
     config = model.config.get_text_config()
-    family = family_of(config.model_type)
     architecture = architecture_of(config.model_type, getattr(config, "hidden_act", None) or "silu")
-    if family is None or architecture is None:
+    if architecture is None:
         raise unreadable_weights(f"{path.name}: ftcli does not know how GGUF holds a model_type {config.model_type}")
     require_gguf_package()
     try:
@@ -54,7 +52,7 @@ def ternary_tensors(path: Path, model: PreTrainedModel, layers: Collection[str])
         )
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     try:
-        names = names_of([name for name in model.state_dict() if name not in tied], family, architecture).in_model
+        names = names_of([name for name in model.state_dict() if name not in tied], architecture).in_model
     except FtcliError as error:
         raise unreadable_weights(f"{path.name}: {error.findings[0].message}") from error
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads or config.num_attention_heads}

@@ -11,7 +11,6 @@ from ftcli.config.load import LoadedRecipe
 from ftcli.config.recipe import Recipe
 from ftcli.config.training import LoggingConfig
 from ftcli.data.lengths import Lengths, lengths_of
-from ftcli.job import checked
 from ftcli.pipeline.bench_bound import (
     arithmetic_bound,
     flops_of,
@@ -24,6 +23,7 @@ from ftcli.pipeline.bench_result import BenchResult, HostMemory, Measured, Profi
 from ftcli.pipeline.options import BenchOptions
 from ftcli.preflight.checks.context import Command
 from ftcli.preflight.report import PreflightReport
+from ftcli.preflight.stages import checked
 from ftcli.reporting import Session
 from ftcli.tables import engines, schedules
 

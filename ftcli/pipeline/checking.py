@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 from ftcli.config.load import LoadedRecipe
 from ftcli.facts.adapters import adapters
 from ftcli.facts.device import named_device
-from ftcli.job import checked
 from ftcli.pipeline.looking import look_at_rows
 from ftcli.plain import LEFT_OUT, SPREAD
 from ftcli.plan.execution import ExecutionPart
 from ftcli.plan.trained import PlannedAdapters, trained_parameters
 from ftcli.preflight.checks.model import TARGETS_CHECK
 from ftcli.preflight.report import PreflightReport
+from ftcli.preflight.stages import checked
 from ftcli.reporting import Session
 
 if TYPE_CHECKING:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from ftcli.config.load import LoadedRecipe
 from ftcli.facts.weights import ADAPTER_CONFIG
-from ftcli.job import checked
 from ftcli.judges import judges_of
 from ftcli.pipeline.as_trained import refuse_training
 from ftcli.pipeline.weights import checkpoint_of, result_of
 from ftcli.plain import LEFT_OUT
+from ftcli.preflight.stages import checked
 from ftcli.reporting import Session
 from ftcli.run.card import write_card
 from ftcli.run.directory import RunDirectory

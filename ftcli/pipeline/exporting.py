@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from ftcli.config.load import LoadedRecipe
 from ftcli.errors import ExitCode, Finding, FtcliError
-from ftcli.job import checked
 from ftcli.pipeline.as_trained import changed_since, refuse_settings
 from ftcli.pipeline.options import ExportOptions
 from ftcli.pipeline.weights import checkpoint_of
+from ftcli.preflight.stages import checked
 from ftcli.reporting import Session
 from ftcli.run.changes import HARMLESS
 from ftcli.run.directory import RunDirectory
@@ -37,15 +37,11 @@ def export_recipe(loaded: LoadedRecipe, session: Session, run_dir: Path, choices
     """Writes each of ``export.formats`` to ``<run>/export/<format>``.
 
     Raises FtcliError as ``export_run``, FT725 when there is no such checkpoint, FT749 when the command line changes
-    what has been trained.
+    what has been trained, FT755 for a repository that cannot be uploaded to.
     """
-    from ftcli.export.writing import export_run
+    _require_uploadable(session, choices)
+    from ftcli.export.writing import export_run, push
 
-    if choices.repo is not None and (session.offline or not choices.verify):
-        reason = "--offline leaves no way to the Hub" if session.offline else "only what was verified is uploaded"
-        raise FtcliError.single(
-            "FT755", f"--push-to-hub {choices.repo}: {reason}", exit_code=ExitCode.RECIPE, help="leave one of them out"
-        )
     checked(loaded, session, "export")
     run = RunDirectory(run_dir)
     for finding in _as_trained(loaded, run):
@@ -62,10 +58,27 @@ def export_recipe(loaded: LoadedRecipe, session: Session, run_dir: Path, choices
         settings=loaded.recipe.export,
     )
     if choices.repo is not None:
-        from ftcli.export.hub import push
-
         session.reporter.info(f"uploaded to {push(results, choices.repo)}")
     return Exported(str(run_dir), results)
+
+
+def _require_uploadable(session: Session, choices: ExportOptions) -> None:
+    """Raises FtcliError FT755 (exit 2) before anything is written that could not be uploaded."""
+    if choices.repo is None:
+        return
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    reason, help = "", "leave one of them out"
+    if session.offline or not choices.verify:
+        reason = "--offline leaves no way to the Hub" if session.offline else "only what was verified is uploaded"
+    try:
+        validate_repo_id(choices.repo)
+    except HFValidationError:
+        reason, help = "that is no name of a repository on the Hub", "name it NAMESPACE/NAME, or NAME for your own"
+    if reason:
+        raise FtcliError.single(
+            "FT755", f"--push-to-hub {choices.repo}: {reason}", exit_code=ExitCode.RECIPE, help=help
+        )
 
 
 def _as_trained(loaded: LoadedRecipe, run: RunDirectory) -> list[Finding]:

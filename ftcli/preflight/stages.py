@@ -50,6 +50,7 @@ from ftcli.preflight.checks import (
 )
 from ftcli.preflight.checks.context import Command, Context, Findings, NotMade
 from ftcli.preflight.report import PreflightReport
+from ftcli.reporting import Session
 from ftcli.tables import code_of
 
 
@@ -109,6 +110,18 @@ def preflight(
         findings=tuple(found.findings),
         not_made=tuple(found.not_made),
     )
+
+
+def checked(
+    loaded: LoadedRecipe, session: Session, command: Command, device: DeviceFacts | None = None
+) -> PreflightReport:
+    """Preflight for ``command``, its warnings and notes told. Raises FtcliError as :func:`preflight`."""
+    place = session.place
+    hosts = 1 if place is None or place.size % place.local_size else place.size // place.local_size
+    report = preflight(loaded, command=command, device=device, offline=session.offline, hosts=hosts)
+    for finding in report.findings:
+        session.reporter.finding(finding)
+    return report
 
 
 def _parts(plan: RunPlan) -> tuple[ExecutionPart, ...]:

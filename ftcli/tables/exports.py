@@ -14,8 +14,7 @@ class ExportFormat:
     """What the rest of the program has to know of a format.
 
     Attributes:
-        write: Code (``ftcli.export.writing.WriteFormat``) that writes an export and loads it again to verify it; None
-            for a format that recipes may name and that is not supported yet.
+        write: Code (``ftcli.export.writing.WriteFormat``) that writes an export and loads it again to verify it.
         needs_adapter: It holds an adapter, so a full fine-tune has nothing for it.
         merges: It adds a run's adapter to the base model, which must be there in full precision.
         whole: It holds the whole model in memory; others hold a weight or a layer at a time.
@@ -24,13 +23,13 @@ class ExportFormat:
             Others would hold the masters as plain weights, which are another model.
         of_quantized: Methods of ``quantization`` that it is for alone; empty: it is for every model.
         package: What it needs beside ftcli.
-        size: Code: a function of the :class:`ftcli.export.resolve.ExportSource` and of ``offline`` that answers how
+        size: Code: a function of the :class:`ftcli.export.source.ExportSource` and of ``offline`` that answers how
             many bytes it takes on disk; None where that is not known before it is written.
         serves: Code: a function of the tokenizer, its stop tokens and the size of the vocabulary that raises FtcliError
             where the format cannot hold them; None where it holds all.
     """
 
-    write: str | None = None
+    write: str
     needs_adapter: bool = False
     merges: bool = False
     whole: bool = False
@@ -41,11 +40,6 @@ class ExportFormat:
     size: str | None = None
     serves: str | None = None
 
-    @property
-    def supported(self) -> bool:
-        """Whether this version writes it."""
-        return self.write is not None
-
 
 _FP8 = Package("compressed_tensors", "ftcli[fp8]", "export to fp8")
 _GGUF = Package("gguf", "ftcli[gguf]", "export to GGUF")
@@ -53,10 +47,10 @@ _GGUF = Package("gguf", "ftcli[gguf]", "export to GGUF")
 TABLE: Mapping[str, ExportFormat] = MappingProxyType(
     {
         "adapter": ExportFormat(
-            "ftcli.export.adapter:write", needs_adapter=True, masters=True, size="ftcli.export.room:adapter_bytes"
+            "ftcli.export.adapter:write", needs_adapter=True, masters=True, size="ftcli.export.adapter:adapter_bytes"
         ),
         "safetensors": ExportFormat(
-            "ftcli.export.safetensors:write", merges=True, masters=True, size="ftcli.export.room:model_bytes"
+            "ftcli.export.safetensors:write", merges=True, masters=True, size="ftcli.export.safetensors:model_bytes"
         ),
         "gguf": ExportFormat(
             "ftcli.export.gguf.write:write",
@@ -64,17 +58,17 @@ TABLE: Mapping[str, ExportFormat] = MappingProxyType(
             llama_cpp=True,
             masters=True,
             package=_GGUF,
-            size="ftcli.export.gguf.size:gguf_bytes",
+            size="ftcli.export.gguf.write:gguf_bytes",
             serves="ftcli.export.gguf.vocabulary:vocabulary_of",
         ),
         "ollama": ExportFormat(
-            "ftcli.export.ollama.write:write",
+            "ftcli.export.ollama:write",
             merges=True,
             llama_cpp=True,
             masters=True,
             package=_GGUF,
-            size="ftcli.export.gguf.size:ollama_bytes",
-            serves="ftcli.export.ollama.write:require_served",
+            size="ftcli.export.gguf.write:ollama_bytes",
+            serves="ftcli.export.ollama:require_served",
         ),
         "bitnet": ExportFormat(
             "ftcli.export.bitnet:write",
@@ -84,14 +78,48 @@ TABLE: Mapping[str, ExportFormat] = MappingProxyType(
             of_quantized=("bitnet",),
             size="ftcli.export.bitnet:bitnet_bytes",
         ),
-        "fp8": ExportFormat("ftcli.export.fp8:write", merges=True, package=_FP8, size="ftcli.export.room:model_bytes"),
+        "fp8": ExportFormat(
+            "ftcli.export.fp8:write", merges=True, package=_FP8, size="ftcli.export.safetensors:model_bytes"
+        ),
     }
 )
 
 
-def names() -> tuple[str, ...]:
-    """What a recipe may say."""
-    return tuple(TABLE)
+@dataclass(frozen=True, slots=True)
+class AdapterServer:
+    """A program that serves adapters beside their base, by its rules of names and config.
+
+    Attributes:
+        name: The program's.
+        ignored: Keys of adapter_config.json that it passes over, though they say other scales.
+        scale: Which scale it takes then.
+        ranks: What it can be told to make room for; empty: any.
+        usual_rank: Up to which rank it need not be told.
+    """
+
+    name: str
+    ignored: tuple[str, ...]
+    scale: str
+    ranks: tuple[int, ...] = ()
+    usual_rank: int = 0
+
+
+#: vLLM's rules are those of ``PEFTHelper`` and ``parse_fine_tuned_lora_name`` in its ``vllm/lora``, llama.cpp's those
+#: of ``convert_lora_to_gguf.py``; both read in 2026.
+ADAPTER_SERVERS = (
+    AdapterServer(
+        "vLLM",
+        ("rank_pattern", "alpha_pattern"),
+        "it has one scale for all layers, and alpha_pattern or rank_pattern say several",
+        ranks=(8, 16, 32, 64, 128, 256, 320, 512),
+        usual_rank=16,
+    ),
+    AdapterServer(
+        "llama.cpp",
+        ("use_rslora", "alpha_pattern"),
+        "its converter knows one scale, alpha / rank (export.gguf.lora_adapter writes the right one)",
+    ),
+)
 
 
 def row(name: str) -> ExportFormat:
@@ -99,15 +127,15 @@ def row(name: str) -> ExportFormat:
     return TABLE[name]
 
 
-def of_masters() -> tuple[str, ...]:
-    """Formats of this version for a whole model whose weights are rounded in every product."""
-    return tuple(name for name in supported(needs_adapter=False) if TABLE[name].masters)
-
-
-def supported(*, needs_adapter: bool | None = None, merges: bool | None = None) -> tuple[str, ...]:
-    """Formats that this version writes; with an argument only those whose attribute has this value."""
+def names(*, needs_adapter: bool | None = None, merges: bool | None = None) -> tuple[str, ...]:
+    """What a recipe may say; with an argument only formats whose attribute has this value."""
     return tuple(
         name
         for name, each in TABLE.items()
-        if each.supported and needs_adapter in (None, each.needs_adapter) and merges in (None, each.merges)
+        if needs_adapter in (None, each.needs_adapter) and merges in (None, each.merges)
     )
+
+
+def of_masters() -> tuple[str, ...]:
+    """Formats for a whole model whose weights are rounded in every product."""
+    return tuple(name for name in names(needs_adapter=False) if TABLE[name].masters)

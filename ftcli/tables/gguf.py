@@ -33,6 +33,7 @@ class Architecture:
             by that brought to a sum of one (``normalised``). None: it has none.
         own_head: It has no head but a matrix of its own.
         only_in: The one program that builds it, where llama.cpp itself does not.
+        named_as: The architecture whose tensors have the same names, where the gguf library does not know this one.
         fault: What is wrong with how llama.cpp computes it, whatever file it reads; None: nothing that is known.
     """
 
@@ -49,6 +50,7 @@ class Architecture:
     experts: Literal["raw", "normalised"] | None = None
     own_head: bool = False
     only_in: str | None = None
+    named_as: str | None = None
     fault: str | None = None
 
 
@@ -82,7 +84,13 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
 BY_ACTIVATION: Mapping[tuple[str, str], Architecture] = MappingProxyType(
     {
         ("bitnet", "relu2"): Architecture(
-            "bitnet-b1.58", tied=True, biases=(), head_dim=False, activation="relu2", only_in="bitnet.cpp"
+            "bitnet-b1.58",
+            tied=True,
+            biases=(),
+            head_dim=False,
+            activation="relu2",
+            only_in="bitnet.cpp",
+            named_as="bitnet",
         ),
     }
 )
@@ -108,6 +116,8 @@ class StoredType:
         file_type: Number of ``general.file_type``.
         error: Largest error of a weight, as a share of the largest one in its block of 32 (of the weight itself for
             the 16-bit ones); 0 for float32. A test holds it.
+        steps: The largest number that a block's scale is multiplied by: the scale is float16, whose own error counts so
+            often where it is subnormal.
         logits: Largest relative error of the logits that passes.
         outer: The type of embedding and head where that is another.
         quantized_by: ``llama-quantize`` makes it, from a file of this type; None: the gguf library does.
@@ -122,6 +132,7 @@ class StoredType:
     outer: str | None = None
     quantized_by: str | None = None
     block: int = 1
+    steps: int = 1
     ternary: bool = False
 
 
@@ -130,11 +141,11 @@ TYPES: Mapping[str, StoredType] = MappingProxyType(
         "f32": StoredType("F32", 0, 0.0, 1e-5),
         "f16": StoredType("F16", 1, 2.0**-11, 0.02),
         "bf16": StoredType("BF16", 32, 2.0**-8, 0.1),
-        "q8_0": StoredType("Q8_0", 7, 0.0045, 0.25, block=32),
-        "q5_1": StoredType("Q5_1", 9, 0.036, 0.5, outer="q8_0", block=32),
-        "q5_0": StoredType("Q5_0", 8, 0.0636, 0.5, outer="q8_0", block=32),
-        "q4_1": StoredType("Q4_1", 3, 0.071, 0.8, outer="q8_0", block=32),
-        "q4_0": StoredType("Q4_0", 2, 0.127, 0.8, outer="q8_0", block=32),
+        "q8_0": StoredType("Q8_0", 7, 0.0045, 0.25, block=32, steps=127),
+        "q5_1": StoredType("Q5_1", 9, 0.036, 0.5, outer="q8_0", block=32, steps=31),
+        "q5_0": StoredType("Q5_0", 8, 0.0636, 0.5, outer="q8_0", block=32, steps=16),
+        "q4_1": StoredType("Q4_1", 3, 0.071, 0.8, outer="q8_0", block=32, steps=15),
+        "q4_0": StoredType("Q4_0", 2, 0.127, 0.8, outer="q8_0", block=32, steps=8),
         "tq2_0": StoredType("TQ2_0", 37, 2.0**-11, 0.02, outer="f16", block=256, ternary=True),
         "tq1_0": StoredType("TQ1_0", 36, 2.0**-11, 0.02, outer="f16", block=256, ternary=True),
         "q6_k": StoredType("Q6_K", 18, 0.0, 0.5, quantized_by="bf16"),

@@ -17,10 +17,10 @@ from ftcli.config.load import LoadedRecipe
 from ftcli.config.recipe import Recipe
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.facts.licence import licence_of
-from ftcli.job import checked
 from ftcli.judges import files_of
 from ftcli.plain import JsonMap, plain_fields
 from ftcli.preflight.report import PreflightReport
+from ftcli.preflight.stages import checked
 from ftcli.ranks import SIGNAL_NAME
 from ftcli.reporting import Session
 from ftcli.rows.places import resolve_path

@@ -1,21 +1,33 @@
-"""Answers a request: loads what was written with plain libraries, as whoever serves it would, and computes with it."""
+"""The process that loads exports again: a request a line on stdin, an answer a line on stdout.
+
+It loads what was written with plain libraries, as whoever serves it would, and computes with it. It ends when its stdin
+is closed.
+"""
 
 from __future__ import annotations
 
+import gc
+import importlib
+import json
+import os
+import queue
 import resource
 import sys
 import tempfile
-from contextlib import nullcontext
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ftcli.errors import first_line
 from ftcli.export.clean.request import (
+    ANSWER,
     ATTENTION_MASK,
     GREEDY,
     INPUT_IDS,
@@ -27,11 +39,42 @@ from ftcli.export.clean.request import (
     ReloadRequest,
     rows_for,
 )
+from ftcli.export.lazy import Read, computing_from
 from ftcli.plain import JsonMap, JsonObject
 from ftcli.undrawn import Undrawn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+#: What nearly every answer imports: here while whoever asks is still writing.
+_LIBRARIES = (
+    "transformers.generation.utils",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+)
+
+
+def serve() -> None:
+    """Answers until stdin is closed, and then ends at once, whatever it is doing."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what libraries print is no answer
+    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(lines,), daemon=True).start()
+    for name in _LIBRARIES:
+        importlib.import_module(name)
+    gc.freeze()
+    gc.enable()  # it was disabled while all this was imported
+    while True:
+        asked: dict[str, Any] = json.loads(lines.get())
+        answers.write(f"{ANSWER}{json.dumps(answered(**asked))}\n")
+        answers.flush()
+
+
+def _read(lines: queue.SimpleQueue[str]) -> None:
+    for line in sys.stdin:
+        lines.put(line)
+    os._exit(0)
+
 
 #: What transformers, PEFT, jinja and gguf raise for files that are damaged, or are none of theirs.
 _DAMAGED = (
@@ -121,7 +164,6 @@ def _is_quantized(config: Any) -> bool:
 
 def _streamed(asked: ReloadRequest, config: Any, sent: dict[str, Tensor]) -> tuple[JsonObject, dict[str, Tensor]]:
     """A folder whose weights are rounded, layer by layer."""
-    from ftcli.export.clean.streamed import streamed
 
     folder = Path(asked.folder)
     with streamed(folder, config, asked.names, _empty) as model:
@@ -225,8 +267,7 @@ def _adapter(asked: ReloadRequest, _: dict[str, Tensor]) -> tuple[JsonObject, di
 
 def _gguf(asked: ReloadRequest, sent: dict[str, Tensor]) -> tuple[JsonObject, dict[str, Tensor]]:
     """A file as the gguf library reads it, dequantised tensor by tensor into the model that the file describes."""
-    from ftcli.export.gguf.described import reader_of, take_description
-    from ftcli.export.gguf.metadata import usual_activation
+    from ftcli.export.gguf.metadata import reader_of, take_description, usual_activation
     from ftcli.export.lazy import computing_from
     from ftcli.gguf.file import ReadFile
     from ftcli.tables.gguf import architecture_of
@@ -256,3 +297,86 @@ def _llama(asked: ReloadRequest, sent: dict[str, Tensor]) -> tuple[JsonObject, d
     said = llama.ask_llama(Path(asked.folder), rows, asked.texts, threads=asked.threads)
     facts: JsonObject = {"tokenizer": {"rendered": said.tokens}, "stops": {"llama-cpp-python": said.ends}}
     return facts, {LOGITS: torch.cat([torch.from_numpy(each) for each in said.logits])}
+
+
+@contextmanager
+def streamed(folder: Path, config: Any, names: Mapping[str, str], empty: Callable[[Any], Any]) -> Iterator[Any]:
+    """The model in ``folder``, which computes while this is entered.
+
+    Args:
+        config: As transformers reads it; how weights are rounded is taken out of it.
+        names: The key in the files of each tensor of the model that is stored; a tied head has its embedding's.
+        empty: Builds a model of a config, its parameters without memory.
+
+    Raises:
+        ValueError: nothing is known of how the weights are rounded; KeyError: a tensor is not stored.
+    """
+    from transformers import GenerationConfig
+
+    said = dict(config.quantization_config)
+    del config.quantization_config
+    model = empty(config)
+    makers = {"compressed-tensors": _eight_bits, "bitnet": _ternary}
+    if said.get("quant_method") not in makers:
+        raise ValueError(f"weights in {said.get('quant_method')} are not read layer by layer")
+    read = makers[said["quant_method"]](model, said, _reader(folder, names))
+    model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    with computing_from(model.eval(), read, frozenset(names)):
+        yield model
+
+
+def _reader(folder: Path, names: Mapping[str, str]) -> Read:
+    files: dict[str, Path] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            files |= dict.fromkeys(file.keys(), path)
+
+    def read(name: str) -> Tensor:
+        key = names[name]
+        with safe_open(files[key], framework="pt") as file:
+            tensor: Tensor = file.get_tensor(key)
+        return tensor
+
+    return read
+
+
+def _eight_bits(model: PreTrainedModel, said: dict[str, Any], read: Read) -> Read:
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization import QuantizationStatus, apply_quantization_config
+    from compressed_tensors.quantization.lifecycle.forward import dequantize
+    from transformers import CompressedTensorsConfig
+
+    scheme = ModelCompressor.from_compression_config(CompressedTensorsConfig(**said)).quantization_config
+    apply_quantization_config(model, scheme, run_compressed=False)
+    for module in model.modules():
+        if getattr(module, "quantization_scheme", None) is not None:
+            module.quantization_status = QuantizationStatus.COMPRESSED  # its weight is rounded already
+
+    def number(name: str) -> Tensor:
+        tensor = read(name)
+        if tensor.dtype != torch.float8_e4m3fn:
+            return tensor
+        layer: Any = model.get_submodule(name.rpartition(".")[0])
+        scale = read(f"{name}_scale").float()
+        numbers: Tensor = dequantize(tensor, scale, args=layer.quantization_scheme.weights, dtype=torch.float32)
+        return numbers
+
+    return number
+
+
+def _ternary(model: PreTrainedModel, said: dict[str, Any], read: Read) -> Read:
+    from transformers import BitNetQuantConfig
+    from transformers.integrations.bitnet import AutoBitLinear, replace_with_bitnet_linear, unpack_weights
+
+    plain = said.get("modules_to_not_convert")
+    settings = BitNetQuantConfig(**{key: value for key, value in said.items() if key != "quant_method"})
+    replace_with_bitnet_linear(model, modules_to_not_convert=plain, quantization_config=settings)
+
+    def number(name: str) -> Tensor:
+        tensor = read(name)
+        if tensor.dtype != torch.uint8 or not isinstance(model.get_submodule(name.rpartition(".")[0]), AutoBitLinear):
+            return tensor
+        unpacked: Tensor = unpack_weights(tensor, dtype=torch.float32)
+        return unpacked
+
+    return number

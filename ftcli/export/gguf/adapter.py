@@ -11,15 +11,14 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ftcli.export.gguf.experts import unsplit
+from ftcli.export.gguf.expected import ExpectedFile, unsplit
 from ftcli.export.gguf.file import PlannedTensor, write_file
 from ftcli.export.gguf.metadata import Value
-from ftcli.export.gguf.verify import ExpectedFile
 from ftcli.export.lazy import computing_from
-from ftcli.export.loading import unwritten
 from ftcli.export.probe import compare_logits, logits
-from ftcli.export.verify import WeightUpdate, shortened
-from ftcli.export.weights import MergedWeights
+from ftcli.export.source import unwritten
+from ftcli.export.verify import shortened
+from ftcli.export.weights import MergedWeights, WeightUpdate
 from ftcli.gguf.file import ReadFile
 from ftcli.gguf.names import from_file, no_place, to_file
 from ftcli.tables.gguf import TYPES

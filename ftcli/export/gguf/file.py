@@ -1,8 +1,10 @@
-"""Writes GGUF files tensor by tensor, through the gguf library."""
+"""Writes GGUF files: tensor by tensor through the gguf library, K-quants through llama.cpp's ``llama-quantize``."""
 
 from __future__ import annotations
 
 import math
+import shutil
+import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ftcli.errors import ExitCode, FtcliError
 from ftcli.export.gguf.metadata import Value
 from ftcli.tables.gguf import TYPES
 
@@ -109,3 +112,31 @@ def _add(writer: Any, key: str, value: Value) -> None:
         writer.add_string(key, value)
     else:
         writer.add_array(key, value)
+
+
+_PROGRAM = "llama-quantize"
+
+
+def quantize_file(source: Path, target: Path, kind: str) -> None:
+    """Make ``target`` of the 16-bit file ``source``.
+
+    Raises:
+        FtcliError: FT758 where the program is not on the PATH, or fails.
+    """
+    program = shutil.which(_PROGRAM)
+    if program is None:
+        raise _unavailable(f"{TYPES[kind].ggml} is made by llama.cpp's {_PROGRAM}, which is not on the PATH")
+    arguments = [program, str(source), str(target), TYPES[kind].ggml]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False, errors="replace")  # noqa: S603
+    if done.returncode != 0:
+        said = (done.stderr or done.stdout).strip().splitlines()
+        raise _unavailable(f"{_PROGRAM} failed (exit {done.returncode}): {said[-1] if said else 'it said nothing'}")
+
+
+def _unavailable(reason: str) -> FtcliError:
+    return FtcliError.single(
+        "FT758",
+        reason,
+        exit_code=ExitCode.PREFLIGHT,
+        help="install llama.cpp (brew install llama.cpp, or its releases), or use export.gguf.types: [q8_0]",
+    )

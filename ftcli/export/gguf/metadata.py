@@ -1,13 +1,13 @@
 """A model's shape and arithmetic as metadata of a GGUF file: written, and read as whoever serves the file would.
 
-:func:`metadata_of` writes, :func:`config_changes` reads: a file is verified with a model that is built from what the
+:func:`metadata_of` writes, :func:`take_description` reads: a file is verified with a model that is built from what the
 file says, so a wrong value shows in its logits.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -16,13 +16,14 @@ from torch import Tensor
 
 from ftcli.errors import Finding
 from ftcli.facts.model import activation_of
-from ftcli.gguf.names import no_place
+from ftcli.gguf.file import ReadFile
+from ftcli.gguf.names import GATE, UP, from_file, no_place
 from ftcli.plain import JsonMap, JsonObject
 from ftcli.tables.families import family_of
 from ftcli.tables.gguf import Architecture
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
 #: A value of a file: unsigned 32-bit for an int, 32-bit for a float.
 Value: TypeAlias = bool | int | float | str | list[str] | list[int] | list[float] | list[bool]
@@ -302,3 +303,56 @@ def _rope_said(values: JsonMap) -> JsonObject:
     if "rope.freq_base_swa" not in values:
         return rope
     return {_FULL: rope, _SLIDING: {"rope_type": "default", "rope_theta": values["rope.freq_base_swa"]}}
+
+
+#: Room for float32 arithmetic in comparing what should be equal.
+ROUNDING = 1e-6
+
+
+def take_description(config: PretrainedConfig, file: ReadFile, architecture: Architecture) -> list[str]:
+    """Takes everything that ``file`` says of the language model into ``config``; problems are what it cannot say so."""
+    values, text = file.values, config.get_text_config()
+    said = {k.removeprefix(f"{architecture.name}."): v for k, v in values.items() if k.startswith(architecture.name)}
+    changes = config_changes(said, architecture)
+    problems: list[str] = []
+    if "rope_freqs.weight" in file.names:
+        turned = said["rope.dimension_count"]
+        plain = said["rope.freq_base"] ** -(torch.arange(0, turned, 2, dtype=torch.float64) / turned)
+        found = plain / file.read("rope_freqs.weight").double()
+        if not torch.allclose(found, rotary(text).double(), rtol=ROUNDING, atol=0.0):
+            problems.append("the rotary frequencies differ")
+    if any(name.startswith("rope_f") for name in file.names):
+        changes.pop("rope_parameters")
+    for key, value in changes.items():
+        setattr(text, key, value)
+    return problems
+
+
+def reader_of(
+    model: PreTrainedModel,
+    file: ReadFile,
+    names: Mapping[str, str],
+    heads: Mapping[str, int],
+    architecture: Architecture,
+) -> Callable[[str], Tensor]:
+    """Reads a weight of ``model`` from the file.
+
+    Args:
+        names: The name in the file of each tensor of the model.
+        heads: As :func:`ftcli.gguf.names.from_file` takes them.
+    """
+    outputs: Any = model.get_output_embeddings()
+    head = next((f"{name}.weight" for name, module in model.named_modules() if module is outputs), "")
+
+    def read(weight: str) -> Tensor:
+        halves = [f"{weight}{part}" for part in (GATE, UP)]
+        if halves[0] in names:
+            return torch.cat([read(half) for half in halves], dim=1)
+        stored = names.get(weight)
+        if stored is None and weight == head:  # llama.cpp takes the embedding where there is no head
+            stored = "token_embd.weight"
+        if stored is None:
+            raise KeyError(f"the file has no {weight}")
+        return from_file(stored, file.read(stored), heads, architecture)
+
+    return read

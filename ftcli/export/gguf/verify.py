@@ -7,7 +7,6 @@ tokens.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,62 +16,27 @@ import torch
 from torch import Tensor
 
 from ftcli.errors import Finding
-from ftcli.export.clean.ask import sent
-from ftcli.export.clean.process import Reload, ask_once
+from ftcli.export.clean.process import sent
 from ftcli.export.clean.request import LOGITS, ReloadAnswer, ReloadRequest
-from ftcli.export.gguf.described import ROUNDING
-from ftcli.export.gguf.experts import unsplit
+from ftcli.export.gguf.expected import ExpectedFile, unsplit
 from ftcli.export.gguf.file import as_stored, type_of
 from ftcli.export.gguf.llama import LlamaReport, run_in_llama_cpp
-from ftcli.export.gguf.metadata import Value
-from ftcli.export.gguf.pieces import pieces_of
-from ftcli.export.gguf.vocabulary import Vocabulary
+from ftcli.export.gguf.metadata import ROUNDING
+from ftcli.export.gguf.vocabulary import pieces_of
 from ftcli.export.lazy import computing_from
-from ftcli.export.loading import unwritten
-from ftcli.export.probe import TEXTS, Probe, compare_logits, logits, rendered_ids
+from ftcli.export.probe import TEXTS, compare_logits, logits, rendered_ids
+from ftcli.export.source import unwritten
 from ftcli.export.verify import SENSITIVE, TOLERANCE, logits_problems, reloaded, same_greedy, shortened
-from ftcli.export.weights import ModelWeights
 from ftcli.gguf.file import ReadFile
-from ftcli.gguf.names import GATE, TensorNames, from_file, to_file
+from ftcli.gguf.names import GATE, from_file, to_file
 from ftcli.plain import JsonMap
-from ftcli.tables.gguf import TYPES, Architecture
+from ftcli.tables.gguf import TYPES
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
-
-@dataclass(frozen=True, slots=True)
-class ExpectedFile:
-    """What a file should hold.
-
-    Attributes:
-        config: Of the whole model.
-        names: How its tensors are called in the file.
-        heads: How many heads ``attn_q`` and ``attn_k`` have.
-        factors: Tensors that are the file's own: factors of the rotation.
-        said: The metadata, by key without the architecture's name in front.
-        stops: Ids that end a turn.
-        provenance: What the file says of its base and licence.
-        reload: Loads the file again, in a process of its own.
-        llama_cpp: What there is of llama.cpp, as :func:`ftcli.export.gguf.llama.installed_llama_cpp` says it.
-        probe, logits: A batch, and what base and adapter, or the full fine-tune, answer to it in float32.
-    """
-
-    config: PretrainedConfig
-    architecture: Architecture
-    names: TensorNames
-    weights: ModelWeights
-    heads: Mapping[str, int]
-    factors: Mapping[str, Tensor]
-    said: Mapping[str, Value]
-    vocabulary: Vocabulary
-    tokenizer: PreTrainedTokenizerBase
-    stops: tuple[int, ...]
-    probe: Probe
-    logits: Tensor
-    reload: Reload = ask_once
-    llama_cpp: str | None = None
-    provenance: Mapping[str, Value] = field(default_factory=dict)
+#: Half of float16's smallest step: the error of a subnormal number.
+_HALF_STEP = 2.0**-25
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,13 +99,13 @@ def verify_file(path: Path, kind: str, wanted: ExpectedFile) -> FileReport:
 
 
 def _compare_tensors(file: ReadFile, wanted: ExpectedFile) -> list[str]:
-    expected = set(wanted.names.stored.values()) | set(wanted.factors)
+    expected = set(wanted.names.stored.values()) | set(wanted.description.tensors)
     problems = [f"{name} is missing" for name in sorted(expected - set(file.names))]
     problems += [f"{name} is not the model's" for name in sorted(set(file.names) - expected)]
     for name, stored in wanted.names.stored.items():
         problem = _compare_tensor(file, name, stored, wanted) if stored in file.names else None
         problems += [f"{stored} {problem}"] if problem else []
-    for stored, factor in wanted.factors.items():
+    for stored, factor in wanted.description.tensors.items():
         if stored in file.names and not torch.equal(file.read(stored), factor):
             problems.append(f"{stored} differs")
     return problems
@@ -175,7 +139,7 @@ def _difference(found: Tensor, want: Tensor, ggml: str) -> str | None:
         scale = wished.abs()
         if row.block > 1 and not row.ternary:
             scale = scale.reshape(-1, row.block).amax(-1, keepdim=True).expand(-1, row.block).reshape(wished.shape)
-        room = row.error * scale + (2.0**-24 if ggml != "F32" else 0.0)  # float16 has no smaller numbers
+        room = row.error * scale + (0.0 if ggml == "F32" else (row.steps + 1) * _HALF_STEP)
         if row.ternary and not torch.equal(got.sign(), wished.sign()):
             return "has signs other than those trained"
         if bool(((got - wished).abs() > room).any()):
@@ -235,8 +199,8 @@ def _rounded_logits(kind: str, wanted: ExpectedFile) -> Tensor:
 
 def _compare_values(values: JsonMap, wanted: ExpectedFile) -> list[str]:
     """Metadata that is not what was written; what it means is compared afterwards."""
-    written = {f"{wanted.architecture.name}.{key}": value for key, value in wanted.said.items()}
-    written |= {"general.architecture": wanted.architecture.name, **wanted.provenance, **wanted.vocabulary.values}
+    written = {f"{wanted.architecture.name}.{key}": value for key, value in wanted.description.values.items()}
+    written |= {"general.architecture": wanted.architecture.name, **wanted.provenance, **wanted.vocabulary}
     return [
         f"{key} differs from what was written" for key, value in written.items() if not _same(values.get(key), value)
     ]

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from ftcli.config.load import LoadedRecipe
 from ftcli.errors import Finding
 from ftcli.facts.device import named_device
-from ftcli.job import checked
 from ftcli.methods.grpo.settings import GrpoConfig
+from ftcli.preflight.stages import checked
 from ftcli.reporting import Session
 
 if TYPE_CHECKING:

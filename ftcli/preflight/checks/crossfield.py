@@ -184,5 +184,5 @@ def _export(context: Context) -> Findings:
                 "FT269",
                 f"export.formats.{index}",
                 "full fine-tuning has no adapter to export",
-                help=f"use formats: [{', '.join(exports.supported(needs_adapter=False))}], or add a `lora` section",
+                help=f"use formats: [{', '.join(exports.names(needs_adapter=False))}], or add a `lora` section",
             )

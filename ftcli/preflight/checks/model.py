@@ -89,7 +89,7 @@ def _stored_quantized(context: Context, facts: ModelFacts) -> Findings:
             "FT316",
             path,
             f"{facts.name} is stored in {stored}, and merging needs the base model in full precision",
-            help=f"use export.formats: [{', '.join(exports.supported(merges=False))}]",
+            help=f"use export.formats: [{', '.join(exports.names(merges=False))}]",
         )
 
 
@@ -117,7 +117,7 @@ def _merged_with_rounded(context: Context, method: str) -> Findings:
         "export.formats",
         f"an adapter on {method} weights cannot be merged: their sum is not {method}, and rounding it again would be "
         "another model",
-        help=f"use export.formats: [{', '.join(exports.supported(merges=False))}], or train without `lora`",
+        help=f"use export.formats: [{', '.join(exports.names(merges=False))}], or train without `lora`",
     )
 
 
@@ -163,7 +163,7 @@ def _random_base(context: Context, facts: ModelFacts) -> Findings:
             "FT747",
             "model.init",
             f"{facts.name} has random weights here, which are not kept: `ftcli export` can merge nothing with them",
-            help=f"use export.formats: [{', '.join(exports.supported(merges=False))}]",
+            help=f"use export.formats: [{', '.join(exports.names(merges=False))}]",
         )
 
 
@@ -340,6 +340,9 @@ def _weights(context: Context, facts: ModelFacts) -> Findings:
             context,
             f"{facts.folder} lacks {len(weights.missing)} of its weight files: {', '.join(weights.missing[:3])}",
         )
+    elif weights.unreadable:
+        help = "make it readable, as with `chmod u+r`, or copy it anew"
+        yield _incomplete(context, f"in {facts.folder} {', '.join(weights.unreadable[:3])}", help)
     elif weights.pickle_only:
         yield _incomplete(
             context, f"{facts.folder} holds its weights in pickle files only, which can run code when loaded"
@@ -356,10 +359,6 @@ def _weights(context: Context, facts: ModelFacts) -> Findings:
         yield _incomplete(context, f"{facts.folder} holds no weights")
 
 
-def _incomplete(context: Context, message: str) -> Finding:
-    return context.error(
-        "FT317",
-        "model.name_or_path",
-        message,
-        help="copy model*.safetensors into it, or build random weights with `model.init: random`",
-    )
+def _incomplete(context: Context, message: str, help: str | None = None) -> Finding:
+    usual = "copy model*.safetensors into it, or build random weights with `model.init: random`"
+    return context.error("FT317", "model.name_or_path", message, help=help or usual)

@@ -73,10 +73,7 @@ def _processes(launch: LaunchConfig) -> tuple[int, ...]:
 def _exports(context: Context, installed: Installed) -> Findings:
     for index, name in enumerate(context.recipe.export.formats):
         row = exports.row(name)
-        if not row.supported:
-            usable = usable_values("export.formats") or ()
-            yield _not_yet(context, f"export.formats.{index}", name, usable, key="export.formats")
-        elif row.package is not None and not installed(row.package.name):
+        if row.package is not None and not installed(row.package.name):
             yield context.error(
                 "FT253",
                 f"export.formats.{index}",
@@ -107,13 +104,11 @@ def _loggers(context: Context, installed: Installed) -> Findings:
             )
 
 
-def _not_yet(
-    context: Context, path: str, value: object, instead: tuple[object, ...], key: str | None = None
-) -> Finding:
+def _not_yet(context: Context, path: str, value: object, instead: tuple[object, ...]) -> Finding:
     usable = ", ".join(as_in_recipe(v) for v in instead)
     return context.error(
         "FT250",
         path,
-        f"{key or path}: {as_in_recipe(value)} is not supported yet by this version of ftcli",
+        f"{path}: {as_in_recipe(value)} is not supported yet by this version of ftcli",
         f"use {usable}",
     )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ftcli.facts.device import named_device
-from ftcli.pipeline.checking import checked
+from ftcli.preflight.stages import checked
 from ftcli.reporting import Session
 
 

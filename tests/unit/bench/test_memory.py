@@ -14,7 +14,7 @@ from ftcli.config.load import load_recipe
 from ftcli.data.template import Renderer
 from ftcli.facts.device import named_device
 from ftcli.model.tokenizer import load_tokenizer
-from ftcli.pipeline.checking import checked
+from ftcli.preflight.stages import checked
 from ftcli.reporting import Session
 from ftcli.rows.prompts import prompts_of
 from tests.rows import read_rows

@@ -30,7 +30,7 @@ from ftcli.run.status import FinishedTraining, TrainingSummary, note_trained, wr
 
 if TYPE_CHECKING:
     from ftcli.export.clean.process import CleanProcess
-    from ftcli.export.gguf.write import PreparedGguf
+    from ftcli.export.gguf.expected import ExpectedFile
 
 SHAPE = {
     "vocab_size": 264,
@@ -184,7 +184,7 @@ def edit_json(path: Path, **changes: Any) -> None:
 
 
 @pytest.fixture(scope="session")
-def shared(tmp_path_factory: pytest.TempPathFactory, clean_process: CleanProcess) -> PreparedGguf:
+def shared(tmp_path_factory: pytest.TempPathFactory, clean_process: CleanProcess) -> ExpectedFile:
     """One llama, prepared once for all GGUF files of it."""
     from tests.small_models import build as small
     from tests.unit.export.gguf_runs import adapt, prepared_of

@@ -11,8 +11,8 @@ import torch
 
 from ftcli.config.evaluation import ExportConfig
 from ftcli.export.clean.process import CleanProcess
-from ftcli.export.gguf.write import PreparedGguf, prepare_gguf
-from ftcli.export.resolve import resolve_source
+from ftcli.export.gguf.expected import ExpectedFile, prepare_gguf
+from ftcli.export.source import resolve_source
 from ftcli.export.writing import ExportResult, export_run
 from tests.unit.export.conftest import Heard, Trained, tokenizer, write_run
 
@@ -51,7 +51,7 @@ def export(
     return result
 
 
-def prepared_of(made: Trained, clean: CleanProcess) -> PreparedGguf:
+def prepared_of(made: Trained, clean: CleanProcess) -> ExpectedFile:
     source = dataclasses.replace(resolve_source(made.run), reload=clean.ask)
     return prepare_gguf(source, offline=True, say=lambda _: None)
 

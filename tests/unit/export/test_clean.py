@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from ftcli.errors import ExitCode
 from ftcli.export import safetensors as merged_format
-from ftcli.export.clean import ask, process
+from ftcli.export.clean import process
 from ftcli.export.clean.answering import answered
 from ftcli.export.clean.process import CleanProcess
 from ftcli.export.clean.request import ReloadRequest
@@ -106,8 +106,8 @@ def test_ftclis_own_models_are_told_of(tmp_path: Path) -> None:
 def test_what_memory_does_not_hold_is_read_layer_by_layer(
     dtype: str, trained: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scarce = replace(cpu_device(), free_bytes=ask._BESIDE)
-    monkeypatch.setattr(ask, "cpu_device", lambda: scarce)
+    scarce = replace(cpu_device(), free_bytes=process._BESIDE)
+    monkeypatch.setattr(process, "cpu_device", lambda: scarce)
     asked: list[ReloadRequest] = []
     kept = CleanProcess.ask
 
@@ -130,7 +130,7 @@ def test_a_generation_that_ends_elsewhere_is_caught(
     made = trained()
     write = merged_format.write_merged
     if how != "whole":
-        monkeypatch.setattr(ask, "cpu_device", lambda: replace(cpu_device(), free_bytes=1))
+        monkeypatch.setattr(process, "cpu_device", lambda: replace(cpu_device(), free_bytes=1))
 
     def damaged(source: Any, folder: Path, **options: Any) -> Any:
         plan = write(source, folder, **options)

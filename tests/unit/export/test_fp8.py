@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.export import fp8
-from ftcli.export.clean import ask
+from ftcli.export.clean import process
 from ftcli.export.fp8 import LARGEST, scale_of, to_float8
 from tests.small_models import build
 from tests.unit.export.conftest import Trained, edit_json
@@ -130,13 +129,13 @@ def test_damage_is_caught_and_removed(
     damage: str, trained: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spoil, said = DAMAGE[damage]
-    made, declare = trained("llama"), fp8.copy_processors
+    made, declare = trained("llama"), fp8._declare
 
-    def damaged(source: Any, folder: Path, **options: Any) -> None:
-        declare(source, folder, **options)
-        spoil(folder)
+    def damaged(path: Path, ignored: list[str]) -> None:
+        declare(path, ignored)
+        spoil(path.parent)
 
-    monkeypatch.setattr(fp8, "copy_processors", damaged)
+    monkeypatch.setattr(fp8, "_declare", damaged)
     error = failure(made, "fp8")
     assert code(error) == "FT741"
     assert error.exit_code is ExitCode.BUG
@@ -165,7 +164,7 @@ def test_what_memory_does_not_hold_is_read_layer_by_layer(
     """The same logits as transformers' own loading gives, which decompresses the whole."""
     made = trained(family, "bfloat16")
     (whole,) = export(made, "fp8")
-    monkeypatch.setattr(ask, "fits", lambda _: False)
+    monkeypatch.setattr(process, "fits", lambda _: False)
     (streamed,) = export(made, "fp8", force=True)
     found, wanted = streamed.verification.facts, whole.verification.facts
     assert (found["loaded"], wanted["loaded"]) == ("layer by layer, for lack of memory", "whole")
@@ -176,7 +175,7 @@ def test_what_memory_does_not_hold_is_read_layer_by_layer(
 def test_names_that_files_have_otherwise_are_read_layer_by_layer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ask, "fits", lambda _: False)
+    monkeypatch.setattr(process, "fits", lambda _: False)
     (result,) = export(adapt(tmp_path, build("gemma3")), "fp8")
     assert result.verification.facts["loaded"] == "layer by layer, for lack of memory"
     assert result.verification.facts["greedy_tokens"] == "2 of 2"
@@ -186,16 +185,16 @@ def test_a_wrong_scale_is_caught_layer_by_layer(
     trained: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the comparison of weights would let pass: only the numbers that come back tell."""
-    monkeypatch.setattr(ask, "fits", lambda _: False)
+    monkeypatch.setattr(process, "fits", lambda _: False)
     monkeypatch.setattr(fp8, "_compare_weights", lambda *_: [])
-    made, copy = trained("llama"), fp8.copy_processors
+    made, declare = trained("llama"), fp8._declare
 
-    def damaged(source: Any, folder: Path, **options: Any) -> None:
-        copy(source, folder, **options)
+    def damaged(path: Path, ignored: list[str]) -> None:
+        declare(path, ignored)
         for layer in (0, 1):
-            change(folder, f"model.layers.{layer}.mlp.down_proj.weight_scale", lambda scale: -scale)
+            change(path.parent, f"model.layers.{layer}.mlp.down_proj.weight_scale", lambda scale: -scale)
 
-    monkeypatch.setattr(fp8, "copy_processors", damaged)
+    monkeypatch.setattr(fp8, "_declare", damaged)
     assert "logits differ" in " ".join(finding.message for finding in failure(made, "fp8").findings)
 
 

@@ -14,10 +14,11 @@ import torch
 
 from ftcli.errors import FtcliError
 from ftcli.export.gguf import adapter as adapter_file
-from ftcli.export.gguf import experts as experts_format
+from ftcli.export.gguf import expected
 from ftcli.export.gguf import write as gguf_format
+from ftcli.export.gguf.expected import ExpectedFile
 from ftcli.export.gguf.verify import verify_file
-from ftcli.export.gguf.write import PreparedGguf, write_type
+from ftcli.export.gguf.write import write_type
 from ftcli.gguf.names import to_file
 from tests.small_models import build
 from tests.unit.export.gguf_runs import adapt, export
@@ -33,10 +34,10 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def file(shared: PreparedGguf, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def file(shared: ExpectedFile, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("file") / "model.gguf"
     write_type(shared, path, "q8_0")
-    assert not verify_file(path, "q8_0", shared.wanted).problems
+    assert not verify_file(path, "q8_0", shared).problems
     return path
 
 
@@ -91,27 +92,23 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damage_is_caught(damage: str, shared: PreparedGguf, file: Path, tmp_path: Path) -> None:
+def test_damage_is_caught(damage: str, shared: ExpectedFile, file: Path, tmp_path: Path) -> None:
     path = tmp_path / file.name
     shutil.copyfile(file, path)
     spoil, said = DAMAGE[damage]
     spoil(path)
-    problems = verify_file(path, "q8_0", shared.wanted).problems
+    problems = verify_file(path, "q8_0", shared).problems
     assert problems
     assert said in problems[0]
 
 
-def test_what_the_metadata_means_is_computed(shared: PreparedGguf, tmp_path: Path) -> None:
+def test_what_the_metadata_means_is_computed(shared: ExpectedFile, tmp_path: Path) -> None:
     """Values that were meant as they are, and are wrong: the model that the file describes answers otherwise."""
     said = {**shared.description.values, "rope.freq_base": 9000.0}
-    wrong = dataclasses.replace(
-        shared,
-        description=dataclasses.replace(shared.description, values=said),
-        wanted=dataclasses.replace(shared.wanted, said=said),
-    )
+    wrong = dataclasses.replace(shared, description=dataclasses.replace(shared.description, values=said))
     path = tmp_path / "model.gguf"
     write_type(wrong, path, "f32")
-    (problem, *_) = verify_file(path, "f32", wrong.wanted).problems
+    (problem, *_) = verify_file(path, "f32", wrong).problems
     assert "logits differ" in problem
 
 
@@ -134,7 +131,7 @@ def test_a_wrong_permutation_is_caught_and_removed(fault: Any, tmp_path: Path, m
     assert not list(made.run.export_dir.iterdir())
 
 
-def test_a_missing_tensor_is_caught(shared: PreparedGguf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_tensor_is_caught(shared: ExpectedFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_file = gguf_format.write_file
 
     def without_one(path: Path, name: str, values: Any, tensors: Any) -> None:
@@ -143,13 +140,13 @@ def test_a_missing_tensor_is_caught(shared: PreparedGguf, tmp_path: Path, monkey
     monkeypatch.setattr(gguf_format, "write_file", without_one)
     path = tmp_path / "model.gguf"
     write_type(shared, path, "f32")
-    assert verify_file(path, "f32", shared.wanted).problems == ("blk.0.attn_v.weight is missing",)
+    assert verify_file(path, "f32", shared).problems == ("blk.0.attn_v.weight is missing",)
 
 
 def test_swapped_halves_of_experts_are_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gate and up have one shape: only the numbers tell them apart."""
     made = adapt(tmp_path, build("mixtral"))
-    monkeypatch.setattr(experts_format.SplitExperts, "read", lambda self, name: swapped(self, name))
+    monkeypatch.setattr(expected.SplitExperts, "read", lambda self, name: swapped(self, name))
     with pytest.raises(FtcliError, match="logits differ"):
         export(made, "f32")
 
@@ -162,15 +159,15 @@ def swapped(weights: Any, name: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("fault", ["alpha", "permutation", "cut"])
 def test_a_wrong_adapter_is_caught(
-    fault: str, shared: PreparedGguf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fault: str, shared: ExpectedFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "adapter.gguf"
     if fault == "permutation":
         monkeypatch.setattr(adapter_file, "to_file", not_permuted)
-    adapter_file.write_adapter(shared.wanted, path, "run", 8.0)
+    adapter_file.write_adapter(shared, path, "run", 8.0)
     if fault == "alpha":
         other_number("adapter.lora.alpha", 9.0)(path)
     if fault == "cut":
         cut_the_file(path)
-    problems, _ = adapter_file.verify_gguf_adapter(shared.wanted, path)
+    problems, _ = adapter_file.verify_gguf_adapter(shared, path)
     assert ("cannot be read" if fault == "cut" else "logits differ") in problems[0]

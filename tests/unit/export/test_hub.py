@@ -10,9 +10,8 @@ import huggingface_hub
 import pytest
 
 from ftcli.errors import FtcliError
-from ftcli.export.hub import push
 from ftcli.export.verify import Verified, not_asked
-from ftcli.export.writing import ExportResult
+from ftcli.export.writing import ExportResult, push
 
 
 class Hub:

@@ -19,9 +19,10 @@ import torch
 from ftcli.config.evaluation import ExportConfig
 from ftcli.errors import FtcliError
 from ftcli.export.gguf import llama
+from ftcli.export.gguf.expected import ExpectedFile
 from ftcli.export.gguf.llama import LIBRARY, installed_llama_cpp
 from ftcli.export.gguf.verify import FileReport, verify_file
-from ftcli.export.gguf.write import PreparedGguf, write_type
+from ftcli.export.gguf.write import write_type
 from ftcli.export.probe import TEXTS
 from ftcli.export.writing import export_run
 from ftcli.tables.gguf import TYPES
@@ -78,9 +79,9 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[
     return put
 
 
-def truth(prepared: PreparedGguf) -> dict[str, Any]:
+def truth(prepared: ExpectedFile) -> dict[str, Any]:
     """What llama.cpp should say of a file."""
-    wanted = prepared.wanted
+    wanted = prepared
     rows = torch.log_softmax(wanted.logits[wanted.probe.continued_at].double(), dim=-1)
     told = [
         {"top_logprobs": [{"id": i, "logprob": float(row[i])} for i in row.topk(200).indices.tolist()]} for row in rows
@@ -95,14 +96,14 @@ def truth(prepared: PreparedGguf) -> dict[str, Any]:
     return {"steps": steps, "texts": texts}
 
 
-def verified(prepared: PreparedGguf, found: str | None, folder: Path, kind: str = "f32") -> FileReport:
+def verified(prepared: ExpectedFile, found: str | None, folder: Path, kind: str = "f32") -> FileReport:
     path = folder / "model.gguf"
     write_type(prepared, path, kind)
-    return verify_file(path, kind, dataclasses.replace(prepared.wanted, llama_cpp=found))
+    return verify_file(path, kind, dataclasses.replace(prepared, llama_cpp=found))
 
 
 def test_what_the_server_says_is_held_against_training(
-    shared: PreparedGguf, stand_in: Callable[..., Path], tmp_path: Path
+    shared: ExpectedFile, stand_in: Callable[..., Path], tmp_path: Path
 ) -> None:
     program = stand_in(truth(shared))
     assert installed_llama_cpp() == str(program)
@@ -147,7 +148,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_the_server_says_otherwise_fails_the_verification(
-    fault: Callable[[dict[str, Any]], None], shared: PreparedGguf, stand_in: Callable[..., Path], tmp_path: Path
+    fault: Callable[[dict[str, Any]], None], shared: ExpectedFile, stand_in: Callable[..., Path], tmp_path: Path
 ) -> None:
     said = truth(shared)
     fault(said)
@@ -156,7 +157,7 @@ def test_what_the_server_says_otherwise_fails_the_verification(
 
 
 def test_a_server_that_is_too_old_is_not_asked(
-    shared: PreparedGguf, stand_in: Callable[..., Path], tmp_path: Path
+    shared: ExpectedFile, stand_in: Callable[..., Path], tmp_path: Path
 ) -> None:
     report = verified(shared, str(stand_in({"dies": "error: invalid argument: --no-repack"})), tmp_path)
     assert not report.problems
@@ -164,7 +165,7 @@ def test_a_server_that_is_too_old_is_not_asked(
 
 
 def test_probabilities_too_small_for_float32_tell_nothing(
-    shared: PreparedGguf, stand_in: Callable[..., Path], tmp_path: Path
+    shared: ExpectedFile, stand_in: Callable[..., Path], tmp_path: Path
 ) -> None:
     """llama-server's are softmax's, whose logarithm is that of zero for many tokens of a model that is sure."""
     said = truth(shared)
@@ -198,19 +199,19 @@ def test_that_it_is_not_there_is_said_once(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_fault_of_llama_cpps_own_is_told_and_no_failure(
-    shared: PreparedGguf, stand_in: Callable[..., Path], tmp_path: Path
+    shared: ExpectedFile, stand_in: Callable[..., Path], tmp_path: Path
 ) -> None:
     said = truth(shared)
     other_token(said)
-    faulty = dataclasses.replace(shared.wanted.architecture, fault="it reads nothing")
-    known = dataclasses.replace(shared, wanted=dataclasses.replace(shared.wanted, architecture=faulty))
+    faulty = dataclasses.replace(shared.architecture, fault="it reads nothing")
+    known = dataclasses.replace(shared, architecture=faulty)
     report = verified(known, str(stand_in(said)), tmp_path)
     assert not report.problems
     assert str(report.facts("")["llama_cpp"]).endswith("differs: it reads nothing")
 
 
 def test_a_library_that_is_broken_is_none(
-    shared: PreparedGguf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shared: ExpectedFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here it is not installed, or the process has not found it: the export is whole, and its record says so."""
     from ftcli.export.clean.request import ReloadAnswer, ReloadRequest
@@ -218,9 +219,9 @@ def test_a_library_that_is_broken_is_none(
     def without(request: ReloadRequest, sent: Any) -> ReloadAnswer:
         if request.kind == "llama":
             return ReloadAnswer(unavailable="llama-cpp-python cannot be imported: no such file")
-        return shared.wanted.reload(request, sent)
+        return shared.reload(request, sent)
 
-    alone = dataclasses.replace(shared, wanted=dataclasses.replace(shared.wanted, reload=without))
+    alone = dataclasses.replace(shared, reload=without)
     report = verified(alone, LIBRARY, tmp_path)
     assert not report.problems
     assert "no such file" in str(report.facts("")["llama_cpp"])
@@ -235,10 +236,10 @@ def test_the_library_answers_as_training_did(family: str, tmp_path: Path, clean_
     assert float(report.facts("")["llama_cpp_error"]) < 1e-3
 
 
-def test_the_library_notices_other_numbers(shared: PreparedGguf, tmp_path: Path) -> None:
+def test_the_library_notices_other_numbers(shared: ExpectedFile, tmp_path: Path) -> None:
     """A file that llama.cpp computes, of another model than the one that was trained."""
     pytest.importorskip("llama_cpp")
-    wanted = dataclasses.replace(shared.wanted, logits=shared.wanted.logits.flip(-1), llama_cpp=LIBRARY)
+    wanted = dataclasses.replace(shared, logits=shared.logits.flip(-1), llama_cpp=LIBRARY)
     path = tmp_path / "model.gguf"
     write_type(shared, path, "f32")
     assert "in llama.cpp logits differ" in llama.run_in_llama_cpp(path, TYPES["f32"], wanted).problems[0]

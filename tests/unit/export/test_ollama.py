@@ -13,8 +13,8 @@ import pytest
 
 from ftcli.assets import asset
 from ftcli.errors import FtcliError
-from ftcli.export.ollama import write as ollama_format
-from ftcli.export.ollama.template import FORMS, differences, expected, form_of, go_template, rendered
+from ftcli.export import ollama as ollama_format
+from ftcli.export.ollama import FORMS, differences, expected, form_of, go_template, rendered
 from ftcli.export.writing import export_run
 from ftcli.gguf.file import ReadFile
 from tests.unit.data.official import Official

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from ftcli.export.servers import llama_cpp_server, vllm
+from ftcli.export.adapter import judged
 from ftcli.export.writing import export_run
+from ftcli.tables.exports import ADAPTER_SERVERS
 from tests.unit.export.conftest import Heard, Trained
 
 KINDS: dict[str, tuple[dict[str, Any], str, str]] = {
@@ -42,7 +43,7 @@ def test_what_other_programs_make_of_an_adapter(kind: str, trained: Callable[...
 )
 def test_the_rank_that_vllm_must_be_told(rank: int, said: str) -> None:
     names = ["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"]
-    server = vllm({"r": 8, "rank_pattern": {}, "lora_alpha": 16} | {"r": rank}, names)
-    assert said in server.said
-    assert bool(server.problems) == (rank == 600)
-    assert not llama_cpp_server({"r": rank}, names).problems
+    vllm, llama_cpp = (judged(server, {"r": rank, "rank_pattern": {}}, names) for server in ADAPTER_SERVERS)
+    assert said in vllm[0]
+    assert bool(vllm[1]) == (rank == 600)
+    assert not llama_cpp[1]

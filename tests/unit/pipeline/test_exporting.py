@@ -33,3 +33,12 @@ def test_nothing_is_uploaded_offline_or_unverified(tmp_path: Path, options: dict
     with pytest.raises(FtcliError, match="--push-to-hub me/mine") as caught:
         pipeline.export(load_recipe(recipe), Session(offline=not options), tmp_path, asked)
     assert caught.value.findings[0].code == "FT755"
+
+
+@pytest.mark.parametrize("repo", ["s3://bucket/mine", "a/b/c", "https://huggingface.co/me/mine", "", "me/--"])
+def test_a_name_that_is_none_on_the_hub_is_refused_before_anything_is_written(tmp_path: Path, repo: str) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text('version: 1\nmodel: {name_or_path: "bundled:tiny-gemma2"}\n')
+    with pytest.raises(FtcliError, match="no name of a repository") as caught:
+        pipeline.export(load_recipe(recipe), Session(), tmp_path, pipeline.ExportOptions(repo=repo))
+    assert (caught.value.findings[0].code, caught.value.exit_code) == ("FT755", 2)

@@ -265,6 +265,38 @@ def test_weights_must_be_there_unless_they_are_drawn(
     assert findings(str(path)) == []
 
 
+def _closed(path: Path, patch: pytest.MonkeyPatch) -> None:
+    """As a mode of 000 does it to whoever is not root."""
+    path.write_bytes(b"")
+    opened = Path.open
+
+    def refused(self: Path, *args: Any, **options: Any) -> Any:
+        if self == path:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return opened(self, *args, **options)
+
+    patch.setattr(Path, "open", refused)
+
+
+UNREADABLE: dict[str, Callable[[Path, pytest.MonkeyPatch], None]] = {
+    "cannot be read (Permission denied)": _closed,
+    "cannot be read (No such file or directory)": lambda path, _: path.symlink_to("nowhere"),
+    "is no regular file": lambda path, _: os.mkfifo(path),
+}
+
+
+@pytest.mark.parametrize("reason", UNREADABLE)
+def test_weights_that_cannot_be_read_are_named(
+    reason: str, folder: Callable[..., Path], findings: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = folder("m", TINY, **tokenizer(eos_token="e", pad_token="p"))
+    UNREADABLE[reason](path / "model.safetensors", monkeypatch)
+    (finding,) = findings(str(path))
+    assert finding.code == "FT317"
+    assert f"model.safetensors {reason}" in finding.message
+    assert "chmod u+r" in finding.help
+
+
 def test_what_was_not_looked_at_is_said(load: Callable[..., Any]) -> None:
     loaded = load("model: {name_or_path: google/gemma-2-9b}\n")
     facts = read_facts(loaded.recipe.model, offline=True, origins=loaded.origins)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.export.resolve import resolve_source
+from ftcli.export.source import resolve_source
 from ftcli.pipeline.weights import result_of
 from ftcli.reporting import SilentReporter
 from ftcli.run import atomic

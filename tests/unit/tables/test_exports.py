@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ftcli.export.loading import not_verified
-from ftcli.export.resolve import ExportSource
+from ftcli.export.source import ExportSource, not_verified
 from ftcli.export.tensorfile import read_tensors
 from ftcli.export.verify import Verified
 from ftcli.facts.weights import EXPORT_RECORD
@@ -38,7 +37,6 @@ def user(
     rows = {
         "names": exports.ExportFormat(f"{__name__}:write_names", needs_adapter=True),
         "nonsense": exports.ExportFormat(f"{__name__}:write_nonsense"),
-        "unwritten": exports.ExportFormat(),
     }
     monkeypatch.setattr(exports, "TABLE", {**exports.TABLE, **rows})
     return User(tmp_path, capsys)
@@ -66,19 +64,11 @@ def test_what_its_row_says_is_known_to_the_checks(user: User) -> None:
     (finding,) = [finding for finding in document["findings"] if finding["severity"] == "error"]
     assert status == 2
     assert finding["code"] == "FT269"
-    usable = [name for name in exports.supported() if not exports.row(name).needs_adapter]
+    usable = [name for name in exports.names() if not exports.row(name).needs_adapter]
     assert f"formats: [{', '.join(usable)}]" in finding["help"]
     assert "nonsense" in usable
 
 
-def test_a_format_without_code_is_refused_by_name(user: User) -> None:
-    status, document = user.run("check", user.recipe("r", export={"formats": ["unwritten"]}))
-    (finding,) = [finding for finding in document["findings"] if finding["severity"] == "error"]
-    assert status == 2
-    assert finding["code"] == "FT250"
-    assert finding["message"] == "export.formats: unwritten is not supported yet by this version of ftcli"
-
-
 def test_every_code_reference_resolves() -> None:
     for row in exports.TABLE.values():
-        assert row.write is None or callable(code_of(row.write))
+        assert callable(code_of(row.write))

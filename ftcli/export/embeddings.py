@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ftcli.export.resolve import ADAPTER_WEIGHTS, ExportSource, read_adapter_config, unusable
+from ftcli.export.source import ADAPTER_WEIGHTS, ExportSource, read_adapter_config, unusable
 from ftcli.export.tensorfile import finite_tensors
 from ftcli.export.weights import StoredWeights, base_weights, ends, source_config
 from ftcli.facts.shape import means

@@ -1,18 +1,29 @@
-"""Chat templates as Ollama has them, which are Go's: a table of known forms, chosen by what the template renders.
+"""The format ``ollama``: a GGUF file of the first of ``export.gguf.types``, and a Modelfile for `ollama create`.
 
-A form says what stands before and after the content of each role. The text of Go's template and what it renders
-(:func:`expected`) are both made of it; a test runs the one in Go and compares it with the other.
+Ollama's chat templates are Go's. They are of a table of known forms, chosen by what training's template renders. A form
+says what stands before and after the content of each role: Go's text and what it renders (:func:`expected`) are both
+made of it, and a test runs the one in Go and compares it with the other.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ftcli.data.bounded import REFUSALS, limited_template
 from ftcli.errors import ExitCode, Finding, FtcliError
+from ftcli.export.gguf.expected import ExpectedFile, prepare_gguf
+from ftcli.export.gguf.verify import verify_file
+from ftcli.export.gguf.vocabulary import vocabulary_of
+from ftcli.export.gguf.write import write_type
+from ftcli.export.source import ExportSource, not_verified, source_tokenizer
+from ftcli.export.verify import Verified, not_asked
+from ftcli.gguf.file import require_gguf_package
+from ftcli.tables.gguf import TYPES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -196,3 +207,79 @@ def cannot(reason: str) -> FtcliError:
         exit_code=ExitCode.PREFLIGHT,
         help="export gguf: llama.cpp's server renders the chat template itself (`--jinja`)",
     )
+
+
+MODELFILE = "Modelfile"
+_TEMPLATE = re.compile(r'^TEMPLATE """(.*?)"""$', re.MULTILINE | re.DOTALL)
+_STOP = re.compile(r'^PARAMETER stop "(.*)"$', re.MULTILINE)
+
+
+def write(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[str], None]) -> Verified:
+    """Write file and Modelfile into ``folder`` and verify both.
+
+    Raises:
+        FtcliError: FT759 for a chat template that Ollama's kind cannot say; otherwise as the format ``gguf``.
+        OSError: it cannot be written.
+    """
+    require_gguf_package()
+    tokenizer = source_tokenizer(source, offline=offline)
+    form = form_of(tokenizer)
+    told = differences(form, tokenizer)
+    wanted = _with_bos(prepare_gguf(source, offline=offline, say=say), form.bos)
+    kind = source.settings.gguf.types[0]
+    path = folder / f"{wanted.name}-{TYPES[kind].ggml}.gguf"
+    say(f"writing {path.name}")
+    write_type(wanted, path, kind)
+    write_modelfile(folder / MODELFILE, path.name, go_template(form), wanted)
+    if not source.verify:
+        return not_asked(wanted.merged_with)
+    say(f"verifying {path.name}")
+    report = verify_file(path, kind, wanted)
+    problems = [*report.problems, *check_modelfile(folder / MODELFILE, path.name, go_template(form), wanted)]
+    if problems:
+        raise not_verified(folder, problems)
+    return Verified(
+        "every weight, logits of the model that the file describes, tokenizer, stop tokens, conversations",
+        {"type": kind, **wanted.facts, **report.facts("")},
+        (*told, *wanted.description.warnings, *report.warnings(path, kind)),
+        wanted.merged_with,
+    )
+
+
+def require_served(tokenizer: Any, stops: Sequence[int], vocab_size: int) -> None:
+    """Raises FtcliError FT756 or FT759 for a tokenizer or a chat template that Ollama cannot have."""
+    vocabulary_of(tokenizer, stops, vocab_size)
+    form_of(tokenizer)
+
+
+def _with_bos(wanted: ExpectedFile, bos: bool) -> ExpectedFile:
+    """The tokenizer puts bos before a prompt exactly where the template of training did."""
+    return replace(wanted, vocabulary={**wanted.vocabulary, "tokenizer.ggml.add_bos_token": bos})
+
+
+def write_modelfile(path: Path, file: str, template: str, wanted: ExpectedFile) -> None:
+    """Write the Modelfile.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    lines = [f"FROM ./{file}", f'TEMPLATE """{template}"""']
+    lines += [f'PARAMETER stop "{stop}"' for stop in _stops(wanted)]
+    path.write_text("\n".join([*lines, ""]), encoding="utf-8")
+
+
+def _stops(wanted: ExpectedFile) -> list[str]:
+    tokens = [str(wanted.tokenizer.convert_ids_to_tokens(stop)) for stop in wanted.stops]
+    if any('"' in token or "\n" in token for token in tokens):
+        raise cannot(f"the stop tokens {json.dumps(tokens)} cannot be quoted")
+    return tokens
+
+
+def check_modelfile(path: Path, file: str, template: str, wanted: ExpectedFile) -> list[str]:
+    """Problems with a Modelfile: what its template is, where it stops, and which file it is of."""
+    text = path.read_text(encoding="utf-8")
+    written = _TEMPLATE.search(text)
+    problems = [] if text.startswith(f"FROM ./{file}\n") else [f"the Modelfile is not of {file}"]
+    missing = set(_stops(wanted)) - set(_STOP.findall(text))
+    problems += [f"the Modelfile does not stop at {stop}" for stop in sorted(missing)]
+    return problems if written and written[1] == template else [*problems, "the Modelfile has another template"]

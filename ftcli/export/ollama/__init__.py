@@ -1,1 +1,0 @@
-"""Ollama: a GGUF file and a Modelfile whose template renders what training rendered."""
