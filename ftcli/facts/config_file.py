@@ -201,7 +201,7 @@ def _folder(folder: Path, origin: Origin | None) -> ConfigSource:
             origin,
             help="this is an adapter: name its base model, or merge it first with `ftcli export`"
             if adapter
-            else "name a folder in transformers' layout",
+            else "name a folder in Transformers format (it has a config.json)",
         )
     return ConfigSource("local folder", folder, read_json(path, origin))
 
@@ -241,7 +241,10 @@ def hub_error(error: Exception, model: ModelConfig, origin: Origin | None, *, of
             )
         case hub.EntryNotFoundError() if not isinstance(error, hub.LocalEntryNotFoundError):
             return preflight_error(
-                "FT304", f"{name} holds no config.json", origin, help="choose one in transformers' layout"
+                "FT304",
+                f"{name} holds no config.json",
+                origin,
+                help="choose a repository in Transformers format (it has a config.json)",
             )
         case _:
             reason = first_line(error)
