@@ -197,7 +197,7 @@ def _stops(context: Context, grpo: GrpoConfig) -> Findings:
         yield context.error(
             "FT281",
             "grpo.stop_strings",
-            "grpo.mask_truncated_completions would leave completions that end at one of grpo.stop_strings out of the loss",
+            "grpo.mask_truncated_completions would leave completions that end at a stop string out of the loss",
             help="remove one of them",
         )
 
