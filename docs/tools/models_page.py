@@ -48,29 +48,24 @@ RANK = (
 
 _HEAD = """# Supported models
 
-Every model that transformers builds for text generation can be tried: what a family needs that ftcli does not do is
-refused by name, before anything is trained. The families below are run in the tests (`make test-families`), each as a
-small random model: the loss is the model's own, every adapter gets a gradient, what is saved is what was trained, and
-a merged export answers as base and adapter did. They are in the order in which people train them.
+Is your model's architecture here? Every causal language model that transformers builds can be tried; what ftcli does
+not do with a family is refused by name. These families are tested (`make test-families`), each as a small random model.
+They are in the order in which people train them.
 
 - **Kernels**: `layers` are computed by ftcli's kernels on a CUDA GPU; `parts` has norms and attention on them; `none`
   trains on transformers' own layers.
 - **LoRA** on all linear layers, **QLoRA** on an NF4 base, **full** fine-tuning, **export** of a merged model, and
   **packing** (`data.packing`) each say `yes`, or the [code](errors.md) of what refuses it. FT443: a document would see
   the one before it, found by trial.
-- `all-linear` is every linear layer of the decoder's layers, experts included. Experts are adapted as PEFT does it: the
-  adapter is added to the weights in their own dtype. So are the dense layers beside them in Qwen3-Next, GLM-4-MoE and
-  DeepSeek-V3, whose names PEFT 0.21 takes for those of experts; on a quantised base those have no adapter, which
-  a run and `ftcli check` say.
+- `all-linear` is every linear layer of the decoder's layers, experts included (as PEFT adapts them). On a quantised
+  base the dense layers beside the experts of Qwen3-Next, GLM-4-MoE and DeepSeek-V3 have no adapter; a run says so.
 - Multimodal checkpoints are trained on text. Their other parts are frozen, never quantised, and exported as they were.
-- A memory estimate: where kernels are not `none`, and for BitNet, Ministral-3 and what is made of it. For the others
+- The memory estimate covers families whose kernels are not `none`, BitNet and Ministral-3. For the others
   `ftcli check` says what training needs at least.
 
-The table is about architectures. A published checkpoint may still be refused for how its weights are stored (FT316):
-OpenAI's gpt-oss is published in MXFP4, DeepSeek-V3 in fp8. Name a copy in bfloat16.
-
-Refused by name: other multimodal checkpoints (FT309), encoder-decoders (FT309), checkpoints stored in other packed
-formats than NF4 (FT316), dropout on experts (FT333), heads that the loss cannot stand for (FT335).
+A checkpoint may still be refused for how its weights are stored (FT316): gpt-oss is published in MXFP4, DeepSeek-V3 in
+fp8. Name a copy in bfloat16. Also refused: other multimodal checkpoints and encoder-decoders (FT309), dropout on
+experts (FT333), unknown scaling of the logits (FT335).
 
 | model_type | kernels | LoRA | QLoRA | full | export | packing | trained |
 |---|---|---|---|---|---|---|---|

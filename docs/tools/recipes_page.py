@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 from ftcli.config.schema import Node, RecipeSchema
 from ftcli.config.usable import usable_values
@@ -20,8 +20,7 @@ _INTRO = """\
 
 # Recipes
 
-A recipe is a YAML file that describes one experiment. Each command reads the sections that it needs, so training,
-evaluation and export share one file. The smallest recipe that trains:
+One YAML file describes one experiment; training, evaluation and export share it. The smallest recipe that trains:
 
 ```yaml
 version: 1
@@ -34,8 +33,8 @@ data:
 ```
 
 `ftcli recipes list` shows recipes to start from, `ftcli recipes copy NAME` makes one yours, and `ftcli check RECIPE`
-says what is wrong with one, all at once, before anything is downloaded. `ftcli recipes schema > recipe.schema.json`
-writes the JSON Schema; with this first line, editors that know it complete and check recipes as you type:
+says all that is wrong with it. `ftcli recipes schema > recipe.schema.json` writes the JSON Schema; with this first
+line editors complete and check recipes as you type:
 
 ```yaml
 # yaml-language-server: $schema=recipe.schema.json
@@ -43,33 +42,41 @@ writes the JSON Schema; with this first line, editors that know it complete and 
 
 ## How a file is read
 
-- Keys that do not exist, duplicate keys and values of the wrong type are errors. Nothing is ignored. Key names of
-  axolotl, LLaMA-Factory, TRL, torchtune, Unsloth and litgpt are recognised and answered with the name used here.
-- A value that this version of ftcli does not carry out yet is refused by name ([FT250](errors.md)).
-- Words mean what YAML 1.2 says: `true` and `false` are the only booleans (`yes`, `no`, `on`, `off` are text), `1e-4`,
-  `1E-4` and `.5e-3` are numbers. `1:30`, `010`, `1_000` and dates are text, and an error where a number belongs.
-- Anchors and aliases work. Tags (`!!python/...`), merge keys (`<<`), tabs and several documents in one file are errors.
-- Files are UTF-8, up to 128 KiB.
-- Paths are relative to the directory in which the command runs; `bundled:NAME` is something that ships with ftcli.
-- Secrets do not belong in recipes, which are copied into run directories: keys such as `hub_token` and values that
-  look like access tokens are refused. Use `hf auth login`, `wandb login` or the environment.
+- Unknown keys, duplicate keys and values of the wrong type are errors; key names of other tools are answered with
+  the name used here. A value that this version does not carry out is refused ([FT250](errors.md)).
+- YAML 1.2: `true` and `false` are the only booleans; `1e-4` and `.5e-3` are numbers; `yes`, `1:30`, `010`, `1_000` and
+  dates are text. Anchors and aliases work; tags, merge keys (`<<`), tabs and several documents are errors.
+- Paths are relative to the directory in which the command runs; `bundled:NAME` ships with ftcli.
+- Secrets are refused, since recipes are copied into run directories. Use `hf auth login` or `wandb login`.
 
 ## `extends`
 
 `extends: base.yaml` builds on another recipe, whose path is relative to the file that names it. Maps merge key by key;
-lists and single values replace those of the base; `lora: null` removes a section. Bases may extend further recipes.
-Messages name the file and line in which a value stands.
+lists and single values replace those of the base; `lora: null` removes a section.
 
 ## `--set`
 
-`--set section.key=value` changes one value for one invocation. The text is split at its first `=`, the value is read as
-YAML, and the result is validated like the file: `--set train.learning_rate=1e-4`, `--set lora=null`,
-`--set data.train=[a.jsonl,b.jsonl]`, `--set data.train.0.max_rows=100` (list positions count from 0).
+`--set section.key=value` changes one value for one command; the value is YAML, validated like the file:
+`--set train.learning_rate=1e-4`, `--set lora=null`, `--set data.train=[a.jsonl,b.jsonl]`,
+`--set data.train.0.max_rows=100` (list positions count from 0).
 `--output-dir`, `--resume` and `--max-steps` set `run.output_dir`, `run.resume` and `train.max_steps`, and win over
 `--set`.
 
 ## Keys
 """
+
+
+class Row(NamedTuple):
+    """The cells of a key's row."""
+
+    key: str
+    value: str
+    default: str
+    about: str
+
+
+#: The section that explains a row, for rows of sections in lists.
+Explained: TypeAlias = dict[Row, str]
 
 
 def page() -> str:
@@ -88,11 +95,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _keys(schema: RecipeSchema) -> Iterator[str]:
     root = schema.root
     required = set(root["required"])
+    explained: Explained = {}
     for name, node in root["properties"].items():
         if not schema.properties(node):
             yield from _single(schema, name, node)
         else:
-            yield from _section(schema, name, node, required=name in required)
+            yield from _section(schema, name, node, explained, required=name in required)
 
 
 def _single(schema: RecipeSchema, name: str, node: Node) -> Iterator[str]:
@@ -101,25 +109,33 @@ def _single(schema: RecipeSchema, name: str, node: Node) -> Iterator[str]:
     yield f"{about} Must be {schema.describe(node)}. Required (in the recipe or in what it extends).\n"
 
 
-def _section(schema: RecipeSchema, name: str, node: Node, *, required: bool) -> Iterator[str]:
+def _section(schema: RecipeSchema, name: str, node: Node, explained: Explained, *, required: bool) -> Iterator[str]:
     variant = next(part for part in schema.variants(node) if "properties" in part or part.get("type") == "array")
     yield f"### `{name}`\n"
     yield str(variant.get("description", "")) + (" Required." if required else "") + "\n"
     yield "| key | value | default | |"
     yield "|---|---|---|---|"
-    yield from _rows(schema, variant, "", name)
+    yield from _rows(schema, variant, "", name, explained)
     yield ""
 
 
-def _rows(schema: RecipeSchema, node: Node, prefix: str, section: str) -> Iterator[str]:
+def _rows(schema: RecipeSchema, node: Node, prefix: str, section: str, explained: Explained) -> Iterator[str]:
+    """A row for each key; keys that read as those of an earlier section share one that points there."""
     required = set(node.get("required", ()))
+    alike: dict[str, list[str]] = {}
     for key, child in node["properties"].items():
         resolved = schema.resolve(child)
         default = "required" if key in required else _default(resolved)
         value = _escape(schema.describe(child) + _not_yet(schema, child, f"{section}.{prefix}{key}"))
-        cells = (f"`{prefix}{key}`", value, default, _escape(_about(resolved)))
-        yield f"| {' | '.join(cells)} |"
-        yield from _nested(schema, child, f"{prefix}{key}", section)
+        row = Row(key, value, default, _escape(_about(resolved)))
+        earlier = explained.setdefault(row, f"{section}.{prefix}") if prefix.endswith("].") else f"{section}.{prefix}"
+        if earlier != f"{section}.{prefix}":
+            alike.setdefault(earlier, []).append(f"`{prefix}{key}`")
+            continue
+        yield f"| `{prefix}{key}` | {value} | {default} | {row.about} |"
+        yield from _nested(schema, child, f"{prefix}{key}", section, explained)
+    for earlier, keys in alike.items():
+        yield f"| {', '.join(keys)} | | | As in `{earlier.removesuffix('.')}`. |"
 
 
 def _not_yet(schema: RecipeSchema, node: Node, key: str) -> str:
@@ -131,13 +147,13 @@ def _not_yet(schema: RecipeSchema, node: Node, key: str) -> str:
     return f" (not yet: {', '.join(missing)})" if missing else ""
 
 
-def _nested(schema: RecipeSchema, node: Node, path: str, section: str) -> Iterator[str]:
+def _nested(schema: RecipeSchema, node: Node, path: str, section: str, explained: Explained) -> Iterator[str]:
     """Rows for the keys of a section inside a section, or of the sections in a list."""
     for variant in schema.variants(node):
         if "properties" in variant:
-            yield from _rows(schema, variant, f"{path}.", section)
+            yield from _rows(schema, variant, f"{path}.", section, explained)
         elif variant.get("type") == "array":
-            yield from _nested(schema, variant["items"], f"{path}[]", section)
+            yield from _nested(schema, variant["items"], f"{path}[]", section, explained)
 
 
 def _schedules() -> Iterator[str]:

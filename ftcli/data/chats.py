@@ -165,16 +165,15 @@ class Chats:
         if reasoning.strip() and prompt.rstrip().endswith("</think>"):
             return data_error(
                 "FT423",
-                f"the generation prompt ends the reasoning before turn {index + 1} begins, so its own would never be "
-                "generated",
+                f"the generation prompt already closes the reasoning, so turn {index + 1}'s would never be generated",
                 row.origin,
                 "train without it (data.reasoning: drop), or switch it on where the template knows how: "
                 "data.chat_template_kwargs: {enable_thinking: true}",
             )
         return data_error(
             "FT423",
-            f"the chat template writes the conversation before turn {index + 1} differently than for generation, and "
-            "the answer cannot be told from it",
+            f"the chat template renders what precedes turn {index + 1} differently from the generation prompt, so the "
+            "start of the answer cannot be found",
             row.origin,
             "use a template that keeps what is before an answer, such as data.chat_template: chatml",
         )
@@ -192,8 +191,8 @@ def _long(chat: Sequence[Message], row: Row, trained: Sequence[int], whole: str 
         spans = tuple((answer.start, answer.end) for answer in found)
         return Rendered(text, spans, tuple(hole for answer in found for hole in answer.holes), answers=True)
     if len(trained) * len(chat) > _TOO_MANY:
-        message = f"the chat template writes some of the {len(chat):,}turns differently once others follow, so each of "
-        message += f"{len(trained):,} answers would be looked at after all that is before it"
+        message = f"the conversation has {len(chat):,} turns, and the chat template rewrites some of them once others "
+        message += f"follow: each of {len(trained):,} answers would be rendered with all that precedes it"
         help = "split the conversation, train its last answers alone (data.history: last), or use a template that "
         raise data_error("FT422", message, row.origin, f"{help}keeps what is before an answer (chatml)")
     return None

@@ -224,7 +224,8 @@ class Encoder:
             counts["plain_prompts"] += 1
         if self.loss_on == "completion":
             if example.prompt_text is None:
-                raise data_error("FT434", "loss_on: completion needs a prompt and a completion", example.row.origin)
+                message = "loss_on: completion needs a prompt and a completion"
+                raise data_error("FT434", message, example.row.origin, help="use loss_on: auto")
             return [self.renderer.completion(example)]
         return [self.renderer.plain(example)]
 
@@ -306,7 +307,8 @@ class Encoder:
     def _untrained(self, example: Example, labels: list[int]) -> Finding | None:
         if any(label != IGNORE_INDEX for label in labels):
             return None
-        return Finding("FT432", f"no token of this row would be trained (loss_on {self.loss_on})", example.row.origin)
+        message = f"no token of this row would be trained (loss_on {self.loss_on})"
+        return Finding("FT432", message, example.row.origin, "fix or remove the row, or change data.loss_on")
 
     def _check(self, example: Example, labels: list[int]) -> Finding | None:
         """Ends supervised spans at their stop tokens, in place; returns what is wrong with the mask, if anything."""

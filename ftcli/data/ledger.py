@@ -112,7 +112,7 @@ def rendered_apart(ledgers: Sequence[DatasetLedger]) -> Finding | None:
     return Finding(
         "FT446",
         f"the prompts of {', '.join(kinds['plain_prompts'])} are plain text, those of {', '.join(kinds['chats'])} are "
-        "written by the chat template: a model that is asked through the template has not seen the former in that form",
+        "rendered by the chat template: the model learns two prompt formats",
         None,
         "write prompt and completion as lists of messages, or leave it so if both forms are wanted",
         "warning",

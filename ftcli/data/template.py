@@ -343,4 +343,5 @@ def read_template(name: str) -> str:
             f"data.chat_template: {path} cannot be read: {error}",
             exit_code=ExitCode.RECIPE,
             origin=Origin(name),
+            help="name a readable .jinja file, or a bundled template",
         ) from error

@@ -184,7 +184,12 @@ def _sums(model: PreTrainedModel | PeftModel, batch: dict[str, Tensor]) -> tuple
 def _result(total: float, correct: int, count: int, rows: int) -> LossResult:
     loss = total / max(count, 1)
     if not math.isfinite(loss):
-        raise FtcliError.single("FT762", f"the evaluation loss is {loss}", exit_code=ExitCode.DIVERGED)
+        raise FtcliError.single(
+            "FT762",
+            f"the evaluation loss is {loss}",
+            exit_code=ExitCode.DIVERGED,
+            help="evaluate an earlier checkpoint (--checkpoint STEP)",
+        )
     return LossResult(
         loss=loss,
         perplexity=math.exp(min(loss, _LARGEST_EXPONENT)),

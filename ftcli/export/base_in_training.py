@@ -132,7 +132,8 @@ def base_in_training(source: ExportSource, config: PretrainedConfig, model: PreT
     if original and stored:
         raise FtcliError.single(
             "FT740",
-            f"{source.base.name_or_path} is stored in {settings.method}, so there is no other base to merge with",
+            f"export.base: original needs full-precision weights, and {source.base.name_or_path} is stored in "
+            f"{settings.method}",
             exit_code=ExitCode.RECIPE,
             origin=source.origins.at("export.base"),
             help="leave export.base out",

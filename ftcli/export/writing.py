@@ -305,8 +305,8 @@ def _require_rounded(source: ExportSource, formats: Sequence[str]) -> None:
     if stores_ternary_masters(read_config(str(source.folder), revision=None, offline=True).to_dict()):
         raise FtcliError.single(
             "FT740",
-            f"the weights of {source.folder.parent} are rounded in every product, and {unfit[0]} would hold what they "
-            "are rounded from as plain weights",
+            f"{source.folder.parent} was trained with ternary weights; {unfit[0]} would store their float32 masters as "
+            "ordinary weights",
             exit_code=ExitCode.RECIPE,
             help=f"use export.formats: [{', '.join(exports.of_masters())}]",
         )

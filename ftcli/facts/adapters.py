@@ -217,8 +217,5 @@ def no_module_finding(name: str, ends: Sequence[str], origin: Origin | None = No
 
 def half_of_a_pair_finding(name: str, origin: Origin | None = None) -> Finding:
     """FT314 for one side of tied embeddings in ``lora.modules_to_save``."""
-    message = (
-        f"the model shares one matrix between embedding and head: a trained copy of {name} alone would separate them, "
-        "and no export could join them again"
-    )
+    message = f"the model shares one matrix between embedding and head: {name} cannot be trained alone"
     return Finding("FT314", message, origin, "remove it from lora.modules_to_save, or fine-tune fully")

@@ -24,6 +24,8 @@ from ftcli.plain import JsonObject
 
 _MAX_CONFIG_BYTES = 16 * 2**20
 _PROBE_SECONDS = 3.0
+#: The remedy of a damaged file of a model.
+RESTORE = "restore the file from where it came"
 
 SourceKind = Literal["bundled model", "local folder", "bundled config", "hub cache", "hub"]
 
@@ -158,16 +160,15 @@ def read_json(path: Path, origin: Origin | None, *, limit: int = _MAX_CONFIG_BYT
     """A JSON object from a file. Raises FtcliError FT305 (exit 3) for anything else."""
     try:
         if path.exists() and not path.is_file():  # a pipe would be waited for, a device never ends
-            raise preflight_error("FT305", f"{path} is not a regular file", origin)
+            raise preflight_error("FT305", f"{path} is not a regular file", origin, help=RESTORE)
         if path.stat().st_size > limit:
-            raise preflight_error("FT305", f"{path} is larger than {limit >> 20} MiB", origin)
+            raise preflight_error("FT305", f"{path} is larger than {limit >> 20} MiB", origin, help=RESTORE)
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise preflight_error(
-            "FT305", f"{path} cannot be read as JSON: {error}", origin, help="restore the file from where it came"
-        ) from error
+        raise preflight_error("FT305", f"{path} cannot be read as JSON: {error}", origin, help=RESTORE) from error
     if not isinstance(value, dict):
-        raise preflight_error("FT305", f"{path} must hold a JSON object, not a {type(value).__name__}", origin)
+        message = f"{path} must hold a JSON object, not a {type(value).__name__}"
+        raise preflight_error("FT305", message, origin, help=RESTORE)
     return value
 
 
@@ -190,7 +191,8 @@ def _folder(folder: Path, origin: Origin | None) -> ConfigSource:
     if closed is not None:
         raise preflight_error("FT303", f"{folder} cannot be read: {closed}", origin, help=OPEN_IT)
     if not is_folder(folder):
-        raise preflight_error("FT303", f"no model folder at {folder.absolute()}", origin)
+        help = "check the path; a model of the Hub is written OWNER/NAME"
+        raise preflight_error("FT303", f"no model folder at {folder.absolute()}", origin, help=help)
     path = folder / "config.json"
     if not is_file(path):
         adapter = is_file(folder / ADAPTER_CONFIG)
@@ -200,7 +202,7 @@ def _folder(folder: Path, origin: Origin | None) -> ConfigSource:
             origin,
             help="this is an adapter: name its base model, or merge it first with `ftcli export`"
             if adapter
-            else "name a folder in transformers' layout",
+            else "name a folder in Transformers format (it has a config.json)",
         )
     return ConfigSource("local folder", folder, read_json(path, origin))
 
@@ -240,7 +242,10 @@ def hub_error(error: Exception, model: ModelConfig, origin: Origin | None, *, of
             )
         case hub.EntryNotFoundError() if not isinstance(error, hub.LocalEntryNotFoundError):
             return preflight_error(
-                "FT304", f"{name} holds no config.json", origin, help="choose one in transformers' layout"
+                "FT304",
+                f"{name} holds no config.json",
+                origin,
+                help="choose a repository in Transformers format (it has a config.json)",
             )
         case _:
             reason = first_line(error)

@@ -13,6 +13,7 @@ from ftcli.config.model import ModelConfig
 from ftcli.errors import Origin
 from ftcli.facts.config_file import (
     LOCAL_SOURCES,
+    RESTORE,
     ConfigSource,
     Fetch,
     fetch_from_hub,
@@ -190,7 +191,7 @@ def _ids(value: Any) -> list[int]:
 def _supported_type(raw: JsonMap, name: str, origin: Origin | None) -> str:
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or not model_type:
-        raise preflight_error("FT305", f"config.json of {name} has no model_type", origin)
+        raise preflight_error("FT305", f"config.json of {name} has no model_type", origin, help=RESTORE)
     architectures = raw.get("architectures")
     names = [str(a) for a in architectures] if isinstance(architectures, list) else []
     causal = not names or any(n.endswith(("ForCausalLM", "LMHeadModel")) for n in names)
@@ -241,9 +242,9 @@ def _shape(raw: JsonObject, found: ConfigSource, origin: Origin | None) -> Model
     try:
         return shape_of(raw)
     except KeyError as missing:
-        raise preflight_error("FT305", f"{path} has no {missing.args[0]}", origin) from missing
+        raise preflight_error("FT305", f"{path} has no {missing.args[0]}", origin, help=RESTORE) from missing
     except ValueError as problem:
-        raise preflight_error("FT305", f"{path}: {problem}", origin) from problem
+        raise preflight_error("FT305", f"{path}: {problem}", origin, help=RESTORE) from problem
 
 
 def _require_finite(text: JsonMap, found: ConfigSource, origin: Origin | None) -> None:
@@ -255,8 +256,7 @@ def _require_finite(text: JsonMap, found: ConfigSource, origin: Origin | None) -
             continue
         if not 0 <= value <= _LARGEST or (value == 0 and key == "rope factor"):
             path = found.folder / "config.json"
-            help = "restore the file from where it came"
-            raise preflight_error("FT305", f"{path}: {key} {value} is no number to compute with", origin, help=help)
+            raise preflight_error("FT305", f"{path}: {key} {value} is no number to compute with", origin, help=RESTORE)
 
 
 def _rope(raw: JsonMap) -> JsonObject:

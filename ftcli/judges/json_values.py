@@ -39,7 +39,8 @@ def json_valid(json_schema: str | JsonObject | None = None) -> Scorer:
     try:
         validator = None if json_schema is None else validator_of(json_schema)
     except NoSchema as error:
-        raise FtcliError.single("FT280", f"json_schema {error}", exit_code=ExitCode.RECIPE) from error
+        help = "correct the schema; what a `$ref` names has to be under its own `$defs`"
+        raise FtcliError.single("FT280", f"json_schema {error}", exit_code=ExitCode.RECIPE, help=help) from error
 
     def score(completions: Sequence[str], answers: Sequence[str]) -> list[Verdict]:
         return [_passes(text, validator) for text in completions]

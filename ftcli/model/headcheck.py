@@ -52,7 +52,7 @@ def check_head(model: PreTrainedModel, input_ids: Sequence[int], plan: DtypePlan
         return 0.0  # a broken model is not a matter of its head: training and evaluation name it
     difference = float((found - wanted).norm() / wanted.norm().clamp(min=1e-12))
     if not difference <= _ALLOWED[plan.compute]:  # NaN fails, too
-        said = f"on one row, its logits and those that the loss would compute differ by {difference:.2g} of their size"
+        said = f"its own logits and those of the loss differ by {difference:.2g} (relative, on one row)"
         raise _differs(model, said)
     return difference
 
@@ -71,7 +71,7 @@ def _logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
 def _differs(model: PreTrainedModel, said: str) -> FtcliError:
     return FtcliError.single(
         "FT335",
-        f"the head of a {type(model).__name__} is not what ftcli takes it for: {said}",
+        f"ftcli would compute the loss of a {type(model).__name__} wrongly: {said}",
         exit_code=ExitCode.PREFLIGHT,
         help="choose another model, and report this with the model's name: its config.json has a value that ftcli does "
         "not know",

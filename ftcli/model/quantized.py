@@ -271,9 +271,9 @@ def rounded_before(reason: str) -> FtcliError:
     """FT340: a warm-up from exact to quantised values, and there are no exact ones."""
     return FtcliError.single(
         "FT340",
-        f"quantization.lambda_warmup_steps warms up to quantised values, and {reason}",
+        f"quantization.lambda_warmup_steps starts from full-precision weights, but {reason}",
         exit_code=ExitCode.PREFLIGHT,
-        help="leave quantization.lambda_warmup_steps out: the model is trained on from the values that it has",
+        help="remove quantization.lambda_warmup_steps; training goes on from the ternary weights",
     )
 
 

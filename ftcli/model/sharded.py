@@ -125,7 +125,7 @@ def _require_same(layer: Any, whole: Mapping[str, Tensor], policy: MixedPrecisio
         if not torch.equal(_bytes(found[name].detach()), _bytes(wanted)):
             raise FtcliError.single(
                 "FT713",
-                f"{name} of the first layer has changed after the ranks put it together from their parts",
+                f"{name} of the first layer changed when it was all-gathered from its shards",
                 exit_code=ExitCode.BUG,
                 help=f"train with launch.engine: {engines.by_auto(shards=False)} if the model fits each GPU, and "
                 "report this with the run's manifest.json",

@@ -151,7 +151,7 @@ def _require_documents_apart(report: PreflightReport, model: PreTrainedModel) ->
     if recurrent is not None:
         raise FtcliError.single(
             "FT443",
-            "where documents share a row, this model lets one see the one before it: its "
+            "this model does not keep packed documents apart: its "
             f"{type(recurrent).__name__} carries state from token to token",
             exit_code=ExitCode.PREFLIGHT,
             help="train with data.packing: false and data.padding_free: false",

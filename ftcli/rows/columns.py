@@ -73,9 +73,9 @@ class UnreadColumns:
         take = f"to train on the chosen answers, write {instead}" if pairs else "keep the good rows only"
         return Finding(
             "FT408",
-            f"column {name!r} {what}, and all rows would be {'matched' if self._asked else 'trained'} alike",
+            f"column {name!r} {what}, but every row would be {'matched' if self._asked else 'trained'} as a good one",
             row.origin,
-            f"{methods.offered(method)}; {take}, or, where it means nothing of the kind, write "
+            f"{methods.offered(method)}; {take}, or, if the column means something else, write "
             f"`remove_columns: [{names}]` beside `path`",
         )
 

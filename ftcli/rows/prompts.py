@@ -37,11 +37,13 @@ def to_prompt(example: Example) -> Prompt:
     if example.messages is not None:
         last = example.messages[-1]
         if last["role"] != "assistant" or len(example.messages) < 2:
-            raise data_error("FT413", "the conversation does not end with an assistant's answer", example.row.origin)
+            message = "the conversation does not end with an assistant's answer"
+            raise data_error("FT413", message, example.row.origin, "end it with the answer, or remove the row")
         asked_of = example.messages[:-1]
         return Prompt(example.row, asked_of, None, str(last["content"]), example.tools, example.switches)
     if example.prompt_text is None or example.text is None:
-        raise data_error("FT413", "plain text has no answer to compare with", example.row.origin)
+        message = "plain text has no answer to compare with"
+        raise data_error("FT413", message, example.row.origin, "use rows of messages, or of prompt and answer")
     return Prompt(example.row, None, example.prompt_text, example.text.removeprefix(example.prompt_text))
 
 
@@ -90,4 +92,4 @@ def _bare_prompt(row: Row) -> Prompt:
     try:
         return Prompt(row, as_chat(row.fields.get("prompt")), None, None, tools_of(row), switches_of(row))
     except Misfit as misfit:
-        raise data_error("FT414", str(misfit), row.origin) from misfit
+        raise data_error("FT414", str(misfit), row.origin, "make it a text, or a list of {role, content}") from misfit

@@ -67,8 +67,8 @@ def hold_result(run: RunDirectory) -> list[Finding]:
             "FT771",
             f"{run.path / status.trained.result} is not what training wrote: {changed}",
             exit_code=ExitCode.RECIPE,
-            help="restore the file, or take a checkpoint with --checkpoint STEP; an adapter that was changed on "
-            f"purpose is exported as anybody's: `ftcli export {run.path / status.trained.result}`",
+            help="restore the file, or take a checkpoint with --checkpoint STEP; to export an adapter that you changed "
+            f"on purpose, name its folder: `ftcli export {run.path / status.trained.result}`",
         )
     if any(len(each) < 3 for each in status.trained.files):
         return [not_held(str(run.path), "ftcli 0.1 noted only the sizes of the result's files, which are the same")]
@@ -126,8 +126,8 @@ def _unheld(known: JsonMap, model: ModelConfig, now: Inputs, *, weights: bool) -
 
 def not_held(what: str, reason: str) -> Finding:
     """FT770: whether something is what training had cannot be told."""
-    help = "nothing needs to be done where you know that it is the same; runs of this version note all of it"
-    return Finding("FT770", f"{what} is not held against training: {reason}", help=help, severity="warning")
+    help = "no action is needed if you know that it is the same; runs of this version record all of it"
+    return Finding("FT770", f"{what} could not be compared with training: {reason}", help=help, severity="warning")
 
 
 def _named_in(recipe: Path) -> JsonObject:

@@ -48,7 +48,8 @@ def reasons(error: BaseException) -> tuple[ExitCode, Sequence[Finding]]:
         return error.exit_code, error.findings
     text = f"{type(error).__name__}: {first_line(error)[:300]}"
     if is_out_of_memory(error):
-        return ExitCode.OUT_OF_MEMORY, (Finding("FT192", f"out of memory: {text}"),)
+        help = "lower train.per_device_train_batch_size or data.max_seq_len; `ftcli check` says what fits"
+        return ExitCode.OUT_OF_MEMORY, (Finding("FT192", f"out of memory: {text}", help=help),)
     help = "run it again with --debug: the rank prints its traceback"
     return ExitCode.BUG, (Finding("FT190", f"this is a bug in ftcli: {text}", help=help),)
 

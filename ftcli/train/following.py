@@ -47,7 +47,7 @@ def with_its_batch(report: PreflightReport, previous: JsonMap, session: Session)
         fitting = [n for n in range(1, began + 1) if began % n == 0]
         raise FtcliError.single(
             "FT737",
-            f"a step of this run learns from {began} micro-batches, which {processes} processes cannot share",
+            f"a step of this run has {began} micro-batches, which {processes} processes do not divide evenly",
             exit_code=ExitCode.RECIPE,
             help=f"continue it with {' or '.join(map(str, fitting))} processes",
         )

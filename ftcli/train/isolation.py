@@ -68,7 +68,7 @@ def check_isolation(
     if not (among_others <= _NEIGHBOURS and behind <= max(usual, _ROUNDINGS * ahead) and ahead <= _FILLER * usual):
         raise FtcliError.single(
             "FT443",
-            "where documents share a row, this model lets one see the one before it: its hidden states differ by "
+            "this model does not keep packed documents apart: a document's hidden states differ by "
             f"{among_others:.2g} with another neighbour, by {by_itself:.2g} without one (relative)",
             exit_code=ExitCode.PREFLIGHT,
             help="train with data.packing: false and data.padding_free: false, or try model.attention: eager and "

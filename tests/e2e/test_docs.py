@@ -201,3 +201,34 @@ def files_named(line: str) -> list[str]:
     if program not in ("python", "bash", "sh", "pytest", "torchrun"):
         return []
     return [word for word in line.split() if re.match(r"(docs|kernels|tests|recipes)/[\w./-]+\.(py|sh|yaml)$", word)]
+
+
+def anchors_of(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"^ *```.*?^ *```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def dead_links(page: Path) -> list[str]:
+    """Links of a page to files or headings of the repository that are not there."""
+    text = re.sub(r"^ *```.*?^ *```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    dead = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        file, _, anchor = link.partition("#")
+        target = page.parent / file if file else page
+        if "://" in link or (target.exists() and (not anchor or anchor in anchors_of(target))):
+            continue
+        dead.append(link)
+    return dead
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=lambda path: path.stem)
+def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
+    assert dead_links(page) == []
+
+
+def test_a_link_that_leads_nowhere_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# A `b` page\n[1](#a-b-page) [2](page.md#a-b-page) [3](#none) [4](none.md) [5](https://x.y/#z)\n")
+    assert dead_links(page) == ["#none", "none.md"]

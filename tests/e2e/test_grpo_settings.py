@@ -89,8 +89,8 @@ def test_a_run_honours_it_and_goes_on_alike(name: str, narrow: User) -> None:
     [
         ({"lora": {"init_lora_weights": "pissa"}, "grpo": {**GRPO, "beta": 0.1}}, "FT274", "without adapters"),
         ({"train": {"neftune_noise_alpha": 5.0}}, "FT250", "not supported by GRPO"),
-        ({"grpo": {**GRPO, "top_p": 0.9}}, "FT277", "grpo.top_p: 0.9 cuts tokens off"),
-        ({"grpo": {**GRPO, "top_k": 20}}, "FT277", "grpo.top_k: 20 cuts tokens off"),
+        ({"grpo": {**GRPO, "top_p": 0.9}}, "FT277", "grpo.top_p: 0.9 samples from some of the tokens"),
+        ({"grpo": {**GRPO, "top_k": 20}}, "FT277", "grpo.top_k: 20 samples from some of the tokens"),
         ({"grpo": {**GRPO, "loss_type": "cispo"}}, "FT276", "which is not set"),
         ({"grpo": {**GRPO, "loss_type": "sapo", "epsilon": 0.1}}, "FT276", "grpo.epsilon is not read"),
         ({"grpo": {**GRPO, "stop_strings": ["7"], "mask_truncated_completions": True}}, "FT281", "loss"),

@@ -7,8 +7,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2] / "ftcli"
 #: Errors that were once without a help line. Position of `help` among the arguments of each way to make a finding.
-CODES = {"FT255", "FT403", "FT404", "FT451", "FT452"}
-POSITIONS = {"Finding": 3, "data_error": 3, "_error": 3, "single": 4, "error": 4}
+CODES = {
+    *("FT192", "FT255", "FT280", "FT303", "FT305", "FT403", "FT404", "FT413"),
+    *("FT424", "FT432", "FT434", "FT451", "FT452", "FT762"),
+}
+POSITIONS = {"Finding": 3, "data_error": 3, "preflight_error": 3, "_error": 3, "single": 4, "error": 3}
 
 
 def findings() -> list[tuple[str, str, bool]]:

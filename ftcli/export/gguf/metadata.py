@@ -139,8 +139,8 @@ def _context(
     if architecture.window or not any(windowed) or c.sliding_window >= longest:
         return longest, ()
     message = (
-        f"llama.cpp has no window in {architecture.name}'s layers: the file says a context of {c.sliding_window} "
-        f"tokens in place of {longest}; up to there it computes what was trained"
+        f"llama.cpp has no sliding window for {architecture.name}: the file limits the context to {c.sliding_window} "
+        f"tokens in place of {longest}, up to which it computes what was trained"
     )
     return int(c.sliding_window), (Finding("FT757", message, severity="warning"),)
 
@@ -154,12 +154,12 @@ def _require_arithmetic(config: PretrainedConfig, architecture: Architecture) ->
     built_in = c.hidden_size // c.num_attention_heads if large else head_dim
     wanted = getattr(c, "query_pre_attn_scalar", None) or head_dim
     if wanted != built_in:
-        raise no_place(f"scores are divided by the root of {wanted}, in llama.cpp by that of {built_in}")
+        raise no_place(f"query_pre_attn_scalar is {wanted}; llama.cpp hard-codes {built_in} for this architecture")
     activation = usual_activation(config)
     if activation != architecture.activation:
-        raise no_place(f"its activation is {activation}, in llama.cpp {architecture.activation}")
+        raise no_place(f"its activation is {activation}; llama.cpp computes {architecture.activation}")
     if architecture.own_head and c.tie_word_embeddings:
-        raise no_place(f"its head is its embedding, and llama.cpp's {architecture.name} wants a separate head")
+        raise no_place(f"it has tied embeddings; llama.cpp's {architecture.name} needs a separate head")
     if architecture.name != "gemma2" and getattr(c, "attn_logit_softcapping", None):
         raise no_place(f"llama.cpp does not cap scores in {architecture.name}")
     if architecture.name not in ("gemma2", "gemma3") and getattr(c, "final_logit_softcapping", None):

@@ -138,7 +138,7 @@ def _clips(context: Context, grpo: GrpoConfig) -> Findings:
         yield context.error(
             "FT276",
             "grpo.epsilon_high",
-            "grpo.loss_type: cispo cuts the ratio itself at grpo.epsilon_high, "
+            "grpo.loss_type: cispo caps the ratio itself at grpo.epsilon_high, "
             + ("which is not set" if grpo.epsilon_high is None else f"and {grpo.epsilon_high:g} is below every ratio"),
             help="use grpo.epsilon_high: 5.0",
         )
@@ -146,7 +146,7 @@ def _clips(context: Context, grpo: GrpoConfig) -> Findings:
         yield context.warning(
             "FT276",
             "grpo.importance_sampling_level",
-            "grpo.loss_type: luspo was described for ratios of whole completions, and here each token has its own",
+            "grpo.loss_type: luspo is meant for one ratio per completion, and importance_sampling_level is token",
             help="use grpo.importance_sampling_level: sequence",
         )
 
@@ -185,8 +185,8 @@ def _sampling(context: Context, grpo: GrpoConfig) -> Findings:
             yield context.error(
                 "FT277",
                 f"grpo.{name}",
-                f"{value} cuts tokens off when completions are sampled, and the log-probabilities of training "
-                "do not account for it: ratios and gradients would be those of another policy",
+                f"{value} samples from some of the tokens, while training's log-probabilities cover all of them: the "
+                "gradients would be those of another policy",
                 help=f"remove grpo.{name}; grpo.temperature counts in both",
             )
 
@@ -197,8 +197,7 @@ def _stops(context: Context, grpo: GrpoConfig) -> Findings:
         yield context.error(
             "FT281",
             "grpo.stop_strings",
-            "grpo.mask_truncated_completions would leave every completion that a text of grpo.stop_strings ends out of "
-            "the loss",
+            "grpo.mask_truncated_completions would leave completions that end at a stop string out of the loss",
             help="remove one of them",
         )
 
@@ -211,8 +210,8 @@ def reference_findings(context: Context, grpo: GrpoConfig) -> Findings:
     yield context.error(
         "FT274",
         "lora.init_lora_weights",
-        f"init_lora_weights: {lora.init_lora_weights} takes over a part of the base weights, and grpo.beta compares "
-        "with the model without adapters",
+        f"init_lora_weights: {lora.init_lora_weights} changes the base weights, which grpo.beta uses as the reference "
+        "(the model without adapters)",
         help="use grpo.beta: 0, or another init_lora_weights",
     )
 

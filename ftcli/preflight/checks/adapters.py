@@ -16,7 +16,7 @@ def check(context: Context) -> Findings:
             yield context.error(
                 "FT274",
                 "train.loraplus_lr_ratio",
-                "train.loraplus_lr_ratio is about adapters, and there is no `lora` section",
+                "train.loraplus_lr_ratio needs adapters, and there is no `lora` section",
                 help="remove it, or add a `lora` section",
             )
         return
@@ -24,7 +24,7 @@ def check(context: Context) -> Findings:
         yield context.error(
             "FT274",
             "lora.layers_pattern",
-            "lora.layers_pattern says where a layer's number stands, and lora.layers_to_transform names none",
+            "lora.layers_pattern has no effect without lora.layers_to_transform",
             help="add layers_to_transform, or remove it",
         )
     if isinstance(lora.exclude_modules, str):
@@ -48,21 +48,23 @@ def _kinds(context: Context) -> Findings:
         yield context.error(
             "FT274",
             "lora.use_dora",
-            f"DoRA needs the norm of each adapted weight, and quantization.method: {method} stores no matrix",
+            f"use_dora does not work with quantization.method: {method}: DoRA needs the norm of each full weight",
             help=f"use quantization.method: {others}, or leave out use_dora",
         )
     if not lora.changes_base:
         return
     path, said = "lora.init_lora_weights", f"init_lora_weights: {lora.init_lora_weights}"
-    why = "takes over a part of the base weights"
     if packed:
         yield context.error(
-            "FT274", path, f"{said} {why}, and quantization.method: {method} stores them packed", help=f"use {others}"
+            "FT274",
+            path,
+            f"{said} changes the base weights, which quantization.method: {method} freezes",
+            help=f"use {others}",
         )
     if lora.use_dora:
         yield context.error(
             "FT274",
             path,
-            f"{said} {why}, and what DoRA trains beside it cannot be saved as an adapter of the base as it was",
+            f"DoRA with {said} cannot be saved as a plain adapter of the base",
             help="leave one of the two out",
         )

@@ -26,7 +26,7 @@ def check(context: Context) -> Findings:
         yield context.error(
             "FT287",
             _KEY,
-            f"{_KEY} {copies}: {processes} {'process' if processes == 1 else 'processes'} cannot have {copies} copies, "
-            "each spread over two processes or more",
+            f"{_KEY} {copies} needs launch.num_processes divisible by {copies} and at least {2 * copies}; it is "
+            f"{processes}",
             help=f"use {_KEY}: {' or '.join(fitting)}" if fitting else f"start at least {2 * copies} processes",
         )

@@ -48,7 +48,7 @@ def _data(context: Context) -> Findings:
         yield context.error(
             "FT256",
             "data.loss_on",
-            f"data.loss_on: {data.loss_on} has no meaning for rows of format {data.format}",
+            f"data.loss_on: {data.loss_on} does not apply to rows of format {data.format}",
             help=f"use one of auto, {', '.join(layouts.row(data.format).loss_on)}",
         )
 

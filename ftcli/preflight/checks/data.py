@@ -216,7 +216,7 @@ def _meaning(context: Context, facts: ModelFacts, first: FirstRows) -> Findings:
             message = f"rows of format {first.layout} have no prompt to answer"
             yield Finding("FT413", message, origin, "use prompt and answer")
     elif not first.path.startswith("eval.tasks.") and not _has_loss(first, loss_on):
-        message = f"loss_on: {loss_on} has no meaning for these rows of format {first.layout}"
+        message = f"loss_on: {loss_on} does not apply to these rows of format {first.layout}"
         yield Finding("FT434", message, origin, "use loss_on: auto")
     if context.work == "train" and context.method.row_rules is not None and first.path.startswith("data.train"):
         yield from code_of(context.method.row_rules)(context, first)

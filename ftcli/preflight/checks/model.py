@@ -38,11 +38,11 @@ def check(context: Context, facts: ModelFacts) -> Findings:
         yield context.warning(
             "FT318",
             "model.name_or_path",
-            f"{facts.name}'s config.json asks for the router's auxiliary loss (output_router_logits): it is not added",
-            help="nothing to do where adapters are trained: the router is frozen",
+            f"{facts.name} has output_router_logits: true; ftcli does not add the router's auxiliary loss",
+            help="adapters need no action (the router is frozen); in full fine-tuning watch the held-out loss",
         )
     if context.recipe.model.attention == "sdpa" and context.work != "export" and not takes_sdpa(facts.text_type):
-        message = f"model.attention: sdpa, and transformers computes {facts.text_type} without it"
+        message = f"model.attention: sdpa is not available for {facts.text_type} in transformers"
         yield context.error("FT250", "model.attention", message, help="use model.attention: auto, or eager")
     yield from _positions(context, facts)
     yield from _stored_quantized(context, facts)
@@ -100,8 +100,9 @@ def _warm_up(context: Context, facts: ModelFacts) -> Findings:
         yield context.error(
             "FT340",
             "quantization.lambda_warmup_steps",
-            f"{facts.name} was trained rounded: a warm-up would begin with values that it was never trained on",
-            help="leave it out: the model is trained on from the values that it has",
+            f"{facts.name} was trained with ternary weights; lambda_warmup_steps would start from full-precision "
+            "values that it was never trained on",
+            help="remove it; training goes on from the ternary weights",
         )
 
 
@@ -115,8 +116,7 @@ def _merged_with_rounded(context: Context, method: str) -> Findings:
     yield tell(
         "FT339",
         "export.formats",
-        f"an adapter on {method} weights cannot be merged: their sum is not {method}, and rounding it again would be "
-        "another model",
+        f"an adapter cannot be merged into {method} weights: rounding the sum to {method} again would change the model",
         help=f"use export.formats: [{', '.join(exports.names(merges=False))}], or train without `lora`",
     )
 
@@ -130,7 +130,7 @@ def _formats_of_rounded(context: Context, method: str) -> Findings:
     for index, name in enumerate(context.recipe.export.formats):
         row, path = exports.row(name), f"export.formats.{index}"
         if rounds and not row.masters:
-            message = f"{name} would hold the masters of {method} weights as plain ones, which are another model"
+            message = f"{name} would store the float32 masters of {method} weights as ordinary weights"
             yield tell("FT339", path, message, help=f"use export.formats: [{', '.join(exports.of_masters())}]")
         elif row.of_quantized and method not in row.of_quantized:
             wanted = " or ".join(row.of_quantized)
@@ -162,7 +162,7 @@ def _random_base(context: Context, facts: ModelFacts) -> Findings:
         yield context.note(
             "FT747",
             "model.init",
-            f"{facts.name} has random weights here, which are not kept: `ftcli export` can merge nothing with them",
+            f"{facts.name} has random weights, which are not saved, so `ftcli export` cannot merge the adapter",
             help=f"use export.formats: [{', '.join(exports.names(merges=False))}]",
         )
 
@@ -243,7 +243,7 @@ def _heads(context: Context, shape: ModelShape) -> Findings:
         yield context.error(
             "FT319",
             "model.name_or_path",
-            f"head_dim {shape.head_dim} is odd, and rotary embeddings turn pairs of features",
+            f"head_dim {shape.head_dim} is odd; rotary embeddings need an even one",
             help="correct head_dim in config.json",
         )
 

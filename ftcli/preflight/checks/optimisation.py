@@ -41,7 +41,7 @@ def _optimizer(context: Context, installed: Installed) -> Findings:
         yield context.error(
             "FT273",
             "train.lr_scheduler_type",
-            f"train.optim: {train.optim} takes the place of a schedule, and lr_scheduler_type is "
+            f"train.optim: {train.optim} replaces the learning-rate schedule, and lr_scheduler_type is "
             f"{train.lr_scheduler_type}",
             help=f"set train.lr_scheduler_type: {schedules.CONSTANT}; train.warmup_steps still warms up",
         )
@@ -49,7 +49,7 @@ def _optimizer(context: Context, installed: Installed) -> Findings:
         yield context.error(
             "FT273",
             "train.adam_beta1",
-            f"train.optim: {train.optim} divides by adam_beta1 to find its average",
+            f"train.optim: {train.optim} divides by adam_beta1, which is 0",
             help="use a value above 0, such as 0.9",
         )
 
@@ -72,15 +72,15 @@ def _rounding(context: Context) -> Findings:
         yield context.error(
             "FT275",
             "train.pure_bf16",
-            "train.pure_bf16 is about full fine-tuning; with a `lora` section the base is in the compute dtype anyway",
+            "train.pure_bf16 is for full fine-tuning; with a `lora` section the base is in the compute dtype anyway",
             help="remove train.pure_bf16; adapters stay in float32",
         )
     if recipe.lora is None and quantizations.row(recipe.quantization.method).quantize is not None:
         yield context.error(
             "FT275",
             "train.pure_bf16",
-            f"train.pure_bf16 is about plain weights, and quantization.method is {recipe.quantization.method}",
-            help="remove train.pure_bf16; what is rounded from stays in float32",
+            f"train.pure_bf16 does not work with quantization.method: {recipe.quantization.method}",
+            help="remove train.pure_bf16; its master weights stay in float32",
         )
     if recipe.model.dtype not in ("auto", "bfloat16"):
         yield context.error(
@@ -102,10 +102,10 @@ def _narrow_gradients(context: Context) -> Findings:
     """FT275: gradients in bfloat16 of parameters in float32."""
     recipe, train, key = context.recipe, context.recipe.train, "train.bf16_gradients"
     if recipe.lora is not None:
-        said = "is about full fine-tuning, and there is a `lora` section"
+        said = "is for full fine-tuning, and there is a `lora` section"
         yield context.error("FT275", key, f"{key} {said}", help=f"remove {key}; adapters' gradients are small")
     elif quantizations.row(recipe.quantization.method).quantize is not None:
-        said = f"is about plain weights, and quantization.method is {recipe.quantization.method}"
+        said = f"does not work with quantization.method: {recipe.quantization.method}"
         yield context.error("FT275", key, f"{key} {said}", help=f"remove {key}")
     if train.pure_bf16:
         said = "keeps parameters in float32, and train.pure_bf16 holds them and their gradients in bfloat16"

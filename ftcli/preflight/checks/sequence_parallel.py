@@ -21,7 +21,7 @@ def check(context: Context) -> Findings:
         yield context.error(
             "FT286",
             _KEY,
-            f"{_KEY} {parts}: {processes} {'process' if processes == 1 else 'processes'} cannot form teams of {parts}",
+            f"{_KEY} {parts} does not divide launch.num_processes {processes}",
             help=f"use {_KEY}: {' or '.join(fitting)}" if fitting else f"start {parts} processes: --gpus {parts}",
         )
     if engines.row(launch.engine).processes == 1:
@@ -35,7 +35,7 @@ def check(context: Context) -> Findings:
         yield context.error(
             "FT286",
             "train.neftune_noise_alpha",
-            f"the noise of train.neftune_noise_alpha is scaled by the length of rows, which {_KEY} {parts} divides",
+            f"train.neftune_noise_alpha needs whole rows, which {_KEY} {parts} splits",
             help="remove one of the two",
         )
 
@@ -50,6 +50,6 @@ def check_model(context: Context, plan: RunPlan) -> Findings:
         yield context.error(
             "FT345",
             _KEY,
-            f"{_KEY} {parts}: processes cannot share rows of this model: {reason}",
+            f"{_KEY} {parts}: this model does not support context parallelism: {reason}",
             help=f"remove {_KEY}; a longer row fits with train.gradient_checkpointing: offload",
         )

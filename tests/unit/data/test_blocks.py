@@ -132,7 +132,7 @@ def test_a_template_that_writes_long_conversations_otherwise_is_looked_at_in_ful
     elif len(whole[0]) > 1:
         assert finding is not None
         assert finding.code == "FT422"
-        assert "24 answers would be looked at after all that is before" in finding.message
+        assert "24 answers would be rendered with all that precedes it" in finding.message
 
 
 def test_a_turn_that_is_wrong_is_named_by_its_place_in_the_conversation(

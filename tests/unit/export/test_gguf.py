@@ -127,7 +127,7 @@ def test_what_configs_say_is_in_the_file(shape: str, tmp_path: Path) -> None:
 
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "ftcli does not know how llama.cpp builds a model_type granite": ("granite", {}),
-    "scores are divided by the root of 32": ("gemma2", {"query_pre_attn_scalar": 32}),
+    "query_pre_attn_scalar is 32": ("gemma2", {"query_pre_attn_scalar": 32}),
     "rope scaling is dynamic": (
         "llama",
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
@@ -137,7 +137,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "norm_topk_prob is False": ("qwen3_moe", {}),
     "norm_topk_prob is True": ("qwen2_moe", {"norm_topk_prob": True}),
     "not every layer has experts": ("qwen3_moe", {"norm_topk_prob": True, "mlp_only_layers": [0]}),
-    "its head is its embedding": ("qwen2_moe", {"tie_word_embeddings": True}),
+    "it has tied embeddings": ("qwen2_moe", {"tie_word_embeddings": True}),
 }
 
 

@@ -20,9 +20,13 @@ LLAMA = "model: {name_or_path: meta-llama/Llama-3.1-8B}\ndata: {train: [a.jsonl]
 @pytest.mark.parametrize(
     ("settings", "message", "help"),
     [
-        (("launch.num_processes=8", "launch.dp_replicate_size=3"), "cannot have 3 copies", "2 or 4"),
-        (("launch.num_processes=4", "launch.dp_replicate_size=4"), "cannot have 4 copies", "2"),
-        (("launch.dp_replicate_size=2",), "1 process cannot", "start at least 4 processes"),
+        (
+            ("launch.num_processes=8", "launch.dp_replicate_size=3"),
+            "needs launch.num_processes divisible by 3",
+            "2 or 4",
+        ),
+        (("launch.num_processes=4", "launch.dp_replicate_size=4"), "at least 8; it is 4", "2"),
+        (("launch.dp_replicate_size=2",), "at least 4; it is 1", "start at least 4 processes"),
         (
             ("launch.num_processes=4", "launch.dp_replicate_size=2", "launch.engine=ddp"),
             "every process has a copy",

@@ -73,7 +73,7 @@ def test_schedule_free_optimizers_take_no_schedule(context: Callable[..., Contex
     assert found(context(SCHEDULE_FREE, "train.warmup_steps=0.1")) == []
     with_schedule = found(context(SCHEDULE_FREE, "train.lr_scheduler_type=cosine"))
     assert [code for code, _ in with_schedule] == ["FT273"]
-    assert "takes the place of a schedule, and lr_scheduler_type is cosine" in with_schedule[0][1]
+    assert "replaces the learning-rate schedule, and lr_scheduler_type is cosine" in with_schedule[0][1]
     assert [code for code, _ in found(context(SCHEDULE_FREE, "train.adam_beta1=0.0"))] == ["FT273"]
 
 
@@ -102,10 +102,14 @@ def adapter_findings(context: Context) -> list[tuple[str, str]]:
     ("text", "code", "said"),
     [
         ("lora: {use_dora: true}\nquantization: {method: nf4}\n", "FT274", "DoRA needs the norm"),
-        ("lora: {init_lora_weights: pissa}\nquantization: {method: nf4}\n", "FT274", "stores them packed"),
-        ("lora: {init_lora_weights: olora, use_dora: true}\n", "FT274", "cannot be saved as an adapter"),
+        (
+            "lora: {init_lora_weights: pissa}\nquantization: {method: nf4}\n",
+            "FT274",
+            "changes the base weights, which quantization.method: nf4 freezes",
+        ),
+        ("lora: {init_lora_weights: olora, use_dora: true}\n", "FT274", "cannot be saved as a plain adapter"),
         ("lora: {init_lora_weights: pissa_niter_4}\ngrpo: {beta: 0.1}\n", "FT274", "without adapters"),
-        ("lora: {layers_pattern: [layers]}\n", "FT274", "lora.layers_to_transform names none"),
+        ("lora: {layers_pattern: [layers]}\n", "FT274", "no effect without lora.layers_to_transform"),
         ("train: {loraplus_lr_ratio: 8.0}\n", "FT274", "there is no `lora` section"),
         ("lora: {exclude_modules: '('}\n", "FT264", "not a regular expression"),
         ("lora: {alpha_pattern: {'(?i)q_proj': 3.0}}\n", "FT264", "not a regular expression"),

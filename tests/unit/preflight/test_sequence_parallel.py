@@ -19,8 +19,12 @@ LLAMA = "lora: {r: 16}\ndata: {train: [a.jsonl], max_seq_len: 65536}\n"
 @pytest.mark.parametrize(
     ("settings", "message", "help"),
     [
-        (("launch.num_processes=4", "launch.context_parallel_size=3"), "teams of 3", "2 or 4"),
-        (("launch.context_parallel_size=2",), "1 process cannot", "--gpus 2"),
+        (
+            ("launch.num_processes=4", "launch.context_parallel_size=3"),
+            "3 does not divide launch.num_processes 4",
+            "2 or 4",
+        ),
+        (("launch.context_parallel_size=2",), "2 does not divide launch.num_processes 1", "--gpus 2"),
         (
             ("launch.num_processes=2", "launch.context_parallel_size=2", "train.neftune_noise_alpha=5"),
             "neftune_noise_alpha",

@@ -62,7 +62,7 @@ def test_its_row_says_what_its_rows_can_be_used_for(user: User) -> None:
     found = {(finding["code"], finding["message"]) for finding in document["findings"]}
     assert status == 4
     assert ("FT412", "the transcript ends with a question (format transcript)") in found
-    assert ("FT434", "loss_on: assistant has no meaning for these rows of format transcript") in found
+    assert ("FT434", "loss_on: assistant does not apply to these rows of format transcript") in found
     stated = {"train": [file], "format": "transcript", "loss_on": "assistant"}
     status, document = user.run("check", user.recipe(data=stated))
     assert "use one of auto, completion, all" in {finding["help"] for finding in document["findings"]}
