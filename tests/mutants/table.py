@@ -380,7 +380,7 @@ METHODS = (
 EXPORT = (
     _m(
         "merged weights may be far off",
-        "ftcli/export/compare.py",
+        "ftcli/export/verify.py",
         "room = 2 * UNIT_ROUNDOFF[dtype]",
         "room = 2000 * UNIT_ROUNDOFF[dtype]",
         _U + "export/test_merge.py",
@@ -388,7 +388,7 @@ EXPORT = (
     ),
     _m(
         "what was not merged may differ",
-        "ftcli/export/compare.py",
+        "ftcli/export/verify.py",
         "exact = change is None or change.whole is not None",
         "exact = False",
         _U + "export/test_merge.py",
@@ -396,7 +396,7 @@ EXPORT = (
     ),
     _m(
         "foreign tensors pass",
-        "ftcli/export/compare.py",
+        "ftcli/export/verify.py",
         'problems += [f"{name} is not in the base model" for name in sorted(foreign)]',
         "problems += []",
         _U + "export/test_merge.py",

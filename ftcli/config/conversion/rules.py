@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
 
 from ftcli.config.conversion.draft import Draft, is_off, truth
 from ftcli.config.conversion.source import ForeignSetting
@@ -42,7 +41,7 @@ class Rules:
     computed: Mapping[str, Rule]
     before: Callable[[Draft], None] = _nothing
     after: Callable[[Draft], None] = _nothing
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, float | str] = field(default_factory=dict)
     nulls: frozenset[str] = frozenset()
     flatten: bool = False
     trainer: bool = True
@@ -271,7 +270,7 @@ _OF_TRANSFORMERS: Mapping[str, Rule] = MappingProxyType(
     }
 )
 #: What transformers' trainer does where recipes that pass settings on to it (TRL, LLaMA-Factory) say nothing.
-TRAINER_DEFAULTS: Mapping[str, Any] = MappingProxyType(
+TRAINER_DEFAULTS: Mapping[str, float | str] = MappingProxyType(
     {"train.num_train_epochs": 3.0, "train.per_device_train_batch_size": 8, "train.optim": "adamw_torch_fused"}
 )
 NO_COPIES = "rows are read as they are: prepare the file so"

@@ -141,7 +141,12 @@ def _result(sums: Sums, loss: PairLoss) -> LossResult:
     pairs, tokens = of_pairs[0], of_pairs[7] + of_pairs[8]
     mean = total / max(pairs, 1) + loss.sft_weight * cross_entropy / max(of_pairs[7], 1)
     if not math.isfinite(mean):
-        raise FtcliError.single("FT762", f"the evaluation loss is {mean}", exit_code=ExitCode.DIVERGED)
+        raise FtcliError.single(
+            "FT762",
+            f"the evaluation loss is {mean}",
+            exit_code=ExitCode.DIVERGED,
+            help="the weights are not finite: resume from an earlier checkpoint, with a lower train.learning_rate",
+        )
     found = measures(of_pairs)
     more = {ours: found[name] for name, ours in _NAMES.items() if name in found}
     return LossResult(mean, None, None, int(tokens), int(pairs), more)
