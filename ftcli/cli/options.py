@@ -131,14 +131,13 @@ def run_directory(path: str, label: str) -> Path:
     if not is_file(folder / RUN_RECIPE):
         from ftcli.cli.near import run_meant
 
-        closed = why_closed(folder)
+        closed, meant = why_closed(folder), run_meant(folder)
         if closed is not None:
             problem = f"cannot be read: {closed}"
             meant: str | None = OPEN_IT
         else:
             there = is_folder(folder)
             problem = "holds no recipe.yaml, so it is not a run directory" if there else "is not a directory"
-            meant = run_meant(folder)
         raise FtcliError.single(
             "FT154",
             f"{path} {problem}",

@@ -73,6 +73,8 @@ with scratch("drill") as made:
         name, pid = launcher.stdout.readline().split()
         folder, rank = aged(Path(name)), os.pidfd_open(int(pid))
         signal.pidfd_send_signal(rank, signal.SIGSTOP)  # it would hear that its launcher is gone, and end
+        while not Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].startswith(" T"):
+            time.sleep(0.01)
         launcher.send_signal(signal.SIGKILL)
     assert left_by_the_next(place) == {folder.name}
     signal.pidfd_send_signal(rank, signal.SIGKILL)

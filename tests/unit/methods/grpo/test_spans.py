@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from ftcli.methods.grpo import spans as module
 from ftcli.methods.grpo.spans import Spans
 
 CPU = torch.device("cpu")
 
 
-def test_time_belongs_to_the_part_that_was_entered_last() -> None:
+def test_time_belongs_to_the_part_that_was_entered_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     spans = Spans(CPU, ["rollout", "training", "never"], ["training", "rollout"])
     spans.begin_step(1)
-    time.sleep(0.03)  # before any part
-    for part, seconds in (("rollout", 0.02), ("training", 0.04), (None, 0.03), ("training", 0.01), (None, 0.0)):
+    now[0] += 3.0  # before any part
+    for part, seconds in (("rollout", 2.0), ("training", 4.0), (None, 3.0), ("training", 1.0), (None, 0.0)):
         spans.enter(part)
-        time.sleep(seconds)
+        now[0] += seconds
     spans.count("training", 5)
     spans.count("training", 6)
     (found,) = spans.take()
-    assert found["seconds/rollout"] == pytest.approx(0.02, abs=0.012)
-    assert found["seconds/training"] == pytest.approx(0.05, abs=0.012)
+    assert found["seconds/rollout"] == 2.0
+    assert found["seconds/training"] == 5.0
     assert found["seconds/never"] == 0.0
     assert (found["processed_tokens/training"], found["processed_tokens/rollout"]) == (11.0, 0.0)
     assert spans.take() == []
