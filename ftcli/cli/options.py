@@ -134,7 +134,7 @@ def run_directory(path: str, label: str) -> Path:
         closed, meant = why_closed(folder), run_meant(folder)
         if closed is not None:
             problem = f"cannot be read: {closed}"
-            meant: str | None = OPEN_IT
+            meant = OPEN_IT
         else:
             there = is_folder(folder)
             problem = "holds no recipe.yaml, so it is not a run directory" if there else "is not a directory"
