@@ -312,6 +312,7 @@ TRAIN = (
     ),
 )
 _POLICY = _U + "methods/grpo/test_policy.py"
+_LOSSES = _U + "methods/grpo/test_losses.py"
 METHODS = (
     _m(
         "groups of equal rewards keep their rounding",
@@ -360,7 +361,7 @@ METHODS = (
         "ftcli/methods/grpo/losses.py",
         "* shape.micro_batches / shape.generated",
         "* shape.micro_batches",
-        _POLICY,
+        _LOSSES,
     ),
     _m(
         "stop strings of ASCII only",
@@ -454,7 +455,6 @@ CHECKS = (
         "in (ExitCode.PREEMPTED, ExitCode.INTERRUPTED)",
         "in (ExitCode.PREEMPTED,)",
         _U + "run/test_directory.py",
-        _E2E + "resilience_signals.py",
     ),
 )
 TABLE: dict[str, tuple[Mutant, ...]] = {
