@@ -36,7 +36,7 @@ NAMED = 5
 TOLERANCE = 1e-4
 SENSITIVE = 1e-2
 #: Largest relative error of one rounding to the dtype.
-UNIT_ROUNDOFF = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-9}
+UNIT_ROUNDOFF = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 
 
 @dataclass(frozen=True, slots=True)

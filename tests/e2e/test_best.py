@@ -103,6 +103,8 @@ def test_what_counts_as_better() -> None:
     scores = BestEvaluation()
     assert scores.note(1, {"eval_exact_match": 0.5})
     assert not scores.note(2, {"eval_exact_match": 0.25})
+    assert not scores.note(2, {"eval_exact_match": 0.5}), "of equal ones the first is the best"
+    assert scores.step == 1
     assert scores.note(3, {"eval_exact_match": 0.75})
 
 

@@ -286,15 +286,14 @@ TRAIN = (
         "ftcli/train/parallel.py",
         "* SEED_SPREAD + self.group.rank) % 2**63",
         "* SEED_SPREAD) % 2**63",
-        _E2E + "ranks.py",
-        _E2E + "ranks_features.py",
+        _U + "train/test_parallel.py",
     ),
     _m(
         "other weights on another rank go unnoticed",
         "ftcli/train/parallel.py",
         "require_alike([float_of(row[0]) for row in gathered])",
         "pass",
-        _E2E + "ranks_silence.py",
+        _U + "train/test_parallel.py",
     ),
     _m(
         "one checkpoint more is kept",
@@ -312,6 +311,7 @@ TRAIN = (
     ),
 )
 _POLICY = _U + "methods/grpo/test_policy.py"
+_LOSSES = _U + "methods/grpo/test_losses.py"
 METHODS = (
     _m(
         "groups of equal rewards keep their rounding",
@@ -360,7 +360,7 @@ METHODS = (
         "ftcli/methods/grpo/losses.py",
         "* shape.micro_batches / shape.generated",
         "* shape.micro_batches",
-        _POLICY,
+        _LOSSES,
     ),
     _m(
         "stop strings of ASCII only",
@@ -383,24 +383,21 @@ EXPORT = (
         "ftcli/export/verify.py",
         "room = 2 * UNIT_ROUNDOFF[dtype]",
         "room = 2000 * UNIT_ROUNDOFF[dtype]",
-        _U + "export/test_merge.py",
-        _U + "export/test_export_faults.py",
+        _U + "export/test_compare.py",
     ),
     _m(
         "what was not merged may differ",
         "ftcli/export/verify.py",
         "exact = change is None or change.whole is not None",
         "exact = False",
-        _U + "export/test_merge.py",
-        _U + "export/test_export_faults.py",
+        _U + "export/test_compare.py",
     ),
     _m(
         "foreign tensors pass",
         "ftcli/export/verify.py",
         'problems += [f"{name} is not in the base model" for name in sorted(foreign)]',
         "problems += []",
-        _U + "export/test_merge.py",
-        _U + "export/test_export_faults.py",
+        _U + "export/test_compare.py",
     ),
     _m(
         "float16 overflows in silence",
@@ -454,7 +451,6 @@ CHECKS = (
         "in (ExitCode.PREEMPTED, ExitCode.INTERRUPTED)",
         "in (ExitCode.PREEMPTED,)",
         _U + "run/test_directory.py",
-        _E2E + "resilience_signals.py",
     ),
 )
 TABLE: dict[str, tuple[Mutant, ...]] = {
