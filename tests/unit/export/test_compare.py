@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from ftcli.export.compare import _compare_merged, compare_written, difference, open_written
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ftcli.export.compare import _compare_merged, compare_written, difference, open_written
 from ftcli.export.merge import Rounding
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
