@@ -413,10 +413,13 @@ _NAME = re.compile(r"([\w.*]+):(\w+)(?:\((!?)([\w.,-]+)\))?")
 def _rows() -> Iterator[tuple[str, str, ForeignKey]]:
     """Section (empty: any), name and meaning of every name in the table."""
     for line in re.sub(r"\n +", " ", _TABLE).strip().splitlines():
-        row = _ROW.fullmatch(line)
-        if line.startswith("#") or row is None:
+        if line.startswith("#"):
             continue
-        for name, tools, usual, words in _NAME.findall(row["names"]):
+        row = _ROW.fullmatch(line)
+        assert row is not None, line  # a slip in the table, which would be passed over
+        names = [_NAME.fullmatch(name) for name in row["names"].split()]
+        assert all(names), line
+        for name, tools, usual, words in (name.groups() for name in names if name):
             known = ", ".join(TOOLS[letter] for letter in tools) if set(tools) <= set(TOOLS) else tools
             values = tuple(words.split(",")) if words else ()
             only, usual = ((), values) if usual else (values, ())
