@@ -55,10 +55,11 @@ def ours(case: str, options: argparse.Namespace) -> dict[str, Any]:
         rows = pairs(options.pairs * options.steps, lognormal=case == "lognormal")
         data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         recipe = RECIPES / ("smoke-dpo.yaml" if options.device == "cpu" else "llama3.1-8b.yaml")
+        longest = 1024 if options.device == "cpu" else 4096
         storage = case if case in ("nf4", "fp8") else "none"
         words = settings(
             *UNTRAINED, "lora.r=16", "lora.alpha=16", "train.method=dpo", "data.format=preference",
-            "data.loss_on=auto", f"data.train=[{data}]", "data.eval=[]", f"data.max_seq_len={1024 if options.device == 'cpu' else 4096}", "eval.tasks=[]",
+            "data.loss_on=auto", f"data.train=[{data}]", "data.eval=[]", f"data.max_seq_len={longest}", "eval.tasks=[]",
             "eval.every_steps=null", f"train.max_steps={options.steps}", "logging.every_steps=1",
             f"train.per_device_train_batch_size={options.pairs}", "train.gradient_accumulation_steps=1",
             "train.learning_rate=1e-5", "train.warmup_steps=0", f"quantization.method={storage}",
