@@ -214,7 +214,7 @@ _TEMPLATE = re.compile(r'^TEMPLATE """(.*?)"""$', re.MULTILINE | re.DOTALL)
 _STOP = re.compile(r'^PARAMETER stop "(.*)"$', re.MULTILINE)
 
 
-def write(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[str], None]) -> Verified:
+def write(source: ExportSource, folder: Path, say: Callable[[str], None]) -> Verified:
     """Write file and Modelfile into ``folder`` and verify both.
 
     Raises:
@@ -222,10 +222,10 @@ def write(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[s
         OSError: it cannot be written.
     """
     require_gguf_package()
-    tokenizer = source_tokenizer(source, offline=offline)
+    tokenizer = source_tokenizer(source)
     form = form_of(tokenizer)
     told = differences(form, tokenizer)
-    wanted = _with_bos(prepare_gguf(source, offline=offline, say=say), form.bos)
+    wanted = _with_bos(prepare_gguf(source, say), form.bos)
     kind = source.settings.gguf.types[0]
     path = folder / f"{wanted.name}-{TYPES[kind].ggml}.gguf"
     say(f"writing {path.name}")

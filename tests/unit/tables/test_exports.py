@@ -16,7 +16,7 @@ from ftcli.tables import code_of, exports
 from tests.e2e.conftest import User
 
 
-def write_names(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[str], None]) -> Verified:
+def write_names(source: ExportSource, folder: Path, say: Callable[[str], None]) -> Verified:
     """The made-up format: the names of the adapter's tensors, a line each."""
     say("writing names")
     names = sorted(read_tensors(source.folder))
@@ -24,7 +24,7 @@ def write_names(source: ExportSource, folder: Path, *, offline: bool, say: Calla
     return Verified("the number of names", {"names": len(names)})
 
 
-def write_nonsense(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[str], None]) -> Verified:
+def write_nonsense(source: ExportSource, folder: Path, say: Callable[[str], None]) -> Verified:
     """One that fails its verification."""
     (folder / "names.txt").write_text("nonsense")
     raise not_verified(folder, ["nonsense"])
