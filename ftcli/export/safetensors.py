@@ -81,6 +81,14 @@ if TYPE_CHECKING:
 SHARD_BYTES = 4 * 10**9
 #: Above this share of an adapter's effect lost in rounding, people are told.
 LOST_SHARE = 0.5
+#: What lies beside the weights of a model that takes images or sound.
+_PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+_LAYER = re.compile(r"(.*?\.\d+)\.")
+#: Bytes for each element: of a weight that is merged (as stored, s B A, that times s, rounded), of one that is read to
+#: compute with (as stored, float32), of a layer (float32).
+_MERGED, _READ, _COMPUTED = 14, 6, 4
+#: Python, its libraries and the activations of the probe.
+_BESIDE = 1 << 29
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,10 +350,6 @@ def _unmerged() -> str:
     return f"export.formats: [{', '.join(exports.names(merges=False))}]"
 
 
-#: What lies beside the weights of a model that takes images or sound.
-_PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-
-
 def copy_model(source: ExportSource, folder: Path) -> None:
     """Copy a full fine-tune, which is complete already, and write its tokenizer with the template of training.
 
@@ -431,14 +435,6 @@ def _compare(found: dict[str, TensorFile], wanted: dict[str, TensorFile]) -> Ite
             pieces = zip_longest(found[key].pieces(key), wanted[key].pieces(key))
             if (one.dtype, one.shape) != (other.dtype, other.shape) or any(a != b for a, b in pieces):
                 yield f"{key} differs"
-
-
-_LAYER = re.compile(r"(.*?\.\d+)\.")
-#: Bytes for each element: of a weight that is merged (as stored, s B A, that times s, rounded), of one that is read to
-#: compute with (as stored, float32), of a layer (float32).
-_MERGED, _READ, _COMPUTED = 14, 6, 4
-#: Python, its libraries and the activations of the probe.
-_BESIDE = 1 << 29
 
 
 def merge_bytes(base: StoredWeights, changed: Collection[str]) -> int:

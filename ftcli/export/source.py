@@ -46,6 +46,7 @@ _OTHER_FORMULAS = (
 )
 #: Beginnings of an adapter that leave the base as it is; the others (PiSSA, OLoRA, LoftQ) train beside a changed base.
 _ON_THE_BASE = (None, True, False, "gaussian", "orthogonal", "eva", "eye")
+_LOAD_ERRORS = (OSError, ValueError, RuntimeError, KeyError, SafetensorError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,9 +214,6 @@ def unusable(path: Path, reason: str) -> FtcliError:
         exit_code=ExitCode.RECIPE,
         help="export from the run directory in which it was trained, or train it again",
     )
-
-
-_LOAD_ERRORS = (OSError, ValueError, RuntimeError, KeyError, SafetensorError)
 
 
 def load_written(folder: Path, **options: Any) -> PreTrainedModel:

@@ -37,6 +37,8 @@ TOLERANCE = 1e-4
 SENSITIVE = 1e-2
 #: Largest relative error of one rounding to the dtype.
 UNIT_ROUNDOFF = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-9}
+#: Elements that are compared at once.
+_PIECE = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,10 +273,6 @@ def compare_tensors(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -
         if problem:
             problems.append(f"{name} {problem}")
     return shortened(problems)
-
-
-#: Elements that are compared at once.
-_PIECE = 1 << 24
 
 
 def open_written(folder: Path) -> StoredWeights:

@@ -33,6 +33,11 @@ from ftcli.tables.gguf import NORMS_OF_LAYERS, TYPES, Architecture, architecture
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+#: Largest relative error of the logits that rounding the activations may make: training does so by token and to eight
+#: bits, the model that a file is put into not at all, llama.cpp by token and block.
+ACTIVATIONS = 0.5
+_HUB = "https://huggingface.co/"
+
 
 class SplitExperts:
     """Weights whose stacks of gate and up (experts, 2 · width, hidden) are two tensors, called by the stack's name and
@@ -74,11 +79,6 @@ def _parts(name: str) -> tuple[str, ...]:
 def unsplit(weights: ModelWeights) -> ModelWeights:
     """The weights as the model has them."""
     return weights.whole if isinstance(weights, SplitExperts) else weights
-
-
-#: Largest relative error of the logits that rounding the activations may make: training does so by token and to eight
-#: bits, the model that a file is put into not at all, llama.cpp by token and block.
-ACTIVATIONS = 0.5
 
 
 class TernaryWeights:
@@ -132,9 +132,6 @@ def activations_rounded(folder: Path, probe: Probe, unrounded: Tensor) -> tuple[
         problems.append(f"the ternary weights' logits differ by {found.relative_error:.3g} from the trained model's")
     facts = {"activations_rounding": found.relative_error, "activations_top1_agreement": found.top1_agreement}
     return facts, problems
-
-
-_HUB = "https://huggingface.co/"
 
 
 def provenance_of(source: ExportSource) -> dict[str, Value]:

@@ -22,6 +22,11 @@ from ftcli.tables.gguf import TYPES
 if TYPE_CHECKING:
     from torch import Tensor
 
+#: llama-quantize mixes K-quants: none of its files has more bits for a weight than this.
+_MOST = "Q6_K"
+#: The vocabulary and the header.
+_BESIDE = 16 << 20
+
 
 def write(source: ExportSource, folder: Path, say: Callable[[str], None]) -> Verified:
     """Write a file for each type into ``folder`` and verify it.
@@ -120,12 +125,6 @@ def _values(wanted: ExpectedFile, kind: str) -> dict[str, Value]:
         **{f"{name}.{key}": value for key, value in wanted.description.values.items()},
         **wanted.vocabulary,
     }
-
-
-#: llama-quantize mixes K-quants: none of its files has more bits for a weight than this.
-_MOST = "Q6_K"
-#: The vocabulary and the header.
-_BESIDE = 16 << 20
 
 
 def gguf_bytes(source: ExportSource) -> int:
