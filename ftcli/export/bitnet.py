@@ -22,7 +22,7 @@ from ftcli.export.clean.process import model_request, sent
 from ftcli.export.clean.request import LAYER, rows_for
 from ftcli.export.probe import continued, logits, probe_batch
 from ftcli.export.safetensors import SHARD_BYTES, copy_processors
-from ftcli.export.source import ExportSource, not_verified, source_stops, source_tokenizer
+from ftcli.export.source import ExportSource, local_config, not_verified, source_stops, source_tokenizer
 from ftcli.export.tensorfile import read_tensors
 from ftcli.export.verify import (
     Verified,
@@ -34,7 +34,7 @@ from ftcli.export.verify import (
 from ftcli.export.weights import base_weights
 from ftcli.facts.quantization import stores_ternary_masters
 from ftcli.model.bitnet import BitLinear, TernaryLinear, declaration
-from ftcli.model.checkpoint import hollow, read_config
+from ftcli.model.checkpoint import hollow
 from ftcli.model.streamed import ModelStorage, load_quantized
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def write(source: ExportSource, folder: Path, say: Callable[[str], None]) -> Ver
 def bitnet_bytes(source: ExportSource) -> int:
     """Bytes on disk: two bits for each weight that is rounded, float32 for everything else."""
     stored = base_weights(source)
-    rounded = rounded_weights(read_config(str(source.folder), revision=None, offline=True))
+    rounded = rounded_weights(local_config(source.folder))
     return sum(math.prod(stored.shape(name)) * (1 if name in rounded else 16) // 4 for name in stored.names)
 
 
@@ -93,7 +93,7 @@ def load_masters(folder: Path) -> PreTrainedModel:
 
 def _load(folder: Path, *, trained: bool) -> PreTrainedModel:
     holding = ModelStorage(QuantizationConfig(method="bitnet"), torch.float32, torch.device("cpu"), trained=trained)
-    config = read_config(str(folder), revision=None, offline=True)
+    config = local_config(folder)
     return load_quantized(str(folder), config, holding, "eager", revision=None, offline=True).eval()
 
 
@@ -176,13 +176,8 @@ def _unlike_output(name: str, given: Tensor | None, layer: BitLinear) -> list[st
 
 
 def _require_masters(source: ExportSource) -> None:
-    if source.kind != "model" or not stores_ternary_masters(_config(source.folder)):
+    if source.kind != "model" or not stores_ternary_masters(local_config(source.folder).to_dict()):
         raise _unpackable("only a model that was trained whole with quantization.method: bitnet has ternary weights")
-
-
-def _config(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = read_config(str(folder), revision=None, offline=True).to_dict()
-    return found
 
 
 def _unpackable(reason: str) -> FtcliError:

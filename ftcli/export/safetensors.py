@@ -28,6 +28,7 @@ from ftcli.export.source import (
     ExportSource,
     attach,
     load_written,
+    local_config,
     not_verified,
     plain_config,
     source_stops,
@@ -393,7 +394,7 @@ def verify_copy(source: ExportSource, folder: Path) -> Verified:
     except (OSError, SafetensorError) as error:
         raise unusable(source.folder, f"its weights cannot be read ({error})") from error
     tokenizer = source_tokenizer(source)
-    rounds = getattr(read_config(str(source.folder), revision=None, offline=True), "quantization_config", None)
+    rounds = getattr(local_config(source.folder), "quantization_config", None)
     probe, trained, parameters = _trained(source, tokenizer, rounds=rounds is not None)
     request = model_request(folder, probe, parameters, dtype="float32" if rounds is None else "stored")
     answer = source.reload(request, sent(probe))
@@ -419,7 +420,7 @@ def _trained(source: ExportSource, tokenizer: PreTrainedTokenizerBase, *, rounds
         probe = continued(model, probe_batch(tokenizer, model.get_input_embeddings().weight.shape[0]))
         return probe, logits(model, probe), sum(parameter.numel() for parameter in model.parameters())
     stored = base_weights(source)
-    outline = unwritten(read_config(str(source.folder), revision=None, offline=True))
+    outline = unwritten(local_config(source.folder))
     probe = probe_batch(tokenizer, stored.shape(stored.ends[0])[0])
     return *trained_logits(outline, stored, probe), elements(stored)
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -216,17 +216,10 @@ def unusable(path: Path, reason: str) -> FtcliError:
     )
 
 
-def load_written(folder: Path, **options: Any) -> PreTrainedModel:
-    """The model in a local folder, made of that folder's files alone, in the dtype that they are stored in.
-
-    Args:
-        options: For ``from_pretrained``.
-
-    Raises:
-        FtcliError: FT741 when transformers cannot load it.
-    """
+def load_written(folder: Path) -> PreTrainedModel:
+    """The model in a local folder, in the dtype that it is stored in. Raises FtcliError FT741 where it is damaged."""
     try:
-        return _from_pretrained(str(folder), offline=True, **options)
+        return load_whole(str(folder), dtype="auto", offline=True).eval()
     except FtcliError as error:
         raise not_verified(folder, [finding.message for finding in error.findings]) from error
     except _LOAD_ERRORS as error:
@@ -277,9 +270,9 @@ def _no_base(source: ExportSource, error: BaseException) -> FtcliError:
     )
 
 
-def _from_pretrained(name: str, **options: Any) -> PreTrainedModel:
-    # Eager attention is exact for every model, score capping included, and the same on both sides of a comparison.
-    return load_whole(name, **{"dtype": "auto", **options}).eval()
+def local_config(folder: Path) -> PretrainedConfig:
+    """transformers' config of the model in a local folder. Raises FtcliError as ``read_config``."""
+    return read_config(str(folder), revision=None, offline=True)
 
 
 def plain_config(config: PretrainedConfig) -> PretrainedConfig:

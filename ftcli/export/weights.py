@@ -25,18 +25,18 @@ from ftcli.export.source import (
     attach,
     base_facts,
     base_files,
+    local_config,
     plain_config,
     read_adapter_config,
     unusable,
     unwritten,
 )
 from ftcli.export.tensorfile import TensorFile, finite_tensors
-from ftcli.model.checkpoint import hollow, read_config, weight_files
+from ftcli.model.checkpoint import hollow, weight_files
 from ftcli.model.load import config_of
 from ftcli.model.quantized import unreadable_weights
 from ftcli.model.renaming import Renaming
 from ftcli.model.streamed import require_ignorable
-from ftcli.model.tokenizer import source_of
 from ftcli.plain import JsonMap
 
 if TYPE_CHECKING:
@@ -310,7 +310,7 @@ def source_updates(source: ExportSource, adapted: PeftModel) -> dict[str, Weight
 def source_config(source: ExportSource) -> PretrainedConfig:
     """transformers' config of what is exported: the base's, or that of the full fine-tune."""
     if source.kind == "model":
-        return read_config(source_of(str(source.folder)), revision=None, offline=True)
+        return local_config(source.folder)
     return with_vocabulary(config_of(base_facts(source).raw), source)
 
 

@@ -22,6 +22,7 @@ from ftcli.export.source import (
     ADAPTER_WEIGHTS,
     ExportSource,
     held_base,
+    local_config,
     resolve_source,
     sha256,
     source_stops,
@@ -34,7 +35,6 @@ from ftcli.export.weights import source_config
 from ftcli.facts.config_file import hub_errors
 from ftcli.facts.quantization import stores_ternary_masters
 from ftcli.facts.weights import EXPORT_RECORD, MODEL_CARD
-from ftcli.model.checkpoint import read_config
 from ftcli.plain import JsonObject, plain, plain_fields
 from ftcli.preflight.checks.support import is_installed
 from ftcli.reporting import Reporter
@@ -301,7 +301,7 @@ def _require_rounded(source: ExportSource, formats: Sequence[str]) -> None:
     unfit = [name for name in formats if not exports.row(name).masters]
     if source.kind != "model" or not unfit:
         return
-    if stores_ternary_masters(read_config(str(source.folder), revision=None, offline=True).to_dict()):
+    if stores_ternary_masters(local_config(source.folder).to_dict()):
         raise FtcliError.single(
             "FT740",
             f"the weights of {source.folder.parent} are rounded in every product, and {unfit[0]} would hold what they "
