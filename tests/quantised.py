@@ -41,7 +41,7 @@ def load(
 def quantize_linears(model: nn.Module, settings: QuantizationConfig) -> int:
     """Puts a quantised layer in the place of each linear layer but the head; returns how many.
 
-    ftcli itself quantises while it loads (``ftcli.model.streamed``).
+    ftcli itself quantises while it loads (``ftcli.model.load_quantized``).
     """
     names = [name for name, module in model.named_modules() if can_be_packed(name, module)]
     for name in names:

@@ -16,7 +16,7 @@ from ftcli.errors import ExitCode, FtcliError
 from ftcli.evaluate.batching import halved, row_too_large
 from ftcli.evaluate.window import Window
 from ftcli.facts.precision import DtypePlan
-from ftcli.generation.opening import open_generator
+from ftcli.generation.generator import open_generator
 from ftcli.generation.requests import Completion, GenerationRequest, StopConditions
 from ftcli.generation.stopping import StopCheck, cut
 from ftcli.model.backbone import base_of

@@ -21,14 +21,14 @@ from ftcli.labels import IGNORE_INDEX
 from ftcli.model.backbone import compute_context, root_of
 from ftcli.model.loss import loss_of
 from ftcli.model.passes import tried
-from ftcli.model.rows import put_away
+from ftcli.model.shards import put_away
 from ftcli.reporting import Reporter
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
-    from ftcli.run.group import RankGroup
+    from ftcli.run.process_group import RankGroup
 
 #: How rows share a batch: padded on either side; several in one row of it, or all in a single row, with no attention
 #: across.

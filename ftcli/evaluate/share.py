@@ -12,7 +12,7 @@ from ftcli.errors import Origin
 from ftcli.evaluate.batching import halved, row_too_large
 from ftcli.model.passes import led
 from ftcli.reporting import Reporter
-from ftcli.run.group import RankGroup
+from ftcli.run.process_group import RankGroup
 
 if TYPE_CHECKING:
     from peft import PeftModel

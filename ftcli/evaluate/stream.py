@@ -14,7 +14,7 @@ from ftcli.evaluate.batching import row_too_large
 from ftcli.evaluate.generate import answering
 from ftcli.evaluate.window import Window
 from ftcli.facts.precision import DtypePlan
-from ftcli.generation.opening import OpenedGenerator, open_generator
+from ftcli.generation.generator import OpenedGenerator, open_generator
 from ftcli.generation.requests import GenerationRequest, StopConditions
 from ftcli.generation.stopping import StopCheck, TextUntilStop
 

@@ -18,7 +18,7 @@ from ftcli.export.merge import Rounding
 from ftcli.export.tensorfile import TensorFile
 from ftcli.export.verify import UNIT_ROUNDOFF, WeightUpdate, shortened
 from ftcli.export.weights import ModelWeights, StoredTensors, StoredWeights, untied
-from ftcli.model.checkpoint import hollow, read_config, weight_files
+from ftcli.model.pretrained import hollow, read_config, weight_files
 
 #: Elements that are compared at once.
 _PIECE = 1 << 24

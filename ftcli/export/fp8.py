@@ -49,7 +49,7 @@ from ftcli.export.verify import (
 )
 from ftcli.export.weights import StoredWeights, base_weights, source_updates, untied
 from ftcli.model.backbone import decoder_layers
-from ftcli.model.checkpoint import hollow
+from ftcli.model.pretrained import hollow
 from ftcli.model.quantized import unreadable_weights
 from ftcli.plain import JsonObject
 

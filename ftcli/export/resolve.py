@@ -52,7 +52,7 @@ class ExportSource:
         quantization: How training held the base weights.
         compute: The dtype of training's products, into which quantised weights were dequantised.
         vocabulary: How many tokens the adapter's embeddings have, where the base has another number.
-        files: What ``folder`` holds, by digests (``ftcli.run.held.result_files``).
+        files: What ``folder`` holds, by digests (``ftcli.run.integrity.result_files``).
     """
 
     kind: Literal["adapter", "model"]

@@ -9,8 +9,8 @@ from ftkernels.sampling import GREEDY, Sampling
 
 from ftcli.facts.generation import EngineLayout, pages_of
 from ftcli.facts.precision import DtypePlan
-from ftcli.generation.batch import DecodeBatch
 from ftcli.generation.cache import Cache
+from ftcli.generation.decoding import DecodeBatch
 from ftcli.generation.forward import Forward, cache_dtype, cache_shape
 from ftcli.generation.graphs import Stepper
 from ftcli.generation.pages import PagePool

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from ftkernels.sampling import Sampling
 
-from ftcli.generation.batch import DecodeBatch
 from ftcli.generation.cache import Cache
+from ftcli.generation.decoding import DecodeBatch
 from ftcli.generation.forward import Forward
 
 #: Steps of a size and sampling that run as usual before one is captured.

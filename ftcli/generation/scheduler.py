@@ -12,8 +12,8 @@ from ftkernels.sampling import NOT_FINITE, Sampling, choose
 from torch import Tensor
 
 from ftcli.facts.generation import PREFILL_TOKENS, pages_of
-from ftcli.generation.batch import DecodeBatch, DecodingRow
 from ftcli.generation.cache import Cache
+from ftcli.generation.decoding import DecodeBatch, DecodingRow
 from ftcli.generation.forward import Forward, PromptPages
 from ftcli.generation.graphs import Stepper
 from ftcli.generation.pages import PagePool

@@ -190,7 +190,7 @@ def within_root(model: PreTrainedModel | PeftModel, compute: Callable[[], T]) ->
 
 
 def root_of(model: PreTrainedModel | PeftModel) -> nn.Module | None:
-    """What is called in place of a model whose weights are spread over ranks (:mod:`ftcli.model.sharded`), or None."""
+    """What is called in place of a model whose weights are spread over ranks (:mod:`ftcli.model.fsdp`), or None."""
     found: nn.Module | None = vars(base_of(model)).get(_ROOT)
     return found
 

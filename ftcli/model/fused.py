@@ -64,8 +64,8 @@ def _weight_for(weight: Tensor, x: Tensor, form: NormForm) -> Tensor:
 class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
     """One decoder layer: QKV with norm and rotation, attention, output with residual, MLP with norm and residual.
 
-    ``selective``, ``offload`` and ``offloaded`` are set by :mod:`ftcli.model.checkpointing`, ``stack`` by
-    :mod:`ftcli.model.graphs`, ``packs``, the adapters packed already, by :mod:`ftcli.generation.forward`.
+    ``selective``, ``offload`` and ``offloaded`` are set by :mod:`ftcli.model.gradient_checkpointing`, ``stack`` by
+    :mod:`ftcli.model.cuda_graphs`, ``packs``, the adapters packed already, by :mod:`ftcli.generation.forward`.
     """
 
     def __init__(self, original: nn.Module, family: Family, activation: Activation, backend: BackendName) -> None:

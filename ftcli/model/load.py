@@ -14,7 +14,9 @@ from ftcli.facts.config_file import hub_errors
 from ftcli.facts.execution import own_attention, wants_kernels
 from ftcli.facts.model import ModelFacts
 from ftcli.facts.precision import DtypePlan
-from ftcli.model.checkpoint import (
+from ftcli.model.load_quantized import ModelStorage, load_quantized, random_quantized
+from ftcli.model.parts import RankWeights, keep_parts
+from ftcli.model.pretrained import (
     IMPOSSIBLE,
     hollow,
     impossible,
@@ -23,8 +25,6 @@ from ftcli.model.checkpoint import (
     read_config,
     usable_attention,
 )
-from ftcli.model.parts import RankWeights, keep_parts
-from ftcli.model.streamed import ModelStorage, load_quantized, random_quantized
 from ftcli.model.tokenizer import source_of
 from ftcli.plain import JsonMap
 from ftcli.tables import code_of, quantizations

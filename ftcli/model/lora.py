@@ -14,9 +14,9 @@ from ftcli.config import LoraConfig
 from ftcli.errors import ExitCode, FtcliError, first_line
 from ftcli.facts.adapters import AdapterChoice
 from ftcli.facts.precision import DtypePlan
-from ftcli.model.checkpoint import PATTERNS_UNMATCHED
-from ftcli.model.initial import remember_initial
-from ftcli.model.targets import Targets, chosen, require_possible, resolve_saved, resolve_targets, shortest
+from ftcli.model.initial_adapters import remember_initial
+from ftcli.model.lora_targets import Targets, chosen, require_possible, resolve_saved, resolve_targets, shortest
+from ftcli.model.pretrained import PATTERNS_UNMATCHED
 
 if TYPE_CHECKING:
     import peft
@@ -60,7 +60,7 @@ def apply_lora(
 
 
 def peft_config(model: PreTrainedModel, lora: LoraConfig, targets: Targets) -> peft.LoraConfig:
-    """What PEFT is told. Raises FtcliError as :func:`ftcli.model.targets.resolve_saved` does."""
+    """What PEFT is told. Raises FtcliError as :func:`ftcli.model.lora_targets.resolve_saved` does."""
     import peft
 
     saved = resolve_saved(model, lora.modules_to_save)

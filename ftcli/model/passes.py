@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from ftcli.model.backbone import base_of, decoder_layers, within_root
-from ftcli.model.rows import put_away
+from ftcli.model.shards import put_away
 
 if TYPE_CHECKING:
     from peft import PeftModel

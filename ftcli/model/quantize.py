@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from ftcli.config import QuantizationConfig
 from ftcli.errors import ExitCode, FtcliError
+from ftcli.model.lora_targets import is_read_by_mixer, is_router
 from ftcli.model.quantized import QuantizedLinear
-from ftcli.model.targets import is_read_by_mixer, is_router
 from ftcli.plain import JsonMap
 from ftcli.tables import code_of, quantizations
 

@@ -52,7 +52,7 @@ class StackCall:
 
 
 class Runner(Protocol):
-    """Runs a call of a stack: :class:`ftcli.model.graphs.GraphRunner`."""
+    """Runs a call of a stack: :class:`ftcli.model.cuda_graphs.GraphRunner`."""
 
     def __call__(self, call: StackCall) -> Tensor: ...
 

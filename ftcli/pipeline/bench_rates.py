@@ -11,7 +11,7 @@ from ftcli.pipeline.bench_result import SeveralGpus, TimedTokens, Timing
 from ftcli.pipeline.options import BenchOptions
 
 if TYPE_CHECKING:
-    from ftcli.run.group import RankGroup
+    from ftcli.run.process_group import RankGroup
 
 
 def timed_batches(sizes: Sequence[int], batch: int, options: BenchOptions) -> list[Sequence[int]]:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ftcli.data.tokens import TokenizedRow
     from ftcli.job import Job
     from ftcli.pipeline.build import Model
-    from ftcli.run.group import RankGroup
+    from ftcli.run.process_group import RankGroup
     from ftcli.train.loop import StepWatcher
 
 

@@ -19,11 +19,11 @@ from ftcli.model.backbone import base_of
 from ftcli.model.headcheck import check_head
 from ftcli.model.load import align_special_tokens, load_model
 from ftcli.model.lora import apply_lora
+from ftcli.model.lora_targets import freeze_other_parts, summary_of_targets
 from ftcli.model.parts import RankWeights, rank_weights_of, whole_layers
-from ftcli.model.targets import freeze_other_parts, summary_of_targets
-from ftcli.run.held import hold_base
+from ftcli.run.directory import RunDirectory
 from ftcli.run.inputs import Inputs, base_inputs
-from ftcli.run.layout import RunDirectory
+from ftcli.run.integrity import hold_base
 from ftcli.tables import engines, quantizations
 from ftcli.units import gib
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from ftcli.model.patch import LayerKernel
     from ftcli.model.selfcheck import SelfCheck
-    from ftcli.run.group import RankGroup
+    from ftcli.run.process_group import RankGroup
 
 
 Model: TypeAlias = "PreTrainedModel | PeftModel"
@@ -205,7 +205,7 @@ def spread_weights(job: Job, model: Model, group: RankGroup) -> None:
     parts = _parts(job)
     if parts is None:
         return
-    from ftcli.model.sharded import shard
+    from ftcli.model.fsdp import shard
 
     launch = job.recipe.launch
     copies = f", {launch.copies} copies of them" if launch.copies > 1 else ""

@@ -20,12 +20,13 @@ from ftcli.pipeline.weights import checkpoint_of, result_of
 from ftcli.plain import LEFT_OUT
 from ftcli.reporting import Reporter, Session
 from ftcli.run.atomic import read_json_object
-from ftcli.run.directory import RunDirectory, is_run_directory
+from ftcli.run.directory import RunDirectory
+from ftcli.run.resume import is_run_directory
 
 if TYPE_CHECKING:
     from ftcli.data.template import Renderer
     from ftcli.evaluate.stream import CompletionEnd, StopReason, StreamSettings
-    from ftcli.generation.opening import OpenedGenerator
+    from ftcli.generation.generator import OpenedGenerator
     from ftcli.job import Job
     from ftcli.pipeline.build import Model
     from ftcli.pipeline.conversation import Conversation
@@ -261,7 +262,7 @@ def _use_template_of(run: RunDirectory, renderer: Renderer, reporter: Reporter) 
 
 def _model(job: Job, run: RunDirectory | None, weights: Path | None) -> Model:
     """What answers, on the kernels: the base, the base with the run's adapter, or the run's full fine-tune."""
-    from ftcli.model.checkpoint import load_adapter
+    from ftcli.model.pretrained import load_adapter
     from ftcli.pipeline.build import build_base, hold
     from ftcli.pipeline.evaluation import freeze_on_kernels
 

@@ -17,12 +17,13 @@ from ftcli.plain import JsonMap
 from ftcli.preflight.report import PreflightReport
 from ftcli.reporting import Session
 from ftcli.run.atomic import WRITING_PREFIX, replace_directory, writing_into
-from ftcli.run.directory import OpenedRun, RunDirectory
+from ftcli.run.directory import RunDirectory
 from ftcli.run.inputs import Inputs
 from ftcli.run.loggers.opened import OpenLoggers
 from ftcli.run.metrics import MetricsLine, MetricsWriter
 from ftcli.run.out_of_memory import is_out_of_memory
 from ftcli.run.report import LiveProgress, LiveReport
+from ftcli.run.resume import OpenedRun
 from ftcli.run.signals import StopRequest
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from ftcli.model.quantized import QuantizedLayer
     from ftcli.model.selfcheck import SelfCheck
     from ftcli.pipeline.data import EpochLayout
-    from ftcli.run.group import RankGroup
+    from ftcli.run.process_group import RankGroup
 
 
 @dataclass(frozen=True, slots=True)

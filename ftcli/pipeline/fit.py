@@ -57,7 +57,7 @@ def fit(
     Raises:
         FtcliError: FT701 (exit 75 or 130) after a signal, FT702 (exit 6) on divergence, FT703 (exit 5) out of memory.
     """
-    from ftcli.model.saved import require_saveable
+    from ftcli.model.trained_weights import require_saveable
     from ftcli.train.loop import Attendance
 
     evaluate = evaluate if job.recipe.eval.every_steps is not None else None
@@ -110,7 +110,7 @@ def _intervals(recipe: Recipe, *, evaluates: bool) -> StepIntervals:
 
 def _save(loop: TrainingLoop, context: RunContext, job: Job, model: Any) -> None:
     """Writes the result, as rank 0; all ranks bring their parts of the weights."""
-    from ftcli.model.saved import check_saved, save_weights
+    from ftcli.model.trained_weights import check_saved, save_weights
 
     with _rescued(loop, context), loop.evaluated_weights():
         whole = loop.whole_weights()

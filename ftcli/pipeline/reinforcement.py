@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ftcli.job import Job
     from ftcli.methods.grpo.parity import Parity
     from ftcli.pipeline import build
-    from ftcli.run.group import RankGroup
+    from ftcli.run.process_group import RankGroup
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ftcli.data.prepare import PreparedData
     from ftcli.facts.batches import Batches
     from ftcli.job import Job
-    from ftcli.run.group import RankGroup
+    from ftcli.run.process_group import RankGroup
 
 
 @dataclass(frozen=True, slots=True)

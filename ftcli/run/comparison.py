@@ -9,10 +9,10 @@ from pathlib import Path
 from ftcli.config.grid import PLACES
 from ftcli.plain import JsonObject, plain_fields
 from ftcli.run.atomic import read_text
-from ftcli.run.changes import settings_of
-from ftcli.run.history import RunSummary, summarise
-from ftcli.run.layout import RunDirectory
+from ftcli.run.directory import RunDirectory
 from ftcli.run.metrics import MetricsLine, read_metrics
+from ftcli.run.recipe_changes import settings_of
+from ftcli.run.summary import RunSummary, summarise
 
 #: Metrics with a curve, by their keys, with a title.
 CURVES: Mapping[str, str] = {"loss": "Training loss", "eval_loss": "Held-out loss", "reward": "Reward"}

@@ -49,7 +49,7 @@ class Policy:
 
 
 _HELD = "ftcli.preflight.memory.checkpointing"
-_APPLY = "ftcli.model.checkpointing"
+_APPLY = "ftcli.model.gradient_checkpointing"
 
 TABLE: Mapping[PolicyName, Policy] = MappingProxyType(
     {

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT, StateDict
 
 from ftcli.facts.trained import SMALLEST_IN_8_BITS
-from ftcli.model.rows import own, own_rows, rank_of
+from ftcli.model.shards import own, own_rows, rank_of
 
 #: What the state calls the moments, and what is appended for the scales of those in 8 bits.
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -22,7 +22,7 @@ from ftcli.errors import ExitCode, FtcliError
 from ftcli.facts.precision import DtypePlan
 from ftcli.model.backbone import base_of
 from ftcli.model.gradients import keep_gradients_in
-from ftcli.model.rows import own
+from ftcli.model.shards import own
 from ftcli.tables import code_of, optimizers, schedules
 from ftcli.train.adamw import AdamW
 from ftcli.train.muon import ParameterGroup

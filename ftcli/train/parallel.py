@@ -23,14 +23,14 @@ from torch import Tensor, nn
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.model.backbone import root_of
 from ftcli.model.gradients import Gradients
-from ftcli.model.rows import copies_of, put_away, trained_is_spread, whole_as, whole_weights
 from ftcli.model.sequence_parallel import SequencePart
+from ftcli.model.shards import copies_of, put_away, trained_is_spread, whole_as, whole_weights
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.optim.optimizer import StateDict
 
-    from ftcli.run.group import RankGroup
+    from ftcli.run.process_group import RankGroup
 
 #: Ranks that train the same weights compute the same gradient norm; other kinds of GPU may round it differently.
 _DRIFT = 1e-3

@@ -34,8 +34,8 @@ from ftcli.config import QuantizationConfig
 from ftcli.facts.config_file import bundled_configs
 from ftcli.model.bitnet import BitLinear, round_in_norms
 from ftcli.model.load import config_of
+from ftcli.model.load_quantized import ModelStorage, random_quantized
 from ftcli.model.loss import forward_loss
-from ftcli.model.streamed import ModelStorage, random_quantized
 
 MODEL = "microsoft/bitnet-b1.58-2B-4T-bf16"
 TINY = {

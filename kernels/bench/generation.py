@@ -30,7 +30,7 @@ from ftcli.facts.generation import cache_bytes
 from ftcli.facts.precision import DtypePlan
 from ftcli.generation.engine import Engine
 from ftcli.generation.forward import cache_dtype, cache_shape
-from ftcli.generation.opening import OpenedGenerator, open_generator
+from ftcli.generation.generator import OpenedGenerator, open_generator
 from ftcli.generation.requests import GenerationRequest
 from ftcli.model.nf4 import nf4_linear
 from ftcli.model.patch import patch

@@ -28,20 +28,20 @@ from ftcli.config.tree import MapNode
 from ftcli.evaluate.share import led_by_first
 from ftcli.facts.model import read_facts
 from ftcli.facts.precision import DtypePlan
-from ftcli.generation.opening import open_generator
+from ftcli.generation.generator import open_generator
 from ftcli.generation.requests import GenerationRequest
 from ftcli.model.backbone import base_of, decoder_layers
+from ftcli.model.fsdp import shard
 from ftcli.model.load import load_model
 from ftcli.model.lora import apply_lora
 from ftcli.model.loss import loss_of
 from ftcli.model.parts import RankWeights
 from ftcli.model.passes import tried
 from ftcli.model.patch import patch
-from ftcli.model.rows import put_away
-from ftcli.model.sharded import shard
+from ftcli.model.shards import put_away
 from ftcli.ranks import Place
 from ftcli.reporting import SilentReporter
-from ftcli.run.group import RankGroup
+from ftcli.run.process_group import RankGroup
 
 _NARROW = str(Path(__file__).resolve().parents[2] / "tests/e2e/narrow-gemma2")
 #: Rows of a batch that does not fit, and what rank 1 may take beyond what it holds: embedding and head are put together

@@ -23,8 +23,8 @@ from ftcli.generation.requests import StopConditions
 from ftcli.generation.stopping import StopCheck
 from ftcli.model import bitnet
 from ftcli.model.bitnet import round_in_norms
-from ftcli.model.checkpoint import read_config
-from ftcli.model.streamed import ModelStorage, load_quantized, random_quantized
+from ftcli.model.load_quantized import ModelStorage, load_quantized, random_quantized
+from ftcli.model.pretrained import read_config
 from ftcli.model.tokenizer import load_tokenizer
 from ftcli.reporting import SilentReporter
 from tests.e2e.conftest import User

@@ -23,8 +23,8 @@ import transformers
 
 from ftcli.config.model import QuantizationConfig
 from ftcli.model.backbone import base_of, decoder_layers
-from ftcli.model.checkpointing import use_checkpointing
-from ftcli.model.graphs import GraphRunner
+from ftcli.model.cuda_graphs import GraphRunner
+from ftcli.model.gradient_checkpointing import use_checkpointing
 from ftcli.model.host_embedding import HostEmbedding, use_host_embedding, why_not_on_host
 from ftcli.model.loss import forward_loss
 from ftcli.model.patch import patch

@@ -17,7 +17,7 @@ from ftcli.facts.config_file import ConfigSource, bundled_configs
 from ftcli.facts.device import GPUS
 from ftcli.facts.model import facts_of
 from ftcli.facts.precision import DtypePlan
-from ftcli.model.checkpointing import use_checkpointing
+from ftcli.model.gradient_checkpointing import use_checkpointing
 from ftcli.preflight.memory.checkpointing import Offloaded
 from ftcli.preflight.memory.estimate import MemoryEstimate
 from ftcli.tables.policies import PolicyName

@@ -21,7 +21,7 @@ from ftcli.units import number
 
 if TYPE_CHECKING:
     from ftcli.run.comparison import Comparison, Points
-    from ftcli.run.history import RunSummary
+    from ftcli.run.summary import RunSummary
 
 _BARS = "▁▂▃▄▅▆▇█"
 _BARS_SHOWN = 32
@@ -65,7 +65,7 @@ def runs(
     """
 
     def action(session: Session) -> FoundRuns:
-        from ftcli.run.history import find_runs, summarise
+        from ftcli.run.summary import find_runs, summarise
 
         if not is_folder(expanded(folder)):
             raise FtcliError.single(
@@ -125,7 +125,7 @@ def compare(
 def _runs_named(names: Sequence[str], reporter: Reporter) -> list[Path]:
     """The runs that are named, or lie in folders that are. Raises FtcliError FT154 where there are not two."""
     from ftcli.cli.near import run_meant
-    from ftcli.run.history import find_runs
+    from ftcli.run.summary import find_runs
 
     found: list[Path] = []
     for name in names:

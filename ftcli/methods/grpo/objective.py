@@ -37,9 +37,9 @@ from ftcli.methods.grpo.rollouts import Rollouts
 from ftcli.methods.grpo.spans import LOG_PROBS, OPTIMIZER, REWARDS, ROLLOUT, TRAINING, Spans
 from ftcli.methods.grpo.stagnation import Stagnation
 from ftcli.model.backbone import compute_context
-from ftcli.model.checkpointing import without_checkpointing
 from ftcli.model.finite import NotFinite
-from ftcli.model.initial import as_base
+from ftcli.model.gradient_checkpointing import without_checkpointing
+from ftcli.model.initial_adapters import as_base
 from ftcli.plain import JsonObject
 from ftcli.preflight.memory.terms import FORWARD, GENERATION
 from ftcli.run.completions import ScoredCompletion
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
     from ftcli.model.sequence_parallel import SequencePart
     from ftcli.model.stack import DecoderStack
-    from ftcli.run.group import RankGroup
+    from ftcli.run.process_group import RankGroup
 
 #: Lies in a checkpoint that was written between two uses of the same completions.
 _COMPLETIONS = "completions.pt"

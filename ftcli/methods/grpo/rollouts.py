@@ -10,7 +10,7 @@ from ftkernels.sampling import Sampling, row_seed
 
 from ftcli.config import GrpoConfig
 from ftcli.facts.generation import MOST_ROWS
-from ftcli.generation.opening import OpenedGenerator, open_generator
+from ftcli.generation.generator import OpenedGenerator, open_generator
 from ftcli.generation.requests import Completion, GenerationRequest, StopConditions
 from ftcli.generation.stopping import StopCheck
 from ftcli.job import Job

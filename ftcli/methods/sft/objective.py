@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ftcli.job import Job
     from ftcli.model.sequence_parallel import SequencePart
     from ftcli.model.stack import DecoderStack
-    from ftcli.run.group import RankGroup
+    from ftcli.run.process_group import RankGroup
 
 
 class SftObjective(Objective):

@@ -20,8 +20,8 @@ from ftcli.rows.places import HUB
 from ftcli.run.atomic import read_bytes, read_json_object, read_text, storage_errors, write_text
 from ftcli.run.card.exported import serving, verification_rows
 from ftcli.run.card.settings import training_rows
-from ftcli.run.changes import map_of
-from ftcli.run.layout import RunDirectory
+from ftcli.run.directory import RunDirectory
+from ftcli.run.recipe_changes import map_of
 from ftcli.run.report.facts import score_rows
 from ftcli.run.report.markup import page_text
 from ftcli.run.report.values import count, is_number, map_in, maps

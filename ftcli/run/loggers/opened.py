@@ -17,7 +17,7 @@ from ftcli.errors import Finding, first_line
 from ftcli.plain import JsonMap, is_number, map_in
 from ftcli.reporting import Reporter
 from ftcli.run.atomic import read_json_object, write_json
-from ftcli.run.layout import RunDirectory
+from ftcli.run.directory import RunDirectory
 from ftcli.run.loggers.protocol import LoggedRun, MetricsLogger, OpenLogger
 from ftcli.run.metrics import MetricsLine
 from ftcli.run.status import read_status

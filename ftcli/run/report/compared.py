@@ -10,9 +10,9 @@ from markupsafe import Markup
 from ftcli import __version__
 from ftcli.run.atomic import storage_errors, utc_now, write_named
 from ftcli.run.comparison import CURVES, Comparison
-from ftcli.run.history import RunSummary
 from ftcli.run.report.charts import ChartLook, Series, line_chart
 from ftcli.run.report.page import POLICY, page_template, style
+from ftcli.run.summary import RunSummary
 from ftcli.units import gib, number
 
 

@@ -17,15 +17,15 @@ from markupsafe import Markup
 from ftcli import __version__
 from ftcli.plain import JsonObject
 from ftcli.run.atomic import read_json_object, read_text, storage_errors, utc_now, write_text
-from ftcli.run.changes import map_of
 from ftcli.run.completions import Completions
 from ftcli.run.directory import RunDirectory
-from ftcli.run.history import damage_of
 from ftcli.run.metrics import read_metrics
+from ftcli.run.recipe_changes import map_of
 from ftcli.run.report import curves, facts, samples, settings
 from ftcli.run.report.markup import printable
 from ftcli.run.report.values import is_number, map_in, maps
 from ftcli.run.status import Status, read_status
+from ftcli.run.summary import damage_of
 from ftcli.units import duration
 
 #: What a page may load: nothing but its own style.

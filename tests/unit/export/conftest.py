@@ -24,8 +24,8 @@ from ftcli.model.load import align_special_tokens
 from ftcli.plain import plain_fields
 from ftcli.reporting import SilentReporter
 from ftcli.run.directory import RunDirectory
-from ftcli.run.held import result_files
 from ftcli.run.inputs import base_inputs
+from ftcli.run.integrity import result_files
 from ftcli.run.status import FinishedTraining, TrainingSummary, note_trained, write_end
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from ftcli.facts.precision import DtypePlan
 from ftcli.facts.shape import shape_of
 from ftcli.facts.trained import trained_parameters
 from ftcli.model.lora import apply_lora
-from ftcli.model.targets import planned_adapters
+from ftcli.model.lora_targets import planned_adapters
 from tests.small_models import build, config_of
 from tests.unit.conftest import Load
 

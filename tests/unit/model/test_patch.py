@@ -23,8 +23,8 @@ from ftcli.errors import FtcliError
 from ftcli.facts.precision import DtypePlan
 from ftcli.model.adapted import why_not_fused
 from ftcli.model.backbone import base_of
-from ftcli.model.checkpointing import use_checkpointing
 from ftcli.model.fused import FusedDecoderLayer, norm_eps
+from ftcli.model.gradient_checkpointing import use_checkpointing
 from ftcli.model.lora import apply_lora
 from ftcli.model.loss import forward_loss
 from ftcli.model.patch import patch

@@ -11,11 +11,11 @@ import torch
 from ftcli.config import LoraConfig
 from ftcli.facts.precision import DtypePlan
 from ftcli.model.backbone import compute_context, hidden_states
-from ftcli.model.checkpoint import load_adapter
 from ftcli.model.lora import apply_lora
 from ftcli.model.loss import forward_loss
 from ftcli.model.patch import patch
-from ftcli.model.saved import save_weights
+from ftcli.model.pretrained import load_adapter
+from ftcli.model.trained_weights import save_weights
 from tests.small_models import build
 
 SAVED = ("lm_head", "embed_tokens", "norm")

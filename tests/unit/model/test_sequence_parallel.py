@@ -17,7 +17,7 @@ from ftcli.data.tokens import TokenizedRow
 from ftcli.facts.sequence_parallel import exchanged_key_heads
 from ftcli.labels import IGNORE_INDEX
 from ftcli.model.backbone import hidden_states
-from ftcli.model.checkpointing import use_checkpointing
+from ftcli.model.gradient_checkpointing import use_checkpointing
 from ftcli.model.loss import forward_loss, target_positions
 from ftcli.model.sequence_parallel import SequencePart
 from ftcli.rows.row import Row

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ftcli.model.loss import forward_loss
 from ftcli.model.tied import TiedEmbedding, use_tied_embedding
-from tests.unit.model.test_checkpointing import SIZES
+from tests.unit.model.test_gradient_checkpointing import SIZES
 
 
 def model(*, tied: bool = True, **more: Any) -> Any:

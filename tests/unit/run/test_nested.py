@@ -15,10 +15,10 @@ from ftcli.run.card import write_card
 from ftcli.run.checkpoint import COMPLETE_NAME, damage
 from ftcli.run.comparison import compare
 from ftcli.run.directory import RunDirectory
-from ftcli.run.history import summarise
 from ftcli.run.metrics import read_metrics
 from ftcli.run.report.page import render_report
 from ftcli.run.status import read_status
+from ftcli.run.summary import summarise
 
 DEEP = "[" * 100_000
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 import transformers
 
-from ftcli.model.checkpointing import use_checkpointing
 from ftcli.model.fused import FusedDecoderLayer
+from ftcli.model.gradient_checkpointing import use_checkpointing
 from ftcli.model.loss import forward_loss
 from ftcli.model.patch import patch
 from ftcli.tables.policies import PolicyName

@@ -12,8 +12,9 @@ import yaml
 
 from ftcli.config import Recipe
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.run.directory import OpenedRun, RunDirectory, is_run_directory, open_run
+from ftcli.run.directory import RunDirectory
 from ftcli.run.lock import is_locked
+from ftcli.run.resume import OpenedRun, is_run_directory, open_run
 from ftcli.run.status import TrainingSummary, read_status
 
 

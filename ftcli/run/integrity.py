@@ -13,10 +13,10 @@ from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.facts.weights import MODEL_CARD
 from ftcli.plain import JsonMap, JsonObject
 from ftcli.run.atomic import read_json_object
-from ftcli.run.changes import map_of
 from ftcli.run.checkpoint import difference, inventory
+from ftcli.run.directory import RunDirectory
 from ftcli.run.inputs import Inputs, changed_base
-from ftcli.run.layout import RunDirectory
+from ftcli.run.recipe_changes import map_of
 from ftcli.run.status import FinishedTraining, read_status
 
 _NO_INPUTS = (

@@ -24,7 +24,7 @@ from ftcli.errors import ExitCode, FtcliError
 from ftcli.facts.precision import DtypePlan
 from ftcli.model.backbone import base_of, decoder_layers, set_root
 from ftcli.model.parts import RankWeights, is_part, ready
-from ftcli.model.rows import as_spread
+from ftcli.model.shards import as_spread
 from ftcli.tables import engines
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from ftkernels.sampling import Sampling
 from ftcli.facts.precision import DtypePlan
 from ftcli.generation.engine import Engine
 from ftcli.generation.fallback import TransformersGenerator
-from ftcli.generation.opening import open_generator
+from ftcli.generation.generator import open_generator
 from ftcli.generation.requests import GenerationRequest, StopConditions
 from ftcli.generation.stopping import StopCheck
 from ftcli.model.finite import NotFinite

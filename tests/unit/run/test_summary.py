@@ -15,9 +15,9 @@ import yaml
 from ftcli.cli.app import main
 from ftcli.run.comparison import compare
 from ftcli.run.directory import RunDirectory
-from ftcli.run.history import find_runs, summarise
 from ftcli.run.report import render_report
 from ftcli.run.report.compared import render_comparison
+from ftcli.run.summary import find_runs, summarise
 
 
 def write_run(folder: Path, *, state: str = "completed", losses: tuple[float, ...] = (2.0, 1.0), **train: Any) -> Path:

@@ -18,10 +18,10 @@ from ftcli.config.tree import MapNode
 from ftcli.errors import FtcliError, Origin
 from ftcli.facts.model import read_facts
 from ftcli.facts.precision import DtypePlan
-from ftcli.model.checkpoint import hollow, load_adapter
 from ftcli.model.load import config_of, load_model
 from ftcli.model.lora import apply_lora
-from ftcli.model.saved import save_weights
+from ftcli.model.pretrained import hollow, load_adapter
+from ftcli.model.trained_weights import save_weights
 from tests.small_models import MULTIMODAL, TEXT, VOCABULARY, build
 from tests.unit.export.conftest import tokenizer
 

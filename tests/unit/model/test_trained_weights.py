@@ -17,7 +17,7 @@ from ftcli.facts.precision import DtypePlan
 from ftcli.model.lora import apply_lora
 from ftcli.model.loss import forward_loss
 from ftcli.model.patch import patch
-from ftcli.model.saved import check_saved, require_saveable, save_weights
+from ftcli.model.trained_weights import check_saved, require_saveable, save_weights
 from tests.small_models import MULTIMODAL, TEXT, VOCABULARY, build
 
 PLAN = DtypePlan("float32", "float32", "float32", False, "a test")

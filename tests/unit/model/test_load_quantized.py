@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ftcli.config import QuantizationConfig
 from ftcli.errors import FtcliError
-from ftcli.model import streamed
+from ftcli.model import load_quantized as loading
 from ftcli.model.adapted import why_not_fused
 from ftcli.model.nf4 import NF4Linear
 from ftcli.model.patch import patch
@@ -58,7 +58,7 @@ def test_one_full_precision_matrix_is_alive_at_a_time(monkeypatch: pytest.Monkey
     """Both ways to build: when the next layer is quantised, the last one's full weight has been freed."""
     alive: list[weakref.ref[Any]] = []
     most = 0
-    plain = streamed.quantize_linear
+    plain = loading.quantize_linear
 
     def watching(linear: nn.Linear, settings: QuantizationConfig, name: str, *, trained: bool = False) -> Any:
         nonlocal most
@@ -66,7 +66,7 @@ def test_one_full_precision_matrix_is_alive_at_a_time(monkeypatch: pytest.Monkey
         most = max(most, sum(ref() is not None for ref in alive))
         return plain(linear, settings, name, trained=trained)
 
-    monkeypatch.setattr(streamed, "quantize_linear", watching)
+    monkeypatch.setattr(loading, "quantize_linear", watching)
     for change in ({}, {"init": "random"}):
         alive.clear()
         load(**change)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.facts.weights import MODEL_CARD
-from ftcli.model.initial import initial_of, load_over, trained_by_file_name
-from ftcli.model.rows import take_rows
+from ftcli.model.initial_adapters import initial_of, load_over, trained_by_file_name
+from ftcli.model.shards import take_rows
 
 if TYPE_CHECKING:
     from peft import PeftModel

@@ -22,9 +22,9 @@ from ftcli.config import QuantizationConfig
 from ftcli.errors import FtcliError, first_line
 from ftcli.facts.weights import inspect_weights
 from ftcli.model.backbone import decoder_layers
-from ftcli.model.checkpoint import COMPUTED, hollow, weight_files
 from ftcli.model.gguf_weights import ternary_tensors
 from ftcli.model.parts import WHOLE, RankWeights, is_part, keep_parts
+from ftcli.model.pretrained import COMPUTED, hollow, weight_files
 from ftcli.model.quantize import (
     PackedReader,
     can_be_packed,
