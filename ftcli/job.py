@@ -16,8 +16,8 @@ from ftcli.facts.model import ModelFacts
 from ftcli.facts.precision import DtypePlan
 from ftcli.model.attention import is_ours
 from ftcli.model.backbone import base_of
-from ftcli.model.load import config_of, stop_token_ids
-from ftcli.model.tokenizer import load_tokenizer
+from ftcli.model.load import config_of
+from ftcli.model.tokenizer import load_tokenizer, stop_token_ids
 from ftcli.preflight.memory.checkpointing import Offloaded
 from ftcli.preflight.report import PreflightReport
 from ftcli.reporting import Reporter, Session

@@ -18,7 +18,7 @@ from ftcli.facts.model import read_facts
 from ftcli.facts.precision import DtypePlan
 from ftcli.model.load import load_model
 from ftcli.model.nf4 import NF4Linear
-from ftcli.model.quantize import can_be_packed, quantize_linear
+from ftcli.model.quantized import can_be_packed, quantize_linear
 
 NF4 = QuantizationConfig(method="nf4")
 SINGLE = QuantizationConfig(method="nf4", double_quant=False)

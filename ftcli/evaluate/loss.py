@@ -20,8 +20,7 @@ from ftcli.facts.precision import DtypePlan
 from ftcli.labels import IGNORE_INDEX
 from ftcli.model.backbone import compute_context, root_of
 from ftcli.model.loss import loss_of
-from ftcli.model.passes import tried
-from ftcli.model.shards import put_away
+from ftcli.model.shards import put_away, tried
 from ftcli.reporting import Reporter
 
 if TYPE_CHECKING:

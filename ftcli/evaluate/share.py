@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ftcli.errors import Origin
 from ftcli.evaluate.batching import halved, row_too_large
-from ftcli.model.passes import led
+from ftcli.model.shards import led
 from ftcli.reporting import Reporter
 from ftcli.run.process_group import RankGroup
 

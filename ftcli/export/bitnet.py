@@ -41,9 +41,9 @@ from ftcli.export.weights import base_weights
 from ftcli.facts.model import read_facts
 from ftcli.facts.quantization import stores_ternary_masters
 from ftcli.model.bitnet import BitLinear, TernaryLinear, declaration
-from ftcli.model.load import stop_token_ids
 from ftcli.model.load_quantized import ModelStorage, load_quantized
 from ftcli.model.pretrained import hollow, read_config
+from ftcli.model.tokenizer import stop_token_ids
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

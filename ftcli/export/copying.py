@@ -33,9 +33,8 @@ from ftcli.export.verify import (
 )
 from ftcli.export.weights import base_weights
 from ftcli.facts.model import read_facts
-from ftcli.model.load import stop_token_ids
 from ftcli.model.pretrained import read_config
-from ftcli.model.tokenizer import source_of
+from ftcli.model.tokenizer import source_of, stop_token_ids
 from ftcli.run.checkpoint import PROGRESS
 
 if TYPE_CHECKING:

@@ -16,7 +16,8 @@ from ftcli.export.resolve import ExportSource, unusable
 from ftcli.facts.config_file import hub_errors
 from ftcli.facts.model import read_facts
 from ftcli.model.load_quantized import compute_buffers
-from ftcli.model.pretrained import hollow, load_adapter, load_whole, read_config, weight_files
+from ftcli.model.lora import load_adapter
+from ftcli.model.pretrained import hollow, load_whole, read_config, weight_files
 from ftcli.model.tokenizer import load_tokenizer, read_tokenizer, require_stop, source_of
 from ftcli.run.inputs import base_inputs
 from ftcli.run.integrity import hold_base, not_held

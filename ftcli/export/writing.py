@@ -24,8 +24,8 @@ from ftcli.export.weights import source_config
 from ftcli.facts.model import read_facts
 from ftcli.facts.quantization import stores_ternary_masters
 from ftcli.facts.weights import EXPORT_RECORD, MODEL_CARD
-from ftcli.model.load import stop_token_ids
 from ftcli.model.pretrained import read_config
+from ftcli.model.tokenizer import stop_token_ids
 from ftcli.plain import JsonObject, plain, plain_fields
 from ftcli.preflight.checks.support import is_installed
 from ftcli.reporting import Reporter

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
+from ftcli.model.fused import DecoderStack, LayerCall, StackCall
 from ftcli.model.gradients import Gradients
-from ftcli.model.stack import DecoderStack, LayerCall, StackCall
 from ftcli.reporting import Reporter
 
 #: Shapes that are captured at most. Each graph takes some MiB of its own; further shapes run without.

@@ -11,8 +11,7 @@ from ftkernels.fp8 import Fp8Rows, Fp8Weight, join_fp8, part_fp8, quantize_weigh
 from torch import Tensor, nn
 
 from ftcli.config import QuantizationConfig
-from ftcli.model.quantized import QuantizedLinear, SharedTensor, unreadable_weights
-from ftcli.model.selfcheck import Tolerance
+from ftcli.model.quantized import QuantizedLinear, SharedTensor, Tolerance, unreadable_weights
 
 #: fp8 rounds each product's operands to 3 bits: what differs in the last bit before may differ by 6% after. Measured on
 #: an H200 with random weights: loss 1.3e-3, output 5.9e-2, gradient 7.3e-2 (Llama-3.1-8B), less for Gemma-2-9B.

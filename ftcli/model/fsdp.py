@@ -1,19 +1,25 @@
-"""A model whose weights are spread over the ranks of a run, by torch's ``fully_shard`` (FSDP2).
+"""FSDP: shards a model's weights over the ranks of a run by torch's ``fully_shard`` (FSDP2).
 
-Each decoder layer is a unit of its own: all ranks put together its weights right before it computes, and let them go
-after. What is left, embedding, last norm and head, is the root's. Inside a unit's forward its weights are plain
-tensors, so kernels and layers know nothing of it.
+Each decoder layer is a unit of its own: its weights are all-gathered right before it computes and resharded after.
+Embedding, last norm and head are the root's. Inside a unit's forward its weights are plain tensors, so kernels and
+layers know nothing of it. Where there are adapters, only frozen weights are sharded: every rank has all adapters, and
+their gradients are all-reduced as under ``ddp``.
 
-Frozen weights alone are spread where there are adapters: those are small, every rank has all of them, and their
-gradients are added up as under ``ddp``. So whatever deals with what is trained finds it as it always is.
+A model that is loaded tensor by tensor need never be whole anywhere. As soon as a layer has all its tensors, each rank
+keeps the shard that ``fully_shard`` will give it and drops the rest. Parameters of the full shape without memory stand
+in their place, for adapters and kernels to be set up by. The first layers stay whole, for the checks before training.
 
-Quantised weights lie in parameters then, since torch spreads no buffers. Frozen weights that read the same input are
-one parameter (:mod:`ftcli.model.joint`).
+Quantized weights lie in parameters here, since torch shards no buffers. Frozen weights that read the same input are one
+parameter: torch gathers several parameters into separate pieces of memory, and one product needs a single one
+(``ftkernels.projection.joined``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -22,8 +28,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.facts.precision import DtypePlan
+from ftcli.facts.shape import SHARED_INPUTS
 from ftcli.model.backbone import base_of, decoder_layers, set_root
-from ftcli.model.parts import RankWeights, is_part, ready
+from ftcli.model.quantized import QuantizedLinear, as_told
 from ftcli.model.shards import as_spread
 from ftcli.tables import engines
 
@@ -31,6 +38,174 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedModel
+
+
+class Joint(nn.Module):
+    """Tensors joined along ``dim`` in one frozen parameter; as :func:`ftcli.model.quantized.as_told` says.
+
+    Raises:
+        ValueError: they differ in dtype.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], dim: int = 0) -> None:
+        super().__init__()
+        if len({tensor.dtype for tensor in tensors}) > 1:
+            raise ValueError("tensors of several dtypes cannot be joined")
+        self._dtype, self._dim = tensors[0].dtype, dim
+        self._bytes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+        self._sizes = [int(tensor.shape[dim]) for tensor in tensors]
+        self.stored = nn.Parameter(as_told(torch.cat(list(tensors), dim)), requires_grad=False)
+
+    def part(self, index: int) -> Tensor:
+        """One of the tensors, as a view."""
+        whole = self.stored if self.stored.dtype == self._dtype else self.stored.view(self._dtype)
+        return whole.narrow(self._dim, sum(self._sizes[:index]), self._sizes[index])
+
+    def part_bytes(self, index: int) -> int:
+        """Bytes of one of the tensors."""
+        return self._bytes[index]
+
+
+class JoinedLinear(nn.Linear):
+    """A frozen linear layer (O, I) whose weight is one of a :class:`Joint`'s tensors. It has no weight of its own."""
+
+    def __init__(self, linear: nn.Linear, joint: Joint, index: int) -> None:
+        nn.Module.__init__(self)  # not nn.Linear's, which would make a weight
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        object.__setattr__(self, "_joint", joint)  # not a submodule: it is its neighbours', too
+        self._index = index
+        self.register_parameter("bias", linear.bias)
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """(O, I), a view."""
+        joint: Joint = self._joint  # type: ignore[assignment]
+        return joint.part(self._index)
+
+
+def join_shared(layer: nn.Module) -> None:
+    """Joins the frozen weights of a decoder layer that read the same input, adapted or not, in place.
+
+    Those that are trained stay apart, and so do those that become neighbours when they are dequantised.
+    """
+    for names in SHARED_INPUTS:
+        modules: list[Any] = [layer.get_submodule(name) for name in names]
+        bases = [getattr(module, "base_layer", module) for module in modules]
+        if any(base.weight.requires_grad for base in bases):
+            continue
+        if all(isinstance(base, QuantizedLinear) for base in bases):
+            if len({type(base) for base in bases}) == 1:
+                type(bases[0]).join_spread(bases, partial(_joint_of, layer, names))
+        elif not any(isinstance(base, QuantizedLinear) for base in bases):
+            joint = _joint_of(layer, names, [base.weight for base in bases], 0)
+            for index, (name, base) in enumerate(zip(names, bases, strict=True)):
+                inner = f"{name}.base_layer" if base is not layer.get_submodule(name) else name
+                layer.set_submodule(inner, JoinedLinear(base, joint, index))
+
+
+def _joint_of(layer: nn.Module, names: Sequence[str], tensors: Sequence[Tensor], dim: int) -> Joint:
+    """Beside the modules whose weights are joined, so that it goes where these go."""
+    parent = layer.get_submodule(names[0].rpartition(".")[0])
+    joint = Joint(tensors, dim)
+    leaves = "_".join(name.rpartition(".")[2] for name in names)
+    parent.add_module(f"joint_{leaves}" + ("_columns" if dim else ""), joint)
+    return joint
+
+
+#: Layers that stay whole until the model is spread.
+WHOLE = 2
+_ATTRIBUTE = "_ftcli_parts"
+
+
+@dataclass(slots=True, eq=False)
+class RankWeights:
+    """Which part of the weights a process keeps, that of ``rank`` among ``size``; and what it has kept, by the
+    parameter that stands for the whole.
+
+    Attributes:
+        joins: Whether weights that read the same input are joined, as frozen ones are.
+    """
+
+    rank: int
+    size: int
+    joins: bool
+    kept: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+
+    def of(self, whole: Tensor) -> Tensor:
+        """This rank's rows, copied."""
+        chunks = torch.chunk(whole, self.size)
+        return chunks[self.rank].clone() if self.rank < len(chunks) else whole[:0].clone()
+
+    def leave(self, layer: nn.Module) -> None:
+        """Keeps this rank's rows of a whole layer without adapters.
+
+        Raises:
+            FtcliError: FT331 for a quantised layer whose state is not what it should be.
+        """
+        for module in layer.modules():
+            if isinstance(module, QuantizedLinear):
+                module.check_state()
+        if self.joins:  # random weights are made to be trained, and adapters freeze them later
+            layer.requires_grad_(False)
+        ready(layer, joins=self.joins)
+        for module in layer.modules():
+            for name, whole in list(module._parameters.items()):
+                if whole is None or (whole.dim() < 2 and not isinstance(module, QuantizedLinear)):
+                    continue  # norms and biases take no room
+                # Of the full shape on its device, and of one element: a parameter on `meta` would take adapters there.
+                stand_in = nn.Parameter(whole.detach().new_empty(1).expand(whole.shape), whole.requires_grad)
+                self.kept[stand_in] = self.of(whole.detach())
+                module._parameters[name] = stand_in
+
+
+def ready(layer: nn.Module, *, joins: bool) -> None:
+    """Puts all large tensors of a whole layer into parameters, and joins those that read the same input."""
+    if joins:
+        join_shared(layer)
+    for module in layer.modules():
+        if isinstance(module, QuantizedLinear):
+            module.as_parameters()
+
+
+def keep_parts(base: PreTrainedModel, parts: RankWeights) -> None:
+    """Leaves of all layers but the first ones only this rank's part, and notes ``parts`` on the model."""
+    for layer in list(decoder_layers(base))[WHOLE:]:
+        if not is_part(layer):
+            parts.leave(layer)
+    object.__setattr__(base, _ATTRIBUTE, parts)
+
+
+def rank_weights_of(base: PreTrainedModel) -> RankWeights | None:
+    """What :func:`keep_parts` has noted."""
+    found: RankWeights | None = vars(base).get(_ATTRIBUTE)
+    return found
+
+
+def is_part(layer: nn.Module) -> bool:
+    """Whether only a part of the layer's weights is here."""
+    return any(p.numel() > 1 and not any(p.stride()) for p in layer.parameters())
+
+
+@contextmanager
+def whole_layers(model: PreTrainedModel | PeftModel) -> Iterator[None]:
+    """Within the block the model has only those of its layers that are whole; they are put back as they are then."""
+    base = base_of(model)
+    layers = decoder_layers(base)
+    count = next((index for index, layer in enumerate(layers) if is_part(layer)), len(layers))
+    if count == len(layers):
+        yield
+        return
+    config, others = base.config.get_text_config(), list(layers)[count:]
+    before: Any = config.num_hidden_layers
+    del layers[count:]
+    config.num_hidden_layers = count
+    try:
+        yield
+    finally:
+        config.num_hidden_layers = before
+        decoder = next(m for m in base.get_decoder().modules() if isinstance(m, nn.ModuleList) and len(m) == count)
+        decoder.extend(others)
+
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@
 ``true``       a layer's input alone; the layer runs again
 ``offload``    the input of each half of a layer, in pinned host memory; the halves run again up to what is kept.
                Where the host has no room for that, the layer's input alone; the layer runs again
-``lean``       as ``true``; a frozen embedding lies in pinned host memory (:mod:`ftcli.model.host_embedding`)
+``lean``       as ``true``; a frozen embedding lies in pinned host memory (:mod:`ftcli.model.offload`)
 =============  =======================================================================================================
 
 All give the same bits. ``true`` and ``false`` are transformers' own setting, applied by its trainer.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +14,8 @@ from ftcli.facts.config_file import hub_errors
 from ftcli.facts.execution import own_attention, wants_kernels
 from ftcli.facts.model import ModelFacts
 from ftcli.facts.precision import DtypePlan
+from ftcli.model.fsdp import RankWeights, keep_parts
 from ftcli.model.load_quantized import ModelStorage, load_quantized, random_quantized
-from ftcli.model.parts import RankWeights, keep_parts
 from ftcli.model.pretrained import (
     IMPOSSIBLE,
     hollow,
@@ -30,7 +30,7 @@ from ftcli.plain import JsonMap
 from ftcli.tables import code_of, quantizations
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel
 
 
 def load_model(
@@ -186,45 +186,3 @@ def _load_quantized(
     with suppress(OSError):  # a model without one keeps what its config says
         model.generation_config = GenerationConfig.from_pretrained(name, revision=revision, local_files_only=offline)
     return model
-
-
-#: End-of-turn tokens of the field's chat templates; those that a tokenizer has as special tokens end its turns.
-TURN_ENDS = ("<end_of_turn>", "<|eot_id|>", "<|im_end|>", "<|eom_id|>", "<turn|>", "<|return|>", "<|call|>")
-#: Tokens that end a turn, unless the tokenizer has the other one: gpt-oss ends its reasoning with `<|end|>`.
-TURN_ENDS_WITHOUT = {"<|end|>": "<|return|>"}
-
-
-def stop_token_ids(facts: ModelFacts, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Ids that end a turn: the tokenizer's eos, the eos ids of config.json and generation_config.json that it knows as
-    special, its end-of-turn tokens.
-
-    Needs no weights, so data can be tokenized and checked before a model is loaded.
-    """
-    candidates = list(facts.eos_token_ids)
-    vocabulary = tokenizer.get_added_vocab()
-    candidates += [vocabulary[name] for name in TURN_ENDS if name in vocabulary]
-    candidates += [
-        vocabulary[name] for name, other in TURN_ENDS_WITHOUT.items() if name in vocabulary and other not in vocabulary
-    ]
-    return tuple(dict.fromkeys([int(tokenizer.eos_token_id), *_special(candidates, tokenizer)]))
-
-
-def align_special_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stops: tuple[int, ...]) -> None:
-    """Makes the model's configs name the tokenizer's special tokens and all ``stops``.
-
-    What the model came with stays a stop token, if the tokenizer knows it: whoever serves the model relies on it.
-    """
-    brought = getattr(model.generation_config, "eos_token_id", None)
-    ids = list(dict.fromkeys([*stops, *_special(brought if isinstance(brought, list) else [brought], tokenizer)]))
-    for config in (model.config, model.config.get_text_config(), model.generation_config):
-        if config is None:
-            continue
-        config.pad_token_id = tokenizer.pad_token_id
-        config.bos_token_id = tokenizer.bos_token_id
-        config.eos_token_id = ids[0] if len(ids) == 1 else list(ids)
-
-
-def _special(ids: Iterable[object], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Those of ``ids`` that are special tokens of the tokenizer; a generation_config.json may name anything."""
-    special = set(tokenizer.all_special_ids) | set(tokenizer.get_added_vocab().values())
-    return [one for one in ids if isinstance(one, int) and one in special]

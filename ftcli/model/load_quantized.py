@@ -2,8 +2,10 @@
 
 The model is made without memory; each weight is drawn or read by itself on the device where it will live, quantised
 where it is a linear layer's, and its full-precision form freed before the next one. At the peak there are the quantised
-model and one layer's matrix; packed files are gathered in host memory first. Weights come from safetensors, in full
-precision or in the packed layout that the method reads.
+model and one layer's matrix; packed files are gathered in host memory first.
+
+Weights come from safetensors, in full precision or in the packed layout that the method reads, or from GGUF files of
+ternary weights.
 """
 
 from __future__ import annotations
@@ -21,28 +23,29 @@ from torch import Tensor, nn
 from ftcli.config import QuantizationConfig
 from ftcli.errors import FtcliError, first_line
 from ftcli.facts.weights import inspect_weights
+from ftcli.gguf.file import ReadFile, require_gguf_package
+from ftcli.gguf.names import from_file, names_of
 from ftcli.model.backbone import decoder_layers
-from ftcli.model.gguf_weights import ternary_tensors
-from ftcli.model.parts import WHOLE, RankWeights, is_part, keep_parts
+from ftcli.model.fsdp import WHOLE, RankWeights, is_part, keep_parts
 from ftcli.model.pretrained import COMPUTED, hollow, weight_files
-from ftcli.model.quantize import (
+from ftcli.model.quantized import (
+    DequantizedLinear,
     PackedReader,
+    QuantizedLinear,
+    TrainedQuantizedLinear,
     can_be_packed,
     layers_to_quantize,
     packed_reader,
     quantize_linear,
+    rounded_before,
     stores_masters,
     stores_packed,
-)
-from ftcli.model.quantized import (
-    DequantizedLinear,
-    QuantizedLinear,
-    TrainedQuantizedLinear,
-    rounded_before,
     unreadable_weights,
 )
 from ftcli.model.renaming import Renaming
 from ftcli.tables import code_of, quantizations
+from ftcli.tables.families import family_of
+from ftcli.tables.gguf import architecture_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -333,3 +336,60 @@ def _require_complete(model: nn.Module) -> None:
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise unreadable_weights(f"{', '.join(missing[:3])}{more} not stored")
+
+
+#: Tensors that say nothing of the weights: factors of the rotation, which the model's config has.
+_ROTATION = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+
+
+def ternary_tensors(path: Path, model: PreTrainedModel, layers: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+    """Name in ``model`` and value, in float32, of every tensor of the GGUF file ``path``, one in memory at a time.
+
+    Args:
+        layers: Names of the linear layers, whose weights are ternary: -a, 0 and a.
+
+    Raises:
+        FtcliError: FT758 where the package gguf is not installed; FT323 when the file is damaged, of another model, or
+            has other weights there. A file that was rounded by blocks, in a ternary type or another, is another model
+            than the one it was made of.
+    """
+    config = model.config.get_text_config()
+    family = family_of(config.model_type)
+    architecture = architecture_of(config.model_type, getattr(config, "hidden_act", None) or "silu")
+    if family is None or architecture is None:
+        raise unreadable_weights(f"{path.name}: ftcli does not know how GGUF holds a model_type {config.model_type}")
+    require_gguf_package()
+    try:
+        file = ReadFile(path)
+    except (OSError, ValueError, IndexError, KeyError) as error:
+        raise unreadable_weights(
+            f"{path.name}: {first_line(error)} (bitnet.cpp's own types I2_S, TL1 and TL2 are not read: the same models "
+            "are published as packed safetensors)"
+        ) from error
+    said = file.values.get("general.architecture")
+    if said != architecture.name:
+        raise unreadable_weights(
+            f"{path.name} is of the architecture {said}, and config.json's model is {architecture.name}"
+        )
+    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
+    try:
+        names = names_of([name for name in model.state_dict() if name not in tied], family, architecture).in_model
+    except FtcliError as error:
+        raise unreadable_weights(f"{path.name}: {error.findings[0].message}") from error
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads or config.num_attention_heads}
+    for stored in file.names:
+        if stored in _ROTATION:
+            continue
+        if stored not in names:
+            raise unreadable_weights(f"the model has no place for {stored} of {path.name}")
+        tensor = file.read(stored)
+        if names[stored].removesuffix(".weight") in layers and not _is_ternary(tensor):
+            raise unreadable_weights(
+                f"{stored} of {path.name} ({file.type_name(stored)}) has more values than -a, 0 and a: it is no "
+                "BitNet model, or it was rounded by blocks and is no longer one"
+            )
+        yield names[stored], from_file(stored, tensor, heads, architecture)
+
+
+def _is_ternary(tensor: Tensor) -> bool:
+    return torch.equal(tensor.sign() * tensor.abs().amax(), tensor)

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
+    from ftcli.model.fused import DecoderStack
     from ftcli.model.sequence_parallel import SequencePart
-    from ftcli.model.stack import DecoderStack
 
 
 #: Where a batch holds the positions that bear loss, if it does: :func:`supervised_positions`.

@@ -10,27 +10,22 @@ import contextlib
 import json
 import logging
 import re
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ftcli.errors import ExitCode, FtcliError, first_line
-from ftcli.facts.adapters import Expression, at_end, before_index, endless
-from ftcli.facts.weights import ADAPTER_CONFIG, WEIGHTS_INDEX
+from ftcli.facts.weights import WEIGHTS_INDEX
 from ftcli.plain import JsonMap
 from ftcli.undrawn import Undrawn
 
 if TYPE_CHECKING:
-    from peft import PeftModel
     from transformers import PretrainedConfig, PreTrainedModel
 
 #: Stored by old versions of transformers and computed since.
 COMPUTED = re.compile(r"rotary_emb\.inv_freq$|attn\.masked_bias$|attn\.bias$|rotary_emb\.original_inv_freq$")
-#: PEFT says so of patterns that are meant for parameters, which it applies them to all the same.
-PATTERNS_UNMATCHED = r"The following (rank|alpha)_pattern keys did not match"
 _NAMED = 3
 #: What transformers and torch raise for values of a config.json that no model can be built of.
 IMPOSSIBLE = (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError, ArithmeticError)
@@ -200,92 +195,6 @@ def differences(told: JsonMap) -> list[str]:
     return problems + [f"the model has no place for the stored tensor {name}" for name in unexpected]
 
 
-def load_adapter(model: PreTrainedModel, folder: Path) -> PeftModel:
-    """The model with the adapter saved in ``folder`` attached, not trainable.
-
-    Modules that were trained whole are in the dtype that they are stored in.
-
-    Raises:
-        FtcliError: FT334 (exit 3) when the adapter is damaged, is not this model's, lacks a tensor (PEFT would go on
-            with random numbers in its place), or names modules by an expression that takes for ever.
-    """
-    import peft
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    _require_expressions(model, folder)
-    try:
-        stored = {name: tensor for path in _weights(folder) for name, tensor in load_file(path).items()}
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Found missing adapter keys")  # refused below, with their names
-            warnings.filterwarnings("ignore", message=PATTERNS_UNMATCHED)
-            adapted = peft.PeftModel.from_pretrained(model, str(folder))
-    except torch.OutOfMemoryError:
-        raise
-    except (OSError, ImportError, *IMPOSSIBLE, SafetensorError) as error:
-        raise _unusable(folder, [first_line(error)]) from error
-    held = peft.get_peft_model_state_dict(adapted, save_embedding_layers=False)
-    problems = [f"it lacks {name}" for name in sorted(set(held) - set(stored))]
-    problems += [f"{name} belongs to nothing in this model" for name in sorted(set(stored) - set(held))]
-    problems += [
-        f"{name} has shape {tuple(stored[name].shape)} and must have {tuple(tensor.shape)}"
-        for name, tensor in held.items()
-        if name in stored and stored[name].shape != tensor.shape
-    ]
-    if problems:
-        raise _unusable(folder, problems)
-    _take_saved_modules(adapted, stored)
-    return adapted
-
-
-def _require_expressions(model: PreTrainedModel, folder: Path) -> None:
-    """Refuses an adapter whose expressions are none, or take for ever on this model's names (FT334)."""
-    try:
-        if not (folder / ADAPTER_CONFIG).is_file():  # a pipe would be waited for
-            raise ValueError("it is missing, or no regular file")
-        config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-        slow = endless(_expressions(config), [name for name, _ in model.named_modules()])
-    except (OSError, ValueError, TypeError, AttributeError, re.error, OverflowError, RecursionError) as error:
-        raise _unusable(folder, [f"{ADAPTER_CONFIG}: {first_line(error)}"]) from error
-    if slow is not None:
-        raise _unusable(folder, [f"{slow[0]}: the expression {slow[1].pattern} takes too long on its modules' names"])
-
-
-def _expressions(config: JsonMap) -> Iterator[Expression]:
-    """What PEFT makes regular expressions of."""
-    for key in ("target_modules", "exclude_modules"):
-        if isinstance(config.get(key), str):
-            yield key, re.compile(config[key])
-    layers = config.get("layers_pattern") or ()
-    for each in (layers,) if isinstance(layers, str) else layers:
-        yield "layers_pattern", re.compile(before_index(each))
-    for key in ("rank_pattern", "alpha_pattern"):
-        for each in config.get(key) or ():
-            yield key, re.compile(at_end(each))
-    for each in config.get("modules_to_save") or ():
-        yield "modules_to_save", re.compile(rf"(^|.*\.){each}($|\..*)")
-
-
-def _take_saved_modules(adapted: PeftModel, stored: Mapping[str, torch.Tensor]) -> None:
-    """Modules that were trained whole as they are stored: PEFT rounds them to the base's dtype."""
-    from ftcli.model.lora import hold_saved_modules
-
-    marker = f".modules_to_save.{adapted.active_adapter}"
-    trained = {name.replace(marker, ""): p for name, p in adapted.named_parameters() if marker in name}
-    if not trained:
-        return
-    hold_saved_modules(adapted, next(stored[name].dtype for name in trained))
-    for name, parameter in trained.items():
-        parameter.data.copy_(stored[name])
-
-
-def _weights(folder: Path) -> list[Path]:
-    found = sorted(folder.glob("adapter_model*.safetensors"))
-    if not found:
-        raise OSError("adapter_model.safetensors is not there")
-    return found
-
-
 def first_few(problems: list[str]) -> str:
     """The first few, and how many more there are."""
     more = f"; and {len(problems) - _NAMED} more" if len(problems) > _NAMED else ""
@@ -298,15 +207,6 @@ def _not_whole(name: str, problems: list[str]) -> FtcliError:
         f"the weights of {name} do not make the model of its config.json: {first_few(problems)}",
         exit_code=ExitCode.PREFLIGHT,
         help="download or copy the model again, weights and config.json from the same place",
-    )
-
-
-def _unusable(folder: Path, problems: list[str]) -> FtcliError:
-    return FtcliError.single(
-        "FT334",
-        f"the adapter in {folder} cannot be put on this model: {first_few(problems)}",
-        exit_code=ExitCode.PREFLIGHT,
-        help="name the recipe that it was trained with, or train it again",
     )
 
 

@@ -16,11 +16,12 @@ from ftcli.facts.quantization import trains_rounded
 from ftcli.job import Job
 from ftcli.labels import IGNORE_INDEX
 from ftcli.model.backbone import base_of
-from ftcli.model.headcheck import check_head
-from ftcli.model.load import align_special_tokens, load_model
+from ftcli.model.fsdp import RankWeights, rank_weights_of, whole_layers
+from ftcli.model.load import load_model
 from ftcli.model.lora import apply_lora
 from ftcli.model.lora_targets import freeze_other_parts, summary_of_targets
-from ftcli.model.parts import RankWeights, rank_weights_of, whole_layers
+from ftcli.model.selfcheck import check_head
+from ftcli.model.tokenizer import align_special_tokens
 from ftcli.run.directory import RunDirectory
 from ftcli.run.inputs import Inputs, base_inputs
 from ftcli.run.integrity import hold_base

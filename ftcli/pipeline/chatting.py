@@ -262,7 +262,7 @@ def _use_template_of(run: RunDirectory, renderer: Renderer, reporter: Reporter) 
 
 def _model(job: Job, run: RunDirectory | None, weights: Path | None) -> Model:
     """What answers, on the kernels: the base, the base with the run's adapter, or the run's full fine-tune."""
-    from ftcli.model.pretrained import load_adapter
+    from ftcli.model.lora import load_adapter
     from ftcli.pipeline.build import build_base, hold
     from ftcli.pipeline.evaluation import freeze_on_kernels
 

@@ -78,7 +78,7 @@ def _base_and_run(
     job: Job, evaluator: Evaluator, directory: RunDirectory | None, weights: Path | None
 ) -> tuple[ModelScores, ModelScores | None]:
     """What is measured of the base model, and of the run's ``weights`` where there are any."""
-    from ftcli.model.pretrained import load_adapter
+    from ftcli.model.lora import load_adapter
     from ftcli.pipeline.build import build_base, hold
 
     rows, model = evaluator.sequences, build_base(job)

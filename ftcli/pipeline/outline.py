@@ -62,7 +62,7 @@ def outline_of(report: PreflightReport) -> Outline:
     from ftcli.model.load import config_of
     from ftcli.model.lora_targets import planned_adapters
     from ftcli.model.pretrained import hollow
-    from ftcli.model.quantize import layers_to_quantize
+    from ftcli.model.quantized import layers_to_quantize
 
     recipe, model = report.recipe, hollow(config_of(report.facts.raw))
     stores = quantizations.row(recipe.quantization.method).quantize is not None
@@ -175,7 +175,7 @@ def _require_room(report: PreflightReport, model: PreTrainedModel, found: Outlin
 
 def _fits(report: PreflightReport, model: PreTrainedModel, method: str) -> bool:
     """Whether the device holds the model's weights as a quantisation that freezes them stores them."""
-    from ftcli.model.quantize import layers_to_quantize
+    from ftcli.model.quantized import layers_to_quantize
 
     recipe, available = report.recipe, report.setup.device.available_bytes
     if available is None or (recipe.lora is not None and recipe.quantization.method == method):

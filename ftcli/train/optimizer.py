@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
     from transformers import PreTrainedModel, TrainingArguments
 
-    from ftcli.model.stack import DecoderStack
+    from ftcli.model.fused import DecoderStack
     from ftcli.train.parallel import Parallel
 
 #: In a checkpoint, the weights that training goes on with, where those that are evaluated are others. It lies in a

@@ -31,14 +31,12 @@ from ftcli.facts.precision import DtypePlan
 from ftcli.generation.generator import open_generator
 from ftcli.generation.requests import GenerationRequest
 from ftcli.model.backbone import base_of, decoder_layers
-from ftcli.model.fsdp import shard
+from ftcli.model.fsdp import RankWeights, shard
 from ftcli.model.load import load_model
 from ftcli.model.lora import apply_lora
 from ftcli.model.loss import loss_of
-from ftcli.model.parts import RankWeights
-from ftcli.model.passes import tried
 from ftcli.model.patch import patch
-from ftcli.model.shards import put_away
+from ftcli.model.shards import put_away, tried
 from ftcli.ranks import Place
 from ftcli.reporting import SilentReporter
 from ftcli.run.process_group import RankGroup

@@ -11,8 +11,8 @@ import torch
 
 from ftcli.model import cuda_graphs
 from ftcli.model.cuda_graphs import GraphRunner
+from ftcli.model.fused import DecoderStack, StackCall
 from ftcli.model.loss import forward_loss
-from ftcli.model.stack import DecoderStack, StackCall
 from ftcli.train.loop import TrainingLoop
 from tests.e2e.conftest import User
 from tests.unit.model.test_stack import adapted, taken

@@ -32,7 +32,7 @@ from ftcli.export.weights import MergedWeights, ModelWeights, source_config, sou
 from ftcli.facts.model import read_facts
 from ftcli.gguf.file import require_gguf_package
 from ftcli.gguf.names import TensorNames, names_of, no_place, to_file
-from ftcli.model.load import stop_token_ids
+from ftcli.model.tokenizer import stop_token_ids
 from ftcli.tables import quantizations
 from ftcli.tables.families import family_of
 from ftcli.tables.gguf import TYPES, Architecture, architecture_of, unknown_architecture

@@ -55,8 +55,8 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
+    from ftcli.model.fused import DecoderStack
     from ftcli.model.sequence_parallel import SequencePart
-    from ftcli.model.stack import DecoderStack
     from ftcli.run.process_group import RankGroup
 
 #: Lies in a checkpoint that was written between two uses of the same completions.

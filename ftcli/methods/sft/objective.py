@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ftcli.job import Job
+    from ftcli.model.fused import DecoderStack
     from ftcli.model.sequence_parallel import SequencePart
-    from ftcli.model.stack import DecoderStack
     from ftcli.run.process_group import RankGroup
 
 

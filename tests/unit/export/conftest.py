@@ -20,7 +20,7 @@ from ftcli.config import Recipe
 from ftcli.config.load import load_recipe
 from ftcli.errors import Finding
 from ftcli.facts.model import read_facts
-from ftcli.model.load import align_special_tokens
+from ftcli.model.tokenizer import align_special_tokens
 from ftcli.plain import plain_fields
 from ftcli.reporting import SilentReporter
 from ftcli.run.directory import RunDirectory

@@ -14,7 +14,7 @@ from ftcli.facts.precision import DtypePlan
 from ftcli.generation.requests import StopConditions
 from ftcli.generation.stopping import StopCheck
 from ftcli.model import bitnet
-from ftcli.model.quantize import layers_to_quantize, quantize_linear
+from ftcli.model.quantized import layers_to_quantize, quantize_linear
 from ftcli.reporting import SilentReporter
 from tests import small_models
 

@@ -16,10 +16,9 @@ from ftcli.facts.model import read_facts
 from ftcli.facts.precision import DtypePlan
 from ftcli.model.backbone import decoder_layers
 from ftcli.model.fp8 import fp8_linear
-from ftcli.model.joint import join_shared
+from ftcli.model.fsdp import WHOLE, RankWeights, is_part, join_shared, rank_weights_of, whole_layers
 from ftcli.model.load import load_model
 from ftcli.model.loss import forward_loss
-from ftcli.model.parts import WHOLE, RankWeights, is_part, rank_weights_of, whole_layers
 from ftcli.model.quantized import as_told, can_be_told
 
 PLAN = DtypePlan("float32", "float32", "float32", autocast=False, reason="")

@@ -18,9 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ftcli.config import QuantizationConfig
 from ftcli.errors import FtcliError
 from ftcli.model import load_quantized as loading
-from ftcli.model.adapted import why_not_fused
 from ftcli.model.nf4 import NF4Linear
-from ftcli.model.patch import patch
+from ftcli.model.patch import patch, why_not_fused
 from ftcli.model.quantized import (
     DequantizedLinear,
     QuantizedLinear,

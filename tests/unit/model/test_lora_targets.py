@@ -19,7 +19,7 @@ from ftcli.facts.shape import shape_of
 from ftcli.facts.trained import trained_parameters
 from ftcli.model.lora import apply_lora
 from ftcli.model.lora_targets import planned_adapters, summary_of_targets
-from ftcli.model.quantize import layers_to_quantize, quantize_linear
+from ftcli.model.quantized import layers_to_quantize, quantize_linear
 from ftcli.model.trained_weights import save_weights
 from tests.small_models import MULTIMODAL, TEXT, VOCABULARY, build, config_of
 from tests.unit.conftest import Load

@@ -21,13 +21,12 @@ from ftcli.config.model import Kernels
 from ftcli.data.tokens import TokenizedRow
 from ftcli.errors import FtcliError
 from ftcli.facts.precision import DtypePlan
-from ftcli.model.adapted import why_not_fused
 from ftcli.model.backbone import base_of
 from ftcli.model.fused import FusedDecoderLayer, norm_eps
 from ftcli.model.gradient_checkpointing import use_checkpointing
 from ftcli.model.lora import apply_lora
 from ftcli.model.loss import forward_loss
-from ftcli.model.patch import patch
+from ftcli.model.patch import patch, why_not_fused
 from ftcli.model.selfcheck import self_check
 from ftcli.rows.row import Row
 from ftcli.train.isolation import check_isolation

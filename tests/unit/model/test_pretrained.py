@@ -19,8 +19,8 @@ from ftcli.errors import FtcliError, Origin
 from ftcli.facts.model import read_facts
 from ftcli.facts.precision import DtypePlan
 from ftcli.model.load import config_of, load_model
-from ftcli.model.lora import apply_lora
-from ftcli.model.pretrained import hollow, load_adapter
+from ftcli.model.lora import apply_lora, load_adapter
+from ftcli.model.pretrained import hollow
 from ftcli.model.trained_weights import save_weights
 from tests.small_models import MULTIMODAL, TEXT, VOCABULARY, build
 from tests.unit.export.conftest import tokenizer
@@ -226,8 +226,7 @@ RENAMED = ("mixtral", "qwen3_moe", "gpt_neox", "deepseek_v3", "jamba", "gemma3",
 @pytest.mark.parametrize("method", ["nf4", "fp8"])
 def test_a_quantized_load_renames_as_transformers_does(model_type: str, method: str, tmp_path: Path) -> None:
     """Issue 11, B5: Mixtral and GPT-NeoX were refused; what is quantised must be what a full load quantises."""
-    from ftcli.model.quantize import layers_to_quantize, quantize_linear
-    from ftcli.model.quantized import QuantizedLinear
+    from ftcli.model.quantized import QuantizedLinear, layers_to_quantize, quantize_linear
 
     settings = QuantizationConfig.model_validate({"method": method})
     wanted = build(model_type)
@@ -242,14 +241,14 @@ def test_a_quantized_load_renames_as_transformers_does(model_type: str, method: 
 
 def quantized_of(model_type: str) -> set[str]:
     """Names of the quantised layers, below the list of decoder layers where they lie in one."""
-    from ftcli.model.quantize import layers_to_quantize
+    from ftcli.model.quantized import layers_to_quantize
 
     return {name.rpartition("layers.")[2] for name in layers_to_quantize(build(model_type))}
 
 
 def test_only_the_language_model_is_quantized_and_no_router() -> None:
     """Issue 11: vision towers and plain linear routers were quantised."""
-    from ftcli.model.quantize import layers_to_quantize
+    from ftcli.model.quantized import layers_to_quantize
 
     for model_type in MULTIMODAL:
         (kind,) = {"vision" in name or "visual" in name for name in layers_to_quantize(build(model_type))}

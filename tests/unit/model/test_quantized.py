@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 
 from ftcli.config import QuantizationConfig
 from ftcli.errors import FtcliError
-from ftcli.model.adapted import projection_of, why_not_fused
+from ftcli.model.fused import projection_of
 from ftcli.model.nf4 import NF4Linear
-from ftcli.model.patch import patch
+from ftcli.model.patch import patch, why_not_fused
 from ftcli.model.quantized import (
     check_weights,
 )

@@ -11,10 +11,9 @@ import torch
 from ftcli.config import LoraConfig
 from ftcli.facts.precision import DtypePlan
 from ftcli.model.backbone import compute_context, hidden_states
-from ftcli.model.lora import apply_lora
+from ftcli.model.lora import apply_lora, load_adapter
 from ftcli.model.loss import forward_loss
 from ftcli.model.patch import patch
-from ftcli.model.pretrained import load_adapter
 from ftcli.model.trained_weights import save_weights
 from tests.small_models import build
 

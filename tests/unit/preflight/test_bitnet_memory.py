@@ -15,7 +15,7 @@ from ftcli.facts.quantization import ternary_bytes, weight_bytes
 from ftcli.facts.shape import shape_of
 from ftcli.model import bitnet
 from ftcli.model.bitnet import BitLinear
-from ftcli.model.quantize import layers_to_quantize
+from ftcli.model.quantized import layers_to_quantize
 from ftcli.preflight.checks import machine
 from ftcli.preflight.memory.activations import plain_layers
 from ftcli.preflight.memory.estimate import estimate_memory

@@ -27,8 +27,8 @@ from ftcli.methods.grpo.losses import StepShape
 from ftcli.methods.grpo.parity import allowed, check_parity
 from ftcli.methods.grpo.policy import PolicyScores, ScoredDocuments, scored_loss
 from ftcli.model import attention
+from ftcli.model.fused import stack_of
 from ftcli.model.patch import patch
-from ftcli.model.stack import stack_of
 from ftcli.model.tokenizer import load_tokenizer
 from tests.quantised import TINY, load
 
