@@ -17,10 +17,8 @@ from ftcli.evaluate.batching import halved, row_too_large
 from ftcli.evaluate.window import Window
 from ftcli.facts.precision import DtypePlan
 from ftcli.generation.generator import open_generator
-from ftcli.generation.requests import Completion, GenerationRequest, StopConditions
-from ftcli.generation.stopping import StopCheck, cut
+from ftcli.generation.requests import Completion, GenerationRequest, NotFinite, StopCheck, StopConditions, cut
 from ftcli.model.backbone import base_of
-from ftcli.model.finite import NotFinite
 from ftcli.reporting import Progress, Reporter
 
 if TYPE_CHECKING:

@@ -15,8 +15,7 @@ from ftcli.evaluate.generate import answering
 from ftcli.evaluate.window import Window
 from ftcli.facts.precision import DtypePlan
 from ftcli.generation.generator import OpenedGenerator, open_generator
-from ftcli.generation.requests import GenerationRequest, StopConditions
-from ftcli.generation.stopping import StopCheck, TextUntilStop
+from ftcli.generation.requests import GenerationRequest, StopCheck, StopConditions, TextUntilStop
 
 if TYPE_CHECKING:
     from peft import PeftModel

@@ -18,8 +18,7 @@ from ftcli.generation.engine import AHEAD, Engine
 from ftcli.generation.fallback import TransformersGenerator
 from ftcli.generation.forward import Forward, cache_dtype, cache_shape
 from ftcli.generation.merged import MergedModel, copied_bytes, merged_model
-from ftcli.generation.requests import Completion, GenerationRequest, Token
-from ftcli.generation.stopping import StopCheck
+from ftcli.generation.requests import Completion, GenerationRequest, StopCheck, Token
 from ftcli.model.backbone import base_of, head_of, root_of
 from ftcli.tables.families import family_of
 

@@ -35,8 +35,7 @@ from ftcli.config.load import LoadedRecipe, Override, load_recipe
 from ftcli.data.asked import RenderedPrompt, asked_rows, room_of_grpo
 from ftcli.data.template import Renderer
 from ftcli.data.tokens import TokenizedRow
-from ftcli.generation.requests import Completion
-from ftcli.generation.stopping import StopCheck
+from ftcli.generation.requests import Completion, StopCheck
 from ftcli.job import Job, open_job
 from ftcli.methods.grpo.objective import build_grpo
 from ftcli.methods.grpo.spans import LOG_PROBS, OPTIMIZER, REWARDS, ROLLOUT, TRAINING

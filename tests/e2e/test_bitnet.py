@@ -19,8 +19,7 @@ from ftcli.assets import asset
 from ftcli.config import GenerateConfig, ModelConfig, QuantizationConfig
 from ftcli.evaluate.generate import complete
 from ftcli.facts.precision import DtypePlan
-from ftcli.generation.requests import StopConditions
-from ftcli.generation.stopping import StopCheck
+from ftcli.generation.requests import StopCheck, StopConditions
 from ftcli.model import bitnet
 from ftcli.model.bitnet import round_in_norms
 from ftcli.model.load_quantized import ModelStorage, load_quantized, random_quantized

@@ -33,7 +33,7 @@ MODULES = {_name(path): path for path in (ROOT / "ftcli").rglob("*.py")}
 
 
 def _imports(node: ast.AST, *, types: bool) -> Iterator[str]:
-    """Names of imported modules of ftcli, those inside of functions among them; ``types``: those for types alone too."""
+    """Names of imported modules of ftcli, also inside of functions, and with ``types`` those for types alone."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and getattr(child.test, "id", "") == "TYPE_CHECKING" and not types:
             continue

@@ -24,7 +24,7 @@ from ftcli.config.training import GrpoConfig
 from ftcli.data.asked import RenderedPrompt
 from ftcli.data.reasoning import Answer
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.generation.stopping import cut
+from ftcli.generation.requests import NotFinite, cut
 from ftcli.job import Job
 from ftcli.judges import columns_of
 from ftcli.methods.grpo.advantages import Advantages, advantages_of, deviation
@@ -37,7 +37,6 @@ from ftcli.methods.grpo.rollouts import Rollouts
 from ftcli.methods.grpo.spans import LOG_PROBS, OPTIMIZER, REWARDS, ROLLOUT, TRAINING, Spans
 from ftcli.methods.grpo.stagnation import Stagnation
 from ftcli.model.backbone import compute_context
-from ftcli.model.finite import NotFinite
 from ftcli.model.gradient_checkpointing import without_checkpointing
 from ftcli.model.initial_adapters import as_base
 from ftcli.plain import JsonObject

@@ -11,8 +11,7 @@ from ftkernels.sampling import Sampling, row_seed
 from ftcli.config import GrpoConfig
 from ftcli.facts.generation import MOST_ROWS
 from ftcli.generation.generator import OpenedGenerator, open_generator
-from ftcli.generation.requests import Completion, GenerationRequest, StopConditions
-from ftcli.generation.stopping import StopCheck
+from ftcli.generation.requests import Completion, GenerationRequest, StopCheck, StopConditions
 from ftcli.job import Job
 
 if TYPE_CHECKING:

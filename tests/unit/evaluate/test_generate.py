@@ -15,8 +15,7 @@ from ftcli.config import GenerateConfig
 from ftcli.errors import Finding, FtcliError
 from ftcli.evaluate.generate import complete, generate
 from ftcli.facts.precision import DtypePlan
-from ftcli.generation.requests import StopConditions
-from ftcli.generation.stopping import StopCheck
+from ftcli.generation.requests import StopCheck, StopConditions
 from ftcli.model.patch import patch
 from ftcli.reporting import SilentReporter
 

@@ -17,7 +17,7 @@ from ftcli.errors import ExitCode, FtcliError
 from ftcli.evaluate.generate import generate
 from ftcli.evaluate.stream import CompletionEnd, Detokenizer, StreamSettings, stream
 from ftcli.facts.precision import DtypePlan
-from ftcli.generation.stopping import TextUntilStop
+from ftcli.generation.requests import TextUntilStop
 from ftcli.reporting import SilentReporter
 
 PLAN = DtypePlan("float32", "float32", "float32", False, "a test")

@@ -11,8 +11,7 @@ from torch import nn
 from ftcli.config import GenerateConfig, QuantizationConfig
 from ftcli.evaluate.generate import complete
 from ftcli.facts.precision import DtypePlan
-from ftcli.generation.requests import StopConditions
-from ftcli.generation.stopping import StopCheck
+from ftcli.generation.requests import StopCheck, StopConditions
 from ftcli.model import bitnet
 from ftcli.model.quantized import layers_to_quantize, quantize_linear
 from ftcli.reporting import SilentReporter

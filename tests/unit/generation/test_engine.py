@@ -13,9 +13,7 @@ from ftcli.facts.generation import EngineLayout, pages_of
 from ftcli.facts.precision import DtypePlan
 from ftcli.generation.engine import Engine
 from ftcli.generation.forward import Forward
-from ftcli.generation.requests import GenerationRequest, StopConditions
-from ftcli.generation.stopping import StopCheck
-from ftcli.model.finite import NotFinite
+from ftcli.generation.requests import GenerationRequest, NotFinite, StopCheck, StopConditions
 from ftcli.model.patch import patch
 from ftcli.tables.families import MULTIMODAL, TABLE
 from tests.small_models import MULTIMODAL as SMALL_MULTIMODAL

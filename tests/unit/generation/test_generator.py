@@ -12,9 +12,7 @@ from ftcli.facts.precision import DtypePlan
 from ftcli.generation.engine import Engine
 from ftcli.generation.fallback import TransformersGenerator
 from ftcli.generation.generator import open_generator
-from ftcli.generation.requests import GenerationRequest, StopConditions
-from ftcli.generation.stopping import StopCheck
-from ftcli.model.finite import NotFinite
+from ftcli.generation.requests import GenerationRequest, NotFinite, StopCheck, StopConditions
 from tests.small_models import build
 
 PLAN = DtypePlan("float32", "float32", "float32", False, "a test")

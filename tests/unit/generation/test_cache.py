@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ftcli.generation.pages import PagePool
+from ftcli.generation.cache import PagePool
 
 
 def test_a_page_is_free_when_its_last_user_has_given_it_back() -> None:

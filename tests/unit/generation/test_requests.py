@@ -8,8 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from ftcli.assets import asset
-from ftcli.generation.requests import StopConditions
-from ftcli.generation.stopping import StopCheck
+from ftcli.generation.requests import StopCheck, StopConditions
 
 
 @pytest.fixture(scope="module")
