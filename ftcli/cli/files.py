@@ -68,7 +68,7 @@ def _require_nobodys(target: Path) -> None:
         raise _unwritable(target, error) from None
     if not any(is_file(parent / RUN_RECIPE) for parent in resolved.parents):
         return
-    from ftcli.run.resume import run_that_owns
+    from ftcli.run.directory import run_that_owns
 
     run = run_that_owns(resolved)
     if run is not None:

@@ -20,8 +20,7 @@ from ftcli.pipeline.weights import checkpoint_of, result_of
 from ftcli.plain import LEFT_OUT
 from ftcli.reporting import Reporter, Session
 from ftcli.run.atomic import read_json_object
-from ftcli.run.directory import RunDirectory
-from ftcli.run.resume import is_run_directory
+from ftcli.run.directory import RunDirectory, is_run_directory
 
 if TYPE_CHECKING:
     from ftcli.data.template import Renderer

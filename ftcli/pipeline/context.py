@@ -19,7 +19,7 @@ from ftcli.reporting import Session
 from ftcli.run.atomic import WRITING_PREFIX, replace_directory, writing_into
 from ftcli.run.directory import RunDirectory
 from ftcli.run.inputs import Inputs
-from ftcli.run.loggers.opened import OpenLoggers
+from ftcli.run.loggers import OpenLoggers
 from ftcli.run.metrics import MetricsLine, MetricsWriter
 from ftcli.run.out_of_memory import is_out_of_memory
 from ftcli.run.report import LiveProgress, LiveReport

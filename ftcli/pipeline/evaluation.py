@@ -16,9 +16,9 @@ from ftcli.pipeline.held_out import eval_scores, task_samples
 from ftcli.pipeline.weights import checkpoint_of, result_of
 from ftcli.plain import LEFT_OUT
 from ftcli.reporting import Session
-from ftcli.run.card import write_card
 from ftcli.run.directory import RunDirectory
 from ftcli.run.report import write_report
+from ftcli.run.report.card import write_card
 from ftcli.run.results import Evaluation, update_evaluation
 
 if TYPE_CHECKING:

@@ -16,10 +16,10 @@ from ftcli.pipeline.progress import StepProgress
 from ftcli.pipeline.shortage import has_room_to_save, let_go, out_of_memory_in_training, with_checkpoint
 from ftcli.pipeline.start import TrainingRows, tell_start, tell_warm_ups
 from ftcli.plain import SPREAD
-from ftcli.run.card import write_card
 from ftcli.run.completions import Completions
 from ftcli.run.metrics import read_metrics
 from ftcli.run.out_of_memory import is_out_of_memory
+from ftcli.run.report.card import write_card
 from ftcli.run.status import FinishedTraining, TrainingSummary
 
 if TYPE_CHECKING:
@@ -200,7 +200,7 @@ def _of_another_rank(error: FtcliError, context: RunContext) -> bool:
     """Whether the weights of this rank are sound, and another one has failed for a reason that spoils no checkpoint."""
     if context.group is None:
         return False
-    from ftcli.run.peer_failure import PeerFailed, RankLost
+    from ftcli.run.heartbeat import PeerFailed, RankLost
 
     if isinstance(error, RankLost):
         return context.group.settled()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
 from ftcli.errors import ExitCode, FtcliError, first_line
 from ftcli.paths import RUN_RECIPE
 from ftcli.run.checkpoint import Checkpoints
+from ftcli.run.lock import LOCK_NAME
 
 #: Files and folders of a run, by name.
 NAMES = frozenset(
@@ -90,6 +92,31 @@ class RunDirectory:
     def status_path(self) -> Path:
         """How the run stands, for scripts."""
         return self.path / "status.json"
+
+
+def holds_run(run: RunDirectory) -> bool:
+    """Whether the folder has a recipe.yaml and something else of a run: one with nothing but a recipe is never renamed.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    ours = (run.status_path, run.path / LOCK_NAME, run.checkpoints_dir)
+    return run.recipe_path.is_file() and any(path.exists() for path in ours)
+
+
+def run_that_owns(path: Path) -> Path | None:
+    """The run directory of which ``path`` would be a file, or lie in a folder; None where it is no run's."""
+    for folder in path.parents:
+        if path.relative_to(folder).parts[0] in NAMES and is_run_directory(folder):
+            return folder
+    return None
+
+
+def is_run_directory(path: Path) -> bool:
+    """Whether ``path`` is a folder with a recipe.yaml that ftcli wrote."""
+    with contextlib.suppress(OSError):
+        return holds_run(RunDirectory(path))
+    return False
 
 
 def no_run(path: Path, reason: str) -> FtcliError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -24,7 +23,7 @@ from ftcli.run.atomic import (
     write_text,
 )
 from ftcli.run.checkpoint import damage, step_of
-from ftcli.run.directory import NAMES, RunDirectory, no_run, unreadable_file
+from ftcli.run.directory import RunDirectory, holds_run, is_run_directory, no_run, unreadable_file
 from ftcli.run.integrity import changed_result, result_files
 from ftcli.run.lock import LOCK_NAME, DirectoryLock
 from ftcli.run.manifest import read_manifest
@@ -117,7 +116,7 @@ def open_run(path: Path, resume: str, recipe_yaml: str, command: str = "train") 
     run = RunDirectory(Path(path))
     lock = _locked(run)
     try:
-        if resume == "never" and _holds_run(run):
+        if resume == "never" and holds_run(run):
             lock = _start_beside(run, lock)
         opened = _open_locked(run, resume, recipe_yaml, command)
     except BaseException:
@@ -142,7 +141,7 @@ def _open_locked(run: RunDirectory, resume: str, recipe_yaml: str, command: str)
     if names_checkpoint(resume):
         decision = _continue_from(run, Path(resume), recipe_yaml, command)
     else:
-        decision = _continue_own(run, recipe_yaml, command) if _holds_run(run) else _Decision(None)
+        decision = _continue_own(run, recipe_yaml, command) if holds_run(run) else _Decision(None)
     if decision.already_complete:
         return decision
     with storage_errors(run.path):
@@ -218,7 +217,7 @@ def _continue_from(run: RunDirectory, named: Path, recipe_yaml: str, command: st
     source = _checkpoint_at(named)
     owner = RunDirectory(source.resolve().parent.parent)
     own = owner.path == run.path.resolve()
-    if _holds_run(run) and not own:
+    if holds_run(run) and not own:
         raise FtcliError.single(
             "FT722",
             f"{run.path} already holds a run, and {named} belongs to another one",
@@ -228,7 +227,7 @@ def _continue_from(run: RunDirectory, named: Path, recipe_yaml: str, command: st
     other = _other_command(owner, command)
     if other is not None:
         raise _made_by(owner, other, command)
-    changes = tuple(c for c in _changes(owner, recipe_yaml) if not c.is_in(HARMLESS)) if _holds_run(owner) else ()
+    changes = tuple(c for c in _changes(owner, recipe_yaml) if not c.is_in(HARMLESS)) if holds_run(owner) else ()
     structural = tuple(c for c in changes if c.is_in(structural_keys()))
     if structural:
         raise _changed(owner, structural)
@@ -268,7 +267,7 @@ def _locked(run: RunDirectory) -> DirectoryLock:
         if run.path.exists() and not run.path.is_dir():
             raise no_run(run.path, "it is a file")
         run.path.mkdir(parents=True, exist_ok=True)
-        foreign = [] if _holds_run(run) else _foreign_entries(run.path)
+        foreign = [] if holds_run(run) else _foreign_entries(run.path)
     if foreign:
         raise no_run(run.path, f"it holds other things, such as {foreign[0]}")
     try:
@@ -284,12 +283,6 @@ def _start_beside(run: RunDirectory, lock: DirectoryLock) -> DirectoryLock:
     fresh = _locked(run)
     lock.release()
     return fresh
-
-
-def _holds_run(run: RunDirectory) -> bool:
-    """A folder where somebody merely keeps a recipe.yaml of theirs is not a run, and is never renamed."""
-    ours = (run.status_path, run.path / LOCK_NAME, run.checkpoints_dir)
-    return run.recipe_path.is_file() and any(path.exists() for path in ours)
 
 
 def _foreign_entries(path: Path) -> list[str]:
@@ -345,18 +338,3 @@ def _unusable(path: Path, reason: str) -> FtcliError:
 def _no_locks(path: Path) -> Finding:
     message = f"the file system of {path} has no locks: nothing prevents a second run in this directory"
     return Finding("FT729", message, severity="warning")
-
-
-def run_that_owns(path: Path) -> Path | None:
-    """The run directory of which ``path`` would be a file, or lie in a folder; None where it is no run's."""
-    for folder in path.parents:
-        if path.relative_to(folder).parts[0] in NAMES and is_run_directory(folder):
-            return folder
-    return None
-
-
-def is_run_directory(path: Path) -> bool:
-    """Whether ``path`` is a folder with a recipe.yaml that ftcli wrote."""
-    with contextlib.suppress(OSError):
-        return _holds_run(RunDirectory(path))
-    return False

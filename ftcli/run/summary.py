@@ -11,11 +11,10 @@ from pathlib import Path
 from ftcli.errors import first_line
 from ftcli.plain import JsonMap, is_number, number_or_none, numbers_of
 from ftcli.run.atomic import json_object_in, read_json_object, read_text
-from ftcli.run.directory import RunDirectory
+from ftcli.run.directory import RunDirectory, is_run_directory
 from ftcli.run.lock import is_locked
 from ftcli.run.metrics import MetricsLine, ReadMetrics, read_metrics
 from ftcli.run.recipe_changes import map_of
-from ftcli.run.resume import is_run_directory
 from ftcli.run.status import read_status, status_damage
 
 #: Folders of a run are not searched for further runs, and neither are links: they may lead in circles.

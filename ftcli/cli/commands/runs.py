@@ -20,7 +20,7 @@ from ftcli.reporting import Reporter, Session
 from ftcli.units import number
 
 if TYPE_CHECKING:
-    from ftcli.run.comparison import Comparison, Points
+    from ftcli.run.report.comparison import Comparison, Points
     from ftcli.run.summary import RunSummary
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -105,8 +105,8 @@ def compare(
     """
 
     def action(session: Session) -> ComparedRuns:
-        from ftcli.run.comparison import compare as side_by_side
-        from ftcli.run.report.compared import render_comparison, result_rows
+        from ftcli.run.report.comparison import compare as side_by_side
+        from ftcli.run.report.comparison import render_comparison, result_rows
 
         if html is not None:
             require_page(expanded(html))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from ftcli.export.gguf.metadata import Value
 from ftcli.export.resolve import ExportSource
 from ftcli.run.atomic import read_json_object
-from ftcli.run.card import licence_of_base, public_base
 from ftcli.run.directory import RunDirectory
+from ftcli.run.report.card import licence_of_base, public_base
 
 _HUB = "https://huggingface.co/"
 

@@ -19,9 +19,19 @@ from ftcli.run.directory import RunDirectory
 from ftcli.run.manifest import Activations, Fingerprint, build_manifest, write_manifest
 from ftcli.run.metrics import MetricsWriter
 from ftcli.run.report import LiveProgress, render_report, write_report
-from ftcli.run.report.charts import HEIGHT, WIDTH, ChartLook, ReferenceLine, Series, line_chart
-from ftcli.run.report.markup import tag
-from ftcli.run.report.scales import log_ticks, round_ticks, smoothed, thinned
+from ftcli.run.report.charts import (
+    HEIGHT,
+    WIDTH,
+    ChartLook,
+    ReferenceLine,
+    Series,
+    line_chart,
+    log_ticks,
+    round_ticks,
+    smoothed,
+    thinned,
+)
+from ftcli.run.report.text import tag
 from ftcli.run.results import AnsweredRow, EvalScores, Evaluation, TaskScore, write_evaluation
 from ftcli.run.resume import open_run
 from ftcli.units import number

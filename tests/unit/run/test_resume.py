@@ -12,9 +12,9 @@ import yaml
 
 from ftcli.config import Recipe
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.run.directory import RunDirectory
+from ftcli.run.directory import RunDirectory, is_run_directory
 from ftcli.run.lock import is_locked
-from ftcli.run.resume import OpenedRun, is_run_directory, open_run
+from ftcli.run.resume import OpenedRun, open_run
 from ftcli.run.status import TrainingSummary, read_status
 
 

@@ -13,10 +13,9 @@ import pytest
 import yaml
 
 from ftcli.cli.app import main
-from ftcli.run.comparison import compare
 from ftcli.run.directory import RunDirectory
 from ftcli.run.report import render_report
-from ftcli.run.report.compared import render_comparison
+from ftcli.run.report.comparison import compare, render_comparison
 from ftcli.run.summary import find_runs, summarise
 
 

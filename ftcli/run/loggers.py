@@ -2,6 +2,9 @@
 
 What each was given last is kept in loggers.json. Steps that are trained again after a resume give the numbers that they
 gave before, so a logger is not given them again.
+
+The code of each kind lies in :mod:`ftcli.run.trackers`; a new one is a class and a function that opens it, like those
+there, and a row in :mod:`ftcli.tables.loggers`.
 """
 
 from __future__ import annotations
@@ -12,16 +15,63 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol
 
 from ftcli.errors import Finding, first_line
-from ftcli.plain import JsonMap, is_number, map_in
+from ftcli.plain import JsonMap, JsonObject, is_number, map_in
 from ftcli.reporting import Reporter
 from ftcli.run.atomic import read_json_object, write_json
 from ftcli.run.directory import RunDirectory
-from ftcli.run.loggers.protocol import LoggedRun, MetricsLogger, OpenLogger
 from ftcli.run.metrics import MetricsLine
-from ftcli.run.status import read_status
+from ftcli.run.status import State, read_status
 from ftcli.tables import code_of, loggers
+
+#: Under this name loggers gather the runs of ftcli, where they have projects or experiments.
+PROJECT = "ftcli"
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedRun:
+    """The run whose numbers a logger is given.
+
+    Attributes:
+        name: The run's name.
+        id: Twelve hexadecimal digits. A run keeps them when it is resumed, and no other run has them.
+        folder: The run directory.
+        recipe: The resolved recipe as plain values.
+        continued: This logger was given earlier steps of the same run.
+        after_step: Numbers of later steps follow; 0 when the run begins here. What the logger holds of later steps is
+            to be forgotten.
+        offline: No network may be used.
+    """
+
+    name: str
+    id: str
+    folder: Path
+    recipe: JsonObject
+    continued: bool
+    after_step: int
+    offline: bool
+
+
+class MetricsLogger(Protocol):
+    """Takes the numbers of one run. Whatever a method raises is reported and ends this logger, never the run."""
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Take the numbers of an optimizer step. Steps never decrease; one step can come in several calls."""
+        ...
+
+    def finish(self, state: State) -> None:
+        """Close; ``state`` is how the run ended. Nothing is called after it."""
+        ...
+
+
+class OpenLogger(Protocol):
+    """The function that a row of the table names."""
+
+    def __call__(self, run: LoggedRun) -> MetricsLogger:
+        """Open the logger. Whatever this raises is reported, and the run goes on without the logger."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,7 @@
-"""Fills a model card from a run's recipe, manifest and results. No path of the machine is in it."""
+"""README.md of adapters, models and exports: a model card filled from a run's recipe, manifest and results.
+
+No path of the machine is in it.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +18,13 @@ from ftcli import __version__
 from ftcli.assets import BUNDLED
 from ftcli.facts.config_file import looks_local
 from ftcli.facts.weights import ADAPTER_CONFIG, EXPORT_RECORD, MODEL_CARD
-from ftcli.plain import JsonMap, JsonObject
+from ftcli.plain import JsonMap, JsonObject, is_number, map_in, maps
 from ftcli.rows.places import HUB
 from ftcli.run.atomic import read_bytes, read_json_object, read_text, storage_errors, write_text
-from ftcli.run.card.exported import serving, verification_rows
-from ftcli.run.card.settings import training_rows
 from ftcli.run.directory import RunDirectory
 from ftcli.run.recipe_changes import map_of
-from ftcli.run.report.facts import score_rows
-from ftcli.run.report.markup import page_text
-from ftcli.run.report.values import count, is_number, map_in, maps
+from ftcli.run.report.tables import changed, score_rows, settings_by_section
+from ftcli.run.report.text import as_text, count, page_text
 from ftcli.tables import methods, quantizations
 from ftcli.tables.methods import Method
 
@@ -300,3 +300,110 @@ def _versions(manifest: JsonMap) -> str:
     libraries = map_in(manifest, "libraries")
     shown = {"ftcli": manifest.get("ftcli"), "Python": manifest.get("python"), **libraries}
     return ", ".join(f"{name} {version}" for name, version in shown.items() if version)
+
+
+_MODELFILE = "Modelfile"
+
+
+def serving(folder: Path) -> str:
+    """Command lines that serve what is no folder of transformers' or PEFT's; empty for those."""
+    name = folder.name.removeprefix(".tmp-")
+    if (folder / _MODELFILE).is_file():
+        return f"ollama create {name} -f {_MODELFILE} && ollama run {name}"
+    files = sorted(path.name for path in folder.glob("*.gguf") if "-LoRA-" not in path.name)
+    return "\n".join(f"llama-server -m {file} --jinja" for file in files)
+
+
+def verification_rows(folder: Path) -> list[tuple[str, str]]:
+    """What was compared when it was written, and what came out; empty where nothing was, or for no export."""
+    verification: JsonMap = map_in(read_json_object(folder / EXPORT_RECORD), "verification")
+    if not verification or "verified" in verification:
+        return []
+    return [
+        (name.replace("_", " "), as_text(value)) for name, value in verification.items() if not name.endswith("_bytes")
+    ]
+
+
+#: What everybody looks for, changed or not.
+_ALWAYS = (
+    "lora.r",
+    "lora.alpha",
+    "lora.dropout",
+    "lora.target_modules",
+    "data.max_seq_len",
+    "train.learning_rate",
+    "train.lr_scheduler_type",
+    "train.warmup_steps",
+    "train.optim",
+    "train.weight_decay",
+)
+_SECTIONS = ("lora", "quantization", "data", "train")
+#: Told in other words, or places on the user's disk; so are the rewards of training methods.
+_ELSEWHERE = (
+    "data.train",
+    "data.eval",
+    "data.chat_template",
+    "train.per_device_train_batch_size",
+    "train.gradient_accumulation_steps",
+    "train.max_steps",
+    "train.num_train_epochs",
+)
+#: What is surely a path is never told, whatever the key.
+_PATH = re.compile(r"(~|\.{1,2})?/")
+
+
+def training_rows(recipe: JsonMap, manifest: JsonMap, summary: JsonMap) -> list[tuple[str, str]]:
+    """Names and values: how it was trained, with what settings, for how long, and on what."""
+    device, plan = map_in(manifest, "device"), map_in(manifest, "dtype_plan")
+    rows = [("method", _method_text(recipe)), ("effective batch", _batch(recipe, manifest))]
+    if is_number(summary.get("steps")):
+        tokens = f", {summary['tokens']:,} tokens" if is_number(summary.get("tokens")) else ""
+        rows.append(("steps", f"{summary['steps']:,}{tokens}"))
+    rows += [*_settings(recipe), ("rewards", _rewards(recipe))]
+    rows += [("seed", as_text(map_in(recipe, "run").get("seed"))), ("device", as_text(device.get("name")))]
+    quantized = map_in(recipe, "quantization").get("method")
+    frozen = {"linear layers": quantized} if recipe.get("lora") and quantizations.is_stored(quantized) else {}
+    others = "other parameters" if frozen else "parameters"
+    dtypes = {
+        **frozen,
+        others: plan.get("parameter"),
+        "adapters": plan.get("adapter"),
+        "computed in": plan.get("compute"),
+    }
+    rows.append(("dtypes", ", ".join(f"{name} {as_text(value)}" for name, value in dtypes.items() if value)))
+    return [(name, value) for name, value in rows if value not in ("", "–")]
+
+
+def _method_text(recipe: JsonMap) -> str:
+    kind = "LoRA" if recipe.get("lora") else "full fine-tuning"
+    quantized = map_in(recipe, "quantization").get("method")
+    if quantizations.is_stored(quantized) and recipe.get("lora"):
+        return f"{kind} on a base in {quantized}"
+    return f"{kind}, weights rounded in every product ({quantized})" if quantizations.is_stored(quantized) else kind
+
+
+def _batch(recipe: JsonMap, manifest: JsonMap) -> str:
+    """Rows of an optimizer step, over all processes: the manifest counts what each of them accumulates."""
+    train = map_in(recipe, "train")
+    size, accumulated = (train.get(name) for name in ("per_device_train_batch_size", "gradient_accumulation_steps"))
+    together = manifest.get("micro_batches", accumulated)
+    if not isinstance(size, int) or not isinstance(together, int):
+        return ""
+    return f"{size * together} = {size} x {together} micro-batches"
+
+
+def _settings(recipe: JsonMap) -> list[tuple[str, str]]:
+    sections = methods.sections()
+    every = settings_by_section({name: recipe.get(name) for name in (*_SECTIONS, *sections)})
+    values = {f"{section}.{one.key}": one.value for section, rows in every.items() for one in rows}
+    always = (*_ALWAYS, *(name for method in methods.TABLE.values() for name in method.told))
+    names = dict.fromkeys([*(name for name in always if name in values), *(one.key for one in changed(every))])
+    elsewhere = (*_ELSEWHERE, *(f"{section}.rewards" for section in sections))
+    return [(name, values[name]) for name in names if name not in elsewhere and not _PATH.match(values[name])]
+
+
+def _rewards(recipe: JsonMap) -> str:
+    """Built-in rewards by name, the user's by the function's: the file's path is nobody's business."""
+    rewards = [one for section in methods.sections() for one in maps(map_in(recipe, section).get("rewards"))]
+    names = [str(one.get("use") or str(one.get("file")).rpartition(":")[2]) for one in rewards]
+    return ", ".join(f"{name} (weight {as_text(one.get('weight'))})" for name, one in zip(names, rewards, strict=True))

@@ -1,10 +1,52 @@
-"""Text of models and data on a page: made printable here, escaped by :class:`markupsafe.Markup`, never markup."""
+"""Values of JSON as text for people, and text of models and data made safe for a page.
+
+What JSON holds may be anything. Text is made printable here and escaped by :class:`markupsafe.Markup`.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from markupsafe import Markup, escape
+
+Show = Callable[[float], str]
+
+
+def percent(value: float) -> str:
+    """A share as ``12.3%``."""
+    return f"{100 * value:.1f}%"
+
+
+def count(value: object) -> str:
+    """An integer as ``1,234``."""
+    return f"{value:,}" if isinstance(value, int) else "–"
+
+
+def as_words(name: str) -> str:
+    """``exact_match`` as ``Exact match``."""
+    text = name.replace("_", " ")
+    return text[:1].upper() + text[1:]
+
+
+def as_text(value: Any) -> str:
+    """A value of a recipe or manifest in a line."""
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, list | tuple):
+        return ", ".join(as_text(item) for item in value) or "–"
+    if isinstance(value, Mapping):
+        kept = {key: item for key, item in value.items() if item not in (None, False, {}, [], ())}
+        if set(kept) == {"path"}:  # a dataset of which nothing else is said
+            return as_text(kept["path"])
+        return ", ".join(f"{key}: {as_text(item)}" for key, item in kept.items()) or "–"
+    return str(value)
+
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f]")
 _UNPRINTABLE = re.compile("[\x7f-\x9f\u200b\u200e\u200f\u202a-\u202e\u2060-\u2069\ufeff\ud800-\udfff\ufffe\uffff]")
