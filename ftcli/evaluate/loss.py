@@ -20,7 +20,7 @@ from ftcli.facts.precision import DtypePlan
 from ftcli.labels import IGNORE_INDEX
 from ftcli.model.backbone import compute_context, root_of
 from ftcli.model.loss import loss_of
-from ftcli.model.shards import put_away, tried
+from ftcli.model.shards import reshard_model, try_forward
 from ftcli.reporting import Reporter
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def evaluate_loss(
                 group,
                 groups,
                 batch_size,
-                lambda chosen: tried(model, lambda: step(chosen)),
+                lambda chosen: try_forward(model, lambda: step(chosen)),
                 where=where,
                 reporter=reporter,
             )
@@ -126,7 +126,7 @@ def evaluate_loss(
     finally:
         if was_training:
             model.train()
-    put_away(model)
+    reshard_model(model)
     return _result(total, correct, count, len(lengths))
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ftcli.errors import Origin
 from ftcli.evaluate.batching import halved, row_too_large
-from ftcli.model.shards import led
+from ftcli.model.shards import lead_forwards
 from ftcli.reporting import Reporter
 from ftcli.run.process_group import RankGroup
 
@@ -116,7 +116,7 @@ def _no_sums(batches: int, group: RankGroup) -> Tensor:
 
 
 def _added_up(group: RankGroup, sums: Tensor, batches: int) -> Sums:
-    of_all = group.gather(sums)
+    of_all = group.all_gather(sums)
     total, correct, count = 0.0, 0, 0
     for index in range(batches):
         loss, right, tokens = of_all[index % group.size][index // group.size].tolist()
@@ -135,4 +135,4 @@ def led_by_first(group: RankGroup, model: PreTrainedModel | PeftModel, compute: 
         return bool(group.agree("generating", [another])[0][0])
 
     with group.exchanging():
-        return led(model, compute if group.leads else None, announce)
+        return lead_forwards(model, compute if group.leads else None, announce)

@@ -52,7 +52,7 @@ class Head:
 
     ``weight`` has shape (vocab_size, hidden_size); ``softcap`` 0 is off, else cap(x) = softcap · tanh(x / softcap).
     ``handed`` takes the weight's gradient where the embedding adds its own to it (:mod:`ftcli.model.backbone`);
-    ``is_spread`` where ranks have parts of the model.
+    ``is_sharded`` where ranks have parts of the model.
     """
 
     weight: Tensor
@@ -60,7 +60,7 @@ class Head:
     softcap: float
     logit_scale: float
     handed: HeadGradient | None = None
-    is_spread: bool = False
+    is_sharded: bool = False
 
 
 class CollectingStack(Protocol):
@@ -182,7 +182,7 @@ def head_of(model: PreTrainedModel | PeftModel) -> Head:
         softcap=float(cap or 0.0),
         logit_scale=float(scale) if scale is not None else 1.0 / scaling if scaling else 1.0,
         handed=embedding.head_gradient if isinstance(embedding, TiedEmbedding) else None,
-        is_spread=root_of(model) is not None,
+        is_sharded=root_of(model) is not None,
     )
 
 

@@ -81,7 +81,7 @@ class BitLinear(TrainedQuantizedLinear):
         self.rms_norm: InputNorm | None = None
         self._ternary: Ternary | None = None
         self._made_of: tuple[int, int] | None = None
-        self._is_told = False
+        self._notified = False
 
     @property
     def ternary(self) -> Ternary:
@@ -92,14 +92,14 @@ class BitLinear(TrainedQuantizedLinear):
         time, unless :meth:`written` has been called, as it then is after each writing.
         """
         now = (self.weight._version, self.weight.data_ptr())
-        kept = self._is_told or not self.weight.requires_grad
+        kept = self._notified or not self.weight.requires_grad
         if self._ternary is None or self._made_of != now or not kept:
             self._ternary, self._made_of = round_weight(self.weight, backend=self.backend), now
         return self._ternary
 
     def written(self) -> None:
         """Says that the masters may be others; from the first call on that is always said."""
-        self._ternary, self._is_told = None, True
+        self._ternary, self._notified = None, True
 
     def train(self, mode: bool = True) -> BitLinear:
         """As ever; where what is evaluated are other weights than those that are trained, they are exchanged then."""

@@ -30,8 +30,8 @@ from ftcli.errors import ExitCode, FtcliError
 from ftcli.facts.precision import DtypePlan
 from ftcli.facts.shape import SHARED_INPUTS
 from ftcli.model.backbone import base_of, decoder_layers, set_root
-from ftcli.model.quantized import QuantizedLinear, as_told
-from ftcli.model.shards import as_spread
+from ftcli.model.quantized import QuantizedLinear, as_shardable
+from ftcli.model.shards import as_dtensor
 from ftcli.tables import engines
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class Joint(nn.Module):
-    """Tensors joined along ``dim`` in one frozen parameter; as :func:`ftcli.model.quantized.as_told` says.
+class JoinedTensors(nn.Module):
+    """Tensors joined along ``dim`` in one frozen parameter; as :func:`ftcli.model.quantized.as_shardable` says.
 
     Raises:
         ValueError: they differ in dtype.
@@ -54,7 +54,7 @@ class Joint(nn.Module):
         self._dtype, self._dim = tensors[0].dtype, dim
         self._bytes = [tensor.numel() * tensor.element_size() for tensor in tensors]
         self._sizes = [int(tensor.shape[dim]) for tensor in tensors]
-        self.stored = nn.Parameter(as_told(torch.cat(list(tensors), dim)), requires_grad=False)
+        self.stored = nn.Parameter(as_shardable(torch.cat(list(tensors), dim)), requires_grad=False)
 
     def part(self, index: int) -> Tensor:
         """One of the tensors, as a view."""
@@ -67,9 +67,9 @@ class Joint(nn.Module):
 
 
 class JoinedLinear(nn.Linear):
-    """A frozen linear layer (O, I) whose weight is one of a :class:`Joint`'s tensors. It has no weight of its own."""
+    """A frozen linear layer (O, I) whose weight is one tensor of a :class:`JoinedTensors`, and no parameter."""
 
-    def __init__(self, linear: nn.Linear, joint: Joint, index: int) -> None:
+    def __init__(self, linear: nn.Linear, joint: JoinedTensors, index: int) -> None:
         nn.Module.__init__(self)  # not nn.Linear's, which would make a weight
         self.in_features, self.out_features = linear.in_features, linear.out_features
         object.__setattr__(self, "_joint", joint)  # not a submodule: it is its neighbours', too
@@ -79,7 +79,7 @@ class JoinedLinear(nn.Linear):
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
         """(O, I), a view."""
-        joint: Joint = self._joint  # type: ignore[assignment]
+        joint: JoinedTensors = self._joint  # type: ignore[assignment]
         return joint.part(self._index)
 
 
@@ -95,30 +95,30 @@ def join_shared(layer: nn.Module) -> None:
             continue
         if all(isinstance(base, QuantizedLinear) for base in bases):
             if len({type(base) for base in bases}) == 1:
-                type(bases[0]).join_spread(bases, partial(_joint_of, layer, names))
+                type(bases[0]).join_for_sharding(bases, partial(_joined_beside, layer, names))
         elif not any(isinstance(base, QuantizedLinear) for base in bases):
-            joint = _joint_of(layer, names, [base.weight for base in bases], 0)
+            joint = _joined_beside(layer, names, [base.weight for base in bases], 0)
             for index, (name, base) in enumerate(zip(names, bases, strict=True)):
                 inner = f"{name}.base_layer" if base is not layer.get_submodule(name) else name
                 layer.set_submodule(inner, JoinedLinear(base, joint, index))
 
 
-def _joint_of(layer: nn.Module, names: Sequence[str], tensors: Sequence[Tensor], dim: int) -> Joint:
+def _joined_beside(layer: nn.Module, names: Sequence[str], tensors: Sequence[Tensor], dim: int) -> JoinedTensors:
     """Beside the modules whose weights are joined, so that it goes where these go."""
     parent = layer.get_submodule(names[0].rpartition(".")[0])
-    joint = Joint(tensors, dim)
+    joint = JoinedTensors(tensors, dim)
     leaves = "_".join(name.rpartition(".")[2] for name in names)
     parent.add_module(f"joint_{leaves}" + ("_columns" if dim else ""), joint)
     return joint
 
 
 #: Layers that stay whole until the model is spread.
-WHOLE = 2
-_ATTRIBUTE = "_ftcli_parts"
+UNSHARDED_LAYERS = 2
+_ATTRIBUTE = "_ftcli_rank_shards"
 
 
 @dataclass(slots=True, eq=False)
-class RankWeights:
+class RankShards:
     """Which part of the weights a process keeps, that of ``rank`` among ``size``; and what it has kept, by the
     parameter that stands for the whole.
 
@@ -136,7 +136,7 @@ class RankWeights:
         chunks = torch.chunk(whole, self.size)
         return chunks[self.rank].clone() if self.rank < len(chunks) else whole[:0].clone()
 
-    def leave(self, layer: nn.Module) -> None:
+    def keep(self, layer: nn.Module) -> None:
         """Keeps this rank's rows of a whole layer without adapters.
 
         Raises:
@@ -147,7 +147,7 @@ class RankWeights:
                 module.check_state()
         if self.joins:  # random weights are made to be trained, and adapters freeze them later
             layer.requires_grad_(False)
-        ready(layer, joins=self.joins)
+        prepare(layer, joins=self.joins)
         for module in layer.modules():
             for name, whole in list(module._parameters.items()):
                 if whole is None or (whole.dim() < 2 and not isinstance(module, QuantizedLinear)):
@@ -158,7 +158,7 @@ class RankWeights:
                 module._parameters[name] = stand_in
 
 
-def ready(layer: nn.Module, *, joins: bool) -> None:
+def prepare(layer: nn.Module, *, joins: bool) -> None:
     """Puts all large tensors of a whole layer into parameters, and joins those that read the same input."""
     if joins:
         join_shared(layer)
@@ -167,31 +167,31 @@ def ready(layer: nn.Module, *, joins: bool) -> None:
             module.as_parameters()
 
 
-def keep_parts(base: PreTrainedModel, parts: RankWeights) -> None:
-    """Leaves of all layers but the first ones only this rank's part, and notes ``parts`` on the model."""
-    for layer in list(decoder_layers(base))[WHOLE:]:
-        if not is_part(layer):
-            parts.leave(layer)
-    object.__setattr__(base, _ATTRIBUTE, parts)
+def keep_shards(base: PreTrainedModel, shards: RankShards) -> None:
+    """Leaves of all layers but the first ones only this rank's part, and notes ``shards`` on the model."""
+    for layer in list(decoder_layers(base))[UNSHARDED_LAYERS:]:
+        if not has_shards_only(layer):
+            shards.keep(layer)
+    object.__setattr__(base, _ATTRIBUTE, shards)
 
 
-def rank_weights_of(base: PreTrainedModel) -> RankWeights | None:
-    """What :func:`keep_parts` has noted."""
-    found: RankWeights | None = vars(base).get(_ATTRIBUTE)
+def rank_shards_of(base: PreTrainedModel) -> RankShards | None:
+    """What :func:`keep_shards` has noted."""
+    found: RankShards | None = vars(base).get(_ATTRIBUTE)
     return found
 
 
-def is_part(layer: nn.Module) -> bool:
+def has_shards_only(layer: nn.Module) -> bool:
     """Whether only a part of the layer's weights is here."""
     return any(p.numel() > 1 and not any(p.stride()) for p in layer.parameters())
 
 
 @contextmanager
-def whole_layers(model: PreTrainedModel | PeftModel) -> Iterator[None]:
+def unsharded_layers(model: PreTrainedModel | PeftModel) -> Iterator[None]:
     """Within the block the model has only those of its layers that are whole; they are put back as they are then."""
     base = base_of(model)
     layers = decoder_layers(base)
-    count = next((index for index, layer in enumerate(layers) if is_part(layer)), len(layers))
+    count = next((index for index, layer in enumerate(layers) if has_shards_only(layer)), len(layers))
     if count == len(layers):
         yield
         return
@@ -232,13 +232,13 @@ class ShardedRoot(nn.Module):
             self.running = False
 
 
-def shard(model: PreTrainedModel | PeftModel, mesh: DeviceMesh, parts: RankWeights, plan: DtypePlan) -> None:
+def shard(model: PreTrainedModel | PeftModel, mesh: DeviceMesh, shards: RankShards, plan: DtypePlan) -> None:
     """Spreads ``model``, which is on the kernels and the same on all ranks, in place.
 
     Args:
         mesh: The ranks; in two dimensions (copies, ranks that share one) each row has a copy of the weights, and
             gradients are added up over all.
-        parts: What this rank has kept of layers that are not whole any more.
+        shards: What this rank has kept of layers that are not whole any more.
         plan: Weights that are trained are put together in its compute dtype, and their gradients added up in float32.
 
     Raises:
@@ -252,11 +252,11 @@ def shard(model: PreTrainedModel | PeftModel, mesh: DeviceMesh, parts: RankWeigh
     layers: list[Any] = list(decoder_layers(base))
     first: dict[str, Tensor] = {}
     for index, layer in enumerate(layers):
-        if not is_part(layer):
-            ready(layer, joins=parts.joins)
+        if not has_shards_only(layer):
+            prepare(layer, joins=shards.joins)
         if not index:
             first = {n: p.detach().clone() for n, p in layer.named_parameters() if p not in trained}
-        kept = _on_meta(layer, parts)
+        kept = _on_meta(layer, shards)
         fully_shard(layer, mesh=mesh, mp_policy=policy, ignored_params=trained)
         _load(layer, kept, mesh)
     root: Any = ShardedRoot(model)
@@ -269,12 +269,12 @@ def shard(model: PreTrainedModel | PeftModel, mesh: DeviceMesh, parts: RankWeigh
     _require_same(layers[0], first, policy)
 
 
-def _on_meta(layer: nn.Module, parts: RankWeights) -> dict[str, tuple[torch.Size, Tensor]]:
+def _on_meta(layer: nn.Module, shards: RankShards) -> dict[str, tuple[torch.Size, Tensor]]:
     """Puts parameters on ``meta`` that stand for a whole of which this rank has kept its rows; what those are."""
     found = {}
     for prefix, module in layer.named_modules():
         for name, parameter in list(module._parameters.items()):
-            if parameter is not None and (rows := parts.kept.pop(parameter, None)) is not None:
+            if parameter is not None and (rows := shards.kept.pop(parameter, None)) is not None:
                 hollow = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
                 module._parameters[name] = nn.Parameter(hollow, parameter.requires_grad)
                 found[f"{prefix}.{name}"] = parameter.shape, rows
@@ -283,7 +283,7 @@ def _on_meta(layer: nn.Module, parts: RankWeights) -> dict[str, tuple[torch.Size
 
 def _load(layer: nn.Module, kept: Mapping[str, tuple[torch.Size, Tensor]], mesh: DeviceMesh) -> None:
     """Gives a layer that was spread on ``meta`` its rows."""
-    state = {name: as_spread(rows, mesh, shape, _strides(shape)) for name, (shape, rows) in kept.items()}
+    state = {name: as_dtensor(rows, mesh, shape, _strides(shape)) for name, (shape, rows) in kept.items()}
     layer.load_state_dict(state, strict=False, assign=True)
 
 

@@ -14,7 +14,7 @@ from ftcli.facts.config_file import hub_errors
 from ftcli.facts.execution import own_attention, wants_kernels
 from ftcli.facts.model import ModelFacts
 from ftcli.facts.precision import DtypePlan
-from ftcli.model.fsdp import RankWeights, keep_parts
+from ftcli.model.fsdp import RankShards, keep_shards
 from ftcli.model.load_quantized import ModelStorage, load_quantized, random_quantized
 from ftcli.model.pretrained import (
     IMPOSSIBLE,
@@ -46,7 +46,7 @@ def load_model(
     quantization: QuantizationConfig | None = None,
     dequantized_layers: int = 0,
     trained: bool = False,
-    parts: RankWeights | None = None,
+    shards: RankShards | None = None,
 ) -> PreTrainedModel:
     """The base model on ``device`` in ``plan.parameter`` dtype.
 
@@ -56,7 +56,7 @@ def load_model(
         trained: The base weights are trained, by a quantisation that can.
         source: Folder to load weights from instead of the recipe's (a full fine-tune's ``model/``).
         num_layers: Build only this many layers (benchmarks of random weights).
-        parts: What to keep of each layer, where the weights are spread over ranks.
+        shards: What to keep of each layer, where the weights are spread over ranks.
 
     Raises:
         FtcliError: FT323 when the weights cannot be loaded, or do not make the model of its config; FT305 when no model
@@ -68,8 +68,8 @@ def load_model(
     attention = own_attention(model, facts.attn_logit_softcapping)
     holding = None
     quantizes = quantization is not None and quantizations.row(quantization.method).quantize is not None
-    if quantization is not None and (quantizes or (parts is not None and model.init != "random")):
-        holding = ModelStorage(quantization, dtype, device, dequantized_layers, trained, parts=parts)
+    if quantization is not None and (quantizes or (shards is not None and model.init != "random")):
+        holding = ModelStorage(quantization, dtype, device, dequantized_layers, trained, shards=shards)
     if model.init == "random" and source is None:
         config = config_of(facts.raw, num_layers)
         if attention == "sdpa" and model.attention == "auto":
@@ -79,8 +79,8 @@ def load_model(
         except IMPOSSIBLE:
             hollow(config)  # says so where it is the config's fault
             raise
-        if holding is None and parts is not None:  # drawn whole, as in one process
-            keep_parts(drawn, parts)
+        if holding is None and shards is not None:  # drawn whole, as in one process
+            keep_shards(drawn, shards)
         return _finished(drawn, holding, model)
     name, revision = source or source_of(model.name_or_path), model.revision if source is None else None
     try:

@@ -26,7 +26,7 @@ from ftcli.facts.weights import inspect_weights
 from ftcli.gguf.file import ReadFile, require_gguf_package
 from ftcli.gguf.names import from_file, names_of
 from ftcli.model.backbone import decoder_layers
-from ftcli.model.fsdp import WHOLE, RankWeights, is_part, keep_parts
+from ftcli.model.fsdp import UNSHARDED_LAYERS, RankShards, has_shards_only, keep_shards
 from ftcli.model.pretrained import COMPUTED, hollow, weight_files
 from ftcli.model.quantized import (
     DequantizedLinear,
@@ -59,7 +59,7 @@ class ModelStorage:
 
     The first ``dequantized_layers`` decoder layers are held dequantised where the method allows it. ``trained``: the
     base weights are, if the method trains them. ``recognises``: weights in full precision are no masters, so those that
-    are quantised values already are kept as these. ``parts``: what this process keeps of each decoder layer, where
+    are quantised values already are kept as these. ``shards``: this process's shard of each decoder layer, where
     it is one of several ranks that the weights are spread over.
     """
 
@@ -69,7 +69,7 @@ class ModelStorage:
     dequantized_layers: int = 0
     trained: bool = False
     recognises: bool = False
-    parts: RankWeights | None = None
+    shards: RankShards | None = None
 
     def quantized(self, linear: nn.Linear, name: str) -> nn.Linear:
         """The layer of full precision as it is held."""
@@ -112,22 +112,22 @@ def random_quantized(config: PretrainedConfig, holding: ModelStorage, attention:
             full = module._parameters.pop("weight")  # the list above holds the module
             shared = {hollow: given for hollow, given in shared.items() if given is not full}
             del full
-        leave(model, name, holding)
-    if holding.parts is not None:
-        keep_parts(model, holding.parts)
+        keep_shards_of(model, name, holding)
+    if holding.shards is not None:
+        keep_shards(model, holding.shards)
     return model.eval()
 
 
-def leave(model: PreTrainedModel, name: str, holding: ModelStorage) -> None:
+def keep_shards_of(model: PreTrainedModel, name: str, holding: ModelStorage) -> None:
     """Lets go of what is not this rank's of the decoder layer that ``name`` is in, if the whole layer is there and not
     among the first ones.
     """
     found = _DECODER_LAYER.search(name)
-    if holding.parts is None or found is None or int(found[1]) < WHOLE:
+    if holding.shards is None or found is None or int(found[1]) < UNSHARDED_LAYERS:
         return
     layer = decoder_layers(model)[int(found[1])]
-    if not any(tensor.is_meta for tensor in (*layer.parameters(), *layer.buffers())) and not is_part(layer):
-        holding.parts.leave(layer)
+    if not any(tensor.is_meta for tensor in (*layer.parameters(), *layer.buffers())) and not has_shards_only(layer):
+        holding.shards.keep(layer)
 
 
 def load_quantized(
@@ -169,14 +169,14 @@ def load_quantized(
             packed.setdefault(name, {})["weight"] = tensor
         else:
             _place(model, name, tensor, holding, chosen)
-            leave(model, name, holding)
+            keep_shards_of(model, name, holding)
     for name, parts in packed.items():
         _place_packed(model, name, parts, holding, reader)
-        leave(model, name, holding)
+        keep_shards_of(model, name, holding)
     _place_joined(model, renaming, holding, chosen)
     model.tie_weights()
-    if holding.parts is not None:
-        keep_parts(model, holding.parts)
+    if holding.shards is not None:
+        keep_shards(model, holding.shards)
     _require_complete(model)
     if reader is not None:
         try:
@@ -258,7 +258,7 @@ def _place_finished(
         with suppress(FtcliError):
             _place_packed(model, other, packed[other], holding, reader)
             del packed[other]
-            leave(model, other, holding)
+            keep_shards_of(model, other, holding)
 
 
 def _place_joined(model: PreTrainedModel, renaming: Renaming, holding: ModelStorage, chosen: Collection[str]) -> None:

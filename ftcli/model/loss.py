@@ -85,7 +85,7 @@ def next_token_loss(
         with_accuracy=True,
         rows=supervised,
         handed=head.handed,
-        large_chunks=not head.is_spread,
+        large_chunks=not head.is_sharded,
     )
     return TokenLoss(loss=loss, correct=correct, count=(targets != IGNORE_INDEX).sum())
 

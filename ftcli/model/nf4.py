@@ -26,7 +26,7 @@ class NF4Linear(QuantizedLinear):
     """
 
     method = "nf4"
-    spread = ("packed", "absmax")
+    sharded = ("packed", "absmax")
 
     def __init__(self, weight: NF4Weight, bias: Tensor | None, name: str) -> None:
         super().__init__(int(weight.shape[1]), int(weight.shape[0]), bias, name)

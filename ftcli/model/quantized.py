@@ -83,12 +83,12 @@ class StoredWeight:
         )
 
 
-def can_be_told(tensor: Tensor) -> bool:
-    """Whether :func:`as_told` can take a tensor: one of bytes has rows of a multiple of four."""
+def is_shardable(tensor: Tensor) -> bool:
+    """Whether :func:`as_shardable` can take a tensor: one of bytes has rows of a multiple of four."""
     return tensor.element_size() > 1 or tensor.shape[-1] % 4 == 0
 
 
-def as_told(tensor: Tensor) -> Tensor:
+def as_shardable(tensor: Tensor) -> Tensor:
     """What torch is told of a tensor that it is to spread: of one of bytes, that it is of a quarter as many float32.
 
     torch 2.11 spreads no integers (pytorch#177844). And it copies bfloat16 by way of float32, which makes one NaN of
@@ -97,8 +97,8 @@ def as_told(tensor: Tensor) -> Tensor:
     return tensor.contiguous() if tensor.element_size() > 1 else tensor.contiguous().view(torch.float32)
 
 
-class SharedTensor(Protocol):
-    """Tensors that are one parameter: :class:`ftcli.model.fsdp.Joint`."""
+class JoinedParameter(Protocol):
+    """Tensors that are one parameter: :class:`ftcli.model.fsdp.JoinedTensors`."""
 
     def part(self, index: int) -> Tensor:
         """One of them, as a view."""
@@ -119,11 +119,11 @@ class QuantizedLinear(nn.Linear, ABC):
         layer_name: Where in the model the layer is.
         bias: A frozen parameter, or None.
         stored_dtype: Of the first tensor of the state, once that is in no buffer any more.
-        spread: Names of the tensors of the state that are spread over the ranks of a run; the others are small.
+        sharded: Names of the tensors of the state that are spread over the ranks of a run; the others are small.
     """
 
     method: ClassVar[str]
-    spread: ClassVar[tuple[str, ...]] = ()
+    sharded: ClassVar[tuple[str, ...]] = ()
     rounds_input: ClassVar[bool] = False
     tolerance: ClassVar[Tolerance | None] = None
 
@@ -134,7 +134,7 @@ class QuantizedLinear(nn.Linear, ABC):
         self.layer_name = name
         self.stored_dtype: torch.dtype | None = None
         self._stored: dict[str, torch.dtype] = {}  # of what lies in a parameter, by its name
-        self._shared: dict[str, tuple[SharedTensor, int]] = {}
+        self._shared: dict[str, tuple[JoinedParameter, int]] = {}
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), requires_grad=False))
 
     @abstractmethod
@@ -147,15 +147,15 @@ class QuantizedLinear(nn.Linear, ABC):
 
     def as_parameters(self) -> None:
         """Puts the large tensors of the state into frozen parameters, which torch can spread over ranks, as
-        :func:`as_told` says. What cannot be told so stays a buffer.
+        :func:`as_shardable` says. What cannot be told so stays a buffer.
         """
         self.stored_dtype = self.weight.dtype
-        for name in self.spread:
+        for name in self.sharded:
             buffer = self._buffers.get(name)
-            if buffer is not None and can_be_told(buffer):
+            if buffer is not None and is_shardable(buffer):
                 del self._buffers[name]
                 self._stored[name] = buffer.dtype
-                self.register_parameter(name, nn.Parameter(as_told(buffer), requires_grad=False))
+                self.register_parameter(name, nn.Parameter(as_shardable(buffer), requires_grad=False))
 
     def state(self, name: str) -> Tensor | None:
         """A tensor of the state in its own dtype: from its buffer or, once weights are spread, from its parameter or
@@ -170,16 +170,18 @@ class QuantizedLinear(nn.Linear, ABC):
         dtype = self._stored[name]
         return parameter if parameter.dtype == dtype else parameter.view(dtype)
 
-    def share(self, name: str, joint: SharedTensor, index: int) -> None:
+    def share(self, name: str, joint: JoinedParameter, index: int) -> None:
         """Has a tensor of the state be one of those that are ``joint``."""
         self.stored_dtype = self.weight.dtype
         self._buffers.pop(name, None)
         self._shared[name] = joint, index
 
     @classmethod
-    def join_spread(cls, layers: Sequence[Self], joint: Callable[[Sequence[Tensor], int], SharedTensor]) -> None:
+    def join_for_sharding(
+        cls, layers: Sequence[Self], joint: Callable[[Sequence[Tensor], int], JoinedParameter]
+    ) -> None:
         """:meth:`join` for weights that are about to be spread: ``joint`` makes one parameter of tensors, joined along
-        a dimension (:class:`ftcli.model.fsdp.Joint`). By default nothing, as there.
+        a dimension (:class:`ftcli.model.fsdp.JoinedTensors`). By default nothing, as there.
         """
 
     def check_state(self) -> None:

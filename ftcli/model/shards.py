@@ -22,56 +22,56 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def own(tensor: Tensor) -> Tensor:
+def local_shard(tensor: Tensor) -> Tensor:
     """This rank's rows, sharing their memory; a tensor that is not spread itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def own_rows(whole: Tensor, like: Tensor) -> Tensor:
+def shard_like(whole: Tensor, like: Tensor) -> Tensor:
     """The rows of ``whole`` that are this rank's of ``like``; all where that is not spread. Nothing is copied."""
     if not isinstance(like, DTensor):
         return whole
-    chunks, rank = torch.chunk(whole, like.device_mesh.size(like.device_mesh.ndim - 1)), rank_of(like)
+    chunks, rank = torch.chunk(whole, like.device_mesh.size(like.device_mesh.ndim - 1)), shard_rank(like)
     return chunks[rank] if rank < len(chunks) else whole[:0]
 
 
-def rank_of(tensor: Tensor) -> int:
+def shard_rank(tensor: Tensor) -> int:
     """Which of the ranks that share ``tensor`` this one is; 0 where nobody shares it."""
     return tensor.device_mesh.get_local_rank(tensor.device_mesh.ndim - 1) if isinstance(tensor, DTensor) else 0
 
 
-def copies_of(model: Any) -> int:
+def replicas_of(model: Any) -> int:
     """How often the ranks have all rows of what is spread."""
     meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
     return max((mesh.size(0) for mesh in meshes if mesh.ndim > 1), default=1)
 
 
-def as_spread(rows: Tensor, mesh: DeviceMesh, shape: torch.Size, stride: tuple[int, ...]) -> DTensor:
+def as_dtensor(rows: Tensor, mesh: DeviceMesh, shape: torch.Size, stride: tuple[int, ...]) -> DTensor:
     """The whole that is spread over ``mesh``, of which these are this rank's rows."""
     placements: list[Placement] = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
     found: DTensor = DTensor.from_local(rows, mesh, placements, run_check=False, shape=shape, stride=stride)
     return found
 
 
-def gather_rows(tensor: Tensor, *, wanted: bool) -> Tensor | None:
+def gather_shards(tensor: Tensor, *, wanted: bool) -> Tensor | None:
     """All rows, on the host, for a rank that wants them. All ranks call this, in the same order."""
     found = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return found.detach().cpu() if wanted else None
 
 
-def whole_as(rows: Tensor, like: Tensor, *, wanted: bool) -> Tensor | None:
-    """:func:`gather_rows` this rank's rows of something in the shape of ``like``."""
+def gather_like(rows: Tensor, like: Tensor, *, wanted: bool) -> Tensor | None:
+    """:func:`gather_shards` this rank's rows of something in the shape of ``like``."""
     if not isinstance(like, DTensor):
         return rows.cpu() if wanted else None
-    return gather_rows(as_spread(rows, like.device_mesh, like.shape, like.stride()), wanted=wanted)
+    return gather_shards(as_dtensor(rows, like.device_mesh, like.shape, like.stride()), wanted=wanted)
 
 
-def trained_is_spread(model: Any) -> bool:
+def trained_is_sharded(model: Any) -> bool:
     """Whether what is trained is spread over ranks, and not only what is frozen."""
     return any(isinstance(p, DTensor) for p in model.parameters() if p.requires_grad)
 
 
-def put_away(model: Any) -> None:
+def reshard_model(model: Any) -> None:
     """Lets go of weights that were put together, so that the model's parameters are this rank's parts."""
     root: Any = root_of(model)
     if root is None:
@@ -82,33 +82,33 @@ def put_away(model: Any) -> None:
         layer.reshard()
 
 
-def whole_weights(model: PreTrainedModel, *, wanted: bool) -> dict[str, Tensor] | None:
+def gather_weights(model: PreTrainedModel, *, wanted: bool) -> dict[str, Tensor] | None:
     """All weights by name on the host, for a rank that wants them; tied ones once. All ranks call this."""
-    put_away(model)
-    found = {name: gather_rows(p, wanted=wanted) for name, p in model.named_parameters()}
+    reshard_model(model)
+    found = {name: gather_shards(p, wanted=wanted) for name, p in model.named_parameters()}
     return {name: tensor for name, tensor in found.items() if tensor is not None} if wanted else None
 
 
-def take_rows(model: PreTrainedModel, stored: dict[str, Tensor]) -> None:
+def load_shards(model: PreTrainedModel, stored: dict[str, Tensor]) -> None:
     """Gives the model its rows of weights that are stored whole.
 
     Raises:
         KeyError: a weight is not stored.
         ValueError: one is stored in another shape.
     """
-    put_away(model)
+    reshard_model(model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             whole = stored[name]
             if whole.shape != parameter.shape:
                 raise ValueError(f"{name} is stored with shape {tuple(whole.shape)}, not {tuple(parameter.shape)}")
-            own(parameter).copy_(own_rows(whole, parameter))
+            local_shard(parameter).copy_(shard_like(whole, parameter))
 
 
 T = TypeVar("T")
 
 
-class _Passes:
+class _ForwardsInStep:
     """This rank's part in forward passes, one after the other."""
 
     def __init__(self, model: PreTrainedModel | PeftModel) -> None:
@@ -165,12 +165,12 @@ class _Passes:
         self._done = len(self._layers)
 
 
-def tried(model: PreTrainedModel | PeftModel, compute: Callable[[], T]) -> T | None:
+def try_forward(model: PreTrainedModel | PeftModel, compute: Callable[[], T]) -> T | None:
     """What ``compute`` makes in one forward pass of a model whose weights are spread; None where memory ran out.
 
     All ranks call this, each with something of its own to compute, and all come back.
     """
-    passes = _Passes(model)
+    passes = _ForwardsInStep(model)
 
     def compute_or_follow() -> T | None:
         passes.begin()
@@ -188,7 +188,7 @@ def tried(model: PreTrainedModel | PeftModel, compute: Callable[[], T]) -> T | N
     return within_root(model, compute_or_follow)
 
 
-def led(
+def lead_forwards(
     model: PreTrainedModel | PeftModel, compute: Callable[[], T] | None, announce: Callable[[bool], bool]
 ) -> T | None:
     """What the one rank that has something to ``compute`` makes in any number of forward passes of a model whose
@@ -198,7 +198,7 @@ def led(
         announce: Called by all ranks together before each pass, and after the last one; says on all of them whether
             there is one, from what the rank that computes gives.
     """
-    passes = _Passes(model)
+    passes = _ForwardsInStep(model)
 
     def lead(compute: Callable[[], T]) -> T:
         with passes.told(lambda: announce(True)):
@@ -211,5 +211,5 @@ def led(
             passes.follow()
 
     found = within_root(model, follow if compute is None else lambda: lead(compute))
-    put_away(model)
+    reshard_model(model)
     return found

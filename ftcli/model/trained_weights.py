@@ -17,7 +17,7 @@ from torch import Tensor
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.facts.weights import MODEL_CARD
 from ftcli.model.initial_adapters import initial_of, load_over, trained_by_file_name
-from ftcli.model.shards import take_rows
+from ftcli.model.shards import load_shards
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -88,7 +88,7 @@ def load_weights(model: Any, folder: Path, *, sharded: bool = False) -> None:
     else:
         found = dict(stored_weights(folder))
     if sharded:
-        take_rows(model, found)
+        load_shards(model, found)
         return
     for name, tensor in wanted.items():
         if found[name].shape != tensor.shape:

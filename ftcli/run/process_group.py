@@ -73,7 +73,7 @@ class RankGroup:
         self._width = 0
         self._host: Any = None
         self._device: Any = None
-        self._rows: list[Any] = []
+        self._subgroups: list[Any] = []
         self._reduced: torch.cuda.Event | None = None
         self._is_cut = self._on_gpus = False
         self._whole = True
@@ -150,11 +150,11 @@ class RankGroup:
         if copies == 1:
             return DeviceMesh.from_group(self._device, device.type)
         places = torch.arange(self.size).view(copies, -1)
-        alike, together = (self._row_of_mine(rows.tolist(), self._patience.silent) for rows in (places.T, places))
-        names = ("copies", "parts")
+        alike, together = (self._subgroup(rows.tolist(), self._patience.silent) for rows in (places.T, places))
+        names = ("replicate", "shard")
         return DeviceMesh.from_group([alike, together], device.type, mesh=places, mesh_dim_names=names)
 
-    def _row_of_mine(self, rows: Sequence[Sequence[int]], seconds: float) -> Any:
+    def _subgroup(self, rows: Sequence[Sequence[int]], seconds: float) -> Any:
         """Connects the ranks of each row with each other; this rank's row of them. All ranks call it.
 
         Args:
@@ -165,7 +165,7 @@ class RankGroup:
         for ranks in rows:
             made = dist.new_group(list(ranks), backend=backend, timeout=patience)
             own = made if self.rank in ranks else own
-        self._rows.append(own)
+        self._subgroups.append(own)
         return own
 
     @contextlib.contextmanager
@@ -181,7 +181,7 @@ class RankGroup:
         if self._on_gpus and not self._is_cut:
             self._is_cut = True
             self._whole = self._reduced is None or self._reduced.query()  # type: ignore[no-untyped-call]
-            for connected in (self._device, *self._rows):
+            for connected in (self._device, *self._subgroups):
                 with contextlib.suppress(RuntimeError):
                     connected._get_backend(torch.device("cuda")).abort()
 
@@ -200,7 +200,7 @@ class RankGroup:
         head = [self._calls, _code(where), int(failed), 0 if signal is None else 1 + _SIGNALS.index(signal)]
         mine = torch.zeros(self._width, dtype=torch.int64)
         mine[: len(head) + len(numbers)] = torch.tensor([*head, *numbers], dtype=torch.int64)
-        rows = [row.tolist() for row in self.gather(mine)]
+        rows = [row.tolist() for row in self.all_gather(mine)]
         if failed:
             return rows
         if any(row[2] for row in rows):
@@ -218,7 +218,7 @@ class RankGroup:
         if self.requested is not None:
             raise StopRequested(self.requested, phase)
 
-    def gather(self, mine: Tensor) -> list[Tensor]:
+    def all_gather(self, mine: Tensor) -> list[Tensor]:
         """A tensor of each rank, all of one shape, on the host."""
         rows = [torch.empty_like(mine) for _ in range(self.size)]
         try:
@@ -238,7 +238,7 @@ class RankGroup:
                     look()
         work.wait()
 
-    def add_up(self, tensors: Sequence[Tensor]) -> None:
+    def all_reduce(self, tensors: Sequence[Tensor]) -> None:
         """Makes each tensor the sum of all ranks' ones, in place, without waiting for the device."""
         for tensor in tensors:
             if tensor.is_cuda:
@@ -252,7 +252,7 @@ class RankGroup:
             self._reduced = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._reduced.record()
 
-    def teams(self, size: int) -> Callable[[Tensor], Tensor]:
+    def subgroups(self, size: int) -> Callable[[Tensor], Tensor]:
         """Puts ``size`` consecutive ranks each into a team; called by all of them, once they are connected.
 
         Returns:
@@ -260,7 +260,7 @@ class RankGroup:
             returns what each has sent, in their order, without waiting for the device.
         """
         rows = torch.arange(self.size).view(-1, size).tolist()
-        mine = self._row_of_mine(rows, _DEVICE_TIMEOUT.total_seconds())
+        mine = self._subgroup(rows, _DEVICE_TIMEOUT.total_seconds())
 
         def exchange(sent: Tensor) -> Tensor:
             came = torch.empty_like(sent)

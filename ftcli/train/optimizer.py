@@ -22,7 +22,7 @@ from ftcli.errors import ExitCode, FtcliError
 from ftcli.facts.precision import DtypePlan
 from ftcli.model.backbone import base_of
 from ftcli.model.gradients import keep_gradients_in
-from ftcli.model.shards import own
+from ftcli.model.shards import local_shard
 from ftcli.tables import code_of, optimizers, schedules
 from ftcli.train.adamw import AdamW
 from ftcli.train.muon import ParameterGroup
@@ -114,7 +114,7 @@ class Optimization:
         if self._norms is not None:
             norm = self._norms.total()
         else:
-            gradients = [own(p.grad) for _, p in self.trained if p.grad is not None]
+            gradients = [local_shard(p.grad) for _, p in self.trained if p.grad is not None]
             norm = self.parallel.norm_of_all(total_norm(gradients))
         self.optimizer.clip = clipping(norm, limit)
         return norm

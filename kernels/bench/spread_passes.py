@@ -31,12 +31,12 @@ from ftcli.facts.precision import DtypePlan
 from ftcli.generation.generator import open_generator
 from ftcli.generation.requests import GenerationRequest
 from ftcli.model.backbone import base_of, decoder_layers
-from ftcli.model.fsdp import RankWeights, shard
+from ftcli.model.fsdp import RankShards, shard
 from ftcli.model.load import load_model
 from ftcli.model.lora import apply_lora
 from ftcli.model.loss import loss_of
 from ftcli.model.patch import patch
-from ftcli.model.shards import put_away, tried
+from ftcli.model.shards import reshard_model, try_forward
 from ftcli.ranks import Place
 from ftcli.reporting import SilentReporter
 from ftcli.run.process_group import RankGroup
@@ -124,15 +124,15 @@ def work(rank: int, asked: argparse.Namespace) -> None:
     known, seconds_whole = generate()
     group = RankGroup(Place(rank, 2, rank, 2, folder=asked.folder), SilentReporter())
     group.form(device, 1)
-    shard(model, group.mesh(device), RankWeights(rank, 2, joins=True), plan)
-    together = tried(model, few)
+    shard(model, group.mesh(device), RankShards(rank, 2, joins=True), plan)
+    together = try_forward(model, few)
     answered = led_by_first(group, model, generate)
     give_back = short(model, rank, device)
-    many = tried(model, loss(model, _MANY, width * 4, device))
+    many = try_forward(model, loss(model, _MANY, width * 4, device))
     give_back()
     group.agree("tried")
-    again = tried(model, few)
-    put_away(model)
+    again = try_forward(model, few)
+    reshard_model(model)
     found: dict[str, Any] = {"whole": whole, "together": together, "again": again, "many": many}
     checks = {
         "loss": together is not None and abs(together - whole) <= _CLOSE * abs(whole),

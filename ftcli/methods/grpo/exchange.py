@@ -24,7 +24,7 @@ def gather_bytes(group: RankGroup, where: str, mine: bytes) -> list[bytes]:
     sizes = [numbers[0] for numbers in group.agree(where, [len(mine)])]
     padded = torch.zeros(max(*sizes, 1), dtype=torch.uint8)
     padded[: len(mine)] = torch.from_numpy(np.frombuffer(mine, np.uint8).copy())
-    found = group.gather(padded)
+    found = group.all_gather(padded)
     return [row[:size].numpy().tobytes() for row, size in zip(found, sizes, strict=True)]
 
 

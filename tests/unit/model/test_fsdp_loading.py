@@ -16,44 +16,51 @@ from ftcli.facts.model import read_facts
 from ftcli.facts.precision import DtypePlan
 from ftcli.model.backbone import decoder_layers
 from ftcli.model.fp8 import fp8_linear
-from ftcli.model.fsdp import WHOLE, RankWeights, is_part, join_shared, rank_weights_of, whole_layers
+from ftcli.model.fsdp import (
+    UNSHARDED_LAYERS,
+    RankShards,
+    has_shards_only,
+    join_shared,
+    rank_shards_of,
+    unsharded_layers,
+)
 from ftcli.model.load import load_model
 from ftcli.model.loss import forward_loss
-from ftcli.model.quantized import as_told, can_be_told
+from ftcli.model.quantized import as_shardable, is_shardable
 
 PLAN = DtypePlan("float32", "float32", "float32", autocast=False, reason="")
 TINY = ModelConfig(name_or_path="bundled:tiny-gemma2", dtype="float32")
 
 
-def loaded(method: str, parts: RankWeights | None) -> Any:
+def loaded(method: str, parts: RankShards | None) -> Any:
     facts = read_facts(TINY, offline=True, origins=Origins(MapNode(None, {})))
     settings = QuantizationConfig(method=method)
     cpu = torch.device("cpu")
-    return load_model(TINY, facts, PLAN, device=cpu, seed=0, offline=True, quantization=settings, parts=parts)
+    return load_model(TINY, facts, PLAN, device=cpu, seed=0, offline=True, quantization=settings, shards=parts)
 
 
 def test_all_byte_patterns_survive_what_torch_is_told() -> None:
     every = torch.arange(256, dtype=torch.uint8).repeat(256)
     pairs = torch.stack([every, torch.arange(256, dtype=torch.uint8).repeat_interleave(256)], 1).view(-1)
-    told = as_told(pairs)
+    told = as_shardable(pairs)
     assert told.dtype == torch.float32
     there = torch.empty_like(told)
     torch._foreach_copy_([there], [told])
     assert torch.equal(there.view(torch.uint8), pairs)
-    assert not can_be_told(torch.empty(3, 6, dtype=torch.uint8))
+    assert not is_shardable(torch.empty(3, 6, dtype=torch.uint8))
 
 
 @pytest.mark.parametrize("method", ["none", "nf4", "fp8"])
 def test_both_ranks_parts_are_the_whole(method: str) -> None:
-    whole = loaded(method, RankWeights(0, 1, joins=True))
-    halves = [loaded(method, RankWeights(rank, 2, joins=True)) for rank in range(2)]
-    kept = [rank_weights_of(model) for model in halves]
-    wanted = rank_weights_of(whole)
+    whole = loaded(method, RankShards(0, 1, joins=True))
+    halves = [loaded(method, RankShards(rank, 2, joins=True)) for rank in range(2)]
+    kept = [rank_shards_of(model) for model in halves]
+    wanted = rank_shards_of(whole)
     assert wanted is not None
     layers = [list(decoder_layers(model)) for model in (whole, *halves)]
     compared = 0
     for index, (layer, *parted) in enumerate(zip(*layers, strict=True)):
-        assert is_part(parted[0]) == (index >= WHOLE)
+        assert has_shards_only(parted[0]) == (index >= UNSHARDED_LAYERS)
         for name, parameter in layer.named_parameters():
             own = [dict(each.named_parameters())[name] for each in parted]
             if parameter not in wanted.kept:
@@ -66,11 +73,11 @@ def test_both_ranks_parts_are_the_whole(method: str) -> None:
 
 
 def test_the_first_layers_compute_by_themselves_and_the_others_come_back() -> None:
-    model = loaded("nf4", RankWeights(1, 2, joins=True))
+    model = loaded("nf4", RankShards(1, 2, joins=True))
     ids = torch.arange(8)[None]
     count = len(decoder_layers(model))
-    with whole_layers(model):
-        assert len(decoder_layers(model)) == WHOLE
+    with unsharded_layers(model):
+        assert len(decoder_layers(model)) == UNSHARDED_LAYERS
         assert torch.isfinite(forward_loss(model, {"input_ids": ids, "labels": ids}).loss)
     assert len(decoder_layers(model)) == count
     assert model.config.num_hidden_layers == count

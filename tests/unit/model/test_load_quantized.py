@@ -20,12 +20,7 @@ from ftcli.errors import FtcliError
 from ftcli.model import load_quantized as loading
 from ftcli.model.nf4 import NF4Linear
 from ftcli.model.patch import patch, why_not_fused
-from ftcli.model.quantized import (
-    DequantizedLinear,
-    QuantizedLinear,
-    check_weights,
-    quantized_layers,
-)
+from ftcli.model.quantized import DequantizedLinear, QuantizedLinear, check_weights, quantized_layers
 from tests.quantised import TINY, load
 
 

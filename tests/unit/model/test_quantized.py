@@ -18,9 +18,7 @@ from ftcli.errors import FtcliError
 from ftcli.model.fused import projection_of
 from ftcli.model.nf4 import NF4Linear
 from ftcli.model.patch import patch, why_not_fused
-from ftcli.model.quantized import (
-    check_weights,
-)
+from ftcli.model.quantized import check_weights
 from tests.quantised import NF4, SINGLE, TINY, layer_of, load, same_state
 
 
