@@ -34,9 +34,9 @@ from ftcli.export.verify import (
 from ftcli.export.weights import base_weights
 from ftcli.facts.model import read_facts
 from ftcli.model.bitnet import BitLinear, TernaryLinear, declaration
-from ftcli.model.checkpoint import hollow, read_config
-from ftcli.model.load import stop_token_ids
-from ftcli.model.streamed import ModelStorage, load_quantized
+from ftcli.model.load_quantized import ModelStorage, load_quantized
+from ftcli.model.pretrained import hollow, read_config
+from ftcli.model.tokenizer import stop_token_ids
 from ftcli.plan.quantization import stores_ternary_masters
 
 if TYPE_CHECKING:

@@ -33,16 +33,16 @@ from ftcli.export.weights import source_config
 from ftcli.facts.config_file import hub_errors
 from ftcli.facts.model import read_facts
 from ftcli.facts.weights import EXPORT_RECORD, MODEL_CARD
-from ftcli.model.checkpoint import read_config
-from ftcli.model.load import stop_token_ids
+from ftcli.model.pretrained import read_config
+from ftcli.model.tokenizer import stop_token_ids
 from ftcli.plain import JsonObject, plain, plain_fields
 from ftcli.plan.quantization import stores_ternary_masters
 from ftcli.preflight.checks.support import is_installed
 from ftcli.reporting import Reporter
 from ftcli.run.atomic import TRASH_PREFIX, replace_directory, storage_errors, utc_now, write_json, writing_into
-from ftcli.run.card import write_card
 from ftcli.run.directory import RunDirectory
-from ftcli.run.held import hold_result, result_files
+from ftcli.run.integrity import hold_result, result_files
+from ftcli.run.report.card import write_card
 from ftcli.tables import code_of, exports
 
 

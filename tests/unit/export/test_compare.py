@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ftcli.export.compare import _compare_merged, compare_written, difference, open_written
 from ftcli.export.merge import Rounding
+from ftcli.export.verify import _compare_merged, compare_written, difference, open_written
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
