@@ -418,8 +418,7 @@ EXPORT = (
         "ftcli/export/probe.py",
         "firm_disagreements=int((firm & ~same).sum())",
         "firm_disagreements=0",
-        _U + "export/test_logits.py",
-        _U + "export/test_export_faults.py",
+        _U + "export/test_compared_logits.py",
     ),
 )
 CHECKS = (

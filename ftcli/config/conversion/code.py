@@ -29,10 +29,6 @@ _TRL = {
     "model": "model_name_or_path", "model_name": "model_name_or_path", "dataset": "dataset_name",
     "name": "dataset_config", "split": "dataset_train_split",
 }  # fmt: skip
-#: Calls of trainers that are not converted.
-_OTHER_TRAINERS = (
-    "DPOTrainer", "GRPOTrainer", "ORPOTrainer", "KTOTrainer", "RewardTrainer", "CPOTrainer", "PPOTrainer",
-)  # fmt: skip
 #: What `load_dataset` and others say besides, which are no settings of training.
 _NO_SETTINGS = frozenset(("token", "streaming", "task_type", "device_map", "torch_dtype", "bnb_4bit_compute_dtype"))
 #: Arguments that are objects: what they are is said by the calls that make them.
@@ -64,7 +60,7 @@ def settings_of_code(text: str, path: Path) -> tuple[MapNode, str, dict[str, Fin
     Of an argument that is given twice the last one counts; of several datasets none.
 
     Raises:
-        FtcliError: FT163 for a notebook that is none, a script that cannot be parsed, or another method's trainer.
+        FtcliError: FT163 for a notebook that is none, or a script that cannot be parsed.
     """
     pieces = list(_pieces(text, path))
     assigned = [node for piece in pieces for node in piece.tree.body if isinstance(node, ast.Assign)]
@@ -131,12 +127,14 @@ def _parsed(code: str, path: Path) -> ast.Module:
 def _arguments(
     call: ast.Call, piece: _Piece, names: Mapping[str, ast.expr], findings: dict[str, Finding]
 ) -> dict[str, MapEntry]:
-    """The arguments of a call that is known, by name; what has to be run goes into ``findings``."""
+    """The arguments of a call that is known, by name; what has to be run goes into ``findings``.
+
+    Another trainer than those of supervised fine-tuning is the setting ``trainer``.
+    """
     name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
     origin = piece.origin(call)
-    if name in _OTHER_TRAINERS:
-        help = "supervised fine-tuning is converted; for rewards begin with `ftcli recipes copy smoke-grpo`"
-        raise _refused(origin, f"`{name}` is not converted", help)
+    if name.endswith("Trainer") and name not in _CALLS:
+        return {"trainer": MapEntry(origin, Leaf(origin, name, name))}
     if name == "train_on_responses_only":
         return {"train_on_completions": MapEntry(origin, Leaf(origin, True, "true"))}
     if name not in _CALLS or _is_tokenizer(call):
