@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from ftcli.export.compare import _compare_merged, compare_written, difference, open_written
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
