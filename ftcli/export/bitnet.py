@@ -33,8 +33,8 @@ from ftcli.export.verify import (
 )
 from ftcli.export.weights import base_weights
 from ftcli.model.bitnet import BitLinear, TernaryLinear, declaration
-from ftcli.model.checkpoint import hollow
-from ftcli.model.streamed import ModelStorage, load_quantized
+from ftcli.model.load_quantized import ModelStorage, load_quantized
+from ftcli.model.pretrained import hollow
 from ftcli.plan.quantization import stores_ternary_masters
 
 if TYPE_CHECKING:

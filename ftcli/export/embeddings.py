@@ -23,7 +23,7 @@ from ftcli.export.tensorfile import finite_tensors
 from ftcli.export.weights import StoredWeights, base_weights, ends, source_config
 from ftcli.facts.shape import means
 from ftcli.facts.weights import ADAPTER_CONFIG
-from ftcli.model.checkpoint import hollow
+from ftcli.model.pretrained import hollow
 from ftcli.plain import JsonObject
 from ftcli.run.atomic import writing_into
 

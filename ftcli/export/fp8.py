@@ -40,7 +40,7 @@ from ftcli.export.verify import (
 )
 from ftcli.export.weights import MergedWeights, StoredWeights, base_weights, source_updates
 from ftcli.model.backbone import decoder_layers
-from ftcli.model.checkpoint import hollow
+from ftcli.model.pretrained import hollow
 from ftcli.plain import JsonObject
 
 if TYPE_CHECKING:

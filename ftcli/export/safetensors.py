@@ -65,10 +65,9 @@ from ftcli.export.weights import (
     with_vocabulary,
 )
 from ftcli.facts.device import cpu_device
-from ftcli.model.checkpoint import hollow, read_config
-from ftcli.model.load import align_special_tokens
+from ftcli.model.pretrained import hollow, read_config
 from ftcli.model.quantized import unreadable_weights
-from ftcli.model.tokenizer import source_of
+from ftcli.model.tokenizer import align_special_tokens, source_of
 from ftcli.plain import plain_fields
 from ftcli.run.checkpoint import PROGRESS
 from ftcli.tables import exports

@@ -23,15 +23,15 @@ from ftcli.export.clean.process import Reload, ask_once
 from ftcli.facts.config_file import hub_errors
 from ftcli.facts.model import ModelFacts, read_facts
 from ftcli.facts.weights import ADAPTER_CONFIG
-from ftcli.model.checkpoint import hollow, load_adapter, load_whole, read_config, weight_files
-from ftcli.model.load import stop_token_ids
-from ftcli.model.streamed import compute_buffers
-from ftcli.model.tokenizer import load_tokenizer, read_tokenizer, require_stop, source_of
+from ftcli.model.load_quantized import compute_buffers
+from ftcli.model.lora import load_adapter
+from ftcli.model.pretrained import hollow, load_whole, read_config, weight_files
+from ftcli.model.tokenizer import load_tokenizer, read_tokenizer, require_stop, source_of, stop_token_ids
 from ftcli.plain import JsonObject
 from ftcli.run.atomic import irregular_file, json_object_in, read_json_object
 from ftcli.run.directory import RunDirectory
-from ftcli.run.held import hold_base, not_held
 from ftcli.run.inputs import base_inputs
+from ftcli.run.integrity import hold_base, not_held
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -72,7 +72,7 @@ class ExportSource:
         quantization: How training held the base weights.
         compute: The dtype of training's products, into which quantised weights were dequantised.
         vocabulary: How many tokens the adapter's embeddings have, where the base has another number.
-        files: What ``folder`` holds, by digests (``ftcli.run.held.result_files``).
+        files: What ``folder`` holds, by digests (``ftcli.run.integrity.result_files``).
     """
 
     kind: Literal["adapter", "model"]

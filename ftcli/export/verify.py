@@ -20,7 +20,7 @@ from ftcli.export.probe import TEXTS, LogitsComparison, Probe, compare_logits, c
 from ftcli.export.source import local_config, not_verified, plain_config
 from ftcli.export.tensorfile import TensorFile
 from ftcli.export.weights import MergedWeights, ModelWeights, StoredTensors, StoredWeights
-from ftcli.model.checkpoint import hollow, weight_files
+from ftcli.model.pretrained import hollow, weight_files
 from ftcli.plain import JsonMap, JsonObject
 
 if TYPE_CHECKING:

@@ -32,11 +32,11 @@ from ftcli.export.source import (
     unwritten,
 )
 from ftcli.export.tensorfile import TensorFile, finite_tensors
-from ftcli.model.checkpoint import hollow, weight_files
 from ftcli.model.load import config_of
+from ftcli.model.load_quantized import require_ignorable
+from ftcli.model.pretrained import hollow, weight_files
 from ftcli.model.quantized import unreadable_weights
 from ftcli.model.renaming import Renaming
-from ftcli.model.streamed import require_ignorable
 from ftcli.plain import JsonMap
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class StoredWeights:
 
     Args:
         files: The model's.
-        model: Without memory (``ftcli.model.checkpoint.hollow``).
+        model: Without memory (``ftcli.model.pretrained.hollow``).
         rows: How many rows some weights are taken to have: zeros are added to the files', or the last left out.
 
     Raises:

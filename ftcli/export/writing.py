@@ -39,9 +39,9 @@ from ftcli.plan.quantization import stores_ternary_masters
 from ftcli.preflight.checks.support import is_installed
 from ftcli.reporting import Reporter
 from ftcli.run.atomic import TRASH_PREFIX, replace_directory, storage_errors, utc_now, write_json, writing_into
-from ftcli.run.card import write_card
 from ftcli.run.directory import RunDirectory
-from ftcli.run.held import hold_result, result_files
+from ftcli.run.integrity import hold_result, result_files
+from ftcli.run.report.card import write_card
 from ftcli.tables import code_of, exports
 
 

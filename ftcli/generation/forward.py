@@ -15,9 +15,8 @@ from torch import Tensor
 from ftcli.facts.generation import CacheShape
 from ftcli.generation.cache import Cache, Decode, Prefill
 from ftcli.model import attention
-from ftcli.model.adapted import UNPACKED, LayerPacks, PreparedGroup
 from ftcli.model.backbone import base_of, decoder_layers, head_of, hidden_states, root_of
-from ftcli.model.fused import FusedDecoderLayer
+from ftcli.model.fused import UNPACKED, FusedDecoderLayer, LayerPacks, PreparedGroup
 from ftcli.plan.precision import DtypePlan
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from ftcli.config.model import Kernels
 from ftcli.facts.shape import SHARED_INPUTS
 from ftcli.model.backbone import base_of, decoder_layers
 from ftcli.model.fused import FusedDecoderLayer
-from ftcli.model.merging import merged
+from ftcli.model.lora import merged_weight
 from ftcli.model.patch import patch
 from ftcli.model.quantized import QuantizedLinear, TrainedQuantizedLinear
 from ftcli.plan.precision import DtypePlan
@@ -44,7 +44,7 @@ class MergedLinear:
         base = getattr(self.source, "base_layer", self.source)
         weight = base.frozen_weight().dequantize(torch.float32) if isinstance(base, QuantizedLinear) else base.weight
         if _adapts(self.source):
-            weight = merged(self.source, weight.detach().float())
+            weight = merged_weight(self.source, weight.detach().float())
         self.linear.weight.copy_(weight)
 
 

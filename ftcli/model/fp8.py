@@ -11,8 +11,7 @@ from ftkernels.fp8 import Fp8Rows, Fp8Weight, join_fp8, part_fp8, quantize_weigh
 from torch import Tensor, nn
 
 from ftcli.config.model import QuantizationConfig
-from ftcli.model.quantized import QuantizedLinear, SharedTensor, unreadable_weights
-from ftcli.model.selfcheck import Tolerance
+from ftcli.model.quantized import JoinedParameter, QuantizedLinear, Tolerance, unreadable_weights
 
 #: fp8 rounds each product's operands to 3 bits: what differs in the last bit before may differ by 6% after. Measured on
 #: an H200 with random weights: loss 1.3e-3, output 5.9e-2, gradient 7.3e-2 (Llama-3.1-8B), less for Gemma-2-9B.
@@ -29,7 +28,7 @@ class Fp8Linear(QuantizedLinear):
     """
 
     method = "fp8"
-    spread = ("data", "transposed")
+    sharded = ("data", "transposed")
     tolerance = FP8_TOLERANCE
 
     def __init__(self, weight: Fp8Weight, bias: Tensor | None, name: str) -> None:
@@ -44,11 +43,13 @@ class Fp8Linear(QuantizedLinear):
         return partial(_part, layers)
 
     @classmethod
-    def join_spread(cls, layers: Sequence[Self], joint: Callable[[Sequence[Tensor], int], SharedTensor]) -> None:
+    def join_for_sharding(
+        cls, layers: Sequence[Self], joint: Callable[[Sequence[Tensor], int], JoinedParameter]
+    ) -> None:
         """As the base class says, and as :meth:`join`. Scales are neighbours as they are, and not spread."""
         weights = join_fp8([layer.frozen_weight() for layer in layers])
         if weights[0].data.shape[1] % 4 or sum(int(w.shape[0]) for w in weights) % 4:
-            return  # can_be_told
+            return  # is_shardable
         rows, columns = joint([w.data for w in weights], 0), joint([w.transposed for w in weights], 1)
         for index, (layer, weight) in enumerate(zip(layers, weights, strict=True)):
             layer.hold(weight)

@@ -26,7 +26,7 @@ class NF4Linear(QuantizedLinear):
     """
 
     method = "nf4"
-    spread = ("packed", "absmax")
+    sharded = ("packed", "absmax")
 
     def __init__(self, weight: NF4Weight, bias: Tensor | None, name: str) -> None:
         super().__init__(int(weight.shape[1]), int(weight.shape[0]), bias, name)
@@ -96,23 +96,23 @@ class BitsandbytesReader:
         """The files say all that there is to know."""
 
     def part_of(self, key: str) -> tuple[str, str] | None:
-        """As :class:`ftcli.model.quantize.PackedReader` says."""
+        """As :class:`ftcli.model.quantized.PackedReader` says."""
         found = _PART.fullmatch(key)
         return None if found is None else (found["layer"], found["part"])
 
     def is_packed(self, weight: Tensor) -> bool:
-        """As :class:`ftcli.model.quantize.PackedReader` says: the bytes, as any dtype, are a single column."""
+        """As :class:`ftcli.model.quantized.PackedReader` says: the bytes, as any dtype, are a single column."""
         return weight.shape[-1:] == (1,)
 
     def add(self, parts: Mapping[str, Tensor], layer: nn.Module) -> None:
-        """As :class:`ftcli.model.quantize.PackedReader` says: there is nothing to lie beside a whole weight."""
+        """As :class:`ftcli.model.quantized.PackedReader` says: there is nothing to lie beside a whole weight."""
         raise ValueError(f"it is stored in full precision, and packed: {', '.join(sorted(parts))}")
 
     def require(self, model: nn.Module) -> None:
-        """As :class:`ftcli.model.quantize.PackedReader` says: config.json says nothing of single layers."""
+        """As :class:`ftcli.model.quantized.PackedReader` says: config.json says nothing of single layers."""
 
     def layer(self, parts: Mapping[str, Tensor], linear: nn.Linear, name: str) -> NF4Linear:
-        """As :class:`ftcli.model.quantize.PackedReader` says."""
+        """As :class:`ftcli.model.quantized.PackedReader` says."""
         shape = torch.Size((linear.out_features, linear.in_features))
         return NF4Linear(nf4_from_bitsandbytes(parts, shape), linear.bias, name)
 

@@ -1,6 +1,6 @@
-"""Linear layers whose frozen weight is stored quantised: what all methods share.
+"""Quantized linear layers: the parts that all methods share, and the interface of a method's code.
 
-A quantised layer stands where an ``nn.Linear`` stood, under its name. Its state lies in buffers, so that moving,
+A quantized layer stands where an ``nn.Linear`` stood, under its name. Its state lies in buffers, so that moving,
 copying and replicating the model takes it along; there is no ``weight`` parameter that something could multiply by
 mistake.
 """
@@ -8,7 +8,7 @@ mistake.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, Self
@@ -18,10 +18,23 @@ from ftkernels.lora_linear import lora_linear
 from ftkernels.projection import FrozenWeight, Projection
 from torch import Tensor, nn
 
+from ftcli.config.model import QuantizationConfig
 from ftcli.errors import ExitCode, FtcliError
+from ftcli.model.lora_targets import is_read_by_mixer, is_router
+from ftcli.plain import JsonMap
+from ftcli.tables import code_of, quantizations
 
 if TYPE_CHECKING:
-    from ftcli.model.selfcheck import Tolerance
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """Largest relative difference of the model's loss, of a layer's output, and of any gradient in a layer."""
+
+    loss: float
+    output: float
+    gradient: float
 
 
 class StoredWeight:
@@ -70,12 +83,12 @@ class StoredWeight:
         )
 
 
-def can_be_told(tensor: Tensor) -> bool:
-    """Whether :func:`as_told` can take a tensor: one of bytes has rows of a multiple of four."""
+def is_shardable(tensor: Tensor) -> bool:
+    """Whether :func:`as_shardable` can take a tensor: one of bytes has rows of a multiple of four."""
     return tensor.element_size() > 1 or tensor.shape[-1] % 4 == 0
 
 
-def as_told(tensor: Tensor) -> Tensor:
+def as_shardable(tensor: Tensor) -> Tensor:
     """What torch is told of a tensor that it is to spread: of one of bytes, that it is of a quarter as many float32.
 
     torch 2.11 spreads no integers (pytorch#177844). And it copies bfloat16 by way of float32, which makes one NaN of
@@ -84,8 +97,8 @@ def as_told(tensor: Tensor) -> Tensor:
     return tensor.contiguous() if tensor.element_size() > 1 else tensor.contiguous().view(torch.float32)
 
 
-class SharedTensor(Protocol):
-    """Tensors that are one parameter: :class:`ftcli.model.joint.Joint`."""
+class JoinedParameter(Protocol):
+    """Tensors that are one parameter: :class:`ftcli.model.fsdp.JoinedTensors`."""
 
     def part(self, index: int) -> Tensor:
         """One of them, as a view."""
@@ -106,11 +119,11 @@ class QuantizedLinear(nn.Linear, ABC):
         layer_name: Where in the model the layer is.
         bias: A frozen parameter, or None.
         stored_dtype: Of the first tensor of the state, once that is in no buffer any more.
-        spread: Names of the tensors of the state that are spread over the ranks of a run; the others are small.
+        sharded: Names of the tensors of the state that are spread over the ranks of a run; the others are small.
     """
 
     method: ClassVar[str]
-    spread: ClassVar[tuple[str, ...]] = ()
+    sharded: ClassVar[tuple[str, ...]] = ()
     rounds_input: ClassVar[bool] = False
     tolerance: ClassVar[Tolerance | None] = None
 
@@ -121,7 +134,7 @@ class QuantizedLinear(nn.Linear, ABC):
         self.layer_name = name
         self.stored_dtype: torch.dtype | None = None
         self._stored: dict[str, torch.dtype] = {}  # of what lies in a parameter, by its name
-        self._shared: dict[str, tuple[SharedTensor, int]] = {}
+        self._shared: dict[str, tuple[JoinedParameter, int]] = {}
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), requires_grad=False))
 
     @abstractmethod
@@ -134,15 +147,15 @@ class QuantizedLinear(nn.Linear, ABC):
 
     def as_parameters(self) -> None:
         """Puts the large tensors of the state into frozen parameters, which torch can spread over ranks, as
-        :func:`as_told` says. What cannot be told so stays a buffer.
+        :func:`as_shardable` says. What cannot be told so stays a buffer.
         """
         self.stored_dtype = self.weight.dtype
-        for name in self.spread:
+        for name in self.sharded:
             buffer = self._buffers.get(name)
-            if buffer is not None and can_be_told(buffer):
+            if buffer is not None and is_shardable(buffer):
                 del self._buffers[name]
                 self._stored[name] = buffer.dtype
-                self.register_parameter(name, nn.Parameter(as_told(buffer), requires_grad=False))
+                self.register_parameter(name, nn.Parameter(as_shardable(buffer), requires_grad=False))
 
     def state(self, name: str) -> Tensor | None:
         """A tensor of the state in its own dtype: from its buffer or, once weights are spread, from its parameter or
@@ -157,16 +170,18 @@ class QuantizedLinear(nn.Linear, ABC):
         dtype = self._stored[name]
         return parameter if parameter.dtype == dtype else parameter.view(dtype)
 
-    def share(self, name: str, joint: SharedTensor, index: int) -> None:
+    def share(self, name: str, joint: JoinedParameter, index: int) -> None:
         """Has a tensor of the state be one of those that are ``joint``."""
         self.stored_dtype = self.weight.dtype
         self._buffers.pop(name, None)
         self._shared[name] = joint, index
 
     @classmethod
-    def join_spread(cls, layers: Sequence[Self], joint: Callable[[Sequence[Tensor], int], SharedTensor]) -> None:
+    def join_for_sharding(
+        cls, layers: Sequence[Self], joint: Callable[[Sequence[Tensor], int], JoinedParameter]
+    ) -> None:
         """:meth:`join` for weights that are about to be spread: ``joint`` makes one parameter of tensors, joined along
-        a dimension (:class:`ftcli.model.joint.Joint`). By default nothing, as there.
+        a dimension (:class:`ftcli.model.fsdp.JoinedTensors`). By default nothing, as there.
         """
 
     def check_state(self) -> None:
@@ -324,3 +339,142 @@ def check_weights(model: nn.Module) -> None:
                 exit_code=ExitCode.BUG,
                 help="load the model through `quantization.method`, or name it in bfloat16",
             )
+
+
+class QuantizeLinear(Protocol):
+    """``quantize`` of a row of :mod:`ftcli.tables.quantizations`."""
+
+    def __call__(self, linear: nn.Linear, settings: QuantizationConfig, name: str) -> QuantizedLinear:
+        """The layer with its weight (O, I) quantised, on the device where it is; the bias is shared.
+
+        Raises:
+            FtcliError: FT323 when the weight holds NaN or infinity.
+        """
+        ...
+
+
+class TrainQuantized(Protocol):
+    """``training.layer`` of a row of :mod:`ftcli.tables.quantizations`."""
+
+    def __call__(self, linear: nn.Linear, settings: QuantizationConfig, name: str) -> nn.Linear:
+        """The layer with master weights in float32, made of ``linear``'s (O, I), on its device; the bias is shared.
+
+        Raises:
+            FtcliError: FT323 when the weight holds NaN or infinity.
+        """
+        ...
+
+
+class PackedReader(Protocol):
+    """``packed_files.read`` of a row of :mod:`ftcli.tables.quantizations`: makes layers of files that are quantised."""
+
+    def part_of(self, key: str) -> tuple[str, str] | None:
+        """Layer and part that the stored tensor ``key`` is, such as ``absmax``; None for a tensor of another kind."""
+        ...
+
+    def is_packed(self, weight: Tensor) -> bool:
+        """Whether the floating tensor that is stored under a layer's ``weight`` holds packed bytes."""
+        ...
+
+    def layer(self, parts: Mapping[str, Tensor], linear: nn.Linear, name: str) -> QuantizedLinear:
+        """The quantised layer in the place of ``linear``, made of its parts by name; ``weight`` is one of them.
+
+        Raises:
+            ValueError: A part is missing or does not fit.
+        """
+        ...
+
+    def add(self, parts: Mapping[str, Tensor], layer: nn.Module) -> None:
+        """Gives ``layer``, which was stored in full precision, the parts that lie beside its weight.
+
+        Raises:
+            ValueError: A part does not fit, or the layer takes none.
+        """
+        ...
+
+    def require(self, model: nn.Module) -> None:
+        """Looks whether every layer has what config.json says that it has.
+
+        Raises:
+            ValueError: A layer has not.
+        """
+        ...
+
+
+def can_be_packed(name: str, module: nn.Module) -> bool:
+    """Whether files may hold a module's weight packed: every plain linear layer but the head, which the loss reads, and
+    the time step's of state-space mixers, which they read themselves.
+    """
+    return type(module) is nn.Linear and name.rpartition(".")[2] not in ("lm_head", "dt_proj")
+
+
+def layers_to_quantize(model: PreTrainedModel) -> frozenset[str]:
+    """Names of the layers whose full-precision weights are quantised: the linear layers of the language model.
+
+    Towers of other kinds, which are kept and not trained, stay as they are; so do routers, weights that a mixer reads
+    itself, and what transformers names as too fragile.
+
+    Raises:
+        FtcliError: FT336 (exit 3) for a model without any such layer, such as GPT-2, whose layers are no ``nn.Linear``.
+    """
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    root = model.get_decoder()
+    prefix = next(name for name, module in model.named_modules() if module is root)
+    fragile = list(model._keep_in_fp32_modules or ())
+    found = frozenset(
+        name
+        for name, module in root.named_modules(prefix=prefix)
+        if can_be_packed(name, module)
+        and not is_router(name)
+        and not is_read_by_mixer(model, name)
+        and should_convert_module(name, fragile)
+    )
+    if not found:
+        raise FtcliError.single(
+            "FT336",
+            f"a {type(model).__name__} has no linear layers that could be stored quantized",
+            exit_code=ExitCode.PREFLIGHT,
+            help="remove the section quantization",
+        )
+    return found
+
+
+def quantize_linear(linear: nn.Linear, settings: QuantizationConfig, name: str, *, trained: bool = False) -> nn.Linear:
+    """``linear``'s weight quantised by ``settings.method``, on the device where it is; its bias is shared.
+
+    ``trained``: with master weights, if the method trains them.
+
+    Raises:
+        ValueError: The method stores no quantised linear layers.
+        FtcliError: FT323 when the weight holds NaN or infinity.
+    """
+    method = quantizations.row(settings.method)
+    if trained and method.training is not None:
+        train: TrainQuantized = code_of(method.training.layer)
+        return train(linear, settings, name)
+    if method.quantize is None:
+        raise ValueError(f"quantization.method {settings.method} does not quantise linear layers")
+    quantize: QuantizeLinear = code_of(method.quantize)
+    return quantize(linear, settings, name)
+
+
+def stores_packed(config: JsonMap, settings: QuantizationConfig) -> bool:
+    """Whether a model of this config.json has files that are packed by ``settings.method``."""
+    files = quantizations.row(settings.method).packed_files
+    return files is not None and bool(code_of(files.recognise)(config))
+
+
+def stores_masters(config: JsonMap, settings: QuantizationConfig) -> bool:
+    """Whether a model of this config.json has files of masters that the method rounds when they are used."""
+    files = quantizations.row(settings.method).packed_files
+    return files is not None and files.masters is not None and bool(code_of(files.masters)(config))
+
+
+def packed_reader(settings: QuantizationConfig, config: JsonMap) -> PackedReader | None:
+    """What reads the method's packed files, told what their config.json says of them; None where it has none."""
+    files = quantizations.row(settings.method).packed_files
+    if files is None:
+        return None
+    reader: PackedReader = code_of(files.read)(config)
+    return reader

@@ -364,10 +364,10 @@ METHODS = (
     ),
     _m(
         "stop strings of ASCII only",
-        "ftcli/generation/stopping.py",
+        "ftcli/generation/requests.py",
         "_TOKENS_A_CHARACTER = 4",
         "_TOKENS_A_CHARACTER = 1",
-        _U + "generation/test_stopping.py",
+        _U + "generation/test_requests.py",
     ),
     _m(
         "the self-check does not look at outputs",

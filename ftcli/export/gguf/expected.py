@@ -25,8 +25,8 @@ from ftcli.export.weights import MergedWeights, ModelWeights, source_config, sou
 from ftcli.gguf.names import GATE, SHARED_GATE, STACK, UP, TensorNames, names_of, no_place
 from ftcli.plan.quantization import stores_ternary_masters
 from ftcli.run.atomic import read_json_object
-from ftcli.run.card import licence_of_base, public_base
 from ftcli.run.directory import RunDirectory
+from ftcli.run.report.card import licence_of_base, public_base
 from ftcli.tables import quantizations
 from ftcli.tables.gguf import NORMS_OF_LAYERS, TYPES, Architecture, architecture_of, unknown_architecture
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ftcli.plain import JsonMap
+from ftcli.plain import JsonMap, maps, number_or_none
 from ftcli.run.completions import Completions, ScoredCompletion
-from ftcli.run.report.values import maps, number, number_or_none
+from ftcli.units import number
 
 #: Characters of one text that are shown.
 SHOWN_CHARACTERS = 2000
