@@ -19,7 +19,7 @@ from ftcli.facts.generation import CacheShape
 
 
 class PagePool:
-    """Pages 1 to ``count - 1``, each in use by any number of sequences. Page 0 is nobody's: empty rows point at it."""
+    """Pages 1 to ``count - 1``, each in use by any number of sequences. Page 0 is reserved: empty rows point at it."""
 
     def __init__(self, count: int) -> None:
         self._free = list(range(count - 1, 0, -1))
@@ -76,7 +76,7 @@ class Cache:
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """A call over whole prompts, (1, S): keys and values are kept, and attention goes on as in training.
+    """A call over whole prompts, (1, S): keys and values are kept, and attention is computed as in training.
 
     ``page`` and ``spot``: (S,) int64, where each token's are written.
     """
@@ -96,7 +96,7 @@ class Prefill:
         softcap: float,
         window: int | None,
     ) -> None:
-        """As :class:`ftcli.model.attention.AttentionCache` says: attention is left to the caller."""
+        """Keeps keys and values (:class:`ftcli.model.attention.AttentionCache`); attention is left to the caller."""
         pages = self.cache.layer(layer)
         for pool, new in ((pages.keys, key), (pages.values, value)):
             pool[self.page, :, self.spot] = new[0].transpose(0, 1).to(pool.dtype)
@@ -126,7 +126,7 @@ class Decode:
         softcap: float,
         window: int | None,
     ) -> Tensor:
-        """As :class:`ftcli.model.attention.AttentionCache` says: (B, 1, heads, features)."""
+        """Attention against the cache (:class:`ftcli.model.attention.AttentionCache`): (B, 1, heads, features)."""
         pages = self.cache.layer(layer)
         q, k, v = (tensor[:, :, 0].to(pages.keys.dtype) for tensor in (query, key, value))
         out = decode_attention(

@@ -47,7 +47,7 @@ class DecodingRow:
 
     @property
     def over(self) -> bool:
-        """Whether nothing more is to be asked of it."""
+        """True if nothing more is to be asked of it."""
         return self.ended or self.issued >= self.limit
 
 
@@ -135,7 +135,7 @@ _BEFORE = 2
 
 @dataclass(slots=True)
 class StepStatus:
-    """What became of the graphs of an engine: sizes captured, steps by graphs and without, why they were given up."""
+    """State of an engine's CUDA graphs: sizes captured, steps by graphs and without, why they were given up."""
 
     sizes: list[int] = field(default_factory=list)
     replays: int = 0

@@ -36,7 +36,10 @@ _ENTER_SHARE = 8
 
 @dataclass(frozen=True, slots=True)
 class SchedulerParts:
-    """What a schedule works with. ``rows``: most at once; ``ahead``: steps that the device may be behind the host."""
+    """Parts of an engine that a schedule uses.
+
+    ``rows``: most at once; ``ahead``: steps that the device may be behind the host.
+    """
 
     forward: Forward
     cache: Cache
@@ -87,7 +90,7 @@ class Scheduler:
         self._coming: deque[_Coming] = deque()
 
     def tokens(self) -> Iterator[Token]:
-        """As :meth:`ftcli.generation.engine.Engine.run`."""
+        """Yields tokens as they come; see :meth:`Engine.run`."""
         try:
             while self._waiting or self._started or self._active or self._coming:
                 self._enter()
@@ -153,7 +156,7 @@ class Scheduler:
     # -- new rows --------------------------------------------------------------------------------------------
 
     def _enter(self) -> None:
-        """As many rows as there are places and pages for, where enough places are free."""
+        """Lets waiting rows in, as many as there are places and pages for, where enough places are free."""
         tools = self._tools
         free = tools.rows - len(self._active)
         if not (self._waiting or self._started) or (self._active and free < max(1, tools.rows // _ENTER_SHARE)):

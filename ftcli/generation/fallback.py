@@ -62,13 +62,13 @@ class TransformersGenerator:
     def complete(
         self, requests: Sequence[GenerationRequest], sampling: Sampling = GREEDY, stopping: StopCheck | None = None
     ) -> list[list[Completion]]:
-        """As the engine's."""
+        """See :meth:`ftcli.generation.engine.Engine.complete`."""
         return collected(requests, self.run(requests, sampling, stopping))
 
     def run(
         self, requests: Sequence[GenerationRequest], sampling: Sampling = GREEDY, stopping: StopCheck | None = None
     ) -> Generator[Token, None, None]:
-        """As the engine's; a single completion comes token by token, others batch by batch.
+        """See :meth:`ftcli.generation.engine.Engine.run`. One completion comes token by token, several batch by batch.
 
         Raises:
             NotFinite: the model's logits are not finite.
@@ -159,7 +159,7 @@ class _Row:
         self.seed = seed
 
     def tokens(self, tokens: Any, stopping: StopCheck) -> Iterator[Token]:
-        """What has come up to the end; the rest is padding, or beyond this row's own limit."""
+        """Tokens up to the end; the rest is padding, or beyond this row's own limit."""
         seen: list[int] = []
         for token in tokens:
             seen.append(token)
@@ -185,7 +185,7 @@ def _router_logits_off(model: PreTrainedModel | PeftModel) -> dict[str, bool]:
 
 
 class _Ended(StoppingCriteria):  # type: ignore[misc]
-    """Which rows have ended: by what stops them, or by their own limits."""
+    """Marks rows that have ended, by a stop token or string or by their own limits."""
 
     def __init__(self, rows: Sequence[_Row], width: int, stopping: StopCheck) -> None:
         self._rows = rows
@@ -215,7 +215,7 @@ class _Queue(BaseStreamer):  # type: ignore[misc]
         self._prompt_came = True
 
     def end(self) -> None:
-        """The end is told by the thread's own."""
+        """Does nothing: the thread's end is the end."""
 
 
 class _Left(StoppingCriteria):  # type: ignore[misc]

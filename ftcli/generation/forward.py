@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def cache_dtype(model: PreTrainedModel | PeftModel, plan: DtypePlan) -> torch.dtype:
-    """What keys and values come in: the dtype of products under autocast, else the model's own."""
+    """Dtype of keys and values: that of products under autocast, else the model's own."""
     dtype: torch.dtype = getattr(torch, plan.compute) if plan.autocast else base_of(model).dtype
     return dtype
 

@@ -1,4 +1,4 @@
-"""Chooses what generates with a model, and how much memory it takes."""
+"""Opens a generator for a model: the engine or transformers, and how much memory it may take."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _UNKNOWN = {
 
 
 class Completer(Protocol):
-    """What completes requests: :class:`ftcli.generation.engine.Engine`, or transformers behind its interface."""
+    """Completes requests: :class:`ftcli.generation.engine.Engine`, or transformers behind its interface."""
 
     def complete(
         self, requests: Sequence[GenerationRequest], sampling: Sampling = GREEDY, stopping: StopCheck | None = None
@@ -66,7 +66,7 @@ class Completer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OpenedGenerator:
-    """What generates.
+    """The generator of a model.
 
     Attributes:
         reason: Why it is transformers, as one clause; None where it is the engine.
@@ -104,7 +104,7 @@ def open_generator(
     room_bytes: int | None = None,
     ahead: int = AHEAD,
 ) -> OpenedGenerator:
-    """What generates up to ``rows`` sequences of up to ``longest`` tokens at once.
+    """Opens a generator of up to ``rows`` sequences of up to ``longest`` tokens at once.
 
     Args:
         pad: The id that fills rows up, where transformers generates.
@@ -129,7 +129,7 @@ def open_generator(
         raise torch.OutOfMemoryError(f"no room for the key-value cache of {longest} tokens")
     merged = merged_model(model, plan, kernels) if layout.merged else None
     forward = Forward(model if merged is None else merged.model, plan, device)
-    alone = root_of(model) is None  # what all ranks put together is in no graph
+    alone = root_of(model) is None  # a graph cannot hold all-gathers over ranks
     return OpenedGenerator(Engine(forward, layout, longest, plan, device, graphs=alone, ahead=ahead), None, merged)
 
 

@@ -74,7 +74,7 @@ def collected(requests: Sequence[GenerationRequest], tokens: Iterable[Token]) ->
 
 @dataclass(frozen=True, slots=True)
 class StopConditions:
-    """What ends a completion: token ids, and strings in its text.
+    """Token ids and strings that end a completion.
 
     A string ends it with the token that completes the string; cutting the text is the caller's.
     """
@@ -111,7 +111,7 @@ class StopCheck:
         return self._stops.ids
 
     def stopped(self, tokens: Sequence[int]) -> bool:
-        """Whether the last of ``tokens`` ends the completion. Call it after each token."""
+        """True if the last of ``tokens`` ends the completion. Call it after each token."""
         if tokens[-1] in self._stops.ids:
             return True
         if not self._stops.strings or self._tokenizer is None:
@@ -139,20 +139,20 @@ class TextUntilStop:
         self.ended = False
 
     def add(self, piece: str) -> str:
-        """What can be told now."""
+        """The text that can be shown now."""
         if self.ended:
             return ""
         text = self._held + piece
-        told = cut(text, self._strings)
-        if len(told) < len(text):
+        shown = cut(text, self._strings)
+        if len(shown) < len(text):
             self._held, self.ended = "", True
-            return told
+            return shown
         begun = max((_begun(text, stop) for stop in self._strings), default=0)
         self._held = text[len(text) - begun :]
         return text[: len(text) - begun]
 
     def finish(self) -> str:
-        """What was held back, where it was no such string after all."""
+        """The text held back that was no stop string after all."""
         held, self._held = self._held, ""
         return held
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: Where a model keeps what is called in its place.
+#: Attribute of a model that holds its FSDP root.
 _ROOT = "_ftcli_sharded_root"
 
 #: The configs' names for what logits are multiplied by, and for what they are capped at. That no family has another one
@@ -52,7 +52,7 @@ class Head:
 
     ``weight`` has shape (vocab_size, hidden_size); ``softcap`` 0 is off, else cap(x) = softcap · tanh(x / softcap).
     ``handed`` takes the weight's gradient where the embedding adds its own to it (:mod:`ftcli.model.backbone`);
-    ``is_sharded`` where ranks have parts of the model.
+    ``is_sharded`` where ranks hold shards of the model.
     """
 
     weight: Tensor
@@ -118,7 +118,7 @@ def hidden_states(
     """Runs the backbone (everything but the head) on ``input_ids``, ``attention_mask`` and the like.
 
     With ``document_starts`` (:class:`ftcli.model.masks.Documents`) no document sees another one. transformers' own
-    attention reads that off ``position_ids`` which begin anew; ours is told.
+    attention reads that off ``position_ids`` which begin anew; ours gets the boundaries.
 
     Args:
         stack: The model's layers as one function (:mod:`ftcli.model.fused`), for inputs without a padding mask.
@@ -187,8 +187,9 @@ def head_of(model: PreTrainedModel | PeftModel) -> Head:
 
 
 def within_root(model: PreTrainedModel | PeftModel, compute: Callable[[], T]) -> T:
-    """What ``compute`` makes of the model. Where its weights are spread over ranks, in which all take part, embedding,
-    last norm and head are whole meanwhile, and each layer is in its own call.
+    """Runs ``compute`` inside the FSDP root's forward, with embedding, last norm and head all-gathered.
+
+    Without sharded weights it is just called. With them all ranks call this; each layer is gathered in its own call.
     """
     root: Any = root_of(model)
     found: T = compute() if root is None or root.running else root(compute)
@@ -196,7 +197,7 @@ def within_root(model: PreTrainedModel | PeftModel, compute: Callable[[], T]) ->
 
 
 def root_of(model: PreTrainedModel | PeftModel) -> nn.Module | None:
-    """What is called in place of a model whose weights are spread over ranks (:mod:`ftcli.model.fsdp`), or None."""
+    """The FSDP root of a model with sharded weights (:mod:`ftcli.model.fsdp`), or None."""
     found: nn.Module | None = vars(base_of(model)).get(_ROOT)
     return found
 

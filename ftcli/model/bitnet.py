@@ -1,8 +1,8 @@
 """Linear layers of BitNet b1.58: trained from float32 masters, or frozen as ternary values. ``ftkernels.bitlinear`` has
 the formulas and where they come from.
 
-In training the quantised values may be mixed with the exact ones (``share``, the lambda of a conversion). Evaluation
-and generation always have the quantised ones, which is what a saved model has.
+In training the quantized values may be mixed with the exact ones (``share``, the lambda of a conversion). Evaluation
+and generation always have the quantized ones, which is what a saved model has.
 
 Files hold such layers packed, with norms of their own, or as ternary values in full precision.
 """
@@ -64,7 +64,7 @@ class BitLinear(TrainedQuantizedLinear):
     """A trained linear layer (O, I): float32 masters in ``weight``, ternarised once for each of their values.
 
     Attributes:
-        share: How far training goes from exact to quantised values, 0 to 1.
+        share: How far training goes from exact to quantized values, 0 to 1.
         rms_norm: The norm of its own input, where it has one.
     """
 
@@ -85,7 +85,7 @@ class BitLinear(TrainedQuantizedLinear):
 
     @property
     def ternary(self) -> Ternary:
-        """What the masters are rounded to.
+        """The masters rounded to ternary values.
 
         Torch does not count what kernels of optimizers write (its own fused ones, and those of others): its count of
         writes alone would leave the model as it was before training. So weights that are trained are rounded every
@@ -98,11 +98,11 @@ class BitLinear(TrainedQuantizedLinear):
         return self._ternary
 
     def written(self) -> None:
-        """Says that the masters may be others; from the first call on that is always said."""
+        """Marks the masters as changed; from the first call on every change has to be marked."""
         self._ternary, self._notified = None, True
 
     def train(self, mode: bool = True) -> BitLinear:
-        """As ever; where what is evaluated are other weights than those that are trained, they are exchanged then."""
+        """nn.Module.train; drops the cached ternary weights when the mode changes: evaluation may use other weights."""
         if mode != self.training:  # trainers say it before every micro-batch
             self._ternary = None
         super().train(mode)
@@ -119,7 +119,7 @@ class BitLinear(TrainedQuantizedLinear):
 
     @property
     def mixes(self) -> bool:
-        """Whether its values are partly exact."""
+        """True if its values are partly exact."""
         return self.training and self.share < 1.0
 
     def extra_repr(self) -> str:
@@ -202,7 +202,7 @@ class TernaryLinear(QuantizedLinear):
         self.rms_norm: InputNorm | None = None
 
     def frozen_weight(self) -> Ternary:
-        """As the base class says; nothing is copied."""
+        """See :meth:`ftcli.model.quantized.QuantizedLinear.frozen_weight`; nothing is copied."""
         data, scale = self._buffers.get("ternary"), self._buffers.get("scale")
         if data is None or scale is None:
             raise self.state_lost("ternary values or scale gone")
@@ -215,7 +215,7 @@ class TernaryLinear(QuantizedLinear):
         return weight
 
     def check_state(self) -> None:
-        """As the base class says: three values, and a finite scale."""
+        """See :meth:`ftcli.model.quantized.QuantizedLinear.check_state`: three values, and a finite scale."""
         weight = self.frozen_weight()
         if weight.data.numel() and int(weight.data.abs().max()) > 1:
             raise self.state_lost("its values are not -1, 0 and 1, so their memory was never written")
@@ -293,7 +293,7 @@ def _share_rows(layer: nn.Module, family: Family) -> None:
 
 
 def declaration(model: nn.Module) -> JsonObject:
-    """What all forms of a saved model say of its layers; linear layers of full precision are named."""
+    """quantization_config of any saved form; names the linear layers of full precision."""
     plain = [name for name, module in model.named_modules() if type(module) is nn.Linear]
     found: JsonObject = {"quant_method": _METHOD, "linear_class": "autobitlinear", "modules_to_not_convert": plain}
     norms = {module.eps for module in model.modules() if isinstance(module, InputNorm)}
@@ -301,14 +301,14 @@ def declaration(model: nn.Module) -> JsonObject:
 
 
 def written(model: nn.Module) -> None:
-    """Says of every layer that its masters may be others, from the first call on each time that they are."""
+    """Marks the masters of all layers as changed; from the first call on every change has to be marked."""
     for module in model.modules():
         if isinstance(module, BitLinear):
             module.written()
 
 
 def set_share(model: nn.Module, share: float) -> None:
-    """Sets how far training goes from exact to quantised values, in every layer."""
+    """Sets how far training goes from exact to quantized values, in every layer."""
     for module in model.modules():
         if isinstance(module, BitLinear):
             module.share = share
@@ -350,18 +350,18 @@ class PackedTernaryReader:
         self._eps = float(stored.get("rms_norm_eps", INPUT_NORM_EPS)) if stored.get("use_rms_norm") else None
 
     def part_of(self, key: str) -> tuple[str, str] | None:
-        """As :class:`ftcli.model.quantized.PackedReader` says."""
+        """See :meth:`ftcli.model.quantized.PackedReader.part_of`."""
         if self._eps is not None and key.endswith(_NORM_KEY):
             return key.removesuffix(_NORM_KEY), "rms_norm"
         layer, _, leaf = key.rpartition(".")
         return (layer, leaf) if leaf == "weight_scale" else None
 
     def is_packed(self, weight: Tensor) -> bool:
-        """As :class:`ftcli.model.quantized.PackedReader` says: packed values are integers, never floating."""
+        """See :meth:`ftcli.model.quantized.PackedReader.is_packed`: packed values are integers, never floating."""
         return False
 
     def layer(self, parts: Mapping[str, Tensor], linear: nn.Linear, name: str) -> TernaryLinear:
-        """As :class:`ftcli.model.quantized.PackedReader` says."""
+        """See :meth:`ftcli.model.quantized.PackedReader.layer`."""
         if "weight" not in parts or "weight_scale" not in parts:
             raise ValueError(f"it is stored packed, without its {'weight_scale' if 'weight' in parts else 'weight'}")
         values, stored = unpack_ternary(parts["weight"]), parts["weight_scale"].double()
@@ -375,13 +375,13 @@ class PackedTernaryReader:
         return made
 
     def add(self, parts: Mapping[str, Tensor], layer: nn.Module) -> None:
-        """As :class:`ftcli.model.quantized.PackedReader` says."""
+        """See :meth:`ftcli.model.quantized.PackedReader.add`."""
         if not isinstance(layer, (BitLinear, TernaryLinear)):
             raise ValueError("it has a norm of its own, and ftcli keeps it in full precision")
         layer.rms_norm = self._norm(parts, layer, trained=isinstance(layer, BitLinear))
 
     def require(self, model: nn.Module) -> None:
-        """As :class:`ftcli.model.quantized.PackedReader` says."""
+        """See :meth:`ftcli.model.quantized.PackedReader.require`."""
         if self._eps is None:
             return
         for layer in model.modules():

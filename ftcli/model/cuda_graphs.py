@@ -37,7 +37,7 @@ _Key = tuple[torch.Size, torch.Size, bool, bool]
 
 @dataclass(slots=True)
 class GraphStatus:
-    """What became of the graphs of a run.
+    """State of a run's CUDA graphs.
 
     Attributes:
         shapes: (B, S) of each that was captured.
@@ -45,7 +45,7 @@ class GraphStatus:
         beyond: Of the latter, those of a shape that came when as many were captured as may be.
         stopped: Why graphs were given up, as one clause; None while they are not.
         pool_bytes: Memory of the device that the graphs keep to themselves.
-        pool_counted_bytes: What of it torch counts as allocated, such as cuBLAS' workspaces.
+        pool_counted_bytes: The part of it that torch counts as allocated, such as cuBLAS' workspaces.
         earlier_peak_bytes: torch's peak of allocated bytes before the last capture.
     """
 
@@ -95,7 +95,7 @@ class GraphRunner:
     Args:
         stack: Its trained weights must stay where they are in memory.
         tokens: The most tokens of a micro-batch that graphs take; larger ones run as usual.
-        reporter: Is told when graphs are given up.
+        reporter: Gets a line when graphs are given up.
         pool_bytes: What the largest micro-batch is expected to allocate in the layers. More is added where it is not
             enough, less is not given back.
     """
@@ -239,7 +239,7 @@ class _Pool:
 
     @contextmanager
     def records(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-        """What is launched inside becomes ``graph``."""
+        """Captures the block's launches as ``graph``."""
         torch.cuda.synchronize()
         with torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._handle, capture_error_mode="thread_local")
@@ -290,7 +290,7 @@ def _cacheless_autocast() -> torch.autocast:
 
 
 def _key(call: StackCall) -> _Key:
-    """What decides which kernels run, and with which shapes."""
+    """Everything that decides which kernels run, and their shapes."""
     layer_call = call.layer_calls[0]
     known = layer_call.mask.known
     documents = known is None or known.document_starts is not None

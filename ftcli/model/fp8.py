@@ -37,7 +37,7 @@ class Fp8Linear(QuantizedLinear):
 
     @classmethod
     def join(cls, layers: Sequence[Self]) -> Callable[[], None]:
-        """As the base class says; apart again they are the same to the bit."""
+        """Joins the layers' weights; apart again they are the same to the bit."""
         for layer, weight in zip(layers, join_fp8([layer.frozen_weight() for layer in layers]), strict=True):
             layer.hold(weight)
         return partial(_part, layers)
@@ -46,7 +46,7 @@ class Fp8Linear(QuantizedLinear):
     def join_for_sharding(
         cls, layers: Sequence[Self], joint: Callable[[Sequence[Tensor], int], JoinedParameter]
     ) -> None:
-        """As the base class says, and as :meth:`join`. Scales are neighbours as they are, and not spread."""
+        """Joins values and transposed values. Scales are neighbours as they are, and not sharded."""
         weights = join_fp8([layer.frozen_weight() for layer in layers])
         if weights[0].data.shape[1] % 4 or sum(int(w.shape[0]) for w in weights) % 4:
             return  # is_shardable
@@ -62,7 +62,7 @@ class Fp8Linear(QuantizedLinear):
             self.register_buffer(name, getattr(weight, name))
 
     def frozen_weight(self) -> Fp8Weight:
-        """As the base class says; nothing is copied."""
+        """See :meth:`ftcli.model.quantized.QuantizedLinear.frozen_weight`; nothing is copied."""
         parts = [self.state(name) for name in _STATE]
         present = [part for part in parts if part is not None]
         if len(present) < len(parts):
@@ -77,7 +77,7 @@ class Fp8Linear(QuantizedLinear):
         return weight
 
     def check_state(self) -> None:
-        """As the base class says: scales are powers of two, and both copies stand for one matrix."""
+        """Requires scales that are powers of two, and two copies that stand for one matrix."""
         weight = self.frozen_weight()
         for scale in (weight.scale, weight.transposed_scale):
             mantissa, _ = torch.frexp(scale)

@@ -86,7 +86,7 @@ class JoinedLinear(nn.Linear):
 def join_shared(layer: nn.Module) -> None:
     """Joins the frozen weights of a decoder layer that read the same input, adapted or not, in place.
 
-    Those that are trained stay apart, and so do those that become neighbours when they are dequantised.
+    Those that are trained stay apart, and so do those that become neighbours when they are dequantized.
     """
     for names in SHARED_INPUTS:
         modules: list[Any] = [layer.get_submodule(name) for name in names]
@@ -112,15 +112,14 @@ def _joined_beside(layer: nn.Module, names: Sequence[str], tensors: Sequence[Ten
     return joint
 
 
-#: Layers that stay whole until the model is spread.
+#: Layers that stay whole until the model is sharded.
 UNSHARDED_LAYERS = 2
 _ATTRIBUTE = "_ftcli_rank_shards"
 
 
 @dataclass(slots=True, eq=False)
 class RankShards:
-    """Which part of the weights a process keeps, that of ``rank`` among ``size``; and what it has kept, by the
-    parameter that stands for the whole.
+    """The shards that rank ``rank`` of ``size`` keeps of loaded weights, by the parameter that stands for the whole.
 
     Attributes:
         joins: Whether weights that read the same input are joined, as frozen ones are.
@@ -132,15 +131,15 @@ class RankShards:
     kept: dict[nn.Parameter, Tensor] = field(default_factory=dict)
 
     def of(self, whole: Tensor) -> Tensor:
-        """This rank's rows, copied."""
+        """This rank's shard, copied."""
         chunks = torch.chunk(whole, self.size)
         return chunks[self.rank].clone() if self.rank < len(chunks) else whole[:0].clone()
 
     def keep(self, layer: nn.Module) -> None:
-        """Keeps this rank's rows of a whole layer without adapters.
+        """Keeps only this rank's shards of a whole layer without adapters.
 
         Raises:
-            FtcliError: FT331 for a quantised layer whose state is not what it should be.
+            FtcliError: FT331 for a quantized layer whose state is not what it should be.
         """
         for module in layer.modules():
             if isinstance(module, QuantizedLinear):
@@ -168,7 +167,7 @@ def prepare(layer: nn.Module, *, joins: bool) -> None:
 
 
 def keep_shards(base: PreTrainedModel, shards: RankShards) -> None:
-    """Leaves of all layers but the first ones only this rank's part, and notes ``shards`` on the model."""
+    """Keeps only this rank's shard of all layers but the first ones, and notes ``shards`` on the model."""
     for layer in list(decoder_layers(base))[UNSHARDED_LAYERS:]:
         if not has_shards_only(layer):
             shards.keep(layer)
@@ -176,19 +175,19 @@ def keep_shards(base: PreTrainedModel, shards: RankShards) -> None:
 
 
 def rank_shards_of(base: PreTrainedModel) -> RankShards | None:
-    """What :func:`keep_shards` has noted."""
+    """The shards that :func:`keep_shards` has noted on the model."""
     found: RankShards | None = vars(base).get(_ATTRIBUTE)
     return found
 
 
 def has_shards_only(layer: nn.Module) -> bool:
-    """Whether only a part of the layer's weights is here."""
+    """True if the layer holds shards in place of whole weights."""
     return any(p.numel() > 1 and not any(p.stride()) for p in layer.parameters())
 
 
 @contextmanager
 def unsharded_layers(model: PreTrainedModel | PeftModel) -> Iterator[None]:
-    """Within the block the model has only those of its layers that are whole; they are put back as they are then."""
+    """A block in which the model has only its whole layers; the others come back at its end."""
     base = base_of(model)
     layers = decoder_layers(base)
     count = next((index for index, layer in enumerate(layers) if has_shards_only(layer)), len(layers))
@@ -211,8 +210,9 @@ T = TypeVar("T")
 
 
 class ShardedRoot(nn.Module):
-    """What is called in place of a model whose weights are spread, with what is to be computed of it, from token ids to
-    loss: so the head's weights are whole where the loss reads them.
+    """The FSDP root of a model: its forward runs a computation from token ids to loss.
+
+    So the head's weights are all-gathered where the loss reads them.
 
     Attributes:
         running: Whether a call is under way.
@@ -224,7 +224,7 @@ class ShardedRoot(nn.Module):
         self.running = False
 
     def forward(self, compute: Callable[[], T]) -> T:
-        """What ``compute`` makes; torch looks for tensors in tuples, lists and dicts of it."""
+        """Calls ``compute``; torch looks for tensors in tuples, lists and dicts of its result."""
         self.running = True
         try:
             return compute()
@@ -233,16 +233,16 @@ class ShardedRoot(nn.Module):
 
 
 def shard(model: PreTrainedModel | PeftModel, mesh: DeviceMesh, shards: RankShards, plan: DtypePlan) -> None:
-    """Spreads ``model``, which is on the kernels and the same on all ranks, in place.
+    """Shards ``model``, which is on the kernels and the same on all ranks, in place.
 
     Args:
-        mesh: The ranks; in two dimensions (copies, ranks that share one) each row has a copy of the weights, and
-            gradients are added up over all.
-        shards: What this rank has kept of layers that are not whole any more.
-        plan: Weights that are trained are put together in its compute dtype, and their gradients added up in float32.
+        mesh: The ranks; in two dimensions (replicate, shard) each row has a replica of the weights, and gradients are
+            reduced over all ranks.
+        shards: Shards that this rank has kept of layers that are not whole any more.
+        plan: Trained weights are all-gathered in its compute dtype, and their gradients reduced in float32.
 
     Raises:
-        FtcliError: FT713 (exit 1) when what the ranks put together is not what they have taken apart.
+        FtcliError: FT713 (exit 1) when the all-gathered weights are not those that were sharded.
     """
     base = base_of(model)
     adapted = hasattr(model, "peft_config")
@@ -263,14 +263,14 @@ def shard(model: PreTrainedModel | PeftModel, mesh: DeviceMesh, shards: RankShar
     fully_shard(root, mesh=mesh, mp_policy=policy, ignored_params=trained)
     set_root(base, root)
     for unit in [root, *layers]:
-        # The loss is divided by the tokens of all ranks: gradients are added up, not averaged.
+        # The loss is divided by the tokens of all ranks: gradients are summed, not averaged.
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
     _require_same(layers[0], first, policy)
 
 
 def _on_meta(layer: nn.Module, shards: RankShards) -> dict[str, tuple[torch.Size, Tensor]]:
-    """Puts parameters on ``meta`` that stand for a whole of which this rank has kept its rows; what those are."""
+    """Replaces sharded parameters by meta tensors of the full shape; returns {name: (shape, local shard)}."""
     found = {}
     for prefix, module in layer.named_modules():
         for name, parameter in list(module._parameters.items()):
@@ -282,7 +282,7 @@ def _on_meta(layer: nn.Module, shards: RankShards) -> dict[str, tuple[torch.Size
 
 
 def _load(layer: nn.Module, kept: Mapping[str, tuple[torch.Size, Tensor]], mesh: DeviceMesh) -> None:
-    """Gives a layer that was spread on ``meta`` its rows."""
+    """Gives a layer that was sharded on ``meta`` its shards."""
     state = {name: as_dtensor(rows, mesh, shape, _strides(shape)) for name, (shape, rows) in kept.items()}
     layer.load_state_dict(state, strict=False, assign=True)
 
@@ -292,7 +292,7 @@ def _strides(shape: torch.Size) -> tuple[int, ...]:
 
 
 def _require_same(layer: Any, whole: Mapping[str, Tensor], policy: MixedPrecisionPolicy) -> None:
-    """Holds what the ranks put together of a layer against what it was, bit for bit. All ranks call this."""
+    """Compares the all-gathered weights of a layer with the originals, bit for bit. All ranks call this."""
     layer.unshard()
     found = dict(layer.named_parameters())
     for name, before in whole.items():

@@ -50,9 +50,9 @@ if TYPE_CHECKING:
 
 
 class PreparedGroup(NamedTuple):
-    """What is made already for the projections of a group: their adapters, packed, or copies of their trained weights
-    in the dtype of the products, one for each. Without, they are made in each call. ``deferred``: where the gradients
-    of adapters may be made.
+    """Prepared inputs of a group of projections: packed adapters, or copies of trained weights in the products' dtype.
+
+    Without, they are made in each call. ``deferred``: side stream for the adapters' gradients.
     """
 
     packed: Packed | None = None
@@ -61,7 +61,7 @@ class PreparedGroup(NamedTuple):
 
 
 class LayerPacks(NamedTuple):
-    """What is prepared for each group of a layer."""
+    """The prepared inputs of each group of a layer."""
 
     qkv: PreparedGroup = PreparedGroup()
     o: PreparedGroup = PreparedGroup()
@@ -109,7 +109,7 @@ def projection_of(
 
 
 def _frozen(base: nn.Linear) -> Tensor | FrozenWeight:
-    """What kernels take: a quantised layer's weight object, else the floating matrix."""
+    """The weight for kernels: a quantized layer's weight object, else the floating matrix."""
     return base.frozen_weight() if isinstance(base, QuantizedLinear) else base.weight
 
 
@@ -193,7 +193,7 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         return self.compute(hidden_states, attention_mask, position_embeddings, self.packs, **kwargs)
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """As any module's; while its stack is collecting, the layer hands its call on (:mod:`ftcli.model.fused`)."""
+        """Calls the layer; while its stack is collecting, hands the call on to it."""
         if self.stack is None or not self.stack.collects:
             return super().__call__(hidden_states, *args, **kwargs)
         mask, documents = kwargs["attention_mask"], kwargs["documents"]
@@ -201,7 +201,7 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
 
     @property
     def drops(self) -> bool:
-        """Whether training draws random numbers: dropout of adapters or of attention."""
+        """True if training draws random numbers: dropout of adapters or of attention."""
         dropouts = [module.p for module in self.modules() if isinstance(module, nn.Dropout)]
         return any(dropouts) or bool(self.self_attn.attention_dropout)
 
@@ -271,8 +271,10 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         return summed
 
     def _mlp_save(self) -> Save:
-        """What the MLP keeps. A checkpoint that is around the whole layer runs a sandwich's MLP again anyway, for the
-        input of its closing norm; everywhere else it stops before the MLP.
+        """Tensors that the MLP keeps.
+
+        A checkpoint around the whole layer runs a sandwich's MLP again anyway, for the input of its closing norm;
+        everywhere else it stops before the MLP.
         """
         whole = self.gradient_checkpointing or (self.offload is not None and not self._halves)
         stops = whole and self._family.block != "sandwich"
@@ -280,7 +282,7 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
 
     @property
     def _halves(self) -> bool:
-        """Whether each half is run again by itself, from an input on the host."""
+        """True if each half is run again by itself, from an input on the host."""
         return self.offload is not None and self.offloaded == "halves"
 
     def _attend(
@@ -358,7 +360,7 @@ Rotation = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class LayerCall:
-    """What a layer is called with besides hidden states: its mask, and (cos, sin), each (B or 1, S, R).
+    """A layer's arguments besides hidden states: its mask, and (cos, sin), each (B or 1, S, R).
 
     Layers of one type share theirs.
     """
@@ -417,7 +419,7 @@ class DecoderStack:
 
     @property
     def collects(self) -> bool:
-        """Whether layers hand their calls on."""
+        """True if layers hand their calls on."""
         return self._layer_calls is not None
 
     def take(self, layer: FusedDecoderLayer, hidden: Tensor, layer_call: LayerCall) -> Tensor:
@@ -438,9 +440,7 @@ class DecoderStack:
         return self._copies.pairs
 
     def weights_changed(self) -> None:
-        """Trained weights have changed and their copies have not: to be said after each step of an optimizer that knows
-        nothing of them.
-        """
+        """Marks the copies of trained weights as outdated, after a step of an optimizer that does not write them."""
         self._copies.outdate()
 
     def run(self, call: StackCall) -> Tensor:

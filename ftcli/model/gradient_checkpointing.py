@@ -97,7 +97,7 @@ def _sent(layer: Any) -> int:
 
 
 def _checkpoint_with(layer: Any, function: Any) -> None:
-    """What transformers' ``gradient_checkpointing_enable`` does, for one layer."""
+    """Checkpoints one layer, as transformers' ``gradient_checkpointing_enable`` does all."""
     if isinstance(layer, GradientCheckpointingLayer):
         layer.gradient_checkpointing = True
         layer._gradient_checkpointing_func = function

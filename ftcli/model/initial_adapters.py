@@ -38,7 +38,7 @@ class InitialAdapters:
     pairs: Mapping[str, tuple[Tensor, Tensor]]
 
     def as_plain(self, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What is trained, under the names of PEFT's files, with A over A₀ and B beside -B₀."""
+        """Trained tensors by their names in PEFT's files, with A over A₀ and B beside -B₀."""
         plain = dict(trained)
         for name, (a, b) in self.pairs.items():
             now_a, now_b = trained[name + _A], trained[name + _B]
@@ -98,7 +98,7 @@ def _move(layer: Any, before: tuple[Tensor, Tensor], after: tuple[Tensor, Tensor
 
 
 def trained_by_file_name(model: Any) -> dict[str, Tensor]:
-    """What is trained, under the names that PEFT's files have: without the adapter's name in them."""
+    """Trained tensors by their names in PEFT's files, without the adapter's name in them."""
     active = f".{model.active_adapter}"
 
     def of_file(name: str) -> str:

@@ -51,12 +51,12 @@ def load_model(
     """The base model on ``device`` in ``plan.parameter`` dtype.
 
     Args:
-        quantization: How linear layers are stored; they are quantised one by one while they are loaded or drawn.
-        dequantized_layers: How many decoder layers, from the first on, are held dequantised.
-        trained: The base weights are trained, by a quantisation that can.
+        quantization: How linear layers are stored; they are quantized one by one while they are loaded or drawn.
+        dequantized_layers: How many decoder layers, from the first on, are held dequantized.
+        trained: The base weights are trained, by a quantization that can.
         source: Folder to load weights from instead of the recipe's (a full fine-tune's ``model/``).
         num_layers: Build only this many layers (benchmarks of random weights).
-        shards: What to keep of each layer, where the weights are spread over ranks.
+        shards: Keeps this rank's shard of each layer, where ranks share the weights.
 
     Raises:
         FtcliError: FT323 when the weights cannot be loaded, or do not make the model of its config; FT305 when no model
@@ -115,7 +115,7 @@ def load_model(
 
 
 def _finished(model: PreTrainedModel, holding: ModelStorage | None, settings: ModelConfig) -> PreTrainedModel:
-    """``model`` as its quantisation leaves it where it is trained."""
+    """``model`` as its quantization leaves it where it is trained."""
     if holding is not None and holding.trained:
         training = quantizations.row(holding.settings.method).training
         if training is not None:

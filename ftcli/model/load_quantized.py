@@ -1,7 +1,7 @@
-"""Builds a model with quantised layers without ever holding it in full precision.
+"""Builds a model with quantized layers without ever holding it in full precision.
 
-The model is made without memory; each weight is drawn or read by itself on the device where it will live, quantised
-where it is a linear layer's, and its full-precision form freed before the next one. At the peak there are the quantised
+The model is made without memory; each weight is drawn or read by itself on the device where it will live, quantized
+where it is a linear layer's, and its full-precision form freed before the next one. At the peak there are the quantized
 model and one layer's matrix; packed files are gathered in host memory first.
 
 Weights come from safetensors, in full precision or in the packed layout that the method reads, or from GGUF files of
@@ -54,12 +54,12 @@ _DECODER_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 @dataclass(frozen=True, slots=True)
 class ModelStorage:
-    """How a model is held: on ``device``, linear layers quantised by ``settings``, everything else in ``dtype``.
+    """How a model is held: on ``device``, linear layers quantized by ``settings``, everything else in ``dtype``.
 
-    The first ``dequantized_layers`` decoder layers are held dequantised where the method allows it. ``trained``: the
+    The first ``dequantized_layers`` decoder layers are held dequantized where the method allows it. ``trained``: the
     base weights are, if the method trains them. ``recognises``: weights in full precision are no masters, so those that
-    are quantised values already are kept as these. ``shards``: this process's shard of each decoder layer, where
-    it is one of several ranks that the weights are spread over.
+    are quantized values already are kept as these. ``shards``: this process's shard of each decoder layer, where
+    it is one of several ranks that share the weights.
     """
 
     settings: QuantizationConfig
@@ -118,8 +118,9 @@ def random_quantized(config: PretrainedConfig, holding: ModelStorage, attention:
 
 
 def keep_shards_of(model: PreTrainedModel, name: str, holding: ModelStorage) -> None:
-    """Lets go of what is not this rank's of the decoder layer that ``name`` is in, if the whole layer is there and not
-    among the first ones.
+    """Keeps only this rank's shard of the decoder layer around ``name``, once the whole layer is loaded.
+
+    The first layers stay whole.
     """
     found = _DECODER_LAYER.search(name)
     if holding.shards is None or found is None or int(found[1]) < UNSHARDED_LAYERS:
@@ -132,14 +133,14 @@ def keep_shards_of(model: PreTrainedModel, name: str, holding: ModelStorage) -> 
 def load_quantized(
     source: str, config: PretrainedConfig, holding: ModelStorage, attention: str, *, revision: str | None, offline: bool
 ) -> PreTrainedModel:
-    """The weights of ``source`` (a folder or a Hub id), linear layers quantised from the dtype they are stored in.
+    """The weights of ``source`` (a folder or a Hub id), linear layers quantized from the dtype they are stored in.
 
     Raises:
         OSError: no safetensors files can be found.
         safetensors.SafetensorError: a file is damaged.
         FtcliError: FT323 for tensors that are missing, of another shape, or that the model has no place for.
     """
-    # A checkpoint that is quantised already keeps some layers in full precision on purpose (llm_int8_skip_modules).
+    # A checkpoint that is quantized already keeps some layers in full precision on purpose (llm_int8_skip_modules).
     raw = config.to_dict()
     gguf = _gguf_of(source, holding.settings)
     stored_quantized = gguf is None and stores_packed(raw, holding.settings)
@@ -276,7 +277,7 @@ def require_ignorable(model: PreTrainedModel, key: str) -> None:
 
 
 def _is_packed(model: nn.Module, name: str, tensor: Tensor, reader: PackedReader | None) -> bool:
-    """Whether a tensor that is stored under a parameter's name holds packed bytes, of integers or of another dtype."""
+    """True if a tensor that is stored under a parameter's name holds packed bytes, of integers or of another dtype."""
     if not tensor.dtype.is_floating_point:
         return True
     layer, _, leaf = name.rpartition(".")
@@ -285,7 +286,7 @@ def _is_packed(model: nn.Module, name: str, tensor: Tensor, reader: PackedReader
 
 
 def _place(model: nn.Module, name: str, tensor: Tensor, holding: ModelStorage, chosen: Collection[str]) -> None:
-    """One full-precision tensor to its place; the weights of the ``chosen`` layers are quantised."""
+    """One full-precision tensor to its place; the weights of the ``chosen`` layers are quantized."""
     layer, _, leaf = name.rpartition(".")
     module = model.get_submodule(layer)
     is_parameter = module._parameters.get(leaf) is not None

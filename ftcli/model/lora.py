@@ -73,7 +73,7 @@ def apply_lora(
 
 
 def peft_config(model: PreTrainedModel, lora: LoraConfig, targets: Targets) -> peft.LoraConfig:
-    """What PEFT is told. Raises FtcliError as :func:`ftcli.model.lora_targets.resolve_saved` does."""
+    """PEFT's config for ``lora``. Raises FtcliError as :func:`ftcli.model.lora_targets.resolve_saved` does."""
     import peft
 
     saved = resolve_saved(model, lora.modules_to_save)
@@ -210,7 +210,7 @@ def _require_expressions(model: PreTrainedModel, folder: Path) -> None:
 
 
 def _expressions(config: JsonMap) -> Iterator[Expression]:
-    """What PEFT makes regular expressions of."""
+    """Adapter-config fields that PEFT interprets as regular expressions."""
     for key in ("target_modules", "exclude_modules"):
         if isinstance(config.get(key), str):
             yield key, re.compile(config[key])

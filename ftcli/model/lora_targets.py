@@ -1,4 +1,4 @@
-"""Which parts of a model ``lora.target_modules`` and ``lora.modules_to_save`` name, decided here and not by PEFT.
+"""Resolves ``lora.target_modules`` and ``lora.modules_to_save`` to layers of a model, so that PEFT does not.
 
 ``all-linear`` means the same in every family: every linear layer of the language model's decoder layers, each expert's
 among them. It never means a router, the head, or anything of a vision or audio tower. The names are looked up in the
@@ -43,14 +43,14 @@ _READ_BY_MIXER = frozenset({"out_proj", "dt_proj"})
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """What is adapted, by full names in the model.
+    """Layers to adapt, by full names in the model.
 
     Attributes:
         modules: Linear layers.
         experts: Stacks of expert weights: parameters (experts, in, out) or (experts, out, in).
         weights: Weights of linear layers whose names PEFT takes for those of experts: they are adapted as parameters,
             which experts are, too.
-        left: Linear layers that ``all-linear`` means and PEFT cannot adapt: such layers where they are quantised.
+        left: Linear layers that ``all-linear`` means and PEFT cannot adapt: such layers where they are quantized.
         by_peft: Names of the recipe that PEFT itself turns into stacks of experts.
     """
 
@@ -62,7 +62,7 @@ class Targets:
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """What PEFT adapts as parameters."""
+        """Names of weights that PEFT adapts as parameters."""
         return (*self.experts, *self.weights)
 
     @property
@@ -77,7 +77,7 @@ def resolve_targets(
     """The layers that ``lora.target_modules`` names in ``model``.
 
     Args:
-        quantized: Layers that are to be quantised and are not yet.
+        quantized: Layers that are to be quantized and are not yet.
 
     Raises:
         FtcliError: FT311 (exit 3) for a name that matches no linear layer of the decoder, FT312 for the head or the
@@ -120,7 +120,7 @@ def _all_linear(
 
 
 def chosen(targets: Targets, lora: LoraConfig) -> Targets:
-    """Of the layers that ``lora.target_modules`` names those that the section's other settings leave in.
+    """Layers of ``lora.target_modules`` that the section's other settings leave in.
 
     Raises:
         FtcliError: FT338 (exit 3) for a setting that chooses nothing, or that cannot choose among experts; FT264 for an
@@ -152,7 +152,7 @@ def shortest(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
 
 
 def resolve_saved(model: PreTrainedModel, wanted: Sequence[str]) -> list[str]:
-    """The modules that ``lora.modules_to_save`` names, as PEFT is to be told.
+    """Modules that ``lora.modules_to_save`` names, in PEFT's form.
 
     As in PEFT, a name stands for every module whose path ends in it: ``norm`` for every norm. Towers of other kinds are
     left out.
@@ -204,10 +204,10 @@ def require_possible(lora: LoraConfig, targets: Targets) -> None:
 def planned_adapters(
     model: PreTrainedModel, lora: LoraConfig, quantized: Collection[str] = frozenset()
 ) -> PlannedAdapters:
-    """What ``lora`` adapts and trains in ``model``, which may have no memory and is left as it is.
+    """Counts the layers and parameters that ``lora`` trains in ``model``, which may be on ``meta`` and is not changed.
 
     Args:
-        quantized: Layers that are to be quantised and are not yet.
+        quantized: Layers that are to be quantized and are not yet.
 
     Raises:
         FtcliError: FT311 to FT314 (exit 3) for names that mean nothing here or cannot be trained; as
@@ -291,12 +291,12 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def is_router(name: str) -> bool:
-    """Whether a layer of this name says which experts a token goes to, or how much of a shared one it gets."""
+    """True if a layer of this name says which experts a token goes to, or how much of a shared one it gets."""
     return not _ROUTER_NAMES.isdisjoint(name.split("."))
 
 
 def is_read_by_mixer(model: PreTrainedModel, name: str) -> bool:
-    """Whether the fused code of a state-space mixer reads this layer's weight itself, and never calls the layer."""
+    """True if the fused code of a state-space mixer reads this layer's weight itself, and never calls the layer."""
     parent, _, leaf = name.rpartition(".")
     mixer = model.get_submodule(parent)
     return leaf in _READ_BY_MIXER and hasattr(mixer, "A_log") and hasattr(mixer, "D")
@@ -310,7 +310,7 @@ def _expert_stacks(model: PreTrainedModel) -> Iterator[str]:
 
 
 def _peft_keeps(model: PreTrainedModel, target: str) -> bool:
-    """Whether PEFT takes ``target`` for a module's name.
+    """True if PEFT takes ``target`` for a module's name.
 
     In some families it takes the names that experts had in transformers 4 (``gate_proj``, ``w1``, ``gate``) for today's
     stacks of experts, wherever in the model they stand: a shared expert's layers cannot be named there.

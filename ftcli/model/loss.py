@@ -48,7 +48,7 @@ def supervised_positions(labels: Tensor, vocab_size: int) -> Tensor:
 
 
 def target_positions(targets: Tensor, vocab_size: int) -> Tensor:
-    """As :func:`supervised_positions`, of what :func:`next_tokens` makes of labels."""
+    """Positions that bear loss in ``targets``, the output of :func:`next_tokens`."""
     return labelled_rows(targets, IGNORE_INDEX, vocab_size)
 
 

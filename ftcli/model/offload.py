@@ -119,7 +119,7 @@ class _Parcel:
 
 
 class _Ticket:
-    """What autograd holds instead of a tensor. When it goes, the parcel's pieces are free."""
+    """Stands for a tensor in autograd's saved tensors. When it is freed, the parcel's pieces are free."""
 
     __slots__ = ("__weakref__", "parcel")
 
@@ -156,7 +156,7 @@ class _Lane:
         compute = torch.cuda.current_stream(self._device)
         parcel = ticket.parcel
         if self._leaving is not None and self._leaving[0]() is ticket:
-            tensor = self._leaving[1]  # it has not been let go yet
+            tensor = self._leaving[1]  # it has not been freed yet
             self._settle(compute)
         else:
             self._settle(compute)
@@ -193,7 +193,7 @@ class _Lane:
         return done
 
     def _settle(self, compute: torch.cuda.Stream) -> None:
-        """Lets the tensor go that is leaving: its memory is free for what the computing stream does after the copy."""
+        """Frees the tensor that is leaving: the computing stream may use its memory after the copy."""
         if self._leaving is not None:
             compute.wait_event(self._leaving[2])
             self._leaving = None
@@ -227,7 +227,7 @@ class Offload:
 
     @property
     def free_bytes(self) -> int:
-        """What of it holds nothing at the moment."""
+        """Pinned host memory that holds nothing at the moment."""
         return sum(lane.buffers.free_bytes for lane in self._lanes.values())
 
     def saving(self, like: Tensor) -> AbstractContextManager[Any]:

@@ -48,7 +48,7 @@ class LayerKernel:
 
 @dataclass(slots=True)
 class Patch:
-    """What :func:`patch` did. :meth:`undo` restores the model exactly."""
+    """The record of a :func:`patch`. :meth:`undo` restores the model exactly."""
 
     table: list[LayerKernel]
     _restore: list[Callable[[], None]] = field(default_factory=list, repr=False)
@@ -69,7 +69,7 @@ def patch(model: PreTrainedModel | PeftModel, kernels: Kernels, *, joins: bool =
 
     Args:
         joins: Whether weights are there to be looked at, and to be laid one behind the other where they read the same
-            input. Those that are spread over ranks are neither.
+            input. Sharded weights are neither.
         kernels: ``off`` changes nothing; ``reference`` uses the plain torch versions; ``auto`` uses the Triton kernels
             where they run, and leaves the rest as transformers built it; ``triton`` makes a layer that is left an
             error.

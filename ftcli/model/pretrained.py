@@ -108,7 +108,7 @@ def load_whole(
     config._attn_implementation = usable_attention(attention, chosen=attention_chosen, model=outline)
     try:
         with _unreported():
-            model, told = model_class(config).from_pretrained(
+            model, loading_info = model_class(config).from_pretrained(
                 name,
                 config=config,
                 revision=revision,
@@ -125,7 +125,7 @@ def load_whole(
     except RuntimeError as error:  # stacks of experts that cannot be put together
         unlike = _names_unlike(outline, weight_files(name, revision, offline))
         raise _not_whole(name, unlike or [first_line(error)]) from error
-    problems = differences(told)
+    problems = differences(loading_info)
     if problems:
         raise _not_whole(name, problems)
     loaded: PreTrainedModel = model
@@ -148,7 +148,7 @@ def _unreported() -> Iterator[None]:
 
 
 def _names_unlike(outline: PreTrainedModel, files: list[Path]) -> list[str]:
-    """What is not stored, by the names that the tensors have in files, where those are not the model's own."""
+    """Missing tensors by their names in files, where those are not the model's own."""
     from safetensors import safe_open
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -184,14 +184,14 @@ def weight_files(name: str, revision: str | None, offline: bool) -> list[Path]:
     return [path for shard in sorted(shards) if (path := find(shard, needed=True)) is not None]
 
 
-def differences(told: JsonMap) -> list[str]:
-    """What transformers tells of a load, one line for each tensor that is not as it should be."""
-    problems = [f"{name} is not stored" for name in sorted(told["missing_keys"])]
+def differences(loading_info: JsonMap) -> list[str]:
+    """One line for each tensor that transformers reports as missing, left over or of another shape."""
+    problems = [f"{name} is not stored" for name in sorted(loading_info["missing_keys"])]
     problems += [
         f"{name} is stored with shape {tuple(stored)} and must be {tuple(wanted)}"
-        for name, stored, wanted in sorted(told["mismatched_keys"])
+        for name, stored, wanted in sorted(loading_info["mismatched_keys"])
     ]
-    unexpected = sorted(name for name in told["unexpected_keys"] if not COMPUTED.search(name))
+    unexpected = sorted(name for name in loading_info["unexpected_keys"] if not COMPUTED.search(name))
     return problems + [f"the model has no place for the stored tensor {name}" for name in unexpected]
 
 

@@ -65,13 +65,13 @@ class LayerCheck:
     worst: str
 
     def within(self, tolerance: Tolerance) -> bool:
-        """Whether it passes; NaN does not."""
+        """True if it passes; NaN does not."""
         return self.output <= tolerance.output and self.gradient <= tolerance.gradient
 
 
 @dataclass(frozen=True, slots=True)
 class SelfCheck:
-    """What was compared. ``worst`` is the layer with the largest gradient difference."""
+    """Result of the comparison. ``worst`` is the layer with the largest gradient difference."""
 
     rows: int
     tokens: int
@@ -87,7 +87,7 @@ class SelfCheck:
         return self.loss_difference <= self.tolerance.loss and self.worst.within(self.tolerance)
 
     def as_dict(self) -> JsonObject:
-        """What JSON says of it."""
+        """The result for JSON."""
         return {"passed": self.passed, **plain_fields(self)}
 
 
@@ -156,7 +156,7 @@ def _few_at_a_time(layers: Sequence[nn.Module]) -> Iterator[range]:
 
 
 def _tolerance(model: Model, plan: DtypePlan) -> Tolerance:
-    """That of the compute dtype, or of quantised layers whose products are coarser."""
+    """That of the compute dtype, or of quantized layers whose products are coarser."""
     own = (module.tolerance for module in model.modules() if isinstance(module, QuantizedLinear))
     return next((tolerance for tolerance in own if tolerance is not None), TOLERANCES[plan.compute])
 

@@ -22,7 +22,7 @@ Exchange = Callable[[Tensor], Tensor]
 
 
 class _AllToAll(torch.autograd.Function):
-    """An exchange; the gradient of what came goes back where that came from, which is the same exchange."""
+    """Differentiable all-to-all; its backward is the same all-to-all."""
 
     @staticmethod
     def forward(ctx: Any, sent: Tensor, exchange: Exchange) -> Tensor:

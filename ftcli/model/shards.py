@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """This rank's rows, sharing their memory; a tensor that is not spread itself."""
+    """This rank's shard, sharing its memory; an unsharded tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def shard_like(whole: Tensor, like: Tensor) -> Tensor:
-    """The rows of ``whole`` that are this rank's of ``like``; all where that is not spread. Nothing is copied."""
+    """The shard of ``whole`` that this rank has of ``like``; all where that is not sharded. Nothing is copied."""
     if not isinstance(like, DTensor):
         return whole
     chunks, rank = torch.chunk(whole, like.device_mesh.size(like.device_mesh.ndim - 1)), shard_rank(like)
@@ -36,25 +36,25 @@ def shard_like(whole: Tensor, like: Tensor) -> Tensor:
 
 
 def shard_rank(tensor: Tensor) -> int:
-    """Which of the ranks that share ``tensor`` this one is; 0 where nobody shares it."""
+    """This rank's number among those that share ``tensor``; 0 where it is not sharded."""
     return tensor.device_mesh.get_local_rank(tensor.device_mesh.ndim - 1) if isinstance(tensor, DTensor) else 0
 
 
 def replicas_of(model: Any) -> int:
-    """How often the ranks have all rows of what is spread."""
+    """Replicas of the sharded weights over all ranks (hybrid sharding)."""
     meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
     return max((mesh.size(0) for mesh in meshes if mesh.ndim > 1), default=1)
 
 
 def as_dtensor(rows: Tensor, mesh: DeviceMesh, shape: torch.Size, stride: tuple[int, ...]) -> DTensor:
-    """The whole that is spread over ``mesh``, of which these are this rank's rows."""
+    """A DTensor sharded over ``mesh``, of which ``rows`` are this rank's shard."""
     placements: list[Placement] = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
     found: DTensor = DTensor.from_local(rows, mesh, placements, run_check=False, shape=shape, stride=stride)
     return found
 
 
 def gather_shards(tensor: Tensor, *, wanted: bool) -> Tensor | None:
-    """All rows, on the host, for a rank that wants them. All ranks call this, in the same order."""
+    """All-gathers a tensor, to the host of a rank that wants it. All ranks call this, in the same order."""
     found = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return found.detach().cpu() if wanted else None
 
@@ -67,12 +67,12 @@ def gather_like(rows: Tensor, like: Tensor, *, wanted: bool) -> Tensor | None:
 
 
 def trained_is_sharded(model: Any) -> bool:
-    """Whether what is trained is spread over ranks, and not only what is frozen."""
+    """True if trained weights are sharded over ranks, and not only frozen ones."""
     return any(isinstance(p, DTensor) for p in model.parameters() if p.requires_grad)
 
 
 def reshard_model(model: Any) -> None:
-    """Lets go of weights that were put together, so that the model's parameters are this rank's parts."""
+    """Reshards all-gathered weights, so that the model's parameters are this rank's shards."""
     root: Any = root_of(model)
     if root is None:
         return
@@ -83,14 +83,14 @@ def reshard_model(model: Any) -> None:
 
 
 def gather_weights(model: PreTrainedModel, *, wanted: bool) -> dict[str, Tensor] | None:
-    """All weights by name on the host, for a rank that wants them; tied ones once. All ranks call this."""
+    """All-gathers all weights, by name on the host of a rank that wants them; tied ones once. All ranks call this."""
     reshard_model(model)
     found = {name: gather_shards(p, wanted=wanted) for name, p in model.named_parameters()}
     return {name: tensor for name, tensor in found.items() if tensor is not None} if wanted else None
 
 
 def load_shards(model: PreTrainedModel, stored: dict[str, Tensor]) -> None:
-    """Gives the model its rows of weights that are stored whole.
+    """Loads this rank's shards of weights that are stored whole.
 
     Raises:
         KeyError: a weight is not stored.
@@ -109,7 +109,7 @@ T = TypeVar("T")
 
 
 class _ForwardsInStep:
-    """This rank's part in forward passes, one after the other."""
+    """Keeps this rank in step with the others' layer all-gathers during forward passes."""
 
     def __init__(self, model: PreTrainedModel | PeftModel) -> None:
         self._layers: list[Any] = list(decoder_layers(base_of(model)))
@@ -123,12 +123,12 @@ class _ForwardsInStep:
             self._done += 1
 
         with ExitStack() as hooks:
-            for layer in self._layers:  # after torch has let go of its weights
+            for layer in self._layers:  # after torch has resharded its weights
                 hooks.callback(layer.register_forward_hook(count).remove)
             yield
 
     @contextmanager
-    def told(self, announce: Callable[[], object]) -> Iterator[None]:
+    def announced(self, announce: Callable[[], object]) -> Iterator[None]:
         """:meth:`counted`, with any number of passes, each of which is announced before its first layer."""
 
         def begin(*_: object) -> None:
@@ -136,7 +136,7 @@ class _ForwardsInStep:
             announce()
             self.begin()
 
-        # Before torch puts the layer's weights together.
+        # Before torch all-gathers the layer's weights.
         hook = self._layers[0].register_forward_pre_hook(begin, prepend=True)
         try:
             with self.counted():
@@ -150,14 +150,14 @@ class _ForwardsInStep:
         self._done = 0
 
     def follow(self) -> None:
-        """Takes part in a whole pass."""
+        """Takes part in the all-gathers of a whole pass."""
         self.begin()
         self.finish()
 
     def finish(self) -> None:
-        """Takes part in what the pass has not come to; does nothing after a whole one.
+        """Takes part in the all-gathers that the pass has not come to; does nothing after a whole one.
 
-        A layer that failed may be whole already, or on its way: torch puts it together once.
+        A layer that failed may be whole already, or on its way: torch all-gathers it once.
         """
         for layer in self._layers[self._done :]:
             layer.unshard()
@@ -166,7 +166,7 @@ class _ForwardsInStep:
 
 
 def try_forward(model: PreTrainedModel | PeftModel, compute: Callable[[], T]) -> T | None:
-    """What ``compute`` makes in one forward pass of a model whose weights are spread; None where memory ran out.
+    """Runs ``compute``, one forward pass of a model with sharded weights; None if memory ran out.
 
     All ranks call this, each with something of its own to compute, and all come back.
     """
@@ -191,8 +191,9 @@ def try_forward(model: PreTrainedModel | PeftModel, compute: Callable[[], T]) ->
 def lead_forwards(
     model: PreTrainedModel | PeftModel, compute: Callable[[], T] | None, announce: Callable[[bool], bool]
 ) -> T | None:
-    """What the one rank that has something to ``compute`` makes in any number of forward passes of a model whose
-    weights are spread; None on the others. All ranks call this.
+    """Runs ``compute``, any number of forward passes, on one rank of a model with sharded weights; None on the others.
+
+    All ranks call this.
 
     Args:
         announce: Called by all ranks together before each pass, and after the last one; says on all of them whether
@@ -201,7 +202,7 @@ def lead_forwards(
     passes = _ForwardsInStep(model)
 
     def lead(compute: Callable[[], T]) -> T:
-        with passes.told(lambda: announce(True)):
+        with passes.announced(lambda: announce(True)):
             found = compute()
         announce(False)
         return found

@@ -127,7 +127,7 @@ def _trained(model: Any) -> dict[str, Tensor]:
 
 
 def _saved_form(model: Any) -> dict[str, Tensor]:
-    """What is trained, as it is to be saved."""
+    """Trained tensors in the form that is saved."""
     initial, trained = initial_of(model), _trained(model)
     return trained if initial is None else initial.as_plain(trained)
 
@@ -161,11 +161,11 @@ def stored_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _loaded_again(model: PreTrainedModel, folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """What transformers makes of the folder, on the CPU. Tensors that it would have to make up are left out."""
-    again, told = type(model).from_pretrained(
+    """Loads the folder with transformers, on the CPU; yields all tensors but those it would have to make up."""
+    again, loading_info = type(model).from_pretrained(
         str(folder), dtype="auto", local_files_only=True, trust_remote_code=False, output_loading_info=True
     )
-    made_up = set(told["missing_keys"])
+    made_up = set(loading_info["missing_keys"])
     for name, tensor in again.state_dict().items():
         if name not in made_up:
             yield name, tensor

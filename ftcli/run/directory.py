@@ -19,7 +19,7 @@ NAMES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
-    """Where everything of one run lies. Making one touches no disk."""
+    """Paths of one run. Making one touches no disk."""
 
     path: Path
 
@@ -75,7 +75,7 @@ class RunDirectory:
 
     @property
     def completions_dir(self) -> Path:
-        """What a model that learns from rewards said, step by step."""
+        """Folder of the completions of training by rewards, step by step."""
         return self.path / "completions"
 
     @property
@@ -95,7 +95,7 @@ class RunDirectory:
 
 
 def holds_run(run: RunDirectory) -> bool:
-    """Whether the folder has a recipe.yaml and something else of a run: one with nothing but a recipe is never renamed.
+    """True if the folder has a recipe.yaml and something else of a run: one with nothing but a recipe is never renamed.
 
     Raises:
         OSError: the folder cannot be read.
@@ -113,7 +113,7 @@ def run_that_owns(path: Path) -> Path | None:
 
 
 def is_run_directory(path: Path) -> bool:
-    """Whether ``path`` is a folder with a recipe.yaml that ftcli wrote."""
+    """True if ``path`` is a folder with a recipe.yaml that ftcli wrote."""
     with contextlib.suppress(OSError):
         return holds_run(RunDirectory(path))
     return False

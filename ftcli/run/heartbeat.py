@@ -1,4 +1,4 @@
-"""Signs of life: each rank of a run says every second that it lives and where it is, and ends where another does not.
+"""Heartbeats: each rank of a run reports every second that it lives and where it is, and ends where another does not.
 
 Two threads of each rank do this, since anything else may be held up by a rank that is silent: the talking one by the
 process that holds what all say, the main one by an exchange, on the host or on a GPU. The watching one only counts.
@@ -77,12 +77,12 @@ def as_json(finding: Finding) -> JsonObject:
 
 
 def is_of_connections(error: RuntimeError) -> bool:
-    """Whether an error says that another rank cannot be reached any more."""
+    """True if an error says that another rank cannot be reached any more."""
     return not is_out_of_memory(error) and any(word in str(error) for word in _OF_CONNECTIONS)
 
 
 def from_json(text: str | bytes) -> PeerFailed:
-    """The failure of a rank that it has told with findings as :func:`as_json` makes them, and with its number."""
+    """The failure that a rank has published: findings of :func:`as_json`, and its number."""
     said = json.loads(text)
     findings = [Finding(**{**raw, "origin": None}) for raw in said["findings"]]
     named = [Finding(f.code, f"rank {said['rank']}: {f.message}", None, f.help, f.severity) for f in findings]
@@ -113,7 +113,7 @@ _MOST_AT_ONCE = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """Seconds: to find the others; until a wait is told; without a sign of life until a rank counts as lost; that a
+    """Seconds: to find the others; until a wait is reported; without a sign of life until a rank counts as lost; that a
     rank that lives may be late; and that a rank which has nothing to save may take to leave once another is lost.
     """
 
@@ -146,7 +146,7 @@ class Silence:
             self._seconds[rank] = 0.0
 
     def seconds(self) -> Mapping[int, float]:
-        """Of each rank."""
+        """Seconds of silence by rank."""
         with self._lock:
             return dict(self._seconds)
 
@@ -267,7 +267,7 @@ class Heartbeat:
             self._failed = from_json(self._store.get("failed"))
 
     def _hold(self, rank: int, said: str) -> None:
-        """Of a process of this host, its number and a handle, which no other process gets when it has ended."""
+        """Notes the pid of a process of this host with a pidfd, which no other process gets when it has ended."""
         _, pid, space, _ = said.split(" ", 3)
         if rank not in self._processes and space == _space() and hasattr(os, "pidfd_open"):
             with contextlib.suppress(OSError):

@@ -1,6 +1,6 @@
-"""Holds what lies in a run, and its base model, against what training had: who evaluates, exports or asks it does.
+"""Checks that a run's result and base model are those of training, before evaluation, export or chat.
 
-Everything is told by content. What cannot be held, since nothing notes what training had, is said (FT770).
+Everything is compared by content. Where nothing notes what training had, the finding FT770 says so.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NO_INPUTS = (
 
 
 def result_files(folder: Path) -> list[JsonObject]:
-    """What a result consists of (:func:`ftcli.run.checkpoint.inventory`); its card is written again with every result.
+    """Files of a result (:func:`ftcli.run.checkpoint.inventory`), without its card, which is written again.
 
     Raises:
         OSError: a file cannot be read.
@@ -131,7 +131,7 @@ def not_held(what: str, reason: str) -> Finding:
 
 
 def _named_in(recipe: Path) -> JsonObject:
-    """What a run's recipe says of its base; empty when it cannot be read."""
+    """The base model as a run's recipe names it; empty when it cannot be read."""
     try:
         raw = map_of(recipe.read_text(encoding="utf-8"))
         return _named(raw["model"], raw["run"]["seed"])

@@ -88,7 +88,7 @@ class _Given:
         return {name: value for name, value in numbers.items() if step > self.step or name not in self.names}
 
     def and_also(self, step: int, numbers: Mapping[str, float]) -> _Given:
-        """What it was given when these follow."""
+        """The record once ``numbers`` are given, too."""
         return _Given(step, (*(self.names if step == self.step else ()), *numbers))
 
 

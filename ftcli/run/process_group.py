@@ -1,8 +1,8 @@
-"""The processes of one run: how they find each other, decide together, add up their gradients, and end together.
+"""The process group of a run: its ranks find each other, agree on decisions, all-reduce gradients and end together.
 
 Decisions are made on the host, in :meth:`RankGroup.agree`: a short vector of each rank goes to all, twice a step. No
-rank acts on something that only it knows, a signal or an exhausted memory; it says so there, and all act alike. What is
-on the device is only added up after all have agreed that it will be, so a failing rank leaves nobody waiting on a GPU.
+rank acts on something that only it knows, a signal or an exhausted memory; it says so there, and all act alike. Tensors
+on the device are only all-reduced after all ranks have agreed to it, so a failing rank leaves nobody waiting on a GPU.
 
 A process that is killed closes its connections, which the others see at once. One that hangs stops to say every second
 that it lives (:mod:`ftcli.run.heartbeat`).
@@ -58,7 +58,7 @@ class RankGroup:
 
     Args:
         place: Which one it is.
-        reporter: Is told when others are waited for.
+        reporter: Gets a line when others are waited for.
 
     Raises:
         FtcliError: FT712 (exit 3) when there is nobody to meet.
@@ -90,7 +90,7 @@ class RankGroup:
 
     @property
     def signalled(self) -> bool:
-        """Whether this very process was asked to stop, which the others may not know yet."""
+        """True if this very process was asked to stop, which the others may not know yet."""
         return self._stop() is not None
 
     def publish(self, key: str, value: JsonObject) -> None:
@@ -98,7 +98,7 @@ class RankGroup:
         self._store.set(key, json.dumps(value))
 
     def awaited(self, key: str) -> JsonObject:
-        """What another rank publishes under ``key``. Raises PeerFailed or RankLost when it never will."""
+        """Waits for what another rank publishes under ``key``. Raises PeerFailed or RankLost when it never will."""
         with self._watched() as look:
             while not self._has(key):
                 look()
@@ -142,8 +142,9 @@ class RankGroup:
         self.agree("connected")
 
     def mesh(self, device: torch.device, copies: int = 1) -> DeviceMesh:
-        """All ranks as torch's engines know them, with connections of their own, to exchange weights in a step: in one
-        row; or (copies, ranks of a copy), where consecutive ranks have the weights together.
+        """The device mesh of all ranks, with connections of its own, to exchange weights in a step.
+
+        One row; or (replicate, shard), where consecutive ranks share a replica of the weights.
         """
         if self._device is self._host and not self._on_gpus:
             self._device = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._patience.silent))
@@ -155,7 +156,7 @@ class RankGroup:
         return DeviceMesh.from_group([alike, together], device.type, mesh=places, mesh_dim_names=names)
 
     def _subgroup(self, rows: Sequence[Sequence[int]], seconds: float) -> Any:
-        """Connects the ranks of each row with each other; this rank's row of them. All ranks call it.
+        """Connects the ranks of each row as a subgroup, and returns this rank's own. All ranks call it.
 
         Args:
             seconds: On a CPU, how long an exchange may take.
@@ -219,7 +220,7 @@ class RankGroup:
             raise StopRequested(self.requested, phase)
 
     def all_gather(self, mine: Tensor) -> list[Tensor]:
-        """A tensor of each rank, all of one shape, on the host."""
+        """All-gathers a tensor of each rank, all of one shape, on the host."""
         rows = [torch.empty_like(mine) for _ in range(self.size)]
         try:
             self._finish(dist.all_gather(rows, mine, group=self._host, async_op=True))
@@ -239,7 +240,7 @@ class RankGroup:
         work.wait()
 
     def all_reduce(self, tensors: Sequence[Tensor]) -> None:
-        """Makes each tensor the sum of all ranks' ones, in place, without waiting for the device."""
+        """All-reduces (sums) each tensor in place, without waiting for the device."""
         for tensor in tensors:
             if tensor.is_cuda:
                 dist.all_reduce(tensor, group=self._device)
@@ -253,11 +254,11 @@ class RankGroup:
             self._reduced.record()
 
     def subgroups(self, size: int) -> Callable[[Tensor], Tensor]:
-        """Puts ``size`` consecutive ranks each into a team; called by all of them, once they are connected.
+        """Splits the ranks into subgroups of ``size`` consecutive ones; all call it, once they are connected.
 
         Returns:
-            An exchange within this rank's team: ``(size, ...) -> (size, ...)`` sends slice n to the n-th of it, and
-            returns what each has sent, in their order, without waiting for the device.
+            An all-to-all within this rank's subgroup, ``(size, ...) -> (size, ...)``: it sends slice n to the n-th rank
+            and returns the slices of all, in their order, without waiting for the device.
         """
         rows = torch.arange(self.size).view(-1, size).tolist()
         mine = self._subgroup(rows, _DEVICE_TIMEOUT.total_seconds())
@@ -276,7 +277,7 @@ class RankGroup:
         return exchange
 
     def settled(self, seconds: float = 15.0) -> bool:
-        """Whether the sums that were asked for last have come, so that the weights are those of a whole step."""
+        """True if the sums that were asked for last have come, so that the weights are those of a whole step."""
         deadline = time.monotonic() + seconds
         while not self._is_cut and self._reduced is not None and not self._reduced.query():  # type: ignore[no-untyped-call]
             if time.monotonic() > deadline:
@@ -353,7 +354,7 @@ class RankGroup:
         return bool(self._store.check([key]))
 
     def _failure(self) -> PeerFailed | None:
-        """What the first rank that failed has said."""
+        """The failure that the first failed rank has published."""
         if not self._has("failed"):
             return None
         return from_json(self._store.get("failed"))
@@ -376,7 +377,7 @@ class RankGroup:
 
 @contextlib.contextmanager
 def announced(group: RankGroup | None) -> Iterator[None]:
-    """A block whose failure the other ranks are told, and which all leave together."""
+    """A block whose failure is reported to the other ranks; all leave it together."""
     if group is None:
         yield
         return

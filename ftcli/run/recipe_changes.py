@@ -1,4 +1,4 @@
-"""What changed between the recipe of a run and the recipe it is started with again."""
+"""Changes between the recipe of a run and the recipe that it is resumed with."""
 
 from __future__ import annotations
 
@@ -52,16 +52,16 @@ class ChangedKey:
 
     @property
     def in_both(self) -> bool:
-        """Whether both recipes have the key; otherwise one of them has no such section."""
+        """True if both recipes have the key; otherwise one of them has no such section."""
         return _ABSENT not in (self.old, self.new)
 
     def is_in(self, keys: tuple[str, ...]) -> bool:
-        """Whether the key is one of ``keys`` or lies below one of them."""
+        """True if the key is one of ``keys`` or lies below one of them."""
         return any(self.key == key or self.key.startswith(key + ".") for key in keys)
 
 
 def structural_keys() -> tuple[str, ...]:
-    """What the tensors of a checkpoint depend on: it may never differ, not even with ``--resume PATH``."""
+    """Keys that the tensors of a checkpoint depend on: they may never differ, not even with ``--resume PATH``."""
     return (*_STRUCTURAL, *(key for method in methods.TABLE.values() for key in method.structural))
 
 

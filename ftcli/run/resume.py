@@ -1,4 +1,4 @@
-"""How a run is started in its directory, continued, or refused."""
+"""Decides how a run starts in its directory: anew, resumed from a checkpoint, or refused."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def _changed_result(run: RunDirectory, damaged: str) -> Finding:
 
 
 def _has_begun(run: RunDirectory) -> bool:
-    """Whether anything has been trained here: there is a line of metrics, a checkpoint, or a result.
+    """True if anything has been trained here: there is a line of metrics, a checkpoint, or a result.
 
     A run that was started from another one's checkpoint has that one's steps.
     """

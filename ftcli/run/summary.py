@@ -1,4 +1,4 @@
-"""What a run came to, read from its directory alone: for lists of runs and for comparing them."""
+"""Summary of a run, read from its directory alone: for lists of runs and for comparing them."""
 
 from __future__ import annotations
 
@@ -88,13 +88,13 @@ def find_runs(
 
 
 def _was_run(folder: Path) -> bool:
-    """Whether a folder has several of a run's files, whatever they are by now."""
+    """True if a folder has several of a run's files, whatever they are by now."""
     run = RunDirectory(folder)
     return sum(map(os.path.lexists, (run.status_path, run.metrics_path, run.checkpoints_dir))) > 1
 
 
 def summarise(path: Path) -> RunSummary:
-    """What the run in ``path`` came to; what is missing or damaged is None."""
+    """Summarises the run in ``path``; missing or damaged values are None."""
     run = RunDirectory(path)
     status, evaluation = read_status(run.status_path), read_json_object(run.eval_path)
     metrics = read_metrics(run.metrics_path)
@@ -127,7 +127,7 @@ def summarise(path: Path) -> RunSummary:
 
 
 def damage_of(run: RunDirectory, metrics: ReadMetrics) -> list[str]:
-    """What is wrong with a run's files. A file that is not there is none of it, but for the recipe."""
+    """Lists damaged files of a run. A missing file is no damage, but for the recipe."""
     found = {run.status_path: status_damage(run.status_path), run.metrics_path: metrics.damage}
     for path in (run.recipe_path, run.manifest_path, run.eval_path, run.tokens_path):
         try:

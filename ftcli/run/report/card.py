@@ -91,7 +91,7 @@ def write_card(run: RunDirectory, folder: Path | None = None, *, of_result: bool
 
 
 def _is_somebodys(path: Path) -> bool:
-    """Whether a card is there that ftcli has not written, or that somebody has made their own."""
+    """True if a card is there that ftcli has not written, or that somebody has made their own."""
     try:
         return MARK.encode() not in read_bytes(path)
     except FileNotFoundError:
@@ -255,12 +255,12 @@ def _about(base: PublicBase, recipe: JsonMap, manifest: JsonMap, *, adapter: boo
 
 
 def _is_random(recipe: JsonMap) -> bool:
-    """Whether nothing of the base but its shape is in what was trained."""
+    """True if nothing of the base but its shape is in what was trained."""
     return map_in(recipe, "model").get("init") == "random"
 
 
 def _measured(evaluation: JsonMap, *, exported: bool) -> str:
-    """What the held-out results are not of what lies here."""
+    """Says what the held-out results were measured on, where that is not what lies here."""
     step = evaluation.get("step")
     after = f"after step {step:,} of training, before its end" if is_number(step) else ""
     before = "on the run's own result, before it was written in this format" if exported else ""
@@ -315,7 +315,7 @@ def serving(folder: Path) -> str:
 
 
 def verification_rows(folder: Path) -> list[tuple[str, str]]:
-    """What was compared when it was written, and what came out; empty where nothing was, or for no export."""
+    """Results of an export's verification; empty where nothing was compared."""
     verification: JsonMap = map_in(read_json_object(folder / EXPORT_RECORD), "verification")
     if not verification or "verified" in verification:
         return []

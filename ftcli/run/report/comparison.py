@@ -52,7 +52,7 @@ class Comparison:
     differences: tuple[Difference, ...]
 
     def as_dict(self) -> JsonObject:
-        """What JSON says of it."""
+        """The comparison for JSON."""
         return {
             "runs": [{"name": name, **plain_fields(run)} for name, run in zip(self.names, self.runs, strict=True)],
             "curves": {metric: dict(zip(self.names, points, strict=True)) for metric, points in self.curves.items()},
@@ -133,7 +133,7 @@ def render_comparison(comparison: Comparison) -> str:
 
 
 def result_rows(comparison: Comparison) -> list[tuple[str, list[str]]]:
-    """What the runs came to: a label, and a text for each run; rows that no run has are left out."""
+    """Results of the runs: a label, and a text for each run; rows that no run has are left out."""
     runs = comparison.runs
     rows = [
         ("state", [run.state for run in runs]),

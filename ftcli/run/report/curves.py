@@ -1,4 +1,4 @@
-"""Which curves the report draws, and from which metrics."""
+"""Curves of the report, and the metrics that they are drawn from."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ _LESSER = (
 
 
 def has_rewards(lines: Lines) -> bool:
-    """Whether the run learns from rewards; its loss is near 0 by construction then and says nothing."""
+    """True if the run learns from rewards; its loss is near 0 by construction then and says nothing."""
     return any("reward" in line for line in lines)
 
 

@@ -40,7 +40,7 @@ REFRESH_SECONDS = 5
 
 @dataclass(frozen=True, slots=True)
 class LiveProgress:
-    """Where a run that is going on is: ``step`` of ``total``, and how long the rest will take, where that is known."""
+    """Progress of a running run: ``step`` of ``total``, and how long the rest will take, where that is known."""
 
     step: int
     total: int

@@ -129,7 +129,7 @@ def score_rows(evaluation: JsonMap, method: Method | None = None) -> list[Score]
 
 
 def _harness(base: JsonMap, tuned: JsonMap) -> list[Score | None]:
-    """Of lm-evaluation-harness; whether more is better differs between its metrics, so there is no verdict."""
+    """Scores of lm-evaluation-harness, without a verdict: its metrics differ in whether more is better."""
     pairs = dict.fromkeys((task, key) for side in (base, tuned) for task in side for key in map_in(side, task))
     return [
         _score(f"{task}, {key}", map_in(base, task).get(key), map_in(tuned, task).get(key), 0, number)
@@ -193,7 +193,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class TokenCounts:
-    """What became of the data: a bar for each dataset, and the counts."""
+    """Tokens of the data: a bar for each dataset, and the counts."""
 
     bars: Sequence[Bar]
     table: Table
@@ -209,7 +209,7 @@ class Setting:
 
     @property
     def changed(self) -> bool:
-        """Whether it is not the default."""
+        """True if it is not the default."""
         return self.value != self.default
 
 
