@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ftcli.config.secrets import mask_lines
-from ftcli.config.tree import Leaf, ListNode, MapEntry, MapNode, Scalar, Tree
+from ftcli.config.tree import Leaf, ListNode, MapEntry, MapNode, Scalar, Tree, plain_tree
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin
 
 #: Calls whose arguments are settings, by the last part of the name, with the names of those that may stand without.
@@ -22,6 +22,12 @@ _CALLS: Mapping[str, str] = {
     "from_pretrained": "model_name", "get_peft_model": "model peft_config", "LoraConfig": "", "BitsAndBytesConfig": "",
     "SFTConfig": "output_dir", "TrainingArguments": "output_dir", "UnslothTrainingArguments": "output_dir",
     "SFTTrainer": "model args", "UnslothTrainer": "model args", "load_dataset": "dataset name",
+    "DPOConfig": "output_dir", "ORPOConfig": "output_dir", "CPOConfig": "output_dir",
+    "DPOTrainer": "model ref_model args", "ORPOTrainer": "model args", "CPOTrainer": "model args",
+}  # fmt: skip
+#: Trainers, by what `trl` calls what they do.
+_TRAINERS: Mapping[str, str] = {
+    "SFTTrainer": "sft", "UnslothTrainer": "sft", "DPOTrainer": "dpo", "ORPOTrainer": "orpo", "CPOTrainer": "cpo",
 }  # fmt: skip
 #: What arguments are called in the recipes of each tool, where that is not their own name.
 _UNSLOTH = {"dataset": "hub_dataset", "name": "hub_subset", "split": "hub_split"}
@@ -30,9 +36,7 @@ _TRL = {
     "name": "dataset_config", "split": "dataset_train_split",
 }  # fmt: skip
 #: Calls of trainers that are not converted.
-_OTHER_TRAINERS = (
-    "DPOTrainer", "GRPOTrainer", "ORPOTrainer", "KTOTrainer", "RewardTrainer", "CPOTrainer", "PPOTrainer",
-)  # fmt: skip
+_OTHER_TRAINERS = ("GRPOTrainer", "KTOTrainer", "RewardTrainer", "PPOTrainer", "RLOOTrainer", "OnlineDPOTrainer")
 #: What `load_dataset` and others say besides, which are no settings of training.
 _NO_SETTINGS = frozenset(("token", "streaming", "task_type", "device_map", "torch_dtype", "bnb_4bit_compute_dtype"))
 #: Arguments that are objects: what they are is said by the calls that make them.
@@ -81,10 +85,19 @@ def settings_of_code(text: str, path: Path) -> tuple[MapNode, str, dict[str, Fin
         if isinstance(call, ast.Call)
     ]
     entries = {name: entry for arguments in made for name, entry in arguments.items()}
+    _require_one_trainer([arguments["command"] for arguments in made if "command" in arguments])
     if len({str(arguments["dataset"].value) for arguments in made if "dataset" in arguments}) > 1:
         del entries["dataset"]
     tool, ours = ("unsloth", _UNSLOTH) if "unsloth" in text else ("trl", _TRL)
     return MapNode(Origin(str(path)), {ours.get(name, name): entry for name, entry in entries.items()}), tool, findings
+
+
+def _require_one_trainer(commands: list[MapEntry]) -> None:
+    """Raises FtcliError FT163 for code that trains by several methods: whose a setting is cannot be told."""
+    names = list(dict.fromkeys(str(plain_tree(command.value)) for command in commands))
+    if len(names) > 1:
+        help = "keep the calls of one of them in the file"
+        raise _refused(commands[-1].key, f"the code trains by several methods: {', '.join(names)}", help)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,17 +148,21 @@ def _arguments(
     name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
     origin = piece.origin(call)
     if name in _OTHER_TRAINERS:
-        help = "supervised fine-tuning is converted; for rewards begin with `ftcli recipes copy smoke-grpo`"
+        help = "SFT, DPO, ORPO and CPO are converted; for rewards begin with `ftcli recipes copy smoke-grpo`"
         raise _refused(origin, f"`{name}` is not converted", help)
     if name == "train_on_responses_only":
         return {"train_on_completions": MapEntry(origin, Leaf(origin, True, "true"))}
     if name not in _CALLS or _is_tokenizer(call):
         return {}
     entries = {key: MapEntry(origin, Leaf(origin, value, str(value))) for key, value in _IMPLIED.get(name, {}).items()}
+    if name in _TRAINERS:
+        entries["command"] = MapEntry(origin, Leaf(origin, _TRAINERS[name], name))
     for key, node in _by_name(call, name).items():
         tree = _tree(node, piece.origin(node), names)
         if tree is not None:
             entries[key] = MapEntry(tree.origin, tree)
+        elif key == "ref_model":
+            entries[key] = MapEntry(piece.origin(node), Leaf(piece.origin(node), "another model", "another model"))
         elif key not in _OBJECTS and not key.startswith("argument "):
             help = "nothing is run: write its value into the new recipe"
             what = f"`{key}` is computed by the code"
