@@ -13,8 +13,8 @@ from ftcli.data.template import Renderer, renderer_of
 from ftcli.facts.model import ModelFacts
 from ftcli.model.attention import is_ours
 from ftcli.model.backbone import base_of
-from ftcli.model.load import config_of, stop_token_ids
-from ftcli.model.tokenizer import load_tokenizer
+from ftcli.model.load import config_of
+from ftcli.model.tokenizer import load_tokenizer, stop_token_ids
 from ftcli.plan.batches import Batches, choose_batches
 from ftcli.plan.execution import OWN_ATTENTION
 from ftcli.plan.memory.checkpointing import Offloaded

@@ -17,7 +17,7 @@ from ftcli.config.tree import MapNode
 from ftcli.facts.model import read_facts
 from ftcli.model.load import load_model
 from ftcli.model.nf4 import NF4Linear
-from ftcli.model.quantize import can_be_packed, quantize_linear
+from ftcli.model.quantized import can_be_packed, quantize_linear
 from ftcli.plan.precision import DtypePlan
 
 NF4 = QuantizationConfig(method="nf4")
@@ -41,7 +41,7 @@ def load(
 def quantize_linears(model: nn.Module, settings: QuantizationConfig) -> int:
     """Puts a quantised layer in the place of each linear layer but the head; returns how many.
 
-    ftcli itself quantises while it loads (``ftcli.model.streamed``).
+    ftcli itself quantises while it loads (``ftcli.model.load_quantized``).
     """
     names = [name for name, module in model.named_modules() if can_be_packed(name, module)]
     for name in names:

@@ -30,8 +30,8 @@ from ftcli.config.recipe import Recipe
 from ftcli.config.tree import MapNode
 from ftcli.export.tensorfile import computed, write_shards
 from ftcli.facts.model import read_facts
-from ftcli.model.checkpoint import hollow
 from ftcli.model.load import config_of
+from ftcli.model.pretrained import hollow
 
 RANK = 16
 SHARD_BYTES = 4 * 10**9
@@ -65,7 +65,7 @@ def write_base(name: str, layers: int | None, folder: Path) -> None:
 
 def write_run(base: Path, run: Path, quantization: str) -> None:
     """A run with an adapter on all linear layers of the decoder, as training leaves it."""
-    from ftcli.model.checkpoint import read_config
+    from ftcli.model.pretrained import read_config
 
     model = hollow(read_config(str(base), revision=None, offline=True))
     tensors = {}

@@ -14,8 +14,8 @@ from pathlib import Path
 from ftcli.cli.render import terminal_text
 from ftcli.errors import ExitCode, Finding, FtcliError, Unwinding, first_line
 from ftcli.ranks import Place
+from ftcli.run.heartbeat import RankLost
 from ftcli.run.out_of_memory import is_out_of_memory
-from ftcli.run.peer_failure import RankLost
 
 
 @dataclass(frozen=True, slots=True)

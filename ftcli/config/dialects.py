@@ -94,7 +94,8 @@ lost = gptq:A | weights that are quantised already are not read; quantization.me
 lost = quantize_moe_experts:A | stacks of experts stay in the compute dtype under quantization.method: nf4
 lost = qat.*:A quantizer.*:C | quantization-aware training is not offered
 # adapters
-read lora = adapter:A(lora) finetuning_type:F(lora,full) full_finetuning:U training_type:U
+read lora = adapter:A(lora) | adapter: qlora is quantization.method: nf4 with a lora section
+read lora = finetuning_type:F(lora,full) full_finetuning:U training_type:U
     | leave the section out for full fine-tuning
 quantization.method: nf4 = adapter:A(qlora)
 refuse lora = adapter:A finetuning_type:F | there are LoRA and QLoRA, and training without adapters
@@ -133,6 +134,7 @@ lost = unfrozen_parameters:A | a part of the weights cannot be chosen: LoRA, or 
 lost run.resume = lora_model_dir:AT adapter_name_or_path:F checkpointer.adapter_checkpoint:C
     | adapters begin anew; a run of ftcli goes on from --resume PATH
 # data
+[convert] lost = dataset:C dataset_val:C | name each dataset of the list in data.train, or in data.eval
 data.train = datasets:A dataset:FC dataset_name:T dataset_path:H train_file:H train_data:H local_dataset:U data_dir:L
 read data.train = dataset_dir:F | paths stand in the list itself
 data.eval = test_datasets:A eval_dataset:FT dataset_val:C validation_file:H
@@ -182,7 +184,12 @@ read data.train[].columns = dataset_text_field:T | as in columns: {text: body}
 lost data.train[].columns = dataset_text_field:U(!text) | write columns: {text: NAME} beside its path in data.train
 data.train[].columns = column_map:C message_property_mappings:A
 data.train[].columns = field_messages:A | as in columns: {messages: conversation}
-data.format = format_type:U formatting:F
+data.format: alpaca = format_type:U(alpaca)
+data.format: sharegpt = format_type:U(sharegpt)
+data.format: messages = format_type:U(chatml,conversational)
+data.format: text = format_type:U(raw)
+read = format_type:U(auto)
+lost data.format = format_type:U formatting:F | the columns say it: data.format: auto
 lost data.train[].max_rows = max_train_samples:H
 lost data.eval[].max_rows = max_eval_samples:H
 read data.train[].max_rows = max_samples:F
@@ -241,10 +248,11 @@ refuse = rl:A stage:F
 lost = model_class:F train_dataset:F peft_config.*:F dist_config.*:F kernel_config.*:F
     | recipes of version 1 are not read: write it in the form that has model_name_or_path and finetuning_type
 refuse = process_reward_model:A command:T(grpo,kto,ppo,rloo,reward,online_dpo,bco,gkd,nash_md,xpo,prm)
+    trainer:TU(grpotrainer,ktotrainer,ppotrainer,rlootrainer,rewardtrainer,onlinedpotrainer,bcotrainer,gkdtrainer)
     | by pairs there are dpo, orpo and simpo (train.method), and by rewards `ftcli recipes copy smoke-grpo` begins
 read = do_train:FH do_eval:FH | the command says what is done: `ftcli train`, `ftcli eval`
 read = do_predict:FH | the command says what is done: `ftcli eval`
-read = command:TU
+read = command:TU trainer:TU(sfttrainer,unslothtrainer,dpotrainer,orpotrainer,cpotrainer)
 # preferences
 preference.loss = pref_loss:F dpo_loss_type:A
 preference.loss[].weight = loss_weights:TU dpo_loss_weights:A | as in loss: [{name: sigmoid, weight: 0.8}]
@@ -375,6 +383,8 @@ read = hub_split:U hub_subset:U tensorboard_dir:U fast_inference:U gpu_memory_ut
     unsloth_tiled_mlp:U use_exact_model_name:U load_in_16bit:U max_lora_rank:U device_map:U fix_tokenizer:U
     label_names:U prediction_loss_only:U
 read = device:C | the GPU is taken when there is one; CUDA_VISIBLE_DEVICES picks another
+read = collate_fn:C(torchtune.data.padded_collate_sft,torchtune.data.padded_collate_dpo)
+lost = collate_fn:C | rows are read as they are: prepare the file so
 read = model._component_:C model.use_dora:C profiler.*:C checkpointer.*:C dataloader.*:C metric_logger.*:C
     tokenizer._component_:C tokenizer.path:C tokenizer.merges_file:C tokenizer.merges_path:C tokenizer.vocab_path:C
     loss.num_output_chunks:C loss.ignore_index:C log_peak_memory_stats:C log_level:C low_cpu_ram:C
@@ -434,10 +444,13 @@ _NAME = re.compile(r"([\w.*]+):(\w+)(?:\((!?)([\w.,-]+)\))?")
 def _rows() -> Iterator[tuple[str, str, ForeignKey]]:
     """Section (empty: any), name and meaning of every name in the table."""
     for line in re.sub(r"\n +", " ", _TABLE).strip().splitlines():
-        row = _ROW.fullmatch(line)
-        if line.startswith("#") or row is None:
+        if line.startswith("#"):
             continue
-        for name, tools, usual, words in _NAME.findall(row["names"]):
+        row = _ROW.fullmatch(line)
+        assert row is not None, line  # a slip in the table, which would be passed over
+        names = [_NAME.fullmatch(name) for name in row["names"].split()]
+        assert all(names), line
+        for name, tools, usual, words in (name.groups() for name in names if name):
             known = ", ".join(TOOLS[letter] for letter in tools) if set(tools) <= set(TOOLS) else tools
             values = tuple(words.split(",")) if words else ()
             only, usual = ((), values) if usual else (values, ())
@@ -476,7 +489,8 @@ def _first(rows: Sequence[ForeignKey]) -> ForeignKey:
     first = next((row for row in kept if not row.only), kept[0])
     tools = dict.fromkeys(tool for row in rows if row.target == first.target for tool in row.tools.split(", "))
     refused = len(rows) > 1 and all(row.rule == "refuse" for row in rows if row is not first)
-    return replace(first, tools=", ".join(tools), only=first.only if refused else ())
+    note = None if first.note is None else first.note.replace(" -> ", "; ")
+    return replace(first, tools=", ".join(tools), only=first.only if refused else (), note=note)
 
 
 #: Tools that write `_component_` under every key.

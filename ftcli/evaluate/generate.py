@@ -15,11 +15,9 @@ from ftcli.data.reasoning import Answer, ReasoningMarks
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.evaluate.batching import halved, row_too_large
 from ftcli.evaluate.window import Window
-from ftcli.generation.opening import open_generator
-from ftcli.generation.requests import Completion, GenerationRequest, StopConditions
-from ftcli.generation.stopping import StopCheck, cut
+from ftcli.generation.generator import open_generator
+from ftcli.generation.requests import Completion, GenerationRequest, NotFinite, StopCheck, StopConditions, cut
 from ftcli.model.backbone import base_of
-from ftcli.model.finite import NotFinite
 from ftcli.plan.precision import DtypePlan
 from ftcli.reporting import Progress, Reporter
 

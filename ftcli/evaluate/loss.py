@@ -19,8 +19,7 @@ from ftcli.evaluate.share import Sums, summed_in_step, summed_over_ranks
 from ftcli.labels import IGNORE_INDEX
 from ftcli.model.backbone import compute_context, root_of
 from ftcli.model.loss import loss_of
-from ftcli.model.passes import tried
-from ftcli.model.rows import put_away
+from ftcli.model.shards import reshard_model, try_forward
 from ftcli.plain import SPREAD
 from ftcli.plan.precision import DtypePlan
 from ftcli.reporting import Reporter
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
-    from ftcli.run.group import RankGroup
+    from ftcli.run.process_group import RankGroup
 
 #: How rows share a batch: padded on either side; several in one row of it, or all in a single row, with no attention
 #: across.
@@ -120,7 +119,7 @@ def evaluate_loss(
                 group,
                 groups,
                 batch_size,
-                lambda chosen: tried(model, lambda: step(chosen)),
+                lambda chosen: try_forward(model, lambda: step(chosen)),
                 where=where,
                 reporter=reporter,
             )
@@ -132,7 +131,7 @@ def evaluate_loss(
     finally:
         if was_training:
             model.train()
-    put_away(model)
+    reshard_model(model)
     return _result(sums[0], int(sums[1]), int(sums[2]), len(lengths))
 
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ftcli.errors import Origin
 from ftcli.evaluate.batching import halved, row_too_large
-from ftcli.model.passes import led
+from ftcli.model.shards import lead_forwards
 from ftcli.reporting import Reporter
-from ftcli.run.group import RankGroup
+from ftcli.run.process_group import RankGroup
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -118,7 +118,7 @@ def _no_sums(batches: int, group: RankGroup, width: int) -> Tensor:
 
 
 def _added_up(group: RankGroup, sums: Tensor, batches: int) -> Sums:
-    of_all = group.gather(sums)
+    of_all = group.all_gather(sums)
     total = [0.0] * sums.shape[1]
     for index in range(batches):
         found = of_all[index % group.size][index // group.size].tolist()
@@ -137,4 +137,4 @@ def led_by_first(group: RankGroup, model: PreTrainedModel | PeftModel, compute: 
         return bool(group.agree("generating", [another])[0][0])
 
     with group.exchanging():
-        return led(model, compute if group.leads else None, announce)
+        return lead_forwards(model, compute if group.leads else None, announce)

@@ -13,9 +13,8 @@ import torch
 from ftcli.evaluate.batching import row_too_large
 from ftcli.evaluate.generate import answering
 from ftcli.evaluate.window import Window
-from ftcli.generation.opening import OpenedGenerator, open_generator
-from ftcli.generation.requests import GenerationRequest, StopConditions
-from ftcli.generation.stopping import StopCheck, TextUntilStop
+from ftcli.generation.generator import OpenedGenerator, open_generator
+from ftcli.generation.requests import GenerationRequest, StopCheck, StopConditions, TextUntilStop
 from ftcli.plan.precision import DtypePlan
 
 if TYPE_CHECKING:

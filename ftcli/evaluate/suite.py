@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
-    from ftcli.run.group import RankGroup
+    from ftcli.run.process_group import RankGroup
 
 
 @dataclass(frozen=True, slots=True)

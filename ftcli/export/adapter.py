@@ -26,18 +26,18 @@ _LEFT_OUT = (".bin", ".pt", ".pth", ".pkl")
 _PAIR = re.compile(r"base_model\.model\.(.+)\.lora_[AB]\.weight")
 
 
-def write(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[str], None]) -> Verified:
+def write(source: ExportSource, folder: Path, say: Callable[[str], None]) -> Verified:
     """Write the adapter into ``folder`` and verify it. ``say`` is not used: this takes no time.
 
     Raises:
         FtcliError: FT321, FT322 or FT424 for the tokenizer; otherwise as :func:`verify_adapter`.
         OSError: it cannot be written.
     """
-    copy_adapter(source, folder, offline=offline)
-    return verify_adapter(source, folder, offline=offline) if source.verify else not_asked()
+    copy_adapter(source, folder)
+    return verify_adapter(source, folder) if source.verify else not_asked()
 
 
-def copy_adapter(source: ExportSource, folder: Path, *, offline: bool) -> None:
+def copy_adapter(source: ExportSource, folder: Path) -> None:
     """Copy the adapter and save its tokenizer, with the chat template of training, beside it.
 
     Raises:
@@ -48,7 +48,7 @@ def copy_adapter(source: ExportSource, folder: Path, *, offline: bool) -> None:
         wanted = path.is_file() and path.suffix not in _LEFT_OUT and not path.name.startswith(".")
         if wanted and path.name not in PROGRESS and not _is_blank_card(path):
             shutil.copyfile(path, folder / path.name)
-    source_tokenizer(source, offline=offline).save_pretrained(str(folder))
+    source_tokenizer(source).save_pretrained(str(folder))
 
 
 def _is_blank_card(path: Path) -> bool:
@@ -58,7 +58,7 @@ def _is_blank_card(path: Path) -> bool:
     )
 
 
-def verify_adapter(source: ExportSource, folder: Path, *, offline: bool) -> Verified:
+def verify_adapter(source: ExportSource, folder: Path) -> Verified:
     """Load the copy with plain PEFT into a model of the base's shape; every tensor must equal the source's file.
 
     Raises:
@@ -66,8 +66,8 @@ def verify_adapter(source: ExportSource, folder: Path, *, offline: bool) -> Veri
             config cannot be found, FT760 where it cannot be loaded again.
     """
     wanted = finite_tensors(source.folder)
-    with with_its_vocabulary(source, offline=offline) as plain, tempfile.TemporaryDirectory(prefix="ftcli-") as config:
-        based = source_config(plain, offline=offline)
+    with with_its_vocabulary(source) as plain, tempfile.TemporaryDirectory(prefix="ftcli-") as config:
+        based = source_config(plain)
         attach(unwritten(based), plain.folder)  # what does not fit its base is no fault of the copy
         based.save_pretrained(config)
         asked = ReloadRequest("adapter", str(folder), config=config, texts=TEXTS, embeddings=plain is not source)
@@ -78,7 +78,7 @@ def verify_adapter(source: ExportSource, folder: Path, *, offline: bool) -> Veri
         loaded = {name: tensor for name, tensor in loaded.items() if name in wanted}
     found = {name: tensor.to(wanted[name].dtype) if name in wanted else tensor for name, tensor in loaded.items()}
     problems = list(answer.problems) or compare_tensors(found, wanted)
-    problems += compare_tokenizers(answer.tokenizer, source_tokenizer(source, offline=offline))
+    problems += compare_tokenizers(answer.tokenizer, source_tokenizer(source))
     stated = read_adapter_config(folder)
     if stated != read_adapter_config(source.folder):
         problems.append("adapter_config.json differs")
@@ -124,6 +124,6 @@ def _beside_pairs(config: JsonMap, names: Iterable[str]) -> list[str]:
     return problems
 
 
-def adapter_bytes(source: ExportSource, *, offline: bool) -> int:
+def adapter_bytes(source: ExportSource) -> int:
     """Bytes on disk of the format ``adapter``."""
     return sum(path.stat().st_size for path in source.folder.iterdir() if path.is_file())

@@ -18,15 +18,16 @@ from ftcli.config.model import QuantizationConfig
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.export.source import ExportSource
 from ftcli.export.tensorfile import DTYPES, TensorEntry
-from ftcli.model.quantize import (
+from ftcli.model.quantized import (
     PackedReader,
+    QuantizedLinear,
     can_be_packed,
     layers_to_quantize,
     packed_reader,
     quantize_linear,
     stores_packed,
+    unreadable_weights,
 )
-from ftcli.model.quantized import QuantizedLinear, unreadable_weights
 from ftcli.plain import JsonMap
 from ftcli.plan.quantization import stored_method
 from ftcli.tables import quantizations

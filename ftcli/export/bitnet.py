@@ -22,7 +22,7 @@ from ftcli.export.clean.process import model_request, sent
 from ftcli.export.clean.request import LAYER, rows_for
 from ftcli.export.probe import continued, logits, probe_batch
 from ftcli.export.safetensors import SHARD_BYTES, copy_processors
-from ftcli.export.source import ExportSource, not_verified, source_tokenizer
+from ftcli.export.source import ExportSource, local_config, not_verified, source_stops, source_tokenizer
 from ftcli.export.tensorfile import read_tensors
 from ftcli.export.verify import (
     Verified,
@@ -32,11 +32,9 @@ from ftcli.export.verify import (
     reloaded,
 )
 from ftcli.export.weights import base_weights
-from ftcli.facts.model import read_facts
 from ftcli.model.bitnet import BitLinear, TernaryLinear, declaration
-from ftcli.model.checkpoint import hollow, read_config
-from ftcli.model.load import stop_token_ids
-from ftcli.model.streamed import ModelStorage, load_quantized
+from ftcli.model.load_quantized import ModelStorage, load_quantized
+from ftcli.model.pretrained import hollow
 from ftcli.plan.quantization import stores_ternary_masters
 
 if TYPE_CHECKING:
@@ -49,7 +47,7 @@ LAYER_TOLERANCE = 1e-5
 LOGITS_TOLERANCE = 5e-2
 
 
-def write(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[str], None]) -> Verified:
+def write(source: ExportSource, folder: Path, say: Callable[[str], None]) -> Verified:
     """Packs a full fine-tune into ``folder`` and loads it again with plain transformers.
 
     Raises:
@@ -64,19 +62,19 @@ def write(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[s
     divides = any(layer.bias is not None for layer in layers.values())
     tensors = _packed(masters, layers, divides=divides)
     _save(masters, tensors, folder, divides=divides)
-    source_tokenizer(source, offline=offline).save_pretrained(str(folder))
+    source_tokenizer(source).save_pretrained(str(folder))
     if source.base.init == "pretrained":
-        copy_processors(source, folder, offline=offline)
+        copy_processors(source, folder)
     if not source.verify:
         return not_asked()
     say("verifying: loading the result again")
-    return _verify(source, folder, masters, layers, tensors, offline=offline)
+    return _verify(source, folder, masters, layers, tensors)
 
 
-def bitnet_bytes(source: ExportSource, *, offline: bool) -> int:
+def bitnet_bytes(source: ExportSource) -> int:
     """Bytes on disk: two bits for each weight that is rounded, float32 for everything else."""
-    stored = base_weights(source, offline=offline)
-    rounded = rounded_weights(read_config(str(source.folder), revision=None, offline=True))
+    stored = base_weights(source)
+    rounded = rounded_weights(local_config(source.folder))
     return sum(math.prod(stored.shape(name)) * (1 if name in rounded else 16) // 4 for name in stored.names)
 
 
@@ -95,7 +93,7 @@ def load_masters(folder: Path) -> PreTrainedModel:
 
 def _load(folder: Path, *, trained: bool) -> PreTrainedModel:
     holding = ModelStorage(QuantizationConfig(method="bitnet"), torch.float32, torch.device("cpu"), trained=trained)
-    config = read_config(str(folder), revision=None, offline=True)
+    config = local_config(folder)
     return load_quantized(str(folder), config, holding, "eager", revision=None, offline=True).eval()
 
 
@@ -131,11 +129,9 @@ def _verify(
     masters: PreTrainedModel,
     layers: dict[str, BitLinear],
     tensors: dict[str, Tensor],
-    *,
-    offline: bool,
 ) -> Verified:
-    tokenizer = source_tokenizer(source, offline=offline)
-    stops = stop_token_ids(read_facts(source.base, offline=offline, origins=source.origins), tokenizer)
+    tokenizer = source_tokenizer(source)
+    stops = source_stops(source, tokenizer)
     probe = continued(masters, probe_batch(tokenizer, masters.get_input_embeddings().weight.shape[0]))
     parameters = sum(parameter.numel() for parameter in masters.parameters())
     alone = {name: layer.in_features for name, layer in layers.items()}
@@ -180,13 +176,8 @@ def _unlike_output(name: str, given: Tensor | None, layer: BitLinear) -> list[st
 
 
 def _require_masters(source: ExportSource) -> None:
-    if source.kind != "model" or not stores_ternary_masters(_config(source.folder)):
+    if source.kind != "model" or not stores_ternary_masters(local_config(source.folder).to_dict()):
         raise _unpackable("only a model that was trained whole with quantization.method: bitnet has ternary weights")
-
-
-def _config(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = read_config(str(folder), revision=None, offline=True).to_dict()
-    return found
 
 
 def _unpackable(reason: str) -> FtcliError:

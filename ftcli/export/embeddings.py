@@ -23,7 +23,7 @@ from ftcli.export.tensorfile import finite_tensors
 from ftcli.export.weights import StoredWeights, base_weights, ends, source_config
 from ftcli.facts.shape import means
 from ftcli.facts.weights import ADAPTER_CONFIG
-from ftcli.model.checkpoint import hollow
+from ftcli.model.pretrained import hollow
 from ftcli.plain import JsonObject
 from ftcli.run.atomic import writing_into
 
@@ -36,7 +36,7 @@ _INDICES = "trainable_token_indices"
 
 
 @contextmanager
-def with_its_vocabulary(source: ExportSource, *, offline: bool) -> Iterator[ExportSource]:
+def with_its_vocabulary(source: ExportSource) -> Iterator[ExportSource]:
     """``source``; where its adapter brings embeddings of its own, one in a temporary folder that trained them whole.
 
     Raises:
@@ -44,22 +44,22 @@ def with_its_vocabulary(source: ExportSource, *, offline: bool) -> Iterator[Expo
             :func:`ftcli.export.weights.base_weights` for rows that are put into the base's; FT723 and FT724 where the
             temporary folder cannot be written.
     """
-    if source.kind != "adapter" or not _brings_embeddings(source, offline=offline):
+    if source.kind != "adapter" or not _brings_embeddings(source):
         yield source
         return
     with TemporaryDirectory(prefix="ftcli-adapter-") as place:
         folder = Path(place, source.folder.resolve().name)
         folder.mkdir()
         with writing_into(folder, folder):
-            made = _written(source, folder, offline=offline)
+            made = _written(source, folder)
         yield made
 
 
-def _outline(source: ExportSource, *, offline: bool) -> PreTrainedModel:
-    return hollow(source_config(source, offline=offline))
+def _outline(source: ExportSource) -> PreTrainedModel:
+    return hollow(source_config(source))
 
 
-def _brings_embeddings(source: ExportSource, *, offline: bool) -> bool:
+def _brings_embeddings(source: ExportSource) -> bool:
     """Whether the adapter's file holds more than pairs of matrices and modules of the base's shapes."""
     config = read_adapter_config(source.folder)
     if config.get(_INDICES) or config.get("ensure_weight_tying"):
@@ -71,7 +71,7 @@ def _brings_embeddings(source: ExportSource, *, offline: bool) -> bool:
     named = config.get("modules_to_save") or ()
     if not wholes:
         return False
-    model = _outline(source, offline=offline)
+    model = _outline(source)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
     vocabulary = [name for name in ends(model) if name in wholes]
     resized = any(wholes[name].shape != shapes[name] for name in vocabulary)
@@ -85,11 +85,11 @@ def _covers(modules: Any, weight: str) -> bool:
     return any(means(each, module) for each in modules)
 
 
-def _written(source: ExportSource, folder: Path, *, offline: bool) -> ExportSource:
+def _written(source: ExportSource, folder: Path) -> ExportSource:
     """The same adapter in ``folder``, embedding and head in it as modules that were trained whole."""
-    config, model = read_adapter_config(source.folder), _outline(source, offline=offline)
+    config, model = read_adapter_config(source.folder), _outline(source)
     pairs, wholes, rows = _parts(source, finite_tensors(source.folder))
-    wholes = _with_rows(source, config, model, wholes, rows, offline=offline)
+    wholes = _with_rows(source, config, model, wholes, rows)
     size = _require_both_ends(source, model, wholes)
     saved = list(config.get("modules_to_save") or ())
     saved += [name.removesuffix(".weight") for name in wholes if not _covers(saved, name)]
@@ -139,15 +139,13 @@ def _with_rows(
     model: PreTrainedModel,
     wholes: Mapping[str, Tensor],
     rows: Mapping[str, Tensor],
-    *,
-    offline: bool,
 ) -> dict[str, Tensor]:
     """``wholes``, and each weight of which rows were trained, with those rows in it."""
     made = dict(wholes)
     base: StoredWeights | None = None
     for name, trained in rows.items():
         if name not in made:
-            base = base or base_weights(source, offline=offline)
+            base = base or base_weights(source)
             made[name] = base.read(name)
         ids = torch.tensor(_indices(config, name), dtype=torch.long)
         if len(ids) != len(trained) or bool((ids < 0).any() | (ids >= len(made[name])).any()):

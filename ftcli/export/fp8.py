@@ -40,7 +40,7 @@ from ftcli.export.verify import (
 )
 from ftcli.export.weights import MergedWeights, StoredWeights, base_weights, source_updates
 from ftcli.model.backbone import decoder_layers
-from ftcli.model.checkpoint import hollow
+from ftcli.model.pretrained import hollow
 from ftcli.plain import JsonObject
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ _ROUNDING = 2.0**-4
 _PACKAGE = "compressed_tensors"
 
 
-def write(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[str], None]) -> Verified:
+def write(source: ExportSource, folder: Path, say: Callable[[str], None]) -> Verified:
     """Write a complete model into ``folder`` and verify it.
 
     Raises:
@@ -67,15 +67,15 @@ def write(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[s
     require_kept_base(source)
     if source.verify:
         require_compressed_tensors()
-    plan = plan_model(source, offline=offline)
+    plan = plan_model(source)
     model = hollow(plain_config(plan.config))
     rounded = _rounded(model, plan.base)
     say(f"rounding {len(rounded)} weights to 8 bits")
-    save_model(source, plan, list(_outputs(plan, rounded)), folder, offline=offline)
+    save_model(source, plan, list(_outputs(plan, rounded)), folder)
     _declare(folder / "config.json", _ignored(model, rounded))
     if not source.verify:
         return not_asked(plan.merged_with)
-    return _verify(source, folder, plan, rounded, offline=offline, say=say)
+    return _verify(source, folder, plan, rounded, say)
 
 
 def require_compressed_tensors() -> None:
@@ -180,16 +180,14 @@ def _verify(
     folder: Path,
     plan: ModelPlan,
     rounded: Mapping[str, str],
-    *,
-    offline: bool,
     say: Callable[[str], None],
 ) -> Verified:
     say("verifying: comparing weights")
-    base, adapted = base_weights(source, offline=offline), plan.adapted
+    base, adapted = base_weights(source), plan.adapted
     merged = MergedWeights(base, {} if adapted is None else source_updates(source, adapted))
     problems = _compare_weights(folder, plan, rounded, merged)
     say("verifying: loading the result again")
-    tokenizer = source_tokenizer(source, offline=offline)
+    tokenizer = source_tokenizer(source)
     model: Any = unwritten(plan.config) if adapted is None else adapted
     probe, trained = trained_logits(model, base, probe_batch(tokenizer, base.shape(base.ends[0])[0]))
     request = model_request(folder, probe, elements(base), names=_keys(rounded, merged))

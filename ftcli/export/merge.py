@@ -18,7 +18,7 @@ from torch import Tensor
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.export.tensorfile import TensorToWrite, computed, copied
 from ftcli.export.weights import StoredTensors, StoredWeights, untied
-from ftcli.model import merging
+from ftcli.model.lora import delta_weight, magnitude_of, merged_weight, row_norms
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -61,7 +61,7 @@ class AdapterUpdates:
         if name in self.whole:
             return self.whole[name].float()
         layer = self.layers.get(name)
-        return weight if layer is None else merging.merged(layer, weight)
+        return weight if layer is None else merged_weight(layer, weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,14 +208,14 @@ def _round_in_forward(module: Any, dtype: torch.dtype) -> list[Any]:
     kept: list[tuple[Tensor, Tensor | None]] = []
 
     def before(*_: object) -> None:
-        weight, change, magnitude = _weight(module), merging.change(module), merging.magnitude_of(module)
+        weight, change, magnitude = _weight(module), delta_weight(module), magnitude_of(module)
         kept.append((weight.data, None if magnitude is None else magnitude.data))
-        weight.data = merging.merged(module, weight.data).to(dtype).float().sub_(change)
+        weight.data = merged_weight(module, weight.data).to(dtype).float().sub_(change)
         if magnitude is not None:  # so that the lengths that the layer gives the rows are those that they have
-            magnitude.data = merging.lengths(module, weight.data + change)
+            magnitude.data = row_norms(module, weight.data + change)
 
     def after(*_: object) -> None:
-        magnitude = merging.magnitude_of(module)
+        magnitude = magnitude_of(module)
         _weight(module).data, lengths = kept.pop()
         if magnitude is not None and lengths is not None:
             magnitude.data = lengths

@@ -28,6 +28,9 @@ from ftcli.tables.gguf import TYPES
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+MODELFILE = "Modelfile"
+_TEMPLATE = re.compile(r'^TEMPLATE """(.*?)"""$', re.MULTILINE | re.DOTALL)
+_STOP = re.compile(r'^PARAMETER stop "(.*)"$', re.MULTILINE)
 #: A conversation: role and content of each turn.
 Turns = tuple[tuple[str, str], ...]
 _ODD = 'She said: "{{ .System }}" {% if x %}\n\n  and 100 % "}} – ¿qué? 数字'
@@ -110,10 +113,7 @@ def form_of(tokenizer: PreTrainedTokenizerBase) -> ChatForm:
         raise cannot("it refuses a plain conversation")
     bos = str(tokenizer.bos_token or "")
     for row in FORMS:
-        form = replace(row, bos=bool(bos) and first.startswith(bos), assistant=_with_eos(row.assistant, tokenizer))
-        form = replace(
-            form, user=_with_eos(row.user, tokenizer), system=row.system and _with_eos(row.system, tokenizer)
-        )
+        form = replace(_with_eos(row, str(tokenizer.eos_token)), bos=bool(bos) and first.startswith(bos))
         begin, found, _ = first.removeprefix(bos if form.bos else "").partition(f"{form.user[0]}Hello")
         form = replace(form, opening=begin)
         if found and all(_same(form, tokenizer, turns) for turns in _conversations()):
@@ -121,8 +121,11 @@ def form_of(tokenizer: PreTrainedTokenizerBase) -> ChatForm:
     raise cannot("it is none of the forms that ftcli knows (ChatML, Llama 3, Gemma, Mistral, Phi, Zephyr)")
 
 
-def _with_eos(around: tuple[str, str], tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
-    return around[0], around[1].replace("{eos}", str(tokenizer.eos_token))
+def _with_eos(row: ChatForm, eos: str) -> ChatForm:
+    user, assistant = ((before, after.replace("{eos}", eos)) for before, after in (row.user, row.assistant))
+    return replace(
+        row, user=user, assistant=assistant, system=row.system and (row.system[0], row.system[1].replace("{eos}", eos))
+    )
 
 
 def _conversations() -> Iterator[Turns]:
@@ -209,12 +212,7 @@ def cannot(reason: str) -> FtcliError:
     )
 
 
-MODELFILE = "Modelfile"
-_TEMPLATE = re.compile(r'^TEMPLATE """(.*?)"""$', re.MULTILINE | re.DOTALL)
-_STOP = re.compile(r'^PARAMETER stop "(.*)"$', re.MULTILINE)
-
-
-def write(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[str], None]) -> Verified:
+def write(source: ExportSource, folder: Path, say: Callable[[str], None]) -> Verified:
     """Write file and Modelfile into ``folder`` and verify both.
 
     Raises:
@@ -222,10 +220,10 @@ def write(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[s
         OSError: it cannot be written.
     """
     require_gguf_package()
-    tokenizer = source_tokenizer(source, offline=offline)
+    tokenizer = source_tokenizer(source)
     form = form_of(tokenizer)
     told = differences(form, tokenizer)
-    wanted = _with_bos(prepare_gguf(source, offline=offline, say=say), form.bos)
+    wanted = _with_bos(prepare_gguf(source, say), form.bos)
     kind = source.settings.gguf.types[0]
     path = folder / f"{wanted.name}-{TYPES[kind].ggml}.gguf"
     say(f"writing {path.name}")

@@ -28,8 +28,10 @@ from ftcli.export.source import (
     ExportSource,
     attach,
     load_written,
+    local_config,
     not_verified,
     plain_config,
+    source_stops,
     source_tokenizer,
     unusable,
     unwritten,
@@ -63,11 +65,9 @@ from ftcli.export.weights import (
     with_vocabulary,
 )
 from ftcli.facts.device import cpu_device
-from ftcli.facts.model import read_facts
-from ftcli.model.checkpoint import hollow, read_config
-from ftcli.model.load import align_special_tokens, stop_token_ids
+from ftcli.model.pretrained import hollow, read_config
 from ftcli.model.quantized import unreadable_weights
-from ftcli.model.tokenizer import source_of
+from ftcli.model.tokenizer import align_special_tokens, source_of
 from ftcli.plain import plain_fields
 from ftcli.run.checkpoint import PROGRESS
 from ftcli.tables import exports
@@ -81,6 +81,14 @@ if TYPE_CHECKING:
 SHARD_BYTES = 4 * 10**9
 #: Above this share of an adapter's effect lost in rounding, people are told.
 LOST_SHARE = 0.5
+#: What lies beside the weights of a model that takes images or sound.
+_PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+_LAYER = re.compile(r"(.*?\.\d+)\.")
+#: Bytes for each element: of a weight that is merged (as stored, s B A, that times s, rounded), of one that is read to
+#: compute with (as stored, float32), of a layer (float32).
+_MERGED, _READ, _COMPUTED = 14, 6, 4
+#: Python, its libraries and the activations of the probe.
+_BESIDE = 1 << 29
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +122,7 @@ class ModelPlan:
         return self.base.form if self.adapter.changed else ""
 
 
-def write(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[str], None]) -> Verified:
+def write(source: ExportSource, folder: Path, say: Callable[[str], None]) -> Verified:
     """Write a complete model into ``folder`` and verify it; ``say`` is told of what takes time.
 
     Raises:
@@ -122,15 +130,15 @@ def write(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[s
         OSError: it cannot be written.
     """
     if source.kind == "model" and source.settings.dtype == "auto":
-        copy_model(source, folder, offline=offline)
-        return verify_copy(source, folder, offline=offline) if source.verify else not_asked()
-    plan = write_merged(source, folder, offline=offline, say=say)
+        copy_model(source, folder)
+        return verify_copy(source, folder) if source.verify else not_asked()
+    plan = write_merged(source, folder, say)
     if not source.verify:
         return not_asked(plan.merged_with)
-    return verify_merged(source, folder, plan, offline=offline, say=say)
+    return verify_merged(source, folder, plan, say)
 
 
-def write_merged(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[str], None]) -> ModelPlan:
+def write_merged(source: ExportSource, folder: Path, say: Callable[[str], None]) -> ModelPlan:
     """Merge tensor by tensor, round once and write; a full fine-tune is rounded alone.
 
     Raises:
@@ -139,38 +147,36 @@ def write_merged(source: ExportSource, folder: Path, *, offline: bool, say: Call
         OSError: it cannot be written.
     """
     require_kept_base(source)
-    plan = plan_model(source, offline=offline)
+    plan = plan_model(source)
     _require_memory(plan)
     say(f"merging with {plan.merged_with}" if source.kind == "adapter" else f"rounding to {source.settings.dtype}")
-    save_model(source, plan, outputs(plan.base, plan.adapter, plan.rounding), folder, offline=offline)
+    save_model(source, plan, outputs(plan.base, plan.adapter, plan.rounding), folder)
     return plan
 
 
-def save_model(
-    source: ExportSource, plan: ModelPlan, tensors: Sequence[TensorToWrite], folder: Path, *, offline: bool
-) -> None:
+def save_model(source: ExportSource, plan: ModelPlan, tensors: Sequence[TensorToWrite], folder: Path) -> None:
     """Write weights, config, tokenizer and, of a multimodal base, processors. Raises as :func:`write_merged`."""
     require_room(folder, sum(tensor.nbytes for tensor in tensors))
     try:
         write_shards(folder, tensors, SHARD_BYTES)
     except SafetensorError as error:  # the base was cut short meanwhile
         raise unreadable_weights(first_line(error)) from error
-    tokenizer = source_tokenizer(source, offline=offline)
-    save_config(source, plan, tokenizer, folder, offline=offline)
+    tokenizer = source_tokenizer(source)
+    save_config(source, plan, tokenizer, folder)
     tokenizer.save_pretrained(str(folder))
     if source.base.init == "pretrained":
-        copy_processors(source, folder, offline=offline)
+        copy_processors(source, folder)
 
 
-def plan_model(source: ExportSource, *, offline: bool) -> ModelPlan:
+def plan_model(source: ExportSource) -> ModelPlan:
     """Opens what is merged. Raises FtcliError as :func:`write_merged`."""
-    tokenizer = source_tokenizer(source, offline=offline)
-    stops = stop_token_ids(read_facts(source.base, offline=offline, origins=source.origins), tokenizer)
-    config = _stored_config(source, offline=offline)
+    tokenizer = source_tokenizer(source)
+    stops = source_stops(source, tokenizer)
+    config = _stored_config(source)
     adapted = None
     if source.kind == "adapter":
         finite_tensors(source.folder)
-    base = base_weights(source, offline=offline)
+    base = base_weights(source)
     model = unwritten(config)
     if source.kind == "adapter":
         adapted = attach(model, source.folder)
@@ -180,11 +186,17 @@ def plan_model(source: ExportSource, *, offline: bool) -> ModelPlan:
     return ModelPlan(config, base, adapter, rounding, len(adapter.layers), stops, adapted)
 
 
-def _stored_config(source: ExportSource, *, offline: bool) -> PretrainedConfig:
-    name, revision = (str(source.folder), None)
-    if source.kind == "adapter":
-        name, revision = source_of(source.base.name_or_path), source.base.revision
-    return with_vocabulary(read_config(name, revision=revision, offline=offline or source.kind == "model"), source)
+def _stored_config(source: ExportSource) -> PretrainedConfig:
+    name, revision = _stored_at(source)
+    offline = source.offline or source.kind == "model"
+    return with_vocabulary(read_config(name, revision=revision, offline=offline), source)
+
+
+def _stored_at(source: ExportSource) -> tuple[str, str | None]:
+    """Name and revision of the model whose config the written one is made of."""
+    if source.kind == "model":
+        return str(source.folder), None
+    return source_of(source.base.name_or_path), source.base.revision
 
 
 def _plain_dtype(config: PretrainedConfig, source: ExportSource) -> torch.dtype:
@@ -194,9 +206,7 @@ def _plain_dtype(config: PretrainedConfig, source: ExportSource) -> torch.dtype:
     return stated if isinstance(stated, torch.dtype) else getattr(torch, source.compute)
 
 
-def save_config(
-    source: ExportSource, plan: ModelPlan, tokenizer: PreTrainedTokenizerBase, folder: Path, *, offline: bool
-) -> None:
+def save_config(source: ExportSource, plan: ModelPlan, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """config.json and generation_config.json: the base's, with what merging and training have made otherwise."""
     from transformers import GenerationConfig
 
@@ -213,7 +223,9 @@ def save_config(
     if source.kind == "adapter":
         name, revision = source_of(source.base.name_or_path), source.base.revision
     with suppress(OSError):  # a model without one has what its config says
-        model.generation_config = GenerationConfig.from_pretrained(name, revision=revision, local_files_only=offline)
+        model.generation_config = GenerationConfig.from_pretrained(
+            name, revision=revision, local_files_only=source.offline
+        )
     align_special_tokens(model, tokenizer, plan.stops)
     config.save_pretrained(str(folder))
     if model.generation_config is not None:
@@ -227,9 +239,7 @@ def _both_ends_stored(model: PreTrainedModel, plan: ModelPlan) -> bool:
     return stored and bool({embedding, head} & set(plan.adapter.changed))
 
 
-def verify_merged(
-    source: ExportSource, folder: Path, plan: ModelPlan, *, offline: bool, say: Callable[[str], None]
-) -> Verified:
+def verify_merged(source: ExportSource, folder: Path, plan: ModelPlan, say: Callable[[str], None]) -> Verified:
     """Compare what was written with the files of base and adapter: weights, logits, tokenizer and stop tokens.
 
     The files are opened anew. Weights are held against the adapter's own file, logits against PEFT's layers.
@@ -241,11 +251,11 @@ def verify_merged(
     """
     say("verifying: comparing weights")
     written = open_written(folder)
-    base, adapted = base_weights(source, offline=offline), plan.adapted
+    base, adapted = base_weights(source), plan.adapted
     merged = MergedWeights(base, {} if adapted is None else source_updates(source, adapted))
     problems = compare_written(written, merged, plan.rounding)
     say("verifying: comparing logits")
-    tokenizer = source_tokenizer(source, offline=offline)
+    tokenizer = source_tokenizer(source)
     probe = probe_batch(tokenizer, base.shape(base.ends[0])[0])
     probe, exact, without, wanted = _reference(plan, base, adapted, probe)
     request = model_request(folder, probe, elements(written), dtype="float32")
@@ -340,11 +350,7 @@ def _unmerged() -> str:
     return f"export.formats: [{', '.join(exports.names(merges=False))}]"
 
 
-#: What lies beside the weights of a model that takes images or sound.
-_PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-
-
-def copy_model(source: ExportSource, folder: Path, *, offline: bool) -> None:
+def copy_model(source: ExportSource, folder: Path) -> None:
     """Copy a full fine-tune, which is complete already, and write its tokenizer with the template of training.
 
     Raises:
@@ -354,12 +360,12 @@ def copy_model(source: ExportSource, folder: Path, *, offline: bool) -> None:
         wanted = path.is_file() and path.suffix in (".safetensors", ".json", ".jinja", ".model", ".txt")
         if wanted and path.name not in PROGRESS:
             shutil.copyfile(path, folder / path.name)
-    source_tokenizer(source, offline=offline).save_pretrained(str(folder))
+    source_tokenizer(source).save_pretrained(str(folder))
     if source.base.init == "pretrained":
-        copy_processors(source, folder, offline=offline)
+        copy_processors(source, folder)
 
 
-def copy_processors(source: ExportSource, folder: Path, *, offline: bool) -> None:
+def copy_processors(source: ExportSource, folder: Path) -> None:
     """Copies how a multimodal base prepares images and sound, without which its frozen parts are of no use."""
     from transformers.utils.hub import cached_file
 
@@ -368,7 +374,7 @@ def copy_processors(source: ExportSource, folder: Path, *, offline: bool) -> Non
             source_of(source.base.name_or_path),
             name,
             revision=source.base.revision,
-            local_files_only=offline,
+            local_files_only=source.offline,
             _raise_exceptions_for_missing_entries=False,
             _raise_exceptions_for_connection_errors=False,
         )
@@ -376,7 +382,7 @@ def copy_processors(source: ExportSource, folder: Path, *, offline: bool) -> Non
             shutil.copyfile(found, folder / name)
 
 
-def verify_copy(source: ExportSource, folder: Path, *, offline: bool) -> Verified:
+def verify_copy(source: ExportSource, folder: Path) -> Verified:
     """Load the copy with plain transformers; its weights must be the files', bit for bit, and its logits the source's.
 
     Raises:
@@ -386,8 +392,8 @@ def verify_copy(source: ExportSource, folder: Path, *, offline: bool) -> Verifie
         wanted = tensor_files(source.folder)
     except (OSError, SafetensorError) as error:
         raise unusable(source.folder, f"its weights cannot be read ({error})") from error
-    tokenizer = source_tokenizer(source, offline=offline)
-    rounds = getattr(read_config(str(source.folder), revision=None, offline=True), "quantization_config", None)
+    tokenizer = source_tokenizer(source)
+    rounds = getattr(local_config(source.folder), "quantization_config", None)
     probe, trained, parameters = _trained(source, tokenizer, rounds=rounds is not None)
     request = model_request(folder, probe, parameters, dtype="float32" if rounds is None else "stored")
     answer = source.reload(request, sent(probe))
@@ -395,7 +401,7 @@ def verify_copy(source: ExportSource, folder: Path, *, offline: bool) -> Verifie
         raise not_verified(folder, list(answer.problems))
     # By the names in the files: some families' weights have others once they are loaded.
     problems = shortened(list(_compare(tensor_files(folder), wanted)))
-    stops = stop_token_ids(read_facts(source.base, offline=offline, origins=source.origins), tokenizer)
+    stops = source_stops(source, tokenizer)
     others, facts = check_answer(answer, trained, probe, tokenizer, stops, TOLERANCE)
     if problems or others:
         raise not_verified(folder, [*problems, *others])
@@ -412,8 +418,8 @@ def _trained(source: ExportSource, tokenizer: PreTrainedTokenizerBase, *, rounds
         model = load_written(source.folder)
         probe = continued(model, probe_batch(tokenizer, model.get_input_embeddings().weight.shape[0]))
         return probe, logits(model, probe), sum(parameter.numel() for parameter in model.parameters())
-    stored = base_weights(source, offline=True)
-    outline = unwritten(read_config(str(source.folder), revision=None, offline=True))
+    stored = base_weights(source)
+    outline = unwritten(local_config(source.folder))
     probe = probe_batch(tokenizer, stored.shape(stored.ends[0])[0])
     return *trained_logits(outline, stored, probe), elements(stored)
 
@@ -431,14 +437,6 @@ def _compare(found: dict[str, TensorFile], wanted: dict[str, TensorFile]) -> Ite
                 yield f"{key} differs"
 
 
-_LAYER = re.compile(r"(.*?\.\d+)\.")
-#: Bytes for each element: of a weight that is merged (as stored, s B A, that times s, rounded), of one that is read to
-#: compute with (as stored, float32), of a layer (float32).
-_MERGED, _READ, _COMPUTED = 14, 6, 4
-#: Python, its libraries and the activations of the probe.
-_BESIDE = 1 << 29
-
-
 def merge_bytes(base: StoredWeights, changed: Collection[str]) -> int:
     """Bytes of memory that merging and verifying take at most: they depend on the largest weight and layer alone."""
     sizes = {name: math.prod(base.shape(name)) for name in base.names}
@@ -451,9 +449,9 @@ def merge_bytes(base: StoredWeights, changed: Collection[str]) -> int:
     return _BESIDE + max(_MERGED * merged, _READ * max(sizes.values(), default=0), _COMPUTED * whole)
 
 
-def model_bytes(source: ExportSource, *, offline: bool) -> int:
+def model_bytes(source: ExportSource) -> int:
     """Bytes on disk of a complete model in ``export.dtype``, or in the base's dtypes."""
-    base = base_weights(source, offline=offline)
+    base = base_weights(source)
     wanted = None if source.settings.dtype == "auto" else getattr(torch, source.settings.dtype)
 
     def bytes_of(name: str) -> int:

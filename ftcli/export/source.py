@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -21,16 +21,17 @@ from ftcli.config.tree import MapNode
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin, first_line
 from ftcli.export.clean.process import Reload, ask_once
 from ftcli.facts.config_file import hub_errors
-from ftcli.facts.model import read_facts
+from ftcli.facts.model import ModelFacts, read_facts
 from ftcli.facts.weights import ADAPTER_CONFIG
-from ftcli.model.checkpoint import hollow, load_adapter, load_whole, read_config, weight_files
-from ftcli.model.streamed import compute_buffers
-from ftcli.model.tokenizer import load_tokenizer, read_tokenizer, require_stop, source_of
+from ftcli.model.load_quantized import compute_buffers
+from ftcli.model.lora import load_adapter
+from ftcli.model.pretrained import hollow, load_whole, read_config, weight_files
+from ftcli.model.tokenizer import load_tokenizer, read_tokenizer, require_stop, source_of, stop_token_ids
 from ftcli.plain import JsonObject
 from ftcli.run.atomic import irregular_file, json_object_in, read_json_object
 from ftcli.run.directory import RunDirectory
-from ftcli.run.held import hold_base, not_held
 from ftcli.run.inputs import base_inputs
+from ftcli.run.integrity import hold_base, not_held
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -46,6 +47,7 @@ _OTHER_FORMULAS = (
 )
 #: Beginnings of an adapter that leave the base as it is; the others (PiSSA, OLoRA, LoftQ) train beside a changed base.
 _ON_THE_BASE = (None, True, False, "gaussian", "orthogonal", "eva", "eye")
+_LOAD_ERRORS = (OSError, ValueError, RuntimeError, KeyError, SafetensorError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +65,14 @@ class ExportSource:
         run: The run's folder, which knows the base's weights by content, and its seed; None for an adapter in any
             other folder, of which nothing more is known.
         settings: What is asked of the formats.
+        offline: Nothing is downloaded.
         verify: Whether what is written is compared with what was trained.
         reload: Loads what was written again, in a process of its own.
         llama_cpp: What there is of llama.cpp on the machine (``ftcli.export.gguf.llama``).
         quantization: How training held the base weights.
         compute: The dtype of training's products, into which quantised weights were dequantised.
         vocabulary: How many tokens the adapter's embeddings have, where the base has another number.
-        files: What ``folder`` holds, by digests (``ftcli.run.held.result_files``).
+        files: What ``folder`` holds, by digests (``ftcli.run.integrity.result_files``).
     """
 
     kind: Literal["adapter", "model"]
@@ -81,6 +84,7 @@ class ExportSource:
     run: tuple[Path, int] | None = None
     of_result: bool = True
     settings: ExportConfig = field(default_factory=ExportConfig)
+    offline: bool = False
     verify: bool = True
     reload: Reload = ask_once
     llama_cpp: str | None = None
@@ -213,36 +217,26 @@ def unusable(path: Path, reason: str) -> FtcliError:
     )
 
 
-_LOAD_ERRORS = (OSError, ValueError, RuntimeError, KeyError, SafetensorError)
-
-
-def load_written(folder: Path, **options: Any) -> PreTrainedModel:
-    """The model in a local folder, made of that folder's files alone, in the dtype that they are stored in.
-
-    Args:
-        options: For ``from_pretrained``.
-
-    Raises:
-        FtcliError: FT741 when transformers cannot load it.
-    """
+def load_written(folder: Path) -> PreTrainedModel:
+    """The model in a local folder, in the dtype that it is stored in. Raises FtcliError FT741 where it is damaged."""
     try:
-        return _from_pretrained(str(folder), offline=True, **options)
+        return load_whole(str(folder), dtype="auto", offline=True).eval()
     except FtcliError as error:
         raise not_verified(folder, [finding.message for finding in error.findings]) from error
     except _LOAD_ERRORS as error:
         raise not_verified(folder, [f"transformers cannot load it: {first_line(error)}"]) from error
 
 
-def base_files(source: ExportSource, *, offline: bool) -> list[Path]:
+def base_files(source: ExportSource) -> list[Path]:
     """The weight files of the model that the adapter belongs to. Raises FtcliError FT323 when there are none."""
     model = source.base
     try:
-        return weight_files(source_of(model.name_or_path), model.revision, offline)
+        return weight_files(source_of(model.name_or_path), model.revision, source.offline)
     except hub_errors() as error:
         raise _no_base(source, error) from error
 
 
-def held_base(source: ExportSource, *, offline: bool) -> list[Finding]:
+def held_base(source: ExportSource) -> list[Finding]:
     """FT770 where the base cannot be held against the one that ``source`` was trained on.
 
     Raises:
@@ -253,13 +247,13 @@ def held_base(source: ExportSource, *, offline: bool) -> list[Finding]:
             not_held(str(source.folder), "it is in no run directory, and names its base without saying its content")
         ]
     run, seed = source.run
-    facts = read_facts(source.base, offline=offline, origins=source.origins)
+    facts = base_facts(source)
     adapter = source.kind == "adapter"
     commit = None
     try:
         if adapter and source.base.init == "pretrained":
             name = source_of(source.base.name_or_path)
-            config = read_config(name, revision=source.base.revision, offline=offline)
+            config = read_config(name, revision=source.base.revision, offline=source.offline)
             commit = getattr(config, "_commit_hash", None)
         now = base_inputs(facts, source.base, commit)
     except hub_errors() as error:
@@ -277,9 +271,9 @@ def _no_base(source: ExportSource, error: BaseException) -> FtcliError:
     )
 
 
-def _from_pretrained(name: str, **options: Any) -> PreTrainedModel:
-    # Eager attention is exact for every model, score capping included, and the same on both sides of a comparison.
-    return load_whole(name, **{"dtype": "auto", **options}).eval()
+def local_config(folder: Path) -> PretrainedConfig:
+    """transformers' config of the model in a local folder. Raises FtcliError as ``read_config``."""
+    return read_config(str(folder), revision=None, offline=True)
 
 
 def plain_config(config: PretrainedConfig) -> PretrainedConfig:
@@ -323,6 +317,16 @@ def attach(base: PreTrainedModel, folder: Path) -> PeftModel:
     return adapted.float().eval()  # modules that were trained whole come in the dtype that they are stored in
 
 
+def base_facts(source: ExportSource) -> ModelFacts:
+    """The facts of the model that ``source`` was trained from. Raises FtcliError FT30x where they cannot be read."""
+    return read_facts(source.base, offline=source.offline, origins=source.origins)
+
+
+def source_stops(source: ExportSource, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Ids that end a turn; the first is eos."""
+    return stop_token_ids(base_facts(source), tokenizer)
+
+
 def load_own_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
     """The tokenizer saved in ``folder``; None where there is none. Raises FtcliError FT321 for one that is damaged."""
     if not (folder / "tokenizer_config.json").is_file():
@@ -330,7 +334,7 @@ def load_own_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
     return read_tokenizer(str(folder), offline=True)
 
 
-def source_tokenizer(source: ExportSource, *, offline: bool) -> PreTrainedTokenizerBase:
+def source_tokenizer(source: ExportSource) -> PreTrainedTokenizerBase:
     """The tokenizer of training, with the chat template that the data was rendered with.
 
     Raises:
@@ -339,7 +343,7 @@ def source_tokenizer(source: ExportSource, *, offline: bool) -> PreTrainedTokeni
     """
     from ftcli.data.template import read_template
 
-    tokenizer = load_own_tokenizer(source.folder) or load_tokenizer(source.base, offline=offline)
+    tokenizer = load_own_tokenizer(source.folder) or load_tokenizer(source.base, offline=source.offline)
     require_stop(tokenizer, str(source.folder))
     if source.chat_template is not None:
         tokenizer.chat_template = read_template(source.chat_template)

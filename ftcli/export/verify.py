@@ -17,10 +17,10 @@ from ftcli.export.clean.request import GREEDY, LOGITS, ReloadAnswer, ReloadReque
 from ftcli.export.lazy import computing_from
 from ftcli.export.merge import Rounding
 from ftcli.export.probe import TEXTS, LogitsComparison, Probe, compare_logits, continued, logits, rendered_ids
-from ftcli.export.source import not_verified, plain_config
+from ftcli.export.source import local_config, not_verified, plain_config
 from ftcli.export.tensorfile import TensorFile
 from ftcli.export.weights import MergedWeights, ModelWeights, StoredTensors, StoredWeights
-from ftcli.model.checkpoint import hollow, read_config, weight_files
+from ftcli.model.pretrained import hollow, weight_files
 from ftcli.plain import JsonMap, JsonObject
 
 if TYPE_CHECKING:
@@ -37,6 +37,8 @@ TOLERANCE = 1e-4
 SENSITIVE = 1e-2
 #: Largest relative error of one rounding to the dtype.
 UNIT_ROUNDOFF = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+#: Elements that are compared at once.
+_PIECE = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,10 +275,6 @@ def compare_tensors(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -
     return shortened(problems)
 
 
-#: Elements that are compared at once.
-_PIECE = 1 << 24
-
-
 def open_written(folder: Path) -> StoredWeights:
     """The weights in ``folder``.
 
@@ -284,7 +282,7 @@ def open_written(folder: Path) -> StoredWeights:
         FtcliError: FT741 for files that do not make the model of the folder's config.json.
     """
     try:
-        config = read_config(str(folder), revision=None, offline=True)
+        config = local_config(folder)
         return StoredWeights(weight_files(str(folder), None, offline=True), hollow(plain_config(config)))
     except FtcliError as error:
         raise not_verified(folder, [finding.message for finding in error.findings]) from error

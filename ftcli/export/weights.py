@@ -23,20 +23,20 @@ from ftcli.export.source import (
     ADAPTER_WEIGHTS,
     ExportSource,
     attach,
+    base_facts,
     base_files,
+    local_config,
     plain_config,
     read_adapter_config,
     unusable,
     unwritten,
 )
 from ftcli.export.tensorfile import TensorFile, finite_tensors
-from ftcli.facts.model import read_facts
-from ftcli.model.checkpoint import hollow, read_config, weight_files
 from ftcli.model.load import config_of
+from ftcli.model.load_quantized import require_ignorable
+from ftcli.model.pretrained import hollow, weight_files
 from ftcli.model.quantized import unreadable_weights
 from ftcli.model.renaming import Renaming
-from ftcli.model.streamed import require_ignorable
-from ftcli.model.tokenizer import source_of
 from ftcli.plain import JsonMap
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class StoredWeights:
 
     Args:
         files: The model's.
-        model: Without memory (``ftcli.model.checkpoint.hollow``).
+        model: Without memory (``ftcli.model.pretrained.hollow``).
         rows: How many rows some weights are taken to have: zeros are added to the files', or the last left out.
 
     Raises:
@@ -270,34 +270,32 @@ def ends(model: PreTrainedModel) -> tuple[str, str]:
     return names[id(inputs)], names.get(id(outputs), "")
 
 
-def source_weights(
-    source: ExportSource, *, offline: bool
-) -> tuple[StoredWeights, None] | tuple[MergedWeights, PeftModel]:
+def source_weights(source: ExportSource) -> tuple[StoredWeights, None] | tuple[MergedWeights, PeftModel]:
     """What is exported, read tensor by tensor; and the adapter on its base, whose weights are not read yet.
 
     Raises:
         FtcliError: FT323 when the weights are not there, FT742 when the adapter is damaged or does not fit.
     """
-    base = base_weights(source, offline=offline)
+    base = base_weights(source)
     if source.kind == "model":
         return base, None
-    adapted = attach(unwritten(source_config(source, offline=offline)), source.folder)
+    adapted = attach(unwritten(source_config(source)), source.folder)
     return MergedWeights(base, source_updates(source, adapted)), adapted
 
 
-def base_weights(source: ExportSource, *, offline: bool) -> StoredWeights:
+def base_weights(source: ExportSource) -> StoredWeights:
     """The weights that an adapter belongs to, as training held them; those of a full fine-tune themselves.
 
     Raises:
         FtcliError: FT323 when they are not there or damaged, FT740 for `export.base: original` where there is nothing
             but quantised weights.
     """
-    config = source_config(source, offline=offline)
+    config = source_config(source)
     if source.kind == "model":
         return StoredWeights(weight_files(str(source.folder), None, offline=True), hollow(plain_config(config)))
     model = hollow(plain_config(config))
     rows = {} if source.vocabulary is None else dict.fromkeys(filter(None, ends(model)), source.vocabulary)
-    files = base_files(source, offline=offline)
+    files = base_files(source)
     return StoredWeights(files, model, base_in_training(source, config, model), rows)
 
 
@@ -309,11 +307,11 @@ def source_updates(source: ExportSource, adapted: PeftModel) -> dict[str, Weight
         raise unusable(source.folder, str(error)) from error
 
 
-def source_config(source: ExportSource, *, offline: bool) -> PretrainedConfig:
+def source_config(source: ExportSource) -> PretrainedConfig:
     """transformers' config of what is exported: the base's, or that of the full fine-tune."""
     if source.kind == "model":
-        return read_config(source_of(str(source.folder)), revision=None, offline=True)
-    return with_vocabulary(config_of(read_facts(source.base, offline=offline, origins=source.origins).raw), source)
+        return local_config(source.folder)
+    return with_vocabulary(config_of(base_facts(source).raw), source)
 
 
 def with_vocabulary(config: PretrainedConfig, source: ExportSource) -> PretrainedConfig:

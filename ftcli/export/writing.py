@@ -22,8 +22,10 @@ from ftcli.export.source import (
     ADAPTER_WEIGHTS,
     ExportSource,
     held_base,
+    local_config,
     resolve_source,
     sha256,
+    source_stops,
     source_tokenizer,
     unusable,
 )
@@ -31,25 +33,22 @@ from ftcli.export.tensorfile import require_room
 from ftcli.export.verify import Verified
 from ftcli.export.weights import source_config
 from ftcli.facts.config_file import hub_errors
-from ftcli.facts.model import read_facts
 from ftcli.facts.weights import EXPORT_RECORD, MODEL_CARD
-from ftcli.model.checkpoint import read_config
-from ftcli.model.load import stop_token_ids
 from ftcli.plain import JsonObject, plain, plain_fields
 from ftcli.plan.quantization import stores_ternary_masters
 from ftcli.preflight.checks.support import is_installed
 from ftcli.reporting import Reporter
 from ftcli.run.atomic import TRASH_PREFIX, replace_directory, storage_errors, utc_now, write_json, writing_into
-from ftcli.run.card import write_card
 from ftcli.run.directory import RunDirectory
-from ftcli.run.held import hold_result, result_files
+from ftcli.run.integrity import hold_result, result_files
+from ftcli.run.report.card import write_card
 from ftcli.tables import code_of, exports
 
 
 class WriteFormat(Protocol):
     """The code of a format's row in :mod:`ftcli.tables.exports`."""
 
-    def __call__(self, source: ExportSource, folder: Path, *, offline: bool, say: Callable[[str], None]) -> Verified:
+    def __call__(self, source: ExportSource, folder: Path, say: Callable[[str], None]) -> Verified:
         """Writes ``source`` into the empty ``folder``, loads it again and compares; ``say`` is told what takes time.
 
         Raises:
@@ -126,7 +125,7 @@ def export_run(
         files = result_files(found.folder)
     except OSError as error:
         raise unusable(found.folder, f"{error.filename} cannot be read ({error.strerror})") from error
-    found = replace(found, settings=settings or found.settings, verify=verify, files=files)
+    found = replace(found, settings=settings or found.settings, verify=verify, files=files, offline=offline)
     skipped = [name for name in formats if found.kind == "model" and exports.row(name).needs_adapter]
     if skipped and len(skipped) == len(formats):
         raise _no_adapter(found)
@@ -138,28 +137,28 @@ def export_run(
         message = f"a full fine-tune has no adapter: the format {name} is skipped"
         reporter.finding(Finding("FT745", message, severity="warning"))
     merging = any(exports.row(name).merges for name in wanted)
-    for finding in held_base(found, offline=offline) if merging else ():
+    for finding in held_base(found) if merging else ():
         reporter.finding(finding)
     with ExitStack() as stack:
         merges = any(exports.row(name).merges for name in made)
-        whole = stack.enter_context(with_its_vocabulary(found, offline=offline)) if merges else found
-        require_room(found.destination, sum(needed_bytes(whole, name, offline=offline) for name in made))
-        _require_served(whole, made, offline=offline)
+        whole = stack.enter_context(with_its_vocabulary(found)) if merges else found
+        require_room(found.destination, sum(needed_bytes(whole, name) for name in made))
+        _require_served(whole, made)
         process = stack.enter_context(CleanProcess())
         if verify and made:
             process.start()  # what it imports takes as long as writing a small model
         found = replace(found, reload=process.ask, llama_cpp=_llama_cpp(made, verify, reporter))
         whole = replace(found, folder=whole.folder, vocabulary=whole.vocabulary)
-        return [unchanged.get(name) or _written(found, whole, name, reporter, offline) for name in wanted]
+        return [unchanged.get(name) or _written(found, whole, name, reporter) for name in wanted]
 
 
-def _require_served(source: ExportSource, names: Sequence[str], *, offline: bool) -> None:
+def _require_served(source: ExportSource, names: Sequence[str]) -> None:
     """Raises FtcliError FT756 or FT759 for a tokenizer that one of the formats cannot hold, before any is written."""
     served = [reference for name in names if (reference := exports.row(name).serves) is not None]
     if served and is_installed("gguf"):
-        tokenizer = source_tokenizer(source, offline=offline)
-        stops = stop_token_ids(read_facts(source.base, offline=offline, origins=source.origins), tokenizer)
-        text = source_config(source, offline=offline).get_text_config()
+        tokenizer = source_tokenizer(source)
+        stops = source_stops(source, tokenizer)
+        text = source_config(source).get_text_config()
         for reference in served:
             code_of(reference)(tokenizer, stops, text.vocab_size)
 
@@ -174,8 +173,8 @@ def _llama_cpp(made: Sequence[str], verify: bool, reporter: Reporter) -> str | N
     return found
 
 
-def _written(source: ExportSource, whole: ExportSource, name: str, reporter: Reporter, offline: bool) -> ExportResult:
-    result = _export(source, whole, name, reporter, offline)
+def _written(source: ExportSource, whole: ExportSource, name: str, reporter: Reporter) -> ExportResult:
+    result = _export(source, whole, name, reporter)
     for warning in result.warnings:
         reporter.finding(warning)
     proof = f"verified ({result.verification.compared})" if source.verify else "not verified"
@@ -183,7 +182,7 @@ def _written(source: ExportSource, whole: ExportSource, name: str, reporter: Rep
     return result
 
 
-def _export(source: ExportSource, whole: ExportSource, name: str, reporter: Reporter, offline: bool) -> ExportResult:
+def _export(source: ExportSource, whole: ExportSource, name: str, reporter: Reporter) -> ExportResult:
     """One format, of ``source`` as it is, or as it is merged: with its embeddings trained ``whole``."""
     target = source.destination / name
     _require_replaceable(target)
@@ -193,7 +192,7 @@ def _export(source: ExportSource, whole: ExportSource, name: str, reporter: Repo
 
     write: WriteFormat = code_of(exports.row(name).write)
     with _staged(target) as staged:
-        verified = write(whole if exports.row(name).merges else source, staged, offline=offline, say=say)
+        verified = write(whole if exports.row(name).merges else source, staged, say)
         write_json(staged / EXPORT_RECORD, plain({**_record(source, name, verified), "files": _sizes(staged)}))
         if source.run is not None:
             run = RunDirectory(source.run[0])
@@ -302,7 +301,7 @@ def _require_rounded(source: ExportSource, formats: Sequence[str]) -> None:
     unfit = [name for name in formats if not exports.row(name).masters]
     if source.kind != "model" or not unfit:
         return
-    if stores_ternary_masters(read_config(str(source.folder), revision=None, offline=True).to_dict()):
+    if stores_ternary_masters(local_config(source.folder).to_dict()):
         raise FtcliError.single(
             "FT740",
             f"{source.folder.parent} was trained with ternary weights; {unfit[0]} would store their float32 masters as "
@@ -352,7 +351,7 @@ def _refused(reason: str, exit_code: ExitCode, help: str) -> FtcliError:
     return FtcliError.single("FT755", f"nothing more is uploaded: {reason}", exit_code=exit_code, help=help)
 
 
-def needed_bytes(source: ExportSource, name: str, *, offline: bool) -> int:
+def needed_bytes(source: ExportSource, name: str) -> int:
     """Bytes on disk that a format takes at most; 0 where it cannot be known before it is written.
 
     What keeps an export from being made is said by whoever makes it.
@@ -361,7 +360,7 @@ def needed_bytes(source: ExportSource, name: str, *, offline: bool) -> int:
     if reference is None:
         return 0
     try:
-        needed: int = code_of(reference)(source, offline=offline)
+        needed: int = code_of(reference)(source)
     except (FtcliError, OSError, SafetensorError):
         return 0
     return needed

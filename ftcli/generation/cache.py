@@ -1,12 +1,12 @@
-"""The key-value cache, and how attention of one call reads and writes it.
+"""The key-value cache: pages on the device, which of them are free, and attention of one call on them.
 
-A call reaches the attention of each layer as the keyword argument ``cached``
-(:class:`ftcli.model.attention.AttentionCache`); no module holds the cache.
+Pages are counted on the host alone: lengths are known there without asking the device. A call reaches the attention of
+each layer as the keyword argument ``cached`` (:class:`ftcli.model.attention.AttentionCache`); no module holds it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,41 @@ from ftkernels.limits import CACHE_PAGE
 from torch import Tensor
 
 from ftcli.facts.generation import CacheShape
+
+
+class PagePool:
+    """Pages 1 to ``count - 1``, each in use by any number of sequences. Page 0 is reserved: empty rows point at it."""
+
+    def __init__(self, count: int) -> None:
+        self._free = list(range(count - 1, 0, -1))
+        self._users = [0] * count
+
+    @property
+    def free(self) -> int:
+        """Pages that nobody uses."""
+        return len(self._free)
+
+    def take(self, count: int) -> list[int]:
+        """Pages for one user. Raises ValueError when there are not so many."""
+        if count > len(self._free):
+            raise ValueError(f"{count} pages asked for, {len(self._free)} free")
+        pages = [self._free.pop() for _ in range(count)]
+        self.share(pages)
+        return pages
+
+    def share(self, pages: Iterable[int]) -> None:
+        """One more user of each page."""
+        for page in pages:
+            self._users[page] += 1
+
+    def give_back(self, pages: Iterable[int]) -> None:
+        """One user less; a page without users is free. Raises ValueError for a page that has none."""
+        for page in pages:
+            if self._users[page] == 0:
+                raise ValueError(f"page {page} is free already")
+            self._users[page] -= 1
+            if self._users[page] == 0:
+                self._free.append(page)
 
 
 class Cache:
@@ -41,7 +76,7 @@ class Cache:
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """A call over whole prompts, (1, S): keys and values are kept, and attention goes on as in training.
+    """A call over whole prompts, (1, S): keys and values are kept, and attention is computed as in training.
 
     ``page`` and ``spot``: (S,) int64, where each token's are written.
     """
@@ -61,7 +96,7 @@ class Prefill:
         softcap: float,
         window: int | None,
     ) -> None:
-        """As :class:`ftcli.model.attention.AttentionCache` says: attention is left to the caller."""
+        """Keeps keys and values (:class:`ftcli.model.attention.AttentionCache`); attention is left to the caller."""
         pages = self.cache.layer(layer)
         for pool, new in ((pages.keys, key), (pages.values, value)):
             pool[self.page, :, self.spot] = new[0].transpose(0, 1).to(pool.dtype)
@@ -91,7 +126,7 @@ class Decode:
         softcap: float,
         window: int | None,
     ) -> Tensor:
-        """As :class:`ftcli.model.attention.AttentionCache` says: (B, 1, heads, features)."""
+        """Attention against the cache (:class:`ftcli.model.attention.AttentionCache`): (B, 1, heads, features)."""
         pages = self.cache.layer(layer)
         q, k, v = (tensor[:, :, 0].to(pages.keys.dtype) for tensor in (query, key, value))
         out = decode_attention(

@@ -1,22 +1,250 @@
-"""An engine: one model, its key-value cache, and the rows that are decoded together."""
+"""The engine: one model, its key-value cache, and continuous batching of the rows that it decodes.
+
+Rows that have ended leave, rows that wait enter, and the host does not wait for the device.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
-from ftkernels.sampling import GREEDY, Sampling
+from ftkernels.limits import CACHE_PAGE
+from ftkernels.sampling import GREEDY, NOT_FINITE, Sampling, choose
+from torch import Tensor
 
-from ftcli.facts.generation import EngineLayout, pages_of
-from ftcli.generation.batch import DecodeBatch
-from ftcli.generation.cache import Cache
-from ftcli.generation.forward import Forward, cache_dtype, cache_shape
-from ftcli.generation.graphs import Stepper
-from ftcli.generation.pages import PagePool
-from ftcli.generation.requests import Completion, GenerationRequest, StopConditions, Token, collected
-from ftcli.generation.scheduler import Scheduler, SchedulerParts
-from ftcli.generation.stopping import StopCheck
+from ftcli.facts.generation import PREFILL_TOKENS, EngineLayout, pages_of
+from ftcli.generation.cache import Cache, PagePool
+from ftcli.generation.decoding import DecodeBatch, DecodingRow, Stepper
+from ftcli.generation.forward import Forward, PromptPages, cache_dtype, cache_shape
+from ftcli.generation.requests import (
+    Completion,
+    GenerationRequest,
+    NotFinite,
+    StopCheck,
+    StopConditions,
+    StopReason,
+    Token,
+    collected,
+)
 from ftcli.plan.precision import DtypePlan
+
+#: New rows enter when one in so many places is free, so that several prompts are computed together.
+_ENTER_SHARE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerParts:
+    """Parts of an engine that a schedule uses.
+
+    ``rows``: most at once; ``ahead``: steps that the device may be behind the host.
+    """
+
+    forward: Forward
+    cache: Cache
+    pool: PagePool
+    batch: DecodeBatch
+    stepper: Stepper
+    rows: int
+    device: torch.device
+    ahead: int
+
+
+@dataclass(slots=True)
+class _Started:
+    """A request whose prompt lies in ``pages`` of the cache, and whose completions have not all begun.
+
+    ``logits``: (V,) float32, after the prompt.
+    """
+
+    number: int
+    request: GenerationRequest
+    pages: list[int]
+    logits: Tensor
+    begun: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Coming:
+    """One token of each of ``rows``, on its way to the host; it has come when ``event`` is over, or None."""
+
+    rows: tuple[DecodingRow, ...]
+    tokens: Tensor
+    logprobs: Tensor
+    event: torch.cuda.Event | None
+
+
+class Scheduler:
+    """One run of an engine over some requests."""
+
+    def __init__(
+        self, tools: SchedulerParts, requests: Sequence[GenerationRequest], sampling: Sampling, stopping: StopCheck
+    ) -> None:
+        self._tools = tools
+        self._sampling = sampling
+        self._stopping = stopping
+        self._waiting = deque(enumerate(requests))
+        self._started: deque[_Started] = deque()
+        self._active: list[DecodingRow] = []
+        self._coming: deque[_Coming] = deque()
+
+    def tokens(self) -> Iterator[Token]:
+        """Yields tokens as they come; see :meth:`Engine.run`."""
+        try:
+            while self._waiting or self._started or self._active or self._coming:
+                self._enter()
+                if self._active:
+                    self._step()
+                while len(self._coming) > (self._tools.ahead if self._active else 0):
+                    yield from self._look(self._coming.popleft())
+                self._leave()
+        finally:
+            for pages in (*(row.pages for row in self._active), *(one.pages for one in self._started)):
+                self._tools.pool.give_back(pages)
+
+    # -- a step ----------------------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        tools = self._tools
+        if list(tools.batch.rows) != self._active:
+            tools.batch.arrange(self._active, None)
+        tools.stepper.step(self._sampling)
+        for row in self._active:
+            row.issued += 1
+        count = len(self._active)
+        self._bring(self._active, tools.batch.tokens[:count], tools.batch.logprobs[:count])
+
+    def _bring(self, rows: Sequence[DecodingRow], tokens: Tensor, logprobs: Tensor) -> None:
+        """Sends the host what was chosen, without waiting."""
+        if tokens.device.type != "cuda":
+            self._coming.append(_Coming(tuple(rows), tokens.clone(), logprobs.clone(), None))
+            return
+        host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in (tokens, logprobs)]
+        for into, tensor in zip(host, (tokens, logprobs), strict=True):
+            into.copy_(tensor, non_blocking=True)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        self._coming.append(_Coming(tuple(rows), host[0], host[1], event))
+
+    def _look(self, coming: _Coming) -> Iterator[Token]:
+        """Tokens that have come; those after the end of a completion are dropped."""
+        if coming.event is not None:
+            coming.event.synchronize()
+        for row, token, logprob in zip(coming.rows, coming.tokens.tolist(), coming.logprobs.tolist(), strict=True):
+            if row.ended:
+                continue
+            if token == NOT_FINITE:
+                raise NotFinite
+            row.tokens.append(token)
+            ended: StopReason | None = None
+            if self._stopping.stopped(row.tokens):
+                ended, row.ended = "stop", True
+            elif len(row.tokens) == row.limit:
+                ended = "limit"
+            yield Token(row.request, row.completion, token, logprob, ended)
+
+    def _leave(self) -> None:
+        """Rows that are over free their pages. Steps that are still on their way may write to them, before whoever gets
+        them next does.
+        """
+        for row in self._active:
+            if row.over:
+                self._tools.pool.give_back(row.pages)
+        self._active = [row for row in self._active if not row.over]
+
+    # -- new rows --------------------------------------------------------------------------------------------
+
+    def _enter(self) -> None:
+        """Lets waiting rows in, as many as there are places and pages for, where enough places are free."""
+        tools = self._tools
+        free = tools.rows - len(self._active)
+        if not (self._waiting or self._started) or (self._active and free < max(1, tools.rows // _ENTER_SHARE)):
+            return
+        new: list[DecodingRow] = []
+        logits: list[Tensor] = []
+        copied: list[tuple[int, int]] = []
+        while len(new) < free:
+            if not self._started and not self._prefill(free - len(new)):
+                break
+            row = self._begin(self._started[0], copied)
+            if row is None:
+                break
+            new.append(row)
+            logits.append(self._started[0].logits)
+            if self._started[0].begun == len(self._started[0].request.seeds):
+                self._started.popleft()
+        if new:
+            tools.cache.copy_pages([source for source, _ in copied], [target for _, target in copied])
+            self._choose_first(new, logits)
+        elif not self._active:
+            raise RuntimeError("the cache is too small for a single sequence")
+
+    def _prefill(self, places: int) -> bool:
+        """Computes prompts that wait: no more than ``places`` need, than fit a pass, and than there are pages for."""
+        tools = self._tools
+        chosen: list[tuple[int, GenerationRequest]] = []
+        tokens, needed, completions = 0, 0, 0
+        while self._waiting and completions < places:
+            number, request = self._waiting[0]
+            size = len(request.prompt)
+            pages = pages_of(size + request.limit)  # of the prompt and of a first completion
+            too_much = tokens + size > PREFILL_TOKENS[tools.device.type]
+            if (chosen and too_much) or needed + pages + len(chosen) > tools.pool.free:
+                break
+            chosen.append((number, request))
+            self._waiting.popleft()
+            tokens, needed, completions = tokens + size, needed + pages, completions + len(request.seeds)
+        if not chosen:
+            return False
+        prompts = [PromptPages(request.prompt, tools.pool.take(pages_of(len(request.prompt)))) for _, request in chosen]
+        logits = tools.forward.prefill(prompts, tools.cache)
+        for (number, request), prompt, one in zip(chosen, prompts, logits, strict=True):
+            self._started.append(_Started(number, request, list(prompt.pages), one))
+        return True
+
+    def _begin(self, started: _Started, copied: list[tuple[int, int]]) -> DecodingRow | None:
+        """The next completion of a request; None while there are no pages for it.
+
+        Completions share the pages that their prompt fills. Of a page that it fills in part each gets a copy, but the
+        last one, which takes all that the prompt has.
+        """
+        request, pool = started.request, self._tools.pool
+        size = len(request.prompt)
+        full = size // CACHE_PAGE
+        last = started.begun + 1 == len(request.seeds)
+        prompt_pages = started.pages if last else started.pages[:full]
+        own = pages_of(size + request.limit) - len(prompt_pages)
+        if own > pool.free:
+            return None
+        if not last:
+            pool.share(prompt_pages)
+        pages = pool.take(own)
+        if not last and full < len(started.pages):
+            copied.append((started.pages[full], pages[0]))
+        row = DecodingRow(
+            started.number, started.begun, request.seeds[started.begun], size, request.limit, [*prompt_pages, *pages]
+        )
+        started.begun += 1
+        return row
+
+    def _choose_first(self, new: list[DecodingRow], logits: list[Tensor]) -> None:
+        """The first token of each new row, from its prompt's logits; then the rows join the others."""
+        tools = self._tools
+        seeds = torch.tensor([row.seed for row in new], dtype=torch.int64).to(tools.device)
+        tokens, logprobs = choose(torch.stack(logits), self._sampling, seeds, torch.zeros_like(seeds))
+        for row in new:
+            row.issued = 1
+        self._bring(new, tokens, logprobs)
+        going_on = [at for at, row in enumerate(new) if not row.over]
+        for row in new:
+            if row.over:
+                tools.pool.give_back(row.pages)
+        self._active += [new[at] for at in going_on]
+        chosen = tokens[torch.tensor(going_on, dtype=torch.int64, device=tokens.device)]
+        if self._active:
+            tools.batch.arrange(self._active, chosen)
+
 
 #: Steps that a GPU is given before the host looks at the first one's tokens. For a row that has ended, so many more are
 #: computed and thrown away.

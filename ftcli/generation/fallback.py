@@ -8,20 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from queue import SimpleQueue
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
 import torch
 from ftkernels.sampling import GREEDY, Sampling
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from ftcli.generation.requests import Completion, GenerationRequest, StopConditions, Token, collected
-from ftcli.generation.stopping import StopCheck
+from ftcli.generation.requests import (
+    Completion,
+    GenerationRequest,
+    NotFinite,
+    StopCheck,
+    StopConditions,
+    Token,
+    collected,
+)
 from ftcli.model.backbone import compute_context
-from ftcli.model.finite import finite_logits
 from ftcli.plan.precision import DtypePlan
 
 if TYPE_CHECKING:
@@ -55,13 +62,13 @@ class TransformersGenerator:
     def complete(
         self, requests: Sequence[GenerationRequest], sampling: Sampling = GREEDY, stopping: StopCheck | None = None
     ) -> list[list[Completion]]:
-        """As the engine's."""
+        """See :meth:`ftcli.generation.engine.Engine.complete`."""
         return collected(requests, self.run(requests, sampling, stopping))
 
     def run(
         self, requests: Sequence[GenerationRequest], sampling: Sampling = GREEDY, stopping: StopCheck | None = None
     ) -> Generator[Token, None, None]:
-        """As the engine's; a single completion comes token by token, others batch by batch.
+        """See :meth:`ftcli.generation.engine.Engine.run`. One completion comes token by token, several batch by batch.
 
         Raises:
             NotFinite: the model's logits are not finite.
@@ -152,7 +159,7 @@ class _Row:
         self.seed = seed
 
     def tokens(self, tokens: Any, stopping: StopCheck) -> Iterator[Token]:
-        """What has come up to the end; the rest is padding, or beyond this row's own limit."""
+        """Tokens up to the end; the rest is padding, or beyond this row's own limit."""
         seen: list[int] = []
         for token in tokens:
             seen.append(token)
@@ -178,7 +185,7 @@ def _router_logits_off(model: PreTrainedModel | PeftModel) -> dict[str, bool]:
 
 
 class _Ended(StoppingCriteria):  # type: ignore[misc]
-    """Which rows have ended: by what stops them, or by their own limits."""
+    """Marks rows that have ended, by a stop token or string or by their own limits."""
 
     def __init__(self, rows: Sequence[_Row], width: int, stopping: StopCheck) -> None:
         self._rows = rows
@@ -208,7 +215,7 @@ class _Queue(BaseStreamer):  # type: ignore[misc]
         self._prompt_came = True
 
     def end(self) -> None:
-        """The end is told by the thread's own."""
+        """Does nothing: the thread's end is the end."""
 
 
 class _Left(StoppingCriteria):  # type: ignore[misc]
@@ -219,3 +226,30 @@ class _Left(StoppingCriteria):  # type: ignore[misc]
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
         return torch.full((input_ids.shape[0],), self._leave.is_set(), dtype=torch.bool, device=input_ids.device)
+
+
+@contextmanager
+def finite_logits(model: PreTrainedModel | PeftModel) -> Iterator[None]:
+    """A block in which ``model`` generates.
+
+    From such logits torch samples nothing: on a CPU it raises an error of its own, and on a GPU an assertion in a
+    kernel makes the device unusable for the rest of the process. The look waits for the device, as generation does for
+    each token anyway.
+
+    Raises:
+        NotFinite: the output of the model's head, float (rows, tokens, vocabulary), is not finite at its last token.
+    """
+    head = model.get_output_embeddings()
+    if head is None:
+        yield
+        return
+    hook = head.register_forward_hook(_require_finite)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _require_finite(_head: nn.Module, _inputs: object, output: Tensor) -> None:
+    if not bool(torch.isfinite(output[:, -1]).all()):
+        raise NotFinite

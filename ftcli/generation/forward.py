@@ -15,9 +15,8 @@ from torch import Tensor
 from ftcli.facts.generation import CacheShape
 from ftcli.generation.cache import Cache, Decode, Prefill
 from ftcli.model import attention
-from ftcli.model.adapted import UNPACKED, LayerPacks, PreparedGroup
 from ftcli.model.backbone import base_of, decoder_layers, head_of, hidden_states, root_of
-from ftcli.model.fused import FusedDecoderLayer
+from ftcli.model.fused import UNPACKED, FusedDecoderLayer, LayerPacks, PreparedGroup
 from ftcli.plan.precision import DtypePlan
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def cache_dtype(model: PreTrainedModel | PeftModel, plan: DtypePlan) -> torch.dtype:
-    """What keys and values come in: the dtype of products under autocast, else the model's own."""
+    """Dtype of keys and values: that of products under autocast, else the model's own."""
     dtype: torch.dtype = getattr(torch, plan.compute) if plan.autocast else base_of(model).dtype
     return dtype
 

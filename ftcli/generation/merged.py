@@ -20,7 +20,7 @@ from ftcli.config.model import Kernels
 from ftcli.facts.shape import SHARED_INPUTS
 from ftcli.model.backbone import base_of, decoder_layers
 from ftcli.model.fused import FusedDecoderLayer
-from ftcli.model.merging import merged
+from ftcli.model.lora import merged_weight
 from ftcli.model.patch import patch
 from ftcli.model.quantized import QuantizedLinear, TrainedQuantizedLinear
 from ftcli.plan.precision import DtypePlan
@@ -44,12 +44,12 @@ class MergedLinear:
         base = getattr(self.source, "base_layer", self.source)
         weight = base.frozen_weight().dequantize(torch.float32) if isinstance(base, QuantizedLinear) else base.weight
         if _adapts(self.source):
-            weight = merged(self.source, weight.detach().float())
+            weight = merged_weight(self.source, weight.detach().float())
         self.linear.weight.copy_(weight)
 
 
 def _copy_of(source: Any, dtype: torch.dtype) -> MergedLinear:
-    """With nothing written yet; the bias is shared."""
+    """A copy of ``source`` with unwritten weights; the bias is shared."""
     base = getattr(source, "base_layer", source)
     linear = nn.Linear(base.in_features, base.out_features, bias=False, device="meta")
     empty = torch.empty((base.out_features, base.in_features), dtype=dtype, device=base.weight.device)
@@ -131,7 +131,7 @@ def _linears(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_copyable(module: Any) -> bool:
-    """Whether a module is a linear layer, quantised or adapted or neither, that one matrix can stand for."""
+    """True if a module is a linear layer, quantized or adapted or neither, that one matrix can stand for."""
     from peft.tuners.lora import Linear as LoraLinear
 
     base = module
@@ -154,7 +154,7 @@ def _needs_copy(module: Any, dtype: torch.dtype) -> bool:
 
 
 def _adapts(module: Any) -> bool:
-    """Whether a layer has an adapter that is switched on."""
+    """True if a layer has an adapter that is switched on."""
     return hasattr(module, "base_layer") and not module.disable_adapters
 
 

@@ -1,10 +1,13 @@
-"""What is asked of an engine, and what it answers."""
+"""Requests to an engine, its completions, and the tokens and strings that end them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 #: Why a completion ended: a token or string that ends it, or its limit.
 StopReason = Literal["stop", "limit"]
@@ -71,10 +74,89 @@ def collected(requests: Sequence[GenerationRequest], tokens: Iterable[Token]) ->
 
 @dataclass(frozen=True, slots=True)
 class StopConditions:
-    """What ends a completion: token ids, and strings in its text.
+    """Token ids and strings that end a completion.
 
     A string ends it with the token that completes the string; cutting the text is the caller's.
     """
 
     ids: frozenset[int] = frozenset()
     strings: tuple[str, ...] = ()
+
+
+class NotFinite(Exception):
+    """The logits of a token to be sampled hold NaN or infinity."""
+
+
+#: Characters of text that a token stands for at least, where strings are looked for: none is shorter than a byte, and a
+#: character of four bytes may be four tokens.
+_TOKENS_A_CHARACTER = 4
+
+
+class StopCheck:
+    """Looks at the end of completions for what stops them.
+
+    Raises ValueError for strings without a tokenizer.
+    """
+
+    def __init__(self, stops: StopConditions, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        if stops.strings and tokenizer is None:
+            raise ValueError("stop strings are looked for in text, which needs the tokenizer")
+        self._stops = stops
+        self._tokenizer = tokenizer
+        self._reach = max((len(text) for text in stops.strings), default=0) * _TOKENS_A_CHARACTER
+
+    @property
+    def ids(self) -> frozenset[int]:
+        """Tokens that end a completion."""
+        return self._stops.ids
+
+    def stopped(self, tokens: Sequence[int]) -> bool:
+        """True if the last of ``tokens`` ends the completion. Call it after each token."""
+        if tokens[-1] in self._stops.ids:
+            return True
+        if not self._stops.strings or self._tokenizer is None:
+            return False
+        # The last few tokens hold a string that the last one completes; text before it does not matter.
+        text = str(self._tokenizer.decode(list(tokens[-self._reach :]), skip_special_tokens=False))
+        return any(stop in text for stop in self._stops.strings)
+
+
+def cut(text: str, strings: Sequence[str]) -> str:
+    """``text`` up to the first of ``strings``."""
+    found = [at for stop in strings if (at := text.find(stop)) >= 0]
+    return text[: min(found)] if found else text
+
+
+class TextUntilStop:
+    """Text that comes in pieces, up to the first of ``strings``: what may be the beginning of one is held back.
+
+    ``ended`` says that one has come.
+    """
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        self._strings = strings
+        self._held = ""
+        self.ended = False
+
+    def add(self, piece: str) -> str:
+        """The text that can be shown now."""
+        if self.ended:
+            return ""
+        text = self._held + piece
+        shown = cut(text, self._strings)
+        if len(shown) < len(text):
+            self._held, self.ended = "", True
+            return shown
+        begun = max((_begun(text, stop) for stop in self._strings), default=0)
+        self._held = text[len(text) - begun :]
+        return text[: len(text) - begun]
+
+    def finish(self) -> str:
+        """The text held back that was no stop string after all."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _begun(text: str, stop: str) -> int:
+    """How many characters of ``stop``, not all, ``text`` ends with."""
+    return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)

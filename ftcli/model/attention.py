@@ -241,7 +241,7 @@ def use(base: Any, name: str = NAME) -> str:
 
 
 def is_ours(base: Any) -> bool:
-    """Whether a transformers model's attention is this one: what documents there are can be told it."""
+    """True if a transformers model's attention is this one, which takes document boundaries."""
     from transformers.masking_utils import AttentionMaskInterface
 
     interface = AttentionMaskInterface()

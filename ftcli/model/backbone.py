@@ -9,34 +9,32 @@ before anything is computed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
+from ftkernels.tied_embedding import HeadGradient, tied_embedding
 from torch import Tensor, nn
 
 from ftcli.model import attention
 from ftcli.model.masks import Documents
-from ftcli.model.tied import TiedEmbedding
 from ftcli.tables.families import family_of
 
 if TYPE_CHECKING:
-    from ftkernels.tied_embedding import HeadGradient
     from peft import PeftModel
     from transformers import PreTrainedModel
 
     from ftcli.model.attention import AttentionCache
     from ftcli.model.sequence_parallel import SequencePart
-    from ftcli.model.stack import DecoderStack
 
 T = TypeVar("T")
 
-#: Where a model keeps what is called in its place.
+#: Attribute of a model that holds its FSDP root.
 _ROOT = "_ftcli_sharded_root"
 
 #: The configs' names for what logits are multiplied by, and for what they are capped at. That no family has another one
-#: is checked when a model is built: :mod:`ftcli.model.headcheck`.
+#: is checked when a model is built: :mod:`ftcli.model.selfcheck`.
 _MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 _CAPS = ("final_logit_softcapping", "logits_soft_cap")
 
@@ -53,8 +51,8 @@ class Head:
     """The language-model head: logits = cap(scale · (hidden @ weight.T + bias)).
 
     ``weight`` has shape (vocab_size, hidden_size); ``softcap`` 0 is off, else cap(x) = softcap · tanh(x / softcap).
-    ``handed`` takes the weight's gradient where the embedding adds its own to it (:mod:`ftcli.model.tied`);
-    ``is_spread`` where ranks have parts of the model.
+    ``handed`` takes the weight's gradient where the embedding adds its own to it (:mod:`ftcli.model.backbone`);
+    ``is_sharded`` where ranks hold shards of the model.
     """
 
     weight: Tensor
@@ -62,7 +60,15 @@ class Head:
     softcap: float
     logit_scale: float
     handed: HeadGradient | None = None
-    is_spread: bool = False
+    is_sharded: bool = False
+
+
+class CollectingStack(Protocol):
+    """The decoder layers as one function: :class:`ftcli.model.fused.DecoderStack`."""
+
+    def collecting(self) -> AbstractContextManager[None]:
+        """A block with one forward pass, in which the layers hand their calls on."""
+        ...
 
 
 def base_of(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
@@ -105,17 +111,17 @@ def stream_in(model: PreTrainedModel | PeftModel, dtype: torch.dtype) -> None:
 def hidden_states(
     model: PreTrainedModel | PeftModel,
     inputs: Mapping[str, Tensor],
-    stack: DecoderStack | None = None,
+    stack: CollectingStack | None = None,
     cached: AttentionCache | None = None,
     sequence: SequencePart | None = None,
 ) -> HiddenStates:
     """Runs the backbone (everything but the head) on ``input_ids``, ``attention_mask`` and the like.
 
     With ``document_starts`` (:class:`ftcli.model.masks.Documents`) no document sees another one. transformers' own
-    attention reads that off ``position_ids`` which begin anew; ours is told.
+    attention reads that off ``position_ids`` which begin anew; ours gets the boundaries.
 
     Args:
-        stack: The model's layers as one function (:mod:`ftcli.model.stack`), for inputs without a padding mask.
+        stack: The model's layers as one function (:mod:`ftcli.model.fused`), for inputs without a padding mask.
         cached: The cache of keys and values that our attention reads and writes, in generation.
         sequence: Where ranks share rows: ``inputs`` are this rank's part of them, but for ``document_starts``.
 
@@ -176,13 +182,14 @@ def head_of(model: PreTrainedModel | PeftModel) -> Head:
         softcap=float(cap or 0.0),
         logit_scale=float(scale) if scale is not None else 1.0 / scaling if scaling else 1.0,
         handed=embedding.head_gradient if isinstance(embedding, TiedEmbedding) else None,
-        is_spread=root_of(model) is not None,
+        is_sharded=root_of(model) is not None,
     )
 
 
 def within_root(model: PreTrainedModel | PeftModel, compute: Callable[[], T]) -> T:
-    """What ``compute`` makes of the model. Where its weights are spread over ranks, in which all take part, embedding,
-    last norm and head are whole meanwhile, and each layer is in its own call.
+    """Runs ``compute`` inside the FSDP root's forward, with embedding, last norm and head all-gathered.
+
+    Without sharded weights it is just called. With them all ranks call this; each layer is gathered in its own call.
     """
     root: Any = root_of(model)
     found: T = compute() if root is None or root.running else root(compute)
@@ -190,7 +197,7 @@ def within_root(model: PreTrainedModel | PeftModel, compute: Callable[[], T]) ->
 
 
 def root_of(model: PreTrainedModel | PeftModel) -> nn.Module | None:
-    """What is called in place of a model whose weights are spread over ranks (:mod:`ftcli.model.sharded`), or None."""
+    """The FSDP root of a model with sharded weights (:mod:`ftcli.model.fsdp`), or None."""
     found: nn.Module | None = vars(base_of(model)).get(_ROOT)
     return found
 
@@ -219,3 +226,37 @@ def rotation_kept(model: nn.Module) -> Iterator[None]:
 def compute_context(device: torch.device, compute: str, autocast: bool) -> torch.autocast:
     """Autocast to the plan's compute dtype; disabled when the parameters already hold it."""
     return torch.autocast(device.type, dtype=getattr(torch, compute), enabled=autocast)
+
+
+class TiedEmbedding(nn.Embedding):
+    """Takes the place of an ``nn.Embedding`` with its weight. ``head_gradient`` is what the head hands its own to."""
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        weight = embedding.weight
+        rows, columns = weight.shape
+        super().__init__(rows, columns, padding_idx=embedding.padding_idx, _weight=weight.detach())
+        self.weight = embedding.weight
+        self.head_gradient = HeadGradient()
+        self.train(embedding.training)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(...) int64 -> (..., H)."""
+        if torch.is_grad_enabled() and self.weight.requires_grad:
+            return tied_embedding(input, self.weight, self.head_gradient, self.padding_idx)
+        return super().forward(input)
+
+
+def use_tied_embedding(base: PreTrainedModel) -> bool:
+    """Has embedding and head of a model that is trained whole make one gradient, where they are one weight; whether
+    they are.
+    """
+    embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
+    if type(embedding) is not nn.Embedding or head is None or head.weight is not embedding.weight:
+        return False
+    if not embedding.weight.requires_grad or embedding.scale_grad_by_freq or embedding.max_norm is not None:
+        return False
+    name = next(name for name, module in base.named_modules() if module is embedding)
+    tied = TiedEmbedding(embedding)
+    tied._forward_hooks.update(embedding._forward_hooks)  # such as rounding what it gives
+    base.set_submodule(name, tied)
+    return True

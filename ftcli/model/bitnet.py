@@ -1,8 +1,10 @@
 """Linear layers of BitNet b1.58: trained from float32 masters, or frozen as ternary values. ``ftkernels.bitlinear`` has
 the formulas and where they come from.
 
-In training the quantised values may be mixed with the exact ones (``share``, the lambda of a conversion). Evaluation
-and generation always have the quantised ones, which is what a saved model has.
+In training the quantized values may be mixed with the exact ones (``share``, the lambda of a conversion). Evaluation
+and generation always have the quantized ones, which is what a saved model has.
+
+Files hold such layers packed, with norms of their own, or as ternary values in full precision.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from ftkernels.device import choose_backend
 from ftkernels.glu import glu
 from ftkernels.limits import Activation
 from ftkernels.rms_norm import rms_norm_reference
-from ftkernels.ternary import Ternary, remaster, ternarise
+from ftkernels.ternary import SMALLEST, Ternary, remaster, ternarise, unpack_ternary
 from torch import Tensor, nn
 
 from ftcli.config.model import QuantizationConfig
@@ -27,7 +29,7 @@ from ftcli.facts.shape import SHARED_INPUTS
 from ftcli.model.backbone import decoder_layers
 from ftcli.model.fused import norm_eps
 from ftcli.model.quantized import QuantizedLinear, TrainedQuantizedLinear, unreadable_weights
-from ftcli.plain import JsonObject
+from ftcli.plain import JsonMap, JsonObject
 from ftcli.plan.execution import ACTIVATIONS
 from ftcli.tables.families import Family, family_of
 
@@ -62,7 +64,7 @@ class BitLinear(TrainedQuantizedLinear):
     """A trained linear layer (O, I): float32 masters in ``weight``, ternarised once for each of their values.
 
     Attributes:
-        share: How far training goes from exact to quantised values, 0 to 1.
+        share: How far training goes from exact to quantized values, 0 to 1.
         rms_norm: The norm of its own input, where it has one.
     """
 
@@ -79,28 +81,28 @@ class BitLinear(TrainedQuantizedLinear):
         self.rms_norm: InputNorm | None = None
         self._ternary: Ternary | None = None
         self._made_of: tuple[int, int] | None = None
-        self._is_told = False
+        self._notified = False
 
     @property
     def ternary(self) -> Ternary:
-        """What the masters are rounded to.
+        """The masters rounded to ternary values.
 
         Torch does not count what kernels of optimizers write (its own fused ones, and those of others): its count of
         writes alone would leave the model as it was before training. So weights that are trained are rounded every
         time, unless :meth:`written` has been called, as it then is after each writing.
         """
         now = (self.weight._version, self.weight.data_ptr())
-        kept = self._is_told or not self.weight.requires_grad
+        kept = self._notified or not self.weight.requires_grad
         if self._ternary is None or self._made_of != now or not kept:
             self._ternary, self._made_of = round_weight(self.weight, backend=self.backend), now
         return self._ternary
 
     def written(self) -> None:
-        """Says that the masters may be others; from the first call on that is always said."""
-        self._ternary, self._is_told = None, True
+        """Marks the masters as changed; from the first call on every change has to be marked."""
+        self._ternary, self._notified = None, True
 
     def train(self, mode: bool = True) -> BitLinear:
-        """As ever; where what is evaluated are other weights than those that are trained, they are exchanged then."""
+        """nn.Module.train; drops the cached ternary weights when the mode changes: evaluation may use other weights."""
         if mode != self.training:  # trainers say it before every micro-batch
             self._ternary = None
         super().train(mode)
@@ -117,7 +119,7 @@ class BitLinear(TrainedQuantizedLinear):
 
     @property
     def mixes(self) -> bool:
-        """Whether its values are partly exact."""
+        """True if its values are partly exact."""
         return self.training and self.share < 1.0
 
     def extra_repr(self) -> str:
@@ -200,7 +202,7 @@ class TernaryLinear(QuantizedLinear):
         self.rms_norm: InputNorm | None = None
 
     def frozen_weight(self) -> Ternary:
-        """As the base class says; nothing is copied."""
+        """See :meth:`ftcli.model.quantized.QuantizedLinear.frozen_weight`; nothing is copied."""
         data, scale = self._buffers.get("ternary"), self._buffers.get("scale")
         if data is None or scale is None:
             raise self.state_lost("ternary values or scale gone")
@@ -213,7 +215,7 @@ class TernaryLinear(QuantizedLinear):
         return weight
 
     def check_state(self) -> None:
-        """As the base class says: three values, and a finite scale."""
+        """See :meth:`ftcli.model.quantized.QuantizedLinear.check_state`: three values, and a finite scale."""
         weight = self.frozen_weight()
         if weight.data.numel() and int(weight.data.abs().max()) > 1:
             raise self.state_lost("its values are not -1, 0 and 1, so their memory was never written")
@@ -291,7 +293,7 @@ def _share_rows(layer: nn.Module, family: Family) -> None:
 
 
 def declaration(model: nn.Module) -> JsonObject:
-    """What all forms of a saved model say of its layers; linear layers of full precision are named."""
+    """quantization_config of any saved form; names the linear layers of full precision."""
     plain = [name for name, module in model.named_modules() if type(module) is nn.Linear]
     found: JsonObject = {"quant_method": _METHOD, "linear_class": "autobitlinear", "modules_to_not_convert": plain}
     norms = {module.eps for module in model.modules() if isinstance(module, InputNorm)}
@@ -299,14 +301,14 @@ def declaration(model: nn.Module) -> JsonObject:
 
 
 def written(model: nn.Module) -> None:
-    """Says of every layer that its masters may be others, from the first call on each time that they are."""
+    """Marks the masters of all layers as changed; from the first call on every change has to be marked."""
     for module in model.modules():
         if isinstance(module, BitLinear):
             module.written()
 
 
 def set_share(model: nn.Module, share: float) -> None:
-    """Sets how far training goes from exact to quantised values, in every layer."""
+    """Sets how far training goes from exact to quantized values, in every layer."""
     for module in model.modules():
         if isinstance(module, BitLinear):
             module.share = share
@@ -315,3 +317,81 @@ def set_share(model: nn.Module, share: float) -> None:
 def _require_finite(linear: nn.Linear, name: str) -> None:
     if not bool(torch.isfinite(linear.weight).all()):
         raise unreadable_weights(f"{name} {tuple(linear.weight.shape)}: the weight holds NaN or infinity")
+
+
+_NORM_KEY = ".rms_norm.weight"
+
+
+def already_ternary(linear: nn.Linear, name: str) -> TernaryLinear | None:
+    """``linear`` where all its weights are -a, 0 and a: what is left of ternary values that were written out in full
+    precision, from GGUF or from packed files. Rounding them by their mean would shrink them by their density.
+    """
+    weight = linear.weight.detach()
+    scale = weight.abs().amax() if weight.numel() else weight.new_zeros(())
+    if not bool(scale >= SMALLEST) or not bool(torch.isfinite(scale)):
+        return None
+    values = weight.sign()
+    if not torch.equal(values * scale, weight):
+        return None
+    return TernaryLinear(Ternary(values.to(torch.int8), scale.float()), linear.bias, name)
+
+
+class PackedTernaryReader:
+    """Reads layers as transformers' ``bitnet`` stores them: ``weight`` (O / 4, I) uint8 and ``weight_scale`` (1,).
+
+    What the scale means depends on ``linear_class`` in config.json: ``autobitlinear`` multiplies by it, ``bitlinear``,
+    which is the default, divides. With ``use_rms_norm`` every layer, packed or of masters, has an ``rms_norm.weight``
+    (I,) as well.
+    """
+
+    def __init__(self, config: JsonMap) -> None:
+        stored = config.get("quantization_config") or {}
+        self._divides = stored.get("linear_class", "bitlinear") == "bitlinear"
+        self._eps = float(stored.get("rms_norm_eps", INPUT_NORM_EPS)) if stored.get("use_rms_norm") else None
+
+    def part_of(self, key: str) -> tuple[str, str] | None:
+        """See :meth:`ftcli.model.quantized.PackedReader.part_of`."""
+        if self._eps is not None and key.endswith(_NORM_KEY):
+            return key.removesuffix(_NORM_KEY), "rms_norm"
+        layer, _, leaf = key.rpartition(".")
+        return (layer, leaf) if leaf == "weight_scale" else None
+
+    def is_packed(self, weight: Tensor) -> bool:
+        """See :meth:`ftcli.model.quantized.PackedReader.is_packed`: packed values are integers, never floating."""
+        return False
+
+    def layer(self, parts: Mapping[str, Tensor], linear: nn.Linear, name: str) -> TernaryLinear:
+        """See :meth:`ftcli.model.quantized.PackedReader.layer`."""
+        if "weight" not in parts or "weight_scale" not in parts:
+            raise ValueError(f"it is stored packed, without its {'weight_scale' if 'weight' in parts else 'weight'}")
+        values, stored = unpack_ternary(parts["weight"]), parts["weight_scale"].double()
+        if values.shape != (linear.out_features, linear.in_features):
+            raise ValueError(f"its packed bytes are of a matrix {tuple(values.shape)}")
+        if stored.numel() != 1 or not bool((stored > 0) & torch.isfinite(stored)):
+            raise ValueError("its weight_scale is not a positive number")
+        scale = (1.0 / stored if self._divides else stored).float().reshape(())
+        made = TernaryLinear(Ternary(values, scale), linear.bias, name)
+        made.rms_norm = self._norm(parts, made, trained=False)
+        return made
+
+    def add(self, parts: Mapping[str, Tensor], layer: nn.Module) -> None:
+        """See :meth:`ftcli.model.quantized.PackedReader.add`."""
+        if not isinstance(layer, (BitLinear, TernaryLinear)):
+            raise ValueError("it has a norm of its own, and ftcli keeps it in full precision")
+        layer.rms_norm = self._norm(parts, layer, trained=isinstance(layer, BitLinear))
+
+    def require(self, model: nn.Module) -> None:
+        """See :meth:`ftcli.model.quantized.PackedReader.require`."""
+        if self._eps is None:
+            return
+        for layer in model.modules():
+            if isinstance(layer, (BitLinear, TernaryLinear)) and layer.rms_norm is None:
+                raise ValueError(f"config.json says use_rms_norm, and {layer.layer_name}.rms_norm is not stored")
+
+    def _norm(self, parts: Mapping[str, Tensor], layer: nn.Linear, *, trained: bool) -> InputNorm | None:
+        weight = parts.get("rms_norm")
+        if weight is None or self._eps is None:
+            return None
+        if weight.shape != (layer.in_features,):
+            raise ValueError(f"its rms_norm has shape {tuple(weight.shape)}")
+        return InputNorm(weight, self._eps, trained=trained)

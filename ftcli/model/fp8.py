@@ -11,8 +11,7 @@ from ftkernels.fp8 import Fp8Rows, Fp8Weight, join_fp8, part_fp8, quantize_weigh
 from torch import Tensor, nn
 
 from ftcli.config.model import QuantizationConfig
-from ftcli.model.quantized import QuantizedLinear, SharedTensor, unreadable_weights
-from ftcli.model.selfcheck import Tolerance
+from ftcli.model.quantized import JoinedParameter, QuantizedLinear, Tolerance, unreadable_weights
 
 #: fp8 rounds each product's operands to 3 bits: what differs in the last bit before may differ by 6% after. Measured on
 #: an H200 with random weights: loss 1.3e-3, output 5.9e-2, gradient 7.3e-2 (Llama-3.1-8B), less for Gemma-2-9B.
@@ -29,7 +28,7 @@ class Fp8Linear(QuantizedLinear):
     """
 
     method = "fp8"
-    spread = ("data", "transposed")
+    sharded = ("data", "transposed")
     tolerance = FP8_TOLERANCE
 
     def __init__(self, weight: Fp8Weight, bias: Tensor | None, name: str) -> None:
@@ -38,17 +37,19 @@ class Fp8Linear(QuantizedLinear):
 
     @classmethod
     def join(cls, layers: Sequence[Self]) -> Callable[[], None]:
-        """As the base class says; apart again they are the same to the bit."""
+        """Joins the layers' weights; apart again they are the same to the bit."""
         for layer, weight in zip(layers, join_fp8([layer.frozen_weight() for layer in layers]), strict=True):
             layer.hold(weight)
         return partial(_part, layers)
 
     @classmethod
-    def join_spread(cls, layers: Sequence[Self], joint: Callable[[Sequence[Tensor], int], SharedTensor]) -> None:
-        """As the base class says, and as :meth:`join`. Scales are neighbours as they are, and not spread."""
+    def join_for_sharding(
+        cls, layers: Sequence[Self], joint: Callable[[Sequence[Tensor], int], JoinedParameter]
+    ) -> None:
+        """Joins values and transposed values. Scales are neighbours as they are, and not sharded."""
         weights = join_fp8([layer.frozen_weight() for layer in layers])
         if weights[0].data.shape[1] % 4 or sum(int(w.shape[0]) for w in weights) % 4:
-            return  # can_be_told
+            return  # is_shardable
         rows, columns = joint([w.data for w in weights], 0), joint([w.transposed for w in weights], 1)
         for index, (layer, weight) in enumerate(zip(layers, weights, strict=True)):
             layer.hold(weight)
@@ -61,7 +62,7 @@ class Fp8Linear(QuantizedLinear):
             self.register_buffer(name, getattr(weight, name))
 
     def frozen_weight(self) -> Fp8Weight:
-        """As the base class says; nothing is copied."""
+        """See :meth:`ftcli.model.quantized.QuantizedLinear.frozen_weight`; nothing is copied."""
         parts = [self.state(name) for name in _STATE]
         present = [part for part in parts if part is not None]
         if len(present) < len(parts):
@@ -76,7 +77,7 @@ class Fp8Linear(QuantizedLinear):
         return weight
 
     def check_state(self) -> None:
-        """As the base class says: scales are powers of two, and both copies stand for one matrix."""
+        """Requires scales that are powers of two, and two copies that stand for one matrix."""
         weight = self.frozen_weight()
         for scale in (weight.scale, weight.transposed_scale):
             mantissa, _ = torch.frexp(scale)

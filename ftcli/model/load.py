@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,9 @@ from ftcli.config.model import ModelConfig, QuantizationConfig
 from ftcli.errors import ExitCode, FtcliError, first_line
 from ftcli.facts.config_file import hub_errors
 from ftcli.facts.model import ModelFacts
-from ftcli.model.checkpoint import (
+from ftcli.model.fsdp import RankShards, keep_shards
+from ftcli.model.load_quantized import ModelStorage, load_quantized, random_quantized
+from ftcli.model.pretrained import (
     IMPOSSIBLE,
     hollow,
     impossible,
@@ -21,8 +23,6 @@ from ftcli.model.checkpoint import (
     read_config,
     usable_attention,
 )
-from ftcli.model.parts import RankWeights, keep_parts
-from ftcli.model.streamed import ModelStorage, load_quantized, random_quantized
 from ftcli.model.tokenizer import source_of
 from ftcli.plain import JsonMap
 from ftcli.plan.execution import own_attention, wants_kernels
@@ -30,7 +30,7 @@ from ftcli.plan.precision import DtypePlan
 from ftcli.tables import code_of, quantizations
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel
 
 
 def load_model(
@@ -46,17 +46,17 @@ def load_model(
     quantization: QuantizationConfig | None = None,
     dequantized_layers: int = 0,
     trained: bool = False,
-    parts: RankWeights | None = None,
+    shards: RankShards | None = None,
 ) -> PreTrainedModel:
     """The base model on ``device`` in ``plan.parameter`` dtype.
 
     Args:
-        quantization: How linear layers are stored; they are quantised one by one while they are loaded or drawn.
-        dequantized_layers: How many decoder layers, from the first on, are held dequantised.
-        trained: The base weights are trained, by a quantisation that can.
+        quantization: How linear layers are stored; they are quantized one by one while they are loaded or drawn.
+        dequantized_layers: How many decoder layers, from the first on, are held dequantized.
+        trained: The base weights are trained, by a quantization that can.
         source: Folder to load weights from instead of the recipe's (a full fine-tune's ``model/``).
         num_layers: Build only this many layers (benchmarks of random weights).
-        parts: What to keep of each layer, where the weights are spread over ranks.
+        shards: Keeps this rank's shard of each layer, where ranks share the weights.
 
     Raises:
         FtcliError: FT323 when the weights cannot be loaded, or do not make the model of its config; FT305 when no model
@@ -68,8 +68,8 @@ def load_model(
     attention = own_attention(model, facts.attn_logit_softcapping)
     holding = None
     quantizes = quantization is not None and quantizations.row(quantization.method).quantize is not None
-    if quantization is not None and (quantizes or (parts is not None and model.init != "random")):
-        holding = ModelStorage(quantization, dtype, device, dequantized_layers, trained, parts=parts)
+    if quantization is not None and (quantizes or (shards is not None and model.init != "random")):
+        holding = ModelStorage(quantization, dtype, device, dequantized_layers, trained, shards=shards)
     if model.init == "random" and source is None:
         config = config_of(facts.raw, num_layers)
         if attention == "sdpa" and model.attention == "auto":
@@ -79,8 +79,8 @@ def load_model(
         except IMPOSSIBLE:
             hollow(config)  # says so where it is the config's fault
             raise
-        if holding is None and parts is not None:  # drawn whole, as in one process
-            keep_parts(drawn, parts)
+        if holding is None and shards is not None:  # drawn whole, as in one process
+            keep_shards(drawn, shards)
         return _finished(drawn, holding, model)
     name, revision = source or source_of(model.name_or_path), model.revision if source is None else None
     try:
@@ -115,7 +115,7 @@ def load_model(
 
 
 def _finished(model: PreTrainedModel, holding: ModelStorage | None, settings: ModelConfig) -> PreTrainedModel:
-    """``model`` as its quantisation leaves it where it is trained."""
+    """``model`` as its quantization leaves it where it is trained."""
     if holding is not None and holding.trained:
         training = quantizations.row(holding.settings.method).training
         if training is not None:
@@ -186,45 +186,3 @@ def _load_quantized(
     with suppress(OSError):  # a model without one keeps what its config says
         model.generation_config = GenerationConfig.from_pretrained(name, revision=revision, local_files_only=offline)
     return model
-
-
-#: End-of-turn tokens of the field's chat templates; those that a tokenizer has as special tokens end its turns.
-TURN_ENDS = ("<end_of_turn>", "<|eot_id|>", "<|im_end|>", "<|eom_id|>", "<turn|>", "<|return|>", "<|call|>")
-#: Tokens that end a turn, unless the tokenizer has the other one: gpt-oss ends its reasoning with `<|end|>`.
-TURN_ENDS_WITHOUT = {"<|end|>": "<|return|>"}
-
-
-def stop_token_ids(facts: ModelFacts, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Ids that end a turn: the tokenizer's eos, the eos ids of config.json and generation_config.json that it knows as
-    special, its end-of-turn tokens.
-
-    Needs no weights, so data can be tokenized and checked before a model is loaded.
-    """
-    candidates = list(facts.eos_token_ids)
-    vocabulary = tokenizer.get_added_vocab()
-    candidates += [vocabulary[name] for name in TURN_ENDS if name in vocabulary]
-    candidates += [
-        vocabulary[name] for name, other in TURN_ENDS_WITHOUT.items() if name in vocabulary and other not in vocabulary
-    ]
-    return tuple(dict.fromkeys([int(tokenizer.eos_token_id), *_special(candidates, tokenizer)]))
-
-
-def align_special_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stops: tuple[int, ...]) -> None:
-    """Makes the model's configs name the tokenizer's special tokens and all ``stops``.
-
-    What the model came with stays a stop token, if the tokenizer knows it: whoever serves the model relies on it.
-    """
-    brought = getattr(model.generation_config, "eos_token_id", None)
-    ids = list(dict.fromkeys([*stops, *_special(brought if isinstance(brought, list) else [brought], tokenizer)]))
-    for config in (model.config, model.config.get_text_config(), model.generation_config):
-        if config is None:
-            continue
-        config.pad_token_id = tokenizer.pad_token_id
-        config.bos_token_id = tokenizer.bos_token_id
-        config.eos_token_id = ids[0] if len(ids) == 1 else list(ids)
-
-
-def _special(ids: Iterable[object], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Those of ``ids`` that are special tokens of the tokenizer; a generation_config.json may name anything."""
-    special = set(tokenizer.all_special_ids) | set(tokenizer.get_added_vocab().values())
-    return [one for one in ids if isinstance(one, int) and one in special]

@@ -1,26 +1,39 @@
-"""Adapters through PEFT: layer names, parameters and files stay PEFT's."""
+"""LoRA adapters through PEFT: added, loaded and merged. Layer names, parameters and files stay PEFT's.
+
+A merged weight is ``W + s · B A``: s is ``alpha / r``, or ``alpha / sqrt(r)`` with rsLoRA; A is (r, in), B is (out, r),
+W is (out, in). DoRA's weights are then scaled to the row norms that were trained.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from ftcli.config.model import LoraConfig
 from ftcli.errors import ExitCode, FtcliError, first_line
-from ftcli.facts.adapters import AdapterChoice
-from ftcli.model.checkpoint import PATTERNS_UNMATCHED
-from ftcli.model.initial import remember_initial
-from ftcli.model.targets import Targets, chosen, require_possible, resolve_saved, resolve_targets, shortest
+from ftcli.facts.adapters import AdapterChoice, Expression, at_end, before_index, endless
+from ftcli.facts.weights import ADAPTER_CONFIG
+from ftcli.model.initial_adapters import remember_initial
+from ftcli.model.lora_targets import Targets, chosen, require_possible, resolve_saved, resolve_targets, shortest
+from ftcli.model.pretrained import IMPOSSIBLE, first_few
+from ftcli.plain import JsonMap
 from ftcli.plan.precision import DtypePlan
 
 if TYPE_CHECKING:
     import peft
+    from peft import PeftModel
     from transformers import PreTrainedModel
+
+#: PEFT says so of patterns that are meant for parameters, which it applies them to all the same.
+PATTERNS_UNMATCHED = r"The following (rank|alpha)_pattern keys did not match"
 
 
 def apply_lora(
@@ -60,7 +73,7 @@ def apply_lora(
 
 
 def peft_config(model: PreTrainedModel, lora: LoraConfig, targets: Targets) -> peft.LoraConfig:
-    """What PEFT is told. Raises FtcliError as :func:`ftcli.model.targets.resolve_saved` does."""
+    """PEFT's config for ``lora``. Raises FtcliError as :func:`ftcli.model.lora_targets.resolve_saved` does."""
     import peft
 
     saved = resolve_saved(model, lora.modules_to_save)
@@ -143,3 +156,129 @@ def _refused(error: ValueError) -> FtcliError:
         exit_code=ExitCode.PREFLIGHT,
         help="use target_modules: all-linear, which leaves out what cannot be adapted",
     )
+
+
+def load_adapter(model: PreTrainedModel, folder: Path) -> PeftModel:
+    """The model with the adapter saved in ``folder`` attached, not trainable.
+
+    Modules that were trained whole are in the dtype that they are stored in.
+
+    Raises:
+        FtcliError: FT334 (exit 3) when the adapter is damaged, is not this model's, lacks a tensor (PEFT would go on
+            with random numbers in its place), or names modules by an expression that takes for ever.
+    """
+    import peft
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    _require_expressions(model, folder)
+    try:
+        stored = {name: tensor for path in _weights(folder) for name, tensor in load_file(path).items()}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Found missing adapter keys")  # refused below, with their names
+            warnings.filterwarnings("ignore", message=PATTERNS_UNMATCHED)
+            adapted = peft.PeftModel.from_pretrained(model, str(folder))
+    except torch.OutOfMemoryError:
+        raise
+    except (OSError, ImportError, *IMPOSSIBLE, SafetensorError) as error:
+        raise _unusable(folder, [first_line(error)]) from error
+    held = peft.get_peft_model_state_dict(adapted, save_embedding_layers=False)
+    problems = [f"it lacks {name}" for name in sorted(set(held) - set(stored))]
+    problems += [f"{name} belongs to nothing in this model" for name in sorted(set(stored) - set(held))]
+    problems += [
+        f"{name} has shape {tuple(stored[name].shape)} and must have {tuple(tensor.shape)}"
+        for name, tensor in held.items()
+        if name in stored and stored[name].shape != tensor.shape
+    ]
+    if problems:
+        raise _unusable(folder, problems)
+    _take_saved_modules(adapted, stored)
+    return adapted
+
+
+def _require_expressions(model: PreTrainedModel, folder: Path) -> None:
+    """Refuses an adapter whose expressions are none, or take for ever on this model's names (FT334)."""
+    try:
+        if not (folder / ADAPTER_CONFIG).is_file():  # a pipe would be waited for
+            raise ValueError("it is missing, or no regular file")
+        config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        slow = endless(_expressions(config), [name for name, _ in model.named_modules()])
+    except (OSError, ValueError, TypeError, AttributeError, re.error, OverflowError, RecursionError) as error:
+        raise _unusable(folder, [f"{ADAPTER_CONFIG}: {first_line(error)}"]) from error
+    if slow is not None:
+        raise _unusable(folder, [f"{slow[0]}: the expression {slow[1].pattern} takes too long on its modules' names"])
+
+
+def _expressions(config: JsonMap) -> Iterator[Expression]:
+    """Adapter-config fields that PEFT interprets as regular expressions."""
+    for key in ("target_modules", "exclude_modules"):
+        if isinstance(config.get(key), str):
+            yield key, re.compile(config[key])
+    layers = config.get("layers_pattern") or ()
+    for each in (layers,) if isinstance(layers, str) else layers:
+        yield "layers_pattern", re.compile(before_index(each))
+    for key in ("rank_pattern", "alpha_pattern"):
+        for each in config.get(key) or ():
+            yield key, re.compile(at_end(each))
+    for each in config.get("modules_to_save") or ():
+        yield "modules_to_save", re.compile(rf"(^|.*\.){each}($|\..*)")
+
+
+def _take_saved_modules(adapted: PeftModel, stored: Mapping[str, torch.Tensor]) -> None:
+    """Modules that were trained whole as they are stored: PEFT rounds them to the base's dtype."""
+    marker = f".modules_to_save.{adapted.active_adapter}"
+    trained = {name.replace(marker, ""): p for name, p in adapted.named_parameters() if marker in name}
+    if not trained:
+        return
+    hold_saved_modules(adapted, next(stored[name].dtype for name in trained))
+    for name, parameter in trained.items():
+        parameter.data.copy_(stored[name])
+
+
+def _weights(folder: Path) -> list[Path]:
+    found = sorted(folder.glob("adapter_model*.safetensors"))
+    if not found:
+        raise OSError("adapter_model.safetensors is not there")
+    return found
+
+
+def _unusable(folder: Path, problems: list[str]) -> FtcliError:
+    return FtcliError.single(
+        "FT334",
+        f"the adapter in {folder} cannot be put on this model: {first_few(problems)}",
+        exit_code=ExitCode.PREFLIGHT,
+        help="name the recipe that it was trained with, or train it again",
+    )
+
+
+def merged_weight(module: Any, weight: Tensor) -> Tensor:
+    """``weight``, the base's of a PEFT LoRA layer, with the layer's only active adapter, in float32.
+
+    A weight of fewer bits is added as it is: no copy of it in float32 is made.
+    """
+    summed, magnitude = delta_weight(module).add_(weight), magnitude_of(module)
+    if magnitude is None:
+        return summed
+    factor = magnitude.data / row_norms(module, summed)
+    return summed.mul_(factor if module.fan_in_fan_out else factor[:, None])
+
+
+def delta_weight(module: Any) -> Tensor:
+    """s B A of a layer with an adapter, in float32."""
+    delta: Tensor = module.get_delta_weight(module.active_adapters[0])
+    return delta.float()
+
+
+def magnitude_of(module: Any) -> torch.nn.Parameter | None:
+    """The lengths of the rows (out,) that DoRA has trained; None for another adapter."""
+    name = module.active_adapters[0]
+    if not module.use_dora.get(name):
+        return None
+    found: torch.nn.Parameter = module.lora_magnitude_vector[name].weight
+    return found
+
+
+def row_norms(module: Any, weight: Tensor) -> Tensor:
+    """The length of each row (out,); of each column where the weight is stored as (in, out)."""
+    found: Tensor = torch.linalg.vector_norm(weight, dim=0 if module.fan_in_fan_out else 1)
+    return found

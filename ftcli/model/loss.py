@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
+    from ftcli.model.fused import DecoderStack
     from ftcli.model.sequence_parallel import SequencePart
-    from ftcli.model.stack import DecoderStack
 
 
 #: Where a batch holds the positions that bear loss, if it does: :func:`supervised_positions`.
@@ -48,7 +48,7 @@ def supervised_positions(labels: Tensor, vocab_size: int) -> Tensor:
 
 
 def target_positions(targets: Tensor, vocab_size: int) -> Tensor:
-    """As :func:`supervised_positions`, of what :func:`next_tokens` makes of labels."""
+    """Positions that bear loss in ``targets``, the output of :func:`next_tokens`."""
     return labelled_rows(targets, IGNORE_INDEX, vocab_size)
 
 
@@ -85,7 +85,7 @@ def next_token_loss(
         with_accuracy=True,
         rows=supervised,
         handed=head.handed,
-        large_chunks=not head.is_spread,
+        large_chunks=not head.is_sharded,
     )
     return TokenLoss(loss=loss, correct=correct, count=(targets != IGNORE_INDEX).sum())
 

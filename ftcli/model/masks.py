@@ -1,4 +1,4 @@
-"""What the queries of one call may see: the object that transformers' mask interface makes for our attention.
+"""Attention masks of one call: the object that transformers' mask interface makes for our attention.
 
 transformers calls :func:`mask_for` once for each call of a model and layer type (full, windowed), and hands what it
 returns to every layer of that type. It returns a :class:`CallMask`, which knows the call's lengths, window, padding and
@@ -58,7 +58,7 @@ class CallMask:
 
     @property
     def kind(self) -> MaskKind:
-        """What a backend has to be able to do."""
+        """The kind of mask that a backend has to support."""
         mask = self._mask
         if mask is None:
             return "any"
@@ -114,7 +114,7 @@ class CallMask:
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """Where the documents of a call begin, as the batch itself says it: no mask function has to ask the device.
+    """Document boundaries of a call, taken from the batch: no mask function has to ask the device.
 
     It reaches attention as the keyword argument ``documents``, next to the masks that transformers had made.
 

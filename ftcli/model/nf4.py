@@ -22,11 +22,11 @@ _PART = re.compile(
 class NF4Linear(QuantizedLinear):
     """A frozen linear layer in NF4: the parts of an ``ftkernels.nf4.NF4Weight``, as buffers.
 
-    Off the kernels a pass dequantises the weight, multiplies and lets it go; backward does the same again.
+    Off the kernels a pass dequantizes the weight, multiplies and frees it; backward does the same again.
     """
 
     method = "nf4"
-    spread = ("packed", "absmax")
+    sharded = ("packed", "absmax")
 
     def __init__(self, weight: NF4Weight, bias: Tensor | None, name: str) -> None:
         super().__init__(int(weight.shape[1]), int(weight.shape[0]), bias, name)
@@ -42,11 +42,11 @@ class NF4Linear(QuantizedLinear):
 
     @property
     def double_quant(self) -> bool:
-        """Whether the scales are quantised as well."""
+        """True if the scales are quantized as well."""
         return self.nested_block_size > 0
 
     def frozen_weight(self) -> NF4Weight:
-        """As the base class says; nothing is copied."""
+        """See :meth:`ftcli.model.quantized.QuantizedLinear.frozen_weight`; nothing is copied."""
         names = ("packed", "absmax", "table") + (
             ("nested_absmax", "nested_table", "nested_offset") if self.double_quant else ()
         )
@@ -63,7 +63,7 @@ class NF4Linear(QuantizedLinear):
             raise self.state_lost(str(error)) from error
 
     def check_state(self) -> None:
-        """As the base class says: the table must be NF4's and every scale finite."""
+        """Requires the table to be NF4's and every scale to be finite."""
         weight = self.frozen_weight()
         if tuple(weight.table.tolist()) != NF4_TABLE:
             raise self.state_lost("its table is not NF4's, so its memory was never written")
@@ -96,23 +96,23 @@ class BitsandbytesReader:
         """The files say all that there is to know."""
 
     def part_of(self, key: str) -> tuple[str, str] | None:
-        """As :class:`ftcli.model.quantize.PackedReader` says."""
+        """See :meth:`ftcli.model.quantized.PackedReader.part_of`."""
         found = _PART.fullmatch(key)
         return None if found is None else (found["layer"], found["part"])
 
     def is_packed(self, weight: Tensor) -> bool:
-        """As :class:`ftcli.model.quantize.PackedReader` says: the bytes, as any dtype, are a single column."""
+        """See :meth:`ftcli.model.quantized.PackedReader.is_packed`: the bytes, as any dtype, are a single column."""
         return weight.shape[-1:] == (1,)
 
     def add(self, parts: Mapping[str, Tensor], layer: nn.Module) -> None:
-        """As :class:`ftcli.model.quantize.PackedReader` says: there is nothing to lie beside a whole weight."""
+        """See :meth:`ftcli.model.quantized.PackedReader.add`: there is nothing to lie beside a whole weight."""
         raise ValueError(f"it is stored in full precision, and packed: {', '.join(sorted(parts))}")
 
     def require(self, model: nn.Module) -> None:
-        """As :class:`ftcli.model.quantize.PackedReader` says: config.json says nothing of single layers."""
+        """See :meth:`ftcli.model.quantized.PackedReader.require`: config.json says nothing of single layers."""
 
     def layer(self, parts: Mapping[str, Tensor], linear: nn.Linear, name: str) -> NF4Linear:
-        """As :class:`ftcli.model.quantize.PackedReader` says."""
+        """See :meth:`ftcli.model.quantized.PackedReader.layer`."""
         shape = torch.Size((linear.out_features, linear.in_features))
         return NF4Linear(nf4_from_bitsandbytes(parts, shape), linear.bias, name)
 

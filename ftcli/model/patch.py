@@ -21,11 +21,11 @@ from ftcli.errors import ExitCode, FtcliError
 from ftcli.facts.model import activation_of
 from ftcli.facts.shape import SHARED_INPUTS
 from ftcli.model import attention
-from ftcli.model.adapted import why_not_fused
 from ftcli.model.backbone import base_of, decoder_layers
+from ftcli.model.fsdp import JoinedLinear
 from ftcli.model.fused import FusedDecoderLayer, FusedNorm
-from ftcli.model.quantized import QuantizedLinear, check_weights
-from ftcli.plan.execution import JOINED_PROJECTIONS, LayerChoice, choose_layers
+from ftcli.model.quantized import DequantizedLinear, QuantizedLinear, check_weights
+from ftcli.plan.execution import DORA, JOINED_PROJECTIONS, TRAINED_WHOLE, LayerChoice, choose_layers
 from ftcli.tables.families import Family, family_of
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class LayerKernel:
 
 @dataclass(slots=True)
 class Patch:
-    """What :func:`patch` did. :meth:`undo` restores the model exactly."""
+    """The record of a :func:`patch`. :meth:`undo` restores the model exactly."""
 
     table: list[LayerKernel]
     _restore: list[Callable[[], None]] = field(default_factory=list, repr=False)
@@ -69,7 +69,7 @@ def patch(model: PreTrainedModel | PeftModel, kernels: Kernels, *, joins: bool =
 
     Args:
         joins: Whether weights are there to be looked at, and to be laid one behind the other where they read the same
-            input. Those that are spread over ranks are neither.
+            input. Sharded weights are neither.
         kernels: ``off`` changes nothing; ``reference`` uses the plain torch versions; ``auto`` uses the Triton kernels
             where they run, and leaves the rest as transformers built it; ``triton`` makes a layer that is left an
             error.
@@ -154,6 +154,33 @@ def _why_not(layer: nn.Module, family: Family) -> str | None:
             return f"{name}: {reason}"
     if family.head_norm and not hasattr(layer.self_attn, "q_norm"):
         return "its attention has no norm by head"
+    return None
+
+
+def why_not_fused(layer: nn.Module) -> str | None:
+    """Why the fused layers cannot take this linear layer; None when they can."""
+    from peft.tuners.lora import Linear as LoraLinear
+    from peft.utils.other import ModulesToSaveWrapper
+
+    base = layer
+    if isinstance(layer, ModulesToSaveWrapper):
+        return TRAINED_WHOLE
+    if isinstance(layer, LoraLinear):
+        base = layer.base_layer
+        if any(layer.use_dora.values()):
+            return DORA
+        if any(getattr(layer, "lora_bias", {}).values()):
+            return "the adapter has a bias"
+        if getattr(layer, "fan_in_fan_out", False):
+            return "the weight is stored transposed"
+        if len(layer.active_adapters) > 1:
+            return "several adapters are active at once"
+    if type(base) is not nn.Linear and not isinstance(base, QuantizedLinear | DequantizedLinear | JoinedLinear):
+        return f"its base is a {type(base).__name__}, not a plain linear layer"
+    if isinstance(base, QuantizedLinear) and base.rounds_input:
+        return f"its {base.method} products round activations to int8, which the fused layers do not"
+    if base is not layer and (base.weight.requires_grad or (base.bias is not None and base.bias.requires_grad)):
+        return "its base weight is trained beside an adapter"
     return None
 
 

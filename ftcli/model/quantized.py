@@ -1,6 +1,6 @@
-"""Linear layers whose frozen weight is stored quantised: what all methods share.
+"""Quantized linear layers: the parts that all methods share, and the interface of a method's code.
 
-A quantised layer stands where an ``nn.Linear`` stood, under its name. Its state lies in buffers, so that moving,
+A quantized layer stands where an ``nn.Linear`` stood, under its name. Its state lies in buffers, so that moving,
 copying and replicating the model takes it along; there is no ``weight`` parameter that something could multiply by
 mistake.
 """
@@ -8,7 +8,7 @@ mistake.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, Self
@@ -18,14 +18,27 @@ from ftkernels.lora_linear import lora_linear
 from ftkernels.projection import FrozenWeight, Projection
 from torch import Tensor, nn
 
+from ftcli.config.model import QuantizationConfig
 from ftcli.errors import ExitCode, FtcliError
+from ftcli.model.lora_targets import is_read_by_mixer, is_router
+from ftcli.plain import JsonMap
+from ftcli.tables import code_of, quantizations
 
 if TYPE_CHECKING:
-    from ftcli.model.selfcheck import Tolerance
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """Largest relative difference of the model's loss, of a layer's output, and of any gradient in a layer."""
+
+    loss: float
+    output: float
+    gradient: float
 
 
 class StoredWeight:
-    """What ``layer.weight`` of a quantised layer answers: device, dtype and logical shape, but no numbers.
+    """``layer.weight`` of a quantized layer: device, dtype and logical shape, but no numbers.
 
     PEFT asks for device and dtype before it places an adapter. Whatever else reads a weight (merging, scaling, a
     product) would take packed bytes for numbers, so it is refused.
@@ -36,12 +49,12 @@ class StoredWeight:
 
     @property
     def device(self) -> torch.device:
-        """Where the stored bytes are."""
+        """Device of the stored bytes."""
         return next(chain(self._layer.buffers(), self._layer.parameters())).device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the stored bytes. PEFT gives new adapters this dtype for a moment, which rounds them."""
+        """Dtype of the stored bytes. PEFT gives new adapters this dtype for a moment, which rounds them."""
         return self._layer.stored_dtype or next(self._layer.buffers()).dtype
 
     @property
@@ -70,22 +83,22 @@ class StoredWeight:
         )
 
 
-def can_be_told(tensor: Tensor) -> bool:
-    """Whether :func:`as_told` can take a tensor: one of bytes has rows of a multiple of four."""
+def is_shardable(tensor: Tensor) -> bool:
+    """True if :func:`as_shardable` can take a tensor: one of bytes has rows of a multiple of four."""
     return tensor.element_size() > 1 or tensor.shape[-1] % 4 == 0
 
 
-def as_told(tensor: Tensor) -> Tensor:
-    """What torch is told of a tensor that it is to spread: of one of bytes, that it is of a quarter as many float32.
+def as_shardable(tensor: Tensor) -> Tensor:
+    """A tensor in a form that torch shards: bytes are viewed as a quarter as many float32.
 
-    torch 2.11 spreads no integers (pytorch#177844). And it copies bfloat16 by way of float32, which makes one NaN of
+    torch 2.11 shards no integers (pytorch#177844). And it copies bfloat16 by way of float32, which makes one NaN of
     all, so that bytes do not survive as bfloat16 (bitsandbytes#1945); float32 is copied as it is.
     """
     return tensor.contiguous() if tensor.element_size() > 1 else tensor.contiguous().view(torch.float32)
 
 
-class SharedTensor(Protocol):
-    """Tensors that are one parameter: :class:`ftcli.model.joint.Joint`."""
+class JoinedParameter(Protocol):
+    """Tensors that are one parameter: :class:`ftcli.model.fsdp.JoinedTensors`."""
 
     def part(self, index: int) -> Tensor:
         """One of them, as a view."""
@@ -106,11 +119,11 @@ class QuantizedLinear(nn.Linear, ABC):
         layer_name: Where in the model the layer is.
         bias: A frozen parameter, or None.
         stored_dtype: Of the first tensor of the state, once that is in no buffer any more.
-        spread: Names of the tensors of the state that are spread over the ranks of a run; the others are small.
+        sharded: Names of the tensors of the state that FSDP shards; the others are small.
     """
 
     method: ClassVar[str]
-    spread: ClassVar[tuple[str, ...]] = ()
+    sharded: ClassVar[tuple[str, ...]] = ()
     rounds_input: ClassVar[bool] = False
     tolerance: ClassVar[Tolerance | None] = None
 
@@ -121,7 +134,7 @@ class QuantizedLinear(nn.Linear, ABC):
         self.layer_name = name
         self.stored_dtype: torch.dtype | None = None
         self._stored: dict[str, torch.dtype] = {}  # of what lies in a parameter, by its name
-        self._shared: dict[str, tuple[SharedTensor, int]] = {}
+        self._shared: dict[str, tuple[JoinedParameter, int]] = {}
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), requires_grad=False))
 
     @abstractmethod
@@ -133,19 +146,20 @@ class QuantizedLinear(nn.Linear, ABC):
         """
 
     def as_parameters(self) -> None:
-        """Puts the large tensors of the state into frozen parameters, which torch can spread over ranks, as
-        :func:`as_told` says. What cannot be told so stays a buffer.
+        """Puts the large tensors of the state into frozen parameters, which torch can shard, by :func:`as_shardable`.
+
+        A tensor that cannot be sharded stays a buffer.
         """
         self.stored_dtype = self.weight.dtype
-        for name in self.spread:
+        for name in self.sharded:
             buffer = self._buffers.get(name)
-            if buffer is not None and can_be_told(buffer):
+            if buffer is not None and is_shardable(buffer):
                 del self._buffers[name]
                 self._stored[name] = buffer.dtype
-                self.register_parameter(name, nn.Parameter(as_told(buffer), requires_grad=False))
+                self.register_parameter(name, nn.Parameter(as_shardable(buffer), requires_grad=False))
 
     def state(self, name: str) -> Tensor | None:
-        """A tensor of the state in its own dtype: from its buffer or, once weights are spread, from its parameter or
+        """A tensor of the state in its own dtype: from its buffer or, once weights are sharded, from its parameter or
         from one that it shares with its neighbours.
         """
         if name in self._shared:
@@ -157,16 +171,19 @@ class QuantizedLinear(nn.Linear, ABC):
         dtype = self._stored[name]
         return parameter if parameter.dtype == dtype else parameter.view(dtype)
 
-    def share(self, name: str, joint: SharedTensor, index: int) -> None:
+    def share(self, name: str, joint: JoinedParameter, index: int) -> None:
         """Has a tensor of the state be one of those that are ``joint``."""
         self.stored_dtype = self.weight.dtype
         self._buffers.pop(name, None)
         self._shared[name] = joint, index
 
     @classmethod
-    def join_spread(cls, layers: Sequence[Self], joint: Callable[[Sequence[Tensor], int], SharedTensor]) -> None:
-        """:meth:`join` for weights that are about to be spread: ``joint`` makes one parameter of tensors, joined along
-        a dimension (:class:`ftcli.model.joint.Joint`). By default nothing, as there.
+    def join_for_sharding(
+        cls, layers: Sequence[Self], joint: Callable[[Sequence[Tensor], int], JoinedParameter]
+    ) -> None:
+        """Joins weights that are about to be sharded. Does nothing by default, as :meth:`join`.
+
+        ``joint`` makes one parameter of tensors, joined along a dimension (:class:`ftcli.model.fsdp.JoinedTensors`).
         """
 
     def check_state(self) -> None:
@@ -183,7 +200,7 @@ class QuantizedLinear(nn.Linear, ABC):
 
         Returns:
             What puts them apart again. None where nothing was done: such weights become neighbours when they are
-            dequantised.
+            dequantized.
         """
         return None
 
@@ -230,10 +247,10 @@ class QuantizedLinear(nn.Linear, ABC):
 
 
 class TrainedQuantizedLinear(nn.Linear):
-    """A linear layer whose master weights are trained, and quantised for every product.
+    """A linear layer whose master weights are trained, and quantized for every product.
 
     Attributes:
-        method: The recipe's name of the quantisation.
+        method: The recipe's name of the quantization.
         layer_name: Where in the model the layer is.
     """
 
@@ -242,9 +259,9 @@ class TrainedQuantizedLinear(nn.Linear):
 
 
 class DequantizedLinear(nn.Linear):
-    """A plain frozen linear layer that holds the numbers which a quantised one stands for, in the compute dtype.
+    """A plain frozen linear layer that holds the numbers which a quantized one stands for, in the compute dtype.
 
-    It takes the memory and the time of a layer that was never quantised. ``method`` is that of the quantised layer.
+    It takes the memory and the time of a layer that was never quantized. ``method`` is that of the quantized layer.
     """
 
     def __init__(self, layer: QuantizedLinear, dtype: torch.dtype) -> None:
@@ -268,7 +285,7 @@ def unreadable_weights(reason: str) -> FtcliError:
 
 
 def rounded_before(reason: str) -> FtcliError:
-    """FT340: a warm-up from exact to quantised values, and there are no exact ones."""
+    """FT340: a warm-up from exact to quantized values, and there are no exact ones."""
     return FtcliError.single(
         "FT340",
         f"quantization.lambda_warmup_steps starts from full-precision weights, but {reason}",
@@ -279,8 +296,8 @@ def rounded_before(reason: str) -> FtcliError:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedLayer:
-    """One line of the manifest's table of quantised layers: logical shape (out, in), bytes as stored, and whether it is
-    held dequantised.
+    """One line of the manifest's table of quantized layers: logical shape (out, in), bytes as stored, and whether it is
+    held dequantized.
     """
 
     layer: str
@@ -291,7 +308,7 @@ class QuantizedLayer:
 
 
 def quantized_layers(model: nn.Module) -> list[QuantizedLayer]:
-    """Every quantised layer."""
+    """Every quantized layer."""
     return [
         QuantizedLayer(
             module.layer_name,
@@ -309,7 +326,7 @@ def check_weights(model: nn.Module) -> None:
     """Refuses, before anything is computed, packed numbers whose scales are missing.
 
     Raises:
-        FtcliError: FT331 for a quantised layer whose state is lost, and for a plain linear layer whose weight is a raw
+        FtcliError: FT331 for a quantized layer whose state is lost, and for a plain linear layer whose weight is a raw
             tensor of integers, naming the layer and the shapes.
     """
     for name, module in model.named_modules():
@@ -324,3 +341,142 @@ def check_weights(model: nn.Module) -> None:
                 exit_code=ExitCode.BUG,
                 help="load the model through `quantization.method`, or name it in bfloat16",
             )
+
+
+class QuantizeLinear(Protocol):
+    """``quantize`` of a row of :mod:`ftcli.tables.quantizations`."""
+
+    def __call__(self, linear: nn.Linear, settings: QuantizationConfig, name: str) -> QuantizedLinear:
+        """The layer with its weight (O, I) quantized, on the device where it is; the bias is shared.
+
+        Raises:
+            FtcliError: FT323 when the weight holds NaN or infinity.
+        """
+        ...
+
+
+class TrainQuantized(Protocol):
+    """``training.layer`` of a row of :mod:`ftcli.tables.quantizations`."""
+
+    def __call__(self, linear: nn.Linear, settings: QuantizationConfig, name: str) -> nn.Linear:
+        """The layer with master weights in float32, made of ``linear``'s (O, I), on its device; the bias is shared.
+
+        Raises:
+            FtcliError: FT323 when the weight holds NaN or infinity.
+        """
+        ...
+
+
+class PackedReader(Protocol):
+    """``packed_files.read`` of a row of :mod:`ftcli.tables.quantizations`: makes layers of files that are quantized."""
+
+    def part_of(self, key: str) -> tuple[str, str] | None:
+        """Layer and part that the stored tensor ``key`` is, such as ``absmax``; None for a tensor of another kind."""
+        ...
+
+    def is_packed(self, weight: Tensor) -> bool:
+        """True if the floating tensor that is stored under a layer's ``weight`` holds packed bytes."""
+        ...
+
+    def layer(self, parts: Mapping[str, Tensor], linear: nn.Linear, name: str) -> QuantizedLinear:
+        """The quantized layer in the place of ``linear``, made of its parts by name; ``weight`` is one of them.
+
+        Raises:
+            ValueError: A part is missing or does not fit.
+        """
+        ...
+
+    def add(self, parts: Mapping[str, Tensor], layer: nn.Module) -> None:
+        """Gives ``layer``, which was stored in full precision, the parts that lie beside its weight.
+
+        Raises:
+            ValueError: A part does not fit, or the layer takes none.
+        """
+        ...
+
+    def require(self, model: nn.Module) -> None:
+        """Looks whether every layer has what config.json says that it has.
+
+        Raises:
+            ValueError: A layer has not.
+        """
+        ...
+
+
+def can_be_packed(name: str, module: nn.Module) -> bool:
+    """True if files may hold a module's weight packed: every plain linear layer but the head, which the loss reads, and
+    the time step's of state-space mixers, which they read themselves.
+    """
+    return type(module) is nn.Linear and name.rpartition(".")[2] not in ("lm_head", "dt_proj")
+
+
+def layers_to_quantize(model: PreTrainedModel) -> frozenset[str]:
+    """Names of the layers whose full-precision weights are quantized: the linear layers of the language model.
+
+    Towers of other kinds, which are kept and not trained, stay as they are; so do routers, weights that a mixer reads
+    itself, and what transformers names as too fragile.
+
+    Raises:
+        FtcliError: FT336 (exit 3) for a model without any such layer, such as GPT-2, whose layers are no ``nn.Linear``.
+    """
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    root = model.get_decoder()
+    prefix = next(name for name, module in model.named_modules() if module is root)
+    fragile = list(model._keep_in_fp32_modules or ())
+    found = frozenset(
+        name
+        for name, module in root.named_modules(prefix=prefix)
+        if can_be_packed(name, module)
+        and not is_router(name)
+        and not is_read_by_mixer(model, name)
+        and should_convert_module(name, fragile)
+    )
+    if not found:
+        raise FtcliError.single(
+            "FT336",
+            f"a {type(model).__name__} has no linear layers that could be stored quantized",
+            exit_code=ExitCode.PREFLIGHT,
+            help="remove the section quantization",
+        )
+    return found
+
+
+def quantize_linear(linear: nn.Linear, settings: QuantizationConfig, name: str, *, trained: bool = False) -> nn.Linear:
+    """``linear``'s weight quantized by ``settings.method``, on the device where it is; its bias is shared.
+
+    ``trained``: with master weights, if the method trains them.
+
+    Raises:
+        ValueError: The method stores no quantized linear layers.
+        FtcliError: FT323 when the weight holds NaN or infinity.
+    """
+    method = quantizations.row(settings.method)
+    if trained and method.training is not None:
+        train: TrainQuantized = code_of(method.training.layer)
+        return train(linear, settings, name)
+    if method.quantize is None:
+        raise ValueError(f"quantization.method {settings.method} does not quantise linear layers")
+    quantize: QuantizeLinear = code_of(method.quantize)
+    return quantize(linear, settings, name)
+
+
+def stores_packed(config: JsonMap, settings: QuantizationConfig) -> bool:
+    """True if a model of this config.json has files that are packed by ``settings.method``."""
+    files = quantizations.row(settings.method).packed_files
+    return files is not None and bool(code_of(files.recognise)(config))
+
+
+def stores_masters(config: JsonMap, settings: QuantizationConfig) -> bool:
+    """True if a model of this config.json has files of masters that the method rounds when they are used."""
+    files = quantizations.row(settings.method).packed_files
+    return files is not None and files.masters is not None and bool(code_of(files.masters)(config))
+
+
+def packed_reader(settings: QuantizationConfig, config: JsonMap) -> PackedReader | None:
+    """The reader of the method's packed files, for their config.json; None where it has none."""
+    files = quantizations.row(settings.method).packed_files
+    if files is None:
+        return None
+    reader: PackedReader = code_of(files.read)(config)
+    return reader

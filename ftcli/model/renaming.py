@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Renaming:
-    """What the stored tensors of a model are in it.
+    """Maps stored tensors to a model's own names.
 
     Attributes:
         names: The model's parameters and stored buffers.
@@ -58,7 +58,7 @@ class Renaming:
         self._parts.setdefault(name, []).append((key, pattern, tensor))
 
     def joined(self) -> Iterator[tuple[str, Tensor]]:
-        """What the kept parts make, by name; the parts are let go one by one.
+        """Tensors made of the kept parts, by name; the parts are freed one by one.
 
         Raises:
             RuntimeError, ValueError: parts are missing, or do not fit together.
@@ -67,10 +67,10 @@ class Renaming:
             yield from self.join(first, self._parts.pop(first)).items()
 
     def join(self, name: str, parts: Sequence[tuple[str, str, Tensor]]) -> dict[str, Tensor]:
-        """What ``parts`` of ``name`` make: that, and what else the same rule makes of them, by name.
+        """Makes ``name`` of its ``parts``, and whatever else the same rule makes of them, by name.
 
         Args:
-            parts: Key, pattern and value of each, as :meth:`name_of` has told them.
+            parts: Key, pattern and value of each, as :meth:`name_of` gives them.
 
         Raises:
             RuntimeError, ValueError: parts are missing, or do not fit together.
@@ -102,7 +102,7 @@ class Renaming:
         return parts
 
     def key_of(self, name: str) -> str:
-        """What a file calls a tensor that it does not hold yet: as transformers writes it, where that is read again."""
+        """Key for a tensor that the files do not hold yet: transformers' own, where that is read back."""
         from transformers.core_model_loading import revert_weight_conversion
 
         (key,) = revert_weight_conversion(self._model, {name: self._state[name]})

@@ -7,6 +7,10 @@ Weights that are trained whole have gradients as large as themselves, so only th
 
 Adapters start with B = 0, where the gradient of A vanishes and half of the backward would go unchecked; for the check
 B holds small random numbers and is put back afterwards, bit for bit.
+
+:func:`check_head` compares the logits that the loss implies with the model's own. The loss never calls the model's
+``forward``: it multiplies the backbone's hidden states by the head itself. A family whose head does something else, by
+a setting that ftcli does not know, would train on other logits than it answers with.
 """
 
 from __future__ import annotations
@@ -23,10 +27,10 @@ from triton.errors import TritonError
 from ftcli.config.model import Kernels
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.labels import IGNORE_INDEX
-from ftcli.model.backbone import base_of, compute_context, decoder_layers, rotation_kept
+from ftcli.model.backbone import base_of, compute_context, decoder_layers, head_of, hidden_states, rotation_kept
 from ftcli.model.loss import forward_loss
 from ftcli.model.patch import Patch, patch
-from ftcli.model.quantized import QuantizedLinear
+from ftcli.model.quantized import QuantizedLinear, Tolerance
 from ftcli.plain import JsonObject, plain_fields
 from ftcli.plan.precision import DtypePlan
 
@@ -37,19 +41,10 @@ if TYPE_CHECKING:
 Model: TypeAlias = "PreTrainedModel | PeftModel"
 
 ROWS = 2
-LONGEST = 256
+HEAD_TOKENS = 256
 #: Bytes of gradients that are held at a time, one layer's at least.
 _HELD_BYTES = 2**31
 _B_STD = 0.02
-
-
-@dataclass(frozen=True, slots=True)
-class Tolerance:
-    """Largest relative difference of the model's loss, of a layer's output, and of any gradient in a layer."""
-
-    loss: float
-    output: float
-    gradient: float
 
 
 #: In half precision both sides round differently; a missing or wrong term shows as tens of percent.
@@ -70,13 +65,13 @@ class LayerCheck:
     worst: str
 
     def within(self, tolerance: Tolerance) -> bool:
-        """Whether it passes; NaN does not."""
+        """True if it passes; NaN does not."""
         return self.output <= tolerance.output and self.gradient <= tolerance.gradient
 
 
 @dataclass(frozen=True, slots=True)
 class SelfCheck:
-    """What was compared. ``worst`` is the layer with the largest gradient difference."""
+    """Result of the comparison. ``worst`` is the layer with the largest gradient difference."""
 
     rows: int
     tokens: int
@@ -92,7 +87,7 @@ class SelfCheck:
         return self.loss_difference <= self.tolerance.loss and self.worst.within(self.tolerance)
 
     def as_dict(self) -> JsonObject:
-        """What JSON says of it."""
+        """The result for JSON."""
         return {"passed": self.passed, **plain_fields(self)}
 
 
@@ -112,7 +107,7 @@ def self_check(
         FtcliError: FT704 (exit 1) when loss, output or a gradient differs by more than the tolerance, naming the layer;
             and when Triton cannot build a kernel for this GPU.
     """
-    small = {name: value[:ROWS, :LONGEST] for name, value in batch.items() if name in ("input_ids", "labels")}
+    small = {name: value[:ROWS, :HEAD_TOKENS] for name, value in batch.items() if name in ("input_ids", "labels")}
     training = model.training
     applied.undo()  # before the mode changes: what stands in for a layer does not hand it on to that layer
     model.eval()  # no dropout: both sides must see the same numbers
@@ -161,7 +156,7 @@ def _few_at_a_time(layers: Sequence[nn.Module]) -> Iterator[range]:
 
 
 def _tolerance(model: Model, plan: DtypePlan) -> Tolerance:
-    """That of the compute dtype, or of quantised layers whose products are coarser."""
+    """That of the compute dtype, or of quantized layers whose products are coarser."""
     own = (module.tolerance for module in model.modules() if isinstance(module, QuantizedLinear))
     return next((tolerance for tolerance in own if tolerance is not None), TOLERANCES[plan.compute])
 
@@ -276,3 +271,61 @@ def _random_adapters(model: Model) -> Iterator[None]:
         with torch.no_grad():
             for name, value in kept.items():
                 parameters[name].copy_(value)
+
+
+#: Tokens that are looked at.
+HEAD_TOKENS = 32
+#: Largest relative difference (Frobenius norm) by compute dtype: one product, rounded in another place. A scale or a
+#: cap that is missing shows as percents.
+_ALLOWED: Mapping[str, float] = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 4e-3}
+
+
+@torch.no_grad()
+def check_head(model: PreTrainedModel, input_ids: Sequence[int], plan: DtypePlan, device: torch.device) -> float:
+    """The relative difference between both kinds of logits on one row; the model leaves as it came.
+
+    Args:
+        input_ids: Ordinary text: no ids that stand for images.
+
+    Raises:
+        FtcliError: FT335 (exit 3) when they differ, or when the head is of a kind that the loss cannot read.
+    """
+    ids = torch.tensor([list(input_ids)[:HEAD_TOKENS]], device=device)
+    training = model.training
+    model.eval()
+    with rotation_kept(model), compute_context(device, plan.compute, plan.autocast):
+        wanted = model(input_ids=ids, use_cache=False).logits.float()
+        try:
+            found = _logits(model, ids)
+        except TypeError as error:
+            raise _head_differs(model, str(error)) from error
+    if training:
+        model.train()
+    if not bool(torch.isfinite(wanted).all()):
+        return 0.0  # a broken model is not a matter of its head: training and evaluation name it
+    difference = float((found - wanted).norm() / wanted.norm().clamp(min=1e-12))
+    if not difference <= _ALLOWED[plan.compute]:  # NaN fails, too
+        said = f"its own logits and those of the loss differ by {difference:.2g} (relative, on one row)"
+        raise _head_differs(model, said)
+    return difference
+
+
+def _logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """(1, S, vocab_size) float32, as :func:`ftcli.model.loss.next_token_loss` understands the head."""
+    head = head_of(model)
+    hidden = hidden_states(model, {"input_ids": ids}).tensor
+    if hidden.shape[-1] != head.weight.shape[1]:
+        raise TypeError(f"hidden states of width {hidden.shape[-1]} do not fit a head of width {head.weight.shape[1]}")
+    bias = None if head.bias is None else head.bias.to(hidden.dtype)
+    logits = torch.nn.functional.linear(hidden, head.weight.to(hidden.dtype), bias).float() * head.logit_scale
+    return torch.tanh(logits / head.softcap) * head.softcap if head.softcap else logits
+
+
+def _head_differs(model: PreTrainedModel, said: str) -> FtcliError:
+    return FtcliError.single(
+        "FT335",
+        f"ftcli would compute the loss of a {type(model).__name__} wrongly: {said}",
+        exit_code=ExitCode.PREFLIGHT,
+        help="choose another model, and report this with the model's name: its config.json has a value that ftcli does "
+        "not know",
+    )

@@ -21,8 +21,8 @@ from ftcli.plan.sharding import exchanged_key_heads
 Exchange = Callable[[Tensor], Tensor]
 
 
-class _Exchanged(torch.autograd.Function):
-    """An exchange; the gradient of what came goes back where that came from, which is the same exchange."""
+class _AllToAll(torch.autograd.Function):
+    """Differentiable all-to-all; its backward is the same all-to-all."""
 
     @staticmethod
     def forward(ctx: Any, sent: Tensor, exchange: Exchange) -> Tensor:
@@ -59,7 +59,7 @@ class SequencePart:
             key, value = (each.repeat_interleave(heads // key.shape[1], dim=1) for each in (key, value))
         # (N, B, S, heads of one part, D), by token: what kernels read best once the parts are side by side
         sent = torch.cat([self._by_part(each) for each in (query, key, value)], dim=3)
-        came: Tensor = _Exchanged.apply(sent, self.exchange)  # type: ignore[no-untyped-call]
+        came: Tensor = _AllToAll.apply(sent, self.exchange)  # type: ignore[no-untyped-call]
         whole = came.transpose(0, 1).flatten(1, 2)
         sizes = [each.shape[1] // self.parts for each in (query, key, value)]
         queries, keys, values = torch.split(whole, sizes, dim=2)
@@ -69,7 +69,7 @@ class SequencePart:
         """Attention's output (B, N S, Hq / N, D) for this part's heads -> (B, S, Hq, D) for its tokens."""
         rows, tokens, heads, size = attended.shape
         sent = attended.view(rows, self.parts, tokens // self.parts, heads, size).transpose(0, 1).contiguous()
-        came: Tensor = _Exchanged.apply(sent, self.exchange)  # type: ignore[no-untyped-call]
+        came: Tensor = _AllToAll.apply(sent, self.exchange)  # type: ignore[no-untyped-call]
         return came.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
     def _by_part(self, heads: Tensor) -> Tensor:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ftcli.assets import asset, bundled
 from ftcli.config.model import ModelConfig
 from ftcli.errors import ExitCode, FtcliError, Unwinding, first_line
+from ftcli.facts.model import ModelFacts
 from ftcli.facts.tokenizer import no_stop_finding
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 #: A little of everything: letters, digits, space, a line break, other scripts, a character beyond 16 bits.
 _TEXT = "Hello, World 42!\n  é ß 名 🙂"
@@ -74,3 +76,45 @@ def read_tokenizer(source: str, *, revision: str | None = None, offline: bool) -
             help="name one with model.tokenizer, or use `model.tokenizer: bytes`",
         ) from error
     return tokenizer
+
+
+#: End-of-turn tokens of the field's chat templates; those that a tokenizer has as special tokens end its turns.
+TURN_ENDS = ("<end_of_turn>", "<|eot_id|>", "<|im_end|>", "<|eom_id|>", "<turn|>", "<|return|>", "<|call|>")
+#: Tokens that end a turn, unless the tokenizer has the other one: gpt-oss ends its reasoning with `<|end|>`.
+TURN_ENDS_WITHOUT = {"<|end|>": "<|return|>"}
+
+
+def stop_token_ids(facts: ModelFacts, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Ids that end a turn: the tokenizer's eos, the eos ids of config.json and generation_config.json that it knows as
+    special, its end-of-turn tokens.
+
+    Needs no weights, so data can be tokenized and checked before a model is loaded.
+    """
+    candidates = list(facts.eos_token_ids)
+    vocabulary = tokenizer.get_added_vocab()
+    candidates += [vocabulary[name] for name in TURN_ENDS if name in vocabulary]
+    candidates += [
+        vocabulary[name] for name, other in TURN_ENDS_WITHOUT.items() if name in vocabulary and other not in vocabulary
+    ]
+    return tuple(dict.fromkeys([int(tokenizer.eos_token_id), *_special(candidates, tokenizer)]))
+
+
+def align_special_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stops: tuple[int, ...]) -> None:
+    """Makes the model's configs name the tokenizer's special tokens and all ``stops``.
+
+    What the model came with stays a stop token, if the tokenizer knows it: whoever serves the model relies on it.
+    """
+    brought = getattr(model.generation_config, "eos_token_id", None)
+    ids = list(dict.fromkeys([*stops, *_special(brought if isinstance(brought, list) else [brought], tokenizer)]))
+    for config in (model.config, model.config.get_text_config(), model.generation_config):
+        if config is None:
+            continue
+        config.pad_token_id = tokenizer.pad_token_id
+        config.bos_token_id = tokenizer.bos_token_id
+        config.eos_token_id = ids[0] if len(ids) == 1 else list(ids)
+
+
+def _special(ids: Iterable[object], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Those of ``ids`` that are special tokens of the tokenizer; a generation_config.json may name anything."""
+    special = set(tokenizer.all_special_ids) | set(tokenizer.get_added_vocab().values())
+    return [one for one in ids if isinstance(one, int) and one in special]

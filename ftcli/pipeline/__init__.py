@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ftcli.pipeline.checking import CheckResult
     from ftcli.pipeline.evaluation import EvaluationResult
     from ftcli.pipeline.exporting import Exported
-    from ftcli.run.group import RankGroup
+    from ftcli.run.process_group import RankGroup
 
 T = TypeVar("T")
 

@@ -8,8 +8,8 @@ from ftcli.config.dump import dump_recipe
 from ftcli.config.load import LoadedRecipe
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.run.atomic import read_text
-from ftcli.run.changes import ChangedKey, recipe_changes
 from ftcli.run.directory import RunDirectory
+from ftcli.run.recipe_changes import ChangedKey, recipe_changes
 from ftcli.tables import methods
 
 #: What only training reads, besides the sections of its methods: weights that are there already know nothing of it.

@@ -11,7 +11,7 @@ from ftcli.pipeline.options import BenchOptions
 from ftcli.plan.batches import Batches
 
 if TYPE_CHECKING:
-    from ftcli.run.group import RankGroup
+    from ftcli.run.process_group import RankGroup
 
 
 def timed_batches(sizes: Sequence[int], batch: int, options: BenchOptions) -> list[Sequence[int]]:
@@ -65,7 +65,7 @@ def rates_of_ranks(
     import torch
 
     tokens, seconds = float(sum(map(sum, micro_batches))), _seconds(micro_batches, steady)
-    told = group.gather(torch.tensor([alone or 0.0, tokens, seconds, float(peak)], dtype=torch.float64))
+    told = group.all_gather(torch.tensor([alone or 0.0, tokens, seconds, float(peak)], dtype=torch.float64))
     rows = [row.tolist() for row in told]
     in_all = sum(row[1] for row in rows) / max(row[2] for row in rows)
     peaks = tuple(int(row[3]) for row in rows)

@@ -30,7 +30,7 @@ from ftcli.tables import engines, schedules
 if TYPE_CHECKING:
     from ftcli.data.tokens import TokenizedRow
     from ftcli.job import Job
-    from ftcli.run.group import RankGroup
+    from ftcli.run.process_group import RankGroup
     from ftcli.train.assembly import Model
     from ftcli.train.loop import StepWatcher
 

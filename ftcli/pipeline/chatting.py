@@ -25,7 +25,7 @@ from ftcli.run.directory import RunDirectory, is_run_directory
 if TYPE_CHECKING:
     from ftcli.data.template import Renderer
     from ftcli.evaluate.stream import CompletionEnd, StopReason, StreamSettings
-    from ftcli.generation.opening import OpenedGenerator
+    from ftcli.generation.generator import OpenedGenerator
     from ftcli.job import Job
     from ftcli.pipeline.conversation import Conversation
     from ftcli.train.assembly import Model
@@ -102,7 +102,7 @@ class Chat:
                 FT762 (exit 6) when the model's logits are not finite.
         """
         from ftcli.evaluate.stream import stream
-        from ftcli.generation.stopping import cut
+        from ftcli.generation.requests import cut
 
         question = self.conversation.question(text)
         job, began = self.job, time.perf_counter()
@@ -268,7 +268,7 @@ def _use_template_of(run: RunDirectory, renderer: Renderer, reporter: Reporter) 
 
 def _model(job: Job, run: RunDirectory | None, weights: Path | None) -> Model:
     """What answers, on the kernels: the base, the base with the run's adapter, or the run's full fine-tune."""
-    from ftcli.model.checkpoint import load_adapter
+    from ftcli.model.lora import load_adapter
     from ftcli.pipeline.evaluation import freeze_on_kernels
     from ftcli.train.assembly import build_base, hold
 

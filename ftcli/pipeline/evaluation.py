@@ -15,9 +15,9 @@ from ftcli.pipeline.weights import checkpoint_of, result_of
 from ftcli.plain import LEFT_OUT
 from ftcli.preflight.stages import checked
 from ftcli.reporting import Session
-from ftcli.run.card import write_card
 from ftcli.run.directory import RunDirectory
 from ftcli.run.report import write_report
+from ftcli.run.report.card import write_card
 from ftcli.run.results import Evaluation, update_evaluation
 from ftcli.train.held_out import eval_scores, task_samples
 
@@ -78,7 +78,7 @@ def _base_and_run(
     job: Job, evaluator: Evaluator, directory: RunDirectory | None, weights: Path | None
 ) -> tuple[ModelScores, ModelScores | None]:
     """What is measured of the base model, and of the run's ``weights`` where there are any."""
-    from ftcli.model.checkpoint import load_adapter
+    from ftcli.model.lora import load_adapter
     from ftcli.train.assembly import build_base, hold
 
     rows, model = evaluator.sequences, build_base(job)

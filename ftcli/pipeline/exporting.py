@@ -14,8 +14,8 @@ from ftcli.pipeline.options import ExportOptions
 from ftcli.pipeline.weights import checkpoint_of
 from ftcli.preflight.stages import checked
 from ftcli.reporting import Session
-from ftcli.run.changes import HARMLESS
 from ftcli.run.directory import RunDirectory
+from ftcli.run.recipe_changes import HARMLESS
 
 if TYPE_CHECKING:
     from ftcli.export.writing import ExportResult

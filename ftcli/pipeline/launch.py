@@ -12,7 +12,7 @@ from ftcli.ranks import Place
 from ftcli.reporting import Session
 
 if TYPE_CHECKING:
-    from ftcli.run.group import RankGroup
+    from ftcli.run.process_group import RankGroup
 
 T = TypeVar("T")
 
@@ -43,7 +43,7 @@ def together(work: Callable[[RankGroup | None], T], session: Session, processes:
     from ftcli.run.heartbeat import show_life
 
     show_life(place)  # before torch is imported, which may take a while
-    from ftcli.run.group import RankGroup, announced
+    from ftcli.run.process_group import RankGroup, announced
 
     group = RankGroup(place, session.reporter)
     with announced(group):

@@ -92,7 +92,7 @@ def _tokenizer(report: PreflightReport) -> tuple[PreTrainedTokenizerBase | None,
 
 def _unserved(report: PreflightReport, tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:
     """What `ftcli export` will refuse: formats that cannot hold the tokenizer or its chat template."""
-    from ftcli.model.load import stop_token_ids
+    from ftcli.model.tokenizer import stop_token_ids
 
     for name in report.recipe.export.formats:
         reference = exports.row(name).serves
@@ -116,7 +116,7 @@ def _is_nowhere_here(name: str) -> bool:
 
 def _look(looking: RowSurvey, report: PreflightReport, tokenizer: PreTrainedTokenizerBase) -> None:
     from ftcli.data.asked import room_of_task
-    from ftcli.model.load import stop_token_ids
+    from ftcli.model.tokenizer import stop_token_ids
 
     recipe, stops = report.recipe, stop_token_ids(report.facts, tokenizer)
     survey = report.plan.method.survey

@@ -59,10 +59,10 @@ def outline_of(report: PreflightReport) -> Outline:
     that it does not have, FT443 where documents would see each other, FT601 where what training holds at least is more
     than the device has.
     """
-    from ftcli.model.checkpoint import hollow
     from ftcli.model.load import config_of
-    from ftcli.model.quantize import layers_to_quantize
-    from ftcli.model.targets import planned_adapters
+    from ftcli.model.lora_targets import planned_adapters
+    from ftcli.model.pretrained import hollow
+    from ftcli.model.quantized import layers_to_quantize
 
     recipe, model = report.recipe, hollow(config_of(report.facts.raw))
     stores = quantizations.row(recipe.quantization.method).quantize is not None
@@ -80,7 +80,7 @@ def outline_of(report: PreflightReport) -> Outline:
 
 
 def _attention(report: PreflightReport, model: PreTrainedModel) -> str:
-    from ftcli.model.checkpoint import usable_attention
+    from ftcli.model.pretrained import usable_attention
 
     chosen = report.recipe.model.attention
     found = usable_attention(report.plan.execution.attention, chosen=chosen != "auto", model=model)
@@ -175,7 +175,7 @@ def _require_room(report: PreflightReport, model: PreTrainedModel, found: Outlin
 
 def _fits(report: PreflightReport, model: PreTrainedModel, method: str) -> bool:
     """Whether the device holds the model's weights as a quantisation that freezes them stores them."""
-    from ftcli.model.quantize import layers_to_quantize
+    from ftcli.model.quantized import layers_to_quantize
 
     recipe, available = report.recipe, report.plan.device.available_bytes
     if available is None or (recipe.lora is not None and recipe.quantization.method == method):

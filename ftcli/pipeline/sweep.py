@@ -25,8 +25,8 @@ from ftcli.pipeline.sweep_checks import check_all
 from ftcli.pipeline.sweep_result import RunOutcome, SweepResult, sweep_result
 from ftcli.reporting import Reporter, Session
 from ftcli.run.atomic import read_text
-from ftcli.run.changes import HARMLESS, recipe_changes
 from ftcli.run.directory import RunDirectory, is_run_directory
+from ftcli.run.recipe_changes import HARMLESS, recipe_changes
 from ftcli.run.signals import SignalName, StopNow, StopRequest, exit_code_of, second_signal_as_error
 from ftcli.run.status import read_status
 from ftcli.tables import methods

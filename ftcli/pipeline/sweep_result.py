@@ -10,10 +10,9 @@ from pathlib import Path
 from ftcli.config.grid import Combination
 from ftcli.config.overrides import Settings
 from ftcli.plain import SPREAD
-from ftcli.run.comparison import Comparison, compare
 from ftcli.run.directory import is_run_directory
-from ftcli.run.history import RunSummary
-from ftcli.run.report.compared import write_comparison
+from ftcli.run.report.comparison import Comparison, compare, write_comparison
+from ftcli.run.summary import RunSummary
 
 #: The page of the comparison, in the sweep's folder.
 PAGE = "comparison.html"

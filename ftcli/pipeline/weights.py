@@ -7,9 +7,8 @@ from pathlib import Path
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.reporting import Reporter
 from ftcli.run.atomic import irregular_file
-from ftcli.run.directory import RunDirectory, is_run_directory
-from ftcli.run.held import hold_result
-from ftcli.run.layout import unreadable_file
+from ftcli.run.directory import RunDirectory, is_run_directory, unreadable_file
+from ftcli.run.integrity import hold_result
 from ftcli.run.metrics import read_metrics
 from ftcli.run.status import read_status
 from ftcli.train.best import BestEvaluation

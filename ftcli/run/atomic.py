@@ -1,4 +1,4 @@
-"""How files are written, either complete or absent, and how those of a run are read, which anybody may have changed.
+"""Writes files so that they are complete or absent, and reads those of a run, which anybody may have changed.
 
 A file is written beside its destination under a hidden name, flushed to the disk and renamed; the folder's
 entry is then flushed as well. Readers see the old content or the new one, never a mixture. Nothing is ever renamed over
@@ -170,8 +170,10 @@ def _replace(path: Path, data: bytes, mode: int | None = None) -> None:
 
 
 def _aside(path: Path) -> Path:
-    """Where the content of ``path`` is written first; what a killed process of this number has left there is removed,
-    and so is a link, which would lead elsewhere."""
+    """Path that the content of ``path`` is written to first.
+
+    What a killed process of this number has left there is removed, and so is a link, which would lead elsewhere.
+    """
     aside = path.with_name(f"{TEMPORARY_PREFIX}{path.name[:100]}.{os.getpid()}")
     aside.unlink(missing_ok=True)
     return aside
@@ -287,7 +289,7 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
 
 
 def irregular_file(folder: Path) -> str:
-    """What in a folder is neither a file nor a folder, as ``x.json: it is a pipe``; empty where nothing is.
+    """Names a pipe, device or the like in a folder, as ``x.json: it is a pipe``; empty where nothing is.
 
     Libraries that load the folder would wait for a pipe, even past a signal, and read a device without end.
     """

@@ -76,7 +76,7 @@ def _step_number(path: Path) -> int:
 
 @dataclass(frozen=True, slots=True)
 class FoundCheckpoints:
-    """What a folder of checkpoints holds: usable ones by rising step, and a warning for each damaged one."""
+    """Checkpoints of a folder: usable ones by rising step, and a warning for each damaged one."""
 
     usable: tuple[Path, ...]
     damaged: tuple[Path, ...]
@@ -89,7 +89,7 @@ class FoundCheckpoints:
 
 
 def damage(checkpoint: Path, *, thorough: bool = False) -> str | None:
-    """What is wrong with a checkpoint folder; None when every listed file is there in its full size.
+    """Describes the damage of a checkpoint folder; None when every listed file is there in its full size.
 
     Small files are compared by SHA-256 as well. With ``thorough`` all files are, which reads every byte.
     """
@@ -130,7 +130,7 @@ class Checkpoints:
         self.root = root
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint of ``step`` is or will be."""
+        """Path of the checkpoint of ``step``, written or not."""
         return self.root / step_name(step)
 
     def clean(self) -> None:

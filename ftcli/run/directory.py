@@ -1,352 +1,107 @@
-"""How a run is started in its directory, continued, or refused."""
+"""The files of a run directory, by name."""
 
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
-from ftcli.config.training import names_checkpoint
-from ftcli.errors import ExitCode, Finding, FtcliError, Origin
-from ftcli.run import status as run_status
-from ftcli.run.atomic import (
-    TEMPORARY_PREFIX,
-    TRASH_PREFIX,
-    WRITING_PREFIX,
-    delete,
-    first_free,
-    fsync_directory,
-    read_text,
-    rename_directory,
-    storage_error,
-    storage_errors,
-    write_text,
-)
-from ftcli.run.changes import HARMLESS, ChangedKey, recipe_changes, structural_keys
-from ftcli.run.checkpoint import damage, step_of
-from ftcli.run.held import changed_result, result_files
-from ftcli.run.layout import NAMES, RunDirectory, no_run, unreadable_file
-from ftcli.run.lock import LOCK_NAME, DirectoryLock
-from ftcli.run.manifest import read_manifest
-from ftcli.run.status import FinishedTraining, TrainingSummary
+from ftcli.errors import ExitCode, FtcliError, first_line
+from ftcli.paths import RUN_RECIPE
+from ftcli.run.checkpoint import Checkpoints
+from ftcli.run.lock import LOCK_NAME
 
-__all__ = ["OpenedRun", "RunDirectory", "is_run_directory", "open_run"]
-
-_SHOWN = 12
-_ANEW = "to start a new one, use --resume never, which keeps the old run beside it, or another --output-dir"
-
-
-@dataclass(slots=True)
-class OpenedRun:
-    """A run directory that this process owns until :meth:`close` (or the end of a ``with`` block).
-
-    Attributes:
-        directory: The paths.
-        resume_from: Checkpoint to continue from, verified as complete; None: start at step 0.
-        already_complete: The directory holds the finished run of this very recipe; nothing is to be done, and
-            nothing was changed.
-        trained: There when training's result is complete and only the evaluation after it is left to do.
-        warnings: What people should know: damaged checkpoints, changed settings, a file system without locks.
-    """
-
-    directory: RunDirectory
-    resume_from: Path | None
-    already_complete: bool
-    trained: FinishedTraining | None = None
-    warnings: tuple[Finding, ...] = ()
-    _lock: DirectoryLock | None = field(default=None, repr=False)
-
-    @property
-    def resume_step(self) -> int:
-        """The step that this process starts after: the last one when all is trained, 0 when the run starts anew."""
-        if self.trained is not None:
-            return self.trained.steps
-        return 0 if self.resume_from is None else step_of(self.resume_from) or 0
-
-    def note_trained(self, summary: TrainingSummary) -> None:
-        """Write that training is over, and what its result consists of.
-
-        Raises:
-            FtcliError: FT723 or FT724 when status.json cannot be written.
-        """
-        result = self.directory.result_dir
-        if result is None:
-            raise ValueError(f"{self.directory.path} has no result yet")
-        with storage_errors(result):
-            kept = FinishedTraining(summary, summary.steps, result.name, result_files(result))
-        run_status.note_trained(self.directory.status_path, kept)
-
-    def finish(self, exit_code: int, *, message: str | None = None, resumable: bool | None = None) -> None:
-        """Write the end into status.json (see :func:`ftcli.run.status.write_end`)."""
-        run_status.write_end(self.directory.status_path, exit_code, message=message, resumable=resumable)
-
-    def close(self) -> None:
-        """Give the directory back; calling it again does nothing."""
-        if self._lock is not None:
-            self._lock.release()
-
-    def __enter__(self) -> OpenedRun:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-def open_run(path: Path, resume: str, recipe_yaml: str, command: str = "train") -> OpenedRun:
-    """Start, continue or refuse a run in ``path``.
-
-    Args:
-        path: The run directory; made when it is missing.
-        resume: ``auto`` continues an unfinished run of the same recipe from its newest usable checkpoint, or from the
-            start when it has none; a finished run is reported as complete. ``never`` renames an existing run to
-            ``<path>.previous-N``. Anything else is the path of a checkpoint, or of a run, whose newest checkpoint is
-            then meant. The recipe goes on from there: within the checkpoint's own run, whose later checkpoints are
-            renamed, or in a ``path`` that is new.
-        recipe_yaml: The resolved recipe.
-        command: What trains (``train``, ``grpo`` …): a run goes on by the command that it was begun with.
-
-    On return recipe.yaml is written, status.json says ``running`` (unless the run is complete already), what a crash
-    left behind is gone, and the directory is locked for this process.
-
-    Raises:
-        FtcliError: FT720 in use by another process, FT721 changed recipe (old and new value of every key) or
-            another command, FT722 a folder that is no run directory, FT723 not writable, FT724 disk full, FT725 the
-            named checkpoint is unusable, FT727 the run's own recipe is not readable.
-    """
-    run = RunDirectory(Path(path))
-    lock = _locked(run)
-    try:
-        if resume == "never" and _holds_run(run):
-            lock = _start_beside(run, lock)
-        opened = _open_locked(run, resume, recipe_yaml, command)
-    except BaseException:
-        lock.release()
-        raise
-    warnings = opened.warnings if lock.supported else (*opened.warnings, _no_locks(run.path))
-    return OpenedRun(run, opened.resume_from, opened.already_complete, opened.trained, warnings, lock)
+#: Files and folders of a run, by name.
+NAMES = frozenset(
+    (RUN_RECIPE, "manifest.json", "metrics.jsonl", "checkpoints", "adapter", "model", "export", "eval.json")
+) | {"tokens.json", "completions", "report.html", "status.json", "tensorboard", ".lock"}
 
 
 @dataclass(frozen=True, slots=True)
-class _Decision:
-    """How a run goes on, before the lock is handed over."""
+class RunDirectory:
+    """Paths of one run. Making one touches no disk."""
 
-    resume_from: Path | None
-    already_complete: bool = False
-    trained: FinishedTraining | None = None
-    warnings: tuple[Finding, ...] = ()
+    path: Path
+
+    @property
+    def recipe_path(self) -> Path:
+        """The recipe as resolved; a folder with this file is a run directory."""
+        return self.path / RUN_RECIPE
+
+    @property
+    def manifest_path(self) -> Path:
+        """Versions, device, seeds, dtype plan, kernels, data fingerprints."""
+        return self.path / "manifest.json"
+
+    @property
+    def metrics_path(self) -> Path:
+        """One JSON line per logging step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints_dir(self) -> Path:
+        """Folder of the resumable states."""
+        return self.path / "checkpoints"
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        """The resumable states."""
+        return Checkpoints(self.checkpoints_dir)
+
+    @property
+    def adapter_dir(self) -> Path:
+        """The trained adapter in PEFT's layout (LoRA)."""
+        return self.path / "adapter"
+
+    @property
+    def model_dir(self) -> Path:
+        """The trained model in transformers' layout (full fine-tuning)."""
+        return self.path / "model"
+
+    @property
+    def result_dir(self) -> Path | None:
+        """``adapter/`` or ``model/``, whichever is there; None before training has ended."""
+        return next((folder for folder in (self.adapter_dir, self.model_dir) if folder.is_dir()), None)
+
+    @property
+    def export_dir(self) -> Path:
+        """Folder of the exported formats."""
+        return self.path / "export"
+
+    @property
+    def eval_path(self) -> Path:
+        """Evaluation results and samples."""
+        return self.path / "eval.json"
+
+    @property
+    def completions_dir(self) -> Path:
+        """Folder of the completions of training by rewards, step by step."""
+        return self.path / "completions"
+
+    @property
+    def tokens_path(self) -> Path:
+        """Tokens kept, cut and masked per dataset."""
+        return self.path / "tokens.json"
+
+    @property
+    def report_path(self) -> Path:
+        """The report for people."""
+        return self.path / "report.html"
+
+    @property
+    def status_path(self) -> Path:
+        """How the run stands, for scripts."""
+        return self.path / "status.json"
 
 
-def _open_locked(run: RunDirectory, resume: str, recipe_yaml: str, command: str) -> _Decision:
-    run.checkpoints.clean()
-    if names_checkpoint(resume):
-        decision = _continue_from(run, Path(resume), recipe_yaml, command)
-    else:
-        decision = _continue_own(run, recipe_yaml, command) if _holds_run(run) else _Decision(None)
-    if decision.already_complete:
-        return decision
-    with storage_errors(run.path):
-        _clear_leftovers(run.path)
-        run.checkpoints_dir.mkdir(exist_ok=True)
-        write_text(run.recipe_path, recipe_yaml)
-        fsync_directory(run.path.parent)  # a power cut must not take the whole folder with it
-    continues = decision.resume_from is not None or decision.trained is not None
-    earlier = run_status.seconds_until_now(run.status_path, run.metrics_path) if continues else 0.0
-    run_status.begin(
-        run.status_path, resumed_from=decision.resume_from, trained=decision.trained, earlier_seconds=earlier
-    )
-    return decision
+def holds_run(run: RunDirectory) -> bool:
+    """True if the folder has a recipe.yaml and something else of a run: one with nothing but a recipe is never renamed.
 
-
-def _continue_own(run: RunDirectory, recipe_yaml: str, command: str) -> _Decision:
-    changes = tuple(c for c in _changes(run, recipe_yaml) if not c.is_in(HARMLESS))
-    other = _other_command(run, command)
-    if (changes or other) and not _has_begun(run):
-        return _Decision(None)  # a run that was refused before its first step: whatever was changed since is the remedy
-    if other is not None:
-        raise _made_by(run, other, command)
-    if changes:
-        raise _changed(run, changes)
-    status = run_status.read_status(run.status_path)
-    damaged = None if status is None or status.trained is None else changed_result(run, status.trained)
-    told = [] if damaged is None else [_changed_result(run, damaged)]
-    if status is not None and status.state == "completed" and run.result_dir is not None:
-        return _Decision(None, already_complete=True, warnings=tuple(told))
-    if status is not None and status.trained is not None and damaged is None:
-        return _Decision(None, trained=status.trained)
-    scan = run.checkpoints.newest_sound()
-    source = scan.newest
-    warnings = [*told, *scan.warnings]
-    if source is None and status is not None and status.resumed_from is not None:
-        # It was started from another run's checkpoint and stopped before its first own one.
-        earlier = Path(status.resumed_from)
-        source = earlier if damage(earlier, thorough=True) is None else None
-        if source is None:
-            raise _unusable(earlier, "this run was started from it and has no checkpoint of its own yet")
-    if source is None and scan.damaged:
-        message = f"no checkpoint of {run.path} is usable: the run starts again from its first step"
-        warnings.append(Finding("FT733", message, severity="warning"))
-    return _Decision(source, warnings=tuple(warnings))
-
-
-def _changed_result(run: RunDirectory, damaged: str) -> Finding:
-    message = f"the result in {run.path} is not what training wrote: {damaged}"
-    help = "--resume never trains again, and keeps the old run beside it"
-    return Finding("FT771", message, help=help, severity="warning")
-
-
-def _has_begun(run: RunDirectory) -> bool:
-    """Whether anything has been trained here: there is a line of metrics, a checkpoint, or a result.
-
-    A run that was started from another one's checkpoint has that one's steps.
+    Raises:
+        OSError: the folder cannot be read.
     """
-    status = run_status.read_status(run.status_path)
-    if status is None or status.resumed_from is not None or run.result_dir is not None:
-        return True
-    logged = run.metrics_path.is_file() and run.metrics_path.stat().st_size > 0
-    return logged or any(run.checkpoints_dir.glob("step-*"))
-
-
-def _clear_leftovers(path: Path) -> None:
-    """Remove what a crash left half-written or half-deleted beside the run's own files."""
-    for leftover in sorted(path.iterdir()):
-        if leftover.name.startswith((TEMPORARY_PREFIX, TRASH_PREFIX, WRITING_PREFIX)):
-            delete(leftover)
-
-
-def _continue_from(run: RunDirectory, named: Path, recipe_yaml: str, command: str) -> _Decision:
-    source = _checkpoint_at(named)
-    owner = RunDirectory(source.resolve().parent.parent)
-    own = owner.path == run.path.resolve()
-    if _holds_run(run) and not own:
-        raise FtcliError.single(
-            "FT722",
-            f"{run.path} already holds a run, and {named} belongs to another one",
-            exit_code=ExitCode.RECIPE,
-            help="choose a new --output-dir, or use --resume auto to continue the run that is there",
-        )
-    other = _other_command(owner, command)
-    if other is not None:
-        raise _made_by(owner, other, command)
-    changes = tuple(c for c in _changes(owner, recipe_yaml) if not c.is_in(HARMLESS)) if _holds_run(owner) else ()
-    structural = tuple(c for c in changes if c.is_in(structural_keys()))
-    if structural:
-        raise _changed(owner, structural)
-    warnings = [
-        Finding("FT732", f"{source} was trained with another setting: {change}", severity="warning")
-        for change in changes
-    ]
-    if own:
-        warnings += [
-            Finding("FT730", f"the run goes back to an earlier step; {moved} is set aside", severity="warning")
-            for moved in run.checkpoints.set_aside_after(step_of(source) or 0)
-        ]
-    return _Decision(source, warnings=tuple(warnings))
-
-
-def _checkpoint_at(named: Path) -> Path:
-    """The checkpoint that a path means: itself, or the newest one of a run directory."""
-    source: Path | None = named
-    if is_run_directory(named):
-        source = RunDirectory(named).checkpoints.newest_sound().newest
-        if source is None:
-            raise _unusable(named, "this run has no complete checkpoint")
-        return source  # read and compared whole by now
-    if not named.is_dir() or source is None:
-        raise _unusable(named, "there is no such folder")
-    if step_of(source) is None:
-        raise _unusable(named, "its name is not of the form step-00000100")
-    reason = damage(source, thorough=True)
-    if reason is not None:
-        raise _unusable(source, reason)
-    return source
-
-
-def _locked(run: RunDirectory) -> DirectoryLock:
-    """Make the folder where it is missing, refuse one that is something else, and lock it."""
-    with storage_errors(run.path):
-        if run.path.exists() and not run.path.is_dir():
-            raise no_run(run.path, "it is a file")
-        run.path.mkdir(parents=True, exist_ok=True)
-        foreign = [] if _holds_run(run) else _foreign_entries(run.path)
-    if foreign:
-        raise no_run(run.path, f"it holds other things, such as {foreign[0]}")
-    try:
-        return DirectoryLock(run.path)
-    except OSError as error:
-        raise storage_error(error, run.path / LOCK_NAME) from error
-
-
-def _start_beside(run: RunDirectory, lock: DirectoryLock) -> DirectoryLock:
-    """Rename the old run; the lock on it is held until the new directory has its own."""
-    with storage_errors(run.path):
-        rename_directory(run.path, first_free(f"{run.path.name}.previous-{{n}}", run.path.parent))
-    fresh = _locked(run)
-    lock.release()
-    return fresh
-
-
-def _holds_run(run: RunDirectory) -> bool:
-    """A folder where somebody merely keeps a recipe.yaml of theirs is not a run, and is never renamed."""
     ours = (run.status_path, run.path / LOCK_NAME, run.checkpoints_dir)
     return run.recipe_path.is_file() and any(path.exists() for path in ours)
-
-
-def _foreign_entries(path: Path) -> list[str]:
-    """Names of files and folders that no run has put there, not even one that died in its first moments."""
-    ours = {LOCK_NAME, "checkpoints", "run.log"}  # the last is where people send what a run prints
-    names = (entry.name for entry in path.iterdir())
-    return sorted(name for name in names if name not in ours and not name.startswith(TEMPORARY_PREFIX))
-
-
-def _changes(run: RunDirectory, recipe_yaml: str) -> tuple[ChangedKey, ...]:
-    try:
-        return recipe_changes(read_text(run.recipe_path), recipe_yaml)
-    except (OSError, ValueError) as error:
-        raise unreadable_file(run.recipe_path, error) from error
-
-
-def _other_command(run: RunDirectory, command: str) -> str | None:
-    """The command that the run was begun with, where it is another one; None where the manifest names none."""
-    began = read_manifest(run.manifest_path).get("command")
-    return began if isinstance(began, str) and began != command else None
-
-
-def _made_by(run: RunDirectory, began: str, command: str) -> FtcliError:
-    return FtcliError.single(
-        "FT721",
-        f"the run in {run.path} was begun by `ftcli {began}`, and this is `ftcli {command}`",
-        origin=Origin(str(run.manifest_path)),
-        exit_code=ExitCode.RECIPE,
-        help=f"continue it with `ftcli {began}`; {_ANEW}",
-    )
-
-
-def _changed(run: RunDirectory, changes: tuple[ChangedKey, ...]) -> FtcliError:
-    # A section that only one of them has would fill the list with its defaults.
-    shown = [str(change) for change in sorted(changes, key=lambda change: not change.in_both)[:_SHOWN]]
-    if len(changes) > _SHOWN:
-        shown.append(f"{len(changes) - _SHOWN} more keys")
-    place = Origin(str(run.recipe_path))
-    findings = [Finding("FT721", f"the recipe differs from that of the run in {run.path}: {t}", place) for t in shown]
-    remedy = f"to continue the run, undo these changes; {_ANEW}"
-    return FtcliError([*findings[:-1], replace(findings[-1], help=remedy)], ExitCode.RECIPE)
-
-
-def _unusable(path: Path, reason: str) -> FtcliError:
-    return FtcliError.single(
-        "FT725",
-        f"cannot resume from {path}: {reason}",
-        exit_code=ExitCode.RECIPE,
-        help="name a folder like runs/NAME/checkpoints/step-00000100, or use --resume auto",
-    )
-
-
-def _no_locks(path: Path) -> Finding:
-    message = f"the file system of {path} has no locks: nothing prevents a second run in this directory"
-    return Finding("FT729", message, severity="warning")
 
 
 def run_that_owns(path: Path) -> Path | None:
@@ -358,7 +113,27 @@ def run_that_owns(path: Path) -> Path | None:
 
 
 def is_run_directory(path: Path) -> bool:
-    """Whether ``path`` is a folder with a recipe.yaml that ftcli wrote."""
+    """True if ``path`` is a folder with a recipe.yaml that ftcli wrote."""
     with contextlib.suppress(OSError):
-        return _holds_run(RunDirectory(path))
+        return holds_run(RunDirectory(path))
     return False
+
+
+def no_run(path: Path, reason: str) -> FtcliError:
+    """FT722: the folder is not a run."""
+    return FtcliError.single(
+        "FT722",
+        f"{path} is not a run directory: {reason}",
+        exit_code=ExitCode.RECIPE,
+        help="choose another --output-dir; ftcli does not mix its files with others",
+    )
+
+
+def unreadable_file(path: Path, error: Exception) -> FtcliError:
+    """FT727: a file of the run cannot be read."""
+    return FtcliError.single(
+        "FT727",
+        f"{path} cannot be read: {first_line(error)}",
+        exit_code=ExitCode.RECIPE,
+        help="restore the file, or start over with --resume never, which keeps the old run beside it",
+    )

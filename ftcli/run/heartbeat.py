@@ -1,28 +1,105 @@
-"""Signs of life: each rank of a run says every second that it lives and where it is, and ends where another does not.
+"""Heartbeats: each rank of a run reports every second that it lives and where it is, and ends where another does not.
 
 Two threads of each rank do this, since anything else may be held up by a rank that is silent: the talking one by the
 process that holds what all say, the main one by an exchange, on the host or on a GPU. The watching one only counts.
 Time in which this process was stopped itself does not count.
+
+A rank that fails tells the others why (:class:`PeerFailed`); one that was killed or hangs is :class:`RankLost`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ftcli.errors import ExitCode, FtcliError
+from ftcli.errors import ExitCode, Finding, FtcliError, first_line
+from ftcli.plain import JsonObject
 from ftcli.ranks import Place, lost_name, sign_name
-from ftcli.run.peer_failure import RankLost, from_json, killed
+from ftcli.run.out_of_memory import is_out_of_memory
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
+
+#: What torch says of connections that are closed, cut or silent, whichever library they are of.
+_OF_CONNECTIONS = ("gloo", "NCCL", "nccl", "Connection closed", "communicator")
+
+
+class PeerFailed(FtcliError):
+    """Another rank has failed, and this one ends with it: that one's findings and exit code."""
+
+
+class RankLost(FtcliError):
+    """A rank was killed, or hangs (FT710, exit 75).
+
+    Attributes:
+        ranks: Which ones; none where that is not known.
+        how: "was killed by SIGKILL", say.
+    """
+
+    def __init__(self, ranks: Sequence[int], how: str, who: str = "a rank") -> None:
+        """``who`` it is where no ranks are named."""
+        self.ranks, self.how = ranks, how
+        if ranks:
+            who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+        finding = Finding(
+            "FT710",
+            f"{who} {how}: no rank can go on without it",
+            help="start the same command again: it goes on from the last checkpoint. docs/multi-gpu.md says where to "
+            "look for the reason",
+        )
+        super().__init__([finding], ExitCode.PREEMPTED)
+
+
+def reasons(error: BaseException) -> tuple[ExitCode, Sequence[Finding]]:
+    """The exit code and the findings of a failure."""
+    if isinstance(error, FtcliError):
+        return error.exit_code, error.findings
+    text = f"{type(error).__name__}: {first_line(error)[:300]}"
+    if is_out_of_memory(error):
+        help = "lower train.per_device_train_batch_size or data.max_seq_len; `ftcli check` says what fits"
+        return ExitCode.OUT_OF_MEMORY, (Finding("FT192", f"out of memory: {text}", help=help),)
+    help = "run it again with --debug: the rank prints its traceback"
+    return ExitCode.BUG, (Finding("FT190", f"this is a bug in ftcli: {text}", help=help),)
+
+
+def as_json(finding: Finding) -> JsonObject:
+    """A finding for another process, which has no files to show lines of."""
+    origin = "" if finding.origin is None else f"{finding.origin}: "
+    return {**asdict(finding), "message": f"{origin}{finding.message}", "origin": None}
+
+
+def is_of_connections(error: RuntimeError) -> bool:
+    """True if an error says that another rank cannot be reached any more."""
+    return not is_out_of_memory(error) and any(word in str(error) for word in _OF_CONNECTIONS)
+
+
+def from_json(text: str | bytes) -> PeerFailed:
+    """The failure that a rank has published: findings of :func:`as_json`, and its number."""
+    said = json.loads(text)
+    findings = [Finding(**{**raw, "origin": None}) for raw in said["findings"]]
+    named = [Finding(f.code, f"rank {said['rank']}: {f.message}", None, f.help, f.severity) for f in findings]
+    return PeerFailed(named, ExitCode(said["exit_code"]))
+
+
+def killed(place: Place) -> RankLost | None:
+    """The first rank that was lost, as ftcli's own launcher has seen it."""
+    if place.folder is None:
+        return None
+    for rank in range(place.size):
+        with contextlib.suppress(OSError):
+            how = (place.folder / lost_name(rank)).read_text(encoding="utf-8")
+            if how:  # else the launcher is just writing it
+                return RankLost([rank], how)
+    return None
+
 
 _SECONDS = 1.0
 #: Of a rank that has left as it should, where it is: its silence means nothing.
@@ -36,7 +113,7 @@ _MOST_AT_ONCE = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """Seconds: to find the others; until a wait is told; without a sign of life until a rank counts as lost; that a
+    """Seconds: to find the others; until a wait is reported; without a sign of life until a rank counts as lost; that a
     rank that lives may be late; and that a rank which has nothing to save may take to leave once another is lost.
     """
 
@@ -69,7 +146,7 @@ class Silence:
             self._seconds[rank] = 0.0
 
     def seconds(self) -> Mapping[int, float]:
-        """Of each rank."""
+        """Seconds of silence by rank."""
         with self._lock:
             return dict(self._seconds)
 
@@ -190,7 +267,7 @@ class Heartbeat:
             self._failed = from_json(self._store.get("failed"))
 
     def _hold(self, rank: int, said: str) -> None:
-        """Of a process of this host, its number and a handle, which no other process gets when it has ended."""
+        """Notes the pid of a process of this host with a pidfd, which no other process gets when it has ended."""
         _, pid, space, _ = said.split(" ", 3)
         if rank not in self._processes and space == _space() and hasattr(os, "pidfd_open"):
             with contextlib.suppress(OSError):

@@ -1,5 +1,4 @@
-"""What a run is made from: training and held-out files, rewards and judges, chat template, token ids, base weights; and
-whether any of it has changed.
+"""Inputs of a run: fingerprints of training and held-out files, judges, chat template, token ids and base weights.
 
 A run that continued on other inputs would give a model that neither the old nor the new inputs describe, so it is
 refused, and the message says what differs. Everything is compared by content, never by date or path.
@@ -82,7 +81,7 @@ class SampledFile:
 
 
 def weights_fingerprint(folder: Path) -> tuple[SampledFile, ...]:
-    """What tells the weight files in a model's folder: of 4 MiB and less every byte, of others samples.
+    """Fingerprints of the weight files in a model's folder: of 4 MiB and less every byte, of others samples.
 
     That takes a moment even for many gigabytes. The first sample holds the file's header, which lists every tensor with
     its shape; the others tell weights of the same shapes apart.
@@ -105,7 +104,7 @@ def _sampled(path: Path) -> SampledFile:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What is known of a run's inputs once its data is tokenized; None or empty where there is nothing to compare.
+    """A run's inputs, known once its data is tokenized; None or empty where there is nothing to compare.
 
     Attributes:
         chat_template: The template's text.
@@ -123,7 +122,7 @@ class Inputs:
 
 
 def base_inputs(facts: ModelFacts, model: ModelConfig, commit: str | None) -> Inputs:
-    """What is known of a base model: its folder's content, or the Hub's commit; and of a tokenizer of another place.
+    """Inputs of a base model: its folder's content, or the Hub's commit; and those of a tokenizer of another place.
 
     Raises:
         OSError: a file cannot be read.
@@ -138,7 +137,7 @@ def base_inputs(facts: ModelFacts, model: ModelConfig, commit: str | None) -> In
 
 
 def _cached(tokenizer: str | None) -> Path | None:
-    """Where the Hub's cache has a tokenizer that the recipe names; of the model's own one the commit tells."""
+    """Folder of a tokenizer that the recipe names in the Hub's cache; the model's own is told by the commit."""
     if tokenizer is None:
         return None
     from huggingface_hub import try_to_load_from_cache
@@ -228,7 +227,7 @@ def _changed_files(known: Any, now: Sequence[Fingerprint | SampledFile], *, alwa
 
 
 def _digest_in(entry: JsonMap | None) -> str | None:
-    """Of either kind; ftcli 0.1 called that of the samples sha256."""
+    """The digest of an entry of either kind; ftcli 0.1 called that of the samples sha256."""
     return None if entry is None else entry.get("samples_sha256") or entry["sha256"]
 
 

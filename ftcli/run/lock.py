@@ -76,7 +76,7 @@ class DirectoryLock:
         return None
 
     def _is_current(self, descriptor: int) -> bool:
-        """Whether the locked file is still the one of that name: `resume: never` renames the folder with its lock."""
+        """True if the locked file is still the one of that name: `resume: never` renames the folder with its lock."""
         mine = os.fstat(descriptor)
         try:
             now = self._path.stat()
@@ -120,7 +120,7 @@ def _close_in_children(lock: DirectoryLock) -> None:
 
 
 def is_locked(directory: Path) -> bool:
-    """Whether some process holds the directory's lock right now (False where there is no lock file).
+    """True if some process holds the directory's lock right now; False where there is no lock file.
 
     True also where the file may not be opened: nobody knows then, and what a process may hold is not called free.
     """

@@ -156,7 +156,7 @@ def build_manifest(
     previous: JsonMap | None = None,
     folder: Path | None = None,
 ) -> JsonObject:
-    """What manifest.json holds before the model is built. The kernels of its layers are added then.
+    """Builds manifest.json before the model is built. The kernels of its layers are added then.
 
     Args:
         command: ``train``, ``grpo`` …

@@ -26,7 +26,7 @@ _LAST_STEP = 2**53
 
 @dataclass(frozen=True, slots=True)
 class ReadMetrics:
-    """What a file of metrics holds: its sound lines, by their order, and what is wrong with the rest (empty: nothing).
+    """Content of a metrics file: its sound lines in order, and what is wrong with the rest (empty: nothing).
 
     Every value is a number that is finite, or None.
     """

@@ -16,7 +16,7 @@ _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 <
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether torch (by class name, so that torch need not be imported) or Python ran out of memory."""
+    """True if torch (by class name, so that torch need not be imported) or Python ran out of memory."""
     if isinstance(error, MemoryError):
         return True
     names = {kind.__name__ for kind in type(error).__mro__ if kind.__module__.partition(".")[0] == "torch"}

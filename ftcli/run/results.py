@@ -67,7 +67,7 @@ class AnsweredRow:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What eval.json holds: the base model against the run, and a few answered rows.
+    """Content of eval.json: the base model against the run, and a few answered rows.
 
     ``step`` is there while training goes on: ``run`` and the samples are those after it.
     """
@@ -121,7 +121,7 @@ def _updated(old: Any, new: JsonObject | None) -> JsonObject | None:
 
 @dataclass(frozen=True, slots=True)
 class DatasetTokens:
-    """What became of one dataset's rows and tokens.
+    """Rows and tokens of one dataset, kept and not.
 
     ``tokens`` are those of all rows that could be tokenized; ``tokens_kept`` of them are in the batches, of which
     ``tokens_masked`` carry no loss and ``tokens_trained`` do; ``tokens_cut`` were truncated or dropped with their row.
@@ -150,7 +150,7 @@ class DatasetTokens:
 
 @dataclass(frozen=True, slots=True)
 class EpochTokens:
-    """What one epoch of training computes. A sequence is a row, or several rows when ``packed``.
+    """Sequences and tokens that one epoch of training computes. A sequence is a row, or several rows when ``packed``.
 
     ``tokens_padded`` are positions of batches without a token, ``padded_share`` their share of all positions,
     ``tokens_computed``. ``layout`` says whether rows are padded to the longest or laid out without padding, and filled

@@ -162,7 +162,7 @@ class StopRequest:
         return None
 
     def _as_sent(self, name: SignalName) -> SignalName:
-        """What was sent to the launcher, where it has passed this signal on."""
+        """The signal that the launcher got, where it has passed this one on."""
         if name != "SIGHUP" or self._passed_on is None:
             return name
         with contextlib.suppress(OSError):
@@ -258,7 +258,7 @@ def stoppable(phase: str) -> Iterator[None]:
 
 
 def _in_worker(number: int) -> None:
-    """What a forked child, which inherits the handlers, does on a signal.
+    """Handles a signal in a forked child, which inherits the handlers.
 
     SIGTERM, by which pools end their workers, ends it as if there were no handler. SIGINT and SIGHUP, which a terminal
     sends to all processes, are ignored: the parent decides.

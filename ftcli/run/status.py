@@ -22,7 +22,7 @@ _STATES: tuple[State, ...] = get_args(State)
 
 @dataclass(frozen=True, slots=True)
 class TrainingSummary:
-    """What the command says of training: optimizer steps, tokens seen, loss and reward of the last step.
+    """Summary of training for the command's output: optimizer steps, tokens seen, loss and reward of the last step.
 
     ``tokens_computed``: with padding and filler, where these are counted. ``stopped_early``: why there are fewer steps
     than were asked for.
@@ -55,7 +55,7 @@ class FinishedTraining:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What status.json holds.
+    """Content of status.json.
 
     ``exit_code`` is None while the run goes on. ``resumable`` says whether starting the same command again goes on
     with this run. ``resumed_from`` is the checkpoint this process started from, or None when it started at step 0.
@@ -130,7 +130,7 @@ def read_status(path: Path) -> Status | None:
 
 
 def status_damage(path: Path) -> str:
-    """What is wrong with the file at ``path``; empty where nothing is, or there is none."""
+    """Describes the damage of the file at ``path``; empty where there is none."""
     try:
         raw = json_object_in(path)
     except FileNotFoundError:
@@ -152,7 +152,7 @@ def _if(kind: type[T], value: object) -> T | None:
 
 
 def _trained_in(raw: Any) -> FinishedTraining | None:
-    """What an older ftcli has written, or somebody has edited, counts as nothing when it is incomplete."""
+    """Reads ``trained``; None when it is incomplete, written by an older ftcli or edited by somebody."""
     told = raw if isinstance(raw, dict) else {}
     steps, result, files, summary = (told.get(name) for name in ("steps", "result", "files", "summary"))
     if not isinstance(steps, int) or isinstance(steps, bool) or not isinstance(result, str):

@@ -23,8 +23,8 @@ class ExportFormat:
             Others would hold the masters as plain weights, which are another model.
         of_quantized: Methods of ``quantization`` that it is for alone; empty: it is for every model.
         package: What it needs beside ftcli.
-        size: Code: a function of the :class:`ftcli.export.source.ExportSource` and of ``offline`` that answers how
-            many bytes it takes on disk; None where that is not known before it is written.
+        size: Code: a function of the :class:`ftcli.export.source.ExportSource` that answers how many bytes it takes on
+            disk; None where that is not known before it is written.
         serves: Code: a function of the tokenizer, its stop tokens and the size of the vocabulary that raises FtcliError
             where the format cannot hold them; None where it holds all.
     """

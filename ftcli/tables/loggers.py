@@ -15,7 +15,7 @@ class Logger:
         package: The package that it needs, as it is imported and installed.
         install: What to give to ``pip install``.
         about: One sentence for the documentation.
-        code: A function that opens it, ``package.module:attribute`` (:class:`ftcli.run.loggers.protocol.OpenLogger`).
+        code: A function that opens it, ``package.module:attribute`` (:class:`ftcli.run.loggers.OpenLogger`).
         environment: Environment variables while a command runs, where the user has not set them.
         buffered: It loses its latest numbers when the process is killed. After a resume it is given them again, and
             ignores the steps that it already has.
@@ -37,13 +37,13 @@ TABLE: Mapping[str, Logger] = MappingProxyType(
             package="tensorboard",
             install="ftcli[tensorboard]",
             about="Also write TensorBoard files, to `tensorboard/` in the run directory.",
-            code="ftcli.run.loggers.tensorboard:open_logger",
+            code="ftcli.run.trackers:open_tensorboard",
         ),
         "wandb": Logger(
             package="wandb",
             install="ftcli[wandb]",
             about="Also log to Weights & Biases; a section says to which project, entity and group.",
-            code="ftcli.run.loggers.wandb:open_logger",
+            code="ftcli.run.trackers:open_wandb",
             environment={"WANDB_ERROR_REPORTING": "false", "WANDB_PROJECT": "ftcli"},
             buffered=True,
             settings=True,
@@ -52,13 +52,13 @@ TABLE: Mapping[str, Logger] = MappingProxyType(
             package="trackio",
             install="ftcli[trackio]",
             about="Also log to Trackio, project `ftcli`.",
-            code="ftcli.run.loggers.trackio:open_logger",
+            code="ftcli.run.trackers:open_trackio",
         ),
         "mlflow": Logger(
             package="mlflow",
             install="ftcli[mlflow]",
             about="Also log to MLflow, experiment `ftcli`.",
-            code="ftcli.run.loggers.mlflow:open_logger",
+            code="ftcli.run.trackers:open_mlflow",
             # Its own seven retries of two minutes would hold training up for longer than a curve is worth.
             environment={
                 "MLFLOW_DISABLE_TELEMETRY": "true",

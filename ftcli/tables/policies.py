@@ -49,7 +49,7 @@ class Policy:
 
 
 _HELD = "ftcli.plan.memory.checkpointing"
-_APPLY = "ftcli.model.checkpointing"
+_APPLY = "ftcli.model.gradient_checkpointing"
 
 TABLE: Mapping[PolicyName, Policy] = MappingProxyType(
     {

@@ -36,7 +36,7 @@ class PackedFiles:
 
     Attributes:
         recognise: A function of a config.json's content that answers whether the model's files are of this kind.
-        read: A function of that content that makes a :class:`ftcli.model.quantize.PackedReader`.
+        read: A function of that content that makes a :class:`ftcli.model.quantized.PackedReader`.
         masters: As ``recognise``, for files in full precision that are meant for this method and no other.
     """
 
@@ -50,7 +50,7 @@ class QuantizedTraining:
     """Full training of weights that every forward pass quantises. Every attribute names code.
 
     Attributes:
-        layer: A :class:`ftcli.model.quantize.TrainQuantized`: a linear layer with master weights.
+        layer: A :class:`ftcli.model.quantized.TrainQuantized`: a linear layer with master weights.
         of_packed: The same made of the frozen layer that ``packed_files.read`` has made.
         more_bytes: A function of a :class:`ftcli.facts.shape.Linear` and the recipe's section: bytes that a layer holds
             beside what is trained.
@@ -82,7 +82,7 @@ class Quantization:
         freezes_base: The stored weights cannot be trained, so a recipe needs adapters.
         reads: Settings of the section ``quantization`` that it reads, beside ``method``. One that reads
             ``keep_dequantized`` can hold its layers dequantised.
-        quantize: Code: a :class:`ftcli.model.quantize.QuantizeLinear`. None: layers are stored as they are.
+        quantize: Code: a :class:`ftcli.model.quantized.QuantizeLinear`. None: layers are stored as they are.
         stored_bytes: Code: a function of a :class:`ftcli.facts.shape.Linear` and the recipe's section that answers how
             many bytes the layer's weight takes. None where ``quantize`` is None.
         products: None: the weights are dequantised for each product, on every device.
@@ -145,7 +145,7 @@ TABLE: Mapping[str, Quantization] = MappingProxyType(
             ),
             packed_files=PackedFiles(
                 recognise="ftcli.plan.quantization:stores_ternary",
-                read="ftcli.model.bitnet_files:PackedTernaryReader",
+                read="ftcli.model.bitnet:PackedTernaryReader",
                 masters="ftcli.plan.quantization:stores_ternary_masters",
             ),
             training=QuantizedTraining(
@@ -158,7 +158,7 @@ TABLE: Mapping[str, Quantization] = MappingProxyType(
                 share="ftcli.model.bitnet:set_share",
                 reads=("lambda_warmup_steps", "use_rms_norm"),
             ),
-            already="ftcli.model.bitnet_files:already_ternary",
+            already="ftcli.model.bitnet:already_ternary",
             reads_gguf=True,
         ),
     }

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT, StateDict
 
-from ftcli.model.rows import own, own_rows, rank_of
+from ftcli.model.shards import local_shard, shard_like, shard_rank
 from ftcli.plan.trained import SMALLEST_IN_8_BITS
 
 #: What the state calls the moments, and what is appended for the scales of those in 8 bits.
@@ -72,14 +72,14 @@ class AdamW(Optimizer):
         return loss
 
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], place: int) -> None:
-        state, rows = self.state[parameter], own(parameter)
+        state, rows = self.state[parameter], local_shard(parameter)
         if not state:
             state.update({"step": 0, **self._no_moments(rows, group)})
         state["step"] += 1
         if not rows.numel():
             return
-        settings = self._settings(parameter, group, state["step"], place + _RANKS_APART * rank_of(parameter))
-        self._step(rows, own(gradient), state, settings, self.copies.get(parameter))
+        settings = self._settings(parameter, group, state["step"], place + _RANKS_APART * shard_rank(parameter))
+        self._step(rows, local_shard(gradient), state, settings, self.copies.get(parameter))
 
     def _no_moments(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         """What the state begins with besides ``step``."""
@@ -122,7 +122,7 @@ class AdamW(Optimizer):
             if not wanted <= saved.keys() or any(saved[name].shape != parameter.shape for name in MOMENTS):
                 raise ValueError(f"state that is not of this optimizer for a parameter of {tuple(parameter.shape)}")
             moved = {
-                name: own_rows(saved[name], parameter).to(
+                name: shard_like(saved[name], parameter).to(
                     parameter.device, None if saved[name].dtype == torch.uint8 else torch.float32, copy=True
                 )
                 for name in wanted

@@ -14,16 +14,17 @@ from ftcli.facts.download import missing_bytes
 from ftcli.job import Job
 from ftcli.labels import IGNORE_INDEX
 from ftcli.model.backbone import base_of
-from ftcli.model.headcheck import check_head
-from ftcli.model.load import align_special_tokens, load_model
+from ftcli.model.fsdp import RankShards, rank_shards_of, unsharded_layers
+from ftcli.model.load import load_model
 from ftcli.model.lora import apply_lora
-from ftcli.model.parts import RankWeights, rank_weights_of, whole_layers
-from ftcli.model.targets import freeze_other_parts, summary_of_targets
+from ftcli.model.lora_targets import freeze_other_parts, summary_of_targets
+from ftcli.model.selfcheck import check_head
+from ftcli.model.tokenizer import align_special_tokens
 from ftcli.plan.batches import Batches
 from ftcli.plan.quantization import trains_rounded
-from ftcli.run.held import hold_base
+from ftcli.run.directory import RunDirectory
 from ftcli.run.inputs import Inputs, base_inputs
-from ftcli.run.layout import RunDirectory
+from ftcli.run.integrity import hold_base
 from ftcli.tables import engines, quantizations
 from ftcli.units import gib
 
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
     from ftcli.model.patch import LayerKernel
     from ftcli.model.selfcheck import SelfCheck
-    from ftcli.run.group import RankGroup
+    from ftcli.run.process_group import RankGroup
 
 
 Model: TypeAlias = "PreTrainedModel | PeftModel"
@@ -97,10 +98,10 @@ def build_base(job: Job, *, weights: Path | None = None, num_layers: int | None 
         quantization=recipe.quantization if weights is None or trains_rounded(job.recipe) else None,
         dequantized_layers=_dequantized_layers(job),
         trained=trains_rounded(job.recipe) or (parts is not None and not parts.joins),
-        parts=parts,
+        shards=parts,
     )
     align_special_tokens(model, job.tokenizer, job.stops)
-    with whole_layers(model):
+    with unsharded_layers(model):
         check_head(model, job.tokenizer(_TEXT, add_special_tokens=False)["input_ids"], job.dtypes, job.device)
     return model
 
@@ -176,16 +177,16 @@ def put_on_kernels(job: Job, model: Model, rows: Sequence[TokenizedRow]) -> Kern
     if stream != job.dtypes.parameter:
         stream_in(model, getattr(torch, stream))
     check = None
-    with whole_layers(model):
+    with unsharded_layers(model):
         applied = patch(model, kernels)
         if any(entry.on for entry in applied.table):
             longest = sorted(rows[:LOOKED_AT], key=_trained, reverse=True)[:ROWS]
             batch = PaddingCollator(0)([{"input_ids": s.input_ids, "labels": s.labels} for s in longest])
             on_device = {name: value.to(job.device) for name, value in batch.items()}
             check, applied = self_check(model, applied, kernels, on_device, job.dtypes)
-        if rank_weights_of(base_of(model)) is not None:
+        if rank_shards_of(base_of(model)) is not None:
             applied.undo()
-    if rank_weights_of(base_of(model)) is not None:
+    if rank_shards_of(base_of(model)) is not None:
         applied = patch(model, kernels, joins=False)
     report = KernelReport(applied.table, check)
     job.reporter.info(report.summary())
@@ -205,22 +206,22 @@ def spread_weights(job: Job, model: Model, group: RankGroup) -> None:
     parts = _parts(job)
     if parts is None:
         return
-    from ftcli.model.sharded import shard
+    from ftcli.model.fsdp import shard
 
     launch = job.recipe.launch
     copies = f", {launch.copies} copies of them" if launch.copies > 1 else ""
     job.reporter.info(f"weights: sharded over {launch.shard_size} processes{copies}")
     mesh = group.mesh(job.device, launch.copies)
     with group.exchanging():
-        shard(model, mesh, rank_weights_of(base_of(model)) or parts, job.dtypes)
+        shard(model, mesh, rank_shards_of(base_of(model)) or parts, job.dtypes)
 
 
-def _parts(job: Job) -> RankWeights | None:
+def _parts(job: Job) -> RankShards | None:
     """What this process keeps of the weights; None where that is all of them."""
     place, launch = job.session.place, job.recipe.launch
     if place is None or place.size == 1 or not engines.row(launch.engine).shards:
         return None
-    return RankWeights(place.rank % launch.shard_size, launch.shard_size, joins=job.recipe.lora is not None)
+    return RankShards(place.rank % launch.shard_size, launch.shard_size, joins=job.recipe.lora is not None)
 
 
 def _trained(tokens: TokenizedRow) -> int:
@@ -238,7 +239,7 @@ def laid_out(job: Job, model: Model, rows: Sequence[TokenizedRow]) -> Batches:
 
     batches = job.batches(model)
     if len(rows) and (job.recipe.data.packing or batches.layout == "unpadded"):
-        with whole_layers(model):
+        with unsharded_layers(model):
             check_isolation(model, rows[:LOOKED_AT], job.dtypes, job.device, pad_token_id=job.pad_token_id)
     return batches
 

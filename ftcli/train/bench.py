@@ -19,7 +19,7 @@ from ftcli.rows.row import Row
 from ftcli.train.loop import StepWatcher
 
 if TYPE_CHECKING:
-    from ftcli.run.group import RankGroup
+    from ftcli.run.process_group import RankGroup
     from ftcli.train.parallel import Parallel
 
 #: Shapes (rows, inner, columns) of the matmul probe: large enough to reach the machine's rate, by device kind.

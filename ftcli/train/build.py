@@ -14,10 +14,9 @@ from transformers import set_seed
 
 from ftcli.config.model import QuantizationConfig
 from ftcli.job import Job
-from ftcli.model.backbone import base_of, root_of
-from ftcli.model.checkpointing import use_checkpointing
-from ftcli.model.host_embedding import use_host_embedding
-from ftcli.model.tied import use_tied_embedding
+from ftcli.model.backbone import base_of, root_of, use_tied_embedding
+from ftcli.model.gradient_checkpointing import use_checkpointing
+from ftcli.model.offload import use_host_embedding
 from ftcli.tables import code_of, policies, quantizations
 from ftcli.train.graphed import use_stack
 from ftcli.train.loop import Objective, StepWatcher, TrainerHooks, TrainingLoop
@@ -28,9 +27,9 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
+    from ftcli.model.fused import DecoderStack
     from ftcli.model.sequence_parallel import SequencePart
-    from ftcli.model.stack import DecoderStack
-    from ftcli.run.group import RankGroup
+    from ftcli.run.process_group import RankGroup
 
 #: Makes a method's objective of the decoder stack and of this rank's part of each row.
 MakeObjective = Callable[["DecoderStack | None", "SequencePart | None"], Objective]

@@ -16,12 +16,13 @@ from ftcli.plain import JsonMap
 from ftcli.preflight.report import PreflightReport
 from ftcli.reporting import Session
 from ftcli.run.atomic import WRITING_PREFIX, replace_directory, writing_into
-from ftcli.run.directory import OpenedRun, RunDirectory
+from ftcli.run.directory import RunDirectory
 from ftcli.run.inputs import Inputs
-from ftcli.run.loggers.opened import OpenLoggers
+from ftcli.run.loggers import OpenLoggers
 from ftcli.run.metrics import MetricsLine, MetricsWriter
 from ftcli.run.out_of_memory import is_out_of_memory
 from ftcli.run.report import LiveProgress, LiveReport
+from ftcli.run.resume import OpenedRun
 from ftcli.run.signals import StopRequest
 from ftcli.train.shortage import out_of_memory
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from ftcli.model.quantized import QuantizedLayer
     from ftcli.model.selfcheck import SelfCheck
     from ftcli.plan.batches import Batches
-    from ftcli.run.group import RankGroup
+    from ftcli.run.process_group import RankGroup
     from ftcli.train.data import EpochLayout
 
 

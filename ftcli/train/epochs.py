@@ -14,7 +14,7 @@ from ftcli.train.state import draw_of_epoch
 
 if TYPE_CHECKING:
     from ftcli.job import Job
-    from ftcli.run.group import RankGroup
+    from ftcli.run.process_group import RankGroup
 
 
 class EpochObjective(Objective):

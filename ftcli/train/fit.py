@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from ftcli.config.recipe import Recipe
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.plain import SPREAD
-from ftcli.run.card import write_card
 from ftcli.run.completions import Completions
 from ftcli.run.metrics import read_metrics
 from ftcli.run.out_of_memory import is_out_of_memory
+from ftcli.run.report.card import write_card
 from ftcli.run.status import FinishedTraining, TrainingSummary
 from ftcli.train.context import GraphsRecord, RunContext
 from ftcli.train.lifecycle import add_to_manifest, raise_if_stopped
@@ -59,7 +59,7 @@ def fit(
     Raises:
         FtcliError: FT701 (exit 75 or 130) after a signal, FT702 (exit 6) on divergence, FT703 (exit 5) out of memory.
     """
-    from ftcli.model.saved import require_saveable
+    from ftcli.model.trained_weights import require_saveable
     from ftcli.train.loop import Attendance
 
     evaluate = evaluate if job.recipe.eval.every_steps is not None else None
@@ -116,7 +116,7 @@ def _intervals(recipe: Recipe, *, evaluates: bool) -> StepIntervals:
 
 def _save(loop: TrainingLoop, context: RunContext, job: Job, model: Any) -> None:
     """Writes the result, as rank 0; all ranks bring their parts of the weights."""
-    from ftcli.model.saved import check_saved, save_weights
+    from ftcli.model.trained_weights import check_saved, save_weights
 
     with _rescued(loop, context), loop.evaluated_weights():
         whole = loop.whole_weights()
@@ -201,7 +201,7 @@ def _of_another_rank(error: FtcliError, context: RunContext) -> bool:
     """Whether the weights of this rank are sound, and another one has failed for a reason that spoils no checkpoint."""
     if context.group is None:
         return False
-    from ftcli.run.peer_failure import PeerFailed, RankLost
+    from ftcli.run.heartbeat import PeerFailed, RankLost
 
     if isinstance(error, RankLost):
         return context.group.settled()

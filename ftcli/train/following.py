@@ -16,14 +16,15 @@ from ftcli.plain import JsonMap
 from ftcli.preflight.report import PreflightReport
 from ftcli.reporting import Session
 from ftcli.run import status as run_status
-from ftcli.run.directory import OpenedRun, RunDirectory
+from ftcli.run.directory import RunDirectory
 from ftcli.run.lock import is_locked
 from ftcli.run.report import write_report
+from ftcli.run.resume import OpenedRun
 from ftcli.run.signals import StopRequest
 from ftcli.train.context import RunContext, Unwritten
 
 if TYPE_CHECKING:
-    from ftcli.run.group import RankGroup
+    from ftcli.run.process_group import RankGroup
 
 _RUN = "run"
 

@@ -8,8 +8,8 @@ import torch
 
 from ftcli.job import Job
 from ftcli.model.backbone import root_of
-from ftcli.model.graphs import GraphRunner
-from ftcli.model.stack import DecoderStack, stack_of
+from ftcli.model.cuda_graphs import GraphRunner
+from ftcli.model.fused import DecoderStack, stack_of
 
 if TYPE_CHECKING:
     from peft import PeftModel

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.plain import JsonMap, plain_fields
 from ftcli.run.atomic import read_json_object
-from ftcli.run.directory import OpenedRun, RunDirectory
+from ftcli.run.directory import RunDirectory
 from ftcli.run.results import AnsweredRow, EvalScores, Evaluation, TaskScore, write_evaluation
+from ftcli.run.resume import OpenedRun
 
 if TYPE_CHECKING:
     from ftcli.evaluate.loss import LossResult
@@ -66,7 +67,7 @@ class HeldOut:
         loss = self.evaluator.loss(self.model)
         after = self._answers()
         if self._for_all(not self.before and bool(after) and hasattr(self.model, "disable_adapter")):
-            from ftcli.model.initial import as_base
+            from ftcli.model.initial_adapters import as_base
 
             with as_base(self.model):
                 self.before = self._answers()

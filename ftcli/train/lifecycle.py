@@ -25,9 +25,8 @@ from ftcli.ranks import SIGNAL_NAME
 from ftcli.reporting import Session
 from ftcli.rows.places import resolve_path
 from ftcli.run import status as run_status
-from ftcli.run.card import write_card
-from ftcli.run.directory import OpenedRun, RunDirectory, open_run
-from ftcli.run.held import not_held
+from ftcli.run.directory import RunDirectory
+from ftcli.run.heartbeat import RankLost
 from ftcli.run.inputs import (
     Fingerprint,
     Inputs,
@@ -39,12 +38,14 @@ from ftcli.run.inputs import (
     require_same_inputs,
     require_same_judges,
 )
-from ftcli.run.loggers.opened import OpenLoggers
+from ftcli.run.integrity import not_held
+from ftcli.run.loggers import OpenLoggers
 from ftcli.run.manifest import Activations, build_manifest, read_manifest, write_manifest
 from ftcli.run.metrics import MetricsWriter
 from ftcli.run.out_of_memory import is_out_of_memory
-from ftcli.run.peer_failure import RankLost
 from ftcli.run.report import LiveReport, write_report
+from ftcli.run.report.card import write_card
+from ftcli.run.resume import OpenedRun, open_run
 from ftcli.run.signals import (
     LeavePhase,
     SignalName,
@@ -60,7 +61,7 @@ from ftcli.train.following import finish_for_leader, follow, lead, micro_batches
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-    from ftcli.run.group import RankGroup
+    from ftcli.run.process_group import RankGroup
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ftcli.errors import Origin
-from ftcli.model.saved import load_weights, save_weights
+from ftcli.model.trained_weights import load_weights, save_weights
 from ftcli.plain import JsonObject
 from ftcli.plan.memory.terms import BACKWARD, EVALUATION, FORWARD, STEP, Phase
 from ftcli.run.completions import ScoredCompletion
@@ -30,7 +30,7 @@ from ftcli.train.state import LogWindow, Progress, RandomStates, WindowState, lo
 from ftcli.train.watch import WatchedNumber, peak_memory_bytes, row_list
 
 if TYPE_CHECKING:
-    from ftcli.model.graphs import GraphRunner
+    from ftcli.model.cuda_graphs import GraphRunner
 
 #: What training is doing: a phase of the memory estimate, or what has none of its own there. ``step`` stands for
 #: everything between the others, such as collating and logging.

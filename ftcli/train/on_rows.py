@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ftcli.job import Job
     from ftcli.judges import Judge
     from ftcli.plan.batches import Batches
-    from ftcli.run.group import RankGroup
+    from ftcli.run.process_group import RankGroup
     from ftcli.train.loop import TrainerHooks, TrainingLoop
 
 

@@ -21,7 +21,7 @@ from ftcli.config.training import TrainConfig
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.model.backbone import base_of
 from ftcli.model.gradients import keep_gradients_in
-from ftcli.model.rows import own
+from ftcli.model.shards import local_shard
 from ftcli.plan.precision import DtypePlan
 from ftcli.tables import code_of, optimizers, schedules
 from ftcli.train.adamw import AdamW
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
     from transformers import PreTrainedModel, TrainingArguments
 
-    from ftcli.model.stack import DecoderStack
+    from ftcli.model.fused import DecoderStack
     from ftcli.train.parallel import Parallel
 
 #: In a checkpoint, the weights that training goes on with, where those that are evaluated are others. It lies in a
@@ -114,7 +114,7 @@ class Optimization:
         if self._norms is not None:
             norm = self._norms.total()
         else:
-            gradients = [own(p.grad) for _, p in self.trained if p.grad is not None]
+            gradients = [local_shard(p.grad) for _, p in self.trained if p.grad is not None]
             norm = self.parallel.norm_of_all(total_norm(gradients))
         self.optimizer.clip = clipping(norm, limit)
         return norm

@@ -23,14 +23,14 @@ from torch import Tensor, nn
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.model.backbone import root_of
 from ftcli.model.gradients import Gradients
-from ftcli.model.rows import copies_of, put_away, trained_is_spread, whole_as, whole_weights
 from ftcli.model.sequence_parallel import SequencePart
+from ftcli.model.shards import gather_like, gather_weights, replicas_of, reshard_model, trained_is_sharded
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.optim.optimizer import StateDict
 
-    from ftcli.run.group import RankGroup
+    from ftcli.run.process_group import RankGroup
 
 #: Ranks that train the same weights compute the same gradient norm; other kinds of GPU may round it differently.
 _DRIFT = 1e-3
@@ -103,7 +103,7 @@ def sequence_part(group: RankGroup | None, parts: int) -> SequencePart | None:
     """
     if group is None or parts == 1:
         return None
-    return SequencePart(group.rank % parts, parts, group.teams(parts))
+    return SequencePart(group.rank % parts, parts, group.subgroups(parts))
 
 
 class Parallel:
@@ -116,9 +116,10 @@ class Parallel:
     def __init__(self, group: RankGroup | None, model: nn.Module, *, seed: int, batch_size: int) -> None:
         self.group, self.model = group, model
         self.reduces = True
+        self._apart = 0  # joint steps whose norm is still of one that the ranks made apart: it is known a step later
         self._seed, self._batch_size = seed, batch_size
-        self._sharded = trained_is_spread(model)
-        self._copies = copies_of(model)
+        self._sharded = trained_is_sharded(model)
+        self._copies = replicas_of(model)
         self._reducer = GradientReducer(model)
 
     @property
@@ -144,11 +145,14 @@ class Parallel:
         """
         mine = sum((batch.counts for batch in batches), TokenCounts())
         if self.group is None or not self.reduces:
+            self._apart = 2
             return StepTotal(mine, [batch.rows for batch in batches])
         size = self._batch_size
         rows = [row for b in batches for row in (*(r + 1 for r in b.rows), *(0,) * (size - len(b.rows)))]
         gathered = self.group.agree("step begins", [float_bits(last_norm), *mine.numbers, *rows])
-        require_alike([float_of(row[0]) for row in gathered])
+        if not self._apart:
+            require_alike([float_of(row[0]) for row in gathered])
+        self._apart = max(0, self._apart - 1)
         total = TokenCounts(*(sum(row[1 + i] for row in gathered) for i in range(_COUNTED)))
         return StepTotal(total, rows_by_batch([row[1 + _COUNTED :] for row in gathered], len(batches), size))
 
@@ -172,7 +176,7 @@ class Parallel:
             self._reducer.reduce(self.group)
         slots = torch.zeros(len(losses) * self.group.size, device=losses[0].device)
         slots[self.group.rank :: self.group.size] = torch.stack(list(losses)).float()
-        self.group.add_up([slots])  # the others' places hold zeros: every loss arrives as it is, NaN included
+        self.group.all_reduce([slots])  # the others' places hold zeros: every loss arrives as it is, NaN included
         return slots
 
     def norm_of_all(self, norm: Tensor) -> Tensor:
@@ -183,7 +187,7 @@ class Parallel:
         if self.group.rank >= self.group.size // self._copies:  # the same numbers as those of the first copy
             square.zero_()
         with self.group.exchanging():
-            self.group.add_up([square])
+            self.group.all_reduce([square])
         return square.sqrt().to(norm.dtype)
 
     # -- checkpoints and results -----------------------------------------------------------------------------
@@ -195,14 +199,14 @@ class Parallel:
 
     def reshard(self) -> None:
         """Frees gathered weights. Reading a state dict does so on rank 0, and all ranks have to stay in step."""
-        put_away(self.model)
+        reshard_model(self.model)
 
     def whole_weights(self) -> dict[str, Tensor] | None:
         """Gathers sharded trained weights on rank 0's host; None on the others, and where nothing is sharded."""
         if not self._sharded or self.group is None:
             return None
         with self.group.exchanging():
-            found: dict[str, Tensor] | None = whole_weights(self.model, wanted=self.group.leads)
+            found: dict[str, Tensor] | None = gather_weights(self.model, wanted=self.group.leads)
             return found
 
     def optimizer_state(self, optimizer: Optimizer) -> StateDict | None:
@@ -216,7 +220,7 @@ class Parallel:
         with self.group.exchanging():
             for index, kept in state["state"].items():
                 like = parameters[index]
-                found = {k: whole_as(v, like, wanted=leads) if isinstance(v, Tensor) else v for k, v in kept.items()}
+                found = {k: gather_like(v, like, wanted=leads) if isinstance(v, Tensor) else v for k, v in kept.items()}
                 whole[index] = found if leads else {}
         return {**state, "state": whole} if leads else None
 
@@ -246,7 +250,7 @@ class GradientReducer:
         if not self._with_gradient:
             trained = [p for p in self._model.parameters() if p.requires_grad]
             has = torch.tensor([p.grad is not None for p in trained], dtype=torch.uint8)
-            anywhere = torch.stack(group.gather(has)).amax(0).tolist()
+            anywhere = torch.stack(group.all_gather(has)).amax(0).tolist()
             self._with_gradient = [p for p, some in zip(trained, anywhere, strict=True) if some]
             self._without = [p for p, some in zip(trained, anywhere, strict=True) if not some]
         if any(p.grad is not None for p in self._without):
@@ -259,7 +263,7 @@ class GradientReducer:
             torch._foreach_zero_(missing)
         present = [(total, p.grad) for total, p in pairs if p.grad is not None]
         torch._foreach_copy_([total for total, _ in present], [gradient for _, gradient in present])
-        group.add_up(self._summed.buffers)
+        group.all_reduce(self._summed.buffers)
         for total, parameter in pairs:
             parameter.grad = total
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from ftcli.model.initial import as_base
+from ftcli.model.initial_adapters import as_base
 
 if TYPE_CHECKING:
     from peft import PeftModel

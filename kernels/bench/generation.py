@@ -24,7 +24,7 @@ from ftcli.config.model import QuantizationConfig
 from ftcli.facts.generation import cache_bytes
 from ftcli.generation.engine import Engine
 from ftcli.generation.forward import cache_dtype, cache_shape
-from ftcli.generation.opening import open_generator
+from ftcli.generation.generator import open_generator
 from ftcli.generation.requests import GenerationRequest
 from ftcli.model.fp8 import fp8_linear
 from ftcli.model.nf4 import nf4_linear

@@ -97,14 +97,14 @@ def bare_loop(model: Any, options: argparse.Namespace) -> list[float]:
     ids = torch.randint(model.config.vocab_size, (options.batch, options.seq), device=options.device)
     seconds = []
     for _ in range(options.steps + 2):
-        began = _now(options.device)
+        began = now(options.device)
         with torch.autocast(options.device, torch.bfloat16, enabled=not options.pure_bf16):
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        seconds.append(_now(options.device) - began)
+        seconds.append(now(options.device) - began)
     return seconds
 
 
@@ -125,7 +125,7 @@ def by_trl(options: argparse.Namespace) -> list[float]:
 
     class Ends(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            ends.append(_now(options.device))
+            ends.append(now(options.device))
 
     with tempfile.TemporaryDirectory() as folder:
         arguments = SFTConfig(
@@ -163,7 +163,8 @@ def by_unsloth(options: argparse.Namespace) -> list[float]:
     return bare_loop(model.train(), options)
 
 
-def _now(device: str) -> float:
+def now(device: str) -> float:
+    """Seconds, once the device has done what it was given."""
     import torch
 
     if device == "cuda":

@@ -244,7 +244,7 @@ def _be_patient(patience: Any) -> None:
     def around(function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda self, place, reporter: function(self, place, reporter, patience)
 
-    _wrap("ftcli.run.group:RankGroup.__init__", around)
+    _wrap("ftcli.run.process_group:RankGroup.__init__", around)
 
 
 def small_files(limit: int) -> None:

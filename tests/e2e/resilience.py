@@ -22,7 +22,7 @@ from tests.e2e.drill import Drill, Server
 TIMED = ("tokens_per_second", "peak_memory_bytes", "step_time", "seconds/", "throughput/")
 STEP = "ftcli.methods.sft.objective:SftObjective.loss"
 SAVE = "ftcli.train.loop:save_weights"
-SAVE_RESULT = "ftcli.model.saved:save_weights"
+SAVE_RESULT = "ftcli.model.trained_weights:save_weights"
 EVALUATE = "ftcli.evaluate.suite:Evaluator.loss"
 
 #: In recipes of drills that ask nothing of evaluation, which would take a fifth of their time.

@@ -103,8 +103,8 @@ def test_what_is_saved_of_pissa_is_what_peft_makes_of_it(tmp_path: Path) -> None
     from transformers import AutoModelForCausalLM
 
     from ftcli.assets import bundled
-    from ftcli.model.initial import initial_of, remember_initial
-    from ftcli.model.saved import check_saved, save_weights
+    from ftcli.model.initial_adapters import initial_of, remember_initial
+    from ftcli.model.trained_weights import check_saved, save_weights
 
     def build() -> Any:
         torch.manual_seed(0)

@@ -19,12 +19,11 @@ from ftcli.assets import asset
 from ftcli.config.evaluation import GenerateConfig
 from ftcli.config.model import ModelConfig, QuantizationConfig
 from ftcli.evaluate.generate import complete
-from ftcli.generation.requests import StopConditions
-from ftcli.generation.stopping import StopCheck
+from ftcli.generation.requests import StopCheck, StopConditions
 from ftcli.model import bitnet
 from ftcli.model.bitnet import round_in_norms
-from ftcli.model.checkpoint import read_config
-from ftcli.model.streamed import ModelStorage, load_quantized, random_quantized
+from ftcli.model.load_quantized import ModelStorage, load_quantized, random_quantized
+from ftcli.model.pretrained import read_config
 from ftcli.model.tokenizer import load_tokenizer
 from ftcli.plan.precision import DtypePlan
 from ftcli.reporting import SilentReporter

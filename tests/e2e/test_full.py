@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from ftcli.model.stack import DecoderStack, StackCall
+from ftcli.model.fused import DecoderStack, StackCall
 from tests.e2e.conftest import User
 from tests.pairs import all_pairs
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from ftcli.model import graphs
-from ftcli.model.graphs import GraphRunner
+from ftcli.model import cuda_graphs
+from ftcli.model.cuda_graphs import GraphRunner
+from ftcli.model.fused import DecoderStack, StackCall
 from ftcli.model.loss import forward_loss
-from ftcli.model.stack import DecoderStack, StackCall
 from ftcli.train.loop import TrainingLoop
 from tests.e2e.conftest import User
 from tests.unit.model.test_stack import adapted, taken
@@ -50,7 +50,7 @@ def test_graphs_that_were_given_up_are_not_called_on(
 def test_shapes_beyond_the_limit_are_counted(
     stack: tuple[Any, DecoderStack, GraphRunner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graphs, "MOST_SHAPES", 0)
+    monkeypatch.setattr(cuda_graphs, "MOST_SHAPES", 0)
     model, layers, runner = stack
     for tokens in (8, 9, 8, 9, 8):
         step(model, layers, tokens)

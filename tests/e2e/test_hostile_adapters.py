@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ftcli.run.held import result_files
+from ftcli.run.integrity import result_files
 from tests.e2e.conftest import RECIPE, merged
 from tests.fuzz.contract import hold, run
 from tests.fuzz.recipes import written

@@ -77,7 +77,7 @@ def test_a_rank_that_is_stopped_ends_the_command_which_then_goes_on(stopped: int
 
 
 def test_a_rank_that_is_stopped_before_it_has_met_the_others_ends_the_command(drills: Drills) -> None:
-    drill = launched(drills, ("pause", "ftcli.run.group:meeting_point", 1))
+    drill = launched(drills, ("pause", "ftcli.run.process_group:meeting_point", 1))
     drill.until_reached()
     ranks = ranks_of(drill)
     os.kill(ranks[0], signal.SIGSTOP)

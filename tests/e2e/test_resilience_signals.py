@@ -10,7 +10,7 @@ from tests.e2e.resilience import EVALUATE, NO_EVAL, SAVE, SAVE_RESULT, STEP, Dri
 
 TERM, INT = signal.SIGTERM, signal.SIGINT
 PARTS = {
-    "checking": ("ftcli.pipeline.checking:preflight", "checking the recipe"),
+    "checking": ("ftcli.preflight.stages:preflight", "checking the recipe"),
     "fingerprints": ("ftcli.train.lifecycle:fingerprint", "reading the data's fingerprints"),
     "tokenizing": ("ftcli.data.encode:Encoder.batch", "preparing data"),
     "loading": ("ftcli.train.assembly:load_model", "loading the model"),

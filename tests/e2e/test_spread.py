@@ -137,7 +137,7 @@ def test_a_full_fine_tune_that_a_signal_stops_in_an_evaluation_goes_on_on_two_ra
         assert line.get("loss", 0) == pytest.approx(other.get("loss", 0), rel=1e-5)
         assert line.get("eval_loss", 0) == pytest.approx(other.get("eval_loss", 0), rel=1e-5)
     # The evaluation before training has two rounds of batches, and that after step 2 begins with the third.
-    ranks = start_ranks(drills, recipe, 2, prepared={1: (("pause", "ftcli.evaluate.loss:tried", 3),)})
+    ranks = start_ranks(drills, recipe, 2, prepared={1: (("pause", "ftcli.evaluate.loss:try_forward", 3),)})
     ranks.drills[1].until_reached()
     ranks.drills[1].signal(signal.SIGTERM)  # one of them is told, between two batches: all stop there
     ranks.drills[1].release()

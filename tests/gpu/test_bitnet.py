@@ -12,7 +12,7 @@ from ftkernels.ternary import ternarise
 from ftcli.config.model import QuantizationConfig
 from ftcli.model import bitnet
 from ftcli.model.bitnet import BitLinear
-from ftcli.model.quantize import layers_to_quantize
+from ftcli.model.quantized import layers_to_quantize
 from tests import small_models
 
 pytestmark = pytest.mark.gpu

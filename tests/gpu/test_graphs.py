@@ -23,13 +23,13 @@ import transformers
 
 from ftcli.config.model import QuantizationConfig
 from ftcli.model.backbone import base_of, decoder_layers
-from ftcli.model.checkpointing import use_checkpointing
-from ftcli.model.graphs import GraphRunner
-from ftcli.model.host_embedding import HostEmbedding, use_host_embedding, why_not_on_host
+from ftcli.model.cuda_graphs import GraphRunner
+from ftcli.model.fused import DecoderStack, stack_of
+from ftcli.model.gradient_checkpointing import use_checkpointing
 from ftcli.model.loss import forward_loss
+from ftcli.model.offload import HostEmbedding, use_host_embedding, why_not_on_host
 from ftcli.model.patch import patch
-from ftcli.model.quantize import quantize_linear
-from ftcli.model.stack import DecoderStack, stack_of
+from ftcli.model.quantized import quantize_linear
 from ftcli.reporting import SilentReporter
 
 pytestmark = pytest.mark.gpu

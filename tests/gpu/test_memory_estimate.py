@@ -16,7 +16,7 @@ from ftcli.config.load import load_recipe
 from ftcli.facts.config_file import ConfigSource, bundled_configs
 from ftcli.facts.device import GPUS
 from ftcli.facts.model import facts_of
-from ftcli.model.checkpointing import use_checkpointing
+from ftcli.model.gradient_checkpointing import use_checkpointing
 from ftcli.plan.memory.checkpointing import Offloaded
 from ftcli.plan.memory.estimate import MemoryEstimate
 from ftcli.plan.precision import DtypePlan

@@ -10,10 +10,10 @@ import torch
 from transformers import LlamaConfig
 
 from ftcli.config.model import QuantizationConfig
-from ftcli.model.checkpointing import use_checkpointing
+from ftcli.model.gradient_checkpointing import use_checkpointing
+from ftcli.model.load_quantized import ModelStorage, random_quantized
 from ftcli.model.patch import patch
 from ftcli.model.quantized import QuantizedLinear
-from ftcli.model.streamed import ModelStorage, random_quantized
 from ftcli.tables.policies import PolicyName
 
 pytestmark = [pytest.mark.gpu, pytest.mark.whole_card]

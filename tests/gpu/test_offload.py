@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from ftcli.model.backbone import base_of
-from ftcli.model.checkpointing import use_checkpointing
+from ftcli.model.gradient_checkpointing import use_checkpointing
 from ftcli.model.loss import forward_loss
 from ftcli.model.offload import Offload
 from ftcli.model.patch import patch

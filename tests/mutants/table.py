@@ -364,10 +364,10 @@ METHODS = (
     ),
     _m(
         "stop strings of ASCII only",
-        "ftcli/generation/stopping.py",
+        "ftcli/generation/requests.py",
         "_TOKENS_A_CHARACTER = 4",
         "_TOKENS_A_CHARACTER = 1",
-        _U + "generation/test_stopping.py",
+        _U + "generation/test_requests.py",
     ),
     _m(
         "the self-check does not look at outputs",
@@ -418,8 +418,7 @@ EXPORT = (
         "ftcli/export/probe.py",
         "firm_disagreements=int((firm & ~same).sum())",
         "firm_disagreements=0",
-        _U + "export/test_logits.py",
-        _U + "export/test_export_faults.py",
+        _U + "export/test_compared_logits.py",
     ),
 )
 CHECKS = (

@@ -20,8 +20,8 @@ from ftcli.reporting import Reporter, Session
 from ftcli.units import number
 
 if TYPE_CHECKING:
-    from ftcli.run.comparison import Comparison, Points
-    from ftcli.run.history import RunSummary
+    from ftcli.run.report.comparison import Comparison, Points
+    from ftcli.run.summary import RunSummary
 
 _BARS = "▁▂▃▄▅▆▇█"
 _BARS_SHOWN = 32
@@ -66,7 +66,7 @@ def runs(
     """
 
     def action(session: Session) -> FoundRuns:
-        from ftcli.run.history import find_runs, summarise
+        from ftcli.run.summary import find_runs, summarise
 
         closed: dict[Path, str] = {}
         found = [summarise(path) for path in find_runs(expanded(folder), closed=closed.__setitem__)]
@@ -116,8 +116,8 @@ def compare(
     """
 
     def action(session: Session) -> ComparedRuns:
-        from ftcli.run.comparison import compare as side_by_side
-        from ftcli.run.report.compared import render_comparison, result_rows
+        from ftcli.run.report.comparison import compare as side_by_side
+        from ftcli.run.report.comparison import render_comparison, result_rows
 
         if html is not None:
             require_page(expanded(html))
@@ -136,7 +136,7 @@ def compare(
 def _runs_named(names: Sequence[str], reporter: Reporter) -> list[Path]:
     """The runs that are named, or lie in folders that are. Raises FtcliError FT154 where there are not two."""
     from ftcli.cli.near import run_meant
-    from ftcli.run.history import find_runs
+    from ftcli.run.summary import find_runs
 
     found: list[Path] = []
     for name in names:

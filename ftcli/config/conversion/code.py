@@ -25,18 +25,12 @@ _CALLS: Mapping[str, str] = {
     "DPOConfig": "output_dir", "ORPOConfig": "output_dir", "CPOConfig": "output_dir",
     "DPOTrainer": "model ref_model args", "ORPOTrainer": "model args", "CPOTrainer": "model args",
 }  # fmt: skip
-#: Trainers, by what `trl` calls what they do.
-_TRAINERS: Mapping[str, str] = {
-    "SFTTrainer": "sft", "UnslothTrainer": "sft", "DPOTrainer": "dpo", "ORPOTrainer": "orpo", "CPOTrainer": "cpo",
-}  # fmt: skip
 #: What arguments are called in the recipes of each tool, where that is not their own name.
 _UNSLOTH = {"dataset": "hub_dataset", "name": "hub_subset", "split": "hub_split"}
 _TRL = {
     "model": "model_name_or_path", "model_name": "model_name_or_path", "dataset": "dataset_name",
     "name": "dataset_config", "split": "dataset_train_split",
 }  # fmt: skip
-#: Calls of trainers that are not converted.
-_OTHER_TRAINERS = ("GRPOTrainer", "KTOTrainer", "RewardTrainer", "PPOTrainer", "RLOOTrainer", "OnlineDPOTrainer")
 #: What `load_dataset` and others say besides, which are no settings of training.
 _NO_SETTINGS = frozenset(("token", "streaming", "task_type", "device_map", "torch_dtype", "bnb_4bit_compute_dtype"))
 #: Arguments that are objects: what they are is said by the calls that make them.
@@ -68,7 +62,7 @@ def settings_of_code(text: str, path: Path) -> tuple[MapNode, str, dict[str, Fin
     Of an argument that is given twice the last one counts; of several datasets none.
 
     Raises:
-        FtcliError: FT163 for a notebook that is none, a script that cannot be parsed, or another method's trainer.
+        FtcliError: FT163 for a notebook that is none, or a script that cannot be parsed.
     """
     pieces = list(_pieces(text, path))
     assigned = [node for piece in pieces for node in piece.tree.body if isinstance(node, ast.Assign)]
@@ -85,19 +79,20 @@ def settings_of_code(text: str, path: Path) -> tuple[MapNode, str, dict[str, Fin
         if isinstance(call, ast.Call)
     ]
     entries = {name: entry for arguments in made for name, entry in arguments.items()}
-    _require_one_trainer([arguments["command"] for arguments in made if "command" in arguments])
+    _require_one_trainer([arguments["trainer"] for arguments in made if "trainer" in arguments])
     if len({str(arguments["dataset"].value) for arguments in made if "dataset" in arguments}) > 1:
         del entries["dataset"]
     tool, ours = ("unsloth", _UNSLOTH) if "unsloth" in text else ("trl", _TRL)
     return MapNode(Origin(str(path)), {ours.get(name, name): entry for name, entry in entries.items()}), tool, findings
 
 
-def _require_one_trainer(commands: list[MapEntry]) -> None:
+def _require_one_trainer(trainers: list[MapEntry]) -> None:
     """Raises FtcliError FT163 for code that trains by several methods: whose a setting is cannot be told."""
-    names = list(dict.fromkeys(str(plain_tree(command.value)) for command in commands))
-    if len(names) > 1:
+    names = dict.fromkeys(str(plain_tree(trainer.value)) for trainer in trainers)
+    known = [name for name in names if name in _CALLS]
+    if len(known) > 1:
         help = "keep the calls of one of them in the file"
-        raise _refused(commands[-1].key, f"the code trains by several methods: {', '.join(names)}", help)
+        raise _refused(trainers[-1].key, f"the code trains several times: {', '.join(known)}", help)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,19 +139,21 @@ def _parsed(code: str, path: Path) -> ast.Module:
 def _arguments(
     call: ast.Call, piece: _Piece, names: Mapping[str, ast.expr], findings: dict[str, Finding]
 ) -> dict[str, MapEntry]:
-    """The arguments of a call that is known, by name; what has to be run goes into ``findings``."""
+    """The arguments of a call that is known, by name; what has to be run goes into ``findings``.
+
+    The class of a trainer is the setting ``trainer``.
+    """
     name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
     origin = piece.origin(call)
-    if name in _OTHER_TRAINERS:
-        help = "SFT, DPO, ORPO and CPO are converted; for rewards begin with `ftcli recipes copy smoke-grpo`"
-        raise _refused(origin, f"`{name}` is not converted", help)
+    if name.endswith("Trainer") and name not in _CALLS:
+        return {"trainer": MapEntry(origin, Leaf(origin, name, name))}
     if name == "train_on_responses_only":
         return {"train_on_completions": MapEntry(origin, Leaf(origin, True, "true"))}
     if name not in _CALLS or _is_tokenizer(call):
         return {}
     entries = {key: MapEntry(origin, Leaf(origin, value, str(value))) for key, value in _IMPLIED.get(name, {}).items()}
-    if name in _TRAINERS:
-        entries["command"] = MapEntry(origin, Leaf(origin, _TRAINERS[name], name))
+    if name.endswith("Trainer"):
+        entries["trainer"] = MapEntry(origin, Leaf(origin, name, name))
     for key, node in _by_name(call, name).items():
         tree = _tree(node, piece.origin(node), names)
         if tree is not None:

@@ -21,6 +21,11 @@ _SIGNS = (
 )  # fmt: skip
 #: Settings that only its trainer of CPO and SimPO has.
 _OF_CPO = ("cpo_alpha", "simpo_gamma")
+#: What `trl` and classes say of the trainer.
+_COMMANDS = {
+    **{name: name for name in ("sft", "dpo", "orpo", "cpo")}, "SFTTrainer": "sft", "UnslothTrainer": "sft",
+    "DPOTrainer": "dpo", "ORPOTrainer": "orpo", "CPOTrainer": "cpo",
+}  # fmt: skip
 #: What folders, files and runs of such recipes are called, and whether that trainer is converted.
 _TRAINERS: Mapping[str, str] = MappingProxyType(
     {"dpo": "dpo", "orpo": "orpo", "cpo": "cpo", "simpo": "cpo", "kto": "", "grpo": "", "ppo": "", "rloo": ""}
@@ -291,9 +296,10 @@ def default_cross_entropy(draft: Draft) -> None:
 
 def _trainer(draft: Draft) -> tuple[str | None, ForeignSetting | None]:
     """dpo, orpo or cpo; None for SFT. Raises FtcliError FT163 where a name says that it is none of these."""
-    command = draft.given.get("command")
-    if command is not None and str(command.value) in ("sft", "dpo", "orpo", "cpo"):
-        return (None if command.value == "sft" else str(command.value)), command
+    command = draft.given.get("command") or draft.given.get("trainer")
+    known = None if command is None else _COMMANDS.get(str(command.value))
+    if known is not None:
+        return (None if known == "sft" else known), command
     said = next((draft.given[name] for name in _SIGNS if name in draft.given), None)
     losses = {str(name) for name in sources.listed(draft.said("loss_type"))}
     if losses & {"simpo", "alphapo"} or any(name in draft.given for name in _OF_CPO):

@@ -11,6 +11,7 @@ from ftcli.config.conversion.source import ForeignSetting
 from ftcli.config.dialects import ForeignKey, rows_of
 from ftcli.config.tree import plain_tree
 from ftcli.config.yaml import parse_value
+from ftcli.plain import JsonMap
 
 #: What becomes of one setting.
 Rule = Callable[[Draft, ForeignSetting], None]
@@ -41,7 +42,7 @@ class Rules:
     computed: Mapping[str, Rule]
     before: Callable[[Draft], None] = _nothing
     after: Callable[[Draft], None] = _nothing
-    defaults: Mapping[str, float | str] = field(default_factory=dict)
+    defaults: JsonMap = field(default_factory=dict)
     nulls: frozenset[str] = frozenset()
     flatten: bool = False
     trainer: bool = True
@@ -270,7 +271,7 @@ _OF_TRANSFORMERS: Mapping[str, Rule] = MappingProxyType(
     }
 )
 #: What transformers' trainer does where recipes that pass settings on to it (TRL, LLaMA-Factory) say nothing.
-TRAINER_DEFAULTS: Mapping[str, float | str] = MappingProxyType(
+TRAINER_DEFAULTS: JsonMap = MappingProxyType(
     {"train.num_train_epochs": 3.0, "train.per_device_train_batch_size": 8, "train.optim": "adamw_torch_fused"}
 )
 NO_COPIES = "rows are read as they are: prepare the file so"

@@ -229,15 +229,6 @@ def _reference(draft: Draft, given: ForeignSetting) -> None:
         preferences.reference(draft, given)
 
 
-def _collate(draft: Draft, given: ForeignSetting) -> None:
-    if not re.search("padded_collate_(sft|dpo)", str(given.value)):
-        draft.lost(given, r.NO_COPIES)
-
-
-def _list(draft: Draft, given: ForeignSetting) -> None:
-    draft.unusable(given, "a list of datasets", "name each of them in data.train")
-
-
 def _after(draft: Draft) -> None:
     if "train.max_grad_norm" not in draft.values:
         draft.put("train.max_grad_norm", r.UNCLIPPED, comment="torchtune does not clip unless told to; 1.0 is usual")
@@ -262,9 +253,6 @@ RULES = r.Rules(
         **{f"{section}.{name}": _of_dataset for section in ("dataset", "dataset_val") for name in _OF_DATASETS},
         "dataset._component_": _dataset("data.train"),
         "dataset_val._component_": _dataset("data.eval"),
-        "dataset": _list,
-        "dataset_val": _list,
-        "collate_fn": _collate,
         "loss._component_": _loss,
         "loss.beta": r.to("preference.beta"),
         "loss.gamma": _gamma,

@@ -7,9 +7,6 @@ from ftcli.config.conversion import rules as r
 from ftcli.config.conversion.draft import Draft, truth
 from ftcli.config.conversion.source import ForeignSetting
 
-_FORMATS = {
-    "alpaca": "alpaca", "sharegpt": "sharegpt", "chatml": "messages", "conversational": "messages", "raw": "text",
-}  # fmt: skip
 _MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 #: Where the file says nothing: its command line, the arguments of its trainer, and transformers' own.
 _COMMAND_LINE = {
@@ -62,13 +59,6 @@ def _dataset(draft: Draft, given: ForeignSetting) -> None:
     sources.put(draft, "data.train", items, given)
 
 
-def _format(draft: Draft, given: ForeignSetting) -> None:
-    if str(given.value) in _FORMATS:
-        draft.put("data.format", _FORMATS[str(given.value)], given)
-    elif given.value != "auto":
-        draft.unusable(given, f"rows of format `{given.value}`", "the columns say it: data.format: auto")
-
-
 def _completions(draft: Draft, given: ForeignSetting) -> None:
     draft.put("data.loss_on", "auto" if draft.switched(given) else "all", given)
 
@@ -100,7 +90,6 @@ RULES = r.Rules(
         "dataset": _dataset,
         "hub_dataset": _dataset,
         "local_dataset": _dataset,
-        "format_type": _format,
         "train_on_completions": _completions,
         "use_gradient_checkpointing": r.checkpointing,
         "wandb_project": r.read,

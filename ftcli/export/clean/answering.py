@@ -15,8 +15,8 @@ import resource
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +52,20 @@ _LIBRARIES = (
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",
 )
+#: What transformers, PEFT, jinja and gguf raise for files that are damaged, or are none of theirs.
+_DAMAGED = (
+    OSError,
+    ValueError,
+    KeyError,
+    IndexError,
+    TypeError,
+    AttributeError,
+    RuntimeError,
+    ImportError,
+    ArithmeticError,
+    MemoryError,
+    SafetensorError,
+)
 
 
 def serve() -> None:
@@ -74,22 +88,6 @@ def _read(lines: queue.SimpleQueue[str]) -> None:
     for line in sys.stdin:
         lines.put(line)
     os._exit(0)
-
-
-#: What transformers, PEFT, jinja and gguf raise for files that are damaged, or are none of theirs.
-_DAMAGED = (
-    OSError,
-    ValueError,
-    KeyError,
-    IndexError,
-    TypeError,
-    AttributeError,
-    RuntimeError,
-    ImportError,
-    ArithmeticError,
-    MemoryError,
-    SafetensorError,
-)
 
 
 def answered(request: JsonMap, sent: str, back: str) -> JsonObject:
@@ -160,16 +158,6 @@ def _model(asked: ReloadRequest, sent: dict[str, Tensor]) -> tuple[JsonObject, d
 
 def _is_quantized(config: Any) -> bool:
     return getattr(config, "quantization_config", None) is not None
-
-
-def _streamed(asked: ReloadRequest, config: Any, sent: dict[str, Tensor]) -> tuple[JsonObject, dict[str, Tensor]]:
-    """A folder whose weights are rounded, layer by layer."""
-
-    folder = Path(asked.folder)
-    with streamed(folder, config, asked.names, _empty) as model:
-        with torch.compiler.set_stance("force_eager"):
-            logits = _logits(model, sent)
-        return {"stops": _stops(model), "tokenizer": _tokenizer(asked)}, {LOGITS: logits}
 
 
 def _computed(model: PreTrainedModel, asked: ReloadRequest, sent: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -268,7 +256,6 @@ def _adapter(asked: ReloadRequest, _: dict[str, Tensor]) -> tuple[JsonObject, di
 def _gguf(asked: ReloadRequest, sent: dict[str, Tensor]) -> tuple[JsonObject, dict[str, Tensor]]:
     """A file as the gguf library reads it, dequantised tensor by tensor into the model that the file describes."""
     from ftcli.export.gguf.metadata import reader_of, take_description, usual_activation
-    from ftcli.export.lazy import computing_from
     from ftcli.gguf.file import ReadFile
     from ftcli.tables.gguf import architecture_of
 
@@ -299,30 +286,25 @@ def _llama(asked: ReloadRequest, sent: dict[str, Tensor]) -> tuple[JsonObject, d
     return facts, {LOGITS: torch.cat([torch.from_numpy(each) for each in said.logits])}
 
 
-@contextmanager
-def streamed(folder: Path, config: Any, names: Mapping[str, str], empty: Callable[[Any], Any]) -> Iterator[Any]:
-    """The model in ``folder``, which computes while this is entered.
+def _streamed(asked: ReloadRequest, config: Any, sent: dict[str, Tensor]) -> tuple[JsonObject, dict[str, Tensor]]:
+    """A folder whose weights are rounded, layer by layer: transformers itself would hold them as a whole.
 
-    Args:
-        config: As transformers reads it; how weights are rounded is taken out of it.
-        names: The key in the files of each tensor of the model that is stored; a tied head has its embedding's.
-        empty: Builds a model of a config, its parameters without memory.
-
-    Raises:
-        ValueError: nothing is known of how the weights are rounded; KeyError: a tensor is not stored.
+    The layers are the ones that it computes with: those of compressed-tensors, which round activations, or its own of
+    BitNet. Their numbers are read from the folder's files while a layer computes.
     """
     from transformers import GenerationConfig
 
     said = dict(config.quantization_config)
-    del config.quantization_config
-    model = empty(config)
+    del config.quantization_config  # transformers would build its own layers, with memory
+    model = _empty(config)
     makers = {"compressed-tensors": _eight_bits, "bitnet": _ternary}
     if said.get("quant_method") not in makers:
         raise ValueError(f"weights in {said.get('quant_method')} are not read layer by layer")
-    read = makers[said["quant_method"]](model, said, _reader(folder, names))
-    model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    with computing_from(model.eval(), read, frozenset(names)):
-        yield model
+    read = makers[said["quant_method"]](model, said, _reader(Path(asked.folder), asked.names))
+    model.generation_config = GenerationConfig.from_pretrained(asked.folder, local_files_only=True)
+    with computing_from(model, read, frozenset(asked.names)), torch.compiler.set_stance("force_eager"):
+        logits = _logits(model, sent)
+    return {"stops": _stops(model), "tokenizer": _tokenizer(asked)}, {LOGITS: logits}
 
 
 def _reader(folder: Path, names: Mapping[str, str]) -> Read:

@@ -26,6 +26,18 @@ from ftcli.scratch import scratch
 
 #: What the process takes beside the weights, libraries included.
 _BESIDE = 2**30
+#: Without -P the folder of the program would stand before all others, and `safetensors.py` beside it for the library.
+#: In a checkout that is not installed ftcli is found where this process found it.
+#: The libraries, a million objects that stay, are not searched for garbage while they are imported.
+_START = (
+    "import gc, sys; gc.disable(); sys.path.append({place!r}); from ftcli.export.clean.answering import serve; serve()"
+)
+#: Patience: for any answer, and for each GiB that is loaded.
+_SECONDS, _SECONDS_A_GIB = 900.0, 180.0
+#: Answers a request: :func:`ask_once`, or a :class:`CleanProcess` that is there for all formats.
+Reload: TypeAlias = Callable[[ReloadRequest, Mapping[str, Tensor]], ReloadAnswer]
+#: How much of what it complained of is kept.
+_TAIL = 2000
 
 
 def fits(parameters: int) -> bool:
@@ -69,20 +81,6 @@ def model_request(
 def sent(probe: Probe) -> dict[str, Tensor]:
     """The tensors of a probe, as a request sends them."""
     return {INPUT_IDS: probe.input_ids, ATTENTION_MASK: probe.attention_mask, PROMPT: probe.prompt}
-
-
-#: Without -P the folder of the program would stand before all others, and `safetensors.py` beside it for the library.
-#: In a checkout that is not installed ftcli is found where this process found it.
-#: The libraries, a million objects that stay, are not searched for garbage while they are imported.
-_START = (
-    "import gc, sys; gc.disable(); sys.path.append({place!r}); from ftcli.export.clean.answering import serve; serve()"
-)
-#: Patience: for any answer, and for each GiB that is loaded.
-_SECONDS, _SECONDS_A_GIB = 900.0, 180.0
-#: Answers a request: :func:`ask_once`, or a :class:`CleanProcess` that is there for all formats.
-Reload: TypeAlias = Callable[[ReloadRequest, Mapping[str, Tensor]], ReloadAnswer]
-#: How much of what it complained of is kept.
-_TAIL = 2000
 
 
 class CleanProcess:

@@ -19,21 +19,24 @@ from ftcli.export.gguf.metadata import Description, Value, metadata_of, usual_ac
 from ftcli.export.gguf.vocabulary import vocabulary_of
 from ftcli.export.probe import Probe, compare_logits, logits, probe_batch
 from ftcli.export.safetensors import require_kept_base
-from ftcli.export.source import ExportSource, not_verified, source_tokenizer, unwritten
+from ftcli.export.source import ExportSource, not_verified, source_stops, source_tokenizer, unwritten
 from ftcli.export.verify import trained_logits
 from ftcli.export.weights import MergedWeights, ModelWeights, source_config, source_weights
-from ftcli.facts.model import read_facts
 from ftcli.gguf.names import GATE, SHARED_GATE, STACK, UP, TensorNames, names_of, no_place
-from ftcli.model.load import stop_token_ids
 from ftcli.plan.quantization import stores_ternary_masters
 from ftcli.run.atomic import read_json_object
-from ftcli.run.card import licence_of_base, public_base
 from ftcli.run.directory import RunDirectory
+from ftcli.run.report.card import licence_of_base, public_base
 from ftcli.tables import quantizations
 from ftcli.tables.gguf import NORMS_OF_LAYERS, TYPES, Architecture, architecture_of, unknown_architecture
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+#: Largest relative error of the logits that rounding the activations may make: training does so by token and to eight
+#: bits, the model that a file is put into not at all, llama.cpp by token and block.
+ACTIVATIONS = 0.5
+_HUB = "https://huggingface.co/"
 
 
 class SplitExperts:
@@ -76,11 +79,6 @@ def _parts(name: str) -> tuple[str, ...]:
 def unsplit(weights: ModelWeights) -> ModelWeights:
     """The weights as the model has them."""
     return weights.whole if isinstance(weights, SplitExperts) else weights
-
-
-#: Largest relative error of the logits that rounding the activations may make: training does so by token and to eight
-#: bits, the model that a file is put into not at all, llama.cpp by token and block.
-ACTIVATIONS = 0.5
 
 
 class TernaryWeights:
@@ -134,9 +132,6 @@ def activations_rounded(folder: Path, probe: Probe, unrounded: Tensor) -> tuple[
         problems.append(f"the ternary weights' logits differ by {found.relative_error:.3g} from the trained model's")
     facts = {"activations_rounding": found.relative_error, "activations_top1_agreement": found.top1_agreement}
     return facts, problems
-
-
-_HUB = "https://huggingface.co/"
 
 
 def provenance_of(source: ExportSource) -> dict[str, Value]:
@@ -202,14 +197,14 @@ class ExpectedFile:
         return self.weights.base.form if isinstance(self.weights, MergedWeights) else ""
 
 
-def prepare_gguf(source: ExportSource, *, offline: bool, say: Callable[[str], None]) -> ExpectedFile:
+def prepare_gguf(source: ExportSource, say: Callable[[str], None]) -> ExpectedFile:
     """Reads what is exported and computes what its files are compared with.
 
     Raises:
         FtcliError: as :func:`ftcli.export.gguf.write.write`.
     """
     require_kept_base(source)
-    config = source_config(source, offline=offline)
+    config = source_config(source)
     text: Any = config.get_text_config()
     architecture = architecture_of(text.model_type, usual_activation(text))
     if architecture is None:
@@ -219,19 +214,19 @@ def prepare_gguf(source: ExportSource, *, offline: bool, say: Callable[[str], No
     if not rounded and any(TYPES[kind].ternary for kind in source.settings.gguf.types):
         able = " | ".join(quantizations.trained())
         raise no_place(f"ternary types are for ternary weights, which quantization.method: {able} trains")
-    stored, adapted = source_weights(source, offline=offline)
+    stored, adapted = source_weights(source)
     weights = TernaryWeights(stored, rounded) if rounded else stored
     in_file = SplitExperts(weights) if architecture.experts else weights
     names = names_of(in_file.names, architecture)
-    tokenizer = source_tokenizer(source, offline=offline)
-    stops = stop_token_ids(read_facts(source.base, offline=offline, origins=source.origins), tokenizer)
+    tokenizer = source_tokenizer(source)
+    stops = source_stops(source, tokenizer)
     probe = probe_batch(tokenizer, text.vocab_size)
     trained = torch.empty(0)
     facts: dict[str, float] = {}
     if source.verify:
         say("computing the reference that the files are compared with")
         apart = adapted if weights is stored else None
-        model: Any = unwritten(source_config(source, offline=offline)) if apart is None else apart
+        model: Any = unwritten(source_config(source)) if apart is None else apart
         base = weights.base if isinstance(weights, MergedWeights) else weights
         probe, trained = trained_logits(model, base, probe)
         facts, problems = activations_rounded(source.folder, probe, trained) if rounded else ({}, [])

@@ -20,6 +20,7 @@ from ftcli.tables.gguf import TYPES
 
 #: Elements that are rounded at once.
 _PIECE = 1 << 24
+_PROGRAM = "llama-quantize"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +113,6 @@ def _add(writer: Any, key: str, value: Value) -> None:
         writer.add_string(key, value)
     else:
         writer.add_array(key, value)
-
-
-_PROGRAM = "llama-quantize"
 
 
 def quantize_file(source: Path, target: Path, kind: str) -> None:

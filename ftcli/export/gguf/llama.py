@@ -39,6 +39,14 @@ ABSENT = f"llama.cpp is not on this machine ({LIBRARY}, or {SERVER} on the PATH)
 #: Relative error of the logits that passes at least: GELU is looked up in a table of float16 there, which makes 3e-4.
 #: Of ternary types activations are rounded there, by token and block, which makes 2.4e-2.
 _LEAST, _LEAST_TERNARY = 2e-3, 0.1
+_HOST = "127.0.0.1"
+#: Room for the prompt and what is generated.
+_CONTEXT = 512
+#: Of how many of the likeliest tokens log-probabilities are asked for: of all of a vocabulary they are megabytes.
+_LIKELIEST = 1000
+_PAUSE = 0.1
+#: Probabilities are float32 there: the logarithm of a smaller one tells nothing.
+_SMALLEST = -80.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,16 +176,6 @@ def _compare_tokens(found: Sequence[Sequence[int]], wanted: ExpectedFile) -> lis
         for text, tokens in zip(TEXTS, found, strict=True)
         if list(tokens) != list(wanted.tokenizer(text, add_special_tokens=False)["input_ids"])
     ]
-
-
-_HOST = "127.0.0.1"
-#: Room for the prompt and what is generated.
-_CONTEXT = 512
-#: Of how many of the likeliest tokens log-probabilities are asked for: of all of a vocabulary they are megabytes.
-_LIKELIEST = 1000
-_PAUSE = 0.1
-#: Probabilities are float32 there: the logarithm of a smaller one tells nothing.
-_SMALLEST = -80.0
 
 
 class ServerFailed(Exception):

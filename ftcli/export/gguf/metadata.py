@@ -39,6 +39,8 @@ _SLIDING = "sliding_attention"
 _FULL = "full_attention"
 #: Kinds of rope scaling that the metadata can say; llama3's and LongRoPE's factors are tensors.
 _SCALINGS = ("default", "linear", "yarn", "llama3", "longrope")
+#: Room for float32 arithmetic in comparing what should be equal.
+ROUNDING = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,10 +305,6 @@ def _rope_said(values: JsonMap) -> JsonObject:
     if "rope.freq_base_swa" not in values:
         return rope
     return {_FULL: rope, _SLIDING: {"rope_type": "default", "rope_theta": values["rope.freq_base_swa"]}}
-
-
-#: Room for float32 arithmetic in comparing what should be equal.
-ROUNDING = 1e-6
 
 
 def take_description(config: PretrainedConfig, file: ReadFile, architecture: Architecture) -> list[str]:

@@ -22,8 +22,13 @@ from ftcli.tables.gguf import TYPES
 if TYPE_CHECKING:
     from torch import Tensor
 
+#: llama-quantize mixes K-quants: none of its files has more bits for a weight than this.
+_MOST = "Q6_K"
+#: The vocabulary and the header.
+_BESIDE = 16 << 20
 
-def write(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[str], None]) -> Verified:
+
+def write(source: ExportSource, folder: Path, say: Callable[[str], None]) -> Verified:
     """Write a file for each type into ``folder`` and verify it.
 
     Raises:
@@ -32,7 +37,7 @@ def write(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[s
         OSError: it cannot be written.
     """
     require_gguf_package()
-    wanted = prepare_gguf(source, offline=offline, say=say)
+    wanted = prepare_gguf(source, say)
     facts: dict[str, str | int | float] = dict(wanted.facts)
     warnings = [*wanted.description.warnings]
     for kind in source.settings.gguf.types:
@@ -122,24 +127,18 @@ def _values(wanted: ExpectedFile, kind: str) -> dict[str, Value]:
     }
 
 
-#: llama-quantize mixes K-quants: none of its files has more bits for a weight than this.
-_MOST = "Q6_K"
-#: The vocabulary and the header.
-_BESIDE = 16 << 20
-
-
-def gguf_bytes(source: ExportSource, *, offline: bool) -> int:
+def gguf_bytes(source: ExportSource) -> int:
     """Bytes of all types of ``export.gguf.types``, and of the file that the K-quants are made of."""
-    return _bytes(source, source.settings.gguf.types, offline=offline)
+    return _bytes(source, source.settings.gguf.types)
 
 
-def ollama_bytes(source: ExportSource, *, offline: bool) -> int:
+def ollama_bytes(source: ExportSource) -> int:
     """Bytes of the first type."""
-    return _bytes(source, source.settings.gguf.types[:1], offline=offline)
+    return _bytes(source, source.settings.gguf.types[:1])
 
 
-def _bytes(source: ExportSource, types: Sequence[str], *, offline: bool) -> int:
-    base = base_weights(source, offline=offline)
+def _bytes(source: ExportSource, types: Sequence[str]) -> int:
+    base = base_weights(source)
     embedding, head = base.ends
     places = {embedding: "token_embd.weight", head: "output.weight"}
     shapes = [(places.get(name, ""), base.shape(name)) for name in stored_names(source, base)]

@@ -13,18 +13,18 @@ from torch import Tensor
 from ftcli.generation.requests import Completion
 
 if TYPE_CHECKING:
-    from ftcli.run.group import RankGroup
+    from ftcli.run.process_group import RankGroup
 
 
 def gather_bytes(group: RankGroup, where: str, mine: bytes) -> list[bytes]:
     """What each rank has, on all of them; called by all at the same place, whose first seven letters name it.
 
-    Raises PeerFailed or RankLost as :meth:`ftcli.run.group.RankGroup.agree`.
+    Raises PeerFailed or RankLost as :meth:`ftcli.run.process_group.RankGroup.agree`.
     """
     sizes = [numbers[0] for numbers in group.agree(where, [len(mine)])]
     padded = torch.zeros(max(*sizes, 1), dtype=torch.uint8)
     padded[: len(mine)] = torch.from_numpy(np.frombuffer(mine, np.uint8).copy())
-    found = group.gather(padded)
+    found = group.all_gather(padded)
     return [row[:size].numpy().tobytes() for row, size in zip(found, sizes, strict=True)]
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from ftcli.data.asked import RenderedPrompt
 from ftcli.data.reasoning import Answer
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.generation.stopping import cut
+from ftcli.generation.requests import NotFinite, cut
 from ftcli.job import Job
 from ftcli.judges import columns_of
 from ftcli.methods.grpo.advantages import Advantages, advantages_of, deviation
@@ -36,8 +36,7 @@ from ftcli.methods.grpo.settings import GrpoConfig
 from ftcli.methods.grpo.spans import LOG_PROBS, OPTIMIZER, REWARDS, ROLLOUT, TRAINING, Spans
 from ftcli.methods.grpo.stagnation import Stagnation
 from ftcli.model.backbone import compute_context
-from ftcli.model.checkpointing import without_checkpointing
-from ftcli.model.finite import NotFinite
+from ftcli.model.gradient_checkpointing import without_checkpointing
 from ftcli.plain import JsonObject
 from ftcli.plan.memory.terms import FORWARD, GENERATION
 from ftcli.run.completions import ScoredCompletion
@@ -52,9 +51,9 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
+    from ftcli.model.fused import DecoderStack
     from ftcli.model.sequence_parallel import SequencePart
-    from ftcli.model.stack import DecoderStack
-    from ftcli.run.group import RankGroup
+    from ftcli.run.process_group import RankGroup
 
 #: Lies in a checkpoint that was written between two uses of the same completions.
 _COMPLETIONS = "completions.pt"

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ftcli.methods.grpo.spans import Spans
-    from ftcli.model.stack import DecoderStack
+    from ftcli.model.fused import DecoderStack
 
 
 #: Numbers by name, one for each micro-batch.

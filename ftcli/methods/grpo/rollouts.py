@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 from ftkernels.sampling import Sampling, row_seed
 
 from ftcli.facts.generation import MOST_ROWS
-from ftcli.generation.opening import OpenedGenerator, open_generator
-from ftcli.generation.requests import Completion, GenerationRequest, StopConditions
-from ftcli.generation.stopping import StopCheck
+from ftcli.generation.generator import OpenedGenerator, open_generator
+from ftcli.generation.requests import Completion, GenerationRequest, StopCheck, StopConditions
 from ftcli.job import Job
 from ftcli.methods.grpo.settings import GrpoConfig
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ftcli.evaluate.tasks import TaskResult
     from ftcli.job import Job
     from ftcli.methods.grpo.parity import Parity
-    from ftcli.run.group import RankGroup
+    from ftcli.run.process_group import RankGroup
     from ftcli.train import assembly
 
 

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ftcli.job import Job
+    from ftcli.model.fused import DecoderStack
     from ftcli.model.sequence_parallel import SequencePart
-    from ftcli.model.stack import DecoderStack
-    from ftcli.run.group import RankGroup
+    from ftcli.run.process_group import RankGroup
 
 #: Weight of each pair of a micro-batch, (P,); 0 in one that stands for none.
 _PAIRS = "pairs"
@@ -203,7 +203,7 @@ class PairObjective(EpochObjective):
         if self._group is not None:
             slots = torch.zeros(len(found) * self._group.size, SUMS, dtype=torch.float64, device=found.device)
             slots[self._group.rank :: self._group.size] = found
-            self._group.add_up([slots])
+            self._group.all_reduce([slots])
             found = slots
         for one in found:
             self._sums = self._sums + one

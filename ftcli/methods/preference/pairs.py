@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
-    from ftcli.model.stack import DecoderStack
+    from ftcli.model.fused import DecoderStack
 
 #: Inputs of a micro-batch that are not the layers'.
 LABELS, SCORED = "labels", "scored"

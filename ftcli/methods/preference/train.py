@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ftcli.evaluate.suite import Evaluator
     from ftcli.job import Job
     from ftcli.judges import Judge
-    from ftcli.run.group import RankGroup
+    from ftcli.run.process_group import RankGroup
     from ftcli.train.loop import TrainerHooks, TrainingLoop
 
 

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ftcli.job import Job
+    from ftcli.model.fused import DecoderStack
     from ftcli.model.sequence_parallel import SequencePart
-    from ftcli.model.stack import DecoderStack
-    from ftcli.run.group import RankGroup
+    from ftcli.run.process_group import RankGroup
 
 
 class SftObjective(EpochObjective):

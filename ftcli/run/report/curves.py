@@ -1,4 +1,4 @@
-"""Which curves the report draws, and from which metrics."""
+"""Curves of the report, and the metrics that they are drawn from."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 from markupsafe import Markup
 
-from ftcli.plain import JsonMap
+from ftcli.plain import JsonMap, map_in, maps, number_or_none
 from ftcli.run.metrics import MetricsLine
 from ftcli.run.report.charts import ChartLook, ReferenceLine, Series, line_chart
-from ftcli.run.report.values import map_in, maps, number_or_none, percent
+from ftcli.run.report.text import percent
 from ftcli.tables import code_of
 from ftcli.tables.methods import Method
 from ftcli.units import GIB
@@ -123,7 +123,7 @@ _LESSER = (
 
 
 def has_rewards(lines: Lines) -> bool:
-    """Whether the run learns from rewards; its loss is near 0 by construction then and says nothing."""
+    """True if the run learns from rewards; its loss is near 0 by construction then and says nothing."""
     return any("reward" in line for line in lines)
 
 

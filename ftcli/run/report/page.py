@@ -2,11 +2,14 @@
 
 The page loads nothing and runs no script; its content security policy forbids both, and everything that models or
 data say is escaped.
+
+While a run goes on the page is rewritten now and then, at little cost and never at the cost of the run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -15,17 +18,17 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from ftcli import __version__
-from ftcli.plain import JsonObject
+from ftcli.errors import FtcliError
+from ftcli.plain import JsonObject, is_number, map_in, maps
 from ftcli.run.atomic import read_json_object, read_text, storage_errors, utc_now, write_text
-from ftcli.run.changes import map_of
 from ftcli.run.completions import Completions
 from ftcli.run.directory import RunDirectory
-from ftcli.run.history import damage_of
 from ftcli.run.metrics import read_metrics
-from ftcli.run.report import curves, facts, samples, settings
-from ftcli.run.report.markup import printable
-from ftcli.run.report.values import is_number, map_in, maps
+from ftcli.run.recipe_changes import map_of
+from ftcli.run.report import curves, samples, tables
+from ftcli.run.report.text import printable
 from ftcli.run.status import Status, read_status
+from ftcli.run.summary import damage_of
 from ftcli.tables import methods
 from ftcli.units import duration
 
@@ -37,7 +40,7 @@ REFRESH_SECONDS = 5
 
 @dataclass(frozen=True, slots=True)
 class LiveProgress:
-    """Where a run that is going on is: ``step`` of ``total``, and how long the rest will take, where that is known."""
+    """Progress of a running run: ``step`` of ``total``, and how long the rest will take, where that is known."""
 
     step: int
     total: int
@@ -70,7 +73,7 @@ def render_report(run: RunDirectory, live: LiveProgress | None = None) -> str:
     status = read_status(run.status_path)
     manifest = read_json_object(run.manifest_path)
     evaluation = read_json_object(run.eval_path)
-    every = settings.settings_by_section(recipe)
+    every = tables.settings_by_section(recipe)
     began = [process.get("from_step") for process in maps(manifest.get("processes"))]
     method = methods.TABLE.get(str(map_in(recipe, "train").get("method")))
     resumed = [int(step) for step in began if is_number(step) and step > 0]
@@ -81,18 +84,18 @@ def render_report(run: RunDirectory, live: LiveProgress | None = None) -> str:
         live=live,
         name=str(map_in(recipe, "run").get("name") or run.path.name),
         state="unknown" if status is None else status.state,
-        summary=facts.summary_line(recipe, manifest),
+        summary=tables.summary_line(recipe, manifest),
         notices=_notices(status, damage_of(run, read)),
-        facts=facts.key_facts(metrics, evaluation, status),
+        facts=tables.key_facts(metrics, evaluation, status),
         charts=curves.curves(metrics, evaluation, resumed, method),
         resumed=any(resumed),
-        scores=facts.score_rows(evaluation, method),
+        scores=tables.score_rows(evaluation, method),
         samples=samples.samples(evaluation),
         batches=samples.sampled(Completions(run.completions_dir)),
-        tokens=settings.tokens(read_json_object(run.tokens_path)),
-        changed=settings.changed(every),
+        tokens=tables.tokens(read_json_object(run.tokens_path)),
+        changed=tables.changed(every),
         settings=every,
-        provenance=settings.provenance(manifest),
+        provenance=tables.provenance(manifest),
         version=__version__,
         now=utc_now(),
         folder=run.path.name,
@@ -136,3 +139,36 @@ def _notices(status: Status | None, troubles: Sequence[str]) -> list[tuple[str, 
     if early:
         ended.append((f"Stopped early: {early}.", ""))
     return [*ended, *((f"What is damaged is left out: {text}.", "") for text in troubles)]
+
+
+#: At most this often, and at most this share of the time.
+_SECONDS_BETWEEN = 4.0
+_SHARE = 0.02
+#: What drawing strange data can raise; the picture waits then, the run does not.
+_UNDRAWABLE = (FtcliError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError)
+
+
+@dataclass(slots=True)
+class LiveReport:
+    """Rewrites report.html while its run goes on."""
+
+    run: RunDirectory
+    clock: Callable[[], float] = time.monotonic
+    _due: float = 0.0
+
+    def update(self, live: LiveProgress, *, urgent: bool = False) -> bool:
+        """Writes the page when it is due, or when ``urgent``; says whether it did.
+
+        A page that cannot be written or drawn is left as it was: the one at the run's end tells why.
+        """
+        began = self.clock()
+        if began < self._due and not urgent:
+            return False
+        try:
+            write_report(self.run, live)
+        except _UNDRAWABLE:
+            self._due = began + 10 * _SECONDS_BETWEEN
+            return False
+        now = self.clock()
+        self._due = now + max(_SECONDS_BETWEEN, (now - began) / _SHARE)
+        return True

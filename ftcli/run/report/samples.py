@@ -1,4 +1,4 @@
-"""What the model was asked, what was expected and what it answered, with the differences; failures first."""
+"""Samples of the report: prompt, reference and answers with their differences; failures first."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ftcli.plain import JsonMap
+from ftcli.plain import JsonMap, maps, number_or_none
 from ftcli.run.completions import Completions, ScoredCompletion
-from ftcli.run.report.values import maps, number, number_or_none
+from ftcli.units import number
 
 #: Characters of one text that are shown.
 SHOWN_CHARACTERS = 2000
@@ -38,7 +38,7 @@ class ClippedText:
 
 @dataclass(frozen=True, slots=True)
 class ModelAnswer:
-    """What a model said; ``right`` is None where nobody can tell, ``reasoning`` where there was none."""
+    """A model's answer; ``right`` is None where nobody can tell, ``reasoning`` where there was none."""
 
     text: ClippedText
     right: bool | None
@@ -58,7 +58,7 @@ class ShownRow:
 
     @property
     def right(self) -> bool | None:
-        """Whether the newest answer is right."""
+        """True if the newest answer is right."""
         newest = self.after or self.before
         return None if newest is None else newest.right
 

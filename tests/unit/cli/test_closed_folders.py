@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.run.test_history import write_run
+from tests.unit.run.test_summary import write_run
 
 ROOT = Path(__file__).resolve().parents[3]
 #: linux/prctl.h and linux/capability.h: what lets root read everything.

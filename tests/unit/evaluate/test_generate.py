@@ -14,8 +14,7 @@ from ftcli.assets import asset
 from ftcli.config.evaluation import GenerateConfig
 from ftcli.errors import Finding, FtcliError
 from ftcli.evaluate.generate import complete, generate
-from ftcli.generation.requests import StopConditions
-from ftcli.generation.stopping import StopCheck
+from ftcli.generation.requests import StopCheck, StopConditions
 from ftcli.model.patch import patch
 from ftcli.plan.precision import DtypePlan
 from ftcli.reporting import SilentReporter

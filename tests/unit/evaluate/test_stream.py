@@ -16,7 +16,7 @@ from ftcli.config.evaluation import GenerateConfig
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.evaluate.generate import generate
 from ftcli.evaluate.stream import CompletionEnd, Detokenizer, StreamSettings, stream
-from ftcli.generation.stopping import TextUntilStop
+from ftcli.generation.requests import TextUntilStop
 from ftcli.plan.precision import DtypePlan
 from ftcli.reporting import SilentReporter
 

@@ -20,12 +20,12 @@ from ftcli.config.load import load_recipe
 from ftcli.config.recipe import Recipe
 from ftcli.errors import Finding
 from ftcli.facts.model import read_facts
-from ftcli.model.load import align_special_tokens
+from ftcli.model.tokenizer import align_special_tokens
 from ftcli.plain import plain_fields
 from ftcli.reporting import SilentReporter
 from ftcli.run.directory import RunDirectory
-from ftcli.run.held import result_files
 from ftcli.run.inputs import base_inputs
+from ftcli.run.integrity import result_files
 from ftcli.run.status import FinishedTraining, TrainingSummary, note_trained, write_end
 
 if TYPE_CHECKING:

@@ -52,8 +52,8 @@ def export(
 
 
 def prepared_of(made: Trained, clean: CleanProcess) -> ExpectedFile:
-    source = dataclasses.replace(resolve_source(made.run), reload=clean.ask)
-    return prepare_gguf(source, offline=True, say=lambda _: None)
+    source = dataclasses.replace(resolve_source(made.run), reload=clean.ask, offline=True)
+    return prepare_gguf(source, lambda _: None)
 
 
 def changed(family: str, **values: Any) -> Any:

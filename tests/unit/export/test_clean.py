@@ -132,8 +132,8 @@ def test_a_generation_that_ends_elsewhere_is_caught(
     if how != "whole":
         monkeypatch.setattr(process, "cpu_device", lambda: replace(cpu_device(), free_bytes=1))
 
-    def damaged(source: Any, folder: Path, **options: Any) -> Any:
-        plan = write(source, folder, **options)
+    def damaged(source: Any, folder: Path, *rest: Any) -> Any:
+        plan = write(source, folder, *rest)
         model: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").float()
         token = continued(model, probe_batch(tokenizer(), 264)).greedy[0]
         edit_json(folder / "generation_config.json", eos_token_id=[4, int(token)])

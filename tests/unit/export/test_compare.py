@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ftcli.export.compare import _compare_merged, compare_written, difference, open_written
 from ftcli.export.merge import Rounding
+from ftcli.export.verify import _compare_merged, compare_written, difference, open_written
+from ftcli.export.weights import MergedWeights
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -43,6 +44,7 @@ class Weights:
 
     def __init__(self, **tensors: Tensor) -> None:
         self._tensors, self.names = tensors, tuple(tensors)
+        self.ties: dict[str, str] = {}
 
     def read(self, name: str) -> Tensor:
         return self._tensors[name]
@@ -69,7 +71,8 @@ def test_only_what_an_adapter_changes_may_be_off() -> None:
 
     def problems(**written: Tensor) -> list[str]:
         of: Any = Weights(**written)
-        return [problem.split()[0] for problem in _compare_merged(base.names, of, base, changes, rounding)]
+        merged = MergedWeights(base, changes)
+        return [problem.split()[0] for problem in _compare_merged(base.names, of, merged, rounding)]
 
     assert problems(kept=weight, merged=2 * weight, trained=3 * weight) == []
     off = {"kept": off_by(weight, 1), "merged": off_by(2 * weight, 1), "trained": off_by(3 * weight, 1)}
@@ -84,10 +87,10 @@ def test_a_tensor_that_the_base_does_not_have_is_named(tmp_path: Path) -> None:
     LlamaForCausalLM(LlamaConfig(vocab_size=32, num_key_value_heads=2, **small)).save_pretrained(base)
     shutil.copytree(base, written)
     rounding = Rounding(None, torch.float32, lambda name: False)
-    assert compare_written(open_written(written), open_written(base), {}, rounding) == []
+    assert compare_written(open_written(written), MergedWeights(open_written(base), {}), rounding) == []
     tensors = load_file(written / "model.safetensors")
     ignored = "model.layers.0.self_attn.rotary_emb.inv_freq"  # which the model has no place for and leaves alone
     foreign = {**tensors, ignored: torch.zeros(2)}
     save_file(foreign, written / "model.safetensors", metadata={"format": "pt"})
-    (problem,) = compare_written(open_written(written), open_written(base), {}, rounding)
+    (problem,) = compare_written(open_written(written), MergedWeights(open_written(base), {}), rounding)
     assert problem == f"{ignored} is not in the base model"

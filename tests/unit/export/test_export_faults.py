@@ -137,8 +137,8 @@ def test_damage_after_writing_is_caught(
         tuned.run.path.rename(tmp_path / "other")
         made, name, write = trained(), "write_merged", merged_format.write_merged
 
-    def damaged(source: Any, folder: Path, **options: Any) -> Any:
-        result = write(source, folder, **options)
+    def damaged(source: Any, folder: Path, *rest: Any) -> Any:
+        result = write(source, folder, *rest)
         damage(folder)
         return result
 
@@ -211,8 +211,8 @@ def test_an_adapter_damaged_on_the_way_is_caught(
 ) -> None:
     made, copy = trained(), adapter_format.copy_adapter
 
-    def damaged(source: Any, folder: Path, **options: Any) -> None:
-        copy(source, folder, **options)
+    def damaged(source: Any, folder: Path, *rest: Any) -> None:
+        copy(source, folder, *rest)
         damage(folder)
 
     monkeypatch.setattr(adapter_format, "copy_adapter", damaged)

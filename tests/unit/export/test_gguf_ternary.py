@@ -19,8 +19,8 @@ from ftcli.export.writing import export_run
 from ftcli.gguf.file import ReadFile
 from ftcli.gguf.names import from_file
 from ftcli.model.bitnet import BitLinear, TernaryLinear
-from ftcli.model.checkpoint import read_config
-from ftcli.model.streamed import ModelStorage, load_quantized
+from ftcli.model.load_quantized import ModelStorage, load_quantized
+from ftcli.model.pretrained import read_config
 from ftcli.tables.gguf import architecture_of
 from tests.small_models import build
 from tests.unit.export.conftest import Heard, Trained, noted, tokenizer, write_run

@@ -15,8 +15,8 @@ from ftcli.config.tree import MapNode
 from ftcli.errors import Origin
 from ftcli.facts.model import ModelFacts, read_facts
 from ftcli.facts.shape import shape_of
-from ftcli.model.checkpoint import hollow
 from ftcli.model.load import config_of
+from ftcli.model.pretrained import hollow
 from ftcli.plan.trained import trained_parameters
 from tests.small_models import MULTIMODAL
 from tests.small_models import config_of as small_config

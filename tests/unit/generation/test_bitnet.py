@@ -11,10 +11,9 @@ from torch import nn
 from ftcli.config.evaluation import GenerateConfig
 from ftcli.config.model import QuantizationConfig
 from ftcli.evaluate.generate import complete
-from ftcli.generation.requests import StopConditions
-from ftcli.generation.stopping import StopCheck
+from ftcli.generation.requests import StopCheck, StopConditions
 from ftcli.model import bitnet
-from ftcli.model.quantize import layers_to_quantize, quantize_linear
+from ftcli.model.quantized import layers_to_quantize, quantize_linear
 from ftcli.plan.precision import DtypePlan
 from ftcli.reporting import SilentReporter
 from tests import small_models

@@ -12,9 +12,7 @@ from ftkernels.sampling import GREEDY, Sampling, row_seed
 from ftcli.facts.generation import EngineLayout, pages_of
 from ftcli.generation.engine import Engine
 from ftcli.generation.forward import Forward
-from ftcli.generation.requests import GenerationRequest, StopConditions
-from ftcli.generation.stopping import StopCheck
-from ftcli.model.finite import NotFinite
+from ftcli.generation.requests import GenerationRequest, NotFinite, StopCheck, StopConditions
 from ftcli.model.patch import patch
 from ftcli.plan.precision import DtypePlan
 from ftcli.tables.families import MULTIMODAL, TABLE

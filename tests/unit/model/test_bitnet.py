@@ -17,11 +17,10 @@ from safetensors.torch import load_file, save_file
 from ftcli.config.model import QuantizationConfig
 from ftcli.errors import FtcliError
 from ftcli.model import bitnet
-from ftcli.model.bitnet import BitLinear, TernaryLinear, set_share
-from ftcli.model.bitnet_files import already_ternary
-from ftcli.model.checkpoint import read_config
+from ftcli.model.bitnet import BitLinear, TernaryLinear, already_ternary, set_share
+from ftcli.model.load_quantized import ModelStorage, load_quantized
+from ftcli.model.pretrained import read_config
 from ftcli.model.quantized import check_weights, quantized_layers
-from ftcli.model.streamed import ModelStorage, load_quantized
 from tests import small_models
 
 SETTINGS = QuantizationConfig(method="bitnet")

@@ -9,8 +9,8 @@ import torch
 
 from ftcli.errors import FtcliError
 from ftcli.model.backbone import head_of, rotation_kept
-from ftcli.model.headcheck import check_head
 from ftcli.model.loss import forward_loss
+from ftcli.model.selfcheck import check_head
 from ftcli.plan.precision import DtypePlan
 from tests.small_models import MULTIMODAL, TEXT, VOCABULARY, build, config_of
 

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from ftcli.model.host_buffers import LARGEST_PIECE, SMALLEST_PIECE, HostBuffers, matched
+from ftcli.model.offload import LARGEST_PIECE, SMALLEST_PIECE, HostBuffers, matched
 
 MIB = 2**20
 

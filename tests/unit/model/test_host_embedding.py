@@ -9,12 +9,12 @@ from torch import nn
 
 from ftcli.generation.merged import merged_model
 from ftcli.model.backbone import base_of, stream_in
-from ftcli.model.checkpointing import use_checkpointing
-from ftcli.model.host_embedding import HostEmbedding, use_host_embedding, why_not_on_host
+from ftcli.model.gradient_checkpointing import use_checkpointing
 from ftcli.model.loss import forward_loss
+from ftcli.model.offload import HostEmbedding, use_host_embedding, why_not_on_host
 from ftcli.plan.precision import DtypePlan
 from ftcli.reporting import SilentReporter
-from tests.unit.model.test_checkpointing import adapted, gradients, same
+from tests.unit.model.test_gradient_checkpointing import adapted, gradients, same
 from tests.unit.model.test_tied import model
 
 

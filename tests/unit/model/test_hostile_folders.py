@@ -13,7 +13,7 @@ import pytest
 from ftcli.assets import asset
 from ftcli.config.model import ModelConfig, QuantizationConfig
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.model.checkpoint import load_whole
+from ftcli.model.pretrained import load_whole
 from ftcli.model.tokenizer import load_tokenizer, read_tokenizer
 from tests.quantised import load
 

@@ -14,7 +14,7 @@ from ftcli.errors import FtcliError
 from ftcli.facts.adapters import AdapterChoice, adapters, problems, targets_of
 from ftcli.facts.shape import shape_of
 from ftcli.model.lora import apply_lora
-from ftcli.model.targets import planned_adapters
+from ftcli.model.lora_targets import planned_adapters
 from ftcli.plan.precision import DtypePlan
 from ftcli.plan.trained import trained_parameters
 from tests.small_models import build, config_of

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from ftcli.model import offload
-from ftcli.model.host_buffers import HostBuffers
-from ftcli.model.offload import _Lane, _Ticket
+from ftcli.model.offload import HostBuffers, _Lane, _Ticket
 
 MIB = 2**20
 

@@ -19,13 +19,12 @@ from triton.runtime.errors import OutOfResources
 from ftcli.config.model import Kernels, LoraConfig
 from ftcli.data.tokens import TokenizedRow
 from ftcli.errors import FtcliError
-from ftcli.model.adapted import why_not_fused
 from ftcli.model.backbone import base_of
-from ftcli.model.checkpointing import use_checkpointing
 from ftcli.model.fused import FusedDecoderLayer, norm_eps
+from ftcli.model.gradient_checkpointing import use_checkpointing
 from ftcli.model.lora import apply_lora
 from ftcli.model.loss import forward_loss
-from ftcli.model.patch import patch
+from ftcli.model.patch import patch, why_not_fused
 from ftcli.model.selfcheck import self_check
 from ftcli.plan.precision import DtypePlan
 from ftcli.rows.row import Row

@@ -15,12 +15,10 @@ from transformers import AutoModelForCausalLM
 
 from ftcli.config.model import QuantizationConfig
 from ftcli.errors import FtcliError
-from ftcli.model.adapted import projection_of, why_not_fused
+from ftcli.model.fused import projection_of
 from ftcli.model.nf4 import NF4Linear
-from ftcli.model.patch import patch
-from ftcli.model.quantized import (
-    check_weights,
-)
+from ftcli.model.patch import patch, why_not_fused
+from ftcli.model.quantized import check_weights
 from tests.quantised import NF4, SINGLE, TINY, layer_of, load, same_state
 
 

@@ -10,11 +10,10 @@ import torch
 
 from ftcli.config.model import LoraConfig
 from ftcli.model.backbone import compute_context, hidden_states
-from ftcli.model.checkpoint import load_adapter
-from ftcli.model.lora import apply_lora
+from ftcli.model.lora import apply_lora, load_adapter
 from ftcli.model.loss import forward_loss
 from ftcli.model.patch import patch
-from ftcli.model.saved import save_weights
+from ftcli.model.trained_weights import save_weights
 from ftcli.plan.precision import DtypePlan
 from tests.small_models import build
 

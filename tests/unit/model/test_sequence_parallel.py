@@ -16,7 +16,7 @@ from ftcli.data.parts import part_of
 from ftcli.data.tokens import TokenizedRow
 from ftcli.labels import IGNORE_INDEX
 from ftcli.model.backbone import hidden_states
-from ftcli.model.checkpointing import use_checkpointing
+from ftcli.model.gradient_checkpointing import use_checkpointing
 from ftcli.model.loss import forward_loss, target_positions
 from ftcli.model.sequence_parallel import SequencePart
 from ftcli.plan.sharding import exchanged_key_heads

@@ -11,10 +11,10 @@ import transformers
 from torch import nn
 
 from ftcli.model.backbone import base_of, decoder_layers, hidden_states
-from ftcli.model.checkpointing import use_checkpointing
+from ftcli.model.fused import DecoderStack, StackCall, stack_of
+from ftcli.model.gradient_checkpointing import use_checkpointing
 from ftcli.model.loss import forward_loss
 from ftcli.model.patch import patch
-from ftcli.model.stack import DecoderStack, StackCall, stack_of
 from ftcli.tables import families
 from tests.small_models import _COMMON, TEXT
 

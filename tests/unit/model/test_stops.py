@@ -14,7 +14,7 @@ from ftcli.config.model import ModelConfig
 from ftcli.config.origins import Origins
 from ftcli.config.tree import MapNode
 from ftcli.facts.model import read_facts
-from ftcli.model.load import align_special_tokens, stop_token_ids
+from ftcli.model.tokenizer import align_special_tokens, stop_token_ids
 from tests.unit.data.official import Official
 
 

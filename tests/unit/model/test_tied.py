@@ -11,9 +11,9 @@ from ftkernels.linear_cross_entropy import linear_cross_entropy
 from ftkernels.tied_embedding import HeadGradient, tied_embedding
 from torch import Tensor, nn
 
+from ftcli.model.backbone import TiedEmbedding, use_tied_embedding
 from ftcli.model.loss import forward_loss
-from ftcli.model.tied import TiedEmbedding, use_tied_embedding
-from tests.unit.model.test_checkpointing import SIZES
+from tests.unit.model.test_gradient_checkpointing import SIZES
 
 
 def model(*, tied: bool = True, **more: Any) -> Any:

@@ -13,7 +13,7 @@ from ftcli.facts.model import read_facts
 from ftcli.facts.shape import shape_of
 from ftcli.model import bitnet
 from ftcli.model.bitnet import BitLinear
-from ftcli.model.quantize import layers_to_quantize
+from ftcli.model.quantized import layers_to_quantize
 from ftcli.plan.memory.activations import plain_layers
 from ftcli.plan.memory.estimate import estimate_memory
 from ftcli.plan.precision import plan_dtypes

@@ -11,9 +11,8 @@ import yaml
 from ftcli.config.recipe import Recipe
 from ftcli.facts.weights import EXPORT_RECORD, MODEL_CARD
 from ftcli.run.atomic import read_json_object, write_json
-from ftcli.run.card import render_card, write_card
-from ftcli.run.card.card import MARK, public_name
 from ftcli.run.directory import RunDirectory
+from ftcli.run.report.card import MARK, public_name, render_card, write_card
 from ftcli.run.results import EvalScores, Evaluation, TaskScore, write_evaluation
 
 SHA = "ab" * 32
@@ -223,16 +222,16 @@ def test_hub_front_matter_is_valid_for_the_hub(run: RunDirectory) -> None:
 def test_every_setting_that_a_card_names_is_one() -> None:
     """The card chooses by name what everybody looks for: a key that is renamed must not vanish from it in silence."""
     from ftcli.config.schema import RecipeSchema
-    from ftcli.run.card import settings
+    from ftcli.run.report import card
     from ftcli.tables import methods
 
     keys = list(RecipeSchema().keys())
     sections = {key.partition(".")[0] for key in keys}
     of_methods = {name for method in methods.TABLE.values() for name in method.told}
-    told = {*settings._SECTIONS, *methods.sections()}
-    assert {*settings._ALWAYS, *settings._ELSEWHERE, *of_methods} <= set(keys)
+    told = {*card._SECTIONS, *methods.sections()}
+    assert {*card._ALWAYS, *card._ELSEWHERE, *of_methods} <= set(keys)
     assert told <= sections
-    assert {name.partition(".")[0] for name in (*settings._ALWAYS, *of_methods)} <= told
+    assert {name.partition(".")[0] for name in (*card._ALWAYS, *of_methods)} <= told
     not_of_training = {"run", "model", "eval", "export", "checkpoint", "logging", "launch"}
     assert sections - {"version", "extends"} == told | not_of_training, "a new section: in the card?"
 

@@ -15,8 +15,7 @@ from torch.distributed import HashStore, Store
 
 from ftcli.ranks import Place
 from ftcli.run import heartbeat
-from ftcli.run.heartbeat import Heartbeat, Silence, Timeouts
-from ftcli.run.peer_failure import RankLost
+from ftcli.run.heartbeat import Heartbeat, RankLost, Silence, Timeouts
 
 
 def test_time_in_which_the_watching_process_was_stopped_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,13 +15,13 @@ import yaml
 
 from ftcli.config.recipe import Recipe
 from ftcli.errors import FtcliError
-from ftcli.run.directory import open_run
 from ftcli.run.lock import LOCK_NAME, is_locked
+from ftcli.run.resume import open_run
 
 HOLDER = """
 import os, sys, time
 from pathlib import Path
-from ftcli.run.directory import open_run
+from ftcli.run.resume import open_run
 opened = open_run(Path(sys.argv[1]), "auto", Path(sys.argv[2]).read_text())
 if sys.argv[3] == "fork" and os.fork() == 0:
     os.write(1, f"{os.getpid()}\\n".encode())

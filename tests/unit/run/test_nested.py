@@ -12,14 +12,14 @@ from ftcli.errors import FtcliError
 from ftcli.facts.weights import inspect_weights
 from ftcli.rows.places import files_of
 from ftcli.run.atomic import read_json_object
-from ftcli.run.card import write_card
 from ftcli.run.checkpoint import COMPLETE_NAME, damage
-from ftcli.run.comparison import compare
 from ftcli.run.directory import RunDirectory
-from ftcli.run.history import summarise
 from ftcli.run.metrics import read_metrics
+from ftcli.run.report.card import write_card
+from ftcli.run.report.comparison import compare
 from ftcli.run.report.page import render_report
 from ftcli.run.status import read_status
+from ftcli.run.summary import summarise
 
 DEEP = "[" * 100_000
 

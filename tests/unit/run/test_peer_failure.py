@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ftcli.ranks import Place, lost_name
-from ftcli.run.peer_failure import killed
+from ftcli.run.heartbeat import killed
 
 
 def test_a_word_of_the_launcher_counts_once_it_is_whole(tmp_path: Path) -> None:

@@ -15,14 +15,25 @@ from ftcli.config.recipe import Recipe
 from ftcli.facts.device import named_device
 from ftcli.plan.precision import DtypePlan
 from ftcli.run.atomic import read_json_object, write_json
-from ftcli.run.directory import RunDirectory, open_run
+from ftcli.run.directory import RunDirectory
 from ftcli.run.manifest import Activations, Fingerprint, build_manifest, write_manifest
 from ftcli.run.metrics import MetricsWriter
 from ftcli.run.report import LiveProgress, render_report, write_report
-from ftcli.run.report.charts import HEIGHT, WIDTH, ChartLook, ReferenceLine, Series, line_chart
-from ftcli.run.report.markup import tag
-from ftcli.run.report.scales import log_ticks, round_ticks, smoothed, thinned
+from ftcli.run.report.charts import (
+    HEIGHT,
+    WIDTH,
+    ChartLook,
+    ReferenceLine,
+    Series,
+    line_chart,
+    log_ticks,
+    round_ticks,
+    smoothed,
+    thinned,
+)
+from ftcli.run.report.text import tag
 from ftcli.run.results import AnsweredRow, EvalScores, Evaluation, TaskScore, write_evaluation
+from ftcli.run.resume import open_run
 from ftcli.units import number
 
 HOSTILE = "</pre><script>alert(1)</script><img src=x onerror='alert(2)'>\" onload=\"x\x00\x1b[2J\u202eevil\ud800"

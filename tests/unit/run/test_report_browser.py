@@ -17,11 +17,12 @@ from ftcli.facts.device import named_device
 from ftcli.plan.precision import DtypePlan
 from ftcli.run.atomic import write_json
 from ftcli.run.completions import Completions, ScoredCompletion
-from ftcli.run.directory import RunDirectory, open_run
+from ftcli.run.directory import RunDirectory
 from ftcli.run.manifest import Activations, Fingerprint, build_manifest, write_manifest
 from ftcli.run.metrics import MetricsWriter
 from ftcli.run.report import LiveProgress, write_report
 from ftcli.run.results import AnsweredRow, EvalScores, Evaluation, TaskScore, write_evaluation
+from ftcli.run.resume import open_run
 from tests.unit.run.test_report import HOSTILE
 
 PROGRAM = find_browser()

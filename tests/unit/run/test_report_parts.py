@@ -14,10 +14,10 @@ from ftcli.run.atomic import write_json
 from ftcli.run.completions import Completions, ScoredCompletion
 from ftcli.run.directory import RunDirectory
 from ftcli.run.metrics import MetricsWriter
-from ftcli.run.report import LiveProgress, LiveReport, live, render_report
+from ftcli.run.report import LiveProgress, LiveReport, page, render_report
 from ftcli.run.report.curves import curves
-from ftcli.run.report.facts import key_facts
 from ftcli.run.report.samples import SHOWN_ROWS, compared, sampled, samples
+from ftcli.run.report.tables import key_facts
 from tests.unit.run.test_report import HOSTILE, Page
 
 
@@ -207,7 +207,7 @@ def test_the_live_report_is_rewritten_now_and_then_and_never_ends_a_run(
     def fails(*_: Any) -> None:
         raise FtcliError.single("FT724", "full", exit_code=3)
 
-    monkeypatch.setattr(live, "write_report", fails)
+    monkeypatch.setattr(page, "write_report", fails)
     assert not report.update(LiveProgress(4, 10), urgent=True)
     assert "step 4" not in directory.report_path.read_text()
 

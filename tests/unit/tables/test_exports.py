@@ -16,7 +16,7 @@ from ftcli.tables import code_of, exports
 from tests.e2e.conftest import User
 
 
-def write_names(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[str], None]) -> Verified:
+def write_names(source: ExportSource, folder: Path, say: Callable[[str], None]) -> Verified:
     """The made-up format: the names of the adapter's tensors, a line each."""
     say("writing names")
     names = sorted(read_tensors(source.folder))
@@ -24,7 +24,7 @@ def write_names(source: ExportSource, folder: Path, *, offline: bool, say: Calla
     return Verified("the number of names", {"names": len(names)})
 
 
-def write_nonsense(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[str], None]) -> Verified:
+def write_nonsense(source: ExportSource, folder: Path, say: Callable[[str], None]) -> Verified:
     """One that fails its verification."""
     (folder / "names.txt").write_text("nonsense")
     raise not_verified(folder, ["nonsense"])
@@ -67,6 +67,15 @@ def test_what_its_row_says_is_known_to_the_checks(user: User) -> None:
     usable = [name for name in exports.names() if not exports.row(name).needs_adapter]
     assert f"formats: [{', '.join(usable)}]" in finding["help"]
     assert "nonsense" in usable
+
+
+def test_a_format_without_a_row_is_refused_in_a_recipe_and_on_the_command_line(user: User) -> None:
+    recipe = user.recipe("r", train={"max_steps": 1}, export={"formats": ["adapter"]})
+    for given in (["check", recipe, "--set", "export.formats=[awq]"], ["export", recipe, "--format", "awq"]):
+        status, document = user.run(*given)
+        assert status == 2
+        assert "awq" in document["findings"][0]["message"]
+        assert "nonsense" in str(document["findings"][0]), "the rows are named"
 
 
 def test_every_code_reference_resolves() -> None:

@@ -11,7 +11,7 @@ import pytest
 from ftcli.cli.commands.doctor import examine
 from ftcli.config.schema import published
 from ftcli.reporting import Session
-from ftcli.run.loggers.protocol import LoggedRun
+from ftcli.run.loggers import LoggedRun
 from ftcli.run.status import State
 from ftcli.tables import code_of, loggers
 from tests.e2e.conftest import User

@@ -47,3 +47,15 @@ def test_ranks_with_other_gradient_norms_do_not_go_on(other: float, alike: bool)
     with pytest.raises(FtcliError) as raised:
         ranks.begin_step(batches, 1.0)
     assert raised.value.findings[0].code == "FT711"
+
+
+def test_norms_of_steps_that_ranks_made_apart_are_not_held_against_each_other() -> None:
+    batches = [MicroBatch({}, (0,), TokenCounts(3, 4, 5))]
+    ranks = parallel(Group(0, 1.1))
+    ranks.reduces = False
+    ranks.begin_step(batches, 1.0)
+    ranks.reduces = True
+    for _ in range(2):
+        ranks.begin_step(batches, 1.0)
+    with pytest.raises(FtcliError, match="FT711"):
+        ranks.begin_step(batches, 1.0)

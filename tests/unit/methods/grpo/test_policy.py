@@ -26,8 +26,8 @@ from ftcli.methods.grpo.parity import allowed, check_parity
 from ftcli.methods.grpo.policy import PolicyScores, ScoredDocuments, scored_loss
 from ftcli.methods.grpo.settings import GrpoConfig
 from ftcli.model import attention
+from ftcli.model.fused import stack_of
 from ftcli.model.patch import patch
-from ftcli.model.stack import stack_of
 from ftcli.model.tokenizer import load_tokenizer
 from ftcli.plan.batches import Batches
 from ftcli.plan.precision import DtypePlan

@@ -1,0 +1,153 @@
+"""Steps of preference training on pairs of one shape, by `ftcli train` and by TRL's DPOTrainer: pairs a second, memory.
+
+    python kernels/bench/preference.py                                      # bf16, and TRL where it is installed
+    python kernels/bench/preference.py --cases bf16 nf4 lognormal --only ours
+    python kernels/bench/preference.py --device cpu                         # does it run at all
+
+Llama-3.1-8B's shape with random weights, LoRA of rank 16 on all linears, prompts of 190 and answers of 330 tokens, 4
+pairs a step, a live reference; ``lognormal`` has lengths of these means (sigma 0.6). A row is the median of the steps
+after the second one; of ``lognormal`` the mean over all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from common import GIB, RECIPES, ROOT, Table, ftcli, parser, require_device, settings
+from peers import build, now
+from rows import UNTRAINED, letters
+
+PROMPT, ANSWER, SIGMA = 190, 330, 0.6
+CASES = ("bf16", "nf4", "fp8", "lognormal")
+_MODEL = "meta-llama/Llama-3.1-8B"
+
+
+def pairs(count: int, *, lognormal: bool) -> list[dict[str, str]]:
+    """Rows of random letters: a byte is a token."""
+    rng = random.Random(0)
+
+    def size(mean: int) -> int:
+        if not lognormal:
+            return mean
+        return max(4, min(4 * mean, round(mean * rng.lognormvariate(-(SIGMA**2) / 2, SIGMA))))
+
+    return [
+        {"prompt": letters(size(PROMPT), 3 * i), "chosen": letters(size(ANSWER), 3 * i + 1),
+         "rejected": letters(size(ANSWER), 3 * i + 2)}
+        for i in range(count)
+    ]  # fmt: skip
+
+
+def ours(case: str, options: argparse.Namespace) -> dict[str, Any]:
+    """The row of `ftcli train`, from its metrics."""
+    with tempfile.TemporaryDirectory(prefix="ftcli-pairs-") as folder:
+        data = Path(folder, "pairs.jsonl")
+        rows = pairs(options.pairs * options.steps, lognormal=case == "lognormal")
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        recipe = RECIPES / ("smoke-dpo.yaml" if options.device == "cpu" else "llama3.1-8b.yaml")
+        longest = 1024 if options.device == "cpu" else 4096
+        storage = case if case in ("nf4", "fp8") else "none"
+        words = settings(
+            *UNTRAINED, "lora.r=16", "lora.alpha=16", "train.method=dpo", "data.format=preference",
+            "data.loss_on=auto", f"data.train=[{data}]", "data.eval=[]", f"data.max_seq_len={longest}", "eval.tasks=[]",
+            "eval.every_steps=null", f"train.max_steps={options.steps}", "logging.every_steps=1",
+            f"train.per_device_train_batch_size={options.pairs}", "train.gradient_accumulation_steps=1",
+            "train.learning_rate=1e-5", "train.warmup_steps=0", f"quantization.method={storage}",
+            f"train.gradient_checkpointing={options.checkpointing}",
+        )  # fmt: skip
+        run = Path(folder, "run")
+        answer = ftcli(["train", str(recipe), *words, "--offline", "--resume", "never", "--output-dir", str(run)])
+        metrics = run / "metrics.jsonl"
+        lines = [json.loads(text) for text in metrics.read_text().splitlines()] if metrics.exists() else []
+    lines = [line for line in lines if "loss" in line]
+    if answer.status != 0 or len(lines) < 4:
+        return {"note": f"exit {answer.status}: {answer.said[:200]}"}
+    tokens = [after["tokens"] - before["tokens"] for before, after in pairwise(lines)]
+    seconds = [n / line["tokens_per_second"] for n, line in zip(tokens, lines[1:], strict=True)][1:]
+    peak = max(line["peak_memory_bytes"] for line in lines) / GIB
+    return {**_rates(seconds, case, options), "peak GiB": peak, "loss": lines[0]["loss"]}
+
+
+def _rates(seconds: list[float], case: str, options: argparse.Namespace) -> dict[str, Any]:
+    middle = statistics.fmean(seconds) if case == "lognormal" else statistics.median(seconds)
+    return {"pairs/s": options.pairs / middle, "step ms": 1e3 * middle}
+
+
+def by_trl(case: str, options: argparse.Namespace) -> dict[str, Any]:
+    """The row of TRL's DPOTrainer on transformers' model with PEFT's adapters."""
+    import torch
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl import DPOConfig, DPOTrainer
+
+    from ftcli.config.model import ModelConfig
+    from ftcli.model.tokenizer import load_tokenizer
+
+    ends: list[float] = []
+
+    class Ends(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            ends.append(now(options.device))
+
+    build_options = argparse.Namespace(
+        device=options.device, model=_MODEL, full=False, pure_bf16=False, rank=16, checkpointing=False
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = DPOConfig(
+            output_dir=folder, per_device_train_batch_size=options.pairs, max_steps=options.steps, max_length=None,
+            bf16=options.device == "cuda", use_cpu=options.device == "cpu", gradient_checkpointing=False,
+            optim="adamw_torch_fused", save_strategy="no", report_to=[], logging_strategy="no", disable_tqdm=True,
+        )  # fmt: skip
+        rows = Dataset.from_list(pairs(options.pairs * options.steps, lognormal=case == "lognormal"))
+        tokenizer = load_tokenizer(ModelConfig(name_or_path="bundled:tiny-gemma2", tokenizer="bytes"), offline=True)
+        trainer = DPOTrainer(
+            build(build_options), args=arguments, train_dataset=rows, processing_class=tokenizer, callbacks=[Ends()]
+        )
+        trainer.train()
+    peak = torch.cuda.max_memory_allocated() / GIB if options.device == "cuda" else None
+    return {**_rates([b - a for a, b in pairwise(ends)][1:], case, options), "peak GiB": peak}
+
+
+def main() -> None:
+    """A row for each case of each contender."""
+    arguments = parser(__doc__)
+    arguments.add_argument("--cases", nargs="+", choices=CASES, default=["bf16"])
+    arguments.add_argument("--only", nargs="+", choices=["ours", "trl"], default=["ours", "trl"])
+    arguments.add_argument("--pairs", type=int, default=4)
+    arguments.add_argument("--steps", type=int, default=12)
+    arguments.add_argument("--checkpointing", default="false")
+    arguments.add_argument("--work", nargs=2, help=argparse.SUPPRESS)
+    options = arguments.parse_args()
+    require_device(options.device)
+    if options.device == "cpu":
+        options.pairs, options.steps = 2, 4
+    if options.work:
+        contender, case = options.work
+        print(json.dumps(ours(case, options) if contender == "ours" else by_trl(case, options)))
+        return
+    table = Table({"by": "", "case": "", "pairs/s": ".2f", "step ms": ".1f", "peak GiB": ".2f", "note": ""})
+    for case in options.cases:
+        for contender in options.only:
+            if contender == "trl" and (find_spec("trl") is None or case in ("nf4", "fp8")):
+                continue
+            command = [sys.executable, str(Path(__file__)), *sys.argv[1:], "--work", contender, case]
+            ran = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)  # noqa: S603
+            if ran.returncode != 0:
+                table.add(by=contender, case=case, note=(ran.stderr.strip().splitlines() or ["no message"])[-1][:160])
+                continue
+            table.add(by=contender, case=case, **json.loads(ran.stdout.strip().splitlines()[-1]))
+    table.save(options.json)
+
+
+if __name__ == "__main__":
+    main()
