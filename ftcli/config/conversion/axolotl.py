@@ -126,28 +126,36 @@ class _Dataset:
         paths = sources.listed(files) or [path]
         return [sources.source(self.draft, self.given, str(each), columns=self._columns(), **more) for each in paths]
 
+    def _pairs(self) -> tuple[tuple[str, str, str], bool] | None:
+        """The row of its kind of pairs; None for one that is not known."""
+        kind = self.map.get("type")
+        head, _, rest = str(kind).partition(".")
+        if isinstance(kind, dict):
+            return None
+        return _PAIRS.get("argilla_chat" if (head, rest) == ("chat_template", "argilla") else rest)
+
     def tell_of_pairs(self) -> None:
         """What is otherwise with pairs: strings, turns that are called otherwise, and prompts written by formats."""
-        kind = self.map.get("type")
-        head, _, rest = str(kind if isinstance(kind, str) else "").partition(".")
+        kind, pairs = self.map.get("type"), self._pairs()
+        head = str(kind).partition(".")[0]
         if head in sources.TEMPLATES and self.draft.get("data.chat_template") is None:
             sources.named_template(self.draft, self.given, head)
-        if rest not in _PAIRS or isinstance(kind, dict):
+        if pairs is None:
             name = kind if isinstance(kind, str) else "a prompt of its own"
             help = "rows of pairs have prompt, chosen and rejected: docs/preference.md; columns renames"
             self._tell(f"rows of type `{name}`", help)
-        elif _PAIRS[rest][1]:
+        elif pairs[1]:
             preferences.plain_texts(self.draft, self.given, f"type `{kind}`")
-        elif rest == "default":
-            what = "a prompt or an answer that is one message (a map), or a string beside messages"
+        elif kind == "chat_template.default":
+            what = f"type `{kind}`: answers that are one message (a map), and prompts that are a string beside messages"
             preferences.odd_messages(self.draft, self.given, what)
         if any(value not in (None, key) for key, value in self.fields.items()):
             preferences.odd_messages(self.draft, self.given, "turns that have no role and content")
 
     def _columns_of_pairs(self) -> dict[str, str]:
         kind = self.map.get("type")
-        said = self.map if not isinstance(kind, dict) else {**self.map, **kind}
-        usual, _ = _PAIRS.get(str(kind).partition(".")[2], (("prompt", "chosen", "rejected"), False))
+        said = {**self.map, **kind} if isinstance(kind, dict) else self.map
+        usual, _ = self._pairs() or (("prompt", "chosen", "rejected"), False)
         found = dict(zip(_FIELDS, usual, strict=True))
         for ours, names in _FIELDS.items():
             named = next((said[name] for name in names if said.get(name)), None)

@@ -89,9 +89,7 @@ def _registered(draft: Draft, given: ForeignSetting, name: str, index: JsonObjec
         return {"path": f"{folder}/{name}.json"}, "text" if _is_text(draft) else None
     pairs = preferences.wanted(draft)
     if pairs != bool(entry.get("ranking")):
-        what = (
-            "no pairs: `ranking` is not true" if pairs else "pairs, which train.method dpo, orpo and simpo learn from"
-        )
+        what = "no pairs: `ranking` is not true" if pairs else "pairs, and the stage is none that learns from them"
         raise draft.refuse(given, f"the rows of `{name}` are {what}", "name rows that the stage trains on")
     tags = map_in(entry, "tags")
     layout, names = _layout(draft, str(entry.get("formatting")), tags)
@@ -102,21 +100,18 @@ def _registered(draft: Draft, given: ForeignSetting, name: str, index: JsonObjec
         help = f"turns are {', '.join(usual.values())}: {r.NO_COPIES}"
         draft.unusable(given, f"`{name}` with {', '.join(odd)}", help)
     path = f"{folder}/{entry['file_name']}" if entry.get("file_name") else str(entry.get("hf_hub_url") or name)
-    columns = map_in(entry, "columns")
-    if layout == "text" or pairs:
-        columns = {"prompt": "instruction", **columns}
-    if pairs:
-        names, layout = _pairs(draft, given, name, columns, str(entry.get("formatting"))), None
+    columns = {**({"prompt": "instruction"} if pairs or layout == "text" else {}), **map_in(entry, "columns")}
+    names = _pairs(draft, given, name, columns, str(entry.get("formatting"))) if pairs else names
     named = {names[key]: str(value) for key, value in columns.items() if key in names and names[key] != value}
     rows = entry.get("num_samples") if isinstance(entry.get("num_samples"), int) else None
     more = {"split": entry.get("split"), "name": entry.get("subset"), "columns": named, "max_rows": rows}
-    return sources.source(draft, given, path, **more), layout
+    return sources.source(draft, given, path, **more), None if pairs else layout
 
 
 def _pairs(draft: Draft, given: ForeignSetting, name: str, columns: JsonObject, formatting: str) -> dict[str, str]:
     """Our names of the columns of pairs; their strings and turns are told, which are written otherwise here."""
     if formatting in ("sharegpt", "openai"):
-        what = f"turns of `{name}` (a prompt beside one chosen and one rejected message)"
+        what = f"turns of `{name}` (from and value; answers that are one message)"
         preferences.odd_messages(draft, given, what)
         columns.setdefault("messages", "conversations")
         return {**{key: key for key in _PAIRS if key != "prompt"}, "messages": "prompt"}

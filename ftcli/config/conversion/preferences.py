@@ -338,4 +338,4 @@ def plain_texts(draft: Draft, given: ForeignSetting, what: str) -> None:
 
 def odd_messages(draft: Draft, given: ForeignSetting, what: str) -> None:
     """Tells of messages that rows of pairs cannot hold here."""
-    draft.unusable(given, what, f"rows of pairs have {_CHATS}: {r.NO_COPIES}")
+    draft.unusable(given, what, f"rows of pairs have {_CHATS}; prepare the file so")

@@ -160,6 +160,7 @@ def test_what_is_learnt(tool: str, lines: str, expected: dict[str, Any], made: M
         ("axolotl", "rl: dpo\nfp16: true\n", "FT162", "float16"),
         ("axolotl", "rl: dpo\nadapter: lora\nlora_dropout: 0.1\n", "FT161", "switches dropout off"),
         ("axolotl", "rl: dpo\ndatasets: [{path: a.jsonl, type: chatml.icr}]\n", "FT161", "type `chatml.icr`"),
+        ("axolotl", "rl: dpo\ndatasets: [{path: a.jsonl, type: {field_prompt: q}}]\n", "FT162", "a prompt of its own"),
         ("axolotl", "rl: dpo\ndatasets: [{path: a.jsonl, type: llama3.ultra}]\n", "FT161", "the template `llama3`"),
         ("axolotl", "rl: dpo\ndatasets: [{path: a.jsonl, type: zephyr.nectar}]\n", "FT162", "zephyr.nectar"),
         ("axolotl", "rl: dpo\ndatasets: [{path: a.jsonl, type: chat_template.default}]\n", "FT162", "one message"),
@@ -234,6 +235,13 @@ def test_columns_of_pairs(made: Make) -> None:
     (paired,) = made("tune-dpo.yaml", TORCHTUNE_DPO, "torchtune").recipe.data.train
     assert paired.columns == {"prompt": "question", "chosen": "response_j", "rejected": "response_k"}
     assert "format" not in found.text
+
+
+def test_rows_of_messages_need_no_word(made: Make) -> None:
+    rows = "datasets: [{path: a.jsonl, type: chat_template.argilla}]\n"
+    found = convertible(made, "axolotl", "rl: orpo\n" + rows)
+    assert found.recipe.data.train[0].columns == {}
+    assert not any("chat_template.argilla" in message for _, message, _ in found.said)
 
 
 @pytest.mark.parametrize(
