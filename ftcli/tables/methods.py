@@ -250,7 +250,7 @@ def of_commands() -> dict[str, Method]:
 
 
 def method_of(recipe: Any, command: str) -> Method:
-    """The method that ``command`` means for a recipe (:class:`ftcli.config.Recipe`).
+    """The method that ``command`` means for a recipe (:class:`ftcli.config.recipe.Recipe`).
 
     A command that belongs to a method means that one. `check` means the method whose own section the recipe has. In all
     other cases it is ``train.method``.

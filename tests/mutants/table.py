@@ -449,7 +449,7 @@ CHECKS = (
         "ftcli/run/status.py",
         "in (ExitCode.PREEMPTED, ExitCode.INTERRUPTED)",
         "in (ExitCode.PREEMPTED,)",
-        _U + "run/test_directory.py",
+        _U + "run/test_resume.py",
     ),
 )
 TABLE: dict[str, tuple[Mutant, ...]] = {
