@@ -172,3 +172,124 @@ FILES = {
     "unsloth": ("unsloth.yaml", UNSLOTH),
     "notebook": ("notebook.json", NOTEBOOK),
 }
+
+# -- preferences --------------------------------------------------------------------------------------------------
+
+AXOLOTL_DPO = """\
+base_model: org/base-8b
+adapter: lora
+lora_r: 16
+lora_alpha: 32
+lora_dropout: 0.05
+lora_target_linear: true
+rl: dpo
+rl_beta: 0.2
+dpo_loss_type: [sigmoid, bco_pair, sft]
+dpo_loss_weights: [0.8, 0.2, 1.0]
+dpo_label_smoothing: 0.1
+precompute_ref_log_probs: true
+datasets:
+  - {path: org/pairs, type: chatml.intel, split: train}
+  - {path: pairs.jsonl, type: chat_template.default, field_messages: asked, field_chosen: good, field_rejected: bad}
+sequence_len: 2048
+micro_batch_size: 2
+num_epochs: 1
+optimizer: adamw_torch
+learning_rate: 5e-6
+"""
+
+FACTORY_DPO = """\
+model_name_or_path: org/base-8b
+stage: dpo
+do_train: true
+finetuning_type: lora
+lora_rank: 8
+lora_target: all
+lora_dropout: 0.1
+pref_beta: 0.3
+pref_ftx: 0.5
+dpo_label_smoothing: 0.1
+ld_alpha: 0.5
+ref_model: org/other
+adapter_name_or_path: saves/sft
+dataset: pairs
+cutoff_len: 2048
+per_device_train_batch_size: 1
+learning_rate: 5.0e-6
+"""
+
+#: As alignment-handbook has them.
+TRL_DPO = """\
+model_name_or_path: org/sft-7b
+torch_dtype: bfloat16
+use_peft: true
+load_in_4bit: true
+lora_r: 16
+lora_alpha: 16
+lora_dropout: 0.05
+lora_target_modules: [q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj]
+dataset_mixer: {org/pairs: 1.0}
+dataset_splits: [train_prefs, test_prefs]
+preprocessing_num_workers: 12
+bf16: true
+beta: 0.01
+do_eval: true
+evaluation_strategy: steps
+eval_steps: 100
+learning_rate: 5.0e-6
+lr_scheduler_type: cosine
+max_length: 1024
+max_prompt_length: 512
+num_train_epochs: 1
+optim: paged_adamw_32bit
+output_dir: data/sft-7b-dpo
+per_device_train_batch_size: 4
+warmup_ratio: 0.1
+"""
+
+TORCHTUNE_DPO = """\
+model:
+  _component_: torchtune.models.llama3_1.lora_llama3_1_8b
+  lora_attn_modules: [q_proj, v_proj, output_proj]
+  apply_lora_to_mlp: true
+  lora_rank: 8
+  lora_alpha: 16
+  lora_dropout: 0.1
+tokenizer: {_component_: torchtune.models.llama3.llama3_tokenizer, path: /models/tokenizer.model, max_seq_len: 1024}
+checkpointer: {_component_: torchtune.training.FullModelHFCheckpointer, checkpoint_dir: /models/llama/}
+dataset: {_component_: torchtune.datasets.stack_exchange_paired_dataset}
+batch_size: 4
+optimizer: {_component_: torch.optim.AdamW, fused: true, weight_decay: 0.05, lr: 5e-4}
+lr_scheduler:
+  _component_: torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup
+  num_warmup_steps: 100
+loss: {_component_: torchtune.rlhf.loss.DPOLoss, beta: 0.05, label_smoothing: 0.1}
+epochs: 1
+max_steps_per_epoch: 1000
+gradient_accumulation_steps: 8
+dtype: bf16
+"""
+
+UNSLOTH_DPO = """\
+from unsloth import FastLanguageModel, PatchDPOTrainer
+PatchDPOTrainer()
+model, tokenizer = FastLanguageModel.from_pretrained("org/base-3b", max_seq_length=4096, load_in_4bit=True)
+model = FastLanguageModel.get_peft_model(model, r=64, lora_alpha=64, lora_dropout=0)
+args = DPOConfig(
+    per_device_train_batch_size=2, gradient_accumulation_steps=4, warmup_ratio=0.1, num_train_epochs=3,
+    learning_rate=5e-6, optim="adamw_8bit", output_dir="outputs", loss_type="ipo",
+)
+trainer = DPOTrainer(
+    model=model, ref_model=AutoModelForCausalLM.from_config(other), args=args, beta=0.5, tokenizer=tokenizer,
+    train_dataset=rows["train"], max_length=1024, max_prompt_length=512,
+)
+"""
+
+#: Recipes that learn from pairs, of every tool.
+PREFERENCES = {
+    "axolotl": ("axolotl-dpo.yml", AXOLOTL_DPO),
+    "llama-factory": ("factory-dpo.yaml", FACTORY_DPO),
+    "torchtune": ("tune-dpo.yaml", TORCHTUNE_DPO),
+    "trl": ("trl-dpo.yaml", TRL_DPO),
+    "unsloth": ("unsloth-dpo.py", UNSLOTH_DPO),
+}

@@ -194,7 +194,7 @@ lost data.train[].max_rows = max_train_samples:H
 lost data.eval[].max_rows = max_eval_samples:H
 read data.train[].max_rows = max_samples:F
 read = dataset_prepared_path:A overwrite_cache:F | tokenized data is cached by its content; FTCLI_CACHE says where
-data.num_proc = dataset_processes:A dataset_num_proc:ATU preprocessing_num_workers:F
+data.num_proc = dataset_processes:A dataset_num_proc:ATU preprocessing_num_workers:FT
 lost data.train[].weight = interleave_probs:F | write `weight` beside the `path` of each source in data.train
 note = mix_strategy:F | rows of all sources are mixed; weights stand beside each source in data.train
 read = dataloader_num_workers:H | data is in memory; remove it
@@ -234,26 +234,57 @@ train.gradient_checkpointing: false = disable_gradient_checkpointing:F
 train.gradient_checkpointing: offload = enable_activation_offloading:C activation_offloading:ATH
 train.neftune_noise_alpha = noisy_embedding_alpha:A neft_alpha:F
 train.early_stopping.patience = early_stopping_patience:A
-[convert] lost = loss_type:T(!nll,chunked_nll) | the loss is the negative log-likelihood of each token
 lost = label_smoothing_factor:H | label smoothing is not offered: labels are as they stand
 lost = auto_find_batch_size:H | `ftcli check` says whether a batch size fits
 note = average_tokens_across_devices:H | the loss is weighted by token over all ranks
-# methods: those of preferences (dpo, kto, orpo, simpo, reward) get rows of their values here, as train.method
-read train.method = stage:F(sft,pt) | GRPO is `ftcli grpo`, with a grpo section
+# methods
+read train.method = stage:F(sft,pt,dpo) rl:A(dpo,ipo,orpo,simpo)
 refuse grpo = rl:A(grpo) | run it with `ftcli grpo`; begin with `ftcli recipes copy smoke-grpo`
 refuse = rl:A stage:F
-    | supervised fine-tuning is here, and by rewards: for these begin with `ftcli recipes copy smoke-grpo`
-[convert] refuse = beta:T reward_funcs:T num_generations:T reward_model_path:T desirable_weight:T loss_weights:T
-    ref_model:T max_prompt_length:T max_completion_length:T precompute_ref_log_probs:T rpo_alpha:T simpo_gamma:T
-    | `trl sft` is converted; for GRPO begin with `ftcli recipes copy smoke-grpo`
+    | by pairs there are dpo, orpo and simpo (train.method), and by rewards `ftcli recipes copy smoke-grpo` begins
+[convert] refuse = reward_funcs:TU num_generations:TU reward_model_path:TU desirable_weight:TU undesirable_weight:TU
+    num_iterations:TU scale_rewards:TU vllm_mode:TU
+    | `trl sft`, dpo, orpo and cpo are converted; for GRPO begin with `ftcli recipes copy smoke-grpo`
 lost = model_class:F train_dataset:F peft_config.*:F dist_config.*:F kernel_config.*:F
     | recipes of version 1 are not read: write it in the form that has model_name_or_path and finetuning_type
-refuse = process_reward_model:A command:T(dpo,grpo,kto,orpo,cpo,ppo,rloo,reward,online_dpo,bco,gkd,nash_md,xpo,prm)
-    trainer:TU(dpotrainer,grpotrainer,ktotrainer,orpotrainer,cpotrainer,ppotrainer,rlootrainer,rewardtrainer)
-    | supervised fine-tuning is here, and by rewards: for these begin with `ftcli recipes copy smoke-grpo`
+refuse = process_reward_model:A command:T(grpo,kto,ppo,rloo,reward,online_dpo,bco,gkd,nash_md,xpo,prm)
+    trainer:TU(grpotrainer,ktotrainer,ppotrainer,rlootrainer,rewardtrainer,onlinedpotrainer,bcotrainer,gkdtrainer)
+    | by pairs there are dpo, orpo and simpo (train.method), and by rewards `ftcli recipes copy smoke-grpo` begins
 read = do_train:FH do_eval:FH | the command says what is done: `ftcli train`, `ftcli eval`
 read = do_predict:FH | the command says what is done: `ftcli eval`
-read = command:T
+read = command:TU trainer:TU(sfttrainer,unslothtrainer,dpotrainer,orpotrainer,cpotrainer)
+# preferences
+preference.loss = pref_loss:F dpo_loss_type:A
+preference.loss[].weight = loss_weights:TU dpo_loss_weights:A | as in loss: [{name: sigmoid, weight: 0.8}]
+preference.beta = pref_beta:F rl_beta:A orpo_alpha:A
+preference.gamma = simpo_gamma:TUFA
+preference.label_smoothing = dpo_label_smoothing:AF
+preference.sft_weight = pref_ftx:F rpo_alpha:TUA cpo_alpha:TUA
+preference.reference = reference_free:TU
+read preference.reference = ref_model:TUF ref_model_name_or_path:TU | start is the model as training begins
+lost preference.reference = ref_model_adapters:F ref_model_quantization_bit:F model_adapter_name:TU ref_adapter_name:TU
+    force_use_ref_model:TU ref_model_init_kwargs:TU ref_model_revision:TU
+    | the reference is the model as training begins, in the precision of training
+refuse = sync_ref_model:TU | a reference that follows the policy is not offered: the reference stays as it is
+read = ref_model_mixup_alpha:TU ref_model_sync_steps:TU
+note = precompute_ref_log_probs:TUA precompute_ref_batch_size:TU precompute_ref_eval_batch_size:TU
+    | it is not needed: the reference is scored in the same micro-batch, without a second set of weights under adapters
+[convert] differs = max_prompt_length:TU max_completion_length:TU max_target_length:TU max_prompt_len:A
+    | it cuts a part of a row there -> here data.max_seq_len holds for prompt and answer together, and data.overlong
+    keeps both answers of a pair or none
+lost = use_weighting:TU dpo_use_weighting:A | pairs have no weights (WPO)
+lost = f_divergence_type:TU(!reverse_kl,fdivergencetype.reverse_kl) | the divergence is the reverse KL
+read = f_alpha_divergence_coef:TU discopop_tau:TU(0.05)
+lost = discopop_tau:TU | it is 0.05
+[convert] lost = alpha:TU(!0) | AlphaPO is not offered: simpo is its form with alpha 0
+lost = dpo_norm_loss:A | loss: sigmoid_norm with a beta around 5 divides by length
+lost = pref_bco_weight:F | loss: [{name: sigmoid}, {name: bco_pair, weight: W}] is the nearest
+lost = kto_desirable_weight:A kto_undesirable_weight:A kto_chosen_weight:F kto_rejected_weight:F | KTO is not offered
+note = generate_during_eval:TU dpo_generate_during_eval:A | eval.tasks judge what is generated
+note = dpo_padding_free:A | data.padding_free: auto does that wherever attention can
+read = disable_dropout:TU use_logits_to_keep:TU dpo_use_logits_to_keep:A label_pad_token_id:TU padding_value:TU
+    is_encoder_decoder:TU
+read = ref_checkpointer.*:C
 # runs, checkpoints, logging
 run.name = run_name:H exp_name:H wandb_name:A
 run.output_dir = out_dir:L save_dir:H
@@ -309,7 +340,7 @@ grpo.rewards[].weight = reward_weights:TA
 grpo.num_generations = num_samples:H group_size:C grpo_samples:C
 grpo.max_prompt_length = max_prompt_len:H
 grpo.max_completion_length = max_generated_tokens:C max_response_length:verl
-grpo.beta = kl_coeff:C kl_coef:T pref_beta:F
+grpo.beta = kl_coeff:C kl_coef:T
 grpo.num_iterations = ppo_epochs:C
 lost = use_vllm:T | an engine of ftcli's own generates completions; remove it
 # export
@@ -352,7 +383,7 @@ read = hub_split:U hub_subset:U tensorboard_dir:U fast_inference:U gpu_memory_ut
     unsloth_tiled_mlp:U use_exact_model_name:U load_in_16bit:U max_lora_rank:U device_map:U fix_tokenizer:U
     label_names:U prediction_loss_only:U
 read = device:C | the GPU is taken when there is one; CUDA_VISIBLE_DEVICES picks another
-read = collate_fn:C(torchtune.data.padded_collate_sft)
+read = collate_fn:C(torchtune.data.padded_collate_sft,torchtune.data.padded_collate_dpo)
 lost = collate_fn:C | rows are read as they are: prepare the file so
 read = model._component_:C model.use_dora:C profiler.*:C checkpointer.*:C dataloader.*:C metric_logger.*:C
     tokenizer._component_:C tokenizer.path:C tokenizer.merges_file:C tokenizer.merges_path:C tokenizer.vocab_path:C
@@ -470,10 +501,20 @@ FOREIGN: Mapping[str, ForeignKey] = MappingProxyType(_foreign())
 FOREIGN_IN: Mapping[tuple[str, str], ForeignKey] = MappingProxyType(
     {(section, name): key for section, name, key in _ROWS if section not in ("", "convert")}
 )
+#: Words that have a meaning of their own, where the key has another or none with other words.
+_BY_VALUE: Mapping[tuple[str, str], ForeignKey] = MappingProxyType(
+    {
+        (name, word): row
+        for section, name, row in reversed(_ROWS)
+        if not section and row.target and row.key == row.target and "." not in name
+        for word in row.only
+        if FOREIGN[name].only
+    }
+)
 
 
-def foreign(section: str, name: str) -> ForeignKey | None:
-    """What other tools mean by this key, in this section (dotted, list positions left out)."""
+def foreign(section: str, name: str, value: object = None) -> ForeignKey | None:
+    """What other tools mean by this key, in this section (dotted, list positions left out), with this value."""
     if name == "_component_" and section != "model":
         return _COMPONENT
-    return FOREIGN_IN.get((section, name)) or FOREIGN.get(name)
+    return FOREIGN_IN.get((section, name)) or _BY_VALUE.get((name, str(value).lower())) or FOREIGN.get(name)

@@ -39,14 +39,14 @@ def unknown_key(path: Path, schema: RecipeSchema, value: object = None) -> Sugge
     if wanted in siblings:
         return Suggestion("FT201", f"unknown key `{name}`{where}", f"did you mean `{wanted}`?")
     everywhere = list(schema.keys())
-    known = foreign(section, wanted)
+    known = foreign(section, wanted, value)
     homes = [key for key in everywhere if key.rpartition(".")[2] == wanted]
     if homes and (section, wanted) not in FOREIGN_IN:
         return Suggestion("FT201", f"unknown key `{name}`{where}", _homes(wanted, homes))
     if known is not None and known.only and isinstance(value, str) and value.lower() not in known.only:
-        return _foreign(
-            f"{name}: {value}", known.tools, None, f"`{name}: {known.only[0]}` has: the section `{known.target}`"
-        )
+        kind = "key" if known.target and "." in known.target else "section"
+        help = f"`{name}: {known.only[0]}` has: the {kind} `{known.target}`"
+        return _foreign(f"{name}: {value}", known.tools, None, help)
     if known is not None:
         return _foreign(name, known.tools, known.target, known.note)
     near = get_close_matches(wanted, siblings, n=1, cutoff=0.65)

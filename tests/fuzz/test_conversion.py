@@ -22,7 +22,7 @@ from ftcli.config.dialects import rows_of
 from ftcli.config.load import load_recipe
 from ftcli.config.secrets import is_secret_value
 from ftcli.tables import code_of, dialects
-from tests.foreign_recipes import FILES
+from tests.foreign_recipes import FILES, PREFERENCES
 from tests.fuzz import values
 from tests.fuzz.budget import examples
 from tests.fuzz.contract import Outcome, hold, run
@@ -36,16 +36,22 @@ _BASES: Mapping[str, Any] = {
     for name, (_, text) in FILES.items()
     if name in _TOOLS
 }
+_PAIRED: Mapping[str, Any] = {
+    name: yaml.safe_load(text) for name, (file, text) in PREFERENCES.items() if not file.endswith(".py")
+}
+_ALL = {**FILES, **{f"{name} of pairs": recipe for name, recipe in PREFERENCES.items()}}
 _odd = values.nested(
     values.scalars
-    | st.sampled_from(["s3://b/x", "hf://a/b", "adamw", "cosine", "alpaca", "nf4", "a.jsonl", "org/rows"])
+    | st.sampled_from(
+        ["s3://b/x", "hf://a/b", "adamw", "cosine", "alpaca", "nf4", "a.jsonl", "org/rows", "dpo", "simpo", "ipo"]
+    )
 )
 #: Of a section that only groups settings nothing can be told.
 _plain = values.scalars | st.lists(values.scalars, max_size=2) | st.just({})
 _CODE = (
     "from unsloth import F\n", "model = F.from_pretrained('m', max_seq_length={})\n", "x = {}\n", "args = SFTConfig(r=x, max_steps={})\n",
     "model = get_peft_model(model, r={}, target_modules={})\n", "rows = load_dataset({}, split={})\n", "x = x * x\n", "if {}:\n", "  y\n",
-    "TrainingArguments(learning_rate={}, report_to={})\n", "LoraConfig(r={})\n", "DPOTrainer()\n", "'''\n", "train_on_responses_only(t)\n",
+    "TrainingArguments(learning_rate={}, report_to={})\n", "LoraConfig(r={})\n", "DPOTrainer(beta={}, ref_model={})\n", "CPOConfig(loss_type={}, cpo_alpha={})\n", "'''\n", "train_on_responses_only(t)\n",
 )  # fmt: skip
 
 
@@ -70,7 +76,12 @@ def _with(recipe: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _recipes = st.sampled_from(_TOOLS).flatmap(
-    lambda tool: st.tuples(st.just(tool), st.dictionaries(st.sampled_from(_names(tool)), _odd, max_size=6), _plain)
+    lambda tool: st.tuples(
+        st.just(tool),
+        st.sampled_from([_BASES[tool], _PAIRED.get(tool, _BASES[tool])]),
+        st.dictionaries(st.sampled_from(_names(tool)), _odd, max_size=6),
+        _plain,
+    )
 )
 
 
@@ -96,9 +107,9 @@ def judged(folder: Path, *words: str) -> Outcome:
 
 @examples(5)
 @given(drawn=_recipes)
-def test_odd_values_under_known_keys(folder: Path, drawn: tuple[str, dict[str, Any], Any]) -> None:
-    tool, changes, unknown = drawn
-    made = {**_with(_BASES[tool], changes), _UNKNOWN: unknown}
+def test_odd_values_under_known_keys(folder: Path, drawn: tuple[str, dict[str, Any], dict[str, Any], Any]) -> None:
+    tool, base, changes, unknown = drawn
+    made = {**_with(base, changes), _UNKNOWN: unknown}
     (folder / "x.yaml").write_text(yaml.safe_dump(made, allow_unicode=False), encoding="utf-8")
     outcome = judged(folder, "x.yaml", "--from", tool)
     if outcome.status == 0 and not is_secret_value(str(unknown)):
@@ -106,9 +117,9 @@ def test_odd_values_under_known_keys(folder: Path, drawn: tuple[str, dict[str, A
 
 
 @examples(3)
-@given(name=st.sampled_from(list(FILES)), edits=_edits)
+@given(name=st.sampled_from(list(_ALL)), edits=_edits)
 def test_files_that_were_recipes(folder: Path, name: str, edits: Any) -> None:
-    file, text = FILES[name]
+    file, text = _ALL[name]
     (folder / file).write_bytes(edited(text.encode(), edits))
     judged(folder, file)
 

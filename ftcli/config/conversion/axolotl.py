@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from ftcli.config.conversion import preferences, sources
 from ftcli.config.conversion import rules as r
-from ftcli.config.conversion import sources
 from ftcli.config.conversion.draft import Draft, is_off
 from ftcli.config.conversion.source import ForeignSetting
 from ftcli.config.tree import ListNode, MapNode, plain_tree
@@ -22,11 +22,26 @@ _SPEAKS = {
 _COLUMNS = {
     "field": "text", "field_instruction": "instruction", "field_input": "input", "field_output": "output",
 }  # fmt: skip
+#: Columns of pairs: their prompt, chosen and rejected answer by the last part of `type`; whether they are strings.
+_PAIRS: Mapping[str, tuple[tuple[str, str, str], bool]] = {
+    "intel": (("question", "chosen", "rejected"), True),
+    "icr": (("input", "chosen", "rejected"), True),
+    "prompt_pairs": (("prompt", "chosen", "rejected"), True),
+    "argilla": (("instruction", "chosen_response", "rejected_response"), True),
+    "ultra": (("prompt", "chosen", "rejected"), False),
+    "argilla_chat": (("prompt", "chosen", "rejected"), False),
+    "default": (("messages", "chosen", "rejected"), False),
+}  # fmt: skip
+#: Columns of pairs that a dataset names itself.
+_FIELDS = {
+    "prompt": ("field_prompt", "field_messages"), "chosen": ("field_chosen",), "rejected": ("field_rejected",),
+}  # fmt: skip
 #: Keys of a dataset that are read below, or change nothing of what is learnt.
 _READ = frozenset(
     (
-        *_COLUMNS, "path", "type", "name", "split", "revision", "data_files", "field_messages", "ds_type", "roles",
-        "chat_template", "message_property_mappings", "message_field_role", "message_field_content",
+        *_COLUMNS, "field_prompt", "field_chosen", "field_rejected", "path", "type", "name", "split", "revision",
+        "data_files", "field_messages", "ds_type", "roles", "chat_template", "message_property_mappings",
+        "message_field_role", "message_field_content",
     )
 )  # fmt: skip
 #: Values of a dataset's keys that say what happens anyway.
@@ -45,6 +60,17 @@ _HELP = {
 
 def _before(draft: Draft) -> None:
     draft.full = is_off(draft.said("adapter"))
+    rl = draft.given.get("rl")
+    if rl is None or str(rl.value) not in ("dpo", "ipo", "orpo", "simpo"):
+        return
+    preferences.begin(draft, "dpo" if rl.value == "ipo" else str(rl.value), rl)
+    losses = draft.given.get("dpo_loss_type")
+    if rl.value == "ipo":
+        preferences.choose(draft, rl, ["ipo"])
+    elif rl.value == "dpo" and losses is not None:
+        preferences.choose(draft, losses, sources.listed(losses.value), draft.said("dpo_loss_weights"))
+    elif rl.value == "simpo":
+        preferences.default_cross_entropy(draft)
 
 
 def _targets(draft: Draft, given: ForeignSetting) -> None:
@@ -67,6 +93,11 @@ def _datasets(key: str) -> r.Rule:
         if len(read) < len(items) or not items:
             draft.unusable(given, "a dataset that is not a map in a list", f"name the file in {key}")
         sources.put(draft, key, [source for each in read for source in each.sources()], given)
+        if preferences.wanted(draft):
+            for each in read:
+                each.tell_of_pairs()
+            _templates_of(draft, read, given)
+            return
         layouts = {each.layout() for each in read}
         if key == "data.train":
             sources.layouts(draft, layouts, given)
@@ -95,6 +126,42 @@ class _Dataset:
         paths = sources.listed(files) or [path]
         return [sources.source(self.draft, self.given, str(each), columns=self._columns(), **more) for each in paths]
 
+    def _pairs(self) -> tuple[tuple[str, str, str], bool] | None:
+        """The row of its kind of pairs; None for one that is not known."""
+        kind = self.map.get("type")
+        head, _, rest = str(kind).partition(".")
+        if isinstance(kind, dict):
+            return None
+        return _PAIRS.get("argilla_chat" if (head, rest) == ("chat_template", "argilla") else rest)
+
+    def tell_of_pairs(self) -> None:
+        """What is otherwise with pairs: strings, turns that are called otherwise, and prompts written by formats."""
+        kind, pairs = self.map.get("type"), self._pairs()
+        head = str(kind).partition(".")[0]
+        if head in sources.TEMPLATES and self.draft.get("data.chat_template") is None:
+            sources.named_template(self.draft, self.given, head)
+        if pairs is None:
+            name = kind if isinstance(kind, str) else "a prompt of its own"
+            help = "rows of pairs have prompt, chosen and rejected: docs/preference.md; columns renames"
+            self._tell(f"rows of type `{name}`", help)
+        elif pairs[1]:
+            preferences.plain_texts(self.draft, self.given, f"type `{kind}`")
+        elif kind == "chat_template.default":
+            what = f"type `{kind}`: answers that are one message (a map), and prompts that are a string beside messages"
+            preferences.odd_messages(self.draft, self.given, what)
+        if any(value not in (None, key) for key, value in self.fields.items()):
+            preferences.odd_messages(self.draft, self.given, "turns that have no role and content")
+
+    def _columns_of_pairs(self) -> dict[str, str]:
+        kind = self.map.get("type")
+        said = {**self.map, **kind} if isinstance(kind, dict) else self.map
+        usual, _ = self._pairs() or (("prompt", "chosen", "rejected"), False)
+        found = dict(zip(_FIELDS, usual, strict=True))
+        for ours, names in _FIELDS.items():
+            named = next((said[name] for name in names if said.get(name)), None)
+            found[ours] = found[ours] if named is None else str(named)
+        return {ours: theirs for ours, theirs in found.items() if ours != theirs}
+
     def layout(self) -> str | None:
         """Our name of the layout; None where the columns have to say it."""
         kind = self.map.get("type")
@@ -111,6 +178,8 @@ class _Dataset:
 
     def _columns(self) -> dict[str, str]:
         """Our name of a column: theirs."""
+        if preferences.wanted(self.draft):
+            return self._columns_of_pairs()
         named = {ours: str(self.map[theirs]) for theirs, ours in _COLUMNS.items() if self.map.get(theirs)}
         if self.map.get("field_messages"):
             turns = "conversations" if self.fields.get("role") == "from" else "messages"
@@ -187,12 +256,22 @@ def _after(draft: Draft) -> None:
     if "train.warmup_steps" not in draft.values:
         draft.put("train.warmup_steps", 0.03, comment="axolotl's default, there at most 100 steps")
     if draft.said("learning_rate") is None:
-        draft.remark("no learning rate: axolotl asks for one, and here it is 2e-4", "set train.learning_rate")
+        rate = "docs/preference.md has the default" if preferences.wanted(draft) else "here it is 2e-4"
+        draft.remark(f"no learning rate: axolotl asks for one, and {rate}", "set train.learning_rate")
     r.float32_unless_half(draft, "fp16", "bfloat16", "float16")
     if draft.get("model.dtype") in (None, "auto", "bfloat16"):
         r.full_in_bf16(draft)
     if draft.said("wandb_mode") == "disabled" or draft.said("use_wandb") is False:
         draft.values.pop("logging.wandb", None)
+    preferences.finish(draft)
+
+
+def _orpo_alpha(draft: Draft, given: ForeignSetting) -> None:
+    if "rl_beta" in draft.given:
+        draft.lost(given, "rl_beta counts before it", harmless=True)
+        return
+    draft.take(given, "preference.beta")
+    draft.differs(given, "`orpo_alpha` is preference.beta here", "it is the weight of the odds ratio in both")
 
 
 RULES = r.Rules(
@@ -213,6 +292,15 @@ RULES = r.Rules(
         "xformers_attention": r.attention,
         "wandb_project": lambda draft, given: r.wandb(draft, given, "wandb_project", "wandb_entity", "wandb_group"),
         "wandb_name": r.run_name,
+        "rl": r.read,
+        "orpo_alpha": _orpo_alpha,
+        "cpo_alpha": preferences.cross_entropy,
+        "rpo_alpha": preferences.cross_entropy,
+        "simpo_gamma": preferences.gamma,
+        "dpo_label_smoothing": preferences.told_smoothing,
+        "dpo_loss_type": r.read,
+        "dpo_loss_weights": r.read,
+        "trl.beta": r.to("preference.beta"),
     },
     before=_before,
     after=_after,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ftcli.config.secrets import mask_lines
-from ftcli.config.tree import Leaf, ListNode, MapEntry, MapNode, Scalar, Tree
+from ftcli.config.tree import Leaf, ListNode, MapEntry, MapNode, Scalar, Tree, plain_tree
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin
 
 #: Calls whose arguments are settings, by the last part of the name, with the names of those that may stand without.
@@ -22,6 +22,8 @@ _CALLS: Mapping[str, str] = {
     "from_pretrained": "model_name", "get_peft_model": "model peft_config", "LoraConfig": "", "BitsAndBytesConfig": "",
     "SFTConfig": "output_dir", "TrainingArguments": "output_dir", "UnslothTrainingArguments": "output_dir",
     "SFTTrainer": "model args", "UnslothTrainer": "model args", "load_dataset": "dataset name",
+    "DPOConfig": "output_dir", "ORPOConfig": "output_dir", "CPOConfig": "output_dir",
+    "DPOTrainer": "model ref_model args", "ORPOTrainer": "model args", "CPOTrainer": "model args",
 }  # fmt: skip
 #: What arguments are called in the recipes of each tool, where that is not their own name.
 _UNSLOTH = {"dataset": "hub_dataset", "name": "hub_subset", "split": "hub_split"}
@@ -77,10 +79,20 @@ def settings_of_code(text: str, path: Path) -> tuple[MapNode, str, dict[str, Fin
         if isinstance(call, ast.Call)
     ]
     entries = {name: entry for arguments in made for name, entry in arguments.items()}
+    _require_one_trainer([arguments["trainer"] for arguments in made if "trainer" in arguments])
     if len({str(arguments["dataset"].value) for arguments in made if "dataset" in arguments}) > 1:
         del entries["dataset"]
     tool, ours = ("unsloth", _UNSLOTH) if "unsloth" in text else ("trl", _TRL)
     return MapNode(Origin(str(path)), {ours.get(name, name): entry for name, entry in entries.items()}), tool, findings
+
+
+def _require_one_trainer(trainers: list[MapEntry]) -> None:
+    """Raises FtcliError FT163 for code that trains by several methods: whose a setting is cannot be told."""
+    names = dict.fromkeys(str(plain_tree(trainer.value)) for trainer in trainers)
+    known = [name for name in names if name in _CALLS]
+    if len(known) > 1:
+        help = "keep the calls of one of them in the file"
+        raise _refused(trainers[-1].key, f"the code trains several times: {', '.join(known)}", help)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +141,7 @@ def _arguments(
 ) -> dict[str, MapEntry]:
     """The arguments of a call that is known, by name; what has to be run goes into ``findings``.
 
-    Another trainer than those of supervised fine-tuning is the setting ``trainer``.
+    The class of a trainer is the setting ``trainer``.
     """
     name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
     origin = piece.origin(call)
@@ -140,10 +152,14 @@ def _arguments(
     if name not in _CALLS or _is_tokenizer(call):
         return {}
     entries = {key: MapEntry(origin, Leaf(origin, value, str(value))) for key, value in _IMPLIED.get(name, {}).items()}
+    if name.endswith("Trainer"):
+        entries["trainer"] = MapEntry(origin, Leaf(origin, name, name))
     for key, node in _by_name(call, name).items():
         tree = _tree(node, piece.origin(node), names)
         if tree is not None:
             entries[key] = MapEntry(tree.origin, tree)
+        elif key == "ref_model":
+            entries[key] = MapEntry(piece.origin(node), Leaf(piece.origin(node), "another model", "another model"))
         elif key not in _OBJECTS and not key.startswith("argument "):
             help = "nothing is run: write its value into the new recipe"
             what = f"`{key}` is computed by the code"

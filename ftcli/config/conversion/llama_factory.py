@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from types import MappingProxyType
 
+from ftcli.config.conversion import preferences, sources
 from ftcli.config.conversion import rules as r
-from ftcli.config.conversion import sources
 from ftcli.config.conversion.draft import Draft, truth
 from ftcli.config.conversion.source import ForeignSetting
 from ftcli.plain import JsonObject, map_in
@@ -18,12 +18,13 @@ _MAX_INDEX = 2**22
 _ALPACA = {
     "prompt": "instruction", "query": "input", "response": "output", "system": "system", "history": "history",
 }  # fmt: skip
+_PAIRS = {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"}
 _SHAREGPT = {"messages": "conversations", "system": "system", "tools": "tools"}
 #: What an entry of the registry may say that is read below.
 _READ = frozenset(
     (
         "file_name", "hf_hub_url", "ms_hub_url", "om_hub_url", "formatting", "columns", "tags", "split", "subset",
-        "num_samples",
+        "num_samples", "ranking",
     )
 )  # fmt: skip
 #: What it calls the parts of a turn, and who speaks.
@@ -38,6 +39,11 @@ def _before(draft: Draft) -> None:
         help = "write it in the form that has model_name_or_path and finetuning_type"
         raise draft.refuse(draft.given["model"], "LLaMA-Factory's recipes of version 1 are not converted", help)
     draft.full = draft.said("finetuning_type") == "full"
+    stage, loss = draft.given.get("stage"), draft.given.get("pref_loss")
+    if stage is not None and stage.value == "dpo":
+        name = str(loss.value) if loss is not None else "sigmoid"
+        preferences.begin(draft, name if name in ("orpo", "simpo") else "dpo", stage)
+        preferences.choose(draft, loss, [name])
 
 
 def _is_text(draft: Draft) -> bool:
@@ -81,8 +87,10 @@ def _registered(draft: Draft, given: ForeignSetting, name: str, index: JsonObjec
         help = f"{folder}/{_INDEX} says which file `{name}` is: write that file, or hub:ORG/NAME"
         draft.unusable(given, f"`{name}` is a name in LLaMA-Factory's list of datasets", help)
         return {"path": f"{folder}/{name}.json"}, "text" if _is_text(draft) else None
-    if entry.get("ranking"):
-        raise draft.refuse(given, f"the rows of `{name}` are preferences", "supervised recipes are converted")
+    pairs = preferences.wanted(draft)
+    if pairs != bool(entry.get("ranking")):
+        what = "no pairs: `ranking` is not true" if pairs else "pairs, and the stage is none that learns from them"
+        raise draft.refuse(given, f"the rows of `{name}` are {what}", "name rows that the stage trains on")
     tags = map_in(entry, "tags")
     layout, names = _layout(draft, str(entry.get("formatting")), tags)
     usual = _OPENAI if layout == "messages" else _TAGS
@@ -92,11 +100,26 @@ def _registered(draft: Draft, given: ForeignSetting, name: str, index: JsonObjec
         help = f"turns are {', '.join(usual.values())}: {r.NO_COPIES}"
         draft.unusable(given, f"`{name}` with {', '.join(odd)}", help)
     path = f"{folder}/{entry['file_name']}" if entry.get("file_name") else str(entry.get("hf_hub_url") or name)
-    columns = {"prompt": "instruction", **map_in(entry, "columns")} if layout == "text" else map_in(entry, "columns")
+    columns = {**({"prompt": "instruction"} if pairs or layout == "text" else {}), **map_in(entry, "columns")}
+    names = _pairs(draft, given, name, columns, str(entry.get("formatting"))) if pairs else names
     named = {names[key]: str(value) for key, value in columns.items() if key in names and names[key] != value}
     rows = entry.get("num_samples") if isinstance(entry.get("num_samples"), int) else None
     more = {"split": entry.get("split"), "name": entry.get("subset"), "columns": named, "max_rows": rows}
-    return sources.source(draft, given, path, **more), layout
+    return sources.source(draft, given, path, **more), None if pairs else layout
+
+
+def _pairs(draft: Draft, given: ForeignSetting, name: str, columns: JsonObject, formatting: str) -> dict[str, str]:
+    """Our names of the columns of pairs; their strings and turns are told, which are written otherwise here."""
+    if formatting in ("sharegpt", "openai"):
+        what = f"turns of `{name}` (from and value; answers that are one message)"
+        preferences.odd_messages(draft, given, what)
+        columns.setdefault("messages", "conversations")
+        return {**{key: key for key in _PAIRS if key != "prompt"}, "messages": "prompt"}
+    preferences.plain_texts(draft, given, f"`{name}`")
+    if columns.get("query"):
+        help = "join both in the prompt of each row"
+        draft.unusable(given, f"`query: {columns['query']}` of `{name}`, which follows the prompt", help)
+    return _PAIRS
 
 
 def _layout(draft: Draft, formatting: str, tags: JsonObject) -> tuple[str, dict[str, str]]:
@@ -128,6 +151,29 @@ def _template(draft: Draft, given: ForeignSetting) -> None:
         sources.template(draft, given)
 
 
+def _adapter(draft: Draft, given: ForeignSetting) -> None:
+    why = "adapters begin anew; a run of ftcli goes on from --resume PATH"
+    if preferences.wanted(draft):
+        why = (
+            "adapters begin anew. There the reference of a continued adapter is the raw base; here it is the model as "
+            "training begins: merge the adapter into the model and name that"
+        )
+    draft.lost(given, why)
+
+
+def _ld_alpha(draft: Draft, given: ForeignSetting) -> None:
+    draft.take(given, "preference.ld_alpha")
+    help = "so the loss begins at ln 2; LLaMA-Factory's begins elsewhere"
+    draft.differs(given, "`ld_alpha` weighs the tokens of policy and reference here, there the policy's alone", help)
+
+
+def _cross_entropy(draft: Draft, given: ForeignSetting) -> None:
+    preferences.cross_entropy(draft, given)
+    if "preference.sft_weight" in draft.values:
+        help = "there each answer counts alike, however long"
+        draft.differs(given, "`pref_ftx` weighs the cross-entropy of each token of the chosen answers here", help)
+
+
 def _after(draft: Draft) -> None:
     rank = draft.get("lora.r")
     if "lora.alpha" not in draft.values:
@@ -143,6 +189,7 @@ def _after(draft: Draft) -> None:
             what = "LLaMA-Factory joins texts and cuts the stream into blocks of cutoff_len, which loses nothing"
             draft.remark(what, help)
             return
+    preferences.finish(draft, prompts=False)
     draft.default("data.overlong", "truncate")
     if draft.get("data.overlong") == "truncate":
         help = "rows that are too long are cut, as there; `data.overlong: drop` leaves them out"
@@ -158,6 +205,13 @@ RULES = r.Rules(
         "pissa_init": _pissa,
         "pissa_iter": r.read,
         "flash_attn": r.attention,
+        "adapter_name_or_path": _adapter,
+        "pref_loss": r.read,
+        "pref_ftx": _cross_entropy,
+        "dpo_label_smoothing": preferences.smoothing,
+        "simpo_gamma": preferences.gamma,
+        "ld_alpha": _ld_alpha,
+        "ref_model": preferences.reference,
     },
     before=_before,
     after=_after,

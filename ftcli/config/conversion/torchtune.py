@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from types import MappingProxyType
 
+from ftcli.config.conversion import preferences, sources
 from ftcli.config.conversion import rules as r
-from ftcli.config.conversion import sources
 from ftcli.config.conversion.draft import Draft, is_off, truth
 from ftcli.config.conversion.source import ForeignSetting
 from ftcli.config.dialect_values import VALUES
@@ -20,17 +20,28 @@ _DATASETS: dict[str, tuple[str | None, str | None, bool]] = {
     "instruct_dataset": (None, None, False),
     "text_completion_dataset": (None, "text", False),
 }
+#: Builders of pairs: where their rows are, and which columns have another name than ours.
+_PAIRS: dict[str, tuple[str | None, dict[str, str]]] = {
+    "preference_dataset": (None, {}),
+    "hh_rlhf_helpful_dataset": ("RLHFlow/HH-RLHF-Helpful-standard", {}),
+    "stack_exchange_paired_dataset": (
+        "lvwerra/stack-exchange-paired", {"prompt": "question", "chosen": "response_j", "rejected": "response_k"}
+    ),
+}  # fmt: skip
 #: Settings of datasets that are read with their builder.
 _OF_DATASETS = (
     "source", "data_files", "split", "name", "column", "conversation_column", "conversation_style", "train_on_input",
     "column_map.input", "column_map.output", "column_map.instruction", "column_map.conversations",
+    "column_map.prompt", "column_map.chosen", "column_map.rejected",
 )  # fmt: skip
 _STYLES = {"openai": "messages", "sharegpt": "sharegpt"}
 _SCHEDULES = ("cosine", "linear", "constant")
 #: torchtune's names of projections in the layers of transformers.
 _MODULES = {"output_proj": "o_proj", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-#: What only its recipes of preferences, rewards and distillation have.
-_OTHERS = {"reward_fn", "rl_loss", "ref_checkpointer", "reward_and_value_model", "teacher_model", "ppo_batch_size"}
+#: What only its recipes of rewards and distillation have.
+_OTHERS = {"reward_fn", "rl_loss", "reward_and_value_model", "teacher_model", "ppo_batch_size"}
+#: Its losses of pairs, as the method and the loss are called here; RSO's gamma is a beta.
+_PREFERENCES = {"DPOLoss": ("dpo", "sigmoid"), "RSOLoss": ("dpo", "hinge"), "SimPOLoss": ("simpo", "simpo")}
 _LOSSES = ("CEWithChunkedOutputLoss", "LinearCrossEntropyLoss", "CrossEntropyLoss")
 
 
@@ -39,9 +50,15 @@ def _before(draft: Draft) -> None:
     if "optimizer" not in sections:
         help = "recipes of fine-tuning are converted, not those of generation, evaluation and quantization"
         raise draft.refuse(None, "this recipe of torchtune has no optimizer: it trains nothing", help)
-    if sections & _OTHERS or re.search("DPO|PPO|GRPO|RSO", _name(draft.said("loss._component_"))):
-        help = "those of SFT, LoRA and QLoRA are"
-        raise draft.refuse(None, "recipes of preferences and rewards are not converted", help)
+    loss = draft.given.get("loss._component_")
+    name = _name(draft.said("loss._component_"))
+    if name in _PREFERENCES:
+        method, ours = _PREFERENCES[name]
+        preferences.begin(draft, method, loss, f"torchtune: {name}")
+        preferences.choose(draft, loss, [ours])
+    elif sections & _OTHERS or "ref_checkpointer" in sections or re.search("PO|RSO", name):
+        help = "those of SFT and of pairs (DPOLoss, RSOLoss, SimPOLoss) are, with LoRA, QLoRA and without"
+        raise draft.refuse(loss, f"recipes of rewards and distillation, and the loss `{name}`, are not converted", help)
     builder, model = _name(draft.said("model._component_")), draft.given.get("model._component_")
     draft.full = not re.match(r"(q?lora|dora)_", builder)
     if builder.startswith("dora_") or truth(draft.said("model.use_dora")):
@@ -66,6 +83,9 @@ def _attention_modules(draft: Draft, given: ForeignSetting) -> None:
 def _dataset(key: str) -> r.Rule:
     def rule(draft: Draft, given: ForeignSetting) -> None:
         section, builder = given.section, _name(given.value)
+        if builder in _PAIRS and preferences.wanted(draft):
+            _pairs(draft, given, key, builder)
+            return
         if builder not in _DATASETS:
             draft.unusable(given, f"the dataset `{builder}`", f"name its rows in {key}: a file, or hub:ORG/NAME")
             return
@@ -86,6 +106,22 @@ def _dataset(key: str) -> r.Rule:
             draft.put("data.loss_on", "all", trained, default)
 
     return rule
+
+
+def _pairs(draft: Draft, given: ForeignSetting, key: str, builder: str) -> None:
+    """Rows of pairs: messages, but for those of Stack Exchange, which lie in a folder of their dataset."""
+    where, columns = _PAIRS[builder]
+    start = f"{given.section}."
+    named = {name: str(draft.said(f"{start}column_map.{name}") or "") for name in ("prompt", "chosen", "rejected")}
+    columns = {**columns, **{ours: theirs for ours, theirs in named.items() if theirs and ours != theirs}}
+    said = {name: draft.said(f"{start}{name}") for name in ("source", "data_files", "split", "name")}
+    more = {"columns": columns, "split": said["split"], "name": said["name"]}
+    files = sources.listed(said["data_files"] or said["source"] or where) or [None]
+    sources.put(draft, key, [sources.source(draft, given, str(path), **more) for path in files], given)
+    if builder == "stack_exchange_paired_dataset":
+        preferences.plain_texts(draft, given, f"`{builder}`, which reads the folder data/rl of its dataset")
+    if truth(draft.said(f"{start}train_on_input")):
+        draft.unusable(given, "`train_on_input` of pairs", "the answers alone are compared")
 
 
 def _of_dataset(draft: Draft, given: ForeignSetting) -> None:
@@ -176,8 +212,21 @@ def _clipping(draft: Draft, given: ForeignSetting) -> None:
 
 
 def _loss(draft: Draft, given: ForeignSetting) -> None:
-    if _name(given.value) not in _LOSSES:
+    if not preferences.wanted(draft) and _name(given.value) not in _LOSSES:
         draft.unusable(given, f"the loss `{_name(given.value)}`", "cross-entropy of each trained token is the loss")
+
+
+def _gamma(draft: Draft, given: ForeignSetting) -> None:
+    """SimPO's margin; RSO calls its beta so."""
+    if draft.get("preference.loss") == "hinge":
+        draft.take(given, "preference.beta")
+    else:
+        preferences.gamma(draft, given)
+
+
+def _reference(draft: Draft, given: ForeignSetting) -> None:
+    if given.value != draft.said("checkpointer.checkpoint_dir"):
+        preferences.reference(draft, given)
 
 
 def _after(draft: Draft) -> None:
@@ -191,6 +240,8 @@ def _after(draft: Draft) -> None:
     if draft.get("model.dtype") == "bfloat16":
         r.full_in_bf16(draft)
     r.all_linear(draft)
+    simpo = draft.get("preference.loss") == "simpo"
+    preferences.finish(draft, 2.0 if simpo else 0.1, drops=False)
 
 
 RULES = r.Rules(
@@ -203,6 +254,10 @@ RULES = r.Rules(
         "dataset._component_": _dataset("data.train"),
         "dataset_val._component_": _dataset("data.eval"),
         "loss._component_": _loss,
+        "loss.beta": r.to("preference.beta"),
+        "loss.gamma": _gamma,
+        "loss.label_smoothing": preferences.smoothing,
+        "ref_checkpointer.checkpoint_dir": _reference,
         "optimizer._component_": _optimizer,
         "optimizer.betas": _betas,
         "clip_grad_norm": _clipping,

@@ -1,4 +1,4 @@
-"""TRL's YAML and command lines (`trl sft`), alignment-handbook's too: what its rows of the table of names do not say.
+"""TRL's YAML and command lines, alignment-handbook's too: what its rows of the table of names do not say.
 
 Defaults are TRL 1.16's and transformers 5's.
 """
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
+from ftcli.config.conversion import preferences, sources
 from ftcli.config.conversion import rules as r
-from ftcli.config.conversion import sources
 from ftcli.config.conversion.draft import Draft, is_off, truth
 from ftcli.config.conversion.source import ForeignSetting
 from ftcli.config.tree import plain_tree
@@ -20,6 +20,9 @@ _READ = ("data_files", "path", "id", "name", "config", "split", "weight", "colum
 
 def _before(draft: Draft) -> None:
     draft.full = not truth(draft.said("use_peft"))
+    preferences.of_trl(draft)
+    if preferences.wanted(draft):
+        draft.default("train.learning_rate", 1e-6)
 
 
 def _dataset(draft: Draft, given: ForeignSetting) -> None:
@@ -108,6 +111,16 @@ def _after(draft: Draft) -> None:
         draft.put("lora.target_modules", ["q_proj", "v_proj"], comment="PEFT's default for most families")
         help = "all-linear, ftcli's default, adapts every linear layer and learns more"
         draft.remark("TRL names no LoRA modules, so PEFT adapts queries and values alone", help)
+    if not preferences.wanted(draft):
+        _supervised(draft)
+    r.float32_unless_half(draft, "fp16", "dtype", "torch_dtype")
+    if "bfloat16" in str(draft.said("dtype") or draft.said("torch_dtype")):
+        r.full_in_bf16(draft)
+    preferences.finish(draft)
+
+
+def _supervised(draft: Draft) -> None:
+    """Which column and which tokens are trained."""
     text, train = draft.said("dataset_text_field"), draft.get("data.train")
     if text not in (None, "text") and train:
         items = [{"path": item} if isinstance(item, str) else item for item in train]
@@ -118,9 +131,6 @@ def _after(draft: Draft) -> None:
     elif "data.loss_on" not in draft.values:
         help = "data.loss_on: all is what TRL does with rows of messages"
         draft.remark("TRL trains every token of `messages` rows; here it is the assistant's turns", help)
-    r.float32_unless_half(draft, "fp16", "dtype", "torch_dtype")
-    if "bfloat16" in str(draft.said("dtype") or draft.said("torch_dtype")):
-        r.full_in_bf16(draft)
 
 
 RULES = r.Rules(
@@ -136,6 +146,7 @@ RULES = r.Rules(
         "chat_template_path": _template,
         "dtype": _dtype,
         "torch_dtype": _dtype,
+        **preferences.OF_TRL,
     },
     before=_before,
     after=_after,

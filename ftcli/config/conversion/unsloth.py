@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ftcli.config.conversion import preferences, sources
 from ftcli.config.conversion import rules as r
-from ftcli.config.conversion import sources
 from ftcli.config.conversion.draft import Draft, truth
 from ftcli.config.conversion.source import ForeignSetting
 
@@ -31,6 +31,7 @@ def _before(draft: Draft) -> None:
     if truth(draft.said("load_in_4bit")) is not False and not truth(draft.said("load_in_8bit")):
         given = draft.given.get("load_in_4bit")
         draft.put("quantization.method", "nf4", given, None if given is not None else "Unsloth's default")
+    preferences.of_trl(draft)
 
 
 def _targets(draft: Draft, given: ForeignSetting) -> None:
@@ -44,6 +45,12 @@ def _model(draft: Draft, given: ForeignSetting) -> None:
     if str(given.value).endswith("-bnb-4bit"):
         help = "name the unquantized model for weights that can be merged without loss"
         draft.differs(given, "the repository holds weights in 4 bits, which are read as they are", help)
+
+
+def _length(draft: Draft, given: ForeignSetting) -> None:
+    """What a model is loaded for bounds the length that its trainer cuts pairs at."""
+    if not (preferences.wanted(draft) and "max_length" in draft.given):
+        draft.take(given, "data.max_seq_len")
 
 
 def _dataset(draft: Draft, given: ForeignSetting) -> None:
@@ -64,18 +71,20 @@ def _wandb(draft: Draft, given: ForeignSetting) -> None:
 def _after(draft: Draft) -> None:
     for key, value in (_COMMAND_LINE if _is_command_line(draft) else _TRAINER).items():
         draft.default(key, value)
-    if "data.loss_on" not in draft.values:
+    if "data.loss_on" not in draft.values and not preferences.wanted(draft):
         draft.put("data.loss_on", "all", comment="without train_on_responses_only it trains prompts, too")
         help = "data.loss_on: auto trains the answers alone, as train_on_responses_only does"
         draft.remark("a notebook without train_on_responses_only trains prompts, too, and so does this recipe", help)
     if "data.train" not in draft.values:
         draft.remark("the dataset is Python code in a notebook", "name its rows in data.train: a file, or hub:ORG/NAME")
+    preferences.finish(draft)
 
 
 RULES = r.Rules(
     computed={
         "model": _model,
         "model_name": _model,
+        "max_seq_length": _length,
         "load_in_4bit": r.read,
         "target_modules": _targets,
         "dataset": _dataset,
@@ -85,6 +94,7 @@ RULES = r.Rules(
         "use_gradient_checkpointing": r.checkpointing,
         "wandb_project": r.read,
         "enable_wandb": _wandb,
+        **preferences.OF_TRL,
     },
     before=_before,
     after=_after,

@@ -74,9 +74,12 @@ def test_dora_of_torchtune(made: Callable[..., Made]) -> None:
 @pytest.mark.parametrize(
     ("text", "code", "help"),
     [
-        ("base_model: m\nrl: dpo\nsequence_len: 8\n", "FT163", "smoke-grpo"),
+        ("base_model: m\nrl: kto\nsequence_len: 8\n", "FT163", "smoke-grpo"),
         ("base_model: m\nadapter: oft\nsequence_len: 8\n", "FT163", "LoRA"),
-        ("model_name_or_path: m\nstage: dpo\ncutoff_len: 8\n", "FT163", "smoke-grpo"),
+        *(
+            (f"model_name_or_path: m\nstage: {stage}\ncutoff_len: 8\n", "FT163", "smoke-grpo")
+            for stage in ("kto", "rm", "ppo")
+        ),
         ("sequence_len: 8\nmicro_batch_size: 1\n", "FT163", "name the base model"),
         ("model: m\npeft_config: {name: lora}\ncutoff_len: 8\n", "FT163", "model_name_or_path"),
         ("model: {_component_: torchtune.models.a.b}\ntasks: [x]\n", "FT163", "fine-tuning"),
@@ -84,7 +87,7 @@ def test_dora_of_torchtune(made: Callable[..., Made]) -> None:
         ("base_model: m\nmodel_name: m\n", "FT164", "--from axolotl"),
         ("version: 1\nmodel: {name_or_path: m}\n", "FT164", "ftcli check"),
         ("trl sft --model_name_or_path 'm\n", "FT163", "quotes"),
-        ("trl dpo --model_name_or_path m --dataset_name org/pairs\n", "FT163", "smoke-grpo"),
+        ("trl kto --model_name_or_path m --dataset_name org/pairs\n", "FT163", "smoke-grpo"),
         ("accelerate launch trl/scripts/kto.py --model_name_or_path m --dataset_name org/r\n", "FT163", "smoke-grpo"),
         ("base_model: m\nreward_model: true\nsequence_len: 8\n", "FT163", "smoke-grpo"),
         ("model_name_or_path: m\nfinetuning_type: freeze\ncutoff_len: 8\n", "FT163", "LoRA"),

@@ -104,6 +104,7 @@ def item(text: str) -> str:
         ("axolotl", "quantize_moe_experts: true\n", "`quantize_moe_experts`"),
         ("axolotl", "load_in_4bit: true\n", "`load_in_4bit`"),
         ("axolotl", "output_dir: s3://bucket/out\n", "s3://bucket/out"),
+        ("axolotl", "revision_of_model: s3://bucket/x\n", "s3://bucket/x"),
         ("axolotl", item("path: 's3://bucket/rows.jsonl'").replace("path: a.jsonl, ", ""), "s3://bucket/rows.jsonl"),
         ("axolotl", "trust_remote_code: true\n", "`trust_remote_code`"),
         ("axolotl", "bf16: true\n", "in bf16, ftcli in float32"),

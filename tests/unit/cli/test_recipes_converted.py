@@ -12,10 +12,15 @@ from pathlib import Path
 import pytest
 
 from ftcli.config.conversion import convert
-from tests.foreign_recipes import FILES
+from tests.foreign_recipes import FILES, PREFERENCES
 from tests.unit.cli import test_recipes_convert_code as code
 
-RECIPES = {**FILES, "unsloth-script": ("unsloth.py", code.UNSLOTH), "trl-script": ("trl.py", code.TRL)}
+RECIPES = {
+    **FILES,
+    "unsloth-script": ("unsloth.py", code.UNSLOTH),
+    "trl-script": ("trl.py", code.TRL),
+    **{f"{tool}-dpo": recipe for tool, recipe in PREFERENCES.items()},
+}
 EXPECTED = Path(__file__).parent / "converted"
 
 

@@ -1,0 +1,341 @@
+"""Recipes that learn from pairs: the methods and losses that tools have, as the section ``preference`` has them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+
+from ftcli.config.conversion import rules as r
+from ftcli.config.conversion import sources
+from ftcli.config.conversion.draft import Draft, is_off, truth
+from ftcli.config.conversion.source import ForeignSetting
+from ftcli.errors import Finding
+from ftcli.tables import layouts, methods, preference_losses
+
+#: Settings by which a recipe of TRL's trainers of preferences is told from one of its SFT trainer.
+_SIGNS = (
+    "loss_weights", "beta", "simpo_gamma", "cpo_alpha", "rpo_alpha", "ld_alpha", "ref_model", "ref_model_name_or_path",
+    "precompute_ref_log_probs", "reference_free", "f_divergence_type", "max_prompt_length", "max_completion_length",
+)  # fmt: skip
+#: Settings that only its trainer of CPO and SimPO has.
+_OF_CPO = ("cpo_alpha", "simpo_gamma")
+#: What `trl` and classes say of the trainer.
+_COMMANDS = {
+    **{name: name for name in ("sft", "dpo", "orpo", "cpo")}, "SFTTrainer": "sft", "UnslothTrainer": "sft",
+    "DPOTrainer": "dpo", "ORPOTrainer": "orpo", "CPOTrainer": "cpo",
+}  # fmt: skip
+#: What folders, files and runs of such recipes are called, and whether that trainer is converted.
+_TRAINERS: Mapping[str, str] = MappingProxyType(
+    {"dpo": "dpo", "orpo": "orpo", "cpo": "cpo", "simpo": "cpo", "kto": "", "grpo": "", "ppo": "", "rloo": ""}
+)
+#: Losses of the CPO trainer, as they are called here.
+_CPO_LOSSES = {"sigmoid": "cpo", "simpo": "simpo", "alphapo": "simpo"}
+_NO_PAIRS = "it is read by train.method dpo, orpo and simpo"
+_CHATS = "prompt as a list of messages with role and content, chosen and rejected as they are or as such lists"
+
+
+def wanted(draft: Draft) -> bool:
+    """Whether the recipe learns from pairs."""
+    return draft.get("train.method") in methods.names() and _section(draft) == "preference"
+
+
+def _section(draft: Draft) -> str | None:
+    return methods.row(draft.get("train.method")).section
+
+
+def begin(draft: Draft, method: str, given: ForeignSetting | None, comment: str | None = None) -> None:
+    """The recipe learns from pairs by ``method``."""
+    draft.put("train.method", method, given, comment)
+
+
+def losses_of(draft: Draft) -> list[str]:
+    """The losses drafted so far; the one that the method is named after where there are none."""
+    drafted = draft.get("preference.loss")
+    if isinstance(drafted, list):
+        return [str(each["name"]) for each in drafted]
+    method = str(draft.get("train.method"))
+    return [str(drafted or (method if method in preference_losses.names() else "sigmoid"))]
+
+
+def choose(draft: Draft, given: ForeignSetting | None, names: Sequence[object], weights: object = None) -> None:
+    """Drafts losses by the names that TRL has for them, of which `sft` is a weight of its own here.
+
+    Raises FtcliError FT163 for losses that are not offered: each of them teaches something else.
+    """
+    weighed = weights if isinstance(weights, list) and len(weights) == len(names) else [1.0] * len(names)
+    if weighed != weights or not all(map(_is_weight, weighed)):
+        weighed = [1.0] * len(names)
+        if weights is not None and given is not None:
+            help = "each loss has one weight; write them into preference.loss: [{name: …, weight: …}]"
+            draft.unusable(given, f"the weights {weights} of {len(names)} losses", help)
+    pairs = [(str(name), weight) for name, weight in zip(names, weighed, strict=True) if weight]
+    known = preference_losses.names()
+    for name, _ in pairs:
+        if name not in (*known, "sft"):
+            raise draft.refuse(given, f"the loss `{name}` is not offered", f"preference.loss is {', '.join(known)}")
+    compared = [{"name": name, "weight": weight} for name, weight in pairs if name != "sft"]
+    if not compared:
+        raise draft.refuse(given, "no loss compares the two answers", "supervised fine-tuning is train.method: sft")
+    for name, weight in pairs:
+        if name == "sft":
+            draft.put("preference.sft_weight", weight, given)
+    single = len(compared) == 1 and compared[0]["weight"] == 1
+    draft.put("preference.loss", compared[0]["name"] if single else compared, given)
+
+
+def _is_weight(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1e6
+
+
+def finish(draft: Draft, beta: float = 0.1, *, drops: bool = True, prompts: bool = True) -> None:
+    """What follows from the losses, and what preference methods do not offer.
+
+    Args:
+        beta: The tool's default.
+        drops: Dropout is off in the tool while it learns from pairs, unless `disable_dropout` says otherwise.
+        prompts: Its ORPO trains the prompt's tokens as well.
+    """
+    if not wanted(draft):
+        for key in [key for key in draft.values if key.startswith("preference.")]:
+            drafted = draft.values.pop(key)
+            draft.findings.append(Finding("FT160", f"`{key}` is left out", drafted.origin, _NO_PAIRS, "warning"))
+        return
+    names = losses_of(draft)
+    if any(preference_losses.row(name).beta != beta for name in names):
+        draft.default("preference.beta", beta)
+    draft.default("train.warmup_steps", 0)
+    _tell_of_losses(draft, names, prompts=prompts)
+    if drops and truth(draft.said("disable_dropout")) is not False:
+        _no_dropout(draft)
+    _leave_out(draft)
+
+
+def _no_dropout(draft: Draft) -> None:
+    drafted = draft.values.pop("lora.dropout", None)
+    if drafted is not None and drafted.origin is not None and not is_off(drafted.value):
+        draft.put("lora.dropout", 0.0, comment=f"{draft.tool} switches dropout off for pairs")
+        help = "set lora.dropout where you want it: the policy has it then, and the reference has not"
+        what = f"{draft.tool} switches dropout off for pairs, that of adapters too: lora.dropout is 0"
+        draft.findings.append(Finding("FT161", what, drafted.origin, help, "warning"))
+
+
+def _tell_of_losses(draft: Draft, names: Sequence[str], *, prompts: bool) -> None:
+    beta = draft.get("preference.beta")
+    if "ipo" in names and isinstance(beta, int | float) and beta > 0:
+        help = "recipes of before 2024 meant nats of whole answers; 0.5 or more is usual for nats a token"
+        draft.remark(f"ipo compares nats a token: preference.beta {beta:g} asks for {1 / (2 * beta):g} of them", help)
+    if "orpo" in names and prompts:
+        help = "the weight of prompts cannot be set; answers are compared as there"
+        draft.remark(f"{draft.tool}'s ORPO trains the prompt's tokens, too; here it trains the chosen answer's", help)
+
+
+def _leave_out(draft: Draft) -> None:
+    """Leaves out what preference methods do not offer, and says so of what the file says."""
+    method = methods.row(draft.get("train.method"))
+    offered = {**method.supports, "data.loss_on": ("auto", *layouts.row("preference").loss_on)}
+    for key, values in offered.items():
+        drafted = draft.values.get(key)
+        if drafted is None or drafted.value in values:
+            continue
+        del draft.values[key]
+        if drafted.origin is not None:
+            help = f"choose from {', '.join(map(str, values))}" if None not in values else "remove it"
+            what = f"`{key}: {drafted.value}` is not offered with {method.title}: it is left out"
+            draft.findings.append(Finding("FT162", what, drafted.origin, help, "warning"))
+
+
+# -- settings -----------------------------------------------------------------------------------------------------
+
+
+def smoothing(draft: Draft, given: ForeignSetting) -> None:
+    """Label smoothing is cDPO's, or robust's."""
+    names = losses_of(draft)
+    if is_off(given.value):
+        return
+    if not any(preference_losses.row(name).smooths for name in names):
+        help = f"there it is for {', '.join(name for name in preference_losses.names() if _smooths(name))}"
+        draft.unusable(given, f"`{given.name}: {given.value}` has no meaning for {', '.join(names)} here", help)
+        return
+    draft.take(given, "preference.label_smoothing")
+
+
+def _smooths(name: str) -> bool:
+    return preference_losses.row(name).smooths
+
+
+def _smoothing_of_trl(draft: Draft, given: ForeignSetting) -> None:
+    """TRL's, which its DPO trainer has ignored with most losses since it was written anew; the CPO trainer has not."""
+    names = losses_of(draft)
+    if is_off(given.value) or {"robust", "cpo"} & set(names) or not any(map(_smooths, names)):
+        smoothing(draft, given)
+        return
+    help = f"preference.label_smoothing: {given.value} is conservative DPO, which TRL had before 0.28"
+    draft.unusable(given, f"TRL 1.16 ignores `{given.name}: {given.value}` with {', '.join(names)}", help)
+
+
+def told_smoothing(draft: Draft, given: ForeignSetting) -> None:
+    """Label smoothing of tools that mean conservative DPO by it, and may get something else from their TRL."""
+    smoothing(draft, given)
+    if "preference.label_smoothing" in draft.values:
+        help = "that is preference.label_smoothing with sigmoid; `loss: robust` is the unbiased form"
+        draft.differs(given, f"`{given.name}: {given.value}` is conservative DPO (cDPO) here", help)
+
+
+def gamma(draft: Draft, given: ForeignSetting) -> None:
+    """SimPO's margin."""
+    if "simpo" in losses_of(draft):
+        draft.take(given, "preference.gamma")
+    else:
+        draft.lost(given, "simpo alone has a margin", harmless=True)
+
+
+def cross_entropy(draft: Draft, given: ForeignSetting) -> None:
+    """The weight of the chosen answers' cross-entropy; 0 is ours where nothing is said."""
+    if not is_off(given.value):
+        draft.take(given, "preference.sft_weight")
+
+
+def _cpo_alpha(draft: Draft, given: ForeignSetting) -> None:
+    if {"cpo", "simpo"} & set(losses_of(draft)) and draft.said("loss_type") != "alphapo":
+        cross_entropy(draft, given)
+    else:
+        draft.lost(given, "it is read by the trainer of CPO and SimPO", harmless=True)
+
+
+def reference(draft: Draft, given: ForeignSetting) -> None:
+    """A reference model of the recipe's own: here it is the model as training began."""
+    if given.value == draft.said("model_name_or_path") or is_off(given.value):
+        return
+    if not any(preference_losses.row(name).reference for name in losses_of(draft)):
+        draft.lost(given, f"{', '.join(losses_of(draft))} compares with no reference", harmless=True)
+        return
+    help = "start with a model whose answers are to be compared with"
+    draft.differs(given, f"`{given.name}` names a reference; here it is the model as training begins", help)
+
+
+def _reference_free(draft: Draft, given: ForeignSetting) -> None:
+    """DPO against nothing is CPO without its cross-entropy."""
+    if is_off(given.value):
+        return
+    if losses_of(draft) != ["sigmoid"]:
+        names = ", ".join(losses_of(draft))
+        help = "reference-free losses are simpo, cpo and orpo"
+        raise draft.refuse(given, f"{names} compares with a reference, and `{given.name}` takes it away", help)
+    draft.put("preference.loss", "cpo", draft.given.get("loss_type"), "sigmoid without a reference")
+    draft.put("preference.reference", "none", given)
+    help = "that is preference.loss: cpo without sft_weight; simpo compares nats a token"
+    draft.differs(given, "sigmoid without a reference became preference.loss: cpo", help)
+
+
+def _loss_type(draft: Draft, given: ForeignSetting) -> None:
+    if not wanted(draft) and str(given.value) not in ("nll", "chunked_nll"):
+        draft.lost(given, "the loss is the negative log-likelihood of each token")
+
+
+#: What TRL's trainers of preferences read.
+OF_TRL: Mapping[str, r.Rule] = MappingProxyType(
+    {
+        "beta": r.to("preference.beta"),
+        "ld_alpha": r.to("preference.ld_alpha"),
+        "label_smoothing": _smoothing_of_trl,
+        "loss_type": _loss_type,
+        "loss_weights": r.read,
+        "simpo_gamma": gamma,
+        "cpo_alpha": _cpo_alpha,
+        "rpo_alpha": cross_entropy,
+        "ref_model": reference,
+        "ref_model_name_or_path": reference,
+        "reference_free": _reference_free,
+        "disable_dropout": r.read,
+    }
+)
+
+
+# -- TRL's trainers -----------------------------------------------------------------------------------------------
+
+
+def of_trl(draft: Draft) -> None:
+    """Finds out which of TRL's trainers the settings are for, and drafts method and losses of one that takes pairs."""
+    trainer, said = _trainer(draft)
+    if trainer is None:
+        return
+    given = draft.given.get("loss_type")
+    names = sources.listed(draft.said("loss_type"))
+    if trainer == "cpo":
+        _cpo(draft, given, names)
+    else:
+        begin(draft, trainer, said)
+        if trainer == "dpo" and names:
+            choose(draft, given, names, draft.said("loss_weights"))
+
+
+def _cpo(draft: Draft, given: ForeignSetting | None, names: Sequence[object]) -> None:
+    theirs = str(names[0]) if names else "sigmoid"
+    ours = _CPO_LOSSES.get(theirs)
+    if ours is None or len(names) > 1:
+        help = "its losses are converted where they are sigmoid (cpo here) or simpo"
+        raise draft.refuse(given, f"CPO with the loss `{theirs}` is not offered", help)
+    if theirs == "alphapo" and not is_off(draft.said("alpha")):
+        raise draft.refuse(given, "AlphaPO is not offered", "simpo is its form with alpha: 0")
+    begin(draft, "simpo" if ours == "simpo" else "dpo", given or draft.given.get("command"))
+    if ours == "cpo":
+        draft.put("preference.loss", "cpo", given, "CPO compares with no reference")
+    if theirs != "alphapo":
+        default_cross_entropy(draft)
+
+
+def default_cross_entropy(draft: Draft) -> None:
+    """What TRL's trainer of CPO and SimPO adds to the loss unless told otherwise."""
+    if "cpo_alpha" not in draft.given:
+        draft.default("preference.sft_weight", 1.0, "TRL")
+        help = "cpo_alpha is 1.0 there; preference.sft_weight: 0 is the loss of SimPO's paper"
+        draft.remark("TRL adds the chosen answers' cross-entropy to CPO and SimPO alike: preference.sft_weight", help)
+
+
+def _trainer(draft: Draft) -> tuple[str | None, ForeignSetting | None]:
+    """dpo, orpo or cpo; None for SFT. Raises FtcliError FT163 where a name says that it is none of these."""
+    command = draft.given.get("command") or draft.given.get("trainer")
+    known = None if command is None else _COMMANDS.get(str(command.value))
+    if known is not None:
+        return (None if known == "sft" else known), command
+    said = next((draft.given[name] for name in _SIGNS if name in draft.given), None)
+    losses = {str(name) for name in sources.listed(draft.said("loss_type"))}
+    if losses & {"simpo", "alphapo"} or any(name in draft.given for name in _OF_CPO):
+        return "cpo", None
+    if losses & set(preference_losses.names()):
+        return "dpo", None
+    by_file = _named([draft.file.parent.name]) or _named(_parts(draft.file.stem))
+    if said is None and not by_file:
+        return None, None
+    texts = [str(draft.said(name) or "") for name in ("run_name", "hub_model_id", "output_dir")]
+    name = by_file or _named([part for text in texts for part in _parts(Path(text).name)]) or "dpo"
+    if not _TRAINERS[name]:
+        help = "by pairs there are dpo, orpo and simpo; for rewards begin with `ftcli recipes copy smoke-grpo`"
+        raise draft.refuse(said, f"a recipe of {name.upper()}, by its name, is not converted", help)
+    help = "change train.method where it is another; or write `command: dpo` (orpo, cpo, sft) into the file"
+    draft.remark(f"the settings do not say which trainer of TRL reads them: taken for {name.upper()}", help)
+    return _TRAINERS[name], None
+
+
+def _parts(name: str) -> list[str]:
+    return re.split(r"[^a-z0-9]+", name.lower())
+
+
+def _named(words: Sequence[str]) -> str | None:
+    return next((word for word in words if word in _TRAINERS), None)
+
+
+# -- rows ---------------------------------------------------------------------------------------------------------
+
+
+def plain_texts(draft: Draft, given: ForeignSetting, what: str) -> None:
+    """Tells of rows of strings, which other tools write as turns of a chat."""
+    message = f"{what}: rows of strings become turns in {draft.tool}; here they are plain text, without a chat template"
+    draft.differs(given, message, f"prepare the file: {_CHATS}")
+
+
+def odd_messages(draft: Draft, given: ForeignSetting, what: str) -> None:
+    """Tells of messages that rows of pairs cannot hold here."""
+    draft.unusable(given, what, f"rows of pairs have {_CHATS}; prepare the file so")
