@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
@@ -165,7 +166,7 @@ class PairObjective(EpochObjective):
             policy = self._scorer.score(self._model, inputs, self._stack)
         tokens = (inputs[SCORED] > 0).sum(1).float()
         if not self._checked and reference is not None:
-            self._require_equal(policy, reference, tokens)
+            self._require_equal(inputs, policy, reference, tokens)
         answers = answers_of(policy, reference, tokens)
         loss = (self._loss.values(answers) * weights).sum() / step.pairs
         if self._loss.sft_weight:
@@ -176,19 +177,24 @@ class PairObjective(EpochObjective):
     @torch.no_grad()
     def _of_reference(self, inputs: dict[str, Tensor]) -> ScoredAnswers:
         model = self._model if self._reference is None else self._reference
-        training = model.training
-        model.eval()  # no dropout
-        try:
-            with of_reference(self._reference, self._model):
-                return self._scorer.score(model, inputs)
-        finally:
-            model.train(training)
+        with _without_dropout(model), of_reference(self._reference, self._model):
+            return self._scorer.score(model, inputs)
 
-    def _require_equal(self, policy: ScoredAnswers, reference: ScoredAnswers, tokens: Tensor) -> None:
-        """Before the first step the model is its reference. Raises FtcliError FT714 (exit 1)."""
+    @torch.no_grad()
+    def _require_equal(
+        self, inputs: dict[str, Tensor], policy: ScoredAnswers, reference: ScoredAnswers, tokens: Tensor
+    ) -> None:
+        """Before the first step the model is its reference, but for dropout. Raises FtcliError FT714 (exit 1)."""
         self._checked = True
-        worst = float(((policy.sums.detach() - reference.sums).abs() / tokens).max())
-        if not worst <= _ALLOWED[self._dtypes.compute]:
+        allowed = _ALLOWED[self._dtypes.compute]
+        worst = _difference(policy, reference, tokens)
+        if not worst <= allowed:
+            with (
+                _without_dropout(self._model),
+                compute_context(self._device, self._dtypes.compute, self._dtypes.autocast),
+            ):
+                worst = _difference(self._scorer.score(self._model, inputs, self._stack), reference, tokens)
+        if not worst <= allowed:
             raise FtcliError.single(
                 "FT714",
                 f"before the first step policy and reference differ by {worst:.2g} nats a token: the run would begin "
@@ -228,6 +234,21 @@ class PairObjective(EpochObjective):
         kept = state.get("pair_sums")
         if isinstance(kept, list) and len(kept) == SUMS:
             self._sums = torch.tensor(kept, dtype=torch.float64, device=self._device)
+
+
+def _difference(one: ScoredAnswers, other: ScoredAnswers, tokens: Tensor) -> float:
+    """The largest of any answer, in nats a token."""
+    return float(((one.sums.detach() - other.sums).abs() / tokens).max())
+
+
+@contextmanager
+def _without_dropout(model: PreTrainedModel | PeftModel) -> Iterator[None]:
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
 
 
 def build_pairs(

@@ -176,7 +176,7 @@ def test_nothing_overflows_in_float32(name: str) -> None:
                 assert all(map(math.isfinite, gradients(name, answers, how))), (name, pair)
 
 
-@pytest.mark.parametrize("name", (*OF_DIFFERENCE, *OF_MEAN_DIFFERENCE))
+@pytest.mark.parametrize("name", [*OF_DIFFERENCE, *OF_MEAN_DIFFERENCE])
 def test_an_equal_pair_teaches_nothing_and_a_swapped_one_the_opposite(name: str) -> None:
     """Both answers are computed by one model: the gradient of two equal ones adds up to 0."""
     how = settings_of(name)
