@@ -230,6 +230,38 @@ def test_dropout_is_the_policys_alone_and_no_fault(tmp_path: Path, init: Any) ->
     assert (loss == pytest.approx(math.log(2), abs=1e-7)) == (init is True)
 
 
+KINDS: dict[str, dict[str, Any]] = {
+    "LoRA": {},
+    "DoRA": {"use_dora": True},
+    "PiSSA": {"init_lora_weights": "pissa"},
+    "OLoRA": {"init_lora_weights": "olora"},
+    "LoRA and the head": {"modules_to_save": ["lm_head"]},
+    "PiSSA and the head": {"init_lora_weights": "pissa", "modules_to_save": ["lm_head"]},
+    "OLoRA and the embedding": {"init_lora_weights": "olora", "modules_to_save": ["embed_tokens"]},
+}
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_whatever_is_trained_the_reference_stays_the_base(kind: dict[str, Any], tmp_path: Path) -> None:
+    model = peft.get_peft_model(steps.base_model(tmp_path), peft.LoraConfig(**{**steps.LORA.to_dict(), **kind})).train()
+    if "init_lora_weights" in kind:
+        remember_initial(model)
+    objective = objective_of(model, started=False)
+    batch = dict(objective.micro_batch([0, 1, 2], blank=False).inputs)
+    before = objective._of_reference(batch).sums
+    base = objective._scorer.score(steps.base_model(tmp_path), batch).sums.detach()
+    torch.testing.assert_close(before, base, rtol=1e-5, atol=1e-4)
+    step(objective, model, [[0, 1, 2]])  # FT714 where the start is another model
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    with torch.no_grad():
+        for parameter in trainable:
+            parameter += 0.1 * torch.randn_like(parameter) * parameter.abs().mean().clamp(min=0.05)
+    assert torch.equal(objective._of_reference(batch).sums, before)
+    assert float((objective._scorer.score(model, batch).sums.detach() - before).abs().max()) > 1e-2
+    assert [id(p) for p in model.parameters() if p.requires_grad] == [id(p) for p in trainable]
+
+
 def test_adapters_that_are_off_stay_off_within_and_are_on_again_afterwards(model: Any) -> None:
     """As where `ftcli eval` measures the base of an adapted model on pairs."""
     objective = objective_of(model)
