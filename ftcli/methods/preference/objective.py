@@ -86,8 +86,8 @@ class PairSums:
 SUMS = len(fields(PairSums))
 
 
-def measures(sums: Sequence[float]) -> dict[str, float]:
-    """Means by name, of :meth:`PairSums.vector`."""
+def measures(sums: Sequence[float], *, compared: bool) -> dict[str, float]:
+    """Means by name, of :meth:`PairSums.vector`; ``compared``: there is a reference, than which answers can fall."""
     pairs, chosen, rejected, right, fell, chosen_logp, rejected_logp, ours, others, alike, alike_right = sums
     if not pairs:
         return {}
@@ -98,7 +98,7 @@ def measures(sums: Sequence[float]) -> dict[str, float]:
         "rewards/accuracies": right / pairs,
         "logps/chosen": chosen_logp / max(ours, 1.0),
         "logps/rejected": rejected_logp / max(others, 1.0),
-        "chosen_fell": fell / pairs,
+        **({"chosen_fell": fell / pairs} if compared else {}),
         **({"rewards/accuracies_alike": alike_right / alike} if alike else {}),
     }
 
@@ -220,7 +220,7 @@ class PairObjective(EpochObjective):
 
     def metrics(self) -> MetricsLine:
         """Means over the pairs since the last line."""
-        found = measures(self._sums.tolist())
+        found = measures(self._sums.tolist(), compared=self._loss.reference)
         self._sums = torch.zeros_like(self._sums)
         return found
 

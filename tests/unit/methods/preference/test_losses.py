@@ -266,7 +266,7 @@ def sums_of(pairs: list[Pair], loss: PairLoss, weights: list[float] | None = Non
     each = [p.answers(torch.float32, alone=not loss.reference) for p in pairs]
     answers = Answers(*(torch.cat([getattr(a, n) for a in each]) for n in Answers.__slots__))
     counted = torch.ones(len(pairs)) if weights is None else torch.tensor(weights)
-    return measures(PairSums.of(answers, loss, counted).vector().tolist())
+    return measures(PairSums.of(answers, loss, counted).vector().tolist(), compared=loss.reference)
 
 
 def test_measures_are_means_over_pairs_a_tie_being_half_right() -> None:
@@ -288,6 +288,7 @@ def test_measures_are_means_over_pairs_a_tie_being_half_right() -> None:
 def test_rewards_of_losses_of_nats_a_token_are_of_nats_a_token() -> None:
     pair = Pair(-8.0, -12.0, -10.0, -9.0, 2, 3)
     assert sums_of([pair], loss_of(loss="ipo", beta=0.5))["rewards/margins"] == pytest.approx(0.5 * (2 / 2 + 3 / 3))
+    assert "chosen_fell" not in sums_of([pair], loss_of("simpo"))  # there is nothing that it could have fallen from
     # The longer answer is the likelier one a token: SimPO prefers it, CPO the other one.
     longer = Pair(-8.0, -6.0, 0.0, 0.0, 8, 2)
     assert sums_of([longer], loss_of("simpo"))["rewards/accuracies"] == 1.0
