@@ -67,6 +67,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "PiSSA": {"lora": {"init_lora_weights": "pissa"}},
     "OLoRA": {"lora": {"init_lora_weights": "olora"}},
     "NF4": {"quantization": {"method": "nf4"}},
+    "fp8": {"quantization": {"method": "fp8"}, "model": {"kernels": "reference"}},
     "our layers": {"model": {"kernels": "reference"}},
     "our layers without padding": {
         "model": {"kernels": "reference"}, "data": {"padding_free": True},

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from ftcli.errors import FtcliError
 from ftcli.methods.preference.objective import PairObjective
-from ftcli.methods.preference.pairs import SCORED
+from ftcli.methods.preference.pairs import SCORED, ScoredAnswers
 from ftcli.model import attention
 from ftcli.model.backbone import base_of
 from ftcli.model.initial import as_base, remember_initial
@@ -32,6 +33,7 @@ from ftcli.plan.batches import Batches
 from ftcli.train.parallel import TokenCounts
 from ftcli.train.reference import of_reference
 from ftcli.train.state import Progress
+from tests.quantised import PLAN
 from tests.unit.methods.preference import steps
 from tests.unit.methods.preference.steps import PADDED, UNPADDED, objective_of, require_same, step
 
@@ -205,9 +207,33 @@ def test_another_reference_than_the_start_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(FtcliError, match="before the first step policy and reference differ") as error:
         step(objective, other, WHOLE)
     assert error.value.findings[0].code == "FT714"
-    resumed = objective_of(other, started=False)
+    resumed = objective_of(other, started=False)  # a continued run may have gone anywhere
     resumed.restore({}, Progress(3, 4, 0.0, 0))
     assert step(resumed, other, WHOLE)[0] != pytest.approx(math.log(2), abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "nats", "refused"),
+    [
+        ("float32", 300, 0.02, False),
+        ("float32", 300, 0.05, True),
+        ("bfloat16", 300, 5.0, False),
+        ("bfloat16", 300, 10.0, True),
+        ("bfloat16", 1, 0.2, False),  # the rounding of a single token
+        ("bfloat16", 1, 0.5, True),
+        ("bfloat16", 4, math.nan, False),  # FT702 names it
+    ],
+)
+def test_what_rounding_does_is_let_pass(model: Any, dtype: str, size: int, nats: float, refused: bool) -> None:
+    job = steps.job_of()
+    job.dtypes = replace(PLAN, compute=dtype)
+    objective = objective_of(model, started=False, job=job)
+    batch = dict(objective.micro_batch([0], blank=False).inputs)
+    fixed = objective._scorer.score(model, batch).sums.detach()
+    policy, reference = (ScoredAnswers(sums, sums) for sums in (fixed, fixed + nats))
+    objective._scorer = SimpleNamespace(score=lambda *_: policy)  # type: ignore[assignment]
+    with pytest.raises(FtcliError, match="FT714") if refused else nullcontext():
+        objective._require_equal(batch, policy, reference, torch.tensor([size, size]).float())
 
 
 @pytest.mark.parametrize("init", [True, "pissa"], ids=["LoRA", "PiSSA"])
