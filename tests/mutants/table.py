@@ -548,7 +548,7 @@ PREFERENCE = (
     ),
     _m(
         "modules that are trained whole stay in the reference",
-        "ftcli/model/initial.py",
+        "ftcli/model/initial_adapters.py",
         "        module.enable_adapters(False)\n",
         "        module.enable_adapters(True)\n",
         _UP + "objective.py",

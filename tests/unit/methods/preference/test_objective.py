@@ -15,6 +15,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from ftcli.model.stack import stack_of
 from ftkernels.device import interpreting
 from torch import Tensor
 from transformers import AttentionInterface
@@ -25,10 +26,9 @@ from ftcli.methods.preference.objective import PairObjective
 from ftcli.methods.preference.pairs import SCORED, ScoredAnswers
 from ftcli.model import attention
 from ftcli.model.backbone import base_of
-from ftcli.model.initial import as_base, remember_initial
+from ftcli.model.initial_adapters import as_base, remember_initial
 from ftcli.model.masks import mask_for
 from ftcli.model.patch import patch
-from ftcli.model.stack import stack_of
 from ftcli.plan.batches import Batches
 from ftcli.train.parallel import TokenCounts
 from ftcli.train.reference import of_reference
