@@ -272,7 +272,7 @@ class Encoder:
                 for example, part in zip(row.examples, parts, strict=True)
                 for masked in ([self._masked(example, one) for one in part] if part else [self._given(example)])
             ]
-            problem = next((problem for _, problem in found if problem is not None), None)
+            problem = next((problem for _, problem in found if problem is not None), None) or self._alike(found)
             if problem is not None:  # a conversation is kept whole or not at all
                 read.findings.append(problem)
                 continue
@@ -285,6 +285,14 @@ class Encoder:
                 turns_untrained=left,
                 answers_joined=sum(not one.apart for one in rows),
             )
+
+    def _alike(self, found: Sequence[tuple[TokenizedRow, Finding | None]]) -> Finding | None:
+        """FT412 for a unit whose rows came to the same tokens, as where the template trims what told them apart."""
+        first = found[0][0]
+        if self.unit == 1 or any(tokens.input_ids != first.input_ids for tokens, _ in found):
+            return None
+        message = "its answers are the same once they are rendered, so there is nothing to prefer"
+        return Finding("FT412", f"{message} (format {self.layout})", first.row.origin)
 
     def _masked(self, example: Example, one: TokenizedText) -> tuple[TokenizedRow, Finding | None]:
         """A rendered row's tokens, and what is wrong with its mask."""

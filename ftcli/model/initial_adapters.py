@@ -138,6 +138,8 @@ def load_over(model: PeftModel, initial: InitialAdapters, folder: Path) -> None:
 @contextmanager
 def as_base(model: PreTrainedModel | PeftModel) -> Iterator[None]:
     """Within the block a model with adapters computes what its base does."""
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
     initial, adapted = initial_of(model), model
     if initial is None:
         with adapted.disable_adapter():
@@ -149,9 +151,14 @@ def as_base(model: PreTrainedModel | PeftModel) -> Iterator[None]:
         for name, (a, b) in initial.pairs.items():
             trained[name + _A].copy_(a)
             trained[name + _B].copy_(b)
+    whole = [module for module in model.modules() if isinstance(module, AuxiliaryTrainingWrapper)]
+    for module in whole:  # modules that are trained whole have their originals beside them
+        module.enable_adapters(False)
     try:
         yield
     finally:
+        for module in whole:
+            module.enable_adapters(True)
         with torch.no_grad():
             for name, tensor in kept.items():
                 trained[name].copy_(tensor)

@@ -87,7 +87,7 @@ class UnreadColumns:
 
     def _another(self, name: str, value: Any) -> tuple[str, str] | None:
         """What the column says, and the method that learns from it."""
-        if self._known is None:
+        if self._known is None or self._known.unit > 1:  # a pair says itself which of its answers is bad
             return None
         if _PAIR.search(name) and not self._asked:
             return None if self._chosen else ("belongs to preference pairs", "DPO")

@@ -210,15 +210,25 @@ _NOT_OFFERED: Mapping[str, str] = MappingProxyType(
 
 
 def not_offered(word: str) -> str | None:
-    """What to say of a method of the field by which nothing is trained here; None for every other word."""
-    title = _NOT_OFFERED.get(word.lower().replace("-", "_"))
-    return None if title is None or word.lower() in TABLE else offered(title)
+    """What to say of a method of the field where a command or a key is expected; None for every other word."""
+    name = word.lower().replace("-", "_")
+    own = TABLE.get(name)
+    if own is not None:
+        return offered(own.title) if own.command == "train" and own.section is not None else None
+    title = _NOT_OFFERED.get(name)
+    return None if title is None else offered(title)
 
 
 def offered(title: str) -> str:
-    """By which methods ftcli trains, and that the one with this title is none of them."""
-    ways = " and ".join(f"{method.title} (`ftcli {method.command}`)" for method in TABLE.values())
-    return f"ftcli trains by {ways}; {title} is not offered yet"
+    """How the method with this title is asked for; or by which methods ftcli trains, where it is none of them."""
+    own = next((method for method in TABLE.values() if method.title == title), None)
+    if own is not None:
+        return f"{title} is `train.method: {own.name}` of `ftcli train`, with the section `{own.section}`"
+    ways = (
+        f"{' and '.join(method.title for method in TABLE.values() if method.command == command)} (`ftcli {command}`)"
+        for command in commands()
+    )
+    return f"ftcli trains by {' and '.join(ways)}; {title} is not offered yet"
 
 
 def row(name: str) -> Method:

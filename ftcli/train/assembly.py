@@ -152,7 +152,7 @@ def build_trainable(job: Job, *, num_layers: int | None = None) -> Model:
 
 def build_reference(job: Job, rows: Sequence[TokenizedRow]) -> PreTrainedModel:
     """What full fine-tuning starts from, on the same kernels, frozen; a run that goes on has it from its base, too."""
-    job.reporter.info("reference: a second copy of the model, which grpo.beta compares with")
+    job.reporter.info("reference: a second copy of the model as it starts")
     reference = build_base(job)
     freeze_other_parts(reference)
     put_on_kernels(job, reference, rows)

@@ -452,11 +452,115 @@ CHECKS = (
         _U + "run/test_resume.py",
     ),
 )
+_P, _UP = "ftcli/methods/preference/", _U + "methods/preference/test_"
+
+PREFERENCE = (
+    _m(
+        "pairs: the reference with its adapters left on",
+        _P + "objective.py",
+        "with _without_dropout(model), of_reference(self._reference, self._model):",
+        "with _without_dropout(model):",
+        _UP + "objective.py",
+    ),
+    _m(
+        "pairs: dropout in the reference",
+        _P + "objective.py",
+        "with _without_dropout(model), of_reference(self._reference, self._model):",
+        "with of_reference(self._reference, self._model):",
+        _UP + "objective.py",
+    ),
+    _m(
+        "pairs: the mean of a micro-batch",
+        _P + "objective.py",
+        "loss = (self._loss.values(answers) * weights).sum() / step.pairs",
+        "loss = (self._loss.values(answers) * weights).mean()",
+        _UP + "objective.py",
+    ),
+    _m(
+        "pairs: cross-entropy of both answers",
+        _P + "objective.py",
+        "(policy.sums[0::2] * weights).sum() / step.supervised",
+        "(policy.sums.view(-1, 2).sum(1) * weights).sum() / step.supervised",
+        _UP + "trl.py",
+    ),
+    _m(
+        "pairs: a blank micro-batch counts in metrics",
+        _P + "objective.py",
+        "self._of_batches.append(PairSums.of(answers, self._loss, weights).vector())",
+        "self._of_batches.append(PairSums.of(answers, self._loss, torch.ones_like(weights)).vector())",
+        _UP + "objective.py",
+    ),
+    _m(
+        "pairs: a failed step stays in the sums",
+        _P + "objective.py",
+        "        self._sums = self._before\n",
+        "        self._before = self._sums\n",
+        _UP + "objective.py",
+    ),
+    _m(
+        "pairs: long answers weighed in the policy alone",
+        _P + "objective.py",
+        "compared = zeros if reference is None else reference.weighed",
+        "compared = zeros if reference is None else reference.sums",
+        _UP + "trl.py",
+    ),
+    _m(
+        "pairs: IPO of whole answers",
+        _P + "losses.py",
+        "return (answers.mean_difference - 1 / (2 * how.beta)) ** 2",
+        "return (answers.difference - 1 / (2 * how.beta)) ** 2",
+        _UP + "losses.py",
+    ),
+    _m(
+        "pairs: smoothing dropped",
+        _P + "losses.py",
+        "return -(1 - smoothing) * F.logsigmoid(scaled) - smoothing * F.logsigmoid(-scaled)",
+        "return -F.logsigmoid(scaled)",
+        _UP + "losses.py",
+    ),
+    _m(
+        "pairs: ORPO's odds where an answer is certain",
+        _P + "losses.py",
+        "    x = x.clamp(max=-1e-7)\n",
+        "",
+        _UP + "losses.py",
+    ),
+    _m(
+        "pairs: a tie counts as wrong",
+        _P + "objective.py",
+        "right = (one > other).float() + 0.5 * (one == other).float()",
+        "right = (one > other).float()",
+        _UP + "losses.py",
+    ),
+    _m(
+        "pairs: half of an overlong one stays",
+        "ftcli/data/encode.py",
+        "if len(kept) == len(fitted) and not alike:",
+        "if kept and not alike:",
+        _UP + "rows.py",
+    ),
+    _m(
+        "pairs: held-out ones against the model itself",
+        _P + "evaluate.py",
+        "if any(place not in self._kept for place in places):",
+        "if True:",
+        _E2E + "preference.py",
+    ),
+    _m(
+        "modules that are trained whole stay in the reference",
+        "ftcli/model/initial.py",
+        "        module.enable_adapters(False)\n",
+        "        module.enable_adapters(True)\n",
+        _UP + "objective.py",
+    ),
+)
+
 TABLE: dict[str, tuple[Mutant, ...]] = {
     "kernels": KERNELS,
     "data": DATA,
     "train": TRAIN,
     "methods": METHODS,
+    "preference": PREFERENCE,
     "export": EXPORT,
     "checks": CHECKS,
 }

@@ -25,7 +25,7 @@ def check(context: Context) -> Findings:
     yield from _ignored(context, settings, names)
     yield from _reference(context, settings, names)
     rate = recipe.train.learning_rate
-    if rate >= _HIGHEST_RATE and context.says("train.learning_rate"):
+    if rate >= _HIGHEST_RATE:  # 2e-4 as well, the default of supervised fine-tuning: it is none here
         yield context.warning(
             "FT283",
             "train.learning_rate",

@@ -147,6 +147,6 @@ def _result(sums: Sums, loss: PairLoss) -> LossResult:
             exit_code=ExitCode.DIVERGED,
             help="the weights are not finite: resume from an earlier checkpoint, with a lower train.learning_rate",
         )
-    found = measures(of_pairs)
+    found = measures(of_pairs, compared=loss.reference)
     more = {ours: found[name] for name, ours in _NAMES.items() if name in found}
     return LossResult(mean, None, None, int(tokens), int(pairs), more)

@@ -170,8 +170,9 @@ def sppo_hard(answers: Answers, how: LossSettings) -> Tensor:
 def discopop(answers: Answers, how: LossSettings) -> Tensor:
     """(1 - m) (-log s(x)) + m exp(-x), x = beta D, m = s(x / 0.05)."""
     scaled = how.beta * answers.difference
-    mixed = torch.sigmoid(scaled / _DISCOPOP_TAU)
-    return -F.logsigmoid(scaled) * (1 - mixed) + torch.exp(-scaled) * mixed
+    sharp = scaled / _DISCOPOP_TAU
+    exponential = torch.exp(F.logsigmoid(sharp) - scaled)  # the product's first factor alone is infinite far below 0
+    return -F.logsigmoid(scaled) * torch.sigmoid(-sharp) + exponential
 
 
 def simpo(answers: Answers, how: LossSettings) -> Tensor:

@@ -25,8 +25,8 @@ def understand(row: Row) -> Example:
     return replace(first, others=(second,))
 
 
-def _is_text(answer: Any) -> bool:
-    return isinstance(answer, str) and not answer.lstrip().startswith("[{")  # tables hold messages as JSON text
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and not value.lstrip().startswith("[{")  # tables hold messages as JSON text
 
 
 def _texts(row: Row, chosen: Any, rejected: Any) -> tuple[Example, Example]:
@@ -36,7 +36,7 @@ def _texts(row: Row, chosen: Any, rejected: Any) -> tuple[Example, Example]:
         raise Misfit("a row of strings needs `prompt` beside `chosen` and `rejected`; messages may do without")
     if answers[0] == answers[1]:
         raise Misfit("chosen and rejected are the same, so there is nothing to prefer")
-    if isinstance(prompt, str):
+    if _is_text(prompt):
         first, second = (Example(row, text=prompt + text, prompt_text=prompt) for text in answers)
         return first, second
     turns = messages_of(prompt)
@@ -48,7 +48,7 @@ def _texts(row: Row, chosen: Any, rejected: Any) -> tuple[Example, Example]:
 
 def _chats(row: Row, chosen: Any, rejected: Any) -> tuple[Example, Example]:
     given = row.fields.get("prompt")
-    stated = list_of(given) if isinstance(given, list) and given else []
+    stated = list_of(given) if given and not _is_text(given) else []
     turns = list_of(chosen), list_of(rejected)
     if stated and any(messages_of(answer)[: len(stated)] != messages_of(stated) for answer in turns):
         turns = [*stated, *turns[0]], [*stated, *turns[1]]
@@ -58,7 +58,7 @@ def _chats(row: Row, chosen: Any, rejected: Any) -> tuple[Example, Example]:
     prompt = len(stated) or _shared(*messages)
     if not prompt:
         raise Misfit("chosen and rejected begin with different messages: they answer different prompts")
-    if isinstance(given, str) and given and all(given != m["content"] for m in messages[0][:prompt]):
+    if _is_text(given) and given and all(given != m["content"] for m in messages[0][:prompt]):
         raise Misfit("`prompt` is not among the messages that chosen and rejected begin with")
     first, second = (
         _answer(row, name, all_turns, understood, prompt)

@@ -9,7 +9,7 @@ from ftcli.config.model import LaunchConfig
 from ftcli.config.usable import usable_values
 from ftcli.errors import Finding
 from ftcli.preflight.checks.context import Context, Findings, as_in_recipe
-from ftcli.tables import engines, exports, loggers, quantizations
+from ftcli.tables import engines, exports, loggers, methods, quantizations
 
 Installed = Callable[[str], bool]
 
@@ -53,8 +53,17 @@ def _values(context: Context) -> Findings:
 
 
 def _method(context: Context) -> Findings:
-    """What the training method does not work with."""
+    """What the training method does not work with, and sections of other methods of its command."""
     recipe, method = context.recipe, context.method
+    for section in methods.sections():
+        readers = [m.name for m in methods.TABLE.values() if m.section == section and m.command == method.command]
+        if readers and method.name not in readers and getattr(recipe, section) is not None:
+            yield context.error(
+                "FT250",
+                section,
+                f"the section {section} is not read under train.method: {method.name}",
+                help=f"write train.method: {' | '.join(readers)}, or remove the section",
+            )
     for path, usable in method.supports.items():
         value = recipe.value_of(path)
         if value not in usable:

@@ -34,9 +34,17 @@ def understand(row: Row, layout: str) -> Example:
     known = layouts.row(layout)
     missing = [name for name in known.columns if name not in row.fields]
     if missing:
-        raise Misfit(f"column {missing[0]!r} is missing")
+        raise Misfit(f"column {missing[0]!r} is missing{_meant_for(row) if known.unit > 1 else ''}")
     code: Understand = code_of(known.code)
     return code(row)
+
+
+def _meant_for(row: Row) -> str:
+    """What to say of a row that is no pair, where it holds an answer to learn."""
+    found = layouts.detect(row.fields)
+    return (
+        "" if found is None else f"; rows with {' and '.join(layouts.row(found).columns)} are for `train.method: sft`"
+    )
 
 
 def misfit_finding(row: Row, misfit: Misfit, layout: str) -> Finding:

@@ -43,7 +43,7 @@ def test_a_column_that_says_what_is_bad_is_refused(layout: str, rows: list[dict[
     assert str(refusal.origin) == "d.jsonl:2"
     assert refusal.help is not None
     assert method in refusal.help
-    assert "not offered yet" in refusal.help
+    assert ("DPO is `train.method: dpo`" if method == "DPO" else "not offered yet") in refusal.help
     assert "remove_columns: [" in refusal.help
 
 
@@ -117,5 +117,5 @@ def test_preference_pairs_are_called_that(fields: dict[str, Any], columns: str) 
         layout_of(Row("d.jsonl", 1, fields), "auto")
     (finding,) = caught.value.findings
     assert finding.message.endswith("are preference pairs")
-    assert "DPO is not offered yet" in str(finding.help)
+    assert "DPO is `train.method: dpo` of `ftcli train`, with the section `preference`" in str(finding.help)
     assert f"`columns: {columns}`" in str(finding.help)

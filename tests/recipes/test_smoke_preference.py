@@ -1,0 +1,75 @@
+"""The smoke recipe of pairs really teaches: order and answers of held-out pairs, and nothing from shuffled labels.
+
+It is run as it ships in `make test-families`; elsewhere its steps are half as many, of half as many pairs.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ftcli.assets import asset
+from ftcli.cli.app import main
+
+RECIPE = str(Path(__file__).parents[2] / "recipes" / "smoke-dpo.yaml")
+SHORT = ("train.max_steps=45", "train.per_device_train_batch_size=8")
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def done(capture: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    """The result of a command that succeeds."""
+    capture.readouterr()
+    status = main([*words, "--json", "--quiet", "--offline"])
+    document = json.loads(capture.readouterr().out)
+    assert status == 0, document
+    result: dict[str, Any] = document["result"]
+    return result
+
+
+def measured(capture: pytest.CaptureFixture[str], folder: Path, *settings: str) -> dict[str, Any]:
+    """What `ftcli eval` says of a run of the recipe, and of its base."""
+    words = [f"--set={setting}" for setting in settings]
+    done(capture, "train", RECIPE, "--output-dir", str(folder / "run"), *words)
+    return done(capture, "eval", RECIPE, "--run", str(folder / "run"), *words)
+
+
+def test_pairs_teach_order_and_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = measured(capsys, tmp_path, *SHORT)
+    base, run = found["base"], found["run"]
+    assert (base["accuracy"], base["margin"]) == (0.5, 0.0)
+    assert run["accuracy"] >= 0.95
+    assert run["margin"] > 1
+    assert run["tasks"]["exact_match"]["score"] > base["tasks"]["exact_match"]["score"] + 0.2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_as_it_ships(seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = measured(capsys, tmp_path, f"run.seed={seed}")
+    assert found["run"]["accuracy"] >= 0.95
+    assert found["base"]["tasks"]["exact_match"]["score"] < 0.5
+    assert found["run"]["tasks"]["exact_match"]["score"] >= 0.85
+
+
+@pytest.mark.parametrize("method", ["orpo", "simpo"])
+def test_methods_without_a_reference_teach_the_order(
+    method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = measured(capsys, tmp_path, *SHORT, f"train.method={method}", "eval.tasks=[]")
+    assert found["base"]["accuracy"] < 0.7
+    assert found["run"]["accuracy"] >= 0.95
+
+
+def test_shuffled_labels_teach_no_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [json.loads(line) for line in asset("data", "smoke-dpo-train.jsonl").read_text().splitlines()]
+    for row in random.Random(0).sample(rows, len(rows) // 2):
+        row["chosen"], row["rejected"] = row["rejected"], row["chosen"]
+    path = tmp_path / "shuffled.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    found = measured(capsys, tmp_path, *SHORT, f"data.train=['{path}']", "eval.tasks=[]")
+    assert found["run"]["accuracy"] <= 0.7

@@ -1,0 +1,98 @@
+"""Rules of the section `preference`, each with a recipe that breaks it and one that does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from ftcli.methods.preference.checks import check
+from ftcli.preflight.checks import support
+from ftcli.preflight.checks.context import Context
+
+Make = Callable[..., Context]
+MODEL = "model: {name_or_path: google/gemma-2-2b}\nlora: {r: 8}\ndata: {max_seq_len: 64}\n"
+
+
+@pytest.fixture
+def context(load: Callable[..., object]) -> Make:
+    """``context(setting, ...)`` of a recipe for pairs."""
+
+    def _context(*settings: str, method: str = "dpo") -> Context:
+        loaded = load(MODEL, f"train.method={method}", *settings)
+        return Context(loaded.recipe, loaded.origins, "train")  # type: ignore[attr-defined]
+
+    return _context
+
+
+REFUSED = [
+    ("preference.loss=[]", "preference.loss is empty"),
+    ("preference.loss=ipo", "preference.loss ipo compares nats a token"),
+    ("preference.loss=sigmoid_norm", "preference.loss sigmoid_norm compares nats a token"),
+    ("preference={loss: ipo, beta: 0.5, label_smoothing: 0.1}", "preference.label_smoothing has no meaning for ipo"),
+    ("preference={loss: apo_zero, label_smoothing: 0.1}", "preference.label_smoothing has no meaning for apo_zero"),
+    ("preference.gamma=1", "preference.gamma is read by simpo only"),
+    ("preference.reference=none", "compares with a reference, and preference.reference is none"),
+    ("preference={loss: simpo, reference: start}", "compares with nothing, and preference.reference is start"),
+]
+
+
+@pytest.mark.parametrize(("setting", "said"), REFUSED)
+def test_what_contradicts_a_loss_is_refused(setting: str, said: str, context: Make) -> None:
+    (finding,) = check(context(setting))
+    assert (finding.code, finding.severity) == ("FT282", "error")
+    assert said in finding.message
+    assert finding.help
+
+
+WARNED = [
+    ("train.learning_rate=2e-4", "dpo", "a learning rate of 0.0002 is high for DPO"),
+    ("preference={loss: sigmoid_norm, beta: 0.1}", "dpo", "preference.beta 0.1 with sigmoid_norm"),
+    ("preference={loss: ipo, beta: 0.1}", "dpo", "asks for a margin of 5 nats a token"),
+    ("preference.beta=0.1", "simpo", "preference.beta 0.1 with simpo"),
+]
+
+
+@pytest.mark.parametrize(("setting", "method", "said"), WARNED)
+def test_values_that_are_known_not_to_work_are_told(setting: str, method: str, said: str, context: Make) -> None:
+    (finding,) = check(context(setting, method=method))
+    assert (finding.code, finding.severity) == ("FT283", "warning")
+    assert said in finding.message
+
+
+FINE = [
+    ("train.max_steps=3", "dpo"),
+    ("train.max_steps=3", "orpo"),
+    ("train.max_steps=3", "simpo"),
+    ("preference={loss: ipo, beta: 0.5}", "dpo"),
+    ("preference={loss: sigmoid_norm, beta: 5}", "dpo"),
+    ("preference={label_smoothing: 0.1, sft_weight: 1, ld_alpha: 0.5, reference: start}", "dpo"),
+    ("preference={loss: [{name: sigmoid, weight: 0.8}, {name: bco_pair, weight: 0.2}]}", "dpo"),
+    ("preference={loss: cpo, sft_weight: 1, reference: none}", "dpo"),
+    ("preference={gamma: 1, beta: 2.5}", "simpo"),
+]
+
+
+@pytest.mark.parametrize(("setting", "method"), FINE)
+def test_what_recipes_say_is_let_pass(setting: str, method: str, context: Make) -> None:
+    assert list(check(context(setting, method=method))) == []
+    assert list(support.check(context(setting, method=method), lambda package: True)) == []
+
+
+def test_defaults_are_those_of_the_method(context: Make, load: Callable[..., object]) -> None:
+    recipes = {method: context(method=method).recipe for method in ("dpo", "orpo", "simpo")}
+    assert {name: recipe.train.learning_rate for name, recipe in recipes.items()} == {
+        "dpo": 1e-5,
+        "orpo": 5e-6,
+        "simpo": 5e-6,
+    }
+    assert {recipe.data.format for recipe in recipes.values()} == {"preference"}
+    full = load(MODEL.replace("lora: {r: 8}\n", ""), "train.method=dpo").recipe  # type: ignore[attr-defined]
+    assert full.train.learning_rate == 5e-7
+
+
+def test_the_section_under_another_method_is_refused(context: Make) -> None:
+    """It would be read past: the run would be supervised fine-tuning on whatever its rows are."""
+    found = [f for f in support.check(context("preference.beta=0.2", method="sft")) if f.code == "FT250"]
+    assert [finding.message for finding in found] == ["the section preference is not read under train.method: sft"]
+    assert "train.method: dpo | orpo | simpo" in str(found[0].help)

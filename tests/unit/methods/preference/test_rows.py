@@ -1,0 +1,360 @@
+"""Rows of pairs: every form that a pair may have, what is scored of each, and every refusal by file and row."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from ftcli.assets import asset
+from ftcli.config.data import DataConfig
+from ftcli.data.prepare import PreparedData, prepare
+from ftcli.errors import Finding, FtcliError
+from ftcli.labels import IGNORE_INDEX
+from ftcli.methods.preference.pairs import pair_epochs, pair_findings
+
+Row = dict[str, Any]
+Prepare = Callable[..., PreparedData]
+END = "<end_of_turn>"
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
+#: Shows what Gemma's own does not: system and tool turns, and tools.
+TEMPLATE = (
+    "{{ bos_token }}{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% for m in messages %}<start_of_turn>{{ m.role }}:{{ m.content | trim }}<end_of_turn>{% endfor %}"
+    "{% if add_generation_prompt %}<start_of_turn>assistant:{% endif %}"
+)
+
+
+def user(text: str) -> Row:
+    return {"role": "user", "content": text}
+
+
+def says(text: str) -> Row:
+    return {"role": "assistant", "content": text}
+
+
+def tool(text: str) -> Row:
+    return {"role": "tool", "content": text}
+
+
+#: A pair as messages.
+PAIR: Row = {"prompt": [user("q")], "chosen": [says("good")], "rejected": [says("bad")]}
+
+
+def stops_of(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    return tuple(tokenizer.convert_tokens_to_ids([str(tokenizer.eos_token), END]))
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(asset("tokenizers", "bytes")))
+    return found
+
+
+@pytest.fixture(scope="module")
+def showing(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """With the template that shows every turn and tools."""
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = TEMPLATE
+    return own
+
+
+@pytest.fixture
+def prepared(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> Prepare:
+    """``prepared(rows, source options, data options)``."""
+
+    def _prepared(
+        rows: list[Row], name: str = "d.jsonl", source: Row | None = None, by: Any = None, **options: Any
+    ) -> PreparedData:
+        path = tmp_path / name
+        if path.suffix == ".csv":
+            with path.open("w", newline="", encoding="utf-8") as file:
+                writer = csv.DictWriter(file, list(rows[0]))
+                writer.writeheader()
+                writer.writerows(rows)
+        else:
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        given = {
+            "format": "preference",
+            "max_seq_len": 300,
+            "train": [{"path": str(path), **(source or {})}],
+            **options,
+        }
+        data = DataConfig.model_validate(given)
+        return prepare(data.train, data, by or tokenizer, stops_of(tokenizer))
+
+    return _prepared
+
+
+def texts(found: PreparedData, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, str]]:
+    """Whole rows, and what is scored of each."""
+    return [
+        (
+            str(tokenizer.decode(row.input_ids)),
+            str(tokenizer.decode([label for label in row.labels if label != IGNORE_INDEX])),
+        )
+        for row in found.sequences
+    ]
+
+
+def scored(found: PreparedData, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    return [answer for _, answer in texts(found, tokenizer)]
+
+
+def refusal(prepared: Prepare, rows: list[Row], **options: Any) -> list[tuple[str, str]]:
+    """Where and why each row is refused."""
+    with pytest.raises(FtcliError) as caught:
+        prepared(rows, **options)
+    assert caught.value.exit_code == 4
+    return [
+        (str(finding.origin).rpartition("/")[2], f"{finding.code} {finding.message}")
+        for finding in caught.value.findings
+    ]
+
+
+FORMS: dict[str, Row] = {
+    "prompt and messages": PAIR,
+    "prompt within both answers": {
+        "prompt": [user("q")], "chosen": [user("q"), says("good")], "rejected": [user("q"), says("bad")],
+    },
+    "prompt that both answers begin with": {"chosen": [user("q"), says("good")], "rejected": [user("q"), says("bad")]},
+    "prompt as its own text": {
+        "prompt": "q", "chosen": [user("q"), says("good")], "rejected": [user("q"), says("bad")],
+    },
+    "asked in messages, answered in strings": {"prompt": [user("q")], "chosen": "good", "rejected": "bad"},
+    "JSON text": {name: json.dumps(value) for name, value in PAIR.items()},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("row", FORMS.values(), ids=FORMS)
+def test_every_form_is_the_same_pair(row: Row, prepared: Prepare, tokenizer: PreTrainedTokenizerBase) -> None:
+    wanted = texts(prepared([PAIR]), tokenizer)
+    assert [answer for _, answer in wanted] == ["good" + END, "bad" + END]
+    assert texts(prepared([row]), tokenizer) == wanted
+
+
+def test_a_prompt_of_messages_as_json_text_is_no_plain_text(
+    prepared: Prepare, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """As a table holds it beside answers in strings; the model would be shown JSON."""
+    found = prepared([{"prompt": json.dumps([user("q")]), "chosen": "good", "rejected": "bad"}], "d.csv")
+    assert texts(found, tokenizer) == texts(prepared([PAIR]), tokenizer)
+
+
+def test_tables_hold_messages_as_json_text(prepared: Prepare, tokenizer: PreTrainedTokenizerBase) -> None:
+    row = {name: json.dumps(value) for name, value in PAIR.items()}
+    found = prepared([row, {**row, "rejected": json.dumps([says("worse")])}], "d.csv")
+    assert scored(found, tokenizer) == ["good" + END, "bad" + END, "good" + END, "worse" + END]
+    assert found.sequences[0].row.number == 2  # the line of the file
+
+
+def test_strings_have_no_template_and_end_with_the_end_of_sequence(
+    prepared: Prepare, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    found = texts(prepared([{"prompt": "Two and two is", "chosen": " four", "rejected": " five"}]), tokenizer)
+    eos, bos = tokenizer.eos_token, tokenizer.bos_token
+    assert found == [
+        (f"{bos}Two and two is four{eos}", f" four{eos}"),
+        (f"{bos}Two and two is five{eos}", f" five{eos}"),
+    ]
+
+
+def test_only_what_the_assistant_says_after_the_prompt_is_scored(
+    prepared: Prepare, showing: PreTrainedTokenizerBase
+) -> None:
+    """User and tool turns within an answer are not scored; turns of the prompt are not, whoever's they are."""
+    row = {
+        "prompt": [user("a"), says("earlier"), user("b")],
+        "chosen": [says("one"), tool("result"), says("two"), user("more?"), says("three")],
+        "rejected": [says("none"), user("why?"), says("because")],
+    }
+    (whole, chosen), (_, rejected) = texts(prepared([row], by=showing), showing)
+    assert "earlier" in whole
+    assert "result" in whole
+    assert chosen == f"one{END}two{END}three{END}"
+    assert rejected == f"none{END}because{END}"
+
+
+def test_all_assistant_turns_are_scored_where_that_is_asked_for(
+    prepared: Prepare, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    row = {**PAIR, "prompt": [user("a"), says("earlier"), user("b")]}
+    assert scored(prepared([row], loss_on="assistant"), tokenizer) == [
+        f"earlier{END}good{END}",
+        f"earlier{END}bad{END}",
+    ]
+
+
+def test_tools_are_shown_in_both_rows(prepared: Prepare, showing: PreTrainedTokenizerBase) -> None:
+    found = texts(prepared([{**PAIR, "tools": TOOLS}], by=showing), showing)
+    assert all('"look"' in whole for whole, _ in found)
+    assert [answer for _, answer in found] == ["good" + END, "bad" + END]
+
+
+def test_columns_are_mapped_and_removed(
+    prepared: Prepare, tokenizer: PreTrainedTokenizerBase, showing: PreTrainedTokenizerBase
+) -> None:
+    renamed = {"question": PAIR["prompt"], "chosen_response": PAIR["chosen"], "other": PAIR["rejected"]}
+    mapping = {"prompt": "question", "chosen": "chosen_response", "rejected": "other"}
+    assert scored(prepared([renamed], source={"columns": mapping}), tokenizer) == ["good" + END, "bad" + END]
+    wrong = {**FORMS["prompt that both answers begin with"], "prompt": [user("something else")]}
+    kept = prepared([wrong], "with.jsonl", by=showing)
+    left = prepared([wrong], "without.jsonl", {"remove_columns": ["prompt"]}, showing)
+    assert ["something else" in texts(found, showing)[0][0] for found in (kept, left)] == [True, False]
+
+
+@pytest.mark.parametrize("scores", [{"score_chosen": 8.5, "score_rejected": 3.0}, {"score": 1, "label": False}])
+def test_columns_that_rate_the_answers_of_a_pair_are_only_named(
+    prepared: Prepare, tokenizer: PreTrainedTokenizerBase, scores: Row
+) -> None:
+    """As in UltraFeedback: a pair says itself which of its answers is bad."""
+    rows = [
+        {**PAIR, **scores},
+        {**PAIR, **{name: 7 if value is not False else value for name, value in scores.items()}},
+    ]
+    assert len(scored(prepared(rows), tokenizer)) == 4
+
+
+BROKEN: dict[str, tuple[Row, str]] = {
+    "equal messages": ({**PAIR, "rejected": PAIR["chosen"]}, "chosen and rejected are the same"),
+    "equal strings": ({"prompt": "q", "chosen": "a", "rejected": "a"}, "chosen and rejected are the same"),
+    "empty string": ({"prompt": "q", "chosen": "a", "rejected": ""}, "'rejected' must be a string that is not empty"),
+    "empty answer": ({**PAIR, "chosen": [says("")]}, "chosen has no answer after the prompt"),
+    "no answer": ({**PAIR, "rejected": [user("q2")]}, "rejected has no answer after the prompt"),
+    "empty list": ({**PAIR, "rejected": []}, "a list with at least one message"),
+    "null": ({**PAIR, "rejected": None}, "a list with at least one message"),
+    "different prompts": (
+        {"chosen": [user("q"), says("a")], "rejected": [user("p"), says("b")]},
+        "they answer different prompts",
+    ),
+    "a prompt that is not theirs": (
+        {"prompt": "other", "chosen": [user("q"), says("a")], "rejected": [user("q"), says("b")]},
+        "`prompt` is not among the messages",
+    ),
+    "no prompt for strings": ({"chosen": "a", "rejected": "b"}, "a row of strings needs `prompt`"),
+    "a string and messages": ({**PAIR, "chosen": "good"}, "must both be strings, or both lists of messages"),
+    "no rejected answer": ({"prompt": "q", "chosen": "a"}, "column 'rejected' is missing"),
+    "broken JSON": ({**PAIR, "chosen": '[{"role": ', "rejected": '[{"role": '}, "text that is not JSON"),
+}
+
+
+@pytest.mark.parametrize(("row", "reason"), BROKEN.values(), ids=BROKEN)
+def test_what_is_no_pair_is_refused_by_file_and_row(row: Row, reason: str, prepared: Prepare) -> None:
+    ((where, said),) = refusal(prepared, [PAIR, row])
+    assert where == "d.jsonl:2"
+    assert said.startswith("FT412 ")
+    assert reason in said
+
+
+def test_answers_that_are_equal_once_the_template_has_trimmed_them_are_refused(
+    prepared: Prepare, showing: PreTrainedTokenizerBase
+) -> None:
+    """They were dropped without a word, as those are that a cut makes equal."""
+    ((where, said),) = refusal(prepared, [PAIR, {**PAIR, "rejected": [says(" good\n")]}], by=showing)
+    assert where == "d.jsonl:2"
+    assert said.startswith("FT412 its answers are the same once they are rendered")
+
+
+def test_a_broken_pair_may_be_skipped(prepared: Prepare, tokenizer: PreTrainedTokenizerBase) -> None:
+    found = prepared([PAIR, {**PAIR, "rejected": PAIR["chosen"]}, PAIR], max_bad_rows=1)
+    assert scored(found, tokenizer) == 2 * ["good" + END, "bad" + END]
+    assert found.ledgers[0].bad_rows == 1
+
+
+def test_rows_for_another_method_say_which(prepared: Prepare) -> None:
+    (_, said), *_ = refusal(prepared, [{"messages": [user("q"), says("a")]}])
+    assert "column 'chosen' is missing" in said
+    assert "`train.method: sft`" in said
+
+
+LONG: Row = {**PAIR, "rejected": [says("bad " * 30)]}
+
+
+@pytest.mark.parametrize("side", ["chosen", "rejected"])
+def test_a_pair_of_which_one_answer_is_too_long_goes_as_one(
+    side: str, prepared: Prepare, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    long = LONG if side == "rejected" else {**PAIR, "chosen": LONG["rejected"]}
+    rows = [PAIR, long, PAIR]
+    ((where, said),) = refusal(prepared, rows, max_seq_len=80)
+    assert where == "d.jsonl:2"
+    assert said.startswith("FT431")
+    dropped = prepared(rows, "a.jsonl", max_seq_len=80, overlong="drop")
+    assert scored(dropped, tokenizer) == 2 * ["good" + END, "bad" + END]
+    assert (dropped.ledgers[0].dropped_rows, dropped.ledgers[0].kept_rows) == (2, 4)
+    cut = prepared(rows, "b.jsonl", max_seq_len=80, overlong="truncate")
+    assert len(cut.sequences) == 6
+    assert max(len(row.input_ids) for row in cut.sequences) == 80
+    assert scored(cut, tokenizer)[:2] == scored(cut, tokenizer)[4:] == ["good" + END, "bad" + END]
+
+
+def test_pairs_that_truncation_makes_equal_or_leaves_without_an_answer_go(
+    prepared: Prepare, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    same = "the same words for a while, and then "
+    alike = {**PAIR, "chosen": [says(same + "good")], "rejected": [says(same + "bad")]}
+    asked = {**PAIR, "prompt": [user("q" * 100)]}
+    found = prepared([alike, PAIR, asked], max_seq_len=50, overlong="truncate")
+    assert scored(found, tokenizer) == ["good" + END, "bad" + END]
+    assert found.ledgers[0].dropped_rows == 4
+
+
+def findings_of(found: PreparedData) -> list[Finding]:
+    return list(pair_findings(found.sequences))
+
+
+def test_a_pair_that_is_there_the_other_way_round_too_is_told(prepared: Prepare) -> None:
+    turned = {**PAIR, "chosen": PAIR["rejected"], "rejected": PAIR["chosen"]}
+    other = {**turned, "prompt": [user("another question")]}
+    assert findings_of(prepared([PAIR, PAIR, other])) == []
+    (finding,) = findings_of(prepared([PAIR, other, turned], "b.jsonl"))
+    assert (finding.code, finding.severity) == ("FT458", "warning")
+    assert str(finding.origin).endswith("b.jsonl:3")
+    assert "b.jsonl:1 rejects" in finding.message
+
+
+def test_answers_that_give_themselves_away_by_length_are_told(prepared: Prepare) -> None:
+    def pairs(longer: int, shorter: int, alike: int = 0) -> list[Row]:
+        made = [{**PAIR, "prompt": [user(f"{n}")]} for n in range(longer)]
+        made += [{**PAIR, "prompt": [user(f"{n}")], "chosen": [says("ok")]} for n in range(longer, longer + shorter)]
+        return made + [{**PAIR, "prompt": [user(f"{n}")], "chosen": [says("yes")]} for n in range(100, 100 + alike)]
+
+    (finding,) = findings_of(prepared(pairs(21, 9, alike=40)))
+    assert (finding.code, finding.severity) == ("FT459", "warning")
+    assert "70% of the pairs" in finding.message
+    assert findings_of(prepared(pairs(19, 11), "b.jsonl")) == []  # 63%
+    assert findings_of(prepared(pairs(28, 0, alike=40), "c.jsonl")) == []  # too few to say
+
+
+def test_an_epoch_holds_pairs_and_weights_are_shares_of_them(prepared: Prepare, tmp_path: Path) -> None:
+    rows = [{**PAIR, "prompt": [user(f"{n}")]} for n in range(12)]
+    table = prepared(rows).sequences
+    epochs = pair_epochs(table, None, seed=3)
+    assert (epochs.units, len(epochs)) == (12, 12)
+    order = epochs.order(0)
+    assert sorted(order) == list(range(12))
+    assert order != epochs.order(1)
+    for unit in order:
+        members = epochs.members(unit)
+        assert [row.row.number for row in members] == [unit + 1, unit + 1]
+        assert members[0].input_ids != members[1].input_ids
+
+
+def test_weights_of_files_are_shares_of_pairs(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    for name, count in (("a", 4), ("b", 8)):
+        rows = [{**PAIR, "prompt": [user(f"{name}{n}")]} for n in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = {"format": "preference", "max_seq_len": 300, "train": [str(tmp_path / f"{name}.jsonl") for name in "ab"]}
+    data = DataConfig.model_validate(given)
+    table = prepare(data.train, data, tokenizer, stops_of(tokenizer)).sequences
+    epochs = pair_epochs(table, [3.0, 1.0], seed=0)
+    order = epochs.order(0)
+    assert len(order) == 32  # 8 of the second file are a quarter
+    assert sum(unit < 4 for unit in order) == 24
+    assert all(order.count(unit) == 1 for unit in range(4, 12))
