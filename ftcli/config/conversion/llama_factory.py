@@ -65,7 +65,8 @@ def _datasets(key: str) -> r.Rule:
 
 
 def _folder(draft: Draft) -> str:
-    return str(draft.said("dataset_dir") or "data")
+    said = draft.said("dataset_dir")
+    return said if isinstance(said, str) else "data"
 
 
 def _index(draft: Draft) -> JsonObject:
@@ -86,7 +87,8 @@ def _registered(draft: Draft, given: ForeignSetting, name: str, index: JsonObjec
     if not isinstance(entry, dict):
         help = f"{folder}/{_INDEX} says which file `{name}` is: write that file, or hub:ORG/NAME"
         draft.unusable(given, f"`{name}` is a name in LLaMA-Factory's list of datasets", help)
-        return {"path": f"{folder}/{name}.json"}, "text" if _is_text(draft) else None
+        path = f"{folder}/{name}.json"
+        return {} if "://" in path else {"path": path}, "text" if _is_text(draft) else None
     pairs = preferences.wanted(draft)
     if pairs != bool(entry.get("ranking")):
         what = "no pairs: `ranking` is not true" if pairs else "pairs, and the stage is none that learns from them"
