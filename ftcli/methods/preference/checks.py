@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ftcli.assets import BUNDLED
 from ftcli.methods.preference.choice import beta_of, losses_of
 from ftcli.methods.preference.settings import PreferenceConfig
 from ftcli.preflight.checks.context import Context, Findings
@@ -25,7 +26,9 @@ def check(context: Context) -> Findings:
     yield from _ignored(context, settings, names)
     yield from _reference(context, settings, names)
     rate = recipe.train.learning_rate
-    if rate >= _HIGHEST_RATE:  # 2e-4 as well, the default of supervised fine-tuning: it is none here
+    # 2e-4 as well, the default of supervised fine-tuning: it is none here. The bundled models are a thousandth of those
+    # that recipes are published for.
+    if rate >= _HIGHEST_RATE and not recipe.model.name_or_path.startswith(BUNDLED):
         yield context.warning(
             "FT283",
             "train.learning_rate",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,9 @@ LABELS, SCORED = "labels", "scored"
 _LONGER_SHARE = 0.65
 #: Pairs below which that share says nothing.
 _FEW = 30
+#: Pairs that are named one by one where they are there both ways round.
+_NAMED = 5
+_REMOVE = "remove one of them"
 
 
 def pair_epochs(table: TokenTable, weights: Sequence[float] | None, seed: int) -> Epochs:
@@ -47,34 +51,41 @@ def pair_epochs(table: TokenTable, weights: Sequence[float] | None, seed: int) -
     return Epochs(table, mix, Packs(rows, np.arange(2, 2 * pairs + 1, 2, dtype=np.int64)), seed)
 
 
-def pair_findings(table: TokenTable) -> Iterator[Finding]:
+def pair_findings(table: Sequence[TokenizedRow]) -> Iterator[Finding]:
     """FT458 where one pair is also there the other way round; FT459 where length gives the chosen answer away."""
-    seen: dict[tuple[bytes, bytes], TokenizedRow] = {}
-    longer = longest = 0
+    seen: dict[tuple[bytes, bytes], int] = {}
+    turned = longer = unequal = 0
     for index in range(0, len(table), 2):
         chosen, rejected = table[index], table[index + 1]
-        key = tuple(np.asarray(row.input_ids, dtype=np.int32).tobytes() for row in (chosen, rejected))
-        if (key[1], key[0]) in seen:
-            first = seen[key[1], key[0]].row.origin
-            yield Finding(
-                "FT458",
-                f"this pair prefers the answer that {first} rejects: the two teach nothing together",
-                chosen.row.origin,
-                "remove one of them",
-                "warning",
-            )
-        seen.setdefault((key[0], key[1]), chosen)
+        one, other = _digest(chosen), _digest(rejected)
+        if (other, one) in seen:
+            turned += 1
+            if turned <= _NAMED:
+                yield _turned(chosen, table[seen[other, one]])
+        seen.setdefault((one, other), index)
         sizes = answer_tokens(chosen), answer_tokens(rejected)
         longer += sizes[0] > sizes[1]
-        longest += sizes[0] != sizes[1]
-    if longest >= _FEW and longer / longest > _LONGER_SHARE:
+        unequal += sizes[0] != sizes[1]
+    if turned > _NAMED:
+        yield Finding("FT458", f"and {turned - _NAMED:,} more pairs like these", None, _REMOVE, "warning")
+    if unequal >= _FEW and longer / unequal > _LONGER_SHARE:
         yield Finding(
             "FT459",
-            f"the chosen answer is the longer one in {longer / longest:.0%} of the pairs: a model learns to write more",
+            f"the chosen answer is the longer one in {longer / unequal:.0%} of the pairs: a model learns to write more",
             None,
             "consider preference.loss: sigmoid_norm (with beta around 5), simpo, or preference.ld_alpha: 0.5",
             "warning",
         )
+
+
+def _digest(row: TokenizedRow) -> bytes:
+    """Of its tokens. The tokens themselves, of all pairs, would be gigabytes."""
+    return hashlib.blake2b(np.asarray(row.input_ids, dtype=np.int32).tobytes(), digest_size=16).digest()
+
+
+def _turned(chosen: TokenizedRow, other: TokenizedRow) -> Finding:
+    message = f"this pair prefers the answer that {other.row.origin} rejects: the two teach nothing together"
+    return Finding("FT458", message, chosen.row.origin, _REMOVE, "warning")
 
 
 def answer_tokens(row: TokenizedRow) -> int:

@@ -15,7 +15,6 @@ from typing import Any
 import peft
 import pytest
 import torch
-from ftcli.model.stack import stack_of
 from ftkernels.device import interpreting
 from torch import Tensor
 from transformers import AttentionInterface
@@ -26,6 +25,7 @@ from ftcli.methods.preference.objective import PairObjective
 from ftcli.methods.preference.pairs import SCORED, ScoredAnswers
 from ftcli.model import attention
 from ftcli.model.backbone import base_of
+from ftcli.model.fused import stack_of
 from ftcli.model.initial_adapters import as_base, remember_initial
 from ftcli.model.masks import mask_for
 from ftcli.model.patch import patch

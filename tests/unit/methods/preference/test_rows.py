@@ -319,6 +319,15 @@ def test_a_pair_that_is_there_the_other_way_round_too_is_told(prepared: Prepare)
     assert "b.jsonl:1 rejects" in finding.message
 
 
+def test_many_pairs_that_are_there_both_ways_are_counted(prepared: Prepare) -> None:
+    asked = [{**PAIR, "prompt": [user(f"{n}")]} for n in range(9)]
+    turned = [{**row, "chosen": row["rejected"], "rejected": row["chosen"]} for row in asked]
+    found = findings_of(prepared(asked + turned))
+    assert [finding.code for finding in found] == ["FT458"] * 6
+    assert [str(finding.origin).rpartition(":")[2] for finding in found[:5]] == ["10", "11", "12", "13", "14"]
+    assert found[5].message == "and 4 more pairs like these"
+
+
 def test_answers_that_give_themselves_away_by_length_are_told(prepared: Prepare) -> None:
     def pairs(longer: int, shorter: int, alike: int = 0) -> list[Row]:
         made = [{**PAIR, "prompt": [user(f"{n}")]} for n in range(longer)]
