@@ -18,11 +18,16 @@ def understand(row: Row) -> Example:
     The example is the chosen answer's; ``others`` holds the rejected one's. Raises Misfit for answers that are empty
     or equal, and for two conversations that have no message in common.
     """
-    chosen, rejected = row.fields["chosen"], row.fields["rejected"]
+    chosen, rejected = _listed(row.fields["chosen"]), _listed(row.fields["rejected"])
     if _is_text(chosen) != _is_text(rejected):
         raise Misfit("chosen and rejected must both be strings, or both lists of messages")
     first, second = _texts(row, chosen, rejected) if _is_text(chosen) else _chats(row, chosen, rejected)
     return replace(first, others=(second,))
+
+
+def _listed(answer: Any) -> Any:
+    """A message alone, as some datasets hold answers, as a list of it."""
+    return [answer] if isinstance(answer, dict) else answer
 
 
 def _is_text(value: Any) -> bool:

@@ -128,6 +128,7 @@ FORMS: dict[str, Row] = {
         "prompt": "q", "chosen": [user("q"), says("good")], "rejected": [user("q"), says("bad")],
     },
     "asked in messages, answered in strings": {"prompt": [user("q")], "chosen": "good", "rejected": "bad"},
+    "answers that are one message": {"prompt": [user("q")], "chosen": says("good"), "rejected": says("bad")},
     "JSON text": {name: json.dumps(value) for name, value in PAIR.items()},
 }  # fmt: skip
 
