@@ -192,6 +192,33 @@ def test_all_assistant_turns_are_scored_where_that_is_asked_for(
     ]
 
 
+#: Shows reasoning of the turns after the last question alone, as Qwen 3's does.
+FORGETFUL = (
+    "{{ bos_token }}{% set asked = messages | map(attribute='role') | list %}"
+    "{% for m in messages %}<start_of_turn>{{ m.role }}:"
+    "{% if m.reasoning_content and 'user' not in asked[loop.index0:] %}"
+    "<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content }}<end_of_turn>{% endfor %}{% if add_generation_prompt %}<start_of_turn>assistant:{% endif %}"
+)
+
+
+def test_reasoning_is_scored_where_generation_shows_it(prepared: Prepare, showing: PreTrainedTokenizerBase) -> None:
+    """An answer of several turns whose first one is rendered otherwise than it was generated is two rows: refused."""
+    forgetful = copy.deepcopy(showing)
+    forgetful.chat_template = FORGETFUL
+    thought = {**says("one"), "reasoning_content": "first"}, {**says("two"), "reasoning_content": "second"}
+    row = {"prompt": [user("a"), thought[0], user("b")], "chosen": [thought[1]], "rejected": [says("bad")]}
+    (whole, chosen), _ = texts(prepared([row], by=forgetful), forgetful)
+    assert chosen == f"<think>second</think>two{END}"
+    assert "first" not in whole
+    turns = {**PAIR, "chosen": [thought[0], user("b"), thought[1]]}
+    ((where, said),) = refusal(prepared, [turns], by=forgetful)
+    assert where == "d.jsonl:1"
+    assert "use `data.history: last`" in said
+    found = scored(prepared([turns], by=forgetful, history="last"), forgetful)
+    assert found == [f"<think>second</think>two{END}", f"bad{END}"]
+
+
 def test_tools_are_shown_in_both_rows(prepared: Prepare, showing: PreTrainedTokenizerBase) -> None:
     found = texts(prepared([{**PAIR, "tools": TOOLS}], by=showing), showing)
     assert all('"look"' in whole for whole, _ in found)
