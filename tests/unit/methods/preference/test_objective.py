@@ -123,8 +123,6 @@ class Ranks:
         for tensor in tensors:
             tensor[1 - self.rank :: 2] += self._other
 
-    add_up = all_reduce
-
 
 def test_metrics_of_two_ranks_are_those_of_one_process(model: Any) -> None:
     """Also to the last bit: the ranks' sums are added up in the order of one process."""
