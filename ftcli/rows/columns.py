@@ -136,7 +136,8 @@ def mapping(fields: JsonObject) -> str | None:
     by_name = {str(name).lower(): str(name) for name in fields}
 
     def first(words: Iterable[str], kind: type) -> str | None:
-        return next((by_name[word] for word in words if isinstance(fields.get(by_name.get(word, "")), kind)), None)
+        named = (by_name[word] for word in words if word in by_name)
+        return next((name for name in named if isinstance(fields[name], kind)), None)
 
     chat = first(_CHATS, list)
     if chat is not None:

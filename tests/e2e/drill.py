@@ -54,6 +54,11 @@ class Drill:
         """Waits for a file or folder to appear."""
         self._until(path.exists)
 
+    def until_step(self, run: Path, step: int) -> None:
+        """Waits for the checkpoint of a step, or of a later one: a quick run has removed it when it is looked for."""
+        names = [f"step-{one:08d}" for one in range(step, step + 100)]
+        self._until(lambda: any((run / "checkpoints" / name).exists() for name in names))
+
     def until_said(self, text: str) -> None:
         """Waits for words of it."""
         self._until(lambda: text in self.said)

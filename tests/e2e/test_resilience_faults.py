@@ -299,7 +299,7 @@ def test_killed_at_random_moments_a_run_that_saves_in_every_step_is_the_same_run
     chance, killed = random.Random(11), 0
     for kill in range(3):
         drill = drills.start(recipe)
-        drill.until(drills.folder / f"r/checkpoints/step-{2 * kill + 1:08d}")
+        drill.until_step(drills.folder / "r", 2 * kill + 1)
         time.sleep(chance.uniform(0, 0.1))
         with contextlib.suppress(ProcessLookupError):  # it may have ended on a quick machine
             drill.signal(signal.SIGKILL)

@@ -8,7 +8,7 @@ import pytest
 
 from ftcli.config.data import DatasetConfig
 from ftcli.errors import FtcliError
-from ftcli.rows.columns import UnreadColumns
+from ftcli.rows.columns import UnreadColumns, mapping
 from ftcli.rows.layouts import layout_of
 from ftcli.rows.row import Row
 
@@ -119,3 +119,8 @@ def test_preference_pairs_are_called_that(fields: dict[str, Any], columns: str) 
     assert finding.message.endswith("are preference pairs")
     assert "DPO is `train.method: dpo` of `ftcli train`, with the section `preference`" in str(finding.help)
     assert f"`columns: {columns}`" in str(finding.help)
+
+
+def test_a_column_without_a_name_is_no_suggestion() -> None:
+    assert mapping({"": [{"role": "user", "content": "a"}]}) is None
+    assert mapping({"": "a", "question": "b"}) is None
