@@ -27,12 +27,14 @@ from common import GIB, RECIPES, ROOT, Table, ftcli, parser, require_device, set
 from peers import build, now
 from rows import UNTRAINED, letters
 
-PROMPT, ANSWER, SIGMA = 190, 330, 0.6
+#: Tokens of prompt and answer, on a GPU and for a look on a CPU.
+LENGTHS, TINY = (190, 330), (24, 40)
+SIGMA = 0.6
 CASES = ("bf16", "nf4", "fp8", "lognormal")
 _MODEL = "meta-llama/Llama-3.1-8B"
 
 
-def pairs(count: int, *, lognormal: bool) -> list[dict[str, str]]:
+def pairs(count: int, prompt: int, answer: int, *, lognormal: bool) -> list[dict[str, str]]:
     """Rows of random letters: a byte is a token."""
     rng = random.Random(0)
 
@@ -42,8 +44,8 @@ def pairs(count: int, *, lognormal: bool) -> list[dict[str, str]]:
         return max(4, min(4 * mean, round(mean * rng.lognormvariate(-(SIGMA**2) / 2, SIGMA))))
 
     return [
-        {"prompt": letters(size(PROMPT), 3 * i), "chosen": letters(size(ANSWER), 3 * i + 1),
-         "rejected": letters(size(ANSWER), 3 * i + 2)}
+        {"prompt": letters(size(prompt), 3 * i), "chosen": letters(size(answer), 3 * i + 1),
+         "rejected": letters(size(answer), 3 * i + 2)}
         for i in range(count)
     ]  # fmt: skip
 
@@ -52,10 +54,11 @@ def ours(case: str, options: argparse.Namespace) -> dict[str, Any]:
     """The row of `ftcli train`, from its metrics."""
     with tempfile.TemporaryDirectory(prefix="ftcli-pairs-") as folder:
         data = Path(folder, "pairs.jsonl")
-        rows = pairs(options.pairs * options.steps, lognormal=case == "lognormal")
+        lengths = LENGTHS if options.device == "cuda" else TINY
+        rows = pairs(options.pairs * options.steps, *lengths, lognormal=case == "lognormal")
         data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         recipe = RECIPES / ("smoke-dpo.yaml" if options.device == "cpu" else "llama3.1-8b.yaml")
-        longest = 1024 if options.device == "cpu" else 4096
+        longest = (4 if case == "lognormal" else 1) * sum(lengths) + 16
         storage = case if case in ("nf4", "fp8") else "none"
         words = settings(
             *UNTRAINED, "lora.r=16", "lora.alpha=16", "train.method=dpo", "data.format=preference",
@@ -94,6 +97,7 @@ def by_trl(case: str, options: argparse.Namespace) -> dict[str, Any]:
     from ftcli.model.tokenizer import load_tokenizer
 
     ends: list[float] = []
+    lengths = LENGTHS if options.device == "cuda" else TINY
 
     class Ends(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, *_: Any, **__: Any) -> None:
@@ -108,7 +112,7 @@ def by_trl(case: str, options: argparse.Namespace) -> dict[str, Any]:
             bf16=options.device == "cuda", use_cpu=options.device == "cpu", gradient_checkpointing=False,
             optim="adamw_torch_fused", save_strategy="no", report_to=[], logging_strategy="no", disable_tqdm=True,
         )  # fmt: skip
-        rows = Dataset.from_list(pairs(options.pairs * options.steps, lognormal=case == "lognormal"))
+        rows = Dataset.from_list(pairs(options.pairs * options.steps, *lengths, lognormal=case == "lognormal"))
         tokenizer = load_tokenizer(ModelConfig(name_or_path="bundled:tiny-gemma2", tokenizer="bytes"), offline=True)
         trainer = DPOTrainer(
             build(build_options), args=arguments, train_dataset=rows, processing_class=tokenizer, callbacks=[Ends()]
