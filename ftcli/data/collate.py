@@ -105,6 +105,19 @@ def unpadded_batch(documents: Sequence[TokenizedRow], pad_token_id: int) -> dict
     return batch
 
 
+def documents_batch(documents: Sequence[TokenizedRow], batches: Batches, pad_token_id: int) -> dict[str, Tensor]:
+    """``input_ids`` and ``labels`` of documents that are scored, and what else says how they are laid out.
+
+    Padded on the right they need no mask: under causal attention nothing that is scored sees the padding.
+    """
+    if batches.layout == "unpadded":
+        batch, left_out = unpadded_batch(documents, pad_token_id), "lengths"
+    else:
+        rows: list[Unpadded] = [{"input_ids": one.input_ids, "labels": one.labels} for one in documents]
+        batch, left_out = PaddingCollator(pad_token_id)(rows), "attention_mask"
+    return {name: value for name, value in batch.items() if name != left_out}
+
+
 @dataclass(frozen=True, slots=True)
 class EpochCollator:
     """Turns numbers of training sequences (``{"index": 3}``) into batches."""

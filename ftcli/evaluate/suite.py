@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -73,23 +73,24 @@ class Evaluator:
 
     def measure(self, model: PreTrainedModel | PeftModel) -> ModelScores:
         """All that the recipe asks to be measured of one model."""
-        datasets = self.loss_by_dataset(model)
-        return ModelScores(self.combined(datasets.values()), datasets, self.tasks(model), self.harness(model))
+        loss, datasets = self.losses(model)
+        return ModelScores(loss, datasets, self.tasks(model), self.harness(model))
 
-    def combined(self, parts: Iterable[LossResult]) -> LossResult | None:
-        """The result over several files from those of each."""
-        return combine(parts)
+    def losses(self, model: PreTrainedModel | PeftModel) -> tuple[LossResult | None, dict[str, LossResult]]:
+        """:meth:`loss` over all held-out files, and for each of them."""
+        parts = {name: self.loss_of(model, rows) for name, rows in self.by_dataset().items()}
+        return combine(parts.values()), parts
+
+    def by_dataset(self) -> dict[str, list[TokenizedRow]]:
+        """The held-out rows of each file."""
+        parts: dict[str, list[TokenizedRow]] = {}
+        for tokens in self.sequences:
+            parts.setdefault(tokens.row.source, []).append(tokens)
+        return parts
 
     def loss(self, model: PreTrainedModel | PeftModel) -> LossResult | None:
         """Loss, perplexity, token accuracy over all of ``data.eval``; None without held-out data."""
         return self.loss_of(model, self.sequences) if self.sequences else None
-
-    def loss_by_dataset(self, model: PreTrainedModel | PeftModel) -> dict[str, LossResult]:
-        """:meth:`loss` for each held-out file; :func:`ftcli.evaluate.loss.combine` adds them up."""
-        parts: dict[str, list[TokenizedRow]] = {}
-        for tokens in self.sequences:
-            parts.setdefault(tokens.row.source, []).append(tokens)
-        return {name: self.loss_of(model, rows) for name, rows in parts.items()}
 
     def tasks(self, model: PreTrainedModel | PeftModel) -> dict[str, TaskResult]:
         """Each of ``eval.tasks``, by name."""

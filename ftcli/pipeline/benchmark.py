@@ -25,7 +25,7 @@ from ftcli.preflight.checks.context import Command
 from ftcli.preflight.report import PreflightReport
 from ftcli.preflight.stages import checked
 from ftcli.reporting import Session
-from ftcli.tables import engines, schedules
+from ftcli.tables import engines, methods, schedules
 
 if TYPE_CHECKING:
     from ftcli.data.tokens import TokenizedRow
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from ftcli.run.process_group import RankGroup
     from ftcli.train.assembly import Model
     from ftcli.train.loop import StepWatcher
+
+#: The method whose steps are timed, whatever the recipe trains by.
+_TIMED = "sft"
 
 
 def bench_step(
@@ -85,6 +88,10 @@ def bench_step(
 
 def _checked(loaded: LoadedRecipe, session: Session, options: BenchOptions) -> PreflightReport:
     """Preflight of what is timed."""
+    method = methods.row(loaded.recipe.train.method)
+    if method.name != _TIMED:
+        title = methods.row(_TIMED).title
+        session.reporter.info(f"what is timed are steps of {title} at this batch, not of {method.title}")
     shortened = replace(loaded, recipe=bench_recipe(loaded.recipe, options))
     command: Command = "bench --eval" if options.evaluation else "bench"
     report = checked(shortened, session, command)
@@ -108,13 +115,14 @@ def _left_out(report: PreflightReport, options: BenchOptions) -> int:
 
 
 def bench_recipe(recipe: Recipe, options: BenchOptions) -> Recipe:
-    """The recipe with random weights, the bytes tokenizer and as many steps as are timed, and nothing but these: what
-    is not evaluated is not in the memory estimate either.
+    """The recipe with random weights, the bytes tokenizer and as many supervised steps as are timed, and nothing but
+    these: what is not evaluated is not in the memory estimate either.
     """
     model = recipe.model.model_copy(update={"init": "random", "tokenizer": "bytes"})
-    data = recipe.data.model_copy(update={"max_seq_len": options.seq or recipe.data.max_seq_len})
+    data = recipe.data.model_copy(update={"max_seq_len": options.seq or recipe.data.max_seq_len, "format": "auto"})
     train = recipe.train.model_copy(
         update={
+            "method": _TIMED,
             "max_steps": _steps(recipe, options),
             "per_device_train_batch_size": options.batch or recipe.train.per_device_train_batch_size,
             "gradient_accumulation_steps": 1,
@@ -140,6 +148,7 @@ def bench_recipe(recipe: Recipe, options: BenchOptions) -> Recipe:
                 }
             ),
             "checkpoint": recipe.checkpoint.model_copy(update={"every_steps": None}),
+            **{section: None for section in methods.sections() if recipe.train.method != _TIMED},
         }
     )
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, TypeVar
 
+from ftkernels.limits import log_prob_bytes
 from pydantic import BaseModel
 
 from ftcli.config.overrides import Settings
@@ -236,6 +237,17 @@ class RunPlan:
         """
         batches = self.execution.batches
         return (1, batches.most_tokens(rows, longest)) if batches.layout == "unpadded" else (rows, longest)
+
+    def log_prob_bytes(self, rows: int) -> int:
+        """Workspace of a loss that takes ``rows`` log-probabilities from hidden states, and the head where it is cast
+        for them.
+        """
+        shape, element = self.shape, self.dtypes.compute_bytes
+        on_gpu = self.device.kind == "cuda"
+        needed = log_prob_bytes(rows, shape.hidden_size, shape.vocab_size, element, on_gpu=on_gpu)
+        if self.dtypes.parameter_bytes != element or (self.dtypes.autocast and self.head_is_trained):
+            needed += shape.vocab_size * shape.hidden_size * element
+        return needed
 
     @property
     def head_is_trained(self) -> bool:

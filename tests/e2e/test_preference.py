@@ -110,6 +110,29 @@ def test_in_bfloat16_policy_and_reference_begin_alike(user: User, lora: Any, ker
     assert losses[-1] < losses[0]
 
 
+def test_several_held_out_files_are_measured_as_one(user: User) -> None:
+    """Log-probabilities are means over tokens, and accuracy of like length one over such pairs: files whose answers
+    differ in length do not add up by their pairs.
+    """
+    asked = [{"role": "user", "content": "q"}]
+    for name, answers in (("short", [("a", "b")]), ("long", [("c" * 20, "d" * 20), ("e" * 15, "f")])):
+        rows = (
+            {
+                "prompt": asked,
+                **{k: [{"role": "assistant", "content": v}] for k, v in zip(("chosen", "rejected"), a, strict=True)},
+            }
+            for a in answers
+        )
+        (user.folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    held_out = [str(user.folder / f"{name}.jsonl") for name in ("short", "long")]
+    recipe = user.recipe("r", **pairs(data={"eval": held_out}, train={"max_steps": 2}))
+    trained_with = user.done("train", recipe)["eval"]
+    found = user.done("eval", recipe, "--run", str(user.folder / "r"))["run"]
+    assert "accuracy_of_like_length" in trained_with
+    for name, value in trained_with.items():
+        assert found[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+
+
 @pytest.mark.parametrize("method", ["orpo", "simpo"])
 def test_methods_that_compare_with_nothing(user: User, method: str) -> None:
     recipe = user.recipe("r", **pairs(train={"method": method}))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from ftkernels.limits import log_prob_bytes
-
 from ftcli.facts.generation import MOST_ROWS
 from ftcli.plan.run import Generation, MethodMemory, RunPlan
 
@@ -23,17 +21,7 @@ def memory(plan: RunPlan) -> MethodMemory:
     completions = train.per_device_train_batch_size * settings.micro_batches(train.gradient_accumulation_steps)
     return MethodMemory(
         seq_len=seq_len,
-        loss_bytes=_loss_bytes(plan, train.per_device_train_batch_size * settings.max_completion_length),
+        loss_bytes=plan.log_prob_bytes(train.per_device_train_batch_size * settings.max_completion_length),
         reference_bytes=plan.shape.parameters * plan.dtypes.parameter_bytes if second else 0,
         generation=Generation(min(completions, MOST_ROWS), settings.max_prompt_length, seq_len),
     )
-
-
-def _loss_bytes(plan: RunPlan, rows: int) -> int:
-    """The workspace of ``rows`` log-probabilities, and the head where it is cast for them."""
-    shape, element = plan.shape, plan.dtypes.compute_bytes
-    on_gpu = plan.device.kind == "cuda"
-    needed = log_prob_bytes(rows, shape.hidden_size, shape.vocab_size, element, on_gpu=on_gpu)
-    if plan.dtypes.parameter_bytes != element or (plan.dtypes.autocast and plan.head_is_trained):
-        needed += shape.vocab_size * shape.hidden_size * element
-    return needed

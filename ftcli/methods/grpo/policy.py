@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ftcli.data.collate import PaddingCollator, Unpadded, unpadded_batch
+from ftcli.data.collate import documents_batch
 from ftcli.data.tokens import TokenizedRow
 from ftcli.labels import IGNORE_INDEX
 from ftcli.methods.grpo.losses import Completions, StepShape, policy_loss
@@ -68,16 +68,6 @@ class ScoredDocuments:
             labels = [IGNORE_INDEX] * len(prompt) + answer.tolist()
             documents.append(TokenizedRow(Row("completions", index, {}), [*prompt.tolist(), *answer.tolist()], labels))
         return cls(documents, where)
-
-    def batch(self, batches: Batches, pad_token_id: int) -> dict[str, Tensor]:
-        """``input_ids`` and ``labels`` of shape (rows, tokens), and what else says how documents are laid out."""
-        if batches.layout == "unpadded":
-            batch = unpadded_batch(self.documents, pad_token_id)
-            return {name: value for name, value in batch.items() if name != "lengths"}
-        rows: list[Unpadded] = [{"input_ids": d.input_ids, "labels": d.labels} for d in self.documents]
-        batch = PaddingCollator(pad_token_id)(rows)
-        # Padded on the right, nothing that is scored sees the padding under causal attention.
-        return {name: value for name, value in batch.items() if name != "attention_mask"}
 
 
 class PolicyScores:
@@ -142,7 +132,7 @@ class PolicyScores:
             return nothing + _zero_of(model), nothing
         if torch.is_grad_enabled() and self._spans is not None:
             self._spans.count(TRAINING, sum(len(one.input_ids) for one in scored.documents))
-        batch = scored.batch(self.batches, self._pad_token_id)
+        batch = documents_batch(scored.documents, self.batches, self._pad_token_id)
         head = head_of(model)
         supervised = supervised_positions(batch["labels"], head.weight.shape[0]).to(self.device, non_blocking=True)
         batch = {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -52,8 +52,21 @@ class PairEvaluator(Evaluator):
 
     def loss_of(self, model: PreTrainedModel | PeftModel, sequences: Sequence[TokenizedRow]) -> LossResult:
         """The mean loss of the pairs, in which chosen and rejected answers take turns, and ``more`` beside it."""
-        job, recipe = self.job, self.job.recipe
-        loss = PairLoss.of(recipe.train.method, recipe.preference)
+        return _result(self._sums_of(model, sequences), self._pair_loss())
+
+    def losses(self, model: PreTrainedModel | PeftModel) -> tuple[LossResult | None, dict[str, LossResult]]:
+        """Over all held-out files what one pass over all of them would give, and each file's."""
+        loss = self._pair_loss()
+        sums = {name: self._sums_of(model, rows) for name, rows in self.by_dataset().items()}
+        whole = _result([sum(each) for each in zip(*sums.values(), strict=True)], loss) if sums else None
+        return whole, {name: _result(each, loss) for name, each in sums.items()}
+
+    def _pair_loss(self) -> PairLoss:
+        return PairLoss.of(self.job.recipe.train.method, self.job.recipe.preference)
+
+    def _sums_of(self, model: PreTrainedModel | PeftModel, sequences: Sequence[TokenizedRow]) -> Sums:
+        """Summed loss, summed cross-entropy of the chosen answers, and the sums of :class:`PairSums`."""
+        job, recipe, loss = self.job, self.job.recipe, self._pair_loss()
         vocabulary = head_of(model).weight.shape[0]
         scorer = AnswerScorer(job.batches(model), job.pad_token_id, vocabulary, loss.ld_alpha)
 
@@ -87,7 +100,7 @@ class PairEvaluator(Evaluator):
                 sums = _summed(self, pairs, run)
         finally:
             model.train(was_training)
-        return _result(sums, loss)
+        return sums
 
     def _compared(
         self,
@@ -107,20 +120,6 @@ class PairEvaluator(Evaluator):
         kept = torch.tensor([self._kept[place] for place in places], device=found.device)
         return ScoredAnswers(kept[:, 0], kept[:, 1])
 
-    def combined(self, parts: Iterable[LossResult]) -> LossResult | None:
-        """The result over several files, weighted by pairs."""
-        found = list(parts)
-        pairs = sum(part.rows for part in found)
-        if not pairs:
-            return None
-        more = {
-            name: sum(part.rows * (part.more or {}).get(name, 0.0) for part in found) / pairs
-            for name in (found[0].more or {})
-            if all(name in (part.more or {}) for part in found)
-        }
-        loss = sum(part.rows * part.loss for part in found) / pairs
-        return LossResult(loss, None, None, sum(part.tokens for part in found), pairs, more)
-
 
 def _summed(
     evaluator: Evaluator,
@@ -136,7 +135,7 @@ def _summed(
     return tuple(total)
 
 
-def _result(sums: Sums, loss: PairLoss) -> LossResult:
+def _result(sums: Sequence[float], loss: PairLoss) -> LossResult:
     total, cross_entropy, *of_pairs = sums
     pairs, tokens = of_pairs[0], of_pairs[7] + of_pairs[8]
     mean = total / max(pairs, 1) + loss.sft_weight * cross_entropy / max(of_pairs[7], 1)

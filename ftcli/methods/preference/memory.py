@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from ftkernels.limits import log_prob_bytes
-
 from ftcli.methods.preference.choice import compares
 from ftcli.methods.preference.settings import PreferenceConfig
 from ftcli.plan.run import MethodMemory, RunPlan
@@ -15,15 +13,10 @@ def memory(plan: RunPlan) -> MethodMemory:
 
     Full fine-tuning that compares with a reference needs a second model. Adapters can be switched off.
     """
-    recipe, shape = plan.recipe, plan.shape
-    rows = plan.rows * recipe.data.max_seq_len
-    on_gpu, element = plan.device.kind == "cuda", plan.dtypes.compute_bytes
-    needed = log_prob_bytes(rows, shape.hidden_size, shape.vocab_size, element, on_gpu=on_gpu)
-    if plan.dtypes.parameter_bytes != element or (plan.dtypes.autocast and plan.head_is_trained):
-        needed += shape.vocab_size * shape.hidden_size * element
+    recipe = plan.recipe
     second = recipe.lora is None and compares(recipe.train.method, recipe.preference or PreferenceConfig())
     return MethodMemory(
         seq_len=recipe.data.max_seq_len,
-        loss_bytes=needed,
-        reference_bytes=shape.parameters * plan.dtypes.parameter_bytes if second else 0,
+        loss_bytes=plan.log_prob_bytes(plan.rows * recipe.data.max_seq_len),
+        reference_bytes=plan.shape.parameters * plan.dtypes.parameter_bytes if second else 0,
     )

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ftcli.data.collate import PaddingCollator, unpadded_batch
+from ftcli.data.collate import documents_batch
 from ftcli.data.order import Epochs, Mixture, mixture
 from ftcli.data.pack import Packs
 from ftcli.data.tokens import TokenizedRow, TokenTable
@@ -122,13 +122,7 @@ class AnswerScorer:
         """Chosen and rejected rows in turn as a batch on the host: what the layers take, ``labels``, ``supervised``,
         and ``scored`` (2 P, longest answer) float32, the weight of each token that is scored.
         """
-        if self._batches.layout == "unpadded":
-            found = unpadded_batch(documents, self._pad_token_id)
-        else:
-            rows: list[Any] = [{"input_ids": d.input_ids, "labels": d.labels} for d in documents]
-            found = PaddingCollator(self._pad_token_id)(rows)
-            del found["attention_mask"]  # padded on the right, nothing that is scored sees the padding
-        found.pop("lengths", None)
+        found = documents_batch(documents, self._batches, self._pad_token_id)
         sizes = [answer_tokens(document) for document in documents]
         found[SCORED] = self._weights(sizes)
         found[SUPERVISED] = supervised_positions(found[LABELS], self._vocab_size)

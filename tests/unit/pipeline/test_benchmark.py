@@ -83,3 +83,11 @@ def test_only_like_is_compared_with_like(loaded: LoadedRecipe) -> None:
     assert on_cpu.predicted_allocated_bytes is None  # the peak is the whole process' there
     fewer = replace(options, layers=4)
     assert predicted_memory(report_of(loaded, options, "h200"), fewer) == PredictedMemory()
+
+
+def test_a_benchmark_of_a_recipe_of_pairs_plans_the_supervised_steps_that_it_times(tmp_path: Path) -> None:
+    path = tmp_path / "pairs.yaml"
+    path.write_text(TEXT.replace("train: {", "preference: {beta: 0.2}\ntrain: {method: dpo, "), encoding="utf-8")
+    made, options = load_recipe(path), BenchOptions(batch=2)
+    plan = report_of(made, options, "h200").plan
+    assert (made.recipe.train.method, plan.method.name, plan.rows) == ("dpo", "sft", 2)

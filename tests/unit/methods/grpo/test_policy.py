@@ -19,6 +19,7 @@ from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
 from ftcli.config.model import ModelConfig, QuantizationConfig
+from ftcli.data.collate import documents_batch
 from ftcli.errors import FtcliError
 from ftcli.methods.grpo.advantages import without_spread
 from ftcli.methods.grpo.losses import StepShape
@@ -369,5 +370,5 @@ def test_a_completion_without_a_prompt_is_scored_from_its_second_token() -> None
     scored = ScoredDocuments.of(ids, mask, 4, [False])
     assert scored.where.tolist() == [[False, True, True, False]]
     for layout in ("padded", "unpadded"):
-        made = scored.batch(Batches(layout, "a test"), 0)  # type: ignore[arg-type]
+        made = documents_batch(scored.documents, Batches(layout, "a test"), 0)  # type: ignore[arg-type]
         assert (made["labels"][:, 1:] != -100).sum() == 2
