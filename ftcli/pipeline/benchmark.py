@@ -243,7 +243,7 @@ def _train(
 
     if group is not None:
         assembly.form_group(job, group)
-        assembly.spread_weights(job, model, group)
+        assembly.shard_weights(job, model, group)
     train = job.recipe.train
     loop = build_sft(job, model, rows, TrainerHooks(None, 1, None), group)
     loop.watchers += [watcher for watcher in watching if watcher is not None]

@@ -201,8 +201,8 @@ def form_group(job: Job, group: RankGroup) -> None:
     group.form(job.device, numbers_agreed(train.gradient_accumulation_steps, train.per_device_train_batch_size))
 
 
-def spread_weights(job: Job, model: Model, group: RankGroup) -> None:
-    """Spreads the weights of the model, which is on the kernels, over the ranks where the engine does that."""
+def shard_weights(job: Job, model: Model, group: RankGroup) -> None:
+    """Shards the weights of the model, which is on the kernels, over the ranks where the engine does that."""
     parts = _parts(job)
     if parts is None:
         return
