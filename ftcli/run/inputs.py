@@ -33,10 +33,6 @@ _OF_TOKENIZER = (
     *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model"),
     *("tekken.json", "*.tiktoken", "chat_template.*", "additional_chat_templates/*", "*processor_config.json"),
 )
-_REMEDY_HELD_OUT = (
-    "restore it to continue, or put the new rows under another name: which rows are held out may change, and what was "
-    "measured before is then of the former ones"
-)
 _REMEDY = "restore it to continue; or start over with --resume never, which keeps the old run beside it"
 
 
@@ -301,7 +297,7 @@ def require_same_held_out(previous: JsonMap, held_out: Sequence[Fingerprint], so
         FtcliError: FT731 with each file (exit 2).
     """
     findings = [
-        Finding("FT731", f"held-out data has changed since this run began: {said}", help=_REMEDY_HELD_OUT)
+        Finding("FT731", f"held-out data has changed since this run began: {said}", help=_REMEDY)
         for said in changed_held_out(previous, held_out, sources)
     ]
     if findings:
