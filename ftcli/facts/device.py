@@ -269,6 +269,11 @@ def _ram() -> tuple[int | None, int | None]:
     return total, free
 
 
+def free_host_bytes() -> int | None:
+    """Bytes of RAM that this process may still take; None where the system does not say."""
+    return _ram()[1]
+
+
 def _cgroup_cores() -> Iterator[int]:
     """Whole cores of each quota that limits this process: a container's, and those of groups around its own."""
     groups = _text(Path("/proc/self/cgroup")).splitlines()

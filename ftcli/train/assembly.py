@@ -250,9 +250,9 @@ def inputs_of(job: Job, model: Model, tokens_sha256: str | None = None) -> Input
     return replace(loaded_base(job, model), chat_template=template, tokens_sha256=tokens_sha256)
 
 
-def loaded_base(job: Job, model: Model) -> Inputs:
-    """What tells the job's base model."""
-    return base_inputs(job.facts, job.recipe.model, getattr(model.config, "_commit_hash", None))
+def loaded_base(job: Job, model: Model, *, weights: bool = True) -> Inputs:
+    """What tells the job's base model, its weight files included or not."""
+    return base_inputs(job.facts, job.recipe.model, getattr(model.config, "_commit_hash", None), weights=weights)
 
 
 def hold(job: Job, model: Model, run: RunDirectory, *, weights: bool = True) -> None:
@@ -263,5 +263,6 @@ def hold(job: Job, model: Model, run: RunDirectory, *, weights: bool = True) -> 
     Raises FtcliError FT735 (exit 2) with what differs.
     """
     recipe = job.recipe
-    for finding in hold_base(run.path, recipe.model, recipe.run.seed, loaded_base(job, model), weights=weights):
+    now = loaded_base(job, model, weights=weights)
+    for finding in hold_base(run.path, recipe.model, recipe.run.seed, now, weights=weights):
         job.reporter.finding(finding)
