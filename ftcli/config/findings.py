@@ -19,7 +19,6 @@ from ftcli.config.scalars import number_hint
 from ftcli.config.schema import Node, RecipeSchema
 from ftcli.config.secrets import is_secret_key, mask
 from ftcli.config.tree import Leaf, ListNode, MapNode, Tree, describe_kind, plain_tree
-from ftcli.config.usable import usable_values
 from ftcli.errors import Finding
 from ftcli.paths import unserved
 
@@ -164,7 +163,7 @@ class _Writer:
         return Finding(code, f"{_dotted(path)} must be {self._expected(problem, node)}, not {shown}", origin, help)
 
     def _expected(self, problem: _Problem, node: Node) -> str:
-        usable = usable_values(".".join(part for part in problem.path if not part.isdecimal()))
+        usable = suggest.usable_values(".".join(part for part in problem.path if not part.isdecimal()))
         is_word = usable is not None and self._schema.choices(node)
         expected = f"one of {', '.join(usable or ())}" if is_word else self._schema.describe(node)
         return f"{expected}, finite" if problem.kind == "finite_number" else expected

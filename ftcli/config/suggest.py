@@ -7,9 +7,9 @@ from difflib import get_close_matches
 
 from ftcli.config.dialect_values import VALUES
 from ftcli.config.dialects import FOREIGN_IN, foreign
+from ftcli.config.model import SUPPORTED_ATTENTION
 from ftcli.config.origins import Path
 from ftcli.config.schema import RecipeSchema
-from ftcli.config.usable import usable_values
 from ftcli.tables import methods
 
 
@@ -73,6 +73,11 @@ def word(path: Path, given: str, choices: tuple[str, ...]) -> str:
         near = get_close_matches(given.lower(), usable, n=1, cutoff=0.55)
         said = near[0] if near else None
     return f"did you mean `{said}`?" if said is not None else "choose one of these words"
+
+
+def usable_values(key: str) -> tuple[str, ...] | None:
+    """The usable values of a dotted key, as words; None where every value that the schema allows is usable."""
+    return SUPPORTED_ATTENTION if key == "model.attention" else None
 
 
 def _homes(name: str, homes: list[str]) -> str:

@@ -162,7 +162,7 @@ def _require_room(report: PreflightReport, model: PreTrainedModel, found: Outlin
     available, least = report.plan.device.available_bytes, found.at_least
     if least is None or available is None or least.total <= available:
         return
-    stored = " or ".join(name for name in quantizations.supported(freezes_base=True) if _fits(report, model, name))
+    stored = " or ".join(name for name in quantizations.names(freezes_base=True) if _fits(report, model, name))
     quantised = f", `quantization.method: {stored}` with `lora`" if stored else ""
     raise FtcliError.single(
         "FT601",

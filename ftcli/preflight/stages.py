@@ -4,7 +4,7 @@
 stage                 looks at                                                                           exit
 ====================  =================================================================================  =========
 file, schema          the recipe itself (made by ``ftcli.config.load`` before this module is called)     2
-cross-field           settings that contradict each other or are not supported yet                        2
+cross-field           settings that contradict each other or are not supported                            2
 model facts           config.json: length, layers, tokenizer, stored weights                             3
 data sample           the first rows of every file                                                       4
 machine, memory,      dtype and backends against the GPU, the estimate against its memory, what is       3

@@ -13,12 +13,12 @@ class LaunchEngine:
 
     Attributes:
         run: Code: ``(work, session, processes) -> result``, runs ``work(group)``, where ``group`` are the ranks that
-            work together, or None; None: not supported yet.
+            work together, or None.
         processes: Most processes that it takes; None: any number.
         shards: Whether it shards the weights over the processes.
     """
 
-    run: str | None = None
+    run: str
     processes: int | None = None
     shards: bool = False
 
@@ -42,18 +42,13 @@ def row(name: str) -> LaunchEngine:
 
 
 def names() -> tuple[str, ...]:
-    """All names, supported or not."""
+    """What ``launch.engine`` may say."""
     return tuple(TABLE)
-
-
-def supported() -> tuple[str, ...]:
-    """Names of the engines that this version has."""
-    return tuple(name for name, engine in TABLE.items() if engine.run is not None)
 
 
 def of_several() -> tuple[str, ...]:
     """Names of those for any number of processes, without `auto`."""
-    return tuple(name for name in supported() if name != AUTO and row(name).processes is None)
+    return tuple(name for name in TABLE if name != AUTO and row(name).processes is None)
 
 
 def by_auto(*, shards: bool) -> str:

@@ -78,7 +78,6 @@ class Quantization:
     """What the rest of the program has to know of a way to store the base model's linear layers.
 
     Attributes:
-        supported: Whether this version can use it; a recipe that names another is told that it is not supported yet.
         freezes_base: The stored weights cannot be trained, so a recipe needs adapters.
         reads: Settings of the section ``quantization`` that it reads, beside ``method``. One that reads
             ``keep_dequantized`` can hold its layers dequantised.
@@ -94,7 +93,6 @@ class Quantization:
         reads_gguf: A folder's weights may be a GGUF file: it holds the quantised numbers, and the method keeps them.
     """
 
-    supported: bool = True
     freezes_base: bool = True
     reads: tuple[str, ...] = ()
     quantize: str | None = None
@@ -165,19 +163,14 @@ TABLE: Mapping[str, Quantization] = MappingProxyType(
 )
 
 
-def names() -> tuple[str, ...]:
-    """What a recipe may say."""
-    return tuple(TABLE)
+def names(*, freezes_base: bool | None = None) -> tuple[str, ...]:
+    """Methods that a recipe may name; with ``freezes_base`` only those that do, or do not, freeze the base."""
+    return tuple(name for name, each in TABLE.items() if freezes_base in (None, each.freezes_base))
 
 
 def row(name: str) -> Quantization:
     """The row of a method that a recipe names."""
     return TABLE[name]
-
-
-def supported(*, freezes_base: bool | None = None) -> tuple[str, ...]:
-    """Methods that this version can use; with ``freezes_base`` only those that do, or do not, freeze the base."""
-    return tuple(name for name, each in TABLE.items() if each.supported and freezes_base in (None, each.freezes_base))
 
 
 def is_stored(name: object) -> bool:

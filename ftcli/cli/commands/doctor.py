@@ -153,7 +153,7 @@ def _attention() -> list[Ability]:
     """Each value of ``model.attention``, and whether this version has it. Those that it has run on every device."""
     from ftcli.config.model import SUPPORTED_ATTENTION, Attention
 
-    missing = "not supported yet by this version of ftcli"
+    missing = "not supported by this version of ftcli"
     names = [name for name in get_args(Attention) if name != "auto"]
     return [_row(name, None if name in SUPPORTED_ATTENTION else missing, "runs on every device") for name in names]
 

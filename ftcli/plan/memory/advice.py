@@ -207,7 +207,7 @@ def _smallest_base(plan: RunPlan) -> Settings:
     if plan.device.kind != "cuda" or now.freezes_base:
         return {}
     sizes = {}
-    for name in quantizations.supported(freezes_base=True):
+    for name in quantizations.names(freezes_base=True):
         section = plan.recipe.quantization.model_copy(update={"method": name})
         sizes[name] = weight_bytes(section, plan.shape, plan.dtypes.parameter_bytes)
     settings: dict[str, object] = {"quantization.method": min(sizes, key=lambda name: sizes[name])}

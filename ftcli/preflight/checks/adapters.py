@@ -43,7 +43,7 @@ def _kinds(context: Context) -> Findings:
     assert lora is not None
     method = recipe.quantization.method
     packed = quantizations.row(method).freezes_base
-    others = " | ".join(quantizations.supported(freezes_base=False))
+    others = " | ".join(quantizations.names(freezes_base=False))
     if lora.use_dora and packed:
         yield context.error(
             "FT274",

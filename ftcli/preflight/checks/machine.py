@@ -101,7 +101,7 @@ def _stored_products(context: Context, device: DeviceFacts, dtypes: DtypePlan) -
     if device.capability is not None and device.capability < needed:
         found = capability_text(device.capability)
         missing = f"it needs compute capability {capability_text(needed)}, {device.name} has {found}"
-        others = " or ".join(name for name in quantizations.supported() if quantizations.row(name).products is None)
+        others = " or ".join(name for name in quantizations.names() if quantizations.row(name).products is None)
         yield context.error("FT508", path, f"{path} {quantization.method}: {missing}", help=f"use {path}: {others}")
     elif dequantized is not None and not products.exact:
         yield context.warning(
