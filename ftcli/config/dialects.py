@@ -90,7 +90,7 @@ quantization.method = quantize:L | bnb.nf4 is nf4
 quantization.double_quant = bnb_4bit_use_double_quant:H use_bnb_nested_quant:T double_quantization:F
     bnb_config_kwargs.bnb_4bit_use_double_quant:A
 model.dtype = bnb_4bit_compute_dtype:H
-lost = gptq:A | weights that are quantised already are not read; quantization.method: nf4 does it
+lost = gptq:A | weights that are quantized already are not read; quantization.method: nf4 does it
 lost = quantize_moe_experts:A | stacks of experts stay in the compute dtype under quantization.method: nf4
 lost = qat.*:A quantizer.*:C | quantization-aware training is not offered
 # adapters

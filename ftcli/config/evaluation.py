@@ -100,7 +100,7 @@ class ExportConfig(Section):
     )
     base: Literal["trained", "original"] = Field(
         default="trained",
-        description="What an adapter on a quantised base is merged with: the numbers that it was trained beside, or "
+        description="What an adapter on a quantized base is merged with: the numbers that it was trained beside, or "
         "the weights that these were rounded from.",
     )
     gguf: GgufConfig = Field(default_factory=GgufConfig, description="Settings of the format `gguf`.")

@@ -43,7 +43,7 @@ class DeviceFacts:
         bandwidth_gb_per_s: Published memory bandwidth in 10^9 bytes per second; None when not in the table.
         host_free_bytes: Free RAM of this machine where it has a GPU; None for a CPU and for named devices.
         probed: True for the machine that is here.
-        failed_products: Why products of quantised weights do not work here, where they were tried; else None.
+        failed_products: Why products of quantized weights do not work here, where they were tried; else None.
     """
 
     name: str

@@ -315,13 +315,13 @@ def _rounded_products(recipe: Recipe, dtypes: DtypePlan, device: DeviceFacts) ->
 
 
 def _frozen_products(recipe: Recipe, dtypes: DtypePlan, device: DeviceFacts) -> list[ExecutionPart]:
-    """Products of quantised weights, for methods that can multiply them as they are stored."""
+    """Products of quantized weights, for methods that can multiply them as they are stored."""
     method = recipe.quantization.method
     if quantizations.row(method).products is None:
         return []
     part, refusal = "products of the frozen weights", why_dequantized(recipe.quantization, dtypes, device)
     if refusal is not None:
-        return [ExecutionPart(part, "torch", f"{refusal}: dequantised to {dtypes.compute}")]
+        return [ExecutionPart(part, "torch", f"{refusal}: dequantized to {dtypes.compute}")]
     return [ExecutionPart(part, method, "as they are stored, on tensor cores")]
 
 

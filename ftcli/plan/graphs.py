@@ -41,7 +41,7 @@ def why_no_graphs(recipe: Recipe, facts: ModelFacts, execution: Execution, *, to
     if execution.layers.code != "fused":
         return "the layers are not on Triton kernels"
     if is_sharded(recipe):
-        return "the weights are spread over ranks, which put them together layer by layer"
+        return "the weights are sharded over ranks, which all-gather them layer by layer"
     if not train.cuda_graphs:
         return "train.cuda_graphs: false"
     if policies.row(train.checkpointing).on_host:

@@ -206,7 +206,7 @@ class RunPlan:
 
     @property
     def shard_size(self) -> int:
-        """Devices that the weights are spread over; 1 where each has all of them."""
+        """Devices that the weights are sharded over; 1 where each has all of them."""
         return self.recipe.launch.shard_size if self.trains and is_sharded(self.recipe) else 1
 
     @property

@@ -12,12 +12,12 @@ from ftcli.tables import engines, optimizers
 
 
 def is_sharded(recipe: Recipe) -> bool:
-    """Whether the recipe's engine spreads weights over several processes."""
+    """Whether the recipe's engine shards weights over several processes."""
     return recipe.launch.num_processes > 1 and engines.row(recipe.launch.engine).shards
 
 
 def why_not_sharded(recipe: Recipe, execution: Execution) -> str | None:
-    """What of a recipe does not go with weights that are spread, as one clause that begins with its key; or None."""
+    """What of a recipe does not go with weights that are sharded, as one clause that begins with its key; or None."""
     lora, train = recipe.lora, recipe.train
     if not execution.on_kernels:
         return f"model.kernels: the layers have to be on ftcli's kernels ({execution.layers.reason})"
@@ -33,7 +33,7 @@ def why_not_sharded(recipe: Recipe, execution: Execution) -> str | None:
     if lora.changes_base:
         return f"lora.init_lora_weights: {lora.init_lora_weights} takes whole weights apart"
     if lora.modules_to_save:
-        return f"lora.modules_to_save: {lora.modules_to_save[0]}, of which a copy would be made before it is spread"
+        return f"lora.modules_to_save: {lora.modules_to_save[0]}, of which a copy would be made before it is sharded"
     return None
 
 

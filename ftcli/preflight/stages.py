@@ -93,7 +93,7 @@ def preflight(
             *machine.check(context, device, plan.dtypes),
             *machine.check_layers(context, device, plan.execution),
             *sequence_parallel.check_model(context, plan),
-            *machine.check_spread(context, plan.execution),
+            *machine.check_sharded(context, plan.execution),
             *estimates.findings,
         ],
         [*machine.not_made(context, device), *estimates.not_made],

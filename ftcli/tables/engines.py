@@ -28,10 +28,10 @@ AUTO = "auto"
 
 TABLE: Mapping[str, LaunchEngine] = MappingProxyType(
     {
-        AUTO: LaunchEngine("ftcli.pipeline.launch:together"),
+        AUTO: LaunchEngine("ftcli.pipeline.launch:as_rank"),
         "single": LaunchEngine("ftcli.pipeline.launch:in_this_process", processes=1),
-        "ddp": LaunchEngine("ftcli.pipeline.launch:together"),
-        "fsdp": LaunchEngine("ftcli.pipeline.launch:together", shards=True),
+        "ddp": LaunchEngine("ftcli.pipeline.launch:as_rank"),
+        "fsdp": LaunchEngine("ftcli.pipeline.launch:as_rank", shards=True),
     }
 )
 

@@ -31,7 +31,7 @@ class AdamW(Optimizer):
     ``clip``, a scalar on the device, multiplies the gradients of the next step. ``copies`` has for a parameter the
     tensor that takes its new value in another dtype.
 
-    Of a parameter that is spread over ranks each rank keeps state for its rows, and changes those.
+    Of a parameter that is sharded over ranks each rank keeps state for its rows, and changes those.
 
     Args:
         params: Parameters or groups of them.

@@ -121,7 +121,7 @@ def tell_download(job: Job) -> None:
 
 
 def _dequantized_layers(job: Job) -> int:
-    """Decoder layers that are held dequantised; a family without arithmetic has all of them or none."""
+    """Decoder layers that are held dequantized; a family without arithmetic has all of them or none."""
     if job.report.memory is not None:
         return job.report.memory.dequantized_layers
     return sys.maxsize if job.recipe.quantization.keep_dequantized is True else 0

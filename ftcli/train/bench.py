@@ -203,7 +203,7 @@ def measure_matmul_rate(device: torch.device, dtype: torch.dtype, repeats: int =
 
 
 def measure_fp8_rate(device: torch.device, repeats: int = 10) -> float:
-    """The same for operands in e4m3, as ``quantization.method: fp8`` multiplies them; quantising is not timed."""
+    """The same for operands in e4m3, as ``quantization.method: fp8`` multiplies them; quantizing is not timed."""
     m, k, n = MATMUL_CUDA if device.type == "cuda" else MATMUL_CPU
     left, right = (quantize_fp8(torch.randn(shape, device=device)) for shape in ((m, k), (n, k)))
     return 2.0 * m * k * n / _median(partial(multiply_rows, left, right, torch.bfloat16), device, repeats)

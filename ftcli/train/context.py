@@ -24,7 +24,7 @@ from ftcli.run.out_of_memory import is_out_of_memory
 from ftcli.run.report import LiveProgress, LiveReport
 from ftcli.run.resume import OpenedRun
 from ftcli.run.signals import StopRequest
-from ftcli.train.shortage import out_of_memory
+from ftcli.train.out_of_memory import out_of_memory
 
 if TYPE_CHECKING:
     from ftcli.model.patch import LayerKernel
@@ -51,7 +51,7 @@ class Unwritten:
 
 @dataclass(frozen=True, slots=True)
 class BuiltModel:
-    """What the manifest says of the model as it was built: the kernel of each layer, what is stored quantised, whether
+    """What the manifest says of the model as it was built: the kernel of each layer, what is stored quantized, whether
     the layers run as CUDA graphs (``on``, or why not), and how batches are laid out for it.
     """
 

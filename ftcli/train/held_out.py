@@ -90,7 +90,7 @@ class HeldOut:
             write_evaluation(self.directory.eval_path, evaluation)
 
     def _answers(self) -> list[JudgedRow]:
-        """What the model answers, for the rank that leads. All ranks call this: where the model's weights are spread
+        """What the model answers, for the rank that leads. All ranks call this: where the model's weights are sharded
         over them, each takes part.
         """
         from ftcli.evaluate.share import led_by_first

@@ -114,7 +114,7 @@ class Objective(ABC):
 
 
 class StepWatcher:
-    """Is told of steps as they happen: trained quantisation, the benchmark's clock."""
+    """Is told of steps as they happen: trained quantization, the benchmark's clock."""
 
     def start(self) -> None:
         """Training begins; weights are on the device."""
@@ -217,7 +217,7 @@ class Attendance:
 
 @dataclass(frozen=True, slots=True)
 class _StepBegin:
-    """What a rescue goes back to: the state when the step began."""
+    """The state when the step began, for a checkpoint after a failure in it."""
 
     tokens_seen: int
     window_tokens: int
@@ -570,14 +570,14 @@ class TrainingLoop:
             extra=self.objective.state(),
         )
 
-    def rescue(self) -> int | None:
+    def save_after_failure(self) -> int | None:
         """Writes a checkpoint of the last finished step after something else has failed; the step, or None.
 
         Nothing is written when no step is finished, when the last one has a checkpoint already, or when the failure
         was in an optimizer step, which may have changed some of the weights and not others. The checkpoint is the same
         as one written right after the last step: what the failed step has drawn, counted and added is undone.
         """
-        if self.hooks.checkpoints is None or self.phase in (STEP, "saving") or not self.parallel.can_rescue():
+        if self.hooks.checkpoints is None or self.phase in (STEP, "saving") or not self.parallel.can_save_alone():
             return None
         if self.step <= self.saved_step or self._random_states is None:
             return None

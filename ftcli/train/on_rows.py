@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftcli.config.load import LoadedRecipe
 from ftcli.config.recipe import Recipe
+from ftcli.errors import ExitCode, FtcliError
 from ftcli.plain import SPREAD
 from ftcli.reporting import Session
 from ftcli.tables import code_of
@@ -145,8 +146,17 @@ def _train(session: Session, context: RunContext) -> RowsResult:
 
 
 def row_method(method: Method) -> RowMethod:
-    """The method's part of a run on rows."""
-    assert method.trains is not None
+    """The method's part of a run on rows.
+
+    Raises FtcliError FT250 (exit 2) for a method whose table row names none.
+    """
+    if method.trains is None:
+        raise FtcliError.single(
+            "FT250",
+            f"{method.title} measures nothing on held-out rows",
+            exit_code=ExitCode.RECIPE,
+            help="add `--set train.method=sft` for the loss of the answers",
+        )
     found: RowMethod = code_of(method.trains)()
     return found
 

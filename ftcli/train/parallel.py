@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 #: Ranks that train the same weights compute the same gradient norm; other kinds of GPU may round it differently.
 _DRIFT = 1e-3
 #: Multiplies the recipe's seed, so that neighbouring seeds, steps and ranks have nothing in common.
-SEED_SPREAD = 1_000_003
+SEED_STRIDE = 1_000_003
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ class Parallel:
     def seed(self, step: int) -> None:
         """Has what is drawn at random in ``step`` depend on seed, step and rank alone: a resumed run draws the same."""
         if self.group is not None:
-            torch.manual_seed(((self._seed * SEED_SPREAD + step) * SEED_SPREAD + self.group.rank) % 2**63)
+            torch.manual_seed(((self._seed * SEED_STRIDE + step) * SEED_STRIDE + self.group.rank) % 2**63)
 
     def before_micro_batch(self, *, last: bool) -> None:
         """Copies of a sharded model reduce their gradients with each other once a step."""
@@ -224,7 +224,7 @@ class Parallel:
                 whole[index] = found if leads else {}
         return {**state, "state": whole} if leads else None
 
-    def can_rescue(self) -> bool:
+    def can_save_alone(self) -> bool:
         """Whether this rank can write a checkpoint alone; False where shards are with ranks that may be gone.
 
         Adapters are on every rank, and behind nothing that waits for another one once connections are cut.

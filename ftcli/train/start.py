@@ -58,7 +58,7 @@ def tell_warm_ups(context: RunContext, steps: int) -> None:
 
 
 def trained_share(job: Job, model: Any) -> str:
-    """How many parameters are trained, of how many. A quantised layer holds several in one element."""
+    """How many parameters are trained, of how many. A quantized layer holds several in one element."""
     count = sum(p.numel() for p in model.parameters() if p.requires_grad)
     if quantizations.row(job.recipe.quantization.method).quantize is None:
         total: int | None = sum(p.numel() for p in model.parameters())

@@ -119,7 +119,7 @@ def bitnet_cases(new: Maker, capability: int) -> Launches:
         return
     ternary, scale = torch.zeros((INNER, HIDDEN), dtype=torch.int8), torch.ones(())
     yield "masters to int8", partial(ternary_kernels.ternarise_triton, new(INNER, HIDDEN, of=torch.float32))
-    yield "int8 dequantised", partial(ternary_kernels.dequantize_int8_triton, ternary, scale, new.dtype)
+    yield "int8 dequantized", partial(ternary_kernels.dequantize_int8_triton, ternary, scale, new.dtype)
     tiles = {"fewest": int8_product.FEWEST, "few": int8_product.FEW, "many": int8_product.MANY}
     if capability == 90:
         tiles["described"] = int8_product.MANY_DESCRIBED

@@ -70,7 +70,7 @@ class Draft:
             return
         if self.full and key.startswith(("lora.", "quantization.")):
             if given is not None:
-                why = f"without adapters all weights are trained, in {self.tool} and here, and none is quantised"
+                why = f"without adapters all weights are trained, in {self.tool} and here, and none is quantized"
                 self.lost(given, why, harmless=key.startswith("lora."))
             return
         outer, _, inner = key.rpartition(".")

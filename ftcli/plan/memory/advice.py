@@ -26,7 +26,7 @@ from ftcli.plan.quantization import weight_bytes
 from ftcli.plan.run import RunPlan
 from ftcli.tables import engines, quantizations
 
-#: What a pass costs however few tokens it has, in tokens: launches, weights read and dequantised, half-filled tiles.
+#: What a pass costs however few tokens it has, in tokens: launches, weights read and dequantized, half-filled tiles.
 #: An assumption, not a measurement: half the batch costs 3% at 8192 tokens, 11% at 2048 and 33% at 512.
 _FIXED_TOKENS = 256
 
@@ -158,7 +158,7 @@ def _with_fewer_evaluated(plan: RunPlan, settings: Settings) -> Candidate | None
 
 
 def _how_many_fit(plan: RunPlan) -> int | None:
-    """Of 2, 4 or 8 GPUs, which spread the weights where the method and the recipe allow it."""
+    """Of 2, 4 or 8 GPUs, which shard the weights where the method and the recipe allow it."""
     if not plan.trains or plan.device.kind != "cuda":
         return None
     for count in (2, 4, 8):
@@ -192,16 +192,16 @@ def _changes_that_may_fit(plan: RunPlan) -> Iterator[Settings]:
         yield from ({**lora, **batch} for batch in smaller)
         yield {**lora, **least}
         yield from ({**lora, **least, **length} for length in shorter(plan))
-    quantised = _smallest_base(plan)
-    if quantised:
-        yield quantised
-        yield {**quantised, **least}
-        yield from ({**quantised, **least, **length} for length in shorter(plan))
+    quantized = _smallest_base(plan)
+    if quantized:
+        yield quantized
+        yield {**quantized, **least}
+        yield from ({**quantized, **least, **length} for length in shorter(plan))
 
 
 def _smallest_base(plan: RunPlan) -> Settings:
-    """Adapters on the quantised base that takes least; in float16 where the GPU has no bfloat16. Empty where the base
-    is quantised already.
+    """Adapters on the quantized base that takes least; in float16 where the GPU has no bfloat16. Empty where the base
+    is quantized already.
     """
     now = quantizations.row(plan.recipe.quantization.method)
     if plan.device.kind != "cuda" or now.freezes_base:

@@ -47,7 +47,7 @@ class MemoryEstimate:
         offloaded: What of the layers is pinned there; None where nothing is.
         paged_bytes: Optimizer state that lies on the GPU while it has room and on the host else, which is part of no
             term either.
-        dequantized_layers: Decoder layers that keep their quantised weights dequantised.
+        dequantized_layers: Decoder layers that keep their quantized weights dequantized.
         graph_pool_bytes: What of the terms lies in the pool of the CUDA graphs; 0 without graphs.
         generator: How long what completes a method's prompts is held.
     """
@@ -103,7 +103,7 @@ def estimate_memory(plan: RunPlan) -> MemoryEstimate | None:
     """The estimate of one setup; None for a model family whose sizes are not known.
 
     What depends on how much memory there is is settled first: what ``offload`` sends to the host, how many layers
-    ``quantization.keep_dequantized: auto`` dequantises for good, and whether what generates is kept.
+    ``quantization.keep_dequantized: auto`` dequantizes for good, and whether what generates is kept.
 
     Raises:
         ValueError: Training under ``gradient_checkpointing: auto``; :mod:`~.policy` must choose a policy before.

@@ -43,7 +43,7 @@ class GenerationBytes:
 
 
 def generation(plan: RunPlan, batch: Generation) -> GenerationBytes:
-    """What generates ``batch.rows`` sequences, without the one matrix that a product of quantised weights needs."""
+    """What generates ``batch.rows`` sequences, without the one matrix that a product of quantized weights needs."""
     known = family_of(plan.facts.text_type) is not None
     gpu, head_dim = plan.device.gpu, plan.shape.head_dim
     refusal = why_no_engine(plan.facts.language, known) or why_no_decode_attention(gpu, plan.dtypes.compute, head_dim)

@@ -1,4 +1,4 @@
-"""What a rank needs where weights are spread over all ranks (``launch.engine: fsdp``).
+"""What a rank needs where weights are sharded over all ranks (``launch.engine: fsdp``).
 
 Each holds its part. While a layer computes, its weights are there whole, the next layer's are being gathered, and what
 came from the other ranks lies in a buffer; embedding and head are whole until the last layer's backward is over. Where
@@ -41,7 +41,7 @@ def gathered_bytes(plan: RunPlan, dequantized_layers: int) -> int:
 
 
 def shards_trained(plan: RunPlan) -> bool:
-    """Whether what is spread is trained."""
+    """Whether what is sharded is trained."""
     return plan.shard_size > 1 and plan.recipe.lora is None
 
 

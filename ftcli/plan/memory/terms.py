@@ -52,9 +52,9 @@ EXPORT: Final = "export"
 #: What connections between GPUs take, outside of torch's allocator: 770 MiB between two H200 (NCCL of torch 2.11).
 _NCCL_BYTES = 800 * 2**20
 #: What CUDA graphs hold beside the piece that is taken for their layers: of streams of their own, in small pieces. 0.2
-#: to 0.4 GiB on an H200, in four runs without quantised weights (docs/performance.md).
+#: to 0.4 GiB on an H200, in four runs without quantized weights (docs/performance.md).
 _GRAPH_STREAMS_BYTES = 250 * 2**20
-#: Share of the activations by which the graphs' pool grows where dequantised weights come and go between tensors that
+#: Share of the activations by which the graphs' pool grows where dequantized weights come and go between tensors that
 #: stay: the gaps are filled with smaller ones. Best fit in one piece, in a layer's order, leaves 4 to 8% (Gemma-2-9B,
 #: Llama-3.1-8B and Qwen3-8B, 1024 to 4096 tokens) and nothing where the weights lie there.
 _GRAPH_GAPS = 0.07
@@ -77,7 +77,7 @@ class MemoryDecisions:
 
     Attributes:
         offloaded: What ``offload`` sends to the host.
-        dequantized_layers: How many layers keep their quantised weights dequantised.
+        dequantized_layers: How many layers keep their quantized weights dequantized.
         generator: How long what completes a method's prompts is held.
     """
 
@@ -101,12 +101,12 @@ def phases_of(plan: RunPlan) -> tuple[Phase, ...]:
 def terms(plan: RunPlan, settled: MemoryDecisions) -> Iterator[Term]:
     """Every term of a run, in reading order."""
     always = phases_of(plan)
-    spread, weights = plan.shard_size > 1, _weights(plan, settled)
-    yield Term("weights", shard_bytes(plan, weights) if spread else weights, always, lasting=True)
-    if spread:
+    sharded, weights = plan.shard_size > 1, _weights(plan, settled)
+    yield Term("weights", shard_bytes(plan, weights) if sharded else weights, always, lasting=True)
+    if sharded:
         without = (END, STEP) if shards_trained(plan) else (STEP,)  # counted with what is added up last
         whole = tuple(phase for phase in always if phase not in without)
-        yield Term("weights put together", gathered_bytes(plan, settled.dequantized_layers), whole)
+        yield Term("gathered weights", gathered_bytes(plan, settled.dequantized_layers), whole)
         if shards_trained(plan):
             yield Term("gradients added up", reduced_bytes(plan), (BACKWARD,))
     if plan.recipe.lora is not None:
@@ -152,7 +152,7 @@ def _what_training_holds(plan: RunPlan, always: tuple[Phase, ...]) -> Iterator[T
         yield Term("autocast copies", _autocast_copies(plan), phases, lasting=True)
     accumulates = recipe.train.gradient_accumulation_steps > 1
     gradients = plan.dtypes.gradient_bytes * trained.elements
-    share = plan.shard_size if recipe.lora is None else 1  # adapters are not spread
+    share = plan.shard_size if recipe.lora is None else 1  # adapters are not sharded
     gradients //= share
     if plan.graphed:
         yield Term("gradients", gradients * (2 if accumulates else 1), always, lasting=True)
@@ -229,7 +229,7 @@ def graph_pool(plan: RunPlan, settled: MemoryDecisions) -> int:
 
 def _graph_gaps(plan: RunPlan, activations: int, dense: int) -> int:
     """What CUDA graphs hold beyond what their layers allocate at once: on other streams; and in their pool, where
-    weights are dequantised, a matrix of them at least.
+    weights are dequantized, a matrix of them at least.
     """
     gaps = max(dense, int(_GRAPH_GAPS * activations * plan.graph_tokens / plan.tokens)) if dense else 0
     return gaps + _GRAPH_STREAMS_BYTES
@@ -280,7 +280,7 @@ def _exported(plan: RunPlan) -> int:
 
 
 def _dequantized(plan: RunPlan, settled: MemoryDecisions) -> int:
-    """The one matrix that a product of quantised weights needs in the compute dtype."""
+    """The one matrix that a product of quantized weights needs in the compute dtype."""
     if settled.dequantized_layers == plan.shape.num_layers:
         return 0
     quantization, on_kernels = plan.recipe.quantization, plan.execution.on_kernels
@@ -323,7 +323,7 @@ def _cast_elements(plan: RunPlan) -> int:
     if plan.rounds != "no":
         return 0  # products take what the masters are rounded to
     if plan.recipe.lora is None:
-        # Spread weights are cast where they are put together.
+        # Sharded weights are cast where they are gathered.
         cast = plan.dtypes.parameter != plan.dtypes.compute and plan.shard_size == 1
         return plan.shape.linear_parameters if cast else 0
     return plan.trained.by_autocast
