@@ -83,7 +83,7 @@ def _facts(result: CheckResult) -> list[str]:
 
 
 def _adapters(planned: PlannedAdapters | None) -> list[str]:
-    """What would have adapters; nothing for full fine-tuning."""
+    """Lines on the planned adapters; none for full fine-tuning."""
     if planned is None:
         return []
     layers = ", ".join(f"{count} {name}" for name, count in planned.layers.items())
@@ -93,7 +93,7 @@ def _adapters(planned: PlannedAdapters | None) -> list[str]:
 
 
 def _checkpointing(choice: CheckpointingChoice) -> list[str]:
-    """What `auto` chose, and why. Nothing where the recipe names the policy itself."""
+    """The policy that `auto` chose, and why; nothing if the recipe names one."""
     return [] if choice.requested != "auto" else [f"recompute  gradient_checkpointing: {_chosen(choice)}"]
 
 
@@ -104,7 +104,7 @@ def _chosen(choice: CheckpointingChoice) -> str:
 
 
 def _kernel_lines(parts: Sequence[ExecutionPart]) -> list[str]:
-    """What computes each part of the model on the device, and why."""
+    """The code that computes each part of the model on the device, and why."""
     width = max((len(row.part) for row in parts), default=0)
     lines = [f"  {row.part:<{width}}  {row.runs}: {row.reason}" for row in parts]
     return ["", "kernels", *lines] if lines else []
@@ -168,7 +168,7 @@ def bench_text(result: BenchResult) -> str:
 
 
 def _computed(computing: TimedTokens) -> str:
-    """What is computed besides real tokens."""
+    """Text on computed tokens that are not real ones."""
     kind = "padding" if computing.layout == "padded" else "filler"
     shapes = f"{computing.shapes} shape{'s' * (computing.shapes != 1)}"
     rate = f"{computing.computed_tokens_per_second:,.0f} computed tokens/s"

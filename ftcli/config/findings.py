@@ -207,7 +207,7 @@ def _shape_help(path: Path, variants: Iterable[Node]) -> str:
 
 
 def _type_help(node: Node, value: Tree, schema: RecipeSchema) -> str | None:
-    """What to write instead, where the value shows what was meant."""
+    """Help that guesses the meaning from the value; None if it shows none."""
     kinds = {part.get("type") for part in schema.variants(node)}
     if not isinstance(value, Leaf):
         return "remove the brackets or dashes" if isinstance(value, ListNode) and "array" not in kinds else None

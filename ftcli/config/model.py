@@ -51,7 +51,7 @@ class ModelConfig(Section):
 
 
 class QuantizationConfig(Section):
-    """How the base weights are stored or, by a method that trains them, rounded."""
+    """Storage format of the base weights or, by a method that trains them, their rounding."""
 
     method: Annotated[str, Word(quantizations.names)] = Field(default="none", description="Storage format.")
     double_quant: bool = Field(default=True, description="NF4: quantize the scales as well.")
@@ -124,12 +124,12 @@ class LoraConfig(Section):
 
     @property
     def changes_base(self) -> bool:
-        """Whether adapters take a part of the base weights over, so that these are others in training."""
+        """True if adapters take over a part of the base weights, so that these are others in training."""
         return self.init_lora_weights == "olora" or str(self.init_lora_weights).startswith("pissa")
 
 
 class LaunchConfig(Section):
-    """How many processes a run has, and how they divide the work."""
+    """Number of processes, and how they divide the work."""
 
     engine: Annotated[str, Word(engines.names)] = Field(
         default="auto",

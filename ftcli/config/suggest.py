@@ -23,7 +23,7 @@ class Suggestion:
 
 
 def unknown_key(path: Path, schema: RecipeSchema, value: object = None) -> Suggestion:
-    """What to say about a key that does not exist: FT201, or FT202 for a key of another tool.
+    """The message about a key that does not exist: FT201, or FT202 for a key of another tool.
 
     Args:
         value: Of the key, where it is a single one: it may decide what the other tool means.
@@ -107,7 +107,7 @@ def _foreign(name: str, tools: str, target: str | None, note: str | None) -> Sug
 
 
 def _not_yet(target: str) -> str | None:
-    """What to do instead of writing something that would be refused; None where it would not."""
+    """Help in place of a suggestion that would be refused; None if it would not be."""
     key, _, value = target.partition(": ")
     usable = usable_values(key)
     if usable is None or (value.strip("[]") in usable if value else len(usable) > 1):

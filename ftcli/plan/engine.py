@@ -41,7 +41,7 @@ def _with_copies(plan: RunPlan) -> RunPlan:
 
 
 def _fits(plan: RunPlan) -> bool:
-    """Whether a GPU has room for what it has of the model, under some policy; also where that is not known."""
+    """True if a GPU has room for its part of the model under some policy, or if that is not known."""
     if plan.facts.shape is None:
         return True
     least = plan.changed({"train.cuda_graphs": False, "quantization.keep_dequantized": False})

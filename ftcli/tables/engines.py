@@ -42,7 +42,7 @@ def row(name: str) -> LaunchEngine:
 
 
 def names() -> tuple[str, ...]:
-    """What ``launch.engine`` may say."""
+    """Values of ``launch.engine``."""
     return tuple(TABLE)
 
 
@@ -52,5 +52,5 @@ def of_several() -> tuple[str, ...]:
 
 
 def by_auto(*, shards: bool) -> str:
-    """What `auto` becomes where weights are sharded, or are not: the first such row."""
+    """The engine that `auto` becomes when weights are sharded, or are not: the first such row."""
     return next(name for name in of_several() if row(name).shards == shards)

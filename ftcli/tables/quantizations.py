@@ -75,7 +75,7 @@ class QuantizedTraining:
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """What the rest of the program has to know of a way to store the base model's linear layers.
+    """One way to store the base model's linear layers.
 
     Attributes:
         freezes_base: The stored weights cannot be trained, so a recipe needs adapters.
@@ -105,7 +105,7 @@ class Quantization:
 
     @property
     def holds_dequantized(self) -> bool:
-        """Whether its layers can be held dequantized."""
+        """True if its layers can be held dequantized."""
         return "keep_dequantized" in self.reads
 
 
@@ -174,8 +174,8 @@ def row(name: str) -> Quantization:
 
 
 def is_stored(name: object) -> bool:
-    """Whether what a recipe says names a method that stores weights in a form of its own; one of another version that
-    is not known here counts as such.
+    """True for the name of a method that stores weights in a form of its own; also for a method of another version that
+    is not known here.
     """
     return isinstance(name, str) and (name not in TABLE or TABLE[name].quantize is not None)
 

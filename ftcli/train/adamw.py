@@ -82,7 +82,7 @@ class AdamW(Optimizer):
         self._step(rows, local_shard(gradient), state, settings, self.copies.get(parameter))
 
     def _no_moments(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        """What the state begins with besides ``step``."""
+        """The initial state besides ``step``."""
         made = (torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device) for _ in MOMENTS)
         return dict(zip(MOMENTS, made, strict=True))
 

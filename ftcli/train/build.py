@@ -139,12 +139,12 @@ class QuantizedTraining(StepWatcher):
         self._written(self._model)
 
     def end(self) -> None:
-        """What is evaluated and saved may be an average of the weights."""
+        """Makes layers read their weights anew: those that are evaluated and saved may be an average."""
         self._written(self._model)
 
 
 def _quantized(model: nn.Module, settings: QuantizationConfig) -> tuple[StepWatcher, ...]:
-    """What a quantization needs whose weights are trained; nothing for most methods."""
+    """Watchers that a quantization needs to train its weights; none for most methods."""
     training = quantizations.row(settings.method).training
     if training is None:
         return ()

@@ -198,7 +198,7 @@ def _saving_on_failure(loop: TrainingLoop, context: RunContext) -> Any:
 
 
 def _of_another_rank(error: FtcliError, context: RunContext) -> bool:
-    """Whether the weights of this rank are sound, and another one has failed for a reason that spoils no checkpoint."""
+    """True if the weights of this rank are sound, and another one has failed for a reason that spoils no checkpoint."""
     if context.group is None:
         return False
     from ftcli.run.heartbeat import PeerFailed, RankLost

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def why_not_graphed(job: Job, model: PreTrainedModel | PeftModel) -> str | None:
-    """Why the layers of ``model`` are trained without CUDA graphs, as one clause; None where they have them."""
+    """The reason why the layers of ``model`` are trained without CUDA graphs, as one clause; None if they have them."""
     reason: str | None = job.plan.why_no_graphs
     if reason is not None:
         return reason

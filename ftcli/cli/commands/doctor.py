@@ -62,7 +62,7 @@ class Extra:
     install: str | None
 
     def as_dict(self) -> JsonObject:
-        """What JSON says of it."""
+        """The JSON form."""
         return {"package": self.package, "for": self.use, "version": self.version, "install": self.install}
 
 
@@ -92,8 +92,8 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """What `ftcli doctor` answers. Without torch, or with an AMD GPU, there is no device, and ``device_problem``
-    says why.
+    """The answer of `ftcli doctor`. Without torch, or with an AMD GPU, there is no device, and ``device_problem`` says
+    why.
     """
 
     ftcli: str
@@ -168,7 +168,7 @@ def _kernels(device: DeviceFacts) -> list[Ability]:
 
 
 def _optional() -> list[Package]:
-    """What the rows of the tables need beside ftcli, each package once."""
+    """Optional packages that the rows of the tables need, each once."""
     found = [row.package for row in optimizers.TABLE.values()] + [row.package for row in exports.TABLE.values()]
     found += [_HARNESS, *(row.package for row in judges.TABLE.values()), _VLLM]
     logging = ((name, loggers.row(name)) for name in loggers.names())

@@ -73,7 +73,7 @@ class Verdict:
     gpus: int | None = None
 
     def as_dict(self) -> JsonObject:
-        """What JSON says of it; the change's settings as ``--set`` would take them."""
+        """The JSON form; the change's settings as ``--set`` would take them."""
         change = self.change
         said = None if change is None else {"settings": str(change), "total_bytes": change.total_bytes}
         return {**plain_fields(self), "change": said}
@@ -94,7 +94,7 @@ def verdict_on(found: Candidate) -> Verdict:
 
 
 def savings(plan: RunPlan, phases: Collection[Phase] = ()) -> tuple[Saving, ...]:
-    """What each single change to a recipe is predicted to save, cheapest for the user first.
+    """Predicted savings of single changes to a recipe, cheapest for the user first.
 
     Args:
         phases: Those in one of which memory ran out; where the run has none of them, the one that needs most.
@@ -158,7 +158,7 @@ def _with_fewer_evaluated(plan: RunPlan, settings: Settings) -> Candidate | None
 
 
 def _how_many_fit(plan: RunPlan) -> int | None:
-    """Of 2, 4 or 8 GPUs, which shard the weights where the method and the recipe allow it."""
+    """The smallest of 2, 4 and 8 GPUs to fit the run; they shard the weights if the method and the recipe allow it."""
     if not plan.trains or plan.device.kind != "cuda":
         return None
     for count in (2, 4, 8):

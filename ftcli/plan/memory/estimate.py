@@ -1,4 +1,4 @@
-"""How many bytes a run needs: the terms of :mod:`~.terms`, added up by phase. Pure arithmetic.
+"""Adds up the memory of a run: the terms of :mod:`~.terms`, by phase. Pure arithmetic.
 
 ``kernels/bench/memory.py`` compares the estimate with what a GPU needs for whole models and for every shipped recipe;
 the results are in docs/performance.md. tests/gpu/test_memory_estimate.py compares single phases with fewer layers.
@@ -85,7 +85,7 @@ class MemoryEstimate:
         return self.total_bytes - self.parts["runtime"] - self.parts.get("NCCL", 0)
 
     def as_dict(self) -> JsonObject:
-        """What JSON says of it; all sizes in bytes."""
+        """The JSON form; all sizes in bytes."""
         return {
             "total_bytes": self.total_bytes,
             "allocated_bytes": self.allocated_bytes,
@@ -127,7 +127,7 @@ def _dequantized_layers(plan: RunPlan) -> int:
 
 
 def _with_generator(plan: RunPlan, settled: MemoryDecisions) -> MemoryEstimate:
-    """With what generates kept from step to step, and weights merged for it, where that leaves memory free.
+    """Adds the generation engine and its merged weights, kept between steps if they fit in free memory.
 
     On a CPU it is always kept, and nothing is merged.
     """
@@ -150,8 +150,8 @@ def _with_generator(plan: RunPlan, settled: MemoryDecisions) -> MemoryEstimate:
 
 
 def offloaded_of(plan: RunPlan) -> Offloaded:
-    """What ``offload`` sends to the host: the tensors that halves of layers are run again from, or only the layers'
-    inputs where the host has no room for those.
+    """The tensors that ``offload`` sends to the host: those that halves of layers are run again from, or only the
+    layers' inputs if the host has no room for them.
     """
     free = plan.device.host_free_bytes
     has_room = free is None or pinned_by(plan, "halves") <= pinnable_bytes(free)

@@ -56,7 +56,7 @@ class HostEstimate:
         return self.phase_bytes(self.peak)
 
     def as_dict(self) -> JsonObject:
-        """What JSON says of it; all sizes in bytes."""
+        """The JSON form; all sizes in bytes."""
         return {
             "processes": self.processes,
             "total_bytes": self.total_bytes,
@@ -109,8 +109,8 @@ def _loaded(plan: RunPlan) -> int:
 
 
 def _saved(plan: RunPlan) -> int:
-    """What rank 0 holds on the host while it writes: weights as they are and as bytes for the file, the former on the
-    GPU where each has all of them; then the optimizer's state where that is gathered of all ranks.
+    """Bytes that rank 0 holds on the host while it writes: weights as they are (on the GPU if each has all of them) and
+    as bytes for the file; then the optimizer's state if it is gathered of all ranks.
     """
     if not plan.trains:
         return 0

@@ -73,7 +73,7 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class MemoryDecisions:
-    """What a recipe leaves open and the memory decides.
+    """Settings that a recipe leaves open and the memory decides.
 
     Attributes:
         offloaded: What ``offload`` sends to the host.
@@ -132,7 +132,7 @@ def terms(plan: RunPlan, settled: MemoryDecisions) -> Iterator[Term]:
 
 
 def _what_training_holds(plan: RunPlan, always: tuple[Phase, ...]) -> Iterator[Term]:
-    """What outlives a micro-batch: copies in the compute dtype, gradients, optimizer state, a reference model.
+    """Terms that outlive a micro-batch: copies in the compute dtype, gradients, optimizer state, a reference model.
 
     Gradients are there from the end of a backward pass to the optimizer's step; where micro-batches are accumulated, in
     the other phases of training too. Autocast casts each trained matrix once in a forward pass and holds the copies
@@ -218,7 +218,7 @@ def _what_a_step_allocates(plan: RunPlan, settled: MemoryDecisions) -> Iterator[
 
 
 def graph_pool(plan: RunPlan, settled: MemoryDecisions) -> int:
-    """What CUDA graphs of up to ``graph_tokens`` tokens allocate, in a pool that they share; 0 without graphs."""
+    """Bytes that CUDA graphs of up to ``graph_tokens`` tokens allocate, in a pool that they share; 0 without graphs."""
     if not plan.graphed:
         return 0
     setting = plan.setting(plan.largest[1], padded=_masked_densely(plan))
@@ -228,17 +228,15 @@ def graph_pool(plan: RunPlan, settled: MemoryDecisions) -> int:
 
 
 def _graph_gaps(plan: RunPlan, activations: int, dense: int) -> int:
-    """What CUDA graphs hold beyond what their layers allocate at once: on other streams; and in their pool, where
-    weights are dequantized, a matrix of them at least.
+    """Bytes that CUDA graphs hold beyond their layers' allocations: on other streams; and in their pool, if weights are
+    dequantized, a matrix of them at least.
     """
     gaps = max(dense, int(_GRAPH_GAPS * activations * plan.graph_tokens / plan.tokens)) if dense else 0
     return gaps + _GRAPH_STREAMS_BYTES
 
 
 def held_by_layers(plan: RunPlan, setting: ActivationSettings, offloaded: Offloaded) -> tuple[HeldBytes, HeldBytes]:
-    """What a layer under the run's policy holds, and what a layer that is left out of the policy holds; the second
-    twice where all are left out.
-    """
+    """(bytes held by a checkpointed layer, by an uncheckpointed one); the second twice if no layer is checkpointed."""
     layer = plan.layers.layer(plan.shape, setting)
 
     def held(by: Policy) -> HeldBytes:
@@ -288,7 +286,7 @@ def _dequantized(plan: RunPlan, settled: MemoryDecisions) -> int:
 
 
 def _weight_norms(plan: RunPlan) -> int:
-    """What PEFT's DoRA makes of one linear layer to know the lengths of its rows.
+    """Bytes that PEFT's DoRA makes of one linear layer to know the lengths of its rows.
 
     A matrix of ones on the diagonal (in, in), which goes through the adapter: B A (out, in) in float32, and three of
     that size in the compute dtype: its cast, its product with the scale, and the sum with the base weight.
@@ -305,8 +303,8 @@ def _cublas(plan: RunPlan) -> int:
 
 
 def _graph_buffers(plan: RunPlan) -> int:
-    """What goes in and out of CUDA graphs: hidden states and their gradients. And the gradients of the trained weights
-    as autograd makes them: what has crossed streams is not used again within a graph.
+    """Bytes of the buffers in and out of CUDA graphs: hidden states and their gradients. Besides, the gradients of the
+    trained weights as autograd makes them: memory that has crossed streams is not used again within a graph.
     """
     passed = 4 if plan.policy.by_transformers else 3  # its layers' inputs need gradients, the first one's too
     states = plan.graph_tokens * plan.shape.hidden_size * plan.dtypes.parameter_bytes * passed
@@ -314,7 +312,7 @@ def _graph_buffers(plan: RunPlan) -> int:
 
 
 def _copies_run_again(plan: RunPlan) -> bool:
-    """Whether transformers' layers run again under autocast, which casts their weights again."""
+    """True if transformers' layers run again under autocast, which casts their weights again."""
     runs_again = plan.policy.recomputes != "nothing" and not plan.execution.on_kernels
     return plan.dtypes.autocast and runs_again
 
@@ -365,13 +363,13 @@ def _hidden_states(plan: RunPlan, tokens: int, setting: ActivationSettings) -> i
 
 
 def _masked_densely(plan: RunPlan) -> bool:
-    """Whether documents of one row are kept apart by a mask over all pairs of its tokens."""
+    """True if documents of one row are kept apart by a mask over all pairs of its tokens."""
     documents = plan.recipe.data.packing or plan.execution.batches.layout == "unpadded"
     return documents and plan.execution.masked != "triton"
 
 
 def _shared(plan: RunPlan) -> int:
-    """What training makes once for all layers."""
+    """Bytes that training makes once for all layers."""
     return made_once(plan, *plan.largest, padded=_masked_densely(plan))
 
 

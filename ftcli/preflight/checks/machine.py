@@ -113,7 +113,7 @@ def _stored_products(context: Context, device: DeviceFacts, dtypes: DtypePlan) -
 
 
 def not_made(context: Context, device: DeviceFacts) -> list[NotMade]:
-    """What only the machine itself can tell."""
+    """Checks that only the machine itself could make."""
     method = context.recipe.quantization.method
     products = quantizations.row(method).products
     if products is None or products.tried is None or device.probed or device.kind != "cuda":

@@ -13,7 +13,7 @@ Installed = Callable[[str], bool]
 
 
 def is_installed(package: str) -> bool:
-    """Whether a top-level package can be imported; does not import it. A folder without any code is no package."""
+    """True if a top-level package can be imported; does not import it. A folder without any code is no package."""
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None
 
@@ -55,7 +55,7 @@ def _values(context: Context) -> Findings:
 
 
 def _method(context: Context) -> Findings:
-    """What the training method does not work with, and sections of other methods of its command."""
+    """Yields settings that the training method does not support, and sections of other methods of its command."""
     recipe, method = context.recipe, context.method
     for section in methods.sections():
         readers = [m.name for m in methods.TABLE.values() if m.section == section and m.command == method.command]
