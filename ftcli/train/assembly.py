@@ -115,13 +115,13 @@ def to_download(job: Job) -> int:
 
 
 def tell_download(job: Job) -> None:
-    """What loading the base will download, before it takes its time."""
+    """Reports what loading the base will download, before it takes its time."""
     if missing := to_download(job):
         job.reporter.info(f"download: {gib(missing)} GiB of weights from {job.facts.name}")
 
 
 def _dequantized_layers(job: Job) -> int:
-    """Decoder layers that are held dequantised; a family without arithmetic has all of them or none."""
+    """Decoder layers that are held dequantized; a family without arithmetic has all of them or none."""
     if job.report.memory is not None:
         return job.report.memory.dequantized_layers
     return sys.maxsize if job.recipe.quantization.keep_dequantized is True else 0
@@ -151,7 +151,9 @@ def build_trainable(job: Job, *, num_layers: int | None = None) -> Model:
 
 
 def build_reference(job: Job, rows: Sequence[TokenizedRow]) -> PreTrainedModel:
-    """What full fine-tuning starts from, on the same kernels, frozen; a run that goes on has it from its base, too."""
+    """The model that full fine-tuning starts from, on the same kernels, frozen; a resumed run has it from its base,
+    too.
+    """
     job.reporter.info("reference: a second copy of the model as it starts")
     reference = build_base(job)
     freeze_other_parts(reference)
@@ -217,7 +219,7 @@ def shard_weights(job: Job, model: Model, group: RankGroup) -> None:
 
 
 def _parts(job: Job) -> RankShards | None:
-    """What this process keeps of the weights; None where that is all of them."""
+    """The shards that this process keeps of the weights; None if it keeps all."""
     place, launch = job.session.place, job.recipe.launch
     if place is None or place.size == 1 or not engines.row(launch.engine).shards:
         return None
@@ -225,13 +227,13 @@ def _parts(job: Job) -> RankShards | None:
 
 
 def _trained(tokens: TokenizedRow) -> int:
-    """How many tokens of a row bear loss."""
+    """Number of a row's tokens that bear loss."""
     return sum(label != IGNORE_INDEX for label in tokens.labels)
 
 
 def laid_out(job: Job, model: Model, rows: Sequence[TokenizedRow]) -> Batches:
-    """How micro-batches of ``rows`` are laid out. Where documents share a row, a few are put to the model, which is not
-    changed, to see that none of them sees another one.
+    """The layout of micro-batches of ``rows``. If documents share a row, a few are put to the model, which is not
+    changed, to see that none of them attends to another one.
 
     Raises FtcliError FT443 (exit 3) when one does.
     """
@@ -251,7 +253,7 @@ def inputs_of(job: Job, model: Model, tokens_sha256: str | None = None) -> Input
 
 
 def loaded_base(job: Job, model: Model, *, weights: bool = True) -> Inputs:
-    """What tells the job's base model, its weight files included or not."""
+    """The fingerprint of the job's base model, with that of its weight files where ``weights``."""
     return base_inputs(job.facts, job.recipe.model, getattr(model.config, "_commit_hash", None), weights=weights)
 
 

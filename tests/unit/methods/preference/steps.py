@@ -27,7 +27,7 @@ from ftcli.plan.batches import Batches
 from ftcli.rows.row import Row
 from ftcli.train.parallel import Divisors, TokenCounts
 from ftcli.train.state import Progress
-from tests.quantised import PLAN, TINY, load
+from tests.quantized import PLAN, TINY, load
 
 PADDED, UNPADDED = Batches("padded", "a test"), Batches("unpadded", "a test")
 #: Tokens of a prompt, of its chosen answer and of its rejected one.
