@@ -64,7 +64,9 @@ def _samples(path: Path, size: int) -> str:
 
 
 def _checksums(files: Sequence[Path], sizes: Sequence[int]) -> list[str]:
-    pieces = [(file, at) for file, size in zip(files, sizes, strict=True) for at in range(0, max(size, 1), _PIECE_BYTES)]
+    pieces = [
+        (file, at) for file, size in zip(files, sizes, strict=True) for at in range(0, max(size, 1), _PIECE_BYTES)
+    ]
     with ThreadPoolExecutor(min(_MOST_THREADS, usable_cores())) as threads:
         found = list(threads.map(_crc32, pieces))
     of_file: dict[Path, bytes] = dict.fromkeys(files, b"")
