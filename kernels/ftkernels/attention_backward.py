@@ -229,9 +229,7 @@ def _key_kernel(
                 CD, TMA,
             )  # fmt: skip
             lse = tl.load(lse_ptr + per_query, mask=rows < q_len, other=0.0)
-            p, x = _key_weights(
-                k, q, lse, rows, bounds, MASKED, HOLES, SCALE, SOFTCAP, FAST_TANH, FACTOR, PRECISION
-            )
+            p, x = _key_weights(k, q, lse, rows, bounds, MASKED, HOLES, SCALE, SOFTCAP, FAST_TANH, FACTOR, PRECISION)
             if WANT_DV:
                 dv = tl.dot(p.to(CD), do, dv, input_precision=PRECISION)
             if WANT_DK:

@@ -96,14 +96,14 @@ def intervals(
 ):
     """Loads what rows [row, row + ROWS) see of the other side, which is visited in tiles of ``BLOCK``.
 
-    Returns (rows, bounds, span): ``rows`` (ROWS,); ``bounds`` for ``seen_by_rows``, (lo, hi) or, with ``HOLES``, (lo, hi,
-    hole_lo, hole_hi), each (ROWS,) and lo = hi = 0 past ``length``; ``span`` for ``visited_tile``, the four numbers of
-    ``tile_span`` or the eight of ``tile_span_around_holes``. Without ``HOLES`` nothing is read from ``holes_ptr``.
+    Returns (rows, bounds, span): ``rows`` (ROWS,); ``bounds`` for ``seen_by_rows``, (lo, hi) or, with ``HOLES``, (lo,
+    hi, hole_lo, hole_hi), each (ROWS,) and lo = hi = 0 past ``length``; ``span`` for ``visited_tile``, the four numbers
+    of ``tile_span`` or the eight of ``tile_span_around_holes``. Without ``HOLES`` ``holes_ptr`` is not read.
     """
     lo_ptr += batch * stride
     hi_ptr += batch * stride
-    rows = row + tl.arange(0, ROWS)
     if HOLES:
+        rows = row + tl.arange(0, ROWS)
         inside = rows < length
         lo = tl.load(lo_ptr + rows, mask=inside, other=0)
         hi = tl.load(hi_ptr + rows, mask=inside, other=0)
@@ -117,6 +117,7 @@ def intervals(
         span = tile_span(
             tl.load(lo_ptr + row), tl.load(lo_ptr + last), tl.load(hi_ptr + row), tl.load(hi_ptr + last), BLOCK
         )
+        rows = row + tl.arange(0, ROWS)
         lo = tl.load(lo_ptr + rows, mask=rows < length, other=0)
         hi = tl.load(hi_ptr + rows, mask=rows < length, other=0)
         bounds = (lo, hi)

@@ -1,4 +1,4 @@
-"""Documents with branches: each sees the trunk and itself, at positions of its own, and what lies between costs nothing."""
+"""Documents with branches: each sees the trunk and itself at positions of its own; what lies between costs nothing."""
 
 from __future__ import annotations
 
