@@ -7,7 +7,7 @@ model. They add what only a built model shows, such as an adapter of a kind that
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
@@ -21,7 +21,8 @@ from ftcli.plan.attention import AttentionCall, AttentionChoice, choose_attentio
 from ftcli.plan.batches import Batches, choose_batches
 from ftcli.plan.precision import DtypePlan
 from ftcli.plan.quantization import why_dequantized
-from ftcli.tables import quantizations
+from ftcli.plan.sharding import is_sharded
+from ftcli.tables import methods, quantizations
 from ftcli.tables.families import family_of
 
 #: Why projections of a family whose checkpoints join them are left as they are.
@@ -192,8 +193,26 @@ def _batches(recipe: Recipe, masked: AttentionChoice, layers: LayerChoice, *, wo
     densely: str | None = OWN_ATTENTION
     if layers.code != "transformers" or layers.parts:
         densely = None if masked.backend == "triton" else f"attention runs on {masked.backend}: {masked.reason}"
-    refusal = takes_rows(recipe, work)
-    return choose_batches(recipe.data.padding_free, takes_rows=refusal, masked_densely=densely)
+    refusal, of_pairs = takes_rows(recipe, work), methods.row(recipe.train.method).unit == 2
+    apart = why_prompts_apart(recipe, work) if of_pairs else None
+    shares = of_pairs and apart is None
+    found = choose_batches(recipe.data.padding_free, takes_rows=refusal, masked_densely=densely, shares_prompts=shares)
+    if not of_pairs:
+        return found
+    told = "once" if found.shares_prompts else "with each answer" if apart is None else f"with each answer ({apart})"
+    return replace(found, reason=f"{found.reason}; a pair's prompt is computed {told}")
+
+
+def why_prompts_apart(recipe: Recipe, work: Work) -> str | None:
+    """Why the answers of a pair do not share their prompt although attention could skip what lies between; or None."""
+    settings = recipe.preference
+    if settings is not None and settings.share_prompts == "off":
+        return "preference.share_prompts: off"
+    if work == "train" and recipe.launch.context_parallel_size > 1:
+        return "ranks share rows"
+    if work == "train" and is_sharded(recipe):
+        return "the model is sharded"
+    return None
 
 
 def takes_rows(recipe: Recipe, work: Work) -> str | None:

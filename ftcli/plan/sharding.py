@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 from ftcli.config.recipe import Recipe
 from ftcli.facts.generation import batch_dependent_rope
 from ftcli.facts.model import ModelFacts
-from ftcli.plan.execution import Execution
 from ftcli.tables import engines, optimizers
+
+if TYPE_CHECKING:
+    from ftcli.plan.execution import Execution
 
 
 def is_sharded(recipe: Recipe) -> bool:

@@ -233,16 +233,18 @@ def _trained(tokens: TokenizedRow) -> int:
 
 def laid_out(job: Job, model: Model, rows: Sequence[TokenizedRow]) -> Batches:
     """The layout of micro-batches of ``rows``. If documents share a row, a few are put to the model, which is not
-    changed, to see that none of them attends to another one.
+    changed, to see that none of them attends to another one; and a pair if pairs share their prompt.
 
     Raises FtcliError FT443 (exit 3) when one does.
     """
-    from ftcli.train.isolation import check_isolation
+    from ftcli.train.isolation import check_branches, check_isolation
 
     batches = job.batches(model)
     if len(rows) and (job.recipe.data.packing or batches.layout == "unpadded"):
         with unsharded_layers(model):
             check_isolation(model, rows[:LOOKED_AT], job.dtypes, job.device, pad_token_id=job.pad_token_id)
+            if batches.shares_prompts:
+                check_branches(model, (rows[0], rows[1]), job.dtypes, job.device, pad_token_id=job.pad_token_id)
     return batches
 
 

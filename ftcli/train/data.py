@@ -10,6 +10,7 @@ import numpy as np
 from ftcli.data.ledger import mostly_untrained
 from ftcli.data.order import ComputedTokens, Epochs, computed_by, epochs_of
 from ftcli.data.prepare import PreparedData, prepare
+from ftcli.data.shared import lengths_once
 from ftcli.data.tokens import TokenTable
 from ftcli.job import Job
 from ftcli.plain import SPREAD
@@ -85,9 +86,13 @@ def training_epochs(job: Job, prepared: PreparedData) -> Epochs:
 def computed_with(job: Job, epochs: Epochs, prepared: PreparedData, batches: Batches) -> ComputedTokens:
     """Counts and reports what the first epoch computes in micro-batches of this layout."""
     rows = job.recipe.train.per_device_train_batch_size
-    computed = computed_by(epochs, prepared.sequences.lengths, rows, batches)
+    lengths = lengths_once(prepared.sequences) if batches.shares_prompts else prepared.sequences.lengths
+    computed = computed_by(epochs, lengths, rows, batches)
     kind = "padding" if batches.layout == "padded" else "filler"
     job.reporter.info(f"batches: {batches.layout} ({batches.reason}), {computed.share:.1%} {kind}")
+    if batches.shares_prompts and len(lengths):
+        saved = 1 - float(lengths.sum()) / float(prepared.sequences.lengths.sum())
+        job.reporter.info(f"shared prompts: {saved:.1%} fewer tokens than with each answer a row of its own")
     return computed
 
 

@@ -14,11 +14,12 @@ from torch import Tensor
 from ftcli.data.collate import documents_batch
 from ftcli.data.order import Epochs, Mixture, mixture
 from ftcli.data.pack import Packs
+from ftcli.data.shared import Pair, lengths_once, shared_batch
 from ftcli.data.tokens import TokenizedRow, TokenTable
 from ftcli.errors import Finding
 from ftcli.labels import IGNORE_INDEX
 from ftcli.model.backbone import head_of, hidden_states
-from ftcli.model.loss import SUPERVISED, next_token_log_probs, supervised_positions
+from ftcli.model.loss import SUPERVISED, log_probs_at, next_token_log_probs, supervised_positions, target_positions
 from ftcli.plan.batches import Batches
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from ftcli.model.fused import DecoderStack
 
 #: Inputs of a micro-batch that are not the layers'.
-LABELS, SCORED = "labels", "scored"
+LABELS, TARGETS, SCORED = "labels", "targets", "scored"
 #: Answers of which the chosen one is longer in so large a share of the pairs teach length.
 _LONGER_SHARE = 0.65
 #: Pairs below which that share says nothing.
@@ -121,12 +122,26 @@ class AnswerScorer:
     def batch(self, documents: Sequence[TokenizedRow]) -> dict[str, Tensor]:
         """Chosen and rejected rows in turn as a batch on the host: what the layers take, ``labels``, ``supervised``,
         and ``scored`` (2 P, longest answer) float32, the weight of each token that is scored.
+
+        Pairs that share their prompts have ``targets`` in place of ``labels``: the tokens that the positions
+        ``supervised`` predict. Both answers' first tokens are predicted by the last position of their prompt.
         """
-        found = documents_batch(documents, self._batches, self._pad_token_id)
-        sizes = [answer_tokens(document) for document in documents]
-        found[SCORED] = self._weights(sizes)
-        found[SUPERVISED] = supervised_positions(found[LABELS], self._vocab_size)
+        if self._batches.shares_prompts:
+            found, supervised, targets = shared_batch(_paired(documents), self._batches, self._pad_token_id)
+            target_positions(targets, self._vocab_size)
+            found[TARGETS] = targets
+        else:
+            found = documents_batch(documents, self._batches, self._pad_token_id)
+            supervised = supervised_positions(found[LABELS], self._vocab_size)
+        found[SUPERVISED] = supervised
+        found[SCORED] = self._weights([answer_tokens(document) for document in documents])
         return found
+
+    def tokens(self, documents: Sequence[TokenizedRow]) -> int:
+        """The tokens of these rows that are computed, without filler: those that a pair shares once."""
+        if self._batches.shares_prompts:
+            return int(lengths_once(documents).sum())
+        return sum(len(document.input_ids) for document in documents)
 
     def _weights(self, sizes: Sequence[int]) -> Tensor:
         count = torch.tensor(sizes)[:, None]
@@ -143,11 +158,18 @@ class AnswerScorer:
         model: PreTrainedModel | PeftModel, inputs: dict[str, Tensor], stack: DecoderStack | None = None
     ) -> ScoredAnswers:
         """The log-probabilities of a batch's answers under ``model``; no logits are made."""
-        layers = {name: value for name, value in inputs.items() if name not in (LABELS, SCORED, SUPERVISED)}
-        states = hidden_states(model, layers, stack)
-        found, _ = next_token_log_probs(
-            states, head_of(model), inputs[LABELS], temperature=1.0, supervised=inputs[SUPERVISED]
-        )
+        others = (LABELS, TARGETS, SCORED, SUPERVISED)
+        states = hidden_states(model, {name: value for name, value in inputs.items() if name not in others}, stack)
+        if TARGETS in inputs:
+            found = log_probs_at(states, head_of(model), inputs[SUPERVISED], inputs[TARGETS], temperature=1.0)
+        else:
+            found, _ = next_token_log_probs(
+                states, head_of(model), inputs[LABELS], temperature=1.0, supervised=inputs[SUPERVISED]
+            )
         weights = inputs[SCORED]
         by_answer = torch.zeros_like(weights).masked_scatter(weights > 0, found)
         return ScoredAnswers(by_answer.sum(1), (by_answer * weights).sum(1))
+
+
+def _paired(documents: Sequence[TokenizedRow]) -> list[Pair]:
+    return list(zip(documents[0::2], documents[1::2], strict=True))

@@ -30,6 +30,7 @@ from ftcli.train.state import Progress
 from tests.quantized import PLAN, TINY, load
 
 PADDED, UNPADDED = Batches("padded", "a test"), Batches("unpadded", "a test")
+SHARED = Batches("unpadded", "a test", shares_prompts=True)
 #: Tokens of a prompt, of its chosen answer and of its rejected one.
 SIZES = ((3, 7, 2), (5, 4, 4), (2, 1, 6), (4, 3, 9), (6, 5, 5), (1, 8, 3))
 
