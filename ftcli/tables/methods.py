@@ -136,9 +136,6 @@ def _preference(name: str, title: str) -> Method:
                 "model.dtype": ("auto", "bfloat16", "float32"),
                 "train.neftune_noise_alpha": (None,),
                 "train.train_sampling_strategy": ("random",),
-                "launch.engine": ("auto", "single", "ddp"),
-                "launch.dp_replicate_size": ("auto", 1),
-                "launch.context_parallel_size": (1,),
             }
         ),
     )

@@ -203,8 +203,10 @@ def form_group(job: Job, group: RankGroup) -> None:
     group.form(job.device, numbers_agreed(train.gradient_accumulation_steps, train.per_device_train_batch_size))
 
 
-def shard_weights(job: Job, model: Model, group: RankGroup) -> None:
-    """Shards the weights of the model, which is on the kernels, over the ranks where the engine does that."""
+def shard_weights(job: Job, model: Model, group: RankGroup, reference: PreTrainedModel | None = None) -> None:
+    """Shards the weights of the model, which is on the kernels, over the ranks where the engine does that; and those
+    of the reference that it is compared with, where that is a second model.
+    """
     parts = _parts(job)
     if parts is None:
         return
@@ -215,7 +217,8 @@ def shard_weights(job: Job, model: Model, group: RankGroup) -> None:
     job.reporter.info(f"weights: sharded over {launch.shard_size} processes{copies}")
     mesh = group.mesh(job.device, launch.copies)
     with group.exchanging():
-        shard(model, mesh, rank_shards_of(base_of(model)) or parts, job.dtypes)
+        for each in (model,) if reference is None else (model, reference):
+            shard(each, mesh, rank_shards_of(base_of(each)) or parts, job.dtypes)
 
 
 def _parts(job: Job) -> RankShards | None:

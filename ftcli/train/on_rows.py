@@ -128,7 +128,7 @@ def _train(session: Session, context: RunContext) -> RowsResult:
         )
         if group is not None:
             assembly.form_group(job, group)
-            assembly.shard_weights(job, model, group)
+            assembly.shard_weights(job, model, group, reference)
     if context.leads:
         keep_inputs(context, assembly.inputs_of(job, model, train_data.sequences.digest()))
     _before(context, held_out)
