@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
 from ftcli.assets import asset, bundled
@@ -43,6 +43,20 @@ def load_tokenizer(model: ModelConfig, *, offline: bool) -> PreTrainedTokenizerB
         tokenizer.unk_token = tokenizer.pad_token
     tokenizer.padding_side = "right"
     return tokenizer
+
+
+def pad_apart(tokenizer: PreTrainedTokenizerBase, stops: Collection[int]) -> None:
+    """Has a tokenizer pad with a token that ends no turn, where it has one: transformers' sequence classifiers take
+    the last token of a row that is not padding for its end.
+    """
+    if tokenizer.pad_token_id not in stops:
+        return
+    special = zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=False)
+    known = {**tokenizer.get_added_vocab(), **dict(special)}
+    free = {name: one for name, one in known.items() if one not in stops and one != tokenizer.bos_token_id}
+    found = next((name for word in ("pad", "unk", "reserved", "") for name in free if word in name.lower()), None)
+    if found is not None:
+        tokenizer.pad_token = found
 
 
 def require_stop(tokenizer: PreTrainedTokenizerBase, source: str) -> None:

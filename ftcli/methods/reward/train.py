@@ -1,0 +1,62 @@
+"""Reward modelling as a run on rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ftcli.config.recipe import Recipe
+from ftcli.train.on_rows import RowMethod
+from ftcli.train.start import TrainingRows
+
+if TYPE_CHECKING:
+    from ftcli.data.order import Epochs
+    from ftcli.data.prepare import PreparedData
+    from ftcli.data.tokens import TokenizedRow
+    from ftcli.evaluate.suite import Evaluator
+    from ftcli.job import Job
+    from ftcli.judges import Judge
+    from ftcli.run.process_group import RankGroup
+    from ftcli.train.loop import TrainerHooks, TrainingLoop
+
+
+class RewardModelling(RowMethod):
+    """Pairs of answers, of which one is to get the higher score."""
+
+    def epochs(self, job: Job, prepared: PreparedData) -> Epochs:
+        """Pairs. Reports data that teaches something else than it says."""
+        from ftcli.methods.preference.pairs import epochs_of_pairs
+
+        return epochs_of_pairs(job, prepared)
+
+    def training_rows(self, recipe: Recipe, rows: int, tokens: int) -> TrainingRows:
+        """Pairs."""
+        return TrainingRows(rows // 2, "pairs", tokens)
+
+    def evaluator(
+        self,
+        job: Job,
+        rows: Sequence[TokenizedRow],
+        group: RankGroup | None = None,
+        *,
+        judges: Mapping[str, Judge] | None = None,
+        reference: Any = None,
+    ) -> Evaluator:
+        """Loss, accuracy, margin."""
+        from ftcli.methods.reward.evaluate import RewardEvaluator
+
+        return RewardEvaluator(job, rows, judges or {}, group)
+
+    def build(
+        self,
+        job: Job,
+        model: Any,
+        epochs: Epochs,
+        hooks: TrainerHooks,
+        group: RankGroup | None,
+        reference: Any = None,
+    ) -> TrainingLoop:
+        """The loop over the pairs' mean loss."""
+        from ftcli.methods.reward.objective import build_reward
+
+        return build_reward(job, model, epochs, hooks, group)
