@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 #: Part of every key: raised whenever the same input gives other tokens or other files.
-FORMAT = 4
+FORMAT = 5
 
 
 @dataclass(frozen=True, slots=True)
