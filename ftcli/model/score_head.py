@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.model.backbone import base_of
+from ftcli.model.backbone import base_of, hidden_states
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -60,6 +60,15 @@ def scores(model: PreTrainedModel | PeftModel, states: Tensor) -> Tensor:
     return found.squeeze(-1)
 
 
+def row_scores(model: PreTrainedModel | PeftModel, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """The score of each row (rows, tokens), padded on the right; and |h| |w|, the size that errors are measured by."""
+    states = hidden_states(model, {"input_ids": input_ids, "attention_mask": attention_mask}).tensor
+    ends = states[torch.arange(len(states)), attention_mask.sum(1) - 1]
+    layer: Any = base_of(model).get_submodule(SCORE)
+    weight = getattr(layer, "modules_to_save", {}).get("default", layer).weight
+    return scores(model, ends), ends.float().norm(dim=-1) * weight.float().norm()
+
+
 def classifier_name(config: PretrainedConfig) -> str:
     """The class of transformers that loads a model of ``config`` with a score.
 
@@ -79,6 +88,13 @@ def classifier_name(config: PretrainedConfig) -> str:
     return str(name)
 
 
+def as_classifier(config: PretrainedConfig) -> PretrainedConfig:
+    """``config``, changed to that of a sequence classifier with one number. Raises as :func:`classifier_name`."""
+    config.architectures = [classifier_name(config)]
+    config.num_labels = 1
+    return config
+
+
 def without_head(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """``weights`` of a model with a score as they are saved: its unused head is left out."""
     head = model.get_output_embeddings()
@@ -94,6 +110,5 @@ def write_classifier_config(model: PreTrainedModel, folder: Path) -> None:
         "architectures": [classifier_name(model.config)],
         "id2label": {"0": "LABEL_0"},
         "label2id": {"LABEL_0": 0},
-        "problem_type": "regression",
     }
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -179,8 +179,8 @@ def _computed(model: PreTrainedModel, asked: ReloadRequest, sent: dict[str, Tens
 def _logits(model: Any, sent: dict[str, Tensor]) -> Tensor:
     mask = sent[ATTENTION_MASK]
     output = model(input_ids=sent[INPUT_IDS], attention_mask=mask, use_cache=False)
-    logits: Tensor = output.logits[mask.bool()].float()
-    return logits
+    found: Tensor = output.logits.float()
+    return found if found.dim() == 2 else found[mask.bool()]  # a classifier has scores of rows
 
 
 def _stops(model: PreTrainedModel) -> dict[str, list[int]]:
@@ -233,8 +233,14 @@ def _empty(config: Any) -> PreTrainedModel:
 
 def _class(config: Any) -> Any:
     """transformers' auto class for the whole of a model; one that also takes images has a config of text inside."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoModelForSequenceClassification,
+    )
 
+    if any(name.endswith("ForSequenceClassification") for name in config.architectures or ()):
+        return AutoModelForSequenceClassification
     return AutoModelForCausalLM if config.get_text_config() is config else AutoModelForImageTextToText
 
 

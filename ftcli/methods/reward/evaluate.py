@@ -64,16 +64,17 @@ class RewardEvaluator(Evaluator):
     def _sums_of(self, model: PreTrainedModel | PeftModel, sequences: Sequence[TokenizedRow]) -> Sums:
         """Summed loss, tokens, and the sums of :class:`ScoreSums`."""
         job, recipe, batches = self.job, self.job.recipe, self.job.batches(model)
-        centring = (recipe.reward or RewardModelConfig()).center_rewards_coefficient
+        settings = recipe.reward or RewardModelConfig()
 
         def step(pairs: Sequence[int]) -> Sums:
             documents = [sequences[row] for pair in pairs for row in (2 * pair, 2 * pair + 1)]
-            batch = score_batch(documents, batches, job.pad_token_id)
+            batch = score_batch(documents, batches, job.pad_token_id, margin=settings.margin)
             inputs = {name: value.to(job.device) for name, value in batch.items()}
             with compute_context(job.device, job.dtypes.compute, job.dtypes.autocast):
                 found = score_rows(model, inputs)
             chosen, rejected = found[0::2], found[1::2]
-            total = float(pair_losses(chosen, rejected, inputs[MARGINS], centring).double().sum())
+            losses = pair_losses(chosen, rejected, inputs[MARGINS], settings.center_rewards_coefficient)
+            total = float(losses.double().sum())
             vector = ScoreSums.of(chosen, rejected, inputs[LENGTHS], torch.ones_like(chosen)).vector()
             return (total, float(inputs[LENGTHS].sum()), *vector.tolist())
 

@@ -1,7 +1,7 @@
 """Reward modelling: the score of a pair's chosen answer is to exceed that of the rejected one.
 
-With s_w and s_l the scores of both, m the margin that the data gives (0 without one) and c the centring coefficient, the
-loss of a pair is -log sigma(s_w - s_l - m) + c (s_w + s_l)^2 (Bradley and Terry 1952; Touvron et al. 2023,
+With s_w and s_l the scores of both, m the margin that the data gives (0 without one) and c the centring coefficient,
+the loss of a pair is -log sigma(s_w - s_l - m) + c (s_w + s_l)^2 (Bradley and Terry 1952; Touvron et al. 2023,
 arXiv:2307.09288, for the margin; Eisenstein et al. 2023, arXiv:2312.09244, for the second term).
 """
 
@@ -48,14 +48,17 @@ _OWN = (ENDS, MARGINS, PAIRS, LENGTHS, "labels")
 _ALIKE = 0.1
 
 
-def score_batch(documents: Sequence[TokenizedRow], batches: Batches, pad_token_id: int) -> dict[str, Tensor]:
-    """Chosen and rejected rows in turn as a batch on the host, with the inputs named above."""
+def score_batch(
+    documents: Sequence[TokenizedRow], batches: Batches, pad_token_id: int, *, margin: bool
+) -> dict[str, Tensor]:
+    """Chosen and rejected rows in turn as a batch on the host, with the inputs named above; ``margin``: with theirs."""
     found = documents_batch(documents, batches, pad_token_id)
     sizes = torch.tensor([len(document.input_ids) for document in documents])
     rows, width = found["input_ids"].shape
     starts = sizes.cumsum(0) - sizes if rows != len(documents) else torch.arange(rows) * width
     found[ENDS] = starts + sizes - 1
-    found[MARGINS] = torch.tensor([document.value for document in documents[0::2]], dtype=torch.float32)
+    asked = [document.value if margin else 0.0 for document in documents[0::2]]
+    found[MARGINS] = torch.tensor(asked, dtype=torch.float32)
     found[PAIRS] = torch.ones(len(documents) // 2)
     found[LENGTHS] = sizes.float()
     return found
@@ -139,13 +142,13 @@ class RewardObjective(EpochObjective):
         super().__init__(job, epochs, group)
         self._model, self._stack, self._device, self._dtypes = model, stack, job.device, job.dtypes
         self._batches, self._pad_token_id = job.batches(model), job.pad_token_id
-        self._centring = (job.recipe.reward or RewardModelConfig()).center_rewards_coefficient
+        self._settings = job.recipe.reward or RewardModelConfig()
         self._sums = StepSums("score_sums", SUMS, job.device, group)
 
     def micro_batch(self, units: Sequence[int], *, blank: bool) -> MicroBatch:
         """The pairs' rows in turn, chosen and rejected."""
         documents = [tokens for unit in units for tokens in self._epochs.members(unit)]
-        inputs = score_batch(documents, self._batches, self._pad_token_id)
+        inputs = score_batch(documents, self._batches, self._pad_token_id, margin=self._settings.margin)
         computed = inputs["input_ids"].numel()
         if blank:
             inputs[PAIRS] = torch.zeros(len(units))
@@ -163,7 +166,8 @@ class RewardObjective(EpochObjective):
             found = score_rows(self._model, inputs, self._stack)
         chosen, rejected, weights = found[0::2], found[1::2], inputs[PAIRS]
         self._sums.add(ScoreSums.of(chosen, rejected, inputs[LENGTHS], weights).vector())
-        return (pair_losses(chosen, rejected, inputs[MARGINS], self._centring) * weights).sum() / step.pairs
+        losses = pair_losses(chosen, rejected, inputs[MARGINS], self._settings.center_rewards_coefficient)
+        return (losses * weights).sum() / step.pairs
 
     def reduced(self) -> None:
         """Adds up the metrics of all ranks' micro-batches."""
