@@ -427,22 +427,26 @@ def _write_classifier(source: ExportSource, folder: Path, say: Callable[[str], N
             plan.adapted, lambda weight: plan.rounding.of(weight, base.of(weight)) if weight != name else score.dtype
         ),
     ):
-        facts = _verify_scores(source, folder, plan.adapted, elements(written))
+        facts = _verify_scores(source, folder, plan.adapted, written)
     return Verified(
         "every weight, scores in float32, tokenizer", {"merged": plan.merged, **facts}, merged_with=plan.merged_with
     )
 
 
-def _verify_scores(source: ExportSource, folder: Path, model: Any, parameters: int) -> dict[str, str | int | float]:
-    """Holds the scores of what was written, as plain transformers loads it, against those of ``model``.
+def _verify_scores(
+    source: ExportSource, folder: Path, model: Any, written: StoredWeights
+) -> dict[str, str | int | float]:
+    """Holds the scores of what was written, as plain transformers loads it, against those of ``model``, by the size of
+    the product of a hidden state and the score's weights.
 
     Raises FtcliError FT741 when one differs, or the tokenizer does.
     """
     tokenizer = source_tokenizer(source)
     whole = probe_batch(tokenizer, len(tokenizer))
     probe = replace(whole, input_ids=whole.input_ids[:-1], attention_mask=whole.attention_mask[:-1])  # texts alone
-    wanted, scale = row_scores(model, probe.input_ids, probe.attention_mask)
-    request = model_request(folder, probe, parameters, dtype="float32")
+    wanted, states = row_scores(model, probe.input_ids, probe.attention_mask)
+    scale = states.norm(dim=-1) * written.read(f"{SCORE}.weight").float().norm()
+    request = model_request(folder, probe, elements(written), dtype="float32")
     answer = source.reload(request, sent(probe))
     problems = [*answer.problems, *compare_tokenizers(answer.tokenizer, tokenizer)]
     error = math.inf
@@ -490,7 +494,7 @@ def _verify_classifier_copy(source: ExportSource, folder: Path, wanted: dict[str
         raise not_verified(folder, problems)
     stored, model = base_weights(source), unwritten(source_config(source))
     with computing_from(model, stored.read, stored.names):
-        facts = _verify_scores(source, folder, model, elements(stored))
+        facts = _verify_scores(source, folder, model, stored)
     return Verified("every weight bit for bit, scores in float32, tokenizer", {"tensors": len(wanted), **facts})
 
 

@@ -61,12 +61,10 @@ def scores(model: PreTrainedModel | PeftModel, states: Tensor) -> Tensor:
 
 
 def row_scores(model: PreTrainedModel | PeftModel, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """The score of each row (rows, tokens), padded on the right; and |h| |w|, the size that errors are measured by."""
+    """The score of each row (rows, tokens), padded on the right, and the hidden state that it is of."""
     states = hidden_states(model, {"input_ids": input_ids, "attention_mask": attention_mask}).tensor
     ends = states[torch.arange(len(states)), attention_mask.sum(1) - 1]
-    layer: Any = base_of(model).get_submodule(SCORE)
-    weight = getattr(layer, "modules_to_save", {}).get("default", layer).weight
-    return scores(model, ends), ends.float().norm(dim=-1) * weight.float().norm()
+    return scores(model, ends), ends
 
 
 def classifier_name(config: PretrainedConfig) -> str:

@@ -187,7 +187,8 @@ def _stops(model: PreTrainedModel) -> dict[str, list[int]]:
     # Some of transformers' releases lose what config.json of Qwen2.5-VL says outside of its text_config.
     text = model.config.get_text_config() if getattr(model.config, "eos_token_id", None) is None else model.config
     found = {}
-    for label, config in (("config.json", text), ("generation_config.json", model.generation_config)):
+    generation = getattr(model, "generation_config", None)  # a classifier has none
+    for label, config in (("config.json", text), ("generation_config.json", generation)):
         named = getattr(config, "eos_token_id", None)
         found[label] = list(named) if isinstance(named, list) else [] if named is None else [int(named)]
     return found
