@@ -50,20 +50,28 @@ def shared_batch(
         Then, for the labels of all rows in turn, (R,) int64 each: the position in the row that predicts it, and the
         token. What both rows begin with predicts for each of them, so a position can be there twice.
     """
-    row = _Row()
+    batch, places = branched_batch(pairs, batches, pad_token_id)
     positions: list[int] = []
     targets: list[int] = []
-    for pair in pairs:
-        for tokens, places in zip(pair, row.add(pair), strict=True):
-            scored = [t for t in range(1, len(tokens.labels)) if tokens.labels[t] != IGNORE_INDEX]
-            positions += [places[t - 1] for t in scored]
-            targets += [tokens.labels[t] for t in scored]
+    for tokens, at in zip((tokens for pair in pairs for tokens in pair), places, strict=True):
+        scored = [t for t in range(1, len(tokens.labels)) if tokens.labels[t] != IGNORE_INDEX]
+        positions += [at[t - 1] for t in scored]
+        targets += [tokens.labels[t] for t in scored]
+    return batch, torch.tensor(positions, dtype=torch.int64), torch.tensor(targets, dtype=torch.int64)
+
+
+def branched_batch(
+    pairs: Sequence[Pair], batches: Batches, pad_token_id: int
+) -> tuple[dict[str, Tensor], list[list[int]]]:
+    """The first part of what :func:`shared_batch` returns; and where the tokens of each row in turn lie."""
+    row = _Row()
+    places = [at for pair in pairs for at in row.add(pair)]
     _, width = batches.shape([len(row.ids)])
     row.fill(width, pad_token_id, longest=max(len(tokens.input_ids) for pair in pairs for tokens in pair))
     batch = {"input_ids": torch.tensor([row.ids]), "position_ids": torch.tensor([row.positions])}
     batch["document_starts"] = torch.tensor([row.documents], dtype=torch.int32)
     batch["branch_starts"] = torch.tensor([row.branches], dtype=torch.int32)
-    return batch, torch.tensor(positions, dtype=torch.int64), torch.tensor(targets, dtype=torch.int64)
+    return batch, places
 
 
 class _Row:

@@ -83,7 +83,7 @@ TABLE: Mapping[str, RowLayout] = MappingProxyType(
             ("chosen", "rejected"),
             "ftcli.methods.preference.rows:understand",
             loss_on=("completion", "assistant"),
-            optional=("prompt", *_OF_CHATS),
+            optional=("prompt", "margin", *_OF_CHATS),
             conversation=("prompt", "chosen", "rejected"),
             unit=2,
         ),

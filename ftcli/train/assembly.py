@@ -18,8 +18,10 @@ from ftcli.model.fsdp import RankShards, rank_shards_of, unsharded_layers
 from ftcli.model.load import load_model
 from ftcli.model.lora import apply_lora
 from ftcli.model.lora_targets import freeze_other_parts, summary_of_targets
+from ftcli.model.score_head import add_score_head
 from ftcli.model.selfcheck import check_head
-from ftcli.model.tokenizer import align_special_tokens
+from ftcli.model.tokenizer import align_special_tokens, pad_apart
+from ftcli.model.trained_weights import load_weights
 from ftcli.plan.batches import Batches
 from ftcli.plan.quantization import trains_rounded
 from ftcli.run.directory import RunDirectory
@@ -74,7 +76,7 @@ def build_base(job: Job, *, weights: Path | None = None, num_layers: int | None 
     Raises:
         FtcliError: FT335 when the loss would not stand for the model's own logits; whatever loading raises.
     """
-    recipe, memory = job.recipe, job.report.memory
+    recipe, memory, classifier = job.recipe, job.report.memory, job.plan.method.classifier
     job.reporter.info(
         f"model: {weights or recipe.model.name_or_path} ({recipe.model.init}) in {job.dtypes.parameter}"
         f"{_stored(job)} on {job.device}"
@@ -92,7 +94,8 @@ def build_base(job: Job, *, weights: Path | None = None, num_layers: int | None 
         device=job.device,
         seed=recipe.run.seed,
         offline=job.session.offline,
-        source=str(weights) if weights is not None else None,
+        # A saved classifier has no head: the base is loaded, and then what was trained.
+        source=str(weights) if weights is not None and not classifier else None,
         num_layers=num_layers,
         # A full fine-tune was never stored by a method that freezes the base.
         quantization=recipe.quantization if weights is None or trains_rounded(job.recipe) else None,
@@ -100,9 +103,15 @@ def build_base(job: Job, *, weights: Path | None = None, num_layers: int | None 
         trained=trains_rounded(job.recipe) or (parts is not None and not parts.joins),
         shards=parts,
     )
+    if classifier:
+        pad_apart(job.tokenizer, job.stops)
     align_special_tokens(model, job.tokenizer, job.stops)
     with unsharded_layers(model):
         check_head(model, job.tokenizer(_TEXT, add_special_tokens=False)["input_ids"], job.dtypes, job.device)
+    if classifier:
+        add_score_head(model, recipe.run.seed)
+        if weights is not None:
+            load_weights(model, weights)
     return model
 
 

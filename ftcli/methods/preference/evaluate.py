@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,9 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from ftcli.data.tokens import TokenizedRow
-from ftcli.errors import ExitCode, FtcliError, Origin
+from ftcli.errors import Origin
 from ftcli.evaluate.batching import in_batches
-from ftcli.evaluate.loss import LossResult
+from ftcli.evaluate.loss import LossResult, require_finite
 from ftcli.evaluate.share import Sums, summed_in_step, summed_over_ranks
 from ftcli.evaluate.suite import Evaluator
 from ftcli.methods.preference.losses import PairLoss
@@ -170,14 +169,7 @@ def _summed(
 def _result(sums: Sequence[float], loss: PairLoss) -> LossResult:
     total, cross_entropy, *of_pairs = sums
     pairs, tokens = of_pairs[0], of_pairs[7] + of_pairs[8]
-    mean = total / max(pairs, 1) + loss.sft_weight * cross_entropy / max(of_pairs[7], 1)
-    if not math.isfinite(mean):
-        raise FtcliError.single(
-            "FT762",
-            f"the evaluation loss is {mean}",
-            exit_code=ExitCode.DIVERGED,
-            help="the weights are not finite: resume from an earlier checkpoint, with a lower train.learning_rate",
-        )
+    mean = require_finite(total / max(pairs, 1) + loss.sft_weight * cross_entropy / max(of_pairs[7], 1))
     found = measures(of_pairs, compared=loss.reference)
     more = {ours: found[name] for name, ours in _NAMES.items() if name in found}
     return LossResult(mean, None, None, int(tokens), int(pairs), more)
