@@ -416,7 +416,8 @@ def _write_classifier(source: ExportSource, folder: Path, say: Callable[[str], N
     assert plan.adapted is not None  # only adapters come here
     changes = source_updates(source, plan.adapted)
     problems = compare_written(written, MergedWeights(base, changes), plan.rounding, added=(name,))
-    if not torch.equal(written.read(name), changes[name].whole if changes[name].whole is not None else score):
+    trained = changes[name].whole
+    if trained is None or not torch.equal(written.read(name), trained):
         problems.append(f"{name} differs")
     if problems:
         raise not_verified(folder, problems)
