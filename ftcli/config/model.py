@@ -159,6 +159,11 @@ class LaunchConfig(Section):
         return max(1, self.num_processes // self.copies)
 
     @property
+    def is_sharded(self) -> bool:
+        """True if the engine shards weights over several processes."""
+        return self.num_processes > 1 and engines.row(self.engine).shards
+
+    @property
     def row_shares(self) -> int:
         """Processes, or teams of them, that train on rows of their own."""
         return max(1, self.num_processes // self.context_parallel_size)

@@ -21,7 +21,6 @@ from ftcli.plan.attention import AttentionCall, AttentionChoice, choose_attentio
 from ftcli.plan.batches import Batches, choose_batches
 from ftcli.plan.precision import DtypePlan
 from ftcli.plan.quantization import why_dequantized
-from ftcli.plan.sharding import is_sharded
 from ftcli.tables import methods, quantizations
 from ftcli.tables.families import family_of
 
@@ -210,7 +209,7 @@ def why_prompts_apart(recipe: Recipe, work: Work) -> str | None:
         return "preference.share_prompts: off"
     if work == "train" and recipe.launch.context_parallel_size > 1:
         return "ranks share rows"
-    if work == "train" and is_sharded(recipe):
+    if work == "train" and recipe.launch.is_sharded:
         return "the model is sharded"
     return None
 

@@ -486,8 +486,8 @@ PREFERENCE = (
     _m(
         "pairs: a blank micro-batch counts in metrics",
         _P + "objective.py",
-        "self._of_batches.append(PairSums.of(answers, self._loss, weights).vector())",
-        "self._of_batches.append(PairSums.of(answers, self._loss, torch.ones_like(weights)).vector())",
+        "sums = PairSums.of(answers, self._loss, weights).vector()",
+        "sums = PairSums.of(answers, self._loss, torch.ones_like(weights)).vector()",
         _UP + "objective.py",
     ),
     _m(
