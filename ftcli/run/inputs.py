@@ -295,7 +295,7 @@ def require_same_held_out(previous: JsonMap, held_out: Sequence[Fingerprint], so
 
 
 def changed_judges(previous: JsonMap, judges: Sequence[Fingerprint]) -> list[str]:
-    """Which files of rewards and judges, and settings of tasks, are not what they were when a run began, in words.
+    """Which files of rewards and judges are not what they were when a run began, in words.
 
     Those that only one side has are none of them: the recipe names them, and is compared itself.
 
