@@ -36,7 +36,7 @@ class Recipe(Section):
 
     @property
     def rewards(self) -> tuple[RewardConfig, ...]:
-        """What judges completions in training."""
+        """Judges of completions in training."""
         return () if self.grpo is None else self.grpo.rewards
 
     def value_of(self, key: str) -> Any:

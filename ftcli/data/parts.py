@@ -40,7 +40,7 @@ def part_of(batch: Mapping[str, Tensor], part: int, parts: int) -> dict[str, Ten
 
 
 def _positions(batch: Mapping[str, Tensor], more: int) -> Tensor:
-    """Of whole rows. What fills them up repeats the last position: rotation may depend on the largest."""
+    """Positions of whole rows. Padding repeats the last position: rotation may depend on the largest."""
     positions = batch.get("position_ids")
     if positions is None:
         positions = torch.arange(batch["input_ids"].shape[1])[None]
@@ -48,7 +48,7 @@ def _positions(batch: Mapping[str, Tensor], more: int) -> Tensor:
 
 
 def _starts(batch: Mapping[str, Tensor], more: int) -> Tensor:
-    """Of whole rows. What fills them up belongs to the last document, which sees nothing of it."""
+    """Document starts of whole rows. Padding belongs to the last document, which does not attend to it."""
     starts = batch.get("document_starts")
     if starts is None:
         return torch.zeros((1, 1), dtype=torch.int32)

@@ -127,8 +127,8 @@ def _added_up(group: RankGroup, sums: Tensor, batches: int) -> Sums:
 
 
 def led_by_first(group: RankGroup, model: PreTrainedModel | PeftModel, compute: Callable[[], R]) -> R | None:
-    """What rank 0 makes of a model whose weights are spread; None on the others, which take part in its passes. All
-    ranks call this.
+    """Runs ``compute`` on rank 0 of a model whose weights are sharded; the other ranks take part in its passes and get
+    None. All ranks call this.
 
     Raises PeerFailed or RankLost when a rank is gone whose weights are needed.
     """

@@ -200,7 +200,7 @@ def _stored_at(source: ExportSource) -> tuple[str, str | None]:
 
 
 def _plain_dtype(config: PretrainedConfig, source: ExportSource) -> torch.dtype:
-    """What weights are stored in that the base stores quantised: what its config.json says of the others."""
+    """What weights are stored in that the base stores quantized: what its config.json says of the others."""
     said: Any = config.get_text_config()
     stated = getattr(config, "dtype", None) or getattr(said, "dtype", None)
     return stated if isinstance(stated, torch.dtype) else getattr(torch, source.compute)

@@ -70,7 +70,7 @@ class ExportSource:
         reload: Loads what was written again, in a process of its own.
         llama_cpp: What there is of llama.cpp on the machine (``ftcli.export.gguf.llama``).
         quantization: How training held the base weights.
-        compute: The dtype of training's products, into which quantised weights were dequantised.
+        compute: The dtype of training's products, into which quantized weights were dequantized.
         vocabulary: How many tokens the adapter's embeddings have, where the base has another number.
         files: What ``folder`` holds, by digests (``ftcli.run.integrity.result_files``).
     """
@@ -255,7 +255,7 @@ def held_base(source: ExportSource) -> list[Finding]:
             name = source_of(source.base.name_or_path)
             config = read_config(name, revision=source.base.revision, offline=source.offline)
             commit = getattr(config, "_commit_hash", None)
-        now = base_inputs(facts, source.base, commit)
+        now = base_inputs(facts, source.base, commit, weights=adapter)
     except hub_errors() as error:
         raise _no_base(source, error) from error
     return hold_base(run, source.base, seed, now, weights=adapter)
@@ -277,7 +277,7 @@ def local_config(folder: Path) -> PretrainedConfig:
 
 
 def plain_config(config: PretrainedConfig) -> PretrainedConfig:
-    """``config`` without what it says of quantised files: transformers would look for the package that wrote them."""
+    """``config`` without what it says of quantized files: transformers would look for the package that wrote them."""
     if getattr(config, "quantization_config", None) is None:
         return config
     plain = deepcopy(config)

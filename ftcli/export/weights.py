@@ -70,7 +70,7 @@ class StoredTensors:
         roles: Of parts, the pattern of the rule that joins them; of packed ones, the part that each is; else empty.
         names: What the model calls what they make; empty for what it has no place for, and may ignore.
         shapes: Of what they make.
-        packed: They are a quantised weight and what turns it back.
+        packed: They are a quantized weight and what turns it back.
     """
 
     keys: tuple[str, ...]
@@ -176,14 +176,14 @@ class StoredWeights:
         return self._by_name[self.ties.get(name, name)]
 
     def is_as_stored(self, name: str) -> bool:
-        """Whether training held a tensor as it is stored, and did not quantise it."""
+        """Whether training held a tensor as it is stored, and did not quantize it."""
         return not self.of(name).packed and (self.in_training is None or not self.in_training.quantizes(name))
 
     def read(self, name: str) -> Tensor:
-        """A tensor as training held it: as it is stored, or the numbers that its quantised form stands for.
+        """A tensor as training held it: as it is stored, or the numbers that its quantized form stands for.
 
         Raises:
-            FtcliError: FT323 for numbers that cannot be quantised, or a file that has changed meanwhile.
+            FtcliError: FT323 for numbers that cannot be quantized, or a file that has changed meanwhile.
         """
         asked, name = name, self.ties.get(name, name)
         found = self._by_name[name]
@@ -288,7 +288,7 @@ def base_weights(source: ExportSource) -> StoredWeights:
 
     Raises:
         FtcliError: FT323 when they are not there or damaged, FT740 for `export.base: original` where there is nothing
-            but quantised weights.
+            but quantized weights.
     """
     config = source_config(source)
     if source.kind == "model":

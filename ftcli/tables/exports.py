@@ -11,7 +11,7 @@ from ftcli.tables import Package
 
 @dataclass(frozen=True, slots=True)
 class ExportFormat:
-    """What the rest of the program has to know of a format.
+    """One export format.
 
     Attributes:
         write: Code (``ftcli.export.writing.WriteFormat``) that writes an export and loads it again to verify it.
@@ -128,7 +128,7 @@ def row(name: str) -> ExportFormat:
 
 
 def names(*, needs_adapter: bool | None = None, merges: bool | None = None) -> tuple[str, ...]:
-    """What a recipe may say; with an argument only formats whose attribute has this value."""
+    """Values of ``export.formats``; with an argument only formats whose attribute has this value."""
     return tuple(
         name
         for name, each in TABLE.items()

@@ -207,7 +207,7 @@ _NOT_OFFERED: Mapping[str, str] = MappingProxyType(
 
 
 def not_offered(word: str) -> str | None:
-    """What to say of a method of the field where a command or a key is expected; None for every other word."""
+    """Help for a method of the field in the place of a command or a key; None for every other word."""
     name = word.lower().replace("-", "_")
     own = TABLE.get(name)
     if own is not None:
@@ -217,7 +217,7 @@ def not_offered(word: str) -> str | None:
 
 
 def offered(title: str) -> str:
-    """How the method with this title is asked for; or by which methods ftcli trains, where it is none of them."""
+    """Tells how to ask for the method with this title, or names the methods of ftcli if it is none of them."""
     own = next((method for method in TABLE.values() if method.title == title), None)
     if own is not None:
         return f"{title} is `train.method: {own.name}` of `ftcli train`, with the section `{own.section}`"
@@ -234,7 +234,7 @@ def row(name: str) -> Method:
 
 
 def names() -> tuple[str, ...]:
-    """What ``train.method`` may say: all but the methods that a command and a section of their own name."""
+    """Values of ``train.method``: all but the methods that a command and a section of their own name."""
     return tuple(name for name, row in TABLE.items() if row.section is None or row.command == "train")
 
 

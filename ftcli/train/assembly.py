@@ -115,13 +115,13 @@ def to_download(job: Job) -> int:
 
 
 def tell_download(job: Job) -> None:
-    """What loading the base will download, before it takes its time."""
+    """Reports what loading the base will download, before it takes its time."""
     if missing := to_download(job):
         job.reporter.info(f"download: {gib(missing)} GiB of weights from {job.facts.name}")
 
 
 def _dequantized_layers(job: Job) -> int:
-    """Decoder layers that are held dequantised; a family without arithmetic has all of them or none."""
+    """Decoder layers that are held dequantized; a family without arithmetic has all of them or none."""
     if job.report.memory is not None:
         return job.report.memory.dequantized_layers
     return sys.maxsize if job.recipe.quantization.keep_dequantized is True else 0
@@ -151,7 +151,9 @@ def build_trainable(job: Job, *, num_layers: int | None = None) -> Model:
 
 
 def build_reference(job: Job, rows: Sequence[TokenizedRow]) -> PreTrainedModel:
-    """What full fine-tuning starts from, on the same kernels, frozen; a run that goes on has it from its base, too."""
+    """The model that full fine-tuning starts from, on the same kernels, frozen; a resumed run has it from its base,
+    too.
+    """
     job.reporter.info("reference: a second copy of the model as it starts")
     reference = build_base(job)
     freeze_other_parts(reference)
@@ -220,7 +222,7 @@ def shard_weights(job: Job, model: Model, group: RankGroup, reference: PreTraine
 
 
 def _parts(job: Job) -> RankShards | None:
-    """What this process keeps of the weights; None where that is all of them."""
+    """The shards that this process keeps of the weights; None if it keeps all."""
     place, launch = job.session.place, job.recipe.launch
     if place is None or place.size == 1 or not engines.row(launch.engine).shards:
         return None
@@ -228,22 +230,24 @@ def _parts(job: Job) -> RankShards | None:
 
 
 def _trained(tokens: TokenizedRow) -> int:
-    """How many tokens of a row bear loss."""
+    """Number of a row's tokens that bear loss."""
     return sum(label != IGNORE_INDEX for label in tokens.labels)
 
 
 def laid_out(job: Job, model: Model, rows: Sequence[TokenizedRow]) -> Batches:
-    """How micro-batches of ``rows`` are laid out. Where documents share a row, a few are put to the model, which is not
-    changed, to see that none of them sees another one.
+    """The layout of micro-batches of ``rows``. If documents share a row, a few are put to the model, which is not
+    changed, to see that none of them attends to another one; and a pair if pairs share their prompt.
 
     Raises FtcliError FT443 (exit 3) when one does.
     """
-    from ftcli.train.isolation import check_isolation
+    from ftcli.train.isolation import check_branches, check_isolation
 
     batches = job.batches(model)
     if len(rows) and (job.recipe.data.packing or batches.layout == "unpadded"):
         with unsharded_layers(model):
             check_isolation(model, rows[:LOOKED_AT], job.dtypes, job.device, pad_token_id=job.pad_token_id)
+            if batches.shares_prompts:
+                check_branches(model, (rows[0], rows[1]), job.dtypes, job.device, pad_token_id=job.pad_token_id)
     return batches
 
 
@@ -253,9 +257,9 @@ def inputs_of(job: Job, model: Model, tokens_sha256: str | None = None) -> Input
     return replace(loaded_base(job, model), chat_template=template, tokens_sha256=tokens_sha256)
 
 
-def loaded_base(job: Job, model: Model) -> Inputs:
-    """What tells the job's base model."""
-    return base_inputs(job.facts, job.recipe.model, getattr(model.config, "_commit_hash", None))
+def loaded_base(job: Job, model: Model, *, weights: bool = True) -> Inputs:
+    """The fingerprint of the job's base model, with that of its weight files where ``weights``."""
+    return base_inputs(job.facts, job.recipe.model, getattr(model.config, "_commit_hash", None), weights=weights)
 
 
 def hold(job: Job, model: Model, run: RunDirectory, *, weights: bool = True) -> None:
@@ -266,5 +270,6 @@ def hold(job: Job, model: Model, run: RunDirectory, *, weights: bool = True) -> 
     Raises FtcliError FT735 (exit 2) with what differs.
     """
     recipe = job.recipe
-    for finding in hold_base(run.path, recipe.model, recipe.run.seed, loaded_base(job, model), weights=weights):
+    now = loaded_base(job, model, weights=weights)
+    for finding in hold_base(run.path, recipe.model, recipe.run.seed, now, weights=weights):
         job.reporter.finding(finding)

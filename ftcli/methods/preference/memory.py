@@ -8,18 +8,20 @@ from ftcli.plan.run import MethodMemory, RunPlan
 
 
 def memory(plan: RunPlan) -> MethodMemory:
-    """Two rows a pair, up to ``data.max_seq_len`` each, of which a rank has its part where ranks share rows. The loss takes log-probabilities from hidden states; the
-    reference's pass keeps nothing, and is over before the policy's begins.
+    """Two rows a pair, up to ``data.max_seq_len`` each, at worst with nothing in common; where ranks share rows, each its
+    part of them. The loss takes log-probabilities from hidden states, which are picked out for it where prompts are
+    shared; the reference's pass keeps nothing, and is over before the policy's begins.
 
     Full fine-tuning that compares with a reference needs a second model, sharded where the first one is. Adapters can be
     switched off.
     """
     recipe = plan.recipe
+    tokens = plan.rows * -(-recipe.data.max_seq_len // plan.shares)
+    picked = 2 * tokens * plan.shape.hidden_size * plan.dtypes.compute_bytes  # and their gradient
     second = recipe.lora is None and compares(recipe.train.method, recipe.preference or PreferenceConfig())
-    own_rows = plan.rows * -(-recipe.data.max_seq_len // plan.shares)
-    parameters = -(-plan.shape.parameters // plan.shard_size)
+    reference = -(-plan.shape.parameters // plan.shard_size) * plan.dtypes.parameter_bytes
     return MethodMemory(
         seq_len=recipe.data.max_seq_len,
-        loss_bytes=plan.log_prob_bytes(own_rows),
-        reference_bytes=parameters * plan.dtypes.parameter_bytes if second else 0,
+        loss_bytes=plan.log_prob_bytes(tokens) + (picked if plan.execution.batches.shares_prompts else 0),
+        reference_bytes=reference if second else 0,
     )

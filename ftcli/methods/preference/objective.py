@@ -158,7 +158,7 @@ class PairObjective(EpochObjective):
         if blank or not self._counts:
             return MicroBatch(inputs, rows, TokenCounts(computed=inputs["input_ids"].numel()))
         chosen = int((inputs[SCORED][0::2] > 0).sum())
-        real = sum(len(document.input_ids) for document in documents)
+        real = self._scorer.tokens(documents)
         return MicroBatch(inputs, rows, TokenCounts(chosen, real, inputs["input_ids"].numel(), len(units)))
 
     def begin(self, step: int) -> None:

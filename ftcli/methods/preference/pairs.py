@@ -15,11 +15,12 @@ from ftcli.data.collate import documents_batch
 from ftcli.data.order import Epochs, Mixture, mixture
 from ftcli.data.pack import Packs
 from ftcli.data.parts import part_of
+from ftcli.data.shared import Pair, lengths_once, shared_batch
 from ftcli.data.tokens import TokenizedRow, TokenTable
 from ftcli.errors import Finding
 from ftcli.labels import IGNORE_INDEX
 from ftcli.model.backbone import head_of, hidden_states, within_root
-from ftcli.model.loss import SUPERVISED, next_token_log_probs, supervised_positions, target_positions
+from ftcli.model.loss import SUPERVISED, log_probs_at, next_token_log_probs, supervised_positions, target_positions
 from ftcli.plan.batches import Batches
 
 if TYPE_CHECKING:
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
     from ftcli.model.fused import DecoderStack
     from ftcli.model.sequence_parallel import SequencePart
 
-#: Inputs of a micro-batch that are not the layers'. Where ranks share rows ``targets`` take the place of labels
-#: (:func:`ftcli.data.parts.part_of`), and ``here`` says which of the scored tokens are this rank's.
+#: Inputs of a micro-batch that are not the layers'. Where ranks share rows (:func:`ftcli.data.parts.part_of`), or pairs
+#: their prompts, ``targets`` take the place of labels; ``here`` says which of the scored tokens are this rank's.
 LABELS, TARGETS, SCORED, HERE = "labels", "targets", "scored", "here"
 _NOT_OF_LAYERS = (LABELS, TARGETS, SCORED, HERE, SUPERVISED)
 #: Answers of which the chosen one is longer in so large a share of the pairs teach length.
@@ -133,11 +134,19 @@ class AnswerScorer:
     def batch(self, documents: Sequence[TokenizedRow]) -> dict[str, Tensor]:
         """Chosen and rejected rows in turn as a batch on the host: what the layers take, ``labels``, ``supervised``,
         and ``scored`` (2 P, longest answer) float32, the weight of each token that is scored.
+
+        Pairs that share their prompts have ``targets`` in place of ``labels``: the tokens that the positions
+        ``supervised`` predict. Both answers' first tokens are predicted by the last position of their prompt.
         """
-        found = documents_batch(documents, self._batches, self._pad_token_id)
-        sizes = [answer_tokens(document) for document in documents]
-        found[SCORED] = self._weights(sizes)
-        found[SUPERVISED] = supervised_positions(found[LABELS], self._vocab_size)
+        if self._batches.shares_prompts:
+            found, supervised, targets = shared_batch(_paired(documents), self._batches, self._pad_token_id)
+            target_positions(targets, self._vocab_size)
+            found[TARGETS] = targets
+        else:
+            found = documents_batch(documents, self._batches, self._pad_token_id)
+            supervised = supervised_positions(found[LABELS], self._vocab_size)
+        found[SUPERVISED] = supervised
+        found[SCORED] = self._weights([answer_tokens(document) for document in documents])
         return found if self._sequence is None else self._part_of(found, self._sequence)
 
     def _part_of(self, batch: dict[str, Tensor], sequence: SequencePart) -> dict[str, Tensor]:
@@ -149,6 +158,12 @@ class AnswerScorer:
         scored = batch[SCORED] > 0
         here = torch.zeros_like(scored).masked_scatter(scored, part == sequence.part)
         return {**found, SCORED: batch[SCORED], HERE: here}
+
+    def tokens(self, documents: Sequence[TokenizedRow]) -> int:
+        """The tokens of these rows that are computed, without filler: those that a pair shares once."""
+        if self._batches.shares_prompts:
+            return int(lengths_once(documents).sum())
+        return sum(len(document.input_ids) for document in documents)
 
     def _weights(self, sizes: Sequence[int]) -> Tensor:
         count = torch.tensor(sizes)[:, None]
@@ -167,19 +182,29 @@ class AnswerScorer:
         of these have those of whole answers.
         """
         layers = {name: value for name, value in inputs.items() if name not in _NOT_OF_LAYERS}
-        weights = inputs[SCORED]
-        shared = self._sequence is not None
-        labels = inputs[TARGETS if shared else LABELS]
+        weights, sequence = inputs[SCORED], self._sequence
 
         def sums() -> tuple[Tensor, Tensor]:
-            states = hidden_states(model, layers, stack, sequence=self._sequence)
-            found, _ = next_token_log_probs(
-                states, head_of(model), labels, temperature=1.0, supervised=inputs[SUPERVISED], shifted=shared
-            )
+            states = hidden_states(model, layers, stack, sequence=sequence)
+            if self._batches.shares_prompts:
+                found = log_probs_at(states, head_of(model), inputs[SUPERVISED], inputs[TARGETS], temperature=1.0)
+            else:
+                found, _ = next_token_log_probs(
+                    states,
+                    head_of(model),
+                    inputs[LABELS if sequence is None else TARGETS],
+                    temperature=1.0,
+                    supervised=inputs[SUPERVISED],
+                    shifted=sequence is not None,
+                )
             by_answer = torch.zeros_like(weights).masked_scatter(inputs.get(HERE, weights > 0), found)
             return by_answer.sum(1), (by_answer * weights).sum(1)
 
         plain, weighed = within_root(model, sums)
-        if self._sequence is not None:
-            plain, weighed = self._sequence.summed(torch.stack([plain, weighed]))
+        if sequence is not None:
+            plain, weighed = sequence.summed(torch.stack([plain, weighed]))
         return ScoredAnswers(plain, weighed)
+
+
+def _paired(documents: Sequence[TokenizedRow]) -> list[Pair]:
+    return list(zip(documents[0::2], documents[1::2], strict=True))

@@ -155,7 +155,7 @@ def _ternary_types(context: Context, method: str) -> Findings:
 
 
 def _random_base(context: Context, facts: ModelFacts) -> Findings:
-    """What `export` will refuse after training, known before it. Benchmarks are not exported."""
+    """Yields now what `export` would refuse after training. Benchmarks are not exported."""
     recipe = context.recipe
     merged = [name for name in recipe.export.formats if exports.row(name).merges]
     if context.trains and recipe.model.init == "random" and recipe.lora is not None and merged:
@@ -168,7 +168,7 @@ def _random_base(context: Context, facts: ModelFacts) -> Findings:
 
 
 def _llama_cpp(context: Context, facts: ModelFacts) -> Findings:
-    """What `export` will refuse of a family that llama.cpp does not build, or ftcli does not know how."""
+    """Yields what `export` would refuse of a family that llama.cpp does not build, or ftcli does not know how."""
     asked = [name for name in context.recipe.export.formats if exports.row(name).llama_cpp]
     if context.work not in ("train", "export") or not asked:
         return

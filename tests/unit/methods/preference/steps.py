@@ -28,9 +28,10 @@ from ftcli.plan.batches import Batches
 from ftcli.rows.row import Row
 from ftcli.train.parallel import Divisors, TokenCounts
 from ftcli.train.state import Progress
-from tests.quantised import PLAN, TINY, load
+from tests.quantized import PLAN, TINY, load
 
 PADDED, UNPADDED = Batches("padded", "a test"), Batches("unpadded", "a test")
+SHARED = Batches("unpadded", "a test", shares_prompts=True)
 #: Tokens of a prompt, of its chosen answer and of its rejected one.
 SIZES = ((3, 7, 2), (5, 4, 4), (2, 1, 6), (4, 3, 9), (6, 5, 5), (1, 8, 3))
 
