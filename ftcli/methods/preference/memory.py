@@ -8,11 +8,11 @@ from ftcli.plan.run import MethodMemory, RunPlan
 
 
 def memory(plan: RunPlan) -> MethodMemory:
-    """Two rows a pair, up to ``data.max_seq_len`` each, at worst with nothing in common; where ranks share rows, each its
-    part of them. The loss takes log-probabilities from hidden states, which are picked out for it where prompts are
-    shared; the reference's pass keeps nothing, and is over before the policy's begins.
+    """Two rows a pair, up to ``data.max_seq_len`` each, at worst with nothing in common; or this rank's part of them.
+    The loss takes log-probabilities from hidden states, which are picked out for it where prompts are shared; the
+    reference's pass keeps nothing, and is over before the policy's begins.
 
-    Full fine-tuning that compares with a reference needs a second model, sharded where the first one is. Adapters can be
+    Full fine-tuning that compares with a reference needs a second model, sharded like the first. Adapters can be
     switched off.
     """
     recipe = plan.recipe
