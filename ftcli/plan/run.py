@@ -239,12 +239,13 @@ class RunPlan:
 
     def log_prob_bytes(self, rows: int) -> int:
         """Workspace of a loss that takes ``rows`` log-probabilities from hidden states, and the head where it is cast
-        for them.
+        for them: sharded weights that are trained are all-gathered in the compute dtype.
         """
         shape, element = self.shape, self.dtypes.compute_bytes
         on_gpu = self.device.kind == "cuda"
         needed = log_prob_bytes(rows, shape.hidden_size, shape.vocab_size, element, on_gpu=on_gpu)
-        if self.dtypes.parameter_bytes != element or (self.dtypes.autocast and self.head_is_trained):
+        cast = self.dtypes.parameter_bytes != element or (self.dtypes.autocast and self.head_is_trained)
+        if cast and (self.shard_size == 1 or self.recipe.lora is not None):
             needed += shape.vocab_size * shape.hidden_size * element
         return needed
 
