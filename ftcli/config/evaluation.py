@@ -29,9 +29,8 @@ class GenerateConfig(Section):
     )
     overflow: Literal["end", "sliding"] = Field(
         default="end",
-        description="What happens where prompt and completion reach data.max_seq_len: `end` ends the completion and "
-        "says so; `sliding` goes on, and the oldest tokens are dropped, a quarter of data.max_seq_len at a time. "
-        "Longer prompts are treated as data.overlong says.",
+        description="Where prompt and completion reach data.max_seq_len: `end` ends the completion; `sliding` drops "
+        "the oldest quarter of the window and goes on.",
     )
 
 
@@ -100,7 +99,7 @@ class ExportConfig(Section):
     )
     base: Literal["trained", "original"] = Field(
         default="trained",
-        description="What an adapter on a quantised base is merged with: the numbers that it was trained beside, or "
-        "the weights that these were rounded from.",
+        description="What an adapter on a quantised base is merged with: the dequantised weights that it was trained "
+        "beside, or the weights before quantisation.",
     )
     gguf: GgufConfig = Field(default_factory=GgufConfig, description="Settings of the format `gguf`.")
