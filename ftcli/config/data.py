@@ -45,7 +45,7 @@ class DatasetConfig(Section):
     revision: str | None = Field(default=None, description="Branch, tag or commit of a Hub dataset.")
     streaming: bool = Field(
         default=False,
-        description="Read the first `max_rows` rows of a Hub dataset without downloading the rest of it.",
+        description="Read the first `max_rows` rows of a Hub dataset without downloading the rest.",
     )
 
 
@@ -93,9 +93,8 @@ class DataConfig(Section):
     )
     history: Literal["split", "last", "template"] = Field(
         default="split",
-        description="Earlier answers that the chat template rewrites once others follow. `split`: a row of their own,"
-        " as in generation. `last`: no loss. `template`: use the training form of the template, where one"
-        " is known.",
+        description="Earlier answers that the chat template rewrites. `split`: a row of their own, as in generation; "
+        "`last`: no loss; `template`: the template's training form, where one is known.",
     )
     reasoning: Literal["keep", "drop", "refuse"] = Field(
         default="keep",
@@ -122,18 +121,17 @@ class DataConfig(Section):
     )
     packing: bool = Field(
         default=False,
-        description="Put several rows into one sequence of up to `max_seq_len` tokens, without attention across rows.",
+        description="Several rows in one sequence of up to `max_seq_len` tokens, without attention across rows.",
     )
     padding_free: bool | Literal["auto"] = Field(
         default="auto",
-        description="Lay the rows of a micro-batch end to end in one row, without padding and without attention "
-        "across rows. `auto`: where ftcli's kernels run attention; `true`: everywhere, elsewhere by a "
-        "dense mask.",
+        description="Lay the rows of a micro-batch end to end, without padding and without attention across rows. "
+        "`auto`: where ftcli's kernels run attention; `true`: elsewhere too, by a dense mask.",
     )
     num_proc: Count | None = Field(
         default=None,
-        description="Processes that tokenize, at most one a core. When absent: one for small files, one a core "
-        "for large ones.",
+        description="Processes that tokenize, at most one a core; absent: one for small files, one a core for large "
+        "ones.",
     )
 
     @field_validator("chat_template_kwargs")

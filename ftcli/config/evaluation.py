@@ -24,8 +24,7 @@ class GenerateConfig(Section):
     temperature: Annotated[float, Field(gt=0, le=10)] = Field(default=1.0, description="Sampling temperature.")
     stop_strings: Items[Annotated[str, Field(min_length=1, max_length=1000)]] = Field(
         default=(),
-        description="Texts that end a completion, beside the tokens that end a turn. The completion ends before the "
-        "first of them.",
+        description="Texts that end a completion before them, beside the tokens that end a turn.",
     )
     overflow: Literal["end", "sliding"] = Field(
         default="end",
@@ -65,7 +64,7 @@ class EvalConfig(Section):
 
     every_steps: Count | None = Field(
         default=None,
-        description="Steps between evaluations, of which the first is before training; absent: only at the end.",
+        description="Steps between evaluations, the first before training; absent: only at the end.",
     )
     samples: Annotated[int, Field(ge=0, le=1000)] = Field(
         default=4, description="Held-out rows of `data.eval` that `train` answers at each evaluation, for the report."
@@ -75,7 +74,7 @@ class EvalConfig(Section):
     generate: GenerateConfig = Field(default_factory=GenerateConfig, description="Generation settings.")
     lm_eval: Items[PathText] = Field(
         default=(),
-        description="Tasks of lm-evaluation-harness, by name or as a path to a task's YAML; needs the extra `eval`.",
+        description="Tasks of lm-evaluation-harness, by name or path of a task's YAML; needs the extra `eval`.",
     )
     lm_eval_limit: Count | None = Field(default=None, description="Rows of each `lm_eval` task; all when absent.")
 

@@ -27,8 +27,8 @@ class ModelConfig(Section):
     revision: str | None = Field(default=None, description="Branch, tag or commit on the Hub.")
     tokenizer: PathText | None = Field(
         default=None,
-        description="The model's own when absent; `bytes` is the bundled byte-level one with a chat template; "
-        "else a Hub id or folder.",
+        description="Hub id, folder, or `bytes`: the bundled byte-level one with a chat template. The model's own "
+        "when absent.",
     )
     dtype: Dtype = Field(
         default="auto",
@@ -57,8 +57,8 @@ class QuantizationConfig(Section):
     double_quant: bool = Field(default=True, description="NF4: quantise the scales as well.")
     keep_dequantized: bool | Literal["auto"] = Field(
         default=False,
-        description="NF4: keep dequantised weights: a bf16 model's memory, and no dequantising. `auto` does so for as"
-        " many layers as leave ample room.",
+        description="NF4: keep dequantised weights, for a bf16 model's memory and speed; `auto`: of as many layers as"
+        " leave ample room.",
     )
     lambda_warmup_steps: Annotated[int, Field(ge=0)] = Field(
         default=0,
@@ -85,12 +85,12 @@ class LoraConfig(Section):
     dropout: Fraction = Field(default=0.0, description="Dropout on the adapters' input.")
     target_modules: Literal["all-linear"] | Items[str] = Field(
         default="all-linear",
-        description="Modules to adapt; `all-linear` is every linear layer of the language model's decoder layers, "
+        description="Modules to adapt; `all-linear`: every linear layer of the language model's decoder layers, "
         "experts included, without routers and head.",
     )
     modules_to_save: Items[str] = Field(
         default=(),
-        description="Modules trained whole and saved with the adapter; a name stands for all whose path ends in it.",
+        description="Modules trained whole and saved with the adapter, by the ends of their paths.",
     )
     use_rslora: bool = Field(default=False, description="Scale by `alpha / sqrt(r)` instead of `alpha / r`.")
     use_dora: bool = Field(
@@ -100,9 +100,9 @@ class LoraConfig(Section):
     )
     init_lora_weights: Literal[True] | Initialisation = Field(
         default=True,
-        description="Initialisation: `true`, `gaussian` and `orthogonal` change nothing at first; `pissa` "
-        "(`pissa_niter_4` is faster) takes the largest singular vectors of the weights, `olora` their QR "
-        "decomposition, and both are saved as plain adapters of twice the rank.",
+        description="`true`, `gaussian` and `orthogonal` change nothing at first; `pissa` (`pissa_niter_4` is faster)"
+        " takes the largest singular vectors of the weights, `olora` their QR decomposition: both are "
+        "saved as plain adapters of twice the rank.",
     )
     layers_to_transform: Annotated[Items[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = Field(
         default=None, description="Numbers of the layers that have adapters; all when absent."
@@ -112,11 +112,11 @@ class LoraConfig(Section):
     )
     exclude_modules: Annotated[str, Field(min_length=1)] | Items[Annotated[str, Field(min_length=1)]] = Field(
         default=(),
-        description="Modules without an adapter: ends of their paths, or one regular expression for whole paths.",
+        description="Modules without an adapter: ends of paths, or one regular expression for whole paths.",
     )
     rank_pattern: dict[str, Annotated[int, Field(ge=1, le=4096)]] = Field(
         default_factory=dict,
-        description="Ranks of single modules: ends of their paths, or regular expressions, and the rank.",
+        description="Ranks of single modules, by ends of paths or regular expressions.",
     )
     alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] = Field(
         default_factory=dict, description="Likewise for `alpha`."

@@ -29,8 +29,8 @@ class RunConfig(Section):
     seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(default=42, description="Seeds weights, data order, dropout.")
     resume: PathText = Field(
         default="auto",
-        description="`auto` continues an unfinished run; `never` starts over and keeps the old run beside it; else "
-        "the path of a checkpoint.",
+        description="`auto` continues an unfinished run; `never` starts over and keeps the old run; else the path of "
+        "a checkpoint.",
     )
 
     @property
@@ -78,13 +78,12 @@ class TrainConfig(Section):
     gradient_checkpointing: CheckpointingSetting = Field(
         default="auto",
         description="What backward recomputes: `false` nothing, `selective` gate and up of the MLP, `true` whole "
-        "layers, `offload` the same with inputs in pinned host memory, `lean` as `true` with a frozen "
-        "embedding in pinned host memory. `auto` takes the fastest that fits by the memory estimate.",
+        "layers, `offload` the same with inputs in host memory, `lean` as `true` with a frozen embedding "
+        "in host memory. `auto`: the fastest that fits.",
     )
     uncheckpointed_layers: Annotated[int, Field(ge=0)] = Field(
         default=0,
-        description="Under `selective` and `offload`: of the decoder layers the last so many keep everything all the "
-        "same. `auto` chooses it.",
+        description="Under `selective` and `offload`: so many last layers keep everything. `auto` chooses it.",
     )
     loraplus_lr_ratio: Annotated[float, Field(ge=1, le=1e4)] | None = Field(
         default=None,
@@ -103,31 +102,28 @@ class TrainConfig(Section):
     )
     cuda_graphs: bool = Field(
         default=True,
-        description="Launch decoder layers as CUDA graphs where a micro-batch has too few tokens to keep the GPU "
-        "busy; the same bits.",
+        description="Launch decoder layers as CUDA graphs where a micro-batch has few tokens; the same bits.",
     )
     pure_bf16: bool = Field(
         default=False,
-        description="Full fine-tuning: parameters and gradients in bfloat16, half of float32's memory. `false`: "
-        "parameters in float32, multiplied through copies in the compute dtype.",
+        description="Full fine-tuning: parameters and gradients in bfloat16, half of float32's memory.",
     )
     bf16_gradients: bool = Field(
         default=False,
-        description="Full fine-tuning with float32 parameters: gradients of matrices in bfloat16, as torch's autocast"
-        " rounds them. Saves 2 bytes a parameter. With accumulation the sum is rounded after each micro-"
-        "batch.",
+        description="Full fine-tuning with float32 parameters: gradients of matrices in bfloat16, which saves 2 bytes"
+        " a parameter.",
     )
     bf16_stochastic_round: bool = Field(
         default=False,
-        description="With `pure_bf16`: round updates stochastically, so that small ones arrive on average. `false` "
-        "rounds to nearest and loses most of them at the learning rates of full fine-tuning.",
+        description="With `pure_bf16`: round updates stochastically; `false` rounds to nearest and loses most at "
+        "usual learning rates.",
     )
     early_stopping: EarlyStoppingConfig | None = Field(
         default=None, description="When training ends because evaluations stop getting better; never when absent."
     )
     memory_budget_gib: Annotated[float, Field(gt=0, le=4096)] | None = Field(
         default=None,
-        description="Memory that `gradient_checkpointing: auto` plans with; all of the device's memory when absent.",
+        description="Memory that `gradient_checkpointing: auto` plans with; all of the device's when absent.",
     )
 
     @property
