@@ -7,7 +7,7 @@ such as ``grpo``, is chosen by these.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -144,6 +144,24 @@ def _preference(name: str, title: str) -> Method:
     )
 
 
+def _labelled() -> Method:
+    """KTO shares the section, the defaults and the limits of DPO; its rows are single answers."""
+    pairs = _preference("dpo", "DPO")
+    return replace(
+        pairs,
+        name="kto",
+        title="KTO",
+        trains="ftcli.methods.kto.train:Labelled",
+        charts="ftcli.methods.kto.charts:CHARTS",
+        scores="ftcli.methods.kto.charts:SCORES",
+        rules="ftcli.methods.kto.checks:check",
+        defaults=MappingProxyType({**pairs.defaults, "data.format": "labelled"}),
+        unit=1,
+        told=(*pairs.told, "preference.desirable_weight", "preference.undesirable_weight"),
+        supports=MappingProxyType({**pairs.supports, "data.format": ("labelled",)}),
+    )
+
+
 TABLE: Mapping[str, Method] = MappingProxyType(
     {
         "sft": Method(
@@ -158,6 +176,7 @@ TABLE: Mapping[str, Method] = MappingProxyType(
             supports=MappingProxyType({"data.format": layouts.formats(unit=1)}),
         ),
         **{name: _preference(name, title) for name, title in (("dpo", "DPO"), ("orpo", "ORPO"), ("simpo", "SimPO"))},
+        "kto": _labelled(),
         "grpo": Method(
             "grpo",
             "grpo",
@@ -199,7 +218,7 @@ TABLE: Mapping[str, Method] = MappingProxyType(
 #: Methods of the field that recipes and data may be meant for, and that are not offered yet.
 _NOT_OFFERED: Mapping[str, str] = MappingProxyType(
     {
-        **{name: name.upper() for name in ("kto", "cpo", "ppo", "rloo", "prm", "gkd")},
+        **{name: name.upper() for name in ("cpo", "ppo", "rloo", "prm", "gkd")},
         "reward": "training of reward models",
         "rm": "training of reward models",
         "reward_model": "training of reward models",

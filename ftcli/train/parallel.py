@@ -40,8 +40,8 @@ SEED_SPREAD = 1_000_003
 
 @dataclass(frozen=True, slots=True)
 class TokenCounts:
-    """Of a micro-batch: tokens that bear loss, all real ones, all positions that are computed; and pairs, where a
-    method learns from these.
+    """Of a micro-batch: tokens that bear loss, all real ones, all positions that are computed; and pairs, or answers
+    with a label, where a method learns from these.
     """
 
     supervised: int = 0

@@ -21,8 +21,8 @@ class WeightedLoss(Section):
 
 
 class PreferenceConfig(Section):
-    """Learning from pairs of a chosen and a rejected answer (`train.method`: dpo, orpo, simpo), or from answers that are
-    called good or bad (kto).
+    """Learning from pairs of a chosen and a rejected answer (`train.method`: dpo, orpo, simpo), or from answers that
+    are called good or bad (kto).
     """
 
     loss: LossName | Items[WeightedLoss] | None = Field(
