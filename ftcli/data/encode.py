@@ -283,6 +283,7 @@ class Encoder:
             read.counts.update(row.counts)
             read.counts.update(
                 turns_split=len(rows) - len(rendered),
+                pairs_split=len(row.examples) - self.unit,
                 turns_untrained=left,
                 answers_joined=sum(not one.apart for one in rows),
             )

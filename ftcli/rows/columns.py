@@ -20,6 +20,8 @@ _PAIR = re.compile(r"(^|_)(chosen|rejected)(_|$)", re.IGNORECASE)
 _VERDICTS = frozenset(
     ("label", "kto_tag", "desirable", "preferred", "accepted", "is_chosen", "is_correct", "correct", "passed")
 )
+#: Those that KTO reads without being told.
+_READ_AS_LABEL = frozenset(("label", "kto_tag"))
 #: What such columns say, in lower case.
 BAD = frozenset(("false", "0", "0.0", "-1", "-1.0", "bad", "no", "undesirable", "rejected", "incorrect", "negative"))
 GOOD = frozenset(("true", "1", "1.0", "good", "yes", "desirable", "chosen", "correct", "positive"))
@@ -73,11 +75,12 @@ class UnreadColumns:
         pairs = bool(_PAIR.search(name))
         instead = f"`columns: {{{'completion' if 'prompt' in row.fields else 'messages'}: chosen}}`" if pairs else ""
         take = f"to train on the chosen answers, write {instead}" if pairs else "keep the good rows only"
+        mapped = f" (with `columns: {{label: {name}}}`)" if name.lower() in _VERDICTS - _READ_AS_LABEL else ""
         return Finding(
             "FT408",
             f"column {name!r} {what}, but every row would be {'matched' if self._asked else 'trained'} as a good one",
             row.origin,
-            f"{methods.offered(method)}; {take}, or, if the column means something else, write "
+            f"{methods.offered(method)}{mapped}; {take}, or, if the column means something else, write "
             f"`remove_columns: [{names}]` beside `path`",
         )
 

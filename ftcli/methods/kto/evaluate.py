@@ -1,4 +1,4 @@
-"""Held-out labelled answers: loss with the KL of all of them, accuracy, margin, and what became of log-probabilities."""
+"""Held-out labelled answers: loss with the KL of all of them, accuracy, margin, what became of log-probabilities."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _NAMES = {
     "rejected_fell": "rejected_fell",
     "kl": "kl",
 }
-#: Of a batch of answers: their log-probabilities, what they have gained over the reference, and their tokens, (N,) each.
+#: Of a batch's answers, (N,) each: log-probabilities, what they have gained over the reference, tokens.
 _Scores = tuple[Tensor, Tensor, Tensor]
 
 

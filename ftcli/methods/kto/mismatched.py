@@ -12,12 +12,16 @@ def mismatched_rows(rows: Sequence[TokenizedRow], longest: int, most: int | None
     """Each row's prompt with the answer of the next row that has another prompt, in a circle; where no other row has
     another prompt, of the next row. A single row has no partner.
 
+    Good answers come first: where both kinds answer one prompt, each kind is passed on to its own, and the answers that
+    are compared with are as many of either label as the rows have.
+
     Args:
         longest: Tokens that a row may have; answers are cut to fit. One token of each always does.
         most: How many are wanted, evenly spread over the rows; None: all.
     """
     if len(rows) < 2:
         return []
+    rows = sorted(rows, key=lambda row: -row.value)
     count = len(rows) if most is None else min(most, len(rows))
     partners = partners_of([tuple(row.input_ids[: answer_start(row)]) for row in rows])
     chosen = (index * len(rows) // count for index in range(count))
