@@ -160,14 +160,25 @@ def test_what_cannot_be_labelled_is_refused_by_row(row: Row, said: str, prepared
     assert said in finding.message
 
 
+#: Shows reasoning of the turns after the last question alone, as Qwen 3's does.
+FORGETFUL = (
+    "{{ bos_token }}{% set asked = messages | map(attribute='role') | list %}"
+    "{% for m in messages %}<start_of_turn>{{ m.role }}:"
+    "{% if m.reasoning_content and 'user' not in asked[loop.index0:] %}"
+    "<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content }}<end_of_turn>{% endfor %}{% if add_generation_prompt %}<start_of_turn>assistant:{% endif %}"
+)
+
+
 def test_an_answer_that_the_template_shows_in_two_forms_is_no_single_answer(prepared: Prepare, tmp_path: Path) -> None:
-    """Each would be trained with the whole label."""
+    """It would be two rows, each with the whole label."""
     file = tmp_path / "t.jinja"
-    shown = TEMPLATE.replace("{{ m.content | trim }}", "{{ m.content | trim if loop.last else '-' }}")
-    file.write_text(shown, encoding="utf-8")
-    chat = [user("q"), says("first"), {"role": "tool", "content": "x"}, says("second")]
+    file.write_text(FORGETFUL, encoding="utf-8")
+    one, two = ({**says(text), "reasoning_content": text.upper()} for text in ("one", "two"))
+    row = {"prompt": [user("a")], "completion": [one, user("b"), two], "label": True}
     with pytest.raises(FtcliError, match="it would be several rows"):
-        prepared([{"messages": chat, "label": True}], chat_template=str(file))
+        prepared([row], chat_template=str(file))
+    assert len(prepared([row], chat_template=str(file), history="last").sequences) == 1
 
 
 def test_bad_answers_are_none_to_compare_with(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
