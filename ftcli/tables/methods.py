@@ -7,7 +7,7 @@ such as ``grpo``, is chosen by these.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -143,6 +143,24 @@ def _preference(name: str, title: str) -> Method:
     )
 
 
+def _labelled() -> Method:
+    """KTO shares the section, the defaults and the limits of DPO; its rows are single answers."""
+    pairs = _preference("dpo", "DPO")
+    return replace(
+        pairs,
+        name="kto",
+        title="KTO",
+        trains="ftcli.methods.kto.train:Labelled",
+        charts="ftcli.methods.kto.charts:CHARTS",
+        scores="ftcli.methods.kto.charts:SCORES",
+        rules="ftcli.methods.kto.checks:check",
+        defaults=MappingProxyType({**pairs.defaults, "data.format": "labelled"}),
+        unit=1,
+        told=(*pairs.told, "preference.desirable_weight", "preference.undesirable_weight"),
+        supports=MappingProxyType({**pairs.supports, "data.format": ("labelled",)}),
+    )
+
+
 TABLE: Mapping[str, Method] = MappingProxyType(
     {
         "sft": Method(
@@ -193,6 +211,7 @@ TABLE: Mapping[str, Method] = MappingProxyType(
                 }
             ),
         ),
+        "kto": _labelled(),
         "grpo": Method(
             "grpo",
             "grpo",
@@ -234,7 +253,7 @@ TABLE: Mapping[str, Method] = MappingProxyType(
 #: Methods of the field that recipes and data may be meant for, and that are not offered yet.
 _NOT_OFFERED: Mapping[str, str] = MappingProxyType(
     {
-        **{name: name.upper() for name in ("kto", "cpo", "ppo", "rloo", "prm", "gkd")},
+        **{name: name.upper() for name in ("cpo", "ppo", "rloo", "prm", "gkd")},
         "rm": "training of reward models",
         "reward_model": "training of reward models",
         "distill": "distillation",
