@@ -48,7 +48,7 @@ def training_renderer(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> R
 
 @dataclass(frozen=True, slots=True)
 class EncodedRows:
-    """What a few rows came to. ``lengths`` are of all rows that could be tokenized, before any cut.
+    """A few encoded rows. ``lengths`` are of all rows that could be tokenized, before any cut.
 
     ``findings`` are rows that are broken; ``overlong`` those that are refused under ``overlong: error``;
     ``dropped_tokens`` belonged to rows that were dropped. ``counts`` are those of
@@ -94,7 +94,7 @@ class _Made:
 
 @dataclass(frozen=True, slots=True)
 class FittedRow:
-    """What becomes of a row: ``tokens`` reach the model; without them it is refused (``overlong``) or dropped."""
+    """A row after ``data.overlong``: ``tokens`` reach the model; without, it is refused (``overlong``) or dropped."""
 
     tokens: TokenizedRow | None
     length: int
@@ -334,7 +334,7 @@ class Encoder:
         )
 
     def fit(self, unit: Sequence[TokenizedRow]) -> list[FittedRow]:
-        """What ``data.overlong`` makes of the rows of a unit; where one of them goes, all do, and are refused once.
+        """Applies ``data.overlong`` to the rows of a unit; if one of them goes, all do, and are refused once.
 
         Rows that would be alike once they are cut have nothing to be compared by, and go.
         """

@@ -118,8 +118,8 @@ class LabelObjective(EpochObjective):
     # -- the reference, and the KL ---------------------------------------------------------------------------
 
     def rows_of_step(self, step: int) -> list[TokenizedRow]:
-        """The rows of all ranks' micro-batches in this step, in one order however the step is split: which answer is held
-        against which prompt follows from it.
+        """The rows of all ranks' micro-batches in this step, in one order however the step is split: it decides which
+        answer is held against which prompt.
         """
         epoch, index = divmod(step, self.steps_per_epoch)
         if self._whole_order is None or self._whole_order[0] != epoch:

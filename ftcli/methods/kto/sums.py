@@ -44,13 +44,14 @@ class LabelSums:
         right = (answers.labels * gained > 0).double() + 0.5 * (gained == 0).double()
         each = (torch.ones_like(gained), beta * gained, right, logp, tokens)
         none = torch.zeros((), dtype=torch.float64, device=gained.device)
-        return cls(*((value.double() * of).sum() for value in each for of in (wanted, unwanted)), none, none)
+        sums = [(value.double() * of).sum() for value in each for of in (wanted, unwanted)]
+        return cls(*(*sums, none, none))
 
     @classmethod
     def of_step(cls, kl: Tensor) -> LabelSums:
         """Of a step's KL."""
         none = torch.zeros((), dtype=torch.float64, device=kl.device)
-        return cls(*(none for _ in range(SUMS - 2)), kl.double(), none + 1)
+        return cls(*(*[none] * (SUMS - 2), kl.double(), none + 1))
 
     def vector(self) -> Tensor:
         """All of them, (12,)."""

@@ -12,10 +12,13 @@ from torch import Tensor, nn
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.methods.preference.pairs import ScoredAnswers
 from ftcli.model.quantized import QuantizedLinear
+from ftcli.train.parallel import float_bits, float_of
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
+
+    from ftcli.run.process_group import RankGroup
 
 #: Nats a token by which policy and reference may differ before the first step, by the dtype of the products: the two
 #: are computed by other code. Roundings of single tokens are larger and of either sign (0.06 in a Mistral-7B in
@@ -32,6 +35,7 @@ def require_equal(
     reference: ScoredAnswers,
     tokens: Tensor,
     again: Callable[[], ScoredAnswers],
+    group: RankGroup | None = None,
 ) -> None:
     """Before the first step the model is its reference, but for dropout and rounding. Raises FtcliError FT714 (exit 1);
     what is not finite is left to FT702.
@@ -40,12 +44,13 @@ def require_equal(
         dtype: That of the products.
         tokens: (N,), how many each answer has.
         again: Scores the policy's answers once more; it is called without dropout.
+        group: All of its ranks call this: where weights are sharded or rows are shared, no rank can score on its own.
     """
     allowed = _ALLOWED_COARSE if _is_coarse(model) else _ALLOWED[dtype]
-    found = _difference(policy, reference, tokens)
+    found = _largest(_difference(policy, reference, tokens), group)
     if found > allowed:
         with without_dropout(model):
-            found = _difference(again(), reference, tokens)
+            found = _largest(_difference(again(), reference, tokens), group)
     if found > allowed:
         raise FtcliError.single(
             "FT714",
@@ -65,6 +70,13 @@ def without_dropout(model: PreTrainedModel | PeftModel) -> Iterator[None]:
         yield
     finally:
         model.train(training)
+
+
+def _largest(difference: float, group: RankGroup | None) -> float:
+    """That of the rank with the largest."""
+    if group is None:
+        return difference
+    return max(float_of(row[0]) for row in group.agree("compared", [float_bits(difference)]))
 
 
 def _difference(one: ScoredAnswers, other: ScoredAnswers, tokens: Tensor) -> float:

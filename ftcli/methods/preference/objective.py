@@ -116,6 +116,8 @@ class PairObjective(EpochObjective):
         model: What learns, on the kernels or not.
         reference: A second model to compare with; None: the model without its adapters, where there is a reference.
         stack: The decoder layers as one function, where all are on the kernels.
+        sequence: This rank's part of each row, where ranks share rows: each of them computes the loss of the whole
+            answers, and the first one counts it.
     """
 
     def __init__(
@@ -128,12 +130,14 @@ class PairObjective(EpochObjective):
         group: RankGroup | None,
         stack: DecoderStack | None,
         reference: PreTrainedModel | None,
+        sequence: SequencePart | None = None,
     ) -> None:
-        super().__init__(job, epochs, group)
+        super().__init__(job, epochs, group, 1 if sequence is None else sequence.parts)
         self._model, self._reference, self._stack, self._loss, self._group = model, reference, stack, loss, group
         self._device, self._dtypes = job.device, job.dtypes
+        self._counts = sequence is None or sequence.part == 0
         vocabulary = head_of(model).weight.shape[0]
-        self._scorer = AnswerScorer(job.batches(model), job.pad_token_id, vocabulary, loss.ld_alpha)
+        self._scorer = AnswerScorer(job.batches(model), job.pad_token_id, vocabulary, loss.ld_alpha, sequence)
         self._sums = self._before = torch.zeros(SUMS, dtype=torch.float64, device=job.device)
         self._of_batches: list[Tensor] = []
         self._checked = not loss.reference
@@ -144,10 +148,10 @@ class PairObjective(EpochObjective):
         inputs = self._scorer.batch(documents)
         inputs[_PAIRS] = torch.zeros(len(units)) if blank else torch.ones(len(units))
         rows = () if blank else tuple(units)
-        if blank:
+        if blank or not self._counts:
             return MicroBatch(inputs, rows, TokenCounts(computed=inputs["input_ids"].numel()))
         chosen = int((inputs[SCORED][0::2] > 0).sum())
-        real = sum(len(document.input_ids) for document in documents)
+        real = self._scorer.tokens(documents)
         return MicroBatch(inputs, rows, TokenCounts(chosen, real, inputs["input_ids"].numel(), len(units)))
 
     def begin(self, step: int) -> None:
@@ -168,8 +172,9 @@ class PairObjective(EpochObjective):
         loss = (self._loss.values(answers) * weights).sum() / step.pairs
         if self._loss.sft_weight:
             loss = loss - self._loss.sft_weight * (policy.sums[0::2] * weights).sum() / step.supervised
-        self._of_batches.append(PairSums.of(answers, self._loss, weights).vector())
-        return loss
+        sums = PairSums.of(answers, self._loss, weights).vector()
+        self._of_batches.append(sums if self._counts else torch.zeros_like(sums))
+        return loss if self._counts else loss - loss.detach()
 
     @torch.no_grad()
     def _of_reference(self, inputs: dict[str, Tensor]) -> ScoredAnswers:
@@ -186,7 +191,7 @@ class PairObjective(EpochObjective):
             with compute_context(self._device, self._dtypes.compute, self._dtypes.autocast):
                 return self._scorer.score(self._model, inputs, self._stack)
 
-        require_equal(self._model, self._dtypes.compute, policy, reference, tokens, again)
+        require_equal(self._model, self._dtypes.compute, policy, reference, tokens, again, self._group)
 
     def reduced(self) -> None:
         """Adds up the metrics of all ranks' micro-batches, in the order of one process."""
@@ -234,6 +239,6 @@ def build_pairs(
     loss = PairLoss.of(recipe.train.method, recipe.preference)
 
     def objective(stack: DecoderStack | None, sequence: SequencePart | None) -> PairObjective:
-        return PairObjective(job, model, epochs, loss, group=group, stack=stack, reference=reference)
+        return PairObjective(job, model, epochs, loss, group=group, stack=stack, reference=reference, sequence=sequence)
 
     return build_loop(job, model, objective, hooks, group)
