@@ -1,4 +1,4 @@
-"""Sections that say what is trained: the model, its quantisation, its adapters."""
+"""Sections that say what is trained: the model, its quantization, its adapters."""
 
 from __future__ import annotations
 
@@ -51,19 +51,19 @@ class ModelConfig(Section):
 
 
 class QuantizationConfig(Section):
-    """How the base weights are stored or, by a method that trains them, rounded."""
+    """Storage format of the base weights or, by a method that trains them, their rounding."""
 
     method: Annotated[str, Word(quantizations.names)] = Field(default="none", description="Storage format.")
-    double_quant: bool = Field(default=True, description="NF4: quantise the scales as well.")
+    double_quant: bool = Field(default=True, description="NF4: quantize the scales as well.")
     keep_dequantized: bool | Literal["auto"] = Field(
         default=False,
         description="NF4: hold the layers' numbers in the compute dtype, which takes a bf16 model's memory and saves "
-        "dequantising; `auto` does so for as many layers as there is ample room for.",
+        "dequantizing; `auto` does so for as many layers as there is ample room for.",
     )
     lambda_warmup_steps: Annotated[int, Field(ge=0)] = Field(
         default=0,
-        description="BitNet: steps over which training goes from exact to quantised values, in equal parts; about 1000 "
-        "for a model that was trained in bf16, 0 for one that was quantised before and from scratch.",
+        description="BitNet: steps over which training goes from exact to quantized values, in equal parts; about 1000 "
+        "for a model that was trained in bf16, 0 for one that was quantized before and from scratch.",
     )
     use_rms_norm: bool = Field(
         default=False,
@@ -124,22 +124,22 @@ class LoraConfig(Section):
 
     @property
     def changes_base(self) -> bool:
-        """Whether adapters take a part of the base weights over, so that these are others in training."""
+        """True if adapters take over a part of the base weights, so that these are others in training."""
         return self.init_lora_weights == "olora" or str(self.init_lora_weights).startswith("pissa")
 
 
 class LaunchConfig(Section):
-    """On how many processes a run is spread."""
+    """Number of processes, and how they divide the work."""
 
     engine: Annotated[str, Word(engines.names)] = Field(
         default="auto",
-        description="How processes work together. `ddp`: each has the whole model; `fsdp`: the weights are spread over "
+        description="How processes train. `ddp`: each has the whole model; `fsdp`: the weights are sharded over "
         "them. `auto` is `fsdp` in full fine-tuning and where the model fits no single GPU, else `ddp`.",
     )
     num_processes: Count = Field(default=1, description="Processes, one for each GPU.")
     dp_replicate_size: Count | Literal["auto"] = Field(
         default="auto",
-        description="Under `fsdp`: copies of the model, each spread over `num_processes` / `dp_replicate_size` "
+        description="Under `fsdp`: copies of the model, each sharded over `num_processes` / `dp_replicate_size` "
         "processes (HSDP). `auto` makes one for each host where it fits there, so that weights are exchanged within "
         "hosts; on one host there is one.",
     )
@@ -150,12 +150,12 @@ class LaunchConfig(Section):
 
     @property
     def copies(self) -> int:
-        """Copies of a model that is spread; 1 where that is not decided."""
+        """Copies of a model that is sharded; 1 where that is not decided."""
         return 1 if self.dp_replicate_size == "auto" else self.dp_replicate_size
 
     @property
     def shard_size(self) -> int:
-        """Processes that one copy of the model is spread over, where it is."""
+        """Processes that one copy of the model is sharded over, where it is."""
         return max(1, self.num_processes // self.copies)
 
     @property

@@ -31,7 +31,7 @@ _TEXTS = ("content", "document", "body", "article")
 
 
 class UnreadColumns:
-    """What the rows of one source hold that their layout does not read.
+    """The columns of one source that its layout does not read.
 
     Args:
         layout: None for bare prompts.
@@ -86,7 +86,7 @@ class UnreadColumns:
         return (*self._known.columns, *(() if plain else self._known.optional))
 
     def _another(self, name: str, value: Any) -> tuple[str, str] | None:
-        """What the column says, and the method that learns from it."""
+        """The meaning of the column, and the method that learns from it."""
         if self._known is None or self._known.unit > 1:  # a pair says itself which of its answers is bad
             return None
         if _PAIR.search(name) and not self._asked:
@@ -122,7 +122,7 @@ def unread_note(path: str, names: Sequence[str]) -> Finding:
 
 
 def other_method(fields: JsonObject) -> tuple[str, str] | None:
-    """What rows without a known layout are, and the method that learns from them; None where nobody can say."""
+    """The name of rows without a known layout, and the method that learns from them; None if nobody can say."""
     names = {str(name).lower() for name in fields}
     if {"chosen", "rejected"} <= names:
         return "preference pairs", "DPO"

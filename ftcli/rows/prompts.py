@@ -15,7 +15,7 @@ from ftcli.rows.row import Example, Message, Misfit, Row, Switches, data_error, 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What a model is asked: a chat or a string; ``reference`` is the known answer, if the row has one.
+    """The question to a model: a chat or a string; ``reference`` is the known answer, if the row has one.
 
     ``tools`` and ``switches`` are those of :class:`ftcli.rows.row.Example`.
     """
@@ -57,7 +57,8 @@ def prompts_of(rows: Sequence[Row], requested: str) -> list[Prompt]:
 
 
 def prompt_maker(first: Row, requested: str) -> Callable[[Row], Prompt]:
-    """What makes a prompt of a row, by the columns of the first one; it raises FtcliError as :func:`prompts_of`.
+    """A function that makes a prompt of a row, by the columns of the first one; it raises FtcliError as
+    :func:`prompts_of`.
 
     Raises FtcliError FT411 when no layout fits.
     """

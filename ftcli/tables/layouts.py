@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
-    """What the rest of the program has to know of a layout.
+    """One layout of data rows.
 
     Attributes:
         columns: Columns that a row needs. ``format: auto`` takes the first layout of the table whose columns are there.
@@ -31,7 +31,7 @@ class RowLayout:
     unit: int = 1
 
     def takes_loss_on(self, value: str) -> bool:
-        """Whether a recipe's ``data.loss_on`` has a meaning for rows of this layout."""
+        """True if a recipe's ``data.loss_on`` has a meaning for rows of this layout."""
         return value in ("auto", *self.loss_on)
 
 
@@ -83,7 +83,7 @@ TABLE: Mapping[str, RowLayout] = MappingProxyType(
             ("chosen", "rejected"),
             "ftcli.methods.preference.rows:understand",
             loss_on=("completion", "assistant"),
-            optional=("prompt", *_OF_CHATS),
+            optional=("prompt", "margin", *_OF_CHATS),
             conversation=("prompt", "chosen", "rejected"),
             unit=2,
         ),
@@ -102,7 +102,7 @@ def row(name: str) -> RowLayout:
 
 
 def formats(unit: int | None = None) -> tuple[str, ...]:
-    """What ``data.format`` may say, of methods whose units have so many rows; of all methods for None."""
+    """Values of ``data.format`` for methods whose units have so many rows; for all methods with None."""
     return ("auto", *(name for name, layout in TABLE.items() if unit in (None, layout.unit)))
 
 

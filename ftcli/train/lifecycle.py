@@ -164,7 +164,7 @@ def _never_left_running(path: Path, stop: StopRequest) -> Iterator[None]:
 
 @contextmanager
 def _finished_for_leader(path: Path, stop: StopRequest) -> Iterator[None]:
-    """Of a run whose first rank was killed, status.json says so, too."""
+    """Finishes status.json in place of a first rank that was killed."""
     try:
         yield
     except (RankLost, StopRequested) as error:
@@ -297,7 +297,7 @@ def _write_manifest(context: RunContext, recipe_yaml: str) -> None:
 
 
 def _held_out(recipe: Recipe, command: str) -> Sequence[DatasetConfig]:
-    """What is measured on before training and after it: by `ftcli grpo` the rows of its tasks."""
+    """Sources that are measured before and after training: by `ftcli grpo` the rows of its tasks."""
     if command != "grpo":
         return recipe.data.eval
     return [source for task in recipe.eval.tasks for source in task.data or recipe.data.eval]

@@ -1,4 +1,4 @@
-"""What people see of a run while it goes on: progress, held-out results, the time left, the live report."""
+"""Shows a run while it goes on: progress, held-out results, the time left, the live report."""
 
 from __future__ import annotations
 

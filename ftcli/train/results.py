@@ -1,4 +1,4 @@
-"""What commands give back for a run that is there already, and leave in tokens.json."""
+"""The answer of commands for a run that is there already, and tokens.json."""
 
 from __future__ import annotations
 

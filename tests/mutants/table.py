@@ -284,8 +284,8 @@ TRAIN = (
     _m(
         "all ranks draw alike",
         "ftcli/train/parallel.py",
-        "* SEED_SPREAD + self.group.rank) % 2**63",
-        "* SEED_SPREAD) % 2**63",
+        "* SEED_STRIDE + self.group.rank) % 2**63",
+        "* SEED_STRIDE) % 2**63",
         _U + "train/test_parallel.py",
     ),
     _m(

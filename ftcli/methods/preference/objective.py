@@ -21,7 +21,7 @@ from ftcli.run.metrics import MetricsLine
 from ftcli.train.build import build_loop
 from ftcli.train.epochs import EpochObjective
 from ftcli.train.loop import TrainerHooks, TrainingLoop
-from ftcli.train.parallel import Divisors, MicroBatch, TokenCounts
+from ftcli.train.parallel import Divisors, MicroBatch, TokenCounts, float_bits, float_of
 from ftcli.train.reference import of_reference
 from ftcli.train.state import Progress
 
@@ -123,6 +123,8 @@ class PairObjective(EpochObjective):
         model: What learns, on the kernels or not.
         reference: A second model to compare with; None: the model without its adapters, where there is a reference.
         stack: The decoder layers as one function, where all are on the kernels.
+        sequence: This rank's part of each row, where ranks share rows: each of them computes the loss of the whole
+            answers, and the first one counts it.
     """
 
     def __init__(
@@ -135,12 +137,14 @@ class PairObjective(EpochObjective):
         group: RankGroup | None,
         stack: DecoderStack | None,
         reference: PreTrainedModel | None,
+        sequence: SequencePart | None = None,
     ) -> None:
-        super().__init__(job, epochs, group)
+        super().__init__(job, epochs, group, 1 if sequence is None else sequence.parts)
         self._model, self._reference, self._stack, self._loss, self._group = model, reference, stack, loss, group
         self._device, self._dtypes = job.device, job.dtypes
+        self._counts = sequence is None or sequence.part == 0
         vocabulary = head_of(model).weight.shape[0]
-        self._scorer = AnswerScorer(job.batches(model), job.pad_token_id, vocabulary, loss.ld_alpha)
+        self._scorer = AnswerScorer(job.batches(model), job.pad_token_id, vocabulary, loss.ld_alpha, sequence)
         self._sums = self._before = torch.zeros(SUMS, dtype=torch.float64, device=job.device)
         self._of_batches: list[Tensor] = []
         self._checked = not loss.reference
@@ -151,10 +155,10 @@ class PairObjective(EpochObjective):
         inputs = self._scorer.batch(documents)
         inputs[_PAIRS] = torch.zeros(len(units)) if blank else torch.ones(len(units))
         rows = () if blank else tuple(units)
-        if blank:
+        if blank or not self._counts:
             return MicroBatch(inputs, rows, TokenCounts(computed=inputs["input_ids"].numel()))
         chosen = int((inputs[SCORED][0::2] > 0).sum())
-        real = sum(len(document.input_ids) for document in documents)
+        real = self._scorer.tokens(documents)
         return MicroBatch(inputs, rows, TokenCounts(chosen, real, inputs["input_ids"].numel(), len(units)))
 
     def begin(self, step: int) -> None:
@@ -175,8 +179,9 @@ class PairObjective(EpochObjective):
         loss = (self._loss.values(answers) * weights).sum() / step.pairs
         if self._loss.sft_weight:
             loss = loss - self._loss.sft_weight * (policy.sums[0::2] * weights).sum() / step.supervised
-        self._of_batches.append(PairSums.of(answers, self._loss, weights).vector())
-        return loss
+        sums = PairSums.of(answers, self._loss, weights).vector()
+        self._of_batches.append(sums if self._counts else torch.zeros_like(sums))
+        return loss if self._counts else loss - loss.detach()
 
     @torch.no_grad()
     def _of_reference(self, inputs: dict[str, Tensor]) -> ScoredAnswers:
@@ -193,11 +198,12 @@ class PairObjective(EpochObjective):
         """
         self._checked = True
         allowed = _ALLOWED_COARSE if _is_coarse(self._model) else _ALLOWED[self._dtypes.compute]
-        found = _difference(policy, reference, tokens)
+        found = self._largest(_difference(policy, reference, tokens))
         if found > allowed:
             computing = compute_context(self._device, self._dtypes.compute, self._dtypes.autocast)
             with _without_dropout(self._model), computing:
-                found = _difference(self._scorer.score(self._model, inputs, self._stack), reference, tokens)
+                again = self._scorer.score(self._model, inputs, self._stack)
+            found = self._largest(_difference(again, reference, tokens))
         if found > allowed:
             raise FtcliError.single(
                 "FT714",
@@ -206,6 +212,12 @@ class PairObjective(EpochObjective):
                 exit_code=ExitCode.BUG,
                 help="train with model.kernels: off, and report this with the run's manifest.json",
             )
+
+    def _largest(self, difference: float) -> float:
+        """Over all ranks. Where weights are sharded or rows are shared, no rank can score again on its own."""
+        if self._group is None:
+            return difference
+        return max(float_of(row[0]) for row in self._group.agree("compared", [float_bits(difference)]))
 
     def reduced(self) -> None:
         """Adds up the metrics of all ranks' micro-batches, in the order of one process."""
@@ -273,6 +285,6 @@ def build_pairs(
     loss = PairLoss.of(recipe.train.method, recipe.preference)
 
     def objective(stack: DecoderStack | None, sequence: SequencePart | None) -> PairObjective:
-        return PairObjective(job, model, epochs, loss, group=group, stack=stack, reference=reference)
+        return PairObjective(job, model, epochs, loss, group=group, stack=stack, reference=reference, sequence=sequence)
 
     return build_loop(job, model, objective, hooks, group)

@@ -50,3 +50,8 @@ class PreferenceConfig(Section):
         description="What log-probabilities are compared with: `start` is the model as training began (adapters "
         "switched off); `none` compares with nothing. When absent, what the loss needs.",
     )
+    share_prompts: Literal["auto", "off"] = Field(
+        default="auto",
+        description="`auto` computes what the two answers of a pair begin with, their prompt, once for both where "
+        "attention's kernels can; loss and gradients are the same. `off` computes it with each answer.",
+    )

@@ -1,4 +1,4 @@
-"""What a row means: each layout of ``ftcli.tables.layouts`` has code here that turns its rows into examples."""
+"""The meaning of a row: each layout of ``ftcli.tables.layouts`` has code here that turns its rows into examples."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def understand(row: Row, layout: str) -> Example:
 
 
 def _meant_for(row: Row) -> str:
-    """What to say of a row that is no pair, where it holds an answer to learn."""
+    """Help for a row that is no pair, if it holds an answer to learn."""
     found = layouts.detect(row.fields)
     return (
         "" if found is None else f"; rows with {' and '.join(layouts.row(found).columns)} are for `train.method: sft`"
