@@ -262,7 +262,7 @@ def held_base(source: ExportSource) -> list[Finding]:
             name = source_of(source.base.name_or_path)
             config = read_config(name, revision=source.base.revision, offline=source.offline)
             commit = getattr(config, "_commit_hash", None)
-        now = base_inputs(facts, source.base, commit, weights=adapter)
+        now = base_inputs(facts, source.base, commit, weights=None if adapter else ())
     except hub_errors() as error:
         raise _no_base(source, error) from error
     return hold_base(run, source.base, seed, now, weights=adapter)

@@ -209,8 +209,6 @@ def why_prompts_apart(recipe: Recipe, work: Work) -> str | None:
         return "preference.share_prompts: off"
     if work == "train" and recipe.launch.context_parallel_size > 1:
         return "ranks share rows"
-    if work == "train" and recipe.launch.is_sharded:
-        return "the model is sharded"
     return None
 
 

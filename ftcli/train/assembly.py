@@ -25,8 +25,9 @@ from ftcli.model.trained_weights import load_weights
 from ftcli.plan.batches import Batches
 from ftcli.plan.quantization import trains_rounded
 from ftcli.run.directory import RunDirectory
-from ftcli.run.inputs import Inputs, base_inputs
+from ftcli.run.inputs import Inputs, base_inputs, stored_weights
 from ftcli.run.integrity import hold_base
+from ftcli.run.weight_files import WeightIdentities, begin
 from ftcli.tables import engines, quantizations
 from ftcli.units import gib
 
@@ -260,25 +261,30 @@ def laid_out(job: Job, model: Model, rows: Sequence[TokenizedRow]) -> Batches:
     return batches
 
 
-def inputs_of(job: Job, model: Model, tokens_sha256: str | None = None) -> Inputs:
-    """The inputs that must be the same when the run is continued."""
+def begin_reading(job: Job) -> WeightIdentities:
+    """Begins to read the base's weight files for their identities, beside what loads them."""
+    folder = stored_weights(job.facts, job.recipe.model)
+    return tuple if folder is None else begin(folder)
+
+
+def inputs_of(job: Job, model: Model, weights: WeightIdentities, tokens_sha256: str | None = None) -> Inputs:
+    """The inputs that must be the same when the run is continued; ``weights`` from :func:`begin_reading`."""
     template = Renderer(job.tokenizer, job.recipe.data.chat_template).source
-    return replace(loaded_base(job, model), chat_template=template, tokens_sha256=tokens_sha256)
+    return replace(_loaded_base(job, model, weights), chat_template=template, tokens_sha256=tokens_sha256)
 
 
-def loaded_base(job: Job, model: Model, *, weights: bool = True) -> Inputs:
-    """The fingerprint of the job's base model, with that of its weight files where ``weights``."""
-    return base_inputs(job.facts, job.recipe.model, getattr(model.config, "_commit_hash", None), weights=weights)
+def _loaded_base(job: Job, model: Model, weights: WeightIdentities) -> Inputs:
+    """The fingerprint of the job's base model."""
+    return base_inputs(job.facts, job.recipe.model, getattr(model.config, "_commit_hash", None), weights())
 
 
-def hold(job: Job, model: Model, run: RunDirectory, *, weights: bool = True) -> None:
+def hold(job: Job, model: Model, run: RunDirectory, weights: WeightIdentities | None) -> None:
     """Holds the base that was loaded against the one that a run was trained on, and tells what cannot be.
 
-    ``weights``: not only what else is read of it.
+    ``weights`` from :func:`begin_reading`; None where those of the base are not used.
 
     Raises FtcliError FT735 (exit 2) with what differs.
     """
-    recipe = job.recipe
-    now = loaded_base(job, model, weights=weights)
-    for finding in hold_base(run.path, recipe.model, recipe.run.seed, now, weights=weights):
+    recipe, now = job.recipe, _loaded_base(job, model, weights or tuple)
+    for finding in hold_base(run.path, recipe.model, recipe.run.seed, now, weights=weights is not None):
         job.reporter.finding(finding)
