@@ -129,7 +129,7 @@ class LoraConfig(Section):
 
 
 class LaunchConfig(Section):
-    """On how many processes a run is spread."""
+    """How many processes a run has, and how they share the work."""
 
     engine: Annotated[str, Word(engines.names)] = Field(
         default="auto",
