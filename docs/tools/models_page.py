@@ -58,9 +58,9 @@ Families that behave alike share a row, the most trained ones first.
 - **LoRA** on all linear layers, **QLoRA** on an NF4 base, **full** fine-tuning, **export** of a merged model, and
   **packing** (`data.packing`) each say `yes`, or the [code](errors.md) of what refuses it. FT443: a document would see
   the one before it, found by trial.
-- `all-linear` includes experts (as PEFT adapts them). On a quantised base the dense layers beside the experts of
+- `all-linear` includes experts (as PEFT adapts them). On a quantized base the dense layers beside the experts of
   Qwen3-Next, GLM-4-MoE and DeepSeek-V3 have no adapter; a run says so.
-- Multimodal checkpoints are trained on text. Their other parts are frozen, never quantised, and exported as they were.
+- Multimodal checkpoints are trained on text. Their other parts are frozen, never quantized, and exported as they were.
 - The memory estimate covers families whose kernels are not `none`, BitNet and Ministral-3. For the others
   `ftcli check` says what training needs at least.
 

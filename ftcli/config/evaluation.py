@@ -17,7 +17,7 @@ ExportFormat = Annotated[str, Word(exports.names)]
 
 
 class GenerateConfig(Section):
-    """How completions are generated in evaluation."""
+    """Settings of generation in evaluation."""
 
     max_new_tokens: Count = Field(default=64, description="Longest completion in tokens.")
     do_sample: bool = Field(default=False, description="Sample instead of taking the likeliest token.")
@@ -80,7 +80,7 @@ class EvalConfig(Section):
 
 
 class GgufConfig(Section):
-    """What the format `gguf` writes."""
+    """Files of the format `gguf`."""
 
     types: Items[GgufType] = Field(
         default=("q8_0",), description="A file for each. K-quants need llama.cpp's `llama-quantize` on the PATH."
@@ -89,7 +89,7 @@ class GgufConfig(Section):
 
 
 class ExportConfig(Section):
-    """What `ftcli export` writes."""
+    """Settings of `ftcli export`."""
 
     formats: Items[ExportFormat] = Field(default=("adapter", "safetensors"), description="Formats to write.")
     dtype: Dtype = Field(
@@ -98,7 +98,7 @@ class ExportConfig(Section):
     )
     base: Literal["trained", "original"] = Field(
         default="trained",
-        description="What an adapter on a quantised base is merged with: the dequantised weights that it was trained "
-        "beside, or the weights before quantisation.",
+        description="What an adapter on a quantized base is merged with: the dequantized weights that it was trained "
+        "beside, or the weights before quantization.",
     )
     gguf: GgufConfig = Field(default_factory=GgufConfig, description="Settings of the format `gguf`.")

@@ -1,4 +1,4 @@
-"""What rewards and tasks have in common: who judges a completion, and how."""
+"""The common part of rewards and tasks: who judges a completion, and how."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sections that say what is trained: the model, its quantisation, its adapters."""
+"""Sections that say what is trained: the model, its quantization, its adapters."""
 
 from __future__ import annotations
 
@@ -51,19 +51,19 @@ class ModelConfig(Section):
 
 
 class QuantizationConfig(Section):
-    """How the base weights are stored or, by a method that trains them, rounded."""
+    """Storage format of the base weights or, by a method that trains them, their rounding."""
 
     method: Annotated[str, Word(quantizations.names)] = Field(default="none", description="Storage format.")
-    double_quant: bool = Field(default=True, description="NF4: quantise the scales as well.")
+    double_quant: bool = Field(default=True, description="NF4: quantize the scales as well.")
     keep_dequantized: bool | Literal["auto"] = Field(
         default=False,
-        description="NF4: keep dequantised weights, for a bf16 model's memory and speed; `auto`: of as many layers as"
+        description="NF4: keep dequantized weights, for a bf16 model's memory and speed; `auto`: of as many layers as"
         " leave ample room.",
     )
     lambda_warmup_steps: Annotated[int, Field(ge=0)] = Field(
         default=0,
-        description="BitNet: steps from exact to quantised values, in equal parts; about 1000 for a model trained in "
-        "bf16, 0 for one quantised before or from scratch.",
+        description="BitNet: steps from exact to quantized values, in equal parts; about 1000 for a model trained in "
+        "bf16, 0 for one quantized before or from scratch.",
     )
     use_rms_norm: bool = Field(
         default=False,
@@ -124,12 +124,12 @@ class LoraConfig(Section):
 
     @property
     def changes_base(self) -> bool:
-        """Whether adapters take a part of the base weights over, so that these are others in training."""
+        """True if adapters take over a part of the base weights, so that these are others in training."""
         return self.init_lora_weights == "olora" or str(self.init_lora_weights).startswith("pissa")
 
 
 class LaunchConfig(Section):
-    """How many processes a run has, and how they share the work."""
+    """Number of processes, and how they divide the work."""
 
     engine: Annotated[str, Word(engines.names)] = Field(
         default="auto",
@@ -149,13 +149,18 @@ class LaunchConfig(Section):
 
     @property
     def copies(self) -> int:
-        """Copies of a model that is spread; 1 where that is not decided."""
+        """Copies of a model that is sharded; 1 where that is not decided."""
         return 1 if self.dp_replicate_size == "auto" else self.dp_replicate_size
 
     @property
     def shard_size(self) -> int:
-        """Processes that one copy of the model is spread over, where it is."""
+        """Processes that one copy of the model is sharded over, where it is."""
         return max(1, self.num_processes // self.copies)
+
+    @property
+    def is_sharded(self) -> bool:
+        """True if the engine shards weights over several processes."""
+        return self.num_processes > 1 and engines.row(self.engine).shards
 
     @property
     def row_shares(self) -> int:

@@ -20,7 +20,7 @@ CheckpointingSetting = bool | Annotated[str, Word(policies.names)]
 
 
 class RunConfig(Section):
-    """Where a run lives and how it starts."""
+    """A run's folder, and how it starts."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")] | None = Field(
         default=None, description="The run's name; the recipe's file name when absent."
@@ -35,12 +35,12 @@ class RunConfig(Section):
 
     @property
     def resumes_elsewhere(self) -> bool:
-        """Whether a checkpoint is named: the user asks to do something else with it than its run did."""
+        """True if a checkpoint is named: the user asks for something else of it than its run did."""
         return names_checkpoint(self.resume)
 
 
 def names_checkpoint(resume: str) -> bool:
-    """Whether ``run.resume`` is the path of a checkpoint."""
+    """True if ``run.resume`` is the path of a checkpoint."""
     return resume not in ("auto", "never")
 
 
@@ -141,7 +141,7 @@ class TrainConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """When state is saved for resuming."""
+    """Settings of checkpoints."""
 
     every_steps: Count | None = Field(default=500, description="Steps between checkpoints; null: only on signals.")
     keep_last: Count = Field(default=2, description="Complete checkpoints kept.")
@@ -160,7 +160,7 @@ def _logger_name(name: str) -> str:
 
 
 class LoggerSettings(Section):
-    """Where a logger puts the run. What is absent is the logger's own default, or what its environment says."""
+    """A logger's project and names. Absent ones are the logger's own defaults, or come from its environment."""
 
     project: str | None = Field(
         default=None, min_length=1, description="Project; `WANDB_PROJECT` or `ftcli` if absent."
@@ -170,7 +170,7 @@ class LoggerSettings(Section):
 
 
 class LoggingConfig(Section):
-    """Where metrics go besides `metrics.jsonl`."""
+    """Metrics loggers besides `metrics.jsonl`."""
 
     model_config = ConfigDict(extra="allow")
 

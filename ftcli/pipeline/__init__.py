@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from ftcli.config.load import LoadedRecipe
-from ftcli.pipeline.launch import in_this_process, over_ranks
+from ftcli.pipeline.launch import over_ranks
 from ftcli.pipeline.options import BenchOptions, ChatOptions, ExportOptions
 from ftcli.reporting import Session
 from ftcli.run.signals import stoppable
@@ -57,9 +57,7 @@ def train(loaded: LoadedRecipe, session: Session, command: str = "train") -> obj
 def _launched(work: Callable[[RankGroup | None], T], loaded: LoadedRecipe, session: Session) -> T:
     """The work, under the recipe's engine."""
     launch = loaded.recipe.launch
-    engine = engines.row(launch.engine)
-    # Preflight refuses an engine that is not supported yet; it runs in this process.
-    start = in_this_process if engine.run is None else code_of(engine.run)
+    start = code_of(engines.row(launch.engine).run)
     result: T = start(work, session, launch.num_processes)
     return result
 

@@ -284,8 +284,8 @@ TRAIN = (
     _m(
         "all ranks draw alike",
         "ftcli/train/parallel.py",
-        "* SEED_SPREAD + self.group.rank) % 2**63",
-        "* SEED_SPREAD) % 2**63",
+        "* SEED_STRIDE + self.group.rank) % 2**63",
+        "* SEED_STRIDE) % 2**63",
         _U + "train/test_parallel.py",
     ),
     _m(
@@ -486,8 +486,8 @@ PREFERENCE = (
     _m(
         "pairs: a blank micro-batch counts in metrics",
         _P + "objective.py",
-        "self._of_batches.append(PairSums.of(answers, self._loss, weights).vector())",
-        "self._of_batches.append(PairSums.of(answers, self._loss, torch.ones_like(weights)).vector())",
+        "sums = PairSums.of(answers, self._loss, weights).vector()",
+        "sums = PairSums.of(answers, self._loss, torch.ones_like(weights)).vector()",
         _UP + "objective.py",
     ),
     _m(

@@ -231,7 +231,7 @@ def test_a_dataset_of_torchtune_without_a_builder_is_told(made: Make) -> None:
     assert found.heard("FT160", "`dataset_val.source`")
 
 
-def test_double_quantisation_of_axolotl_is_kept(made: Make) -> None:
+def test_double_quantization_of_axolotl_is_kept(made: Make) -> None:
     lines = "adapter: qlora\nbnb_config_kwargs: {bnb_4bit_use_double_quant: false}\n"
     assert at(converted(made, "axolotl", lines), "quantization.double_quant") is False
 

@@ -10,8 +10,7 @@ from ftcli.cli.app import main
 from ftcli.config.dialect_values import VALUES
 from ftcli.config.dialects import FOREIGN, FOREIGN_IN
 from ftcli.config.schema import RecipeSchema
-from ftcli.config.suggest import unknown_key, word
-from ftcli.config.usable import usable_values
+from ftcli.config.suggest import unknown_key, usable_values, word
 
 SCHEMA = RecipeSchema()
 HEAD = (

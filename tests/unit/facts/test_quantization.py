@@ -1,4 +1,4 @@
-"""What quantised weights take, against tensors that hold them."""
+"""What quantized weights take, against tensors that hold them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_llama_in_nf4_takes_a_third_of_its_bfloat16_bytes(estimate: Callable[...
     assert packed.total_bytes < single.total_bytes < plain.total_bytes
 
 
-def test_one_product_is_dequantised_at_a_time(estimate: Callable[..., Any]) -> None:
+def test_one_product_is_dequantized_at_a_time(estimate: Callable[..., Any]) -> None:
     fused, facts = estimate("quantization.method=nf4", "train.cuda_graphs=false")
     gate_and_up = 2 * facts.shape.intermediate_size * facts.shape.hidden_size * 2
     assert fused.parts["dequantized weights"] == gate_and_up
@@ -73,7 +73,7 @@ def test_one_product_is_dequantised_at_a_time(estimate: Callable[..., Any]) -> N
     ("dtype", "device", "dense"),
     [("bfloat16", "h200", 0), ("float16", "h200", 2), ("float32", "h200", 4), ("bfloat16", "a100-80gb", 2)],
 )
-def test_fp8_is_dequantised_where_no_fp8_product_runs(
+def test_fp8_is_dequantized_where_no_fp8_product_runs(
     dtype: str, device: str, dense: int, load: Callable[..., Any]
 ) -> None:
     text = f"model: {{name_or_path: meta-llama/Llama-3.1-8B}}\n{LORA}"

@@ -1,4 +1,4 @@
-"""What a rank keeps of a model that is loaded to be spread, and the tensors that torch is told of."""
+"""What a rank keeps of a model that is loaded to be sharded, and the tensors that torch is told of."""
 
 from __future__ import annotations
 

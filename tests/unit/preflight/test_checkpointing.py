@@ -187,7 +187,7 @@ def test_a_budget_is_planned_with_instead_of_the_device(case: Callable[..., Case
         report_of(case(LLAMA + LORA, "train.memory_budget_gib=10").loaded, H100)
 
 
-def test_dequantised_copies_keep_to_the_budget(case: Callable[..., Case]) -> None:
+def test_dequantized_copies_keep_to_the_budget(case: Callable[..., Case]) -> None:
     nf4 = "quantization: {method: nf4, keep_dequantized: auto}\n"
     free = report_of(case(LLAMA + LORA + nf4).loaded, H100).memory
     bound = report_of(case(LLAMA + LORA + nf4, "train.memory_budget_gib=20").loaded, H100).memory
@@ -263,7 +263,7 @@ def test_evaluation_that_is_too_large_slows_no_training_down(case: Callable[...,
     assert finding.help.startswith("--set eval.per_device_eval_batch_size=")
 
 
-def test_dequantised_copies_take_what_the_policy_leaves(case: Callable[..., Case]) -> None:
+def test_dequantized_copies_take_what_the_policy_leaves(case: Callable[..., Case]) -> None:
     """They save less of a step than a policy costs, so they come second."""
     made = case(LLAMA + LORA, "quantization.method=nf4", "quantization.keep_dequantized=auto")
     lean = case(LLAMA + LORA, "quantization.method=nf4")

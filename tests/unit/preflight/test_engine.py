@@ -1,4 +1,4 @@
-"""``launch.engine: auto``: spread over GPUs is what does not fit one, and what is trained whole."""
+"""``launch.engine: auto``: sharded over GPUs is what does not fit one, and what is trained whole."""
 
 from __future__ import annotations
 
@@ -49,6 +49,6 @@ def test_every_gpu_needs_its_share(load: Callable[..., Any]) -> None:
     for name in ("weights", "gradients", "optimizer"):
         assert half[name] == pytest.approx(whole[name] / 2, rel=1e-6)
         assert eighth[name] == pytest.approx(whole[name] / 8, rel=1e-6)
-    assert half["weights put together"] == eighth["weights put together"]
+    assert half["gathered weights"] == eighth["gathered weights"]
     assert "gradients of all ranks" in whole
     assert "gradients of all ranks" not in half

@@ -84,7 +84,7 @@ MEASURED = [
 def test_the_estimate_is_what_was_measured_with_graphs(
     name: str, rows: int, length: int, stored: str, policy: str, measured: float, plan: Callable[..., RunPlan]
 ) -> None:
-    """At most 3% low and 10% high; quantised weights leave gaps in the pool."""
+    """At most 3% low and 10% high; quantized weights leave gaps in the pool."""
     device = "h100" if rows == 2 else "h200"
     found = plan(
         f"model.name_or_path={name}", f"train.per_device_train_batch_size={rows}", f"data.max_seq_len={length}",

@@ -32,15 +32,15 @@ def host(load: Callable[..., Any]) -> Callable[..., HostEstimate]:
     return _host
 
 
-def test_rank_0_puts_a_spread_checkpoint_together_once(host: Callable[..., HostEstimate]) -> None:
+def test_rank_0_gathers_a_sharded_checkpoint_once(host: Callable[..., HostEstimate]) -> None:
     """8.03 billion parameters have 8 bytes of AdamW's state each, as many as two copies of the weights."""
-    spread = host(EIGHT, "launch.num_processes=8", "launch.engine=fsdp", processes=8)
-    assert spread.peak == "saving"
-    assert spread.parts["checkpoint put together"] == pytest.approx(8 * 8.03e9, rel=0.001)
-    assert spread.total_bytes == spread.parts["processes"] + spread.parts["checkpoint put together"]
+    sharded = host(EIGHT, "launch.num_processes=8", "launch.engine=fsdp", processes=8)
+    assert sharded.peak == "saving"
+    assert sharded.parts["gathered checkpoint"] == pytest.approx(8 * 8.03e9, rel=0.001)
+    assert sharded.total_bytes == sharded.parts["processes"] + sharded.parts["gathered checkpoint"]
     whole = host(EIGHT)
-    assert whole.parts["checkpoint put together"] == pytest.approx(4 * 8.03e9, rel=0.001)
-    assert host(EIGHT + LORA).parts["checkpoint put together"] < 0.2 * GIB
+    assert whole.parts["gathered checkpoint"] == pytest.approx(4 * 8.03e9, rel=0.001)
+    assert host(EIGHT + LORA).parts["gathered checkpoint"] < 0.2 * GIB
 
 
 def test_every_process_has_a_tensor_and_pinned_memory_of_its_own(host: Callable[..., HostEstimate]) -> None:

@@ -14,7 +14,7 @@ from ftkernels.fp8 import fp8_on_tensor_cores
 from ftkernels.fp8_trial import why_no_rows
 from ftkernels.limits import Gpu
 
-from ftcli.cli.views import check_text
+from ftcli.cli.commands.check import check_text
 from ftcli.config.load import LoadedRecipe
 from ftcli.config.model import LoraConfig
 from ftcli.errors import FtcliError

@@ -189,7 +189,7 @@ def test_host_memory_is_held_against_what_is_free(case: Callable[..., Case], con
     assert list(memory_and_disk.host_findings(recipe, estimate, None)) == []
 
 
-def test_where_only_a_quantised_base_fits_it_is_proposed(case: Callable[..., Case]) -> None:
+def test_where_only_a_quantized_base_fits_it_is_proposed(case: Callable[..., Case]) -> None:
     """It said that nothing fits an 8B model on a T4, where NF4 in float16 does."""
     verdict = case("meta-llama/Llama-3.1-8B", LORA + ROWS).verdict("t4")
     assert verdict.level == "does not fit"

@@ -10,7 +10,7 @@ import pytest
 from ftcli.plan.memory.terms import Phase
 from ftcli.run.out_of_memory import is_out_of_memory
 from ftcli.train.loop import Doing
-from ftcli.train.shortage import _estimated, _where
+from ftcli.train.out_of_memory import _estimated, _where
 
 
 @pytest.mark.parametrize(

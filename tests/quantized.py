@@ -1,4 +1,4 @@
-"""What tests of quantised layers share: models and single layers, quantised and not."""
+"""What tests of quantized layers share: models and single layers, quantized and not."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def load(
 
 
 def quantize_linears(model: nn.Module, settings: QuantizationConfig) -> int:
-    """Puts a quantised layer in the place of each linear layer but the head; returns how many.
+    """Puts a quantized layer in the place of each linear layer but the head; returns how many.
 
-    ftcli itself quantises while it loads (``ftcli.model.load_quantized``).
+    ftcli itself quantizes while it loads (``ftcli.model.load_quantized``).
     """
     names = [name for name, module in model.named_modules() if can_be_packed(name, module)]
     for name in names:
@@ -52,7 +52,7 @@ def quantize_linears(model: nn.Module, settings: QuantizationConfig) -> int:
 
 
 def layer_of(settings: QuantizationConfig = NF4) -> tuple[NF4Linear, nn.Linear]:
-    """A quantised layer with a bias, and the linear layer that it stands for."""
+    """A quantized layer with a bias, and the linear layer that it stands for."""
     model = nn.ModuleDict({"proj": nn.Linear(64, 48)})
     weight = model["proj"].weight.detach()
     quantize_linears(model, settings)

@@ -1,4 +1,4 @@
-"""Weights that are spread over ranks (``launch.engine: fsdp``): the same run, however it ends."""
+"""Weights that are sharded over ranks (``launch.engine: fsdp``): the same run, however it ends."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from tests.e2e.ranks import run_ranks, start_ranks
 from tests.e2e.resilience import NO_EVAL, SAVE, STEP, Drills, require_same_weights
 
 #: 6 held-out rows are three batches: in the last round one of two ranks has none.
-SPREAD: dict[str, Any] = {
+FSDP: dict[str, Any] = {
     "model": {"kernels": "reference"},
     "launch": {"engine": "fsdp"},
     "train": {"max_steps": 4, "lr_scheduler_type": "constant"},
     "eval": {"every_steps": 2, "per_device_eval_batch_size": 2, "samples": 1, "generate": {"max_new_tokens": 2}},
     "checkpoint": {"every_steps": 2},
 }
-SAMPLED: dict[str, Any] = merged(SPREAD, {"eval": {"samples": 3, "generate": {"max_new_tokens": 4}}})
+SAMPLED: dict[str, Any] = merged(FSDP, {"eval": {"samples": 3, "generate": {"max_new_tokens": 4}}})
 #: Where nothing is asked of evaluation.
-UNTESTED: dict[str, Any] = {**SPREAD, **NO_EVAL, "eval": {}}
+UNTESTED: dict[str, Any] = {**FSDP, **NO_EVAL, "eval": {}}
 TWICE: dict[str, Any] = {"train": {"gradient_accumulation_steps": 2}}
 FULL: dict[str, Any] = {"lora": None, "train": {"learning_rate": 1e-4}}
 NF4: dict[str, Any] = {"quantization": {"method": "nf4"}}
@@ -82,14 +82,14 @@ def test_batches_that_do_not_fit_one_rank_are_halved_on_all_of_them(drills: Dril
 
 def test_a_row_that_does_not_fit_one_rank_ends_all_of_them(drills: Drills) -> None:
     scarce = {1: (("scarce", "evaluation", 0),)}
-    ranks = start_ranks(drills, drills.recipe("r", **SPREAD), 2, prepared=scarce)
+    ranks = start_ranks(drills, drills.recipe("r", **FSDP), 2, prepared=scarce)
     assert ranks.ended() == [5, 5], ranks.said
     assert "error[FT761]: rank 1: " in ranks.said
     assert "one row alone does not fit into memory in evaluation" in ranks.said
     assert ranks.said.count("error[") == 1
 
 
-#: Two copies of the model, each spread over two ranks.
+#: Two copies of the model, each sharded over two ranks.
 COPIES: dict[str, Any] = {"launch": {"dp_replicate_size": 2}}
 
 
@@ -98,9 +98,9 @@ def accumulating(count: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("change", "accumulated"), [(NF4, 1), (FULL, 2)], ids=["adapters", "full"])
-def test_copies_that_are_spread_are_one_run(change: dict[str, Any], accumulated: int, drills: Drills) -> None:
+def test_copies_of_shards_are_one_run(change: dict[str, Any], accumulated: int, drills: Drills) -> None:
     three = {"train": {"max_steps": 3}, "eval": {"every_steps": 3}}  # in the third, two ranks have no batch
-    recipe = merged(merged(SPREAD, change), three)
+    recipe = merged(merged(FSDP, change), three)
     alone = drills.whole(**merged(recipe, accumulating(4 * accumulated)))
     asked = merged(recipe, COPIES) if change is FULL else recipe  # on two hosts there is one on each
     hosts = 1 if change is FULL else 2
@@ -111,7 +111,7 @@ def test_copies_that_are_spread_are_one_run(change: dict[str, Any], accumulated:
 
 @pytest.mark.parametrize("change", [merged(NF4, {"train": {"max_steps": 3}}), FULL], ids=["adapters", "full"])
 def test_ranks_that_share_rows_share_weights_too(change: dict[str, Any], drills: Drills) -> None:
-    recipe = merged(SPREAD, change)
+    recipe = merged(FSDP, change)
     run_ranks(drills, drills.recipe("four", **merged(recipe, {"launch": {"context_parallel_size": 2}})), 4)
     require_close_run(drills, "four", drills.whole(**merged(recipe, TWICE)))
 
@@ -128,7 +128,7 @@ def require_close_run(drills: Drills, name: str, other: Path) -> None:
 
 @pytest.mark.slow
 def test_a_full_fine_tune_that_a_signal_stops_in_an_evaluation_goes_on_on_two_ranks_and_on_one(drills: Drills) -> None:
-    change = merged(SPREAD, FULL)
+    change = merged(FSDP, FULL)
     alone = drills.whole(**merged(change, TWICE))
     whole, recipe = drills.recipe("whole", **change), drills.recipe("r", **change)
     run_ranks(drills, whole, 2)
@@ -200,7 +200,7 @@ def test_a_rank_that_is_killed_in_the_middle_of_a_step_is_named(
     assert drills.status("r")["state"] == "preempted"
 
 
-def test_a_rank_that_hangs_while_weights_are_put_together_is_given_up(drills: Drills) -> None:
+def test_a_rank_that_hangs_while_weights_are_gathered_is_given_up(drills: Drills) -> None:
     prepared = {0: (("hurried", 4.0),), 1: (("pause", STEP, 3),)}
     ranks = start_ranks(drills, drills.recipe("r", **UNTESTED), 2, prepared=prepared)
     ranks.drills[1].until_reached()
@@ -217,7 +217,7 @@ def test_a_rank_that_hangs_while_weights_are_put_together_is_given_up(drills: Dr
     "change", [pytest.param(NF4, id="adapters", marks=pytest.mark.long), pytest.param(FULL, id="full")]
 )
 def test_four_ranks_that_are_stopped_go_on_as_two_and_as_one(change: dict[str, Any], drills: Drills) -> None:
-    whole = merged(merged(SPREAD, change), {"train": {"max_steps": 5}})
+    whole = merged(merged(FSDP, change), {"train": {"max_steps": 5}})
     alone, recipe = drills.whole(**merged(whole, accumulating(4))), drills.recipe("r", **whole)
     ranks = start_ranks(drills, recipe, 4, prepared={0: (("pause", SAVE, 1),)})
     ranks.drills[0].until_reached()  # it writes, and the others have given their parts
@@ -237,8 +237,8 @@ def test_four_ranks_that_are_stopped_go_on_as_two_and_as_one(change: dict[str, A
     require_close_run(drills, "r", alone)
 
 
-def test_what_does_not_go_with_spread_weights_is_refused_by_name(drills: Drills) -> None:
-    recipe = drills.recipe("r", **merged(SPREAD, {"model": {"kernels": "off"}}))
+def test_what_does_not_go_with_sharded_weights_is_refused_by_name(drills: Drills) -> None:
+    recipe = drills.recipe("r", **merged(FSDP, {"model": {"kernels": "off"}}))
     ranks = start_ranks(drills, recipe, 2)
     assert ranks.ended()[0] == 3, ranks.said
     assert "error[FT518]" in ranks.said

@@ -77,7 +77,7 @@ def with_checkpoint(error: FtcliError, checkpoint: Path) -> FtcliError:
 
 
 def has_room_to_save(trainer: TrainingLoop) -> bool:
-    """Whether the host has memory to write a checkpoint. Without it, native code would end the process."""
+    """True if the host has memory to write a checkpoint. Without it, native code would end the process."""
     largest = max((p.nbytes for p in trainer.model.parameters() if p.requires_grad), default=0)
     try:
         bytearray(_ROOM_BYTES + 2 * largest)
@@ -118,7 +118,7 @@ def _asked(error: BaseException) -> str:
 
 
 def _allocated(parts: Mapping[str, int]) -> str:
-    """What is allocated, and how much of it each part takes. The rest is activations and temporaries."""
+    """Text on allocated memory, and each part's bytes. The rest is activations and temporaries."""
     import torch
 
     if torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""The memory estimate of spread full fine-tuning against what GPUs allocated."""
+"""The memory estimate of sharded full fine-tuning against what GPUs allocated."""
 
 from __future__ import annotations
 
