@@ -202,7 +202,8 @@ class PairObjective(EpochObjective):
         if found > allowed:
             computing = compute_context(self._device, self._dtypes.compute, self._dtypes.autocast)
             with _without_dropout(self._model), computing:
-                again = self._scorer.score(self._model, inputs, self._stack)
+                # Layer by layer: the stack would write over what the policy's backward pass reads.
+                again = self._scorer.score(self._model, inputs)
             found = self._largest(_difference(again, reference, tokens))
         if found > allowed:
             raise FtcliError.single(
