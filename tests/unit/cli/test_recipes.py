@@ -98,6 +98,7 @@ def test_every_code_of_loader_and_command_line_is_documented_with_a_remedy() -> 
 
 
 def test_every_code_of_loader_and_command_line_is_provoked_by_a_test() -> None:
-    folders = (ROOT / "tests" / "recipes" / "broken", ROOT / "tests" / "unit" / "cli", ROOT / "tests" / "e2e")
+    unit = ROOT / "tests" / "unit"
+    folders = (ROOT / "tests/recipes/broken", unit / "cli", unit / "config" / "conversion", ROOT / "tests" / "e2e")
     tests = "".join(path.read_text(encoding="utf-8") for folder in folders for path in folder.glob("test_*.py"))
     assert {code for code in own_codes() if code not in tests} == set()
