@@ -33,9 +33,7 @@ data:
   train: [my-data.jsonl]
 ```
 
-`ftcli recipes list` names recipes to start from, `ftcli recipes copy NAME` makes one yours, and `ftcli check RECIPE`
-lists all its errors. For editors, `ftcli recipes schema > recipe.schema.json` writes the JSON Schema; the recipe then
-begins with:
+For editors, `ftcli recipes schema > recipe.schema.json` writes the JSON Schema; the recipe then begins with:
 
 ```yaml
 # yaml-language-server: $schema=recipe.schema.json
@@ -212,7 +210,8 @@ def _schedules() -> Iterator[str]:
     yield "## Learning-rate schedules\n"
     yield (
         "Values of `train.lr_scheduler_type`, and their `train.lr_scheduler_kwargs`; all are transformers'. *rate* is "
-        "`train.learning_rate`; steps below 1 are a fraction of all.\n"
+        "`train.learning_rate`; steps below 1 are a fraction "
+        "of all. What has no lower bound here is at least 0.\n"
     )
     yield "| schedule | | arguments |"
     yield "|---|---|---|"
@@ -229,11 +228,11 @@ def _schedules() -> Iterator[str]:
 
 
 def _argument(argument: schedules.ScheduleArgument) -> str:
-    """What an argument takes: ``integer ≥ 1``, ``steps > 0``, ``number ≥ 0, < rate``."""
+    """What an argument takes: ``integer ≥ 1``, ``steps > 0``, ``number, < rate``."""
     if argument.kind == "word":
         return ", ".join(argument.words)
-    kind = "integer" if argument.kind == "whole" else argument.kind
-    said = f"{kind} {'>' if argument.above else '≥'} {argument.least:g}"
+    said = "integer" if argument.kind == "whole" else argument.kind
+    said += f" {'>' if argument.above else '≥'} {argument.least:g}" if argument.above or argument.least else ""
     said += f", ≤ {argument.most:g}" if argument.most is not None else ""
     return said + (", < rate" if argument.below_peak else ", ≥ rate" if argument.above_peak else "")
 

@@ -7,7 +7,7 @@ such as ``grpo``, is chosen by these.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -143,6 +143,34 @@ def _preference(name: str, title: str) -> Method:
     )
 
 
+#: Values of methods that train neither on sharded weights nor on shared rows.
+_ON_WHOLE_MODELS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        "launch.engine": ("auto", "single", "ddp"),
+        "launch.dp_replicate_size": ("auto", 1),
+        "launch.context_parallel_size": (1,),
+    }
+)
+
+
+def _labelled() -> Method:
+    """KTO shares the section, the defaults and the limits of DPO; its rows are single answers."""
+    pairs = _preference("dpo", "DPO")
+    return replace(
+        pairs,
+        name="kto",
+        title="KTO",
+        trains="ftcli.methods.kto.train:Labelled",
+        charts="ftcli.methods.kto.charts:CHARTS",
+        scores="ftcli.methods.kto.charts:SCORES",
+        rules="ftcli.methods.kto.checks:check",
+        defaults=MappingProxyType({**pairs.defaults, "data.format": "labelled"}),
+        unit=1,
+        told=(*pairs.told, "preference.desirable_weight", "preference.undesirable_weight"),
+        supports=MappingProxyType({**pairs.supports, **_ON_WHOLE_MODELS, "data.format": ("labelled",)}),
+    )
+
+
 TABLE: Mapping[str, Method] = MappingProxyType(
     {
         "sft": Method(
@@ -187,12 +215,11 @@ TABLE: Mapping[str, Method] = MappingProxyType(
                     "model.dtype": ("auto", "bfloat16", "float32"),
                     "train.neftune_noise_alpha": (None,),
                     "train.train_sampling_strategy": ("random",),
-                    "launch.engine": ("auto", "single", "ddp"),
-                    "launch.dp_replicate_size": ("auto", 1),
-                    "launch.context_parallel_size": (1,),
+                    **_ON_WHOLE_MODELS,
                 }
             ),
         ),
+        "kto": _labelled(),
         "grpo": Method(
             "grpo",
             "grpo",
@@ -221,9 +248,7 @@ TABLE: Mapping[str, Method] = MappingProxyType(
                     # Completions would be sampled under noise as well; rows are grouped by prompt.
                     "train.neftune_noise_alpha": (None,),
                     "train.train_sampling_strategy": ("random",),
-                    "launch.engine": ("auto", "single", "ddp"),
-                    "launch.dp_replicate_size": ("auto", 1),
-                    "launch.context_parallel_size": (1,),
+                    **_ON_WHOLE_MODELS,
                 }
             ),
         ),
@@ -234,7 +259,7 @@ TABLE: Mapping[str, Method] = MappingProxyType(
 #: Methods of the field that recipes and data may be meant for, and that are not offered yet.
 _NOT_OFFERED: Mapping[str, str] = MappingProxyType(
     {
-        **{name: name.upper() for name in ("kto", "cpo", "ppo", "rloo", "prm", "gkd")},
+        **{name: name.upper() for name in ("cpo", "ppo", "rloo", "prm", "gkd")},
         "rm": "training of reward models",
         "reward_model": "training of reward models",
         "distill": "distillation",

@@ -458,14 +458,14 @@ PREFERENCE = (
     _m(
         "pairs: the reference with its adapters left on",
         _P + "objective.py",
-        "with _without_dropout(model), of_reference(self._reference, self._model):",
-        "with _without_dropout(model):",
+        "with without_dropout(model), of_reference(self._reference, self._model):",
+        "with without_dropout(model):",
         _UP + "objective.py",
     ),
     _m(
         "pairs: dropout in the reference",
         _P + "objective.py",
-        "with _without_dropout(model), of_reference(self._reference, self._model):",
+        "with without_dropout(model), of_reference(self._reference, self._model):",
         "with of_reference(self._reference, self._model):",
         _UP + "objective.py",
     ),
