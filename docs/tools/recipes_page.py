@@ -231,7 +231,7 @@ def _argument(argument: schedules.ScheduleArgument) -> str:
     """What an argument takes: ``integer ≥ 1``, ``steps > 0``, ``number, < rate``."""
     if argument.kind == "word":
         return ", ".join(argument.words)
-    said = "integer" if argument.kind == "whole" else argument.kind
+    said = {"whole": "integer"}.get(argument.kind, str(argument.kind))
     said += f" {'>' if argument.above else '≥'} {argument.least:g}" if argument.above or argument.least else ""
     said += f", ≤ {argument.most:g}" if argument.most is not None else ""
     return said + (", < rate" if argument.below_peak else ", ≥ rate" if argument.above_peak else "")
