@@ -40,10 +40,15 @@ def runs_and_recipes(incomplete: str) -> list[str]:
 
 
 def gpus(incomplete: str) -> list[str]:
-    """Names for ``--as``."""
+    """Names for ``--gpu``."""
     from ftcli.facts.device import DEVICE_NAMES
 
     return [name for name in DEVICE_NAMES if name.startswith(incomplete)]
+
+
+def machines(incomplete: str) -> list[str]:
+    """Names for ``--as``."""
+    return [*gpus(incomplete), *(name for name in ("all",) if name.startswith(incomplete))]
 
 
 def _paths(incomplete: str, wanted: Callable[[Path], bool]) -> list[str]:

@@ -143,6 +143,16 @@ def _preference(name: str, title: str) -> Method:
     )
 
 
+#: Values of methods that train neither on sharded weights nor on shared rows.
+_ON_WHOLE_MODELS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        "launch.engine": ("auto", "single", "ddp"),
+        "launch.dp_replicate_size": ("auto", 1),
+        "launch.context_parallel_size": (1,),
+    }
+)
+
+
 def _labelled() -> Method:
     """KTO shares the section, the defaults and the limits of DPO; its rows are single answers."""
     pairs = _preference("dpo", "DPO")
@@ -157,7 +167,7 @@ def _labelled() -> Method:
         defaults=MappingProxyType({**pairs.defaults, "data.format": "labelled"}),
         unit=1,
         told=(*pairs.told, "preference.desirable_weight", "preference.undesirable_weight"),
-        supports=MappingProxyType({**pairs.supports, "data.format": ("labelled",)}),
+        supports=MappingProxyType({**pairs.supports, **_ON_WHOLE_MODELS, "data.format": ("labelled",)}),
     )
 
 
@@ -205,9 +215,7 @@ TABLE: Mapping[str, Method] = MappingProxyType(
                     "model.dtype": ("auto", "bfloat16", "float32"),
                     "train.neftune_noise_alpha": (None,),
                     "train.train_sampling_strategy": ("random",),
-                    "launch.engine": ("auto", "single", "ddp"),
-                    "launch.dp_replicate_size": ("auto", 1),
-                    "launch.context_parallel_size": (1,),
+                    **_ON_WHOLE_MODELS,
                 }
             ),
         ),
@@ -240,9 +248,7 @@ TABLE: Mapping[str, Method] = MappingProxyType(
                     # Completions would be sampled under noise as well; rows are grouped by prompt.
                     "train.neftune_noise_alpha": (None,),
                     "train.train_sampling_strategy": ("random",),
-                    "launch.engine": ("auto", "single", "ddp"),
-                    "launch.dp_replicate_size": ("auto", 1),
-                    "launch.context_parallel_size": (1,),
+                    **_ON_WHOLE_MODELS,
                 }
             ),
         ),

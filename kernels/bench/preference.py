@@ -78,11 +78,12 @@ def ours(case: str, share: str, options: argparse.Namespace) -> dict[str, Any]:
         return {"note": f"exit {answer.status}: {answer.said[:200]}"}
     tokens = [after["tokens"] - before["tokens"] for before, after in pairwise(lines)]
     seconds = [n / line["tokens_per_second"] for n, line in zip(tokens, lines[1:], strict=True)][1:]
+    made = [after["tokens_computed"] - before["tokens_computed"] for before, after in pairwise(lines)][1:]
     peak = max(line["peak_memory_bytes"] for line in lines) / GIB
     computed = lines[-1]["tokens_computed"] / len(lines)
     return {
         **_rates(seconds, case, options), "peak GiB": peak, "tokens a step": computed, "loss": lines[0]["loss"],
-        "last loss": lines[-1]["loss"],
+        "last loss": lines[-1]["loss"], "steps": [(n, 1e3 * each) for n, each in zip(made, seconds, strict=True)],
     }  # fmt: skip
 
 

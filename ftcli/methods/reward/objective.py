@@ -57,7 +57,7 @@ def score_batch(
     if batches.shares_prompts:
         pairs = list(zip(documents[0::2], documents[1::2], strict=True))
         found, places = branched_batch(pairs, batches, pad_token_id)
-        found[ENDS] = torch.tensor([at[-1] for at in places])
+        found[ENDS] = torch.tensor([int(at[-1]) for at in places])
     else:
         found = documents_batch(documents, batches, pad_token_id)
         rows, width = found["input_ids"].shape

@@ -20,7 +20,7 @@ from ftcli.plan.precision import plan_dtypes
 from ftcli.plan.quantization import ternary_bytes, weight_bytes
 from ftcli.preflight.checks import machine
 from tests.estimates import plan_of
-from tests.unit.preflight import test_activations as activations
+from tests.unit.plan import test_activations as activations
 
 SETTINGS = QuantizationConfig(method="bitnet")
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.unit.cli.conftest import Made
 
 from ftcli.cli.app import main
-from tests.unit.cli.conftest import Made
 
 UNSLOTH = """\
 from unsloth import FastLanguageModel

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.unit.cli.conftest import Made
 
 from ftcli.cli.app import main
 from ftcli.config.conversion import convert
@@ -18,7 +19,6 @@ from ftcli.config.load import load_recipe
 from ftcli.config.recipe import Recipe
 from ftcli.errors import FtcliError
 from tests.foreign_recipes import AXOLOTL, FILES, TORCHTUNE
-from tests.unit.cli.conftest import Made
 
 BASE = "base_model: m\nsequence_len: 500_000\nmicro_batch_size: 1\nlearning_rate: 1e-5\n"
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.unit.cli.conftest import Made
 
 from ftcli.cli.app import main
 from ftcli.config.conversion import convert
 from ftcli.errors import FtcliError
 from ftcli.tables import preference_losses
 from tests.foreign_recipes import PREFERENCES, TORCHTUNE_DPO, UNSLOTH_DPO
-from tests.unit.cli.conftest import Made
 
 Make = Callable[..., Made]
 BASES = {

@@ -1,6 +1,6 @@
 """What each foreign recipe of the tests becomes, to the letter: nothing is lost when a rule is written in another way.
 
-`python -m tests.unit.cli.test_recipes_converted` writes the expected answers anew; read their difference.
+`python -m tests.unit.config.conversion.test_converted` writes the expected answers anew; read their difference.
 """
 
 from __future__ import annotations
