@@ -22,7 +22,7 @@ def recipe_files(incomplete: str) -> list[str]:
 
 def shipped_recipes(incomplete: str) -> list[str]:
     """Names of the recipes that ship with ftcli."""
-    from ftcli.cli.shipped import shipped
+    from ftcli.cli.near import shipped
 
     return [name for name in shipped() if name.startswith(incomplete)]
 
@@ -40,10 +40,15 @@ def runs_and_recipes(incomplete: str) -> list[str]:
 
 
 def gpus(incomplete: str) -> list[str]:
-    """Names for ``--as``."""
+    """Names for ``--gpu``."""
     from ftcli.facts.device import DEVICE_NAMES
 
     return [name for name in DEVICE_NAMES if name.startswith(incomplete)]
+
+
+def machines(incomplete: str) -> list[str]:
+    """Names for ``--as``."""
+    return [*gpus(incomplete), *(name for name in ("all",) if name.startswith(incomplete))]
 
 
 def _paths(incomplete: str, wanted: Callable[[Path], bool]) -> list[str]:

@@ -154,7 +154,10 @@ class _Reader:
                 continue
             make = make or prompt_maker(item, self._data.format)
             try:
-                prompt = self._referenced(make(item))
+                made = make(item)
+                if made.value < 0:  # an answer that is called bad is none to compare with
+                    continue
+                prompt = self._referenced(made)
                 text = self._renderer.prompt(prompt)
             except FtcliError as error:
                 if error.findings[0].code == "FT421":

@@ -180,15 +180,20 @@ def _sums(model: PreTrainedModel | PeftModel, batch: dict[str, Tensor]) -> tuple
     return float(found.loss), correct, int(found.count)
 
 
-def _result(total: float, correct: int, count: int, rows: int) -> LossResult:
-    loss = total / max(count, 1)
+def require_finite(loss: float) -> float:
+    """``loss``, which is a number. Raises FtcliError FT762 (exit 6) for what is none."""
     if not math.isfinite(loss):
         raise FtcliError.single(
             "FT762",
             f"the evaluation loss is {loss}",
             exit_code=ExitCode.DIVERGED,
-            help="evaluate an earlier checkpoint (--checkpoint STEP)",
+            help="evaluate an earlier checkpoint (--checkpoint STEP), or train with a lower train.learning_rate",
         )
+    return loss
+
+
+def _result(total: float, correct: int, count: int, rows: int) -> LossResult:
+    loss = require_finite(total / max(count, 1))
     return LossResult(
         loss=loss,
         perplexity=math.exp(min(loss, _LARGEST_EXPONENT)),

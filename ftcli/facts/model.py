@@ -231,10 +231,21 @@ def _code_folders(spec: ModuleSpec, model_type: str) -> list[Path]:
 
 def takes_sdpa(model_type: str) -> bool:
     """True if transformers has the model's attention as SDPA, which neither caps scores nor has sinks."""
+    return "_supports_sdpa = False" not in _code_of(model_type)
+
+
+def has_classifier(model_type: str) -> bool:
+    """True if transformers has a sequence classifier of the model, or if its code is not found."""
+    code = _code_of(model_type)
+    return not code or "ForSequenceClassification(" in code
+
+
+def _code_of(model_type: str) -> str:
+    """transformers' code of a model as text, which takes milliseconds; importing it would take seconds."""
     spec = importlib.util.find_spec("transformers")
     folders = [] if spec is None or not spec.submodule_search_locations else _code_folders(spec, model_type)
-    paths = [folder / f"modeling_{folder.name}.py" for folder in folders]
-    return not any(is_file(path) and "_supports_sdpa = False" in path.read_text(encoding="utf-8") for path in paths)
+    paths = (folder / f"modeling_{folder.name}.py" for folder in folders)
+    return "".join(path.read_text(encoding="utf-8") for path in paths if is_file(path))
 
 
 def _shape(raw: JsonObject, found: ConfigSource, origin: Origin | None) -> ModelShape | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
 from ftcli.assets import asset, bundled
@@ -61,6 +61,20 @@ def require_known_ids(tokenizer: PreTrainedTokenizerBase, facts: ModelFacts) -> 
             help="use the tokenizer that belongs to the model; where transformers has added a token for want of an "
             "unknown one, name any other of its tokens as unk_token in tokenizer_config.json",
         )
+
+
+def pad_apart(tokenizer: PreTrainedTokenizerBase, stops: Collection[int]) -> None:
+    """Has a tokenizer pad with a token that ends no turn, where it has one: transformers' sequence classifiers take
+    the last token of a row that is not padding for its end.
+    """
+    if tokenizer.pad_token_id not in stops:
+        return
+    special = zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=False)
+    known = {**tokenizer.get_added_vocab(), **dict(special)}
+    free = {name: one for name, one in known.items() if one not in stops and one != tokenizer.bos_token_id}
+    found = next((name for word in ("pad", "unk", "reserved", "") for name in free if word in name.lower()), None)
+    if found is not None:
+        tokenizer.pad_token = found
 
 
 def require_stop(tokenizer: PreTrainedTokenizerBase, source: str) -> None:

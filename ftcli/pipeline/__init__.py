@@ -21,12 +21,24 @@ if TYPE_CHECKING:
     from ftcli.pipeline.chatting import Chat
     from ftcli.pipeline.checking import CheckResult
     from ftcli.pipeline.evaluation import EvaluationResult
+    from ftcli.pipeline.every_gpu import EveryGpu
     from ftcli.pipeline.exporting import Exported
     from ftcli.run.process_group import RankGroup
 
 T = TypeVar("T")
 
-__all__ = ["BenchOptions", "ChatOptions", "ExportOptions", "bench", "chat", "check", "evaluate", "export", "train"]
+__all__ = [
+    "BenchOptions",
+    "ChatOptions",
+    "ExportOptions",
+    "bench",
+    "chat",
+    "check",
+    "check_every_gpu",
+    "evaluate",
+    "export",
+    "train",
+]
 
 _AS_THE_RECIPE_SAYS = ExportOptions()
 
@@ -36,6 +48,13 @@ def check(loaded: LoadedRecipe, session: Session, as_gpu: str | None, samples: i
     from ftcli.pipeline.checking import check_recipe
 
     return check_recipe(loaded, session, as_gpu, samples)
+
+
+def check_every_gpu(loaded: LoadedRecipe, session: Session) -> EveryGpu:
+    """Preflight only, for each GPU that has a name."""
+    from ftcli.pipeline import every_gpu
+
+    return every_gpu.check_every_gpu(loaded, session)
 
 
 def train(loaded: LoadedRecipe, session: Session, command: str = "train") -> object:

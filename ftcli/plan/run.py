@@ -21,7 +21,6 @@ from ftcli.plan.memory.activations import ActivationSettings, LayerMemory, plain
 from ftcli.plan.memory.fused_activations import fused_layers
 from ftcli.plan.precision import DTYPE_BYTES, DtypePlan, plan_dtypes
 from ftcli.plan.quantization import trains_rounded
-from ftcli.plan.sharding import is_sharded
 from ftcli.plan.trained import EMBEDDING, HEAD, TrainedParameters, trained_parameters
 from ftcli.tables import code_of, optimizers, policies
 from ftcli.tables.methods import Method
@@ -207,7 +206,7 @@ class RunPlan:
     @property
     def shard_size(self) -> int:
         """Devices that the weights are sharded over; 1 where each has all of them."""
-        return self.recipe.launch.shard_size if self.trains and is_sharded(self.recipe) else 1
+        return self.recipe.launch.shard_size if self.trains and self.recipe.launch.is_sharded else 1
 
     @property
     def rows(self) -> int:

@@ -85,12 +85,19 @@ class Inputs:
     files: tuple[Fingerprint, ...] = ()
 
 
-def base_inputs(facts: ModelFacts, model: ModelConfig, commit: str | None, *, weights: bool = True) -> Inputs:
+def stored_weights(facts: ModelFacts, model: ModelConfig) -> Path | None:
+    """The folder of a local model whose weight files are read; None for the Hub's and for random ones."""
+    return facts.folder if facts.is_local and model.init == "pretrained" else None
+
+
+def base_inputs(
+    facts: ModelFacts, model: ModelConfig, commit: str | None, weights: Sequence[WeightFile] | None = None
+) -> Inputs:
     """Inputs of a base model: its folder's content, or the Hub's commit; and those of a tokenizer of another place.
 
     Args:
         commit: What was loaded of the Hub.
-        weights: Whether its weight files are read, too.
+        weights: Identities of its weight files; read here when None.
 
     Raises:
         OSError: a file cannot be read.
@@ -100,8 +107,10 @@ def base_inputs(facts: ModelFacts, model: ModelConfig, commit: str | None, *, we
     if tokenizer is not None:
         found += [path for name in _OF_TOKENIZER for path in sorted(tokenizer.glob(name))]
     files = tuple(_whole(path) for path in dict.fromkeys(found) if path.is_file())
-    stored = weights and facts.is_local and model.init == "pretrained"
-    return Inputs(weights=weight_identities(facts.folder) if stored else (), commit=commit, files=files)
+    folder = stored_weights(facts, model)
+    if weights is None:
+        weights = () if folder is None else weight_identities(folder)
+    return Inputs(weights=tuple(weights), commit=commit, files=files)
 
 
 def _cached(tokenizer: str | None) -> Path | None:
@@ -286,7 +295,7 @@ def require_same_held_out(previous: JsonMap, held_out: Sequence[Fingerprint], so
 
 
 def changed_judges(previous: JsonMap, judges: Sequence[Fingerprint]) -> list[str]:
-    """Which files of rewards and judges, and settings of tasks, are not what they were when a run began, in words.
+    """Which files of rewards and judges are not what they were when a run began, in words.
 
     Those that only one side has are none of them: the recipe names them, and is compared itself.
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 from ftcli.facts.device import free_host_bytes, usable_cores
@@ -16,6 +16,10 @@ _SAMPLE_BYTES = 1 << 16
 #: What a thread reads at a time, and what one CRC-32 is of.
 _READ_BYTES, _PIECE_BYTES = 1 << 20, 1 << 26
 _MOST_THREADS = 8
+
+
+#: Answers with what has been read, or raises its error, once that is done.
+WeightIdentities = Callable[[], "tuple[WeightFile, ...]"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,23 +39,41 @@ class WeightFile:
 
 
 def weight_identities(folder: Path) -> tuple[WeightFile, ...]:
-    """Identities of the weight files in a model's folder.
+    """Identities of the weight files in a model's folder (:func:`begin`)."""
+    return begin(folder)()
 
-    All bytes are read by several threads where the files fit into free memory, and so come from it where they have just
-    been read, or stay there for whoever reads them next; else samples alone. The first sample holds the header, which
-    lists every tensor with its shape.
+
+def begin(folder: Path) -> WeightIdentities:
+    """Begins to read the weight files in a model's folder, by threads that work beside the caller.
+
+    All bytes are read where the files fit into free memory: they come from it where they were just read, and stay in it
+    for whoever reads them next. Else samples alone. The first sample holds the header, which lists every tensor with
+    its shape. A process that ends does not wait for the threads.
 
     Raises:
-        OSError: a file cannot be read.
+        OSError: there is a file that cannot be looked at; of one that cannot be read, the answer raises it.
     """
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.gguf"))
     sizes = [file.stat().st_size for file in files]
     free = free_host_bytes()
-    checksums = [""] * len(files) if free is None or sum(sizes) > free else _checksums(files, sizes)
-    return tuple(
-        WeightFile(file.name, size, _samples(file, size), checksum)
-        for file, size, checksum in zip(files, sizes, checksums, strict=True)
-    )
+    whole = files if free is not None and sum(sizes) <= free else []
+    spans = [(file, range(0, max(size, 1), _PIECE_BYTES)) for file, size in zip(whole, sizes, strict=False)]
+    pieces = [(file, offset) for file, offsets in spans for offset in offsets]
+    threads = ThreadPool(min(_MOST_THREADS, usable_cores()))
+    samples = threads.starmap_async(_samples, zip(files, sizes, strict=True), 1)
+    checksums = threads.map_async(_crc32, pieces, 1)
+    threads.close()
+
+    def answer() -> tuple[WeightFile, ...]:
+        of_file: dict[Path, bytes] = {}
+        for (file, _), value in zip(pieces, checksums.get(), strict=True):
+            of_file[file] = of_file.get(file, b"") + value.to_bytes(4, "big")
+        return tuple(
+            WeightFile(file.name, size, digest, f"{zlib.crc32(of_file[file]):08x}" if file in of_file else "")
+            for file, size, digest in zip(files, sizes, samples.get(), strict=True)
+        )
+
+    return answer
 
 
 def _samples(path: Path, size: int) -> str:
@@ -61,18 +83,6 @@ def _samples(path: Path, size: int) -> str:
             file.seek(sample * max(0, size - _SAMPLE_BYTES) // (_SAMPLES - 1))
             digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest()
-
-
-def _checksums(files: Sequence[Path], sizes: Sequence[int]) -> list[str]:
-    pieces = [
-        (file, at) for file, size in zip(files, sizes, strict=True) for at in range(0, max(size, 1), _PIECE_BYTES)
-    ]
-    with ThreadPoolExecutor(min(_MOST_THREADS, usable_cores())) as threads:
-        found = list(threads.map(_crc32, pieces))
-    of_file: dict[Path, bytes] = dict.fromkeys(files, b"")
-    for (file, _), value in zip(pieces, found, strict=True):
-        of_file[file] += value.to_bytes(4, "big")
-    return [f"{zlib.crc32(values):08x}" for values in of_file.values()]
 
 
 def _crc32(piece: tuple[Path, int]) -> int:

@@ -18,13 +18,16 @@ from ftcli.model.fsdp import RankShards, rank_shards_of, unsharded_layers
 from ftcli.model.load import load_model
 from ftcli.model.lora import apply_lora
 from ftcli.model.lora_targets import freeze_other_parts, summary_of_targets
+from ftcli.model.score_head import add_score_head
 from ftcli.model.selfcheck import check_head
-from ftcli.model.tokenizer import align_special_tokens
+from ftcli.model.tokenizer import align_special_tokens, pad_apart
+from ftcli.model.trained_weights import load_weights
 from ftcli.plan.batches import Batches
 from ftcli.plan.quantization import trains_rounded
 from ftcli.run.directory import RunDirectory
-from ftcli.run.inputs import Inputs, base_inputs
+from ftcli.run.inputs import Inputs, base_inputs, stored_weights
 from ftcli.run.integrity import hold_base
+from ftcli.run.weight_files import WeightIdentities, begin
 from ftcli.tables import engines, quantizations
 from ftcli.units import gib
 
@@ -74,7 +77,7 @@ def build_base(job: Job, *, weights: Path | None = None, num_layers: int | None 
     Raises:
         FtcliError: FT335 when the loss would not stand for the model's own logits; whatever loading raises.
     """
-    recipe, memory = job.recipe, job.report.memory
+    recipe, memory, classifier = job.recipe, job.report.memory, job.plan.method.classifier
     job.reporter.info(
         f"model: {weights or recipe.model.name_or_path} ({recipe.model.init}) in {job.dtypes.parameter}"
         f"{_stored(job)} on {job.device}"
@@ -92,7 +95,8 @@ def build_base(job: Job, *, weights: Path | None = None, num_layers: int | None 
         device=job.device,
         seed=recipe.run.seed,
         offline=job.session.offline,
-        source=str(weights) if weights is not None else None,
+        # A saved classifier has no head: the base is loaded, and then what was trained.
+        source=str(weights) if weights is not None and not classifier else None,
         num_layers=num_layers,
         # A full fine-tune was never stored by a method that freezes the base.
         quantization=recipe.quantization if weights is None or trains_rounded(job.recipe) else None,
@@ -100,9 +104,15 @@ def build_base(job: Job, *, weights: Path | None = None, num_layers: int | None 
         trained=trains_rounded(job.recipe) or (parts is not None and not parts.joins),
         shards=parts,
     )
+    if classifier:
+        pad_apart(job.tokenizer, job.stops)
     align_special_tokens(model, job.tokenizer, job.stops)
     with unsharded_layers(model):
         check_head(model, job.tokenizer(_TEXT, add_special_tokens=False)["input_ids"], job.dtypes, job.device)
+    if classifier:
+        add_score_head(model, recipe.run.seed)
+        if weights is not None:
+            load_weights(model, weights)
     return model
 
 
@@ -251,25 +261,30 @@ def laid_out(job: Job, model: Model, rows: Sequence[TokenizedRow]) -> Batches:
     return batches
 
 
-def inputs_of(job: Job, model: Model, tokens_sha256: str | None = None) -> Inputs:
-    """The inputs that must be the same when the run is continued."""
+def begin_reading(job: Job) -> WeightIdentities:
+    """Begins to read the base's weight files for their identities, beside what loads them."""
+    folder = stored_weights(job.facts, job.recipe.model)
+    return tuple if folder is None else begin(folder)
+
+
+def inputs_of(job: Job, model: Model, weights: WeightIdentities, tokens_sha256: str | None = None) -> Inputs:
+    """The inputs that must be the same when the run is continued; ``weights`` from :func:`begin_reading`."""
     template = Renderer(job.tokenizer, job.recipe.data.chat_template).source
-    return replace(loaded_base(job, model), chat_template=template, tokens_sha256=tokens_sha256)
+    return replace(_loaded_base(job, model, weights), chat_template=template, tokens_sha256=tokens_sha256)
 
 
-def loaded_base(job: Job, model: Model, *, weights: bool = True) -> Inputs:
-    """The fingerprint of the job's base model, with that of its weight files where ``weights``."""
-    return base_inputs(job.facts, job.recipe.model, getattr(model.config, "_commit_hash", None), weights=weights)
+def _loaded_base(job: Job, model: Model, weights: WeightIdentities) -> Inputs:
+    """The fingerprint of the job's base model."""
+    return base_inputs(job.facts, job.recipe.model, getattr(model.config, "_commit_hash", None), weights())
 
 
-def hold(job: Job, model: Model, run: RunDirectory, *, weights: bool = True) -> None:
+def hold(job: Job, model: Model, run: RunDirectory, weights: WeightIdentities | None) -> None:
     """Holds the base that was loaded against the one that a run was trained on, and tells what cannot be.
 
-    ``weights``: not only what else is read of it.
+    ``weights`` from :func:`begin_reading`; None where those of the base are not used.
 
     Raises FtcliError FT735 (exit 2) with what differs.
     """
-    recipe = job.recipe
-    now = loaded_base(job, model, weights=weights)
-    for finding in hold_base(run.path, recipe.model, recipe.run.seed, now, weights=weights):
+    recipe, now = job.recipe, _loaded_base(job, model, weights or tuple)
+    for finding in hold_base(run.path, recipe.model, recipe.run.seed, now, weights=weights is not None):
         job.reporter.finding(finding)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -306,13 +304,8 @@ def _held_out(recipe: Recipe, command: str) -> Sequence[DatasetConfig]:
 
 
 def _judges(recipe: Recipe) -> list[Fingerprint]:
-    """The files of rewards and judges, and the settings of tasks, which are scored before training and after it."""
-    found = [fingerprint(name, path) for name, path in files_of(recipe).items()]
-    for task in recipe.eval.tasks:
-        settings = json.dumps(task.model_dump(mode="json"), sort_keys=True).encode()
-        name = f"the settings of {task.label} in eval.tasks"
-        found.append(Fingerprint(name, len(settings), hashlib.sha256(settings).hexdigest()))
-    return found
+    """The files of rewards and judges. Their settings are the recipe's, which is compared itself."""
+    return [fingerprint(name, path) for name, path in files_of(recipe).items()]
 
 
 def _activations(report: PreflightReport) -> Activations:

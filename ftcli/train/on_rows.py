@@ -111,6 +111,7 @@ def _train(session: Session, context: RunContext) -> RowsResult:
         planned = job.plan.execution.batches
         computed = _counted(context, job, epochs, train_data, eval_data, planned)
     with context.phase("loading the model"):
+        read = assembly.begin_reading(job) if context.leads else tuple
         with nullcontext() if group is None else group.after_leader("weights", lambda: assembly.to_download(job) > 0):
             model = assembly.build_trainable(job)
         kernels = assembly.put_on_kernels(job, model, train_data.sequences)
@@ -130,7 +131,7 @@ def _train(session: Session, context: RunContext) -> RowsResult:
             assembly.form_group(job, group)
             assembly.shard_weights(job, model, group, reference)
     if context.leads:
-        keep_inputs(context, assembly.inputs_of(job, model, train_data.sequences.digest()))
+        keep_inputs(context, assembly.inputs_of(job, model, read, train_data.sequences.digest()))
     _before(context, held_out)
     fitted = fit(
         context,

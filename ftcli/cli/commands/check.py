@@ -11,8 +11,10 @@ import typer
 
 from ftcli.cli import completion, options
 from ftcli.cli.environment import style_for
-from ftcli.cli.render import Style, clean, terminal_text
+from ftcli.cli.render import Style, clean, table, terminal_text
 from ftcli.cli.request import AnyRequest, Invocation
+from ftcli.errors import ExitCode, FtcliError
+from ftcli.plain import JsonObject
 from ftcli.reporting import Session
 from ftcli.units import gib, size
 
@@ -20,10 +22,14 @@ if TYPE_CHECKING:
     from ftcli.data.look import SurveyedSource
     from ftcli.data.sample import SampledRow
     from ftcli.pipeline.checking import CheckResult
+    from ftcli.pipeline.every_gpu import EveryGpu, GpuVerdict
     from ftcli.plan.checkpointing import CheckpointingChoice
     from ftcli.plan.execution import ExecutionPart
     from ftcli.plan.memory.advice import Verdict
     from ftcli.plan.trained import PlannedAdapters
+
+#: What ``--as`` says for every GPU of the table.
+EVERY_GPU = "all"
 
 _TRAINED = "1;32"
 _MASKED = "2"
@@ -39,8 +45,9 @@ def check(
         typer.Option(
             "--as",
             metavar="GPU",
-            help="Answer for another machine: t4, l4, a10, rtx4090, a100-40gb, a100-80gb, h100, h200, b200 or cpu.",
-            autocompletion=completion.gpus,
+            help="Answer for another machine: t4, l4, a10, rtx4090, a100-40gb, a100-80gb, h100, h200, b200 or cpu; "
+            "`all` compares the GPUs.",
+            autocompletion=completion.machines,
         ),
     ] = None,
     gpus: Annotated[
@@ -71,20 +78,56 @@ def check(
       ftcli check recipes/gemma2-9b.yaml
       ftcli check recipes/gemma2-9b.yaml --as h100 --offline
       ftcli check recipes/llama3.1-8b.yaml --as h100 --gpus 8
+      ftcli check recipes/llama3.1-8b.yaml --as all
       ftcli check recipes/smoke.yaml --show-sample 3
     """
 
-    def action(session: Session) -> CheckResult:
+    def action(session: Session) -> CheckResult | EveryGpu:
         from ftcli import pipeline
 
-        changes = options.overrides(set_, gpus=gpus)
-        return pipeline.check(options.load(recipe, changes), session, as_gpu, show_sample)
+        loaded = options.load(recipe, options.overrides(set_, gpus=gpus))
+        if as_gpu is not None and as_gpu.strip().lower() == EVERY_GPU:
+            if show_sample:
+                raise FtcliError.single(
+                    "FT150",
+                    "`--as all` looks at no rows, and --show-sample shows them",
+                    exit_code=ExitCode.RECIPE,
+                    help="leave one of them out",
+                )
+            return pipeline.check_every_gpu(loaded, session)
+        return pipeline.check(loaded, session, as_gpu, show_sample)
 
-    def render(result: CheckResult) -> str:
+    def render(result: CheckResult | EveryGpu) -> str:
+        from ftcli.pipeline.every_gpu import EveryGpu
+
+        if isinstance(result, EveryGpu):
+            return terminal_text(every_gpu_text(result))
         shown = samples_text(result.samples, style_for(sys.stdout))
         return "\n\n".join(part for part in (terminal_text(check_text(result)), shown) if part)
 
     return Invocation("check", options.common(json, quiet, offline, debug), action, render, verbatim=True)
+
+
+def every_gpu_text(result: EveryGpu) -> str:
+    """A line for each GPU; below the table, what each of the others is refused for."""
+    records: list[JsonObject] = [
+        {
+            "gpu": each.gpu,
+            "verdict": each.verdict,
+            "needed": _needed(each),
+            "dtype": each.dtype or "",
+            "gradient_checkpointing": each.gradient_checkpointing or "",
+            "most_rows": "" if each.most_rows is None else str(each.most_rows),
+        }
+        for each in result.gpus
+    ]
+    reasons = [f"{each.gpu}  {each.reason}" for each in result.gpus if each.reason]
+    return "\n".join([*table(records), *(["", *reasons] if reasons else [])])
+
+
+def _needed(gpu: GpuVerdict) -> str:
+    available = "" if gpu.available_bytes is None else f"{gib(gpu.available_bytes)} GiB"
+    return available if gpu.peak_bytes is None else f"{gib(gpu.peak_bytes)} of {available}"
 
 
 def check_text(result: CheckResult) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,9 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from ftcli.data.tokens import TokenizedRow
-from ftcli.errors import ExitCode, FtcliError, Origin
+from ftcli.errors import Origin
 from ftcli.evaluate.batching import in_batches
-from ftcli.evaluate.loss import LossResult
+from ftcli.evaluate.loss import LossResult, require_finite
 from ftcli.evaluate.share import Sums, summed_in_step, summed_over_ranks
 from ftcli.evaluate.suite import Evaluator
 from ftcli.methods.preference.losses import PairLoss
@@ -78,7 +77,7 @@ class PairEvaluator(Evaluator):
             documents = [sequences[row] for pair in pairs for row in (2 * pair, 2 * pair + 1)]
             inputs = {name: value.to(job.device) for name, value in scorer.batch(documents).items()}
             with compute_context(job.device, job.dtypes.compute, job.dtypes.autocast):
-                policy = _pass(model, scorer, inputs)
+                policy = forward_pass(model, scorer, inputs)
                 compared = self._compared(model, scorer, inputs, documents, policy) if loss.reference else None
             if policy is None or (loss.reference and compared is None):
                 return None
@@ -95,7 +94,9 @@ class PairEvaluator(Evaluator):
         model.eval()
         try:
             with torch.no_grad():
-                sums = _summed(self, range(len(sequences) // 2), attempt, where, in_step=root_of(model) is not None)
+                sums = summed(
+                    self, range(len(sequences) // 2), attempt, where, width=_WIDTH, in_step=root_of(model) is not None
+                )
         finally:
             model.train(was_training)
         reshard_model(model)
@@ -114,7 +115,7 @@ class PairEvaluator(Evaluator):
             if self.reference is not None:
                 reshard_model(model)  # embedding and head of one model at a time
             with of_reference(self.reference, model):
-                return _pass(model if self.reference is None else self.reference, scorer, inputs)
+                return forward_pass(model if self.reference is None else self.reference, scorer, inputs)
         assert policy is not None
         places = [(document.row.origin, index % 2) for index, document in enumerate(documents)]
         found = torch.stack([policy.sums, policy.weighed], 1)
@@ -124,7 +125,7 @@ class PairEvaluator(Evaluator):
         return ScoredAnswers(kept[:, 0], kept[:, 1])
 
 
-def _pass(
+def forward_pass(
     model: PreTrainedModel | PeftModel, scorer: AnswerScorer, inputs: dict[str, torch.Tensor]
 ) -> ScoredAnswers | None:
     """A forward pass. Of a model with sharded weights, in which all ranks take part, None where memory ran out."""
@@ -132,21 +133,22 @@ def _pass(
     return score() if root_of(model) is None else try_forward(model, score)
 
 
-def _summed(
+def summed(
     evaluator: Evaluator,
-    pairs: Sequence[int],
+    items: Sequence[int],
     attempt: Callable[[Sequence[int]], Sums | None],
     where: Callable[[int], Origin],
     *,
+    width: int,
     in_step: bool,
 ) -> Sums:
-    """The sums over all pairs. ``in_step``: ranks hold shards of the weights, and ``attempt`` gives None where memory
-    ran out.
+    """The ``width`` sums over all items. ``in_step``: ranks hold shards of the weights, and ``attempt`` gives None
+    where memory ran out.
     """
     job, group = evaluator.job, evaluator.group
     size, reporter = job.recipe.eval.per_device_eval_batch_size, job.reporter
     if group is not None and in_step:
-        return summed_in_step(group, pairs, size, attempt, where=where, reporter=reporter, width=_WIDTH)
+        return summed_in_step(group, items, size, attempt, where=where, reporter=reporter, width=width)
 
     def step(chosen: Sequence[int]) -> Sums:
         found = attempt(chosen)
@@ -160,9 +162,9 @@ def _summed(
                 progress.advance(len(done))
 
     if group is not None:
-        return summed_over_ranks(group, pairs, size, run, width=_WIDTH)
-    total = [0.0] * _WIDTH
-    for _, found in run(pairs):
+        return summed_over_ranks(group, items, size, run, width=width)
+    total = [0.0] * width
+    for _, found in run(items):
         total = [a + b for a, b in zip(total, found, strict=True)]
     return tuple(total)
 
@@ -170,14 +172,7 @@ def _summed(
 def _result(sums: Sequence[float], loss: PairLoss) -> LossResult:
     total, cross_entropy, *of_pairs = sums
     pairs, tokens = of_pairs[0], of_pairs[7] + of_pairs[8]
-    mean = total / max(pairs, 1) + loss.sft_weight * cross_entropy / max(of_pairs[7], 1)
-    if not math.isfinite(mean):
-        raise FtcliError.single(
-            "FT762",
-            f"the evaluation loss is {mean}",
-            exit_code=ExitCode.DIVERGED,
-            help="the weights are not finite: resume from an earlier checkpoint, with a lower train.learning_rate",
-        )
+    mean = require_finite(total / max(pairs, 1) + loss.sft_weight * cross_entropy / max(of_pairs[7], 1))
     found = measures(of_pairs, compared=loss.reference)
     more = {ours: found[name] for name, ours in _NAMES.items() if name in found}
     return LossResult(mean, None, None, int(tokens), int(pairs), more)

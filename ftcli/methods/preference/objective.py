@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ftcli.data.order import Epochs
-from ftcli.errors import ExitCode, FtcliError
+from ftcli.methods.preference.first_step import require_equal, without_dropout
 from ftcli.methods.preference.losses import Answers, PairLoss
 from ftcli.methods.preference.pairs import SCORED, AnswerScorer, ScoredAnswers
 from ftcli.model.backbone import compute_context, head_of
-from ftcli.model.quantized import QuantizedLinear
 from ftcli.plain import JsonObject
 from ftcli.run.metrics import MetricsLine
 from ftcli.train.build import build_loop
 from ftcli.train.epochs import EpochObjective
 from ftcli.train.loop import TrainerHooks, TrainingLoop
-from ftcli.train.parallel import Divisors, MicroBatch, TokenCounts, float_bits, float_of
+from ftcli.train.parallel import Divisors, MicroBatch, TokenCounts
 from ftcli.train.reference import of_reference
 from ftcli.train.state import Progress
 
@@ -36,11 +34,6 @@ if TYPE_CHECKING:
 
 #: Weight of each pair of a micro-batch, (P,); 0 in one that stands for none.
 _PAIRS = "pairs"
-#: Nats a token by which policy and reference may differ before the first step, by the dtype of the products: the two
-#: are computed by other code. Roundings of single tokens are larger and of either sign (0.06 in a Mistral-7B in
-#: bfloat16, 0.3 in a Llama-3.1-8B in fp8; :mod:`ftcli.methods.grpo.parity`): n tokens count as at least 15 sqrt n.
-_ALLOWED = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 2e-2}
-_ALLOWED_COARSE, _ROUNDED = 0.1, 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,39 +179,20 @@ class PairObjective(EpochObjective):
     @torch.no_grad()
     def _of_reference(self, inputs: dict[str, Tensor]) -> ScoredAnswers:
         model = self._model if self._reference is None else self._reference
-        with _without_dropout(model), of_reference(self._reference, self._model):
+        with without_dropout(model), of_reference(self._reference, self._model):
             return self._scorer.score(model, inputs)
 
-    @torch.no_grad()
     def _require_equal(
         self, inputs: dict[str, Tensor], policy: ScoredAnswers, reference: ScoredAnswers, tokens: Tensor
     ) -> None:
-        """Before the first step the model is its reference, but for dropout and rounding. Raises FtcliError FT714 (exit
-        1); what is not finite is left to FT702.
-        """
         self._checked = True
-        allowed = _ALLOWED_COARSE if _is_coarse(self._model) else _ALLOWED[self._dtypes.compute]
-        found = self._largest(_difference(policy, reference, tokens))
-        if found > allowed:
-            computing = compute_context(self._device, self._dtypes.compute, self._dtypes.autocast)
-            with _without_dropout(self._model), computing:
-                # Layer by layer: the stack would write over what the policy's backward pass reads.
-                again = self._scorer.score(self._model, inputs)
-            found = self._largest(_difference(again, reference, tokens))
-        if found > allowed:
-            raise FtcliError.single(
-                "FT714",
-                f"before the first step policy and reference differ by {found:.2g} nats a token: the run would begin "
-                "with another reference than its own start",
-                exit_code=ExitCode.BUG,
-                help="train with model.kernels: off, and report this with the run's manifest.json",
-            )
 
-    def _largest(self, difference: float) -> float:
-        """Over all ranks. Where weights are sharded or rows are shared, no rank can score again on its own."""
-        if self._group is None:
-            return difference
-        return max(float_of(row[0]) for row in self._group.agree("compared", [float_bits(difference)]))
+        def again() -> ScoredAnswers:
+            with compute_context(self._device, self._dtypes.compute, self._dtypes.autocast):
+                # Layer by layer: the stack would write over what the policy's backward pass reads.
+                return self._scorer.score(self._model, inputs)
+
+        require_equal(self._model, self._dtypes.compute, policy, reference, tokens, again, self._group)
 
     def reduced(self) -> None:
         """Adds up the metrics of all ranks' micro-batches, in the order of one process."""
@@ -251,26 +225,6 @@ class PairObjective(EpochObjective):
         kept = state.get("pair_sums")
         if isinstance(kept, list) and len(kept) == SUMS:
             self._sums = torch.tensor(kept, dtype=torch.float64, device=self._device)
-
-
-def _difference(one: ScoredAnswers, other: ScoredAnswers, tokens: Tensor) -> float:
-    """The mean over answers, in nats a token; of short ones in nats for 15 sqrt n tokens."""
-    return float(((one.sums.detach() - other.sums).abs() / torch.maximum(tokens, _ROUNDED * tokens.sqrt())).mean())
-
-
-def _is_coarse(model: nn.Module) -> bool:
-    """Whether products are coarser than the compute dtype."""
-    return any(isinstance(m, QuantizedLinear) and m.tolerance is not None for m in model.modules())
-
-
-@contextmanager
-def _without_dropout(model: PreTrainedModel | PeftModel) -> Iterator[None]:
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)
 
 
 def build_pairs(

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
+    from ftcli.data.prepare import PreparedData
+    from ftcli.job import Job
     from ftcli.model.fused import DecoderStack
     from ftcli.model.sequence_parallel import SequencePart
 
@@ -41,6 +43,15 @@ _FEW = 30
 #: Pairs that are named one by one where they are there both ways round.
 _NAMED = 5
 _REMOVE = "remove one of them"
+
+
+def epochs_of_pairs(job: Job, prepared: PreparedData) -> Epochs:
+    """The recipe's training pairs; reports what :func:`pair_findings` finds in them."""
+    for finding in pair_findings(prepared.sequences):
+        job.reporter.finding(finding)
+    weights = [source.weight for source in job.recipe.data.train]
+    shares = [float(weight) for weight in weights if weight is not None]
+    return pair_epochs(prepared.sequences, shares if len(shares) == len(weights) else None, job.recipe.run.seed)
 
 
 def pair_epochs(table: TokenTable, weights: Sequence[float] | None, seed: int) -> Epochs:
