@@ -1,4 +1,4 @@
-"""What a name on the command line probably meant: a recipe of the package, a recipe here, or a run."""
+"""Guesses what a name on the command line meant: a recipe of the package, a recipe here, or a run."""
 
 from __future__ import annotations
 
@@ -6,15 +6,23 @@ import os
 from difflib import get_close_matches
 from pathlib import Path
 
-from ftcli.cli.shipped import shipped
 from ftcli.paths import RUN_RECIPE, is_file, is_folder
+
+
+def shipped() -> dict[str, Path]:
+    """Recipes by name: those inside an installed package, or those of the checkout that this package stands in."""
+    package = Path(__file__).resolve().parents[1]
+    inside = package / "assets" / "recipes"
+    folder = inside if inside.is_dir() else package.parent / "recipes"
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
 
 #: Where recipes and runs lie when nobody said otherwise.
 _RECIPES, _RUNS = Path("recipes"), Path("runs")
 
 
 def recipe_meant(path: Path) -> str | None:
-    """What to do about a recipe that is not there; None where nothing like it is known."""
+    """Help for a recipe that is not there; None if nothing like it is known."""
     here = _RECIPES / f"{_stem(path)}.yaml"
     if is_file(here):
         return f"did you mean {here}?"
@@ -36,12 +44,12 @@ def run_meant(path: Path) -> str | None:
 
 
 def is_run(word: str) -> bool:
-    """Whether a word names a run's folder."""
+    """True if a word names a run's folder."""
     return is_file(Path(word) / RUN_RECIPE)
 
 
 def is_shipped(word: str) -> bool:
-    """Whether a word is the name of a recipe that ships with ftcli."""
+    """True if a word is the name of a recipe that ships with ftcli."""
     return word in shipped()
 
 

@@ -50,18 +50,24 @@ def shared_batch(
         Then, for the labels of all rows in turn, (R,) int64 each: the position in the row that predicts it, and the
         token. What both rows begin with predicts for each of them, so a position can be there twice.
     """
-    row = _Row()
+    batch, places = branched_batch(pairs, batches, pad_token_id)
     positions: list[Ints] = []
     targets: list[Ints] = []
-    for pair in pairs:
-        for tokens, places in zip(pair, row.add(pair), strict=True):
-            labels = np.asarray(tokens.labels, dtype=np.int64)[1:]
-            scored = np.flatnonzero(labels != IGNORE_INDEX)
-            positions.append(places[scored])
-            targets.append(labels[scored])
+    for tokens, at in zip((tokens for pair in pairs for tokens in pair), places, strict=True):
+        labels = np.asarray(tokens.labels, dtype=np.int64)[1:]
+        scored = np.flatnonzero(labels != IGNORE_INDEX)
+        positions.append(at[scored])
+        targets.append(labels[scored])
+    return batch, torch.from_numpy(np.concatenate(positions)), torch.from_numpy(np.concatenate(targets))
+
+
+def branched_batch(pairs: Sequence[Pair], batches: Batches, pad_token_id: int) -> tuple[dict[str, Tensor], list[Ints]]:
+    """The first part of what :func:`shared_batch` returns; and where the tokens of each row in turn lie."""
+    row = _Row()
+    places = [at for pair in pairs for at in row.add(pair)]
     _, width = batches.shape([row.length])
     row.fill(width, pad_token_id, longest=max(len(tokens.input_ids) for pair in pairs for tokens in pair))
-    return row.batch(), torch.from_numpy(np.concatenate(positions)), torch.from_numpy(np.concatenate(targets))
+    return row.batch(), places
 
 
 class _Row:

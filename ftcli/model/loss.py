@@ -99,11 +99,12 @@ def next_token_log_probs(
     temperature: float,
     supervised: Tensor | None = None,
     entropy_gradient: bool = False,
+    shifted: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each token with a label at a temperature, and the entropy that it was taken from, in nats.
 
     Args:
-        labels, supervised: As :func:`next_token_loss`.
+        labels, supervised, shifted: As :func:`next_token_loss`.
         entropy_gradient: The loss uses the entropy, too.
 
     Returns:
@@ -113,12 +114,13 @@ def next_token_log_probs(
         TypeError: As :func:`next_token_loss`.
     """
     rows = _rows_for(hidden, head, labels)
+    targets = labels.reshape(-1) if shifted else next_tokens(labels)
     if supervised is None:
-        supervised = supervised_positions(labels, head.weight.shape[0])
+        supervised = target_positions(targets, head.weight.shape[0])
     log_probs, entropies = linear_log_prob(
         rows,
         head.weight,
-        next_tokens(labels),
+        targets,
         bias=head.bias,
         softcap=head.softcap,
         logit_scale=head.logit_scale,

@@ -1,4 +1,4 @@
-"""How the rows of a micro-batch are laid out for the model, and how many tokens are computed for them.
+"""The layout of a micro-batch's rows for the model, and how many tokens are computed for them.
 
 ``padded``: a row each, filled up to the longest. ``unpadded``: all rows one after the other in a single row, with
 positions that begin anew and no attention across; the filler that rounds it up is one more document, which bears no
@@ -51,7 +51,7 @@ def unpadded_shape(lengths: Sequence[int]) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """How micro-batches are laid out, and why, as one clause.
+    """The layout of micro-batches, and the reason as one clause.
 
     Attributes:
         shares_prompts: What both rows of a pair begin with is computed once: all pairs are documents of a single row.

@@ -50,7 +50,7 @@ class BestEvaluation:
 
 
 def measured(metrics: MetricsLine) -> float | None:
-    """What is to become smaller; None where nothing was measured, or where it is not a number."""
+    """Value to minimise: the loss, else the negated mean score; None if nothing was measured, or not finite."""
     loss = metrics.get("eval_loss")
     if loss is None:
         scores = [value for name, value in metrics.items() if name.startswith("eval_") and isinstance(value, float)]

@@ -20,7 +20,7 @@ from ftcli.tables import layouts
 
 @dataclass(frozen=True, slots=True)
 class EpochLayout:
-    """How micro-batches are laid out, and what the first epoch computes in them."""
+    """The layout of micro-batches, and what the first epoch computes in them."""
 
     batches: Batches = field(metadata=SPREAD)
     first_epoch: ComputedTokens = field(metadata=SPREAD)
@@ -54,7 +54,7 @@ def tokenized(job: Job, name: Literal["train", "eval"]) -> PreparedData:
 
 
 def training_epochs(job: Job, prepared: PreparedData) -> Epochs:
-    """What an epoch of training holds. Reports mixtures, packing, and data of which little is trained."""
+    """Makes the epochs of training. Reports mixtures, packing, and data of which little is trained."""
     recipe = job.recipe
     weights = [source.weight for source in recipe.data.train]
     shares = [float(weight) for weight in weights if weight is not None]
@@ -84,7 +84,7 @@ def training_epochs(job: Job, prepared: PreparedData) -> Epochs:
 
 
 def computed_with(job: Job, epochs: Epochs, prepared: PreparedData, batches: Batches) -> ComputedTokens:
-    """What the first epoch computes in micro-batches of this layout; reported."""
+    """Counts and reports what the first epoch computes in micro-batches of this layout."""
     rows = job.recipe.train.per_device_train_batch_size
     lengths = lengths_once(prepared.sequences) if batches.shares_prompts else prepared.sequences.lengths
     computed = computed_by(epochs, lengths, rows, batches)

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from ftcli.data.tokens import TokenizedRow
-from ftcli.errors import ExitCode, FtcliError, Origin
+from ftcli.errors import Origin
 from ftcli.evaluate.batching import in_batches
-from ftcli.evaluate.loss import LossResult
-from ftcli.evaluate.share import Sums, summed_over_ranks
+from ftcli.evaluate.loss import LossResult, require_finite
+from ftcli.evaluate.share import Sums, summed_in_step, summed_over_ranks
 from ftcli.evaluate.suite import Evaluator
 from ftcli.methods.preference.losses import PairLoss
 from ftcli.methods.preference.objective import SUMS, PairSums, answers_of, measures
 from ftcli.methods.preference.pairs import SCORED, AnswerScorer, ScoredAnswers
-from ftcli.model.backbone import compute_context, head_of
+from ftcli.model.backbone import compute_context, head_of, root_of
+from ftcli.model.shards import reshard_model, try_forward
 from ftcli.train.reference import of_reference
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ _NAMES = {
     "logps/rejected": "rejected_logp",
     "chosen_fell": "chosen_fell",
 }
+#: Loss, cross-entropy, and the sums over pairs.
+_WIDTH = 2 + SUMS
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,16 +69,18 @@ class PairEvaluator(Evaluator):
 
     def _sums_of(self, model: PreTrainedModel | PeftModel, sequences: Sequence[TokenizedRow]) -> Sums:
         """Summed loss, summed cross-entropy of the chosen answers, and the sums of :class:`PairSums`."""
-        job, recipe, loss = self.job, self.job.recipe, self._pair_loss()
+        job, loss = self.job, self._pair_loss()
         vocabulary = head_of(model).weight.shape[0]
         scorer = AnswerScorer(job.batches(model), job.pad_token_id, vocabulary, loss.ld_alpha)
 
-        def step(pairs: Sequence[int]) -> Sums:
+        def attempt(pairs: Sequence[int]) -> Sums | None:
             documents = [sequences[row] for pair in pairs for row in (2 * pair, 2 * pair + 1)]
             inputs = {name: value.to(job.device) for name, value in scorer.batch(documents).items()}
             with compute_context(job.device, job.dtypes.compute, job.dtypes.autocast):
-                policy = scorer.score(model, inputs)
+                policy = forward_pass(model, scorer, inputs)
                 compared = self._compared(model, scorer, inputs, documents, policy) if loss.reference else None
+            if policy is None or (loss.reference and compared is None):
+                return None
             answers = answers_of(policy, compared, (inputs[SCORED] > 0).sum(1).float())
             weights = torch.ones(len(pairs), device=job.device)
             total = float(loss.values(answers).double().sum())
@@ -85,21 +90,16 @@ class PairEvaluator(Evaluator):
         def where(pair: int) -> Origin:
             return sequences[2 * pair].row.origin
 
-        def run(mine: Sequence[int]) -> Iterator[tuple[Sequence[int], Sums]]:
-            with job.reporter.progress(len(mine), "evaluating") as progress:
-                size, reporter = recipe.eval.per_device_eval_batch_size, job.reporter
-                for done, found in in_batches(mine, size, step, where=where, reporter=reporter, what="evaluation"):
-                    yield done, found
-                    progress.advance(len(done))
-
-        pairs = range(len(sequences) // 2)
         was_training = model.training
         model.eval()
         try:
             with torch.no_grad():
-                sums = _summed(self, pairs, run)
+                sums = summed(
+                    self, range(len(sequences) // 2), attempt, where, width=_WIDTH, in_step=root_of(model) is not None
+                )
         finally:
             model.train(was_training)
+        reshard_model(model)
         return sums
 
     def _compared(
@@ -108,11 +108,15 @@ class PairEvaluator(Evaluator):
         scorer: AnswerScorer,
         inputs: dict[str, torch.Tensor],
         documents: Sequence[TokenizedRow],
-        policy: ScoredAnswers,
-    ) -> ScoredAnswers:
+        policy: ScoredAnswers | None,
+    ) -> ScoredAnswers | None:
+        """What the reference gives; None where that did not fit into memory."""
         if self.reference is not None or hasattr(model, "disable_adapter"):
+            if self.reference is not None:
+                reshard_model(model)  # embedding and head of one model at a time
             with of_reference(self.reference, model):
-                return scorer.score(model if self.reference is None else self.reference, inputs)
+                return forward_pass(model if self.reference is None else self.reference, scorer, inputs)
+        assert policy is not None
         places = [(document.row.origin, index % 2) for index, document in enumerate(documents)]
         found = torch.stack([policy.sums, policy.weighed], 1)
         if any(place not in self._kept for place in places):
@@ -121,16 +125,46 @@ class PairEvaluator(Evaluator):
         return ScoredAnswers(kept[:, 0], kept[:, 1])
 
 
-def _summed(
+def forward_pass(
+    model: PreTrainedModel | PeftModel, scorer: AnswerScorer, inputs: dict[str, torch.Tensor]
+) -> ScoredAnswers | None:
+    """A forward pass. Of a model with sharded weights, in which all ranks take part, None where memory ran out."""
+    score = partial(scorer.score, model, inputs)
+    return score() if root_of(model) is None else try_forward(model, score)
+
+
+def summed(
     evaluator: Evaluator,
-    pairs: Sequence[int],
-    run: Callable[[Sequence[int]], Iterator[tuple[Sequence[int], Sums]]],
+    items: Sequence[int],
+    attempt: Callable[[Sequence[int]], Sums | None],
+    where: Callable[[int], Origin],
+    *,
+    width: int,
+    in_step: bool,
 ) -> Sums:
-    if evaluator.group is not None:
-        size = evaluator.job.recipe.eval.per_device_eval_batch_size
-        return summed_over_ranks(evaluator.group, pairs, size, run, width=2 + SUMS)
-    total = [0.0] * (2 + SUMS)
-    for _, found in run(pairs):
+    """The ``width`` sums over all items. ``in_step``: ranks hold shards of the weights, and ``attempt`` gives None
+    where memory ran out.
+    """
+    job, group = evaluator.job, evaluator.group
+    size, reporter = job.recipe.eval.per_device_eval_batch_size, job.reporter
+    if group is not None and in_step:
+        return summed_in_step(group, items, size, attempt, where=where, reporter=reporter, width=width)
+
+    def step(chosen: Sequence[int]) -> Sums:
+        found = attempt(chosen)
+        assert found is not None
+        return found
+
+    def run(mine: Sequence[int]) -> Iterator[tuple[Sequence[int], Sums]]:
+        with reporter.progress(len(mine), "evaluating") as progress:
+            for done, found in in_batches(mine, size, step, where=where, reporter=reporter, what="evaluation"):
+                yield done, found
+                progress.advance(len(done))
+
+    if group is not None:
+        return summed_over_ranks(group, items, size, run, width=width)
+    total = [0.0] * width
+    for _, found in run(items):
         total = [a + b for a, b in zip(total, found, strict=True)]
     return tuple(total)
 
@@ -138,14 +172,7 @@ def _summed(
 def _result(sums: Sequence[float], loss: PairLoss) -> LossResult:
     total, cross_entropy, *of_pairs = sums
     pairs, tokens = of_pairs[0], of_pairs[7] + of_pairs[8]
-    mean = total / max(pairs, 1) + loss.sft_weight * cross_entropy / max(of_pairs[7], 1)
-    if not math.isfinite(mean):
-        raise FtcliError.single(
-            "FT762",
-            f"the evaluation loss is {mean}",
-            exit_code=ExitCode.DIVERGED,
-            help="the weights are not finite: resume from an earlier checkpoint, with a lower train.learning_rate",
-        )
+    mean = require_finite(total / max(pairs, 1) + loss.sft_weight * cross_entropy / max(of_pairs[7], 1))
     found = measures(of_pairs, compared=loss.reference)
     more = {ours: found[name] for name, ours in _NAMES.items() if name in found}
     return LossResult(mean, None, None, int(tokens), int(pairs), more)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 from ftcli.config.evaluation import TaskConfig
 from ftcli.config.judging import RewardConfig
 from ftcli.judges import judge_name
 from ftcli.judges.json_values import NoSchema, validator_of
 from ftcli.preflight.checks.context import Context, Findings
-from ftcli.preflight.checks.expressions import regex_findings
 from ftcli.preflight.checks.support import Installed, is_installed
 from ftcli.tables import judges
 from ftcli.tables.judges import BuiltinJudge
@@ -86,3 +87,14 @@ def _extract(context: Context, path: str, judged: TaskConfig | RewardConfig) -> 
     elif isinstance(judged, TaskConfig):
         readers = " and ".join(f"`use: {name}`" for name in judges.readers("extract"))
         yield context.error("FT767", f"{path}.extract", f"`extract` is only read by {readers}", help="remove it")
+
+
+def regex_findings(context: Context, path: str, pattern: str, *, group: bool = False) -> Findings:
+    """FT264 for what Python's ``re`` cannot compile and, with ``group``, for an expression without a group."""
+    try:
+        compiled = re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as error:  # numbers and brackets without end
+        yield context.error("FT264", path, f"not a regular expression: {error}", help="test it with Python's re")
+        return
+    if group and compiled.groups == 0:
+        yield context.error("FT264", path, "the expression has no group to extract", help="put (...) around the answer")
