@@ -61,22 +61,19 @@ def test_where_pairs_share_their_prompt(
         assert told in batches.reason
 
 
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        ({"num_processes": 2, "engine": "fsdp"}, "with each answer (the model is sharded)"),
-        ({"num_processes": 2, "engine": "fsdp", "context_parallel_size": 2}, "with each answer (ranks share rows)"),
-    ],
-)
-def test_ranks_that_share_a_model_or_rows_have_prompts_apart(
-    change: dict[str, Any], told: str, plan: Callable[..., RunPlan]
-) -> None:
+def test_ranks_that_share_rows_have_prompts_apart(plan: Callable[..., RunPlan]) -> None:
+    """A sharded model has them once."""
     found = plan()
-    launch = found.recipe.launch.model_copy(update=change)
-    changed = replace(found, recipe=found.recipe.model_copy(update={"launch": launch}))
-    assert not changed.execution.batches.shares_prompts
-    assert told in changed.execution.batches.reason
-    assert replace(changed, work="eval").execution.batches.shares_prompts  # one process evaluates by itself
+
+    def changed(**change: Any) -> RunPlan:
+        launch = found.recipe.launch.model_copy(update={"num_processes": 2, "engine": "fsdp", **change})
+        return replace(found, recipe=found.recipe.model_copy(update={"launch": launch}))
+
+    assert changed().execution.batches.shares_prompts
+    batches = changed(context_parallel_size=2).execution.batches
+    assert not batches.shares_prompts
+    assert "with each answer (ranks share rows)" in batches.reason
+    assert replace(changed(context_parallel_size=2), work="eval").execution.batches.shares_prompts
 
 
 def test_rows_that_are_no_pairs_have_nothing_to_say_of_it(plan: Callable[..., RunPlan]) -> None:
