@@ -163,6 +163,7 @@ def _labelled() -> Method:
         trains="ftcli.methods.kto.train:Labelled",
         charts="ftcli.methods.kto.charts:CHARTS",
         scores="ftcli.methods.kto.charts:SCORES",
+        memory="ftcli.methods.kto.memory:memory",
         rules="ftcli.methods.kto.checks:check",
         defaults=MappingProxyType({**pairs.defaults, "data.format": "labelled"}),
         unit=1,
