@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection, Sequence
 from ftcli.config.judging import JudgeConfig, RewardConfig
 from ftcli.errors import Finding
 from ftcli.judges.verdicts import CompletionBatch, FailedJudgement, Scorer, Verdict
-from ftcli.patience import TookTooLong, limited_time
 from ftcli.tables import code_of, judges
+from ftcli.time_limit import TookTooLong, limited_time
 
 #: An expression sees only this much of a completion, so that a slow one cannot hold up training.
 MAX_MATCHED_CHARS = 20_000

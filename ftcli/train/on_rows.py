@@ -17,8 +17,8 @@ from ftcli.reporting import Session
 from ftcli.tables import code_of
 from ftcli.tables.methods import Method
 from ftcli.train.context import BuiltModel, RunContext
+from ftcli.train.evaluation import HeldOut, began_in, held_out_numbers
 from ftcli.train.fit import FinishedRun, fit
-from ftcli.train.held_out import HeldOut, began_in, held_out_numbers
 from ftcli.train.lifecycle import add_to_manifest, checked_run, keep_inputs
 from ftcli.train.progress import held_out_line
 from ftcli.train.results import CompleteRun, complete_result, write_token_counts
