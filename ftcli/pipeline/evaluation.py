@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ftcli.config.load import LoadedRecipe
 from ftcli.facts.weights import ADAPTER_CONFIG
 from ftcli.judges import judges_of
-from ftcli.pipeline.as_trained import refuse_training
-from ftcli.pipeline.weights import checkpoint_of, result_of
+from ftcli.pipeline.weights import checkpoint_of, refuse_training, result_of
 from ftcli.plain import LEFT_OUT
 from ftcli.preflight.stages import checked
 from ftcli.reporting import Session

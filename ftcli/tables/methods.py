@@ -163,6 +163,7 @@ def _labelled() -> Method:
         trains="ftcli.methods.kto.train:Labelled",
         charts="ftcli.methods.kto.charts:CHARTS",
         scores="ftcli.methods.kto.charts:SCORES",
+        memory="ftcli.methods.kto.memory:memory",
         rules="ftcli.methods.kto.checks:check",
         defaults=MappingProxyType({**pairs.defaults, "data.format": "labelled"}),
         unit=1,
@@ -284,10 +285,10 @@ def offered(title: str) -> str:
     if own is not None:
         return f"{title} is `train.method: {own.name}` of `ftcli train`, with the section `{own.section}`"
     ways = (
-        f"{' and '.join(method.title for method in TABLE.values() if method.command == command)} (`ftcli {command}`)"
+        f"{', '.join(method.title for method in TABLE.values() if method.command == command)} (`ftcli {command}`)"
         for command in commands()
     )
-    return f"ftcli trains by {' and '.join(ways)}; {title} is not offered yet"
+    return f"ftcli trains by {', and by '.join(ways)}; {title} is not offered yet"
 
 
 def row(name: str) -> Method:

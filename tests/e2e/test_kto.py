@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import User, merged
-from tests.e2e.ranks import start_ranks
+from tests.e2e.ranks import run_ranks, start_ranks
 from tests.e2e.resilience import Drills, require_same_weights
+from tests.e2e.test_preference_ranks import require_close_run
 
 DATA: dict[str, Any] = {
     "train": [{"path": "bundled:smoke-dpo-train", "max_rows": 12}],  # pairs, each of which is two answers
@@ -211,3 +212,31 @@ def test_two_ranks_are_one_process_that_accumulates_twice(drills: Drills, lora: 
     assert found == wanted
     result = "adapter" if lora else "model"
     require_same_weights(drills.folder / "two" / result, alone / result)
+
+
+#: As above, with one more held-out batch than two ranks have turns for.
+SPREAD = merged(
+    SHARED,
+    {
+        "model": {"kernels": "reference"},
+        "data": {"eval": [{"path": "bundled:smoke-dpo-eval", "max_rows": 3}]},
+        "preference": {"kl_rows": 6},  # two batches: in a step of one micro-batch one rank has rows, and one has none
+    },
+)
+FULL: dict[str, Any] = {"lora": None, "train": {"learning_rate": 1e-3}}
+RANKS: dict[str, tuple[dict[str, Any], int, int]] = {
+    "shards of the base": ({"quantization": {"method": "nf4"}, "launch": {"engine": "fsdp"}}, 2, 2),
+    "shards of all weights": ({**FULL, "launch": {"engine": "fsdp"}}, 2, 2),
+    "rows shared": ({"launch": {"engine": "ddp", "context_parallel_size": 2}}, 2, 1),
+    "shards, and rows shared": ({**FULL, "launch": {"engine": "fsdp", "context_parallel_size": 2}}, 4, 2),
+}
+
+
+@pytest.mark.parametrize(("change", "count", "apart"), RANKS.values(), ids=RANKS)
+def test_ranks_with_shards_or_shared_rows_are_one_process(
+    change: dict[str, Any], count: int, apart: int, drills: Drills
+) -> None:
+    recipe = merged(SPREAD, change)
+    run_ranks(drills, drills.recipe("ranks", **recipe), count)
+    alone = merged(recipe, {"launch": {"engine": "single", "context_parallel_size": 1}})
+    require_close_run(drills, "ranks", drills.whole(**merged(alone, {"train": {"gradient_accumulation_steps": apart}})))

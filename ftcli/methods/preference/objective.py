@@ -189,7 +189,8 @@ class PairObjective(EpochObjective):
 
         def again() -> ScoredAnswers:
             with compute_context(self._device, self._dtypes.compute, self._dtypes.autocast):
-                return self._scorer.score(self._model, inputs, self._stack)
+                # Layer by layer: the stack would write over what the policy's backward pass reads.
+                return self._scorer.score(self._model, inputs)
 
         require_equal(self._model, self._dtypes.compute, policy, reference, tokens, again, self._group)
 
