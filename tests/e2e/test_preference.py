@@ -74,6 +74,9 @@ KINDS: dict[str, dict[str, Any]] = {
         "train": {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2},
     },
     "all weights": {"lora": None, "train": {"learning_rate": 1e-3}},
+    "all weights beside a second model": {
+        "lora": None, "train": {"learning_rate": 1e-3}, "preference": {"reference_cache": "off"},
+    },
     "all weights on our layers": {"lora": None, "train": {"learning_rate": 1e-3}, "model": {"kernels": "reference"}},
     "checkpointed": {"train": {"gradient_checkpointing": True}},
 }  # fmt: skip
@@ -205,10 +208,16 @@ ODD = pairs(
 LOSS = "ftcli.methods.preference.objective:PairObjective.loss"
 
 
-@pytest.mark.parametrize("steps", [1, 2, 3, 5])
-def test_stopped_after_any_step_and_resumed_it_is_the_same_run(drills: Drills, steps: int) -> None:
-    """Also within a line of metrics, in the second epoch (from step 5 on), and where an evaluation is due."""
-    whole, recipe = drills.whole(**ODD), drills.recipe("halves", **ODD)
+@pytest.mark.parametrize(
+    ("steps", "reference"), [(1, "auto"), (2, "off"), (3, "auto"), (5, "./kept"), (5, "off")], ids=str
+)
+def test_stopped_after_any_step_and_resumed_it_is_the_same_run(drills: Drills, steps: int, reference: str) -> None:
+    """Also within a line of metrics, in the second epoch (from step 5 on), and where an evaluation is due; whether the
+    reference is scored ahead (as of two epochs) or in each step.
+    """
+    kept = reference if reference in ("auto", "off") else str(drills.folder / reference)
+    change = merged(ODD, {"preference": {"reference_cache": kept}})
+    whole, recipe = drills.whole(**change), drills.recipe("halves", **change)
     drills.stopped(recipe, LOSS, 2 * steps - 1, signal.SIGTERM, 75)
     state = json.loads((drills.folder / f"halves/checkpoints/step-{steps:08}/ftcli_state.json").read_text())
     assert state["evaluation_due"] == (steps % 2 == 0)

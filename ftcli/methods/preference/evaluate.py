@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from ftcli.data.tokens import TokenizedRow
@@ -15,9 +16,11 @@ from ftcli.evaluate.batching import in_batches
 from ftcli.evaluate.loss import LossResult
 from ftcli.evaluate.share import Sums, summed_over_ranks
 from ftcli.evaluate.suite import Evaluator
+from ftcli.methods.preference.cache import pair_digest
 from ftcli.methods.preference.losses import PairLoss
 from ftcli.methods.preference.objective import SUMS, PairSums, answers_of, measures
 from ftcli.methods.preference.pairs import SCORED, AnswerScorer, ScoredAnswers
+from ftcli.methods.preference.reference import by_answer, by_pair
 from ftcli.model.backbone import compute_context, head_of
 from ftcli.train.reference import of_reference
 
@@ -45,10 +48,11 @@ class PairEvaluator(Evaluator):
     Args:
         reference: A second model to compare with; None: the model without its adapters. Where there is neither, as in
             `ftcli eval` of a full fine-tune, it is the first model that is measured.
+        known: What the reference gives each pair, by its digest. What is missing is computed once and added.
     """
 
     reference: PreTrainedModel | None = None
-    _kept: dict[tuple[Origin, int], list[float]] = field(default_factory=dict, repr=False)
+    known: dict[bytes, list[float]] = field(default_factory=dict, repr=False)
 
     def loss_of(self, model: PreTrainedModel | PeftModel, sequences: Sequence[TokenizedRow]) -> LossResult:
         """The mean loss of the pairs, in which chosen and rejected answers take turns, and ``more`` beside it."""
@@ -110,15 +114,17 @@ class PairEvaluator(Evaluator):
         documents: Sequence[TokenizedRow],
         policy: ScoredAnswers,
     ) -> ScoredAnswers:
-        if self.reference is not None or hasattr(model, "disable_adapter"):
-            with of_reference(self.reference, model):
-                return scorer.score(model if self.reference is None else self.reference, inputs)
-        places = [(document.row.origin, index % 2) for index, document in enumerate(documents)]
-        found = torch.stack([policy.sums, policy.weighed], 1)
-        if any(place not in self._kept for place in places):
-            self._kept.update(zip(places, found.tolist(), strict=True))
-        kept = torch.tensor([self._kept[place] for place in places], device=found.device)
-        return ScoredAnswers(kept[:, 0], kept[:, 1])
+        pairs = [pair_digest(*pair) for pair in zip(documents[0::2], documents[1::2], strict=True)]
+        if any(pair not in self.known for pair in pairs):
+            found = policy  # unless there is a reference beside the model that is measured
+            if self.reference is not None or hasattr(model, "disable_adapter"):
+                with of_reference(self.reference, model):
+                    found = scorer.score(model if self.reference is None else self.reference, inputs)
+            values = by_pair(torch.stack([found.sums, found.weighed], 1)).tolist()
+            self.known.update(zip(pairs, values, strict=True))
+        known = np.array([self.known[pair] for pair in pairs], np.float32)
+        answers = by_answer(known).to(policy.sums.device)
+        return ScoredAnswers(answers[:, 0], answers[:, 1])
 
 
 def _summed(

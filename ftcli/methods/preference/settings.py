@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ftcli.config.base import Fraction, Items, Rate, Section, Word
+from ftcli.config.base import Fraction, Items, PathText, Rate, Section, Word
 from ftcli.tables import preference_losses
 
 LossName = Annotated[str, Word(preference_losses.names)]
@@ -49,4 +49,10 @@ class PreferenceConfig(Section):
         default=None,
         description="What log-probabilities are compared with: `start` is the model as training began (adapters "
         "switched off); `none` compares with nothing. When absent, what the loss needs.",
+    )
+    reference_cache: Literal["auto", "off"] | PathText = Field(
+        default="auto",
+        description="Log-probabilities of the reference, computed once, before the first step: `auto` where pairs are "
+        "seen more than once, where all of them are in ftcli's cache already, and in full fine-tuning, which then "
+        "needs no second model; `off` computes them in each step; a folder (`./reference`) always keeps them there.",
     )

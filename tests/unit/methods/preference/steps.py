@@ -22,8 +22,10 @@ from ftcli.data.tokens import TokenizedRow
 from ftcli.labels import IGNORE_INDEX
 from ftcli.methods.preference.losses import PairLoss
 from ftcli.methods.preference.objective import PairObjective
+from ftcli.methods.preference.reference import Reference
 from ftcli.methods.preference.settings import PreferenceConfig
 from ftcli.plan.batches import Batches
+from ftcli.reporting import SilentReporter
 from ftcli.rows.row import Row
 from ftcli.train.parallel import Divisors, TokenCounts
 from ftcli.train.state import Progress
@@ -95,7 +97,12 @@ def job_of(batches: Batches = PADDED, *, size: int = 4, accumulation: int = 1) -
     train = TrainConfig(per_device_train_batch_size=size, gradient_accumulation_steps=accumulation)
     recipe = SimpleNamespace(train=train)
     return SimpleNamespace(
-        recipe=recipe, device=torch.device("cpu"), dtypes=PLAN, pad_token_id=0, batches=lambda model: batches
+        recipe=recipe,
+        device=torch.device("cpu"),
+        dtypes=PLAN,
+        pad_token_id=0,
+        batches=lambda model: batches,
+        reporter=SilentReporter(),
     )
 
 
@@ -106,6 +113,7 @@ def objective_of(
     *,
     method: str = "dpo",
     reference: Any = None,
+    known: Any = None,
     started: bool = True,
     job: Any = None,
     **settings: Any,
@@ -113,7 +121,8 @@ def objective_of(
     """What a run on pairs trains on; ``started``: its first step has been made."""
     loss = PairLoss.of(method, PreferenceConfig.model_validate(settings))
     epochs = epochs_of_pairs(rows() if documents is None else documents)
-    made = PairObjective(job or job_of(batches), model, epochs, loss, group=None, stack=None, reference=reference)
+    compared = Reference(reference, known)
+    made = PairObjective(job or job_of(batches), model, epochs, loss, group=None, stack=None, reference=compared)
     if started:
         made.restore({}, Progress(1, 2, 0.0, 0))
     return made
