@@ -78,11 +78,11 @@ class PairEvaluator(Evaluator):
             documents = [sequences[row] for pair in pairs for row in (2 * pair, 2 * pair + 1)]
             inputs = {name: value.to(job.device) for name, value in scorer.batch(documents).items()}
             with compute_context(job.device, job.dtypes.compute, job.dtypes.autocast):
-                policy = scorer.score(model, inputs)
+                policy = scorer.score(model, inputs, aligned=loss.weighs)
                 compared = self._compared(model, scorer, inputs, documents, policy) if loss.reference else None
             answers = answers_of(policy, compared, (inputs[SCORED] > 0).sum(1).float())
             weights = torch.ones(len(pairs), device=job.device)
-            total = float(loss.values(answers).double().sum())
+            total = float(loss.weighed_values(answers, policy.aligned).double().sum())
             sft = -float(policy.sums[0::2].double().sum())
             return (total, sft, *PairSums.of(answers, loss, weights).vector().tolist())
 

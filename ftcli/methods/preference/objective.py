@@ -176,12 +176,12 @@ class PairObjective(EpochObjective):
         weights, known = inputs.pop(_PAIRS), inputs.pop(_KNOWN, None)
         with compute_context(self._device, self._dtypes.compute, self._dtypes.autocast):
             reference = self._of_reference(inputs, known) if self._loss.reference else None
-            policy = self._scorer.score(self._model, inputs, self._stack)
+            policy = self._scorer.score(self._model, inputs, self._stack, aligned=self._loss.weighs)
         tokens = (inputs[SCORED] > 0).sum(1).float()
         if not self._checked and reference is not None:
             self._require_equal(inputs, policy, reference, tokens)
         answers = answers_of(policy, reference, tokens)
-        loss = (self._loss.values(answers) * weights).sum() / step.pairs
+        loss = (self._loss.weighed_values(answers, policy.aligned) * weights).sum() / step.pairs
         if self._loss.sft_weight:
             loss = loss - self._loss.sft_weight * (policy.sums[0::2] * weights).sum() / step.supervised
         self._of_batches.append(PairSums.of(answers, self._loss, weights).vector())

@@ -100,10 +100,13 @@ class ScoredAnswers:
     Attributes:
         sums: Their log-probabilities in nats.
         weighed: The same with the weights of ``ld_alpha``.
+        aligned: Means over their tokens of log p_y - log sum_v p_v^2, without a gradient, where they are asked for:
+            how likely an answer is for the model, as against one of its own.
     """
 
     sums: Tensor
     weighed: Tensor
+    aligned: Tensor | None = None
 
 
 class AnswerScorer:
@@ -140,14 +143,29 @@ class AnswerScorer:
 
     @staticmethod
     def score(
-        model: PreTrainedModel | PeftModel, inputs: dict[str, Tensor], stack: DecoderStack | None = None
+        model: PreTrainedModel | PeftModel,
+        inputs: dict[str, Tensor],
+        stack: DecoderStack | None = None,
+        *,
+        aligned: bool = False,
     ) -> ScoredAnswers:
-        """The log-probabilities of a batch's answers under ``model``; no logits are made."""
+        """The log-probabilities of a batch's answers under ``model``; no logits are made. ``aligned`` takes one product
+        of the head more.
+        """
         layers = {name: value for name, value in inputs.items() if name not in (LABELS, SCORED, SUPERVISED)}
         states = hidden_states(model, layers, stack)
-        found, _ = next_token_log_probs(
-            states, head_of(model), inputs[LABELS], temperature=1.0, supervised=inputs[SUPERVISED]
-        )
+
+        def log_probs(temperature: float) -> Tensor:
+            """(2 P, longest answer), 0 where nothing is scored."""
+            found, _ = next_token_log_probs(
+                states, head_of(model), inputs[LABELS], temperature=temperature, supervised=inputs[SUPERVISED]
+            )
+            return torch.zeros_like(weights).masked_scatter(weights > 0, found)
+
         weights = inputs[SCORED]
-        by_answer = torch.zeros_like(weights).masked_scatter(weights > 0, found)
-        return ScoredAnswers(by_answer.sum(1), (by_answer * weights).sum(1))
+        by_answer, means = log_probs(1.0), None
+        if aligned:
+            # With L_T = log sum_v exp(z_v / T): log p_y - log sum_v p_v^2 is (2 z_y - L_{1/2}) - (z_y - L_1).
+            with torch.no_grad():
+                means = (log_probs(0.5) - by_answer).sum(1) / (weights > 0).sum(1)
+        return ScoredAnswers(by_answer.sum(1), (by_answer * weights).sum(1), means)

@@ -41,6 +41,10 @@ class PreferenceConfig(Section):
     sft_weight: Rate = Field(
         default=0.0, description="Weight of the mean cross-entropy of the chosen answers' tokens, added to the loss."
     )
+    use_weighting: bool = Field(
+        default=False,
+        description="Weighs each pair's loss by how likely its answers are for the model that is trained (WPO).",
+    )
     ld_alpha: Fraction = Field(
         default=1.0,
         description="Weight of an answer's tokens beyond the length of the shorter one (LD-DPO); 1 counts all alike.",
