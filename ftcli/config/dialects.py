@@ -307,7 +307,8 @@ checkpoint.keep_last = save_total_limit:H keep_last_n_checkpoints:C
 note = save_safetensors:H save_only_model:H | checkpoints are safetensors, and hold what resuming needs
 differs checkpoint.keep_best: true = load_best_model_at_end:H
     | the best checkpoint is kept, the last weights are the result -> ftcli export --checkpoint best
-note = metric_for_best_model:H greater_is_better:H | the best checkpoint is that of the lowest held-out loss
+note = metric_for_best_model:H greater_is_better:H
+    | the best checkpoint is that of the lowest held-out loss; train.metric_for_best_model names another measure
 checkpoint.on_sigterm = enable_jit_checkpoint:H
 steps logging.every_steps = logging_steps:AFTH log_interval:L log_every_n_steps:C
 lost logging.every_steps = logging_strategy:H(epoch) | counted in optimizer steps here, never in epochs

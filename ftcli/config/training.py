@@ -123,6 +123,12 @@ class TrainConfig(Section):
     early_stopping: EarlyStoppingConfig | None = Field(
         default=None, description="When training ends because evaluations stop getting better; never when absent."
     )
+    metric_for_best_model: Annotated[str, Field(min_length=1, max_length=200)] | None = Field(
+        default=None,
+        description="What `early_stopping` and `checkpoint.keep_best` look at: `loss`, or what else evaluations measure "
+        "during training, such as `token_accuracy`, `accuracy` and `margin` of pairs, or a task of GRPO. Whether more "
+        "of it is better is known. When absent the held-out loss, or the mean score of the tasks.",
+    )
     memory_budget_gib: Annotated[float, Field(gt=0, le=4096)] | None = Field(
         default=None,
         description="Memory that `gradient_checkpointing: auto` plans with; all of the device's memory when absent.",
@@ -149,8 +155,8 @@ class CheckpointConfig(Section):
     keep_last: Count = Field(default=2, description="Complete checkpoints kept.")
     keep_best: bool = Field(
         default=False,
-        description="Also save and keep the checkpoint of the best evaluation: the lowest held-out loss, or the "
-        "highest mean score of the tasks where no loss is measured.",
+        description="Also save and keep the checkpoint of the best evaluation: the lowest held-out loss, the highest "
+        "mean score of the tasks where no loss is measured, or what `train.metric_for_best_model` says.",
     )
     on_sigterm: bool = Field(default=True, description="On SIGTERM or SIGHUP finish the step, save, exit 75.")
 

@@ -257,3 +257,27 @@ def test_two_ranks_are_one_process_that_accumulates_twice(drills: Drills, lora: 
     assert found == wanted
     result = "adapter" if lora else "model"
     require_same_weights(drills.folder / "two" / result, alone / result)
+
+
+def test_the_best_checkpoint_by_accuracy_goes_on_alike(drills: Drills) -> None:
+    """Of two held-out files: the share is of all their pairs. It stops early, and a cut-off run stops where it did."""
+    held_out = [{"path": "bundled:smoke-dpo-eval", "max_rows": 6}, {"path": "bundled:smoke-dpo-train", "max_rows": 9}]
+    change = pairs(
+        data={"eval": held_out},
+        train={"max_steps": 30, "metric_for_best_model": "accuracy", "early_stopping": {"patience": 2}},
+        eval={"every_steps": 1, "samples": 0},
+        checkpoint={"every_steps": 1, "keep_best": True, "keep_last": 1},
+    )
+    whole, recipe = drills.whole(**change), drills.recipe("halves", **change)
+    found = {line["step"]: line["eval_accuracy"] for line in drills.metrics(whole) if "eval_accuracy" in line}
+    steps = sorted(found)
+    best = max(steps, key=lambda step: (found[step], -step))
+    assert len(steps) == best + 2 < 30
+    assert all(round(15 * value * 2) == pytest.approx(15 * value * 2) for value in found.values())
+    drills.stopped(recipe, LOSS, best + 1, signal.SIGTERM, 75)
+    drills.run(recipe)
+    assert [line for line in drills.metrics("halves") if "eval_accuracy" in line] == [
+        line for line in drills.metrics(whole) if "eval_accuracy" in line
+    ]
+    kept = sorted(path.name for path in (drills.folder / "halves/checkpoints").iterdir())
+    assert f"step-{best:08}" in kept
