@@ -125,9 +125,9 @@ class TrainConfig(Section):
     )
     metric_for_best_model: Annotated[str, Field(min_length=1, max_length=200)] | None = Field(
         default=None,
-        description="What `early_stopping` and `checkpoint.keep_best` look at: `loss`, or what else evaluations measure "
-        "during training, such as `token_accuracy`, `accuracy` and `margin` of pairs, or a task of GRPO. Whether more "
-        "of it is better is known. When absent the held-out loss, or the mean score of the tasks.",
+        description="What `early_stopping` and `checkpoint.keep_best` look at: `loss`, or what else is measured during "
+        "training, such as `token_accuracy`, `accuracy` and `margin` of pairs, or a task of GRPO. Whether more of it "
+        "is better is known. When absent the held-out loss, or the mean score of the tasks.",
     )
     memory_budget_gib: Annotated[float, Field(gt=0, le=4096)] | None = Field(
         default=None,

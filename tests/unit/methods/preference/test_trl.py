@@ -51,8 +51,8 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> DPOTrainer:
 def theirs(trainer: DPOTrainer, **settings: Any) -> Result:
     """A step over all pairs as TRL makes it."""
     names = {"loss": "loss_types", "weights": "loss_weights"}
-    given: dict[str, Any] = {"beta": 0.1, "label_smoothing": 0.0, "ld_alpha": None, "weights": [1.0], "use_weighting": False}
-    given |= settings
+    given: dict[str, Any] = {"beta": 0.1, "label_smoothing": 0.0, "ld_alpha": None, "weights": [1.0]}
+    given |= {"use_weighting": False, **settings}
     for name, value in given.items():
         setattr(trainer, names.get(name, name), value)
     documents, examples = steps.rows(), []
