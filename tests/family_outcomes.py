@@ -31,7 +31,7 @@ _RECIPE: dict[str, Any] = {
 
 
 def outcome_of(model_type: str, folder: Path) -> Outcome:
-    """Trains, packs, quantises and exports a model of this family in an empty folder."""
+    """Trains, packs, quantizes and exports a model of this family in an empty folder."""
     base = folder / "base"
     build(model_type).save_pretrained(base)
     AutoTokenizer.from_pretrained(asset("tokenizers", "bytes")).save_pretrained(base)

@@ -1,4 +1,4 @@
-"""What a name on the command line probably meant: a recipe of the package, a recipe here, or a run."""
+"""Guesses what a name on the command line meant: a recipe of the package, a recipe here, or a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _RECIPES, _RUNS = Path("recipes"), Path("runs")
 
 
 def recipe_meant(path: Path) -> str | None:
-    """What to do about a recipe that is not there; None where nothing like it is known."""
+    """Help for a recipe that is not there; None if nothing like it is known."""
     here = _RECIPES / f"{_stem(path)}.yaml"
     if is_file(here):
         return f"did you mean {here}?"
@@ -36,12 +36,12 @@ def run_meant(path: Path) -> str | None:
 
 
 def is_run(word: str) -> bool:
-    """Whether a word names a run's folder."""
+    """True if a word names a run's folder."""
     return is_file(Path(word) / RUN_RECIPE)
 
 
 def is_shipped(word: str) -> bool:
-    """Whether a word is the name of a recipe that ships with ftcli."""
+    """True if a word is the name of a recipe that ships with ftcli."""
     return word in shipped()
 
 

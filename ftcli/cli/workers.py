@@ -162,7 +162,7 @@ class Ranks:
 
 
 def environment_of(rank: int, count: int, devices: Sequence[str], folder: Path) -> Mapping[str, str]:
-    """What a rank finds in its environment: its place, and its GPU alone, which it knows as the first one."""
+    """A rank's environment variables: its place, and its GPU as the only visible one."""
     found = {
         FOLDER: str(folder),
         "RANK": str(rank),

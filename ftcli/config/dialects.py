@@ -1,4 +1,4 @@
-"""What other tools call things, and what they are called here.
+"""Other tools' names for settings, and ours.
 
 Facts about names only, gathered from the settings of axolotl, LLaMA-Factory, TRL and transformers, torchtune, Unsloth
 and litgpt. `ftcli check` answers their keys by this table (FT202), and `ftcli recipes convert` translates by it. A test
@@ -90,7 +90,7 @@ quantization.method = quantize:L | bnb.nf4 is nf4
 quantization.double_quant = bnb_4bit_use_double_quant:H use_bnb_nested_quant:T double_quantization:F
     bnb_config_kwargs.bnb_4bit_use_double_quant:A
 model.dtype = bnb_4bit_compute_dtype:H
-lost = gptq:A | weights that are quantised already are not read; quantization.method: nf4 does it
+lost = gptq:A | weights that are quantized already are not read; quantization.method: nf4 does it
 lost = quantize_moe_experts:A | stacks of experts stay in the compute dtype under quantization.method: nf4
 lost = qat.*:A quantizer.*:C | quantization-aware training is not offered
 # adapters
@@ -411,7 +411,7 @@ read = remove_unused_columns:H include_tokens_per_second:H include_num_input_tok
 
 @dataclass(frozen=True, slots=True)
 class ForeignKey:
-    """What a key of other tools is here, for some of its values or for all.
+    """Our name for a key of other tools, for some of its values or for all.
 
     Attributes:
         tools: Their names.
@@ -485,7 +485,9 @@ def _foreign() -> dict[str, ForeignKey]:
 
 
 def _first(rows: Sequence[ForeignKey]) -> ForeignKey:
-    """What `ftcli check` says: the row for all values. Of one that is for some, nothing is there for the others."""
+    """The row that `ftcli check` cites: the one for all values. A key with rows for some values only has none for the
+    others.
+    """
     kept = [row for row in rows if row.rule != "refuse"] or rows[:1]
     first = next((row for row in kept if not row.only), kept[0])
     tools = dict.fromkeys(tool for row in rows if row.target == first.target for tool in row.tools.split(", "))
@@ -515,7 +517,9 @@ _BY_VALUE: Mapping[tuple[str, str], ForeignKey] = MappingProxyType(
 
 
 def foreign(section: str, name: str, value: object = None) -> ForeignKey | None:
-    """What other tools mean by this key, in this section (dotted, list positions left out), with this value."""
+    """The meaning of another tool's key in this section (dotted, list positions left out) with this value; None if
+    unknown.
+    """
     if name == "_component_" and section != "model":
         return _COMPONENT
     return FOREIGN_IN.get((section, name)) or _BY_VALUE.get((name, str(value).lower())) or FOREIGN.get(name)

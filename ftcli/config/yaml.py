@@ -143,7 +143,7 @@ class _Composer(Reader, Scanner, Parser, Composer, BaseResolver):
         return node
 
     def _size_of_alias(self, event: yaml.AliasEvent) -> int:
-        """How many values the alias stands for. An alias inside its own anchor has no end."""
+        """Number of values that the alias stands for. An alias inside its own anchor has no end."""
         target = self.anchors.get(event.anchor)
         if target is not None and id(target) not in self._sizes:
             message = f"the anchor `&{event.anchor}` contains its own alias"

@@ -1,4 +1,4 @@
-"""What a model is asked in tasks and in GRPO: rows as rendered prompts that fit the length they may have."""
+"""Prompts of tasks and of GRPO: rows as rendered prompts that fit the length they may have."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class RenderedPrompt:
 
     @property
     def templated(self) -> bool:
-        """Whether a chat template wrote the text."""
+        """True if a chat template wrote the text."""
         return self.prompt.messages is not None
 
 
 @dataclass(frozen=True, slots=True)
 class PromptLimit:
-    """How long a prompt may be, in tokens, and what is said of one that is longer.
+    """Longest prompt in tokens, and the message about a longer one.
 
     ``cut_to`` is what ``data.overlong: truncate`` leaves of it, from its end; None where prompts are never cut.
     """
@@ -108,7 +108,7 @@ def asked_rows(
 
 
 class _Reader:
-    """What is the same for all sources of one call."""
+    """Reads the sources of one call."""
 
     def __init__(
         self,
@@ -154,7 +154,10 @@ class _Reader:
                 continue
             make = make or prompt_maker(item, self._data.format)
             try:
-                prompt = self._referenced(make(item))
+                made = make(item)
+                if made.value < 0:  # an answer that is called bad is none to compare with
+                    continue
+                prompt = self._referenced(made)
                 text = self._renderer.prompt(prompt)
             except FtcliError as error:
                 if error.findings[0].code == "FT421":

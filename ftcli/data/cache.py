@@ -42,7 +42,7 @@ class FileIdentity:
 
 
 def contents_of(source: DatasetConfig, *, offline: bool = False) -> list[FileIdentity] | None:
-    """What the source holds now, by content; None for a Hub dataset whose commit nobody can say.
+    """The content of the source now; None for a Hub dataset whose commit nobody can say.
 
     Raises FtcliError FT401, FT402, FT407 as :func:`files_of`, OSError for an unreadable file.
     """

@@ -48,7 +48,7 @@ def training_renderer(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> R
 
 @dataclass(frozen=True, slots=True)
 class EncodedRows:
-    """What a few rows came to. ``lengths`` are of all rows that could be tokenized, before any cut.
+    """A few encoded rows. ``lengths`` are of all rows that could be tokenized, before any cut.
 
     ``findings`` are rows that are broken; ``overlong`` those that are refused under ``overlong: error``;
     ``dropped_tokens`` belonged to rows that were dropped. ``counts`` are those of
@@ -94,7 +94,7 @@ class _Made:
 
 @dataclass(frozen=True, slots=True)
 class FittedRow:
-    """What becomes of a row: ``tokens`` reach the model; without them it is refused (``overlong``) or dropped."""
+    """A row after ``data.overlong``: ``tokens`` reach the model; without, it is refused (``overlong``) or dropped."""
 
     tokens: TokenizedRow | None
     length: int
@@ -121,6 +121,7 @@ class Encoder:
         self.renderer = training_renderer(tokenizer, data)
         self.layout = layout
         self.unit = layouts.row(layout).unit
+        self._compares = not layouts.row(layout).imitated
         self.loss_on = resolve_loss_on(data.loss_on, layout)
         self._ends = stops_of(tokenizer, stops)
         self._history = data.history
@@ -181,8 +182,8 @@ class Encoder:
         return read
 
     def _require_one_form(self, rendered: Sequence[Sequence[Rendered]]) -> None:
-        """Raises Misfit where a part of a unit is trained in several forms: parts are compared one by one."""
-        if self.unit > 1 and any(len(forms) > 1 for forms in rendered):
+        """Raises Misfit where an answer that is compared would be several rows."""
+        if self._compares and any(len(forms) > 1 for forms in rendered):
             raise Misfit(
                 "the chat template shows the answer's earlier turns otherwise than it generated them, so it would be "
                 "several rows; use `data.history: last`"
@@ -282,6 +283,7 @@ class Encoder:
             read.counts.update(row.counts)
             read.counts.update(
                 turns_split=len(rows) - len(rendered),
+                pairs_split=len(row.examples) - self.unit,
                 turns_untrained=left,
                 answers_joined=sum(not one.apart for one in rows),
             )
@@ -332,7 +334,7 @@ class Encoder:
         )
 
     def fit(self, unit: Sequence[TokenizedRow]) -> list[FittedRow]:
-        """What ``data.overlong`` makes of the rows of a unit; where one of them goes, all do, and are refused once.
+        """Applies ``data.overlong`` to the rows of a unit; if one of them goes, all do, and are refused once.
 
         Rows that would be alike once they are cut have nothing to be compared by, and go.
         """

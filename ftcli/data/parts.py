@@ -18,28 +18,29 @@ def part_of(batch: Mapping[str, Tensor], part: int, parts: int) -> dict[str, Ten
         ``input_ids`` and ``targets`` (B, S / parts) int64, the target of a token being the label of the next one, which
         may lie in another part, -100 for none; ``position_ids`` (B or 1, S / parts), those of whole rows;
         ``document_starts`` of whole rows, as they came or (1, 1), a zero; ``lengths`` (B,), this part's tokens that
-        fill nothing up. Rows whose length is not a multiple of ``parts`` are filled up at their end.
+        fill nothing up, where the batch tells them. Rows whose length is not a multiple of ``parts`` are filled up at
+        their end.
     """
     ids = batch["input_ids"]
     width = -(-ids.shape[1] // parts)
     more = parts * width - ids.shape[1]
     here = slice(part * width, (part + 1) * width)
     targets = F.pad(batch["labels"][:, 1:], (0, 1 + more), value=IGNORE_INDEX)
-    if "lengths" in batch and "attention_mask" not in batch:
-        lengths = (batch["lengths"] - here.start).clamp(0, width)
-    else:
-        lengths = batch["attention_mask"][:, here].sum(1)
-    return {
+    found = {
         "input_ids": F.pad(ids, (0, more))[:, here].contiguous(),
         "targets": targets[:, here].contiguous(),
         "position_ids": _positions(batch, more)[:, here].contiguous(),
         "document_starts": _starts(batch, more),
-        "lengths": lengths,
     }
+    if "attention_mask" in batch:
+        found["lengths"] = batch["attention_mask"][:, here].sum(1)
+    elif "lengths" in batch:
+        found["lengths"] = (batch["lengths"] - here.start).clamp(0, width)
+    return found
 
 
 def _positions(batch: Mapping[str, Tensor], more: int) -> Tensor:
-    """Of whole rows. What fills them up repeats the last position: rotation may depend on the largest."""
+    """Positions of whole rows. Padding repeats the last position: rotation may depend on the largest."""
     positions = batch.get("position_ids")
     if positions is None:
         positions = torch.arange(batch["input_ids"].shape[1])[None]
@@ -47,7 +48,7 @@ def _positions(batch: Mapping[str, Tensor], more: int) -> Tensor:
 
 
 def _starts(batch: Mapping[str, Tensor], more: int) -> Tensor:
-    """Of whole rows. What fills them up belongs to the last document, which sees nothing of it."""
+    """Document starts of whole rows. Padding belongs to the last document, which does not attend to it."""
     starts = batch.get("document_starts")
     if starts is None:
         return torch.zeros((1, 1), dtype=torch.int32)

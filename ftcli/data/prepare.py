@@ -128,7 +128,7 @@ def _finding(values: JsonObject) -> Finding:
 
 @dataclass(slots=True)
 class _Counts:
-    """What the batches of one source come to."""
+    """Counts of the batches of one source."""
 
     rows: int = 0
     lengths: list[int] = field(default_factory=list)
@@ -303,7 +303,7 @@ class SourceReader:
 
 
 def allowed_of(allowed: float, rows: int, *, whole: bool) -> float:
-    """How many of ``rows`` may be broken by ``data.max_bad_rows``: a share is one of ``whole`` sources."""
+    """Number of ``rows`` that ``data.max_bad_rows`` allows to be broken: a share is one of ``whole`` sources."""
     if allowed >= 1:
         return allowed
     return allowed * rows if whole or allowed == 0 else rows

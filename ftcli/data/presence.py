@@ -1,4 +1,4 @@
-"""What a chat template leaves out of a conversation, found by rendering it with and without each part.
+"""Finds the parts of a conversation that a chat template leaves out, by rendering it with and without each.
 
 Searching the text for a part is not enough: templates write tool results as JSON, and a word that a template leaves out
 may occur elsewhere by chance.
@@ -113,7 +113,7 @@ class Presence:
     def _matters(
         self, messages: Sequence[Message], tools: Tools | None, generation_prompt: bool, text: str, part: MessagePart
     ) -> bool:
-        """Whether the text changes with each half of the part."""
+        """True if the text changes with each half of the part."""
         for change in (_first_half, _second_half):
             changed = _rebuilt(messages, tools, lambda p, value, change=change: change(value) if p == part else value)  # type: ignore[misc]
             try:
@@ -138,7 +138,7 @@ def _key(part: MessagePart) -> MessagePart:
 
 
 def _stands_in(part: MessagePart, value: str, text: str, squeezed: Callable[[], str]) -> bool:
-    """Whether the words of a part are found in the text, as they are, as JSON, or with other white space.
+    """True if the words of a part are in the text, as they are, as JSON, or with other white space.
 
     Args:
         squeezed: The text without any.

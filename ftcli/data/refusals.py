@@ -1,4 +1,4 @@
-"""What is told about a row that the chat template refuses, or of which it leaves something out."""
+"""Findings about rows that the chat template refuses, or of which it leaves something out."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def left_out(part: MessagePart, row: Row) -> FtcliError:
 
 
 def _said(error: Exception) -> str:
-    """What a template says itself when it refuses; what Python says with the kind of its error."""
+    """A template's own words of refusal; for other errors Python's text with their kind."""
     said = first_line(error)[:500]
     return said if isinstance(error, TemplateError) else f"{type(error).__name__}: {said}"
 

@@ -194,7 +194,7 @@ def _checksum(meta: JsonMap, content: bytes) -> str:
 
 
 def _read_meta(path: Path) -> JsonObject:
-    """What a writer has written. Raises OSError, or ValueError for anything else."""
+    """Reads a writer's metadata. Raises OSError, or ValueError for anything else."""
     try:
         meta = json.loads(path.read_text(encoding="utf-8"))
     except RecursionError as error:

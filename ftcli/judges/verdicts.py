@@ -1,4 +1,4 @@
-"""What judges are asked, and what they answer."""
+"""The input of judges, and their answers."""
 
 from __future__ import annotations
 

@@ -270,12 +270,13 @@ def _model(job: Job, run: RunDirectory | None, weights: Path | None) -> Model:
     """What answers, on the kernels: the base, the base with the run's adapter, or the run's full fine-tune."""
     from ftcli.model.lora import load_adapter
     from ftcli.pipeline.evaluation import freeze_on_kernels
-    from ftcli.train.assembly import build_base, hold
+    from ftcli.train.assembly import begin_reading, build_base, hold
 
     adapter = weights is not None and (weights / ADAPTER_CONFIG).is_file()
+    read = begin_reading(job) if run is not None and (adapter or weights is None) else None
     model: Model = build_base(job, weights=None if adapter else weights)
     if run is not None:
-        hold(job, model, run, weights=adapter or weights is None)
+        hold(job, model, run, read)
     if adapter and weights is not None:
         model = load_adapter(model, weights)
     freeze_on_kernels(job, model, ())

@@ -79,11 +79,12 @@ def _base_and_run(
 ) -> tuple[ModelScores, ModelScores | None]:
     """What is measured of the base model, and of the run's ``weights`` where there are any."""
     from ftcli.model.lora import load_adapter
-    from ftcli.train.assembly import build_base, hold
+    from ftcli.train.assembly import begin_reading, build_base, hold
 
+    read = None if directory is None else begin_reading(job)
     rows, model = evaluator.sequences, build_base(job)
     if directory is not None:
-        hold(job, model, directory)
+        hold(job, model, directory, read)
     if weights is not None and _is_adapter(weights):
         adapted = load_adapter(model, weights)
         freeze_on_kernels(job, adapted, rows)

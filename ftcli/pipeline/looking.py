@@ -75,7 +75,7 @@ def _tokenizer(report: PreflightReport) -> tuple[PreTrainedTokenizerBase | None,
         return None, absent  # said without torch and transformers, whose import takes longer than the whole preflight
     from ftcli.data.template import Renderer
     from ftcli.model.load import config_of
-    from ftcli.model.tokenizer import load_tokenizer
+    from ftcli.model.tokenizer import load_tokenizer, require_known_ids
 
     config_of(report.facts.raw)  # transformers reads it for the tokenizer as well, which is not at fault
     model, template = report.recipe.model, report.recipe.data.chat_template
@@ -85,6 +85,7 @@ def _tokenizer(report: PreflightReport) -> tuple[PreTrainedTokenizerBase | None,
         if report.facts.tokenizer is not None:
             raise
         return None, absent
+    require_known_ids(tokenizer, report.facts)
     if template is not None:
         tokenizer.chat_template = Renderer(tokenizer, template).source
     return tokenizer, ""

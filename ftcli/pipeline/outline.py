@@ -55,7 +55,7 @@ def outline_of(report: PreflightReport) -> Outline:
     """Builds the recipe's model without memory.
 
     Raises FtcliError (exit 3): FT305 where it cannot be built, FT311 to FT314 for names that mean nothing in it, FT333
-    for settings that adapters of experts do not take, FT336 where it has nothing to quantise, FT337 for an attention
+    for settings that adapters of experts do not take, FT336 where it has nothing to quantize, FT337 for an attention
     that it does not have, FT443 where documents would see each other, FT601 where what training holds at least is more
     than the device has.
     """
@@ -123,7 +123,7 @@ def _weights(model: PreTrainedModel, packed: Collection[str], settings: Quantiza
     total: int = element * sum(parameter.numel() for parameter in model.parameters())
     for name in packed:
         layer = model.get_submodule(name)
-        assert stored is not None  # as the method quantises
+        assert stored is not None  # as the method quantizes
         linear = Linear(name, int(layer.in_features), int(layer.out_features))
         total += stored(linear, settings) - element * linear.parameters
     return total
@@ -162,19 +162,19 @@ def _require_room(report: PreflightReport, model: PreTrainedModel, found: Outlin
     available, least = report.plan.device.available_bytes, found.at_least
     if least is None or available is None or least.total <= available:
         return
-    stored = " or ".join(name for name in quantizations.supported(freezes_base=True) if _fits(report, model, name))
-    quantised = f", `quantization.method: {stored}` with `lora`" if stored else ""
+    stored = " or ".join(name for name in quantizations.names(freezes_base=True) if _fits(report, model, name))
+    quantized = f", `quantization.method: {stored}` with `lora`" if stored else ""
     raise FtcliError.single(
         "FT601",
         f"does not fit: weights, adapters, gradients and optimizer alone need {gib(least.total)} GiB, "
         f"{report.device.name} has {gib(available)} GiB",
         exit_code=ExitCode.PREFLIGHT,
-        help=f"use a smaller model{quantised}, or a larger GPU",
+        help=f"use a smaller model{quantized}, or a larger GPU",
     )
 
 
 def _fits(report: PreflightReport, model: PreTrainedModel, method: str) -> bool:
-    """Whether the device holds the model's weights as a quantisation that freezes them stores them."""
+    """Whether the device holds the model's weights as a quantization that freezes them stores them."""
     from ftcli.model.quantized import layers_to_quantize
 
     recipe, available = report.recipe, report.plan.device.available_bytes

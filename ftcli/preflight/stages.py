@@ -4,7 +4,7 @@
 stage                 looks at                                                                           exit
 ====================  =================================================================================  =========
 file, schema          the recipe itself (made by ``ftcli.config.load`` before this module is called)     2
-cross-field           settings that contradict each other or are not supported yet                        2
+cross-field           settings that contradict each other or are not supported                            2
 model facts           config.json: length, layers, tokenizer, stored weights                             3
 data sample           the first rows of every file                                                       4
 machine, memory,      dtype and backends against the GPU, the estimate against its memory, what is       3
@@ -93,7 +93,7 @@ def preflight(
             *machine.check(context, device, plan.dtypes),
             *machine.check_layers(context, device, plan.execution),
             *sequence_parallel.check_model(context, plan),
-            *machine.check_spread(context, plan.execution),
+            *machine.check_sharded(context, plan.execution),
             *estimates.findings,
         ],
         [*machine.not_made(context, device), *estimates.not_made],

@@ -29,7 +29,7 @@ class Row:
 
     @property
     def origin(self) -> Origin:
-        """Where to look, as ``file:row``."""
+        """The row's place, as ``file:row``."""
         return Origin(self.source, self.number)
 
 

@@ -14,7 +14,7 @@ DEFAULT = "exact_match"
 
 @dataclass(frozen=True, slots=True)
 class BuiltinJudge:
-    """What the rest of the program has to know of a built-in judge.
+    """One built-in judge.
 
     Attributes:
         code: Gives its scorer (``ftcli.judges.verdicts.Scorer``) for its options.
@@ -62,7 +62,7 @@ TABLE: Mapping[str, BuiltinJudge] = MappingProxyType(
 
 
 def names() -> tuple[str, ...]:
-    """What a recipe may say."""
+    """Names that a recipe may give."""
     return tuple(TABLE)
 
 

@@ -64,7 +64,7 @@ class BestEvaluation:
 
 
 def measured(metrics: MetricsLine, goal: Goal | None = None) -> float | None:
-    """What is to become smaller; None where nothing was measured, or where it is not a number."""
+    """Value to minimise: the goal's, or the loss, or the negated mean score; None if not measured, or not finite."""
     if goal is not None:
         value = metrics.get(f"eval_{goal.metric}")
         if value is None or not math.isfinite(value):

@@ -76,13 +76,13 @@ class HeldOut:
         return loss
 
     def _for_all(self, said: bool) -> bool:
-        """What rank 0 says, on all ranks."""
+        """Broadcasts rank 0's value to all ranks."""
         group = self.evaluator.group
         return said if group is None else bool(group.agree("asking", [said])[0][0])
 
     @property
     def _leads(self) -> bool:
-        """Whether this process asks for answers and writes."""
+        """True if this process asks for answers and writes."""
         return self.evaluator.group is None or self.evaluator.group.leads
 
     def _write(self, evaluation: Evaluation) -> None:
@@ -90,8 +90,8 @@ class HeldOut:
             write_evaluation(self.directory.eval_path, evaluation)
 
     def _answers(self) -> list[JudgedRow]:
-        """What the model answers, for the rank that leads. All ranks call this: where the model's weights are spread
-        over them, each takes part.
+        """The model's answers, on rank 0. All ranks call this: each takes part if the model's weights are sharded over
+        them.
         """
         from ftcli.evaluate.share import led_by_first
         from ftcli.model.backbone import root_of
@@ -200,7 +200,7 @@ def write_tasks(
 
 
 def tasks_before(directory: RunDirectory) -> dict[str, TaskResult]:
-    """What :func:`write_tasks` has written before training began; what is missing or damaged is left out."""
+    """The task results that :func:`write_tasks` wrote before training began; missing or damaged ones are left out."""
     from ftcli.evaluate.tasks import TaskResult
 
     raw = read_json_object(directory.eval_path)
@@ -214,7 +214,7 @@ def tasks_before(directory: RunDirectory) -> dict[str, TaskResult]:
 
 
 def _said(rows: Sequence[JsonMap]) -> list[JudgedRow]:
-    """What the base model answered, from the rows of eval.json."""
+    """The base model's answers, from the rows of eval.json."""
     from ftcli.evaluate.tasks import JudgedRow
 
     return [

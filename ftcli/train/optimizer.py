@@ -51,7 +51,7 @@ _UNDECAYED = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_nor
 
 @dataclass(frozen=True, slots=True)
 class OptimizerChoice:
-    """Which optimizer steps.
+    """The choice of an optimizer.
 
     Attributes:
         name: Its row in :mod:`ftcli.tables.optimizers`.
@@ -146,7 +146,7 @@ class Optimization:
             parameter.grad = None
 
     def learning_rate(self) -> float:
-        """That of the first group of parameters."""
+        """The learning rate of the first group of parameters."""
         by_evaluations = schedules.row(self.settings.lr_scheduler_type).by_evaluations
         rates = [self.optimizer.param_groups[0]["lr"]] if by_evaluations else self.schedule.get_last_lr()
         return float(rates[0])
@@ -241,7 +241,7 @@ def make_optimizer(
 
 
 def _two_groups(model: PreTrainedModel, settings: TrainConfig) -> list[dict[str, Any]]:
-    """What weight decay changes, and what it does not; either may be empty, as in transformers."""
+    """Parameter groups with and without weight decay; either may be empty, as in transformers."""
     decays = _decayed(model)
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     return [
@@ -347,7 +347,7 @@ def total_norm(gradients: list[Tensor]) -> Tensor:
 
 
 def clipping(norm: Tensor, limit: float) -> Tensor:
-    """What gradients of this norm are multiplied by so that theirs is at most ``limit``."""
+    """Factor of gradients of this norm, so that their norm is at most ``limit``."""
     return torch.clamp(limit / (norm + 1e-6), max=1.0)
 
 

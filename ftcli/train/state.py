@@ -1,4 +1,4 @@
-"""What a checkpoint holds besides the model's weights: optimizer, schedule, loss scale, random states, and progress.
+"""A checkpoint's content besides the model's weights: optimizer, schedule, loss scale, random states, and progress.
 
 The half-filled average of the loss is part of it, with all else that belongs to the next line of metrics, so that a
 resumed run writes the same metrics. Files have the names and the content of transformers' checkpoints.
@@ -111,7 +111,7 @@ class WindowState:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a run is, as transformers' ``trainer_state.json`` has it.
+    """Progress of a run, as transformers' ``trainer_state.json`` has it.
 
     Attributes:
         step: Optimizer steps that are done, of ``steps``.
@@ -171,7 +171,7 @@ class RandomStates:
 
     @classmethod
     def load(cls, folder: Path) -> RandomStates:
-        """Those that :meth:`save` wrote. A checkpoint of a GPU resumes on a CPU, and the other way round."""
+        """Loads the states that :meth:`save` wrote. A checkpoint of a GPU resumes on a CPU, and the other way round."""
         with safe_globals():
             found = torch.load(folder / _RANDOM_STATES, weights_only=True)
         cuda = found.get("cuda") if torch.cuda.is_available() else None

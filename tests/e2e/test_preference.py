@@ -245,7 +245,7 @@ SHARED = pairs(
 
 @pytest.mark.parametrize("lora", [{"r": 4}, None], ids=["LoRA", "all weights"])
 def test_two_ranks_are_one_process_that_accumulates_twice(drills: Drills, lora: Any, tmp_path: Path) -> None:
-    change = {**SHARED, "lora": lora}
+    change = {**SHARED, "lora": lora, "launch": {"engine": "ddp"}}
     alone = drills.whole(**{**change, "train": {**change["train"], "gradient_accumulation_steps": 2}})
     ranks = start_ranks(drills, drills.recipe("two", **change), 2, cache=drills.folder / "cache")
     assert ranks.ended() == [0, 0], ranks.said

@@ -147,7 +147,7 @@ DATA = (
         "ftcli/labels.py",
         "end > start and start >= span[0]",
         "end > start and start > span[0]",
-        _U + "data/test_boundaries.py",
+        _U + "data/test_boundary.py",
         _U + "data/test_prepare.py",
     ),
     _m(
@@ -178,7 +178,7 @@ DATA = (
         "ftcli/data/order.py",
         "else [self.units]",
         "else batches[-1]",
-        _U + "data/test_rank_sampler.py",
+        _U + "data/test_order.py",
     ),
     _m(
         "packs are not the fullest that have room",
@@ -284,8 +284,8 @@ TRAIN = (
     _m(
         "all ranks draw alike",
         "ftcli/train/parallel.py",
-        "* SEED_SPREAD + self.group.rank) % 2**63",
-        "* SEED_SPREAD) % 2**63",
+        "* SEED_STRIDE + self.group.rank) % 2**63",
+        "* SEED_STRIDE) % 2**63",
         _U + "train/test_parallel.py",
     ),
     _m(
@@ -434,7 +434,7 @@ CHECKS = (
         "ftcli/preflight/checks/model.py",
         "if limit is not None and asked > limit:\n        yield context.error(",
         "if limit is not None and asked >= limit:\n        yield context.error(",
-        _U + "preflight/test_model_rules.py",
+        _U + "preflight/test_model.py",
     ),
     _m(
         "a T4 computes in bfloat16",
@@ -442,7 +442,7 @@ CHECKS = (
         '"bfloat16" if device.has_bfloat16 else "float32"',
         '"bfloat16"',
         _U + "facts/test_device.py",
-        _U + "preflight/test_report.py",
+        _U + "preflight/test_stages.py",
     ),
     _m(
         "an interrupted run has failed",
@@ -458,14 +458,14 @@ PREFERENCE = (
     _m(
         "pairs: the reference with its adapters left on",
         _P + "objective.py",
-        "with _without_dropout(model), of_reference(self._reference, self._model):",
-        "with _without_dropout(model):",
+        "with without_dropout(model), of_reference(self._reference, self._model):",
+        "with without_dropout(model):",
         _UP + "objective.py",
     ),
     _m(
         "pairs: dropout in the reference",
         _P + "objective.py",
-        "with _without_dropout(model), of_reference(self._reference, self._model):",
+        "with without_dropout(model), of_reference(self._reference, self._model):",
         "with of_reference(self._reference, self._model):",
         _UP + "objective.py",
     ),
@@ -486,8 +486,8 @@ PREFERENCE = (
     _m(
         "pairs: a blank micro-batch counts in metrics",
         _P + "objective.py",
-        "self._of_batches.append(PairSums.of(answers, self._loss, weights).vector())",
-        "self._of_batches.append(PairSums.of(answers, self._loss, torch.ones_like(weights)).vector())",
+        "sums = PairSums.of(answers, self._loss, weights).vector()",
+        "sums = PairSums.of(answers, self._loss, torch.ones_like(weights)).vector()",
         _UP + "objective.py",
     ),
     _m(

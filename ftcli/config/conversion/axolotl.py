@@ -135,7 +135,7 @@ class _Dataset:
         return _PAIRS.get("argilla_chat" if (head, rest) == ("chat_template", "argilla") else rest)
 
     def tell_of_pairs(self) -> None:
-        """What is otherwise with pairs: strings, turns that are called otherwise, and prompts written by formats."""
+        """Notes the differences of pairs: strings, turns of other names, and prompts written by formats."""
         kind, pairs = self.map.get("type"), self._pairs()
         head = str(kind).partition(".")[0]
         if head in sources.TEMPLATES and self.draft.get("data.chat_template") is None:

@@ -51,7 +51,7 @@ _IMPLIED: Mapping[str, Mapping[str, Scalar]] = {
 
 
 def is_code(path: Path) -> bool:
-    """Whether the file is a notebook or a script."""
+    """True if the file is a notebook or a script."""
     return path.suffix.lower() in (".ipynb", ".py")
 
 
@@ -104,7 +104,7 @@ class _Piece:
     lines: list[str]
 
     def origin(self, node: ast.expr) -> Origin:
-        """Where the node stands."""
+        """The node's place in the file."""
         line = min(node.lineno, len(self.lines))
         return Origin(self.where, line, node.col_offset + 1, self.lines[line - 1])
 
@@ -180,7 +180,7 @@ def _by_name(call: ast.Call, name: str) -> dict[str, ast.expr]:
 
 
 def _is_tokenizer(call: ast.Call) -> bool:
-    """Whether it is ``AutoTokenizer.from_pretrained`` or the like, which names the model a second time."""
+    """True for ``AutoTokenizer.from_pretrained`` or the like, which names the model a second time."""
     owner = call.func.value if isinstance(call.func, ast.Attribute) else None
     return isinstance(owner, ast.Name) and owner.id.endswith(("Tokenizer", "Processor", "Config"))
 

@@ -47,7 +47,7 @@ def _before(draft: Draft) -> None:
 
 
 def _is_text(draft: Draft) -> bool:
-    """Whether it trains texts as they are."""
+    """True if it trains texts as they are."""
     return bool(draft.said("stage") == "pt")
 
 

@@ -37,7 +37,7 @@ _CHATS = "prompt as a list of messages with role and content, chosen and rejecte
 
 
 def wanted(draft: Draft) -> bool:
-    """Whether the recipe learns from pairs."""
+    """True if the recipe learns from pairs."""
     return draft.get("train.method") in methods.names() and _section(draft) == "preference"
 
 
@@ -90,7 +90,7 @@ def _is_weight(value: object) -> bool:
 
 
 def finish(draft: Draft, beta: float = 0.1, *, drops: bool = True, prompts: bool = True) -> None:
-    """What follows from the losses, and what preference methods do not offer.
+    """Drafts what follows from the losses, and leaves out what preference methods do not offer.
 
     Args:
         beta: The tool's default.
@@ -288,7 +288,7 @@ def _cpo(draft: Draft, given: ForeignSetting | None, names: Sequence[object]) ->
 
 
 def default_cross_entropy(draft: Draft) -> None:
-    """What TRL's trainer of CPO and SimPO adds to the loss unless told otherwise."""
+    """Drafts the term that TRL's trainer of CPO and SimPO adds to the loss by default."""
     if "cpo_alpha" not in draft.given:
         draft.default("preference.sft_weight", 1.0, "TRL")
         help = "cpo_alpha is 1.0 there; preference.sft_weight: 0 is the loss of SimPO's paper"

@@ -26,7 +26,7 @@ _SLICE = re.compile(r"([\w.-]+)(?:\[:(\d+)\])?")
 
 
 def place(path: str) -> str | None:
-    """What `path` is here: a file as it is, `hub:ORG/NAME`; None for names that say neither, and for addresses."""
+    """Our name of `path`: a file as it is, `hub:ORG/NAME`; None for other names and for addresses."""
     if is_url(path):
         return None
     if _FILE.search(path) or exists(expanded(path)):

@@ -120,7 +120,7 @@ def _after(draft: Draft) -> None:
 
 
 def _supervised(draft: Draft) -> None:
-    """Which column and which tokens are trained."""
+    """Drafts which column and which tokens are trained."""
     text, train = draft.said("dataset_text_field"), draft.get("data.train")
     if text not in (None, "text") and train:
         items = [{"path": item} if isinstance(item, str) else item for item in train]

@@ -75,12 +75,13 @@ def _train(session: Session, context: RunContext) -> GrpoResult:
         evaluator = Evaluator(job, [], judges_of(context.recipe))
         evaluator.read_tasks()
     with context.phase("loading the model"):
+        read = assembly.begin_reading(job) if context.leads else tuple
         model = _policy(context, job, prompts)
         reference = None
         if job.recipe.lora is None and grpo.beta:  # adapters can be switched off
             reference = assembly.build_reference(job, _as_tokens(job, prompts[: assembly.LOOKED_AT]))
     if context.leads:
-        keep_inputs(context, assembly.inputs_of(job, model))
+        keep_inputs(context, assembly.inputs_of(job, model, read))
     before = _before(context, evaluator, model) if context.leads else {}
 
     def evaluate(step: int) -> dict[str, float]:

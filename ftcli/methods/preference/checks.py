@@ -22,14 +22,28 @@ def check(context: Context) -> Findings:
             "FT282", "preference.loss", "preference.loss is empty, so nothing is compared", "name a loss"
         )
         return
+    labelled = [name for name in names if not preference_losses.row(name).paired]
+    if labelled:
+        yield context.error(
+            "FT282",
+            "preference.loss",
+            f"preference.loss {labelled[0]} is of single answers with a label, and {context.method.title} has pairs",
+            help="use train.method: kto, which takes pairs as well, or another loss",
+        )
+        return
     yield from _beta(context, settings, names)
     yield from _ignored(context, settings, names)
     yield from _reference(context, settings, names)
     yield from _cache(context, settings)
-    rate = recipe.train.learning_rate
+    yield from high_rate(context)
+
+
+def high_rate(context: Context) -> Findings:
+    """FT283 for a learning rate that ends in repetition."""
+    rate = context.recipe.train.learning_rate
     # 2e-4 as well, the default of supervised fine-tuning: it is none here. The bundled models are a thousandth of those
     # that recipes are published for.
-    if rate >= _HIGHEST_RATE and not recipe.model.name_or_path.startswith(BUNDLED):
+    if rate >= _HIGHEST_RATE and not context.recipe.model.name_or_path.startswith(BUNDLED):
         yield context.warning(
             "FT283",
             "train.learning_rate",
@@ -79,6 +93,10 @@ def _ignored(context: Context, settings: PreferenceConfig, names: list[str]) -> 
         yield context.error(
             "FT282", "preference.gamma", "preference.gamma is read by simpo only", help="remove it, or use loss: simpo"
         )
+    for name in ("desirable_weight", "undesirable_weight", "kl_rows"):
+        if context.says(f"preference.{name}"):
+            message = f"preference.{name} is read under train.method: kto only"
+            yield context.error("FT282", f"preference.{name}", message, help="remove it, or use train.method: kto")
 
 
 def _reference(context: Context, settings: PreferenceConfig, names: list[str]) -> Findings:

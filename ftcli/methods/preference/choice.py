@@ -7,7 +7,6 @@ from typing import Literal
 
 from ftcli.config.recipe import Recipe
 from ftcli.methods.preference.settings import PreferenceConfig
-from ftcli.plan.sharding import is_sharded
 from ftcli.tables import preference_losses
 
 
@@ -35,7 +34,7 @@ def compares(method: str, settings: PreferenceConfig) -> bool:
 
 def why_not_cached(recipe: Recipe) -> str | None:
     """What keeps the reference from being scored ahead, as one clause; None where nothing does."""
-    if is_sharded(recipe):
+    if recipe.launch.is_sharded:
         return f"launch.engine: {recipe.launch.engine} shards the weights"
     if recipe.launch.context_parallel_size > 1:
         return "launch.context_parallel_size: processes share each row"
@@ -48,7 +47,9 @@ def caches(recipe: Recipe, how: Literal["surely", "possibly"]) -> bool:
     Full fine-tuning needs no second model then, and computes no more than it would in its first epoch.
     """
     settings = recipe.preference or PreferenceConfig()
-    if settings.reference_cache == "off" or not compares(recipe.train.method, settings) or why_not_cached(recipe):
+    pairs = all(preference_losses.row(name).paired for name, _ in losses_of(recipe.train.method, settings))
+    possible = pairs and compares(recipe.train.method, settings) and why_not_cached(recipe) is None
+    if settings.reference_cache == "off" or not possible:
         return False
     return how == "possibly" or settings.reference_cache != "auto" or recipe.lora is None
 

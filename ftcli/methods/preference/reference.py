@@ -228,7 +228,7 @@ def reference_key(job: Job, model: PreTrainedModel | PeftModel, ld_alpha: float)
     """Of all that a pair's log-probabilities depend on beside its tokens: each weight of the reference as it is in
     memory, its configuration, how it is computed and by which code. No setting of training is in it.
     """
-    base, plan = base_of(model), job.plan
+    base, plan, batches = base_of(model), job.plan, job.batches(model)
     config = {name: value for name, value in base.config.to_dict().items() if name != "_name_or_path"}
     execution = plan.execution
     computed = {
@@ -237,7 +237,7 @@ def reference_key(job: Job, model: PreTrainedModel | PeftModel, ld_alpha: float)
         "kernels": [job.recipe.model.kernels, execution.on_kernels, execution.layers.code, execution.attention],
         "attention": str(base.config._attn_implementation),
         "quantization": job.recipe.quantization.model_dump(mode="json"),
-        "batches": job.batches(model).layout,
+        "batches": [batches.layout, batches.shares_prompts],
         "device": job.device.type,
         "matmul": torch.get_float32_matmul_precision(),
         "code": [_SCORING, __version__, torch.__version__, transformers.__version__],

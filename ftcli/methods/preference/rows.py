@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -15,14 +16,27 @@ def understand(row: Row) -> Example:
     """``{"prompt": ..., "chosen": ..., "rejected": ...}``: strings, or lists of messages. Without a prompt, or where it
     stands in both answers as well, the messages that both begin with are the prompt.
 
-    The example is the chosen answer's; ``others`` holds the rejected one's. Raises Misfit for answers that are empty
-    or equal, and for two conversations that have no message in common.
+    The example is the chosen answer's, with the row's `margin`; ``others`` holds the rejected one's. Raises Misfit for
+    answers that are empty or equal, and for two conversations that have no message in common.
     """
     chosen, rejected = _listed(row.fields["chosen"]), _listed(row.fields["rejected"])
     if _is_text(chosen) != _is_text(rejected):
         raise Misfit("chosen and rejected must both be strings, or both lists of messages")
     first, second = _texts(row, chosen, rejected) if _is_text(chosen) else _chats(row, chosen, rejected)
-    return replace(first, others=(second,))
+    return replace(first, others=(second,), value=_margin(row.fields.get("margin")))
+
+
+def _margin(given: Any) -> float:
+    """By how much the chosen answer is the better one; 0 where the row does not say."""
+    if given is None or given == "":
+        return 0.0
+    try:
+        margin = float(given)
+    except (TypeError, ValueError):
+        margin = math.nan
+    if isinstance(given, bool) or not math.isfinite(margin):
+        raise Misfit("margin must be a finite number")
+    return margin
 
 
 def _listed(turns: Any) -> Any:

@@ -28,14 +28,10 @@ class Preference(RowMethod):
 
     def epochs(self, job: Job, prepared: PreparedData) -> Epochs:
         """Pairs. Reports what is compared, and data that teaches something else than it says."""
-        from ftcli.methods.preference.pairs import pair_epochs, pair_findings
+        from ftcli.methods.preference.pairs import epochs_of_pairs
 
-        for finding in pair_findings(prepared.sequences):
-            job.reporter.finding(finding)
         job.reporter.info(f"loss: {_summary(job.recipe)}")
-        weights = [source.weight for source in job.recipe.data.train]
-        shares = [float(weight) for weight in weights if weight is not None]
-        return pair_epochs(prepared.sequences, shares if len(shares) == len(weights) else None, job.recipe.run.seed)
+        return epochs_of_pairs(job, prepared)
 
     def training_rows(self, recipe: Recipe, rows: int, tokens: int) -> TrainingRows:
         """Pairs."""

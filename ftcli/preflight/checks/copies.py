@@ -1,4 +1,4 @@
-"""Rules of copies of weights that are spread (``launch.dp_replicate_size``)."""
+"""Rules of copies of weights that are sharded (``launch.dp_replicate_size``)."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def test_copies_that_cannot_be(settings: tuple[str, ...], message: str, help: st
         (LLAMA, 2, "h100", 2),  # full fine-tuning of 8B on eight
         (LLAMA, 1, "h100", 1),
         (LLAMA, 3, "h100", 1),  # sixteen processes are not three times as many
-        (LLAMA, 16, "h100", 1),  # one on each host is nothing to spread over
+        (LLAMA, 16, "h100", 1),  # one on each host is nothing to shard over
         (LLAMA.replace("8B", "70B"), 2, "h100", 1),  # too large for eight
         (LLAMA + "launch: {dp_replicate_size: 1}\n", 2, "h100", 1),
         (LLAMA + "lora: {r: 16}\n", 2, "h100", 1),  # whole on each GPU
@@ -75,4 +75,4 @@ def test_each_gpu_has_its_part_of_a_copy(load: Callable[..., Any]) -> None:
     two = needed("launch.num_processes=2", "launch.engine=fsdp")
     copied = needed("launch.num_processes=8", "launch.dp_replicate_size=4")
     assert copied["weights"] == two["weights"]
-    assert copied["weights put together"] == two["weights put together"]
+    assert copied["gathered weights"] == two["gathered weights"]

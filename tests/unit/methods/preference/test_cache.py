@@ -152,7 +152,7 @@ def job_of(folder: Path | None = None, batches: Any = PADDED, said: list[str] | 
         preference=PreferenceConfig.model_validate(of_recipe.pop("preference", {})),
         quantization=QuantizationConfig.model_validate(of_recipe.pop("quantization", {})),
         lora=of_recipe.pop("lora", "some"),
-        launch=SimpleNamespace(num_processes=1, engine="single", context_parallel_size=1),
+        launch=SimpleNamespace(is_sharded=False, context_parallel_size=1),
         model=SimpleNamespace(kernels=of_recipe.pop("kernels", "off")),
     )
     assert not of_recipe

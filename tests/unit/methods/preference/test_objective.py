@@ -33,7 +33,7 @@ from ftcli.plan.batches import Batches
 from ftcli.train.parallel import TokenCounts
 from ftcli.train.reference import of_reference
 from ftcli.train.state import Progress
-from tests.quantised import PLAN
+from tests.quantized import PLAN
 from tests.unit.methods.preference import steps
 from tests.unit.methods.preference.steps import PADDED, UNPADDED, objective_of, require_same, step
 
