@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from ftcli.tables import layouts
+from ftcli.tables import code_of, layouts
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +277,15 @@ def not_offered(word: str) -> str | None:
         return offered(own.title) if own.command == "train" and own.section is not None else None
     title = _NOT_OFFERED.get(name)
     return None if title is None else offered(title)
+
+
+def measures(method: Method, recipe: Any) -> dict[str, bool]:
+    """What is measured on held-out rows while a recipe trains, and whether more of it is better."""
+    if method.from_prompts:
+        return {task.label: True for task in recipe.eval.tasks}
+    if method.scores is None:
+        return {"loss": False, "perplexity": False, "token_accuracy": True}
+    return {"loss": False, **{name: more for name, _, more, _ in code_of(method.scores)}}
 
 
 def offered(title: str) -> str:

@@ -315,6 +315,7 @@ RULES = r.Rules(
         "rpo_alpha": preferences.cross_entropy,
         "simpo_gamma": preferences.gamma,
         "dpo_label_smoothing": preferences.told_smoothing,
+        "dpo_use_weighting": r.to("preference.use_weighting"),
         "dpo_loss_type": r.read,
         "dpo_loss_weights": r.read,
         "trl.beta": r.to("preference.beta"),
