@@ -328,7 +328,8 @@ class GrpoObjective(Objective):
         lent = {name: [values[row] for row in rows] for name, values in self._parts.columns.items()}
         origins = [self._parts.asked[row].prompt.row.origin for row in rows]
         reasoning = [one.reasoning for one in said]
-        scores = reward.scores(prompts, [one.text for one in said], lent, origins, reasoning)
+        asked = [self._parts.asked[row].prompt for row in rows]
+        scores = reward.scores(prompts, [one.text for one in said], lent, origins, reasoning, asked)
         self._parts.failures.note(reward, scores)
         return scores.values
 
