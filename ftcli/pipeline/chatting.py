@@ -13,9 +13,8 @@ from ftcli.config.load import LoadedRecipe
 from ftcli.config.recipe import Recipe
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin
 from ftcli.facts.weights import ADAPTER_CONFIG
-from ftcli.pipeline.as_trained import refuse_training
 from ftcli.pipeline.options import ChatOptions
-from ftcli.pipeline.weights import checkpoint_of, result_of
+from ftcli.pipeline.weights import checkpoint_of, refuse_training, result_of
 from ftcli.plain import LEFT_OUT
 from ftcli.preflight.stages import checked
 from ftcli.reporting import Reporter, Session

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ftcli.config.load import LoadedRecipe
 from ftcli.facts.weights import ADAPTER_CONFIG
 from ftcli.judges import judges_of
-from ftcli.pipeline.as_trained import refuse_training
-from ftcli.pipeline.weights import checkpoint_of, result_of
+from ftcli.pipeline.weights import checkpoint_of, refuse_training, result_of
 from ftcli.plain import LEFT_OUT
 from ftcli.preflight.stages import checked
 from ftcli.reporting import Session
@@ -19,7 +18,7 @@ from ftcli.run.directory import RunDirectory
 from ftcli.run.report import write_report
 from ftcli.run.report.card import write_card
 from ftcli.run.results import Evaluation, update_evaluation
-from ftcli.train.held_out import eval_scores, task_samples
+from ftcli.train.evaluation import eval_scores, task_samples
 
 if TYPE_CHECKING:
     from ftcli.data.tokens import TokenizedRow

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import yaml
-from tests.unit.cli.conftest import Made
 
 from ftcli.cli.app import main
 from ftcli.config.conversion import convert
 from ftcli.errors import FtcliError
 from ftcli.tables import preference_losses
 from tests.foreign_recipes import PREFERENCES, TORCHTUNE_DPO, UNSLOTH_DPO
+from tests.unit.config.conversion.conftest import Made
 
 Make = Callable[..., Made]
 BASES = {
@@ -168,7 +168,6 @@ def test_what_is_learnt(tool: str, lines: str, expected: dict[str, Any], made: M
         ("axolotl", "rl: dpo\ndpo_label_smoothing: 0.2\n", "FT161", "conservative DPO"),
         ("axolotl", "rl: ipo\ndpo_label_smoothing: 0.2\n", "FT162", "no meaning for ipo"),
         ("axolotl", "rl: dpo\nprecompute_ref_log_probs: true\n", "FT160", "`precompute_ref_log_probs`"),
-        ("axolotl", "rl: dpo\ndpo_use_weighting: true\n", "FT160", "`dpo_use_weighting`"),
         ("axolotl", "rl: dpo\ndpo_loss_type: [sigmoid, hinge]\ndpo_loss_weights: [1]\n", "FT162", "the weights [1]"),
         ("axolotl", "rl: dpo\nsample_packing: true\n", "FT162", "`data.packing: True` is not offered with DPO"),
         ("axolotl", "rl: dpo\nfp16: true\n", "FT162", "float16"),
@@ -194,7 +193,6 @@ def test_what_is_learnt(tool: str, lines: str, expected: dict[str, Any], made: M
         ("trl", "beta: 1\nmax_completion_length: 512\n", "FT161", "`max_completion_length: 512`"),
         ("trl", "beta: 1\nref_model_name_or_path: other\n", "FT161", "names a reference"),
         ("trl", "beta: 1\nprecompute_ref_log_probs: true\n", "FT160", "`precompute_ref_log_probs`"),
-        ("trl", "beta: 1\nuse_weighting: true\n", "FT160", "`use_weighting`"),
         ("trl", "beta: 1\nf_divergence_type: js_divergence\n", "FT160", "`f_divergence_type`"),
         ("trl", "beta: 1\ncpo_alpha: 1\ncommand: dpo\n", "FT160", "`cpo_alpha`"),
         ("trl", "loss_type: sigmoid\nreference_free: true\n", "FT161", "became preference.loss: cpo"),

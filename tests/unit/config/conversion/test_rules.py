@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import yaml
-from tests.unit.cli.conftest import Made
 
 from ftcli.cli.app import main
 from ftcli.config.conversion import convert
@@ -19,6 +18,7 @@ from ftcli.config.load import load_recipe
 from ftcli.config.recipe import Recipe
 from ftcli.errors import FtcliError
 from tests.foreign_recipes import AXOLOTL, FILES, TORCHTUNE
+from tests.unit.config.conversion.conftest import Made
 
 BASE = "base_model: m\nsequence_len: 500_000\nmicro_batch_size: 1\nlearning_rate: 1e-5\n"
 

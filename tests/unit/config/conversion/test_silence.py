@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.unit.cli.conftest import Made
 
 from ftcli.config.dialects import TOOLS, rows_of
 from ftcli.config.schema import RecipeSchema
 from tests.foreign_recipes import TORCHTUNE
+from tests.unit.config.conversion.conftest import Made
 
 Make = Callable[..., Made]
 BASES = {
