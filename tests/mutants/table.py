@@ -563,8 +563,8 @@ PREFERENCE = (
     _m(
         "shared prompts: a first token from the end of the other answer",
         "ftcli/data/shared.py",
-        "            positions.append(places[scored])\n",
-        "            positions.append(places[scored + 1] - 1)\n",
+        "        positions.append(at[scored])\n",
+        "        positions.append(at[scored + 1] - 1)\n",
         _U + "data/test_shared.py",
     ),
     _m(
