@@ -262,6 +262,7 @@ preference.beta = pref_beta:F rl_beta:A orpo_alpha:A
 preference.gamma = simpo_gamma:TUFA
 preference.label_smoothing = dpo_label_smoothing:AF
 preference.sft_weight = pref_ftx:F rpo_alpha:TUA cpo_alpha:TUA
+preference.use_weighting = use_weighting:TU dpo_use_weighting:A
 preference.reference = reference_free:TU
 read preference.reference = ref_model:TUF ref_model_name_or_path:TU | start is the model as training begins
 lost preference.reference = ref_model_adapters:F ref_model_quantization_bit:F model_adapter_name:TU ref_adapter_name:TU
@@ -270,11 +271,10 @@ lost preference.reference = ref_model_adapters:F ref_model_quantization_bit:F mo
 refuse = sync_ref_model:TU | a reference that follows the policy is not offered: the reference stays as it is
 read = ref_model_mixup_alpha:TU ref_model_sync_steps:TU
 note = precompute_ref_log_probs:TUA precompute_ref_batch_size:TU precompute_ref_eval_batch_size:TU
-    | it is not needed: the reference is scored in the same micro-batch, without a second set of weights under adapters
+    | preference.reference_cache: auto does so where pairs are seen more than once, and in full fine-tuning
 [convert] differs = max_prompt_length:TU max_completion_length:TU max_target_length:TU max_prompt_len:A
     | it cuts a part of a row there -> here data.max_seq_len holds for prompt and answer together, and data.overlong
     keeps both answers of a pair or none
-lost = use_weighting:TU dpo_use_weighting:A | pairs have no weights (WPO)
 lost = f_divergence_type:TU(!reverse_kl,fdivergencetype.reverse_kl) | the divergence is the reverse KL
 read = f_alpha_divergence_coef:TU discopop_tau:TU(0.05)
 lost = discopop_tau:TU | it is 0.05
@@ -312,7 +312,8 @@ checkpoint.keep_last = save_total_limit:H keep_last_n_checkpoints:C
 note = save_safetensors:H save_only_model:H | checkpoints are safetensors, and hold what resuming needs
 differs checkpoint.keep_best: true = load_best_model_at_end:H
     | the best checkpoint is kept, the last weights are the result -> ftcli export --checkpoint best
-note = metric_for_best_model:H greater_is_better:H | the best checkpoint is that of the lowest held-out loss
+note = metric_for_best_model:H greater_is_better:H
+    | the best checkpoint is that of the lowest held-out loss; train.metric_for_best_model names another measure
 checkpoint.on_sigterm = enable_jit_checkpoint:H
 steps logging.every_steps = logging_steps:AFTH log_interval:L log_every_n_steps:C
 lost logging.every_steps = logging_strategy:H(epoch) | counted in optimizer steps here, never in epochs

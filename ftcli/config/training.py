@@ -121,6 +121,12 @@ class TrainConfig(Section):
     early_stopping: EarlyStoppingConfig | None = Field(
         default=None, description="When training ends because evaluations stop getting better; never when absent."
     )
+    metric_for_best_model: Annotated[str, Field(min_length=1, max_length=200)] | None = Field(
+        default=None,
+        description="What `early_stopping` and `checkpoint.keep_best` look at: `loss`, or what else is measured during "
+        "training, such as `token_accuracy`, `accuracy` and `margin` of pairs, or a task of GRPO. Whether more of it "
+        "is better is known. When absent the held-out loss, or the mean score of the tasks.",
+    )
     memory_budget_gib: Annotated[float, Field(gt=0, le=4096)] | None = Field(
         default=None,
         description="Memory that `gradient_checkpointing: auto` plans with; all of the device's when absent.",
@@ -147,8 +153,8 @@ class CheckpointConfig(Section):
     keep_last: Count = Field(default=2, description="Complete checkpoints kept.")
     keep_best: bool = Field(
         default=False,
-        description="Also keep the checkpoint of the best evaluation: the lowest held-out loss, or without one the "
-        "highest mean score of the tasks.",
+        description="Also keep the checkpoint of the best evaluation: the lowest held-out loss, without one the highest"
+        " mean score of the tasks, or what `train.metric_for_best_model` says.",
     )
     on_sigterm: bool = Field(default=True, description="On SIGTERM or SIGHUP finish the step, save, exit 75.")
 

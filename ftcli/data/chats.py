@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ftcli.data.answers import AnswerTurn, Rendered, StopTexts, after_prompt, common_prefix, unopened, with_reasoning
 from ftcli.data.blocks import Look, placed
 from ftcli.data.bounded import REFUSALS
-from ftcli.data.presence import PROBE, Tools, reasoning_of
+from ftcli.data.omissions import PROBE, Tools, reasoning_of
 from ftcli.data.refusals import left_out
 from ftcli.data.template import Renderer
 from ftcli.errors import FtcliError

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from ftcli.config.judging import JudgeConfig, RewardConfig
 from ftcli.errors import Finding
-from ftcli.judges.verdicts import FailedJudgement, Scorer, Verdict
-from ftcli.patience import TookTooLong, limited_time
+from ftcli.judges.verdicts import CompletionBatch, FailedJudgement, Scorer, Verdict
 from ftcli.tables import code_of, judges
+from ftcli.time_limit import TookTooLong, limited_time
 
 #: An expression sees only this much of a completion, so that a slow one cannot hold up training.
 MAX_MATCHED_CHARS = 20_000
@@ -32,12 +32,16 @@ class Pattern:
             return self._compiled.search(text[:MAX_MATCHED_CHARS])
 
 
-def built_in(config: JudgeConfig, name: str) -> Scorer:
+def built_in(config: JudgeConfig, name: str) -> Callable[[CompletionBatch], list[Verdict]]:
     """The judge ``name`` with the options that a reward or a task gives it."""
     row = judges.row(name)
     options = {key: getattr(config, key, None) for key in row.options}
-    made: Scorer = code_of(row.code)(**{key: value for key, value in options.items() if value is not None})
-    return made
+    made = code_of(row.code)(**{key: value for key, value in options.items() if value is not None})
+    if row.model:
+        of_batch: Callable[[CompletionBatch], list[Verdict]] = made
+        return of_batch
+    scorer: Scorer = made
+    return lambda batch: scorer(batch.completions, batch.answers)
 
 
 def missing_answer(reward: RewardConfig, columns: Collection[str]) -> Finding | None:

@@ -18,7 +18,7 @@ from ftcli.run.directory import RunDirectory
 from ftcli.run.report import write_report
 from ftcli.run.report.card import write_card
 from ftcli.run.results import Evaluation, update_evaluation
-from ftcli.train.held_out import eval_scores, task_samples
+from ftcli.train.evaluation import eval_scores, task_samples
 
 if TYPE_CHECKING:
     from ftcli.data.tokens import TokenizedRow

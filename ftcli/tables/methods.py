@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from ftcli.tables import layouts
+from ftcli.tables import code_of, layouts
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,16 +279,25 @@ def not_offered(word: str) -> str | None:
     return None if title is None else offered(title)
 
 
+def measures(method: Method, recipe: Any) -> dict[str, bool]:
+    """What is measured on held-out rows while a recipe trains, and whether more of it is better."""
+    if method.from_prompts:
+        return {task.label: True for task in recipe.eval.tasks}
+    if method.scores is None:
+        return {"loss": False, "perplexity": False, "token_accuracy": True}
+    return {"loss": False, **{name: more for name, _, more, _ in code_of(method.scores)}}
+
+
 def offered(title: str) -> str:
     """Tells how to ask for the method with this title, or names the methods of ftcli if it is none of them."""
     own = next((method for method in TABLE.values() if method.title == title), None)
     if own is not None:
         return f"{title} is `train.method: {own.name}` of `ftcli train`, with the section `{own.section}`"
     ways = (
-        f"{' and '.join(method.title for method in TABLE.values() if method.command == command)} (`ftcli {command}`)"
+        f"{', '.join(method.title for method in TABLE.values() if method.command == command)} (`ftcli {command}`)"
         for command in commands()
     )
-    return f"ftcli trains by {' and '.join(ways)}; {title} is not offered yet"
+    return f"ftcli trains by {', and by '.join(ways)}; {title} is not offered yet"
 
 
 def row(name: str) -> Method:

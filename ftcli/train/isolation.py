@@ -107,7 +107,7 @@ def check_branches(
             "this model does not keep the answers of a pair apart that share their prompt: the second one's hidden "
             f"states differ by {among_others:.2g} behind another first one, by {by_itself:.2g} without one (relative)",
             exit_code=ExitCode.PREFLIGHT,
-            help="train with preference.share_prompts: off (train.method: reward: data.padding_free: false)",
+            help="train with preference.share_prompts: off; train.method: reward with data.padding_free: false",
         )
 
 

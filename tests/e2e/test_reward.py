@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from peft import PeftModel
@@ -76,6 +78,47 @@ def test_adapters_and_their_score_are_loaded_by_plain_peft(user: User) -> None:
     folder = run / "export" / "safetensors"
     merged_model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
     require_told(told, scored(merged_model, AutoTokenizer.from_pretrained(folder)), 0.05)
+
+    require_rewards(user, folder, merged_model, AutoTokenizer.from_pretrained(folder))
+
+
+def require_rewards(user: User, folder: Path, model: Any, tokenizer: Any) -> None:
+    """GRPO's rewards are the scores that plain transformers gives the prompts' messages with each completion."""
+    grpo = {
+        "num_generations": 2, "max_prompt_length": 40, "max_completion_length": 4,
+        "rewards": [{"use": "reward_model", "model": str(folder)}],
+    }  # fmt: skip
+    rows = user.folder / "asked.jsonl"
+    question = [{"role": "user", "content": "pick: 3 7 5 1"}]
+    rows.write_text(json.dumps({"prompt": question, "answer": "7"}) + "\n", encoding="utf-8")
+    data = {"train": [str(rows)], "eval": []}
+    recipe = user.recipe("g", data=data, train={"max_steps": 1, "per_device_train_batch_size": 2}, grpo=grpo)
+    user.done("grpo", recipe)
+    said = pq.read_table(next((user.folder / "g" / "completions").iterdir())).to_pylist()
+    texts = [
+        tokenizer.apply_chat_template([*question, {"role": "assistant", "content": one["completion"]}], tokenize=False)
+        for one in said
+    ]
+    batch = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
+    with torch.no_grad():
+        wanted = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.squeeze(-1)
+    assert [one["rewards/reward_model"] for one in said] == pytest.approx(wanted.tolist(), abs=1e-4)
+    manifest = json.loads((user.folder / "g" / "manifest.json").read_text("utf-8"))
+    assert str(folder / "model.safetensors") in json.dumps(manifest)
+
+
+@pytest.mark.parametrize("what", ["nothing", "adapter", "language model"])
+def test_a_reward_that_is_no_reward_model_is_refused(user: User, what: str) -> None:
+    folder = user.folder / "other"
+    folder.mkdir()
+    if what == "adapter":
+        (folder / "adapter_config.json").write_text("{}", encoding="utf-8")
+    elif what == "language model":
+        (folder / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}', encoding="utf-8")
+    rewards = [{"use": "reward_model", "model": str(folder)}]
+    status, document = user.run("check", user.recipe("g", grpo={"rewards": rewards}))
+    assert status == 2
+    assert "FT469" in [one["code"] for one in document["findings"]]
 
 
 def test_a_model_that_is_trained_whole_is_a_classifier(user: User) -> None:

@@ -133,7 +133,7 @@ class _Dataset:
         self._tell_what_is_otherwise()
         more = {key: self.map.get(key) for key in ("name", "split", "revision")}
         paths = sources.listed(files) or [path]
-        return [sources.source(self.draft, self.given, str(each), columns=self._columns(), **more) for each in paths]
+        return [sources.source(self.draft, self.given, each, columns=self._columns(), **more) for each in paths]
 
     def _pairs(self) -> tuple[tuple[str, str, str], bool] | None:
         """The row of its kind of pairs; None for one that is not known."""
@@ -315,6 +315,7 @@ RULES = r.Rules(
         "rpo_alpha": preferences.cross_entropy,
         "simpo_gamma": preferences.gamma,
         "dpo_label_smoothing": preferences.told_smoothing,
+        "dpo_use_weighting": r.to("preference.use_weighting"),
         "dpo_loss_type": r.read,
         "dpo_loss_weights": r.read,
         "trl.beta": r.to("preference.beta"),

@@ -157,7 +157,7 @@ def _arguments(
     for key, node in _by_name(call, name).items():
         tree = _tree(node, piece.origin(node), names)
         if tree is not None:
-            entries[key] = MapEntry(tree.origin, tree)
+            entries["dataset" if key == "data_files" else key] = MapEntry(tree.origin, tree)
         elif key == "ref_model":
             entries[key] = MapEntry(piece.origin(node), Leaf(piece.origin(node), "another model", "another model"))
         elif key not in _OBJECTS and not key.startswith("argument "):
@@ -175,7 +175,7 @@ def _by_name(call: ast.Call, name: str) -> dict[str, ast.expr]:
     if name != "load_dataset":
         found.pop("split", None)
     if "data_files" in found:
-        found["dataset"] = found.pop("data_files")
+        found.pop("dataset", None)  # then it says how the files are read
     return {key: node for key, node in found.items() if key not in _NO_SETTINGS}
 
 

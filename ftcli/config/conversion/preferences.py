@@ -267,6 +267,7 @@ OF_TRL: Mapping[str, r.Rule] = MappingProxyType(
     {
         "beta": r.to("preference.beta"),
         "ld_alpha": r.to("preference.ld_alpha"),
+        "use_weighting": r.to("preference.use_weighting"),
         "label_smoothing": _smoothing_of_trl,
         "loss_type": _loss_type,
         "loss_weights": r.read,

@@ -21,11 +21,11 @@ from ftcli.plain import JsonObject
 from ftcli.plan.memory.terms import FORWARD
 from ftcli.run.metrics import MetricsLine
 from ftcli.train.build import build_loop
+from ftcli.train.checkpoint_state import Progress
 from ftcli.train.epochs import EpochObjective
 from ftcli.train.loop import StepMonitor, TrainerHooks, TrainingLoop
 from ftcli.train.parallel import Divisors, MicroBatch, TokenCounts
 from ftcli.train.reference import of_reference
-from ftcli.train.state import Progress
 
 if TYPE_CHECKING:
     from peft import PeftModel

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ftcli.config.base import Fraction, Items, Rate, Section, Word
+from ftcli.config.base import Fraction, Items, PathText, Rate, Section, Word
 from ftcli.tables import preference_losses
 
 LossName = Annotated[str, Word(preference_losses.names)]
@@ -44,6 +44,10 @@ class PreferenceConfig(Section):
     sft_weight: Rate = Field(
         default=0.0, description="Weight of the mean cross-entropy of the chosen answers' tokens, added to the loss."
     )
+    use_weighting: bool = Field(
+        default=False,
+        description="Weighs each pair's loss by how likely its answers are for the model that is trained (WPO).",
+    )
     desirable_weight: LabelWeight = Field(default=1.0, description="kto: weight of answers that are called good.")
     undesirable_weight: LabelWeight = Field(default=1.0, description="kto: weight of answers that are called bad.")
     kl_rows: Annotated[int, Field(ge=1)] | None = Field(
@@ -59,6 +63,12 @@ class PreferenceConfig(Section):
         default=None,
         description="What log-probabilities are compared with: `start` is the model as training began (adapters "
         "switched off); `none` compares with nothing. When absent, what the loss needs.",
+    )
+    reference_cache: Literal["auto", "off"] | PathText = Field(
+        default="auto",
+        description="Log-probabilities of the reference, computed once, before the first step: `auto` where pairs are "
+        "seen more than once, where all of them are in ftcli's cache already, and in full fine-tuning, which then "
+        "needs no second model; `off` computes them in each step; a folder (`./reference`) always keeps them there.",
     )
     share_prompts: Literal["auto", "off"] = Field(
         default="auto",

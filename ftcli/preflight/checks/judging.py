@@ -6,8 +6,10 @@ import re
 
 from ftcli.config.evaluation import TaskConfig
 from ftcli.config.judging import RewardConfig
+from ftcli.errors import FtcliError
 from ftcli.judges import judge_name
 from ftcli.judges.json_values import NoSchema, validator_of
+from ftcli.judges.reward_model import classifier_folder
 from ftcli.preflight.checks.context import Context, Findings
 from ftcli.preflight.checks.support import Installed, is_installed
 from ftcli.tables import judges
@@ -20,6 +22,7 @@ _PLAIN = {
     "timeout": True,
     "memory_mb": False,
     "json_schema": False,
+    "model": False,
     "on_error": True,
 }
 
@@ -34,6 +37,15 @@ def judge_findings(
     judge = _judge_of(judged)
     if judge is None:
         return
+    if judge.model and isinstance(judged, TaskConfig):
+        message = f"`use: {judge_name(judged)}` gives no share of right answers, which a task measures"
+        yield context.error("FT265", f"{path}.use", message, help="use it in grpo.rewards")
+    elif judge.model and judged.model is not None:
+        try:
+            classifier_folder(judged.model)
+        except FtcliError as error:
+            found = error.findings[0]
+            yield context.error(found.code, f"{path}.model", found.message, help=found.help)
     if judge.package is not None and not installed(judge.package.name.replace("-", "_")):
         message = f"`use: {judge_name(judged)}` needs the package {judge.package.name}, which is not installed"
         yield context.error("FT253", f"{path}.use", message, help=f"pip install '{judge.package.install}'")

@@ -25,8 +25,8 @@ from ftcli.model.fsdp import RankShards, shard
 from ftcli.model.fused import stack_of
 from ftcli.model.patch import patch
 from ftcli.plan.batches import Batches
+from ftcli.train.checkpoint_state import Progress
 from ftcli.train.parallel import TokenCounts
-from ftcli.train.state import Progress
 from tests.quantized import PLAN
 from tests.unit.methods.kto.labelled import LONGEST, Monitor, epochs_of, objective_of, rows, step
 from tests.unit.methods.preference import steps

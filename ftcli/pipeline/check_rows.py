@@ -22,7 +22,7 @@ from ftcli.tables import code_of, exports
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ftcli.data.look import RowSurvey, SurveyedSource
+    from ftcli.data.survey import RowSurvey, SurveyedSource
 
 #: Seconds for all rows of a recipe. Whatever is tokenized in that time is not tokenized again by the run.
 SECONDS = 10.0
@@ -48,8 +48,8 @@ def look_at_rows(report: PreflightReport, session: Session) -> RowsLookedAt:
         return RowsLookedAt((), (NotMade(_CHECK, reason),))
     for finding in _unserved(report, tokenizer):
         session.reporter.finding(finding)
-    from ftcli.data.look import RowSurvey
-    from ftcli.patience import TimeBudget
+    from ftcli.data.survey import RowSurvey
+    from ftcli.time_limit import TimeBudget
 
     looking = RowSurvey(
         report.recipe.data, tokenizer, TimeBudget(SECONDS), cache_dir=session.cache_dir, reporter=session.reporter
