@@ -242,8 +242,8 @@ note = average_tokens_across_devices:H | the loss is weighted by token over all 
 read train.method = stage:F(sft,pt,dpo,kto,rm) rl:A(dpo,ipo,kto,orpo,simpo) reward_model:A(true)
 refuse grpo = rl:A(grpo) | run it with `ftcli grpo`; begin with `ftcli recipes copy smoke-grpo`
 refuse = rl:A stage:F
-    | by preferences there are dpo, kto, orpo, simpo and reward (train.method), and by rewards `ftcli recipes copy smoke-grpo`
-    begins
+    | by preferences there are dpo, kto, orpo, simpo and reward (train.method), and by rewards
+    `ftcli recipes copy smoke-grpo` begins
 [convert] refuse = reward_funcs:TU num_generations:TU reward_model_path:TU num_iterations:TU scale_rewards:TU
     vllm_mode:TU
     | `trl sft`, dpo, kto, orpo, cpo and reward are converted; for GRPO begin with `ftcli recipes copy smoke-grpo`
@@ -251,8 +251,8 @@ lost = model_class:F train_dataset:F peft_config.*:F dist_config.*:F kernel_conf
     | recipes of version 1 are not read: write it in the form that has model_name_or_path and finetuning_type
 refuse = process_reward_model:A command:T(grpo,ppo,rloo,online_dpo,bco,gkd,nash_md,xpo,prm)
     trainer:TU(grpotrainer,ppotrainer,rlootrainer,onlinedpotrainer,bcotrainer,gkdtrainer)
-    | by preferences there are dpo, kto, orpo, simpo and reward (train.method), and by rewards `ftcli recipes copy smoke-grpo`
-    begins
+    | by preferences there are dpo, kto, orpo, simpo and reward (train.method), and by rewards
+    `ftcli recipes copy smoke-grpo` begins
 read = do_train:FH do_eval:FH | the command says what is done: `ftcli train`, `ftcli eval`
 read = do_predict:FH | the command says what is done: `ftcli eval`
 read = command:TU trainer:TU(sfttrainer,unslothtrainer,dpotrainer,ktotrainer,orpotrainer,cpotrainer,rewardtrainer)

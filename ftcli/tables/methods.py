@@ -261,7 +261,7 @@ TABLE: Mapping[str, Method] = MappingProxyType(
 _NOT_OFFERED: Mapping[str, str] = MappingProxyType(
     {
         **{name: name.upper() for name in ("cpo", "ppo", "rloo", "prm", "gkd")},
-        **{name: "reward modelling" for name in ("rm", "reward_model", "reward_modeling", "reward_modelling")},
+        **dict.fromkeys(("rm", "reward_model", "reward_modeling", "reward_modelling"), "reward modelling"),
         "distill": "distillation",
         "distillation": "distillation",
     }

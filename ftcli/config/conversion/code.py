@@ -38,7 +38,8 @@ _NO_SETTINGS = frozenset(("token", "streaming", "task_type", "device_map", "torc
 _OBJECTS = frozenset(
     (
         "model", "auto_model", "tokenizer", "processing_class", "train_dataset", "args", "peft_config",
-        "quantization_config", "dtype", "data_collator", "formatting_func", "callbacks", "dataset", "dataset_num_proc", "fp16", "bf16",
+        "quantization_config", "dtype", "data_collator", "formatting_func", "callbacks", "dataset", "dataset_num_proc",
+        "fp16", "bf16",
     )
 )  # fmt: skip
 #: What a call has where a script does not say it: PEFT's adapters, and arguments of transformers' in place of TRL's.

@@ -35,7 +35,12 @@ _COMMANDS = {
 _TRAINERS: Mapping[str, str] = MappingProxyType(
     {
         **{name: name for name in ("dpo", "kto", "orpo", "cpo")},
-        **{"simpo": "cpo", "reward": "reward", "rm": "reward", "grpo": "", "ppo": "", "rloo": ""},
+        "simpo": "cpo",
+        "reward": "reward",
+        "rm": "reward",
+        "grpo": "",
+        "ppo": "",
+        "rloo": "",
     }
 )
 _SETTINGS_OF_PAIRS = tuple(f"preference.{name}" for name in ("label_smoothing", "gamma", "ld_alpha"))
@@ -375,7 +380,7 @@ def default_cross_entropy(draft: Draft) -> None:
 
 
 def _trainer(draft: Draft) -> tuple[str | None, ForeignSetting | None]:
-    """dpo, kto, orpo, cpo or reward; None for SFT. Raises FtcliError FT163 where a name says that it is none of these."""
+    """dpo, kto, orpo, cpo or reward; None for SFT. Raises FtcliError FT163 where a name says it is another."""
     command = draft.given.get("command") or draft.given.get("trainer")
     known = None if command is None else _COMMANDS.get(str(command.value))
     if known is not None:

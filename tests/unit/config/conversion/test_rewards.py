@@ -1,4 +1,4 @@
-"""Recipes of reward models: the method, its settings and its rows are those of the other tool, and what differs is told."""
+"""Recipes of reward models: the method, settings and rows are those of the other tool, and what differs is told."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_settings_of_a_script_of_kto_are_read(made: Make) -> None:
     [
         (
             "run.sh",
-            "trl reward --model_name_or_path m --dataset_name org/rows --use_peft --center_rewards_coefficient .01",
+            "trl reward --model_name_or_path m --dataset_name o/r --use_peft --center_rewards_coefficient .01",
         ),
         ("reward.yaml", AXOLOTL + "adapter: lora\ndatasets: [{path: a.jsonl, type: bradley_terry.chat_template}]\n"),
         ("rm.yaml", FACTORY),
