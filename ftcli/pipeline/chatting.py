@@ -182,7 +182,7 @@ def open_chat(loaded: LoadedRecipe, session: Session, run_dir: Path, options: Ch
     job = open_job(report, session)
     conversation = _conversation(job, run, options)
     conversation.question(options.prompt if options.prompt is not None else _PROBE)
-    model = _model(job, run, weights)
+    model = model_that_answers(job, run, weights)
     sampling = sampling_of(loaded.recipe, options)
     seed = _seeded(loaded.recipe, options)
     opened = listening(
@@ -266,7 +266,7 @@ def _use_template_of(run: RunDirectory, renderer: Renderer, reporter: Reporter) 
         reporter.finding(Finding("FT734", message, help=help, severity="warning"))
 
 
-def _model(job: Job, run: RunDirectory | None, weights: Path | None) -> Model:
+def model_that_answers(job: Job, run: RunDirectory | None, weights: Path | None) -> Model:
     """What answers, on the kernels: the base, the base with the run's adapter, or the run's full fine-tune."""
     from ftcli.model.lora import load_adapter
     from ftcli.pipeline.evaluation import freeze_on_kernels

@@ -29,7 +29,7 @@ class Prompt:
 
 
 def to_prompt(example: Example) -> Prompt:
-    """The example without its last answer, which becomes the reference.
+    """The example without its last answer, which becomes the reference; of a pair without all that it chooses between.
 
     Raises FtcliError FT413 for plain text (nothing separates question and answer) and for chats that do not end
     with the assistant.
@@ -39,7 +39,7 @@ def to_prompt(example: Example) -> Prompt:
         if last["role"] != "assistant" or len(example.messages) < 2:
             message = "the conversation does not end with an assistant's answer"
             raise data_error("FT413", message, example.row.origin, "end it with the answer, or remove the row")
-        asked_of = example.messages[:-1]
+        asked_of = example.messages[: example.completion_from if example.others else -1]
         return Prompt(example.row, asked_of, None, str(last["content"]), example.tools, example.switches)
     if example.prompt_text is None or example.text is None:
         message = "plain text has no answer to compare with"

@@ -15,7 +15,8 @@ from ftcli.plan.execution import Work
 from ftcli.tables import methods
 from ftcli.tables.methods import Method
 
-#: ``eval``, ``chat``, ``export``, ``check``, ``bench``, ``bench --eval``, or a command of :mod:`ftcli.tables.methods`.
+#: ``eval``, ``chat``, ``sample``, ``export``, ``check``, ``bench``, ``bench --eval``, or a command of
+#: :mod:`ftcli.tables.methods`.
 Command = str
 Findings = Iterator[Finding]
 
@@ -33,7 +34,7 @@ class Context:
         """What the command does with the model; ``check`` is about training."""
         if self.command == "export":
             return "export"
-        return "eval" if self.command in ("eval", "chat", "bench --eval") else "train"
+        return "eval" if self.command in ("eval", "chat", "sample", "bench --eval") else "train"
 
     @property
     def method(self) -> Method:
@@ -48,12 +49,17 @@ class Context:
     @property
     def from_prompts(self) -> bool:
         """Whether the rows of `data.train` are prompts that the model answers."""
-        return self.work == "train" and self.method.from_prompts
+        return self.command == "sample" or (self.work == "train" and self.method.from_prompts)
+
+    @property
+    def asks_method(self) -> bool:
+        """Whether rules of the training method hold: for its rows, or for the judges of what it samples."""
+        return self.work == "train" or self.command == "sample"
 
     @property
     def scores_tasks(self) -> bool:
         """Whether `eval.tasks` are scored, or looked at for a command that scores them."""
-        return self.command in ("eval", "check") or (self.trains and self.method.scores_tasks)
+        return self.command in ("eval", "check", "sample") or (self.trains and self.method.scores_tasks)
 
     @property
     def reads_data(self) -> bool:
