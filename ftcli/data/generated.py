@@ -75,11 +75,13 @@ def _contents(asked: RenderedPrompt, said: Answer, whole: str) -> list[Message |
     """Ways to write an answer down, the most readable first."""
     if not asked.templated:
         return [whole]
-    message: Message = {"role": "assistant", "content": said.text}
-    if said.reasoning:
-        message["reasoning_content"] = said.reasoning
-    inside: Message = {"role": "assistant", "content": whole}
-    return [message] if message == inside else [message, inside]
+    thought = {"reasoning_content": said.reasoning} if said.reasoning else {}
+    ways: list[Message] = [
+        {"role": "assistant", "content": said.text, **thought},
+        {"role": "assistant", "content": said.text.strip(), **thought},  # some templates write a space before it
+        {"role": "assistant", "content": whole},
+    ]
+    return [way for at, way in enumerate(ways) if way not in ways[:at]]
 
 
 def _prompt(asked: RenderedPrompt) -> JsonObject:
