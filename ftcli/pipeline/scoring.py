@@ -13,7 +13,7 @@ from ftcli.config.recipe import Recipe
 from ftcli.data.asked import RenderedPrompt
 from ftcli.data.reasoning import Answer
 from ftcli.errors import ExitCode, Finding, FtcliError
-from ftcli.judges import CALLED_WITH, columns_of, files_of, open_judge
+from ftcli.judges import CALLED_WITH, columns_of, files_of, judging_tasks, open_judge
 from ftcli.methods.grpo.rewards import Reward, RewardFailures, build_rewards
 from ftcli.plain import JsonObject, plain_fields
 from ftcli.reporting import Reporter
@@ -50,11 +50,6 @@ class Scorer(Protocol):
         """A score for each answer to the prompts at ``places``."""
 
 
-def judging_tasks(recipe: Recipe) -> tuple[TaskConfig, ...]:
-    """The tasks whose judges score: those about rows like the recipe's own, all where each has rows of its own."""
-    return tuple(task for task in recipe.eval.tasks if not task.data) or recipe.eval.tasks
-
-
 class JudgeScorer:
     """Scores by the recipe's rewards, summed by weight; without any by the judges of its tasks, as their mean.
 
@@ -76,10 +71,10 @@ class JudgeScorer:
         if recipe.rewards:
             self._judges = build_rewards(recipe.rewards, self._columns)
             return
-        _require_answers(judging_tasks(recipe), asked)
+        tasks = judging_tasks(recipe)
+        _require_answers(tasks, asked)
         lent = {name: values for name, values in self._columns.items() if name not in CALLED_WITH}
         self._columns = {"answer": [prompt.reference for prompt in prompts], **lent}
-        tasks = judging_tasks(recipe)
         self._judges = [
             Reward(task.label, 1 / len(tasks), open_judge(task), "answer" if _compares(task) else None)
             for task in tasks

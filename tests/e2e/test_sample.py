@@ -264,6 +264,25 @@ def test_nothing_to_learn_is_said(user: User) -> None:
     assert again["without_spread"] == 1.0
 
 
+def test_what_the_template_writes_otherwise_is_said(user: User) -> None:
+    (user.folder / "t.jinja").write_text(
+        "{% for m in messages %}[{{ m.role }}]{{ ' ' if m.role == 'assistant' }}{{ m.content }}{{ eos_token }}"
+        "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    train = [{"path": "bundled:smoke-train", "max_rows": 4}]
+    recipe = judged(user, data={"train": train, "eval": [], "chat_template": "t.jinja"})
+    status, document = user.run("sample", recipe, *LOOSE, "--as", "pairs")
+    assert status == 0
+    assert document["result"]["pairs"]["otherwise"] == 8
+    (told,) = [finding["message"] for finding in document["findings"] if finding["code"] == "FT775"]
+    assert "8 answers are trained otherwise than they were generated" in told
+
+
+def test_check_says_what_would_judge(user: User) -> None:
+    assert user.done("check", judged(user, data={}))["judges"] == ["mine.py:score"]
+    assert "judges" not in user.done("check", user.recipe())
+
+
 def test_what_was_sampled_does_not_steer_the_terminal(user: User, capsys: pytest.CaptureFixture[str]) -> None:
     loud = LENGTHS.replace("len(text) / 8", "None") + "    # nobody judges"
     assert main(["sample", judged(user, loud), *LOOSE]) == 0
