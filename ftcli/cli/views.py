@@ -170,7 +170,10 @@ def sample_text(result: SampleResult) -> str:
     for written in (found.sft, found.pairs):
         if written is not None:
             left = ", ".join(f"{count:,} {reason}" for reason, count in written.left_out.items())
-            lines.append(f"{written.path}: {written.rows:,} rows" + (f"; prompts left out: {left}" if left else ""))
+            lines.append(
+                f"{written.path}: {written.rows:,} {'row' if written.rows == 1 else 'rows'}"
+                + (f"; prompts left out: {left}" if left else "")
+            )
     return "\n".join(lines)
 
 

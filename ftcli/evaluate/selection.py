@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, TypeVar
 
 from ftcli.data.reasoning import Answer
 
@@ -48,17 +48,8 @@ class Selection:
     truncated: Truncated = "drop"
 
 
-@dataclass(slots=True)
-class LeftOut:
-    """Prompts of which nothing was chosen, counted by the reason."""
-
-    reasons: Counter[str] = field(default_factory=Counter)
-
-    def note(self, reason: str) -> None:
-        """One more prompt."""
-        self.reasons[reason] += 1
-
-
+#: Prompts of which nothing was chosen, by the reason.
+LeftOut: TypeAlias = Counter[str]
 #: An answer as a row holds it; None where training would refuse it.
 Form = Callable[[int], T | None]
 
@@ -69,15 +60,15 @@ def choose_best(
     """The best answers of a prompt by their places, each with its form; of equally good ones those drawn first."""
     ranked = _ranked(answers, selection, learnt=True)
     if not ranked:
-        left.note("no usable answer")
+        left["no usable answer"] += 1
         return []
     good = [at for at in ranked if reaches(answers[at], selection.best)]
     if not good:
-        left.note("below the least score")
+        left["below the least score"] += 1
         return []
     found = list(_formed(good, form, selection.count))
     if not found:
-        left.note("training would refuse it")
+        left["training would refuse it"] += 1
     return found
 
 
@@ -87,17 +78,17 @@ def choose_pairs(
     """Pairs of a prompt: the best with the worst answer, the next best with the next worst; no answer is in two."""
     better, worse = _ranked(answers, selection, learnt=True), _ranked(answers, selection, learnt=False)
     if not better or not worse:
-        left.note("no usable answer")
+        left["no usable answer"] += 1
         return []
     if alike([answers[at].score or 0.0 for at in (*better, *worse)]):
-        left.note("all answers equally good")
+        left["all answers equally good"] += 1
         return []
     better = [at for at in better if reaches(answers[at], selection.chosen)]
     if not better:
-        left.note("below the least score")
+        left["below the least score"] += 1
         return []
     if not _apart(answers[better[0]], answers[worse[-1]], selection.margin):
-        left.note("below the least margin")
+        left["below the least margin"] += 1
         return []
     chosen, rejected = _formed(better, form, len(better)), _formed(worse[::-1], form, len(worse))
     found: list[tuple[tuple[int, T], tuple[int, T]]] = []
@@ -106,7 +97,7 @@ def choose_pairs(
             break
         found.append((first, second))
     if not found:
-        left.note("training would refuse it")
+        left["training would refuse it"] += 1
     return found
 
 

@@ -13,7 +13,7 @@ from ftcli.evaluate.draw import Drawing, DrawnAnswer, Sampler
 from ftcli.job import Job
 from ftcli.pipeline.chatting import model_that_answers
 from ftcli.pipeline.scoring import Scorer
-from ftcli.plain import JsonMap, JsonObject
+from ftcli.plain import JsonMap, JsonObject, is_number
 from ftcli.run.directory import RunDirectory
 from ftcli.run.samples import ANSWERS, GROUP_ANSWERS, SCORES, GroupLog, SampleFolder, key_of
 
@@ -80,12 +80,16 @@ class AnswerFiles:
         return (
             isinstance(found, list)
             and len(found) == self._drawing.num_generations
-            and all(isinstance(one, dict) and {"text", "whole", "tokens", "truncated"} <= set(one) for one in found)
+            and all(isinstance(one, dict) and _is_answer(one) for one in found)
         )
 
     def _holds_scores(self, record: JsonMap) -> bool:
         found = record.get("scores")
-        return isinstance(found, list) and len(found) == self._drawing.num_generations
+        return (
+            isinstance(found, list)
+            and len(found) == self._drawing.num_generations
+            and all(one is None or is_number(one) for one in found)
+        )
 
     def _next(self, log: GroupLog) -> range:
         """The next group of a file."""
@@ -133,6 +137,15 @@ def answers_in(record: JsonMap) -> list[DrawnAnswer]:
         DrawnAnswer(Answer(one["text"], one.get("reasoning"), one["truncated"]), one["whole"], one["tokens"])
         for one in record["answers"]
     ]
+
+
+def _is_answer(record: JsonMap) -> bool:
+    texts = record.get("text"), record.get("whole"), record.get("reasoning", "")
+    return (
+        all(isinstance(text, str) for text in texts)
+        and isinstance(record.get("truncated"), bool)
+        and isinstance(record.get("tokens"), int)
+    )
 
 
 def _record_of(drawn: DrawnAnswer) -> JsonObject:

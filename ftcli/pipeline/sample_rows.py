@@ -37,7 +37,7 @@ class _File:
     @property
     def written(self) -> WrittenRows:
         """What has gone into it."""
-        return WrittenRows(self.path, self.rows, dict(sorted(self.left.reasons.items())), self.otherwise)
+        return WrittenRows(self.path, self.rows, dict(sorted(self.left.items())), self.otherwise)
 
 
 def write_rows(
@@ -98,4 +98,4 @@ def _write_pairs(
             scores = {"score_chosen": answers[first].score, "score_rejected": answers[second].score}
             file.add({**row, **scores}, better, worse)
     if chosen and file.rows == before:
-        file.left.note("training would refuse it")
+        file.left["training would refuse it"] += 1

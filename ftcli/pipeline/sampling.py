@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -108,6 +109,9 @@ def _drawing(recipe: Recipe, options: SampleOptions) -> Drawing:
     def given(option: float | None, default: float) -> float:
         return default if option is None else option
 
+    for option, value in (("--min-score", options.min_score), ("--min-margin", options.min_margin)):
+        if not math.isfinite(value or 0.0):
+            raise cannot_sample(f"{option} {value} is no number to compare with", "write one, as in 0.5", option)
     grpo, generate = recipe.grpo, recipe.eval.generate
     count = int(given(options.num_generations, NUM_GENERATIONS if grpo is None else grpo.num_generations))
     temperature = given(options.temperature, generate.temperature if grpo is None else grpo.temperature)

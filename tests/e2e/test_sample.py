@@ -140,6 +140,23 @@ def test_answers_are_judged_again_without_being_drawn_again(user: User) -> None:
     assert "sft" not in narrower
 
 
+HOSTILE = ('{"text": 5}', '{"text": "", "whole": "", "truncated": 1, "tokens": 1}', "[]", '"x"')
+
+
+@pytest.mark.parametrize("answer", HOSTILE)
+def test_damaged_answers_are_drawn_again(user: User, answer: str) -> None:
+    recipe = judged(user)
+    user.done("sample", recipe, *LOOSE, "-n", "1", "--as", "sft", "--output", "out")
+    before = files_of(user.folder / "out")
+    path = user.folder / "out" / "answers.jsonl"
+    lines = path.read_text().splitlines()
+    first = json.loads(lines[0])
+    path.write_text("\n".join([json.dumps({**first, "answers": [json.loads(answer)]}), *lines[1:]]) + "\n")
+    (user.folder / "out" / "scores.jsonl").write_text(json.dumps({**first, "scores": [1e999]}) + "\n")
+    user.done("sample", recipe, *LOOSE, "-n", "1", "--as", "sft", "--output", "out")
+    assert files_of(user.folder / "out") == before
+
+
 def test_a_folder_of_something_else_is_refused(user: User) -> None:
     recipe = judged(user)
     user.done("sample", recipe, *LOOSE, "--output", "out")
@@ -230,6 +247,9 @@ def test_what_cannot_be_sampled_is_said_before_anything_is_loaded(user: User) ->
     for words, code in (
         (["--temperature", "0"], "FT159"),
         (["-n", "1", "--as", "pairs"], "FT159"),
+        (["--temperature", "nan"], "FT150"),
+        (["--min-margin", "nan"], "FT159"),
+        (["--min-score", "inf"], "FT159"),
         (["--checkpoint", "best"], "FT154"),
         (["--as", "dpo"], "FT150"),
         (["--max-new-tokens", "64"], "FT267"),

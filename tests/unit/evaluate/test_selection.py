@@ -21,14 +21,14 @@ def best(answers: list[ScoredAnswer], *refused: int, **settings: Any) -> tuple[l
     left = LeftOut()
     found = choose_best(answers, Selection(**settings), lambda at: None if at in refused else at, left)
     assert all(at == form for at, form in found)
-    return [at for at, _ in found], "".join(left.reasons)
+    return [at for at, _ in found], "".join(left)
 
 
 def pairs(answers: list[ScoredAnswer], *refused: int, **settings: Any) -> tuple[list[tuple[int, int]], str]:
     """Places of pairs, and why there are none."""
     left = LeftOut()
     found = choose_pairs(answers, Selection(**settings), lambda at: None if at in refused else at, left)
-    return [(chosen, rejected) for (chosen, _), (rejected, _) in found], "".join(left.reasons)
+    return [(chosen, rejected) for (chosen, _), (rejected, _) in found], "".join(left)
 
 
 def test_the_best_is_kept_and_of_equally_good_ones_the_first() -> None:
@@ -88,4 +88,4 @@ def test_every_prompt_gives_rows_or_a_reason() -> None:
     left = LeftOut()
     for scores in ([1.0, 0.0], [0.0, 0.0], [None, None], [0.0, 0.0]):
         choose_pairs(scored(*scores), Selection(), lambda at: at, left)
-    assert left.reasons == Counter({"all answers equally good": 2, "no usable answer": 1})
+    assert left == Counter({"all answers equally good": 2, "no usable answer": 1})
