@@ -248,7 +248,7 @@ def test_what_cannot_be_sampled_is_said_before_anything_is_loaded(user: User) ->
         (["--temperature", "0"], "FT159"),
         (["-n", "1", "--as", "pairs"], "FT159"),
         (["--temperature", "nan"], "FT150"),
-        (["--min-margin", "nan"], "FT159"),
+        (["--min-margin", "inf"], "FT159"),
         (["--min-score", "inf"], "FT159"),
         (["--checkpoint", "best"], "FT154"),
         (["--as", "dpo"], "FT150"),
