@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -47,13 +47,15 @@ class AnswerFiles:
         """Draws and judges what is missing; how many tokens a second were drawn."""
         reporter, each = self._job.reporter, self._drawing.num_generations
         judged_otherwise = self._folder.begin(drawn, self._scorer.settings(), replace=replace)
-        self._answers = self._log(ANSWERS, self._holds_answers, replace)
-        self._scores = self._log(SCORES, self._holds_scores, replace)
+        path, keys, group = self._folder.path, self._keys, self._group
+        self._answers = GroupLog(path / ANSWERS, keys, group, self._holds_answers, replace=replace)
+        drawn_before = keys[: self._answers.count]
+        self._scores = GroupLog(path / SCORES, drawn_before, group, self._holds_scores, replace=replace, alone=True)
         if self._answers.count:
             again = ", and are judged again: the judges have changed" if judged_otherwise else ""
             reporter.info(f"{self._answers.count:,} of {len(self._keys):,} prompts were answered before{again}")
         self._judge_drawn()
-        if self._answers.count >= len(self._keys):
+        if self._answers.count == len(self._keys):
             return None
         sampler = self._sampler()
         tokens, seconds = 0, 0.0
@@ -71,9 +73,6 @@ class AnswerFiles:
                 )
                 self._judge(places, [[one.said for one in group] for group in answers])
         return tokens / seconds if seconds > 0 else None
-
-    def _log(self, name: str, sound: Callable[[JsonMap], bool], replace: bool) -> GroupLog:
-        return GroupLog(self._folder.path / name, self._keys, self._group, sound, replace=replace)
 
     def _holds_answers(self, record: JsonMap) -> bool:
         found = record.get("answers")
@@ -100,7 +99,7 @@ class AnswerFiles:
 
     def _judge_drawn(self) -> None:
         """Judges the answers that are there and have no scores."""
-        drawn = min(self._answers.count, len(self._keys))
+        drawn = self._answers.count
         records = self._answers.read(range(self._scores.count, drawn))
         while self._scores.count < drawn:
             places = self._next(self._scores)
@@ -134,13 +133,15 @@ class AnswerFiles:
 def answers_in(record: JsonMap) -> list[DrawnAnswer]:
     """The answers of a line of answers.jsonl."""
     return [
-        DrawnAnswer(Answer(one["text"], one.get("reasoning"), one["truncated"]), one["whole"], one["tokens"])
+        DrawnAnswer(
+            Answer(one["text"], one.get("reasoning"), one["truncated"]), one.get("whole", one["text"]), one["tokens"]
+        )
         for one in record["answers"]
     ]
 
 
 def _is_answer(record: JsonMap) -> bool:
-    texts = record.get("text"), record.get("whole"), record.get("reasoning", "")
+    texts = record.get("text"), record.get("whole", ""), record.get("reasoning", "")
     return (
         all(isinstance(text, str) for text in texts)
         and isinstance(record.get("truncated"), bool)
@@ -151,4 +152,5 @@ def _is_answer(record: JsonMap) -> bool:
 def _record_of(drawn: DrawnAnswer) -> JsonObject:
     said = drawn.said
     reasoning = {} if said.reasoning is None else {"reasoning": said.reasoning}
-    return {"text": said.text, **reasoning, "whole": drawn.whole, "truncated": said.cut, "tokens": drawn.tokens}
+    whole = {} if drawn.whole == said.text else {"whole": drawn.whole}
+    return {"text": said.text, **reasoning, **whole, "truncated": said.cut, "tokens": drawn.tokens}

@@ -64,6 +64,7 @@ class GroupLog:
         group: Prompts of a group.
         sound: Whether a line holds what it should.
         replace: Take lines about other prompts away, and what follows them.
+        alone: Take lines about further prompts away; else they stay for who asks for more prompts again.
 
     Raises:
         FtcliError: FT773 (exit 2) where a line is about another prompt than ``keys`` say, FT723 or FT724 (exit 3) where
@@ -71,7 +72,14 @@ class GroupLog:
     """
 
     def __init__(
-        self, path: Path, keys: Sequence[str], group: int, sound: Callable[[JsonMap], bool], *, replace: bool
+        self,
+        path: Path,
+        keys: Sequence[str],
+        group: int,
+        sound: Callable[[JsonMap], bool],
+        *,
+        replace: bool = False,
+        alone: bool = False,
     ) -> None:
         self.path = path
         self._keys = keys
@@ -81,7 +89,7 @@ class GroupLog:
         with storage_errors(path):
             self.count, size = self._complete()
             descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
-            if self.count < len(keys):  # else lines beyond belong to more prompts than are asked for now
+            if alone or self.count < len(keys):
                 os.ftruncate(descriptor, size)
             os.close(descriptor)
 

@@ -140,6 +140,18 @@ def test_answers_are_judged_again_without_being_drawn_again(user: User) -> None:
     assert "sft" not in narrower
 
 
+@pytest.mark.parametrize("wrong", [[1e999], [None, None], ["1"], [True], 7])
+def test_damaged_scores_are_judged_again(user: User, wrong: Any) -> None:
+    recipe = judged(user)
+    user.done("sample", recipe, *LOOSE, "-n", "1", "--as", "sft", "--output", "out")
+    before = files_of(user.folder / "out")
+    path = user.folder / "out" / "scores.jsonl"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:3], json.dumps({**json.loads(lines[3]), "scores": wrong})]) + "\n")
+    user.done("sample", recipe, *LOOSE, "-n", "1", "--as", "sft", "--output", "out")
+    assert files_of(user.folder / "out") == before
+
+
 HOSTILE = ('{"text": 5}', '{"text": "", "whole": "", "truncated": 1, "tokens": 1}', "[]", '"x"')
 
 
@@ -152,7 +164,6 @@ def test_damaged_answers_are_drawn_again(user: User, answer: str) -> None:
     lines = path.read_text().splitlines()
     first = json.loads(lines[0])
     path.write_text("\n".join([json.dumps({**first, "answers": [json.loads(answer)]}), *lines[1:]]) + "\n")
-    (user.folder / "out" / "scores.jsonl").write_text(json.dumps({**first, "scores": [1e999]}) + "\n")
     user.done("sample", recipe, *LOOSE, "-n", "1", "--as", "sft", "--output", "out")
     assert files_of(user.folder / "out") == before
 

@@ -86,6 +86,13 @@ def test_more_and_fewer_prompts_go_on_with_what_is_there(tmp_path: Path) -> None
     assert log(tmp_path, [*KEYS, "more"]).count == 8, "the last group was none of four"
 
 
+def test_lines_beyond_go_where_they_could_not_be_true(tmp_path: Path) -> None:
+    whole = filled(tmp_path, 10)
+    assert GroupLog(tmp_path / ANSWERS, KEYS[:8], 4, lambda _: True, alone=True).count == 8
+    assert whole.startswith((tmp_path / ANSWERS).read_bytes())
+    assert len(list(log(tmp_path).read(range(10)))) == 8
+
+
 def test_a_folder_is_of_one_drawing(tmp_path: Path) -> None:
     def begin(drawn: dict[str, Any], judged: dict[str, Any], *, replace: bool = False) -> bool:
         with SampleFolder(tmp_path) as folder:
