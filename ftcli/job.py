@@ -14,7 +14,7 @@ from ftcli.facts.model import ModelFacts
 from ftcli.model.attention import is_ours
 from ftcli.model.backbone import base_of
 from ftcli.model.load import config_of
-from ftcli.model.tokenizer import load_tokenizer, stop_token_ids
+from ftcli.model.tokenizer import load_tokenizer, require_known_ids, stop_token_ids
 from ftcli.plan.batches import Batches, choose_batches
 from ftcli.plan.execution import OWN_ATTENTION
 from ftcli.plan.memory.checkpointing import Offloaded
@@ -109,10 +109,15 @@ def device_of(report: PreflightReport) -> torch.device:
 
 
 def open_job(report: PreflightReport, session: Session) -> Job:
-    """Loads the tokenizer. Raises FtcliError as :func:`config_of` and :func:`ftcli.model.tokenizer.load_tokenizer`."""
+    """Loads the tokenizer.
+
+    Raises FtcliError as :func:`config_of` and :func:`ftcli.model.tokenizer.load_tokenizer`, and FT315 (exit 3) for a
+    tokenizer that has more ids than the model.
+    """
     recipe = report.recipe
     config_of(report.facts.raw)  # transformers reads it for the tokenizer as well, which is not at fault
     tokenizer = load_tokenizer(recipe.model, offline=session.offline)
+    require_known_ids(tokenizer, report.facts)
     if recipe.data.chat_template is not None:
         tokenizer.chat_template = Renderer(tokenizer, recipe.data.chat_template).source
     return Job(report, session, tokenizer, stop_token_ids(report.facts, tokenizer))

@@ -64,7 +64,7 @@ class RunProcess:
 
 
 def _reason(status: int, answer: bytes) -> str | None:
-    """Why a run failed: the first error of its JSON document, or the signal that killed it."""
+    """The reason of a failed run: the first error of its JSON document, or the signal that killed it."""
     if status == 0:
         return None
     if status < 0:
@@ -133,7 +133,7 @@ def _listed(text: str) -> tuple[str, ...]:
 
 
 def count_gpus() -> int:
-    """How many GPUs torch sees. It asks the driver's library, which takes no memory of them."""
+    """Number of GPUs that torch sees. It asks the driver's library, which takes no memory of them."""
     import torch
 
     return torch.cuda.device_count()

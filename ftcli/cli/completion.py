@@ -1,4 +1,4 @@
-"""What the shell completes: recipe files, shipped recipes, run folders and names of GPUs.
+"""Shell completion of recipe files, shipped recipes, run folders and names of GPUs.
 
 Each function is asked for one word, in a process of its own, so it must answer at once: nothing heavy is imported.
 """
@@ -22,7 +22,7 @@ def recipe_files(incomplete: str) -> list[str]:
 
 def shipped_recipes(incomplete: str) -> list[str]:
     """Names of the recipes that ship with ftcli."""
-    from ftcli.cli.shipped import shipped
+    from ftcli.cli.suggest import shipped
 
     return [name for name in shipped() if name.startswith(incomplete)]
 
@@ -35,19 +35,24 @@ def run_folders(incomplete: str) -> list[str]:
 
 
 def runs_and_recipes(incomplete: str) -> list[str]:
-    """What `export` takes."""
+    """Completions of `export`'s argument."""
     return list(dict.fromkeys((*recipe_files(incomplete), *run_folders(incomplete))))
 
 
 def gpus(incomplete: str) -> list[str]:
-    """Names for ``--as``."""
+    """Names for ``--gpu``."""
     from ftcli.facts.device import DEVICE_NAMES
 
     return [name for name in DEVICE_NAMES if name.startswith(incomplete)]
 
 
+def machines(incomplete: str) -> list[str]:
+    """Names for ``--as``."""
+    return [*gpus(incomplete), *(name for name in ("all",) if name.startswith(incomplete))]
+
+
 def _paths(incomplete: str, wanted: Callable[[Path], bool]) -> list[str]:
-    """What begins so: run folders as they are, other folders with a slash, and the files that are ``wanted``."""
+    """Paths that begin so: run folders as they are, other folders with a slash, and the files that are ``wanted``."""
     folder, _, start = incomplete.rpartition("/")
     shown = f"{folder}/" if folder or incomplete.startswith("/") else ""
     found = []

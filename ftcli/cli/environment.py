@@ -85,7 +85,7 @@ def open_session(options: CommonOptions, argv: Sequence[str]) -> tuple[Session, 
 
 
 def cache_dir(environment: Mapping[str, str]) -> Path | None:
-    """Where tokenized data is kept: FTCLI_CACHE (``off``: nowhere), else ``ftcli`` in XDG_CACHE_HOME or ~/.cache."""
+    """The cache of tokenized data: FTCLI_CACHE (``off``: none), else ``ftcli`` in XDG_CACHE_HOME or ~/.cache."""
     own = environment.get("FTCLI_CACHE")
     if own:
         return None if own.lower() == "off" else expanded(own)
@@ -136,7 +136,7 @@ def library_environment(session: Session) -> Iterator[None]:
 
 
 def _of_ranks(session: Session) -> Mapping[str, str]:
-    """What a rank needs in its environment; of anybody else's leavings is told that they have no effect."""
+    """A rank's environment variables; reports variables of other launchers, which have no effect."""
     if session.place is not None:  # what torch says of closed connections, ftcli says with the rank's number
         return {"TORCH_CPP_LOG_LEVEL": "ERROR", **own_gpu(os.environ, session.place)}
     left_over = _of_launchers(os.environ)
@@ -188,7 +188,7 @@ def _duplicate_stdout() -> int | None:
 
 
 def is_terminal(stream: object) -> bool:
-    """Whether a person is at the other side of ``stream``."""
+    """True if a person is at the other side of ``stream``."""
     isatty = getattr(stream, "isatty", None)
     return bool(isatty()) if callable(isatty) else False
 

@@ -20,7 +20,7 @@ from ftcli.run.out_of_memory import is_out_of_memory
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What to tell, and the status to exit with."""
+    """The text to show, and the status to exit with."""
 
     findings: tuple[Finding, ...]
     exit_code: int
@@ -52,8 +52,8 @@ def failure_of(error: BaseException, *, command: Sequence[str], debug: bool) -> 
 
 
 def is_told_by(place: Place | None, error: BaseException) -> bool:
-    """Whether this process tells an error of several ranks: the first one does, and where torchrun has lost that, the
-    next. Ftcli's own launcher tells that itself.
+    """True if this process reports an error of several ranks: rank 0 does, and where torchrun has lost it, the next
+    one. Ftcli's own launcher reports a lost rank itself.
     """
     if place is None or place.leads:
         return True
@@ -63,7 +63,7 @@ def is_told_by(place: Place | None, error: BaseException) -> bool:
 
 
 def _is_interruption(error: BaseException) -> bool:
-    """Whether it is Ctrl-C, or what a library made of it: transformers raises a RuntimeError while it imports."""
+    """True for Ctrl-C, and for the RuntimeError that transformers raises when Ctrl-C interrupts its import."""
     seen: set[int] = set()
     found: BaseException | None = error
     while found is not None and id(found) not in seen:

@@ -16,7 +16,7 @@ _PAGE = b"<!doctype html>"
 
 
 def file_content(text: str) -> str:
-    """What stdout gets of a file that somebody may keep: to the letter, but where a person reads it on a terminal."""
+    """The text to write to stdout for a file that somebody may keep: to the letter, except on a terminal."""
     return (terminal_text(text) if is_terminal(sys.stdout) else text).rstrip("\n")
 
 

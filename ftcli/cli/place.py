@@ -1,4 +1,4 @@
-"""Which rank of a run this process is, by what a launcher has put into its environment; and the GPU that is its own."""
+"""The rank of this process, read from the environment that a launcher made, and its own GPU."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _place(
 
 
 def obeying() -> Callable[[], None]:
-    """What a process does before it becomes a run: it hears SIGHUP, also when whoever started it is killed.
+    """A function that a process calls before it becomes a run: it hears SIGHUP, also when whoever started it is killed.
 
     That comes for each thread of the one that is killed; of SIGHUP only the first one counts.
     """
@@ -94,7 +94,7 @@ def refuse_copies(environment: Mapping[str, str], place: Place | None) -> None:
 
 
 def own_gpu(environment: Mapping[str, str], place: Place | None) -> Mapping[str, str]:
-    """What makes this rank's GPU the only one that it sees, where the launcher shows it those of all ranks."""
+    """CUDA_VISIBLE_DEVICES for this rank when the launcher exposes the GPUs of all ranks."""
     if place is None or place.folder is not None or place.size == 1:
         return {}
     listed = environment.get(_VISIBLE)
@@ -105,7 +105,7 @@ def own_gpu(environment: Mapping[str, str], place: Place | None) -> Mapping[str,
 
 
 def gpus_of_host() -> int | None:
-    """How many GPUs NVIDIA's driver has on this host; None where it does not say. Takes no time, unlike torch."""
+    """Number of GPUs on this host by NVIDIA's driver; None if it does not say. Takes no time, unlike torch."""
     try:
         return len(os.listdir("/proc/driver/nvidia/gpus"))  # noqa: PTH208 - only the number matters
     except OSError:

@@ -67,7 +67,7 @@ def run_as_ranks(
 
 
 def _means_processes(gpus: str) -> bool:
-    """Whether ``--gpus N`` is about a machine without GPUs, where as many processes train on the CPU."""
+    """True if ``--gpus N`` means processes on the CPU, on a machine without GPUs."""
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
     return gpus.isdecimal() and int(gpus) > 0 and listed is None and not _count()
 

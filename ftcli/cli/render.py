@@ -82,7 +82,7 @@ def _lines_text(lines: Sequence[int]) -> str:
 
 
 def of_row(finding: Finding) -> bool:
-    """Whether a finding is about a row of data: of such there may be very many."""
+    """True if a finding is about a row of data: there may be very many of these."""
     return finding.origin is not None and finding.origin.line is not None and finding.origin.excerpt is None
 
 

@@ -86,7 +86,9 @@ class PlainProgress:
 
 
 class TerminalReporter(CollectingReporter):
-    """As its base, with one live line below the others: ``shown``. Imports rich only when something is counted."""
+    """Reports on a terminal, with one live line (``shown``) below the others. Imports rich only when something is
+    counted.
+    """
 
     def __init__(self, stream: TextIO, style: Style, *, quiet: bool, color: bool) -> None:
         super().__init__(stream, style, quiet=quiet)

@@ -1,4 +1,4 @@
-"""What a parsed command line asks for. It is run later, in the one place that maps errors to exit statuses."""
+"""The request of a parsed command line, run later in the one place that maps errors to exit statuses."""
 
 from __future__ import annotations
 

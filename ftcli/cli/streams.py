@@ -85,7 +85,7 @@ def open_missing_streams() -> None:
 
 
 def let_go_of_broken_streams() -> None:
-    """Where stdout or stderr cannot be written any more, Python shall not try again and complain when it ends."""
+    """Replaces stdout or stderr if it cannot be written any more, so that Python does not complain when it ends."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

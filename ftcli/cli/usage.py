@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from typer.exceptions import TyperException
 
-from ftcli.cli.near import is_run, is_shipped
+from ftcli.cli.suggest import is_run, is_shipped
 from ftcli.errors import Finding, Origin
 from ftcli.paths import RECIPE_SUFFIXES
 from ftcli.tables import methods

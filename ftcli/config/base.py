@@ -1,4 +1,4 @@
-"""What all sections of a recipe share: frozen and strict models, without unknown keys or NaN."""
+"""The base class of all sections of a recipe: frozen, strict, without unknown keys or NaN."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What other tools call things, and what they are called here.
+"""Other tools' names for settings, and ours.
 
 Facts about names only, gathered from the settings of axolotl, LLaMA-Factory, TRL and transformers, torchtune, Unsloth
 and litgpt. `ftcli check` answers their keys by this table (FT202), and `ftcli recipes convert` translates by it. A test
@@ -90,7 +90,7 @@ quantization.method = quantize:L | bnb.nf4 is nf4
 quantization.double_quant = bnb_4bit_use_double_quant:H use_bnb_nested_quant:T double_quantization:F
     bnb_config_kwargs.bnb_4bit_use_double_quant:A
 model.dtype = bnb_4bit_compute_dtype:H
-lost = gptq:A | weights that are quantised already are not read; quantization.method: nf4 does it
+lost = gptq:A | weights that are quantized already are not read; quantization.method: nf4 does it
 lost = quantize_moe_experts:A | stacks of experts stay in the compute dtype under quantization.method: nf4
 lost = qat.*:A quantizer.*:C | quantization-aware training is not offered
 # adapters
@@ -238,21 +238,23 @@ lost = label_smoothing_factor:H | label smoothing is not offered: labels are as 
 lost = auto_find_batch_size:H | `ftcli check` says whether a batch size fits
 note = average_tokens_across_devices:H | the loss is weighted by token over all ranks
 # methods
-read train.method = stage:F(sft,pt,dpo) rl:A(dpo,ipo,orpo,simpo)
+read train.method = stage:F(sft,pt,dpo,kto) rl:A(dpo,ipo,kto,orpo,simpo)
 refuse grpo = rl:A(grpo) | run it with `ftcli grpo`; begin with `ftcli recipes copy smoke-grpo`
 refuse = rl:A stage:F
-    | by pairs there are dpo, orpo and simpo (train.method), and by rewards `ftcli recipes copy smoke-grpo` begins
-[convert] refuse = reward_funcs:TU num_generations:TU reward_model_path:TU desirable_weight:TU undesirable_weight:TU
-    num_iterations:TU scale_rewards:TU vllm_mode:TU
-    | `trl sft`, dpo, orpo and cpo are converted; for GRPO begin with `ftcli recipes copy smoke-grpo`
+    | by preferences there are dpo, kto, orpo and simpo (train.method), and by rewards `ftcli recipes copy smoke-grpo`
+    begins
+[convert] refuse = reward_funcs:TU num_generations:TU reward_model_path:TU num_iterations:TU scale_rewards:TU
+    vllm_mode:TU
+    | `trl sft`, dpo, kto, orpo and cpo are converted; for GRPO begin with `ftcli recipes copy smoke-grpo`
 lost = model_class:F train_dataset:F peft_config.*:F dist_config.*:F kernel_config.*:F
     | recipes of version 1 are not read: write it in the form that has model_name_or_path and finetuning_type
-refuse = process_reward_model:A command:T(grpo,kto,ppo,rloo,reward,online_dpo,bco,gkd,nash_md,xpo,prm)
-    trainer:TU(grpotrainer,ktotrainer,ppotrainer,rlootrainer,rewardtrainer,onlinedpotrainer,bcotrainer,gkdtrainer)
-    | by pairs there are dpo, orpo and simpo (train.method), and by rewards `ftcli recipes copy smoke-grpo` begins
+refuse = process_reward_model:A command:T(grpo,ppo,rloo,reward,online_dpo,bco,gkd,nash_md,xpo,prm)
+    trainer:TU(grpotrainer,ppotrainer,rlootrainer,rewardtrainer,onlinedpotrainer,bcotrainer,gkdtrainer)
+    | by preferences there are dpo, kto, orpo and simpo (train.method), and by rewards `ftcli recipes copy smoke-grpo`
+    begins
 read = do_train:FH do_eval:FH | the command says what is done: `ftcli train`, `ftcli eval`
 read = do_predict:FH | the command says what is done: `ftcli eval`
-read = command:TU trainer:TU(sfttrainer,unslothtrainer,dpotrainer,orpotrainer,cpotrainer)
+read = command:TU trainer:TU(sfttrainer,unslothtrainer,dpotrainer,ktotrainer,orpotrainer,cpotrainer)
 # preferences
 preference.loss = pref_loss:F dpo_loss_type:A
 preference.loss[].weight = loss_weights:TU dpo_loss_weights:A | as in loss: [{name: sigmoid, weight: 0.8}]
@@ -260,6 +262,7 @@ preference.beta = pref_beta:F rl_beta:A orpo_alpha:A
 preference.gamma = simpo_gamma:TUFA
 preference.label_smoothing = dpo_label_smoothing:AF
 preference.sft_weight = pref_ftx:F rpo_alpha:TUA cpo_alpha:TUA
+preference.use_weighting = use_weighting:TU dpo_use_weighting:A
 preference.reference = reference_free:TU
 read preference.reference = ref_model:TUF ref_model_name_or_path:TU | start is the model as training begins
 lost preference.reference = ref_model_adapters:F ref_model_quantization_bit:F model_adapter_name:TU ref_adapter_name:TU
@@ -268,18 +271,20 @@ lost preference.reference = ref_model_adapters:F ref_model_quantization_bit:F mo
 refuse = sync_ref_model:TU | a reference that follows the policy is not offered: the reference stays as it is
 read = ref_model_mixup_alpha:TU ref_model_sync_steps:TU
 note = precompute_ref_log_probs:TUA precompute_ref_batch_size:TU precompute_ref_eval_batch_size:TU
-    | it is not needed: the reference is scored in the same micro-batch, without a second set of weights under adapters
+    | preference.reference_cache: auto does so where pairs are seen more than once, and in full fine-tuning
 [convert] differs = max_prompt_length:TU max_completion_length:TU max_target_length:TU max_prompt_len:A
     | it cuts a part of a row there -> here data.max_seq_len holds for prompt and answer together, and data.overlong
     keeps both answers of a pair or none
-lost = use_weighting:TU dpo_use_weighting:A | pairs have no weights (WPO)
 lost = f_divergence_type:TU(!reverse_kl,fdivergencetype.reverse_kl) | the divergence is the reverse KL
 read = f_alpha_divergence_coef:TU discopop_tau:TU(0.05)
 lost = discopop_tau:TU | it is 0.05
 [convert] lost = alpha:TU(!0) | AlphaPO is not offered: simpo is its form with alpha 0
 lost = dpo_norm_loss:A | loss: sigmoid_norm with a beta around 5 divides by length
 lost = pref_bco_weight:F | loss: [{name: sigmoid}, {name: bco_pair, weight: W}] is the nearest
-lost = kto_desirable_weight:A kto_undesirable_weight:A kto_chosen_weight:F kto_rejected_weight:F | KTO is not offered
+preference.desirable_weight = kto_desirable_weight:A kto_chosen_weight:F
+preference.undesirable_weight = kto_undesirable_weight:A kto_rejected_weight:F
+[convert] preference.desirable_weight = desirable_weight:TU
+[convert] preference.undesirable_weight = undesirable_weight:TU
 note = generate_during_eval:TU dpo_generate_during_eval:A | eval.tasks judge what is generated
 note = dpo_padding_free:A | data.padding_free: auto does that wherever attention can
 read = disable_dropout:TU use_logits_to_keep:TU dpo_use_logits_to_keep:A label_pad_token_id:TU padding_value:TU
@@ -307,7 +312,8 @@ checkpoint.keep_last = save_total_limit:H keep_last_n_checkpoints:C
 note = save_safetensors:H save_only_model:H | checkpoints are safetensors, and hold what resuming needs
 differs checkpoint.keep_best: true = load_best_model_at_end:H
     | the best checkpoint is kept, the last weights are the result -> ftcli export --checkpoint best
-note = metric_for_best_model:H greater_is_better:H | the best checkpoint is that of the lowest held-out loss
+note = metric_for_best_model:H greater_is_better:H
+    | the best checkpoint is that of the lowest held-out loss; train.metric_for_best_model names another measure
 checkpoint.on_sigterm = enable_jit_checkpoint:H
 steps logging.every_steps = logging_steps:AFTH log_interval:L log_every_n_steps:C
 lost logging.every_steps = logging_strategy:H(epoch) | counted in optimizer steps here, never in epochs
@@ -410,7 +416,7 @@ read = remove_unused_columns:H include_tokens_per_second:H include_num_input_tok
 
 @dataclass(frozen=True, slots=True)
 class ForeignKey:
-    """What a key of other tools is here, for some of its values or for all.
+    """Our name for a key of other tools, for some of its values or for all.
 
     Attributes:
         tools: Their names.
@@ -484,7 +490,9 @@ def _foreign() -> dict[str, ForeignKey]:
 
 
 def _first(rows: Sequence[ForeignKey]) -> ForeignKey:
-    """What `ftcli check` says: the row for all values. Of one that is for some, nothing is there for the others."""
+    """The row that `ftcli check` cites: the one for all values. A key with rows for some values only has none for the
+    others.
+    """
     kept = [row for row in rows if row.rule != "refuse"] or rows[:1]
     first = next((row for row in kept if not row.only), kept[0])
     tools = dict.fromkeys(tool for row in rows if row.target == first.target for tool in row.tools.split(", "))
@@ -514,7 +522,9 @@ _BY_VALUE: Mapping[tuple[str, str], ForeignKey] = MappingProxyType(
 
 
 def foreign(section: str, name: str, value: object = None) -> ForeignKey | None:
-    """What other tools mean by this key, in this section (dotted, list positions left out), with this value."""
+    """The meaning of another tool's key in this section (dotted, list positions left out) with this value; None if
+    unknown.
+    """
     if name == "_component_" and section != "model":
         return _COMPONENT
     return FOREIGN_IN.get((section, name)) or _BY_VALUE.get((name, str(value).lower())) or FOREIGN.get(name)

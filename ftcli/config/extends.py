@@ -71,7 +71,7 @@ def _extended(chain: tuple[Path, ...], path: Path, target: Path, origin: Origin)
 
 
 def _real(path: Path) -> str:
-    """Where links lead; the path as it is where they lead nowhere, or no file can be called so."""
+    """The target of a path's links; the path itself if they lead nowhere, or no file can have its name."""
     try:
         return os.path.realpath(path)
     except (OSError, ValueError):

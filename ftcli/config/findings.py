@@ -19,7 +19,6 @@ from ftcli.config.scalars import number_hint
 from ftcli.config.schema import Node, RecipeSchema
 from ftcli.config.secrets import is_secret_key, mask
 from ftcli.config.tree import Leaf, ListNode, MapNode, Tree, describe_kind, plain_tree
-from ftcli.config.usable import usable_values
 from ftcli.errors import Finding
 from ftcli.paths import unserved
 
@@ -164,7 +163,7 @@ class _Writer:
         return Finding(code, f"{_dotted(path)} must be {self._expected(problem, node)}, not {shown}", origin, help)
 
     def _expected(self, problem: _Problem, node: Node) -> str:
-        usable = usable_values(".".join(part for part in problem.path if not part.isdecimal()))
+        usable = suggest.usable_values(".".join(part for part in problem.path if not part.isdecimal()))
         is_word = usable is not None and self._schema.choices(node)
         expected = f"one of {', '.join(usable or ())}" if is_word else self._schema.describe(node)
         return f"{expected}, finite" if problem.kind == "finite_number" else expected
@@ -208,7 +207,7 @@ def _shape_help(path: Path, variants: Iterable[Node]) -> str:
 
 
 def _type_help(node: Node, value: Tree, schema: RecipeSchema) -> str | None:
-    """What to write instead, where the value shows what was meant."""
+    """Help that guesses the meaning from the value; None if it shows none."""
     kinds = {part.get("type") for part in schema.variants(node)}
     if not isinstance(value, Leaf):
         return "remove the brackets or dashes" if isinstance(value, ListNode) and "array" not in kinds else None

@@ -47,7 +47,7 @@ def load_recipe(path: Path, overrides: Sequence[Override] = ()) -> LoadedRecipe:
 
 
 def load_text(text: str, path: Path) -> LoadedRecipe:
-    """As :func:`load_recipe`, of a text that is to become the file ``path``. It extends nothing."""
+    """Loads, like :func:`load_recipe`, a text that is to become the file ``path``. It extends nothing."""
     parsed = parse_file(text, str(path))
     return _loaded(MergedRecipe(parsed.tree, parsed.findings), path, ())
 

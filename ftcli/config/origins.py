@@ -1,4 +1,4 @@
-"""Where every value of a loaded recipe came from."""
+"""The origin of every value of a loaded recipe."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class Origins:
         self._collect(tree, ())
 
     def at(self, path: str | Sequence[str | int]) -> Origin | None:
-        """Where the value stands; else where its nearest written ancestor stands, in the end the file itself."""
+        """The value's place, or that of its nearest written ancestor, in the end the file itself."""
         return self._nearest(self._values, _parts(path))
 
     def key(self, path: str | Sequence[str | int]) -> Origin | None:
-        """Where the key stands (list items: the item), or else the nearest ancestor's."""
+        """The key's place (list items: the item's), or the nearest ancestor's."""
         return self._nearest(self._keys, _parts(path))
 
     def explicit(self, path: str | Sequence[str | int]) -> bool:
-        """Whether the recipe or an override sets this value; else it is a default."""
+        """True if the recipe or an override sets this value; False for a default."""
         return _parts(path) in self._values
 
     def _collect(self, tree: Tree, path: Path) -> None:

@@ -14,6 +14,7 @@ from ftcli.config.model import LaunchConfig, LoraConfig, ModelConfig, Quantizati
 from ftcli.config.training import CheckpointConfig, LoggingConfig, RunConfig, TrainConfig
 from ftcli.methods.grpo.settings import GrpoConfig
 from ftcli.methods.preference.settings import PreferenceConfig
+from ftcli.methods.reward.settings import RewardModelConfig
 
 
 class Recipe(Section):
@@ -28,6 +29,7 @@ class Recipe(Section):
     train: TrainConfig = Field(default_factory=TrainConfig)
     grpo: GrpoConfig | None = Field(default=None)
     preference: PreferenceConfig | None = Field(default=None)
+    reward: RewardModelConfig | None = Field(default=None)
     eval: EvalConfig = Field(default_factory=EvalConfig)
     export: ExportConfig = Field(default_factory=ExportConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
@@ -36,7 +38,7 @@ class Recipe(Section):
 
     @property
     def rewards(self) -> tuple[RewardConfig, ...]:
-        """What judges completions in training."""
+        """Judges of completions in training."""
         return () if self.grpo is None else self.grpo.rewards
 
     def value_of(self, key: str) -> Any:

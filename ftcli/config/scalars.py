@@ -1,4 +1,4 @@
-"""What an unquoted word of a recipe means: YAML 1.2's core rules, with the traps of YAML 1.1 left out.
+"""Resolves the unquoted words of a recipe by YAML 1.2's core rules, without the traps of YAML 1.1.
 
 ``true`` and ``false`` are the only booleans; ``yes``, ``no``, ``on`` and ``off`` are text. ``1e-4``, ``1E-4`` and
 ``.5e-3`` are numbers. ``1:30`` is text, not 90; ``010`` is text, because some readers take it for 8 and some for 10;
@@ -52,7 +52,7 @@ def _number(text: str) -> int | float | None:
 
 
 def number_hint(text: str) -> str | None:
-    """What was probably meant by text that stands where a number belongs."""
+    """Help for a text in the place of a number, if it looks like one."""
     if re.fullmatch(r"[-+]?[0-9]+:[0-5]?[0-9](:[0-5]?[0-9])*", text):
         return "a value such as 1:30 is not a number here; write it in one unit"
     if re.fullmatch(r"[-+]?0[0-9]+", text):

@@ -91,7 +91,9 @@ class RecipeSchema:
         return tuple(found)
 
     def describe(self, node: Node) -> str:
-        """What a value must be: ``a whole number from 1 to 4096``, ``one of auto, eager``, ``a list of text``."""
+        """Description of a node's values: ``a whole number from 1 to 4096``, ``one of auto, eager``, ``a list of
+        text``.
+        """
         said = list(dict.fromkeys(self._describe(variant) for variant in self.variants(node)))
         return " or ".join(said) if said else "any value"
 

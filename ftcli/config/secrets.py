@@ -27,12 +27,12 @@ _ASSIGNMENT = re.compile(r"(?<![A-Za-z0-9_.\-])(?P<key>[A-Za-z0-9_.\-]+)(?P<betw
 
 
 def is_secret_key(key: str) -> bool:
-    """Whether a key of this name holds a secret."""
+    """True if a key of this name holds a secret."""
     return _SECRET_KEY.fullmatch(key.replace("-", "_")) is not None
 
 
 def is_secret_value(text: str) -> bool:
-    """Whether this text contains a credential of a known form."""
+    """True if this text contains a credential of a known form."""
     return _SECRET_VALUE.search(text) is not None
 
 
@@ -78,7 +78,7 @@ def _masked(lines: Sequence[str], anchors: Collection[str]) -> tuple[list[str], 
 
 
 def _secret_from(line: str, anchors: Collection[str]) -> int | None:
-    """Where the value of the first key that names a secret begins, or of the first of ``anchors``.
+    """Start of the value of the first key that names a secret, or of the first of ``anchors``.
 
     It may hold commas and brackets: it has no end.
     """

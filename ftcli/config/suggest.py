@@ -7,9 +7,9 @@ from difflib import get_close_matches
 
 from ftcli.config.dialect_values import VALUES
 from ftcli.config.dialects import FOREIGN_IN, foreign
+from ftcli.config.model import SUPPORTED_ATTENTION
 from ftcli.config.origins import Path
 from ftcli.config.schema import RecipeSchema
-from ftcli.config.usable import usable_values
 from ftcli.tables import methods
 
 
@@ -23,7 +23,7 @@ class Suggestion:
 
 
 def unknown_key(path: Path, schema: RecipeSchema, value: object = None) -> Suggestion:
-    """What to say about a key that does not exist: FT201, or FT202 for a key of another tool.
+    """The message about a key that does not exist: FT201, or FT202 for a key of another tool.
 
     Args:
         value: Of the key, where it is a single one: it may decide what the other tool means.
@@ -75,6 +75,11 @@ def word(path: Path, given: str, choices: tuple[str, ...]) -> str:
     return f"did you mean `{said}`?" if said is not None else "choose one of these words"
 
 
+def usable_values(key: str) -> tuple[str, ...] | None:
+    """The usable values of a dotted key, as words; None where every value that the schema allows is usable."""
+    return SUPPORTED_ATTENTION if key == "model.attention" else None
+
+
 def _homes(name: str, homes: list[str]) -> str:
     if homes == [name]:
         return f"`{name}` is a section of its own: begin its line in the first column"
@@ -102,7 +107,7 @@ def _foreign(name: str, tools: str, target: str | None, note: str | None) -> Sug
 
 
 def _not_yet(target: str) -> str | None:
-    """What to do instead of writing something that would be refused; None where it would not."""
+    """Help in place of a suggestion that would be refused; None if it would not be."""
     key, _, value = target.partition(": ")
     usable = usable_values(key)
     if usable is None or (value.strip("[]") in usable if value else len(usable) > 1):

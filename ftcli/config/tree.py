@@ -22,7 +22,7 @@ class Leaf:
 
     @property
     def blank(self) -> bool:
-        """Whether nothing at all was written (``lora:``), unlike an explicit ``null``."""
+        """True if nothing at all was written (``lora:``), unlike an explicit ``null``."""
         return self.value is None and self.text == ""
 
 
@@ -74,7 +74,7 @@ def merge(base: Tree, over: Tree) -> Tree:
 
 
 def describe_kind(tree: Tree) -> str:
-    """What a message calls this value: ``text `abc` ``, ``3``, ``a list``."""
+    """A message's name for this value: ``text `abc` ``, ``3``, ``a list``."""
     if isinstance(tree, MapNode):
         return "a section"
     if isinstance(tree, ListNode):

@@ -1,4 +1,4 @@
-"""Where an assistant's answer begins and ends: after the generation prompt, and with the token that stops generation.
+"""Finds an assistant's answer in rendered text: after the generation prompt, up to the token that stops generation.
 
 Many templates write an earlier turn differently from the last one (they drop its reasoning, or end it with another
 token), and some end the generation prompt inside the reasoning. So an answer is looked for in the text that ends with
@@ -53,16 +53,16 @@ class AnswerTurn:
 
     @property
     def end(self) -> int:
-        """Where the answer ends in ``text``."""
+        """End of the answer in ``text``."""
         return len(self.prompt) + len(self.answer)
 
     def begins(self, text: str) -> bool:
-        """Whether ``text`` begins with this turn exactly as generation would make it."""
+        """True if ``text`` begins with this turn exactly as generation would make it."""
         return text.startswith(self.text[: self.end])
 
 
 def after_prompt(prompt: str, text: str, last_turn: int) -> str | None:
-    """What ``text`` adds to ``prompt``, which is the same conversation before the answer; None: it cannot be told.
+    """The text that follows ``prompt``, the same conversation before the answer; None if it cannot be told.
 
     Args:
         last_turn: Length of the end of ``prompt`` that shows its last message and the generation prompt. Where the
@@ -87,7 +87,7 @@ def _common_suffix(one: str, other: str) -> int:
 
 
 def common_prefix(one: str, other: str) -> int:
-    """How many characters two texts begin with alike."""
+    """Number of characters that two texts begin with alike."""
     return _agreed(min(len(one), len(other)), lambda n: one.startswith(other[:n]))
 
 
@@ -137,7 +137,7 @@ class StopTexts:
         return answer if found is None else answer[: found.end(1)]
 
     def ends(self, answer: str) -> bool:
-        """Whether a stop token stands in the answer."""
+        """True if a stop token is in the answer."""
         return self._any is None or self._any.search(answer) is not None
 
     def first(self, text: str) -> tuple[str, str] | None:

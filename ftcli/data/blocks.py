@@ -28,7 +28,7 @@ Look = Callable[[Sequence[Message], int, int], AnswerTurn]
 
 @dataclass(frozen=True, slots=True)
 class AnswerSpan:
-    """Where an answer begins and ends in the text of the whole conversation, and its ranges without loss."""
+    """Start and end of an answer in the text of the whole conversation, and its ranges without loss."""
 
     start: int
     end: int
@@ -38,7 +38,7 @@ class AnswerSpan:
 def placed(
     chat: Sequence[Message], trained: Sequence[int], last: AnswerTurn, text: str, look: Look
 ) -> list[AnswerSpan] | None:
-    """Where each trained answer stands in ``text``; None where one does not stand there as generation would make it.
+    """The place of each trained answer in ``text``; None if one is not there as generation would make it.
 
     Args:
         trained: The answers' messages, in order.
@@ -73,12 +73,12 @@ def placed(
 
 
 def _begin(chat: Sequence[Message], most: int, lead: int) -> int:
-    """Where a short conversation goes on after its lead, which ends before the first answer: at another answer."""
+    """Index at which a short conversation goes on after its lead: that of another answer, else the lead's end."""
     return next((number for number in range(most, lead, -1) if chat[number]["role"] == "assistant"), lead)
 
 
 def _stand_in(text: str, turns: Sequence[AnswerTurn], later: int) -> bool:
-    """Whether turns of one short conversation stand in the text, the first one ``later`` characters further on."""
+    """True if turns of one short conversation are in the text, the first one ``later`` characters further on."""
     written = turns[-1].text[: turns[-1].end]
     known = len(turns[0].prompt) if later else 0
     return all(turn.begins(written) for turn in turns) and text.startswith(written[known:], known + later)

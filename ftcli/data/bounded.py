@@ -56,7 +56,7 @@ class Allowance:
         self._stopped: str | None = None
 
     def run(self, characters: int, write: Callable[[], str]) -> str:
-        """What ``write`` makes of a conversation of so many characters.
+        """The text that ``write`` renders of a conversation of so many characters, within the time that is left.
 
         Raises Stopped, and whatever ``write`` raises.
         """

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 #: Part of every key: raised whenever the same input gives other tokens or other files.
-FORMAT = 4
+FORMAT = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class FileIdentity:
 
 
 def contents_of(source: DatasetConfig, *, offline: bool = False) -> list[FileIdentity] | None:
-    """What the source holds now, by content; None for a Hub dataset whose commit nobody can say.
+    """The content of the source now; None for a Hub dataset whose commit nobody can say.
 
     Raises FtcliError FT401, FT402, FT407 as :func:`files_of`, OSError for an unreadable file.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ftcli.config.data import DataConfig
@@ -12,7 +12,7 @@ from ftcli.data.answers import Rendered
 from ftcli.data.boundary import BoundaryTokenizer, TokenizedText
 from ftcli.data.chats import Chats, stops_of
 from ftcli.data.forms import training_form
-from ftcli.data.presence import reasoning_of
+from ftcli.data.omissions import reasoning_of
 from ftcli.data.template import Renderer, renderer_of
 from ftcli.data.tokens import EncodedArrays, TokenizedRow, encoded_of
 from ftcli.errors import ExitCode, Finding, FtcliError
@@ -48,7 +48,7 @@ def training_renderer(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> R
 
 @dataclass(frozen=True, slots=True)
 class EncodedRows:
-    """What a few rows came to. ``lengths`` are of all rows that could be tokenized, before any cut.
+    """A few encoded rows. ``lengths`` are of all rows that could be tokenized, before any cut.
 
     ``findings`` are rows that are broken; ``overlong`` those that are refused under ``overlong: error``;
     ``dropped_tokens`` belonged to rows that were dropped. ``counts`` are those of
@@ -94,7 +94,7 @@ class _Made:
 
 @dataclass(frozen=True, slots=True)
 class FittedRow:
-    """What becomes of a row: ``tokens`` reach the model; without them it is refused (``overlong``) or dropped."""
+    """A row after ``data.overlong``: ``tokens`` reach the model; without, it is refused (``overlong``) or dropped."""
 
     tokens: TokenizedRow | None
     length: int
@@ -121,6 +121,7 @@ class Encoder:
         self.renderer = training_renderer(tokenizer, data)
         self.layout = layout
         self.unit = layouts.row(layout).unit
+        self._compares = not layouts.row(layout).imitated
         self.loss_on = resolve_loss_on(data.loss_on, layout)
         self._ends = stops_of(tokenizer, stops)
         self._history = data.history
@@ -181,8 +182,8 @@ class Encoder:
         return read
 
     def _require_one_form(self, rendered: Sequence[Sequence[Rendered]]) -> None:
-        """Raises Misfit where a part of a unit is trained in several forms: parts are compared one by one."""
-        if self.unit > 1 and any(len(forms) > 1 for forms in rendered):
+        """Raises Misfit where an answer that is compared would be several rows."""
+        if self._compares and any(len(forms) > 1 for forms in rendered):
             raise Misfit(
                 "the chat template shows the answer's earlier turns otherwise than it generated them, so it would be "
                 "several rows; use `data.history: last`"
@@ -282,6 +283,7 @@ class Encoder:
             read.counts.update(row.counts)
             read.counts.update(
                 turns_split=len(rows) - len(rendered),
+                pairs_split=len(row.examples) - self.unit,
                 turns_untrained=left,
                 answers_joined=sum(not one.apart for one in rows),
             )
@@ -299,7 +301,7 @@ class Encoder:
         labels = labels_of(one.ids, one.offsets, one.rendered.spans)
         problem = self._untrained(example, labels) or self._check(example, labels)
         without_loss(labels, one.offsets, one.rendered.holes)
-        return TokenizedRow(Row(example.row.source, example.row.number, {}), one.ids, labels), problem
+        return TokenizedRow(Row(example.row.source, example.row.number, {}), one.ids, labels, example.value), problem
 
     def _given(self, example: Example) -> tuple[TokenizedRow, Finding | None]:
         """A row that came as tokens. Nothing predicts its first one."""
@@ -310,7 +312,7 @@ class Encoder:
         if wrong is not None:
             message = f"id {wrong} is not among this tokenizer's {size:,}: the row was tokenized by another one"
             problem = Finding("FT412", message, example.row.origin)
-        return TokenizedRow(Row(example.row.source, example.row.number, {}), ids, labels), problem
+        return TokenizedRow(Row(example.row.source, example.row.number, {}), ids, labels, example.value), problem
 
     def _untrained(self, example: Example, labels: list[int]) -> Finding | None:
         if any(label != IGNORE_INDEX for label in labels):
@@ -332,7 +334,7 @@ class Encoder:
         )
 
     def fit(self, unit: Sequence[TokenizedRow]) -> list[FittedRow]:
-        """What ``data.overlong`` makes of the rows of a unit; where one of them goes, all do, and are refused once.
+        """Applies ``data.overlong`` to the rows of a unit; if one of them goes, all do, and are refused once.
 
         Rows that would be alike once they are cut have nothing to be compared by, and go.
         """
@@ -355,4 +357,4 @@ class Encoder:
         labels = tokens.labels[: self._limit]
         if self._overlong == "drop" or all(label == IGNORE_INDEX for label in labels):
             return FittedRow(None, length)
-        return FittedRow(TokenizedRow(tokens.row, tokens.input_ids[: self._limit], labels), length)
+        return FittedRow(replace(tokens, input_ids=tokens.input_ids[: self._limit], labels=labels), length)

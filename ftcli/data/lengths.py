@@ -25,7 +25,7 @@ _FORMS = (
 
 
 class Lengths(Protocol):
-    """Where lengths come from."""
+    """Source of lengths."""
 
     def sample(self, count: int, longest: int, seed: int) -> list[int]:
         """``count`` lengths in tokens, from 2 to ``longest``: longer ones are cut. A pure function of its arguments."""

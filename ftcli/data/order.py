@@ -1,4 +1,4 @@
-"""Which sequences an epoch holds and in which order: a pure function of data, weights, seed and epoch."""
+"""The sequences of an epoch and their order: a pure function of data, weights, seed and epoch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ftcli.plan.batches import Batches
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """How often an epoch shows each source: ``sizes`` rows that it has, ``counts`` that are shown, never fewer."""
+    """Rows of each source in an epoch: ``sizes`` that it has, ``counts`` that are shown, never fewer."""
 
     sizes: tuple[int, ...]
     counts: tuple[int, ...]
@@ -23,7 +23,7 @@ class Mixture:
 
     @property
     def repeats(self) -> tuple[float, ...]:
-        """How often each source's rows are seen in an epoch, on average."""
+        """Mean number of times that an epoch shows each source's rows."""
         return tuple(count / size for count, size in zip(self.counts, self.sizes, strict=True))
 
 
@@ -162,7 +162,7 @@ def plain_epochs(sequences: Sequence[TokenizedRow], seed: int) -> Epochs:
 
 @dataclass(frozen=True, slots=True)
 class ComputedTokens:
-    """What the first epoch computes: its ``tokens``, what fills rows up, and how many ``shapes`` micro-batches have."""
+    """Computation of the first epoch: its ``tokens``, the padding, and how many ``shapes`` micro-batches have."""
 
     tokens: int
     filler: int
@@ -175,7 +175,7 @@ class ComputedTokens:
 
 
 def computed_by(epochs: Epochs, lengths: Ints, batch_size: int, batches: Batches) -> ComputedTokens:
-    """What the first epoch computes in micro-batches of ``batch_size`` sequences; ``lengths`` are those of all rows."""
+    """Tokens of the first epoch in micro-batches of ``batch_size`` sequences; ``lengths`` are those of all rows."""
     order = epochs.order(0)
     shapes: dict[tuple[int, int], int] = {}
     tokens = 0
@@ -189,7 +189,7 @@ def computed_by(epochs: Epochs, lengths: Ints, batch_size: int, batches: Batches
 
 
 def _lengths_of(epochs: Epochs, units: Sequence[int], lengths: Ints, batches: Batches) -> list[int]:
-    """Of the rows of a micro-batch: documents where they are laid out unpadded, else whole sequences."""
+    """Lengths of a micro-batch's rows: documents if they are laid out unpadded, else whole sequences."""
     if epochs.packs is None:
         return [int(lengths[unit]) for unit in units]
     members = [[int(lengths[row]) for row in epochs.packs.members(unit)] for unit in units]

@@ -29,7 +29,7 @@ _OF_PARENT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Encodes(Protocol):
-    """What a worker runs; it is sent to each worker once."""
+    """The work of a worker, sent to it once."""
 
     def batch(self, rows: Sequence[Row]) -> EncodedRows:
         """Tokenizes a few rows."""

@@ -24,7 +24,6 @@ from ftcli.data.parallel import CHUNK_ROWS, encode_all
 from ftcli.data.tokens import TokenStore, TokenTable, TokenWriter
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin
 from ftcli.facts.device import usable_cores
-from ftcli.patience import TimeBudget
 from ftcli.plain import JsonObject, plain_fields
 from ftcli.reporting import Progress, Reporter, SilentReporter
 from ftcli.rows.columns import UnreadColumns
@@ -32,6 +31,7 @@ from ftcli.rows.layouts import layout_of
 from ftcli.rows.places import files_of, is_hub
 from ftcli.rows.reading import iterate, no_rows
 from ftcli.rows.row import MAX_NAMED, Row, raise_findings
+from ftcli.time_limit import TimeBudget
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -128,7 +128,7 @@ def _finding(values: JsonObject) -> Finding:
 
 @dataclass(slots=True)
 class _Counts:
-    """What the batches of one source come to."""
+    """Counts of the batches of one source."""
 
     rows: int = 0
     lengths: list[int] = field(default_factory=list)
@@ -303,7 +303,7 @@ class SourceReader:
 
 
 def allowed_of(allowed: float, rows: int, *, whole: bool) -> float:
-    """How many of ``rows`` may be broken by ``data.max_bad_rows``: a share is one of ``whole`` sources."""
+    """Number of ``rows`` that ``data.max_bad_rows`` allows to be broken: a share is one of ``whole`` sources."""
     if allowed >= 1:
         return allowed
     return allowed * rows if whole or allowed == 0 else rows

@@ -21,7 +21,7 @@ _CLOSING_TAG = re.compile(r"([<\[◁])/((?:\w+:)?(?:think|thinking|thoughts?|rea
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a model said.
+    """A model's answer.
 
     Attributes:
         text: The answer: empty where the reasoning never ended.
@@ -35,7 +35,7 @@ class Answer:
 
 
 class _Mark:
-    """How reasoning begins and ends, as regular expressions."""
+    """Start and end of reasoning, as regular expressions."""
 
     def __init__(self, opening: str, closing: str) -> None:
         self.opening = re.compile(rf"\s*(?:{opening})")
@@ -90,7 +90,7 @@ class ReasoningMarks:
         return Answer(self._decoded(ids))
 
     def _after(self, ids: list[int], mark: re.Pattern[str], start: int = 0) -> str:
-        """What follows a mark: white space between the two belongs to neither."""
+        """The text after a mark: white space between the two belongs to neither."""
         least, most = 1, len(ids)  # the fewest tokens that hold the mark, which may be a special token
         while least < most:
             middle = (least + most) // 2

@@ -1,10 +1,10 @@
-"""What is told about a row that the chat template refuses, or of which it leaves something out."""
+"""Findings about rows that the chat template refuses, or of which it leaves something out."""
 
 from __future__ import annotations
 
 from jinja2.exceptions import TemplateError
 
-from ftcli.data.presence import MessagePart
+from ftcli.data.omissions import MessagePart
 from ftcli.errors import FtcliError, first_line
 from ftcli.rows.row import Row, data_error
 
@@ -51,7 +51,7 @@ def left_out(part: MessagePart, row: Row) -> FtcliError:
 
 
 def _said(error: Exception) -> str:
-    """What a template says itself when it refuses; what Python says with the kind of its error."""
+    """A template's own words of refusal; for other errors Python's text with their kind."""
     said = first_line(error)[:500]
     return said if isinstance(error, TemplateError) else f"{type(error).__name__}: {said}"
 

@@ -47,11 +47,11 @@ class SampledRow:
 
     @property
     def trained(self) -> int:
-        """How many of its tokens bear loss."""
+        """Number of its tokens that bear loss."""
         return sum(token.trained for token in self.tokens)
 
     def as_dict(self) -> JsonObject:
-        """What JSON says of it."""
+        """The JSON form."""
         return {**plain_fields(self), "trained": self.trained}
 
 

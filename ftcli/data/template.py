@@ -17,7 +17,7 @@ from ftcli.assets import template_path
 from ftcli.config.data import DataConfig
 from ftcli.data.answers import Rendered
 from ftcli.data.bounded import REFUSALS, Allowance, TemplateStopped
-from ftcli.data.presence import PROBE, MessagePart, Presence, Tools, reasoning_of, split_reasoning
+from ftcli.data.omissions import PROBE, MessagePart, Presence, Tools, reasoning_of, split_reasoning
 from ftcli.data.refusals import left_out, refused, stopped, unknown_role
 from ftcli.errors import ExitCode, FtcliError, Origin
 from ftcli.facts.tokenizer import no_template_finding
@@ -33,7 +33,7 @@ _MOST_SWITCHED = 64
 
 
 def renderer_of(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> Renderer:
-    """What renders prompts, and what generation is given, as a recipe says. Raises FtcliError FT424."""
+    """The renderer of prompts, for training and generation, by the recipe. Raises FtcliError FT424."""
     return Renderer(tokenizer, data.chat_template, reasoning=data.reasoning, switches=data.chat_template_kwargs)
 
 
@@ -159,7 +159,7 @@ class Renderer:
         return made
 
     def lost(self, messages: Sequence[Message], tools: Tools | None, text: str, turn: int) -> list[MessagePart]:
-        """What of one turn does not show in ``text``, the rendering of a conversation without a generation prompt."""
+        """Parts of one turn that are missing in ``text``, a conversation rendered without a generation prompt."""
         return list(self._presence.lost(messages, tools, text, lambda part: part.turn == turn))
 
     def require(
@@ -275,7 +275,7 @@ class Renderer:
         return refused(row, error)
 
     def _knows(self, role: str) -> bool:
-        """Whether the template renders a message of ``role`` anywhere in the shortest conversation that has one."""
+        """True if the template renders a message of ``role`` somewhere in the shortest conversation that has one."""
         if role not in self._knows_role:
             message = {"role": role, "content": PROBE, "name": PROBE, "tool_call_id": PROBE}
             user, assistant = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}

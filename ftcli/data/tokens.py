@@ -25,11 +25,16 @@ _INDEX_COLUMNS = 4
 
 @dataclass(frozen=True, slots=True)
 class TokenizedRow:
-    """One tokenized row: ``input_ids`` and ``labels`` of equal length, and where it came from (without its fields)."""
+    """One tokenized row: ``input_ids`` and ``labels`` of equal length, and where it came from (without its fields).
+
+    Attributes:
+        value: A number that the row gives its answer; 0 where it gives none (:class:`ftcli.rows.row.Example`).
+    """
 
     row: Row
     input_ids: list[int]
     labels: list[int]
+    value: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +42,14 @@ class EncodedArrays:
     """A few tokenized rows as arrays, so that they are cheap to send and to write.
 
     ``ids`` int32 of all rows in one; ``index`` int64 (rows, 4) with running ends as in :data:`_INDEX_COLUMNS`;
-    ``spans`` int32 (spans, 2), half-open and relative to their row: the supervised positions; ``names`` of the files.
+    ``spans`` int32 (spans, 2), half-open and relative to their row: the supervised positions; ``values`` float64
+    (rows,); ``names`` of the files.
     """
 
     ids: NDArray[np.int32]
     spans: NDArray[np.int32]
     index: Ints
+    values: NDArray[np.float64]
     names: tuple[str, ...]
 
 
@@ -56,7 +63,7 @@ def encoded_of(rows: Sequence[TokenizedRow]) -> EncodedArrays:
     index[:, :2] = index[:, :2].cumsum(axis=0)
     ids = np.fromiter((i for tokens in rows for i in tokens.input_ids), dtype=np.int32)
     flat = np.asarray([pair for row in spans for pair in row], dtype=np.int32).reshape(-1, 2)
-    return EncodedArrays(ids, flat, index, names)
+    return EncodedArrays(ids, flat, index, np.asarray([tokens.value for tokens in rows], dtype=np.float64), names)
 
 
 def spans_of(labels: Sequence[int]) -> list[tuple[int, int]]:
@@ -85,7 +92,12 @@ class TokenWriter:
             translate = [self._names.setdefault(name, len(self._names)) for name in encoded.names]
             index[:, 3] = np.asarray(translate, dtype=np.int64)[index[:, 3]]
         self._rows += len(index)
-        for name, array in (("ids", encoded.ids), ("spans", encoded.spans), ("index", index)):
+        for name, array in (
+            ("ids", encoded.ids),
+            ("spans", encoded.spans),
+            ("index", index),
+            ("values", encoded.values),
+        ):
             self._files[name].write(np.ascontiguousarray(array).tobytes())
 
     def finish(self, facts: JsonObject) -> None:
@@ -103,7 +115,12 @@ class TokenWriter:
             file.close()
 
 
-_FILES: dict[str, type[np.generic]] = {"ids": np.int32, "spans": np.int32, "index": np.int64}
+_FILES: dict[str, type[np.generic]] = {
+    "ids": np.int32,
+    "spans": np.int32,
+    "index": np.int64,
+    "values": np.float64,
+}
 
 
 class TokenStore:
@@ -119,7 +136,7 @@ class TokenStore:
         for name in _FILES:
             if (folder / f"{name}.bin").stat().st_size != meta["sizes"][name]:
                 raise ValueError(f"{name}.bin is not complete")
-        self._ids, self._spans, self._index = arrays = _arrays(folder)
+        self._ids, self._spans, self._index, self.values = arrays = _arrays(folder)
         self._digest = _digest(arrays)
         if meta.pop(_CHECKSUM) != _checksum(meta, self._digest):
             raise ValueError("its content is not what was written")
@@ -152,18 +169,20 @@ class TokenStore:
         labels = [IGNORE_INDEX] * len(ids)
         for a, b in self._spans[int(starts[1]) : span_end].tolist():
             labels[a:b] = ids[a:b]
-        return TokenizedRow(Row(self._names[name], number, {}), ids, labels)
+        return TokenizedRow(Row(self._names[name], number, {}), ids, labels, float(self.values[index]))
 
 
-def _arrays(folder: Path) -> tuple[NDArray[np.int32], NDArray[np.int32], Ints]:
-    """Ids, spans and index. Raises ValueError when the sizes of the files cannot be those of such arrays."""
-    ids, spans, index = (_mapped(folder / f"{name}.bin", dtype) for name, dtype in _FILES.items())
-    return ids, spans.reshape(-1, 2), np.asarray(index.reshape(-1, _INDEX_COLUMNS))
+def _arrays(folder: Path) -> tuple[NDArray[np.int32], NDArray[np.int32], Ints, NDArray[np.float64]]:
+    """Ids, spans, index and values. Raises ValueError when the sizes of the files cannot be those of such arrays."""
+    ids, spans, index, values = (_mapped(folder / f"{name}.bin", dtype) for name, dtype in _FILES.items())
+    return ids, spans.reshape(-1, 2), np.asarray(index.reshape(-1, _INDEX_COLUMNS)), values
 
 
 def _digest(arrays: Sequence[NDArray[Any]]) -> bytes:
+    """SHA-256 of what training sees; values are left out where no row has one, as they were before rows had values."""
     digest = hashlib.sha256()
-    for array in arrays:
+    *others, values = arrays
+    for array in [*others, values] if values.any() else others:
         digest.update(len(array).to_bytes(8, "little"))
         digest.update(np.ascontiguousarray(array).data if array.size else b"")
     return digest.digest()
@@ -175,7 +194,7 @@ def _checksum(meta: JsonMap, content: bytes) -> str:
 
 
 def _read_meta(path: Path) -> JsonObject:
-    """What a writer has written. Raises OSError, or ValueError for anything else."""
+    """Reads a writer's metadata. Raises OSError, or ValueError for anything else."""
     try:
         meta = json.loads(path.read_text(encoding="utf-8"))
     except RecursionError as error:
@@ -203,6 +222,7 @@ class TokenTable(Sequence[TokenizedRow]):
         empty = np.zeros(0, dtype=np.int64)
         self.lengths: Ints = np.concatenate([empty, *(store.lengths for store in stores)])
         self.supervised: Ints = np.concatenate([empty, *(store.supervised for store in stores)])
+        self.values: NDArray[np.float64] = np.concatenate([np.zeros(0), *(store.values for store in stores)])
 
     def digest(self) -> str:
         """SHA-256, in hexadecimal, of all that training sees of the rows: a run is held to it when it resumes."""

@@ -136,7 +136,7 @@ def evaluate_loss(
 
 
 def _groups(lengths: Sequence[int], layout: BatchLayout, pack_length: int | None) -> list[list[int]]:
-    """Which sequences share a place in a batch, the longest rows first: memory runs out at once or not at all."""
+    """Sequences that share a place in a batch, the longest rows first: memory runs out at once or not at all."""
     if layout != "packed" and (layout != "unpadded" or pack_length is None):
         return [[i] for i in sorted(range(len(lengths)), key=lambda i: -lengths[i])]
     longest = max(lengths, default=1)
@@ -146,7 +146,7 @@ def _groups(lengths: Sequence[int], layout: BatchLayout, pack_length: int | None
 
 
 def _batch(rows: Sequence[Sequence[TokenizedRow]], layout: BatchLayout, pad_token_id: int) -> dict[str, Tensor]:
-    """What the model takes, and ``labels``.
+    """The model's arguments, and ``labels``.
 
     Padding on the right needs no mask: under causal attention it changes nothing that is supervised, and attention
     stays dense, its fastest form.
@@ -180,15 +180,20 @@ def _sums(model: PreTrainedModel | PeftModel, batch: dict[str, Tensor]) -> tuple
     return float(found.loss), correct, int(found.count)
 
 
-def _result(total: float, correct: int, count: int, rows: int) -> LossResult:
-    loss = total / max(count, 1)
+def require_finite(loss: float) -> float:
+    """``loss``, which is a number. Raises FtcliError FT762 (exit 6) for what is none."""
     if not math.isfinite(loss):
         raise FtcliError.single(
             "FT762",
             f"the evaluation loss is {loss}",
             exit_code=ExitCode.DIVERGED,
-            help="evaluate an earlier checkpoint (--checkpoint STEP)",
+            help="evaluate an earlier checkpoint (--checkpoint STEP), or train with a lower train.learning_rate",
         )
+    return loss
+
+
+def _result(total: float, correct: int, count: int, rows: int) -> LossResult:
+    loss = require_finite(total / max(count, 1))
     return LossResult(
         loss=loss,
         perplexity=math.exp(min(loss, _LARGEST_EXPONENT)),

@@ -23,7 +23,6 @@ R = TypeVar("R")
 
 #: Of a batch: numbers that are added up, such as summed loss, right tokens, tokens.
 Sums = tuple[float, ...]
-_OF_LOSS = 3
 
 
 def summed_over_ranks(
@@ -66,6 +65,7 @@ def summed_in_step(
     *,
     where: Callable[[T], Origin | None],
     reporter: Reporter,
+    width: int = 3,
 ) -> Sums:
     """:func:`summed_over_ranks` where each rank holds a part of the weights: all run as many batches, of as many items
     at most. A rank that has none left runs the last item, which adds nothing.
@@ -83,7 +83,7 @@ def summed_in_step(
         PeerFailed, RankLost: When a rank is gone whose weights are needed.
     """
     batches, rows = _batches(items, batch_size), batch_size
-    sums = _no_sums(len(batches), group, _OF_LOSS)
+    sums = _no_sums(len(batches), group, width)
     with group.exchanging(), reporter.progress(len(items), "evaluating") as progress:
         for turn in range(0, len(batches), group.size):
             of_all = [*batches[turn : turn + group.size], *([] for _ in range(group.size))]
@@ -95,7 +95,7 @@ def summed_in_step(
                 fits = all(told[0] for told in group.agree("evaluating", [found is not None]))
                 group.stop_if_asked("evaluating")
                 if fits and found is not None:
-                    sums[turn // group.size] += torch.tensor(found if mine else (0.0,) * _OF_LOSS, dtype=torch.float64)
+                    sums[turn // group.size] += torch.tensor(found if mine else (0.0,) * width, dtype=torch.float64)
                     progress.advance(sum(len(batch[start : start + count]) for batch in of_all))
                     start += count
                     continue
@@ -127,8 +127,8 @@ def _added_up(group: RankGroup, sums: Tensor, batches: int) -> Sums:
 
 
 def led_by_first(group: RankGroup, model: PreTrainedModel | PeftModel, compute: Callable[[], R]) -> R | None:
-    """What rank 0 makes of a model whose weights are spread; None on the others, which take part in its passes. All
-    ranks call this.
+    """Runs ``compute`` on rank 0 of a model whose weights are sharded; the other ranks take part in its passes and get
+    None. All ranks call this.
 
     Raises PeerFailed or RankLost when a rank is gone whose weights are needed.
     """

@@ -30,7 +30,7 @@ _REPLACEMENT = "\ufffd"
 
 @dataclass(frozen=True, slots=True)
 class StreamSettings:
-    """How tokens are chosen. ``temperature`` 0 takes the likeliest one, and ``top_p`` then has no meaning.
+    """Settings of sampling. ``temperature`` 0 takes the likeliest token, and ``top_p`` then has no meaning.
 
     The text ends before the first of ``stop_strings``.
     """
@@ -42,15 +42,13 @@ class StreamSettings:
 
     @property
     def of_tokens(self) -> ftkernels.sampling.Sampling:
-        """How each token is chosen."""
+        """The same as the sampler takes it."""
         return ftkernels.sampling.Sampling(self.temperature, top_p=self.top_p)
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionEnd:
-    """What is known once a completion has ended; ``tokens`` counts the token that ended the turn as well, and ``ids``
-    holds it.
-    """
+    """The end of a completion; ``tokens`` counts the token that ended the turn as well, and ``ids`` holds it."""
 
     tokens: int
     stop: StopReason
@@ -74,14 +72,14 @@ class Detokenizer:
         self._told = 0
 
     def add(self, token: int) -> str:
-        """What can be told now; nothing while a character is incomplete."""
+        """The text that is complete by now; nothing while a character is incomplete."""
         if token in self._special:
             return ""
         self._ids.append(token)
         return self._next(last=False)
 
     def finish(self) -> str:
-        """What is left, bytes of an incomplete character included."""
+        """The rest, bytes of an incomplete character included."""
         return self._next(last=True)
 
     def _next(self, *, last: bool) -> str:
@@ -104,7 +102,7 @@ def listening(
     device: torch.device,
     max_length: int,
 ) -> OpenedGenerator:
-    """What answers one prompt at a time, again and again, up to ``max_length`` tokens of prompt and completion.
+    """A generator for one prompt at a time, of up to ``max_length`` tokens of prompt and completion.
 
     Raises FtcliError FT761 (exit 5) when so many do not fit into memory.
     """

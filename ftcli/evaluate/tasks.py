@@ -58,7 +58,7 @@ class TaskResult:
 
     @property
     def cut_words(self) -> str:
-        """How many answers were cut off."""
+        """Text on the number of answers that were cut off."""
         inside = f", {self.cut_reasoning:,} of them while reasoning," if self.cut_reasoning else ""
         return f"{self.cut:,} of {len(self.answers):,} answers were cut off{inside}"
 
@@ -68,7 +68,7 @@ class TaskResult:
         return self.answers[:SAMPLES_KEPT]
 
     def as_dict(self) -> JsonObject:
-        """What JSON says of it: not every answer."""
+        """The JSON form, without every answer."""
         said = {"name": self.name, "use": self.use, "score": self.score, "rows": self.rows, "failed": self.failed}
         return {**said, "cut": self.cut, "cut_reasoning": self.cut_reasoning, "samples": self.samples}
 

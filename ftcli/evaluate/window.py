@@ -1,4 +1,4 @@
-"""How much of a text a model sees while it answers, and how much room is left for the answer."""
+"""The part of a text that a model sees while it answers, and the room left for the answer."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ class Window:
 
     @property
     def slides(self) -> bool:
-        """Whether completions go on where the window is full."""
+        """True if completions go on when the window is full."""
         return self.sliding and self.length is not None
 
     def next(self, ids: Sequence[int], made: int) -> tuple[tuple[int, ...], int]:
-        """What of ``ids``, the last ``made`` of them by the model, it sees next, and how many tokens may follow.
+        """The part of ``ids``, the last ``made`` of them by the model, that it sees next, and how many tokens may
+        follow.
 
         A window that is full drops its oldest quarter: the rest is read anew, from position 0.
         """

@@ -1,7 +1,7 @@
-"""The base weights as training computed with them: for quantised ones, the numbers that they stand for.
+"""The base weights as training computed with them: for quantized ones, the numbers that they stand for.
 
-A linear layer that training quantised is quantised here in the same way from the same stored weight, or read from the
-same packed file, and then dequantised into the dtype of training's products. So an adapter is merged with the very
+A linear layer that training quantized is quantized here in the same way from the same stored weight, or read from the
+same packed file, and then dequantized into the dtype of training's products. So an adapter is merged with the very
 matrix that it was trained beside, and not with the full-precision one before rounding.
 """
 
@@ -41,10 +41,10 @@ class BaseInTraining:
     """How training held the base's linear layers.
 
     Attributes:
-        settings: The quantisation.
-        dtype: Of training's products, into which the weights were dequantised for them.
-        linears: Names of the weights that it made of full-precision ones; empty where the files are quantised.
-        reader: What reads quantised files.
+        settings: The quantization.
+        dtype: Of training's products, into which the weights were dequantized for them.
+        linears: Names of the weights that it made of full-precision ones; empty where the files are quantized.
+        reader: What reads quantized files.
     """
 
     settings: QuantizationConfig
@@ -54,15 +54,15 @@ class BaseInTraining:
 
     @property
     def stored(self) -> bool:
-        """Whether the base's files are quantised themselves."""
+        """Whether the base's files are quantized themselves."""
         return self.reader is not None
 
     def quantizes(self, name: str) -> bool:
-        """Whether training quantised this weight of the files."""
+        """Whether training quantized this weight of the files."""
         return name in self.linears
 
     def packed_part(self, key: str, entry: TensorEntry) -> tuple[str, str] | None:
-        """Layer and part that a stored tensor of quantised files is; None for one in full precision."""
+        """Layer and part that a stored tensor of quantized files is; None for one in full precision."""
         if self.reader is None:
             return None
         found = self.reader.part_of(key)
@@ -76,7 +76,7 @@ class BaseInTraining:
         return (layer, "weight") if packed else None
 
     def unpacked(self, parts: Mapping[str, Tensor], model: PreTrainedModel, name: str) -> Tensor:
-        """The numbers (out, in) that a layer of quantised files stands for. Raises FtcliError FT323 where none."""
+        """The numbers (out, in) that a layer of quantized files stands for. Raises FtcliError FT323 where none."""
         layer = name.removesuffix(".weight")
         module = model.get_submodule(layer)
         if self.reader is None or not can_be_packed(layer, module):
@@ -120,7 +120,7 @@ def base_in_training(source: ExportSource, config: PretrainedConfig, model: PreT
         config: The base's, ``model``: the same without memory.
 
     Raises:
-        FtcliError: FT740 for ``export.base: original`` where the files themselves are quantised.
+        FtcliError: FT740 for ``export.base: original`` where the files themselves are quantized.
     """
     raw: JsonMap = config.to_dict()
     settings, original = source.quantization, source.settings.base == "original"

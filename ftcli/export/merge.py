@@ -70,7 +70,7 @@ class Rounding:
 
     Attributes:
         dtype: What weights are rounded to; None: each to the dtype that the base stores it in.
-        quantized: The dtype of weights that the base stores quantised.
+        quantized: The dtype of weights that the base stores quantized.
         kept: Answers whether a tensor keeps its dtype whatever ``dtype`` says: the model says so of fragile ones.
     """
 

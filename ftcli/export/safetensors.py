@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +36,15 @@ from ftcli.export.source import (
     unusable,
     unwritten,
 )
-from ftcli.export.tensorfile import TensorFile, TensorToWrite, finite_tensors, require_room, tensor_files, write_shards
+from ftcli.export.tensorfile import (
+    TensorFile,
+    TensorToWrite,
+    computed,
+    finite_tensors,
+    require_room,
+    tensor_files,
+    write_shards,
+)
 from ftcli.export.verify import (
     TOLERANCE,
     Verified,
@@ -59,6 +67,7 @@ from ftcli.export.weights import (
     StoredWeights,
     base_weights,
     ends,
+    source_config,
     source_updates,
     stored_names,
     untied,
@@ -67,6 +76,7 @@ from ftcli.export.weights import (
 from ftcli.facts.device import cpu_device
 from ftcli.model.pretrained import hollow, read_config
 from ftcli.model.quantized import unreadable_weights
+from ftcli.model.score_head import SCORE, row_scores
 from ftcli.model.tokenizer import align_special_tokens, source_of
 from ftcli.plain import plain_fields
 from ftcli.run.checkpoint import PROGRESS
@@ -129,6 +139,8 @@ def write(source: ExportSource, folder: Path, say: Callable[[str], None]) -> Ver
         FtcliError: as :func:`write_merged` and :func:`verify_merged`, or :func:`copy_model` and :func:`verify_copy`.
         OSError: it cannot be written.
     """
+    if source.classifier and source.kind == "adapter":
+        return _write_classifier(source, folder, say)
     if source.kind == "model" and source.settings.dtype == "auto":
         copy_model(source, folder)
         return verify_copy(source, folder) if source.verify else not_asked()
@@ -200,7 +212,7 @@ def _stored_at(source: ExportSource) -> tuple[str, str | None]:
 
 
 def _plain_dtype(config: PretrainedConfig, source: ExportSource) -> torch.dtype:
-    """What weights are stored in that the base stores quantised: what its config.json says of the others."""
+    """What weights are stored in that the base stores quantized: what its config.json says of the others."""
     said: Any = config.get_text_config()
     stated = getattr(config, "dtype", None) or getattr(said, "dtype", None)
     return stated if isinstance(stated, torch.dtype) else getattr(torch, source.compute)
@@ -382,6 +394,72 @@ def copy_processors(source: ExportSource, folder: Path) -> None:
             shutil.copyfile(found, folder / name)
 
 
+def _write_classifier(source: ExportSource, folder: Path, say: Callable[[str], None]) -> Verified:
+    """Base and adapter merged, with the score in place of the head. The score keeps its float32.
+
+    Raises:
+        FtcliError: as :func:`write_merged`, and FT741 when a weight or a score is another one.
+        OSError: it cannot be written.
+    """
+    require_kept_base(source)
+    plan = plan_model(source)
+    _require_memory(plan)
+    name = f"{SCORE}.weight"
+    score = plan.adapter.whole[name]
+    say(f"merging with {plan.merged_with}")
+    tensors = outputs(plan.base, plan.adapter, plan.rounding)
+    save_model(source, plan, [*tensors, computed(name, tuple(score.shape), score.dtype, lambda: score)], folder)
+    if not source.verify:
+        return not_asked(plan.merged_with)
+    say("verifying: comparing weights")
+    written, base = open_written(folder), base_weights(source)
+    assert plan.adapted is not None  # only adapters come here
+    changes = source_updates(source, plan.adapted)
+    problems = compare_written(written, MergedWeights(base, changes), plan.rounding, added=(name,))
+    trained = changes[name].whole
+    if trained is None or not torch.equal(written.read(name), trained):
+        problems.append(f"{name} differs")
+    if problems:
+        raise not_verified(folder, problems)
+    say("verifying: comparing scores")
+    with (
+        computing_from(plan.adapted, base.read, base.names),
+        rounded_as_merged(
+            plan.adapted, lambda weight: plan.rounding.of(weight, base.of(weight)) if weight != name else score.dtype
+        ),
+    ):
+        facts = _verify_scores(source, folder, plan.adapted, written)
+    return Verified(
+        "every weight, scores in float32, tokenizer", {"merged": plan.merged, **facts}, merged_with=plan.merged_with
+    )
+
+
+def _verify_scores(
+    source: ExportSource, folder: Path, model: Any, written: StoredWeights
+) -> dict[str, str | int | float]:
+    """Holds the scores of what was written, as plain transformers loads it, against those of ``model``, by the size of
+    the product of a hidden state and the score's weights.
+
+    Raises FtcliError FT741 when one differs, or the tokenizer does.
+    """
+    tokenizer = source_tokenizer(source)
+    whole = probe_batch(tokenizer, len(tokenizer))
+    probe = replace(whole, input_ids=whole.input_ids[:-1], attention_mask=whole.attention_mask[:-1])  # texts alone
+    wanted, states = row_scores(model, probe.input_ids, probe.attention_mask)
+    scale = states.norm(dim=-1) * written.read(f"{SCORE}.weight").float().norm()
+    request = model_request(folder, probe, elements(written), dtype="float32")
+    answer = source.reload(request, sent(probe))
+    problems = [*answer.problems, *compare_tokenizers(answer.tokenizer, tokenizer)]
+    error = math.inf
+    if not answer.problems:
+        error = float(((answer.tensors[LOGITS].squeeze(-1) - wanted).abs() / scale).max())
+    if not error <= TOLERANCE:
+        problems.append(f"scores differ by {error:.3g} of their size; {TOLERANCE:.3g} is allowed")
+    if problems:
+        raise not_verified(folder, problems)
+    return {"relative_error": error, "tolerance": TOLERANCE, "loaded": loaded(request), **reloaded(answer)}
+
+
 def verify_copy(source: ExportSource, folder: Path) -> Verified:
     """Load the copy with plain transformers; its weights must be the files', bit for bit, and its logits the source's.
 
@@ -392,6 +470,8 @@ def verify_copy(source: ExportSource, folder: Path) -> Verified:
         wanted = tensor_files(source.folder)
     except (OSError, SafetensorError) as error:
         raise unusable(source.folder, f"its weights cannot be read ({error})") from error
+    if source.classifier:
+        return _verify_classifier_copy(source, folder, wanted)
     tokenizer = source_tokenizer(source)
     rounds = getattr(local_config(source.folder), "quantization_config", None)
     probe, trained, parameters = _trained(source, tokenizer, rounds=rounds is not None)
@@ -407,6 +487,16 @@ def verify_copy(source: ExportSource, folder: Path) -> Verified:
         raise not_verified(folder, [*problems, *others])
     facts = {"tensors": len(wanted), **facts, "loaded": loaded(request), **reloaded(answer)}
     return Verified("every weight bit for bit, logits, tokenizer, stop tokens", facts)
+
+
+def _verify_classifier_copy(source: ExportSource, folder: Path, wanted: dict[str, TensorFile]) -> Verified:
+    problems = shortened(list(_compare(tensor_files(folder), wanted)))
+    if problems:
+        raise not_verified(folder, problems)
+    stored, model = base_weights(source), unwritten(source_config(source))
+    with computing_from(model, stored.read, stored.names):
+        facts = _verify_scores(source, folder, model, stored)
+    return Verified("every weight bit for bit, scores in float32, tokenizer", {"tensors": len(wanted), **facts})
 
 
 def _trained(source: ExportSource, tokenizer: PreTrainedTokenizerBase, *, rounds: bool) -> tuple[Probe, Tensor, int]:

@@ -26,12 +26,14 @@ from ftcli.facts.weights import ADAPTER_CONFIG
 from ftcli.model.load_quantized import compute_buffers
 from ftcli.model.lora import load_adapter
 from ftcli.model.pretrained import hollow, load_whole, read_config, weight_files
+from ftcli.model.score_head import TASK_TYPE
 from ftcli.model.tokenizer import load_tokenizer, read_tokenizer, require_stop, source_of, stop_token_ids
 from ftcli.plain import JsonObject
 from ftcli.run.atomic import irregular_file, json_object_in, read_json_object
 from ftcli.run.directory import RunDirectory
 from ftcli.run.inputs import base_inputs
 from ftcli.run.integrity import hold_base, not_held
+from ftcli.tables.methods import method_of
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -70,8 +72,9 @@ class ExportSource:
         reload: Loads what was written again, in a process of its own.
         llama_cpp: What there is of llama.cpp on the machine (``ftcli.export.gguf.llama``).
         quantization: How training held the base weights.
-        compute: The dtype of training's products, into which quantised weights were dequantised.
+        compute: The dtype of training's products, into which quantized weights were dequantized.
         vocabulary: How many tokens the adapter's embeddings have, where the base has another number.
+        classifier: Whether it scores rows in place of answering (:mod:`ftcli.model.score_head`).
         files: What ``folder`` holds, by digests (``ftcli.run.integrity.result_files``).
     """
 
@@ -92,6 +95,7 @@ class ExportSource:
     compute: str = "bfloat16"
     vocabulary: int | None = None
     files: Sequence[JsonObject] = ()
+    classifier: bool = False
 
 
 def resolve_source(
@@ -141,6 +145,7 @@ def _from_run(run: RunDirectory, destination: Path | None, checkpoint: Path | No
         checkpoint is None,
         quantization=recipe.quantization,
         compute=_compute_dtype(run),
+        classifier=method_of(recipe, "train").classifier,
     )
 
 
@@ -161,7 +166,9 @@ def _from_adapter(folder: Path, destination: Path | None) -> ExportSource:
     model = ModelConfig(name_or_path=base, revision=config.get("revision"))
     origins = Origins(MapNode(Origin(str(folder / ADAPTER_CONFIG)), {}))
     target = destination or folder.with_name(f"{folder.resolve().name}-export")
-    return ExportSource("adapter", folder, model, origins, None, target)
+    return ExportSource(
+        "adapter", folder, model, origins, None, target, classifier=config.get("task_type") == TASK_TYPE
+    )
 
 
 def read_adapter_config(folder: Path) -> JsonObject:
@@ -255,7 +262,7 @@ def held_base(source: ExportSource) -> list[Finding]:
             name = source_of(source.base.name_or_path)
             config = read_config(name, revision=source.base.revision, offline=source.offline)
             commit = getattr(config, "_commit_hash", None)
-        now = base_inputs(facts, source.base, commit)
+        now = base_inputs(facts, source.base, commit, weights=None if adapter else ())
     except hub_errors() as error:
         raise _no_base(source, error) from error
     return hold_base(run, source.base, seed, now, weights=adapter)
@@ -277,7 +284,7 @@ def local_config(folder: Path) -> PretrainedConfig:
 
 
 def plain_config(config: PretrainedConfig) -> PretrainedConfig:
-    """``config`` without what it says of quantised files: transformers would look for the package that wrote them."""
+    """``config`` without what it says of quantized files: transformers would look for the package that wrote them."""
     if getattr(config, "quantization_config", None) is None:
         return config
     plain = deepcopy(config)

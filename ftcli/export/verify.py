@@ -290,7 +290,9 @@ def open_written(folder: Path) -> StoredWeights:
         raise not_verified(folder, [str(error)]) from error
 
 
-def compare_written(written: StoredWeights, merged: MergedWeights, rounding: Rounding) -> list[str]:
+def compare_written(
+    written: StoredWeights, merged: MergedWeights, rounding: Rounding, added: Collection[str] = ()
+) -> list[str]:
     """Problems found tensor by tensor; empty when there are none.
 
     Tensors that the adapter does not change must be the base's byte for byte, or rounded from those alike. Merged ones
@@ -298,9 +300,10 @@ def compare_written(written: StoredWeights, merged: MergedWeights, rounding: Rou
 
     Args:
         merged: Base and adapter, from the adapter's file and without PEFT.
+        added: Tensors that the adapter brings beside the base's; they are not compared here.
     """
     base, changes = merged.base, merged.changes
-    unknown = set(changes) - {*base.names, *base.ties}
+    unknown = set(changes) - {*base.names, *base.ties, *added}
     problems = [f"the adapter changes {name}, which the base model does not have" for name in sorted(unknown)]
     files = {key: file for each in written.stored for key, file in zip(each.keys, each.files, strict=True)}
     keys: set[str] = set()
@@ -311,7 +314,7 @@ def compare_written(written: StoredWeights, merged: MergedWeights, rounding: Rou
         else:
             problems += _compare_merged(stored.names, written, merged, rounding)
     problems += _compare_merged(merged.untied, written, merged, rounding)
-    expected = {name for stored in base.stored for name in stored.names} | set(merged.untied)
+    expected = {name for stored in base.stored for name in stored.names} | {*merged.untied, *added}
     for each in written.stored:
         foreign = set(each.names) - expected if each.names else set(each.keys) - keys
         problems += [f"{name} is not in the base model" for name in sorted(foreign)]

@@ -37,6 +37,7 @@ from ftcli.model.load_quantized import require_ignorable
 from ftcli.model.pretrained import hollow, weight_files
 from ftcli.model.quantized import unreadable_weights
 from ftcli.model.renaming import Renaming
+from ftcli.model.score_head import SCORE, as_classifier
 from ftcli.plain import JsonMap
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ class StoredTensors:
         roles: Of parts, the pattern of the rule that joins them; of packed ones, the part that each is; else empty.
         names: What the model calls what they make; empty for what it has no place for, and may ignore.
         shapes: Of what they make.
-        packed: They are a quantised weight and what turns it back.
+        packed: They are a quantized weight and what turns it back.
     """
 
     keys: tuple[str, ...]
@@ -98,6 +99,7 @@ class StoredWeights:
     Args:
         files: The model's.
         model: Without memory (``ftcli.model.pretrained.hollow``).
+        other_head: The layer that the model has in place of the files' head, which is passed over.
         rows: How many rows some weights are taken to have: zeros are added to the files', or the last left out.
 
     Raises:
@@ -110,8 +112,10 @@ class StoredWeights:
         model: PreTrainedModel,
         in_training: BaseInTraining | None = None,
         rows: Mapping[str, int] = MappingProxyType({}),
+        other_head: str | None = None,
     ) -> None:
         self.renaming, self.in_training, self._model, self._rows = Renaming(model), in_training, model, rows
+        self._other_head = other_head
         try:
             self.stored = tuple(self._grouped(files))
         except (SafetensorError, RuntimeError, ValueError) as error:
@@ -119,7 +123,10 @@ class StoredWeights:
         self._by_name = {name: each for each in self.stored for name in each.names}
         self.names: Sequence[str] = tuple(self._by_name)
         self.ties = _ties(model, self._by_name)
-        missing = sorted(name for name, _ in model.named_parameters() if name not in {*self._by_name, *self.ties})
+        made = {*self._by_name, *self.ties}
+        missing = sorted(
+            name for name, _ in model.named_parameters() if name not in made and name.partition(".")[0] != other_head
+        )
         if missing:
             raise unreadable_weights(f"{missing[0]} is not among the stored weights")
 
@@ -128,6 +135,8 @@ class StoredWeights:
         for path in files:
             file = TensorFile(path)
             for key in file.entries:
+                if self._other_head is not None and key.startswith("lm_head."):
+                    continue
                 kind, name, role = self._kind(key, file)
                 found.setdefault((kind, name), []).append((key, file, role))
         for (kind, name), entries in found.items():
@@ -176,14 +185,14 @@ class StoredWeights:
         return self._by_name[self.ties.get(name, name)]
 
     def is_as_stored(self, name: str) -> bool:
-        """Whether training held a tensor as it is stored, and did not quantise it."""
+        """Whether training held a tensor as it is stored, and did not quantize it."""
         return not self.of(name).packed and (self.in_training is None or not self.in_training.quantizes(name))
 
     def read(self, name: str) -> Tensor:
-        """A tensor as training held it: as it is stored, or the numbers that its quantised form stands for.
+        """A tensor as training held it: as it is stored, or the numbers that its quantized form stands for.
 
         Raises:
-            FtcliError: FT323 for numbers that cannot be quantised, or a file that has changed meanwhile.
+            FtcliError: FT323 for numbers that cannot be quantized, or a file that has changed meanwhile.
         """
         asked, name = name, self.ties.get(name, name)
         found = self._by_name[name]
@@ -288,7 +297,7 @@ def base_weights(source: ExportSource) -> StoredWeights:
 
     Raises:
         FtcliError: FT323 when they are not there or damaged, FT740 for `export.base: original` where there is nothing
-            but quantised weights.
+            but quantized weights.
     """
     config = source_config(source)
     if source.kind == "model":
@@ -296,7 +305,9 @@ def base_weights(source: ExportSource) -> StoredWeights:
     model = hollow(plain_config(config))
     rows = {} if source.vocabulary is None else dict.fromkeys(filter(None, ends(model)), source.vocabulary)
     files = base_files(source)
-    return StoredWeights(files, model, base_in_training(source, config, model), rows)
+    return StoredWeights(
+        files, model, base_in_training(source, config, model), rows, other_head=SCORE if source.classifier else None
+    )
 
 
 def source_updates(source: ExportSource, adapted: PeftModel) -> dict[str, WeightUpdate]:
@@ -315,7 +326,9 @@ def source_config(source: ExportSource) -> PretrainedConfig:
 
 
 def with_vocabulary(config: PretrainedConfig, source: ExportSource) -> PretrainedConfig:
-    """``config`` with as many tokens as the adapter's embeddings have."""
+    """``config`` with as many tokens as the adapter's embeddings have; of what scores rows, that of a classifier."""
+    if source.classifier:
+        config = as_classifier(config)
     if source.vocabulary is not None:
         text: Any = config.get_text_config()
         text.vocab_size = source.vocabulary

@@ -130,6 +130,7 @@ def export_run(
     if skipped and len(skipped) == len(formats):
         raise _no_adapter(found)
     _require_rounded(found, formats)
+    _require_scores(found, formats)
     wanted = [name for name in dict.fromkeys(formats) if name not in skipped]
     unchanged = {} if force else {name: _unchanged(found, name, reporter) for name in wanted}
     made = [name for name in wanted if unchanged.get(name) is None]
@@ -308,6 +309,18 @@ def _require_rounded(source: ExportSource, formats: Sequence[str]) -> None:
             "ordinary weights",
             exit_code=ExitCode.RECIPE,
             help=f"use export.formats: [{', '.join(exports.of_masters())}]",
+        )
+
+
+def _require_scores(source: ExportSource, formats: Sequence[str]) -> None:
+    """FT740 for formats that cannot hold what scores rows."""
+    unfit = [name for name in formats if not exports.row(name).scores]
+    if source.classifier and unfit:
+        raise FtcliError.single(
+            "FT740",
+            f"{source.folder.parent} holds a reward model, which {unfit[0]} has no place for",
+            exit_code=ExitCode.RECIPE,
+            help=f"use export.formats: [{', '.join(name for name, row in exports.TABLE.items() if row.scores)}]",
         )
 
 

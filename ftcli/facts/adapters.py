@@ -1,4 +1,4 @@
-"""Which of the layers that ``lora.target_modules`` names have adapters, and of which rank. Works on names alone.
+"""Chooses the adapters of the layers that ``lora.target_modules`` names, and their ranks. Works on names alone.
 
 The rules are PEFT's (0.21, ``check_target_module_exists`` and ``get_pattern_key``); a test holds them against it. A
 setting that would have no effect is reported, not ignored.
@@ -15,7 +15,7 @@ from typing import TypeAlias, TypeVar
 from ftcli.config.model import LoraConfig
 from ftcli.errors import Finding, Origin
 from ftcli.facts.shape import Linear, ModelShape, means
-from ftcli.patience import TookTooLong, limited_time
+from ftcli.time_limit import TookTooLong, limited_time
 
 #: The first number in a path is the layer's; those of experts come later.
 _NUMBERED: re.Pattern[str] = re.compile(r".*?\.[^.]*\.(?P<ftcli_index>\d+)\.")
@@ -56,7 +56,7 @@ class LoraProblem:
 
 
 class AdapterChoice:
-    """What the section ``lora`` says of single modules, its expressions compiled once.
+    """The choice of single modules by the section ``lora``, its expressions compiled once.
 
     Args:
         lora: Its expressions compile: preflight has looked (FT264).
@@ -73,11 +73,11 @@ class AdapterChoice:
 
     @property
     def is_uniform(self) -> bool:
-        """Whether every layer that is named has an adapter, all of one rank: the section chooses among none."""
+        """True if every named layer has an adapter, all of one rank: the section chooses among none."""
         return not self.excluded and self._lora.layers_to_transform is None and not self.ranks
 
     def adapts(self, name: str) -> bool:
-        """Whether a layer that ``lora.target_modules`` names is left in by the settings that choose among those."""
+        """True if a layer that ``lora.target_modules`` names is left in by the settings that choose among those."""
         wanted = self._lora.layers_to_transform
         return not any(excludes(each, name) for each in self.excluded) and (
             wanted is None or self.layer_index(name) in wanted
@@ -105,7 +105,7 @@ class AdapterChoice:
 
 
 def excludes(excluded: str | re.Pattern[str], name: str) -> bool:
-    """Whether one of ``lora.exclude_modules`` means a module."""
+    """True if one of ``lora.exclude_modules`` means a module."""
     if isinstance(excluded, re.Pattern):
         return excluded.fullmatch(name) is not None
     return means(excluded, name)

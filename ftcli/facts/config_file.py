@@ -50,7 +50,7 @@ class ConfigSource:
 
     @property
     def is_local(self) -> bool:
-        """Whether tokenizer and weights must be in the same folder."""
+        """True if tokenizer and weights must be in the same folder."""
         return self.kind in LOCAL_SOURCES
 
 
@@ -60,7 +60,7 @@ def preflight_error(code: str, message: str, origin: Origin | None, help: str | 
 
 
 def hub_errors(*others: type[Exception]) -> tuple[type[Exception], ...]:
-    """What the Hub's client raises, and ``others``. The errors of its HTTP library are no OSError."""
+    """Errors of the Hub's client, and ``others``. Those of its HTTP library are no OSError."""
     from huggingface_hub.errors import HfHubHTTPError
 
     return (*others, OSError, ValueError, *HfHubHTTPError.__bases__)
@@ -208,7 +208,7 @@ def _folder(folder: Path, origin: Origin | None) -> ConfigSource:
 
 
 def hub_error(error: Exception, model: ModelConfig, origin: Origin | None, *, offline: bool) -> FtcliError:
-    """What a failure of :func:`fetch_from_hub` means for the user. ``error`` is one of huggingface_hub's."""
+    """The message for a failure of :func:`fetch_from_hub`. ``error`` is one of huggingface_hub's."""
     from huggingface_hub import errors as hub
 
     name = model.name_or_path

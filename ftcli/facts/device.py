@@ -27,7 +27,7 @@ _KIB = 2**10
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """What a machine can do.
+    """The abilities of a machine.
 
     Attributes:
         name: As in ``--as``, or the driver's name of the GPU that is here.
@@ -43,7 +43,7 @@ class DeviceFacts:
         bandwidth_gb_per_s: Published memory bandwidth in 10^9 bytes per second; None when not in the table.
         host_free_bytes: Free RAM of this machine where it has a GPU; None for a CPU and for named devices.
         probed: True for the machine that is here.
-        failed_products: Why products of quantised weights do not work here, where they were tried; else None.
+        failed_products: Why products of quantized weights do not work here, where they were tried; else None.
     """
 
     name: str
@@ -61,7 +61,7 @@ class DeviceFacts:
 
     @property
     def has_bfloat16(self) -> bool:
-        """Whether bfloat16 runs without emulation. A CPU computes it too, slowly.
+        """True if bfloat16 runs without emulation. A CPU computes it too, slowly.
 
         torch is not asked: it says yes on a T4 as well, which emulates it.
         """
@@ -69,7 +69,7 @@ class DeviceFacts:
 
     @property
     def has_float8(self) -> bool:
-        """Whether the GPU has float8 tensor cores."""
+        """True if the GPU has float8 tensor cores."""
         return self.capability is not None and self.capability >= FLOAT8_CAPABILITY
 
     @property
@@ -83,7 +83,7 @@ class DeviceFacts:
         return Gpu(self.capability, self.shared_memory_bytes or 0)
 
     def of_each(self, processes: int) -> DeviceFacts:
-        """What each of so many processes has of this machine: a GPU of its own, and its share of the RAM."""
+        """The share of each of so many processes in this machine: a GPU of its own, and its part of the RAM."""
         if processes == 1:
             return self
         host = None if self.host_free_bytes is None else self.host_free_bytes // processes
@@ -267,6 +267,11 @@ def _ram() -> tuple[int | None, int | None]:
         used = _cgroup_stat(folder / "memory.stat", anonymous)
         return limit, min(limit - used, free) if free is not None else limit - used
     return total, free
+
+
+def free_host_bytes() -> int | None:
+    """Bytes of RAM that this process may still take; None where the system does not say."""
+    return _ram()[1]
 
 
 def _cgroup_cores() -> Iterator[int]:

@@ -1,4 +1,4 @@
-"""How much of a model of the Hub is not on this machine yet."""
+"""Bytes of a model of the Hub that are not on this machine yet."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def _gate_and_up(linears: Iterable[Linear]) -> tuple[Linear, ...]:
 
 
 def _mean_keys(facts: ModelFacts, seq_len: int, layers: int) -> float:
-    """How many keys a query sees on average, summed over the layers."""
+    """Mean number of keys that a query attends to, summed over the layers."""
     causal = (seq_len + 1) / 2
     window = facts.sliding_window
     if window is None or window >= seq_len:

@@ -1,4 +1,4 @@
-"""How generation is laid out: rows at once, pages of the key-value cache, sizes that decoding comes in. Pure."""
+"""The layout of generation: rows at once, pages of the KV cache, sizes that decoding comes in. Pure."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class CacheShape:
 
 @dataclass(frozen=True, slots=True)
 class EngineLayout:
-    """What an engine holds: at most ``rows`` sequences at once, ``pages`` of cache, and merged weights or none."""
+    """The capacity of an engine: at most ``rows`` sequences at once, ``pages`` of cache, and merged weights or none."""
 
     rows: int
     pages: int
@@ -53,20 +53,20 @@ def pages_of(tokens: int) -> int:
 
 
 def bucket_of(rows: int) -> int:
-    """How many rows are decoded where ``rows`` are wanted; those beyond are empty."""
+    """Number of rows that are decoded for ``rows`` wanted ones; those beyond are empty."""
     largest = BUCKETS[-1]
     return next((size for size in BUCKETS if size >= rows), -(-rows // largest) * largest)
 
 
 def cache_bytes(shape: CacheShape, rows: int, longest: int) -> int:
-    """Of the key-value cache of ``rows`` sequences of ``longest`` tokens, with room to spare; one page is nobody's."""
+    """Bytes of a KV cache for ``rows`` sequences of ``longest`` tokens, with headroom and the reserved page 0."""
     return int((rows * pages_of(longest) + 1) * shape.page_bytes / (1 - _SPARED))
 
 
 def choose_layout(
     shape: CacheShape, rows: int, longest: int, *, room_bytes: int | None, copy_bytes: int | None
 ) -> EngineLayout | None:
-    """What fits; None where not even one sequence does.
+    """The largest layout that fits; None if not even one sequence does.
 
     Weights are merged only where ``rows`` sequences of ``longest`` tokens have room beside the copy.
 
@@ -87,7 +87,7 @@ def choose_layout(
 
 
 def why_no_engine(text_config: JsonMap, known: bool) -> str | None:
-    """Why transformers' own ``generate`` answers in place of the engine, as one clause, or None.
+    """The reason why transformers' own ``generate`` answers in place of the engine, as one clause, or None.
 
     Args:
         text_config: The language model's config.json.

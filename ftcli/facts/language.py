@@ -22,7 +22,7 @@ def multimodal_of(config: Config) -> Multimodal | None:
 
 
 def has_other_parts(config: Config) -> bool:
-    """Whether the model takes more than text, or its language model is a part of it all the same."""
+    """True if the model takes more than text, or its language model is a part of it all the same."""
     return any(isinstance(config.get(key), Mapping) for key in ("text_config", "vision_config"))
 
 

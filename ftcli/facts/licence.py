@@ -1,4 +1,4 @@
-"""What the base model's own card says of its licence."""
+"""The licence in the base model's own card."""
 
 from __future__ import annotations
 

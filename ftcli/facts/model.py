@@ -1,4 +1,4 @@
-"""What is known of a model before anything is loaded: its config.json, read and understood. No torch, no weights."""
+"""Facts of a model before anything is loaded: its config.json, read and understood. No torch, no weights."""
 
 from __future__ import annotations
 
@@ -99,17 +99,17 @@ class ModelFacts:
 
     @property
     def is_local(self) -> bool:
-        """Whether the weights must be in ``folder``: there is nowhere else to look for them."""
+        """True if the weights must be in ``folder``: there is nowhere else to look for them."""
         return self.source in LOCAL_SOURCES
 
     @property
     def why_no_shape(self) -> str:
-        """Why sizes cannot be computed, as one clause, for a model whose ``shape`` is None."""
+        """The reason why sizes cannot be computed, as one clause, for a model whose ``shape`` is None."""
         return f"ftcli does not know how a model_type {self.text_type} is built"
 
     @property
     def senses(self) -> str | None:
-        """What a multimodal checkpoint's frozen parts are for, such as ``vision``; None for a model of text."""
+        """The purpose of a multimodal checkpoint's frozen parts, such as ``vision``; None for a model of text."""
         row = multimodal_of(self.raw)
         return None if row is None else row.senses
 
@@ -120,11 +120,11 @@ class ModelFacts:
 
     @property
     def drops_attention(self) -> bool:
-        """Whether training drops probabilities of attention (``attention_dropout``)."""
+        """True if training drops probabilities of attention (``attention_dropout``)."""
         return bool(self.language.get("attention_dropout"))
 
     def windowed_layers(self, num_layers: int) -> int:
-        """How many of the first ``num_layers`` layers have the sliding window, if the model has one."""
+        """Number of the first ``num_layers`` layers that have the sliding window, if the model has one."""
         if self.sliding_window is None:
             return 0
         types = self.language.get("layer_types")
@@ -223,18 +223,29 @@ def _transformers_knows(model_type: str) -> bool:
 
 
 def _code_folders(spec: ModuleSpec, model_type: str) -> list[Path]:
-    """Where transformers may have a model's code."""
+    """Folders in which transformers may have a model's code."""
     models = Path(next(iter(spec.submodule_search_locations or ()))) / "models"
     stem = model_type.replace("-", "_").lower()
     return [models / name for name in (stem, stem.removesuffix("_text"))]
 
 
 def takes_sdpa(model_type: str) -> bool:
-    """Whether transformers has the model's attention as SDPA, which neither caps scores nor has sinks."""
+    """True if transformers has the model's attention as SDPA, which neither caps scores nor has sinks."""
+    return "_supports_sdpa = False" not in _code_of(model_type)
+
+
+def has_classifier(model_type: str) -> bool:
+    """True if transformers has a sequence classifier of the model, or if its code is not found."""
+    code = _code_of(model_type)
+    return not code or "ForSequenceClassification(" in code
+
+
+def _code_of(model_type: str) -> str:
+    """transformers' code of a model as text, which takes milliseconds; importing it would take seconds."""
     spec = importlib.util.find_spec("transformers")
     folders = [] if spec is None or not spec.submodule_search_locations else _code_folders(spec, model_type)
-    paths = [folder / f"modeling_{folder.name}.py" for folder in folders]
-    return not any(is_file(path) and "_supports_sdpa = False" in path.read_text(encoding="utf-8") for path in paths)
+    paths = (folder / f"modeling_{folder.name}.py" for folder in folders)
+    return "".join(path.read_text(encoding="utf-8") for path in paths if is_file(path))
 
 
 def _shape(raw: JsonObject, found: ConfigSource, origin: Origin | None) -> ModelShape | None:

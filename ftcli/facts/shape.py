@@ -1,4 +1,4 @@
-"""What transformers builds from a config.json: linear layers, norms and parameter counts, computed without torch.
+"""The layers that transformers builds from a config.json: linears, norms and parameter counts, computed without torch.
 
 The row of a family in :mod:`ftcli.tables.families` says how it is built. Tests compare the numbers with models that
 transformers builds on the meta device.
@@ -112,7 +112,7 @@ class ModelShape:
 
 
 def means(name: str, path: str) -> bool:
-    """Whether a name in a recipe, or in PEFT's settings, means the module of this path: it is the end of it."""
+    """True if a name in a recipe, or in PEFT's settings, means the module of this path: it is the end of it."""
     return path == name or path.endswith(f".{name}")
 
 

@@ -1,4 +1,4 @@
-"""How many parameters a multimodal model has beside its language model, computed from config.json without torch.
+"""Counts a multimodal model's parameters beside its language model, from config.json without torch.
 
 Tests compare the numbers with models that transformers builds on the meta device.
 """

@@ -18,7 +18,7 @@ EXPORT_RECORD = "ftcli_export.json"
 
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
-    """Which weights a folder holds.
+    """The weight files of a folder.
 
     ``files`` are its safetensors files; ``gguf`` is a GGUF file where there is one, and none of these. ``missing`` are
     shards that its index names and that are not there; ``unreadable`` says which files cannot be read, and why.
@@ -38,7 +38,7 @@ class WeightFiles:
 
 
 def inspect_weights(folder: Path) -> WeightFiles:
-    """What weights are in ``folder``. A broken index counts as naming no shards: loading reports it exactly."""
+    """Inspects the weights in ``folder``. A broken index counts as naming no shards: loading reports it exactly."""
     files = tuple(sorted(folder.glob("*.safetensors")))
     named = _indexed(folder / WEIGHTS_INDEX)
     present = {path.name for path in files}
@@ -50,7 +50,7 @@ def inspect_weights(folder: Path) -> WeightFiles:
 
 
 def _unreadable(path: Path) -> str:
-    """Why a file cannot be opened, with its name; empty where it can. A pipe is never opened: it would wait."""
+    """The reason why a file cannot be opened, with its name; empty if it can. A pipe is never opened: it would wait."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             return f"{path.name} is no regular file"

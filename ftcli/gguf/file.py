@@ -12,7 +12,7 @@ from torch import Tensor
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.plain import JsonObject
 
-#: Elements that are dequantised at once.
+#: Elements that are dequantized at once.
 _PIECE = 1 << 24
 
 
@@ -48,7 +48,7 @@ class ReadFile:
         return tuple(int(size) for size in reversed(self._tensors[name].shape.tolist()))
 
     def read(self, name: str) -> Tensor:
-        """A tensor in float32, dequantised."""
+        """A tensor in float32, dequantized."""
         import gguf
 
         tensor = self._tensors[name]

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from ftcli.errors import ExitCode, FtcliError, first_line
 from ftcli.judges.verdicts import FailedJudgement, Scorer, Verdict
 from ftcli.paths import expanded
-from ftcli.patience import TookTooLong, limited_time
 from ftcli.plain import JsonObject
+from ftcli.time_limit import TookTooLong, limited_time
 
 if TYPE_CHECKING:
     from jsonschema.protocols import Validator
@@ -49,7 +49,7 @@ def json_valid(json_schema: str | JsonObject | None = None) -> Scorer:
 
 
 def validator_of(json_schema: str | JsonObject) -> Validator:
-    """What checks values against a schema of any draft (2020-12, where it does not say).
+    """A validator of values against a schema of any draft (2020-12 if it names none).
 
     References lead to the schema itself or to the drafts' own; nothing is fetched.
 
@@ -136,7 +136,7 @@ def _refuse(name: str) -> None:
 
 
 def _depth(text: str) -> int:
-    """How deep lists and maps lie in each other, brackets within strings aside."""
+    """Depth of lists and maps in each other, brackets within strings aside."""
     deepest = depth = 0
     in_string = escaped = False
     for character in text:

@@ -50,7 +50,7 @@ class WorkerGone(Exception):
 
 @dataclass(frozen=True, slots=True)
 class FunctionSource:
-    """What a process loads: ``function`` of the file ``path``.
+    """The code that a process loads: ``function`` of the file ``path``.
 
     ``address_space`` is a limit in bytes for code that works on untrusted text. Such a process gets nothing of the
     environment, and no network where the system allows it.
@@ -158,7 +158,7 @@ class Worker:
         return answered
 
     def _message(self, end: float) -> JsonObject:
-        """What comes next, in time. Raises ValueError, RecursionError where it is none of ours."""
+        """The next message, in time. Raises ValueError, RecursionError for anything that is no message of ours."""
         if self._exactly(len(MARK), end) != MARK:
             raise ValueError("no message")
         size = int.from_bytes(self._exactly(8, end))
@@ -210,7 +210,7 @@ class Worker:
 
 
 def _is_answer(message: Any) -> bool:
-    """Whether a message is what :mod:`ftcli.judges.worker` says: the user's code may have written another one."""
+    """True for a message of :mod:`ftcli.judges.worker`: the user's code may have written another one."""
     if not isinstance(message, dict):
         return False
     scores, bad, names = message.get("scores", []), message.get("bad", {}), message.get("has", [])

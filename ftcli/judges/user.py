@@ -74,7 +74,7 @@ class UserFunction:
         return [judged[place] if place in judged else alone[place] for place in range(count)]
 
     def _alone(self, batch: CompletionBatch) -> list[FailedJudgement | None]:
-        """How each completion fails when it is judged alone."""
+        """The failure of each completion that fails when it is judged alone; None for the others."""
         found: list[FailedJudgement | None] = []
         end = time.monotonic() + _ALONE_TIMES * self.timeout
         for place in range(len(batch.completions)):
@@ -113,8 +113,9 @@ class UserFunction:
 
 
 def columns_of(prompts: Sequence[Prompt]) -> dict[str, list[Any]]:
-    """What rows lend to judges: the columns that every row has, except those that hold the conversation itself, and
-    ``answer`` from the row's known answer where there is no such column and every row has one."""
+    """The columns that judges get: those that every row has, except the conversation itself, and ``answer`` from the
+    row's known answer if there is no such column and every row has one.
+    """
     names = set.intersection(*(set(prompt.row.fields) for prompt in prompts)) if prompts else set()
     columns = {name: [p.row.fields[name] for p in prompts] for name in sorted(names - layouts.conversation_columns())}
     if "answer" not in columns and all(prompt.reference is not None for prompt in prompts):

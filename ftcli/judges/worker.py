@@ -205,7 +205,7 @@ def _number(value: Any) -> float | None:
 
 
 def _shown(value: Any) -> str:
-    """What the function returned, as a message shows it; its repr is the user's code as well."""
+    """Text of the function's result for a message; its repr is the user's code as well."""
     if isinstance(value, int) and abs(value) >= _MOST_SHOWN:
         return "an integer beyond every float"
     try:
@@ -225,7 +225,7 @@ def _words(error: BaseException, source: tuple[str, str] = ("", "")) -> str:
 
 
 def _place(trace: TracebackType | None, path: str, shown: str) -> str:
-    """Where it was raised: the innermost line of the user's file, and that of another file which it called."""
+    """Place of an error: the innermost line of the user's file, and that of another file which it called."""
     own = last = ""
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename

@@ -118,7 +118,8 @@ def hidden_states(
     """Runs the backbone (everything but the head) on ``input_ids``, ``attention_mask`` and the like.
 
     With ``document_starts`` (:class:`ftcli.model.masks.Documents`) no document sees another one. transformers' own
-    attention reads that off ``position_ids`` which begin anew; ours gets the boundaries.
+    attention reads that off ``position_ids`` which begin anew; ours gets the boundaries, and ``branch_starts`` where
+    documents branch.
 
     Args:
         stack: The model's layers as one function (:mod:`ftcli.model.fused`), for inputs without a padding mask.
@@ -126,19 +127,22 @@ def hidden_states(
         sequence: Where ranks share rows: ``inputs`` are this rank's part of them, but for ``document_starts``.
 
     Raises:
-        ValueError: Rows are shared, and attention is not ours.
+        ValueError: Rows are shared or branch, and attention is not ours.
     """
     base = base_of(model)
-    given: dict[str, Any] = {name: value for name, value in inputs.items() if name != "document_starts"}
+    own = ("document_starts", "branch_starts")
+    given: dict[str, Any] = {name: value for name, value in inputs.items() if name not in own}
     ids, starts = inputs["input_ids"], inputs.get("document_starts")
     if starts is None and stack is not None:
         starts = _document_starts(ids, inputs.get("position_ids"))
     if starts is not None and attention.is_ours(base):
         # A mask of ones keeps transformers from looking for documents, which would wait for the device.
         given["attention_mask"] = torch.ones(ids.shape, dtype=torch.bool, device=ids.device)
-        given["documents"] = Documents(starts, sequence)
+        given["documents"] = Documents(starts, sequence, inputs.get("branch_starts"))
     elif sequence is not None:
         raise ValueError("ranks share rows around our own attention only")
+    elif "branch_starts" in inputs:
+        raise ValueError("documents branch within our own attention only")
     positions, family = given.get("position_ids"), family_of(base.config.get_text_config().model_type)
     if positions is not None and family is not None and family.four_positions:
         given["position_ids"] = positions.expand(4, *ids.shape)

@@ -32,7 +32,7 @@ from ftcli.reporting import Reporter
 #: Shapes that are captured at most. Each graph takes some MiB of its own; further shapes run without.
 MOST_SHAPES = 64
 
-_Key = tuple[torch.Size, torch.Size, bool, bool]
+_Key = tuple[torch.Size, torch.Size, bool, bool, bool]
 
 
 @dataclass(slots=True)
@@ -294,7 +294,8 @@ def _key(call: StackCall) -> _Key:
     layer_call = call.layer_calls[0]
     known = layer_call.mask.known
     documents = known is None or known.document_starts is not None
-    return call.hidden.shape, layer_call.rotation[0].shape, documents, call.hidden.requires_grad
+    branches = known is not None and known.branch_starts is not None
+    return call.hidden.shape, layer_call.rotation[0].shape, documents, branches, call.hidden.requires_grad
 
 
 def _distinct(layer_calls: Sequence[LayerCall]) -> Iterator[tuple[int, LayerCall]]:
@@ -329,4 +330,4 @@ def _copy_in(captured: _Captured, call: StackCall) -> None:
 
 
 def _tensors(ranges: TokenRanges) -> tuple[Tensor, ...]:
-    return ranges.key_lo, ranges.key_hi, ranges.query_lo, ranges.query_hi
+    return tuple(tensor for tensor in ranges.tensors() if tensor is not None)

@@ -239,7 +239,8 @@ def shard(model: PreTrainedModel | PeftModel, mesh: DeviceMesh, shards: RankShar
         mesh: The ranks; in two dimensions (replicate, shard) each row has a replica of the weights, and gradients are
             reduced over all ranks.
         shards: Shards that this rank has kept of layers that are not whole any more.
-        plan: Trained weights are all-gathered in its compute dtype, and their gradients reduced in float32.
+        plan: Trained weights are all-gathered in its compute dtype, and their gradients reduced in float32. So are
+            those of a model in which nothing is trained, such as a reference.
 
     Raises:
         FtcliError: FT713 (exit 1) when the all-gathered weights are not those that were sharded.
@@ -260,7 +261,9 @@ def shard(model: PreTrainedModel | PeftModel, mesh: DeviceMesh, shards: RankShar
         fully_shard(layer, mesh=mesh, mp_policy=policy, ignored_params=trained)
         _load(layer, kept, mesh)
     root: Any = ShardedRoot(model)
-    fully_shard(root, mesh=mesh, mp_policy=policy, ignored_params=trained)
+    # A backward pass needs embedding and head again, and no other pass does.
+    again = None if any(p.requires_grad for p in model.parameters()) else True
+    fully_shard(root, mesh=mesh, mp_policy=policy, ignored_params=trained, reshard_after_forward=again)
     set_root(base, root)
     for unit in [root, *layers]:
         # The loss is divided by the tokens of all ranks: gradients are summed, not averaged.

@@ -85,7 +85,7 @@ class ModelStorage:
         training = quantizations.row(self.settings.method).training
         if self.trained and training is not None:
             if self.settings.lambda_warmup_steps:
-                raise rounded_before(f"{layer.layer_name} holds quantised values")
+                raise rounded_before(f"{layer.layer_name} holds quantized values")
             masters: nn.Linear = code_of(training.of_packed)(layer)
             return masters
         found = _DECODER_LAYER.search(layer.layer_name)

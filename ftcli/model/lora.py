@@ -24,6 +24,7 @@ from ftcli.facts.weights import ADAPTER_CONFIG
 from ftcli.model.initial_adapters import remember_initial
 from ftcli.model.lora_targets import Targets, chosen, require_possible, resolve_saved, resolve_targets, shortest
 from ftcli.model.pretrained import IMPOSSIBLE, first_few
+from ftcli.model.score_head import TASK_TYPE, has_score_head
 from ftcli.plain import JsonMap
 from ftcli.plan.precision import DtypePlan
 
@@ -76,7 +77,7 @@ def peft_config(model: PreTrainedModel, lora: LoraConfig, targets: Targets) -> p
     """PEFT's config for ``lora``. Raises FtcliError as :func:`ftcli.model.lora_targets.resolve_saved` does."""
     import peft
 
-    saved = resolve_saved(model, lora.modules_to_save)
+    saved = resolve_saved(model, lora.modules_to_save)  # to which PEFT adds a score head
     choice = AdapterChoice(lora)
     transposed = any(not isinstance(model.get_submodule(name), torch.nn.Linear) for name in targets.modules)
     return peft.LoraConfig(
@@ -92,7 +93,7 @@ def peft_config(model: PreTrainedModel, lora: LoraConfig, targets: Targets) -> p
         rank_pattern={**_of_weights(targets, choice.rank, lora.r), **lora.rank_pattern},
         alpha_pattern={**_of_weights(targets, choice.alpha, lora.alpha), **lora.alpha_pattern},
         fan_in_fan_out=transposed,
-        task_type="CAUSAL_LM",
+        task_type=TASK_TYPE if has_score_head(model) else "CAUSAL_LM",
     )
 
 

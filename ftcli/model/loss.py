@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from ftkernels.linear_cross_entropy import labelled_rows, linear_cross_entropy
 from ftkernels.linear_log_prob import linear_log_prob
 from torch import Tensor, nn
@@ -98,11 +99,12 @@ def next_token_log_probs(
     temperature: float,
     supervised: Tensor | None = None,
     entropy_gradient: bool = False,
+    shifted: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each token with a label at a temperature, and the entropy that it was taken from, in nats.
 
     Args:
-        labels, supervised: As :func:`next_token_loss`.
+        labels, supervised, shifted: As :func:`next_token_loss`.
         entropy_gradient: The loss uses the entropy, too.
 
     Returns:
@@ -112,12 +114,13 @@ def next_token_log_probs(
         TypeError: As :func:`next_token_loss`.
     """
     rows = _rows_for(hidden, head, labels)
+    targets = labels.reshape(-1) if shifted else next_tokens(labels)
     if supervised is None:
-        supervised = supervised_positions(labels, head.weight.shape[0])
+        supervised = target_positions(targets, head.weight.shape[0])
     log_probs, entropies = linear_log_prob(
         rows,
         head.weight,
-        next_tokens(labels),
+        targets,
         bias=head.bias,
         softcap=head.softcap,
         logit_scale=head.logit_scale,
@@ -129,17 +132,49 @@ def next_token_log_probs(
     return log_probs[supervised], entropies[supervised]
 
 
+def log_probs_at(hidden: HiddenStates, head: Head, positions: Tensor, targets: Tensor, *, temperature: float) -> Tensor:
+    """Log-probability of token ``targets[i]`` after the hidden state of ``positions[i]``, (R,) float32, in nats.
+
+    Args:
+        positions: (R,) int64 into the (batch * seq_len) hidden states. Each is there twice at most: then the sum of
+            its gradients is the same in whichever order they come.
+        targets: (R,) int64, within the vocabulary.
+
+    Raises:
+        TypeError: As :func:`next_token_loss`.
+    """
+    states = _states_for(hidden, head)
+    rows = states.reshape(-1, states.shape[-1]).index_select(0, positions)
+    log_probs, _ = linear_log_prob(
+        rows,
+        head.weight,
+        targets,
+        bias=head.bias,
+        softcap=head.softcap,
+        logit_scale=head.logit_scale,
+        temperature=temperature,
+        ignore_index=IGNORE_INDEX,
+        rows=torch.arange(targets.shape[0], device=targets.device),
+    )
+    return log_probs
+
+
 def _rows_for(hidden: HiddenStates, head: Head, labels: Tensor) -> Tensor:
     """(batch * seq_len, hidden_size). Raises TypeError where these are not hidden states for this head and labels."""
+    states = _states_for(hidden, head)
+    if states.shape[:2] != labels.shape:
+        raise TypeError(f"hidden states {tuple(states.shape)} and labels {tuple(labels.shape)} differ in length")
+    return states.reshape(-1, states.shape[-1])
+
+
+def _states_for(hidden: HiddenStates, head: Head) -> Tensor:
     states = hidden.tensor
     if states.shape[-1] != head.weight.shape[1]:
         raise TypeError(
             f"hidden states of width {states.shape[-1]} do not fit a head of width {head.weight.shape[1]}: "
             "logits were passed where hidden states are meant"
         )
-    if states.shape[:2] != labels.shape:
-        raise TypeError(f"hidden states {tuple(states.shape)} and labels {tuple(labels.shape)} differ in length")
-    return states.reshape(-1, states.shape[-1])
+    return states
 
 
 def forward_loss(
@@ -152,7 +187,7 @@ def forward_loss(
 ) -> TokenLoss:
     """Loss of one batch of ``input_ids`` and ``labels`` of shape (batch, seq_len), padded on the right or not at all,
     and optionally ``supervised`` (:func:`supervised_positions`). Where ranks share rows, of this rank's ``sequence``
-    part of it (:func:`ftcli.data.parts.part_of`), which holds ``targets`` in place of ``labels``.
+    part of it (:func:`ftcli.data.sequence_parallel.part_of`), which holds ``targets`` in place of ``labels``.
 
     No padding mask is given to the model: under causal attention a token sees only what stands before it, so padding
     at the end changes nothing that is supervised, and attention stays dense (its fastest form).

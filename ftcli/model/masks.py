@@ -122,10 +122,13 @@ class Documents:
         starts: (B or 1, S) int32, for each token the position in its row at which its document begins; or (1, 1), a
             zero, where each row is one document.
         sequence: The part of each row that the call has tokens of; ``starts`` are those of whole rows. None: all.
+        branches: None, or like ``starts``, for each token the position at which its branch begins
+            (``ftkernels.attention_mask.AttentionMask.branch_starts``).
     """
 
     starts: Tensor
     sequence: SequencePart | None = None
+    branches: Tensor | None = None
     _made: dict[int | None, CallMask] = field(default_factory=dict, repr=False)
 
     def within(self, mask: CallMask) -> CallMask:
@@ -138,10 +141,17 @@ class Documents:
         parts = 1 if self.sequence is None else self.sequence.parts
         if parts > 1 and mask.irregular:
             raise ValueError("ranks cannot share rows whose mask is not made of intervals")
-        whole = self.starts.shape[-1] == 1
+        if parts > 1 and self.branches is not None:
+            raise ValueError("ranks cannot share rows with branches")
+        whole = self.starts.shape[-1] == 1 and self.branches is None
         starts = None if whole else self.starts
         queries, keys = parts * mask.q_len, parts * mask.k_len
-        own = AttentionMask(window=mask.window, document_starts=starts, length=None if whole else keys)
+        own = AttentionMask(
+            window=mask.window,
+            document_starts=starts,
+            length=None if whole else keys,
+            branch_starts=self.branches,
+        )
 
         def make_dense() -> Tensor:
             dense = own.dense(queries, keys, mask.device)

@@ -137,7 +137,7 @@ def nf4_from_bitsandbytes(parts: Mapping[str, Tensor], shape: torch.Size) -> NF4
     nested = None
     if "nested_blocksize" in state:
         if "nested_absmax" not in parts or "nested_quant_map" not in parts:
-            raise ValueError("its scales are quantised, and what turns them back is missing")
+            raise ValueError("its scales are quantized, and what turns them back is missing")
         offset = torch.tensor(float(state["nested_offset"]), dtype=torch.float32, device=parts["weight"].device)
         nested = NestedScales(
             parts["nested_absmax"].float(), parts["nested_quant_map"].float(), offset, int(state["nested_blocksize"])

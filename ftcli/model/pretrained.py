@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ftcli.empty_weights import Undrawn
 from ftcli.errors import ExitCode, FtcliError, first_line
 from ftcli.facts.weights import WEIGHTS_INDEX
 from ftcli.plain import JsonMap
-from ftcli.undrawn import Undrawn
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -32,13 +32,20 @@ IMPOSSIBLE = (ValueError, KeyError, TypeError, AttributeError, IndexError, Runti
 
 
 def model_class(config: PretrainedConfig) -> Any:
-    """transformers' auto class for text generation with the whole model.
+    """transformers' auto class for text generation with the whole model; for a config that says it is of a sequence
+    classifier (:func:`ftcli.model.score_head.as_classifier`), the one for that.
 
     A model that also takes images has its language model's config inside its own. ``AutoModelForCausalLM`` would build
     some of those without their other parts.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoModelForSequenceClassification,
+    )
 
+    if any(name.endswith("ForSequenceClassification") for name in config.architectures or ()):
+        return AutoModelForSequenceClassification
     return AutoModelForCausalLM if config.get_text_config() is config else AutoModelForImageTextToText
 
 

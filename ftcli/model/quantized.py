@@ -456,7 +456,7 @@ def quantize_linear(linear: nn.Linear, settings: QuantizationConfig, name: str, 
         train: TrainQuantized = code_of(method.training.layer)
         return train(linear, settings, name)
     if method.quantize is None:
-        raise ValueError(f"quantization.method {settings.method} does not quantise linear layers")
+        raise ValueError(f"quantization.method {settings.method} does not quantize linear layers")
     quantize: QuantizeLinear = code_of(method.quantize)
     return quantize(linear, settings, name)
 

@@ -34,6 +34,18 @@ class _AllToAll(torch.autograd.Function):
         return ctx.exchange(gradients[0].contiguous()), None
 
 
+class _SumOfParts(torch.autograd.Function):
+    """The sum of what all parts have; backward hands its gradient on as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, mine: Tensor, exchange: Exchange, parts: int) -> Tensor:
+        return exchange(mine.expand(parts, *mine.shape).contiguous()).sum(0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return gradients[0], None, None
+
+
 @dataclass(frozen=True, eq=False)
 class SequencePart:
     """This rank's part of every row: number ``part`` of ``parts``, all of the same length, in order.
@@ -71,6 +83,15 @@ class SequencePart:
         sent = attended.view(rows, self.parts, tokens // self.parts, heads, size).transpose(0, 1).contiguous()
         came: Tensor = _AllToAll.apply(sent, self.exchange)  # type: ignore[no-untyped-call]
         return came.permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+    def summed(self, mine: Tensor) -> Tensor:
+        """The sum over all parts of a row, the same to the last bit on each.
+
+        Every part computes the same loss of it, so that each has the gradient of its own summand without a second
+        exchange. Of that loss only one part may tell the value.
+        """
+        found: Tensor = _SumOfParts.apply(mine, self.exchange, self.parts)  # type: ignore[no-untyped-call]
+        return found
 
     def _by_part(self, heads: Tensor) -> Tensor:
         """(B, H, S, D) -> (N, B, S, H / N, D), a view."""

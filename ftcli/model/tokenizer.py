@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
 from ftcli.assets import asset, bundled
@@ -37,12 +37,44 @@ def load_tokenizer(model: ModelConfig, *, offline: bool) -> PreTrainedTokenizerB
     if tokenizer.pad_token_id is None:
         # Padding is masked in attention and loss by position, never by token id, so sharing eos is safe here.
         tokenizer.pad_token = tokenizer.eos_token
-    if model.tokenizer == "bytes" and tokenizer.unk_token is None:
+    if model.tokenizer is not None and tokenizer.unk_token is None:
         # Beside some models' config.json (Qwen2's) transformers takes the family's own class, whatever the tokenizer
-        # says of itself, and that one adds a token where none is named. Every byte is known: it is never used.
+        # says of itself, and that one adds a token where none is named. No text is turned into this name's token.
         tokenizer.unk_token = tokenizer.pad_token
     tokenizer.padding_side = "right"
     return tokenizer
+
+
+def require_known_ids(tokenizer: PreTrainedTokenizerBase, facts: ModelFacts) -> None:
+    """Raises FtcliError FT315 (exit 3) for tokens beyond the model's vocabulary, which only loading shows.
+
+    Preflight reads the largest id in the tokenizer's files; the class that transformers loads them by may add tokens.
+    """
+    size = facts.vocab_size
+    beyond = {token: at for token, at in tokenizer.get_added_vocab().items() if size is not None and at >= size}
+    if beyond:
+        token = max(beyond, key=lambda each: beyond[each])
+        raise FtcliError.single(
+            "FT315",
+            f"the tokenizer gives {token!r} the id {beyond[token]}, and the vocabulary of {facts.name} has {size}",
+            exit_code=ExitCode.PREFLIGHT,
+            help="use the tokenizer that belongs to the model; where transformers has added a token for want of an "
+            "unknown one, name any other of its tokens as unk_token in tokenizer_config.json",
+        )
+
+
+def pad_apart(tokenizer: PreTrainedTokenizerBase, stops: Collection[int]) -> None:
+    """Has a tokenizer pad with a token that ends no turn, where it has one: transformers' sequence classifiers take
+    the last token of a row that is not padding for its end.
+    """
+    if tokenizer.pad_token_id not in stops:
+        return
+    special = zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=False)
+    known = {**tokenizer.get_added_vocab(), **dict(special)}
+    free = {name: one for name, one in known.items() if one not in stops and one != tokenizer.bos_token_id}
+    found = next((name for word in ("pad", "unk", "reserved", "") for name in free if word in name.lower()), None)
+    if found is not None:
+        tokenizer.pad_token = found
 
 
 def require_stop(tokenizer: PreTrainedTokenizerBase, source: str) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.facts.weights import MODEL_CARD
 from ftcli.model.initial_adapters import initial_of, load_over, trained_by_file_name
+from ftcli.model.score_head import has_score_head, without_head, write_classifier_config
 from ftcli.model.shards import load_shards
 
 if TYPE_CHECKING:
@@ -50,7 +51,11 @@ def save_weights(model: Any, folder: Path, whole: dict[str, Tensor] | None = Non
         whole: All weights of a model that has only a part of them.
     """
     if not hasattr(model, "peft_config"):
-        model.save_pretrained(str(folder), state_dict=None if whole is None else dict(whole))
+        if has_score_head(model):
+            model.save_pretrained(str(folder), state_dict=_weights(model))
+            write_classifier_config(model, folder)
+        else:
+            model.save_pretrained(str(folder), state_dict=None if whole is None else dict(whole))
         return
     # PEFT writes a card of placeholders that names the base's folder. To one that is there it adds a few lines, which
     # takes a tenth of what a new one out of its template does.
@@ -135,7 +140,8 @@ def _saved_form(model: Any) -> dict[str, Tensor]:
 def _weights(model: PreTrainedModel) -> dict[str, Tensor]:
     """The model's weights without those that are tied to another one, which is stored in their place."""
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
-    return {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+    found = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+    return without_head(model, found) if has_score_head(model) else found
 
 
 def _all_weights(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from ftcli.config.load import LoadedRecipe
-from ftcli.pipeline.launch import in_this_process, over_ranks
+from ftcli.pipeline.launch import over_ranks
 from ftcli.pipeline.options import BenchOptions, ChatOptions, ExportOptions, SampleOptions
 from ftcli.reporting import Session
 from ftcli.run.signals import stoppable
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ftcli.pipeline.chatting import Chat
     from ftcli.pipeline.checking import CheckResult
     from ftcli.pipeline.evaluation import EvaluationResult
+    from ftcli.pipeline.every_gpu import EveryGpu
     from ftcli.pipeline.exporting import Exported
     from ftcli.pipeline.sample_result import SampleResult
     from ftcli.run.process_group import RankGroup
@@ -28,9 +29,19 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 __all__ = [
-    "BenchOptions", "ChatOptions", "ExportOptions", "SampleOptions",
-    "bench", "chat", "check", "evaluate", "export", "sample", "train",
-]  # fmt: skip
+    "BenchOptions",
+    "ChatOptions",
+    "ExportOptions",
+    "SampleOptions",
+    "bench",
+    "chat",
+    "check",
+    "check_every_gpu",
+    "evaluate",
+    "export",
+    "sample",
+    "train",
+]
 
 _AS_THE_RECIPE_SAYS = ExportOptions()
 
@@ -40,6 +51,13 @@ def check(loaded: LoadedRecipe, session: Session, as_gpu: str | None, samples: i
     from ftcli.pipeline.checking import check_recipe
 
     return check_recipe(loaded, session, as_gpu, samples)
+
+
+def check_every_gpu(loaded: LoadedRecipe, session: Session) -> EveryGpu:
+    """Preflight only, for each GPU that has a name."""
+    from ftcli.pipeline import every_gpu
+
+    return every_gpu.check_every_gpu(loaded, session)
 
 
 def train(loaded: LoadedRecipe, session: Session, command: str = "train") -> object:
@@ -61,9 +79,7 @@ def train(loaded: LoadedRecipe, session: Session, command: str = "train") -> obj
 def _launched(work: Callable[[RankGroup | None], T], loaded: LoadedRecipe, session: Session) -> T:
     """The work, under the recipe's engine."""
     launch = loaded.recipe.launch
-    engine = engines.row(launch.engine)
-    # Preflight refuses an engine that is not supported yet; it runs in this process.
-    start = in_this_process if engine.run is None else code_of(engine.run)
+    start = code_of(engines.row(launch.engine).run)
     result: T = start(work, session, launch.num_processes)
     return result
 

@@ -62,7 +62,7 @@ class SeveralGpus:
         tokens_per_second_in_all: Of all of them, at the pace of the slowest.
         tokens_per_second_alone: The sum of what each achieved alone.
         tokens_per_second_of_each_alone: What that is the sum of: the slowest sets the pace of all.
-        share_of_single_gpus: The first over the second. These three are None where the weights are spread over the
+        share_of_single_gpus: The first over the second. These three are None where the weights are sharded over the
             GPUs, of which none can train alone.
         peak_memory_bytes_of_each: The most that each needed.
     """

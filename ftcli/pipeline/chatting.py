@@ -13,9 +13,8 @@ from ftcli.config.load import LoadedRecipe
 from ftcli.config.recipe import Recipe
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin
 from ftcli.facts.weights import ADAPTER_CONFIG
-from ftcli.pipeline.as_trained import refuse_training
 from ftcli.pipeline.options import ChatOptions
-from ftcli.pipeline.weights import checkpoint_of, result_of
+from ftcli.pipeline.weights import checkpoint_of, refuse_training, result_of
 from ftcli.plain import LEFT_OUT
 from ftcli.preflight.stages import checked
 from ftcli.reporting import Reporter, Session
@@ -270,12 +269,13 @@ def model_that_answers(job: Job, run: RunDirectory | None, weights: Path | None)
     """What answers, on the kernels: the base, the base with the run's adapter, or the run's full fine-tune."""
     from ftcli.model.lora import load_adapter
     from ftcli.pipeline.evaluation import freeze_on_kernels
-    from ftcli.train.assembly import build_base, hold
+    from ftcli.train.assembly import begin_reading, build_base, hold
 
     adapter = weights is not None and (weights / ADAPTER_CONFIG).is_file()
+    read = begin_reading(job) if run is not None and (adapter or weights is None) else None
     model: Model = build_base(job, weights=None if adapter else weights)
     if run is not None:
-        hold(job, model, run, weights=adapter or weights is None)
+        hold(job, model, run, read)
     if adapter and weights is not None:
         model = load_adapter(model, weights)
     freeze_on_kernels(job, model, ())

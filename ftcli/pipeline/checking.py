@@ -10,7 +10,7 @@ from ftcli.config.load import LoadedRecipe
 from ftcli.facts.adapters import adapters
 from ftcli.facts.device import named_device
 from ftcli.judges import judge_name, judging_tasks
-from ftcli.pipeline.looking import look_at_rows
+from ftcli.pipeline.check_rows import look_at_rows
 from ftcli.plain import LEFT_OUT, SPREAD
 from ftcli.plan.execution import ExecutionPart
 from ftcli.plan.trained import PlannedAdapters, trained_parameters
@@ -20,9 +20,9 @@ from ftcli.preflight.stages import checked
 from ftcli.reporting import Session
 
 if TYPE_CHECKING:
-    from ftcli.data.look import SurveyedSource
     from ftcli.data.sample import SampledRow
-    from ftcli.pipeline.outline import Outline
+    from ftcli.data.survey import SurveyedSource
+    from ftcli.pipeline.empty_model import Outline
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ def check_recipe(loaded: LoadedRecipe, session: Session, as_gpu: str | None, sam
     not_made = report.not_made
     outline, adapters, attention = None, _arithmetic(report), ""
     if report.facts.shape is None:
-        from ftcli.pipeline.outline import not_tried, outline_of
+        from ftcli.pipeline.empty_model import not_tried, outline_of
 
         outline = outline_of(report)
         adapters, attention = outline.adapters, outline.attention

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ftcli.config.load import LoadedRecipe
 from ftcli.facts.weights import ADAPTER_CONFIG
 from ftcli.judges import judges_of
-from ftcli.pipeline.as_trained import refuse_training
-from ftcli.pipeline.weights import checkpoint_of, result_of
+from ftcli.pipeline.weights import checkpoint_of, refuse_training, result_of
 from ftcli.plain import LEFT_OUT
 from ftcli.preflight.stages import checked
 from ftcli.reporting import Session
@@ -19,7 +18,7 @@ from ftcli.run.directory import RunDirectory
 from ftcli.run.report import write_report
 from ftcli.run.report.card import write_card
 from ftcli.run.results import Evaluation, update_evaluation
-from ftcli.train.held_out import eval_scores, task_samples
+from ftcli.train.evaluation import eval_scores, task_samples
 
 if TYPE_CHECKING:
     from ftcli.data.tokens import TokenizedRow
@@ -79,11 +78,12 @@ def _base_and_run(
 ) -> tuple[ModelScores, ModelScores | None]:
     """What is measured of the base model, and of the run's ``weights`` where there are any."""
     from ftcli.model.lora import load_adapter
-    from ftcli.train.assembly import build_base, hold
+    from ftcli.train.assembly import begin_reading, build_base, hold
 
+    read = None if directory is None else begin_reading(job)
     rows, model = evaluator.sequences, build_base(job)
     if directory is not None:
-        hold(job, model, directory)
+        hold(job, model, directory, read)
     if weights is not None and _is_adapter(weights):
         adapted = load_adapter(model, weights)
         freeze_on_kernels(job, adapted, rows)

@@ -22,7 +22,7 @@ def in_this_process(work: Callable[[RankGroup | None], T], session: Session, pro
     return work(None)
 
 
-def together(work: Callable[[RankGroup | None], T], session: Session, processes: int) -> T:
+def as_rank(work: Callable[[RankGroup | None], T], session: Session, processes: int) -> T:
     """``ddp``: runs the work as one of several ranks, each with the whole model; as ``single`` where there is one.
 
     The ranks are started by `ftcli train --gpus N`, or by torchrun. Whatever fails on one of them ends them all.

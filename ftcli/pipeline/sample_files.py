@@ -119,6 +119,7 @@ class AnswerFiles:
         )
 
     def _sampler(self) -> Sampler:
+        self._scorer.load()
         model = model_that_answers(self._job, self._run, self._weights)
         return Sampler(model, self._job, self._drawing, self._asked)
 

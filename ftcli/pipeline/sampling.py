@@ -15,9 +15,8 @@ from ftcli.config.recipe import Recipe
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin
 from ftcli.facts.weights import ADAPTER_CONFIG
 from ftcli.paths import expanded
-from ftcli.pipeline.as_trained import refuse_training
 from ftcli.pipeline.options import SampleOptions
-from ftcli.pipeline.weights import checkpoint_of, result_of
+from ftcli.pipeline.weights import checkpoint_of, refuse_training, result_of
 from ftcli.plain import JsonObject, plain
 from ftcli.preflight.stages import checked
 from ftcli.reporting import Session
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from ftcli.evaluate.draw import Drawing
     from ftcli.job import Job
     from ftcli.pipeline.sample_result import SampleResult, SampleSummary
+    from ftcli.run.weight_files import WeightFile
 
 #: Answers of a prompt, of recipes without GRPO.
 NUM_GENERATIONS = 8
@@ -143,22 +143,30 @@ def _model_identity(job: Job, weights: Path | None) -> JsonObject:
     """What tells the model that answers; prompts are told apart by their texts."""
     from huggingface_hub import try_to_load_from_cache
 
-    from ftcli.run.inputs import base_inputs, weights_fingerprint
+    from ftcli.run.inputs import base_inputs, stored_weights
 
     model, commit = job.recipe.model, None
     if not job.facts.is_local:
         cached = try_to_load_from_cache(model.name_or_path, "config.json", revision=model.revision)
         commit = Path(cached).parent.name if isinstance(cached, str) else None
-    own = None if weights is None else [plain(weights_fingerprint(weights)), _adapter_config(weights)]
+    base = base_inputs(job.facts, model, commit, _weights_in(stored_weights(job.facts, model)))
+    own = None if weights is None else [plain(_weights_in(weights)), _adapter_config(weights)]
     return {
         "model": model.name_or_path,
-        "base": _digest(plain(base_inputs(job.facts, model, commit))),
+        "base": _digest(plain(base)),
         "random_weights_of": job.recipe.run.seed if model.init == "random" else None,
         "weights": None if own is None else _digest(own),
         "quantization": job.recipe.quantization.model_dump(mode="json"),
         "dtype": job.dtypes.compute,
         "stops": list(job.stops),
     }
+
+
+def _weights_in(folder: Path | None) -> list[WeightFile]:
+    """Identities of weight files by samples alone: whether all bytes are read depends on the memory that is free."""
+    from ftcli.run.weight_files import weight_identities
+
+    return [] if folder is None else [replace(one, crc32="") for one in weight_identities(folder)]
 
 
 def _adapter_config(weights: Path) -> str:

@@ -13,7 +13,7 @@ from ftcli.config.recipe import Recipe
 from ftcli.data.asked import RenderedPrompt
 from ftcli.data.reasoning import Answer
 from ftcli.errors import ExitCode, Finding, FtcliError
-from ftcli.judges import CALLED_WITH, columns_of, files_of, judging_tasks, open_judge
+from ftcli.judges import CALLED_WITH, columns_of, files_of, judge_name, judging_tasks, open_judge
 from ftcli.methods.grpo.rewards import Reward, RewardFailures, build_rewards
 from ftcli.plain import JsonObject, plain_fields
 from ftcli.reporting import Reporter
@@ -45,6 +45,9 @@ class Scorer(Protocol):
 
     def settings(self) -> JsonObject:
         """All that scores depend on, beside prompts and answers."""
+
+    def load(self) -> None:
+        """Loads what takes memory, before whoever takes what is left."""
 
     def scores(self, places: Sequence[int], groups: Sequence[Sequence[Answer]]) -> list[list[Score]]:
         """A score for each answer to the prompts at ``places``."""
@@ -87,8 +90,8 @@ class JudgeScorer:
 
     @property
     def full(self) -> float | None:
-        """As :class:`Scorer`: built-in judges pass or fail."""
-        if any(config.file is not None for config in self._configs):
+        """As :class:`Scorer`: built-in judges pass or fail, but for models."""
+        if any(one.file is not None or judges.row(judge_name(one)).model for one in self._configs):
             return None
         return math.fsum(max(judge.weight, 0.0) for judge in self._judges)
 
@@ -97,6 +100,14 @@ class JudgeScorer:
         configs = [config.model_dump(mode="json", exclude={"data", "max_rows"}) for config in self._configs]
         files = [plain_fields(fingerprint(name, path)) for name, path in files_of(self._recipe).items()]
         return {"judges": configs, "files": [[one["name"], one["sha256"]] for one in files]}
+
+    def load(self) -> None:
+        """As :class:`Scorer`: reward models, which are loaded when they are first asked."""
+        first = self._asked[0]
+        for judge, config in zip(self._judges, self._configs, strict=True):
+            if config.file is None and judges.row(judge_name(config)).model:
+                lent = {name: values[:1] for name, values in self._columns.items()}
+                judge.scores([first.text], [""], lent, [first.prompt.row.origin], [None], [first.prompt])
 
     def scores(self, places: Sequence[int], groups: Sequence[Sequence[Answer]]) -> list[list[Score]]:
         """As :class:`Scorer`.
@@ -117,10 +128,10 @@ class JudgeScorer:
         lent = {name: [values[row] for row in rows] for name, values in self._columns.items()}
         origins = [self._asked[row].prompt.row.origin for row in rows]
         texts, reasoning = [one.text for one in said], [one.reasoning for one in said]
-        prompts = [self._asked[row].text for row in rows]
+        prompts, asked = [self._asked[row].text for row in rows], [self._asked[row].prompt for row in rows]
         by_judge: list[Sequence[float | None]] = []
         for judge in self._judges:
-            scored = judge.scores(prompts, texts, lent, origins, reasoning)
+            scored = judge.scores(prompts, texts, lent, origins, reasoning, asked)
             self._note(judge, len(texts), len(scored.failed), scored.example)
             by_judge.append(scored.values)
         flat = iter([self._score(parts) for parts in zip(*by_judge, strict=True)])

@@ -26,7 +26,7 @@ from ftcli.pipeline.sweep_result import RunOutcome, SweepResult, sweep_result
 from ftcli.reporting import Reporter, Session
 from ftcli.run.atomic import read_text
 from ftcli.run.directory import RunDirectory, is_run_directory
-from ftcli.run.recipe_changes import HARMLESS, recipe_changes
+from ftcli.run.recipe_changes import matters, recipe_changes
 from ftcli.run.signals import SignalName, StopNow, StopRequest, exit_code_of, second_signal_as_error
 from ftcli.run.status import read_status
 from ftcli.tables import methods
@@ -151,7 +151,7 @@ def is_finished(run: SweepRun) -> bool:
         return False
     with suppress(OSError, ValueError):
         changes = recipe_changes(read_text(directory.recipe_path), dump_recipe(run.recipe))
-        return all(change.is_in(HARMLESS) for change in changes)
+        return not any(matters(change, run.command) for change in changes)
     return False
 
 

@@ -78,8 +78,9 @@ def _mean_score(run: RunSummary) -> float | None:
     return sum(run.tasks.values()) / len(run.tasks) if run.tasks else None
 
 
-#: The first that all completed runs have decides, as for `checkpoint.keep_best`.
+#: The first that all completed runs have decides. Losses of pairs are no measure: they depend on beta and on the loss.
 _MEASURES = (
+    _Measure("share of held-out pairs in the right order", lambda run: run.preferred, more_is_better=True),
     _Measure("held-out loss", lambda run: run.eval_loss, more_is_better=False),
     _Measure("mean score of the tasks", _mean_score, more_is_better=True),
     _Measure("reward in training", lambda run: run.reward, more_is_better=True),

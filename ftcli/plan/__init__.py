@@ -1,1 +1,1 @@
-"""What a run will do, decided before anything is built: dtypes, what runs where, batches, graphs, policy, memory."""
+"""The plan of a run, made before anything is built: dtypes, what runs where, batches, graphs, policy, memory."""

@@ -1,4 +1,4 @@
-"""Which attention backend serves a call: a pure function of the GPU and the call.
+"""Chooses the attention backend of a call: a pure function of the GPU and the call.
 
 The model asks it for each call that it makes; preflight asks it for the calls that a run will make.
 """
@@ -23,7 +23,7 @@ Kernels = Literal["auto", "triton", "torch"]
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """What the choice of a backend depends on in one call of attention.
+    """The properties of one call of attention that the choice of a backend depends on.
 
     Attributes:
         dtype: Dtype of the products, by torch's name: autocast's, or that of the inputs.
@@ -45,7 +45,7 @@ class AttentionCall:
 
 @dataclass(frozen=True, slots=True)
 class AttentionChoice:
-    """What runs, and why, as one clause."""
+    """The backend, and the reason as one clause."""
 
     backend: Backend
     reason: str
@@ -78,7 +78,7 @@ def choose_attention(
 
 
 def _why_no_kernel(gpu: Gpu, call: AttentionCall, kernels: Kernels, *, interpreted: bool) -> str | None:
-    """Why our kernels do not serve the call, or None."""
+    """The reason why our kernels do not serve the call, or None."""
     if kernels == "torch":
         machine = "plain torch was asked for"
     elif gpu.capability is None and not (kernels == "triton" and interpreted):

@@ -1,4 +1,4 @@
-"""How the rows of a micro-batch are laid out for the model, and how many tokens are computed for them.
+"""The layout of a micro-batch's rows for the model, and how many tokens are computed for them.
 
 ``padded``: a row each, filled up to the longest. ``unpadded``: all rows one after the other in a single row, with
 positions that begin anew and no attention across; the filler that rounds it up is one more document, which bears no
@@ -51,13 +51,22 @@ def unpadded_shape(lengths: Sequence[int]) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """How micro-batches are laid out, and why, as one clause."""
+    """The layout of micro-batches, and the reason as one clause.
+
+    Attributes:
+        shares_prompts: What both rows of a pair begin with is computed once: all pairs are documents of a single row.
+    """
 
     layout: Layout
     reason: str
+    shares_prompts: bool = False
 
     def shape(self, lengths: Sequence[int]) -> tuple[int, int]:
-        """Rows and tokens of a row that are computed for documents of ``lengths``, which are not empty."""
+        """Rows and tokens of a row that are computed for documents of ``lengths``, which are not empty. Tokens that
+        rows share are counted in one of them.
+        """
+        if self.shares_prompts:
+            return 1, bucket(sum(lengths))
         return (len(lengths), max(lengths)) if self.layout == "padded" else unpadded_shape(lengths)
 
     def most_tokens(self, rows: int, longest: int) -> int:
@@ -65,7 +74,9 @@ class Batches:
         return bucket(rows * longest) if self.layout == "unpadded" else rows * longest
 
 
-def choose_batches(wanted: PaddingFree, *, takes_rows: str | None, masked_densely: str | None) -> Batches:
+def choose_batches(
+    wanted: PaddingFree, *, takes_rows: str | None, masked_densely: str | None, shares_prompts: bool = False
+) -> Batches:
     """The layout of a run.
 
     Args:
@@ -73,13 +84,14 @@ def choose_batches(wanted: PaddingFree, *, takes_rows: str | None, masked_densel
         takes_rows: Why the method's trainer takes nothing but padded rows; None where it takes either.
         masked_densely: Why attention keeps documents apart by a mask over all pairs of tokens, or not at all; None
             where kernels skip what lies in other documents.
+        shares_prompts: Rows are pairs, of which both may lie in one document: where kernels skip what lies between.
     """
     if takes_rows is not None:
         return Batches("padded", takes_rows)
     if wanted is False:
         return Batches("padded", "data.padding_free: false")
     if masked_densely is None:
-        return Batches("unpadded", "attention's kernels keep rows apart and skip what lies in others")
+        return Batches("unpadded", "attention's kernels keep rows apart and skip what lies in others", shares_prompts)
     if wanted is True:
         return Batches("unpadded", f"data.padding_free: true, although {masked_densely}")
     return Batches("padded", masked_densely)

@@ -7,7 +7,7 @@ Where a policy is needed, as many layers as fit are left out of it and keep ever
 ``train.uncheckpointed_layers``. The estimate is linear in their number, and so is the time of a step.
 
 Only the training step decides: no policy changes what evaluation and generation need. What memory is left then goes to
-``quantization.keep_dequantized: auto``, because dequantising NF4 weights costs less time than running layers again.
+``quantization.keep_dequantized: auto``, because dequantizing NF4 weights costs less time than running layers again.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def _unknown(plan: RunPlan) -> str | None:
 
 
 def _try(plan: RunPlan, name: PolicyName, uncheckpointed: int) -> TriedPolicy:
-    """One policy, without the dequantised copies that `auto` makes where there is room."""
+    """One policy, without the dequantized copies that `auto` makes where there is room."""
     lean = {} if plan.recipe.quantization.keep_dequantized != "auto" else {"quantization.keep_dequantized": False}
     found = candidate(plan.under(name, uncheckpointed), lean)
     assert found is not None  # the family is known

@@ -1,4 +1,4 @@
-"""What a run writes, in bytes, and how much room there is."""
+"""Bytes that a run writes, and the room for them."""
 
 from __future__ import annotations
 
@@ -37,12 +37,14 @@ class DiskEstimate:
         return self.checkpoint_bytes * self.checkpoints + self.result_bytes
 
     def as_dict(self) -> JsonObject:
-        """What JSON says of it."""
+        """The JSON form."""
         return {**plain_fields(self), "total_bytes": self.total_bytes}
 
 
 def estimate_disk(recipe: Recipe, shape: ModelShape, *, free_bytes: int | None, element_bytes: int = 4) -> DiskEstimate:
-    """What training writes. ``element_bytes``: of one trained parameter, in the dtype that it is held in."""
+    """Estimates the bytes that training writes. ``element_bytes``: of one trained parameter, in the dtype that it is
+    held in.
+    """
     trained = trained_parameters(recipe, shape)
     weights = element_bytes * (trained.elements + (shape.other_parameters if recipe.lora is None else 0))
     # Without periodic checkpoints one is written when the run is interrupted.
@@ -73,7 +75,7 @@ def free_disk_bytes(folder: Path) -> int | None:
 
 
 def why_no_folder(path: Path) -> str | None:
-    """Why no folder can be made at a path, whoever may write around it; None where nothing is known against it."""
+    """The reason why no folder can be made at a path, whoever may write around it; None if none is known."""
     try:
         path.lstat()
         path.stat()
@@ -87,7 +89,7 @@ def why_no_folder(path: Path) -> str | None:
 
 
 def why_not_writable(folder: Path) -> str | None:
-    """Why nothing can be written into an existing folder, or None.
+    """The reason why nothing can be written into an existing folder, or None.
 
     Tries it with a temporary file. Permission bits would not tell: they know nothing of read-only and full disks, nor
     of the superuser.

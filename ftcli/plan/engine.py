@@ -1,18 +1,18 @@
 """``launch.engine: auto`` on several GPUs: each has the whole model where it fits one, else a part of it. And
-``launch.dp_replicate_size: auto``: each of several hosts has a copy of what is spread, where it fits there.
+``launch.dp_replicate_size: auto``: each of several hosts has a copy of what is sharded, where it fits there.
 """
 
 from __future__ import annotations
 
 from ftcli.plan.memory.candidates import candidate, policies_by_speed
 from ftcli.plan.run import RunPlan
-from ftcli.plan.sharding import is_sharded, why_not_sharded
+from ftcli.plan.sharding import why_not_sharded
 from ftcli.tables import engines
 
 
 def choose_engine(plan: RunPlan) -> RunPlan:
-    """The setup with an engine, and a number of copies of what that spreads, in place of `auto`. Weights that are
-    trained are spread, wherever they can be: nobody needs all of their gradients and optimizer state.
+    """The setup with an engine, and a number of copies of what it shards, in place of `auto`. Weights that are
+    trained are sharded, wherever they can be: nobody needs all of their gradients and optimizer state.
     """
     if not plan.trains or plan.recipe.launch.num_processes == 1:
         return plan
@@ -24,16 +24,16 @@ def _with_engine(plan: RunPlan) -> RunPlan:
     if recipe.launch.engine != engines.AUTO:
         return plan
     usable = plan.method.supports.get("launch.engine")
-    whole, spread = engines.by_auto(shards=False), engines.by_auto(shards=True)
-    can_spread = (usable is None or spread in usable) and why_not_sharded(recipe, plan.execution) is None
-    copies = recipe.launch.copies > 1  # which only spread weights have: what forbids them is said later
+    whole, sharded = engines.by_auto(shards=False), engines.by_auto(shards=True)
+    can_shard = (usable is None or sharded in usable) and why_not_sharded(recipe, plan.execution) is None
+    copies = recipe.launch.copies > 1  # which only sharded weights have: what forbids them is said later
     fits_one = recipe.lora is not None and _fits(plan.changed({"launch.engine": whole}))
-    return plan.changed({"launch.engine": spread if copies or (can_spread and not fits_one) else whole})
+    return plan.changed({"launch.engine": sharded if copies or (can_shard and not fits_one) else whole})
 
 
 def _with_copies(plan: RunPlan) -> RunPlan:
     launch, hosts = plan.recipe.launch, plan.hosts
-    if launch.dp_replicate_size != "auto" or hosts == 1 or not is_sharded(plan.recipe):
+    if launch.dp_replicate_size != "auto" or hosts == 1 or not plan.recipe.launch.is_sharded:
         return plan
     each = plan.changed({"launch.dp_replicate_size": hosts})
     possible = launch.num_processes % hosts == 0 and each.shard_size > 1
@@ -41,7 +41,7 @@ def _with_copies(plan: RunPlan) -> RunPlan:
 
 
 def _fits(plan: RunPlan) -> bool:
-    """Whether a GPU has room for what it has of the model, under some policy; also where that is not known."""
+    """True if a GPU has room for its part of the model under some policy, or if that is not known."""
     if plan.facts.shape is None:
         return True
     least = plan.changed({"train.cuda_graphs": False, "quantization.keep_dequantized": False})

@@ -1,4 +1,4 @@
-"""What runs where: which code computes the decoder layers and the attention of a run, and why.
+"""The code that computes the decoder layers and the attention of a run, and why.
 
 Preflight asks before anything is built; :mod:`ftcli.model.patch` and :mod:`ftcli.model.attention` ask once there is a
 model. They add what only a built model shows, such as an adapter of a kind that cannot be fused.
@@ -7,7 +7,7 @@ model. They add what only a built model shows, such as an adapter of a kind that
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
@@ -21,7 +21,7 @@ from ftcli.plan.attention import AttentionCall, AttentionChoice, choose_attentio
 from ftcli.plan.batches import Batches, choose_batches
 from ftcli.plan.precision import DtypePlan
 from ftcli.plan.quantization import why_dequantized
-from ftcli.tables import quantizations
+from ftcli.tables import methods, quantizations
 from ftcli.tables.families import family_of
 
 #: Why projections of a family whose checkpoints join them are left as they are.
@@ -46,7 +46,7 @@ Work = Literal["train", "eval", "export"]
 
 @dataclass(frozen=True, slots=True)
 class LayerChoice:
-    """What computes the decoder layers, and why.
+    """The code that computes the decoder layers, and why.
 
     Attributes:
         activation: The kernels' name of the MLP's activation; None where they compute nothing.
@@ -62,7 +62,7 @@ class LayerChoice:
 def choose_layers(
     model_type: str, activation: str | None, kernels: Kernels, *, device: str, gpu: Gpu | None
 ) -> LayerChoice:
-    """What computes the layers of a model.
+    """Chooses the code that computes the layers of a model.
 
     Args:
         activation: transformers' name of the MLP's activation; None where it is not known.
@@ -89,12 +89,12 @@ def choose_layers(
 
 
 def wants_kernels(kernels: Kernels) -> bool:
-    """Whether ``model.kernels`` allows Triton kernels."""
+    """True if ``model.kernels`` allows Triton kernels."""
     return kernels in ("auto", "triton")
 
 
 def why_no_kernels(device: DeviceFacts) -> str | None:
-    """Why ftcli's Triton kernels cannot run on a device at all, as one clause, or None."""
+    """The reason why ftcli's Triton kernels cannot run on a device at all, as one clause, or None."""
     return _why_no_triton(_cuda_gpu(device))
 
 
@@ -118,7 +118,7 @@ def own_attention(model: ModelConfig, softcap: float | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """How the layers of a run are computed.
+    """The way in which the layers of a run are computed.
 
     Attributes:
         layers: What computes them.
@@ -140,7 +140,7 @@ class Execution:
 
     @property
     def on_kernels(self) -> bool:
-        """Whether ftcli's kernels, or their torch form, compute the layers."""
+        """True if ftcli's kernels, or their torch form, compute the layers."""
         return self.layers.code != "transformers"
 
 
@@ -158,7 +158,7 @@ class ExecutionPart:
 
 
 def execution_of(recipe: Recipe, facts: ModelFacts, dtypes: DtypePlan, device: DeviceFacts, *, work: Work) -> Execution:
-    """How the layers of a run are computed."""
+    """Chooses how the layers of a run are computed."""
     layers = _layers(recipe, facts, device, work=work)
     drops = work == "train" and facts.drops_attention
     masked_choice = _attention(facts, dtypes, device, masked=True, drops=drops)
@@ -184,7 +184,7 @@ OWN_ATTENTION = "transformers' own attention can only keep documents apart by a 
 
 
 def _batches(recipe: Recipe, masked: AttentionChoice, layers: LayerChoice, *, work: Work) -> Batches:
-    """How micro-batches are laid out, of training or, where nothing is trained, of evaluation.
+    """Chooses the layout of micro-batches, of training or, if nothing is trained, of evaluation.
 
     Args:
         masked: What our attention takes for calls with several documents.
@@ -192,12 +192,28 @@ def _batches(recipe: Recipe, masked: AttentionChoice, layers: LayerChoice, *, wo
     densely: str | None = OWN_ATTENTION
     if layers.code != "transformers" or layers.parts:
         densely = None if masked.backend == "triton" else f"attention runs on {masked.backend}: {masked.reason}"
-    refusal = takes_rows(recipe, work)
-    return choose_batches(recipe.data.padding_free, takes_rows=refusal, masked_densely=densely)
+    refusal, of_pairs = takes_rows(recipe, work), methods.row(recipe.train.method).unit == 2
+    apart = why_prompts_apart(recipe, work) if of_pairs else None
+    shares = of_pairs and apart is None
+    found = choose_batches(recipe.data.padding_free, takes_rows=refusal, masked_densely=densely, shares_prompts=shares)
+    if not of_pairs:
+        return found
+    told = "once" if found.shares_prompts else "with each answer" if apart is None else f"with each answer ({apart})"
+    return replace(found, reason=f"{found.reason}; a pair's prompt is computed {told}")
+
+
+def why_prompts_apart(recipe: Recipe, work: Work) -> str | None:
+    """Why the answers of a pair do not share their prompt although attention could skip what lies between; or None."""
+    settings = recipe.preference
+    if settings is not None and settings.share_prompts == "off":
+        return "preference.share_prompts: off"
+    if work == "train" and recipe.launch.context_parallel_size > 1:
+        return "ranks share rows"
+    return None
 
 
 def takes_rows(recipe: Recipe, work: Work) -> str | None:
-    """Why batches are padded whatever attention can do, or None."""
+    """The reason why batches are padded whatever attention can do, or None."""
     if work != "train":
         return None
     if recipe.train.neftune_noise_alpha is not None:
@@ -206,14 +222,14 @@ def takes_rows(recipe: Recipe, work: Work) -> str | None:
 
 
 def _joins_rows(recipe: Recipe, batches: Batches) -> bool:
-    """Whether rows of a micro-batch may share one that is computed; a single row never does."""
+    """True if rows of a micro-batch may share one that is computed; a single row never does."""
     return batches.layout == "unpadded" and recipe.train.per_device_train_batch_size > 1
 
 
 def execution_parts(
     recipe: Recipe, facts: ModelFacts, dtypes: DtypePlan, device: DeviceFacts, execution: Execution
 ) -> tuple[ExecutionPart, ...]:
-    """What runs on each part of a training step, in the order of the model."""
+    """The code that runs on each part of a training step, in the order of the model."""
     layers = execution.layers
     batches = ExecutionPart("batches", execution.batches.layout, execution.batches.reason)
     if layers.code == "transformers":
@@ -315,13 +331,13 @@ def _rounded_products(recipe: Recipe, dtypes: DtypePlan, device: DeviceFacts) ->
 
 
 def _frozen_products(recipe: Recipe, dtypes: DtypePlan, device: DeviceFacts) -> list[ExecutionPart]:
-    """Products of quantised weights, for methods that can multiply them as they are stored."""
+    """Products of quantized weights, for methods that can multiply them as they are stored."""
     method = recipe.quantization.method
     if quantizations.row(method).products is None:
         return []
     part, refusal = "products of the frozen weights", why_dequantized(recipe.quantization, dtypes, device)
     if refusal is not None:
-        return [ExecutionPart(part, "torch", f"{refusal}: dequantised to {dtypes.compute}")]
+        return [ExecutionPart(part, "torch", f"{refusal}: dequantized to {dtypes.compute}")]
     return [ExecutionPart(part, method, "as they are stored, on tensor cores")]
 
 

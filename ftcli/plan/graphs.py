@@ -1,4 +1,4 @@
-"""Whether the decoder layers of a run are launched as CUDA graphs, for preflight and for the trainer."""
+"""Decides whether the decoder layers of a run are launched as CUDA graphs, for preflight and for the trainer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from ftcli.config.recipe import Recipe
 from ftcli.facts.flops import step_flops
 from ftcli.facts.model import ModelFacts
 from ftcli.plan.execution import Execution, ExecutionPart
-from ftcli.plan.sharding import is_sharded
 from ftcli.tables import policies
 
 #: Operations of one layer in a micro-batch above which the GPU takes longer than the host needs to launch its kernels:
@@ -31,7 +30,7 @@ def most_graph_tokens(recipe: Recipe, facts: ModelFacts) -> int | None:
 
 
 def why_no_graphs(recipe: Recipe, facts: ModelFacts, execution: Execution, *, tokens: int) -> str | None:
-    """Why a training run does without graphs, as one clause; None where its small micro-batches have them.
+    """The reason why a training run does without graphs, as one clause; None if its small micro-batches have them.
 
     Args:
         execution: How its layers are computed.
@@ -40,8 +39,8 @@ def why_no_graphs(recipe: Recipe, facts: ModelFacts, execution: Execution, *, to
     train, lora = recipe.train, recipe.lora
     if execution.layers.code != "fused":
         return "the layers are not on Triton kernels"
-    if is_sharded(recipe):
-        return "the weights are spread over ranks, which put them together layer by layer"
+    if recipe.launch.is_sharded:
+        return "the weights are sharded over ranks, which all-gather them layer by layer"
     if not train.cuda_graphs:
         return "train.cuda_graphs: false"
     if policies.row(train.checkpointing).on_host:

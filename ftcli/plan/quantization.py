@@ -1,7 +1,7 @@
-"""How many bytes quantised weights take, and whether they are multiplied as they are stored. Pure arithmetic.
+"""Bytes of quantized weights, and whether they are multiplied as they are stored. Pure arithmetic.
 
-Only linear layers of the decoder layers are quantised: embeddings, head, norms and biases keep the parameters' dtype.
-Weights that cannot be multiplied as they are stored are dequantised for one product at a time. On the kernels, matrices
+Only linear layers of the decoder layers are quantized: embeddings, head, norms and biases keep the parameters' dtype.
+Weights that cannot be multiplied as they are stored are dequantized for one product at a time. On the kernels, matrices
 that share an input are one product.
 """
 
@@ -32,7 +32,7 @@ def weight_bytes(
     dequantized_layers: int = 0,
     trained: bool = False,
 ) -> int:
-    """Bytes of the base model in memory, when ``dequantized_layers`` of its decoder layers stay dequantised.
+    """Bytes of the base model in memory, when ``dequantized_layers`` of its decoder layers stay dequantized.
 
     ``trained``: the base weights are, so linear layers hold masters and, where the method rounds them, what it makes of
     them.
@@ -52,7 +52,7 @@ def weight_bytes(
 
 
 def trains_rounded(recipe: Recipe) -> bool:
-    """Whether the base weights are trained, and rounded in every pass."""
+    """True if the base weights are trained, and rounded in every pass."""
     return recipe.lora is None and quantizations.row(recipe.quantization.method).training is not None
 
 
@@ -68,10 +68,10 @@ def elements_beside(quantization: QuantizationConfig, shape: ModelShape) -> int:
 def layers_with_room(
     quantization: QuantizationConfig, shape: ModelShape, parameter_bytes: int, needed: int, available: int | None
 ) -> int:
-    """How many decoder layers ``keep_dequantized: auto`` keeps dequantised.
+    """Number of decoder layers that ``keep_dequantized: auto`` keeps dequantized.
 
     Args:
-        needed: Bytes that the run needs when it keeps no layer dequantised.
+        needed: Bytes that the run needs when it keeps no layer dequantized.
         available: Bytes that the device has; None when that is not known, which gives 0 layers.
     """
     if available is None:
@@ -115,9 +115,9 @@ def input_norm_elements(linear: Linear, quantization: QuantizationConfig) -> int
 
 
 def why_dequantized(quantization: QuantizationConfig, dtypes: DtypePlan, device: DeviceFacts) -> str | None:
-    """Why the stored weights are dequantised for each product, as one clause.
+    """The reason why the stored weights are dequantized for each product, as one clause.
 
-    None where they are multiplied as they are stored, and where nothing is quantised.
+    None where they are multiplied as they are stored, and where nothing is quantized.
     """
     method = quantizations.row(quantization.method)
     if method.stored_bytes is None:
@@ -148,7 +148,7 @@ def with_products_tried(device: DeviceFacts, quantization: QuantizationConfig) -
 def dequantized_bytes(
     quantization: QuantizationConfig, shape: ModelShape, dtypes: DtypePlan, device: DeviceFacts, *, on_kernels: bool
 ) -> int:
-    """Bytes of the largest product's weights, dequantised; 0 where nothing is dequantised.
+    """Bytes of the largest product's weights, dequantized; 0 where nothing is dequantized.
 
     A method that trains its weights takes the products of backward in the compute dtype, on every device.
     """
@@ -183,7 +183,7 @@ def stored_method(config: JsonMap) -> str | None:
 
 
 def stores_nf4(config: JsonMap) -> bool:
-    """Whether a config.json says that the weights are stored in bitsandbytes' NF4 layout."""
+    """True if a config.json says that the weights are stored in bitsandbytes' NF4 layout."""
     stored = config.get("quantization_config")
     if not isinstance(stored, Mapping):
         return False
@@ -192,7 +192,7 @@ def stores_nf4(config: JsonMap) -> bool:
 
 
 def stores_ternary(config: JsonMap) -> bool:
-    """Whether a config.json says that linear layers are stored as ternary values, as transformers' `bitnet` packs them.
+    """True if a config.json says that linear layers are stored as ternary values, as transformers' `bitnet` packs them.
 
     What it calls online is a checkpoint of master weights.
     """
@@ -200,12 +200,12 @@ def stores_ternary(config: JsonMap) -> bool:
 
 
 def stores_ternary_masters(config: JsonMap) -> bool:
-    """Whether a config.json says of weights in full precision that they are rounded to ternary values when used."""
+    """True if a config.json says of weights in full precision that they are rounded to ternary values when used."""
     return _ternary_mode(config) == "online"
 
 
 def _ternary_mode(config: JsonMap) -> str | None:
-    """Which of the two a `bitnet` checkpoint is, as transformers calls them; None for another."""
+    """The kind of a `bitnet` checkpoint, as transformers calls it; None for another."""
     stored = config.get("quantization_config")
     if not isinstance(stored, Mapping) or stored.get("quant_method") != "bitnet":
         return None

@@ -21,7 +21,6 @@ from ftcli.plan.memory.activations import ActivationSettings, LayerMemory, plain
 from ftcli.plan.memory.fused_activations import fused_layers
 from ftcli.plan.precision import DTYPE_BYTES, DtypePlan, plan_dtypes
 from ftcli.plan.quantization import trains_rounded
-from ftcli.plan.sharding import is_sharded
 from ftcli.plan.trained import EMBEDDING, HEAD, TrainedParameters, trained_parameters
 from ftcli.tables import code_of, optimizers, policies
 from ftcli.tables.methods import Method
@@ -32,7 +31,7 @@ _M = TypeVar("_M", bound=BaseModel)
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What is generated at once: ``rows`` prompts of up to ``prompt`` tokens, continued up to ``seq_len`` tokens."""
+    """One batch of generation: ``rows`` prompts of up to ``prompt`` tokens, continued up to ``seq_len`` tokens."""
 
     rows: int
     prompt: int
@@ -41,7 +40,7 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class MethodMemory:
-    """What a training method decides about the memory of a step.
+    """A training method's decisions about the memory of a step.
 
     Attributes:
         seq_len: Longest row in tokens.
@@ -58,7 +57,7 @@ class MethodMemory:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What is to be estimated. The recipe must name a checkpointing policy, not ``auto``.
+    """The plan of a run. The recipe must name a checkpointing policy, not ``auto``.
 
     Attributes:
         device: The machine, with no more memory than the run may use.
@@ -84,7 +83,7 @@ class RunPlan:
 
     @property
     def trains(self) -> bool:
-        """Whether there is a backward pass."""
+        """True if there is a backward pass."""
         return self.work == "train"
 
     @cached_property
@@ -94,12 +93,12 @@ class RunPlan:
 
     @cached_property
     def execution(self) -> Execution:
-        """What runs where."""
+        """The code that runs each part."""
         return execution_of(self.recipe, self.facts, self.dtypes, self.device, work=self.work)
 
     @cached_property
     def why_no_graphs(self) -> str | None:
-        """Why the layers are not launched as CUDA graphs; None where they are."""
+        """The reason why the layers are not launched as CUDA graphs; None if they are."""
         if not self.trains:
             return "nothing is trained"
         if self.facts.shape is None:  # what a method computes at a time is counted with it
@@ -110,12 +109,12 @@ class RunPlan:
 
     @property
     def graphed(self) -> bool:
-        """Whether the layers are launched as CUDA graphs, in micro-batches of up to ``graph_tokens``."""
+        """True if the layers are launched as CUDA graphs, in micro-batches of up to ``graph_tokens``."""
         return self.why_no_graphs is None
 
     @property
     def wholly_graphed(self) -> bool:
-        """Whether they are in every micro-batch, the largest included."""
+        """True if they are in every micro-batch, the largest included."""
         return self.graphed and self.graph_tokens == self.tokens
 
     @property
@@ -126,7 +125,7 @@ class RunPlan:
 
     @cached_property
     def layers(self) -> LayerMemory:
-        """What the layers' code keeps and allocates."""
+        """Bytes that the layers' code keeps and allocates."""
         execution, capped = self.execution, bool(self.facts.attn_logit_softcapping)
         if not execution.on_kernels:
             return plain_layers("eager" if execution.attention == "eager" else "sdpa")
@@ -148,7 +147,7 @@ class RunPlan:
 
     @property
     def own_optimizer(self) -> bool:
-        """Whether ftcli's own form of the recipe's optimizer is taken: only that reads gradients in bfloat16 for
+        """True if ftcli's own form of the recipe's optimizer is taken: only that reads gradients in bfloat16 for
         parameters in float32, and rounds parameters in bfloat16.
         """
         whole = self.recipe.lora is None and (self.execution.on_kernels or self.dtypes.gradient != "float32")
@@ -163,7 +162,7 @@ class RunPlan:
 
     @cached_property
     def trained(self) -> TrainedParameters:
-        """What is trained."""
+        """The trained parameters."""
         return trained_parameters(self.recipe, self.shape)
 
     @cached_property
@@ -174,7 +173,7 @@ class RunPlan:
 
     @cached_property
     def method_memory(self) -> MethodMemory:
-        """What the method decides."""
+        """The method's decisions."""
         found: MethodMemory = code_of(self.method.memory)(self)
         return found
 
@@ -196,7 +195,7 @@ class RunPlan:
 
     @property
     def uncheckpointed(self) -> int:
-        """How many layers are left out of the policy and keep everything."""
+        """Number of layers that are left out of the policy and keep everything."""
         return min(self.recipe.train.uncheckpointed_layers, self.shape.num_layers) if self.policy.by_layer else 0
 
     @property
@@ -206,8 +205,8 @@ class RunPlan:
 
     @property
     def shard_size(self) -> int:
-        """Devices that the weights are spread over; 1 where each has all of them."""
-        return self.recipe.launch.shard_size if self.trains and is_sharded(self.recipe) else 1
+        """Devices that the weights are sharded over; 1 where each has all of them."""
+        return self.recipe.launch.shard_size if self.trains and self.recipe.launch.is_sharded else 1
 
     @property
     def rows(self) -> int:
@@ -232,31 +231,32 @@ class RunPlan:
         return self.recipe.launch.context_parallel_size if self.trains else 1
 
     def largest_shape(self, rows: int, longest: int) -> tuple[int, int]:
-        """What is computed for ``rows`` rows of up to ``longest`` tokens. Unpadded, no mix of lengths takes more than
-        full rows do: as one row, which is what attention and rotation need most for.
+        """The largest (rows, width) that is computed for ``rows`` rows of up to ``longest`` tokens. Unpadded, no mix of
+        lengths takes more than full rows do: as one row, for which attention and rotation need most.
         """
         batches = self.execution.batches
         return (1, batches.most_tokens(rows, longest)) if batches.layout == "unpadded" else (rows, longest)
 
     def log_prob_bytes(self, rows: int) -> int:
         """Workspace of a loss that takes ``rows`` log-probabilities from hidden states, and the head where it is cast
-        for them.
+        for them: sharded weights that are trained are all-gathered in the compute dtype.
         """
         shape, element = self.shape, self.dtypes.compute_bytes
         on_gpu = self.device.kind == "cuda"
         needed = log_prob_bytes(rows, shape.hidden_size, shape.vocab_size, element, on_gpu=on_gpu)
-        if self.dtypes.parameter_bytes != element or (self.dtypes.autocast and self.head_is_trained):
+        cast = self.dtypes.parameter_bytes != element or (self.dtypes.autocast and self.head_is_trained)
+        if cast and (self.shard_size == 1 or self.recipe.lora is not None):
             needed += shape.vocab_size * shape.hidden_size * element
         return needed
 
     @property
     def head_is_trained(self) -> bool:
-        """Whether the head has a gradient."""
+        """True if the head has a gradient."""
         lora = self.recipe.lora
         return lora is None or HEAD in lora.modules_to_save
 
     def setting(self, seq_len: int, *, padded: bool) -> ActivationSettings:
-        """What the activation terms depend on. ``padded``: rows of a batch may differ in length.
+        """Arguments of the activation terms. ``padded``: rows of a batch may differ in length.
 
         Where layers differ in their adapters, each counts as one that has all of them, with the largest rank.
         """
@@ -280,7 +280,7 @@ class RunPlan:
 
     @property
     def rounds(self) -> Literal["no", "apart", "in norms"]:
-        """How linear layers that are trained rounded keep their input."""
+        """The form in which linear layers that are trained rounded keep their input."""
         if not trains_rounded(self.recipe):
             return "no"
         by_kernel = self.device.kind == "cuda" and wants_kernels(self.recipe.model.kernels)

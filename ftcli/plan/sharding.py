@@ -1,23 +1,21 @@
-"""Which weights are sharded over ranks and which rows are shared by them, and what cannot be combined with either."""
+"""Decides which weights are sharded over ranks and which rows they share, and what cannot be combined with either."""
 
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 from ftcli.config.recipe import Recipe
 from ftcli.facts.generation import batch_dependent_rope
 from ftcli.facts.model import ModelFacts
-from ftcli.plan.execution import Execution
-from ftcli.tables import engines, optimizers
+from ftcli.tables import optimizers
 
-
-def is_sharded(recipe: Recipe) -> bool:
-    """Whether the recipe's engine spreads weights over several processes."""
-    return recipe.launch.num_processes > 1 and engines.row(recipe.launch.engine).shards
+if TYPE_CHECKING:
+    from ftcli.plan.execution import Execution
 
 
 def why_not_sharded(recipe: Recipe, execution: Execution) -> str | None:
-    """What of a recipe does not go with weights that are spread, as one clause that begins with its key; or None."""
+    """The part of a recipe that does not go with sharded weights, as one clause that begins with its key; or None."""
     lora, train = recipe.lora, recipe.train
     if not execution.on_kernels:
         return f"model.kernels: the layers have to be on ftcli's kernels ({execution.layers.reason})"
@@ -33,13 +31,13 @@ def why_not_sharded(recipe: Recipe, execution: Execution) -> str | None:
     if lora.changes_base:
         return f"lora.init_lora_weights: {lora.init_lora_weights} takes whole weights apart"
     if lora.modules_to_save:
-        return f"lora.modules_to_save: {lora.modules_to_save[0]}, of which a copy would be made before it is spread"
+        return f"lora.modules_to_save: {lora.modules_to_save[0]}, of which a copy would be made before it is sharded"
     return None
 
 
 def exchanged_key_heads(query_heads: int, key_heads: int, parts: int) -> int | None:
-    """How many key heads are exchanged, so that each part gets as many, and with them all that its query heads read:
-    ``key_heads`` or a multiple of them. None where ``parts`` does not divide the query heads.
+    """Number of key heads to exchange, so that each part gets as many, and with them all that its query heads read:
+    ``key_heads`` or a multiple of them. None if ``parts`` does not divide the query heads.
     """
     if query_heads % parts:
         return None
@@ -48,7 +46,7 @@ def exchanged_key_heads(query_heads: int, key_heads: int, parts: int) -> int | N
 
 
 def why_rows_stay_whole(facts: ModelFacts, execution: Execution, parts: int) -> str | None:
-    """Why ranks cannot share rows of this model, as one clause; None where they can."""
+    """The reason why ranks cannot share rows of this model, as one clause; None if they can."""
     if not execution.on_kernels:
         return f"the layers are transformers' own: {execution.layers.reason}"
     if facts.shape is None:

@@ -1,4 +1,4 @@
-"""What a recipe trains, and the state that an optimizer keeps of it. Pure arithmetic."""
+"""The parameters that a recipe trains, and the state that an optimizer keeps of them. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class TrainedMatrices:
 
 @dataclass(frozen=True, slots=True)
 class TrainedParameters:
-    """What is trained: how many elements, and the matrices. What is in none of them are norms and biases."""
+    """The trained parameters: number of elements, and the matrices. Norms and biases are in none of them."""
 
     elements: int
     matrices: tuple[TrainedMatrices, ...]
@@ -67,7 +67,8 @@ class OptimizerState:
 
 @dataclass(frozen=True, slots=True)
 class PlannedAdapters:
-    """How many layers of each name would have adapters, those that cannot, and how many parameters would be trained.
+    """Number of layers of each name with adapters, the layers that cannot have any, and the number of trained
+    parameters.
 
     ``parameters`` is None where PEFT itself turns names into stacks of experts.
     """
@@ -78,7 +79,7 @@ class PlannedAdapters:
 
 
 def trained_parameters(recipe: Recipe, shape: ModelShape) -> TrainedParameters:
-    """What the recipe trains: all parameters of the language model, or adapters and ``modules_to_save``."""
+    """Parameters that the recipe trains: all of the language model, or adapters and ``modules_to_save``."""
     if recipe.lora is None:
         layer = [TrainedMatrices(x.out_features, x.in_features, shape.num_layers) for x in shape.linears]
         tables = [TrainedMatrices(shape.vocab_size, shape.hidden_size, 1, "embedding")]

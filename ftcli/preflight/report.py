@@ -1,4 +1,4 @@
-"""What preflight found out, as a value: see :func:`ftcli.preflight.stages.preflight`."""
+"""The result of preflight, as a value: see :func:`ftcli.preflight.stages.preflight`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STAGES = ("file", "schema", "cross-field", "model facts", "data sample", "machin
 
 @dataclass(frozen=True, slots=True)
 class PreflightReport:
-    """What preflight found out.
+    """The result of preflight.
 
     Attributes:
         setup: The recipe as it runs, with the policy of ``checkpointing`` in place of `auto`, and what is known of
@@ -63,7 +63,7 @@ class PreflightReport:
         return self.plan.dtypes
 
     def as_dict(self) -> JsonObject:
-        """What ``--json`` says, sizes in bytes. Keys are stable; absent estimates are null."""
+        """The JSON form, sizes in bytes. Keys are stable; absent estimates are null."""
         return {
             "stages": STAGES,
             "model": _model_dict(self.facts),

@@ -4,7 +4,7 @@
 stage                 looks at                                                                           exit
 ====================  =================================================================================  =========
 file, schema          the recipe itself (made by ``ftcli.config.load`` before this module is called)     2
-cross-field           settings that contradict each other or are not supported yet                        2
+cross-field           settings that contradict each other or are not supported                            2
 model facts           config.json: length, layers, tokenizer, stored weights                             3
 data sample           the first rows of every file                                                       4
 machine, memory,      dtype and backends against the GPU, the estimate against its memory, what is       3
@@ -37,15 +37,14 @@ from ftcli.plan.memory.host_total import HostEstimate, host_estimate
 from ftcli.plan.quantization import with_products_tried
 from ftcli.plan.run import RunPlan
 from ftcli.preflight.checks import (
-    copies,
     crossfield,
     data,
     files,
+    launch,
     machine,
     memory_and_disk,
     model,
     sampling,
-    sequence_parallel,
     sources,
     support,
 )
@@ -93,8 +92,8 @@ def preflight(
         [
             *machine.check(context, device, plan.dtypes),
             *machine.check_layers(context, device, plan.execution),
-            *sequence_parallel.check_model(context, plan),
-            *machine.check_spread(context, plan.execution),
+            *launch.check_model(context, plan),
+            *machine.check_sharded(context, plan.execution),
             *estimates.findings,
         ],
         [*machine.not_made(context, device), *estimates.not_made],
@@ -134,8 +133,7 @@ def _about_the_recipe(context: Context) -> Findings:
     """All rules that need only the recipe, those of its training method included."""
     yield from support.check(context)
     yield from crossfield.check(context)
-    yield from sequence_parallel.check(context)
-    yield from copies.check(context)
+    yield from launch.check(context)
     yield from sources.check(context)
     yield from sampling.check(context)
     if context.work == "train" and context.method.rules is not None:

@@ -130,7 +130,7 @@ def _few_rows(batch: Any, longest: int) -> list[JsonObject | Unreadable] | None:
 
 
 def _items(array: Any) -> int:
-    """How many items all lists of a column have, found without looking at any: a list of nulls needs no bytes."""
+    """Number of items in all lists of a column, found without looking at any: a list of nulls needs no bytes."""
     kind = array.type
     if pa.types.is_struct(kind):
         return sum(_items(array.field(number)) for number in range(kind.num_fields))

@@ -73,7 +73,7 @@ def _require_whole(folder: Path) -> None:
 
 
 def _reachable(source: DatasetConfig) -> bool:
-    """Whether the Hub answers, asked once: `datasets` would try for half a minute before it reads its own cache.
+    """True if the Hub answers, asked once: `datasets` would try for half a minute before it reads its own cache.
 
     Raises FtcliError FT406 when it answers that there is no such dataset, or none for this user.
     """
@@ -90,7 +90,7 @@ def _reachable(source: DatasetConfig) -> bool:
 
 
 def _errors() -> tuple[type[Exception], ...]:
-    """What `datasets` and the Hub's client raise."""
+    """Errors of `datasets` and the Hub's client."""
     from datasets.exceptions import DatasetsError
 
     return hub_errors(RuntimeError, DatasetsError)

@@ -34,7 +34,7 @@ def parse(text: str) -> Any:
 
 
 def parse_list(text: str) -> Any:
-    """As :func:`parse`, of a list whose items are looked at one by one: Python's own limit is the only one here."""
+    """Parses a list like :func:`parse`, but with Python's own limit alone: its items are looked at one by one."""
     try:
         return json.loads(text, object_pairs_hook=_unique)
     except RecursionError as error:
@@ -42,7 +42,7 @@ def parse_list(text: str) -> Any:
 
 
 def is_shallow(value: Any) -> bool:
-    """Whether a value has at most :data:`MAX_LEVELS` levels."""
+    """True if a value has at most :data:`MAX_LEVELS` levels."""
     level = [value] if isinstance(value, dict | list) else []
     for _ in range(MAX_LEVELS):
         level = [inner for outer in level for inner in _items(outer) if isinstance(inner, dict | list)]

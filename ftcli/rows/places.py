@@ -47,12 +47,12 @@ class DataFile:
 
 
 def is_hub(source: DatasetConfig) -> bool:
-    """Whether the source is a dataset of the Hugging Face Hub."""
+    """True if the source is a dataset of the Hugging Face Hub."""
     return source.path.startswith(HUB)
 
 
 def local_sources(sources: Sequence[DatasetConfig]) -> list[DatasetConfig]:
-    """Those that are no datasets of the Hub."""
+    """The sources that are no datasets of the Hub."""
     return [source for source in sources if not is_hub(source)]
 
 
@@ -133,7 +133,7 @@ def _walk(source: DatasetConfig, folder: Path) -> list[DataFile]:
 
 
 def _below(source: DatasetConfig, folder: Path) -> Iterator[Path]:
-    """What lies below a folder, but hidden things. Raises FtcliError FT407 where that is too much."""
+    """Paths below a folder, except hidden ones. Raises FtcliError FT407 if they are too many."""
     looked_at = 0
     for root, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith((".", "_"))]

@@ -90,7 +90,7 @@ def _whole(stream: IO[bytes], file: DataFile) -> bytes:
 
 
 def unpacks_beyond(file: DataFile, limit: int) -> bool:
-    """Whether a compressed file holds more than ``limit`` bytes. Raises OSError, EOFError or zlib.error if broken."""
+    """True if a compressed file holds more than ``limit`` bytes. Raises OSError, EOFError or zlib.error if broken."""
     with gzip.open(file.path) as stream:
         while limit >= 0:
             read = len(stream.read(2**20))
@@ -184,6 +184,6 @@ def _pruned(value: Any) -> Any:
 
 
 def json_type(value: Any) -> str:
-    """What JSON calls a value's type, with its article."""
+    """JSON's name of a value's type, with its article."""
     names = {list: "a list", dict: "an object", str: "a string", int: "a number", float: "a number", bool: "a boolean"}
     return names.get(type(value), "null")

@@ -29,7 +29,7 @@ class Row:
 
     @property
     def origin(self) -> Origin:
-        """Where to look, as ``file:row``."""
+        """The row's place, as ``file:row``."""
         return Origin(self.source, self.number)
 
 
@@ -68,6 +68,8 @@ class Example:
         completion_from: The message with which the completion of a chat begins; None: its last one.
         untrained: For each message that the row marks: the ranges of its content without loss, None for all of it.
         others: Further examples that the row makes; all are trained, or none is.
+        value: A number that the row gives its answer, for methods that read one: 1 or -1 for a wanted or an unwanted
+            one, or by how much it is the better one. 0 stands for none.
     """
 
     row: Row
@@ -81,6 +83,7 @@ class Example:
     labels: tuple[int, ...] | None = None
     switches: Switches = field(default_factory=dict)
     others: tuple[Example, ...] = ()
+    value: float = 0.0
 
 
 class Misfit(Exception):

@@ -18,24 +18,19 @@ from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.facts.model import ModelFacts
 from ftcli.facts.weights import WEIGHTS_INDEX
 from ftcli.plain import JsonMap, plain_fields
+from ftcli.run.weight_files import WeightFile, weight_identities
 
 #: A data file is also hashed in about this many blocks, so that a change can be placed.
 _BLOCKS = 256
 _SMALLEST_BLOCK = 4096
 #: Bytes of a block's digest that are kept: enough to place a change; the whole file's digest proves it.
 _KEPT_DIGEST = 4
-_SAMPLES = 64
-_SAMPLE_BYTES = 1 << 16
 _DIFF_LINES = 12
 #: What is read of a model beside its weights, and of a tokenizer.
 _OF_MODEL = ("config.json", "generation_config.json", WEIGHTS_INDEX)
 _OF_TOKENIZER = (
     *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model"),
     *("tekken.json", "*.tiktoken", "chat_template.*", "additional_chat_templates/*", "*processor_config.json"),
-)
-_REMEDY_HELD_OUT = (
-    "restore it to continue, or put the new rows under another name: which rows are held out may change, and what was "
-    "measured before is then of the former ones"
 )
 _REMEDY = "restore it to continue; or start over with --resume never, which keeps the old run beside it"
 
@@ -72,57 +67,37 @@ def fingerprint(name: str, path: Path) -> Fingerprint:
 
 
 @dataclass(frozen=True, slots=True)
-class SampledFile:
-    """Identity of a file that may be too large to be read whole: the SHA-256 of samples spread over it."""
-
-    name: str
-    bytes: int
-    samples_sha256: str
-
-
-def weights_fingerprint(folder: Path) -> tuple[SampledFile, ...]:
-    """Fingerprints of the weight files in a model's folder: of 4 MiB and less every byte, of others samples.
-
-    That takes a moment even for many gigabytes. The first sample holds the file's header, which lists every tensor with
-    its shape; the others tell weights of the same shapes apart.
-
-    Raises:
-        OSError: a file cannot be read.
-    """
-    return tuple(_sampled(path) for path in sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.gguf")))
-
-
-def _sampled(path: Path) -> SampledFile:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        size = file.seek(0, 2)
-        for sample in range(_SAMPLES):
-            file.seek(sample * max(0, size - _SAMPLE_BYTES) // (_SAMPLES - 1))
-            digest.update(file.read(_SAMPLE_BYTES))
-    return SampledFile(path.name, size, digest.hexdigest())
-
-
-@dataclass(frozen=True, slots=True)
 class Inputs:
     """A run's inputs, known once its data is tokenized; None or empty where there is nothing to compare.
 
     Attributes:
         chat_template: The template's text.
         tokens_sha256: SHA-256 over the token ids and labels of all training rows, in order.
-        weights: Of a local model, :func:`weights_fingerprint` of its folder.
+        weights: Of a local model, :func:`ftcli.run.weight_files.weight_identities` of its folder.
         commit: Of a model from the Hub, the commit that was loaded.
         files: What else is read of a local model and a local tokenizer.
     """
 
     chat_template: str | None = None
     tokens_sha256: str | None = None
-    weights: tuple[SampledFile, ...] = ()
+    weights: tuple[WeightFile, ...] = ()
     commit: str | None = None
     files: tuple[Fingerprint, ...] = ()
 
 
-def base_inputs(facts: ModelFacts, model: ModelConfig, commit: str | None) -> Inputs:
+def stored_weights(facts: ModelFacts, model: ModelConfig) -> Path | None:
+    """The folder of a local model whose weight files are read; None for the Hub's and for random ones."""
+    return facts.folder if facts.is_local and model.init == "pretrained" else None
+
+
+def base_inputs(
+    facts: ModelFacts, model: ModelConfig, commit: str | None, weights: Sequence[WeightFile] | None = None
+) -> Inputs:
     """Inputs of a base model: its folder's content, or the Hub's commit; and those of a tokenizer of another place.
+
+    Args:
+        commit: What was loaded of the Hub.
+        weights: Identities of its weight files; read here when None.
 
     Raises:
         OSError: a file cannot be read.
@@ -132,8 +107,10 @@ def base_inputs(facts: ModelFacts, model: ModelConfig, commit: str | None) -> In
     if tokenizer is not None:
         found += [path for name in _OF_TOKENIZER for path in sorted(tokenizer.glob(name))]
     files = tuple(_whole(path) for path in dict.fromkeys(found) if path.is_file())
-    stored = facts.is_local and model.init == "pretrained"
-    return Inputs(weights=weights_fingerprint(facts.folder) if stored else (), commit=commit, files=files)
+    folder = stored_weights(facts, model)
+    if weights is None:
+        weights = () if folder is None else weight_identities(folder)
+    return Inputs(weights=tuple(weights), commit=commit, files=files)
 
 
 def _cached(tokenizer: str | None) -> Path | None:
@@ -216,14 +193,22 @@ def changed_base(known: JsonMap, now: Inputs, *, weights: bool = True) -> list[s
     return changed
 
 
-def _changed_files(known: Any, now: Sequence[Fingerprint | SampledFile], *, always: bool = False) -> list[str]:
+def _changed_files(known: Any, now: Sequence[Fingerprint | WeightFile], *, always: bool = False) -> list[str]:
     before = {entry["name"]: entry for entry in known or ()}
     found = {each.name: plain_fields(each) for each in now}
     return [
         f"{name} ({_identity(before.get(name))} -> {_identity(found.get(name))})"
         for name in sorted({*before, *found})
-        if (before or always) and _digest_in(before.get(name)) != _digest_in(found.get(name))
+        if (before or always) and not _is_same(before.get(name), found.get(name))
     ]
+
+
+def _is_same(before: JsonMap | None, now: JsonMap | None) -> bool:
+    """Whether all is the same that both entries tell of a file."""
+    if before is None or now is None:
+        return before is now
+    checksums = {entry["crc32"] for entry in (before, now) if entry.get("crc32")}
+    return _digest_in(before) == _digest_in(now) and len(checksums) < 2
 
 
 def _digest_in(entry: JsonMap | None) -> str | None:
@@ -235,7 +220,8 @@ def _identity(entry: JsonMap | None) -> str:
     if entry is None:
         return "absent"
     kind = "samples' sha256" if entry.get("samples_sha256") else "sha256"
-    return f"{entry['bytes']:,} bytes, {kind} {str(_digest_in(entry))[:12]}"
+    checksum = f", crc32 {entry['crc32']}" if entry.get("crc32") else ""
+    return f"{entry['bytes']:,} bytes, {kind} {str(_digest_in(entry))[:12]}{checksum}"
 
 
 def require_same_data(previous: JsonMap, data: Sequence[Fingerprint], paths: Mapping[str, Path] | None = None) -> None:
@@ -301,7 +287,7 @@ def require_same_held_out(previous: JsonMap, held_out: Sequence[Fingerprint], so
         FtcliError: FT731 with each file (exit 2).
     """
     findings = [
-        Finding("FT731", f"held-out data has changed since this run began: {said}", help=_REMEDY_HELD_OUT)
+        Finding("FT731", f"held-out data has changed since this run began: {said}", help=_REMEDY)
         for said in changed_held_out(previous, held_out, sources)
     ]
     if findings:
@@ -309,7 +295,7 @@ def require_same_held_out(previous: JsonMap, held_out: Sequence[Fingerprint], so
 
 
 def changed_judges(previous: JsonMap, judges: Sequence[Fingerprint]) -> list[str]:
-    """Which files of rewards and judges, and settings of tasks, are not what they were when a run began, in words.
+    """Which files of rewards and judges are not what they were when a run began, in words.
 
     Those that only one side has are none of them: the recipe names them, and is compared itself.
 

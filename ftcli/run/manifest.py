@@ -163,7 +163,7 @@ def build_manifest(
         recipe_yaml: The resolved recipe; its SHA-256 is kept.
         data: Fingerprints of the data files.
         held_out: Those of the files that results before and after training are measured on.
-        judges: Those of what judges completions: files that rewards and tasks name, and the settings of tasks.
+        judges: Those of what judges completions: files that rewards and tasks name.
         ranks: Processes that train together.
         micro_batches: What a step learns from, over all of them.
         resume_step: Step this process starts from.

@@ -33,10 +33,14 @@ HARMLESS = (
     "launch",
 )
 
+#: What results before and after training are of, by the command that measures them: once something was measured, a run
+#: goes on with the same. `ftcli train` asks no tasks.
+_MEASURED = {"train": ("data.eval",), "grpo": ("data.eval", "eval.tasks", "eval.generate")}
+
 #: What the tensors of a checkpoint depend on, whatever the training method.
 _STRUCTURAL = ("model", "quantization", "lora", "train.optim", "train.loraplus_lr_ratio", "train.method")
 
-_ABSENT = "(absent)"
+_ABSENT, _NONE = "(absent)", "[]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,16 @@ class ChangedKey:
     def is_in(self, keys: tuple[str, ...]) -> bool:
         """True if the key is one of ``keys`` or lies below one of them."""
         return any(self.key == key or self.key.startswith(key + ".") for key in keys)
+
+
+def matters(change: ChangedKey, command: str) -> bool:
+    """Whether a run of ``command`` with this change would learn something else, or be measured on something else.
+
+    Where nothing was held out so far, nothing was measured.
+    """
+    if change.old != _NONE and change.is_in(_MEASURED.get(command, ())):
+        return True
+    return not change.is_in(HARMLESS)
 
 
 def structural_keys() -> tuple[str, ...]:

@@ -27,7 +27,7 @@ from ftcli.run.directory import RunDirectory, holds_run, is_run_directory, no_ru
 from ftcli.run.integrity import changed_result, result_files
 from ftcli.run.lock import LOCK_NAME, DirectoryLock
 from ftcli.run.manifest import read_manifest
-from ftcli.run.recipe_changes import HARMLESS, ChangedKey, recipe_changes, structural_keys
+from ftcli.run.recipe_changes import ChangedKey, matters, recipe_changes, structural_keys
 from ftcli.run.status import FinishedTraining, TrainingSummary
 
 _SHOWN = 12
@@ -158,7 +158,7 @@ def _open_locked(run: RunDirectory, resume: str, recipe_yaml: str, command: str)
 
 
 def _continue_own(run: RunDirectory, recipe_yaml: str, command: str) -> _Decision:
-    changes = tuple(c for c in _changes(run, recipe_yaml) if not c.is_in(HARMLESS))
+    changes = tuple(c for c in _changes(run, recipe_yaml) if matters(c, command))
     other = _other_command(run, command)
     if (changes or other) and not _has_begun(run):
         return _Decision(None)  # a run that was refused before its first step: whatever was changed since is the remedy
@@ -227,7 +227,7 @@ def _continue_from(run: RunDirectory, named: Path, recipe_yaml: str, command: st
     other = _other_command(owner, command)
     if other is not None:
         raise _made_by(owner, other, command)
-    changes = tuple(c for c in _changes(owner, recipe_yaml) if not c.is_in(HARMLESS)) if holds_run(owner) else ()
+    changes = tuple(c for c in _changes(owner, recipe_yaml) if matters(c, command)) if holds_run(owner) else ()
     structural = tuple(c for c in changes if c.is_in(structural_keys()))
     if structural:
         raise _changed(owner, structural)

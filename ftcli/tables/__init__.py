@@ -21,7 +21,7 @@ class Package:
 
 
 def code_of(reference: str) -> Any:
-    """What ``package.module:attribute`` names; imports the module.
+    """The object that ``package.module:attribute`` names; imports the module.
 
     Raises:
         ImportError, AttributeError: A row that names what is not there, which is a bug.

@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """What the converter has to know of a tool.
+    """One tool whose recipes the converter reads.
 
     Attributes:
         title: Its name in messages, as in :mod:`ftcli.config.dialects`.
@@ -36,7 +36,7 @@ TABLE: Mapping[str, Dialect] = MappingProxyType(
 
 
 def names() -> tuple[str, ...]:
-    """What ``--from`` may say."""
+    """Values of ``--from``."""
     return tuple(TABLE)
 
 

@@ -13,12 +13,12 @@ class LaunchEngine:
 
     Attributes:
         run: Code: ``(work, session, processes) -> result``, runs ``work(group)``, where ``group`` are the ranks that
-            work together, or None; None: not supported yet.
+            work together, or None.
         processes: Most processes that it takes; None: any number.
         shards: Whether it shards the weights over the processes.
     """
 
-    run: str | None = None
+    run: str
     processes: int | None = None
     shards: bool = False
 
@@ -28,10 +28,10 @@ AUTO = "auto"
 
 TABLE: Mapping[str, LaunchEngine] = MappingProxyType(
     {
-        AUTO: LaunchEngine("ftcli.pipeline.launch:together"),
+        AUTO: LaunchEngine("ftcli.pipeline.launch:as_rank"),
         "single": LaunchEngine("ftcli.pipeline.launch:in_this_process", processes=1),
-        "ddp": LaunchEngine("ftcli.pipeline.launch:together"),
-        "fsdp": LaunchEngine("ftcli.pipeline.launch:together", shards=True),
+        "ddp": LaunchEngine("ftcli.pipeline.launch:as_rank"),
+        "fsdp": LaunchEngine("ftcli.pipeline.launch:as_rank", shards=True),
     }
 )
 
@@ -42,20 +42,15 @@ def row(name: str) -> LaunchEngine:
 
 
 def names() -> tuple[str, ...]:
-    """All names, supported or not."""
+    """Values of ``launch.engine``."""
     return tuple(TABLE)
-
-
-def supported() -> tuple[str, ...]:
-    """Names of the engines that this version has."""
-    return tuple(name for name, engine in TABLE.items() if engine.run is not None)
 
 
 def of_several() -> tuple[str, ...]:
     """Names of those for any number of processes, without `auto`."""
-    return tuple(name for name in supported() if name != AUTO and row(name).processes is None)
+    return tuple(name for name in TABLE if name != AUTO and row(name).processes is None)
 
 
 def by_auto(*, shards: bool) -> str:
-    """What `auto` becomes where weights are sharded, or are not: the first such row."""
+    """The engine that `auto` becomes when weights are sharded, or are not: the first such row."""
     return next(name for name in of_several() if row(name).shards == shards)

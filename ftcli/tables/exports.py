@@ -11,7 +11,7 @@ from ftcli.tables import Package
 
 @dataclass(frozen=True, slots=True)
 class ExportFormat:
-    """What the rest of the program has to know of a format.
+    """One export format.
 
     Attributes:
         write: Code (``ftcli.export.writing.WriteFormat``) that writes an export and loads it again to verify it.
@@ -19,6 +19,7 @@ class ExportFormat:
         merges: It adds a run's adapter to the base model, which must be there in full precision.
         whole: It holds the whole model in memory; others hold a weight or a layer at a time.
         llama_cpp: llama.cpp serves it, which does not build every family.
+        scores: It can hold a model that scores rows in place of answering.
         masters: It can hold a model whose weights are rounded in every product: as masters that say so, or rounded.
             Others would hold the masters as plain weights, which are another model.
         of_quantized: Methods of ``quantization`` that it is for alone; empty: it is for every model.
@@ -35,6 +36,7 @@ class ExportFormat:
     whole: bool = False
     llama_cpp: bool = False
     masters: bool = False
+    scores: bool = False
     of_quantized: tuple[str, ...] = ()
     package: Package | None = None
     size: str | None = None
@@ -47,10 +49,18 @@ _GGUF = Package("gguf", "ftcli[gguf]", "export to GGUF")
 TABLE: Mapping[str, ExportFormat] = MappingProxyType(
     {
         "adapter": ExportFormat(
-            "ftcli.export.adapter:write", needs_adapter=True, masters=True, size="ftcli.export.adapter:adapter_bytes"
+            "ftcli.export.adapter:write",
+            needs_adapter=True,
+            masters=True,
+            scores=True,
+            size="ftcli.export.adapter:adapter_bytes",
         ),
         "safetensors": ExportFormat(
-            "ftcli.export.safetensors:write", merges=True, masters=True, size="ftcli.export.safetensors:model_bytes"
+            "ftcli.export.safetensors:write",
+            merges=True,
+            masters=True,
+            scores=True,
+            size="ftcli.export.safetensors:model_bytes",
         ),
         "gguf": ExportFormat(
             "ftcli.export.gguf.write:write",
@@ -128,7 +138,7 @@ def row(name: str) -> ExportFormat:
 
 
 def names(*, needs_adapter: bool | None = None, merges: bool | None = None) -> tuple[str, ...]:
-    """What a recipe may say; with an argument only formats whose attribute has this value."""
+    """Values of ``export.formats``; with an argument only formats whose attribute has this value."""
     return tuple(
         name
         for name, each in TABLE.items()

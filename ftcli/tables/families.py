@@ -14,7 +14,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How one ``model_type`` is built.
+    """The architecture of one ``model_type``.
 
     Attributes:
         block: ``pre``: two norms, each before its half of the layer. ``sandwich``: four, one before and one after each

@@ -14,7 +14,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """What llama.cpp builds of the metadata ``general.architecture``.
+    """The model that llama.cpp builds for a value of the metadata ``general.architecture``.
 
     Attributes:
         name: What the file says.
@@ -103,7 +103,7 @@ INSTEAD = "export safetensors, which transformers and vLLM serve"
 
 
 def unknown_architecture(model_type: str) -> str:
-    """Why a model of a family without a row is not written."""
+    """The reason why a model of a family without a row is not written."""
     return f"ftcli does not know how llama.cpp builds a model_type {model_type}"
 
 
@@ -159,12 +159,12 @@ TYPES: Mapping[str, StoredType] = MappingProxyType(
 
 
 def type_names() -> tuple[str, ...]:
-    """What ``export.gguf.types`` may say."""
+    """Values of ``export.gguf.types``."""
     return tuple(TYPES)
 
 
 def architecture_of(model_type: str, activation: str = "") -> Architecture | None:
-    """How llama.cpp builds a language model; None where ftcli does not know it.
+    """The row of a language model; None if ftcli does not know how llama.cpp builds it.
 
     Args:
         activation: The MLP's, by transformers' name, where it is known.

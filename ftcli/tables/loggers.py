@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 @dataclass(frozen=True, slots=True)
 class Logger:
-    """What the rest of the program has to know of a metrics logger.
+    """One metrics logger.
 
     Attributes:
         package: The package that it needs, as it is imported and installed.

@@ -7,11 +7,11 @@ such as ``grpo``, is chosen by these.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from ftcli.tables import layouts
+from ftcli.tables import code_of, layouts
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,7 @@ class Method:
         survey: Code: ``(RowSurvey, recipe) -> None``, how `ftcli check` looks at its rows; None: as rows that hold
             their answers.
         from_prompts: Its rows are prompts, which the model answers. Rows of other methods hold the answers too.
+        classifier: What it trains is a sequence classifier with one number (:mod:`ftcli.model.score_head`).
         scores_tasks: `eval.tasks` are scored before and after training.
         packs: It supports ``data.packing`` and weights of sources.
         on_ranks: Several processes can train with it.
@@ -72,6 +73,7 @@ class Method:
     row_rules: str | None = None
     survey: str | None = None
     from_prompts: bool = False
+    classifier: bool = False
     scores_tasks: bool = False
     packs: bool = True
     on_ranks: bool = False
@@ -139,11 +141,37 @@ def _preference(name: str, title: str) -> Method:
                 "model.dtype": ("auto", "bfloat16", "float32"),
                 "train.neftune_noise_alpha": (None,),
                 "train.train_sampling_strategy": ("random",),
-                "launch.engine": ("auto", "single", "ddp"),
-                "launch.dp_replicate_size": ("auto", 1),
-                "launch.context_parallel_size": (1,),
             }
         ),
+    )
+
+
+#: Values of methods that train neither on sharded weights nor on shared rows.
+_ON_WHOLE_MODELS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        "launch.engine": ("auto", "single", "ddp"),
+        "launch.dp_replicate_size": ("auto", 1),
+        "launch.context_parallel_size": (1,),
+    }
+)
+
+
+def _labelled() -> Method:
+    """KTO shares the section, the defaults and the limits of DPO; its rows are single answers."""
+    pairs = _preference("dpo", "DPO")
+    return replace(
+        pairs,
+        name="kto",
+        title="KTO",
+        trains="ftcli.methods.kto.train:Labelled",
+        charts="ftcli.methods.kto.charts:CHARTS",
+        scores="ftcli.methods.kto.charts:SCORES",
+        memory="ftcli.methods.kto.memory:memory",
+        rules="ftcli.methods.kto.checks:check",
+        defaults=MappingProxyType({**pairs.defaults, "data.format": "labelled"}),
+        unit=1,
+        told=(*pairs.told, "preference.desirable_weight", "preference.undesirable_weight"),
+        supports=MappingProxyType({**pairs.supports, **_ON_WHOLE_MODELS, "data.format": ("labelled",)}),
     )
 
 
@@ -161,6 +189,41 @@ TABLE: Mapping[str, Method] = MappingProxyType(
             supports=MappingProxyType({"data.format": layouts.formats(unit=1)}),
         ),
         **{name: _preference(name, title) for name, title in (("dpo", "DPO"), ("orpo", "ORPO"), ("simpo", "SimPO"))},
+        "reward": Method(
+            "reward",
+            "train",
+            "reward modelling",
+            _TRAIN_HELP,
+            run="ftcli.train.on_rows:train_on_rows",
+            trains="ftcli.methods.reward.train:RewardModelling",
+            charts="ftcli.methods.reward.charts:CHARTS",
+            scores="ftcli.methods.reward.charts:SCORES",
+            memory="ftcli.methods.reward.memory:memory",
+            section="reward",
+            # Learning rates: LLaMA-Factory's and TRL's for adapters, OpenRLHF's for full fine-tuning.
+            defaults=MappingProxyType(
+                {"data.format": "preference", "train.learning_rate": 1e-4, "train.warmup_steps": 0.1}
+            ),
+            full_defaults=MappingProxyType({"train.learning_rate": 9e-6}),
+            unit=2,
+            classifier=True,
+            packs=False,
+            on_ranks=True,
+            structural=("train.method",),
+            supports=MappingProxyType(
+                {
+                    "data.format": layouts.formats(unit=2)[1:],
+                    "data.packing": (False,),
+                    "eval.tasks": ((),),
+                    "eval.lm_eval": ((),),
+                    "model.dtype": ("auto", "bfloat16", "float32"),
+                    "train.neftune_noise_alpha": (None,),
+                    "train.train_sampling_strategy": ("random",),
+                    **_ON_WHOLE_MODELS,
+                }
+            ),
+        ),
+        "kto": _labelled(),
         "grpo": Method(
             "grpo",
             "grpo",
@@ -190,9 +253,7 @@ TABLE: Mapping[str, Method] = MappingProxyType(
                     # Completions would be sampled under noise as well; rows are grouped by prompt.
                     "train.neftune_noise_alpha": (None,),
                     "train.train_sampling_strategy": ("random",),
-                    "launch.engine": ("auto", "single", "ddp"),
-                    "launch.dp_replicate_size": ("auto", 1),
-                    "launch.context_parallel_size": (1,),
+                    **_ON_WHOLE_MODELS,
                 }
             ),
         ),
@@ -203,8 +264,7 @@ TABLE: Mapping[str, Method] = MappingProxyType(
 #: Methods of the field that recipes and data may be meant for, and that are not offered yet.
 _NOT_OFFERED: Mapping[str, str] = MappingProxyType(
     {
-        **{name: name.upper() for name in ("kto", "cpo", "ppo", "rloo", "prm", "gkd")},
-        "reward": "training of reward models",
+        **{name: name.upper() for name in ("cpo", "ppo", "rloo", "prm", "gkd")},
         "rm": "training of reward models",
         "reward_model": "training of reward models",
         "distill": "distillation",
@@ -214,7 +274,7 @@ _NOT_OFFERED: Mapping[str, str] = MappingProxyType(
 
 
 def not_offered(word: str) -> str | None:
-    """What to say of a method of the field where a command or a key is expected; None for every other word."""
+    """Help for a method of the field in the place of a command or a key; None for every other word."""
     name = word.lower().replace("-", "_")
     own = TABLE.get(name)
     if own is not None:
@@ -223,16 +283,25 @@ def not_offered(word: str) -> str | None:
     return None if title is None else offered(title)
 
 
+def measures(method: Method, recipe: Any) -> dict[str, bool]:
+    """What is measured on held-out rows while a recipe trains, and whether more of it is better."""
+    if method.from_prompts:
+        return {task.label: True for task in recipe.eval.tasks}
+    if method.scores is None:
+        return {"loss": False, "perplexity": False, "token_accuracy": True}
+    return {"loss": False, **{name: more for name, _, more, _ in code_of(method.scores)}}
+
+
 def offered(title: str) -> str:
-    """How the method with this title is asked for; or by which methods ftcli trains, where it is none of them."""
+    """Tells how to ask for the method with this title, or names the methods of ftcli if it is none of them."""
     own = next((method for method in TABLE.values() if method.title == title), None)
     if own is not None:
         return f"{title} is `train.method: {own.name}` of `ftcli train`, with the section `{own.section}`"
     ways = (
-        f"{' and '.join(method.title for method in TABLE.values() if method.command == command)} (`ftcli {command}`)"
+        f"{', '.join(method.title for method in TABLE.values() if method.command == command)} (`ftcli {command}`)"
         for command in commands()
     )
-    return f"ftcli trains by {' and '.join(ways)}; {title} is not offered yet"
+    return f"ftcli trains by {', and by '.join(ways)}; {title} is not offered yet"
 
 
 def row(name: str) -> Method:
@@ -241,7 +310,7 @@ def row(name: str) -> Method:
 
 
 def names() -> tuple[str, ...]:
-    """What ``train.method`` may say: all but the methods that a command and a section of their own name."""
+    """Values of ``train.method``: all but the methods that a command and a section of their own name."""
     return tuple(name for name, row in TABLE.items() if row.section is None or row.command == "train")
 
 

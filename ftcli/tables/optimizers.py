@@ -12,7 +12,7 @@ from ftcli.tables import Package
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """What the rest of the program has to know of an optimizer.
+    """One optimizer.
 
     Attributes:
         about: One sentence for the documentation.
@@ -116,7 +116,7 @@ TABLE: Mapping[str, Optimizer] = MappingProxyType(
 
 
 def names() -> tuple[str, ...]:
-    """What a recipe may say."""
+    """Names that a recipe may give."""
     return tuple(TABLE)
 
 

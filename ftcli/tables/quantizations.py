@@ -1,4 +1,4 @@
-"""Base quantisations: what ``quantization.method`` may name, and the code that stores and multiplies each."""
+"""Base quantizations: what ``quantization.method`` may name, and the code that stores and multiplies each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from types import MappingProxyType
 class StoredProducts:
     """Products of the weights as they are stored, where GPU and compute dtype allow it.
 
-    Elsewhere the weights are dequantised for each product. Every attribute but the last names code.
+    Elsewhere the weights are dequantized for each product. Every attribute but the last names code.
 
     Attributes:
         capability: The lowest compute capability of a GPU that has such products, (major, minor).
@@ -32,7 +32,7 @@ class StoredProducts:
 
 @dataclass(frozen=True, slots=True)
 class PackedFiles:
-    """Weight files that hold the weights quantised already. Every attribute names code.
+    """Weight files that hold the weights quantized already. Every attribute names code.
 
     Attributes:
         recognise: A function of a config.json's content that answers whether the model's files are of this kind.
@@ -47,7 +47,7 @@ class PackedFiles:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedTraining:
-    """Full training of weights that every forward pass quantises. Every attribute names code.
+    """Full training of weights that every forward pass quantizes. Every attribute names code.
 
     Attributes:
         layer: A :class:`ftcli.model.quantized.TrainQuantized`: a linear layer with master weights.
@@ -58,8 +58,8 @@ class QuantizedTraining:
         finish: A function of a model that is whole, of whether the kernels may be used, and of the recipe's section,
             that puts in what its layers share and notes in its config how its weights are to be read.
         written: A function of a model that is called whenever its weights may have been written to: between two calls
-            its layers may keep what they were quantised to.
-        share: A function of a model and of how far its values go from exact (0) to quantised (1) in training.
+            its layers may keep what they were quantized to.
+        share: A function of a model and of how far its values go from exact (0) to quantized (1) in training.
         reads: Settings of the section that have no effect on frozen weights.
     """
 
@@ -75,26 +75,24 @@ class QuantizedTraining:
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """What the rest of the program has to know of a way to store the base model's linear layers.
+    """One way to store the base model's linear layers.
 
     Attributes:
-        supported: Whether this version can use it; a recipe that names another is told that it is not supported yet.
         freezes_base: The stored weights cannot be trained, so a recipe needs adapters.
         reads: Settings of the section ``quantization`` that it reads, beside ``method``. One that reads
-            ``keep_dequantized`` can hold its layers dequantised.
+            ``keep_dequantized`` can hold its layers dequantized.
         quantize: Code: a :class:`ftcli.model.quantized.QuantizeLinear`. None: layers are stored as they are.
         stored_bytes: Code: a function of a :class:`ftcli.facts.shape.Linear` and the recipe's section that answers how
             many bytes the layer's weight takes. None where ``quantize`` is None.
-        products: None: the weights are dequantised for each product, on every device.
+        products: None: the weights are dequantized for each product, on every device.
         packed_files: None: weights are only read in full precision.
         training: How the weights are trained where a recipe has no adapters; None where they cannot be.
         already: Code: a function of a linear layer in full precision and its name: the layer's numbers as a
-            :class:`ftcli.model.quantized.QuantizedLinear`, exactly, where they are quantised ones that were written
-            out; else None. None: that is never looked for, since quantising again changes nothing.
-        reads_gguf: A folder's weights may be a GGUF file: it holds the quantised numbers, and the method keeps them.
+            :class:`ftcli.model.quantized.QuantizedLinear`, exactly, where they are quantized ones that were written
+            out; else None. None: that is never looked for, since quantizing again changes nothing.
+        reads_gguf: A folder's weights may be a GGUF file: it holds the quantized numbers, and the method keeps them.
     """
 
-    supported: bool = True
     freezes_base: bool = True
     reads: tuple[str, ...] = ()
     quantize: str | None = None
@@ -107,7 +105,7 @@ class Quantization:
 
     @property
     def holds_dequantized(self) -> bool:
-        """Whether its layers can be held dequantised."""
+        """True if its layers can be held dequantized."""
         return "keep_dequantized" in self.reads
 
 
@@ -165,9 +163,9 @@ TABLE: Mapping[str, Quantization] = MappingProxyType(
 )
 
 
-def names() -> tuple[str, ...]:
-    """What a recipe may say."""
-    return tuple(TABLE)
+def names(*, freezes_base: bool | None = None) -> tuple[str, ...]:
+    """Methods that a recipe may name; with ``freezes_base`` only those that do, or do not, freeze the base."""
+    return tuple(name for name, each in TABLE.items() if freezes_base in (None, each.freezes_base))
 
 
 def row(name: str) -> Quantization:
@@ -175,14 +173,9 @@ def row(name: str) -> Quantization:
     return TABLE[name]
 
 
-def supported(*, freezes_base: bool | None = None) -> tuple[str, ...]:
-    """Methods that this version can use; with ``freezes_base`` only those that do, or do not, freeze the base."""
-    return tuple(name for name, each in TABLE.items() if each.supported and freezes_base in (None, each.freezes_base))
-
-
 def is_stored(name: object) -> bool:
-    """Whether what a recipe says names a method that stores weights in a form of its own; one of another version that
-    is not known here counts as such.
+    """True for the name of a method that stores weights in a form of its own; also for a method of another version that
+    is not known here.
     """
     return isinstance(name, str) and (name not in TABLE or TABLE[name].quantize is not None)
 

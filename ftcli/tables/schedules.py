@@ -43,7 +43,7 @@ class ScheduleArgument:
 
     @property
     def expected(self) -> str:
-        """What it must be, for people."""
+        """The allowed values, for people."""
         if self.kind == "word":
             return f"one of {', '.join(self.words)}"
         kind = {"whole": "a whole number", "number": "a number", "steps": "a number of steps (below 1 a fraction)"}
@@ -55,7 +55,7 @@ class ScheduleArgument:
         return f"{text}, and no less than train.learning_rate" if self.above_peak else text
 
     def takes(self, value: object, peak: float) -> bool:
-        """Whether ``value`` is allowed under a peak learning rate."""
+        """True if ``value`` is allowed under a peak learning rate."""
         if self.kind == "word":
             return value in self.words
         if isinstance(value, bool) or not isinstance(value, int if self.kind == "whole" else int | float):
@@ -69,7 +69,7 @@ class ScheduleArgument:
 
 @dataclass(frozen=True, slots=True)
 class LearningRateSchedule:
-    """What the rest of the program has to know of a schedule.
+    """One learning-rate schedule.
 
     Attributes:
         about: One sentence for the documentation.
@@ -171,7 +171,7 @@ TABLE: Mapping[str, LearningRateSchedule] = MappingProxyType(
 
 
 def names() -> tuple[str, ...]:
-    """What a recipe may say."""
+    """Names that a recipe may give."""
     return tuple(TABLE)
 
 
@@ -199,7 +199,7 @@ SHORTER = "use less, or fractions such as num_decay_steps: 0.1"
 
 
 def stages_too_long(name: str, lengths: Mapping[str, int], all_steps: int) -> str | None:
-    """Why the stages do not fit into training, or None."""
+    """The reason why the stages do not fit into training, or None."""
     if sum(lengths.values()) <= all_steps:
         return None
     said = ", ".join(f"{stage} {steps}" for stage, steps in lengths.items())

@@ -31,7 +31,7 @@ class AdamW(Optimizer):
     ``clip``, a scalar on the device, multiplies the gradients of the next step. ``copies`` has for a parameter the
     tensor that takes its new value in another dtype.
 
-    Of a parameter that is spread over ranks each rank keeps state for its rows, and changes those.
+    Of a parameter that is sharded over ranks each rank keeps state for its rows, and changes those.
 
     Args:
         params: Parameters or groups of them.
@@ -82,7 +82,7 @@ class AdamW(Optimizer):
         self._step(rows, local_shard(gradient), state, settings, self.copies.get(parameter))
 
     def _no_moments(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        """What the state begins with besides ``step``."""
+        """The initial state besides ``step``."""
         made = (torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device) for _ in MOMENTS)
         return dict(zip(MOMENTS, made, strict=True))
 

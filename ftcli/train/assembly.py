@@ -18,13 +18,16 @@ from ftcli.model.fsdp import RankShards, rank_shards_of, unsharded_layers
 from ftcli.model.load import load_model
 from ftcli.model.lora import apply_lora
 from ftcli.model.lora_targets import freeze_other_parts, summary_of_targets
+from ftcli.model.score_head import add_score_head
 from ftcli.model.selfcheck import check_head
-from ftcli.model.tokenizer import align_special_tokens
+from ftcli.model.tokenizer import align_special_tokens, pad_apart
+from ftcli.model.trained_weights import load_weights
 from ftcli.plan.batches import Batches
 from ftcli.plan.quantization import trains_rounded
 from ftcli.run.directory import RunDirectory
-from ftcli.run.inputs import Inputs, base_inputs
+from ftcli.run.inputs import Inputs, base_inputs, stored_weights
 from ftcli.run.integrity import hold_base
+from ftcli.run.weight_files import WeightIdentities, begin
 from ftcli.tables import engines, quantizations
 from ftcli.units import gib
 
@@ -74,7 +77,7 @@ def build_base(job: Job, *, weights: Path | None = None, num_layers: int | None 
     Raises:
         FtcliError: FT335 when the loss would not stand for the model's own logits; whatever loading raises.
     """
-    recipe, memory = job.recipe, job.report.memory
+    recipe, memory, classifier = job.recipe, job.report.memory, job.plan.method.classifier
     job.reporter.info(
         f"model: {weights or recipe.model.name_or_path} ({recipe.model.init}) in {job.dtypes.parameter}"
         f"{_stored(job)} on {job.device}"
@@ -92,7 +95,8 @@ def build_base(job: Job, *, weights: Path | None = None, num_layers: int | None 
         device=job.device,
         seed=recipe.run.seed,
         offline=job.session.offline,
-        source=str(weights) if weights is not None else None,
+        # A saved classifier has no head: the base is loaded, and then what was trained.
+        source=str(weights) if weights is not None and not classifier else None,
         num_layers=num_layers,
         # A full fine-tune was never stored by a method that freezes the base.
         quantization=recipe.quantization if weights is None or trains_rounded(job.recipe) else None,
@@ -100,9 +104,15 @@ def build_base(job: Job, *, weights: Path | None = None, num_layers: int | None 
         trained=trains_rounded(job.recipe) or (parts is not None and not parts.joins),
         shards=parts,
     )
+    if classifier:
+        pad_apart(job.tokenizer, job.stops)
     align_special_tokens(model, job.tokenizer, job.stops)
     with unsharded_layers(model):
         check_head(model, job.tokenizer(_TEXT, add_special_tokens=False)["input_ids"], job.dtypes, job.device)
+    if classifier:
+        add_score_head(model, recipe.run.seed)
+        if weights is not None:
+            load_weights(model, weights)
     return model
 
 
@@ -115,13 +125,13 @@ def to_download(job: Job) -> int:
 
 
 def tell_download(job: Job) -> None:
-    """What loading the base will download, before it takes its time."""
+    """Reports what loading the base will download, before it takes its time."""
     if missing := to_download(job):
         job.reporter.info(f"download: {gib(missing)} GiB of weights from {job.facts.name}")
 
 
 def _dequantized_layers(job: Job) -> int:
-    """Decoder layers that are held dequantised; a family without arithmetic has all of them or none."""
+    """Decoder layers that are held dequantized; a family without arithmetic has all of them or none."""
     if job.report.memory is not None:
         return job.report.memory.dequantized_layers
     return sys.maxsize if job.recipe.quantization.keep_dequantized is True else 0
@@ -151,7 +161,9 @@ def build_trainable(job: Job, *, num_layers: int | None = None) -> Model:
 
 
 def build_reference(job: Job, rows: Sequence[TokenizedRow]) -> PreTrainedModel:
-    """What full fine-tuning starts from, on the same kernels, frozen; a run that goes on has it from its base, too."""
+    """The model that full fine-tuning starts from, on the same kernels, frozen; a resumed run has it from its base,
+    too.
+    """
     job.reporter.info("reference: a second copy of the model as it starts")
     reference = build_base(job)
     freeze_other_parts(reference)
@@ -201,8 +213,10 @@ def form_group(job: Job, group: RankGroup) -> None:
     group.form(job.device, numbers_agreed(train.gradient_accumulation_steps, train.per_device_train_batch_size))
 
 
-def shard_weights(job: Job, model: Model, group: RankGroup) -> None:
-    """Shards the weights of the model, which is on the kernels, over the ranks where the engine does that."""
+def shard_weights(job: Job, model: Model, group: RankGroup, reference: PreTrainedModel | None = None) -> None:
+    """Shards the weights of the model, which is on the kernels, over the ranks where the engine does that; and those
+    of the reference that it is compared with, where that is a second model.
+    """
     parts = _parts(job)
     if parts is None:
         return
@@ -213,11 +227,12 @@ def shard_weights(job: Job, model: Model, group: RankGroup) -> None:
     job.reporter.info(f"weights: sharded over {launch.shard_size} processes{copies}")
     mesh = group.mesh(job.device, launch.copies)
     with group.exchanging():
-        shard(model, mesh, rank_shards_of(base_of(model)) or parts, job.dtypes)
+        for each in (model,) if reference is None else (model, reference):
+            shard(each, mesh, rank_shards_of(base_of(each)) or parts, job.dtypes)
 
 
 def _parts(job: Job) -> RankShards | None:
-    """What this process keeps of the weights; None where that is all of them."""
+    """The shards that this process keeps of the weights; None if it keeps all."""
     place, launch = job.session.place, job.recipe.launch
     if place is None or place.size == 1 or not engines.row(launch.engine).shards:
         return None
@@ -225,43 +240,51 @@ def _parts(job: Job) -> RankShards | None:
 
 
 def _trained(tokens: TokenizedRow) -> int:
-    """How many tokens of a row bear loss."""
+    """Number of a row's tokens that bear loss."""
     return sum(label != IGNORE_INDEX for label in tokens.labels)
 
 
 def laid_out(job: Job, model: Model, rows: Sequence[TokenizedRow]) -> Batches:
-    """How micro-batches of ``rows`` are laid out. Where documents share a row, a few are put to the model, which is not
-    changed, to see that none of them sees another one.
+    """The layout of micro-batches of ``rows``. If documents share a row, a few are put to the model, which is not
+    changed, to see that none of them attends to another one; and a pair if pairs share their prompt.
 
     Raises FtcliError FT443 (exit 3) when one does.
     """
-    from ftcli.train.isolation import check_isolation
+    from ftcli.train.isolation import check_branches, check_isolation
 
     batches = job.batches(model)
     if len(rows) and (job.recipe.data.packing or batches.layout == "unpadded"):
         with unsharded_layers(model):
             check_isolation(model, rows[:LOOKED_AT], job.dtypes, job.device, pad_token_id=job.pad_token_id)
+            if batches.shares_prompts:
+                check_branches(model, (rows[0], rows[1]), job.dtypes, job.device, pad_token_id=job.pad_token_id)
     return batches
 
 
-def inputs_of(job: Job, model: Model, tokens_sha256: str | None = None) -> Inputs:
-    """The inputs that must be the same when the run is continued."""
+def begin_reading(job: Job) -> WeightIdentities:
+    """Begins to read the base's weight files for their identities, beside what loads them."""
+    folder = stored_weights(job.facts, job.recipe.model)
+    return tuple if folder is None else begin(folder)
+
+
+def inputs_of(job: Job, model: Model, weights: WeightIdentities, tokens_sha256: str | None = None) -> Inputs:
+    """The inputs that must be the same when the run is continued; ``weights`` from :func:`begin_reading`."""
     template = Renderer(job.tokenizer, job.recipe.data.chat_template).source
-    return replace(loaded_base(job, model), chat_template=template, tokens_sha256=tokens_sha256)
+    return replace(_loaded_base(job, model, weights), chat_template=template, tokens_sha256=tokens_sha256)
 
 
-def loaded_base(job: Job, model: Model) -> Inputs:
-    """What tells the job's base model."""
-    return base_inputs(job.facts, job.recipe.model, getattr(model.config, "_commit_hash", None))
+def _loaded_base(job: Job, model: Model, weights: WeightIdentities) -> Inputs:
+    """The fingerprint of the job's base model."""
+    return base_inputs(job.facts, job.recipe.model, getattr(model.config, "_commit_hash", None), weights())
 
 
-def hold(job: Job, model: Model, run: RunDirectory, *, weights: bool = True) -> None:
+def hold(job: Job, model: Model, run: RunDirectory, weights: WeightIdentities | None) -> None:
     """Holds the base that was loaded against the one that a run was trained on, and tells what cannot be.
 
-    ``weights``: not only what else is read of it.
+    ``weights`` from :func:`begin_reading`; None where those of the base are not used.
 
     Raises FtcliError FT735 (exit 2) with what differs.
     """
-    recipe = job.recipe
-    for finding in hold_base(run.path, recipe.model, recipe.run.seed, loaded_base(job, model), weights=weights):
+    recipe, now = job.recipe, _loaded_base(job, model, weights or tuple)
+    for finding in hold_base(run.path, recipe.model, recipe.run.seed, now, weights=weights is not None):
         job.reporter.finding(finding)

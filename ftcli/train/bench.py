@@ -69,8 +69,8 @@ class GpuTime:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """What torch's allocator held at most, and what is in use on the device by now, CUDA's context and other processes
-    included. None on a CPU.
+    """Peak of torch's allocator, and the device memory in use now, CUDA's context and other processes included. None on
+    a CPU.
     """
 
     peak_reserved_bytes: int | None = None
@@ -160,7 +160,7 @@ class StepProfiler(StepWatcher):
         return sorted(found, key=lambda row: -row.ms)[:rows]
 
     def busy(self) -> GpuTime | None:
-        """How much of the step the GPU worked; None without one."""
+        """The part of the step that the GPU worked; None without a GPU."""
         events = [
             (event.time_range.start, event.time_range.end)
             for event in self._profile.events() or ()  # type: ignore[no-untyped-call]
@@ -203,7 +203,7 @@ def measure_matmul_rate(device: torch.device, dtype: torch.dtype, repeats: int =
 
 
 def measure_fp8_rate(device: torch.device, repeats: int = 10) -> float:
-    """The same for operands in e4m3, as ``quantization.method: fp8`` multiplies them; quantising is not timed."""
+    """The same for operands in e4m3, as ``quantization.method: fp8`` multiplies them; quantizing is not timed."""
     m, k, n = MATMUL_CUDA if device.type == "cuda" else MATMUL_CPU
     left, right = (quantize_fp8(torch.randn(shape, device=device)) for shape in ((m, k), (n, k)))
     return 2.0 * m * k * n / _median(partial(multiply_rows, left, right, torch.bfloat16), device, repeats)
@@ -235,7 +235,7 @@ def _timed(work: Callable[[], object], device: torch.device) -> float:
 
 
 def device_memory(device: torch.device) -> DeviceMemory:
-    """What a GPU's memory held; nothing is known of a CPU's."""
+    """Reads a GPU's memory; nothing is known of a CPU's."""
     if device.type != "cuda":
         return DeviceMemory()
     free, total = torch.cuda.mem_get_info(device)

@@ -76,7 +76,7 @@ def build_loop(
         hooks,
         steps=steps,
         device=job.device,
-        watchers=_quantised(model, job.recipe.quantization) if job.recipe.lora is None else (),
+        watchers=_quantized(model, job.recipe.quantization) if job.recipe.lora is None else (),
         setting_up=_noise(model, train.neftune_noise_alpha),
         graphs=graphs,
     )
@@ -109,14 +109,14 @@ def _tell_gpus(job: Job, group: RankGroup | None) -> None:
         job.reporter.info(f"{visible} GPUs are visible; the first is used (CUDA_VISIBLE_DEVICES chooses another)")
 
 
-class QuantisedTraining(StepWatcher):
-    """Has a model quantise its trained weights once a step, and sets how far: all of it after ``steps`` steps.
+class QuantizedTraining(StepWatcher):
+    """Has a model quantize its trained weights once a step, and sets how far: all of it after ``steps`` steps.
 
     The share follows from the number of the step alone, so a resumed run has the share of one that never stopped.
 
     Args:
         written: Tells a model that its weights have changed.
-        share: Sets a model's share of quantised values, 0 to 1.
+        share: Sets a model's share of quantized values, 0 to 1.
     """
 
     def __init__(
@@ -139,17 +139,17 @@ class QuantisedTraining(StepWatcher):
         self._written(self._model)
 
     def end(self) -> None:
-        """What is evaluated and saved may be an average of the weights."""
+        """Makes layers read their weights anew: those that are evaluated and saved may be an average."""
         self._written(self._model)
 
 
-def _quantised(model: nn.Module, settings: QuantizationConfig) -> tuple[StepWatcher, ...]:
-    """What a quantisation needs whose weights are trained; nothing for most methods."""
+def _quantized(model: nn.Module, settings: QuantizationConfig) -> tuple[StepWatcher, ...]:
+    """Watchers that a quantization needs to train its weights; none for most methods."""
     training = quantizations.row(settings.method).training
     if training is None:
         return ()
     steps = settings.lambda_warmup_steps
-    return (QuantisedTraining(model, code_of(training.written), code_of(training.share), steps),)
+    return (QuantizedTraining(model, code_of(training.written), code_of(training.share), steps),)
 
 
 def _noise(model: PreTrainedModel | PeftModel, alpha: float | None) -> Callable[[], AbstractContextManager[object]]:

@@ -24,7 +24,7 @@ from ftcli.run.out_of_memory import is_out_of_memory
 from ftcli.run.report import LiveProgress, LiveReport
 from ftcli.run.resume import OpenedRun
 from ftcli.run.signals import StopRequest
-from ftcli.train.shortage import out_of_memory
+from ftcli.train.out_of_memory import out_of_memory
 
 if TYPE_CHECKING:
     from ftcli.model.patch import LayerKernel
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Unwritten:
-    """What a rank that does not lead has in place of metrics.jsonl, loggers and report: nothing is written."""
+    """Stands for metrics.jsonl, loggers and report on ranks that do not lead: nothing is written."""
 
     path: Path
 
@@ -51,8 +51,8 @@ class Unwritten:
 
 @dataclass(frozen=True, slots=True)
 class BuiltModel:
-    """What the manifest says of the model as it was built: the kernel of each layer, what is stored quantised, whether
-    the layers run as CUDA graphs (``on``, or why not), and how batches are laid out for it.
+    """The manifest's record of the model as built: the kernel of each layer, what is stored quantized, whether the
+    layers run as CUDA graphs (``on``, or why not), and the layout of batches.
     """
 
     kernels: Sequence[LayerKernel]
@@ -64,14 +64,14 @@ class BuiltModel:
 
 @dataclass(frozen=True, slots=True)
 class GraphsRecord:
-    """What the manifest says of CUDA graphs once training is over."""
+    """The manifest's record of CUDA graphs once training is over."""
 
     cuda_graphs: str
 
 
 @dataclass(frozen=True, slots=True)
 class BaseCard:
-    """What is known of the base model for the result's card; ``licence`` is None where its own card says nothing."""
+    """Facts of the base model for the result's card; ``licence`` is None if its own card names none."""
 
     model_type: str
     licence: Licence | None
@@ -79,7 +79,7 @@ class BaseCard:
 
 @dataclass(frozen=True, slots=True)
 class InputsRecord:
-    """What the manifest says of the run's inputs."""
+    """The manifest's record of the run's inputs."""
 
     inputs: Inputs
     base: BaseCard
@@ -105,12 +105,12 @@ class RunContext:
 
     @property
     def leads(self) -> bool:
-        """Whether this process writes: the only one, or rank 0 of several."""
+        """True if this process writes: the only one, or rank 0 of several."""
         return self.group is None or self.group.leads
 
     @property
     def stops(self) -> StopRequest | RankGroup:
-        """What says that training is to stop: of several ranks, what they have agreed on."""
+        """The stop request to ask; for several ranks the one that they have agreed on."""
         return self.group or self.stop
 
     @property
@@ -125,7 +125,7 @@ class RunContext:
 
     @property
     def held_to_inputs(self) -> bool:
-        """Whether the inputs must be those that the run began with.
+        """True if the inputs must be those that the run began with.
 
         With ``--resume PATH`` they need not be: its user asks to do something else with a checkpoint.
         """

@@ -10,6 +10,7 @@ import numpy as np
 from ftcli.data.ledger import mostly_untrained
 from ftcli.data.order import ComputedTokens, Epochs, computed_by, epochs_of
 from ftcli.data.prepare import PreparedData, prepare
+from ftcli.data.shared import lengths_once
 from ftcli.data.tokens import TokenTable
 from ftcli.job import Job
 from ftcli.plain import SPREAD
@@ -19,7 +20,7 @@ from ftcli.tables import layouts
 
 @dataclass(frozen=True, slots=True)
 class EpochLayout:
-    """How micro-batches are laid out, and what the first epoch computes in them."""
+    """The layout of micro-batches, and what the first epoch computes in them."""
 
     batches: Batches = field(metadata=SPREAD)
     first_epoch: ComputedTokens = field(metadata=SPREAD)
@@ -53,7 +54,7 @@ def tokenized(job: Job, name: Literal["train", "eval"]) -> PreparedData:
 
 
 def training_epochs(job: Job, prepared: PreparedData) -> Epochs:
-    """What an epoch of training holds. Reports mixtures, packing, and data of which little is trained."""
+    """Makes the epochs of training. Reports mixtures, packing, and data of which little is trained."""
     recipe = job.recipe
     weights = [source.weight for source in recipe.data.train]
     shares = [float(weight) for weight in weights if weight is not None]
@@ -83,11 +84,15 @@ def training_epochs(job: Job, prepared: PreparedData) -> Epochs:
 
 
 def computed_with(job: Job, epochs: Epochs, prepared: PreparedData, batches: Batches) -> ComputedTokens:
-    """What the first epoch computes in micro-batches of this layout; reported."""
+    """Counts and reports what the first epoch computes in micro-batches of this layout."""
     rows = job.recipe.train.per_device_train_batch_size
-    computed = computed_by(epochs, prepared.sequences.lengths, rows, batches)
+    lengths = lengths_once(prepared.sequences) if batches.shares_prompts else prepared.sequences.lengths
+    computed = computed_by(epochs, lengths, rows, batches)
     kind = "padding" if batches.layout == "padded" else "filler"
     job.reporter.info(f"batches: {batches.layout} ({batches.reason}), {computed.share:.1%} {kind}")
+    if batches.shares_prompts and len(lengths):
+        saved = 1 - float(lengths.sum()) / float(prepared.sequences.lengths.sum())
+        job.reporter.info(f"shared prompts: {saved:.1%} fewer tokens than with each answer a row of its own")
     return computed
 
 

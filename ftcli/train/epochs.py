@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from ftcli.data.order import Epochs
 from ftcli.errors import Origin
+from ftcli.train.checkpoint_state import draw_of_epoch
 from ftcli.train.loop import Objective, StepMonitor
 from ftcli.train.parallel import MicroBatch
-from ftcli.train.state import draw_of_epoch
 
 if TYPE_CHECKING:
     from ftcli.job import Job
@@ -47,7 +47,7 @@ class EpochObjective(Objective):
         return list(dict.fromkeys(tokens.row.origin for tokens in self._epochs.members(row)))
 
     def epochs_done(self, step: int) -> float:
-        """How often all data has been seen after so many steps."""
+        """Number of passes over all data after so many steps."""
         epoch, index = divmod(step, self.steps_per_epoch)
         return epoch + index * self._accumulation / self._turns
 

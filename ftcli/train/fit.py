@@ -16,15 +16,16 @@ from ftcli.run.metrics import read_metrics
 from ftcli.run.out_of_memory import is_out_of_memory
 from ftcli.run.report.card import write_card
 from ftcli.run.status import FinishedTraining, TrainingSummary
+from ftcli.tables.methods import measures
 from ftcli.train.context import GraphsRecord, RunContext
 from ftcli.train.lifecycle import add_to_manifest, raise_if_stopped
+from ftcli.train.out_of_memory import has_room_to_save, let_go, out_of_memory_in_training, with_checkpoint
 from ftcli.train.progress import StepProgress
-from ftcli.train.shortage import has_room_to_save, let_go, out_of_memory_in_training, with_checkpoint
 from ftcli.train.start import TrainingRows, tell_start, tell_warm_ups
 
 if TYPE_CHECKING:
     from ftcli.job import Job
-    from ftcli.train.best import EarlyStopping
+    from ftcli.train.best import EarlyStopping, Goal
     from ftcli.train.loop import Attendance, StepIntervals, TrainerHooks, TrainingLoop
 
 
@@ -98,6 +99,7 @@ def _hooks(
         context.stop.interruptible if context.group is None else not_interruptible,
         keep_best=evaluate is not None and recipe.checkpoint.keep_best,
         stopping=None if evaluate is None else _stopping(recipe),
+        goal=_goal(context),
         completions=Completions(context.directory.completions_dir, completions_kept, recipe.logging.every_steps).write
         if context.leads
         else None,
@@ -118,7 +120,7 @@ def _save(loop: TrainingLoop, context: RunContext, job: Job, model: Any) -> None
     """Writes the result, as rank 0; all ranks bring their parts of the weights."""
     from ftcli.model.trained_weights import check_saved, save_weights
 
-    with _rescued(loop, context), loop.evaluated_weights():
+    with _saving_on_failure(loop, context), loop.evaluated_weights():
         whole = loop.whole_weights()
         if context.leads:
             context.save_result(
@@ -134,6 +136,15 @@ def _stopping(recipe: Recipe) -> EarlyStopping | None:
 
     settings = recipe.train.early_stopping
     return None if settings is None else EarlyStopping(settings.patience, settings.min_delta)
+
+
+def _goal(context: RunContext) -> Goal | None:
+    from ftcli.train.best import Goal
+
+    metric = context.recipe.train.metric_for_best_model
+    if metric is None:
+        return None
+    return Goal(metric, measures(context.report.plan.method, context.recipe)[metric])
 
 
 def _trained_before(loop: TrainingLoop, context: RunContext, trained: FinishedTraining) -> FinishedRun:
@@ -159,7 +170,7 @@ def _train(loop: TrainingLoop, context: RunContext, attendance: Attendance) -> N
         return
     from ftcli.train.best import TrainingOver
 
-    with _rescued(loop, context), contextlib.suppress(TrainingOver):
+    with _saving_on_failure(loop, context), contextlib.suppress(TrainingOver):
         loop.run(attendance, resume_from)
     if loop.is_over:
         context.session.reporter.info(f"stopped early: {loop.why_over}")
@@ -174,7 +185,7 @@ def _tell_launches(loop: TrainingLoop, context: RunContext) -> None:
 
 
 @contextlib.contextmanager
-def _rescued(loop: TrainingLoop, context: RunContext) -> Any:
+def _saving_on_failure(loop: TrainingLoop, context: RunContext) -> Any:
     """Saves the finished steps in a checkpoint when the block fails, unless it diverged or could not write.
 
     Raises FT703 when memory ran out; all other errors are raised again as they are.
@@ -185,20 +196,20 @@ def _rescued(loop: TrainingLoop, context: RunContext) -> Any:
         if error.exit_code != ExitCode.OUT_OF_MEMORY and not _of_another_rank(error, context):
             raise
         let_go(error)
-        checkpoint = _rescue(loop, context)
+        checkpoint = _save_after_failure(loop, context)
         if checkpoint is None or error.exit_code != ExitCode.OUT_OF_MEMORY or not context.leads:
             raise
         raise with_checkpoint(error, checkpoint) from error
     except Exception as error:
         if is_out_of_memory(error):
             short = out_of_memory_in_training(loop, context.report, error)
-            raise _with_rescue(loop, context, short) from error
-        _rescue(loop, context)
+            raise _with_saved(loop, context, short) from error
+        _save_after_failure(loop, context)
         raise
 
 
 def _of_another_rank(error: FtcliError, context: RunContext) -> bool:
-    """Whether the weights of this rank are sound, and another one has failed for a reason that spoils no checkpoint."""
+    """True if the weights of this rank are sound, and another one has failed for a reason that spoils no checkpoint."""
     if context.group is None:
         return False
     from ftcli.run.heartbeat import PeerFailed, RankLost
@@ -208,18 +219,18 @@ def _of_another_rank(error: FtcliError, context: RunContext) -> bool:
     return isinstance(error, PeerFailed) and error.exit_code not in (ExitCode.DIVERGED, ExitCode.PREFLIGHT)
 
 
-def _with_rescue(loop: TrainingLoop, context: RunContext, error: FtcliError) -> FtcliError:
-    checkpoint = _rescue(loop, context)
+def _with_saved(loop: TrainingLoop, context: RunContext, error: FtcliError) -> FtcliError:
+    checkpoint = _save_after_failure(loop, context)
     if checkpoint is None or not context.leads:  # the leading rank writes it, later than this one looks
         return error
     return with_checkpoint(error, checkpoint)
 
 
-def _rescue(loop: TrainingLoop, context: RunContext) -> Path | None:
+def _save_after_failure(loop: TrainingLoop, context: RunContext) -> Path | None:
     """The newest checkpoint, after trying to write one. Errors are ignored here: the first one is to be reported."""
     with contextlib.suppress(FtcliError, RuntimeError, MemoryError, OSError):
         if has_room_to_save(loop):
-            loop.rescue()
+            loop.save_after_failure()
     with contextlib.suppress(OSError):
         return context.directory.checkpoints.newest()
     return None

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def why_not_graphed(job: Job, model: PreTrainedModel | PeftModel) -> str | None:
-    """Why the layers of ``model`` are trained without CUDA graphs, as one clause; None where they have them."""
+    """The reason why the layers of ``model`` are trained without CUDA graphs, as one clause; None if they have them."""
     reason: str | None = job.plan.why_no_graphs
     if reason is not None:
         return reason
@@ -28,7 +28,7 @@ def why_not_graphed(job: Job, model: PreTrainedModel | PeftModel) -> str | None:
 def use_stack(job: Job, model: PreTrainedModel | PeftModel) -> tuple[DecoderStack | None, GraphRunner | None]:
     """The model's layers as one function, where all are on the kernels, and the graphs that run them, if there are.
 
-    Layers whose weights are spread over ranks are called one by one, since each has its weights in its own call alone.
+    Layers whose weights are sharded over ranks are called one by one, since each has its weights in its own call alone.
     """
     if root_of(model) is not None:
         return None, None

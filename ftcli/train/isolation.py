@@ -1,4 +1,5 @@
-"""Checks by trial that packed documents do not see each other, before a run is spent on it.
+"""Checks by trial that packed documents, and answers that share a prompt, do not see each other, before a run is spent
+on it.
 
 Whether they do depends on the model's own code, the attention backend and the kernels together. So this runs the model
 that will be trained, instead of asking a list of model names.
@@ -13,10 +14,12 @@ import torch
 from torch import Tensor
 
 from ftcli.data.collate import packed_batch
+from ftcli.data.shared import Pair, lengths_once, shared_batch, shared_beginning
 from ftcli.data.tokens import TokenizedRow
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.model.backbone import compute_context, hidden_states, rotation_kept
 from ftcli.model.selfcheck import relative_difference
+from ftcli.plan.batches import Batches
 from ftcli.plan.precision import DtypePlan
 
 if TYPE_CHECKING:
@@ -74,6 +77,58 @@ def check_isolation(
             help="train with data.packing: false and data.padding_free: false, or try model.attention: eager and "
             "model.kernels: off",
         )
+
+
+@torch.no_grad()
+def check_branches(
+    model: PreTrainedModel | PeftModel, pair: Pair, plan: DtypePlan, device: torch.device, *, pad_token_id: int
+) -> None:
+    """Compares the hidden states of a pair's second answer behind the first with those behind another one, and with
+    those of its row alone.
+
+    Raises FtcliError FT443 (exit 3) when they depend on the first answer, or are NaN.
+    """
+    first, second = _short(pair)
+    shared = shared_beginning((first, second))
+    turned = [*first.input_ids[:shared], *first.input_ids[shared:][::-1]]
+    turned[shared] = first.input_ids[shared]  # what they share stays what it is
+    was_training = model.training
+    model.eval()
+    with rotation_kept(model), compute_context(device, plan.compute, plan.autocast):
+        behind, start = _branch(model, (first, second), device, pad_token_id)
+        other, _ = _branch(model, (TokenizedRow(first.row, turned, turned), second), device, pad_token_id)
+        alone = _hidden(model, [[second]], device, pad_token_id)[0, : len(second.input_ids)]
+    model.train(was_training)
+    among_others = relative_difference(other[start:], behind[start:])
+    by_itself = max(
+        relative_difference(behind[start:], alone[shared:]), relative_difference(behind[:shared], alone[:shared])
+    )
+    if not (among_others <= _NEIGHBOURS and by_itself <= _FILLER * _ALONE[plan.compute]):
+        raise FtcliError.single(
+            "FT443",
+            "this model does not keep the answers of a pair apart that share their prompt: the second one's hidden "
+            f"states differ by {among_others:.2g} behind another first one, by {by_itself:.2g} without one (relative)",
+            exit_code=ExitCode.PREFLIGHT,
+            help="train with preference.share_prompts: off; train.method: reward with data.padding_free: false",
+        )
+
+
+def _short(pair: Pair) -> Pair:
+    """The last tokens of what both rows begin with, and the first of what they go on with."""
+    shared, half = shared_beginning(pair), _LONGEST // 2
+    first, second = (
+        TokenizedRow(row.row, ids := row.input_ids[max(0, shared - half) : shared + half], ids) for row in pair
+    )
+    return first, second
+
+
+def _branch(
+    model: PreTrainedModel | PeftModel, pair: Pair, device: torch.device, pad_token_id: int
+) -> tuple[Tensor, int]:
+    """(S, H) of a pair as it is laid out, without filler, and where its second branch begins."""
+    batch, _, _ = shared_batch([pair], Batches("unpadded", "a trial", shares_prompts=True), pad_token_id)
+    states = hidden_states(model, {name: value.to(device) for name, value in batch.items()}).tensor.float()
+    return states[0, : int(lengths_once(pair).sum())], len(pair[0].input_ids)
 
 
 def _documents(rows: Sequence[TokenizedRow]) -> tuple[TokenizedRow, TokenizedRow]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -56,7 +54,7 @@ from ftcli.run.signals import (
     second_signal_as_error,
 )
 from ftcli.train.context import BaseCard, InputsRecord, RunContext
-from ftcli.train.following import finish_for_leader, follow, lead, micro_batches, with_its_batch
+from ftcli.train.other_ranks import finish_for_leader, follow, lead, micro_batches, with_its_batch
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -166,7 +164,7 @@ def _never_left_running(path: Path, stop: StopRequest) -> Iterator[None]:
 
 @contextmanager
 def _finished_for_leader(path: Path, stop: StopRequest) -> Iterator[None]:
-    """Of a run whose first rank was killed, status.json says so, too."""
+    """Finishes status.json in place of a first rank that was killed."""
     try:
         yield
     except (RankLost, StopRequested) as error:
@@ -299,20 +297,15 @@ def _write_manifest(context: RunContext, recipe_yaml: str) -> None:
 
 
 def _held_out(recipe: Recipe, command: str) -> Sequence[DatasetConfig]:
-    """What is measured on before training and after it: by `ftcli grpo` the rows of its tasks."""
+    """Sources that are measured before and after training: by `ftcli grpo` the rows of its tasks."""
     if command != "grpo":
         return recipe.data.eval
     return [source for task in recipe.eval.tasks for source in task.data or recipe.data.eval]
 
 
 def _judges(recipe: Recipe) -> list[Fingerprint]:
-    """The files of rewards and judges, and the settings of tasks, which are scored before training and after it."""
-    found = [fingerprint(name, path) for name, path in files_of(recipe).items()]
-    for task in recipe.eval.tasks:
-        settings = json.dumps(task.model_dump(mode="json"), sort_keys=True).encode()
-        name = f"the settings of {task.label} in eval.tasks"
-        found.append(Fingerprint(name, len(settings), hashlib.sha256(settings).hexdigest()))
-    return found
+    """The files of rewards and judges. Their settings are the recipe's, which is compared itself."""
+    return [fingerprint(name, path) for name, path in files_of(recipe).items()]
 
 
 def _activations(report: PreflightReport) -> Activations:

@@ -23,10 +23,18 @@ from ftcli.plan.memory.terms import BACKWARD, EVALUATION, FORWARD, STEP, Phase
 from ftcli.run.completions import ScoredCompletion
 from ftcli.run.metrics import MetricsLine
 from ftcli.run.signals import SignalName, StopRequested
-from ftcli.train.best import BestEvaluation, EarlyStopping, TrainingOver, measured
+from ftcli.train.best import BestEvaluation, EarlyStopping, Goal, TrainingOver, measured
+from ftcli.train.checkpoint_state import (
+    LogWindow,
+    Progress,
+    RandomStates,
+    WindowState,
+    load_state,
+    readable,
+    save_state,
+)
 from ftcli.train.optimizer import Optimization, load_training_weights
 from ftcli.train.parallel import Divisors, MicroBatch, Parallel
-from ftcli.train.state import LogWindow, Progress, RandomStates, WindowState, load_state, readable, save_state
 from ftcli.train.watch import WatchedNumber, peak_memory_bytes, row_list
 
 if TYPE_CHECKING:
@@ -38,7 +46,7 @@ Doing: TypeAlias = Phase | Literal["step", "saving"]
 
 
 class StepMonitor(Protocol):
-    """What an objective may ask of the loop while it makes a step's micro-batches."""
+    """The questions that an objective may ask of the loop while it makes a step's micro-batches."""
 
     def enter(self, doing: Doing) -> None:
         """Notes what is being done, for the message when memory runs out."""
@@ -50,8 +58,8 @@ class StepMonitor(Protocol):
 
 
 class Objective(ABC):
-    """What a method trains on: the micro-batches of each step, their loss, and what goes with them into logs and
-    checkpoints. A method without the latter overrides nothing but what is abstract.
+    """The training objective of a method: the micro-batches of each step, their loss, and its part of logs and
+    checkpoints. A method without the latter overrides nothing but the abstract functions.
 
     Attributes:
         steps_per_epoch: Optimizer steps in which all data is seen once.
@@ -69,10 +77,10 @@ class Objective(ABC):
 
     @abstractmethod
     def epochs_done(self, step: int) -> float:
-        """How often all data has been seen after so many steps."""
+        """Number of passes over all data after so many steps."""
 
     def row_origins(self, row: int) -> Sequence[Origin]:
-        """Where the numbered row of a micro-batch stands in data files; several for a packed row."""
+        """Places in data files of the numbered row of a micro-batch; several for a packed row."""
         return ()
 
     def begin(self, step: int) -> None:
@@ -89,7 +97,7 @@ class Objective(ABC):
 
     @property
     def why_over(self) -> str | None:
-        """Why training ends before its last step; None while it goes on."""
+        """The reason why training ends before its last step; None while it goes on."""
         return None
 
     def metrics(self) -> MetricsLine:
@@ -100,7 +108,7 @@ class Objective(ABC):
         """A line of metrics was written after ``step``."""
 
     def state(self) -> JsonObject:
-        """What a checkpoint keeps of it, as JSON values."""
+        """The objective's part of a checkpoint, as JSON values."""
         return {}
 
     def restore(self, state: JsonObject, progress: Progress) -> None:
@@ -114,7 +122,7 @@ class Objective(ABC):
 
 
 class StepWatcher:
-    """Is told of steps as they happen: trained quantisation, the benchmark's clock."""
+    """Is told of steps as they happen: trained quantization, the benchmark's clock."""
 
     def start(self) -> None:
         """Training begins; weights are on the device."""
@@ -130,7 +138,7 @@ class StepWatcher:
 
 
 class CheckpointStore(Protocol):
-    """Where checkpoints go (ftcli.run.checkpoint)."""
+    """The writer and reader of checkpoints (ftcli.run.checkpoint)."""
 
     def staging(self, step: int) -> AbstractContextManager[Path]:
         """A folder to write into; it becomes the checkpoint of ``step`` when the block ends well."""
@@ -158,7 +166,7 @@ class StepDisplay(Protocol):
 
 
 class StopSignal(Protocol):
-    """What asks a run to stop (ftcli.run.signals)."""
+    """The request that a run stops (ftcli.run.signals)."""
 
     @property
     def requested(self) -> SignalName | None:
@@ -175,7 +183,8 @@ def not_interruptible(_phase: str) -> AbstractContextManager[None]:
 class TrainerHooks:
     """Storage, evaluation, and how many checkpoints to keep.
 
-    With ``keep_best`` the checkpoint of the best evaluation is saved and kept; ``stopping`` ends training early.
+    With ``keep_best`` the checkpoint of the best evaluation is saved and kept; ``stopping`` ends training early; both
+    look at ``goal``, or at what is measured by default.
     ``before_checkpoint`` puts the metrics on disk, so that no checkpoint is ahead of them. ``interruptible`` is entered
     around evaluation, which is told the step: a signal raises StopRequested in it. ``completions`` takes what a model
     that learns from rewards said at a logging step.
@@ -188,12 +197,13 @@ class TrainerHooks:
     interruptible: Callable[[str], AbstractContextManager[None]] = not_interruptible
     keep_best: bool = False
     stopping: EarlyStopping | None = None
+    goal: Goal | None = None
     completions: Callable[[int, Sequence[ScoredCompletion]], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class StepIntervals:
-    """When things happen, in optimizer steps; None is never."""
+    """Optimizer steps between logs, evaluations and checkpoints; None is never."""
 
     log_every: int
     evaluate_every: int | None
@@ -202,7 +212,7 @@ class StepIntervals:
 
 @dataclass(frozen=True, slots=True)
 class Attendance:
-    """Who attends to training: when it logs, evaluates and saves, where lines go, who is shown progress and may stop.
+    """The hooks of a loop: when it logs, evaluates and saves, where lines go, who is shown progress and may stop.
 
     ``write`` takes a line of metrics: ``step``, ``epoch``, ``loss``, ``grad_norm``, ``learning_rate``, ``tokens``,
     ``tokens_per_second``, ``peak_memory_bytes``, ``tokens_computed`` with padding and filler; or ``step`` and
@@ -217,7 +227,7 @@ class Attendance:
 
 @dataclass(frozen=True, slots=True)
 class _StepBegin:
-    """What a rescue goes back to: the state when the step began."""
+    """The state when the step began, for a checkpoint after a failure in it."""
 
     tokens_seen: int
     window_tokens: int
@@ -380,7 +390,7 @@ class TrainingLoop:
                 self._watch(f"the loss of rank {index % self.parallel.group.size}", loss, rows[index])
 
     def _after_step(self, norm: Tensor, rate: float) -> None:
-        """What follows a step: log, evaluate, save, stop.
+        """Ends a step: log, evaluate, save, stop.
 
         A stop does not change which steps are logged: with the run that resumes it, the lines are those of a run that
         was never stopped. An evaluation that is due is made by the run that resumes.
@@ -501,7 +511,8 @@ class TrainingLoop:
         metrics: MetricsLine = {f"eval_{name}": value for name, value in found.items()}
         self.optimization.schedule_by(measured(metrics))
         stopping = self.hooks.stopping
-        best = self.best.note(self.step, metrics, 0.0 if stopping is None else stopping.min_delta)
+        min_delta = 0.0 if stopping is None else stopping.min_delta
+        best = self.best.note(self.step, metrics, min_delta, self.hooks.goal)
         self._stopping = self._stopping or self.is_over
         if metrics and self.attendance is not None:
             self.attendance.write({"step": self.step, **metrics})
@@ -511,15 +522,16 @@ class TrainingLoop:
 
     @property
     def why_over(self) -> str | None:
-        """Why training ends before its last step; None while it goes on."""
+        """The reason why training ends before its last step; None while it goes on."""
         stopping, best = self.hooks.stopping, self.best
         if stopping is None or best.worse < stopping.patience:
             return self.objective.why_over
-        return f"no better evaluation than that of step {best.step} in {best.worse} evaluations"
+        what = "evaluation" if best.metric is None else best.metric
+        return f"no better {what} than that of step {best.step} in {best.worse} evaluations"
 
     @property
     def is_over(self) -> bool:
-        """Whether there is a reason to end."""
+        """True if there is a reason to end."""
         return self.why_over is not None
 
     def _stop_requested(self) -> SignalName | None:
@@ -570,14 +582,14 @@ class TrainingLoop:
             extra=self.objective.state(),
         )
 
-    def rescue(self) -> int | None:
+    def save_after_failure(self) -> int | None:
         """Writes a checkpoint of the last finished step after something else has failed; the step, or None.
 
         Nothing is written when no step is finished, when the last one has a checkpoint already, or when the failure
         was in an optimizer step, which may have changed some of the weights and not others. The checkpoint is the same
         as one written right after the last step: what the failed step has drawn, counted and added is undone.
         """
-        if self.hooks.checkpoints is None or self.phase in (STEP, "saving") or not self.parallel.can_rescue():
+        if self.hooks.checkpoints is None or self.phase in (STEP, "saving") or not self.parallel.can_save_alone():
             return None
         if self.step <= self.saved_step or self._random_states is None:
             return None
@@ -639,11 +651,11 @@ class TrainingLoop:
     # -- the end ---------------------------------------------------------------------------------------------
 
     def evaluated_weights(self) -> AbstractContextManager[None]:
-        """As :meth:`Optimization.evaluated_weights`."""
+        """The same as :meth:`Optimization.evaluated_weights`."""
         return self.optimization.evaluated_weights()
 
     def whole_weights(self) -> dict[str, Tensor] | None:
-        """As :meth:`Parallel.whole_weights`."""
+        """The same as :meth:`Parallel.whole_weights`."""
         return self.parallel.whole_weights()
 
     def settle(self) -> None:

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from ftcli.config.load import LoadedRecipe
 from ftcli.config.recipe import Recipe
+from ftcli.errors import ExitCode, FtcliError
 from ftcli.plain import SPREAD
 from ftcli.reporting import Session
 from ftcli.tables import code_of
 from ftcli.tables.methods import Method
 from ftcli.train.context import BuiltModel, RunContext
+from ftcli.train.evaluation import HeldOut, began_in, held_out_numbers
 from ftcli.train.fit import FinishedRun, fit
-from ftcli.train.held_out import HeldOut, began_in, held_out_numbers
 from ftcli.train.lifecycle import add_to_manifest, checked_run, keep_inputs
 from ftcli.train.progress import held_out_line
 from ftcli.train.results import CompleteRun, complete_result, write_token_counts
@@ -36,15 +37,15 @@ if TYPE_CHECKING:
 
 
 class RowMethod(ABC):
-    """What a method brings to a run on rows that hold their answers: the class that its row of the table names."""
+    """A method's part of a run on rows that hold their answers: the class that its row of the table names."""
 
     @abstractmethod
     def epochs(self, job: Job, prepared: PreparedData) -> Epochs:
-        """What an epoch of training holds; reports what there is to say of the data."""
+        """Makes the epochs of training; reports what there is to say of the data."""
 
     @abstractmethod
     def training_rows(self, recipe: Recipe, rows: int, tokens: int) -> TrainingRows:
-        """What a run on so many tokenized rows trains on, for the summary at its start."""
+        """Describes the training data of a run on so many tokenized rows, for the summary at its start."""
 
     @abstractmethod
     def evaluator(
@@ -56,7 +57,7 @@ class RowMethod(ABC):
         judges: Mapping[str, Judge] | None = None,
         reference: Any = None,
     ) -> Evaluator:
-        """What measures the model on held-out rows."""
+        """An evaluator of held-out rows."""
 
     @abstractmethod
     def build(
@@ -70,14 +71,28 @@ class RowMethod(ABC):
     ) -> TrainingLoop:
         """The loop that trains ``model``."""
 
+    def before_training(
+        self,
+        job: Job,
+        model: Any,
+        epochs: Epochs,
+        held_out: Sequence[TokenizedRow],
+        group: RankGroup | None,
+        reference: Any = None,
+    ) -> Any:
+        """What the method makes of the reference before the first step, ready for :meth:`evaluator` and :meth:`build`.
+        All ranks call it, with the model as it starts.
+        """
+        return reference
+
     def needs_reference(self, recipe: Recipe) -> bool:
-        """Whether a second model is loaded, which the trained one is compared with."""
+        """True if a second model is loaded, which the trained one is compared with."""
         return False
 
 
 @dataclass(frozen=True, slots=True)
 class RowsResult:
-    """What `ftcli train` answers: the run, and held-out numbers by name; none without held-out data."""
+    """The answer of `ftcli train`: the run, and held-out numbers by name; none without held-out data."""
 
     fitted: FinishedRun = field(metadata=SPREAD)
     eval: Mapping[str, float]
@@ -110,6 +125,7 @@ def _train(session: Session, context: RunContext) -> RowsResult:
         planned = job.plan.execution.batches
         computed = _counted(context, job, epochs, train_data, eval_data, planned)
     with context.phase("loading the model"):
+        read = assembly.begin_reading(job) if context.leads else tuple
         with nullcontext() if group is None else group.after_leader("weights", lambda: assembly.to_download(job) > 0):
             model = assembly.build_trainable(job)
         kernels = assembly.put_on_kernels(job, model, train_data.sequences)
@@ -122,14 +138,14 @@ def _train(session: Session, context: RunContext) -> RowsResult:
         reference = None
         if method.needs_reference(job.recipe):
             reference = assembly.build_reference(job, train_data.sequences)
-        held_out = HeldOut(
-            context.directory, method.evaluator(job, eval_data.sequences, group, reference=reference), model
-        )
         if group is not None:
             assembly.form_group(job, group)
-            assembly.shard_weights(job, model, group)
+            assembly.shard_weights(job, model, group, reference)
+    with context.phase("scoring the reference"):
+        reference = method.before_training(job, model, epochs, eval_data.sequences, group, reference)
+    held_out = HeldOut(context.directory, method.evaluator(job, eval_data.sequences, group, reference=reference), model)
     if context.leads:
-        keep_inputs(context, assembly.inputs_of(job, model, train_data.sequences.digest()))
+        keep_inputs(context, assembly.inputs_of(job, model, read, train_data.sequences.digest()))
     _before(context, held_out)
     fitted = fit(
         context,
@@ -145,8 +161,17 @@ def _train(session: Session, context: RunContext) -> RowsResult:
 
 
 def row_method(method: Method) -> RowMethod:
-    """The method's part of a run on rows."""
-    assert method.trains is not None
+    """The method's part of a run on rows.
+
+    Raises FtcliError FT250 (exit 2) for a method whose table row names none.
+    """
+    if method.trains is None:
+        raise FtcliError.single(
+            "FT250",
+            f"{method.title} measures nothing on held-out rows",
+            exit_code=ExitCode.RECIPE,
+            help="add `--set train.method=sft` for the loss of the answers",
+        )
     found: RowMethod = code_of(method.trains)()
     return found
 
@@ -176,7 +201,7 @@ def _after(context: RunContext, held_out: HeldOut, steps: int) -> Mapping[str, f
 def _counted(
     context: RunContext, job: Job, epochs: Epochs, train_data: PreparedData, eval_data: PreparedData, batches: Batches
 ) -> ComputedTokens:
-    """What an epoch computes in ``batches``; written to tokens.json."""
+    """Tokens that an epoch computes in ``batches``; written to tokens.json."""
     from ftcli.train.data import computed_with
 
     computed = computed_with(job, epochs, train_data, batches)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
@@ -26,7 +27,6 @@ from ftcli.plan.precision import DtypePlan
 from ftcli.tables import code_of, optimizers, schedules
 from ftcli.train.adamw import AdamW
 from ftcli.train.muon import ParameterGroup
-from ftcli.train.norms import GradientNorms
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from ftcli.model.fused import DecoderStack
     from ftcli.train.parallel import Parallel
+
 
 #: In a checkpoint, the weights that training goes on with, where those that are evaluated are others. It lies in a
 #: folder of its own, since whoever loads the checkpoint as a model or adapter reads the files beside its config.
@@ -51,7 +52,7 @@ _UNDECAYED = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_nor
 
 @dataclass(frozen=True, slots=True)
 class OptimizerChoice:
-    """Which optimizer steps.
+    """The choice of an optimizer.
 
     Attributes:
         name: Its row in :mod:`ftcli.tables.optimizers`.
@@ -146,7 +147,7 @@ class Optimization:
             parameter.grad = None
 
     def learning_rate(self) -> float:
-        """That of the first group of parameters."""
+        """The learning rate of the first group of parameters."""
         by_evaluations = schedules.row(self.settings.lr_scheduler_type).by_evaluations
         rates = [self.optimizer.param_groups[0]["lr"]] if by_evaluations else self.schedule.get_last_lr()
         return float(rates[0])
@@ -241,7 +242,7 @@ def make_optimizer(
 
 
 def _two_groups(model: PreTrainedModel, settings: TrainConfig) -> list[dict[str, Any]]:
-    """What weight decay changes, and what it does not; either may be empty, as in transformers."""
+    """Parameter groups with and without weight decay; either may be empty, as in transformers."""
     decays = _decayed(model)
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     return [
@@ -347,7 +348,7 @@ def total_norm(gradients: list[Tensor]) -> Tensor:
 
 
 def clipping(norm: Tensor, limit: float) -> Tensor:
-    """What gradients of this norm are multiplied by so that theirs is at most ``limit``."""
+    """Factor of gradients of this norm, so that their norm is at most ``limit``."""
     return torch.clamp(limit / (norm + 1e-6), max=1.0)
 
 
@@ -382,3 +383,39 @@ def load_training_weights(trained: list[tuple[str, nn.Parameter]], folder: Path)
     with torch.no_grad():
         for name, parameter in wanted.items():
             parameter.copy_(saved[name])
+
+
+class GradientNorms:
+    """The norm of each parameter's gradient, taken on a stream of its own when backward has accumulated it.
+
+    Clipping needs the norm of all gradients before the optimizer changes any weight. Taken then, it is a pass over all
+    of them in which products wait; here it reads what backward has just written while the next products run.
+
+    In an accumulated step the norm of the last micro-batch's sum is the one that stays. Nothing else may change a
+    gradient before :meth:`total` is asked.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        device = parameters[0].device
+        self._norms = torch.zeros(len(parameters), dtype=torch.float32, device=device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        for index, parameter in enumerate(parameters):
+            hook = partial(self._take, index)
+            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    @torch.no_grad()
+    def _take(self, index: int, parameter: Tensor) -> None:
+        gradient = parameter.grad
+        assert gradient is not None
+        self._stream.wait_stream(torch.cuda.current_stream(gradient.device))
+        with torch.cuda.stream(self._stream):
+            torch.linalg.vector_norm(gradient, dtype=torch.float32, out=self._norms[index])
+
+    def total(self) -> Tensor:
+        """The norm of all gradients since it was last asked, as a scalar on the device."""
+        current = torch.cuda.current_stream(self._norms.device)
+        current.wait_stream(self._stream)
+        total: Tensor = torch.linalg.vector_norm(self._norms)
+        self._norms.zero_()  # a parameter without a gradient in the next step counts for nothing
+        self._stream.wait_stream(current)
+        return total

@@ -1,4 +1,4 @@
-"""What the ranks of one run do together in a step: one batch each, gradients added up, every decision made by all.
+"""The ranks of one run in a step: one batch each, gradients all-reduced, every decision made by all.
 
 What a rank computes is what one process computes for one of several accumulated micro-batches; the sum over ranks takes
 the place of the sum over micro-batches. So N ranks are the same run as one process that accumulates N times as many.
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 #: Ranks that train the same weights compute the same gradient norm; other kinds of GPU may round it differently.
 _DRIFT = 1e-3
 #: Multiplies the recipe's seed, so that neighbouring seeds, steps and ranks have nothing in common.
-SEED_SPREAD = 1_000_003
+SEED_STRIDE = 1_000_003
 
 
 @dataclass(frozen=True, slots=True)
 class TokenCounts:
-    """Of a micro-batch: tokens that bear loss, all real ones, all positions that are computed; and pairs, where a
-    method learns from these.
+    """Tokens of a micro-batch: those that bear loss, all real ones, all positions that are computed; and its pairs, or
+    answers with a label, if a method learns from these.
     """
 
     supervised: int = 0
@@ -60,7 +60,7 @@ class TokenCounts:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """What one forward and backward pass takes.
+    """The input of one forward and backward pass.
 
     Attributes:
         inputs: Tensors on the host, by name.
@@ -75,7 +75,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class StepTotal:
-    """Of a step, over all ranks: its tokens, and the rows of each micro-batch in the order of one process."""
+    """The tokens of a step over all ranks, and the rows of each micro-batch in the order of one process."""
 
     counts: TokenCounts
     rows: Sequence[tuple[int, ...]]
@@ -86,14 +86,14 @@ _COUNTED = 4
 
 @dataclass(frozen=True, slots=True)
 class Divisors:
-    """What a step's loss is divided by, over all ranks: supervised tokens and pairs, float32 scalars on the device."""
+    """Divisors of a step's loss, over all ranks: supervised tokens and pairs, float32 scalars on the device."""
 
     supervised: Tensor
     pairs: Tensor
 
 
 def numbers_agreed(batches: int, batch_size: int) -> int:
-    """How many numbers a rank tells the others before a step of so many batches."""
+    """Number of integers that ranks exchange before a step of so many batches."""
     return 1 + _COUNTED + batches * batch_size
 
 
@@ -124,12 +124,12 @@ class Parallel:
 
     @property
     def active(self) -> bool:
-        """Whether there are other ranks that this one trains with."""
+        """True if there are other ranks that this one trains with."""
         return self.group is not None and self.reduces
 
     @property
     def leads(self) -> bool:
-        """Whether this process writes."""
+        """True if this process writes."""
         return self.group is None or self.group.leads
 
     def exchanging(self) -> AbstractContextManager[None]:
@@ -159,7 +159,7 @@ class Parallel:
     def seed(self, step: int) -> None:
         """Has what is drawn at random in ``step`` depend on seed, step and rank alone: a resumed run draws the same."""
         if self.group is not None:
-            torch.manual_seed(((self._seed * SEED_SPREAD + step) * SEED_SPREAD + self.group.rank) % 2**63)
+            torch.manual_seed(((self._seed * SEED_STRIDE + step) * SEED_STRIDE + self.group.rank) % 2**63)
 
     def before_micro_batch(self, *, last: bool) -> None:
         """Copies of a sharded model reduce their gradients with each other once a step."""
@@ -194,7 +194,7 @@ class Parallel:
 
     @property
     def sharded(self) -> bool:
-        """Whether what is trained is sharded over the ranks."""
+        """True if the trained weights are sharded over the ranks."""
         return self._sharded
 
     def reshard(self) -> None:
@@ -224,8 +224,8 @@ class Parallel:
                 whole[index] = found if leads else {}
         return {**state, "state": whole} if leads else None
 
-    def can_rescue(self) -> bool:
-        """Whether this rank can write a checkpoint alone; False where shards are with ranks that may be gone.
+    def can_save_alone(self) -> bool:
+        """True if this rank can write a checkpoint alone; False if shards are with ranks that may be gone.
 
         Adapters are on every rank, and behind nothing that waits for another one once connections are cut.
         """

@@ -1,4 +1,4 @@
-"""What a run reports about itself before its first step."""
+"""The summary of a run before its first step."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TrainingRows:
-    """What is trained on: ``count`` ``rows``, ``prompts`` or ``pairs``, how many tokens they have, where that is known,
-    and what a step takes of them.
+    """The training data: ``count`` ``rows``, ``prompts`` or ``pairs``, how many tokens they have, if that is known, and
+    what a step takes of them.
 
     Attributes:
         batch: What a step of the optimizer learns from, ``packed rows`` or ``completions``; None: ``unit``.
@@ -58,7 +58,7 @@ def tell_warm_ups(context: RunContext, steps: int) -> None:
 
 
 def trained_share(job: Job, model: Any) -> str:
-    """How many parameters are trained, of how many. A quantised layer holds several in one element."""
+    """Text on the number of trained parameters, of all. A quantized layer holds several in one element."""
     count = sum(p.numel() for p in model.parameters() if p.requires_grad)
     if quantizations.row(job.recipe.quantization.method).quantize is None:
         total: int | None = sum(p.numel() for p in model.parameters())

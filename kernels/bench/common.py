@@ -82,7 +82,7 @@ def machine() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Answer:
-    """How an `ftcli` command ended: status, its ``result`` under --json, last message, seconds, largest process."""
+    """The end of an `ftcli` command: status, its ``result`` under --json, last message, seconds, largest process."""
 
     status: int
     result: dict[str, Any]

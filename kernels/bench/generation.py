@@ -5,7 +5,7 @@
 
 Weights are random: a step takes the same time whatever it says. Each case is a model of Llama-3.1-8B's shape with an
 adapter of rank 16 on all linear layers: merged into a copy, unmerged in the graph, or on an NF4 base (merged into a
-dequantised copy; ``nf4-unmerged`` without one). ``first`` is seconds to the first token of every sequence, with all
+dequantized copy; ``nf4-unmerged`` without one). ``first`` is seconds to the first token of every sequence, with all
 that is set up once; tokens/s count prompts' prefill as time, and ``decoding`` leaves it out.
 """
 
@@ -35,7 +35,7 @@ CASES = ("merged", "unmerged", "base", "nf4", "nf4-unmerged", "fp8")
 
 
 def model_of(shape: Shape, case: str, device: torch.device, dtype: torch.dtype) -> Any:
-    """Random weights of the shape, quantised and adapted as the case says, on the kernels."""
+    """Random weights of the shape, quantized and adapted as the case says, on the kernels."""
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
 

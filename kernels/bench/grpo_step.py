@@ -42,7 +42,7 @@ class Case:
         return RECIPES / ("smoke-grpo.yaml" if self.storage == "tiny" else "llama3.1-8b.yaml")
 
     def settings(self, prompts: Path, steps: int, gpus: int = 1) -> tuple[str, ...]:
-        """What is set in the recipe. Rewards differ by length, so that groups have an advantage."""
+        """Settings of the recipe. Rewards differ by length, so that groups have an advantage."""
         # Characters in a completion of random tokens: 248 of the ids that a vocabulary has stand for one, on average.
         mean = round(self.completion * 248 / (264 if self.storage == "tiny" else 128256))
         rewards = ", ".join(f"{{use: length, min_chars: {least}, max_chars: 1000000}}" for least in (mean, mean + 1))

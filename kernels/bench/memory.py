@@ -92,7 +92,7 @@ _R8, _R64, _FUSED = "lora.r=8", "lora.r=64", "train.optim=adamw_torch_fused"
 
 
 def grid_cases() -> list[Case]:
-    """Each value of batch, length, rank, policy, quantisation and kernels several times, with different others."""
+    """Each value of batch, length, rank, policy, quantization and kernels several times, with different others."""
     short = ("grpo.max_completion_length=64", "train.max_steps=2")
     return [
         _case("llama3.1-8b", 2, 4096, "false"),

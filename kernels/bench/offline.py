@@ -97,7 +97,7 @@ class Maker:
 
 
 def generation_cases(new: Maker, capability: int) -> Launches:
-    """As :func:`cases`, of what generation adds."""
+    """Launches of generation; as :func:`cases`."""
     if capability >= 80:
         for name, q_heads, k_heads, size, cap in (("", 32, 8, 128, 0.0), (", wide heads, capped", 16, 8, 256, 50.0)):
             pages = decode_attention.Pages(new(9, k_heads, 64, size), new(9, k_heads, 64, size))
@@ -109,7 +109,7 @@ def generation_cases(new: Maker, capability: int) -> Launches:
 
 
 def bitnet_cases(new: Maker, capability: int) -> Launches:
-    """As :func:`cases`, of BitNet's linear layers; rows of two tokens and of many take different tiles."""
+    """Launches of BitNet's linear layers; as :func:`cases`. Rows of two tokens and of many take different tiles."""
     for name, width, widest in WIDTHS:
         rows = new(512, width)
         yield f"rows to int8, {name}", partial(bitlinear_kernels.quantize_int8_triton, rows, widest=widest)
@@ -119,7 +119,7 @@ def bitnet_cases(new: Maker, capability: int) -> Launches:
         return
     ternary, scale = torch.zeros((INNER, HIDDEN), dtype=torch.int8), torch.ones(())
     yield "masters to int8", partial(ternary_kernels.ternarise_triton, new(INNER, HIDDEN, of=torch.float32))
-    yield "int8 dequantised", partial(ternary_kernels.dequantize_int8_triton, ternary, scale, new.dtype)
+    yield "int8 dequantized", partial(ternary_kernels.dequantize_int8_triton, ternary, scale, new.dtype)
     tiles = {"fewest": int8_product.FEWEST, "few": int8_product.FEW, "many": int8_product.MANY}
     if capability == 90:
         tiles["described"] = int8_product.MANY_DESCRIBED
@@ -131,7 +131,7 @@ def bitnet_cases(new: Maker, capability: int) -> Launches:
 
 
 def rotary_cases(new: Maker, rank: int, capability: int) -> Launches:
-    """As :func:`cases`, of the rotation behind a QKV projection."""
+    """Launches of the rotation behind a QKV projection; as :func:`cases`."""
     shared, rows = SHARED_MEMORY[capability], 256
     for name, q_heads, k_heads, size in (
         ("", 32, 8, 128),
@@ -168,7 +168,7 @@ def rotary_cases(new: Maker, rank: int, capability: int) -> Launches:
 
 
 def glu_cases(new: Maker, rank: int, capability: int) -> Launches:
-    """As :func:`cases`, of the gated unit. Without products inside it below 8.0, where they are not used."""
+    """Launches of the gated unit; as :func:`cases`. Without products inside it below 8.0, where they are not used."""
     rows = 256
     gate, up = new(rows, 2 * INNER).chunk(2, 1)
     dh = new(rows, INNER)
@@ -188,7 +188,7 @@ def glu_cases(new: Maker, rank: int, capability: int) -> Launches:
 
 
 def norm_cases(new: Maker) -> Launches:
-    """As :func:`cases`, of norms and of rows in fp8."""
+    """Launches of norms and of rows in fp8; as :func:`cases`."""
     x, w, rstd = new(256, HIDDEN), new(HIDDEN), new(256, of=torch.float32)
     for form in ("llama", "gemma"):
         yield f"norm forward {form}", partial(norm_parts.norm_forward, x, w, 1e-5, form)

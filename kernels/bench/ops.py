@@ -154,7 +154,7 @@ def cross_entropy_case(make: Maker, shape: Shape) -> Case:
 
 
 def _project(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """What PEFT computes under autocast, scaling 2."""
+    """PEFT's computation under autocast, scaling 2."""
     dtype = w.dtype
     return F.linear(x, w) + F.linear(F.linear(x, a.to(dtype)), b.to(dtype)) * 2.0
 

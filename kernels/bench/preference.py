@@ -1,12 +1,13 @@
 """Steps of preference training on pairs of one shape, by `ftcli train` and by TRL's DPOTrainer: pairs a second, memory.
 
     python kernels/bench/preference.py                                      # bf16, and TRL where it is installed
-    python kernels/bench/preference.py --cases bf16 nf4 lognormal --only ours
+    python kernels/bench/preference.py --cases bf16 nf4 lognormal --only ours --share auto off
     python kernels/bench/preference.py --device cpu                         # does it run at all
 
 Llama-3.1-8B's shape with random weights, LoRA of rank 16 on all linears, prompts of 190 and answers of 330 tokens, 4
 pairs a step, a live reference; ``lognormal`` has lengths of these means (sigma 0.6). A row is the median of the steps
-after the second one; of ``lognormal`` the mean over all of them.
+after the second one; of ``lognormal`` the mean over all of them. ``--share`` are values of preference.share_prompts:
+what both answers begin with computed once, or with each of them.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def pairs(count: int, prompt: int, answer: int, *, lognormal: bool) -> list[dict
     ]  # fmt: skip
 
 
-def ours(case: str, options: argparse.Namespace) -> dict[str, Any]:
+def ours(case: str, share: str, options: argparse.Namespace) -> dict[str, Any]:
     """The row of `ftcli train`, from its metrics."""
     with tempfile.TemporaryDirectory(prefix="ftcli-pairs-") as folder:
         data = Path(folder, "pairs.jsonl")
@@ -66,7 +67,7 @@ def ours(case: str, options: argparse.Namespace) -> dict[str, Any]:
             "eval.every_steps=null", f"train.max_steps={options.steps}", "logging.every_steps=1",
             f"train.per_device_train_batch_size={options.pairs}", "train.gradient_accumulation_steps=1",
             "train.learning_rate=1e-5", "train.warmup_steps=0", f"quantization.method={storage}",
-            f"train.gradient_checkpointing={options.checkpointing}",
+            f"train.gradient_checkpointing={options.checkpointing}", f"preference.share_prompts={share}",
         )  # fmt: skip
         run = Path(folder, "run")
         answer = ftcli(["train", str(recipe), *words, "--offline", "--resume", "never", "--output-dir", str(run)])
@@ -77,8 +78,13 @@ def ours(case: str, options: argparse.Namespace) -> dict[str, Any]:
         return {"note": f"exit {answer.status}: {answer.said[:200]}"}
     tokens = [after["tokens"] - before["tokens"] for before, after in pairwise(lines)]
     seconds = [n / line["tokens_per_second"] for n, line in zip(tokens, lines[1:], strict=True)][1:]
+    made = [after["tokens_computed"] - before["tokens_computed"] for before, after in pairwise(lines)][1:]
     peak = max(line["peak_memory_bytes"] for line in lines) / GIB
-    return {**_rates(seconds, case, options), "peak GiB": peak, "loss": lines[0]["loss"]}
+    computed = lines[-1]["tokens_computed"] / len(lines)
+    return {
+        **_rates(seconds, case, options), "peak GiB": peak, "tokens a step": computed, "loss": lines[0]["loss"],
+        "last loss": lines[-1]["loss"], "steps": [(n, 1e3 * each) for n, each in zip(made, seconds, strict=True)],
+    }  # fmt: skip
 
 
 def _rates(seconds: list[float], case: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -127,29 +133,35 @@ def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--cases", nargs="+", choices=CASES, default=["bf16"])
     arguments.add_argument("--only", nargs="+", choices=["ours", "trl"], default=["ours", "trl"])
+    arguments.add_argument("--share", nargs="+", choices=["auto", "off"], default=["auto"])
     arguments.add_argument("--pairs", type=int, default=4)
     arguments.add_argument("--steps", type=int, default=12)
     arguments.add_argument("--checkpointing", default="false")
-    arguments.add_argument("--work", nargs=2, help=argparse.SUPPRESS)
+    arguments.add_argument("--work", nargs=3, help=argparse.SUPPRESS)
     options = arguments.parse_args()
     require_device(options.device)
     if options.device == "cpu":
         options.pairs, options.steps = 2, 4
     if options.work:
-        contender, case = options.work
-        print(json.dumps(ours(case, options) if contender == "ours" else by_trl(case, options)))
+        contender, case, share = options.work
+        print(json.dumps(ours(case, share, options) if contender == "ours" else by_trl(case, options)))
         return
-    table = Table({"by": "", "case": "", "pairs/s": ".2f", "step ms": ".1f", "peak GiB": ".2f", "note": ""})
+    table = Table({
+        "by": "", "case": "", "share": "", "pairs/s": ".2f", "step ms": ".1f", "peak GiB": ".2f",
+        "tokens a step": ".0f", "last loss": ".4f", "note": "",
+    })  # fmt: skip
     for case in options.cases:
-        for contender in options.only:
-            if contender == "trl" and (find_spec("trl") is None or case in ("nf4", "fp8")):
-                continue
-            command = [sys.executable, str(Path(__file__)), *sys.argv[1:], "--work", contender, case]
+        contenders = [("ours", share) for share in options.share if "ours" in options.only]
+        if "trl" in options.only and find_spec("trl") is not None and case not in ("nf4", "fp8"):
+            contenders.append(("trl", None))
+        for contender, share in contenders:
+            command = [sys.executable, str(Path(__file__)), *sys.argv[1:], "--work", contender, case, str(share)]
             ran = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)  # noqa: S603
+            row: dict[str, Any] = {"by": contender, "case": case, "share": share}
             if ran.returncode != 0:
-                table.add(by=contender, case=case, note=(ran.stderr.strip().splitlines() or ["no message"])[-1][:160])
+                table.add(**row, note=(ran.stderr.strip().splitlines() or ["no message"])[-1][:160])
                 continue
-            table.add(by=contender, case=case, **json.loads(ran.stdout.strip().splitlines()[-1]))
+            table.add(**row, **json.loads(ran.stdout.strip().splitlines()[-1]))
     table.save(options.json)
 
 

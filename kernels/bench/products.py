@@ -1,4 +1,4 @@
-"""Products of a model's linear layers in bfloat16, fp8, NF4 and BitNet's int8, and what quantising costs.
+"""Products of a model's linear layers in bfloat16, fp8, NF4 and BitNet's int8, and what quantizing costs.
 
     python kernels/bench/products.py --model llama3.1-8b
     python kernels/bench/products.py --only bf16 --seconds 3
@@ -6,10 +6,10 @@
 
 ``bf16``: TFLOP/s of the first five products after a second of rest, and after ``--seconds`` of nothing else, when the
 power limit has lowered the clock; with the clock and the power that nvidia-smi reads meanwhile. ``fp8``: TFLOP/s with
-row scales beside bfloat16, fast and exact sums, relative errors, and quantising the operand that is no weight.
-``nf4``: dequantising alone, and between products as in a training step; by bitsandbytes too where it is installed.
-``int8``: BitNet's product with its scales, quantising the activations alone and behind a norm, and forward and backward
-with float32 masters, beside ``F.linear`` and eager fake quantisation. Times are milliseconds, bandwidth is over the
+row scales beside bfloat16, fast and exact sums, relative errors, and quantizing the operand that is no weight.
+``nf4``: dequantizing alone, and between products as in a training step; by bitsandbytes too where it is installed.
+``int8``: BitNet's product with its scales, quantizing the activations alone and behind a norm, and forward and backward
+with float32 masters, beside ``F.linear`` and eager fake quantization. Times are milliseconds, bandwidth is over the
 bytes that have to move.
 """
 
@@ -98,8 +98,8 @@ def relative(value: Tensor, exact: Tensor) -> float:
 def fp8(clock: Clock, shape: Shape) -> Table:
     """A row for each linear of the model and direction: (rows, inner) @ (inner, out)."""
     rates = {"bf16 TFLOP/s": ".0f", "fp8": ".0f", "exact sums": ".0f"}
-    errors = {"error": ".1e", "of exact sums": ".1e", "with quantising": ".1e"}
-    table = Table({"fp8 product": "", **rates, **errors, "quantise ms": ".3f", "TB/s": ".2f"})
+    errors = {"error": ".1e", "of exact sums": ".1e", "with quantizing": ".1e"}
+    table = Table({"fp8 product": "", **rates, **errors, "quantize ms": ".3f", "TB/s": ".2f"})
     directions = [(f"{n}, {d}", *(s if d == "forward" else s[::-1])) for n, s in shape.linears.items()
                   for d in ("forward", "backward")]  # fmt: skip
     rows = shape.tokens
@@ -115,12 +115,12 @@ def fp8(clock: Clock, shape: Shape) -> Table:
                 qx.data, qw.data.t(), out_dtype=torch.bfloat16, **s
             ),
         }  # fmt: skip
-        ms = clock.medians({**calls, "quantise": lambda x=x: quantize_fp8(x)})
+        ms = clock.medians({**calls, "quantize": lambda x=x: quantize_fp8(x)})
         reference = qx.dequantize(torch.bfloat16) @ qw.dequantize(torch.bfloat16).t()
         off = (relative(calls["fp8"](), reference), relative(calls["exact sums"](), reference),
                relative(calls["fp8"](), calls["bf16 TFLOP/s"]()))  # fmt: skip
         tera = {key: 2.0 * rows * inner * out / ms[key] / 1e9 for key in calls}
-        moved = {"quantise ms": ms["quantise"], "TB/s": 3 * rows * inner / ms["quantise"] / 1e9}
+        moved = {"quantize ms": ms["quantize"], "TB/s": 3 * rows * inner / ms["quantize"] / 1e9}
         table.add(**{"fp8 product": name, **tera, **dict(zip(errors, off, strict=True)), **moved})
     return table
 
@@ -201,9 +201,9 @@ def int8(clock: Clock, shape: Shape) -> Table:
             "bf16": lambda x=x, w=weight: F.linear(x, w),
             "_int_mm": lambda q=q, t=ternary: torch._int_mm(q, t.data.t()),
             "int8": product,
-            "quantise": lambda x=x: quantize_int8_triton(x),
+            "quantize": lambda x=x: quantize_int8_triton(x),
             "norm": lambda x=x, n=norm: rms_norm(x, n, 1e-5),
-            "norm and quantise": lambda x=x, n=norm: norm_quantize_triton(x, n, 1e-5),
+            "norm and quantize": lambda x=x, n=norm: norm_quantize_triton(x, n, 1e-5),
             "forward": lambda x=x, p=product: p(*quantize_int8_triton(x)),
             "bf16, both": _trained(F.linear, leaf, trainable, dy),
             "int8, both": _trained(ours, leaf, trainable, dy),

@@ -1,4 +1,4 @@
-"""What N GPUs of one host achieve: training, weights that are sharded, rows that are shared, rollouts, stops and kills.
+"""Measures N GPUs of one host: training, sharded weights, shared rows, rollouts, stops and kills.
 
     python kernels/bench/scaling.py FOLDER --gpus 8 [--only ddp,full,70b,context,rollouts,resume,killed] [--steps 4]
     python kernels/bench/scaling.py FOLDER --device cpu             # two processes of a small model: does it run at all
@@ -34,7 +34,7 @@ _SMALL = ("data.eval=[]", "eval.every_steps=null", "logging.every_steps=1", "tra
 
 @dataclass(frozen=True)
 class Host:
-    """Where it is measured: ``gpus`` GPUs, or two processes of a small model on a CPU."""
+    """The machine: ``gpus`` GPUs, or two processes of a small model on a CPU."""
 
     folder: Path
     gpus: int
@@ -203,7 +203,7 @@ def resume(host: Host) -> None:
 
 
 def killed(host: Host) -> None:
-    """How a run ends of which rank 1 is killed."""
+    """Kills rank 1 of a run and looks how the run ends."""
     run = Run(host, "killed", "killed", 4000, *host.ranks)
     run.until("train 5/")
     pid = run.rank(1)

@@ -137,14 +137,14 @@ def _low(make: Maker, shape: Shape, rank: int) -> glu_kernels.GluLowRank:
 
 
 def glu_forward_lora(make: Maker, shape: Shape, rank: int) -> Case:
-    """With the adapters' terms and their sums."""
+    """The case with the adapters' terms and their sums."""
     gate, up = make.new(shape.tokens, 2 * shape.inner).chunk(2, 1)
     low = _low(make, shape, rank)
     return Case(6 * gate.numel(), lambda t: glu_kernels.glu_forward(gate, up, shape.activation, low, tile=t), _dots())
 
 
 def glu_backward_lora(make: Maker, shape: Shape, rank: int) -> Case:
-    """With the adapters' terms and their sums, h included."""
+    """The case with the adapters' terms and their sums, h included."""
     gate, up = make.new(shape.tokens, 2 * shape.inner).chunk(2, 1)
     low, dya, dh = _low(make, shape, rank), make.new(shape.tokens, rank), make.new(shape.tokens, shape.inner)
 

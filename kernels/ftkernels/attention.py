@@ -155,7 +155,7 @@ class _Attention(torch.autograd.Function):
                 kept.put(out, lse)
         else:
             out, lse = known
-        ctx.save_for_backward(q, k, v, out, lse, ranges.key_lo, ranges.key_hi, ranges.query_lo, ranges.query_hi)
+        ctx.save_for_backward(q, k, v, out, lse, *ranges.tensors())
         ctx.settings, ctx.tiles = settings, tiles
         return out
 

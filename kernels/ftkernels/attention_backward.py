@@ -22,7 +22,16 @@ from torch import Tensor
 from ftkernels.attention_config import AttentionTile, AttentionTiles
 from ftkernels.attention_launch import AttentionSettings, common_constants, strides, tile_source, token_major_like
 from ftkernels.attention_mask import TokenRanges
-from ftkernels.attention_parts import LOG2E, bounded, intervals, load_tile, store_tile, visited_tile
+from ftkernels.attention_parts import (
+    LOG2E,
+    bounded,
+    intervals,
+    load_tile,
+    seen_by_rows,
+    store_tile,
+    tile_count,
+    visited_tile,
+)
 from ftkernels.device import on_device_of, rounded
 
 
@@ -38,6 +47,7 @@ def _query_kernel(
     delta_ptr,
     key_lo_ptr,
     key_hi_ptr,
+    holes_ptr,
     ranges_stride,
     q_stride_b,
     q_stride_h,
@@ -72,6 +82,7 @@ def _query_kernel(
     CD: tl.constexpr,
     PRECISION: tl.constexpr,
     TMA: tl.constexpr,
+    HOLES: tl.constexpr,
 ):
     FACTOR: tl.constexpr = (SCALE if SOFTCAP == 0.0 else SOFTCAP) * LOG2E
     pid = tl.program_id(0)
@@ -79,8 +90,8 @@ def _query_kernel(
     batch = (pid % batch_heads) // heads
     head = (pid % batch_heads) % heads
     row = tile * QUERIES
-    rows, lo, hi, first, full, full_count, masked_count = intervals(
-        key_lo_ptr, key_hi_ptr, ranges_stride, batch, row, q_len, QUERIES, KEYS
+    rows, bounds, span = intervals(
+        key_lo_ptr, key_hi_ptr, holes_ptr, ranges_stride, batch, row, q_len, QUERIES, KEYS, HOLES
     )
     q = load_tile(
         q_src, batch, head, row, q_stride_b, q_stride_h, q_stride_s, q_len, True, D, BLOCK_D, QUERIES, CD, TMA
@@ -98,8 +109,8 @@ def _query_kernel(
     lse = tl.load(lse_ptr + per_query, mask=rows < q_len, other=0.0)
     dq = tl.zeros((QUERIES, BLOCK_D), tl.float32)
     for MASKED in tl.static_range(2):
-        for i in range(masked_count if MASKED else full_count):
-            col = visited_tile(i, first, full, full_count, MASKED) * KEYS
+        for i in range(tile_count(span, MASKED, HOLES)):
+            col = visited_tile(i, span, MASKED, HOLES) * KEYS
             k = load_tile(
                 k_src, batch, head // GROUP, col, k_stride_b, k_stride_h, k_stride_s, k_len, MASKED, D, BLOCK_D, KEYS,
                 CD, TMA,
@@ -111,8 +122,7 @@ def _query_kernel(
             x = bounded(tl.dot(q, tl.trans(k), input_precision=PRECISION), SCALE, SOFTCAP, FAST_TANH)
             z = x * FACTOR - lse[:, None]
             if MASKED:
-                cols = (col + tl.arange(0, KEYS))[None, :]
-                z = tl.where((cols >= lo[:, None]) & (cols < hi[:, None]), z, float("-inf"))
+                z = tl.where(seen_by_rows(col + tl.arange(0, KEYS), bounds, HOLES), z, float("-inf"))
             weight = tl.exp2(z)
             if SOFTCAP != 0.0:  # before dP is there: x need not live beside it, and registers are what is short
                 weight *= 1.0 - x * x
@@ -123,14 +133,14 @@ def _query_kernel(
 
 @triton.jit
 def _key_weights(
-    k, q, lse, rows, lo, hi, MASKED: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
+    k, q, lse, rows, bounds, MASKED: tl.constexpr, HOLES: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
     FAST_TANH: tl.constexpr, FACTOR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """(p, x) of a tile, (KEYS, QUERIES): the softmax's weights and the bounded scores that they are made of."""
     x = bounded(tl.dot(k, tl.trans(q), input_precision=PRECISION), SCALE, SOFTCAP, FAST_TANH)
     z = x * FACTOR - lse[None, :]
     if MASKED:
-        z = tl.where((rows[None, :] >= lo[:, None]) & (rows[None, :] < hi[:, None]), z, float("-inf"))
+        z = tl.where(seen_by_rows(rows, bounds, HOLES), z, float("-inf"))
     return tl.exp2(z), x
 
 
@@ -146,6 +156,7 @@ def _key_kernel(
     delta_ptr,
     query_lo_ptr,
     query_hi_ptr,
+    holes_ptr,
     ranges_stride,
     q_stride_b,
     q_stride_h,
@@ -182,6 +193,7 @@ def _key_kernel(
     CD: tl.constexpr,
     PRECISION: tl.constexpr,
     TMA: tl.constexpr,
+    HOLES: tl.constexpr,
 ):
     FACTOR: tl.constexpr = (SCALE if SOFTCAP == 0.0 else SOFTCAP) * LOG2E
     # Under a causal mask the first keys are seen by the most queries, and start first.
@@ -189,8 +201,8 @@ def _key_kernel(
     batch = (pid % batch_heads) // heads
     head = (pid % batch_heads) % heads
     col = (pid // batch_heads) * KEYS
-    _, lo, hi, first, full, full_count, masked_count = intervals(
-        query_lo_ptr, query_hi_ptr, ranges_stride, batch, col, k_len, KEYS, QUERIES
+    _, bounds, span = intervals(
+        query_lo_ptr, query_hi_ptr, holes_ptr, ranges_stride, batch, col, k_len, KEYS, QUERIES, HOLES
     )
     k = load_tile(k_src, batch, head, col, k_stride_b, k_stride_h, k_stride_s, k_len, True, D, BLOCK_D, KEYS, CD, TMA)
     dv = tl.zeros((KEYS, BLOCK_D), tl.float32)
@@ -201,11 +213,11 @@ def _key_kernel(
         )
     for MASKED in tl.static_range(2):
         # One loop over (query head of the group, tile), so that loads stay in flight from one head to the next.
-        count = masked_count if MASKED else full_count
+        count = tile_count(span, MASKED, HOLES)
         each = tl.maximum(count, 1)
         for i in range(count * GROUP):
             q_head = head * GROUP + i // each
-            row = visited_tile(i % each, first, full, full_count, MASKED) * QUERIES
+            row = visited_tile(i % each, span, MASKED, HOLES) * QUERIES
             rows = row + tl.arange(0, QUERIES)
             per_query = (batch * heads * GROUP + q_head).to(tl.int64) * q_len + rows
             q = load_tile(
@@ -217,7 +229,7 @@ def _key_kernel(
                 CD, TMA,
             )  # fmt: skip
             lse = tl.load(lse_ptr + per_query, mask=rows < q_len, other=0.0)
-            p, x = _key_weights(k, q, lse, rows, lo, hi, MASKED, SCALE, SOFTCAP, FAST_TANH, FACTOR, PRECISION)
+            p, x = _key_weights(k, q, lse, rows, bounds, MASKED, HOLES, SCALE, SOFTCAP, FAST_TANH, FACTOR, PRECISION)
             if WANT_DV:
                 dv = tl.dot(p.to(CD), do, dv, input_precision=PRECISION)
             if WANT_DK:
@@ -258,13 +270,14 @@ def query_backward(
                 delta,
                 ranges.key_lo,
                 ranges.key_hi,
+                ranges.key_lo if ranges.key_holes is None else ranges.key_holes,
                 0 if ranges.batch == 1 else q_len,
                 *strides(q, k, v, d_out, out, dq),
                 batch * heads,
                 heads,
                 q_len,
                 k.shape[2],
-                **common_constants(settings, tile),
+                **common_constants(settings, tile, ranges),
             )
     return rounded(dq, q.dtype), delta
 
@@ -299,6 +312,7 @@ def key_backward(
                 delta,
                 ranges.query_lo,
                 ranges.query_hi,
+                ranges.query_lo if ranges.query_holes is None else ranges.query_holes,
                 0 if ranges.batch == 1 else k_len,
                 *strides(q, k, v, d_out, dk_target, dv_target),
                 batch * heads,
@@ -307,7 +321,7 @@ def key_backward(
                 k_len,
                 WANT_DK=want_dk,
                 WANT_DV=want_dv,
-                **common_constants(settings, tile),
+                **common_constants(settings, tile, ranges),
             )
     return None if dk is None else rounded(dk, k.dtype), None if dv is None else rounded(dv, v.dtype)
 

@@ -22,7 +22,16 @@ from torch import Tensor
 from ftkernels.attention_config import AttentionTile
 from ftkernels.attention_launch import AttentionSettings, common_constants, strides, tile_source, token_major_like
 from ftkernels.attention_mask import TokenRanges
-from ftkernels.attention_parts import LOG2E, bounded, intervals, load_tile, store_tile, visited_tile
+from ftkernels.attention_parts import (
+    LOG2E,
+    bounded,
+    intervals,
+    load_tile,
+    seen_by_rows,
+    store_tile,
+    tile_count,
+    visited_tile,
+)
 from ftkernels.device import on_device_of, rounded
 
 # exp(60) * 1e6 keys * values of 1e4 is 1e36, and exp(-60) is 1e-26: both well inside float32.
@@ -38,6 +47,7 @@ def _forward_kernel(
     lse_ptr,
     key_lo_ptr,
     key_hi_ptr,
+    holes_ptr,
     ranges_stride,
     q_stride_b,
     q_stride_h,
@@ -67,6 +77,7 @@ def _forward_kernel(
     CD: tl.constexpr,
     PRECISION: tl.constexpr,
     TMA: tl.constexpr,
+    HOLES: tl.constexpr,
 ):
     FACTOR: tl.constexpr = (SCALE if SOFTCAP == 0.0 else SOFTCAP) * LOG2E
     # Under a causal mask the last queries have the most keys; they start first, so that no long program ends alone.
@@ -75,8 +86,8 @@ def _forward_kernel(
     batch = (pid % batch_heads) // heads
     head = (pid % batch_heads) % heads
     row = tile * QUERIES
-    rows, lo, hi, first, full, full_count, masked_count = intervals(
-        key_lo_ptr, key_hi_ptr, ranges_stride, batch, row, q_len, QUERIES, KEYS
+    rows, bounds, span = intervals(
+        key_lo_ptr, key_hi_ptr, holes_ptr, ranges_stride, batch, row, q_len, QUERIES, KEYS, HOLES
     )
     q = load_tile(
         q_src, batch, head, row, q_stride_b, q_stride_h, q_stride_s, q_len, True, D, BLOCK_D, QUERIES, CD, TMA
@@ -85,16 +96,15 @@ def _forward_kernel(
     total = tl.zeros((QUERIES,), tl.float32)
     peak = tl.zeros((QUERIES,), tl.float32) if FIXED_MAX else tl.full((QUERIES,), float("-inf"), tl.float32)
     for MASKED in tl.static_range(2):
-        for i in range(masked_count if MASKED else full_count):
-            col = visited_tile(i, first, full, full_count, MASKED) * KEYS
+        for i in range(tile_count(span, MASKED, HOLES)):
+            col = visited_tile(i, span, MASKED, HOLES) * KEYS
             k = load_tile(
                 k_src, batch, head // GROUP, col, k_stride_b, k_stride_h, k_stride_s, k_len, MASKED, D, BLOCK_D, KEYS,
                 CD, TMA,
             )  # fmt: skip
             x = bounded(tl.dot(q, tl.trans(k), input_precision=PRECISION), SCALE, SOFTCAP, FAST_TANH)
             if MASKED:
-                cols = (col + tl.arange(0, KEYS))[None, :]
-                x = tl.where((cols >= lo[:, None]) & (cols < hi[:, None]), x, float("-inf"))
+                x = tl.where(seen_by_rows(col + tl.arange(0, KEYS), bounds, HOLES), x, float("-inf"))
             if FIXED_MAX:
                 p = tl.exp2(x * FACTOR)
             else:
@@ -140,6 +150,7 @@ def attention_forward(
                 lse,
                 ranges.key_lo,
                 ranges.key_hi,
+                ranges.key_lo if ranges.key_holes is None else ranges.key_holes,
                 0 if ranges.batch == 1 else q_len,
                 *strides(q, k, v, out),
                 batch * heads,
@@ -147,6 +158,6 @@ def attention_forward(
                 q_len,
                 k.shape[2],
                 FIXED_MAX=fixed,
-                **common_constants(settings, tile),
+                **common_constants(settings, tile, ranges),
             )
     return rounded(out, q.dtype), lse

@@ -11,6 +11,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ftkernels.attention_config import AttentionTile
+from ftkernels.attention_mask import TokenRanges
 from ftkernels.device import interpreting, store_dtype, triton_store_dtype
 
 # No tile is longer.
@@ -33,7 +34,7 @@ def padded_size(head_size: int) -> int:
     return max(16, int(triton.next_power_of_2(head_size)))
 
 
-def common_constants(settings: AttentionSettings, tile: AttentionTile) -> dict[str, Any]:
+def common_constants(settings: AttentionSettings, tile: AttentionTile, ranges: TokenRanges) -> dict[str, Any]:
     """The constexpr arguments, and the launch options, that all kernels take."""
     return {
         "GROUP": settings.group,
@@ -47,6 +48,7 @@ def common_constants(settings: AttentionSettings, tile: AttentionTile) -> dict[s
         "CD": triton_store_dtype(settings.dtype),
         "PRECISION": "ieee",
         "TMA": tile.tma,
+        "HOLES": ranges.key_holes is not None,
         "num_warps": tile.warps,
         "num_stages": tile.stages,
     }

@@ -4,6 +4,10 @@ It can say causal, sliding window, packed documents, padding on either side, and
 that a query sees are one interval, and neither end of it moves left from one query to the next. So the kernels need no
 rule for each of them: they read ``key_lo`` and ``key_hi`` of each query (``TokenRanges``), take the bounds of their
 loops from the first and the last row of a tile, and never visit a tile that is masked everywhere.
+
+A document may also branch: several continuations of one beginning stand after each other, and each sees the beginning
+and itself. Then a query's interval has one hole, the branches between; ``TokenRanges`` holds these too, and the kernels
+take a form of their own.
 """
 
 from __future__ import annotations
@@ -19,14 +23,22 @@ class TokenRanges:
     """``AttentionMask`` for given lengths. Query i sees key j where ``key_lo[i] <= j < key_hi[i]``; equivalently where
     ``query_lo[j] <= i < query_hi[j]``. A query with ``key_hi <= key_lo`` sees nothing.
 
-    All four are int32, contiguous, non-decreasing along the last dimension, with a batch dimension of B, or of 1 when
-    all rows of the batch are alike: ``key_*`` (B or 1, queries), ``query_*`` (B or 1, keys).
+    All are int32 and contiguous, with a batch dimension of B, or of 1 when all rows of the batch are alike: ``key_lo``
+    and ``key_hi`` (B or 1, queries), ``query_lo`` and ``query_hi`` (B or 1, keys). These four do not fall along the
+    last dimension where there are no holes.
+
+    Attributes:
+        key_holes, query_holes: None, or (B or 1, 2, queries) and (B or 1, 2, keys): begin and end of the hole in each
+            interval, of keys that the query does not see for all that, and of queries that do not see the key. Where an
+            interval has no hole, the hole ends where the interval begins. Both or neither.
     """
 
     key_lo: Tensor
     key_hi: Tensor
     query_lo: Tensor
     query_hi: Tensor
+    key_holes: Tensor | None = None
+    query_holes: Tensor | None = None
 
     @property
     def batch(self) -> int:
@@ -46,7 +58,14 @@ class TokenRanges:
     def dense(self) -> Tensor:
         """Boolean (B or 1, 1, queries, keys), True where a query sees a key. For references: O(queries * keys)."""
         keys = torch.arange(self.k_len, device=self.key_lo.device, dtype=torch.int32)
-        return ((keys >= self.key_lo[:, :, None]) & (keys < self.key_hi[:, :, None]))[:, None]
+        seen = (keys >= self.key_lo[:, :, None]) & (keys < self.key_hi[:, :, None])
+        if self.key_holes is not None:
+            seen &= (keys < self.key_holes[:, 0, :, None]) | (keys >= self.key_holes[:, 1, :, None])
+        return seen[:, None]
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """All of them, in the order of the attributes."""
+        return self.key_lo, self.key_hi, self.query_lo, self.query_hi, self.key_holes, self.query_holes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,6 +112,10 @@ class AttentionMask:
         document_starts: None, or (B or 1, k_len) int32: for each token the index of the first token of its document.
             No attention crosses documents.
         length: the number of keys that ``starts``, ``ends`` or ``document_starts`` were made for; None without them.
+        branch_starts: None, or like ``document_starts``: for each token the index of the first token of its branch. The
+            tokens that a document begins with, whose branch begins where it does, are its trunk. All branches see it,
+            and no other branch; each goes on where the trunk ends, from where windows count. With a window a document
+            has two branches at most. Only for whole causal rows without padding.
 
     Raises:
         ValueError: a window below 1 or without ``causal``, or tensors that do not fit each other.
@@ -104,6 +127,7 @@ class AttentionMask:
     ends: Tensor | None = None
     document_starts: Tensor | None = None
     length: int | None = None
+    branch_starts: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
@@ -116,6 +140,12 @@ class AttentionMask:
             raise ValueError(f"starts {tuple(self.starts.shape)} and ends {tuple(self.ends.shape)} differ in shape")
         if (self.starts is not None or self.document_starts is not None) and self.length is None:
             raise ValueError("length is needed with starts, ends or document_starts")
+        if self.branch_starts is None:
+            return
+        if not self.causal or self.starts is not None:
+            raise ValueError("branches need causal=True and rows without padding")
+        if self.document_starts is None or self.document_starts.shape != self.branch_starts.shape:
+            raise ValueError("branch_starts need document_starts of their shape")
 
     @classmethod
     def full(cls) -> AttentionMask:
@@ -194,6 +224,8 @@ class AttentionMask:
             ValueError: more queries than keys, or a length that padding or documents were not made for.
         """
         self._check_lengths(q_len, k_len)
+        if self.document_starts is not None and self.branch_starts is not None:
+            return _branching(self.document_starts.to(device), self.branch_starts.to(device), self.window)
         position = torch.arange(k_len - q_len, k_len, device=device, dtype=torch.int32)[None]
         lo = torch.zeros_like(position)
         hi = torch.full_like(position, k_len)
@@ -230,11 +262,19 @@ class AttentionMask:
         seen = torch.ones((1, 1, q_len, k_len), dtype=torch.bool, device=device)
         if self.causal:
             seen = seen & (distance >= 0)
-        if self.window is not None:
-            seen = seen & (distance < self.window)
         if self.document_starts is not None:
             document = self.document_starts.to(device)
             seen = seen & (document[:, None, k_len - q_len :, None] == document[:, None, None, :])
+            if self.branch_starts is not None:
+                branch = self.branch_starts.to(device)
+                trunk = branch == document
+                # Of a token in a branch: by how much its index is more than its position in trunk and branch.
+                fork = document + (seen.any(1) & trunk[:, None, :]).sum(-1)
+                ahead = torch.where(trunk, 0, branch - fork)
+                distance = distance - ahead[:, None, :, None] + ahead[:, None, None, :]
+                seen = seen & (trunk[:, None, None, :] | (branch[:, None, :, None] == branch[:, None, None, :]))
+        if self.window is not None:
+            seen = seen & (distance < self.window)
         if self.starts is not None and self.ends is not None:
             start, end = self.starts.to(device)[:, None], self.ends.to(device)[:, None]
             token = (key >= start) & (key < end)
@@ -246,3 +286,44 @@ class AttentionMask:
             raise ValueError(f"{q_len} queries for {k_len} keys: the queries are the last of the keys' positions")
         if self.length is not None and self.length != k_len:
             raise ValueError(f"the mask was made for {self.length} keys, there are {k_len}")
+        if self.branch_starts is not None and q_len != k_len:
+            raise ValueError(f"branches are for whole rows: {q_len} queries, {k_len} keys")
+
+
+def _branching(first: Tensor, begins: Tensor, window: int | None) -> TokenRanges:
+    """The intervals of documents with branches; ``first`` and ``begins`` are ``document_starts`` and ``branch_starts``.
+
+    A query of a branch sees trunk and branch; what lies between is its hole. A key is seen to the end of its branch, or
+    of the document where it is in the trunk. Through a window W a key of the trunk is seen by the W - 1 tokens after
+    it, and by the first tokens of the second branch, as far as the window reaches beyond the trunk: a hole, too.
+    """
+    first, begins = first.contiguous(), begins.contiguous()
+    index = torch.arange(first.shape[1], device=first.device, dtype=torch.int32).expand(first.shape).contiguous()
+    branch_end = torch.searchsorted(begins, begins, right=True, out_int32=True)
+    document_end = torch.searchsorted(first, first, right=True, out_int32=True)
+    trunk = begins == first
+    fork = branch_end.gather(1, first.long())  # the end of the trunk, which may be the document's
+    lo, query_hi = first, torch.where(trunk, document_end, branch_end)
+    query_hole = query_hi, query_hi
+    if window is not None:
+        reach = index - (window - 1)
+        lo = torch.maximum(first, torch.where(trunk | (reach >= begins), reach, reach - (begins - fork)))
+        second = branch_end.gather(1, fork.long().clamp(max=first.shape[1] - 1))
+        two = trunk & (fork < document_end) & (second < document_end) & (index + window > fork)
+        query_hi = torch.minimum(index + window, torch.where(two, second, query_hi))
+        query_hole = query_hi, torch.where(two, second, query_hi)
+        query_hi = torch.where(two, torch.minimum(second + (index + window - fork), document_end), query_hi)
+    return TokenRanges(
+        key_lo=lo.contiguous(),
+        key_hi=index + 1,
+        query_lo=index,
+        query_hi=query_hi,
+        key_holes=_holes(fork, torch.where(trunk, fork, begins), lo),
+        query_holes=_holes(*query_hole, index),
+    )
+
+
+def _holes(begin: Tensor, end: Tensor, lo: Tensor) -> Tensor:
+    """(B, 2, S) int32: a hole that is empty, or lies before an interval from ``lo`` on, becomes one that ends there."""
+    is_one = end > torch.maximum(begin, lo)
+    return torch.stack([torch.where(is_one, begin, 0), torch.where(is_one, end, lo)], dim=1).to(torch.int32)

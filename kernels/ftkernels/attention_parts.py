@@ -58,32 +58,108 @@ def tile_span(lo_first, lo_last, hi_first, hi_last, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def intervals(lo_ptr, hi_ptr, stride, batch, row, length, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Loads what rows [row, row + ROWS) see of the other side, which is visited in tiles of ``BLOCK``.
+def tile_span_around_holes(lo, hi, hole_lo, hole_hi, inside, BLOCK: tl.constexpr):
+    """``tile_span`` of rows of which each sees [lo, hi) but for [hole_lo, hole_hi); they come in any order.
 
-    Returns (rows, lo, hi), each (ROWS,), with one interval [lo, hi) a row, empty past ``length``; and then the four
-    numbers of ``tile_span``.
+    Args:
+        lo, hi, hole_lo, hole_hi: (ROWS,). A row without a hole has one that ends at ``lo``.
+        inside: (ROWS,), False for rows that there are not.
+
+    Returns the four of ``tile_span``, ``full_count`` being the full tiles before any hole, and then (skip, skip_count,
+    more, more_count): ``skip_count`` tiles from ``skip`` on are in the holes of all rows and are not visited,
+    ``more_count`` from ``more`` on are full, too, and lie after all holes.
     """
-    last = tl.minimum(row + ROWS, length) - 1
-    lo_ptr += batch * stride
-    hi_ptr += batch * stride
-    first, full, full_count, masked_count = tile_span(
-        tl.load(lo_ptr + row), tl.load(lo_ptr + last), tl.load(hi_ptr + row), tl.load(hi_ptr + last), BLOCK
-    )
-    rows = row + tl.arange(0, ROWS)
-    lo = tl.load(lo_ptr + rows, mask=rows < length, other=0)
-    hi = tl.load(hi_ptr + rows, mask=rows < length, other=0)
-    return rows, lo, hi, first, full, full_count, masked_count
+    FAR: tl.constexpr = 2147483647
+    lo_first = tl.min(tl.where(inside, lo, FAR), 0)
+    hi_last = tl.max(tl.where(inside, hi, 0), 0)
+    first = lo_first // BLOCK
+    last = tl.where(hi_last > lo_first, (hi_last + BLOCK - 1) // BLOCK, first)
+    full = tl.minimum(tl.maximum((tl.max(tl.where(inside, lo, 0), 0) + BLOCK - 1) // BLOCK, first), last)
+    full_end = tl.minimum(tl.maximum(tl.min(tl.where(inside, hi, FAR), 0) // BLOCK, full), last)
+    # Between the first hole's begin and the last one's end no tile is full.
+    has_hole = inside & (hole_hi > lo)
+    before = tl.min(tl.where(has_hole, hole_lo, FAR), 0) // BLOCK
+    after = (tl.max(tl.where(has_hole, hole_hi, 0), 0) + BLOCK - 1) // BLOCK
+    before = tl.minimum(tl.maximum(before, full), full_end)
+    more = tl.minimum(tl.maximum(after, before), full_end)
+    # What all holes have in common. A row of the next document sees nothing before its own, hence neither there.
+    skip = (tl.max(tl.where(inside, hole_lo, 0), 0) + BLOCK - 1) // BLOCK
+    skip = tl.minimum(tl.maximum(skip, first), last)
+    skip_end = tl.minimum(tl.maximum(tl.min(tl.where(inside, hole_hi, FAR), 0) // BLOCK, skip), last)
+    masked_count = (last - first) - (before - full) - (skip_end - skip) - (full_end - more)
+    return first, full, before - full, masked_count, skip, skip_end - skip, more, full_end - more
 
 
 @triton.jit
-def visited_tile(i, first, full, full_count, MASKED: tl.constexpr):
-    """The ``i``-th of the tiles that need a mask, which lie on both sides of the full ones, or of the full ones."""
-    index = full + i
+def intervals(
+    lo_ptr, hi_ptr, holes_ptr, stride, batch, row, length, ROWS: tl.constexpr, BLOCK: tl.constexpr, HOLES: tl.constexpr
+):
+    """Loads what rows [row, row + ROWS) see of the other side, which is visited in tiles of ``BLOCK``.
+
+    Returns (rows, bounds, span): ``rows`` (ROWS,); ``bounds`` for ``seen_by_rows``, (lo, hi) or, with ``HOLES``, (lo,
+    hi, hole_lo, hole_hi), each (ROWS,) and lo = hi = 0 past ``length``; ``span`` for ``visited_tile``, the four numbers
+    of ``tile_span`` or the eight of ``tile_span_around_holes``. Without ``HOLES`` ``holes_ptr`` is not read.
+    """
+    lo_ptr += batch * stride
+    hi_ptr += batch * stride
+    if HOLES:
+        rows = row + tl.arange(0, ROWS)
+        inside = rows < length
+        lo = tl.load(lo_ptr + rows, mask=inside, other=0)
+        hi = tl.load(hi_ptr + rows, mask=inside, other=0)
+        holes_ptr += 2 * batch * stride
+        hole_lo = tl.load(holes_ptr + rows, mask=inside, other=0)
+        hole_hi = tl.load(holes_ptr + length + rows, mask=inside, other=0)
+        bounds = (lo, hi, hole_lo, hole_hi)
+        span = tile_span_around_holes(lo, hi, hole_lo, hole_hi, inside, BLOCK)
+    else:
+        last = tl.minimum(row + ROWS, length) - 1
+        span = tile_span(
+            tl.load(lo_ptr + row), tl.load(lo_ptr + last), tl.load(hi_ptr + row), tl.load(hi_ptr + last), BLOCK
+        )
+        rows = row + tl.arange(0, ROWS)
+        lo = tl.load(lo_ptr + rows, mask=rows < length, other=0)
+        hi = tl.load(hi_ptr + rows, mask=rows < length, other=0)
+        bounds = (lo, hi)
+    return rows, bounds, span
+
+
+@triton.jit
+def tile_count(span, MASKED: tl.constexpr, HOLES: tl.constexpr):
+    """How many tiles of a span need a mask, or are full."""
     if MASKED:
-        index = first + i
-        index = tl.where(index >= full, index + full_count, index)
+        count = span[3]
+    elif HOLES:
+        count = span[2] + span[7]
+    else:
+        count = span[2]
+    return count
+
+
+@triton.jit
+def visited_tile(i, span, MASKED: tl.constexpr, HOLES: tl.constexpr):
+    """The ``i``-th of the tiles of a span that need a mask, which lie around the full ones, or of the full ones."""
+    if MASKED:
+        index = span[0] + i
+        index = tl.where(index >= span[1], index + span[2], index)
+        if HOLES:
+            index = tl.where(index >= span[4], index + span[5], index)
+            index = tl.where(index >= span[6], index + span[7], index)
+    else:
+        index = span[1] + i
+        if HOLES:
+            index = tl.where(i >= span[2], span[6] + (i - span[2]), index)
     return index
+
+
+@triton.jit
+def seen_by_rows(others, bounds, HOLES: tl.constexpr):
+    """(ROWS, BLOCK): whether a row sees each of the ``others`` (BLOCK,)."""
+    lo, hi = bounds[0][:, None], bounds[1][:, None]
+    seen = (others[None, :] >= lo) & (others[None, :] < hi)
+    if HOLES:
+        seen = seen & ((others[None, :] < bounds[2][:, None]) | (others[None, :] >= bounds[3][:, None]))
+    return seen
 
 
 @triton.jit

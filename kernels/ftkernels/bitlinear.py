@@ -10,11 +10,11 @@ Legend: M rows (tokens), I inputs, O outputs; q, step, t, s as ``ftkernels.terna
 Backward saves q and step, a byte an element, in place of x. Products of backward are taken of operands in y's dtype; dW
 is written in that of the masters.
 
-Quantising is a step of its own (``quantize_int8``), so that layers that read the same x share it and a norm can do it
+Quantizing is a step of its own (``quantize_int8``), so that layers that read the same x share it and a norm can do it
 while it has the row (``norm_quantize``). It makes ``Int8Rows``: q, step, and a tensor of x's shape without memory of
 its own, through which autograd passes the gradient of x on.
 
-In conversion the quantised values are mixed with the exact ones: x + share (Q(x) - x), W + share (Q(W) - W). With a
+In conversion the quantized values are mixed with the exact ones: x + share (Q(x) - x), W + share (Q(W) - W). With a
 share below 1 the product is an ordinary one (``mixed_linear``); with 0 it is ``F.linear``'s, bit for bit.
 """
 
@@ -111,7 +111,7 @@ def bit_linear(
 
 
 def mixed_linear(x: Tensor, weight: Tensor, ternary: Ternary, bias: Tensor | None, share: float) -> Tensor:
-    """``F.linear`` of x and weight, each moved by ``share`` (0 to 1) towards its quantised values; straight through."""
+    """``F.linear`` of x and weight, each moved by ``share`` (0 to 1) towards its quantized values; straight through."""
     if share == 0.0:
         return F.linear(x, weight, bias)
     with torch.no_grad():
@@ -122,7 +122,7 @@ def mixed_linear(x: Tensor, weight: Tensor, ternary: Ternary, bias: Tensor | Non
 
 
 def bit_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None, ternary: Ternary) -> Tensor:
-    """The layer as the papers write it, in plain torch and x's dtype: quantised values less what is detached."""
+    """The layer as the papers write it, in plain torch and x's dtype: quantized values less what is detached."""
     rows = x.reshape(-1, x.shape[-1])
     q, step = quantize_int8_torch(rows)
     x_q = (q * step[:, None]).to(x.dtype).view(x.shape)

@@ -1,11 +1,11 @@
-"""Frozen weights in e4m3, multiplied as they are stored, and rows quantised for the products.
+"""Frozen weights in e4m3, multiplied as they are stored, and rows quantized for the products.
 
 Legend: M rows, I input and O output features; e4m3 has 3 bits of significand and a largest value of 448.
 
     q_i = round(x_i / s)     s = the smallest power of two with max|x_i| / s <= 448; 1 for a row of zeros
 
 Scales that are powers of two cost no accuracy, since e4m3 is a floating format: its relative error is the same in every
-binade. Dividing by them is exact, so quantised values are the same on every machine, and ``s * q`` is exact in
+binade. Dividing by them is exact, so quantized values are the same on every machine, and ``s * q`` is exact in
 bfloat16. Weights have one scale for each output feature, activations and their gradients one for each token:
 
     y  = x Wᵀ = s_x ∘ (q_x q_Wᵀ) ∘ s_W          both scales are outside the sum over I
@@ -38,7 +38,7 @@ _ALIGNED = 16
 
 @dataclass(frozen=True, slots=True)
 class Fp8Rows:
-    """A matrix (M, N) quantised by rows: ``data`` (M, N) e4m3, ``scale`` (M,) float32 powers of two."""
+    """A matrix (M, N) quantized by rows: ``data`` (M, N) e4m3, ``scale`` (M,) float32 powers of two."""
 
     data: Tensor
     scale: Tensor
@@ -60,7 +60,7 @@ def _widened(data: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def quantize_fp8(x: Tensor, backend: BackendName = "auto") -> Fp8Rows:
-    """``x`` (M, N) quantised by rows; one launch on a GPU.
+    """``x`` (M, N) quantized by rows; one launch on a GPU.
 
     Raises:
         ValueError: not a floating matrix.
@@ -111,15 +111,15 @@ class Fp8Weight:
         return Fp8Rows(self.data, self.scale).dequantize(dtype)
 
     def product(self, x: Tensor) -> Tensor:
-        """``x @ W.T`` with x quantised by rows: (M, I) -> (M, O), in x's dtype."""
+        """``x @ W.T`` with x quantized by rows: (M, I) -> (M, O), in x's dtype."""
         return self.product_of_rows(quantize_fp8(x), x.dtype)
 
     def product_of_rows(self, rows: Fp8Rows, dtype: torch.dtype) -> Tensor:
-        """``x @ W.T`` of rows that are quantised already: (M, I) -> (M, O), in ``dtype``."""
+        """``x @ W.T`` of rows that are quantized already: (M, I) -> (M, O), in ``dtype``."""
         return multiply_rows(rows, Fp8Rows(self.data, self.scale), dtype)
 
     def product_back(self, dy: Tensor) -> Tensor:
-        """``dy @ W`` with dy quantised by rows: (M, O) -> (M, I), in dy's dtype."""
+        """``dy @ W`` with dy quantized by rows: (M, O) -> (M, I), in dy's dtype."""
         return multiply_rows(quantize_fp8(dy), Fp8Rows(self.transposed, self.transposed_scale), dy.dtype)
 
 
@@ -198,11 +198,11 @@ def _follows(first: Fp8Weight, weight: Fp8Weight, rows: int) -> bool:
 def multiply_rows(a: Fp8Rows, b: Fp8Rows, dtype: torch.dtype) -> Tensor:
     """``a @ b.T``: (M, K), (N, K) -> (M, N) in ``dtype``, with both scales.
 
-    On tensor cores where ``fp8_on_tensor_cores`` says so; elsewhere the same quantised numbers multiplied in ``dtype``.
+    On tensor cores where ``fp8_on_tensor_cores`` says so; elsewhere the same quantized numbers multiplied in ``dtype``.
     """
     if not fp8_on_tensor_cores(a.data, b.data, dtype):
         return torch.mm(a.dequantize(dtype), b.dequantize(dtype).t())
-    # Fast accumulation (14 bits on Hopper) is 2.4e-3 to 4.9e-3 off, where quantising itself is 3.8e-2 off, and takes
+    # Fast accumulation (14 bits on Hopper) is 2.4e-3 to 4.9e-3 off, where quantizing itself is 3.8e-2 off, and takes
     # 6 to 20% less time.
     return torch._scaled_mm(
         a.data, b.data.t(), scale_a=a.scale[:, None], scale_b=b.scale[None, :], out_dtype=dtype, use_fast_accum=True

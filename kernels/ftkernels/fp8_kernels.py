@@ -1,4 +1,4 @@
-"""The kernels that quantise rows to e4m3, their launch, and the same in plain torch. Formulas: ``ftkernels.fp8``."""
+"""The kernels that quantize rows to e4m3, their launch, and the same in plain torch. Formulas: ``ftkernels.fp8``."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _quantize_wide_kernel(x_ptr, x_stride, q_ptr, scale_ptr, N, BLOCK: tl.conste
 
 
 def e4m3_store() -> torch.dtype:
-    """The dtype that kernels store quantised values in: e4m3, or float32 in the interpreter, which truncates."""
+    """The dtype that kernels store quantized values in: e4m3, or float32 in the interpreter, which truncates."""
     return torch.float32 if interpreting() else E4M3
 
 

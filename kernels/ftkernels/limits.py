@@ -67,7 +67,7 @@ LOG_PROB_ROWS, LOG_PROB_COLUMNS = 2048, 16384
 #: rounds rows reads them twice.
 WIDEST_ROW = 32768
 
-#: Elements that share a scale in an NF4 weight, and scales that share one of their own under double quantisation.
+#: Elements that share a scale in an NF4 weight, and scales that share one of their own under double quantization.
 NF4_BLOCK_SIZE = 64
 NF4_NESTED_BLOCK_SIZE = 256
 

@@ -54,9 +54,9 @@ def enter(plan: GroupPlan, x: Tensor, norm_weight: Tensor | None) -> tuple[Tenso
 
 
 def enter_base(plan: GroupPlan, x: Tensor, norm_weight: Tensor | None) -> tuple[Tensor, Tensor | None, Fp8Rows | None]:
-    """``enter``, and the input quantised by rows for an fp8 product, or None.
+    """``enter``, and the input quantized by rows for an fp8 product, or None.
 
-    The norm's kernel holds each row anyway, so quantising it there is free. Elsewhere the product quantises its input.
+    The norm's kernel holds each row anyway, so quantizing it there is free. Elsewhere the product quantizes its input.
     """
     on_kernel = plan.triton and x.shape[1] <= WIDEST_ROW
     if plan.fp8 is None or norm_weight is None or plan.norm_form is None or not on_kernel:
@@ -94,8 +94,8 @@ def _dropped(plan: GroupPlan, index: int, x: Tensor) -> Tensor:
 def base_forward(plan: GroupPlan, x: Tensor, rows: Fp8Rows | None = None) -> Tensor:
     """The projections side by side, without their adapters, (M, sum O).
 
-    One GEMM where the weights are neighbours in memory or are dequantised into neighbours for this call. Weights with
-    a product of their own (``MultiplyingWeight``) take that; ``rows`` is x, quantised for it already.
+    One GEMM where the weights are neighbours in memory or are dequantized into neighbours for this call. Weights with
+    a product of their own (``MultiplyingWeight``) take that; ``rows`` is x, quantized for it already.
     """
     projections = plan.projections
     weights = [p.operand(plan.dtype) for p in projections]

@@ -6,7 +6,7 @@ For a matrix of n = O * I elements in row-major order and blocks of ``block_size
     absmax  (ceil(n / block_size),): largest magnitude of each block
     W_i   = table[index_i] * absmax[i // block_size]                       in float32, rounded once to the dtype
 
-With double quantisation absmax is itself 8-bit indices, in blocks of ``nested.block_size``:
+With double quantization absmax is itself 8-bit indices, in blocks of ``nested.block_size``:
 
     absmax_b = nested.table[index_b] * nested.absmax[b // nested.block_size] + nested.offset
 
@@ -45,13 +45,13 @@ NF4_TABLE = (
     1.0,
 )
 _BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
-#: Elements that are quantised or dequantised at a time in plain torch: bounds the float32 temporaries. Of whole blocks.
+#: Elements that are quantized or dequantized at a time in plain torch: bounds the float32 temporaries. Of whole blocks.
 _CHUNK = 2**24
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NestedScales:
-    """Scales that dequantise the 8-bit absmax, in float32.
+    """Scales that dequantize the 8-bit absmax, in float32.
 
     absmax: (ceil(blocks / block_size),); table: (256,); offset: ().
     """
@@ -186,7 +186,7 @@ def quantize_nf4(weight: Tensor, *, double_quant: bool = True, block_size: int =
         ValueError: ``weight`` is no floating matrix or holds NaN or infinity, or the block size is not one of NF4's.
     """
     if weight.dim() != 2 or not weight.is_floating_point():
-        raise ValueError(f"only a floating matrix can be quantised, not {tuple(weight.shape)} {weight.dtype}")
+        raise ValueError(f"only a floating matrix can be quantized, not {tuple(weight.shape)} {weight.dtype}")
     if block_size not in _BLOCK_SIZES:
         raise ValueError(f"block size {block_size} is none of {_BLOCK_SIZES}")
     flat = weight.detach().reshape(-1)
@@ -201,7 +201,7 @@ def quantize_nf4(weight: Tensor, *, double_quant: bool = True, block_size: int =
             indices = torch.cat([indices, indices.new_full((1,), NF4_TABLE.index(0.0))])
         data[start // 2 :][: indices.numel() // 2] = (indices[::2] << 4) | indices[1::2]
     if not bool(torch.isfinite(absmax).all()):
-        raise ValueError("a weight with NaN or infinity cannot be quantised")
+        raise ValueError("a weight with NaN or infinity cannot be quantized")
     if not double_quant:
         return NF4Weight(data, absmax, table, weight.shape, block_size)
     offset = absmax.mean(dtype=torch.float64).float()  # the same on every device, whatever the order of its sums

@@ -1,4 +1,4 @@
-"""Triton kernel of NF4's dequantisation: one launch a weight, scales of scales included; see ``ftkernels.nf4``.
+"""Triton kernel of NF4's dequantization: one launch a weight, scales of scales included; see ``ftkernels.nf4``.
 
 Each thread takes 4 bytes and writes the 8 values they stand for, 16 bytes in 16-bit formats: neighbouring threads read
 and write neighbouring memory, and no value passes from one thread to another. Four such words a thread hide the latency

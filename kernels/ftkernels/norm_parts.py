@@ -81,7 +81,7 @@ def _forward_kernel(
         y += tl.load(res_ptr + dense, mask=mask, other=0.0).to(ACC)
     y = y.to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + dense, y, mask=mask)
-    if QUANTIZE:  # what is stored is quantised, as a pass of its own would
+    if QUANTIZE:  # what is stored is quantized, as a pass of its own would
         q, q_scale = quantized_rows(y.to(tl.float32))
         tl.store(q_ptr + dense, q.to(q_ptr.dtype.element_ty), mask=mask)
         tl.store(q_scale_ptr + rows, q_scale, mask=rows < M)
@@ -164,7 +164,7 @@ def norm_forward(
     """The forward in one launch, no autograd: (y, sum with the residual or None, rstd (M,)). ``out_dtype`` is y's.
 
     ``where`` says whether the residual is added before the norm, after it, or not at all. ``quantized``: memory for y
-    quantised by rows (``ftkernels.fp8``), (M, H) in ``e4m3_store()`` and (M,) float32.
+    quantized by rows (``ftkernels.fp8``), (M, H) in ``e4m3_store()`` and (M,) float32.
     """
     source = as_rows(x)
     acc = accumulate_dtype(x.dtype)

@@ -19,7 +19,7 @@ from ftkernels.side_stream import DeferredStream
 
 
 class FrozenWeight(Protocol):
-    """A quantised weight: its logical shape (O, I), and itself in a floating dtype on demand."""
+    """A quantized weight: its logical shape (O, I), and itself in a floating dtype on demand."""
 
     @property
     def shape(self) -> torch.Size: ...
@@ -30,7 +30,7 @@ class FrozenWeight(Protocol):
 
 
 class FillingWeight(FrozenWeight, Protocol):
-    """A quantised weight that writes itself into memory given to it, so that a group can share one buffer."""
+    """A quantized weight that writes itself into memory given to it, so that a group can share one buffer."""
 
     def dequantize_into(self, out: Tensor) -> None:
         """The (O, I) matrix into ``out``, contiguous, in ``out``'s dtype."""
@@ -38,7 +38,7 @@ class FillingWeight(FrozenWeight, Protocol):
 
 
 class MultiplyingWeight(FrozenWeight, Protocol):
-    """A quantised weight that is multiplied as it is stored (fp8)."""
+    """A quantized weight that is multiplied as it is stored (fp8)."""
 
     def product(self, x: Tensor) -> Tensor:
         """``x @ W.T``: (M, I) -> (M, O), in x's dtype."""
@@ -140,7 +140,7 @@ def check_projection(projection: Projection, in_features: int, name: str) -> Non
     if isinstance(p.weight, Tensor) and not p.weight.is_floating_point():
         raise ValueError(
             f"{name}: a {p.weight.dtype} tensor of shape {shape} is not a weight for {in_features} features; pass "
-            "the quantised weight object instead"
+            "the quantized weight object instead"
         )
     if len(shape) != 2 or shape[1] != in_features:
         raise ValueError(f"{name}: weight {shape} does not take {in_features} features")
@@ -204,7 +204,7 @@ def joined(weights: Sequence[Tensor | FrozenWeight], dtype: torch.dtype) -> Tens
 
 
 def joint_matrix(weights: Sequence[Tensor | FrozenWeight], dtype: torch.dtype, device: torch.device) -> Tensor | None:
-    """The weights as one (sum O, I) matrix where that costs no copy: a view of neighbours (``joined``), or quantised
+    """The weights as one (sum O, I) matrix where that costs no copy: a view of neighbours (``joined``), or quantized
     weights written one behind the other into a new buffer. Else None.
     """
     filling = [weight for weight in weights if fills(weight)]

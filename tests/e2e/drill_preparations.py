@@ -101,8 +101,8 @@ def fail(target: str, message: str, call: int = 1) -> None:
 
 
 def scarce(what: str, rows: int) -> None:
-    """Memory runs out in the middle of a forward pass of spread weights of more than ``rows`` rows: in `evaluation`, or
-    in `generation`, where keys and values are kept.
+    """Memory runs out in the middle of a forward pass of sharded weights of more than ``rows`` rows: in `evaluation`,
+    or in `generation`, where keys and values are kept.
     """
     import torch
     from torch.distributed.fsdp import FSDPModule

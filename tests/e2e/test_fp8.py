@@ -1,4 +1,4 @@
-"""An fp8 run is a run like any other, and trains what the dequantised model trains, within the rounding of fp8."""
+"""An fp8 run is a run like any other, and trains what the dequantized model trains, within the rounding of fp8."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from ftcli.config.model import QuantizationConfig
 from ftcli.model.quantized import QuantizedLinear
 from tests.e2e.conftest import User
-from tests.quantised import quantize_linears
+from tests.quantized import quantize_linears
 
 FP8: dict[str, Any] = {"quantization": {"method": "fp8"}}
 
@@ -77,14 +77,14 @@ def test_an_fp8_run_saves_resumes_evaluates_and_is_exported(user: User, narrow_f
     assert not torch.equal(source.float(), trained)
 
 
-def test_fp8_training_is_training_of_the_dequantised_model(user: User, narrow_files: Path) -> None:
+def test_fp8_training_is_training_of_the_dequantized_model(user: User, narrow_files: Path) -> None:
     """Losses of every step within 3% (measured: 1.7%), on transformers' layers and on ours; adapters point one way."""
     user.done("train", user.recipe("dense", model={"name_or_path": dequantized_model(narrow_files, user.folder)}))
     reference, losses = weights(user.folder / "dense"), user.losses("dense")
     for kernels in ("off", "reference"):
         user.done("train", user.recipe(kernels, **FP8, model={"kernels": kernels}))
         assert user.losses(kernels) == pytest.approx(losses, rel=3e-2)
-        assert user.losses(kernels) != pytest.approx(losses, rel=1e-5)  # activations were quantised
+        assert user.losses(kernels) != pytest.approx(losses, rel=1e-5)  # activations were quantized
         trained = weights(user.folder / kernels)
         for name, tensor in reference.items():
             if ".lora_B." in name:  # starts at zero: all of it was learnt

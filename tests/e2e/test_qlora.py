@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from ftcli.config.model import QuantizationConfig
 from ftcli.model.quantized import QuantizedLinear
 from tests.e2e.conftest import User
-from tests.quantised import quantize_linears
+from tests.quantized import quantize_linears
 
 NF4: dict[str, Any] = {"quantization": {"method": "nf4"}, "checkpoint": {"every_steps": 3}}
 
@@ -87,7 +87,7 @@ def test_a_qlora_run_saves_resumes_evaluates_and_is_exported(user: User, narrow_
     assert torch.equal(into_stored[f"{name}.weight"], (stored.float() + change).to(stored.dtype))
 
 
-def test_quantised_training_is_training_of_the_dequantised_model(user: User, narrow_files: Path) -> None:
+def test_quantized_training_is_training_of_the_dequantized_model(user: User, narrow_files: Path) -> None:
     """Losses of every step and the trained adapter: off the kernels the two take the same products."""
     user.done("train", user.recipe("packed", quantization={"method": "nf4"}))
     dense = str(dequantized_model(narrow_files, user.folder))
@@ -102,7 +102,7 @@ def test_quantised_training_is_training_of_the_dequantised_model(user: User, nar
     assert user.losses("plain") != pytest.approx(user.losses("packed"), rel=1e-4)
 
 
-def test_random_weights_are_quantised_as_they_are_drawn(user: User) -> None:
+def test_random_weights_are_quantized_as_they_are_drawn(user: User) -> None:
     recipe = user.recipe("r", model={"init": "random"}, quantization={"method": "nf4", "double_quant": False})
     first = user.done("train", recipe, "--max-steps", "2")
     again = user.done("train", recipe, "--max-steps", "2", "--set", f"run.output_dir={user.folder / 'again'}")

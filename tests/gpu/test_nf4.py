@@ -1,4 +1,4 @@
-"""NF4 models on a GPU: what loading takes, and training on the kernels against the dequantised weights."""
+"""NF4 models on a GPU: what loading takes, and training on the kernels against the dequantized weights."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_loading_never_holds_the_full_model(cuda: torch.device) -> None:
 
 
 @pytest.mark.parametrize("policy", [False, "selective", "offload"])
-def test_training_on_the_kernels_is_that_of_the_dequantised_weights(cuda: torch.device, policy: PolicyName) -> None:
+def test_training_on_the_kernels_is_that_of_the_dequantized_weights(cuda: torch.device, policy: PolicyName) -> None:
     """Loss and every gradient in bfloat16, the same numbers packed and held in full."""
     config = LlamaConfig(**NARROW, num_hidden_layers=2, vocab_size=1024)
     ids = torch.randint(0, 1024, (2, 512), generator=torch.Generator().manual_seed(0)).to(cuda)

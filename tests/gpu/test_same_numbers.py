@@ -1,4 +1,4 @@
-"""A weight that is quantised on a GPU stands for the numbers that it stands for when it is quantised on the CPU.
+"""A weight that is quantized on a GPU stands for the numbers that it stands for when it is quantized on the CPU.
 
 An export merges an adapter into those, on whatever machine it is made.
 """

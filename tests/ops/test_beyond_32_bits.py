@@ -363,7 +363,7 @@ def test_losses_of_rows_far_apart(apart: Callable[..., Tensor]) -> None:
     assert torch.equal(found.d_logits, wanted.d_logits)
 
 
-def test_quantisation_of_rows_far_apart(apart: Callable[..., Tensor]) -> None:
+def test_quantization_of_rows_far_apart(apart: Callable[..., Tensor]) -> None:
     x = apart(2**30, 4, 96)
     for widest in (32768, 32):
         values, scales = quantize_fp8_triton(x, widest=widest)

@@ -141,7 +141,7 @@ def test_halves_round_to_even_as_torch_rounds() -> None:
 
 
 @pytest.mark.parametrize(("x_dtype", "w_dtype"), [(torch.float32, torch.float32), (torch.bfloat16, torch.float32)])
-def test_a_norm_that_quantises_is_norm_and_quantising(x_dtype: torch.dtype, w_dtype: torch.dtype) -> None:
+def test_a_norm_that_quantizes_is_norm_and_quantizing(x_dtype: torch.dtype, w_dtype: torch.dtype) -> None:
     if x_dtype == torch.bfloat16 and interpreting():
         pytest.skip("the interpreter keeps in float32 what the norm rounds to bfloat16")
     x, _, _ = made(33, 70, 4, x_dtype)
@@ -180,7 +180,7 @@ def test_gradients_go_straight_through(backend: Any) -> None:
         assert torch.allclose(found, each, rtol=1e-4, atol=1e-5)
 
 
-def test_layers_that_share_quantised_rows_add_up_their_gradients() -> None:
+def test_layers_that_share_quantized_rows_add_up_their_gradients() -> None:
     x, w, _ = made(7, 32, 16)
     x = x.view(1, 7, 32).requires_grad_()
     weight = torch.ones(32, device=DEVICE, requires_grad=True)
@@ -208,7 +208,7 @@ def test_under_autocast_the_output_has_its_dtype_and_masters_get_float32_gradien
     assert w.grad.dtype == torch.float32
 
 
-def test_a_share_of_0_is_the_plain_layer_and_of_1_the_quantised_one() -> None:
+def test_a_share_of_0_is_the_plain_layer_and_of_1_the_quantized_one() -> None:
     x, w, b = made(5, 32, 16)
     t = ternarise(w)
     assert torch.equal(mixed_linear(x, w, t, b, 0.0), torch.nn.functional.linear(x, w, b))

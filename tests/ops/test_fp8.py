@@ -1,4 +1,4 @@
-"""fp8: quantised rows to the bit, and products within stated bounds."""
+"""fp8: quantized rows to the bit, and products within stated bounds."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from ftkernels.norm_parts import norm_forward
 from torch import Tensor
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
-#: Relative Frobenius error of one product of random matrices against the unquantised one (measured: 3.8e-2).
+#: Relative Frobenius error of one product of random matrices against the unquantized one (measured: 3.8e-2).
 ONE_PRODUCT = 4e-2
-#: Of a tensor core's product against float64 of the same quantised operands (measured: at most 4.9e-3).
+#: Of a tensor core's product against float64 of the same quantized operands (measured: at most 4.9e-3).
 FAST_ACCUMULATION = 6e-3
 
 
@@ -81,7 +81,7 @@ def test_rows_of_zeros_and_of_numbers_that_are_not_finite(device: str, widest: i
         finite = Fp8Rows(q, scale).dequantize(F64)[~nan]
         assert torch.isfinite(finite).all()
         assert ((finite - x[~nan].double()).abs() <= x[~nan].double().abs() / 16).all()
-        # The rest of a row with such a number in it is quantised as without it.
+        # The rest of a row with such a number in it is quantized as without it.
         assert float(scale[1]) == float(scale[2]) == float(scale[3]) == 2**-7
 
 
@@ -118,7 +118,7 @@ def test_values_are_within_a_sixteenth(device: str) -> None:
 
 @pytest.mark.parametrize("form", ["llama", "gemma"])
 @pytest.mark.parametrize("shape", [(7, 96), (33, 4096)], ids=str)
-def test_the_norm_quantises_what_it_stores(device: str, form: Any, shape: tuple[int, int]) -> None:
+def test_the_norm_quantizes_what_it_stores(device: str, form: Any, shape: tuple[int, int]) -> None:
     """To the bit what a pass of its own makes of it; and the norm is what it is without, up to the order of its sum."""
     dtype = BF16 if device == "cuda" else F32  # the interpreter rounds to bfloat16 after the kernel
     x, weight = _random(device, *shape).to(dtype), _random(device, shape[1]).to(dtype)
@@ -156,7 +156,7 @@ def test_rows_beyond_32_bits() -> None:
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_products_both_ways(device: str, dtype: torch.dtype) -> None:
-    """Against float64 of the quantised operands, and against the unquantised ones."""
+    """Against float64 of the quantized operands, and against the unquantized ones."""
     weight = _random(device, 96, 160) / 160**0.5
     w = quantize_weight(weight)
     x, dy = _random(device, 48, 160).to(dtype), _random(device, 48, 96).to(dtype)

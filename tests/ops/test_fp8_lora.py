@@ -84,7 +84,7 @@ def _weights(device: str, shapes: list[tuple[int, int]], group: int) -> list[Fp8
 def test_lora_operations_on_fp8_weights(
     device: str, name: str, operation: Any, shapes: list[tuple[int, int]], group: int
 ) -> None:
-    """The kernels agree with plain torch on the same weights; both with the dequantised model within the bounds of
+    """The kernels agree with plain torch on the same weights; both with the dequantized model within the bounds of
     rounding activations and gradients to 3 bits: one product in front of the output, up to three in front of a
     gradient.
     """
@@ -153,7 +153,7 @@ def test_dropout_on_fp8_weights(device: str) -> None:
 
 
 def test_whatever_is_saved_gives_the_same_bits(device: str) -> None:
-    """Norm, rows and products are formed again in backward; the quantised rows are those of the forward."""
+    """Norm, rows and products are formed again in backward; the quantized rows are those of the forward."""
     weights = _weights(device, [(96, 64), (96, 64), (64, 96)], 2)
     linear = _weights(device, [(48, 64)], 1)
     dtype = BF16 if device == "cuda" else F32

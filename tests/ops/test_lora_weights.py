@@ -1,4 +1,4 @@
-"""Frozen weights of LoRA operations: several joined into one matrix, and quantised ones."""
+"""Frozen weights of LoRA operations: several joined into one matrix, and quantized ones."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def test_neighbours_in_different_storages_are_not_joined() -> None:
     assert joined([storage[:3], storage[3:]], BF16) is None
 
 
-class _Quantised:
-    """A stand-in for a quantised weight: int8 and one scale."""
+class _Quantized:
+    """A stand-in for a quantized weight: int8 and one scale."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         self.scale = weight.abs().max() / 127
@@ -70,13 +70,13 @@ class _Quantised:
         return self.data.to(dtype) * self.scale.to(dtype)
 
 
-def test_quantised_weights_are_dequantised_where_they_are_used(device: str, tools: Any, layers: Any) -> None:
+def test_quantized_weights_are_dequantized_where_they_are_used(device: str, tools: Any, layers: Any) -> None:
     mlp = [layers.make(48, 40, 4), layers.make(48, 40, 4), layers.make(40, 48, 4)]
-    quantised = [_Quantised(layer.weight) for layer in mlp]
+    quantized = [_Quantized(layer.weight) for layer in mlp]
 
     def call(function: Any, **kwargs: Any) -> Any:
         def run(z: torch.Tensor, *flat: torch.Tensor) -> Any:
-            built = [Projection(q, None, flat[2 * i], flat[2 * i + 1], 2.0) for i, q in enumerate(quantised)]
+            built = [Projection(q, None, flat[2 * i], flat[2 * i + 1], 2.0) for i, q in enumerate(quantized)]
             return function(z, *built, **kwargs)
 
         return run

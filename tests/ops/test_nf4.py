@@ -97,7 +97,7 @@ def test_the_offset_comes_after_the_nested_scale() -> None:
     assert float(block_scales(weight).mean()) == pytest.approx(float(exact.absmax.mean()), rel=1e-2)
 
 
-def test_quantising_is_near_and_zeros_stay_zeros() -> None:
+def test_quantizing_is_near_and_zeros_stay_zeros() -> None:
     dense = _weight((128, 256))
     dense[5] = 0.0
     weight = quantize_nf4(dense)
@@ -177,7 +177,7 @@ def test_layout_and_values_are_those_of_bitsandbytes(
 # Where weights go
 
 
-def test_a_group_is_dequantised_into_one_buffer(device: str) -> None:
+def test_a_group_is_dequantized_into_one_buffer(device: str) -> None:
     weights = [quantize_nf4(_weight((rows, 96), device)) for rows in (64, 32, 33)]
     joint = joint_matrix(weights, BF16, torch.device(device))
     assert joint is not None
@@ -188,7 +188,7 @@ def test_a_group_is_dequantised_into_one_buffer(device: str) -> None:
 
 
 def test_two_weights_that_are_held_at_once_do_not_share_memory(device: str) -> None:
-    """bitsandbytes-based code dequantises into one global buffer: the second weight overwrites the first."""
+    """bitsandbytes-based code dequantizes into one global buffer: the second weight overwrites the first."""
     first, second = (quantize_nf4(_weight((16, 64), device)) for _ in range(2))
     held = first.dequantize(F32)
     copy = held.clone()
@@ -214,7 +214,7 @@ def test_a_group_is_one_product(device: str, layers: Any, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_operations_on_nf4_equal_those_on_the_dequantised_weight(device: str, layers: Any, autocast: bool) -> None:
+def test_operations_on_nf4_equal_those_on_the_dequantized_weight(device: str, layers: Any, autocast: bool) -> None:
     """Outputs and every gradient bit for bit: the same products of the same numbers."""
     shapes = {"q": (64, 64), "k": (32, 64), "v": (32, 64), "gate": (48, 64), "up": (48, 64), "down": (64, 48)}
     packed = {name: quantize_nf4(_weight(shape, device)) for name, shape in shapes.items()}
@@ -226,12 +226,12 @@ def test_operations_on_nf4_equal_those_on_the_dequantised_weight(device: str, la
         assert joint is not None
         dense |= dict(zip(group, joint.split([shapes[name][0] for name in group]), strict=True))
 
-    def run(quantised: bool) -> list[torch.Tensor]:
+    def run(quantized: bool) -> list[torch.Tensor]:
         leaves = {n: [layer.a.clone().requires_grad_(), layer.b.clone().requires_grad_()] for n, layer in adapters.items()}  # fmt: skip  # noqa: E501
         z = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(3)).to(device).requires_grad_()
 
         def layer(name: str) -> Projection:
-            weight = packed[name] if quantised else dense[name]
+            weight = packed[name] if quantized else dense[name]
             return Projection(weight, None, *leaves[name], 2.0)
 
         norm = Norm(torch.ones(64, device=device), 1e-5)
@@ -317,12 +317,12 @@ def test_memory_that_does_not_fit_is_refused(out: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("bad", [torch.full((4, 4), float("nan")), torch.full((4, 4), float("inf"))])
-def test_what_is_not_finite_is_not_quantised(bad: torch.Tensor) -> None:
+def test_what_is_not_finite_is_not_quantized(bad: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="NaN or infinity"):
         quantize_nf4(bad)
 
 
-def test_only_floating_matrices_are_quantised() -> None:
+def test_only_floating_matrices_are_quantized() -> None:
     with pytest.raises(ValueError, match="floating matrix"):
         quantize_nf4(torch.zeros(4))
     with pytest.raises(ValueError, match="floating matrix"):

@@ -6,13 +6,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ftcli.cli import options, ranks, views
+from ftcli.cli import options, ranks
 from ftcli.cli.environment import results_only_on_stdout
+from ftcli.cli.render import result_text
 from ftcli.cli.request import AnyRequest, Invocation
 from ftcli.reporting import Session
+from ftcli.units import size
 
 if TYPE_CHECKING:
-    from ftcli.pipeline.bench_result import BenchResult
+    from ftcli.pipeline.bench_result import BenchResult, PredictedMemory, TimedTokens
 
 
 def bench(
@@ -72,4 +74,41 @@ def bench(
             return pipeline.bench(loaded, session, wanted)
 
     common = options.common(json, quiet, offline, debug)
-    return Invocation("bench", common, action, views.bench_text, exit_code=ranks.exit_code, owns_stdout=True)
+    return Invocation("bench", common, action, bench_text, exit_code=ranks.exit_code, owns_stdout=True)
+
+
+def bench_text(result: BenchResult) -> str:
+    """The numbers that count, then everything."""
+    timing, share = result.measured.timing, result.bound.share_of_bound
+    bound = f", {share:.0%} of the arithmetic bound" if share is not None else ""
+    first = " in the first step, setup included" if timing.first_step_only else " a step"
+    head = f"{timing.tokens_per_second:,.0f} tokens/s, {timing.step_ms:.1f} ms{first}{bound}"
+    peaks = _peaks(timing.peak_memory_bytes, result.predicted)
+    several = result.measured.several
+    if several is not None:
+        together = f"{several.tokens_per_second_in_all:,.0f} tokens/s on {several.gpus} GPUs"
+        share_alone = several.share_of_single_gpus
+        whole = "which share each row or the weights"
+        alone = whole if share_alone is None else f"{share_alone:.1%} of what they achieve each alone"
+        head = f"{together}, {alone}; on each {head}"
+    return "\n".join([head, _computed(result.measured.computing), *peaks, "", result_text(result)])
+
+
+def _computed(computing: TimedTokens) -> str:
+    """Text on computed tokens that are not real ones."""
+    kind = "padding" if computing.layout == "padded" else "filler"
+    shapes = f"{computing.shapes} shape{'s' * (computing.shapes != 1)}"
+    rate = f"{computing.computed_tokens_per_second:,.0f} computed tokens/s"
+    return f"{rate}, {computing.filler_share:.1%} of them {kind}; rows {computing.layout}, {shapes}"
+
+
+def _peaks(peak: int | None, predicted: PredictedMemory) -> list[str]:
+    """The measured peak and its prediction: of torch's allocator on a GPU, of the whole process on a CPU."""
+    whole, allocated = predicted.predicted_peak_bytes, predicted.predicted_allocated_bytes
+    if peak is None or whole is None:
+        return []
+    if allocated is None:
+        return [f"{size(peak)} resident at the peak, {size(whole)} predicted"]
+    return [
+        f"{size(peak)} allocated at the peak, {size(allocated)} predicted; {size(whole)} with what CUDA takes itself"
+    ]

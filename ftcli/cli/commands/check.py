@@ -3,18 +3,38 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ftcli.cli import completion, options, samples, views
+from ftcli.cli import completion, options
 from ftcli.cli.environment import style_for
-from ftcli.cli.render import terminal_text
+from ftcli.cli.render import Style, clean, table, terminal_text
 from ftcli.cli.request import AnyRequest, Invocation
+from ftcli.errors import ExitCode, FtcliError
+from ftcli.plain import JsonObject
 from ftcli.reporting import Session
+from ftcli.units import gib, size
 
 if TYPE_CHECKING:
+    from ftcli.data.sample import SampledRow
+    from ftcli.data.survey import SurveyedSource
     from ftcli.pipeline.checking import CheckResult
+    from ftcli.pipeline.every_gpu import EveryGpu, GpuVerdict
+    from ftcli.plan.checkpointing import CheckpointingChoice
+    from ftcli.plan.execution import ExecutionPart
+    from ftcli.plan.memory.advice import Verdict
+    from ftcli.plan.trained import PlannedAdapters
+
+#: What ``--as`` says for every GPU of the table.
+EVERY_GPU = "all"
+
+_TRAINED = "1;32"
+_MASKED = "2"
+#: Around trained text where there are no colours.
+_MARKS = ("[[", "]]")
 
 
 def check(
@@ -25,8 +45,9 @@ def check(
         typer.Option(
             "--as",
             metavar="GPU",
-            help="Answer for another machine: t4, l4, a10, rtx4090, a100-40gb, a100-80gb, h100, h200, b200 or cpu.",
-            autocompletion=completion.gpus,
+            help="Answer for another machine: t4, l4, a10, rtx4090, a100-40gb, a100-80gb, h100, h200, b200 or cpu; "
+            "`all` compares the GPUs.",
+            autocompletion=completion.machines,
         ),
     ] = None,
     gpus: Annotated[
@@ -57,17 +78,191 @@ def check(
       ftcli check recipes/gemma2-9b.yaml
       ftcli check recipes/gemma2-9b.yaml --as h100 --offline
       ftcli check recipes/llama3.1-8b.yaml --as h100 --gpus 8
+      ftcli check recipes/llama3.1-8b.yaml --as all
       ftcli check recipes/smoke.yaml --show-sample 3
     """
 
-    def action(session: Session) -> CheckResult:
+    def action(session: Session) -> CheckResult | EveryGpu:
         from ftcli import pipeline
 
-        changes = options.overrides(set_, gpus=gpus)
-        return pipeline.check(options.load(recipe, changes), session, as_gpu, show_sample)
+        loaded = options.load(recipe, options.overrides(set_, gpus=gpus))
+        if as_gpu is not None and as_gpu.strip().lower() == EVERY_GPU:
+            if show_sample:
+                raise FtcliError.single(
+                    "FT150",
+                    "`--as all` looks at no rows, and --show-sample shows them",
+                    exit_code=ExitCode.RECIPE,
+                    help="leave one of them out",
+                )
+            return pipeline.check_every_gpu(loaded, session)
+        return pipeline.check(loaded, session, as_gpu, show_sample)
 
-    def render(result: CheckResult) -> str:
-        shown = samples.samples_text(result.samples, style_for(sys.stdout))
-        return "\n\n".join(part for part in (terminal_text(views.check_text(result)), shown) if part)
+    def render(result: CheckResult | EveryGpu) -> str:
+        from ftcli.pipeline.every_gpu import EveryGpu
+
+        if isinstance(result, EveryGpu):
+            return terminal_text(every_gpu_text(result))
+        shown = samples_text(result.samples, style_for(sys.stdout))
+        return "\n\n".join(part for part in (terminal_text(check_text(result)), shown) if part)
 
     return Invocation("check", options.common(json, quiet, offline, debug), action, render, verbatim=True)
+
+
+def every_gpu_text(result: EveryGpu) -> str:
+    """A line for each GPU; below the table, what each of the others is refused for."""
+    records: list[JsonObject] = [
+        {
+            "gpu": each.gpu,
+            "verdict": each.verdict,
+            "needed": _needed(each),
+            "dtype": each.dtype or "",
+            "gradient_checkpointing": each.gradient_checkpointing or "",
+            "most_rows": "" if each.most_rows is None else str(each.most_rows),
+        }
+        for each in result.gpus
+    ]
+    reasons = [f"{each.gpu}  {each.reason}" for each in result.gpus if each.reason]
+    return "\n".join([*table(records), *(["", *reasons] if reasons else [])])
+
+
+def _needed(gpu: GpuVerdict) -> str:
+    available = "" if gpu.available_bytes is None else f"{gib(gpu.available_bytes)} GiB"
+    return available if gpu.peak_bytes is None else f"{gib(gpu.peak_bytes)} of {available}"
+
+
+def check_text(result: CheckResult) -> str:
+    """The verdict, then what it rests on, then what was not checked."""
+    report = result.report
+    lines = [_verdict_line(result), "", *_facts(result), *_kernel_lines(report.parts)]
+    memory, disk = report.memory, report.disk
+    if memory is not None:
+        ranks = report.plan.ranks
+        each = f" on each of {ranks} {'GPUs' if report.device.kind == 'cuda' else 'processes'}" if ranks > 1 else ""
+        lines += ["", f"memory  {_of(memory.total_bytes, report.verdict)} at its peak ({memory.peak}){each}"]
+        lines += _sizes(memory.parts)
+        lines += _sizes({"pinned, on the host": memory.pinned_host_bytes})
+        lines += _sizes({"paged optimizer": memory.paged_bytes})
+    if report.host is not None:
+        lines += ["", f"host    {gib(report.host.total_bytes)} GiB of memory at its peak ({report.host.peak})"]
+        lines += _sizes({name: report.host.parts[name] for name in report.host.phases[report.host.peak]})
+    if disk is not None:
+        free = "" if disk.free_bytes is None else f", {size(disk.free_bytes)} free"
+        lines += ["", f"disk    {size(disk.total_bytes)}{free}"]
+        lines += _sizes({f"checkpoints ({disk.checkpoints})": disk.checkpoint_bytes * disk.checkpoints})
+        lines += _sizes({"result": disk.result_bytes})
+    if result.rows:
+        lines += ["", "rows    rendered and tokenized as in a run", *(_looked_at(one) for one in result.rows)]
+    if report.not_made:
+        lines += ["", "not checked"]
+        lines += [f"  {item.check}: {item.reason}" for item in report.not_made]
+    return "\n".join(lines)
+
+
+def _looked_at(source: SurveyedSource) -> str:
+    count = f"{source.rows:,}" if source.whole else f"only {source.rows:,}"
+    return f"  {source.key:<12}{count} of {source.source}"
+
+
+def _verdict_line(result: CheckResult) -> str:
+    report, outline = result.report, result.outline
+    verdict, device = report.verdict, report.device.name
+    if verdict is None:
+        least = None if outline is None else outline.at_least
+        needs = "" if least is None else f": it needs more than {size(least.total)}, which hold no activations"
+        return f"no problem found on {device}; memory could not be estimated{needs}"
+    words = {"fits": "fits", "tight": "fits, but only just", "unknown": "no problem found, memory unknown"}
+    ranks = report.plan.ranks
+    return f"{words.get(verdict.level, verdict.level)} on {f'each of {ranks} ' if ranks > 1 else ''}{device}"
+
+
+def _facts(result: CheckResult) -> list[str]:
+    report = result.report
+    model, dtypes = report.facts, report.dtypes
+    count = model.parameters if result.outline is None else result.outline.parameters
+    parameters = f", {_millions(count)} parameters" if count else ""
+    adapter = f", adapters {dtypes.adapter}" if dtypes.adapter else ""
+    return [
+        f"model      {model.name} ({model.source}){parameters}",
+        f"dtype      {dtypes.compute}: {dtypes.reason}; weights {dtypes.parameter}{adapter}",
+        f"attention  {result.attention or report.plan.execution.attention}",
+        *_adapters(result.adapters),
+        *_checkpointing(report.checkpointing),
+        *([f"judges     {', '.join(result.judges)}"] if result.judges else []),
+    ]
+
+
+def _adapters(planned: PlannedAdapters | None) -> list[str]:
+    """Lines on the planned adapters; none for full fine-tuning."""
+    if planned is None:
+        return []
+    layers = ", ".join(f"{count} {name}" for name, count in planned.layers.items())
+    trained = "" if planned.parameters is None else f"; {planned.parameters:,} parameters trained"
+    left = ", ".join(f"{count} {name}" for name, count in planned.left.items())
+    return [f"adapters   {layers}{trained}" + (f"; not adapted: {left}" if left else "")]
+
+
+def _checkpointing(choice: CheckpointingChoice) -> list[str]:
+    """The policy that `auto` chose, and why; nothing if the recipe names one."""
+    return [] if choice.requested != "auto" else [f"recompute  gradient_checkpointing: {_chosen(choice)}"]
+
+
+def _chosen(choice: CheckpointingChoice) -> str:
+    count = choice.uncheckpointed_layers
+    but = f" but in the last {count} layers" if count else ""
+    return f"{str(choice.policy).lower()}{but}, {choice.reason}"
+
+
+def _kernel_lines(parts: Sequence[ExecutionPart]) -> list[str]:
+    """The code that computes each part of the model on the device, and why."""
+    width = max((len(row.part) for row in parts), default=0)
+    lines = [f"  {row.part:<{width}}  {row.runs}: {row.reason}" for row in parts]
+    return ["", "kernels", *lines] if lines else []
+
+
+def _millions(count: int) -> str:
+    return f"{count / 1e9:.2f} billion" if count >= 10**8 else f"{count / 1e6:.2f} million"
+
+
+def _of(needed: int, verdict: Verdict | None) -> str:
+    available = None if verdict is None else verdict.available_bytes
+    return f"{gib(needed)} of {gib(available)} GiB" if available is not None else f"{gib(needed)} GiB"
+
+
+def _sizes(parts: Mapping[str, int]) -> list[str]:
+    shown = {name: count for name, count in parts.items() if count}
+    width = max((len(name) for name in shown), default=0)
+    return [f"  {name:<{max(width, 20)}}  {size(count):>10}" for name, count in shown.items()]
+
+
+def samples_text(samples: Sequence[SampledRow], style: Style) -> str:
+    """Each row under a line that names and counts it; line breaks of the text are shown as ``\\n`` and kept."""
+    if not samples:
+        return ""
+    plain = style.paint("x", _TRAINED) == "x"
+    key = f"trained text stands in {_MARKS[0]}double brackets{_MARKS[1]}" if plain else _legend(style)
+    return "\n\n".join([key, *("\n".join(_sample(sample, style, plain=plain)) for sample in samples)])
+
+
+def _legend(style: Style) -> str:
+    return f"{style.paint('trained', _TRAINED)}, {style.paint('masked', _MASKED)}"
+
+
+def _sample(sample: SampledRow, style: Style, *, plain: bool) -> Iterator[str]:
+    fate = "" if sample.fate == "kept" else f", {sample.fate}"
+    count = f"{sample.trained:,} of {len(sample.tokens):,} tokens trained"
+    yield style.paint(f"{clean(str(sample.origin))}: {sample.layout}, {count}{fate}", "1")
+    if sample.template is not None:
+        yield f"rendered by {clean(sample.template)}"
+    runs = groupby(sample.tokens, key=lambda token: token.trained)
+    text = "".join(_run("".join(token.text for token in tokens), style, on, plain) for on, tokens in runs)
+    yield text.rstrip("\n")
+
+
+def _run(text: str, style: Style, trained: bool, plain: bool) -> str:
+    """A stretch of tokens of one kind. Lines are coloured one by one, so that pagers keep up."""
+    lines = [clean(line) for line in text.split("\n")]
+    shown = [line + ("\\n" if number < len(lines) - 1 else "") for number, line in enumerate(lines)]
+    if plain:
+        joined = "\n".join(shown)
+        return f"{_MARKS[0]}{joined}{_MARKS[1]}" if trained else joined
+    return "\n".join(style.paint(line, _TRAINED if trained else _MASKED) for line in shown)

@@ -18,7 +18,7 @@ from ftcli.tables import dialects
 
 @dataclass(frozen=True, slots=True)
 class ConvertedRecipe:
-    """What `ftcli recipes convert` answers: whose recipe it was, and ours as YAML."""
+    """The answer of `ftcli recipes convert`: whose recipe it was, and ours as YAML."""
 
     dialect: str
     recipe: str

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 from ftcli import __version__
-from ftcli.cli import options, views
+from ftcli.cli import options
+from ftcli.cli.render import result_text
 from ftcli.cli.request import AnyRequest, Invocation
 from ftcli.errors import FtcliError
 from ftcli.plain import LEFT_OUT, JsonObject
 from ftcli.reporting import Session
 from ftcli.tables import Package, exports, judges, loggers, optimizers
+from ftcli.units import size
 
 if TYPE_CHECKING:
     from ftcli.facts.device import DeviceFacts
@@ -49,7 +51,7 @@ def doctor(
       ftcli doctor
       ftcli doctor --json
     """
-    return Invocation("doctor", options.common(json, quiet, offline, debug), examine, views.doctor_text)
+    return Invocation("doctor", options.common(json, quiet, offline, debug), examine, doctor_text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,7 @@ class Extra:
     install: str | None
 
     def as_dict(self) -> JsonObject:
-        """What JSON says of it."""
+        """The JSON form."""
         return {"package": self.package, "for": self.use, "version": self.version, "install": self.install}
 
 
@@ -92,8 +94,8 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """What `ftcli doctor` answers. Without torch, or with an AMD GPU, there is no device, and ``device_problem``
-    says why.
+    """The answer of `ftcli doctor`. Without torch, or with an AMD GPU, there is no device, and ``device_problem`` says
+    why.
     """
 
     ftcli: str
@@ -153,7 +155,7 @@ def _attention() -> list[Ability]:
     """Each value of ``model.attention``, and whether this version has it. Those that it has run on every device."""
     from ftcli.config.model import SUPPORTED_ATTENTION, Attention
 
-    missing = "not supported yet by this version of ftcli"
+    missing = "not supported by this version of ftcli"
     names = [name for name in get_args(Attention) if name != "auto"]
     return [_row(name, None if name in SUPPORTED_ATTENTION else missing, "runs on every device") for name in names]
 
@@ -168,7 +170,7 @@ def _kernels(device: DeviceFacts) -> list[Ability]:
 
 
 def _optional() -> list[Package]:
-    """What the rows of the tables need beside ftcli, each package once."""
+    """Optional packages that the rows of the tables need, each once."""
     found = [row.package for row in optimizers.TABLE.values()] + [row.package for row in exports.TABLE.values()]
     found += [_HARNESS, *(row.package for row in judges.TABLE.values()), _VLLM]
     logging = ((name, loggers.row(name)) for name in loggers.names())
@@ -193,3 +195,27 @@ def installed_version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def doctor_text(result: Examination) -> str:
+    """The machine first, then what runs on it, then versions."""
+    lines = [f"ftcli {result.ftcli}, Python {result.python}, {result.platform}", ""]
+    if result.device is None:
+        lines.append(f"device  unknown: {result.device_problem}")
+    else:
+        lines += result_text({"device": result.device}).splitlines()
+    lines.append(f"disk    {size(result.disk_free_bytes)} free here")
+    for title, rows in (("attention", result.attention), ("kernels", result.kernels)):
+        width = max((len(row.name) for row in rows), default=0)
+        lines += ["", title] if rows else []
+        lines += [f"  {row.name:<{width}}  {'on ' if row.runs else 'off'}  {row.reason}" for row in rows]
+    missing = [name for name, found in result.packages.items() if found is None]
+    lines += ["", "packages", "  " + ", ".join(f"{name} {found}" for name, found in result.packages.items() if found)]
+    lines += [f"  missing: {', '.join(missing)}"] if missing else []
+    lines += ["", "extras"]
+    for extra in result.extras:
+        state = extra.version or f"not installed: {extra.install}"
+        lines.append(f"  {extra.package:<12}  {extra.use:<26}  {state}")
+    if result.environment:
+        lines += ["", *result_text({"environment": result.environment}).splitlines()]
+    return "\n".join(lines)

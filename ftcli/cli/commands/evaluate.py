@@ -6,11 +6,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ftcli.cli import completion, options, views
+from ftcli.cli import completion, options
+from ftcli.cli.render import table
 from ftcli.cli.request import AnyRequest, Invocation
+from ftcli.plain import plain_fields
 from ftcli.reporting import Session
 
 if TYPE_CHECKING:
+    from ftcli.evaluate.suite import ModelScores
     from ftcli.pipeline.evaluation import EvaluationResult
 
 
@@ -52,4 +55,29 @@ def evaluate(
             raise options.without_run(checkpoint)
         return pipeline.evaluate(loaded, session, run_dir, checkpoint)
 
-    return Invocation("eval", options.common(json, quiet, offline, debug), action, views.evaluation_text)
+    return Invocation("eval", options.common(json, quiet, offline, debug), action, evaluation_text)
+
+
+def evaluation_text(result: EvaluationResult) -> str:
+    """One column for the base model and one for the run; a row for each measure and each task."""
+    models = {"base": result.base, "run": result.run}
+    columns = {name: _measures(scores) for name, scores in models.items() if scores is not None}
+    rows = dict.fromkeys(measure for values in columns.values() for measure in values)
+    records = [{"measure": row, **{name: values.get(row) for name, values in columns.items()}} for row in rows]
+    return "\n".join(table(records))
+
+
+def _measures(scores: ModelScores) -> dict[str, str | float]:
+    shown: dict[str, str | float] = {}
+    if scores.loss is not None:
+        found = {name: value for name, value in plain_fields(scores.loss).items() if value is not None}
+        shown |= {name.replace("_", " "): value for name, value in found.items() if name != "rows"}
+    if len(scores.datasets) > 1:
+        for name, part in scores.datasets.items():
+            accuracy = part.token_accuracy if part.more is None else part.more.get("accuracy")
+            shown |= {f"loss of {name}": part.loss, **({} if accuracy is None else {f"accuracy of {name}": accuracy})}
+    for name, task in scores.tasks.items():
+        shown[name] = f"{task.score:.1%} of {task.rows}" + (f", {task.cut} cut off" if task.cut else "")
+    for name, metrics in scores.lm_eval.items():
+        shown |= {f"{name} {metric}": value for metric, value in metrics.items()}
+    return shown

@@ -31,7 +31,7 @@ _QUESTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class WrittenRecipe:
-    """What `ftcli recipes new` answers: the file, and what is in it."""
+    """The answer of `ftcli recipes new`: the file and its content."""
 
     path: str
     recipe: str

@@ -15,7 +15,7 @@ from ftcli.cli import completion, options, render
 from ftcli.cli.commands import convert, new
 from ftcli.cli.files import file_content, write_new
 from ftcli.cli.request import AnyRequest, Invocation
-from ftcli.cli.shipped import shipped
+from ftcli.cli.suggest import shipped
 from ftcli.errors import ExitCode, FtcliError, Origin
 from ftcli.paths import expanded, is_folder
 from ftcli.plain import JsonObject
@@ -53,14 +53,14 @@ class ShippedRecipe:
 
 @dataclass(frozen=True, slots=True)
 class ShippedRecipes:
-    """What `ftcli recipes list` answers."""
+    """The answer of `ftcli recipes list`."""
 
     recipes: Sequence[ShippedRecipe]
 
 
 @dataclass(frozen=True, slots=True)
 class ShownRecipe:
-    """What `ftcli recipes show` answers."""
+    """The answer of `ftcli recipes show`."""
 
     name: str
     path: str
@@ -69,7 +69,7 @@ class ShownRecipe:
 
 @dataclass(frozen=True, slots=True)
 class CopiedRecipe:
-    """What `ftcli recipes copy` answers: ``path`` is the new file."""
+    """The answer of `ftcli recipes copy`: ``path`` is the new file."""
 
     name: str
     path: str

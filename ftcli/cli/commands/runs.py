@@ -29,7 +29,7 @@ _BARS_SHOWN = 32
 
 @dataclass(frozen=True, slots=True)
 class FoundRuns:
-    """What `ftcli runs` answers, the newest last. ``unread`` are folders that could not be read."""
+    """The answer of `ftcli runs`, the newest run last. ``unread`` are folders that could not be read."""
 
     folder: str
     runs: Sequence[RunSummary]
@@ -38,14 +38,14 @@ class FoundRuns:
 
 @dataclass(frozen=True, slots=True)
 class ComparedRuns:
-    """What `ftcli compare` answers: ``rows`` are a label and a text for each run, ``html`` is the page."""
+    """The answer of `ftcli compare`: ``rows`` are a label and a text for each run, ``html`` is the page."""
 
     comparison: Comparison = field(metadata=SPREAD)
     rows: Sequence[tuple[str, Sequence[str]]]
     html: str | None = field(default=None, metadata=LEFT_OUT)
 
     def as_dict(self) -> JsonObject:
-        """What JSON says of it."""
+        """The JSON form."""
         return {**plain_fields(self), "rows": [[label, *texts] for label, texts in self.rows]}
 
 
@@ -135,7 +135,7 @@ def compare(
 
 def _runs_named(names: Sequence[str], reporter: Reporter) -> list[Path]:
     """The runs that are named, or lie in folders that are. Raises FtcliError FT154 where there are not two."""
-    from ftcli.cli.near import run_meant
+    from ftcli.cli.suggest import run_meant
     from ftcli.run.summary import find_runs
 
     found: list[Path] = []

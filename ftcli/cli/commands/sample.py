@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ftcli.cli import completion, options, views
+from ftcli.cli import completion, options
 from ftcli.cli.request import AnyRequest, Invocation
 from ftcli.paths import expanded
 from ftcli.reporting import Session
@@ -137,4 +137,27 @@ def sample(
         )
         return pipeline.sample(loaded, session, run_dir, chosen)
 
-    return Invocation("sample", options.common(json, quiet, offline, debug), action, views.sample_text)
+    return Invocation("sample", options.common(json, quiet, offline, debug), action, sample_text)
+
+
+def sample_text(result: SampleResult) -> str:
+    """What the answers are worth, then the files."""
+    found = result.summary
+    each = found.answers // max(found.prompts, 1)
+    rate = "" if result.tokens_per_second is None else f", {result.tokens_per_second:,.0f} tokens/s"
+    lines = [f"{found.answers:,} answers to {found.prompts:,} prompts ({each} each){rate}"]
+    if found.mean_score is not None and found.mean_best_score is not None:
+        judges, best = ", ".join(result.judges), found.mean_best_score
+        lines.append(f"score      {found.mean_score:.4g} on average, {best:.4g} the best of {each} ({judges})")
+    if found.pass_at_1 is not None and found.pass_at_n is not None:
+        lines.append(f"passed     pass@1 {found.pass_at_1:.1%}, pass@{each} {found.pass_at_n:.1%}")
+    lines.append(f"spread     {found.without_spread:.1%} of the prompts have equally good answers only")
+    counts = {"cut off": found.truncated, "empty": found.empty, "not judged": found.not_judged}
+    said = ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
+    lines += [f"unusable   {said}"] if said else []
+    for written in (found.sft, found.pairs):
+        if written is not None:
+            left = ", ".join(f"{count:,} {reason}" for reason, count in written.left_out.items())
+            rows = "row" if written.rows == 1 else "rows"
+            lines.append(f"{written.path}: {written.rows:,} {rows}" + (f"; prompts left out: {left}" if left else ""))
+    return "\n".join(lines)

@@ -37,11 +37,11 @@ def training_command(method: Method) -> Callable[..., AnyRequest]:
                 with results_only_on_stdout():
                     result: object = code_of(method.dry)(options.load(recipe, changes), session)
                 return result
-            spread = ranks.run_as_ranks(lambda more: options.load(recipe, (*changes, *more)), gpus, session)
-            if isinstance(spread, ranks.EndedElsewhere):
-                return spread
+            started = ranks.run_as_ranks(lambda more: options.load(recipe, (*changes, *more)), gpus, session)
+            if isinstance(started, ranks.EndedElsewhere):
+                return started
             with results_only_on_stdout():
-                return pipeline.train(spread, session, method.command)
+                return pipeline.train(started, session, method.command)
 
         common = options.common(json, quiet, offline, debug)
         return Invocation(method.command, common, action, exit_code=ranks.exit_code, owns_stdout=True)

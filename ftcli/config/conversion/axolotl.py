@@ -36,12 +36,21 @@ _PAIRS: Mapping[str, tuple[tuple[str, str, str], bool]] = {
 _FIELDS = {
     "prompt": ("field_prompt", "field_messages"), "chosen": ("field_chosen",), "rejected": ("field_rejected",),
 }  # fmt: skip
+#: The same of labelled answers; where a conversation is in one column, it is that of the prompt, too.
+_LABELLED: Mapping[str, tuple[tuple[str, str, str], bool]] = {
+    "intel": (("question", "completion", "label"), True),
+    "argilla": (("instruction", "completion", "label"), True),
+    "prompt_pairs": (("prompt", "completion", "label"), True),
+    "ultra": (("prompt", "completion", "label"), True),
+    "argilla_chat": (("completion", "completion", "label"), False),
+}
+_LABELLED_FIELDS = {"prompt": ("field_prompt",), "completion": ("field_completion",), "label": ("field_label",)}
 #: Keys of a dataset that are read below, or change nothing of what is learnt.
 _READ = frozenset(
     (
         *_COLUMNS, "field_prompt", "field_chosen", "field_rejected", "path", "type", "name", "split", "revision",
         "data_files", "field_messages", "ds_type", "roles", "chat_template", "message_property_mappings",
-        "message_field_role", "message_field_content",
+        "message_field_role", "message_field_content", "field_completion", "field_label",
     )
 )  # fmt: skip
 #: Values of a dataset's keys that say what happens anyway.
@@ -61,7 +70,7 @@ _HELP = {
 def _before(draft: Draft) -> None:
     draft.full = is_off(draft.said("adapter"))
     rl = draft.given.get("rl")
-    if rl is None or str(rl.value) not in ("dpo", "ipo", "orpo", "simpo"):
+    if rl is None or str(rl.value) not in ("dpo", "ipo", "kto", "orpo", "simpo"):
         return
     preferences.begin(draft, "dpo" if rl.value == "ipo" else str(rl.value), rl)
     losses = draft.given.get("dpo_loss_type")
@@ -124,7 +133,7 @@ class _Dataset:
         self._tell_what_is_otherwise()
         more = {key: self.map.get(key) for key in ("name", "split", "revision")}
         paths = sources.listed(files) or [path]
-        return [sources.source(self.draft, self.given, str(each), columns=self._columns(), **more) for each in paths]
+        return [sources.source(self.draft, self.given, each, columns=self._columns(), **more) for each in paths]
 
     def _pairs(self) -> tuple[tuple[str, str, str], bool] | None:
         """The row of its kind of pairs; None for one that is not known."""
@@ -132,17 +141,22 @@ class _Dataset:
         head, _, rest = str(kind).partition(".")
         if isinstance(kind, dict):
             return None
+        if preferences.labelled(self.draft):
+            return _LABELLED.get(rest)
         return _PAIRS.get("argilla_chat" if (head, rest) == ("chat_template", "argilla") else rest)
 
     def tell_of_pairs(self) -> None:
-        """What is otherwise with pairs: strings, turns that are called otherwise, and prompts written by formats."""
+        """Notes the differences of pairs: strings, turns of other names, and prompts written by formats."""
         kind, pairs = self.map.get("type"), self._pairs()
         head = str(kind).partition(".")[0]
         if head in sources.TEMPLATES and self.draft.get("data.chat_template") is None:
             sources.named_template(self.draft, self.given, head)
         if pairs is None:
             name = kind if isinstance(kind, str) else "a prompt of its own"
-            help = "rows of pairs have prompt, chosen and rejected: docs/preference.md; columns renames"
+            names = (
+                "prompt, completion and label" if preferences.labelled(self.draft) else "prompt, chosen and rejected"
+            )
+            help = f"rows have {names}: docs/preference.md; columns renames"
             self._tell(f"rows of type `{name}`", help)
         elif pairs[1]:
             preferences.plain_texts(self.draft, self.given, f"type `{kind}`")
@@ -155,11 +169,14 @@ class _Dataset:
     def _columns_of_pairs(self) -> dict[str, str]:
         kind = self.map.get("type")
         said = {**self.map, **kind} if isinstance(kind, dict) else self.map
-        usual, _ = self._pairs() or (("prompt", "chosen", "rejected"), False)
-        found = dict(zip(_FIELDS, usual, strict=True))
-        for ours, names in _FIELDS.items():
+        fields = _LABELLED_FIELDS if preferences.labelled(self.draft) else _FIELDS
+        usual, _ = self._pairs() or (tuple(fields), False)
+        found = dict(zip(fields, usual, strict=True))
+        for ours, names in fields.items():
             named = next((said[name] for name in names if said.get(name)), None)
             found[ours] = found[ours] if named is None else str(named)
+        if found["prompt"] == found.get("completion"):
+            return {"messages": found["prompt"]}
         return {ours: theirs for ours, theirs in found.items() if ours != theirs}
 
     def layout(self) -> str | None:
@@ -298,6 +315,7 @@ RULES = r.Rules(
         "rpo_alpha": preferences.cross_entropy,
         "simpo_gamma": preferences.gamma,
         "dpo_label_smoothing": preferences.told_smoothing,
+        "dpo_use_weighting": r.to("preference.use_weighting"),
         "dpo_loss_type": r.read,
         "dpo_loss_weights": r.read,
         "trl.beta": r.to("preference.beta"),

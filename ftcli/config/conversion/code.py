@@ -51,7 +51,7 @@ _IMPLIED: Mapping[str, Mapping[str, Scalar]] = {
 
 
 def is_code(path: Path) -> bool:
-    """Whether the file is a notebook or a script."""
+    """True if the file is a notebook or a script."""
     return path.suffix.lower() in (".ipynb", ".py")
 
 
@@ -104,7 +104,7 @@ class _Piece:
     lines: list[str]
 
     def origin(self, node: ast.expr) -> Origin:
-        """Where the node stands."""
+        """The node's place in the file."""
         line = min(node.lineno, len(self.lines))
         return Origin(self.where, line, node.col_offset + 1, self.lines[line - 1])
 
@@ -157,7 +157,7 @@ def _arguments(
     for key, node in _by_name(call, name).items():
         tree = _tree(node, piece.origin(node), names)
         if tree is not None:
-            entries[key] = MapEntry(tree.origin, tree)
+            entries["dataset" if key == "data_files" else key] = MapEntry(tree.origin, tree)
         elif key == "ref_model":
             entries[key] = MapEntry(piece.origin(node), Leaf(piece.origin(node), "another model", "another model"))
         elif key not in _OBJECTS and not key.startswith("argument "):
@@ -175,12 +175,12 @@ def _by_name(call: ast.Call, name: str) -> dict[str, ast.expr]:
     if name != "load_dataset":
         found.pop("split", None)
     if "data_files" in found:
-        found["dataset"] = found.pop("data_files")
+        found.pop("dataset", None)  # then it says how the files are read
     return {key: node for key, node in found.items() if key not in _NO_SETTINGS}
 
 
 def _is_tokenizer(call: ast.Call) -> bool:
-    """Whether it is ``AutoTokenizer.from_pretrained`` or the like, which names the model a second time."""
+    """True for ``AutoTokenizer.from_pretrained`` or the like, which names the model a second time."""
     owner = call.func.value if isinstance(call.func, ast.Attribute) else None
     return isinstance(owner, ast.Name) and owner.id.endswith(("Tokenizer", "Processor", "Config"))
 

@@ -127,5 +127,5 @@ def _valid_text(draft: Draft) -> str:
 
 
 def _is_about(finding: Finding, key: str) -> bool:
-    """Whether it names our key, or an item in it."""
+    """True if it names our key, or an item in it."""
     return f"{key} " in f"{finding.message} " or f"{key}." in finding.message

@@ -36,7 +36,7 @@ class DraftValue:
 
 @dataclass
 class Draft:
-    """What becomes the recipe.
+    """A recipe in the making.
 
     Attributes:
         file: The other tool's recipe.
@@ -70,7 +70,7 @@ class Draft:
             return
         if self.full and key.startswith(("lora.", "quantization.")):
             if given is not None:
-                why = f"without adapters all weights are trained, in {self.tool} and here, and none is quantised"
+                why = f"without adapters all weights are trained, in {self.tool} and here, and none is quantized"
                 self.lost(given, why, harmless=key.startswith("lora."))
             return
         outer, _, inner = key.rpartition(".")
@@ -94,7 +94,7 @@ class Draft:
         return None if drafted is None else drafted.value
 
     def switched(self, given: ForeignSetting) -> bool:
-        """Whether the setting is switched on; FT162 for a value that is no switch."""
+        """True if the setting is switched on. Raises FT162 for a value that is no switch."""
         if truth(given.value) is None:
             self.unusable(given, f"`{given.name}: {given.value}` is no switch", "write true or false")
         return bool(truth(given.value))
@@ -152,12 +152,12 @@ class Draft:
 
 
 def is_url(path: str) -> bool:
-    """Whether it names a place as addresses do: ``s3://bucket/rows``."""
+    """True for an address such as ``s3://bucket/rows``."""
     return _URL.match(path) is not None
 
 
 def truth(value: object) -> bool | None:
-    """What a switch says: YAML 1.1's and command lines' words as well; None for what is no switch."""
+    """The truth value of a switch, in YAML 1.1's and command lines' words as well; None for other values."""
     if isinstance(value, bool):
         return value
     word = str(value).lower()
@@ -165,7 +165,7 @@ def truth(value: object) -> bool | None:
 
 
 def is_off(value: object) -> bool:
-    """Whether a value switches its setting off."""
+    """True if a value switches its setting off."""
     return truth(value) is False or value in (None, "", 0, "none", "None", "null", [], {})
 
 

@@ -40,6 +40,8 @@ def _before(draft: Draft) -> None:
         raise draft.refuse(draft.given["model"], "LLaMA-Factory's recipes of version 1 are not converted", help)
     draft.full = draft.said("finetuning_type") == "full"
     stage, loss = draft.given.get("stage"), draft.given.get("pref_loss")
+    if stage is not None and stage.value == "kto":
+        preferences.begin(draft, "kto", stage)
     if stage is not None and stage.value == "dpo":
         name = str(loss.value) if loss is not None else "sigmoid"
         preferences.begin(draft, name if name in ("orpo", "simpo") else "dpo", stage)
@@ -47,7 +49,7 @@ def _before(draft: Draft) -> None:
 
 
 def _is_text(draft: Draft) -> bool:
-    """Whether it trains texts as they are."""
+    """True if it trains texts as they are."""
     return bool(draft.said("stage") == "pt")
 
 
@@ -89,7 +91,8 @@ def _registered(draft: Draft, given: ForeignSetting, name: str, index: JsonObjec
         draft.unusable(given, f"`{name}` is a name in LLaMA-Factory's list of datasets", help)
         path = f"{folder}/{name}.json"
         return {} if "://" in path else {"path": path}, "text" if _is_text(draft) else None
-    pairs = preferences.wanted(draft)
+    labels = preferences.labelled(draft)
+    pairs = preferences.wanted(draft) and not labels
     if pairs != bool(entry.get("ranking")):
         what = "no pairs: `ranking` is not true" if pairs else "pairs, and the stage is none that learns from them"
         raise draft.refuse(given, f"the rows of `{name}` are {what}", "name rows that the stage trains on")
@@ -104,10 +107,11 @@ def _registered(draft: Draft, given: ForeignSetting, name: str, index: JsonObjec
     path = f"{folder}/{entry['file_name']}" if entry.get("file_name") else str(entry.get("hf_hub_url") or name)
     columns = {**({"prompt": "instruction"} if pairs or layout == "text" else {}), **map_in(entry, "columns")}
     names = _pairs(draft, given, name, columns, str(entry.get("formatting"))) if pairs else names
+    names = {**names, "kto_tag": "kto_tag"} if labels else names
     named = {names[key]: str(value) for key, value in columns.items() if key in names and names[key] != value}
     rows = entry.get("num_samples") if isinstance(entry.get("num_samples"), int) else None
     more = {"split": entry.get("split"), "name": entry.get("subset"), "columns": named, "max_rows": rows}
-    return sources.source(draft, given, path, **more), None if pairs else layout
+    return sources.source(draft, given, path, **more), None if preferences.wanted(draft) else layout
 
 
 def _pairs(draft: Draft, given: ForeignSetting, name: str, columns: JsonObject, formatting: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What becomes of each setting of another tool's recipe: its row of the table of names, or a rule that computes."""
+"""Converts each setting of another tool's recipe: by its row of the table of names, or by a rule that computes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _nothing(_draft: Draft) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What the rows of a tool in :mod:`ftcli.config.dialects` do not say.
+    """Rules of a tool beside its rows in :mod:`ftcli.config.dialects`.
 
     Attributes:
         computed: What takes more than a row, by the setting's dotted name.
@@ -81,7 +81,7 @@ def our_keys(rules: Rules, draft: Draft, name: str) -> set[str]:
 
 
 def _rule(rules: Rules, draft: Draft, given: ForeignSetting) -> Rule | None:
-    """What becomes of the setting; None for one that is not known."""
+    """The rule of the setting; None if it is not known."""
     shared = _OF_TRANSFORMERS if rules.trainer else {}
     computed = rules.computed.get(given.name) or shared.get(given.name)
     if computed is not None:
@@ -105,12 +105,12 @@ def _row(rules: Rules, draft: Draft, given: ForeignSetting) -> ForeignKey | None
 
 
 def _is_for(row: ForeignKey, value: object) -> bool:
-    """Whether the row is for this value. One that writes a value of its own says nothing where theirs is off."""
+    """True if the row is for this value. A row that writes a value of its own is for no value that means off."""
     return not row.only or bool(_words(value) & set(row.only)) or (": " in (row.target or "") and is_off(value))
 
 
 def _words(value: object) -> set[str]:
-    """What a value may be called in the table."""
+    """Words for a value in the table."""
     number = int(value) if isinstance(value, float) and value.is_integer() else value
     switch = truth(value)
     return {str(number).lower(), *({"true"} if switch else {"false", "no"} if switch is False else ())}
@@ -137,7 +137,7 @@ def _translate(row: ForeignKey, draft: Draft, given: ForeignSetting) -> None:
 
 
 def _is_settable(key: str, draft: Draft) -> bool:
-    """Whether it is a key of ours, or one of a map that is one; not a section, nor a key of each item of a list."""
+    """True for a key of ours, or one of a map that is one; not for a section, nor for a key of each item of a list."""
     return "[]" not in key and (key in draft.keys or key.rpartition(".")[0] in draft.keys)
 
 

@@ -59,7 +59,7 @@ class ForeignSetting:
 
     @property
     def is_blank(self) -> bool:
-        """Whether it stands there without a value."""
+        """True if the key has no value."""
         return self.value in (None, "", [], {})
 
 

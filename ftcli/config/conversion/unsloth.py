@@ -22,7 +22,7 @@ _TRAINER = {
 
 
 def _is_command_line(draft: Draft) -> bool:
-    """Whether it is the YAML of `unsloth train`, whose defaults are others than a notebook's."""
+    """True for the YAML of `unsloth train`, whose defaults differ from a notebook's."""
     return any(name in draft.given for name in ("training_type", "num_epochs", "random_seed", "format_type", "dataset"))
 
 
@@ -48,14 +48,14 @@ def _model(draft: Draft, given: ForeignSetting) -> None:
 
 
 def _length(draft: Draft, given: ForeignSetting) -> None:
-    """What a model is loaded for bounds the length that its trainer cuts pairs at."""
+    """Drafts data.max_seq_len: the model's loaded length bounds the one that its trainer cuts pairs at."""
     if not (preferences.wanted(draft) and "max_length" in draft.given):
         draft.take(given, "data.max_seq_len")
 
 
 def _dataset(draft: Draft, given: ForeignSetting) -> None:
     more = {"name": draft.said("hub_subset"), "split": draft.said("hub_split")} if given.leaf == "hub_dataset" else {}
-    items = [sources.source(draft, given, str(path), **more) for path in sources.listed(given.value)]
+    items = [sources.source(draft, given, path, **more) for path in sources.listed(given.value)]
     sources.put(draft, "data.train", items, given)
 
 

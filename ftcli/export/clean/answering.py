@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from ftcli.empty_weights import Undrawn
 from ftcli.errors import first_line
 from ftcli.export.clean.request import (
     ANSWER,
@@ -41,7 +42,6 @@ from ftcli.export.clean.request import (
 )
 from ftcli.export.lazy import Read, computing_from
 from ftcli.plain import JsonMap, JsonObject
-from ftcli.undrawn import Undrawn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -179,15 +179,16 @@ def _computed(model: PreTrainedModel, asked: ReloadRequest, sent: dict[str, Tens
 def _logits(model: Any, sent: dict[str, Tensor]) -> Tensor:
     mask = sent[ATTENTION_MASK]
     output = model(input_ids=sent[INPUT_IDS], attention_mask=mask, use_cache=False)
-    logits: Tensor = output.logits[mask.bool()].float()
-    return logits
+    found: Tensor = output.logits.float()
+    return found if found.dim() == 2 else found[mask.bool()]  # a classifier has scores of rows
 
 
 def _stops(model: PreTrainedModel) -> dict[str, list[int]]:
     # Some of transformers' releases lose what config.json of Qwen2.5-VL says outside of its text_config.
     text = model.config.get_text_config() if getattr(model.config, "eos_token_id", None) is None else model.config
     found = {}
-    for label, config in (("config.json", text), ("generation_config.json", model.generation_config)):
+    generation = getattr(model, "generation_config", None)  # a classifier has none
+    for label, config in (("config.json", text), ("generation_config.json", generation)):
         named = getattr(config, "eos_token_id", None)
         found[label] = list(named) if isinstance(named, list) else [] if named is None else [int(named)]
     return found
@@ -233,8 +234,14 @@ def _empty(config: Any) -> PreTrainedModel:
 
 def _class(config: Any) -> Any:
     """transformers' auto class for the whole of a model; one that also takes images has a config of text inside."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoModelForSequenceClassification,
+    )
 
+    if any(name.endswith("ForSequenceClassification") for name in config.architectures or ()):
+        return AutoModelForSequenceClassification
     return AutoModelForCausalLM if config.get_text_config() is config else AutoModelForImageTextToText
 
 
@@ -254,7 +261,7 @@ def _adapter(asked: ReloadRequest, _: dict[str, Tensor]) -> tuple[JsonObject, di
 
 
 def _gguf(asked: ReloadRequest, sent: dict[str, Tensor]) -> tuple[JsonObject, dict[str, Tensor]]:
-    """A file as the gguf library reads it, dequantised tensor by tensor into the model that the file describes."""
+    """A file as the gguf library reads it, dequantized tensor by tensor into the model that the file describes."""
     from ftcli.export.gguf.metadata import reader_of, take_description, usual_activation
     from ftcli.gguf.file import ReadFile
     from ftcli.tables.gguf import architecture_of

@@ -17,7 +17,8 @@ ANSWER = "ftcli: "
 INPUT_IDS, ATTENTION_MASK = "input_ids", "attention_mask"
 #: A prompt (1, tokens) that is gone on with.
 PROMPT = "prompt"
-#: Names of what comes back: float32 (positions, vocabulary) of all that is not padding; (tokens,).
+#: Names of what comes back: float32 (positions, vocabulary) of all that is not padding, of a
+#: sequence classifier (rows, 1); (tokens,).
 LOGITS, GREEDY = "logits", "greedy"
 #: Before the name of a linear layer: what it makes of :func:`rows_for`; before that of an adapter's tensor: itself.
 LAYER, TENSOR = "layer:", "tensor:"

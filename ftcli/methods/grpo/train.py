@@ -16,8 +16,8 @@ from ftcli.plain import NAMED, SPREAD
 from ftcli.reporting import Session
 from ftcli.run.completions import Completions
 from ftcli.train.context import BuiltModel, RunContext
+from ftcli.train.evaluation import began_in, tasks_before, write_tasks
 from ftcli.train.fit import FinishedRun, fit
-from ftcli.train.held_out import began_in, tasks_before, write_tasks
 from ftcli.train.lifecycle import add_to_manifest, checked_run, keep_inputs
 from ftcli.train.results import CompleteRun, complete_result
 
@@ -75,12 +75,13 @@ def _train(session: Session, context: RunContext) -> GrpoResult:
         evaluator = Evaluator(job, [], judges_of(context.recipe))
         evaluator.read_tasks()
     with context.phase("loading the model"):
+        read = assembly.begin_reading(job) if context.leads else tuple
         model = _policy(context, job, prompts)
         reference = None
         if job.recipe.lora is None and grpo.beta:  # adapters can be switched off
             reference = assembly.build_reference(job, _as_tokens(job, prompts[: assembly.LOOKED_AT]))
     if context.leads:
-        keep_inputs(context, assembly.inputs_of(job, model))
+        keep_inputs(context, assembly.inputs_of(job, model, read))
     before = _before(context, evaluator, model) if context.leads else {}
 
     def evaluate(step: int) -> dict[str, float]:

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from ftcli.data.tokens import TokenizedRow
-from ftcli.errors import ExitCode, FtcliError, Origin
+from ftcli.errors import Origin
 from ftcli.evaluate.batching import in_batches
-from ftcli.evaluate.loss import LossResult
-from ftcli.evaluate.share import Sums, summed_over_ranks
+from ftcli.evaluate.loss import LossResult, require_finite
+from ftcli.evaluate.share import Sums, summed_in_step, summed_over_ranks
 from ftcli.evaluate.suite import Evaluator
+from ftcli.methods.preference.cache import pair_digest
 from ftcli.methods.preference.losses import PairLoss
 from ftcli.methods.preference.objective import SUMS, PairSums, answers_of, measures
 from ftcli.methods.preference.pairs import SCORED, AnswerScorer, ScoredAnswers
-from ftcli.model.backbone import compute_context, head_of
+from ftcli.methods.preference.reference import by_answer, by_pair
+from ftcli.model.backbone import compute_context, head_of, root_of
+from ftcli.model.shards import reshard_model, try_forward
 from ftcli.train.reference import of_reference
 
 if TYPE_CHECKING:
@@ -36,6 +40,8 @@ _NAMES = {
     "logps/rejected": "rejected_logp",
     "chosen_fell": "chosen_fell",
 }
+#: Loss, cross-entropy, and the sums over pairs.
+_WIDTH = 2 + SUMS
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +51,11 @@ class PairEvaluator(Evaluator):
     Args:
         reference: A second model to compare with; None: the model without its adapters. Where there is neither, as in
             `ftcli eval` of a full fine-tune, it is the first model that is measured.
+        known: What the reference gives each pair, by its digest. What is missing is computed once and added.
     """
 
     reference: PreTrainedModel | None = None
-    _kept: dict[tuple[Origin, int], list[float]] = field(default_factory=dict, repr=False)
+    known: dict[bytes, list[float]] = field(default_factory=dict, repr=False)
 
     def loss_of(self, model: PreTrainedModel | PeftModel, sequences: Sequence[TokenizedRow]) -> LossResult:
         """The mean loss of the pairs, in which chosen and rejected answers take turns, and ``more`` beside it."""
@@ -66,40 +73,37 @@ class PairEvaluator(Evaluator):
 
     def _sums_of(self, model: PreTrainedModel | PeftModel, sequences: Sequence[TokenizedRow]) -> Sums:
         """Summed loss, summed cross-entropy of the chosen answers, and the sums of :class:`PairSums`."""
-        job, recipe, loss = self.job, self.job.recipe, self._pair_loss()
+        job, loss = self.job, self._pair_loss()
         vocabulary = head_of(model).weight.shape[0]
         scorer = AnswerScorer(job.batches(model), job.pad_token_id, vocabulary, loss.ld_alpha)
 
-        def step(pairs: Sequence[int]) -> Sums:
+        def attempt(pairs: Sequence[int]) -> Sums | None:
             documents = [sequences[row] for pair in pairs for row in (2 * pair, 2 * pair + 1)]
             inputs = {name: value.to(job.device) for name, value in scorer.batch(documents).items()}
             with compute_context(job.device, job.dtypes.compute, job.dtypes.autocast):
-                policy = scorer.score(model, inputs)
+                policy = forward_pass(model, scorer, inputs, aligned=loss.weighs)
                 compared = self._compared(model, scorer, inputs, documents, policy) if loss.reference else None
+            if policy is None or (loss.reference and compared is None):
+                return None
             answers = answers_of(policy, compared, (inputs[SCORED] > 0).sum(1).float())
             weights = torch.ones(len(pairs), device=job.device)
-            total = float(loss.values(answers).double().sum())
+            total = float(loss.weighed_values(answers, policy.aligned).double().sum())
             sft = -float(policy.sums[0::2].double().sum())
             return (total, sft, *PairSums.of(answers, loss, weights).vector().tolist())
 
         def where(pair: int) -> Origin:
             return sequences[2 * pair].row.origin
 
-        def run(mine: Sequence[int]) -> Iterator[tuple[Sequence[int], Sums]]:
-            with job.reporter.progress(len(mine), "evaluating") as progress:
-                size, reporter = recipe.eval.per_device_eval_batch_size, job.reporter
-                for done, found in in_batches(mine, size, step, where=where, reporter=reporter, what="evaluation"):
-                    yield done, found
-                    progress.advance(len(done))
-
-        pairs = range(len(sequences) // 2)
         was_training = model.training
         model.eval()
         try:
             with torch.no_grad():
-                sums = _summed(self, pairs, run)
+                sums = summed(
+                    self, range(len(sequences) // 2), attempt, where, width=_WIDTH, in_step=root_of(model) is not None
+                )
         finally:
             model.train(was_training)
+        reshard_model(model)
         return sums
 
     def _compared(
@@ -108,29 +112,70 @@ class PairEvaluator(Evaluator):
         scorer: AnswerScorer,
         inputs: dict[str, torch.Tensor],
         documents: Sequence[TokenizedRow],
-        policy: ScoredAnswers,
-    ) -> ScoredAnswers:
-        if self.reference is not None or hasattr(model, "disable_adapter"):
-            with of_reference(self.reference, model):
-                return scorer.score(model if self.reference is None else self.reference, inputs)
-        places = [(document.row.origin, index % 2) for index, document in enumerate(documents)]
-        found = torch.stack([policy.sums, policy.weighed], 1)
-        if any(place not in self._kept for place in places):
-            self._kept.update(zip(places, found.tolist(), strict=True))
-        kept = torch.tensor([self._kept[place] for place in places], device=found.device)
-        return ScoredAnswers(kept[:, 0], kept[:, 1])
+        policy: ScoredAnswers | None,
+    ) -> ScoredAnswers | None:
+        """What the reference gives; None where that did not fit into memory."""
+        pairs = [pair_digest(*pair) for pair in zip(documents[0::2], documents[1::2], strict=True)]
+        if any(pair not in self.known for pair in pairs):
+            found = policy  # unless there is a reference beside the model that is measured
+            if self.reference is not None or hasattr(model, "disable_adapter"):
+                if self.reference is not None:
+                    reshard_model(model)  # embedding and head of one model at a time
+                with of_reference(self.reference, model):
+                    found = forward_pass(model if self.reference is None else self.reference, scorer, inputs)
+            if found is None:
+                return None
+            values = by_pair(torch.stack([found.sums, found.weighed], 1)).tolist()
+            self.known.update(zip(pairs, values, strict=True))
+        known = np.array([self.known[pair] for pair in pairs], np.float32)
+        answers = by_answer(known).to(self.job.device)
+        return ScoredAnswers(answers[:, 0], answers[:, 1])
 
 
-def _summed(
+def forward_pass(
+    model: PreTrainedModel | PeftModel,
+    scorer: AnswerScorer,
+    inputs: dict[str, torch.Tensor],
+    *,
+    aligned: bool = False,
+) -> ScoredAnswers | None:
+    """A forward pass. Of a model with sharded weights, in which all ranks take part, None where memory ran out."""
+    score = partial(scorer.score, model, inputs, aligned=aligned)
+    return score() if root_of(model) is None else try_forward(model, score)
+
+
+def summed(
     evaluator: Evaluator,
-    pairs: Sequence[int],
-    run: Callable[[Sequence[int]], Iterator[tuple[Sequence[int], Sums]]],
+    items: Sequence[int],
+    attempt: Callable[[Sequence[int]], Sums | None],
+    where: Callable[[int], Origin],
+    *,
+    width: int,
+    in_step: bool,
 ) -> Sums:
-    if evaluator.group is not None:
-        size = evaluator.job.recipe.eval.per_device_eval_batch_size
-        return summed_over_ranks(evaluator.group, pairs, size, run, width=2 + SUMS)
-    total = [0.0] * (2 + SUMS)
-    for _, found in run(pairs):
+    """The ``width`` sums over all items. ``in_step``: ranks hold shards of the weights, and ``attempt`` gives None
+    where memory ran out.
+    """
+    job, group = evaluator.job, evaluator.group
+    size, reporter = job.recipe.eval.per_device_eval_batch_size, job.reporter
+    if group is not None and in_step:
+        return summed_in_step(group, items, size, attempt, where=where, reporter=reporter, width=width)
+
+    def step(chosen: Sequence[int]) -> Sums:
+        found = attempt(chosen)
+        assert found is not None
+        return found
+
+    def run(mine: Sequence[int]) -> Iterator[tuple[Sequence[int], Sums]]:
+        with reporter.progress(len(mine), "evaluating") as progress:
+            for done, found in in_batches(mine, size, step, where=where, reporter=reporter, what="evaluation"):
+                yield done, found
+                progress.advance(len(done))
+
+    if group is not None:
+        return summed_over_ranks(group, items, size, run, width=width)
+    total = [0.0] * width
+    for _, found in run(items):
         total = [a + b for a, b in zip(total, found, strict=True)]
     return tuple(total)
 
@@ -138,14 +183,7 @@ def _summed(
 def _result(sums: Sequence[float], loss: PairLoss) -> LossResult:
     total, cross_entropy, *of_pairs = sums
     pairs, tokens = of_pairs[0], of_pairs[7] + of_pairs[8]
-    mean = total / max(pairs, 1) + loss.sft_weight * cross_entropy / max(of_pairs[7], 1)
-    if not math.isfinite(mean):
-        raise FtcliError.single(
-            "FT762",
-            f"the evaluation loss is {mean}",
-            exit_code=ExitCode.DIVERGED,
-            help="the weights are not finite: resume from an earlier checkpoint, with a lower train.learning_rate",
-        )
+    mean = require_finite(total / max(pairs, 1) + loss.sft_weight * cross_entropy / max(of_pairs[7], 1))
     found = measures(of_pairs, compared=loss.reference)
     more = {ours: found[name] for name, ours in _NAMES.items() if name in found}
     return LossResult(mean, None, None, int(tokens), int(pairs), more)

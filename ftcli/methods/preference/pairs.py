@@ -14,21 +14,29 @@ from torch import Tensor
 from ftcli.data.collate import documents_batch
 from ftcli.data.order import Epochs, Mixture, mixture
 from ftcli.data.pack import Packs
+from ftcli.data.sequence_parallel import part_of
+from ftcli.data.shared import Pair, lengths_once, shared_batch
 from ftcli.data.tokens import TokenizedRow, TokenTable
 from ftcli.errors import Finding
 from ftcli.labels import IGNORE_INDEX
-from ftcli.model.backbone import head_of, hidden_states
-from ftcli.model.loss import SUPERVISED, next_token_log_probs, supervised_positions
+from ftcli.model.backbone import head_of, hidden_states, within_root
+from ftcli.model.loss import SUPERVISED, log_probs_at, next_token_log_probs, supervised_positions, target_positions
 from ftcli.plan.batches import Batches
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
+    from ftcli.data.prepare import PreparedData
+    from ftcli.job import Job
+    from ftcli.model.backbone import HiddenStates
     from ftcli.model.fused import DecoderStack
+    from ftcli.model.sequence_parallel import SequencePart
 
-#: Inputs of a micro-batch that are not the layers'.
-LABELS, SCORED = "labels", "scored"
+#: Inputs of a micro-batch that are not the layers'. Where ranks share rows, or pairs
+#: their prompts, ``targets`` take the place of labels; ``here`` says which of the scored tokens are this rank's.
+LABELS, TARGETS, SCORED, HERE = "labels", "targets", "scored", "here"
+_NOT_OF_LAYERS = (LABELS, TARGETS, SCORED, HERE, SUPERVISED)
 #: Answers of which the chosen one is longer in so large a share of the pairs teach length.
 _LONGER_SHARE = 0.65
 #: Pairs below which that share says nothing.
@@ -36,6 +44,15 @@ _FEW = 30
 #: Pairs that are named one by one where they are there both ways round.
 _NAMED = 5
 _REMOVE = "remove one of them"
+
+
+def epochs_of_pairs(job: Job, prepared: PreparedData) -> Epochs:
+    """The recipe's training pairs; reports what :func:`pair_findings` finds in them."""
+    for finding in pair_findings(prepared.sequences):
+        job.reporter.finding(finding)
+    weights = [source.weight for source in job.recipe.data.train]
+    shares = [float(weight) for weight in weights if weight is not None]
+    return pair_epochs(prepared.sequences, shares if len(shares) == len(weights) else None, job.recipe.run.seed)
 
 
 def pair_epochs(table: TokenTable, weights: Sequence[float] | None, seed: int) -> Epochs:
@@ -100,10 +117,13 @@ class ScoredAnswers:
     Attributes:
         sums: Their log-probabilities in nats.
         weighed: The same with the weights of ``ld_alpha``.
+        aligned: Means over their tokens of log p_y - log sum_v p_v^2, without a gradient, where they are asked for:
+            how likely an answer is for the model, as against one of its own.
     """
 
     sums: Tensor
     weighed: Tensor
+    aligned: Tensor | None = None
 
 
 class AnswerScorer:
@@ -112,21 +132,53 @@ class AnswerScorer:
     Args:
         batches: How rows are laid out.
         ld_alpha: Weight of an answer's tokens beyond the length of the shorter one of its pair.
+        sequence: This rank's part of each row, where ranks share rows.
     """
 
-    def __init__(self, batches: Batches, pad_token_id: int, vocab_size: int, ld_alpha: float) -> None:
+    def __init__(
+        self,
+        batches: Batches,
+        pad_token_id: int,
+        vocab_size: int,
+        ld_alpha: float,
+        sequence: SequencePart | None = None,
+    ) -> None:
         self._batches, self._pad_token_id = batches, pad_token_id
-        self._vocab_size, self._ld_alpha = vocab_size, ld_alpha
+        self._vocab_size, self._ld_alpha, self._sequence = vocab_size, ld_alpha, sequence
 
     def batch(self, documents: Sequence[TokenizedRow]) -> dict[str, Tensor]:
         """Chosen and rejected rows in turn as a batch on the host: what the layers take, ``labels``, ``supervised``,
         and ``scored`` (2 P, longest answer) float32, the weight of each token that is scored.
+
+        Pairs that share their prompts have ``targets`` in place of ``labels``: the tokens that the positions
+        ``supervised`` predict. Both answers' first tokens are predicted by the last position of their prompt.
         """
-        found = documents_batch(documents, self._batches, self._pad_token_id)
-        sizes = [answer_tokens(document) for document in documents]
-        found[SCORED] = self._weights(sizes)
-        found[SUPERVISED] = supervised_positions(found[LABELS], self._vocab_size)
-        return found
+        if self._batches.shares_prompts:
+            found, supervised, targets = shared_batch(_paired(documents), self._batches, self._pad_token_id)
+            target_positions(targets, self._vocab_size)
+            found[TARGETS] = targets
+        else:
+            found = documents_batch(documents, self._batches, self._pad_token_id)
+            supervised = supervised_positions(found[LABELS], self._vocab_size)
+        found[SUPERVISED] = supervised
+        found[SCORED] = self._weights([answer_tokens(document) for document in documents])
+        return found if self._sequence is None else self._part_of(found, self._sequence)
+
+    def _part_of(self, batch: dict[str, Tensor], sequence: SequencePart) -> dict[str, Tensor]:
+        """This rank's part of a batch; the weights stay those of whole answers."""
+        width = batch["input_ids"].shape[1]
+        part = batch[SUPERVISED] % width // -(-width // sequence.parts)
+        found = part_of(batch, sequence.part, sequence.parts)
+        found[SUPERVISED] = target_positions(found[TARGETS].reshape(-1), self._vocab_size)
+        scored = batch[SCORED] > 0
+        here = torch.zeros_like(scored).masked_scatter(scored, part == sequence.part)
+        return {**found, SCORED: batch[SCORED], HERE: here}
+
+    def tokens(self, documents: Sequence[TokenizedRow]) -> int:
+        """The tokens of these rows that are computed, without filler: those that a pair shares once."""
+        if self._batches.shares_prompts:
+            return int(lengths_once(documents).sum())
+        return sum(len(document.input_ids) for document in documents)
 
     def _weights(self, sizes: Sequence[int]) -> Tensor:
         count = torch.tensor(sizes)[:, None]
@@ -138,16 +190,52 @@ class AnswerScorer:
         # A weight of 0 is a token that is scored all the same: the sums without weights count it.
         return torch.where(column < count, weights.clamp(min=torch.finfo(torch.float32).tiny), 0.0)
 
-    @staticmethod
     def score(
-        model: PreTrainedModel | PeftModel, inputs: dict[str, Tensor], stack: DecoderStack | None = None
+        self,
+        model: PreTrainedModel | PeftModel,
+        inputs: dict[str, Tensor],
+        stack: DecoderStack | None = None,
+        *,
+        aligned: bool = False,
     ) -> ScoredAnswers:
-        """The log-probabilities of a batch's answers under ``model``; no logits are made."""
-        layers = {name: value for name, value in inputs.items() if name not in (LABELS, SCORED, SUPERVISED)}
-        states = hidden_states(model, layers, stack)
-        found, _ = next_token_log_probs(
-            states, head_of(model), inputs[LABELS], temperature=1.0, supervised=inputs[SUPERVISED]
-        )
-        weights = inputs[SCORED]
-        by_answer = torch.zeros_like(weights).masked_scatter(weights > 0, found)
-        return ScoredAnswers(by_answer.sum(1), (by_answer * weights).sum(1))
+        """The log-probabilities of a batch's answers under ``model``; no logits are made. Of rows that ranks share all
+        of these have those of whole answers. ``aligned`` takes one product of the head more.
+        """
+        layers = {name: value for name, value in inputs.items() if name not in _NOT_OF_LAYERS}
+        weights, sequence = inputs[SCORED], self._sequence
+
+        def log_probs(states: HiddenStates, temperature: float) -> Tensor:
+            """(2 P, longest answer), 0 where nothing is scored here."""
+            if self._batches.shares_prompts:
+                targets = inputs[SUPERVISED], inputs[TARGETS]
+                found = log_probs_at(states, head_of(model), *targets, temperature=temperature)
+            else:
+                found, _ = next_token_log_probs(
+                    states,
+                    head_of(model),
+                    inputs[LABELS if sequence is None else TARGETS],
+                    temperature=temperature,
+                    supervised=inputs[SUPERVISED],
+                    shifted=sequence is not None,
+                )
+            return torch.zeros_like(weights).masked_scatter(inputs.get(HERE, weights > 0), found)
+
+        def sums() -> tuple[Tensor, ...]:
+            states = hidden_states(model, layers, stack, sequence=sequence)
+            by_answer = log_probs(states, 1.0)
+            found = by_answer.sum(1), (by_answer * weights).sum(1)
+            if not aligned:
+                return found
+            # With L_T = log sum_v exp(z_v / T): log p_y - log sum_v p_v^2 is (2 z_y - L_{1/2}) - (z_y - L_1).
+            with torch.no_grad():
+                return *found, (log_probs(states, 0.5) - by_answer).sum(1)
+
+        found = within_root(model, sums)
+        if sequence is not None:
+            found = tuple(sequence.summed(torch.stack(found)))
+        means = found[2].detach() / (weights > 0).sum(1) if aligned else None
+        return ScoredAnswers(found[0], found[1], means)
+
+
+def _paired(documents: Sequence[TokenizedRow]) -> list[Pair]:
+    return list(zip(documents[0::2], documents[1::2], strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -15,19 +16,32 @@ def understand(row: Row) -> Example:
     """``{"prompt": ..., "chosen": ..., "rejected": ...}``: strings, or lists of messages. Without a prompt, or where it
     stands in both answers as well, the messages that both begin with are the prompt.
 
-    The example is the chosen answer's; ``others`` holds the rejected one's. Raises Misfit for answers that are empty
-    or equal, and for two conversations that have no message in common.
+    The example is the chosen answer's, with the row's `margin`; ``others`` holds the rejected one's. Raises Misfit for
+    answers that are empty or equal, and for two conversations that have no message in common.
     """
     chosen, rejected = _listed(row.fields["chosen"]), _listed(row.fields["rejected"])
     if _is_text(chosen) != _is_text(rejected):
         raise Misfit("chosen and rejected must both be strings, or both lists of messages")
     first, second = _texts(row, chosen, rejected) if _is_text(chosen) else _chats(row, chosen, rejected)
-    return replace(first, others=(second,))
+    return replace(first, others=(second,), value=_margin(row.fields.get("margin")))
 
 
-def _listed(answer: Any) -> Any:
-    """A message alone, as some datasets hold answers, as a list of it."""
-    return [answer] if isinstance(answer, dict) else answer
+def _margin(given: Any) -> float:
+    """By how much the chosen answer is the better one; 0 where the row does not say."""
+    if given is None or given == "":
+        return 0.0
+    try:
+        margin = float(given)
+    except (TypeError, ValueError):
+        margin = math.nan
+    if isinstance(given, bool) or not math.isfinite(margin):
+        raise Misfit("margin must be a finite number")
+    return margin
+
+
+def _listed(turns: Any) -> Any:
+    """A message alone, as some datasets hold prompts and answers, as a list of it."""
+    return [turns] if isinstance(turns, dict) and turns else turns
 
 
 def _is_text(value: Any) -> bool:
@@ -35,7 +49,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _texts(row: Row, chosen: Any, rejected: Any) -> tuple[Example, Example]:
-    prompt = row.fields.get("prompt")
+    prompt = _listed(row.fields.get("prompt"))
     answers = text_of(chosen, "chosen"), text_of(rejected, "rejected")
     if prompt is None:
         raise Misfit("a row of strings needs `prompt` beside `chosen` and `rejected`; messages may do without")
@@ -52,7 +66,7 @@ def _texts(row: Row, chosen: Any, rejected: Any) -> tuple[Example, Example]:
 
 
 def _chats(row: Row, chosen: Any, rejected: Any) -> tuple[Example, Example]:
-    given = row.fields.get("prompt")
+    given = _listed(row.fields.get("prompt"))
     stated = list_of(given) if given and not _is_text(given) else []
     turns = list_of(chosen), list_of(rejected)
     if stated and any(messages_of(answer)[: len(stated)] != messages_of(stated) for answer in turns):

@@ -1,1 +1,1 @@
-"""How much memory a run needs, which checkpointing policy fits, and what helps where none does."""
+"""Estimates the memory of a run, the checkpointing policy that fits, and the changes that help if none does."""

@@ -45,7 +45,7 @@ from ftcli.plan.memory.checkpointing import LayerBytes
 
 @dataclass(frozen=True, slots=True)
 class ActivationSettings:
-    """What the terms depend on besides the model's shape.
+    """Arguments of the terms besides the model's shape.
 
     Attributes:
         bytes_residual, bytes_compute: p and c of the legend.
@@ -81,7 +81,7 @@ Term = Callable[[ModelShape, ActivationSettings], float]
 
 @dataclass(frozen=True, slots=True)
 class LayerMemory:
-    """What one decoder layer holds, depending on the code that computes it. Each term answers in bytes per token.
+    """Bytes that one decoder layer holds, by the code that computes it. Each term answers in bytes per token.
 
     Attributes:
         kept: What the layer keeps for backward, by part.
@@ -151,8 +151,8 @@ def _linear_inputs(shape: ModelShape, setting: ActivationSettings) -> float:
 
 
 def _normed_inputs(shape: ModelShape, setting: ActivationSettings) -> float:
-    """What layers keep that norm and round their input by themselves: a byte an element and two numbers a row each; and
-    what goes in, once where they share it. In plain torch a norm keeps its input in float32 and what it has normalised.
+    """Bytes kept by layers that norm and round their input by themselves: a byte an element and two numbers a row each,
+    and the input once if they share it. In plain torch a norm keeps its input in float32 and the normalised one.
     """
     inputs = _shared_inputs(shape.linears)
     before = {group: setting.bytes_residual if group in SHARED_INPUTS else setting.bytes_compute for group in inputs}
@@ -193,7 +193,7 @@ def _attention_sdpa(shape: ModelShape, setting: ActivationSettings) -> float:
 
 
 def _output_is_counted(shape: ModelShape, setting: ActivationSettings) -> bool:
-    """Whether another term counts SDPA's output: BitNet's norm in float32, or o_proj, which reads it as it is.
+    """True if another term counts SDPA's output: BitNet's norm in float32, or o_proj, which reads it as it is.
 
     o_proj keeps a tensor of its own after PEFT's cast, or none without an adapter; and for Phi-3, whose queries are a
     concatenation: the output takes over their memory layout, which o_proj cannot read.

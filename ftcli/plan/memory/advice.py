@@ -26,7 +26,7 @@ from ftcli.plan.quantization import weight_bytes
 from ftcli.plan.run import RunPlan
 from ftcli.tables import engines, quantizations
 
-#: What a pass costs however few tokens it has, in tokens: launches, weights read and dequantised, half-filled tiles.
+#: What a pass costs however few tokens it has, in tokens: launches, weights read and dequantized, half-filled tiles.
 #: An assumption, not a measurement: half the batch costs 3% at 8192 tokens, 11% at 2048 and 33% at 512.
 _FIXED_TOKENS = 256
 
@@ -73,7 +73,7 @@ class Verdict:
     gpus: int | None = None
 
     def as_dict(self) -> JsonObject:
-        """What JSON says of it; the change's settings as ``--set`` would take them."""
+        """The JSON form; the change's settings as ``--set`` would take them."""
         change = self.change
         said = None if change is None else {"settings": str(change), "total_bytes": change.total_bytes}
         return {**plain_fields(self), "change": said}
@@ -94,7 +94,7 @@ def verdict_on(found: Candidate) -> Verdict:
 
 
 def savings(plan: RunPlan, phases: Collection[Phase] = ()) -> tuple[Saving, ...]:
-    """What each single change to a recipe is predicted to save, cheapest for the user first.
+    """Predicted savings of single changes to a recipe, cheapest for the user first.
 
     Args:
         phases: Those in one of which memory ran out; where the run has none of them, the one that needs most.
@@ -158,7 +158,7 @@ def _with_fewer_evaluated(plan: RunPlan, settings: Settings) -> Candidate | None
 
 
 def _how_many_fit(plan: RunPlan) -> int | None:
-    """Of 2, 4 or 8 GPUs, which spread the weights where the method and the recipe allow it."""
+    """The smallest of 2, 4 and 8 GPUs to fit the run; they shard the weights if the method and the recipe allow it."""
     if not plan.trains or plan.device.kind != "cuda":
         return None
     for count in (2, 4, 8):
@@ -192,22 +192,22 @@ def _changes_that_may_fit(plan: RunPlan) -> Iterator[Settings]:
         yield from ({**lora, **batch} for batch in smaller)
         yield {**lora, **least}
         yield from ({**lora, **least, **length} for length in shorter(plan))
-    quantised = _smallest_base(plan)
-    if quantised:
-        yield quantised
-        yield {**quantised, **least}
-        yield from ({**quantised, **least, **length} for length in shorter(plan))
+    quantized = _smallest_base(plan)
+    if quantized:
+        yield quantized
+        yield {**quantized, **least}
+        yield from ({**quantized, **least, **length} for length in shorter(plan))
 
 
 def _smallest_base(plan: RunPlan) -> Settings:
-    """Adapters on the quantised base that takes least; in float16 where the GPU has no bfloat16. Empty where the base
-    is quantised already.
+    """Adapters on the quantized base that takes least; in float16 where the GPU has no bfloat16. Empty where the base
+    is quantized already.
     """
     now = quantizations.row(plan.recipe.quantization.method)
     if plan.device.kind != "cuda" or now.freezes_base:
         return {}
     sizes = {}
-    for name in quantizations.supported(freezes_base=True):
+    for name in quantizations.names(freezes_base=True):
         section = plan.recipe.quantization.model_copy(update={"method": name})
         sizes[name] = weight_bytes(section, plan.shape, plan.dtypes.parameter_bytes)
     settings: dict[str, object] = {"quantization.method": min(sizes, key=lambda name: sizes[name])}

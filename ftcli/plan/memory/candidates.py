@@ -38,7 +38,7 @@ class Candidate:
 
     @property
     def level(self) -> Level:
-        """Whether its peak fits the device's memory."""
+        """The level of its peak against the device's memory."""
         return level_of(self.estimate.total_bytes, self.plan.device)
 
 
@@ -60,7 +60,7 @@ def level_of(needed: int, device: DeviceFacts) -> Level:
 
 
 def host_has_room(estimate: MemoryEstimate, device: DeviceFacts) -> bool | None:
-    """Whether the host has what the run pins; None where it pins nothing, and where the host is not known."""
+    """True if the host has room for the run's pinned memory; None if it pins nothing, or the host is not known."""
     if not estimate.pinned_host_bytes or device.host_free_bytes is None:
         return None
     return estimate.pinned_host_bytes <= pinnable_bytes(device.host_free_bytes)
@@ -93,7 +93,7 @@ def policies_by_speed(plan: RunPlan) -> tuple[PolicyName, ...]:
 
 
 def runs_as_graphs(plan: RunPlan) -> bool:
-    """Whether a run is bound by the host, and runs as CUDA graphs under a policy that allows it."""
+    """True if a run is bound by the host, and runs as CUDA graphs under a policy that allows it."""
     return plan.trains and plan.under(False).wholly_graphed
 
 
@@ -137,7 +137,7 @@ def smaller_batches(plan: RunPlan) -> Iterator[Settings]:
 
 
 def _divisors_below(number: int) -> list[int]:
-    """What divides ``number``, the largest first, without itself; of very many those at most half of the last one.
+    """Divisors of ``number`` below it, the largest first; of very many those at most half of the last one.
 
     A recipe may ask for a batch of a billion rows.
     """

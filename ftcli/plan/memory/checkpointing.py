@@ -1,4 +1,4 @@
-"""What one decoder layer holds under each checkpointing policy, in bytes per token.
+"""Bytes per token that one decoder layer holds under each checkpointing policy.
 
 One function for each row of :mod:`ftcli.tables.policies`. Layers on the kernels can be run again by halves (attention,
 MLP); other layers are run again whole, or not at all.
@@ -14,8 +14,8 @@ Offloaded = Literal["halves", "layers"]
 
 
 def fetched_ahead(sent: int) -> int:
-    """How many tensors are fetched from the host before they are needed, where each layer sends so many at most: those
-    that one half is run again from while the other computes.
+    """Number of tensors fetched from the host before they are needed, if each layer sends so many at most: those that
+    one half is run again from while the other computes.
     """
     return max(2, sent) - 1
 
@@ -44,7 +44,7 @@ class LayerBytes:
 
 @dataclass(frozen=True, slots=True)
 class HeldBytes:
-    """What layers hold, in bytes per token.
+    """Bytes per token that layers hold.
 
     Attributes:
         kept: By each layer, on the device.

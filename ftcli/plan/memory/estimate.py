@@ -1,4 +1,4 @@
-"""How many bytes a run needs: the terms of :mod:`~.terms`, added up by phase. Pure arithmetic.
+"""Adds up the memory of a run: the terms of :mod:`~.terms`, by phase. Pure arithmetic.
 
 ``kernels/bench/memory.py`` compares the estimate with what a GPU needs for whole models and for every shipped recipe;
 the results are in docs/performance.md. tests/gpu/test_memory_estimate.py compares single phases with fewer layers.
@@ -47,7 +47,7 @@ class MemoryEstimate:
         offloaded: What of the layers is pinned there; None where nothing is.
         paged_bytes: Optimizer state that lies on the GPU while it has room and on the host else, which is part of no
             term either.
-        dequantized_layers: Decoder layers that keep their quantised weights dequantised.
+        dequantized_layers: Decoder layers that keep their quantized weights dequantized.
         graph_pool_bytes: What of the terms lies in the pool of the CUDA graphs; 0 without graphs.
         generator: How long what completes a method's prompts is held.
     """
@@ -85,7 +85,7 @@ class MemoryEstimate:
         return self.total_bytes - self.parts["runtime"] - self.parts.get("NCCL", 0)
 
     def as_dict(self) -> JsonObject:
-        """What JSON says of it; all sizes in bytes."""
+        """The JSON form; all sizes in bytes."""
         return {
             "total_bytes": self.total_bytes,
             "allocated_bytes": self.allocated_bytes,
@@ -103,7 +103,7 @@ def estimate_memory(plan: RunPlan) -> MemoryEstimate | None:
     """The estimate of one setup; None for a model family whose sizes are not known.
 
     What depends on how much memory there is is settled first: what ``offload`` sends to the host, how many layers
-    ``quantization.keep_dequantized: auto`` dequantises for good, and whether what generates is kept.
+    ``quantization.keep_dequantized: auto`` dequantizes for good, and whether what generates is kept.
 
     Raises:
         ValueError: Training under ``gradient_checkpointing: auto``; :mod:`~.policy` must choose a policy before.
@@ -127,7 +127,7 @@ def _dequantized_layers(plan: RunPlan) -> int:
 
 
 def _with_generator(plan: RunPlan, settled: MemoryDecisions) -> MemoryEstimate:
-    """With what generates kept from step to step, and weights merged for it, where that leaves memory free.
+    """Adds the generation engine and its merged weights, kept between steps if they fit in free memory.
 
     On a CPU it is always kept, and nothing is merged.
     """
@@ -150,8 +150,8 @@ def _with_generator(plan: RunPlan, settled: MemoryDecisions) -> MemoryEstimate:
 
 
 def offloaded_of(plan: RunPlan) -> Offloaded:
-    """What ``offload`` sends to the host: the tensors that halves of layers are run again from, or only the layers'
-    inputs where the host has no room for those.
+    """The tensors that ``offload`` sends to the host: those that halves of layers are run again from, or only the
+    layers' inputs if the host has no room for them.
     """
     free = plan.device.host_free_bytes
     has_room = free is None or pinned_by(plan, "halves") <= pinnable_bytes(free)

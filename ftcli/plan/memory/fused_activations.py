@@ -82,7 +82,7 @@ def fused_layers(*, capped_without_kernel: bool, reference: bool, attention_by_k
 
 
 def _head_norms(shape: ModelShape, setting: ActivationSettings, *, reference: bool) -> float:
-    """What the norms of queries and keys keep beside their outputs."""
+    """Bytes that the norms of queries and keys keep beside their outputs."""
     c, width = setting.bytes_compute, shape.q_width + shape.kv_width
     kept = 4.0 * (shape.num_heads + shape.num_kv_heads)
     if reference and c != 4:

@@ -1,4 +1,4 @@
-"""What generates completions needs: the engine's cache and passes, or those of transformers where it generates."""
+"""Memory of generation: the engine's cache and passes, or those of transformers if that generates."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class GenerationBytes:
 
 
 def generation(plan: RunPlan, batch: Generation) -> GenerationBytes:
-    """What generates ``batch.rows`` sequences, without the one matrix that a product of quantised weights needs."""
+    """Bytes to generate ``batch.rows`` sequences, without the one matrix that a product of quantized weights needs."""
     known = family_of(plan.facts.text_type) is not None
     gpu, head_dim = plan.device.gpu, plan.shape.head_dim
     refusal = why_no_engine(plan.facts.language, known) or why_no_decode_attention(gpu, plan.dtypes.compute, head_dim)
@@ -102,6 +102,6 @@ def made_once(plan: RunPlan, rows: int, seq_len: int, *, padded: bool) -> int:
 
 
 def masks(plan: RunPlan, rows: int, tokens: int, *, padded: bool) -> int:
-    """What attention of a call over whole rows reads its mask from."""
+    """Bytes of the mask that attention of a call over whole rows reads."""
     element, window = plan.dtypes.parameter_bytes, plan.facts.sliding_window
     return mask_bytes(plan.execution, rows, tokens, tokens, window, element, padded=padded)

@@ -56,7 +56,7 @@ class HostEstimate:
         return self.phase_bytes(self.peak)
 
     def as_dict(self) -> JsonObject:
-        """What JSON says of it; all sizes in bytes."""
+        """The JSON form; all sizes in bytes."""
         return {
             "processes": self.processes,
             "total_bytes": self.total_bytes,
@@ -71,7 +71,7 @@ def host_estimate(plan: RunPlan, memory: MemoryEstimate, processes: int) -> Host
 
     On a CPU a rank's device memory is the host's.
     """
-    saved = {"checkpoint put together": _saved(plan)}
+    saved = {"gathered checkpoint": _saved(plan)}
     if plan.device.kind == "cpu":
         held = memory.phase_bytes(STEP) - memory.parts.get("gradients", 0)  # these are gone after the step
         parts = {
@@ -109,13 +109,13 @@ def _loaded(plan: RunPlan) -> int:
 
 
 def _saved(plan: RunPlan) -> int:
-    """What rank 0 holds on the host while it writes: weights as they are and as bytes for the file, the former on the
-    GPU where each has all of them; then the optimizer's state where that is put together of all ranks' parts.
+    """Bytes that rank 0 holds on the host while it writes: weights as they are (on the GPU if each has all of them) and
+    as bytes for the file; then the optimizer's state if it is gathered of all ranks.
     """
     if not plan.trains:
         return 0
-    trained, spread = plan.trained, shards_trained(plan)
+    trained, sharded = plan.trained, shards_trained(plan)
     whole = plan.recipe.lora is None
     weights = plan.dtypes.trained_bytes * (plan.shape.parameters if whole else trained.elements)
     state = optimizer_state(plan.recipe.train.optim, trained).total
-    return max(2 * weights, state) if spread else weights
+    return max(2 * weights, state) if sharded else weights

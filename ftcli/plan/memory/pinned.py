@@ -19,5 +19,5 @@ def pinned_whole(tensor_bytes: int) -> int:
 
 
 def pinnable_bytes(host_free_bytes: int) -> int:
-    """How much of the host's free memory a run may pin."""
+    """The part of the host's free memory that a run may pin."""
     return int(_PINNABLE * host_free_bytes)

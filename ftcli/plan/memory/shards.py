@@ -1,4 +1,4 @@
-"""What a rank needs where weights are spread over all ranks (``launch.engine: fsdp``).
+"""Memory of a rank whose weights are sharded over all ranks (``launch.engine: fsdp``).
 
 Each holds its part. While a layer computes, its weights are there whole, the next layer's are being gathered, and what
 came from the other ranks lies in a buffer; embedding and head are whole until the last layer's backward is over. Where
@@ -41,7 +41,7 @@ def gathered_bytes(plan: RunPlan, dequantized_layers: int) -> int:
 
 
 def shards_trained(plan: RunPlan) -> bool:
-    """Whether what is spread is trained."""
+    """True if the sharded weights are trained."""
     return plan.shard_size > 1 and plan.recipe.lora is None
 
 
@@ -52,7 +52,7 @@ def reduced_bytes(plan: RunPlan) -> int:
 
 
 def last_bytes(plan: RunPlan, workspace: int) -> int:
-    """What is there at the end of a backward pass beside the ranks' own parts, the gradients included.
+    """Bytes at the end of a backward pass beside the ranks' own parts, the gradients included.
 
     Either the first layer's backward with its ``workspace``, while embedding and head are whole, the head has its
     gradient, and those of the layer are added up; or gradients of embedding and head being added up, of which the whole

@@ -52,9 +52,9 @@ EXPORT: Final = "export"
 #: What connections between GPUs take, outside of torch's allocator: 770 MiB between two H200 (NCCL of torch 2.11).
 _NCCL_BYTES = 800 * 2**20
 #: What CUDA graphs hold beside the piece that is taken for their layers: of streams of their own, in small pieces. 0.2
-#: to 0.4 GiB on an H200, in four runs without quantised weights (docs/performance.md).
+#: to 0.4 GiB on an H200, in four runs without quantized weights (docs/performance.md).
 _GRAPH_STREAMS_BYTES = 250 * 2**20
-#: Share of the activations by which the graphs' pool grows where dequantised weights come and go between tensors that
+#: Share of the activations by which the graphs' pool grows where dequantized weights come and go between tensors that
 #: stay: the gaps are filled with smaller ones. Best fit in one piece, in a layer's order, leaves 4 to 8% (Gemma-2-9B,
 #: Llama-3.1-8B and Qwen3-8B, 1024 to 4096 tokens) and nothing where the weights lie there.
 _GRAPH_GAPS = 0.07
@@ -73,11 +73,11 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class MemoryDecisions:
-    """What a recipe leaves open and the memory decides.
+    """Settings that a recipe leaves open and the memory decides.
 
     Attributes:
         offloaded: What ``offload`` sends to the host.
-        dequantized_layers: How many layers keep their quantised weights dequantised.
+        dequantized_layers: How many layers keep their quantized weights dequantized.
         generator: How long what completes a method's prompts is held.
     """
 
@@ -101,12 +101,12 @@ def phases_of(plan: RunPlan) -> tuple[Phase, ...]:
 def terms(plan: RunPlan, settled: MemoryDecisions) -> Iterator[Term]:
     """Every term of a run, in reading order."""
     always = phases_of(plan)
-    spread, weights = plan.shard_size > 1, _weights(plan, settled)
-    yield Term("weights", shard_bytes(plan, weights) if spread else weights, always, lasting=True)
-    if spread:
+    sharded, weights = plan.shard_size > 1, _weights(plan, settled)
+    yield Term("weights", shard_bytes(plan, weights) if sharded else weights, always, lasting=True)
+    if sharded:
         without = (END, STEP) if shards_trained(plan) else (STEP,)  # counted with what is added up last
         whole = tuple(phase for phase in always if phase not in without)
-        yield Term("weights put together", gathered_bytes(plan, settled.dequantized_layers), whole)
+        yield Term("gathered weights", gathered_bytes(plan, settled.dequantized_layers), whole)
         if shards_trained(plan):
             yield Term("gradients added up", reduced_bytes(plan), (BACKWARD,))
     if plan.recipe.lora is not None:
@@ -132,7 +132,7 @@ def terms(plan: RunPlan, settled: MemoryDecisions) -> Iterator[Term]:
 
 
 def _what_training_holds(plan: RunPlan, always: tuple[Phase, ...]) -> Iterator[Term]:
-    """What outlives a micro-batch: copies in the compute dtype, gradients, optimizer state, a reference model.
+    """Terms that outlive a micro-batch: copies in the compute dtype, gradients, optimizer state, a reference model.
 
     Gradients are there from the end of a backward pass to the optimizer's step; where micro-batches are accumulated, in
     the other phases of training too. Autocast casts each trained matrix once in a forward pass and holds the copies
@@ -152,7 +152,7 @@ def _what_training_holds(plan: RunPlan, always: tuple[Phase, ...]) -> Iterator[T
         yield Term("autocast copies", _autocast_copies(plan), phases, lasting=True)
     accumulates = recipe.train.gradient_accumulation_steps > 1
     gradients = plan.dtypes.gradient_bytes * trained.elements
-    share = plan.shard_size if recipe.lora is None else 1  # adapters are not spread
+    share = plan.shard_size if recipe.lora is None else 1  # adapters are not sharded
     gradients //= share
     if plan.graphed:
         yield Term("gradients", gradients * (2 if accumulates else 1), always, lasting=True)
@@ -209,6 +209,8 @@ def _what_a_step_allocates(plan: RunPlan, settled: MemoryDecisions) -> Iterator[
         yield Term("optimizer workspace", optimizer_workspace(optim, plan.trained, cuda=cuda), (STEP,))
     if plan.head_is_trained:
         element = _table_gradient_bytes(plan) if plan.shard_size == 1 else plan.dtypes.compute_bytes
+        if plan.shard_size > 1 and loss_of_method is not None:
+            element += 4  # log-probabilities sum it in float32 first
         yield Term("head gradient", element * plan.shape.hidden_size * plan.shape.vocab_size, (BACKWARD,))
     if _copies_run_again(plan):
         again = plan.dtypes.compute_bytes * _cast_elements(plan) * _at_once(plan) // plan.shape.num_layers
@@ -218,7 +220,7 @@ def _what_a_step_allocates(plan: RunPlan, settled: MemoryDecisions) -> Iterator[
 
 
 def graph_pool(plan: RunPlan, settled: MemoryDecisions) -> int:
-    """What CUDA graphs of up to ``graph_tokens`` tokens allocate, in a pool that they share; 0 without graphs."""
+    """Bytes that CUDA graphs of up to ``graph_tokens`` tokens allocate, in a pool that they share; 0 without graphs."""
     if not plan.graphed:
         return 0
     setting = plan.setting(plan.largest[1], padded=_masked_densely(plan))
@@ -228,17 +230,15 @@ def graph_pool(plan: RunPlan, settled: MemoryDecisions) -> int:
 
 
 def _graph_gaps(plan: RunPlan, activations: int, dense: int) -> int:
-    """What CUDA graphs hold beyond what their layers allocate at once: on other streams; and in their pool, where
-    weights are dequantised, a matrix of them at least.
+    """Bytes that CUDA graphs hold beyond their layers' allocations: on other streams; and in their pool, if weights are
+    dequantized, a matrix of them at least.
     """
     gaps = max(dense, int(_GRAPH_GAPS * activations * plan.graph_tokens / plan.tokens)) if dense else 0
     return gaps + _GRAPH_STREAMS_BYTES
 
 
 def held_by_layers(plan: RunPlan, setting: ActivationSettings, offloaded: Offloaded) -> tuple[HeldBytes, HeldBytes]:
-    """What a layer under the run's policy holds, and what a layer that is left out of the policy holds; the second
-    twice where all are left out.
-    """
+    """(bytes held by a checkpointed layer, by an uncheckpointed one); the second twice if no layer is checkpointed."""
     layer = plan.layers.layer(plan.shape, setting)
 
     def held(by: Policy) -> HeldBytes:
@@ -280,7 +280,7 @@ def _exported(plan: RunPlan) -> int:
 
 
 def _dequantized(plan: RunPlan, settled: MemoryDecisions) -> int:
-    """The one matrix that a product of quantised weights needs in the compute dtype."""
+    """The one matrix that a product of quantized weights needs in the compute dtype."""
     if settled.dequantized_layers == plan.shape.num_layers:
         return 0
     quantization, on_kernels = plan.recipe.quantization, plan.execution.on_kernels
@@ -288,7 +288,7 @@ def _dequantized(plan: RunPlan, settled: MemoryDecisions) -> int:
 
 
 def _weight_norms(plan: RunPlan) -> int:
-    """What PEFT's DoRA makes of one linear layer to know the lengths of its rows.
+    """Bytes that PEFT's DoRA makes of one linear layer to know the lengths of its rows.
 
     A matrix of ones on the diagonal (in, in), which goes through the adapter: B A (out, in) in float32, and three of
     that size in the compute dtype: its cast, its product with the scale, and the sum with the base weight.
@@ -305,8 +305,8 @@ def _cublas(plan: RunPlan) -> int:
 
 
 def _graph_buffers(plan: RunPlan) -> int:
-    """What goes in and out of CUDA graphs: hidden states and their gradients. And the gradients of the trained weights
-    as autograd makes them: what has crossed streams is not used again within a graph.
+    """Bytes of the buffers in and out of CUDA graphs: hidden states and their gradients. Besides, the gradients of the
+    trained weights as autograd makes them: memory that has crossed streams is not used again within a graph.
     """
     passed = 4 if plan.policy.by_transformers else 3  # its layers' inputs need gradients, the first one's too
     states = plan.graph_tokens * plan.shape.hidden_size * plan.dtypes.parameter_bytes * passed
@@ -314,7 +314,7 @@ def _graph_buffers(plan: RunPlan) -> int:
 
 
 def _copies_run_again(plan: RunPlan) -> bool:
-    """Whether transformers' layers run again under autocast, which casts their weights again."""
+    """True if transformers' layers run again under autocast, which casts their weights again."""
     runs_again = plan.policy.recomputes != "nothing" and not plan.execution.on_kernels
     return plan.dtypes.autocast and runs_again
 
@@ -323,7 +323,7 @@ def _cast_elements(plan: RunPlan) -> int:
     if plan.rounds != "no":
         return 0  # products take what the masters are rounded to
     if plan.recipe.lora is None:
-        # Spread weights are cast where they are put together.
+        # Sharded weights are cast where they are gathered.
         cast = plan.dtypes.parameter != plan.dtypes.compute and plan.shard_size == 1
         return plan.shape.linear_parameters if cast else 0
     return plan.trained.by_autocast
@@ -365,13 +365,13 @@ def _hidden_states(plan: RunPlan, tokens: int, setting: ActivationSettings) -> i
 
 
 def _masked_densely(plan: RunPlan) -> bool:
-    """Whether documents of one row are kept apart by a mask over all pairs of its tokens."""
+    """True if documents of one row are kept apart by a mask over all pairs of its tokens."""
     documents = plan.recipe.data.packing or plan.execution.batches.layout == "unpadded"
     return documents and plan.execution.masked != "triton"
 
 
 def _shared(plan: RunPlan) -> int:
-    """What training makes once for all layers."""
+    """Bytes that training makes once for all layers."""
     return made_once(plan, *plan.largest, padded=_masked_densely(plan))
 
 

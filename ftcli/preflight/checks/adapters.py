@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ftcli.facts.adapters import at_end, before_index
 from ftcli.preflight.checks.context import Context, Findings
-from ftcli.preflight.checks.expressions import regex_findings
+from ftcli.preflight.checks.judging import regex_findings
 from ftcli.tables import quantizations
 
 
@@ -38,12 +38,12 @@ def check(context: Context) -> Findings:
 
 
 def _kinds(context: Context) -> Findings:
-    """What DoRA and the beginnings that take over a part of the base weights do not go with."""
+    """Yields conflicts of DoRA, and of initial values that take over a part of the base weights."""
     recipe, lora = context.recipe, context.recipe.lora
     assert lora is not None
     method = recipe.quantization.method
     packed = quantizations.row(method).freezes_base
-    others = " | ".join(quantizations.supported(freezes_base=False))
+    others = " | ".join(quantizations.names(freezes_base=False))
     if lora.use_dora and packed:
         yield context.error(
             "FT274",

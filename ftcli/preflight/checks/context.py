@@ -1,4 +1,4 @@
-"""What every rule is given, and what it answers: a recipe with the origins of its values, and findings about it."""
+"""The argument of every rule, a recipe with the origins of its values, and the findings that it answers with."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from ftcli.plan.execution import Work
 from ftcli.tables import methods
 from ftcli.tables.methods import Method
 
-#: ``eval``, ``chat``, ``sample``, ``export``, ``check``, ``bench``, ``bench --eval``, or a command of
-#: :mod:`ftcli.tables.methods`.
+#: ``eval``, ``chat``, ``export``, ``check``, ``bench``, ``bench --eval``, or a command of :mod:`ftcli.tables.methods`.
 Command = str
 Findings = Iterator[Finding]
 
@@ -31,54 +30,54 @@ class Context:
 
     @property
     def work(self) -> Work:
-        """What the command does with the model; ``check`` is about training."""
+        """The command's work with the model; ``check`` is about training."""
         if self.command == "export":
             return "export"
         return "eval" if self.command in ("eval", "chat", "sample", "bench --eval") else "train"
 
     @property
     def method(self) -> Method:
-        """How the recipe trains."""
+        """The recipe's training method."""
         return methods.method_of(self.recipe, self.command)
 
     @property
     def trains(self) -> bool:
-        """Whether the recipe's own rows are trained on."""
+        """True if the recipe's own rows are trained on."""
         return self.command in (*methods.commands(), "check")
 
     @property
     def from_prompts(self) -> bool:
-        """Whether the rows of `data.train` are prompts that the model answers."""
+        """True if the rows of `data.train` are prompts that the model answers."""
         return self.command == "sample" or (self.work == "train" and self.method.from_prompts)
 
     @property
     def asks_method(self) -> bool:
-        """Whether rules of the training method hold: for its rows, or for the judges of what it samples."""
+        """True if rules of the training method hold: for its rows, or for the judges of what is sampled."""
         return self.work == "train" or self.command == "sample"
 
     @property
     def scores_tasks(self) -> bool:
-        """Whether `eval.tasks` are scored, or looked at for a command that scores them."""
+        """True if `eval.tasks` are scored, or looked at for a command that scores them."""
         return self.command in ("eval", "check", "sample") or (self.trains and self.method.scores_tasks)
 
     @property
     def reads_data(self) -> bool:
-        """Whether rows are read at all."""
+        """True if rows are read at all."""
         return self.command not in ("chat", "export") and not self.benches
 
     @property
     def benches(self) -> bool:
-        """Whether the command is a benchmark, which takes random weights and tokens."""
+        """True if the command is a benchmark, which takes random weights and tokens."""
         return self.command in ("bench", "bench --eval")
 
     @property
     def is_trial(self) -> bool:
-        """Whether ``train.max_steps`` comes from the command line."""
+        """True if ``train.max_steps`` comes from the command line."""
         origin = self.origins.at("train.max_steps")
         return origin is not None and origin.source.startswith("--")
 
     def says(self, path: str) -> bool:
-        """Whether the recipe or an override sets this value, and not to its default.
+        """True if the recipe or an override sets this value, and not to its default.
 
         A run's own recipe.yaml writes out every default, which says nothing about what its author wanted.
         """

@@ -8,7 +8,7 @@ from ftcli.preflight.checks.context import Context, Findings
 from ftcli.preflight.checks.judging import judge_findings
 from ftcli.preflight.checks.support import Installed, is_installed
 from ftcli.preflight.checks.user_functions import function_findings
-from ftcli.tables import exports, layouts, policies, quantizations
+from ftcli.tables import exports, layouts, methods, policies, quantizations
 
 
 def check(context: Context, installed: Installed = is_installed) -> Findings:
@@ -64,6 +64,16 @@ def _needs_evaluation(context: Context) -> Findings:
         if wanted and context.trains and recipe.eval.every_steps is None:
             message = f"{path} needs evaluations during training, and eval.every_steps is not set"
             yield context.error("FT255", path, message, help=f"set eval.every_steps, or remove {path}")
+    metric, path = recipe.train.metric_for_best_model, "train.metric_for_best_model"
+    if metric is None or not context.trains:
+        return
+    known = methods.measures(context.method, recipe)
+    if not any(wanted for _, wanted in asked):
+        message = f"{path} is read by early stopping and checkpoint.keep_best, and the recipe asks for neither"
+        yield context.error("FT255", path, message, help=f"set checkpoint.keep_best: true, or remove {path}")
+    elif metric not in known:
+        message = f"{path} {metric} is not measured while {context.method.title} trains"
+        yield context.error("FT255", path, message, help=f"use one of {', '.join(known)}")
 
 
 def _lengths(context: Context) -> Findings:

@@ -79,7 +79,7 @@ def check(context: Context, facts: ModelFacts, *, offline: bool) -> DataReport:
 
 
 def _unread(source: DatasetConfig, *, offline: bool) -> str | None:
-    """Why a source is not looked at, or None."""
+    """The reason why a source is not looked at, or None."""
     if is_hub(source):
         return "no network may be used" if offline else None
     try:
@@ -94,7 +94,7 @@ def _unread(source: DatasetConfig, *, offline: bool) -> str | None:
 
 
 def _is_large_document(file: DataFile) -> bool:
-    """Whether the file has to be read as a whole, and is too large for a look at its first rows."""
+    """True if the file has to be read as a whole, and is too large for a look at its first rows."""
     if file.compressed and file.kind in (".json", ".parquet", ".arrow"):
         return unpacks_beyond(file, MAX_DOCUMENT)
     return file.kind == ".json" and file.path.stat().st_size > MAX_DOCUMENT
@@ -165,7 +165,7 @@ def _unread_columns(
 
 
 def _judges_of(context: Context, path: str) -> Sequence[JudgeConfig]:
-    """Who judges what the model answers to the rows of a source."""
+    """Judges of the model's answers to the rows of a source."""
     recipe = context.recipe
     if path.startswith("eval.tasks."):
         return (recipe.eval.tasks[int(path.split(".")[2])],)
@@ -187,7 +187,7 @@ def _first(items: Iterator[Row | Finding]) -> Iterator[Row | Finding]:
 
 
 def _understood(context: Context, path: str, rows: list[Row]) -> tuple[FirstRows, list[Finding]]:
-    """What ``rows`` come to, and why some of them do not fit."""
+    """Converts ``rows`` to examples, with findings about those that do not fit."""
     asks = context.from_prompts or path.startswith("eval.tasks.")  # prompts; the answer is the model's
     requested = context.recipe.data.format
     layout = None if asks and is_bare(rows[0], requested) else layout_of(rows[0], requested)
@@ -203,14 +203,14 @@ def _understood(context: Context, path: str, rows: list[Row]) -> tuple[FirstRows
 
 
 def _is_chat(row: Row, layout: str | None) -> bool:
-    """Whether a row is rendered by the chat template; bare prompts are. Raises Misfit."""
+    """True if a row is rendered by the chat template; bare prompts are. Raises Misfit."""
     if layout is None:
         return bool(as_chat(row.fields.get("prompt")))
     return understand(row, layout).messages is not None
 
 
 def _meaning(context: Context, facts: ModelFacts, first: FirstRows) -> Findings:
-    """Whether the rows hold what they are used for."""
+    """Checks that the rows hold what they are used for."""
     origin, loss_on = first.rows[0].origin, context.recipe.data.loss_on
     layout = layouts.row(first.layout) if first.layout is not None else None
     if context.from_prompts:

@@ -8,7 +8,7 @@ from ftcli.facts.device import BFLOAT16_CAPABILITY, DeviceFacts
 from ftcli.plan.execution import Execution, why_no_kernels
 from ftcli.plan.precision import DtypePlan
 from ftcli.plan.quantization import why_dequantized
-from ftcli.plan.sharding import is_sharded, why_not_sharded
+from ftcli.plan.sharding import why_not_sharded
 from ftcli.preflight.checks.context import Context, Findings, NotMade
 from ftcli.tables import code_of, engines, optimizers, quantizations
 from ftcli.units import gib
@@ -18,7 +18,7 @@ _BUSY_SHARE = 0.9
 
 def check(context: Context, device: DeviceFacts, dtypes: DtypePlan) -> Findings:
     """FT275 parameters in bfloat16, FT501 dtype, FT504 memory in use by others, FT505 bfloat16 on a CPU, FT508
-    quantised products, FT509 paged optimizers.
+    quantized products, FT509 paged optimizers.
     """
     if dtypes.compute == "bfloat16" and not device.has_bfloat16:
         needed, found = capability_text(BFLOAT16_CAPABILITY), capability_text(device.capability or (0, 0))
@@ -73,10 +73,10 @@ def check_layers(context: Context, device: DeviceFacts, execution: Execution) ->
     )
 
 
-def check_spread(context: Context, execution: Execution) -> Findings:
-    """FT518: what does not go with weights that are spread over GPUs."""
+def check_sharded(context: Context, execution: Execution) -> Findings:
+    """FT518: what does not go with weights that are sharded over GPUs."""
     reason = why_not_sharded(context.recipe, execution)
-    if context.work != "train" or not is_sharded(context.recipe) or reason is None:
+    if context.work != "train" or not context.recipe.launch.is_sharded or reason is None:
         return
     key, _, said = reason.partition(": ")
     yield context.error(
@@ -90,7 +90,7 @@ def check_spread(context: Context, execution: Execution) -> Findings:
 def _stored_products(context: Context, device: DeviceFacts, dtypes: DtypePlan) -> Findings:
     """Refuses a GPU that cannot multiply the weights as they are stored, which is what the method is for.
 
-    On a CPU, and in another compute dtype, the weights are dequantised for each product: correct, but slow.
+    On a CPU, and in another compute dtype, the weights are dequantized for each product: correct, but slow.
     """
     path, quantization = "quantization.method", context.recipe.quantization
     products = quantizations.row(quantization.method).products
@@ -101,19 +101,19 @@ def _stored_products(context: Context, device: DeviceFacts, dtypes: DtypePlan) -
     if device.capability is not None and device.capability < needed:
         found = capability_text(device.capability)
         missing = f"it needs compute capability {capability_text(needed)}, {device.name} has {found}"
-        others = " or ".join(name for name in quantizations.supported() if quantizations.row(name).products is None)
+        others = " or ".join(name for name in quantizations.names() if quantizations.row(name).products is None)
         yield context.error("FT508", path, f"{path} {quantization.method}: {missing}", help=f"use {path}: {others}")
     elif dequantized is not None and not products.exact:
         yield context.warning(
             "FT508",
             path,
-            f"{path} {quantization.method}: {dequantized}; here the weights are dequantised to {dtypes.compute} first",
+            f"{path} {quantization.method}: {dequantized}; here the weights are dequantized to {dtypes.compute} first",
             help="use it here to try a recipe out; training without `quantization` is faster",
         )
 
 
 def not_made(context: Context, device: DeviceFacts) -> list[NotMade]:
-    """What only the machine itself can tell."""
+    """Checks that only the machine itself could make."""
     method = context.recipe.quantization.method
     products = quantizations.row(method).products
     if products is None or products.tried is None or device.probed or device.kind != "cuda":

@@ -13,7 +13,7 @@ from ftcli.facts.adapters import (
     problems,
     targets_of,
 )
-from ftcli.facts.model import ModelFacts, takes_sdpa
+from ftcli.facts.model import ModelFacts, has_classifier, takes_sdpa
 from ftcli.facts.shape import ModelShape
 from ftcli.facts.tokenizer import no_stop_finding
 from ftcli.plan.quantization import stored_method
@@ -27,7 +27,7 @@ TARGETS_CHECK = "lora.target_modules against the model's layers"
 
 
 def check(context: Context, facts: ModelFacts) -> Findings:
-    """FT250, FT271, FT301, FT302, FT310 to FT319, FT322, FT324, FT325, FT339, FT340, FT747, FT756."""
+    """FT250, FT271, FT301, FT302, FT310 to FT319, FT322, FT324, FT325, FT339, FT340, FT351, FT747, FT756."""
     if facts.senses is not None and context.work == "train":
         yield context.note(
             "FT310",
@@ -44,6 +44,8 @@ def check(context: Context, facts: ModelFacts) -> Findings:
     if context.recipe.model.attention == "sdpa" and context.work != "export" and not takes_sdpa(facts.text_type):
         message = f"model.attention: sdpa is not available for {facts.text_type} in transformers"
         yield context.error("FT250", "model.attention", message, help="use model.attention: auto, or eager")
+    if context.method.classifier:
+        yield from _classifier(context, facts)
     yield from _positions(context, facts)
     yield from _stored_quantized(context, facts)
     yield from _random_base(context, facts)
@@ -53,6 +55,32 @@ def check(context: Context, facts: ModelFacts) -> Findings:
         yield from _adapters(context, facts, facts.shape)
     yield from _tokens(context, facts)
     yield from _weights(context, facts)
+
+
+def _classifier(context: Context, facts: ModelFacts) -> Findings:
+    """FT351 for families without a sequence classifier and for questions to a reward model, FT339 for formats that
+    cannot hold one.
+    """
+    if facts.senses is not None or not has_classifier(facts.text_type):
+        yield context.error(
+            "FT351",
+            "model.name_or_path",
+            f"transformers has no sequence classifier of {facts.text_type}, as which a reward model is saved",
+            help="choose another base model for train.method: reward",
+        )
+    if context.command == "chat":
+        yield context.error(
+            "FT351",
+            "train.method",
+            "a reward model scores answers and writes none",
+            help="`ftcli eval` measures it; --base asks the base model under a recipe without train.method: reward",
+        )
+    tell = context.error if context.command == "export" else context.note
+    able = [name for name, row in exports.TABLE.items() if row.scores]
+    for index, name in enumerate(context.recipe.export.formats):
+        if name not in able:
+            path, message = f"export.formats.{index}", f"{name} has no place for a reward model"
+            yield tell("FT339", path, message, help=f"use export.formats: [{', '.join(able)}]")
 
 
 def _stored_quantized(context: Context, facts: ModelFacts) -> Findings:
@@ -155,7 +183,7 @@ def _ternary_types(context: Context, method: str) -> Findings:
 
 
 def _random_base(context: Context, facts: ModelFacts) -> Findings:
-    """What `export` will refuse after training, known before it. Benchmarks are not exported."""
+    """Yields now what `export` would refuse after training. Benchmarks are not exported."""
     recipe = context.recipe
     merged = [name for name in recipe.export.formats if exports.row(name).merges]
     if context.trains and recipe.model.init == "random" and recipe.lora is not None and merged:
@@ -168,7 +196,7 @@ def _random_base(context: Context, facts: ModelFacts) -> Findings:
 
 
 def _llama_cpp(context: Context, facts: ModelFacts) -> Findings:
-    """What `export` will refuse of a family that llama.cpp does not build, or ftcli does not know how."""
+    """Yields what `export` would refuse of a family that llama.cpp does not build, or ftcli does not know how."""
     asked = [name for name in context.recipe.export.formats if exports.row(name).llama_cpp]
     if context.work not in ("train", "export") or not asked:
         return

@@ -1,13 +1,11 @@
-"""Refuses by name what a recipe can say but this version does not support yet: nothing is accepted and then ignored."""
+"""Refuses by name what a recipe can say but no code carries out: nothing is accepted and then ignored."""
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
 
-from ftcli.config.model import LaunchConfig
-from ftcli.config.usable import usable_values
-from ftcli.errors import Finding
+from ftcli.config.model import SUPPORTED_ATTENTION
 from ftcli.preflight.checks.context import Context, Findings, as_in_recipe
 from ftcli.tables import engines, exports, loggers, methods, quantizations
 
@@ -15,13 +13,13 @@ Installed = Callable[[str], bool]
 
 
 def is_installed(package: str) -> bool:
-    """Whether a top-level package can be imported; does not import it. A folder without any code is no package."""
+    """True if a top-level package can be imported; does not import it. A folder without any code is no package."""
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None
 
 
 def check(context: Context, installed: Installed = is_installed) -> Findings:
-    """FT250 for what is not supported yet, FT252 for what never will be, FT253 for packages that are not installed."""
+    """Yields FT250 for what is not supported, FT252 for a repository's code, FT253 for packages that are missing."""
     yield from _values(context)
     yield from _exports(context, installed)
     yield from _code(context)
@@ -31,19 +29,23 @@ def check(context: Context, installed: Installed = is_installed) -> Findings:
 def _values(context: Context) -> Findings:
     recipe = context.recipe
     quantization = quantizations.row(recipe.quantization.method)
-    refused = (
-        ("quantization.method", recipe.quantization.method, usable_values("quantization.method")),
-        ("launch.num_processes", recipe.launch.num_processes, _processes(recipe.launch)),
-        ("launch.engine", recipe.launch.engine, usable_values("launch.engine")),
-        ("model.attention", recipe.model.attention, usable_values("model.attention")),
-    )
-    for path, value, usable in refused:
-        if usable is not None and value not in usable:
-            yield _not_yet(context, path, value, usable)
+    launch, most = recipe.launch, engines.row(recipe.launch.engine).processes
+    if most is not None and launch.num_processes > most:
+        message = f"launch.num_processes: {launch.num_processes} is not supported with launch.engine: {launch.engine}"
+        yield context.error(
+            "FT250",
+            "launch.num_processes",
+            message,
+            f"use {most}, or launch.engine: {' or '.join(engines.of_several())}",
+        )
+    attention = recipe.model.attention
+    if attention not in SUPPORTED_ATTENTION:
+        message = f"model.attention: {attention} is not supported"
+        yield context.error("FT250", "model.attention", message, f"use {', '.join(SUPPORTED_ATTENTION)}")
     if context.work == "train":
         yield from _method(context)
     if quantization.freezes_base and recipe.lora is None:
-        others = " | ".join(quantizations.supported(freezes_base=False))
+        others = " | ".join(quantizations.names(freezes_base=False))
         yield context.error(
             "FT251",
             "quantization.method",
@@ -53,7 +55,7 @@ def _values(context: Context) -> Findings:
 
 
 def _method(context: Context) -> Findings:
-    """What the training method does not work with, and sections of other methods of its command."""
+    """Yields settings that the training method does not support, and sections of other methods of its command."""
     recipe, method = context.recipe, context.method
     for section in methods.sections():
         readers = [m.name for m in methods.TABLE.values() if m.section == section and m.command == method.command]
@@ -71,12 +73,6 @@ def _method(context: Context) -> Findings:
             yield context.error(
                 "FT250", path, f"{path}: {as_in_recipe(value)} is not supported by {method.title}", help
             )
-
-
-def _processes(launch: LaunchConfig) -> tuple[int, ...]:
-    """The numbers of processes that the engine takes; where it takes any number, the recipe's."""
-    most = engines.row(launch.engine).processes
-    return tuple(range(1, most + 1)) if most is not None else (launch.num_processes,)
 
 
 def _exports(context: Context, installed: Installed) -> Findings:
@@ -111,13 +107,3 @@ def _loggers(context: Context, installed: Installed) -> Findings:
                 f"logging.{name} needs the package {row.package}, which is not installed",
                 help=f"pip install '{row.install}'",
             )
-
-
-def _not_yet(context: Context, path: str, value: object, instead: tuple[object, ...]) -> Finding:
-    usable = ", ".join(as_in_recipe(v) for v in instead)
-    return context.error(
-        "FT250",
-        path,
-        f"{path}: {as_in_recipe(value)} is not supported yet by this version of ftcli",
-        f"use {usable}",
-    )

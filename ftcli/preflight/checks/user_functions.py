@@ -48,7 +48,7 @@ def _top_level(tree: ast.AST) -> Iterator[ast.stmt]:
 
 
 def _assigns(tree: ast.Module, name: str) -> bool:
-    """Whether the module binds ``name`` at its top level in another way: an import, an assignment or a class."""
+    """True if the module binds ``name`` at its top level in another way: an import, an assignment or a class."""
     for node in _top_level(tree):
         if isinstance(node, ast.ClassDef) and node.name == name:
             return True

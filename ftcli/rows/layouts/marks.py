@@ -53,7 +53,7 @@ def _text(turn: JsonObject) -> str:
 
 
 def _wanted(item: JsonObject, name: str) -> bool | None:
-    """Whether a turn or a part is to be trained; None where it does not say."""
+    """True if a turn or a part is to be trained; None if it does not say."""
     said = {key: _flag(item[key], key, name) for key in (*_TRAIN, "weight") if item.get(key) is not None}
     if item.get("masked") is not None:
         said["masked"] = not _flag(item["masked"], "masked", name)
@@ -90,7 +90,7 @@ def _parts(turn: JsonObject, name: str) -> list[tuple[tuple[int, int], bool]]:
 
 
 def _covered(ranges: Ranges, length: int) -> bool:
-    """Whether ``ranges`` leave nothing of a text of ``length`` characters."""
+    """True if ``ranges`` leave nothing of a text of ``length`` characters."""
     reached = 0
     for start, end in sorted(ranges):
         if start > reached:

@@ -133,7 +133,7 @@ def call_of(call: Any, number: int) -> JsonObject:
 
 
 def tools_of(row: Row) -> tuple[JsonObject, ...] | None:
-    """What a row's chat may call: its column `tools`, or `functions`, as it was called before. Raises Misfit."""
+    """The tools that a row's chat may call: its column `tools`, or `functions`, the former name. Raises Misfit."""
     found = {name: _tools(row, name) for name in ("tools", "functions")}
     given = {name: tools for name, tools in found.items() if tools is not None}
     if len(given) == 2 and given["tools"] != given["functions"]:

@@ -30,7 +30,7 @@ def understand_answer(row: Row) -> Example:
 
 
 def is_bare(row: Row, requested: str) -> bool:
-    """Whether a row that is to be answered is a prompt alone: under `auto`, nothing beside it could be the answer."""
+    """True if a row that is to be answered is a prompt alone: under `auto`, nothing beside it could be the answer."""
     answers = {name for layout in layouts.TABLE.values() if "prompt" in layout.columns for name in layout.columns}
     return requested == "auto" and (answers & set(row.fields)) == {"prompt"}
 

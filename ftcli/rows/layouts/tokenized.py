@@ -36,7 +36,7 @@ def understand(row: Row) -> Example:
 
 
 def _real(row: Row, ids: list[int], labels: list[int]) -> list[bool]:
-    """Which positions are no padding."""
+    """True for each position that is no padding."""
     if row.fields.get("attention_mask") is None:
         return [True] * len(ids)
     mask = _ints(row, "attention_mask")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ftcli.cli.options import overrides
-from ftcli.config.load import load_recipe
+from ftcli.config.load import Override, load_recipe
 
 HEAD = "version: 1\nmodel: {name_or_path: bundled:tiny-gemma2}\n"
 
@@ -84,6 +84,22 @@ def test_storage_that_is_not_served(refused: Callable[..., object], text: str) -
     Path("r.yaml").write_text(HEAD + "data: {train: [{path: a.jsonl}]}\n")
     refused(["train", "r.yaml", "--set", text], code="FT165", at=f"--set {text}", help="mount the storage")
     assert [path.name for path in Path.cwd().iterdir()] == ["r.yaml"]
+
+
+#: A name is no place, whatever it looks like.
+NAMES = [
+    'data.train=[{path: a.jsonl, columns: {completion: "s3://"}}]',
+    'data.train=[{path: a.jsonl, remove_columns: ["s3://"]}]',
+    "data.chat_template_kwargs={mode: s3://b}",
+    'eval.tasks=[{use: exact_match, name: "s3://", extract: "s3://(.)", data: [{path: a, columns: {x: "s3://"}}]}]',
+    'grpo={rewards: [{use: exact_match, answer: "s3://"}], num_generations: 2, max_prompt_length: 256}',
+]
+
+
+@pytest.mark.parametrize("text", NAMES)
+def test_columns_and_names_may_look_like_storage(text: str) -> None:
+    Path("r.yaml").write_text(HEAD + "data: {train: [{path: a.jsonl}]}\n")
+    load_recipe(Path("r.yaml"), [Override(text, "--set")])
 
 
 EXTENDS = [

@@ -29,7 +29,7 @@ def doing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Session], dict
 
     def put(action: Callable[[Session], dict[str, Any]]) -> None:
         monkeypatch.setattr(app.doctor, "examine", action)
-        monkeypatch.setattr(app.doctor.views, "doctor_text", lambda result: json.dumps(result))
+        monkeypatch.setattr(app.doctor, "doctor_text", lambda result: json.dumps(result))
 
     return put
 

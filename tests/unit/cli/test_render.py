@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from ftcli.cli.commands.bench import bench_text
+from ftcli.cli.commands.check import check_text
+from ftcli.cli.commands.evaluate import evaluation_text
 from ftcli.cli.render import Style, document, findings_text, result_text
-from ftcli.cli.views import bench_text, check_text, evaluation_text
 from ftcli.config.load import Override, load_recipe
 from ftcli.errors import Finding, Origin
 from ftcli.evaluate.loss import LossResult

@@ -111,7 +111,7 @@ def test_ternary_types_are_for_ternary_weights(tmp_path: Path) -> None:
 
 
 def folder_of(made: Trained, result: Any, kind: str, folder: Path, said: dict[str, Any] | None = None) -> Path:
-    """One of an export's files beside the model's config.json, which says ``said`` of how it is quantised."""
+    """One of an export's files beside the model's config.json, which says ``said`` of how it is quantized."""
     folder.mkdir()
     (folder / "m.gguf").write_bytes((result.path / f"run-{kind.upper()}.gguf").read_bytes())
     values = json.loads((made.run.model_dir / "config.json").read_text())

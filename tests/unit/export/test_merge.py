@@ -30,7 +30,7 @@ from ftcli.facts.device import cpu_device
 from ftcli.model.quantized import DequantizedLinear, QuantizedLinear
 from ftcli.run.directory import RunDirectory
 from ftcli.run.signals import StopRequested, stoppable
-from tests.quantised import load, packed_state
+from tests.quantized import load, packed_state
 from tests.small_models import MULTIMODAL, build
 from tests.unit.export.conftest import Heard, Trained, tokenizer, write_run
 
@@ -239,7 +239,7 @@ def test_a_quantized_base_is_merged_as_it_was_trained_or_as_it_was(
     raw["quantization"] = {"method": method}
     made.run.recipe_path.write_text(yaml.safe_dump(raw))
     made.run.manifest_path.write_text(json.dumps({"dtype_plan": {"compute": "float32"}}))
-    # As training loads it: quantised layer by layer while it is read. Its products are taken of the numbers that the
+    # As training loads it: quantized layer by layer while it is read. Its products are taken of the numbers that the
     # weights stand for: fp8's own would round activations as well, which no merged weight does.
     quantized = load(made.base, QuantizationConfig(method=method))
     products = answers(peft.PeftModel.from_pretrained(quantized, made.run.adapter_dir))

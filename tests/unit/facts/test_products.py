@@ -1,4 +1,4 @@
-"""Products of quantised weights: tried where the machine is here, known by rules where it is only named."""
+"""Products of quantized weights: tried where the machine is here, known by rules where it is only named."""
 
 from __future__ import annotations
 

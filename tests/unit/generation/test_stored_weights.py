@@ -1,4 +1,4 @@
-"""Bases that are stored quantised, with adapters on them: as they are, and merged into a copy."""
+"""Bases that are stored quantized, with adapters on them: as they are, and merged into a copy."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ CPU = torch.device("cpu")
 PROMPTS = ((5, 6, 7, 8), tuple(range(9, 80)), (200,))
 
 
-def quantised(method: str) -> Any:
-    """Llama with adapters that say something on a quantised base."""
+def quantized(method: str) -> Any:
+    """Llama with adapters that say something on a quantized base."""
     base = build("llama").requires_grad_(False)
     make: Any = nf4_linear if method == "nf4" else fp8_linear
     for name, module in list(base.model.layers.named_modules()):
@@ -62,14 +62,14 @@ def generated(model: Any) -> list[list[int]]:
 @pytest.mark.parametrize("kernels", ["off", "reference"])
 @pytest.mark.parametrize("method", ["nf4", "fp8"])
 def test_unmerged_it_says_what_generate_says(method: str, kernels: Any) -> None:
-    model = quantised(method)
+    model = quantized(method)
     expected = generated(model)
     patch(model, kernels)
     assert said(model) == expected
 
 
-def test_nf4_is_merged_into_a_dequantised_copy_and_stays_as_it_is() -> None:
-    model = quantised("nf4")
+def test_nf4_is_merged_into_a_dequantized_copy_and_stays_as_it_is() -> None:
+    model = quantized("nf4")
     expected = generated(model)
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     second = merged_model(model, PLAN, "reference")
@@ -81,4 +81,4 @@ def test_nf4_is_merged_into_a_dequantised_copy_and_stays_as_it_is() -> None:
 
 def test_fp8_is_never_merged() -> None:
     """Its products round what goes in: a copy would sample from another policy than the one that is trained."""
-    assert copied_bytes(quantised("fp8"), PLAN) is None
+    assert copied_bytes(quantized("fp8"), PLAN) is None

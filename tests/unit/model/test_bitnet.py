@@ -64,7 +64,7 @@ def test_with_a_share_of_0_the_model_is_the_one_of_full_precision(saved: Path) -
     assert torch.equal(model.train()(IDS).logits, plain.train()(IDS).logits)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(model(IDS).logits, plain(IDS).logits)
-    assert not torch.allclose(model.eval()(IDS).logits, plain.eval()(IDS).logits, atol=1e-2)  # evaluated quantised
+    assert not torch.allclose(model.eval()(IDS).logits, plain.eval()(IDS).logits, atol=1e-2)  # evaluated quantized
 
 
 def test_weights_are_ternarised_once_a_step(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:

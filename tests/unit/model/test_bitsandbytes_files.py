@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from ftcli.errors import FtcliError
 from ftcli.model.nf4 import NF4Linear, nf4_from_bitsandbytes
-from tests.quantised import NF4, SINGLE, TINY, load, packed_state, same_state
+from tests.quantized import NF4, SINGLE, TINY, load, packed_state, same_state
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def test_a_file_that_does_not_fit_is_refused_with_the_layer(
 
 
 def test_a_layer_that_the_files_keep_in_full_precision_stays_so(stored: Callable[..., Path]) -> None:
-    """Issue 11, B5: `llm_int8_skip_modules` of a checkpoint was quantised all the same."""
+    """Issue 11, B5: `llm_int8_skip_modules` of a checkpoint was quantized all the same."""
     kept = "model.layers.0.mlp.down_proj"
     original = load_file(TINY / "model.safetensors")[f"{kept}.weight"]
 

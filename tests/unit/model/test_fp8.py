@@ -28,7 +28,7 @@ from ftcli.model.quantized import QuantizedLinear, check_weights
 from ftcli.model.selfcheck import self_check
 from ftcli.plan.precision import DtypePlan
 from ftcli.plan.quantization import dequantized_bytes, weight_bytes
-from tests.quantised import quantize_linears
+from tests.quantized import quantize_linears
 
 FP8 = QuantizationConfig(method="fp8")
 PLAN = DtypePlan("float32", "float32", "float32", autocast=False, reason="a test")
@@ -142,12 +142,12 @@ def test_weights_that_are_not_finite_are_refused_by_name() -> None:
     assert caught.value.findings[0].code == "FT323"
 
 
-def test_the_model_is_quantised_as_it_is_loaded_or_drawn() -> None:
+def test_the_model_is_quantized_as_it_is_loaded_or_drawn() -> None:
     plain = AutoModelForCausalLM.from_pretrained(asset("models", "tiny-gemma2"), dtype=torch.float32)
     loaded = tiny()
-    quantised = [(name, module) for name, module in loaded.named_modules() if isinstance(module, QuantizedLinear)]
-    assert len(quantised) == 4 * 7
-    for name, module in quantised:
+    quantized = [(name, module) for name, module in loaded.named_modules() if isinstance(module, QuantizedLinear)]
+    assert len(quantized) == 4 * 7
+    for name, module in quantized:
         assert isinstance(module, Fp8Linear)
         original = plain.get_submodule(name).weight.detach()
         off = module.frozen_weight().dequantize(torch.float32) - original

@@ -15,7 +15,7 @@ from ftcli.config.model import ModelConfig, QuantizationConfig
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.model.pretrained import load_whole
 from ftcli.model.tokenizer import load_tokenizer, read_tokenizer
-from tests.quantised import load
+from tests.quantized import load
 
 
 @pytest.fixture

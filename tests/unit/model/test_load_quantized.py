@@ -1,4 +1,4 @@
-"""Models that are quantised while they are loaded or drawn."""
+"""Models that are quantized while they are loaded or drawn."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ftcli.model import load_quantized as loading
 from ftcli.model.nf4 import NF4Linear
 from ftcli.model.patch import patch, why_not_fused
 from ftcli.model.quantized import DequantizedLinear, QuantizedLinear, check_weights, quantized_layers
-from tests.quantised import TINY, load
+from tests.quantized import TINY, load
 
 
 @pytest.fixture(scope="module")
@@ -29,15 +29,15 @@ def reference() -> Any:
     return AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
 
 
-def test_a_loaded_model_is_the_reference_with_quantised_weights(reference: Any) -> None:
+def test_a_loaded_model_is_the_reference_with_quantized_weights(reference: Any) -> None:
     model = load()
-    quantised = {n for n, m in model.named_modules() if isinstance(m, QuantizedLinear)}
-    assert quantised == {n for n, m in reference.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"}
-    for name in quantised:
+    quantized = {n for n, m in model.named_modules() if isinstance(m, QuantizedLinear)}
+    assert quantized == {n for n, m in reference.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"}
+    for name in quantized:
         wanted = quantize_nf4(reference.get_submodule(name).weight)
         assert torch.equal(model.get_submodule(name).packed, wanted.data)
         assert torch.equal(model.get_submodule(name).absmax, wanted.absmax)
-    others = {n: p for n, p in reference.named_parameters() if n.removesuffix(".weight") not in quantised}
+    others = {n: p for n, p in reference.named_parameters() if n.removesuffix(".weight") not in quantized}
     assert {n: p.shape for n, p in model.named_parameters()} == {n: p.shape for n, p in others.items()}
     assert all(torch.equal(dict(model.named_parameters())[n], p) for n, p in others.items())
     buffers = dict(model.named_buffers())
@@ -49,7 +49,7 @@ def test_a_loaded_model_is_the_reference_with_quantised_weights(reference: Any) 
 
 
 def test_one_full_precision_matrix_is_alive_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways to build: when the next layer is quantised, the last one's full weight has been freed."""
+    """Both ways to build: when the next layer is quantized, the last one's full weight has been freed."""
     alive: list[weakref.ref[Any]] = []
     most = 0
     plain = loading.quantize_linear

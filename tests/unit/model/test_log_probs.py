@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ftcli.config.model import QuantizationConfig
 from ftcli.model.backbone import HiddenStates, head_of, hidden_states
 from ftcli.model.loss import next_token_log_probs
-from tests.quantised import load
+from tests.quantized import load
 from tests.small_models import MULTIMODAL, TEXT, VOCABULARY, build
 
 FAMILIES = sorted({*TEXT, *MULTIMODAL})
@@ -82,7 +82,7 @@ def test_logits_of_the_width_of_hidden_states_have_another_type() -> None:
 
 
 def test_a_packed_head_is_refused() -> None:
-    """A quantised head has no floating matrix: its packed weight would be multiplied as if it were one."""
+    """A quantized head has no floating matrix: its packed weight would be multiplied as if it were one."""
     model = build("llama")
     packed = nn.Linear(32, VOCABULARY, bias=False)
     packed.weight = nn.Parameter(torch.zeros(32 * VOCABULARY // 2, 1, dtype=torch.uint8), requires_grad=False)
@@ -92,7 +92,7 @@ def test_a_packed_head_is_refused() -> None:
 
 
 @pytest.mark.parametrize("method", ["nf4", "fp8"])
-def test_a_quantised_base_keeps_a_floating_head(method: str) -> None:
+def test_a_quantized_base_keeps_a_floating_head(method: str) -> None:
     model = load(settings=QuantizationConfig(method=method)).eval()
     head = head_of(model)
     assert head.weight.is_floating_point()

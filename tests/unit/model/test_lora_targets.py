@@ -72,7 +72,7 @@ def test_all_linear_is_every_linear_layer_of_the_decoder_and_nothing_else(model_
 
 
 def test_what_peft_cannot_adapt_is_said() -> None:
-    """It adapts weights as parameters, and quantised ones are none."""
+    """It adapts weights as parameters, and quantized ones are none."""
     base = build("deepseek_v3")
     settings = QuantizationConfig.model_validate({"method": "nf4"})
     for name in layers_to_quantize(base):

@@ -10,7 +10,7 @@ from tests.family_outcomes import outcome_of, page, stated
 from tests.small_models import MULTIMODAL, TEXT
 
 TEXT_OF_PAGE = (Path(__file__).parents[3] / "docs" / "models.md").read_text(encoding="utf-8")
-#: One that everything works for, one that cannot be quantised, one that documents leak in; the others have
+#: One that everything works for, one that cannot be quantized, one that documents leak in; the others have
 #: `make test-families`.
 TELLING = ("llama", "gpt2", "mamba2")
 

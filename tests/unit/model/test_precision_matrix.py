@@ -1,6 +1,6 @@
 """Every base dtype with every adapter dtype, under autocast and without: no dtype error, and stated error bounds.
 
-What is compared with: the same model, its base weights as they are stored (rounded, dequantised), everything else in
+What is compared with: the same model, its base weights as they are stored (rounded, dequantized), everything else in
 float64. Bounds are those of the compute dtype: products of a 2-layer model and their gradients, relative Frobenius.
 """
 
@@ -21,7 +21,7 @@ from ftcli.model.backbone import base_of, compute_context
 from ftcli.model.loss import forward_loss
 from ftcli.model.patch import patch
 from ftcli.model.quantized import QuantizedLinear
-from tests.quantised import quantize_linears
+from tests.quantized import quantize_linears
 
 CPU = torch.device("cpu")
 SIZES: dict[str, Any] = {
@@ -53,8 +53,8 @@ def with_adapters(model: Any, adapter: str) -> peft.PeftModel:
     return model
 
 
-def quantised(method: Any, adapter: str, stored: str, *, dense: bool = False) -> peft.PeftModel:
-    """A model with a quantised base, the rest of it in ``stored``; or its twin of the dequantised weights."""
+def quantized(method: Any, adapter: str, stored: str, *, dense: bool = False) -> peft.PeftModel:
+    """A model with a quantized base, the rest of it in ``stored``; or its twin of the dequantized weights."""
     config = transformers.LlamaConfig(**{**SIZES, "hidden_size": 64, "intermediate_size": 64, "head_dim": 32})
     config._attn_implementation = "eager"
     torch.manual_seed(0)
@@ -94,7 +94,7 @@ def exact_of(base: str, adapter: str) -> tuple[Tensor, dict[str, Tensor]]:
 
 @cache
 def exact_of_twin(method: str, adapter: str, stored: str) -> tuple[Tensor, dict[str, Tensor]]:
-    return exact(quantised(method, adapter, stored, dense=True))
+    return exact(quantized(method, adapter, stored, dense=True))
 
 
 def apart(found: Tensor, wanted: Tensor) -> float:
@@ -133,10 +133,10 @@ def test_no_pair_of_dtypes_clashes(base: str, adapter: str, autocast: bool, kern
 @pytest.mark.parametrize("adapter", ["float32", "bfloat16"])
 @pytest.mark.parametrize("stored", ["float32", "bfloat16"])
 @pytest.mark.parametrize("method", ["nf4", "fp8"])
-def test_quantised_bases_with_every_adapter_dtype(method: str, stored: str, adapter: str, kernels: Any) -> None:
-    """Against the dequantised twin in float64; fp8 rounds activations and gradients to 3 bits as well."""
+def test_quantized_bases_with_every_adapter_dtype(method: str, stored: str, adapter: str, kernels: Any) -> None:
+    """Against the dequantized twin in float64; fp8 rounds activations and gradients to 3 bits as well."""
     autocast = stored == "bfloat16" or adapter == "bfloat16"
-    model = quantised(method, adapter, stored)
+    model = quantized(method, adapter, stored)
     wanted_loss, wanted = exact_of_twin(method, adapter, stored)
     patch(model, kernels)
     model.train()

@@ -68,7 +68,7 @@ def refusal(folder: Path, **options: Any) -> str:
 
 @pytest.mark.parametrize("model_type", [*TEXT, *MULTIMODAL])
 def test_every_family_is_loaded_as_it_was_saved(model_type: str, tmp_path: Path) -> None:
-    """Whole, without memory, and quantised. Of the last, Falcon-H1's multipliers and a vision tower's positions, which
+    """Whole, without memory, and quantized. Of the last, Falcon-H1's multipliers and a vision tower's positions, which
     are computed and not stored, were unwritten memory.
     """
     wanted = build(model_type)
@@ -225,7 +225,7 @@ RENAMED = ("mixtral", "qwen3_moe", "gpt_neox", "deepseek_v3", "jamba", "gemma3",
 @pytest.mark.parametrize("model_type", RENAMED)
 @pytest.mark.parametrize("method", ["nf4", "fp8"])
 def test_a_quantized_load_renames_as_transformers_does(model_type: str, method: str, tmp_path: Path) -> None:
-    """Issue 11, B5: Mixtral and GPT-NeoX were refused; what is quantised must be what a full load quantises."""
+    """Issue 11, B5: Mixtral and GPT-NeoX were refused; what is quantized must be what a full load quantizes."""
     from ftcli.model.quantized import QuantizedLinear, layers_to_quantize, quantize_linear
 
     settings = QuantizationConfig.model_validate({"method": method})
@@ -240,14 +240,14 @@ def test_a_quantized_load_renames_as_transformers_does(model_type: str, method: 
 
 
 def quantized_of(model_type: str) -> set[str]:
-    """Names of the quantised layers, below the list of decoder layers where they lie in one."""
+    """Names of the quantized layers, below the list of decoder layers where they lie in one."""
     from ftcli.model.quantized import layers_to_quantize
 
     return {name.rpartition("layers.")[2] for name in layers_to_quantize(build(model_type))}
 
 
 def test_only_the_language_model_is_quantized_and_no_router() -> None:
-    """Issue 11: vision towers and plain linear routers were quantised."""
+    """Issue 11: vision towers and plain linear routers were quantized."""
     from ftcli.model.quantized import layers_to_quantize
 
     for model_type in MULTIMODAL:

@@ -1,4 +1,4 @@
-"""Quantised layers: what they compute, their state, and what is refused."""
+"""Quantized layers: what they compute, their state, and what is refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ftcli.model.fused import projection_of
 from ftcli.model.nf4 import NF4Linear
 from ftcli.model.patch import patch, why_not_fused
 from ftcli.model.quantized import check_weights
-from tests.quantised import NF4, SINGLE, TINY, layer_of, load, same_state
+from tests.quantized import NF4, SINGLE, TINY, layer_of, load, same_state
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def reference() -> Any:
 
 
 @pytest.mark.parametrize("settings", [NF4, SINGLE], ids=["double", "single"])
-def test_a_layer_computes_as_its_dequantised_weight(settings: QuantizationConfig) -> None:
+def test_a_layer_computes_as_its_dequantized_weight(settings: QuantizationConfig) -> None:
     layer, dense = layer_of(settings)
     x, y = (torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(1)).requires_grad_() for _ in range(2))
     out, wanted = layer(x), dense(y)

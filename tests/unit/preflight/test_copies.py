@@ -11,7 +11,7 @@ import pytest
 from ftcli.facts.model import read_facts
 from ftcli.plan.engine import choose_engine
 from ftcli.plan.memory.candidates import candidate
-from ftcli.preflight.checks import copies
+from ftcli.preflight.checks import launch
 from tests.estimates import plan_of
 
 LLAMA = "model: {name_or_path: meta-llama/Llama-3.1-8B}\ndata: {train: [a.jsonl]}\n"
@@ -35,7 +35,7 @@ LLAMA = "model: {name_or_path: meta-llama/Llama-3.1-8B}\ndata: {train: [a.jsonl]
     ],
 )
 def test_copies_that_cannot_be(settings: tuple[str, ...], message: str, help: str, context: Callable[..., Any]) -> None:
-    (finding,) = copies.check(context(LLAMA, *settings))
+    (finding,) = launch.check(context(LLAMA, *settings))
     assert finding.code == "FT287"
     assert message in finding.message
     assert help in finding.help
@@ -47,7 +47,7 @@ def test_copies_that_cannot_be(settings: tuple[str, ...], message: str, help: st
         (LLAMA, 2, "h100", 2),  # full fine-tuning of 8B on eight
         (LLAMA, 1, "h100", 1),
         (LLAMA, 3, "h100", 1),  # sixteen processes are not three times as many
-        (LLAMA, 16, "h100", 1),  # one on each host is nothing to spread over
+        (LLAMA, 16, "h100", 1),  # one on each host is nothing to shard over
         (LLAMA.replace("8B", "70B"), 2, "h100", 1),  # too large for eight
         (LLAMA + "launch: {dp_replicate_size: 1}\n", 2, "h100", 1),
         (LLAMA + "lora: {r: 16}\n", 2, "h100", 1),  # whole on each GPU
@@ -75,4 +75,4 @@ def test_each_gpu_has_its_part_of_a_copy(load: Callable[..., Any]) -> None:
     two = needed("launch.num_processes=2", "launch.engine=fsdp")
     copied = needed("launch.num_processes=8", "launch.dp_replicate_size=4")
     assert copied["weights"] == two["weights"]
-    assert copied["weights put together"] == two["weights put together"]
+    assert copied["gathered weights"] == two["gathered weights"]

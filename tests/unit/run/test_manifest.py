@@ -26,10 +26,10 @@ from ftcli.run.inputs import (
     fingerprint,
     require_same_data,
     require_same_inputs,
-    weights_fingerprint,
 )
 from ftcli.run.manifest import Activations, GitState, build_manifest, git_state, read_manifest, write_manifest
 from ftcli.run.results import AnsweredRow, EvalScores, Evaluation, TaskScore, update_evaluation, write_evaluation
+from ftcli.run.weight_files import weight_identities
 
 
 def build(folder: Path, **more: Any) -> dict[str, Any]:
@@ -175,7 +175,7 @@ def test_held_out_files_are_compared_under_the_names_that_they_had() -> None:
 
 def test_inputs_are_compared_where_they_are_known(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(bytes(3_000_000))
-    now = Inputs("a\nb\n", "t1", weights_fingerprint(tmp_path), None)
+    now = Inputs("a\nb\n", "t1", weight_identities(tmp_path), None)
     known = {"inputs": json.loads(json.dumps(plain_fields(now)))}
     require_same_inputs(known, now)
     require_same_inputs({}, now)
@@ -187,7 +187,7 @@ def test_inputs_are_compared_where_they_are_known(tmp_path: Path) -> None:
     with (tmp_path / "model.safetensors").open("r+b") as file:
         file.seek(2_999_999)
         file.write(b"x")
-    for code, changed in [*cases.items(), ("FT735", Inputs("a\nb\n", "t1", weights_fingerprint(tmp_path), None))]:
+    for code, changed in [*cases.items(), ("FT735", Inputs("a\nb\n", "t1", weight_identities(tmp_path), None))]:
         with pytest.raises(FtcliError) as caught:
             require_same_inputs(known, changed)
         assert [f.code for f in caught.value.findings] == [code]

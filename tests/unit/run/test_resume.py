@@ -279,6 +279,38 @@ def test_harmless_changes_are_taken_over(tmp_path: Path) -> None:
     assert run.recipe_path.read_text() == new
 
 
+HELD, OTHER = {"eval": ["held.jsonl"]}, {"eval": [{"path": "other.jsonl", "max_rows": 3}]}
+TASKS = {"tasks": [{"use": "contains"}]}
+
+
+@pytest.mark.parametrize(
+    ("command", "before", "now", "key"),
+    [
+        ("train", {"data": HELD}, {"data": OTHER}, "data.eval"),
+        ("train", {"data": HELD}, {}, "data.eval"),
+        ("train", {"data": HELD, "eval": TASKS}, {"data": HELD}, None),  # no task is asked
+        ("train", {}, {"data": HELD}, None),  # nothing was measured so far
+        ("grpo", {"data": HELD}, {"data": OTHER}, "data.eval"),
+        ("grpo", {"data": HELD, "eval": TASKS}, {"data": HELD}, "eval.tasks"),
+        ("grpo", {"eval": TASKS}, {"eval": {**TASKS, "generate": {"max_new_tokens": 5}}}, "eval.generate"),
+        ("grpo", {"eval": TASKS}, {"eval": {**TASKS, "every_steps": 5}}, None),
+    ],
+)
+def test_what_is_measured_on_stays_what_it_was(
+    tmp_path: Path, command: str, before: dict[str, Any], now: dict[str, Any], key: str | None
+) -> None:
+    with open_run(tmp_path / "a", "auto", recipe(**before), command) as opened:
+        checkpoint = save(opened, 5)
+        opened.directory.manifest_path.write_text(json.dumps({"command": command}))
+    if key is not None:
+        with pytest.raises(FtcliError, match=f"the recipe differs .*: {key}") as caught:
+            open_run(tmp_path / "a", "auto", recipe(**now), command)
+        assert (caught.value.exit_code, {*codes(caught.value)}) == (ExitCode.RECIPE, {"FT721"})
+    with open_run(tmp_path / "a", str(checkpoint), recipe(**now), command) as opened:
+        assert all(f"another setting: {key}" in warning.message for warning in opened.warnings)
+        assert [w.code for w in opened.warnings] == ["FT732"] * (key is not None)
+
+
 def test_never_keeps_every_old_run_beside_the_new_one(tmp_path: Path) -> None:
     run = unfinished(tmp_path / "a", 5)
     unfinished_again = open_run(run.path, "never", recipe(train={"max_steps": 3}))

@@ -113,4 +113,16 @@ def test_every_code_reference_resolves() -> None:
 
 def test_each_command_has_its_method() -> None:
     assert methods.commands() == ("train", "grpo")
-    assert methods.names() == ("sft", "dpo", "orpo", "simpo")
+    assert methods.names() == ("sft", "dpo", "orpo", "simpo", "reward", "kto")
+
+
+def test_a_method_that_names_no_measurement_of_rows_is_refused_by_eval(
+    user: User, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = replace(methods.row("pairs"), trains=None, rules=None, row_rules=None)
+    monkeypatch.setattr(methods, "TABLE", {**methods.TABLE, "pairs": row})
+    status, document = user.run("eval", user.recipe("r", train={"method": "pairs"}))
+    assert status == 2
+    (refusal,) = [each for each in document["findings"] if each["severity"] == "error"]
+    assert refusal["code"] == "FT250"
+    assert "train.method=sft" in refusal["help"]

@@ -1,4 +1,4 @@
-"""A base quantisation is a row and a file: the program trains on, counts and checks one that it has never seen."""
+"""A base quantization is a row and a file: the program trains on, counts and checks one that it has never seen."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def int8(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantizations, "TABLE", {**quantizations.TABLE, "int8": row})
 
 
-def test_a_made_up_quantisation_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_made_up_quantization_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     user = User(tmp_path, capsys)
 
     def train(name: str, kernels: str, **settings: Any) -> list[dict[str, Any]]:

@@ -32,7 +32,7 @@ from ftcli.model.patch import patch
 from ftcli.model.tokenizer import load_tokenizer
 from ftcli.plan.batches import Batches
 from ftcli.plan.precision import DtypePlan
-from tests.quantised import TINY, load
+from tests.quantized import TINY, load
 
 KINDS = {"LoRA": "none", "QLoRA": "nf4", "fp8": "fp8", "full": "none"}
 LOSSES = ["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"]

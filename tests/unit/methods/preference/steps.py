@@ -22,14 +22,18 @@ from ftcli.data.tokens import TokenizedRow
 from ftcli.labels import IGNORE_INDEX
 from ftcli.methods.preference.losses import PairLoss
 from ftcli.methods.preference.objective import PairObjective
+from ftcli.methods.preference.reference import Reference
 from ftcli.methods.preference.settings import PreferenceConfig
+from ftcli.model.sequence_parallel import SequencePart
 from ftcli.plan.batches import Batches
+from ftcli.reporting import SilentReporter
 from ftcli.rows.row import Row
+from ftcli.train.checkpoint_state import Progress
 from ftcli.train.parallel import Divisors, TokenCounts
-from ftcli.train.state import Progress
-from tests.quantised import PLAN, TINY, load
+from tests.quantized import PLAN, TINY, load
 
 PADDED, UNPADDED = Batches("padded", "a test"), Batches("unpadded", "a test")
+SHARED = Batches("unpadded", "a test", shares_prompts=True)
 #: Tokens of a prompt, of its chosen answer and of its rejected one.
 SIZES = ((3, 7, 2), (5, 4, 4), (2, 1, 6), (4, 3, 9), (6, 5, 5), (1, 8, 3))
 
@@ -95,7 +99,12 @@ def job_of(batches: Batches = PADDED, *, size: int = 4, accumulation: int = 1) -
     train = TrainConfig(per_device_train_batch_size=size, gradient_accumulation_steps=accumulation)
     recipe = SimpleNamespace(train=train)
     return SimpleNamespace(
-        recipe=recipe, device=torch.device("cpu"), dtypes=PLAN, pad_token_id=0, batches=lambda model: batches
+        recipe=recipe,
+        device=torch.device("cpu"),
+        dtypes=PLAN,
+        pad_token_id=0,
+        batches=lambda model: batches,
+        reporter=SilentReporter(),
     )
 
 
@@ -106,14 +115,19 @@ def objective_of(
     *,
     method: str = "dpo",
     reference: Any = None,
+    known: Any = None,
     started: bool = True,
     job: Any = None,
+    sequence: SequencePart | None = None,
     **settings: Any,
 ) -> PairObjective:
     """What a run on pairs trains on; ``started``: its first step has been made."""
     loss = PairLoss.of(method, PreferenceConfig.model_validate(settings))
     epochs = epochs_of_pairs(rows() if documents is None else documents)
-    made = PairObjective(job or job_of(batches), model, epochs, loss, group=None, stack=None, reference=reference)
+    compared = Reference(reference, known)
+    made = PairObjective(
+        job or job_of(batches), model, epochs, loss, group=None, stack=None, reference=compared, sequence=sequence
+    )
     if started:
         made.restore({}, Progress(1, 2, 0.0, 0))
     return made
@@ -123,17 +137,27 @@ def objective_of(
 Result = tuple[float, dict[str, Tensor]]
 
 
-def step(objective: PairObjective, model: Any, split: Sequence[Sequence[int]], blanks: int = 0) -> Result:
-    """One optimizer step over micro-batches of these pairs, and of so many that stand for none."""
+def divisors(counts: TokenCounts) -> Divisors:
+    """What a step of so many tokens and pairs is divided by."""
+    return Divisors(torch.tensor(float(counts.supervised)), torch.tensor(float(counts.pairs)))
+
+
+def step(
+    objective: PairObjective, model: Any, split: Sequence[Sequence[int]], blanks: int = 0, group: Any = None
+) -> Result:
+    """One optimizer step over micro-batches of these pairs, and of so many that stand for none. Where there is a
+    ``group``, the step is that of all its ranks.
+    """
     model.zero_grad(set_to_none=True)
     made = [objective.micro_batch(units, blank=False) for units in split]
     made += [objective.micro_batch([0], blank=True) for _ in range(blanks)]
     counts = sum((batch.counts for batch in made), TokenCounts())
-    divisors = Divisors(torch.tensor(float(counts.supervised)), torch.tensor(float(counts.pairs)))
+    if group is not None:
+        counts = sum((TokenCounts(*one) for one in group.agree("step begins", counts.numbers)), TokenCounts())
     objective.begin(1)
     total = 0.0
     for batch in made:
-        loss = objective.loss(dict(batch.inputs), divisors)
+        loss = objective.loss(dict(batch.inputs), divisors(counts))
         loss.backward()  # type: ignore[no-untyped-call]
         total += loss.item()
     objective.reduced()

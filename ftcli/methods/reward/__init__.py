@@ -1,0 +1,1 @@
+"""Reward models: one number for an answer, learnt from pairs (Bradley-Terry)."""

@@ -1,0 +1,224 @@
+"""Held-out results and answers of a run, before, during and after training: what eval.json says of them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ftcli.errors import ExitCode, FtcliError
+from ftcli.plain import JsonMap, plain_fields
+from ftcli.run.atomic import read_json_object
+from ftcli.run.directory import RunDirectory
+from ftcli.run.results import AnsweredRow, EvalScores, Evaluation, TaskScore, write_evaluation
+from ftcli.run.resume import OpenedRun
+
+if TYPE_CHECKING:
+    from ftcli.evaluate.loss import LossResult
+    from ftcli.evaluate.suite import Evaluator, ModelScores
+    from ftcli.evaluate.tasks import JudgedRow, TaskResult
+
+_OF_LOSS = ("loss", "perplexity", "token_accuracy", "tokens")
+#: Rows of a task that are kept: the first ones, and then those that are wrong.
+_FIRST_ROWS, _KEPT_ROWS = 8, 24
+
+
+@dataclass(slots=True)
+class HeldOut:
+    """Measures a supervised run on its held-out rows, and keeps eval.json up to date.
+
+    Attributes:
+        base: Results before training; None where they were not measured.
+        before: What the model answered then.
+    """
+
+    directory: RunDirectory
+    evaluator: Evaluator
+    model: Any
+    base: EvalScores | None = None
+    before: Sequence[JudgedRow] = ()
+
+    def begin(self) -> dict[str, float]:
+        """Measures the model before training; its numbers by name."""
+        loss = self.evaluator.loss(self.model)
+        self.base, self.before = _of_loss(loss), self._answers()
+        self._write(Evaluation(base=self.base, samples=_pairs(self.before, ())))
+        return held_out_numbers(loss)
+
+    def resume(self, run: RunDirectory) -> None:
+        """Reads what :meth:`begin` has written into ``run``; what is missing or damaged is left out."""
+        raw = read_json_object(run.eval_path)
+        with contextlib.suppress(KeyError, TypeError, AttributeError, ValueError):
+            measures = raw["base"].get("measures")
+            self.base = EvalScores(**{name: raw["base"][name] for name in _OF_LOSS}, measures=measures)
+        with contextlib.suppress(KeyError, TypeError, AttributeError, ValueError):
+            self.before = _said(raw["samples"])
+
+    def after_step(self, step: int) -> dict[str, float]:
+        """Measures the model as it is after ``step``; its numbers by name."""
+        loss = self.evaluator.loss(self.model)
+        rows = _pairs(self.before, self._answers())
+        self._write(Evaluation(self.base, _of_loss(loss), rows, step))
+        return held_out_numbers(loss)
+
+    def end(self) -> LossResult | None:
+        """Measures the trained model. What the base would have answered is asked now where it was not before."""
+        loss = self.evaluator.loss(self.model)
+        after = self._answers()
+        if self._for_all(not self.before and bool(after) and hasattr(self.model, "disable_adapter")):
+            from ftcli.model.initial_adapters import as_base
+
+            with as_base(self.model):
+                self.before = self._answers()
+        trained = _of_loss(loss)
+        self._write(Evaluation(self.base, trained, _pairs(self.before, after)))
+        return loss
+
+    def _for_all(self, said: bool) -> bool:
+        """Broadcasts rank 0's value to all ranks."""
+        group = self.evaluator.group
+        return said if group is None else bool(group.agree("asking", [said])[0][0])
+
+    @property
+    def _leads(self) -> bool:
+        """True if this process asks for answers and writes."""
+        return self.evaluator.group is None or self.evaluator.group.leads
+
+    def _write(self, evaluation: Evaluation) -> None:
+        if self._leads:
+            write_evaluation(self.directory.eval_path, evaluation)
+
+    def _answers(self) -> list[JudgedRow]:
+        """The model's answers, on rank 0. All ranks call this: each takes part if the model's weights are sharded over
+        them.
+        """
+        from ftcli.evaluate.share import led_by_first
+        from ftcli.model.backbone import root_of
+
+        settings, group = self.evaluator.job.recipe, self.evaluator.group
+        if not settings.data.eval or not settings.eval.samples:
+            return []
+        if group is not None and root_of(self.model) is not None:
+            return led_by_first(group, self.model, self._samples) or []
+        return self._samples() if self._leads else []
+
+    def _samples(self) -> list[JudgedRow]:
+        try:
+            return self.evaluator.samples(self.model, self.evaluator.job.recipe.eval.samples)
+        except FtcliError as error:
+            if error.exit_code != ExitCode.DATA:  # plain text has no prompt to show an answer for
+                reason = error.findings[0].message
+                self.evaluator.job.reporter.warn(f"eval.samples: no answers are shown this time: {reason}")
+            return []
+
+
+def began_in(opened: OpenedRun) -> RunDirectory:
+    """The run that knows what was measured before training: this one, or that whose checkpoint it goes on from."""
+    own, checkpoint = opened.directory, opened.resume_from
+    return own if checkpoint is None or own.eval_path.is_file() else RunDirectory(checkpoint.resolve().parent.parent)
+
+
+def held_out_numbers(loss: LossResult | None) -> dict[str, float]:
+    """Held-out results as numbers by name; none without held-out data."""
+    return {} if loss is None else {name: value for name, value in plain_fields(loss).items() if value is not None}
+
+
+def eval_scores(measured: ModelScores) -> EvalScores | None:
+    """One model's results in eval.json's layout; None when nothing was measured."""
+    loss, tasks = measured.loss, measured.tasks
+    if loss is None and not tasks:
+        return None
+    return EvalScores(
+        **({} if loss is None else _numbers(loss)),
+        tasks=_task_scores(tasks),
+        datasets={name: plain_fields(part) for name, part in measured.datasets.items()},
+        lm_eval=measured.lm_eval,
+    )
+
+
+def _of_loss(loss: LossResult | None) -> EvalScores | None:
+    return None if loss is None else EvalScores(**_numbers(loss))
+
+
+def _numbers(loss: LossResult) -> dict[str, Any]:
+    return {**{name: getattr(loss, name) for name in _OF_LOSS}, "measures": loss.more}
+
+
+def _task_scores(tasks: Mapping[str, TaskResult]) -> tuple[TaskScore, ...]:
+    return tuple(TaskScore(task.name, task.score, task.rows, task.cut) for task in tasks.values())
+
+
+def task_samples(base: Mapping[str, TaskResult], run: Mapping[str, TaskResult]) -> tuple[AnsweredRow, ...]:
+    """Rows of tasks, as the base model and, once there is one, the trained model answered them: the first ones, and
+    then those that the newer of the two has wrong."""
+    rows: list[AnsweredRow] = []
+    for name in dict.fromkeys((*base, *run)):
+        before, after = (tasks[name].answers if name in tasks else () for tasks in (base, run))
+        newest = after or before
+        wrong = [row for row in newest[_FIRST_ROWS:] if row.score is not None and row.score < 1]
+        kept = [*newest[:_FIRST_ROWS], *wrong[: _KEPT_ROWS - _FIRST_ROWS]]
+        rows += _pairs(before, kept, name) if after else _pairs(kept, (), name)
+    return tuple(rows)
+
+
+def _pairs(before: Sequence[JudgedRow], after: Sequence[JudgedRow], task: str | None = None) -> tuple[AnsweredRow, ...]:
+    """The rows of ``after``, or of ``before`` where that is empty, with both answers."""
+    earlier = {(row.prompt, row.reference): row for row in before}
+    later = {(row.prompt, row.reference): row for row in after}
+    rows = []
+    for row in after or before:
+        key = (row.prompt, row.reference)
+        b, a = earlier.get(key), later.get(key)
+        rows.append(
+            AnsweredRow(
+                row.prompt,
+                row.reference,
+                None if b is None else b.completion,
+                None if a is None else a.completion,
+                task,
+                None if b is None else b.score,
+                None if a is None else a.score,
+                None if b is None else b.reasoning,
+                None if a is None else a.reasoning,
+            )
+        )
+    return tuple(rows)
+
+
+def write_tasks(
+    directory: RunDirectory,
+    before: Mapping[str, TaskResult],
+    after: Mapping[str, TaskResult],
+    step: int | None = None,
+) -> None:
+    """eval.json of a run that is scored by tasks before and after training, or after ``step``; nothing when it has no
+    tasks."""
+    if before or after:
+        base, run = (EvalScores(tasks=_task_scores(tasks)) if tasks else None for tasks in (before, after))
+        write_evaluation(directory.eval_path, Evaluation(base, run, task_samples(before, after), step))
+
+
+def tasks_before(directory: RunDirectory) -> dict[str, TaskResult]:
+    """The task results that :func:`write_tasks` wrote before training began; missing or damaged ones are left out."""
+    from ftcli.evaluate.tasks import TaskResult
+
+    raw = read_json_object(directory.eval_path)
+    found: dict[str, TaskResult] = {}
+    with contextlib.suppress(KeyError, TypeError, AttributeError, ValueError):
+        for task in raw["base"]["tasks"]:
+            rows = _said([row for row in raw["samples"] if row["task"] == task["name"]])
+            score, count, cut = float(task["value"]), int(task["count"]), int(task.get("cut", 0))
+            found[task["name"]] = TaskResult(task["name"], "", score, count, tuple(rows), cut=cut)
+    return found
+
+
+def _said(rows: Sequence[JsonMap]) -> list[JudgedRow]:
+    """The base model's answers, from the rows of eval.json."""
+    from ftcli.evaluate.tasks import JudgedRow
+
+    return [
+        JudgedRow(row["prompt"], row["reference"], row["before"], row.get("before_score"), row.get("before_reasoning"))
+        for row in rows
+        if row["before"] is not None
+    ]
