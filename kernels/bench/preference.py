@@ -16,16 +16,14 @@ import argparse
 import json
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from common import GIB, RECIPES, ROOT, Table, ftcli, parser, require_device, settings
-from peers import build, now
+from common import GIB, RECIPES, Table, ftcli, in_own_process, parser, require_device, settings
+from peers import build, trl_seconds
 from rows import UNTRAINED, letters
 
 #: Tokens of prompt and answer, on a GPU and for a look on a CPU.
@@ -96,36 +94,18 @@ def by_trl(case: str, options: argparse.Namespace) -> dict[str, Any]:
     """The row of TRL's DPOTrainer on transformers' model with PEFT's adapters."""
     import torch
     from datasets import Dataset
-    from transformers import TrainerCallback
     from trl import DPOConfig, DPOTrainer
 
-    from ftcli.config.model import ModelConfig
-    from ftcli.model.tokenizer import load_tokenizer
-
-    ends: list[float] = []
     lengths = LENGTHS if options.device == "cuda" else TINY
-
-    class Ends(TrainerCallback):  # type: ignore[misc]
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            ends.append(now(options.device))
-
-    build_options = argparse.Namespace(
-        device=options.device, model=_MODEL, full=False, pure_bf16=False, rank=16, checkpointing=False
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = DPOConfig(
-            output_dir=folder, per_device_train_batch_size=options.pairs, max_steps=options.steps, max_length=None,
-            bf16=options.device == "cuda", use_cpu=options.device == "cpu", gradient_checkpointing=False,
-            optim="adamw_torch_fused", save_strategy="no", report_to=[], logging_strategy="no", disable_tqdm=True,
-        )  # fmt: skip
-        rows = Dataset.from_list(pairs(options.pairs * options.steps, *lengths, lognormal=case == "lognormal"))
-        tokenizer = load_tokenizer(ModelConfig(name_or_path="bundled:tiny-gemma2", tokenizer="bytes"), offline=True)
-        trainer = DPOTrainer(
-            build(build_options), args=arguments, train_dataset=rows, processing_class=tokenizer, callbacks=[Ends()]
-        )
-        trainer.train()
+    shape = {"model": _MODEL, "full": False, "pure_bf16": False, "rank": 16, "checkpointing": False}
+    rows = Dataset.from_list(pairs(options.pairs * options.steps, *lengths, lognormal=case == "lognormal"))
+    seconds = trl_seconds(
+        DPOTrainer, DPOConfig, build(argparse.Namespace(device=options.device, **shape)), rows, options,
+        per_device_train_batch_size=options.pairs, max_steps=options.steps, bf16=options.device == "cuda",
+        gradient_checkpointing=False,
+    )  # fmt: skip
     peak = torch.cuda.max_memory_allocated() / GIB if options.device == "cuda" else None
-    return {**_rates([b - a for a, b in pairwise(ends)][1:], case, options), "peak GiB": peak}
+    return {**_rates(seconds[1:], case, options), "peak GiB": peak}
 
 
 def main() -> None:
@@ -155,13 +135,8 @@ def main() -> None:
         if "trl" in options.only and find_spec("trl") is not None and case not in ("nf4", "fp8"):
             contenders.append(("trl", None))
         for contender, share in contenders:
-            command = [sys.executable, str(Path(__file__)), *sys.argv[1:], "--work", contender, case, str(share)]
-            ran = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)  # noqa: S603
             row: dict[str, Any] = {"by": contender, "case": case, "share": share}
-            if ran.returncode != 0:
-                table.add(**row, note=(ran.stderr.strip().splitlines() or ["no message"])[-1][:160])
-                continue
-            table.add(**row, **json.loads(ran.stdout.strip().splitlines()[-1]))
+            table.add(**row, **in_own_process("--work", contender, case, str(share)))
     table.save(options.json)
 
 
