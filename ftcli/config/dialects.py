@@ -196,7 +196,8 @@ read data.train[].max_rows = max_samples:F
 read = dataset_prepared_path:A overwrite_cache:F | tokenized data is cached by its content; FTCLI_CACHE says where
 data.num_proc = dataset_processes:A dataset_num_proc:ATU preprocessing_num_workers:FT
 lost data.train[].weight = interleave_probs:F | write `weight` beside the `path` of each source in data.train
-note = mix_strategy:F | rows of all sources are mixed; weights stand beside each source in data.train
+lost = mix_strategy:F(!concat)
+    | all rows of all sources are mixed, each once an epoch; `weight` beside each source in data.train repeats them
 read = dataloader_num_workers:H | data is in memory; remove it
 lost = shuffle:C(!true) shuffle_merged_datasets:A(!true) disable_shuffling:F
     | training rows are always shuffled, by run.seed

@@ -472,7 +472,7 @@ PREFERENCE = (
     _m(
         "pairs: the mean of a micro-batch",
         _P + "objective.py",
-        "loss = (self._loss.values(answers) * weights).sum() / step.pairs",
+        "loss = (self._loss.weighed_values(answers, policy.aligned) * weights).sum() / step.pairs",
         "loss = (self._loss.values(answers) * weights).mean()",
         _UP + "objective.py",
     ),
@@ -542,7 +542,7 @@ PREFERENCE = (
     _m(
         "pairs: held-out ones against the model itself",
         _P + "evaluate.py",
-        "if any(place not in self._kept for place in places):",
+        "if any(pair not in self.known for pair in pairs):",
         "if True:",
         _E2E + "preference.py",
     ),
@@ -563,7 +563,7 @@ PREFERENCE = (
     _m(
         "pairs: the loss of a part of an answer",
         _P + "pairs.py",
-        "plain, weighed = sequence.summed(torch.stack([plain, weighed]))",
+        "found = tuple(sequence.summed(torch.stack(found)))",
         "pass",
         _UP + "shared_rows.py",
     ),
