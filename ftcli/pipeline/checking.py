@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """What `ftcli check` answers.
+    """The answer of `ftcli check`.
 
     Attributes:
         adapters: None for full fine-tuning.
@@ -78,7 +78,7 @@ def _corrected(part: ExecutionPart, attention: str) -> ExecutionPart:
 
 
 def _arithmetic(report: PreflightReport) -> PlannedAdapters | None:
-    """What the recipe adapts in a family whose shape is known; None for full fine-tuning."""
+    """The planned adapters of a family whose shape is known; None for full fine-tuning."""
     lora, shape = report.recipe.lora, report.facts.shape
     if lora is None or shape is None:
         return None

@@ -284,7 +284,7 @@ def not_offered(word: str) -> str | None:
 
 
 def measures(method: Method, recipe: Any) -> dict[str, bool]:
-    """What is measured on held-out rows while a recipe trains, and whether more of it is better."""
+    """Measures on held-out rows while a recipe trains, and whether more of each is better."""
     if method.from_prompts:
         return {task.label: True for task in recipe.eval.tasks}
     if method.scores is None:

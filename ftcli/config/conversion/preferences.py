@@ -47,7 +47,7 @@ def wanted(draft: Draft) -> bool:
 
 
 def labelled(draft: Draft) -> bool:
-    """Whether it learns from single answers with a label."""
+    """True if it learns from single answers with a label."""
     return bool(draft.get("train.method") == "kto")
 
 
