@@ -267,12 +267,11 @@ TABLE: Mapping[str, Method] = MappingProxyType(
 )
 
 
-#: Methods of the field that recipes and data may be meant for, and that are not offered yet.
+#: Methods of the field by other names, and those that are not offered yet.
 _NOT_OFFERED: Mapping[str, str] = MappingProxyType(
     {
         **{name: name.upper() for name in ("cpo", "ppo", "rloo", "prm", "gkd")},
-        "rm": "training of reward models",
-        "reward_model": "training of reward models",
+        **dict.fromkeys(("rm", "reward_model", "reward_modeling", "reward_modelling"), "reward modelling"),
         "distill": "distillation",
         "distillation": "distillation",
     }
