@@ -64,7 +64,7 @@ def scored(draft: Draft) -> bool:
 
 
 def labelled(draft: Draft) -> bool:
-    """Whether it learns from single answers with a label."""
+    """True if it learns from single answers with a label."""
     return bool(draft.get("train.method") == "kto")
 
 
