@@ -6,6 +6,7 @@ python -m tests.family_outcomes`` finds all of them out again first. ``make test
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -48,24 +49,23 @@ RANK = (
 
 _HEAD = """# Supported models
 
-Is your model's architecture here? Every causal language model that transformers builds can be tried; what ftcli does
-not do with a family is refused by name. These families are tested (`make test-families`), each as a small random model.
-They are in the order in which people train them.
+Is your model's architecture here? ftcli tries every causal language model that transformers builds, and refuses by name
+what it does not do with a family. These families are tested (`make test-families`), each as a small random model.
+Families that behave alike share a row, the most trained ones first.
 
 - **Kernels**: `layers` are computed by ftcli's kernels on a CUDA GPU; `parts` has norms and attention on them; `none`
   trains on transformers' own layers.
 - **LoRA** on all linear layers, **QLoRA** on an NF4 base, **full** fine-tuning, **export** of a merged model, and
   **packing** (`data.packing`) each say `yes`, or the [code](errors.md) of what refuses it. FT443: a document would see
   the one before it, found by trial.
-- `all-linear` is every linear layer of the decoder's layers, experts included (as PEFT adapts them). On a quantised
-  base the dense layers beside the experts of Qwen3-Next, GLM-4-MoE and DeepSeek-V3 have no adapter; a run says so.
-- Multimodal checkpoints are trained on text. Their other parts are frozen, never quantised, and exported as they were.
+- `all-linear` includes experts (as PEFT adapts them). On a quantized base the dense layers beside the experts of
+  Qwen3-Next, GLM-4-MoE and DeepSeek-V3 have no adapter; a run says so.
+- Multimodal checkpoints are trained on text. Their other parts are frozen, never quantized, and exported as they were.
 - The memory estimate covers families whose kernels are not `none`, BitNet and Ministral-3. For the others
   `ftcli check` says what training needs at least.
 
-A checkpoint may still be refused for how its weights are stored (FT316): gpt-oss is published in MXFP4, DeepSeek-V3 in
-fp8. Name a copy in bfloat16. Also refused: other multimodal checkpoints and encoder-decoders (FT309), dropout on
-experts (FT333), unknown scaling of the logits (FT335).
+Also refused: weights stored in MXFP4 (gpt-oss) or fp8 (DeepSeek-V3): name a copy in bfloat16 (FT316); other multimodal
+checkpoints and encoder-decoders (FT309), dropout on experts (FT333), unknown scaling of the logits (FT335).
 
 | model_type | kernels | LoRA | QLoRA | full | export | packing | trained |
 |---|---|---|---|---|---|---|---|
@@ -86,20 +86,24 @@ class Outcome:
 def page(outcomes: Mapping[str, Outcome]) -> str:
     """The page's text, of outcomes by ``model_type``."""
     order = [name for name in RANK if name in outcomes] + [name for name in outcomes if name not in RANK]
-    rows = []
+    alike: dict[tuple[str, ...], list[str]] = {}
     for name in order:
         row = MULTIMODAL.get(name)
         family = family_of(name if row is None else row.text)
         kernels = family.kernels if family is not None else "none"
         trained = "whole" if row is None else f"on text; {row.senses} kept"
-        rows.append(f"| `{name}` | {' | '.join((kernels, *astuple(outcomes[name]), trained))} |")
-    return _HEAD + "\n".join(rows) + "\n"
+        alike.setdefault((kernels, *astuple(outcomes[name]), trained), []).append(f"`{name}`")
+    return _HEAD + "".join(f"| {' | '.join((', '.join(names), *cells))} |\n" for cells, names in alike.items())
 
 
 def stated(text: str) -> dict[str, Outcome]:
     """What a page says, by ``model_type``."""
     lines = (line.split("|") for line in text.splitlines() if line.startswith("| `"))
-    return {cells[1].strip(" `"): Outcome(*(cell.strip() for cell in cells[3:8])) for cells in lines}
+    return {
+        name: Outcome(*(cell.strip() for cell in cells[3:8]))
+        for cells in lines
+        for name in re.findall(r"`(\w+)`", cells[1])
+    }
 
 
 def main() -> None:

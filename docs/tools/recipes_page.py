@@ -5,10 +5,12 @@ Every key, its type, default and description are those of the models; a test hol
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from ftcli.config.schema import Node, RecipeSchema
 from ftcli.config.suggest import usable_values
@@ -20,7 +22,7 @@ _INTRO = """\
 
 # Recipes
 
-One YAML file describes one experiment; training, evaluation and export share it. The smallest recipe that trains:
+One YAML file describes one experiment; training, evaluation and export share it. The smallest one that trains:
 
 ```yaml
 version: 1
@@ -32,9 +34,7 @@ data:
   train: [my-data.jsonl]
 ```
 
-`ftcli recipes list` shows recipes to start from, `ftcli recipes copy NAME` makes one yours, and `ftcli check RECIPE`
-says all that is wrong with it. `ftcli recipes schema > recipe.schema.json` writes the JSON Schema; with this first
-line editors complete and check recipes as you type:
+For editors, `ftcli recipes schema > recipe.schema.json` writes the JSON Schema; the recipe then begins with:
 
 ```yaml
 # yaml-language-server: $schema=recipe.schema.json
@@ -42,8 +42,8 @@ line editors complete and check recipes as you type:
 
 ## How a file is read
 
-- Unknown keys, duplicate keys and values of the wrong type are errors; key names of other tools are answered with
-  the name used here. A value that this version does not carry out is refused ([FT250](errors.md)).
+- Unknown keys, duplicate keys and wrong types are errors; for other tools' key names the error gives ours. A value that
+  this version does not support is refused ([FT250](errors.md)).
 - YAML 1.2: `true` and `false` are the only booleans; `1e-4` and `.5e-3` are numbers; `yes`, `1:30`, `010`, `1_000` and
   dates are text. Anchors and aliases work; tags, merge keys (`<<`), tabs and several documents are errors.
 - Paths are relative to the directory in which the command runs; `bundled:NAME` ships with ftcli.
@@ -58,12 +58,23 @@ lists and single values replace those of the base; `lora: null` removes a sectio
 
 `--set section.key=value` changes one value for one command; the value is YAML, validated like the file:
 `--set train.learning_rate=1e-4`, `--set lora=null`, `--set data.train=[a.jsonl,b.jsonl]`,
-`--set data.train.0.max_rows=100` (list positions count from 0).
-`--output-dir`, `--resume` and `--max-steps` set `run.output_dir`, `run.resume` and `train.max_steps`, and win over
-`--set`.
+`--set data.train.0.max_rows=100` (list positions count from 0). `--output-dir`, `--resume` and `--max-steps` set
+`run.output_dir`, `run.resume` and `train.max_steps`, and win over `--set`.
 
 ## Keys
+
+Defaults are bold; a key without one is absent, or an empty list or map.
 """
+
+#: An upper bound that only keeps out numbers that nobody means.
+_UNBOUNDED = 10**9
+#: Keys whose values have a table of their own on the page.
+_TABLES = {
+    "train.lr_scheduler_type": "[schedules](#learning-rate-schedules)",
+    "train.optim": "[optimizers](#optimizers)",
+}
+#: Lists of at least so many words stand on the page once.
+_LONG = 6
 
 
 class Row(NamedTuple):
@@ -71,12 +82,14 @@ class Row(NamedTuple):
 
     key: str
     value: str
-    default: str
     about: str
 
 
-#: The section that explains a row, for rows of sections in lists.
-Explained: TypeAlias = dict[Row, str]
+class Shown(NamedTuple):
+    """What the page has said already: the section that explains a row, and the key that lists certain words."""
+
+    rows: dict[Row, str]
+    words: dict[tuple[str, ...], str]
 
 
 def page() -> str:
@@ -95,47 +108,91 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _keys(schema: RecipeSchema) -> Iterator[str]:
     root = schema.root
     required = set(root["required"])
-    explained: Explained = {}
+    shown = Shown({}, {})
     for name, node in root["properties"].items():
         if not schema.properties(node):
             yield from _single(schema, name, node)
         else:
-            yield from _section(schema, name, node, explained, required=name in required)
+            yield from _section(schema, name, node, shown, required=name in required)
 
 
 def _single(schema: RecipeSchema, name: str, node: Node) -> Iterator[str]:
     yield f"### `{name}`\n"
     about = str(schema.resolve(node).get("description", ""))
-    yield f"{about} Must be {schema.describe(node)}. Required (in the recipe or in what it extends).\n"
+    yield f"{about} Must be {schema.describe(node)}. Required, here or in the recipe that this one extends.\n"
 
 
-def _section(schema: RecipeSchema, name: str, node: Node, explained: Explained, *, required: bool) -> Iterator[str]:
+def _section(schema: RecipeSchema, name: str, node: Node, shown: Shown, *, required: bool) -> Iterator[str]:
     variant = next(part for part in schema.variants(node) if "properties" in part or part.get("type") == "array")
     yield f"### `{name}`\n"
     yield str(variant.get("description", "")) + (" Required." if required else "") + "\n"
-    yield "| key | value | default | |"
-    yield "|---|---|---|---|"
-    yield from _rows(schema, variant, "", name, explained)
+    yield "| key | value | |"
+    yield "|---|---|---|"
+    yield from _rows(schema, variant, "", name, shown)
     yield ""
 
 
-def _rows(schema: RecipeSchema, node: Node, prefix: str, section: str, explained: Explained) -> Iterator[str]:
+def _rows(schema: RecipeSchema, node: Node, prefix: str, section: str, shown: Shown) -> Iterator[str]:
     """A row for each key; keys that read as those of an earlier section share one that points there."""
     required = set(node.get("required", ()))
     alike: dict[str, list[str]] = {}
     for key, child in node["properties"].items():
         resolved = schema.resolve(child)
-        default = "required" if key in required else _default(resolved)
-        value = _escape(schema.describe(child) + _not_yet(schema, child, f"{section}.{prefix}{key}"))
-        row = Row(key, value, default, _escape(_about(resolved)))
-        earlier = explained.setdefault(row, f"{section}.{prefix}") if prefix.endswith("].") else f"{section}.{prefix}"
+        dotted = f"{section}.{prefix}{key}"
+        said = _with_default(_value(schema, child, dotted, shown), _default(resolved))
+        value = said + (", required" if key in required else "") + _not_yet(schema, child, dotted)
+        row = Row(key, _escape(value), _escape(_about(resolved)))
+        earlier = shown.rows.setdefault(row, f"{section}.{prefix}") if prefix.endswith("].") else f"{section}.{prefix}"
         if earlier != f"{section}.{prefix}":
             alike.setdefault(earlier, []).append(f"`{prefix}{key}`")
             continue
-        yield f"| `{prefix}{key}` | {value} | {default} | {row.about} |"
-        yield from _nested(schema, child, f"{prefix}{key}", section, explained)
+        yield f"| `{prefix}{key}` | {row.value} | {row.about} |"
+        yield from _nested(schema, child, f"{prefix}{key}", section, shown)
     for earlier, keys in alike.items():
-        yield f"| {', '.join(keys)} | | | As in `{earlier.removesuffix('.')}`. |"
+        yield f"| {', '.join(keys)} | | As in `{earlier.removesuffix('.')}`. |"
+
+
+def _with_default(value: str, default: str) -> str:
+    """The values with the default in bold, in its place among words: ``**auto**, eager``, ``integer ≥ 1, **8**``."""
+    word = re.compile(rf"(?<![\w-]){re.escape(default)}(?![\w-])")
+    if re.match(r"[a-z]", default) and word.search(value):
+        return word.sub(f"**{default}**", value, count=1)
+    return f"{value}, **{default}**" if default else value
+
+
+def _value(schema: RecipeSchema, node: Node, key: str, shown: Shown) -> str:
+    """What a key takes: ``integer ≥ 1``, ``auto, eager``, ``list of text``."""
+    said = (_TABLES.get(key) or _kind(schema, variant, key, shown) for variant in schema.variants(node))
+    return " or ".join(dict.fromkeys(said)) or "any value"
+
+
+def _kind(schema: RecipeSchema, node: Node, key: str, shown: Shown) -> str:
+    kind = node.get("type")
+    if "enum" in node:
+        words = tuple(map(str, node["enum"]))
+        first = shown.words.setdefault(words, key)
+        usable = usable_values(key) or words
+        return f"as `{first}`" if first != key and len(words) >= _LONG else ", ".join(w for w in words if w in usable)
+    if "const" in node:
+        return json.dumps(node["const"]).strip('"')
+    if kind in ("integer", "number"):
+        return f"{kind}{_range(node)}"
+    if kind == "array":
+        return f"list of {_value(schema, node['items'], key, shown)}"
+    if kind == "object":
+        return "section" if "properties" in node else "map"
+    return {"boolean": "boolean", "string": "text"}.get(str(kind), schema.describe(node))
+
+
+def _range(node: Node) -> str:
+    low, above = node.get("minimum"), node.get("exclusiveMinimum")
+    high, below = node.get("maximum"), node.get("exclusiveMaximum")
+    high = None if high == _UNBOUNDED else high
+    if low is not None and high is not None:
+        return f" {low:g}–{high:.10g}" if low >= 0 else f" from {low:g} to {high:.10g}"
+    lower = f" ≥ {low:g}" if low is not None else f" > {above:g}" if above is not None else ""
+    upper = f", ≤ {high:.10g}" if high is not None else f", < {below:.10g}" if below is not None else ""
+    return lower + upper
 
 
 def _not_yet(schema: RecipeSchema, node: Node, key: str) -> str:
@@ -147,39 +204,53 @@ def _not_yet(schema: RecipeSchema, node: Node, key: str) -> str:
     return f" (not yet: {', '.join(missing)})" if missing else ""
 
 
-def _nested(schema: RecipeSchema, node: Node, path: str, section: str, explained: Explained) -> Iterator[str]:
+def _nested(schema: RecipeSchema, node: Node, path: str, section: str, shown: Shown) -> Iterator[str]:
     """Rows for the keys of a section inside a section, or of the sections in a list."""
     for variant in schema.variants(node):
         if "properties" in variant:
-            yield from _rows(schema, variant, f"{path}.", section, explained)
+            yield from _rows(schema, variant, f"{path}.", section, shown)
         elif variant.get("type") == "array":
-            yield from _nested(schema, variant["items"], f"{path}[]", section, explained)
+            yield from _nested(schema, variant["items"], f"{path}[]", section, shown)
 
 
 def _schedules() -> Iterator[str]:
     """The table of schedules."""
     yield "## Learning-rate schedules\n"
-    yield "What `train.lr_scheduler_type` may name and `train.lr_scheduler_kwargs` may say; all are transformers'.\n"
+    yield (
+        "Values of `train.lr_scheduler_type`, and their `train.lr_scheduler_kwargs`; all are transformers'. *rate* is "
+        "`train.learning_rate`; steps below 1 are a fraction "
+        "of all. What has no lower bound here is at least 0.\n"
+    )
     yield "| schedule | | arguments |"
     yield "|---|---|---|"
-    for name in schedules.names():
-        row = schedules.row(name)
+    for schedule in schedules.names():
+        row = schedules.row(schedule)
         needed = dict.fromkeys(row.required, " (needed)")
         needed |= {
             argument: f" (this or {other})" for argument in row.one_of for other in row.one_of if other != argument
         }
-        said = (f"`{argument}`{needed.get(argument, '')}: {kind.expected}" for argument, kind in row.arguments.items())
+        said = (f"`{name}`{needed.get(name, '')} {_argument(kind)}" for name, kind in row.arguments.items())
         needs = " Needs `eval.every_steps`." if row.by_evaluations else ""
-        yield f"| `{name}` | {row.about}{needs} | {'; '.join(said)} |"
+        yield f"| `{schedule}` | {row.about}{needs} | {'; '.join(said)} |"
     yield ""
+
+
+def _argument(argument: schedules.ScheduleArgument) -> str:
+    """What an argument takes: ``integer ≥ 1``, ``steps > 0``, ``number, < rate``."""
+    if argument.kind == "word":
+        return ", ".join(argument.words)
+    said = {"whole": "integer"}.get(argument.kind, str(argument.kind))
+    said += f" {'>' if argument.above else '≥'} {argument.least:g}" if argument.above or argument.least else ""
+    said += f", ≤ {argument.most:g}" if argument.most is not None else ""
+    return said + (", < rate" if argument.below_peak else ", ≥ rate" if argument.above_peak else "")
 
 
 def _optimizers() -> Iterator[str]:
     """The table of optimizers."""
     yield "## Optimizers\n"
     yield (
-        "What `train.optim` may name. The state is counted in the memory estimate: bytes for each trained parameter of "
-        "large matrices.\n"
+        "Values of `train.optim`. The state, which the memory estimate counts, is in bytes for each trained parameter "
+        "of large matrices.\n"
     )
     yield "| optimizer | | state in bytes | rounds (`train.pure_bf16`) | needs |"
     yield "|---|---|---|---|---|"
@@ -200,18 +271,14 @@ def _about(node: Node) -> str:
 
 
 def _default(node: Node) -> str:
-    if "default" not in node:
-        return ""
-    value: Any = node["default"]
-    if value is None:
-        return "absent"
+    value: Any = node.get("default")
     if isinstance(value, bool):
-        return f"`{str(value).lower()}`"
+        return str(value).lower()
     if isinstance(value, list | tuple):
-        return f"`[{', '.join(map(str, value))}]`"
-    if isinstance(value, float):
-        return f"`{value:g}`"
-    return f"`{value}`" if value != {} else "`{}`"
+        return ", ".join(map(str, value))
+    if value is None or value == {}:
+        return ""
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _escape(text: str) -> str:

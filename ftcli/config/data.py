@@ -19,9 +19,8 @@ class DatasetConfig(Section):
     """One source of rows. A bare string is short for `{path: ...}`."""
 
     path: PathText = Field(
-        description="A .jsonl, .json, .csv, .tsv, .parquet or .arrow file (each also .gz), a folder of such files, "
-        "`bundled:NAME` for data that ships with ftcli, or `hub:ORG/NAME` for a dataset of the Hugging Face Hub. "
-        "Relative paths are relative to the current directory.",
+        description="A .jsonl, .json, .csv, .tsv, .parquet or .arrow file (each also .gz), a folder of them, "
+        "`bundled:NAME`, or `hub:ORG/NAME` for a dataset of the Hugging Face Hub.",
     )
     columns: dict[str, str] = Field(
         default_factory=dict, description="Renames columns: `{name that ftcli expects: name in the file}`."
@@ -29,15 +28,15 @@ class DatasetConfig(Section):
     max_rows: Count | None = Field(default=None, description="Use the first rows only.")
     remove_columns: Items[str] = Field(
         default=(),
-        description="Columns of the file that are left out as if they were not there, by their names in the file. Says "
-        "of a `label` or `score` that would be refused that it does not judge the answers.",
+        description="Columns of the file to ignore. For a `label` or `score` that is refused: it does not judge the "
+        "answers.",
     )
     weight: float | None = Field(
         default=None,
         gt=0,
         le=1e6,
-        description="Share of this source in the mixture, relative to the other weights; with one weight, every source "
-        "needs one. Each row is seen at least once an epoch; rows of sources that are too small repeat.",
+        description="Share of this source in the mixture; with one weight, every source needs one. Each row is seen "
+        "at least once an epoch; rows of small sources repeat.",
     )
     name: str | None = Field(default=None, description="Configuration of a Hub dataset.")
     split: str | None = Field(
@@ -46,7 +45,7 @@ class DatasetConfig(Section):
     revision: str | None = Field(default=None, description="Branch, tag or commit of a Hub dataset.")
     streaming: bool = Field(
         default=False,
-        description="Read the first `max_rows` rows of a Hub dataset without downloading the rest of it.",
+        description="Read the first `max_rows` rows of a Hub dataset without downloading the rest.",
     )
 
 
@@ -89,24 +88,22 @@ class DataConfig(Section):
     )
     chat_template_kwargs: dict[str, bool | int | float | str] = Field(
         default_factory=dict,
-        description="Values for the template's own switches, such as `{enable_thinking: true}`, in training, "
-        "evaluation and GRPO alike. Whoever serves the model has to set them, too.",
+        description="Values for the template's switches, such as `{enable_thinking: true}`. Whoever serves the model "
+        "has to set them too.",
     )
     history: Literal["split", "last", "template"] = Field(
         default="split",
-        description="What happens to an earlier answer that the chat template writes differently once others follow. "
-        "`split`: a row of its own, as generation sees it. `last`: no loss. `template`: the conversation is written by "
-        "the training form of its template, where one is known. Each is counted.",
+        description="Earlier answers that the chat template rewrites. `split`: a row of their own, as in generation; "
+        "`last`: no loss; `template`: the template's training form, where one is known.",
     )
     reasoning: Literal["keep", "drop", "refuse"] = Field(
         default="keep",
-        description="Reasoning of answers (`reasoning_content`, `thinking`, `<think>`): trained and refused where the "
-        "template cannot show it, taken out and counted, or not allowed.",
+        description="Reasoning of answers (`reasoning_content`, `thinking`, `<think>`). `keep`: trained, and refused "
+        "where the template drops it; `drop`: removed and counted; `refuse`: an error.",
     )
     max_seq_len: Annotated[int, Field(ge=2, le=10**9)] = Field(
         default=2048,
-        description="Longest sequence in tokens. The only length setting: all others follow from it. Of 2 tokens the "
-        "second is learnt, given the first.",
+        description="Longest sequence in tokens, and the only length setting: all others follow from it.",
     )
     overlong: Literal["error", "drop", "truncate"] = Field(
         default="error", description="What happens to rows longer than `max_seq_len`; each one is counted."
@@ -114,28 +111,27 @@ class DataConfig(Section):
     max_bad_rows: float = Field(
         default=0.0,
         ge=0.0,
-        description="Rows of one source that may be broken: a share below 1, a number from 1 on. Up to there they are "
-        "skipped and counted; with more, all of them are named and nothing is trained.",
+        description="Broken rows of a source to skip and count: a share below 1, a number from 1 on. With more, all "
+        "are named and nothing is trained.",
     )
     loss_on: Literal["auto", "assistant", "completion", "all"] = Field(
         default="auto",
-        description="Which tokens are trained. `auto`: assistant turns of messages, completions of "
-        "prompt_completion and alpaca rows, everything of text, the labels of tokenized rows.",
+        description="Tokens that bear loss. `auto`: assistant turns of messages, completions of prompt_completion and"
+        " alpaca rows, all of text, the labels of tokenized rows.",
     )
     packing: bool = Field(
         default=False,
-        description="Put several rows into one sequence of up to `max_seq_len` tokens, without attention across rows.",
+        description="Several rows in one sequence of up to `max_seq_len` tokens, without attention across rows.",
     )
     padding_free: bool | Literal["auto"] = Field(
         default="auto",
-        description="Lay the rows of a micro-batch one after the other in a single row, without padding and without "
-        "attention across rows. `auto` does so where attention runs on kernels that skip other rows; `true` elsewhere "
-        "too, by a mask over all pairs of tokens.",
+        description="Lay the rows of a micro-batch end to end, without padding and without attention across rows. "
+        "`auto`: where ftcli's kernels run attention; `true`: elsewhere too, by a dense mask.",
     )
     num_proc: Count | None = Field(
         default=None,
-        description="Processes that tokenize, at most one a core. When absent: one for small files, one a core "
-        "for large ones.",
+        description="Processes that tokenize, at most one a core; absent: one for small files, one a core for large "
+        "ones.",
     )
 
     @field_validator("chat_template_kwargs")

@@ -24,14 +24,12 @@ class GenerateConfig(Section):
     temperature: Annotated[float, Field(gt=0, le=10)] = Field(default=1.0, description="Sampling temperature.")
     stop_strings: Items[Annotated[str, Field(min_length=1, max_length=1000)]] = Field(
         default=(),
-        description="Texts that end a completion, beside the tokens that end a turn. The completion ends before the "
-        "first of them.",
+        description="Texts that end a completion before them, beside the tokens that end a turn.",
     )
     overflow: Literal["end", "sliding"] = Field(
         default="end",
-        description="What happens where prompt and completion reach data.max_seq_len: `end` ends the completion and "
-        "says so; `sliding` goes on, and the oldest tokens are dropped, a quarter of data.max_seq_len at a time. "
-        "Longer prompts are treated as data.overlong says.",
+        description="Where prompt and completion reach data.max_seq_len: `end` ends the completion; `sliding` drops "
+        "the oldest quarter of the window and goes on.",
     )
 
 
@@ -66,7 +64,7 @@ class EvalConfig(Section):
 
     every_steps: Count | None = Field(
         default=None,
-        description="Steps between evaluations, of which the first is before training; absent: only at the end.",
+        description="Steps between evaluations, the first before training; absent: only at the end.",
     )
     samples: Annotated[int, Field(ge=0, le=1000)] = Field(
         default=4, description="Held-out rows of `data.eval` that `train` answers at each evaluation, for the report."
@@ -76,7 +74,7 @@ class EvalConfig(Section):
     generate: GenerateConfig = Field(default_factory=GenerateConfig, description="Generation settings.")
     lm_eval: Items[PathText] = Field(
         default=(),
-        description="Tasks of lm-evaluation-harness, by name or as a path to a task's YAML; needs the extra `eval`.",
+        description="Tasks of lm-evaluation-harness, by name or path of a task's YAML; needs the extra `eval`.",
     )
     lm_eval_limit: Count | None = Field(default=None, description="Rows of each `lm_eval` task; all when absent.")
 
@@ -100,7 +98,7 @@ class ExportConfig(Section):
     )
     base: Literal["trained", "original"] = Field(
         default="trained",
-        description="What an adapter on a quantized base is merged with: the numbers that it was trained beside, or "
-        "the weights that these were rounded from.",
+        description="What an adapter on a quantized base is merged with: the dequantized weights that it was trained "
+        "beside, or the weights before quantization.",
     )
     gguf: GgufConfig = Field(default_factory=GgufConfig, description="Settings of the format `gguf`.")

@@ -26,6 +26,10 @@ class JudgeConfig(Section):
         default=None, description="exact_match: a regular expression whose first group is compared, not all the text."
     )
     pattern: str | None = Field(default=None, description="regex: what a completion must match.")
+    model: PathText | None = Field(
+        default=None,
+        description="reward_model: the folder of a reward model, such as `runs/reward/export/safetensors`.",
+    )
     min_chars: Annotated[int, Field(ge=0, le=10_000_000)] | None = Field(
         default=None, description="length: fewest characters that pass; 0 when absent."
     )
@@ -34,13 +38,12 @@ class JudgeConfig(Section):
     )
     json_schema: PathText | JsonObject | None = Field(
         default=None,
-        description="json_valid: the JSON Schema that a completion's value must fit, written here or the path of a "
-        "JSON file, which starts at the current directory.",
+        description="json_valid: the JSON Schema to fit, written here or the path of a JSON file.",
     )
     timeout: Annotated[float, Field(gt=0, le=3600)] | None = Field(
         default=None,
-        description="Seconds. python_tests: of each program; 5 when absent. math_verify: of each completion; 5 when "
-        "absent. A function of yours: of a call, which judges a whole batch; 60 when absent.",
+        description="Seconds. python_tests: each program (5); math_verify: each completion (5); your function: each "
+        "call, which judges a whole batch (60).",
     )
     memory_mb: Annotated[int, Field(ge=64, le=1_048_576)] | None = Field(
         default=None, description="python_tests: MiB of address space of each program; 512 when absent."
@@ -48,9 +51,9 @@ class JudgeConfig(Section):
     args: JsonObject = Field(default_factory=dict, description="Further keyword arguments for your function.")
     on_error: OnError | None = Field(
         default=None,
-        description="What happens to a completion that cannot be judged, because the judge fails or takes too long: "
-        "`stop` ends the command, `skip` leaves the completion out, and a number is its score. `stop` for a function "
-        "of yours when absent, `skip` for built-in judges.",
+        description="What happens to a completion that cannot be judged: `stop` ends the command, `skip` leaves the "
+        "completion out, a number is its score. Absent: `stop` for your functions, `skip` for built-in "
+        "judges.",
     )
 
 

@@ -27,8 +27,8 @@ class ModelConfig(Section):
     revision: str | None = Field(default=None, description="Branch, tag or commit on the Hub.")
     tokenizer: PathText | None = Field(
         default=None,
-        description="The model's own when absent; `bytes` is the bundled byte-level one with a chat template; "
-        "else a Hub id or folder.",
+        description="Hub id, folder, or `bytes`: the bundled byte-level one with a chat template. The model's own "
+        "when absent.",
     )
     dtype: Dtype = Field(
         default="auto",
@@ -39,8 +39,8 @@ class ModelConfig(Section):
     )
     kernels: Kernels = Field(
         default="auto",
-        description="ftcli's own kernels: `auto` uses each where it applies, `triton` makes one that is off an error, "
-        "`reference` uses the plain torch versions, `off` leaves the model as transformers built it.",
+        description="ftcli's kernels: `auto` uses each where it applies, `triton` makes one that is off an error, "
+        "`reference` runs the plain torch versions, `off` leaves transformers' layers.",
     )
     init: Literal["pretrained", "random"] = Field(
         default="pretrained", description="`random` builds the weights from config.json alone; nothing is downloaded."
@@ -57,18 +57,18 @@ class QuantizationConfig(Section):
     double_quant: bool = Field(default=True, description="NF4: quantize the scales as well.")
     keep_dequantized: bool | Literal["auto"] = Field(
         default=False,
-        description="NF4: hold the layers' numbers in the compute dtype, which takes a bf16 model's memory and saves "
-        "dequantizing; `auto` does so for as many layers as there is ample room for.",
+        description="NF4: keep dequantized weights, for a bf16 model's memory and speed; `auto`: of as many layers as"
+        " leave ample room.",
     )
     lambda_warmup_steps: Annotated[int, Field(ge=0)] = Field(
         default=0,
-        description="BitNet: steps over which training goes from exact to quantized values, in equal parts; about 1000 "
-        "for a model that was trained in bf16, 0 for one that was quantized before and from scratch.",
+        description="BitNet: steps from exact to quantized values, in equal parts; about 1000 for a model trained in "
+        "bf16, 0 for one quantized before or from scratch.",
     )
     use_rms_norm: bool = Field(
         default=False,
-        description="BitNet: an RMSNorm on the input of every rounded layer, trained with it, in a model that is "
-        "converted. Models that were saved with such norms have them without this.",
+        description="BitNet conversion: a trained RMSNorm on the input of every rounded layer. Models saved with such"
+        " norms have them anyway.",
     )
 
 
@@ -85,24 +85,24 @@ class LoraConfig(Section):
     dropout: Fraction = Field(default=0.0, description="Dropout on the adapters' input.")
     target_modules: Literal["all-linear"] | Items[str] = Field(
         default="all-linear",
-        description="Module names to adapt; `all-linear` is every linear layer of the language model's decoder layers, "
-        "experts included, but no router, no head and nothing of a vision tower.",
+        description="Modules to adapt; `all-linear`: every linear layer of the language model's decoder layers, "
+        "experts included, without routers and head.",
     )
     modules_to_save: Items[str] = Field(
         default=(),
-        description="Modules trained whole and saved with the adapter; a name stands for all whose path ends in it.",
+        description="Modules trained whole and saved with the adapter, by the ends of their paths.",
     )
     use_rslora: bool = Field(default=False, description="Scale by `alpha / sqrt(r)` instead of `alpha / r`.")
     use_dora: bool = Field(
         default=False,
-        description="DoRA: the length of each row of the adapted weight is trained apart from its direction. Runs on "
-        "PEFT's own layers, slower than LoRA on the kernels.",
+        description="DoRA: train the norm of each row of the adapted weight apart from its direction. Runs on PEFT's "
+        "layers, slower than LoRA on the kernels.",
     )
     init_lora_weights: Literal[True] | Initialisation = Field(
         default=True,
-        description="How adapters begin: `true` at no change; `gaussian` and `orthogonal` likewise with other random "
-        "numbers; `pissa` (`pissa_niter_4` is faster) with the largest singular vectors of the weights, `olora` with "
-        "their QR decomposition. Results of the last two are saved as plain adapters of twice the rank.",
+        description="`true`, `gaussian` and `orthogonal` change nothing at first; `pissa` (`pissa_niter_4` is faster)"
+        " takes the largest singular vectors of the weights, `olora` their QR decomposition: both are "
+        "saved as plain adapters of twice the rank.",
     )
     layers_to_transform: Annotated[Items[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = Field(
         default=None, description="Numbers of the layers that have adapters; all when absent."
@@ -112,11 +112,11 @@ class LoraConfig(Section):
     )
     exclude_modules: Annotated[str, Field(min_length=1)] | Items[Annotated[str, Field(min_length=1)]] = Field(
         default=(),
-        description="Modules without an adapter: ends of their paths, or one regular expression for whole paths.",
+        description="Modules without an adapter: ends of paths, or one regular expression for whole paths.",
     )
     rank_pattern: dict[str, Annotated[int, Field(ge=1, le=4096)]] = Field(
         default_factory=dict,
-        description="Ranks of single modules: ends of their paths, or regular expressions, and the rank.",
+        description="Ranks of single modules, by ends of paths or regular expressions.",
     )
     alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] = Field(
         default_factory=dict, description="Likewise for `alpha`."
@@ -133,15 +133,14 @@ class LaunchConfig(Section):
 
     engine: Annotated[str, Word(engines.names)] = Field(
         default="auto",
-        description="How processes train. `ddp`: each has the whole model; `fsdp`: the weights are sharded over "
-        "them. `auto` is `fsdp` in full fine-tuning and where the model fits no single GPU, else `ddp`.",
+        description="`ddp`: each process has the whole model; `fsdp`: weights are sharded. `auto`: `fsdp` for full "
+        "fine-tuning and models larger than one GPU, else `ddp`.",
     )
     num_processes: Count = Field(default=1, description="Processes, one for each GPU.")
     dp_replicate_size: Count | Literal["auto"] = Field(
         default="auto",
-        description="Under `fsdp`: copies of the model, each sharded over `num_processes` / `dp_replicate_size` "
-        "processes (HSDP). `auto` makes one for each host where it fits there, so that weights are exchanged within "
-        "hosts; on one host there is one.",
+        description="Under `fsdp`: replicas of the model, each sharded over `num_processes` / `dp_replicate_size` "
+        "processes (HSDP). `auto`: one a host where the model fits there.",
     )
     context_parallel_size: Count = Field(
         default=1,
@@ -157,6 +156,11 @@ class LaunchConfig(Section):
     def shard_size(self) -> int:
         """Processes that one copy of the model is sharded over, where it is."""
         return max(1, self.num_processes // self.copies)
+
+    @property
+    def is_sharded(self) -> bool:
+        """True if the engine shards weights over several processes."""
+        return self.num_processes > 1 and engines.row(self.engine).shards
 
     @property
     def row_shares(self) -> int:

@@ -29,8 +29,8 @@ class RunConfig(Section):
     seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(default=42, description="Seeds weights, data order, dropout.")
     resume: PathText = Field(
         default="auto",
-        description="`auto` continues an unfinished run; `never` starts over and keeps the old run beside it; else "
-        "the path of a checkpoint.",
+        description="`auto` continues an unfinished run; `never` starts over and keeps the old run; else the path of "
+        "a checkpoint.",
     )
 
     @property
@@ -54,12 +54,16 @@ class EarlyStoppingConfig(Section):
 class TrainConfig(Section):
     """The optimisation. Leaf names are those of transformers' TrainingArguments."""
 
-    method: Annotated[str, Word(methods.names)] = Field(default="sft", description="Supervised fine-tuning.")
+    method: Annotated[str, Word(methods.names)] = Field(
+        default="sft", description="`sft` is supervised fine-tuning; the others learn from preferences."
+    )
     num_train_epochs: Annotated[float, Field(gt=0, le=1e6)] = Field(default=1.0, description="Passes over the data.")
     max_steps: Count | None = Field(default=None, description="Optimizer steps; overrides `num_train_epochs` when set.")
     per_device_train_batch_size: Count = Field(default=1, description="Rows per forward pass (GRPO: completions).")
     gradient_accumulation_steps: Count = Field(default=1, description="Forward passes per optimizer step.")
-    learning_rate: Annotated[float, Field(gt=0, le=10.0)] = Field(default=2e-4, description="Peak learning rate.")
+    learning_rate: Annotated[float, Field(gt=0, le=10.0)] = Field(
+        default=2e-4, description="Peak learning rate; preference methods have their own defaults."
+    )
     lr_scheduler_type: Scheduler = Field(default="linear", description="Learning-rate schedule.")
     lr_scheduler_kwargs: dict[str, float | int | str] = Field(
         default_factory=dict, description="Arguments of the schedule; the table of schedules lists them."
@@ -73,59 +77,59 @@ class TrainConfig(Section):
     max_grad_norm: Annotated[float, Field(gt=0)] = Field(default=1.0, description="Gradient norm is clipped to this.")
     gradient_checkpointing: CheckpointingSetting = Field(
         default="auto",
-        description="What backward computes again: `false` nothing, `selective` gate and up of the MLP, `true` whole "
-        "layers, `offload` the same with what is kept in pinned host memory; each takes less memory than the last. "
-        "`lean` is `true` with a frozen embedding in pinned host memory. `auto` takes the fastest that fits by the "
-        "memory estimate.",
+        description="What backward recomputes: `false` nothing, `selective` gate and up of the MLP, `true` whole "
+        "layers, `offload` the same with inputs in host memory, `lean` as `true` with a frozen embedding "
+        "in host memory. `auto`: the fastest that fits.",
     )
     uncheckpointed_layers: Annotated[int, Field(ge=0)] = Field(
         default=0,
-        description="Under `selective` and `offload`: of the decoder layers the last so many keep everything all the "
-        "same. `auto` chooses it.",
+        description="Under `selective` and `offload`: so many last layers keep everything. `auto` chooses it.",
     )
     loraplus_lr_ratio: Annotated[float, Field(ge=1, le=1e4)] | None = Field(
         default=None,
-        description="LoRA+: matrices B (and what has one dimension) learn this many times faster. 4 to 16 are usual, "
-        "at a somewhat lower rate.",
+        description="LoRA+: the learning rate of B matrices is this many times higher. 4 to 16 are usual, at a "
+        "somewhat lower rate.",
     )
     train_sampling_strategy: Literal["random", "group_by_length"] = Field(
         default="random",
-        description="`group_by_length` puts rows of similar length into one batch, which pads less: random within a "
-        "span of at most 50 batches, each row once an epoch.",
+        description="`group_by_length` batches rows of similar length, which pads less; random within at most 50 "
+        "batches.",
     )
     neftune_noise_alpha: Annotated[float, Field(gt=0, le=1000)] | None = Field(
         default=None,
-        description="NEFTune: uniform noise on the embeddings in training, of at most this over the root of sequence "
-        "length times width. 5 to 15 are usual.",
+        description="NEFTune: uniform noise on the embeddings, at most this over the root of sequence length times "
+        "width. 5 to 15 are usual.",
     )
     cuda_graphs: bool = Field(
         default=True,
-        description="Launch the decoder layers as CUDA graphs where a micro-batch has too few tokens to keep the GPU "
-        "busy otherwise. The results are the same to the last bit; `false` never does.",
+        description="Launch decoder layers as CUDA graphs where a micro-batch has few tokens; the same bits.",
     )
     pure_bf16: bool = Field(
         default=False,
-        description="Full fine-tuning: hold parameters and gradients in bfloat16, half of float32's memory. Updates "
-        "are computed in float32 and rounded. `false` keeps the parameters in float32, and multiplies copies in the "
-        "compute dtype.",
+        description="Full fine-tuning: parameters and gradients in bfloat16, half of float32's memory.",
     )
     bf16_gradients: bool = Field(
         default=False,
-        description="Full fine-tuning with parameters in float32: keep the gradients of matrices in bfloat16, to which "
-        "torch's autocast rounds them too. Saves 2 bytes a parameter where gradients are held, and some of the step's "
-        "time. Those of several micro-batches are rounded after each.",
+        description="Full fine-tuning with float32 parameters: gradients of matrices in bfloat16, which saves 2 bytes"
+        " a parameter.",
     )
     bf16_stochastic_round: bool = Field(
         default=False,
-        description="With `pure_bf16`: round updates stochastically, so that those too small for bfloat16 arrive on "
-        "average. `false` rounds to nearest, where most of them are lost at the learning rates of full fine-tuning.",
+        description="With `pure_bf16`: round updates stochastically; `false` rounds to nearest and loses most at "
+        "usual learning rates.",
     )
     early_stopping: EarlyStoppingConfig | None = Field(
         default=None, description="When training ends because evaluations stop getting better; never when absent."
     )
+    metric_for_best_model: Annotated[str, Field(min_length=1, max_length=200)] | None = Field(
+        default=None,
+        description="What `early_stopping` and `checkpoint.keep_best` look at: `loss`, or what else is measured during "
+        "training, such as `token_accuracy`, `accuracy` and `margin` of pairs, or a task of GRPO. Whether more of it "
+        "is better is known. When absent the held-out loss, or the mean score of the tasks.",
+    )
     memory_budget_gib: Annotated[float, Field(gt=0, le=4096)] | None = Field(
         default=None,
-        description="Memory that `gradient_checkpointing: auto` plans with; all of the device's memory when absent.",
+        description="Memory that `gradient_checkpointing: auto` plans with; all of the device's when absent.",
     )
 
     @property
@@ -149,8 +153,8 @@ class CheckpointConfig(Section):
     keep_last: Count = Field(default=2, description="Complete checkpoints kept.")
     keep_best: bool = Field(
         default=False,
-        description="Also save and keep the checkpoint of the best evaluation: the lowest held-out loss, or the "
-        "highest mean score of the tasks where no loss is measured.",
+        description="Also keep the checkpoint of the best evaluation: the lowest held-out loss, without one the highest"
+        " mean score of the tasks, or what `train.metric_for_best_model` says.",
     )
     on_sigterm: bool = Field(default=True, description="On SIGTERM or SIGHUP finish the step, save, exit 75.")
 

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 from ftcli.config.data import DataConfig, DatasetConfig
 from ftcli.config.evaluation import GenerateConfig
 from ftcli.data.ledger import skipped_finding
+from ftcli.data.omissions import split_reasoning
 from ftcli.data.prepare import allowed_of
-from ftcli.data.presence import split_reasoning
 from ftcli.data.template import Renderer, renderer_of
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin
-from ftcli.patience import TimeBudget
 from ftcli.rows.prompts import Prompt, prompt_maker
 from ftcli.rows.reading import iterate, no_rows
 from ftcli.rows.row import data_error, raise_findings
+from ftcli.time_limit import TimeBudget
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -154,7 +154,10 @@ class _Reader:
                 continue
             make = make or prompt_maker(item, self._data.format)
             try:
-                prompt = self._referenced(make(item))
+                made = make(item)
+                if made.value < 0:  # an answer that is called bad is none to compare with
+                    continue
+                prompt = self._referenced(made)
                 text = self._renderer.prompt(prompt)
             except FtcliError as error:
                 if error.findings[0].code == "FT421":

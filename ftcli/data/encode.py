@@ -12,7 +12,7 @@ from ftcli.data.answers import Rendered
 from ftcli.data.boundary import BoundaryTokenizer, TokenizedText
 from ftcli.data.chats import Chats, stops_of
 from ftcli.data.forms import training_form
-from ftcli.data.presence import reasoning_of
+from ftcli.data.omissions import reasoning_of
 from ftcli.data.template import Renderer, renderer_of
 from ftcli.data.tokens import EncodedArrays, TokenizedRow, encoded_of
 from ftcli.errors import ExitCode, Finding, FtcliError
@@ -121,6 +121,7 @@ class Encoder:
         self.renderer = training_renderer(tokenizer, data)
         self.layout = layout
         self.unit = layouts.row(layout).unit
+        self._compares = not layouts.row(layout).imitated
         self.loss_on = resolve_loss_on(data.loss_on, layout)
         self._ends = stops_of(tokenizer, stops)
         self._history = data.history
@@ -181,8 +182,8 @@ class Encoder:
         return read
 
     def _require_one_form(self, rendered: Sequence[Sequence[Rendered]]) -> None:
-        """Raises Misfit where a part of a unit is trained in several forms: parts are compared one by one."""
-        if self.unit > 1 and any(len(forms) > 1 for forms in rendered):
+        """Raises Misfit where an answer that is compared would be several rows."""
+        if self._compares and any(len(forms) > 1 for forms in rendered):
             raise Misfit(
                 "the chat template shows the answer's earlier turns otherwise than it generated them, so it would be "
                 "several rows; use `data.history: last`"
@@ -282,6 +283,7 @@ class Encoder:
             read.counts.update(row.counts)
             read.counts.update(
                 turns_split=len(rows) - len(rendered),
+                pairs_split=len(row.examples) - self.unit,
                 turns_untrained=left,
                 answers_joined=sum(not one.apart for one in rows),
             )

@@ -21,7 +21,7 @@ Pair = tuple[TokenizedRow, TokenizedRow]
 
 
 def shared_beginning(pair: Pair) -> int:
-    """How many tokens both rows begin with; one of each is left.
+    """Number of tokens that both rows begin with; one of each is left.
 
     These are tokens, not a prompt: where prompt and answer merge at their border, less is shared, and where both
     answers begin alike, more.
@@ -51,57 +51,64 @@ def shared_batch(
         token. What both rows begin with predicts for each of them, so a position can be there twice.
     """
     batch, places = branched_batch(pairs, batches, pad_token_id)
-    positions: list[int] = []
-    targets: list[int] = []
+    positions: list[Ints] = []
+    targets: list[Ints] = []
     for tokens, at in zip((tokens for pair in pairs for tokens in pair), places, strict=True):
-        scored = [t for t in range(1, len(tokens.labels)) if tokens.labels[t] != IGNORE_INDEX]
-        positions += [at[t - 1] for t in scored]
-        targets += [tokens.labels[t] for t in scored]
-    return batch, torch.tensor(positions, dtype=torch.int64), torch.tensor(targets, dtype=torch.int64)
+        labels = np.asarray(tokens.labels, dtype=np.int64)[1:]
+        scored = np.flatnonzero(labels != IGNORE_INDEX)
+        positions.append(at[scored])
+        targets.append(labels[scored])
+    return batch, torch.from_numpy(np.concatenate(positions)), torch.from_numpy(np.concatenate(targets))
 
 
-def branched_batch(
-    pairs: Sequence[Pair], batches: Batches, pad_token_id: int
-) -> tuple[dict[str, Tensor], list[list[int]]]:
+def branched_batch(pairs: Sequence[Pair], batches: Batches, pad_token_id: int) -> tuple[dict[str, Tensor], list[Ints]]:
     """The first part of what :func:`shared_batch` returns; and where the tokens of each row in turn lie."""
     row = _Row()
     places = [at for pair in pairs for at in row.add(pair)]
-    _, width = batches.shape([len(row.ids)])
+    _, width = batches.shape([row.length])
     row.fill(width, pad_token_id, longest=max(len(tokens.input_ids) for pair in pairs for tokens in pair))
-    batch = {"input_ids": torch.tensor([row.ids]), "position_ids": torch.tensor([row.positions])}
-    batch["document_starts"] = torch.tensor([row.documents], dtype=torch.int32)
-    batch["branch_starts"] = torch.tensor([row.branches], dtype=torch.int32)
-    return batch, places
+    return row.batch(), places
 
 
 class _Row:
     """A row as it grows: of each token its id, its position, and where its document and its branch begin."""
 
     def __init__(self) -> None:
-        self.ids: list[int] = []
-        self.positions: list[int] = []
-        self.documents: list[int] = []
-        self.branches: list[int] = []
+        self.length = 0
+        self._ids: list[Ints] = []
+        self._positions: list[Ints] = []
+        self._pieces: list[tuple[int, int, int]] = []  # where the document begins, where the branch does, tokens
 
-    def add(self, pair: Pair) -> list[list[int]]:
-        """Where the tokens of each row of a pair lie."""
+    def add(self, pair: Pair) -> list[Ints]:
+        """Adds a pair; the places of the tokens of each of its rows."""
         shared = shared_beginning(pair)
+        one, other = (np.asarray(row.input_ids, dtype=np.int64) for row in pair)
         if shared == 0:
-            return [self._piece(row.input_ids, 0, len(self.ids)) for row in pair]
-        document = len(self.ids)
-        trunk = self._piece(pair[0].input_ids[:shared], 0, document)
-        return [trunk + self._piece(row.input_ids[shared:], shared, document) for row in pair]
+            return [self._piece(ids, 0, self.length) for ids in (one, other)]
+        document = self.length
+        trunk = self._piece(one[:shared], 0, document)
+        return [np.concatenate([trunk, self._piece(ids[shared:], shared, document)]) for ids in (one, other)]
 
     def fill(self, width: int, pad_token_id: int, *, longest: int) -> None:
         """Documents of ``longest`` tokens at most: scaled rotations may depend on the largest position."""
-        while len(self.ids) < width:
-            size = min(longest, width - len(self.ids))
-            self._piece([pad_token_id] * size, 0, len(self.ids))
+        while self.length < width:
+            size = min(longest, width - self.length)
+            self._piece(np.full(size, pad_token_id, dtype=np.int64), 0, self.length)
 
-    def _piece(self, ids: Sequence[int], first: int, document: int) -> list[int]:
-        begin = len(self.ids)
-        self.ids += ids
-        self.positions += range(first, first + len(ids))
-        self.documents += [document] * len(ids)
-        self.branches += [begin] * len(ids)
-        return list(range(begin, len(self.ids)))
+    def batch(self) -> dict[str, Tensor]:
+        """The layers' inputs."""
+        documents, branches, sizes = np.array(self._pieces, dtype=np.int32).T
+        return {
+            "input_ids": torch.from_numpy(np.concatenate(self._ids))[None],
+            "position_ids": torch.from_numpy(np.concatenate(self._positions))[None],
+            "document_starts": torch.from_numpy(np.repeat(documents, sizes))[None],
+            "branch_starts": torch.from_numpy(np.repeat(branches, sizes))[None],
+        }
+
+    def _piece(self, ids: Ints, first: int, document: int) -> Ints:
+        begin = self.length
+        self._ids.append(ids)
+        self._positions.append(np.arange(first, first + len(ids)))
+        self._pieces.append((document, begin, len(ids)))
+        self.length += len(ids)
+        return np.arange(begin, self.length)

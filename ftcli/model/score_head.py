@@ -1,7 +1,7 @@
 """A score in place of the language model's head: one number for a row, from the hidden state of its last token.
 
 The layer is called ``score``, as in transformers' sequence classifiers, which load what is saved here. A model that is
-trained keeps its language model's head, frozen and unused: kernels, checks and quantisation are those of every model.
+trained keeps its language model's head, frozen and unused: kernels, checks and quantization are those of every model.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def add_score_head(model: PreTrainedModel, seed: int) -> None:
 
 
 def has_score_head(model: PreTrainedModel | PeftModel) -> bool:
-    """Whether :func:`add_score_head` was called."""
+    """True if :func:`add_score_head` was called."""
     return SCORE in dict(base_of(model).named_children())
 
 

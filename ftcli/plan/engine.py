@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from ftcli.plan.memory.candidates import candidate, policies_by_speed
 from ftcli.plan.run import RunPlan
-from ftcli.plan.sharding import is_sharded, why_not_sharded
+from ftcli.plan.sharding import why_not_sharded
 from ftcli.tables import engines
 
 
@@ -33,7 +33,7 @@ def _with_engine(plan: RunPlan) -> RunPlan:
 
 def _with_copies(plan: RunPlan) -> RunPlan:
     launch, hosts = plan.recipe.launch, plan.hosts
-    if launch.dp_replicate_size != "auto" or hosts == 1 or not is_sharded(plan.recipe):
+    if launch.dp_replicate_size != "auto" or hosts == 1 or not plan.recipe.launch.is_sharded:
         return plan
     each = plan.changed({"launch.dp_replicate_size": hosts})
     possible = launch.num_processes % hosts == 0 and each.shard_size > 1

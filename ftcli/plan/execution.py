@@ -21,7 +21,6 @@ from ftcli.plan.attention import AttentionCall, AttentionChoice, choose_attentio
 from ftcli.plan.batches import Batches, choose_batches
 from ftcli.plan.precision import DtypePlan
 from ftcli.plan.quantization import why_dequantized
-from ftcli.plan.sharding import is_sharded
 from ftcli.tables import methods, quantizations
 from ftcli.tables.families import family_of
 
@@ -204,14 +203,14 @@ def _batches(recipe: Recipe, masked: AttentionChoice, layers: LayerChoice, *, wo
 
 
 def why_prompts_apart(recipe: Recipe, work: Work) -> str | None:
-    """Why the answers of a pair do not share their prompt although attention could skip what lies between; or None."""
+    """The reason why the answers of a pair do not share their prompt although attention could skip what lies between;
+    or None.
+    """
     settings = recipe.preference
     if settings is not None and settings.share_prompts == "off":
         return "preference.share_prompts: off"
     if work == "train" and recipe.launch.context_parallel_size > 1:
         return "ranks share rows"
-    if work == "train" and is_sharded(recipe):
-        return "the model is sharded"
     return None
 
 

@@ -6,7 +6,6 @@ from ftcli.config.recipe import Recipe
 from ftcli.facts.flops import step_flops
 from ftcli.facts.model import ModelFacts
 from ftcli.plan.execution import Execution, ExecutionPart
-from ftcli.plan.sharding import is_sharded
 from ftcli.tables import policies
 
 #: Operations of one layer in a micro-batch above which the GPU takes longer than the host needs to launch its kernels:
@@ -40,7 +39,7 @@ def why_no_graphs(recipe: Recipe, facts: ModelFacts, execution: Execution, *, to
     train, lora = recipe.train, recipe.lora
     if execution.layers.code != "fused":
         return "the layers are not on Triton kernels"
-    if is_sharded(recipe):
+    if recipe.launch.is_sharded:
         return "the weights are sharded over ranks, which all-gather them layer by layer"
     if not train.cuda_graphs:
         return "train.cuda_graphs: false"

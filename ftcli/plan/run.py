@@ -21,7 +21,6 @@ from ftcli.plan.memory.activations import ActivationSettings, LayerMemory, plain
 from ftcli.plan.memory.fused_activations import fused_layers
 from ftcli.plan.precision import DTYPE_BYTES, DtypePlan, plan_dtypes
 from ftcli.plan.quantization import trains_rounded
-from ftcli.plan.sharding import is_sharded
 from ftcli.plan.trained import EMBEDDING, HEAD, TrainedParameters, trained_parameters
 from ftcli.tables import code_of, optimizers, policies
 from ftcli.tables.methods import Method
@@ -207,7 +206,7 @@ class RunPlan:
     @property
     def shard_size(self) -> int:
         """Devices that the weights are sharded over; 1 where each has all of them."""
-        return self.recipe.launch.shard_size if self.trains and is_sharded(self.recipe) else 1
+        return self.recipe.launch.shard_size if self.trains and self.recipe.launch.is_sharded else 1
 
     @property
     def rows(self) -> int:
@@ -240,12 +239,13 @@ class RunPlan:
 
     def log_prob_bytes(self, rows: int) -> int:
         """Workspace of a loss that takes ``rows`` log-probabilities from hidden states, and the head where it is cast
-        for them.
+        for them: sharded weights that are trained are all-gathered in the compute dtype.
         """
         shape, element = self.shape, self.dtypes.compute_bytes
         on_gpu = self.device.kind == "cuda"
         needed = log_prob_bytes(rows, shape.hidden_size, shape.vocab_size, element, on_gpu=on_gpu)
-        if self.dtypes.parameter_bytes != element or (self.dtypes.autocast and self.head_is_trained):
+        cast = self.dtypes.parameter_bytes != element or (self.dtypes.autocast and self.head_is_trained)
+        if cast and (self.shard_size == 1 or self.recipe.lora is not None):
             needed += shape.vocab_size * shape.hidden_size * element
         return needed
 

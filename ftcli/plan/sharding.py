@@ -8,15 +8,10 @@ from typing import TYPE_CHECKING
 from ftcli.config.recipe import Recipe
 from ftcli.facts.generation import batch_dependent_rope
 from ftcli.facts.model import ModelFacts
-from ftcli.tables import engines, optimizers
+from ftcli.tables import optimizers
 
 if TYPE_CHECKING:
     from ftcli.plan.execution import Execution
-
-
-def is_sharded(recipe: Recipe) -> bool:
-    """True if the recipe's engine shards weights over several processes."""
-    return recipe.launch.num_processes > 1 and engines.row(recipe.launch.engine).shards
 
 
 def why_not_sharded(recipe: Recipe, execution: Execution) -> str | None:

@@ -20,7 +20,11 @@ _PAIR = re.compile(r"(^|_)(chosen|rejected)(_|$)", re.IGNORECASE)
 _VERDICTS = frozenset(
     ("label", "kto_tag", "desirable", "preferred", "accepted", "is_chosen", "is_correct", "correct", "passed")
 )
-_BAD = frozenset(("false", "0", "-1", "bad", "no", "undesirable", "rejected", "incorrect", "negative"))
+#: Those that KTO reads without being told.
+_READ_AS_LABEL = frozenset(("label", "kto_tag"))
+#: What such columns say, in lower case.
+BAD = frozenset(("false", "0", "0.0", "-1", "-1.0", "bad", "no", "undesirable", "rejected", "incorrect", "negative"))
+GOOD = frozenset(("true", "1", "1.0", "good", "yes", "desirable", "chosen", "correct", "positive"))
 #: Columns that rate it.
 _RATINGS = frozenset(("score", "reward", "rating", "rank"))
 
@@ -71,11 +75,12 @@ class UnreadColumns:
         pairs = bool(_PAIR.search(name))
         instead = f"`columns: {{{'completion' if 'prompt' in row.fields else 'messages'}: chosen}}`" if pairs else ""
         take = f"to train on the chosen answers, write {instead}" if pairs else "keep the good rows only"
+        mapped = f" (with `columns: {{label: {name}}}`)" if name.lower() in _VERDICTS - _READ_AS_LABEL else ""
         return Finding(
             "FT408",
             f"column {name!r} {what}, but every row would be {'matched' if self._asked else 'trained'} as a good one",
             row.origin,
-            f"{methods.offered(method)}; {take}, or, if the column means something else, write "
+            f"{methods.offered(method)}{mapped}; {take}, or, if the column means something else, write "
             f"`remove_columns: [{names}]` beside `path`",
         )
 
@@ -87,13 +92,13 @@ class UnreadColumns:
 
     def _another(self, name: str, value: Any) -> tuple[str, str] | None:
         """The meaning of the column, and the method that learns from it."""
-        if self._known is None or self._known.unit > 1:  # a pair says itself which of its answers is bad
+        if self._known is None or not self._known.imitated:  # it says itself which answers are bad
             return None
         if _PAIR.search(name) and not self._asked:
             return None if self._chosen else ("belongs to preference pairs", "DPO")
         if not self._known.asks:
             return None
-        if name in _VERDICTS and not isinstance(value, dict | list) and str(value).strip().lower() in _BAD:
+        if name in _VERDICTS and not isinstance(value, dict | list) and str(value).strip().lower() in BAD:
             return f"calls answers bad (here {value!r})", "KTO"
         if name in _RATINGS and not self._asked and _differs(value, self._rated.setdefault(name, _number(value))):
             return "rates the answers", "learning from ratings"

@@ -17,7 +17,7 @@ from ftcli.rows.row import Example, Message, Misfit, Row, Switches, data_error, 
 class Prompt:
     """The question to a model: a chat or a string; ``reference`` is the known answer, if the row has one.
 
-    ``tools`` and ``switches`` are those of :class:`ftcli.rows.row.Example`.
+    ``tools``, ``switches`` and ``value`` are those of :class:`ftcli.rows.row.Example`.
     """
 
     row: Row
@@ -26,10 +26,11 @@ class Prompt:
     reference: str | None
     tools: tuple[JsonObject, ...] | None = None
     switches: Switches = field(default_factory=dict)
+    value: float = 0.0
 
 
 def to_prompt(example: Example) -> Prompt:
-    """The example without its last answer, which becomes the reference.
+    """The example without its last answer, which becomes the reference; of a pair without both answers.
 
     Raises FtcliError FT413 for plain text (nothing separates question and answer) and for chats that do not end
     with the assistant.
@@ -39,12 +40,14 @@ def to_prompt(example: Example) -> Prompt:
         if last["role"] != "assistant" or len(example.messages) < 2:
             message = "the conversation does not end with an assistant's answer"
             raise data_error("FT413", message, example.row.origin, "end it with the answer, or remove the row")
-        asked_of = example.messages[:-1]
-        return Prompt(example.row, asked_of, None, str(last["content"]), example.tools, example.switches)
+        asked_of = example.messages[: example.completion_from if example.others else -1]
+        answer = str(last["content"])
+        return Prompt(example.row, asked_of, None, answer, example.tools, example.switches, example.value)
     if example.prompt_text is None or example.text is None:
         message = "plain text has no answer to compare with"
         raise data_error("FT413", message, example.row.origin, "use rows of messages, or of prompt and answer")
-    return Prompt(example.row, None, example.prompt_text, example.text.removeprefix(example.prompt_text))
+    answer = example.text.removeprefix(example.prompt_text)
+    return Prompt(example.row, None, example.prompt_text, answer, value=example.value)
 
 
 def prompts_of(rows: Sequence[Row], requested: str) -> list[Prompt]:

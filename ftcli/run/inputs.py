@@ -217,7 +217,7 @@ def _tells_a_file(entry: JsonMap) -> bool:
 
 
 def _is_same(before: JsonMap | None, now: JsonMap | None) -> bool:
-    """Whether all is the same that both entries tell of a file."""
+    """True if all is the same that both entries tell of a file."""
     if before is None or now is None:
         return before is now
     checksums = {entry["crc32"] for entry in (before, now) if entry.get("crc32")}
@@ -266,7 +266,7 @@ def require_same_data(previous: JsonMap, data: Sequence[Fingerprint], paths: Map
 
 
 def changed_held_out(previous: JsonMap, held_out: Sequence[Fingerprint], sources: Collection[str]) -> list[str]:
-    """Which held-out files are not what they were when a run began, in words; in a folder, which have come or gone.
+    """Held-out files that are not what they were when a run began, in words; in a folder, those that have come or gone.
 
     Results before and after training are of the same rows then. Sources that only one recipe names are none of them.
 
@@ -288,7 +288,7 @@ def changed_held_out(previous: JsonMap, held_out: Sequence[Fingerprint], sources
 
 
 def _is_of(source: str, name: str) -> bool:
-    """Whether a file is ``source``, or lies in it, by its name in a manifest."""
+    """True if a file is ``source``, or lies in it, by its name in a manifest."""
     return name == source or name.startswith(f"{source.rstrip('/')}/")
 
 
@@ -307,7 +307,7 @@ def require_same_held_out(previous: JsonMap, held_out: Sequence[Fingerprint], so
 
 
 def changed_judges(previous: JsonMap, judges: Sequence[Fingerprint]) -> list[str]:
-    """Which files of rewards and judges are not what they were when a run began, in words.
+    """Files of rewards and judges that are not what they were when a run began, in words.
 
     Those that only one side has are none of them: the recipe names them, and is compared itself.
 

@@ -35,7 +35,9 @@ def result_files(folder: Path) -> list[JsonObject]:
 
 
 def changed_result(run: RunDirectory, trained: FinishedTraining) -> str | None:
-    """How adapter/ or model/ differs from what training wrote; None where every file is as it was, and no other."""
+    """The difference of adapter/ or model/ from the files that training wrote; None if every file is as it was, and no
+    other.
+    """
     folder = run.result_dir
     if folder is None or folder.name != trained.result:
         return f"{trained.result}/ is not there"

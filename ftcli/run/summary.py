@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ftcli.errors import first_line
 from ftcli.paths import why_closed
-from ftcli.plain import JsonMap, is_number, number_or_none, numbers_of
+from ftcli.plain import JsonMap, is_number, map_in, number_or_none, numbers_of
 from ftcli.run.atomic import json_object_in, read_json_object, read_text
 from ftcli.run.directory import RunDirectory, is_run_directory
 from ftcli.run.lock import is_locked
@@ -40,6 +40,7 @@ class RunSummary:
         seconds: How long all of its processes took; None while it runs.
         message: Why it ended, where that needs saying.
         eval_tokens: Tokens that the result's held-out loss is the mean of.
+        preferred: Share of held-out pairs in the right order, of a method that measures it.
         damage: What is wrong with its files, each by name; what is sound of them is in the other fields.
     """
 
@@ -58,6 +59,7 @@ class RunSummary:
     seconds: float | None
     message: str | None
     eval_tokens: int | None = None
+    preferred: float | None = None
     damage: Sequence[str] = ()
 
 
@@ -122,6 +124,7 @@ def summarise(path: Path) -> RunSummary:
         seconds=None if status is None else status.seconds,
         message=None if status is None else status.message,
         eval_tokens=_whole(scores.get("tokens")),
+        preferred=_first(map_in(scores, "measures").get("accuracy"), held_out.get("eval_accuracy")),
         damage=damage_of(run, metrics),
     )
 

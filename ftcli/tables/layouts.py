@@ -13,13 +13,14 @@ class RowLayout:
 
     Attributes:
         columns: Columns that a row needs. ``format: auto`` takes the first layout of the table whose columns are there.
+            None: its code says what is missing.
         code: Turns a row into an example (``ftcli.rows.layouts.Understand``).
         loss_on: Values of ``data.loss_on`` that have a meaning; the first is what `auto` means.
         asks: Its rows end with an answer: it can be left to the model, and judges get it as `answer`.
         optional: Further columns that are read where they are there.
         conversation: Columns that hold the conversation itself; judges get the rendered prompt in their place.
-        unit: Training rows that one of its rows makes, which are kept or dropped together; 2 for pairs. ``auto`` takes
-            no layout but those of 1: what pairs are for, the method says.
+        unit: Training rows that one of its rows makes, which are kept or dropped together; 2 for pairs.
+        labelled: Its rows call answers good or bad.
     """
 
     columns: tuple[str, ...]
@@ -29,6 +30,12 @@ class RowLayout:
     optional: tuple[str, ...] = ()
     conversation: tuple[str, ...] = ()
     unit: int = 1
+    labelled: bool = False
+
+    @property
+    def imitated(self) -> bool:
+        """True if its rows are answers to imitate. ``auto`` takes no others: their purpose is the method's to say."""
+        return self.unit == 1 and not self.labelled
 
     def takes_loss_on(self, value: str) -> bool:
         """True if a recipe's ``data.loss_on`` has a meaning for rows of this layout."""
@@ -87,6 +94,18 @@ TABLE: Mapping[str, RowLayout] = MappingProxyType(
             conversation=("prompt", "chosen", "rejected"),
             unit=2,
         ),
+        "labelled": RowLayout(
+            (),
+            "ftcli.methods.kto.rows:understand",
+            loss_on=("completion", "assistant"),
+            optional=(
+                *("label", "kto_tag", "prompt", "completion", "messages", "conversations", "chosen", "rejected"),
+                *("instruction", "input", "output", "system", "history"),
+                *_OF_CHATS,
+            ),
+            conversation=("prompt", "completion", "messages", "conversations", "chosen", "rejected"),
+            labelled=True,
+        ),
     }
 )
 
@@ -102,15 +121,16 @@ def row(name: str) -> RowLayout:
 
 
 def formats(unit: int | None = None) -> tuple[str, ...]:
-    """Values of ``data.format`` for methods whose units have so many rows; for all methods with None."""
-    return ("auto", *(name for name, layout in TABLE.items() if unit in (None, layout.unit)))
+    """Values of ``data.format`` for methods that imitate rows (1) or learn from pairs (2); for all with None."""
+    named = (name for name, layout in TABLE.items() if unit is None or (layout.unit == unit and not layout.labelled))
+    return ("auto", *named)
 
 
 def detect(columns: Iterable[str]) -> str | None:
     """The first layout whose columns are all there; None when no layout fits."""
     present = set(columns)
     return next(
-        (name for name, layout in TABLE.items() if layout.unit == 1 and present.issuperset(layout.columns)), None
+        (name for name, layout in TABLE.items() if layout.imitated and present.issuperset(layout.columns)), None
     )
 
 

@@ -1,4 +1,4 @@
-"""Losses of preference methods, one row each: their arithmetic is a function of two answers' log-probabilities."""
+"""Losses of preference methods, one row each: their arithmetic is a function of answers' log-probabilities."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ class PreferenceLoss:
 
     Attributes:
         name: As in ``preference.loss``.
-        code: A function ``(Answers, LossSettings) -> (pairs,) tensor`` (:mod:`ftcli.methods.preference.losses`).
+        code: A function ``(Answers, LossSettings) -> (pairs,) tensor`` (:mod:`ftcli.methods.preference.losses`), or
+            ``(LabelledAnswers, LabelSettings) -> (rows,) tensor`` (:mod:`ftcli.methods.kto.losses`).
         source: Where its formula is from.
         beta: Default of ``preference.beta``; None where it has to be written.
         reference: Whether it compares with a reference.
         smooths: Whether ``label_smoothing`` has a meaning.
         averaged: Whether it compares nats a token, not a whole answer's.
+        paired: Whether it compares two answers to one prompt; else each answer has a label.
+        estimates_kl: Whether it needs the KL of the step, from mismatched rows.
     """
 
     name: str
@@ -28,10 +31,13 @@ class PreferenceLoss:
     reference: bool = True
     smooths: bool = False
     averaged: bool = False
+    paired: bool = True
+    estimates_kl: bool = False
 
 
 def _row(name: str, source: str, beta: float | None = 0.1, **more: bool) -> PreferenceLoss:
-    return PreferenceLoss(name, f"ftcli.methods.preference.losses:{name}", source, beta, **more)
+    module = "preference" if more.get("paired", True) else "kto"
+    return PreferenceLoss(name, f"ftcli.methods.{module}.losses:{name}", source, beta, **more)
 
 
 TABLE: Mapping[str, PreferenceLoss] = MappingProxyType(
@@ -52,14 +58,16 @@ TABLE: Mapping[str, PreferenceLoss] = MappingProxyType(
             _row("simpo", "Meng et al. 2024, arXiv:2405.14734", 2.0, reference=False, averaged=True),
             _row("cpo", "Xu et al. 2024, arXiv:2401.08417", reference=False, smooths=True),
             _row("orpo", "Hong et al. 2024, arXiv:2403.07691", reference=False, averaged=True),
+            _row("kto", "Ethayarajh et al. 2024, arXiv:2402.01306", paired=False, estimates_kl=True),
+            _row("apo_zero_unpaired", "D'Oosterlinck et al. 2024, arXiv:2408.06266", paired=False),
         )
     }
 )
 
 
-def names() -> tuple[str, ...]:
-    """Every loss."""
-    return tuple(TABLE)
+def names(paired: bool | None = None) -> tuple[str, ...]:
+    """Every loss of pairs, or of labelled answers; of both for None."""
+    return tuple(name for name, row in TABLE.items() if paired in (None, row.paired))
 
 
 def row(name: str) -> PreferenceLoss:

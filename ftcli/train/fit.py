@@ -16,6 +16,7 @@ from ftcli.run.metrics import read_metrics
 from ftcli.run.out_of_memory import is_out_of_memory
 from ftcli.run.report.card import write_card
 from ftcli.run.status import FinishedTraining, TrainingSummary
+from ftcli.tables.methods import measures
 from ftcli.train.context import GraphsRecord, RunContext
 from ftcli.train.lifecycle import add_to_manifest, raise_if_stopped
 from ftcli.train.out_of_memory import has_room_to_save, let_go, out_of_memory_in_training, with_checkpoint
@@ -24,7 +25,7 @@ from ftcli.train.start import TrainingRows, tell_start, tell_warm_ups
 
 if TYPE_CHECKING:
     from ftcli.job import Job
-    from ftcli.train.best import EarlyStopping
+    from ftcli.train.best import EarlyStopping, Goal
     from ftcli.train.loop import Attendance, StepIntervals, TrainerHooks, TrainingLoop
 
 
@@ -98,6 +99,7 @@ def _hooks(
         context.stop.interruptible if context.group is None else not_interruptible,
         keep_best=evaluate is not None and recipe.checkpoint.keep_best,
         stopping=None if evaluate is None else _stopping(recipe),
+        goal=_goal(context),
         completions=Completions(context.directory.completions_dir, completions_kept, recipe.logging.every_steps).write
         if context.leads
         else None,
@@ -134,6 +136,15 @@ def _stopping(recipe: Recipe) -> EarlyStopping | None:
 
     settings = recipe.train.early_stopping
     return None if settings is None else EarlyStopping(settings.patience, settings.min_delta)
+
+
+def _goal(context: RunContext) -> Goal | None:
+    from ftcli.train.best import Goal
+
+    metric = context.recipe.train.metric_for_best_model
+    if metric is None:
+        return None
+    return Goal(metric, measures(context.report.plan.method, context.recipe)[metric])
 
 
 def _trained_before(loop: TrainingLoop, context: RunContext, trained: FinishedTraining) -> FinishedRun:

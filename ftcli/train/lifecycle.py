@@ -55,7 +55,7 @@ from ftcli.run.signals import (
     second_signal_as_error,
 )
 from ftcli.train.context import BaseCard, InputsRecord, RunContext
-from ftcli.train.following import finish_for_leader, follow, lead, micro_batches, with_its_batch
+from ftcli.train.other_ranks import finish_for_leader, follow, lead, micro_batches, with_its_batch
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -23,10 +23,18 @@ from ftcli.plan.memory.terms import BACKWARD, EVALUATION, FORWARD, STEP, Phase
 from ftcli.run.completions import ScoredCompletion
 from ftcli.run.metrics import MetricsLine
 from ftcli.run.signals import SignalName, StopRequested
-from ftcli.train.best import BestEvaluation, EarlyStopping, TrainingOver, measured
+from ftcli.train.best import BestEvaluation, EarlyStopping, Goal, TrainingOver, measured
+from ftcli.train.checkpoint_state import (
+    LogWindow,
+    Progress,
+    RandomStates,
+    WindowState,
+    load_state,
+    readable,
+    save_state,
+)
 from ftcli.train.optimizer import Optimization, load_training_weights
 from ftcli.train.parallel import Divisors, MicroBatch, Parallel
-from ftcli.train.state import LogWindow, Progress, RandomStates, WindowState, load_state, readable, save_state
 from ftcli.train.watch import WatchedNumber, peak_memory_bytes, row_list
 
 if TYPE_CHECKING:
@@ -175,7 +183,8 @@ def not_interruptible(_phase: str) -> AbstractContextManager[None]:
 class TrainerHooks:
     """Storage, evaluation, and how many checkpoints to keep.
 
-    With ``keep_best`` the checkpoint of the best evaluation is saved and kept; ``stopping`` ends training early.
+    With ``keep_best`` the checkpoint of the best evaluation is saved and kept; ``stopping`` ends training early; both
+    look at ``goal``, or at what is measured by default.
     ``before_checkpoint`` puts the metrics on disk, so that no checkpoint is ahead of them. ``interruptible`` is entered
     around evaluation, which is told the step: a signal raises StopRequested in it. ``completions`` takes what a model
     that learns from rewards said at a logging step.
@@ -188,6 +197,7 @@ class TrainerHooks:
     interruptible: Callable[[str], AbstractContextManager[None]] = not_interruptible
     keep_best: bool = False
     stopping: EarlyStopping | None = None
+    goal: Goal | None = None
     completions: Callable[[int, Sequence[ScoredCompletion]], None] | None = None
 
 
@@ -501,7 +511,8 @@ class TrainingLoop:
         metrics: MetricsLine = {f"eval_{name}": value for name, value in found.items()}
         self.optimization.schedule_by(measured(metrics))
         stopping = self.hooks.stopping
-        best = self.best.note(self.step, metrics, 0.0 if stopping is None else stopping.min_delta)
+        min_delta = 0.0 if stopping is None else stopping.min_delta
+        best = self.best.note(self.step, metrics, min_delta, self.hooks.goal)
         self._stopping = self._stopping or self.is_over
         if metrics and self.attendance is not None:
             self.attendance.write({"step": self.step, **metrics})
@@ -515,7 +526,8 @@ class TrainingLoop:
         stopping, best = self.hooks.stopping, self.best
         if stopping is None or best.worse < stopping.patience:
             return self.objective.why_over
-        return f"no better evaluation than that of step {best.step} in {best.worse} evaluations"
+        what = "evaluation" if best.metric is None else best.metric
+        return f"no better {what} than that of step {best.step} in {best.worse} evaluations"
 
     @property
     def is_over(self) -> bool:

@@ -17,8 +17,8 @@ from ftcli.reporting import Session
 from ftcli.tables import code_of
 from ftcli.tables.methods import Method
 from ftcli.train.context import BuiltModel, RunContext
+from ftcli.train.evaluation import HeldOut, began_in, held_out_numbers
 from ftcli.train.fit import FinishedRun, fit
-from ftcli.train.held_out import HeldOut, began_in, held_out_numbers
 from ftcli.train.lifecycle import add_to_manifest, checked_run, keep_inputs
 from ftcli.train.progress import held_out_line
 from ftcli.train.results import CompleteRun, complete_result, write_token_counts
@@ -70,6 +70,20 @@ class RowMethod(ABC):
         reference: Any = None,
     ) -> TrainingLoop:
         """The loop that trains ``model``."""
+
+    def before_training(
+        self,
+        job: Job,
+        model: Any,
+        epochs: Epochs,
+        held_out: Sequence[TokenizedRow],
+        group: RankGroup | None,
+        reference: Any = None,
+    ) -> Any:
+        """Prepares the reference before the first step, for :meth:`evaluator` and :meth:`build`. All ranks call it,
+        with the model as it starts.
+        """
+        return reference
 
     def needs_reference(self, recipe: Recipe) -> bool:
         """True if a second model is loaded, which the trained one is compared with."""
@@ -124,12 +138,12 @@ def _train(session: Session, context: RunContext) -> RowsResult:
         reference = None
         if method.needs_reference(job.recipe):
             reference = assembly.build_reference(job, train_data.sequences)
-        held_out = HeldOut(
-            context.directory, method.evaluator(job, eval_data.sequences, group, reference=reference), model
-        )
         if group is not None:
             assembly.form_group(job, group)
             assembly.shard_weights(job, model, group, reference)
+    with context.phase("scoring the reference"):
+        reference = method.before_training(job, model, epochs, eval_data.sequences, group, reference)
+    held_out = HeldOut(context.directory, method.evaluator(job, eval_data.sequences, group, reference=reference), model)
     if context.leads:
         keep_inputs(context, assembly.inputs_of(job, model, read, train_data.sequences.digest()))
     _before(context, held_out)

@@ -40,8 +40,8 @@ SEED_STRIDE = 1_000_003
 
 @dataclass(frozen=True, slots=True)
 class TokenCounts:
-    """Tokens of a micro-batch: those that bear loss, all real ones, all positions that are computed; and its pairs, if
-    a method learns from these.
+    """Tokens of a micro-batch: those that bear loss, all real ones, all positions that are computed; and its pairs, or
+    answers with a label, if a method learns from these.
     """
 
     supervised: int = 0

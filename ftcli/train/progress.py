@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
-from ftcli.pace import Pace
+from ftcli.remaining_time import Pace
 from ftcli.reporting import Progress, Reporter
 from ftcli.run.metrics import MetricsLine
 from ftcli.run.report import LiveProgress, LiveReport
@@ -19,15 +19,15 @@ from ftcli.units import duration, gib
 _MEASURED_STEPS = 3
 #: Below this nobody waits for an estimate.
 _WORTH_TELLING_SECONDS = 10.0
-#: How the names of held-out numbers end that are no shares: log-probabilities, and what is made of them.
-_NUMBERS = ("margin", "reward", "logp")
+#: How the names of held-out numbers end that are no shares: log-probabilities, what is made of them.
+_NUMBERS = ("margin", "reward", "logp", "kl")
 #: Held-out numbers that are no results.
 _COUNTS = ("eval_tokens", "eval_rows", "eval_perplexity")
 #: Those that are none of a task, in words.
 _OF_LOSS = {
     name: name.replace("_", " ")
     for name in (
-        *("token_accuracy", "accuracy_of_like_length", "chosen_fell"),
+        *("token_accuracy", "accuracy_of_like_length", "chosen_fell", "chosen_rose", "rejected_fell"),
         *("chosen_reward", "rejected_reward", "chosen_logp", "rejected_logp"),
     )
 }

@@ -42,10 +42,11 @@ def write_token_counts(
     Raises FtcliError FT723 or FT724 when it cannot be written.
     """
     datasets = tuple(_dataset(split, ledger) for split, some in ledgers.items() for ledger in some)
+    packs = epochs.packs if epochs.packs is not None and len(epochs.packs) < len(epochs.packs.rows) else None
     epoch = EpochTokens(
-        rows=len(epochs) if epochs.packs is None else len(epochs.packs.rows),
+        rows=len(epochs) if packs is None else len(packs.rows),
         sequences=len(epochs),
-        packed=epochs.packs is not None,
+        packed=packs is not None,
         tokens=computed.tokens,
         tokens_padded=computed.filler,
         padded_share=computed.share,

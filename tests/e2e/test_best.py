@@ -10,7 +10,7 @@ import pytest
 
 from ftcli.evaluate.loss import LossResult
 from ftcli.evaluate.suite import Evaluator
-from ftcli.train.best import BestEvaluation
+from ftcli.train.best import BestEvaluation, Goal
 from tests.e2e.conftest import User
 
 #: So large a rate that the held-out loss rises from the second step on.
@@ -44,7 +44,7 @@ def test_the_best_checkpoint_outlives_the_rotation(user: User, monkeypatch: pyte
     user.done("train", recipe)
     assert steps(user, "r") == ["step-00000002", "step-00000004"]
     state = json.loads((user.folder / "r" / "checkpoints" / "step-00000004" / "ftcli_state.json").read_text())
-    assert state["best"] == {"value": 1.0, "step": 2, "worse": 2}
+    assert state["best"] == {"value": 1.0, "step": 2, "worse": 2, "metric": None}
 
 
 def test_training_ends_when_nothing_gets_better(user: User) -> None:
@@ -140,3 +140,54 @@ def test_a_checkpoint_is_evaluated_and_exported_in_place_of_the_result(full: boo
     assert "2, 4" in document["findings"][0]["help"]
     status, document = user.run("eval", recipe, "--checkpoint", "best")
     assert (status, document["findings"][0]["code"]) == (2, "FT154")
+
+
+def test_the_recipe_says_what_is_best(user: User, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tie is no improvement; the loss, which falls all the time, is not looked at."""
+    accuracies = iter([0.1, 0.5, 0.9, 0.9, 0.2, 0.9, 0.9])
+    losses = iter(range(100, 0, -1))
+
+    def loss(self: Evaluator, model: Any) -> LossResult:
+        return LossResult(next(losses), 1.0, next(accuracies), 1, 1)
+
+    monkeypatch.setattr(Evaluator, "loss", loss)
+    recipe = user.recipe(
+        "r",
+        train={"metric_for_best_model": "token_accuracy", "early_stopping": {"patience": 3}, "max_steps": 9},
+        eval={"every_steps": 1, "samples": 0},
+        checkpoint={"every_steps": 1, "keep_last": 1, "keep_best": True},
+    )
+    result = user.done("train", recipe)
+    assert result["steps"] == 5
+    assert result["stopped_early"] == "no better token_accuracy than that of step 2 in 3 evaluations"
+    assert steps(user, "r") == ["step-00000002", "step-00000005"]
+
+
+def test_a_metric_is_better_where_it_is_larger_or_smaller_and_is_no_measure_of_another() -> None:
+    best, accuracy, margin = BestEvaluation(), Goal("accuracy", True), Goal("margin", True)
+    evaluations = [0.5, 0.7, 0.7, 0.6, 0.71, 0.8]
+    noted = [best.note(step, {"eval_accuracy": value}, 0.02, accuracy) for step, value in enumerate(evaluations)]
+    assert noted == [True, True, False, False, True, True]
+    assert (best.step, best.value, best.worse) == (5, -0.8, 0)
+    assert not best.note(6, {"eval_loss": 0.0}, goal=accuracy)
+    assert not best.note(7, {"eval_accuracy": float("nan")}, goal=accuracy)
+    assert best.note(8, {"eval_accuracy": 0.9, "eval_margin": -3.0}, goal=margin)
+    assert (best.step, best.value, best.metric) == (8, 3.0, "margin")
+    assert best.note(9, {"eval_loss": 2.0})
+    assert best.note(10, {"eval_loss": 1.0, "eval_accuracy": 0.1}, goal=Goal("loss", False))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"train": {"metric_for_best_model": "loss"}}, "the recipe asks for neither"),
+        (
+            {"train": {"metric_for_best_model": "accuracy"}, "checkpoint": {"keep_best": True}},
+            "accuracy is not measured while supervised fine-tuning trains",
+        ),
+    ],
+)
+def test_a_metric_that_nothing_measures_or_reads_is_refused(change: dict[str, Any], said: str, user: User) -> None:
+    status, document = user.run("train", user.recipe("r", **{"eval": {"every_steps": 1}, **change}))
+    assert (status, [finding["code"] for finding in document["findings"]]) == (2, ["FT255"])
+    assert said in document["findings"][0]["message"]

@@ -74,6 +74,9 @@ KINDS: dict[str, dict[str, Any]] = {
         "train": {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2},
     },
     "all weights": {"lora": None, "train": {"learning_rate": 1e-3}},
+    "all weights beside a second model": {
+        "lora": None, "train": {"learning_rate": 1e-3}, "preference": {"reference_cache": "off"},
+    },
     "all weights on our layers": {"lora": None, "train": {"learning_rate": 1e-3}, "model": {"kernels": "reference"}},
     "checkpointed": {"train": {"gradient_checkpointing": True}},
 }  # fmt: skip
@@ -88,9 +91,13 @@ def test_whatever_is_trained_begins_at_ln_2_and_goes_on_alike(user: User, kind: 
     assert first["chosen_fell"] == pytest.approx(0, abs=0.5)
 
 
-def test_dropout_on_adapters_that_begin_as_a_part_of_the_weights_is_no_fault(user: User) -> None:
-    """The run ended with FT714: the policy's dropout was taken for another reference."""
-    recipe = user.recipe("r", **pairs(lora={"init_lora_weights": "pissa", "dropout": 0.3}))
+@pytest.mark.parametrize("kernels", ["off", "reference"])
+def test_dropout_on_adapters_that_begin_as_a_part_of_the_weights_is_no_fault(user: User, kernels: str) -> None:
+    """The run ended with FT714: the policy's dropout was taken for another reference. On the kernels it ended with a
+    bug: the second look wrote over what backward needed.
+    """
+    lora = {"init_lora_weights": "pissa", "dropout": 0.3}
+    recipe = user.recipe("r", **pairs(lora=lora, model={"kernels": kernels}))
     user.done("train", recipe)
     base = json.loads((user.folder / "r" / "eval.json").read_text())["base"]
     assert base["measures"]["margin"] == pytest.approx(0, abs=1e-4)
@@ -205,10 +212,16 @@ ODD = pairs(
 LOSS = "ftcli.methods.preference.objective:PairObjective.loss"
 
 
-@pytest.mark.parametrize("steps", [1, 2, 3, 5])
-def test_stopped_after_any_step_and_resumed_it_is_the_same_run(drills: Drills, steps: int) -> None:
-    """Also within a line of metrics, in the second epoch (from step 5 on), and where an evaluation is due."""
-    whole, recipe = drills.whole(**ODD), drills.recipe("halves", **ODD)
+@pytest.mark.parametrize(
+    ("steps", "reference"), [(1, "auto"), (2, "off"), (3, "auto"), (5, "./kept"), (5, "off")], ids=str
+)
+def test_stopped_after_any_step_and_resumed_it_is_the_same_run(drills: Drills, steps: int, reference: str) -> None:
+    """Also within a line of metrics, in the second epoch (from step 5 on), and where an evaluation is due; whether the
+    reference is scored ahead (as of two epochs) or in each step.
+    """
+    kept = reference if reference in ("auto", "off") else str(drills.folder / reference)
+    change = merged(ODD, {"preference": {"reference_cache": kept}})
+    whole, recipe = drills.whole(**change), drills.recipe("halves", **change)
     drills.stopped(recipe, LOSS, 2 * steps - 1, signal.SIGTERM, 75)
     state = json.loads((drills.folder / f"halves/checkpoints/step-{steps:08}/ftcli_state.json").read_text())
     assert state["evaluation_due"] == (steps % 2 == 0)
@@ -236,7 +249,7 @@ SHARED = pairs(
 
 @pytest.mark.parametrize("lora", [{"r": 4}, None], ids=["LoRA", "all weights"])
 def test_two_ranks_are_one_process_that_accumulates_twice(drills: Drills, lora: Any, tmp_path: Path) -> None:
-    change = {**SHARED, "lora": lora}
+    change = {**SHARED, "lora": lora, "launch": {"engine": "ddp"}}
     alone = drills.whole(**{**change, "train": {**change["train"], "gradient_accumulation_steps": 2}})
     ranks = start_ranks(drills, drills.recipe("two", **change), 2, cache=drills.folder / "cache")
     assert ranks.ended() == [0, 0], ranks.said
@@ -248,3 +261,27 @@ def test_two_ranks_are_one_process_that_accumulates_twice(drills: Drills, lora: 
     assert found == wanted
     result = "adapter" if lora else "model"
     require_same_weights(drills.folder / "two" / result, alone / result)
+
+
+def test_the_best_checkpoint_by_accuracy_goes_on_alike(drills: Drills) -> None:
+    """Of two held-out files: the share is of all their pairs. It stops early, and a cut-off run stops where it did."""
+    held_out = [{"path": "bundled:smoke-dpo-eval", "max_rows": 6}, {"path": "bundled:smoke-dpo-train", "max_rows": 9}]
+    change = pairs(
+        data={"eval": held_out},
+        train={"max_steps": 30, "metric_for_best_model": "accuracy", "early_stopping": {"patience": 2}},
+        eval={"every_steps": 1, "samples": 0},
+        checkpoint={"every_steps": 1, "keep_best": True, "keep_last": 1},
+    )
+    whole, recipe = drills.whole(**change), drills.recipe("halves", **change)
+    found = {line["step"]: line["eval_accuracy"] for line in drills.metrics(whole) if "eval_accuracy" in line}
+    steps = sorted(found)
+    best = max(steps, key=lambda step: (found[step], -step))
+    assert len(steps) == best + 2 < 30
+    assert all(round(15 * value * 2) == pytest.approx(15 * value * 2) for value in found.values())
+    drills.stopped(recipe, LOSS, best + 1, signal.SIGTERM, 75)
+    drills.run(recipe)
+    assert [line for line in drills.metrics("halves") if "eval_accuracy" in line] == [
+        line for line in drills.metrics(whole) if "eval_accuracy" in line
+    ]
+    kept = sorted(path.name for path in (drills.folder / "halves/checkpoints").iterdir())
+    assert f"step-{best:08}" in kept

@@ -69,6 +69,17 @@ def test_two_ranks_with_shards_of_the_base_are_one_process_bit_for_bit(change: d
     assert evaluations[0] == evaluations[1]
 
 
+def test_a_batch_that_does_not_fit_one_rank_is_halved_on_all_of_them(drills: Drills) -> None:
+    """Memory runs out in the pass of the policy and in that of its reference; the ranks stay in step."""
+    recipe = merged(merged(PAIRS, FSDP), {"eval": {"per_device_eval_batch_size": 6, "samples": 0}})
+    ranks = start_ranks(drills, drills.recipe("two", **recipe), 2, prepared={0: (("scarce", "evaluation", 8),)})
+    assert ranks.ended() == [0, 0], ranks.said
+    assert "out of memory in evaluation with 6 rows at a time: going on with 3" in ranks.said
+    alone = drills.whole(**merged(recipe, TWICE))
+    require_close_run(drills, "two", alone)
+    require_same_weights(drills.folder / "two" / "adapter", alone / "adapter")
+
+
 def stopped_on_second(drills: Drills, recipe: str, count: int, call: int) -> Ranks:
     """Ranks that a signal to the second of them stops in its ``call``-th micro-batch."""
     ranks = start_ranks(drills, recipe, count, prepared={1: (("pause", LOSS, call),)})
@@ -101,3 +112,37 @@ def test_two_ranks_that_share_rows_are_one_process_also_when_stopped(layout: dic
     assert "each row on 2 processes" in ranks.said
     run_ranks(drills, written, 2)
     require_close_run(drills, "two", alone)
+
+
+@pytest.mark.parametrize(
+    ("change", "launch", "count"),
+    [
+        pytest.param({"quantization": {"method": "nf4"}}, {"context_parallel_size": 2}, 2, id="adapters, rows shared"),
+        pytest.param(FULL, {"context_parallel_size": 2}, 2, id="all weights, rows shared"),
+        pytest.param(FULL, {"dp_replicate_size": 2}, 4, id="all weights, replicas"),
+    ],
+)
+def test_four_ranks_with_shards_are_one_process(
+    change: dict[str, Any], launch: dict[str, Any], count: int, drills: Drills
+) -> None:
+    recipe = merged(merged(PAIRS, change), {"train": {"max_steps": 3}, "eval": {"samples": 0}})
+    run_ranks(drills, drills.recipe("four", **merged(recipe, {"launch": {"engine": "fsdp", **launch}})), 4)
+    require_close_run(drills, "four", drills.whole(**merged(recipe, {"train": {"gradient_accumulation_steps": count}})))
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        ({"launch": {"engine": "fsdp"}, "lora": {"init_lora_weights": "pissa"}}, "FT518"),
+        ({"launch": {"engine": "fsdp"}, "model": {"kernels": "off"}}, "FT518"),
+        ({"launch": {"context_parallel_size": 2}, "model": {"kernels": "off"}}, "FT345"),
+    ],
+    ids=["PiSSA", "layers off the kernels", "rows of layers off the kernels"],
+)
+def test_what_cannot_be_sharded_is_refused_before_anything_is_built(
+    change: dict[str, Any], code: str, drills: Drills
+) -> None:
+    ranks = start_ranks(drills, drills.recipe("r", **merged(PAIRS, change)), 2)
+    assert ranks.ended()[0] == 3, ranks.said
+    assert f"error[{code}]" in ranks.said
+    assert "help: " in ranks.said

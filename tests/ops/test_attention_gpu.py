@@ -38,7 +38,17 @@ def _masks() -> dict[str, AttentionMask]:
         "left": AttentionMask.from_padding(token.flip(1)),
         "right-window": AttentionMask.from_padding(token, window=512),
         "packed-window": AttentionMask.from_cu_seqlens(documents, LENGTH, window=512),
+        "branches": _pairs(None),
+        "branches-window": _pairs(300),
     }
+
+
+def _pairs(window: int | None) -> AttentionMask:
+    """Two prompts with two answers each."""
+    starts = torch.tensor([[0] * 850 + [850] * 250], device="cuda", dtype=torch.int32)
+    pieces = [(0, 190), (190, 330), (520, 330), (850, 50), (900, 120), (1020, 80)]
+    begins = torch.tensor([[first for first, size in pieces for _ in range(size)]], device="cuda", dtype=torch.int32)
+    return AttentionMask(window=window, document_starts=starts, length=LENGTH, branch_starts=begins)
 
 
 def _call(function: Callable[..., Tensor], mask: AttentionMask, **options: Any) -> Callable[..., Tensor]:
@@ -49,7 +59,9 @@ def _call(function: Callable[..., Tensor], mask: AttentionMask, **options: Any) 
     return run
 
 
-@pytest.mark.parametrize("mask", ["causal", "window", "full", "left", "right-window", "packed-window"])
+@pytest.mark.parametrize(
+    "mask", ["causal", "window", "full", "left", "right-window", "packed-window", "branches", "branches-window"]
+)
 @pytest.mark.parametrize(("size", "softcap"), [(256, 50.0), (128, 0.0), (64, 0.0)])
 def test_bfloat16_at_true_sizes(tools: Any, mask: str, size: int, softcap: float) -> None:
     """Rounding to 8 bits of probabilities, their gradients and the results: below 5e-3 (measured elsewhere: 2.7e-3)."""
@@ -117,3 +129,15 @@ def test_memory_grows_with_the_length_not_with_its_square() -> None:
     out = attention(q, k, v, AttentionMask.causal_mask(4096), scale=0.1, softcap=50.0)
     torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
     assert torch.cuda.max_memory_allocated() - before < 128 * 2**20
+
+
+@pytest.mark.parametrize(("size", "window"), [(256, None), (128, 300), (64, None)])
+def test_branches_in_float32_and_the_same_bits_every_time(tools: Any, size: int, window: int | None) -> None:
+    made = _pairs(window)
+    run = _call(attention, made, backend="triton")
+    tools.assert_float32(run, _call(attention_reference, made), _inputs(1, 2, 1, LENGTH, size))
+    tensors = _inputs(2, 8, 4, LENGTH, size)
+    first = tools.run(run, tensors, [torch.bfloat16] * 3)
+    for _ in range(9):
+        again = tools.run(run, tensors, [torch.bfloat16] * 3)
+        assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))

@@ -1,4 +1,4 @@
-"""Recipes and model folders for preflight's tests."""
+"""Recipes, model folders and estimates for tests of what is known before a run."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 
 from ftcli.config.load import LoadedRecipe, Override, load_recipe
 from ftcli.preflight.checks.context import Command, Context
+from tests.estimates import Case
 
 Load = Callable[..., LoadedRecipe]
 
@@ -56,3 +57,13 @@ def folder(tmp_path: Path) -> Callable[..., Path]:
         return path
 
     return _folder
+
+
+@pytest.fixture
+def case(load: Load) -> Callable[..., Case]:
+    """Makes a case of a model's name, a recipe's further text, and overrides."""
+
+    def _case(name: str, text: str, *overrides: str) -> Case:
+        return Case(load(f"model: {{name_or_path: {name}}}\n{text}", *overrides))
+
+    return _case

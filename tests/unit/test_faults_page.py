@@ -1,4 +1,4 @@
-"""docs/faults.md names tests that there are, and a test for every fault."""
+"""tests/faults.md names tests that there are, and a test for every fault."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "faults.md"
+PAGE = ROOT / "tests" / "faults.md"
 NAMED = re.compile(r"`(?:(tests/[\w/]+\.py))?::(test_\w+)`")
 
 

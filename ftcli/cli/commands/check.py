@@ -19,8 +19,8 @@ from ftcli.reporting import Session
 from ftcli.units import gib, size
 
 if TYPE_CHECKING:
-    from ftcli.data.look import SurveyedSource
     from ftcli.data.sample import SampledRow
+    from ftcli.data.survey import SurveyedSource
     from ftcli.pipeline.checking import CheckResult
     from ftcli.pipeline.every_gpu import EveryGpu, GpuVerdict
     from ftcli.plan.checkpointing import CheckpointingChoice
@@ -187,6 +187,7 @@ def _facts(result: CheckResult) -> list[str]:
         f"attention  {result.attention or report.plan.execution.attention}",
         *_adapters(result.adapters),
         *_checkpointing(report.checkpointing),
+        *([f"judges     {', '.join(result.judges)}"] if result.judges else []),
     ]
 
 

@@ -135,7 +135,7 @@ def compare(
 
 def _runs_named(names: Sequence[str], reporter: Reporter) -> list[Path]:
     """The runs that are named, or lie in folders that are. Raises FtcliError FT154 where there are not two."""
-    from ftcli.cli.near import run_meant
+    from ftcli.cli.suggest import run_meant
     from ftcli.run.summary import find_runs
 
     found: list[Path] = []

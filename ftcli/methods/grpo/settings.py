@@ -41,8 +41,8 @@ class RewardFailuresConfig(Section):
 
     max_fraction: Fraction = Field(
         default=0.05,
-        description="Of the last 1,000 completions of a reward, the share that it could not judge (see `on_error`); "
-        "above it the run stops. 1 never stops.",
+        description="Share of a reward's last 1,000 completions that it may fail to judge before the run stops. 1 "
+        "never stops.",
     )
 
 
@@ -79,8 +79,8 @@ class GrpoConfig(Section):
     num_iterations: Count = Field(default=1, description="Optimizer passes over one set of completions.")
     steps_per_generation: Count | None = Field(
         default=None,
-        description="Micro-batches that one set of completions is made for; `train.gradient_accumulation_steps` when "
-        "absent. A multiple of it: several optimizer steps learn from one set, each from a part.",
+        description="Micro-batches from one set of completions; `train.gradient_accumulation_steps` when absent. A "
+        "multiple of that makes several optimizer steps learn from one set.",
     )
     mask_truncated_completions: bool = Field(
         default=False, description="Leave completions without a stop token out of the loss."
@@ -97,8 +97,8 @@ class GrpoConfig(Section):
     )
     completions_kept: Count = Field(
         default=1000,
-        description="Logging steps whose completions stay in completions/. Of more, every second goes, then every "
-        "fourth: those that stay are spread over the run.",
+        description="Logging steps whose completions stay in completions/; of more, every second goes, then every "
+        "fourth.",
     )
 
     def micro_batches(self, accumulation: int) -> int:

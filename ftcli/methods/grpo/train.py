@@ -16,8 +16,8 @@ from ftcli.plain import NAMED, SPREAD
 from ftcli.reporting import Session
 from ftcli.run.completions import Completions
 from ftcli.train.context import BuiltModel, RunContext
+from ftcli.train.evaluation import began_in, tasks_before, write_tasks
 from ftcli.train.fit import FinishedRun, fit
-from ftcli.train.held_out import began_in, tasks_before, write_tasks
 from ftcli.train.lifecycle import add_to_manifest, checked_run, keep_inputs
 from ftcli.train.results import CompleteRun, complete_result
 

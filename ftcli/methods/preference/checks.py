@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ftcli.assets import BUNDLED
-from ftcli.methods.preference.choice import beta_of, losses_of
+from ftcli.methods.preference.choice import beta_of, compares, losses_of, why_not_cached
 from ftcli.methods.preference.settings import PreferenceConfig
 from ftcli.preflight.checks.context import Context, Findings
 from ftcli.tables import preference_losses
@@ -22,13 +22,28 @@ def check(context: Context) -> Findings:
             "FT282", "preference.loss", "preference.loss is empty, so nothing is compared", "name a loss"
         )
         return
+    labelled = [name for name in names if not preference_losses.row(name).paired]
+    if labelled:
+        yield context.error(
+            "FT282",
+            "preference.loss",
+            f"preference.loss {labelled[0]} is of single answers with a label, and {context.method.title} has pairs",
+            help="use train.method: kto, which takes pairs as well, or another loss",
+        )
+        return
     yield from _beta(context, settings, names)
     yield from _ignored(context, settings, names)
     yield from _reference(context, settings, names)
-    rate = recipe.train.learning_rate
+    yield from _cache(context, settings)
+    yield from high_rate(context)
+
+
+def high_rate(context: Context) -> Findings:
+    """FT283 for a learning rate that ends in repetition."""
+    rate = context.recipe.train.learning_rate
     # 2e-4 as well, the default of supervised fine-tuning: it is none here. The bundled models are a thousandth of those
     # that recipes are published for.
-    if rate >= _HIGHEST_RATE and not recipe.model.name_or_path.startswith(BUNDLED):
+    if rate >= _HIGHEST_RATE and not context.recipe.model.name_or_path.startswith(BUNDLED):
         yield context.warning(
             "FT283",
             "train.learning_rate",
@@ -78,6 +93,10 @@ def _ignored(context: Context, settings: PreferenceConfig, names: list[str]) -> 
         yield context.error(
             "FT282", "preference.gamma", "preference.gamma is read by simpo only", help="remove it, or use loss: simpo"
         )
+    for name in ("desirable_weight", "undesirable_weight", "kl_rows"):
+        if context.says(f"preference.{name}"):
+            message = f"preference.{name} is read under train.method: kto only"
+            yield context.error("FT282", f"preference.{name}", message, help="remove it, or use train.method: kto")
 
 
 def _reference(context: Context, settings: PreferenceConfig, names: list[str]) -> Findings:
@@ -95,4 +114,28 @@ def _reference(context: Context, settings: PreferenceConfig, names: list[str]) -
             "preference.reference",
             f"preference.loss {', '.join(names)} compares with nothing, and preference.reference is start",
             help="remove preference.reference",
+        )
+
+
+def _cache(context: Context, settings: PreferenceConfig) -> Findings:
+    key, folder, train = "preference.reference_cache", settings.reference_cache, context.recipe.train
+    if folder in ("auto", "off"):
+        return
+    why_not = why_not_cached(context.recipe)
+    if "/" not in folder:
+        yield context.error(
+            "FT282", key, f"{key} {folder} is no known word", help=f"write auto, off, or ./{folder} for a folder"
+        )
+    elif not compares(train.method, settings):
+        yield context.error("FT282", key, f"{key}: there is no reference to keep", help=f"remove {key}")
+    elif why_not is not None:
+        yield context.error(
+            "FT282", key, f"{key}: the reference is not scored ahead where {why_not}", help="use auto or off"
+        )
+    elif context.recipe.lora is not None and train.max_steps is None and train.num_train_epochs <= 1:
+        yield context.warning(
+            "FT283",
+            key,
+            f"{key}: in one epoch each pair is seen once, so this run computes as much as without",
+            help="it pays from the second run or epoch on; auto does not fill a cache for one",
         )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
+from ftcli.config.recipe import Recipe
 from ftcli.methods.preference.settings import PreferenceConfig
 from ftcli.tables import preference_losses
 
@@ -28,3 +30,31 @@ def compares(method: str, settings: PreferenceConfig) -> bool:
     if settings.reference is not None:
         return settings.reference == "start"
     return any(preference_losses.row(name).reference for name, _ in losses_of(method, settings))
+
+
+def why_not_cached(recipe: Recipe) -> str | None:
+    """What keeps the reference from being scored ahead, as one clause; None where nothing does."""
+    if recipe.launch.is_sharded:
+        return f"launch.engine: {recipe.launch.engine} shards the weights"
+    if recipe.launch.context_parallel_size > 1:
+        return "launch.context_parallel_size: processes share each row"
+    return None
+
+
+def caches(recipe: Recipe, how: Literal["surely", "possibly"]) -> bool:
+    """Whether the recipe alone says that the reference is scored ahead of training; or leaves it possible.
+
+    Full fine-tuning needs no second model then, and computes no more than it would in its first epoch.
+    """
+    settings = recipe.preference or PreferenceConfig()
+    pairs = all(preference_losses.row(name).paired for name, _ in losses_of(recipe.train.method, settings))
+    possible = pairs and compares(recipe.train.method, settings) and why_not_cached(recipe) is None
+    if settings.reference_cache == "off" or not possible:
+        return False
+    return how == "possibly" or settings.reference_cache != "auto" or recipe.lora is None
+
+
+def needs_second_model(recipe: Recipe) -> bool:
+    """Whether a second model is loaded to compare with: full fine-tuning whose reference is computed in each step."""
+    settings = recipe.preference or PreferenceConfig()
+    return recipe.lora is None and compares(recipe.train.method, settings) and not caches(recipe, "surely")

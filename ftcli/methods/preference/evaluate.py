@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from ftcli.data.tokens import TokenizedRow
@@ -15,9 +16,11 @@ from ftcli.evaluate.batching import in_batches
 from ftcli.evaluate.loss import LossResult, require_finite
 from ftcli.evaluate.share import Sums, summed_in_step, summed_over_ranks
 from ftcli.evaluate.suite import Evaluator
+from ftcli.methods.preference.cache import pair_digest
 from ftcli.methods.preference.losses import PairLoss
 from ftcli.methods.preference.objective import SUMS, PairSums, answers_of, measures
 from ftcli.methods.preference.pairs import SCORED, AnswerScorer, ScoredAnswers
+from ftcli.methods.preference.reference import by_answer, by_pair
 from ftcli.model.backbone import compute_context, head_of, root_of
 from ftcli.model.shards import reshard_model, try_forward
 from ftcli.train.reference import of_reference
@@ -48,10 +51,11 @@ class PairEvaluator(Evaluator):
     Args:
         reference: A second model to compare with; None: the model without its adapters. Where there is neither, as in
             `ftcli eval` of a full fine-tune, it is the first model that is measured.
+        known: What the reference gives each pair, by its digest. What is missing is computed once and added.
     """
 
     reference: PreTrainedModel | None = None
-    _kept: dict[tuple[Origin, int], list[float]] = field(default_factory=dict, repr=False)
+    known: dict[bytes, list[float]] = field(default_factory=dict, repr=False)
 
     def loss_of(self, model: PreTrainedModel | PeftModel, sequences: Sequence[TokenizedRow]) -> LossResult:
         """The mean loss of the pairs, in which chosen and rejected answers take turns, and ``more`` beside it."""
@@ -77,13 +81,13 @@ class PairEvaluator(Evaluator):
             documents = [sequences[row] for pair in pairs for row in (2 * pair, 2 * pair + 1)]
             inputs = {name: value.to(job.device) for name, value in scorer.batch(documents).items()}
             with compute_context(job.device, job.dtypes.compute, job.dtypes.autocast):
-                policy = _pass(model, scorer, inputs)
+                policy = forward_pass(model, scorer, inputs, aligned=loss.weighs)
                 compared = self._compared(model, scorer, inputs, documents, policy) if loss.reference else None
             if policy is None or (loss.reference and compared is None):
                 return None
             answers = answers_of(policy, compared, (inputs[SCORED] > 0).sum(1).float())
             weights = torch.ones(len(pairs), device=job.device)
-            total = float(loss.values(answers).double().sum())
+            total = float(loss.weighed_values(answers, policy.aligned).double().sum())
             sft = -float(policy.sums[0::2].double().sum())
             return (total, sft, *PairSums.of(answers, loss, weights).vector().tolist())
 
@@ -94,7 +98,9 @@ class PairEvaluator(Evaluator):
         model.eval()
         try:
             with torch.no_grad():
-                sums = _summed(self, range(len(sequences) // 2), attempt, where, in_step=root_of(model) is not None)
+                sums = summed(
+                    self, range(len(sequences) // 2), attempt, where, width=_WIDTH, in_step=root_of(model) is not None
+                )
         finally:
             model.train(was_training)
         reshard_model(model)
@@ -109,43 +115,51 @@ class PairEvaluator(Evaluator):
         policy: ScoredAnswers | None,
     ) -> ScoredAnswers | None:
         """What the reference gives; None where that did not fit into memory."""
-        if self.reference is not None or hasattr(model, "disable_adapter"):
-            if self.reference is not None:
-                reshard_model(model)  # embedding and head of one model at a time
-            with of_reference(self.reference, model):
-                return _pass(model if self.reference is None else self.reference, scorer, inputs)
-        assert policy is not None
-        places = [(document.row.origin, index % 2) for index, document in enumerate(documents)]
-        found = torch.stack([policy.sums, policy.weighed], 1)
-        if any(place not in self._kept for place in places):
-            self._kept.update(zip(places, found.tolist(), strict=True))
-        kept = torch.tensor([self._kept[place] for place in places], device=found.device)
-        return ScoredAnswers(kept[:, 0], kept[:, 1])
+        pairs = [pair_digest(*pair) for pair in zip(documents[0::2], documents[1::2], strict=True)]
+        if any(pair not in self.known for pair in pairs):
+            found = policy  # unless there is a reference beside the model that is measured
+            if self.reference is not None or hasattr(model, "disable_adapter"):
+                if self.reference is not None:
+                    reshard_model(model)  # embedding and head of one model at a time
+                with of_reference(self.reference, model):
+                    found = forward_pass(model if self.reference is None else self.reference, scorer, inputs)
+            if found is None:
+                return None
+            values = by_pair(torch.stack([found.sums, found.weighed], 1)).tolist()
+            self.known.update(zip(pairs, values, strict=True))
+        known = np.array([self.known[pair] for pair in pairs], np.float32)
+        answers = by_answer(known).to(self.job.device)
+        return ScoredAnswers(answers[:, 0], answers[:, 1])
 
 
-def _pass(
-    model: PreTrainedModel | PeftModel, scorer: AnswerScorer, inputs: dict[str, torch.Tensor]
+def forward_pass(
+    model: PreTrainedModel | PeftModel,
+    scorer: AnswerScorer,
+    inputs: dict[str, torch.Tensor],
+    *,
+    aligned: bool = False,
 ) -> ScoredAnswers | None:
     """A forward pass. Of a model with sharded weights, in which all ranks take part, None where memory ran out."""
-    score = partial(scorer.score, model, inputs)
+    score = partial(scorer.score, model, inputs, aligned=aligned)
     return score() if root_of(model) is None else try_forward(model, score)
 
 
-def _summed(
+def summed(
     evaluator: Evaluator,
-    pairs: Sequence[int],
+    items: Sequence[int],
     attempt: Callable[[Sequence[int]], Sums | None],
     where: Callable[[int], Origin],
     *,
+    width: int,
     in_step: bool,
 ) -> Sums:
-    """The sums over all pairs. ``in_step``: ranks hold shards of the weights, and ``attempt`` gives None where memory
-    ran out.
+    """The ``width`` sums over all items. ``in_step``: ranks hold shards of the weights, and ``attempt`` gives None
+    where memory ran out.
     """
     job, group = evaluator.job, evaluator.group
     size, reporter = job.recipe.eval.per_device_eval_batch_size, job.reporter
     if group is not None and in_step:
-        return summed_in_step(group, pairs, size, attempt, where=where, reporter=reporter, width=_WIDTH)
+        return summed_in_step(group, items, size, attempt, where=where, reporter=reporter, width=width)
 
     def step(chosen: Sequence[int]) -> Sums:
         found = attempt(chosen)
@@ -159,9 +173,9 @@ def _summed(
                 progress.advance(len(done))
 
     if group is not None:
-        return summed_over_ranks(group, pairs, size, run, width=_WIDTH)
-    total = [0.0] * _WIDTH
-    for _, found in run(pairs):
+        return summed_over_ranks(group, items, size, run, width=width)
+    total = [0.0] * width
+    for _, found in run(items):
         total = [a + b for a, b in zip(total, found, strict=True)]
     return tuple(total)
 

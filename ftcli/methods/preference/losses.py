@@ -78,12 +78,14 @@ class PairLoss:
         sft_weight: Of the mean cross-entropy of the chosen answers' tokens.
         ld_alpha: Weight of tokens beyond the length of the shorter answer.
         reference: Whether there is one.
+        weighs: Whether pairs are weighed by the policy (:func:`policy_weights`).
     """
 
     parts: tuple[tuple[str, float, LossSettings], ...]
     sft_weight: float
     ld_alpha: float
     reference: bool
+    weighs: bool = False
 
     @classmethod
     def of(cls, method: str, settings: PreferenceConfig | None) -> PairLoss:
@@ -93,13 +95,18 @@ class PairLoss:
             (name, weight, LossSettings(beta_of(name, asked), asked.gamma, asked.label_smoothing))
             for name, weight in losses_of(method, asked)
         )
-        return cls(parts, asked.sft_weight, asked.ld_alpha, compares(method, asked))
+        return cls(parts, asked.sft_weight, asked.ld_alpha, compares(method, asked), asked.use_weighting)
 
     def values(self, answers: Answers) -> Tensor:
         """The weighted sum of the losses, one value a pair; without the cross-entropy of ``sft_weight``."""
         found = [weight * code_of(preference_losses.row(name).code)(answers, how) for name, weight, how in self.parts]
         total: Tensor = torch.stack(found).sum(0)
         return total
+
+    def weighed_values(self, answers: Answers, aligned: Tensor | None) -> Tensor:
+        """:meth:`values`, each times the weight of its pair where pairs are weighed."""
+        found = self.values(answers)
+        return found if aligned is None else found * policy_weights(aligned)
 
     @property
     def beta(self) -> float:
@@ -110,6 +117,14 @@ class PairLoss:
     def averaged(self) -> bool:
         """Whether the rewards that are shown are of nats a token: as the first loss compares them."""
         return preference_losses.row(self.parts[0][0]).averaged
+
+
+def policy_weights(aligned: Tensor) -> Tensor:
+    """(P,) of the (2 P,) means over an answer's tokens of log p_y - log sum_v p_v^2: exp(chosen + rejected).
+
+    Source: Zhou et al. 2024 (WPO), arXiv:2406.11827, equation 2 with the sampled alignment.
+    """
+    return torch.exp(aligned[0::2] + aligned[1::2])
 
 
 def sigmoid(answers: Answers, how: LossSettings) -> Tensor:

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ftcli.data.order import Epochs
-from ftcli.errors import ExitCode, FtcliError
+from ftcli.methods.preference.first_step import require_equal, without_dropout
 from ftcli.methods.preference.losses import Answers, PairLoss
 from ftcli.methods.preference.pairs import SCORED, AnswerScorer, ScoredAnswers
+from ftcli.methods.preference.reference import Reference, by_answer
 from ftcli.model.backbone import compute_context, head_of
-from ftcli.model.quantized import QuantizedLinear
 from ftcli.plain import JsonObject
 from ftcli.run.metrics import MetricsLine
 from ftcli.train.build import build_loop
+from ftcli.train.checkpoint_state import Progress
 from ftcli.train.epochs import EpochObjective
 from ftcli.train.loop import TrainerHooks, TrainingLoop
-from ftcli.train.parallel import Divisors, MicroBatch, TokenCounts, float_bits, float_of
+from ftcli.train.parallel import Divisors, MicroBatch, TokenCounts
 from ftcli.train.reference import of_reference
-from ftcli.train.state import Progress
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -36,11 +35,8 @@ if TYPE_CHECKING:
 
 #: Weight of each pair of a micro-batch, (P,); 0 in one that stands for none.
 _PAIRS = "pairs"
-#: Nats a token by which policy and reference may differ before the first step, by the dtype of the products: the two
-#: are computed by other code. Roundings of single tokens are larger and of either sign (0.06 in a Mistral-7B in
-#: bfloat16, 0.3 in a Llama-3.1-8B in fp8; :mod:`ftcli.methods.grpo.parity`): n tokens count as at least 15 sqrt n.
-_ALLOWED = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 2e-2}
-_ALLOWED_COARSE, _ROUNDED = 0.1, 15.0
+#: What the reference gives the answers of a micro-batch, (2 P, 2): sums and weighed ones; absent where it is computed.
+_KNOWN = "reference"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +117,8 @@ class PairObjective(EpochObjective):
 
     Args:
         model: What learns, on the kernels or not.
-        reference: A second model to compare with; None: the model without its adapters, where there is a reference.
+        reference: What is compared with; without a second model and known log-probabilities the model without its
+            adapters.
         stack: The decoder layers as one function, where all are on the kernels.
         sequence: This rank's part of each row, where ranks share rows: each of them computes the loss of the whole
             answers, and the first one counts it.
@@ -136,11 +133,13 @@ class PairObjective(EpochObjective):
         *,
         group: RankGroup | None,
         stack: DecoderStack | None,
-        reference: PreTrainedModel | None,
+        reference: Reference | None,
         sequence: SequencePart | None = None,
     ) -> None:
         super().__init__(job, epochs, group, 1 if sequence is None else sequence.parts)
-        self._model, self._reference, self._stack, self._loss, self._group = model, reference, stack, loss, group
+        self._model, self._stack, self._loss, self._group = model, stack, loss, group
+        self._reference, self._known = (None, None) if reference is None else (reference.model, reference.of_units)
+        self._reporter = job.reporter
         self._device, self._dtypes = job.device, job.dtypes
         self._counts = sequence is None or sequence.part == 0
         vocabulary = head_of(model).weight.shape[0]
@@ -154,6 +153,9 @@ class PairObjective(EpochObjective):
         documents = [tokens for unit in units for tokens in self._epochs.members(unit)]
         inputs = self._scorer.batch(documents)
         inputs[_PAIRS] = torch.zeros(len(units)) if blank else torch.ones(len(units))
+        if self._known is not None:
+            known = by_answer(self._known[list(units)])
+            inputs[_KNOWN] = torch.zeros_like(known) if blank else known
         rows = () if blank else tuple(units)
         if blank or not self._counts:
             return MicroBatch(inputs, rows, TokenCounts(computed=inputs["input_ids"].numel()))
@@ -168,56 +170,45 @@ class PairObjective(EpochObjective):
     def loss(self, inputs: dict[str, Tensor], step: Divisors) -> Tensor:
         """The summed loss of the pairs over those of the whole step; with ``sft_weight`` times the cross-entropy of the
         chosen answers' tokens over these."""
-        weights = inputs.pop(_PAIRS)
+        weights, known = inputs.pop(_PAIRS), inputs.pop(_KNOWN, None)
         with compute_context(self._device, self._dtypes.compute, self._dtypes.autocast):
-            reference = self._of_reference(inputs) if self._loss.reference else None
-            policy = self._scorer.score(self._model, inputs, self._stack)
+            reference = self._of_reference(inputs, known) if self._loss.reference else None
+            policy = self._scorer.score(self._model, inputs, self._stack, aligned=self._loss.weighs)
         tokens = (inputs[SCORED] > 0).sum(1).float()
         if not self._checked and reference is not None:
             self._require_equal(inputs, policy, reference, tokens)
         answers = answers_of(policy, reference, tokens)
-        loss = (self._loss.values(answers) * weights).sum() / step.pairs
+        loss = (self._loss.weighed_values(answers, policy.aligned) * weights).sum() / step.pairs
         if self._loss.sft_weight:
             loss = loss - self._loss.sft_weight * (policy.sums[0::2] * weights).sum() / step.supervised
         sums = PairSums.of(answers, self._loss, weights).vector()
         self._of_batches.append(sums if self._counts else torch.zeros_like(sums))
         return loss if self._counts else loss - loss.detach()
 
-    @torch.no_grad()
-    def _of_reference(self, inputs: dict[str, Tensor]) -> ScoredAnswers:
-        model = self._model if self._reference is None else self._reference
-        with _without_dropout(model), of_reference(self._reference, self._model):
-            return self._scorer.score(model, inputs)
+    @property
+    def _can_compute(self) -> bool:
+        """Whether the reference can be computed while the model is trained."""
+        return self._reference is not None or hasattr(self._model, "disable_adapter")
 
     @torch.no_grad()
+    def _of_reference(self, inputs: dict[str, Tensor], known: Tensor | None = None) -> ScoredAnswers:
+        if known is not None:
+            return ScoredAnswers(known[:, 0], known[:, 1])
+        model = self._model if self._reference is None else self._reference
+        with without_dropout(model), of_reference(self._reference, self._model):
+            return self._scorer.score(model, inputs)
+
     def _require_equal(
         self, inputs: dict[str, Tensor], policy: ScoredAnswers, reference: ScoredAnswers, tokens: Tensor
     ) -> None:
-        """Before the first step the model is its reference, but for dropout and rounding. Raises FtcliError FT714 (exit
-        1); what is not finite is left to FT702.
-        """
         self._checked = True
-        allowed = _ALLOWED_COARSE if _is_coarse(self._model) else _ALLOWED[self._dtypes.compute]
-        found = self._largest(_difference(policy, reference, tokens))
-        if found > allowed:
-            computing = compute_context(self._device, self._dtypes.compute, self._dtypes.autocast)
-            with _without_dropout(self._model), computing:
-                again = self._scorer.score(self._model, inputs, self._stack)
-            found = self._largest(_difference(again, reference, tokens))
-        if found > allowed:
-            raise FtcliError.single(
-                "FT714",
-                f"before the first step policy and reference differ by {found:.2g} nats a token: the run would begin "
-                "with another reference than its own start",
-                exit_code=ExitCode.BUG,
-                help="train with model.kernels: off, and report this with the run's manifest.json",
-            )
 
-    def _largest(self, difference: float) -> float:
-        """Over all ranks. Where weights are sharded or rows are shared, no rank can score again on its own."""
-        if self._group is None:
-            return difference
-        return max(float_of(row[0]) for row in self._group.agree("compared", [float_bits(difference)]))
+        def again() -> ScoredAnswers:
+            with compute_context(self._device, self._dtypes.compute, self._dtypes.autocast):
+                # Layer by layer: the stack would write over what the policy's backward pass reads.
+                return self._scorer.score(self._model, inputs)
+
+        require_equal(self._model, self._dtypes.compute, policy, reference, tokens, again, self._group)
 
     def reduced(self) -> None:
         """Adds up the metrics of all ranks' micro-batches, in the order of one process."""
@@ -241,35 +232,25 @@ class PairObjective(EpochObjective):
         return found
 
     def state(self) -> JsonObject:
-        """The sums of a half-filled line."""
-        return {"pair_sums": self._sums.tolist()}
+        """The sums of a half-filled line, and whether the reference was scored ahead."""
+        return {"pair_sums": self._sums.tolist(), "reference": "live" if self._known is None else "ahead"}
 
     def restore(self, state: JsonObject, progress: Progress) -> None:
-        """Resumes with these sums; what was checked before the first step is not checked again."""
+        """Resumes with these sums; what was checked before the first step is not checked again. A reference that was
+        computed in each step stays so: another run may have filled the cache since then.
+        """
         self._checked = self._checked or progress.step > 0
+        began = state.get("reference")
+        if began == "live" and self._can_compute:
+            self._known = None
+        elif began == "ahead" and self._known is None:
+            self._reporter.warn(
+                "the reference's log-probabilities that this run began with are gone: they are computed in each step "
+                "from here on, which rounds them otherwise"
+            )
         kept = state.get("pair_sums")
         if isinstance(kept, list) and len(kept) == SUMS:
             self._sums = torch.tensor(kept, dtype=torch.float64, device=self._device)
-
-
-def _difference(one: ScoredAnswers, other: ScoredAnswers, tokens: Tensor) -> float:
-    """The mean over answers, in nats a token; of short ones in nats for 15 sqrt n tokens."""
-    return float(((one.sums.detach() - other.sums).abs() / torch.maximum(tokens, _ROUNDED * tokens.sqrt())).mean())
-
-
-def _is_coarse(model: nn.Module) -> bool:
-    """Whether products are coarser than the compute dtype."""
-    return any(isinstance(m, QuantizedLinear) and m.tolerance is not None for m in model.modules())
-
-
-@contextmanager
-def _without_dropout(model: PreTrainedModel | PeftModel) -> Iterator[None]:
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)
 
 
 def build_pairs(
@@ -278,7 +259,7 @@ def build_pairs(
     epochs: Epochs,
     hooks: TrainerHooks,
     group: RankGroup | None = None,
-    reference: PreTrainedModel | None = None,
+    reference: Reference | None = None,
 ) -> TrainingLoop:
     """The loop that trains ``model`` on pairs (:func:`ftcli.methods.preference.pairs.pair_epochs`)."""
     recipe = job.recipe

@@ -14,7 +14,7 @@ from torch import Tensor
 from ftcli.data.collate import documents_batch
 from ftcli.data.order import Epochs, Mixture, mixture
 from ftcli.data.pack import Packs
-from ftcli.data.parts import part_of
+from ftcli.data.sequence_parallel import part_of
 from ftcli.data.shared import Pair, lengths_once, shared_batch
 from ftcli.data.tokens import TokenizedRow, TokenTable
 from ftcli.errors import Finding
@@ -29,10 +29,11 @@ if TYPE_CHECKING:
 
     from ftcli.data.prepare import PreparedData
     from ftcli.job import Job
+    from ftcli.model.backbone import HiddenStates
     from ftcli.model.fused import DecoderStack
     from ftcli.model.sequence_parallel import SequencePart
 
-#: Inputs of a micro-batch that are not the layers'. Where ranks share rows (:func:`ftcli.data.parts.part_of`), or pairs
+#: Inputs of a micro-batch that are not the layers'. Where ranks share rows, or pairs
 #: their prompts, ``targets`` take the place of labels; ``here`` says which of the scored tokens are this rank's.
 LABELS, TARGETS, SCORED, HERE = "labels", "targets", "scored", "here"
 _NOT_OF_LAYERS = (LABELS, TARGETS, SCORED, HERE, SUPERVISED)
@@ -116,10 +117,13 @@ class ScoredAnswers:
     Attributes:
         sums: Their log-probabilities in nats.
         weighed: The same with the weights of ``ld_alpha``.
+        aligned: Means over their tokens of log p_y - log sum_v p_v^2, without a gradient, where they are asked for:
+            how likely an answer is for the model, as against one of its own.
     """
 
     sums: Tensor
     weighed: Tensor
+    aligned: Tensor | None = None
 
 
 class AnswerScorer:
@@ -187,34 +191,50 @@ class AnswerScorer:
         return torch.where(column < count, weights.clamp(min=torch.finfo(torch.float32).tiny), 0.0)
 
     def score(
-        self, model: PreTrainedModel | PeftModel, inputs: dict[str, Tensor], stack: DecoderStack | None = None
+        self,
+        model: PreTrainedModel | PeftModel,
+        inputs: dict[str, Tensor],
+        stack: DecoderStack | None = None,
+        *,
+        aligned: bool = False,
     ) -> ScoredAnswers:
         """The log-probabilities of a batch's answers under ``model``; no logits are made. Of rows that ranks share all
-        of these have those of whole answers.
+        of these have those of whole answers. ``aligned`` takes one product of the head more.
         """
         layers = {name: value for name, value in inputs.items() if name not in _NOT_OF_LAYERS}
         weights, sequence = inputs[SCORED], self._sequence
 
-        def sums() -> tuple[Tensor, Tensor]:
-            states = hidden_states(model, layers, stack, sequence=sequence)
+        def log_probs(states: HiddenStates, temperature: float) -> Tensor:
+            """(2 P, longest answer), 0 where nothing is scored here."""
             if self._batches.shares_prompts:
-                found = log_probs_at(states, head_of(model), inputs[SUPERVISED], inputs[TARGETS], temperature=1.0)
+                targets = inputs[SUPERVISED], inputs[TARGETS]
+                found = log_probs_at(states, head_of(model), *targets, temperature=temperature)
             else:
                 found, _ = next_token_log_probs(
                     states,
                     head_of(model),
                     inputs[LABELS if sequence is None else TARGETS],
-                    temperature=1.0,
+                    temperature=temperature,
                     supervised=inputs[SUPERVISED],
                     shifted=sequence is not None,
                 )
-            by_answer = torch.zeros_like(weights).masked_scatter(inputs.get(HERE, weights > 0), found)
-            return by_answer.sum(1), (by_answer * weights).sum(1)
+            return torch.zeros_like(weights).masked_scatter(inputs.get(HERE, weights > 0), found)
 
-        plain, weighed = within_root(model, sums)
+        def sums() -> tuple[Tensor, ...]:
+            states = hidden_states(model, layers, stack, sequence=sequence)
+            by_answer = log_probs(states, 1.0)
+            found = by_answer.sum(1), (by_answer * weights).sum(1)
+            if not aligned:
+                return found
+            # With L_T = log sum_v exp(z_v / T): log p_y - log sum_v p_v^2 is (2 z_y - L_{1/2}) - (z_y - L_1).
+            with torch.no_grad():
+                return *found, (log_probs(states, 0.5) - by_answer).sum(1)
+
+        found = within_root(model, sums)
         if sequence is not None:
-            plain, weighed = sequence.summed(torch.stack([plain, weighed]))
-        return ScoredAnswers(plain, weighed)
+            found = tuple(sequence.summed(torch.stack(found)))
+        means = found[2].detach() / (weights > 0).sum(1) if aligned else None
+        return ScoredAnswers(found[0], found[1], means)
 
 
 def _paired(documents: Sequence[TokenizedRow]) -> list[Pair]:

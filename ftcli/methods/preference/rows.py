@@ -39,9 +39,9 @@ def _margin(given: Any) -> float:
     return margin
 
 
-def _listed(answer: Any) -> Any:
-    """A message alone, as some datasets hold answers, as a list of it."""
-    return [answer] if isinstance(answer, dict) else answer
+def _listed(turns: Any) -> Any:
+    """A message alone, as some datasets hold prompts and answers, as a list of it."""
+    return [turns] if isinstance(turns, dict) and turns else turns
 
 
 def _is_text(value: Any) -> bool:
@@ -49,7 +49,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _texts(row: Row, chosen: Any, rejected: Any) -> tuple[Example, Example]:
-    prompt = row.fields.get("prompt")
+    prompt = _listed(row.fields.get("prompt"))
     answers = text_of(chosen, "chosen"), text_of(rejected, "rejected")
     if prompt is None:
         raise Misfit("a row of strings needs `prompt` beside `chosen` and `rejected`; messages may do without")
@@ -66,7 +66,7 @@ def _texts(row: Row, chosen: Any, rejected: Any) -> tuple[Example, Example]:
 
 
 def _chats(row: Row, chosen: Any, rejected: Any) -> tuple[Example, Example]:
-    given = row.fields.get("prompt")
+    given = _listed(row.fields.get("prompt"))
     stated = list_of(given) if given and not _is_text(given) else []
     turns = list_of(chosen), list_of(rejected)
     if stated and any(messages_of(answer)[: len(stated)] != messages_of(stated) for answer in turns):

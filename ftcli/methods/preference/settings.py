@@ -6,10 +6,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ftcli.config.base import Fraction, Items, Rate, Section, Word
+from ftcli.config.base import Fraction, Items, PathText, Rate, Section, Word
 from ftcli.tables import preference_losses
 
 LossName = Annotated[str, Word(preference_losses.names)]
+LabelWeight = Annotated[float, Field(gt=0, le=1e6)]
 
 
 class WeightedLoss(Section):
@@ -20,12 +21,14 @@ class WeightedLoss(Section):
 
 
 class PreferenceConfig(Section):
-    """Learning from pairs of a chosen and a rejected answer (`train.method`: dpo, orpo, simpo)."""
+    """Learning from pairs of a chosen and a rejected answer (`train.method`: dpo, orpo, simpo), or from answers that
+    are called good or bad (kto).
+    """
 
     loss: LossName | Items[WeightedLoss] | None = Field(
         default=None,
-        description="The loss, or several of them with weights; when absent `sigmoid` under dpo, `orpo` and `simpo` "
-        "under these.",
+        description="The loss, or several of them with weights; when absent `sigmoid` under dpo, `orpo`, `simpo` and "
+        "`kto` under these. kto takes `kto` or `apo_zero_unpaired`.",
     )
     beta: Annotated[float, Field(gt=0, le=1e4)] | None = Field(
         default=None,
@@ -41,6 +44,17 @@ class PreferenceConfig(Section):
     sft_weight: Rate = Field(
         default=0.0, description="Weight of the mean cross-entropy of the chosen answers' tokens, added to the loss."
     )
+    use_weighting: bool = Field(
+        default=False,
+        description="Weighs each pair's loss by how likely its answers are for the model that is trained (WPO).",
+    )
+    desirable_weight: LabelWeight = Field(default=1.0, description="kto: weight of answers that are called good.")
+    undesirable_weight: LabelWeight = Field(default=1.0, description="kto: weight of answers that are called bad.")
+    kl_rows: Annotated[int, Field(ge=1)] | None = Field(
+        default=None,
+        description="kto: mismatched rows of a step that its KL is estimated from; when absent, as many as the step "
+        "has rows. Fewer cost less.",
+    )
     ld_alpha: Fraction = Field(
         default=1.0,
         description="Weight of an answer's tokens beyond the length of the shorter one (LD-DPO); 1 counts all alike.",
@@ -49,6 +63,12 @@ class PreferenceConfig(Section):
         default=None,
         description="What log-probabilities are compared with: `start` is the model as training began (adapters "
         "switched off); `none` compares with nothing. When absent, what the loss needs.",
+    )
+    reference_cache: Literal["auto", "off"] | PathText = Field(
+        default="auto",
+        description="Log-probabilities of the reference, computed once, before the first step: `auto` where pairs are "
+        "seen more than once, where all of them are in ftcli's cache already, and in full fine-tuning, which then "
+        "needs no second model; `off` computes them in each step; a folder (`./reference`) always keeps them there.",
     )
     share_prompts: Literal["auto", "off"] = Field(
         default="auto",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ftcli.config.recipe import Recipe
-from ftcli.methods.preference.choice import beta_of, compares, losses_of
+from ftcli.methods.preference.choice import beta_of, caches, compares, losses_of, needs_second_model
 from ftcli.methods.preference.settings import PreferenceConfig
 from ftcli.train.on_rows import RowMethod
 from ftcli.train.start import TrainingRows
@@ -37,8 +38,22 @@ class Preference(RowMethod):
         return TrainingRows(rows // 2, "pairs", tokens)
 
     def needs_reference(self, recipe: Recipe) -> bool:
-        """Of adapters the reference is the model without them."""
-        return recipe.lora is None and compares(recipe.train.method, recipe.preference or PreferenceConfig())
+        """Of adapters the reference is the model without them; else it may be scored before the model changes."""
+        return needs_second_model(recipe)
+
+    def before_training(
+        self,
+        job: Job,
+        model: Any,
+        epochs: Epochs,
+        held_out: Sequence[TokenizedRow],
+        group: RankGroup | None,
+        reference: Any = None,
+    ) -> Any:
+        """Scores the reference ahead where that pays."""
+        from ftcli.methods.preference.reference import scored_ahead
+
+        return replace(scored_ahead(job, model, epochs, held_out, group), model=reference)
 
     def evaluator(
         self,
@@ -51,8 +66,11 @@ class Preference(RowMethod):
     ) -> Evaluator:
         """Loss, accuracy, margin."""
         from ftcli.methods.preference.evaluate import PairEvaluator
+        from ftcli.methods.preference.reference import Reference
 
-        return PairEvaluator(job, rows, judges or {}, group, reference=reference)
+        compared = reference or Reference()
+        known = {pair: values.tolist() for pair, values in compared.held_out.items()}
+        return PairEvaluator(job, rows, judges or {}, group, reference=compared.model, known=known)
 
     def build(
         self,
@@ -75,5 +93,6 @@ def _summary(recipe: Recipe) -> str:
     parts = [f"{name} (beta {beta_of(name, settings):g})" for name, _ in names]
     if not compares(recipe.train.method, settings):
         return f"{' + '.join(parts)}, compared with nothing"
-    start = "the model without its adapters" if recipe.lora is not None else "a second copy of the model as it starts"
+    copied = "the model as it starts" if caches(recipe, "surely") else "a second copy of the model as it starts"
+    start = "the model without its adapters" if recipe.lora is not None else copied
     return f"{' + '.join(parts)}, compared with {start}"

@@ -26,10 +26,10 @@ from ftcli.plain import JsonObject
 from ftcli.plan.batches import Batches
 from ftcli.run.metrics import MetricsLine
 from ftcli.train.build import build_loop
+from ftcli.train.checkpoint_state import Progress
 from ftcli.train.epochs import EpochObjective
 from ftcli.train.loop import TrainerHooks, TrainingLoop
 from ftcli.train.parallel import Divisors, MicroBatch, TokenCounts
-from ftcli.train.state import Progress
 from ftcli.train.sums import StepSums
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def score_batch(
     if batches.shares_prompts:
         pairs = list(zip(documents[0::2], documents[1::2], strict=True))
         found, places = branched_batch(pairs, batches, pad_token_id)
-        found[ENDS] = torch.tensor([at[-1] for at in places])
+        found[ENDS] = torch.tensor([int(at[-1]) for at in places])
     else:
         found = documents_batch(documents, batches, pad_token_id)
         rows, width = found["input_ids"].shape

@@ -8,7 +8,7 @@ from ftcli.preflight.checks.context import Context, Findings
 from ftcli.preflight.checks.judging import judge_findings
 from ftcli.preflight.checks.support import Installed, is_installed
 from ftcli.preflight.checks.user_functions import function_findings
-from ftcli.tables import exports, layouts, policies, quantizations
+from ftcli.tables import exports, layouts, methods, policies, quantizations
 
 
 def check(context: Context, installed: Installed = is_installed) -> Findings:
@@ -25,7 +25,7 @@ def check(context: Context, installed: Installed = is_installed) -> Findings:
 
 def _data(context: Context) -> Findings:
     data = context.recipe.data
-    if context.trains and not data.train:
+    if (context.trains or context.command == "sample") and not data.train:
         yield context.error(
             "FT254", "data.train", "data.train names no file", help="add one, such as `train: [bundled:sample-chat]`"
         )
@@ -64,11 +64,21 @@ def _needs_evaluation(context: Context) -> Findings:
         if wanted and context.trains and recipe.eval.every_steps is None:
             message = f"{path} needs evaluations during training, and eval.every_steps is not set"
             yield context.error("FT255", path, message, help=f"set eval.every_steps, or remove {path}")
+    metric, path = recipe.train.metric_for_best_model, "train.metric_for_best_model"
+    if metric is None or not context.trains:
+        return
+    known = methods.measures(context.method, recipe)
+    if not any(wanted for _, wanted in asked):
+        message = f"{path} is read by early stopping and checkpoint.keep_best, and the recipe asks for neither"
+        yield context.error("FT255", path, message, help=f"set checkpoint.keep_best: true, or remove {path}")
+    elif metric not in known:
+        message = f"{path} {metric} is not measured while {context.method.title} trains"
+        yield context.error("FT255", path, message, help=f"use one of {', '.join(known)}")
 
 
 def _lengths(context: Context) -> Findings:
     recipe = context.recipe
-    if context.scores_tasks and recipe.eval.tasks:
+    if context.command == "sample" or (context.scores_tasks and recipe.eval.tasks):
         longest, new = recipe.data.max_seq_len, recipe.eval.generate.max_new_tokens
         if new >= longest and recipe.eval.generate.overflow == "end":
             yield context.error(
@@ -93,7 +103,7 @@ def _tasks(context: Context, installed: Installed) -> Findings:
                 help="add `name:`",
             )
         names.add(name)
-        if not task.data and not recipe.data.eval and context.scores_tasks:
+        if not task.data and not recipe.data.eval and context.scores_tasks and context.command != "sample":
             yield context.error(
                 "FT255",
                 path,

@@ -8,7 +8,7 @@ from ftcli.facts.device import BFLOAT16_CAPABILITY, DeviceFacts
 from ftcli.plan.execution import Execution, why_no_kernels
 from ftcli.plan.precision import DtypePlan
 from ftcli.plan.quantization import why_dequantized
-from ftcli.plan.sharding import is_sharded, why_not_sharded
+from ftcli.plan.sharding import why_not_sharded
 from ftcli.preflight.checks.context import Context, Findings, NotMade
 from ftcli.tables import code_of, engines, optimizers, quantizations
 from ftcli.units import gib
@@ -76,7 +76,7 @@ def check_layers(context: Context, device: DeviceFacts, execution: Execution) ->
 def check_sharded(context: Context, execution: Execution) -> Findings:
     """FT518: what does not go with weights that are sharded over GPUs."""
     reason = why_not_sharded(context.recipe, execution)
-    if context.work != "train" or not is_sharded(context.recipe) or reason is None:
+    if context.work != "train" or not context.recipe.launch.is_sharded or reason is None:
         return
     key, _, said = reason.partition(": ")
     yield context.error(

@@ -34,13 +34,13 @@ def understand(row: Row, layout: str) -> Example:
     known = layouts.row(layout)
     missing = [name for name in known.columns if name not in row.fields]
     if missing:
-        raise Misfit(f"column {missing[0]!r} is missing{_meant_for(row) if known.unit > 1 else ''}")
+        raise Misfit(f"column {missing[0]!r} is missing{'' if known.imitated else meant_for(row)}")
     code: Understand = code_of(known.code)
     return code(row)
 
 
-def _meant_for(row: Row) -> str:
-    """Help for a row that is no pair, if it holds an answer to learn."""
+def meant_for(row: Row) -> str:
+    """Help for a row that compares nothing, if it holds an answer to imitate."""
     found = layouts.detect(row.fields)
     return (
         "" if found is None else f"; rows with {' and '.join(layouts.row(found).columns)} are for `train.method: sft`"
@@ -59,7 +59,8 @@ def _unknown(row: Row) -> FtcliError:
         help = methods.offered(other[1])
         help += f"; to train on the chosen answers, write `columns: {guess}` beside `path`" if guess else ""
         return data_error("FT411", f"the columns {named} are {other[0]}", row.origin, help)
-    expected = "; ".join(f"{name}: {', '.join(layout.columns)}" for name, layout in layouts.TABLE.items())
+    known = ((name, layout.columns) for name, layout in layouts.TABLE.items() if layout.columns)
+    expected = "; ".join(f"{name}: {', '.join(columns)}" for name, columns in known)
     rename = f"write `columns: {guess}` beside `path`" if guess else "rename columns with `columns`"
     return data_error(
         "FT411",

@@ -43,7 +43,11 @@ def test_a_column_that_says_what_is_bad_is_refused(layout: str, rows: list[dict[
     assert str(refusal.origin) == "d.jsonl:2"
     assert refusal.help is not None
     assert method in refusal.help
-    assert ("DPO is `train.method: dpo`" if method == "DPO" else "not offered yet") in refusal.help
+    wanted = f"{method} is `train.method: {method.lower()}`" if method in ("DPO", "KTO") else "not offered yet"
+    assert wanted in refusal.help
+    if method == "KTO":
+        (name,) = (name for name in refusal.message.split("'")[1:2])
+        assert ("columns: {label: desirable}" in refusal.help) == (name == "desirable")
     assert "remove_columns: [" in refusal.help
 
 

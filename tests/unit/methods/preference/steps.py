@@ -22,12 +22,14 @@ from ftcli.data.tokens import TokenizedRow
 from ftcli.labels import IGNORE_INDEX
 from ftcli.methods.preference.losses import PairLoss
 from ftcli.methods.preference.objective import PairObjective
+from ftcli.methods.preference.reference import Reference
 from ftcli.methods.preference.settings import PreferenceConfig
 from ftcli.model.sequence_parallel import SequencePart
 from ftcli.plan.batches import Batches
+from ftcli.reporting import SilentReporter
 from ftcli.rows.row import Row
+from ftcli.train.checkpoint_state import Progress
 from ftcli.train.parallel import Divisors, TokenCounts
-from ftcli.train.state import Progress
 from tests.quantized import PLAN, TINY, load
 
 PADDED, UNPADDED = Batches("padded", "a test"), Batches("unpadded", "a test")
@@ -97,7 +99,12 @@ def job_of(batches: Batches = PADDED, *, size: int = 4, accumulation: int = 1) -
     train = TrainConfig(per_device_train_batch_size=size, gradient_accumulation_steps=accumulation)
     recipe = SimpleNamespace(train=train)
     return SimpleNamespace(
-        recipe=recipe, device=torch.device("cpu"), dtypes=PLAN, pad_token_id=0, batches=lambda model: batches
+        recipe=recipe,
+        device=torch.device("cpu"),
+        dtypes=PLAN,
+        pad_token_id=0,
+        batches=lambda model: batches,
+        reporter=SilentReporter(),
     )
 
 
@@ -108,6 +115,7 @@ def objective_of(
     *,
     method: str = "dpo",
     reference: Any = None,
+    known: Any = None,
     started: bool = True,
     job: Any = None,
     sequence: SequencePart | None = None,
@@ -116,8 +124,9 @@ def objective_of(
     """What a run on pairs trains on; ``started``: its first step has been made."""
     loss = PairLoss.of(method, PreferenceConfig.model_validate(settings))
     epochs = epochs_of_pairs(rows() if documents is None else documents)
+    compared = Reference(reference, known)
     made = PairObjective(
-        job or job_of(batches), model, epochs, loss, group=None, stack=None, reference=reference, sequence=sequence
+        job or job_of(batches), model, epochs, loss, group=None, stack=None, reference=compared, sequence=sequence
     )
     if started:
         made.restore({}, Progress(1, 2, 0.0, 0))

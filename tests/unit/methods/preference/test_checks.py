@@ -34,6 +34,8 @@ REFUSED = [
     ("preference.gamma=1", "preference.gamma is read by simpo only"),
     ("preference.reference=none", "compares with a reference, and preference.reference is none"),
     ("preference={loss: simpo, reference: start}", "compares with nothing, and preference.reference is start"),
+    ("preference.reference_cache=atuo", "preference.reference_cache atuo is no known word"),
+    ("preference={loss: simpo, reference_cache: ./cache}", "there is no reference to keep"),
 ]
 
 
@@ -50,6 +52,7 @@ WARNED = [
     ("preference={loss: sigmoid_norm, beta: 0.1}", "dpo", "preference.beta 0.1 with sigmoid_norm"),
     ("preference={loss: ipo, beta: 0.1}", "dpo", "asks for a margin of 5 nats a token"),
     ("preference.beta=0.1", "simpo", "preference.beta 0.1 with simpo"),
+    ("preference.reference_cache=./cache", "dpo", "in one epoch each pair is seen once"),
 ]
 
 
@@ -70,7 +73,19 @@ FINE = [
     ("preference={loss: [{name: sigmoid, weight: 0.8}, {name: bco_pair, weight: 0.2}]}", "dpo"),
     ("preference={loss: cpo, sft_weight: 1, reference: none}", "dpo"),
     ("preference={gamma: 1, beta: 2.5}", "simpo"),
+    ("preference.reference_cache=off", "dpo"),
 ]
+
+
+def test_a_cache_pays_where_pairs_are_seen_again(context: Make) -> None:
+    assert list(check(context("preference.reference_cache=./cache", "train.num_train_epochs=2"))) == []
+    assert list(check(context("preference.reference_cache=./cache", "lora=null"))) == []
+
+
+def test_a_cache_where_weights_are_sharded_is_refused(context: Make) -> None:
+    settings = ("launch={engine: fsdp, num_processes: 2}", "preference.reference_cache=./cache")
+    (finding,) = check(context(*settings, "train.num_train_epochs=2"))
+    assert "launch.engine: fsdp shards the weights" in finding.message
 
 
 @pytest.mark.parametrize(("setting", "method"), FINE)

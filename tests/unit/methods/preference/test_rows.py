@@ -129,6 +129,9 @@ FORMS: dict[str, Row] = {
     },
     "asked in messages, answered in strings": {"prompt": [user("q")], "chosen": "good", "rejected": "bad"},
     "answers that are one message": {"prompt": [user("q")], "chosen": says("good"), "rejected": says("bad")},
+    "a prompt that is one message": {"prompt": user("q"), "chosen": [says("good")], "rejected": [says("bad")]},
+    "all of them one message": {"prompt": user("q"), "chosen": says("good"), "rejected": says("bad")},
+    "a prompt that is one message, and strings": {"prompt": user("q"), "chosen": "good", "rejected": "bad"},
     "JSON text": {name: json.dumps(value) for name, value in PAIR.items()},
 }  # fmt: skip
 

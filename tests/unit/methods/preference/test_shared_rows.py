@@ -55,7 +55,7 @@ class Exchanged:
 def shared(
     model: Any, parts: int, batches: Batches = PADDED, *, blanks: int = 0, stacked: bool = False, **settings: Any
 ) -> tuple[Result, list[dict[str, Any]]]:
-    """A step of ranks that share rows, and the metrics of each. Gradients and losses are summed as the loop does."""
+    """A step of ranks that share rows, and the sums of metrics of each; gradients and losses are those of all."""
     meeting, models = Meeting(parts), [copy.deepcopy(model) for _ in range(parts)]
 
     def work(sequence: SequencePart) -> Any:

@@ -35,7 +35,7 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> DPOTrainer:
     folder = tmp_path_factory.mktemp("trl")
     args = DPOConfig(
         output_dir=str(folder / "out"), report_to="none", use_cpu=True, bf16=False, save_strategy="no",
-        disable_tqdm=True, gradient_checkpointing=False,
+        disable_tqdm=True, gradient_checkpointing=False, use_weighting=True,
     )  # fmt: skip
     tokenizer = load_tokenizer(ModelConfig(name_or_path="bundled:tiny-gemma2"), offline=True)
     made = DPOTrainer(
@@ -51,7 +51,8 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> DPOTrainer:
 def theirs(trainer: DPOTrainer, **settings: Any) -> Result:
     """A step over all pairs as TRL makes it."""
     names = {"loss": "loss_types", "weights": "loss_weights"}
-    given: dict[str, Any] = {"beta": 0.1, "label_smoothing": 0.0, "ld_alpha": None, "weights": [1.0], **settings}
+    given: dict[str, Any] = {"beta": 0.1, "label_smoothing": 0.0, "ld_alpha": None, "weights": [1.0]}
+    given |= {"use_weighting": False, **settings}
     for name, value in given.items():
         setattr(trainer, names.get(name, name), value)
     documents, examples = steps.rows(), []
@@ -86,6 +87,15 @@ def test_long_answers_count_less_as_in_trl(trainer: DPOTrainer, name: str) -> No
         found.append(wanted[0])
     assert found[0] != pytest.approx(found[1], rel=1e-3)
     assert found[0] != pytest.approx(theirs(trainer, loss=[name], beta=3.0)[0], rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "ipo", "bco_pair"])
+def test_pairs_are_weighed_by_the_policy_as_in_trl(trainer: DPOTrainer, name: str) -> None:
+    """WPO; its weights have no gradient. Random weights make an answer about as likely as any other."""
+    wanted = theirs(trainer, loss=[name], beta=LOSSES[name], use_weighting=True)
+    require_same(ours(trainer, loss=name, beta=LOSSES[name], use_weighting=True), wanted)
+    require_same(ours(trainer, UNPADDED, loss=name, beta=LOSSES[name], use_weighting=True), wanted)
+    assert wanted[0] != pytest.approx(theirs(trainer, loss=[name], beta=LOSSES[name])[0], rel=1e-3)
 
 
 def test_robust_has_the_share_of_wrong_labels_that_it_has_in_trl(trainer: DPOTrainer) -> None:

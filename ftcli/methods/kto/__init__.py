@@ -1,0 +1,1 @@
+"""Learning from single answers that are called good or bad: KTO and unpaired APO."""

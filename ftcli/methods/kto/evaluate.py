@@ -1,0 +1,173 @@
+"""Held-out labelled answers: loss with the KL of all of them, accuracy, margin, what became of log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ftcli.data.tokens import TokenizedRow
+from ftcli.errors import Origin
+from ftcli.evaluate.loss import LossResult, require_finite
+from ftcli.evaluate.share import Sums
+from ftcli.evaluate.suite import Evaluator
+from ftcli.methods.kto.losses import LabelledAnswers, LabelLoss
+from ftcli.methods.kto.mismatched import mismatched_rows
+from ftcli.methods.kto.sums import SUMS, LabelSums, measures
+from ftcli.methods.preference.evaluate import forward_pass, summed
+from ftcli.methods.preference.pairs import SCORED, AnswerScorer, ScoredAnswers
+from ftcli.model.backbone import compute_context, head_of, root_of
+from ftcli.model.shards import reshard_model
+from ftcli.train.reference import of_reference
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
+#: What held-out results call the numbers of metrics.
+_NAMES = {
+    "rewards/accuracies": "accuracy",
+    "rewards/margins": "margin",
+    "rewards/chosen": "chosen_reward",
+    "rewards/rejected": "rejected_reward",
+    "logps/chosen": "chosen_logp",
+    "logps/rejected": "rejected_logp",
+    "chosen_rose": "chosen_rose",
+    "rejected_fell": "rejected_fell",
+    "kl": "kl",
+}
+#: Of a batch's answers, (N,) each: log-probabilities, what they have gained over the reference, tokens.
+_Scores = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class LabelEvaluator(Evaluator):
+    """Measures models on held-out labelled answers.
+
+    Args:
+        reference: A second model to compare with; None: the model without its adapters. Where there is neither, as in
+            `ftcli eval` of a full fine-tune, it is the first model that is measured.
+    """
+
+    reference: PreTrainedModel | None = None
+    _kept: dict[tuple[str, int], float] = field(default_factory=dict, repr=False)
+
+    def loss_of(self, model: PreTrainedModel | PeftModel, sequences: Sequence[TokenizedRow]) -> LossResult:
+        """The mean loss of the answers, and ``more`` beside it."""
+        files: dict[str, list[TokenizedRow]] = {}
+        for tokens in sequences:
+            files.setdefault(tokens.row.source, []).append(tokens)
+        whole, _ = self._measured(model, files)
+        assert whole is not None
+        return whole
+
+    def losses(self, model: PreTrainedModel | PeftModel) -> tuple[LossResult | None, dict[str, LossResult]]:
+        """Over all held-out files what one pass over all of them would give, and each file's; all with one KL."""
+        return self._measured(model, self.by_dataset())
+
+    def _measured(
+        self, model: PreTrainedModel | PeftModel, files: dict[str, list[TokenizedRow]]
+    ) -> tuple[LossResult | None, dict[str, LossResult]]:
+        was_training = model.training
+        model.eval()
+        try:
+            with torch.no_grad():
+                kl = self._kl(model, files)
+                sums = {name: self._sums_of(model, name, rows, kl) for name, rows in files.items()}
+        finally:
+            model.train(was_training)
+        reshard_model(model)
+        loss = self._loss()
+        whole = _result([sum(each) for each in zip(*sums.values(), strict=True)], loss, kl) if sums else None
+        return whole, {name: _result(each, loss, kl) for name, each in sums.items()}
+
+    def _loss(self) -> LabelLoss:
+        return LabelLoss.of(self.job.recipe.preference)
+
+    def _kl(self, model: PreTrainedModel | PeftModel, files: dict[str, list[TokenizedRow]]) -> float:
+        """z of all held-out rows; 0 for a loss that needs none."""
+        loss, gained, count = self._loss(), 0.0, 0
+        for name, rows in files.items() if loss.estimates_kl else ():
+            made = mismatched_rows(rows, self.job.recipe.data.max_seq_len)
+            # The name of no file: a path has no line break.
+            (found,) = self._summed(
+                model, f"{name}\nmismatched", made, lambda _, scores: (float(scores[1].double().sum()),), width=1
+            )
+            gained, count = gained + found, count + len(made)
+        return max(0.0, gained / count) if count else 0.0
+
+    def _sums_of(self, model: PreTrainedModel | PeftModel, name: str, rows: list[TokenizedRow], kl: float) -> Sums:
+        """Summed loss, and the sums of :class:`LabelSums`."""
+        loss = self._loss()
+
+        def of_batch(documents: Sequence[TokenizedRow], scores: _Scores) -> Sums:
+            logp, gained, tokens = scores
+            labels = torch.tensor([document.value for document in documents], device=logp.device)
+            answers = LabelledAnswers(gained, labels, torch.tensor(kl, device=logp.device))
+            total = float(loss.values(answers).double().sum())
+            return (total, *LabelSums.of(answers, logp, tokens, loss.beta).vector().tolist())
+
+        return self._summed(model, name, rows, of_batch, width=1 + SUMS)
+
+    def _summed(
+        self,
+        model: PreTrainedModel | PeftModel,
+        name: str,
+        rows: Sequence[TokenizedRow],
+        of_batch: Callable[[Sequence[TokenizedRow], _Scores], Sums],
+        *,
+        width: int,
+    ) -> Sums:
+        """Sums over ``rows``, of each batch's answers as they are scored, over all ranks."""
+        job = self.job
+        vocabulary = head_of(model).weight.shape[0]
+        scorer = AnswerScorer(job.batches(model), job.pad_token_id, vocabulary, ld_alpha=1.0)
+
+        def attempt(numbers: Sequence[int]) -> Sums | None:
+            documents = [rows[number] for number in numbers]
+            inputs = {key: value.to(job.device) for key, value in scorer.batch(documents).items()}
+            with compute_context(job.device, job.dtypes.compute, job.dtypes.autocast):
+                policy = forward_pass(model, scorer, inputs)
+                compared = self._compared(model, scorer, inputs, [(name, number) for number in numbers], policy)
+            if policy is None or compared is None:
+                return None
+            return of_batch(documents, (policy.sums, policy.sums - compared, (inputs[SCORED] > 0).sum(1).float()))
+
+        def where(number: int) -> Origin:
+            return rows[number].row.origin
+
+        return summed(self, range(len(rows)), attempt, where, width=width, in_step=root_of(model) is not None)
+
+    def _compared(
+        self,
+        model: PreTrainedModel | PeftModel,
+        scorer: AnswerScorer,
+        inputs: dict[str, Tensor],
+        places: Sequence[tuple[str, int]],
+        policy: ScoredAnswers | None,
+    ) -> Tensor | None:
+        """The answers' log-probabilities under the reference; None where that did not fit into memory."""
+        if self.reference is not None or hasattr(model, "disable_adapter"):
+            if self.reference is not None:
+                reshard_model(model)  # embedding and head of one model at a time
+            with of_reference(self.reference, model):
+                found = forward_pass(model if self.reference is None else self.reference, scorer, inputs)
+            return None if found is None else found.sums
+        assert policy is not None
+        if any(place not in self._kept for place in places):
+            self._kept.update(zip(places, policy.sums.tolist(), strict=True))
+        return torch.tensor([self._kept[place] for place in places], device=policy.sums.device)
+
+
+def _result(sums: Sequence[float], loss: LabelLoss, kl: float) -> LossResult:
+    total, *of_answers = sums
+    of_answers[-2:] = [kl, 1.0]
+    wanted, unwanted, logp, tokens, other_tokens = (of_answers[n] for n in (0, 1, 6, 8, 9))
+    answers = wanted + unwanted
+    mean = require_finite(total / max(answers, 1) - loss.sft_weight * logp / max(tokens, 1))
+    found = measures(of_answers, kl=loss.estimates_kl)
+    more = {ours: found[name] for name, ours in _NAMES.items() if name in found}
+    return LossResult(mean, None, None, int(tokens + other_tokens), int(answers), more)

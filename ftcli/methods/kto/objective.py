@@ -1,0 +1,240 @@
+"""What labelled answers teach: their mean loss in a step, against a reference, with the KL of the whole step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ftcli.data.order import Epochs
+from ftcli.data.tokens import TokenizedRow
+from ftcli.methods.kto.losses import LabelledAnswers, LabelLoss
+from ftcli.methods.kto.mismatched import mismatched_rows
+from ftcli.methods.kto.sums import SUMS, LabelSums, measures
+from ftcli.methods.preference.first_step import require_equal, without_dropout
+from ftcli.methods.preference.pairs import SCORED, AnswerScorer, ScoredAnswers
+from ftcli.model.backbone import compute_context, head_of
+from ftcli.plain import JsonObject
+from ftcli.plan.memory.terms import FORWARD
+from ftcli.run.metrics import MetricsLine
+from ftcli.train.build import build_loop
+from ftcli.train.checkpoint_state import Progress
+from ftcli.train.epochs import EpochObjective
+from ftcli.train.loop import StepMonitor, TrainerHooks, TrainingLoop
+from ftcli.train.parallel import Divisors, MicroBatch, TokenCounts
+from ftcli.train.reference import of_reference
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
+    from ftcli.job import Job
+    from ftcli.model.fused import DecoderStack
+    from ftcli.model.sequence_parallel import SequencePart
+    from ftcli.run.process_group import RankGroup
+
+#: The label of each answer of a micro-batch, (N,); 0 in one that stands for none.
+_LABELS = "answer_labels"
+
+
+class LabelObjective(EpochObjective):
+    """The mean loss of a step's answers, whatever micro-batches and ranks it is split into.
+
+    Args:
+        model: What learns, on the kernels or not.
+        reference: A second model to compare with; None: the model without its adapters.
+        stack: The decoder layers as one function, where all are on the kernels.
+        sequence: This rank's part of each row, where ranks share rows: each of them computes the loss of the whole
+            answers, and the first one counts it.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        model: PreTrainedModel | PeftModel,
+        epochs: Epochs,
+        loss: LabelLoss,
+        *,
+        group: RankGroup | None,
+        stack: DecoderStack | None,
+        reference: PreTrainedModel | None,
+        sequence: SequencePart | None = None,
+    ) -> None:
+        super().__init__(job, epochs, group, 1 if sequence is None else sequence.parts)
+        self._model, self._reference, self._stack, self._loss, self._group = model, reference, stack, loss, group
+        self._device, self._dtypes, self._longest = job.device, job.dtypes, job.recipe.data.max_seq_len
+        self._counts = sequence is None or sequence.part == 0
+        vocabulary = head_of(model).weight.shape[0]
+        self._scorer = AnswerScorer(job.batches(model), job.pad_token_id, vocabulary, 1.0, sequence)
+        self._kl = torch.tensor(0.0, device=job.device)
+        self._sums = self._before = torch.zeros(SUMS, dtype=torch.float64, device=job.device)
+        self._of_batches: list[Tensor] = []
+        self._whole_order: tuple[int, list[int]] | None = None
+        self._checked = False
+
+    # -- a step ----------------------------------------------------------------------------------------------
+
+    def micro_batches(self, step: int, monitor: StepMonitor) -> list[MicroBatch]:
+        """This rank's micro-batches. The KL of the step is estimated first: all of its answers are compared with it."""
+        found = super().micro_batches(step, monitor)
+        if self._loss.estimates_kl:
+            monitor.enter(FORWARD)
+            with nullcontext() if self._group is None else self._group.exchanging():
+                self._kl = self.estimated_kl(self.rows_of_step(step))
+            monitor.enter("step")
+        return found
+
+    def micro_batch(self, units: Sequence[int], *, blank: bool) -> MicroBatch:
+        """The answers of these rows."""
+        documents = [tokens for unit in units for tokens in self._epochs.members(unit)]
+        inputs = self._scorer.batch(documents)
+        labels = torch.tensor([0.0 if blank else document.value for document in documents])
+        inputs[_LABELS] = labels
+        computed = inputs["input_ids"].numel()
+        rows = () if blank else tuple(units)
+        if blank or not self._counts:
+            return MicroBatch(inputs, rows, TokenCounts(computed=computed))
+        wanted = int((inputs[SCORED][labels > 0] > 0).sum())
+        real = sum(len(document.input_ids) for document in documents)
+        return MicroBatch(inputs, rows, TokenCounts(wanted, real, computed, len(documents)))
+
+    def begin(self, step: int) -> None:
+        """Notes the sums so far."""
+        self._before, self._of_batches = self._sums, []
+
+    def loss(self, inputs: dict[str, Tensor], step: Divisors) -> Tensor:
+        """The summed loss of the answers over those of the whole step; with ``sft_weight`` times the cross-entropy of
+        the wanted answers' tokens over these."""
+        labels = inputs.pop(_LABELS)
+        reference = self._of_reference(inputs)
+        with compute_context(self._device, self._dtypes.compute, self._dtypes.autocast):
+            policy = self._scorer.score(self._model, inputs, self._stack)
+        tokens = (inputs[SCORED] > 0).sum(1).float()
+        if not self._checked:
+            self._require_equal(inputs, policy, reference, tokens)
+        answers = LabelledAnswers(policy.sums - reference.sums, labels, self._kl)
+        loss = self._loss.values(answers).sum() / step.pairs
+        if self._loss.sft_weight:
+            loss = loss - self._loss.sft_weight * (policy.sums * (labels > 0)).sum() / step.supervised
+        sums = LabelSums.of(answers, policy.sums, tokens, self._loss.beta).vector()
+        self._of_batches.append(sums if self._counts else torch.zeros_like(sums))
+        return loss if self._counts else loss - loss.detach()
+
+    # -- the reference, and the KL ---------------------------------------------------------------------------
+
+    def rows_of_step(self, step: int) -> list[TokenizedRow]:
+        """The rows of all ranks' micro-batches in this step, in one order however the step is split: it decides which
+        answer is held against which prompt.
+        """
+        epoch, index = divmod(step, self.steps_per_epoch)
+        if self._whole_order is None or self._whole_order[0] != epoch:
+            self._whole_order = epoch, self._epochs.order(epoch)
+        size = self._size * self._accumulation * self._ranks
+        units = sorted(self._whole_order[1][index * size : (index + 1) * size])
+        return [row for unit in units for row in self._epochs.members(unit)]
+
+    @torch.no_grad()
+    def estimated_kl(self, rows: Sequence[TokenizedRow]) -> Tensor:
+        """z: the mean of what mismatched answers have gained over the reference, 0 where they have lost; a float32
+        scalar. The ranks share the mismatched rows, and add them up in the order of one process. All make as many
+        passes, since they may hold shards of the weights: one that has no rows left takes the last ones once more.
+        """
+        made = mismatched_rows(rows, self._longest, self._loss.kl_rows)
+        batches = [made[start : start + self._size] for start in range(0, len(made), self._size)]
+        sums = torch.zeros(max(len(batches), 1), dtype=torch.float64, device=self._device)
+        for turn in range(0, len(batches), self._ranks):
+            number = turn + self._rank
+            gained = self._gained(batches[min(number, len(batches) - 1)])
+            if number < len(batches) and self._counts:
+                sums[number] = gained
+        if self._group is not None:
+            self._group.agree("KL estimated")
+            self._group.all_reduce([sums])
+        total = sums[0]
+        for one in sums[1:]:
+            total = total + one
+        return torch.relu(total / max(len(made), 1)).float()
+
+    def _gained(self, documents: Sequence[TokenizedRow]) -> Tensor:
+        """What the answers have gained over the reference, in all."""
+        inputs = {name: value.to(self._device) for name, value in self._scorer.batch(documents).items()}
+        computing = compute_context(self._device, self._dtypes.compute, self._dtypes.autocast)
+        with without_dropout(self._model), computing:
+            policy = self._scorer.score(self._model, inputs)
+        return (policy.sums - self._of_reference(inputs).sums).double().sum()
+
+    @torch.no_grad()
+    def _of_reference(self, inputs: dict[str, Tensor]) -> ScoredAnswers:
+        model = self._model if self._reference is None else self._reference
+        computing = compute_context(self._device, self._dtypes.compute, self._dtypes.autocast)
+        with without_dropout(model), of_reference(self._reference, self._model), computing:
+            return self._scorer.score(model, inputs)
+
+    def _require_equal(
+        self, inputs: dict[str, Tensor], policy: ScoredAnswers, reference: ScoredAnswers, tokens: Tensor
+    ) -> None:
+        self._checked = True
+
+        def again() -> ScoredAnswers:
+            with compute_context(self._device, self._dtypes.compute, self._dtypes.autocast):
+                # Layer by layer: the stack would write over what the policy's backward pass reads.
+                return self._scorer.score(self._model, inputs)
+
+        require_equal(self._model, self._dtypes.compute, policy, reference, tokens, again, self._group)
+
+    # -- metrics and checkpoints -----------------------------------------------------------------------------
+
+    def reduced(self) -> None:
+        """Adds up the metrics of all ranks' micro-batches, in the order of one process, and those of the step."""
+        found = torch.stack(self._of_batches)
+        if self._group is not None:
+            slots = torch.zeros(len(found) * self._group.size, SUMS, dtype=torch.float64, device=found.device)
+            slots[self._group.rank :: self._group.size] = found
+            self._group.all_reduce([slots])
+            found = slots
+        for one in found:
+            self._sums = self._sums + one
+        self._sums = self._sums + LabelSums.of_step(self._kl).vector()
+
+    def undo(self, step: int) -> None:
+        """Restores the sums that :meth:`begin` has noted."""
+        self._sums = self._before
+
+    def metrics(self) -> MetricsLine:
+        """Means over the answers, and the steps, since the last line."""
+        found = measures(self._sums.tolist(), kl=self._loss.estimates_kl)
+        self._sums = torch.zeros_like(self._sums)
+        return found
+
+    def state(self) -> JsonObject:
+        """The sums of a half-filled line."""
+        return {"label_sums": self._sums.tolist()}
+
+    def restore(self, state: JsonObject, progress: Progress) -> None:
+        """Resumes with these sums; what was checked before the first step is not checked again."""
+        self._checked = progress.step > 0
+        kept = state.get("label_sums")
+        if isinstance(kept, list) and len(kept) == SUMS:
+            self._sums = torch.tensor(kept, dtype=torch.float64, device=self._device)
+
+
+def build_labelled(
+    job: Job,
+    model: PreTrainedModel | PeftModel,
+    epochs: Epochs,
+    hooks: TrainerHooks,
+    group: RankGroup | None = None,
+    reference: PreTrainedModel | None = None,
+) -> TrainingLoop:
+    """The loop that trains ``model`` on labelled answers (:func:`ftcli.methods.kto.order.labelled_epochs`)."""
+    loss = LabelLoss.of(job.recipe.preference)
+
+    def objective(stack: DecoderStack | None, sequence: SequencePart | None) -> LabelObjective:
+        return LabelObjective(
+            job, model, epochs, loss, group=group, stack=stack, reference=reference, sequence=sequence
+        )
+
+    return build_loop(job, model, objective, hooks, group)

@@ -1,0 +1,89 @@
+"""Learning from labelled answers as a run on rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ftcli.config.recipe import Recipe
+from ftcli.train.on_rows import RowMethod
+from ftcli.train.start import TrainingRows
+
+if TYPE_CHECKING:
+    from ftcli.data.order import Epochs
+    from ftcli.data.prepare import PreparedData
+    from ftcli.data.tokens import TokenizedRow
+    from ftcli.evaluate.suite import Evaluator
+    from ftcli.job import Job
+    from ftcli.judges import Judge
+    from ftcli.run.process_group import RankGroup
+    from ftcli.train.loop import TrainerHooks, TrainingLoop
+
+
+class Labelled(RowMethod):
+    """Answers that are called good or bad: the one are to become likelier, the other less likely."""
+
+    def epochs(self, job: Job, prepared: PreparedData) -> Epochs:
+        """Both labels, interleaved. Reports what is compared, and labels that teach something else than they say.
+
+        Raises FtcliError FT465 (exit 4) where all answers have one label.
+        """
+        from ftcli.methods.kto import order
+        from ftcli.methods.kto.losses import LabelLoss
+
+        table, recipe, loss = prepared.sequences, job.recipe, LabelLoss.of(job.recipe.preference)
+        order.require_both_labels(table)
+        weights = [source.weight for source in recipe.data.train]
+        shares = [float(weight) for weight in weights if weight is not None]
+        epochs = order.labelled_epochs(table, shares if len(shares) == len(weights) else None, recipe.run.seed)
+        wanted, unwanted = order.label_counts(epochs)
+        for finding in order.label_findings(wanted, unwanted, loss.settings, rows_a_step(recipe)):
+            job.reporter.finding(finding)
+        for finding in order.contradictions(table):
+            job.reporter.finding(finding)
+        start = "the model without its adapters" if recipe.lora is not None else "a second copy of the model"
+        job.reporter.info(f"labels: {wanted:,} desirable and {unwanted:,} undesirable answers an epoch")
+        job.reporter.info(f"loss: {loss.name} (beta {loss.beta:g}), compared with {start}")
+        return epochs
+
+    def training_rows(self, recipe: Recipe, rows: int, tokens: int) -> TrainingRows:
+        """Answers."""
+        return TrainingRows(rows, "labelled answers", tokens)
+
+    def needs_reference(self, recipe: Recipe) -> bool:
+        """Of adapters the reference is the model without them."""
+        return recipe.lora is None
+
+    def evaluator(
+        self,
+        job: Job,
+        rows: Sequence[TokenizedRow],
+        group: RankGroup | None = None,
+        *,
+        judges: Mapping[str, Judge] | None = None,
+        reference: Any = None,
+    ) -> Evaluator:
+        """Loss, accuracy, margin, KL."""
+        from ftcli.methods.kto.evaluate import LabelEvaluator
+
+        return LabelEvaluator(job, rows, judges or {}, group, reference=reference)
+
+    def build(
+        self,
+        job: Job,
+        model: Any,
+        epochs: Epochs,
+        hooks: TrainerHooks,
+        group: RankGroup | None,
+        reference: Any = None,
+    ) -> TrainingLoop:
+        """The loop over the answers' mean loss."""
+        from ftcli.methods.kto.objective import build_labelled
+
+        return build_labelled(job, model, epochs, hooks, group, reference)
+
+
+def rows_a_step(recipe: Recipe) -> int:
+    """Rows of an optimizer step, over all processes."""
+    train = recipe.train
+    return train.per_device_train_batch_size * train.gradient_accumulation_steps * recipe.launch.row_shares

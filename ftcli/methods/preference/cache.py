@@ -1,0 +1,136 @@
+"""Log-probabilities of a reference on disk: a folder for each reference, with entries of pairs found by their content.
+
+An entry is a folder with one file, written aside and renamed: it is complete or absent. It never changes, and a pair
+that stands in two entries is that of the first. Whatever an entry says is proven by its digest. Entries may be deleted
+at any time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+
+from ftcli.data.tokens import TokenizedRow
+from ftcli.labels import IGNORE_INDEX
+
+#: Of a pair: the log-probabilities of its chosen and its rejected answer, then both with the weights of ``ld_alpha``.
+PairLogProbs: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[np.float32]]"
+
+_DIGEST_BYTES = 16
+_VALUES = 4
+_RECORD = np.dtype([("pair", "u1", (_DIGEST_BYTES,)), ("values", "<f4", (_VALUES,))])
+_FILE, _MAGIC = "pairs.bin", b"ftcli reference 1\n"
+_HEAD_BYTES = len(_MAGIC) + hashlib.sha256().digest_size
+_NAME = re.compile(r"\d{8}")
+
+
+def pair_digest(chosen: TokenizedRow, rejected: TokenizedRow) -> bytes:
+    """Of both rows' token ids, and of which of them are scored."""
+    found = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    for row in (chosen, rejected):
+        ids = np.asarray(row.input_ids, dtype="<i8")
+        scored = np.asarray(row.labels, dtype="<i8") != IGNORE_INDEX
+        found.update(len(ids).to_bytes(8, "little"))
+        found.update(ids.tobytes())
+        found.update(scored.tobytes())
+    return found.digest()
+
+
+class ReferenceCache:
+    """The entries of one reference.
+
+    Args:
+        folder: Theirs alone.
+        warn: Told of entries that are damaged, and when nothing can be kept; the run goes on without.
+    """
+
+    def __init__(self, folder: Path, warn: Callable[[str], None]) -> None:
+        self._folder, self._warn = folder, warn
+
+    @property
+    def is_there(self) -> bool:
+        """Whether anything has been kept."""
+        return bool(self._entries())
+
+    def read(self) -> dict[bytes, PairLogProbs]:
+        """All pairs that are known. Damaged entries are removed: their pairs are computed again."""
+        return self._read(self._entries())
+
+    def add(self, pairs: Mapping[bytes, PairLogProbs]) -> dict[bytes, PairLogProbs]:
+        """Keeps these pairs, and returns them as they are kept: as another run has them that was faster."""
+        kept = dict(pairs)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            while True:
+                entries = self._entries()
+                theirs = self._read(entries)
+                kept |= {pair: values for pair, values in theirs.items() if pair in pairs}
+                missing = {pair: values for pair, values in pairs.items() if pair not in theirs}
+                number = int(entries[-1].name) + 1 if entries else 1
+                if not missing or self._write(self._folder / f"{number:08}", missing):
+                    return kept
+        except OSError as error:
+            self._warn(f"the reference's log-probabilities cannot be kept in {self._folder} ({error})")
+        return kept
+
+    def _entries(self) -> Sequence[Path]:
+        try:
+            return sorted(path for path in self._folder.iterdir() if _NAME.fullmatch(path.name))
+        except OSError:
+            return ()
+
+    def _read(self, entries: Sequence[Path]) -> dict[bytes, PairLogProbs]:
+        found: dict[bytes, PairLogProbs] = {}
+        for entry in entries:
+            try:
+                of_entry = _read(entry / _FILE)
+            except (OSError, ValueError) as error:
+                self._warn(f"the reference's log-probabilities in {entry} are damaged and computed again ({error})")
+                shutil.rmtree(entry, ignore_errors=True)
+                continue
+            for pair, values in of_entry.items():
+                found.setdefault(pair, values)
+        return found
+
+    def _write(self, path: Path, pairs: Mapping[bytes, PairLogProbs]) -> bool:
+        """False where another run has written ``path`` meanwhile."""
+        staged = Path(tempfile.mkdtemp(prefix=".writing-", dir=self._folder))
+        try:
+            _write(staged / _FILE, pairs)
+            staged.rename(path)
+        except OSError:
+            if not path.exists():
+                raise
+            return False
+        finally:
+            shutil.rmtree(staged, ignore_errors=True)
+        return True
+
+
+def _write(path: Path, pairs: Mapping[bytes, PairLogProbs]) -> None:
+    records = np.zeros(len(pairs), _RECORD)
+    records["pair"] = np.frombuffer(b"".join(pairs), np.uint8).reshape(-1, _DIGEST_BYTES)
+    records["values"] = np.stack(list(pairs.values()))
+    body = records.tobytes()
+    with path.open("wb") as file:
+        file.write(_MAGIC + hashlib.sha256(body).digest() + body)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _read(path: Path) -> dict[bytes, PairLogProbs]:
+    """Raises OSError or ValueError for a file that is not as it was written."""
+    content = path.read_bytes()
+    head, body = content[:_HEAD_BYTES], content[_HEAD_BYTES:]
+    if head != _MAGIC + hashlib.sha256(body).digest():
+        raise ValueError("its content is not what was written")
+    records = np.frombuffer(body, _RECORD)
+    return {pair.tobytes(): values for pair, values in zip(records["pair"], records["values"], strict=True)}

@@ -1,0 +1,89 @@
+"""The check of a run's first step: before it, policy and reference are one model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from ftcli.errors import ExitCode, FtcliError
+from ftcli.methods.preference.pairs import ScoredAnswers
+from ftcli.model.quantized import QuantizedLinear
+from ftcli.train.parallel import float_bits, float_of
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
+    from ftcli.run.process_group import RankGroup
+
+#: Nats a token by which policy and reference may differ before the first step, by the dtype of the products: the two
+#: are computed by other code. Roundings of single tokens are larger and of either sign (0.06 in a Mistral-7B in
+#: bfloat16, 0.3 in a Llama-3.1-8B in fp8; :mod:`ftcli.methods.grpo.parity`): n tokens count as at least 15 sqrt n.
+_ALLOWED = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 2e-2}
+_ALLOWED_COARSE, _ROUNDED = 0.1, 15.0
+
+
+@torch.no_grad()
+def require_equal(
+    model: PreTrainedModel | PeftModel,
+    dtype: str,
+    policy: ScoredAnswers,
+    reference: ScoredAnswers,
+    tokens: Tensor,
+    again: Callable[[], ScoredAnswers],
+    group: RankGroup | None = None,
+) -> None:
+    """Before the first step the model is its reference, but for dropout and rounding. Raises FtcliError FT714 (exit 1);
+    what is not finite is left to FT702.
+
+    Args:
+        dtype: That of the products.
+        tokens: (N,), how many each answer has.
+        again: Scores the policy's answers once more; it is called without dropout.
+        group: All of its ranks call this: where weights are sharded or rows are shared, no rank can score on its own.
+    """
+    allowed = _ALLOWED_COARSE if _is_coarse(model) else _ALLOWED[dtype]
+    found = _largest(_difference(policy, reference, tokens), group)
+    if found > allowed:
+        with without_dropout(model):
+            found = _largest(_difference(again(), reference, tokens), group)
+    if found > allowed:
+        raise FtcliError.single(
+            "FT714",
+            f"before the first step policy and reference differ by {found:.2g} nats a token: the run would begin "
+            "with another reference than its own start",
+            exit_code=ExitCode.BUG,
+            help="train with model.kernels: off, and report this with the run's manifest.json",
+        )
+
+
+@contextmanager
+def without_dropout(model: PreTrainedModel | PeftModel) -> Iterator[None]:
+    """A block in which nothing is dropped."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+
+
+def _largest(difference: float, group: RankGroup | None) -> float:
+    """That of the rank with the largest."""
+    if group is None:
+        return difference
+    return max(float_of(row[0]) for row in group.agree("compared", [float_bits(difference)]))
+
+
+def _difference(one: ScoredAnswers, other: ScoredAnswers, tokens: Tensor) -> float:
+    """The mean over answers, in nats a token; of short ones in nats for 15 sqrt n tokens."""
+    return float(((one.sums.detach() - other.sums).abs() / torch.maximum(tokens, _ROUNDED * tokens.sqrt())).mean())
+
+
+def _is_coarse(model: nn.Module) -> bool:
+    """Whether products are coarser than the compute dtype."""
+    return any(isinstance(m, QuantizedLinear) and m.tolerance is not None for m in model.modules())
