@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -38,7 +37,15 @@ from ftcli.plain import JsonObject, plain, plain_fields
 from ftcli.plan.quantization import stores_ternary_masters
 from ftcli.preflight.checks.support import is_installed
 from ftcli.reporting import Reporter
-from ftcli.run.atomic import TRASH_PREFIX, replace_directory, storage_errors, utc_now, write_json, writing_into
+from ftcli.run.atomic import (
+    TRASH_PREFIX,
+    json_object_in,
+    replace_directory,
+    storage_errors,
+    utc_now,
+    write_json,
+    writing_into,
+)
 from ftcli.run.directory import RunDirectory
 from ftcli.run.integrity import hold_result, result_files
 from ftcli.run.report.card import write_card
@@ -243,7 +250,7 @@ def _unchanged(source: ExportSource, name: str, reporter: Reporter) -> ExportRes
     target = source.destination / name
     _require_replaceable(target)
     try:
-        record = json.loads((target / EXPORT_RECORD).read_text(encoding="utf-8"))
+        record = json_object_in(target / EXPORT_RECORD)
         told = dict(record["verification"])
         same = record["made_of"] == _made_of(source) and record["files"] == _sizes(target)
     except (FileNotFoundError, NotADirectoryError):
