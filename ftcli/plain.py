@@ -20,7 +20,7 @@ JsonMap: TypeAlias = Mapping[str, Any]
 #: Metadata of a dataclass's field (``field(metadata=...)``): without a value (None, nothing in it) its key is left out.
 LEFT_OUT = MappingProxyType({"plain": "left out without a value"})
 #: Its own fields stand among those of its owner; without a value there are none.
-SPREAD = MappingProxyType({"plain": "spread"})
+FLATTENED = MappingProxyType({"plain": "flattened"})
 #: Its keys are names that somebody gave, of tasks for instance.
 NAMED = MappingProxyType({"plain": "keys are names"})
 
@@ -69,7 +69,7 @@ def plain_fields(value: Any) -> JsonObject:
     found: JsonObject = {}
     for field in dataclasses.fields(value):
         item = getattr(value, field.name)
-        if field.metadata == SPREAD:
+        if field.metadata == FLATTENED:
             found |= {} if item is None else plain(item)
         elif field.metadata == NAMED:
             found[field.name] = {Name(key): plain(each) for key, each in item.items()}
