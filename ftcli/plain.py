@@ -37,10 +37,10 @@ _LARGEST = 1e100
 
 @runtime_checkable
 class Documented(Protocol):
-    """What is written differently than field by field."""
+    """A value with a JSON form of its own, other than field by field."""
 
     def as_dict(self) -> JsonObject:
-        """What JSON says of it; the values need not be plain."""
+        """The JSON form; the values need not be plain."""
         ...
 
 
@@ -90,7 +90,7 @@ def maps(value: object) -> list[JsonObject]:
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    """Whether it is a number that can be shown: true and false are none, and neither are NaN, infinity and 1e308."""
+    """True for a number that can be shown: true and false are none, and neither are NaN, infinity and 1e308."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
 
 
