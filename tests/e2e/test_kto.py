@@ -240,3 +240,17 @@ def test_ranks_with_shards_or_shared_rows_are_one_process(
     run_ranks(drills, drills.recipe("ranks", **recipe), count)
     alone = merged(recipe, {"launch": {"engine": "single", "context_parallel_size": 1}})
     require_close_run(drills, "ranks", drills.whole(**merged(alone, {"train": {"gradient_accumulation_steps": apart}})))
+
+
+def test_sources_with_weights_are_drawn_by_them(user: User) -> None:
+    """A few bad answers of their own file, as often as the good ones."""
+    good = [{"prompt": f"q{n}", "completion": "a", "label": True} for n in range(8)]
+    bad = [{"prompt": f"r{n}", "completion": "b", "label": False} for n in range(2)]
+    files = [file_of(user, "good.jsonl", good), file_of(user, "bad.jsonl", bad)]
+    sources = [{"path": path, "weight": 0.5} for path in files]
+    recipe = user.recipe("r", **labelled(data={"train": sources, "eval": []}, eval={"every_steps": None}))
+    status, document = user.run("train", recipe)
+    assert status == 0, document
+    assert not [f for f in document["findings"] if f["code"] == "FT466"]
+    tokens = json.loads((user.folder / "r" / "tokens.json").read_text())
+    assert (tokens["epoch"]["rows"], tokens["epoch"]["packed"]) == (16, False)
