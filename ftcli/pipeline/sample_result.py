@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ftcli.evaluate.draw import Drawing
 from ftcli.evaluate.selection import ScoredAnswer, alike, reaches
-from ftcli.plain import LEFT_OUT, SPREAD
+from ftcli.plain import FLATTENED, LEFT_OUT
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class SampleResult:
     checkpoint: str | None
     judges: tuple[str, ...]
     sampling: Drawing
-    summary: SampleSummary = field(metadata=SPREAD)
+    summary: SampleSummary = field(metadata=FLATTENED)
     tokens_per_second: float | None = None
 
 
