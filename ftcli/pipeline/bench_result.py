@@ -1,4 +1,4 @@
-"""What `ftcli bench` answers."""
+"""The answer of `ftcli bench`."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class HostMemory:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What was measured of training steps or of evaluation batches; of the latter less is.
+    """Measurements of training steps or of evaluation batches; the latter have fewer.
 
     ``matmul_tflops`` is the rate of a large dense product on this machine; ``cuda_graphs`` is ``on``, or says why not.
     """
@@ -153,7 +153,7 @@ class ArithmeticBound:
 
 @dataclass(frozen=True, slots=True)
 class BenchResult:
-    """What `ftcli bench` answers: what was timed, what was measured, and what that is compared with."""
+    """The answer of `ftcli bench`: the run, its measurements, and the numbers to compare them with."""
 
     recipe: str
     mode: Literal["training", "evaluation"]

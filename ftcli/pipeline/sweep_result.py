@@ -1,4 +1,4 @@
-"""What a sweep came to: its runs side by side, and the best of them."""
+"""The result of a sweep: its runs side by side, and the best of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PAGE = "comparison.html"
 
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
-    """How a run of a sweep ended: its exit status (negative: a signal), and why where it failed."""
+    """The end of a run of a sweep: its exit status (negative: a signal), and the reason if it failed."""
 
     combination: Combination
     path: Path
@@ -55,7 +55,7 @@ class BestRun:
 
 @dataclass(frozen=True, slots=True)
 class SweepResult:
-    """What `ftcli sweep` answers. ``remarks`` say what to keep in mind of the best, or why there is none."""
+    """The answer of `ftcli sweep`. ``remarks`` say what to keep in mind of the best, or why there is none."""
 
     sweep: Path
     runs: Sequence[SweptRun]
@@ -67,7 +67,9 @@ class SweepResult:
 
 @dataclass(frozen=True, slots=True)
 class _Measure:
-    """What runs are judged by: its name, its value of a run (None: not measured), and whether more is better."""
+    """The measure that runs are compared by: its name, its value of a run (None: not measured), and whether more is
+    better.
+    """
 
     name: str
     value: Callable[[RunSummary], float | None]

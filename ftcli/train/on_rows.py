@@ -80,8 +80,8 @@ class RowMethod(ABC):
         group: RankGroup | None,
         reference: Any = None,
     ) -> Any:
-        """What the method makes of the reference before the first step, ready for :meth:`evaluator` and :meth:`build`.
-        All ranks call it, with the model as it starts.
+        """Prepares the reference before the first step, for :meth:`evaluator` and :meth:`build`. All ranks call it,
+        with the model as it starts.
         """
         return reference
 

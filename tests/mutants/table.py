@@ -505,7 +505,7 @@ PREFERENCE = (
     _m(
         "pairs: the mean of a micro-batch",
         _P + "objective.py",
-        "loss = (self._loss.values(answers) * weights).sum() / step.pairs",
+        "loss = (self._loss.weighed_values(answers, policy.aligned) * weights).sum() / step.pairs",
         "loss = (self._loss.values(answers) * weights).mean()",
         _UP + "objective.py",
     ),
@@ -575,7 +575,7 @@ PREFERENCE = (
     _m(
         "pairs: held-out ones against the model itself",
         _P + "evaluate.py",
-        "if any(place not in self._kept for place in places):",
+        "if any(pair not in self.known for pair in pairs):",
         "if True:",
         _E2E + "preference.py",
     ),
@@ -596,7 +596,7 @@ PREFERENCE = (
     _m(
         "pairs: the loss of a part of an answer",
         _P + "pairs.py",
-        "plain, weighed = sequence.summed(torch.stack([plain, weighed]))",
+        "found = tuple(sequence.summed(torch.stack(found)))",
         "pass",
         _UP + "shared_rows.py",
     ),
@@ -665,12 +665,51 @@ PREFERENCE = (
     ),
 )
 
+SAMPLING = (
+    _m(
+        "sampling: an answer that was cut off is learnt",
+        "ftcli/evaluate/selection.py",
+        "whole = not one.said.cut or",
+        "whole = True or",
+        _U + "evaluate/test_selection.py",
+    ),
+    _m(
+        "sampling: what a kill left of a group stays",
+        "ftcli/run/samples.py",
+        "count % self._group",
+        "0",
+        _U + "run/test_samples.py",
+    ),
+    _m(
+        "sampling: scores of answers that are gone stay",
+        "ftcli/run/samples.py",
+        "if alone or self.count < len(keys):",
+        "if self.count < len(keys):",
+        _U + "run/test_samples.py",
+    ),
+    _m(
+        "sampling: all answers of a prompt from the same random numbers",
+        "ftcli/evaluate/draw.py",
+        "row_seed(seed, at, turn)",
+        "row_seed(seed, at, 0)",
+        _E2E + "sample.py::test_rows_train_without_editing",
+    ),
+    _m(
+        "sampling: reasoning goes into the text alone",
+        "ftcli/data/generated.py",
+        '{"reasoning_content": said.reasoning} if said.reasoning else {}',
+        "{}",
+        _U + "data/test_generated.py",
+    ),
+)
+
 TABLE: dict[str, tuple[Mutant, ...]] = {
     "kernels": KERNELS,
     "data": DATA,
     "train": TRAIN,
     "methods": METHODS,
     "preference": PREFERENCE,
+    "sampling": SAMPLING,
     "kto": KTO,
     "export": EXPORT,
     "checks": CHECKS,

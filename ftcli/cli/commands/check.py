@@ -187,6 +187,7 @@ def _facts(result: CheckResult) -> list[str]:
         f"attention  {result.attention or report.plan.execution.attention}",
         *_adapters(result.adapters),
         *_checkpointing(report.checkpointing),
+        *([f"judges     {', '.join(result.judges)}"] if result.judges else []),
     ]
 
 

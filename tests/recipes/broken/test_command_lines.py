@@ -32,6 +32,7 @@ CASES = [
     ("runs on another storage", ["runs", "s3://b"], "FT165", "mount the storage"),
     ("compared runs on another storage", ["compare", "s3://b/r"], "FT165", "mount the storage"),
     ("converting from another storage", ["recipes", "convert", "s3://b/r"], "FT165", "mount the storage"),
+    ("method by another name", ["rm", "r.yaml"], "FT151", "reward modelling is `train.method: reward`"),
     ("copy to another storage", ["recipes", "copy", "smoke", "s3://b/r"], "FT165", "mount the storage"),
     ("method that is not offered", ["ppo", "r.yaml"], "FT151", "PPO is not offered yet"),
     ("method that is a key", ["kto", "r.yaml"], "FT151", "KTO is `train.method: kto` of `ftcli train`"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -93,6 +94,17 @@ def test_a_damaged_manifest_is_said(trained: Callable[..., Trained]) -> None:
     (said,) = told(made.run, "safetensors")
     assert said.startswith("FT770")
     assert "manifest.json" in said
+
+
+@pytest.mark.parametrize("damage", [5, [5], [{"name": "model.safetensors"}]], ids=str)
+@pytest.mark.parametrize("key", ["weights", "files"])
+def test_a_damaged_list_in_the_manifest_is_said(trained: Callable[..., Trained], key: str, damage: Any) -> None:
+    made = noted(trained())
+    manifest = json.loads(made.run.manifest_path.read_text())
+    manifest["inputs"][key] = damage
+    made.run.manifest_path.write_text(json.dumps(manifest))
+    (said,) = told(made.run, "safetensors")
+    assert said.startswith("FT770")
 
 
 def test_a_damaged_status_is_said(trained: Callable[..., Trained]) -> None:
