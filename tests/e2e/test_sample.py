@@ -213,6 +213,20 @@ def test_a_recipe_of_grpo_gives_its_own_settings_and_rewards(user: User) -> None
         assert row["scores"] == [2 * a + b / 2 for a, b in zip(parts["regex"], parts["length"], strict=True)]
 
 
+def test_rewards_that_fail_on_most_answers_stop_it(user: User) -> None:
+    (user.folder / "mine.py").write_text(
+        "def score(completions, prompts, **columns):\n    return ['?'] * len(prompts)\n"
+    )
+    rewards = [{"file": "mine.py:score", "on_error": "skip"}]
+    grpo = {"num_generations": 8, "max_prompt_length": 48, "max_completion_length": 4, "rewards": rewards}
+    data = {"train": [{"path": "bundled:smoke-grpo-train", "max_rows": 3}], "eval": []}
+    assert refusal(user.run("sample", user.recipe(data=data, grpo=grpo)))[:2] == (4, "FT456")
+    grpo = {**grpo, "reward_failures": {"max_fraction": 1.0}}
+    status, document = user.run("sample", user.recipe(data=data, grpo=grpo))
+    assert (status, document["result"]["not_judged"], document["result"]["mean_score"]) == (0, 24, None)
+    assert sum(finding["code"] == "FT768" for finding in document["findings"]) == 1
+
+
 def test_a_reward_model_scores(stored: User, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(stored.folder)
     source, folder = stored.model["name_or_path"], stored.folder / "scores"
