@@ -3,6 +3,7 @@
     python kernels/bench/preference.py                                      # bf16, and TRL where it is installed
     python kernels/bench/preference.py --cases bf16 nf4 lognormal --only ours --share auto off
     python kernels/bench/preference.py --only ours --reference live cached
+    python kernels/bench/preference.py --method kto --only ours             # each pair as a good and a bad answer
     python kernels/bench/preference.py --device cpu                         # does it run at all
 
 Llama-3.1-8B's shape with random weights, LoRA of rank 16 on all linears, prompts of 190 and answers of 330 tokens, 4
@@ -62,13 +63,19 @@ def ours(case: str, share: str, reference: str, options: argparse.Namespace) -> 
         longest = (4 if case == "lognormal" else 1) * sum(lengths) + 16
         storage = case if case in ("nf4", "fp8") else "none"
         words = settings(
-            *UNTRAINED, "lora.r=16", "lora.alpha=16", "train.method=dpo", "data.format=preference",
+            *UNTRAINED, "lora.r=16", "lora.alpha=16", f"train.method={options.method}",
+            f"data.format={'preference' if options.method == 'dpo' else 'labelled'}",
             "data.loss_on=auto", f"data.train=[{data}]", "data.eval=[]", f"data.max_seq_len={longest}", "eval.tasks=[]",
             "eval.every_steps=null", f"train.max_steps={options.steps}", "logging.every_steps=1",
-            f"train.per_device_train_batch_size={options.pairs}", "train.gradient_accumulation_steps=1",
+            f"train.per_device_train_batch_size={options.pairs * (1 if options.method == 'dpo' else 2)}",
+            "train.gradient_accumulation_steps=1",
             "train.learning_rate=1e-5", "train.warmup_steps=0", f"quantization.method={storage}",
-            f"train.gradient_checkpointing={options.checkpointing}", f"preference.share_prompts={share}",
-            f"preference.reference_cache={kept}",
+            f"train.gradient_checkpointing={options.checkpointing}",
+            *(
+                [f"preference.share_prompts={share}", f"preference.reference_cache={kept}"]
+                if options.method == "dpo"
+                else options.settings
+            ),
         )  # fmt: skip
         run = Path(folder, "run")
         answer = ftcli(["train", str(recipe), *words, "--offline", "--resume", "never", "--output-dir", str(run)])
@@ -118,6 +125,8 @@ def main() -> None:
     arguments.add_argument("--only", nargs="+", choices=["ours", "trl"], default=["ours", "trl"])
     arguments.add_argument("--share", nargs="+", choices=["auto", "off"], default=["auto"])
     arguments.add_argument("--reference", nargs="+", choices=["live", "cached"], default=["live"])
+    arguments.add_argument("--method", choices=["dpo", "kto"], default="dpo")
+    arguments.add_argument("--settings", nargs="+", default=[], help="KTO's, such as preference.kl_rows=2")
     arguments.add_argument("--pairs", type=int, default=4)
     arguments.add_argument("--steps", type=int, default=12)
     arguments.add_argument("--checkpointing", default="false")
@@ -137,7 +146,8 @@ def main() -> None:
     for case in options.cases:
         each = product(options.share, options.reference)
         contenders = [("ours", *ways) for ways in each] if "ours" in options.only else []
-        if "trl" in options.only and find_spec("trl") is not None and case not in ("nf4", "fp8"):
+        by_dpo = options.method == "dpo" and case not in ("nf4", "fp8")
+        if "trl" in options.only and find_spec("trl") is not None and by_dpo:
             contenders.append(("trl", "off", "live"))
         for contender, share, reference in contenders:
             row = {"by": contender, "case": case, "share": share, "reference": reference}
