@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ftcli.errors import ExitCode, FtcliError
@@ -56,7 +57,7 @@ def scores(model: PreTrainedModel | PeftModel, states: Tensor) -> Tensor:
     """(rows, hidden_size) hidden states -> (rows,) float32. The product is in float32 under autocast, too."""
     layer: Any = base_of(model).get_submodule(SCORE)
     with torch.autocast(states.device.type, enabled=False):
-        found: Tensor = layer(states.float())
+        found: Tensor = F.linear(states.float(), layer.weight.float())
     return found.squeeze(-1)
 
 

@@ -6,7 +6,7 @@ nothing to compute takes part in the all-gathers of the layers that it has not c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -89,8 +89,8 @@ def gather_weights(model: PreTrainedModel, *, wanted: bool) -> dict[str, Tensor]
     return {name: tensor for name, tensor in found.items() if tensor is not None} if wanted else None
 
 
-def load_shards(model: PreTrainedModel, stored: dict[str, Tensor]) -> None:
-    """Loads this rank's shards of weights that are stored whole.
+def load_shards(model: PreTrainedModel, stored: dict[str, Tensor], *, kept: Collection[str] = ()) -> None:
+    """Loads this rank's shards of weights that are stored whole. Weights named in ``kept`` stay as they are.
 
     Raises:
         KeyError: a weight is not stored.
@@ -99,6 +99,8 @@ def load_shards(model: PreTrainedModel, stored: dict[str, Tensor]) -> None:
     reshard_model(model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
+            if name in kept:
+                continue
             whole = stored[name]
             if whole.shape != parameter.shape:
                 raise ValueError(f"{name} is stored with shape {tuple(whole.shape)}, not {tuple(parameter.shape)}")

@@ -7,7 +7,7 @@ that it trains would be saved, and at its end whether it was.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +52,7 @@ def save_weights(model: Any, folder: Path, whole: dict[str, Tensor] | None = Non
     """
     if not hasattr(model, "peft_config"):
         if has_score_head(model):
-            model.save_pretrained(str(folder), state_dict=_weights(model))
+            model.save_pretrained(str(folder), state_dict=_weights(model, whole))
             write_classifier_config(model, folder)
         else:
             model.save_pretrained(str(folder), state_dict=None if whole is None else dict(whole))
@@ -93,7 +93,10 @@ def load_weights(model: Any, folder: Path, *, sharded: bool = False) -> None:
     else:
         found = dict(stored_weights(folder))
     if sharded:
-        load_shards(model, found)
+        every = dict(model.named_parameters())
+        load_shards(
+            model, found, kept=every.keys() - without_head(model, every).keys() if has_score_head(model) else ()
+        )
         return
     for name, tensor in wanted.items():
         if found[name].shape != tensor.shape:
@@ -109,7 +112,10 @@ def check_saved(model: PreTrainedModel | PeftModel, folder: Path, whole: dict[st
         FtcliError: FT706 (exit 1) when a tensor is missing, is there unasked, or differs in a bit.
         OSError: a file cannot be read.
     """
-    wanted = _saved_form(model) if hasattr(model, "peft_config") else whole or _weights(model)
+    if hasattr(model, "peft_config"):
+        wanted = _saved_form(model)
+    else:
+        wanted = whole if whole and not has_score_head(model) else _weights(model, whole)
     names = set(_saved_names(folder))
     if not hasattr(model, "peft_config") and names != set(wanted):
         # transformers stores some families' weights under other names, or one file tensor for each expert.
@@ -137,10 +143,11 @@ def _saved_form(model: Any) -> dict[str, Tensor]:
     return trained if initial is None else initial.as_plain(trained)
 
 
-def _weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The model's weights without those that are tied to another one, which is stored in their place."""
+def _weights(model: PreTrainedModel, whole: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """The model's weights, or ``whole``, without those that are tied to another one, which is stored in their place."""
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
-    found = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+    stored = model.state_dict() if whole is None else whole
+    found = {name: tensor for name, tensor in stored.items() if name not in tied}
     return without_head(model, found) if has_score_head(model) else found
 
 

@@ -224,7 +224,6 @@ TABLE: Mapping[str, Method] = MappingProxyType(
                     "model.dtype": ("auto", "bfloat16", "float32"),
                     "train.neftune_noise_alpha": (None,),
                     "train.train_sampling_strategy": ("random",),
-                    **_ON_WHOLE_MODELS,
                 }
             ),
         ),

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from ftcli.data.tokens import TokenizedRow
 from ftcli.errors import Origin
-from ftcli.evaluate.batching import in_batches
 from ftcli.evaluate.loss import LossResult, require_finite
-from ftcli.evaluate.share import Sums, summed_over_ranks
+from ftcli.evaluate.share import Sums
 from ftcli.evaluate.suite import Evaluator
 from ftcli.evaluate.tasks import JudgedRow
+from ftcli.methods.preference.evaluate import summed
 from ftcli.methods.reward.objective import (
     LENGTHS,
     MARGINS,
@@ -26,7 +27,8 @@ from ftcli.methods.reward.objective import (
     score_rows,
 )
 from ftcli.methods.reward.settings import RewardModelConfig
-from ftcli.model.backbone import compute_context
+from ftcli.model.backbone import compute_context, root_of
+from ftcli.model.shards import reshard_model, try_forward
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -66,12 +68,15 @@ class RewardEvaluator(Evaluator):
         job, recipe, batches = self.job, self.job.recipe, self.job.batches(model)
         settings = recipe.reward or RewardModelConfig()
 
-        def step(pairs: Sequence[int]) -> Sums:
+        def attempt(pairs: Sequence[int]) -> Sums | None:
             documents = [sequences[row] for pair in pairs for row in (2 * pair, 2 * pair + 1)]
             batch = score_batch(documents, batches, job.pad_token_id, margin=settings.margin)
             inputs = {name: value.to(job.device) for name, value in batch.items()}
+            score = partial(score_rows, model, inputs)
             with compute_context(job.device, job.dtypes.compute, job.dtypes.autocast):
-                found = score_rows(model, inputs)
+                found = try_forward(model, score) if in_step else score()
+            if found is None:
+                return None
             chosen, rejected = found[0::2], found[1::2]
             losses = pair_losses(chosen, rejected, inputs[MARGINS], settings.center_rewards_coefficient)
             total = float(losses.double().sum())
@@ -81,26 +86,15 @@ class RewardEvaluator(Evaluator):
         def where(pair: int) -> Origin:
             return sequences[2 * pair].row.origin
 
-        def run(mine: Sequence[int]) -> Iterator[tuple[Sequence[int], Sums]]:
-            with job.reporter.progress(len(mine), "evaluating") as progress:
-                size, reporter = recipe.eval.per_device_eval_batch_size, job.reporter
-                for done, found in in_batches(mine, size, step, where=where, reporter=reporter, what="evaluation"):
-                    yield done, found
-                    progress.advance(len(done))
-
-        pairs, was_training = range(len(sequences) // 2), model.training
+        pairs, was_training, in_step = range(len(sequences) // 2), model.training, root_of(model) is not None
         model.eval()
         try:
             with torch.no_grad():
-                if self.group is not None:
-                    size = recipe.eval.per_device_eval_batch_size
-                    return summed_over_ranks(self.group, pairs, size, run, width=_WIDTH)
-                total = [0.0] * _WIDTH
-                for _, found in run(pairs):
-                    total = [a + b for a, b in zip(total, found, strict=True)]
-                return tuple(total)
+                sums = summed(self, pairs, attempt, where, width=_WIDTH, in_step=in_step)
         finally:
             model.train(was_training)
+        reshard_model(model)
+        return sums
 
 
 def _result(sums: Sequence[float]) -> LossResult:

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from ftcli.data.collate import documents_batch
 from ftcli.data.order import Epochs
+from ftcli.data.sequence_parallel import part_of
 from ftcli.data.shared import branched_batch, lengths_once
 from ftcli.data.tokens import TokenizedRow
 from ftcli.methods.reward.settings import RewardModelConfig
-from ftcli.model.backbone import compute_context, hidden_states
+from ftcli.model.backbone import compute_context, hidden_states, within_root
 from ftcli.model.score_head import scores
 from ftcli.plain import JsonObject
 from ftcli.plan.batches import Batches
@@ -42,17 +43,26 @@ if TYPE_CHECKING:
     from ftcli.run.process_group import RankGroup
 
 #: Inputs of a micro-batch that are not the layers': the flat position of each row's last token (2 P,), what each pair
-#: asks for (P,), whether a pair counts (P,), and the length of each row (2 P,).
-ENDS, MARGINS, PAIRS, LENGTHS = "ends", "margins", "pairs", "answer_lengths"
-_OWN = (ENDS, MARGINS, PAIRS, LENGTHS, "labels")
+#: asks for (P,), whether a pair counts (P,), and the length of each row (2 P,). Where ranks share rows, the positions
+#: are those of the last tokens that lie in this rank's part, and one more input says whose they are (2 P,).
+ENDS, MARGINS, PAIRS, LENGTHS, HERE = "ends", "margins", "pairs", "answer_lengths", "here"
+_OWN = (ENDS, MARGINS, PAIRS, LENGTHS, HERE, "labels", "targets")
 #: Answers that differ in length by this share at most are of like length.
 _ALIKE = 0.1
 
 
 def score_batch(
-    documents: Sequence[TokenizedRow], batches: Batches, pad_token_id: int, *, margin: bool
+    documents: Sequence[TokenizedRow],
+    batches: Batches,
+    pad_token_id: int,
+    *,
+    margin: bool,
+    sequence: SequencePart | None = None,
 ) -> dict[str, Tensor]:
-    """Chosen and rejected rows in turn as a batch on the host, with the inputs named above; ``margin``: with theirs."""
+    """Chosen and rejected rows in turn as a batch on the host, with the inputs named above; ``margin``: with theirs.
+
+    ``sequence``: this rank's part of each row, where ranks share rows.
+    """
     sizes = torch.tensor([len(document.input_ids) for document in documents])
     if batches.shares_prompts:
         pairs = list(zip(documents[0::2], documents[1::2], strict=True))
@@ -63,6 +73,8 @@ def score_batch(
         rows, width = found["input_ids"].shape
         starts = sizes.cumsum(0) - sizes if rows != len(documents) else torch.arange(rows) * width
         found[ENDS] = starts + sizes - 1
+    if sequence is not None:
+        found = _part_of(found, sequence)
     asked = [document.value if margin else 0.0 for document in documents[0::2]]
     found[MARGINS] = torch.tensor(asked, dtype=torch.float32)
     found[PAIRS] = torch.ones(len(documents) // 2)
@@ -70,13 +82,34 @@ def score_batch(
     return found
 
 
+def _part_of(batch: dict[str, Tensor], sequence: SequencePart) -> dict[str, Tensor]:
+    """This rank's part of a batch, and which rows end in it."""
+    ends, whole = batch.pop(ENDS), batch["input_ids"].shape[1]
+    found = part_of(batch, sequence.part, sequence.parts)
+    width = found["input_ids"].shape[1]
+    row, column = ends // whole, ends % whole
+    here = column // width == sequence.part
+    return {**found, ENDS: (row * width + column % width)[here], HERE: here}
+
+
 def score_rows(
-    model: PreTrainedModel | PeftModel, inputs: dict[str, Tensor], stack: DecoderStack | None = None
+    model: PreTrainedModel | PeftModel,
+    inputs: dict[str, Tensor],
+    stack: DecoderStack | None = None,
+    sequence: SequencePart | None = None,
 ) -> Tensor:
-    """The score of each row of :func:`score_batch`, (2 P,) float32."""
+    """The score of each row of :func:`score_batch`, (2 P,) float32; of rows that ranks share, on each of these."""
     layers = {name: value for name, value in inputs.items() if name not in _OWN}
-    states = hidden_states(model, layers, stack).tensor
-    return scores(model, states.flatten(0, 1).index_select(0, inputs[ENDS]))
+
+    def compute() -> Tensor:
+        states = hidden_states(model, layers, stack, sequence=sequence).tensor
+        return scores(model, states.flatten(0, 1).index_select(0, inputs[ENDS]))
+
+    found = within_root(model, compute)
+    if sequence is None:
+        return found
+    zeros = torch.zeros(inputs[HERE].shape, dtype=found.dtype, device=found.device)
+    return sequence.summed(zeros.masked_scatter(inputs[HERE], found))
 
 
 def pair_losses(chosen: Tensor, rejected: Tensor, margins: Tensor, centring: float) -> Tensor:
@@ -134,6 +167,8 @@ class RewardObjective(EpochObjective):
     Args:
         model: What learns, with a score head (:mod:`ftcli.model.score_head`).
         stack: The decoder layers as one function, where all are on the kernels.
+        sequence: This rank's part of each row, where ranks share rows: each of them computes the loss of the whole
+            pairs, and one tells it.
     """
 
     def __init__(
@@ -144,8 +179,10 @@ class RewardObjective(EpochObjective):
         *,
         group: RankGroup | None,
         stack: DecoderStack | None,
+        sequence: SequencePart | None = None,
     ) -> None:
-        super().__init__(job, epochs, group)
+        super().__init__(job, epochs, group, 1 if sequence is None else sequence.parts)
+        self._sequence, self._counts = sequence, sequence is None or sequence.part == 0
         self._model, self._stack, self._device, self._dtypes = model, stack, job.device, job.dtypes
         self._batches, self._pad_token_id = job.batches(model), job.pad_token_id
         self._settings = job.recipe.reward or RewardModelConfig()
@@ -154,11 +191,14 @@ class RewardObjective(EpochObjective):
     def micro_batch(self, units: Sequence[int], *, blank: bool) -> MicroBatch:
         """The pairs' rows in turn, chosen and rejected."""
         documents = [tokens for unit in units for tokens in self._epochs.members(unit)]
-        inputs = score_batch(documents, self._batches, self._pad_token_id, margin=self._settings.margin)
+        inputs = score_batch(
+            documents, self._batches, self._pad_token_id, margin=self._settings.margin, sequence=self._sequence
+        )
         computed = inputs["input_ids"].numel()
         if blank:
             inputs[PAIRS] = torch.zeros(len(units))
-            return MicroBatch(inputs, (), TokenCounts(computed=computed))
+        if blank or not self._counts:
+            return MicroBatch(inputs, () if blank else tuple(units), TokenCounts(computed=computed))
         real = int((lengths_once(documents) if self._batches.shares_prompts else inputs[LENGTHS]).sum())
         return MicroBatch(inputs, tuple(units), TokenCounts(len(documents), real, computed, len(units)))
 
@@ -169,11 +209,13 @@ class RewardObjective(EpochObjective):
     def loss(self, inputs: dict[str, Tensor], step: Divisors) -> Tensor:
         """The summed loss of the pairs over those of the whole step."""
         with compute_context(self._device, self._dtypes.compute, self._dtypes.autocast):
-            found = score_rows(self._model, inputs, self._stack)
+            found = score_rows(self._model, inputs, self._stack, self._sequence)
         chosen, rejected, weights = found[0::2], found[1::2], inputs[PAIRS]
-        self._sums.add(ScoreSums.of(chosen, rejected, inputs[LENGTHS], weights).vector())
+        sums = ScoreSums.of(chosen, rejected, inputs[LENGTHS], weights).vector()
+        self._sums.add(sums if self._counts else torch.zeros_like(sums))
         losses = pair_losses(chosen, rejected, inputs[MARGINS], self._settings.center_rewards_coefficient)
-        return (losses * weights).sum() / step.pairs
+        loss = (losses * weights).sum() / step.pairs
+        return loss if self._counts else loss - loss.detach()
 
     def reduced(self) -> None:
         """Adds up the metrics of all ranks' micro-batches."""
@@ -206,6 +248,6 @@ def build_reward(
     """The loop that trains ``model`` to score."""
 
     def objective(stack: DecoderStack | None, sequence: SequencePart | None) -> RewardObjective:
-        return RewardObjective(job, model, epochs, group=group, stack=stack)
+        return RewardObjective(job, model, epochs, group=group, stack=stack, sequence=sequence)
 
     return build_loop(job, model, objective, hooks, group)
