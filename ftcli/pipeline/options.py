@@ -80,7 +80,7 @@ class ExportOptions:
 
 @dataclass(frozen=True, slots=True)
 class SampleOptions:
-    """What is sampled, and what is kept of it. None takes the recipe's value.
+    """Options of sampling, and of the selection. None takes the recipe's value.
 
     Attributes:
         kept: Rows for supervised fine-tuning, pairs for preference methods, or both.
