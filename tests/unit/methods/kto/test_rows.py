@@ -147,7 +147,7 @@ REFUSED: dict[str, tuple[Row, str]] = {
     "a question": ({"messages": [*CHAT, user("q")], "label": True}, "there is no answer after the prompt"),
     "no prompt": ({"completion": "a", "label": True}, "column 'prompt' is missing"),
     "a prompt without an answer": ({"prompt": CHAT[:1], "completion": CHAT[:1], "label": True}, "there is no answer"),
-    "an answer without its prompt": ({"completion": CHAT[:1], "label": True}, "there is no answer"),
+    "a prompt alone": ({"completion": CHAT[:1], "label": True}, "no assistant turn"),
     "no messages": ({"prompt": "q", "completion": 5, "label": True}, "must be a list"),
     "text and turns": ({"prompt": "q", "completion": [says("a")], "label": True}, "must both be strings"),
     "an equal pair": (
