@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ftcli.pipeline.evaluation import EvaluationResult
     from ftcli.pipeline.every_gpu import EveryGpu
     from ftcli.pipeline.exporting import Exported
-    from ftcli.pipeline.sample_result import SampleResult
+    from ftcli.pipeline.sample_rows import SampleResult
     from ftcli.run.process_group import RankGroup
 
 T = TypeVar("T")

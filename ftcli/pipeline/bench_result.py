@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from ftcli.plain import SPREAD, JsonObject
+from ftcli.plain import FLATTENED, JsonObject
 from ftcli.plan.batches import Layout
 from ftcli.plan.memory.checkpointing import Offloaded
 from ftcli.tables import quantizations
@@ -98,15 +98,15 @@ class Measured:
     ``matmul_tflops`` is the rate of a large dense product on this machine; ``cuda_graphs`` is ``on``, or says why not.
     """
 
-    timing: Timing = field(metadata=SPREAD)
-    computing: TimedTokens = field(metadata=SPREAD)
-    device_memory: DeviceMemory | None = field(metadata=SPREAD)
+    timing: Timing = field(metadata=FLATTENED)
+    computing: TimedTokens = field(metadata=FLATTENED)
+    device_memory: DeviceMemory | None = field(metadata=FLATTENED)
     matmul_tflops: float
-    profiled: ProfiledStep | None = field(metadata=SPREAD)
+    profiled: ProfiledStep | None = field(metadata=FLATTENED)
     kernels: str
     self_check: SelfCheck | None
     cuda_graphs: str
-    host: HostMemory | None = field(metadata=SPREAD)
+    host: HostMemory | None = field(metadata=FLATTENED)
     several: SeveralGpus | None = None
 
 
@@ -166,7 +166,7 @@ class BenchResult:
     layers: int | None
     gradient_checkpointing: PolicyName
     uncheckpointed_layers: int
-    measured: Measured = field(metadata=SPREAD)
-    stored: StoredRate = field(metadata=SPREAD)
-    predicted: PredictedMemory = field(metadata=SPREAD)
-    bound: ArithmeticBound = field(metadata=SPREAD)
+    measured: Measured = field(metadata=FLATTENED)
+    stored: StoredRate = field(metadata=FLATTENED)
+    predicted: PredictedMemory = field(metadata=FLATTENED)
+    bound: ArithmeticBound = field(metadata=FLATTENED)

@@ -11,7 +11,7 @@ from ftcli.facts.adapters import adapters
 from ftcli.facts.device import named_device
 from ftcli.judges import judge_name, judging_tasks
 from ftcli.pipeline.check_rows import look_at_rows
-from ftcli.plain import LEFT_OUT, SPREAD
+from ftcli.plain import FLATTENED, LEFT_OUT
 from ftcli.plan.execution import ExecutionPart
 from ftcli.plan.trained import PlannedAdapters, trained_parameters
 from ftcli.preflight.checks.model import TARGETS_CHECK
@@ -37,7 +37,7 @@ class CheckResult:
         outline: What was found out by building the model without memory, where the family has no arithmetic.
     """
 
-    report: PreflightReport = field(metadata=SPREAD)
+    report: PreflightReport = field(metadata=FLATTENED)
     adapters: PlannedAdapters | None
     rows: tuple[SurveyedSource, ...] = ()
     attention: str = field(default="", metadata=LEFT_OUT)

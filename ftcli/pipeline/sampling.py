@@ -27,7 +27,7 @@ from ftcli.run.samples import SampleFolder
 if TYPE_CHECKING:
     from ftcli.evaluate.draw import Drawing
     from ftcli.job import Job
-    from ftcli.pipeline.sample_result import SampleResult, SampleSummary
+    from ftcli.pipeline.sample_rows import SampleResult, SampleSummary
     from ftcli.run.weight_files import WeightFile
 
 #: Answers of a prompt, of recipes without GRPO.
@@ -54,8 +54,7 @@ def sample_recipe(loaded: LoadedRecipe, session: Session, run_dir: Path | None, 
     from ftcli.data.generated import GeneratedRows
     from ftcli.job import open_job
     from ftcli.pipeline.sample_files import AnswerFiles
-    from ftcli.pipeline.sample_result import SampleResult
-    from ftcli.pipeline.sample_rows import write_rows
+    from ftcli.pipeline.sample_rows import SampleResult, write_rows
     from ftcli.pipeline.scoring import JudgeScorer
 
     job, data = open_job(report, session), recipe.data

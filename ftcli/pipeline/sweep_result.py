@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ftcli.config.grid import Combination
 from ftcli.config.overrides import Settings
-from ftcli.plain import SPREAD
+from ftcli.plain import FLATTENED
 from ftcli.run.directory import is_run_directory
 from ftcli.run.report.comparison import Comparison, compare, write_comparison
 from ftcli.run.summary import RunSummary
@@ -33,7 +33,7 @@ class RunOutcome:
 class SweptRun:
     """A run of a sweep with its results; without a run directory there are none."""
 
-    summary: RunSummary | None = field(metadata=SPREAD)
+    summary: RunSummary | None = field(metadata=FLATTENED)
     name: str
     path: Path
     settings: Settings

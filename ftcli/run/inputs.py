@@ -124,8 +124,9 @@ def _cached(tokenizer: str | None) -> Path | None:
 
 
 def _whole(path: Path) -> Fingerprint:
-    content = path.read_bytes()
-    return Fingerprint(path.name, len(content), hashlib.sha256(content).hexdigest())
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256")
+        return Fingerprint(path.name, file.tell(), digest.hexdigest())
 
 
 def require_same_inputs(previous: JsonMap, now: Inputs) -> None:

@@ -12,7 +12,7 @@ from ftcli.config.model import ModelConfig
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.facts.weights import MODEL_CARD
 from ftcli.plain import JsonMap, JsonObject
-from ftcli.run.atomic import read_json_object
+from ftcli.run.atomic import read_json_object, read_text
 from ftcli.run.checkpoint import difference, inventory
 from ftcli.run.directory import RunDirectory
 from ftcli.run.inputs import Inputs, changed_base, noted_files
@@ -135,7 +135,7 @@ def not_held(what: str, reason: str) -> Finding:
 def _named_in(recipe: Path) -> JsonObject:
     """The base model as a run's recipe names it; empty when it cannot be read."""
     try:
-        raw = map_of(recipe.read_text(encoding="utf-8"))
+        raw = map_of(read_text(recipe))
         return _named(raw["model"], raw["run"]["seed"])
     except (OSError, ValueError, KeyError, TypeError):
         return {}

@@ -197,7 +197,8 @@ class SampleFolder:
 
 
 def _put(file: BinaryIO, row: JsonObject) -> None:
-    file.write(json_bytes(row))
+    """Writes a row; a NaN that its prompt holds, in a tool's schema for one, is read again as it was."""
+    file.write((json.dumps(row, ensure_ascii=False) + "\n").encode("utf-8", errors="backslashreplace"))
 
 
 def _lines(path: Path) -> Iterator[bytes]:

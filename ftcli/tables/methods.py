@@ -289,7 +289,7 @@ def not_offered(word: str) -> str | None:
 
 
 def measures(method: Method, recipe: Any) -> dict[str, bool]:
-    """Measures on held-out rows while a recipe trains, and whether more of each is better."""
+    """The measures of held-out rows while a recipe trains, by name: whether more of each is better."""
     if method.from_prompts:
         return {task.label: True for task in recipe.eval.tasks}
     if method.scores is None:

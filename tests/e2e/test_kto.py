@@ -217,7 +217,7 @@ def test_two_ranks_are_one_process_that_accumulates_twice(drills: Drills, lora: 
 
 
 #: As above, with one more held-out batch than two ranks have turns for.
-SPREAD = merged(
+FLATTENED = merged(
     SHARED,
     {
         "model": {"kernels": "reference"},
@@ -238,7 +238,7 @@ RANKS: dict[str, tuple[dict[str, Any], int, int]] = {
 def test_ranks_with_shards_or_shared_rows_are_one_process(
     change: dict[str, Any], count: int, apart: int, drills: Drills
 ) -> None:
-    recipe = merged(SPREAD, change)
+    recipe = merged(FLATTENED, change)
     run_ranks(drills, drills.recipe("ranks", **recipe), count)
     alone = merged(recipe, {"launch": {"engine": "single", "context_parallel_size": 1}})
     require_close_run(drills, "ranks", drills.whole(**merged(alone, {"train": {"gradient_accumulation_steps": apart}})))

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from ftcli.cli.app import main
 from ftcli.evaluate.draw import Sampler
@@ -209,6 +211,49 @@ def test_a_recipe_of_grpo_gives_its_own_settings_and_rewards(user: User) -> None
     for row in rows_in(Path(drawn["folder"]) / "scores.jsonl"):
         parts = row["judges"]
         assert row["scores"] == [2 * a + b / 2 for a, b in zip(parts["regex"], parts["length"], strict=True)]
+
+
+def test_rewards_that_fail_on_most_answers_stop_it(user: User) -> None:
+    (user.folder / "mine.py").write_text(
+        "def score(completions, prompts, **columns):\n    return ['?'] * len(prompts)\n"
+    )
+    rewards = [{"file": "mine.py:score", "on_error": "skip"}]
+    grpo = {"num_generations": 8, "max_prompt_length": 48, "max_completion_length": 4, "rewards": rewards}
+    data = {"train": [{"path": "bundled:smoke-grpo-train", "max_rows": 3}], "eval": []}
+    assert refusal(user.run("sample", user.recipe(data=data, grpo=grpo)))[:2] == (4, "FT456")
+    grpo = {**grpo, "reward_failures": {"max_fraction": 1.0}}
+    status, document = user.run("sample", user.recipe(data=data, grpo=grpo))
+    assert (status, document["result"]["not_judged"], document["result"]["mean_score"]) == (0, 24, None)
+    assert sum(finding["code"] == "FT768" for finding in document["findings"]) == 1
+
+
+def test_a_reward_model_scores(stored: User, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(stored.folder)
+    source, folder = stored.model["name_or_path"], stored.folder / "scores"
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForSequenceClassification.from_pretrained(source, num_labels=1, pad_token_id=0)
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    rewards = [{"use": "reward_model", "model": str(folder)}]
+    grpo = {"num_generations": 4, "max_prompt_length": 48, "max_completion_length": 4, "rewards": rewards}
+    data = {"train": [{"path": "bundled:smoke-grpo-train", "max_rows": 3}], "eval": []}
+    drawn = stored.done("sample", stored.recipe(data=data, grpo=grpo), "--truncated", "keep", "--as", "pairs")
+    assert (drawn["judges"], drawn["least_score"], drawn["pass_at_1"]) == (["reward_model"], None, None)
+    pairs = rows_in(stored.folder / "samples" / "r" / "pairs.jsonl")
+    assert len(pairs) == 3
+    for row in pairs:
+        for side in ("chosen", "rejected"):
+            text = tokenizer.apply_chat_template([*row["prompt"], *row[side]], tokenize=False)
+            ids = tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
+            with torch.no_grad():
+                score = model.eval()(input_ids=ids).logits.item()
+            assert row[f"score_{side}"] == pytest.approx(score, abs=1e-4)
+        assert row["score_chosen"] > row["score_rejected"]
+    tasks = {"tasks": [{"use": "contains"}]}
+    refused = stored.run("sample", stored.recipe("w", train={"method": "reward"}, eval=tasks))
+    assert refusal(refused)[:2] == (3, "FT351"), "it writes no answers"
 
 
 def test_rows_of_every_layout_are_asked(user: User) -> None:

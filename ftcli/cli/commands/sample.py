@@ -13,7 +13,7 @@ from ftcli.paths import expanded
 from ftcli.reporting import Session
 
 if TYPE_CHECKING:
-    from ftcli.pipeline.sample_result import SampleResult
+    from ftcli.pipeline.sample_rows import SampleResult
 
 
 class Kept(StrEnum):

@@ -68,12 +68,12 @@ def _classifier(context: Context, facts: ModelFacts) -> Findings:
             f"transformers has no sequence classifier of {facts.text_type}, as which a reward model is saved",
             help="choose another base model for train.method: reward",
         )
-    if context.command == "chat":
+    if context.command in ("chat", "sample"):
         yield context.error(
             "FT351",
             "train.method",
             "a reward model scores answers and writes none",
-            help="`ftcli eval` measures it; --base asks the base model under a recipe without train.method: reward",
+            help="`ftcli eval` measures it; the base model answers under a recipe without train.method: reward",
         )
     tell = context.error if context.command == "export" else context.note
     able = [name for name, row in exports.TABLE.items() if row.scores]

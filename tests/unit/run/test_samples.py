@@ -124,7 +124,7 @@ def test_two_processes_do_not_share_a_folder(tmp_path: Path) -> None:
 def test_rows_are_there_whole_or_as_they_were(tmp_path: Path) -> None:
     with SampleFolder(tmp_path) as folder:
         with folder.writing({"sft": "sft.jsonl"}) as puts:
-            puts["sft"]({"text": "half of a pair: \udc80, a break: \u2028"})
+            puts["sft"]({"text": "half of a pair: \udc80, a break: \u2028", "n": float("nan")})
         assert json.loads((tmp_path / "sft.jsonl").read_text())["text"].startswith("half")
         with pytest.raises(KeyboardInterrupt):
             _stopped(folder)
