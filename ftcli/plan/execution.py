@@ -254,9 +254,17 @@ def execution_parts(
         *_frozen_products(recipe, dtypes, device),
         _trained_products(recipe, dtypes, device, elementwise),
         *_attention_parts(recipe, facts, dtypes, device, execution),
-        ExecutionPart("head and loss", elementwise, f"{layers.reason}; logits in chunks, never all at once"),
+        _head(recipe, elementwise, layers.reason),
         batches,
     )
+
+
+def _head(recipe: Recipe, elementwise: str, reason: str) -> ExecutionPart:
+    if methods.row(recipe.train.method).classifier:
+        return ExecutionPart(
+            "score and loss", "torch", "one number a row, in float32; the model's head is not computed"
+        )
+    return ExecutionPart("head and loss", elementwise, f"{reason}; logits in chunks, never all at once")
 
 
 def _layers(recipe: Recipe, facts: ModelFacts, device: DeviceFacts, *, work: Work) -> LayerChoice:
