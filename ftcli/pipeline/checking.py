@@ -11,7 +11,7 @@ from ftcli.facts.adapters import adapters
 from ftcli.facts.device import named_device
 from ftcli.judges import judge_name, judging_tasks
 from ftcli.pipeline.check_rows import look_at_rows
-from ftcli.plain import LEFT_OUT, SPREAD
+from ftcli.plain import FLATTENED, LEFT_OUT
 from ftcli.plan.execution import ExecutionPart
 from ftcli.plan.trained import PlannedAdapters, trained_parameters
 from ftcli.preflight.checks.model import TARGETS_CHECK
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """What `ftcli check` answers.
+    """The answer of `ftcli check`.
 
     Attributes:
         adapters: None for full fine-tuning.
@@ -37,7 +37,7 @@ class CheckResult:
         outline: What was found out by building the model without memory, where the family has no arithmetic.
     """
 
-    report: PreflightReport = field(metadata=SPREAD)
+    report: PreflightReport = field(metadata=FLATTENED)
     adapters: PlannedAdapters | None
     rows: tuple[SurveyedSource, ...] = ()
     attention: str = field(default="", metadata=LEFT_OUT)
@@ -78,7 +78,7 @@ def _corrected(part: ExecutionPart, attention: str) -> ExecutionPart:
 
 
 def _arithmetic(report: PreflightReport) -> PlannedAdapters | None:
-    """What the recipe adapts in a family whose shape is known; None for full fine-tuning."""
+    """The planned adapters of a family whose shape is known; None for full fine-tuning."""
     lora, shape = report.recipe.lora, report.facts.shape
     if lora is None or shape is None:
         return None

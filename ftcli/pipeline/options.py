@@ -9,7 +9,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
-    """What a benchmark times. None takes the recipe's value.
+    """Options of a benchmark. None takes the recipe's value.
 
     Attributes:
         batch: Rows of a step.
@@ -32,7 +32,7 @@ class BenchOptions:
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """What answers in a chat, and how. None takes the recipe's value, or the default for a person.
+    """Options of a chat. None takes the recipe's value, or the default for a person.
 
     Attributes:
         prompt: The one turn to answer; None where a person talks.
@@ -55,13 +55,13 @@ class ChatOptions:
 
     @property
     def interactive(self) -> bool:
-        """Whether a person talks."""
+        """True if a person talks."""
         return self.prompt is None
 
 
 @dataclass(frozen=True, slots=True)
 class ExportOptions:
-    """What is exported, and where to.
+    """Options of an export.
 
     Attributes:
         checkpoint: Of the run, a step or ``best``: it is written in place of the result, below ``<run>/export/step-…``.

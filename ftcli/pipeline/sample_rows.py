@@ -12,7 +12,7 @@ from ftcli.evaluate.draw import Drawing, DrawnAnswer
 from ftcli.evaluate.selection import LeftOut, ScoredAnswer, Selection, alike, choose_best, choose_pairs, reaches
 from ftcli.pipeline.options import SampleOptions
 from ftcli.pipeline.sample_files import AnswerFiles
-from ftcli.plain import LEFT_OUT, SPREAD, JsonObject
+from ftcli.plain import FLATTENED, LEFT_OUT, JsonObject
 from ftcli.run.samples import ROWS, SampleFolder
 
 Form = Callable[[int], WrittenAnswer | None]
@@ -72,7 +72,7 @@ class SampleResult:
     checkpoint: str | None
     judges: tuple[str, ...]
     sampling: Drawing
-    summary: SampleSummary = field(metadata=SPREAD)
+    summary: SampleSummary = field(metadata=FLATTENED)
     tokens_per_second: float | None = None
 
 

@@ -203,7 +203,9 @@ def _batches(recipe: Recipe, masked: AttentionChoice, layers: LayerChoice, *, wo
 
 
 def why_prompts_apart(recipe: Recipe, work: Work) -> str | None:
-    """Why the answers of a pair do not share their prompt although attention could skip what lies between; or None."""
+    """The reason why the answers of a pair do not share their prompt although attention could skip what lies between;
+    or None.
+    """
     settings = recipe.preference
     if settings is not None and settings.share_prompts == "off":
         return "preference.share_prompts: off"

@@ -44,7 +44,8 @@ class Method:
         from_prompts: Its rows are prompts, which the model answers. Rows of other methods hold the answers too.
         classifier: What it trains is a sequence classifier with one number (:mod:`ftcli.model.score_head`).
         scores_tasks: `eval.tasks` are scored before and after training.
-        packs: It supports ``data.packing`` and weights of sources.
+        packs: It supports ``data.packing``.
+        mixes: It supports weights of sources.
         on_ranks: Several processes can train with it.
         length: The recipe key that is lowered where rows are too long.
         structural: Recipe keys that the tensors of its checkpoints depend on, beside the common ones.
@@ -76,6 +77,7 @@ class Method:
     classifier: bool = False
     scores_tasks: bool = False
     packs: bool = True
+    mixes: bool = True
     on_ranks: bool = False
     length: str = "data.max_seq_len"
     structural: tuple[str, ...] = ()
@@ -132,6 +134,7 @@ def _preference(name: str, title: str) -> Method:
         full_defaults=MappingProxyType({"train.learning_rate": 5e-7}),
         unit=2,
         packs=False,
+        mixes=False,
         on_ranks=True,
         told=("preference.loss", "preference.beta"),
         supports=MappingProxyType(
@@ -170,8 +173,9 @@ def _labelled() -> Method:
         rules="ftcli.methods.kto.checks:check",
         defaults=MappingProxyType({**pairs.defaults, "data.format": "labelled"}),
         unit=1,
+        mixes=True,
         told=(*pairs.told, "preference.desirable_weight", "preference.undesirable_weight"),
-        supports=MappingProxyType({**pairs.supports, **_ON_WHOLE_MODELS, "data.format": ("labelled",)}),
+        supports=MappingProxyType({**pairs.supports, "data.format": ("labelled",)}),
     )
 
 
@@ -208,6 +212,7 @@ TABLE: Mapping[str, Method] = MappingProxyType(
             unit=2,
             classifier=True,
             packs=False,
+            mixes=False,
             on_ranks=True,
             structural=("train.method",),
             supports=MappingProxyType(
@@ -241,6 +246,7 @@ TABLE: Mapping[str, Method] = MappingProxyType(
             from_prompts=True,
             scores_tasks=True,
             packs=False,
+            mixes=False,
             length="grpo.max_completion_length",
             structural=("grpo.num_generations",),
             counts_micro_batches=("grpo.steps_per_generation",),
@@ -261,12 +267,11 @@ TABLE: Mapping[str, Method] = MappingProxyType(
 )
 
 
-#: Methods of the field that recipes and data may be meant for, and that are not offered yet.
+#: Methods of the field by other names, and those that are not offered yet.
 _NOT_OFFERED: Mapping[str, str] = MappingProxyType(
     {
         **{name: name.upper() for name in ("cpo", "ppo", "rloo", "prm", "gkd")},
-        "rm": "training of reward models",
-        "reward_model": "training of reward models",
+        **dict.fromkeys(("rm", "reward_model", "reward_modeling", "reward_modelling"), "reward modelling"),
         "distill": "distillation",
         "distillation": "distillation",
     }
@@ -284,7 +289,7 @@ def not_offered(word: str) -> str | None:
 
 
 def measures(method: Method, recipe: Any) -> dict[str, bool]:
-    """What is measured on held-out rows while a recipe trains, and whether more of it is better."""
+    """The measures of held-out rows while a recipe trains, by name: whether more of each is better."""
     if method.from_prompts:
         return {task.label: True for task in recipe.eval.tasks}
     if method.scores is None:

@@ -452,6 +452,39 @@ CHECKS = (
         _U + "run/test_resume.py",
     ),
 )
+_L, _UL = "ftcli/methods/kto/", _U + "methods/kto/test_"
+
+KTO = (
+    _m("kto: the KL below 0", _L + "objective.py", "torch.relu(total / max(len(made), 1)).float()",
+       "(total / max(len(made), 1)).float()", _UL + "objective.py"),
+    _m("kto: the mean of a micro-batch", _L + "objective.py",
+       "loss = self._loss.values(answers).sum() / step.pairs", "loss = self._loss.values(answers).mean()",
+       _UL + "objective.py"),
+    _m("kto: the KL of this rank's rows alone", _L + "objective.py",
+       "size = self._size * self._accumulation * self._ranks", "size = self._size * self._accumulation",
+       _UL + "objective.py"),
+    _m("kto: ranks that share a row count its mismatched answers twice", _L + "objective.py",
+       "if number < len(batches) and self._counts:", "if number < len(batches):",
+       _E2E + "kto.py::test_ranks_with_shards_or_shared_rows_are_one_process"),
+    _m("kto: the KL under dropout", _L + "objective.py", "with without_dropout(self._model), computing:",
+       "with computing:", _UL + "objective.py"),
+    _m("kto: bad answers pulled up", _L + "losses.py",
+       "torch.sigmoid(-how.beta * answers.labels * (answers.gained - answers.kl))",
+       "torch.sigmoid(-how.beta * (answers.gained - answers.kl))", _UL + "losses.py"),
+    _m("kto: an answer held against its own prompt", _L + "mismatched.py",
+       "found[here] = found[after] if prompts[here] == prompts[after] else after", "found[here] = after",
+       _UL + "order.py"),
+    _m("kto: pairs pass on good answers alone", _L + "mismatched.py",
+       "rows = sorted(rows, key=lambda row: -row.value)", "rows = list(rows)", _UL + "order.py"),
+    _m("kto: a mismatched row without end", _L + "mismatched.py", "ids[:longest], labels[:longest]", "ids, labels",
+       _UL + "order.py"),
+    _m("kto: labels in the order of the file", _L + "order.py",
+       "return Epochs(table, Mixture(sizes, counts, weighted=True), packs, seed)",
+       "return Epochs(table, Mixture((len(table),), (len(table),)), packs, seed)", _UL + "order.py"),
+    _m("kto: a bad answer as a task's reference", "ftcli/data/asked.py", "if made.value < 0:", "if made.value < -2:",
+       _UL + "rows.py"),
+)  # fmt: skip
+
 _P, _UP = "ftcli/methods/preference/", _U + "methods/preference/test_"
 
 PREFERENCE = (
@@ -677,6 +710,7 @@ TABLE: dict[str, tuple[Mutant, ...]] = {
     "methods": METHODS,
     "preference": PREFERENCE,
     "sampling": SAMPLING,
+    "kto": KTO,
     "export": EXPORT,
     "checks": CHECKS,
 }
