@@ -145,7 +145,7 @@ def _folder(recipe: Recipe, run: RunDirectory | None, options: SampleOptions) ->
 
 
 def _model_identity(job: Job, weights: Path | None) -> JsonObject:
-    """What tells the model that answers; prompts are told apart by their texts."""
+    """The identity of the model that answers; prompts are told apart by their texts."""
     from huggingface_hub import try_to_load_from_cache
 
     from ftcli.run.inputs import base_inputs, stored_weights
@@ -175,7 +175,7 @@ def _weights_in(folder: Path | None) -> list[WeightFile]:
 
 
 def _adapter_config(weights: Path) -> str:
-    """What an adapter's weights are multiplied by, among others; nothing of whole weights."""
+    """The text of an adapter's settings, its scale among them; empty for whole weights."""
     path = weights / ADAPTER_CONFIG
     return read_text(path) if path.is_file() else ""
 
