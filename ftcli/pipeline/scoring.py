@@ -1,4 +1,4 @@
-"""Scores sampled answers by the recipe's rewards, or by the judges of its tasks."""
+"""Scores of sampled answers, by the recipe's rewards or the judges of its tasks."""
 
 from __future__ import annotations
 
