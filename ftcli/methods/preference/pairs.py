@@ -47,9 +47,7 @@ _REMOVE = "remove one of them"
 
 
 def epochs_of_pairs(job: Job, prepared: PreparedData) -> Epochs:
-    """The recipe's training pairs; reports what :func:`pair_findings` finds in them."""
-    for finding in pair_findings(prepared.sequences):
-        job.reporter.finding(finding)
+    """The recipe's training pairs."""
     weights = [source.weight for source in job.recipe.data.train]
     shares = [float(weight) for weight in weights if weight is not None]
     return pair_epochs(prepared.sequences, shares if len(shares) == len(weights) else None, job.recipe.run.seed)
