@@ -525,7 +525,7 @@ PREFERENCE = (
     ),
     _m(
         "pairs: a failed step stays in the sums",
-        _P + "objective.py",
+        "ftcli/train/sums.py",
         "        self._sums = self._before\n",
         "        self._before = self._sums\n",
         _UP + "objective.py",
