@@ -168,7 +168,7 @@ def _labelled() -> Method:
         defaults=MappingProxyType({**pairs.defaults, "data.format": "labelled"}),
         unit=1,
         told=(*pairs.told, "preference.desirable_weight", "preference.undesirable_weight"),
-        supports=MappingProxyType({**pairs.supports, **_ON_WHOLE_MODELS, "data.format": ("labelled",)}),
+        supports=MappingProxyType({**pairs.supports, "data.format": ("labelled",)}),
     )
 
 
