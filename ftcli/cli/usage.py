@@ -19,6 +19,7 @@ _OTHER_WORDS: Mapping[str, str] = MappingProxyType(
     {
         "finetune": "train", "fine-tune": "train", "fit": "train", "run": "train", "sft": "train", "lora": "train",
         "tune": "train", "evaluate": "eval", "test": "eval", "rl": "grpo", "rlhf": "grpo", "talk": "chat",
+        "rft": "sample", "rejection-sampling": "sample", "best-of-n": "sample", "rollout": "sample", "mine": "sample",
         "ask": "chat", "generate": "chat", "infer": "chat", "inference": "chat", "predict": "chat", "prompt": "chat",
         "merge": "export", "merge-lora": "export", "save": "export", "convert": "recipes convert",
         "import": "recipes convert", "migrate": "recipes convert", "new": "recipes new", "init": "recipes new",

@@ -95,6 +95,11 @@ def files_of(recipe: Recipe) -> dict[str, Path]:
     }
 
 
+def judging_tasks(recipe: Recipe) -> tuple[TaskConfig, ...]:
+    """The tasks by which what is sampled is judged: those without rows of their own; all, where each has some."""
+    return tuple(task for task in recipe.eval.tasks if not task.data) or recipe.eval.tasks
+
+
 def judges_of(recipe: Recipe) -> dict[str, Judge]:
     """The judges of the recipe's tasks by the tasks' names, opened before anything that takes long.
 

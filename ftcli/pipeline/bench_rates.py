@@ -32,9 +32,7 @@ def timing(
     options: BenchOptions,
     peak_bytes: int,
 ) -> Timing:
-    """Of the first step its seconds; of those after it what they achieve, with the lengths of their rows, and the
-    memory that they needed.
-    """
+    """Seconds of the first step; of those after it the rate, with the lengths of their rows, and the memory."""
     median = statistics.median(steady)
     return Timing(
         steps=options.steps,
@@ -49,7 +47,7 @@ def timing(
 
 
 def _seconds(micro_batches: Sequence[Sequence[int]], steady: Sequence[float]) -> float:
-    """What all steps take: of one size by their median, which a single slow step does not change."""
+    """Seconds of all steps: of one size by their median, which a single slow step does not change."""
     alike = len({tuple(lengths) for lengths in micro_batches}) == 1
     return statistics.median(steady) * len(steady) if alike else sum(steady)
 
@@ -100,7 +98,7 @@ def flops_of(
 
 
 def operations_per_token(flops: StepFlops | None, recipe: Recipe, options: BenchOptions) -> float | None:
-    """Of what is timed: a training step, or evaluation."""
+    """Operations per token of a training step, or of evaluation."""
     if flops is None:
         return None
     return _forward(flops, recipe) if options.evaluation else flops.total

@@ -58,7 +58,7 @@ class Conversation:
 
     @property
     def turns(self) -> tuple[Message, ...]:
-        """What was said so far."""
+        """The turns so far."""
         return (*self._first, *self._turns)
 
     def reset(self) -> None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationResult:
-    """What `ftcli eval` answers: the base model, the run where one was named, and which of its weights."""
+    """The answer of `ftcli eval`: the base model, the run where one was named, and which of its weights."""
 
     recipe: str
     base: ModelScores
@@ -76,7 +76,7 @@ def evaluate_recipe(
 def _base_and_run(
     job: Job, evaluator: Evaluator, directory: RunDirectory | None, weights: Path | None
 ) -> tuple[ModelScores, ModelScores | None]:
-    """What is measured of the base model, and of the run's ``weights`` where there are any."""
+    """Measures the base model, and the run's ``weights`` where there are any."""
     from ftcli.model.lora import load_adapter
     from ftcli.train.assembly import begin_reading, build_base, hold
 
@@ -101,7 +101,7 @@ def _base_and_run(
 
 
 def _is_adapter(folder: Path) -> bool:
-    """Whether a folder holds an adapter, or what is left of one."""
+    """True if a folder holds an adapter, or what is left of one."""
     return (folder / ADAPTER_CONFIG).is_file() or any(folder.glob("adapter_model*"))
 
 

@@ -26,7 +26,7 @@ _OF_EXPORT = ("export", "run")
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What `ftcli export` answers."""
+    """The answer of `ftcli export`."""
 
     run: str
     exports: Sequence[ExportResult]

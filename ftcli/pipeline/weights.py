@@ -77,7 +77,7 @@ _TRAINING = ("lora", "train", "checkpoint", "launch")
 
 
 def changed_since(loaded: LoadedRecipe, run: RunDirectory) -> tuple[ChangedKey, ...]:
-    """How the recipe, as it is now, differs from the one that the run was trained by; nothing of a run without one."""
+    """Changes of the recipe since the run was trained by it; none for a run without a recipe."""
     try:
         return recipe_changes(read_text(run.recipe_path), dump_recipe(loaded.recipe))
     except (OSError, ValueError):

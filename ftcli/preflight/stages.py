@@ -44,6 +44,7 @@ from ftcli.preflight.checks import (
     machine,
     memory_and_disk,
     model,
+    sampling,
     sources,
     support,
 )
@@ -134,6 +135,7 @@ def _about_the_recipe(context: Context) -> Findings:
     yield from crossfield.check(context)
     yield from launch.check(context)
     yield from sources.check(context)
+    yield from sampling.check(context)
     if context.work == "train" and context.method.rules is not None:
         yield from code_of(context.method.rules)(context)
     yield from files.check(context)

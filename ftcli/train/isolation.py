@@ -100,9 +100,7 @@ def check_branches(
         alone = _hidden(model, [[second]], device, pad_token_id)[0, : len(second.input_ids)]
     model.train(was_training)
     among_others = relative_difference(other[start:], behind[start:])
-    by_itself = max(
-        relative_difference(behind[start:], alone[shared:]), relative_difference(behind[:shared], alone[:shared])
-    )
+    by_itself = relative_difference(torch.cat([behind[:shared], behind[start:]]), alone)
     if not (among_others <= _NEIGHBOURS and by_itself <= _FILLER * _ALONE[plan.compute]):
         raise FtcliError.single(
             "FT443",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ftcli.config.load import LoadedRecipe
 from ftcli.config.recipe import Recipe
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.plain import SPREAD
+from ftcli.plain import FLATTENED
 from ftcli.reporting import Session
 from ftcli.tables import code_of
 from ftcli.tables.methods import Method
@@ -80,8 +80,8 @@ class RowMethod(ABC):
         group: RankGroup | None,
         reference: Any = None,
     ) -> Any:
-        """What the method makes of the reference before the first step, ready for :meth:`evaluator` and :meth:`build`.
-        All ranks call it, with the model as it starts.
+        """Prepares the reference before the first step, for :meth:`evaluator` and :meth:`build`. All ranks call it,
+        with the model as it starts.
         """
         return reference
 
@@ -94,7 +94,7 @@ class RowMethod(ABC):
 class RowsResult:
     """The answer of `ftcli train`: the run, and held-out numbers by name; none without held-out data."""
 
-    fitted: FinishedRun = field(metadata=SPREAD)
+    fitted: FinishedRun = field(metadata=FLATTENED)
     eval: Mapping[str, float]
     seconds: float
 

@@ -46,6 +46,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "dropout": {"lora": {"dropout": 0.3}},
     "PiSSA": {"lora": {"init_lora_weights": "pissa"}},
     "NF4": {"quantization": {"method": "nf4"}},
+    "fp8": {"quantization": {"method": "fp8"}, "model": {"kernels": "reference"}},
+    "DoRA": {"lora": {"use_dora": True}},
     "our layers without padding": {
         "model": {"kernels": "reference"}, "data": {"padding_free": True},
         "train": {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 3},
@@ -215,7 +217,7 @@ def test_two_ranks_are_one_process_that_accumulates_twice(drills: Drills, lora: 
 
 
 #: As above, with one more held-out batch than two ranks have turns for.
-SPREAD = merged(
+FLATTENED = merged(
     SHARED,
     {
         "model": {"kernels": "reference"},
@@ -236,7 +238,30 @@ RANKS: dict[str, tuple[dict[str, Any], int, int]] = {
 def test_ranks_with_shards_or_shared_rows_are_one_process(
     change: dict[str, Any], count: int, apart: int, drills: Drills
 ) -> None:
-    recipe = merged(SPREAD, change)
+    recipe = merged(FLATTENED, change)
     run_ranks(drills, drills.recipe("ranks", **recipe), count)
     alone = merged(recipe, {"launch": {"engine": "single", "context_parallel_size": 1}})
     require_close_run(drills, "ranks", drills.whole(**merged(alone, {"train": {"gradient_accumulation_steps": apart}})))
+
+
+def test_sources_with_weights_are_drawn_by_them(user: User) -> None:
+    """A few bad answers of their own file, as often as the good ones."""
+    good = [{"prompt": f"q{n}", "completion": "a", "label": True} for n in range(8)]
+    bad = [{"prompt": f"r{n}", "completion": "b", "label": False} for n in range(2)]
+    files = [file_of(user, "good.jsonl", good), file_of(user, "bad.jsonl", bad)]
+    sources = [{"path": path, "weight": 0.5} for path in files]
+    recipe = user.recipe("r", **labelled(data={"train": sources, "eval": []}, eval={"every_steps": None}))
+    status, document = user.run("train", recipe)
+    assert status == 0, document
+    assert not [f for f in document["findings"] if f["code"] == "FT466"]
+    tokens = json.loads((user.folder / "r" / "tokens.json").read_text())
+    assert (tokens["epoch"]["rows"], tokens["epoch"]["packed"]) == (16, False)
+
+
+def test_samples_say_how_their_answers_are_called(user: User) -> None:
+    recipe = user.recipe("r", **labelled())
+    shown = user.done("check", recipe, "--show-sample", "1")["samples"]
+    assert [(row["layout"], row["label"], row["trained"]) for row in shown] == [
+        ("labelled", "desirable", 2),
+        ("labelled", "undesirable", 2),
+    ]

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
-from peft import PeftModel
+from peft import AutoPeftModelForSequenceClassification, PeftModel
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from ftcli.assets import asset
@@ -68,10 +68,14 @@ def test_adapters_and_their_score_are_loaded_by_plain_peft(user: User) -> None:
     config = json.loads((run / "adapter" / "adapter_config.json").read_text("utf-8"))
     assert (config["task_type"], sorted(set(config["modules_to_save"]))) == ("SEQ_CLS", ["classifier", "score"])
     tokenizer = AutoTokenizer.from_pretrained(run / "adapter")
-    base = AutoModelForSequenceClassification.from_pretrained(
-        config["base_model_name_or_path"], num_labels=1, pad_token_id=tokenizer.pad_token_id, dtype=torch.float32
-    )
+    told_to_use = {"num_labels": 1, "pad_token_id": tokenizer.pad_token_id}
+    name = config["base_model_name_or_path"]
+    base = AutoModelForSequenceClassification.from_pretrained(name, **told_to_use, dtype=torch.float32)
     require_told(told, scored(PeftModel.from_pretrained(base, run / "adapter"), tokenizer), 1e-3)
+    assert "num_labels=1, pad_token_id=tokenizer.pad_token_id" in (run / "adapter" / "README.md").read_text("utf-8")
+    as_the_card_says = AutoPeftModelForSequenceClassification.from_pretrained(run / "adapter", **told_to_use)
+    require_told(told, scored(as_the_card_says, tokenizer), 1e-3)
+    require_a_report(run / "report.html")
 
     done = user.done("export", str(run), "--format", "adapter", "--format", "safetensors")
     assert [one["format"] for one in done["exports"]] == ["adapter", "safetensors"]
@@ -80,6 +84,15 @@ def test_adapters_and_their_score_are_loaded_by_plain_peft(user: User) -> None:
     require_told(told, scored(merged_model, AutoTokenizer.from_pretrained(folder)), 0.05)
 
     require_rewards(user, folder, merged_model, AutoTokenizer.from_pretrained(folder))
+
+
+def require_a_report(page: Path) -> None:
+    """Charts and results are those of scores; there is nothing of answers, tokens or perplexity."""
+    text = page.read_text("utf-8")
+    for title in ("Pairs in the right order", "Score", "Margin", "Reward of chosen answers"):
+        assert title in text
+    assert "Perplexity" not in text
+    assert "nats per token" not in text
 
 
 def require_rewards(user: User, folder: Path, model: Any, tokenizer: Any) -> None:

@@ -36,11 +36,11 @@ def done(capture: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     return result
 
 
-def measured(capture: pytest.CaptureFixture[str], folder: Path, *settings: str) -> dict[str, Any]:
+def measured(capture: pytest.CaptureFixture[str], folder: Path, *settings: str, recipe: str = RECIPE) -> dict[str, Any]:
     """What `ftcli eval` says of a run of the recipe, and of its base."""
     words = [f"--set={setting}" for setting in settings]
-    done(capture, "train", RECIPE, "--output-dir", str(folder / "run"), *words)
-    return done(capture, "eval", RECIPE, "--run", str(folder / "run"), *words)
+    done(capture, "train", recipe, "--output-dir", str(folder / "run"), *words)
+    return done(capture, "eval", recipe, "--run", str(folder / "run"), *words)
 
 
 def test_pairs_teach_order_and_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,5 +76,6 @@ def test_shuffled_labels_teach_no_order(tmp_path: Path, capsys: pytest.CaptureFi
         row["chosen"], row["rejected"] = row["rejected"], row["chosen"]
     path = tmp_path / "shuffled.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    found = measured(capsys, tmp_path, *SHORT, f"data.train=['{path}']", "eval.tasks=[]")
-    assert found["run"]["accuracy"] <= 0.7
+    words = [f"--set={setting}" for setting in (*SHORT, f"data.train=['{path}']", "eval.tasks=[]")]
+    trained = done(capsys, "train", RECIPE, "--output-dir", str(tmp_path / "run"), *words)
+    assert trained["eval"]["accuracy"] <= 0.7

@@ -15,7 +15,7 @@ from ftcli.cli.render import clean, table
 from ftcli.cli.request import AnyRequest, Invocation
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin, Severity
 from ftcli.paths import OPEN_IT, exists, expanded, is_folder
-from ftcli.plain import LEFT_OUT, SPREAD, JsonObject, plain_fields
+from ftcli.plain import FLATTENED, LEFT_OUT, JsonObject, plain_fields
 from ftcli.reporting import Reporter, Session
 from ftcli.units import number
 
@@ -40,7 +40,7 @@ class FoundRuns:
 class ComparedRuns:
     """The answer of `ftcli compare`: ``rows`` are a label and a text for each run, ``html`` is the page."""
 
-    comparison: Comparison = field(metadata=SPREAD)
+    comparison: Comparison = field(metadata=FLATTENED)
     rows: Sequence[tuple[str, Sequence[str]]]
     html: str | None = field(default=None, metadata=LEFT_OUT)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ftcli.config.conversion import preferences, sources
 from ftcli.config.conversion import rules as r
-from ftcli.config.conversion.draft import Draft, is_off
+from ftcli.config.conversion.draft import Draft, is_off, truth
 from ftcli.config.conversion.source import ForeignSetting
 from ftcli.config.tree import ListNode, MapNode, plain_tree
 from ftcli.plain import JsonObject, map_in
@@ -27,6 +27,7 @@ _PAIRS: Mapping[str, tuple[tuple[str, str, str], bool]] = {
     "intel": (("question", "chosen", "rejected"), True),
     "icr": (("input", "chosen", "rejected"), True),
     "prompt_pairs": (("prompt", "chosen", "rejected"), True),
+    "chat_template": (("input", "chosen", "rejected"), True),  # of bradley_terry
     "argilla": (("instruction", "chosen_response", "rejected_response"), True),
     "ultra": (("prompt", "chosen", "rejected"), False),
     "argilla_chat": (("prompt", "chosen", "rejected"), False),
@@ -69,7 +70,10 @@ _HELP = {
 
 def _before(draft: Draft) -> None:
     draft.full = is_off(draft.said("adapter"))
-    rl = draft.given.get("rl")
+    rl, scores = draft.given.get("rl"), draft.given.get("reward_model")
+    if scores is not None and truth(scores.value):
+        preferences.begin(draft, "reward", scores)
+        return
     if rl is None or str(rl.value) not in ("dpo", "ipo", "kto", "orpo", "simpo"):
         return
     preferences.begin(draft, "dpo" if rl.value == "ipo" else str(rl.value), rl)
@@ -310,6 +314,7 @@ RULES = r.Rules(
         "wandb_project": lambda draft, given: r.wandb(draft, given, "wandb_project", "wandb_entity", "wandb_group"),
         "wandb_name": r.run_name,
         "rl": r.read,
+        "reward_model": r.read,
         "orpo_alpha": _orpo_alpha,
         "cpo_alpha": preferences.cross_entropy,
         "rpo_alpha": preferences.cross_entropy,

@@ -42,6 +42,8 @@ def _before(draft: Draft) -> None:
     stage, loss = draft.given.get("stage"), draft.given.get("pref_loss")
     if stage is not None and stage.value == "kto":
         preferences.begin(draft, "kto", stage)
+    if stage is not None and stage.value == "rm":
+        preferences.begin(draft, "reward", stage)
     if stage is not None and stage.value == "dpo":
         name = str(loss.value) if loss is not None else "sigmoid"
         preferences.begin(draft, name if name in ("orpo", "simpo") else "dpo", stage)
@@ -159,7 +161,7 @@ def _template(draft: Draft, given: ForeignSetting) -> None:
 
 def _adapter(draft: Draft, given: ForeignSetting) -> None:
     why = "adapters begin anew; a run of ftcli goes on from --resume PATH"
-    if preferences.wanted(draft):
+    if preferences.wanted(draft) and not preferences.scored(draft):
         why = (
             "adapters begin anew. There the reference of a continued adapter is the raw base; here it is the model as "
             "training begins: merge the adapter into the model and name that"
@@ -195,7 +197,7 @@ def _after(draft: Draft) -> None:
             what = "LLaMA-Factory joins texts and cuts the stream into blocks of cutoff_len, which loses nothing"
             draft.remark(what, help)
             return
-    preferences.finish(draft, prompts=False)
+    preferences.finish(draft, prompts=False, drops=not preferences.scored(draft))
     draft.default("data.overlong", "truncate")
     if draft.get("data.overlong") == "truncate":
         help = "rows that are too long are cut, as there; `data.overlong: drop` leaves them out"

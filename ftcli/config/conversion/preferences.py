@@ -1,9 +1,10 @@
-"""Recipes that learn from preferences: methods and losses of other tools as the section ``preference`` has them."""
+"""Recipes that learn from preferences: methods and losses of other tools as ``preference`` and ``reward`` have them."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -26,28 +27,44 @@ _OF_CPO = ("cpo_alpha", "simpo_gamma")
 _OF_KTO = ("desirable_weight", "undesirable_weight")
 #: What `trl` and classes say of the trainer.
 _COMMANDS = {
-    **{name: name for name in ("sft", "dpo", "kto", "orpo", "cpo")}, "SFTTrainer": "sft", "UnslothTrainer": "sft",
-    "DPOTrainer": "dpo", "KTOTrainer": "kto", "ORPOTrainer": "orpo", "CPOTrainer": "cpo",
+    **{name: name for name in ("sft", "dpo", "kto", "orpo", "cpo", "reward")}, "SFTTrainer": "sft",
+    "UnslothTrainer": "sft", "DPOTrainer": "dpo", "KTOTrainer": "kto", "ORPOTrainer": "orpo", "CPOTrainer": "cpo",
+    "RewardTrainer": "reward",
 }  # fmt: skip
 #: What folders, files and runs of such recipes are called, and whether that trainer is converted.
 _TRAINERS: Mapping[str, str] = MappingProxyType(
-    {"dpo": "dpo", "kto": "kto", "orpo": "orpo", "cpo": "cpo", "simpo": "cpo", "grpo": "", "ppo": "", "rloo": ""}
+    {
+        **{name: name for name in ("dpo", "kto", "orpo", "cpo")},
+        "simpo": "cpo",
+        "reward": "reward",
+        "rm": "reward",
+        "grpo": "",
+        "ppo": "",
+        "rloo": "",
+    }
 )
 _SETTINGS_OF_PAIRS = tuple(f"preference.{name}" for name in ("label_smoothing", "gamma", "ld_alpha"))
 _SETTINGS_OF_LABELS = tuple(f"preference.{name}" for name in ("desirable_weight", "undesirable_weight"))
 #: Losses of the CPO trainer, as they are called here.
 _CPO_LOSSES = {"sigmoid": "cpo", "simpo": "simpo", "alphapo": "simpo"}
-_NO_PAIRS = "it is read by train.method dpo, kto, orpo and simpo"
+#: The setting that only trainers of reward models have, and the layer that they train whole.
+_OF_SCORES = "center_rewards_coefficient"
+_SCORE = ("score", "classifier", "v_head")
 _CHATS = "prompt as a list of messages with role and content, {answers} or as such lists"
 
 
 def wanted(draft: Draft) -> bool:
     """True if the recipe learns from pairs."""
-    return draft.get("train.method") in methods.names() and _section(draft) == "preference"
+    return draft.get("train.method") in methods.names() and _section(draft) in ("preference", "reward")
+
+
+def scored(draft: Draft) -> bool:
+    """True if it teaches a reward model."""
+    return bool(draft.get("train.method") == "reward")
 
 
 def labelled(draft: Draft) -> bool:
-    """Whether it learns from single answers with a label."""
+    """True if it learns from single answers with a label."""
     return bool(draft.get("train.method") == "kto")
 
 
@@ -111,20 +128,41 @@ def finish(draft: Draft, beta: float = 0.1, *, drops: bool = True, prompts: bool
         drops: Dropout is off in the tool while it learns from pairs, unless `disable_dropout` says otherwise.
         prompts: Its ORPO trains the prompt's tokens as well.
     """
+    _of_one_section(draft)
     if not wanted(draft):
-        for key in [key for key in draft.values if key.startswith("preference.")]:
-            drafted = draft.values.pop(key)
-            draft.findings.append(Finding("FT160", f"`{key}` is left out", drafted.origin, _NO_PAIRS, "warning"))
         return
-    names = losses_of(draft)
-    if any(preference_losses.row(name).beta != beta for name in names):
-        draft.default("preference.beta", beta)
-    _of_one_kind(draft)
     draft.default("train.warmup_steps", 0)
-    _tell_of_losses(draft, names, prompts=prompts)
+    if scored(draft):
+        _score_alone(draft)
+    else:
+        names = losses_of(draft)
+        if any(preference_losses.row(name).beta != beta for name in names):
+            draft.default("preference.beta", beta)
+        _of_one_kind(draft)
+        _tell_of_losses(draft, names, prompts=prompts)
     if drops and truth(draft.said("disable_dropout")) is not False:
         _no_dropout(draft)
     _leave_out(draft)
+
+
+def _of_one_section(draft: Draft) -> None:
+    """Leaves out settings of methods that are not the recipe's."""
+    own = _section(draft) if draft.get("train.method") in methods.names() else None
+    for key in [key for key in draft.values if key.startswith(("preference.", "reward.")) and key.split(".")[0] != own]:
+        drafted, section = draft.values.pop(key), key.split(".")[0]
+        readers = [name for name in methods.names() if methods.row(name).section == section]
+        help = f"it is read by train.method {', '.join(readers)}"
+        draft.findings.append(Finding("FT160", f"`{key}` is left out", drafted.origin, help, "warning"))
+
+
+def _score_alone(draft: Draft) -> None:
+    """Takes the score off the modules that are trained whole: here it always is."""
+    drafted = draft.values.get("lora.modules_to_save")
+    if drafted is not None and isinstance(drafted.value, list):
+        rest = [name for name in drafted.value if name not in _SCORE]
+        del draft.values["lora.modules_to_save"]
+        if rest:
+            draft.values["lora.modules_to_save"] = replace(drafted, value=rest)
 
 
 def _of_one_kind(draft: Draft) -> None:
@@ -236,6 +274,9 @@ def reference(draft: Draft, given: ForeignSetting) -> None:
     """A reference model of the recipe's own: here it is the model as training began."""
     if given.value == draft.said("model_name_or_path") or is_off(given.value):
         return
+    if scored(draft):
+        draft.lost(given, "a reward model is compared with no reference", harmless=True)
+        return
     if not any(preference_losses.row(name).reference for name in losses_of(draft)):
         draft.lost(given, f"{', '.join(losses_of(draft))} compares with no reference", harmless=True)
         return
@@ -262,6 +303,11 @@ def _loss_type(draft: Draft, given: ForeignSetting) -> None:
         draft.lost(given, "the loss is the negative log-likelihood of each token")
 
 
+def _centring(draft: Draft, given: ForeignSetting) -> None:
+    if not is_off(given.value):
+        draft.take(given, "reward.center_rewards_coefficient")
+
+
 #: What TRL's trainers of preferences read.
 OF_TRL: Mapping[str, r.Rule] = MappingProxyType(
     {
@@ -277,6 +323,7 @@ OF_TRL: Mapping[str, r.Rule] = MappingProxyType(
         "ref_model": reference,
         "ref_model_name_or_path": reference,
         "reference_free": _reference_free,
+        _OF_SCORES: _centring,
         "disable_dropout": r.read,
     }
 )
@@ -296,8 +343,17 @@ def of_trl(draft: Draft) -> None:
         _cpo(draft, given, names)
     else:
         begin(draft, trainer, said)
-        if trainer in ("dpo", "kto") and names:
+        if trainer == "reward":
+            _drops_long_pairs(draft)
+        elif trainer in ("dpo", "kto") and names:
             choose(draft, given, names, draft.said("loss_weights"))
+
+
+def _drops_long_pairs(draft: Draft) -> None:
+    """Drafts TRL's own ways with reward models: long pairs are dropped, and a margin is subtracted."""
+    draft.default("data.overlong", "drop")
+    help = "reward.margin: true reads the column `margin`; data.columns maps another name"
+    draft.remark("TRL subtracts a margin wherever rows have the column; here it is read on request", help)
 
 
 def _cpo(draft: Draft, given: ForeignSetting | None, names: Sequence[object]) -> None:
@@ -324,11 +380,13 @@ def default_cross_entropy(draft: Draft) -> None:
 
 
 def _trainer(draft: Draft) -> tuple[str | None, ForeignSetting | None]:
-    """dpo, kto, orpo or cpo; None for SFT. Raises FtcliError FT163 where a name says that it is none of these."""
+    """dpo, kto, orpo, cpo or reward; None for SFT. Raises FtcliError FT163 where a name says it is another."""
     command = draft.given.get("command") or draft.given.get("trainer")
     known = None if command is None else _COMMANDS.get(str(command.value))
     if known is not None:
         return (None if known == "sft" else known), command
+    if _OF_SCORES in draft.given:
+        return "reward", draft.given[_OF_SCORES]
     said = next((draft.given[name] for name in _SIGNS if name in draft.given), None)
     losses = {str(name) for name in sources.listed(draft.said("loss_type"))}
     if losses & {"simpo", "alphapo"} or any(name in draft.given for name in _OF_CPO):
@@ -343,9 +401,11 @@ def _trainer(draft: Draft) -> tuple[str | None, ForeignSetting | None]:
     texts = [str(draft.said(name) or "") for name in ("run_name", "hub_model_id", "output_dir")]
     name = by_file or _named([part for text in texts for part in _parts(Path(text).name)]) or "dpo"
     if not _TRAINERS[name]:
-        help = "there are dpo, kto, orpo and simpo; for rewards begin with `ftcli recipes copy smoke-grpo`"
+        help = "there are dpo, kto, orpo, simpo and reward; for rewards begin with `ftcli recipes copy smoke-grpo`"
         raise draft.refuse(said, f"a recipe of {name.upper()}, by its name, is not converted", help)
-    help = "change train.method where it is another; or write `command: dpo` (kto, orpo, cpo, sft) into the file"
+    help = (
+        "change train.method where it is another; or write `command: dpo` (kto, orpo, cpo, reward, sft) into the file"
+    )
     draft.remark(f"the settings do not say which trainer of TRL reads them: taken for {name.upper()}", help)
     return _TRAINERS[name], None
 

@@ -22,7 +22,7 @@ def _before(draft: Draft) -> None:
     draft.full = not truth(draft.said("use_peft"))
     preferences.of_trl(draft)
     if preferences.wanted(draft):
-        draft.default("train.learning_rate", 1e-6)
+        draft.default("train.learning_rate", 1e-4 if preferences.scored(draft) else 1e-6)
 
 
 def _dataset(draft: Draft, given: ForeignSetting) -> None:

@@ -86,6 +86,7 @@ def own_codes() -> set[str]:
     files = [*(ROOT / "ftcli" / "config").rglob("*.py"), *(ROOT / "ftcli" / "cli").rglob("*.py")]
     files.append(ROOT / "ftcli" / "data" / "lengths.py")  # what --lengths says
     files.append(ROOT / "ftcli" / "pipeline" / "chatting.py")  # what the options of chat say
+    files.append(ROOT / "ftcli" / "pipeline" / "sampling.py")  # and those of sample
     return {code for path in files for code in OWN_CODES.findall(path.read_text(encoding="utf-8"))}
 
 

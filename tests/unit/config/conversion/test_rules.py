@@ -76,10 +76,7 @@ def test_dora_of_torchtune(made: Callable[..., Made]) -> None:
     [
         ("base_model: m\nrl: gdpo\nsequence_len: 8\n", "FT163", "smoke-grpo"),
         ("base_model: m\nadapter: oft\nsequence_len: 8\n", "FT163", "LoRA"),
-        *(
-            (f"model_name_or_path: m\nstage: {stage}\ncutoff_len: 8\n", "FT163", "smoke-grpo")
-            for stage in ("rm", "ppo")
-        ),
+        *((f"model_name_or_path: m\nstage: {stage}\ncutoff_len: 8\n", "FT163", "smoke-grpo") for stage in ("ppo",)),
         ("sequence_len: 8\nmicro_batch_size: 1\n", "FT163", "name the base model"),
         ("model: m\npeft_config: {name: lora}\ncutoff_len: 8\n", "FT163", "model_name_or_path"),
         ("model: {_component_: torchtune.models.a.b}\ntasks: [x]\n", "FT163", "fine-tuning"),
@@ -89,7 +86,7 @@ def test_dora_of_torchtune(made: Callable[..., Made]) -> None:
         ("trl sft --model_name_or_path 'm\n", "FT163", "quotes"),
         ("trl bco --model_name_or_path m --dataset_name org/pairs\n", "FT163", "smoke-grpo"),
         ("accelerate launch trl/scripts/bco.py --model_name_or_path m --dataset_name org/r\n", "FT163", "smoke-grpo"),
-        ("base_model: m\nreward_model: true\nsequence_len: 8\n", "FT163", "smoke-grpo"),
+        ("base_model: m\nprocess_reward_model: true\nsequence_len: 8\n", "FT163", "smoke-grpo"),
         ("model_name_or_path: m\nfinetuning_type: freeze\ncutoff_len: 8\n", "FT163", "LoRA"),
         ("base_model: m\nbase_model: n\nsequence_len: 8\n", "FT113", "keep one"),
         ("", "FT105", "recipes list"),

@@ -14,6 +14,7 @@ from tests.estimates import Case, plan_of
 EIGHT = "model: {name_or_path: meta-llama/Llama-3.1-8B}\ndata: {train: [a.jsonl], max_seq_len: 8192}\n"
 DPO = "train: {method: dpo, gradient_checkpointing: true, per_device_train_batch_size: 2}\n"
 LORA = "lora: {r: 16}\n"
+LIVE = "preference: {reference_cache: off}\n"
 PARAMETERS = 8_030_261_248
 
 
@@ -45,12 +46,13 @@ def test_every_engine_is_supported(context: Callable[..., Any], method: str, lau
 
 def test_the_reference_is_sharded_like_the_model(load: Callable[..., Any]) -> None:
     whole, half, eighth = (
-        case(load, EIGHT + DPO, num_processes=count, engine=engine).estimate("h200", "dpo").parts
+        case(load, EIGHT + DPO + LIVE, num_processes=count, engine=engine).estimate("h200", "dpo").parts
         for count, engine in ((2, "ddp"), (2, "fsdp"), (8, "fsdp"))
     )
     assert whole["reference model"] == 4 * PARAMETERS
     assert half["reference model"] == whole["reference model"] / 2
     assert eighth["reference model"] == whole["reference model"] / 8
+    assert "reference model" not in case(load, EIGHT + DPO, num_processes=2).estimate("h200", "dpo").parts
     assert "reference model" not in case(load, EIGHT + DPO + LORA, num_processes=2).estimate("h200", "dpo").parts
 
 
