@@ -27,8 +27,8 @@ class PreferenceConfig(Section):
 
     loss: LossName | Items[WeightedLoss] | None = Field(
         default=None,
-        description="The loss, or several with weights; when absent `sigmoid` under dpo, else the method's name. kto takes "
-        "`kto` or `apo_zero_unpaired`.",
+        description="The loss, or several with weights; when absent `sigmoid` under dpo, else the method's name. kto "
+        "takes `kto` or `apo_zero_unpaired`.",
     )
     beta: Annotated[float, Field(gt=0, le=1e4)] | None = Field(
         default=None,
@@ -65,12 +65,12 @@ class PreferenceConfig(Section):
     )
     reference_cache: Literal["auto", "off"] | PathText = Field(
         default="auto",
-        description="Log-probabilities of the reference, computed once: `auto` where pairs are seen more than once, are "
-        "kept already, or in full fine-tuning, which then needs no second model; `off` computes them in each step; a "
-        "folder (`./reference`) always keeps them there.",
+        description="Log-probabilities of the reference, computed once: `auto` where pairs are seen more than once, "
+        "are kept already, or in full fine-tuning, which then needs no second model; `off` computes them in each "
+        "step; a folder (`./reference`) always keeps them there.",
     )
     share_prompts: Literal["auto", "off"] = Field(
         default="auto",
-        description="`auto` computes the prompt of a pair once for both answers where attention's kernels can; loss and "
-        "gradients are the same. `off` computes it with each.",
+        description="`auto` computes the prompt of a pair once for both answers where attention's kernels can; loss "
+        "and gradients are the same. `off` computes it with each.",
     )
