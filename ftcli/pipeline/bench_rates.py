@@ -26,10 +26,12 @@ def timing(
     steady: Sequence[float],
     options: BenchOptions,
     peak_bytes: int,
+    unit: int = 1,
 ) -> Timing:
     """Of the first step its seconds; of those after it what they achieve, with the lengths of their rows, and the
-    memory that they needed.
+    memory that they needed. ``unit``: rows that are learnt from as one.
     """
+    pairs = None if unit == 1 else sum(map(len, micro_batches)) / unit / _seconds(micro_batches, steady)
     median = statistics.median(steady)
     return Timing(
         steps=options.steps,
@@ -40,6 +42,7 @@ def timing(
         step_ms_max=1000 * max(steady),
         first_step_seconds=first,
         peak_memory_bytes=peak_bytes,
+        pairs_per_second=pairs,
     )
 
 

@@ -112,22 +112,29 @@ class PairEvaluator(Evaluator):
         documents: Sequence[TokenizedRow],
         policy: ScoredAnswers | None,
     ) -> ScoredAnswers | None:
-        """What the reference gives; None where that did not fit into memory."""
+        """What the reference gives; None where that did not fit into memory. Ranks that hold shards of the weights
+        compute it each time: they have to make as many passes as the others.
+        """
+        beside = self.reference is not None or hasattr(model, "disable_adapter")
+        if beside and root_of(model) is not None:
+            return self._pass_of_reference(model, scorer, inputs)
         pairs = [pair_digest(*pair) for pair in zip(documents[0::2], documents[1::2], strict=True)]
         if any(pair not in self.known for pair in pairs):
-            found = policy  # unless there is a reference beside the model that is measured
-            if self.reference is not None or hasattr(model, "disable_adapter"):
-                if self.reference is not None:
-                    reshard_model(model)  # embedding and head of one model at a time
-                with of_reference(self.reference, model):
-                    found = _pass(model if self.reference is None else self.reference, scorer, inputs)
-            if found is None:
-                return None
+            found = self._pass_of_reference(model, scorer, inputs) if beside else policy
+            assert found is not None
             values = by_pair(torch.stack([found.sums, found.weighed], 1)).tolist()
             self.known.update(zip(pairs, values, strict=True))
         known = np.array([self.known[pair] for pair in pairs], np.float32)
         answers = by_answer(known).to(self.job.device)
         return ScoredAnswers(answers[:, 0], answers[:, 1])
+
+    def _pass_of_reference(
+        self, model: PreTrainedModel | PeftModel, scorer: AnswerScorer, inputs: dict[str, torch.Tensor]
+    ) -> ScoredAnswers | None:
+        if self.reference is not None:
+            reshard_model(model)  # embedding and head of one model at a time
+        with of_reference(self.reference, model):
+            return _pass(model if self.reference is None else self.reference, scorer, inputs)
 
 
 def _pass(
