@@ -30,7 +30,7 @@ class ExitCode(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a value came from.
+    """The origin of a value.
 
     ``source`` is a file path, or the option that set it (``--set lora.r=0``). ``line`` and ``column`` count
     from 1 and are None where the source has no lines. ``excerpt`` is the source line, ``length`` the number of

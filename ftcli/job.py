@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a command works with once preflight has passed. No weights yet.
+    """A command's work once preflight has passed. No weights yet.
 
     Attributes:
         report: What preflight found out; its recipe is the one that runs.
@@ -51,12 +51,12 @@ class Job:
 
     @property
     def facts(self) -> ModelFacts:
-        """What is known of the model."""
+        """Facts of the model."""
         return self.report.facts
 
     @property
     def plan(self) -> RunPlan:
-        """What the run does, as decided before anything was built."""
+        """The plan of the run, made before anything was built."""
         return self.report.plan
 
     @property
@@ -71,11 +71,11 @@ class Job:
 
     @property
     def reporter(self) -> Reporter:
-        """Who is told."""
+        """The session's reporter."""
         return self.session.reporter
 
     def batches(self, model: PreTrainedModel | PeftModel) -> Batches:
-        """How micro-batches are laid out: as planned, if ``model`` has the attention that was planned with."""
+        """The layout of micro-batches: as planned, if ``model`` has the attention that was planned with."""
         planned = self.plan.execution.batches
         if planned.layout == "padded" or is_ours(base_of(model)):
             return planned
@@ -88,7 +88,7 @@ class Job:
 
     @property
     def reasoning_marks(self) -> ReasoningMarks:
-        """What tells answers from their reasoning under the recipe's chat template."""
+        """Marks of reasoning under the recipe's chat template."""
         return ReasoningMarks(self.tokenizer, renderer_of(self.tokenizer, self.recipe.data).source)
 
     @property
@@ -98,7 +98,7 @@ class Job:
 
     @property
     def offloaded(self) -> Offloaded:
-        """What ``gradient_checkpointing: offload`` sends to the host, as preflight chose it."""
+        """The tensors that ``gradient_checkpointing: offload`` sends to the host, as preflight chose them."""
         memory = self.report.memory
         return (memory.offloaded if memory is not None else None) or "halves"
 

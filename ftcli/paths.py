@@ -21,7 +21,9 @@ _OF_THE_HUB = re.compile(
 
 
 def unserved(name: str) -> tuple[str, str] | None:
-    """Why ``name`` is no path of this machine, and what to write instead; None for all that has no ``scheme://``."""
+    """The reason why ``name`` is no path of this machine, and what to write instead; None for a name without
+    ``scheme://``.
+    """
     found = _SCHEME.match(name)
     if found is None:
         return None
@@ -54,17 +56,17 @@ def expanded(name: str) -> Path:
 
 
 def is_file(path: Path) -> bool:
-    """Whether there is a file. False, where pathlib raises: too long a name, a folder that may not be entered."""
+    """True if there is a file. False, where pathlib raises: too long a name, a folder that may not be entered."""
     return os.path.isfile(path)  # noqa: PTH113 - says False to every error
 
 
 def is_folder(path: Path) -> bool:
-    """Whether there is a folder; False as for :func:`is_file`."""
+    """True if there is a folder; False as for :func:`is_file`."""
     return os.path.isdir(path)  # noqa: PTH112 - says False to every error
 
 
 def exists(path: Path) -> bool:
-    """Whether there is anything; False as for :func:`is_file`."""
+    """True if there is anything; False as for :func:`is_file`."""
     return os.path.exists(path)  # noqa: PTH110 - says False to every error
 
 
@@ -73,7 +75,9 @@ OPEN_IT = "check its name, and the permissions of the folder and of those above 
 
 
 def why_closed(folder: Path) -> str | None:
-    """Why nobody can say what a folder holds; None for one that is open, and for what is no folder or not there."""
+    """The reason why nobody can say what a folder holds; None for one that is open, and for what is no folder or not
+    there.
+    """
     try:
         os.listdir(folder)  # noqa: PTH208 - as the error is, so is its reason
         os.stat(os.path.join(folder, "."))  # noqa: PTH116, PTH118 - pathlib would drop the dot

@@ -20,7 +20,7 @@ JsonMap: TypeAlias = Mapping[str, Any]
 #: Metadata of a dataclass's field (``field(metadata=...)``): without a value (None, nothing in it) its key is left out.
 LEFT_OUT = MappingProxyType({"plain": "left out without a value"})
 #: Its own fields stand among those of its owner; without a value there are none.
-SPREAD = MappingProxyType({"plain": "spread"})
+FLATTENED = MappingProxyType({"plain": "flattened"})
 #: Its keys are names that somebody gave, of tasks for instance.
 NAMED = MappingProxyType({"plain": "keys are names"})
 
@@ -37,10 +37,10 @@ _LARGEST = 1e100
 
 @runtime_checkable
 class Documented(Protocol):
-    """What is written differently than field by field."""
+    """A value with a JSON form of its own, other than field by field."""
 
     def as_dict(self) -> JsonObject:
-        """What JSON says of it; the values need not be plain."""
+        """The JSON form; the values need not be plain."""
         ...
 
 
@@ -69,7 +69,7 @@ def plain_fields(value: Any) -> JsonObject:
     found: JsonObject = {}
     for field in dataclasses.fields(value):
         item = getattr(value, field.name)
-        if field.metadata == SPREAD:
+        if field.metadata == FLATTENED:
             found |= {} if item is None else plain(item)
         elif field.metadata == NAMED:
             found[field.name] = {Name(key): plain(each) for key, each in item.items()}
@@ -90,7 +90,7 @@ def maps(value: object) -> list[JsonObject]:
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    """Whether it is a number that can be shown: true and false are none, and neither are NaN, infinity and 1e308."""
+    """True for a number that can be shown: true and false are none, and neither are NaN, infinity and 1e308."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
 
 

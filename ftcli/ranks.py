@@ -1,4 +1,4 @@
-"""Which of the processes of one run this is, as its launcher said, and what signals reach a process that is started."""
+"""The place of a process among those of one run, as its launcher said, and the signals that reach a started process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Place:
 
     @property
     def leads(self) -> bool:
-        """Whether this process writes and prints."""
+        """True if this process writes and prints."""
         return self.rank == 0
 
     @property
@@ -70,8 +70,8 @@ def sign_name(rank: int) -> str:
 
 
 def hearing_its_end(number: int) -> Callable[[], None]:
-    """What makes the process that calls it get a signal when its parent ends, killed or not, where there is such a
-    thing (Linux).
+    """A function that gives the process that calls it a signal when its parent ends, killed or not, where there is such
+    a thing (Linux).
     """
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded before there is a fork
 

@@ -1,4 +1,4 @@
-"""How library code speaks to whoever runs it, without printing: a `Reporter` and the `Session` that carries it.
+"""Reports from library code without printing: a `Reporter` and the `Session` that carries it.
 
 Library code is given a :class:`Session` and reports through ``session.reporter``. The command line decides what comes
 of that: a progress bar on a terminal, plain lines in a log, nothing with ``--quiet``, and findings in the JSON document
@@ -29,7 +29,7 @@ class Progress(Protocol):
 
 
 class Reporter(Protocol):
-    """What library code may tell. Nothing here raises, and nothing here returns an answer."""
+    """Receives what library code reports. Nothing here raises, and nothing here returns an answer."""
 
     def info(self, text: str) -> None:
         """One line that a person may like to know; dropped by ``--quiet``."""
@@ -78,7 +78,7 @@ def _no_environment() -> Mapping[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """What one invocation was asked for, beside the recipe. Only ``ftcli.cli`` reads the environment to build one.
+    """Options of one invocation, beside the recipe. Only ``ftcli.cli`` reads the environment to build one.
 
     Attributes:
         is_tty: Whether messages go to a terminal.

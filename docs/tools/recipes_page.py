@@ -6,6 +6,7 @@ Every key, its type, default and description are those of the models; a test hol
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -62,7 +63,7 @@ lists and single values replace those of the base; `lora: null` removes a sectio
 
 ## Keys
 
-An empty default means that the key is absent.
+Defaults are bold; a key without one is absent, or an empty list or map.
 """
 
 #: An upper bound that only keeps out numbers that nobody means.
@@ -81,7 +82,6 @@ class Row(NamedTuple):
 
     key: str
     value: str
-    default: str
     about: str
 
 
@@ -126,8 +126,8 @@ def _section(schema: RecipeSchema, name: str, node: Node, shown: Shown, *, requi
     variant = next(part for part in schema.variants(node) if "properties" in part or part.get("type") == "array")
     yield f"### `{name}`\n"
     yield str(variant.get("description", "")) + (" Required." if required else "") + "\n"
-    yield "| key | value | default | |"
-    yield "|---|---|---|---|"
+    yield "| key | value | |"
+    yield "|---|---|---|"
     yield from _rows(schema, variant, "", name, shown)
     yield ""
 
@@ -138,18 +138,26 @@ def _rows(schema: RecipeSchema, node: Node, prefix: str, section: str, shown: Sh
     alike: dict[str, list[str]] = {}
     for key, child in node["properties"].items():
         resolved = schema.resolve(child)
-        default = "required" if key in required else _default(resolved)
         dotted = f"{section}.{prefix}{key}"
-        value = _escape(_value(schema, child, dotted, shown) + _not_yet(schema, child, dotted))
-        row = Row(key, value, default, _escape(_about(resolved)))
+        said = _with_default(_value(schema, child, dotted, shown), _default(resolved))
+        value = said + (", required" if key in required else "") + _not_yet(schema, child, dotted)
+        row = Row(key, _escape(value), _escape(_about(resolved)))
         earlier = shown.rows.setdefault(row, f"{section}.{prefix}") if prefix.endswith("].") else f"{section}.{prefix}"
         if earlier != f"{section}.{prefix}":
             alike.setdefault(earlier, []).append(f"`{prefix}{key}`")
             continue
-        yield f"| `{prefix}{key}` | {value} | {default} | {row.about} |"
+        yield f"| `{prefix}{key}` | {row.value} | {row.about} |"
         yield from _nested(schema, child, f"{prefix}{key}", section, shown)
     for earlier, keys in alike.items():
-        yield f"| {', '.join(keys)} | | | As in `{earlier.removesuffix('.')}`. |"
+        yield f"| {', '.join(keys)} | | As in `{earlier.removesuffix('.')}`. |"
+
+
+def _with_default(value: str, default: str) -> str:
+    """The values with the default in bold, in its place among words: ``**auto**, eager``, ``integer ≥ 1, **8**``."""
+    word = re.compile(rf"(?<![\w-]){re.escape(default)}(?![\w-])")
+    if re.match(r"[a-z]", default) and word.search(value):
+        return word.sub(f"**{default}**", value, count=1)
+    return f"{value}, **{default}**" if default else value
 
 
 def _value(schema: RecipeSchema, node: Node, key: str, shown: Shown) -> str:
@@ -231,7 +239,7 @@ def _argument(argument: schedules.ScheduleArgument) -> str:
     """What an argument takes: ``integer ≥ 1``, ``steps > 0``, ``number, < rate``."""
     if argument.kind == "word":
         return ", ".join(argument.words)
-    said = "integer" if argument.kind == "whole" else argument.kind
+    said = {"whole": "integer"}.get(argument.kind, str(argument.kind))
     said += f" {'>' if argument.above else '≥'} {argument.least:g}" if argument.above or argument.least else ""
     said += f", ≤ {argument.most:g}" if argument.most is not None else ""
     return said + (", < rate" if argument.below_peak else ", ≥ rate" if argument.above_peak else "")
@@ -263,18 +271,14 @@ def _about(node: Node) -> str:
 
 
 def _default(node: Node) -> str:
-    if "default" not in node:
-        return ""
-    value: Any = node["default"]
-    if value is None:
-        return ""
+    value: Any = node.get("default")
     if isinstance(value, bool):
-        return f"`{str(value).lower()}`"
+        return str(value).lower()
     if isinstance(value, list | tuple):
-        return f"`[{', '.join(map(str, value))}]`"
-    if isinstance(value, float):
-        return f"`{value:g}`"
-    return f"`{value}`" if value != {} else "`{}`"
+        return ", ".join(map(str, value))
+    if value is None or value == {}:
+        return ""
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _escape(text: str) -> str:

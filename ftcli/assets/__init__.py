@@ -21,17 +21,17 @@ def asset(*parts: str) -> Path:
 
 
 def bundled(name: str, folder: str) -> Path | None:
-    """What ``bundled:NAME`` means in ``assets/FOLDER``, whether or not it exists; None for any other name."""
+    """The path of ``bundled:NAME`` in ``assets/FOLDER``, whether or not it exists; None for any other name."""
     return bundled_file(folder, name.removeprefix(BUNDLED)) if name.startswith(BUNDLED) else None
 
 
 def bundled_file(folder: str, name: str) -> Path:
-    """What a recipe calls ``name`` in ``assets/FOLDER``, whether or not it exists; nothing outside can be named."""
+    """The path of a recipe's ``name`` in ``assets/FOLDER``, whether or not it exists; nothing outside can be named."""
     return asset(folder, re.sub(r"[/\\\0]|^\.", "-", name))
 
 
 def is_template_file(name: str) -> bool:
-    """Whether ``data.chat_template`` names a file, and not a template that ships with ftcli."""
+    """True if ``data.chat_template`` names a file, and not a template that ships with ftcli."""
     return name.endswith((".jinja", ".j2"))
 
 

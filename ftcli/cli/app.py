@@ -14,7 +14,7 @@ from typer.exceptions import TyperException
 
 from ftcli import __version__
 from ftcli.cli import failure, render, usage
-from ftcli.cli.commands import bench, chat, check, doctor, evaluate, export, recipes, runs, sweep
+from ftcli.cli.commands import bench, chat, check, doctor, evaluate, export, recipes, runs, sample, sweep
 from ftcli.cli.commands.train import training_command
 from ftcli.cli.environment import (
     fewer_library_warnings,
@@ -74,6 +74,7 @@ def build_app(only: str | None = None) -> typer.Typer:
         "eval": evaluate.evaluate,
         "export": export.export,
         "chat": chat.chat,
+        "sample": sample.sample,
         "check": check.check,
         "bench": bench.bench,
         "runs": runs.runs,

@@ -22,7 +22,7 @@ def recipe_files(incomplete: str) -> list[str]:
 
 def shipped_recipes(incomplete: str) -> list[str]:
     """Names of the recipes that ship with ftcli."""
-    from ftcli.cli.shipped import shipped
+    from ftcli.cli.suggest import shipped
 
     return [name for name in shipped() if name.startswith(incomplete)]
 

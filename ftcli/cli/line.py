@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ftcli.pace import Pace
+from ftcli.remaining_time import Pace
 from ftcli.units import duration, number
 
 _SMALLEST_BAR, _LARGEST_BAR = 8, 40

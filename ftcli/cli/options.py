@@ -113,7 +113,7 @@ def load(path: str, changes: Sequence[Override]) -> LoadedRecipe:
 
 def _advised(error: FtcliError, path: Path) -> FtcliError:
     """A recipe that is not there (FT101), with what was probably meant."""
-    from ftcli.cli.near import is_shipped, recipe_meant, run_meant
+    from ftcli.cli.suggest import is_shipped, recipe_meant, run_meant
 
     finding = error.findings[0]
     nearby = (finding.help or "").startswith("did you mean") and not is_shipped(path.stem)
@@ -129,7 +129,7 @@ def run_directory(path: str, label: str) -> Path:
     """
     folder = expanded(path)
     if not is_file(folder / RUN_RECIPE):
-        from ftcli.cli.near import run_meant
+        from ftcli.cli.suggest import run_meant
 
         closed, meant = why_closed(folder), run_meant(folder)
         if closed is not None:

@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from typer.exceptions import TyperException
 
-from ftcli.cli.near import is_run, is_shipped
+from ftcli.cli.suggest import is_run, is_shipped
 from ftcli.errors import Finding, Origin
 from ftcli.paths import RECIPE_SUFFIXES
 from ftcli.tables import methods
@@ -19,6 +19,7 @@ _OTHER_WORDS: Mapping[str, str] = MappingProxyType(
     {
         "finetune": "train", "fine-tune": "train", "fit": "train", "run": "train", "sft": "train", "lora": "train",
         "tune": "train", "evaluate": "eval", "test": "eval", "rl": "grpo", "rlhf": "grpo", "talk": "chat",
+        "rft": "sample", "rejection-sampling": "sample", "best-of-n": "sample", "rollout": "sample", "mine": "sample",
         "ask": "chat", "generate": "chat", "infer": "chat", "inference": "chat", "predict": "chat", "prompt": "chat",
         "merge": "export", "merge-lora": "export", "save": "export", "convert": "recipes convert",
         "import": "recipes convert", "migrate": "recipes convert", "new": "recipes new", "init": "recipes new",

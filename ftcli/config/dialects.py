@@ -129,7 +129,7 @@ lora.alpha_pattern = lora_alpha_pattern:T
 lora.rank_pattern = lora_rank_pattern:T
 train.loraplus_lr_ratio = lora_plus_lr_ratio:H
 lost = bias:U(!none) | biases are not trained
-lost = lora_task_type:T(!causal_lm) | causal language models are trained
+lost = lora_task_type:T(!causal_lm,seq_cls) | causal language models are trained
 lost = unfrozen_parameters:A | a part of the weights cannot be chosen: LoRA, or all of them
 lost run.resume = lora_model_dir:AT adapter_name_or_path:F checkpointer.adapter_checkpoint:C
     | adapters begin anew; a run of ftcli goes on from --resume PATH
@@ -196,7 +196,8 @@ read data.train[].max_rows = max_samples:F
 read = dataset_prepared_path:A overwrite_cache:F | tokenized data is cached by its content; FTCLI_CACHE says where
 data.num_proc = dataset_processes:A dataset_num_proc:ATU preprocessing_num_workers:FT
 lost data.train[].weight = interleave_probs:F | write `weight` beside the `path` of each source in data.train
-note = mix_strategy:F | rows of all sources are mixed; weights stand beside each source in data.train
+lost = mix_strategy:F(!concat)
+    | all rows of all sources are mixed, each once an epoch; `weight` beside each source in data.train repeats them
 read = dataloader_num_workers:H | data is in memory; remove it
 lost = shuffle:C(!true) shuffle_merged_datasets:A(!true) disable_shuffling:F
     | training rows are always shuffled, by run.seed
@@ -238,22 +239,27 @@ lost = label_smoothing_factor:H | label smoothing is not offered: labels are as 
 lost = auto_find_batch_size:H | `ftcli check` says whether a batch size fits
 note = average_tokens_across_devices:H | the loss is weighted by token over all ranks
 # methods
-read train.method = stage:F(sft,pt,dpo) rl:A(dpo,ipo,orpo,simpo)
+read train.method = stage:F(sft,pt,dpo,kto,rm) rl:A(dpo,ipo,kto,orpo,simpo) reward_model:A(true)
 refuse grpo = rl:A(grpo) | run it with `ftcli grpo`; begin with `ftcli recipes copy smoke-grpo`
 refuse = rl:A stage:F
-    | by pairs there are dpo, orpo and simpo (train.method), and by rewards `ftcli recipes copy smoke-grpo` begins
-[convert] refuse = reward_funcs:TU num_generations:TU reward_model_path:TU desirable_weight:TU undesirable_weight:TU
-    num_iterations:TU scale_rewards:TU vllm_mode:TU
-    | `trl sft`, dpo, orpo and cpo are converted; for GRPO begin with `ftcli recipes copy smoke-grpo`
+    | by preferences there are dpo, kto, orpo, simpo and reward (train.method), and by rewards
+    `ftcli recipes copy smoke-grpo` begins
+[convert] refuse = reward_funcs:TU num_generations:TU reward_model_path:TU num_iterations:TU scale_rewards:TU
+    vllm_mode:TU
+    | `trl sft`, dpo, kto, orpo, cpo and reward are converted; for GRPO begin with `ftcli recipes copy smoke-grpo`
 lost = model_class:F train_dataset:F peft_config.*:F dist_config.*:F kernel_config.*:F
     | recipes of version 1 are not read: write it in the form that has model_name_or_path and finetuning_type
-refuse = process_reward_model:A command:T(grpo,kto,ppo,rloo,reward,online_dpo,bco,gkd,nash_md,xpo,prm)
-    trainer:TU(grpotrainer,ktotrainer,ppotrainer,rlootrainer,rewardtrainer,onlinedpotrainer,bcotrainer,gkdtrainer)
-    | by pairs there are dpo, orpo and simpo (train.method), and by rewards `ftcli recipes copy smoke-grpo` begins
+refuse = process_reward_model:A command:T(grpo,ppo,rloo,online_dpo,bco,gkd,nash_md,xpo,prm)
+    trainer:TU(grpotrainer,ppotrainer,rlootrainer,onlinedpotrainer,bcotrainer,gkdtrainer)
+    | by preferences there are dpo, kto, orpo, simpo and reward (train.method), and by rewards
+    `ftcli recipes copy smoke-grpo` begins
 read = do_train:FH do_eval:FH | the command says what is done: `ftcli train`, `ftcli eval`
 read = do_predict:FH | the command says what is done: `ftcli eval`
-read = command:TU trainer:TU(sfttrainer,unslothtrainer,dpotrainer,orpotrainer,cpotrainer)
+read = command:TU trainer:TU(sfttrainer,unslothtrainer,dpotrainer,ktotrainer,orpotrainer,cpotrainer,rewardtrainer)
 # preferences
+[convert] reward.center_rewards_coefficient = center_rewards_coefficient:TUA
+read = num_labels:TUA(1)
+lost = num_labels:TUA | a reward model gives one number
 preference.loss = pref_loss:F dpo_loss_type:A
 preference.loss[].weight = loss_weights:TU dpo_loss_weights:A | as in loss: [{name: sigmoid, weight: 0.8}]
 preference.beta = pref_beta:F rl_beta:A orpo_alpha:A
@@ -279,7 +285,10 @@ lost = discopop_tau:TU | it is 0.05
 [convert] lost = alpha:TU(!0) | AlphaPO is not offered: simpo is its form with alpha 0
 lost = dpo_norm_loss:A | loss: sigmoid_norm with a beta around 5 divides by length
 lost = pref_bco_weight:F | loss: [{name: sigmoid}, {name: bco_pair, weight: W}] is the nearest
-lost = kto_desirable_weight:A kto_undesirable_weight:A kto_chosen_weight:F kto_rejected_weight:F | KTO is not offered
+preference.desirable_weight = kto_desirable_weight:A kto_chosen_weight:F
+preference.undesirable_weight = kto_undesirable_weight:A kto_rejected_weight:F
+[convert] preference.desirable_weight = desirable_weight:TU
+[convert] preference.undesirable_weight = undesirable_weight:TU
 note = generate_during_eval:TU dpo_generate_during_eval:A | eval.tasks judge what is generated
 note = dpo_padding_free:A | data.padding_free: auto does that wherever attention can
 read = disable_dropout:TU use_logits_to_keep:TU dpo_use_logits_to_keep:A label_pad_token_id:TU padding_value:TU
@@ -336,7 +345,6 @@ eval.generate = generation_config:H
 grpo = trl:A | run it with `ftcli grpo`
 grpo.rewards = reward_funcs:TA
 lost grpo.rewards = reward_model:F | as in rewards: [{file: my_rewards.py:score}]
-[convert] refuse = reward_model:A | for rewards begin with `ftcli recipes copy smoke-grpo`
 grpo.rewards[].weight = reward_weights:TA
 grpo.num_generations = num_samples:H group_size:C grpo_samples:C
 grpo.max_prompt_length = max_prompt_len:H

@@ -26,6 +26,10 @@ class JudgeConfig(Section):
         default=None, description="exact_match: a regular expression whose first group is compared, not all the text."
     )
     pattern: str | None = Field(default=None, description="regex: what a completion must match.")
+    model: PathText | None = Field(
+        default=None,
+        description="reward_model: the folder of a reward model, such as `runs/reward/export/safetensors`.",
+    )
     min_chars: Annotated[int, Field(ge=0, le=10_000_000)] | None = Field(
         default=None, description="length: fewest characters that pass; 0 when absent."
     )

@@ -153,8 +153,8 @@ class CheckpointConfig(Section):
     keep_last: Count = Field(default=2, description="Complete checkpoints kept.")
     keep_best: bool = Field(
         default=False,
-        description="Also keep the checkpoint of the best evaluation: the lowest held-out loss, without one the "
-        "highest mean score of the tasks, or what `train.metric_for_best_model` says.",
+        description="Also keep the checkpoint of the best evaluation: the lowest held-out loss, without one the highest"
+        " mean score of the tasks, or what `train.metric_for_best_model` says.",
     )
     on_sigterm: bool = Field(default=True, description="On SIGTERM or SIGHUP finish the step, save, exit 75.")
 

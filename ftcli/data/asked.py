@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 from ftcli.config.data import DataConfig, DatasetConfig
 from ftcli.config.evaluation import GenerateConfig
 from ftcli.data.ledger import skipped_finding
+from ftcli.data.omissions import split_reasoning
 from ftcli.data.prepare import allowed_of
-from ftcli.data.presence import split_reasoning
 from ftcli.data.template import Renderer, renderer_of
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin
-from ftcli.patience import TimeBudget
 from ftcli.rows.prompts import Prompt, prompt_maker
 from ftcli.rows.reading import iterate, no_rows
 from ftcli.rows.row import data_error, raise_findings
+from ftcli.time_limit import TimeBudget
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ftcli.data.answers import AnswerTurn, Rendered, StopTexts, after_prompt, common_prefix, unopened, with_reasoning
 from ftcli.data.blocks import Look, placed
 from ftcli.data.bounded import REFUSALS
-from ftcli.data.presence import PROBE, Tools, reasoning_of
+from ftcli.data.omissions import PROBE, Tools, reasoning_of
 from ftcli.data.refusals import left_out
 from ftcli.data.template import Renderer
 from ftcli.errors import FtcliError
@@ -77,7 +77,7 @@ class Chats:
         return self._shared([look(chat, index, index) for index in trained], longest)
 
     def _shared(self, turns: list[AnswerTurn], whole: str | None) -> tuple[list[Rendered], int]:
-        """As few rows as hold every turn; ``whole`` is the text to begin with, if it goes on after the last turn."""
+        """The fewest rows that hold every turn; ``whole`` is the first text, if it goes on after the last turn."""
         rows: list[Rendered] = []
         left = list(turns)
         text = whole if whole is not None else left[-1].text if left else None

@@ -12,7 +12,7 @@ from ftcli.data.answers import Rendered
 from ftcli.data.boundary import BoundaryTokenizer, TokenizedText
 from ftcli.data.chats import Chats, stops_of
 from ftcli.data.forms import training_form
-from ftcli.data.presence import reasoning_of
+from ftcli.data.omissions import reasoning_of
 from ftcli.data.template import Renderer, renderer_of
 from ftcli.data.tokens import EncodedArrays, TokenizedRow, encoded_of
 from ftcli.errors import ExitCode, Finding, FtcliError

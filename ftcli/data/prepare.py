@@ -24,7 +24,6 @@ from ftcli.data.parallel import CHUNK_ROWS, encode_all
 from ftcli.data.tokens import TokenStore, TokenTable, TokenWriter
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin
 from ftcli.facts.device import usable_cores
-from ftcli.patience import TimeBudget
 from ftcli.plain import JsonObject, plain_fields
 from ftcli.reporting import Progress, Reporter, SilentReporter
 from ftcli.rows.columns import UnreadColumns
@@ -32,6 +31,7 @@ from ftcli.rows.layouts import layout_of
 from ftcli.rows.places import files_of, is_hub
 from ftcli.rows.reading import iterate, no_rows
 from ftcli.rows.row import MAX_NAMED, Row, raise_findings
+from ftcli.time_limit import TimeBudget
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

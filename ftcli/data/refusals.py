@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jinja2.exceptions import TemplateError
 
-from ftcli.data.presence import MessagePart
+from ftcli.data.omissions import MessagePart
 from ftcli.errors import FtcliError, first_line
 from ftcli.rows.row import Row, data_error
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Literal
 
@@ -13,12 +13,13 @@ from ftcli.data.template import renderer_of
 from ftcli.data.tokens import TokenizedRow
 from ftcli.errors import Finding
 from ftcli.labels import IGNORE_INDEX
-from ftcli.plain import JsonObject, plain_fields
+from ftcli.plain import LEFT_OUT, JsonObject, plain_fields
 from ftcli.rows.layouts import layout_of, understand
 from ftcli.rows.places import is_hub
 from ftcli.rows.prompts import prompts_of
 from ftcli.rows.reading import iterate, no_rows
 from ftcli.rows.row import Row, raise_findings
+from ftcli.tables import layouts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,13 +38,16 @@ class SampleToken:
 
 @dataclass(frozen=True, slots=True)
 class SampledRow:
-    """One row. ``origin`` is ``file:row``; ``tokens`` are those that reach the model, all of them if none does."""
+    """One row. ``origin`` is ``file:row``; ``tokens`` are those that reach the model, all of them if none does.
+    ``label`` is ``desirable`` or ``undesirable`` where the row calls its answer so.
+    """
 
     origin: str
     layout: str
     template: str | None
     fate: Fate
     tokens: tuple[SampleToken, ...]
+    label: str | None = field(default=None, metadata=LEFT_OUT)
 
     @property
     def trained(self) -> int:
@@ -113,7 +117,8 @@ def _sampled(
         refused = fitted.overlong is not None
         fate = "refused: longer than data.max_seq_len" if refused else "dropped: longer than data.max_seq_len"
     texts = tuple(_tokens(shown.input_ids, shown.labels, tokenizer))
-    return SampledRow(str(tokens.row.origin), layout, template, fate, texts)
+    label = ("desirable" if tokens.value > 0 else "undesirable") if layouts.row(layout).labelled else None
+    return SampledRow(str(tokens.row.origin), layout, template, fate, texts, label)
 
 
 def _tokens(ids: list[int], labels: list[int], tokenizer: PreTrainedTokenizerBase) -> list[SampleToken]:

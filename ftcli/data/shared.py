@@ -21,7 +21,7 @@ Pair = tuple[TokenizedRow, TokenizedRow]
 
 
 def shared_beginning(pair: Pair) -> int:
-    """How many tokens both rows begin with; one of each is left.
+    """Number of tokens that both rows begin with; one of each is left.
 
     These are tokens, not a prompt: where prompt and answer merge at their border, less is shared, and where both
     answers begin alike, more.
@@ -80,7 +80,7 @@ class _Row:
         self._pieces: list[tuple[int, int, int]] = []  # where the document begins, where the branch does, tokens
 
     def add(self, pair: Pair) -> list[Ints]:
-        """Where the tokens of each row of a pair lie."""
+        """Adds a pair; the places of the tokens of each of its rows."""
         shared = shared_beginning(pair)
         one, other = (np.asarray(row.input_ids, dtype=np.int64) for row in pair)
         if shared == 0:
@@ -96,7 +96,7 @@ class _Row:
             self._piece(np.full(size, pad_token_id, dtype=np.int64), 0, self.length)
 
     def batch(self) -> dict[str, Tensor]:
-        """What the layers take."""
+        """The layers' inputs."""
         documents, branches, sizes = np.array(self._pieces, dtype=np.int32).T
         return {
             "input_ids": torch.from_numpy(np.concatenate(self._ids))[None],

@@ -17,7 +17,7 @@ from ftcli.assets import template_path
 from ftcli.config.data import DataConfig
 from ftcli.data.answers import Rendered
 from ftcli.data.bounded import REFUSALS, Allowance, TemplateStopped
-from ftcli.data.presence import PROBE, MessagePart, Presence, Tools, reasoning_of, split_reasoning
+from ftcli.data.omissions import PROBE, MessagePart, Presence, Tools, reasoning_of, split_reasoning
 from ftcli.data.refusals import left_out, refused, stopped, unknown_role
 from ftcli.errors import ExitCode, FtcliError, Origin
 from ftcli.facts.tokenizer import no_template_finding

@@ -20,7 +20,7 @@ from ftcli.labels import IGNORE_INDEX
 from ftcli.model.backbone import compute_context, root_of
 from ftcli.model.loss import loss_of
 from ftcli.model.shards import reshard_model, try_forward
-from ftcli.plain import SPREAD
+from ftcli.plain import FLATTENED
 from ftcli.plan.precision import DtypePlan
 from ftcli.reporting import Reporter
 
@@ -50,7 +50,7 @@ class LossResult:
     token_accuracy: float | None
     tokens: int
     rows: int
-    more: Mapping[str, float] | None = field(default=None, metadata=SPREAD)
+    more: Mapping[str, float] | None = field(default=None, metadata=FLATTENED)
 
 
 def combine(parts: Iterable[LossResult]) -> LossResult | None:

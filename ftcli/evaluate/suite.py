@@ -17,7 +17,7 @@ from ftcli.evaluate.loss import BatchLayout, LossResult, combine, evaluate_loss
 from ftcli.evaluate.tasks import AnsweredTask, JudgedRow, TaskResult, judge
 from ftcli.job import Job
 from ftcli.judges import Judge
-from ftcli.plain import LEFT_OUT, SPREAD
+from ftcli.plain import FLATTENED, LEFT_OUT
 from ftcli.rows.row import raise_findings
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class ModelScores:
     lm-evaluation-harness.
     """
 
-    loss: LossResult | None = field(metadata=SPREAD)
+    loss: LossResult | None = field(metadata=FLATTENED)
     datasets: Mapping[str, LossResult]
     tasks: Mapping[str, TaskResult]
     lm_eval: Mapping[str, Mapping[str, float]] = field(metadata=LEFT_OUT)

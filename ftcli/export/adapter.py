@@ -93,7 +93,7 @@ def verify_adapter(source: ExportSource, folder: Path) -> Verified:
 
 
 def judged(server: AdapterServer, config: JsonMap, names: Iterable[str]) -> tuple[str, list[Finding]]:
-    """What a program makes of an adapter by its rules, for the record; and FT757 where it does not take it.
+    """The verdict of a program's rules on an adapter, for the record; and FT757 if it does not take it.
 
     Args:
         config, names: Of the adapter: adapter_config.json, and its tensors.

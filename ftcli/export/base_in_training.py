@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BaseInTraining:
-    """How training held the base's linear layers.
+    """The form of the base's linear layers in training.
 
     Attributes:
         settings: The quantization.
@@ -54,11 +54,11 @@ class BaseInTraining:
 
     @property
     def stored(self) -> bool:
-        """Whether the base's files are quantized themselves."""
+        """True if the base's files are quantized themselves."""
         return self.reader is not None
 
     def quantizes(self, name: str) -> bool:
-        """Whether training quantized this weight of the files."""
+        """True if training quantized this weight of the files."""
         return name in self.linears
 
     def packed_part(self, key: str, entry: TensorEntry) -> tuple[str, str] | None:
@@ -114,7 +114,7 @@ ORIGINAL = "the base model's weights as they are stored"
 
 
 def base_in_training(source: ExportSource, config: PretrainedConfig, model: PreTrainedModel) -> BaseInTraining | None:
-    """How training held the base of ``source``; None where it is taken as it is stored.
+    """Finds the form of ``source``'s base in training; None if it is taken as it is stored.
 
     Args:
         config: The base's, ``model``: the same without memory.

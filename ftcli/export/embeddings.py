@@ -60,7 +60,7 @@ def _outline(source: ExportSource) -> PreTrainedModel:
 
 
 def _brings_embeddings(source: ExportSource) -> bool:
-    """Whether the adapter's file holds more than pairs of matrices and modules of the base's shapes."""
+    """True if the adapter's file holds more than pairs of matrices and modules of the base's shapes."""
     config = read_adapter_config(source.folder)
     if config.get(_INDICES) or config.get("ensure_weight_tying"):
         return True
@@ -80,7 +80,7 @@ def _brings_embeddings(source: ExportSource) -> bool:
 
 
 def _covers(modules: Any, weight: str) -> bool:
-    """Whether ``modules_to_save`` names the module of a weight, as PEFT matches them."""
+    """True if ``modules_to_save`` names the module of a weight, as PEFT matches them."""
     module = weight.removesuffix(".weight")
     return any(means(each, module) for each in modules)
 
@@ -107,7 +107,7 @@ def _written(source: ExportSource, folder: Path) -> ExportSource:
 def _parts(
     source: ExportSource, tensors: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """What the file holds: pairs of matrices by key, whole weights by name, and trained rows by their weight's name."""
+    """Splits the file into pairs of matrices by key, whole weights by name, and trained rows by their weight's name."""
     pairs: dict[str, Tensor] = {}
     wholes: dict[str, Tensor] = {}
     rows: dict[str, Tensor] = {}

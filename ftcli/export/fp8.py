@@ -90,12 +90,12 @@ def require_compressed_tensors() -> None:
 
 
 def scale_key(key: str) -> str:
-    """What the scale of a weight is called in the files."""
+    """The name of a weight's scale in the files."""
     return f"{key}_scale"
 
 
 def _rounded(model: PreTrainedModel, base: StoredWeights) -> dict[str, str]:
-    """Which tensors are eight bits wide: the name in the model of each, by its key in the files."""
+    """The tensors that are eight bits wide: the name in the model of each, by its key in the files."""
     layers = {id(module) for layer in decoder_layers(model) for module in layer.modules()}
     linear = {
         f"{name}.weight"

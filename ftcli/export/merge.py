@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class AdapterUpdates:
-    """What an adapter does to the weights of its base, through PEFT's own layers.
+    """The changes of an adapter to the weights of its base, through PEFT's own layers.
 
     Attributes:
         layers: PEFT's layer that changes a weight, by the weight's name.
@@ -106,7 +106,7 @@ class Rounding:
 
 
 def rounding_of(model: PreTrainedModel, dtype: torch.dtype | None, quantized: torch.dtype) -> Rounding:
-    """How the weights of ``model`` are stored: see :class:`Rounding`."""
+    """The storage of the weights of ``model``: see :class:`Rounding`."""
     from transformers.quantizers.quantizers_utils import should_convert_module
 
     names = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
@@ -140,7 +140,7 @@ def outputs(base: StoredWeights, adapter: AdapterUpdates, rounding: Rounding) ->
 
 
 def is_copied(base: StoredWeights, adapter: AdapterUpdates, stored: StoredTensors) -> bool:
-    """Whether the merged model's tensors are those of the file, but for the dtype."""
+    """True if the merged model's tensors are those of the file, but for the dtype."""
     changed = adapter.changed
     return not stored.packed and all(base.is_as_stored(name) and name not in changed for name in stored.names)
 

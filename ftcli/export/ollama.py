@@ -44,7 +44,7 @@ _REASONED, _PLAIN = (
 
 @dataclass(frozen=True, slots=True)
 class ChatForm:
-    """How a template writes conversations; ``{eos}`` stands for the tokenizer's.
+    """A template's form of conversations; ``{eos}`` stands for the tokenizer's.
 
     Attributes:
         user, assistant: What stands before and after the content of a turn.
@@ -157,7 +157,7 @@ def differences(form: ChatForm, tokenizer: PreTrainedTokenizerBase) -> tuple[Fin
 
 
 def expected(form: ChatForm, turns: Turns, *, think: bool | None = None) -> str:
-    """What :func:`go_template` of the form renders; bos aside."""
+    """The text that :func:`go_template` of the form renders; bos aside."""
     system = "\n\n".join(content for role, content in turns if role == "system")
     text = "" if system and (form.system or form.joint) else form.opening
     for index, (role, content) in enumerate(turns):

@@ -42,12 +42,12 @@ class Probe:
 
     @property
     def greedy(self) -> Tensor:
-        """What the trained model goes on with: (new_tokens,)."""
+        """The tokens that the trained model goes on with: (new_tokens,)."""
         return self.input_ids[0, self._first - self.new_tokens : self._first]
 
     @property
     def continued_at(self) -> slice:
-        """Where, among the positions that :func:`logits` answers for, the trained model chose each of these tokens."""
+        """The positions, among those of :func:`logits`, at which the trained model chose each of these tokens."""
         return slice(self._first - self.new_tokens - 1, self._first - 1)
 
     @property
@@ -106,7 +106,7 @@ def logits(model: PreTrainedModel | PeftModel, probe: Probe) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class LogitsComparison:
-    """How far logits are from their reference.
+    """Distance of logits from their reference.
 
     Each position's mean is removed first, since softmax does not see it.
 

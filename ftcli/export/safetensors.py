@@ -103,7 +103,7 @@ _BESIDE = 1 << 29
 
 @dataclass(frozen=True, slots=True)
 class ModelPlan:
-    """What is written: base and adapter, or the weights of a full fine-tune in another dtype.
+    """The weights to write: base and adapter, or those of a full fine-tune in another dtype.
 
     Attributes:
         config: The base's, which the written one is made of.
@@ -128,7 +128,7 @@ class ModelPlan:
 
     @property
     def merged_with(self) -> str:
-        """Which form of the base the adapter is merged with; empty where there is no adapter."""
+        """The form of the base that the adapter is merged with; empty if there is no adapter."""
         return self.base.form if self.adapter.changed else ""
 
 
@@ -212,7 +212,7 @@ def _stored_at(source: ExportSource) -> tuple[str, str | None]:
 
 
 def _plain_dtype(config: PretrainedConfig, source: ExportSource) -> torch.dtype:
-    """What weights are stored in that the base stores quantized: what its config.json says of the others."""
+    """The dtype of weights that the base stores quantized: that of the others by its config.json."""
     said: Any = config.get_text_config()
     stated = getattr(config, "dtype", None) or getattr(said, "dtype", None)
     return stated if isinstance(stated, torch.dtype) else getattr(torch, source.compute)
@@ -245,7 +245,7 @@ def save_config(source: ExportSource, plan: ModelPlan, tokenizer: PreTrainedToke
 
 
 def _both_ends_stored(model: PreTrainedModel, plan: ModelPlan) -> bool:
-    """Whether the model ties embeddings that the base stores twice, and one of them was changed."""
+    """True if the model ties embeddings that the base stores twice, and one of them was changed."""
     embedding, head = ends(model)
     stored = {embedding, head} <= set(plan.base.names)
     return stored and bool({embedding, head} & set(plan.adapter.changed))

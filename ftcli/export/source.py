@@ -1,4 +1,4 @@
-"""What is exported: found, and loaded as a user of an export would, with plain transformers and PEFT on the CPU."""
+"""Finds and loads the source of an export as a user would, with plain transformers and PEFT on the CPU."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _LOAD_ERRORS = (OSError, ValueError, RuntimeError, KeyError, SafetensorError)
 
 @dataclass(frozen=True, slots=True)
 class ExportSource:
-    """What is exported.
+    """The source of an export.
 
     Attributes:
         kind: ``adapter`` (PEFT's layout, belongs to ``base``) or ``model`` (transformers' layout, complete).

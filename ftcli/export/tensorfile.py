@@ -51,7 +51,7 @@ _PIECE = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where a tensor lies in its file: ``dtype`` by the layout's name, ``start`` and ``nbytes`` in bytes."""
+    """A tensor's place in its file: ``dtype`` by the layout's name, ``start`` and ``nbytes`` in bytes."""
 
     dtype: str
     shape: tuple[int, ...]

@@ -63,14 +63,14 @@ class Verified:
 
 
 def not_asked(merged_with: str = "") -> Verified:
-    """Of an export that nobody wanted verified: it says so in its record."""
+    """The record of an export that nobody wanted verified."""
     message = "written without verification (--no-verify): nothing is known of how it answers"
     return Verified("nothing", {"verified": "no"}, (Finding("FT754", message, severity="warning"),), merged_with)
 
 
 @dataclass(frozen=True, slots=True)
 class LogitsReport:
-    """What comparing logits found; all but ``problems`` is written into the export.
+    """The result of comparing logits; all but ``problems`` is written into the export.
 
     Attributes:
         relative_error: Against base and adapter, weights rounded alike: what is compared with ``tolerance``.
@@ -123,7 +123,7 @@ def check_logits(
 
 
 def logits_problems(compared: LogitsComparison, allowed: float) -> list[str]:
-    """What is wrong with logits of which a relative error of ``allowed`` passes."""
+    """Problems of logits, of which a relative error of ``allowed`` passes."""
     problems = []
     if not compared.relative_error <= allowed:
         problems.append(f"logits differ by {compared.relative_error:.3g} of their size; {allowed:.3g} is allowed")
@@ -133,7 +133,7 @@ def logits_problems(compared: LogitsComparison, allowed: float) -> list[str]:
 
 
 def same_greedy(found: Tensor, probe: Probe) -> str:
-    """How many of the tokens that the trained model goes on with are the likeliest in ``found``, too."""
+    """Number of the trained model's next tokens that are the likeliest in ``found``, too."""
     chosen = found[probe.continued_at].argmax(-1)
     return f"{int((chosen == probe.greedy).sum())} of {probe.new_tokens}"
 
@@ -248,12 +248,12 @@ def check_answer(
 
 
 def loaded(request: ReloadRequest) -> str:
-    """How it was loaded again, for an export's record."""
+    """The way in which it was loaded again, for an export's record."""
     return "layer by layer, for lack of memory" if request.from_disk else "whole"
 
 
 def reloaded(answer: ReloadAnswer) -> dict[str, str | int]:
-    """What an export's record says of the process that loaded it again."""
+    """Facts of the process that loaded it again, for an export's record."""
     return {"reloaded_by": answer.libraries, "reload_peak_bytes": answer.peak_bytes}
 
 
@@ -358,7 +358,7 @@ def _compare_merged(
 
 
 def difference(found: Tensor, want: Tensor, dtype: torch.dtype, *, exact: bool) -> str | None:
-    """What is wrong with ``found``, which ``want`` was to be rounded to ``dtype`` for."""
+    """The fault of ``found``, which ``want`` was to be rounded to ``dtype`` for."""
     if found.shape != want.shape or found.dtype != dtype:
         return f"is {found.dtype} {tuple(found.shape)} instead of {dtype} {tuple(want.shape)}"
     pieces = list(zip(torch.split(found.reshape(-1), _PIECE), torch.split(want.reshape(-1), _PIECE), strict=True))

@@ -153,7 +153,7 @@ class StoredWeights:
                 yield StoredTensors(keys, holders, (), (name,) if kind == "whole" else (), (shape,))
 
     def _kind(self, key: str, file: TensorFile) -> tuple[str, str, str]:
-        """Whether a stored tensor is one of the model's, a part, or of no place; of which; and as what."""
+        """The kind of a stored tensor: one of the model's, a part, or of no place; of which; and as what."""
         packed = None if self.in_training is None else self.in_training.packed_part(key, file.entries[key])
         if packed is not None:
             layer, part = packed
@@ -166,7 +166,7 @@ class StoredWeights:
 
     @property
     def form(self) -> str:
-        """Which form of the base this is, in words."""
+        """The form of the base, in words."""
         return ORIGINAL if self.in_training is None else self.in_training.said()
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -181,11 +181,11 @@ class StoredWeights:
         return ends(self._model)
 
     def of(self, name: str) -> StoredTensors:
-        """What is stored of a tensor."""
+        """The stored tensors of a name."""
         return self._by_name[self.ties.get(name, name)]
 
     def is_as_stored(self, name: str) -> bool:
-        """Whether training held a tensor as it is stored, and did not quantize it."""
+        """True if training held a tensor as it is stored, and did not quantize it."""
         return not self.of(name).packed and (self.in_training is None or not self.in_training.quantizes(name))
 
     def read(self, name: str) -> Tensor:
@@ -208,7 +208,7 @@ class StoredWeights:
         return _resized(tensor, self._rows[asked]) if asked in self._rows else tensor
 
     def joined(self, found: StoredTensors) -> dict[str, Tensor]:
-        """What stored parts make, as they are stored."""
+        """Joins stored parts, as they are stored."""
         entries = zip(found.keys, found.roles, found.files, strict=True)
         parts = [(key, role, file.read(key)) for key, role, file in entries]
         return self.renaming.join(found.names[0], parts)
@@ -280,7 +280,7 @@ def ends(model: PreTrainedModel) -> tuple[str, str]:
 
 
 def source_weights(source: ExportSource) -> tuple[StoredWeights, None] | tuple[MergedWeights, PeftModel]:
-    """What is exported, read tensor by tensor; and the adapter on its base, whose weights are not read yet.
+    """The weights to export, read tensor by tensor; and the adapter on its base, whose weights are not read yet.
 
     Raises:
         FtcliError: FT323 when the weights are not there, FT742 when the adapter is damaged or does not fit.
@@ -311,7 +311,7 @@ def base_weights(source: ExportSource) -> StoredWeights:
 
 
 def source_updates(source: ExportSource, adapted: PeftModel) -> dict[str, WeightUpdate]:
-    """What the adapter of ``source`` does to each weight."""
+    """The change of each weight by the adapter of ``source``."""
     try:
         return updates(read_adapter_config(source.folder), finite_tensors(source.folder), places(adapted))
     except ValueError as error:
@@ -337,7 +337,7 @@ def with_vocabulary(config: PretrainedConfig, source: ExportSource) -> Pretraine
 
 @dataclass(frozen=True, slots=True)
 class AdaptedWeight:
-    """Which weight of the base model an adapter's pair of matrices belongs to.
+    """The weight of the base model that an adapter's pair of matrices belongs to.
 
     ``transposed``: it is stored as (in, out), as in GPT-2 and in the experts of some families.
     """
@@ -362,7 +362,7 @@ def places(adapted: PeftModel) -> dict[str, AdaptedWeight]:
 
 @dataclass(frozen=True, slots=True)
 class WeightUpdate:
-    """How an adapter changes one weight (out, in): ``scale · b @ a`` is added to it, or ``whole`` replaces it.
+    """The change of one weight (out, in) by an adapter: ``scale · b @ a`` is added to it, or ``whole`` replaces it.
 
     With ``magnitude`` (out,), which DoRA has, the sum's rows are then brought to these lengths.
 
@@ -402,7 +402,7 @@ class WeightUpdate:
 def updates(
     config: JsonMap, tensors: Mapping[str, Tensor], placed: Mapping[str, AdaptedWeight]
 ) -> dict[str, WeightUpdate]:
-    """What the adapter does to each weight, by the weight's name in the base model.
+    """The change of each weight by the adapter, by the weight's name in the base model.
 
     Args:
         placed: What :func:`places` says of the adapter on its model.
@@ -445,7 +445,7 @@ def _scale(config: JsonMap, module: str) -> float:
 
 
 def stored_names(source: ExportSource, base: StoredWeights) -> list[str]:
-    """What a merged model stores, by the names in the adapter's file: heads that it unties are among them."""
+    """Names of the tensors of a merged model, as in the adapter's file: heads that it unties are among them."""
     trained: set[str] = set()
     if source.kind == "adapter":
         file = TensorFile(source.folder / ADAPTER_WEIGHTS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -38,7 +37,15 @@ from ftcli.plain import JsonObject, plain, plain_fields
 from ftcli.plan.quantization import stores_ternary_masters
 from ftcli.preflight.checks.support import is_installed
 from ftcli.reporting import Reporter
-from ftcli.run.atomic import TRASH_PREFIX, replace_directory, storage_errors, utc_now, write_json, writing_into
+from ftcli.run.atomic import (
+    TRASH_PREFIX,
+    json_object_in,
+    replace_directory,
+    storage_errors,
+    utc_now,
+    write_json,
+    writing_into,
+)
 from ftcli.run.directory import RunDirectory
 from ftcli.run.integrity import hold_result, result_files
 from ftcli.run.report.card import write_card
@@ -76,11 +83,11 @@ class ExportResult:
 
     @property
     def warnings(self) -> tuple[Finding, ...]:
-        """What people should know about it."""
+        """Warnings about it."""
         return self.verification.warnings
 
     def as_dict(self) -> JsonObject:
-        """What JSON says of it."""
+        """The JSON form."""
         warnings = [{"code": warning.code, "message": warning.message} for warning in self.warnings]
         return {**plain_fields(self), "warnings": warnings}
 
@@ -165,7 +172,7 @@ def _require_served(source: ExportSource, names: Sequence[str]) -> None:
 
 
 def _llama_cpp(made: Sequence[str], verify: bool, reporter: Reporter) -> str | None:
-    """What there is of llama.cpp, where a format is for it; that there is nothing is said once for all of them."""
+    """The llama.cpp of this machine, if a format is for it; that there is none is said once for all of them."""
     if not verify or not any(exports.row(name).llama_cpp for name in made):
         return None
     found = installed_llama_cpp()
@@ -243,7 +250,7 @@ def _unchanged(source: ExportSource, name: str, reporter: Reporter) -> ExportRes
     target = source.destination / name
     _require_replaceable(target)
     try:
-        record = json.loads((target / EXPORT_RECORD).read_text(encoding="utf-8"))
+        record = json_object_in(target / EXPORT_RECORD)
         told = dict(record["verification"])
         same = record["made_of"] == _made_of(source) and record["files"] == _sizes(target)
     except (FileNotFoundError, NotADirectoryError):
@@ -262,7 +269,7 @@ def _unchanged(source: ExportSource, name: str, reporter: Reporter) -> ExportRes
 
 
 def _made_of(source: ExportSource) -> JsonObject:
-    """What an export is of: the same again would be written again."""
+    """The identity of an export's source: the same again would be written again."""
     settings, template = source.settings.model_dump(mode="json", exclude={"formats"}), source.chat_template
     return {
         "ftcli": __version__,
@@ -274,7 +281,7 @@ def _made_of(source: ExportSource) -> JsonObject:
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    """Of what was written; evaluations write into the card later."""
+    """Sizes of the written files; evaluations write into the card later."""
     return {
         path.name: path.stat().st_size
         for path in sorted(folder.iterdir())

@@ -15,7 +15,7 @@ from typing import TypeAlias, TypeVar
 from ftcli.config.model import LoraConfig
 from ftcli.errors import Finding, Origin
 from ftcli.facts.shape import Linear, ModelShape, means
-from ftcli.patience import TookTooLong, limited_time
+from ftcli.time_limit import TookTooLong, limited_time
 
 #: The first number in a path is the layer's; those of experts come later.
 _NUMBERED: re.Pattern[str] = re.compile(r".*?\.[^.]*\.(?P<ftcli_index>\d+)\.")

@@ -158,5 +158,5 @@ class TextUntilStop:
 
 
 def _begun(text: str, stop: str) -> int:
-    """How many characters of ``stop``, not all, ``text`` ends with."""
+    """Number of characters of ``stop``, not all, that ``text`` ends with."""
     return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)

@@ -51,7 +51,7 @@ class TensorNames:
 
 
 def names_of(names: Sequence[str], architecture: Architecture) -> TensorNames:
-    """How the tensors of a model are called in a file: by the gguf library's own table, stacks of experts aside.
+    """Names of a model's tensors in a file: by the gguf library's own table, stacks of experts aside.
 
     Raises:
         FtcliError: FT756 for a tensor that llama.cpp has no place for.

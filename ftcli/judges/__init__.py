@@ -1,7 +1,7 @@
 """Judges score completions: rewards of GRPO and tasks of evaluation, built in or the user's, called in one way."""
 
 from ftcli.judges.builtin import missing_answer
-from ftcli.judges.judge import Judge, files_of, judge_name, judges_of, open_judge
+from ftcli.judges.judge import Judge, files_of, judge_name, judges_of, judging_tasks, open_judge
 from ftcli.judges.user import CALLED_WITH, columns_of, file_of, reserved_column
 from ftcli.judges.verdicts import CompletionBatch, JudgeScores
 
@@ -15,6 +15,7 @@ __all__ = [
     "files_of",
     "judge_name",
     "judges_of",
+    "judging_tasks",
     "missing_answer",
     "open_judge",
     "reserved_column",

@@ -2,22 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import re
+from collections.abc import Callable, Collection, Sequence
 
 from ftcli.config.judging import JudgeConfig, RewardConfig
 from ftcli.errors import Finding
-from ftcli.judges.patterns import SECONDS, Pattern
-from ftcli.judges.verdicts import FailedJudgement, Scorer, Verdict
-from ftcli.patience import TookTooLong
+from ftcli.judges.verdicts import CompletionBatch, FailedJudgement, Scorer, Verdict
 from ftcli.tables import code_of, judges
+from ftcli.time_limit import TookTooLong, limited_time
+
+#: An expression sees only this much of a completion, so that a slow one cannot hold up training.
+MAX_MATCHED_CHARS = 20_000
+#: And is given up after so long.
+SECONDS = 1.0
 
 
-def built_in(config: JudgeConfig, name: str) -> Scorer:
+class Pattern:
+    """A regular expression that a reward or a task names. Raises re.error where it is none."""
+
+    def __init__(self, expression: str) -> None:
+        self._compiled = re.compile(expression, re.DOTALL)
+
+    def search(self, text: str) -> re.Match[str] | None:
+        """The first match anywhere in the first 20,000 characters; ``.`` matches line breaks too.
+
+        Raises TookTooLong after a second, where this is the main thread: only there a signal can end a search.
+        """
+        with limited_time(SECONDS):
+            return self._compiled.search(text[:MAX_MATCHED_CHARS])
+
+
+def built_in(config: JudgeConfig, name: str) -> Callable[[CompletionBatch], list[Verdict]]:
     """The judge ``name`` with the options that a reward or a task gives it."""
     row = judges.row(name)
     options = {key: getattr(config, key, None) for key in row.options}
-    made: Scorer = code_of(row.code)(**{key: value for key, value in options.items() if value is not None})
-    return made
+    made = code_of(row.code)(**{key: value for key, value in options.items() if value is not None})
+    if row.model:
+        of_batch: Callable[[CompletionBatch], list[Verdict]] = made
+        return of_batch
+    scorer: Scorer = made
+    return lambda batch: scorer(batch.completions, batch.answers)
 
 
 def missing_answer(reward: RewardConfig, columns: Collection[str]) -> Finding | None:
@@ -54,7 +78,7 @@ def contains() -> Scorer:
 
 
 def regex(pattern: str) -> Scorer:
-    """Passes where ``pattern`` is found (:meth:`ftcli.judges.patterns.Pattern.search`)."""
+    """Passes where ``pattern`` is found (:meth:`ftcli.judges.builtin.Pattern.search`)."""
     expression = Pattern(pattern)
 
     def score(completions: Sequence[str], answers: Sequence[str]) -> list[Verdict]:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from ftcli.errors import ExitCode, FtcliError, first_line
 from ftcli.judges.verdicts import FailedJudgement, Scorer, Verdict
 from ftcli.paths import expanded
-from ftcli.patience import TookTooLong, limited_time
 from ftcli.plain import JsonObject
+from ftcli.time_limit import TookTooLong, limited_time
 
 if TYPE_CHECKING:
     from jsonschema.protocols import Validator

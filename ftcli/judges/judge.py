@@ -14,6 +14,7 @@ from ftcli.config.judging import JudgeConfig, OnError, RewardConfig
 from ftcli.config.recipe import Recipe
 from ftcli.errors import ExitCode, FtcliError, Origin
 from ftcli.judges.builtin import built_in
+from ftcli.judges.reward_model import classifier_files
 from ftcli.judges.user import file_of, open_function
 from ftcli.judges.verdicts import CompletionBatch, FailedJudgement, JudgeScores, Verdict
 from ftcli.paths import expanded, is_file
@@ -64,9 +65,8 @@ def open_judge(config: RewardConfig | TaskConfig) -> Judge:
     kind: Literal["reward", "task"] = "reward" if isinstance(config, RewardConfig) else "task"
     name = judge_name(config)
     if config.file is None:
-        scorer = built_in(config, name)
         on_error: OnError = "skip" if config.on_error is None else config.on_error
-        return Judge(name, kind, on_error, lambda batch: scorer(batch.completions, batch.answers))
+        return Judge(name, kind, on_error, built_in(config, name))
     what, code = _KINDS[kind]
     function = open_function(config.file, config.args, config.timeout, what, code)
     return Judge(config.file, kind, "stop" if config.on_error is None else config.on_error, function.verdicts)
@@ -78,14 +78,26 @@ def judge_name(config: JudgeConfig) -> str:
 
 
 def files_of(recipe: Recipe) -> dict[str, Path]:
-    """The files that judge: of functions and of JSON Schemas, in rewards and in tasks, by their names in the recipe.
+    """The files that judge, of functions, JSON Schemas and reward models, in rewards and in tasks, by their names in
+    the recipe.
 
     One that is not there is left out: opening its judge says so.
     """
     judges: list[JudgeConfig] = [*recipe.rewards, *recipe.eval.tasks]
     functions = {one.file.rpartition(":")[0]: file_of(one.file)[0] for one in judges if one.file is not None}
+    models = [one.model for one in judges if one.model is not None and one.file is None]
+    of_models = {str(path): path for model in models for path in classifier_files(model)}
     schemas = {one.json_schema: expanded(one.json_schema) for one in judges if isinstance(one.json_schema, str)}
-    return {name: path for name, path in {**functions, **schemas}.items() if is_file(path) and os.access(path, os.R_OK)}
+    return {
+        name: path
+        for name, path in {**functions, **schemas, **of_models}.items()
+        if is_file(path) and os.access(path, os.R_OK)
+    }
+
+
+def judging_tasks(recipe: Recipe) -> tuple[TaskConfig, ...]:
+    """The tasks by which what is sampled is judged: those without rows of their own; all, where each has some."""
+    return tuple(task for task in recipe.eval.tasks if not task.data) or recipe.eval.tasks
 
 
 def judges_of(recipe: Recipe) -> dict[str, Judge]:

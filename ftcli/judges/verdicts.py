@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ftcli.errors import Origin
+from ftcli.rows.prompts import Prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,7 @@ class CompletionBatch:
         answers: The known answers, for judges that compare with one.
         columns: What the rows lend to functions of the user's (:func:`ftcli.judges.user.columns_of`).
         origins: Where the rows are, for messages; empty where that is not known.
+        asked: The prompts as the rows have them; empty where nobody knows.
         reasoning: What the model wrote before each completion, None where nothing; empty where nobody knows.
     """
 
@@ -27,6 +29,7 @@ class CompletionBatch:
     columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     origins: Sequence[Origin] = ()
     reasoning: Sequence[str | None] = ()
+    asked: Sequence[Prompt] = ()
 
     def only(self, places: Sequence[int]) -> CompletionBatch:
         """The completions at these places."""
@@ -37,6 +40,7 @@ class CompletionBatch:
             {name: [values[at] for at in places] for name, values in self.columns.items()},
             [self.origins[at] for at in places] if self.origins else (),
             [self.reasoning[at] for at in places] if self.reasoning else (),
+            [self.asked[at] for at in places] if self.asked else (),
         )
 
     def named(self, place: int) -> str:

@@ -54,7 +54,7 @@ _DECODER_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 @dataclass(frozen=True, slots=True)
 class ModelStorage:
-    """How a model is held: on ``device``, linear layers quantized by ``settings``, everything else in ``dtype``.
+    """The storage of a model: on ``device``, linear layers quantized by ``settings``, everything else in ``dtype``.
 
     The first ``dequantized_layers`` decoder layers are held dequantized where the method allows it. ``trained``: the
     base weights are, if the method trains them. ``recognises``: weights in full precision are no masters, so those that

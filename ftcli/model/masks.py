@@ -28,7 +28,7 @@ _Rule = Callable[..., Tensor]
 
 @dataclass(frozen=True, eq=False)
 class CallMask:
-    """Which keys each query of one call sees, for the layers of one type.
+    """The keys that each query of one call sees, for the layers of one type.
 
     What it makes it keeps, for all layers of the call and for their recomputation under gradient checkpointing; it goes
     with the call. Reading ``kind`` waits for the device once if there is padding or packing; nothing else does.

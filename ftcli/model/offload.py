@@ -296,7 +296,7 @@ class HostEmbedding(nn.Module):
 
 
 def why_not_on_host(model: PreTrainedModel | PeftModel) -> str | None:
-    """Why the embedding has to stay on the device, as one clause; None where it need not."""
+    """The reason why the embedding has to stay on the device, as one clause; None if it need not."""
     base = base_of(model)
     embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
     if type(embedding) is not nn.Embedding:

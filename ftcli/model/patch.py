@@ -158,7 +158,7 @@ def _why_not(layer: nn.Module, family: Family) -> str | None:
 
 
 def why_not_fused(layer: nn.Module) -> str | None:
-    """Why the fused layers cannot take this linear layer; None when they can."""
+    """The reason why the fused layers cannot take this linear layer; None if they can."""
     from peft.tuners.lora import Linear as LoraLinear
     from peft.utils.other import ModulesToSaveWrapper
 

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ftcli.empty_weights import Undrawn
 from ftcli.errors import ExitCode, FtcliError, first_line
 from ftcli.facts.weights import WEIGHTS_INDEX
 from ftcli.plain import JsonMap
-from ftcli.undrawn import Undrawn
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

@@ -48,7 +48,7 @@ def add_score_head(model: PreTrainedModel, seed: int) -> None:
 
 
 def has_score_head(model: PreTrainedModel | PeftModel) -> bool:
-    """Whether :func:`add_score_head` was called."""
+    """True if :func:`add_score_head` was called."""
     return SCORE in dict(base_of(model).named_children())
 
 

@@ -156,7 +156,7 @@ def _few_at_a_time(layers: Sequence[nn.Module]) -> Iterator[range]:
 
 
 def _tolerance(model: Model, plan: DtypePlan) -> Tolerance:
-    """That of the compute dtype, or of quantized layers whose products are coarser."""
+    """The tolerance of the compute dtype, or of quantized layers whose products are coarser."""
     own = (module.tolerance for module in model.modules() if isinstance(module, QuantizedLinear))
     return next((tolerance for tolerance in own if tolerance is not None), TOLERANCES[plan.compute])
 
@@ -184,7 +184,7 @@ def _refused(error: TritonError) -> FtcliError:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """How the model called a layer: its input and the keyword arguments (rotation, mask)."""
+    """The model's call of a layer: its input and the keyword arguments (rotation, mask)."""
 
     hidden: Tensor
     kwargs: dict[str, Any]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ftcli.config.load import LoadedRecipe
 from ftcli.pipeline.launch import over_ranks
-from ftcli.pipeline.options import BenchOptions, ChatOptions, ExportOptions
+from ftcli.pipeline.options import BenchOptions, ChatOptions, ExportOptions, SampleOptions
 from ftcli.reporting import Session
 from ftcli.run.signals import stoppable
 from ftcli.tables import code_of, engines, methods
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ftcli.pipeline.evaluation import EvaluationResult
     from ftcli.pipeline.every_gpu import EveryGpu
     from ftcli.pipeline.exporting import Exported
+    from ftcli.pipeline.sample_rows import SampleResult
     from ftcli.run.process_group import RankGroup
 
 T = TypeVar("T")
@@ -31,12 +32,14 @@ __all__ = [
     "BenchOptions",
     "ChatOptions",
     "ExportOptions",
+    "SampleOptions",
     "bench",
     "chat",
     "check",
     "check_every_gpu",
     "evaluate",
     "export",
+    "sample",
     "train",
 ]
 
@@ -107,6 +110,14 @@ def chat(loaded: LoadedRecipe, session: Session, run_dir: Path, options: ChatOpt
         from ftcli.pipeline.chatting import open_chat
 
         return open_chat(loaded, session, run_dir, options)
+
+
+def sample(loaded: LoadedRecipe, session: Session, run_dir: Path | None, options: SampleOptions) -> SampleResult:
+    """Answers of the base model, or of the run in ``run_dir``, judged and written as rows to train on."""
+    with stoppable("sampling"):
+        from ftcli.pipeline.sampling import sample_recipe
+
+        return sample_recipe(loaded, session, run_dir, options)
 
 
 def bench(loaded: LoadedRecipe, session: Session, options: BenchOptions) -> BenchResult:

@@ -1,11 +1,11 @@
-"""What `ftcli bench` answers."""
+"""The answer of `ftcli bench`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from ftcli.plain import SPREAD, JsonObject
+from ftcli.plain import FLATTENED, JsonObject
 from ftcli.plan.batches import Layout
 from ftcli.plan.memory.checkpointing import Offloaded
 from ftcli.tables import quantizations
@@ -96,20 +96,20 @@ class HostMemory:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What was measured of training steps or of evaluation batches; of the latter less is.
+    """Measurements of training steps or of evaluation batches; the latter have fewer.
 
     ``matmul_tflops`` is the rate of a large dense product on this machine; ``cuda_graphs`` is ``on``, or says why not.
     """
 
-    timing: Timing = field(metadata=SPREAD)
-    computing: TimedTokens = field(metadata=SPREAD)
-    device_memory: DeviceMemory | None = field(metadata=SPREAD)
+    timing: Timing = field(metadata=FLATTENED)
+    computing: TimedTokens = field(metadata=FLATTENED)
+    device_memory: DeviceMemory | None = field(metadata=FLATTENED)
     matmul_tflops: float
-    profiled: ProfiledStep | None = field(metadata=SPREAD)
+    profiled: ProfiledStep | None = field(metadata=FLATTENED)
     kernels: str
     self_check: SelfCheck | None
     cuda_graphs: str
-    host: HostMemory | None = field(metadata=SPREAD)
+    host: HostMemory | None = field(metadata=FLATTENED)
     several: SeveralGpus | None = None
 
 
@@ -156,7 +156,7 @@ class ArithmeticBound:
 
 @dataclass(frozen=True, slots=True)
 class BenchResult:
-    """What `ftcli bench` answers: what was timed, what was measured, and what that is compared with."""
+    """The answer of `ftcli bench`: the run, its measurements, and the numbers to compare them with."""
 
     recipe: str
     mode: Literal["training", "evaluation"]
@@ -169,7 +169,7 @@ class BenchResult:
     layers: int | None
     gradient_checkpointing: PolicyName
     uncheckpointed_layers: int
-    measured: Measured = field(metadata=SPREAD)
-    stored: StoredRate = field(metadata=SPREAD)
-    predicted: PredictedMemory = field(metadata=SPREAD)
-    bound: ArithmeticBound = field(metadata=SPREAD)
+    measured: Measured = field(metadata=FLATTENED)
+    stored: StoredRate = field(metadata=FLATTENED)
+    predicted: PredictedMemory = field(metadata=FLATTENED)
+    bound: ArithmeticBound = field(metadata=FLATTENED)

@@ -11,14 +11,18 @@ from ftcli.config.load import LoadedRecipe
 from ftcli.config.recipe import Recipe
 from ftcli.config.training import LoggingConfig
 from ftcli.data.lengths import Lengths, lengths_of
-from ftcli.pipeline.bench_bound import (
+from ftcli.pipeline.bench_rates import (
     arithmetic_bound,
     flops_of,
     operations_per_token,
     predicted_memory,
+    rates_of_ranks,
     stored_rate,
+    timed_batches,
+    timed_tokens,
+    timing,
+    tokens_per_second,
 )
-from ftcli.pipeline.bench_rates import rates_of_ranks, timed_batches, timed_tokens, timing, tokens_per_second
 from ftcli.pipeline.bench_result import BenchResult, HostMemory, Measured, ProfiledStep
 from ftcli.pipeline.options import BenchOptions
 from ftcli.preflight.checks.context import Command

@@ -13,9 +13,8 @@ from ftcli.config.load import LoadedRecipe
 from ftcli.config.recipe import Recipe
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin
 from ftcli.facts.weights import ADAPTER_CONFIG
-from ftcli.pipeline.as_trained import refuse_training
 from ftcli.pipeline.options import ChatOptions
-from ftcli.pipeline.weights import checkpoint_of, result_of
+from ftcli.pipeline.weights import checkpoint_of, refuse_training, result_of
 from ftcli.plain import LEFT_OUT
 from ftcli.preflight.stages import checked
 from ftcli.reporting import Reporter, Session
@@ -40,7 +39,7 @@ _PROBE = "Hello"
 
 @dataclass(frozen=True, slots=True)
 class ChatAnswer:
-    """What `ftcli chat` answers to one prompt.
+    """The answer of `ftcli chat` to one prompt.
 
     Attributes:
         completion: The model's answer exactly, control characters included. Empty where its reasoning never ended.
@@ -70,7 +69,7 @@ class ChatAnswer:
 
     @property
     def limit(self) -> str | None:
-        """What ended the answer before the model did, for people."""
+        """The limit that ended the answer before the model did, for people."""
         if self.stop == "stop":
             return None
         limit = f"--max-new-tokens {self.max_new_tokens}" if self.stop == "max_new_tokens" else "data.max_seq_len"
@@ -182,7 +181,7 @@ def open_chat(loaded: LoadedRecipe, session: Session, run_dir: Path, options: Ch
     job = open_job(report, session)
     conversation = _conversation(job, run, options)
     conversation.question(options.prompt if options.prompt is not None else _PROBE)
-    model = _model(job, run, weights)
+    model = model_that_answers(job, run, weights)
     sampling = sampling_of(loaded.recipe, options)
     seed = _seeded(loaded.recipe, options)
     opened = listening(
@@ -266,8 +265,8 @@ def _use_template_of(run: RunDirectory, renderer: Renderer, reporter: Reporter) 
         reporter.finding(Finding("FT734", message, help=help, severity="warning"))
 
 
-def _model(job: Job, run: RunDirectory | None, weights: Path | None) -> Model:
-    """What answers, on the kernels: the base, the base with the run's adapter, or the run's full fine-tune."""
+def model_that_answers(job: Job, run: RunDirectory | None, weights: Path | None) -> Model:
+    """The model that answers, on the kernels: the base, with the run's adapter, or the run's full fine-tune."""
     from ftcli.model.lora import load_adapter
     from ftcli.pipeline.evaluation import freeze_on_kernels
     from ftcli.train.assembly import begin_reading, build_base, hold

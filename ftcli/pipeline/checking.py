@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 from ftcli.config.load import LoadedRecipe
 from ftcli.facts.adapters import adapters
 from ftcli.facts.device import named_device
-from ftcli.pipeline.looking import look_at_rows
-from ftcli.plain import LEFT_OUT, SPREAD
+from ftcli.judges import judge_name, judging_tasks
+from ftcli.pipeline.check_rows import look_at_rows
+from ftcli.plain import FLATTENED, LEFT_OUT
 from ftcli.plan.execution import ExecutionPart
 from ftcli.plan.trained import PlannedAdapters, trained_parameters
 from ftcli.preflight.checks.model import TARGETS_CHECK
@@ -19,26 +20,28 @@ from ftcli.preflight.stages import checked
 from ftcli.reporting import Session
 
 if TYPE_CHECKING:
-    from ftcli.data.look import SurveyedSource
     from ftcli.data.sample import SampledRow
-    from ftcli.pipeline.outline import Outline
+    from ftcli.data.survey import SurveyedSource
+    from ftcli.pipeline.empty_model import Outline
 
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """What `ftcli check` answers.
+    """The answer of `ftcli check`.
 
     Attributes:
         adapters: None for full fine-tuning.
         rows: Which rows were looked at.
         attention: What the layers take, where that is not what the report says; else nothing.
+        judges: What `ftcli sample` would judge by.
         outline: What was found out by building the model without memory, where the family has no arithmetic.
     """
 
-    report: PreflightReport = field(metadata=SPREAD)
+    report: PreflightReport = field(metadata=FLATTENED)
     adapters: PlannedAdapters | None
     rows: tuple[SurveyedSource, ...] = ()
     attention: str = field(default="", metadata=LEFT_OUT)
+    judges: tuple[str, ...] = field(default=(), metadata=LEFT_OUT)
     outline: Outline | None = field(default=None, metadata=LEFT_OUT)
     samples: tuple[SampledRow, ...] = field(default=(), metadata=LEFT_OUT)
 
@@ -53,7 +56,7 @@ def check_recipe(loaded: LoadedRecipe, session: Session, as_gpu: str | None, sam
     not_made = report.not_made
     outline, adapters, attention = None, _arithmetic(report), ""
     if report.facts.shape is None:
-        from ftcli.pipeline.outline import not_tried, outline_of
+        from ftcli.pipeline.empty_model import not_tried, outline_of
 
         outline = outline_of(report)
         adapters, attention = outline.adapters, outline.attention
@@ -62,7 +65,9 @@ def check_recipe(loaded: LoadedRecipe, session: Session, as_gpu: str | None, sam
     shown = _samples(session, report, samples) if samples else ()
     looked = look_at_rows(report, session)
     report = replace(report, not_made=(*not_made, *looked.not_made))
-    return CheckResult(report, adapters, looked.rows, attention, outline, shown)
+    recipe = report.recipe
+    judges = tuple(one.file or judge_name(one) for one in recipe.rewards or judging_tasks(recipe))
+    return CheckResult(report, adapters, looked.rows, attention, judges, outline, shown)
 
 
 def _corrected(part: ExecutionPart, attention: str) -> ExecutionPart:
@@ -73,7 +78,7 @@ def _corrected(part: ExecutionPart, attention: str) -> ExecutionPart:
 
 
 def _arithmetic(report: PreflightReport) -> PlannedAdapters | None:
-    """What the recipe adapts in a family whose shape is known; None for full fine-tuning."""
+    """The planned adapters of a family whose shape is known; None for full fine-tuning."""
     lora, shape = report.recipe.lora, report.facts.shape
     if lora is None or shape is None:
         return None

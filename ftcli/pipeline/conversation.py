@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ftcli.data.answers import OPENED_REASONING
 from ftcli.data.asked import PromptLimit
-from ftcli.data.presence import split_reasoning
+from ftcli.data.omissions import split_reasoning
 from ftcli.data.reasoning import Answer, ReasoningMarks
 from ftcli.data.template import Renderer
 from ftcli.rows.prompts import Prompt
@@ -58,7 +58,7 @@ class Conversation:
 
     @property
     def turns(self) -> tuple[Message, ...]:
-        """What was said so far."""
+        """The turns so far."""
         return (*self._first, *self._turns)
 
     def reset(self) -> None:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ftcli.config.load import LoadedRecipe
 from ftcli.facts.weights import ADAPTER_CONFIG
 from ftcli.judges import judges_of
-from ftcli.pipeline.as_trained import refuse_training
-from ftcli.pipeline.weights import checkpoint_of, result_of
+from ftcli.pipeline.weights import checkpoint_of, refuse_training, result_of
 from ftcli.plain import LEFT_OUT
 from ftcli.preflight.stages import checked
 from ftcli.reporting import Session
@@ -19,7 +18,7 @@ from ftcli.run.directory import RunDirectory
 from ftcli.run.report import write_report
 from ftcli.run.report.card import write_card
 from ftcli.run.results import Evaluation, update_evaluation
-from ftcli.train.held_out import eval_scores, task_samples
+from ftcli.train.evaluation import eval_scores, task_samples
 
 if TYPE_CHECKING:
     from ftcli.data.tokens import TokenizedRow
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationResult:
-    """What `ftcli eval` answers: the base model, the run where one was named, and which of its weights."""
+    """The answer of `ftcli eval`: the base model, the run where one was named, and which of its weights."""
 
     recipe: str
     base: ModelScores
@@ -77,7 +76,7 @@ def evaluate_recipe(
 def _base_and_run(
     job: Job, evaluator: Evaluator, directory: RunDirectory | None, weights: Path | None
 ) -> tuple[ModelScores, ModelScores | None]:
-    """What is measured of the base model, and of the run's ``weights`` where there are any."""
+    """Measures the base model, and the run's ``weights`` where there are any."""
     from ftcli.model.lora import load_adapter
     from ftcli.train.assembly import begin_reading, build_base, hold
 
@@ -102,7 +101,7 @@ def _base_and_run(
 
 
 def _is_adapter(folder: Path) -> bool:
-    """Whether a folder holds an adapter, or what is left of one."""
+    """True if a folder holds an adapter, or what is left of one."""
     return (folder / ADAPTER_CONFIG).is_file() or any(folder.glob("adapter_model*"))
 
 

@@ -23,7 +23,7 @@ _DOUBLED = 10
 
 @dataclass(frozen=True, slots=True)
 class GpuVerdict:
-    """What preflight says of one GPU.
+    """The verdict of preflight on one GPU.
 
     Attributes:
         verdict: ``refused`` where it is another thing than memory that cannot be.

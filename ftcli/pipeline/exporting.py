@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 
 from ftcli.config.load import LoadedRecipe
 from ftcli.errors import ExitCode, Finding, FtcliError
-from ftcli.pipeline.as_trained import changed_since, refuse_settings
 from ftcli.pipeline.options import ExportOptions
-from ftcli.pipeline.weights import checkpoint_of
+from ftcli.pipeline.weights import changed_since, checkpoint_of, refuse_settings
 from ftcli.preflight.stages import checked
 from ftcli.reporting import Session
 from ftcli.run.directory import RunDirectory
@@ -27,7 +26,7 @@ _OF_EXPORT = ("export", "run")
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What `ftcli export` answers."""
+    """The answer of `ftcli export`."""
 
     run: str
     exports: Sequence[ExportResult]

@@ -1,4 +1,4 @@
-"""How the processes of a run work together: the code of :mod:`ftcli.tables.engines`."""
+"""Starts the processes of a run: the code of :mod:`ftcli.tables.engines`."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ _ON_CPU = ((4, 512), (1, 256))
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What was answered.
+    """The answers to the questions.
 
     Attributes:
         model: A Hub id, a folder, or ``bundled:NAME``.
@@ -69,7 +69,7 @@ def new_recipe(answers: Answers, path: Path, *, offline: bool) -> str:
 
 
 def _with_remedy(finding: Finding, method: str) -> Finding:
-    """Where memory is short, what would be asked for instead."""
+    """The finding with a remedy, if memory is short."""
     if finding.code != "FT601" or method == "qlora":
         return finding
     less = "--method qlora" if method == "lora" else "--method lora or qlora"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
-    """What a benchmark times. None takes the recipe's value.
+    """Options of a benchmark. None takes the recipe's value.
 
     Attributes:
         batch: Rows of a step, or pairs of them where the recipe learns from pairs.
@@ -33,7 +34,7 @@ class BenchOptions:
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """What answers in a chat, and how. None takes the recipe's value, or the default for a person.
+    """Options of a chat. None takes the recipe's value, or the default for a person.
 
     Attributes:
         prompt: The one turn to answer; None where a person talks.
@@ -56,13 +57,13 @@ class ChatOptions:
 
     @property
     def interactive(self) -> bool:
-        """Whether a person talks."""
+        """True if a person talks."""
         return self.prompt is None
 
 
 @dataclass(frozen=True, slots=True)
 class ExportOptions:
-    """What is exported, and where to.
+    """Options of an export.
 
     Attributes:
         checkpoint: Of the run, a step or ``best``: it is written in place of the result, below ``<run>/export/step-…``.
@@ -77,3 +78,37 @@ class ExportOptions:
     force: bool = False
     verify: bool = True
     repo: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SampleOptions:
+    """Options of sampling, and of the selection. None takes the recipe's value.
+
+    Attributes:
+        kept: Rows for supervised fine-tuning, pairs for preference methods, or both.
+        num_generations: Answers of a prompt.
+        max_prompts: The first rows only.
+        min_score: Least score of an answer to learn, or of the better one of a pair.
+        min_margin: Least difference of the scores of a pair.
+        per_prompt: Most rows of a prompt, in each file.
+        truncated: What becomes of answers that were cut off.
+        checkpoint: Of the run, a step or ``best``, in place of its result.
+        output: Folder for the files, in place of ``samples/<name>``.
+        force: Replace samples of something else.
+    """
+
+    kept: Literal["sft", "pairs", "all"] = "all"
+    num_generations: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    max_new_tokens: int | None = None
+    seed: int | None = None
+    max_prompts: int | None = None
+    min_score: float | None = None
+    min_margin: float = 0.0
+    per_prompt: int = 1
+    truncated: Literal["drop", "reject", "keep"] = "drop"
+    checkpoint: str | None = None
+    output: Path | None = None
+    force: bool = False

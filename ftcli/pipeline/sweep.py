@@ -69,7 +69,7 @@ Start = Callable[[SweepRun, str | None], Child]
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """What is to be done.
+    """The sweep to run.
 
     Attributes:
         recipe: The recipe's file.
@@ -118,7 +118,7 @@ def _planned(recipe: Path, combination: Combination, base: Recipe, folder: Path)
 
 
 def _run_name(name: str, combination: Combination) -> str:
-    """What trackers call the run: the recipe's name and the settings, in the letters that a run's name may have."""
+    """The run's name in trackers: the recipe's name and the settings, in the letters that a run's name may have."""
     settings = "".join(c if (c.isalnum() and c.isascii()) or c in "._-" else "-" for c in combination.name)
     return f"{name[: _LONGEST_RUN_NAME // 2]}-{settings}"[:_LONGEST_RUN_NAME]
 
@@ -144,7 +144,7 @@ def sweep(plan: Sweep, session: Session, start: Start, devices: Sequence[str | N
 
 
 def is_finished(run: SweepRun) -> bool:
-    """Whether the folder holds the finished run of this very recipe."""
+    """True if the folder holds the finished run of this very recipe."""
     directory = RunDirectory(run.path)
     status = read_status(directory.status_path)
     if status is None or status.state != "completed" or directory.result_dir is None:

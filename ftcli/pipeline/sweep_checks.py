@@ -17,7 +17,7 @@ from ftcli.tables import methods
 
 @dataclass(frozen=True, slots=True)
 class _Checked:
-    """What preflight says of one recipe; ``exit_code`` is None where it may run."""
+    """The findings of preflight on one recipe; ``exit_code`` is None if it may run."""
 
     findings: tuple[Finding, ...]
     exit_code: ExitCode | None

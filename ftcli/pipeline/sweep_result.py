@@ -1,4 +1,4 @@
-"""What a sweep came to: its runs side by side, and the best of them."""
+"""The result of a sweep: its runs side by side, and the best of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ftcli.config.grid import Combination
 from ftcli.config.overrides import Settings
-from ftcli.plain import SPREAD
+from ftcli.plain import FLATTENED
 from ftcli.run.directory import is_run_directory
 from ftcli.run.report.comparison import Comparison, compare, write_comparison
 from ftcli.run.summary import RunSummary
@@ -20,7 +20,7 @@ PAGE = "comparison.html"
 
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
-    """How a run of a sweep ended: its exit status (negative: a signal), and why where it failed."""
+    """The end of a run of a sweep: its exit status (negative: a signal), and the reason if it failed."""
 
     combination: Combination
     path: Path
@@ -33,7 +33,7 @@ class RunOutcome:
 class SweptRun:
     """A run of a sweep with its results; without a run directory there are none."""
 
-    summary: RunSummary | None = field(metadata=SPREAD)
+    summary: RunSummary | None = field(metadata=FLATTENED)
     name: str
     path: Path
     settings: Settings
@@ -55,7 +55,7 @@ class BestRun:
 
 @dataclass(frozen=True, slots=True)
 class SweepResult:
-    """What `ftcli sweep` answers. ``remarks`` say what to keep in mind of the best, or why there is none."""
+    """The answer of `ftcli sweep`. ``remarks`` say what to keep in mind of the best, or why there is none."""
 
     sweep: Path
     runs: Sequence[SweptRun]
@@ -67,7 +67,9 @@ class SweepResult:
 
 @dataclass(frozen=True, slots=True)
 class _Measure:
-    """What runs are judged by: its name, its value of a run (None: not measured), and whether more is better."""
+    """The measure that runs are compared by: its name, its value of a run (None: not measured), and whether more is
+    better.
+    """
 
     name: str
     value: Callable[[RunSummary], float | None]

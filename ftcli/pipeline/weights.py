@@ -1,16 +1,21 @@
-"""Which of a run's weights are evaluated, asked or exported: its result, or one of its checkpoints."""
+"""A run's weights for evaluation, chat and export: its result or a checkpoint, under the recipe that trained them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
-from ftcli.errors import ExitCode, FtcliError
+from ftcli.config.dump import dump_recipe
+from ftcli.config.load import LoadedRecipe
+from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.reporting import Reporter
-from ftcli.run.atomic import irregular_file
+from ftcli.run.atomic import irregular_file, read_text
 from ftcli.run.directory import RunDirectory, is_run_directory, unreadable_file
 from ftcli.run.integrity import hold_result
 from ftcli.run.metrics import read_metrics
+from ftcli.run.recipe_changes import ChangedKey, recipe_changes
 from ftcli.run.status import read_status
+from ftcli.tables import methods
 from ftcli.train.best import BestEvaluation
 
 BEST = "best"
@@ -65,3 +70,44 @@ def _the_end_is_best(run: RunDirectory) -> bool:
     for line in read_metrics(run.metrics_path).lines:
         best.note(int(line["step"]), line)
     return best.value is not None and best.step == status.trained.steps
+
+
+#: What only training reads, besides the sections of its methods: weights that are there already know nothing of it.
+_TRAINING = ("lora", "train", "checkpoint", "launch")
+
+
+def changed_since(loaded: LoadedRecipe, run: RunDirectory) -> tuple[ChangedKey, ...]:
+    """Changes of the recipe since the run was trained by it; none for a run without a recipe."""
+    try:
+        return recipe_changes(read_text(run.recipe_path), dump_recipe(loaded.recipe))
+    except (OSError, ValueError):
+        return ()  # whoever reads the run says what is wrong with it
+
+
+def refuse_training(loaded: LoadedRecipe, run: RunDirectory, act: str) -> None:
+    """Raises FtcliError FT749 (exit 2) where ``--set`` changes how the run was trained, as :func:`refuse_settings`."""
+    refuse_settings(
+        loaded,
+        [change for change in changed_since(loaded, run) if change.is_in((*_TRAINING, *methods.sections()))],
+        act,
+    )
+
+
+def refuse_settings(loaded: LoadedRecipe, changes: Sequence[ChangedKey], act: str) -> None:
+    """Raises FtcliError FT749 (exit 2) for those of ``changes`` that ``--set`` makes: they would have no effect.
+
+    Args:
+        act: What cannot change them, with its article.
+    """
+    refused = [change for change in changes if _is_set(loaded, change)]
+    if refused:
+        help = f"{act} uses what was trained, by the recipe of the run: train again with it, or leave it out"
+        found = [
+            Finding("FT749", f"{act} cannot change {change}", loaded.origins.at(change.key), help) for change in refused
+        ]
+        raise FtcliError(found, ExitCode.RECIPE)
+
+
+def _is_set(loaded: LoadedRecipe, change: ChangedKey) -> bool:
+    origin = loaded.origins.at(change.key)
+    return origin is not None and origin.source.startswith("--set")

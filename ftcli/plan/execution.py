@@ -203,7 +203,9 @@ def _batches(recipe: Recipe, masked: AttentionChoice, layers: LayerChoice, *, wo
 
 
 def why_prompts_apart(recipe: Recipe, work: Work) -> str | None:
-    """Why the answers of a pair do not share their prompt although attention could skip what lies between; or None."""
+    """The reason why the answers of a pair do not share their prompt although attention could skip what lies between;
+    or None.
+    """
     settings = recipe.preference
     if settings is not None and settings.share_prompts == "off":
         return "preference.share_prompts: off"
@@ -252,9 +254,17 @@ def execution_parts(
         *_frozen_products(recipe, dtypes, device),
         _trained_products(recipe, dtypes, device, elementwise),
         *_attention_parts(recipe, facts, dtypes, device, execution),
-        ExecutionPart("head and loss", elementwise, f"{layers.reason}; logits in chunks, never all at once"),
+        _head(recipe, elementwise, layers.reason),
         batches,
     )
+
+
+def _head(recipe: Recipe, elementwise: str, reason: str) -> ExecutionPart:
+    if methods.row(recipe.train.method).classifier:
+        return ExecutionPart(
+            "score and loss", "torch", "one number a row, in float32; the model's head is not computed"
+        )
+    return ExecutionPart("head and loss", elementwise, f"{reason}; logits in chunks, never all at once")
 
 
 def _layers(recipe: Recipe, facts: ModelFacts, device: DeviceFacts, *, work: Work) -> LayerChoice:

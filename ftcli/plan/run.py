@@ -253,7 +253,7 @@ class RunPlan:
     def head_is_trained(self) -> bool:
         """True if the head has a gradient."""
         lora = self.recipe.lora
-        return lora is None or HEAD in lora.modules_to_save
+        return not self.method.classifier and (lora is None or HEAD in lora.modules_to_save)
 
     def setting(self, seq_len: int, *, padded: bool) -> ActivationSettings:
         """Arguments of the activation terms. ``padded``: rows of a batch may differ in length.

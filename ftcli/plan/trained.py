@@ -10,7 +10,7 @@ from ftcli.config.recipe import Recipe
 from ftcli.facts.adapters import adapters
 from ftcli.facts.shape import ModelShape
 from ftcli.plan.quantization import elements_beside
-from ftcli.tables import optimizers
+from ftcli.tables import methods, optimizers
 
 #: bitsandbytes keeps the state of smaller tensors in float32, and the driver does not page that of tensors below the
 #: second number (bitsandbytes 0.50, ``optim/optimizer.py``). State in 8 bits has a float32 scale for each block.
@@ -79,14 +79,21 @@ class PlannedAdapters:
 
 
 def trained_parameters(recipe: Recipe, shape: ModelShape) -> TrainedParameters:
-    """Parameters that the recipe trains: all of the language model, or adapters and ``modules_to_save``."""
+    """Parameters that the recipe trains: all of the language model, or adapters and ``modules_to_save``.
+
+    A reward model has its score beside them, and its head is not trained.
+    """
+    scores = methods.row(recipe.train.method).classifier
+    score = [TrainedMatrices(1, shape.hidden_size, 1, "vector")] if scores else []
     if recipe.lora is None:
         layer = [TrainedMatrices(x.out_features, x.in_features, shape.num_layers) for x in shape.linears]
         tables = [TrainedMatrices(shape.vocab_size, shape.hidden_size, 1, "embedding")]
-        tables += [] if shape.tied else [TrainedMatrices(shape.vocab_size, shape.hidden_size, 1, "head")]
-        beside = elements_beside(recipe.quantization, shape)
-        return TrainedParameters(shape.language_parameters + beside, tuple(layer + tables))
-    layers, matrices = shape.num_layers, list[TrainedMatrices]()
+        head = [] if shape.tied else [TrainedMatrices(shape.vocab_size, shape.hidden_size, 1, "head")]
+        elements = shape.language_parameters + elements_beside(recipe.quantization, shape)
+        if scores:
+            elements += shape.hidden_size - sum(one.elements for one in head)
+        return TrainedParameters(elements, tuple(layer + tables + (score if scores else head)))
+    layers, matrices = shape.num_layers, list(score)
     for each in adapters(shape, recipe.lora):
         matrices.append(TrainedMatrices(each.rank, each.linear.in_features, each.layers))
         matrices.append(TrainedMatrices(each.linear.out_features, each.rank, each.layers))

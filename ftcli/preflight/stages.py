@@ -37,14 +37,14 @@ from ftcli.plan.memory.host_total import HostEstimate, host_estimate
 from ftcli.plan.quantization import with_products_tried
 from ftcli.plan.run import RunPlan
 from ftcli.preflight.checks import (
-    copies,
     crossfield,
     data,
     files,
+    launch,
     machine,
     memory_and_disk,
     model,
-    sequence_parallel,
+    sampling,
     sources,
     support,
 )
@@ -92,7 +92,7 @@ def preflight(
         [
             *machine.check(context, device, plan.dtypes),
             *machine.check_layers(context, device, plan.execution),
-            *sequence_parallel.check_model(context, plan),
+            *launch.check_model(context, plan),
             *machine.check_sharded(context, plan.execution),
             *estimates.findings,
         ],
@@ -133,9 +133,9 @@ def _about_the_recipe(context: Context) -> Findings:
     """All rules that need only the recipe, those of its training method included."""
     yield from support.check(context)
     yield from crossfield.check(context)
-    yield from sequence_parallel.check(context)
-    yield from copies.check(context)
+    yield from launch.check(context)
     yield from sources.check(context)
+    yield from sampling.check(context)
     if context.work == "train" and context.method.rules is not None:
         yield from code_of(context.method.rules)(context)
     yield from files.check(context)

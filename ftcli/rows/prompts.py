@@ -30,7 +30,7 @@ class Prompt:
 
 
 def to_prompt(example: Example) -> Prompt:
-    """The example without its last answer, which becomes the reference.
+    """The example without its last answer, which becomes the reference; of a pair without both answers.
 
     Raises FtcliError FT413 for plain text (nothing separates question and answer) and for chats that do not end
     with the assistant.
@@ -40,7 +40,7 @@ def to_prompt(example: Example) -> Prompt:
         if last["role"] != "assistant" or len(example.messages) < 2:
             message = "the conversation does not end with an assistant's answer"
             raise data_error("FT413", message, example.row.origin, "end it with the answer, or remove the row")
-        asked_of = example.messages[:-1]
+        asked_of = example.messages[: example.completion_from if example.others else -1]
         answer = str(last["content"])
         return Prompt(example.row, asked_of, None, answer, example.tools, example.switches, example.value)
     if example.prompt_text is None or example.text is None:

@@ -90,7 +90,7 @@ class RunDirectory:
 
     @property
     def status_path(self) -> Path:
-        """How the run stands, for scripts."""
+        """The run's state, for scripts."""
         return self.path / "status.json"
 
 

@@ -125,7 +125,7 @@ class Timeouts:
 
 
 class Silence:
-    """How long each of some ranks has been silent, of the time in which this process ran."""
+    """Seconds for which each of some ranks has been silent, of the time in which this process ran."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self._lock = threading.Lock()
@@ -209,7 +209,7 @@ class Heartbeat:
         return {rank: 0.0 if self._where(rank) == _LEFT else found[rank] for rank in self._others}
 
     def lost(self) -> FtcliError | None:
-        """Why no rank can go on, as far as this one knows."""
+        """The reason why no rank can go on, as far as this one knows."""
         return self._failed or killed(self._place) or self._hung()
 
     def described(self, ranks: Sequence[int], silent: Mapping[int, float]) -> str:

@@ -17,7 +17,7 @@ from ftcli.config.model import ModelConfig
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.facts.model import ModelFacts
 from ftcli.facts.weights import WEIGHTS_INDEX
-from ftcli.plain import JsonMap, plain_fields
+from ftcli.plain import JsonMap, JsonObject, maps, plain_fields
 from ftcli.run.weight_files import WeightFile, weight_identities
 
 #: A data file is also hashed in about this many blocks, so that a change can be placed.
@@ -124,8 +124,9 @@ def _cached(tokenizer: str | None) -> Path | None:
 
 
 def _whole(path: Path) -> Fingerprint:
-    content = path.read_bytes()
-    return Fingerprint(path.name, len(content), hashlib.sha256(content).hexdigest())
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256")
+        return Fingerprint(path.name, file.tell(), digest.hexdigest())
 
 
 def require_same_inputs(previous: JsonMap, now: Inputs) -> None:
@@ -144,7 +145,7 @@ def require_same_inputs(previous: JsonMap, now: Inputs) -> None:
         return
     findings = [*_template_findings(known.get("chat_template"), now.chat_template), *_base_findings(known, now)]
     before = known.get("tokens_sha256")
-    if not findings and before and now.tokens_sha256 and before != now.tokens_sha256:
+    if not findings and isinstance(before, str) and before and now.tokens_sha256 and before != now.tokens_sha256:
         findings.append(
             Finding(
                 "FT731",
@@ -194,7 +195,7 @@ def changed_base(known: JsonMap, now: Inputs, *, weights: bool = True) -> list[s
 
 
 def _changed_files(known: Any, now: Sequence[Fingerprint | WeightFile], *, always: bool = False) -> list[str]:
-    before = {entry["name"]: entry for entry in known or ()}
+    before = noted_files(known)
     found = {each.name: plain_fields(each) for each in now}
     return [
         f"{name} ({_identity(before.get(name))} -> {_identity(found.get(name))})"
@@ -203,8 +204,20 @@ def _changed_files(known: Any, now: Sequence[Fingerprint | WeightFile], *, alway
     ]
 
 
+def noted_files(listed: object) -> dict[str, JsonObject]:
+    """The files of a manifest's list by name. None of a damaged one: what is left of it proves nothing."""
+    entries = maps(listed)
+    whole = isinstance(listed, list) and len(entries) == len(listed) and all(_tells_a_file(each) for each in entries)
+    return {entry["name"]: entry for entry in entries} if whole else {}
+
+
+def _tells_a_file(entry: JsonMap) -> bool:
+    count = entry.get("bytes")
+    return isinstance(entry.get("name"), str) and isinstance(_digest_in(entry), str) and type(count) is int
+
+
 def _is_same(before: JsonMap | None, now: JsonMap | None) -> bool:
-    """Whether all is the same that both entries tell of a file."""
+    """True if all is the same that both entries tell of a file."""
     if before is None or now is None:
         return before is now
     checksums = {entry["crc32"] for entry in (before, now) if entry.get("crc32")}
@@ -213,7 +226,7 @@ def _is_same(before: JsonMap | None, now: JsonMap | None) -> bool:
 
 def _digest_in(entry: JsonMap | None) -> str | None:
     """The digest of an entry of either kind; ftcli 0.1 called that of the samples sha256."""
-    return None if entry is None else entry.get("samples_sha256") or entry["sha256"]
+    return None if entry is None else entry.get("samples_sha256") or entry.get("sha256")
 
 
 def _identity(entry: JsonMap | None) -> str:
@@ -235,7 +248,7 @@ def require_same_data(previous: JsonMap, data: Sequence[Fingerprint], paths: Map
     Raises:
         FtcliError: FT731 with each changed, new and missing file (exit 2).
     """
-    known = {entry["name"]: entry for entry in previous.get("data", ())}
+    known = noted_files(previous.get("data"))
     if not known:
         return
     now = {f.name: f for f in data}
@@ -253,7 +266,7 @@ def require_same_data(previous: JsonMap, data: Sequence[Fingerprint], paths: Map
 
 
 def changed_held_out(previous: JsonMap, held_out: Sequence[Fingerprint], sources: Collection[str]) -> list[str]:
-    """Which held-out files are not what they were when a run began, in words; in a folder, which have come or gone.
+    """Held-out files that are not what they were when a run began, in words; in a folder, those that have come or gone.
 
     Results before and after training are of the same rows then. Sources that only one recipe names are none of them.
 
@@ -262,8 +275,7 @@ def changed_held_out(previous: JsonMap, held_out: Sequence[Fingerprint], sources
         held_out: Their fingerprints now.
         sources: The files and folders that they are of, as the recipe names them.
     """
-    listed, changed = previous.get("held_out"), []
-    known = {entry["name"]: entry for entry in listed if "sha256" in entry} if isinstance(listed, list) else {}
+    known, changed = noted_files(previous.get("held_out")), []
     now = {one.name: plain_fields(one) for one in held_out}
     for source in dict.fromkeys(sources):
         before, found = ({n: e for n, e in side.items() if _is_of(source, n)} for side in (known, now))
@@ -276,7 +288,7 @@ def changed_held_out(previous: JsonMap, held_out: Sequence[Fingerprint], sources
 
 
 def _is_of(source: str, name: str) -> bool:
-    """Whether a file is ``source``, or lies in it, by its name in a manifest."""
+    """True if a file is ``source``, or lies in it, by its name in a manifest."""
     return name == source or name.startswith(f"{source.rstrip('/')}/")
 
 
@@ -295,7 +307,7 @@ def require_same_held_out(previous: JsonMap, held_out: Sequence[Fingerprint], so
 
 
 def changed_judges(previous: JsonMap, judges: Sequence[Fingerprint]) -> list[str]:
-    """Which files of rewards and judges are not what they were when a run began, in words.
+    """Files of rewards and judges that are not what they were when a run began, in words.
 
     Those that only one side has are none of them: the recipe names them, and is compared itself.
 
@@ -303,8 +315,7 @@ def changed_judges(previous: JsonMap, judges: Sequence[Fingerprint]) -> list[str
         previous: The manifest of the run so far; one without their fingerprints proves nothing.
         judges: Their fingerprints now.
     """
-    listed = previous.get("judges")
-    known = {entry["name"]: entry for entry in listed if "sha256" in entry} if isinstance(listed, list) else {}
+    known = noted_files(previous.get("judges"))
     return [
         f"{one.name} ({_identity(known[one.name])} -> {_identity(plain_fields(one))})"
         for one in judges
@@ -328,13 +339,13 @@ def require_same_judges(previous: JsonMap, judges: Sequence[Fingerprint]) -> Non
 
 def _place(before: JsonMap, now: Fingerprint, path: Path | None) -> str:
     """In which rows of a text file the first difference lies, from the blocks of both fingerprints."""
-    size = before.get("block_bytes", 0)
-    if path is None or path.suffix != ".jsonl" or not size:
+    size, blocks = before.get("block_bytes"), before.get("blocks")
+    if path is None or path.suffix != ".jsonl" or type(size) is not int or size < 1 or not isinstance(blocks, str):
         return ""
     if size != now.block_bytes:  # the sizes differ too much for equal blocks: hash again as it was done then
         now = _with_blocks(path, size)
     width = 2 * _KEPT_DIGEST
-    old, new = ([b[i : i + width] for i in range(0, len(b), width)] for b in (before.get("blocks", ""), now.blocks))
+    old, new = ([b[i : i + width] for i in range(0, len(b), width)] for b in (blocks, now.blocks))
     first = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
     with path.open("rb") as file:
         start = sum(file.read(size).count(b"\n") for _ in range(first)) + 1

@@ -12,10 +12,10 @@ from ftcli.config.model import ModelConfig
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.facts.weights import MODEL_CARD
 from ftcli.plain import JsonMap, JsonObject
-from ftcli.run.atomic import read_json_object
+from ftcli.run.atomic import read_json_object, read_text
 from ftcli.run.checkpoint import difference, inventory
 from ftcli.run.directory import RunDirectory
-from ftcli.run.inputs import Inputs, changed_base
+from ftcli.run.inputs import Inputs, changed_base, noted_files
 from ftcli.run.recipe_changes import map_of
 from ftcli.run.status import FinishedTraining, read_status
 
@@ -35,7 +35,9 @@ def result_files(folder: Path) -> list[JsonObject]:
 
 
 def changed_result(run: RunDirectory, trained: FinishedTraining) -> str | None:
-    """How adapter/ or model/ differs from what training wrote; None where every file is as it was, and no other."""
+    """The difference of adapter/ or model/ from the files that training wrote; None if every file is as it was, and no
+    other.
+    """
     folder = run.result_dir
     if folder is None or folder.name != trained.result:
         return f"{trained.result}/ is not there"
@@ -96,7 +98,7 @@ def hold_base(run: Path, model: ModelConfig, seed: int, now: Inputs, *, weights:
     known = read_json_object(RunDirectory(run).manifest_path).get("inputs")
     known = known if isinstance(known, Mapping) else {}
     before, named = _named_in(RunDirectory(run).recipe_path), _named(model.model_dump(mode="json"), seed)
-    comparable = bool((known.get("weights") and now.weights) or (known.get("commit") and now.commit))
+    comparable = bool((noted_files(known.get("weights")) and now.weights) or (known.get("commit") and now.commit))
     changed = changed_base(known, now, weights=weights and comparable)
     if weights and not comparable:
         changed += [f"{key} {before[key]} -> {named.get(key)}" for key in before if before[key] != named.get(key)]
@@ -120,8 +122,8 @@ def _unheld(known: JsonMap, model: ModelConfig, now: Inputs, *, weights: bool) -
         return
     if weights and model.init != "random":
         yield "the run noted no weights or commit of its base that could be compared"
-    if now.files and not known.get("files"):
-        yield "ftcli 0.1 noted nothing of the base's config.json and tokenizer files"
+    if now.files and not noted_files(known.get("files")):
+        yield "manifest.json names no config.json and tokenizer files of the base: it is ftcli 0.1's, or damaged"
 
 
 def not_held(what: str, reason: str) -> Finding:
@@ -133,7 +135,7 @@ def not_held(what: str, reason: str) -> Finding:
 def _named_in(recipe: Path) -> JsonObject:
     """The base model as a run's recipe names it; empty when it cannot be read."""
     try:
-        raw = map_of(recipe.read_text(encoding="utf-8"))
+        raw = map_of(read_text(recipe))
         return _named(raw["model"], raw["run"]["seed"])
     except (OSError, ValueError, KeyError, TypeError):
         return {}

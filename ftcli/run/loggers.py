@@ -82,7 +82,7 @@ class _Given:
     names: tuple[str, ...] = ()
 
     def not_yet(self, step: int, numbers: Mapping[str, float]) -> dict[str, float]:
-        """Those of ``numbers`` that the logger was not given before."""
+        """The ``numbers`` that the logger was not given before."""
         if step < self.step:
             return {}
         return {name: value for name, value in numbers.items() if step > self.step or name not in self.names}

@@ -79,7 +79,7 @@ class GitState:
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """How activations are kept for backward: what the recipe asks for, what was chosen, and why.
+    """The form in which activations are kept for backward: the recipe's, the chosen one, and why.
 
     ``offloaded`` and ``pinned_host_bytes`` are None where there is no memory estimate.
     """

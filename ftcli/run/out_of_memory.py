@@ -31,7 +31,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def asked_bytes(error: BaseException) -> int | None:
-    """How much was asked for when memory ran out, where the error says so."""
+    """Bytes that were asked for when memory ran out, if the error says so."""
     match = _ASKED.search(str(error))
     return None if match is None else int(float(match[1]) * _UNITS[match[2]])
 

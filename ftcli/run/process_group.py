@@ -360,7 +360,9 @@ class RankGroup:
         return from_json(self._store.get("failed"))
 
     def _gone(self, error: Exception) -> FtcliError:
-        """Why a connection was closed: its rank has said so before, or the launcher says so, or it went silent."""
+        """The reason why a connection was closed: its rank has said so before, or the launcher says so, or it went
+        silent.
+        """
         self._signs.noticed = True
         deadline = time.monotonic() + 5
         while time.monotonic() < deadline:

@@ -65,7 +65,7 @@ class ChangedKey:
 
 
 def matters(change: ChangedKey, command: str) -> bool:
-    """Whether a run of ``command`` with this change would learn something else, or be measured on something else.
+    """True if a run of ``command`` with this change would learn something else, or be measured on something else.
 
     Where nothing was held out so far, nothing was measured.
     """

@@ -29,7 +29,7 @@ class TaskScore:
 
 @dataclass(frozen=True, slots=True)
 class EvalScores:
-    """How one model did. ``loss`` is in nats per token, weighted by tokens; None where it was not measured.
+    """The scores of one model. ``loss`` is in nats per token, weighted by tokens; None if it was not measured.
 
     ``measures`` is what a method with a loss of its own measures beside it, by name.
     ``datasets`` has loss, perplexity, token accuracy, tokens and rows of each held-out file; ``lm_eval`` the metrics of

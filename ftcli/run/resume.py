@@ -128,7 +128,7 @@ def open_run(path: Path, resume: str, recipe_yaml: str, command: str = "train") 
 
 @dataclass(frozen=True, slots=True)
 class _Decision:
-    """How a run goes on, before the lock is handed over."""
+    """The decision how a run goes on, before the lock is handed over."""
 
     resume_from: Path | None
     already_complete: bool = False

@@ -86,7 +86,7 @@ def _samples(path: Path, size: int) -> str:
 
 
 def _crc32(piece: tuple[Path, int]) -> int:
-    """Of the piece of a file that begins at an offset; reading and counting leave Python's lock to others."""
+    """CRC-32 of the piece of a file that begins at an offset; reading and counting leave Python's lock to others."""
     path, offset = piece
     value, buffer = 0, bytearray(_READ_BYTES)
     view = memoryview(buffer)

@@ -22,6 +22,7 @@ class BuiltinJudge:
         options: Keys of a recipe that it reads besides, as keyword arguments.
         needs: Those of them that it cannot do without.
         fails: There are completions that it cannot judge, so that ``on_error`` has a meaning.
+        model: It is a model: it scores rewards alone, is given the whole batch, and its memory is in the plan.
         package: What it needs and ftcli does not.
     """
 
@@ -30,6 +31,7 @@ class BuiltinJudge:
     options: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
     fails: bool = False
+    model: bool = False
     package: Package | None = None
 
     @property
@@ -53,6 +55,9 @@ TABLE: Mapping[str, BuiltinJudge] = MappingProxyType(
             options=("timeout",),
             fails=True,
             package=Package("math-verify", "ftcli[math]", "math_verify in rewards and tasks"),
+        ),
+        "reward_model": BuiltinJudge(
+            "ftcli.judges.reward_model:reward_model", options=("model",), needs=("model",), fails=True, model=True
         ),
         "python_tests": BuiltinJudge(
             "ftcli.judges.python_tests:python_tests", compares=True, options=("timeout", "memory_mb")

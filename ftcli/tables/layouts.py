@@ -34,7 +34,7 @@ class RowLayout:
 
     @property
     def imitated(self) -> bool:
-        """Whether its rows are answers to imitate. ``auto`` takes no others: what they are for, the method says."""
+        """True if its rows are answers to imitate. ``auto`` takes no others: their purpose is the method's to say."""
         return self.unit == 1 and not self.labelled
 
     def takes_loss_on(self, value: str) -> bool:

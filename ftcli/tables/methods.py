@@ -35,6 +35,8 @@ class Method:
         scores: Code: rows of ``(name, label, more is better, is a share)`` for what it measures beside the loss.
         trains: Code: a :class:`ftcli.train.on_rows.RowMethod`, of a method whose rows hold their answers.
         rules: Code: ``Context -> findings``, rules of its own about the recipe; None: the common ones.
+        reward_rules: Code: ``Context -> findings``, rules about the rewards of its section, by which `ftcli sample`
+            judges; None: it has none.
         row_rules: Code: ``(Context, FirstRows) -> findings``, rules of its own about the first rows of each source
             that it trains on (:mod:`ftcli.preflight.checks.data`); None: the common ones.
         survey: Code: ``(RowSurvey, recipe) -> None``, how `ftcli check` looks at its rows; None: as rows that hold
@@ -42,7 +44,8 @@ class Method:
         from_prompts: Its rows are prompts, which the model answers. Rows of other methods hold the answers too.
         classifier: What it trains is a sequence classifier with one number (:mod:`ftcli.model.score_head`).
         scores_tasks: `eval.tasks` are scored before and after training.
-        packs: It supports ``data.packing`` and weights of sources.
+        packs: It supports ``data.packing``.
+        mixes: It supports weights of sources.
         on_ranks: Several processes can train with it.
         timed: `ftcli bench` times its own steps; else those of supervised fine-tuning at the same batch.
         length: The recipe key that is lowered where rows are too long.
@@ -68,12 +71,14 @@ class Method:
     charts: str | None = None
     scores: str | None = None
     rules: str | None = None
+    reward_rules: str | None = None
     row_rules: str | None = None
     survey: str | None = None
     from_prompts: bool = False
     classifier: bool = False
     scores_tasks: bool = False
     packs: bool = True
+    mixes: bool = True
     on_ranks: bool = False
     timed: bool = False
     length: str = "data.max_seq_len"
@@ -131,6 +136,7 @@ def _preference(name: str, title: str) -> Method:
         full_defaults=MappingProxyType({"train.learning_rate": 5e-7}),
         unit=2,
         packs=False,
+        mixes=False,
         on_ranks=True,
         timed=True,
         told=("preference.loss", "preference.beta"),
@@ -166,12 +172,14 @@ def _labelled() -> Method:
         trains="ftcli.methods.kto.train:Labelled",
         charts="ftcli.methods.kto.charts:CHARTS",
         scores="ftcli.methods.kto.charts:SCORES",
+        memory="ftcli.methods.kto.memory:memory",
         rules="ftcli.methods.kto.checks:check",
         defaults=MappingProxyType({**pairs.defaults, "data.format": "labelled"}),
         unit=1,
         timed=False,
+        mixes=True,
         told=(*pairs.told, "preference.desirable_weight", "preference.undesirable_weight"),
-        supports=MappingProxyType({**pairs.supports, **_ON_WHOLE_MODELS, "data.format": ("labelled",)}),
+        supports=MappingProxyType({**pairs.supports, "data.format": ("labelled",)}),
     )
 
 
@@ -209,6 +217,7 @@ TABLE: Mapping[str, Method] = MappingProxyType(
             unit=2,
             classifier=True,
             packs=False,
+            mixes=False,
             on_ranks=True,
             structural=("train.method",),
             supports=MappingProxyType(
@@ -236,11 +245,13 @@ TABLE: Mapping[str, Method] = MappingProxyType(
             on_ranks=True,
             section="grpo",
             rules="ftcli.methods.grpo.checks:check",
+            reward_rules="ftcli.methods.grpo.checks:check_rewards",
             row_rules="ftcli.methods.grpo.checks:check_rows",
             survey="ftcli.methods.grpo.prompts:survey",
             from_prompts=True,
             scores_tasks=True,
             packs=False,
+            mixes=False,
             length="grpo.max_completion_length",
             structural=("grpo.num_generations",),
             counts_micro_batches=("grpo.steps_per_generation",),
@@ -261,12 +272,11 @@ TABLE: Mapping[str, Method] = MappingProxyType(
 )
 
 
-#: Methods of the field that recipes and data may be meant for, and that are not offered yet.
+#: Methods of the field by other names, and those that are not offered yet.
 _NOT_OFFERED: Mapping[str, str] = MappingProxyType(
     {
         **{name: name.upper() for name in ("cpo", "ppo", "rloo", "prm", "gkd")},
-        "rm": "training of reward models",
-        "reward_model": "training of reward models",
+        **dict.fromkeys(("rm", "reward_model", "reward_modeling", "reward_modelling"), "reward modelling"),
         "distill": "distillation",
         "distillation": "distillation",
     }
@@ -284,7 +294,7 @@ def not_offered(word: str) -> str | None:
 
 
 def measures(method: Method, recipe: Any) -> dict[str, bool]:
-    """What is measured on held-out rows while a recipe trains, and whether more of it is better."""
+    """The measures of held-out rows while a recipe trains, by name: whether more of each is better."""
     if method.from_prompts:
         return {task.label: True for task in recipe.eval.tasks}
     if method.scores is None:
@@ -298,10 +308,10 @@ def offered(title: str) -> str:
     if own is not None:
         return f"{title} is `train.method: {own.name}` of `ftcli train`, with the section `{own.section}`"
     ways = (
-        f"{' and '.join(method.title for method in TABLE.values() if method.command == command)} (`ftcli {command}`)"
+        f"{', '.join(method.title for method in TABLE.values() if method.command == command)} (`ftcli {command}`)"
         for command in commands()
     )
-    return f"ftcli trains by {' and '.join(ways)}; {title} is not offered yet"
+    return f"ftcli trains by {', and by '.join(ways)}; {title} is not offered yet"
 
 
 def row(name: str) -> Method:
@@ -335,13 +345,13 @@ def of_commands() -> dict[str, Method]:
 def method_of(recipe: Any, command: str) -> Method:
     """The method that ``command`` means for a recipe (:class:`ftcli.config.recipe.Recipe`).
 
-    A command that belongs to a method means that one. `check` means the method whose own section the recipe has. In all
-    other cases it is ``train.method``.
+    A command that belongs to a method means that one. `check` and `sample` mean the method whose own section the
+    recipe has. In all other cases it is ``train.method``.
     """
     for method in TABLE.values():
         if method.command == "train":
             continue
         has_section = method.section is not None and getattr(recipe, method.section, None) is not None
-        if method.command == command or (command == "check" and has_section):
+        if method.command == command or (command in ("check", "sample") and has_section):
             return method
     return TABLE[recipe.train.method]

@@ -13,7 +13,7 @@ from ftcli.data.prepare import PreparedData, prepare
 from ftcli.data.shared import lengths_once
 from ftcli.data.tokens import TokenTable
 from ftcli.job import Job
-from ftcli.plain import SPREAD
+from ftcli.plain import FLATTENED
 from ftcli.plan.batches import Batches
 from ftcli.tables import layouts
 
@@ -22,8 +22,8 @@ from ftcli.tables import layouts
 class EpochLayout:
     """The layout of micro-batches, and what the first epoch computes in them."""
 
-    batches: Batches = field(metadata=SPREAD)
-    first_epoch: ComputedTokens = field(metadata=SPREAD)
+    batches: Batches = field(metadata=FLATTENED)
+    first_epoch: ComputedTokens = field(metadata=FLATTENED)
 
 
 def tokenized(job: Job, name: Literal["train", "eval"]) -> PreparedData:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from ftcli.data.order import Epochs
 from ftcli.errors import Origin
+from ftcli.train.checkpoint_state import draw_of_epoch
 from ftcli.train.loop import Objective, StepMonitor
 from ftcli.train.parallel import MicroBatch
-from ftcli.train.state import draw_of_epoch
 
 if TYPE_CHECKING:
     from ftcli.job import Job

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftcli.config.recipe import Recipe
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.plain import SPREAD
+from ftcli.plain import FLATTENED
 from ftcli.run.completions import Completions
 from ftcli.run.metrics import read_metrics
 from ftcli.run.out_of_memory import is_out_of_memory
@@ -35,7 +35,7 @@ class FinishedRun:
 
     run: str
     result: str
-    summary: TrainingSummary = field(metadata=SPREAD)
+    summary: TrainingSummary = field(metadata=FLATTENED)
 
 
 def fit(

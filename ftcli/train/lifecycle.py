@@ -31,6 +31,7 @@ from ftcli.run.inputs import (
     changed_held_out,
     changed_judges,
     fingerprint,
+    noted_files,
     require_same_data,
     require_same_held_out,
     require_same_inputs,
@@ -54,7 +55,7 @@ from ftcli.run.signals import (
     second_signal_as_error,
 )
 from ftcli.train.context import BaseCard, InputsRecord, RunContext
-from ftcli.train.following import finish_for_leader, follow, lead, micro_batches, with_its_batch
+from ftcli.train.other_ranks import finish_for_leader, follow, lead, micro_batches, with_its_batch
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -142,9 +143,11 @@ def unheld_inputs(opened: OpenedRun, previous: JsonMap) -> list[Finding]:
     if not opened.resume_step:
         return []
     inputs = previous.get("inputs")
-    if not isinstance(inputs, dict) or not previous.get("data"):
+    known = inputs if isinstance(inputs, dict) else {}
+    lists = [*(previous.get(key) for key in ("data", "held_out", "judges")), known.get("files"), known.get("weights")]
+    if not known or not previous.get("data") or any(each and not noted_files(each) for each in lists):
         reason = "manifest.json is missing or damaged, so data, chat template and base model may be others than before"
-    elif not inputs.get("files") and not inputs.get("commit"):
+    elif not known.get("files") and not known.get("commit"):
         reason = "ftcli 0.1 noted nothing of the base's config.json and tokenizer files"
     else:
         return []

@@ -24,9 +24,17 @@ from ftcli.run.completions import ScoredCompletion
 from ftcli.run.metrics import MetricsLine
 from ftcli.run.signals import SignalName, StopRequested
 from ftcli.train.best import BestEvaluation, EarlyStopping, Goal, TrainingOver, measured
+from ftcli.train.checkpoint_state import (
+    LogWindow,
+    Progress,
+    RandomStates,
+    WindowState,
+    load_state,
+    readable,
+    save_state,
+)
 from ftcli.train.optimizer import Optimization, load_training_weights
 from ftcli.train.parallel import Divisors, MicroBatch, Parallel
-from ftcli.train.state import LogWindow, Progress, RandomStates, WindowState, load_state, readable, save_state
 from ftcli.train.watch import WatchedNumber, peak_memory_bytes, row_list
 
 if TYPE_CHECKING:

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 from ftcli.config.load import LoadedRecipe
 from ftcli.config.recipe import Recipe
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.plain import SPREAD
+from ftcli.plain import FLATTENED
 from ftcli.reporting import Session
 from ftcli.tables import code_of
 from ftcli.tables.methods import Method
 from ftcli.train.context import BuiltModel, RunContext
+from ftcli.train.evaluation import HeldOut, began_in, held_out_numbers
 from ftcli.train.fit import FinishedRun, fit
-from ftcli.train.held_out import HeldOut, began_in, held_out_numbers
 from ftcli.train.lifecycle import add_to_manifest, checked_run, keep_inputs
 from ftcli.train.progress import held_out_line
 from ftcli.train.results import CompleteRun, complete_result, write_token_counts
@@ -82,8 +82,8 @@ class RowMethod(ABC):
         *,
         keep: bool = True,
     ) -> Any:
-        """What the method makes of the reference before the first step, ready for :meth:`evaluator` and :meth:`build`.
-        All ranks call it, with the model as it starts. ``keep``: what is computed may be of use to other runs.
+        """Prepares the reference before the first step, for :meth:`evaluator` and :meth:`build`. All ranks call it,
+        with the model as it starts. ``keep``: what is computed may be of use to other runs.
         """
         return reference
 
@@ -102,7 +102,7 @@ class RowMethod(ABC):
 class RowsResult:
     """The answer of `ftcli train`: the run, and held-out numbers by name; none without held-out data."""
 
-    fitted: FinishedRun = field(metadata=SPREAD)
+    fitted: FinishedRun = field(metadata=FLATTENED)
     eval: Mapping[str, float]
     seconds: float
 

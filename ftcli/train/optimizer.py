@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
@@ -26,7 +27,6 @@ from ftcli.plan.precision import DtypePlan
 from ftcli.tables import code_of, optimizers, schedules
 from ftcli.train.adamw import AdamW
 from ftcli.train.muon import ParameterGroup
-from ftcli.train.norms import GradientNorms
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from ftcli.model.fused import DecoderStack
     from ftcli.train.parallel import Parallel
+
 
 #: In a checkpoint, the weights that training goes on with, where those that are evaluated are others. It lies in a
 #: folder of its own, since whoever loads the checkpoint as a model or adapter reads the files beside its config.
@@ -382,3 +383,39 @@ def load_training_weights(trained: list[tuple[str, nn.Parameter]], folder: Path)
     with torch.no_grad():
         for name, parameter in wanted.items():
             parameter.copy_(saved[name])
+
+
+class GradientNorms:
+    """The norm of each parameter's gradient, taken on a stream of its own when backward has accumulated it.
+
+    Clipping needs the norm of all gradients before the optimizer changes any weight. Taken then, it is a pass over all
+    of them in which products wait; here it reads what backward has just written while the next products run.
+
+    In an accumulated step the norm of the last micro-batch's sum is the one that stays. Nothing else may change a
+    gradient before :meth:`total` is asked.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        device = parameters[0].device
+        self._norms = torch.zeros(len(parameters), dtype=torch.float32, device=device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        for index, parameter in enumerate(parameters):
+            hook = partial(self._take, index)
+            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    @torch.no_grad()
+    def _take(self, index: int, parameter: Tensor) -> None:
+        gradient = parameter.grad
+        assert gradient is not None
+        self._stream.wait_stream(torch.cuda.current_stream(gradient.device))
+        with torch.cuda.stream(self._stream):
+            torch.linalg.vector_norm(gradient, dtype=torch.float32, out=self._norms[index])
+
+    def total(self) -> Tensor:
+        """The norm of all gradients since it was last asked, as a scalar on the device."""
+        current = torch.cuda.current_stream(self._norms.device)
+        current.wait_stream(self._stream)
+        total: Tensor = torch.linalg.vector_norm(self._norms)
+        self._norms.zero_()  # a parameter without a gradient in the next step counts for nothing
+        self._stream.wait_stream(current)
+        return total

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
-from ftcli.pace import Pace
+from ftcli.remaining_time import Pace
 from ftcli.reporting import Progress, Reporter
 from ftcli.run.metrics import MetricsLine
 from ftcli.run.report import LiveProgress, LiveReport

@@ -24,7 +24,7 @@ def of_reference(reference: PreTrainedModel | None, model: PreTrainedModel | Pef
 
 
 def _is_off(model: PreTrainedModel | PeftModel) -> bool:
-    """Whether its adapters are switched off already: PEFT would switch them on at the end of an inner block."""
+    """True if its adapters are switched off already: PEFT would switch them on at the end of an inner block."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = (module for module in model.modules() if isinstance(module, BaseTunerLayer))

@@ -1,14 +1,13 @@
 """The same training step by other trainers beside `ftcli bench`, on the same machine, shape and batch.
 
-    pip install liger-kernel==0.8.5 trl unsloth                     # whichever are wanted; what is missing is said
+    pip install liger-kernel==0.8.5 trl                             # whichever are wanted; what is missing is said
     python kernels/bench/peers.py --model Qwen/Qwen3-4B --full --steps 6 --only ours liger
     python kernels/bench/peers.py --model meta-llama/Llama-3.1-8B --rank 16 --checkpointing
     python kernels/bench/peers.py --device cpu                      # does it run at all
 
 Contenders: ``ours`` (`ftcli bench`); ``transformers``, a bare loop over transformers and PEFT with torch's attention
 and fused AdamW; ``liger``, the same patched by Liger's own function for the model; ``trl``, TRL's SFTTrainer on the
-same model with rows of random tokens; ``unsloth``, its FastLanguageModel in the bare loop (by its documentation: it has
-not been run here). Weights are random. Full fine-tuning keeps float32 parameters under bfloat16
+same model with rows of random tokens. Weights are random. Full fine-tuning keeps float32 parameters under bfloat16
 autocast, or everything in bfloat16 with --pure-bf16; adapters have rank --rank on all linears and a base in bfloat16.
 Every contender has a process of its own; a row is its median step after the first two.
 """
@@ -19,19 +18,16 @@ import argparse
 import importlib.util
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from importlib import import_module
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
-from common import GIB, ROOT, TINY_STEP, Table, bench, parser, require_device, settings
+from common import GIB, TINY_STEP, Table, bench, in_own_process, parser, require_device, settings
 
-NEEDED = {"liger": "liger_kernel", "trl": "trl", "unsloth": "unsloth"}
+NEEDED = {"liger": "liger_kernel", "trl": "trl"}
 CONTENDERS = ("ours", "transformers", *NEEDED)
 _TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -108,19 +104,15 @@ def bare_loop(model: Any, options: argparse.Namespace) -> list[float]:
     return seconds
 
 
-def by_trl(options: argparse.Namespace) -> list[float]:
-    """Seconds of the steps of TRL's SFTTrainer on rows of random tokens."""
-    import torch
-    from datasets import Dataset
+def trl_seconds(
+    trainer: Any, config: Any, model: Any, rows: Any, options: argparse.Namespace, **more: Any
+) -> list[float]:
+    """Seconds of all steps but the first of a trainer of TRL's, with fused AdamW and bytes as tokens."""
     from transformers import TrainerCallback
-    from trl import SFTConfig, SFTTrainer
 
     from ftcli.config.model import ModelConfig
     from ftcli.model.tokenizer import load_tokenizer
 
-    model = build(options)
-    count = options.batch * (options.steps + 2)
-    ids = torch.randint(model.config.vocab_size, (count, options.seq)).tolist()
     ends: list[float] = []
 
     class Ends(TrainerCallback):  # type: ignore[misc]
@@ -128,39 +120,29 @@ def by_trl(options: argparse.Namespace) -> list[float]:
             ends.append(now(options.device))
 
     with tempfile.TemporaryDirectory() as folder:
-        arguments = SFTConfig(
-            output_dir=folder, per_device_train_batch_size=options.batch, max_steps=options.steps + 2, max_length=None,
-            bf16=options.device == "cuda" and not options.pure_bf16, use_cpu=options.device == "cpu",
-            gradient_checkpointing=options.checkpointing, optim="adamw_torch_fused", max_grad_norm=1.0,
-            save_strategy="no", report_to=[], logging_strategy="no", disable_tqdm=True,
+        arguments = config(
+            output_dir=folder, max_length=None, use_cpu=options.device == "cpu", optim="adamw_torch_fused",
+            save_strategy="no", report_to=[], logging_strategy="no", disable_tqdm=True, **more,
         )  # fmt: skip
-        rows = Dataset.from_dict({"input_ids": ids})
         tokenizer = load_tokenizer(ModelConfig(name_or_path="bundled:tiny-gemma2", tokenizer="bytes"), offline=True)
-        SFTTrainer(model, arguments, train_dataset=rows, processing_class=tokenizer, callbacks=[Ends()]).train()
+        trainer(model, args=arguments, train_dataset=rows, processing_class=tokenizer, callbacks=[Ends()]).train()
     return [after - before for before, after in pairwise(ends)]
 
 
-def by_unsloth(options: argparse.Namespace) -> list[float]:
-    """Seconds of steps of Unsloth's model in the bare loop; its weights come from a folder, so they are written."""
-    from unsloth import FastLanguageModel  # first: it changes transformers when it is imported
+def by_trl(options: argparse.Namespace) -> list[float]:
+    """Seconds of the steps of TRL's SFTTrainer on rows of random tokens."""
+    import torch
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
 
-    from ftcli.config.model import ModelConfig
-    from ftcli.model.tokenizer import load_tokenizer
-
-    with tempfile.TemporaryDirectory() as folder:
-        plain = argparse.Namespace(**{**vars(options), "full": True, "pure_bf16": True, "checkpointing": False})
-        build(plain).save_pretrained(folder)
-        bytes_ = ModelConfig(name_or_path="bundled:tiny-gemma2", tokenizer="bytes")
-        load_tokenizer(bytes_, offline=True).save_pretrained(folder)
-        model, _ = FastLanguageModel.from_pretrained(
-            folder, max_seq_length=options.seq, load_in_4bit=False, full_finetuning=options.full
-        )
-    if not options.full:
-        again = "unsloth" if options.checkpointing else False
-        model = FastLanguageModel.get_peft_model(
-            model, r=options.rank, lora_alpha=options.rank, target_modules=_TARGETS, use_gradient_checkpointing=again
-        )
-    return bare_loop(model.train(), options)
+    model = build(options)
+    count = options.batch * (options.steps + 2)
+    rows = Dataset.from_dict({"input_ids": torch.randint(model.config.vocab_size, (count, options.seq)).tolist()})
+    return trl_seconds(
+        SFTTrainer, SFTConfig, model, rows, options,
+        per_device_train_batch_size=options.batch, max_steps=options.steps + 2, max_grad_norm=1.0,
+        bf16=options.device == "cuda" and not options.pure_bf16, gradient_checkpointing=options.checkpointing,
+    )  # fmt: skip
 
 
 def now(device: str) -> float:
@@ -183,7 +165,6 @@ def work(contender: str, options: argparse.Namespace) -> None:
         "transformers": lambda: bare_loop(build(options), options),
         "liger": lambda: bare_loop(build(options, liger=True), options),
         "trl": lambda: by_trl(options),
-        "unsloth": lambda: by_unsloth(options),
     }
     found = ways[contender]()
     middle = statistics.median(found[-options.steps :])
@@ -218,12 +199,7 @@ def main() -> None:
         if package is not None and importlib.util.find_spec(package) is None:
             table.add(by=contender, note="not installed")
             continue
-        command = [sys.executable, str(Path(__file__)), *sys.argv[1:], "--work", contender]
-        ran = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)  # noqa: S603
-        if ran.returncode != 0:
-            table.add(by=contender, note=(ran.stderr.strip().splitlines() or ["no message"])[-1][:160])
-            continue
-        table.add(by=contender, **json.loads(ran.stdout.strip().splitlines()[-1]))
+        table.add(by=contender, **in_own_process("--work", contender))
     table.save(options.json)
 
 

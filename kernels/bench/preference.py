@@ -2,12 +2,15 @@
 
     python kernels/bench/preference.py                                      # bf16, and TRL where it is installed
     python kernels/bench/preference.py --cases bf16 nf4 lognormal --only ours --share auto off
+    python kernels/bench/preference.py --only ours --reference live cached
+    python kernels/bench/preference.py --method kto --only ours             # each pair as a good and a bad answer
     python kernels/bench/preference.py --device cpu                         # does it run at all
 
 Llama-3.1-8B's shape with random weights, LoRA of rank 16 on all linears, prompts of 190 and answers of 330 tokens, 4
-pairs a step, a live reference; ``lognormal`` has lengths of these means (sigma 0.6). A row is the median of the steps
-after the second one; of ``lognormal`` the mean over all of them. ``--share`` are values of preference.share_prompts:
-what both answers begin with computed once, or with each of them.
+pairs a step; ``lognormal`` has lengths of these means (sigma 0.6). A row is the median of the steps after the second
+one; of ``lognormal`` the mean over all of them. ``--share`` are values of preference.share_prompts: what both answers
+begin with computed once, or with each of them. The reference is computed in each step, or before the first one
+(``cached``), which is not in the times.
 """
 
 from __future__ import annotations
@@ -16,16 +19,14 @@ import argparse
 import json
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 from importlib.util import find_spec
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
-from common import GIB, RECIPES, ROOT, Table, ftcli, parser, require_device, settings
-from peers import build, now
+from common import GIB, RECIPES, Table, ftcli, in_own_process, parser, require_device, settings
+from peers import build, trl_seconds
 from rows import UNTRAINED, letters
 
 #: Tokens of prompt and answer, on a GPU and for a look on a CPU.
@@ -51,10 +52,10 @@ def pairs(count: int, prompt: int, answer: int, *, lognormal: bool) -> list[dict
     ]  # fmt: skip
 
 
-def ours(case: str, share: str, options: argparse.Namespace) -> dict[str, Any]:
+def ours(case: str, share: str, reference: str, options: argparse.Namespace) -> dict[str, Any]:
     """The row of `ftcli train`, from its metrics."""
     with tempfile.TemporaryDirectory(prefix="ftcli-pairs-") as folder:
-        data = Path(folder, "pairs.jsonl")
+        data, kept = Path(folder, "pairs.jsonl"), "off" if reference == "live" else str(Path(folder, "reference"))
         lengths = LENGTHS if options.device == "cuda" else TINY
         rows = pairs(options.pairs * options.steps, *lengths, lognormal=case == "lognormal")
         data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -62,12 +63,19 @@ def ours(case: str, share: str, options: argparse.Namespace) -> dict[str, Any]:
         longest = (4 if case == "lognormal" else 1) * sum(lengths) + 16
         storage = case if case in ("nf4", "fp8") else "none"
         words = settings(
-            *UNTRAINED, "lora.r=16", "lora.alpha=16", "train.method=dpo", "data.format=preference",
+            *UNTRAINED, "lora.r=16", "lora.alpha=16", f"train.method={options.method}",
+            f"data.format={'preference' if options.method == 'dpo' else 'labelled'}",
             "data.loss_on=auto", f"data.train=[{data}]", "data.eval=[]", f"data.max_seq_len={longest}", "eval.tasks=[]",
             "eval.every_steps=null", f"train.max_steps={options.steps}", "logging.every_steps=1",
-            f"train.per_device_train_batch_size={options.pairs}", "train.gradient_accumulation_steps=1",
+            f"train.per_device_train_batch_size={options.pairs * (1 if options.method == 'dpo' else 2)}",
+            "train.gradient_accumulation_steps=1",
             "train.learning_rate=1e-5", "train.warmup_steps=0", f"quantization.method={storage}",
-            f"train.gradient_checkpointing={options.checkpointing}", f"preference.share_prompts={share}",
+            f"train.gradient_checkpointing={options.checkpointing}",
+            *(
+                [f"preference.share_prompts={share}", f"preference.reference_cache={kept}"]
+                if options.method == "dpo"
+                else options.settings
+            ),
         )  # fmt: skip
         run = Path(folder, "run")
         answer = ftcli(["train", str(recipe), *words, "--offline", "--resume", "never", "--output-dir", str(run)])
@@ -96,36 +104,18 @@ def by_trl(case: str, options: argparse.Namespace) -> dict[str, Any]:
     """The row of TRL's DPOTrainer on transformers' model with PEFT's adapters."""
     import torch
     from datasets import Dataset
-    from transformers import TrainerCallback
     from trl import DPOConfig, DPOTrainer
 
-    from ftcli.config.model import ModelConfig
-    from ftcli.model.tokenizer import load_tokenizer
-
-    ends: list[float] = []
     lengths = LENGTHS if options.device == "cuda" else TINY
-
-    class Ends(TrainerCallback):  # type: ignore[misc]
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            ends.append(now(options.device))
-
-    build_options = argparse.Namespace(
-        device=options.device, model=_MODEL, full=False, pure_bf16=False, rank=16, checkpointing=False
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = DPOConfig(
-            output_dir=folder, per_device_train_batch_size=options.pairs, max_steps=options.steps, max_length=None,
-            bf16=options.device == "cuda", use_cpu=options.device == "cpu", gradient_checkpointing=False,
-            optim="adamw_torch_fused", save_strategy="no", report_to=[], logging_strategy="no", disable_tqdm=True,
-        )  # fmt: skip
-        rows = Dataset.from_list(pairs(options.pairs * options.steps, *lengths, lognormal=case == "lognormal"))
-        tokenizer = load_tokenizer(ModelConfig(name_or_path="bundled:tiny-gemma2", tokenizer="bytes"), offline=True)
-        trainer = DPOTrainer(
-            build(build_options), args=arguments, train_dataset=rows, processing_class=tokenizer, callbacks=[Ends()]
-        )
-        trainer.train()
+    shape = {"model": _MODEL, "full": False, "pure_bf16": False, "rank": 16, "checkpointing": False}
+    rows = Dataset.from_list(pairs(options.pairs * options.steps, *lengths, lognormal=case == "lognormal"))
+    seconds = trl_seconds(
+        DPOTrainer, DPOConfig, build(argparse.Namespace(device=options.device, **shape)), rows, options,
+        per_device_train_batch_size=options.pairs, max_steps=options.steps, bf16=options.device == "cuda",
+        gradient_checkpointing=False,
+    )  # fmt: skip
     peak = torch.cuda.max_memory_allocated() / GIB if options.device == "cuda" else None
-    return {**_rates([b - a for a, b in pairwise(ends)][1:], case, options), "peak GiB": peak}
+    return {**_rates(seconds[1:], case, options), "peak GiB": peak}
 
 
 def main() -> None:
@@ -134,34 +124,34 @@ def main() -> None:
     arguments.add_argument("--cases", nargs="+", choices=CASES, default=["bf16"])
     arguments.add_argument("--only", nargs="+", choices=["ours", "trl"], default=["ours", "trl"])
     arguments.add_argument("--share", nargs="+", choices=["auto", "off"], default=["auto"])
+    arguments.add_argument("--reference", nargs="+", choices=["live", "cached"], default=["live"])
+    arguments.add_argument("--method", choices=["dpo", "kto"], default="dpo")
+    arguments.add_argument("--settings", nargs="+", default=[], help="KTO's, such as preference.kl_rows=2")
     arguments.add_argument("--pairs", type=int, default=4)
     arguments.add_argument("--steps", type=int, default=12)
     arguments.add_argument("--checkpointing", default="false")
-    arguments.add_argument("--work", nargs=3, help=argparse.SUPPRESS)
+    arguments.add_argument("--work", nargs=4, help=argparse.SUPPRESS)
     options = arguments.parse_args()
     require_device(options.device)
     if options.device == "cpu":
         options.pairs, options.steps = 2, 4
     if options.work:
-        contender, case, share = options.work
-        print(json.dumps(ours(case, share, options) if contender == "ours" else by_trl(case, options)))
+        contender, case, share, reference = options.work
+        print(json.dumps(ours(case, share, reference, options) if contender == "ours" else by_trl(case, options)))
         return
     table = Table({
-        "by": "", "case": "", "share": "", "pairs/s": ".2f", "step ms": ".1f", "peak GiB": ".2f",
+        "by": "", "case": "", "share": "", "reference": "", "pairs/s": ".2f", "step ms": ".1f", "peak GiB": ".2f",
         "tokens a step": ".0f", "last loss": ".4f", "note": "",
     })  # fmt: skip
     for case in options.cases:
-        contenders = [("ours", share) for share in options.share if "ours" in options.only]
-        if "trl" in options.only and find_spec("trl") is not None and case not in ("nf4", "fp8"):
-            contenders.append(("trl", None))
-        for contender, share in contenders:
-            command = [sys.executable, str(Path(__file__)), *sys.argv[1:], "--work", contender, case, str(share)]
-            ran = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)  # noqa: S603
-            row: dict[str, Any] = {"by": contender, "case": case, "share": share}
-            if ran.returncode != 0:
-                table.add(**row, note=(ran.stderr.strip().splitlines() or ["no message"])[-1][:160])
-                continue
-            table.add(**row, **json.loads(ran.stdout.strip().splitlines()[-1]))
+        each = product(options.share, options.reference)
+        contenders = [("ours", *ways) for ways in each] if "ours" in options.only else []
+        by_dpo = options.method == "dpo" and case not in ("nf4", "fp8")
+        if "trl" in options.only and find_spec("trl") is not None and by_dpo:
+            contenders.append(("trl", "off", "live"))
+        for contender, share, reference in contenders:
+            row = {"by": contender, "case": case, "share": share, "reference": reference}
+            table.add(**row, **in_own_process("--work", contender, case, share, reference))
     table.save(options.json)
 
 

@@ -1,4 +1,4 @@
-"""Which machines run the attention kernels, and with which tiles: a short table by GPU generation and head size.
+"""The machines that run the attention kernels, and their tiles: a short table by GPU generation and head size.
 
 All rows were compiled for their architecture (registers, shared memory). Those of Hopper start from tiles that were
 measured on an H200; no other generation has been measured.

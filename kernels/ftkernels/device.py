@@ -1,4 +1,4 @@
-"""Which implementation an operation takes: its Triton kernels or plain torch, and why.
+"""Chooses the implementation of an operation, its Triton kernels or plain torch, and says why.
 
 Triton kernels run on a CUDA device. Everywhere else the operations run their torch form, so a model trains on a CPU
 with the same code. Triton's interpreter (``TRITON_INTERPRET=1`` before triton is first imported) runs the kernels on

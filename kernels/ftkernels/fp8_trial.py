@@ -23,7 +23,8 @@ _WORKS = "works"
 
 
 def why_no_rows(capability: tuple[int, int], torch_version: str | None = None) -> str | None:
-    """Why fp8 products with scales by rows are not to be relied on, by what is known of a GPU; None where they are.
+    """The reason why fp8 products with scales by rows are not to be relied on, by what is known of a GPU; None if they
+    are.
 
     Args:
         torch_version: That of the installed torch when None.
@@ -38,7 +39,7 @@ def why_no_rows(capability: tuple[int, int], torch_version: str | None = None) -
 
 @cache
 def why_no_rows_here(capability: tuple[int, int]) -> str | None:
-    """Why they do not work on this machine's first GPU, which is tried once a process; None where they do.
+    """The reason why they do not work on this machine's first GPU, which is tried once a process; None if they do.
 
     Where they are known to hang nothing is tried: the GPU would stay busy.
     """

@@ -89,7 +89,7 @@ class Gpu:
 
 
 def why_no_elementwise(gpu: Gpu) -> str | None:
-    """Why the elementwise and row-wise kernels cannot run, or None."""
+    """The reason why the elementwise and row-wise kernels cannot run, or None."""
     if gpu.capability is None or gpu.capability >= ELEMENTWISE_CAPABILITY:
         return None
     needed, found = capability_text(ELEMENTWISE_CAPABILITY), capability_text(gpu.capability)
@@ -97,7 +97,7 @@ def why_no_elementwise(gpu: Gpu) -> str | None:
 
 
 def why_no_attention(gpu: Gpu, dtype: str, head_size: int) -> str | None:
-    """Why the attention kernels cannot run on tensors of ``dtype``, or None."""
+    """The reason why the attention kernels cannot run on tensors of ``dtype``, or None."""
     if dtype not in _ATTENTION_DTYPES:
         return f"the attention kernels take bfloat16, float16 and float32, not {dtype}"
     if head_size % HEAD_SIZE_MULTIPLE or not 0 < head_size <= LARGEST_HEAD_SIZE:
@@ -115,7 +115,7 @@ def why_no_attention(gpu: Gpu, dtype: str, head_size: int) -> str | None:
 
 
 def why_no_decode_attention(gpu: Gpu, dtype: str, head_size: int) -> str | None:
-    """Why the kernels that attend to cached keys and values of ``dtype`` cannot run, or None."""
+    """The reason why the kernels that attend to cached keys and values of ``dtype`` cannot run, or None."""
     if gpu.capability is None:
         return None
     below = why_no_tensor_cores(gpu)
@@ -140,7 +140,7 @@ def attention_generation(gpu: Gpu) -> Generation | None:
 
 
 def why_no_products(gpu: Gpu, dtype: str) -> str | None:
-    """Why small products do not ride in the elementwise kernels, or None.
+    """The reason why small products do not ride in the elementwise kernels, or None.
 
     In float32 they would take plain arithmetic, since they are exact, and spill registers.
     """
@@ -150,7 +150,7 @@ def why_no_products(gpu: Gpu, dtype: str) -> str | None:
 
 
 def why_no_fp8(gpu: Gpu, dtype: str) -> str | None:
-    """Why float8 operands are not multiplied as they are for a result in ``dtype``, or None."""
+    """The reason why float8 operands are not multiplied as they are for a result in ``dtype``, or None."""
     if gpu.capability is None:
         return "outside CUDA there are no fp8 instructions"
     if gpu.capability < FLOAT8_CAPABILITY:
@@ -159,7 +159,7 @@ def why_no_fp8(gpu: Gpu, dtype: str) -> str | None:
 
 
 def why_no_int8(gpu: Gpu, dtype: str) -> str | None:
-    """Why int8 operands are not multiplied on tensor cores, or None. Every ``dtype`` of the result will do."""
+    """The reason why int8 operands are not multiplied on tensor cores, or None. Every result ``dtype`` will do."""
     if gpu.capability is None:
         return "outside CUDA int8 values are multiplied in float32"
     return why_no_tensor_cores(gpu)
@@ -223,7 +223,7 @@ def _equal_rows(tokens: int, most: int) -> int:
 
 
 def why_no_tensor_cores(gpu: Gpu) -> str | None:
-    """Why kernels' products do not run on tensor cores, or None; None outside CUDA, in the interpreter."""
+    """The reason why kernels' products do not run on tensor cores, or None; None outside CUDA, in the interpreter."""
     if gpu.capability is None or gpu.capability >= PRODUCTS_CAPABILITY:
         return None
     return f"on capability {capability_text(gpu.capability)} Triton makes no tensor-core code"

@@ -84,7 +84,7 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, *, form: NormForm 
 
 
 def norm_backend(x: Tensor, backend: BackendName = "auto") -> BackendChoice:
-    """Which implementation the norms take for ``x``, and why."""
+    """Chooses the implementation of the norms for ``x``, and says why."""
     if x.shape[-1] > WIDEST_ROW:
         return BackendChoice("torch", f"rows of {x.shape[-1]} are wider than the kernel's {WIDEST_ROW}")
     return choose_backend(x.device, backend)

@@ -38,7 +38,7 @@ COLDEST = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are chosen. ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off."""
+    """Settings of sampling. ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off."""
 
     temperature: float = 0.0
     top_k: int = 0

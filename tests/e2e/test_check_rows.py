@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ftcli.pipeline import looking
+from ftcli.pipeline import check_rows
 from tests.e2e.conftest import User
 
 CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
@@ -65,7 +65,7 @@ def test_check_says_what_it_looked_at_and_the_run_does_not_do_it_again(user: Use
 def test_what_there_was_no_time_for_is_listed(user: User, monkeypatch: pytest.MonkeyPatch) -> None:
     path = rows(user.folder / "d.jsonl", *[GOOD] * 600, SYSTEM)
     recipe = user.recipe(data={"train": [path, "bundled:smoke-eval"], "eval": []})
-    monkeypatch.setattr(looking, "SECONDS", 1e-9)
+    monkeypatch.setattr(check_rows, "SECONDS", 1e-9)
     result = user.done("check", recipe)
     assert [(one["rows"], one["whole"]) for one in result["rows"]] == [(0, False), (0, False)]
     reasons = [item["reason"] for item in result["not_made"] if item["check"].startswith("rows as tokens")]

@@ -36,7 +36,7 @@ CHANGE: dict[str, Any] = {
     "eval": {"every_steps": 2, "per_device_eval_batch_size": 2, "samples": 0},
     "checkpoint": {"every_steps": 2},
 }
-SPREAD: dict[str, Any] = {
+FLATTENED: dict[str, Any] = {
     "model": {"kernels": "reference"},
     "quantization": {"method": "nf4"},
     "launch": {"engine": "fsdp"},
@@ -111,7 +111,7 @@ def started(folder: Path, recipe: str, pause: Path | None = None) -> list[Host]:
     return [first, Host(folder, 1, port, recipe, pause)]
 
 
-@pytest.mark.parametrize("engine", [CHANGE, merged(CHANGE, SPREAD)], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize("engine", [CHANGE, merged(CHANGE, FLATTENED)], ids=["ddp", "fsdp"])
 def test_a_host_that_is_gone_ends_the_run_and_the_same_command_goes_on_with_it(
     engine: dict[str, Any], drills: Drills, tmp_path: Path
 ) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import User, merged
-from tests.e2e.ranks import start_ranks
+from tests.e2e.ranks import run_ranks, start_ranks
 from tests.e2e.resilience import Drills, require_same_weights
+from tests.e2e.test_preference_ranks import require_close_run
 
 DATA: dict[str, Any] = {
     "train": [{"path": "bundled:smoke-dpo-train", "max_rows": 12}],  # pairs, each of which is two answers
@@ -45,6 +46,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "dropout": {"lora": {"dropout": 0.3}},
     "PiSSA": {"lora": {"init_lora_weights": "pissa"}},
     "NF4": {"quantization": {"method": "nf4"}},
+    "fp8": {"quantization": {"method": "fp8"}, "model": {"kernels": "reference"}},
+    "DoRA": {"lora": {"use_dora": True}},
     "our layers without padding": {
         "model": {"kernels": "reference"}, "data": {"padding_free": True},
         "train": {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 3},
@@ -211,3 +214,54 @@ def test_two_ranks_are_one_process_that_accumulates_twice(drills: Drills, lora: 
     assert found == wanted
     result = "adapter" if lora else "model"
     require_same_weights(drills.folder / "two" / result, alone / result)
+
+
+#: As above, with one more held-out batch than two ranks have turns for.
+FLATTENED = merged(
+    SHARED,
+    {
+        "model": {"kernels": "reference"},
+        "data": {"eval": [{"path": "bundled:smoke-dpo-eval", "max_rows": 3}]},
+        "preference": {"kl_rows": 6},  # two batches: in a step of one micro-batch one rank has rows, and one has none
+    },
+)
+FULL: dict[str, Any] = {"lora": None, "train": {"learning_rate": 1e-3}}
+RANKS: dict[str, tuple[dict[str, Any], int, int]] = {
+    "shards of the base": ({"quantization": {"method": "nf4"}, "launch": {"engine": "fsdp"}}, 2, 2),
+    "shards of all weights": ({**FULL, "launch": {"engine": "fsdp"}}, 2, 2),
+    "rows shared": ({"launch": {"engine": "ddp", "context_parallel_size": 2}}, 2, 1),
+    "shards, and rows shared": ({**FULL, "launch": {"engine": "fsdp", "context_parallel_size": 2}}, 4, 2),
+}
+
+
+@pytest.mark.parametrize(("change", "count", "apart"), RANKS.values(), ids=RANKS)
+def test_ranks_with_shards_or_shared_rows_are_one_process(
+    change: dict[str, Any], count: int, apart: int, drills: Drills
+) -> None:
+    recipe = merged(FLATTENED, change)
+    run_ranks(drills, drills.recipe("ranks", **recipe), count)
+    alone = merged(recipe, {"launch": {"engine": "single", "context_parallel_size": 1}})
+    require_close_run(drills, "ranks", drills.whole(**merged(alone, {"train": {"gradient_accumulation_steps": apart}})))
+
+
+def test_sources_with_weights_are_drawn_by_them(user: User) -> None:
+    """A few bad answers of their own file, as often as the good ones."""
+    good = [{"prompt": f"q{n}", "completion": "a", "label": True} for n in range(8)]
+    bad = [{"prompt": f"r{n}", "completion": "b", "label": False} for n in range(2)]
+    files = [file_of(user, "good.jsonl", good), file_of(user, "bad.jsonl", bad)]
+    sources = [{"path": path, "weight": 0.5} for path in files]
+    recipe = user.recipe("r", **labelled(data={"train": sources, "eval": []}, eval={"every_steps": None}))
+    status, document = user.run("train", recipe)
+    assert status == 0, document
+    assert not [f for f in document["findings"] if f["code"] == "FT466"]
+    tokens = json.loads((user.folder / "r" / "tokens.json").read_text())
+    assert (tokens["epoch"]["rows"], tokens["epoch"]["packed"]) == (16, False)
+
+
+def test_samples_say_how_their_answers_are_called(user: User) -> None:
+    recipe = user.recipe("r", **labelled())
+    shown = user.done("check", recipe, "--show-sample", "1")["samples"]
+    assert [(row["layout"], row["label"], row["trained"]) for row in shown] == [
+        ("labelled", "desirable", 2),
+        ("labelled", "undesirable", 2),
+    ]

@@ -91,9 +91,13 @@ def test_whatever_is_trained_begins_at_ln_2_and_goes_on_alike(user: User, kind: 
     assert first["chosen_fell"] == pytest.approx(0, abs=0.5)
 
 
-def test_dropout_on_adapters_that_begin_as_a_part_of_the_weights_is_no_fault(user: User) -> None:
-    """The run ended with FT714: the policy's dropout was taken for another reference."""
-    recipe = user.recipe("r", **pairs(lora={"init_lora_weights": "pissa", "dropout": 0.3}))
+@pytest.mark.parametrize("kernels", ["off", "reference"])
+def test_dropout_on_adapters_that_begin_as_a_part_of_the_weights_is_no_fault(user: User, kernels: str) -> None:
+    """The run ended with FT714: the policy's dropout was taken for another reference. On the kernels it ended with a
+    bug: the second look wrote over what backward needed.
+    """
+    lora = {"init_lora_weights": "pissa", "dropout": 0.3}
+    recipe = user.recipe("r", **pairs(lora=lora, model={"kernels": kernels}))
     user.done("train", recipe)
     base = json.loads((user.folder / "r" / "eval.json").read_text())["base"]
     assert base["measures"]["margin"] == pytest.approx(0, abs=1e-4)

@@ -99,7 +99,6 @@ def judged(folder: Path, *words: str) -> Outcome:
     if outcome.status == 0:
         text = outcome.document["result"]["recipe"]
         assert not is_secret_value(text), text
-        assert "s3://" not in text, text
         (folder / "ours.yaml").write_text(text, encoding="utf-8")
         load_recipe(folder / "ours.yaml")
     return outcome

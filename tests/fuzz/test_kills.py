@@ -53,3 +53,31 @@ def test_killed_runs(drill_server: Server, stops: list[tuple[signal.Signals, flo
         drills.require_same_run("r", whole)
         assert not list((drills.folder / "r").rglob("*.tmp*")), "something is left behind"
         shutil.rmtree(drills.folder / "r")
+
+
+@examples(1, 5)
+@given(stops=_stops)
+def test_killed_sampling(drill_server: Server, stops: list[tuple[signal.Signals, float]]) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        drills = Drills(Path(name), drill_server)
+        data = {"train": [{"path": "bundled:smoke-train", "max_rows": 12}], "eval": []}
+        tasks = [{"use": "regex", "pattern": "[a-m]"}]
+        evaluation = {"tasks": tasks, "per_device_eval_batch_size": 128, "generate": {"max_new_tokens": 6}}
+        recipe = drills.recipe("r", data=data, eval=evaluation)
+        words = ("sample", recipe, "--offline", "-n", "512", "--truncated", "keep", "--output")
+        environment = {"FTCLI_CACHE": drill_server.cache}
+        for number, seconds in [*stops, (None, 0.0)]:
+            drill = drill_server.start(*words, "cut", cwd=drills.folder, environment=environment)
+            while number not in (None, signal.SIGKILL) and not drill.said:
+                time.sleep(0.01)
+            time.sleep(seconds)
+            if number is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    drill.signal(number)
+            status = drill.wait()
+            assert status in (_STOPPED if number is not None else {0}), drill.said
+            assert "Traceback" not in drill.said, drill.said
+        assert drill_server.start(*words, "whole", cwd=drills.folder, environment=environment).wait() == 0
+        for file in ("answers.jsonl", "scores.jsonl", "sft.jsonl", "pairs.jsonl"):
+            assert (drills.folder / "cut" / file).read_bytes() == (drills.folder / "whole" / file).read_bytes(), file
+        assert not list((drills.folder / "cut").glob(".tmp*")), "something is left behind"

@@ -57,7 +57,7 @@ def test_files_that_are_hardly_recipes(folder: Path, content: bytes) -> None:
 
 
 _WORDS = (
-    "train", "eval", "grpo", "export", "check", "bench", "chat", "runs", "compare", "sweep", "recipes", "list", "show",
+    "train", "eval", "grpo", "export", "check", "bench", "chat", "sample", "runs", "compare", "sweep", "recipes", "list", "show",
     "copy", "schema", "new", "convert", "--set", "--json", "--quiet", "--offline", "--help", "--debug", "--resume", "--output-dir",
     "--max-steps", "--gpus", "--checkpoint", "--format", "--output", "--force", "--no-verify", "--as", "--show-sample", "--run",
     "--dry-rewards", "--html", "--version", "--steps", "--batch", "--layers", "--eval", "-h", "-q", "r.yaml", "folder", "smoke",

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ftcli.train.norms import GradientNorms
+from ftcli.train.optimizer import GradientNorms
 
 pytestmark = pytest.mark.gpu
 

@@ -452,6 +452,39 @@ CHECKS = (
         _U + "run/test_resume.py",
     ),
 )
+_L, _UL = "ftcli/methods/kto/", _U + "methods/kto/test_"
+
+KTO = (
+    _m("kto: the KL below 0", _L + "objective.py", "torch.relu(total / max(len(made), 1)).float()",
+       "(total / max(len(made), 1)).float()", _UL + "objective.py"),
+    _m("kto: the mean of a micro-batch", _L + "objective.py",
+       "loss = self._loss.values(answers).sum() / step.pairs", "loss = self._loss.values(answers).mean()",
+       _UL + "objective.py"),
+    _m("kto: the KL of this rank's rows alone", _L + "objective.py",
+       "size = self._size * self._accumulation * self._ranks", "size = self._size * self._accumulation",
+       _UL + "objective.py"),
+    _m("kto: ranks that share a row count its mismatched answers twice", _L + "objective.py",
+       "if number < len(batches) and self._counts:", "if number < len(batches):",
+       _E2E + "kto.py::test_ranks_with_shards_or_shared_rows_are_one_process"),
+    _m("kto: the KL under dropout", _L + "objective.py", "with without_dropout(self._model), computing:",
+       "with computing:", _UL + "objective.py"),
+    _m("kto: bad answers pulled up", _L + "losses.py",
+       "torch.sigmoid(-how.beta * answers.labels * (answers.gained - answers.kl))",
+       "torch.sigmoid(-how.beta * (answers.gained - answers.kl))", _UL + "losses.py"),
+    _m("kto: an answer held against its own prompt", _L + "mismatched.py",
+       "found[here] = found[after] if prompts[here] == prompts[after] else after", "found[here] = after",
+       _UL + "order.py"),
+    _m("kto: pairs pass on good answers alone", _L + "mismatched.py",
+       "rows = sorted(rows, key=lambda row: -row.value)", "rows = list(rows)", _UL + "order.py"),
+    _m("kto: a mismatched row without end", _L + "mismatched.py", "ids[:longest], labels[:longest]", "ids, labels",
+       _UL + "order.py"),
+    _m("kto: labels in the order of the file", _L + "order.py",
+       "return Epochs(table, Mixture(sizes, counts, weighted=True), packs, seed)",
+       "return Epochs(table, Mixture((len(table),), (len(table),)), packs, seed)", _UL + "order.py"),
+    _m("kto: a bad answer as a task's reference", "ftcli/data/asked.py", "if made.value < 0:", "if made.value < -2:",
+       _UL + "rows.py"),
+)  # fmt: skip
+
 _P, _UP = "ftcli/methods/preference/", _U + "methods/preference/test_"
 
 PREFERENCE = (
@@ -472,7 +505,7 @@ PREFERENCE = (
     _m(
         "pairs: the mean of a micro-batch",
         _P + "objective.py",
-        "loss = (self._loss.values(answers) * weights).sum() / step.pairs",
+        "loss = (self._loss.weighed_values(answers, policy.aligned) * weights).sum() / step.pairs",
         "loss = (self._loss.values(answers) * weights).mean()",
         _UP + "objective.py",
     ),
@@ -542,9 +575,86 @@ PREFERENCE = (
     _m(
         "pairs: held-out ones against the model itself",
         _P + "evaluate.py",
-        "if any(place not in self._kept for place in places):",
+        "if any(pair not in self.known for pair in pairs):",
         "if True:",
         _E2E + "preference.py",
+    ),
+    _m(
+        "pairs: every rank of a shared row counts its loss",
+        _P + "objective.py",
+        "return loss if self._counts else loss - loss.detach()",
+        "return loss",
+        _UP + "shared_rows.py",
+    ),
+    _m(
+        "pairs: every rank of a shared row counts in metrics",
+        _P + "objective.py",
+        "sums if self._counts else torch.zeros_like(sums)",
+        "sums",
+        _UP + "shared_rows.py",
+    ),
+    _m(
+        "pairs: the loss of a part of an answer",
+        _P + "pairs.py",
+        "found = tuple(sequence.summed(torch.stack(found)))",
+        "pass",
+        _UP + "shared_rows.py",
+    ),
+    _m(
+        "pairs: tokens of shared rows in another part",
+        _P + "pairs.py",
+        "part == sequence.part)",
+        "part != sequence.part)",
+        _UP + "shared_rows.py",
+    ),
+    _m(
+        "pairs: a rank scores the start again alone",
+        _P + "first_step.py",
+        "return max(float_of(row[0]) for row in group.agree(",
+        "return difference + 0 * max(float_of(row[0]) for row in group.agree(",
+        _UP + "shared_rows.py",
+    ),
+    _m(
+        "a sharded reference keeps its embedding gathered",
+        "ftcli/model/fsdp.py",
+        "again = None if any(p.requires_grad for p in model.parameters()) else True",
+        "again = None",
+        _UP + "sharded.py",
+    ),
+    _m(
+        "shared prompts: a tile that one query's hole covers is skipped",
+        _K + "attention_parts.py",
+        "tl.min(tl.where(inside, hole_hi, FAR), 0) // BLOCK, skip)",
+        "tl.max(tl.where(inside, hole_hi, 0), 0) // BLOCK, skip)",
+        "ops/test_attention_branches.py",
+    ),
+    _m(
+        "shared prompts: windows count tokens between",
+        _K + "attention_mask.py",
+        "reach, reach - (begins - fork))",
+        "reach, reach)",
+        "ops/test_attention_branches.py",
+    ),
+    _m(
+        "shared prompts: a first token from the end of the other answer",
+        "ftcli/data/shared.py",
+        "        positions.append(at[scored])\n",
+        "        positions.append(at[scored + 1] - 1)\n",
+        _U + "data/test_shared.py",
+    ),
+    _m(
+        "shared prompts: positions go on from the other answer",
+        "ftcli/data/shared.py",
+        "np.arange(first, first + len(ids))",
+        "np.arange(begin - document, begin - document + len(ids))",
+        _U + "train/test_shared_prompts.py",
+    ),
+    _m(
+        "shared prompts: an answer sees the one before it",
+        "ftcli/model/masks.py",
+        "            branch_starts=self.branches,\n",
+        "            branch_starts=None,\n",
+        _U + "train/test_shared_prompts.py",
     ),
     _m(
         "modules that are trained whole stay in the reference",
@@ -555,12 +665,52 @@ PREFERENCE = (
     ),
 )
 
+SAMPLING = (
+    _m(
+        "sampling: an answer that was cut off is learnt",
+        "ftcli/evaluate/selection.py",
+        "whole = not one.said.cut or",
+        "whole = True or",
+        _U + "evaluate/test_selection.py",
+    ),
+    _m(
+        "sampling: what a kill left of a group stays",
+        "ftcli/run/samples.py",
+        "count % self._group",
+        "0",
+        _U + "run/test_samples.py",
+    ),
+    _m(
+        "sampling: scores of answers that are gone stay",
+        "ftcli/run/samples.py",
+        "if alone or self.count < len(keys):",
+        "if self.count < len(keys):",
+        _U + "run/test_samples.py",
+    ),
+    _m(
+        "sampling: all answers of a prompt from the same random numbers",
+        "ftcli/evaluate/draw.py",
+        "row_seed(seed, at, turn)",
+        "row_seed(seed, at, 0)",
+        _E2E + "sample.py::test_rows_train_without_editing",
+    ),
+    _m(
+        "sampling: reasoning goes into the text alone",
+        "ftcli/data/generated.py",
+        '{"reasoning_content": said.reasoning} if said.reasoning else {}',
+        "{}",
+        _U + "data/test_generated.py",
+    ),
+)
+
 TABLE: dict[str, tuple[Mutant, ...]] = {
     "kernels": KERNELS,
     "data": DATA,
     "train": TRAIN,
     "methods": METHODS,
     "preference": PREFERENCE,
+    "sampling": SAMPLING,
+    "kto": KTO,
     "export": EXPORT,
     "checks": CHECKS,
 }

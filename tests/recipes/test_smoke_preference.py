@@ -1,6 +1,6 @@
 """The smoke recipe of pairs really teaches: order and answers of held-out pairs, and nothing from shuffled labels.
 
-It is run as it ships in `make test-families`; elsewhere its steps are half as many, of half as many pairs.
+It is run as it ships in `make test-families`; elsewhere in fewer steps of half as many pairs at a higher rate.
 """
 
 from __future__ import annotations
@@ -16,7 +16,12 @@ from ftcli.assets import asset
 from ftcli.cli.app import main
 
 RECIPE = str(Path(__file__).parents[2] / "recipes" / "smoke-dpo.yaml")
-SHORT = ("train.max_steps=45", "train.per_device_train_batch_size=8")
+SHORT = (
+    "train.max_steps=24",
+    "train.per_device_train_batch_size=8",
+    "train.learning_rate=4e-3",
+    "data.eval=[{path: 'bundled:smoke-dpo-eval', max_rows: 100}]",
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -31,11 +36,11 @@ def done(capture: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     return result
 
 
-def measured(capture: pytest.CaptureFixture[str], folder: Path, *settings: str) -> dict[str, Any]:
+def measured(capture: pytest.CaptureFixture[str], folder: Path, *settings: str, recipe: str = RECIPE) -> dict[str, Any]:
     """What `ftcli eval` says of a run of the recipe, and of its base."""
     words = [f"--set={setting}" for setting in settings]
-    done(capture, "train", RECIPE, "--output-dir", str(folder / "run"), *words)
-    return done(capture, "eval", RECIPE, "--run", str(folder / "run"), *words)
+    done(capture, "train", recipe, "--output-dir", str(folder / "run"), *words)
+    return done(capture, "eval", recipe, "--run", str(folder / "run"), *words)
 
 
 def test_pairs_teach_order_and_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,5 +76,6 @@ def test_shuffled_labels_teach_no_order(tmp_path: Path, capsys: pytest.CaptureFi
         row["chosen"], row["rejected"] = row["rejected"], row["chosen"]
     path = tmp_path / "shuffled.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    found = measured(capsys, tmp_path, *SHORT, f"data.train=['{path}']", "eval.tasks=[]")
-    assert found["run"]["accuracy"] <= 0.7
+    words = [f"--set={setting}" for setting in (*SHORT, f"data.train=['{path}']", "eval.tasks=[]")]
+    trained = done(capsys, "train", RECIPE, "--output-dir", str(tmp_path / "run"), *words)
+    assert trained["eval"]["accuracy"] <= 0.7

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ftcli.errors import ExitCode
-from ftcli.plain import LEFT_OUT, SPREAD, JsonObject, plain, plain_fields
+from ftcli.plain import FLATTENED, LEFT_OUT, JsonObject, plain, plain_fields
 
 
 @dataclass
@@ -19,7 +19,7 @@ class Record:
 @dataclass(frozen=True, slots=True)
 class Whole:
     name: str
-    part: Record | None = field(metadata=SPREAD)
+    part: Record | None = field(metadata=FLATTENED)
     notes: tuple[str, ...] = field(default=(), metadata=LEFT_OUT)
     page: str | None = field(default=None, metadata=LEFT_OUT)
     last: int | None = None
@@ -48,7 +48,7 @@ def test_numbers_that_are_not_finite_are_null_and_words_stay() -> None:
     assert plain(values) == {"a": [None, 1.5], "b": {"c": None}, "d": "nan"}
 
 
-def test_parts_are_spread_in_their_place_and_keys_without_a_value_left_out() -> None:
+def test_parts_are_flattened_in_their_place_and_keys_without_a_value_left_out() -> None:
     full = plain(Whole("n", Record(Path("x"), 1.0), ("a",), "p", 0))
     assert list(full) == ["name", "path", "value", "notes", "page", "last"]
     assert full == {"name": "n", "path": "x", "value": 1.0, "notes": ["a"], "page": "p", "last": 0}

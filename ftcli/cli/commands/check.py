@@ -19,8 +19,8 @@ from ftcli.reporting import Session
 from ftcli.units import gib, size
 
 if TYPE_CHECKING:
-    from ftcli.data.look import SurveyedSource
     from ftcli.data.sample import SampledRow
+    from ftcli.data.survey import SurveyedSource
     from ftcli.pipeline.checking import CheckResult
     from ftcli.pipeline.every_gpu import EveryGpu, GpuVerdict
     from ftcli.plan.checkpointing import CheckpointingChoice
@@ -187,6 +187,7 @@ def _facts(result: CheckResult) -> list[str]:
         f"attention  {result.attention or report.plan.execution.attention}",
         *_adapters(result.adapters),
         *_checkpointing(report.checkpointing),
+        *([f"judges     {', '.join(result.judges)}"] if result.judges else []),
     ]
 
 
@@ -249,7 +250,8 @@ def _legend(style: Style) -> str:
 def _sample(sample: SampledRow, style: Style, *, plain: bool) -> Iterator[str]:
     fate = "" if sample.fate == "kept" else f", {sample.fate}"
     count = f"{sample.trained:,} of {len(sample.tokens):,} tokens trained"
-    yield style.paint(f"{clean(str(sample.origin))}: {sample.layout}, {count}{fate}", "1")
+    layout = sample.layout if sample.label is None else f"{sample.layout}, {sample.label}"
+    yield style.paint(f"{clean(str(sample.origin))}: {layout}, {count}{fate}", "1")
     if sample.template is not None:
         yield f"rendered by {clean(sample.template)}"
     runs = groupby(sample.tokens, key=lambda token: token.trained)

@@ -15,7 +15,7 @@ from ftcli.cli import completion, options, render
 from ftcli.cli.commands import convert, new
 from ftcli.cli.files import file_content, write_new
 from ftcli.cli.request import AnyRequest, Invocation
-from ftcli.cli.shipped import shipped
+from ftcli.cli.suggest import shipped
 from ftcli.errors import ExitCode, FtcliError, Origin
 from ftcli.paths import expanded, is_folder
 from ftcli.plain import JsonObject

@@ -15,7 +15,7 @@ from ftcli.cli.render import clean, table
 from ftcli.cli.request import AnyRequest, Invocation
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin, Severity
 from ftcli.paths import OPEN_IT, exists, expanded, is_folder
-from ftcli.plain import LEFT_OUT, SPREAD, JsonObject, plain_fields
+from ftcli.plain import FLATTENED, LEFT_OUT, JsonObject, plain_fields
 from ftcli.reporting import Reporter, Session
 from ftcli.units import number
 
@@ -40,7 +40,7 @@ class FoundRuns:
 class ComparedRuns:
     """The answer of `ftcli compare`: ``rows`` are a label and a text for each run, ``html`` is the page."""
 
-    comparison: Comparison = field(metadata=SPREAD)
+    comparison: Comparison = field(metadata=FLATTENED)
     rows: Sequence[tuple[str, Sequence[str]]]
     html: str | None = field(default=None, metadata=LEFT_OUT)
 
@@ -135,7 +135,7 @@ def compare(
 
 def _runs_named(names: Sequence[str], reporter: Reporter) -> list[Path]:
     """The runs that are named, or lie in folders that are. Raises FtcliError FT154 where there are not two."""
-    from ftcli.cli.near import run_meant
+    from ftcli.cli.suggest import run_meant
     from ftcli.run.summary import find_runs
 
     found: list[Path] = []

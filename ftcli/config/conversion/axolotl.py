@@ -8,7 +8,7 @@ from typing import Any
 
 from ftcli.config.conversion import preferences, sources
 from ftcli.config.conversion import rules as r
-from ftcli.config.conversion.draft import Draft, is_off
+from ftcli.config.conversion.draft import Draft, is_off, truth
 from ftcli.config.conversion.source import ForeignSetting
 from ftcli.config.tree import ListNode, MapNode, plain_tree
 from ftcli.plain import JsonObject, map_in
@@ -27,6 +27,7 @@ _PAIRS: Mapping[str, tuple[tuple[str, str, str], bool]] = {
     "intel": (("question", "chosen", "rejected"), True),
     "icr": (("input", "chosen", "rejected"), True),
     "prompt_pairs": (("prompt", "chosen", "rejected"), True),
+    "chat_template": (("input", "chosen", "rejected"), True),  # of bradley_terry
     "argilla": (("instruction", "chosen_response", "rejected_response"), True),
     "ultra": (("prompt", "chosen", "rejected"), False),
     "argilla_chat": (("prompt", "chosen", "rejected"), False),
@@ -36,12 +37,21 @@ _PAIRS: Mapping[str, tuple[tuple[str, str, str], bool]] = {
 _FIELDS = {
     "prompt": ("field_prompt", "field_messages"), "chosen": ("field_chosen",), "rejected": ("field_rejected",),
 }  # fmt: skip
+#: The same of labelled answers; where a conversation is in one column, it is that of the prompt, too.
+_LABELLED: Mapping[str, tuple[tuple[str, str, str], bool]] = {
+    "intel": (("question", "completion", "label"), True),
+    "argilla": (("instruction", "completion", "label"), True),
+    "prompt_pairs": (("prompt", "completion", "label"), True),
+    "ultra": (("prompt", "completion", "label"), True),
+    "argilla_chat": (("completion", "completion", "label"), False),
+}
+_LABELLED_FIELDS = {"prompt": ("field_prompt",), "completion": ("field_completion",), "label": ("field_label",)}
 #: Keys of a dataset that are read below, or change nothing of what is learnt.
 _READ = frozenset(
     (
         *_COLUMNS, "field_prompt", "field_chosen", "field_rejected", "path", "type", "name", "split", "revision",
         "data_files", "field_messages", "ds_type", "roles", "chat_template", "message_property_mappings",
-        "message_field_role", "message_field_content",
+        "message_field_role", "message_field_content", "field_completion", "field_label",
     )
 )  # fmt: skip
 #: Values of a dataset's keys that say what happens anyway.
@@ -60,8 +70,11 @@ _HELP = {
 
 def _before(draft: Draft) -> None:
     draft.full = is_off(draft.said("adapter"))
-    rl = draft.given.get("rl")
-    if rl is None or str(rl.value) not in ("dpo", "ipo", "orpo", "simpo"):
+    rl, scores = draft.given.get("rl"), draft.given.get("reward_model")
+    if scores is not None and truth(scores.value):
+        preferences.begin(draft, "reward", scores)
+        return
+    if rl is None or str(rl.value) not in ("dpo", "ipo", "kto", "orpo", "simpo"):
         return
     preferences.begin(draft, "dpo" if rl.value == "ipo" else str(rl.value), rl)
     losses = draft.given.get("dpo_loss_type")
@@ -124,7 +137,7 @@ class _Dataset:
         self._tell_what_is_otherwise()
         more = {key: self.map.get(key) for key in ("name", "split", "revision")}
         paths = sources.listed(files) or [path]
-        return [sources.source(self.draft, self.given, str(each), columns=self._columns(), **more) for each in paths]
+        return [sources.source(self.draft, self.given, each, columns=self._columns(), **more) for each in paths]
 
     def _pairs(self) -> tuple[tuple[str, str, str], bool] | None:
         """The row of its kind of pairs; None for one that is not known."""
@@ -132,6 +145,8 @@ class _Dataset:
         head, _, rest = str(kind).partition(".")
         if isinstance(kind, dict):
             return None
+        if preferences.labelled(self.draft):
+            return _LABELLED.get(rest)
         return _PAIRS.get("argilla_chat" if (head, rest) == ("chat_template", "argilla") else rest)
 
     def tell_of_pairs(self) -> None:
@@ -142,7 +157,10 @@ class _Dataset:
             sources.named_template(self.draft, self.given, head)
         if pairs is None:
             name = kind if isinstance(kind, str) else "a prompt of its own"
-            help = "rows of pairs have prompt, chosen and rejected: docs/preference.md; columns renames"
+            names = (
+                "prompt, completion and label" if preferences.labelled(self.draft) else "prompt, chosen and rejected"
+            )
+            help = f"rows have {names}: docs/preference.md; columns renames"
             self._tell(f"rows of type `{name}`", help)
         elif pairs[1]:
             preferences.plain_texts(self.draft, self.given, f"type `{kind}`")
@@ -155,11 +173,14 @@ class _Dataset:
     def _columns_of_pairs(self) -> dict[str, str]:
         kind = self.map.get("type")
         said = {**self.map, **kind} if isinstance(kind, dict) else self.map
-        usual, _ = self._pairs() or (("prompt", "chosen", "rejected"), False)
-        found = dict(zip(_FIELDS, usual, strict=True))
-        for ours, names in _FIELDS.items():
+        fields = _LABELLED_FIELDS if preferences.labelled(self.draft) else _FIELDS
+        usual, _ = self._pairs() or (tuple(fields), False)
+        found = dict(zip(fields, usual, strict=True))
+        for ours, names in fields.items():
             named = next((said[name] for name in names if said.get(name)), None)
             found[ours] = found[ours] if named is None else str(named)
+        if found["prompt"] == found.get("completion"):
+            return {"messages": found["prompt"]}
         return {ours: theirs for ours, theirs in found.items() if ours != theirs}
 
     def layout(self) -> str | None:
@@ -293,6 +314,7 @@ RULES = r.Rules(
         "wandb_project": lambda draft, given: r.wandb(draft, given, "wandb_project", "wandb_entity", "wandb_group"),
         "wandb_name": r.run_name,
         "rl": r.read,
+        "reward_model": r.read,
         "orpo_alpha": _orpo_alpha,
         "cpo_alpha": preferences.cross_entropy,
         "rpo_alpha": preferences.cross_entropy,

@@ -22,8 +22,9 @@ _CALLS: Mapping[str, str] = {
     "from_pretrained": "model_name", "get_peft_model": "model peft_config", "LoraConfig": "", "BitsAndBytesConfig": "",
     "SFTConfig": "output_dir", "TrainingArguments": "output_dir", "UnslothTrainingArguments": "output_dir",
     "SFTTrainer": "model args", "UnslothTrainer": "model args", "load_dataset": "dataset name",
-    "DPOConfig": "output_dir", "ORPOConfig": "output_dir", "CPOConfig": "output_dir",
-    "DPOTrainer": "model ref_model args", "ORPOTrainer": "model args", "CPOTrainer": "model args",
+    "DPOConfig": "output_dir", "ORPOConfig": "output_dir", "CPOConfig": "output_dir", "KTOConfig": "output_dir",
+    "RewardConfig": "output_dir", "DPOTrainer": "model ref_model args", "KTOTrainer": "model ref_model args",
+    "ORPOTrainer": "model args", "CPOTrainer": "model args", "RewardTrainer": "model args",
 }  # fmt: skip
 #: What arguments are called in the recipes of each tool, where that is not their own name.
 _UNSLOTH = {"dataset": "hub_dataset", "name": "hub_subset", "split": "hub_split"}
@@ -36,8 +37,9 @@ _NO_SETTINGS = frozenset(("token", "streaming", "task_type", "device_map", "torc
 #: Arguments that are objects: what they are is said by the calls that make them.
 _OBJECTS = frozenset(
     (
-        "model", "tokenizer", "processing_class", "train_dataset", "args", "peft_config", "quantization_config",
-        "dtype", "data_collator", "formatting_func", "callbacks", "dataset", "dataset_num_proc", "fp16", "bf16",
+        "model", "auto_model", "tokenizer", "processing_class", "train_dataset", "args", "peft_config",
+        "quantization_config", "dtype", "data_collator", "formatting_func", "callbacks", "dataset", "dataset_num_proc",
+        "fp16", "bf16",
     )
 )  # fmt: skip
 #: What a call has where a script does not say it: PEFT's adapters, and arguments of transformers' in place of TRL's.
@@ -157,7 +159,7 @@ def _arguments(
     for key, node in _by_name(call, name).items():
         tree = _tree(node, piece.origin(node), names)
         if tree is not None:
-            entries[key] = MapEntry(tree.origin, tree)
+            entries["dataset" if key == "data_files" else key] = MapEntry(tree.origin, tree)
         elif key == "ref_model":
             entries[key] = MapEntry(piece.origin(node), Leaf(piece.origin(node), "another model", "another model"))
         elif key not in _OBJECTS and not key.startswith("argument "):
@@ -175,7 +177,7 @@ def _by_name(call: ast.Call, name: str) -> dict[str, ast.expr]:
     if name != "load_dataset":
         found.pop("split", None)
     if "data_files" in found:
-        found["dataset"] = found.pop("data_files")
+        found.pop("dataset", None)  # then it says how the files are read
     return {key: node for key, node in found.items() if key not in _NO_SETTINGS}
 
 

@@ -40,6 +40,10 @@ def _before(draft: Draft) -> None:
         raise draft.refuse(draft.given["model"], "LLaMA-Factory's recipes of version 1 are not converted", help)
     draft.full = draft.said("finetuning_type") == "full"
     stage, loss = draft.given.get("stage"), draft.given.get("pref_loss")
+    if stage is not None and stage.value == "kto":
+        preferences.begin(draft, "kto", stage)
+    if stage is not None and stage.value == "rm":
+        preferences.begin(draft, "reward", stage)
     if stage is not None and stage.value == "dpo":
         name = str(loss.value) if loss is not None else "sigmoid"
         preferences.begin(draft, name if name in ("orpo", "simpo") else "dpo", stage)
@@ -89,7 +93,8 @@ def _registered(draft: Draft, given: ForeignSetting, name: str, index: JsonObjec
         draft.unusable(given, f"`{name}` is a name in LLaMA-Factory's list of datasets", help)
         path = f"{folder}/{name}.json"
         return {} if "://" in path else {"path": path}, "text" if _is_text(draft) else None
-    pairs = preferences.wanted(draft)
+    labels = preferences.labelled(draft)
+    pairs = preferences.wanted(draft) and not labels
     if pairs != bool(entry.get("ranking")):
         what = "no pairs: `ranking` is not true" if pairs else "pairs, and the stage is none that learns from them"
         raise draft.refuse(given, f"the rows of `{name}` are {what}", "name rows that the stage trains on")
@@ -104,10 +109,11 @@ def _registered(draft: Draft, given: ForeignSetting, name: str, index: JsonObjec
     path = f"{folder}/{entry['file_name']}" if entry.get("file_name") else str(entry.get("hf_hub_url") or name)
     columns = {**({"prompt": "instruction"} if pairs or layout == "text" else {}), **map_in(entry, "columns")}
     names = _pairs(draft, given, name, columns, str(entry.get("formatting"))) if pairs else names
+    names = {**names, "kto_tag": "kto_tag"} if labels else names
     named = {names[key]: str(value) for key, value in columns.items() if key in names and names[key] != value}
     rows = entry.get("num_samples") if isinstance(entry.get("num_samples"), int) else None
     more = {"split": entry.get("split"), "name": entry.get("subset"), "columns": named, "max_rows": rows}
-    return sources.source(draft, given, path, **more), None if pairs else layout
+    return sources.source(draft, given, path, **more), None if preferences.wanted(draft) else layout
 
 
 def _pairs(draft: Draft, given: ForeignSetting, name: str, columns: JsonObject, formatting: str) -> dict[str, str]:
@@ -155,7 +161,7 @@ def _template(draft: Draft, given: ForeignSetting) -> None:
 
 def _adapter(draft: Draft, given: ForeignSetting) -> None:
     why = "adapters begin anew; a run of ftcli goes on from --resume PATH"
-    if preferences.wanted(draft):
+    if preferences.wanted(draft) and not preferences.scored(draft):
         why = (
             "adapters begin anew. There the reference of a continued adapter is the raw base; here it is the model as "
             "training begins: merge the adapter into the model and name that"
@@ -191,7 +197,7 @@ def _after(draft: Draft) -> None:
             what = "LLaMA-Factory joins texts and cuts the stream into blocks of cutoff_len, which loses nothing"
             draft.remark(what, help)
             return
-    preferences.finish(draft, prompts=False)
+    preferences.finish(draft, prompts=False, drops=not preferences.scored(draft))
     draft.default("data.overlong", "truncate")
     if draft.get("data.overlong") == "truncate":
         help = "rows that are too long are cut, as there; `data.overlong: drop` leaves them out"

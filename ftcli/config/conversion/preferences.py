@@ -1,9 +1,10 @@
-"""Recipes that learn from pairs: the methods and losses that tools have, as the section ``preference`` has them."""
+"""Recipes that learn from preferences: methods and losses of other tools as ``preference`` and ``reward`` have them."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -18,27 +19,57 @@ from ftcli.tables import layouts, methods, preference_losses
 _SIGNS = (
     "loss_weights", "beta", "simpo_gamma", "cpo_alpha", "rpo_alpha", "ld_alpha", "ref_model", "ref_model_name_or_path",
     "precompute_ref_log_probs", "reference_free", "f_divergence_type", "max_prompt_length", "max_completion_length",
+    "desirable_weight", "undesirable_weight",
 )  # fmt: skip
 #: Settings that only its trainer of CPO and SimPO has.
 _OF_CPO = ("cpo_alpha", "simpo_gamma")
+#: Settings that only its trainer of KTO has.
+_OF_KTO = ("desirable_weight", "undesirable_weight")
 #: What `trl` and classes say of the trainer.
 _COMMANDS = {
-    **{name: name for name in ("sft", "dpo", "orpo", "cpo")}, "SFTTrainer": "sft", "UnslothTrainer": "sft",
-    "DPOTrainer": "dpo", "ORPOTrainer": "orpo", "CPOTrainer": "cpo",
+    **{name: name for name in ("sft", "dpo", "kto", "orpo", "cpo", "reward")}, "SFTTrainer": "sft",
+    "UnslothTrainer": "sft", "DPOTrainer": "dpo", "KTOTrainer": "kto", "ORPOTrainer": "orpo", "CPOTrainer": "cpo",
+    "RewardTrainer": "reward",
 }  # fmt: skip
 #: What folders, files and runs of such recipes are called, and whether that trainer is converted.
 _TRAINERS: Mapping[str, str] = MappingProxyType(
-    {"dpo": "dpo", "orpo": "orpo", "cpo": "cpo", "simpo": "cpo", "kto": "", "grpo": "", "ppo": "", "rloo": ""}
+    {
+        **{name: name for name in ("dpo", "kto", "orpo", "cpo")},
+        "simpo": "cpo",
+        "reward": "reward",
+        "rm": "reward",
+        "grpo": "",
+        "ppo": "",
+        "rloo": "",
+    }
 )
+_SETTINGS_OF_PAIRS = tuple(f"preference.{name}" for name in ("label_smoothing", "gamma", "ld_alpha"))
+_SETTINGS_OF_LABELS = tuple(f"preference.{name}" for name in ("desirable_weight", "undesirable_weight"))
 #: Losses of the CPO trainer, as they are called here.
 _CPO_LOSSES = {"sigmoid": "cpo", "simpo": "simpo", "alphapo": "simpo"}
-_NO_PAIRS = "it is read by train.method dpo, orpo and simpo"
-_CHATS = "prompt as a list of messages with role and content, chosen and rejected as they are or as such lists"
+#: The setting that only trainers of reward models have, and the layer that they train whole.
+_OF_SCORES = "center_rewards_coefficient"
+_SCORE = ("score", "classifier", "v_head")
+_CHATS = "prompt as a list of messages with role and content, {answers} or as such lists"
 
 
 def wanted(draft: Draft) -> bool:
     """True if the recipe learns from pairs."""
-    return draft.get("train.method") in methods.names() and _section(draft) == "preference"
+    return draft.get("train.method") in methods.names() and _section(draft) in ("preference", "reward")
+
+
+def scored(draft: Draft) -> bool:
+    """True if it teaches a reward model."""
+    return bool(draft.get("train.method") == "reward")
+
+
+def labelled(draft: Draft) -> bool:
+    """True if it learns from single answers with a label."""
+    return bool(draft.get("train.method") == "kto")
+
+
+def _rows(draft: Draft) -> str:
+    return "labelled answers" if labelled(draft) else "pairs"
 
 
 def _section(draft: Draft) -> str | None:
@@ -71,7 +102,7 @@ def choose(draft: Draft, given: ForeignSetting | None, names: Sequence[object], 
             help = "each loss has one weight; write them into preference.loss: [{name: …, weight: …}]"
             draft.unusable(given, f"the weights {weights} of {len(names)} losses", help)
     pairs = [(str(name), weight) for name, weight in zip(names, weighed, strict=True) if weight]
-    known = preference_losses.names()
+    known = preference_losses.names(paired=not labelled(draft))
     for name, _ in pairs:
         if name not in (*known, "sft"):
             raise draft.refuse(given, f"the loss `{name}` is not offered", f"preference.loss is {', '.join(known)}")
@@ -97,27 +128,61 @@ def finish(draft: Draft, beta: float = 0.1, *, drops: bool = True, prompts: bool
         drops: Dropout is off in the tool while it learns from pairs, unless `disable_dropout` says otherwise.
         prompts: Its ORPO trains the prompt's tokens as well.
     """
+    _of_one_section(draft)
     if not wanted(draft):
-        for key in [key for key in draft.values if key.startswith("preference.")]:
-            drafted = draft.values.pop(key)
-            draft.findings.append(Finding("FT160", f"`{key}` is left out", drafted.origin, _NO_PAIRS, "warning"))
         return
-    names = losses_of(draft)
-    if any(preference_losses.row(name).beta != beta for name in names):
-        draft.default("preference.beta", beta)
     draft.default("train.warmup_steps", 0)
-    _tell_of_losses(draft, names, prompts=prompts)
+    if scored(draft):
+        _score_alone(draft)
+    else:
+        names = losses_of(draft)
+        if any(preference_losses.row(name).beta != beta for name in names):
+            draft.default("preference.beta", beta)
+        _of_one_kind(draft)
+        _tell_of_losses(draft, names, prompts=prompts)
     if drops and truth(draft.said("disable_dropout")) is not False:
         _no_dropout(draft)
     _leave_out(draft)
 
 
+def _of_one_section(draft: Draft) -> None:
+    """Leaves out settings of methods that are not the recipe's."""
+    own = _section(draft) if draft.get("train.method") in methods.names() else None
+    for key in [key for key in draft.values if key.startswith(("preference.", "reward.")) and key.split(".")[0] != own]:
+        drafted, section = draft.values.pop(key), key.split(".")[0]
+        readers = [name for name in methods.names() if methods.row(name).section == section]
+        help = f"it is read by train.method {', '.join(readers)}"
+        draft.findings.append(Finding("FT160", f"`{key}` is left out", drafted.origin, help, "warning"))
+
+
+def _score_alone(draft: Draft) -> None:
+    """Takes the score off the modules that are trained whole: here it always is."""
+    drafted = draft.values.get("lora.modules_to_save")
+    if drafted is not None and isinstance(drafted.value, list):
+        rest = [name for name in drafted.value if name not in _SCORE]
+        del draft.values["lora.modules_to_save"]
+        if rest:
+            draft.values["lora.modules_to_save"] = replace(drafted, value=rest)
+
+
+def _of_one_kind(draft: Draft) -> None:
+    """Leaves out settings of labelled answers under pairs, and of pairs under these; tells what KTO means here."""
+    others = _SETTINGS_OF_PAIRS if labelled(draft) else _SETTINGS_OF_LABELS
+    for key in (key for key in others if key in draft.values):
+        drafted, method = draft.values.pop(key), methods.row(draft.get("train.method"))
+        what = f"`{key}` is left out: {method.title} does not read it"
+        draft.findings.append(Finding("FT160", what, drafted.origin, None, "warning"))
+    if labelled(draft) and preference_losses.row(losses_of(draft)[0]).estimates_kl:
+        help = "so no split into micro-batches and processes changes the loss; preference.kl_rows makes it cheaper"
+        draft.remark(f"{draft.tool} estimates KTO's KL in each micro-batch; here it is that of the whole step", help)
+
+
 def _no_dropout(draft: Draft) -> None:
     drafted = draft.values.pop("lora.dropout", None)
     if drafted is not None and drafted.origin is not None and not is_off(drafted.value):
-        draft.put("lora.dropout", 0.0, comment=f"{draft.tool} switches dropout off for pairs")
+        draft.put("lora.dropout", 0.0, comment=f"{draft.tool} switches dropout off for {_rows(draft)}")
         help = "set lora.dropout where you want it: the policy has it then, and the reference has not"
-        what = f"{draft.tool} switches dropout off for pairs, that of adapters too: lora.dropout is 0"
+        what = f"{draft.tool} switches dropout off for {_rows(draft)}, that of adapters too: lora.dropout is 0"
         draft.findings.append(Finding("FT161", what, drafted.origin, help, "warning"))
 
 
@@ -134,7 +199,8 @@ def _tell_of_losses(draft: Draft, names: Sequence[str], *, prompts: bool) -> Non
 def _leave_out(draft: Draft) -> None:
     """Leaves out what preference methods do not offer, and says so of what the file says."""
     method = methods.row(draft.get("train.method"))
-    offered = {**method.supports, "data.loss_on": ("auto", *layouts.row("preference").loss_on)}
+    loss_on = layouts.row(str(method.defaults["data.format"])).loss_on
+    offered = {**method.supports, "data.loss_on": ("auto", *loss_on)}
     for key, values in offered.items():
         drafted = draft.values.get(key)
         if drafted is None or drafted.value in values:
@@ -208,6 +274,9 @@ def reference(draft: Draft, given: ForeignSetting) -> None:
     """A reference model of the recipe's own: here it is the model as training began."""
     if given.value == draft.said("model_name_or_path") or is_off(given.value):
         return
+    if scored(draft):
+        draft.lost(given, "a reward model is compared with no reference", harmless=True)
+        return
     if not any(preference_losses.row(name).reference for name in losses_of(draft)):
         draft.lost(given, f"{', '.join(losses_of(draft))} compares with no reference", harmless=True)
         return
@@ -234,6 +303,11 @@ def _loss_type(draft: Draft, given: ForeignSetting) -> None:
         draft.lost(given, "the loss is the negative log-likelihood of each token")
 
 
+def _centring(draft: Draft, given: ForeignSetting) -> None:
+    if not is_off(given.value):
+        draft.take(given, "reward.center_rewards_coefficient")
+
+
 #: What TRL's trainers of preferences read.
 OF_TRL: Mapping[str, r.Rule] = MappingProxyType(
     {
@@ -249,6 +323,7 @@ OF_TRL: Mapping[str, r.Rule] = MappingProxyType(
         "ref_model": reference,
         "ref_model_name_or_path": reference,
         "reference_free": _reference_free,
+        _OF_SCORES: _centring,
         "disable_dropout": r.read,
     }
 )
@@ -268,8 +343,17 @@ def of_trl(draft: Draft) -> None:
         _cpo(draft, given, names)
     else:
         begin(draft, trainer, said)
-        if trainer == "dpo" and names:
+        if trainer == "reward":
+            _drops_long_pairs(draft)
+        elif trainer in ("dpo", "kto") and names:
             choose(draft, given, names, draft.said("loss_weights"))
+
+
+def _drops_long_pairs(draft: Draft) -> None:
+    """Drafts TRL's own ways with reward models: long pairs are dropped, and a margin is subtracted."""
+    draft.default("data.overlong", "drop")
+    help = "reward.margin: true reads the column `margin`; data.columns maps another name"
+    draft.remark("TRL subtracts a margin wherever rows have the column; here it is read on request", help)
 
 
 def _cpo(draft: Draft, given: ForeignSetting | None, names: Sequence[object]) -> None:
@@ -296,16 +380,20 @@ def default_cross_entropy(draft: Draft) -> None:
 
 
 def _trainer(draft: Draft) -> tuple[str | None, ForeignSetting | None]:
-    """dpo, orpo or cpo; None for SFT. Raises FtcliError FT163 where a name says that it is none of these."""
+    """dpo, kto, orpo, cpo or reward; None for SFT. Raises FtcliError FT163 where a name says it is another."""
     command = draft.given.get("command") or draft.given.get("trainer")
     known = None if command is None else _COMMANDS.get(str(command.value))
     if known is not None:
         return (None if known == "sft" else known), command
+    if _OF_SCORES in draft.given:
+        return "reward", draft.given[_OF_SCORES]
     said = next((draft.given[name] for name in _SIGNS if name in draft.given), None)
     losses = {str(name) for name in sources.listed(draft.said("loss_type"))}
     if losses & {"simpo", "alphapo"} or any(name in draft.given for name in _OF_CPO):
         return "cpo", None
-    if losses & set(preference_losses.names()):
+    if losses & set(preference_losses.names(paired=False)) or any(name in draft.given for name in _OF_KTO):
+        return "kto", None
+    if losses & set(preference_losses.names(paired=True)):
         return "dpo", None
     by_file = _named([draft.file.parent.name]) or _named(_parts(draft.file.stem))
     if said is None and not by_file:
@@ -313,9 +401,11 @@ def _trainer(draft: Draft) -> tuple[str | None, ForeignSetting | None]:
     texts = [str(draft.said(name) or "") for name in ("run_name", "hub_model_id", "output_dir")]
     name = by_file or _named([part for text in texts for part in _parts(Path(text).name)]) or "dpo"
     if not _TRAINERS[name]:
-        help = "by pairs there are dpo, orpo and simpo; for rewards begin with `ftcli recipes copy smoke-grpo`"
+        help = "there are dpo, kto, orpo, simpo and reward; for rewards begin with `ftcli recipes copy smoke-grpo`"
         raise draft.refuse(said, f"a recipe of {name.upper()}, by its name, is not converted", help)
-    help = "change train.method where it is another; or write `command: dpo` (orpo, cpo, sft) into the file"
+    help = (
+        "change train.method where it is another; or write `command: dpo` (kto, orpo, cpo, reward, sft) into the file"
+    )
     draft.remark(f"the settings do not say which trainer of TRL reads them: taken for {name.upper()}", help)
     return _TRAINERS[name], None
 
@@ -334,9 +424,14 @@ def _named(words: Sequence[str]) -> str | None:
 def plain_texts(draft: Draft, given: ForeignSetting, what: str) -> None:
     """Tells of rows of strings, which other tools write as turns of a chat."""
     message = f"{what}: rows of strings become turns in {draft.tool}; here they are plain text, without a chat template"
-    draft.differs(given, message, f"prepare the file: {_CHATS}")
+    draft.differs(given, message, f"prepare the file: {_chats(draft)}")
 
 
 def odd_messages(draft: Draft, given: ForeignSetting, what: str) -> None:
-    """Tells of messages that rows of pairs cannot hold here."""
-    draft.unusable(given, what, f"rows of pairs have {_CHATS}; prepare the file so")
+    """Tells of messages that rows cannot hold here."""
+    draft.unusable(given, what, f"rows of {_rows(draft)} have {_chats(draft)}; prepare the file so")
+
+
+def _chats(draft: Draft) -> str:
+    answers = "completion as it is" if labelled(draft) else "chosen and rejected as they are"
+    return _CHATS.format(answers=answers)

@@ -34,16 +34,16 @@ def place(path: str) -> str | None:
     return f"hub:{path}" if _HUB.fullmatch(path) else None
 
 
-def source(draft: Draft, given: ForeignSetting, path: str, **more: Any) -> JsonObject:
+def source(draft: Draft, given: ForeignSetting, path: object, **more: Any) -> JsonObject:
     """One item of `data.train`: where rows are, and what else is known of them. What is None is left out.
 
-    Nothing, where rows lie at an address that is not read.
+    Nothing, where rows lie at an address that is not read, and where it is no name at all.
     """
-    found = place(path)
-    if is_url(path) or not path:
+    if not isinstance(path, str) or is_url(path) or not path:
         what = f"`{path}` is not read" if path else "a dataset without a path"
         draft.unusable(given, what, "download it, and name the file; or write hub:ORG/NAME")
         return {}
+    found = place(path)
     if found is None:
         help = "write the file, or hub:ORG/NAME for a dataset of the Hub"
         draft.unusable(given, f"`{path}` is not a file, and the Hub wants ORG/NAME", help)

@@ -94,7 +94,7 @@ def _dataset(key: str) -> r.Rule:
         layout = layout or _STYLES.get(str(draft.said(f"{section}.conversation_style")))
         more = {"columns": _columns(draft, section, layout), "split": said["split"], "name": said["name"]}
         files = sources.listed(said["data_files"] or said["source"] or where) or [None]
-        sources.put(draft, key, [sources.source(draft, given, str(path), **more) for path in files], given)
+        sources.put(draft, key, [sources.source(draft, given, path, **more) for path in files], given)
         if key != "data.train":
             return
         sources.layouts(draft, {layout}, given)
@@ -117,7 +117,7 @@ def _pairs(draft: Draft, given: ForeignSetting, key: str, builder: str) -> None:
     said = {name: draft.said(f"{start}{name}") for name in ("source", "data_files", "split", "name")}
     more = {"columns": columns, "split": said["split"], "name": said["name"]}
     files = sources.listed(said["data_files"] or said["source"] or where) or [None]
-    sources.put(draft, key, [sources.source(draft, given, str(path), **more) for path in files], given)
+    sources.put(draft, key, [sources.source(draft, given, path, **more) for path in files], given)
     if builder == "stack_exchange_paired_dataset":
         preferences.plain_texts(draft, given, f"`{builder}`, which reads the folder data/rl of its dataset")
     if truth(draft.said(f"{start}train_on_input")):

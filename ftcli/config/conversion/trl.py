@@ -22,22 +22,24 @@ def _before(draft: Draft) -> None:
     draft.full = not truth(draft.said("use_peft"))
     preferences.of_trl(draft)
     if preferences.wanted(draft):
-        draft.default("train.learning_rate", 1e-6)
+        draft.default("train.learning_rate", 1e-4 if preferences.scored(draft) else 1e-6)
 
 
 def _dataset(draft: Draft, given: ForeignSetting) -> None:
     name, split = draft.said("dataset_config"), draft.said("dataset_train_split")
-    path = str(given.value)
-    sources.put(draft, "data.train", [sources.source(draft, given, path, name=name, split=split)], given)
+    paths = sources.listed(given.value)
+    items = [sources.source(draft, given, path, name=name, split=split) for path in paths]
+    sources.put(draft, "data.train", items, given)
     held_out = draft.given.get("dataset_test_split")
     if held_out is None and is_off(draft.said("eval_strategy")):
         return
     where = held_out or draft.given["eval_strategy"]
-    if sources.place(path) == path:
+    if not all(isinstance(path, str) and sources.place(path) != path for path in paths):
         draft.lost(where, "a file has no splits: name a held-out file in data.eval")
         return
     split = str(held_out.value) if held_out is not None else "test"
-    sources.put(draft, "data.eval", [sources.source(draft, given, path, name=name, split=split)], where)
+    items = [sources.source(draft, given, path, name=name, split=split) for path in paths]
+    sources.put(draft, "data.eval", items, where)
 
 
 def _mixture(draft: Draft, given: ForeignSetting) -> None:
@@ -46,7 +48,7 @@ def _mixture(draft: Draft, given: ForeignSetting) -> None:
     for each in maps(plain_tree(given.tree)):
         path = each.get("data_files") or each.get("path") or each.get("id")
         more = {"name": each.get("name") or each.get("config"), "split": each.get("split")}
-        found += [sources.source(draft, given, str(one), **more) for one in sources.listed(path) or [None]]
+        found += [sources.source(draft, given, one, **more) for one in sources.listed(path) or [None]]
         _share(draft, given, str(path), each.get("weight"))
         for key in (key for key in each if key not in _READ):
             draft.unusable(given, f"`{key}` of a dataset", "there is no counterpart: prepare the file so")
@@ -71,7 +73,7 @@ def _mixer(draft: Draft, given: ForeignSetting) -> None:
         _share(draft, given, str(path), share)
         for split in sources.listed(draft.said("dataset_splits")) or ["train"]:
             key = "data.eval" if "test" in str(split) else "data.train"
-            held[key].append(sources.source(draft, given, str(path), name=name, split=split))
+            held[key].append(sources.source(draft, given, path, name=name, split=split))
     for key, items in held.items():
         sources.put(draft, key, items, given)
 
@@ -111,6 +113,8 @@ def _after(draft: Draft) -> None:
         draft.put("lora.target_modules", ["q_proj", "v_proj"], comment="PEFT's default for most families")
         help = "all-linear, ftcli's default, adapts every linear layer and learns more"
         draft.remark("TRL names no LoRA modules, so PEFT adapts queries and values alone", help)
+    if "data.train" not in draft.values:
+        draft.remark("no dataset is named that could be read", "name rows in data.train: a file, or hub:ORG/NAME")
     if not preferences.wanted(draft):
         _supervised(draft)
     r.float32_unless_half(draft, "fp16", "dtype", "torch_dtype")

@@ -55,7 +55,7 @@ def _length(draft: Draft, given: ForeignSetting) -> None:
 
 def _dataset(draft: Draft, given: ForeignSetting) -> None:
     more = {"name": draft.said("hub_subset"), "split": draft.said("hub_split")} if given.leaf == "hub_dataset" else {}
-    items = [sources.source(draft, given, str(path), **more) for path in sources.listed(given.value)]
+    items = [sources.source(draft, given, path, **more) for path in sources.listed(given.value)]
     sources.put(draft, "data.train", items, given)
 
 

@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from ftcli.empty_weights import Undrawn
 from ftcli.errors import first_line
 from ftcli.export.clean.request import (
     ANSWER,
@@ -41,7 +42,6 @@ from ftcli.export.clean.request import (
 )
 from ftcli.export.lazy import Read, computing_from
 from ftcli.plain import JsonMap, JsonObject
-from ftcli.undrawn import Undrawn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -19,7 +19,7 @@ _TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class LlamaAnswer:
-    """What llama.cpp says of a file.
+    """The answer of llama.cpp on a file.
 
     Attributes:
         tokens: The ids of each text, special ones recognised and none put before it.
@@ -37,7 +37,7 @@ class LlamaAnswer:
 def ask_llama(
     file: Path, rows: Sequence[Sequence[int]], texts: Sequence[str], *, threads: int = 1, adapter: Path | None = None
 ) -> LlamaAnswer:
-    """What llama.cpp makes of ``texts`` and of ``rows`` of ids, each alone, on the CPU and with a cache in float32.
+    """Asks llama.cpp about ``texts`` and ``rows`` of ids, each alone, on the CPU and with a cache in float32.
 
     Args:
         rows: No more than 256 ids each; they are cut where the file's context ends.

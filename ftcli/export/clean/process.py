@@ -41,14 +41,14 @@ _TAIL = 2000
 
 
 def fits(parameters: int) -> bool:
-    """Whether memory holds a model of so many numbers as a whole, in float32."""
+    """True if memory holds a model of so many numbers as a whole, in float32."""
     free = cpu_device().free_bytes
     # Loaded as it is stored and widened then: for a moment both are there.
     return free is None or 4 * parameters + 2 * parameters + _BESIDE <= free
 
 
 def tokens_compared(parameters: int) -> int:
-    """How many tokens a model of so many numbers generates: fewer where each one reads all the weights anew."""
+    """Number of tokens that a model of so many numbers generates: fewer if each one reads all the weights anew."""
     return NEW_TOKENS if fits(parameters) else STREAMED_TOKENS
 
 
@@ -120,7 +120,7 @@ class CleanProcess:
         threading.Thread(target=_listen, args=(self._running.stdout, self._said), daemon=True).start()
 
     def ask(self, request: ReloadRequest, sent: Mapping[str, Tensor]) -> ReloadAnswer:
-        """What it finds.
+        """The answer to a request.
 
         Raises:
             FtcliError: FT760 (exit 1) when it does not answer in time, or ends: killed for memory, for instance.
@@ -171,7 +171,7 @@ class CleanProcess:
         return answer
 
     def _end(self, running: subprocess.Popen[str]) -> str:
-        """How it ended, in words."""
+        """The end of the process, in words."""
         status = running.wait()
         if status < 0:
             memory = ", as systems do that run out of memory" if status == -9 else ""
@@ -185,7 +185,7 @@ class CleanProcess:
 
 
 def ask_once(request: ReloadRequest, sent: Mapping[str, Tensor]) -> ReloadAnswer:
-    """What a process says that is there for this question alone. Raises as :meth:`CleanProcess.ask`."""
+    """Asks a process that is there for this question alone. Raises as :meth:`CleanProcess.ask`."""
     with CleanProcess() as process:
         return process.ask(request, sent)
 
@@ -199,7 +199,7 @@ def _listen(stream: IO[str] | None, said: queue.SimpleQueue[str | None]) -> None
 
 
 def patience(path: Path, seconds: float = _SECONDS) -> float:
-    """How many seconds an answer about a file or folder may take: ``seconds``, and more for what is large."""
+    """Seconds that an answer about a file or folder may take: ``seconds``, and more for what is large."""
     return seconds + _SECONDS_A_GIB * _bytes(path) / 2**30
 
 

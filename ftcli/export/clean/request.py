@@ -1,4 +1,4 @@
-"""What the process that loads exports again is asked, and what it says. Plain values, as JSON has them."""
+"""Request and answer of the process that loads exports again. Plain values, as JSON has them."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ OURS = ("ftkernels", "ftcli.model", "ftcli.train", "ftcli.methods", "ftcli.gener
 
 
 def rows_for(features: int) -> Tensor:
-    """What single layers are asked: (4, features), the same every time."""
+    """The input of single layers: (4, features), the same every time."""
     return torch.randn((4, features), generator=torch.Generator().manual_seed(0))
 
 
 @dataclass(frozen=True, slots=True)
 class ReloadRequest:
-    """What is to be loaded, and what it is asked.
+    """The export to load, and the questions about it.
 
     Attributes:
         kind: ``model``: a folder of transformers' layout. ``adapter``: of PEFT's. ``gguf``: a file. ``llama``: a file
@@ -68,7 +68,7 @@ class ReloadRequest:
 
 @dataclass(frozen=True, slots=True)
 class ReloadAnswer:
-    """What the other process says.
+    """The answer of the other process.
 
     Attributes:
         problems: Why it could not be loaded, or what is not whole; empty where nothing is wrong.

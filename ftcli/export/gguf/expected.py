@@ -1,4 +1,4 @@
-"""What a GGUF file should hold: the model's weights as llama.cpp has them, and all that is written beside them."""
+"""The expected content of a GGUF file: the model's weights as llama.cpp has them, and its metadata."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def unsplit(weights: ModelWeights) -> ModelWeights:
 
 
 class TernaryWeights:
-    """What masters are rounded to, in float32; the other tensors as they are.
+    """The ternary values of masters, in float32; the other tensors as they are.
 
     Args:
         layers: Names of the weights that are rounded.
@@ -120,7 +120,7 @@ def rounded_layers(config: PretrainedConfig) -> frozenset[str]:
 
 
 def activations_rounded(folder: Path, probe: Probe, unrounded: Tensor) -> tuple[dict[str, float], list[str]]:
-    """How far rounding the activations, which no file says anything of, moves the logits: for the record, and problems.
+    """Measures how far rounding the activations, which is in no file, moves the logits: for the record, and problems.
 
     Args:
         folder: Of the masters.
@@ -157,7 +157,7 @@ def provenance_of(source: ExportSource) -> dict[str, Value]:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedFile:
-    """What a file should hold.
+    """The expected content of a file.
 
     Attributes:
         config: Of the whole model.
@@ -193,7 +193,7 @@ class ExpectedFile:
 
     @property
     def merged_with(self) -> str:
-        """Which form of the base an adapter was merged with; empty where there is none."""
+        """The form of the base that an adapter was merged with; empty if there is none."""
         return self.weights.base.form if isinstance(self.weights, MergedWeights) else ""
 
 
@@ -253,7 +253,7 @@ def prepare_gguf(source: ExportSource, say: Callable[[str], None]) -> ExpectedFi
 
 
 def _heads(config: Any) -> dict[str, int]:
-    """How many heads the rows of queries and of keys stand for, by what GGUF calls the weights."""
+    """Number of heads in the rows of queries and of keys, by GGUF's names of the weights."""
     heads: int = config.num_attention_heads
     return {"attn_q": heads, "attn_k": getattr(config, "num_key_value_heads", None) or heads}
 
@@ -275,6 +275,6 @@ def _warnings(architecture: Architecture, names: TensorNames) -> list[Finding]:
 
 
 def file_name(source: ExportSource) -> str:
-    """What the files are called, before their type: the run, or the adapter's folder."""
+    """The files' name, before their type: the run, or the adapter's folder."""
     folder = source.run[0] if source.run is not None else source.folder
     return re.sub(r"[^\w.=,+-]+", "-", folder.resolve().name) or "model"

@@ -51,14 +51,14 @@ _SMALLEST = -80.0
 
 @dataclass(frozen=True, slots=True)
 class LlamaReport:
-    """What llama.cpp made of a file: problems, and what the record says."""
+    """The result of running llama.cpp on a file: problems, and the record."""
 
     problems: tuple[str, ...] = ()
     facts: dict[str, str | float] = field(default_factory=dict)
 
 
 def installed_llama_cpp() -> str | None:
-    """What there is of llama.cpp on this machine: the library's name, or the path of the server; None: nothing."""
+    """The llama.cpp of this machine: the library's name, or the path of the server; None: nothing."""
     return LIBRARY if find_spec("llama_cpp") is not None else shutil.which(SERVER)
 
 
@@ -146,16 +146,16 @@ def _continuation(wanted: ExpectedFile) -> Probe:
 
 
 def _context(wanted: ExpectedFile) -> int:
-    """How many tokens llama.cpp takes: all of the probe, or as many as the file says."""
+    """Number of tokens that llama.cpp takes: all of the probe, or as many as the file says."""
     said = wanted.description.values.get("context_length")
     longest = wanted.probe.input_ids.shape[1]
     return min(said, longest) if isinstance(said, int) else longest
 
 
 def _likeliest_error(answer: ServerAnswer, reference: Tensor, greedy: Sequence[int]) -> float | None:
-    """How far log-probabilities are from the reference's (positions, vocabulary), as
-    :func:`ftcli.export.probe.compare_logits` has it, over the tokens that are told; up to where another token is taken.
-    None where none are told.
+    """Relative error of log-probabilities against the reference's (positions, vocabulary), as in
+    :func:`ftcli.export.probe.compare_logits`, over the tokens that are told; up to where another token is taken. None
+    if none are told.
     """
     centred = (reference - reference.mean(-1, keepdim=True)).double()
     squares = []
@@ -188,7 +188,7 @@ class ServerTooOld(ServerFailed):
 
 @dataclass(frozen=True, slots=True)
 class ServerAnswer:
-    """What the server says.
+    """The answer of the server.
 
     Attributes:
         generated: The ids that it goes on with.
@@ -206,7 +206,7 @@ class ServerAnswer:
 def completed(
     program: Path, file: Path, prompt: Sequence[int], count: int, texts: Sequence[str], vocabulary: int
 ) -> ServerAnswer:
-    """What ``program`` goes on with behind ``prompt``: ``count`` times the likeliest token, and how it cuts ``texts``.
+    """Asks ``program`` for ``count`` times the likeliest token behind ``prompt``, and how it cuts ``texts``.
 
     Raises:
         ServerFailed: it ends, or does not answer in time.

@@ -45,7 +45,7 @@ ROUNDING = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What a file says beside its weights.
+    """The metadata of a file.
 
     Attributes:
         values: By key, without the architecture's name in front.
@@ -97,7 +97,7 @@ def metadata_of(config: PretrainedConfig, architecture: Architecture) -> Descrip
 
 
 def _experts(c: Any, architecture: Architecture) -> dict[str, Value]:
-    """How many experts there are, how many are chosen and how wide they are."""
+    """Number of experts, of chosen experts, and their width."""
     if getattr(c, "mlp_only_layers", None) or getattr(c, "decoder_sparse_step", 1) != 1:
         raise no_place(f"not every layer has experts, and in llama.cpp's {architecture.name} every layer does")
     if getattr(c, "norm_topk_prob", True) != (architecture.experts == "normalised"):
@@ -124,7 +124,7 @@ def usual_activation(config: PretrainedConfig) -> str:
 
 
 def window_layers(config: PretrainedConfig) -> list[bool]:
-    """Which layers see only a window."""
+    """True for each layer that attends to a window only."""
     c: Any = config
     if not getattr(c, "sliding_window", None):
         return [False] * c.num_hidden_layers
@@ -254,7 +254,7 @@ def rotary(config: PretrainedConfig) -> Tensor:
 
 
 def config_changes(values: JsonMap, architecture: Architecture) -> JsonObject:
-    """What a file's metadata means for a language model's config: each value is taken from the file alone.
+    """Changes to a language model's config that a file's metadata means: each value is taken from the file alone.
 
     Args:
         values: By key, without the architecture's name in front.

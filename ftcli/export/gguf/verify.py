@@ -41,7 +41,7 @@ _HALF_STEP = 2.0**-25
 
 @dataclass(frozen=True, slots=True)
 class FileReport:
-    """What verifying a file found.
+    """The result of verifying a file.
 
     Attributes:
         error: Relative error of its logits against the trained model's: what rounding the weights does.
@@ -72,7 +72,7 @@ class FileReport:
         return [Finding("FT772", message, help="export a type of more bits, and evaluate it", severity="warning")]
 
     def facts(self, prefix: str) -> dict[str, str | int | float]:
-        """What an export's record says of the file, each name with ``prefix`` in front."""
+        """Facts of the file for an export's record, each name with ``prefix`` in front."""
         found: dict[str, str | int | float] = {
             "rounding": self.error,
             "relative_error": self.unexplained,
@@ -112,7 +112,7 @@ def _compare_tensors(file: ReadFile, wanted: ExpectedFile) -> list[str]:
 
 
 def _compare_tensor(file: ReadFile, name: str, stored: str, wanted: ExpectedFile) -> str | None:
-    """What is wrong with one tensor. A function of its own: what it has read is gone before the next is read."""
+    """The fault of one tensor, or None. A function of its own: what it has read is gone before the next is read."""
     tensor = to_file(stored, wanted.weights.read(name), {}, wanted.architecture)
     return _difference(_unordered(file.read(stored), stored, wanted), tensor, file.type_name(stored))
 
@@ -184,7 +184,7 @@ def _compare_logits(path: Path, kind: str, wanted: ExpectedFile) -> FileReport:
 
 
 def _rounded_logits(kind: str, wanted: ExpectedFile) -> Tensor:
-    """What the trained model answers with each of its weights rounded as a file of this type rounds them."""
+    """The trained model's logits with each of its weights rounded as a file of this type rounds them."""
     model, weights, names = unwritten(wanted.config), unsplit(wanted.weights), wanted.names.stored
 
     def read(name: str) -> Tensor:

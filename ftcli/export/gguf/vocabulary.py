@@ -166,7 +166,7 @@ def _scored(stated: JsonMap, merges: list[str], tokens: list[str], types: list[i
 
 
 def _prefixed(stated: JsonMap) -> bool:
-    """Whether a space is put before text."""
+    """True if a space is put before text."""
     for step in _steps(stated["normalizer"]):
         if step["type"] == "Prepend":
             return bool(step.get("prepend") == _SPACE)

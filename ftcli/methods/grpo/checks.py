@@ -46,7 +46,12 @@ def check(context: Context) -> Findings:
         yield context.error(
             "FT263", "grpo.rewards", "grpo.rewards is empty, so nothing is rewarded", help="add `- use: exact_match`"
         )
-    for index, reward in enumerate(grpo.rewards):
+    yield from check_rewards(context)
+
+
+def check_rewards(context: Context) -> Findings:
+    """For whatever asks the rewards: FT263 to FT265, FT280; FT451, FT452 for files."""
+    for index, reward in enumerate(context.recipe.rewards):
         yield from _reward(context, f"grpo.rewards.{index}", reward)
 
 

@@ -83,7 +83,8 @@ def dry_rewards(loaded: LoadedRecipe, session: Session) -> DryRewards:
     prompts = [asked[row].text for row in places]
     rewards = build_rewards(grpo.rewards, columns)
     origins = [asked[row].prompt.row.origin for row in places]
-    scored = [reward.scores(prompts, flat, lent, origins) for reward in rewards]
+    of_rows = [asked[row].prompt for row in places]
+    scored = [reward.scores(prompts, flat, lent, origins, asked=of_rows) for reward in rewards]
     scores = [each.values for each in scored]
     first = [at == 0 or places[at] != places[at - 1] for at in range(len(places))]
     known = bool(_answers(grpo, columns))

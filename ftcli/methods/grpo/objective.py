@@ -42,10 +42,10 @@ from ftcli.plan.memory.terms import FORWARD, GENERATION
 from ftcli.run.completions import ScoredCompletion
 from ftcli.run.metrics import MetricsLine
 from ftcli.train.build import build_loop
+from ftcli.train.checkpoint_state import Progress, draw_of_epoch
 from ftcli.train.loop import Objective, StepMonitor, TrainerHooks, TrainingLoop
 from ftcli.train.parallel import SEED_STRIDE, Divisors, MicroBatch, TokenCounts
 from ftcli.train.reference import of_reference
-from ftcli.train.state import Progress, draw_of_epoch
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -328,7 +328,8 @@ class GrpoObjective(Objective):
         lent = {name: [values[row] for row in rows] for name, values in self._parts.columns.items()}
         origins = [self._parts.asked[row].prompt.row.origin for row in rows]
         reasoning = [one.reasoning for one in said]
-        scores = reward.scores(prompts, [one.text for one in said], lent, origins, reasoning)
+        asked = [self._parts.asked[row].prompt for row in rows]
+        scores = reward.scores(prompts, [one.text for one in said], lent, origins, reasoning, asked)
         self._parts.failures.note(reward, scores)
         return scores.values
 

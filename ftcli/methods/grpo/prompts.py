@@ -12,7 +12,7 @@ from ftcli.rows.places import local_sources
 from ftcli.train.start import TrainingRows
 
 if TYPE_CHECKING:
-    from ftcli.data.look import RowSurvey
+    from ftcli.data.survey import RowSurvey
 
 
 def room_of_grpo(grpo: GrpoConfig) -> PromptLimit:

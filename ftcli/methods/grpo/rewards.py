@@ -11,6 +11,7 @@ from ftcli.config.judging import RewardConfig
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin
 from ftcli.judges import CompletionBatch, Judge, JudgeScores, judge_name, missing_answer, open_judge, reserved_column
 from ftcli.reporting import Reporter
+from ftcli.rows.prompts import Prompt
 from ftcli.tables import judges
 
 #: The share of failures is that among so many completions, the newest ones.
@@ -41,6 +42,7 @@ class Reward:
         columns: Mapping[str, Sequence[Any]],
         origins: Sequence[Origin] = (),
         reasoning: Sequence[str | None] = (),
+        asked: Sequence[Prompt] = (),
     ) -> JudgeScores:
         """One number for each completion, None where the reward has no opinion.
 
@@ -48,12 +50,13 @@ class Reward:
             columns: What the rows lend, one value for each completion.
             origins: Where the row of each completion is.
             reasoning: What the model wrote before each completion; None where nothing.
+            asked: The prompt of each completion as its row has it.
 
         Raises:
             FtcliError: FT455 (exit 4), as :meth:`ftcli.judges.Judge.scores`.
         """
         answers = [""] * len(completions) if self.answer is None else [str(each) for each in columns[self.answer]]
-        return self.judge.scores(CompletionBatch(completions, prompts, answers, columns, origins, reasoning))
+        return self.judge.scores(CompletionBatch(completions, prompts, answers, columns, origins, reasoning, asked))
 
 
 def build_rewards(rewards: Sequence[RewardConfig], columns: Collection[str]) -> list[Reward]:

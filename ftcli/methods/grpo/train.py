@@ -12,12 +12,12 @@ from ftcli.config.load import LoadedRecipe
 from ftcli.judges import judges_of
 from ftcli.methods.grpo.prompts import training_rows
 from ftcli.methods.grpo.settings import GrpoConfig
-from ftcli.plain import NAMED, SPREAD
+from ftcli.plain import FLATTENED, NAMED
 from ftcli.reporting import Session
 from ftcli.run.completions import Completions
 from ftcli.train.context import BuiltModel, RunContext
+from ftcli.train.evaluation import began_in, tasks_before, write_tasks
 from ftcli.train.fit import FinishedRun, fit
-from ftcli.train.held_out import began_in, tasks_before, write_tasks
 from ftcli.train.lifecycle import add_to_manifest, checked_run, keep_inputs
 from ftcli.train.results import CompleteRun, complete_result
 
@@ -43,7 +43,7 @@ class LogProbsRecord:
 class GrpoResult:
     """What `ftcli grpo` answers: the run, and the score of each held-out task before and after training."""
 
-    fitted: FinishedRun = field(metadata=SPREAD)
+    fitted: FinishedRun = field(metadata=FLATTENED)
     before: Mapping[str, float] = field(metadata=NAMED)
     after: Mapping[str, float] = field(metadata=NAMED)
     seconds: float

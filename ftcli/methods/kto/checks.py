@@ -12,7 +12,7 @@ from ftcli.tables import preference_losses
 #: Rows of a step below which the KL is little more than noise; the paper's steps have 8 to 128.
 _FEW_ROWS = 8
 #: Settings of pairs.
-_OF_PAIRS = ("label_smoothing", "gamma", "ld_alpha", "use_weighting", "reference_cache")
+_OF_PAIRS = ("label_smoothing", "gamma", "ld_alpha", "share_prompts", "use_weighting", "reference_cache")
 
 
 def check(context: Context) -> Findings:

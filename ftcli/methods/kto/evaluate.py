@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -11,16 +10,17 @@ import torch
 from torch import Tensor
 
 from ftcli.data.tokens import TokenizedRow
-from ftcli.errors import ExitCode, FtcliError, Origin
-from ftcli.evaluate.batching import in_batches
-from ftcli.evaluate.loss import LossResult
-from ftcli.evaluate.share import Sums, summed_over_ranks
+from ftcli.errors import Origin
+from ftcli.evaluate.loss import LossResult, require_finite
+from ftcli.evaluate.share import Sums
 from ftcli.evaluate.suite import Evaluator
 from ftcli.methods.kto.losses import LabelledAnswers, LabelLoss
 from ftcli.methods.kto.mismatched import mismatched_rows
 from ftcli.methods.kto.sums import SUMS, LabelSums, measures
-from ftcli.methods.preference.pairs import SCORED, AnswerScorer
-from ftcli.model.backbone import compute_context, head_of
+from ftcli.methods.preference.evaluate import forward_pass, summed
+from ftcli.methods.preference.pairs import SCORED, AnswerScorer, ScoredAnswers
+from ftcli.model.backbone import compute_context, head_of, root_of
+from ftcli.model.shards import reshard_model
 from ftcli.train.reference import of_reference
 
 if TYPE_CHECKING:
@@ -79,6 +79,7 @@ class LabelEvaluator(Evaluator):
                 sums = {name: self._sums_of(model, name, rows, kl) for name, rows in files.items()}
         finally:
             model.train(was_training)
+        reshard_model(model)
         loss = self._loss()
         whole = _result([sum(each) for each in zip(*sums.values(), strict=True)], loss, kl) if sums else None
         return whole, {name: _result(each, loss, kl) for name, each in sums.items()}
@@ -121,34 +122,24 @@ class LabelEvaluator(Evaluator):
         width: int,
     ) -> Sums:
         """Sums over ``rows``, of each batch's answers as they are scored, over all ranks."""
-        job, size = self.job, self.job.recipe.eval.per_device_eval_batch_size
+        job = self.job
         vocabulary = head_of(model).weight.shape[0]
         scorer = AnswerScorer(job.batches(model), job.pad_token_id, vocabulary, ld_alpha=1.0)
 
-        def step(numbers: Sequence[int]) -> Sums:
+        def attempt(numbers: Sequence[int]) -> Sums | None:
             documents = [rows[number] for number in numbers]
             inputs = {key: value.to(job.device) for key, value in scorer.batch(documents).items()}
             with compute_context(job.device, job.dtypes.compute, job.dtypes.autocast):
-                logp = scorer.score(model, inputs).sums
-                compared = self._compared(model, scorer, inputs, [(name, number) for number in numbers], logp)
-            return of_batch(documents, (logp, logp - compared, (inputs[SCORED] > 0).sum(1).float()))
+                policy = forward_pass(model, scorer, inputs)
+                compared = self._compared(model, scorer, inputs, [(name, number) for number in numbers], policy)
+            if policy is None or compared is None:
+                return None
+            return of_batch(documents, (policy.sums, policy.sums - compared, (inputs[SCORED] > 0).sum(1).float()))
 
         def where(number: int) -> Origin:
             return rows[number].row.origin
 
-        def run(mine: Sequence[int]) -> Iterator[tuple[Sequence[int], Sums]]:
-            with job.reporter.progress(len(mine), "evaluating") as progress:
-                for done, found in in_batches(mine, size, step, where=where, reporter=job.reporter, what="evaluation"):
-                    yield done, found
-                    progress.advance(len(done))
-
-        numbers = range(len(rows))
-        if self.group is not None:
-            return summed_over_ranks(self.group, numbers, size, run, width=width)
-        total = [0.0] * width
-        for _, found in run(numbers):
-            total = [a + b for a, b in zip(total, found, strict=True)]
-        return tuple(total)
+        return summed(self, range(len(rows)), attempt, where, width=width, in_step=root_of(model) is not None)
 
     def _compared(
         self,
@@ -156,15 +147,19 @@ class LabelEvaluator(Evaluator):
         scorer: AnswerScorer,
         inputs: dict[str, Tensor],
         places: Sequence[tuple[str, int]],
-        logp: Tensor,
-    ) -> Tensor:
-        """The answers' log-probabilities under the reference."""
+        policy: ScoredAnswers | None,
+    ) -> Tensor | None:
+        """The answers' log-probabilities under the reference; None where that did not fit into memory."""
         if self.reference is not None or hasattr(model, "disable_adapter"):
+            if self.reference is not None:
+                reshard_model(model)  # embedding and head of one model at a time
             with of_reference(self.reference, model):
-                return scorer.score(model if self.reference is None else self.reference, inputs).sums
+                found = forward_pass(model if self.reference is None else self.reference, scorer, inputs)
+            return None if found is None else found.sums
+        assert policy is not None
         if any(place not in self._kept for place in places):
-            self._kept.update(zip(places, logp.tolist(), strict=True))
-        return torch.tensor([self._kept[place] for place in places], device=logp.device)
+            self._kept.update(zip(places, policy.sums.tolist(), strict=True))
+        return torch.tensor([self._kept[place] for place in places], device=policy.sums.device)
 
 
 def _result(sums: Sequence[float], loss: LabelLoss, kl: float) -> LossResult:
@@ -172,14 +167,7 @@ def _result(sums: Sequence[float], loss: LabelLoss, kl: float) -> LossResult:
     of_answers[-2:] = [kl, 1.0]
     wanted, unwanted, logp, tokens, other_tokens = (of_answers[n] for n in (0, 1, 6, 8, 9))
     answers = wanted + unwanted
-    mean = total / max(answers, 1) - loss.sft_weight * logp / max(tokens, 1)
-    if not math.isfinite(mean):
-        raise FtcliError.single(
-            "FT762",
-            f"the evaluation loss is {mean}",
-            exit_code=ExitCode.DIVERGED,
-            help="the weights are not finite: resume from an earlier checkpoint, with a lower train.learning_rate",
-        )
+    mean = require_finite(total / max(answers, 1) - loss.sft_weight * logp / max(tokens, 1))
     found = measures(of_answers, kl=loss.estimates_kl)
     more = {ours: found[name] for name, ours in _NAMES.items() if name in found}
     return LossResult(mean, None, None, int(tokens + other_tokens), int(answers), more)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,11 +21,11 @@ from ftcli.plain import JsonObject
 from ftcli.plan.memory.terms import FORWARD
 from ftcli.run.metrics import MetricsLine
 from ftcli.train.build import build_loop
+from ftcli.train.checkpoint_state import Progress
 from ftcli.train.epochs import EpochObjective
 from ftcli.train.loop import StepMonitor, TrainerHooks, TrainingLoop
 from ftcli.train.parallel import Divisors, MicroBatch, TokenCounts
 from ftcli.train.reference import of_reference
-from ftcli.train.state import Progress
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -46,6 +47,8 @@ class LabelObjective(EpochObjective):
         model: What learns, on the kernels or not.
         reference: A second model to compare with; None: the model without its adapters.
         stack: The decoder layers as one function, where all are on the kernels.
+        sequence: This rank's part of each row, where ranks share rows: each of them computes the loss of the whole
+            answers, and the first one counts it.
     """
 
     def __init__(
@@ -58,12 +61,14 @@ class LabelObjective(EpochObjective):
         group: RankGroup | None,
         stack: DecoderStack | None,
         reference: PreTrainedModel | None,
+        sequence: SequencePart | None = None,
     ) -> None:
-        super().__init__(job, epochs, group)
+        super().__init__(job, epochs, group, 1 if sequence is None else sequence.parts)
         self._model, self._reference, self._stack, self._loss, self._group = model, reference, stack, loss, group
         self._device, self._dtypes, self._longest = job.device, job.dtypes, job.recipe.data.max_seq_len
+        self._counts = sequence is None or sequence.part == 0
         vocabulary = head_of(model).weight.shape[0]
-        self._scorer = AnswerScorer(job.batches(model), job.pad_token_id, vocabulary, ld_alpha=1.0)
+        self._scorer = AnswerScorer(job.batches(model), job.pad_token_id, vocabulary, 1.0, sequence)
         self._kl = torch.tensor(0.0, device=job.device)
         self._sums = self._before = torch.zeros(SUMS, dtype=torch.float64, device=job.device)
         self._of_batches: list[Tensor] = []
@@ -77,7 +82,8 @@ class LabelObjective(EpochObjective):
         found = super().micro_batches(step, monitor)
         if self._loss.estimates_kl:
             monitor.enter(FORWARD)
-            self._kl = self.estimated_kl(self.rows_of_step(step))
+            with nullcontext() if self._group is None else self._group.exchanging():
+                self._kl = self.estimated_kl(self.rows_of_step(step))
             monitor.enter("step")
         return found
 
@@ -88,11 +94,12 @@ class LabelObjective(EpochObjective):
         labels = torch.tensor([0.0 if blank else document.value for document in documents])
         inputs[_LABELS] = labels
         computed = inputs["input_ids"].numel()
-        if blank:
-            return MicroBatch(inputs, (), TokenCounts(computed=computed))
+        rows = () if blank else tuple(units)
+        if blank or not self._counts:
+            return MicroBatch(inputs, rows, TokenCounts(computed=computed))
         wanted = int((inputs[SCORED][labels > 0] > 0).sum())
         real = sum(len(document.input_ids) for document in documents)
-        return MicroBatch(inputs, tuple(units), TokenCounts(wanted, real, computed, len(documents)))
+        return MicroBatch(inputs, rows, TokenCounts(wanted, real, computed, len(documents)))
 
     def begin(self, step: int) -> None:
         """Notes the sums so far."""
@@ -112,8 +119,9 @@ class LabelObjective(EpochObjective):
         loss = self._loss.values(answers).sum() / step.pairs
         if self._loss.sft_weight:
             loss = loss - self._loss.sft_weight * (policy.sums * (labels > 0)).sum() / step.supervised
-        self._of_batches.append(LabelSums.of(answers, policy.sums, tokens, self._loss.beta).vector())
-        return loss
+        sums = LabelSums.of(answers, policy.sums, tokens, self._loss.beta).vector()
+        self._of_batches.append(sums if self._counts else torch.zeros_like(sums))
+        return loss if self._counts else loss - loss.detach()
 
     # -- the reference, and the KL ---------------------------------------------------------------------------
 
@@ -131,17 +139,17 @@ class LabelObjective(EpochObjective):
     @torch.no_grad()
     def estimated_kl(self, rows: Sequence[TokenizedRow]) -> Tensor:
         """z: the mean of what mismatched answers have gained over the reference, 0 where they have lost; a float32
-        scalar. The ranks share the mismatched rows, and add them up in the order of one process.
+        scalar. The ranks share the mismatched rows, and add them up in the order of one process. All make as many
+        passes, since they may hold shards of the weights: one that has no rows left takes the last ones once more.
         """
         made = mismatched_rows(rows, self._longest, self._loss.kl_rows)
         batches = [made[start : start + self._size] for start in range(0, len(made), self._size)]
         sums = torch.zeros(max(len(batches), 1), dtype=torch.float64, device=self._device)
-        for number in range(self._rank, len(batches), self._ranks):
-            inputs = {name: value.to(self._device) for name, value in self._scorer.batch(batches[number]).items()}
-            computing = compute_context(self._device, self._dtypes.compute, self._dtypes.autocast)
-            with without_dropout(self._model), computing:
-                policy = self._scorer.score(self._model, inputs)
-            sums[number] = (policy.sums - self._of_reference(inputs).sums).double().sum()
+        for turn in range(0, len(batches), self._ranks):
+            number = turn + self._rank
+            gained = self._gained(batches[min(number, len(batches) - 1)])
+            if number < len(batches) and self._counts:
+                sums[number] = gained
         if self._group is not None:
             self._group.agree("KL estimated")
             self._group.all_reduce([sums])
@@ -149,6 +157,14 @@ class LabelObjective(EpochObjective):
         for one in sums[1:]:
             total = total + one
         return torch.relu(total / max(len(made), 1)).float()
+
+    def _gained(self, documents: Sequence[TokenizedRow]) -> Tensor:
+        """What the answers have gained over the reference, in all."""
+        inputs = {name: value.to(self._device) for name, value in self._scorer.batch(documents).items()}
+        computing = compute_context(self._device, self._dtypes.compute, self._dtypes.autocast)
+        with without_dropout(self._model), computing:
+            policy = self._scorer.score(self._model, inputs)
+        return (policy.sums - self._of_reference(inputs).sums).double().sum()
 
     @torch.no_grad()
     def _of_reference(self, inputs: dict[str, Tensor]) -> ScoredAnswers:
@@ -164,9 +180,10 @@ class LabelObjective(EpochObjective):
 
         def again() -> ScoredAnswers:
             with compute_context(self._device, self._dtypes.compute, self._dtypes.autocast):
-                return self._scorer.score(self._model, inputs, self._stack)
+                # Layer by layer: the stack would write over what the policy's backward pass reads.
+                return self._scorer.score(self._model, inputs)
 
-        require_equal(self._model, self._dtypes.compute, policy, reference, tokens, again)
+        require_equal(self._model, self._dtypes.compute, policy, reference, tokens, again, self._group)
 
     # -- metrics and checkpoints -----------------------------------------------------------------------------
 
@@ -216,6 +233,8 @@ def build_labelled(
     loss = LabelLoss.of(job.recipe.preference)
 
     def objective(stack: DecoderStack | None, sequence: SequencePart | None) -> LabelObjective:
-        return LabelObjective(job, model, epochs, loss, group=group, stack=stack, reference=reference)
+        return LabelObjective(
+            job, model, epochs, loss, group=group, stack=stack, reference=reference, sequence=sequence
+        )
 
     return build_loop(job, model, objective, hooks, group)

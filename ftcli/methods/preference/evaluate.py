@@ -81,7 +81,7 @@ class PairEvaluator(Evaluator):
             documents = [sequences[row] for pair in pairs for row in (2 * pair, 2 * pair + 1)]
             inputs = {name: value.to(job.device) for name, value in scorer.batch(documents).items()}
             with compute_context(job.device, job.dtypes.compute, job.dtypes.autocast):
-                policy = _pass(model, scorer, inputs, aligned=loss.weighs)
+                policy = forward_pass(model, scorer, inputs, aligned=loss.weighs)
                 compared = self._compared(model, scorer, inputs, documents, policy) if loss.reference else None
             if policy is None or (loss.reference and compared is None):
                 return None
@@ -98,7 +98,9 @@ class PairEvaluator(Evaluator):
         model.eval()
         try:
             with torch.no_grad():
-                sums = _summed(self, range(len(sequences) // 2), attempt, where, in_step=root_of(model) is not None)
+                sums = summed(
+                    self, range(len(sequences) // 2), attempt, where, width=_WIDTH, in_step=root_of(model) is not None
+                )
         finally:
             model.train(was_training)
         reshard_model(model)
@@ -112,32 +114,25 @@ class PairEvaluator(Evaluator):
         documents: Sequence[TokenizedRow],
         policy: ScoredAnswers | None,
     ) -> ScoredAnswers | None:
-        """What the reference gives; None where that did not fit into memory. Ranks that hold shards of the weights
-        compute it each time: they have to make as many passes as the others.
-        """
-        beside = self.reference is not None or hasattr(model, "disable_adapter")
-        if beside and root_of(model) is not None:
-            return self._pass_of_reference(model, scorer, inputs)
+        """What the reference gives; None where that did not fit into memory."""
         pairs = [pair_digest(*pair) for pair in zip(documents[0::2], documents[1::2], strict=True)]
         if any(pair not in self.known for pair in pairs):
-            found = self._pass_of_reference(model, scorer, inputs) if beside else policy
-            assert found is not None
+            found = policy  # unless there is a reference beside the model that is measured
+            if self.reference is not None or hasattr(model, "disable_adapter"):
+                if self.reference is not None:
+                    reshard_model(model)  # embedding and head of one model at a time
+                with of_reference(self.reference, model):
+                    found = forward_pass(model if self.reference is None else self.reference, scorer, inputs)
+            if found is None:
+                return None
             values = by_pair(torch.stack([found.sums, found.weighed], 1)).tolist()
             self.known.update(zip(pairs, values, strict=True))
         known = np.array([self.known[pair] for pair in pairs], np.float32)
         answers = by_answer(known).to(self.job.device)
         return ScoredAnswers(answers[:, 0], answers[:, 1])
 
-    def _pass_of_reference(
-        self, model: PreTrainedModel | PeftModel, scorer: AnswerScorer, inputs: dict[str, torch.Tensor]
-    ) -> ScoredAnswers | None:
-        if self.reference is not None:
-            reshard_model(model)  # embedding and head of one model at a time
-        with of_reference(self.reference, model):
-            return _pass(model if self.reference is None else self.reference, scorer, inputs)
 
-
-def _pass(
+def forward_pass(
     model: PreTrainedModel | PeftModel,
     scorer: AnswerScorer,
     inputs: dict[str, torch.Tensor],
@@ -149,21 +144,22 @@ def _pass(
     return score() if root_of(model) is None else try_forward(model, score)
 
 
-def _summed(
+def summed(
     evaluator: Evaluator,
-    pairs: Sequence[int],
+    items: Sequence[int],
     attempt: Callable[[Sequence[int]], Sums | None],
     where: Callable[[int], Origin],
     *,
+    width: int,
     in_step: bool,
 ) -> Sums:
-    """The sums over all pairs. ``in_step``: ranks hold shards of the weights, and ``attempt`` gives None where memory
-    ran out.
+    """The ``width`` sums over all items. ``in_step``: ranks hold shards of the weights, and ``attempt`` gives None
+    where memory ran out.
     """
     job, group = evaluator.job, evaluator.group
     size, reporter = job.recipe.eval.per_device_eval_batch_size, job.reporter
     if group is not None and in_step:
-        return summed_in_step(group, pairs, size, attempt, where=where, reporter=reporter, width=_WIDTH)
+        return summed_in_step(group, items, size, attempt, where=where, reporter=reporter, width=width)
 
     def step(chosen: Sequence[int]) -> Sums:
         found = attempt(chosen)
@@ -177,9 +173,9 @@ def _summed(
                 progress.advance(len(done))
 
     if group is not None:
-        return summed_over_ranks(group, pairs, size, run, width=_WIDTH)
-    total = [0.0] * _WIDTH
-    for _, found in run(pairs):
+        return summed_over_ranks(group, items, size, run, width=width)
+    total = [0.0] * width
+    for _, found in run(items):
         total = [a + b for a, b in zip(total, found, strict=True)]
     return tuple(total)
 

@@ -18,11 +18,11 @@ from ftcli.model.backbone import compute_context, head_of
 from ftcli.plain import JsonObject
 from ftcli.run.metrics import MetricsLine
 from ftcli.train.build import build_loop
+from ftcli.train.checkpoint_state import Progress
 from ftcli.train.epochs import EpochObjective
 from ftcli.train.loop import TrainerHooks, TrainingLoop
 from ftcli.train.parallel import Divisors, MicroBatch, TokenCounts
 from ftcli.train.reference import of_reference
-from ftcli.train.state import Progress
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -205,7 +205,8 @@ class PairObjective(EpochObjective):
 
         def again() -> ScoredAnswers:
             with compute_context(self._device, self._dtypes.compute, self._dtypes.autocast):
-                return self._scorer.score(self._model, inputs, self._stack)
+                # Layer by layer: the stack would write over what the policy's backward pass reads.
+                return self._scorer.score(self._model, inputs)
 
         require_equal(self._model, self._dtypes.compute, policy, reference, tokens, again, self._group)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from ftcli.data.collate import documents_batch
 from ftcli.data.order import Epochs, Mixture, mixture
 from ftcli.data.pack import Packs
-from ftcli.data.parts import part_of
+from ftcli.data.sequence_parallel import part_of
 from ftcli.data.shared import Pair, lengths_once, shared_batch
 from ftcli.data.tokens import TokenizedRow, TokenTable
 from ftcli.errors import Finding
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ftcli.model.fused import DecoderStack
     from ftcli.model.sequence_parallel import SequencePart
 
-#: Inputs of a micro-batch that are not the layers'. Where ranks share rows (:func:`ftcli.data.parts.part_of`), or pairs
+#: Inputs of a micro-batch that are not the layers'. Where ranks share rows, or pairs
 #: their prompts, ``targets`` take the place of labels; ``here`` says which of the scored tokens are this rank's.
 LABELS, TARGETS, SCORED, HERE = "labels", "targets", "scored", "here"
 _NOT_OF_LAYERS = (LABELS, TARGETS, SCORED, HERE, SUPERVISED)

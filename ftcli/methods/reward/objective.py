@@ -26,10 +26,10 @@ from ftcli.plain import JsonObject
 from ftcli.plan.batches import Batches
 from ftcli.run.metrics import MetricsLine
 from ftcli.train.build import build_loop
+from ftcli.train.checkpoint_state import Progress
 from ftcli.train.epochs import EpochObjective
 from ftcli.train.loop import TrainerHooks, TrainingLoop
 from ftcli.train.parallel import Divisors, MicroBatch, TokenCounts
-from ftcli.train.state import Progress
 from ftcli.train.sums import StepSums
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ftcli.data.collate import EpochCollator
 from ftcli.data.order import Epochs, plain_epochs
-from ftcli.data.parts import part_of
+from ftcli.data.sequence_parallel import part_of
 from ftcli.data.tokens import TokenizedRow
 from ftcli.labels import IGNORE_INDEX
 from ftcli.model.backbone import compute_context, head_of

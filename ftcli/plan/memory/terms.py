@@ -209,6 +209,8 @@ def _what_a_step_allocates(plan: RunPlan, settled: MemoryDecisions) -> Iterator[
         yield Term("optimizer workspace", optimizer_workspace(optim, plan.trained, cuda=cuda), (STEP,))
     if plan.head_is_trained:
         element = _table_gradient_bytes(plan) if plan.shard_size == 1 else plan.dtypes.compute_bytes
+        if plan.shard_size > 1 and loss_of_method is not None:
+            element += 4  # log-probabilities sum it in float32 first
         yield Term("head gradient", element * plan.shape.hidden_size * plan.shape.vocab_size, (BACKWARD,))
     if _copies_run_again(plan):
         again = plan.dtypes.compute_bytes * _cast_elements(plan) * _at_once(plan) // plan.shape.num_layers

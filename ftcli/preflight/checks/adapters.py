@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ftcli.facts.adapters import at_end, before_index
 from ftcli.preflight.checks.context import Context, Findings
-from ftcli.preflight.checks.expressions import regex_findings
+from ftcli.preflight.checks.judging import regex_findings
 from ftcli.tables import quantizations
 
 

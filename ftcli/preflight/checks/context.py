@@ -33,7 +33,7 @@ class Context:
         """The command's work with the model; ``check`` is about training."""
         if self.command == "export":
             return "export"
-        return "eval" if self.command in ("eval", "chat", "bench --eval") else "train"
+        return "eval" if self.command in ("eval", "chat", "sample", "bench --eval") else "train"
 
     @property
     def method(self) -> Method:
@@ -48,12 +48,17 @@ class Context:
     @property
     def from_prompts(self) -> bool:
         """True if the rows of `data.train` are prompts that the model answers."""
-        return self.work == "train" and self.method.from_prompts
+        return self.command == "sample" or (self.work == "train" and self.method.from_prompts)
+
+    @property
+    def asks_method(self) -> bool:
+        """True if rules of the training method hold: for its rows, or for the judges of what is sampled."""
+        return self.work == "train" or self.command == "sample"
 
     @property
     def scores_tasks(self) -> bool:
         """True if `eval.tasks` are scored, or looked at for a command that scores them."""
-        return self.command in ("eval", "check") or (self.trains and self.method.scores_tasks)
+        return self.command in ("eval", "check", "sample") or (self.trains and self.method.scores_tasks)
 
     @property
     def reads_data(self) -> bool:

@@ -25,7 +25,7 @@ def check(context: Context, installed: Installed = is_installed) -> Findings:
 
 def _data(context: Context) -> Findings:
     data = context.recipe.data
-    if context.trains and not data.train:
+    if (context.trains or context.command == "sample") and not data.train:
         yield context.error(
             "FT254", "data.train", "data.train names no file", help="add one, such as `train: [bundled:sample-chat]`"
         )
@@ -78,7 +78,7 @@ def _needs_evaluation(context: Context) -> Findings:
 
 def _lengths(context: Context) -> Findings:
     recipe = context.recipe
-    if context.scores_tasks and recipe.eval.tasks:
+    if context.command == "sample" or (context.scores_tasks and recipe.eval.tasks):
         longest, new = recipe.data.max_seq_len, recipe.eval.generate.max_new_tokens
         if new >= longest and recipe.eval.generate.overflow == "end":
             yield context.error(
@@ -103,7 +103,7 @@ def _tasks(context: Context, installed: Installed) -> Findings:
                 help="add `name:`",
             )
         names.add(name)
-        if not task.data and not recipe.data.eval and context.scores_tasks:
+        if not task.data and not recipe.data.eval and context.scores_tasks and context.command != "sample":
             yield context.error(
                 "FT255",
                 path,

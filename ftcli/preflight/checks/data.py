@@ -109,7 +109,7 @@ def _placed(context: Context, path: str, finding: Finding) -> Finding:
 
 def _sources(context: Context) -> Iterator[tuple[str, DatasetConfig]]:
     recipe = context.recipe
-    if context.trains:
+    if context.trains or context.command == "sample":
         yield from ((f"data.train.{i}", source) for i, source in enumerate(recipe.data.train))
     yield from ((f"data.eval.{i}", source) for i, source in enumerate(recipe.data.eval))
     if context.command in ("eval", "check"):
@@ -170,6 +170,8 @@ def _judges_of(context: Context, path: str) -> Sequence[JudgeConfig]:
     if path.startswith("eval.tasks."):
         return (recipe.eval.tasks[int(path.split(".")[2])],)
     rewards = recipe.rewards if context.from_prompts else ()
+    if context.command == "sample" and not rewards:
+        return recipe.eval.tasks
     tasks = [task for task in recipe.eval.tasks if not task.data] if path.startswith("data.eval") else []
     return (*rewards, *tasks)
 
@@ -218,7 +220,7 @@ def _meaning(context: Context, facts: ModelFacts, first: FirstRows) -> Findings:
     elif not first.path.startswith("eval.tasks.") and not _has_loss(first, loss_on):
         message = f"loss_on: {loss_on} does not apply to these rows of format {first.layout}"
         yield Finding("FT434", message, origin, "use loss_on: auto")
-    if context.work == "train" and context.method.row_rules is not None and first.path.startswith("data.train"):
+    if context.asks_method and context.method.row_rules is not None and first.path.startswith("data.train"):
         yield from code_of(context.method.row_rules)(context, first)
     templated = facts.tokenizer is None or facts.tokenizer.has_chat_template
     if first.is_chat and not templated and context.recipe.data.chat_template is None:

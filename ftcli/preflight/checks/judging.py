@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 from ftcli.config.evaluation import TaskConfig
 from ftcli.config.judging import RewardConfig
+from ftcli.errors import FtcliError
 from ftcli.judges import judge_name
 from ftcli.judges.json_values import NoSchema, validator_of
+from ftcli.judges.reward_model import classifier_folder
 from ftcli.preflight.checks.context import Context, Findings
-from ftcli.preflight.checks.expressions import regex_findings
 from ftcli.preflight.checks.support import Installed, is_installed
 from ftcli.tables import judges
 from ftcli.tables.judges import BuiltinJudge
@@ -19,6 +22,7 @@ _PLAIN = {
     "timeout": True,
     "memory_mb": False,
     "json_schema": False,
+    "model": False,
     "on_error": True,
 }
 
@@ -33,6 +37,15 @@ def judge_findings(
     judge = _judge_of(judged)
     if judge is None:
         return
+    if judge.model and isinstance(judged, TaskConfig):
+        message = f"`use: {judge_name(judged)}` gives no share of right answers, which a task measures"
+        yield context.error("FT265", f"{path}.use", message, help="use it in grpo.rewards")
+    elif judge.model and judged.model is not None:
+        try:
+            classifier_folder(judged.model)
+        except FtcliError as error:
+            found = error.findings[0]
+            yield context.error(found.code, f"{path}.model", found.message, help=found.help)
     if judge.package is not None and not installed(judge.package.name.replace("-", "_")):
         message = f"`use: {judge_name(judged)}` needs the package {judge.package.name}, which is not installed"
         yield context.error("FT253", f"{path}.use", message, help=f"pip install '{judge.package.install}'")
@@ -86,3 +99,14 @@ def _extract(context: Context, path: str, judged: TaskConfig | RewardConfig) -> 
     elif isinstance(judged, TaskConfig):
         readers = " and ".join(f"`use: {name}`" for name in judges.readers("extract"))
         yield context.error("FT767", f"{path}.extract", f"`extract` is only read by {readers}", help="remove it")
+
+
+def regex_findings(context: Context, path: str, pattern: str, *, group: bool = False) -> Findings:
+    """FT264 for what Python's ``re`` cannot compile and, with ``group``, for an expression without a group."""
+    try:
+        compiled = re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as error:  # numbers and brackets without end
+        yield context.error("FT264", path, f"not a regular expression: {error}", help="test it with Python's re")
+        return
+    if group and compiled.groups == 0:
+        yield context.error("FT264", path, "the expression has no group to extract", help="put (...) around the answer")

@@ -17,13 +17,15 @@ from ftcli.facts.model import ModelFacts, has_classifier, takes_sdpa
 from ftcli.facts.shape import ModelShape
 from ftcli.facts.tokenizer import no_stop_finding
 from ftcli.plan.quantization import stored_method
-from ftcli.plan.trained import TABLES
+from ftcli.plan.trained import HEAD, TABLES
 from ftcli.preflight.checks.context import Context, Findings, NotMade
 from ftcli.tables import exports, quantizations
 from ftcli.tables.gguf import INSTEAD, NORMS_OF_LAYERS, TYPES, architecture_of, unknown_architecture
 
 #: What is not looked at in preflight where a family's arithmetic is not known; `check` makes up for it.
 TARGETS_CHECK = "lora.target_modules against the model's layers"
+#: What classifiers of transformers and PEFT call the score.
+_SCORE = ("score", "classifier")
 
 
 def check(context: Context, facts: ModelFacts) -> Findings:
@@ -68,12 +70,12 @@ def _classifier(context: Context, facts: ModelFacts) -> Findings:
             f"transformers has no sequence classifier of {facts.text_type}, as which a reward model is saved",
             help="choose another base model for train.method: reward",
         )
-    if context.command == "chat":
+    if context.command in ("chat", "sample"):
         yield context.error(
             "FT351",
             "train.method",
             "a reward model scores answers and writes none",
-            help="`ftcli eval` measures it; --base asks the base model under a recipe without train.method: reward",
+            help="`ftcli eval` measures it; the base model answers under a recipe without train.method: reward",
         )
     tell = context.error if context.command == "export" else context.note
     able = [name for name, row in exports.TABLE.items() if row.scores]
@@ -308,7 +310,10 @@ def _target(context: Context, facts: ModelFacts, shape: ModelShape, path: str, t
 
 def _saved_module(context: Context, facts: ModelFacts, shape: ModelShape, path: str, name: str) -> Findings:
     method = context.recipe.quantization.method
-    if name in TABLES and shape.tied:
+    if context.method.classifier and name in (HEAD, *_SCORE):
+        what = "a reward model does not use lm_head" if name == HEAD else f"{name} is always trained whole"
+        yield context.error("FT313", path, f"lora.modules_to_save: {what}", help="remove it")
+    elif name in TABLES and shape.tied:
         yield half_of_a_pair_finding(name, context.origins.at(path))
     elif name not in (*TABLES, "norm", *(linear.leaf for linear in shape.linears)):
         yield no_module_finding(name, TABLES, context.origins.at(path))

@@ -76,7 +76,7 @@ def _weights(context: Context, sources: Sequence[DatasetConfig]) -> Findings:
             f"{sources[index].path} has no weight, but another source has one",
             "give every source of data.train a weight, or none",
         )
-    elif any(weighted) and context.work == "train" and not context.method.packs:
+    elif any(weighted) and context.work == "train" and not context.method.mixes:
         yield context.error(
             "FT257",
             "data.train.0.weight",

@@ -45,6 +45,21 @@ _MODEL = """from transformers import AutoModelForCausalLM, AutoTokenizer
 folder = "path/to/this/folder"
 model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
 tokenizer = AutoTokenizer.from_pretrained(folder)"""
+_SCORING_ADAPTER = """from peft import AutoPeftModelForSequenceClassification as AutoPeftClassifier
+from transformers import AutoTokenizer
+
+folder = "path/to/this/folder"
+tokenizer = AutoTokenizer.from_pretrained(folder)
+model = AutoPeftClassifier.from_pretrained(folder, num_labels=1, pad_token_id=tokenizer.pad_token_id)"""
+_SCORING_MODEL = """from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+folder = "path/to/this/folder"
+tokenizer = AutoTokenizer.from_pretrained(folder)
+model = AutoModelForSequenceClassification.from_pretrained(folder, dtype="auto")"""
+_SCORE = """
+messages = [{"role": "user", "content": "Hello!"}, {"role": "assistant", "content": "Hello! What can I do for you?"}]
+inputs = tokenizer.apply_chat_template(messages, return_tensors="pt", return_dict=True)
+print(model(**inputs).logits.item())  # scores compare answers to one prompt; the higher, the better"""
 _CHAT = """
 messages = [{"role": "user", "content": "Hello!"}]
 inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
@@ -109,9 +124,12 @@ def render_card(run: RunDirectory, folder: Path, *, of_result: bool = True, merg
     base, stored = _base(recipe, manifest), str(map_in(recipe, "quantization").get("method"))
     adapter, model = (folder / ADAPTER_CONFIG).is_file(), (folder / "config.json").is_file()
     licence = {} if _is_random(recipe) else licence_of_base(manifest)
-    loading = _ADAPTER if adapter else _MODEL if model else ""
+    method = _method(recipe, manifest)
+    scoring = method is not None and method.classifier
+    of_adapter, of_model = (_SCORING_ADAPTER, _SCORING_MODEL) if scoring else (_ADAPTER, _MODEL)
+    loading = of_adapter if adapter else of_model if model else ""
     served = serving(folder)
-    chat = _CHAT if loading and (folder / "chat_template.jinja").is_file() else ""
+    chat = (_SCORE if scoring else _CHAT) if loading and (folder / "chat_template.jinja").is_file() else ""
     text: str = _template().render(
         head=_head(base, licence, manifest, recipe, adapter=adapter, model=model),
         title=str(map_in(recipe, "run").get("name") or run.path.name),
@@ -215,7 +233,8 @@ def _head(
         values["base_model"] = repo
     if adapter or model:
         values["library_name"] = "peft" if adapter else "transformers"
-    values["pipeline_tag"] = "text-generation"
+    method = _method(recipe, manifest)
+    values["pipeline_tag"] = "text-classification" if method is not None and method.classifier else "text-generation"
     for key, name in (("license", "id"), ("license_name", "name"), ("license_link", "link")):
         if licence.get(name):
             values[key] = licence[name]
@@ -223,7 +242,6 @@ def _head(
     if repos:
         values["datasets"] = repos
     kind = "adapter" if adapter else "finetune"
-    method = _method(recipe, manifest)
     tags = ["ftcli", *([] if method is None else [method.name])]
     tags += ["lora"] if recipe.get("lora") else []
     tags += [f"base_model:{kind}:{repo}"] if repo is not None else []

@@ -148,7 +148,7 @@ class Axes:
 
 @dataclass(frozen=True, slots=True)
 class ChartLook:
-    """How a chart is drawn.
+    """The drawing of a chart.
 
     Attributes:
         from_zero: Let the value axis begin at 0.

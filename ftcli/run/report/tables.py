@@ -108,7 +108,9 @@ def score_rows(evaluation: JsonMap, method: Method | None = None) -> list[Score]
     ``method``: what the run trained by, where that measures something beside the loss.
     """
     base, tuned = map_in(evaluation, "base"), map_in(evaluation, "run")
-    found = [_score(label, base.get(key), tuned.get(key), sign, show) for key, label, sign, show in _SCORES]
+    of_units = method is not None and method.scores is not None  # its loss is no mean over tokens
+    labels = {key: "Loss" if of_units and key == "loss" else label for key, label, _, _ in _SCORES}
+    found = [_score(labels[key], base.get(key), tuned.get(key), sign, show) for key, _, sign, show in _SCORES]
     of_base, of_run = map_in(base, "measures"), map_in(tuned, "measures")
     for key, label, more, share in () if method is None or method.scores is None else code_of(method.scores):
         show: Show = percent if share else number

@@ -10,7 +10,7 @@ import pytest
 from ftcli.cli.line import ProgressCount, line_text
 from ftcli.cli.render import Style
 from ftcli.cli.reporters import TerminalReporter
-from ftcli.pace import Pace
+from ftcli.remaining_time import Pace
 from ftcli.units import duration
 
 FIELDS: dict[str, float | int | str] = {

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import recipes_page
 
-from ftcli.cli import shipped
+from ftcli.cli import suggest
 from ftcli.cli.app import main
 from ftcli.config.schema import RecipeSchema
 
@@ -46,12 +46,12 @@ def test_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 
 
 def test_installed_package_has_its_recipes_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = tmp_path / "ftcli" / "cli" / "shipped.py"
+    module = tmp_path / "ftcli" / "cli" / "suggest.py"
     inside = tmp_path / "ftcli" / "assets" / "recipes"
     inside.mkdir(parents=True)
     (inside / "only.yaml").write_text("# One.\n")
-    monkeypatch.setattr(shipped, "__file__", str(module))
-    assert shipped.shipped() == {"only": inside / "only.yaml"}
+    monkeypatch.setattr(suggest, "__file__", str(module))
+    assert suggest.shipped() == {"only": inside / "only.yaml"}
 
 
 def test_schema_is_all_that_stdout_gets(capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,6 +86,7 @@ def own_codes() -> set[str]:
     files = [*(ROOT / "ftcli" / "config").rglob("*.py"), *(ROOT / "ftcli" / "cli").rglob("*.py")]
     files.append(ROOT / "ftcli" / "data" / "lengths.py")  # what --lengths says
     files.append(ROOT / "ftcli" / "pipeline" / "chatting.py")  # what the options of chat say
+    files.append(ROOT / "ftcli" / "pipeline" / "sampling.py")  # and those of sample
     return {code for path in files for code in OWN_CODES.findall(path.read_text(encoding="utf-8"))}
 
 
@@ -98,6 +99,7 @@ def test_every_code_of_loader_and_command_line_is_documented_with_a_remedy() -> 
 
 
 def test_every_code_of_loader_and_command_line_is_provoked_by_a_test() -> None:
-    folders = (ROOT / "tests" / "recipes" / "broken", ROOT / "tests" / "unit" / "cli", ROOT / "tests" / "e2e")
+    unit = ROOT / "tests" / "unit"
+    folders = (ROOT / "tests/recipes/broken", unit / "cli", unit / "config" / "conversion", ROOT / "tests" / "e2e")
     tests = "".join(path.read_text(encoding="utf-8") for folder in folders for path in folder.glob("test_*.py"))
     assert {code for code in own_codes() if code not in tests} == set()

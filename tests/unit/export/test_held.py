@@ -5,11 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ftcli.config.model import ModelConfig
 from ftcli.errors import FtcliError
 from ftcli.export.writing import export_run
+from ftcli.plain import plain
+from ftcli.run.inputs import Inputs
+from ftcli.run.integrity import hold_base
+from ftcli.run.weight_files import weight_identities
 from tests.unit.export.conftest import Heard, Trained, edit_json, noted
 
 Change = Callable[[Path], object]
@@ -93,6 +99,26 @@ def test_a_damaged_manifest_is_said(trained: Callable[..., Trained]) -> None:
     (said,) = told(made.run, "safetensors")
     assert said.startswith("FT770")
     assert "manifest.json" in said
+
+
+def test_a_recipe_of_holes_is_not_read(trained: Callable[..., Trained]) -> None:
+    made = noted(trained())
+    with made.run.recipe_path.open("wb") as file:
+        file.truncate(1 << 40)
+    edit_json(made.run.manifest_path, inputs={"weights": plain(weight_identities(made.base))})
+    now = Inputs(weights=weight_identities(made.base))
+    assert hold_base(made.run.path, ModelConfig(name_or_path=str(made.base)), 0, now) == []
+
+
+@pytest.mark.parametrize("damage", [5, [5], [{"name": "model.safetensors"}]], ids=str)
+@pytest.mark.parametrize("key", ["weights", "files"])
+def test_a_damaged_list_in_the_manifest_is_said(trained: Callable[..., Trained], key: str, damage: Any) -> None:
+    made = noted(trained())
+    manifest = json.loads(made.run.manifest_path.read_text())
+    manifest["inputs"][key] = damage
+    made.run.manifest_path.write_text(json.dumps(manifest))
+    (said,) = told(made.run, "safetensors")
+    assert said.startswith("FT770")
 
 
 def test_a_damaged_status_is_said(trained: Callable[..., Trained]) -> None:

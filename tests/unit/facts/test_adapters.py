@@ -108,7 +108,10 @@ ENDLESS = "(([a-z_.0-9]+)+)+!"
     ],
     ids=lambda values: list(values)[-1],
 )
-def test_an_expression_that_never_ends_is_refused_by_name(values: dict[str, Any]) -> None:
+def test_an_expression_that_never_ends_is_refused_by_name(
+    values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ftcli.facts.adapters.SECONDS", 0.05)
     lora = LoraConfig.model_validate({"r": 4, **values})
     shape = shape_of(config_of("llama").to_dict())
     assert shape is not None

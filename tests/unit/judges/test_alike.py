@@ -12,7 +12,7 @@ from ftcli.config.evaluation import TaskConfig
 from ftcli.config.judging import RewardConfig
 from ftcli.data.reasoning import Answer
 from ftcli.evaluate.tasks import AnsweredTask, judge
-from ftcli.judges import open_judge, patterns
+from ftcli.judges import builtin, open_judge
 from ftcli.methods.grpo import checks as grpo
 from ftcli.methods.grpo.rewards import build_rewards
 from ftcli.preflight.checks import crossfield, judging
@@ -50,7 +50,7 @@ def test_a_reward_and_a_task_say_the_same(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("expression", ["(a+)+$", "(x+x+)+y", "(a|aa)+$"])
 def test_an_expression_that_never_ends_is_given_up_in_both(expression: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patterns, "SECONDS", 0.1)
+    monkeypatch.setattr(builtin, "SECONDS", 0.1)
     handler = signal.getsignal(signal.SIGALRM)
     evil = ("x" if "x" in expression else "a") * 5000 + "!"
     for options in ({"use": "regex", "pattern": expression}, {"use": "exact_match", "extract": expression}):
@@ -68,7 +68,7 @@ def test_another_alarm_comes_in_its_time() -> None:
     before = signal.getitimer(signal.ITIMER_REAL)
     signal.setitimer(signal.ITIMER_REAL, 500)
     try:
-        assert patterns.Pattern("a").search("a") is not None
+        assert builtin.Pattern("a").search("a") is not None
         assert 400 < signal.getitimer(signal.ITIMER_REAL)[0] <= 500
     finally:
         signal.setitimer(signal.ITIMER_REAL, *before)
@@ -111,7 +111,7 @@ def test_a_task_that_does_not_read_extract_is_refused(context: Callable[..., Any
         (
             {"use": "length", "max_chars": 3, "on_error": "skip"},
             "`on_error` is only read by `use: exact_match` and `use: regex` and `use: json_valid` and "
-            "`use: math_verify` and `file`",
+            "`use: math_verify` and `use: reward_model` and `file`",
         ),
     ],
 )

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ftcli.data.collate import PaddingCollator, packed_batch, unpadded_batch
-from ftcli.data.parts import part_of
+from ftcli.data.sequence_parallel import part_of
 from ftcli.data.tokens import TokenizedRow
 from ftcli.labels import IGNORE_INDEX
 from ftcli.model.backbone import hidden_states

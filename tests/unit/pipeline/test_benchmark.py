@@ -10,7 +10,7 @@ import pytest
 from ftcli.config.load import LoadedRecipe, load_recipe
 from ftcli.errors import FtcliError
 from ftcli.facts.device import named_device
-from ftcli.pipeline.bench_bound import predicted_memory
+from ftcli.pipeline.bench_rates import predicted_memory
 from ftcli.pipeline.bench_result import PredictedMemory
 from ftcli.pipeline.benchmark import bench_recipe
 from ftcli.pipeline.options import BenchOptions

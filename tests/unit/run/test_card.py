@@ -132,6 +132,28 @@ def test_what_is_not_known_is_said_to_be_not_known(tmp_path: Path) -> None:
     assert "apply_chat_template" not in text
 
 
+@pytest.mark.parametrize(("command", "grpo"), [("train", {}), ("grpo", {"grpo": {}})])
+def test_a_reward_model_is_loaded_as_a_classifier(command: str, grpo: dict[str, Any], tmp_path: Path) -> None:
+    """Of a run of GRPO by the same recipe, `train.method` says nothing."""
+    directory = make(tmp_path / "run", "google/gemma-2-9b", train={"method": "reward"}, **grpo)
+    manifest = read_json_object(directory.manifest_path)
+    write_json(directory.manifest_path, {**manifest, "command": command})
+    head, text = head_and_text(render_card(directory, directory.adapter_dir))
+    (tmp_path / "config.json").write_text("{}")
+    _, merged = head_and_text(render_card(directory, tmp_path))
+    if command == "grpo":
+        assert head["pipeline_tag"] == "text-generation"
+        assert "Classifi" not in text + merged
+        return
+    assert head["pipeline_tag"] == "text-classification"
+    assert "reward" in head["tags"]
+    assert "num_labels=1, pad_token_id=tokenizer.pad_token_id)" in text
+    assert "| Loss | 2.5 | 1.25 |" in text
+    assert "AutoModelForSequenceClassification.from_pretrained(folder" in merged
+    assert "CausalLM" not in text + merged
+    assert "generate" not in text + merged
+
+
 def test_weights_of_a_checkpoint_have_no_results_and_steps_of_the_run(run: RunDirectory) -> None:
     card = render_card(run, run.adapter_dir, of_result=False)
     assert "Held-out results" not in card

@@ -23,7 +23,9 @@ from ftcli.run.inputs import (
     Fingerprint,
     Inputs,
     changed_held_out,
+    changed_judges,
     fingerprint,
+    noted_files,
     require_same_data,
     require_same_inputs,
 )
@@ -171,6 +173,34 @@ def test_held_out_files_are_compared_under_the_names_that_they_had() -> None:
     assert changed_held_out(known, [], ["d"]) == ["d/1.jsonl (3 bytes, sha256 aa -> absent)"]
     assert changed_held_out(known, [two], ["d/2.jsonl"]) == []  # the recipe says so
     assert changed_held_out({}, [other], ["d"]) == []
+
+
+DAMAGED = [5, "x", 1.5, True, {"name": "a"}, [5], [None], [{"name": 3}], [{"name": "a", "bytes": 3}]]
+DAMAGED += [[{"name": "a", "bytes": "x", "sha256": "y"}], [{"name": "a", "bytes": 3, "sha256": 7}, "rest"]]
+
+
+@pytest.mark.parametrize("damage", DAMAGED, ids=json.dumps)
+def test_a_damaged_list_of_files_proves_nothing(tmp_path: Path, damage: Any) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"w")
+    one, now = (
+        Fingerprint("a", 3, "aa"),
+        Inputs("t", "t1", weight_identities(tmp_path), None, (Fingerprint("a", 3, "b"),)),
+    )
+    assert noted_files(damage) == {}
+    previous = dict.fromkeys(("data", "held_out", "judges"), damage)
+    require_same_data(previous, [one])
+    assert changed_held_out(previous, [one], ["a"]) == changed_judges(previous, [one]) == []
+    require_same_inputs({"inputs": {"files": damage, "weights": damage, "tokens_sha256": 7}}, now)
+    require_same_inputs({"inputs": damage}, now)
+
+
+@pytest.mark.parametrize("block", [("block_bytes", "x"), ("block_bytes", -4), ("blocks", 7)])
+def test_a_damaged_place_is_left_out(tmp_path: Path, block: tuple[str, Any]) -> None:
+    before = {**plain_fields(fingerprint("rows.jsonl", rows(tmp_path, 50))), block[0]: block[1]}
+    path = rows(tmp_path, 50, 7)
+    with pytest.raises(FtcliError, match=r"rows\.jsonl has changed since this run began") as caught:
+        require_same_data({"data": [before]}, [fingerprint("rows.jsonl", path)], {"rows.jsonl": path})
+    assert "first difference" not in caught.value.findings[0].message
 
 
 def test_inputs_are_compared_where_they_are_known(tmp_path: Path) -> None:

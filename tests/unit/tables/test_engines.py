@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ftcli.plain import SPREAD
+from ftcli.plain import FLATTENED
 from ftcli.reporting import Session
 from ftcli.tables import code_of, engines
 from ftcli.tables.engines import LaunchEngine
@@ -19,7 +19,7 @@ from tests.e2e.conftest import User
 class Launched:
     """What the work answers, and how many processes were asked for."""
 
-    result: object = field(metadata=SPREAD)
+    result: object = field(metadata=FLATTENED)
     processes: int
 
 

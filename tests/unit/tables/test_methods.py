@@ -11,7 +11,7 @@ import pytest
 
 from ftcli.config.load import LoadedRecipe
 from ftcli.errors import Finding
-from ftcli.plain import SPREAD
+from ftcli.plain import FLATTENED
 from ftcli.plan.run import MethodMemory, RunPlan
 from ftcli.preflight.checks.context import Context
 from ftcli.preflight.checks.data import FirstRows
@@ -26,7 +26,7 @@ from tests.e2e.conftest import User
 class Result:
     """What the made-up method answers."""
 
-    trained: object = field(metadata=SPREAD)
+    trained: object = field(metadata=FLATTENED)
     method: str
 
 

@@ -183,7 +183,7 @@ def test_the_trial_finds_a_model_that_mixes_answers(fault: str, monkeypatch: pyt
         check_branches(model_of("llama", "reference"), (documents[0], documents[1]), FLOAT32, CPU, pad_token_id=0)
     assert (error.value.findings[0].code, error.value.findings[0].help) == (
         "FT443",
-        "train with preference.share_prompts: off",
+        "train with preference.share_prompts: off; train.method: reward with data.padding_free: false",
     )
 
 

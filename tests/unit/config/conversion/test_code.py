@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.unit.cli.conftest import Made
 
 from ftcli.cli.app import main
+from tests.unit.config.conversion.conftest import Made
 
 UNSLOTH = """\
 from unsloth import FastLanguageModel
@@ -130,3 +130,32 @@ def test_places_are_those_of_the_cell(made: Callable[..., Made], capsys: pytest.
     made("x.ipynb", notebook("x = 1", UNSLOTH))
     assert main(["recipes", "convert", "x.ipynb"]) == 0
     assert "x.ipynb:cell 2:10:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("files", "paths", "told"),
+    [
+        ('["a.jsonl", "b.jsonl"]', ["a.jsonl", "b.jsonl"], ""),
+        ('("a.jsonl",)', ["a.jsonl"], ""),
+        ('["s3://bucket/a.jsonl", "b.jsonl"]', ["b.jsonl"], "`s3://bucket/a.jsonl` is not read"),
+        ('{"train": "a.jsonl", "test": "b.jsonl"}', [], "`data_files` is computed"),
+        ("7", [], "`7` is not read"),
+    ],
+)
+@pytest.mark.parametrize("tool", ["trl", "unsloth"])
+def test_a_list_of_files_is_read_one_by_one(
+    tool: str, files: str, paths: list[str], told: str, made: Callable[..., Made]
+) -> None:
+    rows = f'rows = load_dataset("json", data_files={files}, split="train")\n'
+    base = TRL if tool == "trl" else UNSLOTH
+    first = next(line for line in base.splitlines() if line.startswith("rows ="))
+    found = made("x.py", base.replace(f"{first}\n", rows))
+    assert [source.path for source in found.recipe.data.train] == paths
+    assert not told or found.heard("FT162", told)
+    assert bool(paths) != (found.heard("FT161", "no dataset is named") or found.heard("FT161", "the dataset is Python"))
+
+
+def test_of_several_datasets_none_is_taken_and_that_is_said(made: Callable[..., Made]) -> None:
+    found = made("x.py", TRL + 'more = load_dataset("org/other")\n')
+    assert found.recipe.data.train == ()
+    assert found.heard("FT161", "no dataset is named that could be read")

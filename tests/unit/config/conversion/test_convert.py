@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.unit.cli.conftest import Made
 
 from ftcli.tables import dialects
 from tests.foreign_recipes import FILES, TORCHTUNE
+from tests.unit.config.conversion.conftest import Made
 
 
 @pytest.mark.parametrize("name", FILES)

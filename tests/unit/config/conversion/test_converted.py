@@ -13,7 +13,7 @@ import pytest
 
 from ftcli.config.conversion import convert
 from tests.foreign_recipes import FILES, PREFERENCES
-from tests.unit.cli import test_recipes_convert_code as code
+from tests.unit.config.conversion import test_code as code
 
 RECIPES = {
     **FILES,

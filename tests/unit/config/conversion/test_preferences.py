@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import yaml
-from tests.unit.cli.conftest import Made
 
 from ftcli.cli.app import main
 from ftcli.config.conversion import convert
 from ftcli.errors import FtcliError
 from ftcli.tables import preference_losses
 from tests.foreign_recipes import PREFERENCES, TORCHTUNE_DPO, UNSLOTH_DPO
+from tests.unit.config.conversion.conftest import Made
 
 Make = Callable[..., Made]
 BASES = {
@@ -132,6 +132,20 @@ def test_it_passes_check_on_pairs(
         ("trl", "beta: 1\nuse_peft: true\n", {"lora.dropout": 0.0}),
         ("trl", "beta: 1\nuse_peft: true\nlora_dropout: 0.2\n", {"lora.dropout": 0.0}),
         ("trl", "beta: 1\nuse_peft: true\ndisable_dropout: false\n", {"lora.dropout": 0.05}),
+        ("axolotl", "rl: kto\n", {"train.method": "kto", "preference.loss": None, "data.format": "labelled"}),
+        (
+            "axolotl",
+            "rl: kto\nrl_beta: 0.2\nkto_desirable_weight: 0.2\nkto_undesirable_weight: 1.0\n",
+            {"preference.beta": 0.2, "preference.desirable_weight": 0.2, "preference.undesirable_weight": 1.0},
+        ),
+        ("axolotl", "rl: dpo\nkto_desirable_weight: 0.2\n", {"preference": None}),
+        ("axolotl", "rl: kto\nadapter: lora\nlora_dropout: 0.1\n", {"lora.dropout": 0.0}),
+        ("trl", "command: kto\n", {"train.method": "kto", "train.learning_rate": 1e-6, "data.loss_on": "auto"}),
+        ("trl", "trainer: KTOTrainer\n", {"train.method": "kto"}),
+        ("trl", "beta: 1\noutput_dir: out/mine-kto\n", {"train.method": "kto", "preference.beta": 1}),
+        ("trl", "desirable_weight: 1.5\n", {"train.method": "kto", "preference.desirable_weight": 1.5}),
+        ("trl", "loss_type: kto\nundesirable_weight: 0.5\n", {"preference.undesirable_weight": 0.5}),
+        ("trl", "loss_type: apo_zero_unpaired\n", {"train.method": "kto", "preference.loss": "apo_zero_unpaired"}),
         ("torchtune", _LOSS + "DPOLoss}\n", {"train.method": "dpo", "preference.beta": None}),
         ("torchtune", _LOSS + "DPOLoss, beta: 0.2, label_smoothing: 0.1}\n", {"preference.label_smoothing": 0.1}),
         ("torchtune", _LOSS + "RSOLoss, gamma: 0.2}\n", {"preference.loss": "hinge", "preference.beta": 0.2}),
@@ -182,6 +196,12 @@ def test_what_is_learnt(tool: str, lines: str, expected: dict[str, Any], made: M
         ("trl", "beta: 1\nf_divergence_type: js_divergence\n", "FT160", "`f_divergence_type`"),
         ("trl", "beta: 1\ncpo_alpha: 1\ncommand: dpo\n", "FT160", "`cpo_alpha`"),
         ("trl", "loss_type: sigmoid\nreference_free: true\n", "FT161", "became preference.loss: cpo"),
+        ("axolotl", "rl: kto\n", "FT161", "estimates KTO's KL in each micro-batch"),
+        ("axolotl", "rl: kto\nsimpo_gamma: 1\n", "FT160", "`simpo_gamma`"),
+        ("axolotl", "rl: dpo\nkto_desirable_weight: 0.2\n", "FT160", "DPO does not read it"),
+        ("axolotl", "rl: kto\ndatasets: [{path: a.jsonl, type: chatml.intel}]\n", "FT161", "type `chatml.intel`"),
+        ("axolotl", "rl: kto\ndatasets: [{path: a.jsonl, type: zephyr.nectar}]\n", "FT162", "zephyr.nectar"),
+        ("trl", "command: kto\nld_alpha: 0.5\n", "FT160", "KTO does not read it"),
         ("torchtune", _LOSS + "DPOLoss}\nref_checkpointer: {checkpoint_dir: /o}\n", "FT161", "names a reference"),
     ],
 )
@@ -193,14 +213,15 @@ def test_what_means_something_else_is_told(tool: str, lines: str, code: str, par
 @pytest.mark.parametrize(
     ("tool", "lines", "part"),
     [
-        ("axolotl", "rl: kto\n", "`rl: kto`"),
+        ("axolotl", "rl: gdpo\n", "`rl: gdpo`"),
         ("axolotl", "rl: dpo\ndpo_loss_type: [exo_pair]\n", "the loss `exo_pair`"),
         ("axolotl", "rl: dpo\ndpo_loss_type: [sft]\n", "no loss compares"),
         ("llama-factory", "pref_loss: kto_pair\n", "the loss `kto_pair`"),
         ("trl", "beta: 1\nsync_ref_model: true\n", "sync_ref_model"),
         ("trl", "beta: 1\nnum_generations: 4\n", "num_generations"),
-        ("trl", "beta: 1\noutput_dir: out/mine-kto\n", "KTO"),
-        ("trl", "command: kto\n", "`command: kto`"),
+        ("trl", "beta: 1\noutput_dir: out/mine-ppo\n", "PPO"),
+        ("trl", "command: bco\n", "`command: bco`"),
+        ("trl", "command: kto\nloss_type: sigmoid\n", "the loss `sigmoid`"),
         ("trl", "command: cpo\nloss_type: hinge\n", "CPO with the loss `hinge`"),
         ("trl", "loss_type: alphapo\nalpha: 0.5\n", "AlphaPO"),
         ("trl", "loss_type: aot\ncommand: dpo\n", "the loss `aot`"),
@@ -302,3 +323,61 @@ def test_every_loss_that_trl_shares_is_taken_by_its_name(made: Make) -> None:
 def test_an_sft_recipe_stays_one(made: Make) -> None:
     assert convertible(made, "trl", "loss_type: chunked_nll\n").recipe.train.method == "sft"
     assert convertible(made, "trl", "command: sft\n").recipe.preference is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "columns"),
+    [
+        ("type: chatml.argilla", {"prompt": "instruction"}),
+        ("type: llama3.intel", {"prompt": "question"}),
+        ("type: chatml.ultra", {}),
+        ("type: chatml.argilla_chat", {"messages": "completion"}),
+        (
+            "type: {field_prompt: asked, field_completion: said, field_label: good}",
+            {"prompt": "asked", "completion": "said", "label": "good"},
+        ),
+    ],
+)
+def test_labelled_answers_of_axolotl(kind: str, columns: dict[str, str], made: Make) -> None:
+    found = convertible(made, "axolotl", f"rl: kto\ndatasets: [{{path: a.jsonl, {kind}}}]\n")
+    assert found.recipe.data.train[0].columns == columns
+
+
+@pytest.mark.parametrize(
+    ("entry", "columns"),
+    [
+        ('"columns": {"kto_tag": "good"}', {"kto_tag": "good"}),
+        ('"columns": {"prompt": "asked", "response": "said", "kto_tag": "kto_tag"}', {"instruction": "asked"}),
+        ('"formatting": "sharegpt", "columns": {"messages": "turns", "kto_tag": "label"}', {"conversations": "turns"}),
+        ('"formatting": "openai", "columns": {"messages": "messages", "kto_tag": "label"}', {"kto_tag": "label"}),
+    ],
+)
+def test_labelled_answers_that_llama_factory_has_registered(entry: str, columns: dict[str, str], made: Make) -> None:
+    Path("data").mkdir()
+    Path("data/dataset_info.json").write_text(f'{{"rows": {{"file_name": "p.json", {entry}}}}}')
+    base = BASES["llama-factory"].replace("stage: dpo", "stage: kto")
+    lines = "dataset: rows\nkto_chosen_weight: 1.5\nkto_rejected_weight: 0.5\npref_beta: 0.3\n"
+    found = made("theirs.yaml", base + lines, "llama-factory")
+    recipe = found.recipe
+    assert columns.items() <= recipe.data.train[0].columns.items()
+    settings = recipe.preference
+    assert settings is not None
+    assert (recipe.train.method, recipe.data.format, settings.beta) == ("kto", "labelled", 0.3)
+    assert (settings.desirable_weight, settings.undesirable_weight) == (1.5, 0.5)
+
+
+def test_a_converted_recipe_of_kto_passes_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run.sh").write_text(
+        "trl kto --model_name_or_path m --dataset_name org/rows --beta 0.2 --desirable_weight 1.1 "
+        "--per_device_train_batch_size 8 --use_peft --lora_target_modules all-linear\n"
+    )
+    ours = yaml.safe_load(convert(Path("run.sh")).text)
+    ours["model"]["name_or_path"] = "bundled:tiny-gemma2"
+    ours["data"] |= {"train": ["bundled:smoke-dpo-train"], "max_seq_len": 64}
+    Path("ours.yaml").write_text(yaml.safe_dump(ours))
+    status = main(["check", "ours.yaml", "--offline", "--as", "rtx4090"])
+    assert status == 0, capsys.readouterr().err
+    assert ours["preference"] == {"beta": 0.2, "desirable_weight": 1.1}

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import yaml
-from tests.unit.cli.conftest import Made
 
 from ftcli.cli.app import main
 from ftcli.config.conversion import convert
@@ -19,6 +18,7 @@ from ftcli.config.load import load_recipe
 from ftcli.config.recipe import Recipe
 from ftcli.errors import FtcliError
 from tests.foreign_recipes import AXOLOTL, FILES, TORCHTUNE
+from tests.unit.config.conversion.conftest import Made
 
 BASE = "base_model: m\nsequence_len: 500_000\nmicro_batch_size: 1\nlearning_rate: 1e-5\n"
 
@@ -74,12 +74,9 @@ def test_dora_of_torchtune(made: Callable[..., Made]) -> None:
 @pytest.mark.parametrize(
     ("text", "code", "help"),
     [
-        ("base_model: m\nrl: kto\nsequence_len: 8\n", "FT163", "smoke-grpo"),
+        ("base_model: m\nrl: gdpo\nsequence_len: 8\n", "FT163", "smoke-grpo"),
         ("base_model: m\nadapter: oft\nsequence_len: 8\n", "FT163", "LoRA"),
-        *(
-            (f"model_name_or_path: m\nstage: {stage}\ncutoff_len: 8\n", "FT163", "smoke-grpo")
-            for stage in ("kto", "rm", "ppo")
-        ),
+        *((f"model_name_or_path: m\nstage: {stage}\ncutoff_len: 8\n", "FT163", "smoke-grpo") for stage in ("ppo",)),
         ("sequence_len: 8\nmicro_batch_size: 1\n", "FT163", "name the base model"),
         ("model: m\npeft_config: {name: lora}\ncutoff_len: 8\n", "FT163", "model_name_or_path"),
         ("model: {_component_: torchtune.models.a.b}\ntasks: [x]\n", "FT163", "fine-tuning"),
@@ -87,9 +84,9 @@ def test_dora_of_torchtune(made: Callable[..., Made]) -> None:
         ("base_model: m\nmodel_name: m\n", "FT164", "--from axolotl"),
         ("version: 1\nmodel: {name_or_path: m}\n", "FT164", "ftcli check"),
         ("trl sft --model_name_or_path 'm\n", "FT163", "quotes"),
-        ("trl kto --model_name_or_path m --dataset_name org/pairs\n", "FT163", "smoke-grpo"),
-        ("accelerate launch trl/scripts/kto.py --model_name_or_path m --dataset_name org/r\n", "FT163", "smoke-grpo"),
-        ("base_model: m\nreward_model: true\nsequence_len: 8\n", "FT163", "smoke-grpo"),
+        ("trl bco --model_name_or_path m --dataset_name org/pairs\n", "FT163", "smoke-grpo"),
+        ("accelerate launch trl/scripts/bco.py --model_name_or_path m --dataset_name org/r\n", "FT163", "smoke-grpo"),
+        ("base_model: m\nprocess_reward_model: true\nsequence_len: 8\n", "FT163", "smoke-grpo"),
         ("model_name_or_path: m\nfinetuning_type: freeze\ncutoff_len: 8\n", "FT163", "LoRA"),
         ("base_model: m\nbase_model: n\nsequence_len: 8\n", "FT113", "keep one"),
         ("", "FT105", "recipes list"),

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.unit.cli.conftest import Made
 
 from ftcli.config.dialects import TOOLS, rows_of
 from ftcli.config.schema import RecipeSchema
 from tests.foreign_recipes import TORCHTUNE
+from tests.unit.config.conversion.conftest import Made
 
 Make = Callable[..., Made]
 BASES = {
@@ -108,6 +108,7 @@ def item(text: str) -> str:
         ("axolotl", item("path: 's3://bucket/rows.jsonl'").replace("path: a.jsonl, ", ""), "s3://bucket/rows.jsonl"),
         ("axolotl", "trust_remote_code: true\n", "`trust_remote_code`"),
         ("axolotl", "bf16: true\n", "in bf16, ftcli in float32"),
+        ("llama-factory", "mix_strategy: interleave_under\n", "`mix_strategy`"),
         ("llama-factory", "dataset: s3://bucket/rows\n", "s3://bucket/rows"),
         ("llama-factory", "rope_scaling: linear\n", "`rope_scaling`"),
         ("llama-factory", "quantization_bit: 4\nquantization_type: fp4\n", "`quantization_type`"),

@@ -20,8 +20,8 @@ from ftcli.methods.kto.objective import LabelObjective
 from ftcli.methods.preference.settings import PreferenceConfig
 from ftcli.plan.batches import Batches
 from ftcli.rows.row import Row
+from ftcli.train.checkpoint_state import Progress
 from ftcli.train.parallel import Divisors, TokenCounts
-from ftcli.train.state import Progress
 from tests.unit.methods.preference import steps
 from tests.unit.methods.preference.steps import PADDED, Result
 

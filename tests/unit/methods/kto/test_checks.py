@@ -97,6 +97,6 @@ def test_defaults_are_those_of_the_method(load: Callable[..., object]) -> None:
     assert (adapters.data.format, adapters.train.warmup_steps) == ("labelled", 0.1)
 
 
-@pytest.mark.parametrize("setting", ["data.format=messages", "data.packing=true", "launch.engine=fsdp"])
+@pytest.mark.parametrize("setting", ["data.format=messages", "data.packing=true"])
 def test_what_it_does_not_offer_is_refused(setting: str, context: Make) -> None:
     assert "FT250" in [finding.code for finding in support.check(context(setting))]

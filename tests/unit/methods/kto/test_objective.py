@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from ftcli.errors import FtcliError
 from ftcli.methods.kto.mismatched import mismatched_rows
 from ftcli.methods.kto.objective import LabelObjective
 from ftcli.model.backbone import base_of
+from ftcli.model.fsdp import RankShards, shard
 from ftcli.model.fused import stack_of
 from ftcli.model.patch import patch
 from ftcli.plan.batches import Batches
+from ftcli.train.checkpoint_state import Progress
 from ftcli.train.parallel import TokenCounts
-from ftcli.train.state import Progress
+from tests.quantized import PLAN
 from tests.unit.methods.kto.labelled import LONGEST, Monitor, epochs_of, objective_of, rows, step
 from tests.unit.methods.preference import steps
 from tests.unit.methods.preference.steps import PADDED, UNPADDED, require_same
+from tests.unit.model.test_stack import adapted
 
 SPLITS = {"2x4": (4, 2), "4x2": (2, 4), "8x1": (1, 8), "3+3+2": (3, 3)}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -73,6 +80,9 @@ class Group:
 
     def agree(self, where: str, numbers: Sequence[int] = ()) -> list[list[int]]:
         return []
+
+    def exchanging(self) -> Any:
+        return nullcontext()
 
     def all_reduce(self, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
@@ -287,3 +297,21 @@ def test_a_step_that_failed_leaves_nothing_in_the_sums(model: Any) -> None:
     assert objective.state() != wanted
     objective.undo(1)
     assert objective.state() == wanted
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceMesh]:
+    """A process group of this process alone."""
+    store = dist.FileStore(str(tmp_path_factory.mktemp("group") / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield DeviceMesh.from_group(dist.group.WORLD, "cpu")
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_adapters_on_a_sharded_base_take_the_same_step(mesh: DeviceMesh, settings: dict[str, Any]) -> None:
+    model = adapted("llama")
+    other = copy.deepcopy(model)
+    shard(other, mesh, RankShards(0, 1, joins=True), PLAN)
+    wanted = step(objective_of(model, **settings), model)
+    require_same(step(objective_of(other, size=3, accumulation=3, **settings), other), wanted, rel=1e-5)

@@ -28,8 +28,8 @@ from ftcli.model.sequence_parallel import SequencePart
 from ftcli.plan.batches import Batches
 from ftcli.reporting import SilentReporter
 from ftcli.rows.row import Row
+from ftcli.train.checkpoint_state import Progress
 from ftcli.train.parallel import Divisors, TokenCounts
-from ftcli.train.state import Progress
 from tests.quantized import PLAN, TINY, load
 
 PADDED, UNPADDED = Batches("padded", "a test"), Batches("unpadded", "a test")

@@ -234,7 +234,7 @@ def test_so_are_ld_alpha_dtypes_device_config_attention_and_code(
     assert reference_key(job, model, 1.0) == keys[0]
 
 
-def test_a_quantised_base_is_another_model(tmp_path: Path) -> None:
+def test_a_quantized_base_is_another_model(tmp_path: Path) -> None:
     job = job_of()
     plain, packed = (steps.base_model(tmp_path, method) for method in ("none", "nf4"))  # type: ignore[arg-type]
     known = reference_key(job, packed, 1.0)

@@ -6,8 +6,16 @@ import os
 from difflib import get_close_matches
 from pathlib import Path
 
-from ftcli.cli.shipped import shipped
 from ftcli.paths import RUN_RECIPE, is_file, is_folder
+
+
+def shipped() -> dict[str, Path]:
+    """Recipes by name: those inside an installed package, or those of the checkout that this package stands in."""
+    package = Path(__file__).resolve().parents[1]
+    inside = package / "assets" / "recipes"
+    folder = inside if inside.is_dir() else package.parent / "recipes"
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
 
 #: Where recipes and runs lie when nobody said otherwise.
 _RECIPES, _RUNS = Path("recipes"), Path("runs")

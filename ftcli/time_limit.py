@@ -50,6 +50,6 @@ class TimeBudget:
         self.stopped = False
 
     def spent(self) -> bool:
-        """Whether the time is over; who is told so stops."""
+        """True if the time is over; whoever is told so stops."""
         self.stopped = self.stopped or time.monotonic() >= self._end
         return self.stopped

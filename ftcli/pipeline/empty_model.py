@@ -1,4 +1,4 @@
-"""What `ftcli check` finds out about a family without arithmetic: the model is built without memory and looked at."""
+"""Looks at the model of a family without arithmetic for `ftcli check`, built without memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LeastMemory:
-    """What training holds at least, in bytes: all but activations and workspaces, which only arithmetic tells."""
+    """The least memory of training, in bytes: all but activations and workspaces, which only arithmetic tells."""
 
     weights: int
     adapters: int
@@ -130,7 +130,7 @@ def _weights(model: PreTrainedModel, packed: Collection[str], settings: Quantiza
 
 
 def not_tried(report: PreflightReport) -> tuple[NotMade, ...]:
-    """What only a run finds out about a family without arithmetic."""
+    """Checks that only a run can make of a family without arithmetic."""
     if not _shares_rows(report):
         return ()
     return (
@@ -174,7 +174,7 @@ def _require_room(report: PreflightReport, model: PreTrainedModel, found: Outlin
 
 
 def _fits(report: PreflightReport, model: PreTrainedModel, method: str) -> bool:
-    """Whether the device holds the model's weights as a quantization that freezes them stores them."""
+    """True if the device holds the model's weights as a quantization that freezes them stores them."""
     from ftcli.model.quantized import layers_to_quantize
 
     recipe, available = report.recipe, report.plan.device.available_bytes

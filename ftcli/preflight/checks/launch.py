@@ -1,4 +1,4 @@
-"""Rules of rows that several processes share (``launch.context_parallel_size``)."""
+"""Rules of the section `launch`: rows that ranks share, and copies of sharded weights."""
 
 from __future__ import annotations
 
@@ -8,10 +8,17 @@ from ftcli.preflight.checks.context import Context, Findings
 from ftcli.tables import engines
 
 _KEY = "launch.context_parallel_size"
+_COPIES = "launch.dp_replicate_size"
 
 
 def check(context: Context) -> Findings:
-    """FT286, from the recipe alone."""
+    """FT286 and FT287, from the recipe alone."""
+    yield from _shared_rows(context)
+    yield from _copies(context)
+
+
+def _shared_rows(context: Context) -> Findings:
+    """FT286 for ``launch.context_parallel_size``."""
     launch, train = context.recipe.launch, context.recipe.train
     parts, processes = launch.context_parallel_size, launch.num_processes
     if parts == 1 or context.work != "train":
@@ -52,4 +59,28 @@ def check_model(context: Context, plan: RunPlan) -> Findings:
             _KEY,
             f"{_KEY} {parts}: this model does not support context parallelism: {reason}",
             help=f"remove {_KEY}; a longer row fits with train.gradient_checkpointing: offload",
+        )
+
+
+def _copies(context: Context) -> Findings:
+    """FT287 for ``launch.dp_replicate_size``."""
+    launch = context.recipe.launch
+    copies, processes = launch.copies, launch.num_processes
+    if copies == 1 or context.work != "train":
+        return
+    if launch.engine != engines.AUTO and not engines.row(launch.engine).shards:
+        yield context.error(
+            "FT287",
+            _COPIES,
+            f"{_COPIES} {copies}: under launch.engine: {launch.engine} every process has a copy of the model",
+            help=f"use launch.engine: {engines.by_auto(shards=True)}, or remove {_COPIES}",
+        )
+    fitting = [str(n) for n in range(2, processes // 2 + 1) if processes % n == 0]
+    if str(copies) not in fitting:
+        yield context.error(
+            "FT287",
+            _COPIES,
+            f"{_COPIES} {copies} needs launch.num_processes divisible by {copies} and at least {2 * copies}; it is "
+            f"{processes}",
+            help=f"use {_COPIES}: {' or '.join(fitting)}" if fitting else f"start at least {2 * copies} processes",
         )

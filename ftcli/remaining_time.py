@@ -1,4 +1,4 @@
-"""How fast something counts up, and how long the rest will take."""
+"""Measures how fast something counts up, and estimates the remaining time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Pace:
 
     @property
     def counted(self) -> int:
-        """How many counts the pace is measured over."""
+        """Number of counts that the pace is measured over."""
         return self._seen[-1][1] - self._seen[0][1] if self._seen else 0
 
     @property

@@ -22,7 +22,7 @@ from ftcli.tables import code_of, exports
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ftcli.data.look import RowSurvey, SurveyedSource
+    from ftcli.data.survey import RowSurvey, SurveyedSource
 
 #: Seconds for all rows of a recipe. Whatever is tokenized in that time is not tokenized again by the run.
 SECONDS = 10.0
@@ -31,7 +31,7 @@ _CHECK = "rows as tokens"
 
 @dataclass(frozen=True, slots=True)
 class RowsLookedAt:
-    """Which rows of which sources were looked at, and of what that could not be done."""
+    """The rows that were looked at, and the checks that could not be made."""
 
     rows: tuple[SurveyedSource, ...]
     not_made: tuple[NotMade, ...]
@@ -48,8 +48,8 @@ def look_at_rows(report: PreflightReport, session: Session) -> RowsLookedAt:
         return RowsLookedAt((), (NotMade(_CHECK, reason),))
     for finding in _unserved(report, tokenizer):
         session.reporter.finding(finding)
-    from ftcli.data.look import RowSurvey
-    from ftcli.patience import TimeBudget
+    from ftcli.data.survey import RowSurvey
+    from ftcli.time_limit import TimeBudget
 
     looking = RowSurvey(
         report.recipe.data, tokenizer, TimeBudget(SECONDS), cache_dir=session.cache_dir, reporter=session.reporter
@@ -92,7 +92,7 @@ def _tokenizer(report: PreflightReport) -> tuple[PreTrainedTokenizerBase | None,
 
 
 def _unserved(report: PreflightReport, tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:
-    """What `ftcli export` will refuse: formats that cannot hold the tokenizer or its chat template."""
+    """Yields what `ftcli export` will refuse: formats that cannot hold the tokenizer or its chat template."""
     from ftcli.model.tokenizer import stop_token_ids
 
     for name in report.recipe.export.formats:
@@ -106,7 +106,7 @@ def _unserved(report: PreflightReport, tokenizer: PreTrainedTokenizerBase) -> It
 
 
 def _is_nowhere_here(name: str) -> bool:
-    """Whether a model is on the Hub and no file of it on this machine."""
+    """True if a model is on the Hub and no file of it on this machine."""
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 

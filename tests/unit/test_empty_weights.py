@@ -11,7 +11,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import initialization
 
-from ftcli.undrawn import Undrawn
+from ftcli.empty_weights import Undrawn
 
 
 class Called(TorchFunctionMode):

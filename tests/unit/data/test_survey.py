@@ -12,11 +12,11 @@ from transformers import PreTrainedTokenizerBase
 from ftcli.config.data import DataConfig
 from ftcli.config.evaluation import GenerateConfig
 from ftcli.data.asked import room_of_task
-from ftcli.data.look import RowSurvey
 from ftcli.data.prepare import prepare
+from ftcli.data.survey import RowSurvey
 from ftcli.errors import FtcliError
-from ftcli.patience import TimeBudget
 from ftcli.reporting import SilentReporter
+from ftcli.time_limit import TimeBudget
 
 STOPS = (1,)
 

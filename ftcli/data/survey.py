@@ -14,8 +14,8 @@ from ftcli.data.ledger import mostly_untrained
 from ftcli.data.prepare import OutOfTime, SourceReader, accounts, raise_together
 from ftcli.data.tokens import TokenStore
 from ftcli.errors import Finding, FtcliError
-from ftcli.patience import TimeBudget
 from ftcli.reporting import Reporter
+from ftcli.time_limit import TimeBudget
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
