@@ -75,6 +75,7 @@ CASES: dict[str, dict[str, Any]] = {
     **{name: {"parts": 2, "stacked": True, **settings} for name, settings in SETTINGS.items()},
     "unpadded, of four": {"parts": 4, "batches": UNPADDED, "blanks": 1, **SETTINGS["all at once"]},
     "padded, of four": {"parts": 4, "blanks": 1, **SETTINGS["ipo"]},
+    "weighed by the policy": {"parts": 2, "beta": 0.3, "use_weighting": True},
 }
 
 
