@@ -83,11 +83,19 @@ class RowMethod(ABC):
         held_out: Sequence[TokenizedRow],
         group: RankGroup | None,
         reference: Any = None,
+        *,
+        keep: bool = True,
     ) -> Any:
         """Prepares the reference before the first step, for :meth:`evaluator` and :meth:`build`. All ranks call it,
-        with the model as it starts.
+        with the model as it starts. ``keep``: what is computed may be of use to other runs.
         """
         return reference
+
+    def synthetic(self, rows: Sequence[TokenizedRow], prompt: int | None, seed: int) -> Epochs:
+        """Epochs of synthetic rows, for `ftcli bench`; ``prompt`` tokens of a row are its prompt."""
+        from ftcli.data.order import plain_epochs
+
+        return plain_epochs(rows, seed)
 
     def needs_reference(self, recipe: Recipe) -> bool:
         """True if a second model is loaded, which the trained one is compared with."""

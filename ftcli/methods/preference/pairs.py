@@ -66,6 +66,23 @@ def pair_epochs(table: TokenTable, weights: Sequence[float] | None, seed: int) -
     return Epochs(table, mix, Packs(rows, np.arange(2, 2 * pairs + 1, 2, dtype=np.int64)), seed)
 
 
+def synthetic_pairs(rows: Sequence[TokenizedRow], prompt: int | None, seed: int) -> Epochs:
+    """Epochs of pairs of two rows in turn, of which the second begins as the first: with ``prompt`` tokens, or with a
+    third of the shorter row.
+    """
+    made = []
+    for one, other in zip(rows[0::2], rows[1::2], strict=True):
+        shorter = min(len(one.input_ids), len(other.input_ids))
+        asked = max(1, min(shorter // 3 if prompt is None else prompt, shorter - 1))
+        for row in (one, other):
+            answer = list(row.input_ids[asked:])
+            ids = [*one.input_ids[:asked], *answer]
+            made.append(TokenizedRow(row.row, ids, [*[IGNORE_INDEX] * asked, *answer]))
+    pairs = len(made) // 2
+    ends = np.arange(2, 2 * pairs + 1, 2, dtype=np.int64)
+    return Epochs(made, Mixture((pairs,), (pairs,)), Packs(np.arange(2 * pairs, dtype=np.int64), ends), seed)
+
+
 def pair_findings(table: Sequence[TokenizedRow]) -> Iterator[Finding]:
     """FT458 where one pair is also there the other way round; FT459 where length gives the chosen answer away."""
     seen: dict[tuple[bytes, bytes], int] = {}

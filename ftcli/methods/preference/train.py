@@ -40,6 +40,12 @@ class Preference(RowMethod):
 
         return pair_findings(table)
 
+    def synthetic(self, rows: Sequence[TokenizedRow], prompt: int | None, seed: int) -> Epochs:
+        """Pairs of two rows in turn, with one prompt."""
+        from ftcli.methods.preference.pairs import synthetic_pairs
+
+        return synthetic_pairs(rows, prompt, seed)
+
     def training_rows(self, recipe: Recipe, rows: int, tokens: int) -> TrainingRows:
         """Pairs."""
         return TrainingRows(rows // 2, "pairs", tokens)
@@ -56,11 +62,13 @@ class Preference(RowMethod):
         held_out: Sequence[TokenizedRow],
         group: RankGroup | None,
         reference: Any = None,
+        *,
+        keep: bool = True,
     ) -> Any:
         """Scores the reference ahead where that pays."""
         from ftcli.methods.preference.reference import scored_ahead
 
-        return replace(scored_ahead(job, model, epochs, held_out, group), model=reference)
+        return replace(scored_ahead(job, model, epochs, held_out, group, keep=keep), model=reference)
 
     def evaluator(
         self,
