@@ -61,7 +61,7 @@ def shared(
     def work(sequence: SequencePart) -> Any:
         own = models[sequence.part]
         objective = objective_of(own, steps.rows(SIZES), batches, sequence=sequence, **settings)
-        objective._group = Exchanged(meeting, sequence.part)  # type: ignore[assignment]
+        objective._group = objective._sums._group = Exchanged(meeting, sequence.part)  # type: ignore[assignment]
         objective._stack = taken(own) if stacked else None
         return step(objective, own, SPLIT, blanks, group=objective._group), objective.state()
 
