@@ -125,7 +125,7 @@ class DataConfig(Section):
     )
     padding_free: bool | Literal["auto"] = Field(
         default="auto",
-        description="Lay the rows of a micro-batch end to end, without padding and without attention across rows. "
+        description="Lay the rows of a micro-batch end to end in place of padding, without attention across rows. "
         "`auto`: where ftcli's kernels run attention; `true`: elsewhere too, by a dense mask.",
     )
     num_proc: Count | None = Field(

@@ -70,20 +70,13 @@ def after_prompt(prompt: str, text: str, last_turn: int) -> str | None:
     """
     if text.startswith(prompt):
         return text[len(prompt) :]
-    best, place, ties = 0, 0, 0
-    seed = prompt[-_SEED:]
-    found = text.find(seed)
-    while found >= 0:
-        end = found + len(seed)
-        agreed = _common_suffix(prompt, text[:end])
-        if agreed >= best:
-            best, place, ties = agreed, end, ties + 1 if agreed == best else 1
-        found = text.find(seed, found + 1)
-    return text[place:] if seed and ties == 1 and best >= last_turn else None
-
-
-def _common_suffix(one: str, other: str) -> int:
-    return _agreed(min(len(one), len(other)), lambda n: one.endswith(other[len(other) - n :]))
+    # A search for each length that is tried: at a text that repeats itself, looking at each place would never end.
+    best = _agreed(min(len(prompt), len(text)), lambda n: prompt[-n:] in text)
+    end_of_prompt = prompt[len(prompt) - best :]
+    place = text.find(end_of_prompt)
+    if not best or best < max(min(_SEED, len(prompt)), last_turn) or text.rfind(end_of_prompt) != place:
+        return None
+    return text[place + best :]
 
 
 def common_prefix(one: str, other: str) -> int:

@@ -63,7 +63,7 @@ class GeneratedRows:
         return row if self._pairs.rows([_row(asked, row)]).tokens else None
 
     def _begins(self, ids: list[int], text: str) -> bool:
-        """Whether ``ids`` begin with ``text``, whatever tokens it is made of."""
+        """True if ``ids`` begin with ``text``, in whatever tokens."""
         wanted = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         if ids[: len(wanted)] == wanted:
             return True
@@ -94,7 +94,7 @@ def _side(answer: Message | str) -> list[Message] | str:
 
 
 def _of_template(asked: RenderedPrompt) -> JsonObject:
-    """What the template was given beside the messages."""
+    """Columns for the template's input beside the messages."""
     prompt = asked.prompt
     tools = {"tools": list(prompt.tools)} if prompt.tools else {}
     return {**tools, **({"chat_template_kwargs": dict(prompt.switches)} if prompt.switches else {})}

@@ -12,9 +12,10 @@ from ftcli.data.asked import PromptLimit, asked_rows
 from ftcli.data.cache import TokenCache
 from ftcli.data.ledger import mostly_untrained
 from ftcli.data.prepare import OutOfTime, SourceReader, accounts, raise_together
-from ftcli.data.tokens import TokenStore
+from ftcli.data.tokens import TokenStore, TokenTable
 from ftcli.errors import Finding, FtcliError
 from ftcli.reporting import Reporter
+from ftcli.tables import layouts
 from ftcli.time_limit import TimeBudget
 
 if TYPE_CHECKING:
@@ -61,8 +62,11 @@ class RowSurvey:
         self._cache = TokenCache(cache_dir, reporter.warn)
         self._reporter = reporter
 
-    def rows(self, key: str, sources: Sequence[DatasetConfig], stops: Collection[int]) -> None:
-        """Rows of `data.train` or `data.eval`, as :func:`ftcli.data.prepare.prepare` reads them from local sources."""
+    def rows(self, key: str, sources: Sequence[DatasetConfig], stops: Collection[int]) -> TokenTable | None:
+        """Rows of `data.train` or `data.eval`, as :func:`ftcli.data.prepare.prepare` reads them from local sources.
+
+        Returns them where all were looked at and none is wrong.
+        """
         reader = SourceReader(self._data, self._tokenizer, tuple(stops), True, self._reporter, self._budget)
         stores: list[tuple[str, TokenStore]] = []
         for source in sources:
@@ -80,9 +84,12 @@ class RowSurvey:
         ledgers, findings = accounts(stores, self._data)
         self.findings += findings
         self.found += [SurveyedSource(key, ledger.name, ledger.rows, whole=True) for ledger in ledgers]
-        if key == "data.train" and len(ledgers) == len(sources):
+        if len(ledgers) < len(sources):
+            return None
+        if key == "data.train" and (self._data.format == "auto" or layouts.row(self._data.format).imitated):
             untrained = mostly_untrained(ledgers, self._data.loss_on)
             self.findings += [untrained] if untrained is not None else []
+        return TokenTable([store for _, store in stores])
 
     def prompts(
         self, key: str, sources: Sequence[DatasetConfig], room: PromptLimit, max_rows: int | None = None

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """How answers are drawn, all of it: the same values and the same model give the same answers.
+    """All settings of a drawing: the same values and the same model give the same answers.
 
     Attributes:
         num_generations: Answers of a prompt.

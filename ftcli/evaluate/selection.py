@@ -1,4 +1,4 @@
-"""What is kept of several answers to one prompt: the best, and pairs of a better and a worse one."""
+"""The choice among several answers to one prompt: the best, and pairs of a better and a worse one."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class ScoredAnswer:
 
     @property
     def identity(self) -> tuple[str, str]:
-        """What tells it from other answers; templates trim the white space around."""
+        """Its text and reasoning without the white space around, which templates trim: equal for equal answers."""
         return self.said.text.strip(), (self.said.reasoning or "").strip()
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """How answers are chosen.
+    """Rules by which answers are chosen.
 
     Attributes:
         count: Most answers, and most pairs, of a prompt.
@@ -102,7 +102,7 @@ def choose_pairs(
 
 
 def alike(scores: Sequence[float]) -> bool:
-    """Whether they are all the same; without any, too."""
+    """True if they are all the same, or there is none."""
     return not scores or max(scores) - min(scores) <= _ALIKE
 
 
@@ -118,7 +118,7 @@ def _ranked(answers: Sequence[ScoredAnswer], selection: Selection, *, learnt: bo
 
 
 def reaches(one: ScoredAnswer, least: float | None) -> bool:
-    """Whether its score, 0 without one, is ``least`` or more."""
+    """True if its score, 0 without one, is ``least`` or more."""
     return least is None or (one.score or 0.0) >= least - _ALIKE
 
 

@@ -90,7 +90,8 @@ def judge(task: TaskConfig, answered: AnsweredTask, judge: Judge) -> TaskResult:
     origins = [prompt.row.origin for prompt in answered.prompts]
     known = [text or "" for text in references]
     completions, reasoning = [one.text for one in answered.answers], [one.reasoning for one in answered.answers]
-    scores = judge.scores(CompletionBatch(completions, answered.texts, known, columns, origins, reasoning))
+    asked = answered.prompts  # reward models render them by a template of their own
+    scores = judge.scores(CompletionBatch(completions, answered.texts, known, columns, origins, reasoning, asked))
     kept = zip(answered.texts, references, completions, scores.values, reasoning, strict=True)
     answers = tuple(JudgedRow(*row) for row in kept)
     cut = [one for one in answered.answers if one.cut]

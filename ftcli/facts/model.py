@@ -26,7 +26,7 @@ from ftcli.facts.language import has_other_parts, multimodal_of, text_values
 from ftcli.facts.shape import ModelShape, shape_of
 from ftcli.facts.tokenizer import TokenizerFacts, inspect_tokenizer
 from ftcli.facts.weights import WeightFiles, inspect_weights
-from ftcli.paths import expanded, is_file
+from ftcli.paths import expanded, is_file, is_folder
 from ftcli.plain import JsonMap, JsonObject
 from ftcli.tables.families import MULTIMODAL, Family, family_of
 
@@ -219,7 +219,7 @@ def _transformers_knows(model_type: str) -> bool:
     spec = importlib.util.find_spec("transformers")
     if spec is None or not spec.submodule_search_locations:
         return True
-    return any(folder.is_dir() for folder in _code_folders(spec, model_type))
+    return any(is_folder(folder) for folder in _code_folders(spec, model_type))
 
 
 def _code_folders(spec: ModuleSpec, model_type: str) -> list[Path]:

@@ -97,7 +97,13 @@ class _Classifier:
 
     def _ids(self, batch: CompletionBatch, at: int) -> list[int]:
         asked, answer = batch.asked[at] if batch.asked else None, batch.completions[at]
-        if asked is not None and asked.messages is not None and self._tokenizer.chat_template is not None:
+        if asked is not None and asked.messages is not None:
+            if self._tokenizer.chat_template is None:
+                raise _unusable(
+                    self._name,
+                    "the prompts are messages, and it has no chat template",
+                    "add chat_template.jinja to its folder, or write prompts as text",
+                )
             turns = [*asked.messages, {"role": "assistant", "content": answer}]
             tools = list(asked.tools) if asked.tools else None
             text = self._tokenizer.apply_chat_template(turns, tools=tools, tokenize=False, **asked.switches)

@@ -324,8 +324,7 @@ def _logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
 def _head_differs(model: PreTrainedModel, said: str) -> FtcliError:
     return FtcliError.single(
         "FT335",
-        f"ftcli would compute the loss of a {type(model).__name__} wrongly: {said}",
+        f"ftcli would compute the loss of a {type(model).__name__} with this config.json wrongly: {said}",
         exit_code=ExitCode.PREFLIGHT,
-        help="choose another model, and report this with the model's name: its config.json has a value that ftcli does "
-        "not know",
+        help="choose another model, and report this with the model's name: a value in its config.json is unknown here",
     )

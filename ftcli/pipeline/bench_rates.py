@@ -31,8 +31,12 @@ def timing(
     steady: Sequence[float],
     options: BenchOptions,
     peak_bytes: int,
+    unit: int = 1,
 ) -> Timing:
-    """Seconds of the first step; of those after it the rate, with the lengths of their rows, and the memory."""
+    """Seconds of the first step; of those after it the rate, with the lengths of their rows, and the memory. ``unit``
+    rows are learnt from as one.
+    """
+    pairs = None if unit == 1 else sum(map(len, micro_batches)) / unit / _seconds(micro_batches, steady)
     median = statistics.median(steady)
     return Timing(
         steps=options.steps,
@@ -43,6 +47,7 @@ def timing(
         step_ms_max=1000 * max(steady),
         first_step_seconds=first,
         peak_memory_bytes=peak_bytes,
+        pairs_per_second=pairs,
     )
 
 

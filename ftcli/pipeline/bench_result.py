@@ -24,6 +24,8 @@ class Timing:
     tokens in all their time.
 
     ``first_step_only``: no other was timed, and the numbers are its own, with all that is set up in it.
+    ``pairs_per_second`` is there where pairs of rows are learnt from; tokens that a pair shares count once then, where
+    they are computed once.
     """
 
     steps: int
@@ -34,6 +36,7 @@ class Timing:
     step_ms_max: float
     first_step_seconds: float
     peak_memory_bytes: int | None
+    pairs_per_second: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

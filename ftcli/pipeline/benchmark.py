@@ -30,16 +30,20 @@ from ftcli.preflight.report import PreflightReport
 from ftcli.preflight.stages import checked
 from ftcli.reporting import Session
 from ftcli.tables import engines, methods, schedules
+from ftcli.train.on_rows import row_method
 
 if TYPE_CHECKING:
-    from ftcli.data.tokens import TokenizedRow
+    from ftcli.data.order import Epochs
+    from ftcli.facts.flops import StepFlops
     from ftcli.job import Job
+    from ftcli.plan.batches import Batches
     from ftcli.run.process_group import RankGroup
     from ftcli.train.assembly import Model
     from ftcli.train.loop import StepWatcher
+    from ftcli.train.on_rows import RowMethod
 
-#: The method whose steps are timed, whatever the recipe trains by.
-_TIMED = "sft"
+#: The method whose steps are timed where the recipe's own are not.
+_SUPERVISED = "sft"
 
 
 def bench_step(
@@ -64,7 +68,7 @@ def bench_step(
         measured = _measure_evaluation(report, session, options, sizes)
     else:
         measured = _measure(report, session, options, sizes, group)
-    flops = flops_of(report, options, sizes, left_out)
+    flops = _with_reference(flops_of(report, options, sizes, left_out), report, sizes, options)
     stored = stored_rate(flops, report, options)
     return BenchResult(
         recipe=str(loaded.path),
@@ -92,9 +96,9 @@ def bench_step(
 
 def _checked(loaded: LoadedRecipe, session: Session, options: BenchOptions) -> PreflightReport:
     """Preflight of what is timed."""
-    method = methods.row(loaded.recipe.train.method)
-    if method.name != _TIMED:
-        title = methods.row(_TIMED).title
+    method, timed = methods.row(loaded.recipe.train.method), _timed(loaded.recipe, options)
+    if method.name != timed:
+        title = methods.row(timed).title
         session.reporter.info(f"what is timed are steps of {title} at this batch, not of {method.title}")
     shortened = replace(loaded, recipe=bench_recipe(loaded.recipe, options))
     command: Command = "bench --eval" if options.evaluation else "bench"
@@ -118,15 +122,24 @@ def _left_out(report: PreflightReport, options: BenchOptions) -> int:
     return left_out * options.layers // shape.num_layers
 
 
+def _timed(recipe: Recipe, options: BenchOptions) -> str:
+    """The method whose steps are timed. Evaluation is that of supervised fine-tuning."""
+    name = recipe.train.method
+    return name if methods.row(name).timed and not options.evaluation else _SUPERVISED
+
+
 def bench_recipe(recipe: Recipe, options: BenchOptions) -> Recipe:
-    """The recipe with random weights, the bytes tokenizer and as many supervised steps as are timed, and nothing but
-    these: what is not evaluated is not in the memory estimate either.
+    """The recipe with random weights, the bytes tokenizer and as many steps as are timed, and nothing but these: what
+    is not evaluated is not in the memory estimate either.
     """
+    method = _timed(recipe, options)
+    own = method == recipe.train.method
     model = recipe.model.model_copy(update={"init": "random", "tokenizer": "bytes"})
-    data = recipe.data.model_copy(update={"max_seq_len": options.seq or recipe.data.max_seq_len, "format": "auto"})
+    layout = recipe.data.format if own and method != _SUPERVISED else "auto"
+    data = recipe.data.model_copy(update={"max_seq_len": options.seq or recipe.data.max_seq_len, "format": layout})
     train = recipe.train.model_copy(
         update={
-            "method": _TIMED,
+            "method": method,
             "max_steps": _steps(recipe, options),
             "per_device_train_batch_size": options.batch or recipe.train.per_device_train_batch_size,
             "gradient_accumulation_steps": 1,
@@ -138,9 +151,13 @@ def bench_recipe(recipe: Recipe, options: BenchOptions) -> Recipe:
     logging = LoggingConfig(every_steps=options.steps + 1)
     if not options.evaluation:
         data = data.model_copy(update={"eval": ()})
+    preference = recipe.preference
+    if own and preference is not None and preference.reference_cache == "auto" and _sees_again(recipe):
+        preference = preference.model_copy(update={"reference_cache": "./ahead"})  # where nothing is written
     return recipe.model_copy(
         update={
             "model": model,
+            "preference": preference,
             "data": data,
             "train": train,
             "logging": logging,
@@ -152,9 +169,13 @@ def bench_recipe(recipe: Recipe, options: BenchOptions) -> Recipe:
                 }
             ),
             "checkpoint": recipe.checkpoint.model_copy(update={"every_steps": None}),
-            **{section: None for section in methods.sections() if recipe.train.method != _TIMED},
+            **{section: None for section in methods.sections() if not own},
         }
     )
+
+
+def _sees_again(recipe: Recipe) -> bool:
+    return recipe.train.max_steps is None and recipe.train.num_train_epochs > 1
 
 
 def _steps(recipe: Recipe, options: BenchOptions) -> int:
@@ -172,9 +193,38 @@ def _begin_alone(recipe: Recipe) -> bool:
 
 def _sizes(recipe: Recipe, options: BenchOptions, mix: Lengths | None) -> list[int]:
     """Tokens of each row that is trained or evaluated."""
-    rows = recipe.train.per_device_train_batch_size * _steps(recipe, options) * recipe.launch.row_shares
+    rows = _rows(recipe) * _steps(recipe, options) * recipe.launch.row_shares
     longest = recipe.data.max_seq_len
     return [longest] * rows if mix is None else mix.sample(rows, longest, recipe.run.seed)
+
+
+def _rows(recipe: Recipe) -> int:
+    """Rows of a step of one process."""
+    return recipe.train.per_device_train_batch_size * methods.row(recipe.train.method).unit
+
+
+def _with_reference(
+    flops: StepFlops | None, report: PreflightReport, sizes: Sequence[int], options: BenchOptions
+) -> StepFlops | None:
+    """Of pairs: the head meets the answers alone, and a reference that each step computes is a forward pass more."""
+    recipe = report.recipe
+    if flops is None or report.plan.method.unit == 1 or options.evaluation:
+        return flops
+    from ftcli.methods.preference.choice import caches, compares
+    from ftcli.methods.preference.settings import PreferenceConfig
+
+    prompts = sum(size // 3 if options.prompt is None else min(options.prompt, size - 1) for size in sizes)
+    answers = 1.0 - prompts / sum(sizes)
+    settings = recipe.preference or PreferenceConfig()
+    live = compares(recipe.train.method, settings) and not caches(recipe, "surely")
+    passes = 2.0 if recipe.lora is not None else 3.0
+    one, attention = (1.0 / passes, 2.0 / 7.0) if live else (0.0, 0.0)
+    return replace(
+        flops,
+        linear=flops.linear * (1.0 + one),
+        head=flops.head * answers * (1.0 + one),
+        attention=flops.attention * (1.0 + attention),
+    )
 
 
 def _measure(
@@ -197,17 +247,19 @@ def _measure(
     job = open_job(report, session)
     rate = measure_matmul_rate(job.device, getattr(torch, job.dtypes.compute))
     model = assembly.build_trainable(job, num_layers=options.layers)
-    rows = synthetic_rows(sizes, job.vocab_size, job.recipe.run.seed)
-    kernels = assembly.put_on_kernels(job, model, rows)
-    batches = assembly.laid_out(job, model, rows)
+    method, seed = row_method(report.plan.method), job.recipe.run.seed
+    epochs = method.synthetic(synthetic_rows(sizes, job.vocab_size, seed), options.prompt, seed)
+    kernels = assembly.put_on_kernels(job, model, epochs.sequences)
+    batches = assembly.laid_out(job, model, epochs.sequences)
     last, alone = _steps(job.recipe, options), options.steps + 1 if _begin_alone(job.recipe) else 0
     timer, profiler = StepTimer(job.device), StepProfiler(job.device, last) if options.profile else None
-    trainer = _train(job, model, rows, options, [timer, profiler], group, alone)
+    trainer = _train(job, model, method, epochs, options, [timer, profiler], group, alone)
     times = timer.times(alone + options.steps + 1)
     by_itself, together = StepTimes(times.seconds[:alone]), StepTimes(times.seconds[alone:])
     shared = job.recipe.launch.context_parallel_size  # of each row, a process has computed its part
-    ordered = [-(-sizes[row] // shared) for batch in trainer.objective.order(0) for row in batch]
-    batch = job.recipe.train.per_device_train_batch_size
+    units = [unit for batch in trainer.objective.order(0) for unit in batch]
+    ordered = [-(-size // shared) for unit in units for size in _lengths(epochs, unit, batches)]
+    batch = _rows(job.recipe)
     micro_batches = timed_batches(ordered[alone * batch :], batch, options)
     memory, peak = report.memory, trainer.peak_memory_bytes()
     several = None
@@ -215,7 +267,7 @@ def _measure(
         before = tokens_per_second(timed_batches(ordered, batch, options), by_itself.steady) if alone else None
         several = rates_of_ranks(group, before, micro_batches, together.steady, peak)
     return Measured(
-        timing=timing(micro_batches, times.first, together.steady, options, peak),
+        timing=timing(micro_batches, times.first, together.steady, options, peak, report.plan.method.unit),
         computing=timed_tokens(micro_batches, batches, together.steady),
         device_memory=device_memory(job.device),
         matmul_tflops=rate / 1e12,
@@ -228,10 +280,19 @@ def _measure(
     )
 
 
+def _lengths(epochs: Epochs, unit: int, batches: Batches) -> list[int]:
+    """Tokens of each row of a unit; those that a pair shares count once where they are computed once."""
+    from ftcli.data.shared import lengths_once
+
+    rows = epochs.members(unit)
+    return lengths_once(rows).tolist() if batches.shares_prompts else [len(row.input_ids) for row in rows]
+
+
 def _train(
     job: Job,
     model: Model,
-    rows: Sequence[TokenizedRow],
+    method: RowMethod,
+    epochs: Epochs,
     options: BenchOptions,
     watching: Sequence[StepWatcher | None],
     group: RankGroup | None,
@@ -240,16 +301,17 @@ def _train(
     """Takes all steps, the first ``alone`` without the other ranks; the loop that took them."""
     import torch
 
-    from ftcli.methods.sft.objective import build_sft
     from ftcli.train import assembly
     from ftcli.train.bench import Joining
     from ftcli.train.loop import TrainerHooks
 
+    reference = assembly.build_reference(job, epochs.sequences) if method.needs_reference(job.recipe) else None
     if group is not None:
         assembly.form_group(job, group)
-        assembly.shard_weights(job, model, group)
+        assembly.shard_weights(job, model, group, reference)
     train = job.recipe.train
-    loop = build_sft(job, model, rows, TrainerHooks(None, 1, None), group)
+    reference = method.before_training(job, model, epochs, [], group, reference, keep=False)
+    loop = method.build(job, model, epochs, TrainerHooks(None, 1, None), group, reference)
     loop.watchers += [watcher for watcher in watching if watcher is not None]
     if group is not None and alone:
         loop.watchers.append(Joining(loop.parallel, group, after=alone))

@@ -23,10 +23,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from ftcli.data.survey import RowSurvey, SurveyedSource
+    from ftcli.data.tokens import TokenTable
 
 #: Seconds for all rows of a recipe. Whatever is tokenized in that time is not tokenized again by the run.
 SECONDS = 10.0
 _CHECK = "rows as tokens"
+#: Rows that are compared with each other in a second or two; the run compares more.
+_MOST_ROWS = 20_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,11 +127,24 @@ def _look(looking: RowSurvey, report: PreflightReport, tokenizer: PreTrainedToke
     if survey is not None:
         code_of(survey)(looking, recipe)
     else:
-        looking.rows("data.train", local_sources(recipe.data.train), stops)
+        local = local_sources(recipe.data.train)
+        table = looking.rows("data.train", local, stops)
         looking.rows("data.eval", local_sources(recipe.data.eval), stops)
+        if table is not None and 0 < len(table) <= _MOST_ROWS and len(local) == len(recipe.data.train):
+            _look_at_all(looking, report, table)
     room = room_of_task(recipe.data, recipe.eval.generate)
     for task in recipe.eval.tasks:
         looking.prompts("eval.tasks", local_sources(task.data or recipe.data.eval), room, task.max_rows)
+
+
+def _look_at_all(looking: RowSurvey, report: PreflightReport, table: TokenTable) -> None:
+    """What training says of its rows together, such as labels that are all alike."""
+    from ftcli.train.on_rows import row_method
+
+    try:
+        looking.findings += row_method(report.plan.method).findings(report.recipe, table)
+    except FtcliError as error:
+        looking.failures.append(error)
 
 
 def _all_sources(report: PreflightReport) -> Iterator[DatasetConfig]:

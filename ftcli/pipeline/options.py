@@ -12,8 +12,9 @@ class BenchOptions:
     """Options of a benchmark. None takes the recipe's value.
 
     Attributes:
-        batch: Rows of a step.
+        batch: Rows of a step, or pairs of them where the recipe learns from pairs.
         seq: Tokens of a row.
+        prompt: Tokens of a pair's prompt; None: a third of its shorter row.
         lengths: Where the lengths of rows come from (:func:`ftcli.data.lengths.lengths_of`); None: all have ``seq``.
         layers: Decoder layers of the model.
         steps: Timed steps after the first; with 0 the first is reported.
@@ -23,6 +24,7 @@ class BenchOptions:
 
     batch: int | None = None
     seq: int | None = None
+    prompt: int | None = None
     lengths: str | None = None
     layers: int | None = None
     steps: int = 10
@@ -80,7 +82,7 @@ class ExportOptions:
 
 @dataclass(frozen=True, slots=True)
 class SampleOptions:
-    """What is sampled, and what is kept of it. None takes the recipe's value.
+    """Options of sampling, and of the selection. None takes the recipe's value.
 
     Attributes:
         kept: Rows for supervised fine-tuning, pairs for preference methods, or both.

@@ -1,4 +1,4 @@
-"""What is made of judged answers: files of the best and of pairs, and the summary that the command answers."""
+"""Rows of judged answers: files of the best and of pairs, and the summary of all."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class WrittenRows:
 
 @dataclass(frozen=True, slots=True)
 class SampleSummary:
-    """What the answers are worth.
+    """The worth of the answers.
 
     Attributes:
         mean_score, mean_best_score: Over answers, and over prompts of the best one; None where nothing was judged.
@@ -64,7 +64,7 @@ class SampleSummary:
 
 @dataclass(frozen=True, slots=True)
 class SampleResult:
-    """What `ftcli sample` answers. ``tokens_per_second``: None where every answer was there already."""
+    """The result of `ftcli sample`. ``tokens_per_second`` is None if every answer was there already."""
 
     recipe: str
     folder: str
@@ -126,7 +126,7 @@ class Tally:
 
 @dataclass(slots=True)
 class _File:
-    """What goes into a file of rows."""
+    """A file of rows that is being written."""
 
     path: str
     put: Callable[[JsonObject], None]
@@ -142,7 +142,7 @@ class _File:
 
     @property
     def written(self) -> WrittenRows:
-        """What has gone into it."""
+        """Its account."""
         return WrittenRows(self.path, self.rows, dict(sorted(self.left.items())), self.otherwise)
 
 
@@ -176,7 +176,7 @@ def _kept(options: SampleOptions) -> tuple[str, ...]:
 
 
 def _forms(made: GeneratedRows, asked: RenderedPrompt, drawn: list[DrawnAnswer]) -> Form:
-    """How a row holds each answer, found out once."""
+    """A function of an answer's place to its form in a row, made once."""
     known: dict[int, WrittenAnswer | None] = {}
 
     def form(at: int) -> WrittenAnswer | None:

@@ -48,7 +48,7 @@ def sample_recipe(loaded: LoadedRecipe, session: Session, run_dir: Path | None, 
     chosen = None if run is None else checkpoint_of(run, options.checkpoint, session.reporter)
     weights = None if run is None else chosen or result_of(run, session.reporter)
     recipe = _for_sampling(loaded.recipe, options)
-    drawing = _drawing(recipe, options)
+    _refuse_contradictions(recipe, options)
     report = checked(replace(loaded, recipe=recipe), session, "sample")
     from ftcli.data.asked import asked_rows, room_of_task
     from ftcli.data.generated import GeneratedRows
@@ -57,7 +57,7 @@ def sample_recipe(loaded: LoadedRecipe, session: Session, run_dir: Path | None, 
     from ftcli.pipeline.sample_rows import SampleResult, write_rows
     from ftcli.pipeline.scoring import JudgeScorer
 
-    job, data = open_job(report, session), recipe.data
+    job, data, drawing = open_job(report, session), recipe.data, _drawing(recipe, options)
     room = replace(room_of_task(data, recipe.eval.generate), cut_to=None, help=_LONG_PROMPT)
     asked, warnings = asked_rows(
         data.train, data, job.tokenizer, room, offline=session.offline, max_rows=options.max_prompts
@@ -101,29 +101,35 @@ def _for_sampling(recipe: Recipe, options: SampleOptions) -> Recipe:
     return recipe.model_copy(update={"eval": evaluation, "data": recipe.data.model_copy(update={"eval": ()})})
 
 
+def _refuse_contradictions(recipe: Recipe, options: SampleOptions) -> None:
+    count = _count(recipe, options)
+    for option, value in (("--min-score", options.min_score), ("--min-margin", options.min_margin)):
+        if not math.isfinite(value or 0.0):
+            raise cannot_sample(f"{option} {value} is no number to compare with", "write one, as in 0.5", option)
+    if count == 1 and options.kept == "pairs":
+        raise cannot_sample("a pair needs two answers", "use --num-generations 2 or more", "--num-generations 1")
+    if count > 1 and options.temperature == 0:
+        help = "use a higher temperature, or --num-generations 1"
+        raise cannot_sample(f"at temperature 0 all {count} answers of a prompt are the same", help, "--temperature 0")
+
+
+def _count(recipe: Recipe, options: SampleOptions) -> int:
+    own = NUM_GENERATIONS if recipe.grpo is None else recipe.grpo.num_generations
+    return own if options.num_generations is None else options.num_generations
+
+
 def _drawing(recipe: Recipe, options: SampleOptions) -> Drawing:
     """The options; what they leave open is the recipe's (``grpo``, else ``eval.generate``)."""
     from ftcli.evaluate.draw import Drawing
 
-    def given(option: float | None, default: float) -> float:
-        return default if option is None else option
-
-    for option, value in (("--min-score", options.min_score), ("--min-margin", options.min_margin)):
-        if not math.isfinite(value or 0.0):
-            raise cannot_sample(f"{option} {value} is no number to compare with", "write one, as in 0.5", option)
     grpo, generate = recipe.grpo, recipe.eval.generate
-    count = int(given(options.num_generations, NUM_GENERATIONS if grpo is None else grpo.num_generations))
-    temperature = given(options.temperature, generate.temperature if grpo is None else grpo.temperature)
-    if count == 1 and options.kept == "pairs":
-        raise cannot_sample("a pair needs two answers", "use --num-generations 2 or more", "--num-generations 1")
-    if count > 1 and temperature == 0:
-        help = "use a higher temperature, or --num-generations 1"
-        raise cannot_sample(f"at temperature 0 all {count} answers of a prompt are the same", help, "--temperature 0")
+    temperature = generate.temperature if grpo is None else grpo.temperature
+    top_p, top_k = (1.0, 0) if grpo is None else (grpo.top_p, grpo.top_k)
     return Drawing(
-        num_generations=count,
-        temperature=temperature,
-        top_p=given(options.top_p, 1.0 if grpo is None else grpo.top_p),
-        top_k=int(given(options.top_k, 0 if grpo is None else grpo.top_k)),
+        num_generations=_count(recipe, options),
+        temperature=temperature if options.temperature is None else options.temperature,
+        top_p=top_p if options.top_p is None else options.top_p,
+        top_k=top_k if options.top_k is None else options.top_k,
         max_new_tokens=generate.max_new_tokens,
         stop_strings=generate.stop_strings,
         seed=recipe.run.seed if options.seed is None else options.seed,
@@ -139,7 +145,7 @@ def _folder(recipe: Recipe, run: RunDirectory | None, options: SampleOptions) ->
 
 
 def _model_identity(job: Job, weights: Path | None) -> JsonObject:
-    """What tells the model that answers; prompts are told apart by their texts."""
+    """The identity of the model that answers; prompts are told apart by their texts."""
     from huggingface_hub import try_to_load_from_cache
 
     from ftcli.run.inputs import base_inputs, stored_weights
@@ -169,7 +175,7 @@ def _weights_in(folder: Path | None) -> list[WeightFile]:
 
 
 def _adapter_config(weights: Path) -> str:
-    """What an adapter's weights are multiplied by, among others; nothing of whole weights."""
+    """The text of an adapter's settings, its scale among them; empty for whole weights."""
     path = weights / ADAPTER_CONFIG
     return read_text(path) if path.is_file() else ""
 

@@ -1,4 +1,4 @@
-"""What scores answers that were sampled: the recipe's rewards, or the judges of its tasks."""
+"""Scores of sampled answers, by the recipe's rewards or the judges of its tasks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _AT_ONCE = 64
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Of one answer: the weighted sum, None where no judge had an opinion, and what each judge said."""
+    """The score of one answer: the weighted sum, None if no judge had an opinion, and each judge's verdict."""
 
     value: float | None
     parts: tuple[float | None, ...]
@@ -37,7 +37,7 @@ class Scorer(Protocol):
 
     @property
     def names(self) -> Sequence[str]:
-        """Of the parts of a score."""
+        """Names of the parts of a score."""
 
     @property
     def full(self) -> float | None:
@@ -85,24 +85,24 @@ class JudgeScorer:
 
     @property
     def names(self) -> Sequence[str]:
-        """As :class:`Scorer`."""
+        """The same as :class:`Scorer`."""
         return [judge.name for judge in self._judges]
 
     @property
     def full(self) -> float | None:
-        """As :class:`Scorer`: built-in judges pass or fail, but for models."""
+        """The same as :class:`Scorer`: built-in judges pass or fail, but for models."""
         if any(one.file is not None or judges.row(judge_name(one)).model for one in self._configs):
             return None
         return math.fsum(max(judge.weight, 0.0) for judge in self._judges)
 
     def settings(self) -> JsonObject:
-        """As :class:`Scorer`: the judges' settings, and their files by content."""
+        """The same as :class:`Scorer`: the judges' settings, and their files by content."""
         configs = [config.model_dump(mode="json", exclude={"data", "max_rows"}) for config in self._configs]
         files = [plain_fields(fingerprint(name, path)) for name, path in files_of(self._recipe).items()]
         return {"judges": configs, "files": [[one["name"], one["sha256"]] for one in files]}
 
     def load(self) -> None:
-        """As :class:`Scorer`: reward models, which are loaded when they are first asked."""
+        """The same as :class:`Scorer`: reward models, which are loaded when they are first asked."""
         first = self._asked[0]
         for judge, config in zip(self._judges, self._configs, strict=True):
             if config.file is None and judges.row(judge_name(config)).model:
@@ -110,7 +110,7 @@ class JudgeScorer:
                 judge.scores([first.text], [""], lent, [first.prompt.row.origin], [None], [first.prompt])
 
     def scores(self, places: Sequence[int], groups: Sequence[Sequence[Answer]]) -> list[list[Score]]:
-        """As :class:`Scorer`.
+        """The same as :class:`Scorer`.
 
         Raises:
             FtcliError: FT455, FT765 (exit 4) where a judge fails and its `on_error` is `stop`, FT456 where a reward

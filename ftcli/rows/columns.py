@@ -136,6 +136,11 @@ def other_method(fields: JsonObject) -> tuple[str, str] | None:
     return None
 
 
+def has_label(fields: JsonObject) -> bool:
+    """Whether a column that KTO reads calls the row's answer good or bad."""
+    return any(str(fields.get(name)).strip().lower() in GOOD | BAD for name in _READ_AS_LABEL)
+
+
 def mapping(fields: JsonObject) -> str | None:
     """The ``columns`` that would make a known layout of a row; None where nobody can say."""
     by_name = {str(name).lower(): str(name) for name in fields}

@@ -50,7 +50,7 @@ _MOST_NAMED = 8
 
 
 def key_of(text: str) -> str:
-    """What tells a prompt from others."""
+    """A digest that tells a prompt from others."""
     return hashlib.sha256(text.encode("utf-8", errors="surrogatepass")).hexdigest()[:16]
 
 

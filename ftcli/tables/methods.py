@@ -47,6 +47,7 @@ class Method:
         packs: It supports ``data.packing``.
         mixes: It supports weights of sources.
         on_ranks: Several processes can train with it.
+        timed: `ftcli bench` times its own steps; else those of supervised fine-tuning at the same batch.
         length: The recipe key that is lowered where rows are too long.
         structural: Recipe keys that the tensors of its checkpoints depend on, beside the common ones.
         counts_micro_batches: Recipe keys that say how many micro-batches something takes: they rise where a micro-batch
@@ -79,6 +80,7 @@ class Method:
     packs: bool = True
     mixes: bool = True
     on_ranks: bool = False
+    timed: bool = False
     length: str = "data.max_seq_len"
     structural: tuple[str, ...] = ()
     counts_micro_batches: tuple[str, ...] = ()
@@ -136,6 +138,7 @@ def _preference(name: str, title: str) -> Method:
         packs=False,
         mixes=False,
         on_ranks=True,
+        timed=True,
         told=("preference.loss", "preference.beta"),
         supports=MappingProxyType(
             {
@@ -173,6 +176,7 @@ def _labelled() -> Method:
         rules="ftcli.methods.kto.checks:check",
         defaults=MappingProxyType({**pairs.defaults, "data.format": "labelled"}),
         unit=1,
+        timed=False,
         mixes=True,
         told=(*pairs.told, "preference.desirable_weight", "preference.undesirable_weight"),
         supports=MappingProxyType({**pairs.supports, "data.format": ("labelled",)}),
@@ -190,6 +194,7 @@ TABLE: Mapping[str, Method] = MappingProxyType(
             trains="ftcli.methods.sft.train:Supervised",
             memory="ftcli.methods.sft.memory:memory",
             on_ranks=True,
+            timed=True,
             supports=MappingProxyType({"data.format": layouts.formats(unit=1)}),
         ),
         **{name: _preference(name, title) for name, title in (("dpo", "DPO"), ("orpo", "ORPO"), ("simpo", "SimPO"))},

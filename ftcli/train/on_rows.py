@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ftcli.config.load import LoadedRecipe
 from ftcli.config.recipe import Recipe
-from ftcli.errors import ExitCode, FtcliError
+from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.plain import FLATTENED
 from ftcli.reporting import Session
 from ftcli.tables import code_of
@@ -27,7 +27,7 @@ from ftcli.train.start import TrainingRows
 if TYPE_CHECKING:
     from ftcli.data.order import ComputedTokens, Epochs
     from ftcli.data.prepare import PreparedData
-    from ftcli.data.tokens import TokenizedRow
+    from ftcli.data.tokens import TokenizedRow, TokenTable
     from ftcli.evaluate.suite import Evaluator
     from ftcli.job import Job
     from ftcli.judges import Judge
@@ -42,6 +42,10 @@ class RowMethod(ABC):
     @abstractmethod
     def epochs(self, job: Job, prepared: PreparedData) -> Epochs:
         """Makes the epochs of training; reports what there is to say of the data."""
+
+    def findings(self, recipe: Recipe, table: TokenTable) -> Iterator[Finding]:
+        """What there is to say of the training rows together. Raises FtcliError where nothing can be learned."""
+        return iter(())
 
     @abstractmethod
     def training_rows(self, recipe: Recipe, rows: int, tokens: int) -> TrainingRows:
@@ -79,11 +83,19 @@ class RowMethod(ABC):
         held_out: Sequence[TokenizedRow],
         group: RankGroup | None,
         reference: Any = None,
+        *,
+        keep: bool = True,
     ) -> Any:
         """Prepares the reference before the first step, for :meth:`evaluator` and :meth:`build`. All ranks call it,
-        with the model as it starts.
+        with the model as it starts. ``keep``: what is computed may be of use to other runs.
         """
         return reference
+
+    def synthetic(self, rows: Sequence[TokenizedRow], prompt: int | None, seed: int) -> Epochs:
+        """Epochs of synthetic rows, for `ftcli bench`; ``prompt`` tokens of a row are its prompt."""
+        from ftcli.data.order import plain_epochs
+
+        return plain_epochs(rows, seed)
 
     def needs_reference(self, recipe: Recipe) -> bool:
         """True if a second model is loaded, which the trained one is compared with."""
@@ -121,6 +133,8 @@ def _train(session: Session, context: RunContext) -> RowsResult:
     with context.phase("preparing data"), nullcontext() if group is None else group.after_leader("data"):
         job = open_job(context.report, session)
         train_data, eval_data = data.tokenized(job, "train"), data.tokenized(job, "eval")
+        for finding in method.findings(job.recipe, train_data.sequences):
+            job.reporter.finding(finding)
         epochs = method.epochs(job, train_data)
         planned = job.plan.execution.batches
         computed = _counted(context, job, epochs, train_data, eval_data, planned)

@@ -45,6 +45,10 @@ class StepSums:
         for one in found:
             self._sums = self._sums + one
 
+    def add_once(self, vector: Tensor) -> None:
+        """Adds what is the step's, and the same on all ranks."""
+        self._sums = self._sums + vector
+
     def undo(self) -> None:
         """Forgets what came since :meth:`begin`."""
         self._sums = self._before

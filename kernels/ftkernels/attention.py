@@ -8,7 +8,7 @@ Legend: B batch, Hq query heads, Hkv key heads (Hq a multiple of Hkv), Sq querie
     out = p @ v                                         0 for a query that sees nothing
 
 ``attention_mask`` says what a query sees, ``attention_forward`` and ``attention_backward`` hold the kernels, and
-docs/attention.md derives the backward.
+kernels/attention.md derives the backward.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Backward of attention without atomics: every output tile has one owner, so two runs give the same bits.
 
-With s, p of the forward, t = tanh(scale * q @ k.T / softcap), dP = dO @ v.T (docs/attention.md derives it):
+With s, p of the forward, t = tanh(scale * q @ k.T / softcap), dP = dO @ v.T (kernels/attention.md derives it):
 
     delta = sum_d(dO * O)                 one number a query; equals sum_k p * dP
     ds = p * (dP - delta) * (1 - t^2)     the last factor only with softcap

@@ -2,7 +2,7 @@
 behind it.
 
 Legend: M rows, I input features, O output features, K padded rank. Derivation: ``ftkernels.lowrank`` and
-docs/kernels.md.
+kernels/README.md.
 
     x = norm(z)  or  z
     y = x @ W.T + bias + s * (x @ A.T) @ B.T + residual

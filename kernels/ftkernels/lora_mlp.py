@@ -1,7 +1,7 @@
 """A gated MLP of three linear layers with LoRA adapters, or trained themselves, and optionally the norm in front and
 the residual behind.
 
-Legend: M rows, H hidden size, F intermediate size, K padded rank. Derivation: docs/kernels.md.
+Legend: M rows, H hidden size, F intermediate size, K padded rank. Derivation: kernels/README.md.
 
     x = norm(z)  or  z
     g = x @ Wg.T + s_g * (x @ Ag.T) @ Bg.T

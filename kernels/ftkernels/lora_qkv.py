@@ -1,7 +1,7 @@
 """The q, k and v projections of one attention layer with LoRA adapters, or trained themselves, the norm in front and
 the rotary embedding behind.
 
-Legend: B batch, S sequence, I input features, Hq and Hk heads, D head size. Derivation: docs/kernels.md.
+Legend: B batch, S sequence, I input features, Hq and Hk heads, D head size. Derivation: kernels/README.md.
 
     x = norm(z)  or  z
     q, k, v = x @ W.T + bias + s * (x @ A.T) @ B.T      each with its own W, bias, s, A, B

@@ -85,3 +85,27 @@ def test_rows_of_one_length_have_no_filler_but_what_rounds_them_up(user: User) -
     first = user.done("bench", user.recipe(), "--steps", "0", "--lengths", "lognormal:20,0.8")
     assert first["first_step_only"]
     assert first["shapes"] == 1
+
+
+def test_steps_on_pairs_are_timed_with_their_reference(user: User, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is computed in each step, or once before: the same pairs, one pass less in each step, and nothing is kept."""
+    from ftcli.methods.preference.objective import PairObjective
+
+    live: list[bool] = []
+    own = PairObjective._of_reference
+
+    def noted(objective: PairObjective, inputs: Any, known: Any = None) -> Any:
+        live.append(known is None)
+        return own(objective, inputs, known)
+
+    monkeypatch.setattr(PairObjective, "_of_reference", noted)
+    recipe = user.recipe(train={"method": "dpo", "per_device_train_batch_size": 2})
+    words = ("bench", recipe, "--batch", "2", "--seq", "24", "--prompt", "10", "--steps", "3")
+    for cache, computed in (("off", True), (str(user.folder / "kept"), False)):
+        live.clear()
+        found = user.done(*words, "--set", f"preference.reference_cache={cache}")
+        assert live == [computed] * 4  # the first step, and those that are timed
+        assert found["real_tokens"] == 3 * 2 * 2 * 24
+        assert found["pairs_per_second"] * 2 * 24 == pytest.approx(found["tokens_per_second"])
+    assert not (user.folder / "kept").exists()
+    assert user.done("bench", user.recipe(), *WORDS)["pairs_per_second"] is None

@@ -73,7 +73,7 @@ def test_a_page_runs(
     assert (folder / left).exists()
 
 
-TEXTS = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+TEXTS = [ROOT / "README.md", *sorted(DOCS.glob("*.md")), *sorted((ROOT / "kernels").glob("*.md"))]
 #: What stands in the place of a value: such a line in a sentence says the form of a command, and is not read.
 FORM = re.compile(r"…|\.\.\.| / |[\[<|{]|(?<![\w./=-])[A-Z][A-Z_0-9]*(?![\w./=-])|=[A-Z][A-Z_0-9]*(,|$| )")
 _PROMPT = re.compile(r"^(\$ |> )?((sudo|nohup|time|exec|srun|timeout \S+) |[A-Z_]+=\S* )*")

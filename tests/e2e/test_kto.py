@@ -115,6 +115,7 @@ def test_labelled_rows_and_other_rows_are_told_apart(user: User) -> None:
     for name, method, path, code, said in (
         ("labels", "sft", file, "FT408", "KTO is `train.method: kto` of `ftcli train`"),
         ("plain", "kto", plain, "FT412", "rows with prompt and completion are for `train.method: sft`"),
+        ("pairs", "dpo", file, "FT412", "rows with a label are for `train.method: kto`"),
     ):
         recipe = user.recipe(
             name, **labelled(data={"train": [path], "eval": []}, train={"method": method}, eval={"every_steps": None})
@@ -130,9 +131,11 @@ def test_labelled_rows_and_other_rows_are_told_apart(user: User) -> None:
 def test_one_label_alone_is_refused_before_a_model_is_loaded(user: User) -> None:
     rows = [{"prompt": f"q{n}", "completion": "a", "label": True} for n in range(8)]
     file = file_of(user, "d.jsonl", rows)
-    status, document = user.run("train", user.recipe("r", **labelled(data={"train": [file]})))
-    assert status == 4
-    assert [f["code"] for f in document["findings"] if f["severity"] == "error"] == ["FT465"]
+    recipe = user.recipe("r", **labelled(data={"train": [file]}))
+    for command in ("check", "train"):
+        status, document = user.run(command, recipe)
+        assert status == 4
+        assert [f["code"] for f in document["findings"] if f["severity"] == "error"] == ["FT465"]
 
 
 def test_labels_out_of_balance_and_contradictions_are_told(user: User) -> None:
@@ -141,11 +144,13 @@ def test_labels_out_of_balance_and_contradictions_are_told(user: User) -> None:
     recipe = user.recipe(
         "r", **labelled(data={"train": [file_of(user, "d.jsonl", rows)], "eval": []}, eval={"every_steps": None})
     )
-    status, document = user.run("train", recipe)
-    assert status == 0
-    found = {f["code"]: f for f in document["findings"] if f["severity"] == "warning"}
-    assert "weigh 4 times as much as 2" in found["FT466"]["message"]
-    assert "d.jsonl:4" in found["FT467"]["message"]
+    for command in ("check", "train"):
+        status, document = user.run(command, recipe)
+        assert status == 0
+        found = {f["code"]: f for f in document["findings"]}
+        assert "weigh 4 times as much as 2" in found["FT466"]["message"]
+        assert "d.jsonl:4" in found["FT467"]["message"]
+        assert "FT442" not in found
 
 
 def test_the_result_says_what_made_it(stored: User) -> None:

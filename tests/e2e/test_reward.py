@@ -119,6 +119,11 @@ def require_rewards(user: User, folder: Path, model: Any, tokenizer: Any) -> Non
     manifest = json.loads((user.folder / "g" / "manifest.json").read_text("utf-8"))
     assert str(folder / "model.safetensors") in json.dumps(manifest)
 
+    # Without a template of its own the prompts' messages would be scored as another model writes them.
+    (folder / "chat_template.jinja").unlink()
+    status, document = user.run("grpo", recipe, "--dry-rewards")
+    assert (status, [one["code"] for one in document["findings"] if one["severity"] == "error"]) == (2, ["FT469"])
+
 
 @pytest.mark.parametrize("what", ["nothing", "adapter", "language model"])
 def test_a_reward_that_is_no_reward_model_is_refused(user: User, what: str) -> None:
@@ -155,6 +160,7 @@ def test_a_model_that_is_trained_whole_is_a_classifier(user: User) -> None:
     [
         ("chat", {}, "FT351"),
         ("train", {"reward": {"margin": True}}, "FT462"),
+        ("check", {"reward": {"margin": True}}, "FT462"),
         ("train", {"eval": {"tasks": [{"use": "exact_match"}]}}, "FT250"),
         ("train", {"preference": {"beta": 0.1}}, "FT250"),
     ],

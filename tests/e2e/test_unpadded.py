@@ -72,7 +72,8 @@ def test_check_says_how_batches_are_laid_out_and_why(user: User) -> None:
     def row(*words: str) -> dict[str, str]:
         result = user.done("check", user.recipe(), *words)
         [found] = [row for row in result["kernel_table"] if row["part"] == "batches"]
-        assert result["batches"] == {"layout": found["runs"], "reason": found["reason"]}
+        told = {"layout": found["runs"], "reason": found["reason"], "shares_prompts": False}
+        assert result["batches"] == told
         return found
 
     assert row()["runs"] == "padded"

@@ -44,6 +44,16 @@ GOOD: tuple[dict[str, Any], ...] = (
     {"input_ids": [2, 5, 6, 4], "labels": [-100, 5, 6, 4]},
 )
 
+JUDGED = [
+    {"prompt": _CHAT[:1], "chosen": _CHAT[1:], "rejected": [{"role": "assistant", "content": "b"}]},
+    {"prompt": "q", "chosen": "a", "rejected": "b", "margin": 1.5},
+    {"prompt": _CHAT[:1], "completion": _CHAT[1:], "label": True},
+    {"prompt": "q", "completion": "a", "label": 0},
+    {"completion": _CHAT, "label": "good"},
+    {"messages": _CHAT, "label": False},
+    {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}], "kto_tag": True},
+    {"instruction": "i", "output": "o", "label": -1},
+]  # fmt: skip
 _KEYS = sorted(
     {key for row in GOOD for key in row} | {"role", "content", "name", "arguments", "function", "type", "text"}
 )
@@ -54,10 +64,19 @@ _odd = (
 )
 
 
+def rows() -> st.SearchStrategy[dict[str, Any]]:
+    """Rows with up to three values changed, added or taken away, at any depth."""
+    return _changed(GOOD)
+
+
+def judged() -> st.SearchStrategy[dict[str, Any]]:
+    """The same of pairs and of answers with a label."""
+    return _changed(JUDGED)
+
+
 @st.composite
-def rows(draw: st.DrawFn) -> dict[str, Any]:
-    """A row with up to three values changed, added or taken away, at any depth."""
-    row: Any = json.loads(json.dumps(draw(st.sampled_from(GOOD))))
+def _changed(draw: st.DrawFn, good: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    row: Any = json.loads(json.dumps(draw(st.sampled_from(good))))
     for _ in range(draw(st.integers(0, 3))):
         place: Any = row
         while True:

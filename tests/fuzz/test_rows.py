@@ -60,6 +60,14 @@ def test_data_files_are_read_or_refused(
     hold(run(folder, "check", "r.yaml", "--json", "--offline", "--as", "cpu", "--show-sample", sample))
 
 
+@examples(15)
+@given(content=st.lists(rows.judged(), min_size=1, max_size=3).map(rows.lines), method=st.sampled_from(["dpo", "kto"]))
+def test_rows_of_pairs_and_labels_are_read_or_refused(folder: Path, content: bytes, method: str) -> None:
+    base = {**recipes.TRAINS, "train": {**recipes.TRAINS["train"], "method": method}}
+    _write(folder, base, "rows.jsonl", content, {})
+    hold(run(folder, "check", "r.yaml", "--json", "--offline", "--as", "cpu", "--show-sample", "9"))
+
+
 @examples(1, 5)
 @given(file=rows.files(), settings=st.sampled_from(_SETTINGS))
 def test_rows_are_trained_on_or_refused(folder: Path, file: tuple[str, bytes], settings: dict[str, Any]) -> None:

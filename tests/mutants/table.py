@@ -525,7 +525,7 @@ PREFERENCE = (
     ),
     _m(
         "pairs: a failed step stays in the sums",
-        _P + "objective.py",
+        "ftcli/train/sums.py",
         "        self._sums = self._before\n",
         "        self._before = self._sums\n",
         _UP + "objective.py",
@@ -575,7 +575,7 @@ PREFERENCE = (
     _m(
         "pairs: held-out ones against the model itself",
         _P + "evaluate.py",
-        "if any(pair not in self.known for pair in pairs):",
+        "if self._for_any(any(pair not in self.known for pair in pairs), model):",
         "if True:",
         _E2E + "preference.py",
     ),

@@ -20,8 +20,13 @@ if TYPE_CHECKING:
 def bench(
     recipe: options.RecipeArgument,
     set_: options.SetOption = None,
-    batch: Annotated[int | None, typer.Option("--batch", metavar="N", min=1, help="Rows in each step.")] = None,
+    batch: Annotated[
+        int | None, typer.Option("--batch", metavar="N", min=1, help="Rows, or pairs of them, in each step.")
+    ] = None,
     seq: Annotated[int | None, typer.Option("--seq", metavar="N", min=2, help="Tokens in each row.")] = None,
+    prompt: Annotated[
+        int | None, typer.Option("--prompt", metavar="N", min=1, help="Of pairs: tokens of the prompt (a third).")
+    ] = None,
     lengths: Annotated[
         str | None,
         typer.Option(
@@ -57,6 +62,7 @@ def bench(
       ftcli bench recipes/llama3.1-8b.yaml --batch 8 --lengths lognormal:380,0.8 --steps 400
       ftcli bench recipes/smoke.yaml --steps 5 --json
       ftcli bench recipes/gemma2-9b.yaml --eval
+      ftcli bench recipes/llama3.1-8b-dpo.yaml --batch 4 --seq 520 --prompt 190
       ftcli bench recipes/llama3.1-8b.yaml --gpus 2
     """
 
@@ -68,7 +74,14 @@ def bench(
         if isinstance(loaded, ranks.EndedElsewhere):
             return loaded
         wanted = pipeline.BenchOptions(
-            batch=batch, seq=seq, lengths=lengths, layers=layers, steps=steps, profile=profile, evaluation=evaluation
+            batch=batch,
+            seq=seq,
+            prompt=prompt,
+            lengths=lengths,
+            layers=layers,
+            steps=steps,
+            profile=profile,
+            evaluation=evaluation,
         )
         with results_only_on_stdout():
             return pipeline.bench(loaded, session, wanted)
@@ -82,7 +95,8 @@ def bench_text(result: BenchResult) -> str:
     timing, share = result.measured.timing, result.bound.share_of_bound
     bound = f", {share:.0%} of the arithmetic bound" if share is not None else ""
     first = " in the first step, setup included" if timing.first_step_only else " a step"
-    head = f"{timing.tokens_per_second:,.0f} tokens/s, {timing.step_ms:.1f} ms{first}{bound}"
+    pairs = "" if timing.pairs_per_second is None else f"{timing.pairs_per_second:,.2f} pairs/s, "
+    head = f"{pairs}{timing.tokens_per_second:,.0f} tokens/s, {timing.step_ms:.1f} ms{first}{bound}"
     peaks = _peaks(timing.peak_memory_bytes, result.predicted)
     several = result.measured.several
     if several is not None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Kept(StrEnum):
-    """What rows are made."""
+    """Files of rows to write."""
 
     SFT = "sft"
     PAIRS = "pairs"
@@ -25,7 +25,7 @@ class Kept(StrEnum):
 
 
 class Truncated(StrEnum):
-    """What becomes of answers that were cut off."""
+    """Use of answers that were cut off."""
 
     DROP = "drop"
     REJECT = "reject"
@@ -141,7 +141,7 @@ def sample(
 
 
 def sample_text(result: SampleResult) -> str:
-    """What the answers are worth, then the files."""
+    """Scores of the answers, then the files."""
     found = result.summary
     each = found.answers // max(found.prompts, 1)
     rate = "" if result.tokens_per_second is None else f", {result.tokens_per_second:,.0f} tokens/s"

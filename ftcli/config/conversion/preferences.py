@@ -59,7 +59,7 @@ def wanted(draft: Draft) -> bool:
 
 
 def scored(draft: Draft) -> bool:
-    """Whether it teaches a reward model."""
+    """True if it teaches a reward model."""
     return bool(draft.get("train.method") == "reward")
 
 
@@ -350,7 +350,7 @@ def of_trl(draft: Draft) -> None:
 
 
 def _drops_long_pairs(draft: Draft) -> None:
-    """What TRL's trainer of reward models does that its others do not."""
+    """Drafts TRL's own ways with reward models: long pairs are dropped, and a margin is subtracted."""
     draft.default("data.overlong", "drop")
     help = "reward.margin: true reads the column `margin`; data.columns maps another name"
     draft.remark("TRL subtracts a margin wherever rows have the column; here it is read on request", help)

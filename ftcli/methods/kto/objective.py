@@ -26,6 +26,7 @@ from ftcli.train.epochs import EpochObjective
 from ftcli.train.loop import StepMonitor, TrainerHooks, TrainingLoop
 from ftcli.train.parallel import Divisors, MicroBatch, TokenCounts
 from ftcli.train.reference import of_reference
+from ftcli.train.sums import StepSums
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -70,8 +71,7 @@ class LabelObjective(EpochObjective):
         vocabulary = head_of(model).weight.shape[0]
         self._scorer = AnswerScorer(job.batches(model), job.pad_token_id, vocabulary, 1.0, sequence)
         self._kl = torch.tensor(0.0, device=job.device)
-        self._sums = self._before = torch.zeros(SUMS, dtype=torch.float64, device=job.device)
-        self._of_batches: list[Tensor] = []
+        self._sums = StepSums("label_sums", SUMS, job.device, group)
         self._whole_order: tuple[int, list[int]] | None = None
         self._checked = False
 
@@ -103,7 +103,7 @@ class LabelObjective(EpochObjective):
 
     def begin(self, step: int) -> None:
         """Notes the sums so far."""
-        self._before, self._of_batches = self._sums, []
+        self._sums.begin()
 
     def loss(self, inputs: dict[str, Tensor], step: Divisors) -> Tensor:
         """The summed loss of the answers over those of the whole step; with ``sft_weight`` times the cross-entropy of
@@ -120,7 +120,7 @@ class LabelObjective(EpochObjective):
         if self._loss.sft_weight:
             loss = loss - self._loss.sft_weight * (policy.sums * (labels > 0)).sum() / step.supervised
         sums = LabelSums.of(answers, policy.sums, tokens, self._loss.beta).vector()
-        self._of_batches.append(sums if self._counts else torch.zeros_like(sums))
+        self._sums.add(sums if self._counts else torch.zeros_like(sums))
         return loss if self._counts else loss - loss.detach()
 
     # -- the reference, and the KL ---------------------------------------------------------------------------
@@ -189,36 +189,25 @@ class LabelObjective(EpochObjective):
 
     def reduced(self) -> None:
         """Adds up the metrics of all ranks' micro-batches, in the order of one process, and those of the step."""
-        found = torch.stack(self._of_batches)
-        if self._group is not None:
-            slots = torch.zeros(len(found) * self._group.size, SUMS, dtype=torch.float64, device=found.device)
-            slots[self._group.rank :: self._group.size] = found
-            self._group.all_reduce([slots])
-            found = slots
-        for one in found:
-            self._sums = self._sums + one
-        self._sums = self._sums + LabelSums.of_step(self._kl).vector()
+        self._sums.reduce()
+        self._sums.add_once(LabelSums.of_step(self._kl).vector())
 
     def undo(self, step: int) -> None:
         """Restores the sums that :meth:`begin` has noted."""
-        self._sums = self._before
+        self._sums.undo()
 
     def metrics(self) -> MetricsLine:
         """Means over the answers, and the steps, since the last line."""
-        found = measures(self._sums.tolist(), kl=self._loss.estimates_kl)
-        self._sums = torch.zeros_like(self._sums)
-        return found
+        return measures(self._sums.take(), kl=self._loss.estimates_kl)
 
     def state(self) -> JsonObject:
         """The sums of a half-filled line."""
-        return {"label_sums": self._sums.tolist()}
+        return self._sums.state()
 
     def restore(self, state: JsonObject, progress: Progress) -> None:
         """Resumes with these sums; what was checked before the first step is not checked again."""
         self._checked = progress.step > 0
-        kept = state.get("label_sums")
-        if isinstance(kept, list) and len(kept) == SUMS:
-            self._sums = torch.tensor(kept, dtype=torch.float64, device=self._device)
+        self._sums.restore(state)
 
 
 def build_labelled(

@@ -59,6 +59,7 @@ def require_both_labels(table: TokenTable) -> None:
         "FT465",
         f"all {len(table):,} answers are {which} and none is {other}",
         exit_code=ExitCode.DATA,
+        origin=table[0].row.origin,
         help="to imitate good answers, use train.method: sft; else add rows with the other label",
     )
 

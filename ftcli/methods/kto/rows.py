@@ -65,15 +65,20 @@ def _answered(row: Row) -> Example:
 
 
 def _completed(row: Row, prompt: Any, completion: Any) -> Example:
+    """``completion`` may hold the whole conversation: without a ``prompt``, or with one that stands in it as well."""
     answer = [completion] if isinstance(completion, dict) else completion
-    if prompt is None:
-        raise Misfit("column 'prompt' is missing")
     if _is_text(answer) and _is_text(prompt):
         return pair(row)
+    if _is_text(answer) and prompt is None:
+        raise Misfit("column 'prompt' is missing")
+    if prompt is None or (_is_text(prompt) and any(prompt == m["content"] for m in messages_of(answer))):
+        return _last_answer(messages.understand(replace(row, fields={**row.fields, "messages": answer})))
     if _is_text(prompt):
         raise Misfit("prompt and completion must both be strings, or both lists of messages")
     asked = list_of(prompt)
     said = [{"role": "assistant", "content": text_of(answer, "completion")}] if _is_text(answer) else list_of(answer)
+    if messages_of(said)[: len(asked)] == messages_of(asked):
+        said = said[len(asked) :]
     turns = [*asked, *said]
     chat = messages_of(turns)
     _require_answer(chat[len(asked) :])

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ftcli.config.recipe import Recipe
+from ftcli.errors import Finding
 from ftcli.train.on_rows import RowMethod
 from ftcli.train.start import TrainingRows
 
 if TYPE_CHECKING:
     from ftcli.data.order import Epochs
     from ftcli.data.prepare import PreparedData
-    from ftcli.data.tokens import TokenizedRow
+    from ftcli.data.tokens import TokenizedRow, TokenTable
     from ftcli.evaluate.suite import Evaluator
     from ftcli.job import Job
     from ftcli.judges import Judge
@@ -24,27 +25,28 @@ class Labelled(RowMethod):
     """Answers that are called good or bad: the one are to become likelier, the other less likely."""
 
     def epochs(self, job: Job, prepared: PreparedData) -> Epochs:
-        """Both labels, interleaved. Reports what is compared, and labels that teach something else than they say.
-
-        Raises FtcliError FT465 (exit 4) where all answers have one label.
-        """
+        """Both labels, interleaved. Reports what is compared."""
         from ftcli.methods.kto import order
         from ftcli.methods.kto.losses import LabelLoss
 
-        table, recipe, loss = prepared.sequences, job.recipe, LabelLoss.of(job.recipe.preference)
-        order.require_both_labels(table)
-        weights = [source.weight for source in recipe.data.train]
-        shares = [float(weight) for weight in weights if weight is not None]
-        epochs = order.labelled_epochs(table, shares if len(shares) == len(weights) else None, recipe.run.seed)
+        recipe, loss = job.recipe, LabelLoss.of(job.recipe.preference)
+        epochs = _epochs(recipe, prepared.sequences)
         wanted, unwanted = order.label_counts(epochs)
-        for finding in order.label_findings(wanted, unwanted, loss.settings, rows_a_step(recipe)):
-            job.reporter.finding(finding)
-        for finding in order.contradictions(table):
-            job.reporter.finding(finding)
         start = "the model without its adapters" if recipe.lora is not None else "a second copy of the model"
         job.reporter.info(f"labels: {wanted:,} desirable and {unwanted:,} undesirable answers an epoch")
         job.reporter.info(f"loss: {loss.name} (beta {loss.beta:g}), compared with {start}")
         return epochs
+
+    def findings(self, recipe: Recipe, table: TokenTable) -> Iterator[Finding]:
+        """Labels that teach something else than they say. Raises FtcliError FT465 (exit 4) where all are one."""
+        from ftcli.methods.kto import order
+        from ftcli.methods.kto.losses import LabelLoss
+
+        order.require_both_labels(table)
+        wanted, unwanted = order.label_counts(_epochs(recipe, table))
+        settings = LabelLoss.of(recipe.preference).settings
+        yield from order.label_findings(wanted, unwanted, settings, rows_a_step(recipe))
+        yield from order.contradictions(table)
 
     def training_rows(self, recipe: Recipe, rows: int, tokens: int) -> TrainingRows:
         """Answers."""
@@ -81,6 +83,14 @@ class Labelled(RowMethod):
         from ftcli.methods.kto.objective import build_labelled
 
         return build_labelled(job, model, epochs, hooks, group, reference)
+
+
+def _epochs(recipe: Recipe, table: TokenTable) -> Epochs:
+    from ftcli.methods.kto.order import labelled_epochs
+
+    weights = [source.weight for source in recipe.data.train]
+    shares = [float(weight) for weight in weights if weight is not None]
+    return labelled_epochs(table, shares if len(shares) == len(weights) else None, recipe.run.seed)
 
 
 def rows_a_step(recipe: Recipe) -> int:

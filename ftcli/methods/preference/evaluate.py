@@ -116,7 +116,7 @@ class PairEvaluator(Evaluator):
     ) -> ScoredAnswers | None:
         """What the reference gives; None where that did not fit into memory."""
         pairs = [pair_digest(*pair) for pair in zip(documents[0::2], documents[1::2], strict=True)]
-        if any(pair not in self.known for pair in pairs):
+        if self._for_any(any(pair not in self.known for pair in pairs), model):
             found = policy  # unless there is a reference beside the model that is measured
             if self.reference is not None or hasattr(model, "disable_adapter"):
                 if self.reference is not None:
@@ -130,6 +130,12 @@ class PairEvaluator(Evaluator):
         known = np.array([self.known[pair] for pair in pairs], np.float32)
         answers = by_answer(known).to(self.job.device)
         return ScoredAnswers(answers[:, 0], answers[:, 1])
+
+    def _for_any(self, said: bool, model: PreTrainedModel | PeftModel) -> bool:
+        """True if any rank says so, where a pass takes all of them."""
+        if self.group is None or root_of(model) is None:
+            return said
+        return any(told[0] for told in self.group.agree("reference", [said]))
 
 
 def forward_pass(

@@ -23,6 +23,7 @@ from ftcli.train.epochs import EpochObjective
 from ftcli.train.loop import TrainerHooks, TrainingLoop
 from ftcli.train.parallel import Divisors, MicroBatch, TokenCounts
 from ftcli.train.reference import of_reference
+from ftcli.train.sums import StepSums
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -144,8 +145,7 @@ class PairObjective(EpochObjective):
         self._counts = sequence is None or sequence.part == 0
         vocabulary = head_of(model).weight.shape[0]
         self._scorer = AnswerScorer(job.batches(model), job.pad_token_id, vocabulary, loss.ld_alpha, sequence)
-        self._sums = self._before = torch.zeros(SUMS, dtype=torch.float64, device=job.device)
-        self._of_batches: list[Tensor] = []
+        self._sums = StepSums("pair_sums", SUMS, job.device, group)
         self._checked = not loss.reference
 
     def micro_batch(self, units: Sequence[int], *, blank: bool) -> MicroBatch:
@@ -165,7 +165,7 @@ class PairObjective(EpochObjective):
 
     def begin(self, step: int) -> None:
         """Notes the sums so far."""
-        self._before, self._of_batches = self._sums, []
+        self._sums.begin()
 
     def loss(self, inputs: dict[str, Tensor], step: Divisors) -> Tensor:
         """The summed loss of the pairs over those of the whole step; with ``sft_weight`` times the cross-entropy of the
@@ -182,7 +182,7 @@ class PairObjective(EpochObjective):
         if self._loss.sft_weight:
             loss = loss - self._loss.sft_weight * (policy.sums[0::2] * weights).sum() / step.supervised
         sums = PairSums.of(answers, self._loss, weights).vector()
-        self._of_batches.append(sums if self._counts else torch.zeros_like(sums))
+        self._sums.add(sums if self._counts else torch.zeros_like(sums))
         return loss if self._counts else loss - loss.detach()
 
     @property
@@ -212,28 +212,19 @@ class PairObjective(EpochObjective):
 
     def reduced(self) -> None:
         """Adds up the metrics of all ranks' micro-batches, in the order of one process."""
-        found = torch.stack(self._of_batches)
-        if self._group is not None:
-            slots = torch.zeros(len(found) * self._group.size, SUMS, dtype=torch.float64, device=found.device)
-            slots[self._group.rank :: self._group.size] = found
-            self._group.all_reduce([slots])
-            found = slots
-        for one in found:
-            self._sums = self._sums + one
+        self._sums.reduce()
 
     def undo(self, step: int) -> None:
         """Restores the sums that :meth:`begin` has noted."""
-        self._sums = self._before
+        self._sums.undo()
 
     def metrics(self) -> MetricsLine:
         """Means over the pairs since the last line."""
-        found = measures(self._sums.tolist(), compared=self._loss.reference)
-        self._sums = torch.zeros_like(self._sums)
-        return found
+        return measures(self._sums.take(), compared=self._loss.reference)
 
     def state(self) -> JsonObject:
         """The sums of a half-filled line, and whether the reference was scored ahead."""
-        return {"pair_sums": self._sums.tolist(), "reference": "live" if self._known is None else "ahead"}
+        return {**self._sums.state(), "reference": "live" if self._known is None else "ahead"}
 
     def restore(self, state: JsonObject, progress: Progress) -> None:
         """Resumes with these sums; what was checked before the first step is not checked again. A reference that was
@@ -248,9 +239,7 @@ class PairObjective(EpochObjective):
                 "the reference's log-probabilities that this run began with are gone: they are computed in each step "
                 "from here on, which rounds them otherwise"
             )
-        kept = state.get("pair_sums")
-        if isinstance(kept, list) and len(kept) == SUMS:
-            self._sums = torch.tensor(kept, dtype=torch.float64, device=self._device)
+        self._sums.restore(state)
 
 
 def build_pairs(

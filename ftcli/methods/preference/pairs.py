@@ -47,9 +47,7 @@ _REMOVE = "remove one of them"
 
 
 def epochs_of_pairs(job: Job, prepared: PreparedData) -> Epochs:
-    """The recipe's training pairs; reports what :func:`pair_findings` finds in them."""
-    for finding in pair_findings(prepared.sequences):
-        job.reporter.finding(finding)
+    """The recipe's training pairs."""
     weights = [source.weight for source in job.recipe.data.train]
     shares = [float(weight) for weight in weights if weight is not None]
     return pair_epochs(prepared.sequences, shares if len(shares) == len(weights) else None, job.recipe.run.seed)
@@ -66,6 +64,23 @@ def pair_epochs(table: TokenTable, weights: Sequence[float] | None, seed: int) -
     mix = Mixture((pairs,), (pairs,)) if weights is None else mixture(sizes, weights)
     rows = np.arange(2 * pairs, dtype=np.int64)
     return Epochs(table, mix, Packs(rows, np.arange(2, 2 * pairs + 1, 2, dtype=np.int64)), seed)
+
+
+def synthetic_pairs(rows: Sequence[TokenizedRow], prompt: int | None, seed: int) -> Epochs:
+    """Epochs of pairs of two rows in turn, of which the second begins as the first: with ``prompt`` tokens, or with a
+    third of the shorter row.
+    """
+    made = []
+    for one, other in zip(rows[0::2], rows[1::2], strict=True):
+        shorter = min(len(one.input_ids), len(other.input_ids))
+        asked = max(1, min(shorter // 3 if prompt is None else prompt, shorter - 1))
+        for row in (one, other):
+            answer = list(row.input_ids[asked:])
+            ids = [*one.input_ids[:asked], *answer]
+            made.append(TokenizedRow(row.row, ids, [*[IGNORE_INDEX] * asked, *answer]))
+    pairs = len(made) // 2
+    ends = np.arange(2, 2 * pairs + 1, 2, dtype=np.int64)
+    return Epochs(made, Mixture((pairs,), (pairs,)), Packs(np.arange(2 * pairs, dtype=np.int64), ends), seed)
 
 
 def pair_findings(table: Sequence[TokenizedRow]) -> Iterator[Finding]:

@@ -89,9 +89,12 @@ def scored_ahead(
     epochs: Epochs,
     held_out: Sequence[TokenizedRow],
     group: RankGroup | None,
+    *,
+    keep: bool = True,
 ) -> Reference:
     """Log-probabilities of all pairs that training and evaluation will see, where that pays; ``model`` has not been
-    trained yet. What is missing in the cache is computed and kept there. All ranks call it.
+    trained yet. What is missing in the cache is computed and kept there, unless it is not to be looked at. All ranks
+    call it.
     """
     recipe = job.recipe
     settings = recipe.preference or PreferenceConfig()
@@ -99,7 +102,7 @@ def scored_ahead(
         return Reference()
     units, again = seen_pairs(job, epochs, 1 if group is None else group.size)
     certain = again or caches(recipe, "surely")
-    folder = cache_folder(settings, job.session.cache_dir)
+    folder = cache_folder(settings, job.session.cache_dir) if keep else None
     if not certain and folder is None:
         return Reference()
     leads = group is None or group.leads

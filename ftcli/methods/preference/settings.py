@@ -27,33 +27,32 @@ class PreferenceConfig(Section):
 
     loss: LossName | Items[WeightedLoss] | None = Field(
         default=None,
-        description="The loss, or several of them with weights; when absent `sigmoid` under dpo, `orpo`, `simpo` and "
-        "`kto` under these. kto takes `kto` or `apo_zero_unpaired`.",
+        description="The loss, or several with weights; when absent `sigmoid` under dpo, else the method's name. kto "
+        "takes `kto` or `apo_zero_unpaired`.",
     )
     beta: Annotated[float, Field(gt=0, le=1e4)] | None = Field(
         default=None,
-        description="Scale of what the loss compares; when absent the loss's own default (sigmoid 0.1). It has to be "
-        "written for `ipo` and `sigmoid_norm`, which compare nats a token.",
+        description="Scale of what the loss compares; when absent the loss's own (sigmoid 0.1). Needed by `ipo` and "
+        "`sigmoid_norm`, which compare nats a token.",
     )
     gamma: Annotated[float, Field(ge=0, le=1e4)] = Field(
-        default=0.5, description="simpo: the margin by which the chosen answer is to be ahead."
+        default=0.5, description="simpo: the lead that is asked of the chosen answer."
     )
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = Field(
-        default=0.0, description="Share of pairs that are taken to be the wrong way round (conservative DPO, robust)."
+        default=0.0, description="Share of pairs taken to be the wrong way round (conservative DPO, robust)."
     )
     sft_weight: Rate = Field(
         default=0.0, description="Weight of the mean cross-entropy of the chosen answers' tokens, added to the loss."
     )
     use_weighting: bool = Field(
         default=False,
-        description="Weighs each pair's loss by how likely its answers are for the model that is trained (WPO).",
+        description="Weighs each pair's loss by how likely its answers are for the trained model (WPO).",
     )
     desirable_weight: LabelWeight = Field(default=1.0, description="kto: weight of answers that are called good.")
     undesirable_weight: LabelWeight = Field(default=1.0, description="kto: weight of answers that are called bad.")
     kl_rows: Annotated[int, Field(ge=1)] | None = Field(
         default=None,
-        description="kto: mismatched rows of a step that its KL is estimated from; when absent, as many as the step "
-        "has rows. Fewer cost less.",
+        description="kto: mismatched rows a step to estimate the KL from; when absent, as many as it has rows.",
     )
     ld_alpha: Fraction = Field(
         default=1.0,
@@ -61,17 +60,17 @@ class PreferenceConfig(Section):
     )
     reference: Literal["start", "none"] | None = Field(
         default=None,
-        description="What log-probabilities are compared with: `start` is the model as training began (adapters "
-        "switched off); `none` compares with nothing. When absent, what the loss needs.",
+        description="What log-probabilities are compared with: `start` is the model as training began, `none` nothing. "
+        "When absent, what the loss needs.",
     )
     reference_cache: Literal["auto", "off"] | PathText = Field(
         default="auto",
-        description="Log-probabilities of the reference, computed once, before the first step: `auto` where pairs are "
-        "seen more than once, where all of them are in ftcli's cache already, and in full fine-tuning, which then "
-        "needs no second model; `off` computes them in each step; a folder (`./reference`) always keeps them there.",
+        description="Log-probabilities of the reference, computed once: `auto` where pairs are seen more than once, "
+        "are kept already, or in full fine-tuning, which then needs no second model; `off` computes them in each "
+        "step; a folder (`./reference`) always keeps them there.",
     )
     share_prompts: Literal["auto", "off"] = Field(
         default="auto",
-        description="`auto` computes what the two answers of a pair begin with, their prompt, once for both where "
-        "attention's kernels can; loss and gradients are the same. `off` computes it with each answer.",
+        description="`auto` computes the prompt of a pair once for both answers where attention's kernels can; loss "
+        "and gradients are the same. `off` computes it with each.",
     )

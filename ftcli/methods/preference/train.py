@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ftcli.config.recipe import Recipe
+from ftcli.errors import Finding
 from ftcli.methods.preference.choice import beta_of, caches, compares, losses_of, needs_second_model
 from ftcli.methods.preference.settings import PreferenceConfig
 from ftcli.train.on_rows import RowMethod
@@ -15,7 +16,7 @@ from ftcli.train.start import TrainingRows
 if TYPE_CHECKING:
     from ftcli.data.order import Epochs
     from ftcli.data.prepare import PreparedData
-    from ftcli.data.tokens import TokenizedRow
+    from ftcli.data.tokens import TokenizedRow, TokenTable
     from ftcli.evaluate.suite import Evaluator
     from ftcli.job import Job
     from ftcli.judges import Judge
@@ -27,11 +28,23 @@ class Preference(RowMethod):
     """Pairs of answers, of which one is to become likelier than the other."""
 
     def epochs(self, job: Job, prepared: PreparedData) -> Epochs:
-        """Pairs. Reports what is compared, and data that teaches something else than it says."""
+        """Pairs. Reports what is compared."""
         from ftcli.methods.preference.pairs import epochs_of_pairs
 
         job.reporter.info(f"loss: {_summary(job.recipe)}")
         return epochs_of_pairs(job, prepared)
+
+    def findings(self, recipe: Recipe, table: TokenTable) -> Iterator[Finding]:
+        """Pairs that teach something else than they say."""
+        from ftcli.methods.preference.pairs import pair_findings
+
+        return pair_findings(table)
+
+    def synthetic(self, rows: Sequence[TokenizedRow], prompt: int | None, seed: int) -> Epochs:
+        """Pairs of two rows in turn, with one prompt."""
+        from ftcli.methods.preference.pairs import synthetic_pairs
+
+        return synthetic_pairs(rows, prompt, seed)
 
     def training_rows(self, recipe: Recipe, rows: int, tokens: int) -> TrainingRows:
         """Pairs."""
@@ -49,11 +62,13 @@ class Preference(RowMethod):
         held_out: Sequence[TokenizedRow],
         group: RankGroup | None,
         reference: Any = None,
+        *,
+        keep: bool = True,
     ) -> Any:
         """Scores the reference ahead where that pays."""
         from ftcli.methods.preference.reference import scored_ahead
 
-        return replace(scored_ahead(job, model, epochs, held_out, group), model=reference)
+        return replace(scored_ahead(job, model, epochs, held_out, group, keep=keep), model=reference)
 
     def evaluator(
         self,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ftcli.config.recipe import Recipe
+from ftcli.errors import Finding
 from ftcli.methods.reward.settings import RewardModelConfig
 from ftcli.rows.row import data_error
 from ftcli.train.on_rows import RowMethod
@@ -22,10 +23,12 @@ if TYPE_CHECKING:
     from ftcli.train.loop import TrainerHooks, TrainingLoop
 
 
-def _look_at_margins(job: Job, table: TokenTable) -> None:
-    """Raises FtcliError FT462 (exit 4) where margins are asked for and a row has none; tells of those that are not."""
+def _margin_findings(recipe: Recipe, table: TokenTable) -> Iterator[Finding]:
+    """FT409, a note, for margins that nobody asks for. Raises FtcliError FT462 (exit 4) where one is missing that is
+    asked for.
+    """
     margins = table.values[0::2]
-    if (job.recipe.reward or RewardModelConfig()).margin:
+    if (recipe.reward or RewardModelConfig()).margin:
         missing = int((margins == 0).argmax()) if (margins == 0).any() else None
         if missing is not None:
             count = int((margins == 0).sum())
@@ -36,18 +39,24 @@ def _look_at_margins(job: Job, table: TokenTable) -> None:
                 help="add it, map another column in data.columns, or remove reward.margin",
             )
     elif margins.any():
-        job.reporter.info("the column `margin` is not read: reward.margin: true asks for it")
+        yield Finding("FT409", "the column `margin` is not read", None, "reward.margin: true asks for it", "note")
 
 
 class RewardModelling(RowMethod):
     """Pairs of answers, of which one is to get the higher score."""
 
     def epochs(self, job: Job, prepared: PreparedData) -> Epochs:
-        """Pairs. Reports data that teaches something else than it says."""
+        """Pairs."""
         from ftcli.methods.preference.pairs import epochs_of_pairs
 
-        _look_at_margins(job, prepared.sequences)
         return epochs_of_pairs(job, prepared)
+
+    def findings(self, recipe: Recipe, table: TokenTable) -> Iterator[Finding]:
+        """Pairs that teach something else than they say, and margins as :func:`_margin_findings` has it."""
+        from ftcli.methods.preference.pairs import pair_findings
+
+        yield from _margin_findings(recipe, table)
+        yield from pair_findings(table)
 
     def training_rows(self, recipe: Recipe, rows: int, tokens: int) -> TrainingRows:
         """Pairs."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from ftcli.errors import Finding, FtcliError
-from ftcli.rows.columns import mapping, other_method
+from ftcli.rows.columns import has_label, mapping, other_method
 from ftcli.rows.row import Example, Misfit, Row, column_names, data_error
 from ftcli.tables import code_of, layouts, methods
 
@@ -40,7 +40,9 @@ def understand(row: Row, layout: str) -> Example:
 
 
 def meant_for(row: Row) -> str:
-    """Help for a row that compares nothing, if it holds an answer to imitate."""
+    """Help for a row of another method: answers with a label, or one to imitate."""
+    if has_label(row.fields):
+        return "; rows with a label are for `train.method: kto`"
     found = layouts.detect(row.fields)
     return (
         "" if found is None else f"; rows with {' and '.join(layouts.row(found).columns)} are for `train.method: sft`"

@@ -97,9 +97,10 @@ NAMES = [
 
 
 @pytest.mark.parametrize("text", NAMES)
-def test_columns_and_names_may_look_like_storage(text: str) -> None:
-    Path("r.yaml").write_text(HEAD + "data: {train: [{path: a.jsonl}]}\n")
-    load_recipe(Path("r.yaml"), [Override(text, "--set")])
+def test_columns_and_names_may_look_like_storage(tmp_path: Path, text: str) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(HEAD + "data: {train: [{path: a.jsonl}]}\n")
+    load_recipe(recipe, [Override(text, "--set")])
 
 
 EXTENDS = [

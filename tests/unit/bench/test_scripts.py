@@ -43,7 +43,7 @@ def test_without_a_gpu_one_line_says_so(
 
 def test_every_script_that_a_page_names_is_there_or_at_the_commit_that_the_page_names() -> None:
     named = []
-    for page in (ROOT / "docs").glob("*.md"):
+    for page in [*(ROOT / "docs").glob("*.md"), *(ROOT / "kernels").glob("*.md")]:
         text = page.read_text(encoding="utf-8")
         for found in re.finditer(r"kernels/bench/(\w+\.(?:py|sh))[^`\n]*(`[^`]{0,3}of 9a86607)?", text):
             named.append(found.group(1))

@@ -52,7 +52,8 @@ def test_a_word_of_another_tool_leads_to_one_that_is_supported(key: str) -> None
         ("kto_desirable_weight: 0.2\n", "write `desirable_weight: ...` in section `preference`", "not offered"),
         ("rl: grpo\n", "run it with `ftcli grpo`", "no counterpart"),
         ("stage: dpo\n", "write `method: ...` in section `train`", "no counterpart"),
-        ("stage: rm\n", "`stage: rm` (LLaMA-Factory) has no counterpart here", "write `method"),
+        ("stage: rm\n", "write `method: ...` in section `train`", "no counterpart"),
+        ("stage: ppo\n", "`stage: ppo` (LLaMA-Factory) has no counterpart here", "write `method"),
         ("pref_beta: 0.1\n", "write `beta: ...` in section `preference`", "grpo"),
         ("load_in_4bit: true\n", "write `method: nf4` in section `quantization`", "not have yet"),
         (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -12,7 +12,8 @@ from ftcli.config.evaluation import TaskConfig
 from ftcli.data.reasoning import Answer
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.evaluate.tasks import AnsweredTask, JudgedRow, TaskResult, judge
-from ftcli.judges import open_judge
+from ftcli.judges import CompletionBatch, open_judge
+from ftcli.judges.verdicts import JudgeScores
 from ftcli.rows.prompts import Prompt
 from ftcli.rows.row import Row
 
@@ -59,6 +60,21 @@ def test_the_score_is_the_mean_and_samples_are_kept() -> None:
     assert (result.name, result.use, result.score, result.rows) == ("exact_match", "exact_match", 0.75, 4)
     assert result.samples[1] == JudgedRow("<q2>", "2", "two", 0.0)
     assert len(scored(TaskConfig(), answered(*"123456789")).samples) == 8
+
+
+class AsReadFromRows:
+    """A judge that notes what it is asked."""
+
+    def scores(self, batch: CompletionBatch) -> JudgeScores:
+        self.batch = batch
+        return JudgeScores([1.0] * len(batch.completions))
+
+
+def test_judges_get_the_prompts_as_the_rows_have_them() -> None:
+    """A reward model renders them by its own template, not by that of the model that answered."""
+    task, asked = AsReadFromRows(), answered("a", "b")
+    judge(TaskConfig(), asked, cast("Any", task))
+    assert task.batch.asked == asked.prompts
 
 
 def users(folder: Path, body: str, *completions: str, **settings: Any) -> TaskResult:

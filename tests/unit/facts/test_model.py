@@ -227,6 +227,7 @@ def test_an_unreachable_hub_is_noticed_at_once() -> None:
         ({**TINY, "num_key_value_heads": 3}, "FT305", "not a multiple"),
         ({**TINY, "hidden_size": 66}, "FT305", "not a multiple"),
         ({**TINY, "model_type": "frobnicator"}, "FT309", "frobnicator"),
+        ({**TINY, "model_type": "x" * 300}, "FT309", "xxx"),
         ({**TINY, "architectures": ["T5ForConditionalGeneration"]}, "FT309", "T5"),
         ({**TINY, "is_encoder_decoder": True}, "FT309", "causal"),
         ({"model_type": "gemma3n", "text_config": TINY}, "FT309", "gemma3n"),

@@ -71,3 +71,11 @@ def test_dynamic_rotary_tables_are_as_they_were_after_a_check() -> None:
         assert table.max_seq_len_cached == 40
     assert torch.equal(table.inv_freq, before[0])
     assert table.max_seq_len_cached == before[1]
+
+
+def test_a_cap_that_is_no_number_is_refused_with_the_file_that_says_it() -> None:
+    model = build("llama")
+    model.config.final_logit_softcapping = [30.0]
+    with pytest.raises(FtcliError, match=r"the loss of a LlamaForCausalLM with this config\.json wrongly: ") as caught:
+        check_head(model, ids()[0].tolist(), PLAN, CPU)
+    assert (caught.value.findings[0].code, caught.value.exit_code) == ("FT335", 3)

@@ -85,9 +85,11 @@ def test_only_like_is_compared_with_like(loaded: LoadedRecipe) -> None:
     assert predicted_memory(report_of(loaded, options, "h200"), fewer) == PredictedMemory()
 
 
-def test_a_benchmark_of_a_recipe_of_pairs_plans_the_supervised_steps_that_it_times(tmp_path: Path) -> None:
+def test_a_benchmark_of_a_recipe_of_pairs_plans_the_pairs_that_it_times(tmp_path: Path) -> None:
     path = tmp_path / "pairs.yaml"
     path.write_text(TEXT.replace("train: {", "preference: {beta: 0.2}\ntrain: {method: dpo, "), encoding="utf-8")
     made, options = load_recipe(path), BenchOptions(batch=2)
     plan = report_of(made, options, "h200").plan
-    assert (made.recipe.train.method, plan.method.name, plan.rows) == ("dpo", "sft", 2)
+    assert (made.recipe.train.method, plan.method.name, plan.rows) == ("dpo", "dpo", 4)
+    evaluated = report_of(made, replace(options, evaluation=True), "h200").plan
+    assert (evaluated.method.name, evaluated.rows) == ("sft", 2)

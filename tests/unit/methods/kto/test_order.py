@@ -87,6 +87,7 @@ def test_one_label_alone_is_refused_by_count(tmp_path: Path, count: tuple[int, .
     with pytest.raises(FtcliError, match=which) as error:
         require_both_labels(table_of(tmp_path, labels(*count)))
     assert (error.value.findings[0].code, error.value.exit_code) == ("FT465", 4)
+    assert error.value.findings[0].origin is not None
     assert error.value.findings[0].help
 
 

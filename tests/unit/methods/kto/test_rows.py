@@ -76,6 +76,9 @@ FORMS: dict[str, Row] = {
     "TRL: JSON text": {"prompt": json.dumps(CHAT[:1]), "completion": json.dumps(CHAT[1:]), "label": True},
     "asked in messages, answered in a string": {"prompt": CHAT[:1], "completion": "a", "label": True},
     "an answer that is one message": {"prompt": CHAT[:1], "completion": says("a"), "label": True},
+    "a prompt within the completion": {"prompt": CHAT[:1], "completion": CHAT, "label": True},
+    "a prompt as its own text": {"prompt": "q", "completion": CHAT, "label": True},
+    "no prompt beside a conversation": {"completion": CHAT, "label": True},
     "ms-swift: a conversation": {"messages": CHAT, "label": True},
     "LLaMA-Factory: ShareGPT": {
         "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}], "kto_tag": True,
@@ -143,6 +146,9 @@ REFUSED: dict[str, tuple[Row, str]] = {
     "an empty turn": ({"messages": [user("q"), says("")], "label": True}, "there is no answer after the prompt"),
     "a question": ({"messages": [*CHAT, user("q")], "label": True}, "there is no answer after the prompt"),
     "no prompt": ({"completion": "a", "label": True}, "column 'prompt' is missing"),
+    "a prompt without an answer": ({"prompt": CHAT[:1], "completion": CHAT[:1], "label": True}, "there is no answer"),
+    "a prompt alone": ({"completion": CHAT[:1], "label": True}, "no assistant turn"),
+    "no messages": ({"prompt": "q", "completion": 5, "label": True}, "must be a list"),
     "text and turns": ({"prompt": "q", "completion": [says("a")], "label": True}, "must both be strings"),
     "an equal pair": (
         {"prompt": CHAT[:1], "chosen": [says("a")], "rejected": [says("a")]},

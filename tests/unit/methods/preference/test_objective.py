@@ -131,10 +131,12 @@ def test_metrics_of_two_ranks_are_those_of_one_process(model: Any) -> None:
     ranks = [objective_of(model, beta=0.3) for _ in range(2)]
     for objective, split in zip(ranks, ([[0], [2]], [[1], [3]]), strict=True):
         step(objective, model, split)
-    heard = [torch.stack(objective._of_batches) for objective in ranks]
-    for rank, objective in enumerate(ranks):
+    sums = [objective._sums for objective in ranks]
+    heard = [torch.stack(each._of_batches) for each in sums]
+    for rank, (objective, each) in enumerate(zip(ranks, sums, strict=True)):
+        each.take()
         group: Any = Ranks(rank, heard[1 - rank])
-        objective._group, objective._sums = group, torch.zeros_like(objective._sums)
+        each._group = group
         objective.reduced()
     wanted = alone.metrics()
     assert ranks[0].metrics() == ranks[1].metrics() == wanted

@@ -61,7 +61,7 @@ def shared(
     def work(sequence: SequencePart) -> Any:
         own = models[sequence.part]
         objective = objective_of(own, steps.rows(SIZES), batches, sequence=sequence, **settings)
-        objective._group = Exchanged(meeting, sequence.part)  # type: ignore[assignment]
+        objective._group = objective._sums._group = Exchanged(meeting, sequence.part)  # type: ignore[assignment]
         objective._stack = taken(own) if stacked else None
         return step(objective, own, SPLIT, blanks, group=objective._group), objective.state()
 
@@ -75,6 +75,7 @@ CASES: dict[str, dict[str, Any]] = {
     **{name: {"parts": 2, "stacked": True, **settings} for name, settings in SETTINGS.items()},
     "unpadded, of four": {"parts": 4, "batches": UNPADDED, "blanks": 1, **SETTINGS["all at once"]},
     "padded, of four": {"parts": 4, "blanks": 1, **SETTINGS["ipo"]},
+    "weighed by the policy": {"parts": 2, "beta": 0.3, "use_weighting": True},
 }
 
 
