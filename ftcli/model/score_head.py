@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.model.backbone import base_of, hidden_states
+from ftcli.model.backbone import base_of, hidden_states, root_of
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -57,7 +57,9 @@ def scores(model: PreTrainedModel | PeftModel, states: Tensor) -> Tensor:
     """(rows, hidden_size) hidden states -> (rows,) float32. The product is in float32 under autocast, too."""
     layer: Any = base_of(model).get_submodule(SCORE)
     with torch.autocast(states.device.type, enabled=False):
-        found: Tensor = F.linear(states.float(), layer.weight.float())
+        if root_of(model) is not None:  # sharded weights that are trained are all-gathered in the compute dtype
+            return F.linear(states.float(), layer.weight.float()).squeeze(-1)
+        found: Tensor = layer(states.float())
     return found.squeeze(-1)
 
 

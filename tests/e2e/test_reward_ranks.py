@@ -84,6 +84,16 @@ def test_shards_of_a_model_with_a_head_of_its_own(lora: Any, drills: Drills, tmp
     require_close_run(drills, "two", alone)
 
 
+def test_weights_that_are_gathered_in_bfloat16_score_in_float32(drills: Drills) -> None:
+    """Rounding moves the scores a little; the run is otherwise that of one process."""
+    recipe = merged(SPREAD, {**FULL, **FSDP, "model": {"dtype": "bfloat16"}})
+    run_ranks(drills, drills.recipe("ranks", **recipe), 2)
+    alone = drills.metrics(drills.whole(**merged(merged(recipe, {"launch": {"engine": "single"}}), TWICE)))
+    for line, wanted in zip(drills.metrics("ranks"), alone, strict=True):
+        for key in ("loss", "eval_loss", "rewards/margins"):
+            assert line.get(key) == pytest.approx(wanted.get(key), abs=0.02), key
+
+
 LOSS = "ftcli.methods.reward.objective:RewardObjective.loss"
 
 
