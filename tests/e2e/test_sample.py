@@ -316,6 +316,8 @@ def test_what_cannot_be_sampled_is_said_before_anything_is_loaded(user: User) ->
     ):
         status, found, _ = refusal(user.run("sample", recipe, *words))
         assert (status, found) == (2, code), words
+    grpo = "grpo={rewards: [{use: exact_match}]}"  # its answers may be longer than the recipe's rows
+    assert refusal(user.run("sample", recipe, "--set", grpo))[2].startswith("grpo.max_completion_length 256 leaves no")
     assert not (user.folder / "samples").exists()
     once = user.done("sample", recipe, "--temperature", "0", "-n", "1", "--as", "sft", "--truncated", "keep")
     assert once["sft"]["rows"] == 4

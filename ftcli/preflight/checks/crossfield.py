@@ -80,11 +80,14 @@ def _lengths(context: Context) -> Findings:
     recipe = context.recipe
     if context.command == "sample" or (context.scores_tasks and recipe.eval.tasks):
         longest, new = recipe.data.max_seq_len, recipe.eval.generate.max_new_tokens
+        path = "eval.generate.max_new_tokens"
+        if context.command == "sample" and recipe.grpo is not None and recipe.grpo.max_completion_length == new:
+            path = "grpo.max_completion_length"  # `ftcli sample` generates as GRPO does where a recipe has both
         if new >= longest and recipe.eval.generate.overflow == "end":
             yield context.error(
                 "FT267",
-                "eval.generate.max_new_tokens",
-                f"eval.generate.max_new_tokens {new} leaves no room for a prompt in data.max_seq_len {longest}",
+                path,
+                f"{path} {new} leaves no room for a prompt in data.max_seq_len {longest}",
                 help=f"use less than {longest}, or a larger data.max_seq_len",
             )
 
