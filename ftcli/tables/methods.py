@@ -112,6 +112,18 @@ Examples:
 """
 
 
+#: Values that methods on pairs support.
+_OF_PAIRS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        "data.format": layouts.formats(unit=2)[1:],
+        "data.packing": (False,),
+        "model.dtype": ("auto", "bfloat16", "float32"),
+        "train.neftune_noise_alpha": (None,),
+        "train.train_sampling_strategy": ("random",),
+    }
+)
+
+
 def _preference(name: str, title: str) -> Method:
     """Methods that learn from pairs differ in their loss, and in the values that recipes have where they say nothing.
 
@@ -140,26 +152,8 @@ def _preference(name: str, title: str) -> Method:
         on_ranks=True,
         timed=True,
         told=("preference.loss", "preference.beta"),
-        supports=MappingProxyType(
-            {
-                "data.format": layouts.formats(unit=2)[1:],
-                "data.packing": (False,),
-                "model.dtype": ("auto", "bfloat16", "float32"),
-                "train.neftune_noise_alpha": (None,),
-                "train.train_sampling_strategy": ("random",),
-            }
-        ),
+        supports=_OF_PAIRS,
     )
-
-
-#: Values of methods that train neither on sharded weights nor on shared rows.
-_ON_WHOLE_MODELS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
-    {
-        "launch.engine": ("auto", "single", "ddp"),
-        "launch.dp_replicate_size": ("auto", 1),
-        "launch.context_parallel_size": (1,),
-    }
-)
 
 
 def _labelled() -> Method:
@@ -220,17 +214,7 @@ TABLE: Mapping[str, Method] = MappingProxyType(
             mixes=False,
             on_ranks=True,
             structural=("train.method",),
-            supports=MappingProxyType(
-                {
-                    "data.format": layouts.formats(unit=2)[1:],
-                    "data.packing": (False,),
-                    "eval.tasks": ((),),
-                    "eval.lm_eval": ((),),
-                    "model.dtype": ("auto", "bfloat16", "float32"),
-                    "train.neftune_noise_alpha": (None,),
-                    "train.train_sampling_strategy": ("random",),
-                }
-            ),
+            supports=MappingProxyType({**_OF_PAIRS, "eval.tasks": ((),), "eval.lm_eval": ((),)}),
         ),
         "kto": _labelled(),
         "grpo": Method(
@@ -263,7 +247,9 @@ TABLE: Mapping[str, Method] = MappingProxyType(
                     # Completions would be sampled under noise as well; rows are grouped by prompt.
                     "train.neftune_noise_alpha": (None,),
                     "train.train_sampling_strategy": ("random",),
-                    **_ON_WHOLE_MODELS,
+                    "launch.engine": ("auto", "single", "ddp"),
+                    "launch.dp_replicate_size": ("auto", 1),
+                    "launch.context_parallel_size": (1,),
                 }
             ),
         ),

@@ -114,7 +114,8 @@ class LabelObjective(EpochObjective):
             policy = self._scorer.score(self._model, inputs, self._stack)
         tokens = (inputs[SCORED] > 0).sum(1).float()
         if not self._checked:
-            self._require_equal(inputs, policy, reference, tokens)
+            self._checked = True
+            require_equal(self._model, self._dtypes, self._scorer, inputs, policy, reference, self._group)
         answers = LabelledAnswers(policy.sums - reference.sums, labels, self._kl)
         loss = self._loss.values(answers).sum() / step.pairs
         if self._loss.sft_weight:
@@ -172,18 +173,6 @@ class LabelObjective(EpochObjective):
         computing = compute_context(self._device, self._dtypes.compute, self._dtypes.autocast)
         with without_dropout(model), of_reference(self._reference, self._model), computing:
             return self._scorer.score(model, inputs)
-
-    def _require_equal(
-        self, inputs: dict[str, Tensor], policy: ScoredAnswers, reference: ScoredAnswers, tokens: Tensor
-    ) -> None:
-        self._checked = True
-
-        def again() -> ScoredAnswers:
-            with compute_context(self._device, self._dtypes.compute, self._dtypes.autocast):
-                # Layer by layer: the stack would write over what the policy's backward pass reads.
-                return self._scorer.score(self._model, inputs)
-
-        require_equal(self._model, self._dtypes.compute, policy, reference, tokens, again, self._group)
 
     # -- metrics and checkpoints -----------------------------------------------------------------------------
 

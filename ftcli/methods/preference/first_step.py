@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.methods.preference.pairs import ScoredAnswers
+from ftcli.methods.preference.pairs import SCORED, AnswerScorer, ScoredAnswers
+from ftcli.model.backbone import compute_context
 from ftcli.model.quantized import QuantizedLinear
 from ftcli.train.parallel import float_bits, float_of
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
+    from ftcli.plan.precision import DtypePlan
     from ftcli.run.process_group import RankGroup
 
 #: Nats a token by which policy and reference may differ before the first step, by the dtype of the products: the two
@@ -30,27 +32,29 @@ _ALLOWED_COARSE, _ROUNDED = 0.1, 15.0
 @torch.no_grad()
 def require_equal(
     model: PreTrainedModel | PeftModel,
-    dtype: str,
+    dtypes: DtypePlan,
+    scorer: AnswerScorer,
+    inputs: dict[str, Tensor],
     policy: ScoredAnswers,
     reference: ScoredAnswers,
-    tokens: Tensor,
-    again: Callable[[], ScoredAnswers],
     group: RankGroup | None = None,
 ) -> None:
     """Before the first step the model is its reference, but for dropout and rounding. Raises FtcliError FT714 (exit 1);
     what is not finite is left to FT702.
 
     Args:
-        dtype: That of the products.
-        tokens: (N,), how many each answer has.
-        again: Scores the policy's answers once more; it is called without dropout.
+        scorer, inputs: What policy and reference were scored with; the policy is once more, without dropout, where they
+            differ.
         group: All of its ranks call this: where weights are sharded or rows are shared, no rank can score on its own.
     """
-    allowed = _ALLOWED_COARSE if _is_coarse(model) else _ALLOWED[dtype]
+    allowed = _ALLOWED_COARSE if _is_coarse(model) else _ALLOWED[dtypes.compute]
+    tokens = (inputs[SCORED] > 0).sum(1).float()
     found = _largest(_difference(policy, reference, tokens), group)
     if found > allowed:
-        with without_dropout(model):
-            found = _largest(_difference(again(), reference, tokens), group)
+        with without_dropout(model), compute_context(tokens.device, dtypes.compute, dtypes.autocast):
+            # Layer by layer: a stack would write over what the policy's backward pass reads.
+            again = scorer.score(model, inputs)
+        found = _largest(_difference(again, reference, tokens), group)
     if found > allowed:
         raise FtcliError.single(
             "FT714",

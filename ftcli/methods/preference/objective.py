@@ -176,7 +176,8 @@ class PairObjective(EpochObjective):
             policy = self._scorer.score(self._model, inputs, self._stack, aligned=self._loss.weighs)
         tokens = (inputs[SCORED] > 0).sum(1).float()
         if not self._checked and reference is not None:
-            self._require_equal(inputs, policy, reference, tokens)
+            self._checked = True
+            require_equal(self._model, self._dtypes, self._scorer, inputs, policy, reference, self._group)
         answers = answers_of(policy, reference, tokens)
         loss = (self._loss.weighed_values(answers, policy.aligned) * weights).sum() / step.pairs
         if self._loss.sft_weight:
@@ -197,18 +198,6 @@ class PairObjective(EpochObjective):
         model = self._model if self._reference is None else self._reference
         with without_dropout(model), of_reference(self._reference, self._model):
             return self._scorer.score(model, inputs)
-
-    def _require_equal(
-        self, inputs: dict[str, Tensor], policy: ScoredAnswers, reference: ScoredAnswers, tokens: Tensor
-    ) -> None:
-        self._checked = True
-
-        def again() -> ScoredAnswers:
-            with compute_context(self._device, self._dtypes.compute, self._dtypes.autocast):
-                # Layer by layer: the stack would write over what the policy's backward pass reads.
-                return self._scorer.score(self._model, inputs)
-
-        require_equal(self._model, self._dtypes.compute, policy, reference, tokens, again, self._group)
 
     def reduced(self) -> None:
         """Adds up the metrics of all ranks' micro-batches, in the order of one process."""

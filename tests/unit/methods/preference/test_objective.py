@@ -21,6 +21,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from ftcli.errors import FtcliError
+from ftcli.methods.preference.first_step import require_equal
 from ftcli.methods.preference.objective import PairObjective
 from ftcli.methods.preference.pairs import SCORED, ScoredAnswers
 from ftcli.model import attention
@@ -227,15 +228,11 @@ def test_another_reference_than_the_start_ends_the_run(tmp_path: Path) -> None:
     ],
 )
 def test_what_rounding_does_is_let_pass(model: Any, dtype: str, size: int, nats: float, refused: bool) -> None:
-    job = steps.job_of()
-    job.dtypes = replace(PLAN, compute=dtype)
-    objective = objective_of(model, started=False, job=job)
-    batch = dict(objective.micro_batch([0], blank=False).inputs)
-    fixed = objective._scorer.score(model, batch).sums.detach()
+    fixed = torch.tensor([-900.0, -800.0])
     policy, reference = (ScoredAnswers(sums, sums) for sums in (fixed, fixed + nats))
-    objective._scorer = SimpleNamespace(score=lambda *_: policy)  # type: ignore[assignment]
+    scorer: Any = SimpleNamespace(score=lambda *_: policy)
     with pytest.raises(FtcliError, match="FT714") if refused else nullcontext():
-        objective._require_equal(batch, policy, reference, torch.tensor([size, size]).float())
+        require_equal(model, replace(PLAN, compute=dtype), scorer, {SCORED: torch.ones(2, size)}, policy, reference)
 
 
 @pytest.mark.parametrize("init", [True, "pissa"], ids=["LoRA", "PiSSA"])
