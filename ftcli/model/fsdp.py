@@ -86,10 +86,14 @@ class JoinedLinear(nn.Linear):
 def join_shared(layer: nn.Module) -> None:
     """Joins the frozen weights of a decoder layer that read the same input, adapted or not, in place.
 
-    Those that are trained stay apart, and so do those that become neighbours when they are dequantized.
+    Those that are trained stay apart, and so do those that become neighbours when they are dequantized. A layer that is
+    built otherwise is left as it is: its weights are all-gathered one by one.
     """
+    inside = dict(layer.named_modules())
     for names in SHARED_INPUTS:
-        modules: list[Any] = [layer.get_submodule(name) for name in names]
+        modules: list[Any] = [inside.get(name) for name in names]
+        if any(module is None for module in modules):
+            continue
         bases = [getattr(module, "base_layer", module) for module in modules]
         if any(base.weight.requires_grad for base in bases):
             continue

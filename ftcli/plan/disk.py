@@ -11,7 +11,7 @@ from ftcli.config.recipe import Recipe
 from ftcli.facts.shape import ModelShape
 from ftcli.paths import exists
 from ftcli.plain import JsonObject, plain_fields
-from ftcli.plan.trained import optimizer_state, trained_parameters
+from ftcli.plan.trained import TrainedParameters, optimizer_state, trained_parameters
 from ftcli.tables import optimizers
 
 #: Tokenizer, states of random generators, metrics and the report.
@@ -46,7 +46,14 @@ def estimate_disk(recipe: Recipe, shape: ModelShape, *, free_bytes: int | None, 
     held in.
     """
     trained = trained_parameters(recipe, shape)
-    weights = element_bytes * (trained.elements + (shape.other_parameters if recipe.lora is None else 0))
+    return disk_of(recipe, trained, shape.other_parameters, free_bytes=free_bytes, element_bytes=element_bytes)
+
+
+def disk_of(
+    recipe: Recipe, trained: TrainedParameters, others: int, *, free_bytes: int | None, element_bytes: int
+) -> DiskEstimate:
+    """The same, from what is trained and from the number of ``others``, which a full result holds as well."""
+    weights = element_bytes * (trained.elements + (others if recipe.lora is None else 0))
     # Without periodic checkpoints one is written when the run is interrupted.
     every, steps = recipe.checkpoint.every_steps, recipe.train.max_steps
     periodic = every is not None and (steps is None or every <= steps)

@@ -166,10 +166,17 @@ def question_of(plan: RunPlan) -> Question:
         adapter=dtypes.adapter,
         compute=dtypes.compute,
         autocast=dtypes.autocast,
-        lengths=lengths_measured(plan.longest, plan.facts.sliding_window),
+        lengths=lengths_measured(_longest(plan), plan.facts.sliding_window),
         documents=recipe.data.packing or execution.batches.layout == "unpadded",
         trains=plan.trains,
     )
+
+
+def _longest(plan: RunPlan) -> int:
+    settings = plan.recipe.grpo
+    if settings is None or not plan.trains:
+        return plan.recipe.data.max_seq_len
+    return settings.max_prompt_length + settings.max_completion_length
 
 
 def lengths_measured(longest: int, window: int | None) -> tuple[int, int, int]:
