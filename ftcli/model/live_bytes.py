@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A block in which the storages that are made are counted, each once and as long as it lives.
 
     Args:
@@ -20,7 +20,7 @@ class LiveBytes(TorchDispatchMode):
     """
 
     def __init__(self, before: Iterable[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now = 0
         self._numbers: dict[int, int] = {}
         self._before = [tensor.untyped_storage() for tensor in before]

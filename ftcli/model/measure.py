@@ -10,11 +10,11 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -43,8 +43,16 @@ if TYPE_CHECKING:
 _MOST_LAYERS = 1000
 #: transformers' names for the number of layers.
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+#: Rows of layers with a state are measured in multiples of this, or of the number of tokens that they take together;
+#: what longer ones need follows from their growth. transformers' delta rule takes 64.
+_TOGETHER = 64
+_CHUNKS = ("chunk_size", "mamba_chunk_size", "block_size")
+#: The same for layers that take one token after the other, by their parameters' names and dimensions.
+_ONE_BY_ONE = 16
+_SCANS = (("A_log", 2), ("recurrent_param", 1), ("time_decay", 1))
 #: The name of the attention that runs are measured with: SDPA.
 _ATTENTION = "ftcli_measured"
+Lengths: TypeAlias = tuple[int, int, int]
 #: Types of a module's attributes that tell one kind of layer from another.
 _TELLING = (bool, int, float, str, type(None))
 #: Attributes in which layers of one kind differ.
@@ -56,21 +64,21 @@ def measured(question: Question) -> MeasuredModel:
     """Measures a model.
 
     Raises:
-        FtcliError: FT305 (exit 3) where no model can be built of its config.json; FT311 to FT314, FT333 and FT338 for
-            adapters that it cannot have.
+        FtcliError: As :func:`ftcli.plan.measured.measured_model`.
     """
     raw = dict(config_in(question))
     _require_bounded(raw)
     config = config_of(raw)
     model = hollow(config)
     lora = None if question.lora is None else LoraConfig.model_validate_json(question.lora)
-    packed = _packed(model)
+    packed = _packed(model, wanted=question.stores)
+    attention = _attention(question, model)
     layers = list(decoder_layers(model))
     sizes = [_elements(layer) for layer in layers]
     decoder = _elements(*_language(model))
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     whole = _elements(model)
-    activations, unknown = _activations_or_reason(question, config, lora)
+    activations, unknown = _activations_or_reason(question, config, lora, _lengths(question, model))
     text = config.get_text_config()
     return MeasuredModel(
         hidden_size=int(text.hidden_size),
@@ -82,9 +90,11 @@ def measured(question: Question) -> MeasuredModel:
         outer_elements=decoder - sum(sizes),
         largest_layer=max(sizes),
         largest_tensor=max(p.numel() for p in model.parameters()),
-        packed=packed,
-        adapters=None if lora is None else planned_adapters(model, lora),
-        trained=_trained(model, lora, classifier=question.classifier),
+        packed=_shapes(model, packed),
+        attention=attention,
+        recurrent=_recurrent(model),
+        adapters=None if lora is None else planned_adapters(model, lora, packed if question.stores else frozenset()),
+        trained=_trained(model, lora, packed if question.stores else frozenset(), classifier=question.classifier),
         activations=activations,
         unknown=unknown,
     )
@@ -114,22 +124,47 @@ def _elements(*modules: nn.Module) -> int:
     return sum({id(p): p.numel() for module in modules for p in module.parameters()}.values())
 
 
-def _packed(model: PreTrainedModel) -> tuple[tuple[Linear, int], ...]:
+def _packed(model: PreTrainedModel, *, wanted: bool) -> frozenset[str]:
     try:
-        names = layers_to_quantize(model)
+        return layers_to_quantize(model)
     except FtcliError:  # FT336: there is none
-        return ()
+        if wanted:
+            raise
+        return frozenset()
+
+
+def _attention(question: Question, model: PreTrainedModel) -> str:
+    found = usable_attention(question.attention, chosen=question.attention_chosen, model=model)
+    if found == "sdpa" and not model._supports_sdpa:
+        raise FtcliError.single(
+            "FT337",
+            f"model.attention: {found}, which transformers does not have for a {type(model).__name__}",
+            exit_code=ExitCode.PREFLIGHT,
+            help="use model.attention: auto, which takes one that it has",
+        )
+    return found
+
+
+def _recurrent(model: PreTrainedModel) -> str | None:
+    """Layers that carry state from token to token have a convolution over them, which takes no mask of documents."""
+    parents = model.get_decoder().modules()
+    return next((type(p).__name__ for p in parents if any(isinstance(c, nn.Conv1d) for c in p.children())), None)
+
+
+def _shapes(model: PreTrainedModel, names: Collection[str]) -> tuple[tuple[Linear, int], ...]:
     shapes = Counter(tuple(model.get_submodule(name).weight.shape) for name in names)
     return tuple((Linear("packed", inner, outer), count) for (outer, inner), count in shapes.items())
 
 
-def _trained(model: PreTrainedModel, lora: LoraConfig | None, *, classifier: bool) -> TrainedParameters:
+def _trained(
+    model: PreTrainedModel, lora: LoraConfig | None, packed: Collection[str], *, classifier: bool
+) -> TrainedParameters:
     hidden = model.get_input_embeddings().weight.shape[1]
     score = [TrainedMatrices(1, hidden, 1, "vector")] if classifier else []
     if lora is None:
         return _trained_whole(model, score)
-    planned = planned_adapters(model, lora)
-    targets = chosen(resolve_targets(model, lora.target_modules), lora)
+    planned = planned_adapters(model, lora, packed)
+    targets = chosen(resolve_targets(model, lora.target_modules, packed), lora)
     found = Counter(_adapter_matrices(model, lora, targets))
     matrices = [TrainedMatrices(rows, columns, count) for (rows, columns), count in found.items()]
     listed = sum(m.elements * m.count for m in matrices)
@@ -171,10 +206,10 @@ def _trained_whole(model: PreTrainedModel, score: Sequence[TrainedMatrices]) -> 
 
 
 def _activations_or_reason(
-    question: Question, config: PretrainedConfig, lora: LoraConfig | None
+    question: Question, config: PretrainedConfig, lora: LoraConfig | None, lengths: Lengths
 ) -> tuple[Activations | None, str]:
     try:
-        return _activations(question, config, lora), ""
+        return _activations(question, config, lora, lengths), ""
     except FtcliError:
         raise
     except IMPOSSIBLE as error:  # transformers' code asks for a number that only a real tensor has
@@ -183,40 +218,76 @@ def _activations_or_reason(
 
 @dataclass(slots=True)
 class _Passes:
-    """Bytes of one forward and backward pass, by kind of layer."""
+    """Bytes of one forward and backward pass, by kind of layer: ``stream`` is what it hands on, ``left`` all that stands
+    behind it where nothing is kept.
+    """
 
     entry: int
     last: int
     kept: list[int]
-    handed: list[int]
+    stream: list[int]
+    left: list[int]
     forward: list[int]
     backward: list[int]
 
 
-def _activations(question: Question, config: PretrainedConfig, lora: LoraConfig | None) -> Activations:
+def _lengths(question: Question, model: PreTrainedModel) -> Lengths:
+    """Three lengths of rows, the shortest first, between which bytes grow as a polynomial of degree two.
+
+    Beyond a sliding window attention has a mask, so all of them are longer than that, or none.
+    """
+    longest, window = question.longest, question.window
+    shortest = 0 if window is None or window >= longest else window
+    if (unit := _unit(model)) is not None:
+        longest = min(longest, 4 * max(unit, shortest))
+    first = max(longest // 4, shortest, 2)
+    second = 2 * first if 2 * first < longest else (first + longest) // 2
+    return first, max(second, first + 1), max(longest, first + 2)
+
+
+def _unit(model: PreTrainedModel) -> int | None:
+    """Tokens that layers with a state take together, in Python's time; None where attention takes all at once."""
+    decoder: Any = model.get_decoder()
+    scans = [(name.rpartition(".")[2], p.dim()) for name, p in decoder.named_parameters()]
+    if any(each in _SCANS for each in scans):
+        return _ONE_BY_ONE
+    if _recurrent(model) is None:
+        return None
+    text = model.config.get_text_config()
+    return max([_TOGETHER, *(size for name in _CHUNKS if isinstance(size := getattr(text, name, None), int))])
+
+
+def _activations(
+    question: Question, config: PretrainedConfig, lora: LoraConfig | None, lengths: Lengths
+) -> Activations:
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of PEFT and transformers, which a run says again
         model = _adapted(question, config, lora)
         base = base_of(model)
-        layers, kinds = decoder_layers(base), _kinds(decoder_layers(base))
+        layers = decoder_layers(base)
+        kinds = _kinds(list(layers))
         examples = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
         elements = [sum(p.numel() for n, p in layers[i].named_parameters() if "lora_" not in n) for i in examples]
         counts = Counter(kinds)
         del layers[max(examples) + 1 :]
-        first, second, third = question.lengths
+        first, second, third = lengths
         with FakeTensorMode() as fake:
             _without_memory(model)
             once = partial(_pass, model, list(layers), examples, question)
             found = [once(1, first), once(1, second), once(1, third), once(2, first)]
             del fake
-    grown = partial(_growth, question.lengths)
+    grown = partial(_growth, lengths)
     return Activations(
         kinds=tuple(
             LayerKind(
                 count=counts[kind],
                 elements=elements[index],
                 kept=grown([each.kept[index] for each in found]),
-                handed=grown([each.handed[index] for each in found]),
+                # Only what autocast makes of weights depends on no row.
+                handed=replace(
+                    grown([each.stream[index] for each in found]),
+                    fixed=max(0.0, grown([each.left[index] for each in found]).fixed),
+                ),
                 forward=grown([each.forward[index] for each in found]),
                 backward=grown([each.backward[index] for each in found]),
             )
@@ -227,7 +298,7 @@ def _activations(question: Question, config: PretrainedConfig, lora: LoraConfig 
     )
 
 
-def _growth(lengths: tuple[int, int, int], found: Sequence[int]) -> Growth:
+def _growth(lengths: Lengths, found: Sequence[int]) -> Growth:
     """The polynomial through one row of each length, and two of the shortest."""
     x0, x1, x2 = lengths
     fixed = float(2 * found[0] - found[3])
@@ -294,24 +365,27 @@ def _telling(layer: nn.Module) -> tuple[object, ...]:
     return tuple(parts)
 
 
-def _without_memory(model: nn.Module) -> None:
+def _without_memory(model: Any) -> None:
     """Gives a model on ``meta`` tensors of a CPU without memory: autocast and attention look at the device."""
     model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"))
 
 
-def _pass(model: Any, layers: Sequence[nn.Module], examples: Sequence[int], question: Question, rows: int, length: int) -> _Passes:
+def _pass(
+    model: Any, layers: Sequence[nn.Module], examples: Sequence[int], question: Question, rows: int, length: int
+) -> _Passes:
     alone = _forward(model, layers, question, rows, length, gradients=False)
-    handed = [alone.ends[i] - alone.begins[i] for i in examples]
+    left = [alone.ends[i] - alone.begins[i] for i in examples]
+    stream = [alone.streams[i] for i in examples]
     forward = [alone.live.most(alone.begun[i], alone.ended[i]) - alone.begins[i] for i in examples]
     if not question.trains:
         nothing = [0] * len(examples)
-        return _Passes(alone.begins[0], alone.total - alone.ends[-1], handed, handed, forward, nothing)
+        return _Passes(alone.begins[0], alone.total - alone.ends[-1], left, stream, left, forward, nothing)
     del alone.states
     run = _forward(model, layers, question, rows, length, gradients=True)
     kept = [run.ends[i] - run.begins[i] for i in examples]
     entry, last = run.begins[0], run.total - run.ends[-1]
     backward = _backward(model, run)
-    return _Passes(entry, last, kept, handed, forward, [backward[i] for i in examples])
+    return _Passes(entry, last, kept, stream, left, forward, [backward[i] for i in examples])
 
 
 @dataclass(slots=True)
@@ -323,16 +397,17 @@ class _Run:
     ends: list[int]
     begun: list[int]
     ended: list[int]
-    outputs: list[Tensor]
+    outputs: list[Any]
+    streams: list[int]
     total: int = 0
-    states: Tensor | None = None
+    states: Any = None
 
 
 def _forward(
     model: Any, layers: Sequence[nn.Module], question: Question, rows: int, length: int, *, gradients: bool
 ) -> _Run:
     base = base_of(model)
-    run = _Run(LiveBytes([*model.parameters(), *model.buffers()]), [], [], [], [], [])
+    run = _Run(LiveBytes([*model.parameters(), *model.buffers()]), [], [], [], [], [], [])
 
     def before(_module: nn.Module, _args: object, _given: object) -> None:
         run.begins.append(run.live.now)
@@ -341,7 +416,9 @@ def _forward(
     def behind(_module: nn.Module, _args: object, output: Any) -> None:
         run.ends.append(run.live.now)
         run.ended.append(run.live.mark())
-        run.outputs.append(output if isinstance(output, Tensor) else output[0])
+        stream = output if isinstance(output, Tensor) else output[0]
+        run.streams.append(stream.untyped_storage().nbytes())
+        run.outputs.append(stream)
 
     def wanted(_module: nn.Module, _args: object, output: Tensor) -> None:
         if gradients:
@@ -395,5 +472,3 @@ def _backward(model: Any, run: _Run) -> list[int]:
     for parameter in model.parameters():
         parameter.grad = None
     return found
-
-

@@ -20,11 +20,6 @@ from ftcli.tables.families import MEASURED_BY
 if TYPE_CHECKING:
     from ftcli.plan.run import RunPlan
 
-#: Rows are no longer than this where they are measured; what longer ones need follows from their growth. State-space
-#: layers in plain torch take their tokens one by one.
-_LONGEST_MEASURED = 1024
-_SHORTEST_MEASURED = 32
-
 
 @dataclass(frozen=True, slots=True)
 class Question:
@@ -34,8 +29,10 @@ class Question:
         config: The content of config.json, as JSON.
         lora: The section as JSON; None under full fine-tuning.
         classifier: The model has a score in place of its head.
-        lengths: Three lengths of rows, the shortest first, between which bytes grow as a polynomial of degree two.
+        longest: Tokens of the longest row.
+        window: The sliding window, if the model has one.
         documents: Documents of one row are kept apart by a mask.
+        stores: Linear layers are quantized.
         trains: There is a backward pass.
     """
 
@@ -48,8 +45,10 @@ class Question:
     adapter: str | None
     compute: str
     autocast: bool
-    lengths: tuple[int, int, int]
+    longest: int
+    window: int | None
     documents: bool
+    stores: bool
     trains: bool
 
 
@@ -112,6 +111,8 @@ class MeasuredModel:
         largest_layer: Those of its largest decoder layer.
         largest_tensor: Those of the largest of its tensors.
         packed: The linear layers that a quantization stores, and how many there are of each shape.
+        attention: What its layers take.
+        recurrent: Its module that carries a state from token to token; None where none was found.
         adapters: None under full fine-tuning.
         activations: None where transformers' code does not run without memory: ``unknown`` says why.
     """
@@ -126,6 +127,8 @@ class MeasuredModel:
     largest_layer: int
     largest_tensor: int
     packed: tuple[tuple[Linear, int], ...]
+    attention: str
+    recurrent: str | None
     adapters: PlannedAdapters | None
     trained: TrainedParameters
     activations: Activations | None
@@ -147,7 +150,8 @@ def measured_model(plan: RunPlan) -> MeasuredModel:
 
     Raises:
         FtcliError: FT305 (exit 3) where no model can be built of its config.json; FT311 to FT314, FT333 and FT338 for
-            adapters that it cannot have.
+            adapters that it cannot have; FT336 where it has nothing to quantize; FT337 for an attention that it does
+            not have.
     """
     found: MeasuredModel = code_of(MEASURED_BY)(question_of(plan))
     return found
@@ -166,8 +170,10 @@ def question_of(plan: RunPlan) -> Question:
         adapter=dtypes.adapter,
         compute=dtypes.compute,
         autocast=dtypes.autocast,
-        lengths=lengths_measured(_longest(plan), plan.facts.sliding_window),
+        longest=_longest(plan),
+        window=plan.facts.sliding_window,
         documents=recipe.data.packing or execution.batches.layout == "unpadded",
+        stores=quantizations.row(recipe.quantization.method).quantize is not None,
         trains=plan.trains,
     )
 
@@ -177,14 +183,6 @@ def _longest(plan: RunPlan) -> int:
     if settings is None or not plan.trains:
         return plan.recipe.data.max_seq_len
     return settings.max_prompt_length + settings.max_completion_length
-
-
-def lengths_measured(longest: int, window: int | None) -> tuple[int, int, int]:
-    """Three lengths, the shortest first. Beyond a sliding window attention has a mask, so all of them are."""
-    if window is not None and longest > window + 2:
-        return window, (window + longest) // 2, longest
-    last = min(max(longest, _SHORTEST_MEASURED), _LONGEST_MEASURED)
-    return last // 4, last // 2, last
 
 
 def config_in(question: Question) -> Mapping[str, object]:

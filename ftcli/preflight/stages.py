@@ -26,7 +26,7 @@ from ftcli.facts.device import DeviceFacts, probe_device
 from ftcli.facts.model import read_facts
 from ftcli.paths import expanded
 from ftcli.plan.checkpointing import choose_checkpointing, with_graphs_that_fit, within_budget
-from ftcli.plan.disk import DiskEstimate, disk_of, existing_ancestor, free_disk_bytes
+from ftcli.plan.disk import DiskEstimate, estimate_disk, existing_ancestor, free_disk_bytes
 from ftcli.plan.engine import choose_engine
 from ftcli.plan.execution import ExecutionPart, execution_parts
 from ftcli.plan.graphs import graphs_part
@@ -92,11 +92,12 @@ def preflight(
         [
             *machine.check(context, device, plan.dtypes),
             *machine.check_layers(context, device, plan.execution),
+            *machine.check_documents(context, plan),
             *launch.check_model(context, plan),
             *machine.check_sharded(context, plan.execution),
             *estimates.findings,
         ],
-        [*machine.not_made(context, device), *estimates.not_made],
+        [*machine.not_made(context, device), *machine.documents_not_tried(context, plan), *estimates.not_made],
     )
     return PreflightReport(
         plan=plan,
@@ -204,7 +205,7 @@ def _disk(context: Context, plan: RunPlan) -> tuple[DiskEstimate, list[Finding],
     not_made: list[NotMade] = []
     others = plan.sizes.other_parameters
     element = plan.dtypes.trained_bytes
-    estimate = disk_of(context.recipe, plan.trained, others, free_bytes=None, element_bytes=element)
+    estimate = estimate_disk(context.recipe, plan.trained, others, free_bytes=None, element_bytes=element)
     if not device.probed:
         elsewhere = f"the run is meant for another machine ({device.name})"
         return estimate, [], [NotMade("output directory and free disk", elsewhere)]

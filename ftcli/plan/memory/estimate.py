@@ -217,9 +217,7 @@ def _added_up(plan: RunPlan, settled: MemoryDecisions) -> MemoryEstimate:
     )
 
 
-def _summed(
-    plan: RunPlan, found: Sequence[Term]
-) -> tuple[Mapping[str, int], Mapping[Phase, tuple[str, ...]]]:
+def _summed(plan: RunPlan, found: Sequence[Term]) -> tuple[Mapping[str, int], Mapping[Phase, tuple[str, ...]]]:
     """(bytes of each term, the terms of each phase), with what torch itself takes."""
     phases = phases_of(plan)
     short_lived = max(

@@ -102,9 +102,7 @@ def _what_training_holds(plan: RunPlan, always: tuple[Phase, ...]) -> Iterator[T
         yield Term("reference model", reference, always, lasting=True)
 
 
-def _what_a_step_allocates(
-    plan: RunPlan, model: MeasuredModel, activations: Activations, dense: int
-) -> Iterator[Term]:
+def _what_a_step_allocates(plan: RunPlan, model: MeasuredModel, activations: Activations, dense: int) -> Iterator[Term]:
     rows, length = plan.largest
     tokens, states = rows * length, rows * length * model.hidden_size * plan.stream_bytes
     last = activations.last(rows, length)
