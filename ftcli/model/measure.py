@@ -218,8 +218,8 @@ def _activations_or_reason(
 
 @dataclass(slots=True)
 class _Passes:
-    """Bytes of one forward and backward pass, by kind of layer: ``stream`` is what it hands on, ``left`` all that stands
-    behind it where nothing is kept.
+    """Bytes of one forward and backward pass, by kind of layer: ``stream`` is what it hands on, ``left`` all that
+    stands behind it where nothing is kept.
     """
 
     entry: int
