@@ -18,7 +18,7 @@ from ftkernels.tiles import Tile
 
 
 class QkvGrads(NamedTuple):
-    """d (M, N); dxa, its partial sums (P, M, 3 * K) in the accumulation dtype for ``ftkernels.row_sums``, or None
+    """d (M, N); dxa, its partial sums (P, M, 3 * K or K) in the accumulation dtype for ``ftkernels.row_sums``, or None
     without adapters; dw, partial sums (P, 2 * D) of the norms' gradients in that dtype, empty where not wanted.
     """
 
@@ -170,6 +170,7 @@ def _backward_kernel(
     FORM: tl.constexpr,
     ROUND: tl.constexpr,
     DELTA: tl.constexpr,
+    JOINED: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
     K: tl.constexpr,
@@ -177,8 +178,8 @@ def _backward_kernel(
     DOT: tl.constexpr,
     BM: tl.constexpr,
 ):
-    """A program's rows and its share of the q, the k and the v heads; dxa_ptr is (splits, M, 3 * K), dw_ptr
-    (row blocks, splits, 2, D). Without NORMED neither y, the weights nor dw are touched.
+    """A program's rows and its share of the q, the k and the v heads; dxa_ptr is (splits, M, 3 * K), with JOINED
+    (splits, M, K), dw_ptr (row blocks, splits, 2, D). Without NORMED neither y, the weights nor dw are touched.
     """
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
     split = tl.program_id(1)
@@ -210,7 +211,10 @@ def _backward_kernel(
         dv_ptr, dv_batch, dv_head, dv_token, y_ptr, out_ptr, b_ptr, wk_ptr, q_width + k_width, split * k_each, k_each,
         k_heads, rows, M, S, N, eps, c1, c2, s1, s2, False, False, FORM, ROUND, DELTA, HALF, BLOCK, K, ACC, DOT, BM,
     )  # fmt: skip
-    if DELTA:
+    if DELTA and JOINED:
+        dxa_at = dxa_ptr + (split.to(tl.int64) * M + row64) * K + tl.arange(0, K)[None, :]
+        tl.store(dxa_at, dxa_q + dxa_k + dxa_v, mask=row_ok)
+    elif DELTA:
         dxa_at = dxa_ptr + (split.to(tl.int64) * M + row64) * (3 * K) + tl.arange(0, K)[None, :]
         tl.store(dxa_at, dxa_q, mask=row_ok)
         tl.store(dxa_at + K, dxa_k, mask=row_ok)
@@ -227,11 +231,13 @@ def qkv_backward(
     y: Tensor | None = None,
     norms: HeadNorms | None = None,
     want_dw: bool = False,
+    joined: bool = False,
 ) -> QkvGrads:
     """From the gradients of q, k, v (B, heads, S, D), any strides; d is in ``dtype``.
 
     Args:
         b: (N, K), contiguous, where there are adapters.
+        joined: the parts have one adapter between them: dxa is the sum over them.
         y: (M, N) as the forward left it, where heads are normalised (``norms``).
     """
     dq, dk, dv = (t if t.stride(-1) == 1 else t.contiguous() for t in grads)
@@ -241,7 +247,7 @@ def qkv_backward(
     splits, blocks = triton.cdiv(rotary.q_heads, tile.columns), triton.cdiv(count, tile.rows)
     acc = accumulate_dtype(dtype)
     out = torch.empty((count, width), dtype=store_dtype(dtype), device=dq.device)
-    dxa = torch.empty((1,) if b is None else (splits, count, 3 * rank), dtype=acc, device=dq.device)
+    dxa = torch.empty((1,) if b is None else (splits, count, rank if joined else 3 * rank), dtype=acc, device=dq.device)
     dw = torch.empty((blocks * splits if want_dw else 0, 2 * head_dim), dtype=acc, device=dq.device)
     if count:
         with on_device_of(dq):
@@ -272,6 +278,6 @@ def qkv_backward(
                 WANT_DW=want_dw,
                 FORM="llama" if norms is None else norms.form,
                 ROUND=triton_store_dtype(dtype),
-                **qkv_constants(rotary, b, dtype, tile),
+                **qkv_constants(rotary, b, joined, dtype, tile),
             )
     return QkvGrads(rounded(out, dtype), None if b is None else dxa, dw)

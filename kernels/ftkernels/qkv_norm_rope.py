@@ -13,7 +13,8 @@ and backward, from dq, dk, dv with any strides, n formed again from x:
     dw_p = sum over rows and the heads of p of  g_h * n_h
     dxa_p = sum over the heads of p of  d_h @ B_h
 
-dw and dxa are float32: partial sums a program, added in a fixed order afterwards.
+dw and dxa are float32: partial sums a program, added in a fixed order afterwards. ``joined`` parts have one xa and one
+dxa, as in ``ftkernels.qkv_rope``.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from ftkernels.tiles import Tile, tile_for
 
 
 class HeadGrads(NamedTuple):
-    """d (M, N); dxa, its partial sums (P, M, 3 * K) in the accumulation dtype for ``ftkernels.row_sums``; and the
-    norms' gradients (D,) in that dtype. None of what is not there or was not wanted.
+    """d (M, N); dxa, its partial sums (P, M, 3 * K or K) in the accumulation dtype for ``ftkernels.row_sums``; and
+    the norms' gradients (D,) in that dtype. None of what is not there or was not wanted.
     """
 
     d: Tensor
@@ -68,6 +69,7 @@ def _forward_kernel(
     FORM: tl.constexpr,
     ROUND: tl.constexpr,
     DELTA: tl.constexpr,
+    JOINED: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
     K: tl.constexpr,
@@ -102,7 +104,8 @@ def _forward_kernel(
         x2 = tl.load(y_at + column + HALF, mask=mask & live, other=0.0).to(ACC)
         if DELTA:
             part = (head >= q_heads).to(tl.int32) + (head >= normed).to(tl.int32)
-            xa = tl.load(xa_ptr + row64 * (3 * K) + part * K + k[None, :], mask=row_ok, other=0.0).to(DOT)
+            xa_at = xa_ptr + row64 * K if JOINED else xa_ptr + row64 * (3 * K) + part * K
+            xa = tl.load(xa_at + k[None, :], mask=row_ok, other=0.0).to(DOT)
             b_at = b_ptr + (column + d).to(tl.int64) * K + k[:, None]
             b1 = tl.load(b_at, mask=d_ok & live, other=0.0).to(DOT)
             b2 = tl.load(b_at + HALF * K, mask=d_ok & live, other=0.0).to(DOT)
@@ -125,11 +128,19 @@ def _forward_kernel(
 
 
 def qkv_norm_rope_forward(
-    y: Tensor, xa: Tensor | None, b: Tensor | None, rotary: Rotary, norms: HeadNorms, *, tile: Tile | None = None
+    y: Tensor,
+    xa: Tensor | None,
+    b: Tensor | None,
+    rotary: Rotary,
+    norms: HeadNorms,
+    *,
+    joined: bool = False,
+    tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(q and k side by side (M, (Hq + Hk) * D), normalised and rotated; ``y`` (M, N) with the low-rank terms added).
 
-    Shapes: xa (M, 3 * K), b (N, K), both contiguous or both None. ``y`` is written where they are given.
+    Shapes: xa (M, 3 * K), or (M, K) where the parts are ``joined``; b (N, K); both contiguous or both None. ``y`` is
+    written where they are given.
     """
     count = y.shape[0]
     normed = rotary.q_heads + rotary.k_heads
@@ -157,7 +168,7 @@ def qkv_norm_rope_forward(
                 float(norms.eps),
                 FORM=norms.form,
                 ROUND=triton_store_dtype(y.dtype),
-                **qkv_constants(rotary, b, y.dtype, tile),
+                **qkv_constants(rotary, b, joined, y.dtype, tile),
             )
     return rounded(out, y.dtype), rounded(stored, y.dtype)
 
@@ -184,11 +195,12 @@ def qkv_norm_rope_backward(
     dtype: torch.dtype,
     *,
     want_dw: bool,
+    joined: bool = False,
     tile: Tile | None = None,
 ) -> HeadGrads:
     """From the gradients of q, k, v (B, heads, S, D) and y (M, N) as the forward left it. d is in ``dtype``."""
     rank = 0 if b is None else b.shape[1]
     tile = tile or backward_tile(gpu_of(y.device).shared_memory_bytes, rotary.head_dim, rank)
-    found = qkv_backward(grads, b, rotary, dtype, tile, y=y, norms=norms, want_dw=want_dw)
+    found = qkv_backward(grads, b, rotary, dtype, tile, y=y, norms=norms, want_dw=want_dw, joined=joined)
     dw_q, dw_k = column_sums(found.dw).split(rotary.head_dim) if want_dw else (None, None)
     return HeadGrads(found.d, found.dxa, dw_q, dw_k)
