@@ -43,6 +43,15 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+WINDOW_THEN_ALL = ["sliding_attention", "full_attention"]
+#: Of 13 positions the later ones have another factor.
+SCALED_BY_POSITION = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 4,
+    "llama_4_scaling_beta": 0.5,
+}
 CONFIGS: dict[str, Any] = {
     "llama": (transformers.LlamaConfig, {}),
     "mistral": (transformers.MistralConfig, {"head_dim": 16, "sliding_window": 5}),
@@ -51,13 +60,45 @@ CONFIGS: dict[str, Any] = {
     "gemma": (transformers.GemmaConfig, {"head_dim": 16}),
     "gemma2": (transformers.Gemma2Config, {"head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 16}),
     "gemma3_text": (transformers.Gemma3TextConfig, {"head_dim": 16, "sliding_window": 5}),
+    "phi3": (transformers.Phi3Config, {"sliding_window": 5}),
+    "phi3 rotated in part": (transformers.Phi3Config, {"partial_rotary_factor": 0.5}),
+    "ministral3": (transformers.Ministral3Config, {"head_dim": 16, "rope_parameters": SCALED_BY_POSITION}),
+    "smollm3": (transformers.SmolLM3Config, {"no_rope_layers": [1, 0]}),
+    "olmo2": (transformers.Olmo2Config, {}),
+    "olmo3": (transformers.Olmo3Config, {"sliding_window": 5, "layer_types": WINDOW_THEN_ALL}),
+    "granite": (
+        transformers.GraniteConfig,
+        {
+            "embedding_multiplier": 12.0,
+            "logits_scaling": 7.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.0156,
+            "mlp_bias": True,
+        },
+    ),
+    "exaone4": (transformers.Exaone4Config, {"head_dim": 16, "sliding_window": 5, "layer_types": WINDOW_THEN_ALL}),
+    "exaone4 without window": (
+        transformers.Exaone4Config,
+        {"head_dim": 16, "sliding_window": None, "layer_types": ["full_attention"] * 2},
+    ),
+    "cohere2": (
+        transformers.Cohere2Config,
+        {"head_dim": 16, "sliding_window": 5, "layer_types": WINDOW_THEN_ALL, "logit_scale": 0.25},
+    ),
+    "glm": (transformers.GlmConfig, {"head_dim": 16}),
+    "glm4": (transformers.Glm4Config, {"head_dim": 16}),
+    "starcoder2": (transformers.Starcoder2Config, {"sliding_window": 5}),
+    "stablelm": (transformers.StableLmConfig, {}),
+    "stablelm in parallel": (transformers.StableLmConfig, {"use_parallel_residual": True, "use_qkv_bias": True}),
+    "seed_oss": (transformers.SeedOssConfig, {"head_dim": 16, "residual_dropout": 0.0}),
+    "ernie4_5": (transformers.Ernie4_5Config, {"head_dim": 16}),
+    "hunyuan_v1_dense": (transformers.HunYuanDenseV1Config, {"head_dim": 16}),
 }
-PARTS: dict[str, Any] = {"phi3": (transformers.Phi3Config, {"sliding_window": 5})}
 PLAN = DtypePlan("float32", "float32", "float32", False, "a test")
 
 
 def plain(name: str, **changes: Any) -> transformers.PreTrainedModel:
-    kind, extra = (CONFIGS | PARTS)[name]
+    kind, extra = CONFIGS[name]
     config = kind(**{**SIZES, **extra, **changes})
     config._attn_implementation = "eager"
     torch.manual_seed(0)
