@@ -124,7 +124,7 @@ def _patch_layers(
         done.table.append(LayerKernel(name, "fused layer", on=True, reason=f"{kind}, {backend}"))
     if any(entry.on for entry in done.table):
         if family.norm == "layer":
-            done.table.append(LayerKernel("norm", "transformers", on=False, reason="LayerNorm is torch's own"))
+            done.table.append(LayerKernel("norm", "LayerNorm", on=True, reason="torch's own kernel"))
         else:
             _swap_norm(backbone, "norm", family, backend, done)
             done.table.append(LayerKernel("norm", "RMSNorm", on=True, reason=f"{family.norm} form"))
