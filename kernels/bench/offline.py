@@ -99,11 +99,15 @@ class Maker:
 def generation_cases(new: Maker, capability: int) -> Launches:
     """Launches of generation; as :func:`cases`."""
     if capability >= 80:
-        for name, q_heads, k_heads, size, cap in (("", 32, 8, 128, 0.0), (", wide heads, capped", 16, 8, 256, 50.0)):
+        for name, q_heads, k_heads, size, cap, sinks in (
+            ("", 32, 8, 128, 0.0, None),
+            (", wide heads, capped", 16, 8, 256, 50.0, None),
+            (", sinks", 64, 8, 64, 0.0, new(64)),
+        ):
             pages = decode_attention.Pages(new(9, k_heads, 64, size), new(9, k_heads, 64, size))
             rows = new(8, q_heads, size), new(8, k_heads, size), new(8, k_heads, size), pages
             places = torch.zeros((8, 64), dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
-            yield f"decode attention{name}", partial(decode_attention._launch, *rows, *places, 1.0, cap, 0)
+            yield f"decode attention{name}", partial(decode_attention._launch, *rows, *places, 1.0, cap, 0, sinks)
     for name, uniform in (("greedy", None), ("sampled", new(8, of=torch.float32))):
         yield f"choose token, {name}", partial(sampling_kernels.choose_triton, new(8, VOCABULARY), 1.0, uniform)
 
