@@ -16,6 +16,7 @@ PAIRED = (
     *("qkv rope forward, heads of 192", "qkv rope backward, heads of 192"),
     *("qkv norm rope forward, wide heads", "qkv norm rope backward, wide heads"),
     *("qkv norm rope forward, lora", "qkv norm rope backward, lora"),
+    *("qkv norm rope forward, joined", "qkv norm rope backward, joined"),
     *("int8 product, fewest, bias", "int8 product, few", "int8 product, many, bias", "int8 product, described"),
 )
 
