@@ -310,9 +310,7 @@ def _distinct(layer_calls: Sequence[LayerCall]) -> Iterator[tuple[int, LayerCall
 
 def _fixed(layer_calls: Sequence[LayerCall]) -> tuple[LayerCall, ...]:
     """The calls with rotations, and with masks' ranges, that graphs find in the same place in every replay."""
-    rotations = {
-        id(cos): (cos.clone(), sin.clone()) for cos, sin in (layer_call.rotation for layer_call in layer_calls)
-    }
+    rotations = {id(call.rotation[0]): tuple(x.clone() for x in call.rotation) for call in layer_calls}
     for _, layer_call in _distinct(layer_calls):
         _ = layer_call.mask.ranges  # made once, before the capture, and kept by the mask
     return tuple(replace(layer_call, rotation=rotations[id(layer_call.rotation[0])]) for layer_call in layer_calls)

@@ -38,6 +38,7 @@ from ftkernels import (
     nf4,
     nf4_kernels,
     norm_parts,
+    output_gate,
     qkv_norm_rope,
     qkv_parts,
     qkv_rope,
@@ -99,11 +100,15 @@ class Maker:
 def generation_cases(new: Maker, capability: int) -> Launches:
     """Launches of generation; as :func:`cases`."""
     if capability >= 80:
-        for name, q_heads, k_heads, size, cap in (("", 32, 8, 128, 0.0), (", wide heads, capped", 16, 8, 256, 50.0)):
+        for name, q_heads, k_heads, size, cap, sinks in (
+            ("", 32, 8, 128, 0.0, None),
+            (", wide heads, capped", 16, 8, 256, 50.0, None),
+            (", sinks", 64, 8, 64, 0.0, new(64)),
+        ):
             pages = decode_attention.Pages(new(9, k_heads, 64, size), new(9, k_heads, 64, size))
             rows = new(8, q_heads, size), new(8, k_heads, size), new(8, k_heads, size), pages
             places = torch.zeros((8, 64), dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
-            yield f"decode attention{name}", partial(decode_attention._launch, *rows, *places, 1.0, cap, 0)
+            yield f"decode attention{name}", partial(decode_attention._launch, *rows, *places, 1.0, cap, 0, sinks)
     for name, uniform in (("greedy", None), ("sampled", new(8, of=torch.float32))):
         yield f"choose token, {name}", partial(sampling_kernels.choose_triton, new(8, VOCABULARY), 1.0, uniform)
 
@@ -192,6 +197,16 @@ def glu_cases(new: Maker, rank: int, capability: int) -> Launches:
             yield f"glu backward {act}, {name}", partial(glu_kernels.glu_backward, dh, gate, up, act, **more)
 
 
+def gate_cases(new: Maker) -> Launches:
+    """Launches of attention's output gate, with the heads of Qwen3.5-9B and of gpt-oss; as :func:`cases`."""
+    for name, heads, size in (("", 16, 256), (", small heads", 64, 64)):
+        x, both = new(1, 256, heads, size), new(1, 256, heads, 2 * size)
+        for end, gate in ((name, both[..., size:]), (f"{name}, a head", both[..., 0])):
+            out = new(1, 256, heads, size)
+            yield f"output gate forward{end}", partial(output_gate._launch, x, gate, x, out, out, backward=False)
+            yield f"output gate backward{end}", partial(output_gate._launch, x, gate, x, out, out, backward=True)
+
+
 def norm_cases(new: Maker) -> Launches:
     """Launches of norms and of rows in fp8; as :func:`cases`."""
     x, w, rstd = new(256, HIDDEN), new(HIDDEN), new(256, of=torch.float32)
@@ -220,6 +235,7 @@ def cases(rank: int, dtype: torch.dtype, capability: int) -> Launches:
     q, k, cos = new(1, 32, rows, 128), new(1, 8, rows, 128), new(1, rows, 128)
     yield "rope", partial(rope._launch, q, k, cos, cos, transposed=False)
     yield from glu_cases(new, rank, capability)
+    yield from gate_cases(new)
     sums = (new(rows, HIDDEN), new(rows, rank), new(HIDDEN, rank), new(rows, HIDDEN))
     yield "lowrank add", partial(lowrank_add.lowrank_add, *sums, triton_kernel=True)
     partial_sums = new(4, rows, 3 * rank, of=torch.float32)

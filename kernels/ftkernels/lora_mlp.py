@@ -196,7 +196,7 @@ def _form(spec: _Spec, z: Tensor, norm_weight: Tensor | None) -> _Inner:
     if not spec.fused and xa is not None and packed.b is not None:
         for index, columns in enumerate(inner.columns()):
             lowrank_add(gate_up[:, columns], xa[:, inner.ranks(index)], packed.b[columns], None, triton_kernel=False)
-    return _Inner(z if norm_weight is not None else x, rstd, packed, xa, gate_up, x)
+    return _Inner(z if inner.norm_form is not None else x, rstd, packed, xa, gate_up, x)
 
 
 def _low_rank(first: Packed, second: Packed, xa: Tensor | None) -> GluLowRank | None:

@@ -5,8 +5,8 @@ Legend: B batch, S sequence, I input features, Hq and Hk heads, D head size. Der
 
     x = norm(z)  or  z
     q, k, v = x @ W.T + bias + s * (x @ A.T) @ B.T      each with its own W, bias, s, A, B
-    q, k = norm_q(q), norm_k(k)                         head by head, where their norms are given
-    q, k = rope(q), rope(k)                             where a rotary embedding is given
+    q, k = norm_q(q), norm_k(k)                         head by head or over all heads, where their norms are given
+    q, k = rope(q), rope(k)                             where a rotary embedding is given; or in front of the norms
 
 Or one layer gives q, k and v in turn (Phi-3), with one A and B between them, and xa is (B*S, K).
 
@@ -19,14 +19,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ftkernels.device import BackendName, without_autocast
-from ftkernels.limits import NormForm
+from ftkernels.limits import NormForm, NormSpan, RopeLayout
 from ftkernels.lowrank import enter_base, group_backward, products
 from ftkernels.lowrank_add import lowrank_add
 from ftkernels.lowrank_plan import GroupPlan, Packed, adapter_tensors, make_plan
@@ -64,7 +64,10 @@ def lora_qkv(
     kv_heads: int | None = None,
     norm: Norm | None = None,
     head_norms: tuple[Norm, Norm] | None = None,
+    norm_span: NormSpan = "head",
+    norm_after_rope: bool = False,
     rope: tuple[Tensor, Tensor] | None = None,
+    rope_layout: RopeLayout = "halves",
     backend: BackendName = "auto",
 ) -> QKV:
     """Queries, keys and values of the module docstring, in the layout that attention takes.
@@ -76,8 +79,13 @@ def lora_qkv(
         head_dim: D.
         kv_heads: Hk, of a joined layer.
         norm: applied to z first.
-        head_norms: of q and of k, with weights (D,): applied to each head before it is rotated.
-        rope: (cos, sin), each (B or 1, S, R). None leaves q and k unrotated.
+        head_norms: of q and of k: applied before the rotation.
+        norm_span: "head": each head is normalised, weights (D,). "width": all heads together, weights (Hq * D,) and
+            (Hk * D,) (OLMo-2, OLMo-3).
+        norm_after_rope: the norms are applied after the rotation (HunYuan).
+        rope: (cos, sin), each (B or 1, S, R) with R <= D: the first R features of a head are rotated. None leaves q and
+            k unrotated.
+        rope_layout: the features that are rotated together; see ``ftkernels.rope``.
         backend: see ``ftkernels.device.choose_backend``.
 
     Returns:
@@ -96,15 +104,14 @@ def lora_qkv(
     plan = make_plan(z, projections, norm, backend)
     if rope is not None:
         cos, sin = rope
-        wanted = ((1, z.shape[0]), z.shape[1], head_dim)
+        wanted = ((1, z.shape[0]), z.shape[1])
         if cos.shape != sin.shape or cos.dim() != 3 or cos.shape[0] not in wanted[0] or cos.shape[1] != wanted[1]:
             raise ValueError(f"cos {tuple(cos.shape)} and sin {tuple(sin.shape)} do not fit z {tuple(z.shape)}")
-    if head_norms is not None and any(each.weight.shape != (head_dim,) for each in head_norms):
-        shapes = ", ".join(str(tuple(each.weight.shape)) for each in head_norms)
-        raise ValueError(f"norms of heads of {head_dim} with weights of {shapes}")
-    if not _in_one_kernel(plan, head_dim, head_norms, rope):
+    epilogue = _Epilogue(head_norms, norm_span, norm_after_rope, rope, rope_layout)
+    _check_epilogue(epilogue, head_dim, heads[0] * head_dim, heads[1] * head_dim)
+    if not _in_one_kernel(plan, head_dim, epilogue):
         bare = lora_qkv(z, q, k, v, head_dim=head_dim, kv_heads=kv_heads, norm=norm, backend=backend)
-        return _apart(bare, plan.dtype, head_norms, rope, backend)
+        return _apart(bare, plan.dtype, epilogue, backend)
     angles = (None, None) if rope is None else rope
     norm_q, norm_k = (None, None) if head_norms is None else head_norms
     spec = _Spec(plan, heads, head_dim, *((0.0, "llama") if norm_q is None else (norm_q.eps, norm_q.form)))
@@ -126,41 +133,70 @@ def _heads(projections: Sequence[Projection], head_dim: int, kv_heads: int | Non
     return rows[0] // head_dim, rows[1] // head_dim, rows[2] // head_dim
 
 
-def _in_one_kernel(
-    plan: GroupPlan, head_dim: int, head_norms: tuple[Norm, Norm] | None, rope: tuple[Tensor, Tensor] | None
-) -> bool:
+@dataclass(frozen=True, slots=True)
+class _Epilogue:
+    """What happens to queries and keys behind their projections: the arguments of ``lora_qkv`` of the same names."""
+
+    head_norms: tuple[Norm, Norm] | None
+    norm_span: NormSpan
+    norm_after_rope: bool
+    rope: tuple[Tensor, Tensor] | None
+    rope_layout: RopeLayout
+
+
+def _check_epilogue(epilogue: _Epilogue, head_dim: int, q_width: int, k_width: int) -> None:
+    """Refuse unknown options, and norms whose weights do not fit."""
+    span, layout = epilogue.norm_span, epilogue.rope_layout
+    if span not in get_args(NormSpan) or layout not in get_args(RopeLayout):
+        raise ValueError(f"unknown norm span {span!r} or rope layout {layout!r}")
+    if epilogue.head_norms is None:
+        return
+    found = [None if each.weight is None else tuple(each.weight.shape) for each in epilogue.head_norms]
+    wanted = [(head_dim,)] * 2 if span == "head" else [(q_width,), (k_width,)]
+    if any(shape not in (None, fits) for shape, fits in zip(found, wanted, strict=True)):
+        shapes = ", ".join(str(shape) for shape in found)
+        of = f"heads of {head_dim}" if span == "head" else f"{q_width} and {k_width} features"
+        raise ValueError(f"norms of {of} with weights of {shapes}")
+
+
+def _in_one_kernel(plan: GroupPlan, head_dim: int, epilogue: _Epilogue) -> bool:
     """True when the epilogue is one kernel, or none. Ranks too large for it, heads rotated in part, or norms without a
     rotation, are operations of their own.
     """
+    head_norms, rope = epilogue.head_norms, epilogue.rope
     if rope is None:
         return head_norms is None
     cos, sin = rope
+    if epilogue.rope_layout != "halves" or epilogue.norm_span != "head" or epilogue.norm_after_rope:
+        return False
+    if head_norms is not None and any(each.weight is None for each in head_norms):
+        return False
     one_form = head_norms is None or (head_norms[0].eps, head_norms[0].form) == (head_norms[1].eps, head_norms[1].form)
     return plan.fused and one_form and cos.shape[-1] == head_dim and cos.stride(-1) == sin.stride(-1) == 1
 
 
-def _apart(
-    bare: QKV,
-    dtype: torch.dtype,
-    head_norms: tuple[Norm, Norm] | None,
-    rope: tuple[Tensor, Tensor] | None,
-    backend: BackendName,
-) -> QKV:
-    """Heads normalised and rotated by operations of their own."""
+def _apart(bare: QKV, dtype: torch.dtype, epilogue: _Epilogue, backend: BackendName) -> QKV:
+    """Queries and keys normalised and rotated by operations of their own."""
     q, k, v, residual = bare
-    if head_norms is not None:
-        q, k = (_normed(x, norm, backend).to(dtype) for x, norm in zip((q, k), head_norms, strict=True))
-    if rope is not None:
-        q, k = apply_rope(q, k, *rope, backend=backend)
+    rope, layout, late = epilogue.rope, epilogue.rope_layout, epilogue.norm_after_rope
+    if rope is not None and late:
+        q, k = apply_rope(q, k, *rope, layout=layout, backend=backend)
+    if epilogue.head_norms is not None:
+        pairs = zip((q, k), epilogue.head_norms, strict=True)
+        q, k = (_normed(x, norm, epilogue.norm_span, backend).to(dtype) for x, norm in pairs)
+    if rope is not None and not late:
+        q, k = apply_rope(q, k, *rope, layout=layout, backend=backend)
     return QKV(q, k, v, residual)
 
 
-def _normed(heads: Tensor, norm: Norm, backend: BackendName) -> Tensor:
+def _normed(heads: Tensor, norm: Norm, span: NormSpan, backend: BackendName) -> Tensor:
     """(B, heads, S, D), by token in memory as the projection wrote it, and handed on like that: rows of it need no
     copy, and attention, which writes as it is given queries, leaves what the output projection reads as it is.
     """
     by_token = heads.transpose(1, 2)
-    return rms_norm(by_token, norm.weight, norm.eps, form=norm.form, backend=backend).transpose(1, 2)
+    rows = by_token if span == "head" else by_token.flatten(2)
+    normed = rms_norm(rows, norm.weight, norm.eps, form=norm.form, backend=backend)
+    return (normed if span == "head" else normed.unflatten(-1, by_token.shape[2:])).transpose(1, 2)
 
 
 def lora_qkv_reference(
@@ -173,7 +209,10 @@ def lora_qkv_reference(
     kv_heads: int | None = None,
     norm: Norm | None = None,
     head_norms: tuple[Norm, Norm] | None = None,
+    norm_span: NormSpan = "head",
+    norm_after_rope: bool = False,
     rope: tuple[Tensor, Tensor] | None = None,
+    rope_layout: RopeLayout = "halves",
 ) -> QKV:
     """The same in plain torch with torch's own autograd."""
     projections = [p for p in (q, k, v) if p is not None]
@@ -181,10 +220,14 @@ def lora_qkv_reference(
     x = norm_reference(z, norm, *projections)
     y = torch.cat([project_reference(x, p) for p in projections], dim=-1).unflatten(-1, (-1, head_dim))
     heads = list(y.transpose(1, 2).split(counts, dim=1))
+    if rope is not None and norm_after_rope:
+        heads[:2] = apply_rope_reference(heads[0], heads[1], *rope, layout=rope_layout)
     for index, each in enumerate(head_norms or ()):
-        heads[index] = rms_norm_reference(heads[index], each.weight, each.eps, form=each.form).to(x.dtype)
-    if rope is not None:
-        heads[0], heads[1] = apply_rope_reference(heads[0], heads[1], *rope)
+        rows = heads[index] if norm_span == "head" else heads[index].transpose(1, 2).flatten(2)
+        normed = rms_norm_reference(rows, each.weight, each.eps, form=each.form).to(x.dtype)
+        heads[index] = normed if norm_span == "head" else normed.unflatten(-1, (-1, head_dim)).transpose(1, 2)
+    if rope is not None and not norm_after_rope:
+        heads[:2] = apply_rope_reference(heads[0], heads[1], *rope, layout=rope_layout)
     return QKV(heads[0], heads[1], heads[2], z)
 
 
@@ -245,7 +288,7 @@ class _LoraQkv(torch.autograd.Function):
                 for index, c in enumerate(plan.columns()):
                     lowrank_add(y[:, c], xa[:, plan.ranks(index)], packed.b[c], None, triton_kernel=plan.fused)
         ctx.spec, ctx.z_shape, ctx.z_dtype = spec, z.shape, z.dtype
-        kept = z if norm_weight is not None else x
+        kept = z if plan.norm_form is not None else x
         ctx.save_for_backward(
             *(kept, norm_weight, rstd, xa, packed.a, packed.b), *(cos, sin, q_weight, k_weight, before)
         )

@@ -188,7 +188,7 @@ def _backward_kernel(
     d = tl.arange(0, BLOCK)
     mask = row_ok & (d[None, :] < HALF)
     c1, c2, s1, s2 = load_rotation(
-        cos_ptr, cos_batch, cos_token, sin_ptr, sin_batch, sin_token, row64, S, d[None, :], mask, HALF, ACC
+        cos_ptr, cos_batch, cos_token, sin_ptr, sin_batch, sin_token, row64, S, d[None, :], mask, HALF, False, ACC
     )
     q_width = q_heads * (2 * HALF)
     k_width = k_heads * (2 * HALF)

@@ -88,7 +88,7 @@ def _forward_kernel(
     mask = row_ok & d_ok
     k = tl.arange(0, K)
     c1, c2, s1, s2 = load_rotation(
-        cos_ptr, cos_batch, cos_token, sin_ptr, sin_batch, sin_token, row64, S, d, mask, HALF, ACC
+        cos_ptr, cos_batch, cos_token, sin_ptr, sin_batch, sin_token, row64, S, d, mask, HALF, False, ACC
     )
     wq1, wq2 = head_weights(wq_ptr, d, d_ok, HALF, FORM, ACC)
     wk1, wk2 = head_weights(wk_ptr, d, d_ok, HALF, FORM, ACC)

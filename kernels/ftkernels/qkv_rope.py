@@ -63,7 +63,7 @@ def _forward_kernel(
     mask = row_ok & d_ok
     k = tl.arange(0, K)
     c1, c2, s1, s2 = load_rotation(
-        cos_ptr, cos_batch, cos_token, sin_ptr, sin_batch, sin_token, row64, S, d[None, :], mask, HALF, ACC
+        cos_ptr, cos_batch, cos_token, sin_ptr, sin_batch, sin_token, row64, S, d[None, :], mask, HALF, False, ACC
     )
     heads = q_heads + 2 * k_heads
     first = tl.program_id(1) * heads_each
