@@ -145,17 +145,16 @@ def rotary_cases(new: Maker, rank: int, capability: int) -> Launches:
     ):
         angles, width = new(1, rows, size), (q_heads + 2 * k_heads) * size
         rotary, b = qkv_parts.Rotary(angles, angles, q_heads, k_heads), new(width, rank)
-        yield (
-            f"qkv rope forward{name}",
-            partial(qkv_rope.qkv_rope_forward, new(rows, width), new(rows, 3 * rank), b, rotary),
-        )
+        ahead = partial(qkv_rope.qkv_rope_forward, new(rows, width))
+        yield f"qkv rope forward{name}", partial(ahead, new(rows, 3 * rank), b, rotary)
         keys = new(1, k_heads, rows, size)
         tile = qkv_rope.backward_tile(shared, size, rank)
         grads = (new(1, q_heads, rows, size), keys, keys)
-        yield (
-            f"qkv rope backward{name}",
-            partial(qkv_rope.qkv_rope_backward, *grads, b, rotary, new.dtype, tile=tile),
-        )
+        back = partial(qkv_rope.qkv_rope_backward, *grads, b, rotary, new.dtype, tile=tile)
+        yield f"qkv rope backward{name}", back
+        if not name:
+            yield "qkv rope forward, joined", partial(ahead, new(rows, rank), b, rotary, joined=True)
+            yield "qkv rope backward, joined", partial(back, joined=True)
     rows = 512
     for name, q_heads, k_heads, size in (("", 32, 8, 128), (", wide heads", 8, 4, 256)):
         angles, weight, width = new(1, rows, size), new(size, of=torch.float32), (q_heads + 2 * k_heads) * size
@@ -170,6 +169,10 @@ def rotary_cases(new: Maker, rank: int, capability: int) -> Launches:
             yield f"qkv norm rope forward{end}", partial(ahead, y, xa, low, rotary, norms)
             operands = (grads, y, low, rotary, norms, new.dtype)
             yield f"qkv norm rope backward{end}", partial(back, *operands, want_dw=low is None, tile=tile)
+            if lora and not name:
+                one = {"joined": True}
+                yield "qkv norm rope forward, joined", partial(ahead, y, new(rows, rank), low, rotary, norms, **one)
+                yield "qkv norm rope backward, joined", partial(back, *operands, want_dw=False, tile=tile, **one)
 
 
 def glu_cases(new: Maker, rank: int, capability: int) -> Launches:
@@ -187,9 +190,11 @@ def glu_cases(new: Maker, rank: int, capability: int) -> Launches:
             glu_kernels.lora_tile(name, SHARED_MEMORY[capability], rank, rank, new.dtype.itemsize)
             for name in ("glu_forward_lora", "glu_backward_lora")
         )
-        yield f"glu forward {act}, lora", partial(glu_kernels.glu_forward, gate, up, act, low, tile=ahead)
-        more = {"lowrank": low, "dya": new(rows, rank), "want_h": True, "tile": back}
-        yield f"glu backward {act}, lora", partial(glu_kernels.glu_backward, dh, gate, up, act, **more)
+        joined = glu_kernels.GluLowRank(new(rows, rank), low.b, low.a_down)
+        for name, given in (("lora", low), ("joined", joined))[: 2 if act == "silu" else 1]:
+            yield f"glu forward {act}, {name}", partial(glu_kernels.glu_forward, gate, up, act, given, tile=ahead)
+            more = {"lowrank": given, "dya": new(rows, rank), "want_h": True, "tile": back}
+            yield f"glu backward {act}, {name}", partial(glu_kernels.glu_backward, dh, gate, up, act, **more)
 
 
 def gate_cases(new: Maker) -> Launches:

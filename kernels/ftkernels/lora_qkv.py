@@ -216,9 +216,10 @@ def lora_qkv_reference(
 ) -> QKV:
     """The same in plain torch with torch's own autograd."""
     projections = [p for p in (q, k, v) if p is not None]
+    counts = _heads(projections, head_dim, kv_heads)
     x = norm_reference(z, norm, *projections)
     y = torch.cat([project_reference(x, p) for p in projections], dim=-1).unflatten(-1, (-1, head_dim))
-    heads = list(y.transpose(1, 2).split(_heads(projections, head_dim, kv_heads), dim=1))
+    heads = list(y.transpose(1, 2).split(counts, dim=1))
     if rope is not None and norm_after_rope:
         heads[:2] = apply_rope_reference(heads[0], heads[1], *rope, layout=rope_layout)
     for index, each in enumerate(head_norms or ()):
