@@ -145,7 +145,7 @@ class FusedNorm(nn.Module):
 
 def _weight_for(weight: Tensor, x: Tensor, form: NormForm) -> Tensor:
     """The weight in a dtype that keeps the norm's output in ``x``'s: one that is trained whole is held in float32."""
-    return weight if form == "gemma" else weight.to(x.dtype)
+    return weight.to(x.dtype) if form == "llama" else weight
 
 
 class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
@@ -431,7 +431,7 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         entered, inner = self._enter(hidden_states, norm, apart=len(self._family.mlp) == 2)
         first, (down,) = self._projections("gate_up", packs), self._projections("down", packs)
         if len(self._family.mlp) == 2:
-            activated = self.mlp.act(lora_linear(entered, *first, backend=self._backend))
+            activated = self._act(lora_linear(entered, *first, backend=self._backend))
             residual = hidden_states if adds else None
             return lora_linear(activated, down, residual=residual, backend=self._backend), hidden_states
         gate, up = first if len(first) == 2 else (first[0], None)
@@ -452,12 +452,18 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
             return made
         return made + hidden_states if adds and not given else made, hidden_states
 
+    def _act(self, x: Tensor) -> Tensor:
+        """The activation between an MLP's two linears: transformers' own module."""
+        act = self.mlp.act_fn if hasattr(self.mlp, "act_fn") else self.mlp.act
+        activated: Tensor = act(x)
+        return activated
+
     def _norm(self, norm: Any) -> Norm:
         return Norm(getattr(norm, "weight", None), norm_eps(norm), self._rms_form)
 
     @property
     def _rms_form(self) -> NormForm:
-        return "gemma" if self._family.norm == "gemma" else "llama"
+        return "llama" if self._family.norm == "layer" else self._family.norm
 
     def _add_normed(self, x: Tensor, residual: Tensor, norm: Any) -> Tensor:
         weight = _weight_for(norm.weight, x, self._rms_form)
