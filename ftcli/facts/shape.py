@@ -248,7 +248,8 @@ def windows_of(config: Config, family: Family | None, layers: int) -> tuple[int 
     if family is not None and family.windows_from is not None:
         # transformers' default for these families; a config that is older than the key has no window at all.
         first = _at_least(config, family.windows_from, 28)
-    return tuple(None if at < first or (every and (at + 1) % every == 0) else window for at in range(layers))
+    last = 1 if every is None or every > 0 else 1 - _whole(config, "num_hidden_layers")
+    return tuple(None if at < first or (every and (at + last) % every == 0) else window for at in range(layers))
 
 
 def _at_least(config: Config, key: str, default: int) -> int:
@@ -263,6 +264,8 @@ def _rotated(config: Config, family: Family, windows: tuple[int | None, ...]) ->
     if family.unrotated == "global":
         return tuple(window is not None or not any(windows) for window in windows)
     stated = config.get(family.unrotated)
+    if stated is None and family.unrotated == "layer_rope_theta":
+        return tuple(window is not None for window in windows)
     if isinstance(stated, list) and len(stated) >= len(windows):
         return tuple(bool(each) for each in stated[: len(windows)])
     every = max(_at_least(config, "no_rope_layer_interval", 4), 1)

@@ -23,6 +23,7 @@ from ftkernels.attention import KeptOutput
 from ftkernels.lora_linear import lora_linear
 from ftkernels.lora_mlp import ResidualMode, lora_mlp
 from ftkernels.lora_qkv import lora_qkv
+from ftkernels.output_gate import output_gate
 from ftkernels.projection import FrozenWeight, Norm, Packed, Projection
 from ftkernels.rms_norm import rms_norm, rms_norm_add
 from ftkernels.side_stream import DeferredStream
@@ -184,6 +185,9 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         self._multiplier = 1.0
         if shape.family.residual_multiplier is not None:
             self._multiplier = float(getattr(original, shape.family.residual_multiplier))
+        self._query_multiplier = 1.0
+        if shape.family.query_multiplier is not None:
+            self._query_multiplier = float(getattr(original.self_attn, shape.family.query_multiplier))
         self._activation = activation
         self._backend = backend
         self.train(original.training)
@@ -198,7 +202,7 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         **kwargs: Any,
     ) -> Tensor:
         """(B, S, H) -> (B, S, H)."""
-        if past_key_values is not None or position_embeddings is None:
+        if past_key_values is not None or (position_embeddings is None and self._rotates):
             output: Tensor = self.original(
                 hidden_states,
                 attention_mask=attention_mask,
@@ -229,10 +233,12 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         """The projections that share an input, as :class:`LayerPacks` names them."""
         return [projections_of([self.get_submodule(name) for name in group]) for group in self._family.groups]
 
-    def rotation_at(self, angles: tuple[Tensor, Tensor], positions: Tensor | None) -> Rotation:
+    def rotation_at(self, angles: tuple[Tensor, Tensor] | None, positions: Tensor | None) -> Rotation:
         """(cos, sin), each (B or 1, S, R), as the kernels take them; and where queries are scaled by their position the
-        factor, (B or 1, S).
+        factor, (B or 1, S). Empty where transformers hands over no angles (Muse Glimmer).
         """
+        if angles is None:
+            return ()
         cos, sin = angles
         if self._family.repeated_angles:  # each pair's angle twice, side by side
             cos, sin = (torch.cat((x[..., ::2], x[..., ::2]), dim=-1) for x in angles)
@@ -393,11 +399,16 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
             v,
             attention_mask,
             dropout=attention.attention_dropout if self.training else 0.0,
-            scaling=attention.scaling,
+            scaling=attention.scaling * self._query_multiplier,
             sliding_window=self.window,
             softcap=getattr(attention, "attn_logit_softcapping", None),
+            s_aux=getattr(attention, "sinks", None),
             **kwargs,
         )
+        if family.output_gate is not None:
+            (projection,) = self._projections("gate", packs)
+            gate = lora_linear(entered, projection, backend=self._backend)
+            attended = output_gate(attended, gate, backend=self._backend)
         attended = attended.reshape(*hidden_states.shape[:-1], -1)
         # Whoever uses what was handed through lets backward add both gradients in one kernel.
         return attended, passed if entered is hidden_states else hidden_states
@@ -442,7 +453,7 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         return made + hidden_states if adds and not given else made, hidden_states
 
     def _norm(self, norm: Any) -> Norm:
-        return Norm(norm.weight, norm_eps(norm), self._rms_form)
+        return Norm(getattr(norm, "weight", None), norm_eps(norm), self._rms_form)
 
     @property
     def _rms_form(self) -> NormForm:
@@ -539,7 +550,7 @@ class DecoderStack:
         return self._layer_calls is not None
 
     def rotation_of(
-        self, layer: FusedDecoderLayer, angles: tuple[Tensor, Tensor], positions: Tensor | None
+        self, layer: FusedDecoderLayer, angles: tuple[Tensor, Tensor] | None, positions: Tensor | None
     ) -> Rotation:
         """The layer's rotation. Layers that are given the same angles share one."""
         kept = self._rotations.get(id(angles))

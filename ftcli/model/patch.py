@@ -29,6 +29,7 @@ from ftcli.plan.execution import DORA, TRAINED_WHOLE, LayerChoice, choose_layers
 from ftcli.tables.families import Family, family_of
 
 if TYPE_CHECKING:
+    from ftkernels.limits import NormForm
     from peft import PeftModel
     from transformers import PreTrainedModel
 
@@ -126,8 +127,9 @@ def _patch_layers(
         if family.norm == "layer":
             done.table.append(LayerKernel("norm", "LayerNorm", on=True, reason="torch's own kernel"))
         else:
-            _swap_norm(backbone, "norm", family, backend, done)
-            done.table.append(LayerKernel("norm", "RMSNorm", on=True, reason=f"{family.norm} form"))
+            form = family.final_norm or family.norm
+            _swap_norm(backbone, "norm", form, backend, done)
+            done.table.append(LayerKernel("norm", "RMSNorm", on=True, reason=f"{form} form"))
         _use_attention(base, done)
 
 
@@ -199,7 +201,7 @@ def _swap(parent: nn.Module, name: str, original: nn.Module, fused: nn.Module, d
     done._restore.append(lambda: parent.set_submodule(name, original))
 
 
-def _swap_norm(parent: nn.Module, name: str, family: Family, backend: BackendName, done: Patch) -> None:
+def _swap_norm(parent: nn.Module, name: str, form: NormForm, backend: BackendName, done: Patch) -> None:
     """Puts a fused norm in a norm's place.
 
     A norm that ``lora.modules_to_save`` trains has PEFT's wrapper around it, which holds the frozen norm and the
@@ -209,11 +211,11 @@ def _swap_norm(parent: nn.Module, name: str, family: Family, backend: BackendNam
 
     norm = parent.get_submodule(name)
     if isinstance(norm, ModulesToSaveWrapper):
-        _swap_norm(norm, "original_module", family, backend, done)
+        _swap_norm(norm, "original_module", form, backend, done)
         for adapter in list(norm.modules_to_save):
-            _swap_norm(norm.modules_to_save, adapter, family, backend, done)
+            _swap_norm(norm.modules_to_save, adapter, form, backend, done)
         return
-    _swap(parent, name, norm, FusedNorm(norm, "gemma" if family.norm == "gemma" else "llama", backend), done)
+    _swap(parent, name, norm, FusedNorm(norm, form, backend), done)
 
 
 def _use_attention(base: PreTrainedModel, done: Patch) -> None:

@@ -69,6 +69,8 @@ class Family:
         norms: Where a layer has norms.
         norm: Their form. ``gemma`` multiplies by (1 + weight) in float32 before it casts back, ``llama`` casts first;
             both are RMSNorms. ``layer`` is LayerNorm.
+        final_norm: The form of the norm at the model's end where that is another; ``plain`` multiplies by the weight in
+            float32.
         norm_bias: The norms, that of the model's end included, have a bias.
         parallel: Both halves of a layer read the same and are added at once: always, never, or as the config says.
         head_norm: Norms of queries and keys.
@@ -84,7 +86,8 @@ class Family:
         attention_softcap, final_softcap: Caps on scores and logits where the config does not say.
         window: The sliding window where the config does not say; a config may say that there is none.
         full_attention_every: Where the config has a sliding window and no ``layer_types``: every n-th layer sees
-            everything, n being ``sliding_window_pattern`` where the config has it. None: every layer has the window.
+            everything, n being ``sliding_window_pattern`` where the config has it; below 0 they are counted back from
+            the last. None: every layer has the window.
         windows_from: The config's name of the number of first layers that see everything.
         window_on_config: transformers' attention modules do not hold their window; it is read from the config.
         rotary: Features that turn together: those of the two halves of a head, or neighbours (``pairs``).
@@ -94,6 +97,7 @@ class Family:
             those without a window in a model that has one (``global``).
         scaled_by_position: Queries are multiplied by a function of their position (``llama_4_scaling_beta``).
         residual_multiplier: The config's name of the factor of each half's output before it is added.
+        query_multiplier: The attention's name of what queries are multiplied by behind their norm.
         four_positions: Positions are given four times, for text and for time, height and width of images. Given once,
             they say nothing of documents.
         not_with: Keys of the config that, where they are true, make layers that are not described here.
@@ -102,6 +106,7 @@ class Family:
 
     norms: Norms = PRE
     norm: Literal["llama", "gemma", "layer"] = "llama"
+    final_norm: Literal["plain"] | None = None
     norm_bias: bool = False
     parallel: bool | str = False
     head_norm: HeadNorms | None = None
@@ -128,6 +133,7 @@ class Family:
     unrotated: Literal["no_rope_layers", "layer_rope_theta", "global"] | None = None
     scaled_by_position: bool = False
     residual_multiplier: str | None = None
+    query_multiplier: str | None = None
     four_positions: bool = False
     not_with: tuple[str, ...] = ()
     defaults: tuple[tuple[str, float | bool], ...] = ()
@@ -328,6 +334,21 @@ TABLE: Mapping[str, Family] = MappingProxyType(
             o_bias=_ATTENTION_BIAS,
             head_norm=HeadNorms("query_layernorm", "key_layernorm", after_rotation=True),
         ),
+        "muse_glimmer_text": Family(
+            SANDWICH,
+            "gemma",
+            final_norm="plain",
+            head_norm=HeadNorms("qk_norm", "qk_norm", weights=False),
+            output_gate="gate_proj",
+            qkv_bias=_ATTENTION_BIAS,
+            o_bias=_ATTENTION_BIAS,
+            head_dim=128,
+            final_softcap=20.0,
+            window=2048,
+            full_attention_every=-4,
+            unrotated="layer_rope_theta",
+            query_multiplier="qk_scale_factor",
+        ),
         "bitnet": Family(
             sub_norms=True, kernels="none", qkv_bias=_ATTENTION_BIAS, o_bias=_ATTENTION_BIAS, activation="relu2"
         ),
@@ -365,7 +386,7 @@ MULTIMODAL: Mapping[str, Multimodal] = MappingProxyType(
         "gemma3": Multimodal("vision", "gemma3_text", tied=True, towers="ftcli.facts.towers:siglip"),
         "gemma4": Multimodal("vision and audio", "gemma4_text", tied=True),
         "mistral3": Multimodal("vision", "mistral", tied=True, towers="ftcli.facts.towers:pixtral"),
-        "muse_glimmer": Multimodal("vision", "muse_glimmer_text"),
+        "muse_glimmer": Multimodal("vision", "muse_glimmer_text", towers="ftcli.facts.towers:muse_glimmer"),
         "qwen2_vl": Multimodal("vision", "qwen2_vl_text", towers="ftcli.facts.towers:qwen2"),
         "qwen2_5_vl": Multimodal("vision", "qwen2_5_vl_text", towers="ftcli.facts.towers:qwen2_5"),
         "qwen3_vl": Multimodal("vision", "qwen3_vl_text", towers="ftcli.facts.towers:qwen3"),

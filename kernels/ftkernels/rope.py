@@ -142,16 +142,16 @@ def first_features(BLOCK: tl.constexpr, PAIRS: tl.constexpr):
 
 
 @triton.jit
-def load_features(at, mask, HALF: tl.constexpr, PAIRS: tl.constexpr):
+def load_features(at, mask, HALF: tl.constexpr, PAIRS: tl.constexpr, ACC: tl.constexpr):
     """The two features of each pair, (rows, BLOCK) both, of heads at ``at``: (rows, BLOCK), the first half; with PAIRS
     (rows, 2 * BLOCK), read in one piece and taken apart in registers.
     """
     if PAIRS:
-        both = tl.load(at, mask=mask, other=0.0)
+        both = tl.load(at, mask=mask, other=0.0).to(ACC)
         x1, x2 = tl.split(tl.reshape(both, (both.shape[0], both.shape[1] // 2, 2)))
     else:
-        x1 = tl.load(at, mask=mask, other=0.0)
-        x2 = tl.load(at + HALF, mask=mask, other=0.0)
+        x1 = tl.load(at, mask=mask, other=0.0).to(ACC)
+        x2 = tl.load(at + HALF, mask=mask, other=0.0).to(ACC)
     return x1, x2
 
 
@@ -159,10 +159,11 @@ def load_features(at, mask, HALF: tl.constexpr, PAIRS: tl.constexpr):
 def store_features(at, y1, y2, mask, HALF: tl.constexpr, PAIRS: tl.constexpr):
     """The reverse of ``load_features``."""
     if PAIRS:
-        tl.store(at, tl.reshape(tl.join(y1, y2), (y1.shape[0], 2 * y1.shape[1])), mask=mask)
+        both = tl.reshape(tl.join(y1, y2), (y1.shape[0], 2 * y1.shape[1]))
+        tl.store(at, both.to(at.dtype.element_ty), mask=mask)
     else:
-        tl.store(at, y1, mask=mask)
-        tl.store(at + HALF, y2, mask=mask)
+        tl.store(at, y1.to(at.dtype.element_ty), mask=mask)
+        tl.store(at + HALF, y2.to(at.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -193,9 +194,9 @@ def _rotate_heads(
     mask = (h < heads) & (d < (2 * HALF if PAIRS else HALF))
     x_at = x_base + h.to(tl.int64) * x_head + d
     y_at = y_base + h.to(tl.int64) * y_head + d
-    x1, x2 = load_features(x_ptr + x_at, mask, HALF, PAIRS)
-    y1, y2 = rotate(x1.to(ACC), x2.to(ACC), c1, c2, s1, s2, TRANSPOSED)
-    store_features(y_ptr + y_at, y1.to(y_ptr.dtype.element_ty), y2.to(y_ptr.dtype.element_ty), mask, HALF, PAIRS)
+    x1, x2 = load_features(x_ptr + x_at, mask, HALF, PAIRS, ACC)
+    y1, y2 = rotate(x1, x2, c1, c2, s1, s2, TRANSPOSED)
+    store_features(y_ptr + y_at, y1, y2, mask, HALF, PAIRS)
     if TAIL > 0:
         t = 2 * HALF + tl.arange(0, TAIL)[None, :]
         tail = (h < heads) & (t < D)

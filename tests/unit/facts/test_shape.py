@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ftcli.facts.shape import ModelShape, shape_of
 from ftcli.tables.families import TABLE
@@ -45,7 +46,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
 #: transformers builds no model without.
 NEEDED: dict[str, dict[str, Any]] = {"hunyuan_v1_dense": {"head_dim": 16}}
 ALONE = [
-    name for name in TABLE if not name.endswith("_vl_text")
+    name for name in TABLE if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 ]  # the others are parts: tests/unit/facts/test_towers.py
 CASES = [(name, NEEDED.get(name, {}) | values) for name in ALONE for values in ({}, *VARIANTS.get(name, []))]
 

@@ -117,7 +117,7 @@ def adapted(name: str, **lora: Any) -> peft.PeftModel:
     return model
 
 
-@pytest.mark.parametrize("name", ["gemma3", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("name", ["gemma3", "mistral3", "muse_glimmer", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 def test_the_language_model_of_a_multimodal_model_is_on_the_kernels(name: str) -> None:
     base = build(name)
     model, _ = apply_lora(base, LoraConfig(r=4), PLAN, seed=0)
@@ -127,7 +127,8 @@ def test_the_language_model_of_a_multimodal_model_is_on_the_kernels(name: str) -
     loss, gradients = run(model)
     tower = base.config.vision_config._attn_implementation
     applied = patch(model, "reference")
-    assert [entry.layer for entry in applied.table if entry.on] == ["layers.0", "layers.1", "norm"]
+    count = base.config.text_config.num_hidden_layers
+    assert [entry.layer for entry in applied.table if entry.on] == [*(f"layers.{at}" for at in range(count)), "norm"]
     assert base.config.vision_config._attn_implementation == tower
     patched_loss, patched = run(model)
     assert patched_loss == pytest.approx(loss, rel=1e-5)
@@ -139,7 +140,7 @@ def test_the_language_model_of_a_multimodal_model_is_on_the_kernels(name: str) -
 
 
 @pytest.mark.parametrize("kernels", ["off", "reference"])
-@pytest.mark.parametrize("name", ["gemma3", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("name", ["gemma3", "mistral3", "muse_glimmer", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 def test_packed_documents_stay_apart_in_the_language_model_of_a_multimodal_model(name: str, kernels: Kernels) -> None:
     generator = torch.Generator().manual_seed(5)
     rows = []
@@ -202,7 +203,7 @@ def test_norms_over_heads_neither_copy_their_input_nor_turn_its_layout(monkeypat
         return rms_norm(x, *args, **kwargs).contiguous()
 
     monkeypatch.setattr("ftkernels.lora_qkv.rms_norm", like_the_kernel)
-    found = _normed(heads, Norm(norm.weight, norm_eps(norm)), "auto")
+    found = _normed(heads, Norm(norm.weight, norm_eps(norm)), "head", "auto")
     assert found.transpose(1, 2).is_contiguous()
     torch.testing.assert_close(found, norm(heads))
 
@@ -367,7 +368,7 @@ def test_a_kernel_that_does_not_fit_the_gpu_is_a_coded_error(monkeypatch: pytest
     model = adapted("llama")
     applied = patch(model, "reference")
 
-    def too_large(*_: Any) -> None:
+    def too_large(*_: Any, **__: Any) -> None:
         raise OutOfResources(237568, 232448, "shared memory")
 
     monkeypatch.setattr(FusedDecoderLayer, "_mlp", too_large)
@@ -378,13 +379,13 @@ def test_a_kernel_that_does_not_fit_the_gpu_is_a_coded_error(monkeypatch: pytest
 def test_self_check_names_the_layer_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     model = adapted("llama")
     applied = patch(model, "reference")
-    mlp = FusedDecoderLayer._mlp
+    half = FusedDecoderLayer._mlp_half
 
-    def broken(self: FusedDecoderLayer, hidden: torch.Tensor, norm: Any, packs: Any, residual: Any) -> Any:
-        out = mlp(self, hidden, norm, packs, residual)
+    def broken(self: FusedDecoderLayer, hidden: torch.Tensor, packs: Any) -> Any:
+        out = half(self, hidden, packs)
         return out * 1.05 if self.self_attn.layer_idx == 1 else out
 
-    monkeypatch.setattr(FusedDecoderLayer, "_mlp", broken)
+    monkeypatch.setattr(FusedDecoderLayer, "_mlp_half", broken)
     with pytest.raises(FtcliError, match=r"FT704.*layers\.1"):
         self_check(model, applied, "reference", batch(), PLAN)
 
@@ -393,12 +394,12 @@ def test_self_check_compares_outputs_and_not_only_gradients(monkeypatch: pytest.
     """The last layer's output is scaled here, which the norm after it undoes: loss and gradients are right."""
     model = plain("llama", rms_norm_eps=1e-12)
     applied = patch(model, "reference")
-    mlp = FusedDecoderLayer._mlp
+    half = FusedDecoderLayer._mlp_half
 
-    def scaled(self: FusedDecoderLayer, hidden: torch.Tensor, norm: Any, packs: Any, residual: Any) -> Any:
-        out = mlp(self, hidden, norm, packs, residual)
+    def scaled(self: FusedDecoderLayer, hidden: torch.Tensor, packs: Any) -> Any:
+        out = half(self, hidden, packs)
         return out + 0.05 * out.detach() if self.self_attn.layer_idx == 1 else out
 
-    monkeypatch.setattr(FusedDecoderLayer, "_mlp", scaled)
+    monkeypatch.setattr(FusedDecoderLayer, "_mlp_half", scaled)
     with pytest.raises(FtcliError, match=r"FT704.*layers\.1 the output differs by 0\.05"):
         self_check(model, applied, "reference", batch(), PLAN)
