@@ -139,7 +139,7 @@ def rotary_cases(new: Maker, rank: int, capability: int) -> Launches:
         (", wide heads", 16, 8, 256),
     ):
         angles, width = new(1, rows, size), (q_heads + 2 * k_heads) * size
-        rotary, b = qkv_parts.Rotary(angles, angles, q_heads, k_heads), new(width, rank)
+        rotary, b = qkv_parts.Rotary(angles, angles, q_heads, k_heads, size), new(width, rank)
         yield (
             f"qkv rope forward{name}",
             partial(qkv_rope.qkv_rope_forward, new(rows, width), new(rows, 3 * rank), b, rotary),
@@ -154,7 +154,7 @@ def rotary_cases(new: Maker, rank: int, capability: int) -> Launches:
     rows = 512
     for name, q_heads, k_heads, size in (("", 32, 8, 128), (", wide heads", 8, 4, 256)):
         angles, weight, width = new(1, rows, size), new(size, of=torch.float32), (q_heads + 2 * k_heads) * size
-        rotary = qkv_parts.Rotary(angles, angles, q_heads, k_heads)
+        rotary = qkv_parts.Rotary(angles, angles, q_heads, k_heads, size)
         norms, y = qkv_parts.HeadNorms(weight, weight, 1e-6, "llama"), new(rows, width)
         grads = (new(1, q_heads, rows, size), new(1, k_heads, rows, size), new(1, k_heads, rows, size))
         for lora in (False, True) if capability >= 80 else (False,):
