@@ -178,6 +178,41 @@ def rotary_cases(new: Maker, rank: int, capability: int) -> Launches:
                 yield "qkv norm rope backward, joined", partial(back, *operands, want_dw=False, tile=tile)
 
 
+def option_cases(new: Maker, rank: int, capability: int) -> Launches:
+    """Launches of the same epilogues under the options of single families; as :func:`cases`."""
+    rows, shared = 512, SHARED_MEMORY[capability]
+    for name, q_heads, k_heads, size, rotated, pairs, span, after in (
+        ("pairs", 32, 8, 128, 128, True, None, False),
+        ("pairs, part", 32, 2, 128, 64, True, None, False),
+        ("part", 24, 8, 128, 96, False, None, False),
+        ("part, odd", 32, 32, 80, 20, False, None, False),
+        ("norm, width", 32, 32, 128, 128, False, "width", False),
+        ("norm, still", 40, 8, 128, 0, False, "head", False),
+        ("norm, after", 32, 8, 128, 128, False, "head", True),
+        ("norm, part", 16, 4, 256, 64, False, "head", False),
+    ):
+        angles, width = new(1, rows, rotated) if rotated else None, (q_heads + 2 * k_heads) * size
+        rotary = qkv_parts.Rotary(angles, angles, q_heads, k_heads, size, pairs)
+        xa, b = (new(rows, 3 * rank), new(width, rank)) if capability >= 80 else (None, None)
+        grads = (new(1, q_heads, rows, size), new(1, k_heads, rows, size), new(1, k_heads, rows, size))
+        ahead: Callable[[], object]
+        back: Callable[[], object]
+        if span is None:
+            tile = qkv_rope.backward_tile(shared, size, rank)
+            ahead = partial(qkv_rope.qkv_rope_forward, new(rows, width), xa, b, rotary)
+            back = partial(qkv_rope.qkv_rope_backward, *grads, b, rotary, new.dtype, tile=tile)
+        else:
+            wide = span == "width"
+            weights = (new(n * size if wide else size) for n in (q_heads, k_heads))
+            norms = qkv_parts.HeadNorms(*weights, 1e-6, "plain", span, after)
+            tile = qkv_norm_rope.backward_tile(shared, size, rank if b is not None else 0)
+            ahead = partial(qkv_norm_rope.qkv_norm_rope_forward, new(rows, width), xa, b, rotary, norms)
+            operands = (grads, new(rows, width), b, rotary, norms, new.dtype)
+            back = partial(qkv_norm_rope.qkv_norm_rope_backward, *operands, want_dw=wide, tile=tile)
+        yield f"qkv options forward: {name}", ahead
+        yield f"qkv options backward: {name}", back
+
+
 def glu_cases(new: Maker, rank: int, capability: int) -> Launches:
     """Launches of the gated unit; as :func:`cases`. Without products inside it below 8.0, where they are not used."""
     rows = 256
@@ -245,6 +280,7 @@ def cases(rank: int, dtype: torch.dtype, capability: int) -> Launches:
     yield "row sums", partial(row_sums.row_sums, partial_sums, partial_sums[0, :, 0], dtype, triton_kernel=True)
     yield "column sums", partial(row_sums.column_sums, new(528, HIDDEN, of=torch.float32))
     yield from rotary_cases(new, rank, capability)
+    yield from option_cases(new, rank, capability)
     yield from generation_cases(new, capability)
     yield from bitnet_cases(new, capability)
     weight = nf4.quantize_nf4(torch.ones(64, HIDDEN), double_quant=True)

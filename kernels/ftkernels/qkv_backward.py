@@ -105,7 +105,6 @@ def _heads_back(
     d = tl.arange(0, BLOCK)
     k = tl.arange(0, K)
     d_ok = d[None, :] < HALF
-    mask = (rows[:, None] < M) & d_ok
     lane = lanes(HALF, ROT, PAIRS, BLOCK)
     gap = lane_gap(lane, HALF, ROT, PAIRS)
     f, f_ok = features(HALF, ROT, PAIRS, BLOCK)

@@ -151,10 +151,7 @@ def _forward_kernel(
             store_features(y_at + column, gap, x1, x2, read & live, PAIRS)
         if AFTER:
             x1, x2 = rotate(x1, x2, c1, c2, s1, s2, TRANSPOSED=False)
-        if GROUPS == 0:
-            rstd = head_rstd(x1, x2, eps, HALF, ACC)
-        else:
-            rstd = tl.where(head < q_heads, rstd_q, rstd_k)
+        rstd = head_rstd(x1, x2, eps, HALF, ACC) if GROUPS == 0 else tl.where(head < q_heads, rstd_q, rstd_k)
         n1 = x1 * rstd
         n2 = x2 * rstd
         if FORM == "llama":

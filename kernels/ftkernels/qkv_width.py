@@ -1,4 +1,4 @@
-"""Sums over all heads of a token, for norms over the width of queries and of keys (OLMo-2, OLMo-3): one pass in front of
+"""Sums over all heads of a token, for norms over the width of queries and of keys (OLMo-2, OLMo-3): a pass in front of
 the epilogue's own, forward and backward.
 
 Legend: M rows, Hq and Hk heads, D head size, K padded rank, p one of q and k. Formulas: ``ftkernels.qkv_norm_rope``.

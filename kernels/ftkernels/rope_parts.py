@@ -31,11 +31,8 @@ def lanes(HALF: tl.constexpr, ROT: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.
 @triton.jit
 def lane_gap(first, HALF: tl.constexpr, ROT: tl.constexpr, PAIRS: tl.constexpr):
     """The distance from the first to the second feature of each lane: one number where it is the same in all."""
-    if PAIRS:
-        return 1
-    if ROT == 0 or ROT == HALF:
-        return HALF
-    return tl.where(first < ROT, ROT, HALF - ROT)
+    same: tl.constexpr = PAIRS or ROT == 0 or ROT == HALF
+    return (1 if PAIRS else HALF) if same else tl.where(first < ROT, ROT, HALF - ROT)
 
 
 @triton.jit
@@ -92,8 +89,8 @@ def load_rotation(
     PAIRS: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """cos and sin (c1, c2, s1, s2) of both features of the lanes ``d``, for ``row`` of B * S: 1 and 0 of lanes past ROT.
-    In pairs both features have those of the first halves.
+    """cos and sin (c1, c2, s1, s2) of both features of the lanes ``d``, for ``row`` of B * S; 1 and 0 past ROT. In
+    pairs both features have those of the first halves.
     """
     rest: tl.constexpr = 0.0 if ROT == HALF else 1.0
     if ROT < HALF:
