@@ -93,7 +93,7 @@ TEXT: dict[str, dict[str, Any]] = {
     "nemotron": {},
     "glm": {**_HEADS},
     "glm4": {**_HEADS},
-    "seed_oss": {**_HEADS},
+    "seed_oss": {**_HEADS, "attention_dropout": 0.0, "residual_dropout": 0.0},
     "glm4_moe": {**_ROUTED, **_HEADS},
     "glm4_moe_lite": {**_LATENT, **_ROUTED, "num_hidden_layers": 3},
     "deepseek_v3": {**_LATENT, **_ROUTED},
