@@ -230,6 +230,8 @@ def shape_of(config: Config) -> ModelShape | None:
 
 def window_of(config: Config, family: Family | None) -> int | None:
     """The sliding window that some layers of a language model have; None where none has one."""
+    if family is not None and not family.has_windows:
+        return None
     window = config.get("sliding_window", None if family is None else family.window)
     if not isinstance(window, int) or isinstance(window, bool) or config.get("use_sliding_window") is False:
         return None

@@ -160,11 +160,24 @@ class Family:
         )
 
     @property
+    def mlp_from_stream(self) -> bool:
+        """True if the gated unit's kernels read the residual stream and apply the norm, if any: they compute their half
+        again from that. An MLP behind a LayerNorm, or without a gate, is checkpointed as any other code is.
+        """
+        return self.norm != "layer" and len(self.mlp) == 3
+
+    @property
+    def has_windows(self) -> bool:
+        """True if transformers' layers of this family read a sliding window from the config; others ignore the key."""
+        some = (self.window, self.full_attention_every, self.windows_from, self.window_on_config or None)
+        return any(each is not None for each in some) or self.unrotated == "no_rope_layers"
+
+    @property
     def half_inputs(self) -> int:
         """Tensors of the residual stream that the halves of a layer are run again from: the input of each, and where
         the MLP's output is normalised that one too. Parallel halves are run again together.
         """
-        return 3 if self.closes else 2
+        return 3 if self.closes and self.mlp_from_stream else 2
 
     @property
     def most_sent(self) -> int:
