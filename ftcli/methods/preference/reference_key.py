@@ -85,7 +85,7 @@ def weight_digests(model: PreTrainedModel | PeftModel) -> list[list[Any]]:
 
 
 def _tensors(model: PreTrainedModel | PeftModel) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers, tied ones once; of sharded weights one layer after the other, each gathered meanwhile."""
+    """Parameters, tied ones once, and buffers; of sharded weights one layer after the other, each gathered meanwhile."""
     places: dict[nn.Module, int] = {}
     layers: list[Any] = list(decoder_layers(base_of(model))) if root_of(model) is not None else []
     for number, layer in enumerate(layers):
@@ -98,9 +98,11 @@ def _tensors(model: PreTrainedModel | PeftModel) -> Iterator[tuple[str, Tensor]]
         with _gathered(root_of(model) if number < 0 else layers[number]):
             for prefix, module in modules:
                 for name, tensor in _own(module).items():
-                    if id(tensor) not in seen:
+                    if isinstance(tensor, nn.Parameter):  # a view of what is joined has no identity
+                        if id(tensor) in seen:
+                            continue
                         seen.add(id(tensor))
-                        yield f"{prefix}.{name}" if prefix else name, tensor
+                    yield f"{prefix}.{name}" if prefix else name, tensor
 
 
 @contextmanager
