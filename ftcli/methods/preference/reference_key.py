@@ -85,7 +85,7 @@ def weight_digests(model: PreTrainedModel | PeftModel) -> list[list[Any]]:
 
 
 def _tensors(model: PreTrainedModel | PeftModel) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, tied ones once, and buffers; of sharded weights one layer after the other, each gathered meanwhile."""
+    """Parameters, tied ones once, and buffers; sharded ones layer by layer, each gathered meanwhile."""
     places: dict[nn.Module, int] = {}
     layers: list[Any] = list(decoder_layers(base_of(model))) if root_of(model) is not None else []
     for number, layer in enumerate(layers):
