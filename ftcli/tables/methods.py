@@ -148,7 +148,6 @@ def _preference(name: str, title: str) -> Method:
         full_defaults=MappingProxyType({"train.learning_rate": 5e-7}),
         unit=2,
         packs=False,
-        mixes=False,
         on_ranks=True,
         timed=True,
         told=("preference.loss", "preference.beta"),
@@ -171,7 +170,6 @@ def _labelled() -> Method:
         defaults=MappingProxyType({**pairs.defaults, "data.format": "labelled"}),
         unit=1,
         timed=False,
-        mixes=True,
         told=(*pairs.told, "preference.desirable_weight", "preference.undesirable_weight"),
         supports=MappingProxyType({**pairs.supports, "data.format": ("labelled",)}),
     )
@@ -211,7 +209,6 @@ TABLE: Mapping[str, Method] = MappingProxyType(
             unit=2,
             classifier=True,
             packs=False,
-            mixes=False,
             on_ranks=True,
             structural=("train.method",),
             supports=MappingProxyType({**_OF_PAIRS, "eval.tasks": ((),), "eval.lm_eval": ((),)}),
