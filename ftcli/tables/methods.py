@@ -210,6 +210,7 @@ TABLE: Mapping[str, Method] = MappingProxyType(
             classifier=True,
             packs=False,
             on_ranks=True,
+            timed=True,
             structural=("train.method",),
             supports=MappingProxyType({**_OF_PAIRS, "eval.tasks": ((),), "eval.lm_eval": ((),)}),
         ),
