@@ -78,28 +78,31 @@ def scored_ahead(
     settings, loss = recipe.preference or PreferenceConfig(), LabelLoss.of(recipe.preference)
     steps, longest = steps_of(job, epochs, group), recipe.data.max_seq_len
     units, again = seen_units(epochs, steps)
-    folder = cache_folder(settings, job.session.cache_dir) if keep else None
-    certain = again or caches(recipe, "surely")
-    if not certain and folder is None:
-        return LabelReference()
-    made = list(dict.fromkeys(_mismatches_of(epochs, steps, loss.kl_rows))) if loss.estimates_kl else []
-    asked = [*((unit, unit) for unit in units), *made]
 
-    def rows(number: int) -> Rows:
-        prompt, answer = asked[number]
-        (row,) = epochs.members(prompt)
-        return (row if prompt == answer else mismatched_row(row, epochs.members(answer)[0], longest),)
+    def training() -> Units:
+        made = dict.fromkeys(_mismatches_of(epochs, steps, loss.kl_rows)) if loss.estimates_kl else ()
+        asked = [*((unit, unit) for unit in units), *made]
+
+        def rows(number: int) -> Rows:
+            prompt, answer = asked[number]
+            (row,) = epochs.members(prompt)
+            return (row if prompt == answer else mismatched_row(row, epochs.members(answer)[0], longest),)
+
+        return Units(len(asked), rows)
 
     measured = [*held_out, *(_mismatched_of_files(held_out, longest) if loss.estimates_kl else ())]
-    found = AheadOfTraining(job, model, group, 1, 1.0, folder).score(
-        Units(len(asked), rows, recipe.launch.context_parallel_size),
-        Units(len(measured), lambda number: (measured[number],)),
-        certain=certain,
+    folder = cache_folder(settings, job.session.cache_dir) if keep else None
+    found = AheadOfTraining(job, model, group, 1, recipe.launch.context_parallel_size, 1.0, folder).score(
+        training,
+        lambda: Units(len(measured), lambda number: (measured[number],)),
+        certain=again or caches(recipe, "surely"),
     )
     if found is None:
         return LabelReference()
-    training, of_held_out = (dict(zip(scored.digests, scored.values[:, 0].tolist(), strict=True)) for scored in found)
-    return LabelReference(None, training, of_held_out)
+    of_training, of_held_out = (
+        dict(zip(scored.digests, scored.values[:, 0].tolist(), strict=True)) for scored in found
+    )
+    return LabelReference(None, of_training, of_held_out)
 
 
 def _mismatches_of(epochs: Epochs, steps: RunSteps, most: int | None) -> Iterator[tuple[int, int]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -47,20 +48,21 @@ class Units:
 
     Attributes:
         rows: Those of each unit by its number. They are read anew each time: all of them would be gigabytes.
-        shares: Ranks that share each row.
     """
 
     count: int
     rows: Callable[[int], Rows]
-    shares: int = 1
 
     def and_then(self, others: Units) -> Units:
-        """These and others after them, which are scored in the same way."""
+        """These and others after them."""
         return Units(
             self.count + others.count,
             lambda unit: self.rows(unit) if unit < self.count else others.rows(unit - self.count),
-            self.shares,
         )
+
+
+#: Makes units, which takes a while of many rows.
+Wanted: TypeAlias = "Callable[[], Units]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,23 @@ class ScoredUnits:
         """The values of each unit by its content."""
         return dict(zip(self.digests, self.values, strict=True))
 
+    def split(self, count: int) -> tuple[ScoredUnits, ScoredUnits]:
+        """The first ones, and the others."""
+        first, others = (self.digests[:count], self.values[:count]), (self.digests[count:], self.values[count:])
+        return ScoredUnits(*first), ScoredUnits(*others)
+
+
+@dataclass(frozen=True, slots=True)
+class _Lookup:
+    """Units with what is kept of them: NaN for those that are ``missing``."""
+
+    units: Units
+    shares: int
+    cache: ReferenceCache | None
+    digests: Sequence[bytes]
+    values: LogProbs
+    missing: Sequence[int]
+
 
 @dataclass(frozen=True, slots=True)
 class AheadOfTraining:
@@ -81,6 +100,7 @@ class AheadOfTraining:
 
     Attributes:
         rows: Of a unit.
+        shares: Ranks that share each row in training. Evaluation never shares rows.
         folder: Where log-probabilities are kept, one folder for each reference; None: nowhere.
     """
 
@@ -88,53 +108,62 @@ class AheadOfTraining:
     model: PreTrainedModel | PeftModel
     group: RankGroup | None
     rows: int
+    shares: int
     ld_alpha: float
     folder: Path | None
 
-    def score(self, training: Units, held_out: Units, *, certain: bool) -> tuple[ScoredUnits, ScoredUnits] | None:
-        """What training sees, and what evaluation does, which never shares rows. None where it is not ``certain`` that
-        this pays, and not everything is kept already.
+    def score(self, training: Wanted, held_out: Wanted, *, certain: bool) -> tuple[ScoredUnits, ScoredUnits] | None:
+        """What training sees, and what evaluation does. None where it is not ``certain`` that this pays, and not
+        everything is kept already; what is wanted is only asked for where it may be.
         """
         if not certain and self.folder is None:
             return None
-        if training.shares == held_out.shares:
-            found = self._looked_up([training.and_then(held_out)], certain)
+        if self.shares == 1:
+            found = self._looked_up([(1, lambda: training().and_then(held_out()))], certain)
+            return None if found is None else found[0].split(len(found[0].digests) - held_out().count)
+        measures = [(1, held_out)] if held_out().count else []
+        found = self._looked_up([(self.shares, training), *measures], certain)
+        return None if found is None else (found[0], found[1] if measures else found[0].split(0)[0])
+
+    def _looked_up(self, asked: Sequence[tuple[int, Wanted]], certain: bool) -> list[ScoredUnits] | None:
+        """Each of these, by the ranks that share its rows, completed by what is computed; None as :meth:`score`."""
+        looked: list[_Lookup] = []
+        for shares, wanted in asked:
+            found = self._lookup(shares, wanted, certain)
             if found is None:
                 return None
-            digests, values = found[0].digests, found[0].values
-            split = training.count
-            return ScoredUnits(digests[:split], values[:split]), ScoredUnits(digests[split:], values[split:])
-        apart = self._looked_up([training, held_out], certain)
-        return None if apart is None else (apart[0], apart[1])
-
-    def _looked_up(self, asked: Sequence[Units], certain: bool) -> list[ScoredUnits] | None:
-        """Each of these, completed by what is computed; None as :meth:`score`."""
-        found = []
-        for units in asked:
-            cache = self._cache(units.shares)
-            if not certain and not self._for_all(cache is not None and cache.is_there):
-                return None
-            digests = [unit_digest(*units.rows(unit)) for unit in range(units.count)]
-            values = self._shared(self._laid_out({} if cache is None else cache.read(), digests))
-            missing = np.flatnonzero(np.isnan(values).any(axis=1)).tolist()
-            if missing and not certain:
-                return None
-            found.append((units, cache, digests, values, missing))
-        for units, cache, digests, values, missing in found:
-            if missing:
-                values[missing] = self._computed(units, missing)
-                if cache is not None and np.isfinite(values[missing]).all():
-                    kept = cache.add({digests[unit]: values[unit] for unit in missing})
-                    values[missing] = np.stack([kept[digests[unit]] for unit in missing])
-                values[:] = self._shared(values)
-        count, computed = sum(len(each[3]) for each in found), sum(len(each[4]) for each in found)
+            looked.append(found)
+        for each in looked:
+            if each.missing:
+                self._complete(each)
+        count, computed = sum(len(each.digests) for each in looked), sum(len(each.missing) for each in looked)
         self.job.reporter.info(
             f"reference: scored ahead, {count - computed:,} of {count:,} {_NAMES[self.rows]} found"
             f"{'' if self.folder is None else f' in {self.folder}'}, {computed:,} computed"
         )
-        return [ScoredUnits(digests, values) for _, _, digests, values, _ in found]
+        return [ScoredUnits(each.digests, each.values) for each in looked]
 
     # -- the cache -------------------------------------------------------------------------------------------
+
+    def _lookup(self, shares: int, wanted: Wanted, certain: bool) -> _Lookup | None:
+        """What is kept of these; None where they are not to be computed and something is missing."""
+        cache = self._cache(shares)
+        if not certain and not self._for_all(cache is not None and cache.is_there):
+            return None
+        units = wanted()
+        digests = [unit_digest(*units.rows(unit)) for unit in range(units.count)]
+        values = self._shared(self._laid_out({} if cache is None else cache.read(), digests))
+        missing = np.flatnonzero(np.isnan(values).any(axis=1)).tolist()
+        return None if missing and not certain else _Lookup(units, shares, cache, digests, values, missing)
+
+    def _complete(self, looked: _Lookup) -> None:
+        """Computes what is missing, and keeps it; on all ranks, as it is kept."""
+        values, missing, digests = looked.values, looked.missing, looked.digests
+        values[missing] = self._computed(looked.units, looked.shares, missing)
+        if looked.cache is not None and np.isfinite(values[missing]).all():
+            kept = looked.cache.add({digests[unit]: values[unit] for unit in missing})
+            values[missing] = np.stack([kept[digests[unit]] for unit in missing])
+        values[:] = self._shared(values)
 
     def _cache(self, shares: int) -> ReferenceCache | None:
         """The reference's, on the leading rank."""
@@ -169,7 +198,7 @@ class AheadOfTraining:
 
     # -- what is not there -----------------------------------------------------------------------------------
 
-    def _computed(self, units: Units, missing: Sequence[int]) -> LogProbs:
+    def _computed(self, units: Units, shares: int, missing: Sequence[int]) -> LogProbs:
         """(missing, width), of the longest units first; ranks take batches in turn."""
         places = {unit: place for place, unit in enumerate(missing)}
         ordered = sorted(missing, key=lambda unit: -sum(len(row.input_ids) for row in units.rows(unit)))
@@ -178,7 +207,7 @@ class AheadOfTraining:
         self.model.eval()
         try:
             with torch.no_grad(), self._untrained():
-                for done, found in self._scored(units, ordered):
+                for done, found in self._scored(units, shares, ordered):
                     values[[places[unit] for unit in done]] = by_unit(found, self.rows)
         finally:
             self.model.train(training)
@@ -189,56 +218,63 @@ class AheadOfTraining:
         group.stop_if_asked(_DOING)
         return self._summed(values, group)
 
-    def _scored(self, units: Units, ordered: Sequence[int]) -> Iterator[tuple[Sequence[int], Tensor]]:
+    def _scored(self, units: Units, shares: int, ordered: Sequence[int]) -> Iterator[tuple[Sequence[int], Tensor]]:
         """Units of this rank with what their answers are given, (answers, 2): sums and weighed sums. Of ranks that
         share rows the first one has them.
         """
-        job, group = self.job, self.group
-        sharded, sequence = root_of(self.model) is not None, sequence_part(group, units.shares)
-        head = head_of(self.model)
-        scorer = AnswerScorer(job.batches(self.model), job.pad_token_id, head.weight.shape[0], self.ld_alpha, sequence)
+        job, group, model = self.job, self.group, self.model
+        sharded, sequence = root_of(model) is not None, sequence_part(group, shares)
+        # Ranks that share rows exchange heads within a layer: one that runs out of memory there ends the run.
+        halves = sharded and sequence is None
+        head = head_of(model)
+        scorer = AnswerScorer(job.batches(model), job.pad_token_id, head.weight.shape[0], self.ld_alpha, sequence)
 
         def attempt(chosen: Sequence[int]) -> Tensor | None:
             batch = scorer.batch([row for unit in chosen for row in units.rows(unit)])
             inputs = {name: value.to(job.device) for name, value in batch.items()}
             with compute_context(job.device, job.dtypes.compute, job.dtypes.autocast):
-                # Ranks that share rows exchange heads within a layer: one that runs out of memory there ends the run.
-                can_fail = sharded and sequence is None
-                scored = (
-                    try_forward(self.model, lambda: scorer.score(self.model, inputs))
-                    if can_fail
-                    else scorer.score(self.model, inputs)
-                )
+                score = partial(scorer.score, model, inputs)
+                scored = try_forward(model, score) if halves else score()
             return None if scored is None else torch.stack([scored.sums, scored.weighed], 1)
+
+        def where(unit: int) -> Origin:
+            return units.rows(unit)[0].row.origin
+
+        if group is None or not (sharded or shares > 1):
+            yield from self._by_itself(ordered, attempt, where)
+            return
+        size, reporter = job.recipe.train.per_device_train_batch_size, job.reporter
+        turns = in_step(
+            group, ordered, size, attempt,
+            where=where, reporter=reporter, what="the reference", doing=_DOING, shares=shares,
+        )  # fmt: skip
+        with reporter.progress(len(ordered), _DOING) as progress:
+            for turn in turns:
+                progress.advance(turn.of_all)
+                if turn.found is not None and (sequence is None or sequence.part == 0):
+                    yield turn.items, turn.found
+
+    def _by_itself(
+        self, ordered: Sequence[int], attempt: Callable[[Sequence[int]], Tensor | None], where: Callable[[int], Origin]
+    ) -> Iterator[tuple[Sequence[int], Tensor]]:
+        """The batches of a rank that needs no other one in a pass, until it is asked to stop."""
+        group, reporter = self.group, self.job.reporter
+        size = self.job.recipe.train.per_device_train_batch_size
+        if group is not None:
+            batches = [ordered[start : start + size] for start in range(0, len(ordered), size)]
+            ordered = [unit for batch in batches[group.rank :: group.size] for unit in batch]
 
         def run(chosen: Sequence[int]) -> Tensor:
             found = attempt(chosen)
             assert found is not None
             return found
 
-        def where(unit: int) -> Origin:
-            return units.rows(unit)[0].row.origin
-
-        size, reporter = job.recipe.train.per_device_train_batch_size, job.reporter
-        if group is not None and (sharded or sequence is not None):
-            turns = in_step(
-                group, ordered, size, attempt,
-                where=where, reporter=reporter, what="the reference", doing=_DOING, shares=units.shares,
-            )  # fmt: skip
-            with reporter.progress(len(ordered), _DOING) as progress:
-                for turn in turns:
-                    progress.advance(turn.of_all)
-                    if turn.found is not None and (sequence is None or sequence.part == 0):
-                        yield turn.items, turn.found
-            return
-        if group is not None:
-            batches = [ordered[start : start + size] for start in range(0, len(ordered), size)]
-            ordered = [unit for batch in batches[group.rank :: group.size] for unit in batch]
+        runs = in_batches(ordered, size, run, where=where, reporter=reporter, what="the reference")
         with (
             nullcontext() if group is None else group.exchanging(),
             reporter.progress(len(ordered), _DOING) as progress,
         ):
-            for done, found in in_batches(ordered, size, run, where=where, reporter=reporter, what="the reference"):
+            for done, found in runs:
                 yield done, found
                 progress.advance(len(done))
                 if group is not None and group.signalled:

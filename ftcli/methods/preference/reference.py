@@ -99,11 +99,10 @@ def scored_ahead(
         return Reference()
     units, again = seen_units(epochs, steps_of(job, epochs, group))
     folder = cache_folder(settings, job.session.cache_dir) if keep else None
-    scoring = AheadOfTraining(job, model, group, 2, settings.ld_alpha, folder)
-    shares = recipe.launch.context_parallel_size
+    scoring = AheadOfTraining(job, model, group, 2, recipe.launch.context_parallel_size, settings.ld_alpha, folder)
     found = scoring.score(
-        Units(len(units), lambda number: tuple(epochs.members(units[number])), shares),
-        Units(len(held_out) // 2, lambda pair: (held_out[2 * pair], held_out[2 * pair + 1])),
+        lambda: Units(len(units), lambda number: tuple(epochs.members(units[number]))),
+        lambda: Units(len(held_out) // 2, lambda pair: (held_out[2 * pair], held_out[2 * pair + 1])),
         certain=again or caches(recipe, "surely"),
     )
     if found is None:
