@@ -66,12 +66,14 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One decoder layer: what mixes tokens, the width of its MLP, its linears, and the elements of its norms."""
+    """One decoder layer: what mixes tokens, the width of its MLP, its linears, and the elements of its norms and of
+    its activation.
+    """
 
     attention: Attention
     mlp_width: int
     linears: tuple[Linear, ...]
-    norm_parameters: int
+    other_parameters: int
 
     @property
     def linear_parameters(self) -> int:
@@ -131,8 +133,8 @@ class ModelShape:
 
     @property
     def norm_parameters(self) -> int:
-        """Elements of all norm weights."""
-        return sum(layer.norm_parameters for layer in self.layers) + _norm(self.family, self.hidden_size)
+        """Elements of all norm weights, and of what activations have."""
+        return sum(layer.other_parameters for layer in self.layers) + _norm(self.family, self.hidden_size)
 
     @property
     def norms(self) -> Norms:
@@ -320,7 +322,7 @@ def _norm_parameters(
     total = len(_norms(family, parallel=parallel).names) * _norm(family, hidden)
     if family.head_norm is not None and family.head_norm.weights:
         total += head_dim * (heads + kv_heads if family.head_norm.span == "width" else 2)
-    return total + (hidden + inner if family.sub_norms else 0)
+    return total + family.activation_parameters + (hidden + inner if family.sub_norms else 0)
 
 
 def _linears(config: Config, family: Family, hidden: int, inner: int, q: int, kv: int) -> tuple[Linear, ...]:

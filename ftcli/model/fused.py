@@ -157,7 +157,7 @@ class FusedNorm(nn.Module):
 
 def _weight_for(weight: Tensor, x: Tensor, form: NormForm) -> Tensor:
     """The weight in a dtype that keeps the norm's output in ``x``'s: one that is trained whole is held in float32."""
-    return weight if form == "gemma" else weight.to(x.dtype)
+    return weight.to(x.dtype) if form == "llama" else weight
 
 
 class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
@@ -476,7 +476,8 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
 
     def _two_linears(self, x: Tensor, residual: Tensor | None, first: Projection, last: Projection) -> Tensor:
         """(..., H) -> (..., H): an MLP without a gate."""
-        activated = self.mlp.act(lora_linear(x, first, backend=self._backend))
+        act = self.mlp.act_fn if hasattr(self.mlp, "act_fn") else self.mlp.act  # transformers' own module
+        activated = act(lora_linear(x, first, backend=self._backend))
         return lora_linear(activated, last, residual=residual, backend=self._backend)
 
     def _norm(self, norm: Any) -> Norm:
@@ -484,7 +485,7 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
 
     @property
     def _rms_form(self) -> NormForm:
-        return "gemma" if self._family.norm == "gemma" else "llama"
+        return "llama" if self._family.norm == "layer" else self._family.norm
 
     def _add_normed(self, x: Tensor, residual: Tensor, norm: Any) -> Tensor:
         weight = _weight_for(norm.weight, x, self._rms_form)

@@ -14,6 +14,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -144,21 +145,22 @@ def rotary_cases(new: Maker, rank: int, capability: int) -> Launches:
         (", wide heads", 16, 8, 256),
     ):
         angles, width = new(1, rows, size), (q_heads + 2 * k_heads) * size
-        rotary, b = qkv_parts.Rotary(angles, angles, q_heads, k_heads), new(width, rank)
+        rotary, b = qkv_parts.Rotary(angles, angles, q_heads, k_heads, size), new(width, rank)
         ahead = partial(qkv_rope.qkv_rope_forward, new(rows, width))
         yield f"qkv rope forward{name}", partial(ahead, new(rows, 3 * rank), b, rotary)
         keys = new(1, k_heads, rows, size)
         tile = qkv_rope.backward_tile(shared, size, rank)
         grads = (new(1, q_heads, rows, size), keys, keys)
-        back = partial(qkv_rope.qkv_rope_backward, *grads, b, rotary, new.dtype, tile=tile)
-        yield f"qkv rope backward{name}", back
+        back = partial(qkv_rope.qkv_rope_backward, *grads, b, dtype=new.dtype, tile=tile)
+        yield f"qkv rope backward{name}", partial(back, rotary=rotary)
         if not name:
-            yield "qkv rope forward, joined", partial(ahead, new(rows, rank), b, rotary, joined=True)
-            yield "qkv rope backward, joined", partial(back, joined=True)
+            one = replace(rotary, joined=True)
+            yield "qkv rope forward, joined", partial(ahead, new(rows, rank), b, one)
+            yield "qkv rope backward, joined", partial(back, rotary=one)
     rows = 512
     for name, q_heads, k_heads, size in (("", 32, 8, 128), (", wide heads", 8, 4, 256)):
         angles, weight, width = new(1, rows, size), new(size, of=torch.float32), (q_heads + 2 * k_heads) * size
-        rotary = qkv_parts.Rotary(angles, angles, q_heads, k_heads)
+        rotary = qkv_parts.Rotary(angles, angles, q_heads, k_heads, size)
         norms, y = qkv_parts.HeadNorms(weight, weight, 1e-6, "llama"), new(rows, width)
         grads = (new(1, q_heads, rows, size), new(1, k_heads, rows, size), new(1, k_heads, rows, size))
         for lora in (False, True) if capability >= 80 else (False,):
@@ -170,9 +172,45 @@ def rotary_cases(new: Maker, rank: int, capability: int) -> Launches:
             operands = (grads, y, low, rotary, norms, new.dtype)
             yield f"qkv norm rope backward{end}", partial(back, *operands, want_dw=low is None, tile=tile)
             if lora and not name:
-                one = {"joined": True}
-                yield "qkv norm rope forward, joined", partial(ahead, y, new(rows, rank), low, rotary, norms, **one)
-                yield "qkv norm rope backward, joined", partial(back, *operands, want_dw=False, tile=tile, **one)
+                one = replace(rotary, joined=True)
+                yield "qkv norm rope forward, joined", partial(ahead, y, new(rows, rank), low, one, norms)
+                operands = (grads, y, low, one, norms, new.dtype)
+                yield "qkv norm rope backward, joined", partial(back, *operands, want_dw=False, tile=tile)
+
+
+def option_cases(new: Maker, rank: int, capability: int) -> Launches:
+    """Launches of the same epilogues under the options of single families; as :func:`cases`."""
+    rows, shared = 512, SHARED_MEMORY[capability]
+    for name, q_heads, k_heads, size, rotated, pairs, span, after in (
+        ("pairs", 32, 8, 128, 128, True, None, False),
+        ("pairs, part", 32, 2, 128, 64, True, None, False),
+        ("part", 24, 8, 128, 96, False, None, False),
+        ("part, odd", 32, 32, 80, 20, False, None, False),
+        ("norm, width", 32, 32, 128, 128, False, "width", False),
+        ("norm, still", 40, 8, 128, 0, False, "head", False),
+        ("norm, after", 32, 8, 128, 128, False, "head", True),
+        ("norm, part", 16, 4, 256, 64, False, "head", False),
+    ):
+        angles, width = new(1, rows, rotated) if rotated else None, (q_heads + 2 * k_heads) * size
+        rotary = qkv_parts.Rotary(angles, angles, q_heads, k_heads, size, pairs)
+        xa, b = (new(rows, 3 * rank), new(width, rank)) if capability >= 80 else (None, None)
+        grads = (new(1, q_heads, rows, size), new(1, k_heads, rows, size), new(1, k_heads, rows, size))
+        ahead: Callable[[], object]
+        back: Callable[[], object]
+        if span is None:
+            tile = qkv_rope.backward_tile(shared, size, rank)
+            ahead = partial(qkv_rope.qkv_rope_forward, new(rows, width), xa, b, rotary)
+            back = partial(qkv_rope.qkv_rope_backward, *grads, b, rotary, new.dtype, tile=tile)
+        else:
+            wide = span == "width"
+            weights = (new(n * size if wide else size) for n in (q_heads, k_heads))
+            norms = qkv_parts.HeadNorms(*weights, 1e-6, "plain", span, after)
+            tile = qkv_norm_rope.backward_tile(shared, size, rank if b is not None else 0)
+            ahead = partial(qkv_norm_rope.qkv_norm_rope_forward, new(rows, width), xa, b, rotary, norms)
+            operands = (grads, new(rows, width), b, rotary, norms, new.dtype)
+            back = partial(qkv_norm_rope.qkv_norm_rope_backward, *operands, want_dw=wide, tile=tile)
+        yield f"qkv options forward: {name}", ahead
+        yield f"qkv options backward: {name}", back
 
 
 def glu_cases(new: Maker, rank: int, capability: int) -> Launches:
@@ -242,6 +280,7 @@ def cases(rank: int, dtype: torch.dtype, capability: int) -> Launches:
     yield "row sums", partial(row_sums.row_sums, partial_sums, partial_sums[0, :, 0], dtype, triton_kernel=True)
     yield "column sums", partial(row_sums.column_sums, new(528, HIDDEN, of=torch.float32))
     yield from rotary_cases(new, rank, capability)
+    yield from option_cases(new, rank, capability)
     yield from generation_cases(new, capability)
     yield from bitnet_cases(new, capability)
     weight = nf4.quantize_nf4(torch.ones(64, HIDDEN), double_quant=True)

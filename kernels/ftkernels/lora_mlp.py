@@ -134,8 +134,8 @@ def lora_mlp_reference(
     """The same in plain torch with torch's own autograd."""
     entering = [gate] if up is None else [gate, up]
     x = norm_reference(z, norm, *entering)
-    both = torch.cat([project_reference(x, p) for p in entering], dim=-1)
-    y = project_reference(glu_reference(*both.chunk(2, dim=-1), activation), down)
+    first, second = torch.cat([project_reference(x, p) for p in entering], dim=-1).chunk(2, dim=-1)
+    y = project_reference(glu_reference(first, second, activation), down)
     if residual == "add":
         return z + y
     return (y, z) if residual == "return" else y

@@ -18,7 +18,7 @@ saved, and q and k of another one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, get_args
 
 import torch
@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ftkernels.device import BackendName, without_autocast
-from ftkernels.limits import NormForm, NormSpan, RopeLayout
+from ftkernels.limits import NormSpan, RopeLayout
 from ftkernels.lowrank import enter_base, group_backward, products
 from ftkernels.lowrank_add import lowrank_add
 from ftkernels.lowrank_plan import GroupPlan, Packed, adapter_tensors, make_plan
@@ -114,7 +114,11 @@ def lora_qkv(
         return _apart(bare, plan.dtype, epilogue, backend)
     angles = (None, None) if rope is None else rope
     norm_q, norm_k = (None, None) if head_norms is None else head_norms
-    spec = _Spec(plan, heads, head_dim, *((0.0, "llama") if norm_q is None else (norm_q.eps, norm_q.form)))
+    norms = None
+    if norm_q is not None:
+        after = norm_after_rope and rope is not None
+        norms = HeadNorms(None, None, norm_q.eps, norm_q.form, norm_span, after)
+    spec = _Spec(plan, heads, head_dim, norms, rope_layout == "pairs")
     weights = [None if each is None else each.weight for each in (norm, norm_q, norm_k)]
     trained = (*adapter_tensors(projections), *weight_tensors(projections))
     return QKV(*_LoraQkv.apply(spec, z, *weights, *angles, *trained))
@@ -160,19 +164,21 @@ def _check_epilogue(epilogue: _Epilogue, head_dim: int, q_width: int, k_width: i
 
 
 def _in_one_kernel(plan: GroupPlan, head_dim: int, epilogue: _Epilogue) -> bool:
-    """True when the epilogue is one kernel, or none. Ranks too large for it, heads rotated in part, or norms without a
-    rotation, are operations of their own.
+    """True when the epilogue is one kernel, or none. Ranks too large for it, norms that differ in more than their
+    weights, and those over the width behind a rotation, are operations of their own.
     """
-    head_norms, rope = epilogue.head_norms, epilogue.rope
-    if rope is None:
-        return head_norms is None
-    cos, sin = rope
-    if epilogue.rope_layout != "halves" or epilogue.norm_span != "head" or epilogue.norm_after_rope:
-        return False
-    if head_norms is not None and any(each.weight is None for each in head_norms):
-        return False
-    one_form = head_norms is None or (head_norms[0].eps, head_norms[0].form) == (head_norms[1].eps, head_norms[1].form)
-    return plan.fused and one_form and cos.shape[-1] == head_dim and cos.stride(-1) == sin.stride(-1) == 1
+    if epilogue.head_norms is None and epilogue.rope is None:
+        return True
+    if epilogue.head_norms is not None:
+        of_q, of_k = ((each.eps, each.form, each.weight is None) for each in epilogue.head_norms)
+        late = epilogue.norm_after_rope and epilogue.rope is not None
+        if of_q != of_k or (late and epilogue.norm_span == "width"):
+            return False
+    if epilogue.rope is not None:
+        cos, sin = epilogue.rope
+        if cos.shape[-1] % 2 or cos.shape[-1] > head_dim or not cos.stride(-1) == sin.stride(-1) == 1:
+            return False
+    return plan.fused and head_dim % 2 == 0
 
 
 def _apart(bare: QKV, dtype: torch.dtype, epilogue: _Epilogue, backend: BackendName) -> QKV:
@@ -233,24 +239,20 @@ def lora_qkv_reference(
 
 @dataclass(frozen=True, slots=True)
 class _Spec:
-    """One call: the plan of the projections, the heads of q, k and v and their size, and eps and form of the norms by
-    head.
+    """One call: the plan of the projections, the heads of q, k and v and their size, the norms without their weights,
+    and the layout.
     """
 
     plan: GroupPlan
     heads: tuple[int, int, int]
     head_dim: int
-    eps: float
-    form: NormForm
+    norms: HeadNorms | None
+    pairs: bool
 
-    @property
-    def joined(self) -> bool:
-        """True when one projection gives q, k and v."""
-        return len(self.plan.projections) == 1
-
-    def rotary(self, cos: Tensor, sin: Tensor) -> Rotary:
-        """cos and sin with the numbers of heads that they turn."""
-        return Rotary(cos, sin, self.heads[0], self.heads[1])
+    def rotary(self, cos: Tensor | None, sin: Tensor | None) -> Rotary:
+        """cos and sin with the heads that they turn."""
+        pairs, joined = self.pairs and cos is not None, len(self.plan.projections) == 1
+        return Rotary(cos, sin, self.heads[0], self.heads[1], self.head_dim, pairs, joined)
 
     def heads_of(self, source: Tensor, part: int, shape: torch.Size) -> Tensor:
         """(B, heads, S, D): q, k or v in its own columns of ``source``. ``shape``: (B, S, I)."""
@@ -278,12 +280,11 @@ class _LoraQkv(torch.autograd.Function):
             x, rstd, rows = enter_base(plan, z.reshape(-1, z.shape[-1]), norm_weight)
             y, packed, xa = products(plan, x, rows)
             turned = y
-            if cos is not None and sin is not None and q_weight is not None and k_weight is not None:
-                norms = HeadNorms(q_weight, k_weight, spec.eps, spec.form)
-                rotary = spec.rotary(cos, sin)
-                turned, before = qkv_norm_rope_forward(y, xa, packed.b, rotary, norms, joined=spec.joined)
+            if spec.norms is not None:
+                norms = replace(spec.norms, q=q_weight, k=k_weight)
+                turned, before = qkv_norm_rope_forward(y, xa, packed.b, spec.rotary(cos, sin), norms)
             elif cos is not None and sin is not None:
-                turned = qkv_rope_forward(y, xa, packed.b, spec.rotary(cos, sin), joined=spec.joined)
+                turned = qkv_rope_forward(y, xa, packed.b, spec.rotary(cos, sin))
             elif xa is not None and packed.b is not None:
                 for index, c in enumerate(plan.columns()):
                     lowrank_add(y[:, c], xa[:, plan.ranks(index)], packed.b[c], None, triton_kernel=plan.fused)
@@ -313,18 +314,16 @@ class _LoraQkv(torch.autograd.Function):
         dxa: Tensor | None = None
         d_heads: list[Tensor | None] = [None, None]
         with without_autocast(device_tensor):
-            if before is not None:
-                norms, wanted = HeadNorms(q_weight, k_weight, spec.eps, spec.form), any(wants_heads)
+            if spec.norms is not None:
+                norms, wanted = replace(spec.norms, q=q_weight, k=k_weight), any(wants_heads)
                 made = qkv_norm_rope_backward(
-                    *(grads_in, before, b, spec.rotary(cos, sin), norms, plan.dtype),
-                    want_dw=wanted,
-                    joined=spec.joined,
+                    grads_in, before, b, spec.rotary(cos, sin), norms, plan.dtype, want_dw=wanted
                 )
                 dy, dxa = made.d, made.dxa
                 found = zip((made.dw_q, made.dw_k), (q_weight, k_weight), wants_heads, strict=True)
                 d_heads = [None if dw is None or not w else dw.to(weight.dtype) for dw, weight, w in found]
             elif cos is not None and sin is not None:
-                dy, dxa = qkv_rope_backward(*grads_in, b, spec.rotary(cos, sin), plan.dtype, joined=spec.joined)
+                dy, dxa = qkv_rope_backward(*grads_in, b, spec.rotary(cos, sin), plan.dtype)
             else:
                 flat = [g.transpose(1, 2).flatten(2).flatten(0, 1) for g in grads_in]
                 dy = torch.cat(flat, dim=1).to(plan.dtype)

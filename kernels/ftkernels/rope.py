@@ -40,6 +40,7 @@ from ftkernels.device import (
     triton_dtype,
 )
 from ftkernels.limits import RopeLayout
+from ftkernels.rope_parts import features, load_features, load_rotation, rotate, rotation_arguments, store_features
 
 
 def apply_rope(
@@ -96,77 +97,6 @@ def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 @triton.jit
-def load_rotation(
-    cos_ptr,
-    cos_batch,
-    cos_token,
-    sin_ptr,
-    sin_batch,
-    sin_token,
-    row,
-    S,
-    d,
-    mask,
-    HALF: tl.constexpr,
-    PAIRS: tl.constexpr,
-    ACC: tl.constexpr,
-):
-    """The halves (c1, c2, s1, s2) of cos and sin for ``row`` of B * S, at the features ``d`` of a half; with PAIRS the
-    first ones twice.
-    """
-    c_at = cos_ptr + (row // S) * cos_batch + (row % S) * cos_token + d
-    s_at = sin_ptr + (row // S) * sin_batch + (row % S) * sin_token + d
-    c1 = tl.load(c_at, mask=mask, other=0.0).to(ACC)
-    c2 = c1 if PAIRS else tl.load(c_at + HALF, mask=mask, other=0.0).to(ACC)
-    s1 = tl.load(s_at, mask=mask, other=0.0).to(ACC)
-    s2 = s1 if PAIRS else tl.load(s_at + HALF, mask=mask, other=0.0).to(ACC)
-    return c1, c2, s1, s2
-
-
-@triton.jit
-def rotate(x1, x2, c1, c2, s1, s2, TRANSPOSED: tl.constexpr):
-    """The two halves turned, or turned back: the formulas of the module docstring."""
-    if TRANSPOSED:
-        y1 = x1 * c1 + x2 * s2
-        y2 = x2 * c2 - x1 * s1
-    else:
-        y1 = x1 * c1 - x2 * s1
-        y2 = x2 * c2 + x1 * s2
-    return y1, y2
-
-
-@triton.jit
-def first_features(BLOCK: tl.constexpr, PAIRS: tl.constexpr):
-    """The features where ``load_features`` reads: those of the first half; with PAIRS all of them."""
-    return tl.arange(0, 2 * BLOCK if PAIRS else BLOCK)
-
-
-@triton.jit
-def load_features(at, mask, HALF: tl.constexpr, PAIRS: tl.constexpr, ACC: tl.constexpr):
-    """The two features of each pair, (rows, BLOCK) both, of heads at ``at``: (rows, BLOCK), the first half; with PAIRS
-    (rows, 2 * BLOCK), read in one piece and taken apart in registers.
-    """
-    if PAIRS:
-        both = tl.load(at, mask=mask, other=0.0).to(ACC)
-        x1, x2 = tl.split(tl.reshape(both, (both.shape[0], both.shape[1] // 2, 2)))
-    else:
-        x1 = tl.load(at, mask=mask, other=0.0).to(ACC)
-        x2 = tl.load(at + HALF, mask=mask, other=0.0).to(ACC)
-    return x1, x2
-
-
-@triton.jit
-def store_features(at, y1, y2, mask, HALF: tl.constexpr, PAIRS: tl.constexpr):
-    """The reverse of ``load_features``."""
-    if PAIRS:
-        both = tl.reshape(tl.join(y1, y2), (y1.shape[0], 2 * y1.shape[1]))
-        tl.store(at, both.to(at.dtype.element_ty), mask=mask)
-    else:
-        tl.store(at, y1.to(at.dtype.element_ty), mask=mask)
-        tl.store(at + HALF, y2.to(at.dtype.element_ty), mask=mask)
-
-
-@triton.jit
 def _rotate_heads(
     x_ptr,
     y_ptr,
@@ -190,13 +120,14 @@ def _rotate_heads(
 ):
     """All heads of one token: x_base and y_base are the offsets of its first head."""
     h = tl.arange(0, HEADS)[:, None]
-    d = first_features(BLOCK, PAIRS)[None, :]
-    mask = (h < heads) & (d < (2 * HALF if PAIRS else HALF))
+    d, d_ok = features(HALF, HALF, PAIRS, BLOCK)
+    d = d[None, :]
+    mask = (h < heads) & d_ok[None, :]
     x_at = x_base + h.to(tl.int64) * x_head + d
     y_at = y_base + h.to(tl.int64) * y_head + d
-    x1, x2 = load_features(x_ptr + x_at, mask, HALF, PAIRS, ACC)
+    x1, x2 = load_features(x_ptr + x_at, HALF, mask, PAIRS, ACC)
     y1, y2 = rotate(x1, x2, c1, c2, s1, s2, TRANSPOSED)
-    store_features(y_ptr + y_at, y1, y2, mask, HALF, PAIRS)
+    store_features(y_ptr + y_at, HALF, y1, y2, mask, PAIRS)
     if TAIL > 0:
         t = 2 * HALF + tl.arange(0, TAIL)[None, :]
         tail = (h < heads) & (t < D)
@@ -247,7 +178,7 @@ def _rope_kernel(
     s = token % S
     d = tl.arange(0, BLOCK)[None, :]
     c1, c2, s1, s2 = load_rotation(
-        cos_ptr, cos_batch, cos_token, sin_ptr, sin_batch, sin_token, token, S, d, d < HALF, HALF, PAIRS, ACC
+        cos_ptr, cos_batch, cos_token, sin_ptr, sin_batch, sin_token, token, S, d, d < HALF, HALF, HALF, PAIRS, ACC
     )
     q_at = b * q_batch + s * q_token
     oq_at = b * oq_batch + s * oq_token
@@ -261,14 +192,6 @@ def _rope_kernel(
         k_ptr, ok_ptr, k_at, ok_at, k_head, ok_head, k_heads, c1, c2, s1, s2,
         HALF, D, PAIRS, TRANSPOSED, K_HEADS, BLOCK, TAIL, ACC,
     )  # fmt: skip
-
-
-def rotation_arguments(cos: Tensor, sin: Tensor) -> tuple[Tensor | int, ...]:
-    """Kernel arguments for cos and sin (B or 1, S, R): each with its strides by batch and token."""
-    # Each stride is 0 where one row of cos or sin serves the whole batch.
-    cos_batch = cos.stride(0) if cos.shape[0] > 1 else 0
-    sin_batch = sin.stride(0) if sin.shape[0] > 1 else 0
-    return cos, cos_batch, cos.stride(1), sin, sin_batch, sin.stride(1)
 
 
 def _launch(

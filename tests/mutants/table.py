@@ -169,6 +169,27 @@ KERNELS = (
         "ops/test_nf4.py",
     ),
     _m(
+        "The queries', keys' and values' one x A^T read as if each had its own",
+        _K + "qkv_rope.py",
+        "xa_at = xa_ptr + row64 * K if JOINED",
+        "xa_at = xa_ptr + row64 * (3 * K) + part * K if JOINED",
+        "ops/test_lora_joined.py",
+    ),
+    _m(
+        "The gradient of one x A^T without the values' share",
+        _K + "qkv_backward.py",
+        "tl.store(dxa_at, dxa_q + dxa_k + dxa_v, mask=row_ok)",
+        "tl.store(dxa_at, dxa_q + dxa_k, mask=row_ok)",
+        "ops/test_lora_joined.py",
+    ),
+    _m(
+        "The gradient of one x A^T without up's share",
+        _K + "glu_kernels.py",
+        "                dxa_g += tl.dot(du.to(DOT), bt_u",
+        "                dxa_u += tl.dot(du.to(DOT), bt_u",
+        "ops/test_lora_joined.py",
+    ),
+    _m(
         "ternary scale by the Euclidean norm",
         _K + "ternary.py",
         "torch.linalg.vector_norm(wide, 1,",

@@ -4,21 +4,27 @@ weights of every kind.
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ftcli.config.model import QuantizationConfig
 from ftcli.generation.merged import merged_model
 from ftcli.model.backbone import base_of, decoder_layers
 from ftcli.model.fused import FusedDecoderLayer, stack_of
+from ftcli.model.gradient_checkpointing import use_checkpointing
 from ftcli.model.loss import forward_loss
+from ftcli.model.nf4 import NF4Linear
 from ftcli.model.patch import patch
 from ftcli.model.quantized import layers_to_quantize, quantize_linear
 from ftcli.plan.precision import DtypePlan
+from tests.quantized import NF4, SINGLE, load, packed_state, same_state
 from tests.small_models import build
 
 PLAN = DtypePlan("float32", "float32", "float32", False, "a test")
@@ -107,11 +113,38 @@ def test_an_adapter_on_one_of_the_joined_layers_alone() -> None:
         close(run(model), wanted)
 
 
+@pytest.mark.parametrize("double_quant", [True, False])
+def test_files_of_packed_joined_layers_are_read_as_what_quantizing_them_gives(
+    double_quant: bool, tmp_path: Path
+) -> None:
+    """Files in bitsandbytes' layout, and those in full precision, quantized while they are read."""
+    full, packed = tmp_path / "full", tmp_path / "packed"
+    for folder in (full, packed):
+        build("phi3").save_pretrained(folder)
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in load_file(full / "model.safetensors").items():
+        layer = name.removesuffix(".weight")
+        parts = packed_state(tensor, double_quant) if layer.endswith("_proj") else {".weight": tensor}
+        tensors |= {layer + key: part for key, part in parts.items()}
+    save_file(tensors, packed / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((full / "config.json").read_text())
+    stored = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": double_quant}
+    config["quantization_config"] = {"quant_method": "bitsandbytes", **stored}
+    (packed / "config.json").write_text(json.dumps(config))
+    read, own = load(packed), load(full, settings=NF4 if double_quant else SINGLE)
+    layers = [name for name, module in own.named_modules() if isinstance(module, NF4Linear)]
+    assert len(layers) == 2 * 4
+    assert all(same_state(read.get_submodule(name), own.get_submodule(name)) for name in layers)
+    on_the_kernels(read, "torch")
+    ids = torch.randint(0, 256, (1, 9), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        found, wanted = (model(input_ids=ids, use_cache=False).logits for model in (read, own))
+    assert torch.allclose(found, wanted, atol=1e-5 * float(wanted.abs().max()))
+
+
 @pytest.mark.parametrize("method", METHODS[:2])
 @pytest.mark.parametrize("policy", ["selective", True])
 def test_checkpointed_layers_give_the_same_bits(policy: Any, method: str) -> None:
-    from ftcli.model.gradient_checkpointing import use_checkpointing
-
     model = adapted("phi3", method, lora_dropout=0.3).train()
     on_the_kernels(model, "torch")
     wanted = run(model)
