@@ -137,9 +137,25 @@ class ModelShape:
         return sum(layer.other_parameters for layer in self.layers) + _norm(self.family, self.hidden_size)
 
     @property
-    def norm_count(self) -> int:
+    def norms(self) -> Norms:
         """Norms of width hidden_size in a layer."""
-        return len(_norms(self.family, parallel=self.parallel).names)
+        return _norms(self.family, parallel=self.parallel)
+
+    @property
+    def norm_count(self) -> int:
+        """Number of these."""
+        return len(self.norms.names)
+
+    @property
+    def rotated_share(self) -> float:
+        """The share of the layers that rotate queries and keys."""
+        return sum(layer.attention.rotary_dim > 0 for layer in self.layers) / self.num_layers
+
+    @property
+    def turns_whole_halves(self) -> bool:
+        """True if each half of a head is turned whole with the other, and nothing else is."""
+        wide = all(layer.attention.rotary_dim in (0, self.head_dim) for layer in self.layers)
+        return self.family.rotary == "halves" and wide
 
     @property
     def half_inputs(self) -> int:

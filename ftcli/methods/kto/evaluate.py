@@ -17,11 +17,11 @@ from ftcli.evaluate.suite import Evaluator
 from ftcli.methods.kto.losses import LabelledAnswers, LabelLoss
 from ftcli.methods.kto.mismatched import mismatched_rows
 from ftcli.methods.kto.sums import SUMS, LabelSums, measures
-from ftcli.methods.preference.evaluate import forward_pass, summed
+from ftcli.methods.preference.cache import unit_digest
+from ftcli.methods.preference.evaluate import for_any, forward_pass, of_start, summed
 from ftcli.methods.preference.pairs import SCORED, AnswerScorer, ScoredAnswers
 from ftcli.model.backbone import compute_context, head_of, root_of
 from ftcli.model.shards import reshard_model
-from ftcli.train.reference import of_reference
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -50,10 +50,12 @@ class LabelEvaluator(Evaluator):
     Args:
         reference: A second model to compare with; None: the model without its adapters. Where there is neither, as in
             `ftcli eval` of a full fine-tune, it is the first model that is measured.
+        known: What the reference gives each row, mismatched ones too, by its digest. What is missing is computed once
+            and added.
     """
 
     reference: PreTrainedModel | None = None
-    _kept: dict[tuple[str, int], float] = field(default_factory=dict, repr=False)
+    known: dict[bytes, float] = field(default_factory=dict, repr=False)
 
     def loss_of(self, model: PreTrainedModel | PeftModel, sequences: Sequence[TokenizedRow]) -> LossResult:
         """The mean loss of the answers, and ``more`` beside it."""
@@ -76,7 +78,7 @@ class LabelEvaluator(Evaluator):
         try:
             with torch.no_grad():
                 kl = self._kl(model, files)
-                sums = {name: self._sums_of(model, name, rows, kl) for name, rows in files.items()}
+                sums = {name: self._sums_of(model, rows, kl) for name, rows in files.items()}
         finally:
             model.train(was_training)
         reshard_model(model)
@@ -90,16 +92,13 @@ class LabelEvaluator(Evaluator):
     def _kl(self, model: PreTrainedModel | PeftModel, files: dict[str, list[TokenizedRow]]) -> float:
         """z of all held-out rows; 0 for a loss that needs none."""
         loss, gained, count = self._loss(), 0.0, 0
-        for name, rows in files.items() if loss.estimates_kl else ():
+        for rows in files.values() if loss.estimates_kl else ():
             made = mismatched_rows(rows, self.job.recipe.data.max_seq_len)
-            # The name of no file: a path has no line break.
-            (found,) = self._summed(
-                model, f"{name}\nmismatched", made, lambda _, scores: (float(scores[1].double().sum()),), width=1
-            )
+            (found,) = self._summed(model, made, lambda _, scores: (float(scores[1].double().sum()),), width=1)
             gained, count = gained + found, count + len(made)
         return max(0.0, gained / count) if count else 0.0
 
-    def _sums_of(self, model: PreTrainedModel | PeftModel, name: str, rows: list[TokenizedRow], kl: float) -> Sums:
+    def _sums_of(self, model: PreTrainedModel | PeftModel, rows: list[TokenizedRow], kl: float) -> Sums:
         """Summed loss, and the sums of :class:`LabelSums`."""
         loss = self._loss()
 
@@ -110,12 +109,11 @@ class LabelEvaluator(Evaluator):
             total = float(loss.values(answers).double().sum())
             return (total, *LabelSums.of(answers, logp, tokens, loss.beta).vector().tolist())
 
-        return self._summed(model, name, rows, of_batch, width=1 + SUMS)
+        return self._summed(model, rows, of_batch, width=1 + SUMS)
 
     def _summed(
         self,
         model: PreTrainedModel | PeftModel,
-        name: str,
         rows: Sequence[TokenizedRow],
         of_batch: Callable[[Sequence[TokenizedRow], _Scores], Sums],
         *,
@@ -131,7 +129,7 @@ class LabelEvaluator(Evaluator):
             inputs = {key: value.to(job.device) for key, value in scorer.batch(documents).items()}
             with compute_context(job.device, job.dtypes.compute, job.dtypes.autocast):
                 policy = forward_pass(model, scorer, inputs)
-                compared = self._compared(model, scorer, inputs, [(name, number) for number in numbers], policy)
+                compared = self._compared(model, scorer, inputs, documents, policy)
             if policy is None or compared is None:
                 return None
             return of_batch(documents, (policy.sums, policy.sums - compared, (inputs[SCORED] > 0).sum(1).float()))
@@ -146,20 +144,17 @@ class LabelEvaluator(Evaluator):
         model: PreTrainedModel | PeftModel,
         scorer: AnswerScorer,
         inputs: dict[str, Tensor],
-        places: Sequence[tuple[str, int]],
+        documents: Sequence[TokenizedRow],
         policy: ScoredAnswers | None,
     ) -> Tensor | None:
         """The answers' log-probabilities under the reference; None where that did not fit into memory."""
-        if self.reference is not None or hasattr(model, "disable_adapter"):
-            if self.reference is not None:
-                reshard_model(model)  # embedding and head of one model at a time
-            with of_reference(self.reference, model):
-                found = forward_pass(model if self.reference is None else self.reference, scorer, inputs)
-            return None if found is None else found.sums
-        assert policy is not None
-        if any(place not in self._kept for place in places):
-            self._kept.update(zip(places, policy.sums.tolist(), strict=True))
-        return torch.tensor([self._kept[place] for place in places], device=policy.sums.device)
+        rows = [unit_digest(document) for document in documents]
+        if for_any(self.group, any(row not in self.known for row in rows), model):
+            found = of_start(self.reference, model, scorer, inputs, policy)
+            if found is None:
+                return None
+            self.known.update(zip(rows, found.sums.tolist(), strict=True))
+        return torch.tensor([self.known[row] for row in rows], device=self.job.device)
 
 
 def _result(sums: Sequence[float], loss: LabelLoss, kl: float) -> LossResult:

@@ -16,11 +16,11 @@ from ftcli.evaluate.batching import in_batches
 from ftcli.evaluate.loss import LossResult, require_finite
 from ftcli.evaluate.share import Sums, summed_in_step, summed_over_ranks
 from ftcli.evaluate.suite import Evaluator
-from ftcli.methods.preference.cache import pair_digest
+from ftcli.methods.preference.ahead import by_answer, by_unit
+from ftcli.methods.preference.cache import unit_digest
 from ftcli.methods.preference.losses import PairLoss
 from ftcli.methods.preference.objective import SUMS, PairSums, answers_of, measures
 from ftcli.methods.preference.pairs import SCORED, AnswerScorer, ScoredAnswers
-from ftcli.methods.preference.reference import by_answer, by_pair
 from ftcli.model.backbone import compute_context, head_of, root_of
 from ftcli.model.shards import reshard_model, try_forward
 from ftcli.train.reference import of_reference
@@ -28,6 +28,8 @@ from ftcli.train.reference import of_reference
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
+
+    from ftcli.run.process_group import RankGroup
 
 #: What held-out results call the numbers of metrics.
 _NAMES = {
@@ -115,27 +117,41 @@ class PairEvaluator(Evaluator):
         policy: ScoredAnswers | None,
     ) -> ScoredAnswers | None:
         """What the reference gives; None where that did not fit into memory."""
-        pairs = [pair_digest(*pair) for pair in zip(documents[0::2], documents[1::2], strict=True)]
-        if self._for_any(any(pair not in self.known for pair in pairs), model):
-            found = policy  # unless there is a reference beside the model that is measured
-            if self.reference is not None or hasattr(model, "disable_adapter"):
-                if self.reference is not None:
-                    reshard_model(model)  # embedding and head of one model at a time
-                with of_reference(self.reference, model):
-                    found = forward_pass(model if self.reference is None else self.reference, scorer, inputs)
+        pairs = [unit_digest(*pair) for pair in zip(documents[0::2], documents[1::2], strict=True)]
+        if for_any(self.group, any(pair not in self.known for pair in pairs), model):
+            found = of_start(self.reference, model, scorer, inputs, policy)
             if found is None:
                 return None
-            values = by_pair(torch.stack([found.sums, found.weighed], 1)).tolist()
+            values = by_unit(torch.stack([found.sums, found.weighed], 1), 2).tolist()
             self.known.update(zip(pairs, values, strict=True))
         known = np.array([self.known[pair] for pair in pairs], np.float32)
         answers = by_answer(known).to(self.job.device)
         return ScoredAnswers(answers[:, 0], answers[:, 1])
 
-    def _for_any(self, said: bool, model: PreTrainedModel | PeftModel) -> bool:
-        """True if any rank says so, where a pass takes all of them."""
-        if self.group is None or root_of(model) is None:
-            return said
-        return any(told[0] for told in self.group.agree("reference", [said]))
+
+def for_any(group: RankGroup | None, said: bool, model: PreTrainedModel | PeftModel) -> bool:
+    """True if any rank says so, where a pass takes all of them."""
+    if group is None or root_of(model) is None:
+        return said
+    return any(told[0] for told in group.agree("reference", [said]))
+
+
+def of_start(
+    reference: PreTrainedModel | None,
+    model: PreTrainedModel | PeftModel,
+    scorer: AnswerScorer,
+    inputs: dict[str, torch.Tensor],
+    policy: ScoredAnswers | None,
+) -> ScoredAnswers | None:
+    """What a second model gives, or the measured one without its adapters; where there is neither, what the measured
+    one has given. None where that did not fit into memory.
+    """
+    if reference is None and not hasattr(model, "disable_adapter"):
+        return policy
+    if reference is not None:
+        reshard_model(model)  # embedding and head of one model at a time
+    with of_reference(reference, model):
+        return forward_pass(model if reference is None else reference, scorer, inputs)
 
 
 def forward_pass(
