@@ -20,7 +20,8 @@ DoRA             2·cW besides for each adapted linear of W output features: wha
 attention, sdpa  c(2Q + 2Q) + 4n: query, repeated key and value, output, log-sum-exp; and the mask, turned into c·S of
                  bias in every layer. Without padding (one row) no mask, and key and value stay K wide: c(2Q + 2K) + 4n.
                  The output is the input of o as well and counted once, unless PEFT's cast made a copy, or o one
-                 because queries were put together of parts, whose memory order the output takes over.
+                 because queries were put together of parts, whose memory order the output takes over. An output gate
+                 keeps its sigmoid cQ, and the output before it.
 attention, eager c(Q + 2Q) for query and repeated key and value; scores n·S·(4 + c) for the softmax in float32 and its
                  cast (4 alone when c = 4), and n·S·c more for the tanh of capped scores.
 gated MLP        c·3I: gate, activation, up; the input of down is counted with the linear inputs. Autocast on a GPU
@@ -225,23 +226,25 @@ def _lora(shape: ModelShape, setting: ActivationSettings) -> float:
 def _attention_sdpa(shape: ModelShape, setting: ActivationSettings) -> float:
     key_value = shape.q_width + setting.seq_len // 2 if setting.padded else shape.kv_width
     output = 0 if _output_is_counted(shape, setting) else shape.q_width
+    if shape.family.output_gate is not None:
+        output += shape.q_width  # the gate's sigmoid
     return setting.bytes_compute * (shape.q_width + 2 * key_value + output) + 4 * shape.num_heads
 
 
 def _output_is_counted(shape: ModelShape, setting: ActivationSettings) -> bool:
     """True if another term counts SDPA's output: BitNet's norm in float32, or o_proj, which reads it as it is.
 
-    o_proj keeps a tensor of its own after PEFT's cast, or none without an adapter; and where queries are put together
-    of parts: the output takes over their memory layout, which o_proj cannot read.
+    o_proj keeps a tensor of its own after PEFT's cast, or none without an adapter; behind a gate; and where queries are
+    put together of parts: the output takes over their memory layout, which o_proj cannot read.
     """
     in_norms = setting.rounds == "in norms"
     if shape.family.sub_norms:
         return setting.bytes_compute == 4 or (in_norms and not setting.own_norms)
     if setting.rounds != "no":
         return setting.own_norms and (setting.bytes_compute == 4 or in_norms)
-    in_parts = "qkv" in shape.family.joined or shape.rotates_in_part
-    if in_parts or setting.full:
-        return not in_parts
+    other = "qkv" in shape.family.joined or shape.rotates_in_part or shape.family.output_gate is not None
+    if other or setting.full:
+        return not other
     return not setting.autocast and any(linear.leaf == "o_proj" for linear in setting.adapted)
 
 

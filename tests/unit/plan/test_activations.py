@@ -10,7 +10,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from ftcli.facts.shape import shape_of
 from ftcli.model.backbone import hidden_states, stream_in
@@ -21,6 +21,7 @@ from ftcli.plan.memory.fused_activations import fused_layers
 from ftcli.plan.memory.pinned import pinned_bytes
 from ftcli.plan.precision import DtypePlan
 from ftcli.tables import code_of, families, policies
+from tests.small_models import MULTIMODAL
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
@@ -51,6 +52,8 @@ CAPPED = {name for name, row in families.TABLE.items() if row.attention_softcap 
 #: Language models that only exist in a multimodal one, and the families that they are built like.
 PARTS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 
+#: One that is built like no other.
+TOWERS = {"muse_glimmer_text": "muse_glimmer"}
 PLANS = {
     "lora-float32": DtypePlan("float32", "float32", "float32", False, "test"),
     "lora-bfloat16": DtypePlan("bfloat16", "float32", "bfloat16", True, "test"),
@@ -89,8 +92,14 @@ def build(
 ) -> Any:
     sizes = {key: value for key, value in config_of(family, layers).items() if key != "model_type"}
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **sizes)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    if family in TOWERS:  # of which the text alone is computed here
+        name = TOWERS[family]
+        _, vision, beside = MULTIMODAL[name]
+        config = AutoConfig.for_model(name, text_config=sizes, vision_config=vision, **beside)
+        model = AutoModelForImageTextToText.from_config(config, attn_implementation=attention)
+    else:
+        config = AutoConfig.for_model(family, **sizes)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     model = model.to(getattr(torch, plan.parameter)).train()
     if plan.adapter is None:
         return model
