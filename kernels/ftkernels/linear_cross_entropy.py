@@ -229,7 +229,7 @@ def _run_chunks(
 
 
 def logits_buffer(rows: int, vocabulary: int, like: Tensor) -> Tensor:
-    """(rows, V) of ``like``'s dtype, unwritten, whose rows begin at multiples of 16 bytes: cuBLAS takes its slow kernels
+    """(rows, V) of ``like``'s dtype, unwritten, whose rows begin at multiples of 16 bytes: cuBLAS takes slow kernels
     for others (OLMo's V is 100,278, and added tokens make any).
     """
     lanes = 16 // like.element_size()

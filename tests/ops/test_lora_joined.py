@@ -372,7 +372,10 @@ def test_mlp_gives_the_same_bits_whatever_it_saves(
 
 @pytest.mark.parametrize("which", [0, 1], ids=["qkv", "mlp"])
 def test_strided_inputs_and_gradients(device: str, layers: Any, which: int) -> None:
-    """Every other token of a longer sequence, and gradients whose tokens lie apart, as dense ones to the bit."""
+    """Every other token of a longer sequence, and gradients whose tokens lie apart, as dense ones.
+
+    To rounding: on a GPU cuBLAS may take another kernel for strided operands.
+    """
     operation, used, options = both(layers, device)[which]
     long, weight, *adapters = inputs_of(device, layers, used, (1, 14, 40))
     call = layers.function(operation, used, backend="triton", **options)
@@ -390,7 +393,8 @@ def test_strided_inputs_and_gradients(device: str, layers: Any, which: int) -> N
 
     assert not long[:, ::2].is_contiguous()
     found, wanted = gradients(long[:, ::2], strided=True), gradients(long[:, ::2].contiguous(), strided=False)
-    assert same(found, wanted)
+    for one, other in zip(found, wanted, strict=True):
+        assert (one - other).norm() <= 1e-6 * other.norm()
 
 
 def test_qkv_takes_expanded_and_missing_gradients(device: str, tools: Any, layers: Any) -> None:
