@@ -271,6 +271,7 @@ class RunPlan:
             dropout=lora is not None and lora.dropout > 0,
             full=lora is None,
             dora=lora is not None and lora.use_dora,
+            drops_residual=self.trains and self.facts.drops_residual,
             softcap=bool(self.facts.attn_logit_softcapping),
             padded=padded,
             rounds=self.rounds,

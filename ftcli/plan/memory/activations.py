@@ -57,6 +57,7 @@ class ActivationSettings:
         adapted: The linear layers with adapters, of rank ``rank``; empty under full fine-tuning.
         full: Full fine-tuning.
         dora: Adapters are DoRA's.
+        drops_residual: Dropout of what each half of a layer adds.
         rounds: Linear layers keep their input in int8 (``quantization.method: bitnet``), once for those that share it;
             ``in norms``: norms hand it over like that and keep their own input alone.
         squares_widened: The MLP's activation is squared by torch under autocast on a GPU.
@@ -77,6 +78,7 @@ class ActivationSettings:
     softcap: bool
     padded: bool
     dora: bool = False
+    drops_residual: bool = False
     rounds: Literal["no", "apart", "in norms"] = "no"
     own_norms: bool = False
     squares_widened: bool = False
@@ -147,6 +149,8 @@ def _norms(shape: ModelShape, setting: ActivationSettings) -> float:
         element = setting.bytes_compute if closes else setting.bytes_residual
         total += norm_bytes(shape.hidden_size, shape, setting, element)
     total += _head_norms(shape, setting)
+    if setting.drops_residual:  # its mask, in the dtype of what is dropped off the GPU
+        total += 2 * setting.bytes_compute * shape.hidden_size
     if shape.family.sub_norms:
         total += norm_bytes(shape.hidden_size, shape, setting, setting.bytes_compute)
         total += norm_bytes(shape.intermediate_size, shape, setting, setting.bytes_compute)

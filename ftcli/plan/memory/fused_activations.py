@@ -103,6 +103,8 @@ def _residual_stream(shape: ModelShape, setting: ActivationSettings, *, referenc
         kept += opening(norms.before_mlp, apart=len(family.mlp) == 2)
     closing = sum(norm is not None for norm in (norms.after_attention, norms.after_mlp))
     each = norm_bytes(shape.hidden_size, shape, setting, c) if reference else c * shape.hidden_size + 4
+    if setting.drops_residual:  # its mask
+        kept += 2 * (c if reference else 1) * shape.hidden_size
     return kept + closing * each
 
 

@@ -291,6 +291,22 @@ def test_one_more_fused_layer_keeps_what_the_table_says(family: str, plan: str) 
     assert 2 * SEQ_LEN * policy.layer_bytes(shape, setting) == pytest.approx(measured, rel=0.03)
 
 
+@pytest.mark.parametrize("plan", list(PLANS))
+def test_dropout_of_what_halves_add_keeps_its_mask(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(OF_FAMILY, "seed_oss", {"attention_dropout": 0.0, "residual_dropout": 0.1})
+    dtypes, shape = PLANS[plan], shape_of(config_of("seed_oss", 1))
+    assert shape is not None
+    whole = [measured_bytes(build("seed_oss", "sdpa", dtypes, layers), dtypes) for layers in (1, 2)]
+    setting = replace(setting_of("seed_oss", dtypes), drops_residual=True)
+    predicted = BATCH * SEQ_LEN * plain_layers("sdpa").layer_bytes(shape, setting)
+    assert predicted == pytest.approx(whole[1] - whole[0], rel=0.015)
+    fewer, more = (on_kernels("seed_oss", dtypes, n, (2, 4)) for n in (1, 2))
+    measured = (more[1] - fewer[1]) - (more[0] - fewer[0])
+    setting = replace(setting, bytes_residual=dtypes.compute_bytes)
+    policy = fused_layers(capped_without_kernel=False, reference=True)
+    assert 2 * SEQ_LEN * policy.layer_bytes(shape, setting) == pytest.approx(measured, rel=0.025)
+
+
 def test_kernels_keep_far_less_than_plain_layers() -> None:
     dtypes = PLANS["lora-bfloat16"]
     shape = shape_of(config_of("gemma2", 1))
