@@ -267,9 +267,12 @@ TABLE: Mapping[str, Family] = MappingProxyType(
             tied=True,
             unrotated="no_rope_layers",
         ),
-        "olmo2": Family(POST, head_norm=HeadNorms(span="width"), qkv_bias=_ATTENTION_BIAS, o_bias=_ATTENTION_BIAS),
+        "olmo2": Family(
+            POST, "plain", head_norm=HeadNorms(span="width"), qkv_bias=_ATTENTION_BIAS, o_bias=_ATTENTION_BIAS
+        ),
         "olmo3": Family(
             POST,
+            "plain",
             head_norm=HeadNorms(span="width"),
             qkv_bias=_ATTENTION_BIAS,
             o_bias=_ATTENTION_BIAS,
