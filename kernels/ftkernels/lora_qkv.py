@@ -8,6 +8,8 @@ Legend: B batch, S sequence, I input features, Hq and Hk heads, D head size. Der
     q, k = norm_q(q), norm_k(k)                         head by head or over all heads, where their norms are given
     q, k = rope(q), rope(k)                             where a rotary embedding is given; or in front of the norms
 
+Or one layer gives q, k and v in turn (Phi-3), with one A and B between them, and xa is (B*S, K).
+
 Saved: z, rstd, xa (B*S, 3K), the packed adapters, cos and sin. q, k and v are views of one buffer, which this backward
 does not need; attention saves them for its own. With norms by head v is a view of the buffer before them, which is
 saved, and q and k of another one.
@@ -15,6 +17,7 @@ saved, and q and k of another one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, get_args
 
@@ -54,10 +57,11 @@ class QKV(NamedTuple):
 def lora_qkv(
     z: Tensor,
     q: Projection,
-    k: Projection,
-    v: Projection,
+    k: Projection | None = None,
+    v: Projection | None = None,
     *,
     head_dim: int,
+    kv_heads: int | None = None,
     norm: Norm | None = None,
     head_norms: tuple[Norm, Norm] | None = None,
     norm_span: NormSpan = "head",
@@ -71,7 +75,9 @@ def lora_qkv(
     Args:
         z: (B, S, I), the residual stream when ``norm`` is given.
         q: (Hq * D, I) layer; k, v: (Hk * D, I) layers. One GEMM when their weights were joined (``join_weights``).
+            Without k and v, q is the joined layer ((Hq + 2 Hk) * D, I), whose rows are those of q, then k, then v.
         head_dim: D.
+        kv_heads: Hk, of a joined layer.
         norm: applied to z first.
         head_norms: of q and of k: applied before the rotation.
         norm_span: "head": each head is normalised, weights (D,). "width": all heads together, weights (Hq * D,) and
@@ -91,22 +97,20 @@ def lora_qkv(
     """
     if z.dim() != 3:
         raise ValueError(f"expected z (B, S, I), got {tuple(z.shape)}")
-    for name, p in (("q", q), ("k", k), ("v", v)):
+    projections = [p for p in (q, k, v) if p is not None]
+    for name, p in zip("qkv", projections, strict=False):
         check_projection(p, z.shape[-1], name)
-    if q.out_features % head_dim or k.out_features % head_dim or k.out_features != v.out_features:
-        raise ValueError(
-            f"{q.out_features}, {k.out_features}, {v.out_features} features do not make heads of {head_dim}"
-        )
-    plan = make_plan(z, [q, k, v], norm, backend)
+    heads = _heads(projections, head_dim, kv_heads)
+    plan = make_plan(z, projections, norm, backend)
     if rope is not None:
         cos, sin = rope
         wanted = ((1, z.shape[0]), z.shape[1])
         if cos.shape != sin.shape or cos.dim() != 3 or cos.shape[0] not in wanted[0] or cos.shape[1] != wanted[1]:
             raise ValueError(f"cos {tuple(cos.shape)} and sin {tuple(sin.shape)} do not fit z {tuple(z.shape)}")
     epilogue = _Epilogue(head_norms, norm_span, norm_after_rope, rope, rope_layout)
-    _check_epilogue(epilogue, head_dim, q.out_features, k.out_features)
+    _check_epilogue(epilogue, head_dim, heads[0] * head_dim, heads[1] * head_dim)
     if not _in_one_kernel(plan, head_dim, epilogue):
-        bare = lora_qkv(z, q, k, v, head_dim=head_dim, norm=norm, backend=backend)
+        bare = lora_qkv(z, q, k, v, head_dim=head_dim, kv_heads=kv_heads, norm=norm, backend=backend)
         return _apart(bare, plan.dtype, epilogue, backend)
     angles = (None, None) if rope is None else rope
     norm_q, norm_k = (None, None) if head_norms is None else head_norms
@@ -114,10 +118,23 @@ def lora_qkv(
     if norm_q is not None:
         after = norm_after_rope and rope is not None
         norms = HeadNorms(None, None, norm_q.eps, norm_q.form, norm_span, after)
-    spec = _Spec(plan, head_dim, norms, rope_layout == "pairs")
+    spec = _Spec(plan, heads, head_dim, norms, rope_layout == "pairs")
     weights = [None if each is None else each.weight for each in (norm, norm_q, norm_k)]
-    trained = (*adapter_tensors([q, k, v]), *weight_tensors([q, k, v]))
+    trained = (*adapter_tensors(projections), *weight_tensors(projections))
     return QKV(*_LoraQkv.apply(spec, z, *weights, *angles, *trained))
+
+
+def _heads(projections: Sequence[Projection], head_dim: int, kv_heads: int | None) -> tuple[int, int, int]:
+    """The heads of q, of k and of v that three projections make, or a joined one."""
+    rows = [p.out_features for p in projections]
+    if len(rows) == 1 and kv_heads is not None:
+        rows = [rows[0] - 2 * kv_heads * head_dim, *[kv_heads * head_dim] * 2]
+    if len(rows) != 3 or min(rows) < head_dim or any(each % head_dim for each in rows) or rows[1] != rows[2]:
+        made = ", ".join(str(p.out_features) for p in projections)
+        raise ValueError(f"{made} features do not make heads of {head_dim} with kv_heads {kv_heads}")
+    if kv_heads not in (None, rows[1] // head_dim):
+        raise ValueError(f"k has {rows[1] // head_dim} heads of {head_dim}, not kv_heads {kv_heads}")
+    return rows[0] // head_dim, rows[1] // head_dim, rows[2] // head_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,10 +208,11 @@ def _normed(heads: Tensor, norm: Norm, span: NormSpan, backend: BackendName) -> 
 def lora_qkv_reference(
     z: Tensor,
     q: Projection,
-    k: Projection,
-    v: Projection,
+    k: Projection | None = None,
+    v: Projection | None = None,
     *,
     head_dim: int,
+    kv_heads: int | None = None,
     norm: Norm | None = None,
     head_norms: tuple[Norm, Norm] | None = None,
     norm_span: NormSpan = "head",
@@ -203,8 +221,11 @@ def lora_qkv_reference(
     rope_layout: RopeLayout = "halves",
 ) -> QKV:
     """The same in plain torch with torch's own autograd."""
-    x = norm_reference(z, norm, q, k, v)
-    heads = [project_reference(x, p).unflatten(-1, (-1, head_dim)).transpose(1, 2) for p in (q, k, v)]
+    projections = [p for p in (q, k, v) if p is not None]
+    counts = _heads(projections, head_dim, kv_heads)
+    x = norm_reference(z, norm, *projections)
+    y = torch.cat([project_reference(x, p) for p in projections], dim=-1).unflatten(-1, (-1, head_dim))
+    heads = list(y.transpose(1, 2).split(counts, dim=1))
     if rope is not None and norm_after_rope:
         heads[:2] = apply_rope_reference(heads[0], heads[1], *rope, layout=rope_layout)
     for index, each in enumerate(head_norms or ()):
@@ -218,18 +239,30 @@ def lora_qkv_reference(
 
 @dataclass(frozen=True, slots=True)
 class _Spec:
-    """One call: the plan of the projections, the head size, the norms without their weights, and the layout."""
+    """One call: the plan of the projections, the heads of q, k and v and their size, the norms without their weights,
+    and the layout of the rotation.
+    """
 
     plan: GroupPlan
+    heads: tuple[int, int, int]
     head_dim: int
     norms: HeadNorms | None
     pairs: bool
 
+    @property
+    def joined(self) -> bool:
+        """True when one projection gives q, k and v."""
+        return len(self.plan.projections) == 1
+
     def rotary(self, cos: Tensor | None, sin: Tensor | None) -> Rotary:
         """cos and sin with the heads that they turn."""
-        q, k, _ = self.plan.projections
-        heads = q.out_features // self.head_dim, k.out_features // self.head_dim
-        return Rotary(cos, sin, *heads, self.head_dim, self.pairs and cos is not None)
+        return Rotary(cos, sin, self.heads[0], self.heads[1], self.head_dim, self.pairs and cos is not None)
+
+    def heads_of(self, source: Tensor, part: int, shape: torch.Size) -> Tensor:
+        """(B, heads, S, D): q, k or v in its own columns of ``source``. ``shape``: (B, S, I)."""
+        first, count = sum(self.heads[:part]) * self.head_dim, self.heads[part]
+        columns = source[:, first : first + count * self.head_dim]
+        return columns.view(*shape[:2], count, self.head_dim).transpose(1, 2)
 
 
 class _LoraQkv(torch.autograd.Function):
@@ -245,19 +278,19 @@ class _LoraQkv(torch.autograd.Function):
         sin: Tensor | None,
         *_: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        plan, columns = spec.plan, spec.plan.columns()
+        plan = spec.plan
         before: Tensor | None = None  # the heads' norms
         with without_autocast(z):
             x, rstd, rows = enter_base(plan, z.reshape(-1, z.shape[-1]), norm_weight)
             y, packed, xa = products(plan, x, rows)
             turned = y
             if spec.norms is not None:
-                norms = replace(spec.norms, q=q_weight, k=k_weight)
-                turned, before = qkv_norm_rope_forward(y, xa, packed.b, spec.rotary(cos, sin), norms)
+                norms, rotary = replace(spec.norms, q=q_weight, k=k_weight), spec.rotary(cos, sin)
+                turned, before = qkv_norm_rope_forward(y, xa, packed.b, rotary, norms, joined=spec.joined)
             elif cos is not None and sin is not None:
-                turned = qkv_rope_forward(y, xa, packed.b, spec.rotary(cos, sin))
+                turned = qkv_rope_forward(y, xa, packed.b, spec.rotary(cos, sin), joined=spec.joined)
             elif xa is not None and packed.b is not None:
-                for index, c in enumerate(columns):
+                for index, c in enumerate(plan.columns()):
                     lowrank_add(y[:, c], xa[:, plan.ranks(index)], packed.b[c], None, triton_kernel=plan.fused)
         ctx.spec, ctx.z_shape, ctx.z_dtype = spec, z.shape, z.dtype
         kept = z if plan.norm_form is not None else x
@@ -266,11 +299,7 @@ class _LoraQkv(torch.autograd.Function):
         )
         ctx.set_materialize_grads(False)
         sources = (turned, turned, turned if before is None else before)
-        parts = [
-            source[:, c].view(*z.shape[:2], p.out_features // spec.head_dim, spec.head_dim).transpose(1, 2)
-            for source, c, p in zip(sources, columns, plan.projections, strict=True)
-        ]
-        return *parts, z
+        return *(spec.heads_of(source, part, z.shape) for part, source in enumerate(sources)), z
 
     @staticmethod
     @once_differentiable
@@ -284,7 +313,7 @@ class _LoraQkv(torch.autograd.Function):
         if dq is None and dk is None and dv is None:  # only the returned residual was used
             return None, d_pass, *(None for _ in ctx.needs_input_grad[2:])
         batch, seq_len = ctx.z_shape[:2]
-        grads_in = _filled(plan, (dq, dk, dv), batch, seq_len, spec.head_dim)
+        grads_in = _filled(spec, (dq, dk, dv), batch, seq_len)
         device_tensor = grads_in[0]
         dxa: Tensor | None = None
         d_heads: list[Tensor | None] = [None, None]
@@ -292,13 +321,15 @@ class _LoraQkv(torch.autograd.Function):
             if spec.norms is not None:
                 norms, wanted = replace(spec.norms, q=q_weight, k=k_weight), any(wants_heads)
                 made = qkv_norm_rope_backward(
-                    grads_in, before, b, spec.rotary(cos, sin), norms, plan.dtype, want_dw=wanted
+                    *(grads_in, before, b, spec.rotary(cos, sin), norms, plan.dtype),
+                    want_dw=wanted,
+                    joined=spec.joined,
                 )
                 dy, dxa = made.d, made.dxa
                 found = zip((made.dw_q, made.dw_k), (q_weight, k_weight), wants_heads, strict=True)
                 d_heads = [None if dw is None or not w else dw.to(weight.dtype) for dw, weight, w in found]
             elif cos is not None and sin is not None:
-                dy, dxa = qkv_rope_backward(*grads_in, b, spec.rotary(cos, sin), plan.dtype)
+                dy, dxa = qkv_rope_backward(*grads_in, b, spec.rotary(cos, sin), plan.dtype, joined=spec.joined)
             else:
                 flat = [g.transpose(1, 2).flatten(2).flatten(0, 1) for g in grads_in]
                 dy = torch.cat(flat, dim=1).to(plan.dtype)
@@ -318,13 +349,11 @@ class _LoraQkv(torch.autograd.Function):
         return None, d_z, d_norm, *d_heads, None, None, *grads.both
 
 
-def _filled(
-    plan: GroupPlan, grads: tuple[Tensor | None, ...], batch: int, seq_len: int, head_dim: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def _filled(spec: _Spec, grads: tuple[Tensor | None, ...], batch: int, seq_len: int) -> tuple[Tensor, Tensor, Tensor]:
     """The three gradients, zeros for outputs that were not used."""
     some = next(g for g in grads if g is not None)
     filled = [
-        some.new_zeros((batch, p.out_features // head_dim, seq_len, head_dim)) if g is None else g
-        for g, p in zip(grads, plan.projections, strict=True)
+        some.new_zeros((batch, heads, seq_len, spec.head_dim)) if g is None else g
+        for g, heads in zip(grads, spec.heads, strict=True)
     ]
     return filled[0], filled[1], filled[2]

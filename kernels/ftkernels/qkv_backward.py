@@ -19,7 +19,7 @@ from ftkernels.tiles import Tile
 
 
 class QkvGrads(NamedTuple):
-    """d (M, N); dxa, its partial sums (P, M, 3 * K) in the accumulation dtype for ``ftkernels.row_sums``, or None
+    """d (M, N); dxa, its partial sums (P, M, 3 * K or K) in the accumulation dtype for ``ftkernels.row_sums``, or None
     without adapters; dw, partial sums (P, 2 * D) of the norms' gradients in that dtype, (P, (Hq + Hk) * D) over the
     width, empty where not wanted.
     """
@@ -208,6 +208,7 @@ def _backward_kernel(
     AFTER: tl.constexpr,
     GROUPS: tl.constexpr,
     DELTA: tl.constexpr,
+    JOINED: tl.constexpr,
     HALF: tl.constexpr,
     ROT: tl.constexpr,
     PAIRS: tl.constexpr,
@@ -217,9 +218,10 @@ def _backward_kernel(
     DOT: tl.constexpr,
     BM: tl.constexpr,
 ):
-    """A program's rows and its share of the q, the k and the v heads; dxa_ptr is (splits, M, 3 * K), dw_ptr
-    (row blocks, splits, 2, D). Without NORMED neither y, the weights nor dw are touched. With GROUPS the norms are over
-    the width: sums_ptr is what ``qkv_width.width_sums`` gives, (M, 4, GROUPS), and dw_ptr (row blocks, Hq + Hk, D).
+    """A program's rows and its share of the q, the k and the v heads; dxa_ptr is (splits, M, 3 * K), with JOINED
+    (splits, M, K), dw_ptr (row blocks, splits, 2, D). Without NORMED neither y, the weights nor dw are touched. With
+    GROUPS the norms are over the width: sums_ptr is what ``qkv_width.width_sums`` gives, (M, 4, GROUPS), and dw_ptr
+    (row blocks, Hq + Hk, D).
     """
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
     split = tl.program_id(1)
@@ -267,7 +269,10 @@ def _backward_kernel(
         split * k_each, k_each, k_heads, rows, M, S, N, eps, c1, c2, s1, s2, False, False, WANT_DW, FORM, ROUND, AFTER,
         GROUPS, DELTA, HALF, ROT, PAIRS, BLOCK, K, ACC, DOT, BM,
     )  # fmt: skip
-    if DELTA:
+    if DELTA and JOINED:
+        dxa_at = dxa_ptr + (split.to(tl.int64) * M + row64) * K + tl.arange(0, K)[None, :]
+        tl.store(dxa_at, dxa_q + dxa_k + dxa_v, mask=row_ok)
+    elif DELTA:
         dxa_at = dxa_ptr + (split.to(tl.int64) * M + row64) * (3 * K) + tl.arange(0, K)[None, :]
         tl.store(dxa_at, dxa_q, mask=row_ok)
         tl.store(dxa_at + K, dxa_k, mask=row_ok)
@@ -291,11 +296,13 @@ def qkv_backward(
     norms: HeadNorms | None = None,
     want_dw: bool = False,
     sums: Tensor | None = None,
+    joined: bool = False,
 ) -> QkvGrads:
     """From the gradients of q, k, v (B, heads, S, D), any strides; d is in ``dtype``.
 
     Args:
         b: (N, K), contiguous, where there are adapters.
+        joined: the parts have one adapter between them: dxa is the sum over them.
         y: (M, N) as the forward left it, where heads are normalised (``norms``).
         sums: over the width, of ``qkv_width.width_sums``.
     """
@@ -306,7 +313,7 @@ def qkv_backward(
     splits, blocks = triton.cdiv(rotary.q_heads, tile.columns), triton.cdiv(count, tile.rows)
     acc = accumulate_dtype(dtype)
     out = torch.empty((count, width), dtype=store_dtype(dtype), device=dq.device)
-    dxa = torch.empty((1,) if b is None else (splits, count, 3 * rank), dtype=acc, device=dq.device)
+    dxa = torch.empty((1,) if b is None else (splits, count, rank if joined else 3 * rank), dtype=acc, device=dq.device)
     partial = (blocks, (rotary.q_heads + rotary.k_heads) * head_dim)
     partial = (blocks * splits, 2 * head_dim) if sums is None else partial
     dw = torch.empty(partial if want_dw else (0, partial[1]), dtype=acc, device=dq.device)
@@ -342,6 +349,6 @@ def qkv_backward(
                 ROUND=triton_store_dtype(dtype),
                 AFTER=norms is not None and norms.after,
                 GROUPS=0 if sums is None else sums.shape[2],
-                **qkv_constants(rotary, b, dtype, tile),
+                **qkv_constants(rotary, b, joined, dtype, tile),
             )
     return QkvGrads(rounded(out, dtype), None if b is None else dxa, dw)

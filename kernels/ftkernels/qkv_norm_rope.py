@@ -15,7 +15,8 @@ front of the norm (HunYuan), and there may be no w. Backward, from dq, dk, dv wi
     dw_p = sum over rows and the heads of p of  g_h * n_h
     dxa_p = sum over the heads of p of  d_h @ B_h
 
-dw and dxa are float32: partial sums a program, added in a fixed order afterwards.
+dw and dxa are float32: partial sums a program, added in a fixed order afterwards. ``joined`` parts have one xa and one
+dxa, as in ``ftkernels.qkv_rope``.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ from ftkernels.tiles import Tile, tile_for
 
 
 class HeadGrads(NamedTuple):
-    """d (M, N); dxa, its partial sums (P, M, 3 * K) in the accumulation dtype for ``ftkernels.row_sums``; and the
-    norms' gradients, of their weights' sizes, in that dtype. None of what is not there or was not wanted.
+    """d (M, N); dxa, its partial sums (P, M, 3 * K or K) in the accumulation dtype for ``ftkernels.row_sums``; and
+    the norms' gradients, of their weights' sizes, in that dtype. None of what is not there or was not wanted.
     """
 
     d: Tensor
@@ -94,6 +95,7 @@ def _forward_kernel(
     AFTER: tl.constexpr,
     GROUPS: tl.constexpr,
     DELTA: tl.constexpr,
+    JOINED: tl.constexpr,
     HALF: tl.constexpr,
     ROT: tl.constexpr,
     PAIRS: tl.constexpr,
@@ -139,7 +141,8 @@ def _forward_kernel(
         x1, x2 = load_features(y_at + column, gap, read & live, PAIRS, ACC)
         if DELTA:
             part = (head >= q_heads).to(tl.int32) + (head >= normed).to(tl.int32)
-            xa = tl.load(xa_ptr + row64 * (3 * K) + part * K + k[None, :], mask=row_ok, other=0.0).to(DOT)
+            xa_at = xa_ptr + row64 * K if JOINED else xa_ptr + row64 * (3 * K) + part * K
+            xa = tl.load(xa_at + k[None, :], mask=row_ok, other=0.0).to(DOT)
             b_at = b_ptr + (column + lane).to(tl.int64) * K + k[:, None]
             b1 = tl.load(b_at, mask=d_ok & live, other=0.0).to(DOT)
             b2 = tl.load(b_at + gap * K, mask=d_ok & live, other=0.0).to(DOT)
@@ -169,11 +172,19 @@ def _forward_kernel(
 
 
 def qkv_norm_rope_forward(
-    y: Tensor, xa: Tensor | None, b: Tensor | None, rotary: Rotary, norms: HeadNorms, *, tile: Tile | None = None
+    y: Tensor,
+    xa: Tensor | None,
+    b: Tensor | None,
+    rotary: Rotary,
+    norms: HeadNorms,
+    *,
+    joined: bool = False,
+    tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(q and k side by side (M, (Hq + Hk) * D), normalised and rotated; ``y`` (M, N) with the low-rank terms added).
 
-    Shapes: xa (M, 3 * K), b (N, K), both contiguous or both None. ``y`` is written where they are given.
+    Shapes: xa (M, 3 * K), or (M, K) where the parts are ``joined``; b (N, K); both contiguous or both None. ``y`` is
+    written where they are given.
     """
     count = y.shape[0]
     normed = rotary.q_heads + rotary.k_heads
@@ -182,7 +193,7 @@ def qkv_norm_rope_forward(
     tile = tile or tile_for("qkv_norm_rope_forward_few" if count <= FEW_ROWS else "qkv_norm_rope_forward")
     squares: Tensor | None = None
     if norms.span == "width" and count:
-        squares = width_squares(stored, xa, b, rotary, y.dtype, tile)
+        squares = width_squares(stored, xa, b, rotary, y.dtype, tile, joined=joined)
         xa = b = None  # added
     heads = normed if b is None else normed + rotary.k_heads
     each = min(tile.columns, heads)
@@ -208,7 +219,7 @@ def qkv_norm_rope_forward(
                 ROUND=triton_store_dtype(y.dtype),
                 AFTER=norms.after,
                 GROUPS=0 if squares is None else squares.shape[2],
-                **qkv_constants(rotary, b, y.dtype, tile),
+                **qkv_constants(rotary, b, joined, y.dtype, tile),
             )
     return rounded(out, y.dtype), rounded(stored, y.dtype)
 
@@ -235,6 +246,7 @@ def qkv_norm_rope_backward(
     dtype: torch.dtype,
     *,
     want_dw: bool,
+    joined: bool = False,
     tile: Tile | None = None,
 ) -> HeadGrads:
     """From the gradients of q, k, v (B, heads, S, D) and y (M, N) as the forward left it. d is in ``dtype``."""
@@ -242,7 +254,7 @@ def qkv_norm_rope_backward(
     tile = tile or backward_tile(gpu_of(y.device).shared_memory_bytes, rotary.head_dim, rank)
     grads = contiguous_heads(grads)
     sums = width_sums(grads, y, rotary, norms, tile) if norms.span == "width" and y.shape[0] else None
-    found = qkv_backward(grads, b, rotary, dtype, tile, y=y, norms=norms, want_dw=want_dw, sums=sums)
+    found = qkv_backward(grads, b, rotary, dtype, tile, y=y, norms=norms, want_dw=want_dw, sums=sums, joined=joined)
     if not want_dw or norms.q is None or norms.k is None:
         return HeadGrads(found.d, found.dxa, None, None)
     dw_q, dw_k = column_sums(found.dw).split([norms.q.numel(), norms.k.numel()])

@@ -70,11 +70,15 @@ class HeadNorms:
         return kernel_form(self.q, self.form)
 
 
-def qkv_constants(rotary: Rotary, b: Tensor | None, dtype: torch.dtype, tile: Tile) -> dict[str, Any]:
-    """The constexpr arguments and the launch options that all these kernels take. ``b``: (N, K), of adapters."""
+def qkv_constants(rotary: Rotary, b: Tensor | None, joined: bool, dtype: torch.dtype, tile: Tile) -> dict[str, Any]:
+    """The constexpr arguments and the launch options that all these kernels take.
+
+    ``b``: (N, K), of adapters. ``joined``: q, k and v have one adapter, and one x @ A.T, between them.
+    """
     half = rotary.head_dim // 2
     return {
         "DELTA": b is not None,
+        "JOINED": joined,
         "HALF": half,
         "ROT": rotary.rotated // 2,
         "PAIRS": rotary.pairs,

@@ -9,7 +9,9 @@ and backward, from dq, dk, dv with any strides:
 
     d_h = rope.T(dy_h),     dxa_p = sum over the heads of p of  d_h @ B_h
 
-dxa is float32: a partial sum a program over its heads, the programs' sums added in a fixed order afterwards.
+dxa is float32: a partial sum a program over its heads, the programs' sums added in a fixed order afterwards. Where q, k
+and v are one projection with one adapter (``joined``), xa has K columns, which all parts read, and dxa is the sum over
+the parts.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ def _forward_kernel(
     N,
     heads_each,
     DELTA: tl.constexpr,
+    JOINED: tl.constexpr,
     HALF: tl.constexpr,
     ROT: tl.constexpr,
     PAIRS: tl.constexpr,
@@ -87,7 +90,8 @@ def _forward_kernel(
         next1, next2 = load_features(y_at + ahead, gap, more, PAIRS, y_ptr.dtype.element_ty)
         column = head * (2 * HALF)
         if DELTA:
-            xa = tl.load(xa_ptr + row64 * (3 * K) + part * K + k[None, :], mask=row_ok, other=0.0).to(DOT)
+            xa_at = xa_ptr + row64 * K if JOINED else xa_ptr + row64 * (3 * K) + part * K
+            xa = tl.load(xa_at + k[None, :], mask=row_ok, other=0.0).to(DOT)
             b_at = b_ptr + (column + first[None, :]).to(tl.int64) * K + k[:, None]
             b1 = tl.load(b_at, mask=d_ok & live, other=0.0).to(DOT)
             b2 = tl.load(b_at + gap * K, mask=d_ok & live, other=0.0).to(DOT)
@@ -100,11 +104,17 @@ def _forward_kernel(
 
 
 def qkv_rope_forward(
-    y: Tensor, xa: Tensor | None, b: Tensor | None, rotary: Rotary, *, tile: Tile | None = None
+    y: Tensor,
+    xa: Tensor | None,
+    b: Tensor | None,
+    rotary: Rotary,
+    *,
+    joined: bool = False,
+    tile: Tile | None = None,
 ) -> Tensor:
     """Add the low-rank terms to ``y`` (M, N) and rotate its q and k heads, in place; returns ``y``.
 
-    Shapes: xa (M, 3 * K), b (N, K), both contiguous or both None.
+    Shapes: xa (M, 3 * K), or (M, K) where the parts are ``joined``; b (N, K); both contiguous or both None.
     """
     count, width = y.shape
     heads = rotary.q_heads + 2 * rotary.k_heads
@@ -124,7 +134,7 @@ def qkv_rope_forward(
                 rotary.k_heads,
                 width,
                 each,
-                **qkv_constants(rotary, b, y.dtype, tile),
+                **qkv_constants(rotary, b, joined, y.dtype, tile),
             )
     return rounded(stored, y.dtype)
 
@@ -144,12 +154,13 @@ def qkv_rope_backward(
     rotary: Rotary,
     dtype: torch.dtype,
     *,
+    joined: bool = False,
     tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """(d (M, N) in ``dtype``, dxa or None: its partial sums (P, M, 3 * K) in the accumulation dtype, for
-    ``ftkernels.row_sums``), from dq, dk, dv (B, heads, S, D).
+    """(d (M, N) in ``dtype``, dxa or None: its partial sums (P, M, 3 * K), or (P, M, K) where the parts are ``joined``,
+    in the accumulation dtype for ``ftkernels.row_sums``), from dq, dk, dv (B, heads, S, D).
     """
     rank = 0 if b is None else b.shape[1]
     tile = tile or backward_tile(gpu_of(dq.device).shared_memory_bytes, rotary.head_dim, rank)
-    found = qkv_backward((dq, dk, dv), b, rotary, dtype, tile)
+    found = qkv_backward((dq, dk, dv), b, rotary, dtype, tile, joined=joined)
     return found.d, found.dxa

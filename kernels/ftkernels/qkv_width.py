@@ -43,6 +43,7 @@ def _squares_kernel(
     heads_each,
     ROUND: tl.constexpr,
     DELTA: tl.constexpr,
+    JOINED: tl.constexpr,
     HALF: tl.constexpr,
     ROT: tl.constexpr,
     PAIRS: tl.constexpr,
@@ -72,7 +73,8 @@ def _squares_kernel(
         x1, x2 = load_features(y_at + column, HALF, mask, False, ACC)
         if DELTA:
             part = (head >= q_heads).to(tl.int32) + (head >= normed).to(tl.int32)
-            xa = tl.load(xa_ptr + row64 * (3 * K) + part * K + k[None, :], mask=row_ok, other=0.0).to(DOT)
+            xa_at = xa_ptr + row64 * K if JOINED else xa_ptr + row64 * (3 * K) + part * K
+            xa = tl.load(xa_at + k[None, :], mask=row_ok, other=0.0).to(DOT)
             b_at = b_ptr + (column + lane).to(tl.int64) * K + k[:, None]
             b1 = tl.load(b_at, mask=ok & live, other=0.0).to(DOT)
             b2 = tl.load(b_at + HALF * K, mask=ok & live, other=0.0).to(DOT)
@@ -90,11 +92,12 @@ def _squares_kernel(
 
 
 def width_squares(
-    y: Tensor, xa: Tensor | None, b: Tensor | None, rotary: Rotary, dtype: torch.dtype, tile: Tile
+    y: Tensor, xa: Tensor | None, b: Tensor | None, rotary: Rotary, dtype: torch.dtype, tile: Tile, *, joined: bool
 ) -> Tensor:
     """The forward's sums, (M, 2, groups), of ``y`` (M, N), to which the low-rank terms are added in place.
 
-    Shapes: xa (M, 3 * K), b (N, K), both contiguous or both None. ``dtype``: y's, which it is stored in.
+    Shapes: xa (M, 3 * K), ``joined`` (M, K), b (N, K), both contiguous or both None. ``dtype``: y's, which it is stored
+    in.
     """
     count, normed = y.shape[0], rotary.q_heads + rotary.k_heads
     heads = normed if b is None else normed + rotary.k_heads
@@ -113,7 +116,7 @@ def width_squares(
             heads,
             each,
             ROUND=triton_store_dtype(dtype),
-            **qkv_constants(rotary, b, dtype, tile),
+            **qkv_constants(rotary, b, joined, dtype, tile),
         )
     return squares
 
@@ -194,6 +197,7 @@ def _sums_kernel(
     k_each,
     FORM: tl.constexpr,
     DELTA: tl.constexpr,
+    JOINED: tl.constexpr,
     HALF: tl.constexpr,
     ROT: tl.constexpr,
     PAIRS: tl.constexpr,
@@ -260,6 +264,6 @@ def width_sums(grads: tuple[Tensor, Tensor, Tensor], y: Tensor, rotary: Rotary, 
             triton.cdiv(rotary.q_heads, groups),
             triton.cdiv(rotary.k_heads, groups),
             FORM=norms.kernel_form,
-            **qkv_constants(rotary, None, y.dtype, tile),
+            **qkv_constants(rotary, None, False, y.dtype, tile),
         )
     return sums

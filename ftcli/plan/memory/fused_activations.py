@@ -48,7 +48,7 @@ def fused_layers(*, capped_without_kernel: bool, reference: bool, attention_by_k
 
     def residual_stream(shape: ModelShape, setting: ActivationSettings) -> float:
         kept: float = 2 * (setting.bytes_residual * shape.hidden_size + 4)
-        if shape.family.block == "sandwich":
+        if shape.family.closes:
             closing = setting.bytes_compute * shape.hidden_size + 4
             kept += 2 * (norm_bytes(shape.hidden_size, shape, setting, 4) if reference else closing)
         return kept
@@ -111,9 +111,9 @@ def _backward_in_torch(shape: ModelShape, setting: ActivationSettings) -> float:
 
 
 def _sent(shape: ModelShape, *, attention_by_kernel: bool) -> int:
-    return shape.family.half_inputs + attention_by_kernel
+    return shape.half_inputs + attention_by_kernel
 
 
 def _ahead(shape: ModelShape) -> int:
     """Whoever makes attention's output."""
-    return fetched_ahead(shape.family.most_sent)
+    return fetched_ahead(shape.most_sent)
