@@ -66,12 +66,14 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One decoder layer: what mixes tokens, the width of its MLP, its linears, and the elements of its norms."""
+    """One decoder layer: what mixes tokens, the width of its MLP, its linears, and the elements of its norms and of
+    its activation.
+    """
 
     attention: Attention
     mlp_width: int
     linears: tuple[Linear, ...]
-    norm_parameters: int
+    other_parameters: int
 
     @property
     def linear_parameters(self) -> int:
@@ -131,13 +133,29 @@ class ModelShape:
 
     @property
     def norm_parameters(self) -> int:
-        """Elements of all norm weights."""
-        return sum(layer.norm_parameters for layer in self.layers) + _norm(self.family, self.hidden_size)
+        """Elements of all norm weights, and of what activations have."""
+        return sum(layer.other_parameters for layer in self.layers) + _norm(self.family, self.hidden_size)
+
+    @property
+    def norms(self) -> Norms:
+        """Norms of width hidden_size in a layer."""
+        return _norms(self.family, parallel=self.parallel)
 
     @property
     def norm_count(self) -> int:
-        """Norms of width hidden_size in a layer."""
-        return len(_norms(self.family, parallel=self.parallel).names)
+        """Number of these."""
+        return len(self.norms.names)
+
+    @property
+    def rotated_share(self) -> float:
+        """The share of the layers that rotate queries and keys."""
+        return sum(layer.attention.rotary_dim > 0 for layer in self.layers) / self.num_layers
+
+    @property
+    def turns_whole_halves(self) -> bool:
+        """True if each half of a head is turned whole with the other, and nothing else is."""
+        wide = all(layer.attention.rotary_dim in (0, self.head_dim) for layer in self.layers)
+        return self.family.rotary == "halves" and wide
 
     @property
     def half_inputs(self) -> int:
@@ -228,6 +246,8 @@ def shape_of(config: Config) -> ModelShape | None:
 
 def window_of(config: Config, family: Family | None) -> int | None:
     """The sliding window that some layers of a language model have; None where none has one."""
+    if family is not None and not family.has_windows:
+        return None
     window = config.get("sliding_window", None if family is None else family.window)
     if not isinstance(window, int) or isinstance(window, bool) or config.get("use_sliding_window") is False:
         return None
@@ -302,7 +322,7 @@ def _norm_parameters(
     total = len(_norms(family, parallel=parallel).names) * _norm(family, hidden)
     if family.head_norm is not None and family.head_norm.weights:
         total += head_dim * (heads + kv_heads if family.head_norm.span == "width" else 2)
-    return total + (hidden + inner if family.sub_norms else 0)
+    return total + family.activation_parameters + (hidden + inner if family.sub_norms else 0)
 
 
 def _linears(config: Config, family: Family, hidden: int, inner: int, q: int, kv: int) -> tuple[Linear, ...]:

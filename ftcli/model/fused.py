@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 import torch
 from ftkernels.adapter_packs import AdapterPacks
 from ftkernels.attention import KeptOutput
+from ftkernels.device import without_autocast
 from ftkernels.lora_linear import lora_linear
 from ftkernels.lora_mlp import ResidualMode, lora_mlp
 from ftkernels.lora_qkv import lora_qkv
@@ -127,6 +128,17 @@ def norm_eps(norm: Any) -> float:
     return float(eps if eps is not None else norm.eps)
 
 
+def layer_norm(x: Tensor, norm: Any) -> Tensor:
+    """LayerNorm by torch's own kernel, (..., H): in float32 and rounded once, as Cohere-2's is in steps that keep more.
+
+    Without autocast, which would keep another copy of ``x``.
+    """
+    bias = getattr(norm, "bias", None)
+    with without_autocast(x):
+        cast = None if bias is None else bias.to(x.dtype)
+        return nn.functional.layer_norm(x, x.shape[-1:], norm.weight.to(x.dtype), cast, norm_eps(norm))
+
+
 class FusedNorm(nn.Module):
     """An RMSNorm on our kernel; shares ``weight`` with the module it stands for."""
 
@@ -145,7 +157,7 @@ class FusedNorm(nn.Module):
 
 def _weight_for(weight: Tensor, x: Tensor, form: NormForm) -> Tensor:
     """The weight in a dtype that keeps the norm's output in ``x``'s: one that is trained whole is held in float32."""
-    return weight if form == "gemma" else weight.to(x.dtype)
+    return weight.to(x.dtype) if form == "llama" else weight
 
 
 class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
@@ -269,6 +281,8 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
             return self.offload.checkpoint(whole, hidden_states)
         kwargs["kept"] = KeptOutput(self.offload.keep)
         hidden_states = self.offload.checkpoint(attend, hidden_states)
+        if not self._family.mlp_from_stream:
+            return self.offload.checkpoint(partial(self._mlp_half, packs=packs), hidden_states)
         with self.offload.saving(hidden_states):
             return self._mlp_half(hidden_states, packs)
 
@@ -282,10 +296,11 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
     def _halves_in_turn(self, hidden_states: Tensor, attend: Callable[[Tensor], Tensor], packs: LayerPacks) -> Tensor:
         return self._mlp_half(attend(hidden_states), packs)
 
-    def _parallel_halves(self, hidden_states: Tensor, attend: Callable[[Tensor], Tensor], packs: LayerPacks) -> Tensor:
-        """Both halves read the norm of ``hidden_states``."""
-        mlp = self._mlp(hidden_states, self._family.norms.before_attention, packs)[0]
-        return attend(hidden_states) + self._dropped(mlp, residual_dropout(self._halves_of()[1]))
+    def _parallel_halves(self, hidden_states: Tensor, attend: Callable[..., Tensor], packs: LayerPacks) -> Tensor:
+        """Both halves read one norm of ``hidden_states``."""
+        entered = self._enter(hidden_states, self._family.norms.before_attention, apart=True)[0]
+        mlp = self._mlp(entered, None, packs)[0]
+        return attend(hidden_states, entered=entered) + self._dropped(mlp, residual_dropout(self._halves_of()[1]))
 
     def _attention_half(
         self,
@@ -294,9 +309,10 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         rotation: Rotation,
         packs: LayerPacks,
         kwargs: dict[str, Any],
+        entered: Tensor | None = None,
     ) -> Tensor:
-        """(B, S, H) -> (B, S, H): attention, added to the residual stream."""
-        attended, residual = self._attend(hidden_states, mask, rotation, packs, kwargs)
+        """(B, S, H) -> (B, S, H): attention, added to the residual stream. ``entered``: the norm, where it is there."""
+        attended, residual = self._attend(hidden_states, mask, rotation, packs, kwargs, entered)
         (projection,) = self._projections("o", packs)
         dropout = residual_dropout(self._halves_of()[0])
         if self._adds_at_once(self._family.norms.after_attention, dropout):
@@ -359,8 +375,7 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
             return hidden_states, None
         module = getattr(self, norm)
         if self._family.norm == "layer":
-            # Of transformers' own, or torch's: in float32 either way, and cast back.
-            return module(hidden_states), None
+            return layer_norm(hidden_states, module), None
         if apart:
             weight = _weight_for(module.weight, hidden_states, self._family.norm)
             entered = rms_norm(hidden_states, weight, norm_eps(module), form=self._family.norm, backend=self._backend)
@@ -374,10 +389,13 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         rotation: Rotation,
         packs: LayerPacks,
         kwargs: dict[str, Any],
+        entered: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Attention's output (B, S, Hq * D) before the output projection, and the residual (B, S, H)."""
-        attention, family = self.self_attn, self._family
-        entered, norm = self._enter(hidden_states, family.norms.before_attention, apart=family.output_gate is not None)
+        attention, family, norm = self.self_attn, self._family, None
+        if entered is None:
+            apart = family.output_gate is not None
+            entered, norm = self._enter(hidden_states, family.norms.before_attention, apart=apart)
         q, k, v, passed = lora_qkv(
             entered,
             *self._projections("qkv", packs),
@@ -431,9 +449,13 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         entered, inner = self._enter(hidden_states, norm, apart=len(self._family.mlp) == 2)
         first, (down,) = self._projections("gate_up", packs), self._projections("down", packs)
         if len(self._family.mlp) == 2:
-            activated = self.mlp.act(lora_linear(entered, *first, backend=self._backend))
+            through = partial(self._two_linears, first=first[0], last=down)
             residual = hidden_states if adds else None
-            return lora_linear(activated, down, residual=residual, backend=self._backend), hidden_states
+            if self.selective and self.training and torch.is_grad_enabled():
+                out = checkpoint(through, entered, residual, use_reentrant=False, preserve_rng_state=self.drops)
+            else:
+                out = through(entered, residual)
+            return out, hidden_states
         gate, up = first if len(first) == 2 else (first[0], None)
         given = entered is hidden_states
         mode: ResidualMode = "none" if not given else "add" if adds else "return"
@@ -452,12 +474,18 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
             return made
         return made + hidden_states if adds and not given else made, hidden_states
 
+    def _two_linears(self, x: Tensor, residual: Tensor | None, first: Projection, last: Projection) -> Tensor:
+        """(..., H) -> (..., H): an MLP without a gate."""
+        act = self.mlp.act_fn if hasattr(self.mlp, "act_fn") else self.mlp.act  # transformers' own module
+        activated = act(lora_linear(x, first, backend=self._backend))
+        return lora_linear(activated, last, residual=residual, backend=self._backend)
+
     def _norm(self, norm: Any) -> Norm:
         return Norm(getattr(norm, "weight", None), norm_eps(norm), self._rms_form)
 
     @property
     def _rms_form(self) -> NormForm:
-        return "gemma" if self._family.norm == "gemma" else "llama"
+        return "llama" if self._family.norm == "layer" else self._family.norm
 
     def _add_normed(self, x: Tensor, residual: Tensor, norm: Any) -> Tensor:
         weight = _weight_for(norm.weight, x, self._rms_form)

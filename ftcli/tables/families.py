@@ -67,10 +67,9 @@ class Family:
 
     Attributes:
         norms: Where a layer has norms.
-        norm: Their form. ``gemma`` multiplies by (1 + weight) in float32 before it casts back, ``llama`` casts first;
-            both are RMSNorms. ``layer`` is LayerNorm.
-        final_norm: The form of the norm at the model's end where that is another; ``plain`` multiplies by the weight in
-            float32.
+        norm: Their form. ``gemma`` multiplies by (1 + weight) in float32 before it casts back, ``plain`` by the weight,
+            ``llama`` casts first; all are RMSNorms. ``layer`` is LayerNorm.
+        final_norm: The form of the norm at the model's end where that is another.
         norm_bias: The norms, that of the model's end included, have a bias.
         parallel: Both halves of a layer read the same and are added at once: always, never, or as the config says.
         head_norm: Norms of queries and keys.
@@ -83,6 +82,7 @@ class Family:
         tied: Whether embedding and head are one matrix where the config does not say.
         head_dim: Features of a head where the config does not say; None: hidden_size over heads.
         activation: transformers' name of the MLP's activation where the config does not say.
+        activation_parameters: Elements that the activation itself has in each layer.
         attention_softcap, final_softcap: Caps on scores and logits where the config does not say.
         window: The sliding window where the config does not say; a config may say that there is none.
         full_attention_every: Where the config has a sliding window and no ``layer_types``: every n-th layer sees
@@ -105,7 +105,7 @@ class Family:
     """
 
     norms: Norms = PRE
-    norm: Literal["llama", "gemma", "layer"] = "llama"
+    norm: Literal["llama", "gemma", "plain", "layer"] = "llama"
     final_norm: Literal["plain"] | None = None
     norm_bias: bool = False
     parallel: bool | str = False
@@ -121,6 +121,7 @@ class Family:
     tied: bool = False
     head_dim: int | None = None
     activation: str = "silu"
+    activation_parameters: int = 0
     attention_softcap: float | None = None
     final_softcap: float | None = None
     window: int | None = None
@@ -159,11 +160,24 @@ class Family:
         )
 
     @property
+    def mlp_from_stream(self) -> bool:
+        """True if the gated unit's kernels read the residual stream and apply the norm, if any: they compute their half
+        again from that. An MLP behind a LayerNorm, or without a gate, is checkpointed as any other code is.
+        """
+        return self.norm != "layer" and len(self.mlp) == 3
+
+    @property
+    def has_windows(self) -> bool:
+        """True if transformers' layers of this family read a sliding window from the config; others ignore the key."""
+        some = (self.window, self.full_attention_every, self.windows_from, self.window_on_config or None)
+        return any(each is not None for each in some) or self.unrotated == "no_rope_layers"
+
+    @property
     def half_inputs(self) -> int:
         """Tensors of the residual stream that the halves of a layer are run again from: the input of each, and where
         the MLP's output is normalised that one too. Parallel halves are run again together.
         """
-        return 3 if self.closes else 2
+        return 3 if self.closes and self.mlp_from_stream else 2
 
     @property
     def most_sent(self) -> int:
@@ -267,6 +281,52 @@ TABLE: Mapping[str, Family] = MappingProxyType(
             o_bias=_ATTENTION_BIAS,
             mlp_bias="mlp_bias",
             residual_multiplier="residual_multiplier",
+        ),
+        "arcee": Family(
+            mlp=("up_proj", "down_proj"),
+            qkv_bias=_ATTENTION_BIAS,
+            o_bias=_ATTENTION_BIAS,
+            mlp_bias="mlp_bias",
+            activation="relu2",
+        ),
+        "helium": Family(
+            norm="plain",
+            qkv_bias=_ATTENTION_BIAS,
+            head_dim=128,
+            mlp_bias="mlp_bias",
+            rotary="pairs",
+        ),
+        "vaultgemma": Family(
+            Norms("input_layernorm", None, "pre_feedforward_layernorm", None),
+            "gemma",
+            qkv_bias=_ATTENTION_BIAS,
+            o_bias=_ATTENTION_BIAS,
+            tied=True,
+            head_dim=256,
+            activation=_GEMMA,
+            attention_softcap=50.0,
+            final_softcap=30.0,
+            window=4096,
+            full_attention_every=2,
+        ),
+        "jais2": Family(
+            norm="layer",
+            norm_bias=True,
+            mlp=("up_proj", "down_proj"),
+            qkv_bias=_ATTENTION_BIAS,
+            o_bias=_ATTENTION_BIAS,
+            mlp_bias="mlp_bias",
+            activation="relu2",
+            defaults=((_ATTENTION_BIAS, True), ("mlp_bias", True)),
+        ),
+        "apertus": Family(
+            Norms("attention_layernorm", None, "feedforward_layernorm", None),
+            head_norm=_BY_HEAD,
+            mlp=("up_proj", "down_proj"),
+            qkv_bias=_ATTENTION_BIAS,
+            o_bias=_ATTENTION_BIAS,
+            activation="xielu",
+            activation_parameters=2,
         ),
         "exaone4": Family(POST, head_norm=_BY_HEAD, window=4096, full_attention_every=4, unrotated="global"),
         "cohere2": Family(

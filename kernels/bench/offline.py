@@ -14,6 +14,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -150,11 +151,12 @@ def rotary_cases(new: Maker, rank: int, capability: int) -> Launches:
         keys = new(1, k_heads, rows, size)
         tile = qkv_rope.backward_tile(shared, size, rank)
         grads = (new(1, q_heads, rows, size), keys, keys)
-        back = partial(qkv_rope.qkv_rope_backward, *grads, b, rotary, new.dtype, tile=tile)
-        yield f"qkv rope backward{name}", back
+        back = partial(qkv_rope.qkv_rope_backward, *grads, b, dtype=new.dtype, tile=tile)
+        yield f"qkv rope backward{name}", partial(back, rotary=rotary)
         if not name:
-            yield "qkv rope forward, joined", partial(ahead, new(rows, rank), b, rotary, joined=True)
-            yield "qkv rope backward, joined", partial(back, joined=True)
+            one = replace(rotary, joined=True)
+            yield "qkv rope forward, joined", partial(ahead, new(rows, rank), b, one)
+            yield "qkv rope backward, joined", partial(back, rotary=one)
     rows = 512
     for name, q_heads, k_heads, size in (("", 32, 8, 128), (", wide heads", 8, 4, 256)):
         angles, weight, width = new(1, rows, size), new(size, of=torch.float32), (q_heads + 2 * k_heads) * size
@@ -170,9 +172,10 @@ def rotary_cases(new: Maker, rank: int, capability: int) -> Launches:
             operands = (grads, y, low, rotary, norms, new.dtype)
             yield f"qkv norm rope backward{end}", partial(back, *operands, want_dw=low is None, tile=tile)
             if lora and not name:
-                one = {"joined": True}
-                yield "qkv norm rope forward, joined", partial(ahead, y, new(rows, rank), low, rotary, norms, **one)
-                yield "qkv norm rope backward, joined", partial(back, *operands, want_dw=False, tile=tile, **one)
+                one = replace(rotary, joined=True)
+                yield "qkv norm rope forward, joined", partial(ahead, y, new(rows, rank), low, one, norms)
+                operands = (grads, y, low, one, norms, new.dtype)
+                yield "qkv norm rope backward, joined", partial(back, *operands, want_dw=False, tile=tile)
 
 
 def option_cases(new: Maker, rank: int, capability: int) -> Launches:

@@ -240,7 +240,7 @@ def lora_qkv_reference(
 @dataclass(frozen=True, slots=True)
 class _Spec:
     """One call: the plan of the projections, the heads of q, k and v and their size, the norms without their weights,
-    and the layout of the rotation.
+    and the layout.
     """
 
     plan: GroupPlan
@@ -249,14 +249,10 @@ class _Spec:
     norms: HeadNorms | None
     pairs: bool
 
-    @property
-    def joined(self) -> bool:
-        """True when one projection gives q, k and v."""
-        return len(self.plan.projections) == 1
-
     def rotary(self, cos: Tensor | None, sin: Tensor | None) -> Rotary:
         """cos and sin with the heads that they turn."""
-        return Rotary(cos, sin, self.heads[0], self.heads[1], self.head_dim, self.pairs and cos is not None)
+        pairs, joined = self.pairs and cos is not None, len(self.plan.projections) == 1
+        return Rotary(cos, sin, self.heads[0], self.heads[1], self.head_dim, pairs, joined)
 
     def heads_of(self, source: Tensor, part: int, shape: torch.Size) -> Tensor:
         """(B, heads, S, D): q, k or v in its own columns of ``source``. ``shape``: (B, S, I)."""
@@ -285,10 +281,10 @@ class _LoraQkv(torch.autograd.Function):
             y, packed, xa = products(plan, x, rows)
             turned = y
             if spec.norms is not None:
-                norms, rotary = replace(spec.norms, q=q_weight, k=k_weight), spec.rotary(cos, sin)
-                turned, before = qkv_norm_rope_forward(y, xa, packed.b, rotary, norms, joined=spec.joined)
+                norms = replace(spec.norms, q=q_weight, k=k_weight)
+                turned, before = qkv_norm_rope_forward(y, xa, packed.b, spec.rotary(cos, sin), norms)
             elif cos is not None and sin is not None:
-                turned = qkv_rope_forward(y, xa, packed.b, spec.rotary(cos, sin), joined=spec.joined)
+                turned = qkv_rope_forward(y, xa, packed.b, spec.rotary(cos, sin))
             elif xa is not None and packed.b is not None:
                 for index, c in enumerate(plan.columns()):
                     lowrank_add(y[:, c], xa[:, plan.ranks(index)], packed.b[c], None, triton_kernel=plan.fused)
@@ -321,15 +317,13 @@ class _LoraQkv(torch.autograd.Function):
             if spec.norms is not None:
                 norms, wanted = replace(spec.norms, q=q_weight, k=k_weight), any(wants_heads)
                 made = qkv_norm_rope_backward(
-                    *(grads_in, before, b, spec.rotary(cos, sin), norms, plan.dtype),
-                    want_dw=wanted,
-                    joined=spec.joined,
+                    grads_in, before, b, spec.rotary(cos, sin), norms, plan.dtype, want_dw=wanted
                 )
                 dy, dxa = made.d, made.dxa
                 found = zip((made.dw_q, made.dw_k), (q_weight, k_weight), wants_heads, strict=True)
                 d_heads = [None if dw is None or not w else dw.to(weight.dtype) for dw, weight, w in found]
             elif cos is not None and sin is not None:
-                dy, dxa = qkv_rope_backward(*grads_in, b, spec.rotary(cos, sin), plan.dtype, joined=spec.joined)
+                dy, dxa = qkv_rope_backward(*grads_in, b, spec.rotary(cos, sin), plan.dtype)
             else:
                 flat = [g.transpose(1, 2).flatten(2).flatten(0, 1) for g in grads_in]
                 dy = torch.cat(flat, dim=1).to(plan.dtype)

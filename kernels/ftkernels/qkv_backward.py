@@ -296,13 +296,11 @@ def qkv_backward(
     norms: HeadNorms | None = None,
     want_dw: bool = False,
     sums: Tensor | None = None,
-    joined: bool = False,
 ) -> QkvGrads:
     """From the gradients of q, k, v (B, heads, S, D), any strides; d is in ``dtype``.
 
     Args:
         b: (N, K), contiguous, where there are adapters.
-        joined: the parts have one adapter between them: dxa is the sum over them.
         y: (M, N) as the forward left it, where heads are normalised (``norms``).
         sums: over the width, of ``qkv_width.width_sums``.
     """
@@ -313,7 +311,7 @@ def qkv_backward(
     splits, blocks = triton.cdiv(rotary.q_heads, tile.columns), triton.cdiv(count, tile.rows)
     acc = accumulate_dtype(dtype)
     out = torch.empty((count, width), dtype=store_dtype(dtype), device=dq.device)
-    dxa = torch.empty((1,) if b is None else (splits, count, rank if joined else 3 * rank), dtype=acc, device=dq.device)
+    dxa = torch.empty((1,) if b is None else (splits, count, rotary.adapters * rank), dtype=acc, device=dq.device)
     partial = (blocks, (rotary.q_heads + rotary.k_heads) * head_dim)
     partial = (blocks * splits, 2 * head_dim) if sums is None else partial
     dw = torch.empty(partial if want_dw else (0, partial[1]), dtype=acc, device=dq.device)
@@ -349,6 +347,6 @@ def qkv_backward(
                 ROUND=triton_store_dtype(dtype),
                 AFTER=norms is not None and norms.after,
                 GROUPS=0 if sums is None else sums.shape[2],
-                **qkv_constants(rotary, b, joined, dtype, tile),
+                **qkv_constants(rotary, b, dtype, tile),
             )
     return QkvGrads(rounded(out, dtype), None if b is None else dxa, dw)

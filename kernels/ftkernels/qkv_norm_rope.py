@@ -15,8 +15,7 @@ front of the norm (HunYuan), and there may be no w. Backward, from dq, dk, dv wi
     dw_p = sum over rows and the heads of p of  g_h * n_h
     dxa_p = sum over the heads of p of  d_h @ B_h
 
-dw and dxa are float32: partial sums a program, added in a fixed order afterwards. ``joined`` parts have one xa and one
-dxa, as in ``ftkernels.qkv_rope``.
+dw and dxa are float32: partial sums a program, added in a fixed order afterwards.
 """
 
 from __future__ import annotations
@@ -172,19 +171,11 @@ def _forward_kernel(
 
 
 def qkv_norm_rope_forward(
-    y: Tensor,
-    xa: Tensor | None,
-    b: Tensor | None,
-    rotary: Rotary,
-    norms: HeadNorms,
-    *,
-    joined: bool = False,
-    tile: Tile | None = None,
+    y: Tensor, xa: Tensor | None, b: Tensor | None, rotary: Rotary, norms: HeadNorms, *, tile: Tile | None = None
 ) -> tuple[Tensor, Tensor]:
     """(q and k side by side (M, (Hq + Hk) * D), normalised and rotated; ``y`` (M, N) with the low-rank terms added).
 
-    Shapes: xa (M, 3 * K), or (M, K) where the parts are ``joined``; b (N, K); both contiguous or both None. ``y`` is
-    written where they are given.
+    Shapes: xa (M, 3 * K or K), b (N, K), both contiguous or both None. ``y`` is written where they are given.
     """
     count = y.shape[0]
     normed = rotary.q_heads + rotary.k_heads
@@ -219,7 +210,7 @@ def qkv_norm_rope_forward(
                 ROUND=triton_store_dtype(y.dtype),
                 AFTER=norms.after,
                 GROUPS=0 if squares is None else squares.shape[2],
-                **qkv_constants(rotary, b, joined, y.dtype, tile),
+                **qkv_constants(rotary, b, y.dtype, tile),
             )
     return rounded(out, y.dtype), rounded(stored, y.dtype)
 
@@ -246,7 +237,6 @@ def qkv_norm_rope_backward(
     dtype: torch.dtype,
     *,
     want_dw: bool,
-    joined: bool = False,
     tile: Tile | None = None,
 ) -> HeadGrads:
     """From the gradients of q, k, v (B, heads, S, D) and y (M, N) as the forward left it. d is in ``dtype``."""

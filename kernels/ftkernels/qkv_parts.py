@@ -26,7 +26,8 @@ FEW_ROWS = 256
 class Rotary:
     """The heads of q and of k and v, and what turns them: cos and sin, (B or 1, S, R), last stride 1, or None.
 
-    ``pairs``: the layout of the rotation (``ftkernels.rope``). D and R are even.
+    ``pairs``: the layout of the rotation (``ftkernels.rope``). D and R are even. ``joined``: q, k and v are one
+    projection with one adapter, whose xa (M, K) all parts read; else xa is (M, 3 * K). dxa has the shape of xa.
     """
 
     cos: Tensor | None
@@ -35,11 +36,17 @@ class Rotary:
     k_heads: int
     head_dim: int
     pairs: bool = False
+    joined: bool = False
 
     @property
     def seq_len(self) -> int:
         """S; 1 where nothing is rotated."""
         return 1 if self.cos is None else int(self.cos.shape[1])
+
+    @property
+    def adapters(self) -> int:
+        """x @ A.T that there are: one for each part, or one for all."""
+        return 1 if self.joined else 3
 
     @property
     def rotated(self) -> int:
@@ -70,15 +77,12 @@ class HeadNorms:
         return kernel_form(self.q, self.form)
 
 
-def qkv_constants(rotary: Rotary, b: Tensor | None, joined: bool, dtype: torch.dtype, tile: Tile) -> dict[str, Any]:
-    """The constexpr arguments and the launch options that all these kernels take.
-
-    ``b``: (N, K), of adapters. ``joined``: q, k and v have one adapter, and one x @ A.T, between them.
-    """
+def qkv_constants(rotary: Rotary, b: Tensor | None, dtype: torch.dtype, tile: Tile) -> dict[str, Any]:
+    """The constexpr arguments and the launch options that all these kernels take. ``b``: (N, K), of adapters."""
     half = rotary.head_dim // 2
     return {
         "DELTA": b is not None,
-        "JOINED": joined,
+        "JOINED": rotary.joined,
         "HALF": half,
         "ROT": rotary.rotated // 2,
         "PAIRS": rotary.pairs,

@@ -9,9 +9,7 @@ and backward, from dq, dk, dv with any strides:
 
     d_h = rope.T(dy_h),     dxa_p = sum over the heads of p of  d_h @ B_h
 
-dxa is float32: a partial sum a program over its heads, the programs' sums added in a fixed order afterwards. Where q, k
-and v are one projection with one adapter (``joined``), xa has K columns, which all parts read, and dxa is the sum over
-the parts.
+dxa is float32: a partial sum a program over its heads, the programs' sums added in a fixed order afterwards.
 """
 
 from __future__ import annotations
@@ -104,17 +102,11 @@ def _forward_kernel(
 
 
 def qkv_rope_forward(
-    y: Tensor,
-    xa: Tensor | None,
-    b: Tensor | None,
-    rotary: Rotary,
-    *,
-    joined: bool = False,
-    tile: Tile | None = None,
+    y: Tensor, xa: Tensor | None, b: Tensor | None, rotary: Rotary, *, tile: Tile | None = None
 ) -> Tensor:
     """Add the low-rank terms to ``y`` (M, N) and rotate its q and k heads, in place; returns ``y``.
 
-    Shapes: xa (M, 3 * K), or (M, K) where the parts are ``joined``; b (N, K); both contiguous or both None.
+    Shapes: xa (M, 3 * K or K), b (N, K), both contiguous or both None.
     """
     count, width = y.shape
     heads = rotary.q_heads + 2 * rotary.k_heads
@@ -134,7 +126,7 @@ def qkv_rope_forward(
                 rotary.k_heads,
                 width,
                 each,
-                **qkv_constants(rotary, b, joined, y.dtype, tile),
+                **qkv_constants(rotary, b, y.dtype, tile),
             )
     return rounded(stored, y.dtype)
 
@@ -154,13 +146,12 @@ def qkv_rope_backward(
     rotary: Rotary,
     dtype: torch.dtype,
     *,
-    joined: bool = False,
     tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """(d (M, N) in ``dtype``, dxa or None: its partial sums (P, M, 3 * K), or (P, M, K) where the parts are ``joined``,
-    in the accumulation dtype for ``ftkernels.row_sums``), from dq, dk, dv (B, heads, S, D).
+    """(d (M, N) in ``dtype``, dxa or None: its partial sums (P, M, 3 * K or K) in the accumulation dtype, for
+    ``ftkernels.row_sums``), from dq, dk, dv (B, heads, S, D).
     """
     rank = 0 if b is None else b.shape[1]
     tile = tile or backward_tile(gpu_of(dq.device).shared_memory_bytes, rotary.head_dim, rank)
-    found = qkv_backward((dq, dk, dv), b, rotary, dtype, tile, joined=joined)
+    found = qkv_backward((dq, dk, dv), b, rotary, dtype, tile)
     return found.d, found.dxa

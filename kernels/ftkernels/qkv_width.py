@@ -96,8 +96,7 @@ def width_squares(
 ) -> Tensor:
     """The forward's sums, (M, 2, groups), of ``y`` (M, N), to which the low-rank terms are added in place.
 
-    Shapes: xa (M, 3 * K), ``joined`` (M, K), b (N, K), both contiguous or both None. ``dtype``: y's, which it is stored
-    in.
+    Shapes: xa (M, 3 * K or K), b (N, K), both contiguous or both None. ``dtype``: y's, which it is stored in.
     """
     count, normed = y.shape[0], rotary.q_heads + rotary.k_heads
     heads = normed if b is None else normed + rotary.k_heads

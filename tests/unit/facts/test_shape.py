@@ -44,7 +44,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "granite": [{"attention_bias": True, "mlp_bias": True}],
 }
 #: transformers builds no model without.
-NEEDED: dict[str, dict[str, Any]] = {"hunyuan_v1_dense": {"head_dim": 16}}
+NEEDED: dict[str, dict[str, Any]] = {"helium": {"head_dim": 16}, "hunyuan_v1_dense": {"head_dim": 16}}
 ALONE = [
     name for name in TABLE if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 ]  # the others are parts: tests/unit/facts/test_towers.py
