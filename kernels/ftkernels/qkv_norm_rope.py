@@ -184,7 +184,7 @@ def qkv_norm_rope_forward(
     tile = tile or tile_for("qkv_norm_rope_forward_few" if count <= FEW_ROWS else "qkv_norm_rope_forward")
     squares: Tensor | None = None
     if norms.span == "width" and count:
-        squares = width_squares(stored, xa, b, rotary, y.dtype, tile, joined=joined)
+        squares = width_squares(stored, xa, b, rotary, y.dtype, tile)
         xa = b = None  # added
     heads = normed if b is None else normed + rotary.k_heads
     each = min(tile.columns, heads)
@@ -244,7 +244,7 @@ def qkv_norm_rope_backward(
     tile = tile or backward_tile(gpu_of(y.device).shared_memory_bytes, rotary.head_dim, rank)
     grads = contiguous_heads(grads)
     sums = width_sums(grads, y, rotary, norms, tile) if norms.span == "width" and y.shape[0] else None
-    found = qkv_backward(grads, b, rotary, dtype, tile, y=y, norms=norms, want_dw=want_dw, sums=sums, joined=joined)
+    found = qkv_backward(grads, b, rotary, dtype, tile, y=y, norms=norms, want_dw=want_dw, sums=sums)
     if not want_dw or norms.q is None or norms.k is None:
         return HeadGrads(found.d, found.dxa, None, None)
     dw_q, dw_k = column_sums(found.dw).split([norms.q.numel(), norms.k.numel()])

@@ -92,7 +92,7 @@ def _squares_kernel(
 
 
 def width_squares(
-    y: Tensor, xa: Tensor | None, b: Tensor | None, rotary: Rotary, dtype: torch.dtype, tile: Tile, *, joined: bool
+    y: Tensor, xa: Tensor | None, b: Tensor | None, rotary: Rotary, dtype: torch.dtype, tile: Tile
 ) -> Tensor:
     """The forward's sums, (M, 2, groups), of ``y`` (M, N), to which the low-rank terms are added in place.
 
@@ -115,7 +115,7 @@ def width_squares(
             heads,
             each,
             ROUND=triton_store_dtype(dtype),
-            **qkv_constants(rotary, b, joined, dtype, tile),
+            **qkv_constants(rotary, b, dtype, tile),
         )
     return squares
 
@@ -263,6 +263,6 @@ def width_sums(grads: tuple[Tensor, Tensor, Tensor], y: Tensor, rotary: Rotary, 
             triton.cdiv(rotary.q_heads, groups),
             triton.cdiv(rotary.k_heads, groups),
             FORM=norms.kernel_form,
-            **qkv_constants(rotary, None, False, y.dtype, tile),
+            **qkv_constants(rotary, None, y.dtype, tile),
         )
     return sums
