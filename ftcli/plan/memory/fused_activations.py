@@ -10,9 +10,9 @@ residual stream   For each half pH, its input, and 4 for its rsqrt where it begi
                   A norm that closes a half keeps cH + 4.
 adapters          cP for each linear of a group with adapters: the products x·A
 attention         c(Q + 2K) for query, key and value in one buffer, cQ for the output, which is the input of o as well,
-                  and 4n for log-sum-exp. Norms by head keep the rotated query and key besides: c(Q + K) + 4(n + n_kv).
-                  So does what the products' kernels do not apply: rotations of pairs or of a part of a head, and norms
-                  over all heads, c(Q + K) + 8; behind the rotation one more c(Q + K). An output gate keeps 2cQ.
+                  and 4n for log-sum-exp. Norms by head keep the rotated query and key besides: c(Q + K) + 4(n + n_kv),
+                  over all heads c(Q + K) + 8. Where one kernel does not rotate and normalise, in float32 and for ranks
+                  above 64, rotations keep c(Q + K) and norms behind one c(Q + K) more. An output gate keeps 2cQ.
                   Where scores are capped and no kernel runs (CPU, float32): 4cQ and the scores of ``activations``.
 MLP               c · 2I: gate and up without their adapters' share; all else is formed again. Without a gate what the
                   activation reads and gives
@@ -137,10 +137,9 @@ def _in_one_kernel(shape: ModelShape, setting: ActivationSettings) -> bool:
     decides it.
     """
     norms = shape.family.head_norm
-    if norms is not None and (norms.span != "head" or norms.after_rotation or not norms.weights):
+    if norms is not None and norms.span == "width" and norms.after_rotation:
         return False
-    fused = setting.bytes_compute != 4 and packed_rank(setting.rank) <= LARGEST_FUSED_RANK
-    return fused and shape.turns_whole_halves
+    return setting.bytes_compute != 4 and packed_rank(setting.rank) <= LARGEST_FUSED_RANK
 
 
 def _output_gate(shape: ModelShape, setting: ActivationSettings, *, reference: bool) -> float:
