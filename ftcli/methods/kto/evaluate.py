@@ -6,18 +6,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ftcli.data.tokens import TokenizedRow
 from ftcli.errors import Origin
 from ftcli.evaluate.loss import LossResult, require_finite
+from ftcli.evaluate.margins import Floats, RowTable, margins_of_answers
 from ftcli.evaluate.share import Sums
 from ftcli.evaluate.suite import Evaluator
 from ftcli.methods.kto.losses import LabelledAnswers, LabelLoss
 from ftcli.methods.kto.mismatched import mismatched_rows
 from ftcli.methods.kto.sums import SUMS, LabelSums, measures
 from ftcli.methods.preference.evaluate import forward_pass, summed
+from ftcli.methods.preference.figures import stop_columns, stop_measures
 from ftcli.methods.preference.pairs import SCORED, AnswerScorer, ScoredAnswers
 from ftcli.model.backbone import compute_context, head_of, root_of
 from ftcli.model.shards import reshard_model
@@ -39,8 +42,11 @@ _NAMES = {
     "rejected_fell": "rejected_fell",
     "kl": "kl",
 }
-#: Of a batch's answers, (N,) each: log-probabilities, what they have gained over the reference, tokens.
-_Scores = tuple[Tensor, Tensor, Tensor]
+#: Of a batch's answers, (N,) each: log-probabilities, what they have gained over the reference, tokens; then what
+#: :func:`~ftcli.methods.preference.figures.stop_columns` gives.
+_Scores = tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]
+#: Of each answer: its reward, its tokens, and the stop columns of desirable ones.
+_COLUMNS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +59,7 @@ class LabelEvaluator(Evaluator):
     """
 
     reference: PreTrainedModel | None = None
-    _kept: dict[tuple[str, int], float] = field(default_factory=dict, repr=False)
+    _kept: dict[tuple[str, int], tuple[float, float]] = field(default_factory=dict, repr=False)
 
     def loss_of(self, model: PreTrainedModel | PeftModel, sequences: Sequence[TokenizedRow]) -> LossResult:
         """The mean loss of the answers, and ``more`` beside it."""
@@ -76,13 +82,28 @@ class LabelEvaluator(Evaluator):
         try:
             with torch.no_grad():
                 kl = self._kl(model, files)
-                sums = {name: self._sums_of(model, name, rows, kl) for name, rows in files.items()}
+                found = {name: self._scored(model, name, rows, kl) for name, rows in files.items()}
         finally:
             model.train(was_training)
         reshard_model(model)
-        loss = self._loss()
-        whole = _result([sum(each) for each in zip(*sums.values(), strict=True)], loss, kl) if sums else None
-        return whole, {name: _result(each, loss, kl) for name, each in sums.items()}
+        all_rows = [row for rows in files.values() for row in rows]
+        whole = self._result(list(found.values()), all_rows, kl) if found else None
+        return whole, {name: self._result([each], files[name], kl) for name, each in found.items()}
+
+    def _result(
+        self, parts: Sequence[tuple[Sums, Floats]], sequences: Sequence[TokenizedRow], kl: float
+    ) -> LossResult:
+        """Of the answers of all ``parts``, which are those of ``sequences``."""
+        loss, columns = self._loss(), np.concatenate([rows for _, rows in parts])
+        total, *of_answers = (sum(each) for each in zip(*(sums for sums, _ in parts), strict=True))
+        of_answers[-2:] = [kl, 1.0]
+        wanted, unwanted, logp, tokens, other_tokens = (of_answers[n] for n in (0, 1, 6, 8, 9))
+        answers = wanted + unwanted
+        mean = require_finite(total / max(answers, 1) - loss.sft_weight * logp / max(tokens, 1))
+        found = measures(of_answers, kl=loss.estimates_kl)
+        more = {ours: found[name] for name, ours in _NAMES.items() if name in found} | stop_measures(columns[:, 2:])
+        margins = margins_of_answers(sequences, columns[:, 0], columns[:, 1], self.job.tokenizer)
+        return LossResult(mean, None, None, int(tokens + other_tokens), int(answers), more, margins)
 
     def _loss(self) -> LabelLoss:
         return LabelLoss.of(self.job.recipe.preference)
@@ -99,29 +120,34 @@ class LabelEvaluator(Evaluator):
             gained, count = gained + found, count + len(made)
         return max(0.0, gained / count) if count else 0.0
 
-    def _sums_of(self, model: PreTrainedModel | PeftModel, name: str, rows: list[TokenizedRow], kl: float) -> Sums:
-        """Summed loss, and the sums of :class:`LabelSums`."""
-        loss = self._loss()
+    def _scored(
+        self, model: PreTrainedModel | PeftModel, name: str, rows: list[TokenizedRow], kl: float
+    ) -> tuple[Sums, Floats]:
+        """Summed loss, and the sums of :class:`LabelSums`; then of each answer the columns of :data:`_COLUMNS`."""
+        loss, table = self._loss(), RowTable(len(rows), _COLUMNS)
 
-        def of_batch(documents: Sequence[TokenizedRow], scores: _Scores) -> Sums:
-            logp, gained, tokens = scores
-            labels = torch.tensor([document.value for document in documents], device=logp.device)
+        def of_batch(numbers: Sequence[int], scores: _Scores) -> Sums:
+            logp, gained, tokens, of_stops = scores
+            labels = torch.tensor([rows[number].value for number in numbers], device=logp.device)
+            stops = (torch.where(labels > 0, column, torch.nan) for column in of_stops)
+            table.fill(numbers, (loss.beta * gained.double(), tokens, *stops))
             answers = LabelledAnswers(gained, labels, torch.tensor(kl, device=logp.device))
             total = float(loss.values(answers).double().sum())
             return (total, *LabelSums.of(answers, logp, tokens, loss.beta).vector().tolist())
 
-        return self._summed(model, name, rows, of_batch, width=1 + SUMS)
+        sums = self._summed(model, name, rows, of_batch, width=1 + SUMS)
+        return sums, table.gathered(self.group, self.job.recipe.eval.per_device_eval_batch_size)
 
     def _summed(
         self,
         model: PreTrainedModel | PeftModel,
         name: str,
         rows: Sequence[TokenizedRow],
-        of_batch: Callable[[Sequence[TokenizedRow], _Scores], Sums],
+        of_batch: Callable[[Sequence[int], _Scores], Sums],
         *,
         width: int,
     ) -> Sums:
-        """Sums over ``rows``, of each batch's answers as they are scored, over all ranks."""
+        """Sums over ``rows``, of each batch's answers, by their numbers, as they are scored, over all ranks."""
         job = self.job
         vocabulary = head_of(model).weight.shape[0]
         scorer = AnswerScorer(job.batches(model), job.pad_token_id, vocabulary, ld_alpha=1.0)
@@ -130,11 +156,14 @@ class LabelEvaluator(Evaluator):
             documents = [rows[number] for number in numbers]
             inputs = {key: value.to(job.device) for key, value in scorer.batch(documents).items()}
             with compute_context(job.device, job.dtypes.compute, job.dtypes.autocast):
-                policy = forward_pass(model, scorer, inputs)
+                policy = forward_pass(model, scorer, inputs, last=True)
                 compared = self._compared(model, scorer, inputs, [(name, number) for number in numbers], policy)
-            if policy is None or compared is None:
+            if policy is None or policy.last is None or compared is None:
                 return None
-            return of_batch(documents, (policy.sums, policy.sums - compared, (inputs[SCORED] > 0).sum(1).float()))
+            reference, last = compared
+            of_stops = stop_columns(documents, job.stops, policy.last, last)
+            tokens = (inputs[SCORED] > 0).sum(1).float()
+            return of_batch(numbers, (policy.sums, policy.sums - reference, tokens, of_stops))
 
         def where(number: int) -> Origin:
             return rows[number].row.origin
@@ -148,26 +177,20 @@ class LabelEvaluator(Evaluator):
         inputs: dict[str, Tensor],
         places: Sequence[tuple[str, int]],
         policy: ScoredAnswers | None,
-    ) -> Tensor | None:
-        """The answers' log-probabilities under the reference; None where that did not fit into memory."""
+    ) -> tuple[Tensor, Tensor] | None:
+        """The log-probabilities of the answers and of their last tokens under the reference; None where that did not
+        fit into memory.
+        """
         if self.reference is not None or hasattr(model, "disable_adapter"):
             if self.reference is not None:
                 reshard_model(model)  # embedding and head of one model at a time
             with of_reference(self.reference, model):
-                found = forward_pass(model if self.reference is None else self.reference, scorer, inputs)
-            return None if found is None else found.sums
+                found = forward_pass(model if self.reference is None else self.reference, scorer, inputs, last=True)
+            return None if found is None or found.last is None else (found.sums, found.last)
         assert policy is not None
+        assert policy.last is not None
         if any(place not in self._kept for place in places):
-            self._kept.update(zip(places, policy.sums.tolist(), strict=True))
-        return torch.tensor([self._kept[place] for place in places], device=policy.sums.device)
-
-
-def _result(sums: Sequence[float], loss: LabelLoss, kl: float) -> LossResult:
-    total, *of_answers = sums
-    of_answers[-2:] = [kl, 1.0]
-    wanted, unwanted, logp, tokens, other_tokens = (of_answers[n] for n in (0, 1, 6, 8, 9))
-    answers = wanted + unwanted
-    mean = require_finite(total / max(answers, 1) - loss.sft_weight * logp / max(tokens, 1))
-    found = measures(of_answers, kl=loss.estimates_kl)
-    more = {ours: found[name] for name, ours in _NAMES.items() if name in found}
-    return LossResult(mean, None, None, int(tokens + other_tokens), int(answers), more)
+            found_now = zip(policy.sums.tolist(), policy.last.tolist(), strict=True)
+            self._kept.update(zip(places, found_now, strict=True))
+        sums, last = torch.tensor([self._kept[place] for place in places], device=policy.sums.device).T
+        return sums, last
