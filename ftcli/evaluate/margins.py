@@ -206,7 +206,7 @@ def _right(values: Floats) -> Floats:
 
 
 def _classes(lengths: Floats) -> NDArray[np.int64]:
-    """By how much the answers of pairs (N, 2) differ in length, from -3 to 3; above 0 where the chosen one is longer."""
+    """The class of each pair by the lengths of its answers (N, 2), from -3 to 3: above 0 the chosen one is longer."""
     difference, shorter = lengths[:, 0] - lengths[:, 1], lengths.min(1)
     size = sum((np.abs(difference) > share * shorter).astype(np.int64) for share in _LONGER)
     return np.asarray(np.sign(difference).astype(np.int64) * size)

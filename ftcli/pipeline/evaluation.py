@@ -118,9 +118,7 @@ def freeze_on_kernels(job: Job, model: Any, rows: Sequence[TokenizedRow]) -> Ker
 
 def _write(directory: RunDirectory, base: ModelScores, tuned: ModelScores) -> None:
     measured = Evaluation(eval_scores(base), eval_scores(tuned), task_samples(base.tasks, tuned.tasks))
-    write_margins(
-        directory.margins_path, MarginsBeforeAndAfter(margins_record(base.loss), margins_record(tuned.loss))
-    )
+    write_margins(directory.margins_path, MarginsBeforeAndAfter(margins_record(base.loss), margins_record(tuned.loss)))
     update_evaluation(directory.eval_path, measured)
     write_card(directory)
     write_report(directory)

@@ -90,9 +90,7 @@ class LabelEvaluator(Evaluator):
         whole = self._result(list(found.values()), all_rows, kl) if found else None
         return whole, {name: self._result([each], files[name], kl) for name, each in found.items()}
 
-    def _result(
-        self, parts: Sequence[tuple[Sums, Floats]], sequences: Sequence[TokenizedRow], kl: float
-    ) -> LossResult:
+    def _result(self, parts: Sequence[tuple[Sums, Floats]], sequences: Sequence[TokenizedRow], kl: float) -> LossResult:
         """Of the answers of all ``parts``, which are those of ``sequences``."""
         loss, columns = self._loss(), np.concatenate([rows for _, rows in parts])
         total, *of_answers = (sum(each) for each in zip(*(sums for sums, _ in parts), strict=True))

@@ -18,8 +18,8 @@ from ftcli.evaluate.margins import Floats, RowTable, margins_of_pairs
 from ftcli.evaluate.share import Sums, summed_in_step, summed_over_ranks
 from ftcli.evaluate.suite import Evaluator
 from ftcli.methods.preference.cache import pair_digest
-from ftcli.methods.preference.losses import PairLoss
 from ftcli.methods.preference.figures import controlled, stop_columns, stop_measures
+from ftcli.methods.preference.losses import PairLoss
 from ftcli.methods.preference.objective import SUMS, PairSums, answers_of, margins_of, measures
 from ftcli.methods.preference.pairs import SCORED, AnswerScorer, ScoredAnswers
 from ftcli.methods.preference.reference import by_answer, by_pair
@@ -91,9 +91,7 @@ class PairEvaluator(Evaluator):
     def _pair_loss(self) -> PairLoss:
         return PairLoss.of(self.job.recipe.train.method, self.job.recipe.preference)
 
-    def _measured(
-        self, model: PreTrainedModel | PeftModel, sequences: Sequence[TokenizedRow]
-    ) -> tuple[Sums, Floats]:
+    def _measured(self, model: PreTrainedModel | PeftModel, sequences: Sequence[TokenizedRow]) -> tuple[Sums, Floats]:
         """Summed loss, summed cross-entropy of the chosen answers, and the sums of :class:`PairSums`; then, of each
         pair, the columns of :data:`_COLUMNS`.
         """

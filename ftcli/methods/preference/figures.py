@@ -1,4 +1,4 @@
-"""What held-out answers tell beside their means: accuracy without the help of length, and whether a model still stops."""
+"""What held-out answers tell beside their means: accuracy without the help of length, and whether answers still end."""
 
 from __future__ import annotations
 

@@ -79,9 +79,7 @@ class RewardEvaluator(Evaluator):
         margins = margins_of_pairs(sequences, values, lengths, self.job.tokenizer)
         return LossResult(mean, None, None, int(tokens), int(of_pairs[0]), more, margins)
 
-    def _measured(
-        self, model: PreTrainedModel | PeftModel, sequences: Sequence[TokenizedRow]
-    ) -> tuple[Sums, Floats]:
+    def _measured(self, model: PreTrainedModel | PeftModel, sequences: Sequence[TokenizedRow]) -> tuple[Sums, Floats]:
         """Summed loss, tokens, and the sums of :class:`ScoreSums`; then of each pair its margin, and the tokens of both
         answers.
         """

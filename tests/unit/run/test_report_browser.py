@@ -24,6 +24,7 @@ from ftcli.run.report import LiveProgress, write_report
 from ftcli.run.results import AnsweredRow, EvalScores, Evaluation, TaskScore, write_evaluation
 from ftcli.run.resume import open_run
 from tests.unit.run.test_report import HOSTILE
+from tests.unit.run.test_report_margins import side
 
 PROGRAM = find_browser()
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no Chromium here")
@@ -121,6 +122,7 @@ def make_run(path: Path, *, rewards: bool) -> RunDirectory:
         ]
         rows += [AnsweredRow(HOSTILE, LONG, HOSTILE, LONG + "x", "b"), AnsweredRow(LONG * 20, "y", "", LONG * 20, "b")]
         write_evaluation(directory.eval_path, Evaluation(base, tuned, tuple(rows)))
+        write_json(directory.margins_path, {"before": side(0.0), "after": side(1.0)})
         if rewards:
             said = [
                 ScoredCompletion(f"{LONG} {i}", HOSTILE + LONG, {"exact": 0.5, LONG[:60]: None}, 1.0) for i in range(3)
