@@ -64,8 +64,8 @@ def stop_findings(before: Mapping[str, float], after: Mapping[str, float]) -> It
     if change is not None and change < -_FALLEN:
         yield Finding(
             "FT717",
-            f"after held-out chosen answers the stop token has lost {-change:.2g} nats: it is {math.exp(-change):,.3g} "
-            "times less likely than before training, and answers may not end by themselves",
+            f"after held-out chosen answers the stop token has lost {-change:.2g} nats: {math.exp(change):.2%} of its "
+            "probability are left, and answers may not end by themselves",
             help="set preference.sft_weight, train fewer steps, or lower train.learning_rate (docs/preference.md)",
             severity="warning",
         )

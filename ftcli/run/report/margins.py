@@ -72,11 +72,10 @@ def held_out_rows(margins: JsonMap) -> HeldOutRows | None:
 
 def _of_pairs(sides: Mapping[str, JsonMap]) -> list[Markup]:
     samples = [Sample(name, _numbers(side.get("margins"))) for name, side in sides.items()]
-    newest = next(side for side in reversed(sides.values()) if side)
-    points = _points(newest)
+    *_, newest = (side for side in sides.values() if side)
     return [
         histogram("Margins of held-out pairs", samples, "margin", "share of pairs; right of 0: in the right order"),
-        scatter("Margin against length", [Cloud("pairs", points)], "tokens that the chosen answer is longer"),
+        scatter("Margin against length", [Cloud("pairs", _points(newest))], "tokens that the chosen answer is longer"),
     ]
 
 

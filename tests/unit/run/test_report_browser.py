@@ -156,8 +156,9 @@ def test_samples_are_cards_on_a_narrow_screen_and_tiles_show_their_numbers(brows
     run = make_run(tmp_path / "run", rewards=False)
     write_report(run)
     browser.open(run.report_path, width=420)
-    label = "getComputedStyle(document.querySelector('.rows td'), '::before').content"
-    assert browser.evaluate(label) == '"Task"'
+    label = "getComputedStyle(document.querySelector('%s'), '::before').content"
+    assert browser.evaluate(label % ".rows:not(.wrong) td") == '"Task"'
+    assert browser.evaluate(label % ".wrong td:last-child") == '"Margin"'
     assert browser.evaluate("[...document.querySelectorAll('.fact b')].every(e => e.scrollWidth <= e.clientWidth)")
     for width in (420, 1100):
         browser.open(run.report_path, width=width)

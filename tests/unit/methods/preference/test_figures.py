@@ -62,9 +62,11 @@ def test_a_stop_token_that_has_become_unlikely_is_told(
     assert all("preference.sft_weight" in str(each.help) and each.severity == "warning" for each in found)
 
 
-def test_the_warning_says_how_much_less_likely() -> None:
+def test_the_warning_says_how_much_is_left() -> None:
     (found,) = stop_findings({}, {"stop_change": -math.log(20)})
-    assert "lost 3 nats: it is 20 times less likely" in found.message
+    assert "lost 3 nats: 5.00% of its probability are left" in found.message
+    (found,) = stop_findings({}, {"stop_change": -2000.0})
+    assert "0.00%" in found.message
 
 
 @pytest.mark.parametrize("batches", [steps.PADDED, steps.UNPADDED, steps.SHARED], ids=["padded", "flat", "shared"])
