@@ -202,7 +202,7 @@ def length_controlled(values: Floats, lengths: Floats) -> float | None:
 
 def _right(values: Floats) -> Floats:
     """1 above 0, one half for a tie."""
-    return (values > 0) + 0.5 * (values == 0)
+    return np.where(values == 0, 0.5, (values > 0).astype(np.float64))
 
 
 def _classes(lengths: Floats) -> NDArray[np.int64]:
