@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.plain import JsonMap, map_in
+from ftcli.plain import JsonMap, map_in, plain_fields
 from ftcli.run.atomic import read_json_object
 from ftcli.run.directory import RunDirectory
 from ftcli.run.results import (
@@ -150,7 +150,7 @@ def eval_scores(measured: ModelScores) -> EvalScores | None:
     return EvalScores(
         **({} if loss is None else _numbers(loss)),
         tasks=_task_scores(tasks),
-        datasets={name: part.numbers for name, part in measured.datasets.items()},
+        datasets={name: plain_fields(replace(part, margins=None)) for name, part in measured.datasets.items()},
         lm_eval=measured.lm_eval,
     )
 
