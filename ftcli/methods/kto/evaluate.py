@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -19,12 +20,12 @@ from ftcli.evaluate.suite import Evaluator
 from ftcli.methods.kto.losses import LabelledAnswers, LabelLoss
 from ftcli.methods.kto.mismatched import mismatched_rows
 from ftcli.methods.kto.sums import SUMS, LabelSums, measures
-from ftcli.methods.preference.evaluate import forward_pass, summed
+from ftcli.methods.preference.cache import unit_digest
+from ftcli.methods.preference.evaluate import for_any, forward_pass, is_beside, of_start, summed
 from ftcli.methods.preference.figures import stop_columns, stop_measures
 from ftcli.methods.preference.pairs import SCORED, AnswerScorer, ScoredAnswers
 from ftcli.model.backbone import compute_context, head_of, root_of
 from ftcli.model.shards import reshard_model
-from ftcli.train.reference import of_reference
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -56,10 +57,14 @@ class LabelEvaluator(Evaluator):
     Args:
         reference: A second model to compare with; None: the model without its adapters. Where there is neither, as in
             `ftcli eval` of a full fine-tune, it is the first model that is measured.
+        known: What the reference gives each row, mismatched ones too, by its digest. What is missing is computed once
+            and added.
+        stops: What it gives the last token of each row, likewise.
     """
 
     reference: PreTrainedModel | None = None
-    _kept: dict[tuple[str, int], tuple[float, float]] = field(default_factory=dict, repr=False)
+    known: dict[bytes, float] = field(default_factory=dict, repr=False)
+    stops: dict[bytes, float] = field(default_factory=dict, repr=False)
 
     def loss_of(self, model: PreTrainedModel | PeftModel, sequences: Sequence[TokenizedRow]) -> LossResult:
         """The mean loss of the answers, and ``more`` beside it."""
@@ -82,7 +87,7 @@ class LabelEvaluator(Evaluator):
         try:
             with torch.no_grad():
                 kl = self._kl(model, files)
-                found = {name: self._scored(model, name, rows, kl) for name, rows in files.items()}
+                found = {name: self._scored(model, rows, kl) for name, rows in files.items()}
         finally:
             model.train(was_training)
         reshard_model(model)
@@ -109,18 +114,13 @@ class LabelEvaluator(Evaluator):
     def _kl(self, model: PreTrainedModel | PeftModel, files: dict[str, list[TokenizedRow]]) -> float:
         """z of all held-out rows; 0 for a loss that needs none."""
         loss, gained, count = self._loss(), 0.0, 0
-        for name, rows in files.items() if loss.estimates_kl else ():
+        for rows in files.values() if loss.estimates_kl else ():
             made = mismatched_rows(rows, self.job.recipe.data.max_seq_len)
-            # The name of no file: a path has no line break.
-            (found,) = self._summed(
-                model, f"{name}\nmismatched", made, lambda _, scores: (float(scores[1].double().sum()),), width=1
-            )
+            (found,) = self._summed(model, made, lambda _, scores: (float(scores[1].double().sum()),), width=1)
             gained, count = gained + found, count + len(made)
         return max(0.0, gained / count) if count else 0.0
 
-    def _scored(
-        self, model: PreTrainedModel | PeftModel, name: str, rows: list[TokenizedRow], kl: float
-    ) -> tuple[Sums, Floats]:
+    def _scored(self, model: PreTrainedModel | PeftModel, rows: list[TokenizedRow], kl: float) -> tuple[Sums, Floats]:
         """Summed loss, and the sums of :class:`LabelSums`; then of each answer the columns of :data:`_COLUMNS`."""
         loss, table = self._loss(), RowTable(len(rows), _COLUMNS)
 
@@ -133,19 +133,22 @@ class LabelEvaluator(Evaluator):
             total = float(loss.values(answers).double().sum())
             return (total, *LabelSums.of(answers, logp, tokens, loss.beta).vector().tolist())
 
-        sums = self._summed(model, name, rows, of_batch, width=1 + SUMS)
+        sums = self._summed(model, rows, of_batch, width=1 + SUMS, last=True)
         return sums, table.gathered(self.group, self.job.recipe.eval.per_device_eval_batch_size)
 
     def _summed(
         self,
         model: PreTrainedModel | PeftModel,
-        name: str,
         rows: Sequence[TokenizedRow],
         of_batch: Callable[[Sequence[int], _Scores], Sums],
         *,
         width: int,
+        last: bool = False,
     ) -> Sums:
-        """Sums over ``rows``, of each batch's answers, by their numbers, as they are scored, over all ranks."""
+        """Sums over ``rows``, of each batch's answers, by their numbers, as they are scored, over all ranks.
+
+        ``last``: the stop columns are asked for.
+        """
         job = self.job
         vocabulary = head_of(model).weight.shape[0]
         scorer = AnswerScorer(job.batches(model), job.pad_token_id, vocabulary, ld_alpha=1.0)
@@ -155,11 +158,11 @@ class LabelEvaluator(Evaluator):
             inputs = {key: value.to(job.device) for key, value in scorer.batch(documents).items()}
             with compute_context(job.device, job.dtypes.compute, job.dtypes.autocast):
                 policy = forward_pass(model, scorer, inputs, last=True)
-                compared = self._compared(model, scorer, inputs, [(name, number) for number in numbers], policy)
+                compared = self._compared(model, scorer, inputs, documents, policy, last=last)
             if policy is None or policy.last is None or compared is None:
                 return None
-            reference, last = compared
-            of_stops = stop_columns(documents, job.stops, policy.last, last)
+            reference, of_last = compared
+            of_stops = stop_columns(documents, job.stops, policy.last, of_last)
             tokens = (inputs[SCORED] > 0).sum(1).float()
             return of_batch(numbers, (policy.sums, policy.sums - reference, tokens, of_stops))
 
@@ -173,22 +176,23 @@ class LabelEvaluator(Evaluator):
         model: PreTrainedModel | PeftModel,
         scorer: AnswerScorer,
         inputs: dict[str, Tensor],
-        places: Sequence[tuple[str, int]],
+        documents: Sequence[TokenizedRow],
         policy: ScoredAnswers | None,
+        *,
+        last: bool,
     ) -> tuple[Tensor, Tensor] | None:
-        """The log-probabilities of the answers and of their last tokens under the reference; None where that did not
-        fit into memory.
+        """The log-probabilities of the answers and, for ``last``, of their last tokens under the reference, NaN where
+        they are not known; None where that did not fit into memory.
         """
-        if self.reference is not None or hasattr(model, "disable_adapter"):
-            if self.reference is not None:
-                reshard_model(model)  # embedding and head of one model at a time
-            with of_reference(self.reference, model):
-                found = forward_pass(model if self.reference is None else self.reference, scorer, inputs, last=True)
-            return None if found is None or found.last is None else (found.sums, found.last)
-        assert policy is not None
-        assert policy.last is not None
-        if any(place not in self._kept for place in places):
-            found_now = zip(policy.sums.tolist(), policy.last.tolist(), strict=True)
-            self._kept.update(zip(places, found_now, strict=True))
-        sums, last = torch.tensor([self._kept[place] for place in places], device=policy.sums.device).T
-        return sums, last
+        rows, beside = [unit_digest(document) for document in documents], is_beside(self.reference, model)
+        missing = any(row not in self.known or (last and beside and row not in self.stops) for row in rows)
+        if for_any(self.group, missing, model):
+            found = of_start(self.reference, model, scorer, inputs, policy)
+            if found is None or found.last is None:
+                return None
+            for row, of_row, of_stop in zip(rows, found.sums.tolist(), found.last.tolist(), strict=True):
+                if beside or row not in self.known:
+                    self.stops.setdefault(row, of_stop)
+                self.known.setdefault(row, of_row)
+        sums, stops = ([known.get(row, math.nan) for row in rows] for known in (self.known, self.stops))
+        return torch.tensor(sums, device=self.job.device), torch.tensor(stops, device=self.job.device)

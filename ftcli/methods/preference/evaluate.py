@@ -17,12 +17,12 @@ from ftcli.evaluate.loss import LossResult, require_finite
 from ftcli.evaluate.margins import Floats, RowTable, margins_of_pairs
 from ftcli.evaluate.share import Sums, summed_in_step, summed_over_ranks
 from ftcli.evaluate.suite import Evaluator
-from ftcli.methods.preference.cache import pair_digest
+from ftcli.methods.preference.ahead import by_answer, by_unit
+from ftcli.methods.preference.cache import unit_digest
 from ftcli.methods.preference.figures import controlled, stop_columns, stop_measures
 from ftcli.methods.preference.losses import PairLoss
 from ftcli.methods.preference.objective import SUMS, PairSums, answers_of, margins_of, measures
 from ftcli.methods.preference.pairs import SCORED, AnswerScorer, ScoredAnswers
-from ftcli.methods.preference.reference import by_answer, by_pair
 from ftcli.model.backbone import compute_context, head_of, root_of
 from ftcli.model.shards import reshard_model, try_forward
 from ftcli.train.reference import of_reference
@@ -30,6 +30,8 @@ from ftcli.train.reference import of_reference
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
+
+    from ftcli.run.process_group import RankGroup
 
 #: What held-out results call the numbers of metrics.
 _NAMES = {
@@ -142,34 +144,52 @@ class PairEvaluator(Evaluator):
         policy: ScoredAnswers | None,
     ) -> ScoredAnswers | None:
         """What the reference gives; None where that did not fit into memory."""
-        pairs = [pair_digest(*pair) for pair in zip(documents[0::2], documents[1::2], strict=True)]
-        beside = self.reference is not None or hasattr(model, "disable_adapter")
+        pairs = [unit_digest(*pair) for pair in zip(documents[0::2], documents[1::2], strict=True)]
+        beside = is_beside(self.reference, model)
         missing = any(pair not in self.known or (beside and pair not in self.stops) for pair in pairs)
-        if self._for_any(missing, model):
-            found = policy  # unless there is a reference beside the model that is measured
-            if beside:
-                if self.reference is not None:
-                    reshard_model(model)  # embedding and head of one model at a time
-                with of_reference(self.reference, model):
-                    measured = model if self.reference is None else self.reference
-                    found = forward_pass(measured, scorer, inputs, last=True)
+        if for_any(self.group, missing, model):
+            found = of_start(self.reference, model, scorer, inputs, policy)
             if found is None or found.last is None:
                 return None
-            values = by_pair(torch.stack([found.sums, found.weighed], 1)).tolist()
-            for pair, of_pair, last in zip(pairs, values, found.last[0::2].tolist(), strict=True):
+            values = by_unit(torch.stack([found.sums, found.weighed], 1), 2).tolist()
+            for pair, of_pair, of_stop in zip(pairs, values, found.last[0::2].tolist(), strict=True):
                 if beside or pair not in self.known:
-                    self.stops.setdefault(pair, last)
+                    self.stops.setdefault(pair, of_stop)
                 self.known.setdefault(pair, of_pair)
         known = np.array([self.known[pair] for pair in pairs], np.float32)
         answers = by_answer(known).to(self.job.device)
         lasts = torch.tensor([[self.stops.get(pair, torch.nan)] * 2 for pair in pairs], device=self.job.device)
         return ScoredAnswers(answers[:, 0], answers[:, 1], last=lasts.flatten())
 
-    def _for_any(self, said: bool, model: PreTrainedModel | PeftModel) -> bool:
-        """True if any rank says so, where a pass takes all of them."""
-        if self.group is None or root_of(model) is None:
-            return said
-        return any(told[0] for told in self.group.agree("reference", [said]))
+
+def for_any(group: RankGroup | None, said: bool, model: PreTrainedModel | PeftModel) -> bool:
+    """True if any rank says so, where a pass takes all of them."""
+    if group is None or root_of(model) is None:
+        return said
+    return any(told[0] for told in group.agree("reference", [said]))
+
+
+def is_beside(reference: PreTrainedModel | None, model: PreTrainedModel | PeftModel) -> bool:
+    """True if a reference can be computed beside the model that is measured."""
+    return reference is not None or hasattr(model, "disable_adapter")
+
+
+def of_start(
+    reference: PreTrainedModel | None,
+    model: PreTrainedModel | PeftModel,
+    scorer: AnswerScorer,
+    inputs: dict[str, torch.Tensor],
+    policy: ScoredAnswers | None,
+) -> ScoredAnswers | None:
+    """What a second model gives, or the measured one without its adapters; where there is neither, what the measured
+    one has given; last tokens too. None where that did not fit into memory.
+    """
+    if not is_beside(reference, model):
+        return policy
+    if reference is not None:
+        reshard_model(model)  # embedding and head of one model at a time
+    with of_reference(reference, model):
+        return forward_pass(model if reference is None else reference, scorer, inputs, last=True)
 
 
 def forward_pass(

@@ -126,10 +126,10 @@ def norm_bytes(width: int, shape: ModelShape, setting: ActivationSettings, eleme
 
 def _norms(shape: ModelShape, setting: ActivationSettings) -> float:
     if setting.rounds == "in norms" and not setting.own_norms:
-        total = float(shape.family.norms * (setting.bytes_residual * shape.hidden_size + 4))
+        total = float(shape.norm_count * (setting.bytes_residual * shape.hidden_size + 4))
         inner = shape.hidden_size + shape.intermediate_size
         return total + (setting.bytes_compute * inner + 8 if shape.family.sub_norms else 0)
-    total = shape.family.norms * norm_bytes(shape.hidden_size, shape, setting, setting.bytes_residual)
+    total = shape.norm_count * norm_bytes(shape.hidden_size, shape, setting, setting.bytes_residual)
     if shape.family.head_norm:
         heads = shape.num_heads + shape.num_kv_heads
         total += heads * norm_bytes(shape.head_dim, shape, setting, setting.bytes_compute)
