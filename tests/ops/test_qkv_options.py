@@ -132,6 +132,17 @@ def test_plain_torch_matches_too(tools: Any, layers: Any, device: str, name: str
     tools.assert_float32(call.of(lora_qkv, backend="torch"), call.of(lora_qkv_reference), call.inputs)
 
 
+@pytest.mark.parametrize("name", ["width", "after", "pairs"])
+def test_no_rows(device: str, layers: Any, name: str) -> None:
+    call = Call(CASES[name], layers, device)
+    leaves = [t.detach().requires_grad_() for t in (call.inputs[0][:, :0], *call.inputs[1:])]
+    call.rope = tuple(t[:, :0] for t in call.rope)
+    made = call.of(lora_qkv, backend="triton")(*leaves)
+    assert [tuple(t.shape) for t in made[:3]] == [(2, n, 0, 16) for n in (4, 2, 2)]
+    grads = torch.autograd.grad(sum(t.sum() for t in made), leaves)
+    assert all(not grad.any() for grad in grads)
+
+
 @pytest.mark.parametrize("name", ["width", "after, gemma, pairs, part", "part, no norms"])
 def test_twice_the_same_bits(device: str, tools: Any, layers: Any, name: str) -> None:
     call = Call(CASES[name], layers, device)
