@@ -130,3 +130,16 @@ def test_four_ranks_with_shards_that_share_rows_are_one_process(method: str, dri
     run_ranks(drills, drills.recipe("four", **keeping(merged(recipe, BOTH), drills.folder / "kept")), 4)
     drills.run(drills.recipe("one", **keeping(merged(recipe, TWICE), drills.folder / "of-one")))
     require_close_run(drills, "four", drills.folder / "one")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_run_goes_on_with_another_number_of_ranks(method: str, drills: Drills) -> None:
+    """The steps are those that it began with, so their mismatched rows are known."""
+    recipe, loss = METHODS[method]
+    recipe = merged(merged(recipe, TWICE), {"quantization": {"method": "nf4"}})
+    drills.run(drills.recipe("whole", **keeping(recipe, drills.folder / "kept")))
+    halves = drills.recipe("halves", **keeping(recipe, drills.folder / "kept"))
+    assert told(drills.stopped(halves, loss, 3, signal.SIGTERM, 75))[1] == 0
+    assert told(run_ranks(drills, halves, 2).said)[1] == 0
+    assert lines(drills, "halves") == lines(drills, "whole")
+    require_same_weights(drills.folder / "halves/adapter", drills.folder / "whole/adapter")
