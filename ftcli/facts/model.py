@@ -23,7 +23,7 @@ from ftcli.facts.config_file import (
     read_json,
 )
 from ftcli.facts.language import has_other_parts, multimodal_of, text_values
-from ftcli.facts.shape import ModelShape, shape_of
+from ftcli.facts.shape import ModelShape, shape_of, window_of, windows_of
 from ftcli.facts.tokenizer import TokenizerFacts, inspect_tokenizer
 from ftcli.facts.weights import WeightFiles, inspect_weights
 from ftcli.paths import expanded, is_file, is_folder
@@ -125,15 +125,14 @@ class ModelFacts:
         """True if training drops probabilities of attention (``attention_dropout``)."""
         return bool(self.language.get("attention_dropout"))
 
+    @property
+    def drops_residual(self) -> bool:
+        """True if training drops elements of what each half of a layer adds (``residual_dropout``)."""
+        return bool(self.language.get("residual_dropout"))
+
     def windowed_layers(self, num_layers: int) -> int:
         """Number of the first ``num_layers`` layers that have the sliding window, if the model has one."""
-        if self.sliding_window is None:
-            return 0
-        types = self.language.get("layer_types")
-        if isinstance(types, list):
-            return sum(kind == "sliding_attention" for kind in types[:num_layers])
-        every = self.family.full_attention_every if self.family is not None else None
-        return num_layers - (num_layers // every if every else 0)
+        return sum(window is not None for window in windows_of(self.language, self.family, num_layers))
 
 
 def read_facts(model: ModelConfig, *, offline: bool, origins: Origins, fetch: Fetch = fetch_from_hub) -> ModelFacts:
@@ -166,7 +165,7 @@ def facts_of(found: ConfigSource, model: ModelConfig, origins: Origins) -> Model
         language=text,
         shape=shape,
         max_positions=_max_positions(text),
-        sliding_window=_sliding_window(text),
+        sliding_window=window_of(text, family),
         rope_scaling=_rope_scaling(text),
         attn_logit_softcapping=_number(text, "attn_logit_softcapping", family.attention_softcap),
         final_logit_softcapping=_number(text, "final_logit_softcapping", family.final_softcap),
@@ -316,16 +315,6 @@ def _max_positions(raw: JsonMap) -> int | None:
     if scaling.kind in _ROPE_FROM_ORIGINAL:
         return max(limit, int((scaling.original or 0) * scaling.factor))
     return int(limit * scaling.factor)
-
-
-def _sliding_window(raw: JsonMap) -> int | None:
-    window = raw.get("sliding_window")
-    if not isinstance(window, int) or isinstance(window, bool) or raw.get("use_sliding_window") is False:
-        return None
-    layer_types = raw.get("layer_types")
-    if isinstance(layer_types, list) and "sliding_attention" not in layer_types:
-        return None
-    return window
 
 
 def _quantization(raw: JsonMap) -> str | None:

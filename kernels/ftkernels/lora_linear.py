@@ -107,7 +107,7 @@ class _LoraLinear(torch.autograd.Function):
         if early is not None:
             ctx.norm_weight = None if norm_weight is None else norm_weight.detach()
         else:
-            ctx.save_for_backward(z if norm_weight is not None else x, norm_weight, rstd, xa, packed.a, packed.b)
+            ctx.save_for_backward(z if plan.norm_form is not None else x, norm_weight, rstd, xa, packed.a, packed.b)
         return y.view(*z.shape[:-1], plan.out_features)
 
     @staticmethod
@@ -123,7 +123,7 @@ class _LoraLinear(torch.autograd.Function):
             else:
                 z, norm_weight = ctx.early.tensor(), ctx.norm_weight
                 entered, rstd, packed, xa = _form(plan, z, norm_weight)
-                x = entered if norm_weight is None else z
+                x = entered if plan.norm_form is None else z
             dy2 = dy.reshape(-1, plan.out_features).to(plan.dtype)
             grads = group_backward(
                 plan,

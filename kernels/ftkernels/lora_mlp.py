@@ -9,6 +9,8 @@ Legend: M rows, H hidden size, F intermediate size, K padded rank. Derivation: k
     h = act(g) * u
     y = h @ Wd.T + s_d * (h @ Ad.T) @ Bd.T   (+ z, the residual)
 
+Or one layer gives g beside u (Phi-3, GLM-4), with one A and B between them, and xa is (M, K).
+
 Saved: z, rstd (M,), the base outputs of gate and up (M, 2F), xa (M, 2K), ha (M, K) and the packed adapters; with
 ``save="input"`` z and ha alone. Never saved: h, act(g), x and the adapters' outputs. Kernels of the backward compute
 them again from what they read anyway; where weights are trained, x is formed again for their gradients.
@@ -63,7 +65,7 @@ Save = Literal["gate_up", "gate_up_once", "input"]
 def lora_mlp(
     z: Tensor,
     gate: Projection,
-    up: Projection,
+    up: Projection | None,
     down: Projection,
     *,
     activation: Activation = "silu",
@@ -76,7 +78,8 @@ def lora_mlp(
 
     Args:
         z: (..., H), the residual stream when ``norm`` is given.
-        gate, up: (F, H) layers. One GEMM when their weights were joined (``join_weights``).
+        gate, up: (F, H) layers. One GEMM when their weights were joined (``join_weights``). Without up, gate is the
+            joined layer (2F, H), whose rows are those of gate, then up.
         down: (H', F) layer; H' = H when a residual is added.
         activation: see ``ftkernels.glu``.
         norm: applied to z first.
@@ -93,16 +96,15 @@ def lora_mlp(
         ValueError: shapes that do not fit, a packed base weight, one that is trained beneath an adapter, or an unknown
             option.
     """
-    check_projection(gate, z.shape[-1], "gate")
-    check_projection(up, z.shape[-1], "up")
-    check_projection(down, gate.out_features, "down")
-    if gate.out_features != up.out_features:
-        raise ValueError(f"gate has {gate.out_features} output features, up {up.out_features}")
+    entering = [gate] if up is None else [gate, up]
+    for name, p in zip(("gate", "up"), entering, strict=False):
+        check_projection(p, z.shape[-1], name)
+    check_projection(down, _width(gate, up), "down")
     if activation not in ACTIVATIONS or residual not in get_args(ResidualMode) or save not in get_args(Save):
         raise ValueError(f"unknown activation {activation!r}, residual mode {residual!r} or save mode {save!r}")
     if residual == "add" and down.out_features != z.shape[-1]:
         raise ValueError(f"down gives {down.out_features} features, the residual has {z.shape[-1]}")
-    inner = make_plan(z, [gate, up], norm, backend)
+    inner = make_plan(z, entering, norm, backend)
     # The second half computes in the first half's dtype, whatever the dtype of down's weight.
     outer = replace(make_plan(z, [down], None, backend), dtype=inner.dtype)
     early = EarlySave() if save == "input" else None
@@ -111,7 +113,7 @@ def lora_mlp(
     if early is not None:
         z = early.save(z)
     down_weight, down_bias = weight_tensors([down])
-    trained = (*adapter_tensors([gate, up]), *weight_tensors([gate, up]), down.a, down_weight)
+    trained = (*adapter_tensors(entering), *weight_tensors(entering), down.a, down_weight)
     h, ha, passed = _Unit.apply(spec, z, weight, *trained)
     added = passed.reshape(-1, z.shape[-1]) if residual == "add" else None
     handed = spec.handed if down_weight is not None else None
@@ -122,7 +124,7 @@ def lora_mlp(
 def lora_mlp_reference(
     z: Tensor,
     gate: Projection,
-    up: Projection,
+    up: Projection | None,
     down: Projection,
     *,
     activation: Activation = "silu",
@@ -130,11 +132,22 @@ def lora_mlp_reference(
     residual: ResidualMode = "none",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The same in plain torch with torch's own autograd."""
-    x = norm_reference(z, norm, gate, up)
-    y = project_reference(glu_reference(project_reference(x, gate), project_reference(x, up), activation), down)
+    entering = [gate] if up is None else [gate, up]
+    x = norm_reference(z, norm, *entering)
+    first, second = torch.cat([project_reference(x, p) for p in entering], dim=-1).chunk(2, dim=-1)
+    y = project_reference(glu_reference(first, second, activation), down)
     if residual == "add":
         return z + y
     return (y, z) if residual == "return" else y
+
+
+def _width(gate: Projection, up: Projection | None) -> int:
+    """F, of gate and up or of the joined layer."""
+    if up is None and gate.out_features % 2:
+        raise ValueError(f"{gate.out_features} output features are not those of a gate and an up")
+    if up is not None and gate.out_features != up.out_features:
+        raise ValueError(f"gate has {gate.out_features} output features, up {up.out_features}")
+    return gate.out_features // 2 if up is None else gate.out_features
 
 
 @dataclass(slots=True)
@@ -183,7 +196,7 @@ def _form(spec: _Spec, z: Tensor, norm_weight: Tensor | None) -> _Inner:
     if not spec.fused and xa is not None and packed.b is not None:
         for index, columns in enumerate(inner.columns()):
             lowrank_add(gate_up[:, columns], xa[:, inner.ranks(index)], packed.b[columns], None, triton_kernel=False)
-    return _Inner(z if norm_weight is not None else x, rstd, packed, xa, gate_up, x)
+    return _Inner(z if inner.norm_form is not None else x, rstd, packed, xa, gate_up, x)
 
 
 def _low_rank(first: Packed, second: Packed, xa: Tensor | None) -> GluLowRank | None:
@@ -279,7 +292,7 @@ def _recall(ctx: Any) -> tuple[_Inner, Tensor | None, Packed, bool]:
 
 @dataclass(frozen=True, slots=True)
 class _UnitGrads:
-    """dgate beside dup (M, 2F), dxa's partial sums (P, M, 2K) or None, and dA and dW of down or None."""
+    """dgate beside dup (M, 2F), dxa's partial sums (P, M, 2K or K) or None, and dA and dW of down or None."""
 
     d_both: Tensor
     dxa: Tensor | None

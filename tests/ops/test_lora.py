@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from ftkernels.lora_linear import lora_linear, lora_linear_reference
 from ftkernels.lora_mlp import lora_mlp, lora_mlp_reference
 from ftkernels.lora_qkv import lora_qkv, lora_qkv_reference
-from ftkernels.projection import Projection
+from ftkernels.projection import Norm, Projection
 
 BF16, F32 = torch.bfloat16, torch.float32
 
@@ -22,7 +23,7 @@ def _z(device: str, *shape: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("rank", [0, 3, 16, 80], ids="rank{}".format)
-@pytest.mark.parametrize("form", [None, "llama", "gemma"])
+@pytest.mark.parametrize("form", [None, "llama", "gemma", "plain"])
 def test_linear_matches_float64(device: str, tools: Any, layers: Any, form: Any, rank: int) -> None:
     layer = layers.make(70, 40, rank, bias=rank == 3)
     inputs = [_z(device), *([torch.randn(40, device=device)] if form else []), *layers.flat(layer)]
@@ -251,6 +252,21 @@ def test_unsloth_4533_a_trainable_norm_in_front_gets_its_gradient(device: str, l
         (out[0] if isinstance(out, tuple) else out).square().sum().backward()
         assert weight.grad is not None
         assert float(weight.grad.abs().sum()) > 0
+
+
+@pytest.mark.parametrize("save", ["products", "input"])
+def test_a_norm_in_front_may_have_no_weight(device: str, tools: Any, layers: Any, save: Any) -> None:
+    linear, mlp = layers.make(64, 40, 4), [layers.make(n, m, 4) for n, m in ((96, 40), (96, 40), (40, 96))]
+    qkv, bare = [layers.make(n * 16, 40, 4) for n in (4, 2, 2)], Norm(None, 1e-5)
+    heads = {"head_dim": 16, "rope": layers.angles(16)}
+    for operation, reference, used, options, saves in (
+        (lora_linear, lora_linear_reference, [linear], {}, {"save": save}),
+        (lora_mlp, lora_mlp_reference, mlp, {}, {"save": save if save == "input" else "gate_up_once"}),
+        (lora_qkv, lora_qkv_reference, qkv, heads, {}),
+    ):
+        op = layers.function(partial(operation, norm=bare, backend="triton", **saves), used, **options)
+        plain = layers.function(partial(reference, norm=bare), used, **options)
+        tools.assert_float32(op, plain, [_z(device), *layers.flat(*used)])
 
 
 def test_no_grad_gives_the_same_values(device: str, layers: Any) -> None:
