@@ -31,6 +31,7 @@ class Options:
     head: int = 16
     heads: tuple[int, int] = (4, 2)
     rank: int = 4
+    joined: bool = False
 
     def norm_sizes(self) -> list[int]:
         return [self.head * (n if self.span == "width" else 1) for n in self.heads]
@@ -60,6 +61,9 @@ CASES = {
     "pairs, part, no norms": Options(layout="pairs", norms="none", rotated=8, head=24),
     "part, no norms": Options(norms="none", rotated=12),
     "part, no norms, odd": Options(norms="none", rotated=6, head=20, heads=(3, 1), rank=0),
+    "joined, width, part": Options(span="width", rotated=12, form="plain", joined=True),
+    "joined, pairs, part, no norms": Options(layout="pairs", norms="none", rotated=8, head=24, joined=True),
+    "joined, after": Options(after=True, joined=True),
 }
 
 
@@ -70,7 +74,8 @@ class Call:
         o, at = options, {"device": device}
         self.options = o
         q, k = (n * o.head for n in o.heads)
-        self.made = [layers.make(n, HIDDEN, o.rank, bias=True) for n in (q, k, k)]
+        sizes = (q + 2 * k,) if o.joined else (q, k, k)
+        self.made = [layers.make(n, HIDDEN, o.rank, bias=True) for n in sizes]
         weights = [torch.randn(n, **at) for n in o.norm_sizes()] if o.norms == "weighted" else []
         if o.norms == "bare q":
             weights = [torch.randn(o.head, **at)]
@@ -96,6 +101,7 @@ class Call:
                 z,
                 *built,
                 head_dim=o.head,
+                kv_heads=o.heads[1],
                 head_norms=norms,
                 norm_span=o.span,
                 norm_after_rope=o.after,
