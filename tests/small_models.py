@@ -50,11 +50,20 @@ _DELTA: dict[str, Any] = {
     "linear_value_head_dim": 8,
 }
 
+#: Ministral-3's factor of queries, which of 256 positions the later ones have.
+SCALED_BY_POSITION: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16,
+    "llama_4_scaling_beta": 0.5,
+}
+
 #: What a type needs besides, or has otherwise. None takes a common value away.
 TEXT: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {**_HEADS, "sliding_window": 16},
-    "ministral3": {**_HEADS},
+    "ministral3": {**_HEADS, "rope_parameters": SCALED_BY_POSITION},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen2": {},
     "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 24, "decoder_sparse_step": 1},
@@ -84,6 +93,11 @@ TEXT: dict[str, dict[str, Any]] = {
         "attention_multiplier": 0.0156,
     },
     "granite_swa": {"sliding_window": 16, "logits_scaling": 8.0, "embedding_multiplier": 12.0},
+    "arcee": {**_HEADS},
+    "helium": {**_HEADS},
+    "vaultgemma": {**_HEADS, "tie_word_embeddings": True, "sliding_window": 16, "query_pre_attn_scalar": 8},
+    "jais2": {**_HEADS},
+    "apertus": {},
     "olmo2": {},
     "olmo3": {"sliding_window": 16},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4},
@@ -91,7 +105,9 @@ TEXT: dict[str, dict[str, Any]] = {
     "starcoder2": {},
     "stablelm": {},
     "nemotron": {},
+    "glm": {**_HEADS},
     "glm4": {**_HEADS},
+    "seed_oss": {**_HEADS, "attention_dropout": 0.0, "residual_dropout": 0.0},
     "glm4_moe": {**_ROUTED, **_HEADS},
     "glm4_moe_lite": {**_LATENT, **_ROUTED, "num_hidden_layers": 3},
     "deepseek_v3": {**_LATENT, **_ROUTED},

@@ -209,7 +209,7 @@ def _run_chunks(
     size = plan.chunk_rows or loss_rows(
         total, weight.shape[0], plan.dtype.itemsize, on_gpu=plan.triton, trained_width=hidden_size
     )
-    buffer = head.new_empty((min(size, total), weight.shape[0]))  # the only logits there are, chunk after chunk
+    buffer = logits_buffer(min(size, total), weight.shape[0], head)  # the only logits there are, chunk after chunk
     for start in range(0, total, size):
         stop = min(start + size, total)
         where = slice(start, stop) if total == hidden.shape[0] else plan.rows[start:stop]  # a slice copies nothing
@@ -226,6 +226,14 @@ def _run_chunks(
         if result.d_logits is not None:
             _accumulate(out, where, x, head, result.d_logits, first=written and start == 0)
     return out
+
+
+def logits_buffer(rows: int, vocabulary: int, like: Tensor) -> Tensor:
+    """(rows, V) of ``like``'s dtype, unwritten, whose rows begin at multiples of 16 bytes: cuBLAS takes slow kernels
+    for others (OLMo's V is 100,278, and added tokens make any).
+    """
+    lanes = 16 // like.element_size()
+    return like.new_empty((rows, -(-vocabulary // lanes) * lanes))[:, :vocabulary]
 
 
 def _accumulate(out: _Sums, where: slice | Tensor, x: Tensor, head: Tensor, d_logits: Tensor, *, first: bool) -> None:

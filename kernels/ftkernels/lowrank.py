@@ -45,7 +45,7 @@ from ftkernels.side_stream import SideStream
 
 def enter(plan: GroupPlan, x: Tensor, norm_weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """The projections' input (M, I) in ``plan.dtype``, and the norm's rstd (M,) or None. ``x`` is (M, I)."""
-    if norm_weight is None or plan.norm_form is None:
+    if plan.norm_form is None:
         return x.to(plan.dtype), None
     if plan.triton and x.shape[1] <= WIDEST_ROW:
         y, _, rstd = norm_forward(x, norm_weight, plan.eps, plan.norm_form, out_dtype=plan.dtype)
@@ -59,7 +59,7 @@ def enter_base(plan: GroupPlan, x: Tensor, norm_weight: Tensor | None) -> tuple[
     The norm's kernel holds each row anyway, so quantizing it there is free. Elsewhere the product quantizes its input.
     """
     on_kernel = plan.triton and x.shape[1] <= WIDEST_ROW
-    if plan.fp8 is None or norm_weight is None or plan.norm_form is None or not on_kernel:
+    if plan.fp8 is None or plan.norm_form is None or not on_kernel:
         return *enter(plan, x, norm_weight), None
     q = torch.empty(x.shape, dtype=e4m3_store(), device=x.device)
     scale = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
@@ -230,7 +230,7 @@ def group_backward(
             a_grads(plan, sums, x, norm_weight, adapters, wants[2::2])
     if wants[0] or wants[1]:
         assert dx is not None
-        if norm_weight is not None and rstd is not None and plan.norm_form is not None:
+        if rstd is not None and plan.norm_form is not None:
             backward = norm_backward if plan.triton and x.shape[1] <= WIDEST_ROW else norm_backward_torch
             dx, d_norm_weight = backward(dx, x, norm_weight, rstd, plan.norm_form, d_sum=d_pass, want_dw=wants[1])
         elif d_pass is not None:
@@ -320,9 +320,10 @@ def a_grads(
             mm_accurate(dxa.low[:, plan.ranks(i)].t(), _dropped(plan, i, inputs)) for i in range(len(plan.projections))
         ]
         product = torch.cat(parts)
-    elif dxa.scaled is not None and norm_weight is not None:
+    elif dxa.scaled is not None:
         product = mm_accurate(dxa.scaled.t(), x.to(plan.dtype))
-        product *= norm_weight.to(product.dtype) + 1.0 if plan.norm_form == "gemma" else norm_weight
+        if norm_weight is not None:
+            product *= norm_weight.to(product.dtype) + 1.0 if plan.norm_form == "gemma" else norm_weight
     else:
         product = mm_accurate(dxa.low.t(), x.to(plan.dtype))
     scalings = {p.scaling for p in plan.projections if p.a is not None}
