@@ -41,6 +41,7 @@ from ftcli.facts.shape import ModelShape
 from ftcli.plan.memory.activations import (
     ActivationSettings,
     LayerMemory,
+    Term,
     activation_bytes,
     eager_scores,
     norm_bytes,
@@ -62,7 +63,7 @@ def fused_layers(*, capped_without_kernel: bool, reference: bool, attention_by_k
         c = setting.bytes_compute
         if capped_without_kernel:
             return 2 * c * (shape.q_width + shape.kv_width) + eager_scores(shape, setting)
-        kept = c * (2 * shape.q_width + 2 * shape.kv_width) + 4 * shape.num_heads
+        kept: float = c * (2 * shape.q_width + 2 * shape.kv_width) + 4 * shape.num_heads
         kept += _head_norms(shape, setting, reference=reference)
         kept += c * _copies(shape, setting, reference=reference)
         return kept + (_output_gate(shape, setting, reference=reference) if shape.family.output_gate else 0)
@@ -75,7 +76,7 @@ def fused_layers(*, capped_without_kernel: bool, reference: bool, attention_by_k
         scores = scores_at_work(shape, setting) if capped_without_kernel else 0
         return max(_backward_in_torch(shape, setting) if reference else _backward(shape, setting), scores)
 
-    kept = {
+    kept: dict[str, Term] = {
         "residual stream": partial(_residual_stream, reference=reference),
         "adapters": _adapters,
         "attention": attention,
