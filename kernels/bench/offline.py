@@ -189,7 +189,7 @@ def option_cases(new: Maker, rank: int, capability: int) -> Launches:
         ("norm, width", 32, 32, 128, 128, False, "width", False),
         ("norm, still", 40, 8, 128, 0, False, "head", False),
         ("norm, after", 32, 8, 128, 128, False, "head", True),
-        ("norm, part", 16, 4, 256, 64, False, "head", False),
+        ("norm, part, wide heads", 16, 4, 256, 64, False, "head", False),
     ):
         angles, width = new(1, rows, rotated) if rotated else None, (q_heads + 2 * k_heads) * size
         rotary = qkv_parts.Rotary(angles, angles, q_heads, k_heads, size, pairs)
