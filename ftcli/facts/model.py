@@ -125,6 +125,11 @@ class ModelFacts:
         """True if training drops probabilities of attention (``attention_dropout``)."""
         return bool(self.language.get("attention_dropout"))
 
+    @property
+    def drops_residual(self) -> bool:
+        """True if training drops elements of what each half of a layer adds (``residual_dropout``)."""
+        return bool(self.language.get("residual_dropout"))
+
     def windowed_layers(self, num_layers: int) -> int:
         """Number of the first ``num_layers`` layers that have the sliding window, if the model has one."""
         return sum(window is not None for window in windows_of(self.language, self.family, num_layers))

@@ -133,11 +133,19 @@ def _forward_kernel(
     first = tl.program_id(1) * heads_each
     y_at = y_ptr + row64 * ((normed + k_heads) * (2 * HALF)) + f[None, :]
     out_at = out_ptr + row64 * (normed * (2 * HALF)) + f[None, :]
+    column = tl.minimum(first, heads - 1) * (2 * HALF)
+    next1, next2 = load_features(y_at + column, gap, read, PAIRS, y_ptr.dtype.element_ty)
     for step in range(heads_each):
-        live = first + step < heads
-        head = tl.minimum(first + step, heads - 1)
+        wanted = first + step
+        live = wanted < heads
+        head = tl.minimum(wanted, heads - 1)
         column = head * (2 * HALF)
-        x1, x2 = load_features(y_at + column, gap, read & live, PAIRS, ACC)
+        x1 = next1.to(ACC)
+        x2 = next2.to(ACC)
+        # The next head is asked for before this one is stored: being in place, no compiler may move it there.
+        ahead = tl.minimum(wanted + 1, heads - 1) * (2 * HALF)
+        more = read & (step + 1 < heads_each)
+        next1, next2 = load_features(y_at + ahead, gap, more, PAIRS, y_ptr.dtype.element_ty)
         if DELTA:
             part = (head >= q_heads).to(tl.int32) + (head >= normed).to(tl.int32)
             xa_at = xa_ptr + row64 * K if JOINED else xa_ptr + row64 * (3 * K) + part * K
