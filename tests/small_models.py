@@ -50,11 +50,20 @@ _DELTA: dict[str, Any] = {
     "linear_value_head_dim": 8,
 }
 
+#: Ministral-3's factor of queries, which of 256 positions the later ones have.
+SCALED_BY_POSITION: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16,
+    "llama_4_scaling_beta": 0.5,
+}
+
 #: What a type needs besides, or has otherwise. None takes a common value away.
 TEXT: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {**_HEADS, "sliding_window": 16},
-    "ministral3": {**_HEADS},
+    "ministral3": {**_HEADS, "rope_parameters": SCALED_BY_POSITION},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen2": {},
     "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 24, "decoder_sparse_step": 1},

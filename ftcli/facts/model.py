@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftcli.assets import asset, bundled
 from ftcli.config.model import ModelConfig
-from ftcli.errors import Origin
+from ftcli.errors import FtcliError, Origin
 from ftcli.facts.config_file import (
     LOCAL_SOURCES,
     RESTORE,
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from ftcli.config.origins import Origins
 
 _SOFTCAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+#: Architectures that give a row numbers in place of words.
+_CLASSIFIER = ("ForSequenceClassification", "RewardModel")
 #: No model has a larger constant; float32 still holds it.
 _LARGEST = 1e30
 #: Positions are scaled from ``original_max_position_embeddings`` by ``factor`` in these; others scale the limit itself.
@@ -123,6 +125,11 @@ class ModelFacts:
         """True if training drops probabilities of attention (``attention_dropout``)."""
         return bool(self.language.get("attention_dropout"))
 
+    @property
+    def drops_residual(self) -> bool:
+        """True if training drops elements of what each half of a layer adds (``residual_dropout``)."""
+        return bool(self.language.get("residual_dropout"))
+
     def windowed_layers(self, num_layers: int) -> int:
         """Number of the first ``num_layers`` layers that have the sliding window, if the model has one."""
         return sum(window is not None for window in windows_of(self.language, self.family, num_layers))
@@ -192,6 +199,8 @@ def _supported_type(raw: JsonMap, name: str, origin: Origin | None) -> str:
     trained = multimodal_of(raw) is not None if has_other_parts(raw) else causal
     if raw.get("is_encoder_decoder") or not trained:
         what = names[0] if names else model_type
+        if what.endswith(_CLASSIFIER):
+            raise _of_a_classifier(raw, name, what, origin)
         raise preflight_error(
             "FT309",
             f"{name} is a {what}; ftcli trains causal language models, and those inside {', '.join(MULTIMODAL)}",
@@ -206,6 +215,21 @@ def _supported_type(raw: JsonMap, name: str, origin: Origin | None) -> str:
             help="upgrade transformers; models that need trust_remote_code are not supported",
         )
     return model_type
+
+
+def _of_a_classifier(raw: JsonMap, name: str, what: str, origin: Origin | None) -> FtcliError:
+    """FT309 for a reward model, or another classifier, in the place of a language model."""
+    labels = raw.get("id2label")
+    one = len(labels) == 1 if isinstance(labels, dict) else raw.get("num_labels") == 1
+    kind = "a reward model: it scores answers and writes none" if one else "a classifier: it writes no text"
+    judge = f"grpo: {{rewards: [{{use: reward_model, model: {name}}}]}}"
+    base = "name the language model that it was trained from"
+    return preflight_error(
+        "FT309",
+        f"{name} is a {what}, {kind}",
+        origin,
+        help=f"{base}; to judge answers by it: {judge}" if one else base,
+    )
 
 
 def _transformers_knows(model_type: str) -> bool:

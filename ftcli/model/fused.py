@@ -477,7 +477,9 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
     def _two_linears(self, x: Tensor, residual: Tensor | None, first: Projection, last: Projection) -> Tensor:
         """(..., H) -> (..., H): an MLP without a gate."""
         act = self.mlp.act_fn if hasattr(self.mlp, "act_fn") else self.mlp.act  # transformers' own module
-        activated = act(lora_linear(x, first, backend=self._backend))
+        entered = lora_linear(x, first, backend=self._backend)
+        with without_autocast(x):  # which would square in float32 and keep that
+            activated = act(entered)
         return lora_linear(activated, last, residual=residual, backend=self._backend)
 
     def _norm(self, norm: Any) -> Norm:

@@ -271,10 +271,12 @@ class RunPlan:
             dropout=lora is not None and lora.dropout > 0,
             full=lora is None,
             dora=lora is not None and lora.use_dora,
+            drops_residual=self.trains and self.facts.drops_residual,
             softcap=bool(self.facts.attn_logit_softcapping),
             padded=padded,
             rounds=self.rounds,
             squares_widened=self.dtypes.autocast and self.device.kind == "cuda" and self.facts.activation == "relu2",
+            widens=self.dtypes.autocast and self.device.kind == "cuda",
             own_norms=self.rounds != "no" and self.recipe.quantization.use_rms_norm,
         )
 

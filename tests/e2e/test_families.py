@@ -32,8 +32,8 @@ TELLING = (
 )
 
 
-def folder_of(model_type: str, path: Path) -> Path:
-    build(model_type).save_pretrained(path)
+def folder_of(model_type: str, path: Path, **change: Any) -> Path:
+    build(model_type, **change).save_pretrained(path)
     tokenizer().save_pretrained(path)
     return path
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from ftcli.model.fsdp import UNSHARDED_LAYERS
 from tests.e2e.conftest import merged
 from tests.e2e.ranks import run_ranks, start_ranks
 from tests.e2e.resilience import NO_EVAL, SAVE, STEP, Drills, require_same_weights
@@ -69,8 +70,10 @@ def test_two_ranks_are_one_process_that_accumulates_twice_bit_for_bit(change: di
 
 @pytest.mark.parametrize("method", ["none", "nf4", "fp8"])
 def test_a_model_whose_projections_are_one_linear_is_sharded(method: str, drills: Drills, tmp_path: Path) -> None:
-    """Phi-3: nothing of a layer is joined, and its adapters' outputs are those of q, k and v together."""
-    base = folder_of("phi3", tmp_path / "base")
+    """Phi-3: nothing of a layer is joined, and its adapters' outputs are those of q, k and v together. Each rank loads
+    half of the third layer.
+    """
+    base = folder_of("phi3", tmp_path / "base", num_hidden_layers=UNSHARDED_LAYERS + 1)
     recipe = merged(FSDP, {"model": {"name_or_path": str(base)}, "quantization": {"method": method}})
     alone = drills.whole(**merged(recipe, TWICE))
     run_ranks(drills, drills.recipe("two", **recipe), 2)
