@@ -78,6 +78,6 @@ def test_rows_are_consistent() -> None:
         assert not (row.closes and row.parallel), name
         assert not (row.norm_bias and row.norm != "layer"), name
         assert row.repeated_angles <= (row.rotary == "pairs"), name
-        assert (row.window is not None or row.full_attention_every is None), name
+        assert row.window is not None or row.full_attention_every is None, name
         linears = [linear for group in row.groups for linear in group]
         assert len(set(linears)) == len(linears), name
