@@ -137,10 +137,10 @@ def test_four_ranks_with_shards_are_one_process(
     ("change", "code"),
     [
         ({"launch": {"engine": "fsdp"}, "lora": {"init_lora_weights": "pissa"}}, "FT518"),
-        ({"launch": {"engine": "fsdp"}, "model": {"kernels": "off"}}, "FT518"),
+        ({"launch": {"engine": "fsdp"}, "lora": {"use_dora": True}}, "FT518"),
         ({"launch": {"context_parallel_size": 2}, "model": {"kernels": "off"}}, "FT345"),
     ],
-    ids=["PiSSA", "layers off the kernels", "rows of layers off the kernels"],
+    ids=["PiSSA", "DoRA", "rows of layers off the kernels"],
 )
 def test_what_cannot_be_sharded_is_refused_before_anything_is_built(
     change: dict[str, Any], code: str, drills: Drills
