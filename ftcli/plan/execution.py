@@ -250,7 +250,7 @@ def execution_parts(
             )
         own = "eager" if execution.attention == "eager" else "sdpa"
         attention = ExecutionPart("attention", own, "transformers' own")
-        return (first, attention, *_generation(facts, on_kernels=False), batches)
+        return (first, attention, *_generation(facts), batches)
     elementwise = "torch" if layers.code == "reference" else "triton"
     return (
         ExecutionPart("norms, rotary embedding, gated unit", elementwise, layers.reason),
@@ -269,9 +269,9 @@ def _told(facts: ModelFacts, device: DeviceFacts, layers: LayerChoice) -> str:
     return f"{layers.reason}: a step takes about {TIMES_SLOWER:g} times as long as that of a dense model on the kernels"
 
 
-def _generation(facts: ModelFacts, *, on_kernels: bool) -> tuple[ExecutionPart, ...]:
+def _generation(facts: ModelFacts) -> tuple[ExecutionPart, ...]:
     """A row where what generates is not the engine."""
-    refusal = why_no_engine(facts.language, facts.family, on_kernels=on_kernels)
+    refusal = why_no_engine(facts.language, facts.family, on_kernels=False)
     return () if refusal is None else (ExecutionPart("generation", "transformers", refusal),)
 
 
