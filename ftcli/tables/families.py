@@ -462,3 +462,6 @@ MULTIMODAL: Mapping[str, Multimodal] = MappingProxyType(
         "qwen3_5_moe": Multimodal("vision", "qwen3_5_moe_text"),
     }
 )
+
+#: Code: what is known of a model whose family has no row, as a function of a :class:`ftcli.plan.measured.Question`.
+MEASURED_BY = "ftcli.model.measure:measured"

@@ -278,8 +278,8 @@ def test_four_ranks_that_are_stopped_go_on_as_two_and_as_one(change: dict[str, A
 
 
 def test_what_does_not_go_with_sharded_weights_is_refused_by_name(drills: Drills) -> None:
-    recipe = drills.recipe("r", **merged(FSDP, {"model": {"kernels": "off"}}))
+    recipe = drills.recipe("r", **merged(FSDP, {"lora": {"use_dora": True}}))
     ranks = start_ranks(drills, recipe, 2)
     assert ranks.ended()[0] == 3, ranks.said
     assert "error[FT518]" in ranks.said
-    assert "model.kernels" in ranks.said
+    assert "lora.use_dora" in ranks.said
