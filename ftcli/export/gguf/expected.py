@@ -238,7 +238,11 @@ def prepare_gguf(source: ExportSource, say: Callable[[str], None]) -> ExpectedFi
         names,
         in_file,
         _heads(text),
-        replace(description, warnings=(*description.warnings, *_warnings(architecture, names))),
+        replace(
+            description,
+            values={**description.values, **_activation_values(in_file, names)},
+            warnings=(*description.warnings, *_warnings(architecture, names)),
+        ),
         vocabulary_of(tokenizer, stops, text.vocab_size),
         tokenizer,
         stops,
@@ -250,6 +254,14 @@ def prepare_gguf(source: ExportSource, say: Callable[[str], None]) -> ExpectedFi
         file_name(source),
         facts,
     )
+
+
+def _activation_values(weights: ModelWeights, names: TensorNames) -> dict[str, Value]:
+    """What each layer's activation has trained, by key."""
+    found: dict[str, dict[int, float]] = {}
+    for name, (key, layer) in names.in_metadata.items():
+        found.setdefault(key, {})[layer] = float(weights.read(name))
+    return {key: [value for _, value in sorted(layers.items())] for key, layers in found.items()}
 
 
 def _heads(config: Any) -> dict[str, int]:
