@@ -77,7 +77,7 @@ def names_of(names: Sequence[str], architecture: Architecture) -> TensorNames:
 
 
 def activation_key(name: str) -> tuple[str, int] | None:
-    """The key without the architecture's name, and the layer, of a tensor that is a number in the metadata."""
+    """The full key and the layer of a tensor that is a number in the metadata."""
     match = _XIELU.fullmatch(name)
     return match and (f"xielu.{match[2]}", int(match[1]))
 

@@ -417,7 +417,7 @@ def reader_of(
         stored, value = names.get(weight), activation_key(weight)
         if stored is None and value is not None:
             key, layer = value
-            return torch.tensor(file.values[f"{architecture.name}.{key}"][layer])
+            return torch.tensor(file.values[key][layer])
         if stored is None and weight == head:  # llama.cpp takes the embedding where there is no head
             stored = "token_embd.weight"
         if stored is None:
