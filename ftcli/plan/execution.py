@@ -249,7 +249,8 @@ def execution_parts(
                 batches,
             )
         own = "eager" if execution.attention == "eager" else "sdpa"
-        return (first, ExecutionPart("attention", own, "transformers' own"), *_generation(facts), batches)
+        attention = ExecutionPart("attention", own, "transformers' own")
+        return (first, attention, *_generation(facts), batches)
     elementwise = "torch" if layers.code == "reference" else "triton"
     return (
         ExecutionPart("norms, rotary embedding, gated unit", elementwise, layers.reason),

@@ -20,7 +20,7 @@ from torch import Tensor
 from ftkernels.device import accumulate_dtype, on_device_of, triton_store_dtype
 from ftkernels.qkv_parts import HeadNorms, Rotary, head_weights, qkv_constants
 from ftkernels.rope_parts import features, lane_gap, lanes, load_features, load_rotation, rotate, store_features
-from ftkernels.tiles import Tile
+from ftkernels.tiles import Tile, tile_for
 
 
 @triton.jit
@@ -244,12 +244,15 @@ def _sums_kernel(
     tl.store(at + 3 * groups, products, mask=row_ok)
 
 
-def width_sums(grads: tuple[Tensor, Tensor, Tensor], y: Tensor, rotary: Rotary, norms: HeadNorms, tile: Tile) -> Tensor:
+def width_sums(
+    grads: tuple[Tensor, Tensor, Tensor], y: Tensor, rotary: Rotary, norms: HeadNorms, tile: Tile | None
+) -> Tensor:
     """The backward's sums, (M, 4, groups): of x^2 and of g * w * x, of q and then of k.
 
     ``grads`` of q, k, v (B, heads, S, D), last stride 1; y (M, N) as the forward left it.
     """
     dq, dk, _ = grads
+    tile = tile or tile_for("qkv_width_sums", lambda t: t.rows * rotary.head_dim <= 4096)
     count, groups = y.shape[0], triton.cdiv(rotary.q_heads, tile.columns)
     sums = torch.empty((count, 4, groups), dtype=accumulate_dtype(y.dtype), device=y.device)
     with on_device_of(y):

@@ -47,7 +47,11 @@ def model(tmp_path: Path) -> dict[str, Any]:
 
 def test_without_a_row_layers_stay_as_transformers_wrote_them(user: User, model: dict[str, Any]) -> None:
     result = user.done("check", user.recipe(model=model, lora={"r": 4}))
+<<<<<<< HEAD
     assert result["memory"]["parts"]["activations in forward"] > 0
+=======
+    assert result["memory"]["total_bytes"] > 0  # as measured on a model without memory
+>>>>>>> main
     assert MADE_UP not in families.TABLE
     assert [row["runs"] for row in result["kernel_table"]][:1] == ["transformers"]
 
@@ -78,6 +82,6 @@ def test_rows_are_consistent() -> None:
         assert not (row.closes and row.parallel), name
         assert not (row.norm_bias and row.norm != "layer"), name
         assert row.repeated_angles <= (row.rotary == "pairs"), name
-        assert (row.window is not None or row.full_attention_every is None), name
+        assert row.window is not None or row.full_attention_every is None, name
         linears = [linear for group in row.groups for linear in group]
         assert len(set(linears)) == len(linears), name

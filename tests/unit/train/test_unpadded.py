@@ -70,7 +70,8 @@ CHANGES: dict[str, dict[str, Any]] = {
         }
     },
     "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
-    "stablelm": INTERPRETED_SMALL,  # has no width of heads of its own
+    "helium": INTERPRETED_SMALL,  # whose heads make up the hidden size
+    "stablelm": INTERPRETED_SMALL,
 }
 #: Language models that are built only within a model of several towers, and two that are built within one as well.
 TOWERS = {
