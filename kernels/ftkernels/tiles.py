@@ -45,6 +45,7 @@ _TILES = {
         Tile(32, 32, 4, 1),
     ),
     "lowrank_add": (Tile(32, 128, 4),),
+    "thin_products": (Tile(64, 128, 4, 4, 264), Tile(64, 128, 4, 2, 264), Tile(32, 64, 4, 2, 264)),
     # Columns here are heads of one program.
     "qkv_rope_forward": (Tile(16, 8, 4, 3),),
     # For few rows, as in decoding: a head a program, or most of the GPU would have nothing to do.
