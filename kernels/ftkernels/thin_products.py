@@ -100,7 +100,7 @@ def _thin_kernel(
     dxa_ptr,
     dxa_stride,
     a_ptr,
-    I,
+    width,
     a_blocks,
     a_rows,
     M,
@@ -143,12 +143,12 @@ def _thin_kernel(
         a_split = a_program // a_blocks
         a_first = a_split * a_rows
         a_sum = _summed(
-            x_ptr, x_stride, dxa_ptr, dxa_stride, a_column, I - a_column, a_first, tl.minimum(a_rows, M - a_first), T, PADDED,
-            EVEN, ACC, DOT, BM, BN, STAGES,
+            x_ptr, x_stride, dxa_ptr, dxa_stride, a_column, width - a_column, a_first,
+            tl.minimum(a_rows, M - a_first), T, PADDED, EVEN, ACC, DOT, BM, BN, STAGES,
         )  # fmt: skip
         t = tl.arange(0, PADDED)[None, :]
-        a_at = a_ptr + tl.cast(a_split, tl.int64) * T * I + a_column + (t * I + n)
-        tl.store(a_at, a_sum, mask=(n < I - a_column) & (t < T))
+        a_at = a_ptr + tl.cast(a_split, tl.int64) * T * width + a_column + (t * width + n)
+        tl.store(a_at, a_sum, mask=(n < width - a_column) & (t < T))
 
 
 @triton.jit
@@ -171,7 +171,7 @@ def _finish_kernel(
     a_ptr,
     a_count,
     a_splits,
-    I,
+    width,
     scaling,
     weight_ptr,
     FORM: tl.constexpr,
@@ -188,7 +188,7 @@ def _finish_kernel(
         mask = at < a_count
         total = _added(a_partial_ptr, at, mask, a_count, a_splits, ACC, BLOCK) * tl.cast(scaling, ACC)
         if FORM != "none":
-            w = tl.load(weight_ptr + at % I, mask=mask, other=0.0).to(ACC)
+            w = tl.load(weight_ptr + at % width, mask=mask, other=0.0).to(ACC)
             total *= 1.0 + w if FORM == "gemma" else w
         tl.store(a_ptr + at, total, mask=mask)
 
