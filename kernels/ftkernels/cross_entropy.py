@@ -84,8 +84,8 @@ def _scan_block(
     base, start, totals, true_u, label, scale, cap, V, MASKED: tl.constexpr, HAS_CAP: tl.constexpr,
     CAP_BOUNDS: tl.constexpr, HAS_SMOOTHING: tl.constexpr, ACC: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
-    """``totals`` with the block of LANES * EACH columns from ``start`` on. All of them are by lane, which is EACH columns
-    in a row and in one thread: what waits for other threads is left for the end of the row.
+    """``totals`` with the block of LANES * EACH columns from ``start`` on. All of them are by lane, which is EACH
+    columns in a row and in one thread: what waits for other threads is left for the end of the row.
     """
     largest, sums, z_sums, beaten = totals
     lanes = start + tl.arange(0, LANES) * EACH
@@ -206,7 +206,7 @@ def _write_gradient(
     base, label, lse, factor, scale, cap, smooth, V, HAS_CAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr,
     ACC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dlogits of a row times ``factor``, over its logits. From its end on, which was read last and may be in the cache."""
+    """dlogits of a row times ``factor``, over its logits: from its end on, which was read last and may be cached."""
     blocks = V // BLOCK
     if blocks * BLOCK < V:
         _write_block(

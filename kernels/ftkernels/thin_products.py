@@ -200,6 +200,12 @@ def thin_tile(shared_memory: int, widest: int, element_bytes: int) -> Tile:
     )
 
 
+def takes(of_b: OfB | None, of_a: OfA | None) -> bool:
+    """True where the kernel takes these operands."""
+    few = of_b is None or len(of_b.out_features) <= MOST_PROJECTIONS
+    return few and (of_a is None or of_a.dxa.shape[1] <= MOST_COLUMNS)
+
+
 def thin_products(of_b: OfB | None, of_a: OfA | None, rank: int, *, tile: Tile | None = None) -> ThinGrads:
     """The module docstring's products, of operands in one dtype, whose rows may have any stride. ``rank``: K.
 
