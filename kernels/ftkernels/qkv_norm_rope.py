@@ -94,12 +94,21 @@ def _forward_kernel(
     first = tl.program_id(1) * heads_each
     y_at = y_ptr + row64 * ((normed + k_heads) * (2 * HALF)) + d
     out_at = out_ptr + row64 * (normed * (2 * HALF)) + d
+    column = tl.minimum(first, heads - 1) * (2 * HALF)
+    next1 = tl.load(y_at + column, mask=mask, other=0.0)
+    next2 = tl.load(y_at + column + HALF, mask=mask, other=0.0)
     for step in range(heads_each):
-        live = first + step < heads
-        head = tl.minimum(first + step, heads - 1)
+        wanted = first + step
+        live = wanted < heads
+        head = tl.minimum(wanted, heads - 1)
         column = head * (2 * HALF)
-        x1 = tl.load(y_at + column, mask=mask & live, other=0.0).to(ACC)
-        x2 = tl.load(y_at + column + HALF, mask=mask & live, other=0.0).to(ACC)
+        x1 = next1.to(ACC)
+        x2 = next2.to(ACC)
+        # The next head is asked for before this one is stored: being in place, no compiler may move it there.
+        ahead = tl.minimum(wanted + 1, heads - 1) * (2 * HALF)
+        more = mask & (step + 1 < heads_each)
+        next1 = tl.load(y_at + ahead, mask=more, other=0.0)
+        next2 = tl.load(y_at + ahead + HALF, mask=more, other=0.0)
         if DELTA:
             part = (head >= q_heads).to(tl.int32) + (head >= normed).to(tl.int32)
             xa = tl.load(xa_ptr + row64 * (3 * K) + part * K + k[None, :], mask=row_ok, other=0.0).to(DOT)
