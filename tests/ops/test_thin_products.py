@@ -58,19 +58,16 @@ def test_both_products_match_float64(
 
 @pytest.mark.parametrize("norm", ["none", "llama", "gemma"])
 @pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
-def test_each_product_alone_has_the_same_bits(device: str, tools: Any, shape: tuple[Any, ...], norm: str) -> None:
+def test_each_product_alone_and_twice_the_same_bits(device: str, tools: Any, shape: tuple[Any, ...], norm: str) -> None:
     of_b, of_a = _operands(device, shape, torch.bfloat16)
     of_a = of_a._replace(norm_form=norm) if norm != "none" else OfA(of_a.x, of_a.dxa)
-    both = thin_products(of_b, of_a, shape[2], tile=TILES[1])
-    b, a = thin_products(of_b, None, shape[2], tile=TILES[1]), thin_products(None, of_a, shape[2], tile=TILES[1])
-    assert b.a is None
-    assert a.b is None
-    assert torch.equal(both.b, b.b)
-    assert torch.equal(both.a, a.a)
-    assert tools.relative(both.a, _exact(None, of_a, shape[2]).a) <= 1e-5
-    again = thin_products(of_b, of_a, shape[2], tile=TILES[1])
-    assert torch.equal(both.b, again.b)
-    assert torch.equal(both.a, again.a)
+    for asked in ((of_b, of_a), (of_b, None), (None, of_a)):
+        found, again = (thin_products(*asked, shape[2], tile=TILES[1]) for _ in range(2))
+        for value, same, exact in zip(found, again, _exact(*asked, shape[2]), strict=True):
+            assert (value is None) == (exact is None)
+            if value is not None:
+                assert torch.equal(value, same)
+                assert tools.relative(value, exact) <= 1e-5
 
 
 def test_operands_of_any_strides(device: str, tools: Any) -> None:
