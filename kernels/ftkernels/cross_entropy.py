@@ -166,7 +166,7 @@ def _write_block(
         r = falling(u, cap)
         grad = tl.exp2((cap - lse) * LOG2_E - 2.0 * cap * LOG2_E * r)
     else:
-        grad = tl.exp2(u * LOG2_E - lse * LOG2_E)
+        grad = tl.exp2((u - lse) * LOG2_E)  # the difference first: a rounded lse * LOG2_E would scale all of them
     if HAS_SMOOTHING:
         grad -= smooth / V
     if (label >= start) & (label < start + BLOCK):
