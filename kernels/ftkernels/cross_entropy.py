@@ -164,9 +164,10 @@ def _write_block(
     u = _logits(base + columns, inside, scale, MASKED, SCALED, "evict_first", ACC)
     if HAS_CAP:
         r = falling(u, cap)
-        grad = tl.exp2((cap - lse) * LOG2_E - 2.0 * cap * LOG2_E * r)
+        # The difference first: a rounded lse * LOG2_E would scale the whole row.
+        grad = tl.exp2((cap - lse - 2.0 * cap * r) * LOG2_E)
     else:
-        grad = tl.exp2((u - lse) * LOG2_E)  # the difference first: a rounded lse * LOG2_E would scale all of them
+        grad = tl.exp2((u - lse) * LOG2_E)
     if HAS_SMOOTHING:
         grad -= smooth / V
     if (label >= start) & (label < start + BLOCK):
