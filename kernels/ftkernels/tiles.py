@@ -50,11 +50,17 @@ _TILES = {
     "qkv_rope_forward": (Tile(16, 8, 4, 3),),
     # For few rows, as in decoding: a head a program, or most of the GPU would have nothing to do.
     "qkv_rope_forward_few": (Tile(16, 1, 4, 3),),
-    "qkv_rope_backward": (Tile(32, 8, 4, 3), Tile(16, 8, 4, 3)),
+    "qkv_rope_backward": (Tile(32, 8, 4, 3, 264), Tile(16, 8, 4, 3, 264)),
     "qkv_norm_rope_forward": (Tile(16, 4, 4, 3),),
+    "qkv_norm_rope_forward_lora": (Tile(16, 16, 4, 3),),
     "qkv_norm_rope_forward_few": (Tile(16, 1, 4, 3),),
-    "qkv_norm_rope_backward": (Tile(32, 8, 4), Tile(8, 8, 4)),
-    "qkv_norm_rope_backward_lora": (Tile(16, 4, 4, 3), Tile(16, 4, 4, 1)),
+    "qkv_norm_rope_backward": (Tile(32, 8, 4, 1, 264), Tile(8, 8, 4, 1, 264)),
+    "qkv_norm_rope_backward_lora": (
+        Tile(32, 16, 4, 3, 264),
+        Tile(32, 8, 8, 3, 264),
+        Tile(16, 4, 4, 3, 264),
+        Tile(16, 4, 4, 1, 264),
+    ),
 }
 # A program costs the interpreter about a millisecond, whatever its tile.
 _INTERPRETED = Tile(64, 64, 4, 1, 2)
