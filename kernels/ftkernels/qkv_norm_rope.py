@@ -147,10 +147,12 @@ def qkv_norm_rope_forward(
     heads = normed if b is None else normed + rotary.k_heads
     kind = "_few" if count <= FEW_ROWS else "" if b is None else "_lora"
     tile = tile or tile_for(f"qkv_norm_rope_forward{kind}")
-    each = min(tile.columns, heads)
+    blocks = triton.cdiv(count, tile.rows)
+    # Few rows: fewer heads a program, or most of the GPU would have nothing to do.
+    each = min(tile.columns, max(1, heads * blocks // tile.programs))
     if count:
         with on_device_of(y):
-            _forward_kernel[(triton.cdiv(count, tile.rows), triton.cdiv(heads, each))](
+            _forward_kernel[(blocks, triton.cdiv(heads, each))](
                 stored,
                 out,
                 stored if xa is None else xa,

@@ -16,7 +16,8 @@ from ftkernels.device import interpreting
 class Tile:
     """Rows and columns of a tile, warps of a program, and stages of its column loop's software pipeline.
 
-    ``programs``: kernels that sum over columns split them so that about this many programs run.
+    ``programs``: kernels that sum over columns or over rows, and those of few rows, split their work so that about this
+    many programs run.
     """
 
     rows: int
@@ -51,8 +52,8 @@ _TILES = {
     # For few rows, as in decoding: a head a program, or most of the GPU would have nothing to do.
     "qkv_rope_forward_few": (Tile(16, 1, 4, 3),),
     "qkv_rope_backward": (Tile(32, 8, 4, 3, 264), Tile(16, 8, 4, 3, 264)),
-    "qkv_norm_rope_forward": (Tile(16, 4, 4, 3),),
-    "qkv_norm_rope_forward_lora": (Tile(16, 16, 4, 3),),
+    "qkv_norm_rope_forward": (Tile(16, 4, 4, 3, 264),),
+    "qkv_norm_rope_forward_lora": (Tile(16, 16, 4, 3, 264),),
     "qkv_norm_rope_forward_few": (Tile(16, 1, 4, 3),),
     "qkv_norm_rope_backward": (Tile(32, 8, 4, 1, 264), Tile(8, 8, 4, 1, 264)),
     "qkv_norm_rope_backward_lora": (
