@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -67,45 +68,86 @@ def summed_in_step(
     reporter: Reporter,
     width: int = 3,
 ) -> Sums:
-    """:func:`summed_over_ranks` where each rank holds a part of the weights: all run as many batches, of as many items
-    at most. A rank that has none left runs the last item, which adds nothing.
+    """:func:`summed_over_ranks` where each rank holds a part of the weights, as :func:`in_step` has it."""
+    batches = _batches(items, batch_size)
+    sums = _no_sums(len(batches), group, width)
+    turns = in_step(group, items, batch_size, attempt, where=where, reporter=reporter)
+    with reporter.progress(len(items), "evaluating") as progress:
+        for turn in turns:
+            if turn.found is not None:
+                sums[turn.number // group.size] += torch.tensor(turn.found, dtype=torch.float64)
+            progress.advance(turn.of_all)
+    return _added_up(group, sums, len(batches))
+
+
+@dataclass(frozen=True, slots=True)
+class Turn(Generic[T, R]):
+    """What a rank has run while the others ran as much.
+
+    Attributes:
+        number: Of its batch among all.
+        items, found: A part of the batch, and its result; None for a rank that had none left.
+        of_all: Items of all ranks.
+    """
+
+    number: int
+    items: Sequence[T]
+    found: R | None
+    of_all: int
+
+
+def in_step(
+    group: RankGroup,
+    items: Sequence[T],
+    batch_size: int,
+    attempt: Callable[[Sequence[T]], R | None],
+    *,
+    where: Callable[[T], Origin | None],
+    reporter: Reporter,
+    what: str = "evaluation",
+    doing: str = "evaluating",
+    shares: int = 1,
+) -> Iterator[Turn[T, R]]:
+    """Runs batches on ranks that need each other in each pass, because they hold shards of the weights or share rows:
+    all run as many batches, of as many items at most. A rank that has none left runs the last item, for nothing.
 
     Where memory runs out on one rank, all of them run the batch again by halves, and what is left, too (FT764, a
     warning).
 
     Args:
-        attempt: The sums of a few items; None where they do not fit into memory.
+        attempt: The result of a few items; None where they do not fit into memory.
         where: The origin of one item, for the message when it alone does not fit.
+        what, doing: What is being done, for messages.
+        shares: Consecutive ranks that run the same batches.
 
     Raises:
         FtcliError: FT761 (exit 5) when one item alone does not fit on this rank.
         StopRequested: On all ranks, when one of them was asked to stop.
-        PeerFailed, RankLost: When a rank is gone whose weights are needed.
+        PeerFailed, RankLost: When a rank is gone that is needed.
     """
     batches, rows = _batches(items, batch_size), batch_size
-    sums = _no_sums(len(batches), group, width)
-    with group.exchanging(), reporter.progress(len(items), "evaluating") as progress:
-        for turn in range(0, len(batches), group.size):
-            of_all = [*batches[turn : turn + group.size], *([] for _ in range(group.size))]
+    mine, ranks = group.rank // shares, group.size // shares
+    with group.exchanging():
+        for first in range(0, len(batches), ranks):
+            of_all = [*batches[first : first + ranks], *([] for _ in range(ranks))]
             start = 0
             while start < len(of_all[0]):  # no batch is larger than the first one
                 count = min(rows, len(of_all[0]) - start)
-                mine = of_all[group.rank][start : start + count]
-                found = attempt(mine or items[-1:])
-                fits = all(told[0] for told in group.agree("evaluating", [found is not None]))
-                group.stop_if_asked("evaluating")
+                chosen = of_all[mine][start : start + count]
+                found = attempt(chosen or items[-1:])
+                fits = all(told[0] for told in group.agree(doing, [found is not None]))
+                group.stop_if_asked(doing)
                 if fits and found is not None:
-                    sums[turn // group.size] += torch.tensor(found if mine else (0.0,) * width, dtype=torch.float64)
-                    progress.advance(sum(len(batch[start : start + count]) for batch in of_all))
+                    of_turn = sum(len(batch[start : start + count]) for batch in of_all)
+                    yield Turn(first + mine, chosen, found if chosen else None, of_turn)
                     start += count
                     continue
                 if found is None and count == 1:
-                    raise row_too_large("evaluation", where((mine or items[-1:])[0]))
+                    raise row_too_large(what, where((chosen or items[-1:])[0]))
                 if count == 1:
-                    group.agree("evaluating")  # raises what the other rank has to say
+                    group.agree(doing)  # raises what the other rank has to say
                 rows = count // 2
-                reporter.finding(halved("evaluation", count, rows))
-    return _added_up(group, sums, len(batches))
+                reporter.finding(halved(what, count, rows))
 
 
 def _batches(items: Sequence[T], size: int) -> list[Sequence[T]]:

@@ -60,9 +60,10 @@ def step_flops(
     layers = num_layers if num_layers is not None else shape.num_layers
     adapted = () if lora is None else adapters(shape, lora)
     share = layers / shape.num_layers
-    linear_forward = _linear(shape.linears) * layers
+    linear_forward = sum(_linear(layer.linears) for layer in shape.layers[:layers])
     adapters_forward = _adapters(adapted) * share
-    product = 2.0 * shape.q_width * _mean_keys(facts, seq_len, layers)
+    attended = [layer.attention for layer in shape.layers[:layers]]
+    product = 2.0 * sum(each.width * _mean_keys(each.window, seq_len) for each in attended)
     head_forward = 2.0 * shape.vocab_size * shape.hidden_size
     recompute = 0.0
     again = policies.row(gradient_checkpointing).recomputes
@@ -94,12 +95,8 @@ def _gate_and_up(linears: Iterable[Linear]) -> tuple[Linear, ...]:
     return tuple(x for x in linears if x.name in GATE_AND_UP)
 
 
-def _mean_keys(facts: ModelFacts, seq_len: int, layers: int) -> float:
-    """Mean number of keys that a query attends to, summed over the layers."""
-    causal = (seq_len + 1) / 2
-    window = facts.sliding_window
+def _mean_keys(window: int | None, seq_len: int) -> float:
+    """Mean number of keys that a query attends to."""
     if window is None or window >= seq_len:
-        return causal * layers
-    windowed = (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len
-    sliding = facts.windowed_layers(layers)
-    return float(windowed * sliding + causal * (layers - sliding))
+        return (seq_len + 1) / 2
+    return (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len

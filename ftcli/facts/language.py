@@ -31,7 +31,9 @@ def text_values(config: Config) -> JsonObject:
     row = multimodal_of(config)
     inner = config.get("text_config")
     stated = {k: v for k, v in inner.items() if v is not None} if isinstance(inner, Mapping) else {}
-    values: JsonObject = {**config, **stated}
+    # What the inner config says is none is none, and not what is left out.
+    none = dict.fromkeys(inner if isinstance(inner, Mapping) else ())
+    values: JsonObject = {**none, **config, **stated}
     if row is not None:
         values["model_type"] = stated.get("model_type") or row.text
         # As transformers decides it: the outer value, unless only the inner one says yes.

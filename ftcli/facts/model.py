@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftcli.assets import asset, bundled
 from ftcli.config.model import ModelConfig
-from ftcli.errors import Origin
+from ftcli.errors import FtcliError, Origin
 from ftcli.facts.config_file import (
     LOCAL_SOURCES,
     RESTORE,
@@ -23,7 +23,7 @@ from ftcli.facts.config_file import (
     read_json,
 )
 from ftcli.facts.language import has_other_parts, multimodal_of, text_values
-from ftcli.facts.shape import ModelShape, shape_of
+from ftcli.facts.shape import ModelShape, shape_of, window_of, windows_of
 from ftcli.facts.tokenizer import TokenizerFacts, inspect_tokenizer
 from ftcli.facts.weights import WeightFiles, inspect_weights
 from ftcli.paths import expanded, is_file, is_folder
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from ftcli.config.origins import Origins
 
 _SOFTCAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+#: Architectures that give a row numbers in place of words.
+_CLASSIFIER = ("ForSequenceClassification", "RewardModel")
 #: No model has a larger constant; float32 still holds it.
 _LARGEST = 1e30
 #: Positions are scaled from ``original_max_position_embeddings`` by ``factor`` in these; others scale the limit itself.
@@ -103,11 +105,6 @@ class ModelFacts:
         return self.source in LOCAL_SOURCES
 
     @property
-    def why_no_shape(self) -> str:
-        """The reason why sizes cannot be computed, as one clause, for a model whose ``shape`` is None."""
-        return f"ftcli does not know how a model_type {self.text_type} is built"
-
-    @property
     def senses(self) -> str | None:
         """The purpose of a multimodal checkpoint's frozen parts, such as ``vision``; None for a model of text."""
         row = multimodal_of(self.raw)
@@ -123,15 +120,14 @@ class ModelFacts:
         """True if training drops probabilities of attention (``attention_dropout``)."""
         return bool(self.language.get("attention_dropout"))
 
+    @property
+    def drops_residual(self) -> bool:
+        """True if training drops elements of what each half of a layer adds (``residual_dropout``)."""
+        return bool(self.language.get("residual_dropout"))
+
     def windowed_layers(self, num_layers: int) -> int:
         """Number of the first ``num_layers`` layers that have the sliding window, if the model has one."""
-        if self.sliding_window is None:
-            return 0
-        types = self.language.get("layer_types")
-        if isinstance(types, list):
-            return sum(kind == "sliding_attention" for kind in types[:num_layers])
-        every = self.family.full_attention_every if self.family is not None else None
-        return num_layers - (num_layers // every if every else 0)
+        return sum(window is not None for window in windows_of(self.language, self.family, num_layers))
 
 
 def read_facts(model: ModelConfig, *, offline: bool, origins: Origins, fetch: Fetch = fetch_from_hub) -> ModelFacts:
@@ -164,7 +160,7 @@ def facts_of(found: ConfigSource, model: ModelConfig, origins: Origins) -> Model
         language=text,
         shape=shape,
         max_positions=_max_positions(text),
-        sliding_window=_sliding_window(text),
+        sliding_window=window_of(text, family),
         rope_scaling=_rope_scaling(text),
         attn_logit_softcapping=_number(text, "attn_logit_softcapping", family.attention_softcap),
         final_logit_softcapping=_number(text, "final_logit_softcapping", family.final_softcap),
@@ -198,6 +194,8 @@ def _supported_type(raw: JsonMap, name: str, origin: Origin | None) -> str:
     trained = multimodal_of(raw) is not None if has_other_parts(raw) else causal
     if raw.get("is_encoder_decoder") or not trained:
         what = names[0] if names else model_type
+        if what.endswith(_CLASSIFIER):
+            raise _of_a_classifier(raw, name, what, origin)
         raise preflight_error(
             "FT309",
             f"{name} is a {what}; ftcli trains causal language models, and those inside {', '.join(MULTIMODAL)}",
@@ -212,6 +210,21 @@ def _supported_type(raw: JsonMap, name: str, origin: Origin | None) -> str:
             help="upgrade transformers; models that need trust_remote_code are not supported",
         )
     return model_type
+
+
+def _of_a_classifier(raw: JsonMap, name: str, what: str, origin: Origin | None) -> FtcliError:
+    """FT309 for a reward model, or another classifier, in the place of a language model."""
+    labels = raw.get("id2label")
+    one = len(labels) == 1 if isinstance(labels, dict) else raw.get("num_labels") == 1
+    kind = "a reward model: it scores answers and writes none" if one else "a classifier: it writes no text"
+    judge = f"grpo: {{rewards: [{{use: reward_model, model: {name}}}]}}"
+    base = "name the language model that it was trained from"
+    return preflight_error(
+        "FT309",
+        f"{name} is a {what}, {kind}",
+        origin,
+        help=f"{base}; to judge answers by it: {judge}" if one else base,
+    )
 
 
 def _transformers_knows(model_type: str) -> bool:
@@ -297,16 +310,6 @@ def _max_positions(raw: JsonMap) -> int | None:
     if scaling.kind in _ROPE_FROM_ORIGINAL:
         return max(limit, int((scaling.original or 0) * scaling.factor))
     return int(limit * scaling.factor)
-
-
-def _sliding_window(raw: JsonMap) -> int | None:
-    window = raw.get("sliding_window")
-    if not isinstance(window, int) or isinstance(window, bool) or raw.get("use_sliding_window") is False:
-        return None
-    layer_types = raw.get("layer_types")
-    if isinstance(layer_types, list) and "sliding_attention" not in layer_types:
-        return None
-    return window
 
 
 def _quantization(raw: JsonMap) -> str | None:

@@ -108,3 +108,19 @@ def qwen3(vision: VisionConfig, config: Config) -> int:
     taken = vision.values.get("deepstack_visual_indexes", (8, 16, 24))
     deep = _merger(vision, width, out, 2 * width * vision("spatial_merge_size", 2) ** 2)
     return tower + vision("depth", 27) * block + _merger(vision, width, out, 2 * width) + len(taken) * deep
+
+
+def muse_glimmer(vision: VisionConfig, config: Config) -> int:
+    width, inner = vision("hidden_size", 1536), vision("intermediate_size", 8960)
+    layer = 4 * width + 4 * _linear(width, width) + _linear(width, inner) + _linear(inner, width)
+    patches = _linear(vision("patch_temporal", 2) * 3 * vision("patch_size", 14) ** 2, width, bias=False)
+    tower = patches + vision("pos_emb_height", 32) * vision("pos_emb_width", 32) * width + 4 * width
+    outer = VisionConfig(config)
+    projected = outer("projector_hidden_size", 4096)
+    projector = _linear(outer("out_hidden_size", 6144), projected, bias=False) + projected**2
+    return (
+        tower
+        + vision("num_hidden_layers", 50) * layer
+        + projector
+        + projected * int(text_values(config)["hidden_size"])
+    )

@@ -95,6 +95,7 @@ class Prefill:
         scaling: float,
         softcap: float,
         window: int | None,
+        sinks: Tensor | None,
     ) -> None:
         """Keeps keys and values (:class:`ftcli.model.attention.AttentionCache`); attention is left to the caller."""
         pages = self.cache.layer(layer)
@@ -125,12 +126,13 @@ class Decode:
         scaling: float,
         softcap: float,
         window: int | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         """Attention against the cache (:class:`ftcli.model.attention.AttentionCache`): (B, 1, heads, features)."""
         pages = self.cache.layer(layer)
         q, k, v = (tensor[:, :, 0].to(pages.keys.dtype) for tensor in (query, key, value))
         out = decode_attention(
             q, k, v, pages, self.table, self.lengths, scale=scaling, softcap=softcap, window=window,
-            longest=self.longest, backend=self.backend,
+            sinks=sinks, longest=self.longest, backend=self.backend,
         )  # fmt: skip
         return out[:, None]

@@ -141,8 +141,8 @@ class _PackedAdapters:
         self._packs.refresh()
         found = [PreparedGroup(packed) for packed in self._packs.packs]
         try:
-            for at, layer in enumerate(self._layers):
-                layer.packs = LayerPacks(*found[4 * at : 4 * at + 4])
+            for layer, packs in zip(self._layers, LayerPacks.of_layers(found), strict=True):
+                layer.packs = packs
             yield
         finally:
             for layer in self._layers:

@@ -45,6 +45,7 @@ class AttentionCache(Protocol):
         scaling: float,
         softcap: float,
         window: int | None,
+        sinks: Tensor | None,
     ) -> Tensor | None:
         """Keeps the keys and values (B, Hkv, S, D) of layer number ``layer``.
 
@@ -66,6 +67,7 @@ def ftcli_attention_forward(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     kernels: BackendName = "auto",
     kept: KeptOutput | None = None,
     documents: Documents | None = None,
@@ -77,6 +79,7 @@ def ftcli_attention_forward(
     Args:
         attention_mask: What :func:`ftcli.model.masks.mask_for` made; a dense mask that a caller brought, boolean or
             additive, (B or 1, Hq or 1, S, S'); or None: causal, with ``sliding_window``, the queries at the end.
+        s_aux: transformers' name of sinks, (Hq,); see :mod:`ftkernels.attention`.
         kept: Where our kernels run: spares a checkpoint's second forward theirs.
         documents: Documents that do not see each other, where the caller knows them; within what the mask lets be seen.
             Where ranks share rows, S and S' are this rank's tokens, and all of a row's are attended to.
@@ -88,8 +91,9 @@ def ftcli_attention_forward(
     if cached is not None:
         layer: Any = module
         answer = cached.attend(
-            layer.layer_idx, query, key, value, scaling=scaling, softcap=softcap or 0.0, window=sliding_window
-        )
+            layer.layer_idx, query, key, value, scaling=scaling, softcap=softcap or 0.0, window=sliding_window,
+            sinks=s_aux,
+        )  # fmt: skip
         if answer is not None:
             return answer, None
     if isinstance(attention_mask, CallMask):
@@ -97,6 +101,7 @@ def ftcli_attention_forward(
             attention_mask = documents.within(attention_mask)
         if attention_mask.sequence is not None:
             query, key, value = attention_mask.sequence.heads_of(query, key, value)
+            s_aux = None if s_aux is None else attention_mask.sequence.sinks_of(s_aux)
         _check(attention_mask, query, key, sliding_window)
     call = AttentionCall(
         dtype=dtype_name(_compute_dtype(query)),
@@ -106,14 +111,17 @@ def ftcli_attention_forward(
         mask=_kind(attention_mask, query, key),
         decoding=query.shape[2] == 1,
         dropout=dropout > 0.0,
+        sinks=s_aux is not None,
     )
     backend = choose_attention(gpu_of(query.device), call, kernels, interpreted=interpreting()).backend
     if backend == "triton":
         ranges = _ranges(attention_mask, sliding_window)
-        out = run_kernels(query, key, value, ranges, scale=scaling, softcap=call.softcap, backend=kernels, kept=kept)
+        out = run_kernels(
+            query, key, value, ranges, scale=scaling, softcap=call.softcap, sinks=s_aux, backend=kernels, kept=kept
+        )
     elif backend == "eager":
         mask = _dense(attention_mask, query, key, sliding_window)
-        out = _eager(query, key, value, mask, scaling, call.softcap, dropout)
+        out = _eager(query, key, value, mask, s_aux, scaling, call.softcap, dropout)
     else:
         plain = call.mask == "plain" and not call.windowed and not call.decoding
         dense = None if plain else _dense(attention_mask, query, key, sliding_window)
@@ -180,28 +188,43 @@ def _sdpa(
 
 
 def _eager(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, softcap: float, dropout: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    sinks: Tensor | None,
+    scaling: float,
+    softcap: float,
+    dropout: float,
 ) -> Tensor:
-    """Capped attention in plain torch, a block of queries at a time where the scores of all would be too many to hold.
+    """Attention with a cap or sinks in plain torch, a block of queries at a time where all scores are too many to hold.
 
     A block's scores are formed again in backward.
     """
     per_query = query.shape[0] * query.shape[1] * key.shape[2] * 4
     rows = max(1, _SCORE_BYTES // per_query)
     if query.shape[2] <= rows:
-        return _eager_block(query, key, value, mask, scaling, softcap, dropout)
-    again = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+        return _eager_block(query, key, value, mask, sinks, scaling, softcap, dropout)
+    given = (query, key, value) if sinks is None else (query, key, value, sinks)
+    again = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
     blocks = []
     for start in range(0, query.shape[2], rows):
         block = query[:, :, start : start + rows]
         seen = mask if mask.shape[-2] == 1 else mask[..., start : start + rows, :]  # one row for all queries stays
-        arguments = (block, key, value, seen, scaling, softcap, dropout)
+        arguments = (block, key, value, seen, sinks, scaling, softcap, dropout)
         blocks.append(checkpoint(_eager_block, *arguments, use_reentrant=False) if again else _eager_block(*arguments))
     return torch.cat(blocks, dim=2)
 
 
 def _eager_block(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, softcap: float, dropout: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    sinks: Tensor | None,
+    scaling: float,
+    softcap: float,
+    dropout: float,
 ) -> Tensor:
     """Scores in the inputs' dtype, cap, mask, softmax in float32: what transformers' own eager attention computes.
 
@@ -211,10 +234,13 @@ def _eager_block(
     kv_heads, k_len = key.shape[1:3]
     grouped = query.reshape(batch, kv_heads, heads // kv_heads * q_len, size)
     scores = (grouped @ key.transpose(2, 3)).view(batch, heads, q_len, k_len) * scaling
-    scores = softcap * torch.tanh(scores / softcap)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
     lowest = torch.finfo(scores.dtype).min
     scores = scores.masked_fill(~mask, lowest) if mask.dtype == torch.bool else scores + mask
-    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(batch, -1, q_len, 1)], dim=-1)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32)[..., :k_len].to(value.dtype)
     weights = F.dropout(weights, dropout).view(batch, kv_heads, -1, k_len)
     return (weights @ value).view(batch, heads, q_len, size)
 

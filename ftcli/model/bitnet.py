@@ -281,7 +281,7 @@ def round_in_norms(model: PreTrainedModel, *, kernels: bool, settings: Quantizat
 
 def _share_rows(layer: nn.Module, family: Family) -> None:
     """Puts a :class:`RoundingNorm` in the place of each norm that only such linear layers read."""
-    before_mlp = "pre_feedforward_layernorm" if family.block == "sandwich" else "post_attention_layernorm"
+    before_mlp = family.norms.before_mlp or "post_attention_layernorm"
     readers = {"input_layernorm": SHARED_INPUTS[0], before_mlp: SHARED_INPUTS[1]}
     if family.sub_norms:
         readers |= {"self_attn.attn_sub_norm": ("self_attn.o_proj",), "mlp.ffn_sub_norm": ("mlp.down_proj",)}

@@ -295,14 +295,19 @@ def _key(call: StackCall) -> _Key:
     known = layer_call.mask.known
     documents = known is None or known.document_starts is not None
     branches = known is not None and known.branch_starts is not None
-    return call.hidden.shape, layer_call.rotation[0].shape, documents, branches, call.hidden.requires_grad
+    angles = next((each.rotation[0] for each in call.layer_calls if each.rotation), call.hidden)
+    return call.hidden.shape, angles.shape, documents, branches, call.hidden.requires_grad
+
+
+def _rotation_id(layer_call: LayerCall) -> int:
+    return id(layer_call.rotation[0]) if layer_call.rotation else 0
 
 
 def _distinct(layer_calls: Sequence[LayerCall]) -> Iterator[tuple[int, LayerCall]]:
     """Each pair of a mask and a rotation once, with the number of a layer that has it."""
     seen: set[tuple[int, int]] = set()
     for index, layer_call in enumerate(layer_calls):
-        pair = (id(layer_call.mask), id(layer_call.rotation[0]))
+        pair = (id(layer_call.mask), _rotation_id(layer_call))
         if pair not in seen:
             seen.add(pair)
             yield index, layer_call
@@ -310,12 +315,10 @@ def _distinct(layer_calls: Sequence[LayerCall]) -> Iterator[tuple[int, LayerCall
 
 def _fixed(layer_calls: Sequence[LayerCall]) -> tuple[LayerCall, ...]:
     """The calls with rotations, and with masks' ranges, that graphs find in the same place in every replay."""
-    rotations = {
-        id(cos): (cos.clone(), sin.clone()) for cos, sin in (layer_call.rotation for layer_call in layer_calls)
-    }
+    rotations = {_rotation_id(call): tuple(x.clone() for x in call.rotation) for call in layer_calls}
     for _, layer_call in _distinct(layer_calls):
         _ = layer_call.mask.ranges  # made once, before the capture, and kept by the mask
-    return tuple(replace(layer_call, rotation=rotations[id(layer_call.rotation[0])]) for layer_call in layer_calls)
+    return tuple(replace(layer_call, rotation=rotations[_rotation_id(layer_call)]) for layer_call in layer_calls)
 
 
 def _copy_in(captured: _Captured, call: StackCall) -> None:

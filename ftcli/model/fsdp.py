@@ -86,10 +86,14 @@ class JoinedLinear(nn.Linear):
 def join_shared(layer: nn.Module) -> None:
     """Joins the frozen weights of a decoder layer that read the same input, adapted or not, in place.
 
-    Those that are trained stay apart, and so do those that become neighbours when they are dequantized.
+    Those that are trained stay apart, and so do those that become neighbours when they are dequantized. A single layer
+    that gives all of a group's outputs (Phi-3) is one parameter as it is; so are all weights of layers built otherwise.
     """
+    found = dict(layer.named_modules())
     for names in SHARED_INPUTS:
-        modules: list[Any] = [layer.get_submodule(name) for name in names]
+        if any(name not in found for name in names):
+            continue
+        modules: list[Any] = [found[name] for name in names]
         bases = [getattr(module, "base_layer", module) for module in modules]
         if any(base.weight.requires_grad for base in bases):
             continue

@@ -11,7 +11,7 @@ of transformers' is replaced.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,9 +20,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 import torch
 from ftkernels.adapter_packs import AdapterPacks
 from ftkernels.attention import KeptOutput
+from ftkernels.device import without_autocast
 from ftkernels.lora_linear import lora_linear
-from ftkernels.lora_mlp import lora_mlp
+from ftkernels.lora_mlp import ResidualMode, lora_mlp
 from ftkernels.lora_qkv import lora_qkv
+from ftkernels.output_gate import output_gate
 from ftkernels.projection import FrozenWeight, Norm, Packed, Projection
 from ftkernels.rms_norm import rms_norm, rms_norm_add
 from ftkernels.side_stream import DeferredStream
@@ -32,11 +34,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ftcli.facts.shape import SHARED_INPUTS
+from ftcli.facts.shape import Layer, ModelShape
 from ftcli.model.backbone import base_of, decoder_layers
 from ftcli.model.masks import CallMask
 from ftcli.model.quantized import QuantizedLinear
-from ftcli.tables.families import Family, family_of
+from ftcli.tables.families import Family
 
 if TYPE_CHECKING:
     from ftkernels.device import BackendName
@@ -61,12 +63,19 @@ class PreparedGroup(NamedTuple):
 
 
 class LayerPacks(NamedTuple):
-    """The prepared inputs of each group of a layer."""
+    """The prepared inputs of each group of a layer, as :class:`ftcli.tables.families.Groups` names them."""
 
     qkv: PreparedGroup = PreparedGroup()
     o: PreparedGroup = PreparedGroup()
     gate_up: PreparedGroup = PreparedGroup()
     down: PreparedGroup = PreparedGroup()
+    gate: PreparedGroup = PreparedGroup()
+
+    @classmethod
+    def of_layers(cls, groups: Sequence[PreparedGroup]) -> list[LayerPacks]:
+        """Those of each layer, from the groups of all layers."""
+        size = len(cls._fields)
+        return [cls(*groups[at : at + size]) for at in range(0, len(groups), size)]
 
 
 #: Each group prepares its own.
@@ -119,6 +128,17 @@ def norm_eps(norm: Any) -> float:
     return float(eps if eps is not None else norm.eps)
 
 
+def layer_norm(x: Tensor, norm: Any) -> Tensor:
+    """LayerNorm by torch's own kernel, (..., H): in float32 and rounded once, as Cohere-2's is in steps that keep more.
+
+    Without autocast, which would keep another copy of ``x``.
+    """
+    bias = getattr(norm, "bias", None)
+    with without_autocast(x):
+        cast = None if bias is None else bias.to(x.dtype)
+        return nn.functional.layer_norm(x, x.shape[-1:], norm.weight.to(x.dtype), cast, norm_eps(norm))
+
+
 class FusedNorm(nn.Module):
     """An RMSNorm on our kernel; shares ``weight`` with the module it stands for."""
 
@@ -137,7 +157,7 @@ class FusedNorm(nn.Module):
 
 def _weight_for(weight: Tensor, x: Tensor, form: NormForm) -> Tensor:
     """The weight in a dtype that keeps the norm's output in ``x``'s: one that is trained whole is held in float32."""
-    return weight if form == "gemma" else weight.to(x.dtype)
+    return weight.to(x.dtype) if form == "llama" else weight
 
 
 class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
@@ -145,9 +165,14 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
 
     ``selective``, ``offload`` and ``offloaded`` are set by :mod:`ftcli.model.gradient_checkpointing`, ``stack`` by
     :mod:`ftcli.model.cuda_graphs`, ``packs``, the adapters packed already, by :mod:`ftcli.generation.forward`.
+
+    Args:
+        shape: Of the model; ``described``: this layer in it.
     """
 
-    def __init__(self, original: nn.Module, family: Family, activation: Activation, backend: BackendName) -> None:
+    def __init__(
+        self, original: nn.Module, shape: ModelShape, described: Layer, activation: Activation, backend: BackendName
+    ) -> None:
         super().__init__()
         for name, child in original.named_children():
             self.add_module(name, child)
@@ -164,8 +189,17 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         self.offloaded: Offloaded = "halves"
         self.stack: DecoderStack | None = None
         self.packs = UNPACKED
-        self.window = window_of(original.self_attn)
-        self._family = family
+        self.window = described.attention.window
+        self.by_position = position_scale(shape.family, original.self_attn)
+        self._shape = shape
+        self._family = shape.family
+        self._rotates = described.attention.rotary_dim > 0
+        self._multiplier = 1.0
+        if shape.family.residual_multiplier is not None:
+            self._multiplier = float(getattr(original, shape.family.residual_multiplier))
+        self._query_multiplier = 1.0
+        if shape.family.query_multiplier is not None:
+            self._query_multiplier = float(getattr(original.self_attn, shape.family.query_multiplier))
         self._activation = activation
         self._backend = backend
         self.train(original.training)
@@ -180,7 +214,7 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         **kwargs: Any,
     ) -> Tensor:
         """(B, S, H) -> (B, S, H)."""
-        if past_key_values is not None or position_embeddings is None:
+        if past_key_values is not None or (position_embeddings is None and self._rotates):
             output: Tensor = self.original(
                 hidden_states,
                 attention_mask=attention_mask,
@@ -190,31 +224,45 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
                 **kwargs,
             )
             return output
-        return self.compute(hidden_states, attention_mask, position_embeddings, self.packs, **kwargs)
+        rotation = self.rotation_at(position_embeddings, position_ids)
+        return self.compute(hidden_states, attention_mask, rotation, self.packs, **kwargs)
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Calls the layer; while its stack is collecting, hands the call on to it."""
         if self.stack is None or not self.stack.collects:
             return super().__call__(hidden_states, *args, **kwargs)
         mask, documents = kwargs["attention_mask"], kwargs["documents"]
-        return self.stack.take(self, hidden_states, LayerCall(documents.within(mask), kwargs["position_embeddings"]))
+        rotation = self.stack.rotation_of(self, kwargs["position_embeddings"], kwargs.get("position_ids"))
+        return self.stack.take(self, hidden_states, LayerCall(documents.within(mask), rotation))
 
     @property
     def drops(self) -> bool:
-        """True if training draws random numbers: dropout of adapters or of attention."""
+        """True if training draws random numbers: dropout of adapters, of attention, or of what halves add."""
         dropouts = [module.p for module in self.modules() if isinstance(module, nn.Dropout)]
-        return any(dropouts) or bool(self.self_attn.attention_dropout)
+        return any(dropouts) or bool(self.self_attn.attention_dropout) or any(map(residual_dropout, self._halves_of()))
 
     def groups(self) -> list[list[Projection]]:
-        """The projections that share an input: q, k and v; o; gate and up; down. As :class:`LayerPacks` names them."""
-        groups = (SHARED_INPUTS[0], ("self_attn.o_proj",), SHARED_INPUTS[1], ("mlp.down_proj",))
-        return [projections_of([self.get_submodule(name) for name in group]) for group in groups]
+        """The projections that share an input, as :class:`LayerPacks` names them."""
+        return [projections_of([self.get_submodule(name) for name in group]) for group in self._family.groups]
+
+    def rotation_at(self, angles: tuple[Tensor, Tensor] | None, positions: Tensor | None) -> Rotation:
+        """(cos, sin), each (B or 1, S, R), as the kernels take them; and where queries are scaled by their position the
+        factor, (B or 1, S). Empty where transformers hands over no angles (Muse Glimmer).
+        """
+        if angles is None:
+            return ()
+        cos, sin = angles
+        if self._family.repeated_angles:  # each pair's angle twice, side by side
+            cos, sin = (torch.cat((x[..., ::2], x[..., ::2]), dim=-1) for x in angles)
+        if self.by_position is None or positions is None:
+            return cos, sin
+        return cos, sin, self.by_position(positions)
 
     def compute(
         self,
         hidden_states: Tensor,
         attention_mask: Any,
-        rotation: tuple[Tensor, Tensor],
+        rotation: Rotation,
         packs: LayerPacks = UNPACKED,
         **kwargs: Any,
     ) -> Tensor:
@@ -223,12 +271,18 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         ``packs``: what is prepared for its projections.
         """
         attend = partial(self._attention_half, mask=attention_mask, rotation=rotation, packs=packs, kwargs=kwargs)
+        if self._shape.parallel:
+            whole = partial(self._parallel_halves, attend=attend, packs=packs)
+        else:
+            whole = partial(self._halves_in_turn, attend=attend, packs=packs)
         if self.offload is None or not (self.training and torch.is_grad_enabled()):
-            return self._mlp_half(attend(hidden_states), packs)
-        if self.offloaded == "layers":
-            return self.offload.checkpoint(lambda z: self._mlp_half(attend(z), packs), hidden_states)
+            return whole(hidden_states)
+        if self.offloaded == "layers" or self._shape.parallel:
+            return self.offload.checkpoint(whole, hidden_states)
         kwargs["kept"] = KeptOutput(self.offload.keep)
         hidden_states = self.offload.checkpoint(attend, hidden_states)
+        if not self._family.mlp_from_stream:
+            return self.offload.checkpoint(partial(self._mlp_half, packs=packs), hidden_states)
         with self.offload.saving(hidden_states):
             return self._mlp_half(hidden_states, packs)
 
@@ -237,76 +291,124 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         """Tensors that ``offload`` sends to the host for this layer: its input; or by halves the inputs of both,
         attention's output where our kernels made it, and the MLP's output where that is normalised.
         """
-        if self.offloaded == "layers":
-            return 1
-        return self._family.most_sent
+        return 1 if self.offloaded == "layers" else self._shape.most_sent
+
+    def _halves_in_turn(self, hidden_states: Tensor, attend: Callable[[Tensor], Tensor], packs: LayerPacks) -> Tensor:
+        return self._mlp_half(attend(hidden_states), packs)
+
+    def _parallel_halves(self, hidden_states: Tensor, attend: Callable[..., Tensor], packs: LayerPacks) -> Tensor:
+        """Both halves read one norm of ``hidden_states``."""
+        entered = self._enter(hidden_states, self._family.norms.before_attention, apart=True)[0]
+        mlp = self._mlp(entered, None, packs)[0]
+        return attend(hidden_states, entered=entered) + self._dropped(mlp, residual_dropout(self._halves_of()[1]))
 
     def _attention_half(
         self,
         hidden_states: Tensor,
         mask: Tensor | None,
-        rotation: tuple[Tensor, Tensor],
+        rotation: Rotation,
         packs: LayerPacks,
         kwargs: dict[str, Any],
+        entered: Tensor | None = None,
     ) -> Tensor:
-        """(B, S, H) -> (B, S, H): attention, added to the residual stream."""
-        attended, residual = self._attend(hidden_states, mask, rotation, packs, kwargs)
-        (projection,) = projections_of([self.self_attn.o_proj], packs.o)
-        # Gemma-2 and Gemma-3 normalise each half once more before it is added.
-        if self._family.block == "sandwich":
-            out = lora_linear(attended, projection, backend=self._backend)
-            return self._add_normed(out, residual, self.post_attention_layernorm)
-        # Where the sum is kept as well, the half that is run again may stop before the output projection.
-        save: Literal["products", "input"] = "input" if self._halves else "products"
-        return lora_linear(attended, projection, residual=residual, save=save, backend=self._backend)
+        """(B, S, H) -> (B, S, H): attention, added to the residual stream. ``entered``: the norm, where it is there."""
+        attended, residual = self._attend(hidden_states, mask, rotation, packs, kwargs, entered)
+        (projection,) = self._projections("o", packs)
+        dropout = residual_dropout(self._halves_of()[0])
+        if self._adds_at_once(self._family.norms.after_attention, dropout):
+            # Where the sum is kept as well, the half that is run again may stop before the output projection.
+            save: Literal["products", "input"] = "input" if self._by_halves else "products"
+            return lora_linear(attended, projection, residual=residual, save=save, backend=self._backend)
+        out = lora_linear(attended, projection, backend=self._backend)
+        return self._add(out, residual, self._family.norms.after_attention, dropout)
 
     def _mlp_half(self, hidden_states: Tensor, packs: LayerPacks) -> Tensor:
         """(B, S, H) -> (B, S, H): the MLP, added to the residual stream."""
-        if self._family.block == "sandwich":
-            norm = self._norm(self.pre_feedforward_layernorm)
-            mlp, residual = self._mlp(hidden_states, norm, packs, "return")
-            return self._add_normed(mlp, residual, self.post_feedforward_layernorm)
-        norm = self._norm(self.post_attention_layernorm)
-        summed: Tensor = self._mlp(hidden_states, norm, packs, "add")
-        return summed
+        norms, dropout = self._family.norms, residual_dropout(self._halves_of()[1])
+        if self._adds_at_once(norms.after_mlp, dropout):
+            return self._mlp(hidden_states, norms.before_mlp, packs, adds=True)[0]
+        mlp, residual = self._mlp(hidden_states, norms.before_mlp, packs)
+        return self._add(mlp, residual, norms.after_mlp, dropout)
+
+    def _halves_of(self) -> tuple[nn.Module, nn.Module]:
+        return self.self_attn, self.mlp
+
+    def _adds_at_once(self, norm: str | None, dropout: float) -> bool:
+        """True if a half's output is added as the last product gives it."""
+        return norm is None and self._multiplier == 1.0 and not (dropout and self.training)
+
+    def _add(self, x: Tensor, residual: Tensor, norm: str | None, dropout: float) -> Tensor:
+        """(..., H): a half's output, normalised or multiplied, added to the residual stream."""
+        x = self._dropped(x, dropout)
+        if norm is not None:
+            return self._add_normed(x, residual, getattr(self, norm))
+        return torch.add(residual, x, alpha=self._multiplier)
+
+    def _dropped(self, x: Tensor, dropout: float) -> Tensor:
+        return nn.functional.dropout(x, dropout) if dropout and self.training else x
 
     def _mlp_save(self) -> Save:
         """Tensors that the MLP keeps.
 
-        A checkpoint around the whole layer runs a sandwich's MLP again anyway, for the input of its closing norm;
+        A checkpoint around the whole layer runs the MLP again anyway where its output is normalised or multiplied;
         everywhere else it stops before the MLP.
         """
-        whole = self.gradient_checkpointing or (self.offload is not None and not self._halves)
-        stops = whole and self._family.block != "sandwich"
-        return "input" if self.selective or self._halves or stops else "gate_up_once"
+        whole = self.gradient_checkpointing or (self.offload is not None and not self._by_halves)
+        stops = whole and not self._family.closes
+        return "input" if self.selective or self._by_halves or stops else "gate_up_once"
 
     @property
-    def _halves(self) -> bool:
+    def _by_halves(self) -> bool:
         """True if each half is run again by itself, from an input on the host."""
-        return self.offload is not None and self.offloaded == "halves"
+        return self.offload is not None and self.offloaded == "halves" and not self._shape.parallel
+
+    def _projections(self, group: str, packs: LayerPacks) -> list[Projection]:
+        names: tuple[str, ...] = getattr(self._family.groups, group)
+        return projections_of([self.get_submodule(name) for name in names], getattr(packs, group))
+
+    def _enter(self, hidden_states: Tensor, norm: str | None, *, apart: bool = False) -> tuple[Tensor, Norm | None]:
+        """The input of a half's first products, and the RMSNorm that these apply to it.
+
+        ``apart``: the norm is applied here, for more than one group to read. LayerNorm always is.
+        """
+        if norm is None:
+            return hidden_states, None
+        module = getattr(self, norm)
+        if self._family.norm == "layer":
+            return layer_norm(hidden_states, module), None
+        if apart:
+            weight = _weight_for(module.weight, hidden_states, self._family.norm)
+            entered = rms_norm(hidden_states, weight, norm_eps(module), form=self._family.norm, backend=self._backend)
+            return entered, None
+        return hidden_states, self._norm(module)
 
     def _attend(
         self,
         hidden_states: Tensor,
         attention_mask: Tensor | None,
-        position_embeddings: tuple[Tensor, Tensor],
+        rotation: Rotation,
         packs: LayerPacks,
         kwargs: dict[str, Any],
+        entered: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Attention's output (B, S, Hq * D) before the output projection, and the residual (B, S, H)."""
-        attention = self.self_attn
-        head_norms = None
-        if self._family.head_norm:
-            head_norms = self._norm(attention.q_norm), self._norm(attention.k_norm)
-        q, k, v, residual = lora_qkv(
-            hidden_states,
-            *projections_of([attention.q_proj, attention.k_proj, attention.v_proj], packs.qkv),
-            head_dim=attention.head_dim,
-            norm=self._norm(self.input_layernorm),
-            head_norms=head_norms,
-            rope=position_embeddings,
+        attention, family, norm = self.self_attn, self._family, None
+        if entered is None:
+            apart = family.output_gate is not None
+            entered, norm = self._enter(hidden_states, family.norms.before_attention, apart=apart)
+        q, k, v, passed = lora_qkv(
+            entered,
+            *self._projections("qkv", packs),
+            head_dim=self._shape.head_dim,
+            kv_heads=self._shape.num_kv_heads,
+            norm=norm,
+            rope=(rotation[0], rotation[1]) if self._rotates else None,
+            rope_layout=family.rotary,
             backend=self._backend,
+            **self._head_norms(),
         )
+        if len(rotation) > 2:
+            q = q * rotation[2].to(q.dtype)[:, None, :, None]
         interface = ALL_ATTENTION_FUNCTIONS[attention.config._attn_implementation]
         attended, _ = interface(
             attention,
@@ -315,52 +417,107 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
             v,
             attention_mask,
             dropout=attention.attention_dropout if self.training else 0.0,
-            scaling=attention.scaling,
+            scaling=attention.scaling * self._query_multiplier,
             sliding_window=self.window,
             softcap=getattr(attention, "attn_logit_softcapping", None),
+            s_aux=getattr(attention, "sinks", None),
             **kwargs,
         )
-        return attended.reshape(*hidden_states.shape[:-1], -1), residual
+        if family.output_gate is not None:
+            (projection,) = self._projections("gate", packs)
+            gate = lora_linear(entered, projection, backend=self._backend)
+            attended = output_gate(attended, gate, backend=self._backend)
+        attended = attended.reshape(*hidden_states.shape[:-1], -1)
+        # Whoever uses what was handed through lets backward add both gradients in one kernel.
+        return attended, passed if entered is hidden_states else hidden_states
 
-    def _mlp(self, hidden_states: Tensor, norm: Norm, packs: LayerPacks, residual: Any) -> Any:
-        return lora_mlp(
-            hidden_states,
-            *projections_of([self.mlp.gate_proj, self.mlp.up_proj], packs.gate_up),
-            *projections_of([self.mlp.down_proj], packs.down),
+    def _head_norms(self) -> dict[str, Any]:
+        norms = self._family.head_norm
+        if norms is None:
+            return {}
+        pair = getattr(self.self_attn, norms.q), getattr(self.self_attn, norms.k)
+        return {
+            "head_norms": tuple(self._norm(each) for each in pair),
+            "norm_span": norms.span,
+            "norm_after_rope": norms.after_rotation,
+        }
+
+    def _mlp(
+        self, hidden_states: Tensor, norm: str | None, packs: LayerPacks, *, adds: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """The MLP's output, with ``adds`` added to the residual stream; and the residual stream, each (B, S, H)."""
+        entered, inner = self._enter(hidden_states, norm, apart=len(self._family.mlp) == 2)
+        first, (down,) = self._projections("gate_up", packs), self._projections("down", packs)
+        if len(self._family.mlp) == 2:
+            through = partial(self._two_linears, first=first[0], last=down)
+            residual = hidden_states if adds else None
+            if self.selective and self.training and torch.is_grad_enabled():
+                out = checkpoint(through, entered, residual, use_reentrant=False, preserve_rng_state=self.drops)
+            else:
+                out = through(entered, residual)
+            return out, hidden_states
+        gate, up = first if len(first) == 2 else (first[0], None)
+        given = entered is hidden_states
+        mode: ResidualMode = "none" if not given else "add" if adds else "return"
+        made = lora_mlp(
+            entered,
+            gate,
+            up,
+            down,
             activation=self._activation,
-            norm=norm,
-            residual=residual,
+            norm=inner,
+            residual=mode,
             save=self._mlp_save(),
             backend=self._backend,
         )
+        if isinstance(made, tuple):
+            return made
+        return made + hidden_states if adds and not given else made, hidden_states
+
+    def _two_linears(self, x: Tensor, residual: Tensor | None, first: Projection, last: Projection) -> Tensor:
+        """(..., H) -> (..., H): an MLP without a gate."""
+        act = self.mlp.act_fn if hasattr(self.mlp, "act_fn") else self.mlp.act  # transformers' own module
+        entered = lora_linear(x, first, backend=self._backend)
+        with without_autocast(x):  # which would square in float32 and keep that
+            activated = act(entered)
+        return lora_linear(activated, last, residual=residual, backend=self._backend)
 
     def _norm(self, norm: Any) -> Norm:
-        return Norm(norm.weight, norm_eps(norm), self._family.norm)
+        return Norm(getattr(norm, "weight", None), norm_eps(norm), self._rms_form)
+
+    @property
+    def _rms_form(self) -> NormForm:
+        return "llama" if self._family.norm == "layer" else self._family.norm
 
     def _add_normed(self, x: Tensor, residual: Tensor, norm: Any) -> Tensor:
-        weight = _weight_for(norm.weight, x, self._family.norm)
-        return rms_norm_add(x, residual, weight, norm_eps(norm), form=self._family.norm, backend=self._backend)
+        weight = _weight_for(norm.weight, x, self._rms_form)
+        return rms_norm_add(x, residual, weight, norm_eps(norm), form=self._rms_form, backend=self._backend)
 
 
-def window_of(attention: Any) -> int | None:
-    """The layer's sliding window: the attention module's own, else its config's when every layer has one (Mistral)."""
-    if hasattr(attention, "sliding_window"):
-        window: int | None = attention.sliding_window
-        return window
-    config = attention.config
-    if getattr(attention, "layer_type", None) is not None:
+def residual_dropout(half: Any) -> float:
+    """Probability that an element of what a half adds to the residual stream is dropped in training (Seed-OSS)."""
+    return float(getattr(half, "residual_dropout", 0.0))
+
+
+def position_scale(family: Family, attention: Any) -> Callable[[Tensor], Tensor] | None:
+    """What queries are multiplied by at a position, (B or 1, S) -> (B or 1, S) in float32; None where nothing is.
+
+    1 + beta * log(1 + floor(position / original_max_position_embeddings)), as Llama-4 and Ministral-3 have it.
+    """
+    settings = attention.config.rope_parameters if family.scaled_by_position else {}
+    beta, original = settings.get("llama_4_scaling_beta"), settings.get("original_max_position_embeddings")
+    if not beta or not original:
         return None
-    family = family_of(str(getattr(config, "model_type", None)))
-    every = family is not None and family.window_on_config
-    return getattr(config, "sliding_window", None) if every else None
+    return lambda positions: 1 + beta * torch.log(1 + torch.floor(positions / original))
 
 
-Rotation = tuple[Tensor, Tensor]
+#: (cos, sin), each (B or 1, S, R); and the factor of queries by their position, (B or 1, S), where there is one.
+Rotation = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCall:
-    """A layer's arguments besides hidden states: its mask, and (cos, sin), each (B or 1, S, R).
+    """A layer's arguments besides hidden states: its mask and its rotation.
 
     Layers of one type share theirs.
     """
@@ -402,25 +559,34 @@ class DecoderStack:
         self.deferred = DeferredStream()
         pairs = zip(self._adapters.packs, self._copies.copies, strict=True)
         found = [PreparedGroup(packed, copies, self.deferred) for packed, copies in pairs]
-        found = found or [PreparedGroup()] * (4 * len(self.layers))
-        self._packs = [LayerPacks(*found[at : at + 4]) for at in range(0, len(found), 4)]
+        self._packs = LayerPacks.of_layers(found) or [UNPACKED] * len(self.layers)
         self.runner: Runner | None = None
         self.drops = any(layer.drops for layer in self.layers)
         self._layer_calls: list[LayerCall] | None = None
+        self._rotations: dict[int, tuple[Any, Rotation]] = {}
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
         """Inside, the layers hand their calls on, for one forward pass of the model without a cache."""
-        self._layer_calls = []
+        self._layer_calls, self._rotations = [], {}
         try:
             yield
         finally:
-            self._layer_calls = None
+            self._layer_calls, self._rotations = None, {}
 
     @property
     def collects(self) -> bool:
         """True if layers hand their calls on."""
         return self._layer_calls is not None
+
+    def rotation_of(
+        self, layer: FusedDecoderLayer, angles: tuple[Tensor, Tensor] | None, positions: Tensor | None
+    ) -> Rotation:
+        """The layer's rotation. Layers that are given the same angles share one."""
+        kept = self._rotations.get(id(angles))
+        if kept is None:  # the angles are kept as well: their id belongs to them while they live
+            kept = self._rotations[id(angles)] = angles, layer.rotation_at(angles, positions)
+        return kept[1]
 
     def take(self, layer: FusedDecoderLayer, hidden: Tensor, layer_call: LayerCall) -> Tensor:
         """A layer hands its call on: ``hidden`` as it came; from the last layer what all make of it, (B, S, H)."""

@@ -19,21 +19,19 @@ from torch import nn
 from ftcli.config.model import Kernels
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.facts.model import activation_of
-from ftcli.facts.shape import SHARED_INPUTS
+from ftcli.facts.shape import ModelShape, shape_of
 from ftcli.model import attention
 from ftcli.model.backbone import base_of, decoder_layers
 from ftcli.model.fsdp import JoinedLinear
 from ftcli.model.fused import FusedDecoderLayer, FusedNorm
 from ftcli.model.quantized import DequantizedLinear, QuantizedLinear, check_weights
-from ftcli.plan.execution import DORA, JOINED_PROJECTIONS, TRAINED_WHOLE, LayerChoice, choose_layers
+from ftcli.plan.execution import DORA, TRAINED_WHOLE, LayerChoice, choose_layers
 from ftcli.tables.families import Family, family_of
 
 if TYPE_CHECKING:
+    from ftkernels.limits import NormForm
     from peft import PeftModel
     from transformers import PreTrainedModel
-
-_PROJECTIONS = (*SHARED_INPUTS[0], "self_attn.o_proj", *SHARED_INPUTS[1], "mlp.down_proj")
-_NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +82,15 @@ def patch(model: PreTrainedModel | PeftModel, kernels: Kernels, *, joins: bool =
     done = Patch([])
     if kernels == "off":
         return done
-    choice = _choose(base, kernels)
-    if choice.code == "transformers" and not choice.parts:
+    shape = shape_of(base.config.to_dict())
+    choice = _choose(base, shape, kernels)
+    if choice.code == "transformers" or shape is None:
         entry = LayerKernel("model", "transformers", on=False, reason=choice.reason)
         if kernels == "triton":
             raise _required([entry])
         done.table.append(entry)
         return done
-    _patch_layers(base, choice, done, "torch" if kernels == "reference" else "auto", joins=joins)
+    _patch_layers(base, shape, choice, done, "torch" if kernels == "reference" else "auto", joins=joins)
     if kernels == "triton" and done.off:
         off = done.off
         done.undo()
@@ -99,52 +98,46 @@ def patch(model: PreTrainedModel | PeftModel, kernels: Kernels, *, joins: bool =
     return done
 
 
-def _choose(base: PreTrainedModel, kernels: Kernels) -> LayerChoice:
+def _choose(base: PreTrainedModel, shape: ModelShape | None, kernels: Kernels) -> LayerChoice:
     config = base.config.get_text_config()
     device = next(base.parameters()).device
     activation = activation_of(config.to_dict(), family_of(config.model_type))
     gpu = gpu_of(device) if device.type == "cuda" else None
-    return choose_layers(config.model_type, activation, kernels, device=str(device), gpu=gpu)
+    return choose_layers(config.model_type, shape, activation, kernels, device=str(device), gpu=gpu)
 
 
 def _patch_layers(
-    base: PreTrainedModel, choice: LayerChoice, done: Patch, backend: BackendName, *, joins: bool
+    base: PreTrainedModel, shape: ModelShape, choice: LayerChoice, done: Patch, backend: BackendName, *, joins: bool
 ) -> None:
-    config = base.config.get_text_config()
-    family = family_of(config.model_type)
-    assert family is not None  # the layers were chosen by it
-    assert choice.activation is not None
+    family = shape.family
     backbone: Any = base.get_decoder()
-    for index, layer in enumerate(decoder_layers(base)):
+    layers = list(decoder_layers(base))
+    reasons = [_why_not(layer, family) for layer in layers]
+    if family.attention_alone:  # ours is not for those that stay
+        reasons = [next(filter(None, reasons), None)] * len(layers)
+    for index, (layer, described, reason) in enumerate(zip(layers, shape.layers, reasons, strict=True)):
         name = f"layers.{index}"
-        if choice.parts:
-            _patch_parts(layer, name, family, backend, done)
-            continue
-        reason = _why_not(layer, family)
         if reason is not None:
             done.table.append(LayerKernel(name, "transformers", on=False, reason=reason))
             continue
         if joins:
-            _join(layer, done)
-        fused = FusedDecoderLayer(layer, family, choice.activation, backend)
+            _join(layer, family, done)
+        fused = FusedDecoderLayer(layer, shape, described, choice.activation or "silu", backend)
         _swap(backbone, name, layer, fused, done)
-        done.table.append(LayerKernel(name, "fused layer", on=True, reason=f"{config.model_type}, {backend}"))
+        kind = base.config.get_text_config().model_type
+        done.table.append(LayerKernel(name, "fused layer", on=True, reason=f"{kind}, {backend}"))
     if any(entry.on for entry in done.table):
-        _swap_norm(backbone, "norm", family, backend, done)
-        done.table.append(LayerKernel("norm", "RMSNorm", on=True, reason=f"{family.norm} form"))
+        if family.norm == "layer":
+            done.table.append(LayerKernel("norm", "LayerNorm", on=True, reason="torch's own kernel"))
+        else:
+            form = family.final_norm or family.norm
+            _swap_norm(backbone, "norm", form, backend, done)
+            done.table.append(LayerKernel("norm", "RMSNorm", on=True, reason=f"{form} form"))
         _use_attention(base, done)
 
 
-def _patch_parts(layer: Any, name: str, family: Family, backend: BackendName, done: Patch) -> None:
-    """Norms alone; attention comes with the model's setting."""
-    for norm in _NORMS:
-        _swap_norm(layer, norm, family, backend, done)
-        done.table.append(LayerKernel(f"{name}.{norm}", "RMSNorm", on=True, reason=f"{family.norm} form"))
-    done.table.append(LayerKernel(f"{name}: projections", "transformers", on=False, reason=JOINED_PROJECTIONS))
-
-
 def _why_not(layer: nn.Module, family: Family) -> str | None:
-    for name in _PROJECTIONS:
+    for name in [name for group in family.groups for name in group]:
         try:
             projection = layer.get_submodule(name)
         except AttributeError:
@@ -152,7 +145,7 @@ def _why_not(layer: nn.Module, family: Family) -> str | None:
         reason = why_not_fused(projection)
         if reason is not None:
             return f"{name}: {reason}"
-    if family.head_norm and not hasattr(layer.self_attn, "q_norm"):
+    if family.head_norm is not None and not hasattr(layer.self_attn, family.head_norm.q):
         return "its attention has no norm by head"
     return None
 
@@ -184,9 +177,9 @@ def why_not_fused(layer: nn.Module) -> str | None:
     return None
 
 
-def _join(layer: nn.Module, done: Patch) -> None:
+def _join(layer: nn.Module, family: Family, done: Patch) -> None:
     """Lays weights that read the same input one behind the other, so that each group is one product."""
-    for names in SHARED_INPUTS:
+    for names in (group for group in family.groups if len(group) > 1):
         modules: list[Any] = [layer.get_submodule(name) for name in names]
         bases = [getattr(module, "base_layer", module) for module in modules]
         quantized = [base for base in bases if isinstance(base, QuantizedLinear)]
@@ -211,7 +204,7 @@ def _swap(parent: nn.Module, name: str, original: nn.Module, fused: nn.Module, d
     done._restore.append(lambda: parent.set_submodule(name, original))
 
 
-def _swap_norm(parent: nn.Module, name: str, family: Family, backend: BackendName, done: Patch) -> None:
+def _swap_norm(parent: nn.Module, name: str, form: NormForm, backend: BackendName, done: Patch) -> None:
     """Puts a fused norm in a norm's place.
 
     A norm that ``lora.modules_to_save`` trains has PEFT's wrapper around it, which holds the frozen norm and the
@@ -221,11 +214,11 @@ def _swap_norm(parent: nn.Module, name: str, family: Family, backend: BackendNam
 
     norm = parent.get_submodule(name)
     if isinstance(norm, ModulesToSaveWrapper):
-        _swap_norm(norm, "original_module", family, backend, done)
+        _swap_norm(norm, "original_module", form, backend, done)
         for adapter in list(norm.modules_to_save):
-            _swap_norm(norm.modules_to_save, adapter, family, backend, done)
+            _swap_norm(norm.modules_to_save, adapter, form, backend, done)
         return
-    _swap(parent, name, norm, FusedNorm(norm, family.norm, backend), done)
+    _swap(parent, name, norm, FusedNorm(norm, form, backend), done)
 
 
 def _use_attention(base: PreTrainedModel, done: Patch) -> None:

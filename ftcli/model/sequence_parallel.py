@@ -77,6 +77,10 @@ class SequencePart:
         queries, keys, values = torch.split(whole, sizes, dim=2)
         return queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2)
 
+    def sinks_of(self, sinks: Tensor) -> Tensor:
+        """(Hq,) of all query heads -> (Hq / N,) of those that this part attends with; a view."""
+        return sinks.view(self.parts, -1)[self.part]
+
     def tokens_of(self, attended: Tensor) -> Tensor:
         """Attention's output (B, N S, Hq / N, D) for this part's heads -> (B, S, Hq, D) for its tokens."""
         rows, tokens, heads, size = attended.shape

@@ -206,10 +206,14 @@ def _rows(recipe: Recipe) -> int:
 def _with_reference(
     flops: StepFlops | None, report: PreflightReport, sizes: Sequence[int], options: BenchOptions
 ) -> StepFlops | None:
-    """Of pairs: the head meets the answers alone, and a reference that each step computes is a forward pass more."""
+    """Of pairs: the head meets the answers alone, and a reference that each step computes is a forward pass more. A
+    reward model has no head, and compares with nothing.
+    """
     recipe = report.recipe
     if flops is None or report.plan.method.unit == 1 or options.evaluation:
         return flops
+    if report.plan.method.classifier:
+        return replace(flops, head=0.0)
     from ftcli.methods.preference.choice import caches, compares
     from ftcli.methods.preference.settings import PreferenceConfig
 

@@ -57,12 +57,13 @@ def look_at_rows(report: PreflightReport, session: Session) -> RowsLookedAt:
     looking = RowSurvey(
         report.recipe.data, tokenizer, TimeBudget(SECONDS), cache_dir=session.cache_dir, reporter=session.reporter
     )
-    _look(looking, report, tokenizer)
+    not_compared = _look(looking, report, tokenizer)
     for finding in dict.fromkeys(looking.findings):
         session.reporter.finding(finding)
     looking.raise_failures()
     hub = sorted({source.path for source in _all_sources(report) if is_hub(source)})
     not_made = [NotMade(f"{_CHECK}: {name}", "it is on the Hub; the run reads it") for name in hub]
+    not_made += not_compared
     for one in looking.found:
         if not one.whole:
             looked = f"its first {one.rows:,} rows were, and nothing is wrong with them" if one.rows else "none was"
@@ -118,33 +119,42 @@ def _is_nowhere_here(name: str) -> bool:
     return not exists(Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="model")))
 
 
-def _look(looking: RowSurvey, report: PreflightReport, tokenizer: PreTrainedTokenizerBase) -> None:
+def _look(looking: RowSurvey, report: PreflightReport, tokenizer: PreTrainedTokenizerBase) -> list[NotMade]:
+    """Looks at all rows; what could not be checked of them together."""
     from ftcli.data.asked import room_of_task
     from ftcli.model.tokenizer import stop_token_ids
 
     recipe, stops = report.recipe, stop_token_ids(report.facts, tokenizer)
-    survey = report.plan.method.survey
+    survey, not_made = report.plan.method.survey, []
     if survey is not None:
         code_of(survey)(looking, recipe)
     else:
         local = local_sources(recipe.data.train)
         table = looking.rows("data.train", local, stops)
         looking.rows("data.eval", local_sources(recipe.data.eval), stops)
-        if table is not None and 0 < len(table) <= _MOST_ROWS and len(local) == len(recipe.data.train):
-            _look_at_all(looking, report, table)
+        if table is not None and len(table) and len(local) == len(recipe.data.train):
+            not_made = _look_at_all(looking, report, table)
     room = room_of_task(recipe.data, recipe.eval.generate)
     for task in recipe.eval.tasks:
         looking.prompts("eval.tasks", local_sources(task.data or recipe.data.eval), room, task.max_rows)
+    return not_made
 
 
-def _look_at_all(looking: RowSurvey, report: PreflightReport, table: TokenTable) -> None:
+def _look_at_all(looking: RowSurvey, report: PreflightReport, table: TokenTable) -> list[NotMade]:
     """What training says of its rows together, such as labels that are all alike."""
-    from ftcli.train.on_rows import row_method
+    from ftcli.train.on_rows import RowMethod, row_method
 
+    method = row_method(report.plan.method)
+    if type(method).findings is RowMethod.findings:
+        return []  # it compares none
+    if len(table) > _MOST_ROWS:
+        reason = f"there are {len(table):,}, and more than {_MOST_ROWS:,} take too long here; the run compares all"
+        return [NotMade("rows compared with each other", reason)]
     try:
-        looking.findings += row_method(report.plan.method).findings(report.recipe, table)
+        looking.findings += method.findings(report.recipe, table)
     except FtcliError as error:
         looking.failures.append(error)
+    return []
 
 
 def _all_sources(report: PreflightReport) -> Iterator[DatasetConfig]:

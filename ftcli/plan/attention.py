@@ -32,6 +32,7 @@ class AttentionCall:
         mask: What the mask is made of.
         decoding: Each row has one query, against cached keys.
         dropout: Some probabilities are dropped.
+        sinks: The softmax counts a learned score a head besides those of the keys.
     """
 
     dtype: str
@@ -41,6 +42,7 @@ class AttentionCall:
     mask: MaskKind = "plain"
     decoding: bool = False
     dropout: bool = False
+    sinks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +66,11 @@ def choose_attention(
     """
     refusal = _why_no_kernel(gpu, call, kernels, interpreted=interpreted)
     plain = call.mask == "plain" and not call.decoding
-    if call.softcap:
+    if call.softcap or call.sinks:
+        beyond = f"{'scores are capped' if call.softcap else 'there are sinks'}, which SDPA cannot do"
         if refusal is None:
-            return AttentionChoice("triton", "scores are capped, which SDPA cannot do")
-        return AttentionChoice("eager", f"scores are capped, which SDPA cannot do, and {refusal}")
+            return AttentionChoice("triton", beyond)
+        return AttentionChoice("eager", f"{beyond}, and {refusal}")
     if not plain or call.windowed or kernels == "triton":
         if refusal is None:
             masked = "padding, packed documents or a cached prefix are masked"
@@ -97,7 +100,7 @@ def _why_no_kernel(gpu: Gpu, call: AttentionCall, kernels: Kernels, *, interpret
 
 
 def _dense_backend(capability: tuple[int, int] | None, call: AttentionCall) -> AttentionChoice:
-    """The backend for causal attention over whole sequences, without cap, window or padding."""
+    """The backend for causal attention over whole sequences, without cap, sinks, window or padding."""
     if capability is None:
         return AttentionChoice("sdpa", "a CPU has no fused backend")
     if call.dropout:

@@ -16,16 +16,14 @@ from ftkernels.limits import LARGEST_FUSED_RANK, Activation, Gpu, packed_rank, w
 from ftcli.config.model import Kernels, ModelConfig
 from ftcli.config.recipe import Recipe
 from ftcli.facts.device import DeviceFacts
+from ftcli.facts.generation import why_no_engine
 from ftcli.facts.model import ModelFacts
+from ftcli.facts.shape import ModelShape
 from ftcli.plan.attention import AttentionCall, AttentionChoice, choose_attention
 from ftcli.plan.batches import Batches, choose_batches
 from ftcli.plan.precision import DtypePlan
 from ftcli.plan.quantization import why_dequantized
 from ftcli.tables import methods, quantizations
-from ftcli.tables.families import family_of
-
-#: Why projections of a family whose checkpoints join them are left as they are.
-JOINED_PROJECTIONS = "q, k, v and gate, up are single layers with one adapter each"
 
 #: Why a layer with DoRA is left as it is.
 DORA = "DoRA scales the merged weight, which is never formed on the kernels"
@@ -37,6 +35,10 @@ TRAINED_WHOLE = "a linear layer that lora.modules_to_save names is trained whole
 ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
     {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 )
+
+#: Time of a training step on transformers' own layers with PEFT, relative to the kernels': Llama-3.1-8B, LoRA of rank
+#: 16, 2 x 4096 tokens on an H200 (docs/performance.md). Other dense families are near it; it is no bound for others.
+TIMES_SLOWER = 1.5
 
 #: What computes the layers: Triton kernels, their plain torch form, or transformers' own code.
 LayerCode = Literal["fused", "reference", "transformers"]
@@ -50,42 +52,45 @@ class LayerChoice:
 
     Attributes:
         activation: The kernels' name of the MLP's activation; None where they compute nothing.
-        parts: The layers stay transformers' own, but their norms and attention are on the kernels.
     """
 
     code: LayerCode
     reason: str
     activation: Activation | None = None
-    parts: bool = False
 
 
 def choose_layers(
-    model_type: str, activation: str | None, kernels: Kernels, *, device: str, gpu: Gpu | None
+    model_type: str,
+    shape: ModelShape | None,
+    activation: str | None,
+    kernels: Kernels,
+    *,
+    device: str,
+    gpu: Gpu | None,
 ) -> LayerChoice:
     """Chooses the code that computes the layers of a model.
 
     Args:
+        shape: None where ftcli does not know how the model is built.
         activation: transformers' name of the MLP's activation; None where it is not known.
         kernels: The recipe's ``model.kernels``. ``triton`` allows no exception; enforcing that is left to the caller.
         device: The device's name, for the reason.
         gpu: None where it is not a CUDA GPU.
     """
-    family = family_of(model_type)
     if kernels == "off":
         return LayerChoice("transformers", "model.kernels: off")
     refusal = _why_no_triton(gpu)
     if kernels != "reference" and refusal is not None:
         return LayerChoice("transformers", f"{device} is not a CUDA GPU" if gpu is None else refusal)
-    if family is None or family.kernels == "none":
+    if shape is None or shape.family.kernels == "none":
         return LayerChoice("transformers", f"model_type {model_type} is not in the family table of the kernels")
-    if activation is None or activation not in ACTIVATIONS:
+    gated = len(shape.family.mlp) == 3
+    if gated and (activation is None or activation not in ACTIVATIONS):
         return LayerChoice("transformers", f"the gated unit's kernel has no activation {activation}")
-    if family.kernels == "parts":
-        reason = f"{JOINED_PROJECTIONS}; norms and attention are on the kernels"
-        return LayerChoice("transformers", reason, ACTIVATIONS[activation], parts=True)
+    unit = ACTIVATIONS[activation] if gated and activation is not None else None
     if kernels == "reference":
-        return LayerChoice("reference", "model.kernels: reference", ACTIVATIONS[activation])
-    return LayerChoice("fused", f"{device} runs Triton kernels", ACTIVATIONS[activation])
+        return LayerChoice("reference", "model.kernels: reference", unit)
+    return LayerChoice("fused", f"{device} runs Triton kernels", unit)
 
 
 def wants_kernels(kernels: Kernels) -> bool:
@@ -165,8 +170,7 @@ def execution_of(recipe: Recipe, facts: ModelFacts, dtypes: DtypePlan, device: D
     batches = _batches(recipe, masked_choice, layers, work=work)
     if layers.code == "transformers":
         own = own_attention(recipe.model, facts.attn_logit_softcapping)
-        masked: str = masked_choice.backend if layers.parts else own
-        return Execution(layers, own, own, masked, sends_attention=False, batches=batches, drops=drops)
+        return Execution(layers, own, own, own, sends_attention=False, batches=batches, drops=drops)
     dense = _attention(facts, dtypes, device, drops=drops).backend
     masked = masked_choice.backend
     windowed = _window_in_force(recipe, facts)
@@ -190,7 +194,7 @@ def _batches(recipe: Recipe, masked: AttentionChoice, layers: LayerChoice, *, wo
         masked: What our attention takes for calls with several documents.
     """
     densely: str | None = OWN_ATTENTION
-    if layers.code != "transformers" or layers.parts:
+    if layers.code != "transformers":
         densely = None if masked.backend == "triton" else f"attention runs on {masked.backend}: {masked.reason}"
     refusal, of_pairs = takes_rows(recipe, work), methods.row(recipe.train.method).unit == 2
     apart = why_prompts_apart(recipe, work) if of_pairs else None
@@ -235,7 +239,7 @@ def execution_parts(
     layers = execution.layers
     batches = ExecutionPart("batches", execution.batches.layout, execution.batches.reason)
     if layers.code == "transformers":
-        first = ExecutionPart("layers", "transformers", layers.reason)
+        first = ExecutionPart("layers", "transformers", _told(facts, device, layers))
         if quantizations.row(recipe.quantization.method).training is not None:
             own = "eager" if execution.attention == "eager" else "sdpa"
             return (
@@ -244,10 +248,8 @@ def execution_parts(
                 ExecutionPart("attention", own, "transformers' own"),
                 batches,
             )
-        if layers.parts:
-            return (first, *_attention_parts(recipe, facts, dtypes, device, execution), batches)
         own = "eager" if execution.attention == "eager" else "sdpa"
-        return (first, ExecutionPart("attention", own, "transformers' own"), batches)
+        return (first, ExecutionPart("attention", own, "transformers' own"), *_generation(facts), batches)
     elementwise = "torch" if layers.code == "reference" else "triton"
     return (
         ExecutionPart("norms, rotary embedding, gated unit", elementwise, layers.reason),
@@ -257,6 +259,19 @@ def execution_parts(
         _head(recipe, elementwise, layers.reason),
         batches,
     )
+
+
+def _told(facts: ModelFacts, device: DeviceFacts, layers: LayerChoice) -> str:
+    """The reason for transformers' own layers, and for a family that has no others what that costs on a GPU."""
+    if family_of(facts.text_type) is not None or device.kind != "cuda":
+        return layers.reason
+    return f"{layers.reason}: a step takes about {TIMES_SLOWER:g} times as long as that of a dense model on the kernels"
+
+
+def _generation(facts: ModelFacts) -> tuple[ExecutionPart, ...]:
+    """A row where what generates is not the engine."""
+    refusal = why_no_engine(facts.language, known=family_of(facts.text_type) is not None)
+    return () if refusal is None else (ExecutionPart("generation", "transformers", refusal),)
 
 
 def _head(recipe: Recipe, elementwise: str, reason: str) -> ExecutionPart:
@@ -273,7 +288,7 @@ def _layers(recipe: Recipe, facts: ModelFacts, device: DeviceFacts, *, work: Wor
     kernels, gpu = recipe.model.kernels, _cuda_gpu(device)
     if quantizations.row(recipe.quantization.method).training is not None:
         return LayerChoice("transformers", f"{recipe.quantization.method} rounds the input of each linear layer")
-    choice = choose_layers(facts.text_type, facts.activation, kernels, device=device.name, gpu=gpu)
+    choice = choose_layers(facts.text_type, facts.shape, facts.activation, kernels, device=device.name, gpu=gpu)
     if recipe.lora is None or choice.code == "transformers":
         return choice
     if recipe.lora.use_dora:

@@ -40,19 +40,28 @@ _MEASURED = {"train": ("data.eval",), "grpo": ("data.eval", "eval.tasks", "eval.
 #: What the tensors of a checkpoint depend on, whatever the training method.
 _STRUCTURAL = ("model", "quantization", "lora", "train.optim", "train.loraplus_lr_ratio", "train.method")
 
+#: Changes within one list that are named.
+_NAMED = 6
+
 _ABSENT, _NONE = "(absent)", "[]"
 
 
 @dataclass(frozen=True, slots=True)
 class ChangedKey:
-    """One key with its old and its new value, as people write them."""
+    """One key with its old and its new value, as people write them.
+
+    Attributes:
+        parts: Of a list of maps what has changed within it; its values would be read for one word among fifty.
+    """
 
     key: str
     old: str
     new: str
+    parts: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.key}: {self.old} -> {self.new}"
+        more = [f"{len(self.parts) - _NAMED} more"] if len(self.parts) > _NAMED else []
+        return "; ".join([*self.parts[:_NAMED], *more]) or f"{self.key}: {self.old} -> {self.new}"
 
     @property
     def in_both(self) -> bool:
@@ -93,7 +102,33 @@ def recipe_changes(old_yaml: str, new_yaml: str) -> tuple[ChangedKey, ...]:
     before, after = ({key: _show(value) for key, value in values.items()} for values in (old, new))
     keys = [*new, *(key for key in old if key not in new)]
     shown = [(key, before.get(key, _ABSENT), after.get(key, _ABSENT)) for key in keys]
-    return tuple(ChangedKey(*each) for each in shown if each[1] != each[2])
+    changed = (each for each in shown if each[1] != each[2])
+    return tuple(ChangedKey(*each, _parts(each[0], old.get(each[0]), new.get(each[0]))) for each in changed)
+
+
+def _parts(key: str, old: Any, new: Any) -> tuple[str, ...]:
+    """What has changed of a list of maps, such as the sources of ``data.train``: values of its items, or items that
+    have come and gone; nothing for other values.
+    """
+    if not all(isinstance(each, list) and each and all(isinstance(i, Mapping) for i in each) for each in (old, new)):
+        return ()
+    if len(old) != len(new):
+        gone, come = ([item for item in one if item not in other] for one, other in ((old, new), (new, old)))
+        said = [*(f"without {_name(item)}" for item in gone), *(f"with {_name(item)}" for item in come)]
+        return tuple(f"{key}: {each}" for each in said) or (f"{key}: {len(old)} items -> {len(new)}",)
+    found = []
+    for index, items in enumerate(zip(old, new, strict=True)):
+        before, after = ({name: _show(value) for name, value in _flatten(item).items()} for item in items)
+        for name in dict.fromkeys([*before, *after]):
+            values = before.get(name, _ABSENT), after.get(name, _ABSENT)
+            if values[0] != values[1]:
+                found.append(f"{key}.{index}.{name}: {values[0]} -> {values[1]}")
+    return tuple(found)
+
+
+def _name(item: Mapping[str, Any]) -> str:
+    """What people know an item of a list by."""
+    return next((str(item[name]) for name in ("path", "name", "use") if item.get(name)), _show(dict(item)))
 
 
 def settings_of(recipe_yaml: str) -> dict[str, str]:

@@ -9,7 +9,56 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, NamedTuple, TypeAlias
+
+
+@dataclass(frozen=True, slots=True)
+class Norms:
+    """Norms of width hidden_size in a layer, by module name: before and after each half. None: there is none.
+
+    Without ``before_mlp`` the MLP reads the residual stream itself, or, where the halves are parallel, what attention
+    reads.
+    """
+
+    before_attention: str | None = "input_layernorm"
+    after_attention: str | None = None
+    before_mlp: str | None = "post_attention_layernorm"
+    after_mlp: str | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Those that there are, in order."""
+        found = (self.before_attention, self.after_attention, self.before_mlp, self.after_mlp)
+        return tuple(name for name in found if name is not None)
+
+
+PRE = Norms()
+SANDWICH = Norms(
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+)
+POST = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+PARALLEL = Norms("input_layernorm", None, None, None)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """Norms of queries and keys: their module names in the attention, and their form.
+
+    Attributes:
+        span: ``head``: over head_dim, head by head. ``width``: over all heads at once.
+        weights: False: nothing is multiplied.
+        after_rotation: They come after the rotary embedding.
+    """
+
+    q: str = "q_norm"
+    k: str = "k_norm"
+    span: Literal["head", "width"] = "head"
+    weights: bool = True
+    after_rotation: bool = False
+
+
+#: Whether linears have a bias: always, never, or as the config says under this name.
+Bias: TypeAlias = bool | str
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,57 +66,121 @@ class Family:
     """The architecture of one ``model_type``.
 
     Attributes:
-        block: ``pre``: two norms, each before its half of the layer. ``sandwich``: four, one before and one after each
-            half.
-        norm: The RMSNorm's form. ``gemma`` multiplies by (1 + weight) in float32 before it casts back, ``llama`` casts
-            first.
-        head_norm: Queries and keys are normalised by head, over head_dim, before the rotation.
+        norms: Where a layer has norms.
+        norm: Their form. ``gemma`` multiplies by (1 + weight) in float32 before it casts back, ``plain`` by the weight,
+            ``llama`` casts first; all are RMSNorms. ``layer`` is LayerNorm.
+        final_norm: The form of the norm at the model's end where that is another.
+        norm_bias: The norms, that of the model's end included, have a bias.
+        parallel: Both halves of a layer read the same and are added at once: always, never, or as the config says.
+        head_norm: Norms of queries and keys.
         sub_norms: BitNet's two further norms, of width hidden_size and intermediate_size.
-        joined: q, k, v are one linear layer, and so are gate and up.
-        kernels: What ftcli's kernels stand in for: whole layers, the norms and attention alone (``parts``), or nothing.
-        bias: Which projections have biases: none, q, k and v, or what the config's ``attention_bias`` says.
-        mlp_bias: The config's ``mlp_bias`` is read.
+        joined: Which projections are one linear layer: q, k and v; gate and up.
+        mlp: Names of the MLP's linears: gate, up and down; or two, with an activation between them.
+        output_gate: The linear whose sigmoid multiplies attention's output, by its name in the attention.
+        kernels: What ftcli's kernels stand in for: whole layers, or nothing.
+        qkv_bias, o_bias, mlp_bias: Which linears have biases.
         tied: Whether embedding and head are one matrix where the config does not say.
         head_dim: Features of a head where the config does not say; None: hidden_size over heads.
         activation: transformers' name of the MLP's activation where the config does not say.
+        activation_parameters: Elements that the activation itself has in each layer.
         attention_softcap, final_softcap: Caps on scores and logits where the config does not say.
+        window: The sliding window where the config does not say; a config may say that there is none.
         full_attention_every: Where the config has a sliding window and no ``layer_types``: every n-th layer sees
-            everything. None: every layer has the window.
+            everything, n being ``sliding_window_pattern`` where the config has it; below 0 they are counted back from
+            the last. None: every layer has the window.
+        windows_from: The config's name of the number of first layers that see everything.
         window_on_config: transformers' attention modules do not hold their window; it is read from the config.
+        rotary: Features that turn together: those of the two halves of a head, or neighbours (``pairs``).
+        rotary_share: The part of a head that is rotated, its first features, where the config does not say.
+        repeated_angles: transformers hands over the angles of pairs, and not of halves.
+        unrotated: Layers without rotation: those that the config lists (``no_rope_layers``, ``layer_rope_theta``), or
+            those without a window in a model that has one (``global``).
+        scaled_by_position: Queries are multiplied by a function of their position (``llama_4_scaling_beta``).
+        residual_multiplier: The config's name of the factor of each half's output before it is added.
+        query_multiplier: The attention's name of what queries are multiplied by behind their norm.
+        attention_alone: transformers' layers hand attention no further arguments: documents and pages of a cache reach
+            attention in ftcli's layers only.
         four_positions: Positions are given four times, for text and for time, height and width of images. Given once,
             they say nothing of documents.
+        not_with: Keys of the config that, where they are true, make layers that are not described here.
         defaults: What transformers takes for values that released config.json files leave out.
     """
 
-    block: Literal["pre", "sandwich"] = "pre"
-    norm: Literal["llama", "gemma"] = "llama"
-    head_norm: bool = False
+    norms: Norms = PRE
+    norm: Literal["llama", "gemma", "plain", "layer"] = "llama"
+    final_norm: Literal["plain"] | None = None
+    norm_bias: bool = False
+    parallel: bool | str = False
+    head_norm: HeadNorms | None = None
     sub_norms: bool = False
-    joined: bool = False
-    kernels: Literal["layers", "parts", "none"] = "layers"
-    bias: Literal["config", "qkv", "none"] = "none"
-    mlp_bias: bool = False
+    joined: tuple[Literal["qkv", "gate_up"], ...] = ()
+    mlp: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+    output_gate: str | None = None
+    kernels: Literal["layers", "none"] = "layers"
+    qkv_bias: Bias = False
+    o_bias: Bias = False
+    mlp_bias: Bias = False
     tied: bool = False
     head_dim: int | None = None
     activation: str = "silu"
+    activation_parameters: int = 0
     attention_softcap: float | None = None
     final_softcap: float | None = None
+    window: int | None = None
     full_attention_every: int | None = None
+    windows_from: str | None = None
     window_on_config: bool = False
+    rotary: Literal["halves", "pairs"] = "halves"
+    rotary_share: float = 1.0
+    repeated_angles: bool = False
+    unrotated: Literal["no_rope_layers", "layer_rope_theta", "global"] | None = None
+    scaled_by_position: bool = False
+    residual_multiplier: str | None = None
+    query_multiplier: str | None = None
+    attention_alone: bool = False
     four_positions: bool = False
-    defaults: tuple[tuple[str, int], ...] = ()
+    not_with: tuple[str, ...] = ()
+    defaults: tuple[tuple[str, float | bool], ...] = ()
 
     @property
-    def norms(self) -> int:
-        """Norms of width hidden_size in a layer."""
-        return 4 if self.block == "sandwich" else 2
+    def closes(self) -> bool:
+        """True if the output of each half is normalised before it is added."""
+        return self.norms.after_mlp is not None
+
+    @property
+    def groups(self) -> Groups:
+        """Linears of a layer on the kernels."""
+        attention = ("q_proj", "k_proj", "v_proj") if "qkv" not in self.joined else ("qkv_proj",)
+        *first, last = self.mlp
+        if "gate_up" in self.joined:
+            first = ["gate_up_proj"]
+        return Groups(
+            qkv=tuple(f"self_attn.{name}" for name in attention),
+            o=("self_attn.o_proj",),
+            gate_up=tuple(f"mlp.{name}" for name in first),
+            down=(f"mlp.{last}",),
+            gate=() if self.output_gate is None else (f"self_attn.{self.output_gate}",),
+        )
+
+    @property
+    def mlp_from_stream(self) -> bool:
+        """True if the gated unit's kernels read the residual stream and apply the norm, if any: they compute their half
+        again from that. An MLP behind a LayerNorm, or without a gate, is checkpointed as any other code is.
+        """
+        return self.norm != "layer" and len(self.mlp) == 3
+
+    @property
+    def has_windows(self) -> bool:
+        """True if transformers' layers of this family read a sliding window from the config; others ignore the key."""
+        some = (self.window, self.full_attention_every, self.windows_from, self.window_on_config or None)
+        return any(each is not None for each in some) or self.unrotated == "no_rope_layers"
 
     @property
     def half_inputs(self) -> int:
         """Tensors of the residual stream that the halves of a layer are run again from: the input of each, and where
-        the MLP's output is normalised that one too.
+        the MLP's output is normalised that one too. Parallel halves are run again together.
         """
-        return 3 if self.block == "sandwich" else 2
+        return 3 if self.closes and self.mlp_from_stream else 2
 
     @property
     def most_sent(self) -> int:
@@ -77,31 +190,61 @@ class Family:
         return self.half_inputs + 1
 
 
+class Groups(NamedTuple):
+    """Linears of a layer that read the same input, by their paths in the layer: q, k and v; o; gate and up; down; and
+    the gate of attention's output, which most families have not.
+    """
+
+    qkv: tuple[str, ...]
+    o: tuple[str, ...]
+    gate_up: tuple[str, ...]
+    down: tuple[str, ...]
+    gate: tuple[str, ...] = ()
+
+
 _GEMMA = "gelu_pytorch_tanh"
+_BY_HEAD = HeadNorms()
+_ATTENTION_BIAS = "attention_bias"
 
 TABLE: Mapping[str, Family] = MappingProxyType(
     {
-        "llama": Family(bias="config", mlp_bias=True),
-        "mistral": Family(window_on_config=True),
-        "qwen2": Family(bias="qkv"),
-        "qwen3": Family(bias="config", head_norm=True, head_dim=128),
-        "gemma": Family(norm="gemma", bias="config", tied=True, head_dim=256, activation=_GEMMA),
+        "llama": Family(qkv_bias=_ATTENTION_BIAS, o_bias=_ATTENTION_BIAS, mlp_bias="mlp_bias"),
+        "mistral": Family(window=4096, window_on_config=True),
+        "qwen2": Family(qkv_bias=True, windows_from="max_window_layers"),
+        "qwen3": Family(
+            qkv_bias=_ATTENTION_BIAS,
+            o_bias=_ATTENTION_BIAS,
+            head_norm=_BY_HEAD,
+            head_dim=128,
+            windows_from="max_window_layers",
+        ),
+        "gemma": Family(
+            norm="gemma",
+            qkv_bias=_ATTENTION_BIAS,
+            o_bias=_ATTENTION_BIAS,
+            tied=True,
+            head_dim=256,
+            activation=_GEMMA,
+        ),
         "gemma2": Family(
-            "sandwich",
+            SANDWICH,
             "gemma",
-            bias="config",
+            qkv_bias=_ATTENTION_BIAS,
+            o_bias=_ATTENTION_BIAS,
             tied=True,
             head_dim=256,
             activation=_GEMMA,
             attention_softcap=50.0,
             final_softcap=30.0,
+            window=4096,
             full_attention_every=2,
         ),
         "gemma3_text": Family(
-            "sandwich",
+            SANDWICH,
             "gemma",
-            head_norm=True,
-            bias="config",
+            head_norm=_BY_HEAD,
+            qkv_bias=_ATTENTION_BIAS,
+            o_bias=_ATTENTION_BIAS,
             tied=True,
             head_dim=256,
             activation=_GEMMA,
@@ -111,18 +254,171 @@ TABLE: Mapping[str, Family] = MappingProxyType(
                 ("num_attention_heads", 8),
                 ("num_key_value_heads", 4),
                 ("max_position_embeddings", 131_072),
-                ("sliding_window", 4096),
             ),
+            window=4096,
         ),
         # The language models of multimodal checkpoints.
-        "qwen2_vl_text": Family(bias="qkv", four_positions=True),
-        "qwen2_5_vl_text": Family(bias="qkv", four_positions=True),
-        "qwen3_vl_text": Family(bias="config", head_norm=True, head_dim=128),
-        # Queries are scaled by their position.
-        "ministral3": Family(kernels="none", head_dim=128, window_on_config=True),
-        # One weight and one adapter for q, k and v, and one for gate and up: not the shapes of the fused functions.
-        "phi3": Family(joined=True, kernels="parts"),
-        "bitnet": Family(sub_norms=True, kernels="none", bias="config", activation="relu2"),
+        "qwen2_vl_text": Family(qkv_bias=True, four_positions=True, windows_from="max_window_layers"),
+        "qwen2_5_vl_text": Family(qkv_bias=True, four_positions=True, windows_from="max_window_layers"),
+        "qwen3_vl_text": Family(qkv_bias=_ATTENTION_BIAS, o_bias=_ATTENTION_BIAS, head_norm=_BY_HEAD, head_dim=128),
+        "ministral3": Family(head_dim=128, window_on_config=True, scaled_by_position=True),
+        "phi3": Family(joined=("qkv", "gate_up"), window_on_config=True),
+        "smollm3": Family(
+            qkv_bias=_ATTENTION_BIAS,
+            o_bias=_ATTENTION_BIAS,
+            mlp_bias="mlp_bias",
+            tied=True,
+            unrotated="no_rope_layers",
+        ),
+        "olmo2": Family(
+            POST, "plain", head_norm=HeadNorms(span="width"), qkv_bias=_ATTENTION_BIAS, o_bias=_ATTENTION_BIAS
+        ),
+        "olmo3": Family(
+            POST,
+            "plain",
+            head_norm=HeadNorms(span="width"),
+            qkv_bias=_ATTENTION_BIAS,
+            o_bias=_ATTENTION_BIAS,
+            window=4096,
+            full_attention_every=4,
+        ),
+        "granite": Family(
+            qkv_bias=_ATTENTION_BIAS,
+            o_bias=_ATTENTION_BIAS,
+            mlp_bias="mlp_bias",
+            residual_multiplier="residual_multiplier",
+        ),
+        "arcee": Family(
+            mlp=("up_proj", "down_proj"),
+            qkv_bias=_ATTENTION_BIAS,
+            o_bias=_ATTENTION_BIAS,
+            mlp_bias="mlp_bias",
+            activation="relu2",
+        ),
+        "helium": Family(
+            norm="plain",
+            qkv_bias=_ATTENTION_BIAS,
+            head_dim=128,
+            mlp_bias="mlp_bias",
+            rotary="pairs",
+        ),
+        "vaultgemma": Family(
+            Norms("input_layernorm", None, "pre_feedforward_layernorm", None),
+            "gemma",
+            qkv_bias=_ATTENTION_BIAS,
+            o_bias=_ATTENTION_BIAS,
+            tied=True,
+            head_dim=256,
+            activation=_GEMMA,
+            attention_softcap=50.0,
+            final_softcap=30.0,
+            window=4096,
+            full_attention_every=2,
+        ),
+        "jais2": Family(
+            norm="layer",
+            norm_bias=True,
+            mlp=("up_proj", "down_proj"),
+            qkv_bias=_ATTENTION_BIAS,
+            o_bias=_ATTENTION_BIAS,
+            mlp_bias="mlp_bias",
+            activation="relu2",
+            defaults=((_ATTENTION_BIAS, True), ("mlp_bias", True)),
+        ),
+        "apertus": Family(
+            Norms("attention_layernorm", None, "feedforward_layernorm", None),
+            head_norm=_BY_HEAD,
+            mlp=("up_proj", "down_proj"),
+            qkv_bias=_ATTENTION_BIAS,
+            o_bias=_ATTENTION_BIAS,
+            activation="xielu",
+            activation_parameters=2,
+        ),
+        "exaone4": Family(POST, head_norm=_BY_HEAD, window=4096, full_attention_every=4, unrotated="global"),
+        "cohere2": Family(
+            PARALLEL,
+            "layer",
+            parallel=True,
+            qkv_bias=_ATTENTION_BIAS,
+            o_bias=_ATTENTION_BIAS,
+            tied=True,
+            window=4096,
+            full_attention_every=4,
+            rotary="pairs",
+            repeated_angles=True,
+            unrotated="global",
+        ),
+        "glm": Family(
+            qkv_bias=_ATTENTION_BIAS,
+            joined=("gate_up",),
+            rotary="pairs",
+            rotary_share=0.5,
+            head_dim=128,
+            defaults=((_ATTENTION_BIAS, True),),
+        ),
+        "glm4": Family(
+            Norms("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
+            qkv_bias=_ATTENTION_BIAS,
+            joined=("gate_up",),
+            rotary="pairs",
+            rotary_share=0.5,
+            head_dim=128,
+            defaults=((_ATTENTION_BIAS, True),),
+        ),
+        "starcoder2": Family(
+            norm="layer",
+            norm_bias=True,
+            mlp=("c_fc", "c_proj"),
+            qkv_bias="use_bias",
+            o_bias="use_bias",
+            mlp_bias="use_bias",
+            tied=True,
+            activation=_GEMMA,
+            window_on_config=True,
+            defaults=(("use_bias", True),),
+        ),
+        "stablelm": Family(
+            norm="layer",
+            norm_bias=True,
+            parallel="use_parallel_residual",
+            qkv_bias="use_qkv_bias",
+            rotary_share=0.25,
+            attention_alone=True,
+            not_with=("qk_layernorm",),
+        ),
+        "seed_oss": Family(
+            qkv_bias=_ATTENTION_BIAS,
+            o_bias="attention_out_bias",
+            mlp_bias="mlp_bias",
+            head_dim=128,
+            defaults=((_ATTENTION_BIAS, True),),
+        ),
+        "ernie4_5": Family(
+            qkv_bias="use_bias", o_bias="use_bias", mlp_bias="use_bias", tied=True, head_dim=128, rotary="pairs"
+        ),
+        "hunyuan_v1_dense": Family(
+            qkv_bias=_ATTENTION_BIAS,
+            o_bias=_ATTENTION_BIAS,
+            head_norm=HeadNorms("query_layernorm", "key_layernorm", after_rotation=True),
+        ),
+        "muse_glimmer_text": Family(
+            SANDWICH,
+            "gemma",
+            final_norm="plain",
+            head_norm=HeadNorms("qk_norm", "qk_norm", weights=False),
+            output_gate="gate_proj",
+            qkv_bias=_ATTENTION_BIAS,
+            o_bias=_ATTENTION_BIAS,
+            head_dim=128,
+            final_softcap=20.0,
+            window=2048,
+            full_attention_every=-4,
+            unrotated="layer_rope_theta",
+            query_multiplier="qk_scale_factor",
+        ),
+        "bitnet": Family(
+            sub_norms=True, kernels="none", qkv_bias=_ATTENTION_BIAS, o_bias=_ATTENTION_BIAS, activation="relu2"
+        ),
     }
 )
 
@@ -157,7 +453,7 @@ MULTIMODAL: Mapping[str, Multimodal] = MappingProxyType(
         "gemma3": Multimodal("vision", "gemma3_text", tied=True, towers="ftcli.facts.towers:siglip"),
         "gemma4": Multimodal("vision and audio", "gemma4_text", tied=True),
         "mistral3": Multimodal("vision", "mistral", tied=True, towers="ftcli.facts.towers:pixtral"),
-        "muse_glimmer": Multimodal("vision", "muse_glimmer_text"),
+        "muse_glimmer": Multimodal("vision", "muse_glimmer_text", towers="ftcli.facts.towers:muse_glimmer"),
         "qwen2_vl": Multimodal("vision", "qwen2_vl_text", towers="ftcli.facts.towers:qwen2"),
         "qwen2_5_vl": Multimodal("vision", "qwen2_5_vl_text", towers="ftcli.facts.towers:qwen2_5"),
         "qwen3_vl": Multimodal("vision", "qwen3_vl_text", towers="ftcli.facts.towers:qwen3"),
@@ -166,3 +462,6 @@ MULTIMODAL: Mapping[str, Multimodal] = MappingProxyType(
         "qwen3_5_moe": Multimodal("vision", "qwen3_5_moe_text"),
     }
 )
+
+#: Code: what is known of a model whose family has no row, as a function of a :class:`ftcli.plan.measured.Question`.
+MEASURED_BY = "ftcli.model.measure:measured"

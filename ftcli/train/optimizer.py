@@ -27,6 +27,7 @@ from ftcli.plan.precision import DtypePlan
 from ftcli.tables import code_of, optimizers, schedules
 from ftcli.train.adamw import AdamW
 from ftcli.train.muon import ParameterGroup
+from ftcli.train.plateau import by_evaluations
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -322,6 +323,8 @@ def make_schedule(optimizer: Any, settings: TrainConfig, steps: int) -> LRSchedu
         if "warmup_steps" in group:
             group["warmup_steps"] = warm_up
     arguments = schedule_arguments(settings, steps)
+    if schedules.row(settings.lr_scheduler_type).by_evaluations:
+        return by_evaluations(settings.lr_scheduler_type, optimizer, arguments)
     with warnings.catch_warnings():  # of a stable stage that is given beside the number of all steps
         warnings.filterwarnings("ignore", message="Both num_training_steps and num_stable_steps")
         made: LRScheduler = get_scheduler(settings.lr_scheduler_type, optimizer, warm_up, steps, arguments)

@@ -14,6 +14,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from ftkernels import (
     nf4,
     nf4_kernels,
     norm_parts,
+    output_gate,
     qkv_norm_rope,
     qkv_parts,
     qkv_rope,
@@ -100,11 +102,15 @@ class Maker:
 def generation_cases(new: Maker, capability: int) -> Launches:
     """Launches of generation; as :func:`cases`."""
     if capability >= 80:
-        for name, q_heads, k_heads, size, cap in (("", 32, 8, 128, 0.0), (", wide heads, capped", 16, 8, 256, 50.0)):
+        for name, q_heads, k_heads, size, cap, sinks in (
+            ("", 32, 8, 128, 0.0, None),
+            (", wide heads, capped", 16, 8, 256, 50.0, None),
+            (", sinks", 64, 8, 64, 0.0, new(64)),
+        ):
             pages = decode_attention.Pages(new(9, k_heads, 64, size), new(9, k_heads, 64, size))
             rows = new(8, q_heads, size), new(8, k_heads, size), new(8, k_heads, size), pages
             places = torch.zeros((8, 64), dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
-            yield f"decode attention{name}", partial(decode_attention._launch, *rows, *places, 1.0, cap, 0)
+            yield f"decode attention{name}", partial(decode_attention._launch, *rows, *places, 1.0, cap, 0, sinks)
     for name, uniform in (("greedy", None), ("sampled", new(8, of=torch.float32))):
         yield f"choose token, {name}", partial(sampling_kernels.choose_triton, new(8, VOCABULARY), 1.0, uniform)
 
@@ -140,22 +146,22 @@ def rotary_cases(new: Maker, rank: int, capability: int) -> Launches:
         (", wide heads", 16, 8, 256),
     ):
         angles, width = new(1, rows, size), (q_heads + 2 * k_heads) * size
-        rotary, b = qkv_parts.Rotary(angles, angles, q_heads, k_heads), new(width, rank)
-        yield (
-            f"qkv rope forward{name}",
-            partial(qkv_rope.qkv_rope_forward, new(rows, width), new(rows, 3 * rank), b, rotary),
-        )
+        rotary, b = qkv_parts.Rotary(angles, angles, q_heads, k_heads, size), new(width, rank)
+        ahead = partial(qkv_rope.qkv_rope_forward, new(rows, width))
+        yield f"qkv rope forward{name}", partial(ahead, new(rows, 3 * rank), b, rotary)
         keys = new(1, k_heads, rows, size)
         tile = qkv_rope.backward_tile(shared, size, rank)
         grads = (new(1, q_heads, rows, size), keys, keys)
-        yield (
-            f"qkv rope backward{name}",
-            partial(qkv_rope.qkv_rope_backward, *grads, b, rotary, new.dtype, tile=tile),
-        )
+        back = partial(qkv_rope.qkv_rope_backward, *grads, b, dtype=new.dtype, tile=tile)
+        yield f"qkv rope backward{name}", partial(back, rotary=rotary)
+        if not name:
+            one = replace(rotary, joined=True)
+            yield "qkv rope forward, joined", partial(ahead, new(rows, rank), b, one)
+            yield "qkv rope backward, joined", partial(back, rotary=one)
     rows = 512
     for name, q_heads, k_heads, size in (("", 32, 8, 128), (", wide heads", 8, 4, 256)):
         angles, weight, width = new(1, rows, size), new(size, of=torch.float32), (q_heads + 2 * k_heads) * size
-        rotary = qkv_parts.Rotary(angles, angles, q_heads, k_heads)
+        rotary = qkv_parts.Rotary(angles, angles, q_heads, k_heads, size)
         norms, y = qkv_parts.HeadNorms(weight, weight, 1e-6, "llama"), new(rows, width)
         grads = (new(1, q_heads, rows, size), new(1, k_heads, rows, size), new(1, k_heads, rows, size))
         for lora in (False, True) if capability >= 80 else (False,):
@@ -166,6 +172,48 @@ def rotary_cases(new: Maker, rank: int, capability: int) -> Launches:
             yield f"qkv norm rope forward{end}", partial(ahead, y, xa, low, rotary, norms)
             operands = (grads, y, low, rotary, norms, new.dtype)
             yield f"qkv norm rope backward{end}", partial(back, *operands, want_dw=low is None, tile=tile)
+            if lora and not name:
+                one = replace(rotary, joined=True)
+                yield "qkv norm rope forward, joined", partial(ahead, y, new(rows, rank), low, one, norms)
+                operands = (grads, y, low, one, norms, new.dtype)
+                yield "qkv norm rope backward, joined", partial(back, *operands, want_dw=False, tile=tile)
+
+
+def option_cases(new: Maker, rank: int, capability: int) -> Launches:
+    """Launches of the same epilogues under the options of single families; as :func:`cases`."""
+    rows, shared = 512, SHARED_MEMORY[capability]
+    for name, q_heads, k_heads, size, rotated, pairs, span, after in (
+        ("pairs", 32, 8, 128, 128, True, None, False),
+        ("pairs, part", 32, 2, 128, 64, True, None, False),
+        ("part", 24, 8, 128, 96, False, None, False),
+        ("part, odd", 32, 32, 80, 20, False, None, False),
+        ("norm, width", 32, 32, 128, 128, False, "width", False),
+        ("norm, width, trained", 32, 32, 128, 128, False, "width", False),
+        ("norm, still", 40, 8, 128, 0, False, "head", False),
+        ("norm, after", 32, 8, 128, 128, False, "head", True),
+        ("norm, part, wide heads", 16, 4, 256, 64, False, "head", False),
+    ):
+        angles, width = new(1, rows, rotated) if rotated else None, (q_heads + 2 * k_heads) * size
+        rotary = qkv_parts.Rotary(angles, angles, q_heads, k_heads, size, pairs)
+        lora = capability >= 80 and "trained" not in name
+        xa, b = (new(rows, 3 * rank), new(width, rank)) if lora else (None, None)
+        grads = (new(1, q_heads, rows, size), new(1, k_heads, rows, size), new(1, k_heads, rows, size))
+        ahead: Callable[[], object]
+        back: Callable[[], object]
+        if span is None:
+            tile = qkv_rope.backward_tile(shared, size, rank)
+            ahead = partial(qkv_rope.qkv_rope_forward, new(rows, width), xa, b, rotary)
+            back = partial(qkv_rope.qkv_rope_backward, *grads, b, rotary, new.dtype, tile=tile)
+        else:
+            wide = span == "width"
+            weights = (new(n * size if wide else size) for n in (q_heads, k_heads))
+            norms = qkv_parts.HeadNorms(*weights, 1e-6, "plain", span, after)
+            tile = qkv_norm_rope.backward_tile(shared, size, rank if lora else 0, width=wide)
+            ahead = partial(qkv_norm_rope.qkv_norm_rope_forward, new(rows, width), xa, b, rotary, norms)
+            operands = (grads, new(rows, width), b, rotary, norms, new.dtype)
+            back = partial(qkv_norm_rope.qkv_norm_rope_backward, *operands, want_dw=not lora, tile=tile)
+        yield f"qkv options forward: {name}", ahead
+        yield f"qkv options backward: {name}", back
 
 
 def thin_cases(new: Maker, rank: int, capability: int) -> Launches:
@@ -198,9 +246,21 @@ def glu_cases(new: Maker, rank: int, capability: int) -> Launches:
             glu_kernels.lora_tile(name, SHARED_MEMORY[capability], rank, rank, new.dtype.itemsize)
             for name in ("glu_forward_lora", "glu_backward_lora")
         )
-        yield f"glu forward {act}, lora", partial(glu_kernels.glu_forward, gate, up, act, low, tile=ahead)
-        more = {"lowrank": low, "dya": new(rows, rank), "want_h": True, "tile": back}
-        yield f"glu backward {act}, lora", partial(glu_kernels.glu_backward, dh, gate, up, act, **more)
+        joined = glu_kernels.GluLowRank(new(rows, rank), low.b, low.a_down)
+        for name, given in (("lora", low), ("joined", joined))[: 2 if act == "silu" else 1]:
+            yield f"glu forward {act}, {name}", partial(glu_kernels.glu_forward, gate, up, act, given, tile=ahead)
+            more = {"lowrank": given, "dya": new(rows, rank), "want_h": True, "tile": back}
+            yield f"glu backward {act}, {name}", partial(glu_kernels.glu_backward, dh, gate, up, act, **more)
+
+
+def gate_cases(new: Maker) -> Launches:
+    """Launches of attention's output gate, with the heads of Qwen3.5-9B and of gpt-oss; as :func:`cases`."""
+    for name, heads, size in (("", 16, 256), (", small heads", 64, 64)):
+        x, both = new(1, 256, heads, size), new(1, 256, heads, 2 * size)
+        for end, gate in ((name, both[..., size:]), (f"{name}, a head", both[..., 0])):
+            out = new(1, 256, heads, size)
+            yield f"output gate forward{end}", partial(output_gate._launch, x, gate, x, out, out, backward=False)
+            yield f"output gate backward{end}", partial(output_gate._launch, x, gate, x, out, out, backward=True)
 
 
 def norm_cases(new: Maker) -> Launches:
@@ -231,6 +291,7 @@ def cases(rank: int, dtype: torch.dtype, capability: int) -> Launches:
     q, k, cos = new(1, 32, rows, 128), new(1, 8, rows, 128), new(1, rows, 128)
     yield "rope", partial(rope._launch, q, k, cos, cos, transposed=False)
     yield from glu_cases(new, rank, capability)
+    yield from gate_cases(new)
     sums = (new(rows, HIDDEN), new(rows, rank), new(HIDDEN, rank), new(rows, HIDDEN))
     yield "lowrank add", partial(lowrank_add.lowrank_add, *sums, triton_kernel=True)
     partial_sums = new(4, rows, 3 * rank, of=torch.float32)
@@ -238,6 +299,7 @@ def cases(rank: int, dtype: torch.dtype, capability: int) -> Launches:
     yield "column sums", partial(row_sums.column_sums, new(528, HIDDEN, of=torch.float32))
     yield from thin_cases(new, rank, capability)
     yield from rotary_cases(new, rank, capability)
+    yield from option_cases(new, rank, capability)
     yield from generation_cases(new, capability)
     yield from bitnet_cases(new, capability)
     weight = nf4.quantize_nf4(torch.ones(64, HIDDEN), double_quant=True)

@@ -165,7 +165,7 @@ def add(make: Maker, shape: Shape, rank: int) -> Case:
 
 def _rotary(make: Maker, shape: Shape) -> qkv_parts.Rotary:
     cos = make.new(1, shape.seq_len, shape.head_dim)
-    return qkv_parts.Rotary(cos, cos, shape.q_heads, shape.k_heads)
+    return qkv_parts.Rotary(cos, cos, shape.q_heads, shape.k_heads, shape.head_dim)
 
 
 def _turns() -> list[Any]:

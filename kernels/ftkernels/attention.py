@@ -1,4 +1,4 @@
-"""Attention for training: softcap, causal, sliding window, GQA, packed documents, padding; nothing of size S squared.
+"""Attention for training: softcap, sinks, causal, sliding window, GQA, packed documents, padding; nothing of size S².
 
 Legend: B batch, Hq query heads, Hkv key heads (Hq a multiple of Hkv), Sq queries, Sk keys, D head size.
 
@@ -6,6 +6,10 @@ Legend: B batch, Hq query heads, Hkv key heads (Hq a multiple of Hkv), Sq querie
     s = softcap * tanh(s / softcap)  if softcap
     p = softmax(s where the mask lets the query see the key, -inf elsewhere)
     out = p @ v                                         0 for a query that sees nothing
+
+With sinks, one learned number a query head, the softmax also counts a key that has this score and no value:
+
+    p_j = exp(s_j) / (exp(sink) + sum over the keys seen of exp(s))
 
 ``attention_mask`` says what a query sees, ``attention_forward`` and ``attention_backward`` hold the kernels, and
 kernels/attention.md derives the backward.
@@ -36,6 +40,7 @@ def attention(
     *,
     scale: float,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
     backend: BackendName = "auto",
     tiles: AttentionTiles | None = None,
     kept: KeptOutput | None = None,
@@ -49,6 +54,7 @@ def attention(
             caller, they serve all layers of a model.
         scale: factor on q.k, positive: D ** -0.5 for most models, query_pre_attn_scalar ** -0.5 for Gemma-2.
         softcap: bound of the scores, 0 for none; Gemma-2 has 50.
+        sinks: (Hq,), of any floating dtype; gpt-oss has them. A sink of -inf is none.
         backend: see ``ftkernels.attention_config.choose_attention``.
         tiles: instead of the table's tiles, for tuning and tests.
         kept: spares the second forward of a checkpoint this computation; see ``KeptOutput``. Only the kernels use it.
@@ -65,14 +71,22 @@ def attention(
     _check(q, k, v, scale, softcap)
     ranges = mask if isinstance(mask, TokenRanges) else mask.ranges(q.shape[2], k.shape[2], q.device)
     _check_ranges(ranges, q, k)
+    _check_sinks(sinks, q)
     gpu = gpu_of(q.device)
     if not choose_attention_backend(q.device, gpu, q.dtype, q.shape[3], backend).is_triton:
         with without_autocast(q):
-            return attention_reference(q, k, v, ranges, scale=scale, softcap=softcap)
+            return attention_reference(q, k, v, ranges, scale=scale, softcap=softcap, sinks=sinks)
     settings = AttentionSettings(float(scale), float(softcap), q.shape[3], q.shape[1] // k.shape[1], q.dtype)
     tiles = tiles or choose_tiles(gpu, q.dtype, padded_size(q.shape[3]))
     out: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
-        loadable(q), loadable(k), loadable(v), ranges, settings, tiles, kept
+        loadable(q),
+        loadable(k),
+        loadable(v),
+        None if sinks is None else sinks.contiguous(),
+        ranges,
+        settings,
+        tiles,
+        kept,
     )
     return out
 
@@ -85,6 +99,7 @@ def attention_reference(
     *,
     scale: float,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """The same function with all scores at once and torch's own autograd: (B, Hkv, Hq / Hkv, Sq, Sk) of them, in
     float32, or float64 for float64 inputs.
@@ -99,7 +114,11 @@ def attention_reference(
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     # A row that sees nothing would be softmax of -inf alone, NaN in value and gradient; the product makes it 0.
-    p = torch.softmax(scores.masked_fill(~seen, torch.finfo(acc).min), dim=-1) * seen
+    scores = scores.masked_fill(~seen, torch.finfo(acc).min)
+    if sinks is not None:
+        sink = sinks.to(acc).view(1, kv_heads, heads // kv_heads, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sink], dim=-1)
+    p = torch.softmax(scores, dim=-1)[..., :k_len] * seen
     out = p @ v.to(acc)[:, :, None]
     out = out.permute(0, 3, 1, 2, 4).reshape(batch, q_len, heads, size)
     return out.to(q.dtype).contiguous().transpose(1, 2)
@@ -142,6 +161,7 @@ class _Attention(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        sinks: Tensor | None,
         ranges: TokenRanges,
         settings: AttentionSettings,
         tiles: AttentionTiles,
@@ -150,23 +170,24 @@ class _Attention(torch.autograd.Function):
         known = None if kept is None else kept.take()
         if known is None:
             forward_tiles = tiles if takes_descriptor(q, k, v) else tiles.without_tma()
-            out, lse = attention_forward(q, k, v, ranges, settings, forward_tiles.forward)
+            out, lse = attention_forward(q, k, v, ranges, settings, forward_tiles.forward, sinks)
             if kept is not None:
                 kept.put(out, lse)
         else:
             out, lse = known
-        ctx.save_for_backward(q, k, v, out, lse, *ranges.tensors())
+        ctx.save_for_backward(q, k, v, out, lse, sinks, *ranges.tensors())
         ctx.settings, ctx.tiles = settings, tiles
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, *bounds = ctx.saved_tensors
+        q, k, v, out, lse, sinks, *bounds = ctx.saved_tensors
         d_out = loadable(d_out)
         tiles = ctx.tiles if takes_descriptor(q, k, v, d_out) else ctx.tiles.without_tma()
-        wanted = ctx.needs_input_grad[:3]
-        grads = attention_backward((q, k, v, out, lse), d_out, TokenRanges(*bounds), ctx.settings, tiles, wanted)
+        wanted, trained = ctx.needs_input_grad[:3], sinks if ctx.needs_input_grad[3] else None
+        saved = (q, k, v, out, lse)
+        grads = attention_backward(saved, d_out, TokenRanges(*bounds), ctx.settings, tiles, wanted, trained)
         return *grads, None, None, None, None
 
 
@@ -193,6 +214,14 @@ def _check(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float) -> Non
         raise ValueError(f"scale must be positive, got {scale}")
     if softcap < 0:
         raise ValueError(f"softcap must be 0 (none) or positive, got {softcap}")
+
+
+def _check_sinks(sinks: Tensor | None, q: Tensor) -> None:
+    if sinks is None:
+        return
+    if sinks.shape != (q.shape[1],) or not sinks.is_floating_point() or sinks.device != q.device:
+        found = f"{tuple(sinks.shape)} in {sinks.dtype} on {sinks.device}"
+        raise ValueError(f"expected a sink for each of {q.shape[1]} query heads on {q.device}; got {found}")
 
 
 def _check_ranges(ranges: TokenRanges, q: Tensor, k: Tensor) -> None:

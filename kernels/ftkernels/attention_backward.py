@@ -5,6 +5,9 @@ With s, p of the forward, t = tanh(scale * q @ k.T / softcap), dP = dO @ v.T (ke
     delta = sum_d(dO * O)                 one number a query; equals sum_k p * dP
     ds = p * (dP - delta) * (1 - t^2)     the last factor only with softcap
     dq = scale * ds @ k,    dk = scale * ds.T @ q,    dv = p.T @ dO
+    dsink = -sum over rows of exp(sink - lse) * delta
+
+A sink is part of lse and of nothing else that the kernels read, so they need not know of it.
 
 The query kernel owns a tile of queries and writes dq (and delta, which the others read). The key kernel owns a tile of
 keys of one key head, walks over all query heads of its group, and computes the transposed scores k @ q.T directly: on
@@ -13,6 +16,8 @@ together, or twice, once for each: at head size 256 two accumulators do not fit 
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import triton
@@ -333,18 +338,30 @@ def attention_backward(
     settings: AttentionSettings,
     tiles: AttentionTiles,
     wanted: tuple[bool, bool, bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(dq, dk, dv), None where not ``wanted``; ``saved`` is (q, k, v, out, lse)."""
+    sinks: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """(dq, dk, dv, dsinks), None where not ``wanted``; ``saved`` is (q, k, v, out, lse). ``sinks``: (Hq,), None where
+    there are none or their gradient is not wanted.
+    """
     want_dq, want_dk, want_dv = wanted
-    dq = dk = dv = None
-    delta = saved[4]  # read by nobody until dk wants it
-    if want_dq or want_dk:
+    dq = dk = dv = d_sinks = None
+    delta = saved[4]  # read by nobody until dk or the sinks want it
+    if want_dq or want_dk or sinks is not None:
         dq, delta = query_backward(saved, d_out, ranges, settings, tiles.d_query)
+    if sinks is not None:
+        d_sinks = _sinks_backward(sinks, saved[4], delta)
     if want_dk and want_dv and tiles.d_key_value is not None:
         dk, dv = key_backward(saved, d_out, delta, ranges, settings, tiles.d_key_value, want_dk=True, want_dv=True)
-        return dq if want_dq else None, dk, dv
+        return dq if want_dq else None, dk, dv, d_sinks
     if want_dv:
         _, dv = key_backward(saved, d_out, delta, ranges, settings, tiles.d_value, want_dk=False, want_dv=True)
     if want_dk:
         dk, _ = key_backward(saved, d_out, delta, ranges, settings, tiles.d_key, want_dk=True, want_dv=False)
-    return dq if want_dq else None, dk, dv
+    return dq if want_dq else None, dk, dv, d_sinks
+
+
+def _sinks_backward(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """(Hq,) in the sinks' dtype, from lse (in base 2) and delta (B, Hq, Sq): one number a query, added in float32."""
+    sink = (sinks.float() * math.log2(math.e))[:, None]
+    share = torch.exp2(sink - lse).masked_fill(sink == -math.inf, 0.0)  # where lse is -inf as well, it is NaN
+    return -(share * delta).sum((0, 2)).to(sinks.dtype)

@@ -3,13 +3,15 @@
 Legend: B batch, Hq query heads, Hkv key heads, Sq queries, Sk keys, D head size.
 
     s = scale * q @ k.T;  s = softcap * tanh(s / softcap) if softcap;  s = -inf where masked
-    lse = log(sum_k exp(s));  out = exp(s - lse) @ v
+    lse = log(exp(sink) + sum_k exp(s));  out = exp(s - lse) @ v            without a sink the first term is not there
 
 A program owns one tile of queries of one head and walks over the tiles of keys that it sees. Capping comes before
-masking: a masked score that were capped afterwards would be -softcap, not -inf.
+masking: a masked score that were capped afterwards would be -softcap, not -inf. A sink is what the online softmax
+starts from: the score of a key without a value.
 
 A cap bounds every score, so exp(s) can neither overflow nor vanish in float32 and the running maximum, with its
-rescaling of the accumulator, is left out (``FIXED_MAX``). float16 probabilities would overflow; there it stays.
+rescaling of the accumulator, is left out (``FIXED_MAX``). float16 probabilities would overflow, and a sink has no
+bound; there it stays.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from ftkernels.attention_parts import (
     intervals,
     load_tile,
     seen_by_rows,
+    softmax_of_sinks,
     store_tile,
     tile_count,
     visited_tile,
@@ -43,6 +46,7 @@ def _forward_kernel(
     q_src,
     k_src,
     v_src,
+    sinks_ptr,
     out_ptr,
     lse_ptr,
     key_lo_ptr,
@@ -93,8 +97,12 @@ def _forward_kernel(
         q_src, batch, head, row, q_stride_b, q_stride_h, q_stride_s, q_len, True, D, BLOCK_D, QUERIES, CD, TMA
     )
     acc = tl.zeros((QUERIES, BLOCK_D), tl.float32)
-    total = tl.zeros((QUERIES,), tl.float32)
-    peak = tl.zeros((QUERIES,), tl.float32) if FIXED_MAX else tl.full((QUERIES,), float("-inf"), tl.float32)
+    if sinks_ptr is None:
+        total = tl.zeros((QUERIES,), tl.float32)
+        peak = tl.zeros((QUERIES,), tl.float32) if FIXED_MAX else tl.full((QUERIES,), float("-inf"), tl.float32)
+    else:
+        tl.static_assert(not FIXED_MAX)
+        peak, total = softmax_of_sinks(tl.load(sinks_ptr + head + tl.zeros((QUERIES,), tl.int32)))
     for MASKED in tl.static_range(2):
         for i in range(tile_count(span, MASKED, HOLES)):
             col = visited_tile(i, span, MASKED, HOLES) * KEYS
@@ -131,21 +139,28 @@ def _forward_kernel(
 
 
 def attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, ranges: TokenRanges, settings: AttentionSettings, tile: AttentionTile
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ranges: TokenRanges,
+    settings: AttentionSettings,
+    tile: AttentionTile,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) without autograd: out (B, Hq, Sq, D), a view of a contiguous (B, Sq, Hq, D) in q's dtype; lse
-    (B, Hq, Sq) float32 in base 2, -inf for a query that sees nothing.
+    (B, Hq, Sq) float32 in base 2, of a query that sees nothing -inf or the sink. ``sinks``: (Hq,), contiguous.
     """
     batch, heads, q_len, _ = q.shape
     out = token_major_like(q)
     lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=q.device)
-    fixed = 0.0 < settings.softcap <= _LARGEST_FIXED_CAP and q.dtype != torch.float16
+    fixed = 0.0 < settings.softcap <= _LARGEST_FIXED_CAP and q.dtype != torch.float16 and sinks is None
     if out.numel():
         with on_device_of(q):
             _forward_kernel[(triton.cdiv(q_len, tile.queries) * batch * heads,)](
                 tile_source(q, tile.queries, tile.tma),
                 tile_source(k, tile.keys, tile.tma),
                 tile_source(v, tile.keys, tile.tma),
+                sinks,
                 out,
                 lse,
                 ranges.key_lo,

@@ -43,6 +43,13 @@ def bounded(dot, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, FAST_TANH: tl.const
 
 
 @triton.jit
+def softmax_of_sinks(sinks):
+    """(peak, total) of an online softmax in base 2 that has seen nothing but ``sinks``; one of -inf counts nothing."""
+    peak = sinks.to(tl.float32) * LOG2E
+    return peak, tl.where(peak == float("-inf"), 0.0, 1.0)
+
+
+@triton.jit
 def tile_span(lo_first, lo_last, hi_first, hi_last, BLOCK: tl.constexpr):
     """Which tiles of ``BLOCK`` a tile of rows visits, from the intervals [lo, hi) of its first and its last row.
 

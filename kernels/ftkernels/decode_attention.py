@@ -8,13 +8,14 @@ before it lie in the pages that the row's table names, in order; the new token's
 seen, and are written to their place in the last page. With W the window (0: none), one query head computes
 
     s_j = softcap(scale * q . k_j)   for max(0, length - W) <= j < length;    softcap(x) = c * tanh(x / c), or x
-    out = sum_j exp(s_j) v_j / sum_j exp(s_j)
+    out = sum_j exp(s_j) v_j / (exp(sink) + sum_j exp(s_j));    exp(sink) only where the head has a sink
 
 A row of length 0 is empty: nothing is read or written for it, and its output is zero.
 
 The first kernel has a program for each row, key head and share of the sequence (flash decoding, Dao et al., 2023):
 with few rows a program a head would leave most of the GPU idle. The query heads of one key head are the rows of one
-tile, so that each key is read once. The second adds the shares up, in a fixed order. Nothing depends on other rows.
+tile, so that each key is read once. The first share counts the sinks. The second kernel adds the shares up, in a fixed
+order. Nothing depends on other rows.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ftkernels.attention_launch import padded_size
-from ftkernels.attention_parts import LOG2E, bounded
+from ftkernels.attention_parts import LOG2E, bounded, softmax_of_sinks
 from ftkernels.device import (
     BackendName,
     choose_backend,
@@ -68,13 +69,13 @@ def _pages_of_share(cached, split, WINDOW: tl.constexpr, SPLITS: tl.constexpr, K
 
 @triton.jit
 def _over_pages(
-    q, keys_ptr, values_ptr, table_ptr, table_width, key_heads, head, cached, lo, begin, end, dims, there,
+    q, peak, total, keys_ptr, values_ptr, table_ptr, table_width, key_heads, head, cached, lo, begin, end, dims, there,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, FAST_TANH: tl.constexpr, FACTOR: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, CD: tl.constexpr,
 ):  # fmt: skip
-    """(peak, total, acc) of the share's pages: the highest score, the sum of weights (QUERIES,), of weighted values."""
-    peak = tl.full((QUERIES,), float("-inf"), tl.float32)
-    total = tl.zeros((QUERIES,), tl.float32)
+    """(peak, total, acc) with the share's pages: the highest score, the sum of weights (QUERIES,), of weighted values;
+    ``peak`` and ``total`` are those before.
+    """
     acc = tl.zeros((QUERIES, BLOCK_D), tl.float32)
     within = tl.arange(0, KEYS)[:, None] * D + dims[None, :]
     # The next page's number is loaded a turn ahead: so the loop's loads can be pipelined.
@@ -102,6 +103,7 @@ def _share_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
+    sinks_ptr,
     keys_ptr,
     values_ptr,
     table_ptr,
@@ -144,9 +146,16 @@ def _share_kernel(
     q_at = q_ptr + row64 * q_stride_b + (head * GROUP + group)[:, None] * q_stride_h + dims[None, :]
     q = tl.load(q_at, mask=query, other=0.0).to(CD)
     table_ptr += row64 * table_stride
+    if sinks_ptr is None:
+        peak = tl.full((QUERIES,), float("-inf"), tl.float32)
+        total = tl.zeros((QUERIES,), tl.float32)
+    else:
+        counted = (group < GROUP) & (split == 0)
+        sinks = tl.load(sinks_ptr + head * GROUP + group, mask=counted, other=float("-inf"))
+        peak, total = softmax_of_sinks(sinks)
     peak, total, acc = _over_pages(
-        q, keys_ptr, values_ptr, table_ptr, table_width, key_heads, head, cached, lo, begin, end, dims, there,
-        SCALE, SOFTCAP, FAST_TANH, FACTOR, D, BLOCK_D, QUERIES, KEYS, CD,
+        q, peak, total, keys_ptr, values_ptr, table_ptr, table_width, key_heads, head, cached, lo, begin, end, dims,
+        there, SCALE, SOFTCAP, FAST_TANH, FACTOR, D, BLOCK_D, QUERIES, KEYS, CD,
     )  # fmt: skip
     if (split == 0) & (cached >= 0):  # the new token
         k_at = k_ptr + row64 * k_stride_b + head * k_stride_h + dims
@@ -205,6 +214,7 @@ def decode_attention(
     scale: float,
     softcap: float = 0.0,
     window: int | None = None,
+    sinks: Tensor | None = None,
     longest: int | None = None,
     backend: BackendName = "auto",
 ) -> Tensor:
@@ -216,17 +226,19 @@ def decode_attention(
         table: (B, T) int32, pages of each row in order.
         lengths: (B,) int32, tokens of each row with the new one; 0 for an empty row.
         window: Keys that a query sees, its own among them; None for all.
+        sinks: (Hq,), contiguous, of any floating dtype; None for none.
         longest: The host's bound on ``lengths``: plain torch reads no further. The kernels need none.
 
     Raises:
         ValueError: a shape or dtype does not fit.
     """
     _check(q, k, v, pages, table, lengths)
+    _check_sinks(sinks, q)
     if not choose_backend(q.device, backend).is_triton:
         return decode_attention_reference(
-            q, k, v, pages, table, lengths, scale=scale, softcap=softcap, window=window, longest=longest
+            q, k, v, pages, table, lengths, scale=scale, softcap=softcap, window=window, sinks=sinks, longest=longest
         )
-    return _launch(q, k, v, pages, table, lengths, scale, softcap, window or 0)
+    return _launch(q, k, v, pages, table, lengths, scale, softcap, window or 0, sinks)
 
 
 def splits_for(rows: int, key_heads: int, positions: int) -> int:
@@ -250,6 +262,7 @@ def _launch(
     scale: float,
     softcap: float,
     window: int,
+    sinks: Tensor | None,
 ) -> Tensor:
     batch, heads, size = q.shape
     key_heads = k.shape[1]
@@ -263,6 +276,7 @@ def _launch(
             q,
             k,
             v,
+            sinks,
             pages.keys,
             pages.values,
             table,
@@ -312,6 +326,7 @@ def decode_attention_reference(
     scale: float,
     softcap: float = 0.0,
     window: int | None = None,
+    sinks: Tensor | None = None,
     longest: int | None = None,
 ) -> Tensor:
     """:func:`decode_attention` in plain torch, scores and sums in float32 (float64 for float64 inputs)."""
@@ -330,7 +345,10 @@ def decode_attention_reference(
     if window is not None:
         seen = seen & (position >= lengths[:, None] - window)
     scores = scores.masked_fill(~seen[:, None, None], float("-inf"))
-    weights = torch.softmax(scores, dim=-1).nan_to_num(0.0)  # an empty row has no scores
+    if sinks is not None:
+        sink = sinks.to(exact).view(1, key_heads, heads // key_heads, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sink], dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., : keys.shape[2]].nan_to_num(0.0)  # an empty row has no scores
     values = values.to(exact).masked_fill(~seen[:, None, :, None], 0.0)  # memory that nothing was written to
     return (weights @ values).view(batch, heads, size).to(q.dtype)
 
@@ -347,6 +365,15 @@ def _write(k: Tensor, v: Tensor, pages: Pages, table: Tensor, lengths: Tensor) -
 def _gathered(pool: Tensor, table: Tensor) -> Tensor:
     """(B, Hkv, T * P, D): the pages of each row, one after the other."""
     return pool[table.long()].transpose(1, 2).flatten(2, 3)
+
+
+def _check_sinks(sinks: Tensor | None, q: Tensor) -> None:
+    if sinks is None:
+        return
+    if sinks.shape != (q.shape[1],) or not sinks.is_floating_point() or not sinks.is_contiguous():
+        raise ValueError(
+            f"sinks {tuple(sinks.shape)} in {sinks.dtype} are not one for each of {q.shape[1]} query heads"
+        )
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, pages: Pages, table: Tensor, lengths: Tensor) -> None:

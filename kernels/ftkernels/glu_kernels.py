@@ -29,13 +29,19 @@ from ftkernels.tiles import Tile, tile_for
 class GluLowRank:
     """The low-rank terms of a LoRA MLP, packed and padded to ranks K and KD (multiples of 16), all in one dtype.
 
-    xa: (M, 2 * K) the gate's and the up's ``s * x @ A.T``; b: (2 * F, K) the gate's B above the up's;
+    xa: (M, 2 * K) the gate's and the up's ``s * x @ A.T``, or (M, K) where both are one projection with one adapter;
+    b: (2 * F, K) the gate's B above the up's;
     a_down: (KD, F), already times the down adapter's scaling, or None when down has no adapter.
     """
 
     xa: Tensor
     b: Tensor
     a_down: Tensor | None
+
+    @property
+    def joined(self) -> bool:
+        """True when gate and up read the same xa."""
+        return self.xa.shape[1] == self.b.shape[1]
 
 
 @triton.jit
@@ -49,8 +55,11 @@ def _own_rows(M, BM: tl.constexpr):
 
 
 @triton.jit
-def _load_xa(xa_ptr, row0, rows, k, K: tl.constexpr, DOT: tl.constexpr):
-    """The gate's and the up's products with A, (BM, K) each."""
+def _load_xa(xa_ptr, row0, rows, k, JOINED: tl.constexpr, K: tl.constexpr, DOT: tl.constexpr):
+    """The gate's and the up's products with A, (BM, K) each; with JOINED the same."""
+    if JOINED:
+        xa = tl.load(xa_ptr + row0 * K + (rows * K + k[None, :])).to(DOT)
+        return xa, xa
     xa_at = xa_ptr + row0 * (2 * K) + (rows * (2 * K) + k[None, :])
     return tl.load(xa_at).to(DOT), tl.load(xa_at + K).to(DOT)
 
@@ -82,6 +91,7 @@ def _forward_kernel(
     tiles,
     ACT: tl.constexpr,
     DELTA: tl.constexpr,
+    JOINED: tl.constexpr,
     DOWN: tl.constexpr,
     K: tl.constexpr,
     KD: tl.constexpr,
@@ -99,7 +109,7 @@ def _forward_kernel(
     k = tl.arange(0, K)
     kd = tl.arange(0, KD)
     if DELTA:
-        xa_g, xa_u = _load_xa(xa_ptr, row0, rows, k, K, DOT)
+        xa_g, xa_u = _load_xa(xa_ptr, row0, rows, k, JOINED, K, DOT)
     # A tile's addresses are a 64-bit scalar and 32-bit offsets that do not change from tile to tile: fewer registers.
     gate_row, gate_off = gate_ptr + row0 * gate_stride, rows * gate_stride + n[None, :]
     up_row, up_off = up_ptr + row0 * up_stride, rows * up_stride + n[None, :]
@@ -147,6 +157,7 @@ def _backward_kernel(
     tiles,
     ACT: tl.constexpr,
     DELTA: tl.constexpr,
+    JOINED: tl.constexpr,
     DOWN: tl.constexpr,
     WANT_H: tl.constexpr,
     K: tl.constexpr,
@@ -158,8 +169,8 @@ def _backward_kernel(
     BN: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Takes the forward's arguments and dxa_ptr (splits, M, 2 * K). h may be dh, and dg and du may be gate and up: each
-    element is read before it is written.
+    """Takes the forward's arguments and dxa_ptr (splits, M, 2 * K), with JOINED (splits, M, K). h may be dh, and dg and
+    du may be gate and up: each element is read before it is written.
     """
     row0, rows, row_ok = _own_rows(M, BM)
     split = tl.program_id(1)
@@ -167,7 +178,7 @@ def _backward_kernel(
     k = tl.arange(0, K)
     kd = tl.arange(0, KD)
     if DELTA:
-        xa_g, xa_u = _load_xa(xa_ptr, row0, rows, k, K, DOT)
+        xa_g, xa_u = _load_xa(xa_ptr, row0, rows, k, JOINED, K, DOT)
     if DOWN:
         dya = tl.load(dya_ptr + row0 * KD + (rows * KD + kd[None, :])).to(DOT)
     gate_row, gate_off = gate_ptr + row0 * gate_stride, rows * gate_stride + n[None, :]
@@ -203,8 +214,14 @@ def _backward_kernel(
             bt_g = tl.load(bt_at, mask=col_ok[:, None], other=0.0).to(DOT)
             bt_u = tl.load(bt_at + up_b, mask=col_ok[:, None], other=0.0).to(DOT)
             dxa_g += tl.dot(dg.to(DOT), bt_g, input_precision="ieee")
-            dxa_u += tl.dot(du.to(DOT), bt_u, input_precision="ieee")
-    if DELTA:
+            if JOINED:  # one accumulator: registers
+                dxa_g += tl.dot(du.to(DOT), bt_u, input_precision="ieee")
+            else:
+                dxa_u += tl.dot(du.to(DOT), bt_u, input_precision="ieee")
+    if DELTA and JOINED:
+        dxa_at = dxa_ptr + (split.to(tl.int64) * M + row0) * K + (rows * K + k[None, :])
+        tl.store(dxa_at, dxa_g, mask=row_ok)
+    elif DELTA:
         dxa_at = dxa_ptr + (split.to(tl.int64) * M + row0) * (2 * K) + (rows * (2 * K) + k[None, :])
         tl.store(dxa_at, dxa_g, mask=row_ok)
         tl.store(dxa_at + K, dxa_u, mask=row_ok)
@@ -252,6 +269,7 @@ def _constants(
     return {
         "ACT": activation,
         "DELTA": lowrank is not None,
+        "JOINED": lowrank is not None and lowrank.joined,
         "DOWN": down is not None,
         "K": 16 if lowrank is None else lowrank.b.shape[1],
         "KD": 16 if down is None else down.shape[0],
@@ -318,8 +336,8 @@ def glu_backward(
     out: Tensor | None = None,
     tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """One launch, no autograd: (dgate beside dup (M, 2 * F), h or None, dxa or None: its partial sums (P, M, 2 * K)
-    in the accumulation dtype, for ``ftkernels.row_sums``).
+    """One launch, no autograd: (dgate beside dup (M, 2 * F), h or None, dxa or None: its partial sums (P, M, 2 * K),
+    or (P, M, K) where gate and up are joined, in the accumulation dtype, for ``ftkernels.row_sums``).
 
     gate, up: (M, F), last stride 1; dh: (M, F) contiguous and the caller's own, since **h is written over it**;
     dya: (M, KD) ``dy @ B_down``, with ``lowrank.a_down``. ``out``: (M, 2 * F) contiguous memory for the first result;
@@ -332,7 +350,7 @@ def glu_backward(
     if out is None or out.dtype != stored:  # the dtypes differ in the interpreter only
         out = torch.empty((count, 2 * width), dtype=stored, device=gate.device)
     down = None if lowrank is None or dya is None else lowrank.a_down
-    sums = (1,) if lowrank is None else (splits, count, 2 * lowrank.b.shape[1])
+    sums = (1,) if lowrank is None else (splits, count, lowrank.xa.shape[1])
     dxa = torch.empty(sums, dtype=accumulate_dtype(gate.dtype), device=gate.device)
     h = dh.to(store_dtype(dh.dtype))  # dh itself, except in the interpreter
     if count and width:

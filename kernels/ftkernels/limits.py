@@ -13,7 +13,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 #: Forms of RMSNorm: ``ftkernels.rms_norm`` has the formulas.
-NormForm = Literal["llama", "gemma"]
+NormForm = Literal["llama", "gemma", "plain"]
+#: What one norm of queries or keys is taken over: each head, or all heads of a token together.
+NormSpan = Literal["head", "width"]
+#: Features that a rotation turns together: ``ftkernels.rope`` has the formulas.
+RopeLayout = Literal["halves", "pairs"]
 #: Activations of a gated unit: ``ftkernels.glu`` has the formulas.
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu2"]
 #: Rows of the table of attention tiles, ``ftkernels.attention_config``.

@@ -7,7 +7,9 @@ Legend: M rows, H hidden size, F intermediate size, K padded rank. Derivation: k
     g = x @ Wg.T + s_g * (x @ Ag.T) @ Bg.T
     u = x @ Wu.T + s_u * (x @ Au.T) @ Bu.T
     h = act(g) * u
-    y = h @ Wd.T + s_d * (h @ Ad.T) @ Bd.T   (+ z, the residual)
+    y = h @ Wd.T + s_d * (h @ Ad.T) @ Bd.T   (m * y + z, with the residual)
+
+Or one layer gives g beside u (Phi-3, GLM-4), with one A and B between them, and xa is (M, K).
 
 Saved: z, rstd (M,), the base outputs of gate and up (M, 2F), xa (M, 2K), ha (M, K) and the packed adapters; with
 ``save="input"`` z and ha alone. Never saved: h, act(g), x and the adapters' outputs. Kernels of the backward compute
@@ -63,12 +65,13 @@ Save = Literal["gate_up", "gate_up_once", "input"]
 def lora_mlp(
     z: Tensor,
     gate: Projection,
-    up: Projection,
+    up: Projection | None,
     down: Projection,
     *,
     activation: Activation = "silu",
     norm: Norm | None = None,
     residual: ResidualMode = "none",
+    scale: float = 1.0,
     save: Save = "gate_up",
     backend: BackendName = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -76,12 +79,14 @@ def lora_mlp(
 
     Args:
         z: (..., H), the residual stream when ``norm`` is given.
-        gate, up: (F, H) layers. One GEMM when their weights were joined (``join_weights``).
+        gate, up: (F, H) layers. One GEMM when their weights were joined (``join_weights``). Without up, gate is the
+            joined layer (2F, H), whose rows are those of gate, then up.
         down: (H', F) layer; H' = H when a residual is added.
         activation: see ``ftkernels.glu``.
         norm: applied to z first.
-        residual: "none" gives ``mlp``; "add" gives ``z + mlp``; "return" gives ``(mlp, z)``. Whoever then uses the
-            second output instead of z itself lets backward add both gradients of z in one kernel.
+        residual: "none" gives ``mlp``; "add" gives ``z + scale * mlp``; "return" gives ``(mlp, z)``. Whoever then uses
+            the second output instead of z itself lets backward add both gradients of z in one kernel.
+        scale: m, of what is added to a residual.
         save: what is saved for backward. All three give the same bits.
             "gate_up": the base outputs of gate and up.
             "gate_up_once": the same, but the first backward writes the gradients over them, which saves 4 * M * F
@@ -93,16 +98,17 @@ def lora_mlp(
         ValueError: shapes that do not fit, a packed base weight, one that is trained beneath an adapter, or an unknown
             option.
     """
-    check_projection(gate, z.shape[-1], "gate")
-    check_projection(up, z.shape[-1], "up")
-    check_projection(down, gate.out_features, "down")
-    if gate.out_features != up.out_features:
-        raise ValueError(f"gate has {gate.out_features} output features, up {up.out_features}")
+    entering = [gate] if up is None else [gate, up]
+    for name, p in zip(("gate", "up"), entering, strict=False):
+        check_projection(p, z.shape[-1], name)
+    check_projection(down, _width(gate, up), "down")
     if activation not in ACTIVATIONS or residual not in get_args(ResidualMode) or save not in get_args(Save):
         raise ValueError(f"unknown activation {activation!r}, residual mode {residual!r} or save mode {save!r}")
+    if residual != "add" and scale != 1.0:
+        raise ValueError(f"scale {scale} is of what is added to a residual, and none is added")
     if residual == "add" and down.out_features != z.shape[-1]:
         raise ValueError(f"down gives {down.out_features} features, the residual has {z.shape[-1]}")
-    inner = make_plan(z, [gate, up], norm, backend)
+    inner = make_plan(z, entering, norm, backend)
     # The second half computes in the first half's dtype, whatever the dtype of down's weight.
     outer = replace(make_plan(z, [down], None, backend), dtype=inner.dtype)
     early = EarlySave() if save == "input" else None
@@ -111,30 +117,42 @@ def lora_mlp(
     if early is not None:
         z = early.save(z)
     down_weight, down_bias = weight_tensors([down])
-    trained = (*adapter_tensors([gate, up]), *weight_tensors([gate, up]), down.a, down_weight)
+    trained = (*adapter_tensors(entering), *weight_tensors(entering), down.a, down_weight)
     h, ha, passed = _Unit.apply(spec, z, weight, *trained)
     added = passed.reshape(-1, z.shape[-1]) if residual == "add" else None
     handed = spec.handed if down_weight is not None else None
-    y = _Down.apply(outer, handed, h, ha, added, down.b, down_bias).view(*z.shape[:-1], down.out_features)
+    y = _Down.apply(outer, handed, scale, h, ha, added, down.b, down_bias).view(*z.shape[:-1], down.out_features)
     return (y, passed) if residual == "return" else y
 
 
 def lora_mlp_reference(
     z: Tensor,
     gate: Projection,
-    up: Projection,
+    up: Projection | None,
     down: Projection,
     *,
     activation: Activation = "silu",
     norm: Norm | None = None,
     residual: ResidualMode = "none",
+    scale: float = 1.0,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The same in plain torch with torch's own autograd."""
-    x = norm_reference(z, norm, gate, up)
-    y = project_reference(glu_reference(project_reference(x, gate), project_reference(x, up), activation), down)
+    entering = [gate] if up is None else [gate, up]
+    x = norm_reference(z, norm, *entering)
+    first, second = torch.cat([project_reference(x, p) for p in entering], dim=-1).chunk(2, dim=-1)
+    y = project_reference(glu_reference(first, second, activation), down)
     if residual == "add":
-        return z + y
+        return z + scale * y
     return (y, z) if residual == "return" else y
+
+
+def _width(gate: Projection, up: Projection | None) -> int:
+    """F, of gate and up or of the joined layer."""
+    if up is None and gate.out_features % 2:
+        raise ValueError(f"{gate.out_features} output features are not those of a gate and an up")
+    if up is not None and gate.out_features != up.out_features:
+        raise ValueError(f"gate has {gate.out_features} output features, up {up.out_features}")
+    return gate.out_features // 2 if up is None else gate.out_features
 
 
 @dataclass(slots=True)
@@ -183,7 +201,7 @@ def _form(spec: _Spec, z: Tensor, norm_weight: Tensor | None) -> _Inner:
     if not spec.fused and xa is not None and packed.b is not None:
         for index, columns in enumerate(inner.columns()):
             lowrank_add(gate_up[:, columns], xa[:, inner.ranks(index)], packed.b[columns], None, triton_kernel=False)
-    return _Inner(z if norm_weight is not None else x, rstd, packed, xa, gate_up, x)
+    return _Inner(z if inner.norm_form is not None else x, rstd, packed, xa, gate_up, x)
 
 
 def _low_rank(first: Packed, second: Packed, xa: Tensor | None) -> GluLowRank | None:
@@ -279,7 +297,7 @@ def _recall(ctx: Any) -> tuple[_Inner, Tensor | None, Packed, bool]:
 
 @dataclass(frozen=True, slots=True)
 class _UnitGrads:
-    """dgate beside dup (M, 2F), dxa's partial sums (P, M, 2K) or None, and dA and dW of down or None."""
+    """dgate beside dup (M, 2F), dxa's partial sums (P, M, 2K or K) or None, and dA and dW of down or None."""
 
     d_both: Tensor
     dxa: Tensor | None
@@ -337,6 +355,7 @@ class _Down(torch.autograd.Function):
         ctx: Any,
         outer: GroupPlan,
         handed: _Handed | None,
+        scale: float,
         h: Tensor,
         ha: Tensor | None,
         residual: Tensor | None,
@@ -348,8 +367,9 @@ class _Down(torch.autograd.Function):
             with side.work():
                 b = pack_b(outer, h.device)
             side.join(b)
-            y = lowrank_add(y, ha, b, residual, triton_kernel=outer.fused)
-        ctx.outer, ctx.handed, ctx.residual_dtype = outer, handed, None if residual is None else residual.dtype
+            y = lowrank_add(y, ha, b, residual, triton_kernel=outer.fused, scale=scale)
+        ctx.outer, ctx.handed, ctx.scale = outer, handed, scale
+        ctx.residual_dtype = None if residual is None else residual.dtype
         # Not through save_for_backward: a checkpoint that runs the MLP again may then stop before down's product.
         ctx.ha, ctx.b = None if ha is None else ha.detach(), b
         return y
@@ -358,11 +378,11 @@ class _Down(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         outer: GroupPlan = ctx.outer
-        _, _, _, _, wants_residual, wants_b, wants_bias = ctx.needs_input_grad
+        _, _, _, _, _, wants_residual, wants_b, wants_bias = ctx.needs_input_grad
         grads: list[Tensor | None] = [None, None]
         dha = None
         with without_autocast(dy):
-            low = dy.to(outer.dtype)
+            low = (dy if ctx.scale == 1.0 else dy * ctx.scale).to(outer.dtype)
             side, later = SideStream(dy.device), SideStream(dy.device, outer.deferred)
             dh = base_backward(outer, low, None)
             if ctx.b is not None:
@@ -375,4 +395,4 @@ class _Down(torch.autograd.Function):
             d_bias = weight_grads(outer, low, low, [False, wants_bias])[1]
         if ctx.handed is not None:
             ctx.handed.dy = low
-        return None, None, dh, dha, dy.to(ctx.residual_dtype) if wants_residual else None, grads[1], d_bias
+        return None, None, None, dh, dha, dy.to(ctx.residual_dtype) if wants_residual else None, grads[1], d_bias

@@ -46,7 +46,7 @@ from ftkernels.thin_products import OfA, OfB, ThinGrads, takes, thin_products
 
 def enter(plan: GroupPlan, x: Tensor, norm_weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """The projections' input (M, I) in ``plan.dtype``, and the norm's rstd (M,) or None. ``x`` is (M, I)."""
-    if norm_weight is None or plan.norm_form is None:
+    if plan.norm_form is None:
         return x.to(plan.dtype), None
     if plan.triton and x.shape[1] <= WIDEST_ROW:
         y, _, rstd = norm_forward(x, norm_weight, plan.eps, plan.norm_form, out_dtype=plan.dtype)
@@ -60,7 +60,7 @@ def enter_base(plan: GroupPlan, x: Tensor, norm_weight: Tensor | None) -> tuple[
     The norm's kernel holds each row anyway, so quantizing it there is free. Elsewhere the product quantizes its input.
     """
     on_kernel = plan.triton and x.shape[1] <= WIDEST_ROW
-    if plan.fp8 is None or norm_weight is None or plan.norm_form is None or not on_kernel:
+    if plan.fp8 is None or plan.norm_form is None or not on_kernel:
         return *enter(plan, x, norm_weight), None
     q = torch.empty(x.shape, dtype=e4m3_store(), device=x.device)
     scale = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
@@ -230,7 +230,7 @@ def group_backward(
             adapter_grads(plan, AdapterInputs(dy, xa, sums, x, norm_weight), adapters, wants[2:])
     if wants[0] or wants[1]:
         assert dx is not None
-        if norm_weight is not None and rstd is not None and plan.norm_form is not None:
+        if rstd is not None and plan.norm_form is not None:
             backward = norm_backward if plan.triton and x.shape[1] <= WIDEST_ROW else norm_backward_torch
             dx, d_norm_weight = backward(dx, x, norm_weight, rstd, plan.norm_form, d_sum=d_pass, want_dw=wants[1])
         elif d_pass is not None:
@@ -339,7 +339,7 @@ def _of_a(plan: GroupPlan, dxa: RowSums, x: Tensor, norm_weight: Tensor | None) 
     """dA's operands and factors: behind a norm the norm's own input."""
     scaling, x = _scaling(plan), x.to(plan.dtype)
     scaling = 1.0 if scaling is None else scaling
-    if dxa.scaled is not None and norm_weight is not None:
+    if dxa.scaled is not None:
         return OfA(x, dxa.scaled, scaling, norm_weight, plan.norm_form)
     return OfA(x, dxa.low, scaling)
 

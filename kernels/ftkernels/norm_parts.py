@@ -27,9 +27,14 @@ from ftkernels.tiles import Tile
 _DW_PROGRAMS = 528
 
 
-def norm_dtype(x: torch.dtype, weight: torch.dtype, form: NormForm) -> torch.dtype:
+def norm_dtype(x: torch.dtype, weight: Tensor | None, form: NormForm) -> torch.dtype:
     """The dtype of the norm's output."""
-    return x if form == "gemma" else torch.promote_types(x, weight)
+    return x if weight is None or form != "llama" else torch.promote_types(x, weight.dtype)
+
+
+def kernel_form(weight: Tensor | None, form: NormForm) -> str:
+    """The constexpr ``FORM`` of kernels: "bare" without a weight, which is not read then."""
+    return "bare" if weight is None else form
 
 
 @triton.jit
@@ -72,11 +77,19 @@ def _forward_kernel(
         # The sum is stored rounded, and it is the stored sum that is normalised.
         x = (x + tl.load(res_ptr + dense, mask=mask, other=0.0).to(ACC)).to(ROUND).to(ACC)
         tl.store(sum_ptr + dense, x.to(sum_ptr.dtype.element_ty), mask=mask)
-    w = tl.load(w_ptr + cols, mask=cols < H, other=0.0).to(ACC)
+    if FORM != "bare":
+        w = tl.load(w_ptr + cols, mask=cols < H, other=0.0).to(ACC)
     rstd = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / H + tl.cast(eps, ACC))
     tl.store(rstd_ptr + rows, rstd, mask=rows < M)
     n = x * rstd[:, None]
-    y = n * (1.0 + w) if FORM == "gemma" else n.to(ROUND).to(ACC) * w
+    if FORM == "gemma":
+        y = n * (1.0 + w)
+    elif FORM == "llama":
+        y = n.to(ROUND).to(ACC) * w
+    elif FORM == "plain":
+        y = n * w
+    else:
+        y = n
     if RESIDUAL == "after":
         y += tl.load(res_ptr + dense, mask=mask, other=0.0).to(ACC)
     y = y.to(y_ptr.dtype.element_ty)
@@ -112,7 +125,8 @@ def _backward_kernel(
 ):
     program = tl.program_id(0)
     cols = tl.arange(0, BLOCK)[None, :]
-    w = tl.load(w_ptr + cols, mask=cols < H, other=0.0).to(ACC)
+    if FORM != "bare":
+        w = tl.load(w_ptr + cols, mask=cols < H, other=0.0).to(ACC)
     if FORM == "gemma":
         w = 1.0 + w
     dw = tl.full((1, BLOCK), 0.0, ACC)
@@ -127,7 +141,7 @@ def _backward_kernel(
         if HAS_DSUM:  # asked for before the reduction, which waits for the row
             passed = tl.load(dsum_ptr + dense, mask=mask, other=0.0)
         n = x * rstd
-        g = dy * w
+        g = dy if FORM == "bare" else dy * w
         dx = rstd * (g - n * (tl.sum(g * n, axis=1) / H)[:, None])
         if HAS_DSUM:
             dx += passed.to(ACC)
@@ -151,7 +165,7 @@ def _tile(width: int, tile: Tile | None) -> tuple[int, int, int]:
 
 def norm_forward(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     eps: float,
     form: NormForm,
     *,
@@ -169,7 +183,7 @@ def norm_forward(
     source = as_rows(x)
     acc = accumulate_dtype(x.dtype)
     width = x.shape[-1]
-    y_dtype = out_dtype or norm_dtype(x.dtype, weight.dtype, form)
+    y_dtype = out_dtype or norm_dtype(x.dtype, weight, form)
     if where == "after" and residual is not None:
         y_dtype = torch.promote_types(y_dtype, residual.dtype)
     y = torch.empty(x.shape, dtype=store_dtype(y_dtype), device=x.device)
@@ -189,7 +203,7 @@ def norm_forward(
                 source.outer_stride,
                 source.inner_stride,
                 x if residual is None else residual.contiguous(),
-                weight,
+                x if weight is None else weight,
                 y,
                 y if total is None else total,
                 rstd,
@@ -198,7 +212,7 @@ def norm_forward(
                 source.count,
                 width,
                 float(eps),
-                FORM=form,
+                FORM=kernel_form(weight, form),
                 RESIDUAL=where,
                 QUANTIZE=quantized is not None,
                 ACC=triton_dtype(x.dtype),
@@ -215,7 +229,7 @@ def norm_forward(
 def norm_backward(
     dy: Tensor,
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     rstd: Tensor,
     form: NormForm,
     *,
@@ -243,7 +257,7 @@ def norm_backward(
                 source.inner,
                 source.outer_stride,
                 source.inner_stride,
-                weight,
+                rstd if weight is None else weight,
                 rstd,
                 dx if d_sum is None else d_sum.contiguous(),
                 dx,
@@ -251,7 +265,7 @@ def norm_backward(
                 source.count,
                 width,
                 each,
-                FORM=form,
+                FORM=kernel_form(weight, form),
                 HAS_DSUM=d_sum is not None,
                 WANT_DW=want_dw,
                 ACC=triton_dtype(x.dtype),
@@ -264,20 +278,21 @@ def norm_backward(
 
 
 def norm_forward_torch(
-    x: Tensor, weight: Tensor, eps: float, form: NormForm, out_dtype: torch.dtype
+    x: Tensor, weight: Tensor | None, eps: float, form: NormForm, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """(y in ``out_dtype``, rstd (M,)) of x (M, H) in plain torch, without autograd."""
     wide = x.to(accumulate_dtype(x.dtype))
     rstd = torch.rsqrt(wide.pow(2).mean(-1) + eps)
     n = wide * rstd[:, None]
-    y = n * (1.0 + weight.to(n.dtype)) if form == "gemma" else n.to(x.dtype) * weight
-    return y.to(out_dtype), rstd
+    if weight is not None:
+        n = n.to(x.dtype) * weight if form == "llama" else n * _factor(weight, form, n.dtype)
+    return n.to(out_dtype), rstd
 
 
 def norm_backward_torch(
     dy: Tensor,
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     rstd: Tensor,
     form: NormForm,
     *,
@@ -287,8 +302,13 @@ def norm_backward_torch(
     """``norm_backward`` in plain torch."""
     wide = dy.to(rstd.dtype)
     n = x.to(rstd.dtype) * rstd[:, None]
-    g = wide * (weight.to(n.dtype) + (1.0 if form == "gemma" else 0.0))
+    g = wide if weight is None else wide * _factor(weight, form, n.dtype)
     dx = rstd[:, None] * (g - n * (g * n).mean(-1, keepdim=True))
     if d_sum is not None:
         dx = dx + d_sum
     return dx.to(x.dtype), (wide * n).sum(0) if want_dw else None
+
+
+def _factor(weight: Tensor, form: NormForm, dtype: torch.dtype) -> Tensor:
+    """What the normalised row is multiplied by: the weight, with Gemma's 1."""
+    return weight.to(dtype) + (1.0 if form == "gemma" else 0.0)

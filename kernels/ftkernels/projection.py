@@ -121,9 +121,9 @@ class Projection:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """An RMSNorm in front of projections: weight (I,), eps, and its form (see ``ftkernels.rms_norm``)."""
+    """An RMSNorm: weight (I,) or None, eps, and its form (see ``ftkernels.rms_norm``)."""
 
-    weight: Tensor
+    weight: Tensor | None
     eps: float
     form: NormForm = "llama"
 

@@ -13,13 +13,15 @@ from torch import Tensor
 
 from ftkernels.device import accumulate_dtype, on_device_of, rounded, store_dtype, triton_store_dtype
 from ftkernels.qkv_parts import HeadNorms, Rotary, head_rstd, head_weights, qkv_constants
-from ftkernels.rope import load_rotation, rotate, rotation_arguments
+from ftkernels.qkv_width import group_sum
+from ftkernels.rope_parts import features, lane_gap, lanes, load_features, load_rotation, rotate, store_features
 from ftkernels.tiles import Tile
 
 
 class QkvGrads(NamedTuple):
-    """d (M, N); dxa, its partial sums (P, M, 3 * K) in the accumulation dtype for ``ftkernels.row_sums``, or None
-    without adapters; dw, partial sums (P, 2 * D) of the norms' gradients in that dtype, empty where not wanted.
+    """d (M, N); dxa, its partial sums (P, M, 3 * K or K) in the accumulation dtype for ``ftkernels.row_sums``, or None
+    without adapters; dw, partial sums (P, 2 * D) of the norms' gradients in that dtype, (P, (Hq + Hk) * D) over the
+    width, empty where not wanted.
     """
 
     d: Tensor
@@ -29,15 +31,20 @@ class QkvGrads(NamedTuple):
 
 @triton.jit
 def _head_norm_back(
-    g1, g2, x1, x2, w1, w2, eps, FORM: tl.constexpr, ROUND: tl.constexpr, HALF: tl.constexpr, ACC: tl.constexpr,
+    g1, g2, x1, x2, w1, w2, rstd, mean, eps,
+    FORM: tl.constexpr, ROUND: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Through the norm of a head x, by halves (BM, BLOCK): d, and g_h * n_h of the norm's gradient."""
-    rstd = head_rstd(x1, x2, eps, HALF, ACC)
+    """Through the norm of a head x, by lanes (BM, BLOCK): d, and g_h * n_h of the norm's gradient. ``rstd`` and
+    ``mean``, of gw * n, are given over the WIDTH.
+    """
+    if not WIDTH:
+        rstd = head_rstd(x1, x2, eps, HALF, ACC)
     n1 = x1 * rstd
     n2 = x2 * rstd
     gw1 = g1 * w1
     gw2 = g2 * w2
-    mean = ((tl.sum(gw1 * n1, axis=1) + tl.sum(gw2 * n2, axis=1)) / (2 * HALF))[:, None]
+    if not WIDTH:
+        mean = ((tl.sum(gw1 * n1, axis=1) + tl.sum(gw2 * n2, axis=1)) / (2 * HALF))[:, None]
     d1 = rstd * (gw1 - n1 * mean)
     d2 = rstd * (gw2 - n2 * mean)
     if FORM == "llama":
@@ -56,6 +63,8 @@ def _heads_back(
     out_ptr,
     b_ptr,
     w_ptr,
+    sums_at,
+    dw_at,
     first_column,
     first_head,
     heads_each,
@@ -71,10 +80,15 @@ def _heads_back(
     s2,
     TURNED: tl.constexpr,
     NORMED: tl.constexpr,
+    WANT_DW: tl.constexpr,
     FORM: tl.constexpr,
     ROUND: tl.constexpr,
+    AFTER: tl.constexpr,
+    GROUPS: tl.constexpr,
     DELTA: tl.constexpr,
     HALF: tl.constexpr,
+    ROT: tl.constexpr,
+    PAIRS: tl.constexpr,
     BLOCK: tl.constexpr,
     K: tl.constexpr,
     ACC: tl.constexpr,
@@ -82,7 +96,8 @@ def _heads_back(
     BM: tl.constexpr,
 ):
     """``heads_each`` heads of one of q, k, v: writes their columns of out. Returns their sums of d_h @ B_h (BM, K), and
-    of g_h * n_h by row, (BM, BLOCK) for each half.
+    of g_h * n_h by row, (BM, BLOCK) for each feature of the lanes. With GROUPS the norm is over the width: sums_at is
+    where rows' sums are, and g_h * n_h, summed over rows, is written to dw_at instead.
     """
     # Rows and heads past the end are masked, and their addresses are those of the last one all the same. The loop's
     # software pipeline asks for heads that no iteration reaches; a stride further on may not be mapped at all.
@@ -90,41 +105,61 @@ def _heads_back(
     d = tl.arange(0, BLOCK)
     k = tl.arange(0, K)
     d_ok = d[None, :] < HALF
-    mask = (rows[:, None] < M) & d_ok
+    lane = lanes(HALF, ROT, PAIRS, BLOCK)
+    gap = lane_gap(lane, HALF, ROT, PAIRS)
+    f, f_ok = features(HALF, ROT, PAIRS, BLOCK)
+    read = (rows[:, None] < M) & f_ok[None, :]
     dxa = tl.full((BM, K), 0.0, ACC)
     dw1 = tl.full((BM, BLOCK), 0.0, ACC)
     dw2 = tl.full((BM, BLOCK), 0.0, ACC)
-    if NORMED:
-        w1, w2 = head_weights(w_ptr, d[None, :], d_ok, HALF, FORM, ACC)
+    WIDTH: tl.constexpr = GROUPS > 0
+    rstd = 0.0
+    mean = 0.0
+    if NORMED and not WIDTH:
+        w1, w2 = head_weights(w_ptr, lane[None, :], gap, d_ok, FORM, ACC)
+    if NORMED and WIDTH:
+        width = heads * (2 * HALF)
+        rstd = 1.0 / tl.sqrt(group_sum(sums_at, rows[:, None] < M, GROUPS) / width + tl.cast(eps, ACC))
+        mean = rstd * group_sum(sums_at + GROUPS, rows[:, None] < M, GROUPS) / width
     for step in range(heads_each):
         live = first_head + step < heads
         head = tl.minimum(first_head + step, heads - 1)
         head64 = tl.cast(head, tl.int64)
-        dy_at = dy_ptr + (row64 // S) * dy_batch + head64 * dy_head + (row64 % S) * dy_token + d[None, :]
-        g1 = tl.load(dy_at, mask=mask & live, other=0.0).to(ACC)
-        g2 = tl.load(dy_at + HALF, mask=mask & live, other=0.0).to(ACC)
+        dy_at = dy_ptr + (row64 // S) * dy_batch + head64 * dy_head + (row64 % S) * dy_token + f[None, :]
+        g1, g2 = load_features(dy_at, gap, read & live, PAIRS, ACC)
         column = first_column + head * (2 * HALF)
         if NORMED:
-            x_at = y_ptr + row64 * N + column + d[None, :]
-            x1 = tl.load(x_at, mask=mask & live, other=0.0).to(ACC)
-            x2 = tl.load(x_at + HALF, mask=mask & live, other=0.0).to(ACC)
-            g1, g2 = rotate(g1, g2, c1, c2, s1, s2, TRANSPOSED=True)
-            d1, d2, gn1, gn2 = _head_norm_back(g1, g2, x1, x2, w1, w2, eps, FORM, ROUND, HALF, ACC)
-            dw1 += gn1
-            dw2 += gn2
+            x_at = y_ptr + row64 * N + column + f[None, :]
+            x1, x2 = load_features(x_at, gap, read & live, PAIRS, ACC)
+            if AFTER:
+                x1, x2 = rotate(x1, x2, c1, c2, s1, s2, TRANSPOSED=False)
+            elif ROT > 0:
+                g1, g2 = rotate(g1, g2, c1, c2, s1, s2, TRANSPOSED=True)
+            if WIDTH:
+                w1, w2 = head_weights(w_ptr + head * (2 * HALF), lane[None, :], gap, d_ok, FORM, ACC)
+            d1, d2, gn1, gn2 = _head_norm_back(
+                g1, g2, x1, x2, w1, w2, rstd, mean, eps, FORM, ROUND, WIDTH, HALF, ACC
+            )  # fmt: skip
+            if AFTER:
+                d1, d2 = rotate(d1, d2, c1, c2, s1, s2, TRANSPOSED=True)
+            if not WIDTH:
+                dw1 += gn1
+                dw2 += gn2
+            elif WANT_DW:
+                tl.store(dw_at + column + lane, tl.sum(gn1, axis=0), mask=(d < HALF) & live)
+                tl.store(dw_at + column + lane + gap, tl.sum(gn2, axis=0), mask=(d < HALF) & live)
         elif TURNED:
             d1, d2 = rotate(g1, g2, c1, c2, s1, s2, TRANSPOSED=True)
         else:
             d1 = g1
             d2 = g2
-        out_at = out_ptr + row64 * N + column + d[None, :]
-        tl.store(out_at, d1.to(out_ptr.dtype.element_ty), mask=mask & live)
-        tl.store(out_at + HALF, d2.to(out_ptr.dtype.element_ty), mask=mask & live)
+        out_at = out_ptr + row64 * N + column + f[None, :]
+        store_features(out_at, gap, d1, d2, read & live, PAIRS)
         if DELTA:
-            b_at = b_ptr + (column + d[:, None]).to(tl.int64) * K + k[None, :]
+            b_at = b_ptr + (column + lane[:, None]).to(tl.int64) * K + k[None, :]
             b_ok = (d[:, None] < HALF) & live
             b1 = tl.load(b_at, mask=b_ok, other=0.0).to(DOT)
-            b2 = tl.load(b_at + HALF * K, mask=b_ok, other=0.0).to(DOT)
+            b2 = tl.load(b_at + lane_gap(lane[:, None], HALF, ROT, PAIRS) * K, mask=b_ok, other=0.0).to(DOT)
             dxa += tl.dot(d1.to(DOT), b1, input_precision="ieee")
             dxa += tl.dot(d2.to(DOT), b2, input_precision="ieee")
     return dxa, dw1, dw2
@@ -151,6 +186,7 @@ def _backward_kernel(
     wq_ptr,
     wk_ptr,
     dw_ptr,
+    sums_ptr,
     cos_ptr,
     cos_batch,
     cos_token,
@@ -169,52 +205,84 @@ def _backward_kernel(
     WANT_DW: tl.constexpr,
     FORM: tl.constexpr,
     ROUND: tl.constexpr,
+    AFTER: tl.constexpr,
+    GROUPS: tl.constexpr,
     DELTA: tl.constexpr,
+    JOINED: tl.constexpr,
     HALF: tl.constexpr,
+    ROT: tl.constexpr,
+    PAIRS: tl.constexpr,
     BLOCK: tl.constexpr,
     K: tl.constexpr,
     ACC: tl.constexpr,
     DOT: tl.constexpr,
     BM: tl.constexpr,
 ):
-    """A program's rows and its share of the q, the k and the v heads; dxa_ptr is (splits, M, 3 * K), dw_ptr
-    (row blocks, splits, 2, D). Without NORMED neither y, the weights nor dw are touched.
+    """A program's rows and its share of the q, the k and the v heads; dxa_ptr is (splits, M, 3 * K), with JOINED
+    (splits, M, K), dw_ptr (row blocks, splits, 2, D). Without NORMED neither y, the weights nor dw are touched. With
+    GROUPS the norms are over the width: sums_ptr is what ``qkv_width.width_sums`` gives, (M, 4, GROUPS), and dw_ptr
+    (row blocks, Hq + Hk, D).
     """
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
     split = tl.program_id(1)
     row_ok = rows[:, None] < M
     row64 = tl.minimum(rows, M - 1).to(tl.int64)[:, None]
     d = tl.arange(0, BLOCK)
+    lane = lanes(HALF, ROT, PAIRS, BLOCK)
+    gap = lane_gap(lane, HALF, ROT, PAIRS)
     mask = row_ok & (d[None, :] < HALF)
-    c1, c2, s1, s2 = load_rotation(
-        cos_ptr, cos_batch, cos_token, sin_ptr, sin_batch, sin_token, row64, S, d[None, :], mask, HALF, ACC
-    )
+    if ROT > 0:
+        c1, c2, s1, s2 = load_rotation(
+            cos_ptr, cos_batch, cos_token, sin_ptr, sin_batch, sin_token, row64, S, d[None, :], mask,
+            HALF, ROT, PAIRS, ACC,
+        )  # fmt: skip
+    else:
+        c1, c2, s1, s2 = 1.0, 1.0, 0.0, 0.0
     q_width = q_heads * (2 * HALF)
     k_width = k_heads * (2 * HALF)
-    dw_at = dw_ptr + (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + split) * (4 * HALF) + d
+    sums_at = sums_ptr
+    if GROUPS > 0:
+        sums_at = sums_ptr + row64 * (4 * GROUPS)
+        dw_at = dw_ptr + tl.program_id(0).to(tl.int64) * (q_width + k_width)
+    else:
+        dw_at = dw_ptr + (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + split) * (4 * HALF) + lane
     dxa_q, dw1, dw2 = _heads_back(
-        dq_ptr, dq_batch, dq_head, dq_token, y_ptr, out_ptr, b_ptr, wq_ptr, 0, split * q_each, q_each, q_heads,
-        rows, M, S, N, eps, c1, c2, s1, s2, True, NORMED, FORM, ROUND, DELTA, HALF, BLOCK, K, ACC, DOT, BM,
+        dq_ptr, dq_batch, dq_head, dq_token, y_ptr, out_ptr, b_ptr, wq_ptr, sums_at, dw_at, 0, split * q_each, q_each,
+        q_heads, rows, M, S, N, eps, c1, c2, s1, s2, True, NORMED, WANT_DW, FORM, ROUND, AFTER, GROUPS,
+        DELTA, HALF, ROT, PAIRS, BLOCK, K, ACC, DOT, BM,
     )  # fmt: skip
-    if WANT_DW:
+    if WANT_DW and GROUPS == 0:
         tl.store(dw_at, tl.sum(dw1, axis=0), mask=d < HALF)
-        tl.store(dw_at + HALF, tl.sum(dw2, axis=0), mask=d < HALF)
+        tl.store(dw_at + gap, tl.sum(dw2, axis=0), mask=d < HALF)
+    if GROUPS > 0:
+        sums_at += 2 * GROUPS
     dxa_k, dw1, dw2 = _heads_back(
-        dk_ptr, dk_batch, dk_head, dk_token, y_ptr, out_ptr, b_ptr, wk_ptr, q_width, split * k_each, k_each, k_heads,
-        rows, M, S, N, eps, c1, c2, s1, s2, True, NORMED, FORM, ROUND, DELTA, HALF, BLOCK, K, ACC, DOT, BM,
+        dk_ptr, dk_batch, dk_head, dk_token, y_ptr, out_ptr, b_ptr, wk_ptr, sums_at, dw_at, q_width, split * k_each,
+        k_each, k_heads, rows, M, S, N, eps, c1, c2, s1, s2, True, NORMED, WANT_DW, FORM, ROUND, AFTER, GROUPS,
+        DELTA, HALF, ROT, PAIRS, BLOCK, K, ACC, DOT, BM,
     )  # fmt: skip
-    if WANT_DW:
+    if WANT_DW and GROUPS == 0:
         tl.store(dw_at + 2 * HALF, tl.sum(dw1, axis=0), mask=d < HALF)
-        tl.store(dw_at + 3 * HALF, tl.sum(dw2, axis=0), mask=d < HALF)
+        tl.store(dw_at + 2 * HALF + gap, tl.sum(dw2, axis=0), mask=d < HALF)
     dxa_v, dw1, dw2 = _heads_back(
-        dv_ptr, dv_batch, dv_head, dv_token, y_ptr, out_ptr, b_ptr, wk_ptr, q_width + k_width, split * k_each, k_each,
-        k_heads, rows, M, S, N, eps, c1, c2, s1, s2, False, False, FORM, ROUND, DELTA, HALF, BLOCK, K, ACC, DOT, BM,
+        dv_ptr, dv_batch, dv_head, dv_token, y_ptr, out_ptr, b_ptr, wk_ptr, sums_at, dw_at, q_width + k_width,
+        split * k_each, k_each, k_heads, rows, M, S, N, eps, c1, c2, s1, s2, False, False, WANT_DW, FORM, ROUND, AFTER,
+        GROUPS, DELTA, HALF, ROT, PAIRS, BLOCK, K, ACC, DOT, BM,
     )  # fmt: skip
-    if DELTA:
+    if DELTA and JOINED:
+        dxa_at = dxa_ptr + (split.to(tl.int64) * M + row64) * K + tl.arange(0, K)[None, :]
+        tl.store(dxa_at, dxa_q + dxa_k + dxa_v, mask=row_ok)
+    elif DELTA:
         dxa_at = dxa_ptr + (split.to(tl.int64) * M + row64) * (3 * K) + tl.arange(0, K)[None, :]
         tl.store(dxa_at, dxa_q, mask=row_ok)
         tl.store(dxa_at + K, dxa_k, mask=row_ok)
         tl.store(dxa_at + 2 * K, dxa_v, mask=row_ok)
+
+
+def contiguous_heads(grads: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v, copied where their features are not neighbours."""
+    dq, dk, dv = (t if t.stride(-1) == 1 else t.contiguous() for t in grads)
+    return dq, dk, dv
 
 
 def qkv_backward(
@@ -227,14 +295,16 @@ def qkv_backward(
     y: Tensor | None = None,
     norms: HeadNorms | None = None,
     want_dw: bool = False,
+    sums: Tensor | None = None,
 ) -> QkvGrads:
     """From the gradients of q, k, v (B, heads, S, D), any strides; d is in ``dtype``.
 
     Args:
         b: (N, K), contiguous, where there are adapters.
         y: (M, N) as the forward left it, where heads are normalised (``norms``).
+        sums: over the width, of ``qkv_width.width_sums``.
     """
-    dq, dk, dv = (t if t.stride(-1) == 1 else t.contiguous() for t in grads)
+    dq, dk, dv = contiguous_heads(grads)
     batch, _, seq_len, head_dim = dq.shape
     count, width = batch * seq_len, (rotary.q_heads + 2 * rotary.k_heads) * head_dim
     rank = 0 if b is None else b.shape[1]
@@ -243,8 +313,11 @@ def qkv_backward(
     splits = max(triton.cdiv(rotary.q_heads, tile.columns), min(rotary.q_heads, tile.programs // max(blocks, 1)))
     acc = accumulate_dtype(dtype)
     out = torch.empty((count, width), dtype=store_dtype(dtype), device=dq.device)
-    dxa = torch.empty((1,) if b is None else (splits, count, 3 * rank), dtype=acc, device=dq.device)
-    dw = torch.empty((blocks * splits if want_dw else 0, 2 * head_dim), dtype=acc, device=dq.device)
+    dxa = torch.empty((1,) if b is None else (splits, count, rotary.adapters * rank), dtype=acc, device=dq.device)
+    over_width = norms is not None and norms.span == "width"
+    normed = (blocks, (rotary.q_heads + rotary.k_heads) * head_dim)
+    partial = normed if over_width else (blocks * splits, 2 * head_dim)
+    dw = torch.empty(partial if want_dw else (0, partial[1]), dtype=acc, device=dq.device)
     if count:
         with on_device_of(dq):
             _backward_kernel[(blocks, splits)](
@@ -258,10 +331,11 @@ def qkv_backward(
                 out,
                 out if b is None else b,
                 dxa,
-                out if norms is None else norms.q,
-                out if norms is None else norms.k,
+                out if norms is None or norms.q is None else norms.q,
+                out if norms is None or norms.k is None else norms.k,
                 dw,
-                *rotation_arguments(rotary.cos, rotary.sin),
+                sums,
+                *rotary.arguments(),
                 count,
                 seq_len,
                 rotary.q_heads,
@@ -272,8 +346,10 @@ def qkv_backward(
                 0.0 if norms is None else float(norms.eps),
                 NORMED=norms is not None,
                 WANT_DW=want_dw,
-                FORM="llama" if norms is None else norms.form,
+                FORM="llama" if norms is None else norms.kernel_form,
                 ROUND=triton_store_dtype(dtype),
+                AFTER=norms is not None and norms.after,
+                GROUPS=0 if sums is None else sums.shape[2],
                 **qkv_constants(rotary, b, dtype, tile),
             )
     return QkvGrads(rounded(out, dtype), None if b is None else dxa, dw)

@@ -1,4 +1,4 @@
-"""The epilogue of a QKV projection where heads are normalised before they are rotated (Qwen3, Gemma-3), in one kernel.
+"""The epilogue of a QKV projection whose queries and keys are normalised: head by head in one kernel (Qwen3, Gemma-3).
 
 Legend: M = B * S rows, Hq and Hk heads, D head size, N = (Hq + 2 Hk) * D, K padded rank. For head h of part p (q, k
 or v), with the low-rank terms of adapters where there are any:
@@ -7,7 +7,9 @@ or v), with the low-rank terms of adapters where there are any:
     n_h = x_h / sqrt(mean(x_h^2) + eps)          float32, over D
     y_h = rope(n_h * w_p)                        q and k only; forms as in ``ftkernels.rms_norm``, w + 1 for Gemma's
 
-and backward, from dq, dk, dv with any strides, n formed again from x:
+The mean is over all heads of p where the norm is over the width (OLMo-2, OLMo-3), w_p then a row for each head, and the
+sums come from ``ftkernels.qkv_width``, which adds the low-rank terms. ``rope`` may be nothing, or be taken of x_h in
+front of the norm (HunYuan), and there may be no w. Backward, from dq, dk, dv with any strides, n formed again from x:
 
     g_h = rope.T(dy_h),   gw = g_h * w_p,   d_h = rstd * (gw - n_h * mean(gw * n_h))      d_h = dy_h for v
     dw_p = sum over rows and the heads of p of  g_h * n_h
@@ -26,22 +28,43 @@ import triton.language as tl
 from torch import Tensor
 
 from ftkernels.device import gpu_of, on_device_of, rounded, store_dtype, triton_store_dtype
-from ftkernels.qkv_backward import qkv_backward
+from ftkernels.qkv_backward import contiguous_heads, qkv_backward
 from ftkernels.qkv_parts import FEW_ROWS, HeadNorms, Rotary, head_rstd, head_weights, qkv_constants
-from ftkernels.rope import load_rotation, rotate, rotation_arguments
+from ftkernels.qkv_width import group_sum, width_squares, width_sums
+from ftkernels.rope_parts import features, lane_gap, lanes, load_features, load_rotation, rotate, store_features
 from ftkernels.row_sums import column_sums
 from ftkernels.tiles import Tile, tile_for
 
 
 class HeadGrads(NamedTuple):
-    """d (M, N); dxa, its partial sums (P, M, 3 * K) in the accumulation dtype for ``ftkernels.row_sums``; and the
-    norms' gradients (D,) in that dtype. None of what is not there or was not wanted.
+    """d (M, N); dxa, its partial sums (P, M, 3 * K or K) in the accumulation dtype for ``ftkernels.row_sums``; and
+    the norms' gradients, of their weights' sizes, in that dtype. None of what is not there or was not wanted.
     """
 
     d: Tensor
     dxa: Tensor | None
     dw_q: Tensor | None
     dw_k: Tensor | None
+
+
+@triton.jit
+def width_rstd(at, ok, width, eps, GROUPS: tl.constexpr, ACC: tl.constexpr):
+    """(rows, 1), from the sums of squares (rows, GROUPS) at ``at``."""
+    return 1.0 / tl.sqrt(group_sum(at, ok, GROUPS) / width + tl.cast(eps, ACC))
+
+
+@triton.jit
+def width_weights(wq_ptr, wk_ptr, column, q_width, lane, gap, ok, FORM: tl.constexpr, ACC: tl.constexpr):
+    """``head_weights`` of the head at ``column`` of q and k, whose norms have a weight for each column."""
+    if FORM == "bare":
+        w1, w2 = head_weights(wq_ptr, lane, gap, ok, FORM, ACC)
+    else:
+        of_q = column < q_width
+        q1, q2 = head_weights(wq_ptr + column, lane, gap, ok & of_q, FORM, ACC)
+        k1, k2 = head_weights(wk_ptr + (column - q_width), lane, gap, ok & (column >= q_width), FORM, ACC)
+        w1 = tl.where(of_q, q1, k1)
+        w2 = tl.where(of_q, q2, k2)
+    return w1, w2
 
 
 @triton.jit
@@ -52,6 +75,7 @@ def _forward_kernel(
     b_ptr,
     wq_ptr,
     wk_ptr,
+    squares_ptr,
     cos_ptr,
     cos_batch,
     cos_token,
@@ -67,8 +91,13 @@ def _forward_kernel(
     eps,
     FORM: tl.constexpr,
     ROUND: tl.constexpr,
+    AFTER: tl.constexpr,
+    GROUPS: tl.constexpr,
     DELTA: tl.constexpr,
+    JOINED: tl.constexpr,
     HALF: tl.constexpr,
+    ROT: tl.constexpr,
+    PAIRS: tl.constexpr,
     BLOCK: tl.constexpr,
     K: tl.constexpr,
     ACC: tl.constexpr,
@@ -76,7 +105,8 @@ def _forward_kernel(
     BM: tl.constexpr,
 ):
     """A program's rows, ``heads_each`` of the first ``heads`` heads of y (M, N). q and k go to out (M, (Hq + Hk) * D);
-    with DELTA the low-rank terms are added to y in place, v's too.
+    with DELTA the low-rank terms are added to y in place, v's too. With GROUPS the norm is over the width, and
+    squares_ptr is what ``qkv_width.width_squares`` gives, (M, 2, GROUPS).
     """
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
     row_ok = rows[:, None] < M
@@ -84,19 +114,27 @@ def _forward_kernel(
     d = tl.arange(0, BLOCK)[None, :]
     d_ok = d < HALF
     mask = row_ok & d_ok
+    lane = lanes(HALF, ROT, PAIRS, BLOCK)[None, :]
+    gap = lane_gap(lane, HALF, ROT, PAIRS)
+    f, f_ok = features(HALF, ROT, PAIRS, BLOCK)
+    read = row_ok & f_ok[None, :]
     k = tl.arange(0, K)
-    c1, c2, s1, s2 = load_rotation(
-        cos_ptr, cos_batch, cos_token, sin_ptr, sin_batch, sin_token, row64, S, d, mask, HALF, ACC
-    )
-    wq1, wq2 = head_weights(wq_ptr, d, d_ok, HALF, FORM, ACC)
-    wk1, wk2 = head_weights(wk_ptr, d, d_ok, HALF, FORM, ACC)
+    if ROT > 0:
+        c1, c2, s1, s2 = load_rotation(
+            cos_ptr, cos_batch, cos_token, sin_ptr, sin_batch, sin_token, row64, S, d, mask, HALF, ROT, PAIRS, ACC
+        )
+    if GROUPS == 0:
+        wq1, wq2 = head_weights(wq_ptr, lane, gap, d_ok, FORM, ACC)
+        wk1, wk2 = head_weights(wk_ptr, lane, gap, d_ok, FORM, ACC)
+    else:
+        rstd_q = width_rstd(squares_ptr + row64 * (2 * GROUPS), row_ok, q_heads * (2 * HALF), eps, GROUPS, ACC)
+        rstd_k = width_rstd(squares_ptr + row64 * (2 * GROUPS) + GROUPS, row_ok, k_heads * (2 * HALF), eps, GROUPS, ACC)
     normed = q_heads + k_heads
     first = tl.program_id(1) * heads_each
-    y_at = y_ptr + row64 * ((normed + k_heads) * (2 * HALF)) + d
-    out_at = out_ptr + row64 * (normed * (2 * HALF)) + d
+    y_at = y_ptr + row64 * ((normed + k_heads) * (2 * HALF)) + f[None, :]
+    out_at = out_ptr + row64 * (normed * (2 * HALF)) + f[None, :]
     column = tl.minimum(first, heads - 1) * (2 * HALF)
-    next1 = tl.load(y_at + column, mask=mask, other=0.0)
-    next2 = tl.load(y_at + column + HALF, mask=mask, other=0.0)
+    next1, next2 = load_features(y_at + column, gap, read, PAIRS, y_ptr.dtype.element_ty)
     for step in range(heads_each):
         wanted = first + step
         live = wanted < heads
@@ -106,31 +144,38 @@ def _forward_kernel(
         x2 = next2.to(ACC)
         # The next head is asked for before this one is stored: being in place, no compiler may move it there.
         ahead = tl.minimum(wanted + 1, heads - 1) * (2 * HALF)
-        more = mask & (step + 1 < heads_each)
-        next1 = tl.load(y_at + ahead, mask=more, other=0.0)
-        next2 = tl.load(y_at + ahead + HALF, mask=more, other=0.0)
+        more = read & (step + 1 < heads_each)
+        next1, next2 = load_features(y_at + ahead, gap, more, PAIRS, y_ptr.dtype.element_ty)
         if DELTA:
             part = (head >= q_heads).to(tl.int32) + (head >= normed).to(tl.int32)
-            xa = tl.load(xa_ptr + row64 * (3 * K) + part * K + k[None, :], mask=row_ok, other=0.0).to(DOT)
-            b_at = b_ptr + (column + d).to(tl.int64) * K + k[:, None]
+            xa_at = xa_ptr + row64 * K if JOINED else xa_ptr + row64 * (3 * K) + part * K
+            xa = tl.load(xa_at + k[None, :], mask=row_ok, other=0.0).to(DOT)
+            b_at = b_ptr + (column + lane).to(tl.int64) * K + k[:, None]
             b1 = tl.load(b_at, mask=d_ok & live, other=0.0).to(DOT)
-            b2 = tl.load(b_at + HALF * K, mask=d_ok & live, other=0.0).to(DOT)
+            b2 = tl.load(b_at + gap * K, mask=d_ok & live, other=0.0).to(DOT)
             # What is kept is rounded, and it is what is kept that is normalised.
             x1 = (x1 + tl.dot(xa, b1, input_precision="ieee")).to(ROUND).to(ACC)
             x2 = (x2 + tl.dot(xa, b2, input_precision="ieee")).to(ROUND).to(ACC)
-            tl.store(y_at + column, x1.to(y_ptr.dtype.element_ty), mask=mask & live)
-            tl.store(y_at + column + HALF, x2.to(y_ptr.dtype.element_ty), mask=mask & live)
-        rstd = head_rstd(x1, x2, eps, HALF, ACC)
+            store_features(y_at + column, gap, x1, x2, read & live, PAIRS)
+        if AFTER:
+            x1, x2 = rotate(x1, x2, c1, c2, s1, s2, TRANSPOSED=False)
+        rstd = head_rstd(x1, x2, eps, HALF, ACC) if GROUPS == 0 else tl.where(head < q_heads, rstd_q, rstd_k)
         n1 = x1 * rstd
         n2 = x2 * rstd
         if FORM == "llama":
             n1 = n1.to(ROUND).to(ACC)
             n2 = n2.to(ROUND).to(ACC)
-        of_q = head < q_heads
-        y1, y2 = rotate(n1 * tl.where(of_q, wq1, wk1), n2 * tl.where(of_q, wq2, wk2), c1, c2, s1, s2, TRANSPOSED=False)
-        written = mask & live & (head < normed)
-        tl.store(out_at + column, y1.to(out_ptr.dtype.element_ty), mask=written)
-        tl.store(out_at + column + HALF, y2.to(out_ptr.dtype.element_ty), mask=written)
+        if GROUPS == 0:
+            of_q = head < q_heads
+            y1 = n1 * tl.where(of_q, wq1, wk1)
+            y2 = n2 * tl.where(of_q, wq2, wk2)
+        else:
+            w1, w2 = width_weights(wq_ptr, wk_ptr, column, q_heads * (2 * HALF), lane, gap, d_ok, FORM, ACC)
+            y1 = n1 * w1
+            y2 = n2 * w2
+        if ROT > 0 and not AFTER:
+            y1, y2 = rotate(y1, y2, c1, c2, s1, s2, TRANSPOSED=False)
+        store_features(out_at + column, gap, y1, y2, read & live & (head < normed), PAIRS)
 
 
 def qkv_norm_rope_forward(
@@ -138,15 +183,19 @@ def qkv_norm_rope_forward(
 ) -> tuple[Tensor, Tensor]:
     """(q and k side by side (M, (Hq + Hk) * D), normalised and rotated; ``y`` (M, N) with the low-rank terms added).
 
-    Shapes: xa (M, 3 * K), b (N, K), both contiguous or both None. ``y`` is written where they are given.
+    Shapes: xa (M, 3 * K or K), b (N, K), both contiguous or both None. ``y`` is written where they are given.
     """
     count = y.shape[0]
     normed = rotary.q_heads + rotary.k_heads
     stored = y.to(store_dtype(y.dtype))  # y itself, except in the interpreter
     out = torch.empty((count, normed * rotary.head_dim), dtype=stored.dtype, device=y.device)
-    heads = normed if b is None else normed + rotary.k_heads
-    kind = "_few" if count <= FEW_ROWS else "" if b is None else "_lora"
+    kind = "_few" if count <= FEW_ROWS else "" if b is None or norms.span == "width" else "_lora"
     tile = tile or tile_for(f"qkv_norm_rope_forward{kind}")
+    squares: Tensor | None = None
+    if norms.span == "width" and count:
+        squares = width_squares(stored, xa, b, rotary, y.dtype, tile)
+        xa = b = None  # added
+    heads = normed if b is None else normed + rotary.k_heads
     blocks = triton.cdiv(count, tile.rows)
     # Few rows: fewer heads a program, or most of the GPU would have nothing to do.
     each = min(tile.columns, max(1, heads * blocks // tile.programs))
@@ -157,30 +206,41 @@ def qkv_norm_rope_forward(
                 out,
                 stored if xa is None else xa,
                 stored if b is None else b,
-                norms.q,
-                norms.k,
-                *rotation_arguments(rotary.cos, rotary.sin),
+                stored if norms.q is None else norms.q,
+                stored if norms.k is None else norms.k,
+                squares,
+                *rotary.arguments(),
                 count,
-                rotary.cos.shape[1],
+                rotary.seq_len,
                 rotary.q_heads,
                 rotary.k_heads,
                 heads,
                 each,
                 float(norms.eps),
-                FORM=norms.form,
+                FORM=norms.kernel_form,
                 ROUND=triton_store_dtype(y.dtype),
+                AFTER=norms.after,
+                GROUPS=0 if squares is None else squares.shape[2],
                 **qkv_constants(rotary, b, y.dtype, tile),
             )
     return rounded(out, y.dtype), rounded(stored, y.dtype)
 
 
-def backward_tile(shared_memory: int, head_size: int, rank: int) -> Tile:
+def backward_tile(shared_memory: int, head_size: int, rank: int, *, width: bool = False) -> Tile:
     """The tile of the backward, as ``qkv_rope.backward_tile``. Heads of more than 128 spill in 32 rows of four warps:
-    without adapters they have fewer rows, with adapters more warps.
+    without adapters, and over the width, they have fewer rows, else more warps.
     """
     padded = 2 * max(16, int(triton.next_power_of_2(head_size // 2)))
     if not rank:
         return tile_for("qkv_norm_rope_backward", lambda t: padded * t.rows <= 4096)
+    if width:
+        return tile_for(
+            "qkv_width_backward_lora",
+            lambda t: (
+                padded * t.rows <= 4096
+                and padded * (12 * t.rows + 4 * rank if t.stages > 1 else 32 + 2 * rank) <= shared_memory
+            ),
+        )
 
     def fits(tile: Tile) -> bool:
         # At least what Triton 3.7 takes for compute capabilities 8.0 to 9.0, by `kernels/bench/offline.py`.
@@ -203,7 +263,12 @@ def qkv_norm_rope_backward(
 ) -> HeadGrads:
     """From the gradients of q, k, v (B, heads, S, D) and y (M, N) as the forward left it. d is in ``dtype``."""
     rank = 0 if b is None else b.shape[1]
-    tile = tile or backward_tile(gpu_of(y.device).shared_memory_bytes, rotary.head_dim, rank)
-    found = qkv_backward(grads, b, rotary, dtype, tile, y=y, norms=norms, want_dw=want_dw)
-    dw_q, dw_k = column_sums(found.dw).split(rotary.head_dim) if want_dw else (None, None)
+    grads, over_width = contiguous_heads(grads), norms.span == "width"
+    sums = width_sums(grads, y, rotary, norms, tile) if over_width and y.shape[0] else None
+    shared_memory = gpu_of(y.device).shared_memory_bytes
+    tile = tile or backward_tile(shared_memory, rotary.head_dim, rank, width=over_width)
+    found = qkv_backward(grads, b, rotary, dtype, tile, y=y, norms=norms, want_dw=want_dw, sums=sums)
+    if not want_dw or norms.q is None or norms.k is None:
+        return HeadGrads(found.d, found.dxa, None, None)
+    dw_q, dw_k = column_sums(found.dw).split([norms.q.numel(), norms.k.numel()])
     return HeadGrads(found.d, found.dxa, dw_q, dw_k)

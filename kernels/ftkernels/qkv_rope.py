@@ -3,7 +3,7 @@
 Legend: M = B * S rows, Hq and Hk heads, D head size, N = (Hq + 2 Hk) * D, K padded rank. For head h of part p (q, k
 or v):
 
-    y_h = rope(y0_h + xa_p @ B_h.T)          rope for q and k only; formulas in ``ftkernels.rope``
+    y_h = rope(y0_h + xa_p @ B_h.T)          rope for q and k only; formulas and layouts in ``ftkernels.rope``
 
 and backward, from dq, dk, dv with any strides:
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from ftkernels.device import gpu_of, on_device_of, rounded, store_dtype
 from ftkernels.qkv_backward import qkv_backward
 from ftkernels.qkv_parts import FEW_ROWS, Rotary, qkv_constants
-from ftkernels.rope import load_rotation, rotate, rotation_arguments
+from ftkernels.rope_parts import features, lane_gap, lanes, load_features, load_rotation, rotate, store_features
 from ftkernels.tiles import Tile, tile_for
 
 
@@ -44,7 +44,10 @@ def _forward_kernel(
     N,
     heads_each,
     DELTA: tl.constexpr,
+    JOINED: tl.constexpr,
     HALF: tl.constexpr,
+    ROT: tl.constexpr,
+    PAIRS: tl.constexpr,
     BLOCK: tl.constexpr,
     K: tl.constexpr,
     ACC: tl.constexpr,
@@ -58,18 +61,21 @@ def _forward_kernel(
     d = tl.arange(0, BLOCK)
     d_ok = d[None, :] < HALF
     mask = row_ok & d_ok
+    first = lanes(HALF, ROT, PAIRS, BLOCK)
+    gap = lane_gap(first, HALF, ROT, PAIRS)
+    f, f_ok = features(HALF, ROT, PAIRS, BLOCK)
+    read = row_ok & f_ok[None, :]
     k = tl.arange(0, K)
     c1, c2, s1, s2 = load_rotation(
-        cos_ptr, cos_batch, cos_token, sin_ptr, sin_batch, sin_token, row64, S, d[None, :], mask, HALF, ACC
+        cos_ptr, cos_batch, cos_token, sin_ptr, sin_batch, sin_token, row64, S, d[None, :], mask, HALF, ROT, PAIRS, ACC
     )
     heads = q_heads + 2 * k_heads
-    first = tl.program_id(1) * heads_each
-    y_at = y_ptr + row64 * N + d[None, :]
-    column = tl.minimum(first, heads - 1) * (2 * HALF)
-    next1 = tl.load(y_at + column, mask=mask, other=0.0)
-    next2 = tl.load(y_at + column + HALF, mask=mask, other=0.0)
+    first_head = tl.program_id(1) * heads_each
+    y_at = y_ptr + row64 * N + f[None, :]
+    column = tl.minimum(first_head, heads - 1) * (2 * HALF)
+    next1, next2 = load_features(y_at + column, gap, read, PAIRS, y_ptr.dtype.element_ty)
     for step in range(heads_each):
-        wanted = first + step
+        wanted = first_head + step
         live = wanted < heads
         head = tl.minimum(wanted, heads - 1)
         turned = head < q_heads + k_heads
@@ -78,22 +84,21 @@ def _forward_kernel(
         x2 = next2.to(ACC)
         # The next head is asked for before this one is stored: being in place, no compiler may move it there.
         ahead = tl.minimum(wanted + 1, heads - 1) * (2 * HALF)
-        more = mask & (step + 1 < heads_each)
-        next1 = tl.load(y_at + ahead, mask=more, other=0.0)
-        next2 = tl.load(y_at + ahead + HALF, mask=more, other=0.0)
+        more = read & (step + 1 < heads_each)
+        next1, next2 = load_features(y_at + ahead, gap, more, PAIRS, y_ptr.dtype.element_ty)
         column = head * (2 * HALF)
         if DELTA:
-            xa = tl.load(xa_ptr + row64 * (3 * K) + part * K + k[None, :], mask=row_ok, other=0.0).to(DOT)
-            b_at = b_ptr + (column + d[None, :]).to(tl.int64) * K + k[:, None]
+            xa_at = xa_ptr + row64 * K if JOINED else xa_ptr + row64 * (3 * K) + part * K
+            xa = tl.load(xa_at + k[None, :], mask=row_ok, other=0.0).to(DOT)
+            b_at = b_ptr + (column + first[None, :]).to(tl.int64) * K + k[:, None]
             b1 = tl.load(b_at, mask=d_ok & live, other=0.0).to(DOT)
-            b2 = tl.load(b_at + HALF * K, mask=d_ok & live, other=0.0).to(DOT)
+            b2 = tl.load(b_at + gap * K, mask=d_ok & live, other=0.0).to(DOT)
             x1 += tl.dot(xa, b1, input_precision="ieee")
             x2 += tl.dot(xa, b2, input_precision="ieee")
         y1, y2 = rotate(x1, x2, c1, c2, s1, s2, TRANSPOSED=False)
         y1 = tl.where(turned, y1, x1)
         y2 = tl.where(turned, y2, x2)
-        tl.store(y_at + column, y1.to(y_ptr.dtype.element_ty), mask=mask & live)
-        tl.store(y_at + column + HALF, y2.to(y_ptr.dtype.element_ty), mask=mask & live)
+        store_features(y_at + column, gap, y1, y2, read & live, PAIRS)
 
 
 def qkv_rope_forward(
@@ -101,7 +106,7 @@ def qkv_rope_forward(
 ) -> Tensor:
     """Add the low-rank terms to ``y`` (M, N) and rotate its q and k heads, in place; returns ``y``.
 
-    Shapes: xa (M, 3 * K), b (N, K), both contiguous or both None.
+    Shapes: xa (M, 3 * K or K), b (N, K), both contiguous or both None.
     """
     count, width = y.shape
     heads = rotary.q_heads + 2 * rotary.k_heads
@@ -114,9 +119,9 @@ def qkv_rope_forward(
                 stored,
                 stored if xa is None else xa,
                 stored if b is None else b,
-                *rotation_arguments(rotary.cos, rotary.sin),
+                *rotary.arguments(),
                 count,
-                rotary.cos.shape[1],
+                rotary.seq_len,
                 rotary.q_heads,
                 rotary.k_heads,
                 width,
@@ -143,7 +148,7 @@ def qkv_rope_backward(
     *,
     tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """(d (M, N) in ``dtype``, dxa or None: its partial sums (P, M, 3 * K) in the accumulation dtype, for
+    """(d (M, N) in ``dtype``, dxa or None: its partial sums (P, M, 3 * K or K) in the accumulation dtype, for
     ``ftkernels.row_sums``), from dq, dk, dv (B, heads, S, D).
     """
     rank = 0 if b is None else b.shape[1]

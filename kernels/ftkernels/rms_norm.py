@@ -1,4 +1,4 @@
-"""RMS normalisation, in the two forms that model families use, with or without a residual connection.
+"""RMS normalisation, in the forms that model families use, with or without a residual connection.
 
 Legend: M rows, H width. For one row x:
 
@@ -6,8 +6,9 @@ Legend: M rows, H width. For one row x:
     n = x * rstd
     llama:  y = round(n) * w                 n is rounded to x's dtype before the product; y in the dtype of x * w
     gemma:  y = round(n * (1 + w))           all float32, one rounding, y in x's dtype
+    plain:  y = round(n * w)                 likewise (OLMo-2, OLMo-3, gpt-oss, Gemma-4, Nemotron-H)
 
-Backward, with g = dy * w (llama) or dy * (1 + w) (gemma):
+Without a weight y = round(n) in every form. Backward, with g = dy * w (llama, plain), dy * (1 + w) (gemma) or dy:
 
     dx = rstd * (g - n * mean(g * n))
     dw = sum over rows of dy * n             float32 partial sums a program, added in a fixed order
@@ -22,7 +23,7 @@ dx never overwrites dy: in Gemma-2 both the norm and the residual read dy (Liger
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -34,14 +35,14 @@ from ftkernels.norm_parts import norm_backward, norm_forward
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, *, form: NormForm = "llama", backend: BackendName = "auto"
+    x: Tensor, weight: Tensor | None, eps: float, *, form: NormForm = "llama", backend: BackendName = "auto"
 ) -> Tensor:
     """Normalise the last dimension of ``x``; the module docstring has the formulas.
 
     Args:
         x: (..., H), any strides.
-        weight: (H,).
-        form: "llama" or "gemma"; they differ in the 1 that Gemma adds to the weight and in where they round.
+        weight: (H,), or None: no weight.
+        form: "llama", "gemma" or "plain"; they differ in the 1 that Gemma adds to the weight and in where they round.
 
     Raises:
         ValueError: shapes that do not fit, or an unknown form.
@@ -53,7 +54,13 @@ def rms_norm(
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, form: NormForm = "llama", backend: BackendName = "auto"
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    *,
+    form: NormForm = "llama",
+    backend: BackendName = "auto",
 ) -> tuple[Tensor, Tensor]:
     """``(norm(x + residual), x + residual)``. Shapes and errors as ``rms_norm``; ``residual`` has ``x``'s shape."""
     _check(x, weight, form, residual)
@@ -65,7 +72,13 @@ def add_rms_norm(
 
 
 def rms_norm_add(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, form: NormForm = "gemma", backend: BackendName = "auto"
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    *,
+    form: NormForm = "gemma",
+    backend: BackendName = "auto",
 ) -> Tensor:
     """``residual + norm(x)``. Shapes and errors as ``rms_norm``; ``residual`` has ``x``'s shape."""
     _check(x, weight, form, residual)
@@ -74,13 +87,15 @@ def rms_norm_add(
     return _Norm.apply(x, residual, weight, eps, form, "after")[0]
 
 
-def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, *, form: NormForm = "llama") -> Tensor:
+def rms_norm_reference(x: Tensor, weight: Tensor | None, eps: float, *, form: NormForm = "llama") -> Tensor:
     """The same in plain torch, differentiable. float64 inputs are computed in float64."""
     wide = x.to(accumulate_dtype(x.dtype))
     n = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    if form == "gemma":
-        return (n * (1.0 + weight.to(n.dtype))).to(x.dtype)
-    return weight * n.to(x.dtype)
+    if weight is None:
+        return n.to(x.dtype)
+    if form == "llama":
+        return weight * n.to(x.dtype)
+    return (n * (weight.to(n.dtype) + (1.0 if form == "gemma" else 0.0))).to(x.dtype)
 
 
 def norm_backend(x: Tensor, backend: BackendName = "auto") -> BackendChoice:
@@ -95,7 +110,7 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, form: NormForm, where: Any
+        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, form: NormForm, where: Any
     ) -> tuple[Tensor, Tensor | None]:
         y, total, rstd = norm_forward(x, weight, eps, form, residual=residual, where=where)
         ctx.save_for_backward(x if total is None else total, weight, rstd)
@@ -127,10 +142,12 @@ class _Norm(torch.autograd.Function):
         )
 
 
-def _check(x: Tensor, weight: Tensor, form: str, residual: Tensor | None) -> None:
-    if form not in ("llama", "gemma"):
-        raise ValueError(f"form must be 'llama' or 'gemma', got {form!r}")
-    if x.dim() < 1 or weight.shape != x.shape[-1:]:
+def _check(x: Tensor, weight: Tensor | None, form: str, residual: Tensor | None) -> None:
+    if form not in get_args(NormForm):
+        raise ValueError(f"form must be 'llama', 'gemma' or 'plain', got {form!r}")
+    if x.dim() < 1:
+        raise ValueError("a norm needs rows, not a scalar")
+    if weight is not None and weight.shape != x.shape[-1:]:
         raise ValueError(f"weight {tuple(weight.shape)} does not fit the last dimension of x {tuple(x.shape)}")
     if residual is not None and residual.shape != x.shape:
         raise ValueError(f"residual {tuple(residual.shape)} does not have the shape of x {tuple(x.shape)}")

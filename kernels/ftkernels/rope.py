@@ -6,6 +6,9 @@ With x1, x2 the two halves of the R features, and c1, c2, s1, s2 the halves of c
     y1 = x1 * c1 - x2 * s1
     y2 = x2 * c2 + x1 * s2
 
+That is the layout "halves". In "pairs" x1 are the even and x2 the odd ones of the R features, as GLM-4, Ernie-4.5 and
+Cohere-2 have it; y1 and y2 go back to the places of x1 and x2, and both are turned by c1 and s1.
+
 The rotation's transpose is its backward (the same with -sin when the halves of cos and sin are equal, as they usually
 are):
 
@@ -18,7 +21,8 @@ nothing here. The arithmetic is float32 with one rounding at the end.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, get_args
 
 import torch
 import triton
@@ -35,10 +39,18 @@ from ftkernels.device import (
     store_dtype,
     triton_dtype,
 )
+from ftkernels.limits import RopeLayout
+from ftkernels.rope_parts import features, load_features, load_rotation, rotate, rotation_arguments, store_features
 
 
 def apply_rope(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, backend: BackendName = "auto"
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    layout: RopeLayout = "halves",
+    backend: BackendName = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Rotate ``q`` and ``k``; out of place, each result with the memory order of its input.
 
@@ -47,66 +59,41 @@ def apply_rope(
         k: (B, Hk, S, D), likewise; Hk may differ from Hq.
         cos: (B, S, R) or (1, S, R) with R even and at most D, as transformers' rotary embedding gives them.
         sin: as ``cos``.
+        layout: the features that are turned together. "pairs" reads the first half of cos and sin only.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: shapes that do not fit, or an unknown layout.
     """
-    _check(q, k, cos, sin)
+    _check(q, k, cos, sin, layout)
     if not choose_backend(q.device, backend).is_triton:
-        return apply_rope_reference(q, k, cos, sin)
-    return _Rope.apply(q, k, cos, sin)
+        return apply_rope_reference(q, k, cos, sin, layout=layout)
+    return _Rope.apply(q, k, cos, sin, layout == "pairs")
 
 
-def apply_rope_reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def apply_rope_reference(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, layout: RopeLayout = "halves"
+) -> tuple[Tensor, Tensor]:
     """The same in plain torch, differentiable; float32 inside (float64 for float64)."""
-    return _rotate_reference(q, cos, sin), _rotate_reference(k, cos, sin)
+    turn = _rotate_pairs if layout == "pairs" else _rotate_halves
+    return _rotate_reference(q, cos, sin, turn), _rotate_reference(k, cos, sin, turn)
 
 
-def _rotate_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate_reference(x: Tensor, cos: Tensor, sin: Tensor, turn: Callable[..., Tensor]) -> Tensor:
     rotated = cos.shape[-1]
-    half = rotated // 2
     acc = accumulate_dtype(x.dtype)
-    wide, c, s = x[..., :rotated].to(acc), cos[:, None].to(acc), sin[:, None].to(acc)
-    turned = torch.cat((-wide[..., half:], wide[..., :half]), dim=-1)
-    y = (wide * c + turned * s).to(x.dtype)
+    y = turn(x[..., :rotated].to(acc), cos[:, None].to(acc), sin[:, None].to(acc)).to(x.dtype)
     return y if rotated == x.shape[-1] else torch.cat((y, x[..., rotated:]), dim=-1)
 
 
-@triton.jit
-def load_rotation(
-    cos_ptr,
-    cos_batch,
-    cos_token,
-    sin_ptr,
-    sin_batch,
-    sin_token,
-    row,
-    S,
-    d,
-    mask,
-    HALF: tl.constexpr,
-    ACC: tl.constexpr,
-):
-    """The halves (c1, c2, s1, s2) of cos and sin for ``row`` of B * S, at the features ``d`` of a half."""
-    c_at = cos_ptr + (row // S) * cos_batch + (row % S) * cos_token + d
-    s_at = sin_ptr + (row // S) * sin_batch + (row % S) * sin_token + d
-    c1 = tl.load(c_at, mask=mask, other=0.0).to(ACC)
-    c2 = tl.load(c_at + HALF, mask=mask, other=0.0).to(ACC)
-    s1 = tl.load(s_at, mask=mask, other=0.0).to(ACC)
-    s2 = tl.load(s_at + HALF, mask=mask, other=0.0).to(ACC)
-    return c1, c2, s1, s2
+def _rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    x1, x2 = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-x2, x1), dim=-1) * sin
 
 
-@triton.jit
-def rotate(x1, x2, c1, c2, s1, s2, TRANSPOSED: tl.constexpr):
-    """The two halves turned, or turned back: the formulas of the module docstring."""
-    if TRANSPOSED:
-        y1 = x1 * c1 + x2 * s2
-        y2 = x2 * c2 - x1 * s1
-    else:
-        y1 = x1 * c1 - x2 * s1
-        y2 = x2 * c2 + x1 * s2
-    return y1, y2
+def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    x1, x2 = x[..., 0::2], x[..., 1::2]
+    c, s = (t[..., : t.shape[-1] // 2] for t in (cos, sin))
+    return torch.stack((x1 * c - x2 * s, x2 * c + x1 * s), dim=-1).flatten(-2)
 
 
 @triton.jit
@@ -124,6 +111,7 @@ def _rotate_heads(
     s2,
     HALF: tl.constexpr,
     D: tl.constexpr,
+    PAIRS: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -132,15 +120,14 @@ def _rotate_heads(
 ):
     """All heads of one token: x_base and y_base are the offsets of its first head."""
     h = tl.arange(0, HEADS)[:, None]
-    d = tl.arange(0, BLOCK)[None, :]
-    mask = (h < heads) & (d < HALF)
+    d, d_ok = features(HALF, HALF, PAIRS, BLOCK)
+    d = d[None, :]
+    mask = (h < heads) & d_ok[None, :]
     x_at = x_base + h.to(tl.int64) * x_head + d
     y_at = y_base + h.to(tl.int64) * y_head + d
-    x1 = tl.load(x_ptr + x_at, mask=mask, other=0.0).to(ACC)
-    x2 = tl.load(x_ptr + x_at + HALF, mask=mask, other=0.0).to(ACC)
+    x1, x2 = load_features(x_ptr + x_at, HALF, mask, PAIRS, ACC)
     y1, y2 = rotate(x1, x2, c1, c2, s1, s2, TRANSPOSED)
-    tl.store(y_ptr + y_at, y1.to(y_ptr.dtype.element_ty), mask=mask)
-    tl.store(y_ptr + y_at + HALF, y2.to(y_ptr.dtype.element_ty), mask=mask)
+    store_features(y_ptr + y_at, HALF, y1, y2, mask, PAIRS)
     if TAIL > 0:
         t = 2 * HALF + tl.arange(0, TAIL)[None, :]
         tail = (h < heads) & (t < D)
@@ -177,6 +164,7 @@ def _rope_kernel(
     S,
     HALF: tl.constexpr,
     D: tl.constexpr,
+    PAIRS: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     Q_HEADS: tl.constexpr,
     K_HEADS: tl.constexpr,
@@ -190,7 +178,7 @@ def _rope_kernel(
     s = token % S
     d = tl.arange(0, BLOCK)[None, :]
     c1, c2, s1, s2 = load_rotation(
-        cos_ptr, cos_batch, cos_token, sin_ptr, sin_batch, sin_token, token, S, d, d < HALF, HALF, ACC
+        cos_ptr, cos_batch, cos_token, sin_ptr, sin_batch, sin_token, token, S, d, d < HALF, HALF, HALF, PAIRS, ACC
     )
     q_at = b * q_batch + s * q_token
     oq_at = b * oq_batch + s * oq_token
@@ -198,23 +186,17 @@ def _rope_kernel(
     ok_at = b * ok_batch + s * ok_token
     _rotate_heads(
         q_ptr, oq_ptr, q_at, oq_at, q_head, oq_head, q_heads, c1, c2, s1, s2,
-        HALF, D, TRANSPOSED, Q_HEADS, BLOCK, TAIL, ACC,
+        HALF, D, PAIRS, TRANSPOSED, Q_HEADS, BLOCK, TAIL, ACC,
     )  # fmt: skip
     _rotate_heads(
         k_ptr, ok_ptr, k_at, ok_at, k_head, ok_head, k_heads, c1, c2, s1, s2,
-        HALF, D, TRANSPOSED, K_HEADS, BLOCK, TAIL, ACC,
+        HALF, D, PAIRS, TRANSPOSED, K_HEADS, BLOCK, TAIL, ACC,
     )  # fmt: skip
 
 
-def rotation_arguments(cos: Tensor, sin: Tensor) -> tuple[Tensor | int, ...]:
-    """Kernel arguments for cos and sin (B or 1, S, R): each with its strides by batch and token."""
-    # Each stride is 0 where one row of cos or sin serves the whole batch.
-    cos_batch = cos.stride(0) if cos.shape[0] > 1 else 0
-    sin_batch = sin.stride(0) if sin.shape[0] > 1 else 0
-    return cos, cos_batch, cos.stride(1), sin, sin_batch, sin.stride(1)
-
-
-def _launch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, transposed: bool) -> tuple[Tensor, Tensor]:
+def _launch(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, transposed: bool, pairs: bool = False
+) -> tuple[Tensor, Tensor]:
     """Rotate (or rotate back) into new tensors."""
     q, k, cos, sin = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, cos, sin))
     out_q, out_k = _empty_like(q), _empty_like(k)
@@ -238,6 +220,7 @@ def _launch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, transposed: bool)
                 seq_len,
                 HALF=half,
                 D=head,
+                PAIRS=pairs,
                 TRANSPOSED=transposed,
                 Q_HEADS=triton.next_power_of_2(max(q_heads, 1)),
                 K_HEADS=triton.next_power_of_2(max(k.shape[1], 1)),
@@ -259,18 +242,21 @@ class _Rope(torch.autograd.Function):
     """Saves cos and sin only."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, pairs: bool) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
-        return _launch(q, k, cos, sin, transposed=False)
+        ctx.pairs = pairs
+        return _launch(q, k, cos, sin, transposed=False, pairs=pairs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        return *_launch(dq, dk, cos, sin, transposed=True), None, None
+        return *_launch(dq, dk, cos, sin, transposed=True, pairs=ctx.pairs), None, None, None
 
 
-def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: str) -> None:
+    if layout not in get_args(RopeLayout):
+        raise ValueError(f"layout must be 'halves' or 'pairs', got {layout!r}")
     if q.dim() != 4 or k.dim() != 4 or q.shape[0] != k.shape[0] or q.shape[2:] != k.shape[2:]:
         raise ValueError(f"expected q (B, Hq, S, D) and k (B, Hk, S, D), got {tuple(q.shape)} and {tuple(k.shape)}")
     if cos.shape != sin.shape or cos.dim() != 3 or cos.shape[0] not in (1, q.shape[0]) or cos.shape[1] != q.shape[2]:

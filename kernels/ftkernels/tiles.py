@@ -62,6 +62,9 @@ _TILES = {
         Tile(16, 4, 4, 3, 264),
         Tile(16, 4, 4, 1, 264),
     ),
+    # Heads of OLMo-3-7B on an H200, 2026-11-24.
+    "qkv_width_sums": (Tile(32, 8, 4, 1, 264), Tile(8, 8, 4, 1, 264)),
+    "qkv_width_backward_lora": (Tile(32, 4, 4, 3, 264), Tile(16, 4, 4, 3, 264), Tile(16, 4, 4, 1, 264)),
 }
 # A program costs the interpreter about a millisecond, whatever its tile.
 _INTERPRETED = Tile(64, 64, 4, 1, 2)

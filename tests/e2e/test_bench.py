@@ -109,3 +109,28 @@ def test_steps_on_pairs_are_timed_with_their_reference(user: User, monkeypatch: 
         assert found["pairs_per_second"] * 2 * 24 == pytest.approx(found["tokens_per_second"])
     assert not (user.folder / "kept").exists()
     assert user.done("bench", user.recipe(), *WORDS)["pairs_per_second"] is None
+
+
+def test_steps_of_reward_models_are_timed_themselves(user: User, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It timed steps of supervised fine-tuning. There is no head of a language model."""
+    from ftcli.methods.reward.objective import RewardObjective
+
+    taken: list[int] = []
+    own = RewardObjective.loss
+
+    def noted(objective: RewardObjective, inputs: Any, step: Any) -> Any:
+        taken.append(len(inputs["pairs"]))
+        return own(objective, inputs, step)
+
+    monkeypatch.setattr(RewardObjective, "loss", noted)
+    words = ("--batch", "2", "--seq", "24", "--prompt", "10", "--steps", "3")
+    reward = {"center_rewards_coefficient": 0.01}
+    recipe = user.recipe(train={"method": "reward", "per_device_train_batch_size": 2}, reward=reward)
+    status, document = user.run("bench", recipe, *words)
+    assert status == 0
+    found = document["result"]
+    assert taken == [2] * 4  # the first step, and those that are timed
+    assert found["real_tokens"] == 3 * 2 * 2 * 24
+    assert found["pairs_per_second"] * 2 * 24 == pytest.approx(found["tokens_per_second"])
+    orpo = user.done("bench", user.recipe("o", train={"method": "orpo"}), *words)
+    assert found["flops_per_token"] < orpo["flops_per_token"]

@@ -90,3 +90,26 @@ def test_check_says_what_export_will_refuse(user: User) -> None:
     assert [(f["code"], f["severity"]) for f in findings if f["code"] == "FT759"] == [("FT759", "note")]
     recipe = user.recipe(export={"formats": ["adapter", "ollama"]})
     assert not [f for f in user.run("check", recipe)[1]["findings"] if f["code"] == "FT759"]
+
+
+@pytest.mark.parametrize("method", ["dpo", "kto", "reward", "sft"])
+def test_rows_that_are_too_many_to_be_compared_are_told(
+    user: User, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """A pair that also stands there the other way round is found below the limit, and above it nothing is claimed."""
+    pair = {"prompt": CHAT[:1], "chosen": CHAT[1:], "rejected": [{"role": "assistant", "content": "b"}]}
+    turned = {**pair, "chosen": pair["rejected"], "rejected": pair["chosen"]}
+    path = rows(user.folder / "d.jsonl", *([GOOD, GOOD] if method == "sft" else [pair, turned]))
+    recipe = user.recipe(
+        data={"train": [path], "eval": []}, train={"method": method, "learning_rate": 1e-5}, eval={"every_steps": None}
+    )
+    code = {"kto": "FT467"}.get(method, "FT458")
+    found = {}
+    for most in (4, 3):
+        monkeypatch.setattr(check_rows, "_MOST_ROWS", most if method != "sft" else most - 3)
+        status, document = user.run("check", recipe)
+        assert status == 0, document
+        not_made = [one["reason"] for one in document["result"]["not_made"] if one["check"].startswith("rows compared")]
+        found[most] = [finding["code"] for finding in document["findings"]].count(code) > 0, not_made
+    told = "there are 4, and more than 3 take too long here; the run compares all"
+    assert found == {4: (method != "sft", []), 3: (False, [] if method == "sft" else [told])}

@@ -32,8 +32,8 @@ TELLING = (
 )
 
 
-def folder_of(model_type: str, path: Path) -> Path:
-    build(model_type).save_pretrained(path)
+def folder_of(model_type: str, path: Path, **change: Any) -> Path:
+    build(model_type, **change).save_pretrained(path)
     tokenizer().save_pretrained(path)
     return path
 
@@ -62,6 +62,32 @@ def test_on_a_quantized_base(model_type: str, method: str, user: User, tmp_path:
     layers = [entry["layer"] for entry in manifest["quantization"]]
     assert layers
     assert not [name for name in layers if "vision" in name or "multi_modal" in name]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "method"), [("phi3", "none"), ("phi3", "nf4"), ("phi3", "fp8"), ("glm4", "nf4")]
+)
+def test_joined_projections_on_the_kernels_train_as_off_them(
+    model_type: str, method: str, user: User, tmp_path: Path
+) -> None:
+    """q, k and v, or gate and up, are one linear with one adapter; losses of every step, and what was trained."""
+    base = {"name_or_path": str(folder_of(model_type, tmp_path / "base")), "dtype": "float32"}
+    runs = {}
+    for kernels in ("off", "reference"):
+        change = {"model": {**base, "kernels": kernels}, "quantization": {"method": method}}
+        change["run"] = {"output_dir": str(user.folder / kernels)}
+        path = recipe(user, tmp_path / "base", **change)
+        user.done("train", path)
+        runs[kernels] = user.folder / kernels
+    table = json.loads((runs["reference"] / "manifest.json").read_text())["kernels"]
+    assert [entry["layer"] for entry in table if entry["on"]] == ["layers.0", "layers.1", "norm"]
+    assert user.losses("reference") == pytest.approx(user.losses("off"), rel=1e-5)
+    found, wanted = (load_file(run / "adapter" / "adapter_model.safetensors") for run in runs.values())
+    assert found.keys() == wanted.keys()
+    assert all(float((found[name] - tensor).norm()) <= 1e-3 * float(tensor.norm()) for name, tensor in wanted.items())
+    assert user.run("eval", path, "--run", str(runs["reference"]))[0] == 0
+    (export,) = user.done("export", str(runs["reference"]))["exports"]
+    assert export["verification"]["relative_error"] < 1e-5
 
 
 def through_train_eval_and_export(model_type: str, user: User, tmp_path: Path, **change: Any) -> None:

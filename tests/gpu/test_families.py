@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from ftcli.tables.families import TABLE
 from tests import small_models
 from tests.e2e.conftest import User
 from tests.unit.export.conftest import tokenizer
@@ -20,8 +21,8 @@ from tests.unit.export.conftest import tokenizer
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
 ON_KERNELS = (
-    "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3",
-    "gemma3", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl",
+    *(name for name, family in TABLE.items() if family.kernels == "layers" and name in small_models.TEXT),
+    "gemma3", "mistral3", "muse_glimmer", "qwen2_vl", "qwen2_5_vl", "qwen3_vl",
 )  # fmt: skip
 OTHERS = ("qwen3_5", "gemma4", "gpt_oss", "qwen3_moe", "deepseek_v3", "mamba2", "bloom", "gpt2")
 SAVED = {"r": 4, "modules_to_save": ["norm", "lm_head"]}
@@ -46,7 +47,7 @@ def wider(monkeypatch: pytest.MonkeyPatch, model_type: str) -> None:
         values.update({key: 64 for key in ("out_hidden_size",) if key in values})
         if "embed_dim" in values:
             values["hidden_size"] = 64
-        if "rope_parameters" in values:
+        if "mrope_section" in values.get("rope_parameters", {}):
             values["rope_parameters"]["mrope_section"] = [2, 3, 3]
     wide = {**small_models._COMMON, "hidden_size": 64, "intermediate_size": 96}
     for name, table in (("TEXT", text), ("MULTIMODAL", multimodal), ("_COMMON", wide)):
@@ -85,15 +86,15 @@ def test_on_transformers_own_layers(model_type: str, user: User) -> None:
 
 
 @pytest.mark.parametrize("method", ["nf4", "fp8"])
-@pytest.mark.parametrize("model_type", ["llama", "gemma3", "qwen3_vl"])
+@pytest.mark.parametrize("model_type", ["llama", "gemma3", "qwen3_vl", "phi3", "olmo3"])
 def test_on_a_quantized_base(model_type: str, method: str, user: User, monkeypatch: pytest.MonkeyPatch) -> None:
     wider(monkeypatch, model_type)
     manifest = through(model_type, user, "bfloat16", quantization={"method": method})
     assert manifest["self_check"]["passed"]
-    assert len(manifest["quantization"]) == 14
+    assert len(manifest["quantization"]) == (8 if model_type == "phi3" else 14)
 
 
-@pytest.mark.parametrize(("model_type", "dtype"), [("llama", "bfloat16"), ("qwen3", "float16")])
+@pytest.mark.parametrize(("model_type", "dtype"), [("llama", "bfloat16"), ("qwen3", "float16"), ("phi3", "bfloat16")])
 def test_with_modules_that_are_trained_whole(
     model_type: str, dtype: str, user: User, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -141,3 +141,26 @@ def test_branches_in_float32_and_the_same_bits_every_time(tools: Any, size: int,
     for _ in range(9):
         again = tools.run(run, tensors, [torch.bfloat16] * 3)
         assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize(("size", "window"), [(64, None), (64, 128), (128, 300), (256, None)])
+def test_sinks_at_true_sizes(tools: Any, size: int, window: int | None) -> None:
+    """gpt-oss has heads of 64, eight to a key head, and a window of 128 in every other layer."""
+    made = AttentionMask.from_cu_seqlens(
+        torch.tensor([0, 700, 1024, 1025, LENGTH], device="cuda"), LENGTH, window=window
+    )
+
+    def run(function: Callable[..., Tensor], **options: Any) -> Callable[..., Tensor]:
+        def with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+            return _call(function, made, sinks=sinks, **options)(q, k, v)
+
+        return with_sinks
+
+    tensors = (*_inputs(2, 8, 1, LENGTH, size), torch.linspace(-2.0, 5.0, 8, device="cuda"))
+    compared = tools.compare(run(attention, backend="triton"), run(attention_reference), tensors, torch.bfloat16)
+    assert compared.error <= 5e-3, compared
+    tools.assert_float32(run(attention, backend="triton"), run(attention_reference), tensors)
+    first = tools.run(run(attention, backend="triton"), tensors, [torch.bfloat16] * 4)
+    for _ in range(9):
+        again = tools.run(run(attention, backend="triton"), tensors, [torch.bfloat16] * 4)
+        assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))

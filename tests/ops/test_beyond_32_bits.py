@@ -158,7 +158,7 @@ def test_rotation() -> None:
 def test_rotation_with_low_rank_terms() -> None:
     width = 48 * 128
     cos, sin = angles(ROWS, 128, "cuda")
-    rotary = Rotary(cos, sin, 32, 8)
+    rotary = Rotary(cos, sin, 32, 8, 128)
     xa, b = sparse(ROWS, 3 * K), torch.randn(width, K, device="cuda").to(BF16)
     y = sparse(ROWS, width)
     parts = ((0, 32), (32, 40), (40, 48))
@@ -348,7 +348,7 @@ def test_rotation_of_tokens_far_apart(apart: Callable[..., Tensor]) -> None:
     near = [t.contiguous() for t in (q, k, v)]
     found, wanted = (rope_launch(*pair[:2], cos, sin, transposed=True) for pair in ((q, k), near))
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
-    b, rotary = torch.randn(8 * 32, K), Rotary(cos, sin, 4, 2)
+    b, rotary = torch.randn(8 * 32, K), Rotary(cos, sin, 4, 2, 32)
     far, close_by = (qkv_rope_backward(*three, b, rotary, F32) for three in ((q, k, v), near))
     assert all(torch.equal(x, y) for x, y in zip(far, close_by, strict=True) if x is not None and y is not None)
 

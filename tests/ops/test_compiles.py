@@ -16,6 +16,11 @@ PAIRED = (
     *("qkv rope forward, heads of 192", "qkv rope backward, heads of 192"),
     *("qkv norm rope forward, wide heads", "qkv norm rope backward, wide heads"),
     *("qkv norm rope forward, lora", "qkv norm rope backward, lora"),
+    *("qkv norm rope forward, joined", "qkv norm rope backward, joined"),
+    *(f"qkv options {way}: {name}" for way in ("forward", "backward") for name in ("pairs", "part", "norm, still")),
+    *(f"qkv options {way}: {name}" for way in ("forward", "backward") for name in ("part, odd", "norm, after")),
+    *("output gate forward, small heads", "output gate backward, small heads"),
+    *("output gate forward, small heads, a head", "output gate backward, small heads, a head"),
     *("int8 product, fewest, bias", "int8 product, few", "int8 product, many, bias", "int8 product, described"),
 )
 

@@ -57,8 +57,8 @@ def case(lengths: list[int], heads: int, key_heads: int, size: int, dtype: torch
     return Case(q, k, v, Pages(pools[0], pools[1]), table, at, *sequences)
 
 
-def exact(c: Case, scale: float, softcap: float, window: int | None) -> Tensor:
-    """Each row for itself in float64."""
+def exact(c: Case, scale: float, softcap: float, window: int | None, sinks: Tensor | None = None) -> Tensor:
+    """Each row for itself in float64; a sink is one more key, whose value is zero."""
     rows = []
     for q, keys, values in zip(c.q.double(), c.keys, c.values, strict=True):
         if not keys.shape[1]:
@@ -69,6 +69,9 @@ def exact(c: Case, scale: float, softcap: float, window: int | None) -> Tensor:
         scores = (k @ q[:, :, None])[:, :, 0] * scale
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.double()[:, None]], dim=1)
+            v = torch.nn.functional.pad(v, (0, 0, 0, 1))
         rows.append((torch.softmax(scores, -1)[:, None] @ v)[:, 0])
     return torch.stack(rows)
 
@@ -102,6 +105,50 @@ def test_both_against_float64(
         assert torch.equal(out, again)
 
 
+@pytest.mark.parametrize(("heads", "key_heads", "size"), [(4, 2, 16), (8, 1, 64), (3, 1, 80)])
+@pytest.mark.parametrize(("softcap", "window"), [(0.0, None), (20.0, 70)])
+@pytest.mark.parametrize("lengths", [LENGTHS, [1, 0, PAGE + 3]], ids=["shares", "whole"])
+def test_sinks_are_counted_once(
+    heads: int,
+    key_heads: int,
+    size: int,
+    softcap: float,
+    window: int | None,
+    lengths: list[int],
+    device: str,
+    tools: Any,
+) -> None:
+    """Over several shares and in one, among them shares without a page, and rows that are empty."""
+    c = case(lengths, heads, key_heads, size, torch.float32, device)
+    c.table = c.table if lengths is LENGTHS else c.table[:, :2].contiguous()
+    assert (splits_for(len(lengths), key_heads, c.table.shape[1] * PAGE) > 1) == (lengths is LENGTHS)
+    sinks = torch.linspace(-2.0, 6.0, heads, device=device)
+    expected = exact(c, 0.3, softcap, window, sinks)
+    for backend in ("torch", "triton"):
+        first, again = (
+            decode_attention(
+                c.q, c.k, c.v, c.pages, c.table, c.lengths, scale=0.3, softcap=softcap, window=window,
+                sinks=sinks, backend=backend,
+            )
+            for _ in range(2)
+        )  # fmt: skip
+        assert tools.relative(first, expected) < 1e-5
+        assert not first[lengths.index(0)].any()
+        assert torch.equal(first, again)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_sinks_beyond_every_score(backend: Any, device: str) -> None:
+    """One that takes everything leaves nothing, one of -inf is none; neither makes NaN, in an empty row either."""
+    c = case(LENGTHS, 2, 1, 16, torch.float32, device)
+    given = (c.q, c.k, c.v, c.pages, c.table, c.lengths)
+    plain = decode_attention(*given, scale=0.3, backend=backend)
+    sinks = torch.tensor([float("-inf"), 3e4], device=device)
+    out = decode_attention(*given, scale=0.3, sinks=sinks, backend=backend)
+    assert torch.allclose(out[:, 0], plain[:, 0], atol=1e-6)
+    assert not out[:, 1].any()
+
+
 def assert_written(c: Case) -> None:
     """Every token of every row lies in its page, and nothing lies elsewhere."""
     for pool, sequences in ((c.pages.keys, c.keys), (c.pages.values, c.values)):
@@ -115,11 +162,14 @@ def assert_written(c: Case) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_as_good_as_torchs(dtype: torch.dtype, device: str, tools: Any) -> None:
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_half_precision_is_as_good_as_torchs(dtype: torch.dtype, with_sinks: bool, device: str, tools: Any) -> None:
     c = case(LENGTHS, 8, 2, 64, dtype, device)
-    expected = exact(c, 0.125, 30.0, None)
+    sinks = torch.linspace(-2.0, 6.0, 8, device=device).to(dtype) if with_sinks else None
+    expected = exact(c, 0.125, 30.0, None, sinks)
+    options: dict[str, Any] = {"scale": 0.125, "softcap": 30.0, "sinks": sinks}
     ours, plain = (
-        decode_attention(c.q, c.k, c.v, c.pages, c.table, c.lengths, scale=0.125, softcap=30.0, backend=backend)
+        decode_attention(c.q, c.k, c.v, c.pages, c.table, c.lengths, backend=backend, **options)
         for backend in ("triton", "torch")
     )
     assert ours.dtype == dtype
@@ -164,3 +214,6 @@ def test_what_does_not_fit_is_refused(device: str) -> None:
         decode_attention(*given[:4], c.table.long(), c.lengths, scale=1.0)
     with pytest.raises(ValueError, match="are not of 1 rows"):
         decode_attention(*given[:5], c.lengths.repeat(2), scale=1.0)
+    for sinks in (torch.zeros(2, device=device), torch.zeros(8, device=device)[::2], c.lengths.repeat(4)):
+        with pytest.raises(ValueError, match="one for each of 4 query heads"):
+            decode_attention(*given, scale=1.0, sinks=sinks)

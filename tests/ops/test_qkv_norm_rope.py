@@ -78,7 +78,7 @@ def test_every_tile_writes_every_element(device: str, tools: Any, tile: Tile) ->
     width = (heads + 2 * k_heads) * head
     y = torch.randn(seq_len, width, device=device)
     angle = torch.randn(1, seq_len, head, device=device)
-    rotary = Rotary(angle.cos(), angle.sin(), heads, k_heads)
+    rotary = Rotary(angle.cos(), angle.sin(), heads, k_heads, head)
     norms = HeadNorms(torch.randn(head, device=device), torch.randn(head, device=device), 1e-6, "llama")
 
     def reference(y: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
@@ -109,7 +109,7 @@ def test_llama_heads_are_rounded_before_the_weight_bit_for_bit(device: str, monk
             monkeypatch.setattr(f"ftkernels.{name}.triton_store_dtype", lambda _: tl.float16)
     y = torch.tensor([5.0, -5.0, 4.0, 1.0, -1.0, 2.0, 0.0, 0.0]).repeat(3, 2 * 4).to(device, torch.float16)
     wq, wk = (torch.randn(16, device=device, dtype=torch.float16) for _ in range(2))
-    still = Rotary(torch.ones(1, 3, 16, device=device), torch.zeros(1, 3, 16, device=device), 2, 1)
+    still = Rotary(torch.ones(1, 3, 16, device=device), torch.zeros(1, 3, 16, device=device), 2, 1, 16)
     norms = HeadNorms(wq, wk, 1e-6, "llama")
     turned, left = qkv_norm_rope_forward(y, None, None, still, norms)
     n = (y[:, :48].float() / 3.0).to(torch.float16)

@@ -1,4 +1,4 @@
-"""RMS norms: both forms, residual before and after, gradients of everything."""
+"""RMS norms: all forms, residual before and after, gradients of everything."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def _reference_before(x: Any, r: Any, w: Any, form: Any) -> Any:
 
 
 @pytest.mark.parametrize("shape", [(1, 3), (3, 127), (5, 129), (2, 40, 64), (1, 2050)])
-@pytest.mark.parametrize("form", ["llama", "gemma"])
+@pytest.mark.parametrize("form", ["llama", "gemma", "plain"])
 def test_norm_matches_float64(device: str, tools: Any, form: Any, shape: tuple[int, ...]) -> None:
     x, w = torch.randn(shape, device=device), torch.randn(shape[-1], device=device)
     ours = partial(rms_norm, eps=EPS, form=form, backend="triton")
     tools.assert_float32(ours, partial(rms_norm_reference, eps=EPS, form=form), (x, w))
 
 
-@pytest.mark.parametrize("form", ["llama", "gemma"])
+@pytest.mark.parametrize("form", ["llama", "gemma", "plain"])
 def test_residual_before_and_after_match_float64(device: str, tools: Any, form: Any) -> None:
     x, r, w = torch.randn(6, 33, device=device), torch.randn(6, 33, device=device), torch.randn(33, device=device)
     before = lambda x, r, w: add_rms_norm(x, r, w, EPS, form=form, backend="triton")  # noqa: E731
@@ -36,13 +36,36 @@ def test_residual_before_and_after_match_float64(device: str, tools: Any, form: 
     tools.assert_float32(after, lambda x, r, w: r + rms_norm_reference(x, w, EPS, form=form), (x, r, w))
 
 
-@pytest.mark.parametrize("form", ["llama", "gemma"])
+@pytest.mark.parametrize("form", ["llama", "gemma", "plain"])
 def test_bfloat16_is_as_good_as_torch(device: str, tools: Any, form: Any) -> None:
     x, w = torch.randn(16, 256, device=device), torch.randn(256, device=device)
     ours = partial(rms_norm, eps=EPS, form=form, backend="triton")
     reference = partial(rms_norm_reference, eps=EPS, form=form)
     tools.assert_bfloat16(ours, reference, (x, w), torch.bfloat16)
     tools.assert_bfloat16(ours, reference, (x, w), (torch.bfloat16, torch.float32))
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_without_a_weight_it_matches_float64(device: str, tools: Any, backend: Any) -> None:
+    x, r = torch.randn(6, 33, device=device), torch.randn(6, 33, device=device)
+    kwargs = {"weight": None, "eps": EPS}
+    ours, reference = partial(rms_norm, **kwargs, backend=backend), partial(rms_norm_reference, **kwargs)
+    tools.assert_float32(ours, reference, (x,))
+    tools.assert_bfloat16(ours, reference, (x,), torch.bfloat16)
+    before, after = (partial(op, **kwargs, backend=backend) for op in (add_rms_norm, rms_norm_add))
+    tools.assert_float32(before, lambda x, r: _reference_before(x, r, None, "llama"), (x, r))
+    tools.assert_float32(after, lambda x, r: r + reference(x), (x, r))
+    tools.assert_bfloat16(after, lambda x, r: r + reference(x), (x, r), torch.bfloat16)
+
+
+def test_the_plain_form_rounds_once_and_adds_nothing(device: str) -> None:
+    """As ``transformers.models.gpt_oss``: the product is taken in float32."""
+    x = torch.randn(3, 256, device=device, dtype=torch.float16)
+    w = torch.randn(256, device=device, dtype=torch.float16)
+    n = x.double() * torch.rsqrt(x.double().pow(2).mean(-1, keepdim=True) + EPS)
+    y = rms_norm(x, w, EPS, form="plain", backend="triton")
+    assert y.dtype == torch.float16
+    assert ((y.double() - n * w.double()).abs() <= 2.0**-11 * (n * w.double()).abs() + 2.0**-24).all()
 
 
 @pytest.mark.parametrize("same_weight", [True, False], ids=["weight of the same dtype", "float32 weight"])
@@ -82,6 +105,7 @@ def test_llama_rounds_before_the_weight_bit_for_bit(
         ("llama", torch.bfloat16, torch.float32, torch.float32),
         ("llama", torch.bfloat16, torch.bfloat16, torch.bfloat16),
         ("gemma", torch.bfloat16, torch.float32, torch.bfloat16),
+        ("plain", torch.bfloat16, torch.float32, torch.bfloat16),
         ("llama", torch.float32, torch.bfloat16, torch.float32),
     ],
 )
@@ -141,7 +165,7 @@ def test_gradcheck(device: str) -> None:
     x = torch.randn(2, 3, device=device, dtype=torch.float64, requires_grad=True)
     r = torch.randn(2, 3, device=device, dtype=torch.float64, requires_grad=True)
     w = torch.randn(3, device=device, dtype=torch.float64, requires_grad=True)
-    for form in ("llama", "gemma"):
+    for form in ("llama", "gemma", "plain"):
         assert torch.autograd.gradcheck(
             lambda x, r, w, form=form: add_rms_norm(x, r, w, EPS, form=form, backend="triton"), (x, r, w)
         )

@@ -94,6 +94,7 @@ def sweep_text(result: SweepResult) -> str:
                 "step": None if found is None else found.step,
                 "loss": loss,
                 "held-out loss": None if found is None else found.eval_loss,
+                **({} if found is None or found.preferred is None else {"in order": f"{found.preferred:.1%}"}),
                 **({} if found is None else {name: f"{score:.1%}" for name, score in found.tasks.items()}),
             }
         )

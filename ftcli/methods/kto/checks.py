@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ftcli.methods.kto.train import rows_a_step
-from ftcli.methods.preference.checks import high_rate
+from ftcli.methods.preference.checks import cache, high_rate
 from ftcli.methods.preference.choice import losses_of
 from ftcli.methods.preference.settings import PreferenceConfig
 from ftcli.preflight.checks.context import Context, Findings
@@ -12,7 +12,7 @@ from ftcli.tables import preference_losses
 #: Rows of a step below which the KL is little more than noise; the paper's steps have 8 to 128.
 _FEW_ROWS = 8
 #: Settings of pairs.
-_OF_PAIRS = ("label_smoothing", "gamma", "ld_alpha", "share_prompts", "use_weighting", "reference_cache")
+_OF_PAIRS = ("label_smoothing", "gamma", "ld_alpha", "share_prompts", "use_weighting")
 
 
 def check(context: Context) -> Findings:
@@ -34,6 +34,7 @@ def check(context: Context) -> Findings:
     elif context.says("preference.kl_rows"):
         message = f"preference.kl_rows has no meaning for {names[0][0]}, which needs no KL"
         yield context.error("FT282", "preference.kl_rows", message, help="remove it, or use loss: kto")
+    yield from cache(context, settings)
     yield from high_rate(context)
 
 

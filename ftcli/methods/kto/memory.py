@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ftcli.methods.preference.choice import needs_second_model
 from ftcli.plan.run import MethodMemory, RunPlan
 
 
@@ -10,12 +11,13 @@ def memory(plan: RunPlan) -> MethodMemory:
     hidden states. The passes of the reference and of mismatched rows keep nothing, and are over before the policy's
     begins.
 
-    Full fine-tuning needs a second model, sharded like the first. Adapters can be switched off.
+    Full fine-tuning whose reference is computed in each step needs a second model, sharded like the first. Adapters can
+    be switched off.
     """
     recipe = plan.recipe
-    reference = -(-plan.shape.parameters // plan.shard_size) * plan.dtypes.parameter_bytes
+    reference = -(-plan.sizes.parameters // plan.shard_size) * plan.dtypes.parameter_bytes
     return MethodMemory(
         seq_len=recipe.data.max_seq_len,
         loss_bytes=plan.log_prob_bytes(plan.rows * -(-recipe.data.max_seq_len // plan.shares)),
-        reference_bytes=0 if recipe.lora is not None else reference,
+        reference_bytes=reference if needs_second_model(recipe) else 0,
     )

@@ -9,23 +9,29 @@ from ftcli.labels import IGNORE_INDEX
 
 
 def mismatched_rows(rows: Sequence[TokenizedRow], longest: int, most: int | None = None) -> list[TokenizedRow]:
-    """Each row's prompt with the answer of the next row that has another prompt, in a circle; where no other row has
-    another prompt, of the next row. A single row has no partner.
-
-    Good answers come first: where both kinds answer one prompt, each kind is passed on to its own, and the answers that
-    are compared with are as many of either label as the rows have.
+    """The rows of :func:`mismatches`.
 
     Args:
         longest: Tokens that a row may have; answers are cut to fit. One token of each always does.
         most: How many are wanted, evenly spread over the rows; None: all.
     """
+    return [mismatched_row(rows[asked], rows[answered], longest) for asked, answered in mismatches(rows, most)]
+
+
+def mismatches(rows: Sequence[TokenizedRow], most: int | None = None) -> list[tuple[int, int]]:
+    """The number of each row, whose prompt is taken, with that of the next row that has another prompt, whose answer
+    is, in a circle; where no other row has another prompt, of the next row. A single row has no partner.
+
+    Good answers come first: where both kinds answer one prompt, each kind is passed on to its own, and the answers that
+    are compared with are as many of either label as the rows have.
+    """
     if len(rows) < 2:
         return []
-    rows = sorted(rows, key=lambda row: -row.value)
+    order = sorted(range(len(rows)), key=lambda number: -rows[number].value)
     count = len(rows) if most is None else min(most, len(rows))
-    partners = partners_of([tuple(row.input_ids[: answer_start(row)]) for row in rows])
+    partners = partners_of([tuple(rows[number].input_ids[: answer_start(rows[number])]) for number in order])
     chosen = (index * len(rows) // count for index in range(count))
-    return [_with_answer_of(rows[index], rows[partners[index]], longest) for index in chosen]
+    return [(order[index], order[partners[index]]) for index in chosen]
 
 
 def partners_of(prompts: Sequence[tuple[int, ...]]) -> list[int]:
@@ -47,7 +53,8 @@ def answer_start(row: TokenizedRow) -> int:
     return next(n for n in range(1, len(row.labels)) if row.labels[n] != IGNORE_INDEX)
 
 
-def _with_answer_of(row: TokenizedRow, other: TokenizedRow, longest: int) -> TokenizedRow:
+def mismatched_row(row: TokenizedRow, other: TokenizedRow, longest: int) -> TokenizedRow:
+    """The prompt of a row with the answer of another."""
     asked, begin = answer_start(row), answer_start(other)
     ids = [*row.input_ids[:asked], *other.input_ids[begin:]]
     labels = [*[IGNORE_INDEX] * asked, *other.labels[begin:]]

@@ -13,9 +13,11 @@ from ftcli.data.order import Epochs
 from ftcli.data.tokens import TokenizedRow
 from ftcli.methods.kto.losses import LabelledAnswers, LabelLoss
 from ftcli.methods.kto.mismatched import mismatched_rows
+from ftcli.methods.kto.reference import LabelReference, known_of, units_of_step
 from ftcli.methods.kto.sums import SUMS, LabelSums, measures
 from ftcli.methods.preference.first_step import require_equal, without_dropout
 from ftcli.methods.preference.pairs import SCORED, AnswerScorer, ScoredAnswers
+from ftcli.methods.preference.reference import goes_on_live
 from ftcli.model.backbone import compute_context, head_of
 from ftcli.plain import JsonObject
 from ftcli.plan.memory.terms import FORWARD
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
 
 #: The label of each answer of a micro-batch, (N,); 0 in one that stands for none.
 _LABELS = "answer_labels"
+#: What the reference gives the answers of a micro-batch, (N,); absent where it is computed.
+_KNOWN = "reference"
 
 
 class LabelObjective(EpochObjective):
@@ -46,7 +50,8 @@ class LabelObjective(EpochObjective):
 
     Args:
         model: What learns, on the kernels or not.
-        reference: A second model to compare with; None: the model without its adapters.
+        reference: What is compared with; without a second model and known log-probabilities the model without its
+            adapters.
         stack: The decoder layers as one function, where all are on the kernels.
         sequence: This rank's part of each row, where ranks share rows: each of them computes the loss of the whole
             answers, and the first one counts it.
@@ -61,11 +66,13 @@ class LabelObjective(EpochObjective):
         *,
         group: RankGroup | None,
         stack: DecoderStack | None,
-        reference: PreTrainedModel | None,
+        reference: LabelReference | None,
         sequence: SequencePart | None = None,
     ) -> None:
         super().__init__(job, epochs, group, 1 if sequence is None else sequence.parts)
-        self._model, self._reference, self._stack, self._loss, self._group = model, reference, stack, loss, group
+        self._model, self._stack, self._loss, self._group = model, stack, loss, group
+        self._reference, self._known = (None, None) if reference is None else (reference.model, reference.known)
+        self._reporter = job.reporter
         self._device, self._dtypes, self._longest = job.device, job.dtypes, job.recipe.data.max_seq_len
         self._counts = sequence is None or sequence.part == 0
         vocabulary = head_of(model).weight.shape[0]
@@ -93,6 +100,8 @@ class LabelObjective(EpochObjective):
         inputs = self._scorer.batch(documents)
         labels = torch.tensor([0.0 if blank else document.value for document in documents])
         inputs[_LABELS] = labels
+        if self._known is not None:
+            inputs[_KNOWN] = torch.zeros(len(documents)) if blank else known_of(self._known, documents)
         computed = inputs["input_ids"].numel()
         rows = () if blank else tuple(units)
         if blank or not self._counts:
@@ -108,8 +117,8 @@ class LabelObjective(EpochObjective):
     def loss(self, inputs: dict[str, Tensor], step: Divisors) -> Tensor:
         """The summed loss of the answers over those of the whole step; with ``sft_weight`` times the cross-entropy of
         the wanted answers' tokens over these."""
-        labels = inputs.pop(_LABELS)
-        reference = self._of_reference(inputs)
+        labels, known = inputs.pop(_LABELS), inputs.pop(_KNOWN, None)
+        reference = self._of_reference(inputs, known)
         with compute_context(self._device, self._dtypes.compute, self._dtypes.autocast):
             policy = self._scorer.score(self._model, inputs, self._stack)
         tokens = (inputs[SCORED] > 0).sum(1).float()
@@ -127,14 +136,12 @@ class LabelObjective(EpochObjective):
     # -- the reference, and the KL ---------------------------------------------------------------------------
 
     def rows_of_step(self, step: int) -> list[TokenizedRow]:
-        """The rows of all ranks' micro-batches in this step, in one order however the step is split: it decides which
-        answer is held against which prompt.
-        """
+        """The rows of all ranks' micro-batches in this step, in the order of :func:`units_of_step`."""
         epoch, index = divmod(step, self.steps_per_epoch)
         if self._whole_order is None or self._whole_order[0] != epoch:
             self._whole_order = epoch, self._epochs.order(epoch)
         size = self._size * self._accumulation * self._ranks
-        units = sorted(self._whole_order[1][index * size : (index + 1) * size])
+        units = units_of_step(self._whole_order[1], index, size)
         return [row for unit in units for row in self._epochs.members(unit)]
 
     @torch.no_grad()
@@ -165,10 +172,13 @@ class LabelObjective(EpochObjective):
         computing = compute_context(self._device, self._dtypes.compute, self._dtypes.autocast)
         with without_dropout(self._model), computing:
             policy = self._scorer.score(self._model, inputs)
-        return (policy.sums - self._of_reference(inputs).sums).double().sum()
+        known = None if self._known is None else known_of(self._known, documents).to(self._device)
+        return (policy.sums - self._of_reference(inputs, known).sums).double().sum()
 
     @torch.no_grad()
-    def _of_reference(self, inputs: dict[str, Tensor]) -> ScoredAnswers:
+    def _of_reference(self, inputs: dict[str, Tensor], known: Tensor | None = None) -> ScoredAnswers:
+        if known is not None:
+            return ScoredAnswers(known, known)
         model = self._model if self._reference is None else self._reference
         computing = compute_context(self._device, self._dtypes.compute, self._dtypes.autocast)
         with without_dropout(model), of_reference(self._reference, self._model), computing:
@@ -190,12 +200,18 @@ class LabelObjective(EpochObjective):
         return measures(self._sums.take(), kl=self._loss.estimates_kl)
 
     def state(self) -> JsonObject:
-        """The sums of a half-filled line."""
-        return self._sums.state()
+        """The sums of a half-filled line, and whether the reference was scored ahead."""
+        return {**self._sums.state(), "reference": "live" if self._known is None else "ahead"}
 
     def restore(self, state: JsonObject, progress: Progress) -> None:
-        """Resumes with these sums; what was checked before the first step is not checked again."""
+        """Resumes with these sums; what was checked before the first step is not checked again. A reference that was
+        computed in each step stays so, as it was in runs that do not say.
+        """
         self._checked = progress.step > 0
+        can_compute = self._reference is not None or hasattr(self._model, "disable_adapter")
+        known, began = self._known is not None, state.get("reference", "live")
+        if goes_on_live(began, self._reporter, known=known, can_compute=can_compute):
+            self._known = None
         self._sums.restore(state)
 
 
@@ -205,7 +221,7 @@ def build_labelled(
     epochs: Epochs,
     hooks: TrainerHooks,
     group: RankGroup | None = None,
-    reference: PreTrainedModel | None = None,
+    reference: LabelReference | None = None,
 ) -> TrainingLoop:
     """The loop that trains ``model`` on labelled answers (:func:`ftcli.methods.kto.order.labelled_epochs`)."""
     loss = LabelLoss.of(job.recipe.preference)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ftcli.config.recipe import Recipe
 from ftcli.errors import Finding
+from ftcli.methods.preference.choice import caches, needs_second_model
 from ftcli.train.on_rows import RowMethod
 from ftcli.train.start import TrainingRows
 
@@ -32,7 +34,8 @@ class Labelled(RowMethod):
         recipe, loss = job.recipe, LabelLoss.of(job.recipe.preference)
         epochs = _epochs(recipe, prepared.sequences)
         wanted, unwanted = order.label_counts(epochs)
-        start = "the model without its adapters" if recipe.lora is not None else "a second copy of the model"
+        copied = "the model as it starts" if caches(recipe, "surely") else "a second copy of the model as it starts"
+        start = "the model without its adapters" if recipe.lora is not None else copied
         job.reporter.info(f"labels: {wanted:,} desirable and {unwanted:,} undesirable answers an epoch")
         job.reporter.info(f"loss: {loss.name} (beta {loss.beta:g}), compared with {start}")
         return epochs
@@ -48,13 +51,35 @@ class Labelled(RowMethod):
         yield from order.label_findings(wanted, unwanted, settings, rows_a_step(recipe))
         yield from order.contradictions(table)
 
+    def held_out_findings(self, before: Mapping[str, float], after: Mapping[str, float]) -> Iterator[Finding]:
+        """A model that has forgotten to stop."""
+        from ftcli.methods.preference.figures import stop_findings
+
+        return stop_findings(before, after)
+
     def training_rows(self, recipe: Recipe, rows: int, tokens: int) -> TrainingRows:
         """Answers."""
         return TrainingRows(rows, "labelled answers", tokens)
 
     def needs_reference(self, recipe: Recipe) -> bool:
-        """Of adapters the reference is the model without them."""
-        return recipe.lora is None
+        """Of adapters the reference is the model without them; else it may be scored before the model changes."""
+        return needs_second_model(recipe)
+
+    def before_training(
+        self,
+        job: Job,
+        model: Any,
+        epochs: Epochs,
+        held_out: Sequence[TokenizedRow],
+        group: RankGroup | None,
+        reference: Any = None,
+        *,
+        keep: bool = True,
+    ) -> Any:
+        """Scores the reference ahead where that pays."""
+        from ftcli.methods.kto.reference import scored_ahead
+
+        return replace(scored_ahead(job, model, epochs, held_out, group, keep=keep), model=reference)
 
     def evaluator(
         self,
@@ -67,8 +92,10 @@ class Labelled(RowMethod):
     ) -> Evaluator:
         """Loss, accuracy, margin, KL."""
         from ftcli.methods.kto.evaluate import LabelEvaluator
+        from ftcli.methods.kto.reference import LabelReference
 
-        return LabelEvaluator(job, rows, judges or {}, group, reference=reference)
+        compared = reference or LabelReference()
+        return LabelEvaluator(job, rows, judges or {}, group, reference=compared.model, known=dict(compared.held_out))
 
     def build(
         self,

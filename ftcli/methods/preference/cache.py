@@ -1,6 +1,7 @@
-"""Log-probabilities of a reference on disk: a folder for each reference, with entries of pairs found by their content.
+"""Log-probabilities of a reference on disk: a folder for each reference, with entries of units (pairs, or single rows)
+that are found by their content.
 
-An entry is a folder with one file, written aside and renamed: it is complete or absent. It never changes, and a pair
+An entry is a folder with one file, written aside and renamed: it is complete or absent. It never changes, and a unit
 that stands in two entries is that of the first. Whatever an entry says is proven by its digest. Entries may be deleted
 at any time.
 """
@@ -22,20 +23,21 @@ from ftcli.data.tokens import TokenizedRow
 from ftcli.labels import IGNORE_INDEX
 
 #: Of a pair: the log-probabilities of its chosen and its rejected answer, then both with the weights of ``ld_alpha``.
-PairLogProbs: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[np.float32]]"
+#: Of a single row: that of its answer.
+LogProbs: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[np.float32]]"
 
+#: How many numbers a unit has, by its rows.
+WIDTHS = {1: 1, 2: 4}
 _DIGEST_BYTES = 16
-_VALUES = 4
-_RECORD = np.dtype([("pair", "u1", (_DIGEST_BYTES,)), ("values", "<f4", (_VALUES,))])
 _FILE, _MAGIC = "pairs.bin", b"ftcli reference 1\n"
 _HEAD_BYTES = len(_MAGIC) + hashlib.sha256().digest_size
 _NAME = re.compile(r"\d{8}")
 
 
-def pair_digest(chosen: TokenizedRow, rejected: TokenizedRow) -> bytes:
-    """Of both rows' token ids, and of which of them are scored."""
+def unit_digest(*rows: TokenizedRow) -> bytes:
+    """Of the token ids of all rows, and of which of them are scored."""
     found = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-    for row in (chosen, rejected):
+    for row in rows:
         ids = np.asarray(row.input_ids, dtype="<i8")
         scored = np.asarray(row.labels, dtype="<i8") != IGNORE_INDEX
         found.update(len(ids).to_bytes(8, "little"))
@@ -50,30 +52,32 @@ class ReferenceCache:
     Args:
         folder: Theirs alone.
         warn: Told of entries that are damaged, and when nothing can be kept; the run goes on without.
+        width: Numbers of a unit.
     """
 
-    def __init__(self, folder: Path, warn: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path, warn: Callable[[str], None], width: int = 4) -> None:
         self._folder, self._warn = folder, warn
+        self._record = np.dtype([("unit", "u1", (_DIGEST_BYTES,)), ("values", "<f4", (width,))])
 
     @property
     def is_there(self) -> bool:
         """Whether anything has been kept."""
         return bool(self._entries())
 
-    def read(self) -> dict[bytes, PairLogProbs]:
-        """All pairs that are known. Damaged entries are removed: their pairs are computed again."""
+    def read(self) -> dict[bytes, LogProbs]:
+        """All units that are known. Damaged entries are removed: their units are computed again."""
         return self._read(self._entries())
 
-    def add(self, pairs: Mapping[bytes, PairLogProbs]) -> dict[bytes, PairLogProbs]:
-        """Keeps these pairs, and returns them as they are kept: as another run has them that was faster."""
-        kept = dict(pairs)
+    def add(self, units: Mapping[bytes, LogProbs]) -> dict[bytes, LogProbs]:
+        """Keeps these units, and returns them as they are kept: as another run has them that was faster."""
+        kept = dict(units)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             while True:
                 entries = self._entries()
                 theirs = self._read(entries)
-                kept |= {pair: values for pair, values in theirs.items() if pair in pairs}
-                missing = {pair: values for pair, values in pairs.items() if pair not in theirs}
+                kept |= {unit: values for unit, values in theirs.items() if unit in units}
+                missing = {unit: values for unit, values in units.items() if unit not in theirs}
                 number = int(entries[-1].name) + 1 if entries else 1
                 if not missing or self._write(self._folder / f"{number:08}", missing):
                     return kept
@@ -87,24 +91,24 @@ class ReferenceCache:
         except OSError:
             return ()
 
-    def _read(self, entries: Sequence[Path]) -> dict[bytes, PairLogProbs]:
-        found: dict[bytes, PairLogProbs] = {}
+    def _read(self, entries: Sequence[Path]) -> dict[bytes, LogProbs]:
+        found: dict[bytes, LogProbs] = {}
         for entry in entries:
             try:
-                of_entry = _read(entry / _FILE)
+                of_entry = _read(entry / _FILE, self._record)
             except (OSError, ValueError) as error:
                 self._warn(f"the reference's log-probabilities in {entry} are damaged and computed again ({error})")
                 shutil.rmtree(entry, ignore_errors=True)
                 continue
-            for pair, values in of_entry.items():
-                found.setdefault(pair, values)
+            for unit, values in of_entry.items():
+                found.setdefault(unit, values)
         return found
 
-    def _write(self, path: Path, pairs: Mapping[bytes, PairLogProbs]) -> bool:
+    def _write(self, path: Path, units: Mapping[bytes, LogProbs]) -> bool:
         """False where another run has written ``path`` meanwhile."""
         staged = Path(tempfile.mkdtemp(prefix=".writing-", dir=self._folder))
         try:
-            _write(staged / _FILE, pairs)
+            _write(staged / _FILE, units, self._record)
             staged.rename(path)
         except OSError:
             if not path.exists():
@@ -115,10 +119,10 @@ class ReferenceCache:
         return True
 
 
-def _write(path: Path, pairs: Mapping[bytes, PairLogProbs]) -> None:
-    records = np.zeros(len(pairs), _RECORD)
-    records["pair"] = np.frombuffer(b"".join(pairs), np.uint8).reshape(-1, _DIGEST_BYTES)
-    records["values"] = np.stack(list(pairs.values()))
+def _write(path: Path, units: Mapping[bytes, LogProbs], record: np.dtype[np.void]) -> None:
+    records = np.zeros(len(units), record)
+    records["unit"] = np.frombuffer(b"".join(units), np.uint8).reshape(-1, _DIGEST_BYTES)
+    records["values"] = np.stack(list(units.values()))
     body = records.tobytes()
     with path.open("wb") as file:
         file.write(_MAGIC + hashlib.sha256(body).digest() + body)
@@ -126,11 +130,11 @@ def _write(path: Path, pairs: Mapping[bytes, PairLogProbs]) -> None:
         os.fsync(file.fileno())
 
 
-def _read(path: Path) -> dict[bytes, PairLogProbs]:
+def _read(path: Path, record: np.dtype[np.void]) -> dict[bytes, LogProbs]:
     """Raises OSError or ValueError for a file that is not as it was written."""
     content = path.read_bytes()
     head, body = content[:_HEAD_BYTES], content[_HEAD_BYTES:]
     if head != _MAGIC + hashlib.sha256(body).digest():
         raise ValueError("its content is not what was written")
-    records = np.frombuffer(body, _RECORD)
-    return {pair.tobytes(): values for pair, values in zip(records["pair"], records["values"], strict=True)}
+    records = np.frombuffer(body, record)
+    return {unit.tobytes(): values for unit, values in zip(records["unit"], records["values"], strict=True)}

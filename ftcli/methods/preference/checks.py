@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ftcli.assets import BUNDLED
-from ftcli.methods.preference.choice import beta_of, compares, losses_of, why_not_cached
+from ftcli.methods.preference.choice import beta_of, compares, losses_of
 from ftcli.methods.preference.settings import PreferenceConfig
 from ftcli.preflight.checks.context import Context, Findings
 from ftcli.tables import preference_losses
@@ -34,7 +34,7 @@ def check(context: Context) -> Findings:
     yield from _beta(context, settings, names)
     yield from _ignored(context, settings, names)
     yield from _reference(context, settings, names)
-    yield from _cache(context, settings)
+    yield from cache(context, settings)
     yield from high_rate(context)
 
 
@@ -117,25 +117,22 @@ def _reference(context: Context, settings: PreferenceConfig, names: list[str]) -
         )
 
 
-def _cache(context: Context, settings: PreferenceConfig) -> Findings:
+def cache(context: Context, settings: PreferenceConfig) -> Findings:
+    """FT282 for a cache that is no word and no folder, or of nothing; FT283 (a warning) for one that does not pay."""
     key, folder, train = "preference.reference_cache", settings.reference_cache, context.recipe.train
+    unit = "row" if context.method.unit == 1 else "pair"
     if folder in ("auto", "off"):
         return
-    why_not = why_not_cached(context.recipe)
     if "/" not in folder:
         yield context.error(
             "FT282", key, f"{key} {folder} is no known word", help=f"write auto, off, or ./{folder} for a folder"
         )
     elif not compares(train.method, settings):
         yield context.error("FT282", key, f"{key}: there is no reference to keep", help=f"remove {key}")
-    elif why_not is not None:
-        yield context.error(
-            "FT282", key, f"{key}: the reference is not scored ahead where {why_not}", help="use auto or off"
-        )
     elif context.recipe.lora is not None and train.max_steps is None and train.num_train_epochs <= 1:
         yield context.warning(
             "FT283",
             key,
-            f"{key}: in one epoch each pair is seen once, so this run computes as much as without",
+            f"{key}: in one epoch each {unit} is seen once, so this run computes as much as without",
             help="it pays from the second run or epoch on; auto does not fill a cache for one",
         )

@@ -32,24 +32,13 @@ def compares(method: str, settings: PreferenceConfig) -> bool:
     return any(preference_losses.row(name).reference for name, _ in losses_of(method, settings))
 
 
-def why_not_cached(recipe: Recipe) -> str | None:
-    """What keeps the reference from being scored ahead, as one clause; None where nothing does."""
-    if recipe.launch.is_sharded:
-        return f"launch.engine: {recipe.launch.engine} shards the weights"
-    if recipe.launch.context_parallel_size > 1:
-        return "launch.context_parallel_size: processes share each row"
-    return None
-
-
 def caches(recipe: Recipe, how: Literal["surely", "possibly"]) -> bool:
     """Whether the recipe alone says that the reference is scored ahead of training; or leaves it possible.
 
     Full fine-tuning needs no second model then, and computes no more than it would in its first epoch.
     """
     settings = recipe.preference or PreferenceConfig()
-    pairs = all(preference_losses.row(name).paired for name, _ in losses_of(recipe.train.method, settings))
-    possible = pairs and compares(recipe.train.method, settings) and why_not_cached(recipe) is None
-    if settings.reference_cache == "off" or not possible:
+    if settings.reference_cache == "off" or not compares(recipe.train.method, settings):
         return False
     return how == "possibly" or settings.reference_cache != "auto" or recipe.lora is None
 

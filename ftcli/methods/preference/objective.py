@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from ftcli.data.order import Epochs
+from ftcli.methods.preference.ahead import by_answer
 from ftcli.methods.preference.first_step import require_equal, without_dropout
 from ftcli.methods.preference.losses import Answers, PairLoss
 from ftcli.methods.preference.pairs import SCORED, AnswerScorer, ScoredAnswers
-from ftcli.methods.preference.reference import Reference, by_answer
+from ftcli.methods.preference.reference import Reference, goes_on_live
 from ftcli.model.backbone import compute_context, head_of
 from ftcli.plain import JsonObject
 from ftcli.run.metrics import MetricsLine
@@ -111,6 +112,14 @@ def answers_of(policy: ScoredAnswers, reference: ScoredAnswers | None, tokens: T
     return Answers(
         policy.weighed[0::2], policy.weighed[1::2], compared[0::2], compared[1::2], tokens[0::2], tokens[1::2]
     )
+
+
+def margins_of(answers: Answers, loss: PairLoss) -> Tensor:
+    """The margin of each pair, (P,) float64: of ``rewards/margins`` the mean is logged."""
+    one, other = answers.chosen_ratio, answers.rejected_ratio
+    if loss.averaged:
+        one, other = one / answers.chosen_tokens, other / answers.rejected_tokens
+    return loss.beta * (one.double() - other.double())
 
 
 class PairObjective(EpochObjective):
@@ -217,17 +226,12 @@ class PairObjective(EpochObjective):
 
     def restore(self, state: JsonObject, progress: Progress) -> None:
         """Resumes with these sums; what was checked before the first step is not checked again. A reference that was
-        computed in each step stays so: another run may have filled the cache since then.
+        computed in each step stays so.
         """
         self._checked = self._checked or progress.step > 0
-        began = state.get("reference")
-        if began == "live" and self._can_compute:
+        known, began = self._known is not None, state.get("reference")
+        if goes_on_live(began, self._reporter, known=known, can_compute=self._can_compute):
             self._known = None
-        elif began == "ahead" and self._known is None:
-            self._reporter.warn(
-                "the reference's log-probabilities that this run began with are gone: they are computed in each step "
-                "from here on, which rounds them otherwise"
-            )
         self._sums.restore(state)
 
 

@@ -65,7 +65,7 @@ class PreferenceConfig(Section):
     )
     reference_cache: Literal["auto", "off"] | PathText = Field(
         default="auto",
-        description="Log-probabilities of the reference, computed once: `auto` where pairs are seen more than once, "
+        description="Log-probabilities of the reference, computed once: `auto` where rows are seen more than once, "
         "are kept already, or in full fine-tuning, which then needs no second model; `off` computes them in each "
         "step; a folder (`./reference`) always keeps them there.",
     )

@@ -58,6 +58,12 @@ class RewardModelling(RowMethod):
         yield from _margin_findings(recipe, table)
         yield from pair_findings(table)
 
+    def synthetic(self, rows: Sequence[TokenizedRow], prompt: int | None, seed: int) -> Epochs:
+        """Pairs of two rows in turn, with one prompt."""
+        from ftcli.methods.preference.pairs import synthetic_pairs
+
+        return synthetic_pairs(rows, prompt, seed)
+
     def training_rows(self, recipe: Recipe, rows: int, tokens: int) -> TrainingRows:
         """Pairs."""
         return TrainingRows(rows // 2, "pairs", tokens)

@@ -30,7 +30,7 @@ class LayerBytes:
         stream: One tensor of the residual stream.
         gate_and_up: The share of gate and up in ``kept``, where these two can be computed again by themselves. None for
             layers that cannot be run again by halves.
-        halves: How many tensors like ``stream`` the halves are run again from.
+        halves: How many tensors like ``stream`` the halves are run again from; 1: both at once.
         ahead: How many of these are fetched from the host before they are needed.
     """
 
@@ -77,7 +77,7 @@ def input_alone(layer: LayerBytes, offloaded: Offloaded) -> HeldBytes:
 
 def inputs_on_host(layer: LayerBytes, offloaded: Offloaded) -> HeldBytes:
     """``offload``: the device holds the part that is being run again, and what was fetched for the next one."""
-    if layer.gate_and_up is None or offloaded == "layers":
+    if layer.gate_and_up is None or offloaded == "layers" or layer.halves == 1:
         return HeldBytes(0.0, layer.kept + layer.backward + layer.stream, layer.stream)
     at_work = layer.gate_and_up + layer.backward + (1 + layer.ahead) * layer.stream
     return HeldBytes(0.0, at_work, layer.halves * layer.stream)

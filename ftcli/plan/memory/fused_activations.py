@@ -4,13 +4,18 @@ P is the packed rank: the next power of two, 16 at least; 0 where the weights ar
 need nothing else: what norms give is formed again.
 
 ================  ==================================================================================================
-residual stream   2 · (pH + 4): the input of each half and its rsqrt. Layers with four norms keep the inputs of the
-                  two closing ones as well: 2 · (cH + 4).
-adapters          7 · cP: the products x·A of q, k, v, o, gate, up and down
+residual stream   For each half pH, its input, and 4 for its rsqrt where it begins with an RMSNorm, which the products'
+                  kernels apply. What others give is a tensor of its own: LayerNorm keeps 8 and its output cH, and so
+                  do RMSNorms that an output gate or an MLP without a gate reads, 4 + cH. Parallel halves read the same.
+                  A norm that closes a half keeps cH + 4.
+adapters          cP for each linear of a group with adapters: the products x·A
 attention         c(Q + 2K) for query, key and value in one buffer, cQ for the output, which is the input of o as well,
-                  and 4n for log-sum-exp. Norms by head keep the rotated query and key besides: c(Q + K) + 4(n + n_kv).
+                  and 4n for log-sum-exp. Norms of queries and keys keep what they give besides: c(Q + K). Where the
+                  products' kernels neither norm nor rotate (float32, large ranks) each of the two keeps c(Q + K) if
+                  the next reads it, and norms 4 for each head, or 8. An output gate keeps 2cQ.
                   Where scores are capped and no kernel runs (CPU, float32): 4cQ and the scores of ``activations``.
-gated MLP         c · 2I: gate and up without their adapters' share; all else is formed again
+MLP               c · 2I: gate and up without their adapters' share; all else is formed again. Without a gate what the
+                  activation reads and gives
 ================  ==================================================================================================
 
 Backward writes the gradients of gate and up over them, and h over its gradient: it needs cI for that one, cH for each
@@ -18,10 +23,11 @@ of the gradients of output, input and what is behind the norm, and 64P for the a
 
 Under ``gradient_checkpointing: offload`` each half of a layer is run again by itself, attention up to the output
 projection, the MLP from gate and up on. The host holds the input of each half, with four norms the input of the last,
-whose half would run whole else, and attention's output where our kernel made it, which then is not run again.
+whose half would run whole else, and attention's output where our kernel made it, which then is not run again. Parallel
+halves run again together, from one input.
 
-The plain torch form of the kernels (``kernels: reference``) rotates outside the fused product, c(Q + K), and its
-closing norms are transformers' own.
+The plain torch form of the kernels (``kernels: reference``) rotates outside the fused product, c(Q + K), and norms that
+are tensors of their own are transformers'.
 """
 
 from __future__ import annotations
@@ -29,15 +35,22 @@ from __future__ import annotations
 from functools import partial
 from types import MappingProxyType
 
-from ftkernels.limits import packed_rank
+from ftkernels.limits import LARGEST_FUSED_RANK, packed_rank
 
 from ftcli.facts.shape import ModelShape
-from ftcli.plan.memory.activations import ActivationSettings, LayerMemory, eager_scores, norm_bytes, scores_at_work
+from ftcli.plan.memory.activations import (
+    ActivationSettings,
+    LayerMemory,
+    Term,
+    activation_bytes,
+    eager_scores,
+    norm_bytes,
+    scores_at_work,
+)
 from ftcli.plan.memory.checkpointing import fetched_ahead
 
-_PRODUCTS = 7
 #: Bytes per token and column of the rank in the MLP's backward: products with A and their gradients, in float32 and
-#: in half precision. 11 MiB at 8192 tokens and rank 16, with what ``_PRODUCTS`` counts.
+#: in half precision. 11 MiB at 8192 tokens and rank 16, with the products that are kept.
 _RANK_BYTES = 64
 
 
@@ -46,22 +59,14 @@ def fused_layers(*, capped_without_kernel: bool, reference: bool, attention_by_k
     ``attention_by_kernel``: it is our kernel's, whose output ``offload`` sends to the host as well.
     """
 
-    def residual_stream(shape: ModelShape, setting: ActivationSettings) -> float:
-        kept: float = 2 * (setting.bytes_residual * shape.hidden_size + 4)
-        if shape.family.block == "sandwich":
-            closing = setting.bytes_compute * shape.hidden_size + 4
-            kept += 2 * (norm_bytes(shape.hidden_size, shape, setting, 4) if reference else closing)
-        return kept
-
     def attention(shape: ModelShape, setting: ActivationSettings) -> float:
         c = setting.bytes_compute
         if capped_without_kernel:
             return 2 * c * (shape.q_width + shape.kv_width) + eager_scores(shape, setting)
-        rotated = c * (shape.q_width + shape.kv_width)
-        kept = c * (2 * shape.q_width + 2 * shape.kv_width) + 4 * shape.num_heads
-        if shape.family.head_norm:
-            return kept + rotated + _head_norms(shape, setting, reference=reference)
-        return kept + (rotated if reference else 0)
+        kept: float = c * (2 * shape.q_width + 2 * shape.kv_width) + 4 * shape.num_heads
+        kept += _head_norms(shape, setting, reference=reference)
+        kept += c * _copies(shape, setting, reference=reference)
+        return kept + (_output_gate(shape, setting, reference=reference) if shape.family.output_gate else 0)
 
     def forward(shape: ModelShape, setting: ActivationSettings) -> float:
         scores = scores_at_work(shape, setting) if capped_without_kernel else 0
@@ -71,38 +76,105 @@ def fused_layers(*, capped_without_kernel: bool, reference: bool, attention_by_k
         scores = scores_at_work(shape, setting) if capped_without_kernel else 0
         return max(_backward_in_torch(shape, setting) if reference else _backward(shape, setting), scores)
 
-    kept = {
-        "residual stream": residual_stream,
+    kept: dict[str, Term] = {
+        "residual stream": partial(_residual_stream, reference=reference),
         "adapters": _adapters,
         "attention": attention,
-        "gated MLP": _gate_and_up,
+        "MLP": _mlp,
     }
     sent = partial(_sent, attention_by_kernel=attention_by_kernel)
-    return LayerMemory(MappingProxyType(kept), forward, backward, "gated MLP", sent, _ahead)
+    return LayerMemory(MappingProxyType(kept), forward, backward, "MLP", sent, _ahead)
+
+
+def _residual_stream(shape: ModelShape, setting: ActivationSettings, *, reference: bool) -> float:
+    """Bytes of what both halves read, and of their norms where these are not part of a product."""
+    family, norms, c = shape.family, shape.norms, setting.bytes_compute
+    stream = setting.bytes_residual * shape.hidden_size
+
+    def opening(norm: str | None, *, apart: bool) -> float:
+        if norm is None or (family.norm != "layer" and not apart):
+            return stream + (0 if norm is None else 4)
+        given = c * shape.hidden_size
+        if family.norm == "layer":
+            return stream + 8 + given
+        return (norm_bytes(shape.hidden_size, shape, setting, c) if reference else stream + 4) + given
+
+    kept = opening(norms.before_attention, apart=shape.parallel or family.output_gate is not None)
+    if not shape.parallel:
+        kept += opening(norms.before_mlp, apart=len(family.mlp) == 2)
+    closing = sum(norm is not None for norm in (norms.after_attention, norms.after_mlp))
+    each = norm_bytes(shape.hidden_size, shape, setting, c) if reference else c * shape.hidden_size + 4
+    if setting.drops_residual:  # its mask
+        kept += 2 * (c if reference else 1) * shape.hidden_size
+    return kept + closing * each
 
 
 def _head_norms(shape: ModelShape, setting: ActivationSettings, *, reference: bool) -> float:
-    """Bytes that the norms of queries and keys keep beside their outputs."""
+    """Bytes that the norms of queries and keys keep beside their inputs and outputs."""
+    norms = shape.family.head_norm
+    if norms is None or (_in_one_kernel(shape, setting) and not reference):
+        return 0.0
     c, width = setting.bytes_compute, shape.q_width + shape.kv_width
-    kept = 4.0 * (shape.num_heads + shape.num_kv_heads)
+    kept = 8.0 if norms.span == "width" else 4.0 * (shape.num_heads + shape.num_kv_heads)
     if reference and c != 4:
         kept += 4 * width
-    if reference and setting.full:  # torch keeps what a trained weight multiplies
-        kept += (4 if shape.family.norm == "gemma" else c) * width
+    if reference and setting.full and norms.weights:  # torch keeps what a trained weight multiplies
+        kept += (c if shape.family.norm in ("llama", "layer") else 4) * width
     return kept
 
 
+def _copies(shape: ModelShape, setting: ActivationSettings, *, reference: bool) -> float:
+    """Elements of queries and keys, and of attention's output, beside one buffer of queries, keys and values and one
+    output.
+    """
+    family, width, turned = shape.family, shape.q_width + shape.kv_width, shape.rotated_share
+    norms = family.head_norm
+    made: float = 0 if norms is None else width
+    if reference or not _in_one_kernel(shape, setting):
+        if norms is None:
+            made = turned * width
+        elif norms.after_rotation and not (reference and setting.bytes_compute != 4):
+            made += turned * width
+    if family.scaled_by_position and not made:
+        made = shape.q_width
+    if reference and norms is None and (family.rotary == "pairs" or shape.rotates_in_part):
+        made += turned * shape.q_width  # attention writes as it is given queries, which torch has put by head
+    return made
+
+
+def _in_one_kernel(shape: ModelShape, setting: ActivationSettings) -> bool:
+    """True if the kernel behind the products of q, k and v rotates, and applies the heads' norms: as ``lora_qkv``
+    decides it.
+    """
+    norms = shape.family.head_norm
+    if norms is not None and norms.span == "width" and norms.after_rotation:
+        return False
+    return setting.bytes_compute != 4 and packed_rank(setting.rank) <= LARGEST_FUSED_RANK
+
+
+def _output_gate(shape: ModelShape, setting: ActivationSettings, *, reference: bool) -> float:
+    """Bytes of the gate and of the gated output; plain torch keeps its sigmoid, and both in float32."""
+    c, width = setting.bytes_compute, shape.q_width
+    if not reference:
+        return 2 * c * width
+    return (c + 4 + (4 if c != 4 else 0)) * width
+
+
 def _adapters(shape: ModelShape, setting: ActivationSettings) -> float:
-    return setting.bytes_compute * packed_rank(setting.rank) * _PRODUCTS
+    names = {linear.name for linear in setting.adapted}
+    products = sum(len(group) for group in shape.family.groups if names.intersection(group))
+    return setting.bytes_compute * packed_rank(setting.rank) * products
 
 
-def _gate_and_up(shape: ModelShape, setting: ActivationSettings) -> float:
-    return setting.bytes_compute * 2 * shape.intermediate_size
+def _mlp(shape: ModelShape, setting: ActivationSettings) -> float:
+    inner = setting.bytes_compute * shape.intermediate_size
+    return 2 * inner if len(shape.family.mlp) == 3 else inner + activation_bytes(shape, setting)
 
 
 def _backward(shape: ModelShape, setting: ActivationSettings) -> float:
     of_rank = _RANK_BYTES * packed_rank(setting.rank)
-    return setting.bytes_compute * (shape.intermediate_size + 3 * shape.hidden_size) + of_rank
+    wide = 1 if len(shape.family.mlp) == 3 else 2
+    return setting.bytes_compute * (wide * shape.intermediate_size + 3 * shape.hidden_size) + of_rank
 
 
 def _backward_in_torch(shape: ModelShape, setting: ActivationSettings) -> float:
@@ -111,9 +183,9 @@ def _backward_in_torch(shape: ModelShape, setting: ActivationSettings) -> float:
 
 
 def _sent(shape: ModelShape, *, attention_by_kernel: bool) -> int:
-    return shape.family.half_inputs + attention_by_kernel
+    return 1 if shape.parallel else shape.half_inputs + attention_by_kernel
 
 
 def _ahead(shape: ModelShape) -> int:
     """Whoever makes attention's output."""
-    return fetched_ahead(shape.family.most_sent)
+    return fetched_ahead(shape.most_sent)

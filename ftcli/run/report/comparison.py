@@ -141,6 +141,7 @@ def result_rows(comparison: Comparison) -> list[tuple[str, list[str]]]:
         ("training loss", [_shown(run.loss) for run in runs]),
         ("reward", [_shown(run.reward) for run in runs]),
         ("held-out loss", [_shown(run.eval_loss) for run in runs]),
+        ("held-out, in the right order", [_share(run.preferred) for run in runs]),
         ("held-out token accuracy", [_share(run.token_accuracy) for run in runs]),
         *((name, [_share(run.tasks.get(name)) for run in runs]) for name in _tasks(runs)),
         ("tokens", [_count(run.tokens) for run in runs]),

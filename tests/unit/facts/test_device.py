@@ -17,6 +17,7 @@ from ftcli.config.model import Kernels
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.facts import device as device_module
 from ftcli.facts.device import DEVICE_NAMES, GPUS, DeviceFacts, cpu_device, named_device, probe_device, usable_cores
+from ftcli.facts.shape import shape_of
 from ftcli.plan.execution import LayerChoice, choose_layers, why_no_kernels
 from ftcli.plan.precision import DtypePlan, plan_dtypes
 from ftcli.preflight.checks import machine
@@ -287,10 +288,12 @@ def test_the_kernels_need_a_gpu_of_capability_7() -> None:
 
 def test_layers_stay_transformers_own_where_the_kernels_cannot_run() -> None:
     """Under `kernels: auto` any CUDA GPU got the kernels, and the first launch failed."""
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    shape = shape_of({"model_type": "llama", **dict.fromkeys(sizes, 8)})
 
     def chosen(device: DeviceFacts, kernels: Kernels = "auto") -> LayerChoice:
         gpu = device.gpu if device.kind == "cuda" else None
-        return choose_layers("llama", "silu", kernels, device=device.name, gpu=gpu)
+        return choose_layers("llama", shape, "silu", kernels, device=device.name, gpu=gpu)
 
     pascal = replace(GPUS["t4"], name="GTX 1080", capability=(6, 1))
     assert chosen(pascal) == LayerChoice("transformers", "the kernels need compute capability 7.0, not 6.1")

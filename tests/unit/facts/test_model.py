@@ -241,6 +241,28 @@ def test_configs_that_make_no_model(config: Any, code: str, words: str, folder: 
     assert words in finding.message
 
 
+@pytest.mark.parametrize(
+    ("labels", "is_one", "helps"),
+    [
+        ({"id2label": {"0": "LABEL_0"}}, "a reward model: it scores answers", "[{use: reward_model, model: "),
+        ({"num_labels": 1}, "a reward model: it scores answers", "[{use: reward_model, model: "),
+        ({"id2label": {"0": "no", "1": "yes"}}, "a classifier: it writes no text", "trained from"),
+        ({}, "a classifier", "trained from"),
+    ],
+)
+def test_a_reward_model_in_the_place_of_a_base_is_called_one(
+    labels: Any, is_one: str, helps: str, folder: Any, origins: Any
+) -> None:
+    config = {**TINY, "architectures": ["LlamaForSequenceClassification"], **labels}
+    with pytest.raises(FtcliError) as caught:
+        facts(folder("m", config), tokenizer="bytes", origins=origins)
+    (finding,) = caught.value.findings
+    assert finding.code == "FT309"
+    assert f"is a LlamaForSequenceClassification, {is_one}" in finding.message
+    assert helps in str(finding.help)
+    assert "name the language model that it was trained from" in str(finding.help)
+
+
 @pytest.mark.parametrize("content", [b"{", b"[1, 2]", b"\xff\xfe\x00", b"", b"[" * 100_000])
 def test_a_corrupt_config_is_named(content: bytes, tmp_path: Path, origins: Any) -> None:
     (tmp_path / "config.json").write_bytes(content)
@@ -271,7 +293,7 @@ def test_places_that_hold_no_model(tmp_path: Path, folder: Any, origins: Any) ->
 
 
 def test_a_family_without_arithmetic_is_unknown_not_wrong(folder: Any, origins: Any) -> None:
-    found = facts(folder("m", {**TINY, "model_type": "olmo2"}), tokenizer="bytes", origins=origins)
+    found = facts(folder("m", {**TINY, "model_type": "mixtral"}), tokenizer="bytes", origins=origins)
     assert found.shape is None
     assert found.parameters is None
 

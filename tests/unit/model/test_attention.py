@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,17 +12,21 @@ import torch
 import transformers
 from ftkernels.limits import Gpu
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import AttentionInterface, DynamicCache
 from transformers.masking_utils import (
+    AttentionMaskInterface,
     create_bidirectional_mask,
     create_causal_mask,
     create_chunked_causal_mask,
     create_sliding_window_causal_mask,
 )
 
+from ftcli.facts.generation import CacheShape
+from ftcli.generation.cache import Cache, Decode, Prefill
 from ftcli.model.attention import NAME, ftcli_attention_forward, register
-from ftcli.model.masks import CallMask
+from ftcli.model.masks import CallMask, mask_for
 from ftcli.plan.attention import AttentionCall, choose_attention
+from tests.small_models import build
 
 CUDA = torch.device("cuda")
 HOPPER = Gpu((9, 0), 227 * 1024)
@@ -52,6 +58,11 @@ CPU = Gpu(None, 0)
     (HOPPER, {"dropout": True}, "sdpa", "dropout"),
     (TURING, {"softcap": 50.0, "dtype": "float16"}, "eager", "capability 7.5"),
     (CPU, {"softcap": 50.0, "dtype": "float32"}, "eager", "CUDA"),
+    (HOPPER, {"sinks": True, "head_dim": 64}, "triton", "there are sinks"),
+    (HOPPER, {"sinks": True, "softcap": 50.0, "windowed": True}, "triton", "capped"),
+    (HOPPER, {"sinks": True, "decoding": True}, "eager", "one query"),
+    (TURING, {"sinks": True, "dtype": "float16"}, "eager", "there are sinks, which SDPA cannot do, and"),
+    (CPU, {"sinks": True, "dtype": "float32", "mask": "intervals"}, "eager", "CUDA"),
 ])  # fmt: skip
 def test_the_backend_is_a_pure_function_of_machine_and_call(
     machine: Gpu, call: dict[str, Any], backend: str, reason: str
@@ -167,12 +178,15 @@ def qkv(batch: int = 3, length: int = 11, keys: int = 11) -> list[Tensor]:
     return [torch.randn(batch, heads, size, 16) for heads, size in ((4, length), (2, keys), (2, keys))]
 
 
-@pytest.mark.parametrize("softcap", [None, 5.0])
+SINKS = torch.tensor([-2.0, 0.5, 3.0, 6.0])
+
+
+@pytest.mark.parametrize(("softcap", "sinks"), [(None, None), (5.0, None), (None, SINKS), (5.0, SINKS)])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("create", [create_causal_mask, create_sliding_window_causal_mask])
-def test_kernels_and_dense_backends_agree(create: Any, case: str, softcap: float | None) -> None:
+def test_kernels_and_dense_backends_agree(create: Any, case: str, softcap: float | None, sinks: Tensor | None) -> None:
     mask = made_by(create, 3, 11, **CASES[case])
-    options: dict[str, Any] = {"scaling": 0.25, "softcap": softcap, "sliding_window": mask.window}
+    options: dict[str, Any] = {"scaling": 0.25, "softcap": softcap, "sliding_window": mask.window, "s_aux": sinks}
     dense, _ = ftcli_attention_forward(torch.nn.Identity(), *qkv(), mask, **options)
     ours, _ = ftcli_attention_forward(torch.nn.Identity(), *qkv(), mask, kernels="triton", **options)
     tokens = CASES[case].get("attention_mask", torch.ones(3, 11)).bool()
@@ -222,11 +236,79 @@ def test_a_mask_of_another_layer_type_or_length_is_refused() -> None:
         ftcli_attention_forward(torch.nn.Identity(), *qkv(length=9, keys=9), full, scaling=0.25)
 
 
-def test_capped_scores_in_blocks_of_queries_are_those_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kernels", ["auto", "triton"])
+def test_gpt_osss_layers_give_the_same_on_ours(kernels: Any) -> None:
+    """Output and every gradient, the sinks' among them, of a whole model with a window on every other layer."""
+    torch.manual_seed(0)
+    model: Any = build("gpt_oss", head_dim=16)
+    for layer in model.model.layers:
+        torch.nn.init.uniform_(layer.self_attn.sinks, -2.0, 3.0)
+    ids = torch.randint(5, 250, (2, 40))
+    names = [name for name, _ in model.named_parameters()]
+
+    def run() -> dict[str, Tensor]:
+        states = model.model(input_ids=ids).last_hidden_state
+        grads = torch.autograd.grad(states.square().sum(), list(model.parameters()), allow_unused=True)
+        return {"": states.detach(), **{n: g for n, g in zip(names, grads, strict=True) if g is not None}}
+
+    model.set_attn_implementation("eager")
+    wanted = run()
+    assert sum(name.endswith("sinks") for name in wanted) == len(model.model.layers)
+    register()
+    interpreted = "ftcli_interpreted_sinks"
+    AttentionInterface.register(interpreted, partial(ftcli_attention_forward, kernels=kernels))
+    AttentionMaskInterface.register(interpreted, mask_for)
+    model.set_attn_implementation(interpreted)
+    found = run()
+    assert found.keys() == wanted.keys()
+    for name, truth in wanted.items():
+        error = (found[name] - truth).norm() / truth.norm().clamp_min(1e-12)
+        assert error <= 2e-5, (name, float(error))
+
+
+class Keeps:
+    """A cache that answers with the sinks that it was called with."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, sinks: Tensor | None, **_: Any) -> Any:
+        return sinks
+
+
+def test_a_cache_gets_the_sinks() -> None:
+    module: Any = SimpleNamespace(layer_idx=0)
+    out, _ = ftcli_attention_forward(module, *qkv(), None, scaling=0.25, s_aux=SINKS, cached=Keeps())
+    assert out is SINKS
+
+
+@pytest.mark.parametrize("sinks", [None, SINKS])
+def test_one_token_against_pages_is_the_last_of_all(sinks: Tensor | None) -> None:
+    """The engine's cache: what it attends to is what a whole call attends to, in prefill and decoding."""
+    q, k, v = qkv(batch=1)
+    options: dict[str, Any] = {"scaling": 0.25, "s_aux": sinks, "sliding_window": 5}
+    wanted, _ = ftcli_attention_forward(torch.nn.Identity(), q, k, v, None, **options)
+    cache = Cache(CacheShape(1, 2, 16, 4), 2, torch.float32, torch.device("cpu"))
+    module: Any = SimpleNamespace(layer_idx=0)
+    prefill = Prefill(cache, torch.ones(10, dtype=torch.long), torch.arange(10))
+    first, _ = ftcli_attention_forward(
+        module, q[:, :, :10], k[:, :, :10], v[:, :, :10], None, cached=prefill, **options
+    )
+    table, length = torch.ones(1, 1, dtype=torch.int32), torch.tensor([11], dtype=torch.int32)
+    for backend in ("torch", "triton"):
+        step = Decode(cache, table, length, backend=backend)  # type: ignore[arg-type]
+        last, _ = ftcli_attention_forward(
+            module, q[:, :, 10:], k[:, :, 10:], v[:, :, 10:], None, cached=step, **options
+        )
+        torch.testing.assert_close(torch.cat([first, last], dim=1), wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("softcap", "sinks"), [(5.0, None), (None, SINKS), (5.0, SINKS)])
+def test_scores_in_blocks_of_queries_are_those_of_all(
+    monkeypatch: pytest.MonkeyPatch, softcap: float | None, sinks: Tensor | None
+) -> None:
     """Where no kernel runs, a long sequence holds the scores of some queries at a time, also in backward."""
     module = import_module("ftcli.model.attention")
     torch.manual_seed(0)
     leaves = [torch.randn(2, heads, 21, 16, requires_grad=True) for heads in (4, 2, 2)]
+    own = [] if sinks is None else [sinks.clone().requires_grad_()]
     sizes: list[int] = []
     block = module._eager_block
 
@@ -236,8 +318,10 @@ def test_capped_scores_in_blocks_of_queries_are_those_of_all(monkeypatch: pytest
         return result
 
     def run() -> list[Tensor]:
-        out, _ = ftcli_attention_forward(torch.nn.Module(), *leaves, None, scaling=0.25, softcap=5.0, sliding_window=6)
-        return [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
+        out, _ = ftcli_attention_forward(
+            torch.nn.Module(), *leaves, None, scaling=0.25, softcap=softcap, sliding_window=6, s_aux=(own or [None])[0]
+        )
+        return [out.detach(), *torch.autograd.grad(out.square().sum(), [*leaves, *own])]
 
     whole = run()
     monkeypatch.setattr(module, "_eager_block", watched)

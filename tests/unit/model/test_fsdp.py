@@ -17,16 +17,20 @@ from ftcli.model.backbone import decoder_layers
 from ftcli.model.fp8 import fp8_linear
 from ftcli.model.fsdp import (
     UNSHARDED_LAYERS,
+    JoinedTensors,
     RankShards,
     has_shards_only,
     join_shared,
+    prepare,
     rank_shards_of,
     unsharded_layers,
 )
 from ftcli.model.load import load_model
 from ftcli.model.loss import forward_loss
-from ftcli.model.quantized import as_shardable, is_shardable
+from ftcli.model.quantized import QuantizedLinear, as_shardable, is_shardable
 from ftcli.plan.precision import DtypePlan
+from tests.quantized import quantize_linears
+from tests.small_models import build
 
 PLAN = DtypePlan("float32", "float32", "float32", autocast=False, reason="")
 TINY = ModelConfig(name_or_path="bundled:tiny-gemma2", dtype="float32")
@@ -102,3 +106,26 @@ def test_fp8_weights_of_one_input_stay_one_product_as_they_were_joined() -> None
     assert torch.equal(told.transposed.float(), joined.transposed.float())
     assert torch.equal(told.data.float(), joined.data.float())
     assert [module.stored_bytes for module in modules] == before
+
+
+@pytest.mark.parametrize("method", ["none", "nf4", "fp8"])
+@pytest.mark.parametrize("model_type", ["phi3", "glm4"])
+def test_a_single_layer_for_several_outputs_is_one_parameter_as_it_is(model_type: str, method: str) -> None:
+    """Phi-3 has one linear for q, k and v and one for gate and up; GLM-4 has the second, and q, k and v to join."""
+    layer: Any = decoder_layers(build(model_type).requires_grad_(False))[0]
+    if method != "none":
+        quantize_linears(layer, QuantizationConfig(method=method))
+    before = [_dense(module) for module in (layer.mlp.gate_up_proj, layer.self_attn.o_proj)]
+    prepare(layer, joins=True)
+    joints = [name for name, module in layer.named_modules() if isinstance(module, JoinedTensors)]
+    wanted = {"none": ["self_attn.joint_q_proj_k_proj_v_proj"], "nf4": []}
+    wanted["fp8"] = [*wanted["none"], "self_attn.joint_q_proj_k_proj_v_proj_columns"]
+    assert joints == ([] if model_type == "phi3" else wanted[method])
+    after = [_dense(module) for module in (layer.mlp.gate_up_proj, layer.self_attn.o_proj)]
+    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+    assert all(parameter.dtype == torch.float32 for parameter in layer.mlp.gate_up_proj.parameters())
+
+
+def _dense(module: Any) -> torch.Tensor:
+    weight = module.frozen_weight() if isinstance(module, QuantizedLinear) else module.weight
+    return weight.detach().clone() if isinstance(weight, torch.Tensor) else weight.dequantize(torch.float32)

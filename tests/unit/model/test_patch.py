@@ -43,6 +43,15 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+WINDOW_THEN_ALL = ["sliding_attention", "full_attention"]
+#: Of 13 positions the later ones have another factor.
+SCALED_BY_POSITION = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 4,
+    "llama_4_scaling_beta": 0.5,
+}
 CONFIGS: dict[str, Any] = {
     "llama": (transformers.LlamaConfig, {}),
     "mistral": (transformers.MistralConfig, {"head_dim": 16, "sliding_window": 5}),
@@ -51,13 +60,50 @@ CONFIGS: dict[str, Any] = {
     "gemma": (transformers.GemmaConfig, {"head_dim": 16}),
     "gemma2": (transformers.Gemma2Config, {"head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 16}),
     "gemma3_text": (transformers.Gemma3TextConfig, {"head_dim": 16, "sliding_window": 5}),
+    "phi3": (transformers.Phi3Config, {"sliding_window": 5}),
+    "phi3 rotated in part": (transformers.Phi3Config, {"partial_rotary_factor": 0.5}),
+    "ministral3": (transformers.Ministral3Config, {"head_dim": 16, "rope_parameters": SCALED_BY_POSITION}),
+    "smollm3": (transformers.SmolLM3Config, {"no_rope_layers": [1, 0]}),
+    "olmo2": (transformers.Olmo2Config, {}),
+    "olmo3": (transformers.Olmo3Config, {"sliding_window": 5, "layer_types": WINDOW_THEN_ALL}),
+    "granite": (
+        transformers.GraniteConfig,
+        {
+            "embedding_multiplier": 12.0,
+            "logits_scaling": 7.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.0156,
+            "mlp_bias": True,
+        },
+    ),
+    "exaone4": (transformers.Exaone4Config, {"head_dim": 16, "sliding_window": 5, "layer_types": WINDOW_THEN_ALL}),
+    "exaone4 without window": (
+        transformers.Exaone4Config,
+        {"head_dim": 16, "sliding_window": None, "layer_types": ["full_attention"] * 2},
+    ),
+    "cohere2": (
+        transformers.Cohere2Config,
+        {"head_dim": 16, "sliding_window": 5, "layer_types": WINDOW_THEN_ALL, "logit_scale": 0.25},
+    ),
+    "arcee": (transformers.ArceeConfig, {"head_dim": 16, "mlp_bias": True}),
+    "helium": (transformers.HeliumConfig, {"head_dim": 16}),
+    "vaultgemma": (transformers.VaultGemmaConfig, {"head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 16}),
+    "jais2": (transformers.Jais2Config, {"head_dim": 16}),
+    "apertus": (transformers.ApertusConfig, {}),
+    "glm": (transformers.GlmConfig, {"head_dim": 16}),
+    "glm4": (transformers.Glm4Config, {"head_dim": 16}),
+    "starcoder2": (transformers.Starcoder2Config, {"sliding_window": 5}),
+    "stablelm": (transformers.StableLmConfig, {}),
+    "stablelm in parallel": (transformers.StableLmConfig, {"use_parallel_residual": True, "use_qkv_bias": True}),
+    "seed_oss": (transformers.SeedOssConfig, {"head_dim": 16, "residual_dropout": 0.0, "attention_dropout": 0.0}),
+    "ernie4_5": (transformers.Ernie4_5Config, {"head_dim": 16}),
+    "hunyuan_v1_dense": (transformers.HunYuanDenseV1Config, {"head_dim": 16}),
 }
-PARTS: dict[str, Any] = {"phi3": (transformers.Phi3Config, {"sliding_window": 5})}
 PLAN = DtypePlan("float32", "float32", "float32", False, "a test")
 
 
 def plain(name: str, **changes: Any) -> transformers.PreTrainedModel:
-    kind, extra = (CONFIGS | PARTS)[name]
+    kind, extra = CONFIGS[name]
     config = kind(**{**SIZES, **extra, **changes})
     config._attn_implementation = "eager"
     torch.manual_seed(0)
@@ -76,7 +122,7 @@ def adapted(name: str, **lora: Any) -> peft.PeftModel:
     return model
 
 
-@pytest.mark.parametrize("name", ["gemma3", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("name", ["gemma3", "mistral3", "muse_glimmer", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 def test_the_language_model_of_a_multimodal_model_is_on_the_kernels(name: str) -> None:
     base = build(name)
     model, _ = apply_lora(base, LoraConfig(r=4), PLAN, seed=0)
@@ -86,7 +132,8 @@ def test_the_language_model_of_a_multimodal_model_is_on_the_kernels(name: str) -
     loss, gradients = run(model)
     tower = base.config.vision_config._attn_implementation
     applied = patch(model, "reference")
-    assert [entry.layer for entry in applied.table if entry.on] == ["layers.0", "layers.1", "norm"]
+    count = base.config.text_config.num_hidden_layers
+    assert [entry.layer for entry in applied.table if entry.on] == [*(f"layers.{at}" for at in range(count)), "norm"]
     assert base.config.vision_config._attn_implementation == tower
     patched_loss, patched = run(model)
     assert patched_loss == pytest.approx(loss, rel=1e-5)
@@ -98,7 +145,7 @@ def test_the_language_model_of_a_multimodal_model_is_on_the_kernels(name: str) -
 
 
 @pytest.mark.parametrize("kernels", ["off", "reference"])
-@pytest.mark.parametrize("name", ["gemma3", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("name", ["gemma3", "mistral3", "muse_glimmer", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 def test_packed_documents_stay_apart_in_the_language_model_of_a_multimodal_model(name: str, kernels: Kernels) -> None:
     generator = torch.Generator().manual_seed(5)
     rows = []
@@ -161,30 +208,9 @@ def test_norms_over_heads_neither_copy_their_input_nor_turn_its_layout(monkeypat
         return rms_norm(x, *args, **kwargs).contiguous()
 
     monkeypatch.setattr("ftkernels.lora_qkv.rms_norm", like_the_kernel)
-    found = _normed(heads, Norm(norm.weight, norm_eps(norm)), "auto")
+    found = _normed(heads, Norm(norm.weight, norm_eps(norm)), "head", "auto")
     assert found.transpose(1, 2).is_contiguous()
     torch.testing.assert_close(found, norm(heads))
-
-
-def test_phi3_keeps_its_layers_and_takes_norms_and_attention() -> None:
-    """Its q, k, v and gate, up are single layers: the table says so, and `triton`, which allows no rest, refuses."""
-    model, ids = adapted("phi3"), batch()["input_ids"]
-    loss, gradients = run(model)
-    with torch.no_grad():
-        logits = model(input_ids=ids).logits
-    applied = patch(model, "reference")
-    on = [entry.layer for entry in applied.table if entry.on]
-    assert on == [f"layers.{i}.{n}" for i in (0, 1) for n in ("input_layernorm", "post_attention_layernorm")] + ["norm"]
-    assert [entry.reason for entry in applied.off] == [
-        "q, k, v and gate, up are single layers with one adapter each"
-    ] * 2
-    patched_loss, patched = run(model)
-    assert patched_loss == pytest.approx(loss, rel=1e-5)
-    for key, wanted in gradients.items():
-        assert (patched[key] - wanted).norm() <= 1e-4 * wanted.norm(), key
-    applied.undo()
-    with torch.no_grad():
-        assert torch.equal(model(input_ids=ids).logits, logits)
 
 
 def test_disabled_adapters_give_the_base_model() -> None:
@@ -235,9 +261,18 @@ def test_what_cannot_be_fused_stays_and_says_why(lora: dict[str, Any], words: st
     assert words in applied.table[0].reason
 
 
+@pytest.mark.filterwarnings("ignore:`lora_bias=True`")
+def test_all_layers_stay_where_attention_would_not_hear_of_documents() -> None:
+    """StableLM's layers hand attention nothing further: ours beside them would see past the documents of a row."""
+    of_one = {"target_modules": ["model.layers.1.self_attn.q_proj"], "lora_bias": True}
+    for name, alone in (("stablelm", True), ("llama", False)):
+        table = patch(adapted(name, **of_one), "reference").table
+        assert [entry.on for entry in table if entry.layer.startswith("layers")] == [not alone, False]
+
+
 #: What is special in full fine-tuning: heads that are the embedding and that are not, biases, capped scores and logits.
 WHOLE = [
-    *((name, {"tie_word_embeddings": tied}) for name in (*CONFIGS, *PARTS) for tied in (False, True)),
+    *((name, {"tie_word_embeddings": tied}) for name in CONFIGS for tied in (False, True)),
     ("llama", {"attention_bias": True, "mlp_bias": True}),
     ("qwen3", {"attention_bias": True}),
 ]
@@ -252,7 +287,7 @@ def test_full_fine_tuning_has_transformers_loss_and_every_gradient(name: str, ch
     loss, gradients = run(model)
     assert set(gradients) == {key for key, _ in model.named_parameters()}
     applied = patch(model, "reference")
-    assert all(entry.on for entry in applied.table) or name in PARTS
+    assert all(entry.on for entry in applied.table)
     patched_loss, patched = run(model)
     assert patched_loss == pytest.approx(loss, rel=1e-5)
     assert set(patched) == set(gradients)
@@ -347,7 +382,7 @@ def test_a_kernel_that_does_not_fit_the_gpu_is_a_coded_error(monkeypatch: pytest
     model = adapted("llama")
     applied = patch(model, "reference")
 
-    def too_large(*_: Any) -> None:
+    def too_large(*_: Any, **__: Any) -> None:
         raise OutOfResources(237568, 232448, "shared memory")
 
     monkeypatch.setattr(FusedDecoderLayer, "_mlp", too_large)
@@ -358,13 +393,13 @@ def test_a_kernel_that_does_not_fit_the_gpu_is_a_coded_error(monkeypatch: pytest
 def test_self_check_names_the_layer_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     model = adapted("llama")
     applied = patch(model, "reference")
-    mlp = FusedDecoderLayer._mlp
+    half = FusedDecoderLayer._mlp_half
 
-    def broken(self: FusedDecoderLayer, hidden: torch.Tensor, norm: Any, packs: Any, residual: Any) -> Any:
-        out = mlp(self, hidden, norm, packs, residual)
+    def broken(self: FusedDecoderLayer, hidden: torch.Tensor, packs: Any) -> Any:
+        out = half(self, hidden, packs)
         return out * 1.05 if self.self_attn.layer_idx == 1 else out
 
-    monkeypatch.setattr(FusedDecoderLayer, "_mlp", broken)
+    monkeypatch.setattr(FusedDecoderLayer, "_mlp_half", broken)
     with pytest.raises(FtcliError, match=r"FT704.*layers\.1"):
         self_check(model, applied, "reference", batch(), PLAN)
 
@@ -373,12 +408,12 @@ def test_self_check_compares_outputs_and_not_only_gradients(monkeypatch: pytest.
     """The last layer's output is scaled here, which the norm after it undoes: loss and gradients are right."""
     model = plain("llama", rms_norm_eps=1e-12)
     applied = patch(model, "reference")
-    mlp = FusedDecoderLayer._mlp
+    half = FusedDecoderLayer._mlp_half
 
-    def scaled(self: FusedDecoderLayer, hidden: torch.Tensor, norm: Any, packs: Any, residual: Any) -> Any:
-        out = mlp(self, hidden, norm, packs, residual)
+    def scaled(self: FusedDecoderLayer, hidden: torch.Tensor, packs: Any) -> Any:
+        out = half(self, hidden, packs)
         return out + 0.05 * out.detach() if self.self_attn.layer_idx == 1 else out
 
-    monkeypatch.setattr(FusedDecoderLayer, "_mlp", scaled)
+    monkeypatch.setattr(FusedDecoderLayer, "_mlp_half", scaled)
     with pytest.raises(FtcliError, match=r"FT704.*layers\.1 the output differs by 0\.05"):
         self_check(model, applied, "reference", batch(), PLAN)

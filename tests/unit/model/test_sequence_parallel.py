@@ -10,14 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from ftkernels.attention_mask import AttentionMask
 
 from ftcli.data.collate import PaddingCollator, packed_batch, unpadded_batch
 from ftcli.data.sequence_parallel import part_of
 from ftcli.data.tokens import TokenizedRow
 from ftcli.labels import IGNORE_INDEX
+from ftcli.model.attention import ftcli_attention_forward
 from ftcli.model.backbone import hidden_states
 from ftcli.model.gradient_checkpointing import use_checkpointing
 from ftcli.model.loss import forward_loss, target_positions
+from ftcli.model.masks import CallMask
 from ftcli.model.sequence_parallel import SequencePart
 from ftcli.plan.sharding import exchanged_key_heads
 from ftcli.rows.row import Row
@@ -186,3 +189,23 @@ def test_parts_hold_every_supervised_token_once() -> None:
             assert sum(int((each["targets"] != IGNORE_INDEX).sum()) for each in found) == count
             real = batch["lengths"].sum() if "lengths" in batch else batch["attention_mask"].sum()
             assert sum(int(each["lengths"].sum()) for each in found) == int(real)
+
+
+def test_each_part_attends_with_the_sinks_of_its_heads() -> None:
+    """Output, and the sinks' gradient, which the parts' add up to."""
+    torch.manual_seed(0)
+    rows = [torch.randn(2, heads, 12, 16) for heads in (4, 2, 2)]
+    sinks = torch.tensor([-2.0, 0.5, 3.0, 6.0])
+
+    def run(tensors: list[torch.Tensor], sequence: SequencePart | None) -> tuple[torch.Tensor, torch.Tensor]:
+        own, seen = sinks.clone().requires_grad_(), AttentionMask.causal_mask()
+        mask = CallMask(
+            12, 12, None, torch.device("cpu"), None, None, False, 2, lambda: seen.dense(12, 12), seen, sequence
+        )
+        out, _ = ftcli_attention_forward(torch.nn.Identity(), *tensors, mask, scaling=0.25, s_aux=own)
+        return out.detach(), torch.autograd.grad(out.square().sum(), own)[0]
+
+    found = Meeting(2).together(lambda part: run([each.chunk(2, dim=2)[part.part] for each in rows], part))
+    out, gradient = run(rows, None)
+    assert torch.allclose(torch.cat([each[0] for each in found], dim=1), out, atol=1e-6)
+    assert torch.allclose(found[0][1] + found[1][1], gradient, rtol=1e-5, atol=1e-5)

@@ -415,3 +415,31 @@ def test_status_json_is_plain_for_scripts(tmp_path: Path) -> None:
     assert raw["resumable"] is False
     assert raw["started"].endswith("Z")
     assert raw["ended"].endswith("Z")
+
+
+SOURCES = [{"path": "a.jsonl", "weight": 1.0}, {"path": "b.jsonl", "weight": 0.5, "columns": {"text": "t"}}]
+
+
+@pytest.mark.parametrize(
+    ("now", "said"),
+    [
+        ([SOURCES[0], {**SOURCES[1], "weight": 0.25}], ["data.train.1.weight: 0.5 -> 0.25"]),
+        ([SOURCES[0], {**SOURCES[1], "columns": {"text": "u"}}], ["data.train.1.columns.text: t -> u"]),
+        (
+            [{"path": "c.jsonl", "weight": 2.0}, SOURCES[1]],
+            ["data.train.0.path: a.jsonl -> c.jsonl", "data.train.0.weight: 1.0 -> 2.0"],
+        ),
+        (SOURCES[:1], ["data.train: without b.jsonl"]),
+        ([*SOURCES, {"path": "d.jsonl", "weight": 3}], ["data.train: with d.jsonl"]),
+        ([{"path": "e.jsonl", "weight": 3}], ["data.train: without a.jsonl", "without b.jsonl", "with e.jsonl"]),
+        ([], ["data.train: ["]),
+    ],
+)
+def test_of_changed_sources_it_says_what_has_changed(tmp_path: Path, now: list[Any], said: list[str]) -> None:
+    """It printed both lists whole: a thousand characters for one number."""
+    run = unfinished(tmp_path / "a", 5, text=recipe(data={"train": SOURCES, "max_seq_len": 64}))
+    with pytest.raises(FtcliError) as caught:
+        open_run(run.path, "auto", recipe(data={"train": now, "max_seq_len": 64}))
+    (finding,) = caught.value.findings
+    assert all(each in finding.message for each in said), finding.message
+    assert not now or "remove_columns" not in finding.message

@@ -51,6 +51,8 @@ SMALL: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+#: The interpreter takes a second for each layer and two heads; one key of both queries is enough.
+INTERPRETED_SMALL = {"num_attention_heads": 2, "num_key_value_heads": 1}
 #: transformers' names of layers with a window and without.
 CHANGES: dict[str, dict[str, Any]] = {
     "bitnet": {"head_dim": 8},
@@ -60,11 +62,23 @@ CHANGES: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
         "max_position_embeddings": 16,
     },
+    "ministral3": {
+        "rope_parameters": {
+            **small_models.SCALED_BY_POSITION,
+            "factor": 32.0,
+            "original_max_position_embeddings": 4,
+        }
+    },
+    "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
+    "helium": INTERPRETED_SMALL,  # whose heads make up the hidden size
+    "stablelm": INTERPRETED_SMALL,
 }
-#: The interpreter takes a second for each layer and two heads; one key of both queries is enough.
-INTERPRETED_SMALL = {"num_attention_heads": 2, "num_key_value_heads": 1}
 #: Language models that are built only within a model of several towers, and two that are built within one as well.
-TOWERS = {row.text: name for name, row in families.MULTIMODAL.items() if row.text.endswith("_vl_text")}
+TOWERS = {
+    row.text: name
+    for name, row in families.MULTIMODAL.items()
+    if row.text in families.TABLE and row.text.endswith(("_vl_text", "glimmer_text"))
+}
 WITH_TOWERS = {**{name: name for name in ("gemma3", "mistral3")}, **TOWERS}
 FAMILIES = sorted({*families.TABLE, *("gemma3", "mistral3")})
 KERNELS = [name for name in FAMILIES if name not in families.TABLE or families.TABLE[name].kernels != "none"]

@@ -17,6 +17,7 @@ from ftcli.data.tokens import TokenizedRow
 from ftcli.labels import IGNORE_INDEX
 from ftcli.methods.kto.losses import LabelLoss
 from ftcli.methods.kto.objective import LabelObjective
+from ftcli.methods.kto.reference import LabelReference
 from ftcli.methods.preference.settings import PreferenceConfig
 from ftcli.plan.batches import Batches
 from ftcli.rows.row import Row
@@ -60,6 +61,7 @@ def objective_of(
     accumulation: int = 1,
     group: Any = None,
     reference: Any = None,
+    known: Any = None,
     started: bool = True,
     dtype: str = "float32",
     **settings: Any,
@@ -70,9 +72,10 @@ def objective_of(
     job.dtypes = replace(job.dtypes, compute=dtype)
     loss = LabelLoss.of(PreferenceConfig.model_validate(settings))
     epochs = epochs_of(rows() if documents is None else documents)
-    made = LabelObjective(job, model, epochs, loss, group=group, stack=None, reference=reference)
+    compared = LabelReference(reference, known)
+    made = LabelObjective(job, model, epochs, loss, group=group, stack=None, reference=compared)
     if started:
-        made.restore({}, Progress(1, 2, 0.0, 0))
+        made.restore({"reference": "live" if known is None else "ahead"}, Progress(1, 2, 0.0, 0))
     return made
 
 

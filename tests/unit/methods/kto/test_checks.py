@@ -36,6 +36,7 @@ REFUSED = [
     (["preference.label_smoothing=0.1"], "preference.label_smoothing is about pairs of answers"),
     (["preference.gamma=1"], "preference.gamma is about pairs of answers"),
     (["preference.ld_alpha=0.5"], "preference.ld_alpha is about pairs of answers"),
+    (["preference.reference_cache=atuo"], "preference.reference_cache atuo is no known word"),
     (["preference.reference=none"], "compares with a reference, and preference.reference is none"),
     (["preference={loss: apo_zero_unpaired, kl_rows: 4}"], "preference.kl_rows has no meaning for apo_zero_unpaired"),
     (ONE, "a step of one row: its KL is estimated from the answers to other prompts"),
@@ -53,6 +54,7 @@ def test_what_contradicts_the_loss_is_refused(settings: list[str], said: str, co
 WARNED = [
     ("train.learning_rate=2e-4", "a learning rate of 0.0002 is high for KTO"),
     ("train.per_device_train_batch_size=4", "a step of 4 rows: its KL"),
+    ("preference.reference_cache=./cache", "in one epoch each row is seen once"),
 ]
 
 

@@ -15,9 +15,11 @@ import pytest
 import torch
 
 from ftcli.config.model import QuantizationConfig
-from ftcli.methods.preference import reference
-from ftcli.methods.preference.cache import ReferenceCache, pair_digest
-from ftcli.methods.preference.reference import Reference, by_answer, by_pair, reference_key, scored_ahead, seen_pairs
+from ftcli.methods.preference import reference_key as key_module
+from ftcli.methods.preference.ahead import AheadOfTraining, by_answer, by_unit
+from ftcli.methods.preference.cache import ReferenceCache, unit_digest
+from ftcli.methods.preference.reference import Reference, scored_ahead, seen_units, steps_of
+from ftcli.methods.preference.reference_key import reference_key
 from ftcli.methods.preference.settings import PreferenceConfig
 from ftcli.model.initial_adapters import remember_initial
 from ftcli.model.patch import patch
@@ -129,8 +131,8 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path, said: list[str]
 
 def test_a_pair_is_its_tokens_and_what_is_scored_of_them() -> None:
     chosen, rejected = steps.rows()[:2]
-    known = pair_digest(chosen, rejected)
-    assert pair_digest(replace(chosen), replace(rejected)) == known
+    known = unit_digest(chosen, rejected)
+    assert unit_digest(replace(chosen), replace(rejected)) == known
     ids, labels = list(chosen.input_ids), list(chosen.labels)
     others = [
         (replace(chosen, input_ids=[*ids[:-1], ids[-1] + 1]), rejected),
@@ -139,7 +141,7 @@ def test_a_pair_is_its_tokens_and_what_is_scored_of_them() -> None:
         (replace(chosen, input_ids=[*ids, 5], labels=[*labels, -100]), rejected),
         (rejected, chosen),
     ]
-    found = [pair_digest(*pair) for pair in others]
+    found = [unit_digest(*pair) for pair in others]
     assert len({known, *found}) == 6
 
 
@@ -226,9 +228,9 @@ def test_so_are_ld_alpha_dtypes_device_config_attention_and_code(
     other_config(model)
     keys.append(reference_key(job, model, 1.0))
     model = steps.base_model(tmp_path)
-    monkeypatch.setattr(reference, "_SCORING", 2)
+    monkeypatch.setattr(key_module, "_SCORING", 2)
     keys.append(reference_key(job, model, 1.0))
-    monkeypatch.setattr(reference, "_SCORING", 1)
+    monkeypatch.setattr(key_module, "_SCORING", 1)
     keys.append(reference_key(job, steps.base_model(tmp_path).bfloat16(), 1.0))
     assert len(set(keys)) == len(keys) == 8
     assert reference_key(job, model, 1.0) == keys[0]
@@ -278,6 +280,22 @@ def test_what_is_scored_ahead_is_what_each_step_computes(tmp_path: Path) -> None
         require_same(found, wanted)
 
 
+@pytest.mark.parametrize("settings", [{}, {"ld_alpha": 0.5, "sft_weight": 0.5}], ids=str)
+def test_a_step_is_the_same_to_the_last_bit_as_one_that_computes_its_reference(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    """In float32, of pairs that are scored one by one in either case."""
+    model = steps.adapted_model(tmp_path)
+    job = job_of(train={"num_train_epochs": 2.0, "per_device_train_batch_size": 1}, preference=settings)
+    ahead = scored_ahead(job, model, epochs_of_pairs(steps.rows()), [], None)
+    split = [[unit] for unit in range(6)]
+    live, known = objective_of(model, **settings), objective_of(model, known=ahead.of_units, **settings)
+    wanted, found = step(live, model, split), step(known, model, split)
+    assert found[0] == wanted[0]
+    assert all(torch.equal(found[1][name], gradient) for name, gradient in wanted[1].items())
+    assert known.metrics() == live.metrics()
+
+
 def test_the_known_reference_is_not_computed_again(tmp_path: Path) -> None:
     model = steps.adapted_model(tmp_path)
     known = np.full((6, 4), -20.0, np.float32)
@@ -294,15 +312,15 @@ def test_values_of_pairs_and_of_answers_are_the_same_numbers() -> None:
     values = np.arange(8, dtype=np.float32).reshape(2, 4)
     answers = by_answer(values)
     assert answers.tolist() == [[0, 2], [1, 3], [4, 6], [5, 7]]
-    assert np.array_equal(by_pair(answers), values)
+    assert np.array_equal(by_unit(answers, 2), values)
 
 
 def test_a_second_run_reads_what_the_first_has_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, documents, said = steps.adapted_model(tmp_path), steps.rows(), []  # type: ignore[var-annotated]
     epochs, folder = epochs_of_pairs(documents), tmp_path / "cache"
     scored: list[int] = []
-    own = reference._scored
-    monkeypatch.setattr(reference, "_scored", lambda *args: scored.append(len(args[-1])) or own(*args))
+    own = AheadOfTraining._scored
+    monkeypatch.setattr(AheadOfTraining, "_scored", lambda *args: scored.append(len(args[-1])) or own(*args))
     twice, once = {"num_train_epochs": 2.0}, {"num_train_epochs": 1.0}
     assert scored_ahead(job_of(folder, train=once), model, epochs, documents, None) == Reference()  # it would not pay
     first = scored_ahead(job_of(folder, train=twice), model, epochs, documents[:4], None)
@@ -372,7 +390,9 @@ def test_pairs_that_no_step_reaches_are_not_scored(tmp_path: Path) -> None:
 def test_which_pairs_a_run_sees_and_whether_it_sees_them_again(
     train: dict[str, Any], ranks: int, wanted: tuple[int, bool]
 ) -> None:
-    seen, again = seen_pairs(job_of(train=train), epochs_of_pairs(steps.rows()), ranks)
+    group: Any = SimpleNamespace(size=ranks)
+    epochs = epochs_of_pairs(steps.rows())
+    seen, again = seen_units(epochs, steps_of(job_of(train=train), epochs, group))
     assert (len(seen), again) == wanted
 
 

@@ -82,10 +82,10 @@ def test_a_cache_pays_where_pairs_are_seen_again(context: Make) -> None:
     assert list(check(context("preference.reference_cache=./cache", "lora=null"))) == []
 
 
-def test_a_cache_where_weights_are_sharded_is_refused(context: Make) -> None:
-    settings = ("launch={engine: fsdp, num_processes: 2}", "preference.reference_cache=./cache")
-    (finding,) = check(context(*settings, "train.num_train_epochs=2"))
-    assert "launch.engine: fsdp shards the weights" in finding.message
+@pytest.mark.parametrize("launch", ["{engine: fsdp, num_processes: 2}", "{context_parallel_size: 2, num_processes: 2}"])
+def test_a_cache_is_for_every_engine(launch: str, context: Make) -> None:
+    settings = (f"launch={launch}", "preference.reference_cache=./cache")
+    assert list(check(context(*settings, "train.num_train_epochs=2"))) == []
 
 
 @pytest.mark.parametrize(("setting", "method"), FINE)

@@ -12,10 +12,14 @@ import pytest
 import torch
 
 from ftcli.data.shared import lengths_once
+from ftcli.labels import IGNORE_INDEX
 from ftcli.methods.preference.evaluate import PairEvaluator
+from ftcli.methods.preference.pairs import AnswerScorer
+from ftcli.methods.preference.settings import PreferenceConfig
+from ftcli.model.backbone import head_of
 from ftcli.model.fused import stack_of
 from ftcli.model.patch import patch
-from ftcli.plan.batches import bucket
+from ftcli.plan.batches import Batches, bucket
 from ftcli.plan.run import RunPlan
 from ftcli.reporting import SilentReporter
 from ftcli.train.data import computed_with
@@ -151,3 +155,53 @@ def test_held_out_pairs_have_the_same_results(tmp_path: Path) -> None:
     assert found.loss == pytest.approx(wanted.loss, abs=1e-5)
     assert found.tokens == wanted.tokens
     assert found.more == pytest.approx(wanted.more, abs=1e-4)
+    assert {"stop_logp", "stop_change", "accuracy_length_controlled"} <= set(found.more or ())
+    assert found.margins is not None
+    assert wanted.margins is not None
+    assert found.margins.values == pytest.approx(wanted.margins.values, abs=1e-4)
+    assert (found.margins.lengths == wanted.margins.lengths).all()
+
+
+@pytest.mark.parametrize("batches", [PADDED, UNPADDED, SHARED], ids=["padded", "unpadded", "shared"])
+def test_weights_by_the_policy_are_those_of_whole_logits(batches: Batches, tmp_path: Path) -> None:
+    """WPO: the mean over an answer's tokens of log p_y - log sum_v p_v^2, of each row by itself in float64."""
+    model, documents = steps.adapted_model(tmp_path), steps.rows()
+    patch(model, "reference")
+    wanted = []
+    for row in documents:
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([row.input_ids])).logits[0].double()
+        logp = logits.log_softmax(-1)
+        each = [
+            float(logp[n - 1, label] - logp[n - 1].mul(2).logsumexp(-1))
+            for n, label in enumerate(row.labels)
+            if n and label != IGNORE_INDEX
+        ]
+        wanted.append(sum(each) / len(each))
+    scorer = AnswerScorer(batches, 0, head_of(model).weight.shape[0], 1.0)
+    found = scorer.score(model, scorer.batch(documents), aligned=True).aligned
+    assert found is not None
+    assert found.tolist() == pytest.approx(wanted, rel=1e-4, abs=1e-5)
+    assert max(wanted) - min(wanted) > 0.1
+
+
+@pytest.mark.parametrize("loss", ["sigmoid", "ipo"])
+def test_pairs_that_are_weighed_by_the_policy_take_the_same_step(loss: str, tmp_path: Path) -> None:
+    """And have the same held-out results."""
+    documents, results = steps.rows(), []
+    for batches in (PADDED, SHARED):
+        model = steps.adapted_model(tmp_path)
+        patch(model, "reference")
+        settings = {"loss": loss, "beta": 0.5, "use_weighting": True}
+        objective = steps.objective_of(model, batches=batches, **settings)
+        job = steps.job_of(batches)
+        job.recipe.train = job.recipe.train.model_copy(update={"method": "dpo"})
+        job.recipe.preference = PreferenceConfig.model_validate(settings)
+        job.recipe.eval = SimpleNamespace(per_device_eval_batch_size=4)
+        held_out = PairEvaluator(job, documents).loss_of(model, documents)
+        results.append((steps.step(objective, model, [[0, 1], [2, 3, 4, 5]]), held_out))
+    (wanted, expected), (found, said) = results
+    steps.require_same(found, wanted)
+    assert said.loss == pytest.approx(expected.loss, rel=1e-5)
+    plain = steps.step(steps.objective_of(model, batches=SHARED, loss=loss, beta=0.5), model, [[0, 1], [2, 3, 4, 5]])
+    assert plain[0] != pytest.approx(found[0], rel=1e-2)

@@ -1,0 +1,114 @@
+"""The description of a model by layer, held against the models that transformers builds from the same config."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from ftcli.facts.shape import ModelShape, shape_of
+from ftcli.tables.families import TABLE
+from tests.small_models import TEXT
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 384,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 9,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+#: What released configs of a family say otherwise than transformers' defaults do.
+VARIANTS: dict[str, list[dict[str, Any]]] = {
+    "qwen2": [{"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3}, {"use_sliding_window": True}],
+    "qwen3": [{"attention_bias": True, "head_dim": 24, "use_sliding_window": True, "sliding_window": 8}],
+    "gemma3_text": [{"sliding_window_pattern": 3}, {"tie_word_embeddings": False}],
+    "smollm3": [{"no_rope_layers": [1, 0, 1, 1, 0, 1, 1, 1, 0]}, {"no_rope_layer_interval": 2, "attention_bias": True}],
+    "olmo3": [{"layer_types": ["full_attention", "sliding_attention"] * 4 + ["full_attention"]}],
+    "exaone4": [{"sliding_window": None, "layer_types": ["full_attention"] * 9}, {"sliding_window_pattern": 3}],
+    "cohere2": [{"sliding_window_pattern": 2}, {"attention_bias": True}],
+    "glm4": [{"attention_bias": False, "partial_rotary_factor": 0.25}],
+    "starcoder2": [{"use_bias": False, "sliding_window": 8}],
+    "stablelm": [{"use_parallel_residual": True, "use_qkv_bias": True, "partial_rotary_factor": 0.5}],
+    "seed_oss": [{"attention_bias": False, "attention_out_bias": True, "mlp_bias": True}],
+    "ernie4_5": [{"use_bias": True}],
+    "phi3": [{"partial_rotary_factor": 0.5, "sliding_window": 8}],
+    "granite": [{"attention_bias": True, "mlp_bias": True}],
+}
+#: transformers builds no model without.
+NEEDED: dict[str, dict[str, Any]] = {"helium": {"head_dim": 16}, "hunyuan_v1_dense": {"head_dim": 16}}
+ALONE = [
+    name for name in TABLE if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+]  # the others are parts: tests/unit/facts/test_towers.py
+CASES = [(name, NEEDED.get(name, {}) | values) for name in ALONE for values in ({}, *VARIANTS.get(name, []))]
+
+
+def described(model_type: str, values: dict[str, Any]) -> tuple[ModelShape, Any]:
+    """The shape of a config.json, and the model that transformers builds of it, without memory."""
+    stated = {**COMMON, **values}
+    shape = shape_of({"model_type": model_type, **stated})
+    assert shape is not None
+    with torch.device("meta"):
+        return shape, AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **stated))
+
+
+@pytest.mark.parametrize(("model_type", "values"), CASES)
+def test_parameters_and_linears_are_those_of_the_model(model_type: str, values: dict[str, Any]) -> None:
+    shape, model = described(model_type, values)
+    assert shape.parameters == model.num_parameters()
+    assert shape.num_layers == len(model.get_decoder().layers)
+    for layer, module in zip(shape.layers, model.get_decoder().layers, strict=True):
+        built = {
+            name: (linear.in_features, linear.out_features, linear.bias is not None)
+            for name, linear in module.named_modules()
+            if isinstance(linear, nn.Linear)
+        }
+        assert {x.name: (x.in_features, x.out_features, x.bias) for x in layer.linears} == built
+
+
+@pytest.mark.parametrize(("model_type", "values"), CASES)
+def test_windows_are_those_of_the_model(model_type: str, values: dict[str, Any]) -> None:
+    shape, model = described(model_type, values)
+    for layer, module in zip(shape.layers, model.get_decoder().layers, strict=True):
+        attention = module.self_attn
+        if model_type == "exaone4":
+            built = attention.sliding_window if attention.is_sliding else None
+        elif hasattr(attention, "sliding_window"):
+            built = attention.sliding_window
+        else:
+            built = getattr(attention.config, "sliding_window", None)
+        assert layer.attention.window == built
+
+
+@pytest.mark.parametrize(("model_type", "values"), CASES)
+def test_rotation_is_that_of_the_model(model_type: str, values: dict[str, Any]) -> None:
+    """Told by what attention is asked: queries at two positions differ where, and as far as, they are rotated."""
+    shape, model = described(model_type, values)
+    rotary, hidden = model.get_decoder().rotary_emb, torch.zeros(1, 2, 64, device="meta")
+    by_type = "layer_type" in inspect.signature(rotary.forward).parameters
+    positions = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+    given = rotary(hidden, positions, *(["full_attention"] if by_type else []))
+    rotated = [layer.attention.rotary_dim for layer in shape.layers]
+    assert set(rotated) <= {0, given[0].shape[-1]}
+    if hasattr(model.get_decoder().layers[0].self_attn, "use_rope"):
+        assert [bool(each) for each in rotated] == [bool(x.self_attn.use_rope) for x in model.get_decoder().layers]
+
+
+def test_every_described_type_has_a_small_model() -> None:
+    """Which the tests of training, generation and exports run."""
+    assert set(ALONE) - {"bitnet"} <= set(TEXT)
+
+
+def test_a_config_that_is_not_described_is_told_apart() -> None:
+    stated = {"model_type": "stablelm", **COMMON}
+    assert shape_of(stated) is not None
+    assert shape_of({**stated, "qk_layernorm": True}) is None
+    assert shape_of({**stated, "model_type": "mixtral"}) is None
