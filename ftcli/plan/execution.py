@@ -249,7 +249,8 @@ def execution_parts(
                 batches,
             )
         own = "eager" if execution.attention == "eager" else "sdpa"
-        return (first, ExecutionPart("attention", own, "transformers' own"), *_generation(facts), batches)
+        attention = ExecutionPart("attention", own, "transformers' own")
+        return (first, attention, *_generation(facts), batches)
     elementwise = "torch" if layers.code == "reference" else "triton"
     return (
         ExecutionPart("norms, rotary embedding, gated unit", elementwise, layers.reason),
@@ -263,14 +264,14 @@ def execution_parts(
 
 def _told(facts: ModelFacts, device: DeviceFacts, layers: LayerChoice) -> str:
     """The reason for transformers' own layers, and for a family that has no others what that costs on a GPU."""
-    if family_of(facts.text_type) is not None or device.kind != "cuda":
+    if facts.family is not None or device.kind != "cuda":
         return layers.reason
     return f"{layers.reason}: a step takes about {TIMES_SLOWER:g} times as long as that of a dense model on the kernels"
 
 
 def _generation(facts: ModelFacts) -> tuple[ExecutionPart, ...]:
     """A row where what generates is not the engine."""
-    refusal = why_no_engine(facts.language, known=family_of(facts.text_type) is not None)
+    refusal = why_no_engine(facts.language, facts.family, on_kernels=False)
     return () if refusal is None else (ExecutionPart("generation", "transformers", refusal),)
 
 

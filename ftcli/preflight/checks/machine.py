@@ -78,7 +78,7 @@ def check_layers(context: Context, device: DeviceFacts, execution: Execution) ->
 def check_documents(context: Context, plan: RunPlan) -> Findings:
     """FT443: documents of a row would see each other in a family that is known for it."""
     key = "data.packing" if context.recipe.data.packing else "data.padding_free"
-    own, facts = not plan.execution.on_kernels and not plan.execution.layers.parts, plan.facts
+    own, facts = not plan.execution.on_kernels, plan.facts
     if not own or not _shares_rows(context, plan):
         return
     reason = why_documents_leak(facts.text_type)

@@ -47,7 +47,7 @@ def model(tmp_path: Path) -> dict[str, Any]:
 
 def test_without_a_row_layers_stay_as_transformers_wrote_them(user: User, model: dict[str, Any]) -> None:
     result = user.done("check", user.recipe(model=model, lora={"r": 4}))
-    assert result["memory"] is None
+    assert result["memory"]["total_bytes"] > 0  # as measured on a model without memory
     assert MADE_UP not in families.TABLE
     assert [row["runs"] for row in result["kernel_table"]][:1] == ["transformers"]
 
