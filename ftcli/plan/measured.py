@@ -7,12 +7,12 @@ and transformers and takes seconds. This module has the values, and asks for the
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ftcli.config.model import QuantizationConfig
 from ftcli.facts.shape import Linear
+from ftcli.plain import JsonMap
 from ftcli.plan.trained import PlannedAdapters, TrainedParameters
 from ftcli.tables import code_of, quantizations
 from ftcli.tables.families import MEASURED_BY
@@ -185,7 +185,7 @@ def _longest(plan: RunPlan) -> int:
     return settings.max_prompt_length + settings.max_completion_length
 
 
-def config_in(question: Question) -> Mapping[str, object]:
+def config_in(question: Question) -> JsonMap:
     """The content of config.json."""
-    found: Mapping[str, object] = json.loads(question.config)
+    found: JsonMap = json.loads(question.config)
     return found
