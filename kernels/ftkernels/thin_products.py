@@ -30,8 +30,8 @@ from ftkernels.tiles import Tile, tile_for
 #: Projections of one group, and columns of a thin operand, that the kernel takes.
 MOST_PROJECTIONS, MOST_COLUMNS = 3, 128
 _BLOCK = 1024
-# What it takes until a program multiplies at full speed, and to write its sum, in steps of its loop.
-_STARTING_STEPS = 4
+# Elements of dy from which on one dB alone is no slower than its GEMM: on an H200, at 512 to 8192 rows.
+_FEWEST_ALONE = 2**24
 
 
 class OfB(NamedTuple):
@@ -94,6 +94,7 @@ def _thin_kernel(
     second_out,
     third_out,
     b_blocks,
+    b_rows,
     b_programs,
     x_ptr,
     x_stride,
@@ -102,7 +103,7 @@ def _thin_kernel(
     a_ptr,
     width,
     a_blocks,
-    rows_each,
+    a_rows,
     M,
     HAS_B: tl.constexpr,
     HAS_A: tl.constexpr,
@@ -129,10 +130,10 @@ def _thin_kernel(
         within = (block - later * blocks0 - last * blocks1) * BN  # its projection's column
         column = within + later * first_out + last * second_out
         features = tl.where(last > 0, third_out, tl.where(later > 0, second_out, first_out))
-        first = split * rows_each
+        first = split * b_rows
         b_sum = _summed(
             dy_ptr, dy_stride, xa_ptr + (later + last) * K, xa_stride, column, features - within, first,
-            tl.minimum(rows_each, M - first), K, K, EVEN, ACC, DOT, BM, BN, STAGES,
+            tl.minimum(b_rows, M - first), K, K, EVEN, ACC, DOT, BM, BN, STAGES,
         )  # fmt: skip
         every = tl.cast(first_out + second_out + third_out, tl.int64)
         b_at = b_ptr + (split * every + column) * K + (n * K + tl.arange(0, K)[None, :])
@@ -141,10 +142,10 @@ def _thin_kernel(
         a_program = program - b_programs
         a_column = (a_program % a_blocks) * BN
         a_split = a_program // a_blocks
-        a_first = a_split * rows_each
+        a_first = a_split * a_rows
         a_sum = _summed(
             x_ptr, x_stride, dxa_ptr, dxa_stride, a_column, width - a_column, a_first,
-            tl.minimum(rows_each, M - a_first), T, PADDED, EVEN, ACC, DOT, BM, BN, STAGES,
+            tl.minimum(a_rows, M - a_first), T, PADDED, EVEN, ACC, DOT, BM, BN, STAGES,
         )  # fmt: skip
         t = tl.arange(0, PADDED)[None, :]
         a_at = a_ptr + tl.cast(a_split, tl.int64) * T * width + a_column + (t * width + n)
@@ -201,9 +202,12 @@ def thin_tile(shared_memory: int, widest: int, element_bytes: int) -> Tile:
 
 
 def takes(of_b: OfB | None, of_a: OfA | None) -> bool:
-    """True where the kernel takes these operands."""
-    few = of_b is None or len(of_b.out_features) <= MOST_PROJECTIONS
-    return few and (of_a is None or of_a.dxa.shape[1] <= MOST_COLUMNS)
+    """True where the kernel takes these operands, and is no slower than GEMMs."""
+    if of_b is not None and len(of_b.out_features) > MOST_PROJECTIONS:
+        return False
+    if of_a is None:
+        return of_b is not None and (len(of_b.out_features) > 1 or of_b.dy.numel() >= _FEWEST_ALONE)
+    return of_a.dxa.shape[1] <= MOST_COLUMNS
 
 
 def thin_products(of_b: OfB | None, of_a: OfA | None, rank: int, *, tile: Tile | None = None) -> ThinGrads:
@@ -221,14 +225,15 @@ def thin_products(of_b: OfB | None, of_a: OfA | None, rank: int, *, tile: Tile |
     outs = [0, 0, 0] if of_b is None else [*of_b.out_features, 0, 0][:MOST_PROJECTIONS]
     width = 0 if of_a is None else of_a.x.shape[1]
     b_blocks, a_blocks = sum(triton.cdiv(o, tile.columns) for o in outs), triton.cdiv(width, tile.columns)
-    rows, splits = _share(count, b_blocks + a_blocks, tile)
-    b_partial = torch.empty((splits, sum(outs), rank), dtype=acc, device=some.device)
-    a_partial = torch.empty((splits, columns, width), dtype=acc, device=some.device)
+    b_rows, b_splits = _share(count, b_blocks, tile)
+    a_rows, a_splits = _share(count, a_blocks, tile)
+    b_partial = torch.empty((b_splits, sum(outs), rank), dtype=acc, device=some.device)
+    a_partial = torch.empty((a_splits, columns, width), dtype=acc, device=some.device)
     dy, xa = (some, some) if of_b is None else (_rows(of_b.dy), _rows(of_b.xa))
     x, dxa = (some, some) if of_a is None else (_rows(of_a.x), _rows(of_a.dxa))
     if count and b_blocks + a_blocks:
         with on_device_of(some):
-            _thin_kernel[((b_blocks + a_blocks) * splits,)](
+            _thin_kernel[(b_blocks * b_splits + a_blocks * a_splits,)](
                 dy,
                 dy.stride(0),
                 xa,
@@ -236,7 +241,8 @@ def thin_products(of_b: OfB | None, of_a: OfA | None, rank: int, *, tile: Tile |
                 b_partial,
                 *outs,
                 max(b_blocks, 1),
-                b_blocks * splits,
+                b_rows,
+                b_blocks * b_splits,
                 x,
                 x.stride(0),
                 dxa,
@@ -244,7 +250,7 @@ def thin_products(of_b: OfB | None, of_a: OfA | None, rank: int, *, tile: Tile |
                 a_partial,
                 width,
                 max(a_blocks, 1),
-                rows,
+                a_rows,
                 count,
                 HAS_B=of_b is not None,
                 HAS_A=of_a is not None,
@@ -298,17 +304,10 @@ def _finished(of_b: OfB | None, of_a: OfA | None, b_partial: Tensor, a_partial: 
 
 
 def _share(rows: int, blocks: int, tile: Tile) -> tuple[int, int]:
-    """(rows of a program, programs that share the rows), where ``blocks`` blocks of columns take a program each.
-
-    ``tile.programs`` run at a time: as few steps one after the other as possible, and of those the fewest programs.
-    """
+    """(rows of a program, programs that share the rows), where ``blocks`` blocks of columns take a program each."""
     steps = max(triton.cdiv(rows, tile.rows), 1)
-
-    def waited(splits: int) -> int:
-        return triton.cdiv(blocks * splits, tile.programs) * (triton.cdiv(steps, splits) + _STARTING_STEPS)
-
-    most = min(steps, max(1, 2 * tile.programs // max(blocks, 1)))
-    each = triton.cdiv(steps, min(range(1, most + 1), key=waited))
+    splits = min(steps, max(1, tile.programs // max(blocks, 1)))
+    each = triton.cdiv(steps, splits)
     return each * tile.rows, triton.cdiv(steps, each)
 
 

@@ -115,8 +115,8 @@ KERNELS = (
     _m(
         "adapters' gradients of the first share of the rows alone",
         _K + "thin_products.py",
-        "first = split * rows_each",
-        "first = 0 * rows_each",
+        "first = split * b_rows",
+        "first = 0 * b_rows",
         "ops/test_thin_products.py",
     ),
     _m(

@@ -93,10 +93,15 @@ def test_rows_beyond_the_last_are_not_read(device: str) -> None:
         assert torch.equal(value, expected)
 
 
-def test_what_the_kernel_takes(device: str) -> None:
-    x = torch.zeros(4, 16, device=device)
-    wide = torch.zeros(4, MOST_COLUMNS + 16, device=device)
+def test_what_the_kernel_takes() -> None:
+    x = torch.zeros(4, 16)
+    wide = torch.zeros(4, MOST_COLUMNS + 16)
+    large = torch.empty(1 << 20, 16, device="meta")
     assert takes(OfB(x, x, (4, 4, 8)), OfA(x, wide[:, :MOST_COLUMNS]))
     assert takes(None, OfA(x, wide[:, :MOST_COLUMNS]))
-    assert not takes(OfB(x, x, (4, 4, 4, 4)), None)
-    assert not takes(None, OfA(x, wide))
+    assert takes(OfB(x, x, (8, 8)), None)
+    assert takes(OfB(large, x, (16,)), None)
+    assert not takes(OfB(large[1:], x, (16,)), None)
+    assert not takes(OfB(x, x, (4, 4, 4, 4)), OfA(x, x))
+    assert not takes(OfB(x, x, (16,)), OfA(x, wide))
+    assert not takes(None, None)
