@@ -105,11 +105,6 @@ class ModelFacts:
         return self.source in LOCAL_SOURCES
 
     @property
-    def why_no_shape(self) -> str:
-        """The reason why sizes cannot be computed, as one clause, for a model whose ``shape`` is None."""
-        return f"ftcli does not know how a model_type {self.text_type} is built"
-
-    @property
     def senses(self) -> str | None:
         """The purpose of a multimodal checkpoint's frozen parts, such as ``vision``; None for a model of text."""
         row = multimodal_of(self.raw)

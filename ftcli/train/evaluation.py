@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.plain import JsonMap, map_in, plain_fields
+from ftcli.plain import JsonMap, is_number, map_in, plain_fields
 from ftcli.run.atomic import read_json_object
 from ftcli.run.directory import RunDirectory
 from ftcli.run.results import (
@@ -60,7 +60,7 @@ class HeldOut:
         """Reads what :meth:`begin` has written into ``run``; what is missing or damaged is left out."""
         raw = read_json_object(run.eval_path)
         with contextlib.suppress(KeyError, TypeError, AttributeError, ValueError):
-            measures = raw["base"].get("measures")
+            measures = {name: value for name, value in map_in(raw["base"], "measures").items() if is_number(value)}
             self.base = EvalScores(**{name: raw["base"][name] for name in _OF_LOSS}, measures=measures)
         with contextlib.suppress(KeyError, TypeError, AttributeError, ValueError):
             self.before = _said(raw["samples"])

@@ -187,13 +187,15 @@ def option_cases(new: Maker, rank: int, capability: int) -> Launches:
         ("part", 24, 8, 128, 96, False, None, False),
         ("part, odd", 32, 32, 80, 20, False, None, False),
         ("norm, width", 32, 32, 128, 128, False, "width", False),
+        ("norm, width, trained", 32, 32, 128, 128, False, "width", False),
         ("norm, still", 40, 8, 128, 0, False, "head", False),
         ("norm, after", 32, 8, 128, 128, False, "head", True),
-        ("norm, part", 16, 4, 256, 64, False, "head", False),
+        ("norm, part, wide heads", 16, 4, 256, 64, False, "head", False),
     ):
         angles, width = new(1, rows, rotated) if rotated else None, (q_heads + 2 * k_heads) * size
         rotary = qkv_parts.Rotary(angles, angles, q_heads, k_heads, size, pairs)
-        xa, b = (new(rows, 3 * rank), new(width, rank)) if capability >= 80 else (None, None)
+        lora = capability >= 80 and "trained" not in name
+        xa, b = (new(rows, 3 * rank), new(width, rank)) if lora else (None, None)
         grads = (new(1, q_heads, rows, size), new(1, k_heads, rows, size), new(1, k_heads, rows, size))
         ahead: Callable[[], object]
         back: Callable[[], object]
@@ -205,10 +207,10 @@ def option_cases(new: Maker, rank: int, capability: int) -> Launches:
             wide = span == "width"
             weights = (new(n * size if wide else size) for n in (q_heads, k_heads))
             norms = qkv_parts.HeadNorms(*weights, 1e-6, "plain", span, after)
-            tile = qkv_norm_rope.backward_tile(shared, size, rank if b is not None else 0)
+            tile = qkv_norm_rope.backward_tile(shared, size, rank if lora else 0, width=wide)
             ahead = partial(qkv_norm_rope.qkv_norm_rope_forward, new(rows, width), xa, b, rotary, norms)
             operands = (grads, new(rows, width), b, rotary, norms, new.dtype)
-            back = partial(qkv_norm_rope.qkv_norm_rope_backward, *operands, want_dw=wide, tile=tile)
+            back = partial(qkv_norm_rope.qkv_norm_rope_backward, *operands, want_dw=not lora, tile=tile)
         yield f"qkv options forward: {name}", ahead
         yield f"qkv options backward: {name}", back
 

@@ -312,8 +312,9 @@ def qkv_backward(
     acc = accumulate_dtype(dtype)
     out = torch.empty((count, width), dtype=store_dtype(dtype), device=dq.device)
     dxa = torch.empty((1,) if b is None else (splits, count, rotary.adapters * rank), dtype=acc, device=dq.device)
-    partial = (blocks, (rotary.q_heads + rotary.k_heads) * head_dim)
-    partial = (blocks * splits, 2 * head_dim) if sums is None else partial
+    over_width = norms is not None and norms.span == "width"
+    normed = (blocks, (rotary.q_heads + rotary.k_heads) * head_dim)
+    partial = normed if over_width else (blocks * splits, 2 * head_dim)
     dw = torch.empty(partial if want_dw else (0, partial[1]), dtype=acc, device=dq.device)
     if count:
         with on_device_of(dq):

@@ -54,6 +54,9 @@ _TILES = {
     "qkv_norm_rope_forward_few": (Tile(16, 1, 4, 3),),
     "qkv_norm_rope_backward": (Tile(32, 8, 4), Tile(8, 8, 4)),
     "qkv_norm_rope_backward_lora": (Tile(16, 4, 4, 3), Tile(16, 4, 4, 1)),
+    # Heads of OLMo-3-7B on an H200, 2026-11-24.
+    "qkv_width_sums": (Tile(32, 8, 4), Tile(8, 8, 4)),
+    "qkv_width_backward_lora": (Tile(32, 4, 4, 3), Tile(16, 4, 4, 3), Tile(16, 4, 4, 1)),
 }
 # A program costs the interpreter about a millisecond, whatever its tile.
 _INTERPRETED = Tile(64, 64, 4, 1, 2)

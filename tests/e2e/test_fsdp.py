@@ -81,6 +81,31 @@ def test_a_model_whose_projections_are_one_linear_is_sharded(method: str, drills
     require_same_weights(drills.folder / "two" / "adapter", alone / "adapter")
 
 
+@pytest.mark.parametrize("change", [{}, FULL], ids=["adapters", "whole"])
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        "cohere2",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("starcoder2", "olmo2", "ministral3", "glm4")),
+    ],
+)
+def test_layers_of_other_forms_are_sharded(
+    model_type: str, change: dict[str, Any], drills: Drills, tmp_path: Path
+) -> None:
+    """LayerNorm before parallel halves, an MLP without a gate, norms over the width, queries scaled by position, four
+    norms around joined projections.
+    """
+    base = folder_of(model_type, tmp_path / "base", num_hidden_layers=UNSHARDED_LAYERS + 1)
+    recipe = merged(merged(UNTESTED, {"model": {"name_or_path": str(base)}}), change)
+    alone = drills.whole(**merged(recipe, TWICE))
+    run_ranks(drills, drills.recipe("two", **recipe), 2)
+    if change:
+        require_close(drills.folder / "two" / "model", alone / "model")
+    else:
+        assert drills.metrics("two") == drills.metrics(alone)
+        require_same_weights(drills.folder / "two" / "adapter", alone / "adapter")
+
+
 def test_batches_that_do_not_fit_one_rank_are_halved_on_all_of_them(drills: Drills) -> None:
     scarce = {0: (("scarce", "generation", 1),), 1: (("scarce", "evaluation", 1),)}
     recipe = merged(SAMPLED, NF4_AGAIN)
@@ -253,8 +278,8 @@ def test_four_ranks_that_are_stopped_go_on_as_two_and_as_one(change: dict[str, A
 
 
 def test_what_does_not_go_with_sharded_weights_is_refused_by_name(drills: Drills) -> None:
-    recipe = drills.recipe("r", **merged(FSDP, {"model": {"kernels": "off"}}))
+    recipe = drills.recipe("r", **merged(FSDP, {"lora": {"use_dora": True}}))
     ranks = start_ranks(drills, recipe, 2)
     assert ranks.ended()[0] == 3, ranks.said
     assert "error[FT518]" in ranks.said
-    assert "model.kernels" in ranks.said
+    assert "lora.use_dora" in ranks.said

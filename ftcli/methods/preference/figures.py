@@ -66,6 +66,6 @@ def stop_findings(before: Mapping[str, float], after: Mapping[str, float]) -> It
             "FT717",
             f"after held-out chosen answers the stop token has lost {-change:.2g} nats: {math.exp(change):.2%} of its "
             "probability are left, and answers may not end by themselves",
-            help="set preference.sft_weight, train fewer steps, or lower train.learning_rate (docs/preference.md)",
+            help="lower train.learning_rate, train fewer steps, or set preference.sft_weight (docs/preference.md)",
             severity="warning",
         )

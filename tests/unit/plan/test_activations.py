@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from ftcli.facts.shape import shape_of
 from ftcli.model.backbone import hidden_states, stream_in
+from ftcli.model.gradient_checkpointing import use_checkpointing
 from ftcli.model.patch import patch
 from ftcli.plan.memory.activations import ActivationSettings, LayerMemory, norm_bytes, plain_layers
 from ftcli.plan.memory.checkpointing import HeldBytes, Offloaded
@@ -251,11 +252,18 @@ def test_whole_model_is_within_ten_percent(family: str, attention: Any, plan: st
     assert kept == pytest.approx(measured_bytes(model, dtypes), rel=0.10)
 
 
-def on_kernels(family: str, plan: DtypePlan, layers: int, rows: Sequence[int], *, dropout: float = 0.0) -> list[int]:
+def on_kernels(
+    family: str, plan: DtypePlan, layers: int, rows: Sequence[int], policy: Any = False, sent: Offloaded = "halves"
+) -> list[int]:
     """Bytes kept by a model on the kernels' torch form, for each number of rows."""
-    model = build(family, "eager" if family in CAPPED else "sdpa", plan, layers, dropout=dropout)
+    model = build(family, "eager" if family in CAPPED else "sdpa", plan, layers)
     done = patch(model, "reference")
     assert not done.off
+    use_checkpointing(model, policy, offloaded=sent)
+    if policy is True:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if plan.adapter:
+        model.enable_input_require_grads()
     if plan.parameter != plan.compute:
         stream_in(model, getattr(torch, plan.compute))
     sizes = []
@@ -289,6 +297,29 @@ def test_one_more_fused_layer_keeps_what_the_table_says(family: str, plan: str) 
     policy = fused_layers(capped_without_kernel=family in CAPPED, reference=True)
     setting = replace(setting_of(family, dtypes, batch=1), bytes_residual=dtypes.compute_bytes)
     assert 2 * SEQ_LEN * policy.layer_bytes(shape, setting) == pytest.approx(measured, rel=0.03)
+
+
+@pytest.mark.parametrize("family", ON_KERNELS)
+@pytest.mark.parametrize(
+    ("policy", "sent"), [("selective", "halves"), (True, "halves"), ("offload", "halves"), ("offload", "layers")]
+)
+def test_one_more_checkpointed_layer_keeps_what_the_policy_says(family: str, policy: Any, sent: Offloaded) -> None:
+    """What is on its way to the host stays where it is, on a CPU."""
+    dtypes = PLANS["full-bfloat16"]
+    fewer, more = (on_kernels(family, dtypes, n, (2, 4), policy, sent) for n in depths(family))
+    shape = shape_of(config_of(family, 1))
+    assert shape is not None
+    layers = fused_layers(capped_without_kernel=family in CAPPED, reference=True)
+    setting = replace(setting_of(family, dtypes, batch=1), bytes_residual=dtypes.compute_bytes)
+    found = held(layers, shape, setting, policy, sent)
+    width, element = shape.hidden_size, dtypes.compute_bytes
+    beside = 0.0  # plain torch's norms keep their input in float32, and not the tensor that others keep as well
+    if policy == "offload" and sent == "halves" and shape.half_inputs == 3:
+        beside = norm_bytes(width, shape, setting, element) - element * width
+    if policy == "selective" and len(shape.family.mlp) == 2 and shape.family.norm != "layer":
+        beside = element * width
+    measured = (more[1] - fewer[1]) - (more[0] - fewer[0])
+    assert 2 * SEQ_LEN * (found.kept + found.host + beside) == pytest.approx(measured, rel=0.03)
 
 
 @pytest.mark.parametrize("plan", list(PLANS))
