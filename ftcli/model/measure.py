@@ -66,7 +66,7 @@ def measured(question: Question) -> MeasuredModel:
     Raises:
         FtcliError: As :func:`ftcli.plan.measured.measured_model`.
     """
-    raw = dict(config_in(question))
+    raw = config_in(question)
     _require_bounded(raw)
     config = config_of(raw)
     model = hollow(config)

@@ -7,18 +7,18 @@ and transformers and takes seconds. This module has the values, and asks for the
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ftcli.config.model import QuantizationConfig
+from ftcli.config.recipe import Recipe
+from ftcli.facts.model import ModelFacts
 from ftcli.facts.shape import Linear
+from ftcli.plain import JsonObject
+from ftcli.plan.execution import Execution
+from ftcli.plan.precision import DtypePlan
 from ftcli.plan.trained import PlannedAdapters, TrainedParameters
 from ftcli.tables import code_of, quantizations
 from ftcli.tables.families import MEASURED_BY
-
-if TYPE_CHECKING:
-    from ftcli.plan.run import RunPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,47 +145,45 @@ class MeasuredModel:
         return (self.parameters - packed) * element + held
 
 
-def measured_model(plan: RunPlan) -> MeasuredModel:
-    """Measures the model of a setup.
+def measured_model(question: Question) -> MeasuredModel:
+    """Measures a model.
 
     Raises:
         FtcliError: FT305 (exit 3) where no model can be built of its config.json; FT311 to FT314, FT333 and FT338 for
             adapters that it cannot have; FT336 where it has nothing to quantize; FT337 for an attention that it does
             not have.
     """
-    found: MeasuredModel = code_of(MEASURED_BY)(question_of(plan))
+    found: MeasuredModel = code_of(MEASURED_BY)(question)
     return found
 
 
-def question_of(plan: RunPlan) -> Question:
-    """What the setup wants to know."""
-    recipe, dtypes, execution = plan.recipe, plan.dtypes, plan.execution
+def question_of(
+    recipe: Recipe, facts: ModelFacts, dtypes: DtypePlan, execution: Execution, *, trains: bool, classifier: bool
+) -> Question:
+    """What a setup wants to know."""
+    settings = recipe.grpo if trains else None
+    longest = recipe.data.max_seq_len
+    if settings is not None:
+        longest = settings.max_prompt_length + settings.max_completion_length
     return Question(
-        config=json.dumps(plan.facts.raw, sort_keys=True),
+        config=json.dumps(facts.raw, sort_keys=True),
         lora=None if recipe.lora is None else recipe.lora.model_dump_json(),
-        classifier=plan.method.classifier,
+        classifier=classifier,
         attention=execution.attention,
         attention_chosen=recipe.model.attention != "auto",
         parameter=dtypes.parameter,
         adapter=dtypes.adapter,
         compute=dtypes.compute,
         autocast=dtypes.autocast,
-        longest=_longest(plan),
-        window=plan.facts.sliding_window,
+        longest=longest,
+        window=facts.sliding_window,
         documents=recipe.data.packing or execution.batches.layout == "unpadded",
         stores=quantizations.row(recipe.quantization.method).quantize is not None,
-        trains=plan.trains,
+        trains=trains,
     )
 
 
-def _longest(plan: RunPlan) -> int:
-    settings = plan.recipe.grpo
-    if settings is None or not plan.trains:
-        return plan.recipe.data.max_seq_len
-    return settings.max_prompt_length + settings.max_completion_length
-
-
-def config_in(question: Question) -> Mapping[str, object]:
+def config_in(question: Question) -> JsonObject:
     """The content of config.json."""
-    found: Mapping[str, object] = json.loads(question.config)
+    found: JsonObject = json.loads(question.config)
     return found

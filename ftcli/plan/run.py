@@ -17,7 +17,7 @@ from ftcli.facts.model import ModelFacts
 from ftcli.facts.shape import ModelShape
 from ftcli.plan.execution import Execution, Work, execution_of, wants_kernels
 from ftcli.plan.graphs import most_graph_tokens, why_no_graphs
-from ftcli.plan.measured import MeasuredModel, measured_model
+from ftcli.plan.measured import MeasuredModel, measured_model, question_of
 from ftcli.plan.memory.activations import ActivationSettings, LayerMemory, plain_layers
 from ftcli.plan.memory.fused_activations import fused_layers
 from ftcli.plan.precision import DTYPE_BYTES, DtypePlan, plan_dtypes
@@ -88,7 +88,11 @@ class RunPlan:
     @cached_property
     def measured(self) -> MeasuredModel:
         """The model as it is measured; takes seconds. For families without a description."""
-        return measured_model(self)
+        trains, classifier = self.trains, self.method.classifier
+        question = question_of(
+            self.recipe, self.facts, self.dtypes, self.execution, trains=trains, classifier=classifier
+        )
+        return measured_model(question)
 
     @property
     def sizes(self) -> Sizes:
