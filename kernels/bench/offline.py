@@ -47,6 +47,7 @@ from ftkernels import (
     row_sums,
     sampling_kernels,
     ternary_kernels,
+    thin_products,
 )
 
 
@@ -215,6 +216,21 @@ def option_cases(new: Maker, rank: int, capability: int) -> Launches:
         yield f"qkv options backward: {name}", back
 
 
+def thin_cases(new: Maker, rank: int, capability: int) -> Launches:
+    """Launches of the adapters' gradients: of a group of three and of one projection; as :func:`cases`."""
+    if capability < 80 or new.dtype == torch.float32:
+        return
+    rows, width = 512, 6144
+    for name, outs in (("", (4096, 1024, 1024)), (", one", (width,))):
+        thin = new(rows, len(outs) * rank)
+        if thin.shape[1] > thin_products.MOST_COLUMNS:
+            continue
+        tile = thin_products.thin_tile(SHARED_MEMORY[capability], len(outs) * rank, new.dtype.itemsize)
+        of_b = thin_products.OfB(new(rows, width), thin, outs)
+        of_a = thin_products.OfA(new(rows, HIDDEN), thin, 2.0, new(HIDDEN), "llama")
+        yield f"thin products{name}", partial(thin_products.thin_products, of_b, of_a, rank, tile=tile)
+
+
 def glu_cases(new: Maker, rank: int, capability: int) -> Launches:
     """Launches of the gated unit; as :func:`cases`. Without products inside it below 8.0, where they are not used."""
     rows = 256
@@ -281,6 +297,7 @@ def cases(rank: int, dtype: torch.dtype, capability: int) -> Launches:
     partial_sums = new(4, rows, 3 * rank, of=torch.float32)
     yield "row sums", partial(row_sums.row_sums, partial_sums, partial_sums[0, :, 0], dtype, triton_kernel=True)
     yield "column sums", partial(row_sums.column_sums, new(528, HIDDEN, of=torch.float32))
+    yield from thin_cases(new, rank, capability)
     yield from rotary_cases(new, rank, capability)
     yield from option_cases(new, rank, capability)
     yield from generation_cases(new, capability)

@@ -33,10 +33,10 @@ from ftkernels.glu import ACTIVATIONS, glu_backward_torch, glu_reference
 from ftkernels.glu_kernels import GluLowRank, glu_backward, glu_forward
 from ftkernels.limits import Activation
 from ftkernels.lowrank import (
-    a_grads,
+    AdapterInputs,
     adapter_dx,
+    adapter_grads,
     adapter_input_grad,
-    b_grads,
     base_backward,
     base_forward,
     enter_base,
@@ -339,7 +339,7 @@ def _unit_backward(
     if want_a and h is not None and dha is not None:
         later = SideStream(dh.device, outer.deferred)
         with nullcontext() if later.waits else later.work():
-            a_grads(outer, RowSums(dha, None), h, None, grads, [True])
+            adapter_grads(outer, AdapterInputs(dxa=RowSums(dha, None), x=h), grads, [True, False])
         later.join(grads[0], reads=(dha, h))
     d_weight, dy = None, spec.handed.dy
     if want_w and h is not None and dy is not None:
@@ -389,7 +389,7 @@ class _Down(torch.autograd.Function):
                 with side.work():
                     dha = adapter_input_grad(outer, ctx.b, low).to(outer.dtype)
                 with later.work():
-                    b_grads(outer, low, ctx.ha, grads, [wants_b])
+                    adapter_grads(outer, AdapterInputs(dy=low, xa=ctx.ha), grads, [False, wants_b])
             side.join(dha)
             later.join(grads[1], reads=(low, ctx.ha))
             d_bias = weight_grads(outer, low, low, [False, wants_bias])[1]

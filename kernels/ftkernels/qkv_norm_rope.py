@@ -189,16 +189,19 @@ def qkv_norm_rope_forward(
     normed = rotary.q_heads + rotary.k_heads
     stored = y.to(store_dtype(y.dtype))  # y itself, except in the interpreter
     out = torch.empty((count, normed * rotary.head_dim), dtype=stored.dtype, device=y.device)
-    tile = tile or tile_for("qkv_norm_rope_forward_few" if count <= FEW_ROWS else "qkv_norm_rope_forward")
+    kind = "_few" if count <= FEW_ROWS else "" if b is None or norms.span == "width" else "_lora"
+    tile = tile or tile_for(f"qkv_norm_rope_forward{kind}")
     squares: Tensor | None = None
     if norms.span == "width" and count:
         squares = width_squares(stored, xa, b, rotary, y.dtype, tile)
         xa = b = None  # added
     heads = normed if b is None else normed + rotary.k_heads
-    each = min(tile.columns, heads)
+    blocks = triton.cdiv(count, tile.rows)
+    # Few rows: fewer heads a program, or most of the GPU would have nothing to do.
+    each = min(tile.columns, max(1, heads * blocks // tile.programs))
     if count:
         with on_device_of(y):
-            _forward_kernel[(triton.cdiv(count, tile.rows), triton.cdiv(heads, each))](
+            _forward_kernel[(blocks, triton.cdiv(heads, each))](
                 stored,
                 out,
                 stored if xa is None else xa,
@@ -224,8 +227,8 @@ def qkv_norm_rope_forward(
 
 
 def backward_tile(shared_memory: int, head_size: int, rank: int, *, width: bool = False) -> Tile:
-    """The tile of the backward, as ``qkv_rope.backward_tile``. With adapters tiles have 16 rows, and the second of them
-    no pipeline; without, and over the width, heads of more than 128 spill in 32 rows.
+    """The tile of the backward, as ``qkv_rope.backward_tile``. Heads of more than 128 spill in 32 rows of four warps:
+    without adapters, and over the width, they have fewer rows, else more warps.
     """
     padded = 2 * max(16, int(triton.next_power_of_2(head_size // 2)))
     if not rank:
@@ -238,10 +241,13 @@ def backward_tile(shared_memory: int, head_size: int, rank: int, *, width: bool 
                 and padded * (12 * t.rows + 4 * rank if t.stages > 1 else 32 + 2 * rank) <= shared_memory
             ),
         )
-    return tile_for(
-        "qkv_norm_rope_backward_lora",
-        lambda t: padded * (176 + 4 * rank if t.stages > 1 else 32 + 2 * rank) <= shared_memory,
-    )
+
+    def fits(tile: Tile) -> bool:
+        # At least what Triton 3.7 takes for compute capabilities 8.0 to 9.0, by `kernels/bench/offline.py`.
+        elements = 11 * tile.rows + 4 * rank if tile.stages > 1 else 2 * tile.rows + 2 * rank
+        return padded * elements <= shared_memory and (tile.rows <= 16 or padded <= 32 * tile.warps)
+
+    return tile_for("qkv_norm_rope_backward_lora", fits)
 
 
 def qkv_norm_rope_backward(

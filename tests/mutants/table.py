@@ -106,6 +106,27 @@ KERNELS = (
         "ops/test_linear_cross_entropy.py",
     ),
     _m(
+        "a tie in the label's own lane is not seen",
+        _K + "cross_entropy.py",
+        "beaten_near = tl.max((earlier & (u >= true_u)).to(tl.int32), axis=0)",
+        "beaten_near = 0",
+        "ops/test_linear_cross_entropy.py",
+    ),
+    _m(
+        "adapters' gradients of the first share of the rows alone",
+        _K + "thin_products.py",
+        "first = split * b_rows",
+        "first = 0 * b_rows",
+        "ops/test_thin_products.py",
+    ),
+    _m(
+        "dA without the weight of the norm in front",
+        _K + "thin_products.py",
+        'total *= 1.0 + w if FORM == "gemma" else w',
+        'total *= 1.0 + w if FORM == "gemma" else 1.0',
+        "ops/test_thin_products.py",
+    ),
+    _m(
         "greedy takes the last of equal tokens",
         _K + "sampling_kernels.py",
         "first = tl.min(tl.where(scores == largest, at, V), 0)",

@@ -189,10 +189,14 @@ def _require_layers(config: PretrainedConfig, architecture: Architecture) -> Non
     c: Any = config
     layers, every, name = int(c.num_hidden_layers), architecture.unrotated_every, architecture.name
     if every is not None and list(c.no_rope_layers) != unrotated(every, layers):
-        raise no_place(f"no_rope_layers is its own; llama.cpp's {name} rotates all but every {every}th layer")
+        raise no_place(
+            f"no_rope_layers is {list(c.no_rope_layers)}; llama.cpp's {name} rotates all but every {every}th layer"
+        )
     if architecture.windowed_at is not None and any(window_layers(config)) != has_windows(architecture, layers):
-        windows = "has" if layers == architecture.windowed_at else "has no"
-        raise no_place(f"of {layers} layers, llama.cpp's {name} {windows} windows, and rotates accordingly")
+        raise no_place(
+            f"llama.cpp's {name} has windows in models of {architecture.windowed_at} layers and in no others; this one "
+            f"of {layers} has {'some' if any(window_layers(config)) else 'none'}"
+        )
 
 
 def unrotated(every: int, layers: int) -> list[int]:
@@ -279,6 +283,10 @@ def _yarn(rope: JsonMap) -> dict[str, Value]:
         "rope.scaling.yarn_beta_fast": float(rope.get("beta_fast") or 32.0),
         "rope.scaling.yarn_beta_slow": float(rope.get("beta_slow") or 1.0),
     }
+    if not rope.get("truncate", True):
+        raise no_place("its YaRN does not round the range of its ramp (truncate), and llama.cpp does")
+    if rope.get("attention_factor") and not rope.get("mscale_all_dim"):
+        values["rope.scaling.attn_factor"] = float(rope["attention_factor"]) / _yarn_factor(float(rope["factor"]))
     if rope.get("mscale_all_dim"):
         if rope.get("mscale", 1.0) != 1.0:
             raise no_place(f"its YaRN has mscale {rope['mscale']}, llama.cpp takes 1")
@@ -286,6 +294,11 @@ def _yarn(rope: JsonMap) -> dict[str, Value]:
     if rope.get("llama_4_scaling_beta"):
         values["attention.temperature_scale"] = float(rope["llama_4_scaling_beta"])
     return values
+
+
+def _yarn_factor(factor: float) -> float:
+    """By how much YaRN multiplies cosine and sine where nothing else is said."""
+    return 0.1 * math.log(factor) + 1.0 if factor > 1.0 else 1.0
 
 
 def _longrope(config: PretrainedConfig, rope: JsonMap) -> dict[str, Value]:
@@ -366,6 +379,8 @@ def _rope_said(values: JsonMap) -> JsonObject:
     rope |= {name: values[key] for key, name in named.items() if key in values}
     if "mscale_all_dim" in rope:
         rope["mscale"] = 1.0  # llama.cpp takes no other
+    if rope["rope_type"] == "yarn" and "rope.scaling.attn_factor" in values:
+        rope["attention_factor"] = values["rope.scaling.attn_factor"] * _yarn_factor(rope["factor"])
     if values["rope.dimension_count"] != values["attention.key_length"]:
         rope["partial_rotary_factor"] = values["rope.dimension_count"] / values["attention.key_length"]
     if "rope.dimension_sections" in values:
