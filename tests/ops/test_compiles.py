@@ -22,6 +22,7 @@ PAIRED = (
     *("output gate forward, small heads", "output gate backward, small heads"),
     *("output gate forward, small heads, a head", "output gate backward, small heads, a head"),
     *("int8 product, fewest, bias", "int8 product, few", "int8 product, many, bias", "int8 product, described"),
+    "thin products, one",
 )
 
 
