@@ -32,6 +32,8 @@ from ftkernels import (
     bitlinear_kernels,
     cross_entropy,
     decode_attention,
+    delta_rule_backward,
+    delta_rule_forward,
     fp8_kernels,
     glu_kernels,
     int8_product,
@@ -245,6 +247,31 @@ def gate_cases(new: Maker) -> Launches:
             yield f"output gate backward{end}", partial(output_gate._launch, x, gate, x, out, out, backward=True)
 
 
+def delta_cases(new: Maker, capability: int) -> Launches:
+    """Launches of the gated delta rule with Qwen3.5-9B's heads; as :func:`cases`."""
+    if capability < 80:
+        return
+    wide, shared = partial(new, of=torch.float32), SHARED_MEMORY[capability]
+    qkv = new(1, 256, 64, 128)
+    q, k, v = qkv[:, :, :16], qkv[:, :, 16:32], qkv[:, :, 32:]
+    starts = torch.zeros((1, 256), dtype=torch.int32)
+    inputs = delta_rule_forward.DeltaInputs(q, k, v, wide(1, 256, 32), new(1, 256, 32), starts, 1.0, True)
+    yield "delta rule chunks", partial(delta_rule_forward.prepare, inputs)
+    squares = new(1, 32, 4, 64, 64)
+    rows = wide(5, 32, 256), wide(2, 16, 256), wide(32, 4)
+    chunks = delta_rule_forward.Chunks(squares, squares, *rows)
+    state, states, tile = wide(1, 32, 128, 128), new(1, 32, 4, 128, 128), delta_rule_forward.scan_tile(128, shared)
+    ahead = partial(delta_rule_forward.scan, inputs, chunks, state, tile=tile)
+    yield "delta rule scan", partial(ahead, keep=False, want_last=True)
+    yield "delta rule scan, kept", partial(ahead, keep=True, want_last=False)
+    yield "delta rule scan back", partial(
+        delta_rule_backward.scan_back, inputs, chunks, v, state, want_first=True, tile=tile
+    )
+    kept, back = delta_rule_backward.Kept(v, states), delta_rule_backward.ScannedBack(v, states, None)
+    tiles = delta_rule_backward.gradient_tiles(128, shared)
+    yield "delta rule gradients", partial(delta_rule_backward.gradients, inputs, chunks, kept, v, back, tiles)
+
+
 def norm_cases(new: Maker) -> Launches:
     """Launches of norms and of rows in fp8; as :func:`cases`."""
     x, w, rstd = new(256, HIDDEN), new(HIDDEN), new(256, of=torch.float32)
@@ -274,6 +301,7 @@ def cases(rank: int, dtype: torch.dtype, capability: int) -> Launches:
     yield "rope", partial(rope._launch, q, k, cos, cos, transposed=False)
     yield from glu_cases(new, rank, capability)
     yield from gate_cases(new)
+    yield from delta_cases(new, capability)
     sums = (new(rows, HIDDEN), new(rows, rank), new(HIDDEN, rank), new(rows, HIDDEN))
     yield "lowrank add", partial(lowrank_add.lowrank_add, *sums, triton_kernel=True)
     partial_sums = new(4, rows, 3 * rank, of=torch.float32)

@@ -4,8 +4,8 @@ The legend is that of ``ftkernels.delta_rule_forward``, whose scan has kept the 
 names are in ``ftkernels.delta_rule``.
 
 The first kernel owns a slice of the values of one value head, walks from the last chunk to the first with the gradient
-of the state in registers, and writes dv and that gradient after each chunk. The second has a program for a chunk of a
-key head, and adds up the gradients of q and k over its value heads. Neither uses atomics. Where a product's transpose
+of the state in registers, and writes dv and that gradient after each chunk. The others have a program for a chunk
+of a key head, and add up the gradients of q, or of k, over its value heads. Neither uses atomics. Where a product's transpose
 is needed, it is formed as a product of its own: Triton 3.4 to 3.7.0 miscompile ``dot(trans(accumulator), ...)`` on
 Hopper (flash-linear-attention 640).
 """
@@ -107,22 +107,17 @@ def _scan_back_kernel(
 
 
 @triton.jit
-def _gradient_kernel(
+def _queries_kernel(
     q_ptr,
     k_ptr,
     do_ptr,
     x_ptr,
-    dv_ptr,
     states_ptr,
-    d_states_ptr,
     rows_ptr,
     norms_ptr,
-    decay_ptr,
     starts_ptr,
     dq_ptr,
-    dk_ptr,
-    dg_ptr,
-    d_beta_ptr,
+    d_total_ptr,
     q_stride_b,
     q_stride_s,
     q_stride_h,
@@ -147,6 +142,7 @@ def _gradient_kernel(
     CD: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    """dq of a chunk of a key head, and what the gradient of t owes to it."""
     pid = tl.program_id(0)
     chunk, batch, key_head = pid % chunks, pid // chunks // key_heads, pid // chunks % key_heads
     heads = key_heads * GROUP
@@ -158,91 +154,161 @@ def _gradient_kernel(
     q_norm = tl.load(norms_at)
     k_norm = tl.load(norms_at + tl.num_programs(0).to(tl.int64) * C)
     document = documents_of(starts_ptr, batch, starts_stride, row, S, C)
-    same = document[:, None] == document[None, :]
-    seen = same & (place[:, None] >= place[None, :])
-    turned_seen = same & (place[:, None] <= place[None, :])
+    seen = (document[:, None] == document[None, :]) & (place[:, None] >= place[None, :])
     within = place.to(tl.int64)[:, None] * (heads * V) + tl.arange(0, BLOCK_V)[None, :]
     state_at = tl.arange(0, K)[:, None] * V + tl.arange(0, BLOCK_V)[None, :]
-    dq, dk = tl.zeros((C, K), tl.float32), tl.zeros((C, K), tl.float32)
+    dq = tl.zeros((C, K), tl.float32)
+    for member in range(GROUP):
+        head = key_head * GROUP + member
+        lane = (batch * heads + head).to(tl.int64)
+        do_at, _ = tile_rows(do_ptr, batch, head, row, do_stride_b, do_stride_s, do_stride_h, S, 0, BLOCK_V, C)
+        x_at = x_ptr + ((batch.to(tl.int64) * S + row) * heads + head) * V + within
+        before = states_ptr + (lane * chunks + chunk) * (K * V) + state_at
+        part, pairs = tl.zeros((C, K), tl.float32), tl.zeros((C, C), tl.float32)
+        for first in range(0, V, BLOCK_V):
+            do = tl.load(do_at + first, mask=there, other=0.0).to(CD)
+            x = tl.load(x_at + first, mask=there, other=0.0).to(CD)
+            state = tl.load(before + first).to(CD)
+            part = tl.dot(do, tl.trans(state), part, input_precision=PRECISION)
+            pairs = tl.dot(do, tl.trans(x), pairs, input_precision=PRECISION)
+        rows_at = rows_ptr + lane * (chunks * C) + row + place
+        total, beta = tl.load(rows_at), tl.load(rows_at + 4 * vectors)
+        pair = tl.exp(tl.where(seen, total[:, None] - total[None, :], float("-inf")))
+        pairs *= pair * (beta * k_norm)[None, :] * q_norm[:, None]
+        part *= tl.load(rows_at + 3 * vectors)[:, None]
+        part = tl.dot(pairs.to(CD), k, part, input_precision=PRECISION)
+        dq += part
+        tl.store(d_total_ptr + lane * (chunks * C) + row + place, tl.sum(q.to(tl.float32) * part, 1))
+    if NORMALIZE:
+        wide = q.to(tl.float32)
+        dq -= wide * (q_norm * q_norm / (scale * scale) * tl.sum(wide * dq, 1))[:, None]
+    at, there = tile_rows(dq_ptr, batch, key_head, row, S * key_heads * K, key_heads * K, K, S, 0, K, C)
+    tl.store(at, dq.to(dq_ptr.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _keys_kernel(
+    q_ptr,
+    k_ptr,
+    do_ptr,
+    x_ptr,
+    dv_ptr,
+    states_ptr,
+    d_states_ptr,
+    rows_ptr,
+    norms_ptr,
+    decay_ptr,
+    starts_ptr,
+    d_total_ptr,
+    dk_ptr,
+    dg_ptr,
+    d_beta_ptr,
+    q_stride_b,
+    q_stride_s,
+    q_stride_h,
+    k_stride_b,
+    k_stride_s,
+    k_stride_h,
+    do_stride_b,
+    do_stride_s,
+    do_stride_h,
+    starts_stride,
+    S,
+    key_heads,
+    chunks,
+    vectors,
+    NORMALIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    C: tl.constexpr,
+    CD: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """dk, dg and d_beta of a chunk of a key head. Pairs of tokens are formed with the earlier one as the row, and once
+    more with the later one as the row for the inverse, where k is both.
+    """
+    pid = tl.program_id(0)
+    chunk, batch, key_head = pid % chunks, pid // chunks // key_heads, pid // chunks % key_heads
+    heads = key_heads * GROUP
+    row, place = chunk * C, tl.arange(0, C)
+    q_at, there = tile_rows(q_ptr, batch, key_head, row, q_stride_b, q_stride_s, q_stride_h, S, 0, K, C)
+    k_at, there = tile_rows(k_ptr, batch, key_head, row, k_stride_b, k_stride_s, k_stride_h, S, 0, K, C)
+    norms_at = norms_ptr + (batch * key_heads + key_head).to(tl.int64) * (chunks * C) + row + place
+    q_norm = tl.load(norms_at)
+    k_norm = tl.load(norms_at + tl.num_programs(0).to(tl.int64) * C)
+    document = documents_of(starts_ptr, batch, starts_stride, row, S, C)
+    same = document[:, None] == document[None, :]
+    after_row = same & (place[:, None] <= place[None, :])
+    within = place.to(tl.int64)[:, None] * (heads * V) + tl.arange(0, BLOCK_V)[None, :]
+    state_at = tl.arange(0, K)[:, None] * V + tl.arange(0, BLOCK_V)[None, :]
+    k = tl.load(k_at, mask=there, other=0.0).to(CD)
+    dk = tl.zeros((C, K), tl.float32)
     for member in range(GROUP):
         head = key_head * GROUP + member
         lane = (batch * heads + head).to(tl.int64)
         rows_at = rows_ptr + lane * (chunks * C) + row + place
         total, beta = tl.load(rows_at), tl.load(rows_at + 4 * vectors)
-        pair = tl.exp(tl.where(seen, total[:, None] - total[None, :], float("-inf")))
-        pair *= beta[None, :] * k_norm[None, :]
-        turned_pair = tl.exp(tl.where(turned_seen, total[None, :] - total[:, None], float("-inf")))
-        turned_pair *= (beta * k_norm)[:, None]
         do_at, _ = tile_rows(do_ptr, batch, head, row, do_stride_b, do_stride_s, do_stride_h, S, 0, BLOCK_V, C)
         token = ((batch.to(tl.int64) * S + row) * heads + head) * V
         x_at, dv_at = x_ptr + token + within, dv_ptr + token + within
-        before = states_ptr + (lane * chunks + chunk) * (K * V) + state_at
-        after = d_states_ptr + (lane * chunks + chunk) * (K * V) + state_at
+        square = (lane * chunks + chunk) * (K * V)
+        before, after = states_ptr + square + state_at, d_states_ptr + square + state_at
 
-        # Through the outputs.
-        by_state = tl.zeros((C, K), tl.float32)
-        pairs, turned = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32)
+        # Through the state that the chunk leaves.
+        column, kept = tl.zeros((C, K), tl.float32), tl.zeros((K,), tl.float32)
+        for first in range(0, V, BLOCK_V):
+            x = tl.load(x_at + first, mask=there, other=0.0).to(CD)
+            d_state = tl.load(after + first).to(CD)
+            column = tl.dot(x, tl.trans(d_state), column, input_precision=PRECISION)
+            kept += tl.sum(tl.load(before + first).to(tl.float32) * d_state.to(tl.float32), 1)
+        column *= tl.load(rows_at + 2 * vectors)[:, None]
+        end = tl.sum(tl.sum(k.to(tl.float32) * column, 1), 0)
+        end += tl.sum(kept, 0) * tl.load(decay_ptr + lane * chunks + chunk)
+
+        # As the earlier token of a pair: in later outputs, and in what the inverse takes from later tokens.
+        by_query, by_key = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32)
+        d_beta = tl.zeros((C,), tl.float32)
         for first in range(0, V, BLOCK_V):
             do = tl.load(do_at + first, mask=there, other=0.0).to(CD)
             x = tl.load(x_at + first, mask=there, other=0.0).to(CD)
-            state = tl.load(before + first).to(CD)
-            by_state = tl.dot(do, tl.trans(state), by_state, input_precision=PRECISION)
-            pairs = tl.dot(do, tl.trans(x), pairs, input_precision=PRECISION)
-            turned = tl.dot(x, tl.trans(do), turned, input_precision=PRECISION)
-        part = by_state * tl.load(rows_at + 3 * vectors)[:, None]
-        part = tl.dot((pairs * pair * q_norm[:, None]).to(CD), k, part, input_precision=PRECISION)
-        dq += part
-        d_total = tl.sum(q.to(tl.float32) * part, 1)
-        column = tl.dot((turned * turned_pair * q_norm[None, :]).to(CD), q, input_precision=PRECISION)
+            dv = tl.load(dv_at + first, mask=there, other=0.0).to(CD)
+            by_query = tl.dot(x, tl.trans(do), by_query, input_precision=PRECISION)
+            by_key = tl.dot(x, tl.trans(dv), by_key, input_precision=PRECISION)
+            d_beta += tl.sum(dv.to(tl.float32) * x.to(tl.float32), 1)
+        pair = tl.exp(tl.where(after_row, total[None, :] - total[:, None], float("-inf"))) * (beta * k_norm)[:, None]
+        by_query *= pair * q_norm[None, :]
+        by_key = tl.where(place[:, None] < place[None, :], -by_key * pair * k_norm[None, :], 0.0)
+        q = tl.load(q_at, mask=there, other=0.0).to(CD)
+        column = tl.dot(by_query.to(CD), q, column, input_precision=PRECISION)
+        column = tl.dot(by_key.to(CD), k, column, input_precision=PRECISION)
+        dk += column
+        d_total = tl.load(d_total_ptr + lane * (chunks * C) + row + place) - tl.sum(k.to(tl.float32) * column, 1)
+        d_total += tl.where(place == C - 1, end, 0.0)
 
-        # Through the values that the state predicts, and the inverse.
-        by_state = tl.zeros((C, K), tl.float32)
-        pairs, turned = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32)
-        d_beta = tl.zeros((C,), tl.float32)
+        # As the later token: through what the state predicts, and the inverse.
+        part, by_row = tl.zeros((C, K), tl.float32), tl.zeros((C, C), tl.float32)
         for first in range(0, V, BLOCK_V):
             dv = tl.load(dv_at + first, mask=there, other=0.0).to(CD)
             x = tl.load(x_at + first, mask=there, other=0.0).to(CD)
             state = tl.load(before + first).to(CD)
-            by_state = tl.dot(dv, tl.trans(state), by_state, input_precision=PRECISION)
-            pairs = tl.dot(dv, tl.trans(x), pairs, input_precision=PRECISION)
-            turned = tl.dot(x, tl.trans(dv), turned, input_precision=PRECISION)
-            d_beta += tl.sum(dv.to(tl.float32) * x.to(tl.float32), 1)
-        pairs = tl.where(place[:, None] > place[None, :], -pairs * pair * k_norm[:, None], 0.0)
-        part = -by_state * tl.load(rows_at + vectors)[:, None]
-        part = tl.dot(pairs.to(CD), k, part, input_precision=PRECISION)
+            part = tl.dot(dv, tl.trans(state), part, input_precision=PRECISION)
+            by_row = tl.dot(dv, tl.trans(x), by_row, input_precision=PRECISION)
+        earlier = same & (place[:, None] > place[None, :])
+        pair = tl.exp(tl.where(earlier, total[:, None] - total[None, :], float("-inf"))) * (beta * k_norm)[None, :]
+        by_row *= pair * -k_norm[:, None]
+        part *= -tl.load(rows_at + vectors)[:, None]
+        part = tl.dot(by_row.to(CD), k, part, input_precision=PRECISION)
         dk += part
         d_total += tl.sum(k.to(tl.float32) * part, 1)
-        turned = tl.where(place[:, None] < place[None, :], -turned * turned_pair * k_norm[None, :], 0.0)
-        column = tl.dot(turned.to(CD), k, column, input_precision=PRECISION)
 
-        # Through the state that the chunk leaves.
-        by_state = tl.zeros((C, K), tl.float32)
-        kept = tl.zeros((K,), tl.float32)
-        for first in range(0, V, BLOCK_V):
-            x = tl.load(x_at + first, mask=there, other=0.0).to(CD)
-            d_state = tl.load(after + first).to(CD)
-            state = tl.load(before + first).to(tl.float32)
-            by_state = tl.dot(x, tl.trans(d_state), by_state, input_precision=PRECISION)
-            kept += tl.sum(state * d_state.to(tl.float32), 1)
-        part = by_state * tl.load(rows_at + 2 * vectors)[:, None]
-        end = tl.sum(tl.sum(k.to(tl.float32) * part, 1), 0)
-        end += tl.sum(kept, 0) * tl.load(decay_ptr + lane * chunks + chunk)
-        column += part
-        dk += column
-        d_total -= tl.sum(k.to(tl.float32) * column, 1)
-        d_total += tl.where(place == C - 1, end, 0.0)
-
-        dg = tl.sum(tl.where(turned_seen, d_total[None, :], 0.0), 1)
         line = (batch.to(tl.int64) * S + row + place) * heads + head
-        tl.store(dg_ptr + line, dg, mask=row + place < S)
+        tl.store(dg_ptr + line, tl.sum(tl.where(after_row, d_total[None, :], 0.0), 1), mask=row + place < S)
         tl.store(d_beta_ptr + line, d_beta / beta, mask=row + place < S)
     if NORMALIZE:
-        wide_q, wide_k = q.to(tl.float32), k.to(tl.float32)
-        q_rate = q_norm * q_norm / (scale * scale)
-        dq -= wide_q * (q_rate * tl.sum(wide_q * dq, 1))[:, None]
-        dk -= wide_k * (k_norm * k_norm * tl.sum(wide_k * dk, 1))[:, None]
-    at, there = tile_rows(dq_ptr, batch, key_head, row, S * key_heads * K, key_heads * K, K, S, 0, K, C)
-    tl.store(at, dq.to(dq_ptr.dtype.element_ty), mask=there)
+        wide = k.to(tl.float32)
+        dk -= wide * (k_norm * k_norm * tl.sum(wide * dk, 1))[:, None]
     at, there = tile_rows(dk_ptr, batch, key_head, row, S * key_heads * K, key_heads * K, K, S, 0, K, C)
     tl.store(at, dk.to(dk_ptr.dtype.element_ty), mask=there)
 
@@ -310,9 +376,19 @@ class Kept:
     states: Tensor
 
 
-def gradient_tile(values: int) -> ScanTile:
-    """Values that the second kernel multiplies at once, its warps and the stages of its loops."""
-    return ScanTile(values, 4, 1) if interpreting() else ScanTile(min(values, 64), 8, 1)
+@dataclass(frozen=True, slots=True)
+class GradientTiles:
+    """Values that the kernels of dq and of dk multiply at once, their warps and the stages of their loops."""
+
+    queries: ScanTile
+    keys: ScanTile
+
+
+def gradient_tiles(values: int, shared_memory: int) -> GradientTiles:
+    """The tiles for a GPU with so many bytes of shared memory a block."""
+    if interpreting():
+        return GradientTiles(ScanTile(values, 4, 1), ScanTile(values, 4, 1))
+    return GradientTiles(ScanTile(min(values, 64), 4, 2), ScanTile(min(values, 64), 8, 2))
 
 
 class Gradients(NamedTuple):
@@ -325,20 +401,57 @@ class Gradients(NamedTuple):
 
 
 def gradients(
-    inputs: DeltaInputs, chunks: Chunks, kept: Kept, do: Tensor, back: ScannedBack, tile: ScanTile
+    inputs: DeltaInputs, chunks: Chunks, kept: Kept, do: Tensor, back: ScannedBack, tiles: GradientTiles
 ) -> Gradients:
     """The gradients of q, k, g and beta."""
     batch, length, key_heads, width = inputs.q.shape
     heads, values, device = inputs.v.shape[2], inputs.v.shape[3], inputs.q.device
-    stored = store_dtype(inputs.q.dtype)
+    stored, float32 = store_dtype(inputs.q.dtype), torch.float32
     made = Gradients(
         torch.empty((batch, length, key_heads, width), dtype=stored, device=device),
         torch.empty((batch, length, key_heads, width), dtype=stored, device=device),
-        torch.empty((batch, length, heads), dtype=torch.float32, device=device),
-        torch.empty((batch, length, heads), dtype=torch.float32, device=device),
+        torch.empty((batch, length, heads), dtype=float32, device=device),
+        torch.empty((batch, length, heads), dtype=float32, device=device),
     )
+    d_total = torch.empty((batch * heads, inputs.chunks * CHUNK), dtype=float32, device=device)
+    sizes = (
+        *(stride for tensor in (inputs.q, inputs.k, do) for stride in tensor.stride()[:3]),
+        starts_stride(inputs),
+        length,
+        key_heads,
+        inputs.chunks,
+        batch * heads * inputs.chunks * CHUNK,
+    )
+    constants = {
+        "NORMALIZE": inputs.normalize,
+        "GROUP": inputs.group,
+        "K": width,
+        "V": values,
+        "C": CHUNK,
+        "CD": triton_store_dtype(inputs.q.dtype),
+        "PRECISION": precision_of(inputs.q.dtype),
+    }
+    grid = (batch * key_heads * inputs.chunks,)
     with on_device_of(do):
-        _gradient_kernel[(batch * key_heads * inputs.chunks,)](
+        _queries_kernel[grid](
+            inputs.q,
+            inputs.k,
+            do,
+            kept.x,
+            kept.states,
+            chunks.rows,
+            chunks.norms,
+            inputs.starts,
+            made.dq,
+            d_total,
+            *sizes,
+            inputs.scale,
+            BLOCK_V=tiles.queries.values,
+            num_warps=tiles.queries.warps,
+            num_stages=tiles.queries.stages,
+            **constants,
+        )
+        _keys_kernel[grid](
             inputs.q,
             inputs.k,
             do,
@@ -350,25 +463,14 @@ def gradients(
             chunks.norms,
             chunks.decay,
             inputs.starts,
-            *made,
-            *inputs.q.stride()[:3],
-            *inputs.k.stride()[:3],
-            *do.stride()[:3],
-            starts_stride(inputs),
-            length,
-            key_heads,
-            inputs.chunks,
-            batch * heads * inputs.chunks * CHUNK,
-            inputs.scale,
-            NORMALIZE=inputs.normalize,
-            GROUP=inputs.group,
-            K=width,
-            V=values,
-            BLOCK_V=tile.values,
-            C=CHUNK,
-            CD=triton_store_dtype(inputs.q.dtype),
-            PRECISION=precision_of(inputs.q.dtype),
-            num_warps=tile.warps,
-            num_stages=tile.stages,
+            d_total,
+            made.dk,
+            made.dg,
+            made.d_beta,
+            *sizes,
+            BLOCK_V=tiles.keys.values,
+            num_warps=tiles.keys.warps,
+            num_stages=tiles.keys.stages,
+            **constants,
         )
     return made

@@ -339,9 +339,11 @@ def starts_stride(inputs: DeltaInputs) -> int:
     return 0 if inputs.starts is None or inputs.starts.shape[0] == 1 else int(inputs.starts.shape[1])
 
 
-def scan_tile(values: int) -> ScanTile:
-    """The tile of the scans over chunks."""
-    return ScanTile(values, 4, 1) if interpreting() else ScanTile(min(values, 64), 4, 2)
+def scan_tile(values: int, shared_memory: int) -> ScanTile:
+    """The tile of the scans over chunks, for a GPU with so many bytes of shared memory a block."""
+    if interpreting():
+        return ScanTile(values, 4, 1)
+    return ScanTile(min(values, 64), 4, 2)
 
 
 @dataclass(frozen=True, slots=True)
