@@ -30,11 +30,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ftkernels import (
     bitlinear_kernels,
+    causal_conv,
     cross_entropy,
     decode_attention,
+    delta_gates,
     delta_rule_backward,
     delta_rule_forward,
+    delta_step,
     fp8_kernels,
+    gated_norm,
     glu_kernels,
     int8_product,
     lowrank_add,
@@ -248,28 +252,44 @@ def gate_cases(new: Maker) -> Launches:
 
 
 def delta_cases(new: Maker, capability: int) -> Launches:
-    """Launches of the gated delta rule with Qwen3.5-9B's heads; as :func:`cases`."""
+    """Launches of gated delta nets with Qwen3.5-9B's heads; as :func:`cases`."""
+    wide, shared, tokens = partial(new, of=torch.float32), SHARED_MEMORY[capability], 256
+    x, weight, starts = new(1, tokens, 8192), new(8192, 4), torch.zeros((1, tokens), dtype=torch.int32)
+    z, norm, heads, gates = new(1, tokens, 32, 128), new(128), new(1, tokens, 32), delta_gates.Gates
+    float_heads = gates(wide(1, tokens, 32), wide(1, tokens, 32))
+    for name, document, state in (("", starts, None), (", state", None, new(1, 8192, 3))):
+        given = (x, weight, None, state, document)
+        yield f"causal conv forward{name}", partial(causal_conv.forward, *given)
+        yield f"causal conv backward{name}", partial(causal_conv.backward, *given, x, want_dw=not name)
+    yield "delta gates forward", partial(delta_gates.launch, (heads, heads, wide(32), wide(32)), float_heads, None)
+    ends = (heads, heads, wide(32), wide(32)), float_heads, gates(heads, heads)
+    yield "delta gates backward", partial(delta_gates.launch, *ends)
+    yield "gated norm forward", partial(gated_norm.launch, z, z, None, norm, 1e-6, z, z, want_dw=False)
+    yield "gated norm backward", partial(gated_norm.launch, z, z, z, norm, 1e-6, z, z, want_dw=True)
+    slots, row = torch.zeros(8, dtype=torch.int32), new(8, 32, 128)
+    conv = (new(8, 8192), weight, None, wide(9, 8192, 3), slots)
+    yield "delta step, convolution", partial(delta_step.conv_triton, *conv)
+    step = (row[:, :16], row[:, 16:], row, wide(8, 32), wide(8, 32), wide(9, 32, 128, 128), slots)
+    yield "delta step", partial(delta_step.delta_triton, *step, True, 1.0)
     if capability < 80:
         return
-    wide, shared = partial(new, of=torch.float32), SHARED_MEMORY[capability]
-    qkv = new(1, 256, 64, 128)
-    q, k, v = qkv[:, :, :16], qkv[:, :, 16:32], qkv[:, :, 32:]
-    starts = torch.zeros((1, 256), dtype=torch.int32)
-    inputs = delta_rule_forward.DeltaInputs(q, k, v, wide(1, 256, 32), new(1, 256, 32), starts, 1.0, True)
-    yield "delta rule chunks", partial(delta_rule_forward.prepare, inputs)
-    squares = new(1, 32, 4, 64, 64)
-    rows = wide(5, 32, 256), wide(2, 16, 256), wide(32, 4)
-    chunks = delta_rule_forward.Chunks(squares, squares, *rows)
-    state, states, tile = wide(1, 32, 128, 128), new(1, 32, 4, 128, 128), delta_rule_forward.scan_tile(128, shared)
-    ahead = partial(delta_rule_forward.scan, inputs, chunks, state, tile=tile)
-    yield "delta rule scan", partial(ahead, keep=False, want_last=True)
-    yield "delta rule scan, kept", partial(ahead, keep=True, want_last=False)
-    yield "delta rule scan back", partial(
-        delta_rule_backward.scan_back, inputs, chunks, v, state, want_first=True, tile=tile
-    )
-    kept, back = delta_rule_backward.Kept(v, states), delta_rule_backward.ScannedBack(v, states, None)
-    tiles = delta_rule_backward.gradient_tiles(128, shared)
-    yield "delta rule gradients", partial(delta_rule_backward.gradients, inputs, chunks, kept, v, back, tiles)
+    q, k, v = new(1, tokens, 64, 128).split([16, 16, 32], 2)
+    for name, document in (("", None), (", documents", starts)):
+        inputs = delta_rule_forward.DeltaInputs(q, k, v, float_heads.g, heads, document, 1.0, True)
+        tiles = delta_rule_forward.delta_tiles(128, shared)
+        yield f"delta rule chunks{name}", partial(delta_rule_forward.prepare, inputs, tiles)
+        squares, rows = new(1, 32, 4, 64, 64), (wide(5, 32, 256), wide(2, 16, 256), wide(32, 4))
+        chunks = delta_rule_forward.Chunks(squares, squares, *rows)
+        state, states = wide(1, 32, 128, 128), new(1, 32, 4, 128, 128)
+        if not name:
+            ahead = partial(delta_rule_forward.scan, inputs, chunks, state, tiles=tiles)
+            yield "delta rule scan", partial(ahead, keep=False, want_last=True)
+            yield "delta rule scan, kept", partial(ahead, keep=True, want_last=False)
+            back = partial(delta_rule_backward.scan_back, inputs, chunks, v, state, tiles=tiles)
+            yield "delta rule scan back", partial(back, want_first=True)
+        kept, scanned = delta_rule_backward.Kept(v, states), delta_rule_backward.ScannedBack(v, states, None)
+        operands = (inputs, chunks, kept, v, scanned, tiles)
+        yield f"delta rule gradients{name}", partial(delta_rule_backward.gradients, *operands)
 
 
 def norm_cases(new: Maker) -> Launches:

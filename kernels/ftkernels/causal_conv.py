@@ -148,9 +148,10 @@ def _before_activation(x_ptr, weight_ptr, bias_ptr, state_ptr, token, there, beg
 @triton.jit
 def _begins(starts_ptr, batch, starts_stride, token, there):
     """The first token of each token's document."""
-    if starts_ptr is None:
-        return token * 0
-    return tl.load(starts_ptr + batch * starts_stride + token, mask=there, other=0)
+    begin = token * 0
+    if starts_ptr is not None:
+        begin = tl.load(starts_ptr + batch * starts_stride + token, mask=there, other=0)
+    return begin
 
 
 @triton.jit
@@ -263,35 +264,14 @@ class _CausalConv(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, first: Tensor | None, starts: Tensor | None
     ) -> Tensor:
         ctx.save_for_backward(x, weight, bias, first, starts)
-        out = torch.empty(x.shape, dtype=store_dtype(x.dtype), device=x.device)
-        if out.numel():
-            x, (batch, length, channels) = _readable(x), x.shape
-            with on_device_of(x):
-                _forward_kernel[(batch * triton.cdiv(length, _TOKENS), triton.cdiv(channels, _CHANNELS))](
-                    x,
-                    weight.contiguous(),
-                    None if bias is None else bias.contiguous(),
-                    None if first is None else first.contiguous(),
-                    None if starts is None else starts.contiguous(),
-                    out,
-                    *x.stride()[:2],
-                    _starts_stride(starts),
-                    length,
-                    channels,
-                    W=weight.shape[1],
-                    T=_TOKENS,
-                    BLOCK=_CHANNELS,
-                    ACC=triton_dtype(x.dtype),
-                    num_warps=4,
-                )
-        return rounded(out, x.dtype)
+        return rounded(forward(x, weight, bias, first, starts), x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, first, starts = ctx.saved_tensors
         want_dw = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
-        dx, d_first, dw = _backward(x, weight, bias, first, starts, dy, want_dw=want_dw)
+        dx, d_first, dw = backward(x, weight, bias, first, starts, dy, want_dw=want_dw)
         return (
             rounded(dx, x.dtype),
             dw[:, :-1].to(weight.dtype) if ctx.needs_input_grad[1] and dw is not None else None,
@@ -301,7 +281,33 @@ class _CausalConv(torch.autograd.Function):
         )
 
 
-def _backward(
+def forward(x: Tensor, weight: Tensor, bias: Tensor | None, first: Tensor | None, starts: Tensor | None) -> Tensor:
+    """The output, by the kernel."""
+    out = torch.empty(x.shape, dtype=store_dtype(x.dtype), device=x.device)
+    if out.numel():
+        x, (batch, length, channels) = _readable(x), x.shape
+        with on_device_of(x):
+            _forward_kernel[(batch * triton.cdiv(length, _TOKENS), triton.cdiv(channels, _CHANNELS))](
+                x,
+                weight.contiguous(),
+                None if bias is None else bias.contiguous(),
+                None if first is None else first.contiguous(),
+                None if starts is None else starts.contiguous(),
+                out,
+                *x.stride()[:2],
+                _starts_stride(starts),
+                length,
+                channels,
+                W=weight.shape[1],
+                T=_TOKENS,
+                BLOCK=_CHANNELS,
+                ACC=triton_dtype(x.dtype),
+                num_warps=4,
+            )
+    return out
+
+
+def backward(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,

@@ -138,7 +138,7 @@ def _gates_kernel(
         tl.store(sums_at + H, tl.sum(d_shift, 0), mask=cols < H)
 
 
-def _launch(tensors: tuple[Tensor, Tensor, Tensor, Tensor], outs: Gates, grads: Gates | None) -> Tensor:
+def launch(tensors: tuple[Tensor, Tensor, Tensor, Tensor], outs: Gates, grads: Gates | None) -> Tensor:
     """One launch; gives the sums (2, H) of backward, where ``outs`` are the gates' gradients, contiguous."""
     a, b, a_log, dt_bias = tensors
     heads, left, right = a.shape[-1], as_rows(a), as_rows(b)
@@ -182,7 +182,7 @@ class _Gates(torch.autograd.Function):
         ctx.save_for_backward(a, b, a_log, dt_bias)
         outs = Gates(*(torch.empty(a.shape, dtype=torch.float32, device=a.device) for _ in range(2)))
         if a.numel():
-            _launch((a, b, a_log, dt_bias), outs, None)
+            launch((a, b, a_log, dt_bias), outs, None)
         return outs.g, outs.beta
 
     @staticmethod
@@ -192,7 +192,7 @@ class _Gates(torch.autograd.Function):
         grads = Gates(*(torch.empty(t.shape, dtype=store_dtype(t.dtype), device=t.device) for t in (a, b)))
         sums = torch.zeros((2, a.shape[-1]), device=a.device)
         if a.numel():
-            sums = _launch((a, b, a_log, dt_bias), Gates(dg.contiguous(), d_beta.contiguous()), grads)
+            sums = launch((a, b, a_log, dt_bias), Gates(dg.contiguous(), d_beta.contiguous()), grads)
         return (
             rounded(grads.g, a.dtype),
             rounded(grads.beta, b.dtype),

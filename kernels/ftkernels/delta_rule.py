@@ -44,8 +44,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ftkernels.delta_rule_backward import Kept, gradient_tiles, gradients, scan_back
-from ftkernels.delta_rule_forward import CHUNK, NORM_EPS, DeltaInputs, prepare, scan, scan_tile
+from ftkernels.delta_rule_backward import Kept, gradients, scan_back
+from ftkernels.delta_rule_forward import CHUNK, NORM_EPS, DeltaInputs, DeltaTiles, delta_tiles, prepare, scan
 from ftkernels.device import BackendChoice, BackendName, accumulate_dtype, choose_backend, gpu_of, rounded
 
 _SIZES = (16, 32, 64, 128)
@@ -208,9 +208,8 @@ class _DeltaRule(torch.autograd.Function):
             last = v.new_zeros(v.shape[0], v.shape[2], q.shape[3], v.shape[3], dtype=torch.float32)
             return torch.empty_like(v), (last if first is None else first.float()) if want_last else None
         inputs = _inputs(q, k, v, g, beta, starts, scale, normalize)
-        made = scan(
-            inputs, prepare(inputs), _state(first), keep=False, want_last=want_last, tile=scan_tile(v.shape[-1], _shared(v))
-        )
+        tiles = _tiles(v)
+        made = scan(inputs, prepare(inputs, tiles), _state(first), keep=False, want_last=want_last, tiles=tiles)
         assert made.out is not None
         return rounded(made.out, v.dtype), made.last
 
@@ -224,13 +223,14 @@ class _DeltaRule(torch.autograd.Function):
             d_first = d_last if first is not None else None
             return *(torch.zeros_like(t) for t in (q, k, v, g, beta)), d_first, None
         inputs = _inputs(q, k, v, g, beta, starts, ctx.scale, ctx.normalize)
-        chunks, tile = prepare(inputs), scan_tile(v.shape[-1], _shared(v))
-        again = scan(inputs, chunks, _state(first), keep=True, want_last=False, tile=tile)
+        tiles = _tiles(v)
+        chunks = prepare(inputs, tiles)
+        again = scan(inputs, chunks, _state(first), keep=True, want_last=False, tiles=tiles)
         assert again.x is not None
         assert again.states is not None
         do, wants_first = _readable(do), ctx.needs_input_grad[5]
-        back = scan_back(inputs, chunks, do, _state(d_last), want_first=wants_first, tile=tile)
-        made = gradients(inputs, chunks, Kept(again.x, again.states), do, back, gradient_tiles(v.shape[-1], _shared(v)))
+        back = scan_back(inputs, chunks, do, _state(d_last), want_first=wants_first, tiles=tiles)
+        made = gradients(inputs, chunks, Kept(again.x, again.states), do, back, tiles)
         return (
             rounded(made.dq, q.dtype),
             rounded(made.dk, k.dtype),
@@ -254,8 +254,8 @@ def _readable(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def _shared(v: Tensor) -> int:
-    return gpu_of(v.device).shared_memory_bytes
+def _tiles(v: Tensor) -> DeltaTiles:
+    return delta_tiles(v.shape[-1], gpu_of(v.device).shared_memory_bytes)
 
 
 def _state(state: Tensor | None) -> Tensor | None:

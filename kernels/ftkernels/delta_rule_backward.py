@@ -24,13 +24,13 @@ from ftkernels.delta_rule_forward import (
     CHUNK,
     Chunks,
     DeltaInputs,
-    ScanTile,
+    DeltaTiles,
     documents_of,
     precision_of,
     starts_stride,
     tile_rows,
 )
-from ftkernels.device import interpreting, on_device_of, store_dtype, triton_store_dtype
+from ftkernels.device import on_device_of, store_dtype, triton_store_dtype
 
 
 @triton.jit
@@ -324,12 +324,12 @@ class ScannedBack(NamedTuple):
 
 
 def scan_back(
-    inputs: DeltaInputs, chunks: Chunks, do: Tensor, d_last: Tensor | None, *, want_first: bool, tile: ScanTile
+    inputs: DeltaInputs, chunks: Chunks, do: Tensor, d_last: Tensor | None, *, want_first: bool, tiles: DeltaTiles
 ) -> ScannedBack:
     """Walks back over the chunks from ``d_last`` (B, Hv, K, V), float32 and contiguous, or from zero."""
     batch, length, _, width = inputs.q.shape
     heads, values, device = inputs.v.shape[2], inputs.v.shape[3], inputs.q.device
-    stored = store_dtype(inputs.v.dtype)
+    stored, tile = store_dtype(inputs.v.dtype), tiles.back
     made = ScannedBack(
         torch.empty((batch, length, heads, values), dtype=stored, device=device),
         torch.empty((batch, heads, inputs.chunks, width, values), dtype=stored, device=device),
@@ -376,21 +376,6 @@ class Kept:
     states: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class GradientTiles:
-    """Values that the kernels of dq and of dk multiply at once, their warps and the stages of their loops."""
-
-    queries: ScanTile
-    keys: ScanTile
-
-
-def gradient_tiles(values: int, shared_memory: int) -> GradientTiles:
-    """The tiles for a GPU with so many bytes of shared memory a block."""
-    if interpreting():
-        return GradientTiles(ScanTile(values, 4, 1), ScanTile(values, 4, 1))
-    return GradientTiles(ScanTile(min(values, 64), 4, 2), ScanTile(min(values, 64), 8, 2))
-
-
 class Gradients(NamedTuple):
     """dq, dk (B, S, Hk, K) in the operands' dtype, dg and d_beta (B, S, Hv) float32."""
 
@@ -401,7 +386,7 @@ class Gradients(NamedTuple):
 
 
 def gradients(
-    inputs: DeltaInputs, chunks: Chunks, kept: Kept, do: Tensor, back: ScannedBack, tiles: GradientTiles
+    inputs: DeltaInputs, chunks: Chunks, kept: Kept, do: Tensor, back: ScannedBack, tiles: DeltaTiles
 ) -> Gradients:
     """The gradients of q, k, g and beta."""
     batch, length, key_heads, width = inputs.q.shape

@@ -31,12 +31,33 @@ _LEAST_BETA = tl.constexpr(1e-20)
 
 
 @dataclass(frozen=True, slots=True)
-class ScanTile:
-    """Values of a slice that one program scans, its warps, and the stages of its loop's software pipeline."""
+class DeltaTile:
+    """Values that a program takes at once, its warps, and the stages of its loop's software pipeline."""
 
     values: int
     warps: int
-    stages: int
+    stages: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaTiles:
+    """A tile for each kernel; that of the chunks' inverses has only warps."""
+
+    chunks: DeltaTile
+    scan: DeltaTile
+    kept: DeltaTile
+    back: DeltaTile
+    queries: DeltaTile
+    keys: DeltaTile
+
+
+def delta_tiles(values: int, shared_memory: int) -> DeltaTiles:
+    """The tiles for heads of so many values, on a GPU with so many bytes of shared memory a block."""
+    if interpreting():
+        return DeltaTiles(*[DeltaTile(values, 4)] * 6)
+    half = min(values, 64)
+    scan, wide = DeltaTile(half, 4, 2), DeltaTile(half, 8, 2)
+    return DeltaTiles(DeltaTile(values, 4), scan, scan, scan, scan, wide)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +115,11 @@ def tile_rows(ptr, batch, head, row, stride_b, stride_s, stride_h, S, first, COL
 @triton.jit
 def documents_of(starts_ptr, batch, starts_stride, row, S, C: tl.constexpr):
     """The first token of each token's document, of C tokens from ``row``; those past the end are of the last one's."""
-    if starts_ptr is None:
-        return tl.zeros((C,), tl.int32)
-    tokens = tl.minimum(row + tl.arange(0, C), S - 1)
-    return tl.load(starts_ptr + batch.to(tl.int64) * starts_stride + tokens)
+    document = tl.zeros((C,), tl.int32)
+    if starts_ptr is not None:
+        tokens = tl.minimum(row + tl.arange(0, C), S - 1)
+        document = tl.load(starts_ptr + batch.to(tl.int64) * starts_stride + tokens)
+    return document
 
 
 @triton.jit
@@ -285,7 +307,7 @@ def precision_of(dtype: torch.dtype) -> str:
     return "ieee" if dtype == torch.float32 else "tf32"
 
 
-def prepare(inputs: DeltaInputs, warps: int = 4) -> Chunks:
+def prepare(inputs: DeltaInputs, tiles: DeltaTiles) -> Chunks:
     """Inverses, scores and factors of all chunks."""
     batch, length, key_heads, width = inputs.q.shape
     heads, chunks, device = inputs.v.shape[2], inputs.chunks, inputs.q.device
@@ -328,8 +350,8 @@ def prepare(inputs: DeltaInputs, warps: int = 4) -> Chunks:
             CD=triton_store_dtype(inputs.q.dtype),
             PRECISION=precision_of(inputs.q.dtype),
             INVERSE_PRECISION=precision_of(inputs.q.dtype),
-            num_warps=warps,
-            num_stages=1,
+            num_warps=tiles.chunks.warps,
+            num_stages=tiles.chunks.stages,
         )
     return made
 
@@ -337,13 +359,6 @@ def prepare(inputs: DeltaInputs, warps: int = 4) -> Chunks:
 def starts_stride(inputs: DeltaInputs) -> int:
     """Elements from one row's starts to the next one's."""
     return 0 if inputs.starts is None or inputs.starts.shape[0] == 1 else int(inputs.starts.shape[1])
-
-
-def scan_tile(values: int, shared_memory: int) -> ScanTile:
-    """The tile of the scans over chunks, for a GPU with so many bytes of shared memory a block."""
-    if interpreting():
-        return ScanTile(values, 4, 1)
-    return ScanTile(min(values, 64), 4, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,12 +374,12 @@ class Scanned:
 
 
 def scan(
-    inputs: DeltaInputs, chunks: Chunks, first: Tensor | None, *, keep: bool, want_last: bool, tile: ScanTile
+    inputs: DeltaInputs, chunks: Chunks, first: Tensor | None, *, keep: bool, want_last: bool, tiles: DeltaTiles
 ) -> Scanned:
     """Walks over the chunks from the state ``first`` (B, Hv, K, V), float32 and contiguous, or from zero."""
     batch, length, _, width = inputs.q.shape
     heads, values, device = inputs.v.shape[2], inputs.v.shape[3], inputs.q.device
-    stored = store_dtype(inputs.v.dtype)
+    stored, tile = store_dtype(inputs.v.dtype), tiles.kept if keep else tiles.scan
     by_token = torch.empty((batch, length, heads, values), dtype=stored, device=device)
     last = states = None
     if want_last:

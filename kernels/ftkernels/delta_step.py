@@ -53,6 +53,11 @@ def conv_step(
     _check_slots(slots, x.shape[0], pool)
     if not choose_backend(x.device, backend).is_triton:
         return conv_step_reference(x, weight, bias, pool, slots)
+    return conv_triton(x, weight, bias, pool, slots)
+
+
+def conv_triton(x: Tensor, weight: Tensor, bias: Tensor | None, pool: Tensor, slots: Tensor) -> Tensor:
+    """``conv_step`` by its kernel."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     out = torch.empty(x.shape, dtype=store_dtype(x.dtype), device=x.device)
     if out.numel():
@@ -153,12 +158,27 @@ def delta_step(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if not choose_backend(v.device, backend).is_triton:
         return delta_step_reference(q, k, v, g, beta, pool, slots, normalize=normalize, scale=scale)
-    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
+    return delta_triton(q, k, v, g, beta, pool, slots, normalize, scale)
+
+
+def delta_triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    pool: Tensor,
+    slots: Tensor,
+    normalize: bool,
+    scale: float,
+) -> Tensor:
+    """``delta_step`` by its kernel."""
+    (_, heads, values), (q, k, v) = v.shape, (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     out = torch.empty(v.shape, dtype=store_dtype(v.dtype), device=v.device)
     block = min(triton.next_power_of_2(values), 128 if interpreting() else _VALUES)
     if out.numel():
         with on_device_of(v):
-            _delta_kernel[(rows * heads, triton.cdiv(values, block))](
+            _delta_kernel[(v.shape[0] * heads, triton.cdiv(values, block))](
                 q,
                 k,
                 v,

@@ -134,7 +134,7 @@ class _GatedNorm(torch.autograd.Function):
         ctx.eps = eps
         out = torch.empty(x.shape, dtype=store_dtype(x.dtype), device=x.device)
         if out.numel():
-            _launch(x, z, None, weight, eps, out, out, want_dw=False)
+            launch(x, z, None, weight, eps, out, out, want_dw=False)
         return rounded(out, x.dtype)
 
     @staticmethod
@@ -144,13 +144,13 @@ class _GatedNorm(torch.autograd.Function):
         dx, dz = (torch.empty(t.shape, dtype=store_dtype(t.dtype), device=t.device) for t in (x, z))
         dw = None
         if dx.numel():
-            dw = _launch(x, z, dy, weight, ctx.eps, dx, dz, want_dw=ctx.needs_input_grad[2])
+            dw = launch(x, z, dy, weight, ctx.eps, dx, dz, want_dw=ctx.needs_input_grad[2])
         elif ctx.needs_input_grad[2]:
             dw = torch.zeros_like(weight)
         return rounded(dx, x.dtype), rounded(dz, z.dtype), None if dw is None else dw.to(weight.dtype), None
 
 
-def _launch(
+def launch(
     x: Tensor, z: Tensor, dy: Tensor | None, weight: Tensor, eps: float, out: Tensor, dz: Tensor, *, want_dw: bool
 ) -> Tensor | None:
     """One launch, backward where there is dy; gives dw float32 where it is wanted."""
