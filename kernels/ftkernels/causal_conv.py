@@ -44,7 +44,9 @@ _TOKENS, _CHANNELS, _SHARES = 32, 64, 64
 
 
 class ConvOutput(NamedTuple):
-    """The output (B, S, C) in x's dtype, and the last W - 1 inputs of each row's last document (B, C, W - 1) or None."""
+    """The output (B, S, C) in x's dtype, and the last W - 1 inputs of each row's last document, (B, C, W - 1) or
+    None.
+    """
 
     out: Tensor
     last: Tensor | None
@@ -65,7 +67,7 @@ def causal_conv(
     Args:
         x: (B, S, C), any strides; copied only where the channels of a token lie apart.
         weight: (C, W). bias: (C,) or None.
-        starts: (B or 1, S) int32: for each token the index of the first token of its document. None: one document a row.
+        starts: (B or 1, S) int32: for each token the index of its document's first token. None: one document a row.
         first: (B, C, W - 1), the inputs before the row's first token, the latest last; None is zero.
         want_last: whether such a state after the last token is wanted.
 

@@ -7,8 +7,8 @@ Legend: B batch, S tokens, H value heads.
     da = -dg exp(A_log) sigmoid(a + dt_bias)       db = d_beta beta (1 - beta)
     dA_log = sum over tokens of dg g               d_dt_bias = sum over tokens of da
 
-Both outputs are float32, whatever the inputs' dtype: g is summed over tokens and exponentiated (transformers rounds beta
-to the model's dtype). The sums are partial sums added in a fixed order. Kept for backward: the inputs.
+Both outputs are float32, whatever the inputs' dtype: g is summed over tokens and exponentiated. transformers rounds
+beta to the model's dtype. The sums are partial sums added in a fixed order. Kept for backward: the inputs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The gated delta rule of Qwen3.5, Qwen3-Next and others: linear attention whose state forgets and is corrected.
 
-Legend: B batch, S tokens, Hk key heads, Hv value heads, K and V head sizes, C = 64 tokens of a chunk. Value head h reads
-key head h // (Hv / Hk). For each value head, token by token, with a state M (K, V) in float32:
+Legend: B batch, S tokens, Hk key heads, Hv value heads, K and V head sizes, C = 64 tokens of a chunk. Value head h
+reads key head h // (Hv / Hk). For each value head, token by token, with a state M (K, V) in float32:
 
     q~ = scale * q / sqrt(sum q^2 + 1e-6)        k~ = k / sqrt(sum k^2 + 1e-6)       without ``normalize``: scale * q, k
     M <- exp(g) M                                forget
@@ -79,7 +79,7 @@ def delta_rule(
         v: (B, S, Hv, V), of one dtype with q and k; Hv is a multiple of Hk.
         g: (B, S, Hv), the decay's logarithm, at most 0 and taken as -40 below that; any strides.
         beta: (B, S, Hv), not below 0.
-        starts: (B or 1, S) int32: for each token the index of the first token of its document. None: one document a row.
+        starts: (B or 1, S) int32: for each token the index of its document's first token. None: one document a row.
         first: (B, Hv, K, V), the state before the row's first token; None is zero.
         want_last: whether the state after the last token is wanted.
         normalize: whether q and k are divided by their norms.

@@ -5,9 +5,9 @@ names are in ``ftkernels.delta_rule``.
 
 The first kernel owns a slice of the values of one value head, walks from the last chunk to the first with the gradient
 of the state in registers, and writes dv and that gradient after each chunk. The others have a program for a chunk
-of a key head, and add up the gradients of q, or of k, over its value heads. Neither uses atomics. Where a product's transpose
-is needed, it is formed as a product of its own: Triton 3.4 to 3.7.0 miscompile ``dot(trans(accumulator), ...)`` on
-Hopper (flash-linear-attention 640).
+of a key head, and add up the gradients of q, or of k, over its value heads. None uses atomics. Where a product's
+transpose is needed, it is formed as a product of its own: Triton 3.4 to 3.7.0 miscompile
+``dot(trans(accumulator), ...)`` on Hopper (flash-linear-attention 640).
 """
 
 from __future__ import annotations

@@ -6,7 +6,9 @@ written for it, and its output is zero. No two rows may have one slot.
 
     conv_step:   window = [the slot's W - 1 inputs, x]     y = silu(bias + sum over w of weight_w window_w)
                  the slot's inputs <- window without its first
-    delta_step:  M <- exp(g) M      M <- M + beta k~ (v - M^T k~)^T      o = M^T q~      q~, k~ as ``ftkernels.delta_rule``
+    delta_step:  M <- exp(g) M      M <- M + beta k~ (v - M^T k~)^T      o = M^T q~
+
+with q~ and k~ as in ``ftkernels.delta_rule``.
 
 A launch reads where its states lie from ``slots`` on the device, so a CUDA graph of it serves other slots. States and
 arithmetic are float32; nothing depends on other rows. There is no backward.

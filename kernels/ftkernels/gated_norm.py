@@ -4,7 +4,8 @@ Legend: rows of D features (tokens and heads together).
 
     n = x / sqrt(mean(x^2) + eps)        y = w n silu(z)
 
-    dn = dy w silu(z)      dx = rstd (dn - n mean(dn n))      dz = dy w n silu'(z)      dw = sum over rows of dy n silu(z)
+    dn = dy w silu(z)          dx = rstd (dn - n mean(dn n))
+    dz = dy w n silu'(z)       dw = sum over rows of dy n silu(z)
 
 The arithmetic is float32 with one rounding (transformers rounds n, and w n). dw is partial sums added in a fixed order.
 Kept for backward: x and z.
