@@ -155,7 +155,7 @@ def _queries_kernel(
     k_norm = tl.load(norms_at + tl.num_programs(0).to(tl.int64) * C)
     document = documents_of(starts_ptr, batch, starts_stride, row, S, C)
     seen = (document[:, None] == document[None, :]) & (place[:, None] >= place[None, :])
-    within = place.to(tl.int64)[:, None] * (heads * V) + tl.arange(0, BLOCK_V)[None, :]
+    within = place[:, None] * (heads * V) + tl.arange(0, BLOCK_V)[None, :]
     state_at = tl.arange(0, K)[:, None] * V + tl.arange(0, BLOCK_V)[None, :]
     dq = tl.zeros((C, K), tl.float32)
     for member in range(GROUP):
@@ -241,7 +241,7 @@ def _keys_kernel(
     document = documents_of(starts_ptr, batch, starts_stride, row, S, C)
     same = document[:, None] == document[None, :]
     after_row = same & (place[:, None] <= place[None, :])
-    within = place.to(tl.int64)[:, None] * (heads * V) + tl.arange(0, BLOCK_V)[None, :]
+    within = place[:, None] * (heads * V) + tl.arange(0, BLOCK_V)[None, :]
     state_at = tl.arange(0, K)[:, None] * V + tl.arange(0, BLOCK_V)[None, :]
     k = tl.load(k_at, mask=there, other=0.0).to(CD)
     dk = tl.zeros((C, K), tl.float32)

@@ -3,9 +3,9 @@
 Legend: B batch, S tokens, Hk key heads, Hv value heads, K and V head sizes, C tokens of a chunk, N chunks. The formulas
 and their names are in ``ftkernels.delta_rule``.
 
-The first kernel has a program for a chunk of a key head, which inverts ``I + G b`` for each of its value heads. The
-second owns a slice of the values of one value head and walks over the chunks, its state in registers. In backward it
-runs again, keeps the states and the x, and leaves the outputs out.
+The first kernel has a program for a chunk of a value head, which inverts I + G. The second owns a slice of the values
+of one value head and walks over the chunks, its state in registers. In backward it runs again, keeps the states and the
+x, and leaves the outputs out.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class DeltaInputs:
     @property
     def chunks(self) -> int:
         """N."""
-        return triton.cdiv(self.q.shape[1], CHUNK)
+        return -(-int(self.q.shape[1]) // CHUNK)
 
     @property
     def group(self) -> int:
@@ -106,10 +106,10 @@ class Chunks:
 @triton.jit
 def tile_rows(ptr, batch, head, row, stride_b, stride_s, stride_h, S, first, COLUMNS: tl.constexpr, C: tl.constexpr):
     """(pointers, mask) of C tokens from ``row`` of one head, columns from ``first``."""
-    tokens = row + tl.arange(0, C)
-    base = ptr + batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h + first
-    at = base + tokens.to(tl.int64)[:, None] * stride_s + tl.arange(0, COLUMNS)[None, :]
-    return at, (tokens < S)[:, None]
+    # One wide number a program, and narrow ones an element: registers are what these kernels are short of.
+    base = ptr + batch.to(tl.int64) * stride_b + tl.cast(row, tl.int64) * stride_s + head.to(tl.int64) * stride_h + first
+    at = base + (tl.arange(0, C)[:, None] * stride_s + tl.arange(0, COLUMNS)[None, :])
+    return at, (row + tl.arange(0, C) < S)[:, None]
 
 
 @triton.jit
@@ -163,7 +163,7 @@ def _prepare_kernel(
     b_stride_h,
     starts_stride,
     S,
-    key_heads,
+    heads,
     chunks,
     vectors,
     scale,
@@ -177,9 +177,10 @@ def _prepare_kernel(
     PRECISION: tl.constexpr,
     INVERSE_PRECISION: tl.constexpr,
 ):
-    pid = tl.program_id(0)
-    chunk, batch, key_head = pid % chunks, pid // chunks // key_heads, pid // chunks % key_heads
-    row, place = chunk * C, tl.arange(0, C)
+    line, chunk = tl.program_id(0) // chunks, tl.program_id(0) % chunks
+    batch, head = line // heads, line % heads
+    key_head = head // GROUP
+    row, place, lane = chunk * C, tl.arange(0, C), line.to(tl.int64)
     at, there = tile_rows(k_ptr, batch, key_head, row, k_stride_b, k_stride_s, k_stride_h, S, 0, K, C)
     k = tl.load(at, mask=there, other=0.0).to(CD)
     at, there = tile_rows(q_ptr, batch, key_head, row, q_stride_b, q_stride_s, q_stride_h, S, 0, K, C)
@@ -189,41 +190,38 @@ def _prepare_kernel(
         wide_q, wide_k = q.to(tl.float32), k.to(tl.float32)
         q_norm = q_norm / tl.sqrt(tl.sum(wide_q * wide_q, 1) + eps)
         k_norm = k_norm / tl.sqrt(tl.sum(wide_k * wide_k, 1) + eps)
-    norms_at = norms_ptr + (batch * key_heads + key_head).to(tl.int64) * (chunks * C) + row + place
-    tl.store(norms_at, q_norm)
-    tl.store(norms_at + tl.num_programs(0).to(tl.int64) * C, k_norm)
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * q_norm[:, None] * k_norm[None, :]
-    gram = tl.dot(k, tl.trans(k), input_precision=PRECISION) * k_norm[:, None] * k_norm[None, :]
+    if head % GROUP == 0:
+        norms_at = norms_ptr + (batch * (heads // GROUP) + key_head).to(tl.int64) * (chunks * C) + row + place
+        tl.store(norms_at, q_norm)
+        tl.store(norms_at + vectors // GROUP, k_norm)
+    token, inside = (row + place).to(tl.int64), row + place < S
+    at = g_ptr + batch.to(tl.int64) * g_stride_b + token * g_stride_s + head * g_stride_h
+    g = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    at = beta_ptr + batch.to(tl.int64) * b_stride_b + token * b_stride_s + head * b_stride_h
+    beta = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    beta = tl.where(tl.abs(beta) < _LEAST_BETA, _LEAST_BETA, beta)
     document = documents_of(starts_ptr, batch, starts_stride, row, S, C)
     last = tl.max(document, 0)  # documents stand in order
     seen = (document[:, None] == document[None, :]) & (place[:, None] >= place[None, :])
-    carried = (document < row) | (document == 0)
-    for member in range(GROUP):
-        head = key_head * GROUP + member
-        token = (row + place).to(tl.int64)
-        g = tl.load(g_ptr + batch.to(tl.int64) * g_stride_b + token * g_stride_s + head * g_stride_h,
-                    mask=row + place < S, other=0.0).to(tl.float32)  # fmt: skip
-        beta = tl.load(beta_ptr + batch.to(tl.int64) * b_stride_b + token * b_stride_s + head * b_stride_h,
-                       mask=row + place < S, other=0.0).to(tl.float32)  # fmt: skip
-        beta = tl.where(tl.abs(beta) < _LEAST_BETA, _LEAST_BETA, beta)
-        total = tl.sum(tl.where(seen, tl.maximum(g, _LEAST_LOG_DECAY)[None, :], 0.0), 1)
-        pair = tl.exp(tl.where(seen, total[:, None] - total[None, :], float("-inf"))) * beta[None, :]
-        T = _inverse(tl.where(place[:, None] > place[None, :], gram * pair, 0.0), INVERSE_PRECISION, C, LEVELS)
-        line = batch * (key_heads * GROUP) + head
-        square = (line * chunks + chunk).to(tl.int64) * (C * C) + place[:, None] * C + place[None, :]
-        tl.store(inverse_ptr + square, T.to(inverse_ptr.dtype.element_ty))
-        tl.store(scores_ptr + square, (scores * pair).to(scores_ptr.dtype.element_ty))
-        end = tl.sum(tl.where(place == C - 1, total, 0.0), 0)
-        first_part = tl.where(carried, tl.exp(total), 0.0)
-        last_part = tl.exp(tl.where(document == last, end - total, float("-inf")))
-        rows_at = rows_ptr + line.to(tl.int64) * (chunks * C) + row + place
-        tl.store(rows_at, total)
-        tl.store(rows_at + vectors, first_part * k_norm)
-        tl.store(rows_at + 2 * vectors, last_part * k_norm * beta)
-        tl.store(rows_at + 3 * vectors, first_part * q_norm)
-        tl.store(rows_at + 4 * vectors, beta)
-        kept = tl.where((last < row) | (last == 0), tl.exp(end), 0.0)
-        tl.store(decay_ptr + line.to(tl.int64) * chunks + chunk, kept)
+    total = tl.sum(tl.where(seen, tl.maximum(g, _LEAST_LOG_DECAY)[None, :], 0.0), 1)
+    pair = tl.exp(tl.where(seen, total[:, None] - total[None, :], float("-inf"))) * (beta * k_norm)[None, :]
+    square, within = (lane * chunks + chunk) * (C * C), place[:, None] * C + place[None, :]
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * pair * q_norm[:, None]
+    tl.store(scores_ptr + square + within, scores.to(scores_ptr.dtype.element_ty))
+    gram = tl.dot(k, tl.trans(k), input_precision=PRECISION) * pair * k_norm[:, None]
+    T = _inverse(tl.where(place[:, None] > place[None, :], gram, 0.0), INVERSE_PRECISION, C, LEVELS)
+    tl.store(inverse_ptr + square + within, T.to(inverse_ptr.dtype.element_ty))
+    end = tl.sum(tl.where(place == C - 1, total, 0.0), 0)
+    first_part = tl.where((document < row) | (document == 0), tl.exp(total), 0.0)
+    last_part = tl.exp(tl.where(document == last, end - total, float("-inf")))
+    rows_at = rows_ptr + lane * (chunks * C) + row + place
+    tl.store(rows_at, total)
+    tl.store(rows_at + vectors, first_part * k_norm)
+    tl.store(rows_at + 2 * vectors, last_part * k_norm * beta)
+    tl.store(rows_at + 3 * vectors, first_part * q_norm)
+    tl.store(rows_at + 4 * vectors, beta)
+    kept = tl.where((last < row) | (last == 0), tl.exp(end), 0.0)
+    tl.store(decay_ptr + lane * chunks + chunk, kept)
 
 
 @triton.jit
@@ -320,7 +318,7 @@ def prepare(inputs: DeltaInputs, tiles: DeltaTiles) -> Chunks:
         torch.empty((lines, chunks), dtype=torch.float32, device=device),
     )
     with on_device_of(inputs.q):
-        _prepare_kernel[(batch * key_heads * chunks,)](
+        _prepare_kernel[(lines * chunks,)](
             inputs.q,
             inputs.k,
             inputs.g,
@@ -337,7 +335,7 @@ def prepare(inputs: DeltaInputs, tiles: DeltaTiles) -> Chunks:
             *inputs.beta.stride(),
             starts_stride(inputs),
             length,
-            key_heads,
+            heads,
             chunks,
             lines * chunks * CHUNK,
             inputs.scale,
