@@ -4,8 +4,9 @@ The legend is that of ``ftkernels.delta_rule_forward``, whose scan has kept the 
 names are in ``ftkernels.delta_rule``.
 
 The first kernel owns a slice of the values of one value head, walks from the last chunk to the first with the gradient
-of the state in registers, and writes dv and that gradient after each chunk. The others have a program for a chunk
-of a key head, and add up the gradients of q, or of k, over its value heads. None uses atomics. Where a product's
+of the state in registers, and writes dv and that gradient after each chunk. The others have a program for a chunk of
+a key head, and add up over its value heads: one what is owed to the later tokens of pairs, dq and a part of dk, and one
+what is owed to the earlier. None uses atomics. Where a product's
 transpose is needed, it is formed as a product of its own: Triton 3.4 to 3.7.0 miscompile
 ``dot(trans(accumulator), ...)`` on Hopper (flash-linear-attention 640).
 """
@@ -78,7 +79,7 @@ def _scan_back_kernel(
         d_state = tl.load(d_last_ptr + lane * (K * V) + state_at)
     for back in range(chunks):
         chunk = chunks - 1 - back
-        row = chunk * C
+        row, kept = chunk * C, tl.load(decay_ptr + lane * chunks + chunk)
         at, there = tile_rows(q_ptr, batch, key_head, row, q_stride_b, q_stride_s, q_stride_h, S, 0, K, C)
         q = tl.load(at, mask=there, other=0.0).to(CD)
         at, there = tile_rows(k_ptr, batch, key_head, row, k_stride_b, k_stride_s, k_stride_h, S, 0, K, C)
@@ -97,7 +98,7 @@ def _scan_back_kernel(
         dv = tl.dot(tl.trans(tl.load(inverse_ptr + square_at).to(CD)), dx.to(CD), input_precision=PRECISION)
         at, there = tile_rows(dv_ptr, batch, head, row, S * heads * V, heads * V, V, S, first_value, BLOCK_V, C)
         tl.store(at, dv.to(dv_ptr.dtype.element_ty), mask=there)
-        d_state *= tl.load(decay_ptr + lane * chunks + chunk)
+        d_state *= kept
         seen = (do.to(tl.float32) * tl.load(rows_at + 3 * vectors)[:, None]).to(CD)
         d_state = tl.dot(tl.trans(q), seen, d_state, input_precision=PRECISION)
         taken = (dv * -tl.load(rows_at + vectors)[:, None]).to(CD)
@@ -107,16 +108,18 @@ def _scan_back_kernel(
 
 
 @triton.jit
-def _queries_kernel(
+def _later_kernel(
     q_ptr,
     k_ptr,
     do_ptr,
     x_ptr,
+    dv_ptr,
     states_ptr,
     rows_ptr,
     norms_ptr,
     starts_ptr,
     dq_ptr,
+    dk_ptr,
     d_total_ptr,
     q_stride_b,
     q_stride_s,
@@ -142,7 +145,9 @@ def _queries_kernel(
     CD: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dq of a chunk of a key head, and what the gradient of t owes to it."""
+    """dq and a part of dk of a chunk of a key head, with the later token of a pair as the row, and what the gradient
+    of t owes to them.
+    """
     pid = tl.program_id(0)
     chunk, batch, key_head = pid % chunks, pid // chunks // key_heads, pid // chunks % key_heads
     heads = key_heads * GROUP
@@ -157,37 +162,50 @@ def _queries_kernel(
     seen = (document[:, None] == document[None, :]) & (place[:, None] >= place[None, :])
     within = place[:, None] * (heads * V) + tl.arange(0, BLOCK_V)[None, :]
     state_at = tl.arange(0, K)[:, None] * V + tl.arange(0, BLOCK_V)[None, :]
-    dq = tl.zeros((C, K), tl.float32)
+    dq, dk = tl.zeros((C, K), tl.float32), tl.zeros((C, K), tl.float32)
     for member in range(GROUP):
         head = key_head * GROUP + member
         lane = (batch * heads + head).to(tl.int64)
         do_at, _ = tile_rows(do_ptr, batch, head, row, do_stride_b, do_stride_s, do_stride_h, S, 0, BLOCK_V, C)
-        x_at = x_ptr + ((batch.to(tl.int64) * S + row) * heads + head) * V + within
+        token = ((batch.to(tl.int64) * S + row) * heads + head) * V
+        x_at, dv_at = x_ptr + token + within, dv_ptr + token + within
         before = states_ptr + (lane * chunks + chunk) * (K * V) + state_at
-        part, pairs = tl.zeros((C, K), tl.float32), tl.zeros((C, C), tl.float32)
+        by_query, by_key = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32)
+        query_part, key_part = tl.zeros((C, K), tl.float32), tl.zeros((C, K), tl.float32)
         for first in range(0, V, BLOCK_V):
             do = tl.load(do_at + first, mask=there, other=0.0).to(CD)
             x = tl.load(x_at + first, mask=there, other=0.0).to(CD)
             state = tl.load(before + first).to(CD)
-            part = tl.dot(do, tl.trans(state), part, input_precision=PRECISION)
-            pairs = tl.dot(do, tl.trans(x), pairs, input_precision=PRECISION)
+            query_part = tl.dot(do, tl.trans(state), query_part, input_precision=PRECISION)
+            by_query = tl.dot(do, tl.trans(x), by_query, input_precision=PRECISION)
+            dv = tl.load(dv_at + first, mask=there, other=0.0).to(CD)
+            key_part = tl.dot(dv, tl.trans(state), key_part, input_precision=PRECISION)
+            by_key = tl.dot(dv, tl.trans(x), by_key, input_precision=PRECISION)
         rows_at = rows_ptr + lane * (chunks * C) + row + place
         total, beta = tl.load(rows_at), tl.load(rows_at + 4 * vectors)
-        pair = tl.exp(tl.where(seen, total[:, None] - total[None, :], float("-inf")))
-        pairs *= pair * (beta * k_norm)[None, :] * q_norm[:, None]
-        part *= tl.load(rows_at + 3 * vectors)[:, None]
-        part = tl.dot(pairs.to(CD), k, part, input_precision=PRECISION)
-        dq += part
-        tl.store(d_total_ptr + lane * (chunks * C) + row + place, tl.sum(q.to(tl.float32) * part, 1))
+        pair = tl.exp(tl.where(seen, total[:, None] - total[None, :], float("-inf"))) * (beta * k_norm)[None, :]
+        query_part *= tl.load(rows_at + 3 * vectors)[:, None]
+        by_query *= pair * q_norm[:, None]
+        query_part = tl.dot(by_query.to(CD), k, query_part, input_precision=PRECISION)
+        dq += query_part
+        d_total = tl.sum(q.to(tl.float32) * query_part, 1)
+        key_part *= -tl.load(rows_at + vectors)[:, None]
+        by_key = tl.where(place[:, None] > place[None, :], by_key * pair * -k_norm[:, None], 0.0)
+        key_part = tl.dot(by_key.to(CD), k, key_part, input_precision=PRECISION)
+        dk += key_part
+        d_total += tl.sum(k.to(tl.float32) * key_part, 1)
+        tl.store(d_total_ptr + lane * (chunks * C) + row + place, d_total)
     if NORMALIZE:
         wide = q.to(tl.float32)
         dq -= wide * (q_norm * q_norm / (scale * scale) * tl.sum(wide * dq, 1))[:, None]
     at, there = tile_rows(dq_ptr, batch, key_head, row, S * key_heads * K, key_heads * K, K, S, 0, K, C)
     tl.store(at, dq.to(dq_ptr.dtype.element_ty), mask=there)
+    at, there = tile_rows(dk_ptr, batch, key_head, row, S * key_heads * K, key_heads * K, K, S, 0, K, C)
+    tl.store(at, dk, mask=there)
 
 
 @triton.jit
-def _keys_kernel(
+def _earlier_kernel(
     q_ptr,
     k_ptr,
     do_ptr,
@@ -200,6 +218,7 @@ def _keys_kernel(
     decay_ptr,
     starts_ptr,
     d_total_ptr,
+    part_ptr,
     dk_ptr,
     dg_ptr,
     d_beta_ptr,
@@ -226,9 +245,7 @@ def _keys_kernel(
     CD: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dk, dg and d_beta of a chunk of a key head. Pairs of tokens are formed with the earlier one as the row, and once
-    more with the later one as the row for the inverse, where k is both.
-    """
+    """dk, dg and d_beta of a chunk of a key head, with the earlier token of a pair as the row."""
     pid = tl.program_id(0)
     chunk, batch, key_head = pid % chunks, pid // chunks // key_heads, pid // chunks % key_heads
     heads = key_heads * GROUP
@@ -244,7 +261,8 @@ def _keys_kernel(
     within = place[:, None] * (heads * V) + tl.arange(0, BLOCK_V)[None, :]
     state_at = tl.arange(0, K)[:, None] * V + tl.arange(0, BLOCK_V)[None, :]
     k = tl.load(k_at, mask=there, other=0.0).to(CD)
-    dk = tl.zeros((C, K), tl.float32)
+    part_at, _ = tile_rows(part_ptr, batch, key_head, row, S * key_heads * K, key_heads * K, K, S, 0, K, C)
+    dk = tl.load(part_at, mask=there, other=0.0)
     for member in range(GROUP):
         head = key_head * GROUP + member
         lane = (batch * heads + head).to(tl.int64)
@@ -267,7 +285,7 @@ def _keys_kernel(
         end = tl.sum(tl.sum(k.to(tl.float32) * column, 1), 0)
         end += tl.sum(kept, 0) * tl.load(decay_ptr + lane * chunks + chunk)
 
-        # As the earlier token of a pair: in later outputs, and in what the inverse takes from later tokens.
+        # Through later outputs, and what the inverse gives later tokens.
         by_query, by_key = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32)
         d_beta = tl.zeros((C,), tl.float32)
         for first in range(0, V, BLOCK_V):
@@ -286,23 +304,6 @@ def _keys_kernel(
         dk += column
         d_total = tl.load(d_total_ptr + lane * (chunks * C) + row + place) - tl.sum(k.to(tl.float32) * column, 1)
         d_total += tl.where(place == C - 1, end, 0.0)
-
-        # As the later token: through what the state predicts, and the inverse.
-        part, by_row = tl.zeros((C, K), tl.float32), tl.zeros((C, C), tl.float32)
-        for first in range(0, V, BLOCK_V):
-            dv = tl.load(dv_at + first, mask=there, other=0.0).to(CD)
-            x = tl.load(x_at + first, mask=there, other=0.0).to(CD)
-            state = tl.load(before + first).to(CD)
-            part = tl.dot(dv, tl.trans(state), part, input_precision=PRECISION)
-            by_row = tl.dot(dv, tl.trans(x), by_row, input_precision=PRECISION)
-        earlier = same & (place[:, None] > place[None, :])
-        pair = tl.exp(tl.where(earlier, total[:, None] - total[None, :], float("-inf"))) * (beta * k_norm)[None, :]
-        by_row *= pair * -k_norm[:, None]
-        part *= -tl.load(rows_at + vectors)[:, None]
-        part = tl.dot(by_row.to(CD), k, part, input_precision=PRECISION)
-        dk += part
-        d_total += tl.sum(k.to(tl.float32) * part, 1)
-
         line = (batch.to(tl.int64) * S + row + place) * heads + head
         tl.store(dg_ptr + line, tl.sum(tl.where(after_row, d_total[None, :], 0.0), 1), mask=row + place < S)
         tl.store(d_beta_ptr + line, d_beta / beta, mask=row + place < S)
@@ -398,6 +399,7 @@ def gradients(
         torch.empty((batch, length, heads), dtype=float32, device=device),
         torch.empty((batch, length, heads), dtype=float32, device=device),
     )
+    part = torch.empty((batch, length, key_heads, width), dtype=float32, device=device)
     d_total = torch.empty((batch * heads, inputs.chunks * CHUNK), dtype=float32, device=device)
     sizes = (
         *(stride for tensor in (inputs.q, inputs.k, do) for stride in tensor.stride()[:3]),
@@ -418,25 +420,27 @@ def gradients(
     }
     grid = (batch * key_heads * inputs.chunks,)
     with on_device_of(do):
-        _queries_kernel[grid](
+        _later_kernel[grid](
             inputs.q,
             inputs.k,
             do,
             kept.x,
+            back.dv,
             kept.states,
             chunks.rows,
             chunks.norms,
             inputs.starts,
             made.dq,
+            part,
             d_total,
             *sizes,
             inputs.scale,
-            BLOCK_V=tiles.queries.values,
-            num_warps=tiles.queries.warps,
-            num_stages=tiles.queries.stages,
+            BLOCK_V=tiles.later.values,
+            num_warps=tiles.later.warps,
+            num_stages=tiles.later.stages,
             **constants,
         )
-        _keys_kernel[grid](
+        _earlier_kernel[grid](
             inputs.q,
             inputs.k,
             do,
@@ -449,13 +453,14 @@ def gradients(
             chunks.decay,
             inputs.starts,
             d_total,
+            part,
             made.dk,
             made.dg,
             made.d_beta,
             *sizes,
-            BLOCK_V=tiles.keys.values,
-            num_warps=tiles.keys.warps,
-            num_stages=tiles.keys.stages,
+            BLOCK_V=tiles.earlier.values,
+            num_warps=tiles.earlier.warps,
+            num_stages=tiles.earlier.stages,
             **constants,
         )
     return made

@@ -47,17 +47,16 @@ class DeltaTiles:
     scan: DeltaTile
     kept: DeltaTile
     back: DeltaTile
-    queries: DeltaTile
-    keys: DeltaTile
+    later: DeltaTile
+    earlier: DeltaTile
 
 
 def delta_tiles(values: int, shared_memory: int) -> DeltaTiles:
     """The tiles for heads of so many values, on a GPU with so many bytes of shared memory a block."""
     if interpreting():
         return DeltaTiles(*[DeltaTile(values, 4)] * 6)
-    half = min(values, 64)
-    scan, wide = DeltaTile(half, 4, 2), DeltaTile(half, 8, 2)
-    return DeltaTiles(DeltaTile(values, 4), scan, scan, scan, scan, wide)
+    scan, wide = DeltaTile(min(values, 64), 4, 2), DeltaTile(min(values, 64), 8, 2)
+    return DeltaTiles(DeltaTile(values, 4), scan, scan, scan, wide, wide)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +106,9 @@ class Chunks:
 def tile_rows(ptr, batch, head, row, stride_b, stride_s, stride_h, S, first, COLUMNS: tl.constexpr, C: tl.constexpr):
     """(pointers, mask) of C tokens from ``row`` of one head, columns from ``first``."""
     # One wide number a program, and narrow ones an element: registers are what these kernels are short of.
-    base = ptr + batch.to(tl.int64) * stride_b + tl.cast(row, tl.int64) * stride_s + head.to(tl.int64) * stride_h + first
+    base = (
+        ptr + batch.to(tl.int64) * stride_b + tl.cast(row, tl.int64) * stride_s + head.to(tl.int64) * stride_h + first
+    )
     at = base + (tl.arange(0, C)[:, None] * stride_s + tl.arange(0, COLUMNS)[None, :])
     return at, (row + tl.arange(0, C) < S)[:, None]
 
@@ -270,7 +271,7 @@ def _scan_kernel(
     if first_ptr is not None:
         state = tl.load(first_ptr + lane * (K * V) + state_at)
     for chunk in range(chunks):
-        row = chunk * C
+        row, kept = chunk * C, tl.load(decay_ptr + lane * chunks + chunk)
         at, there = tile_rows(k_ptr, batch, key_head, row, k_stride_b, k_stride_s, k_stride_h, S, 0, K, C)
         k = tl.load(at, mask=there, other=0.0).to(CD)
         at, there = tile_rows(v_ptr, batch, head, row, v_stride_b, v_stride_s, v_stride_h, S, first_value, BLOCK_V, C)
@@ -293,7 +294,7 @@ def _scan_kernel(
             out = tl.dot(tl.load(scores_ptr + square_at).to(CD), x.to(CD), out, input_precision=PRECISION)
             at, there = tile_rows(out_ptr, batch, head, row, S * heads * V, heads * V, V, S, first_value, BLOCK_V, C)
             tl.store(at, out.to(out_ptr.dtype.element_ty), mask=there)
-        state *= tl.load(decay_ptr + lane * chunks + chunk)
+        state *= kept
         added = (x * tl.load(rows_at + 2 * vectors)[:, None]).to(CD)
         state = tl.dot(tl.trans(k), added, state, input_precision=PRECISION)
     if last_ptr is not None:
