@@ -253,7 +253,7 @@ def gate_cases(new: Maker) -> Launches:
 
 def delta_cases(new: Maker, capability: int) -> Launches:
     """Launches of gated delta nets with Qwen3.5-9B's heads; as :func:`cases`."""
-    wide, shared, tokens = partial(new, of=torch.float32), SHARED_MEMORY[capability], 256
+    wide, tokens = partial(new, of=torch.float32), 256
     x, weight, starts = new(1, tokens, 8192), new(8192, 4), torch.zeros((1, tokens), dtype=torch.int32)
     z, norm, heads, gates = new(1, tokens, 32, 128), new(128), new(1, tokens, 32), delta_gates.Gates
     float_heads = gates(wide(1, tokens, 32), wide(1, tokens, 32))
@@ -276,7 +276,7 @@ def delta_cases(new: Maker, capability: int) -> Launches:
     q, k, v = new(1, tokens, 64, 128).split([16, 16, 32], 2)
     for name, document in (("", None), (", documents", starts)):
         inputs = delta_rule_forward.DeltaInputs(q, k, v, float_heads.g, heads, document, 1.0, True)
-        tiles = delta_rule_forward.delta_tiles(128, shared)
+        tiles = delta_rule_forward.delta_tiles(128)
         yield f"delta rule chunks{name}", partial(delta_rule_forward.prepare, inputs, tiles)
         squares, rows = new(1, 32, 4, 64, 64), (wide(5, 32, 256), wide(2, 16, 256), wide(32, 4))
         chunks = delta_rule_forward.Chunks(squares, squares, *rows)

@@ -355,7 +355,7 @@ def backward(
             T=_TOKENS,
             BLOCK=_CHANNELS,
             ACC=triton_dtype(x.dtype),
-            num_warps=4,
+            num_warps=4 if first is None else 8,  # with a state 4 would spill
         )
     return dx, d_first, column_sums(partial).view(channels, width + 1) if want_dw else None
 

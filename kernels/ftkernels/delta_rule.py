@@ -45,7 +45,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ftkernels.delta_rule_backward import Kept, gradients, scan_back
-from ftkernels.delta_rule_forward import CHUNK, NORM_EPS, DeltaInputs, DeltaTiles, delta_tiles, prepare, scan
+from ftkernels.delta_rule_forward import CHUNK, NORM_EPS, DeltaInputs, delta_tiles, prepare, scan
 from ftkernels.device import BackendChoice, BackendName, accumulate_dtype, choose_backend, gpu_of, rounded
 
 _SIZES = (16, 32, 64, 128)
@@ -208,7 +208,7 @@ class _DeltaRule(torch.autograd.Function):
             last = v.new_zeros(v.shape[0], v.shape[2], q.shape[3], v.shape[3], dtype=torch.float32)
             return torch.empty_like(v), (last if first is None else first.float()) if want_last else None
         inputs = _inputs(q, k, v, g, beta, starts, scale, normalize)
-        tiles = _tiles(v)
+        tiles = delta_tiles(v.shape[-1])
         made = scan(inputs, prepare(inputs, tiles), _state(first), keep=False, want_last=want_last, tiles=tiles)
         assert made.out is not None
         return rounded(made.out, v.dtype), made.last
@@ -223,7 +223,7 @@ class _DeltaRule(torch.autograd.Function):
             d_first = d_last if first is not None else None
             return *(torch.zeros_like(t) for t in (q, k, v, g, beta)), d_first, None
         inputs = _inputs(q, k, v, g, beta, starts, ctx.scale, ctx.normalize)
-        tiles = _tiles(v)
+        tiles = delta_tiles(v.shape[-1])
         chunks = prepare(inputs, tiles)
         again = scan(inputs, chunks, _state(first), keep=True, want_last=False, tiles=tiles)
         assert again.x is not None
@@ -252,10 +252,6 @@ def _inputs(
 def _readable(tensor: Tensor) -> Tensor:
     """``tensor`` itself, or a copy where the features of a head lie apart."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-def _tiles(v: Tensor) -> DeltaTiles:
-    return delta_tiles(v.shape[-1], gpu_of(v.device).shared_memory_bytes)
 
 
 def _state(state: Tensor | None) -> Tensor | None:

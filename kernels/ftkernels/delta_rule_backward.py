@@ -154,7 +154,6 @@ def _later_kernel(
     row, place = chunk * C, tl.arange(0, C)
     q_at, there = tile_rows(q_ptr, batch, key_head, row, q_stride_b, q_stride_s, q_stride_h, S, 0, K, C)
     k_at, there = tile_rows(k_ptr, batch, key_head, row, k_stride_b, k_stride_s, k_stride_h, S, 0, K, C)
-    q, k = tl.load(q_at, mask=there, other=0.0).to(CD), tl.load(k_at, mask=there, other=0.0).to(CD)
     norms_at = norms_ptr + (batch * key_heads + key_head).to(tl.int64) * (chunks * C) + row + place
     q_norm = tl.load(norms_at)
     k_norm = tl.load(norms_at + tl.num_programs(0).to(tl.int64) * C)
@@ -170,33 +169,39 @@ def _later_kernel(
         token = ((batch.to(tl.int64) * S + row) * heads + head) * V
         x_at, dv_at = x_ptr + token + within, dv_ptr + token + within
         before = states_ptr + (lane * chunks + chunk) * (K * V) + state_at
-        by_query, by_key = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32)
-        query_part, key_part = tl.zeros((C, K), tl.float32), tl.zeros((C, K), tl.float32)
+        rows_at = rows_ptr + lane * (chunks * C) + row + place
+        total, beta = tl.load(rows_at), tl.load(rows_at + 4 * vectors)
+        pair = tl.exp(tl.where(seen, total[:, None] - total[None, :], float("-inf"))) * (beta * k_norm)[None, :]
+        pairs, part = tl.zeros((C, C), tl.float32), tl.zeros((C, K), tl.float32)
         for first in range(0, V, BLOCK_V):
             do = tl.load(do_at + first, mask=there, other=0.0).to(CD)
             x = tl.load(x_at + first, mask=there, other=0.0).to(CD)
             state = tl.load(before + first).to(CD)
-            query_part = tl.dot(do, tl.trans(state), query_part, input_precision=PRECISION)
-            by_query = tl.dot(do, tl.trans(x), by_query, input_precision=PRECISION)
+            part = tl.dot(do, tl.trans(state), part, input_precision=PRECISION)
+            pairs = tl.dot(do, tl.trans(x), pairs, input_precision=PRECISION)
+        part *= tl.load(rows_at + 3 * vectors)[:, None]
+        # Volatile: else k and q would be held in float32 registers from one head to the next.
+        k = tl.load(k_at, mask=there, other=0.0, volatile=True).to(CD)
+        part = tl.dot((pairs * pair * q_norm[:, None]).to(CD), k, part, input_precision=PRECISION)
+        dq += part
+        q = tl.load(q_at, mask=there, other=0.0, volatile=True).to(CD)
+        d_total = tl.sum(q.to(tl.float32) * part, 1)
+        pairs, part = tl.zeros((C, C), tl.float32), tl.zeros((C, K), tl.float32)
+        for first in range(0, V, BLOCK_V):
             dv = tl.load(dv_at + first, mask=there, other=0.0).to(CD)
-            key_part = tl.dot(dv, tl.trans(state), key_part, input_precision=PRECISION)
-            by_key = tl.dot(dv, tl.trans(x), by_key, input_precision=PRECISION)
-        rows_at = rows_ptr + lane * (chunks * C) + row + place
-        total, beta = tl.load(rows_at), tl.load(rows_at + 4 * vectors)
-        pair = tl.exp(tl.where(seen, total[:, None] - total[None, :], float("-inf"))) * (beta * k_norm)[None, :]
-        query_part *= tl.load(rows_at + 3 * vectors)[:, None]
-        by_query *= pair * q_norm[:, None]
-        query_part = tl.dot(by_query.to(CD), k, query_part, input_precision=PRECISION)
-        dq += query_part
-        d_total = tl.sum(q.to(tl.float32) * query_part, 1)
-        key_part *= -tl.load(rows_at + vectors)[:, None]
-        by_key = tl.where(place[:, None] > place[None, :], by_key * pair * -k_norm[:, None], 0.0)
-        key_part = tl.dot(by_key.to(CD), k, key_part, input_precision=PRECISION)
-        dk += key_part
-        d_total += tl.sum(k.to(tl.float32) * key_part, 1)
+            x = tl.load(x_at + first, mask=there, other=0.0).to(CD)
+            state = tl.load(before + first).to(CD)
+            part = tl.dot(dv, tl.trans(state), part, input_precision=PRECISION)
+            pairs = tl.dot(dv, tl.trans(x), pairs, input_precision=PRECISION)
+        part *= -tl.load(rows_at + vectors)[:, None]
+        pairs = tl.where(place[:, None] > place[None, :], pairs * pair * -k_norm[:, None], 0.0)
+        k = tl.load(k_at, mask=there, other=0.0, volatile=True).to(CD)
+        part = tl.dot(pairs.to(CD), k, part, input_precision=PRECISION)
+        dk += part
+        d_total += tl.sum(k.to(tl.float32) * part, 1)
         tl.store(d_total_ptr + lane * (chunks * C) + row + place, d_total)
     if NORMALIZE:
-        wide = q.to(tl.float32)
+        wide = tl.load(q_at, mask=there, other=0.0).to(CD).to(tl.float32)
         dq -= wide * (q_norm * q_norm / (scale * scale) * tl.sum(wide * dq, 1))[:, None]
     at, there = tile_rows(dq_ptr, batch, key_head, row, S * key_heads * K, key_heads * K, K, S, 0, K, C)
     tl.store(at, dq.to(dq_ptr.dtype.element_ty), mask=there)
