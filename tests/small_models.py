@@ -50,11 +50,20 @@ _DELTA: dict[str, Any] = {
     "linear_value_head_dim": 8,
 }
 
+#: Ministral-3's factor of queries, which of 256 positions the later ones have.
+SCALED_BY_POSITION: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16,
+    "llama_4_scaling_beta": 0.5,
+}
+
 #: What a type needs besides, or has otherwise. None takes a common value away.
 TEXT: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {**_HEADS, "sliding_window": 16},
-    "ministral3": {**_HEADS},
+    "ministral3": {**_HEADS, "rope_parameters": SCALED_BY_POSITION},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen2": {},
     "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 24, "decoder_sparse_step": 1},
@@ -228,12 +237,72 @@ MULTIMODAL: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 }
 
 
+_SCAN: dict[str, Any] = {
+    "mamba_d_state": 8,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_expand": 2,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 8,
+}
+_GPT: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
+
+#: Further families of text, which are trained like those above and not listed in docs/models.md.
+FURTHER: dict[str, dict[str, Any]] = {
+    "granitemoehybrid": {
+        **_SCAN,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 48,
+        "layer_types": ["mamba", "attention"],
+    },
+    "bamba": {**_SCAN, "attn_layer_indices": [1]},
+    "falcon_mamba": {"state_size": 8, "intermediate_size": None},
+    "zamba2": {
+        "mamba_d_state": 8,
+        "n_mamba_heads": 4,
+        "mamba_ngroups": 1,
+        "mamba_expand": 2,
+        "chunk_size": 8,
+        "num_mem_blocks": 1,
+        "hybrid_layer_ids": [1],
+        "layers_block_type": ["mamba", "hybrid"],
+        "num_key_value_heads": 4,
+    },
+    "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "minimax": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "block_size": 16,
+        "layer_types": ["full_attention", "linear_attention"],
+    },
+    "rwkv": {"context_length": 256, "intermediate_size": None},
+    "falcon": {},
+    "mpt": {"d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 256},
+    "xglm": {"d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 48},
+    "gptj": {**_GPT, "rotary_dim": 8, "n_inner": 48},
+    "codegen": {**_GPT, "rotary_dim": 8},
+    "gpt_bigcode": {**_GPT},
+    "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmo": {},
+    "persimmon": {"num_key_value_heads": 4},
+    "jetmoe": {"kv_channels": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "deepseek_v2": {**_LATENT, **_ROUTED},
+    "seed_oss": {**_HEADS},
+    "apertus": {},
+    "arcee": {},
+    "helium": {**_HEADS},
+    "diffllama": {},
+}
+
+
 def config_of(model_type: str, **change: Any) -> Any:
     """transformers' config of the small model, of text with values changed."""
     from transformers import AutoConfig
 
-    if model_type in TEXT:
-        return AutoConfig.for_model(model_type, **_with_common({**TEXT[model_type], **change}))
+    if model_type not in MULTIMODAL:
+        own = TEXT[model_type] if model_type in TEXT else FURTHER[model_type]
+        return AutoConfig.for_model(model_type, **_with_common({**own, **change}))
     text, vision, beside = MULTIMODAL[model_type]
     ids = {name: _COMMON[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     tied = text.get("tie_word_embeddings", False)

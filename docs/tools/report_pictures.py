@@ -1,4 +1,4 @@
-"""Makes the pictures in docs/pictures: trains the two smoke recipes and looks at their reports in Chromium.
+"""Makes the pictures in docs/pictures: trains three smoke recipes and looks at their reports in Chromium.
 
     python docs/tools/report_pictures.py
 
@@ -8,6 +8,7 @@ takes a few minutes on two cores and needs `chromium` (or Chrome) on the PATH.
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 import tempfile
@@ -15,6 +16,8 @@ import time
 from pathlib import Path
 
 from browser import Browser, find_browser, open_browser
+
+from ftcli.assets import asset
 
 ROOT = Path(__file__).resolve().parents[2]
 PICTURES = ROOT / "docs" / "pictures"
@@ -24,10 +27,10 @@ _SECONDS_TO_WAIT = 300
 
 
 def start(command: str, recipe: str, folder: Path, *settings: str) -> subprocess.Popen[bytes]:
-    """Starts a run in ``folder``."""
+    """Starts a run in ``folder``, beside which its data may lie."""
     words = [sys.executable, "-m", "ftcli", command, str(ROOT / "recipes" / recipe), "--output-dir", str(folder)]
     options = [word for setting in settings for word in ("--set", setting)]
-    return subprocess.Popen([*words, *options, "--offline", "--quiet"])  # noqa: S603 fixed words
+    return subprocess.Popen([*words, *options, "--offline", "--quiet"], cwd=folder.parent)  # noqa: S603 fixed words
 
 
 def look_while_running(browser: Browser, run: Path) -> None:
@@ -75,20 +78,41 @@ def of_grpo(browser: Browser, folder: Path) -> None:
     browser.picture(PICTURES / "grpo-shuffled.webp", of=section("Curves"), height=362)
 
 
+def write_pairs(name: str, path: Path) -> Path:
+    """Pairs from bundled rows: the answer is chosen, and rejected with its end cut off or some letters of it twice."""
+    pairs = []
+    for number, line in enumerate(asset("data", f"{name}.jsonl").read_text(encoding="utf-8").splitlines()):
+        asked, answered = json.loads(line)["messages"]
+        text, size = answered["content"], 1 + number // 2 % 5
+        wrong = text[:-size] if number % 2 else text[:size] + text
+        pairs.append({"prompt": [asked], "chosen": [answered], "rejected": [{**answered, "content": wrong}]})
+    path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs), encoding="utf-8")
+    return path
+
+
+def of_pairs(browser: Browser, folder: Path) -> None:
+    """The picture of a run on pairs that has not learned all of them yet."""
+    train, held_out = (write_pairs(name, folder / f"{name}.jsonl") for name in ("smoke-train", "smoke-eval"))
+    settings = (f"data.train=[{train.name}]", f"data.eval=[{held_out.name}]", "eval.every_steps=20", "eval.samples=0")
+    if start("train", "smoke-dpo.yaml", folder / "dpo", *settings, "train.max_steps=40").wait() != 0:
+        raise SystemExit("ftcli train has failed")
+    browser.open(folder / "dpo" / "report.html", width=1100)
+    browser.picture(PICTURES / "report-pairs.webp", of=section("Held-out pairs"), height=960)
+
+
 def main() -> None:
     """Writes all pictures, or those of one command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("train", "grpo"))
+    parser.add_argument("--only", choices=("train", "grpo", "pairs"))
     only = parser.parse_args().only
     program = find_browser()
     if program is None:
         raise SystemExit("no Chromium or Chrome is installed")
     PICTURES.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as temporary, open_browser(program, Path(temporary) / "profile") as browser:
-        if only != "grpo":
-            of_training(browser, Path(temporary))
-        if only != "train":
-            of_grpo(browser, Path(temporary))
+        for name, make in (("train", of_training), ("grpo", of_grpo), ("pairs", of_pairs)):
+            if only in (None, name):
+                make(browser, Path(temporary))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -15,12 +15,13 @@ from ftcli.data.pack import best_fit
 from ftcli.data.tokens import TokenizedRow
 from ftcli.errors import ExitCode, FtcliError, Origin
 from ftcli.evaluate.batching import in_batches
+from ftcli.evaluate.margins import Margins
 from ftcli.evaluate.share import Sums, summed_in_step, summed_over_ranks
 from ftcli.labels import IGNORE_INDEX
 from ftcli.model.backbone import compute_context, root_of
 from ftcli.model.loss import loss_of
 from ftcli.model.shards import reshard_model, try_forward
-from ftcli.plain import FLATTENED
+from ftcli.plain import FLATTENED, plain_fields
 from ftcli.plan.precision import DtypePlan
 from ftcli.reporting import Reporter
 
@@ -42,7 +43,8 @@ _LARGEST_EXPONENT = 700.0
 class LossResult:
     """``loss`` in nats per supervised token; ``perplexity`` exp(loss); ``token_accuracy`` top-1, in [0, 1].
 
-    A method with a loss of its own has no perplexity and token accuracy; ``more`` holds what it measures by name.
+    A method with a loss of its own has no perplexity and token accuracy; ``more`` holds what it measures by name, and
+    ``margins`` the rows one by one.
     """
 
     loss: float
@@ -51,6 +53,13 @@ class LossResult:
     tokens: int
     rows: int
     more: Mapping[str, float] | None = field(default=None, metadata=FLATTENED)
+    margins: Margins | None = field(default=None, metadata=FLATTENED)
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """All that is one number, by name."""
+        found = plain_fields(replace(self, margins=None))
+        return {name: value for name, value in found.items() if value is not None}
 
 
 def combine(parts: Iterable[LossResult]) -> LossResult | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ftkernels.limits import CACHE_PAGE
 
 from ftcli.plain import JsonMap
+from ftcli.tables.families import Family
 
 #: Tokens of prompts that go through the model at once, unless one prompt alone is longer. On a CPU rows that share a
 #: pass are kept apart by a mask over all pairs.
@@ -86,16 +87,18 @@ def choose_layout(
     return EngineLayout(min(rows, fitting // each), min(fitting, rows * each) + 1, merged=False)
 
 
-def why_no_engine(text_config: JsonMap, known: bool) -> str | None:
+def why_no_engine(text_config: JsonMap, family: Family | None, *, on_kernels: bool) -> str | None:
     """The reason why transformers' own ``generate`` answers in place of the engine, as one clause, or None.
 
     Args:
         text_config: The language model's config.json.
-        known: Whether the family has a row in :mod:`ftcli.tables.families`: all of its layers are causal attention over
-            one kind of cache.
+        family: The model's row, of layers that are causal attention over one kind of cache; None where there is none.
+        on_kernels: Whether the layers are ftcli's.
     """
-    if not known:
+    if family is None:
         return f"the layers of model_type {text_config.get('model_type')} are not known to be causal attention alone"
+    if family.attention_alone and not on_kernels:
+        return f"transformers' layers of model_type {text_config.get('model_type')} hand no cache of ours to attention"
     kind = batch_dependent_rope(text_config)
     return None if kind is None else f"rotary embeddings of kind {kind} depend on the longest row of a batch"
 

@@ -105,11 +105,6 @@ class ModelFacts:
         return self.source in LOCAL_SOURCES
 
     @property
-    def why_no_shape(self) -> str:
-        """The reason why sizes cannot be computed, as one clause, for a model whose ``shape`` is None."""
-        return f"ftcli does not know how a model_type {self.text_type} is built"
-
-    @property
     def senses(self) -> str | None:
         """The purpose of a multimodal checkpoint's frozen parts, such as ``vision``; None for a model of text."""
         row = multimodal_of(self.raw)
@@ -124,6 +119,11 @@ class ModelFacts:
     def drops_attention(self) -> bool:
         """True if training drops probabilities of attention (``attention_dropout``)."""
         return bool(self.language.get("attention_dropout"))
+
+    @property
+    def drops_residual(self) -> bool:
+        """True if training drops elements of what each half of a layer adds (``residual_dropout``)."""
+        return bool(self.language.get("residual_dropout"))
 
     def windowed_layers(self, num_layers: int) -> int:
         """Number of the first ``num_layers`` layers that have the sliding window, if the model has one."""

@@ -152,10 +152,9 @@ class ModelShape:
         return sum(layer.attention.rotary_dim > 0 for layer in self.layers) / self.num_layers
 
     @property
-    def turns_whole_halves(self) -> bool:
-        """True if each half of a head is turned whole with the other, and nothing else is."""
-        wide = all(layer.attention.rotary_dim in (0, self.head_dim) for layer in self.layers)
-        return self.family.rotary == "halves" and wide
+    def rotates_in_part(self) -> bool:
+        """True if some layers rotate a part of each head."""
+        return any(layer.attention.rotary_dim not in (0, self.head_dim) for layer in self.layers)
 
     @property
     def half_inputs(self) -> int:

@@ -142,6 +142,7 @@ class TransformersGenerator:
                 eos_token_id=list(stopping.ids) or [-1],  # in place of the model's own
                 stopping_criteria=StoppingCriteriaList(criteria),
                 streamer=streamer,
+                synced_gpus=False,  # ranks that share weights keep in step by themselves
                 **_sampling(sampling),
                 **_router_logits_off(self._model),
             )

@@ -18,7 +18,8 @@ from ftcli.generation.fallback import TransformersGenerator
 from ftcli.generation.forward import Forward, cache_dtype, cache_shape
 from ftcli.generation.merged import MergedModel, copied_bytes, merged_model
 from ftcli.generation.requests import Completion, GenerationRequest, StopCheck, Token
-from ftcli.model.backbone import base_of, head_of, root_of
+from ftcli.model.backbone import base_of, decoder_layers, head_of, root_of
+from ftcli.model.fused import FusedDecoderLayer
 from ftcli.plan.precision import DtypePlan
 from ftcli.tables.families import family_of
 
@@ -144,7 +145,8 @@ def _why_not(
 ) -> str | None:
     base = base_of(model)
     config: Any = base.config.get_text_config()
-    reason = why_no_engine(config.to_dict(), family_of(config.model_type) is not None)
+    on_kernels = any(isinstance(layer, FusedDecoderLayer) for layer in decoder_layers(base))
+    reason = why_no_engine(config.to_dict(), family_of(config.model_type), on_kernels=on_kernels)
     if reason is not None:
         return reason
     dtype = cache_dtype(model, plan)

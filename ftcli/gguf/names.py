@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,6 +25,8 @@ _STACKS = {
     "gate_up_proj:up": "ffn_up_exps",
     "down_proj": "ffn_down_exps",
 }
+#: What xIELU has in each layer, which is metadata there.
+_XIELU = re.compile(r".*?layers\.(\d+)\.mlp\.act_fn\.(alpha_n|alpha_p|beta|eps)")
 #: The library's table has bitnet's norms by the names of an older implementation than transformers'.
 _SUB_NORMS = {"self_attn.attn_sub_norm": "self_attn.inner_attn_ln", "mlp.ffn_sub_norm": "mlp.ffn_layernorm"}
 _BACKBONE = re.compile(r"(?:model\.)?(?:language_model\.)?(?:model\.)?(layers\.(\d+)\.)?(.+)\.(weight|bias)")
@@ -39,10 +41,12 @@ class TensorNames:
     Attributes:
         stored: The name in the file of each tensor of the model.
         left_out: Tensors of the model's other parts.
+        in_metadata: Key and layer of each tensor that is a number there.
     """
 
     stored: Mapping[str, str]
     left_out: Sequence[str]
+    in_metadata: Mapping[str, tuple[str, int]] = field(default_factory=dict)
 
     @property
     def in_model(self) -> dict[str, str]:
@@ -58,15 +62,31 @@ def names_of(names: Sequence[str], architecture: Architecture) -> TensorNames:
     """
     table = _table(names, architecture)
     left_out = [name for name in names if _OTHER_PARTS.search(name)]
+    values = {name: key for name in names if (key := activation_key(name)) and architecture.activation == "xielu"}
     stored: dict[str, str] = {}
     for name in names:
-        if name in left_out:
+        if name in left_out or name in values:
             continue
         found = _stored_name(name, table, architecture)
         if found is None:
             raise no_place(f"llama.cpp's {architecture.name} has no place for {name}")
         stored[name] = found
-    return TensorNames(stored, left_out)
+    if architecture.all_biases:
+        _require_biases(stored, architecture)
+    return TensorNames(stored, left_out, values)
+
+
+def activation_key(name: str) -> tuple[str, int] | None:
+    """The full key and the layer of a tensor that is a number in the metadata."""
+    match = _XIELU.fullmatch(name)
+    return match and (f"xielu.{match[2]}", int(match[1]))
+
+
+def _require_biases(stored: Mapping[str, str], architecture: Architecture) -> None:
+    for name in stored:
+        module, _, leaf = name.rpartition(".")
+        if module.rpartition(".")[2] in architecture.biases and leaf == "weight" and f"{module}.bias" not in stored:
+            raise no_place(f"llama.cpp's {architecture.name} needs the bias of {module}")
 
 
 def _table(names: Sequence[str], architecture: Architecture) -> TensorNameMap:

@@ -87,7 +87,7 @@ def join_shared(layer: nn.Module) -> None:
     """Joins the frozen weights of a decoder layer that read the same input, adapted or not, in place.
 
     Those that are trained stay apart, and so do those that become neighbours when they are dequantized. A single layer
-    that gives all of a group's outputs (Phi-3) is one parameter as it is.
+    that gives all of a group's outputs (Phi-3) is one parameter as it is; so are all weights of layers built otherwise.
     """
     found = dict(layer.named_modules())
     for names in SHARED_INPUTS:

@@ -300,7 +300,8 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         """Both halves read one norm of ``hidden_states``."""
         entered = self._enter(hidden_states, self._family.norms.before_attention, apart=True)[0]
         mlp = self._mlp(entered, None, packs)[0]
-        return attend(hidden_states, entered=entered) + self._dropped(mlp, residual_dropout(self._halves_of()[1]))
+        mlp = self._dropped(mlp, residual_dropout(self._halves_of()[1]))
+        return torch.add(attend(hidden_states, entered=entered), mlp, alpha=self._multiplier)
 
     def _attention_half(
         self,
@@ -318,7 +319,8 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         if self._adds_at_once(self._family.norms.after_attention, dropout):
             # Where the sum is kept as well, the half that is run again may stop before the output projection.
             save: Literal["products", "input"] = "input" if self._by_halves else "products"
-            return lora_linear(attended, projection, residual=residual, save=save, backend=self._backend)
+            scale = self._multiplier
+            return lora_linear(attended, projection, residual=residual, scale=scale, save=save, backend=self._backend)
         out = lora_linear(attended, projection, backend=self._backend)
         return self._add(out, residual, self._family.norms.after_attention, dropout)
 
@@ -335,7 +337,7 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
 
     def _adds_at_once(self, norm: str | None, dropout: float) -> bool:
         """True if a half's output is added as the last product gives it."""
-        return norm is None and self._multiplier == 1.0 and not (dropout and self.training)
+        return norm is None and not (dropout and self.training)
 
     def _add(self, x: Tensor, residual: Tensor, norm: str | None, dropout: float) -> Tensor:
         """(..., H): a half's output, normalised or multiplied, added to the residual stream."""
@@ -467,18 +469,24 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
             activation=self._activation,
             norm=inner,
             residual=mode,
+            scale=self._multiplier if mode == "add" else 1.0,
             save=self._mlp_save(),
             backend=self._backend,
         )
         if isinstance(made, tuple):
             return made
-        return made + hidden_states if adds and not given else made, hidden_states
+        if adds and not given:
+            made = torch.add(hidden_states, made, alpha=self._multiplier)
+        return made, hidden_states
 
     def _two_linears(self, x: Tensor, residual: Tensor | None, first: Projection, last: Projection) -> Tensor:
         """(..., H) -> (..., H): an MLP without a gate."""
         act = self.mlp.act_fn if hasattr(self.mlp, "act_fn") else self.mlp.act  # transformers' own module
-        activated = act(lora_linear(x, first, backend=self._backend))
-        return lora_linear(activated, last, residual=residual, backend=self._backend)
+        entered = lora_linear(x, first, backend=self._backend)
+        with without_autocast(x):  # which would square in float32 and keep that
+            activated = act(entered)
+        scale = 1.0 if residual is None else self._multiplier
+        return lora_linear(activated, last, residual=residual, scale=scale, backend=self._backend)
 
     def _norm(self, norm: Any) -> Norm:
         return Norm(getattr(norm, "weight", None), norm_eps(norm), self._rms_form)

@@ -111,9 +111,12 @@ def _patch_layers(
 ) -> None:
     family = shape.family
     backbone: Any = base.get_decoder()
-    for index, (layer, described) in enumerate(zip(decoder_layers(base), shape.layers, strict=True)):
+    layers = list(decoder_layers(base))
+    reasons = [_why_not(layer, family) for layer in layers]
+    if family.attention_alone:  # ours is not for those that stay
+        reasons = [next(filter(None, reasons), None)] * len(layers)
+    for index, (layer, described, reason) in enumerate(zip(layers, shape.layers, reasons, strict=True)):
         name = f"layers.{index}"
-        reason = _why_not(layer, family)
         if reason is not None:
             done.table.append(LayerKernel(name, "transformers", on=False, reason=reason))
             continue

@@ -14,7 +14,6 @@ from ftcli.pipeline.check_rows import look_at_rows
 from ftcli.plain import FLATTENED, LEFT_OUT
 from ftcli.plan.execution import ExecutionPart
 from ftcli.plan.trained import PlannedAdapters, trained_parameters
-from ftcli.preflight.checks.model import TARGETS_CHECK
 from ftcli.preflight.report import PreflightReport
 from ftcli.preflight.stages import checked
 from ftcli.reporting import Session
@@ -22,7 +21,6 @@ from ftcli.reporting import Session
 if TYPE_CHECKING:
     from ftcli.data.sample import SampledRow
     from ftcli.data.survey import SurveyedSource
-    from ftcli.pipeline.empty_model import Outline
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +32,6 @@ class CheckResult:
         rows: Which rows were looked at.
         attention: What the layers take, where that is not what the report says; else nothing.
         judges: What `ftcli sample` would judge by.
-        outline: What was found out by building the model without memory, where the family has no arithmetic.
     """
 
     report: PreflightReport = field(metadata=FLATTENED)
@@ -42,7 +39,6 @@ class CheckResult:
     rows: tuple[SurveyedSource, ...] = ()
     attention: str = field(default="", metadata=LEFT_OUT)
     judges: tuple[str, ...] = field(default=(), metadata=LEFT_OUT)
-    outline: Outline | None = field(default=None, metadata=LEFT_OUT)
     samples: tuple[SampledRow, ...] = field(default=(), metadata=LEFT_OUT)
 
 
@@ -53,21 +49,17 @@ def check_recipe(loaded: LoadedRecipe, session: Session, as_gpu: str | None, sam
     training and evaluation read them, as far as that can be said here and now.
     """
     report = checked(loaded, session, "check", named_device(as_gpu) if as_gpu is not None else None)
-    not_made = report.not_made
-    outline, adapters, attention = None, _arithmetic(report), ""
+    adapters, attention = _arithmetic(report), ""
     if report.facts.shape is None:
-        from ftcli.pipeline.empty_model import not_tried, outline_of
-
-        outline = outline_of(report)
-        adapters, attention = outline.adapters, outline.attention
-        not_made = (*(item for item in not_made if item.check != TARGETS_CHECK), *not_tried(report))
+        measured = report.plan.measured
+        adapters, attention = measured.adapters, measured.attention
         report = replace(report, parts=tuple(_corrected(part, attention) for part in report.parts))
     shown = _samples(session, report, samples) if samples else ()
     looked = look_at_rows(report, session)
-    report = replace(report, not_made=(*not_made, *looked.not_made))
+    report = replace(report, not_made=(*report.not_made, *looked.not_made))
     recipe = report.recipe
     judges = tuple(one.file or judge_name(one) for one in recipe.rewards or judging_tasks(recipe))
-    return CheckResult(report, adapters, looked.rows, attention, judges, outline, shown)
+    return CheckResult(report, adapters, looked.rows, attention, judges, shown)
 
 
 def _corrected(part: ExecutionPart, attention: str) -> ExecutionPart:

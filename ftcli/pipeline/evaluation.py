@@ -17,8 +17,8 @@ from ftcli.reporting import Session
 from ftcli.run.directory import RunDirectory
 from ftcli.run.report import write_report
 from ftcli.run.report.card import write_card
-from ftcli.run.results import Evaluation, update_evaluation
-from ftcli.train.evaluation import eval_scores, task_samples
+from ftcli.run.results import Evaluation, MarginsBeforeAndAfter, update_evaluation, write_margins
+from ftcli.train.evaluation import eval_scores, margins_record, task_samples
 
 if TYPE_CHECKING:
     from ftcli.data.tokens import TokenizedRow
@@ -118,6 +118,7 @@ def freeze_on_kernels(job: Job, model: Any, rows: Sequence[TokenizedRow]) -> Ker
 
 def _write(directory: RunDirectory, base: ModelScores, tuned: ModelScores) -> None:
     measured = Evaluation(eval_scores(base), eval_scores(tuned), task_samples(base.tasks, tuned.tasks))
+    write_margins(directory.margins_path, MarginsBeforeAndAfter(margins_record(base.loss), margins_record(tuned.loss)))
     update_evaluation(directory.eval_path, measured)
     write_card(directory)
     write_report(directory)

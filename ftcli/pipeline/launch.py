@@ -45,6 +45,10 @@ def as_rank(work: Callable[[RankGroup | None], T], session: Session, processes: 
     show_life(place)  # before torch is imported, which may take a while
     from ftcli.run.process_group import RankGroup, announced
 
+    if place.rank:  # rank 0 says what transformers has to say
+        from transformers.utils import logging
+
+        logging.set_verbosity_error()
     group = RankGroup(place, session.reporter)
     with announced(group):
         return work(group)

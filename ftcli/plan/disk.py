@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ftcli.config.recipe import Recipe
-from ftcli.facts.shape import ModelShape
 from ftcli.paths import exists
 from ftcli.plain import JsonObject, plain_fields
-from ftcli.plan.trained import optimizer_state, trained_parameters
+from ftcli.plan.trained import TrainedParameters, optimizer_state
 from ftcli.tables import optimizers
 
 #: Tokenizer, states of random generators, metrics and the report.
@@ -41,12 +40,16 @@ class DiskEstimate:
         return {**plain_fields(self), "total_bytes": self.total_bytes}
 
 
-def estimate_disk(recipe: Recipe, shape: ModelShape, *, free_bytes: int | None, element_bytes: int = 4) -> DiskEstimate:
-    """Estimates the bytes that training writes. ``element_bytes``: of one trained parameter, in the dtype that it is
-    held in.
+def estimate_disk(
+    recipe: Recipe, trained: TrainedParameters, others: int, *, free_bytes: int | None, element_bytes: int = 4
+) -> DiskEstimate:
+    """Estimates the bytes that training writes.
+
+    Args:
+        others: Parameters that are not trained, which a full result holds as well.
+        element_bytes: Of one trained parameter, in the dtype that it is held in.
     """
-    trained = trained_parameters(recipe, shape)
-    weights = element_bytes * (trained.elements + (shape.other_parameters if recipe.lora is None else 0))
+    weights = element_bytes * (trained.elements + (others if recipe.lora is None else 0))
     # Without periodic checkpoints one is written when the run is interrupted.
     every, steps = recipe.checkpoint.every_steps, recipe.train.max_steps
     periodic = every is not None and (steps is None or every <= steps)

@@ -42,8 +42,6 @@ def _with_copies(plan: RunPlan) -> RunPlan:
 
 def _fits(plan: RunPlan) -> bool:
     """True if a GPU has room for its part of the model under some policy, or if that is not known."""
-    if plan.facts.shape is None:
-        return True
     least = plan.changed({"train.cuda_graphs": False, "quantization.keep_dequantized": False})
     asked = least.recipe.train.gradient_checkpointing
     policies = policies_by_speed(least.under(False)) if asked == "auto" else (asked,)

@@ -16,6 +16,7 @@ from ftkernels.limits import LARGEST_FUSED_RANK, Activation, Gpu, packed_rank, w
 from ftcli.config.model import Kernels, ModelConfig
 from ftcli.config.recipe import Recipe
 from ftcli.facts.device import DeviceFacts
+from ftcli.facts.generation import why_no_engine
 from ftcli.facts.model import ModelFacts
 from ftcli.facts.shape import ModelShape
 from ftcli.plan.attention import AttentionCall, AttentionChoice, choose_attention
@@ -34,6 +35,10 @@ TRAINED_WHOLE = "a linear layer that lora.modules_to_save names is trained whole
 ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
     {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 )
+
+#: Time of a training step on transformers' own layers with PEFT, relative to the kernels': Llama-3.1-8B, LoRA of rank
+#: 16, 2 x 4096 tokens on an H200 (docs/performance.md). Other dense families are near it; it is no bound for others.
+TIMES_SLOWER = 1.5
 
 #: What computes the layers: Triton kernels, their plain torch form, or transformers' own code.
 LayerCode = Literal["fused", "reference", "transformers"]
@@ -234,7 +239,7 @@ def execution_parts(
     layers = execution.layers
     batches = ExecutionPart("batches", execution.batches.layout, execution.batches.reason)
     if layers.code == "transformers":
-        first = ExecutionPart("layers", "transformers", layers.reason)
+        first = ExecutionPart("layers", "transformers", _told(facts, device, layers))
         if quantizations.row(recipe.quantization.method).training is not None:
             own = "eager" if execution.attention == "eager" else "sdpa"
             return (
@@ -244,7 +249,8 @@ def execution_parts(
                 batches,
             )
         own = "eager" if execution.attention == "eager" else "sdpa"
-        return (first, ExecutionPart("attention", own, "transformers' own"), batches)
+        attention = ExecutionPart("attention", own, "transformers' own")
+        return (first, attention, *_generation(facts), batches)
     elementwise = "torch" if layers.code == "reference" else "triton"
     return (
         ExecutionPart("norms, rotary embedding, gated unit", elementwise, layers.reason),
@@ -254,6 +260,19 @@ def execution_parts(
         _head(recipe, elementwise, layers.reason),
         batches,
     )
+
+
+def _told(facts: ModelFacts, device: DeviceFacts, layers: LayerChoice) -> str:
+    """The reason for transformers' own layers, and for a family that has no others what that costs on a GPU."""
+    if facts.family is not None or device.kind != "cuda":
+        return layers.reason
+    return f"{layers.reason}: a step takes about {TIMES_SLOWER:g} times as long as that of a dense model on the kernels"
+
+
+def _generation(facts: ModelFacts) -> tuple[ExecutionPart, ...]:
+    """A row where what generates is not the engine."""
+    refusal = why_no_engine(facts.language, facts.family, on_kernels=False)
+    return () if refusal is None else (ExecutionPart("generation", "transformers", refusal),)
 
 
 def _head(recipe: Recipe, elementwise: str, reason: str) -> ExecutionPart:

@@ -49,7 +49,7 @@ def why_no_graphs(recipe: Recipe, facts: ModelFacts, execution: Execution, *, to
         return "ranks share rows, and exchange heads in each layer"
     if lora is None:
         return "the gradients of all weights would be held three times"
-    if lora.dropout > 0 or facts.drops_attention:
+    if lora.dropout > 0 or facts.drops_attention or facts.drops_residual:
         return "dropout draws different numbers in each step"
     most = most_graph_tokens(recipe, facts)
     if most is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from ftkernels.limits import log_prob_bytes
 from pydantic import BaseModel
@@ -17,6 +17,7 @@ from ftcli.facts.model import ModelFacts
 from ftcli.facts.shape import ModelShape
 from ftcli.plan.execution import Execution, Work, execution_of, wants_kernels
 from ftcli.plan.graphs import most_graph_tokens, why_no_graphs
+from ftcli.plan.measured import MeasuredModel, measured_model, question_of
 from ftcli.plan.memory.activations import ActivationSettings, LayerMemory, plain_layers
 from ftcli.plan.memory.fused_activations import fused_layers
 from ftcli.plan.precision import DTYPE_BYTES, DtypePlan, plan_dtypes
@@ -27,6 +28,9 @@ from ftcli.tables.methods import Method
 from ftcli.tables.policies import Policy, PolicyName
 
 _M = TypeVar("_M", bound=BaseModel)
+
+#: A model's sizes: computed from its family's description, or measured where there is none.
+Sizes: TypeAlias = ModelShape | MeasuredModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,20 @@ class RunPlan:
         assert self.facts.shape is not None
         return self.facts.shape
 
+    @cached_property
+    def measured(self) -> MeasuredModel:
+        """The model as it is measured; takes seconds. For families without a description."""
+        trains, classifier = self.trains, self.method.classifier
+        question = question_of(
+            self.recipe, self.facts, self.dtypes, self.execution, trains=trains, classifier=classifier
+        )
+        return measured_model(question)
+
+    @property
+    def sizes(self) -> Sizes:
+        """The model's sizes, of every family."""
+        return self.facts.shape or self.measured
+
     @property
     def trains(self) -> bool:
         """True if there is a backward pass."""
@@ -101,8 +119,8 @@ class RunPlan:
         """The reason why the layers are not launched as CUDA graphs; None if they are."""
         if not self.trains:
             return "nothing is trained"
-        if self.facts.shape is None:  # what a method computes at a time is counted with it
-            return self.facts.why_no_shape
+        if self.facts.shape is None:
+            return "the layers are not on Triton kernels"
         if not self.graphs_fit:
             return "there is no room for their memory"
         return why_no_graphs(self.recipe, self.facts, self.execution, tokens=self.tokens)
@@ -148,9 +166,10 @@ class RunPlan:
     @property
     def own_optimizer(self) -> bool:
         """True if ftcli's own form of the recipe's optimizer is taken: only that reads gradients in bfloat16 for
-        parameters in float32, and rounds parameters in bfloat16.
+        parameters in float32, rounds parameters in bfloat16, and keeps state for a shard.
         """
-        whole = self.recipe.lora is None and (self.execution.on_kernels or self.dtypes.gradient != "float32")
+        needed = self.execution.on_kernels or self.dtypes.gradient != "float32" or self.shard_size > 1
+        whole = self.recipe.lora is None and needed
         return whole and optimizers.row(self.recipe.train.optim).build_own is not None
 
     @property
@@ -163,7 +182,7 @@ class RunPlan:
     @cached_property
     def trained(self) -> TrainedParameters:
         """The trained parameters."""
-        return trained_parameters(self.recipe, self.shape)
+        return trained_parameters(self.recipe, self.shape) if self.facts.shape is not None else self.measured.trained
 
     @cached_property
     def adapters(self) -> tuple[LinearAdapter, ...]:
@@ -196,7 +215,7 @@ class RunPlan:
     @property
     def uncheckpointed(self) -> int:
         """Number of layers that are left out of the policy and keep everything."""
-        return min(self.recipe.train.uncheckpointed_layers, self.shape.num_layers) if self.policy.by_layer else 0
+        return min(self.recipe.train.uncheckpointed_layers, self.sizes.num_layers) if self.policy.by_layer else 0
 
     @property
     def ranks(self) -> int:
@@ -241,7 +260,7 @@ class RunPlan:
         """Workspace of a loss that takes ``rows`` log-probabilities from hidden states, and the head where it is cast
         for them: sharded weights that are trained are all-gathered in the compute dtype.
         """
-        shape, element = self.shape, self.dtypes.compute_bytes
+        shape, element = self.sizes, self.dtypes.compute_bytes
         on_gpu = self.device.kind == "cuda"
         needed = log_prob_bytes(rows, shape.hidden_size, shape.vocab_size, element, on_gpu=on_gpu)
         cast = self.dtypes.parameter_bytes != element or (self.dtypes.autocast and self.head_is_trained)
@@ -271,10 +290,12 @@ class RunPlan:
             dropout=lora is not None and lora.dropout > 0,
             full=lora is None,
             dora=lora is not None and lora.use_dora,
+            drops_residual=self.trains and self.facts.drops_residual,
             softcap=bool(self.facts.attn_logit_softcapping),
             padded=padded,
             rounds=self.rounds,
             squares_widened=self.dtypes.autocast and self.device.kind == "cuda" and self.facts.activation == "relu2",
+            widens=self.dtypes.autocast and self.device.kind == "cuda",
             own_norms=self.rounds != "no" and self.recipe.quantization.use_rms_norm,
         )
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ftcli.config.recipe import Recipe
 from ftcli.facts.generation import batch_dependent_rope
 from ftcli.facts.model import ModelFacts
-from ftcli.tables import optimizers
+from ftcli.tables import optimizers, quantizations
 
 if TYPE_CHECKING:
     from ftcli.plan.execution import Execution
@@ -17,8 +17,10 @@ if TYPE_CHECKING:
 def why_not_sharded(recipe: Recipe, execution: Execution) -> str | None:
     """The part of a recipe that does not go with sharded weights, as one clause that begins with its key; or None."""
     lora, train = recipe.lora, recipe.train
-    if not execution.on_kernels:
-        return f"model.kernels: the layers have to be on ftcli's kernels ({execution.layers.reason})"
+    if quantizations.row(recipe.quantization.method).training is not None:
+        return f"quantization.method: {recipe.quantization.method} rounds whole matrices"
+    if not execution.on_kernels and recipe.model.kernels == "triton":
+        return f"model.kernels: triton, and the layers are not on it ({execution.layers.reason})"
     if lora is None:
         row = optimizers.row(train.optim)
         if row.build_own is None or row.state != "whole":
@@ -28,6 +30,8 @@ def why_not_sharded(recipe: Recipe, execution: Execution) -> str | None:
         if train.bf16_gradients:
             return "train.bf16_gradients: each GPU keeps its part of the sum in float32"
         return None
+    if lora.use_dora:
+        return "lora.use_dora: the lengths of its rows are taken from whole weights"
     if lora.changes_base:
         return f"lora.init_lora_weights: {lora.init_lora_weights} takes whole weights apart"
     if lora.modules_to_save:

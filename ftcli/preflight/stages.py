@@ -92,11 +92,12 @@ def preflight(
         [
             *machine.check(context, device, plan.dtypes),
             *machine.check_layers(context, device, plan.execution),
+            *machine.check_documents(context, plan),
             *launch.check_model(context, plan),
             *machine.check_sharded(context, plan.execution),
             *estimates.findings,
         ],
-        [*machine.not_made(context, device), *estimates.not_made],
+        [*machine.not_made(context, device), *machine.documents_not_tried(context, plan), *estimates.not_made],
     )
     return PreflightReport(
         plan=plan,
@@ -170,11 +171,11 @@ def _estimates(context: Context, plan: RunPlan, machine: DeviceFacts) -> _Estima
     """``machine`` is what all processes here share."""
     findings: list[Finding] = []
     not_made: list[NotMade] = []
-    device, facts = plan.device, plan.facts
+    device = plan.device
     found = candidate(plan)
     verdict = host = None
     if found is None:
-        not_made.append(NotMade("memory", facts.why_no_shape))
+        not_made.append(NotMade("memory", plan.measured.unknown))
     else:
         if plan.trains:
             host = host_estimate(plan, found.estimate, max(1, plan.ranks // plan.hosts))
@@ -196,22 +197,20 @@ def _estimates(context: Context, plan: RunPlan, machine: DeviceFacts) -> _Estima
     return _Estimates(memory, verdict, disk, host, tuple(findings), tuple(not_made))
 
 
-def _disk(context: Context, plan: RunPlan) -> tuple[DiskEstimate | None, list[Finding], list[NotMade]]:
-    facts, device = plan.facts, plan.device
+def _disk(context: Context, plan: RunPlan) -> tuple[DiskEstimate, list[Finding], list[NotMade]]:
+    device = plan.device
     output = context.recipe.run.output_dir
     output_dir = expanded(output if output is not None else "runs")
     findings: list[Finding] = []
     not_made: list[NotMade] = []
-    estimate = None
-    if facts.shape is not None:
-        estimate = estimate_disk(context.recipe, facts.shape, free_bytes=None, element_bytes=plan.dtypes.trained_bytes)
+    others = plan.sizes.other_parameters
+    element = plan.dtypes.trained_bytes
+    estimate = estimate_disk(context.recipe, plan.trained, others, free_bytes=None, element_bytes=element)
     if not device.probed:
         elsewhere = f"the run is meant for another machine ({device.name})"
         return estimate, [], [NotMade("output directory and free disk", elsewhere)]
     findings += memory_and_disk.output_findings(context, output_dir)
-    if estimate is None:
-        not_made.append(NotMade("free disk", facts.why_no_shape))
-    elif not findings:
+    if not findings:
         estimate = replace(estimate, free_bytes=free_disk_bytes(existing_ancestor(output_dir)))
         findings += memory_and_disk.disk_findings(context, estimate, output_dir)
         if estimate.free_bytes is None:

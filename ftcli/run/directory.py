@@ -14,7 +14,7 @@ from ftcli.run.lock import LOCK_NAME
 #: Files and folders of a run, by name.
 NAMES = frozenset(
     (RUN_RECIPE, "manifest.json", "metrics.jsonl", "checkpoints", "adapter", "model", "export", "eval.json")
-) | {"tokens.json", "completions", "report.html", "status.json", "tensorboard", ".lock"}
+) | {"margins.json", "tokens.json", "completions", "report.html", "status.json", "tensorboard", ".lock"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +72,11 @@ class RunDirectory:
     def eval_path(self) -> Path:
         """Evaluation results and samples."""
         return self.path / "eval.json"
+
+    @property
+    def margins_path(self) -> Path:
+        """Held-out pairs, or labelled answers, one by one."""
+        return self.path / "margins.json"
 
     @property
     def completions_dir(self) -> Path:

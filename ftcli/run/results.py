@@ -1,4 +1,5 @@
-"""eval.json and tokens.json: how the model did, and what became of the data. Both are read by the report.
+"""eval.json, margins.json and tokens.json: how the model did, on which rows, and what became of the data. The report
+reads all of them.
 
 Other parts of the program fill these values in; the names in the files are those of the fields here.
 """
@@ -10,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ftcli.plain import LEFT_OUT, JsonObject, maps, plain, plain_fields
-from ftcli.run.atomic import read_json_object, storage_errors, write_json
+from ftcli.plain import LEFT_OUT, JsonMap, JsonObject, maps, plain, plain_fields
+from ftcli.run.atomic import json_bytes, read_json_object, storage_errors, write_bytes, write_json
 
 #: What is measured together with the loss.
 _OF_LOSS = ("loss", "perplexity", "token_accuracy", "tokens", "measures", "datasets")
@@ -102,6 +103,30 @@ def update_evaluation(path: Path, measured: Evaluation) -> None:
     sides = {side: _updated(old.get(side), new[side]) for side in ("base", "run")}
     with storage_errors(path):
         write_json(path, plain({**sides, "samples": [*new["samples"], *kept]}))
+
+
+@dataclass(frozen=True, slots=True)
+class MarginsBeforeAndAfter:
+    """Content of margins.json: held-out pairs or labelled answers one by one, before training and now.
+
+    Each side is what :meth:`ftcli.evaluate.margins.Margins.record` gives, or empty. ``step`` is there while training
+    goes on: ``after`` is how it was after it.
+    """
+
+    before: JsonMap
+    after: JsonMap
+    step: int | None = field(default=None, metadata=LEFT_OUT)
+
+
+def write_margins(path: Path, margins: MarginsBeforeAndAfter) -> None:
+    """Write margins.json; nothing where neither side has anything.
+
+    Raises:
+        FtcliError: FT723 or FT724 when it cannot be written.
+    """
+    if margins.before or margins.after:
+        with storage_errors(path):
+            write_bytes(path, json_bytes(plain(margins)))
 
 
 def _updated(old: Any, new: JsonObject | None) -> JsonObject | None:

@@ -132,7 +132,7 @@ def summarise(path: Path) -> RunSummary:
 def damage_of(run: RunDirectory, metrics: ReadMetrics) -> list[str]:
     """Lists damaged files of a run. A missing file is no damage, but for the recipe."""
     found = {run.status_path: status_damage(run.status_path), run.metrics_path: metrics.damage}
-    for path in (run.recipe_path, run.manifest_path, run.eval_path, run.tokens_path):
+    for path in (run.recipe_path, run.manifest_path, run.eval_path, run.margins_path, run.tokens_path):
         try:
             map_of(read_text(path)) if path == run.recipe_path else json_object_in(path)
         except FileNotFoundError:

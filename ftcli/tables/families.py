@@ -98,6 +98,8 @@ class Family:
         scaled_by_position: Queries are multiplied by a function of their position (``llama_4_scaling_beta``).
         residual_multiplier: The config's name of the factor of each half's output before it is added.
         query_multiplier: The attention's name of what queries are multiplied by behind their norm.
+        attention_alone: transformers' layers hand attention no further arguments: documents and pages of a cache reach
+            attention in ftcli's layers only.
         four_positions: Positions are given four times, for text and for time, height and width of images. Given once,
             they say nothing of documents.
         not_with: Keys of the config that, where they are true, make layers that are not described here.
@@ -135,6 +137,7 @@ class Family:
     scaled_by_position: bool = False
     residual_multiplier: str | None = None
     query_multiplier: str | None = None
+    attention_alone: bool = False
     four_positions: bool = False
     not_with: tuple[str, ...] = ()
     defaults: tuple[tuple[str, float | bool], ...] = ()
@@ -267,9 +270,12 @@ TABLE: Mapping[str, Family] = MappingProxyType(
             tied=True,
             unrotated="no_rope_layers",
         ),
-        "olmo2": Family(POST, head_norm=HeadNorms(span="width"), qkv_bias=_ATTENTION_BIAS, o_bias=_ATTENTION_BIAS),
+        "olmo2": Family(
+            POST, "plain", head_norm=HeadNorms(span="width"), qkv_bias=_ATTENTION_BIAS, o_bias=_ATTENTION_BIAS
+        ),
         "olmo3": Family(
             POST,
+            "plain",
             head_norm=HeadNorms(span="width"),
             qkv_bias=_ATTENTION_BIAS,
             o_bias=_ATTENTION_BIAS,
@@ -377,6 +383,7 @@ TABLE: Mapping[str, Family] = MappingProxyType(
             parallel="use_parallel_residual",
             qkv_bias="use_qkv_bias",
             rotary_share=0.25,
+            attention_alone=True,
             not_with=("qk_layernorm",),
         ),
         "seed_oss": Family(
@@ -455,3 +462,6 @@ MULTIMODAL: Mapping[str, Multimodal] = MappingProxyType(
         "qwen3_5_moe": Multimodal("vision", "qwen3_5_moe_text"),
     }
 )
+
+#: Code: what is known of a model whose family has no row, as a function of a :class:`ftcli.plan.measured.Question`.
+MEASURED_BY = "ftcli.model.measure:measured"

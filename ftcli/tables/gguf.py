@@ -1,6 +1,6 @@
 """GGUF: how llama.cpp builds each family, and the types that its files store weights in.
 
-What is said here was read in llama.cpp's own sources (b0c1e57 of 2026, through llama-cpp-python 0.3.36) and found to
+What is said here was read in llama.cpp's own sources (0c1e570 of 2026, through llama-cpp-python 0.3.36) and found to
 hold by running each family there: docs/export.md.
 """
 
@@ -10,6 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
+
+_QKV = ("q_proj", "k_proj", "v_proj")
+_LLAMA3 = ("llama3",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +26,16 @@ class Architecture:
         shifted: It multiplies by a norm's weight, where transformers multiplies by (1 + weight).
         tied: It has no head but the embedding.
         window: It has layers that see a window. Elsewhere every layer sees everything.
+        windowed_at: It has windows in models of so many layers, and none in others. None: in any.
+        unrotated_every: It rotates nothing in every so manieth layer.
         large_layers: With so many layers it divides scores by sqrt(hidden_size / heads) in place of sqrt(head_dim).
             None: always by sqrt(head_dim).
         biases: Layers, by their last name, whose bias it reads.
+        all_biases: It cannot do without any of these.
+        epsilon: The config's name of the norms' epsilon. LayerNorm's has other names than RMSNorm's.
+        scales: Names of factors of the arithmetic, there and in the config. There 0 is none.
+        rotates_part: It can rotate the first features of a head alone.
+        factors: Kinds of rope scaling that it reads as tensors.
         sections: It wants rope sections of text, height, width.
         head_dim: A head's size is read; None: it is always hidden_size over heads.
         activation: The MLP's, by transformers' name.
@@ -43,7 +53,14 @@ class Architecture:
     tied: bool = False
     window: bool = False
     large_layers: int | None = None
-    biases: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    windowed_at: int | None = None
+    unrotated_every: int | None = None
+    biases: tuple[str, ...] = _QKV
+    all_biases: bool = False
+    epsilon: str = "rms_norm_eps"
+    scales: tuple[tuple[str, str], ...] = ()
+    rotates_part: bool = False
+    factors: tuple[str, ...] = ()
     sections: bool = False
     head_dim: bool = True
     activation: str = "silu"
@@ -56,14 +73,15 @@ class Architecture:
 
 _GELU = "gelu_pytorch_tanh"
 _EPSILON = "llama.cpp never reads the epsilon of qwen2vl's norms, and computes with whatever lies there"
-_ALL_BIASES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_ALL_BIASES = (*_QKV, "o_proj", "gate_proj", "up_proj", "down_proj")
+_NORM_BIASES = ("input_layernorm", "post_attention_layernorm", "norm")
 
 #: By ``model_type`` of the language model.
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
-        "llama": Architecture("llama", permuted=True, biases=_ALL_BIASES),
-        "mistral": Architecture("llama", permuted=True, biases=_ALL_BIASES),
-        "ministral3": Architecture("mistral3", permuted=True, biases=_ALL_BIASES),
+        "llama": Architecture("llama", permuted=True, biases=_ALL_BIASES, factors=_LLAMA3),
+        "mistral": Architecture("llama", permuted=True, biases=_ALL_BIASES, factors=_LLAMA3),
+        "ministral3": Architecture("mistral3", permuted=True, biases=_ALL_BIASES, factors=_LLAMA3),
         "qwen2": Architecture("qwen2", head_dim=False),
         "qwen3": Architecture("qwen3"),
         "gemma": Architecture("gemma", shifted=True, tied=True, activation=_GELU),
@@ -72,8 +90,64 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "qwen2_vl_text": Architecture("qwen2vl", sections=True, head_dim=False, fault=_EPSILON),
         "qwen2_5_vl_text": Architecture("qwen2vl", sections=True, head_dim=False, fault=_EPSILON),
         "qwen3_vl_text": Architecture("qwen3vl", sections=True),
-        "phi3": Architecture("phi3", biases=(), head_dim=False),
-        "mixtral": Architecture("llama", permuted=True, biases=_ALL_BIASES, experts="normalised"),
+        "phi3": Architecture("phi3", biases=(), head_dim=False, rotates_part=True, factors=("longrope",)),
+        "smollm3": Architecture("smollm3", permuted=True, unrotated_every=4),
+        "olmo2": Architecture("olmo2", head_dim=False, own_head=True),
+        "olmo3": Architecture("olmo2", window=True, head_dim=False, own_head=True),
+        "granite": Architecture(
+            "granite",
+            permuted=True,
+            biases=_ALL_BIASES,
+            factors=_LLAMA3,
+            scales=(
+                ("logit_scale", "logits_scaling"),
+                ("residual_scale", "residual_multiplier"),
+                ("embedding_scale", "embedding_multiplier"),
+                ("attention.scale", "attention_multiplier"),
+            ),
+        ),
+        "arcee": Architecture("arcee", permuted=True, activation="relu2", factors=_LLAMA3),
+        "jais2": Architecture(
+            "jais2",
+            biases=(*_QKV, "o_proj", "up_proj", "down_proj", *_NORM_BIASES),
+            all_biases=True,
+            epsilon="layer_norm_eps",
+            activation="relu2",
+        ),
+        "apertus": Architecture(
+            "apertus", biases=(*_QKV, "o_proj"), own_head=True, activation="xielu", factors=_LLAMA3
+        ),
+        "exaone4": Architecture("exaone4", window=True, windowed_at=64, head_dim=False, factors=_LLAMA3),
+        "cohere2": Architecture(
+            "cohere2",
+            tied=True,
+            window=True,
+            head_dim=False,
+            epsilon="layer_norm_eps",
+            scales=(("logit_scale", "logit_scale"),),
+        ),
+        "glm": Architecture("chatglm", head_dim=False, rotates_part=True),
+        "glm4": Architecture("glm4", rotates_part=True),
+        "starcoder2": Architecture(
+            "starcoder2",
+            biases=(*_QKV, "o_proj", "c_fc", "c_proj", *_NORM_BIASES),
+            all_biases=True,
+            head_dim=False,
+            epsilon="norm_epsilon",
+            activation=_GELU,
+        ),
+        "stablelm": Architecture(
+            "stablelm",
+            biases=(*_QKV, *_NORM_BIASES),
+            head_dim=False,
+            own_head=True,
+            epsilon="layer_norm_eps",
+            rotates_part=True,
+        ),
+        "seed_oss": Architecture("seed_oss"),
+        "ernie4_5": Architecture("ernie4_5"),
+        "hunyuan_v1_dense": Architecture("hunyuan-dense"),
+        "mixtral": Architecture("llama", permuted=True, biases=_ALL_BIASES, factors=_LLAMA3, experts="normalised"),
         "qwen2_moe": Architecture("qwen2moe", head_dim=False, experts="raw", own_head=True),
         "qwen3_moe": Architecture("qwen3moe", experts="normalised"),
         "bitnet": Architecture("bitnet", tied=True, biases=(), head_dim=False),

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.plain import JsonMap, plain_fields
+from ftcli.plain import JsonMap, is_number, map_in, plain_fields
 from ftcli.run.atomic import read_json_object
 from ftcli.run.directory import RunDirectory
-from ftcli.run.results import AnsweredRow, EvalScores, Evaluation, TaskScore, write_evaluation
+from ftcli.run.results import (
+    AnsweredRow,
+    EvalScores,
+    Evaluation,
+    MarginsBeforeAndAfter,
+    TaskScore,
+    write_evaluation,
+    write_margins,
+)
 from ftcli.run.resume import OpenedRun
 
 if TYPE_CHECKING:
@@ -26,11 +34,12 @@ _FIRST_ROWS, _KEPT_ROWS = 8, 24
 
 @dataclass(slots=True)
 class HeldOut:
-    """Measures a supervised run on its held-out rows, and keeps eval.json up to date.
+    """Measures a run on rows on its held-out ones, and keeps eval.json and margins.json up to date.
 
     Attributes:
         base: Results before training; None where they were not measured.
         before: What the model answered then.
+        margins: The margins of pairs then, as in margins.json.
     """
 
     directory: RunDirectory
@@ -38,28 +47,30 @@ class HeldOut:
     model: Any
     base: EvalScores | None = None
     before: Sequence[JudgedRow] = ()
+    margins: JsonMap = field(default_factory=dict)
 
     def begin(self) -> dict[str, float]:
         """Measures the model before training; its numbers by name."""
         loss = self.evaluator.loss(self.model)
-        self.base, self.before = _of_loss(loss), self._answers()
-        self._write(Evaluation(base=self.base, samples=_pairs(self.before, ())))
+        self.base, self.before, self.margins = _of_loss(loss), self._answers(), margins_record(loss)
+        self._write(Evaluation(base=self.base, samples=_pairs(self.before, ())), None)
         return held_out_numbers(loss)
 
     def resume(self, run: RunDirectory) -> None:
         """Reads what :meth:`begin` has written into ``run``; what is missing or damaged is left out."""
         raw = read_json_object(run.eval_path)
         with contextlib.suppress(KeyError, TypeError, AttributeError, ValueError):
-            measures = raw["base"].get("measures")
+            measures = {name: value for name, value in map_in(raw["base"], "measures").items() if is_number(value)}
             self.base = EvalScores(**{name: raw["base"][name] for name in _OF_LOSS}, measures=measures)
         with contextlib.suppress(KeyError, TypeError, AttributeError, ValueError):
             self.before = _said(raw["samples"])
+        self.margins = map_in(read_json_object(run.margins_path), "before")
 
     def after_step(self, step: int) -> dict[str, float]:
         """Measures the model as it is after ``step``; its numbers by name."""
         loss = self.evaluator.loss(self.model)
         rows = _pairs(self.before, self._answers())
-        self._write(Evaluation(self.base, _of_loss(loss), rows, step))
+        self._write(Evaluation(self.base, _of_loss(loss), rows, step), loss)
         return held_out_numbers(loss)
 
     def end(self) -> LossResult | None:
@@ -72,7 +83,7 @@ class HeldOut:
             with as_base(self.model):
                 self.before = self._answers()
         trained = _of_loss(loss)
-        self._write(Evaluation(self.base, trained, _pairs(self.before, after)))
+        self._write(Evaluation(self.base, trained, _pairs(self.before, after)), loss)
         return loss
 
     def _for_all(self, said: bool) -> bool:
@@ -85,8 +96,10 @@ class HeldOut:
         """True if this process asks for answers and writes."""
         return self.evaluator.group is None or self.evaluator.group.leads
 
-    def _write(self, evaluation: Evaluation) -> None:
+    def _write(self, evaluation: Evaluation, after: LossResult | None) -> None:
         if self._leads:
+            margins = MarginsBeforeAndAfter(self.margins, margins_record(after), evaluation.step)
+            write_margins(self.directory.margins_path, margins)
             write_evaluation(self.directory.eval_path, evaluation)
 
     def _answers(self) -> list[JudgedRow]:
@@ -121,7 +134,12 @@ def began_in(opened: OpenedRun) -> RunDirectory:
 
 def held_out_numbers(loss: LossResult | None) -> dict[str, float]:
     """Held-out results as numbers by name; none without held-out data."""
-    return {} if loss is None else {name: value for name, value in plain_fields(loss).items() if value is not None}
+    return {} if loss is None else loss.numbers
+
+
+def margins_record(loss: LossResult | None) -> JsonMap:
+    """Held-out rows one by one, as margins.json has them; empty where nothing is told apart."""
+    return {} if loss is None or loss.margins is None else loss.margins.record()
 
 
 def eval_scores(measured: ModelScores) -> EvalScores | None:
@@ -132,7 +150,7 @@ def eval_scores(measured: ModelScores) -> EvalScores | None:
     return EvalScores(
         **({} if loss is None else _numbers(loss)),
         tasks=_task_scores(tasks),
-        datasets={name: plain_fields(part) for name, part in measured.datasets.items()},
+        datasets={name: plain_fields(replace(part, margins=None)) for name, part in measured.datasets.items()},
         lm_eval=measured.lm_eval,
     )
 

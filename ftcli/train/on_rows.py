@@ -47,6 +47,10 @@ class RowMethod(ABC):
         """What there is to say of the training rows together. Raises FtcliError where nothing can be learned."""
         return iter(())
 
+    def held_out_findings(self, before: Mapping[str, float], after: Mapping[str, float]) -> Iterator[Finding]:
+        """What there is to say of the trained model, by held-out measures (``before``: what was measured then)."""
+        return iter(())
+
     @abstractmethod
     def training_rows(self, recipe: Recipe, rows: int, tokens: int) -> TrainingRows:
         """Describes the training data of a run on so many tokenized rows, for the summary at its start."""
@@ -171,7 +175,12 @@ def _train(session: Session, context: RunContext) -> RowsResult:
             context.recipe, len(train_data.sequences), sum(each.tokens for each in train_data.ledgers)
         ),
     )
-    return RowsResult(fitted, _after(context, held_out, fitted.summary.steps), time.perf_counter() - started)
+    measured = _after(context, held_out, fitted.summary.steps)
+    if context.leads:
+        base = held_out.base
+        for finding in method.held_out_findings({} if base is None else base.measures or {}, measured):
+            job.reporter.finding(finding)
+    return RowsResult(fitted, measured, time.perf_counter() - started)
 
 
 def row_method(method: Method) -> RowMethod:

@@ -20,14 +20,15 @@ _MEASURED_STEPS = 3
 #: Below this nobody waits for an estimate.
 _WORTH_TELLING_SECONDS = 10.0
 #: How the names of held-out numbers end that are no shares: log-probabilities, what is made of them.
-_NUMBERS = ("margin", "reward", "logp", "kl")
+_NUMBERS = ("margin", "reward", "logp", "kl", "stop_change")
 #: Held-out numbers that are no results.
 _COUNTS = ("eval_tokens", "eval_rows", "eval_perplexity")
 #: Those that are none of a task, in words.
 _OF_LOSS = {
     name: name.replace("_", " ")
     for name in (
-        *("token_accuracy", "accuracy_of_like_length", "chosen_fell", "chosen_rose", "rejected_fell"),
+        *("token_accuracy", "accuracy_of_like_length", "accuracy_length_controlled", "stop_logp", "stop_change"),
+        *("chosen_fell", "chosen_rose", "rejected_fell"),
         *("chosen_reward", "rejected_reward", "chosen_logp", "rejected_logp"),
     )
 }

@@ -53,6 +53,7 @@ from ftkernels import (
     row_sums,
     sampling_kernels,
     ternary_kernels,
+    thin_products,
 )
 
 
@@ -193,13 +194,15 @@ def option_cases(new: Maker, rank: int, capability: int) -> Launches:
         ("part", 24, 8, 128, 96, False, None, False),
         ("part, odd", 32, 32, 80, 20, False, None, False),
         ("norm, width", 32, 32, 128, 128, False, "width", False),
+        ("norm, width, trained", 32, 32, 128, 128, False, "width", False),
         ("norm, still", 40, 8, 128, 0, False, "head", False),
         ("norm, after", 32, 8, 128, 128, False, "head", True),
-        ("norm, part", 16, 4, 256, 64, False, "head", False),
+        ("norm, part, wide heads", 16, 4, 256, 64, False, "head", False),
     ):
         angles, width = new(1, rows, rotated) if rotated else None, (q_heads + 2 * k_heads) * size
         rotary = qkv_parts.Rotary(angles, angles, q_heads, k_heads, size, pairs)
-        xa, b = (new(rows, 3 * rank), new(width, rank)) if capability >= 80 else (None, None)
+        lora = capability >= 80 and "trained" not in name
+        xa, b = (new(rows, 3 * rank), new(width, rank)) if lora else (None, None)
         grads = (new(1, q_heads, rows, size), new(1, k_heads, rows, size), new(1, k_heads, rows, size))
         ahead: Callable[[], object]
         back: Callable[[], object]
@@ -211,12 +214,27 @@ def option_cases(new: Maker, rank: int, capability: int) -> Launches:
             wide = span == "width"
             weights = (new(n * size if wide else size) for n in (q_heads, k_heads))
             norms = qkv_parts.HeadNorms(*weights, 1e-6, "plain", span, after)
-            tile = qkv_norm_rope.backward_tile(shared, size, rank if b is not None else 0)
+            tile = qkv_norm_rope.backward_tile(shared, size, rank if lora else 0, width=wide)
             ahead = partial(qkv_norm_rope.qkv_norm_rope_forward, new(rows, width), xa, b, rotary, norms)
             operands = (grads, new(rows, width), b, rotary, norms, new.dtype)
-            back = partial(qkv_norm_rope.qkv_norm_rope_backward, *operands, want_dw=wide, tile=tile)
+            back = partial(qkv_norm_rope.qkv_norm_rope_backward, *operands, want_dw=not lora, tile=tile)
         yield f"qkv options forward: {name}", ahead
         yield f"qkv options backward: {name}", back
+
+
+def thin_cases(new: Maker, rank: int, capability: int) -> Launches:
+    """Launches of the adapters' gradients: of a group of three and of one projection; as :func:`cases`."""
+    if capability < 80 or new.dtype == torch.float32:
+        return
+    rows, width = 512, 6144
+    for name, outs in (("", (4096, 1024, 1024)), (", one", (width,))):
+        thin = new(rows, len(outs) * rank)
+        if thin.shape[1] > thin_products.MOST_COLUMNS:
+            continue
+        tile = thin_products.thin_tile(SHARED_MEMORY[capability], len(outs) * rank, new.dtype.itemsize)
+        of_b = thin_products.OfB(new(rows, width), thin, outs)
+        of_a = thin_products.OfA(new(rows, HIDDEN), thin, 2.0, new(HIDDEN), "llama")
+        yield f"thin products{name}", partial(thin_products.thin_products, of_b, of_a, rank, tile=tile)
 
 
 def glu_cases(new: Maker, rank: int, capability: int) -> Launches:
@@ -327,6 +345,7 @@ def cases(rank: int, dtype: torch.dtype, capability: int) -> Launches:
     partial_sums = new(4, rows, 3 * rank, of=torch.float32)
     yield "row sums", partial(row_sums.row_sums, partial_sums, partial_sums[0, :, 0], dtype, triton_kernel=True)
     yield "column sums", partial(row_sums.column_sums, new(528, HIDDEN, of=torch.float32))
+    yield from thin_cases(new, rank, capability)
     yield from rotary_cases(new, rank, capability)
     yield from option_cases(new, rank, capability)
     yield from generation_cases(new, capability)

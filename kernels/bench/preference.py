@@ -71,11 +71,8 @@ def ours(case: str, share: str, reference: str, options: argparse.Namespace) -> 
             "train.gradient_accumulation_steps=1",
             "train.learning_rate=1e-5", "train.warmup_steps=0", f"quantization.method={storage}",
             f"train.gradient_checkpointing={options.checkpointing}",
-            *(
-                [f"preference.share_prompts={share}", f"preference.reference_cache={kept}"]
-                if options.method == "dpo"
-                else options.settings
-            ),
+            f"preference.reference_cache={kept}",
+            *([f"preference.share_prompts={share}"] if options.method == "dpo" else options.settings),
         )  # fmt: skip
         run = Path(folder, "run")
         answer = ftcli(["train", str(recipe), *words, "--offline", "--resume", "never", "--output-dir", str(run)])

@@ -63,11 +63,21 @@ SHAPES = {
         Shape("gemma2-9b", 3584, 14336, 16, 8, 256, 256000, "gelu_tanh", "gemma", 30.0, 42),
     )
 }
+#: Smaller models, whose kernels' tiles are timed too (``tune.py``).
+SMALL_SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape("qwen2.5-0.5b", 896, 4864, 14, 2, 64, 151936, "silu", "llama", 0.0, 24, 4, 2048),
+        Shape("qwen3-0.6b", 1024, 3072, 16, 8, 128, 151936, "silu", "llama", 0.0, 28, 4, 2048),
+        Shape("llama3.2-1b", 2048, 8192, 32, 8, 64, 128256, "silu", "llama", 0.0, 16, 4, 2048),
+        Shape("gemma3-4b", 2560, 10240, 8, 4, 256, 262208, "gelu_tanh", "gemma", 0.0, 34, 4, 2048),
+    )
+}
 
 
 def shape_of(options: argparse.Namespace, name: str | None = None) -> Shape:
     """The shape of ``name`` (or --model), tiny on a CPU."""
-    shape = SHAPES[name or options.model]
+    shape = (SHAPES | SMALL_SHAPES)[name or options.model]
     return shape.tiny() if options.device == "cpu" else shape
 
 

@@ -35,6 +35,7 @@ from ftkernels import (
     qkv_norm_rope,
     qkv_parts,
     qkv_rope,
+    thin_products,
 )
 from ftkernels.attention_config import AttentionTile
 from ftkernels.bitlinear_kernels import quantize_int8_triton
@@ -42,7 +43,7 @@ from ftkernels.int8_product import ProductTile
 from ftkernels.linear_log_prob import linear_log_prob
 from ftkernels.ternary import ternarise
 from ftkernels.tiles import Tile
-from timing import SHAPES, Clock, Maker, Shape, require_interpreter, shape_of, start
+from timing import SHAPES, SMALL_SHAPES, Clock, Maker, Shape, require_interpreter, shape_of, start
 from torch import Tensor
 from triton.runtime.errors import OutOfResources, PTXASError
 
@@ -211,6 +212,28 @@ def _norms(make: Maker, shape: Shape) -> qkv_parts.HeadNorms:
     return qkv_parts.HeadNorms(weight, weight, 1e-6, shape.form)
 
 
+def _thin_tiles() -> list[Any]:
+    tiles = ((64, 128, 4, 3), (64, 128, 4, 4), (32, 128, 4, 4), (128, 64, 4, 3), (64, 64, 4, 4), (64, 256, 8, 3))
+    return [Tile(*tile, programs) for tile in tiles for programs in (132, 264, 396)]
+
+
+def thin_of_gate_and_up(make: Maker, shape: Shape, rank: int) -> Case:
+    """The gradients of their adapters, behind a norm."""
+    dy, x = make.new(shape.tokens, 2 * shape.inner), make.new(shape.tokens, shape.hidden)
+    thin, weight = make.new(shape.tokens, 2 * rank), make.new(shape.hidden)
+    of_b = thin_products.OfB(dy, thin, (shape.inner, shape.inner))
+    of_a = thin_products.OfA(x, thin, 2.0, weight, shape.form)
+    moved = dy.element_size() * (dy.numel() + x.numel())
+    return Case(moved, lambda t: thin_products.thin_products(of_b, of_a, rank, tile=t), _thin_tiles())
+
+
+def thin_of_down(make: Maker, shape: Shape, rank: int) -> Case:
+    """The gradient of its A alone, as where the gated unit goes back."""
+    of_a = thin_products.OfA(make.new(shape.tokens, shape.inner), make.new(shape.tokens, rank), 2.0)
+    moved = of_a.x.element_size() * of_a.x.numel()
+    return Case(moved, lambda t: thin_products.thin_products(None, of_a, rank, tile=t), _thin_tiles())
+
+
 def qkv_norm_rope_forward(make: Maker, shape: Shape, rank: int) -> Case:
     """Without adapters: reads q and k, writes them elsewhere."""
     heads = shape.q_heads + shape.k_heads
@@ -237,6 +260,41 @@ def qkv_norm_rope_backward(make: Maker, shape: Shape, rank: int) -> Case:
 
     moved = 2 * shape.tokens * (3 * width - shape.k_heads * shape.head_dim)
     return Case(moved, launch, [Tile(m, n, w) for m, n, w in product((8, 16, 32), (1, 2, 4, 8), (4, 8))])
+
+
+def qkv_norm_rope_forward_lora(make: Maker, shape: Shape, rank: int) -> Case:
+    """With adapters: y is written too."""
+    heads = shape.q_heads + shape.k_heads
+    width = (heads + shape.k_heads) * shape.head_dim
+    y, xa, b = make.new(shape.tokens, width, scale=0.1), make.new(shape.tokens, 3 * rank), make.new(width, rank)
+    rotary, norms = _rotary(make, shape), _norms(make, shape)
+    return Case(
+        2 * shape.tokens * (2 * width + heads * shape.head_dim),
+        lambda t: qkv_norm_rope.qkv_norm_rope_forward(y, xa, b, rotary, norms, tile=t),
+        [Tile(m, n, w, 3) for m, n, w in product((16, 32), (1, 2, 4, 8), (4, 8))],
+    )
+
+
+def qkv_norm_rope_backward_lora(make: Maker, shape: Shape, rank: int) -> Case:
+    """With adapters and frozen norms."""
+    sizes = (shape.q_heads, shape.k_heads, shape.k_heads)
+    width = sum(sizes) * shape.head_dim
+    dq, dk, dv = (make.new(shape.batch, shape.seq_len, n, shape.head_dim).transpose(1, 2) for n in sizes)
+    y, b, rotary, norms = (
+        make.new(shape.tokens, width),
+        make.new(width, rank),
+        _rotary(make, shape),
+        _norms(make, shape),
+    )
+
+    def launch(tile: Tile | None) -> object:
+        return qkv_norm_rope.qkv_norm_rope_backward(
+            (dq, dk, dv), y, b, rotary, norms, y.dtype, want_dw=False, tile=tile
+        )
+
+    moved = 2 * shape.tokens * (3 * width - shape.k_heads * shape.head_dim)
+    tiles = product((16, 32), (1, 2, 4, 8), (4, 8), (1, 3))
+    return Case(moved, launch, [Tile(*tile) for tile in tiles])
 
 
 def norm_forward(make: Maker, shape: Shape, rank: int) -> Case:
@@ -335,7 +393,11 @@ KERNELS: dict[str, Callable[[Maker, Shape, int], Case]] = {
     "qkv_rope_backward_by_head": qkv_rope_backward_by_head,
     "qkv_norm_rope_forward": qkv_norm_rope_forward,
     "qkv_norm_rope_backward": qkv_norm_rope_backward,
+    "qkv_norm_rope_forward_lora": qkv_norm_rope_forward_lora,
+    "qkv_norm_rope_backward_lora": qkv_norm_rope_backward_lora,
     "lowrank_add": add,
+    "thin_of_gate_and_up": thin_of_gate_and_up,
+    "thin_of_down": thin_of_down,
     "norm_forward": norm_forward,
     "norm_backward": norm_backward,
     "cross_entropy": cross_entropy_rows,
@@ -419,7 +481,7 @@ def report(kernel: str, options: argparse.Namespace, table: Table) -> None:
 def main() -> None:
     """Compiles everything at once, then times kernel after kernel."""
     arguments = parser(__doc__)
-    arguments.add_argument("--model", default="llama3.1-8b", choices=list(SHAPES))
+    arguments.add_argument("--model", default="llama3.1-8b", choices=list(SHAPES | SMALL_SHAPES))
     arguments.add_argument("--rank", type=int, default=16)
     arguments.add_argument("--only", default="", help="kernels whose name contains this")
     arguments.add_argument("--rounds", type=int, default=7)

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ftkernels.device import accumulate_dtype, on_device_of, store_dtype, triton_dtype
+from ftkernels.primitives import LOG2_E
 from ftkernels.tiles import Tile
 
 
@@ -75,74 +76,124 @@ def falling(u, cap):
     that, the other form, (e - 1) / (e + 1), is inf / inf (vLLM 56578). The error of cap - 2 cap r is some units in the
     last place of cap, for small u too; the cross-entropy adds such values and needs no relative accuracy of each.
     """
-    x = u * (2.0 / cap)
-    return 1.0 / (1.0 + tl.exp(tl.where(x > 80.0, 80.0, x)))  # no tl.minimum: on a GPU it would make 80 of NaN
+    x = u * (2.0 * LOG2_E / cap)
+    return 1.0 / (1.0 + tl.exp2(tl.where(x > 115.0, 115.0, x)))  # no tl.minimum: on a GPU it would make 115 of NaN
+
+
+@triton.jit
+def _logits(at, inside, scale, MASKED: tl.constexpr, SCALED: tl.constexpr, POLICY: tl.constexpr, ACC: tl.constexpr):
+    """Logits before the cap, where ``MASKED`` 0 outside."""
+    u = tl.load(at, mask=inside if MASKED else None, other=0.0 if MASKED else None, eviction_policy=POLICY).to(ACC)
+    return u * scale if SCALED else u
+
+
+@triton.jit
+def _scan_block(
+    base, start, totals, true_u, label, scale, cap, V, MASKED: tl.constexpr, SCALED: tl.constexpr,
+    HAS_CAP: tl.constexpr, CAP_BOUNDS: tl.constexpr, HAS_SMOOTHING: tl.constexpr, ACC: tl.constexpr,
+    LANES: tl.constexpr, EACH: tl.constexpr,
+):  # fmt: skip
+    """``totals`` with the block of LANES * EACH columns from ``start`` on. All of them are by lane, which is EACH
+    columns in a row and in one thread: what waits for other threads is left for the end of the row.
+    """
+    largest, sums, z_sums, beaten = totals
+    lanes = start + tl.arange(0, LANES) * EACH
+    columns = lanes[:, None] + tl.arange(0, EACH)[None, :]
+    inside = columns < V
+    u = _logits(base + columns, inside, scale, MASKED, SCALED, "evict_last", ACC)
+    top = tl.max(tl.where(inside, u, float("-inf")) if MASKED else u, axis=1)
+    # The first of equal logits is the arg max, as in torch. The label's own lane is looked at when the row is done.
+    ahead = (top > true_u) | ((top == true_u) & (lanes + EACH <= label))
+    beaten = tl.maximum(beaten, ahead.to(tl.int32))
+    z = cap - 2.0 * cap * falling(u, cap) if HAS_CAP else u
+    # Lanes past V are masked after the cap: before it, -inf would come out as -cap and count.
+    if HAS_SMOOTHING:
+        z_sums += tl.sum(tl.where(inside, z, 0.0) if MASKED else z, axis=1)
+    if MASKED:
+        z = tl.where(inside, z, float("-inf"))
+    if CAP_BOUNDS:  # every z is in [-cap, cap]: no maximum to find
+        sums += tl.sum(tl.exp2((z - cap) * LOG2_E), axis=1)
+    else:
+        before = largest
+        largest = tl.maximum(largest, cap - 2.0 * cap * falling(top, cap) if HAS_CAP else top)
+        sums *= tl.exp2((before - largest) * LOG2_E)
+        sums += tl.sum(tl.exp2(z * LOG2_E - (largest * LOG2_E)[:, None]), axis=1)
+    return largest, sums, z_sums, beaten
 
 
 @triton.jit
 def _scan_row(
-    base, label, true_u, scale, cap, V, HAS_CAP: tl.constexpr, CAP_BOUNDS: tl.constexpr, HAS_SMOOTHING: tl.constexpr,
-    ACC: tl.constexpr, BLOCK: tl.constexpr,
+    base, label, true_u, scale, cap, V, SCALED: tl.constexpr, HAS_CAP: tl.constexpr, CAP_BOUNDS: tl.constexpr,
+    HAS_SMOOTHING: tl.constexpr, ACC: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
-    """(lse, z_total, beaten) of a row: an online log-sum-exp over blocks of V, the sum of its z where it is needed,
-    and whether another logit is ahead of the label's, by lane with CAP_BOUNDS.
+    """(lse, z_total, beaten) of a row: an online log-sum-exp over V by lanes, the sum of its z where it is needed, and
+    whether another logit is ahead of the label's.
     """
-    lanes = tl.arange(0, BLOCK)
-    beaten = tl.full((BLOCK,) if CAP_BOUNDS else (), 0, tl.int32)
-    running_max = tl.full((), float("-inf"), ACC)
-    running_sum = tl.full((), 0.0, ACC)
-    sums = tl.full((BLOCK,), 0.0, ACC)
-    z_total = tl.full((), 0.0, ACC)
-    for start in range(0, V, BLOCK):
-        columns = start + lanes
-        inside = columns < V
-        u = tl.load(base + columns, mask=inside, other=0.0, eviction_policy="evict_last").to(ACC) * scale
-        # The first of equal logits is the arg max, as in torch.
-        ahead = inside & ((u > true_u) | ((u == true_u) & (columns < label)))
-        if CAP_BOUNDS:
-            beaten = tl.maximum(beaten, ahead.to(tl.int32))
-        else:
-            beaten = tl.maximum(beaten, tl.max(ahead.to(tl.int32), axis=0))
-        # Lanes past V are masked after the cap: before it, -inf would come out as -cap and count.
-        if HAS_CAP:
-            z = cap - 2.0 * cap * falling(u, cap)
-            if CAP_BOUNDS:  # every z is in [-cap, cap]: no maximum to find, and the lanes are summed once, at the end
-                sums += tl.where(inside, tl.exp(z - cap), 0.0)
-        else:
-            z = u
-        if HAS_SMOOTHING:
-            z_total += tl.sum(tl.where(inside, z, 0.0), axis=0)
-        if not CAP_BOUNDS:
-            z = tl.where(inside, z, float("-inf"))
-            block_max = tl.maximum(running_max, tl.max(z, axis=0))
-            running_sum = running_sum * tl.exp(running_max - block_max) + tl.sum(tl.exp(z - block_max), axis=0)
-            running_max = block_max
-    lse = cap + tl.log(tl.sum(sums, axis=0)) if CAP_BOUNDS else running_max + tl.log(running_sum)
-    return lse, z_total, beaten
+    zeros = tl.full((LANES,), 0.0, ACC)
+    # Below every logit, and finite: a lane that sees none has exp(0) times its sum, which is 0, and no NaN.
+    totals = (zeros - 1e30, zeros, zeros, tl.full((LANES,), 0, tl.int32))
+    whole = V // (LANES * EACH) * (LANES * EACH)
+    for start in range(0, whole, LANES * EACH):
+        totals = _scan_block(
+            base, start, totals, true_u, label, scale, cap, V,
+            False, SCALED, HAS_CAP, CAP_BOUNDS, HAS_SMOOTHING, ACC, LANES, EACH,
+        )  # fmt: skip
+    if whole < V:
+        totals = _scan_block(
+            base, whole, totals, true_u, label, scale, cap, V,
+            True, SCALED, HAS_CAP, CAP_BOUNDS, HAS_SMOOTHING, ACC, LANES, EACH,
+        )  # fmt: skip
+    largest, sums, z_sums, beaten = totals
+    near = label // EACH * EACH + tl.arange(0, EACH)
+    earlier = near < label
+    u = _logits(base + near, earlier, scale, True, SCALED, "", ACC)
+    beaten_near = tl.max((earlier & (u >= true_u)).to(tl.int32), axis=0)
+    top = cap if CAP_BOUNDS else tl.max(largest, axis=0)
+    lse = top + tl.log(tl.sum(sums if CAP_BOUNDS else sums * tl.exp2((largest - top) * LOG2_E), axis=0))
+    return lse, tl.sum(z_sums, axis=0), tl.maximum(tl.max(beaten, axis=0), beaten_near)
+
+
+@triton.jit
+def _write_block(
+    base, start, label, lse, factor, scale, cap, smooth, V, MASKED: tl.constexpr, SCALED: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """dlogits of a block of columns times ``factor``, over its logits."""
+    columns = start + tl.arange(0, BLOCK)
+    inside = columns < V
+    u = _logits(base + columns, inside, scale, MASKED, SCALED, "evict_first", ACC)
+    if HAS_CAP:
+        r = falling(u, cap)
+        # The difference first: a rounded lse * LOG2_E would scale the whole row.
+        grad = tl.exp2((cap - lse - 2.0 * cap * r) * LOG2_E)
+    else:
+        grad = tl.exp2((u - lse) * LOG2_E)
+    if HAS_SMOOTHING:
+        grad -= smooth / V
+    if (label >= start) & (label < start + BLOCK):
+        grad = tl.where(columns == label, grad - (1.0 - smooth), grad)
+    if HAS_CAP:
+        grad *= 4.0 * r * (1.0 - r)  # 1 - tanh^2
+    tl.store(base + columns, (grad * factor).to(base.dtype.element_ty), mask=inside if MASKED else None)
 
 
 @triton.jit
 def _write_gradient(
-    base, label, lse, factor, scale, cap, smooth, V, HAS_CAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr,
-    ACC: tl.constexpr, BLOCK: tl.constexpr,
+    base, label, lse, factor, scale, cap, smooth, V, SCALED: tl.constexpr, HAS_CAP: tl.constexpr,
+    HAS_SMOOTHING: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dlogits of a row times ``factor``, over its logits."""
-    lanes = tl.arange(0, BLOCK)
-    for start in range(0, V, BLOCK):
-        columns = start + lanes
-        inside = columns < V
-        u = tl.load(base + columns, mask=inside, other=0.0, eviction_policy="evict_first").to(ACC) * scale
-        if HAS_CAP:
-            r = falling(u, cap)
-            grad = tl.exp(cap - lse - 2.0 * cap * r)
-        else:
-            grad = tl.exp(u - lse)
-        if HAS_SMOOTHING:
-            grad -= smooth / V
-        grad = tl.where(columns == label, grad - (1.0 - smooth), grad)
-        if HAS_CAP:
-            grad *= 4.0 * r * (1.0 - r)  # 1 - tanh^2
-        tl.store(base + columns, (grad * factor).to(base.dtype.element_ty), mask=inside)
+    """dlogits of a row times ``factor``, over its logits: from its end on, which was read last and may be cached."""
+    blocks = V // BLOCK
+    if blocks * BLOCK < V:
+        _write_block(
+            base, blocks * BLOCK, label, lse, factor, scale, cap, smooth, V,
+            True, SCALED, HAS_CAP, HAS_SMOOTHING, ACC, BLOCK,
+        )  # fmt: skip
+    for block in range(blocks):
+        _write_block(
+            base, (blocks - 1 - block) * BLOCK, label, lse, factor, scale, cap, smooth, V,
+            False, SCALED, HAS_CAP, HAS_SMOOTHING, ACC, BLOCK,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -157,23 +208,29 @@ def _rows_kernel(
     softcap,
     logit_scale,
     smoothing,
+    SCALED: tl.constexpr,
     HAS_CAP: tl.constexpr,
     CAP_BOUNDS: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr,
     HAS_ROW_SCALE: tl.constexpr,
     WANT_GRAD: tl.constexpr,
     ACC: tl.constexpr,
-    BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
+    EACH: tl.constexpr,
 ):
-    """One program a row: an online log-sum-exp over blocks of V, then dlogits over the logits."""
+    """One program a row: an online log-sum-exp over V, then dlogits over the logits."""
     row = tl.program_id(0).to(tl.int64)
     base = logits_ptr + row * row_stride
-    label = tl.load(labels_ptr + row)
+    label = tl.load(labels_ptr + row).to(tl.int32)
     cap = tl.cast(softcap, ACC)
     scale = tl.cast(logit_scale, ACC)
     smooth = tl.cast(smoothing, ACC)
-    true_u = tl.load(base + label).to(ACC) * scale
-    lse, z_total, beaten = _scan_row(base, label, true_u, scale, cap, V, HAS_CAP, CAP_BOUNDS, HAS_SMOOTHING, ACC, BLOCK)
+    true_u = tl.load(base + label).to(ACC)
+    if SCALED:
+        true_u *= scale
+    lse, z_total, beaten = _scan_row(
+        base, label, true_u, scale, cap, V, SCALED, HAS_CAP, CAP_BOUNDS, HAS_SMOOTHING, ACC, LANES, EACH
+    )
     true_z = true_u
     if HAS_CAP:
         true_z = cap - 2.0 * cap * falling(true_u, cap)
@@ -181,17 +238,21 @@ def _rows_kernel(
     if HAS_SMOOTHING:
         loss -= smooth * z_total / V
     tl.store(losses_ptr + row, loss)
-    tl.store(correct_ptr + row, 1 - (tl.max(beaten, axis=0) if CAP_BOUNDS else beaten))
+    tl.store(correct_ptr + row, 1 - beaten)
     if WANT_GRAD:
         factor = scale
         if HAS_ROW_SCALE:
             factor = scale * tl.load(row_scale_ptr + row).to(ACC)
-        _write_gradient(base, label, lse, factor, scale, cap, smooth, V, HAS_CAP, HAS_SMOOTHING, ACC, BLOCK)
+        _write_gradient(
+            base, label, lse, factor, scale, cap, smooth, V, SCALED, HAS_CAP, HAS_SMOOTHING, ACC, LANES * EACH
+        )
 
 
+# Columns of a lane: what a thread reads at once.
+_EACH = 8
 # By whether the cap bounds the logits: measured by `python kernels/bench/tune.py --only cross_entropy` with the
-# vocabularies of Llama-3.1 and Gemma-2 on one H200 (torch 2.11, Triton 3.6, 2026-11-21).
-_UNBOUNDED, _BOUNDED = Tile(1, 16384, 16), Tile(1, 4096, 16)
+# vocabularies of Qwen, Llama-3, Gemma-2 and Gemma-3 on one H200 (torch 2.11, Triton 3.6, 2026-11-24).
+_UNBOUNDED, _BOUNDED = Tile(1, 16384, 32), Tile(1, 4096, 16)
 # With a cap up to this, exp(z - cap) of the smallest z is far from where float32 ends, and the sum needs no maximum.
 _LARGEST_BOUNDING_CAP = 40.0
 
@@ -237,13 +298,15 @@ def cross_entropy_rows(
                 options.softcap,
                 options.logit_scale,
                 options.label_smoothing,
+                SCALED=options.logit_scale != 1.0,
                 HAS_CAP=options.softcap != 0.0,
                 CAP_BOUNDS=bounded,
                 HAS_SMOOTHING=options.label_smoothing != 0.0,
                 HAS_ROW_SCALE=row_scale is not None,
                 WANT_GRAD=want_grad,
                 ACC=triton_dtype(logits.dtype),
-                BLOCK=block,
+                LANES=max(1, block // _EACH),
+                EACH=min(block, _EACH),
                 num_warps=max(4, min(tile.warps, block // 128)),
             )
     return RowLosses(losses, correct, buffer.to(logits.dtype) if want_grad else None)

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ from torch.autograd.function import once_differentiable
 from ftkernels.device import BackendName, accumulate_dtype, choose_backend, without_autocast
 from ftkernels.gemm import compute_dtype, mm_accurate
 from ftkernels.limits import LOG_PROB_COLUMNS, LOG_PROB_ROWS
-from ftkernels.linear_cross_entropy import check_head_shapes, labelled_rows
+from ftkernels.linear_cross_entropy import check_head_shapes, labelled_rows, vocabulary_parts
 from ftkernels.log_prob import LogitOptions, RunningSums, Slab, Upstream, fold, fold_reference, grad, grad_reference
 
 
@@ -164,11 +165,12 @@ class _Tiles:
 
     def slabs(self, x: Tensor) -> Iterator[tuple[Slab, Tensor]]:
         """Each product of ``x`` with a slab of the head, contiguous, and the slab's rows of the head (S, H)."""
-        for start in range(0, self.head.shape[0], self._width):
-            head = self.head[start : start + self._width]
+        starts = [at for part in vocabulary_parts(self.head) for at in range(part.start, part.stop, self._width)]
+        for start, stop in pairwise([*starts, self.head.shape[0]]):
+            head = self.head[start:stop]
             products = self._buffer[: x.shape[0] * head.shape[0]].view(x.shape[0], head.shape[0])
             _mm_into(products, x, head.t())
-            bias = None if self.bias is None else self.bias[start : start + self._width].contiguous()
+            bias = None if self.bias is None else self.bias[start:stop].contiguous()
             yield Slab(products, start, bias), head
 
 

@@ -5,7 +5,7 @@ Legend: M rows, I input features, O output features, K padded rank. Derivation: 
 kernels/README.md.
 
     x = norm(z)  or  z
-    y = x @ W.T + bias + s * (x @ A.T) @ B.T + residual
+    y = m * (x @ W.T + bias + s * (x @ A.T) @ B.T) + residual           m = 1 in all but Granite and its like
 
 Saved: z, rstd (M,), xa (M, K) and the packed adapters; with ``save="input"`` z alone. Never: x behind a norm, the
 base output, the adapter's output.
@@ -40,10 +40,11 @@ def lora_linear(
     *,
     norm: Norm | None = None,
     residual: Tensor | None = None,
+    scale: float = 1.0,
     save: Literal["products", "input"] = "products",
     backend: BackendName = "auto",
 ) -> Tensor:
-    """``norm(z) @ W.T + bias + s * (dropout(norm(z)) @ A.T) @ B.T + residual``.
+    """``scale * (norm(z) @ W.T + bias + s * (dropout(norm(z)) @ A.T) @ B.T) + residual``.
 
     Args:
         z: (..., I).
@@ -51,6 +52,7 @@ def lora_linear(
             one that z and W promote to; the adapter's own dtype never widens them.
         norm: applied to z first.
         residual: (..., O), added in float32 before the one rounding.
+        scale: m, of what is added to a residual.
         save: "products" saves what the module docstring lists. "input" saves z alone, before anything is computed: a
             checkpoint then stops in front of the product, and backward computes the small rest again. Both give the
             same bits.
@@ -60,12 +62,14 @@ def lora_linear(
         (..., O) in the products' dtype, promoted with the residual's.
 
     Raises:
-        ValueError: shapes that do not fit, a packed base weight, one that is trained beneath an adapter, or an unknown
-            save mode.
+        ValueError: shapes that do not fit, a packed base weight, one that is trained beneath an adapter, a scale
+            without a residual, or an unknown save mode.
     """
     check_projection(projection, z.shape[-1], "projection")
     if residual is not None and residual.shape != (*z.shape[:-1], projection.out_features):
         raise ValueError(f"residual {tuple(residual.shape)} does not fit z {tuple(z.shape)}")
+    if residual is None and scale != 1.0:
+        raise ValueError(f"scale {scale} is of what is added to a residual, and there is none")
     if save not in ("products", "input"):
         raise ValueError(f"unknown save mode {save!r}")
     plan = make_plan(z, [projection], norm, backend)
@@ -74,15 +78,20 @@ def lora_linear(
     if early is not None:
         z = early.save(z)
     trained = (*adapter_tensors([projection]), *weight_tensors([projection]))
-    return _LoraLinear.apply(plan, early, z, residual, weight, *trained)
+    return _LoraLinear.apply(plan, early, scale, z, residual, weight, *trained)
 
 
 def lora_linear_reference(
-    z: Tensor, projection: Projection, *, norm: Norm | None = None, residual: Tensor | None = None
+    z: Tensor,
+    projection: Projection,
+    *,
+    norm: Norm | None = None,
+    residual: Tensor | None = None,
+    scale: float = 1.0,
 ) -> Tensor:
     """The same in plain torch with torch's own autograd."""
     y = project_reference(norm_reference(z, norm, projection), projection)
-    return y if residual is None else residual + y
+    return y if residual is None else residual + scale * y
 
 
 class _LoraLinear(torch.autograd.Function):
@@ -91,6 +100,7 @@ class _LoraLinear(torch.autograd.Function):
         ctx: Any,
         plan: GroupPlan,
         early: EarlySave | None,
+        scale: float,
         z: Tensor,
         residual: Tensor | None,
         norm_weight: Tensor | None,
@@ -100,8 +110,8 @@ class _LoraLinear(torch.autograd.Function):
             x, rstd, rows = enter_base(plan, z.reshape(-1, z.shape[-1]), norm_weight)
             y, packed, xa = products(plan, x, rows)
             res2 = None if residual is None else residual.reshape(-1, residual.shape[-1])
-            y = lowrank_add(y, xa, packed.b, res2, triton_kernel=plan.fused)
-        ctx.plan, ctx.z_shape, ctx.z_dtype = plan, z.shape, z.dtype
+            y = lowrank_add(y, xa, packed.b, res2, triton_kernel=plan.fused, scale=scale)
+        ctx.plan, ctx.scale, ctx.z_shape, ctx.z_dtype = plan, scale, z.shape, z.dtype
         ctx.residual_dtype = None if residual is None else residual.dtype
         ctx.early = early
         if early is not None:
@@ -114,7 +124,7 @@ class _LoraLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         plan: GroupPlan = ctx.plan
-        _, _, wants_z, wants_residual, *wants = ctx.needs_input_grad
+        _, _, _, wants_z, wants_residual, *wants = ctx.needs_input_grad
         entered = None
         with without_autocast(dy):
             if ctx.early is None:
@@ -124,7 +134,8 @@ class _LoraLinear(torch.autograd.Function):
                 z, norm_weight = ctx.early.tensor(), ctx.norm_weight
                 entered, rstd, packed, xa = _form(plan, z, norm_weight)
                 x = entered if plan.norm_form is None else z
-            dy2 = dy.reshape(-1, plan.out_features).to(plan.dtype)
+            dy2 = dy.reshape(-1, plan.out_features)
+            dy2 = (dy2 if ctx.scale == 1.0 else dy2 * ctx.scale).to(plan.dtype)
             grads = group_backward(
                 plan,
                 packed,
@@ -139,7 +150,7 @@ class _LoraLinear(torch.autograd.Function):
                 entered=entered,
             )
         d_z, d_norm = grads.of_inputs(ctx.z_dtype, ctx.z_shape, norm_weight, wants_z=wants_z)
-        return None, None, d_z, dy.to(ctx.residual_dtype) if wants_residual else None, d_norm, *grads.both
+        return None, None, None, d_z, dy.to(ctx.residual_dtype) if wants_residual else None, d_norm, *grads.both
 
 
 def _form(

@@ -7,7 +7,7 @@ Legend: M rows, H hidden size, F intermediate size, K padded rank. Derivation: k
     g = x @ Wg.T + s_g * (x @ Ag.T) @ Bg.T
     u = x @ Wu.T + s_u * (x @ Au.T) @ Bu.T
     h = act(g) * u
-    y = h @ Wd.T + s_d * (h @ Ad.T) @ Bd.T   (+ z, the residual)
+    y = h @ Wd.T + s_d * (h @ Ad.T) @ Bd.T   (m * y + z, with the residual)
 
 Or one layer gives g beside u (Phi-3, GLM-4), with one A and B between them, and xa is (M, K).
 
@@ -33,10 +33,10 @@ from ftkernels.glu import ACTIVATIONS, glu_backward_torch, glu_reference
 from ftkernels.glu_kernels import GluLowRank, glu_backward, glu_forward
 from ftkernels.limits import Activation
 from ftkernels.lowrank import (
-    a_grads,
+    AdapterInputs,
     adapter_dx,
+    adapter_grads,
     adapter_input_grad,
-    b_grads,
     base_backward,
     base_forward,
     enter_base,
@@ -71,6 +71,7 @@ def lora_mlp(
     activation: Activation = "silu",
     norm: Norm | None = None,
     residual: ResidualMode = "none",
+    scale: float = 1.0,
     save: Save = "gate_up",
     backend: BackendName = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -83,8 +84,9 @@ def lora_mlp(
         down: (H', F) layer; H' = H when a residual is added.
         activation: see ``ftkernels.glu``.
         norm: applied to z first.
-        residual: "none" gives ``mlp``; "add" gives ``z + mlp``; "return" gives ``(mlp, z)``. Whoever then uses the
-            second output instead of z itself lets backward add both gradients of z in one kernel.
+        residual: "none" gives ``mlp``; "add" gives ``z + scale * mlp``; "return" gives ``(mlp, z)``. Whoever then uses
+            the second output instead of z itself lets backward add both gradients of z in one kernel.
+        scale: m, of what is added to a residual.
         save: what is saved for backward. All three give the same bits.
             "gate_up": the base outputs of gate and up.
             "gate_up_once": the same, but the first backward writes the gradients over them, which saves 4 * M * F
@@ -102,6 +104,8 @@ def lora_mlp(
     check_projection(down, _width(gate, up), "down")
     if activation not in ACTIVATIONS or residual not in get_args(ResidualMode) or save not in get_args(Save):
         raise ValueError(f"unknown activation {activation!r}, residual mode {residual!r} or save mode {save!r}")
+    if residual != "add" and scale != 1.0:
+        raise ValueError(f"scale {scale} is of what is added to a residual, and none is added")
     if residual == "add" and down.out_features != z.shape[-1]:
         raise ValueError(f"down gives {down.out_features} features, the residual has {z.shape[-1]}")
     inner = make_plan(z, entering, norm, backend)
@@ -117,7 +121,7 @@ def lora_mlp(
     h, ha, passed = _Unit.apply(spec, z, weight, *trained)
     added = passed.reshape(-1, z.shape[-1]) if residual == "add" else None
     handed = spec.handed if down_weight is not None else None
-    y = _Down.apply(outer, handed, h, ha, added, down.b, down_bias).view(*z.shape[:-1], down.out_features)
+    y = _Down.apply(outer, handed, scale, h, ha, added, down.b, down_bias).view(*z.shape[:-1], down.out_features)
     return (y, passed) if residual == "return" else y
 
 
@@ -130,6 +134,7 @@ def lora_mlp_reference(
     activation: Activation = "silu",
     norm: Norm | None = None,
     residual: ResidualMode = "none",
+    scale: float = 1.0,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The same in plain torch with torch's own autograd."""
     entering = [gate] if up is None else [gate, up]
@@ -137,7 +142,7 @@ def lora_mlp_reference(
     first, second = torch.cat([project_reference(x, p) for p in entering], dim=-1).chunk(2, dim=-1)
     y = project_reference(glu_reference(first, second, activation), down)
     if residual == "add":
-        return z + y
+        return z + scale * y
     return (y, z) if residual == "return" else y
 
 
@@ -334,7 +339,7 @@ def _unit_backward(
     if want_a and h is not None and dha is not None:
         later = SideStream(dh.device, outer.deferred)
         with nullcontext() if later.waits else later.work():
-            a_grads(outer, RowSums(dha, None), h, None, grads, [True])
+            adapter_grads(outer, AdapterInputs(dxa=RowSums(dha, None), x=h), grads, [True, False])
         later.join(grads[0], reads=(dha, h))
     d_weight, dy = None, spec.handed.dy
     if want_w and h is not None and dy is not None:
@@ -350,6 +355,7 @@ class _Down(torch.autograd.Function):
         ctx: Any,
         outer: GroupPlan,
         handed: _Handed | None,
+        scale: float,
         h: Tensor,
         ha: Tensor | None,
         residual: Tensor | None,
@@ -361,8 +367,9 @@ class _Down(torch.autograd.Function):
             with side.work():
                 b = pack_b(outer, h.device)
             side.join(b)
-            y = lowrank_add(y, ha, b, residual, triton_kernel=outer.fused)
-        ctx.outer, ctx.handed, ctx.residual_dtype = outer, handed, None if residual is None else residual.dtype
+            y = lowrank_add(y, ha, b, residual, triton_kernel=outer.fused, scale=scale)
+        ctx.outer, ctx.handed, ctx.scale = outer, handed, scale
+        ctx.residual_dtype = None if residual is None else residual.dtype
         # Not through save_for_backward: a checkpoint that runs the MLP again may then stop before down's product.
         ctx.ha, ctx.b = None if ha is None else ha.detach(), b
         return y
@@ -371,21 +378,21 @@ class _Down(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         outer: GroupPlan = ctx.outer
-        _, _, _, _, wants_residual, wants_b, wants_bias = ctx.needs_input_grad
+        _, _, _, _, _, wants_residual, wants_b, wants_bias = ctx.needs_input_grad
         grads: list[Tensor | None] = [None, None]
         dha = None
         with without_autocast(dy):
-            low = dy.to(outer.dtype)
+            low = (dy if ctx.scale == 1.0 else dy * ctx.scale).to(outer.dtype)
             side, later = SideStream(dy.device), SideStream(dy.device, outer.deferred)
             dh = base_backward(outer, low, None)
             if ctx.b is not None:
                 with side.work():
                     dha = adapter_input_grad(outer, ctx.b, low).to(outer.dtype)
                 with later.work():
-                    b_grads(outer, low, ctx.ha, grads, [wants_b])
+                    adapter_grads(outer, AdapterInputs(dy=low, xa=ctx.ha), grads, [False, wants_b])
             side.join(dha)
             later.join(grads[1], reads=(low, ctx.ha))
             d_bias = weight_grads(outer, low, low, [False, wants_bias])[1]
         if ctx.handed is not None:
             ctx.handed.dy = low
-        return None, None, dh, dha, dy.to(ctx.residual_dtype) if wants_residual else None, grads[1], d_bias
+        return None, None, None, dh, dha, dy.to(ctx.residual_dtype) if wants_residual else None, grads[1], d_bias

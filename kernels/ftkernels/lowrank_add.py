@@ -1,4 +1,4 @@
-"""``y + xa @ b.T + residual`` in one pass over y, for low ranks."""
+"""``scale * (y + xa @ b.T) + residual`` in one pass over y, for low ranks."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ def _add_kernel(
     N,
     HAS_DELTA: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    SCALE: tl.constexpr,
     K: tl.constexpr,
     ACC: tl.constexpr,
     DOT: tl.constexpr,
@@ -44,6 +45,8 @@ def _add_kernel(
         xa = tl.load(xa_ptr + row64 * xa_stride + k[None, :], mask=row_ok, other=0.0).to(DOT)
         b = tl.load(b_ptr + cols.to(tl.int64)[None, :] * K + k[:, None], mask=col_ok, other=0.0).to(DOT)
         total += tl.dot(xa, b, input_precision="ieee")
+    if SCALE != 1.0:
+        total *= SCALE
     if HAS_RESIDUAL:
         total += tl.load(res_ptr + row64 * N + cols[None, :], mask=mask, other=0.0).to(ACC)
     tl.store(out_ptr + row64 * out_stride + cols[None, :], total.to(out_ptr.dtype.element_ty), mask=mask)
@@ -56,12 +59,14 @@ def lowrank_add(
     residual: Tensor | None,
     *,
     triton_kernel: bool,
+    scale: float = 1.0,
     tile: Tile | None = None,
 ) -> Tensor:
-    """``y + xa @ b.T + residual``; over ``y`` itself when the result has its dtype.
+    """``scale * (y + xa @ b.T) + residual``; over ``y`` itself when the result has its dtype.
 
     Shapes: y (M, N), rows any stride, the caller's own; xa (M, K) rows any stride; b (N, K) contiguous; residual (M,
-    N). The result has the dtype that y and the residual promote to. Without the kernel, the same in torch.
+    N). The result has the dtype that y and the residual promote to. Without the kernel, the same in torch. ``scale`` is
+    of what is added to a residual.
     """
     if (xa is None or b is None) and residual is None:
         return y
@@ -69,7 +74,7 @@ def lowrank_add(
     if not triton_kernel:
         if xa is not None and b is not None:
             y.addmm_(xa, b.t())
-        return y if residual is None else y + residual
+        return y if residual is None else torch.add(residual, y, alpha=scale)
     stored = store_dtype(dtype)
     out = y if y.dtype == stored else torch.empty(y.shape, dtype=stored, device=y.device)
     rows, columns = y.shape
@@ -89,6 +94,7 @@ def lowrank_add(
                 columns,
                 HAS_DELTA=xa is not None and b is not None,
                 HAS_RESIDUAL=residual is not None,
+                SCALE=scale,
                 K=16 if b is None else b.shape[1],
                 ACC=triton_dtype(y.dtype),
                 DOT=triton_store_dtype(y.dtype),

@@ -308,12 +308,15 @@ def qkv_backward(
     batch, _, seq_len, head_dim = dq.shape
     count, width = batch * seq_len, (rotary.q_heads + 2 * rotary.k_heads) * head_dim
     rank = 0 if b is None else b.shape[1]
-    splits, blocks = triton.cdiv(rotary.q_heads, tile.columns), triton.cdiv(count, tile.rows)
+    blocks = triton.cdiv(count, tile.rows)
+    # Few rows: fewer heads a program, or most of the GPU would have nothing to do.
+    splits = max(triton.cdiv(rotary.q_heads, tile.columns), min(rotary.q_heads, tile.programs // max(blocks, 1)))
     acc = accumulate_dtype(dtype)
     out = torch.empty((count, width), dtype=store_dtype(dtype), device=dq.device)
     dxa = torch.empty((1,) if b is None else (splits, count, rotary.adapters * rank), dtype=acc, device=dq.device)
-    partial = (blocks, (rotary.q_heads + rotary.k_heads) * head_dim)
-    partial = (blocks * splits, 2 * head_dim) if sums is None else partial
+    over_width = norms is not None and norms.span == "width"
+    normed = (blocks, (rotary.q_heads + rotary.k_heads) * head_dim)
+    partial = normed if over_width else (blocks * splits, 2 * head_dim)
     dw = torch.empty(partial if want_dw else (0, partial[1]), dtype=acc, device=dq.device)
     if count:
         with on_device_of(dq):

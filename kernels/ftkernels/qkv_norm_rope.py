@@ -133,11 +133,19 @@ def _forward_kernel(
     first = tl.program_id(1) * heads_each
     y_at = y_ptr + row64 * ((normed + k_heads) * (2 * HALF)) + f[None, :]
     out_at = out_ptr + row64 * (normed * (2 * HALF)) + f[None, :]
+    column = tl.minimum(first, heads - 1) * (2 * HALF)
+    next1, next2 = load_features(y_at + column, gap, read, PAIRS, y_ptr.dtype.element_ty)
     for step in range(heads_each):
-        live = first + step < heads
-        head = tl.minimum(first + step, heads - 1)
+        wanted = first + step
+        live = wanted < heads
+        head = tl.minimum(wanted, heads - 1)
         column = head * (2 * HALF)
-        x1, x2 = load_features(y_at + column, gap, read & live, PAIRS, ACC)
+        x1 = next1.to(ACC)
+        x2 = next2.to(ACC)
+        # The next head is asked for before this one is stored: being in place, no compiler may move it there.
+        ahead = tl.minimum(wanted + 1, heads - 1) * (2 * HALF)
+        more = read & (step + 1 < heads_each)
+        next1, next2 = load_features(y_at + ahead, gap, more, PAIRS, y_ptr.dtype.element_ty)
         if DELTA:
             part = (head >= q_heads).to(tl.int32) + (head >= normed).to(tl.int32)
             xa_at = xa_ptr + row64 * K if JOINED else xa_ptr + row64 * (3 * K) + part * K
@@ -181,16 +189,19 @@ def qkv_norm_rope_forward(
     normed = rotary.q_heads + rotary.k_heads
     stored = y.to(store_dtype(y.dtype))  # y itself, except in the interpreter
     out = torch.empty((count, normed * rotary.head_dim), dtype=stored.dtype, device=y.device)
-    tile = tile or tile_for("qkv_norm_rope_forward_few" if count <= FEW_ROWS else "qkv_norm_rope_forward")
+    kind = "_few" if count <= FEW_ROWS else "" if b is None or norms.span == "width" else "_lora"
+    tile = tile or tile_for(f"qkv_norm_rope_forward{kind}")
     squares: Tensor | None = None
     if norms.span == "width" and count:
         squares = width_squares(stored, xa, b, rotary, y.dtype, tile)
         xa = b = None  # added
     heads = normed if b is None else normed + rotary.k_heads
-    each = min(tile.columns, heads)
+    blocks = triton.cdiv(count, tile.rows)
+    # Few rows: fewer heads a program, or most of the GPU would have nothing to do.
+    each = min(tile.columns, max(1, heads * blocks // tile.programs))
     if count:
         with on_device_of(y):
-            _forward_kernel[(triton.cdiv(count, tile.rows), triton.cdiv(heads, each))](
+            _forward_kernel[(blocks, triton.cdiv(heads, each))](
                 stored,
                 out,
                 stored if xa is None else xa,
@@ -215,17 +226,28 @@ def qkv_norm_rope_forward(
     return rounded(out, y.dtype), rounded(stored, y.dtype)
 
 
-def backward_tile(shared_memory: int, head_size: int, rank: int) -> Tile:
-    """The tile of the backward, as ``qkv_rope.backward_tile``. With adapters tiles have 16 rows, and the second of them
-    no pipeline; without, heads of more than 128 spill in 32 rows.
+def backward_tile(shared_memory: int, head_size: int, rank: int, *, width: bool = False) -> Tile:
+    """The tile of the backward, as ``qkv_rope.backward_tile``. Heads of more than 128 spill in 32 rows of four warps:
+    without adapters, and over the width, they have fewer rows, else more warps.
     """
     padded = 2 * max(16, int(triton.next_power_of_2(head_size // 2)))
     if not rank:
         return tile_for("qkv_norm_rope_backward", lambda t: padded * t.rows <= 4096)
-    return tile_for(
-        "qkv_norm_rope_backward_lora",
-        lambda t: padded * (176 + 4 * rank if t.stages > 1 else 32 + 2 * rank) <= shared_memory,
-    )
+    if width:
+        return tile_for(
+            "qkv_width_backward_lora",
+            lambda t: (
+                padded * t.rows <= 4096
+                and padded * (12 * t.rows + 4 * rank if t.stages > 1 else 32 + 2 * rank) <= shared_memory
+            ),
+        )
+
+    def fits(tile: Tile) -> bool:
+        # At least what Triton 3.7 takes for compute capabilities 8.0 to 9.0, by `kernels/bench/offline.py`.
+        elements = 11 * tile.rows + 4 * rank if tile.stages > 1 else 2 * tile.rows + 2 * rank
+        return padded * elements <= shared_memory and (tile.rows <= 16 or padded <= 32 * tile.warps)
+
+    return tile_for("qkv_norm_rope_backward_lora", fits)
 
 
 def qkv_norm_rope_backward(
@@ -241,9 +263,10 @@ def qkv_norm_rope_backward(
 ) -> HeadGrads:
     """From the gradients of q, k, v (B, heads, S, D) and y (M, N) as the forward left it. d is in ``dtype``."""
     rank = 0 if b is None else b.shape[1]
-    tile = tile or backward_tile(gpu_of(y.device).shared_memory_bytes, rotary.head_dim, rank)
-    grads = contiguous_heads(grads)
-    sums = width_sums(grads, y, rotary, norms, tile) if norms.span == "width" and y.shape[0] else None
+    grads, over_width = contiguous_heads(grads), norms.span == "width"
+    sums = width_sums(grads, y, rotary, norms, tile) if over_width and y.shape[0] else None
+    shared_memory = gpu_of(y.device).shared_memory_bytes
+    tile = tile or backward_tile(shared_memory, rotary.head_dim, rank, width=over_width)
     found = qkv_backward(grads, b, rotary, dtype, tile, y=y, norms=norms, want_dw=want_dw, sums=sums)
     if not want_dw or norms.q is None or norms.k is None:
         return HeadGrads(found.d, found.dxa, None, None)

@@ -20,7 +20,7 @@ from torch import Tensor
 from ftkernels.device import accumulate_dtype, on_device_of, triton_store_dtype
 from ftkernels.qkv_parts import HeadNorms, Rotary, head_weights, qkv_constants
 from ftkernels.rope_parts import features, lane_gap, lanes, load_features, load_rotation, rotate, store_features
-from ftkernels.tiles import Tile
+from ftkernels.tiles import Tile, tile_for
 
 
 @triton.jit
@@ -65,12 +65,19 @@ def _squares_kernel(
     squares_k = tl.full((BM, 1), 0.0, ACC)
     first = tl.program_id(1) * heads_each
     y_at = y_ptr + row64 * ((normed + k_heads) * (2 * HALF)) + lane
+    column = tl.minimum(first, heads - 1) * (2 * HALF)
+    next1, next2 = load_features(y_at + column, HALF, row_ok & ok, False, y_ptr.dtype.element_ty)
     for step in range(heads_each):
-        live = first + step < heads
-        head = tl.minimum(first + step, heads - 1)
+        wanted = first + step
+        live = wanted < heads
+        head = tl.minimum(wanted, heads - 1)
         column = head * (2 * HALF)
-        mask = row_ok & ok & live
-        x1, x2 = load_features(y_at + column, HALF, mask, False, ACC)
+        x1 = tl.where(live, next1.to(ACC), 0.0)
+        x2 = tl.where(live, next2.to(ACC), 0.0)
+        # The next head is asked for before this one is stored: being in place, no compiler may move it there.
+        ahead = tl.minimum(wanted + 1, heads - 1) * (2 * HALF)
+        more = row_ok & ok & (step + 1 < heads_each)
+        next1, next2 = load_features(y_at + ahead, HALF, more, False, y_ptr.dtype.element_ty)
         if DELTA:
             part = (head >= q_heads).to(tl.int32) + (head >= normed).to(tl.int32)
             xa_at = xa_ptr + row64 * K if JOINED else xa_ptr + row64 * (3 * K) + part * K
@@ -81,7 +88,7 @@ def _squares_kernel(
             # What is kept is rounded, and it is what is kept that is normalised.
             x1 = (x1 + tl.dot(xa, b1, input_precision="ieee")).to(ROUND).to(ACC)
             x2 = (x2 + tl.dot(xa, b2, input_precision="ieee")).to(ROUND).to(ACC)
-            store_features(y_at + column, HALF, x1, x2, mask, False)
+            store_features(y_at + column, HALF, x1, x2, row_ok & ok & live, False)
         squares = (tl.sum(x1 * x1, axis=1) + tl.sum(x2 * x2, axis=1))[:, None]
         squares_q += tl.where(head < q_heads, squares, 0.0)
         squares_k += tl.where((head >= q_heads) & (head < normed), squares, 0.0)
@@ -237,12 +244,15 @@ def _sums_kernel(
     tl.store(at + 3 * groups, products, mask=row_ok)
 
 
-def width_sums(grads: tuple[Tensor, Tensor, Tensor], y: Tensor, rotary: Rotary, norms: HeadNorms, tile: Tile) -> Tensor:
+def width_sums(
+    grads: tuple[Tensor, Tensor, Tensor], y: Tensor, rotary: Rotary, norms: HeadNorms, tile: Tile | None
+) -> Tensor:
     """The backward's sums, (M, 4, groups): of x^2 and of g * w * x, of q and then of k.
 
     ``grads`` of q, k, v (B, heads, S, D), last stride 1; y (M, N) as the forward left it.
     """
     dq, dk, _ = grads
+    tile = tile or tile_for("qkv_width_sums", lambda t: t.rows * rotary.head_dim <= 4096)
     count, groups = y.shape[0], triton.cdiv(rotary.q_heads, tile.columns)
     sums = torch.empty((count, 4, groups), dtype=accumulate_dtype(y.dtype), device=y.device)
     with on_device_of(y):

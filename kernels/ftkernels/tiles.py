@@ -16,7 +16,8 @@ from ftkernels.device import interpreting
 class Tile:
     """Rows and columns of a tile, warps of a program, and stages of its column loop's software pipeline.
 
-    ``programs``: kernels that sum over columns split them so that about this many programs run.
+    ``programs``: kernels that sum over columns or over rows, and those of few rows, split their work so that about this
+    many programs run.
     """
 
     rows: int
@@ -45,15 +46,26 @@ _TILES = {
         Tile(32, 32, 4, 1),
     ),
     "lowrank_add": (Tile(32, 128, 4),),
+    # Of seven models' shapes at 512 to 8192 rows, on an H200, 2026-11-24.
+    "thin_products": (Tile(64, 128, 4, 3, 132), Tile(64, 128, 4, 2, 132), Tile(32, 64, 4, 2, 132)),
     # Columns here are heads of one program.
     "qkv_rope_forward": (Tile(16, 8, 4, 3),),
     # For few rows, as in decoding: a head a program, or most of the GPU would have nothing to do.
     "qkv_rope_forward_few": (Tile(16, 1, 4, 3),),
-    "qkv_rope_backward": (Tile(32, 8, 4, 3), Tile(16, 8, 4, 3)),
-    "qkv_norm_rope_forward": (Tile(16, 4, 4, 3),),
+    "qkv_rope_backward": (Tile(32, 8, 4, 3, 264), Tile(16, 8, 4, 3, 264)),
+    "qkv_norm_rope_forward": (Tile(16, 4, 4, 3, 264),),
+    "qkv_norm_rope_forward_lora": (Tile(16, 16, 4, 3, 264),),
     "qkv_norm_rope_forward_few": (Tile(16, 1, 4, 3),),
-    "qkv_norm_rope_backward": (Tile(32, 8, 4), Tile(8, 8, 4)),
-    "qkv_norm_rope_backward_lora": (Tile(16, 4, 4, 3), Tile(16, 4, 4, 1)),
+    "qkv_norm_rope_backward": (Tile(32, 8, 4, 1, 264), Tile(8, 8, 4, 1, 264)),
+    "qkv_norm_rope_backward_lora": (
+        Tile(32, 16, 4, 3, 264),
+        Tile(32, 8, 8, 3, 264),
+        Tile(16, 4, 4, 3, 264),
+        Tile(16, 4, 4, 1, 264),
+    ),
+    # Heads of OLMo-3-7B on an H200, 2026-11-24.
+    "qkv_width_sums": (Tile(32, 8, 4, 1, 264), Tile(8, 8, 4, 1, 264)),
+    "qkv_width_backward_lora": (Tile(32, 4, 4, 3, 264), Tile(16, 4, 4, 3, 264), Tile(16, 4, 4, 1, 264)),
 }
 # A program costs the interpreter about a millisecond, whatever its tile.
 _INTERPRETED = Tile(64, 64, 4, 1, 2)

@@ -38,24 +38,29 @@ def test_an_attention_that_the_family_does_not_have_is_refused(user: User) -> No
 
 
 @pytest.mark.parametrize("lora", [True, False])
-def test_without_arithmetic_the_first_line_says_so_and_what_is_known(lora: bool, user: User) -> None:
+def test_without_a_description_the_model_is_measured(lora: bool, user: User) -> None:
     path = recipe("qwen3_5", user)
     words = [] if lora else ["--set", "lora=null"]
-    least = user.done("check", path, "--as", "h100", *words)["outline"]["at_least"]
+    result = user.done("check", path, "--as", "h100", *words)
+    parts = result["memory"]["parts"]
     model = build("qwen3_5")
     language = sum(p.numel() for p in [*model.get_decoder().parameters(), *model.lm_head.parameters()])
     total = sum(p.numel() for p in model.parameters())
     trained = 8416 if lora else language
-    assert least["weights"] == total * (2 if lora else 4)
-    assert (least["gradients"], least["optimizer"]) == (4 * trained, 8 * trained)
+    assert parts["weights"] == total * (2 if lora else 4)
+    assert (parts["gradients"], parts["optimizer"]) == (4 * trained, 8 * trained)
+    assert parts["activations"] > 0
+    assert result["disk"]["checkpoint_bytes"] > 12 * trained
+    layers = {row["part"]: row for row in result["kernel_table"]}
+    assert "about 1.5 times as long" in layers["layers"]["reason"]
+    assert layers["generation"]["runs"] == "transformers"
+    assert "memory" not in [item["check"] for item in result["not_made"]]
     user.capture.readouterr()
     assert main(["check", path, "--as", "h100", "--offline", "--quiet", *words]) == 0
-    first = user.capture.readouterr().out.splitlines()[0]
-    assert first.startswith("no problem found on h100; memory could not be estimated: it needs more than")
-    assert " 0.00 " not in first
+    assert user.capture.readouterr().out.startswith("fits on h100")
 
 
-def test_what_certainly_does_not_fit_is_refused_without_arithmetic(user: User, tmp_path: Path) -> None:
+def test_what_does_not_fit_is_refused_without_a_description(user: User, tmp_path: Path) -> None:
     from tests.small_models import config_of
 
     config = config_of("mixtral")
@@ -67,7 +72,7 @@ def test_what_certainly_does_not_fit_is_refused_without_arithmetic(user: User, t
     )
     status, document = user.run("check", path, "--as", "h100")
     assert (status, document["findings"][-1]["code"]) == (3, "FT601")
-    assert "87." in document["findings"][-1]["message"]  # 47 billion parameters in bfloat16
+    assert "weights 87." in document["findings"][-1]["message"]  # 47 billion parameters in bfloat16
     assert user.run("check", path, "--as", "b200")[0] == 0
 
 
@@ -99,7 +104,7 @@ def test_a_quantization_is_proposed_only_where_it_would_fit(method: str, propose
     path = user.recipe(model=model, quantization={"method": method})
     status, document = user.run("check", path, "--as", "8GiB" if method == "none" else "2GiB")
     assert (status, document["findings"][-1]["code"]) == (3, "FT601")
-    assert ("quantization.method: nf4" in document["findings"][-1]["help"]) == proposed
+    assert ("quantization.method=nf4" in document["findings"][-1]["help"]) == proposed
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "mamba"])

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from ftcli.model.fsdp import UNSHARDED_LAYERS
 from tests.e2e.conftest import merged
 from tests.e2e.ranks import run_ranks, start_ranks
 from tests.e2e.resilience import NO_EVAL, SAVE, STEP, Drills, require_same_weights
@@ -69,13 +70,40 @@ def test_two_ranks_are_one_process_that_accumulates_twice_bit_for_bit(change: di
 
 @pytest.mark.parametrize("method", ["none", "nf4", "fp8"])
 def test_a_model_whose_projections_are_one_linear_is_sharded(method: str, drills: Drills, tmp_path: Path) -> None:
-    """Phi-3: nothing of a layer is joined, and its adapters' outputs are those of q, k and v together."""
-    base = folder_of("phi3", tmp_path / "base")
+    """Phi-3: nothing of a layer is joined, and its adapters' outputs are those of q, k and v together. Each rank loads
+    half of the third layer.
+    """
+    base = folder_of("phi3", tmp_path / "base", num_hidden_layers=UNSHARDED_LAYERS + 1)
     recipe = merged(FSDP, {"model": {"name_or_path": str(base)}, "quantization": {"method": method}})
     alone = drills.whole(**merged(recipe, TWICE))
     run_ranks(drills, drills.recipe("two", **recipe), 2)
     assert drills.metrics("two") == drills.metrics(alone)
     require_same_weights(drills.folder / "two" / "adapter", alone / "adapter")
+
+
+@pytest.mark.parametrize("change", [{}, FULL], ids=["adapters", "whole"])
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        "cohere2",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("starcoder2", "olmo2", "ministral3", "glm4")),
+    ],
+)
+def test_layers_of_other_forms_are_sharded(
+    model_type: str, change: dict[str, Any], drills: Drills, tmp_path: Path
+) -> None:
+    """LayerNorm before parallel halves, an MLP without a gate, norms over the width, queries scaled by position, four
+    norms around joined projections.
+    """
+    base = folder_of(model_type, tmp_path / "base", num_hidden_layers=UNSHARDED_LAYERS + 1)
+    recipe = merged(merged(UNTESTED, {"model": {"name_or_path": str(base)}}), change)
+    alone = drills.whole(**merged(recipe, TWICE))
+    run_ranks(drills, drills.recipe("two", **recipe), 2)
+    if change:
+        require_close(drills.folder / "two" / "model", alone / "model")
+    else:
+        assert drills.metrics("two") == drills.metrics(alone)
+        require_same_weights(drills.folder / "two" / "adapter", alone / "adapter")
 
 
 def test_batches_that_do_not_fit_one_rank_are_halved_on_all_of_them(drills: Drills) -> None:
@@ -250,8 +278,8 @@ def test_four_ranks_that_are_stopped_go_on_as_two_and_as_one(change: dict[str, A
 
 
 def test_what_does_not_go_with_sharded_weights_is_refused_by_name(drills: Drills) -> None:
-    recipe = drills.recipe("r", **merged(FSDP, {"model": {"kernels": "off"}}))
+    recipe = drills.recipe("r", **merged(FSDP, {"lora": {"use_dora": True}}))
     ranks = start_ranks(drills, recipe, 2)
     assert ranks.ended()[0] == 3, ranks.said
     assert "error[FT518]" in ranks.said
-    assert "model.kernels" in ranks.said
+    assert "lora.use_dora" in ranks.said

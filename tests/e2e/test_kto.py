@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,6 +52,13 @@ KINDS: dict[str, dict[str, Any]] = {
         "train": {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 3},
     },
     "all weights": {"lora": None, "train": {"learning_rate": 1e-3}},
+    "all weights beside a second model": {
+        "lora": None, "train": {"learning_rate": 1e-3}, "preference": {"reference_cache": "off"},
+    },
+    "LoRA, the reference in each step": {"preference": {"reference_cache": "off"}},
+    "PiSSA, the reference in each step": {
+        "lora": {"init_lora_weights": "pissa"}, "preference": {"reference_cache": "off"},
+    },
     "all weights on our layers": {"lora": None, "train": {"learning_rate": 1e-3}, "model": {"kernels": "reference"}},
     "checkpointed": {"train": {"gradient_checkpointing": True}},
     "unpaired APO": {"preference": {"loss": "apo_zero_unpaired"}},
@@ -176,10 +182,15 @@ ODD = labelled(
 LOSS = "ftcli.methods.kto.objective:LabelObjective.loss"
 
 
-@pytest.mark.parametrize("steps", [1, 2, 3, 5])
-def test_stopped_after_any_step_and_resumed_it_is_the_same_run(drills: Drills, steps: int) -> None:
-    """Also within a line of metrics, in the second epoch (from step 5 on), and where an evaluation is due."""
-    whole, recipe = drills.whole(**ODD), drills.recipe("halves", **ODD)
+@pytest.mark.parametrize(
+    ("steps", "reference"), [(1, "auto"), (2, "off"), (3, "auto"), (5, "off"), (5, "auto")], ids=str
+)
+def test_stopped_after_any_step_and_resumed_it_is_the_same_run(drills: Drills, steps: int, reference: str) -> None:
+    """Also within a line of metrics, in the second epoch (from step 5 on), and where an evaluation is due; whether the
+    reference is scored ahead (as of two epochs) or in each step.
+    """
+    change = merged(ODD, {"preference": {"reference_cache": reference}})
+    whole, recipe = drills.whole(**change), drills.recipe("halves", **change)
     drills.stopped(recipe, LOSS, 2 * steps - 1, signal.SIGTERM, 75)
     state = json.loads((drills.folder / f"halves/checkpoints/step-{steps:08}/ftcli_state.json").read_text())
     assert (sum(map(abs, state["extra"]["label_sums"])) != 0) == (steps not in (1, 4))
@@ -205,9 +216,11 @@ SHARED = labelled(
 
 
 @pytest.mark.parametrize("lora", [{"r": 4}, None], ids=["LoRA", "all weights"])
-def test_two_ranks_are_one_process_that_accumulates_twice(drills: Drills, lora: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("reference", ["auto", "off"])
+def test_two_ranks_are_one_process_that_accumulates_twice(drills: Drills, lora: Any, reference: str) -> None:
     """To the last bit, the KL too."""
     change = {**SHARED, "lora": lora}
+    change["preference"] = {**SHARED["preference"], "reference_cache": reference}
     alone = drills.whole(**{**change, "train": {**change["train"], "gradient_accumulation_steps": 2}})
     ranks = start_ranks(drills, drills.recipe("two", **change), 2, cache=drills.folder / "cache")
     assert ranks.ended() == [0, 0], ranks.said
@@ -243,7 +256,7 @@ RANKS: dict[str, tuple[dict[str, Any], int, int]] = {
 def test_ranks_with_shards_or_shared_rows_are_one_process(
     change: dict[str, Any], count: int, apart: int, drills: Drills
 ) -> None:
-    recipe = merged(FLATTENED, change)
+    recipe = merged(merged(FLATTENED, change), {"preference": {"reference_cache": "off"}})
     run_ranks(drills, drills.recipe("ranks", **recipe), count)
     alone = merged(recipe, {"launch": {"engine": "single", "context_parallel_size": 1}})
     require_close_run(drills, "ranks", drills.whole(**merged(alone, {"train": {"gradient_accumulation_steps": apart}})))

@@ -26,6 +26,8 @@ PAIRS = pairs(
     preference={"sft_weight": 0.2, "ld_alpha": 0.5},
 )
 FSDP: dict[str, Any] = {"launch": {"engine": "fsdp"}}
+#: The reference is computed in each step; tests/e2e/test_reference_ranks.py has it ahead of training.
+LIVE: dict[str, Any] = {"preference": {"reference_cache": "off"}}
 FULL: dict[str, Any] = {"lora": None, "train": {"learning_rate": 1e-3}}
 TWICE: dict[str, Any] = {"train": {"gradient_accumulation_steps": 2}}
 #: Of an epoch of five micro-batches one process makes five turns, and two ranks make six.
@@ -51,8 +53,9 @@ def require_close_run(drills: Drills, name: str, other: Path) -> None:
 
 
 ADAPTED: dict[str, dict[str, Any]] = {
-    "nf4, layers again": {"quantization": {"method": "nf4"}, "train": {"gradient_checkpointing": True}},
-    "offload, no padding": {"train": {"gradient_checkpointing": "offload"}, "data": {"padding_free": True}},
+    "nf4, layers again": {"quantization": {"method": "nf4"}, "train": {"gradient_checkpointing": True}, **LIVE},
+    "offload, no padding": {"train": {"gradient_checkpointing": "offload"}, "data": {"padding_free": True}, **LIVE},
+    "ahead of training": {},
     "fp8, compared with nothing": {"quantization": {"method": "fp8"}, "train": {"method": "simpo"}},
 }
 
@@ -71,7 +74,7 @@ def test_two_ranks_with_shards_of_the_base_are_one_process_bit_for_bit(change: d
 
 def test_a_batch_that_does_not_fit_one_rank_is_halved_on_all_of_them(drills: Drills) -> None:
     """Memory runs out in the pass of the policy and in that of its reference; the ranks stay in step."""
-    recipe = merged(merged(PAIRS, FSDP), {"eval": {"per_device_eval_batch_size": 6, "samples": 0}})
+    recipe = merged(merged(PAIRS, FSDP), {"eval": {"per_device_eval_batch_size": 6, "samples": 0}, **LIVE})
     ranks = start_ranks(drills, drills.recipe("two", **recipe), 2, prepared={0: (("scarce", "evaluation", 8),)})
     assert ranks.ended() == [0, 0], ranks.said
     assert "out of memory in evaluation with 6 rows at a time: going on with 3" in ranks.said
@@ -91,7 +94,7 @@ def stopped_on_second(drills: Drills, recipe: str, count: int, call: int) -> Ran
 
 
 def test_all_weights_and_their_reference_are_sharded_also_when_stopped(drills: Drills) -> None:
-    recipe = merged(merged(PAIRS, FSDP), merged(FULL, {"preference": {"reference_cache": "off"}}))
+    recipe = merged(merged(PAIRS, FSDP), merged(FULL, LIVE))
     alone = drills.whole(**merged(recipe, TWICE))
     written = drills.recipe("two", **recipe)
     ranks = stopped_on_second(drills, written, 2, 3)
@@ -106,7 +109,7 @@ SHARED: dict[str, Any] = {"launch": {"engine": "ddp", "context_parallel_size": 2
 
 @pytest.mark.parametrize("layout", [{}, {"data": {"padding_free": True}}], ids=["padded", "unpadded"])
 def test_two_ranks_that_share_rows_are_one_process_also_when_stopped(layout: dict[str, Any], drills: Drills) -> None:
-    recipe = merged(PAIRS, layout)
+    recipe = merged(merged(PAIRS, layout), LIVE)
     alone, written = drills.whole(**recipe), drills.recipe("two", **merged(recipe, SHARED))
     ranks = stopped_on_second(drills, written, 2, 3)
     assert "each row on 2 processes" in ranks.said
@@ -125,7 +128,7 @@ def test_two_ranks_that_share_rows_are_one_process_also_when_stopped(layout: dic
 def test_four_ranks_with_shards_are_one_process(
     change: dict[str, Any], launch: dict[str, Any], count: int, drills: Drills
 ) -> None:
-    recipe = merged(merged(PAIRS, change), {"train": {"max_steps": 3}, "eval": {"samples": 0}})
+    recipe = merged(merged(PAIRS, change), {"train": {"max_steps": 3}, "eval": {"samples": 0}, **LIVE})
     run_ranks(drills, drills.recipe("four", **merged(recipe, {"launch": {"engine": "fsdp", **launch}})), 4)
     require_close_run(drills, "four", drills.whole(**merged(recipe, {"train": {"gradient_accumulation_steps": count}})))
 
@@ -134,10 +137,10 @@ def test_four_ranks_with_shards_are_one_process(
     ("change", "code"),
     [
         ({"launch": {"engine": "fsdp"}, "lora": {"init_lora_weights": "pissa"}}, "FT518"),
-        ({"launch": {"engine": "fsdp"}, "model": {"kernels": "off"}}, "FT518"),
+        ({"launch": {"engine": "fsdp"}, "lora": {"use_dora": True}}, "FT518"),
         ({"launch": {"context_parallel_size": 2}, "model": {"kernels": "off"}}, "FT345"),
     ],
-    ids=["PiSSA", "layers off the kernels", "rows of layers off the kernels"],
+    ids=["PiSSA", "DoRA", "rows of layers off the kernels"],
 )
 def test_what_cannot_be_sharded_is_refused_before_anything_is_built(
     change: dict[str, Any], code: str, drills: Drills

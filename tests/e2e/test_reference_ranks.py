@@ -130,3 +130,38 @@ def test_four_ranks_with_shards_that_share_rows_are_one_process(method: str, dri
     run_ranks(drills, drills.recipe("four", **keeping(merged(recipe, BOTH), drills.folder / "kept")), 4)
     drills.run(drills.recipe("one", **keeping(merged(recipe, TWICE), drills.folder / "of-one")))
     require_close_run(drills, "four", drills.folder / "one")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_run_goes_on_with_another_number_of_ranks(method: str, drills: Drills) -> None:
+    """The steps are those that it began with, so their mismatched rows are known."""
+    recipe, loss = METHODS[method]
+    recipe = merged(merged(recipe, TWICE), {"quantization": {"method": "nf4"}})
+    drills.run(drills.recipe("whole", **keeping(recipe, drills.folder / "kept")))
+    halves = drills.recipe("halves", **keeping(recipe, drills.folder / "kept"))
+    assert told(drills.stopped(halves, loss, 3, signal.SIGTERM, 75))[1] == 0
+    assert told(run_ranks(drills, halves, 2).said)[1] == 0
+    assert lines(drills, "halves") == lines(drills, "whole")
+    require_same_weights(drills.folder / "halves/adapter", drills.folder / "whole/adapter")
+
+
+SCORE = "ftcli.methods.preference.pairs:AnswerScorer.score"
+
+
+@pytest.mark.parametrize("launch", [FSDP, SHARED], ids=["shards", "rows shared"])
+@pytest.mark.parametrize("method", METHODS)
+def test_ranks_that_are_stopped_or_fail_while_they_score_end_together(
+    method: str, launch: dict[str, Any], drills: Drills
+) -> None:
+    """And what they have not finished is scored when they are started again."""
+    recipe = drills.recipe("two", **keeping(merged(METHODS[method][0], launch), drills.folder / "kept"))
+    ranks = start_ranks(drills, recipe, 2, prepared={1: (("pause", SCORE, 2),)})
+    ranks.drills[1].until_reached()
+    ranks.drills[1].signal(signal.SIGTERM)
+    ranks.drills[1].release()
+    assert ranks.ended() == [75, 75], ranks.said
+    assert "stopped by SIGTERM while scoring the reference" in ranks.said
+    failed = start_ranks(drills, recipe, 2, prepared={1: (("fail", SCORE, "no more", 2),)})
+    assert failed.ended() == [1, 1], failed.said
+    assert kept_in(drills.folder / "kept") == {}
+    assert told(run_ranks(drills, recipe, 2).said)[0] == 0

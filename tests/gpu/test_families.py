@@ -47,7 +47,7 @@ def wider(monkeypatch: pytest.MonkeyPatch, model_type: str) -> None:
         values.update({key: 64 for key in ("out_hidden_size",) if key in values})
         if "embed_dim" in values:
             values["hidden_size"] = 64
-        if "rope_parameters" in values:
+        if "mrope_section" in values.get("rope_parameters", {}):
             values["rope_parameters"]["mrope_section"] = [2, 3, 3]
     wide = {**small_models._COMMON, "hidden_size": 64, "intermediate_size": 96}
     for name, table in (("TEXT", text), ("MULTIMODAL", multimodal), ("_COMMON", wide)):

@@ -17,6 +17,8 @@ PAIRED = (
     *("qkv norm rope forward, wide heads", "qkv norm rope backward, wide heads"),
     *("qkv norm rope forward, lora", "qkv norm rope backward, lora"),
     *("qkv norm rope forward, joined", "qkv norm rope backward, joined"),
+    *(f"qkv options {way}: {name}" for way in ("forward", "backward") for name in ("pairs", "part", "norm, still")),
+    *(f"qkv options {way}: {name}" for way in ("forward", "backward") for name in ("part, odd", "norm, after")),
     *("output gate forward, small heads", "output gate backward, small heads"),
     *("output gate forward, small heads, a head", "output gate backward, small heads, a head"),
     *("delta rule gradients, documents", "causal conv forward, state", "causal conv backward, state"),

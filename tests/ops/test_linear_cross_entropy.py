@@ -108,6 +108,25 @@ def test_ties_go_to_the_lowest_index(device: str) -> None:
         assert rows(logits.clone(), labels, LossOptions(), want_grad=False).correct.tolist() == [1, 0]
 
 
+@pytest.mark.parametrize("softcap", [0.0, 30.0, 60.0])
+def test_ties_in_the_label_s_own_lane_and_in_others(device: str, softcap: float) -> None:
+    """A lane is eight columns: equal logits before and behind the label, in its lane, its block and others; none."""
+    vocabulary, label = 9001, 4100
+    equal = [4096, 4099, 4101, 4103, 4095, 4104, 0, 8999, 9000, label]
+    logits = torch.randn(len(equal), vocabulary, device=device)
+    logits[:, label] = 9.0
+    for row, column in enumerate(equal):
+        logits[row, column] = 9.0
+    labels = torch.full((len(equal),), label, device=device)
+    options = LossOptions(softcap=softcap)
+    for rows in (cross_entropy_rows, cross_entropy_rows_reference):
+        found = rows(logits.clone(), labels, options, want_grad=True)
+        assert found.correct.tolist() == [int(column >= label) for column in equal]
+        logits[:, 17] = 9.5  # ahead of all labels
+        assert not rows(logits.clone(), labels, options, want_grad=False).correct.any()
+        logits[:, 17] = 0.0
+
+
 def test_evaluation_computes_no_gradient(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = import_module("ftkernels.linear_cross_entropy")
     wanted: list[bool] = []
@@ -336,6 +355,7 @@ def test_bad_arguments_are_named(change: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy, in the interpreter
+@pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")
 @pytest.mark.parametrize("softcap", [0.0, 30.0, 60.0])
 def test_nan_stays_nan(device: str, softcap: float) -> None:
     """Under a cap too: a clamp that drops NaN would make a plausible loss of a broken model."""

@@ -47,6 +47,55 @@ def test_linear_adds_the_residual(device: str, tools: Any, layers: Any, backend:
     tools.assert_bfloat16(call(lora_linear, backend=backend), call(lora_linear_reference), inputs, BF16)
 
 
+@pytest.mark.parametrize("save", ["products", "input"])
+@pytest.mark.parametrize("rank", [0, 4, 80])
+def test_what_is_added_to_a_residual_may_be_scaled(device: str, tools: Any, layers: Any, rank: int, save: Any) -> None:
+    """As Granite does: the linear and the MLP, adapters fused, not fused, and none."""
+    layer, mlp = layers.make(40, 40, rank, bias=True), [layers.make(*n, rank) for n in ((96, 40), (96, 40), (40, 96))]
+
+    def call(function: Any, **kwargs: Any) -> Any:
+        def linear(z: Any, r: Any, *ab: Any) -> Any:
+            return function(z, layer.build(*(ab or (None, None)), z), residual=r, scale=0.22, **kwargs)
+
+        return linear
+
+    inputs = (_z(device), _z(device), *layers.flat(layer))
+    op, reference = call(lora_linear, backend="triton", save=save), call(lora_linear_reference)
+    tools.assert_float32(op, reference, inputs)
+    tools.assert_bfloat16(op, reference, inputs, BF16)
+    options = {"norm": True, "residual": "add", "scale": 0.22}
+    kept = "input" if save == "input" else "gate_up_once"
+    op = layers.function(lora_mlp, mlp, backend="triton", save=kept, **options)
+    reference = layers.function(lora_mlp_reference, mlp, **options)
+    inputs = (_z(device), torch.randn(40, device=device), *layers.flat(*mlp))
+    tools.assert_float32(op, reference, inputs)
+    tools.assert_bfloat16(op, reference, inputs, BF16)
+
+
+def test_scaled_layers_may_be_trained_themselves(device: str, tools: Any) -> None:
+    shapes = ((96, 40), (96, 40), (40, 96))
+    weights = [torch.randn(*shape, device=device) / shape[1] ** 0.5 for shape in shapes]
+
+    def call(linear: Any, mlp: Any, **kwargs: Any) -> Any:
+        def both(z: Any, w: Any, *rest: Any) -> Any:
+            added = linear(z, Projection(w), residual=z, scale=0.22, **kwargs)
+            return mlp(added, *(Projection(each) for each in rest), residual="add", scale=0.5, **kwargs)
+
+        return both
+
+    inputs = (_z(device), torch.randn(40, 40, device=device) / 40**0.5, *weights)
+    op, reference = call(lora_linear, lora_mlp, backend="triton"), call(lora_linear_reference, lora_mlp_reference)
+    tools.assert_float32(op, reference, inputs)
+
+
+def test_a_scale_without_a_residual_is_refused() -> None:
+    layer, z = Projection(torch.randn(8, 8)), torch.randn(1, 8)
+    with pytest.raises(ValueError, match=r"scale 0\.5 is of what is added to a residual, and there is none"):
+        lora_linear(z, layer, scale=0.5)
+    with pytest.raises(ValueError, match=r"scale 0\.5 is of what is added to a residual, and none is added"):
+        lora_mlp(z, layer, layer, layer, scale=0.5, residual="return")
+
+
 # QKV
 
 

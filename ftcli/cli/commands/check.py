@@ -164,12 +164,10 @@ def _looked_at(source: SurveyedSource) -> str:
 
 
 def _verdict_line(result: CheckResult) -> str:
-    report, outline = result.report, result.outline
+    report = result.report
     verdict, device = report.verdict, report.device.name
     if verdict is None:
-        least = None if outline is None else outline.at_least
-        needs = "" if least is None else f": it needs more than {size(least.total)}, which hold no activations"
-        return f"no problem found on {device}; memory could not be estimated{needs}"
+        return f"no problem found on {device}; memory could not be estimated"
     words = {"fits": "fits", "tight": "fits, but only just", "unknown": "no problem found, memory unknown"}
     ranks = report.plan.ranks
     return f"{words.get(verdict.level, verdict.level)} on {f'each of {ranks} ' if ranks > 1 else ''}{device}"
@@ -178,8 +176,7 @@ def _verdict_line(result: CheckResult) -> str:
 def _facts(result: CheckResult) -> list[str]:
     report = result.report
     model, dtypes = report.facts, report.dtypes
-    count = model.parameters if result.outline is None else result.outline.parameters
-    parameters = f", {_millions(count)} parameters" if count else ""
+    parameters = f", {_millions(report.plan.sizes.parameters)} parameters"
     adapter = f", adapters {dtypes.adapter}" if dtypes.adapter else ""
     return [
         f"model      {model.name} ({model.source}){parameters}",

@@ -9,7 +9,6 @@ import typer
 from ftcli.cli import completion, options
 from ftcli.cli.render import table
 from ftcli.cli.request import AnyRequest, Invocation
-from ftcli.plain import plain_fields
 from ftcli.reporting import Session
 
 if TYPE_CHECKING:
@@ -70,8 +69,10 @@ def evaluation_text(result: EvaluationResult) -> str:
 def _measures(scores: ModelScores) -> dict[str, str | float]:
     shown: dict[str, str | float] = {}
     if scores.loss is not None:
-        found = {name: value for name, value in plain_fields(scores.loss).items() if value is not None}
-        shown |= {name.replace("_", " "): value for name, value in found.items() if name != "rows"}
+        shown |= {name.replace("_", " "): value for name, value in scores.loss.numbers.items() if name != "rows"}
+        by_length = [] if scores.loss.margins is None else scores.loss.margins.by_length()
+        for each in by_length if len(by_length) > 1 else ():
+            shown[f"accuracy, {each.length}, {each.pairs:,} pairs"] = each.accuracy
     if len(scores.datasets) > 1:
         for name, part in scores.datasets.items():
             accuracy = part.token_accuracy if part.more is None else part.more.get("accuracy")

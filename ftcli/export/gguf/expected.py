@@ -169,6 +169,7 @@ class ExpectedFile:
         provenance: What the file says of its base and licence.
         name: What files are called, before their type.
         facts: What an export's record says beside what is compared of each file.
+        activations: What layers' activations have trained, by full key.
         reload: Loads the file again, in a process of its own.
         llama_cpp: What there is of llama.cpp, as :func:`ftcli.export.gguf.llama.installed_llama_cpp` says it.
         probe, logits: A batch, and what base and adapter, or the full fine-tune, answer to it in float32.
@@ -190,6 +191,7 @@ class ExpectedFile:
     provenance: Mapping[str, Value] = field(default_factory=dict)
     name: str = "model"
     facts: Mapping[str, float] = field(default_factory=dict)
+    activations: Mapping[str, Value] = field(default_factory=dict)
 
     @property
     def merged_with(self) -> str:
@@ -249,7 +251,16 @@ def prepare_gguf(source: ExportSource, say: Callable[[str], None]) -> ExpectedFi
         provenance_of(source),
         file_name(source),
         facts,
+        _activation_values(in_file, names),
     )
+
+
+def _activation_values(weights: ModelWeights, names: TensorNames) -> dict[str, Value]:
+    """What each layer's activation has trained, by key."""
+    found: dict[str, dict[int, float]] = {}
+    for name, (key, layer) in names.in_metadata.items():
+        found.setdefault(key, {})[layer] = float(weights.read(name))
+    return {key: [value for _, value in sorted(layers.items())] for key, layers in found.items()}
 
 
 def _heads(config: Any) -> dict[str, int]:

@@ -63,6 +63,8 @@ def as_stored(tensor: Tensor, ggml: str) -> Tensor:
     """The numbers in float32 that a file's tensor of this type stands for."""
     import gguf
 
+    if ggml == "F32":
+        return tensor.float()
     kind = gguf.GGMLQuantizationType[ggml]
     rows = tensor.float().reshape(-1, tensor.shape[-1])
     found = torch.empty_like(rows)

@@ -17,7 +17,7 @@ from torch import Tensor
 from ftcli.errors import Finding
 from ftcli.facts.model import activation_of
 from ftcli.gguf.file import ReadFile
-from ftcli.gguf.names import GATE, UP, from_file, no_place
+from ftcli.gguf.names import GATE, UP, activation_key, from_file, no_place
 from ftcli.plain import JsonMap, JsonObject
 from ftcli.tables.families import family_of
 from ftcli.tables.gguf import Architecture
@@ -38,7 +38,8 @@ _EXPERTS_SAID = {
 _SLIDING = "sliding_attention"
 _FULL = "full_attention"
 #: Kinds of rope scaling that the metadata can say; llama3's and LongRoPE's factors are tensors.
-_SCALINGS = ("default", "linear", "yarn", "llama3", "longrope")
+_AS_TENSORS = ("llama3", "longrope")
+_SCALINGS = ("default", "linear", "yarn", *_AS_TENSORS)
 #: Room for float32 arithmetic in comparing what should be equal.
 ROUNDING = 1e-6
 
@@ -79,10 +80,11 @@ def metadata_of(config: PretrainedConfig, architecture: Architecture) -> Descrip
         "attention.head_count_kv": int(getattr(c, "num_key_value_heads", None) or heads),
         "attention.key_length": head_dim,
         "attention.value_length": head_dim,
-        "attention.layer_norm_rms_epsilon": float(c.rms_norm_eps),
+        _epsilon(architecture): float(getattr(c, architecture.epsilon)),
         "vocab_size": int(c.vocab_size),
+        **{key: float(getattr(c, name)) for key, name in architecture.scales},
     }
-    if architecture.window:
+    if has_windows(architecture, len(windowed)):
         values["attention.sliding_window"] = int(c.sliding_window) if any(windowed) else 0
         values["attention.sliding_window_pattern"] = windowed
     elif architecture.name == "phi3":
@@ -94,6 +96,16 @@ def metadata_of(config: PretrainedConfig, architecture: Architecture) -> Descrip
             values[key] = float(getattr(c, key))
     rotation, tensors = _rotation(config, architecture)
     return Description({**values, **rotation}, tensors, warnings)
+
+
+def _epsilon(architecture: Architecture) -> str:
+    """The key of the norms' epsilon."""
+    return f"attention.layer_norm_{'rms_' if architecture.epsilon == 'rms_norm_eps' else ''}epsilon"
+
+
+def has_windows(architecture: Architecture, layers: int) -> bool:
+    """True if llama.cpp lets layers of a model of so many see a window."""
+    return architecture.window and architecture.windowed_at in (None, layers)
 
 
 def _experts(c: Any, architecture: Architecture) -> dict[str, Value]:
@@ -138,7 +150,7 @@ def _context(
     """Up to which length llama.cpp computes what was trained."""
     c: Any = config
     longest = int(c.max_position_embeddings)
-    if architecture.window or not any(windowed) or c.sliding_window >= longest:
+    if has_windows(architecture, len(windowed)) or not any(windowed) or c.sliding_window >= longest:
         return longest, ()
     message = (
         f"llama.cpp has no sliding window for {architecture.name}: the file limits the context to {c.sliding_window} "
@@ -162,20 +174,67 @@ def _require_arithmetic(config: PretrainedConfig, architecture: Architecture) ->
         raise no_place(f"its activation is {activation}; llama.cpp computes {architecture.activation}")
     if architecture.own_head and c.tie_word_embeddings:
         raise no_place(f"it has tied embeddings; llama.cpp's {architecture.name} needs a separate head")
+    _require_layers(config, architecture)
+    for _, name in architecture.scales:
+        if not getattr(c, name):
+            raise no_place(f"its {name} is 0, which llama.cpp takes for none")
     if architecture.name != "gemma2" and getattr(c, "attn_logit_softcapping", None):
         raise no_place(f"llama.cpp does not cap scores in {architecture.name}")
     if architecture.name not in ("gemma2", "gemma3") and getattr(c, "final_logit_softcapping", None):
         raise no_place(f"llama.cpp does not cap logits in {architecture.name}")
 
 
+def _require_layers(config: PretrainedConfig, architecture: Architecture) -> None:
+    """Raises FT756 where llama.cpp has windows or rotates in other layers."""
+    c: Any = config
+    layers, every, name = int(c.num_hidden_layers), architecture.unrotated_every, architecture.name
+    if every is not None and list(c.no_rope_layers) != unrotated(every, layers):
+        raise no_place(
+            f"no_rope_layers is {list(c.no_rope_layers)}; llama.cpp's {name} rotates all but every {every}th layer"
+        )
+    if architecture.windowed_at is not None and any(window_layers(config)) != has_windows(architecture, layers):
+        raise no_place(
+            f"llama.cpp's {name} has windows in models of {architecture.windowed_at} layers and in no others; this one "
+            f"of {layers} has {'some' if any(window_layers(config)) else 'none'}"
+        )
+
+
+def unrotated(every: int, layers: int) -> list[int]:
+    """``no_rope_layers`` of a model that rotates all but every so manieth layer: 0 for one that it does not."""
+    return [int((layer + 1) % every != 0) for layer in range(layers)]
+
+
+def _require_rotation(rope: JsonMap, stated: JsonMap, turned: bool, architecture: Architecture) -> None:
+    """Raises FT756 where llama.cpp rotates otherwise.
+
+    Args:
+        rope: Of layers that see everything, or of all.
+        stated: Of all.
+        turned: Whether a head is rotated as a whole.
+    """
+    kind, name = str(rope.get("rope_type", "default")), architecture.name
+    if kind not in _SCALINGS:
+        raise no_place(f"its rope scaling is {kind}")
+    if kind in _AS_TENSORS and kind not in architecture.factors:
+        raise no_place(f"its rope scaling is {kind}, which llama.cpp does not read in {name}")
+    if not turned and not architecture.rotates_part:
+        raise no_place(f"a part of each head is rotated, and llama.cpp's {name} rotates the whole")
+    sliding: JsonMap = stated.get(_SLIDING, {})
+    if sliding.get("rope_type", "default") != "default":
+        raise no_place(f"layers with a window have a rope scaling, {sliding['rope_type']}; llama.cpp has none there")
+    if name == "olmo2" and sliding.get("rope_theta", rope["rope_theta"]) != rope["rope_theta"]:
+        raise no_place(f"layers with a window have a rope_theta of their own; llama.cpp's {name} knows one")
+
+
 def _rotation(config: PretrainedConfig, architecture: Architecture) -> tuple[dict[str, Value], dict[str, Tensor]]:
     c: Any = config
     stated = dict(c.rope_parameters or {})
     rope: JsonMap = stated.get(_FULL, stated)
+    if architecture.name == "hunyuan-dense":
+        rope = _static(rope, head_size(config))
     kind = str(rope.get("rope_type", "default"))
-    if kind not in _SCALINGS:
-        raise no_place(f"its rope scaling is {kind}")
     turned = int(head_size(config) * float(rope.get("partial_rotary_factor", 1.0)))
+    _require_rotation(rope, stated, turned == head_size(config), architecture)
     values: dict[str, Value] = {"rope.freq_base": float(rope["rope_theta"]), "rope.dimension_count": turned}
     if _SLIDING in stated:
         values["rope.freq_base_swa"] = float(stated[_SLIDING]["rope_theta"])
@@ -193,6 +252,15 @@ def _rotation(config: PretrainedConfig, architecture: Architecture) -> tuple[dic
         for length in ("long", "short"):
             tensors[f"rope_factors_{length}.weight"] = torch.tensor(rope[f"{length}_factor"], dtype=torch.float32)
     return values, tensors
+
+
+def _static(rope: JsonMap, head_dim: int) -> JsonMap:
+    """HunYuan's scaling by ``alpha``, which config.json calls dynamic, as the larger base that it is."""
+    alpha = rope.get("alpha")
+    if rope.get("rope_type") != "dynamic" or not alpha:
+        return rope
+    theta = float(rope["rope_theta"]) * float(alpha) ** (head_dim / (head_dim - 2))
+    return {"rope_type": "default", "rope_theta": theta}
 
 
 def _sections(rope: JsonMap, turned: int, architecture: Architecture) -> list[int]:
@@ -215,6 +283,10 @@ def _yarn(rope: JsonMap) -> dict[str, Value]:
         "rope.scaling.yarn_beta_fast": float(rope.get("beta_fast") or 32.0),
         "rope.scaling.yarn_beta_slow": float(rope.get("beta_slow") or 1.0),
     }
+    if not rope.get("truncate", True):
+        raise no_place("its YaRN does not round the range of its ramp (truncate), and llama.cpp does")
+    if rope.get("attention_factor") and not rope.get("mscale_all_dim"):
+        values["rope.scaling.attn_factor"] = float(rope["attention_factor"]) / _yarn_factor(float(rope["factor"]))
     if rope.get("mscale_all_dim"):
         if rope.get("mscale", 1.0) != 1.0:
             raise no_place(f"its YaRN has mscale {rope['mscale']}, llama.cpp takes 1")
@@ -222,6 +294,11 @@ def _yarn(rope: JsonMap) -> dict[str, Value]:
     if rope.get("llama_4_scaling_beta"):
         values["attention.temperature_scale"] = float(rope["llama_4_scaling_beta"])
     return values
+
+
+def _yarn_factor(factor: float) -> float:
+    """By how much YaRN multiplies cosine and sine where nothing else is said."""
+    return 0.1 * math.log(factor) + 1.0 if factor > 1.0 else 1.0
 
 
 def _longrope(config: PretrainedConfig, rope: JsonMap) -> dict[str, Value]:
@@ -265,15 +342,19 @@ def config_changes(values: JsonMap, architecture: Architecture) -> JsonObject:
         "intermediate_size": values["feed_forward_length"],
         "num_attention_heads": values["attention.head_count"],
         "num_key_value_heads": values["attention.head_count_kv"],
-        "rms_norm_eps": values["attention.layer_norm_rms_epsilon"],
+        architecture.epsilon: values[_epsilon(architecture)],
         "vocab_size": values["vocab_size"],
+        **{name: values[key] for key, name in architecture.scales},
     }
     if architecture.head_dim:
         changes["head_dim"] = values["attention.key_length"]
     if architecture.name == "gemma2":
         changes["attn_logit_softcapping"] = values.get("attn_logit_softcapping")
-    if architecture.shifted and architecture.name != "gemma":
+    if architecture.unrotated_every is not None:
+        changes["no_rope_layers"] = unrotated(architecture.unrotated_every, values["block_count"])
+    if architecture.name in ("gemma2", "gemma3"):
         changes["final_logit_softcapping"] = values.get("final_logit_softcapping")
+    if has_windows(architecture, values["block_count"]):
         pattern = values["attention.sliding_window_pattern"]
         changes["layer_types"] = [_SLIDING if sliding else _FULL for sliding in pattern]
         changes["sliding_window"] = values["attention.sliding_window"] or None
@@ -298,6 +379,8 @@ def _rope_said(values: JsonMap) -> JsonObject:
     rope |= {name: values[key] for key, name in named.items() if key in values}
     if "mscale_all_dim" in rope:
         rope["mscale"] = 1.0  # llama.cpp takes no other
+    if rope["rope_type"] == "yarn" and "rope.scaling.attn_factor" in values:
+        rope["attention_factor"] = values["rope.scaling.attn_factor"] * _yarn_factor(rope["factor"])
     if values["rope.dimension_count"] != values["attention.key_length"]:
         rope["partial_rotary_factor"] = values["rope.dimension_count"] / values["attention.key_length"]
     if "rope.dimension_sections" in values:
@@ -346,7 +429,10 @@ def reader_of(
         halves = [f"{weight}{part}" for part in (GATE, UP)]
         if halves[0] in names:
             return torch.cat([read(half) for half in halves], dim=1)
-        stored = names.get(weight)
+        stored, value = names.get(weight), activation_key(weight)
+        if stored is None and value is not None:
+            key, layer = value
+            return torch.tensor(file.values[key][layer])
         if stored is None and weight == head:  # llama.cpp takes the embedding where there is no head
             stored = "token_embd.weight"
         if stored is None:

@@ -201,6 +201,7 @@ def _compare_values(values: JsonMap, wanted: ExpectedFile) -> list[str]:
     """Metadata that is not what was written; what it means is compared afterwards."""
     written = {f"{wanted.architecture.name}.{key}": value for key, value in wanted.description.values.items()}
     written |= {"general.architecture": wanted.architecture.name, **wanted.provenance, **wanted.vocabulary}
+    written |= wanted.activations
     return [
         f"{key} differs from what was written" for key, value in written.items() if not _same(values.get(key), value)
     ]

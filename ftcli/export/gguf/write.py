@@ -123,6 +123,7 @@ def _values(wanted: ExpectedFile, kind: str) -> dict[str, Value]:
         "general.quantization_version": 2,
         **wanted.provenance,
         **{f"{name}.{key}": value for key, value in wanted.description.values.items()},
+        **wanted.activations,
         **wanted.vocabulary,
     }
 

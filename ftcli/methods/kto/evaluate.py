@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ftcli.data.tokens import TokenizedRow
 from ftcli.errors import Origin
 from ftcli.evaluate.loss import LossResult, require_finite
+from ftcli.evaluate.margins import Floats, RowTable, margins_of_answers
 from ftcli.evaluate.share import Sums
 from ftcli.evaluate.suite import Evaluator
 from ftcli.methods.kto.losses import LabelledAnswers, LabelLoss
 from ftcli.methods.kto.mismatched import mismatched_rows
 from ftcli.methods.kto.sums import SUMS, LabelSums, measures
 from ftcli.methods.preference.cache import unit_digest
-from ftcli.methods.preference.evaluate import for_any, forward_pass, of_start, summed
+from ftcli.methods.preference.evaluate import for_any, forward_pass, is_beside, of_start, summed
+from ftcli.methods.preference.figures import stop_columns, stop_measures
 from ftcli.methods.preference.pairs import SCORED, AnswerScorer, ScoredAnswers
 from ftcli.model.backbone import compute_context, head_of, root_of
 from ftcli.model.shards import reshard_model
@@ -39,8 +43,11 @@ _NAMES = {
     "rejected_fell": "rejected_fell",
     "kl": "kl",
 }
-#: Of a batch's answers, (N,) each: log-probabilities, what they have gained over the reference, tokens.
-_Scores = tuple[Tensor, Tensor, Tensor]
+#: Of a batch's answers, (N,) each: log-probabilities, what they have gained over the reference, tokens; then what
+#: :func:`~ftcli.methods.preference.figures.stop_columns` gives.
+_Scores = tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]
+#: Of each answer: its reward, its tokens, and the stop columns of desirable ones.
+_COLUMNS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +59,12 @@ class LabelEvaluator(Evaluator):
             `ftcli eval` of a full fine-tune, it is the first model that is measured.
         known: What the reference gives each row, mismatched ones too, by its digest. What is missing is computed once
             and added.
+        stops: What it gives the last token of each row, likewise.
     """
 
     reference: PreTrainedModel | None = None
     known: dict[bytes, float] = field(default_factory=dict, repr=False)
+    stops: dict[bytes, float] = field(default_factory=dict, repr=False)
 
     def loss_of(self, model: PreTrainedModel | PeftModel, sequences: Sequence[TokenizedRow]) -> LossResult:
         """The mean loss of the answers, and ``more`` beside it."""
@@ -78,13 +87,26 @@ class LabelEvaluator(Evaluator):
         try:
             with torch.no_grad():
                 kl = self._kl(model, files)
-                sums = {name: self._sums_of(model, rows, kl) for name, rows in files.items()}
+                found = {name: self._scored(model, rows, kl) for name, rows in files.items()}
         finally:
             model.train(was_training)
         reshard_model(model)
-        loss = self._loss()
-        whole = _result([sum(each) for each in zip(*sums.values(), strict=True)], loss, kl) if sums else None
-        return whole, {name: _result(each, loss, kl) for name, each in sums.items()}
+        all_rows = [row for rows in files.values() for row in rows]
+        whole = self._result(list(found.values()), all_rows, kl) if found else None
+        return whole, {name: self._result([each], files[name], kl) for name, each in found.items()}
+
+    def _result(self, parts: Sequence[tuple[Sums, Floats]], sequences: Sequence[TokenizedRow], kl: float) -> LossResult:
+        """Of the answers of all ``parts``, which are those of ``sequences``."""
+        loss, columns = self._loss(), np.concatenate([rows for _, rows in parts])
+        total, *of_answers = (sum(each) for each in zip(*(sums for sums, _ in parts), strict=True))
+        of_answers[-2:] = [kl, 1.0]
+        wanted, unwanted, logp, tokens, other_tokens = (of_answers[n] for n in (0, 1, 6, 8, 9))
+        answers = wanted + unwanted
+        mean = require_finite(total / max(answers, 1) - loss.sft_weight * logp / max(tokens, 1))
+        found = measures(of_answers, kl=loss.estimates_kl)
+        more = {ours: found[name] for name, ours in _NAMES.items() if name in found} | stop_measures(columns[:, 2:])
+        margins = margins_of_answers(sequences, columns[:, 0], columns[:, 1], self.job.tokenizer)
+        return LossResult(mean, None, None, int(tokens + other_tokens), int(answers), more, margins)
 
     def _loss(self) -> LabelLoss:
         return LabelLoss.of(self.job.recipe.preference)
@@ -98,28 +120,35 @@ class LabelEvaluator(Evaluator):
             gained, count = gained + found, count + len(made)
         return max(0.0, gained / count) if count else 0.0
 
-    def _sums_of(self, model: PreTrainedModel | PeftModel, rows: list[TokenizedRow], kl: float) -> Sums:
-        """Summed loss, and the sums of :class:`LabelSums`."""
-        loss = self._loss()
+    def _scored(self, model: PreTrainedModel | PeftModel, rows: list[TokenizedRow], kl: float) -> tuple[Sums, Floats]:
+        """Summed loss, and the sums of :class:`LabelSums`; then of each answer the columns of :data:`_COLUMNS`."""
+        loss, table = self._loss(), RowTable(len(rows), _COLUMNS)
 
-        def of_batch(documents: Sequence[TokenizedRow], scores: _Scores) -> Sums:
-            logp, gained, tokens = scores
-            labels = torch.tensor([document.value for document in documents], device=logp.device)
+        def of_batch(numbers: Sequence[int], scores: _Scores) -> Sums:
+            logp, gained, tokens, of_stops = scores
+            labels = torch.tensor([rows[number].value for number in numbers], device=logp.device)
+            stops = (torch.where(labels > 0, column, torch.nan) for column in of_stops)
+            table.fill(numbers, (loss.beta * gained.double(), tokens, *stops))
             answers = LabelledAnswers(gained, labels, torch.tensor(kl, device=logp.device))
             total = float(loss.values(answers).double().sum())
             return (total, *LabelSums.of(answers, logp, tokens, loss.beta).vector().tolist())
 
-        return self._summed(model, rows, of_batch, width=1 + SUMS)
+        sums = self._summed(model, rows, of_batch, width=1 + SUMS, last=True)
+        return sums, table.gathered(self.group, self.job.recipe.eval.per_device_eval_batch_size)
 
     def _summed(
         self,
         model: PreTrainedModel | PeftModel,
         rows: Sequence[TokenizedRow],
-        of_batch: Callable[[Sequence[TokenizedRow], _Scores], Sums],
+        of_batch: Callable[[Sequence[int], _Scores], Sums],
         *,
         width: int,
+        last: bool = False,
     ) -> Sums:
-        """Sums over ``rows``, of each batch's answers as they are scored, over all ranks."""
+        """Sums over ``rows``, of each batch's answers, by their numbers, as they are scored, over all ranks.
+
+        ``last``: the stop columns are asked for.
+        """
         job = self.job
         vocabulary = head_of(model).weight.shape[0]
         scorer = AnswerScorer(job.batches(model), job.pad_token_id, vocabulary, ld_alpha=1.0)
@@ -128,11 +157,14 @@ class LabelEvaluator(Evaluator):
             documents = [rows[number] for number in numbers]
             inputs = {key: value.to(job.device) for key, value in scorer.batch(documents).items()}
             with compute_context(job.device, job.dtypes.compute, job.dtypes.autocast):
-                policy = forward_pass(model, scorer, inputs)
-                compared = self._compared(model, scorer, inputs, documents, policy)
-            if policy is None or compared is None:
+                policy = forward_pass(model, scorer, inputs, last=True)
+                compared = self._compared(model, scorer, inputs, documents, policy, last=last)
+            if policy is None or policy.last is None or compared is None:
                 return None
-            return of_batch(documents, (policy.sums, policy.sums - compared, (inputs[SCORED] > 0).sum(1).float()))
+            reference, of_last = compared
+            of_stops = stop_columns(documents, job.stops, policy.last, of_last)
+            tokens = (inputs[SCORED] > 0).sum(1).float()
+            return of_batch(numbers, (policy.sums, policy.sums - reference, tokens, of_stops))
 
         def where(number: int) -> Origin:
             return rows[number].row.origin
@@ -146,23 +178,21 @@ class LabelEvaluator(Evaluator):
         inputs: dict[str, Tensor],
         documents: Sequence[TokenizedRow],
         policy: ScoredAnswers | None,
-    ) -> Tensor | None:
-        """The answers' log-probabilities under the reference; None where that did not fit into memory."""
-        rows = [unit_digest(document) for document in documents]
-        if for_any(self.group, any(row not in self.known for row in rows), model):
+        *,
+        last: bool,
+    ) -> tuple[Tensor, Tensor] | None:
+        """The log-probabilities of the answers and, for ``last``, of their last tokens under the reference, NaN where
+        they are not known; None where that did not fit into memory.
+        """
+        rows, beside = [unit_digest(document) for document in documents], is_beside(self.reference, model)
+        missing = any(row not in self.known or (last and beside and row not in self.stops) for row in rows)
+        if for_any(self.group, missing, model):
             found = of_start(self.reference, model, scorer, inputs, policy)
-            if found is None:
+            if found is None or found.last is None:
                 return None
-            self.known.update(zip(rows, found.sums.tolist(), strict=True))
-        return torch.tensor([self.known[row] for row in rows], device=self.job.device)
-
-
-def _result(sums: Sequence[float], loss: LabelLoss, kl: float) -> LossResult:
-    total, *of_answers = sums
-    of_answers[-2:] = [kl, 1.0]
-    wanted, unwanted, logp, tokens, other_tokens = (of_answers[n] for n in (0, 1, 6, 8, 9))
-    answers = wanted + unwanted
-    mean = require_finite(total / max(answers, 1) - loss.sft_weight * logp / max(tokens, 1))
-    found = measures(of_answers, kl=loss.estimates_kl)
-    more = {ours: found[name] for name, ours in _NAMES.items() if name in found}
-    return LossResult(mean, None, None, int(tokens + other_tokens), int(answers), more)
+            for row, of_row, of_stop in zip(rows, found.sums.tolist(), found.last.tolist(), strict=True):
+                if beside or row not in self.known:
+                    self.stops.setdefault(row, of_stop)
+                self.known.setdefault(row, of_row)
+        sums, stops = ([known.get(row, math.nan) for row in rows] for known in (self.known, self.stops))
+        return torch.tensor(sums, device=self.job.device), torch.tensor(stops, device=self.job.device)

@@ -15,7 +15,7 @@ def memory(plan: RunPlan) -> MethodMemory:
     be switched off.
     """
     recipe = plan.recipe
-    reference = -(-plan.shape.parameters // plan.shard_size) * plan.dtypes.parameter_bytes
+    reference = -(-plan.sizes.parameters // plan.shard_size) * plan.dtypes.parameter_bytes
     return MethodMemory(
         seq_len=recipe.data.max_seq_len,
         loss_bytes=plan.log_prob_bytes(plan.rows * -(-recipe.data.max_seq_len // plan.shares)),

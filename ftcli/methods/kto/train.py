@@ -51,6 +51,12 @@ class Labelled(RowMethod):
         yield from order.label_findings(wanted, unwanted, settings, rows_a_step(recipe))
         yield from order.contradictions(table)
 
+    def held_out_findings(self, before: Mapping[str, float], after: Mapping[str, float]) -> Iterator[Finding]:
+        """A model that has forgotten to stop."""
+        from ftcli.methods.preference.figures import stop_findings
+
+        return stop_findings(before, after)
+
     def training_rows(self, recipe: Recipe, rows: int, tokens: int) -> TrainingRows:
         """Answers."""
         return TrainingRows(rows, "labelled answers", tokens)

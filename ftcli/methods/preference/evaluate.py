@@ -1,4 +1,4 @@
-"""Held-out pairs: loss, accuracy, margin, and what became of the answers' log-probabilities."""
+"""Held-out pairs: loss, accuracy, margin, and what became of the answers' log-probabilities and of their stop token."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from ftcli.data.tokens import TokenizedRow
 from ftcli.errors import Origin
 from ftcli.evaluate.batching import in_batches
 from ftcli.evaluate.loss import LossResult, require_finite
+from ftcli.evaluate.margins import Floats, RowTable, margins_of_pairs
 from ftcli.evaluate.share import Sums, summed_in_step, summed_over_ranks
 from ftcli.evaluate.suite import Evaluator
 from ftcli.methods.preference.ahead import by_answer, by_unit
 from ftcli.methods.preference.cache import unit_digest
+from ftcli.methods.preference.figures import controlled, stop_columns, stop_measures
 from ftcli.methods.preference.losses import PairLoss
-from ftcli.methods.preference.objective import SUMS, PairSums, answers_of, measures
+from ftcli.methods.preference.objective import SUMS, PairSums, answers_of, margins_of, measures
 from ftcli.methods.preference.pairs import SCORED, AnswerScorer, ScoredAnswers
 from ftcli.model.backbone import compute_context, head_of, root_of
 from ftcli.model.shards import reshard_model, try_forward
@@ -44,6 +46,8 @@ _NAMES = {
 }
 #: Loss, cross-entropy, and the sums over pairs.
 _WIDTH = 2 + SUMS
+#: Of each pair: its margin, the tokens of both answers, and what :func:`stop_columns` gives of the chosen one.
+_COLUMNS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,28 +58,47 @@ class PairEvaluator(Evaluator):
         reference: A second model to compare with; None: the model without its adapters. Where there is neither, as in
             `ftcli eval` of a full fine-tune, it is the first model that is measured.
         known: What the reference gives each pair, by its digest. What is missing is computed once and added.
+        stops: What it gives the last token of each chosen answer, likewise.
     """
 
     reference: PreTrainedModel | None = None
     known: dict[bytes, list[float]] = field(default_factory=dict, repr=False)
+    stops: dict[bytes, float] = field(default_factory=dict, repr=False)
 
     def loss_of(self, model: PreTrainedModel | PeftModel, sequences: Sequence[TokenizedRow]) -> LossResult:
         """The mean loss of the pairs, in which chosen and rejected answers take turns, and ``more`` beside it."""
-        return _result(self._sums_of(model, sequences), self._pair_loss())
+        return self._result([self._measured(model, sequences)], sequences)
 
     def losses(self, model: PreTrainedModel | PeftModel) -> tuple[LossResult | None, dict[str, LossResult]]:
         """Over all held-out files what one pass over all of them would give, and each file's."""
-        loss = self._pair_loss()
-        sums = {name: self._sums_of(model, rows) for name, rows in self.by_dataset().items()}
-        whole = _result([sum(each) for each in zip(*sums.values(), strict=True)], loss) if sums else None
-        return whole, {name: _result(each, loss) for name, each in sums.items()}
+        files = self.by_dataset()
+        found = {name: self._measured(model, rows) for name, rows in files.items()}
+        all_rows = [row for rows in files.values() for row in rows]
+        whole = self._result(list(found.values()), all_rows) if found else None
+        return whole, {name: self._result([each], files[name]) for name, each in found.items()}
+
+    def _result(self, parts: Sequence[tuple[Sums, Floats]], sequences: Sequence[TokenizedRow]) -> LossResult:
+        """Of the pairs of all ``parts``, which are those of ``sequences``."""
+        loss, columns = self._pair_loss(), np.concatenate([rows for _, rows in parts])
+        total, cross_entropy, *of_pairs = (sum(each) for each in zip(*(sums for sums, _ in parts), strict=True))
+        pairs, tokens = of_pairs[0], of_pairs[7] + of_pairs[8]
+        mean = require_finite(total / max(pairs, 1) + loss.sft_weight * cross_entropy / max(of_pairs[7], 1))
+        found = measures(of_pairs, compared=loss.reference)
+        values, lengths = columns[:, 0], columns[:, 1:3]
+        more = {ours: found[name] for name, ours in _NAMES.items() if name in found}
+        more |= controlled(values, lengths) | stop_measures(columns[:, 3:])
+        margins = margins_of_pairs(sequences, values, lengths, self.job.tokenizer)
+        return LossResult(mean, None, None, int(tokens), int(pairs), more, margins)
 
     def _pair_loss(self) -> PairLoss:
         return PairLoss.of(self.job.recipe.train.method, self.job.recipe.preference)
 
-    def _sums_of(self, model: PreTrainedModel | PeftModel, sequences: Sequence[TokenizedRow]) -> Sums:
-        """Summed loss, summed cross-entropy of the chosen answers, and the sums of :class:`PairSums`."""
+    def _measured(self, model: PreTrainedModel | PeftModel, sequences: Sequence[TokenizedRow]) -> tuple[Sums, Floats]:
+        """Summed loss, summed cross-entropy of the chosen answers, and the sums of :class:`PairSums`; then, of each
+        pair, the columns of :data:`_COLUMNS`.
+        """
         job, loss = self.job, self._pair_loss()
+        table = RowTable(len(sequences) // 2, _COLUMNS)
         vocabulary = head_of(model).weight.shape[0]
         scorer = AnswerScorer(job.batches(model), job.pad_token_id, vocabulary, loss.ld_alpha)
 
@@ -83,7 +106,7 @@ class PairEvaluator(Evaluator):
             documents = [sequences[row] for pair in pairs for row in (2 * pair, 2 * pair + 1)]
             inputs = {name: value.to(job.device) for name, value in scorer.batch(documents).items()}
             with compute_context(job.device, job.dtypes.compute, job.dtypes.autocast):
-                policy = forward_pass(model, scorer, inputs, aligned=loss.weighs)
+                policy = forward_pass(model, scorer, inputs, aligned=loss.weighs, last=True)
                 compared = self._compared(model, scorer, inputs, documents, policy) if loss.reference else None
             if policy is None or (loss.reference and compared is None):
                 return None
@@ -91,6 +114,10 @@ class PairEvaluator(Evaluator):
             weights = torch.ones(len(pairs), device=job.device)
             total = float(loss.weighed_values(answers, policy.aligned).double().sum())
             sft = -float(policy.sums[0::2].double().sum())
+            assert policy.last is not None
+            reference = None if compared is None or compared.last is None else compared.last[0::2]
+            of_stops = stop_columns(documents[0::2], job.stops, policy.last[0::2], reference)
+            table.fill(pairs, (margins_of(answers, loss), answers.chosen_tokens, answers.rejected_tokens, *of_stops))
             return (total, sft, *PairSums.of(answers, loss, weights).vector().tolist())
 
         def where(pair: int) -> Origin:
@@ -106,7 +133,7 @@ class PairEvaluator(Evaluator):
         finally:
             model.train(was_training)
         reshard_model(model)
-        return sums
+        return sums, table.gathered(self.group, job.recipe.eval.per_device_eval_batch_size)
 
     def _compared(
         self,
@@ -118,15 +145,21 @@ class PairEvaluator(Evaluator):
     ) -> ScoredAnswers | None:
         """What the reference gives; None where that did not fit into memory."""
         pairs = [unit_digest(*pair) for pair in zip(documents[0::2], documents[1::2], strict=True)]
-        if for_any(self.group, any(pair not in self.known for pair in pairs), model):
+        beside = is_beside(self.reference, model)
+        missing = any(pair not in self.known or (beside and pair not in self.stops) for pair in pairs)
+        if for_any(self.group, missing, model):
             found = of_start(self.reference, model, scorer, inputs, policy)
-            if found is None:
+            if found is None or found.last is None:
                 return None
             values = by_unit(torch.stack([found.sums, found.weighed], 1), 2).tolist()
-            self.known.update(zip(pairs, values, strict=True))
+            for pair, of_pair, of_stop in zip(pairs, values, found.last[0::2].tolist(), strict=True):
+                if beside or pair not in self.known:
+                    self.stops.setdefault(pair, of_stop)
+                self.known.setdefault(pair, of_pair)
         known = np.array([self.known[pair] for pair in pairs], np.float32)
         answers = by_answer(known).to(self.job.device)
-        return ScoredAnswers(answers[:, 0], answers[:, 1])
+        lasts = torch.tensor([[self.stops.get(pair, torch.nan)] * 2 for pair in pairs], device=self.job.device)
+        return ScoredAnswers(answers[:, 0], answers[:, 1], last=lasts.flatten())
 
 
 def for_any(group: RankGroup | None, said: bool, model: PreTrainedModel | PeftModel) -> bool:
@@ -134,6 +167,11 @@ def for_any(group: RankGroup | None, said: bool, model: PreTrainedModel | PeftMo
     if group is None or root_of(model) is None:
         return said
     return any(told[0] for told in group.agree("reference", [said]))
+
+
+def is_beside(reference: PreTrainedModel | None, model: PreTrainedModel | PeftModel) -> bool:
+    """True if a reference can be computed beside the model that is measured."""
+    return reference is not None or hasattr(model, "disable_adapter")
 
 
 def of_start(
@@ -144,14 +182,14 @@ def of_start(
     policy: ScoredAnswers | None,
 ) -> ScoredAnswers | None:
     """What a second model gives, or the measured one without its adapters; where there is neither, what the measured
-    one has given. None where that did not fit into memory.
+    one has given; last tokens too. None where that did not fit into memory.
     """
-    if reference is None and not hasattr(model, "disable_adapter"):
+    if not is_beside(reference, model):
         return policy
     if reference is not None:
         reshard_model(model)  # embedding and head of one model at a time
     with of_reference(reference, model):
-        return forward_pass(model if reference is None else reference, scorer, inputs)
+        return forward_pass(model if reference is None else reference, scorer, inputs, last=True)
 
 
 def forward_pass(
@@ -160,9 +198,10 @@ def forward_pass(
     inputs: dict[str, torch.Tensor],
     *,
     aligned: bool = False,
+    last: bool = False,
 ) -> ScoredAnswers | None:
     """A forward pass. Of a model with sharded weights, in which all ranks take part, None where memory ran out."""
-    score = partial(scorer.score, model, inputs, aligned=aligned)
+    score = partial(scorer.score, model, inputs, aligned=aligned, last=last)
     return score() if root_of(model) is None else try_forward(model, score)
 
 
@@ -200,12 +239,3 @@ def summed(
     for _, found in run(items):
         total = [a + b for a, b in zip(total, found, strict=True)]
     return tuple(total)
-
-
-def _result(sums: Sequence[float], loss: PairLoss) -> LossResult:
-    total, cross_entropy, *of_pairs = sums
-    pairs, tokens = of_pairs[0], of_pairs[7] + of_pairs[8]
-    mean = require_finite(total / max(pairs, 1) + loss.sft_weight * cross_entropy / max(of_pairs[7], 1))
-    found = measures(of_pairs, compared=loss.reference)
-    more = {ours: found[name] for name, ours in _NAMES.items() if name in found}
-    return LossResult(mean, None, None, int(tokens), int(pairs), more)

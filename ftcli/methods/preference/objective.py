@@ -114,6 +114,14 @@ def answers_of(policy: ScoredAnswers, reference: ScoredAnswers | None, tokens: T
     )
 
 
+def margins_of(answers: Answers, loss: PairLoss) -> Tensor:
+    """The margin of each pair, (P,) float64: of ``rewards/margins`` the mean is logged."""
+    one, other = answers.chosen_ratio, answers.rejected_ratio
+    if loss.averaged:
+        one, other = one / answers.chosen_tokens, other / answers.rejected_tokens
+    return loss.beta * (one.double() - other.double())
+
+
 class PairObjective(EpochObjective):
     """The mean loss of a step's pairs, whatever micro-batches and ranks it is split into.
 

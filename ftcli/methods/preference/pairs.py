@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -125,6 +125,11 @@ def answer_tokens(row: TokenizedRow) -> int:
     return sum(label != IGNORE_INDEX for label in row.labels[1:])
 
 
+def ends_at(row: TokenizedRow, stops: Container[int]) -> bool:
+    """True if the last scored token of a row is one of ``stops``; of an answer that was cut off it is not."""
+    return next((label for label in reversed(row.labels) if label != IGNORE_INDEX), None) in stops
+
+
 @dataclass(frozen=True, slots=True)
 class ScoredAnswers:
     """The answers of a batch, scored: chosen and rejected ones in turn, (2 P,) float32 each.
@@ -134,11 +139,13 @@ class ScoredAnswers:
         weighed: The same with the weights of ``ld_alpha``.
         aligned: Means over their tokens of log p_y - log sum_v p_v^2, without a gradient, where they are asked for:
             how likely an answer is for the model, as against one of its own.
+        last: Log-probabilities of their last tokens alone, where they are asked for.
     """
 
     sums: Tensor
     weighed: Tensor
     aligned: Tensor | None = None
+    last: Tensor | None = None
 
 
 class AnswerScorer:
@@ -212,9 +219,10 @@ class AnswerScorer:
         stack: DecoderStack | None = None,
         *,
         aligned: bool = False,
+        last: bool = False,
     ) -> ScoredAnswers:
         """The log-probabilities of a batch's answers under ``model``; no logits are made. Of rows that ranks share all
-        of these have those of whole answers. ``aligned`` takes one product of the head more.
+        of these have those of whole answers. ``aligned`` takes one product of the head more; ``last`` takes nothing.
         """
         layers = {name: value for name, value in inputs.items() if name not in _NOT_OF_LAYERS}
         weights, sequence = inputs[SCORED], self._sequence
@@ -238,18 +246,20 @@ class AnswerScorer:
         def sums() -> tuple[Tensor, ...]:
             states = hidden_states(model, layers, stack, sequence=sequence)
             by_answer = log_probs(states, 1.0)
-            found = by_answer.sum(1), (by_answer * weights).sum(1)
-            if not aligned:
-                return found
-            # With L_T = log sum_v exp(z_v / T): log p_y - log sum_v p_v^2 is (2 z_y - L_{1/2}) - (z_y - L_1).
-            with torch.no_grad():
-                return *found, (log_probs(states, 0.5) - by_answer).sum(1)
+            found = [by_answer.sum(1), (by_answer * weights).sum(1)]
+            if last:
+                found.append(by_answer.gather(1, (weights > 0).sum(1, keepdim=True) - 1)[:, 0])
+            if aligned:
+                # With L_T = log sum_v exp(z_v / T): log p_y - log sum_v p_v^2 is (2 z_y - L_{1/2}) - (z_y - L_1).
+                with torch.no_grad():
+                    found.append((log_probs(states, 0.5) - by_answer).sum(1))
+            return tuple(found)
 
         found = within_root(model, sums)
         if sequence is not None:
             found = tuple(sequence.summed(torch.stack(found)))
-        means = found[2].detach() / (weights > 0).sum(1) if aligned else None
-        return ScoredAnswers(found[0], found[1], means)
+        means = found[-1].detach() / (weights > 0).sum(1) if aligned else None
+        return ScoredAnswers(found[0], found[1], means, found[2] if last else None)
 
 
 def _paired(documents: Sequence[TokenizedRow]) -> list[Pair]:

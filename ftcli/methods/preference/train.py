@@ -46,6 +46,12 @@ class Preference(RowMethod):
 
         return synthetic_pairs(rows, prompt, seed)
 
+    def held_out_findings(self, before: Mapping[str, float], after: Mapping[str, float]) -> Iterator[Finding]:
+        """A model that has forgotten to stop."""
+        from ftcli.methods.preference.figures import stop_findings
+
+        return stop_findings(before, after)
+
     def training_rows(self, recipe: Recipe, rows: int, tokens: int) -> TrainingRows:
         """Pairs."""
         return TrainingRows(rows // 2, "pairs", tokens)

@@ -7,15 +7,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from ftcli.data.tokens import TokenizedRow
 from ftcli.errors import Origin
 from ftcli.evaluate.loss import LossResult, require_finite
+from ftcli.evaluate.margins import Floats, RowTable, margins_of_pairs
 from ftcli.evaluate.share import Sums
 from ftcli.evaluate.suite import Evaluator
 from ftcli.evaluate.tasks import JudgedRow
 from ftcli.methods.preference.evaluate import summed
+from ftcli.methods.preference.figures import controlled
+from ftcli.methods.preference.pairs import answer_tokens
 from ftcli.methods.reward.objective import (
     LENGTHS,
     MARGINS,
@@ -55,18 +59,33 @@ class RewardEvaluator(Evaluator):
 
     def loss_of(self, model: PreTrainedModel | PeftModel, sequences: Sequence[TokenizedRow]) -> LossResult:
         """The mean loss of the pairs, in which chosen and rejected answers take turns, and ``more`` beside it."""
-        return _result(self._sums_of(model, sequences))
+        return self._result([self._measured(model, sequences)], sequences)
 
     def losses(self, model: PreTrainedModel | PeftModel) -> tuple[LossResult | None, dict[str, LossResult]]:
         """Over all held-out files what one pass over all of them would give, and each file's."""
-        sums = {name: self._sums_of(model, rows) for name, rows in self.by_dataset().items()}
-        whole = _result([sum(each) for each in zip(*sums.values(), strict=True)]) if sums else None
-        return whole, {name: _result(each) for name, each in sums.items()}
+        files = self.by_dataset()
+        found = {name: self._measured(model, rows) for name, rows in files.items()}
+        all_rows = [row for rows in files.values() for row in rows]
+        whole = self._result(list(found.values()), all_rows) if found else None
+        return whole, {name: self._result([each], files[name]) for name, each in found.items()}
 
-    def _sums_of(self, model: PreTrainedModel | PeftModel, sequences: Sequence[TokenizedRow]) -> Sums:
-        """Summed loss, tokens, and the sums of :class:`ScoreSums`."""
+    def _result(self, parts: Sequence[tuple[Sums, Floats]], sequences: Sequence[TokenizedRow]) -> LossResult:
+        """Of the pairs of all ``parts``, which are those of ``sequences``."""
+        columns = np.concatenate([rows for _, rows in parts])
+        total, tokens, *of_pairs = (sum(each) for each in zip(*(sums for sums, _ in parts), strict=True))
+        mean, found = require_finite(total / max(of_pairs[0], 1)), measures(of_pairs)
+        values, lengths = columns[:, 0], columns[:, 1:]
+        more = {ours: found[name] for name, ours in _NAMES.items() if name in found} | controlled(values, lengths)
+        margins = margins_of_pairs(sequences, values, lengths, self.job.tokenizer)
+        return LossResult(mean, None, None, int(tokens), int(of_pairs[0]), more, margins)
+
+    def _measured(self, model: PreTrainedModel | PeftModel, sequences: Sequence[TokenizedRow]) -> tuple[Sums, Floats]:
+        """Summed loss, tokens, and the sums of :class:`ScoreSums`; then of each pair its margin, and the tokens of both
+        answers.
+        """
         job, recipe, batches = self.job, self.job.recipe, self.job.batches(model)
         settings = recipe.reward or RewardModelConfig()
+        table = RowTable(len(sequences) // 2, 3)
 
         def attempt(pairs: Sequence[int]) -> Sums | None:
             documents = [sequences[row] for pair in pairs for row in (2 * pair, 2 * pair + 1)]
@@ -80,27 +99,20 @@ class RewardEvaluator(Evaluator):
             chosen, rejected = found[0::2], found[1::2]
             losses = pair_losses(chosen, rejected, inputs[MARGINS], settings.center_rewards_coefficient)
             total = float(losses.double().sum())
+            lengths = torch.tensor([answer_tokens(document) for document in documents])
+            table.fill(pairs, ((chosen.double() - rejected.double()).cpu(), lengths[0::2], lengths[1::2]))
             vector = ScoreSums.of(chosen, rejected, inputs[LENGTHS], torch.ones_like(chosen)).vector()
             return (total, float(inputs[LENGTHS].sum()), *vector.tolist())
 
         def where(pair: int) -> Origin:
             return sequences[2 * pair].row.origin
 
-        pairs, was_training, in_step = range(len(sequences) // 2), model.training, root_of(model) is not None
+        every, was_training, in_step = range(len(sequences) // 2), model.training, root_of(model) is not None
         model.eval()
         try:
             with torch.no_grad():
-                sums = summed(self, pairs, attempt, where, width=_WIDTH, in_step=in_step)
+                sums = summed(self, every, attempt, where, width=_WIDTH, in_step=in_step)
         finally:
             model.train(was_training)
         reshard_model(model)
-        return sums
-
-
-def _result(sums: Sequence[float]) -> LossResult:
-    total, tokens, *of_pairs = sums
-    mean = require_finite(total / max(of_pairs[0], 1))
-    found = measures(of_pairs)
-    return LossResult(
-        mean, None, None, int(tokens), int(of_pairs[0]), {n: found[m] for m, n in _NAMES.items() if m in found}
-    )
+        return sums, table.gathered(self.group, recipe.eval.per_device_eval_batch_size)

@@ -8,20 +8,25 @@ What plain transformers with PEFT keeps:
 
 ===============  ===================================================================================================
 norm of width W  4W + 4: the float32 input and its rsqrt. When its weight is trained also the normalised value:
-                 pW before the weight (Llama style), 4W in float32 (Gemma style).
+                 pW before the weight (Llama style), 4W in float32 (Gemma and OLMo style). torch's LayerNorm pW + 8,
+                 under autocast on a GPU 4W + 8; Cohere's 8W + 4, and 4W more when its weight is trained.
 linear input     Kept once for each linear that needs its input for a gradient: all under full fine-tuning, the adapted
                  ones under LoRA. Under autocast each linear casts (PEFT: to float32 and back), so each keeps its own
-                 c·W; without autocast one 4W is shared by the linears that read the same tensor.
+                 c·W; without autocast one 4W is shared by the linears that read the same tensor, which parallel halves
+                 do.
 LoRA             c·r for each adapted linear (the output of A); dropout adds W bytes of mask and a float32 copy's cast.
 DoRA             2·cW besides for each adapted linear of W output features: what base and adapter give, which the rows'
                  lengths are multiplied by.
 attention, sdpa  c(2Q + 2Q) + 4n: query, repeated key and value, output, log-sum-exp; and the mask, turned into c·S of
                  bias in every layer. Without padding (one row) no mask, and key and value stay K wide: c(2Q + 2K) + 4n.
-                 The output is the input of o as well and counted once, unless PEFT's cast made a copy.
+                 The output is the input of o as well and counted once, unless PEFT's cast made a copy, or o one
+                 because queries were put together of parts, whose memory order the output takes over. An output gate
+                 keeps its sigmoid cQ, and the output before it.
 attention, eager c(Q + 2Q) for query and repeated key and value; scores n·S·(4 + c) for the softmax in float32 and its
                  cast (4 alone when c = 4), and n·S·c more for the tanh of capped scores.
 gated MLP        c·3I: gate, activation, up; the input of down is counted with the linear inputs. Autocast on a GPU
-                 squares in float32: c·2I + 8I for a squared ReLU. BitNet's is one kernel there: c·2I.
+                 squares in float32: c·2I + 8I for a squared ReLU. BitNet's is one kernel there: c·2I. Without a gate
+                 c·I, xIELU (3c + 1)·I, and 4I more when its two numbers are trained.
 ===============  ===================================================================================================
 
 Rotary embeddings and residual additions keep nothing. :mod:`~.checkpointing` says what checkpointing leaves of all
@@ -35,7 +40,7 @@ forms a run has.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
@@ -52,12 +57,14 @@ class ActivationSettings:
         adapted: The linear layers with adapters, of rank ``rank``; empty under full fine-tuning.
         full: Full fine-tuning.
         dora: Adapters are DoRA's.
+        drops_residual: Dropout of what each half of a layer adds.
         rounds: Linear layers keep their input in int8 (``quantization.method: bitnet``), once for those that share it;
             ``in norms``: norms hand it over like that and keep their own input alone.
         squares_widened: The MLP's activation is squared by torch under autocast on a GPU.
         own_norms: Each of these layers has a norm of its own before it rounds (``quantization.use_rms_norm``).
         softcap: Attention scores are capped.
         padded: Rows of a batch may differ in length.
+        widens: Autocast has torch's norms compute in float32, as it does on a GPU.
     """
 
     seq_len: int
@@ -71,9 +78,11 @@ class ActivationSettings:
     softcap: bool
     padded: bool
     dora: bool = False
+    drops_residual: bool = False
     rounds: Literal["no", "apart", "in norms"] = "no"
     own_norms: bool = False
     squares_widened: bool = False
+    widens: bool = False
 
 
 Term = Callable[[ModelShape, ActivationSettings], float]
@@ -117,10 +126,15 @@ class LayerMemory:
 
 
 def norm_bytes(width: int, shape: ModelShape, setting: ActivationSettings, element: int) -> float:
-    """Bytes that transformers' RMSNorm of this width keeps; ``element`` is the size of one of its inputs."""
+    """Bytes that transformers' norm of this width keeps; ``element`` is the size of one of its inputs."""
+    family = shape.family
+    if family.norm == "layer" and family.norm_bias:
+        return (4 if setting.widens else element) * width + 8
+    if family.norm == "layer":
+        return (12 if setting.full else 8) * width + 4
     kept = 4 * width + 4
     if setting.full:
-        kept += (4 if shape.family.norm == "gemma" else element) * width
+        kept += (element if family.norm == "llama" else 4) * width
     return kept
 
 
@@ -129,14 +143,31 @@ def _norms(shape: ModelShape, setting: ActivationSettings) -> float:
         total = float(shape.norm_count * (setting.bytes_residual * shape.hidden_size + 4))
         inner = shape.hidden_size + shape.intermediate_size
         return total + (setting.bytes_compute * inner + 8 if shape.family.sub_norms else 0)
-    total = shape.norm_count * norm_bytes(shape.hidden_size, shape, setting, setting.bytes_residual)
-    if shape.family.head_norm:
-        heads = shape.num_heads + shape.num_kv_heads
-        total += heads * norm_bytes(shape.head_dim, shape, setting, setting.bytes_compute)
+    norms, total = shape.norms, 0.0
+    for name in norms.names:  # what closes a half reads what a product gives
+        closes = name in (norms.after_attention, norms.after_mlp)
+        element = setting.bytes_compute if closes else setting.bytes_residual
+        total += norm_bytes(shape.hidden_size, shape, setting, element)
+    total += _head_norms(shape, setting)
+    if setting.drops_residual:  # its mask, in the dtype of what is dropped off the GPU
+        total += 2 * setting.bytes_compute * shape.hidden_size
     if shape.family.sub_norms:
         total += norm_bytes(shape.hidden_size, shape, setting, setting.bytes_compute)
         total += norm_bytes(shape.intermediate_size, shape, setting, setting.bytes_compute)
     return total
+
+
+def _head_norms(shape: ModelShape, setting: ActivationSettings) -> float:
+    norms = shape.family.head_norm
+    if norms is None:
+        return 0.0
+    # A rotation gives the dtype of its angles, which is that of the residual stream.
+    element = setting.bytes_residual if norms.after_rotation else setting.bytes_compute
+    element = max(element, setting.bytes_compute)
+    without = setting if norms.weights else replace(setting, full=False)
+    if norms.span == "width":
+        return sum(norm_bytes(width, shape, without, element) for width in (shape.q_width, shape.kv_width))
+    return (shape.num_heads + shape.num_kv_heads) * norm_bytes(shape.head_dim, shape, without, element)
 
 
 def _linear_inputs(shape: ModelShape, setting: ActivationSettings) -> float:
@@ -147,7 +178,7 @@ def _linear_inputs(shape: ModelShape, setting: ActivationSettings) -> float:
         return float(sum(width + 4 for width in _shared_inputs(linears).values()))
     if setting.autocast:
         return float(sum(setting.bytes_compute * linear.in_features for linear in linears))
-    return float(setting.bytes_compute * sum(_shared_inputs(linears).values()))
+    return float(setting.bytes_compute * sum(_read(shape, linears)))
 
 
 def _normed_inputs(shape: ModelShape, setting: ActivationSettings) -> float:
@@ -167,6 +198,16 @@ def _normed_inputs(shape: ModelShape, setting: ActivationSettings) -> float:
         element = before[group]
         kept += (1 + element) * linear.in_features + 8 + (4 * linear.in_features if element != 4 else 0)
     return kept + sum(width * element for group, width in inputs.items() if (element := before[group]) == 4)
+
+
+def _read(shape: ModelShape, linears: tuple[Linear, ...]) -> list[int]:
+    """The width of each tensor that these linears read."""
+    groups, names = shape.family.groups, {linear.name for linear in linears}
+    first = [groups.qkv + groups.gate, groups.gate_up]
+    entered = [sum(first, ())] if shape.parallel else first
+    read = [(group, shape.hidden_size) for group in entered]
+    read += [(groups.o, shape.q_width), (groups.down, shape.intermediate_size)]
+    return [width for group, width in read if names.intersection(group)]
 
 
 def _shared_inputs(linears: tuple[Linear, ...]) -> dict[tuple[str, ...], int]:
@@ -189,22 +230,25 @@ def _lora(shape: ModelShape, setting: ActivationSettings) -> float:
 def _attention_sdpa(shape: ModelShape, setting: ActivationSettings) -> float:
     key_value = shape.q_width + setting.seq_len // 2 if setting.padded else shape.kv_width
     output = 0 if _output_is_counted(shape, setting) else shape.q_width
+    if shape.family.output_gate is not None:
+        output += shape.q_width  # the gate's sigmoid
     return setting.bytes_compute * (shape.q_width + 2 * key_value + output) + 4 * shape.num_heads
 
 
 def _output_is_counted(shape: ModelShape, setting: ActivationSettings) -> bool:
     """True if another term counts SDPA's output: BitNet's norm in float32, or o_proj, which reads it as it is.
 
-    o_proj keeps a tensor of its own after PEFT's cast, or none without an adapter; and for Phi-3, whose queries are a
-    concatenation: the output takes over their memory layout, which o_proj cannot read.
+    o_proj keeps a tensor of its own after PEFT's cast, or none without an adapter; behind a gate; and where queries are
+    put together of parts: the output takes over their memory layout, which o_proj cannot read.
     """
     in_norms = setting.rounds == "in norms"
     if shape.family.sub_norms:
         return setting.bytes_compute == 4 or (in_norms and not setting.own_norms)
     if setting.rounds != "no":
         return setting.own_norms and (setting.bytes_compute == 4 or in_norms)
-    if shape.family.joined or setting.full:
-        return not shape.family.joined
+    other = "qkv" in shape.family.joined or shape.rotates_in_part or shape.family.output_gate is not None
+    if other or setting.full:
+        return not other
     return not setting.autocast and any(linear.leaf == "o_proj" for linear in setting.adapted)
 
 
@@ -223,7 +267,17 @@ def _mlp(shape: ModelShape, setting: ActivationSettings) -> float:
         return setting.bytes_compute * 2 * shape.intermediate_size
     if setting.squares_widened:
         return (setting.bytes_compute * 2 + 8) * shape.intermediate_size
+    if len(shape.family.mlp) == 2:
+        return activation_bytes(shape, setting)
     return setting.bytes_compute * 3 * shape.intermediate_size
+
+
+def activation_bytes(shape: ModelShape, setting: ActivationSettings) -> int:
+    """Bytes that an activation without a gate keeps beside its output: its input, and xIELU's branches."""
+    c = setting.bytes_compute
+    if shape.family.activation != "xielu":
+        return c * shape.intermediate_size
+    return (3 * c + 1 + (4 if setting.full else 0)) * shape.intermediate_size
 
 
 def _mlp_forward(shape: ModelShape, setting: ActivationSettings) -> float:

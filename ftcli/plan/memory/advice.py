@@ -99,7 +99,7 @@ def savings(plan: RunPlan, phases: Collection[Phase] = ()) -> tuple[Saving, ...]
     Args:
         phases: Those in one of which memory ran out; where the run has none of them, the one that needs most.
 
-    Empty for a model family whose sizes are not known, and where nothing helps.
+    Empty where the memory is not known, and where nothing helps.
     """
     before = candidate(plan)
     if before is None:
@@ -209,7 +209,14 @@ def _smallest_base(plan: RunPlan) -> Settings:
     sizes = {}
     for name in quantizations.names(freezes_base=True):
         section = plan.recipe.quantization.model_copy(update={"method": name})
-        sizes[name] = weight_bytes(section, plan.shape, plan.dtypes.parameter_bytes)
+        element = plan.dtypes.parameter_bytes
+        described = plan.facts.shape
+        if described is not None:
+            sizes[name] = weight_bytes(section, described, element)
+        elif plan.measured.packed:
+            sizes[name] = plan.measured.weight_bytes(section, element)
+    if not sizes:
+        return {}
     settings: dict[str, object] = {"quantization.method": min(sizes, key=lambda name: sizes[name])}
     if plan.recipe.lora is None:
         settings["lora"] = LoraConfig()

@@ -6,18 +6,20 @@ the results are in docs/performance.md. tests/gpu/test_memory_estimate.py compar
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from ftcli.plain import JsonObject
 from ftcli.plan.memory.checkpointing import Offloaded
 from ftcli.plan.memory.generation import Generator, generation
+from ftcli.plan.memory.measured_terms import measured_terms, sent_by_layers
 from ftcli.plan.memory.pinned import pinnable_bytes, pinned_bytes, pinned_whole
 from ftcli.plan.memory.terms import (
     GENERATION,
     MemoryDecisions,
     Phase,
+    Term,
     graph_pool,
     held_by_layers,
     phases_of,
@@ -100,7 +102,7 @@ class MemoryEstimate:
 
 
 def estimate_memory(plan: RunPlan) -> MemoryEstimate | None:
-    """The estimate of one setup; None for a model family whose sizes are not known.
+    """The estimate of one setup; None for a family without a description whose layers do not run without memory.
 
     What depends on how much memory there is is settled first: what ``offload`` sends to the host, how many layers
     ``quantization.keep_dequantized: auto`` dequantizes for good, and whether what generates is kept.
@@ -109,8 +111,27 @@ def estimate_memory(plan: RunPlan) -> MemoryEstimate | None:
         ValueError: Training under ``gradient_checkpointing: auto``; :mod:`~.policy` must choose a policy before.
     """
     if plan.facts.shape is None:
-        return None
+        return _of_measured(plan)
     return _with_generator(plan, MemoryDecisions(offloaded_of(plan), _dequantized_layers(plan)))
+
+
+def _of_measured(plan: RunPlan) -> MemoryEstimate | None:
+    model = plan.measured
+    if model.activations is None:
+        return None
+    found = tuple(measured_terms(plan, model, model.activations))
+    settings = plan.recipe.quantization
+    holds = quantizations.row(settings.method).holds_dequantized and settings.keep_dequantized is True
+    pinned = pinned_by(plan, "layers") if plan.policy.on_host else 0
+    parts, names = _summed(plan, found)
+    return MemoryEstimate(
+        parts,
+        names,
+        pinned_host_bytes=pinned,
+        offloaded="layers" if pinned else None,
+        dequantized_layers=model.num_layers if holds else 0,
+        paged_bytes=paged_by(plan),
+    )
 
 
 def _dequantized_layers(plan: RunPlan) -> int:
@@ -162,6 +183,9 @@ def pinned_by(plan: RunPlan, offloaded: Offloaded) -> int:
     """Bytes of activations that training sends to the host. On a CPU nothing is sent: its memory is the host's."""
     if not plan.trains or plan.device.kind == "cpu":
         return 0
+    if plan.facts.shape is None:
+        activations = plan.measured.activations
+        return 0 if activations is None else sent_by_layers(plan, activations)
     setting = plan.setting(plan.largest[1], padded=False)
     stream = plan.shape.hidden_size * setting.bytes_residual
     held, _ = held_by_layers(plan, setting, offloaded)
@@ -177,20 +201,13 @@ def paged_by(plan: RunPlan) -> int:
 
 
 def _added_up(plan: RunPlan, settled: MemoryDecisions) -> MemoryEstimate:
-    found = tuple(terms(plan, settled))
-    phases = phases_of(plan)
-    short_lived = max(
-        sum(term.bytes for term in found if phase in term.phases and not term.lasting) for phase in phases
-    )
-    parts = {term.name: term.bytes for term in found}
-    parts["runtime"] = _RUNTIME_BYTES[plan.device.kind] + int(_FRAGMENTATION * short_lived)
-    names = {phase: (*(term.name for term in found if phase in term.phases), "runtime") for phase in phases}
+    parts, names = _summed(plan, tuple(terms(plan, settled)))
     pinned, table = pinned_by(plan, settled.offloaded), pinned_whole(plan.host_table_bytes)
     whole = plan.layers.gate_and_up is None  # layers that know no halves send their input
     sent: Offloaded = "layers" if whole else settled.offloaded
     return MemoryEstimate(
-        MappingProxyType(parts),
-        MappingProxyType(names),
+        parts,
+        names,
         pinned + table,
         sent if pinned else None,
         settled.dequantized_layers,
@@ -198,3 +215,15 @@ def _added_up(plan: RunPlan, settled: MemoryDecisions) -> MemoryEstimate:
         graph_pool(plan, settled),
         settled.generator,
     )
+
+
+def _summed(plan: RunPlan, found: Sequence[Term]) -> tuple[Mapping[str, int], Mapping[Phase, tuple[str, ...]]]:
+    """(bytes of each term, the terms of each phase), with what torch itself takes."""
+    phases = phases_of(plan)
+    short_lived = max(
+        sum(term.bytes for term in found if phase in term.phases and not term.lasting) for phase in phases
+    )
+    parts = {term.name: term.bytes for term in found}
+    parts["runtime"] = _RUNTIME_BYTES[plan.device.kind] + int(_FRAGMENTATION * short_lived)
+    names = {phase: (*(term.name for term in found if phase in term.phases), "runtime") for phase in phases}
+    return MappingProxyType(parts), MappingProxyType(names)

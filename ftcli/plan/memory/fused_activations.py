@@ -10,9 +10,9 @@ residual stream   For each half pH, its input, and 4 for its rsqrt where it begi
                   A norm that closes a half keeps cH + 4.
 adapters          cP for each linear of a group with adapters: the products x·A
 attention         c(Q + 2K) for query, key and value in one buffer, cQ for the output, which is the input of o as well,
-                  and 4n for log-sum-exp. Norms by head keep the rotated query and key besides: c(Q + K) + 4(n + n_kv).
-                  So does what the products' kernels do not apply: rotations of pairs or of a part of a head, and norms
-                  over all heads, c(Q + K) + 8; behind the rotation one more c(Q + K). An output gate keeps 2cQ.
+                  and 4n for log-sum-exp. Norms of queries and keys keep what they give besides: c(Q + K). Where the
+                  products' kernels neither norm nor rotate (float32, large ranks) each of the two keeps c(Q + K) if
+                  the next reads it, and norms 4 for each head, or 8. An output gate keeps 2cQ.
                   Where scores are capped and no kernel runs (CPU, float32): 4cQ and the scores of ``activations``.
 MLP               c · 2I: gate and up without their adapters' share; all else is formed again. Without a gate what the
                   activation reads and gives
@@ -38,7 +38,15 @@ from types import MappingProxyType
 from ftkernels.limits import LARGEST_FUSED_RANK, packed_rank
 
 from ftcli.facts.shape import ModelShape
-from ftcli.plan.memory.activations import ActivationSettings, LayerMemory, eager_scores, norm_bytes, scores_at_work
+from ftcli.plan.memory.activations import (
+    ActivationSettings,
+    LayerMemory,
+    Term,
+    activation_bytes,
+    eager_scores,
+    norm_bytes,
+    scores_at_work,
+)
 from ftcli.plan.memory.checkpointing import fetched_ahead
 
 #: Bytes per token and column of the rank in the MLP's backward: products with A and their gradients, in float32 and
@@ -55,7 +63,7 @@ def fused_layers(*, capped_without_kernel: bool, reference: bool, attention_by_k
         c = setting.bytes_compute
         if capped_without_kernel:
             return 2 * c * (shape.q_width + shape.kv_width) + eager_scores(shape, setting)
-        kept = c * (2 * shape.q_width + 2 * shape.kv_width) + 4 * shape.num_heads
+        kept: float = c * (2 * shape.q_width + 2 * shape.kv_width) + 4 * shape.num_heads
         kept += _head_norms(shape, setting, reference=reference)
         kept += c * _copies(shape, setting, reference=reference)
         return kept + (_output_gate(shape, setting, reference=reference) if shape.family.output_gate else 0)
@@ -68,7 +76,7 @@ def fused_layers(*, capped_without_kernel: bool, reference: bool, attention_by_k
         scores = scores_at_work(shape, setting) if capped_without_kernel else 0
         return max(_backward_in_torch(shape, setting) if reference else _backward(shape, setting), scores)
 
-    kept = {
+    kept: dict[str, Term] = {
         "residual stream": partial(_residual_stream, reference=reference),
         "adapters": _adapters,
         "attention": attention,
@@ -96,20 +104,22 @@ def _residual_stream(shape: ModelShape, setting: ActivationSettings, *, referenc
         kept += opening(norms.before_mlp, apart=len(family.mlp) == 2)
     closing = sum(norm is not None for norm in (norms.after_attention, norms.after_mlp))
     each = norm_bytes(shape.hidden_size, shape, setting, c) if reference else c * shape.hidden_size + 4
+    if setting.drops_residual:  # its mask
+        kept += 2 * (c if reference else 1) * shape.hidden_size
     return kept + closing * each
 
 
 def _head_norms(shape: ModelShape, setting: ActivationSettings, *, reference: bool) -> float:
     """Bytes that the norms of queries and keys keep beside their inputs and outputs."""
     norms = shape.family.head_norm
-    if norms is None:
+    if norms is None or (_in_one_kernel(shape, setting) and not reference):
         return 0.0
     c, width = setting.bytes_compute, shape.q_width + shape.kv_width
     kept = 8.0 if norms.span == "width" else 4.0 * (shape.num_heads + shape.num_kv_heads)
     if reference and c != 4:
         kept += 4 * width
     if reference and setting.full and norms.weights:  # torch keeps what a trained weight multiplies
-        kept += (4 if shape.family.norm == "gemma" else c) * width
+        kept += (c if shape.family.norm in ("llama", "layer") else 4) * width
     return kept
 
 
@@ -127,7 +137,7 @@ def _copies(shape: ModelShape, setting: ActivationSettings, *, reference: bool) 
             made += turned * width
     if family.scaled_by_position and not made:
         made = shape.q_width
-    if reference and not shape.turns_whole_halves and norms is None:
+    if reference and norms is None and (family.rotary == "pairs" or shape.rotates_in_part):
         made += turned * shape.q_width  # attention writes as it is given queries, which torch has put by head
     return made
 
@@ -137,10 +147,9 @@ def _in_one_kernel(shape: ModelShape, setting: ActivationSettings) -> bool:
     decides it.
     """
     norms = shape.family.head_norm
-    if norms is not None and (norms.span != "head" or norms.after_rotation or not norms.weights):
+    if norms is not None and norms.span == "width" and norms.after_rotation:
         return False
-    fused = setting.bytes_compute != 4 and packed_rank(setting.rank) <= LARGEST_FUSED_RANK
-    return fused and shape.turns_whole_halves
+    return setting.bytes_compute != 4 and packed_rank(setting.rank) <= LARGEST_FUSED_RANK
 
 
 def _output_gate(shape: ModelShape, setting: ActivationSettings, *, reference: bool) -> float:
@@ -158,7 +167,8 @@ def _adapters(shape: ModelShape, setting: ActivationSettings) -> float:
 
 
 def _mlp(shape: ModelShape, setting: ActivationSettings) -> float:
-    return setting.bytes_compute * 2 * shape.intermediate_size
+    inner = setting.bytes_compute * shape.intermediate_size
+    return 2 * inner if len(shape.family.mlp) == 3 else inner + activation_bytes(shape, setting)
 
 
 def _backward(shape: ModelShape, setting: ActivationSettings) -> float:

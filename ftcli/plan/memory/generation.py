@@ -18,7 +18,6 @@ from ftcli.plan.memory.activations import plain_layers
 from ftcli.plan.memory.workspaces import mask_bytes
 from ftcli.plan.run import Generation, RunPlan
 from ftcli.tables import quantizations
-from ftcli.tables.families import family_of
 
 #: How long what completes a method's prompts is held: made anew for each step's completions; from step to step; or from
 #: step to step with a copy of the weights that has the adapters in it.
@@ -44,9 +43,9 @@ class GenerationBytes:
 
 def generation(plan: RunPlan, batch: Generation) -> GenerationBytes:
     """Bytes to generate ``batch.rows`` sequences, without the one matrix that a product of quantized weights needs."""
-    known = family_of(plan.facts.text_type) is not None
-    gpu, head_dim = plan.device.gpu, plan.shape.head_dim
-    refusal = why_no_engine(plan.facts.language, known) or why_no_decode_attention(gpu, plan.dtypes.compute, head_dim)
+    gpu, head_dim, on_kernels = plan.device.gpu, plan.shape.head_dim, plan.execution.on_kernels
+    refusal = why_no_engine(plan.facts.language, plan.shape.family, on_kernels=on_kernels)
+    refusal = refusal or why_no_decode_attention(gpu, plan.dtypes.compute, head_dim)
     return _by_engine(plan, batch) if refusal is None else _by_transformers(plan, batch)
 
 

@@ -103,8 +103,11 @@ def _loaded(plan: RunPlan) -> int:
     """The largest tensor, as it is stored and in the dtype that it is held in; none is stored of random weights."""
     if plan.recipe.model.init == "random":
         return 0
-    shape = plan.shape
-    largest = max(shape.vocab_size * shape.hidden_size, *(linear.parameters for linear in shape.linears))
+    shape = plan.facts.shape
+    if shape is None:
+        largest = plan.measured.largest_tensor
+    else:
+        largest = max(shape.vocab_size * shape.hidden_size, *(linear.parameters for linear in shape.linears))
     return largest * (_STORED_BYTES + plan.dtypes.parameter_bytes)
 
 
@@ -116,6 +119,6 @@ def _saved(plan: RunPlan) -> int:
         return 0
     trained, sharded = plan.trained, shards_trained(plan)
     whole = plan.recipe.lora is None
-    weights = plan.dtypes.trained_bytes * (plan.shape.parameters if whole else trained.elements)
+    weights = plan.dtypes.trained_bytes * (plan.sizes.parameters if whole else trained.elements)
     state = optimizer_state(plan.recipe.train.optim, trained).total
     return max(2 * weights, state) if sharded else weights

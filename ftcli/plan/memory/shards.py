@@ -12,9 +12,9 @@ from ftcli.plan.run import RunPlan
 
 #: Times that the bytes of a layer are there while one computes: its weights, the next one's, and the buffer which
 #: these come from.
-_LAYERS_AT_ONCE = 3
+LAYERS_AT_ONCE = 3
 #: Bytes of a gradient while it is added up: its float32 form, and this rank's share of the sum.
-_SUMMED_BYTES = 4
+SUMMED_BYTES = 4
 
 
 def outer_elements(plan: RunPlan) -> int:
@@ -37,7 +37,7 @@ def gathered_bytes(plan: RunPlan, dequantized_layers: int) -> int:
     )
     outer = outer_elements(plan) * element
     layer = (whole - outer) // shape.num_layers
-    return outer + _LAYERS_AT_ONCE * layer
+    return outer + LAYERS_AT_ONCE * layer
 
 
 def shards_trained(plan: RunPlan) -> bool:
@@ -47,8 +47,8 @@ def shards_trained(plan: RunPlan) -> bool:
 
 def reduced_bytes(plan: RunPlan) -> int:
     """Gradients of trained layers that are being added up: one's are while the next one's are made."""
-    layer, each = _layer_elements(plan), plan.dtypes.compute_bytes + _SUMMED_BYTES
-    return 2 * layer * (each + _SUMMED_BYTES // plan.shard_size)
+    layer, each = _layer_elements(plan), plan.dtypes.compute_bytes + SUMMED_BYTES
+    return 2 * layer * (each + SUMMED_BYTES // plan.shard_size)
 
 
 def last_bytes(plan: RunPlan, workspace: int) -> int:
@@ -59,12 +59,12 @@ def last_bytes(plan: RunPlan, workspace: int) -> int:
     weights are gone by then. These are in the gradients only afterwards, unless they are added to earlier ones.
     """
     outer, layer, element = outer_elements(plan), _layer_elements(plan), plan.dtypes.compute_bytes
-    own = _SUMMED_BYTES * outer // plan.shard_size
+    own = SUMMED_BYTES * outer // plan.shard_size
     there_before = plan.recipe.train.gradient_accumulation_steps > 1
     head = plan.shape.hidden_size * plan.shape.vocab_size
-    summed = layer * (element + _SUMMED_BYTES + _SUMMED_BYTES // plan.shard_size)
+    summed = layer * (element + SUMMED_BYTES + SUMMED_BYTES // plan.shard_size)
     first_layer = element * (outer + layer + head) + summed + workspace - (0 if there_before else own)
-    return max(first_layer, outer * (element + _SUMMED_BYTES) + (own if there_before else 0))
+    return max(first_layer, outer * (element + SUMMED_BYTES) + (own if there_before else 0))
 
 
 def _layer_elements(plan: RunPlan) -> int:

@@ -50,7 +50,7 @@ GENERATION: Final = "generation"
 EVALUATION: Final = "evaluation"
 EXPORT: Final = "export"
 #: What connections between GPUs take, outside of torch's allocator: 770 MiB between two H200 (NCCL of torch 2.11).
-_NCCL_BYTES = 800 * 2**20
+NCCL_BYTES = 800 * 2**20
 #: What CUDA graphs hold beside the piece that is taken for their layers: of streams of their own, in small pieces. 0.2
 #: to 0.4 GiB on an H200, in four runs without quantized weights (docs/performance.md).
 _GRAPH_STREAMS_BYTES = 250 * 2**20
@@ -58,7 +58,7 @@ _GRAPH_STREAMS_BYTES = 250 * 2**20
 #: stay: the gaps are filled with smaller ones. Best fit in one piece, in a layer's order, leaves 4 to 8% (Gemma-2-9B,
 #: Llama-3.1-8B and Qwen3-8B, 1024 to 4096 tokens) and nothing where the weights lie there.
 _GRAPH_GAPS = 0.07
-_TRAINING: tuple[Phase, ...] = (FORWARD, BACKWARD, END, STEP)
+TRAINING: tuple[Phase, ...] = (FORWARD, BACKWARD, END, STEP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ def phases_of(plan: RunPlan) -> tuple[Phase, ...]:
         return (EVALUATION,)
     generation = (GENERATION,) if plan.method_memory.generation is not None else ()
     evaluation = (EVALUATION,) if recipe.data.eval or recipe.eval.tasks else ()
-    return (*_TRAINING, *generation, *evaluation)
+    return (*TRAINING, *generation, *evaluation)
 
 
 def terms(plan: RunPlan, settled: MemoryDecisions) -> Iterator[Term]:
@@ -158,12 +158,12 @@ def _what_training_holds(plan: RunPlan, always: tuple[Phase, ...]) -> Iterator[T
         yield Term("gradients", gradients * (2 if accumulates else 1), always, lasting=True)
         yield Term("graph buffers", _graph_buffers(plan), always, lasting=True)
     else:
-        yield Term("gradients", gradients, _TRAINING if accumulates else (END, STEP), lasting=True)
+        yield Term("gradients", gradients, TRAINING if accumulates else (END, STEP), lasting=True)
     if plan.ranks > 1:
         if share == 1:
             yield Term("gradients of all ranks", gradients, always, lasting=True)
         if plan.device.kind == "cuda":
-            yield Term("NCCL", _NCCL_BYTES, always, lasting=True)
+            yield Term("NCCL", NCCL_BYTES, always, lasting=True)
     state = optimizer_state(recipe.train.optim, trained)
     held = state.device if plan.device.kind == "cuda" else state.total  # a CPU's memory is the host's
     held //= share
@@ -193,7 +193,7 @@ def _what_a_step_allocates(plan: RunPlan, settled: MemoryDecisions) -> Iterator[
         yield Term("graph gaps", _graph_gaps(plan, activations, dense), phases_of(plan), lasting=True)
     yield Term("hidden states", states, (FORWARD,) if on_kernels else (FORWARD, BACKWARD))
     loss_of_method = plan.method_memory.loss_bytes
-    loss = _cross_entropy(plan, tokens, training=True) if loss_of_method is None else loss_of_method
+    loss = cross_entropy(plan, tokens, training=True) if loss_of_method is None else loss_of_method
     if plan.shares > 1:  # what is sent and what comes, of queries, keys and values
         heads = plan.shape.q_width + 2 * plan.shape.kv_width
         yield Term("exchanged heads", 2 * tokens * heads * plan.dtypes.compute_bytes, (FORWARD, BACKWARD))
@@ -203,15 +203,15 @@ def _what_a_step_allocates(plan: RunPlan, settled: MemoryDecisions) -> Iterator[
     if shards_trained(plan):
         yield Term("gradients added up last", last_bytes(plan, last), (END,))
     else:
-        yield Term("last workspace", max(last, _embedding_gradient(plan)), (END,))
+        yield Term("last workspace", max(last, embedding_gradient(plan)), (END,))
     optim, cuda = plan.optim, plan.device.kind == "cuda"
     if not plan.own_optimizer:  # which works on one parameter after the other
         yield Term("optimizer workspace", optimizer_workspace(optim, plan.trained, cuda=cuda), (STEP,))
     if plan.head_is_trained:
-        element = _table_gradient_bytes(plan) if plan.shard_size == 1 else plan.dtypes.compute_bytes
+        element = table_gradient_bytes(plan) if plan.shard_size == 1 else plan.dtypes.compute_bytes
         if plan.shard_size > 1 and loss_of_method is not None:
             element += 4  # log-probabilities sum it in float32 first
-        yield Term("head gradient", element * plan.shape.hidden_size * plan.shape.vocab_size, (BACKWARD,))
+        yield Term("head gradient", element * plan.sizes.hidden_size * plan.sizes.vocab_size, (BACKWARD,))
     if _copies_run_again(plan):
         again = plan.dtypes.compute_bytes * _cast_elements(plan) * _at_once(plan) // plan.shape.num_layers
         yield Term("copies run again", again, (BACKWARD,))
@@ -343,16 +343,16 @@ def _autocast_copies(plan: RunPlan) -> int:
     return plan.dtypes.compute_bytes * cast
 
 
-def _embedding_gradient(plan: RunPlan) -> int:
+def embedding_gradient(plan: RunPlan) -> int:
     """The gradient of the embedding, the last of a backward pass. With a tied head, the head's waits for it."""
-    lora, shape = plan.recipe.lora, plan.shape
+    lora, shape = plan.recipe.lora, plan.sizes
     if lora is not None and EMBEDDING not in lora.modules_to_save:
         return 0
     waiting = shape.tied and plan.recipe.train.gradient_accumulation_steps > 1
-    return _table_gradient_bytes(plan) * shape.hidden_size * shape.vocab_size * (2 if waiting else 1)
+    return table_gradient_bytes(plan) * shape.hidden_size * shape.vocab_size * (2 if waiting else 1)
 
 
-def _table_gradient_bytes(plan: RunPlan) -> int:
+def table_gradient_bytes(plan: RunPlan) -> int:
     """Bytes of an element of the embedding's or the head's gradient as it is made, before it is rounded."""
     return max(plan.dtypes.gradient_bytes, plan.dtypes.parameter_bytes)
 
@@ -377,12 +377,12 @@ def _shared(plan: RunPlan) -> int:
 
 def _width_of_trained_head(plan: RunPlan) -> int:
     """Columns of a trained head, which this device has alone; else 0."""
-    return plan.shape.hidden_size if plan.head_is_trained and plan.shard_size == 1 else 0
+    return plan.sizes.hidden_size if plan.head_is_trained and plan.shard_size == 1 else 0
 
 
-def _cross_entropy(plan: RunPlan, tokens: int, *, training: bool) -> int:
+def cross_entropy(plan: RunPlan, tokens: int, *, training: bool) -> int:
     """The loss takes rows in chunks, in one buffer: in place on a GPU, with float32 copies on a CPU."""
-    shape, element = plan.shape, plan.dtypes.compute_bytes
+    shape, element = plan.sizes, plan.dtypes.compute_bytes
     on_gpu, width = plan.device.kind == "cuda", _width_of_trained_head(plan) if training else 0
     needed = loss_bytes(tokens, shape.vocab_size, element, on_gpu=on_gpu, trained_width=width)
     held_apart = plan.recipe.lora is not None and plan.head_is_trained  # in float32
@@ -404,7 +404,7 @@ def _evaluation(plan: RunPlan, settled: MemoryDecisions) -> int:
     hidden = 3 * tokens * shape.hidden_size * plan.stream_bytes
     hidden += made_once(plan, together, width, padded=_masked_densely(plan))
     layer = int(tokens * plan.layers.forward_peak(shape, setting)) + _dequantized(plan, settled)
-    scoring = hidden + max(layer, _cross_entropy(plan, tokens, training=False))
+    scoring = hidden + max(layer, cross_entropy(plan, tokens, training=False))
     if not recipe.eval.tasks:
         return scoring
     needed = generation(plan, Generation(rows, seq_len, seq_len))

@@ -8,9 +8,11 @@ from ftcli.facts.device import BFLOAT16_CAPABILITY, DeviceFacts
 from ftcli.plan.execution import Execution, why_no_kernels
 from ftcli.plan.precision import DtypePlan
 from ftcli.plan.quantization import why_dequantized
+from ftcli.plan.run import RunPlan
 from ftcli.plan.sharding import why_not_sharded
 from ftcli.preflight.checks.context import Context, Findings, NotMade
 from ftcli.tables import code_of, engines, optimizers, quantizations
+from ftcli.tables.packing import why_documents_leak
 from ftcli.units import gib
 
 _BUSY_SHARE = 0.9
@@ -71,6 +73,39 @@ def check_layers(context: Context, device: DeviceFacts, execution: Execution) ->
     yield context.error(
         "FT503", "model.kernels", f"model.kernels: triton, but {reason}", help=f"use model.kernels: {instead}"
     )
+
+
+def check_documents(context: Context, plan: RunPlan) -> Findings:
+    """FT443: documents of a row would see each other in a family that is known for it."""
+    key = "data.packing" if context.recipe.data.packing else "data.padding_free"
+    own, facts = not plan.execution.on_kernels, plan.facts
+    if not own or not _shares_rows(context, plan):
+        return
+    reason = why_documents_leak(facts.text_type)
+    if reason is None and facts.shape is None and plan.measured.recurrent is not None:
+        reason = f"its {plan.measured.recurrent} carries state from token to token"
+    if reason is None:
+        return
+    yield context.error(
+        "FT443",
+        key,
+        f"{key}: documents of a row would see each other in a {facts.text_type}: {reason}",
+        help="train with data.packing: false and data.padding_free: false",
+    )
+
+
+def documents_not_tried(context: Context, plan: RunPlan) -> list[NotMade]:
+    """The check of documents, where only a run can make it."""
+    if context.command != "check" or plan.facts.shape is not None or not _shares_rows(context, plan):
+        return []
+    return [
+        NotMade("documents that share a row", "whether this model keeps them apart is tried before training (FT443)")
+    ]
+
+
+def _shares_rows(context: Context, plan: RunPlan) -> bool:
+    together = context.recipe.data.packing or plan.execution.batches.layout == "unpadded"
+    return together and context.work != "export"
 
 
 def check_sharded(context: Context, execution: Execution) -> Findings:

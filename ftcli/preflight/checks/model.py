@@ -22,8 +22,6 @@ from ftcli.preflight.checks.context import Context, Findings, NotMade
 from ftcli.tables import exports, quantizations
 from ftcli.tables.gguf import INSTEAD, NORMS_OF_LAYERS, TYPES, architecture_of, unknown_architecture
 
-#: What is not looked at in preflight where a family's arithmetic is not known; `check` makes up for it.
-TARGETS_CHECK = "lora.target_modules against the model's layers"
 #: What classifiers of transformers and PEFT call the score.
 _SCORE = ("score", "classifier")
 
@@ -213,13 +211,11 @@ def _llama_cpp(context: Context, facts: ModelFacts) -> Findings:
 
 
 def not_made(context: Context, facts: ModelFacts) -> list[NotMade]:
-    """Checks that could not be made because files are not on this machine, or because the family is unknown."""
+    """Checks that could not be made because files are not on this machine, or because config.json does not say."""
     missing: list[NotMade] = []
     name = facts.name
     if facts.max_positions is None:
         missing.append(NotMade("sequence length against positions", f"{name}'s config.json states no positions"))
-    if facts.shape is None:
-        missing.append(NotMade(TARGETS_CHECK, facts.why_no_shape))
     if facts.tokenizer is None:
         reason = f"the tokenizer of {context.recipe.model.tokenizer or name} was not read"
         missing += [NotMade("vocabulary against the tokenizer", reason), NotMade("pad and stop tokens", reason)]

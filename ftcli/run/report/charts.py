@@ -211,7 +211,7 @@ def _drawing(
 ) -> Markup:
     axes = _axes(series, look, levels, log=log)
     body = [
-        _grid(axes),
+        grid(axes),
         *(tag("line", **_vertical(axes, step), class_="mark") for step in look.marks if _inside(axes, step)),
         *(_band(axes, one, i) for i, one in enumerate(series)),
         *(_level(axes, level, look.show) for level in levels),
@@ -254,7 +254,8 @@ def _vertical(axes: Axes, step: float) -> dict[str, str]:
     return {"x1": x, "x2": x, "y1": str(TOP), "y2": str(HEIGHT - BOTTOM)}
 
 
-def _grid(axes: Axes) -> Markup:
+def grid(axes: Axes, name: str = "step") -> Markup:
+    """Lines and numbers of both axes, of which the horizontal one has a ``name``."""
     parts = []
     for value in axes.y_ticks:
         y = f"{axes.y(value):.1f}"
@@ -266,7 +267,7 @@ def _grid(axes: Axes) -> Markup:
         parts.append(tag("text", short(step), x=x, y=HEIGHT - BOTTOM + 18, class_="tick mid"))
     base = HEIGHT - BOTTOM
     parts.append(tag("line", x1=LEFT, x2=WIDTH - RIGHT, y1=base, y2=base, class_="axis"))
-    parts.append(tag("text", "step", x=(LEFT + WIDTH - RIGHT) / 2, y=HEIGHT - 5, class_="tick mid"))
+    parts.append(tag("text", name, x=(LEFT + WIDTH - RIGHT) / 2, y=HEIGHT - 5, class_="tick mid"))
     return Markup("").join(parts)
 
 

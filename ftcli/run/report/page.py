@@ -25,7 +25,7 @@ from ftcli.run.completions import Completions
 from ftcli.run.directory import RunDirectory
 from ftcli.run.metrics import read_metrics
 from ftcli.run.recipe_changes import map_of
-from ftcli.run.report import curves, samples, tables
+from ftcli.run.report import curves, margins, samples, tables
 from ftcli.run.report.text import printable
 from ftcli.run.status import Status, read_status
 from ftcli.run.summary import damage_of
@@ -90,6 +90,7 @@ def render_report(run: RunDirectory, live: LiveProgress | None = None) -> str:
         charts=curves.curves(metrics, evaluation, resumed, method),
         resumed=any(resumed),
         scores=tables.score_rows(evaluation, method),
+        held_out=margins.held_out_rows(read_json_object(run.margins_path)),
         samples=samples.samples(evaluation),
         batches=samples.sampled(Completions(run.completions_dir)),
         tokens=tables.tokens(read_json_object(run.tokens_path)),

@@ -96,8 +96,8 @@ def _row(row: JsonMap) -> ShownRow:
     reference = row.get("reference")
     return ShownRow(
         str(row["task"]) if row.get("task") else "",
-        _plain(str(row.get("prompt") or "")),
-        None if reference is None else _plain(str(reference)),
+        clipped(str(row.get("prompt") or "")),
+        None if reference is None else clipped(str(reference)),
         *(_answer(row, key) for key in ("before", "after")),
     )
 
@@ -112,18 +112,20 @@ def _answer(row: JsonMap, key: str) -> ModelAnswer | None:
         right: bool | None = value >= 1
     else:
         right = None if expected is None else text.strip() == expected.strip()
-    shown = _plain(text) if expected is None or right else compared(expected, text)
+    shown = clipped(text) if expected is None or right else compared(expected, text)
     partly = value is not None and value not in (0.0, 1.0)
     score = number(value) if value is not None and partly else ""
     return ModelAnswer(shown, right, score, _reasoning(row.get(f"{key}_reasoning")))
 
 
 def _reasoning(said: Any) -> ClippedText | None:
-    return _plain(said) if isinstance(said, str) and said else None
+    return clipped(said) if isinstance(said, str) and said else None
 
 
-def _plain(text: str) -> ClippedText:
-    return ClippedText([("same", text[:SHOWN_CHARACTERS])] if text else [], max(0, len(text) - SHOWN_CHARACTERS))
+def clipped(text: str, left_out: int = 0) -> ClippedText:
+    """The beginning of a text, of which ``left_out`` characters are missing already."""
+    missing = left_out + max(0, len(text) - SHOWN_CHARACTERS)
+    return ClippedText([("same", text[:SHOWN_CHARACTERS])] if text else [], missing)
 
 
 def compared(expected: str, got: str) -> ClippedText:
@@ -192,4 +194,4 @@ def _different(found: Sequence[ScoredCompletion], rows: int) -> list[ScoredCompl
 
 def _sampled(one: ScoredCompletion) -> SampledCompletion:
     rewards = [(name, "none" if value is None else number(value)) for name, value in one.rewards.items()]
-    return SampledCompletion(_plain(one.prompt), _plain(one.text), rewards, _reasoning(one.reasoning))
+    return SampledCompletion(clipped(one.prompt), clipped(one.text), rewards, _reasoning(one.reasoning))

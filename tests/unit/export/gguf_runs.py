@@ -19,7 +19,14 @@ from tests.unit.export.conftest import Heard, Trained, tokenizer, write_run
 #: Checkpoints whose language model stands in the table, by their own ``model_type``.
 MULTIMODAL = {"qwen2_vl_text": "qwen2_vl", "qwen2_5_vl_text": "qwen2_5_vl", "qwen3_vl_text": "qwen3_vl"}
 #: What llama.cpp builds of a family, where small models are otherwise.
-AS_BUILT: dict[str, dict[str, Any]] = {"bitnet": {"tie_word_embeddings": True}, "qwen3_moe": {"norm_topk_prob": True}}
+AS_BUILT: dict[str, dict[str, Any]] = {
+    "bitnet": {"tie_word_embeddings": True},
+    "qwen3_moe": {"norm_topk_prob": True},
+    "cohere2": {"tie_word_embeddings": True, "num_hidden_layers": 4, "layer_types": None},
+    "exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 2},
+    "smollm3": {"num_hidden_layers": 4, "no_rope_layers": None, "layer_types": None},
+    "olmo3": {"num_hidden_layers": 4, "layer_types": None},
+}
 LANGUAGE = r".*language_model.*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
 
 

@@ -103,6 +103,15 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "linear scaling": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
     "yarn": ("qwen2", {"rope_parameters": YARN}),
     "longrope": ("phi3", {"rope_parameters": LONG, "sliding_window": None}),
+    "yarn with a factor of its own": ("smollm3", {"rope_parameters": {**YARN, "attention_factor": 1.5}}),
+    "yarn in layers that see everything": (
+        "olmo3",
+        {"rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 1e6}}},
+    ),
+    "hunyuan's alpha": (
+        "hunyuan_v1_dense",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 1000.0, "factor": 1.0}},
+    ),
     "partial rotation": ("phi3", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
     "biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "global layers": (
@@ -116,6 +125,15 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "more embeddings than tokens": ("gemma2", {"vocab_size": 300}),
+    "no rotation where there is no window": ("exaone4", {"num_hidden_layers": 64, "layer_types": None}),
+    "layers in another order": (
+        "cohere2",
+        {"layer_types": ["full_attention", "sliding_attention"], "tie_word_embeddings": True},
+    ),
+    "factors of the arithmetic": ("granite", {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3}),
+    "halves at once": ("stablelm", {"use_parallel_residual": True, "use_qkv_bias": True}),
+    "wider heads": ("glm4", {"head_dim": 16, "attention_bias": True}),
+    "biases everywhere": ("jais2", {"head_dim": 16, "tie_word_embeddings": True}),
 }
 
 
@@ -126,7 +144,7 @@ def test_what_configs_say_is_in_the_file(shape: str, tmp_path: Path) -> None:
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
-    "ftcli does not know how llama.cpp builds a model_type granite": ("granite", {}),
+    "ftcli does not know how llama.cpp builds a model_type helium": ("helium", {}),
     "query_pre_attn_scalar is 32": ("gemma2", {"query_pre_attn_scalar": 32}),
     "rope scaling is dynamic": (
         "llama",
@@ -138,6 +156,34 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "norm_topk_prob is True": ("qwen2_moe", {"norm_topk_prob": True}),
     "not every layer has experts": ("qwen3_moe", {"norm_topk_prob": True, "mlp_only_layers": [0]}),
     "it has tied embeddings": ("qwen2_moe", {"tie_word_embeddings": True}),
+    "no_rope_layers is .1, 0.; llama.cpp's smollm3 rotates all but every 4th layer": (
+        "smollm3",
+        {"no_rope_layers": [1, 0]},
+    ),
+    "windows in models of 64 layers and in no others; this one of 2 has some": ("exaone4", {"layer_types": None}),
+    "this one of 64 has none": ("exaone4", {"num_hidden_layers": 64, "layer_types": ["full_attention"] * 64}),
+    "no place for lm_head.weight": ("cohere2", {}),
+    "no place for model.layers.0.self_attn.o_proj.bias": ("hunyuan_v1_dense", {"attention_bias": True}),
+    "its residual_multiplier is 0": ("granite", {"residual_multiplier": 0.0}),
+    "needs the bias of model.layers.0.mlp.c_fc": ("starcoder2", {"use_bias": False}),
+    "heads times head_dim must be hidden_size": ("glm", {"head_dim": 16}),
+    "k_layernorm.norms.0.weight": ("stablelm", {"qk_layernorm": True}),
+    "llama3, which llama.cpp does not read in qwen3": ("qwen3", {"rope_parameters": LLAMA3}),
+    "a part of each head is rotated": ("llama", {"rope_parameters": {**YARN, "partial_rotary_factor": 0.5}}),
+    "does not round the range": ("llama", {"rope_parameters": {**YARN, "truncate": False}}),
+    "olmo2 knows one": (
+        "olmo3",
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            }
+        },
+    ),
+    "layers with a window have a rope scaling, yarn": (
+        "olmo3",
+        {"rope_parameters": {"full_attention": YARN, "sliding_attention": YARN}},
+    ),
 }
 
 
@@ -149,6 +195,16 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused(reason: str, tmp_path
         export(made, "f32")
     assert {finding.code for finding in caught.value.findings} == {"FT756"}
     assert not (made.run.export_dir / "gguf").exists()
+
+
+def test_what_an_activation_has_trained_is_in_the_metadata(tmp_path: Path) -> None:
+    model = changed("apertus")
+    trained = {name: value.clone() for name, value in model.state_dict().items() if ".act_fn." in name}
+    values = ReadFile(export(adapt(tmp_path, model), "f32").path / "run-F32.gguf").values
+    for leaf in ("alpha_p", "alpha_n", "beta", "eps"):
+        wanted = [float(trained[f"model.layers.{layer}.mlp.act_fn.{leaf}"]) for layer in range(2)]
+        assert values[f"xielu.{leaf}"] == pytest.approx(wanted, rel=1e-6)
+    assert len(set(values["xielu.alpha_p"])) == 2
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])

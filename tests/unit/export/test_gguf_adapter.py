@@ -18,7 +18,16 @@ pytest.importorskip("gguf")
 
 
 @pytest.mark.parametrize(
-    ("family", "variant"), [("llama", {}), ("gemma2", {}), ("qwen2_vl", {}), ("llama", VARIANTS["rank pattern"])]
+    ("family", "variant"),
+    [
+        ("llama", {}),
+        ("gemma2", {}),
+        ("qwen2_vl", {}),
+        ("glm4", {}),
+        ("granite", {}),
+        ("starcoder2", {}),
+        ("llama", VARIANTS["rank pattern"]),
+    ],
 )
 def test_an_adapter_is_written_alone(family: str, variant: dict[str, Any], tmp_path: Path) -> None:
     made = adapt(tmp_path, build(family), use_rslora=bool(variant), **variant)

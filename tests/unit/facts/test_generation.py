@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ftcli.facts.generation import BUCKETS, CacheShape, EngineLayout, bucket_of, choose_layout, pages_of, why_no_engine
+from ftcli.tables import families
 
 SHAPE = CacheShape(layers=2, key_heads=2, head_dim=16, element_bytes=2)
 
@@ -39,7 +40,11 @@ def test_rows_and_copy_fit_the_room(pages: int | None, copy: int | None, expecte
 
 
 def test_models_whose_rows_would_meet_are_left_to_transformers() -> None:
-    assert why_no_engine({"model_type": "llama", "rope_parameters": {"rope_type": "llama3"}}, known=True) is None
-    assert "mamba" in str(why_no_engine({"model_type": "mamba"}, known=False))
+    llama, stablelm = families.TABLE["llama"], families.TABLE["stablelm"]
+    known = {"model_type": "llama", "rope_parameters": {"rope_type": "llama3"}}
+    assert why_no_engine(known, llama, on_kernels=False) is None
+    assert "mamba" in str(why_no_engine({"model_type": "mamba"}, None, on_kernels=False))
+    assert "no cache of ours" in str(why_no_engine({"model_type": "stablelm"}, stablelm, on_kernels=False))
+    assert why_no_engine({"model_type": "stablelm"}, stablelm, on_kernels=True) is None
     for rope in ({"rope_type": "dynamic"}, {"type": "longrope"}, {"full_attention": {"rope_type": "dynamic"}}):
-        assert "longest row" in str(why_no_engine({"rope_parameters": rope}, known=True))
+        assert "longest row" in str(why_no_engine({"rope_parameters": rope}, llama, on_kernels=True))

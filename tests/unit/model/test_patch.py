@@ -261,6 +261,15 @@ def test_what_cannot_be_fused_stays_and_says_why(lora: dict[str, Any], words: st
     assert words in applied.table[0].reason
 
 
+@pytest.mark.filterwarnings("ignore:`lora_bias=True`")
+def test_all_layers_stay_where_attention_would_not_hear_of_documents() -> None:
+    """StableLM's layers hand attention nothing further: ours beside them would see past the documents of a row."""
+    of_one = {"target_modules": ["model.layers.1.self_attn.q_proj"], "lora_bias": True}
+    for name, alone in (("stablelm", True), ("llama", False)):
+        table = patch(adapted(name, **of_one), "reference").table
+        assert [entry.on for entry in table if entry.layer.startswith("layers")] == [not alone, False]
+
+
 #: What is special in full fine-tuning: heads that are the embedding and that are not, biases, capped scores and logits.
 WHOLE = [
     *((name, {"tie_word_embeddings": tied}) for name in CONFIGS for tied in (False, True)),

@@ -10,10 +10,11 @@ from typing import Any
 import peft
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from ftcli.facts.shape import shape_of
 from ftcli.model.backbone import hidden_states, stream_in
+from ftcli.model.gradient_checkpointing import use_checkpointing
 from ftcli.model.patch import patch
 from ftcli.plan.memory.activations import ActivationSettings, LayerMemory, norm_bytes, plain_layers
 from ftcli.plan.memory.checkpointing import HeldBytes, Offloaded
@@ -21,6 +22,7 @@ from ftcli.plan.memory.fused_activations import fused_layers
 from ftcli.plan.memory.pinned import pinned_bytes
 from ftcli.plan.precision import DtypePlan
 from ftcli.tables import code_of, families, policies
+from tests.small_models import MULTIMODAL
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
@@ -40,7 +42,19 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     "gemma3_text": {**GEMMA2, "sliding_window_pattern": 2},
     "phi3": {"hidden_size": 64},
     "bitnet": {"hidden_size": 64},
+    "starcoder2": {"hidden_size": 64},
+    "stablelm": {"hidden_size": 64},
+    "helium": {"hidden_size": 64},
+    "vaultgemma": GEMMA2,
+    "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
 }
+#: Families whose scores are capped, which transformers computes eagerly.
+CAPPED = {name for name, row in families.TABLE.items() if row.attention_softcap is not None}
+#: Language models that only exist in a multimodal one, and the families that they are built like.
+PARTS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
+
+#: One that is built like no other.
+TOWERS = {"muse_glimmer_text": "muse_glimmer"}
 PLANS = {
     "lora-float32": DtypePlan("float32", "float32", "float32", False, "test"),
     "lora-bfloat16": DtypePlan("bfloat16", "float32", "bfloat16", True, "test"),
@@ -79,8 +93,14 @@ def build(
 ) -> Any:
     sizes = {key: value for key, value in config_of(family, layers).items() if key != "model_type"}
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **sizes)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    if family in TOWERS:  # of which the text alone is computed here
+        name = TOWERS[family]
+        _, vision, beside = MULTIMODAL[name]
+        config = AutoConfig.for_model(name, text_config=sizes, vision_config=vision, **beside)
+        model = AutoModelForImageTextToText.from_config(config, attn_implementation=attention)
+    else:
+        config = AutoConfig.for_model(family, **sizes)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     model = model.to(getattr(torch, plan.parameter)).train()
     if plan.adapter is None:
         return model
@@ -149,7 +169,7 @@ def setting_of(
         rank=RANK if plan.adapter else 0,
         dropout=dropout > 0,
         full=plan.adapter is None,
-        softcap=family == "gemma2",
+        softcap=family in CAPPED,
         padded=batch > 1,
         dora=dora,
     )
@@ -168,15 +188,8 @@ CASES = [
     for family, attention in [
         ("llama", "sdpa"),
         ("llama", "eager"),
-        ("mistral", "sdpa"),
-        ("qwen2", "sdpa"),
-        ("qwen3", "sdpa"),
-        ("gemma", "sdpa"),
-        ("gemma2", "eager"),
         ("gemma3_text", "eager"),
-        ("gemma3_text", "sdpa"),
-        ("phi3", "sdpa"),
-        ("bitnet", "sdpa"),
+        *((name, "eager" if name in CAPPED else "sdpa") for name in families.TABLE if name not in PARTS),
     ]
     for plan in PLANS
 ]
@@ -239,11 +252,18 @@ def test_whole_model_is_within_ten_percent(family: str, attention: Any, plan: st
     assert kept == pytest.approx(measured_bytes(model, dtypes), rel=0.10)
 
 
-def on_kernels(family: str, plan: DtypePlan, layers: int, rows: Sequence[int], *, dropout: float = 0.0) -> list[int]:
+def on_kernels(
+    family: str, plan: DtypePlan, layers: int, rows: Sequence[int], policy: Any = False, sent: Offloaded = "halves"
+) -> list[int]:
     """Bytes kept by a model on the kernels' torch form, for each number of rows."""
-    model = build(family, "eager" if family == "gemma2" else "sdpa", plan, layers, dropout=dropout)
+    model = build(family, "eager" if family in CAPPED else "sdpa", plan, layers)
     done = patch(model, "reference")
     assert not done.off
+    use_checkpointing(model, policy, offloaded=sent)
+    if policy is True:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if plan.adapter:
+        model.enable_input_require_grads()
     if plan.parameter != plan.compute:
         stream_in(model, getattr(torch, plan.compute))
     sizes = []
@@ -255,14 +275,14 @@ def on_kernels(family: str, plan: DtypePlan, layers: int, rows: Sequence[int], *
     return sizes
 
 
-#: Language models that only exist in a multimodal one, and the families that they are built like.
-PARTS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 ON_KERNELS = sorted(name for name, row in families.TABLE.items() if row.kernels == "layers" and name not in PARTS)
 
 
 def test_language_models_of_multimodal_ones_are_measured_as_the_families_that_they_are_built_like() -> None:
     for name, as_ in PARTS.items():
-        assert replace(families.TABLE[name], four_positions=False) == families.TABLE[as_]
+        described = families.TABLE[name]
+        alike = replace(described, four_positions=False, windows_from=families.TABLE[as_].windows_from)
+        assert alike == families.TABLE[as_]
 
 
 @pytest.mark.parametrize("family", ON_KERNELS)
@@ -274,9 +294,48 @@ def test_one_more_fused_layer_keeps_what_the_table_says(family: str, plan: str) 
     measured = (more[1] - fewer[1]) - (more[0] - fewer[0])
     shape = shape_of(config_of(family, 1))
     assert shape is not None
-    policy = fused_layers(capped_without_kernel=family == "gemma2", reference=True)
+    policy = fused_layers(capped_without_kernel=family in CAPPED, reference=True)
     setting = replace(setting_of(family, dtypes, batch=1), bytes_residual=dtypes.compute_bytes)
     assert 2 * SEQ_LEN * policy.layer_bytes(shape, setting) == pytest.approx(measured, rel=0.03)
+
+
+@pytest.mark.parametrize("family", ON_KERNELS)
+@pytest.mark.parametrize(
+    ("policy", "sent"), [("selective", "halves"), (True, "halves"), ("offload", "halves"), ("offload", "layers")]
+)
+def test_one_more_checkpointed_layer_keeps_what_the_policy_says(family: str, policy: Any, sent: Offloaded) -> None:
+    """What is on its way to the host stays where it is, on a CPU."""
+    dtypes = PLANS["full-bfloat16"]
+    fewer, more = (on_kernels(family, dtypes, n, (2, 4), policy, sent) for n in depths(family))
+    shape = shape_of(config_of(family, 1))
+    assert shape is not None
+    layers = fused_layers(capped_without_kernel=family in CAPPED, reference=True)
+    setting = replace(setting_of(family, dtypes, batch=1), bytes_residual=dtypes.compute_bytes)
+    found = held(layers, shape, setting, policy, sent)
+    width, element = shape.hidden_size, dtypes.compute_bytes
+    beside = 0.0  # plain torch's norms keep their input in float32, and not the tensor that others keep as well
+    if policy == "offload" and sent == "halves" and shape.half_inputs == 3:
+        beside = norm_bytes(width, shape, setting, element) - element * width
+    if policy == "selective" and len(shape.family.mlp) == 2 and shape.family.norm != "layer":
+        beside = element * width
+    measured = (more[1] - fewer[1]) - (more[0] - fewer[0])
+    assert 2 * SEQ_LEN * (found.kept + found.host + beside) == pytest.approx(measured, rel=0.03)
+
+
+@pytest.mark.parametrize("plan", list(PLANS))
+def test_dropout_of_what_halves_add_keeps_its_mask(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(OF_FAMILY, "seed_oss", {"attention_dropout": 0.0, "residual_dropout": 0.1})
+    dtypes, shape = PLANS[plan], shape_of(config_of("seed_oss", 1))
+    assert shape is not None
+    whole = [measured_bytes(build("seed_oss", "sdpa", dtypes, layers), dtypes) for layers in (1, 2)]
+    setting = replace(setting_of("seed_oss", dtypes), drops_residual=True)
+    predicted = BATCH * SEQ_LEN * plain_layers("sdpa").layer_bytes(shape, setting)
+    assert predicted == pytest.approx(whole[1] - whole[0], rel=0.015)
+    fewer, more = (on_kernels("seed_oss", dtypes, n, (2, 4)) for n in (1, 2))
+    measured = (more[1] - fewer[1]) - (more[0] - fewer[0])
+    setting = replace(setting, bytes_residual=dtypes.compute_bytes)
+    policy = fused_layers(capped_without_kernel=False, reference=True)
+    assert 2 * SEQ_LEN * policy.layer_bytes(shape, setting) == pytest.approx(measured, rel=0.025)
 
 
 def test_kernels_keep_far_less_than_plain_layers() -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from ftcli.config.recipe import Recipe
+from ftcli.facts.shape import ModelShape
 from ftcli.plan.disk import DiskEstimate, estimate_disk, existing_ancestor, free_disk_bytes, why_not_writable
 from ftcli.plan.trained import trained_parameters
 from ftcli.preflight.checks import memory_and_disk
@@ -17,18 +19,22 @@ GIB = 2**30
 LORA = "lora: {r: 16}\n"
 
 
+def estimated(recipe: Recipe, shape: ModelShape) -> DiskEstimate:
+    return estimate_disk(recipe, trained_parameters(recipe, shape), shape.other_parameters, free_bytes=None)
+
+
 def test_disk_holds_one_checkpoint_more_than_is_kept(case: Callable[..., Case]) -> None:
     made = case("google/gemma-2-2b", LORA, "checkpoint.every_steps=10", "checkpoint.keep_last=3")
     assert made.facts.shape is not None
     trained = trained_parameters(made.recipe, made.facts.shape).elements
-    disk = estimate_disk(made.recipe, made.facts.shape, free_bytes=None)
+    disk = estimated(made.recipe, made.facts.shape)
     assert disk.checkpoints == 4
     assert disk.checkpoint_bytes - 12 * trained == disk.result_bytes - 4 * trained
     assert disk.total_bytes == 4 * disk.checkpoint_bytes + disk.result_bytes
-    assert estimate_disk(case("google/gemma-2-2b", LORA).recipe, made.facts.shape, free_bytes=None).checkpoints == 3
+    assert estimated(case("google/gemma-2-2b", LORA).recipe, made.facts.shape).checkpoints == 3
     for setting in ("checkpoint.every_steps=null", "train.max_steps=20"):  # none, or none before the end
         on_signal = case("google/gemma-2-2b", LORA, setting)
-        assert estimate_disk(on_signal.recipe, made.facts.shape, free_bytes=None).checkpoints == 1
+        assert estimated(on_signal.recipe, made.facts.shape).checkpoints == 1
 
 
 @pytest.mark.parametrize(("free", "code"), [(10 * GIB, None), (2 * GIB, "FT612"), (GIB, "FT611")])

@@ -22,7 +22,7 @@ LORA, NF4 = "lora: {r: 16}\n", "quantization: {method: nf4}\n"
     [
         (EIGHT + LORA, 2, "h100", "ddp"),
         (EIGHT, 8, "h100", "fsdp"),
-        (EIGHT + "model_kernels_off", 8, "h100", "ddp"),
+        (EIGHT + "model_kernels_off", 8, "h100", "fsdp"),
         (EIGHT + "train: {optim: adafactor}\n", 8, "h100", "ddp"),
         (SEVENTY + LORA + NF4, 2, "h200", "ddp"),
         (SEVENTY + LORA + NF4, 4, "rtx4090", "fsdp"),

@@ -269,11 +269,16 @@ def test_modules_saved_whole_are_trained_parameters(case: Callable[..., Case]) -
     assert with_head.estimate().parts["loss workspace"] > plain.estimate().parts["loss workspace"] + GIB
 
 
-def test_an_unknown_family_has_no_estimate(case: Callable[..., Case]) -> None:
-    made = case("google/gemma-2-2b", LORA)
-    unknown = replace(made.facts, shape=None)
-    gpu = GPUS["h100"]
-    assert estimate_memory(plan_of(made.recipe, unknown, gpu)) is None
+def test_a_family_without_a_description_is_measured(case: Callable[..., Case]) -> None:
+    made = case("google/gemma-2-2b", LORA, "model.kernels=off")
+    plan = plan_of(made.recipe, made.facts, GPUS["h100"])
+    described = estimate_memory(plan)
+    measured = estimate_memory(plan_of(made.recipe, replace(made.facts, shape=None), GPUS["h100"]))
+    assert described is not None
+    assert measured is not None
+    for name in ("weights", "adapters", "optimizer"):
+        assert measured.parts[name] == described.parts[name]
+    assert measured.total_bytes == pytest.approx(described.total_bytes, rel=0.1)
 
 
 FULL = "data: {train: [a.jsonl], eval: [b.jsonl], max_seq_len: 1024}\n"

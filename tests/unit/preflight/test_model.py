@@ -317,7 +317,7 @@ def test_what_llama_cpp_does_not_build_is_known_before_training(
 ) -> None:
     asked = "lora: {}\nexport: {formats: [gguf]}\n"
     assert "FT756" not in [finding.code for finding in findings("meta-llama/Llama-3.1-8B", asked)]
-    unbuilt = str(folder("m", {**TINY, "model_type": "granite"}, **tokenizer(eos_token="z")))
+    unbuilt = str(folder("m", {**TINY, "model_type": "helium"}, **tokenizer(eos_token="z")))
     found = [(f.code, f.severity) for f in findings(unbuilt, asked) if f.code == "FT756"]
     assert found == [("FT756", "note")]
     refused = [(f.code, f.severity) for f in findings(unbuilt, asked, command="export") if f.code == "FT756"]

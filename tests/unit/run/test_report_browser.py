@@ -24,6 +24,7 @@ from ftcli.run.report import LiveProgress, write_report
 from ftcli.run.results import AnsweredRow, EvalScores, Evaluation, TaskScore, write_evaluation
 from ftcli.run.resume import open_run
 from tests.unit.run.test_report import HOSTILE
+from tests.unit.run.test_report_margins import side
 
 PROGRAM = find_browser()
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no Chromium here")
@@ -121,6 +122,7 @@ def make_run(path: Path, *, rewards: bool) -> RunDirectory:
         ]
         rows += [AnsweredRow(HOSTILE, LONG, HOSTILE, LONG + "x", "b"), AnsweredRow(LONG * 20, "y", "", LONG * 20, "b")]
         write_evaluation(directory.eval_path, Evaluation(base, tuned, tuple(rows)))
+        write_json(directory.margins_path, {"before": side(0.0), "after": side(1.0)})
         if rewards:
             said = [
                 ScoredCompletion(f"{LONG} {i}", HOSTILE + LONG, {"exact": 0.5, LONG[:60]: None}, 1.0) for i in range(3)
@@ -154,8 +156,9 @@ def test_samples_are_cards_on_a_narrow_screen_and_tiles_show_their_numbers(brows
     run = make_run(tmp_path / "run", rewards=False)
     write_report(run)
     browser.open(run.report_path, width=420)
-    label = "getComputedStyle(document.querySelector('.rows td'), '::before').content"
-    assert browser.evaluate(label) == '"Task"'
+    label = "getComputedStyle(document.querySelector('%s'), '::before').content"
+    assert browser.evaluate(label % ".rows:not(.wrong) td") == '"Task"'
+    assert browser.evaluate(label % ".wrong td:last-child") == '"Margin"'
     assert browser.evaluate("[...document.querySelectorAll('.fact b')].every(e => e.scrollWidth <= e.clientWidth)")
     for width in (420, 1100):
         browser.open(run.report_path, width=width)

@@ -62,8 +62,16 @@ CHANGES: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
         "max_position_embeddings": 16,
     },
+    "ministral3": {
+        "rope_parameters": {
+            **small_models.SCALED_BY_POSITION,
+            "factor": 32.0,
+            "original_max_position_embeddings": 4,
+        }
+    },
     "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
-    "stablelm": INTERPRETED_SMALL,  # has no width of heads of its own
+    "helium": INTERPRETED_SMALL,  # whose heads make up the hidden size
+    "stablelm": INTERPRETED_SMALL,
 }
 #: Language models that are built only within a model of several towers, and two that are built within one as well.
 TOWERS = {

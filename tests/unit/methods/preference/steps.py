@@ -103,6 +103,8 @@ def job_of(batches: Batches = PADDED, *, size: int = 4, accumulation: int = 1) -
         device=torch.device("cpu"),
         dtypes=PLAN,
         pad_token_id=0,
+        stops=range(250),
+        tokenizer=SimpleNamespace(decode=str),
         batches=lambda model: batches,
         reporter=SilentReporter(),
     )

@@ -280,6 +280,22 @@ def test_what_is_scored_ahead_is_what_each_step_computes(tmp_path: Path) -> None
         require_same(found, wanted)
 
 
+@pytest.mark.parametrize("settings", [{}, {"ld_alpha": 0.5, "sft_weight": 0.5}], ids=str)
+def test_a_step_is_the_same_to_the_last_bit_as_one_that_computes_its_reference(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    """In float32, of pairs that are scored one by one in either case."""
+    model = steps.adapted_model(tmp_path)
+    job = job_of(train={"num_train_epochs": 2.0, "per_device_train_batch_size": 1}, preference=settings)
+    ahead = scored_ahead(job, model, epochs_of_pairs(steps.rows()), [], None)
+    split = [[unit] for unit in range(6)]
+    live, known = objective_of(model, **settings), objective_of(model, known=ahead.of_units, **settings)
+    wanted, found = step(live, model, split), step(known, model, split)
+    assert found[0] == wanted[0]
+    assert all(torch.equal(found[1][name], gradient) for name, gradient in wanted[1].items())
+    assert known.metrics() == live.metrics()
+
+
 def test_the_known_reference_is_not_computed_again(tmp_path: Path) -> None:
     model = steps.adapted_model(tmp_path)
     known = np.full((6, 4), -20.0, np.float32)

@@ -155,6 +155,11 @@ def test_held_out_pairs_have_the_same_results(tmp_path: Path) -> None:
     assert found.loss == pytest.approx(wanted.loss, abs=1e-5)
     assert found.tokens == wanted.tokens
     assert found.more == pytest.approx(wanted.more, abs=1e-4)
+    assert {"stop_logp", "stop_change", "accuracy_length_controlled"} <= set(found.more or ())
+    assert found.margins is not None
+    assert wanted.margins is not None
+    assert found.margins.values == pytest.approx(wanted.margins.values, abs=1e-4)
+    assert (found.margins.lengths == wanted.margins.lengths).all()
 
 
 @pytest.mark.parametrize("batches", [PADDED, UNPADDED, SHARED], ids=["padded", "unpadded", "shared"])

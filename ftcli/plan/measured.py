@@ -1,0 +1,189 @@
+"""What is measured of a model whose family has no description: its sizes, and the bytes that its layers hold.
+
+The model is built without memory and run on tensors without memory (:mod:`ftcli.model.measure`), which imports torch
+and transformers and takes seconds. This module has the values, and asks for them.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from ftcli.config.model import QuantizationConfig
+from ftcli.config.recipe import Recipe
+from ftcli.facts.model import ModelFacts
+from ftcli.facts.shape import Linear
+from ftcli.plain import JsonObject
+from ftcli.plan.execution import Execution
+from ftcli.plan.precision import DtypePlan
+from ftcli.plan.trained import PlannedAdapters, TrainedParameters
+from ftcli.tables import code_of, quantizations
+from ftcli.tables.families import MEASURED_BY
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is asked about a model; hashable, so that it is measured once.
+
+    Attributes:
+        config: The content of config.json, as JSON.
+        lora: The section as JSON; None under full fine-tuning.
+        classifier: The model has a score in place of its head.
+        longest: Tokens of the longest row.
+        window: The sliding window, if the model has one.
+        documents: Documents of one row are kept apart by a mask.
+        stores: Linear layers are quantized.
+        trains: There is a backward pass.
+    """
+
+    config: str
+    lora: str | None
+    classifier: bool
+    attention: str
+    attention_chosen: bool
+    parameter: str
+    adapter: str | None
+    compute: str
+    autocast: bool
+    longest: int
+    window: int | None
+    documents: bool
+    stores: bool
+    trains: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """Bytes as a function of rows and their length: ``fixed + rows · (a + b · length + c · length²)``."""
+
+    fixed: float
+    a: float
+    b: float
+    c: float
+
+    def __call__(self, rows: int, length: int) -> int:
+        """The bytes."""
+        return max(0, round(self.fixed + rows * (self.a + self.b * length + self.c * length**2)))
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKind:
+    """Decoder layers that are built alike, and the bytes that one of them holds.
+
+    Attributes:
+        count: How many there are.
+        elements: Parameters of one, without adapters.
+        kept: From its forward pass to its backward pass, what it hands on included.
+        handed: What it hands on, and what autocast keeps of it where nothing else is kept.
+        forward: The most that it allocates without gradients.
+        backward: The most that its backward pass allocates on top of what is kept, without its weights' gradients.
+    """
+
+    count: int
+    elements: int
+    kept: Growth
+    handed: Growth
+    forward: Growth
+    backward: Growth
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """Bytes of a forward and a backward pass.
+
+    Attributes:
+        entry: What stands before the layers: the embedding's output, masks, cosines and sines.
+        last: What stands behind them, the backbone's output included.
+    """
+
+    kinds: tuple[LayerKind, ...]
+    entry: Growth
+    last: Growth
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredModel:
+    """A model without a description. Counts are elements.
+
+    Attributes:
+        other_parameters: Those of other parts than the language model.
+        outer_elements: Those of the language model outside of its decoder layers.
+        largest_layer: Those of its largest decoder layer.
+        largest_tensor: Those of the largest of its tensors.
+        packed: The linear layers that a quantization stores, and how many there are of each shape.
+        attention: What its layers take.
+        recurrent: Its module that carries a state from token to token; None where none was found.
+        adapters: None under full fine-tuning.
+        activations: None where transformers' code does not run without memory: ``unknown`` says why.
+    """
+
+    hidden_size: int
+    vocab_size: int
+    num_layers: int
+    tied: bool
+    parameters: int
+    other_parameters: int
+    outer_elements: int
+    largest_layer: int
+    largest_tensor: int
+    packed: tuple[tuple[Linear, int], ...]
+    attention: str
+    recurrent: str | None
+    adapters: PlannedAdapters | None
+    trained: TrainedParameters
+    activations: Activations | None
+    unknown: str = ""
+
+    def weight_bytes(self, quantization: QuantizationConfig, element: int, *, dequantized: bool = False) -> int:
+        """Bytes of the base model; ``dequantized``: its quantized weights are held so."""
+        reference = quantizations.row(quantization.method).stored_bytes
+        if reference is None or dequantized:
+            return self.parameters * element
+        stored = code_of(reference)
+        packed = sum(count * linear.in_features * linear.out_features for linear, count in self.packed)
+        held: int = sum(count * stored(linear, quantization) for linear, count in self.packed)
+        return (self.parameters - packed) * element + held
+
+
+def measured_model(question: Question) -> MeasuredModel:
+    """Measures a model.
+
+    Raises:
+        FtcliError: FT305 (exit 3) where no model can be built of its config.json; FT311 to FT314, FT333 and FT338 for
+            adapters that it cannot have; FT336 where it has nothing to quantize; FT337 for an attention that it does
+            not have.
+    """
+    found: MeasuredModel = code_of(MEASURED_BY)(question)
+    return found
+
+
+def question_of(
+    recipe: Recipe, facts: ModelFacts, dtypes: DtypePlan, execution: Execution, *, trains: bool, classifier: bool
+) -> Question:
+    """What a setup wants to know."""
+    settings = recipe.grpo if trains else None
+    longest = recipe.data.max_seq_len
+    if settings is not None:
+        longest = settings.max_prompt_length + settings.max_completion_length
+    return Question(
+        config=json.dumps(facts.raw, sort_keys=True),
+        lora=None if recipe.lora is None else recipe.lora.model_dump_json(),
+        classifier=classifier,
+        attention=execution.attention,
+        attention_chosen=recipe.model.attention != "auto",
+        parameter=dtypes.parameter,
+        adapter=dtypes.adapter,
+        compute=dtypes.compute,
+        autocast=dtypes.autocast,
+        longest=longest,
+        window=facts.sliding_window,
+        documents=recipe.data.packing or execution.batches.layout == "unpadded",
+        stores=quantizations.row(recipe.quantization.method).quantize is not None,
+        trains=trains,
+    )
+
+
+def config_in(question: Question) -> JsonObject:
+    """The content of config.json."""
+    found: JsonObject = json.loads(question.config)
+    return found

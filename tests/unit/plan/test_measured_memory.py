@@ -1,0 +1,134 @@
+"""The estimate of families without a description against what a training step on a CPU allocates.
+
+torch's profiler counts every allocation of the CPU's allocator: the peak over a step, and weights and optimizer state
+that were there before it, are what the estimate calls allocated.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from ftcli.config.load import LoadedRecipe
+from ftcli.facts.device import named_device
+from ftcli.facts.model import read_facts
+from ftcli.model.backbone import head_of, hidden_states
+from ftcli.model.load import config_of, load_model
+from ftcli.model.lora import apply_lora
+from ftcli.model.lora_targets import freeze_other_parts
+from ftcli.model.loss import next_token_loss
+from ftcli.model.pretrained import hollow
+from ftcli.plan.memory.estimate import estimate_memory
+from ftcli.plan.run import RunPlan
+from tests.estimates import plan_of
+from tests.small_models import config_of as small_config
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+Load = Callable[..., LoadedRecipe]
+
+WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
+ROWS, TOKENS = 2, 256
+
+
+def plan_for(model_type: str, load: Load, folder: Path, *overrides: str, **change: Any) -> RunPlan:
+    values = small_config(model_type, **change).to_dict()
+    values.pop("architectures", None)
+    (folder / "config.json").write_text(json.dumps(values, default=str))
+    loaded = load(
+        f"model: {{name_or_path: {folder}, init: random, dtype: float32, tokenizer: bytes}}\n"
+        f"data: {{train: [a.jsonl], max_seq_len: {TOKENS}}}\n",
+        f"train.per_device_train_batch_size={ROWS}",
+        *overrides,
+    )
+    facts = read_facts(loaded.recipe.model, offline=True, origins=loaded.origins)
+    return plan_of(loaded.recipe, replace(facts, shape=None), named_device("cpu"))
+
+
+def allocated(plan: RunPlan) -> int:
+    """Bytes at the peak of a training step."""
+    recipe = plan.recipe
+    cpu = torch.device("cpu")
+    model: Any = load_model(recipe.model, plan.facts, plan.dtypes, device=cpu, seed=0, offline=True)
+    freeze_other_parts(model)
+    if recipe.lora is not None:
+        model, _ = apply_lora(model, recipe.lora, plan.dtypes, seed=0)
+    model.train()
+    if plan.policy.by_transformers:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if recipe.lora is not None:
+            model.enable_input_require_grads()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, foreach=False)
+    ids = torch.randint(5, 250, (ROWS, TOKENS))
+
+    def step() -> None:
+        states = hidden_states(model, {"input_ids": ids})
+        next_token_loss(states, head_of(model), ids, num_items=ids.numel()).loss.backward()
+        del states
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    step()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        step()
+    now = most = 0
+    for event in profiled.profiler.kineto_results.events():  # type: ignore[union-attr]
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            most = max(most, now)
+    held = sum(4 * p.numel() for p in model.parameters()) + sum(8 * p.numel() for p in trained)
+    return held + most
+
+
+@pytest.mark.parametrize("lora", ["lora={r: 8}", "lora=null"], ids=["adapters", "full"])
+@pytest.mark.parametrize("policy", ["false", "true"])
+@pytest.mark.parametrize(
+    ("model_type", "change"),
+    [
+        ("mixtral", WIDE),
+        ("qwen3_moe", WIDE),
+        ("gpt_oss", WIDE),
+        ("olmoe", WIDE),
+        ("phimoe", WIDE),
+        ("glm4_moe_lite", WIDE),
+        ("falcon_h1", {}),
+        ("nemotron_h", {}),
+        ("nemotron", WIDE),
+        ("mamba2", {}),
+        ("gptj", {}),
+    ],
+)
+def test_the_estimate_is_what_a_step_allocates(
+    model_type: str, change: dict[str, Any], policy: str, lora: str, load: Load, tmp_path: Path
+) -> None:
+    plan = plan_for(model_type, load, tmp_path, lora, f"train.gradient_checkpointing={policy}", **change)
+    found = estimate_memory(plan)
+    assert found is not None
+    assert found.allocated_bytes == pytest.approx(allocated(plan), rel=0.1)
+
+
+def test_sizes_are_those_of_the_model(load: Load, tmp_path: Path) -> None:
+    plan = plan_for("qwen3_moe", load, tmp_path, "lora={r: 8}")
+    measured, model = plan.measured, hollow(config_of(dict(plan.facts.raw)))
+    assert measured.parameters == sum(p.numel() for p in model.parameters())
+    lora = plan.recipe.lora
+    assert lora is not None
+    adapted, _ = apply_lora(model, lora, plan.dtypes, seed=0)
+    assert measured.trained.elements == sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+    listed = sum(matrix.elements * matrix.count for matrix in measured.trained.matrices)
+    assert listed == measured.trained.elements
+
+
+def test_more_layers_than_there_are_are_refused(load: Load, tmp_path: Path) -> None:
+    from ftcli.errors import FtcliError
+
+    plan = plan_for("mixtral", load, tmp_path, num_hidden_layers=5000)
+    with pytest.raises(FtcliError, match="FT305"):
+        estimate_memory(plan)
