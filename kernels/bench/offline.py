@@ -294,7 +294,7 @@ def delta_cases(new: Maker, capability: int) -> Launches:
     q, k, v = new(1, tokens, 64, 128).split([16, 16, 32], 2)
     for name, document in (("", None), (", documents", starts)):
         inputs = delta_rule_forward.DeltaInputs(q, k, v, float_heads.g, heads, document, 1.0, True)
-        tiles = delta_rule_forward.delta_tiles(128)
+        tiles = delta_rule_forward.delta_tiles(128, new.dtype)
         yield f"delta rule chunks{name}", partial(delta_rule_forward.prepare, inputs, tiles)
         squares, rows = new(1, 32, 4, 64, 64), (wide(5, 32, 256), wide(2, 16, 256), wide(32, 4))
         chunks = delta_rule_forward.Chunks(squares, squares, *rows)

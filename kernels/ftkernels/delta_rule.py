@@ -208,7 +208,7 @@ class _DeltaRule(torch.autograd.Function):
             last = v.new_zeros(v.shape[0], v.shape[2], q.shape[3], v.shape[3], dtype=torch.float32)
             return torch.empty_like(v), (last if first is None else first.float()) if want_last else None
         inputs = _inputs(q, k, v, g, beta, starts, scale, normalize)
-        tiles = delta_tiles(v.shape[-1])
+        tiles = delta_tiles(v.shape[-1], v.dtype)
         made = scan(inputs, prepare(inputs, tiles), _state(first), keep=False, want_last=want_last, tiles=tiles)
         assert made.out is not None
         return rounded(made.out, v.dtype), made.last
@@ -223,7 +223,7 @@ class _DeltaRule(torch.autograd.Function):
             d_first = d_last if first is not None else None
             return *(torch.zeros_like(t) for t in (q, k, v, g, beta)), d_first, None
         inputs = _inputs(q, k, v, g, beta, starts, ctx.scale, ctx.normalize)
-        tiles = delta_tiles(v.shape[-1])
+        tiles = delta_tiles(v.shape[-1], v.dtype)
         chunks = prepare(inputs, tiles)
         again = scan(inputs, chunks, _state(first), keep=True, want_last=False, tiles=tiles)
         assert again.x is not None

@@ -51,12 +51,14 @@ class DeltaTiles:
     earlier: DeltaTile
 
 
-def delta_tiles(values: int) -> DeltaTiles:
-    """The tiles for heads of so many values. Chosen for what they spill, compiled for an H200, and not yet timed; they
-    need at most 137 KiB of shared memory on Hopper and 73 KiB elsewhere.
+def delta_tiles(values: int, dtype: torch.dtype) -> DeltaTiles:
+    """The tiles for heads of so many values. Chosen for what they spill, compiled for an H200, and not yet timed. They
+    need at most 137 KiB of shared memory on Hopper, where products read it, and 73 elsewhere; 160 and 96 in float32.
     """
     if interpreting():
         return DeltaTiles(*[DeltaTile(values, 4)] * 6)
+    if dtype == torch.float32:
+        return DeltaTiles(*[DeltaTile(min(values, 32), 8, 1)] * 6)
     half = min(values, 64)
     # Of 64 values, since each slice reads the chunk's q, k, inverse and scores again.
     return DeltaTiles(DeltaTile(values, 4), *[DeltaTile(half, 8, 2)] * 4, DeltaTile(half, 8, 1))
@@ -305,8 +307,8 @@ def _scan_kernel(
 
 
 def precision_of(dtype: torch.dtype) -> str:
-    """Precision of products of operands of ``dtype``: float32 is multiplied in float32."""
-    return "ieee" if dtype == torch.float32 else "tf32"
+    """How products of operands of ``dtype`` are taken; "tf32x3" is float32 to a few roundings, on tensor cores."""
+    return "tf32x3" if dtype == torch.float32 else "tf32"
 
 
 def prepare(inputs: DeltaInputs, tiles: DeltaTiles) -> Chunks:
