@@ -59,13 +59,28 @@ _TELLING = (bool, int, float, str, type(None))
 _INDICES = frozenset({"layer_idx", "layer_id", "layer_index", "block_idx", "training"})
 
 
-@lru_cache(maxsize=8)
 def measured(question: Question) -> MeasuredModel:
-    """Measures a model.
+    """Measures a model. Its sizes, and the layers at each power of four tokens, are measured once.
 
     Raises:
         FtcliError: As :func:`ftcli.plan.measured.measured_model`.
     """
+    anywhere = replace(question, longest=0, window=None, documents=False, trains=True)
+    sizes = _sizes(replace(anywhere, parameter="", adapter=None, compute="", autocast=False))
+    longest = question.longest if question.window is not None else _next_power_of_four(question.longest)
+    activations, unknown = _activations_or_reason(replace(question, longest=longest, stores=False, classifier=False))
+    return replace(sizes, activations=activations, unknown=unknown)
+
+
+def _next_power_of_four(tokens: int) -> int:
+    power = _TOGETHER
+    while power < tokens:
+        power *= 4
+    return power
+
+
+@lru_cache(maxsize=8)
+def _sizes(question: Question) -> MeasuredModel:
     raw = config_in(question)
     _require_bounded(raw)
     config = config_of(raw)
@@ -78,7 +93,6 @@ def measured(question: Question) -> MeasuredModel:
     decoder = _elements(*_language(model))
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     whole = _elements(model)
-    activations, unknown = _activations_or_reason(question, config, lora, _lengths(question, model))
     text = config.get_text_config()
     return MeasuredModel(
         hidden_size=int(text.hidden_size),
@@ -95,8 +109,7 @@ def measured(question: Question) -> MeasuredModel:
         recurrent=_recurrent(model),
         adapters=None if lora is None else planned_adapters(model, lora, packed if question.stores else frozenset()),
         trained=_trained(model, lora, packed if question.stores else frozenset(), classifier=question.classifier),
-        activations=activations,
-        unknown=unknown,
+        activations=None,
     )
 
 
@@ -205,11 +218,12 @@ def _trained_whole(model: PreTrainedModel, score: Sequence[TrainedMatrices]) -> 
     return TrainedParameters(total, tuple(matrices))
 
 
-def _activations_or_reason(
-    question: Question, config: PretrainedConfig, lora: LoraConfig | None, lengths: Lengths
-) -> tuple[Activations | None, str]:
+@lru_cache(maxsize=32)
+def _activations_or_reason(question: Question) -> tuple[Activations | None, str]:
+    config = config_of(config_in(question))
+    lora = None if question.lora is None else LoraConfig.model_validate_json(question.lora)
     try:
-        return _activations(question, config, lora, lengths), ""
+        return _activations(question, config, lora), ""
     except FtcliError:
         raise
     except IMPOSSIBLE as error:  # transformers' code asks for a number that only a real tensor has
@@ -257,9 +271,7 @@ def _unit(model: PreTrainedModel) -> int | None:
     return max([_TOGETHER, *(size for name in _CHUNKS if isinstance(size := getattr(text, name, None), int))])
 
 
-def _activations(
-    question: Question, config: PretrainedConfig, lora: LoraConfig | None, lengths: Lengths
-) -> Activations:
+def _activations(question: Question, config: PretrainedConfig, lora: LoraConfig | None) -> Activations:
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of PEFT and transformers, which a run says again
         model = _adapted(question, config, lora)
@@ -270,7 +282,7 @@ def _activations(
         elements = [sum(p.numel() for n, p in layers[i].named_parameters() if "lora_" not in n) for i in examples]
         counts = Counter(kinds)
         del layers[max(examples) + 1 :]
-        first, second, third = lengths
+        lengths = first, second, third = _lengths(question, base)
         with FakeTensorMode() as fake:
             _without_memory(model)
             once = partial(_pass, model, list(layers), examples, question)

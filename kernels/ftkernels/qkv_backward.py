@@ -309,8 +309,8 @@ def qkv_backward(
     count, width = batch * seq_len, (rotary.q_heads + 2 * rotary.k_heads) * head_dim
     rank = 0 if b is None else b.shape[1]
     blocks = triton.cdiv(count, tile.rows)
-    # Few rows: fewer heads a program, or most of the GPU would have nothing to do.
-    splits = max(triton.cdiv(rotary.q_heads, tile.columns), min(rotary.q_heads, tile.programs // max(blocks, 1)))
+    # Few rows: fewer heads a program, or most of the GPU would have nothing to do. Programs of a single head spill.
+    splits = max(triton.cdiv(rotary.q_heads, tile.columns), min(rotary.k_heads // 2, tile.programs // max(blocks, 1)))
     acc = accumulate_dtype(dtype)
     out = torch.empty((count, width), dtype=store_dtype(dtype), device=dq.device)
     dxa = torch.empty((1,) if b is None else (splits, count, rotary.adapters * rank), dtype=acc, device=dq.device)

@@ -107,13 +107,14 @@ def test_a_run_does_not_go_on_with_another_reward(narrow: User) -> None:
     assert status == 2
     told = document["findings"][-1]
     assert told["code"] == "FT721"
-    assert f"differs from that of the run in {narrow.folder / 'r'}: eval.tasks: [" in told["message"]
+    changed = f"differs from that of the run in {narrow.folder / 'r'}: eval.tasks.0.use: exact_match -> "
+    assert changed in told["message"]
     schema.write_text('{"type": "string"}')
     checkpoint = narrow.folder / "r" / "checkpoints" / "step-00000002"
     status, document = narrow.run("grpo", recipe, "--resume", str(checkpoint))
     assert status == 0, document["findings"]
     waived = [one["message"] for one in document["findings"] if one["code"] == "FT732"]
-    assert ["eval.tasks: [" in waived[0], f"judge: {schema} (" in waived[1], len(waived)] == [True, True, 2]
+    assert ["eval.tasks.0.use: " in waived[0], f"judge: {schema} (" in waived[1], len(waived)] == [True, True, 2]
 
 
 @pytest.mark.parametrize("command", ["train", "grpo"])

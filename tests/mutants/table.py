@@ -561,6 +561,20 @@ EXPORT = (
         _U + "export/test_gguf_adapter.py",
     ),
     _m(
+        "GGUF keeps YaRN's attention factor",
+        "ftcli/export/gguf/rotation.py",
+        'if rope.get("attention_factor") and',
+        'if rope.get("nothing") and',
+        _U + "export/test_gguf.py",
+    ),
+    _m(
+        "GGUF knows where exaone4 has windows",
+        "ftcli/export/gguf/metadata.py",
+        "architecture.windowed_at in (None, layers)",
+        "layers > 0",
+        _U + "export/test_gguf.py",
+    ),
+    _m(
         "another answer is no disagreement",
         "ftcli/export/probe.py",
         "firm_disagreements=int((firm & ~same).sum())",

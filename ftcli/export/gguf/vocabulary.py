@@ -31,6 +31,7 @@ _SPACES = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _CASED = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
 _LED = r"[^\r\n\p{L}\p{N}]?"
+_BLANKS = "|".join(rf"\s{{{count}}}(?!\S)" for count in (512, 256, 128, 64, 32, 16, 8, 4, "1,2"))
 #: llama.cpp's name of the regular expression by which a byte-level tokenizer cuts text.
 PRE_TOKENIZERS: Mapping[str, str] = MappingProxyType(
     {
@@ -39,9 +40,14 @@ PRE_TOKENIZERS: Mapping[str, str] = MappingProxyType(
         rf"{_LED}{_CASED}|{_LED}{_UPPER}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+": "tekken",
         rf"{_LED}{_CASED}(?i:'s|'t|'re|'ve|'m|'ll|'d)?|{_LED}{_UPPER}(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
         r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+": "gpt-4o",
+        rf"{_CONTRACTIONS}\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+": "seed-coder",
+        rf"{_CONTRACTIONS}\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|{_BLANKS}|\s{{1}}": "jais-2",
         "": "gpt-2",
     }
 )
+#: Its names of the same where merges are tried first (OLMo 2), and where each digit is cut off before (StarCoder 2).
+_MERGED_FIRST: Mapping[str, str] = MappingProxyType({"llama-bpe": "dbrx"})
+_DIGITS = "starcoder"
 #: Names under which llama.cpp takes a piece that is in the vocabulary without trying merges, and puts bos in front.
 _IGNORE_MERGES = ("llama-bpe", "tekken")
 #: Two pieces that never stand side by side in UTF-8: llama.cpp wants merges, and a vocabulary of bytes has none.
@@ -135,14 +141,17 @@ def _pre_tokenizer(stated: JsonMap, merges: list[str]) -> str:
         return "gpt-2"
     steps = _steps(stated["pre_tokenizer"])
     patterns = [step["pattern"].get("Regex") for step in steps if step["type"] == "Split"]
+    digits = [step for step in steps if step["type"] == "Digits" and step.get("individual_digits")]
     (level,) = [step for step in steps if step["type"] == "ByteLevel"]
-    if level.get("add_prefix_space") or len(patterns) + 1 != len(steps) or len(patterns) > 1:
+    if level.get("add_prefix_space") or len(steps) != len(patterns) + len(digits) + 1 or len(steps) > 2:
         raise no_place("its tokenizer cuts text in a way that llama.cpp has no name for here")
     pattern = patterns[0] if patterns else ""
     found = PRE_TOKENIZERS.get(str(pattern))
     if found is None or bool(pattern) == bool(level.get("use_regex", True)):
         raise no_place(f"its tokenizer cuts text by {pattern!r}, which ftcli has no name of llama.cpp's for")
-    return found
+    if digits:
+        return _DIGITS
+    return found if stated["model"].get("ignore_merges") else _MERGED_FIRST.get(found, found)
 
 
 def _scored(stated: JsonMap, merges: list[str], tokens: list[str], types: list[int]) -> dict[str, Value]:
@@ -238,11 +247,14 @@ def _by_merges(values: JsonMap, ids: Mapping[str, int]) -> Any:
     merges = [tuple(merge.split(" ", 1)) for merge in values["tokenizer.ggml.merges"]]
     known = [pair for pair in merges if pair[0] in ids and pair[1] in ids and "".join(pair) in ids]
     pre = values["tokenizer.ggml.pre"]
-    (pattern,) = [expression for expression, name in PRE_TOKENIZERS.items() if name == pre]
+    patterns = {name: pattern for pattern, name in PRE_TOKENIZERS.items()}
+    patterns |= {name: patterns[other] for other, name in _MERGED_FIRST.items()} | {_DIGITS: ""}
+    pattern = patterns[pre]
     model = models.BPE(vocab=dict(ids), merges=known, ignore_merges=pre in ("llama-bpe", "tekken"))
     tokenizer = Tokenizer(model)
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not pattern and bool(known))
-    split = [pre_tokenizers.Split(Regex(pattern), "isolated")] if pattern else []
+    split: list[Any] = [pre_tokenizers.Split(Regex(pattern), "isolated")] if pattern else []
+    split += [pre_tokenizers.Digits(individual_digits=True)] if pre == _DIGITS else []
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*split, level])
     return lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids)
 

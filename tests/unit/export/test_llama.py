@@ -227,7 +227,7 @@ def test_a_library_that_is_broken_is_none(
     assert "no such file" in str(report.facts("")["llama_cpp"])
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral", "olmo3", "glm4", "apertus"])
 def test_the_library_answers_as_training_did(family: str, tmp_path: Path, clean_process: Any) -> None:
     pytest.importorskip("llama_cpp")
     prepared = prepared_of(adapt(tmp_path, build(family)), clean_process)
@@ -242,4 +242,4 @@ def test_the_library_notices_other_numbers(shared: ExpectedFile, tmp_path: Path)
     wanted = dataclasses.replace(shared, logits=shared.logits.flip(-1), llama_cpp=LIBRARY)
     path = tmp_path / "model.gguf"
     write_type(shared, path, "f32")
-    assert "in llama.cpp logits differ" in llama.run_in_llama_cpp(path, TYPES["f32"], wanted).problems[0]
+    assert "in llama.cpp logits differ" in llama.run_in_llama_cpp(path, TYPES["f32"], wanted, 0.0).problems[0]

@@ -1,0 +1,74 @@
+"""Tokenizers in GGUF files: what is written cuts text as the tokenizer does, under a name that llama.cpp has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from ftcli.errors import FtcliError
+from ftcli.export.gguf.vocabulary import PRE_TOKENIZERS, pieces_of, vocabulary_of
+from ftcli.export.probe import TEXTS
+
+pytest.importorskip("gguf")
+
+#: Several digits, blanks, line ends and contractions, where the ways to cut differ.
+LEARNT = [
+    *TEXTS,
+    "In 1999, it's 12345 + 67890 = 80235;   I'LL go.\r\n\r\n    if x:\n\t\treturn 3.14159 ",
+    "don't   stop\n\n\n",
+] * 4
+NAMED: dict[str, tuple[str, bool, bool]] = {
+    **{name: (pattern, False, name in ("llama-bpe", "tekken")) for pattern, name in PRE_TOKENIZERS.items()},
+    "dbrx": (next(pattern for pattern, name in PRE_TOKENIZERS.items() if name == "llama-bpe"), False, False),
+    "starcoder": ("", True, False),
+}
+
+
+def learnt(pattern: str, *, digits: bool = False, ignore_merges: bool = False) -> Any:
+    """A tokenizer of bytes with merges that are learnt from the texts."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE(ignore_merges=ignore_merges))
+    first: list[Any] = [pre_tokenizers.Split(Regex(pattern), "isolated")] if pattern else []
+    first += [pre_tokenizers.Digits(individual_digits=True)] if digits else []
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not pattern)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*first, level])
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, initial_alphabet=alphabet, special_tokens=["<s>", "</s>"], show_progress=False
+    )
+    tokenizer.train_from_iterator(LEARNT, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_text_is_cut_alike_by_what_is_written(name: str) -> None:
+    pattern, digits, ignoring = NAMED[name]
+    tokenizer = learnt(pattern, digits=digits, ignore_merges=ignoring)
+    values = vocabulary_of(tokenizer, [1], 640)
+    assert values["tokenizer.ggml.pre"] == name
+    for text in LEARNT:
+        assert pieces_of(values, text) == tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def test_names_stand_for_different_ways_to_cut() -> None:
+    cut = {
+        name: tuple(learnt(p, digits=d, ignore_merges=i)(LEARNT[-2])["input_ids"]) for name, (p, d, i) in NAMED.items()
+    }
+    assert len({cut[name] for name in ("gpt-2", "starcoder", "qwen2", "dbrx")}) == 4
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"pattern": r"\p{L}+|\S|\s"}, "no name of llama.cpp's for"),
+        ({"pattern": next(iter(PRE_TOKENIZERS)), "digits": True}, "in a way that llama.cpp has no name for"),
+        ({"pattern": "", "ignore_merges": True}, "is like gpt-2 in how it cuts text, and not in ignore_merges"),
+    ],
+)
+def test_other_ways_are_refused(values: dict[str, Any], reason: str) -> None:
+    with pytest.raises(FtcliError, match=reason) as caught:
+        vocabulary_of(learnt(**values), [1], 640)
+    assert caught.value.findings[0].code == "FT756"
