@@ -55,13 +55,12 @@ def delta_tiles(values: int, dtype: torch.dtype) -> DeltaTiles:
     """The tiles for heads of so many values. Chosen for what they spill, compiled for an H200, and not yet timed. They
     need at most 137 KiB of shared memory on Hopper, where products read it, and 73 elsewhere; 160 and 96 in float32.
     """
-    if interpreting():
-        return DeltaTiles(*[DeltaTile(values, 4)] * 6)
-    if dtype == torch.float32:
-        return DeltaTiles(*[DeltaTile(min(values, 32), 8, 1)] * 6)
-    half = min(values, 64)
+    if interpreting() or dtype == torch.float32:
+        one = DeltaTile(values, 4) if interpreting() else DeltaTile(min(values, 32), 8)
+        return DeltaTiles(chunks=one, scan=one, kept=one, back=one, later=one, earlier=one)
     # Of 64 values, since each slice reads the chunk's q, k, inverse and scores again.
-    return DeltaTiles(DeltaTile(values, 4), *[DeltaTile(half, 8, 2)] * 4, DeltaTile(half, 8, 1))
+    most, last = DeltaTile(min(values, 64), 8, 2), DeltaTile(min(values, 64), 8)
+    return DeltaTiles(chunks=DeltaTile(values, 4), scan=most, kept=most, back=most, later=most, earlier=last)
 
 
 @dataclass(frozen=True, slots=True)
