@@ -32,8 +32,8 @@ the rows of G) - k_i . (dk_i through the rest), plus, at the end, that of d and 
 after it in its document.
 
 Backward keeps only the inputs, which are views of the convolution's output: no byte a token. It makes the inverses, x
-and states again; while it runs, they and dM' take 4 C + 4 K V / C + 2 V + 32 bytes a token and value head in bfloat16,
-1,568 for K = V = 128.
+and states again; while it runs, they, dM' and a part of dk take 4 C + 4 K V / C + 2 V + 4 K Hk / Hv + 32 bytes a token
+and value head in bfloat16: 1,824 for heads of 128, two to a key head.
 """
 
 from __future__ import annotations
