@@ -30,9 +30,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ftkernels import (
     bitlinear_kernels,
+    causal_conv,
     cross_entropy,
     decode_attention,
+    delta_gates,
+    delta_rule_backward,
+    delta_rule_forward,
+    delta_step,
     fp8_kernels,
+    gated_norm,
     glu_kernels,
     int8_product,
     lowrank_add,
@@ -263,6 +269,47 @@ def gate_cases(new: Maker) -> Launches:
             yield f"output gate backward{end}", partial(output_gate._launch, x, gate, x, out, out, backward=True)
 
 
+def delta_cases(new: Maker, capability: int) -> Launches:
+    """Launches of gated delta nets with Qwen3.5-9B's heads; as :func:`cases`."""
+    wide, tokens = partial(new, of=torch.float32), 256
+    x, weight, starts = new(1, tokens, 8192), new(8192, 4), torch.zeros((1, tokens), dtype=torch.int32)
+    z, norm, heads, gates = new(1, tokens, 32, 128), new(128), new(1, tokens, 32), delta_gates.Gates
+    float_heads = gates(wide(1, tokens, 32), wide(1, tokens, 32))
+    for name, document, state in (("", starts, None), (", state", None, new(1, 8192, 3))):
+        given = (x, weight, None, state, document)
+        yield f"causal conv forward{name}", partial(causal_conv.forward, *given)
+        yield f"causal conv backward{name}", partial(causal_conv.backward, *given, x, want_dw=not name)
+    yield "delta gates forward", partial(delta_gates.launch, (heads, heads, wide(32), wide(32)), float_heads, None)
+    ends = (heads, heads, wide(32), wide(32)), float_heads, gates(heads, heads)
+    yield "delta gates backward", partial(delta_gates.launch, *ends)
+    yield "gated norm forward", partial(gated_norm.launch, z, z, None, norm, 1e-6, z, z, want_dw=False)
+    yield "gated norm backward", partial(gated_norm.launch, z, z, z, norm, 1e-6, z, z, want_dw=True)
+    slots, row = torch.zeros(8, dtype=torch.int32), new(8, 32, 128)
+    conv = (new(8, 8192), weight, None, wide(9, 8192, 3), slots)
+    yield "delta step, convolution", partial(delta_step.conv_triton, *conv)
+    step = (row[:, :16], row[:, 16:], row, wide(8, 32), wide(8, 32), wide(9, 32, 128, 128), slots)
+    yield "delta step", partial(delta_step.delta_triton, *step, True, 1.0)
+    if capability < 80:
+        return
+    q, k, v = new(1, tokens, 64, 128).split([16, 16, 32], 2)
+    for name, document in (("", None), (", documents", starts)):
+        inputs = delta_rule_forward.DeltaInputs(q, k, v, float_heads.g, heads, document, 1.0, True)
+        tiles = delta_rule_forward.delta_tiles(128, new.dtype)
+        yield f"delta rule chunks{name}", partial(delta_rule_forward.prepare, inputs, tiles)
+        squares, rows = new(1, 32, 4, 64, 64), (wide(5, 32, 256), wide(2, 16, 256), wide(32, 4))
+        chunks = delta_rule_forward.Chunks(squares, squares, *rows)
+        state, states = wide(1, 32, 128, 128), new(1, 32, 4, 128, 128)
+        if not name:
+            ahead = partial(delta_rule_forward.scan, inputs, chunks, state, tiles=tiles)
+            yield "delta rule scan", partial(ahead, keep=False, want_last=True)
+            yield "delta rule scan, kept", partial(ahead, keep=True, want_last=False)
+            back = partial(delta_rule_backward.scan_back, inputs, chunks, v, state, tiles=tiles)
+            yield "delta rule scan back", partial(back, want_first=True)
+        kept, scanned = delta_rule_backward.Kept(v, states), delta_rule_backward.ScannedBack(v, states, None)
+        operands = (inputs, chunks, kept, v, scanned, tiles)
+        yield f"delta rule gradients{name}", partial(delta_rule_backward.gradients, *operands)
+
+
 def norm_cases(new: Maker) -> Launches:
     """Launches of norms and of rows in fp8; as :func:`cases`."""
     x, w, rstd = new(256, HIDDEN), new(HIDDEN), new(256, of=torch.float32)
@@ -292,6 +339,7 @@ def cases(rank: int, dtype: torch.dtype, capability: int) -> Launches:
     yield "rope", partial(rope._launch, q, k, cos, cos, transposed=False)
     yield from glu_cases(new, rank, capability)
     yield from gate_cases(new)
+    yield from delta_cases(new, capability)
     sums = (new(rows, HIDDEN), new(rows, rank), new(HIDDEN, rank), new(rows, HIDDEN))
     yield "lowrank add", partial(lowrank_add.lowrank_add, *sums, triton_kernel=True)
     partial_sums = new(4, rows, 3 * rank, of=torch.float32)

@@ -21,9 +21,12 @@ PAIRED = (
     *(f"qkv options {way}: {name}" for way in ("forward", "backward") for name in ("part, odd", "norm, after")),
     *("output gate forward, small heads", "output gate backward, small heads"),
     *("output gate forward, small heads, a head", "output gate backward, small heads, a head"),
+    *("delta rule gradients, documents", "causal conv forward, state", "causal conv backward, state"),
     *("int8 product, fewest, bias", "int8 product, few", "int8 product, many, bias", "int8 product, described"),
     "thin products, one",
 )
+#: Bytes that kernels may spill all the same: of two value heads' gradients, those of k stay in registers.
+SPILLING = {"delta rule gradients": 64}
 
 
 @pytest.mark.slow
@@ -66,4 +69,9 @@ def test_kernels_compile(
         # of 256 the rotation spills ten, and is as fast as memory all the same.
         spilled = {line: int(re.findall(r"spilled (\d+)", line)[0]) for line in lines}
         assert len(spilled) >= 20
-        assert [line for line, size in spilled.items() if size > 16 and "heads" not in line] == []
+        assert [line for line, size in spilled.items() if size > most(line) and "heads" not in line] == []
+
+
+def most(line: str) -> int:
+    """Bytes that the kernel of ``line`` may spill."""
+    return next((size for name, size in SPILLING.items() if line.startswith(name)), 16)

@@ -1,0 +1,275 @@
+"""The gated delta rule of Qwen3.5, Qwen3-Next and others: linear attention whose state forgets and is corrected.
+
+Legend: B batch, S tokens, Hk key heads, Hv value heads, K and V head sizes, C = 64 tokens of a chunk. Value head h
+reads key head h // (Hv / Hk). For each value head, token by token, with a state M (K, V) in float32:
+
+    q~ = scale * q / sqrt(sum q^2 + 1e-6)        k~ = k / sqrt(sum k^2 + 1e-6)       without ``normalize``: scale * q, k
+    M <- exp(g) M                                forget
+    M <- M + beta k~ (v - M^T k~)^T              correct what the state predicts of v
+    o = M^T q~
+
+At the first token of a document M is zero, or the state that the call is given where that is the row's first token.
+
+Chunks (Yang et al., 2024, arXiv 2412.06464, in a form of our own). Within a chunk let t_i be the sum of g of the
+document's tokens up to i, D_ij = exp(t_i - t_j) for j <= i of one document, else 0, and M the state before the chunk. A
+token's x is what it adds to the state but for beta: x_i = v_i - (the state that it meets)^T k~_i. So with
+
+    G_ij = k~_i . k~_j D_ij beta_j  (j < i)          P_ij = q~_i . k~_j D_ij beta_j  (j <= i)
+    a_i = exp(t_i) |k|^-1    e_i = exp(t_i) scale |q|^-1    c_i = exp(t_end - t_i) |k|^-1 beta_i    d = exp(t_end)
+
+where a and e are 0 for documents that begin in the chunk, c for those that end in it, and d where one begins:
+
+    x = (I + G)^-1 (v - a o (k M))       o = e o (q M) + P x       M' = d M + k^T (c o x)
+
+The inverse and P are made of all chunks in parallel; the scan over chunks has three products in a row. Backward, with
+R = (I + G)^-1 and dM' the gradient of the state after the chunk, runs the same products the other way:
+
+    dx = P^T do + c o (k dM')      dv = R^T dx      dM = d dM' + q^T (e o do) - k^T (a o dv)
+    dG = -dv x^T      dP = do x^T      d beta_j = x_j . dv_j / beta_j
+
+and the gradients of q, k and t are those of P, G, a, c, e and d. That of t_i is q_i . dq_i + k_i . (dk_i through a and
+the rows of G) - k_i . (dk_i through the rest), plus, at the end, that of d and c; that of g_i is the sum of those of t
+after it in its document.
+
+Backward keeps only the inputs, which are views of the convolution's output: no byte a token. It makes the inverses, x
+and states again; while it runs, they, dM' and a part of dk take 4 C + 4 K V / C + 2 V + 4 K Hk / Hv + 32 bytes a token
+and value head in bfloat16: 1,824 for heads of 128, two to a key head.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ftkernels.delta_rule_backward import Kept, gradients, scan_back
+from ftkernels.delta_rule_forward import CHUNK, NORM_EPS, DeltaInputs, delta_tiles, prepare, scan
+from ftkernels.device import BackendChoice, BackendName, accumulate_dtype, choose_backend, gpu_of, rounded
+
+_SIZES = (16, 32, 64, 128)
+
+
+class DeltaOutput(NamedTuple):
+    """The output (B, S, Hv, V) in v's dtype, and the state after the last token (B, Hv, K, V) in float32 or None."""
+
+    out: Tensor
+    last: Tensor | None
+
+
+def delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    starts: Tensor | None = None,
+    first: Tensor | None = None,
+    want_last: bool = False,
+    normalize: bool = True,
+    scale: float | None = None,
+    backend: BackendName = "auto",
+) -> DeltaOutput:
+    """The gated delta rule; the module docstring has the formulas.
+
+    Args:
+        q, k: (B, S, Hk, K), any strides; copied only where the features of a head lie apart.
+        v: (B, S, Hv, V), of one dtype with q and k; Hv is a multiple of Hk.
+        g: (B, S, Hv), the decay's logarithm, at most 0 and taken as -40 below that; any strides.
+        beta: (B, S, Hv), not below 0.
+        starts: (B or 1, S) int32: for each token the index of its document's first token. None: one document a row.
+        first: (B, Hv, K, V), the state before the row's first token; None is zero.
+        want_last: whether the state after the last token is wanted.
+        normalize: whether q and k are divided by their norms.
+        scale: of q; None is K^-0.5.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit.
+    """
+    _check(q, k, v, g, beta, starts, first)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if not delta_rule_backend(q, v, backend).is_triton:
+        return delta_rule_chunked(
+            q, k, v, g, beta, starts=starts, first=first, want_last=want_last, normalize=normalize, scale=scale
+        )
+    settings = (starts, scale, normalize, want_last)
+    out, last = _DeltaRule.apply(q, k, v, g, beta, first, settings)  # type: ignore[no-untyped-call]
+    return DeltaOutput(out, last)
+
+
+def delta_rule_backend(q: Tensor, v: Tensor, backend: BackendName = "auto") -> BackendChoice:
+    """Chooses the implementation for q and v, and says why."""
+    chosen = choose_backend(q.device, backend)
+    if not chosen.is_triton:
+        return chosen
+    if q.shape[-1] not in _SIZES or v.shape[-1] not in _SIZES:
+        return BackendChoice("torch", f"heads of {q.shape[-1]} and {v.shape[-1]} are none of {_SIZES}")
+    if q.dtype == torch.float64:
+        return BackendChoice("torch", "the kernels multiply no float64")
+    if q.is_cuda and (gpu_of(q.device).capability or (0, 0)) < (8, 0):
+        return BackendChoice("torch", "the kernels' products need compute capability 8.0")
+    return chosen
+
+
+def delta_rule_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    starts: Tensor | None = None,
+    first: Tensor | None = None,
+    want_last: bool = False,
+    normalize: bool = True,
+    scale: float | None = None,
+) -> DeltaOutput:
+    """The same token by token in plain torch, differentiable. float64 inputs are computed in float64."""
+    q, k, v, g, beta = _prepared(q, k, v, g, beta, normalize, scale)
+    state = q.new_zeros(q.shape[0], q.shape[2], q.shape[3], v.shape[3]) if first is None else first.to(q.dtype)
+    outs = []
+    for token in range(q.shape[1]):
+        if starts is not None and token:
+            inside = (starts[:, token] != token).to(q.dtype)
+            state = state * inside[:, None, None, None]
+        state = state * torch.exp(g[:, token])[..., None, None]
+        missing = v[:, token] - torch.einsum("bhkv,bhk->bhv", state, k[:, token])
+        state = state + torch.einsum("bhk,bhv->bhkv", k[:, token] * beta[:, token, :, None], missing)
+        outs.append(torch.einsum("bhkv,bhk->bhv", state, q[:, token]))
+    out = torch.stack(outs, 1) if outs else v
+    return DeltaOutput(out, state if want_last else None)
+
+
+def delta_rule_chunked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    starts: Tensor | None = None,
+    first: Tensor | None = None,
+    want_last: bool = False,
+    normalize: bool = True,
+    scale: float | None = None,
+) -> DeltaOutput:
+    """The same chunk by chunk in plain torch, differentiable: what runs where the kernels do not."""
+    dtype, length = v.dtype, v.shape[1]
+    q, k, v, g, beta = (t.transpose(1, 2) for t in _prepared(q, k, v, g, beta, normalize, scale))
+    state = q.new_zeros(*q.shape[:2], q.shape[3], v.shape[3]) if first is None else first.to(q.dtype)
+    document = torch.zeros((1, length), dtype=torch.int32, device=q.device) if starts is None else starts
+    outs = []
+    for row in range(0, length, CHUNK):
+        own = slice(row, min(row + CHUNK, length))
+        qs, ks, vs, gs, betas = (t[:, :, own] for t in (q, k, v, g, beta))
+        where = document[:, None, own]
+        seen = (where[..., :, None] == where[..., None, :]).tril()
+        total = (seen * gs[..., None, :]).sum(-1)
+        apart = total[..., :, None] - total[..., None, :]
+        pair = torch.where(seen, apart, -torch.inf).exp() * betas[..., None, :]
+        carried, stays = (where < row) | (where == 0), where == where[..., -1:]
+        met = torch.where(carried, total, -torch.inf).exp()[..., None]
+        left = torch.where(stays, total[..., -1:] - total, -torch.inf).exp() * betas
+        gram = (ks @ ks.transpose(-1, -2) * pair).tril(-1)
+        x = torch.linalg.solve_triangular(gram, vs - met * (ks @ state), upper=False, unitriangular=True)
+        outs.append(met * (qs @ state) + (qs @ ks.transpose(-1, -2) * pair) @ x)
+        state = met[..., -1:, :] * state + ks.transpose(-1, -2) @ (left[..., None] * x)
+    out = torch.cat(outs, 2).transpose(1, 2) if outs else v.transpose(1, 2)
+    return DeltaOutput(out.to(dtype), state if want_last else None)
+
+
+def _prepared(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, normalize: bool, scale: float | None
+) -> tuple[Tensor, ...]:
+    """All five in float32 (float64), q and k normalized and repeated for each value head."""
+    acc = accumulate_dtype(v.dtype)
+    q, k, v, g, beta = (t.to(acc) for t in (q, k, v, g, beta))
+    if normalize:
+        q, k = (t * torch.rsqrt(t.square().sum(-1, keepdim=True) + NORM_EPS) for t in (q, k))
+    group = v.shape[2] // q.shape[2]
+    q, k = (t.repeat_interleave(group, dim=2) for t in (q, k))
+    return q * (q.shape[-1] ** -0.5 if scale is None else scale), k, v, g, beta
+
+
+class _DeltaRule(torch.autograd.Function):
+    """(out, last state). Saves its inputs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, first: Tensor | None, settings: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        starts, scale, normalize, want_last = settings
+        ctx.save_for_backward(q, k, v, g, beta, first, starts)
+        ctx.scale, ctx.normalize = scale, normalize
+        ctx.set_materialize_grads(False)
+        if not v.numel():
+            last = v.new_zeros(v.shape[0], v.shape[2], q.shape[3], v.shape[3], dtype=torch.float32)
+            return torch.empty_like(v), (last if first is None else first.float()) if want_last else None
+        inputs = _inputs(q, k, v, g, beta, starts, scale, normalize)
+        tiles = delta_tiles(v.shape[-1], v.dtype)
+        made = scan(inputs, prepare(inputs, tiles), _state(first), keep=False, want_last=want_last, tiles=tiles)
+        assert made.out is not None
+        return rounded(made.out, v.dtype), made.last
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor | None, d_last: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, g, beta, first, starts = ctx.saved_tensors
+        if do is None:
+            do = torch.zeros_like(v)
+        if not v.numel():
+            d_first = d_last if first is not None else None
+            return *(torch.zeros_like(t) for t in (q, k, v, g, beta)), d_first, None
+        inputs = _inputs(q, k, v, g, beta, starts, ctx.scale, ctx.normalize)
+        tiles = delta_tiles(v.shape[-1], v.dtype)
+        chunks = prepare(inputs, tiles)
+        again = scan(inputs, chunks, _state(first), keep=True, want_last=False, tiles=tiles)
+        assert again.x is not None
+        assert again.states is not None
+        do, wants_first = _readable(do), ctx.needs_input_grad[5]
+        back = scan_back(inputs, chunks, do, _state(d_last), want_first=wants_first, tiles=tiles)
+        made = gradients(inputs, chunks, Kept(again.x, again.states), do, back, tiles)
+        return (
+            rounded(made.dq, q.dtype),
+            rounded(made.dk, k.dtype),
+            rounded(back.dv, v.dtype),
+            made.dg.to(g.dtype),
+            made.d_beta.to(beta.dtype),
+            None if back.d_first is None else back.d_first.to(first.dtype),
+            None,
+        )
+
+
+def _inputs(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, starts: Tensor | None, scale: float, normalize: bool
+) -> DeltaInputs:
+    starts = None if starts is None else starts.contiguous()
+    return DeltaInputs(_readable(q), _readable(k), _readable(v), g, beta, starts, scale, normalize)
+
+
+def _readable(tensor: Tensor) -> Tensor:
+    """``tensor`` itself, or a copy where the features of a head lie apart."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _state(state: Tensor | None) -> Tensor | None:
+    return None if state is None else state.float().contiguous()
+
+
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, starts: Tensor | None, first: Tensor | None
+) -> None:
+    if q.dim() != 4 or v.dim() != 4 or k.shape != q.shape or v.shape[:2] != q.shape[:2]:
+        raise ValueError(f"expected (B, S, heads, size), got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}")
+    if q.shape[2] == 0 or v.shape[2] % q.shape[2]:
+        raise ValueError(f"{v.shape[2]} value heads are no multiple of {q.shape[2]} key heads")
+    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
+        raise ValueError(f"q, k and v need one floating dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if g.shape != v.shape[:3] or beta.shape != v.shape[:3]:
+        raise ValueError(f"g {tuple(g.shape)} or beta {tuple(beta.shape)} is not a number a value head of v")
+    if starts is not None and (starts.shape not in ((1, q.shape[1]), q.shape[:2]) or starts.dtype != torch.int32):
+        raise ValueError(f"starts {tuple(starts.shape)} in {starts.dtype} are not int32 (B or 1, S)")
+    if first is not None and first.shape != (q.shape[0], v.shape[2], q.shape[3], v.shape[3]):
+        raise ValueError(f"the first state {tuple(first.shape)} is not (B, Hv, K, V)")

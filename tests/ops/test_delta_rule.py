@@ -1,0 +1,245 @@
+"""The gated delta rule against float64: chunks, documents, states, decays and strengths at their ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from ftkernels.delta_rule import DeltaOutput, delta_rule, delta_rule_backend, delta_rule_chunked, delta_rule_reference
+from torch import Tensor
+
+Tensors = tuple[Tensor, ...]
+
+
+def tensors(
+    device: str, shape: tuple[int, int, int, int, int, int], *, state: bool = False, rate: float = 0.5
+) -> Tensors:
+    """q, k, v, g, beta and perhaps a first state, of (B, S, Hk, Hv, K, V)."""
+    batch, length, key_heads, heads, keys, values = shape
+    given = [torch.randn(batch, length, key_heads, keys, device=device) for _ in range(2)]
+    given += [torch.randn(batch, length, heads, values, device=device)]
+    given += [-rate * torch.rand(batch, length, heads, device=device), torch.rand(batch, length, heads, device=device)]
+    return (*given, torch.randn(batch, heads, keys, values, device=device)) if state else tuple(given)
+
+
+def over(function: Callable[..., DeltaOutput], last: bool = True, **options: Any) -> Callable[..., Tensors]:
+    """``function`` of flat tensors, giving a tuple: the output and, unless ``last`` is false, the last state."""
+
+    def call(*given: Tensor) -> Tensors:
+        made = function(*given[:5], first=given[5] if len(given) > 5 else None, want_last=last, **options)
+        return (made.out, made.last) if made.last is not None else (made.out,)
+
+    return call
+
+
+def kernels(*given: Tensor, **options: Any) -> DeltaOutput:
+    return delta_rule(*given, backend="triton", **options)
+
+
+def begun_at(length: int, *begins: int) -> Tensor:
+    """(1, length) starts of documents that begin at 0 and ``begins``."""
+    starts = torch.zeros(1, length, dtype=torch.int32)
+    for begin in begins:
+        starts[:, begin:] = begin
+    return starts
+
+
+@pytest.mark.parametrize(
+    ("shape", "state", "options"),
+    [
+        ((2, 70, 1, 3, 16, 32), True, {}),
+        ((1, 129, 2, 2, 32, 16), False, {"normalize": False, "scale": 0.25}),
+        ((1, 1, 1, 2, 16, 16), True, {}),
+        ((1, 64, 1, 1, 128, 128), False, {}),
+    ],
+    ids=["grouped", "not normalized", "one token", "whole heads"],
+)
+def test_output_states_and_gradients(device: str, tools: Any, shape: Any, state: bool, options: dict[str, Any]) -> None:
+    given = tensors(device, shape, state=state)
+    if not options.get("normalize", True):  # else the state grows with every token
+        given = (given[0], given[1] / shape[4] ** 0.5, *given[2:])
+    tools.assert_float32(over(kernels, **options), over(delta_rule_reference, **options), given)
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_torchs_chunks_equal_the_recurrence(tools: Any, last: bool) -> None:
+    starts = begun_at(150, 5, 64, 65, 140)
+    given = tensors("cpu", (2, 150, 2, 4, 16, 8), state=True)
+    compared = tools.compare(
+        over(delta_rule, last, starts=starts, backend="torch"), over(delta_rule_reference, last, starts=starts), given
+    )
+    assert compared.error < 2e-6
+    assert delta_rule_chunked(*(t.double() for t in given[:5])).out.dtype == torch.float64
+
+
+def test_the_reference_is_what_transformers_writes() -> None:
+    modeling = pytest.importorskip("transformers.models.qwen3_5.modeling_qwen3_5")
+    given = tensors("cpu", (2, 70, 2, 4, 16, 32), state=True)
+    mine = delta_rule_reference(*given[:5], first=given[5], want_last=True)
+    for rule in (modeling.torch_chunk_gated_delta_rule, modeling.torch_recurrent_gated_delta_rule):
+        out, last = rule(*given[:5], initial_state=given[5], output_final_state=True, use_qk_l2norm_in_kernel=True)
+        assert torch.allclose(mine.out, out, atol=2e-5)
+        assert torch.allclose(mine.last, last, atol=2e-5)
+
+
+def test_the_reference_keeps_documents_apart() -> None:
+    given = [t.double() for t in tensors("cpu", (1, 20, 1, 2, 16, 16))]
+    whole = delta_rule_reference(*given, starts=begun_at(20, 7, 8)).out
+    alone = [delta_rule_reference(*(t[:, a:b] for t in given)).out for a, b in ((0, 7), (7, 8), (8, 20))]
+    assert torch.equal(whole, torch.cat(alone, 1))
+
+
+def test_documents_that_begin_anywhere_in_a_chunk(device: str, tools: Any) -> None:
+    """A row for each place: its second document begins there, and ends in the chunk after."""
+    rows, length = 64, 80
+    places = torch.arange(rows)[:, None]
+    tokens = torch.arange(length)[None]
+    starts = torch.where(tokens < places, 0, torch.where(tokens < places + 14, places, places + 14)).int()
+    given = tensors(device, (rows, length, 1, 1, 16, 16), state=True)
+    tools.assert_float32(
+        over(kernels, starts=starts.to(device)), over(delta_rule_reference, starts=starts.to(device)), given
+    )
+
+
+def test_a_document_hears_nothing_of_others(device: str, tools: Any) -> None:
+    """Neither outputs nor gradients change with the neighbours' numbers, not even those of another size."""
+    starts = begun_at(100, 30, 75).to(device)
+    given = tensors(device, (1, 100, 1, 2, 16, 16))
+    loud = [t.clone() for t in given]
+    for tensor, factor in zip(loud[:4], (100.0, -30.0, 1000.0, 20.0), strict=True):
+        tensor[:, :30] *= factor
+        tensor[:, 75:] *= factor
+    quiet, other = (
+        tools.run(over(kernels, last=False, starts=starts), of, [torch.float32] * 5) for of in (given, loud)
+    )
+    for one, two in zip(quiet, other, strict=True):
+        assert tools.relative(two[:, 30:75], one[:, 30:75]) < 2e-6
+
+
+@pytest.mark.parametrize("decay", [0.0, -0.001, -3.0, -50.0, -1e4, float("-inf")])
+def test_decays_at_their_ends(device: str, tools: Any, decay: float) -> None:
+    """No decay over two chunks, and decays whose inverse is no float32 number."""
+    given = list(tensors(device, (1, 100, 1, 2, 16, 16), state=True))
+    given[3] = torch.full_like(given[3], decay)
+    exact = tools.run(over(delta_rule_reference), [*given], [torch.float64] * 6)
+    got = tools.run(over(kernels), given, [torch.float32] * 6)
+    for place, (value, truth) in enumerate(zip(got, exact, strict=True)):
+        if place == 5 and decay < -20.0:  # dg, of which nothing is left
+            assert value.abs().max() < 1e-6
+        elif truth.norm() < 1e-10:  # what the first state has to say after such a decay
+            assert value.abs().max() < 1e-10
+        else:
+            assert tools.relative(value, truth) <= 1e-5
+
+
+def test_a_decay_that_forgets_does_not_blur_those_after_it(device: str, tools: Any) -> None:
+    given = list(tensors(device, (1, 64, 1, 2, 16, 16)))
+    given[3][:, ::9] = -1e6
+    exact = tools.run(over(delta_rule_reference), given, [torch.float64] * 5)
+    got = tools.run(over(kernels), given, [torch.float32] * 5)
+    for value, truth in zip(got, exact, strict=True):
+        assert tools.relative(value, truth) <= 1e-4
+
+
+@pytest.mark.parametrize("beta", [0.0, 1.0, "both"])
+def test_strengths_at_their_ends(device: str, tools: Any, beta: Any) -> None:
+    """A beta of 0 writes nothing and still has a gradient."""
+    given = list(tensors(device, (1, 70, 1, 2, 16, 16)))
+    given[4] = (torch.rand_like(given[4]) > 0.5).float() if beta == "both" else torch.full_like(given[4], beta)
+    options = {"last": beta != 0.0}
+    exact = tools.run(over(delta_rule_reference, **options), given, [torch.float64] * 5)
+    got = tools.run(over(kernels, **options), given, [torch.float32] * 5)
+    for value, truth in zip(got, exact, strict=True):
+        if truth.norm() == 0:
+            assert value.abs().max() < 1e-15
+        else:
+            assert tools.relative(value, truth) <= 1e-5
+
+
+def test_the_same_key_again_and_again(device: str, tools: Any) -> None:
+    """The worst case of the inverse: its powers grow as binomial coefficients, itself it stays small."""
+    given = list(tensors(device, (1, 64, 1, 1, 16, 16), rate=0.0))
+    given[1] = given[1][:, :1].expand(given[1].shape).contiguous()
+    given[4] = torch.ones_like(given[4])
+    exact = tools.run(over(delta_rule_reference), given, [torch.float64] * 5)
+    got = tools.run(over(kernels), given, [torch.float32] * 5)
+    for place, (value, truth) in enumerate(zip(got, exact, strict=True)):
+        if place == 5:  # each token writes over what the last one wrote, however much of it was forgotten
+            assert value.abs().max() < 1e-5
+        else:
+            assert tools.relative(value, truth) <= 1e-5
+
+
+@pytest.mark.parametrize("size", [32, 64, 128])
+def test_half_precision(device: str, tools: Any, size: int) -> None:
+    """Against torch's own products in bfloat16: chunks under autocast. Heads of 64 are what Triton 3.6 miscompiles on
+    Hopper where an accumulator is transposed for a product.
+    """
+
+    def own(*given: Tensor) -> Tensors:
+        with torch.autocast(device, torch.bfloat16, enabled=given[0].dtype == torch.bfloat16):
+            return over(delta_rule_chunked, last=False)(*given)
+
+    given = tensors(device, (1, 150, 1, 2, size, size))
+    dtypes = [torch.bfloat16] * 3 + [torch.float32] * 2
+    stored = [t.to(d) for t, d in zip(given, dtypes, strict=True)]
+    exact = tools.run(own, stored, [torch.float64] * 5)
+    got, plain = (tools.run(f, stored, dtypes) for f in (over(kernels, last=False), own))
+    for value, theirs, truth in zip(got, plain, exact, strict=True):
+        assert tools.relative(value, truth) <= min(1.5 * tools.relative(theirs, truth), 1e-2)
+
+
+def test_views_of_one_projection(device: str, tools: Any) -> None:
+    """q, k and v beside each other as the convolution leaves them, and gates by head."""
+
+    def joined(function: Callable[..., DeltaOutput]) -> Callable[..., Tensor]:
+        def run(both: Tensor, gates: Tensor) -> Tensor:
+            q, k, v = (both[..., a:b].unflatten(-1, (-1, 16)) for a, b in ((0, 32), (32, 64), (64, 128)))
+            g, beta = gates.transpose(1, 2).chunk(2, -1)
+            return function(q, k, v, -torch.sigmoid(g), torch.sigmoid(beta)).out
+
+        return run
+
+    given = torch.randn(2, 10, 128, device=device), torch.randn(2, 8, 10, device=device)
+    tools.assert_float32(joined(kernels), joined(delta_rule_reference), given)
+    expanded = torch.randn(1, 10, 1, 1, device=device, requires_grad=True).expand(1, 10, 1, 16)
+    g = torch.zeros(1, 10, 1, device=device)
+    assert torch.isfinite(
+        torch.autograd.grad(kernels(expanded, expanded, expanded, g, g + 0.5).out.sum(), expanded)[0]
+    ).all()
+
+
+def test_two_runs_give_the_same_bits_and_no_tokens_no_launch(device: str, tools: Any) -> None:
+    given = tensors(device, (1, 70, 1, 2, 16, 16), state=True)
+    dtypes = [torch.bfloat16] * 3 + [torch.float32] * 3
+    first, again = (tools.run(over(kernels), given, dtypes) for _ in range(2))
+    assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
+    empty = [t[:, :0] for t in given[:5]]
+    out, last, *_, d_first = tools.run(over(kernels), (*empty, given[5]), [torch.float32] * 6)
+    assert out.shape[1] == 0
+    assert torch.equal(last, given[5])
+    assert d_first.shape == given[5].shape
+
+
+def test_what_the_kernels_do_not_take_runs_in_torch(device: str) -> None:
+    for keys, dtype, word in ((24, torch.float32, "heads of 24"), (16, torch.float64, "float64")):
+        x = torch.zeros(1, 2, 1, keys, dtype=dtype, device=device)
+        assert word in delta_rule_backend(x, x, "triton").reason
+        assert kernels(x, x, x, x[..., 0], x[..., 0]).out.shape == x.shape
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    q, v, g = torch.zeros(1, 4, 2, 16), torch.zeros(1, 4, 4, 16), torch.zeros(1, 4, 4)
+    starts = torch.zeros(1, 4, dtype=torch.int32)
+    for given, options, words in (
+        ((q, q[:, :3], v, g, g), {}, r"expected \(B, S"),
+        ((q, q, v[:, :, :3], g, g), {}, "no multiple"),
+        ((q, q, v.double(), g, g), {}, "one floating dtype"),
+        ((q, q, v, g[..., :2], g), {}, "not a number a value head"),
+        ((q, q, v, g, g), {"starts": starts.long()}, "not int32"),
+        ((q, q, v, g, g), {"first": torch.zeros(1, 4, 16, 8)}, "first state"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            delta_rule(*given, **options)
