@@ -6,7 +6,22 @@ norms by head), and as small as they can be where it only changes a size.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
+
+import pytest
+
+#: A family of each kind of layer: `make test` takes these where a test goes through all, `make test-families` the others.
+KINDS = (
+    "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "bitnet", "phi3", "ministral3", "smollm3",
+    "olmo3", "granite", "cohere2", "glm4", "starcoder2", "hunyuan_v1_dense", "gemma3",
+)  # fmt: skip
+
+
+def by_kind(names: Iterable[str]) -> list[Any]:
+    """``names`` as parameters of a test; those that are not of :data:`KINDS` take long all together."""
+    return [name if name.split()[0] in KINDS else pytest.param(name, marks=pytest.mark.long) for name in names]
+
 
 VOCABULARY = 264
 

@@ -17,7 +17,7 @@ from ftcli.model.patch import patch
 from ftcli.plan.precision import DtypePlan
 from ftcli.tables.families import MULTIMODAL, TABLE
 from tests.small_models import MULTIMODAL as SMALL_MULTIMODAL
-from tests.small_models import build
+from tests.small_models import build, by_kind
 
 PLAN = DtypePlan("float32", "float32", "float32", False, "a test")
 CPU = torch.device("cpu")
@@ -53,7 +53,7 @@ def generated(model: Any, prompt: Sequence[int], limit: int, stop: int = -1) -> 
     return found[: found.index(stop) + 1] if stop in found else found
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", by_kind(FAMILIES))
 def test_greedy_is_generates(model_type: str) -> None:
     """Past windows and pages, with rows that enter while others are under way; on their layers, then on ours."""
     model = build(model_type).requires_grad_(False)

@@ -29,7 +29,7 @@ from ftcli.model.selfcheck import self_check
 from ftcli.plan.precision import DtypePlan
 from ftcli.rows.row import Row
 from ftcli.train.isolation import check_isolation
-from tests.small_models import build
+from tests.small_models import build, by_kind
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -299,7 +299,7 @@ def test_full_fine_tuning_has_transformers_loss_and_every_gradient(name: str, ch
     assert len(set(storages)) == len(storages)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", by_kind(CONFIGS))
 def test_full_fine_tuning_gives_the_same_gradients_under_every_checkpointing_policy(name: str) -> None:
     def trained(policy: Any) -> tuple[float, dict[str, torch.Tensor]]:
         model = plain(name)

@@ -25,7 +25,7 @@ from ftcli.model.sequence_parallel import SequencePart
 from ftcli.plan.sharding import exchanged_key_heads
 from ftcli.rows.row import Row
 from ftcli.tables import families
-from tests.small_models import TEXT
+from tests.small_models import TEXT, by_kind
 from tests.unit.model.test_stack import adapted, taken
 
 FAMILIES = [name for name, row in families.TABLE.items() if row.kernels == "layers" and name in TEXT]
@@ -126,7 +126,7 @@ def test_parts_of_rows_give_the_loss_and_gradients_of_whole_rows(kind: str, part
     require_equal(shared(model, batch, count, parts), wanted)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", by_kind(FAMILIES))
 def test_every_family_can_share_rows(name: str) -> None:
     model, batch = adapted(name), BATCHES["documents in one row"]()
     count = int((batch["labels"][:, 1:] != IGNORE_INDEX).sum())

@@ -16,7 +16,7 @@ from ftcli.model.gradient_checkpointing import use_checkpointing
 from ftcli.model.loss import forward_loss
 from ftcli.model.patch import patch
 from ftcli.tables import families
-from tests.small_models import _COMMON, TEXT
+from tests.small_models import _COMMON, TEXT, by_kind
 
 FAMILIES = [name for name, row in families.TABLE.items() if row.kernels == "layers" and name in TEXT]
 
@@ -53,7 +53,7 @@ def run(model: Any, batch: dict[str, torch.Tensor], stack: DecoderStack | None) 
 
 
 @pytest.mark.parametrize("kind", ["whole rows", "documents"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", by_kind(FAMILIES))
 def test_a_stack_gives_the_bits_of_single_layers(name: str, kind: str) -> None:
     model, batch = adapted(name), batches()[kind]
     wanted = run(model, batch, None)

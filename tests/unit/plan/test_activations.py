@@ -22,7 +22,7 @@ from ftcli.plan.memory.fused_activations import fused_layers
 from ftcli.plan.memory.pinned import pinned_bytes
 from ftcli.plan.precision import DtypePlan
 from ftcli.tables import code_of, families, policies
-from tests.small_models import MULTIMODAL
+from tests.small_models import KINDS, MULTIMODAL, by_kind
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
@@ -184,7 +184,7 @@ def predicted_bytes(family: str, attention: Any, plan: DtypePlan, *, batch: int 
 
 
 CASES = [
-    (family, attention, plan)
+    pytest.param(family, attention, plan, marks=() if family in KINDS else pytest.mark.long)
     for family, attention in [
         ("llama", "sdpa"),
         ("llama", "eager"),
@@ -285,7 +285,7 @@ def test_language_models_of_multimodal_ones_are_measured_as_the_families_that_th
         assert alike == families.TABLE[as_]
 
 
-@pytest.mark.parametrize("family", ON_KERNELS)
+@pytest.mark.parametrize("family", by_kind(ON_KERNELS))
 @pytest.mark.parametrize("plan", list(PLANS))
 def test_one_more_fused_layer_keeps_what_the_table_says(family: str, plan: str) -> None:
     # Differences in depth and in rows leave one layer's bytes for two rows, free of packed adapters and tables.
@@ -299,7 +299,7 @@ def test_one_more_fused_layer_keeps_what_the_table_says(family: str, plan: str) 
     assert 2 * SEQ_LEN * policy.layer_bytes(shape, setting) == pytest.approx(measured, rel=0.03)
 
 
-@pytest.mark.parametrize("family", ON_KERNELS)
+@pytest.mark.parametrize("family", by_kind(ON_KERNELS))
 @pytest.mark.parametrize(
     ("policy", "sent"), [("selective", "halves"), (True, "halves"), ("offload", "halves"), ("offload", "layers")]
 )

@@ -24,6 +24,7 @@ from ftcli.model.masks import Documents
 from ftcli.model.patch import patch
 from ftcli.rows.row import Row
 from ftcli.train.isolation import check_branches
+from tests.small_models import by_kind
 from tests.unit.methods.preference import steps
 from tests.unit.methods.preference.steps import PADDED, SHARED, UNPADDED, Result, require_same
 from tests.unit.train.test_unpadded import CPU, FLOAT32, KERNELS, SMALL, WITH_TOWERS, model_of
@@ -66,7 +67,7 @@ def step(model: Any, batches: Any, split: Sequence[Sequence[int]] = WHOLE, *, st
     return steps.step(objective, model, split)
 
 
-@pytest.mark.parametrize("family", KERNELS)
+@pytest.mark.parametrize("family", by_kind(KERNELS))
 @pytest.mark.parametrize("kernels", ["reference", "interpreted"])
 def test_every_family(family: str, kernels: str) -> None:
     """Of the interpreter, which is slow, one micro-batch; in plain torch two."""

@@ -158,12 +158,12 @@ def require_same_step(model: Any, documents: Sequence[TokenizedRow], micro_batch
 MIXED = (23, 5, 30, 11, 9)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", small_models.by_kind(FAMILIES))
 def test_on_transformers_layers(family: str) -> None:
     require_same_step(model_of(family, "off"), rows(MIXED), 3)
 
 
-@pytest.mark.parametrize("family", KERNELS)
+@pytest.mark.parametrize("family", small_models.by_kind(KERNELS))
 @pytest.mark.parametrize("kernels", ["reference", "interpreted"])
 def test_on_our_layers(family: str, kernels: str) -> None:
     if kernels == "interpreted" and family in WITH_TOWERS:
