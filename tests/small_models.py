@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-#: A family of each kind of layer: of a test that goes through all, `make test` has these, `make test-families` the rest.
+#: A family of each kind of layer: `make test` goes through these, and `make test-families` through the rest.
 KINDS = (
     "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "bitnet", "phi3", "ministral3", "smollm3",
     "olmo3", "granite", "cohere2", "glm4", "starcoder2", "hunyuan_v1_dense", "gemma3",

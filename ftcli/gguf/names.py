@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from ftcli.tables.gguf import INSTEAD, Architecture
 
 if TYPE_CHECKING:
     from gguf import TensorNameMap
+
+#: A value of a file: unsigned 32-bit for an int, 32-bit for a float.
+Value: TypeAlias = bool | int | float | str | list[str] | list[int] | list[float] | list[bool]
 
 #: A stack of experts that llama.cpp has as two, and what the halves are called here; a shared expert's gate.
 STACK, GATE, UP = ".mlp.experts.gate_up_proj", ":gate", ":up"

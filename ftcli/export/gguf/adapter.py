@@ -13,14 +13,13 @@ from torch import Tensor
 
 from ftcli.export.gguf.expected import ExpectedFile, unsplit
 from ftcli.export.gguf.file import PlannedTensor, write_file
-from ftcli.export.gguf.metadata import Value
 from ftcli.export.lazy import computing_from
 from ftcli.export.probe import compare_logits, logits
 from ftcli.export.source import unwritten
 from ftcli.export.verify import shortened
 from ftcli.export.weights import MergedWeights, WeightUpdate
 from ftcli.gguf.file import ReadFile
-from ftcli.gguf.names import from_file, no_place, to_file
+from ftcli.gguf.names import Value, from_file, no_place, to_file
 from ftcli.tables.gguf import TYPES
 
 _ALPHA = "adapter.lora.alpha"

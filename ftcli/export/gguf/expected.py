@@ -15,14 +15,14 @@ from torch import Tensor
 from ftcli.errors import Finding
 from ftcli.export.bitnet import load_masters, rounded_weights
 from ftcli.export.clean.process import Reload, ask_once
-from ftcli.export.gguf.metadata import Description, Value, metadata_of, usual_activation
+from ftcli.export.gguf.metadata import Description, metadata_of, usual_activation
 from ftcli.export.gguf.vocabulary import vocabulary_of
 from ftcli.export.probe import Probe, compare_logits, logits, probe_batch
 from ftcli.export.safetensors import require_kept_base
 from ftcli.export.source import ExportSource, not_verified, source_stops, source_tokenizer, unwritten
 from ftcli.export.verify import trained_logits
 from ftcli.export.weights import MergedWeights, ModelWeights, source_config, source_weights
-from ftcli.gguf.names import GATE, SHARED_GATE, STACK, UP, TensorNames, names_of, no_place
+from ftcli.gguf.names import GATE, SHARED_GATE, STACK, UP, TensorNames, Value, names_of, no_place
 from ftcli.plan.quantization import stores_ternary_masters
 from ftcli.run.atomic import read_json_object
 from ftcli.run.directory import RunDirectory

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.export.gguf.metadata import Value
+from ftcli.gguf.names import Value
 from ftcli.tables.gguf import TYPES
 
 #: Elements that are rounded at once.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from ftcli.errors import Finding
 from ftcli.export.gguf.rotation import FULL, SLIDING, head_size, rope_said, rotary, rotation_of
 from ftcli.facts.model import activation_of
 from ftcli.gguf.file import ReadFile
-from ftcli.gguf.names import GATE, UP, activation_key, from_file, no_place
+from ftcli.gguf.names import GATE, UP, Value, activation_key, from_file, no_place
 from ftcli.plain import JsonMap, JsonObject
 from ftcli.tables.families import family_of
 from ftcli.tables.gguf import Architecture
@@ -25,8 +25,6 @@ from ftcli.tables.gguf import Architecture
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-#: A value of a file: unsigned 32-bit for an int, 32-bit for a float.
-Value: TypeAlias = bool | int | float | str | list[str] | list[int] | list[float] | list[bool]
 
 #: A config's names of what files say of experts.
 _EXPERTS_SAID = {

@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ftcli.gguf.names import no_place
+from ftcli.gguf.names import Value, no_place
 from ftcli.plain import JsonMap, JsonObject
 from ftcli.tables.gguf import Architecture
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-    from ftcli.export.gguf.metadata import Value
 
 #: Kinds of layers, by transformers' names.
 SLIDING, FULL = "sliding_attention", "full_attention"

@@ -14,8 +14,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from ftcli.export.gguf.metadata import Value
-from ftcli.gguf.names import no_place
+from ftcli.gguf.names import Value, no_place
 from ftcli.plain import JsonMap
 
 if TYPE_CHECKING:

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING
 from ftcli.export.gguf.adapter import verify_gguf_adapter, write_adapter
 from ftcli.export.gguf.expected import ExpectedFile, prepare_gguf
 from ftcli.export.gguf.file import PlannedTensor, stored_bytes, type_of, write_file
-from ftcli.export.gguf.metadata import Value
 from ftcli.export.gguf.verify import verify_file
 from ftcli.export.source import ExportSource, not_verified, read_adapter_config
 from ftcli.export.tensorfile import require_room
 from ftcli.export.verify import Verified, not_asked
 from ftcli.export.weights import base_weights, stored_names
 from ftcli.gguf.file import require_gguf_package
-from ftcli.gguf.names import no_place, to_file
+from ftcli.gguf.names import Value, no_place, to_file
 from ftcli.tables.gguf import TYPES
 
 if TYPE_CHECKING:
