@@ -222,6 +222,8 @@ def shape_of(config: Config) -> ModelShape | None:
     linears = _linears(config, family, hidden, intermediate, heads * head_dim, kv_heads * head_dim)
     norms = _norm_parameters(family, hidden, intermediate, heads, kv_heads, head_dim, parallel=parallel)
     count = _layers(config)
+    if isinstance(types := config.get("layer_types"), list) and len(types) < count:
+        raise ValueError(f"layer_types names {len(types)} layers, and num_hidden_layers is {count}")
     windows, rotary_dim = windows_of(config, family, count), int(head_dim * _rotary_share(config, family))
     rotated = _rotated(config, family, windows)
     layers = tuple(

@@ -126,7 +126,7 @@ def test_an_expression_that_never_ends_is_refused_by_name(
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "down_proj"]])
 def test_where_nothing_is_chosen_no_module_is_asked(targets: Any) -> None:
     """The estimate takes a shorter way then, to the same adapters."""
-    shape = shape_of({**config_of("gemma2").to_dict(), "num_hidden_layers": 3})
+    shape = shape_of({**config_of("gemma2").to_dict(), "num_hidden_layers": 3, "layer_types": ["full_attention"] * 3})
     assert shape is not None
     plain = LoraConfig(r=4, target_modules=targets)
     asked = plain.model_copy(update={"rank_pattern": {"nothing": 9}})

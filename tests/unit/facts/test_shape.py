@@ -112,3 +112,10 @@ def test_a_config_that_is_not_described_is_told_apart() -> None:
     assert shape_of(stated) is not None
     assert shape_of({**stated, "qk_layernorm": True}) is None
     assert shape_of({**stated, "model_type": "mixtral"}) is None
+
+
+@pytest.mark.parametrize("types", [[], ["full_attention"]])
+def test_fewer_kinds_of_layers_than_layers_are_refused(types: list[str]) -> None:
+    """As transformers refuses them: the model would be described with fewer layers than it has."""
+    with pytest.raises(ValueError, match="num_hidden_layers is 9"):
+        shape_of({"model_type": "gemma2", **COMMON, "layer_types": types})
