@@ -34,9 +34,14 @@ class StepFlops:
     recompute: float
 
     @property
+    def layers(self) -> float:
+        """Operations per token of one training step, without the head."""
+        return self.linear + self.adapters + self.attention + self.recompute
+
+    @property
     def total(self) -> float:
         """Operations per token of one training step."""
-        return self.linear + self.adapters + self.attention + self.head + self.recompute
+        return self.layers + self.head
 
 
 def step_flops(

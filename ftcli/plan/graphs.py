@@ -26,7 +26,7 @@ def most_graph_tokens(recipe: Recipe, facts: ModelFacts) -> int | None:
     )
     if flops is None or facts.shape is None:
         return None
-    return int(MOST_OPERATIONS * facts.shape.num_layers / (flops.total - flops.head))
+    return int(MOST_OPERATIONS * facts.shape.num_layers / flops.layers)
 
 
 def why_no_graphs(recipe: Recipe, facts: ModelFacts, execution: Execution, *, tokens: int) -> str | None:

@@ -10,6 +10,7 @@ import pytest
 
 from ftcli.facts.device import named_device
 from ftcli.plan.checkpointing import choose_checkpointing, with_graphs_that_fit
+from ftcli.plan.graphs import most_graph_tokens
 from ftcli.plan.memory.candidates import policies_by_speed
 from ftcli.plan.run import RunPlan
 from tests.estimates import Case, estimate_of, plan_of
@@ -179,3 +180,12 @@ def test_rows_of_all_lengths_run_as_graphs_where_they_are_few_tokens(plan: Calla
     assert with_graphs_that_fit(mixed.on(roomy)).graphed
     tight = replace(roomy, memory_bytes=int(graphs.total_bytes / 0.9) - 2**20)
     assert not with_graphs_that_fit(mixed.on(tight)).graphed
+
+
+def test_a_vocabulary_that_outweighs_the_layers_does_not_divide_by_nothing(load: Callable[..., Any]) -> None:
+    """Operations are sums of floats: a head of 2**80 columns less itself leaves nothing of the layers."""
+    case = Case(load(f"model: {{name_or_path: {NAME}}}\n{LORA}", *SHORT))
+    assert case.facts.shape is not None
+    vast = replace(case.facts, shape=replace(case.facts.shape, vocab_size=2**80))
+    few, many = most_graph_tokens(case.recipe, case.facts), most_graph_tokens(case.recipe, vast)
+    assert few == many
