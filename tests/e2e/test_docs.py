@@ -39,7 +39,7 @@ PAGES = [
     pytest.param("sweeps", 2, "runs/rates/comparison.html", marks=pytest.mark.long),
     ("evaluation", 4, "runs/my/eval.json"),
     ("chat", 3, "answer.json"),
-    ("troubleshooting", 10, "runs/trial.previous-1/report.html"),
+    pytest.param("troubleshooting", 10, "runs/trial.previous-1/report.html", marks=pytest.mark.long),
 ]
 BLOCK = re.compile(r"^```(\w+) (run|exit=\d+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
