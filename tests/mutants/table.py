@@ -914,10 +914,10 @@ PREFERENCE = (
 SAMPLING = (
     _m(
         "sampling: an answer that was cut off is learnt",
-        "ftcli/evaluate/selection.py",
+        "ftcli/pipeline/sample_rows.py",
         "whole = not one.said.cut or",
         "whole = True or",
-        _U + "evaluate/test_selection.py",
+        _U + "pipeline/test_sample_rows.py",
     ),
     _m(
         "sampling: what a kill left of a group stays",
@@ -935,7 +935,7 @@ SAMPLING = (
     ),
     _m(
         "sampling: all answers of a prompt from the same random numbers",
-        "ftcli/evaluate/draw.py",
+        "ftcli/pipeline/sample_answers.py",
         "row_seed(seed, at, turn)",
         "row_seed(seed, at, 0)",
         _E2E + "sample.py::test_rows_train_without_editing",

@@ -67,13 +67,14 @@ def bench(
     """
 
     def action(session: Session) -> BenchResult | ranks.EndedElsewhere:
-        from ftcli import pipeline
-
         changes = options.overrides(set_)
         loaded = ranks.run_as_ranks(lambda more: options.load(recipe, (*changes, *more)), gpus, session)
         if isinstance(loaded, ranks.EndedElsewhere):
             return loaded
-        wanted = pipeline.BenchOptions(
+        from ftcli.pipeline.bench_result import BenchOptions
+        from ftcli.pipeline.benchmark import bench
+
+        wanted = BenchOptions(
             batch=batch,
             seq=seq,
             prompt=prompt,
@@ -84,7 +85,7 @@ def bench(
             evaluation=evaluation,
         )
         with results_only_on_stdout():
-            return pipeline.bench(loaded, session, wanted)
+            return bench(loaded, session, wanted)
 
     common = options.common(json, quiet, offline, debug)
     return Invocation("bench", common, action, bench_text, exit_code=ranks.exit_code, owns_stdout=True)

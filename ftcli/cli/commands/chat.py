@@ -83,16 +83,16 @@ def chat(
     live = is_terminal(sys.stdout) and not json
 
     def action(session: Session) -> ChatAnswer | None:
-        from ftcli import pipeline
         from ftcli.cli.talk import talk
+        from ftcli.run.signals import stoppable
 
         loaded, run_dir = options.load_run(target, options.overrides(set_))
         asked = _asked(prompt, json)
-        chosen = pipeline.ChatOptions(
-            asked, base, checkpoint, system, raw, temperature, top_p, max_new_tokens, seed
-        )  # fmt: skip
-        with results_only_on_stdout():
-            opened = pipeline.chat(loaded, session, run_dir, chosen)
+        with results_only_on_stdout(), stoppable("loading the model"):
+            from ftcli.pipeline.chatting import ChatOptions, open_chat
+
+            chosen = ChatOptions(asked, base, checkpoint, system, raw, temperature, top_p, max_new_tokens, seed)
+            opened = open_chat(loaded, session, run_dir, chosen)
         if asked is not None:
             return _answer(opened, asked, session, live=live)
         talk(opened, session.reporter, sys.stdout, style_for(sys.stderr))

@@ -21,8 +21,7 @@ from ftcli.units import gib, size
 if TYPE_CHECKING:
     from ftcli.data.sample import SampledRow
     from ftcli.data.survey import SurveyedSource
-    from ftcli.pipeline.checking import CheckResult
-    from ftcli.pipeline.every_gpu import EveryGpu, GpuVerdict
+    from ftcli.pipeline.checking import CheckResult, EveryGpu, GpuVerdict
     from ftcli.plan.checkpointing import CheckpointingChoice
     from ftcli.plan.execution import ExecutionPart
     from ftcli.plan.memory.advice import Verdict
@@ -83,9 +82,9 @@ def check(
     """
 
     def action(session: Session) -> CheckResult | EveryGpu:
-        from ftcli import pipeline
-
         loaded = options.load(recipe, options.overrides(set_, gpus=gpus))
+        from ftcli.pipeline.checking import check_every_gpu, check_recipe
+
         if as_gpu is not None and as_gpu.strip().lower() == EVERY_GPU:
             if show_sample:
                 raise FtcliError.single(
@@ -94,11 +93,11 @@ def check(
                     exit_code=ExitCode.RECIPE,
                     help="leave one of them out",
                 )
-            return pipeline.check_every_gpu(loaded, session)
-        return pipeline.check(loaded, session, as_gpu, show_sample)
+            return check_every_gpu(loaded, session)
+        return check_recipe(loaded, session, as_gpu, show_sample)
 
     def render(result: CheckResult | EveryGpu) -> str:
-        from ftcli.pipeline.every_gpu import EveryGpu
+        from ftcli.pipeline.checking import EveryGpu
 
         if isinstance(result, EveryGpu):
             return terminal_text(every_gpu_text(result))

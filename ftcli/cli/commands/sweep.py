@@ -15,7 +15,7 @@ from ftcli.reporting import Session
 from ftcli.units import number
 
 if TYPE_CHECKING:
-    from ftcli.pipeline.sweep_result import SweepResult
+    from ftcli.pipeline.sweep import SweepResult
 
 
 def sweep(
@@ -74,7 +74,7 @@ def sweep(
 
 
 def _exit_code(result: SweepResult) -> int:
-    from ftcli.pipeline.sweep_result import exit_code_of_sweep
+    from ftcli.pipeline.sweep import exit_code_of_sweep
 
     return exit_code_of_sweep(result)
 
@@ -101,8 +101,7 @@ def sweep_text(result: SweepResult) -> str:
     lines = table(rows)
     lines += [f"{run.name} failed: {clean(run.reason)}" for run in result.runs if run.reason]
     if best is not None:
-        value = "-" if best.value is None else number(best.value)
-        lines += ["", f"best: {best.name}, {best.metric} {value}"]
+        lines += ["", f"best: {best.name}, {best.metric} {number(best.value)}"]
     lines += [*([] if best is not None else [""]), *result.remarks]
     if result.html is not None:
         lines.append(f"side by side: {result.html}")

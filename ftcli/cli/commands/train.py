@@ -30,7 +30,7 @@ def training_command(method: Method) -> Callable[..., AnyRequest]:
         debug: options.DebugOption = False,
     ) -> AnyRequest:
         def action(session: Session) -> object:
-            from ftcli import pipeline
+            from ftcli.pipeline.launch import train
 
             changes = options.overrides(set_, output_dir=output_dir, max_steps=max_steps, resume=resume)
             if dry_rewards and method.dry is not None:
@@ -41,7 +41,7 @@ def training_command(method: Method) -> Callable[..., AnyRequest]:
             if isinstance(started, ranks.EndedElsewhere):
                 return started
             with results_only_on_stdout():
-                return pipeline.train(started, session, method.command)
+                return train(started, session, method.command)
 
         common = options.common(json, quiet, offline, debug)
         return Invocation(method.command, common, action, exit_code=ranks.exit_code, owns_stdout=True)

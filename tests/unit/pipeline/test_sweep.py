@@ -14,8 +14,7 @@ from ftcli.config.dump import dump_recipe
 from ftcli.config.grid import combinations
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.pipeline import sweep as sweeping
-from ftcli.pipeline.sweep import Sweep, SweepRun, plan_sweep
-from ftcli.pipeline.sweep_result import SweepResult, exit_code_of_sweep
+from ftcli.pipeline.sweep import Sweep, SweepResult, SweepRun, exit_code_of_sweep, plan_sweep
 from ftcli.reporting import Session, SilentReporter
 from ftcli.run.signals import SignalName
 

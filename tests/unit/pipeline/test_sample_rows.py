@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ftcli.data.reasoning import Answer
-from ftcli.evaluate.selection import LeftOut, ScoredAnswer, Selection, choose_best, choose_pairs
+from ftcli.pipeline.sample_rows import LeftOut, ScoredAnswer, Selection, choose_best, choose_pairs
 
 
 def scored(*scores: float | None, **change: Any) -> list[ScoredAnswer]:
