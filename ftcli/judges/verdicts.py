@@ -17,7 +17,7 @@ class CompletionBatch:
     Attributes:
         prompts: As the model saw them.
         answers: The known answers, for judges that compare with one.
-        columns: What the rows lend to functions of the user's (:func:`ftcli.judges.user.columns_of`).
+        columns: What the rows lend to functions of the user's (:func:`ftcli.judges.judge.columns_of`).
         origins: Where the rows are, for messages; empty where that is not known.
         asked: The prompts as the rows have them; empty where nobody knows.
         reasoning: What the model wrote before each completion, None where nothing; empty where nobody knows.

@@ -30,7 +30,7 @@ from ftcli.run.directory import RunDirectory, is_run_directory
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ftcli.evaluate.stream import CompletionEnd, StopReason, StreamSettings
+    from ftcli.evaluate.generate import CompletionEnd, StopReason, StreamSettings
     from ftcli.generation.generator import OpenedGenerator
     from ftcli.job import Job
     from ftcli.train.assembly import Model
@@ -136,7 +136,7 @@ class Chat:
             FtcliError: As :meth:`Conversation.question` (exit 4), the history unchanged;
                 FT762 (exit 6) when the model's logits are not finite.
         """
-        from ftcli.evaluate.stream import stream
+        from ftcli.evaluate.generate import stream
         from ftcli.generation.requests import cut
 
         question = self.conversation.question(text)
@@ -211,7 +211,7 @@ def open_chat(loaded: LoadedRecipe, session: Session, run_dir: Path, options: Ch
     chosen = None if run is None else checkpoint_of(run, options.checkpoint, session.reporter)
     weights = None if run is None or options.base else chosen or result_of(run, session.reporter)
     report = checked(replace(loaded, recipe=_for_chat(loaded.recipe)), session, "chat")
-    from ftcli.evaluate.stream import listening
+    from ftcli.evaluate.generate import listening
     from ftcli.job import open_job
 
     job = open_job(report, session)
@@ -231,7 +231,7 @@ def open_chat(loaded: LoadedRecipe, session: Session, run_dir: Path, options: Ch
 
 def sampling_of(recipe: Recipe, options: ChatOptions) -> StreamSettings:
     """The options; what they leave open is the recipe's (``eval.generate``), or for a person to talk with."""
-    from ftcli.evaluate.stream import StreamSettings
+    from ftcli.evaluate.generate import StreamSettings
 
     own = recipe.eval.generate
     temperature = own.temperature if own.do_sample else TEMPERATURE if options.interactive else 0.0

@@ -24,8 +24,7 @@ from ftcli.run.resume import OpenedRun
 
 if TYPE_CHECKING:
     from ftcli.evaluate.loss import LossResult
-    from ftcli.evaluate.suite import Evaluator, ModelScores
-    from ftcli.evaluate.tasks import JudgedRow, TaskResult
+    from ftcli.evaluate.suite import Evaluator, JudgedRow, ModelScores, TaskResult
 
 _OF_LOSS = ("loss", "perplexity", "token_accuracy", "tokens")
 #: Rows of a task that are kept: the first ones, and then those that are wrong.
@@ -106,7 +105,7 @@ class HeldOut:
         """The model's answers, on rank 0. All ranks call this: each takes part if the model's weights are sharded over
         them.
         """
-        from ftcli.evaluate.share import led_by_first
+        from ftcli.evaluate.batching import led_by_first
         from ftcli.model.backbone import root_of
 
         settings, group = self.evaluator.job.recipe, self.evaluator.group
@@ -219,7 +218,7 @@ def write_tasks(
 
 def tasks_before(directory: RunDirectory) -> dict[str, TaskResult]:
     """The task results that :func:`write_tasks` wrote before training began; missing or damaged ones are left out."""
-    from ftcli.evaluate.tasks import TaskResult
+    from ftcli.evaluate.suite import TaskResult
 
     raw = read_json_object(directory.eval_path)
     found: dict[str, TaskResult] = {}
@@ -233,7 +232,7 @@ def tasks_before(directory: RunDirectory) -> dict[str, TaskResult]:
 
 def _said(rows: Sequence[JsonMap]) -> list[JudgedRow]:
     """The base model's answers, from the rows of eval.json."""
-    from ftcli.evaluate.tasks import JudgedRow
+    from ftcli.evaluate.suite import JudgedRow
 
     return [
         JudgedRow(row["prompt"], row["reference"], row["before"], row.get("before_score"), row.get("before_reasoning"))

@@ -16,8 +16,7 @@ from ftcli.cli.render import Style, document, findings_text, result_text
 from ftcli.config.load import Override, load_recipe
 from ftcli.errors import Finding, Origin
 from ftcli.evaluate.loss import LossResult
-from ftcli.evaluate.suite import ModelScores
-from ftcli.evaluate.tasks import TaskResult
+from ftcli.evaluate.suite import ModelScores, TaskResult
 from ftcli.facts.device import named_device
 from ftcli.methods.grpo.train import GrpoResult
 from ftcli.pipeline.bench_result import (

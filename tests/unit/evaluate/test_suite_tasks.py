@@ -11,7 +11,7 @@ import pytest
 from ftcli.config.evaluation import TaskConfig
 from ftcli.data.reasoning import Answer
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.evaluate.tasks import AnsweredTask, JudgedRow, TaskResult, judge
+from ftcli.evaluate.suite import AnsweredTask, JudgedRow, TaskResult, judge
 from ftcli.judges import CompletionBatch, open_judge
 from ftcli.judges.verdicts import JudgeScores
 from ftcli.rows.prompts import Prompt

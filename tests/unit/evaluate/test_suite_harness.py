@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ftcli.assets import asset
 from ftcli.errors import ExitCode, Finding, FtcliError
-from ftcli.evaluate.harness import run_harness
+from ftcli.evaluate.suite import run_harness
 from ftcli.plan.precision import DtypePlan
 from ftcli.reporting import SilentReporter
 

@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ftcli.assets import asset
 from ftcli.config.evaluation import GenerateConfig
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.evaluate.generate import generate
-from ftcli.evaluate.stream import CompletionEnd, Detokenizer, StreamSettings, stream
+from ftcli.evaluate.generate import CompletionEnd, Detokenizer, StreamSettings, generate, stream
 from ftcli.generation.requests import TextUntilStop
 from ftcli.plan.precision import DtypePlan
 from ftcli.reporting import SilentReporter

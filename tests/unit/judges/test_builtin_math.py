@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ftcli.config.evaluation import TaskConfig
-from ftcli.judges import CompletionBatch, JudgeScores, math, open_judge
+from ftcli.judges import CompletionBatch, JudgeScores, builtin, open_judge
 from ftcli.preflight.checks import judging
 
 #: Completion, known answer, and whether they are equal.
@@ -63,7 +63,7 @@ def test_code_that_no_alarm_ends_is_killed(tmp_path: Any, monkeypatch: pytest.Mo
         "        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM]); time.sleep(600)\n"
         "    return [1.0]\n"
     )
-    monkeypatch.setattr(math, "_SCRIPT", script)
+    monkeypatch.setattr(builtin, "_SCRIPT", script)
     began = time.monotonic()
     found = scores(["a", "hang", "b", "hang", "c", "d"], [""] * 6, timeout=0.2)
     assert found.values == [1.0, None, 1.0, None, 1.0, 1.0]

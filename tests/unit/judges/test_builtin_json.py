@@ -13,7 +13,7 @@ import pytest
 from ftcli.config.evaluation import TaskConfig
 from ftcli.errors import FtcliError
 from ftcli.judges import CompletionBatch, JudgeScores, open_judge
-from ftcli.judges.json_values import MAX_DEPTH
+from ftcli.judges.builtin import MAX_DEPTH
 from ftcli.methods.grpo import checks as grpo
 from ftcli.preflight.checks import crossfield
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ftcli.judges import python_tests as judge
-from ftcli.judges.python_tests import python_tests
+from ftcli.judges import builtin as judge
+from ftcli.judges.builtin import python_tests
 
 CASES = {
     "right": ("def f(x): return x + 1", "assert f(1) == 2", 1.0),
