@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ftcli.job import Job
     from ftcli.pipeline.sample_answers import Drawing
     from ftcli.pipeline.sample_rows import SampleOptions, SampleResult, SampleSummary
-    from ftcli.run.weight_files import WeightFile
+    from ftcli.run.inputs import WeightFile
 
 #: Answers of a prompt, of recipes without GRPO.
 NUM_GENERATIONS = 8
@@ -167,7 +167,7 @@ def _model_identity(job: Job, weights: Path | None) -> JsonObject:
 
 def _weights_in(folder: Path | None) -> list[WeightFile]:
     """Identities of weight files by samples alone: whether all bytes are read depends on the memory that is free."""
-    from ftcli.run.weight_files import weight_identities
+    from ftcli.run.inputs import weight_identities
 
     return [] if folder is None else [replace(one, crc32="") for one in weight_identities(folder)]
 

@@ -33,7 +33,7 @@ from ftcli.reporting import Reporter, Session
 from ftcli.run.atomic import read_text
 from ftcli.run.directory import RunDirectory, is_run_directory
 from ftcli.run.recipe_changes import matters, recipe_changes
-from ftcli.run.report.comparison import Comparison, compare, write_comparison
+from ftcli.run.report.page import Comparison, compare, write_comparison
 from ftcli.run.signals import SignalName, StopNow, StopRequest, exit_code_of, second_signal_as_error
 from ftcli.run.status import read_status
 from ftcli.run.summary import RunSummary

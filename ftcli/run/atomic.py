@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.plain import JsonObject
+from ftcli.plain import JsonObject, plain
 
 #: Beginning of the names of files and folders that are not complete yet.
 TEMPORARY_PREFIX = ".tmp-"
@@ -191,6 +191,16 @@ def write_json(path: Path, value: Any) -> None:
         ValueError: ``value`` holds NaN or infinity, which JSON does not have (see :func:`finite`).
     """
     write_bytes(path, json_bytes(value, indent=2))
+
+
+def store_json(path: Path, value: Any) -> None:
+    """Replaces a file of a run by ``value`` as :func:`ftcli.plain.plain` makes JSON of it: NaN and infinity are null.
+
+    Raises:
+        FtcliError: FT723 or FT724 when it cannot be written.
+    """
+    with storage_errors(path):
+        write_json(path, plain(value))
 
 
 def json_bytes(value: Any, *, indent: int | None = None) -> bytes:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ftcli.plain import LEFT_OUT, JsonMap, JsonObject, maps, plain, plain_fields
-from ftcli.run.atomic import json_bytes, read_json_object, storage_errors, write_bytes, write_json
+from ftcli.run.atomic import json_bytes, read_json_object, storage_errors, store_json, write_bytes
 
 #: What is measured together with the loss.
 _OF_LOSS = ("loss", "perplexity", "token_accuracy", "tokens", "measures", "datasets")
@@ -79,16 +79,6 @@ class Evaluation:
     step: int | None = field(default=None, metadata=LEFT_OUT)
 
 
-def write_evaluation(path: Path, evaluation: Evaluation) -> None:
-    """Write eval.json; NaN and infinity become null.
-
-    Raises:
-        FtcliError: FT723 or FT724 when it cannot be written.
-    """
-    with storage_errors(path):
-        write_json(path, plain(evaluation))
-
-
 def update_evaluation(path: Path, measured: Evaluation) -> None:
     """Write ``measured`` into eval.json, which keeps what was measured earlier and is not measured now.
 
@@ -101,8 +91,7 @@ def update_evaluation(path: Path, measured: Evaluation) -> None:
     tasks = {task["name"] for side in ("base", "run") for task in (new[side] or {}).get("tasks", ())}
     kept = [row for row in maps(old.get("samples")) if row.get("task") not in tasks]
     sides = {side: _updated(old.get(side), new[side]) for side in ("base", "run")}
-    with storage_errors(path):
-        write_json(path, plain({**sides, "samples": [*new["samples"], *kept]}))
+    store_json(path, {**sides, "samples": [*new["samples"], *kept]})
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,13 +180,3 @@ class EpochTokens:
     tokens_computed: int
     layout: str
     shapes: int
-
-
-def write_tokens(path: Path, datasets: tuple[DatasetTokens, ...], epoch: EpochTokens) -> None:
-    """Write tokens.json.
-
-    Raises:
-        FtcliError: FT723 or FT724 when it cannot be written.
-    """
-    with storage_errors(path):
-        write_json(path, plain({"datasets": datasets, "epoch": epoch}))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.plain import JsonMap, is_number, map_in, plain_fields
-from ftcli.run.atomic import read_json_object
+from ftcli.run.atomic import read_json_object, store_json
 from ftcli.run.directory import RunDirectory
 from ftcli.run.results import (
     AnsweredRow,
@@ -17,7 +17,6 @@ from ftcli.run.results import (
     Evaluation,
     MarginsBeforeAndAfter,
     TaskScore,
-    write_evaluation,
     write_margins,
 )
 from ftcli.run.resume import OpenedRun
@@ -99,7 +98,7 @@ class HeldOut:
         if self._leads:
             margins = MarginsBeforeAndAfter(self.margins, margins_record(after), evaluation.step)
             write_margins(self.directory.margins_path, margins)
-            write_evaluation(self.directory.eval_path, evaluation)
+            store_json(self.directory.eval_path, evaluation)
 
     def _answers(self) -> list[JudgedRow]:
         """The model's answers, on rank 0. All ranks call this: each takes part if the model's weights are sharded over
@@ -213,7 +212,7 @@ def write_tasks(
     tasks."""
     if before or after:
         base, run = (EvalScores(tasks=_task_scores(tasks)) if tasks else None for tasks in (before, after))
-        write_evaluation(directory.eval_path, Evaluation(base, run, task_samples(before, after), step))
+        store_json(directory.eval_path, Evaluation(base, run, task_samples(before, after), step))
 
 
 def tasks_before(directory: RunDirectory) -> dict[str, TaskResult]:

@@ -10,10 +10,10 @@ from ftcli.config.recipe import Recipe
 from ftcli.data.ledger import DatasetLedger
 from ftcli.data.order import ComputedTokens, Epochs
 from ftcli.reporting import Session
+from ftcli.run.atomic import store_json
 from ftcli.run.results import (
     DatasetTokens,
     EpochTokens,
-    write_tokens,
 )
 
 
@@ -54,7 +54,7 @@ def write_token_counts(
         layout=layout,
         shapes=computed.shapes,
     )
-    write_tokens(path, datasets, epoch)
+    store_json(path, {"datasets": datasets, "epoch": epoch})
 
 
 def _dataset(split: str, ledger: DatasetLedger) -> DatasetTokens:

@@ -20,7 +20,7 @@ from ftcli.reporting import Reporter, Session
 from ftcli.units import number
 
 if TYPE_CHECKING:
-    from ftcli.run.report.comparison import Comparison, Points
+    from ftcli.run.report.page import Comparison, Points
     from ftcli.run.summary import RunSummary
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -116,8 +116,8 @@ def compare(
     """
 
     def action(session: Session) -> ComparedRuns:
-        from ftcli.run.report.comparison import compare as side_by_side
-        from ftcli.run.report.comparison import render_comparison, result_rows
+        from ftcli.run.report.page import compare as side_by_side
+        from ftcli.run.report.page import render_comparison, result_rows
 
         if html is not None:
             require_page(expanded(html))

@@ -10,8 +10,7 @@ from markupsafe import Markup
 
 from ftcli.plain import JsonMap, map_in, maps, number_or_none
 from ftcli.run.metrics import MetricsLine
-from ftcli.run.report.charts import ChartLook, ReferenceLine, Series, line_chart
-from ftcli.run.report.text import percent
+from ftcli.run.report.charts import ChartLook, ReferenceLine, Series, line_chart, percent
 from ftcli.tables import code_of
 from ftcli.tables.methods import Method
 from ftcli.units import GIB

@@ -15,7 +15,7 @@ import yaml
 
 from ftcli.config.recipe import Recipe
 from ftcli.errors import FtcliError
-from ftcli.run.lock import LOCK_NAME, is_locked
+from ftcli.run.directory import LOCK_NAME, is_locked
 from ftcli.run.resume import open_run
 
 HOLDER = """

@@ -14,9 +14,9 @@ import yaml
 from ftcli.config.recipe import Recipe
 from ftcli.facts.device import named_device
 from ftcli.plan.precision import DtypePlan
-from ftcli.run.atomic import read_json_object, write_json
+from ftcli.run.atomic import read_json_object, store_json, write_json
 from ftcli.run.directory import RunDirectory
-from ftcli.run.manifest import Activations, Fingerprint, build_manifest, write_manifest
+from ftcli.run.manifest import Activations, Fingerprint, build_manifest
 from ftcli.run.metrics import MetricsWriter
 from ftcli.run.report import LiveProgress, render_report, write_report
 from ftcli.run.report.charts import (
@@ -29,10 +29,10 @@ from ftcli.run.report.charts import (
     log_ticks,
     round_ticks,
     smoothed,
+    tag,
     thinned,
 )
-from ftcli.run.report.text import tag
-from ftcli.run.results import AnsweredRow, EvalScores, Evaluation, TaskScore, write_evaluation
+from ftcli.run.results import AnsweredRow, EvalScores, Evaluation, TaskScore
 from ftcli.run.resume import open_run
 from ftcli.units import number
 
@@ -92,7 +92,7 @@ def run(tmp_path: Path) -> RunDirectory:
         )
         manifest["kernels"] = [{"layer": "model.norm", "kernel": "rms_norm", "on": False, "reason": HOSTILE}]
         manifest["processes"].append({**manifest["processes"][0], "from_step": 2})
-        write_manifest(directory.manifest_path, manifest)
+        store_json(directory.manifest_path, manifest)
         with MetricsWriter(directory.metrics_path) as metrics:
             for step in (1, 2, 3, 4):
                 loss = float("nan") if step == 3 else 2.0 / step
@@ -108,7 +108,7 @@ def run(tmp_path: Path) -> RunDirectory:
             AnsweredRow(HOSTILE, "right", HOSTILE, "right", HOSTILE, before_reasoning=HOSTILE),
             AnsweredRow("p", None, "", None),
         )
-        write_evaluation(directory.eval_path, Evaluation(scores[0], scores[1], samples))
+        store_json(directory.eval_path, Evaluation(scores[0], scores[1], samples))
         opened.finish(6, message=f"diverged {HOSTILE}")
     return directory
 

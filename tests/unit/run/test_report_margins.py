@@ -13,8 +13,7 @@ from ftcli.run.atomic import write_json
 from ftcli.run.directory import RunDirectory
 from ftcli.run.metrics import read_metrics
 from ftcli.run.report import render_report
-from ftcli.run.report.margins import held_out_rows
-from ftcli.run.report.plots import Cloud, Sample, histogram, scatter
+from ftcli.run.report.margins import Cloud, Sample, held_out_rows, histogram, scatter
 from ftcli.run.summary import damage_of
 from tests.unit.run.test_report import HOSTILE, Page
 

@@ -17,9 +17,8 @@ from ftcli.config.recipe import Recipe
 from ftcli.errors import Finding
 from ftcli.reporting import Session, SilentReporter
 from ftcli.run import status
-from ftcli.run.loggers import LoggedRun, OpenLoggers
+from ftcli.run.loggers import LoggedRun, OpenLoggers, WandbLogger
 from ftcli.run.status import State
-from ftcli.run.trackers import WandbLogger
 from ftcli.tables import loggers
 
 RECIPE = Recipe.model_validate({"version": 1, "run": {"name": "demo"}, "model": {"name_or_path": "m"}})

@@ -10,9 +10,8 @@ import pytest
 
 from ftcli.errors import FtcliError
 from ftcli.plain import plain_fields
-from ftcli.run import weight_files
-from ftcli.run.inputs import Inputs, require_same_inputs
-from ftcli.run.weight_files import WeightFile, weight_identities
+from ftcli.run import inputs
+from ftcli.run.inputs import Inputs, WeightFile, require_same_inputs, weight_identities
 
 SIZE = 9_000_001
 
@@ -47,7 +46,7 @@ def test_one_byte_between_the_samples_is_told(base: Path) -> None:
 
 @pytest.mark.parametrize("at", [0, 1 << 20, (1 << 20) - 1, 3_999_999, 4_000_000, SIZE - 1])
 def test_pieces_make_one_checksum_of_all_bytes(base: Path, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
-    monkeypatch.setattr(weight_files, "_PIECE_BYTES", 4_000_000)
+    monkeypatch.setattr(inputs, "_PIECE_BYTES", 4_000_000)
     content = (base / "model-00001.safetensors").read_bytes()
     pieces = [zlib.crc32(content[first : first + 4_000_000]).to_bytes(4, "big") for first in range(0, SIZE, 4_000_000)]
     first, other = weight_identities(base)
@@ -60,7 +59,7 @@ def test_pieces_make_one_checksum_of_all_bytes(base: Path, monkeypatch: pytest.M
 
 def test_files_beyond_free_memory_are_sampled(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = weight_identities(base)
-    monkeypatch.setattr(weight_files, "free_host_bytes", lambda: 2 * SIZE - 1)
+    monkeypatch.setattr(inputs, "free_host_bytes", lambda: 2 * SIZE - 1)
     sampled = weight_identities(base)
     assert sampled == tuple(WeightFile(each.name, each.bytes, each.samples_sha256) for each in whole)
     require_same_inputs({"inputs": plain_fields(Inputs(weights=whole))}, Inputs(weights=sampled))
