@@ -21,9 +21,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ftcli.errors import ExitCode, FtcliError, first_line
-from ftcli.export.clean.process import model_request, sent
 from ftcli.export.merge import outputs
-from ftcli.export.probe import probe_batch
 from ftcli.export.safetensors import ModelPlan, plan_model, require_kept_base, save_model
 from ftcli.export.source import ExportSource, not_verified, plain_config, source_tokenizer, unwritten
 from ftcli.export.tensorfile import TensorToWrite, computed, tensor_files
@@ -33,8 +31,11 @@ from ftcli.export.verify import (
     difference,
     elements,
     loaded,
+    model_request,
     not_asked,
+    probe_batch,
     reloaded,
+    sent,
     shortened,
     trained_logits,
 )

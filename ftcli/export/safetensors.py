@@ -19,11 +19,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from ftcli.errors import ExitCode, Finding, FtcliError, first_line
-from ftcli.export.clean.process import model_request, sent
 from ftcli.export.clean.request import LOGITS
 from ftcli.export.lazy import WHOLE_LAYER, computing_from
 from ftcli.export.merge import AdapterUpdates, Rounding, outputs, rounded_as_merged, rounding_of
-from ftcli.export.probe import Probe, continued, logits, probe_batch
 from ftcli.export.source import (
     ExportSource,
     attach,
@@ -47,6 +45,7 @@ from ftcli.export.tensorfile import (
 )
 from ftcli.export.verify import (
     TOLERANCE,
+    Probe,
     Verified,
     check_answer,
     check_generation,
@@ -54,11 +53,16 @@ from ftcli.export.verify import (
     check_stops,
     compare_tokenizers,
     compare_written,
+    continued,
     elements,
     loaded,
+    logits,
+    model_request,
     not_asked,
     open_written,
+    probe_batch,
     reloaded,
+    sent,
     shortened,
     trained_logits,
 )

@@ -70,7 +70,7 @@ class ExportSource:
         offline: Nothing is downloaded.
         verify: Whether what is written is compared with what was trained.
         reload: Loads what was written again, in a process of its own.
-        llama_cpp: What there is of llama.cpp on the machine (``ftcli.export.gguf.llama``).
+        llama_cpp: What there is of llama.cpp on the machine (``ftcli.export.gguf.verify``).
         quantization: How training held the base weights.
         compute: The dtype of training's products, into which quantized weights were dequantized.
         vocabulary: How many tokens the adapter's embeddings have, where the base has another number.

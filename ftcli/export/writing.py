@@ -14,9 +14,9 @@ from safetensors import SafetensorError
 from ftcli import __version__
 from ftcli.config.evaluation import ExportConfig
 from ftcli.errors import ExitCode, Finding, FtcliError, first_line
+from ftcli.export.adapter import with_its_vocabulary
 from ftcli.export.clean.process import CleanProcess
-from ftcli.export.embeddings import with_its_vocabulary
-from ftcli.export.gguf.llama import ABSENT, installed_llama_cpp
+from ftcli.export.gguf.verify import ABSENT, installed_llama_cpp
 from ftcli.export.source import (
     ADAPTER_WEIGHTS,
     ExportSource,

@@ -555,7 +555,7 @@ EXPORT = (
     ),
     _m(
         "GGUF adapters keep only alpha over rank",
-        "ftcli/export/gguf/adapter.py",
+        "ftcli/export/gguf/write.py",
         "factor = pair.scale / (alpha / pair.rank)",
         "factor = 1.0",
         _U + "export/test_gguf_adapter.py",
@@ -576,7 +576,7 @@ EXPORT = (
     ),
     _m(
         "another answer is no disagreement",
-        "ftcli/export/probe.py",
+        "ftcli/export/verify.py",
         "firm_disagreements=int((firm & ~same).sum())",
         "firm_disagreements=0",
         _U + "export/test_compared_logits.py",

@@ -16,8 +16,7 @@ from torch import Tensor
 from ftcli.errors import Finding
 from ftcli.export.gguf.rotation import FULL, SLIDING, head_size, rope_said, rotary, rotation_of
 from ftcli.facts.model import activation_of
-from ftcli.gguf.file import ReadFile
-from ftcli.gguf.names import GATE, UP, Value, activation_key, from_file, no_place
+from ftcli.gguf import GATE, UP, ReadFile, Value, activation_key, from_file, no_place
 from ftcli.plain import JsonMap, JsonObject
 from ftcli.tables.families import family_of
 from ftcli.tables.gguf import Architecture
@@ -256,7 +255,7 @@ def reader_of(
 
     Args:
         names: The name in the file of each tensor of the model.
-        heads: As :func:`ftcli.gguf.names.from_file` takes them.
+        heads: As :func:`ftcli.gguf.from_file` takes them.
     """
     outputs: Any = model.get_output_embeddings()
     head = next((f"{name}.weight" for name, module in model.named_modules() if module is outputs), "")
