@@ -200,60 +200,6 @@ def not_asked(merged_with: str = "") -> Verified:
     return Verified("nothing", {"verified": "no"}, (Finding("FT754", message, severity="warning"),), merged_with)
 
 
-@dataclass(frozen=True, slots=True)
-class LogitsReport:
-    """The result of comparing logits; all but ``problems`` is written into the export.
-
-    Attributes:
-        relative_error: Against base and adapter, weights rounded alike: what is compared with ``tolerance``.
-        rounding: How far rounding the merged weights moved the logits.
-        adapter_effect: How far the adapter moves them.
-        top1_agreement: Share of positions whose likeliest token rounding left as it was.
-        greedy_tokens: How many of the tokens that the trained model goes on with are what was written's, too.
-    """
-
-    dtype: str
-    tolerance: float
-    relative_error: float
-    rounding: float
-    adapter_effect: float
-    top1_agreement: float
-    greedy_tokens: str
-    problems: tuple[str, ...]
-
-    @property
-    def lost(self) -> float:
-        """Share of the adapter's effect on the logits that rounding to the stored dtype took away."""
-        return self.rounding / self.adapter_effect if self.adapter_effect > 0 else 0.0
-
-
-def check_logits(
-    found: Tensor, probe: Probe, rounded: Tensor, exact: Tensor, without: Tensor, dtype: torch.dtype
-) -> LogitsReport:
-    """Logits of the written model against those of base and adapter, float32 (positions, vocabulary) all of them.
-
-    Args:
-        found: Of the model as it was loaded from what was written.
-        rounded: Base and adapter, unmerged, with the weights rounded as they are stored.
-        exact: Base and adapter, unmerged.
-        without: The base alone: tells how much the adapter does at all.
-        dtype: What the weights are stored in.
-    """
-    rounding = compare_logits(rounded, exact, TOLERANCE)
-    allowed = max(TOLERANCE, SENSITIVE * rounding.relative_error)
-    compared = compare_logits(found, rounded, allowed)
-    return LogitsReport(
-        dtype=str(dtype).removeprefix("torch."),
-        tolerance=allowed,
-        relative_error=compared.relative_error,
-        rounding=rounding.relative_error,
-        adapter_effect=compare_logits(without, exact, TOLERANCE).relative_error,
-        top1_agreement=rounding.top1_agreement,
-        greedy_tokens=same_greedy(found, probe),
-        problems=tuple(logits_problems(compared, allowed)),
-    )
-
-
 def logits_problems(compared: LogitsComparison, allowed: float) -> list[str]:
     """Problems of logits, of which a relative error of ``allowed`` passes."""
     problems = []
@@ -359,18 +305,21 @@ def check_answer(
     tokenizer: PreTrainedTokenizerBase,
     stops: Collection[int],
     allowed: float,
+    unrounded: tuple[Tensor, float] | None = None,
 ) -> tuple[list[str], dict[str, str | int | float]]:
     """Problems with the tokenizer, stop tokens, logits and tokens of the written model; and what the record says.
 
     Args:
-        trained: The trained model's logits of the probe.
+        trained: The trained model's logits of the probe; with its weights rounded as they are stored, if they are.
         allowed: The relative error of logits that passes.
+        unrounded: What tokens are held against then: logits before rounding, and the relative error that passes.
     """
     found = answer.tensors[LOGITS]
     compared = compare_logits(found, trained, allowed)
     problems = compare_tokenizers(answer.tokenizer, tokenizer) + check_stops(answer.stops, stops)
     problems += logits_problems(compared, allowed)
-    problems += check_generation(answer, trained, probe, stops, allowed)
+    reference, room = unrounded or (trained, allowed)
+    problems += check_generation(answer, reference, probe, stops, room)
     return problems, {
         "relative_error": compared.relative_error,
         "tolerance": allowed,
