@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
 from ftcli.cli.place import obeying
-from ftcli.errors import ExitCode, FtcliError, Origin
+from ftcli.errors import FtcliError, Origin
 from ftcli.pipeline.sweep import Start, SweepRun
 from ftcli.run.signals import SignalName
 
@@ -108,14 +108,11 @@ def devices(wanted: str | None, environment: Mapping[str, str], count: Callable[
     origin = Origin(f"--gpus {wanted}")
     if not wanted.isdecimal() or int(wanted) < 1:
         help = "a number of GPUs, or `auto` for all that are visible"
-        raise FtcliError.single(
-            "FT150", "that is not a number of GPUs", exit_code=ExitCode.RECIPE, origin=origin, help=help
-        )
+        raise FtcliError.single("FT150", "that is not a number of GPUs", origin=origin, help=help)
     if int(wanted) > len(found):
         raise FtcliError.single(
             "FT516",
             f"{len(found)} GPUs are visible here",
-            exit_code=ExitCode.PREFLIGHT,
             origin=origin,
             help="ask for fewer, or set CUDA_VISIBLE_DEVICES; without --gpus one GPU is used",
         )

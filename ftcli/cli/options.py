@@ -11,7 +11,7 @@ import typer
 
 from ftcli.cli import completion
 from ftcli.cli.request import CommonOptions
-from ftcli.errors import ExitCode, FtcliError, Origin
+from ftcli.errors import FtcliError, Origin
 from ftcli.paths import OPEN_IT, RECIPE_SUFFIXES, RUN_RECIPE, expanded, is_file, is_folder, why_closed
 
 if TYPE_CHECKING:
@@ -141,7 +141,6 @@ def run_directory(path: str, label: str) -> Path:
         raise FtcliError.single(
             "FT154",
             f"{path} {problem}",
-            exit_code=ExitCode.RECIPE,
             origin=Origin(f"{label} {path}" if label.startswith("-") else label),
             help=meant or "name the directory that `ftcli train` wrote, as in runs/smoke",
         )
@@ -153,7 +152,6 @@ def without_run(checkpoint: str) -> FtcliError:
     return FtcliError.single(
         "FT154",
         f"--checkpoint {checkpoint} needs a run",
-        exit_code=ExitCode.RECIPE,
         origin=Origin(f"--checkpoint {checkpoint}"),
         help="name the run with --run DIR",
     )

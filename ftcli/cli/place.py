@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
-from ftcli.errors import ExitCode, FtcliError
+from ftcli.errors import FtcliError
 from ftcli.ranks import Place, hearing_its_end
 
 #: In a rank's environment: the folder of :class:`ftcli.ranks.Place`.
@@ -88,7 +88,6 @@ def refuse_copies(environment: Mapping[str, str], place: Place | None) -> None:
         raise FtcliError.single(
             "FT517",
             f"srun has started this command {tasks} times, and each would train the same run",
-            exit_code=ExitCode.PREFLIGHT,
             help="start one task on each host, and torchrun in it: docs/multi-gpu.md shows how",
         )
 

@@ -56,7 +56,6 @@ def run_as_ranks(
         raise FtcliError.single(
             "FT516",
             f"launch.num_processes {wanted:,}: there is no GPU here, and {usable_cores()} CPU cores",
-            exit_code=ExitCode.PREFLIGHT,
             origin=loaded.origins.at("launch.num_processes"),
             help="use at most as many processes as there are cores",
         )

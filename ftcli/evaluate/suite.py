@@ -101,7 +101,6 @@ def _evaluate(
         raise FtcliError.single(
             "FT766",
             f"lm-evaluation-harness cannot run {', '.join(tasks)}: {type(error).__name__}: {first_line(error)}",
-            exit_code=ExitCode.RECIPE,
             help="`lm_eval ls tasks` lists the tasks; most download their data from the Hub",
         ) from error
     return results

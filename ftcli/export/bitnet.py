@@ -17,7 +17,7 @@ from ftkernels.ternary import PER_BYTE, pack_ternary
 from torch import Tensor, nn
 
 from ftcli.config.model import QuantizationConfig
-from ftcli.errors import ExitCode, FtcliError
+from ftcli.errors import FtcliError
 from ftcli.export.clean.request import LAYER, rows_for
 from ftcli.export.safetensors import SHARD_BYTES, copy_processors
 from ftcli.export.source import ExportSource, local_config, not_verified, source_stops, source_tokenizer
@@ -185,8 +185,5 @@ def _require_masters(source: ExportSource) -> None:
 
 def _unpackable(reason: str) -> FtcliError:
     return FtcliError.single(
-        "FT740",
-        f"nothing can be packed: {reason}",
-        exit_code=ExitCode.RECIPE,
-        help="export.formats: [safetensors] writes the masters",
+        "FT740", f"nothing can be packed: {reason}", help="export.formats: [safetensors] writes the masters"
     )

@@ -261,6 +261,5 @@ def _stacked(name: str) -> FtcliError:
     return FtcliError.single(
         "FT740",
         f"nothing can be rounded to fp8: {name} is a stack of experts, and ftcli rounds linear layers alone",
-        exit_code=ExitCode.RECIPE,
         help="export.formats: [safetensors] writes the model in 16 bits",
     )

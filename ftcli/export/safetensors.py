@@ -370,7 +370,6 @@ def require_kept_base(source: ExportSource) -> None:
     raise FtcliError.single(
         "FT747",
         "the base model has random weights (model.init: random), which are not kept, so nothing can be merged with it",
-        exit_code=ExitCode.RECIPE,
         origin=source.origins.at("model.init"),
         help=f"export the adapter alone: {_unmerged()}",
     )

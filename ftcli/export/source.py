@@ -209,7 +209,6 @@ def _nothing(path: Path, reason: str) -> FtcliError:
     return FtcliError.single(
         "FT740",
         f"there is nothing to export in {path}: {reason}",
-        exit_code=ExitCode.RECIPE,
         help="train first, or name a finished run's directory or a folder with a PEFT adapter",
     )
 
@@ -219,7 +218,6 @@ def unusable(path: Path, reason: str) -> FtcliError:
     return FtcliError.single(
         "FT742",
         f"{path} cannot be exported: {reason}",
-        exit_code=ExitCode.RECIPE,
         help="export from the run directory in which it was trained, or train it again",
     )
 
@@ -272,7 +270,6 @@ def _no_base(source: ExportSource, error: BaseException) -> FtcliError:
     return FtcliError.single(
         "FT323",
         f"the weights of {source.base.name_or_path} cannot be loaded: {first_line(error)}",
-        exit_code=ExitCode.PREFLIGHT,
         origin=source.origins.at("model.name_or_path"),
         help="merging needs the base model: check the name and the network, or export the adapter alone",
     )

@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ftcli.config.model import QuantizationConfig
-from ftcli.errors import ExitCode, FtcliError, first_line
+from ftcli.errors import FtcliError, first_line
 from ftcli.export.source import (
     ADAPTER_WEIGHTS,
     ExportSource,
@@ -159,7 +159,6 @@ def base_in_training(source: ExportSource, config: PretrainedConfig, model: PreT
             "FT740",
             f"export.base: original needs full-precision weights, and {source.base.name_or_path} is stored in "
             f"{settings.method}",
-            exit_code=ExitCode.RECIPE,
             origin=source.origins.at("export.base"),
             help="leave export.base out",
         )

@@ -237,7 +237,6 @@ def _require_replaceable(target: Path) -> None:
     raise FtcliError.single(
         "FT743",
         f"{target} exists and was not written by ftcli export",
-        exit_code=ExitCode.RECIPE,
         help="move it away; ftcli replaces only what it wrote",
     )
 
@@ -261,7 +260,6 @@ def _unchanged(source: ExportSource, name: str, reporter: Reporter) -> ExportRes
         raise FtcliError.single(
             "FT743",
             f"{target} is an earlier export with other weights or settings, or was changed since",
-            exit_code=ExitCode.RECIPE,
             help="--force replaces it; --output DIR writes elsewhere",
         )
     reporter.info(f"{target}: there already, with the same weights and settings; --force writes it again")
@@ -314,7 +312,6 @@ def _require_rounded(source: ExportSource, formats: Sequence[str]) -> None:
             "FT740",
             f"{source.folder.parent} was trained with ternary weights; {unfit[0]} would store their float32 masters as "
             "ordinary weights",
-            exit_code=ExitCode.RECIPE,
             help=f"use export.formats: [{', '.join(exports.of_masters())}]",
         )
 
@@ -326,7 +323,6 @@ def _require_scores(source: ExportSource, formats: Sequence[str]) -> None:
         raise FtcliError.single(
             "FT740",
             f"{source.folder.parent} holds a reward model, which {unfit[0]} has no place for",
-            exit_code=ExitCode.RECIPE,
             help=f"use export.formats: [{', '.join(name for name, row in exports.TABLE.items() if row.scores)}]",
         )
 
@@ -335,7 +331,6 @@ def _no_adapter(source: ExportSource) -> FtcliError:
     return FtcliError.single(
         "FT740",
         f"there is nothing to export in {source.folder.parent}: a full fine-tune has no adapter",
-        exit_code=ExitCode.RECIPE,
         help=f"use export.formats: [{', '.join(exports.names(needs_adapter=False))}]",
     )
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ftcli.config.judging import JudgeConfig, RewardConfig
-from ftcli.errors import ExitCode, Finding, FtcliError, first_line
+from ftcli.errors import Finding, FtcliError, first_line
 from ftcli.facts.device import usable_cores
 from ftcli.judges.process import FunctionSource, Worker, ask_each
 from ftcli.judges.verdicts import CompletionBatch, FailedJudgement, Scorer, Verdict
@@ -166,7 +166,7 @@ def json_valid(json_schema: str | JsonObject | None = None) -> Scorer:
         validator = None if json_schema is None else validator_of(json_schema)
     except NoSchema as error:
         help = "correct the schema; what a `$ref` names has to be under its own `$defs`"
-        raise FtcliError.single("FT280", f"json_schema {error}", exit_code=ExitCode.RECIPE, help=help) from error
+        raise FtcliError.single("FT280", f"json_schema {error}", help=help) from error
 
     def score(completions: Sequence[str], answers: Sequence[str]) -> list[Verdict]:
         return [_fits(text, validator) for text in completions]

@@ -16,7 +16,7 @@ from ftcli.data.asked import PromptLimit
 from ftcli.data.omissions import split_reasoning
 from ftcli.data.reasoning import Answer, ReasoningMarks
 from ftcli.data.template import Renderer, renderer_of
-from ftcli.errors import ExitCode, Finding, FtcliError, Origin
+from ftcli.errors import Finding, FtcliError, Origin
 from ftcli.facts.weights import ADAPTER_CONFIG
 from ftcli.pipeline.weights import checkpoint_of, refuse_training, result_of
 from ftcli.plain import LEFT_OUT
@@ -246,7 +246,7 @@ def sampling_of(recipe: Recipe, options: ChatOptions) -> StreamSettings:
 
 def cannot_chat(message: str, help: str, option: str = "command line") -> FtcliError:
     """FT158: there is nothing to answer, or options contradict each other."""
-    return FtcliError.single("FT158", message, exit_code=ExitCode.RECIPE, origin=Origin(option), help=help)
+    return FtcliError.single("FT158", message, origin=Origin(option), help=help)
 
 
 def _for_chat(recipe: Recipe) -> Recipe:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ftcli.config.load import LoadedRecipe
-from ftcli.errors import ExitCode, Finding, FtcliError
+from ftcli.errors import Finding, FtcliError
 from ftcli.pipeline.weights import changed_since, checkpoint_of, refuse_settings
 from ftcli.preflight.stages import checked
 from ftcli.reporting import Session
@@ -93,9 +93,7 @@ def _require_uploadable(session: Session, choices: ExportOptions) -> None:
     except HFValidationError:
         reason, help = "that is no name of a repository on the Hub", "name it NAMESPACE/NAME, or NAME for your own"
     if reason:
-        raise FtcliError.single(
-            "FT755", f"--push-to-hub {choices.repo}: {reason}", exit_code=ExitCode.RECIPE, help=help
-        )
+        raise FtcliError.single("FT755", f"--push-to-hub {choices.repo}: {reason}", help=help)
 
 
 def _as_trained(loaded: LoadedRecipe, run: RunDirectory) -> list[Finding]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from ftcli.config.load import LoadedRecipe
-from ftcli.errors import ExitCode, FtcliError
+from ftcli.errors import FtcliError
 from ftcli.ranks import Place
 from ftcli.reporting import Session
 from ftcli.tables import code_of, engines, methods
@@ -61,7 +61,6 @@ def as_rank(work: Callable[[RankGroup | None], T], session: Session, processes: 
         raise FtcliError.single(
             "FT517",
             f"launch.num_processes {processes}: this process was started alone",
-            exit_code=ExitCode.PREFLIGHT,
             help="the command `ftcli train` starts the others; a program that calls ftcli.pipeline has to do it itself",
         )
     from ftcli.run.heartbeat import show_life
@@ -91,7 +90,6 @@ def over_ranks(loaded: LoadedRecipe, place: Place | None) -> LoadedRecipe:
         raise FtcliError.single(
             "FT517",
             f"launch.num_processes is {launch.num_processes}, and {place.size} processes were started",
-            exit_code=ExitCode.PREFLIGHT,
             help="leave launch.num_processes out under torchrun: it says how many there are",
         )
     changed = launch.model_copy(update={"num_processes": place.size})

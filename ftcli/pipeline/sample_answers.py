@@ -21,7 +21,7 @@ from ftcli.config.judging import RewardConfig
 from ftcli.config.recipe import Recipe
 from ftcli.data.asked import RenderedPrompt
 from ftcli.data.reasoning import Answer
-from ftcli.errors import ExitCode, Finding, FtcliError
+from ftcli.errors import Finding, FtcliError
 from ftcli.evaluate.batching import row_too_large
 from ftcli.evaluate.generate import answering
 from ftcli.facts.generation import MOST_ROWS
@@ -290,7 +290,6 @@ def _require_answers(tasks: Sequence[TaskConfig], asked: Sequence[RenderedPrompt
         raise FtcliError.single(
             "FT453",
             f"the task {comparing.label} compares with known answers, and this row has none",
-            exit_code=ExitCode.DATA,
             origin=without.origin,
             help="add the column `answer`, or judge without one: a task with `file`, `use: regex` or `use: length`",
         )

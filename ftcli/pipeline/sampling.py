@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ftcli.config.load import LoadedRecipe
 from ftcli.config.recipe import Recipe
-from ftcli.errors import ExitCode, Finding, FtcliError, Origin
+from ftcli.errors import Finding, FtcliError, Origin
 from ftcli.facts.weights import ADAPTER_CONFIG
 from ftcli.paths import expanded
 from ftcli.pipeline.weights import checkpoint_of, refuse_training, result_of
@@ -82,7 +82,7 @@ _LONG_PROMPT = "raise data.max_seq_len, or choose data.overlong: drop"
 
 def cannot_sample(message: str, help: str, option: str) -> FtcliError:
     """FT159: options contradict each other."""
-    return FtcliError.single("FT159", message, exit_code=ExitCode.RECIPE, origin=Origin(option), help=help)
+    return FtcliError.single("FT159", message, origin=Origin(option), help=help)
 
 
 def _for_sampling(recipe: Recipe, options: SampleOptions) -> Recipe:

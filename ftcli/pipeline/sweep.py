@@ -109,7 +109,6 @@ def plan_sweep(recipe: Path, grid: Sequence[Combination], output_dir: str | None
         raise FtcliError.single(
             "FT753",
             f"{folder} is a run, and the runs of a sweep are folders of their own",
-            exit_code=ExitCode.RECIPE,
             help=f"name another folder, as in --output-dir {folder}-sweep",
         )
     runs = [_planned(recipe, combination, base, folder) for combination, base in zip(grid, bases, strict=True)]
@@ -208,7 +207,6 @@ class _Crew:
             raise FtcliError.single(
                 "FT751",
                 f"{self._plan.recipe} was changed while the sweep ran, so its runs could not be compared",
-                exit_code=ExitCode.RECIPE,
                 help="undo the change, and repeat the command; or sweep the new recipe into another --output-dir",
             )
         device = self._free.popleft()

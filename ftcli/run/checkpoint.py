@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ftcli.errors import ExitCode, Finding, FtcliError
+from ftcli.errors import Finding, FtcliError
 from ftcli.plain import JsonMap, JsonObject
 from ftcli.run.atomic import (
     TEMPORARY_PREFIX,
@@ -193,17 +193,13 @@ class Checkpoints:
             if reason is None:
                 return self.path(step)
             raise FtcliError.single(
-                "FT725",
-                f"{self.path(step)} is damaged: {reason}",
-                exit_code=ExitCode.RECIPE,
-                help="restore the file, or take another checkpoint",
+                "FT725", f"{self.path(step)} is damaged: {reason}", help="restore the file, or take another checkpoint"
             )
         steps = ", ".join(str(step_of(path)) for path in usable) or "none"
         what = "best evaluation" if name == "best" else f"step {name}"
         raise FtcliError.single(
             "FT725",
             f"{self.root} has no usable checkpoint of {what}",
-            exit_code=ExitCode.RECIPE,
             help=f"choose from: {steps}; `checkpoint.keep_best: true` keeps the best one",
         )
 

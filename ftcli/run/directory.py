@@ -13,7 +13,7 @@ import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
-from ftcli.errors import ExitCode, FtcliError, first_line
+from ftcli.errors import FtcliError, first_line
 from ftcli.paths import RUN_RECIPE
 from ftcli.run.atomic import utc_now
 from ftcli.run.checkpoint import Checkpoints
@@ -95,7 +95,6 @@ class DirectoryLock:
         return FtcliError.single(
             "FT720",
             f"{self._path.parent} is in use by {who}",
-            exit_code=ExitCode.RECIPE,
             help="wait until that run ends, or give this one its own --output-dir",
         )
 
@@ -260,7 +259,6 @@ def no_run(path: Path, reason: str) -> FtcliError:
     return FtcliError.single(
         "FT722",
         f"{path} is not a run directory: {reason}",
-        exit_code=ExitCode.RECIPE,
         help="choose another --output-dir; ftcli does not mix its files with others",
     )
 
@@ -270,6 +268,5 @@ def unreadable_file(path: Path, error: Exception) -> FtcliError:
     return FtcliError.single(
         "FT727",
         f"{path} cannot be read: {first_line(error)}",
-        exit_code=ExitCode.RECIPE,
         help="restore the file, or start over with --resume never, which keeps the old run beside it",
     )

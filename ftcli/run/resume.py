@@ -218,7 +218,6 @@ def _continue_from(run: RunDirectory, named: Path, recipe_yaml: str, command: st
         raise FtcliError.single(
             "FT722",
             f"{run.path} already holds a run, and {named} belongs to another one",
-            exit_code=ExitCode.RECIPE,
             help="choose a new --output-dir, or use --resume auto to continue the run that is there",
         )
     other = _other_command(owner, command)
@@ -307,7 +306,6 @@ def _made_by(run: RunDirectory, began: str, command: str) -> FtcliError:
         "FT721",
         f"the run in {run.path} was begun by `ftcli {began}`, and this is `ftcli {command}`",
         origin=Origin(str(run.manifest_path)),
-        exit_code=ExitCode.RECIPE,
         help=f"continue it with `ftcli {began}`; {_ANEW}",
     )
 
@@ -327,7 +325,6 @@ def _unusable(path: Path, reason: str) -> FtcliError:
     return FtcliError.single(
         "FT725",
         f"cannot resume from {path}: {reason}",
-        exit_code=ExitCode.RECIPE,
         help="name a folder like runs/NAME/checkpoints/step-00000100, or use --resume auto",
     )
 

@@ -13,7 +13,7 @@ from ftcli.cli import completion, options
 from ftcli.cli.environment import style_for
 from ftcli.cli.render import Style, clean, table, terminal_text
 from ftcli.cli.request import AnyRequest, Invocation
-from ftcli.errors import ExitCode, FtcliError
+from ftcli.errors import FtcliError
 from ftcli.plain import JsonObject
 from ftcli.reporting import Session
 from ftcli.units import gib, size
@@ -88,10 +88,7 @@ def check(
         if as_gpu is not None and as_gpu.strip().lower() == EVERY_GPU:
             if show_sample:
                 raise FtcliError.single(
-                    "FT150",
-                    "`--as all` looks at no rows, and --show-sample shows them",
-                    exit_code=ExitCode.RECIPE,
-                    help="leave one of them out",
+                    "FT150", "`--as all` looks at no rows, and --show-sample shows them", help="leave one of them out"
                 )
             return check_every_gpu(loaded, session)
         return check_recipe(loaded, session, as_gpu, show_sample)

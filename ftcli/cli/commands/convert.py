@@ -10,7 +10,7 @@ import typer
 from ftcli.cli import options
 from ftcli.cli.files import file_content
 from ftcli.cli.request import AnyRequest, Invocation
-from ftcli.errors import ExitCode, FtcliError, Origin
+from ftcli.errors import FtcliError, Origin
 from ftcli.paths import expanded
 from ftcli.reporting import Session
 from ftcli.tables import dialects
@@ -76,7 +76,6 @@ def _require_known(dialect: str | None) -> None:
     raise FtcliError.single(
         "FT150",
         f"no tool `{dialect}` is known",
-        exit_code=ExitCode.RECIPE,
         origin=Origin(f"--from {dialect}"),
         help=f"choose from: {', '.join(dialects.names())}",
     )

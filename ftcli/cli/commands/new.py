@@ -13,7 +13,7 @@ from ftcli.cli import completion, options
 from ftcli.cli.files import write_new
 from ftcli.cli.render import clean
 from ftcli.cli.request import AnyRequest, Invocation
-from ftcli.errors import ExitCode, FtcliError, Origin
+from ftcli.errors import FtcliError, Origin
 from ftcli.paths import expanded
 from ftcli.reporting import Session
 
@@ -108,7 +108,6 @@ def _answered(said: dict[str, str | None]) -> dict[str, str]:
         raise FtcliError.single(
             "FT150",
             f"there is no terminal to ask on, and no {', '.join(missing)}",
-            exit_code=ExitCode.RECIPE,
             origin=Origin("command line"),
             help="give each answer as an option: `ftcli recipes new --help`",
         )
@@ -124,7 +123,6 @@ def _ask(question: str, default: str) -> str:
         raise FtcliError.single(
             "FT150",
             "the questions were not answered",
-            exit_code=ExitCode.RECIPE,
             origin=Origin("command line"),
             help="Enter takes the value in brackets; `ftcli recipes new --help` has the options",
         )
@@ -141,11 +139,7 @@ def _known_method(word: str) -> str:
     if word.lower() in METHODS:
         return word.lower()
     raise FtcliError.single(
-        "FT150",
-        f"no method `{word}`",
-        exit_code=ExitCode.RECIPE,
-        origin=Origin(f"--method {word}"),
-        help=f"choose from: {', '.join(METHODS)}",
+        "FT150", f"no method `{word}`", origin=Origin(f"--method {word}"), help=f"choose from: {', '.join(METHODS)}"
     )
 
 

@@ -16,7 +16,7 @@ from ftcli.cli.commands import convert, new
 from ftcli.cli.files import file_content, write_new
 from ftcli.cli.request import AnyRequest, Invocation
 from ftcli.cli.suggest import shipped
-from ftcli.errors import ExitCode, FtcliError, Origin
+from ftcli.errors import FtcliError, Origin
 from ftcli.paths import expanded, is_folder
 from ftcli.plain import JsonObject
 from ftcli.reporting import Session
@@ -171,9 +171,7 @@ def find(name: str) -> Path:
         return recipes[stem]
     near = get_close_matches(stem, recipes, n=1, cutoff=0.5)
     help = f"did you mean {near[0]}?" if near else f"choose from: {', '.join(recipes)}"
-    raise FtcliError.single(
-        "FT152", f"no recipe `{name}` ships with ftcli", exit_code=ExitCode.RECIPE, origin=_COMMAND_LINE, help=help
-    )
+    raise FtcliError.single("FT152", f"no recipe `{name}` ships with ftcli", origin=_COMMAND_LINE, help=help)
 
 
 _COMMAND_LINE = Origin("command line")

@@ -13,7 +13,7 @@ from ftcli.cli import completion, options
 from ftcli.cli.files import require_page, write_page
 from ftcli.cli.render import clean, table
 from ftcli.cli.request import AnyRequest, Invocation
-from ftcli.errors import ExitCode, Finding, FtcliError, Origin, Severity
+from ftcli.errors import Finding, FtcliError, Origin, Severity
 from ftcli.paths import OPEN_IT, exists, expanded, is_folder
 from ftcli.plain import FLATTENED, LEFT_OUT, JsonObject, plain_fields
 from ftcli.reporting import Reporter, Session
@@ -90,7 +90,7 @@ def _require_open(folder: str, reason: str | None) -> None:
         problem = f"{folder} is not a directory"
         help = "name the folder that holds your runs; `ftcli train` writes into runs/ unless told otherwise"
     if problem is not None:
-        raise FtcliError.single("FT154", problem, exit_code=ExitCode.RECIPE, origin=Origin("command line"), help=help)
+        raise FtcliError.single("FT154", problem, origin=Origin("command line"), help=help)
 
 
 def compare(
@@ -157,7 +157,6 @@ def _runs_named(names: Sequence[str], reporter: Reporter) -> list[Path]:
     raise FtcliError.single(
         "FT154",
         f"there is nothing to compare with {found[0]}: it is the only run" if found else "there is no run among them",
-        exit_code=ExitCode.RECIPE,
         origin=Origin("command line"),
         help="name two runs at least, as in runs/first runs/second, or a folder that holds them",
     )
