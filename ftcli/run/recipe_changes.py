@@ -168,7 +168,7 @@ def _with_defaults(raw: JsonObject) -> JsonObject:
         return raw  # written by an ftcli with other keys: compared as it stands
 
 
-def leaves(value: Any, prefix: str = "") -> dict[str, Any]:
+def leaves(value: Any, prefix: str = "") -> JsonObject:
     """Leaves by dotted key. A list is one leaf: an item more in it is one change, not one for every later item."""
     if not (isinstance(value, Mapping) and value):
         return {prefix: value}

@@ -190,8 +190,8 @@ def forked_ranks(seconds: float, folder: str) -> None:
 
         return started
 
-    _wrap("ftcli.cli.workers:Ranks.__init__", limited)
-    _wrap("ftcli.cli.workers:subprocess.Popen", forked)
+    _wrap("ftcli.cli.children:Ranks.__init__", limited)
+    _wrap("ftcli.cli.children:subprocess.Popen", forked)
 
 
 class _Limited:

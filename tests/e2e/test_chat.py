@@ -13,9 +13,9 @@ import pytest
 import yaml
 
 from ftcli.cli.app import main
+from ftcli.cli.commands.chat import talk
 from ftcli.cli.options import load_run
 from ftcli.cli.render import Style, document, terminal_text
-from ftcli.cli.talk import talk
 from ftcli.pipeline.chatting import Chat, ChatOptions, open_chat
 from ftcli.reporting import Session, SilentReporter
 from tests.e2e.conftest import NARROW, RECIPE, User, merged

@@ -8,8 +8,8 @@ import typer
 
 from ftcli.cli import options, ranks
 from ftcli.cli.environment import results_only_on_stdout
+from ftcli.cli.options import AnyRequest, Invocation
 from ftcli.cli.render import result_text
-from ftcli.cli.request import AnyRequest, Invocation
 from ftcli.reporting import Session
 from ftcli.units import size
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ftcli.cli import completion, options
+from ftcli.cli import names, options
 from ftcli.cli.environment import style_for
+from ftcli.cli.options import AnyRequest, Invocation
 from ftcli.cli.render import Style, clean, table, terminal_text
-from ftcli.cli.request import AnyRequest, Invocation
 from ftcli.errors import FtcliError
 from ftcli.plain import JsonObject
 from ftcli.reporting import Session
@@ -46,7 +46,7 @@ def check(
             metavar="GPU",
             help="Answer for another machine: t4, l4, a10, rtx4090, a100-40gb, a100-80gb, h100, h200, b200 or cpu; "
             "`all` compares the GPUs.",
-            autocompletion=completion.machines,
+            autocompletion=names.machines,
         ),
     ] = None,
     gpus: Annotated[

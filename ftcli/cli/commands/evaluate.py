@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ftcli.cli import completion, options
+from ftcli.cli import names, options
+from ftcli.cli.options import AnyRequest, Invocation
 from ftcli.cli.render import table
-from ftcli.cli.request import AnyRequest, Invocation
 from ftcli.reporting import Session
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def evaluate(
             "--run",
             metavar="DIR",
             help="A finished run, compared with its base model.",
-            autocompletion=completion.run_folders,
+            autocompletion=names.run_folders,
         ),
     ] = None,
     checkpoint: options.CheckpointOption = None,

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ftcli.cli import completion, options
-from ftcli.cli.request import AnyRequest, Invocation
+from ftcli.cli import names, options
+from ftcli.cli.options import AnyRequest, Invocation
 from ftcli.paths import expanded
 from ftcli.reporting import Session
 
@@ -22,7 +22,7 @@ def export(
             metavar="RECIPE_OR_RUN",
             help="A recipe or a run directory.",
             show_default=False,
-            autocompletion=completion.runs_and_recipes,
+            autocompletion=names.runs_and_recipes,
         ),
     ],
     formats: Annotated[

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ftcli.cli import completion, options
+from ftcli.cli import names, options
 from ftcli.cli.files import require_page, write_page
+from ftcli.cli.options import AnyRequest, Invocation
 from ftcli.cli.render import clean, table
-from ftcli.cli.request import AnyRequest, Invocation
 from ftcli.errors import Finding, FtcliError, Origin, Severity
 from ftcli.paths import OPEN_IT, exists, expanded, is_folder
 from ftcli.plain import FLATTENED, LEFT_OUT, JsonObject, plain_fields
@@ -95,7 +95,7 @@ def _require_open(folder: str, reason: str | None) -> None:
 
 def compare(
     directories: Annotated[
-        list[str], typer.Argument(metavar="RUN RUN ...", help="Run directories.", autocompletion=completion.run_folders)
+        list[str], typer.Argument(metavar="RUN RUN ...", help="Run directories.", autocompletion=names.run_folders)
     ],
     html: Annotated[
         str | None, typer.Option("--html", metavar="FILE", help="Also write a page that opens offline.")
@@ -135,7 +135,7 @@ def compare(
 
 def _runs_named(names: Sequence[str], reporter: Reporter) -> list[Path]:
     """The runs that are named, or lie in folders that are. Raises FtcliError FT154 where there are not two."""
-    from ftcli.cli.suggest import run_meant
+    from ftcli.cli.names import run_meant
     from ftcli.run.summary import find_runs
 
     found: list[Path] = []

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ftcli.cli import completion, options
-from ftcli.cli.request import AnyRequest, Invocation
+from ftcli.cli import names, options
+from ftcli.cli.options import AnyRequest, Invocation
 from ftcli.paths import expanded
 from ftcli.reporting import Session
 
@@ -42,7 +42,7 @@ def sample(
         str | None,
         typer.Option(
             "--run", metavar="DIR", help="A finished run that answers; else the base model.",
-            autocompletion=completion.run_folders,
+            autocompletion=names.run_folders,
         ),
     ] = None,
     checkpoint: options.CheckpointOption = None,

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ftcli.cli import options
+from ftcli.cli.options import AnyRequest, Invocation
 from ftcli.cli.render import clean, table
-from ftcli.cli.request import AnyRequest, Invocation
 from ftcli.paths import expanded
 from ftcli.reporting import Session
 from ftcli.units import number

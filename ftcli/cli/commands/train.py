@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from ftcli.cli import options, ranks
 from ftcli.cli.environment import results_only_on_stdout
-from ftcli.cli.request import AnyRequest, Invocation
+from ftcli.cli.options import AnyRequest, Invocation
 from ftcli.reporting import Session
 from ftcli.tables import code_of
 from ftcli.tables.methods import Method

@@ -12,8 +12,7 @@ from typing import TextIO
 
 import pytest
 
-from ftcli.cli.environment import library_environment
-from ftcli.cli.streams import unfailing
+from ftcli.cli.environment import library_environment, unfailing
 from ftcli.reporting import Session, SilentReporter
 from tests.e2e.drill import Server
 

@@ -7,9 +7,8 @@ from itertools import product
 
 import pytest
 
-from ftcli.cli.line import ProgressCount, line_text
 from ftcli.cli.render import Style
-from ftcli.cli.reporters import TerminalReporter
+from ftcli.cli.reporters import ProgressCount, TerminalReporter, line_text
 from ftcli.remaining_time import Pace
 from ftcli.units import duration
 

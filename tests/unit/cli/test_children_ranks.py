@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from ftcli.cli import workers
-from ftcli.cli.workers import Ranks, environment_of
+from ftcli.cli import children as workers
+from ftcli.cli.children import Ranks, environment_of
 from ftcli.errors import FtcliError
 from ftcli.run.heartbeat import Timeouts
 
@@ -86,7 +86,7 @@ def test_a_rank_that_never_gives_a_sign_is_killed(tmp_path: Path) -> None:
 def test_a_rank_ends_without_waiting_for_what_hangs_at_the_end() -> None:
     program = """
 import atexit, threading, time
-from ftcli.cli.place import leave
+from ftcli.cli.environment import leave
 atexit.register(print, "done", flush=True)
 threading.Thread(target=time.sleep, args=(600,)).start()
 leave(75)

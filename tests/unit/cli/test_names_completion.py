@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ftcli.cli import completion
+from ftcli.cli import names
 from ftcli.cli.app import main
 
 SHELLS = ("bash", "zsh", "fish")
@@ -89,19 +89,19 @@ def test_an_answer_takes_a_moment_and_nothing_heavy(folder: Path) -> None:
     words = {"COMP_WORDS": "ftcli train m", "COMP_CWORD": "2", "_FTCLI_COMPLETE": "complete_bash"}
     done = ftcli(folder, **words, PYTHONPROFILEIMPORTTIME="1")
     imported = [line.rpartition("|")[2].strip() for line in done.stderr.splitlines()]
-    assert "ftcli.cli.completion" in imported
+    assert "ftcli.cli.names" in imported
     assert not {"torch", "transformers", "numpy", "rich", "yaml"} & set(imported)
     assert len(imported) < 500
 
 
 def test_files_and_folders(folder: Path) -> None:
-    assert completion.recipe_files("") == ["data/", "mine.yaml", "other.yml", "runs/"]
-    assert completion.recipe_files(f"{folder}/o") == [f"{folder}/other.yml"]
-    assert completion.run_folders("") == ["runs/first", "runs/x/"]
-    assert completion.run_folders("dat") == ["data/"]
-    assert completion.run_folders("nowhere/") == []
-    assert completion.runs_and_recipes("m") == ["mine.yaml"]
-    assert completion.gpus("h") == ["h100", "h200"]
+    assert names.recipe_files("") == ["data/", "mine.yaml", "other.yml", "runs/"]
+    assert names.recipe_files(f"{folder}/o") == [f"{folder}/other.yml"]
+    assert names.run_folders("") == ["runs/first", "runs/x/"]
+    assert names.run_folders("dat") == ["data/"]
+    assert names.run_folders("nowhere/") == []
+    assert names.runs_and_recipes("m") == ["mine.yaml"]
+    assert names.gpus("h") == ["h100", "h200"]
 
 
 def test_a_shell_that_is_not_known_is_a_usage_error(

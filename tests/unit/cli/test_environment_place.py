@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ftcli.cli import place as module
-from ftcli.cli.place import own_gpu, place_of, refuse_copies
+from ftcli.cli import environment as module
+from ftcli.cli.environment import own_gpu, place_of, refuse_copies
 from ftcli.errors import FtcliError
 from ftcli.ranks import Place
 
