@@ -104,10 +104,6 @@ class DirectoryLock:
         if descriptor is not None:
             os.close(descriptor)
 
-    def forget(self) -> None:
-        """Close this process's copy of the descriptor after a fork; the parent's lock stays."""
-        self.release()
-
 
 def _close_in_children(lock: DirectoryLock) -> None:
     """A fork shares the lock with the child, and the kernel frees it only when all copies are closed."""
@@ -116,7 +112,7 @@ def _close_in_children(lock: DirectoryLock) -> None:
     def close() -> None:
         held = reference()
         if held is not None:
-            held.forget()
+            held.release()  # the parent's lock stays
 
     os.register_at_fork(after_in_child=close)
 
@@ -141,10 +137,14 @@ def is_locked(directory: Path) -> bool:
     return False
 
 
-#: Files and folders of a run, by name.
-NAMES = frozenset(
-    (RUN_RECIPE, "manifest.json", "metrics.jsonl", "checkpoints", "adapter", "model", "export", "eval.json")
-) | {"margins.json", "tokens.json", "completions", "report.html", "status.json", "tensorboard", ".lock"}
+class _Inside:
+    """The path of a file or folder of a run, by its name there."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, run: RunDirectory, _: type[RunDirectory]) -> Path:
+        return run.path / self.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,25 +153,32 @@ class RunDirectory:
 
     path: Path
 
-    @property
-    def recipe_path(self) -> Path:
-        """The recipe as resolved; a folder with this file is a run directory."""
-        return self.path / RUN_RECIPE
-
-    @property
-    def manifest_path(self) -> Path:
-        """Versions, device, seeds, dtype plan, kernels, data fingerprints."""
-        return self.path / "manifest.json"
-
-    @property
-    def metrics_path(self) -> Path:
-        """One JSON line per logging step."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def checkpoints_dir(self) -> Path:
-        """Folder of the resumable states."""
-        return self.path / "checkpoints"
+    #: The recipe as resolved; a folder with this file is a run directory.
+    recipe_path = _Inside(RUN_RECIPE)
+    #: Versions, device, seeds, dtype plan, kernels, data fingerprints.
+    manifest_path = _Inside("manifest.json")
+    #: One JSON line per logging step.
+    metrics_path = _Inside("metrics.jsonl")
+    #: The resumable states.
+    checkpoints_dir = _Inside("checkpoints")
+    #: The trained adapter in PEFT's layout (LoRA).
+    adapter_dir = _Inside("adapter")
+    #: The trained model in transformers' layout (full fine-tuning).
+    model_dir = _Inside("model")
+    #: Folder of the exported formats.
+    export_dir = _Inside("export")
+    #: Evaluation results and samples.
+    eval_path = _Inside("eval.json")
+    #: Held-out pairs, or labelled answers, one by one.
+    margins_path = _Inside("margins.json")
+    #: Folder of the completions of training by rewards, step by step.
+    completions_dir = _Inside("completions")
+    #: Tokens kept, cut and masked per dataset.
+    tokens_path = _Inside("tokens.json")
+    #: The report for people.
+    report_path = _Inside("report.html")
+    #: The run's state, for scripts.
+    status_path = _Inside("status.json")
 
     @property
     def checkpoints(self) -> Checkpoints:
@@ -179,54 +186,16 @@ class RunDirectory:
         return Checkpoints(self.checkpoints_dir)
 
     @property
-    def adapter_dir(self) -> Path:
-        """The trained adapter in PEFT's layout (LoRA)."""
-        return self.path / "adapter"
-
-    @property
-    def model_dir(self) -> Path:
-        """The trained model in transformers' layout (full fine-tuning)."""
-        return self.path / "model"
-
-    @property
     def result_dir(self) -> Path | None:
         """``adapter/`` or ``model/``, whichever is there; None before training has ended."""
         return next((folder for folder in (self.adapter_dir, self.model_dir) if folder.is_dir()), None)
 
-    @property
-    def export_dir(self) -> Path:
-        """Folder of the exported formats."""
-        return self.path / "export"
 
-    @property
-    def eval_path(self) -> Path:
-        """Evaluation results and samples."""
-        return self.path / "eval.json"
-
-    @property
-    def margins_path(self) -> Path:
-        """Held-out pairs, or labelled answers, one by one."""
-        return self.path / "margins.json"
-
-    @property
-    def completions_dir(self) -> Path:
-        """Folder of the completions of training by rewards, step by step."""
-        return self.path / "completions"
-
-    @property
-    def tokens_path(self) -> Path:
-        """Tokens kept, cut and masked per dataset."""
-        return self.path / "tokens.json"
-
-    @property
-    def report_path(self) -> Path:
-        """The report for people."""
-        return self.path / "report.html"
-
-    @property
-    def status_path(self) -> Path:
-        """The run's state, for scripts."""
-        return self.path / "status.json"
+#: Files and folders of a run, by name.
+NAMES = frozenset(one.name for one in vars(RunDirectory).values() if isinstance(one, _Inside)) | {
+    "tensorboard",
+    LOCK_NAME,
+}
 
 
 def holds_run(run: RunDirectory) -> bool:

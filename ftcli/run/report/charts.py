@@ -10,8 +10,9 @@ import itertools
 import math
 import re
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from markupsafe import Markup, escape
@@ -178,12 +179,9 @@ class Series:
         return [(step, value) for step, value in self.points if value is not None]
 
 
-@dataclass(frozen=True, slots=True)
-class ReferenceLine:
-    """A value to compare with, as a horizontal line, such as the base model's."""
-
-    name: str
-    value: float
+#: Values to compare with, by name, as horizontal lines: the base model's, for instance.
+Levels = Mapping[str, float]
+_NO_LEVELS: Levels = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,35 +232,34 @@ class ChartLook:
 
 
 def line_chart(
-    title: str, series: Sequence[Series], look: ChartLook | None = None, levels: Iterable[ReferenceLine] = ()
+    title: str, series: Sequence[Series], look: ChartLook | None = None, levels: Levels = _NO_LEVELS
 ) -> Markup:
     """A chart with its title and legend; empty when no series has a single value."""
     look = look or ChartLook()
     shown = [one for one in series if one.finite]
     if not shown:
         return Markup()
-    kept = list(levels)
-    drawn = [_drawing(title, shown, look, kept, log=False)]
+    drawn = [_drawing(title, shown, look, levels, log=False)]
     switch = []
-    if look.log and _all_positive(shown, kept):
+    if look.log and _all_positive(shown, levels):
         name = "log-" + "".join(c if c.isalnum() else "-" for c in title.lower())
         switch = [
             tag("input", type="checkbox", class_="switch", id=name),
             tag("label", "log scale", for_=name),
         ]
-        drawn.append(_drawing(title, shown, look, kept, log=True))
-    caption = tag("figcaption", tag("b", title), _legend(shown, look, kept))
+        drawn.append(_drawing(title, shown, look, levels, log=True))
+    caption = tag("figcaption", tag("b", title), _legend(shown, look, levels))
     return tag("figure", *switch, caption, *drawn)
 
 
-def _all_positive(series: Sequence[Series], levels: Sequence[ReferenceLine]) -> bool:
-    values = [*(value for one in series for _, value in one.finite), *(level.value for level in levels)]
+def _all_positive(series: Sequence[Series], levels: Levels) -> bool:
+    values = [*(value for one in series for _, value in one.finite), *levels.values()]
     return min(values) > 0
 
 
-def _legend(series: Sequence[Series], look: ChartLook, levels: Sequence[ReferenceLine]) -> Markup:
+def _legend(series: Sequence[Series], look: ChartLook, levels: Levels) -> Markup:
     keys = [_key(one, i) for i, one in enumerate(series)] if len(series) > 1 or levels else []
-    keys += [tag("span", tag("i", class_="level"), level.name) for level in levels]
+    keys += [tag("span", tag("i", class_="level"), name) for name in levels]
     if any(_is_smoothed(one) for one in series):
         keys.append(tag("span", f"bold: median of {2 * SMOOTHED_REACH + 1} points around"))
     if look.note:
@@ -270,30 +267,28 @@ def _legend(series: Sequence[Series], look: ChartLook, levels: Sequence[Referenc
     return tag("span", *keys, class_="legend") if keys else Markup()
 
 
-def _drawing(
-    title: str, series: Sequence[Series], look: ChartLook, levels: Sequence[ReferenceLine], *, log: bool
-) -> Markup:
+def _drawing(title: str, series: Sequence[Series], look: ChartLook, levels: Levels, *, log: bool) -> Markup:
     axes = _axes(series, look, levels, log=log)
     body = [
         grid(axes),
         *(tag("line", **_vertical(axes, step), class_="mark") for step in look.marks if _inside(axes, step)),
         *(_band(axes, one, i) for i, one in enumerate(series)),
-        *(_level(axes, level, look.show) for level in levels),
+        *(_level(axes, name, value, look.show) for name, value in levels.items()),
         *(_line(axes, one, i) for i, one in enumerate(series)),
         *(_not_finite(axes, one) for one in series),
         _hover(axes, series, look.show),
     ]
     ends = [f"{one.name} ends at {look.show(one.finite[-1][1])}" for one in series]
-    ends += [f"{level.name}: {look.show(level.value)}" for level in levels]
+    ends += [f"{name}: {look.show(value)}" for name, value in levels.items()]
     scale = ", logarithmic scale" if log else ""
     label = f"{title} by step{scale}: {'; '.join(ends)}"
     size = f"0 0 {WIDTH} {HEIGHT}"
     return tag("svg", *body, viewBox=size, role="img", aria_label=label, class_="log" if log else "linear")
 
 
-def _axes(series: Sequence[Series], look: ChartLook, levels: Sequence[ReferenceLine], *, log: bool) -> Axes:
+def _axes(series: Sequence[Series], look: ChartLook, levels: Levels, *, log: bool) -> Axes:
     steps = [*(step for one in series for step, _ in one.points), *(look.steps or ())]
-    values = [*(value for one in series for _, value in one.finite), *(level.value for level in levels)]
+    values = [*(value for one in series for _, value in one.finite), *levels.values()]
     if not log:
         values += [end for one in series for _, low, high in one.band for end in (low, high)]
     low, high = min(values), max(values)
@@ -344,13 +339,13 @@ def _band(axes: Axes, series: Series, index: int) -> Markup:
     return tag("polygon", points=" ".join(upper + lower), class_=f"band s{index % COLOURS}")
 
 
-def _level(axes: Axes, level: ReferenceLine, show: Callable[[float], str]) -> Markup:
-    y = axes.y(level.value)
+def _level(axes: Axes, name: str, value: float, show: Callable[[float], str]) -> Markup:
+    y = axes.y(value)
     above = y - 6 if y > TOP + 16 else y + 16
     return tag(
         "g",
         tag("line", x1=LEFT, x2=WIDTH - RIGHT, y1=f"{y:.1f}", y2=f"{y:.1f}"),
-        tag("text", f"{level.name} {show(level.value)}", x=WIDTH - RIGHT - 4, y=f"{above:.1f}", class_="end"),
+        tag("text", f"{name} {show(value)}", x=WIDTH - RIGHT - 4, y=f"{above:.1f}", class_="end"),
         class_="level",
     )
 

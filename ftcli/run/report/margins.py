@@ -42,57 +42,43 @@ _FEW = 5
 Point = tuple[float, float]
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """Values with a name, such as all margins before training."""
-
-    name: str
-    values: Sequence[float]
-
-
-@dataclass(frozen=True, slots=True)
-class Cloud:
-    """Points with a name."""
-
-    name: str
-    points: Sequence[Point]
-
-
-def histogram(title: str, samples: Sequence[Sample], name: str, note: str = "") -> Markup:
-    """The share of each sample's values in bins that all samples have; empty without values.
+def histogram(title: str, samples: Mapping[str, Sequence[float]], name: str, note: str = "") -> Markup:
+    """The share of each sample's values, by its name, in bins that all samples have; empty without values.
 
     A sample that lies in one bin where another does not is a line: its bar would be taller than all others together.
     """
-    samples = [one for one in samples if one.values]
+    samples = {each: values for each, values in samples.items() if values}
     if not samples:
         return Markup()
-    ends = [value for one in samples for value in one.values]
+    ends = [value for values in samples.values() for value in values]
     edges = round_ticks(min(ends), max(ends), _BARS)
     width = edges[1] - edges[0]
-    spread = [one for one in samples if max(one.values) - min(one.values) > width]
-    drawn = [(one, _shares(one.values, edges)) for one in (spread or samples)]
-    lines = [(one, statistics.median(one.values)) for one in samples if spread and one not in spread]
-    highest = max(share for _, shares in drawn for share in shares)
+    spread = [each for each, values in samples.items() if max(values) - min(values) > width]
+    drawn = {each: _shares(samples[each], edges) for each in spread or samples}
+    medians = {each: statistics.median(values) for each, values in samples.items()}
+    highest = max(share for shares in drawn.values() for share in shares)
     y_ticks = round_ticks(0.0, highest)
     axes = Axes(_x_ticks(edges[0], edges[-1]), y_ticks, (edges[0], edges[-1]), (0.0, y_ticks[-1]))
-    place = {id(one): index for index, one in enumerate(samples)}
+    place = {each: index for index, each in enumerate(samples)}
     body = [
         _zero(axes),
-        *(_bars(axes, one.name, shares, edges, place[id(one)]) for one, shares in drawn),
-        *(_line(axes, one.name, at, place[id(one)]) for one, at in lines),
+        *(_bars(axes, each, shares, edges, place[each]) for each, shares in drawn.items()),
+        *(_line(axes, each, medians[each], place[each]) for each in samples if each not in drawn),
     ]
-    told = [f"{one.name}: median {number(statistics.median(one.values))}" for one in samples]
-    keys = [_key(text, place[id(one)]) for text, one in zip(told, samples, strict=True)]
+    told = [f"{each}: median {number(median)}" for each, median in medians.items()]
+    keys = [_key(text, index) for index, text in enumerate(told)]
     return _figure(title, keys, note, f"{title}: {'; '.join(told)}", [grid(axes, name), *body])
 
 
-def scatter(title: str, clouds: Sequence[Cloud], name: str, note: str = "") -> Markup:
-    """Dots, and the median of each stretch of them; empty where all lie at one place of the horizontal axis."""
-    clouds = [one for one in clouds if one.points]
-    across = [x for one in clouds for x, _ in one.points]
+def scatter(title: str, clouds: Mapping[str, Sequence[Point]], name: str, note: str = "") -> Markup:
+    """Dots by the name of their cloud, and the median of each stretch of them; empty where all lie at one place of the
+    horizontal axis.
+    """
+    clouds = {each: points for each, points in clouds.items() if points}
+    across = [x for points in clouds.values() for x, _ in points]
     if not across or min(across) == max(across):
         return Markup()
-    heights = [y for one in clouds for _, y in one.points]
+    heights = [y for points in clouds.values() for _, y in points]
     y_ticks = round_ticks(min(*heights, 0.0), max(*heights, 0.0))
     low, high = min(across), max(across)
     axes = Axes(_x_ticks(low, high), y_ticks, (low, high), (y_ticks[0], y_ticks[-1]))
@@ -100,10 +86,10 @@ def scatter(title: str, clouds: Sequence[Cloud], name: str, note: str = "") -> M
     body = [
         _zero(axes),
         tag("line", x1=LEFT, x2=WIDTH - RIGHT, y1=level, y2=level, class_="axis"),
-        *(_dots(axes, one, index) for index, one in enumerate(clouds)),
-        *(_medians(axes, one, index) for index, one in enumerate(clouds)),
+        *(_dots(axes, points, index) for index, points in enumerate(clouds.values())),
+        *(_medians(axes, points, index) for index, points in enumerate(clouds.values())),
     ]
-    keys = [_key(one.name, index) for index, one in enumerate(clouds)] if len(clouds) > 1 else []
+    keys = [_key(each, index) for index, each in enumerate(clouds)] if len(clouds) > 1 else []
     keys.append(tag("span", "line: medians"))
     label = f"{title}: {len(across):,} points"
     return _figure(title, keys, note, label, [grid(axes, name), *body])
@@ -164,15 +150,15 @@ def _zero(axes: Axes) -> Markup:
     return tag("line", x1=x, x2=x, y1=TOP, y2=HEIGHT - BOTTOM, class_="mark")
 
 
-def _dots(axes: Axes, cloud: Cloud, index: int) -> Markup:
-    shown = cloud.points[:: max(1, math.ceil(len(cloud.points) / _DOTS))]
+def _dots(axes: Axes, points: Sequence[Point], index: int) -> Markup:
+    shown = points[:: max(1, math.ceil(len(points) / _DOTS))]
     dots = [tag("circle", cx=f"{axes.x(x):.1f}", cy=f"{axes.y(y):.1f}", r="2.6") for x, y in shown]
     return tag("g", *dots, class_=f"dots s{index % COLOURS}")
 
 
-def _medians(axes: Axes, cloud: Cloud, index: int) -> Markup:
+def _medians(axes: Axes, dots: Sequence[Point], index: int) -> Markup:
     """Joins the medians of stretches of equally many points; those of one place count as one stretch."""
-    points = sorted(cloud.points)
+    points = sorted(dots)
     size = max(_FEW, math.ceil(len(points) / _STRETCHES))
     stretches = [points[start : start + size] for start in range(0, len(points), size)]
     found: dict[float, float] = {}
@@ -244,21 +230,21 @@ def held_out_rows(margins: JsonMap) -> HeldOutRows | None:
 
 
 def _of_pairs(sides: Mapping[str, JsonMap]) -> list[Markup]:
-    samples = [Sample(name, _numbers(side.get("margins"))) for name, side in sides.items()]
+    samples = {name: _numbers(side.get("margins")) for name, side in sides.items()}
     *_, newest = (side for side in sides.values() if side)
     return [
         histogram("Margins of held-out pairs", samples, "margin", "share of pairs; right of 0: in the right order"),
-        scatter("Margin against length", [Cloud("pairs", _points(newest))], "tokens that the chosen answer is longer"),
+        scatter("Margin against length", {"pairs": _points(newest)}, "tokens that the chosen answer is longer"),
     ]
 
 
 def _of_answers(side: JsonMap) -> list[Markup]:
     labels = [label if is_number(label) else 0 for label in _listed(side.get("labels"))]
-    points, samples, clouds = _points(side), [], []
-    for label, name in _LABELS.items():
-        of_label = [point for point, each in zip(points, labels, strict=False) if each == label]
-        samples.append(Sample(name, [y for _, y in of_label]))
-        clouds.append(Cloud(name, of_label))
+    clouds: dict[str, list[Point]] = {name: [] for name in _LABELS.values()}
+    for point, label in zip(_points(side), labels, strict=False):
+        if label in _LABELS:
+            clouds[_LABELS[int(label)]].append(point)
+    samples = {name: [y for _, y in points] for name, points in clouds.items()}
     return [
         histogram("Rewards of held-out answers", samples, "reward", "share of the answers of a label"),
         scatter("Reward against length", clouds, "tokens of the answer"),

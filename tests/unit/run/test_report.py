@@ -23,7 +23,6 @@ from ftcli.run.report.charts import (
     HEIGHT,
     WIDTH,
     ChartLook,
-    ReferenceLine,
     Series,
     line_chart,
     log_ticks,
@@ -290,9 +289,7 @@ def test_log_ticks_cover_the_range_and_are_few(low: float, high: float) -> None:
 
 def test_the_base_model_is_a_line_and_held_out_points_can_be_seen() -> None:
     held_out = Series("held-out", [(step, 1.0) for step in range(1, 60)], dots=True)
-    chart = line_chart(
-        "Loss", [Series("training", [(1, 2.0), (60, 1.0)]), held_out], levels=[ReferenceLine("base model", 6.4)]
-    )
+    chart = line_chart("Loss", [Series("training", [(1, 2.0), (60, 1.0)]), held_out], levels={"base model": 6.4})
     assert chart.count('class="point s1"') == 59
     assert "base model 6.4" in chart
     assert "base model: 6.4" in chart  # in the label that is read out
