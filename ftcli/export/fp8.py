@@ -38,6 +38,7 @@ from ftcli.export.verify import (
     sent,
     shortened,
     trained_logits,
+    unlike_names,
 )
 from ftcli.export.weights import MergedWeights, StoredWeights, base_weights, source_updates
 from ftcli.model.backbone import decoder_layers
@@ -209,8 +210,7 @@ def _compare_weights(folder: Path, plan: ModelPlan, rounded: Mapping[str, str], 
     try:
         files, not_rounded = tensor_files(folder), _not_rounded(rounded, merged)
         expected = {*rounded, *not_rounded, *(scale_key(key) for key in rounded)}
-        problems = [f"{key} is missing" for key in sorted(expected - set(files))]
-        problems += [f"{key} is not the model's" for key in sorted(set(files) - expected)]
+        problems = unlike_names(files, expected, "is not the model's")
         if problems:
             return shortened(problems)
         for key, name in rounded.items():

@@ -64,6 +64,7 @@ from ftcli.export.verify import (
     sent,
     shortened,
     trained_logits,
+    unlike_names,
 )
 from ftcli.export.weights import (
     MergedWeights,
@@ -488,8 +489,7 @@ def _trained(source: ExportSource, tokenizer: PreTrainedTokenizerBase, *, rounds
 
 def _compare(found: dict[str, TensorFile], wanted: dict[str, TensorFile]) -> list[str]:
     """Problems by the names in the files: some families' weights have others once they are loaded."""
-    problems = [f"{key} is missing" for key in sorted(set(wanted) - set(found))]
-    problems += [f"{key} was not there before" for key in sorted(set(found) - set(wanted))]
+    problems = unlike_names(found, wanted)
     for key in sorted(set(wanted) & set(found)):
         one, other = found[key].entries[key], wanted[key].entries[key]
         pieces = zip_longest(found[key].pieces(key), wanted[key].pieces(key))

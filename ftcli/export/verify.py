@@ -345,10 +345,16 @@ def shortened(problems: list[str]) -> list[str]:
     return [*problems[:NAMED], f"and {len(problems) - NAMED} more"]
 
 
+def unlike_names(found: Iterable[str], wanted: Iterable[str], foreign: str = "was not there before") -> list[str]:
+    """Problems between the names of tensors that are there and of those that are to be: missing, or ``foreign``."""
+    found, wanted = set(found), set(wanted)
+    missing = [f"{name} is missing" for name in sorted(wanted - found)]
+    return missing + [f"{name} {foreign}" for name in sorted(found - wanted)]
+
+
 def compare_tensors(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> list[str]:
     """Problems between two sets of tensors that must be equal bit for bit."""
-    problems = [f"{name} is missing" for name in sorted(set(wanted) - set(found))]
-    problems += [f"{name} was not there before" for name in sorted(set(found) - set(wanted))]
+    problems = unlike_names(found, wanted)
     for name in sorted(set(wanted) & set(found)):
         problem = difference(found[name], wanted[name], wanted[name].dtype, exact=True)
         if problem:

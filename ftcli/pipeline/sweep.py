@@ -383,6 +383,12 @@ class SweepResult:
     html: Path | None
     comparison: Comparison | None
 
+    @property
+    def exit_code(self) -> int:
+        """0 where every run is complete, else the status of the first that is not; 1 for one that was killed."""
+        codes = [run.exit_code for run in self.runs if run.exit_code != 0]
+        return next((code if code > 0 else 1 for code in codes), 0)
+
 
 def _mean_score(run: RunSummary) -> float | None:
     return sum(run.tasks.values()) / len(run.tasks) if run.tasks else None
@@ -412,12 +418,6 @@ def sweep_result(folder: Path, ended: Sequence[SweptRun]) -> SweepResult:
     runs = [replace(run, summary=summaries.get(run.path)) for run in ended]
     best, remarks = _best([(run, run.summary) for run in runs if run.exit_code == 0 and run.summary is not None])
     return SweepResult(folder, runs, best, remarks, page if comparison is not None else None, comparison)
-
-
-def exit_code_of_sweep(result: SweepResult) -> int:
-    """0 where every run is complete, else the status of the first that is not; 1 for one that was killed."""
-    codes = [run.exit_code for run in result.runs if run.exit_code != 0]
-    return next((code if code > 0 else 1 for code in codes), 0)
 
 
 def _best(complete: Sequence[tuple[SweptRun, RunSummary]]) -> tuple[BestRun | None, list[str]]:

@@ -140,8 +140,11 @@ class Fingerprint:
     blocks: str = ""
 
 
-def fingerprint(name: str, path: Path) -> Fingerprint:
+def fingerprint(name: str, path: Path, block_bytes: int = 0) -> Fingerprint:
     """The fingerprint of a file, which is read once.
+
+    Args:
+        block_bytes: Size of its blocks; 0: as many as there are to be in a file of this size.
 
     Raises:
         OSError: it cannot be read.
@@ -150,7 +153,7 @@ def fingerprint(name: str, path: Path) -> Fingerprint:
     with path.open("rb") as file:
         size = file.seek(0, 2)
         file.seek(0)
-        block_bytes = max(_SMALLEST_BLOCK, -(-size // _BLOCKS))
+        block_bytes = block_bytes or max(_SMALLEST_BLOCK, -(-size // _BLOCKS))
         while block := file.read(block_bytes):
             whole.update(block)
             blocks.append(hashlib.sha256(block).digest()[:_KEPT_DIGEST].hex())
@@ -431,7 +434,7 @@ def _place(before: JsonMap, now: Fingerprint, path: Path | None) -> str:
     if path is None or path.suffix != ".jsonl" or type(size) is not int or size < 1 or not isinstance(blocks, str):
         return ""
     if size != now.block_bytes:  # the sizes differ too much for equal blocks: hash again as it was done then
-        now = _with_blocks(path, size)
+        now = fingerprint(now.name, path, size)
     width = 2 * _KEPT_DIGEST
     old, new = ([b[i : i + width] for i in range(0, len(b), width)] for b in (blocks, now.blocks))
     first = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
@@ -439,11 +442,3 @@ def _place(before: JsonMap, now: Fingerprint, path: Path | None) -> str:
         start = sum(file.read(size).count(b"\n") for _ in range(first)) + 1
         last = start + file.read(size).count(b"\n")
     return f"; the first difference is in line {start:,}" + (f" to {last:,}" if last > start else "")
-
-
-def _with_blocks(path: Path, block_bytes: int) -> Fingerprint:
-    blocks = []
-    with path.open("rb") as file:
-        while block := file.read(block_bytes):
-            blocks.append(hashlib.sha256(block).digest()[:_KEPT_DIGEST].hex())
-    return Fingerprint(path.name, 0, "", block_bytes, "".join(blocks))

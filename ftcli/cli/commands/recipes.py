@@ -76,10 +76,13 @@ def convert(
             session.reporter.finding(finding)
         return ConvertedRecipe(made.dialect, made.text)
 
-    def shown(result: ConvertedRecipe) -> str:
-        return file_content(result.recipe)
-
-    return Invocation("recipes convert", options.common(json, quiet, False, debug), action, shown, verbatim=True)
+    return Invocation(
+        "recipes convert",
+        options.common(json, quiet, False, debug),
+        action,
+        lambda result: file_content(result.recipe),
+        verbatim=True,
+    )
 
 
 def _require_known(dialect: str | None) -> None:
@@ -315,10 +318,13 @@ def show(name: NameArgument, json: options.JsonOption = False, debug: options.De
         path = find(name)
         return ShownRecipe(path.stem, str(path), path.read_text(encoding="utf-8"))
 
-    def shown(result: ShownRecipe) -> str:
-        return file_content(result.text)
-
-    return Invocation("recipes show", options.common(json, False, False, debug), action, shown, verbatim=True)
+    return Invocation(
+        "recipes show",
+        options.common(json, False, False, debug),
+        action,
+        lambda result: file_content(result.text),
+        verbatim=True,
+    )
 
 
 def copy(
@@ -357,10 +363,13 @@ def schema(json: options.JsonOption = False, debug: options.DebugOption = False)
 
         return published()
 
-    def shown(result: JsonObject) -> str:
-        return json_module.dumps(result, indent=2)
-
-    return Invocation("recipes schema", options.common(json, False, False, debug), action, shown, raw=True)
+    return Invocation(
+        "recipes schema",
+        options.common(json, False, False, debug),
+        action,
+        lambda result: json_module.dumps(result, indent=2),
+        raw=True,
+    )
 
 
 def find(name: str) -> Path:

@@ -70,13 +70,13 @@ def sweep(
         )
         return sweeping.sweep(plan, session, start, chosen)
 
-    return Invocation("sweep", options.common(json, quiet, offline, debug), action, sweep_text, exit_code=_exit_code)
-
-
-def _exit_code(result: SweepResult) -> int:
-    from ftcli.pipeline.sweep import exit_code_of_sweep
-
-    return exit_code_of_sweep(result)
+    return Invocation(
+        "sweep",
+        options.common(json, quiet, offline, debug),
+        action,
+        sweep_text,
+        exit_code=lambda result: result.exit_code,
+    )
 
 
 def sweep_text(result: SweepResult) -> str:

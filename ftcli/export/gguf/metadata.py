@@ -107,12 +107,8 @@ def _experts(c: Any, architecture: Architecture) -> dict[str, Value]:
     if getattr(c, "norm_topk_prob", True) != (architecture.experts == "normalised"):
         raise no_place(f"norm_topk_prob is {c.norm_topk_prob}, and llama.cpp's {architecture.name} computes the other")
     count = getattr(c, "num_local_experts", None) or c.num_experts
-    values: dict[str, Value] = {"expert_count": int(count), "expert_used_count": int(c.num_experts_per_tok)}
-    widths = {
-        "expert_feed_forward_length": "moe_intermediate_size",
-        "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
-    }
-    return values | {key: int(getattr(c, name)) for key, name in widths.items() if hasattr(c, name)}
+    said = {key: getattr(c, name) for key, name in _EXPERTS_SAID.items() if hasattr(c, name)}
+    return {key: int(value) for key, value in {**said, "expert_count": count}.items()}
 
 
 def usual_activation(config: PretrainedConfig) -> str:

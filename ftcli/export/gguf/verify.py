@@ -49,6 +49,7 @@ from ftcli.export.verify import (
     same_greedy,
     sent,
     shortened,
+    unlike_names,
 )
 from ftcli.gguf import GATE, ReadFile, from_file, to_file
 from ftcli.plain import JsonMap
@@ -134,8 +135,7 @@ def verify_file(path: Path, kind: str, wanted: ExpectedFile) -> FileReport:
 
 def _compare_tensors(file: ReadFile, wanted: ExpectedFile) -> list[str]:
     expected = set(wanted.names.stored.values()) | set(wanted.description.tensors)
-    problems = [f"{name} is missing" for name in sorted(expected - set(file.names))]
-    problems += [f"{name} is not the model's" for name in sorted(set(file.names) - expected)]
+    problems = unlike_names(file.names, expected, "is not the model's")
     for name, stored in wanted.names.stored.items():
         problem = _compare_tensor(file, name, stored, wanted) if stored in file.names else None
         problems += [f"{stored} {problem}"] if problem else []

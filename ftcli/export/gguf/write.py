@@ -27,7 +27,7 @@ from ftcli.export.gguf.verify import verify_file
 from ftcli.export.lazy import computing_from
 from ftcli.export.source import ExportSource, not_verified, read_adapter_config, unwritten
 from ftcli.export.tensorfile import require_room
-from ftcli.export.verify import Verified, compare_logits, logits, not_asked, shortened
+from ftcli.export.verify import Verified, compare_logits, logits, not_asked, shortened, unlike_names
 from ftcli.export.weights import MergedWeights, WeightUpdate, base_weights, stored_names
 from ftcli.gguf import ReadFile, Value, from_file, no_place, require_gguf_package, to_file
 from ftcli.tables.gguf import TYPES
@@ -237,8 +237,7 @@ def verify_gguf_adapter(wanted: ExpectedFile, path: Path) -> tuple[list[str], fl
     if (values.get("general.type"), values.get("adapter.type")) != ("adapter", "lora"):
         problems.append("it does not say that it is an adapter")
     expected = {f"{wanted.names.stored[w]}.lora_{part}" for w in _pairs(wanted) for part in "ab"}
-    problems += [f"{name} is missing" for name in sorted(expected - set(found))]
-    problems += [f"{name} is not the adapter's" for name in sorted(set(found) - expected)]
+    problems += unlike_names(found, expected, "is not the adapter's")
     if problems:
         return shortened(problems), 0.0
     return _compare(wanted, _changes(wanted, found, alpha))
