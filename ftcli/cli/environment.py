@@ -128,11 +128,7 @@ _TORCHRUN = (
 
 
 def place_of(environment: Mapping[str, str]) -> Place | None:
-    """The place of a process that ftcli or torchrun has started as a rank; None for all others.
-
-    Raises:
-        FtcliError: FT517 (exit 3) where srun has started the same command several times, each of which would train.
-    """
+    """The place of a process that ftcli or torchrun has started as a rank; None for all others."""
     folder = environment.get(FOLDER)
     try:
         if folder is not None:

@@ -252,31 +252,20 @@ def _fits(text: str, validator: Validator | None) -> Verdict:
 
 def _parsed(text: str) -> Any:
     """Raises ValueError where ``text`` is no JSON value, or one that is too deep."""
-    if _depth(text) > MAX_DEPTH:
+    value = json.loads(text, parse_constant=_refuse)
+    if _depth(value) > MAX_DEPTH:
         raise ValueError("too deep")
-    return json.loads(text, parse_constant=_refuse)
+    return value
 
 
 def _refuse(name: str) -> None:
     raise ValueError(name)
 
 
-def _depth(text: str) -> int:
-    """Depth of lists and maps in each other, brackets within strings aside."""
-    deepest = depth = 0
-    in_string = escaped = False
-    for character in text:
-        if in_string:
-            in_string = escaped or character != '"'
-            escaped = character == "\\" and not escaped
-        elif character == '"':
-            in_string = True
-        elif character in "[{":
-            depth += 1
-            deepest = max(deepest, depth)
-        elif character in "]}":
-            depth -= 1
-    return deepest
+def _depth(value: Any) -> int:
+    """Depth of lists and maps in each other. Raises RecursionError where it is far beyond what passes."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return 0 if inner is None else 1 + max(map(_depth, inner), default=0)
 
 
 #: What a process may take for expressions that grow, and how many there are at most.

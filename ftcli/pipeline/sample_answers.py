@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -325,9 +326,10 @@ class AnswerFiles:
         reporter, each = self._job.reporter, self._drawing.num_generations
         judged_otherwise = self._folder.begin(drawn, self._scorer.settings(), replace=replace)
         path, keys, group = self._folder.path, self._keys, self._group
-        self._answers = GroupLog(path / ANSWERS, keys, group, self._holds_answers, replace=replace)
+        answered, scored = partial(self._holds, "answers", _is_answer), partial(self._holds, "scores", _is_score)
+        self._answers = GroupLog(path / ANSWERS, keys, group, answered, replace=replace)
         drawn_before = keys[: self._answers.count]
-        self._scores = GroupLog(path / SCORES, drawn_before, group, self._holds_scores, replace=replace, alone=True)
+        self._scores = GroupLog(path / SCORES, drawn_before, group, scored, replace=replace, alone=True)
         if self._answers.count:
             again = ", and are judged again: the judges have changed" if judged_otherwise else ""
             reporter.info(f"{self._answers.count:,} of {len(self._keys):,} prompts were answered before{again}")
@@ -351,21 +353,10 @@ class AnswerFiles:
                 self._judge(places, [[one.said for one in group] for group in answers])
         return tokens / seconds if seconds > 0 else None
 
-    def _holds_answers(self, record: JsonMap) -> bool:
-        found = record.get("answers")
-        return (
-            isinstance(found, list)
-            and len(found) == self._drawing.num_generations
-            and all(isinstance(one, dict) and _is_answer(one) for one in found)
-        )
-
-    def _holds_scores(self, record: JsonMap) -> bool:
-        found = record.get("scores")
-        return (
-            isinstance(found, list)
-            and len(found) == self._drawing.num_generations
-            and all(one is None or is_number(one) for one in found)
-        )
+    def _holds(self, key: str, good: Callable[[object], bool], record: JsonMap) -> bool:
+        """True if a line has as many good values under ``key`` as a prompt has answers."""
+        found = record.get(key)
+        return isinstance(found, list) and len(found) == self._drawing.num_generations and all(map(good, found))
 
     def _next(self, log: GroupLog) -> range:
         """The next group of a file."""
@@ -418,7 +409,13 @@ def answers_in(record: JsonMap) -> list[DrawnAnswer]:
     ]
 
 
-def _is_answer(record: JsonMap) -> bool:
+def _is_score(value: object) -> bool:
+    return value is None or is_number(value)
+
+
+def _is_answer(record: object) -> bool:
+    if not isinstance(record, dict):
+        return False
     texts = record.get("text"), record.get("whole", ""), record.get("reasoning", "")
     return (
         all(isinstance(text, str) for text in texts)

@@ -66,10 +66,10 @@ def bench(
       ftcli bench recipes/llama3.1-8b.yaml --gpus 2
     """
 
-    def action(session: Session) -> BenchResult | ranks.EndedElsewhere:
+    def action(session: Session) -> BenchResult | options.EndedElsewhere:
         changes = options.overrides(set_)
         loaded = ranks.run_as_ranks(lambda more: options.load(recipe, (*changes, *more)), gpus, session)
-        if isinstance(loaded, ranks.EndedElsewhere):
+        if isinstance(loaded, options.EndedElsewhere):
             return loaded
         from ftcli.pipeline.bench_result import BenchOptions
         from ftcli.pipeline.benchmark import bench

@@ -38,7 +38,7 @@ def training_command(method: Method) -> Callable[..., AnyRequest]:
                     result: object = code_of(method.dry)(options.load(recipe, changes), session)
                 return result
             started = ranks.run_as_ranks(lambda more: options.load(recipe, (*changes, *more)), gpus, session)
-            if isinstance(started, ranks.EndedElsewhere):
+            if isinstance(started, options.EndedElsewhere):
                 return started
             with results_only_on_stdout():
                 return train(started, session, method.command)

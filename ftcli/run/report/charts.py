@@ -17,6 +17,7 @@ from typing import Any
 
 from markupsafe import Markup, escape
 
+from ftcli.plain import is_number
 from ftcli.units import number
 
 Show = Callable[[float], str]
@@ -25,6 +26,11 @@ Show = Callable[[float], str]
 def percent(value: float) -> str:
     """A share as ``12.3%``."""
     return f"{100 * value:.1f}%"
+
+
+def or_dash(value: object, show: Show = number) -> str:
+    """A number as ``show`` writes it; a dash for everything else."""
+    return show(value) if is_number(value) else "–"
 
 
 def count(value: object) -> str:
@@ -225,7 +231,7 @@ class ChartLook:
     from_zero: bool = False
     limits: tuple[float, float] | None = None
     log: bool = False
-    show: Callable[[float], str] = number
+    show: Show = number
     marks: Sequence[int] = ()
     steps: tuple[int, int] | None = None
     note: str = ""
@@ -271,7 +277,7 @@ def _drawing(title: str, series: Sequence[Series], look: ChartLook, levels: Leve
     axes = _axes(series, look, levels, log=log)
     body = [
         grid(axes),
-        *(tag("line", **_vertical(axes, step), class_="mark") for step in look.marks if _inside(axes, step)),
+        *(tag("line", **vertical(axes, step), class_="mark") for step in look.marks if _inside(axes, step)),
         *(_band(axes, one, i) for i, one in enumerate(series)),
         *(_level(axes, name, value, look.show) for name, value in levels.items()),
         *(_line(axes, one, i) for i, one in enumerate(series)),
@@ -308,7 +314,8 @@ def _inside(axes: Axes, step: int) -> bool:
     return axes.x_range[0] < step < axes.x_range[1]
 
 
-def _vertical(axes: Axes, step: float) -> dict[str, str]:
+def vertical(axes: Axes, step: float) -> dict[str, str]:
+    """The ends of a vertical line through the whole drawing."""
     x = f"{axes.x(step):.1f}"
     return {"x1": x, "x2": x, "y1": str(TOP), "y2": str(HEIGHT - BOTTOM)}
 
@@ -417,7 +424,7 @@ def _hover(axes: Axes, series: Sequence[Series], show: Callable[[float], str]) -
             tag(
                 "g",
                 tag("rect", x=f"{x:.1f}", y=TOP, width=f"{width:.1f}", height=HEIGHT - TOP - BOTTOM),
-                tag("line", **_vertical(axes, step)),
+                tag("line", **vertical(axes, step)),
                 *(
                     tag("circle", cx=f"{axes.x(step):.1f}", cy=f"{axes.y(v):.1f}", r="3.5", class_=f"s{i % COLOURS}")
                     for i, v in at[step]

@@ -20,15 +20,16 @@ from ftcli.run.report.charts import (
     HEIGHT,
     LEFT,
     RIGHT,
-    TOP,
     WIDTH,
     Axes,
     count,
     grid,
+    or_dash,
     percent,
     round_ticks,
     short,
     tag,
+    vertical,
 )
 from ftcli.run.report.samples import ClippedText, clipped
 from ftcli.run.report.tables import Table
@@ -137,8 +138,7 @@ def _told(axes: Axes, left: float, right: float, share: float, text: str) -> Mar
 
 
 def _line(axes: Axes, name: str, at: float, index: int) -> Markup:
-    x = f"{axes.x(at):.1f}"
-    line = tag("line", x1=x, x2=x, y1=TOP, y2=HEIGHT - BOTTOM, class_=f"line s{index % COLOURS}")
+    line = tag("line", **vertical(axes, at), class_=f"line s{index % COLOURS}")
     return tag("g", line, tag("title", f"{name}: all around {number(at)}"))
 
 
@@ -146,8 +146,7 @@ def _zero(axes: Axes) -> Markup:
     """A dashed line at 0, where that is inside."""
     if not axes.x_range[0] < 0 < axes.x_range[1]:
         return Markup()
-    x = f"{axes.x(0):.1f}"
-    return tag("line", x1=x, x2=x, y1=TOP, y2=HEIGHT - BOTTOM, class_="mark")
+    return tag("line", **vertical(axes, 0), class_="mark")
 
 
 def _dots(axes: Axes, points: Sequence[Point], index: int) -> Markup:
@@ -217,8 +216,8 @@ def held_out_rows(margins: JsonMap) -> HeldOutRows | None:
     sides = {"before training": before, f"after step {count(step)}" if is_number(step) else "after training": after}
     pairs = newest.get("kind") == "pairs"
     unit = "pairs" if pairs else "labelled answers"
-    shown, rows = len(_numbers(newest.get("margins"))), newest.get("rows")
-    note = f"{count(rows)} held-out {unit}" + (f", {shown:,} of them drawn" if rows != shown else "")
+    drawn, rows = len(_numbers(newest.get("margins"))), newest.get("rows")
+    note = f"{count(rows)} held-out {unit}" + (f", {drawn:,} of them drawn" if rows != drawn else "")
     return HeldOutRows(
         "Held-out pairs" if pairs else "Held-out answers",
         f"{note}; {count(newest.get('wrong'))} on the wrong side {'before' if newest is before else 'now'}.",
@@ -270,25 +269,15 @@ def _table(before: Sequence[JsonMap], after: Sequence[JsonMap], name: str, unit:
         [
             str(row.get(name)),
             count(row.get(unit)),
-            *((_share(earlier.get(str(row.get(name)), {})),) if before and after else ()),
-            _share(row),
-            _margin(row.get("margin")),
+            *((or_dash(earlier.get(str(row.get(name)), {}).get("accuracy"), percent),) if before and after else ()),
+            or_dash(row.get("accuracy"), percent),
+            or_dash(row.get("margin")),
         ]
         for row in after or before
     ]
     shares = ("before", "after") if before and after else ("accuracy",)
     head = [name.capitalize(), unit.capitalize(), *(each.capitalize() for each in shares), "Mean margin"]
     return Table(head, rows, numeric=range(1, len(head)))
-
-
-def _share(row: JsonMap) -> str:
-    value = number_or_none(row.get("accuracy"))
-    return "–" if value is None else percent(value)
-
-
-def _margin(value: object) -> str:
-    found = number_or_none(value)
-    return "–" if found is None else number(found)
 
 
 def _wrong(row: JsonMap, *, pairs: bool) -> WrongExample:
@@ -299,7 +288,7 @@ def _wrong(row: JsonMap, *, pairs: bool) -> WrongExample:
         label = row.get("label")
         named = _LABELS.get(label, "–") if isinstance(label, int) else "–"
         answers = [("Answer", texts["chosen"]), ("Label", clipped(named))]
-    return WrongExample(str(row.get("origin") or ""), texts["prompt"], answers, _margin(row.get("margin")))
+    return WrongExample(str(row.get("origin") or ""), texts["prompt"], answers, or_dash(row.get("margin")))
 
 
 def _excerpt(value: object) -> ClippedText:

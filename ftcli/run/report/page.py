@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
@@ -27,11 +26,11 @@ from ftcli.run.directory import RunDirectory
 from ftcli.run.metrics import MetricsLine, read_metrics
 from ftcli.run.recipe_changes import recipe_in, settings_of
 from ftcli.run.report import curves, margins, samples, tables
-from ftcli.run.report.charts import ChartLook, Series, count, line_chart, percent, printable
+from ftcli.run.report.charts import ChartLook, Series, count, line_chart, or_dash, percent, printable
 from ftcli.run.status import Status, read_status
 from ftcli.run.summary import RunSummary, damage_of, summarise
 from ftcli.tables import methods
-from ftcli.units import duration, gib, number
+from ftcli.units import duration, gib
 
 #: What a page may load: nothing but its own style.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
@@ -287,16 +286,16 @@ def result_rows(comparison: Comparison) -> list[tuple[str, list[str]]]:
     rows = [
         ("state", [run.state for run in runs]),
         ("steps", [count(run.step) for run in runs]),
-        ("training loss", [_shown(run.loss) for run in runs]),
-        ("reward", [_shown(run.reward) for run in runs]),
-        ("held-out loss", [_shown(run.eval_loss) for run in runs]),
-        ("held-out, in the right order", [_shown(run.preferred, percent) for run in runs]),
-        ("held-out token accuracy", [_shown(run.token_accuracy, percent) for run in runs]),
-        *((name, [_shown(run.tasks.get(name), percent) for run in runs]) for name in _tasks(runs)),
+        ("training loss", [or_dash(run.loss) for run in runs]),
+        ("reward", [or_dash(run.reward) for run in runs]),
+        ("held-out loss", [or_dash(run.eval_loss) for run in runs]),
+        ("held-out, in the right order", [or_dash(run.preferred, percent) for run in runs]),
+        ("held-out token accuracy", [or_dash(run.token_accuracy, percent) for run in runs]),
+        *((name, [or_dash(run.tasks.get(name), percent) for run in runs]) for name in _tasks(runs)),
         ("tokens", [count(run.tokens) for run in runs]),
-        ("tokens/s, median", [_shown(run.tokens_per_second) for run in runs]),
-        ("peak memory, GiB", [_shown(run.peak_memory_bytes, gib) for run in runs]),
-        ("seconds", [_shown(run.seconds) for run in runs]),
+        ("tokens/s, median", [or_dash(run.tokens_per_second) for run in runs]),
+        ("peak memory, GiB", [or_dash(run.peak_memory_bytes, gib) for run in runs]),
+        ("seconds", [or_dash(run.seconds) for run in runs]),
     ]
     return [(label, texts) for label, texts in rows if any(text != "–" for text in texts)]
 
@@ -312,7 +311,3 @@ def _charts(comparison: Comparison) -> list[Markup]:
 
 def _tasks(runs: Sequence[RunSummary]) -> list[str]:
     return list(dict.fromkeys(name for run in runs for name in run.tasks))
-
-
-def _shown(value: Any, show: Callable[[Any], str] = number) -> str:
-    return "–" if value is None else show(value)

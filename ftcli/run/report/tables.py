@@ -15,7 +15,7 @@ from ftcli.config.recipe import Recipe
 from ftcli.plain import JsonMap, JsonObject, is_number, map_in, maps, number_or_none, numbers_of
 from ftcli.run.metrics import MetricsLine
 from ftcli.run.recipe_changes import leaves
-from ftcli.run.report.charts import Show, as_text, count, percent, short
+from ftcli.run.report.charts import Show, as_text, count, or_dash, percent, short
 from ftcli.run.status import Status
 from ftcli.tables import code_of, methods, quantizations
 from ftcli.tables.methods import Method
@@ -141,14 +141,16 @@ def _harness(base: JsonMap, tuned: JsonMap) -> list[Score | None]:
 
 
 def _score(label: str, before: Any, after: Any, sign: int, show: Show) -> Score | None:
-    shown, shown_after = (show(value) if is_number(value) else "–" for value in (before, after))
+    if not (is_number(before) or is_number(after)):
+        return None
+    texts = or_dash(before, show), or_dash(after, show)
     if not (is_number(before) and is_number(after)):
-        return Score(label, shown, shown_after, "–", "") if is_number(before) or is_number(after) else None
+        return Score(label, *texts, "–", "")
     difference = after - before
     verdict = "better" if difference * sign > 0 else "worse" if difference * sign < 0 else ""
     prefix = "+" if difference > 0 else "−" if difference < 0 else ""
     change = f"{100 * abs(difference):.1f} points" if show is percent else show(abs(difference))
-    return Score(label, shown, shown_after, f"{prefix}{change}", verdict)
+    return Score(label, *texts, f"{prefix}{change}", verdict)
 
 
 #: Columns of the token counts after the name, by their keys in tokens.json.
