@@ -460,28 +460,19 @@ def with_vocabulary(config: PretrainedConfig, source: ExportSource) -> Pretraine
     return config
 
 
-@dataclass(frozen=True, slots=True)
-class AdaptedWeight:
-    """The weight of the base model that an adapter's pair of matrices belongs to.
-
-    ``transposed``: it is stored as (in, out), as in GPT-2 and in the experts of some families.
+def places(adapted: PeftModel) -> dict[str, tuple[str, bool]]:
+    """The weight of the base model that each adapter's pair of matrices belongs to, by the name of its module in the
+    adapter's file; and whether that is stored as (in, out), as in GPT-2 and in the experts of some families.
     """
-
-    weight: str
-    transposed: bool
-
-
-def places(adapted: PeftModel) -> dict[str, AdaptedWeight]:
-    """The place of each adapter, by the name of its module in the adapter's file."""
     from peft.tuners.lora import LoraLayer
     from transformers.pytorch_utils import Conv1D
 
-    found: dict[str, AdaptedWeight] = {}
+    found: dict[str, tuple[str, bool]] = {}
     for name, module in adapted.get_base_model().named_modules():
         if isinstance(module, LoraLayer):
             layer, leaf = module.get_base_layer(), getattr(module, "parameter_name", "weight")
             transposed = isinstance(layer, Conv1D) or bool(getattr(layer, "is_transposed", False))
-            found[name] = AdaptedWeight(f"{name.replace('.base_layer', '')}.{leaf}", transposed)
+            found[name] = f"{name.replace('.base_layer', '')}.{leaf}", transposed
     return found
 
 
@@ -525,7 +516,7 @@ class WeightUpdate:
 
 
 def updates(
-    config: JsonMap, tensors: Mapping[str, Tensor], placed: Mapping[str, AdaptedWeight]
+    config: JsonMap, tensors: Mapping[str, Tensor], placed: Mapping[str, tuple[str, bool]]
 ) -> dict[str, WeightUpdate]:
     """The change of each weight by the adapter, by the weight's name in the base model.
 
@@ -542,13 +533,12 @@ def updates(
         if not module:
             found[name] = WeightUpdate(whole=tensor)
         elif part == "A.weight":
-            place = placed[module]
-            pattern = place.weight.removesuffix(".weight")
-            found[place.weight] = WeightUpdate(
+            weight, transposed = placed[module]
+            found[weight] = WeightUpdate(
                 tensor,
                 tensors.get(key.replace("lora_A", "lora_B")),
-                _scale(config, pattern),
-                transposed=place.transposed,
+                _scale(config, weight.removesuffix(".weight")),
+                transposed=transposed,
                 magnitude=tensors.get(f"{key.removesuffix('A.weight')}magnitude_vector"),
             )
         elif part not in ("B.weight", "magnitude_vector"):

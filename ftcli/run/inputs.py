@@ -289,12 +289,16 @@ def changed_base(known: JsonMap, now: Inputs, *, weights: bool = True) -> list[s
 
 
 def _changed_files(known: Any, now: Sequence[Fingerprint | WeightFile], *, always: bool = False) -> list[str]:
-    before = noted_files(known)
-    found = {each.name: plain_fields(each) for each in now}
+    before, found = noted_files(known), {each.name: plain_fields(each) for each in now}
+    return _differing(before, found, {*before, *found} if before or always else ())
+
+
+def _differing(before: Mapping[str, JsonObject], now: Mapping[str, JsonObject], names: Collection[str]) -> list[str]:
+    """Those of ``names`` that are not the same on both sides, in words."""
     return [
-        f"{name} ({_identity(before.get(name))} -> {_identity(found.get(name))})"
-        for name in sorted({*before, *found})
-        if (before or always) and not _is_same(before.get(name), found.get(name))
+        f"{name} ({_identity(before.get(name))} -> {_identity(now.get(name))})"
+        for name in sorted(names)
+        if not _is_same(before.get(name), now.get(name))
     ]
 
 
@@ -373,11 +377,7 @@ def changed_held_out(previous: JsonMap, held_out: Sequence[Fingerprint], sources
     now = {one.name: plain_fields(one) for one in held_out}
     for source in dict.fromkeys(sources):
         before, found = ({n: e for n, e in side.items() if _is_of(source, n)} for side in (known, now))
-        changed += [
-            f"{name} ({_identity(before.get(name))} -> {_identity(found.get(name))})"
-            for name in sorted({*before, *found})
-            if before and _digest_in(before.get(name)) != _digest_in(found.get(name))
-        ]
+        changed += _differing(before, found, {*before, *found} if before else ())
     return list(dict.fromkeys(changed))
 
 
@@ -395,12 +395,8 @@ def changed_judges(previous: JsonMap, judges: Sequence[Fingerprint]) -> list[str
         previous: The manifest of the run so far; one without their fingerprints proves nothing.
         judges: Their fingerprints now.
     """
-    known = noted_files(previous.get("judges"))
-    return [
-        f"{one.name} ({_identity(known[one.name])} -> {_identity(plain_fields(one))})"
-        for one in judges
-        if one.name in known and known[one.name]["sha256"] != one.sha256
-    ]
+    known, now = noted_files(previous.get("judges")), {one.name: plain_fields(one) for one in judges}
+    return _differing(known, now, known.keys() & now.keys())
 
 
 def require_same_measures(

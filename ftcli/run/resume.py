@@ -241,20 +241,19 @@ def _continue_from(run: RunDirectory, named: Path, recipe_yaml: str, command: st
 
 def _checkpoint_at(named: Path) -> Path:
     """The checkpoint that a path means: itself, or the newest one of a run directory."""
-    source: Path | None = named
     if is_run_directory(named):
-        source = RunDirectory(named).checkpoints.newest_sound().newest
-        if source is None:
+        newest = RunDirectory(named).checkpoints.newest_sound().newest  # read and compared whole by now
+        if newest is None:
             raise _unusable(named, "this run has no complete checkpoint")
-        return source  # read and compared whole by now
-    if not named.is_dir() or source is None:
+        return newest
+    if not named.is_dir():
         raise _unusable(named, "there is no such folder")
-    if step_of(source) is None:
+    if step_of(named) is None:
         raise _unusable(named, "its name is not of the form step-00000100")
-    reason = damage(source, thorough=True)
+    reason = damage(named, thorough=True)
     if reason is not None:
-        raise _unusable(source, reason)
-    return source
+        raise _unusable(named, reason)
+    return named
 
 
 def _locked(run: RunDirectory) -> DirectoryLock:

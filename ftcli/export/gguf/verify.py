@@ -59,64 +59,40 @@ from ftcli.tables.gguf import TYPES, StoredType
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ftcli.export.gguf.file import ExpectedFile
-
 
 #: Half of float16's smallest step: the error of a subnormal number.
 _HALF_STEP = 2.0**-25
 
 
 @dataclass(frozen=True, slots=True)
-class LlamaReport:
-    """The result of running llama.cpp on a file: problems, and the record."""
-
-    problems: tuple[str, ...] = ()
-    facts: dict[str, str | float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
 class FileReport:
-    """The result of verifying a file.
+    """The result of verifying a file, or of running llama.cpp on it.
 
     Attributes:
-        error: Relative error of its logits against the trained model's: what rounding the weights does.
-        unexplained: The same against the trained model with its weights rounded alike.
-        allowed: The largest ``unexplained`` that passes.
-        top1_agreement: Share of positions with the same likeliest token.
-        greedy_tokens: How many of the tokens that the trained model goes on with are the file's, too.
+        told: What came out, for an export's record.
+        rounding: Relative error of the file's logits against the trained model's: what rounding the weights does.
         answer: Of the process that loaded it.
-        llama: What llama.cpp makes of it.
     """
 
-    problems: tuple[str, ...]
-    error: float = 0.0
-    unexplained: float = 0.0
-    allowed: float = 0.0
-    top1_agreement: float = 0.0
-    greedy_tokens: str = ""
+    problems: tuple[str, ...] = ()
+    told: Mapping[str, str | float] = field(default_factory=dict)
+    rounding: float = 0.0
     answer: ReloadAnswer = field(default_factory=ReloadAnswer)
-    llama: LlamaReport = field(default_factory=LlamaReport)
 
     def warnings(self, path: Path, kind: str) -> list[Finding]:
         """FT772 where rounding moves the logits further than it mostly does."""
         usual = TYPES[kind].logits
-        if self.error <= usual:
+        if self.rounding <= usual:
             return []
-        message = f"{path.name}: rounding the weights to {kind} moves this model's logits by {self.error:.2g} of their "
+        message = (
+            f"{path.name}: rounding the weights to {kind} moves this model's logits by {self.rounding:.2g} of their "
+        )
         message += f"size, where {usual:.2g} is the most that is usual"
         return [Finding("FT772", message, help="export a type of more bits, and evaluate it", severity="warning")]
 
     def facts(self, prefix: str) -> dict[str, str | int | float]:
         """Facts of the file for an export's record, each name with ``prefix`` in front."""
-        found: dict[str, str | int | float] = {
-            "rounding": self.error,
-            "relative_error": self.unexplained,
-            "allowed": self.allowed,
-            "top1_agreement": self.top1_agreement,
-            "greedy_tokens": self.greedy_tokens,
-            **self.llama.facts,
-        }
-        return {f"{prefix}{name}": value for name, value in found.items()} | reloaded(self.answer)
+        return {f"{prefix}{name}": value for name, value in self.told.items()} | reloaded(self.answer)
 
 
 def verify_file(path: Path, kind: str, wanted: ExpectedFile) -> FileReport:
@@ -204,17 +180,16 @@ def _compare_logits(path: Path, kind: str, wanted: ExpectedFile) -> FileReport:
         allowed = max(TOLERANCE, SENSITIVE * error)
     compared = compare_logits(found, reference, allowed)
     problems = logits_problems(compared, allowed)
-    llama = LlamaReport() if problems else run_in_llama_cpp(path, row, wanted, rounding.relative_error)
-    return FileReport(
-        (*problems, *llama.problems),
-        rounding.relative_error,
-        compared.relative_error,
-        allowed,
-        rounding.top1_agreement,
-        same_greedy(found, wanted.probe),
-        answer,
-        llama,
-    )
+    llama = FileReport() if problems else run_in_llama_cpp(path, row, wanted, rounding.relative_error)
+    told = {
+        "rounding": rounding.relative_error,
+        "relative_error": compared.relative_error,
+        "allowed": allowed,
+        "top1_agreement": rounding.top1_agreement,
+        "greedy_tokens": same_greedy(found, wanted.probe),
+        **llama.told,
+    }
+    return FileReport((*problems, *llama.problems), told, rounding.relative_error, answer)
 
 
 def _rounded_logits(kind: str, wanted: ExpectedFile) -> Tensor:
@@ -252,11 +227,7 @@ def compare_vocabulary(values: JsonMap, wanted: ExpectedFile) -> list[str]:
     text_config: Any = wanted.config.get_text_config()
     if len(values["tokenizer.ggml.tokens"]) != text_config.vocab_size:
         problems.append("there are more or fewer tokens than embeddings")
-    problems += [
-        f"{text[:20]!r} is cut into different tokens"
-        for text in TEXTS
-        if pieces_of(values, text) != _plain(tokenizer, text)
-    ]
+    problems += _compare_tokens([pieces_of(values, text) for text in TEXTS], tokenizer)
     return problems + _compare_template(values, tokenizer)
 
 
@@ -264,10 +235,6 @@ def _same(found: Any, value: Any) -> bool:
     if isinstance(value, float):
         return isinstance(found, float) and abs(found - value) <= ROUNDING * abs(value)
     return bool(found == value)
-
-
-def _plain(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _compare_template(values: JsonMap, tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -302,33 +269,33 @@ def installed_llama_cpp() -> str | None:
     return LIBRARY if find_spec("llama_cpp") is not None else shutil.which(SERVER)
 
 
-def run_in_llama_cpp(path: Path, row: StoredType, wanted: ExpectedFile, rounding: float) -> LlamaReport:
+def run_in_llama_cpp(path: Path, row: StoredType, wanted: ExpectedFile, rounding: float) -> FileReport:
     """Ask what is there of llama.cpp about a file. A fault of llama.cpp's own that the table names is no problem.
 
     ``rounding`` of the weights is what moves the logits this far; llama.cpp also rounds the activations, as finely.
     """
     if wanted.llama_cpp is None:
-        return LlamaReport(facts={"llama_cpp": "not on this machine"})
+        return FileReport(told={"llama_cpp": "not on this machine"})
     if wanted.architecture.only_in is not None:
-        return LlamaReport(facts={"llama_cpp": f"it does not build {wanted.architecture.name}"})
+        return FileReport(told={"llama_cpp": f"it does not build {wanted.architecture.name}"})
     ask = _in_library if wanted.llama_cpp == LIBRARY else _in_server
     least = _LEAST_TERNARY if row.ternary else _LEAST
     report = ask(path, max(row.logits, least, 2 * rounding), wanted)
     fault = wanted.architecture.fault
     if fault is None or not report.problems:
         return report
-    return LlamaReport(facts={**report.facts, "llama_cpp": f"{report.problems[0]}: {fault}"})
+    return FileReport(told={**report.told, "llama_cpp": f"{report.problems[0]}: {fault}"})
 
 
-def _in_library(path: Path, allowed: float, wanted: ExpectedFile) -> LlamaReport:
+def _in_library(path: Path, allowed: float, wanted: ExpectedFile) -> FileReport:
     context = _context(wanted)
     probe = Probe(wanted.probe.input_ids[:, :context], wanted.probe.attention_mask[:, :context])
     answer = wanted.reload(ReloadRequest("llama", str(path), texts=TEXTS), sent(probe))
     if answer.unavailable:
-        return LlamaReport(facts={"llama_cpp": f"not asked: {answer.unavailable}"})
+        return FileReport(told={"llama_cpp": f"not asked: {answer.unavailable}"})
     said = [f"in llama.cpp {problem}" for problem in answer.problems]
     if said:
-        return LlamaReport(tuple(said))
+        return FileReport(tuple(said))
     found = answer.tensors[LOGITS]
     places = wanted.probe.attention_mask.bool().nonzero()[:, 1]
     compared = compare_logits(found, wanted.logits[places < context], allowed)
@@ -339,22 +306,22 @@ def _in_library(path: Path, allowed: float, wanted: ExpectedFile) -> LlamaReport
         chosen = found[wanted.probe.continued_at].argmax(-1)
         problems += check_greedy(chosen, wanted.logits, wanted.probe, (), allowed)
         facts["llama_cpp_greedy_tokens"] = same_greedy(found, wanted.probe)
-    problems += _compare_tokens(answer.tokenizer["rendered"], wanted)
+    problems += _compare_tokens(answer.tokenizer["rendered"], wanted.tokenizer)
     ends = answer.stops[LIBRARY]
     problems += [f"generation does not end at the stop token {stop}" for stop in wanted.stops[:3] if stop not in ends]
-    return LlamaReport(tuple(f"in llama.cpp {problem}" for problem in problems), facts)
+    return FileReport(tuple(f"in llama.cpp {problem}" for problem in problems), facts)
 
 
-def _in_server(path: Path, allowed: float, wanted: ExpectedFile) -> LlamaReport:
+def _in_server(path: Path, allowed: float, wanted: ExpectedFile) -> FileReport:
     assert wanted.llama_cpp is not None  # who asks has looked
     probe = _continuation(wanted)
     prompt, count = probe.prompt[0].tolist(), probe.new_tokens
     try:
         answer = completed(Path(wanted.llama_cpp), path, prompt, count, TEXTS, len(wanted.logits[0]))
     except ServerTooOld as error:
-        return LlamaReport(facts={"llama_cpp": f"not asked: {error}"})
+        return FileReport(told={"llama_cpp": f"not asked: {error}"})
     except ServerFailed as error:
-        return LlamaReport((f"in llama.cpp {error}",))
+        return FileReport((f"in llama.cpp {error}",))
     reference = wanted.logits[: probe.input_ids.shape[1]]
     # llama.cpp also ends at tokens that it knows by their text, whatever the file says.
     ends = {*wanted.stops, *(answer.generated[-1:] if len(answer.generated) < count else ())}
@@ -362,14 +329,14 @@ def _in_server(path: Path, allowed: float, wanted: ExpectedFile) -> LlamaReport:
     off = _likeliest_error(answer, reference[probe.continued_at], probe.greedy.tolist())
     if off is not None and not off <= allowed:
         problems.append(f"the likeliest tokens' logits differ by {off:.3g} of their size; {allowed:.3g} is allowed")
-    problems += _compare_tokens(answer.tokens, wanted)
+    problems += _compare_tokens(answer.tokens, wanted.tokenizer)
     same = sum(one == other for one, other in zip(answer.generated, probe.greedy.tolist(), strict=False))
     facts: dict[str, str | float] = {
         "llama_cpp": f"{SERVER} {answer.version}".strip(),
         "llama_cpp_greedy_tokens": f"{same} of {count}",
         **({} if off is None else {"llama_cpp_error": off}),
     }
-    return LlamaReport(tuple(f"in llama.cpp {problem}" for problem in problems), facts)
+    return FileReport(tuple(f"in llama.cpp {problem}" for problem in problems), facts)
 
 
 def _continuation(wanted: ExpectedFile) -> Probe:
@@ -410,11 +377,12 @@ def _likeliest_error(answer: ServerAnswer, reference: Tensor, greedy: Sequence[i
     return float(torch.cat(squares).mean().sqrt() / centred.square().mean().sqrt()) if squares else None
 
 
-def _compare_tokens(found: Sequence[Sequence[int]], wanted: ExpectedFile) -> list[str]:
+def _compare_tokens(found: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Problems of the ids of each of the texts."""
     return [
         f"{text[:20]!r} is cut into different tokens"
         for text, tokens in zip(TEXTS, found, strict=True)
-        if list(tokens) != list(wanted.tokenizer(text, add_special_tokens=False)["input_ids"])
+        if list(tokens) != list(tokenizer(text, add_special_tokens=False)["input_ids"])
     ]
 
 

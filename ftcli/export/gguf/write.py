@@ -7,9 +7,7 @@ where training scaled otherwise (rsLoRA, patterns), B takes up the difference.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -31,10 +29,6 @@ from ftcli.export.verify import Verified, compare_logits, logits, not_asked, sho
 from ftcli.export.weights import MergedWeights, WeightUpdate, base_weights, stored_names
 from ftcli.gguf import ReadFile, Value, from_file, no_place, require_gguf_package, to_file
 from ftcli.tables.gguf import TYPES
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 #: llama-quantize mixes K-quants: none of its files has more bits for a weight than this.
 _MOST = "Q6_K"
@@ -170,19 +164,6 @@ _ALPHA = "adapter.lora.alpha"
 _TYPE = "f32"
 
 
-@dataclass(frozen=True, slots=True)
-class _Pair:
-    """The two matrices of one weight: A (rank, in), B (out, rank) and what their product is multiplied by."""
-
-    a: Tensor
-    b: Tensor
-    scale: float
-
-    @property
-    def rank(self) -> int:
-        return self.a.shape[0]
-
-
 def write_adapter(wanted: ExpectedFile, path: Path, name: str, alpha: float) -> None:
     """Write the adapter of ``wanted``'s weights.
 
@@ -194,11 +175,11 @@ def write_adapter(wanted: ExpectedFile, path: Path, name: str, alpha: float) -> 
         OSError: it cannot be written.
     """
     tensors: dict[str, PlannedTensor] = {}
-    for weight, pair in _pairs(wanted).items():
+    for weight, (a, b, scale) in _pairs(wanted).items():
         stored = wanted.names.stored[weight]
-        factor = pair.scale / (alpha / pair.rank)
-        b = to_file(stored, pair.b if factor == 1.0 else pair.b * factor, wanted.heads, wanted.architecture)
-        for part, matrix in (("a", pair.a.float()), ("b", b)):
+        factor = scale / (alpha / a.shape[0])
+        in_file = to_file(stored, b if factor == 1.0 else b * factor, wanted.heads, wanted.architecture)
+        for part, matrix in (("a", a.float()), ("b", in_file)):
             tensors[f"{stored}.lora_{part}"] = PlannedTensor(tuple(matrix.shape), "F32", lambda matrix=matrix: matrix)  # type: ignore[misc]
     values: dict[str, Value] = {
         "general.type": "adapter",
@@ -210,17 +191,18 @@ def write_adapter(wanted: ExpectedFile, path: Path, name: str, alpha: float) -> 
     write_file(path, wanted.architecture.name, values, tensors)
 
 
-def _pairs(wanted: ExpectedFile) -> dict[str, _Pair]:
+def _pairs(wanted: ExpectedFile) -> dict[str, tuple[Tensor, Tensor, float]]:
+    """By weight the two matrices A (rank, in) and B (out, rank), and what their product is multiplied by."""
     weights = unsplit(wanted.weights)
     assert isinstance(weights, MergedWeights)  # there is an adapter
-    found: dict[str, _Pair] = {}
+    found: dict[str, tuple[Tensor, Tensor, float]] = {}
     for weight, change in weights.changes.items():
         if change.whole is not None or change.magnitude is not None or change.a is None or change.b is None:
             kind = "is trained whole" if change.whole is not None else "has DoRA's lengths"
             raise no_place(f"{weight} {kind}, and llama.cpp's adapters are LoRA's two matrices alone")
         if weight not in wanted.names.stored or weight not in weights.base.names:
             raise no_place(f"llama.cpp has no weight of its own for the adapter of {weight}")
-        found[weight] = _Pair(change.a, change.b, change.scale)
+        found[weight] = change.a, change.b, change.scale
     return found
 
 
