@@ -23,7 +23,7 @@ import typer
 from ftcli.cli import options
 from ftcli.cli.app import build_app
 from ftcli.cli.commands.recipes import find
-from ftcli.cli.request import Invocation
+from ftcli.cli.options import Invocation
 from ftcli.config.load import load_recipe
 from ftcli.config.schema import RecipeSchema
 from ftcli.facts.device import named_device

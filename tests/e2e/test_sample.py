@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from ftcli.cli.app import main
-from ftcli.evaluate.draw import Sampler
+from ftcli.pipeline.sample_answers import Sampler
 from tests.e2e.conftest import User
 from tests.tiers import further
 
