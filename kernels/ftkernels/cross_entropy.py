@@ -108,8 +108,8 @@ def _scan_block(
     z = cap - 2.0 * cap * falling(u, cap) if HAS_CAP else u
     # Lanes past V are masked after the cap: before it, -inf would come out as -cap and count.
     if HAS_SMOOTHING:
-        # Masked in whole blocks too: of the sum of what is loaded, Triton 3.6 makes one by threads that is added up after
-        # the loop, and stops at an assertion where that is looked at in both branches of a condition.
+        # Masked in whole blocks too: Triton 3.6 moves an unmasked sum of what is loaded behind the loop, and stops at
+        # an assertion where both branches of a condition read it.
         z_sums += tl.sum(tl.where(inside, z, 0.0), axis=1)
     if MASKED:
         z = tl.where(inside, z, float("-inf"))
