@@ -192,14 +192,18 @@ def reward_run(
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_step_of_kto_is_as_exact_as_transformers(name: str) -> None:
-    """In float32 to 1e-5, loss and KL to 1e-4; in bfloat16 no further from float32 than transformers' own layers are."""
+    """In float32 to 1e-5; in bfloat16 no further from float32 than transformers' own layers are.
+
+    The KL is a mean of differences of sums of a thousand nats.
+    """
     plain = adapted(name, patched=False).float()
     rows = labelled(LABELLED, likelier(plain))
     mismatched = mismatched_rows(kto_run(adapted(name), rows, BFLOAT16).objective.rows_of_step(0), LONGEST)
     exact = plain_kto(plain, rows, mismatched)
     assert float(exact[0][1]) > 0.05
     found = kto_run(adapted(name).float(), rows, FLOAT32).step()
-    assert torch.allclose(found[0], exact[0], rtol=1e-4)
+    assert torch.allclose(found[0][0], exact[0][0], rtol=1e-4)
+    assert torch.allclose(found[0][1], exact[0][1], rtol=1e-4, atol=5e-4)
     assert off(found, exact) <= 1e-5
     ours = kto_run(adapted(name), rows, BFLOAT16).step()
     with compute_context(ours[0].device, "bfloat16", True):
@@ -217,7 +221,7 @@ def test_a_step_of_a_reward_model_is_as_exact_as_transformers(name: str) -> None
         theirs = plain_reward(adapted(name, patched=False, scores=True), rows)
     for batches in (APART, SHARED):
         found = reward_run(adapted(name, scores=True).float(), rows, FLOAT32, batches).step()
-        assert torch.allclose(found[0], exact[0], rtol=1e-4)
+        assert torch.allclose(found[0], exact[0], rtol=1e-5)
         assert off(found, exact) <= 1e-5
         ours = reward_run(adapted(name, scores=True), rows, BFLOAT16, batches).step()
         assert torch.allclose(ours[0], exact[0], rtol=0.05, atol=0.05)
