@@ -1,11 +1,12 @@
 """Measures N GPUs of one host: training, sharded weights, shared rows, rollouts, stops and kills.
 
-    python kernels/bench/scaling.py FOLDER --gpus 8 [--only ddp,full,70b,context,rollouts,resume,killed] [--steps 4]
+    python kernels/bench/scaling.py FOLDER --gpus 8 [--only ddp,full,preference,context] [--steps 4]
     python kernels/bench/scaling.py FOLDER --device cpu             # two processes of a small model: does it run at all
 
 Random weights of the true shapes, 2 x 4096 tokens a GPU. Five minutes on 2 x H200. FOLDER keeps what the commands
-print. ``context`` is rows that all GPUs share (launch.context_parallel_size), --length tokens on one GPU and on all.
-``resume`` is how long a run takes to start, and one on all GPUs that SIGTERM ends and half of them go on with;
+print. ``preference`` is DPO, KTO and reward models on as many tokens: 4 pairs of 512 + 768 tokens, whose prompts are
+computed once. ``context`` is rows that all GPUs share (launch.context_parallel_size), --length tokens on one GPU and on
+all. ``resume`` is how long a run takes to start, and one on all GPUs that SIGTERM ends and half of them go on with;
 ``killed`` is a run of which rank 1 is killed. The memory of sharded weights is measured by `memory.py --gpus 2`, GRPO
 by `grpo_step.py --gpus 2`. NVLink multicast stays as the environment has it (NCCL_NVLS_ENABLE).
 """
@@ -29,6 +30,10 @@ from rows import UNTRAINED
 
 #: Completions that are generated at a time on each GPU.
 _ROLLOUTS = 64
+#: A step of 8,192 tokens: rows, pairs whose prompts are computed once, and labelled answers.
+_ROWS = ("--batch", "2", "--seq", "4096")
+_PAIRS = ("--batch", "4", "--seq", "1280", "--prompt", "512")
+_LABELLED = ("--batch", "8", "--seq", "1024", "--prompt", "256")
 _SMALL = ("data.eval=[]", "eval.every_steps=null", "logging.every_steps=1", "train.gradient_accumulation_steps=1")
 
 
@@ -48,11 +53,12 @@ class Host:
         """The words that take all GPUs."""
         return settings("launch.num_processes=2") if self.tiny else ["--gpus", str(self.gpus)]
 
-    def bench(self, name: str, recipe: str, *words: str) -> dict[str, Any]:
-        """The result of `ftcli bench` at 2 x 4096 tokens a GPU, and how it ended."""
-        shape = TINY_STEP if self.tiny else ("--batch", "2", "--seq", "4096")
-        words = (*shape, "--steps", str(self.steps), *words)
-        answer = bench("smoke" if self.tiny else recipe, *words, log=self.folder / f"{name}.log")
+    def bench(
+        self, name: str, recipe: str, *words: str, shape: Sequence[str] = _ROWS, tiny: str = "smoke"
+    ) -> dict[str, Any]:
+        """The result of `ftcli bench` at ``shape`` a GPU, and how it ended."""
+        words = (*(TINY_STEP if self.tiny else shape), "--steps", str(self.steps), *words)
+        answer = bench(tiny if self.tiny else recipe, *words, log=self.folder / f"{name}.log")
         return {**answer.result, "exit": answer.status, "said": answer.said}
 
     def show(self, what: str, value: float | None, aim: str = "", **more: Any) -> None:
@@ -100,6 +106,36 @@ def seventy(host: Host) -> None:
 def _each(host: Host, what: str, found: dict[str, Any], aim: str) -> None:
     rate = in_all(found)
     host.show(what, None if rate is None else rate / host.gpus, aim, note=peaks(found), found=found)
+
+
+def preference(host: Host) -> None:
+    """DPO on all GPUs over as many times one of them alone, KTO and reward models as a share of each alone, DPO beside
+    supervised fine-tuning where weights are sharded, and on rows that all GPUs share.
+    """
+
+    def on(name: str, method: str, *changes: str, ranks: Sequence[str] = host.ranks) -> dict[str, Any]:
+        shape = {"sft": _ROWS, "kto": _LABELLED}.get(method, _PAIRS)
+        recipe, tiny = ("llama3.1-8b", "smoke") if method == "sft" else ("llama3.1-8b-dpo", f"smoke-{method}")
+        changes = (f"train.method={method}", *(("preference=null",) if method == "reward" else ()), *changes)
+        return host.bench(f"{name}-{method}", recipe, *settings(*changes), *ranks, shape=shape, tiny=tiny)
+
+    one, together = on("one", "dpo", ranks=()), on("ddp", "dpo")
+    alone, all_ = one.get("tokens_per_second"), in_all(together)
+    share = None if alone is None or all_ is None else all_ / host.gpus / alone
+    host.show("8B DPO, ddp: share of as many single GPUs", share, "0.98", note=peaks(together), found=[one, together])
+    for method in ("kto", "reward"):
+        found = on("ddp", method)
+        apart = (found.get("several") or {}).get("tokens_per_second_of_each_alone")
+        rate = in_all(found)
+        share = rate / sum(apart) if rate and apart else None
+        host.show(f"8B {method}, ddp: share of each alone", share, "0.98", note=peaks(found), found=found)
+    for what, changes in (("LoRA", ()), ("full", ("lora=null",))):
+        for method in ("sft", "dpo"):  # the reference's numbers are there before the first step
+            ahead = ("preference.reference_cache=./ahead",) if method == "dpo" else ()
+            found = on(f"fsdp-{what}", method, "launch.engine=fsdp", *changes, *ahead)
+            _each(host, f"8B {what} {method}, fsdp: tokens/s a GPU", found, "within 10% of sft's")
+    found = on("context", "dpo", f"launch.context_parallel_size={host.gpus}")
+    _each(host, f"8B DPO on rows that {host.gpus} share: tokens/s a GPU", found, "")
 
 
 def context(host: Host) -> None:
@@ -218,6 +254,7 @@ PARTS: dict[str, Callable[[Host], None]] = {
     "ddp": ddp,
     "full": full,
     "70b": seventy,
+    "preference": preference,
     "context": context,
     "rollouts": rollouts,
     "resume": resume,
