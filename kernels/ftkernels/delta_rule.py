@@ -48,8 +48,8 @@ from ftkernels.delta_rule_backward import Kept, gradients, scan_back
 from ftkernels.delta_rule_forward import CHUNK, NORM_EPS, DeltaInputs, delta_tiles, prepare, scan
 from ftkernels.device import BackendChoice, BackendName, accumulate_dtype, choose_backend, gpu_of, rounded
 
-#: Features of a key and of a value. With keys of 16 in float32 Triton 3.6 reads beyond its shared memory on Hopper
-#: (``_later_kernel``, found with compute-sanitizer).
+#: Features of a key and of a value. With keys of 16 in float32 the gradients' kernels read beyond shared memory on
+#: Hopper: Triton's ptxas, 12.8, leaves registers unwritten (``unwritten`` in kernels/bench/offline.py).
 _KEYS, _VALUES = (32, 64, 128), (16, 32, 64, 128)
 
 

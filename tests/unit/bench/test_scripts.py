@@ -67,6 +67,23 @@ def test_a_table_prints_rows_in_markdown_and_keeps_what_has_no_column(
     assert {"command", "date", "device", "torch"} <= set(kept)
 
 
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("IADD3 R12, P0, R1, 0x2, RZ", True),  # the stack pointer
+        ("IADD3 R10, P1, R10, 0x2, RZ", True),  # of the kernel that read beyond its shared memory on an H100
+        ("IADD3 R10, P1, R5, 0x2, RZ", False),
+        ("@!P0 VIADD R1, R1, 0xffffff08", False),
+        ("STL.64 [R1+0x28], R4", False),
+        ("LDC.64 R10, c[0x0][0x248]", False),
+    ],
+)
+def test_what_ptxas_has_left_unwritten_is_found(script: Callable[[str], Any], line: str, found: bool) -> None:
+    before = ("LDC R1, c[0x0][0x28]", "LDC.64 R4, c[0x0][0x248]")
+    sass = "\n".join(f"--:-:-:-:1\t{text};" for text in (*before, line, "BRA `(.L_x_0)", "IADD3 R7, R6, R5, RZ"))
+    assert bool(script("offline").unwritten(sass)) == found
+
+
 def test_an_ftcli_command_that_fails_is_an_answer_with_its_error(script: Callable[[str], Any], tmp_path: Path) -> None:
     recipe = tmp_path / "bad.yaml"
     recipe.write_text("version: 1\nmodel: {name_or_path: google/gemma-2-9b}\ndata: {train: [x.jsonl], cutoff: 4}\n")
