@@ -1,0 +1,97 @@
+"""Decoder layers whose mixer is a gated delta net, on the fused kernels.
+
+They are :class:`ftcli.model.fused.FusedDecoderLayer` but for what mixes tokens: queries, keys and values of one linear
+layer go through a short filter, then through the delta rule, whose state takes the place of keys and values kept; its
+output is normalised and multiplied by a gate. Documents of a row are kept apart in the filter and in the state.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ftkernels.causal_conv import WIDTHS, causal_conv
+from ftkernels.delta_gates import delta_gates
+from ftkernels.delta_rule import delta_rule
+from ftkernels.device import without_autocast
+from ftkernels.gated_norm import gated_norm
+from ftkernels.lora_group import lora_group
+from torch import Tensor, nn
+
+from ftcli.model.fused import FusedDecoderLayer, LayerPacks, Rotation, norm_eps
+from ftcli.model.masks import CallMask, recurrent_mask
+
+
+class FusedDeltaLayer(FusedDecoderLayer):
+    """One decoder layer with a gated delta net: projections with norm, filter, delta rule, gated norm, output with
+    residual, MLP with norm and residual.
+    """
+
+    def call_mask(self, given: Any, hidden_states: Tensor) -> CallMask:
+        """The mask of (B, S, H) from transformers' padding mask of it, (B, S) or None."""
+        return given if isinstance(given, CallMask) else recurrent_mask(hidden_states, given)
+
+    @property
+    def offloaded_tensors(self) -> int:
+        """As of every layer, but that no output of attention is sent."""
+        return 1 if self.offloaded == "layers" else self._shape.half_inputs
+
+    @property
+    def _net(self) -> Any:
+        nets = self._family.delta_nets
+        assert nets is not None  # or the layer would not be of this class
+        return self.get_submodule(nets.module)
+
+    def _halves_of(self) -> tuple[nn.Module, nn.Module]:
+        return self._net, self.mlp
+
+    def _attend(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Any,
+        rotation: Rotation,
+        packs: LayerPacks,
+        kwargs: dict[str, Any],
+        entered: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The net's output (B, S, Hv * V) before the output projection, and the residual (B, S, H)."""
+        module = getattr(self, str(self._family.norms.before_attention))
+        projections = self._projections("qkv", packs)
+        joined, passed = lora_group(hidden_states, projections, norm=self._norm(module), backend=self._backend)
+        cached = kwargs.get("cached")
+        if cached is not None:
+            return cached.mix(self._net, joined), passed
+        mask, documents = self.call_mask(attention_mask, hidden_states), kwargs.get("documents")
+        if documents is not None:
+            mask = documents.within(mask)
+        with without_autocast(joined):
+            return self._mixed(joined, mask.starts()), passed
+
+    def _mixed(self, joined: Tensor, starts: Tensor | None) -> Tensor:
+        """What enters the net (B, S, W), queries, keys and values first -> its output (B, S, Hv * V)."""
+        net, backend = self._net, self._backend
+        sizes = [2 * net.key_dim + net.value_dim, net.value_dim, net.num_v_heads, net.num_v_heads]
+        mixed, gate, strength, decay = joined.split(sizes, dim=-1)
+        filtered = causal_conv(mixed, net.conv1d.weight[:, 0], net.conv1d.bias, starts=starts, backend=backend).out
+        q, k, v = filtered.split([net.key_dim, net.key_dim, net.value_dim], dim=-1)
+        gates = delta_gates(decay, strength, net.A_log, net.dt_bias, backend=backend)
+        out = delta_rule(
+            q.unflatten(-1, (net.num_k_heads, net.head_k_dim)),
+            k.unflatten(-1, (net.num_k_heads, net.head_k_dim)),
+            v.unflatten(-1, (net.num_v_heads, net.head_v_dim)),
+            gates.g,
+            gates.beta,
+            starts=starts,
+            backend=backend,
+        ).out
+        gate = gate.unflatten(-1, (net.num_v_heads, net.head_v_dim))
+        return gated_norm(out, gate, net.norm.weight, norm_eps(net.norm), backend=backend).flatten(-2)
+
+
+def why_no_delta_net(net: nn.Module) -> str | None:
+    """The reason why the kernels do not stand in for a layer's delta net, as one clause; None if they do."""
+    one: Any = net
+    if one.activation != "silu":
+        return f"its filter is activated by {one.activation}, not by silu"
+    if one.conv_kernel_size not in WIDTHS:
+        return f"its filter is {one.conv_kernel_size} wide, which is not from {WIDTHS.start} to {WIDTHS.stop - 1}"
+    return None
