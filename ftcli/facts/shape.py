@@ -19,6 +19,7 @@ from ftcli.tables.families import PARALLEL, Family, Groups, Norms, family_of
 SHARED_INPUTS = (
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     ("mlp.gate_proj", "mlp.up_proj"),
+    ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z", "linear_attn.in_proj_b", "linear_attn.in_proj_a"),
 )
 #: The first half of the gated MLP: two linear layers, or one where a family joins them.
 GATE_AND_UP = (*SHARED_INPUTS[1], "mlp.gate_up_proj")

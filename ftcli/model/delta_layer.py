@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ftkernels.causal_conv import WIDTHS, causal_conv
+from ftkernels.causal_conv import causal_conv
 from ftkernels.delta_gates import delta_gates
 from ftkernels.delta_rule import delta_rule
 from ftkernels.device import without_autocast
@@ -18,7 +18,7 @@ from ftkernels.lora_group import lora_group
 from torch import Tensor, nn
 
 from ftcli.model.fused import FusedDecoderLayer, LayerPacks, Rotation, norm_eps
-from ftcli.model.masks import CallMask, recurrent_mask
+from ftcli.model.masks import CallMask, plain_mask
 
 
 class FusedDeltaLayer(FusedDecoderLayer):
@@ -28,7 +28,7 @@ class FusedDeltaLayer(FusedDecoderLayer):
 
     def call_mask(self, given: Any, hidden_states: Tensor) -> CallMask:
         """The mask of (B, S, H) from transformers' padding mask of it, (B, S) or None."""
-        return given if isinstance(given, CallMask) else recurrent_mask(hidden_states, given)
+        return given if isinstance(given, CallMask) else plain_mask(hidden_states, given)
 
     @property
     def offloaded_tensors(self) -> int:
@@ -85,13 +85,3 @@ class FusedDeltaLayer(FusedDecoderLayer):
         ).out
         gate = gate.unflatten(-1, (net.num_v_heads, net.head_v_dim))
         return gated_norm(out, gate, net.norm.weight, norm_eps(net.norm), backend=backend).flatten(-2)
-
-
-def why_no_delta_net(net: nn.Module) -> str | None:
-    """The reason why the kernels do not stand in for a layer's delta net, as one clause; None if they do."""
-    one: Any = net
-    if one.activation != "silu":
-        return f"its filter is activated by {one.activation}, not by silu"
-    if one.conv_kernel_size not in WIDTHS:
-        return f"its filter is {one.conv_kernel_size} wide, which is not from {WIDTHS.start} to {WIDTHS.stop - 1}"
-    return None

@@ -251,7 +251,7 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         return [projections_of([self.get_submodule(name) for name in group]) for group in self._groups]
 
     def call_mask(self, given: Any, hidden_states: Tensor) -> Any:
-        """The mask of a call on (B, S, H) as this layer takes it, from what transformers makes for layers of its kind."""
+        """The mask of a call on (B, S, H) as this layer takes it, from transformers' for layers of its kind."""
         return given
 
     def rotation_at(self, angles: tuple[Tensor, Tensor] | None, positions: Tensor | None) -> Rotation:

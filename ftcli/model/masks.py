@@ -189,22 +189,22 @@ class Documents:
         )
 
 
-def recurrent_mask(hidden: Tensor, padding: Tensor | None) -> CallMask:
-    """The mask of a layer that carries a state, for which transformers makes none: ``hidden`` (B, S, H) with
-    ``padding`` (B, S), True or 1 for tokens, or without.
+def plain_mask(like: Tensor, padding: Tensor | None = None) -> CallMask:
+    """The mask of whole rows, ``like`` (B, S, ...), without a window: with ``padding`` (B, S), True or 1 for tokens, or
+    without.
     """
-    batch, length = hidden.shape[:2]
+    batch, length = like.shape[:2]
     own = AttentionMask.causal_mask(None)
     return CallMask(
         q_len=length,
         k_len=length,
         window=None,
-        device=hidden.device,
+        device=like.device,
         padding=None if padding is None else padding.bool(),
         packing=None,
         irregular=False,
         batch=batch,
-        make_dense=lambda: own.dense(length, length, hidden.device),
+        make_dense=lambda: own.dense(length, length, like.device),
     )
 
 

@@ -22,7 +22,7 @@ from ftcli.facts.model import activation_of
 from ftcli.facts.shape import Layer, ModelShape, shape_of
 from ftcli.model import attention
 from ftcli.model.backbone import base_of, decoder_layers
-from ftcli.model.delta_layer import FusedDeltaLayer, why_no_delta_net
+from ftcli.model.delta_layer import FusedDeltaLayer
 from ftcli.model.fsdp import JoinedLinear
 from ftcli.model.fused import FusedDecoderLayer, FusedNorm
 from ftcli.model.quantized import DequantizedLinear, QuantizedLinear, check_weights
@@ -114,7 +114,7 @@ def _patch_layers(
     backbone: Any = base.get_decoder()
     layers = list(decoder_layers(base))
     reasons = [_why_not(layer, one, family) for layer, one in zip(layers, shape.layers, strict=True)]
-    if family.attention_alone:  # ours is not for those that stay
+    if family.attention_alone or family.delta_nets is not None:  # those that stay would not hear of documents
         reasons = [next(filter(None, reasons), None)] * len(layers)
     for index, (layer, described, reason) in enumerate(zip(layers, shape.layers, reasons, strict=True)):
         name = f"layers.{index}"
@@ -147,9 +147,9 @@ def _why_not(layer: nn.Module, described: Layer, family: Family) -> str | None:
         reason = why_not_fused(projection)
         if reason is not None:
             return f"{name}: {reason}"
-    if described.delta_net is not None:
-        return why_no_delta_net(layer.get_submodule(str(family.delta_nets and family.delta_nets.module)))
-    if family.head_norm is not None and not hasattr(layer.self_attn, family.head_norm.q):
+    if described.attention is None or family.head_norm is None:
+        return None
+    if not hasattr(layer.self_attn, family.head_norm.q):
         return "its attention has no norm by head"
     return None
 

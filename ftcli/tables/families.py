@@ -519,7 +519,7 @@ MULTIMODAL: Mapping[str, Multimodal] = MappingProxyType(
         "qwen2_5_vl": Multimodal("vision", "qwen2_5_vl_text", towers="ftcli.facts.towers:qwen2_5"),
         "qwen3_vl": Multimodal("vision", "qwen3_vl_text", towers="ftcli.facts.towers:qwen3"),
         "qwen3_vl_moe": Multimodal("vision", "qwen3_vl_moe_text"),
-        "qwen3_5": Multimodal("vision", "qwen3_5_text"),
+        "qwen3_5": Multimodal("vision", "qwen3_5_text", towers="ftcli.facts.towers:qwen3_5"),
         "qwen3_5_moe": Multimodal("vision", "qwen3_5_moe_text"),
     }
 )

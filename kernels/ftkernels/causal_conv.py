@@ -34,11 +34,10 @@ from ftkernels.device import (
     store_dtype,
     triton_dtype,
 )
+from ftkernels.limits import FILTER_WIDTHS
 from ftkernels.primitives import activate, sigmoid
 from ftkernels.row_sums import column_sums
 
-#: Widths of filters that the kernels take.
-WIDTHS = range(2, 9)
 #: Tokens and channels of a tile, and programs that share the tokens where dweight is wanted, for each 64 channels.
 _TOKENS, _CHANNELS, _SHARES = 32, 64, 64
 
@@ -370,7 +369,7 @@ def _readable(tensor: Tensor) -> Tensor:
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, starts: Tensor | None, first: Tensor | None) -> None:
-    if x.dim() != 3 or weight.dim() != 2 or weight.shape[0] != x.shape[2] or weight.shape[1] not in WIDTHS:
+    if x.dim() != 3 or weight.dim() != 2 or weight.shape[0] != x.shape[2] or weight.shape[1] not in FILTER_WIDTHS:
         raise ValueError(f"expected x (B, S, C) and weight (C, 2 to 8), got {tuple(x.shape)}, {tuple(weight.shape)}")
     if not x.is_floating_point():
         raise ValueError(f"x is {x.dtype}")

@@ -1,8 +1,8 @@
 """The q, k and v projections of an attention layer whose q projection gives the gate of attention's output as well.
 
-Legend: B batch, S sequence, I input features, Hq and Hk heads, D head size. As ``ftkernels.lora_qkv``, but that the rows
-of W_q are, head by head, those of the query and then those of its gate, D each (Qwen3-Next, Qwen3.5). The gate is used
-behind attention, ``ftkernels.output_gate``; it is neither normalised nor rotated.
+Legend: B batch, S sequence, I input features, Hq and Hk heads, D head size. As ``ftkernels.lora_qkv``, but that the
+rows of W_q are, head by head, those of the query and then those of its gate, D each (Qwen3-Next, Qwen3.5). The gate is
+used behind attention, ``ftkernels.output_gate``; it is neither normalised nor rotated.
 """
 
 from __future__ import annotations
