@@ -138,6 +138,7 @@ def hidden_states(
     if starts is None and (stack is not None or (carries and cached is None and "attention_mask" not in inputs)):
         starts = _document_starts(ids, inputs.get("position_ids"))
     if starts is not None and attention.is_ours(base):
+        # A mask of ones keeps transformers from looking for documents, which would wait for the device.
         given["attention_mask"] = _unpadded(base, ids) if carries else torch.ones_like(ids, dtype=torch.bool)
         given["documents"] = Documents(starts, sequence, inputs.get("branch_starts"))
     elif sequence is not None:

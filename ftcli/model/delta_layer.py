@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from ftkernels.causal_conv import causal_conv
 from ftkernels.delta_gates import delta_gates
-from ftkernels.delta_rule import delta_rule
+from ftkernels.delta_rule import delta_rule, delta_rule_backend
 from ftkernels.device import without_autocast
 from ftkernels.gated_norm import gated_norm
 from ftkernels.lora_group import lora_group
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ftcli.model.fused import FusedDecoderLayer, LayerPacks, Rotation, norm_eps
 from ftcli.model.masks import CallMask, plain_mask
@@ -63,8 +65,14 @@ class FusedDeltaLayer(FusedDecoderLayer):
         mask, documents = self.call_mask(attention_mask, hidden_states), kwargs.get("documents")
         if documents is not None:
             mask = documents.within(mask)
+        starts, net = mask.starts(), self._net
+        sizes = joined[..., : net.head_k_dim], joined[..., : net.head_v_dim]
         with without_autocast(joined):
-            return self._mixed(joined, mask.starts()), passed
+            if torch.is_grad_enabled() and not delta_rule_backend(*sizes, self._backend).is_triton:
+                # Plain torch would keep several times as much of each chunk.
+                mixed = checkpoint(self._mixed, joined, starts, use_reentrant=False, preserve_rng_state=False)
+                return mixed, passed
+            return self._mixed(joined, starts), passed
 
     def _mixed(self, joined: Tensor, starts: Tensor | None) -> Tensor:
         """What enters the net (B, S, W), queries, keys and values first -> its output (B, S, Hv * V)."""
