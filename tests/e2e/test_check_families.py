@@ -23,7 +23,7 @@ def recipe(model_type: str, user: User, **change: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "attention"), [("mamba2", "eager"), ("bloom", "eager"), ("qwen3_5", "sdpa"), ("mixtral", "sdpa")]
+    ("model_type", "attention"), [("mamba2", "eager"), ("bloom", "eager"), ("qwen3_5_moe", "sdpa"), ("mixtral", "sdpa")]
 )
 def test_the_attention_is_one_that_the_family_has(model_type: str, attention: str, user: User) -> None:
     """Issue 11, B6: `check` said sdpa of families that have none."""
@@ -39,14 +39,14 @@ def test_an_attention_that_the_family_does_not_have_is_refused(user: User) -> No
 
 @pytest.mark.parametrize("lora", [True, False])
 def test_without_a_description_the_model_is_measured(lora: bool, user: User) -> None:
-    path = recipe("qwen3_5", user)
+    path = recipe("qwen3_5_moe", user)
     words = [] if lora else ["--set", "lora=null"]
     result = user.done("check", path, "--as", "h100", *words)
     parts = result["memory"]["parts"]
-    model = build("qwen3_5")
+    model = build("qwen3_5_moe")
     language = sum(p.numel() for p in [*model.get_decoder().parameters(), *model.lm_head.parameters()])
     total = sum(p.numel() for p in model.parameters())
-    trained = 8416 if lora else language
+    trained = 15968 if lora else language
     assert parts["weights"] == total * (2 if lora else 4)
     assert (parts["gradients"], parts["optimizer"]) == (4 * trained, 8 * trained)
     assert parts["activations"] > 0
@@ -77,7 +77,7 @@ def test_what_does_not_fit_is_refused_without_a_description(user: User, tmp_path
 
 
 @pytest.mark.parametrize("data", [{"packing": True}, {"padding_free": True}])
-@pytest.mark.parametrize(("model_type", "certain"), [("qwen3_5", True), ("lfm2", True), ("mixtral", False)])
+@pytest.mark.parametrize(("model_type", "certain"), [("qwen3_5_moe", True), ("lfm2", True), ("mixtral", False)])
 def test_what_cannot_keep_documents_apart_is_refused_where_they_share_a_row(
     model_type: str, certain: bool, data: dict[str, Any], user: User
 ) -> None:
@@ -92,13 +92,29 @@ def test_what_cannot_keep_documents_apart_is_refused_where_they_share_a_row(
         assert "documents that share a row" in [item["check"] for item in document["result"]["not_made"]]
 
 
+def test_delta_nets_share_rows_on_the_kernels_and_nowhere_else(user: User) -> None:
+    """Their memory is computed on the kernels, and measured off them."""
+    path, packed = recipe("qwen3_5", user, data={"max_seq_len": 256}), ["--set", "data.packing=true"]
+    result = user.done("check", path, "--as", "h100", *packed)
+    table = {row["part"]: row["runs"] for row in result["kernel_table"]}
+    assert "torch" in table["gated delta nets (3 layers)"]  # heads of 8 are none of the kernels'
+    assert table["batches"] == "padded"  # neither are they attention's
+    parts = {}
+    for kernels in ("auto", "off"):
+        found = user.done("check", path, "--as", "h100", "--set", f"model.kernels={kernels}")
+        parts[kernels] = found["memory"]["parts"]
+    assert parts["auto"]["weights"] == parts["off"]["weights"]
+    assert 0 < parts["auto"]["activations"] < parts["off"]["activations"]
+    status, document = user.run("check", path, "--as", "h100", *packed, "--set", "model.kernels=off")
+    assert (status, document["findings"][-1]["code"]) == (3, "FT443")
+
+
 @pytest.mark.parametrize(("method", "proposed"), [("none", True), ("nf4", False)])
 def test_a_quantization_is_proposed_only_where_it_would_fit(method: str, proposed: bool, user: User) -> None:
     from tests.small_models import config_of
 
-    config = config_of("qwen3_5")
-    wide = {"hidden_size": 8192, "intermediate_size": 65536, "num_hidden_layers": 4}
-    config.text_config.update(wide)
+    config = config_of("nemotron")
+    config.update({"hidden_size": 8192, "intermediate_size": 65536, "num_hidden_layers": 4})
     config.save_pretrained(user.folder / "wide")
     model = {"name_or_path": str(user.folder / "wide"), "init": "random", "dtype": "auto", "tokenizer": "bytes"}
     path = user.recipe(model=model, quantization={"method": method})

@@ -65,12 +65,18 @@ def test_on_a_quantized_base(model_type: str, method: str, user: User, tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "method"), [("phi3", "none"), ("phi3", "nf4"), ("phi3", "fp8"), ("glm4", "nf4")]
+    ("model_type", "method"),
+    [
+        *(("phi3", "none"), ("phi3", "nf4"), ("phi3", "fp8"), ("glm4", "nf4")),
+        *(("qwen3_5", "none"), ("qwen3_5", "nf4"), ("qwen3_5", "fp8")),
+    ],
 )
 def test_joined_projections_on_the_kernels_train_as_off_them(
     model_type: str, method: str, user: User, tmp_path: Path
 ) -> None:
-    """q, k and v, or gate and up, are one linear with one adapter; losses of every step, and what was trained."""
+    """q, k and v, or gate and up, or queries and their gates, are one linear with one adapter; losses of every step,
+    and what was trained.
+    """
     base = {"name_or_path": str(folder_of(model_type, tmp_path / "base")), "dtype": "float32"}
     runs = {}
     for kernels in ("off", "reference"):
@@ -80,7 +86,8 @@ def test_joined_projections_on_the_kernels_train_as_off_them(
         user.done("train", path)
         runs[kernels] = user.folder / kernels
     table = json.loads((runs["reference"] / "manifest.json").read_text())["kernels"]
-    assert [entry["layer"] for entry in table if entry["on"]] == ["layers.0", "layers.1", "norm"]
+    layers = config_of(model_type).get_text_config().num_hidden_layers
+    assert [entry["layer"] for entry in table if entry["on"]] == [*(f"layers.{at}" for at in range(layers)), "norm"]
     assert user.losses("reference") == pytest.approx(user.losses("off"), rel=1e-5)
     found, wanted = (load_file(run / "adapter" / "adapter_model.safetensors") for run in runs.values())
     assert found.keys() == wanted.keys()
