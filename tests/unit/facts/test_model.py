@@ -36,6 +36,8 @@ BILLIONS = {
     "microsoft/bitnet-b1.58-2B-4T-bf16": 2.41,
 }
 
+LANGUAGE = ("ForCausalLM", "ForConditionalGeneration")
+
 TINY: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -347,4 +349,4 @@ def test_alias_file_names_existing_folders() -> None:
     for name, (path, overlay) in bundled_configs().items():
         assert (path / "config.json").is_file(), name
         assert set(overlay) <= {"eos_token_id"}
-        assert json.loads((path / "config.json").read_text())["architectures"][0].endswith("ForCausalLM")
+        assert json.loads((path / "config.json").read_text())["architectures"][0].endswith(LANGUAGE)
