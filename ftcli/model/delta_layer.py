@@ -10,11 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from ftkernels.causal_conv import causal_conv
-from ftkernels.delta_gates import delta_gates
-from ftkernels.delta_rule import delta_rule, delta_rule_backend
+from ftkernels.delta_net import NetSizes, NetWeights, delta_net
+from ftkernels.delta_rule import delta_rule_backend
 from ftkernels.device import without_autocast
-from ftkernels.gated_norm import gated_norm
 from ftkernels.lora_group import lora_group
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -66,30 +64,18 @@ class FusedDeltaLayer(FusedDecoderLayer):
         if documents is not None:
             mask = documents.within(mask)
         starts, net = mask.starts(), self._net
-        sizes = joined[..., : net.head_k_dim], joined[..., : net.head_v_dim]
+        heads = joined[..., : net.head_k_dim], joined[..., : net.head_v_dim]  # of these sizes
         with without_autocast(joined):
-            if torch.is_grad_enabled() and not delta_rule_backend(*sizes, self._backend).is_triton:
+            if torch.is_grad_enabled() and not delta_rule_backend(*heads, self._backend).is_triton:
                 # Plain torch would keep several times as much of each chunk.
-                mixed = checkpoint(self._mixed, joined, starts, use_reentrant=False, preserve_rng_state=False)
-                return mixed, passed
+                return checkpoint(self._mixed, joined, starts, use_reentrant=False, preserve_rng_state=False), passed
             return self._mixed(joined, starts), passed
 
     def _mixed(self, joined: Tensor, starts: Tensor | None) -> Tensor:
-        """What enters the net (B, S, W), queries, keys and values first -> its output (B, S, Hv * V)."""
-        net, backend = self._net, self._backend
-        sizes = [2 * net.key_dim + net.value_dim, net.value_dim, net.num_v_heads, net.num_v_heads]
-        mixed, gate, strength, decay = joined.split(sizes, dim=-1)
-        filtered = causal_conv(mixed, net.conv1d.weight[:, 0], net.conv1d.bias, starts=starts, backend=backend).out
-        q, k, v = filtered.split([net.key_dim, net.key_dim, net.value_dim], dim=-1)
-        gates = delta_gates(decay, strength, net.A_log, net.dt_bias, backend=backend)
-        out = delta_rule(
-            q.unflatten(-1, (net.num_k_heads, net.head_k_dim)),
-            k.unflatten(-1, (net.num_k_heads, net.head_k_dim)),
-            v.unflatten(-1, (net.num_v_heads, net.head_v_dim)),
-            gates.g,
-            gates.beta,
-            starts=starts,
-            backend=backend,
-        ).out
-        gate = gate.unflatten(-1, (net.num_v_heads, net.head_v_dim))
-        return gated_norm(out, gate, net.norm.weight, norm_eps(net.norm), backend=backend).flatten(-2)
+        """What enters the net (B, S, W) -> its output (B, S, Hv * V)."""
+        net, filter = self._net, self._net.conv1d
+        sizes = NetSizes(net.num_k_heads, net.num_v_heads, net.head_k_dim, net.head_v_dim)
+        weights = NetWeights(
+            filter.weight[:, 0], filter.bias, net.A_log, net.dt_bias, net.norm.weight, norm_eps(net.norm)
+        )
+        return delta_net(joined, weights, sizes, starts=starts, backend=self._backend)
