@@ -155,12 +155,12 @@ def hidden_states(
         return HiddenStates(backbone(**given, use_cache=False).last_hidden_state)
 
 
-def _unpadded(base: PreTrainedModel, ids: Tensor) -> dict[str, CallMask]:
+def _unpadded(base: PreTrainedModel, ids: Tensor) -> dict[str, CallMask | None]:
     """The masks of a model with states, by the kinds of its layers: of a mask of ones transformers would ask the device
     whether it is one.
     """
-    mask = plain_mask(ids)
-    return dict.fromkeys(base.config.get_text_config().layer_types, mask)
+    mask, kinds = plain_mask(ids), set(base.config.get_text_config().layer_types)
+    return {kind: None if kind == "linear_attention" else mask for kind in kinds}
 
 
 def _document_starts(ids: Tensor, positions: Tensor | None) -> Tensor:
