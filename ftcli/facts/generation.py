@@ -97,6 +97,8 @@ def why_no_engine(text_config: JsonMap, family: Family | None, *, on_kernels: bo
     """
     if family is None:
         return f"the layers of model_type {text_config.get('model_type')} are not known to be causal attention alone"
+    if family.delta_nets is not None:
+        return f"the engine keeps no state of the delta nets of model_type {text_config.get('model_type')}"
     if family.attention_alone and not on_kernels:
         return f"transformers' layers of model_type {text_config.get('model_type')} hand no cache of ours to attention"
     kind = batch_dependent_rope(text_config)

@@ -70,7 +70,7 @@ def check_recipe(loaded: LoadedRecipe, session: Session, as_gpu: str | None, sam
     """
     report = checked(loaded, session, "check", named_device(as_gpu) if as_gpu is not None else None)
     adapters, attention = _arithmetic(report), ""
-    if report.facts.shape is None:
+    if report.plan.described is None:
         measured = report.plan.measured
         adapters, attention = measured.adapters, measured.attention
         report = replace(report, parts=tuple(_corrected(part, attention) for part in report.parts))

@@ -11,7 +11,16 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
-from ftkernels.limits import LARGEST_FUSED_RANK, Activation, Gpu, packed_rank, why_no_elementwise, why_no_products
+from ftkernels.limits import (
+    FILTER_WIDTHS,
+    LARGEST_FUSED_RANK,
+    Activation,
+    Gpu,
+    packed_rank,
+    why_no_delta_rule,
+    why_no_elementwise,
+    why_no_products,
+)
 
 from ftcli.config.model import Kernels, ModelConfig
 from ftcli.config.recipe import Recipe
@@ -87,10 +96,23 @@ def choose_layers(
     gated = len(shape.family.mlp) == 3
     if gated and (activation is None or activation not in ACTIVATIONS):
         return LayerChoice("transformers", f"the gated unit's kernel has no activation {activation}")
+    if (reason := why_no_delta_nets(shape, activation)) is not None:
+        return LayerChoice("transformers", reason)
     unit = ACTIVATIONS[activation] if gated and activation is not None else None
     if kernels == "reference":
         return LayerChoice("reference", "model.kernels: reference", unit)
     return LayerChoice("fused", f"{device} runs Triton kernels", unit)
+
+
+def why_no_delta_nets(shape: ModelShape, activation: str | None) -> str | None:
+    """The reason why the kernels do not stand in for a model's delta nets, as one clause; None if they do."""
+    for net in shape.delta_nets[:1]:
+        if activation is None or ACTIVATIONS.get(activation) != "silu":  # the filter's, too
+            return f"the delta nets' filter is activated by {activation}, not by silu"
+        if net.filter_width not in FILTER_WIDTHS:
+            first, last = FILTER_WIDTHS[0], FILTER_WIDTHS[-1]
+            return f"the delta nets' filter is {net.filter_width} wide, not from {first} to {last}"
+    return None
 
 
 def wants_kernels(kernels: Kernels) -> bool:
@@ -167,7 +189,7 @@ def execution_of(recipe: Recipe, facts: ModelFacts, dtypes: DtypePlan, device: D
     layers = _layers(recipe, facts, device, work=work)
     drops = work == "train" and facts.drops_attention
     masked_choice = _attention(facts, dtypes, device, masked=True, drops=drops)
-    batches = _batches(recipe, masked_choice, layers, work=work)
+    batches = _batches(recipe, facts, masked_choice, layers, work=work)
     if layers.code == "transformers":
         own = own_attention(recipe.model, facts.attn_logit_softcapping)
         return Execution(layers, own, own, own, sends_attention=False, batches=batches, drops=drops)
@@ -187,7 +209,7 @@ def execution_of(recipe: Recipe, facts: ModelFacts, dtypes: DtypePlan, device: D
 OWN_ATTENTION = "transformers' own attention can only keep documents apart by a mask over all pairs of tokens"
 
 
-def _batches(recipe: Recipe, masked: AttentionChoice, layers: LayerChoice, *, work: Work) -> Batches:
+def _batches(recipe: Recipe, facts: ModelFacts, masked: AttentionChoice, layers: LayerChoice, *, work: Work) -> Batches:
     """Chooses the layout of micro-batches, of training or, if nothing is trained, of evaluation.
 
     Args:
@@ -197,7 +219,7 @@ def _batches(recipe: Recipe, masked: AttentionChoice, layers: LayerChoice, *, wo
     if layers.code != "transformers":
         densely = None if masked.backend == "triton" else f"attention runs on {masked.backend}: {masked.reason}"
     refusal, of_pairs = takes_rows(recipe, work), methods.row(recipe.train.method).unit == 2
-    apart = why_prompts_apart(recipe, work) if of_pairs else None
+    apart = why_prompts_apart(recipe, facts, work) if of_pairs else None
     shares = of_pairs and apart is None
     found = choose_batches(recipe.data.padding_free, takes_rows=refusal, masked_densely=densely, shares_prompts=shares)
     if not of_pairs:
@@ -206,10 +228,12 @@ def _batches(recipe: Recipe, masked: AttentionChoice, layers: LayerChoice, *, wo
     return replace(found, reason=f"{found.reason}; a pair's prompt is computed {told}")
 
 
-def why_prompts_apart(recipe: Recipe, work: Work) -> str | None:
+def why_prompts_apart(recipe: Recipe, facts: ModelFacts, work: Work) -> str | None:
     """The reason why the answers of a pair do not share their prompt although attention could skip what lies between;
     or None.
     """
+    if facts.shape is not None and facts.shape.delta_nets:
+        return "a layer's state at the prompt's end would go on into one answer alone"
     settings = recipe.preference
     if settings is not None and settings.share_prompts == "off":
         return "preference.share_prompts: off"
@@ -257,6 +281,7 @@ def execution_parts(
         *_frozen_products(recipe, dtypes, device),
         _trained_products(recipe, dtypes, device, elementwise),
         *_attention_parts(recipe, facts, dtypes, device, execution),
+        *_delta_parts(facts, device, elementwise),
         _head(recipe, elementwise, layers.reason),
         batches,
     )
@@ -343,6 +368,20 @@ def _attention_parts(
     if facts.windowed_layers(layers) < layers:
         rows += [row("attention, global", everywhere), *apart]
     return rows
+
+
+def _delta_parts(facts: ModelFacts, device: DeviceFacts, elementwise: str) -> list[ExecutionPart]:
+    """A row where layers are gated delta nets."""
+    nets = () if facts.shape is None else facts.shape.delta_nets
+    if not nets:
+        return []
+    part = f"gated delta nets ({len(nets)} layers)"
+    if elementwise == "torch":
+        return [ExecutionPart(part, "torch", "model.kernels: reference")]
+    refusal = why_no_delta_rule(device.gpu, nets[0].key_dim, nets[0].value_dim)
+    if refusal is not None:
+        return [ExecutionPart(part, "torch", f"{refusal}: in chunks of plain torch")]
+    return [ExecutionPart(part, "triton", "in chunks; filter and state begin anew with each document")]
 
 
 def _rounded_products(recipe: Recipe, dtypes: DtypePlan, device: DeviceFacts) -> ExecutionPart:

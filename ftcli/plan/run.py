@@ -29,7 +29,7 @@ from ftcli.tables.policies import Policy, PolicyName
 
 _M = TypeVar("_M", bound=BaseModel)
 
-#: A model's sizes: computed from its family's description, or measured where there is none.
+#: A model's sizes: computed from its family's description, or measured (:attr:`RunPlan.described`).
 Sizes: TypeAlias = ModelShape | MeasuredModel
 
 
@@ -85,9 +85,18 @@ class RunPlan:
         assert self.facts.shape is not None
         return self.facts.shape
 
+    @property
+    def described(self) -> ModelShape | None:
+        """The model's shape where memory is computed from it; None where it is measured: without a description, and
+        where transformers' own code computes delta nets.
+        """
+        shape = self.facts.shape
+        own = not self.execution.on_kernels and self.work != "export"
+        return None if shape is None or (own and shape.delta_nets) else shape
+
     @cached_property
     def measured(self) -> MeasuredModel:
-        """The model as it is measured; takes seconds. For families without a description."""
+        """The model as it is measured; takes seconds. Where nothing is computed from a description."""
         trains, classifier = self.trains, self.method.classifier
         question = question_of(
             self.recipe, self.facts, self.dtypes, self.execution, trains=trains, classifier=classifier
@@ -97,7 +106,7 @@ class RunPlan:
     @property
     def sizes(self) -> Sizes:
         """The model's sizes, of every family."""
-        return self.facts.shape or self.measured
+        return self.described or self.measured
 
     @property
     def trains(self) -> bool:
@@ -182,7 +191,7 @@ class RunPlan:
     @cached_property
     def trained(self) -> TrainedParameters:
         """The trained parameters."""
-        return trained_parameters(self.recipe, self.shape) if self.facts.shape is not None else self.measured.trained
+        return trained_parameters(self.recipe, self.shape) if self.described is not None else self.measured.trained
 
     @cached_property
     def adapters(self) -> tuple[LinearAdapter, ...]:

@@ -55,6 +55,8 @@ def why_rows_stay_whole(facts: ModelFacts, execution: Execution, parts: int) -> 
         return f"the layers are transformers' own: {execution.layers.reason}"
     if facts.shape is None:
         return "the model's shape is not known"
+    if facts.shape.delta_nets:
+        return "its delta nets carry a state from token to token through whole rows"
     if exchanged_key_heads(facts.shape.num_heads, facts.shape.num_kv_heads, parts) is None:
         return f"its {facts.shape.num_heads} attention heads cannot be shared by {parts}"
     kind = batch_dependent_rope(facts.language)

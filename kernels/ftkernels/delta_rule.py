@@ -47,10 +47,7 @@ from torch.autograd.function import once_differentiable
 from ftkernels.delta_rule_backward import Kept, gradients, scan_back
 from ftkernels.delta_rule_forward import CHUNK, NORM_EPS, DeltaInputs, delta_tiles, prepare, scan
 from ftkernels.device import BackendChoice, BackendName, accumulate_dtype, choose_backend, gpu_of, rounded
-
-#: Features of a key and of a value. With keys of 16 in float32 Triton 3.6 reads beyond its shared memory on Hopper
-#: (``_later_kernel``, found with compute-sanitizer).
-_KEYS, _VALUES = (32, 64, 128), (16, 32, 64, 128)
+from ftkernels.limits import why_no_delta_rule
 
 
 class DeltaOutput(NamedTuple):
@@ -106,13 +103,10 @@ def delta_rule_backend(q: Tensor, v: Tensor, backend: BackendName = "auto") -> B
     chosen = choose_backend(q.device, backend)
     if not chosen.is_triton:
         return chosen
-    if q.shape[-1] not in _KEYS or v.shape[-1] not in _VALUES:
-        return BackendChoice("torch", f"heads of {q.shape[-1]} and {v.shape[-1]} are none of {_KEYS} and {_VALUES}")
     if q.dtype == torch.float64:
         return BackendChoice("torch", "the kernels multiply no float64")
-    if q.is_cuda and (gpu_of(q.device).capability or (0, 0)) < (8, 0):
-        return BackendChoice("torch", "the kernels' products need compute capability 8.0")
-    return chosen
+    refusal = why_no_delta_rule(gpu_of(q.device), q.shape[-1], v.shape[-1])
+    return chosen if refusal is None else BackendChoice("torch", refusal)
 
 
 def delta_rule_reference(
