@@ -7,13 +7,13 @@ output is normalised and multiplied by a gate. Documents of a row are kept apart
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from ftkernels.causal_conv import causal_conv
 from ftkernels.delta_gates import delta_gates
 from ftkernels.delta_rule import delta_rule, delta_rule_backend
-from ftkernels.device import without_autocast
+from ftkernels.device import BackendName, without_autocast
 from ftkernels.gated_norm import gated_norm
 from ftkernels.lora_group import lora_group
 from torch import Tensor, nn
@@ -21,6 +21,24 @@ from torch.utils.checkpoint import checkpoint
 
 from ftcli.model.fused import FusedDecoderLayer, LayerPacks, Rotation, norm_eps
 from ftcli.model.masks import CallMask, plain_mask
+
+
+class StateCache(Protocol):
+    """What keeps the states of delta nets in generation: :mod:`ftcli.generation.cache`."""
+
+    def filtered(
+        self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None, *, backend: BackendName = "auto"
+    ) -> Tensor:
+        """The filter and SiLU (:func:`ftkernels.causal_conv.causal_conv`) in layer number ``layer``, after the inputs
+        that are kept: (B, S, C) -> (B, S, C).
+        """
+        ...
+
+    def carried(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, backend: BackendName = "auto"
+    ) -> Tensor:
+        """The delta rule (:func:`ftkernels.delta_rule.delta_rule`) from the states that are kept: (B, S, Hv, V)."""
+        ...
 
 
 class FusedDeltaLayer(FusedDecoderLayer):
@@ -59,9 +77,9 @@ class FusedDeltaLayer(FusedDecoderLayer):
         module = getattr(self, str(self._family.norms.before_attention))
         projections = self._projections("qkv", packs)
         joined, passed = lora_group(hidden_states, projections, norm=self._norm(module), backend=self._backend)
-        cached = kwargs.get("cached")
-        if cached is not None:
-            return cached.mix(self._net, joined), passed
+        if (cached := kwargs.get("cached")) is not None:
+            with without_autocast(joined):
+                return self._mixed(joined, None, cached), passed
         mask, documents = self.call_mask(attention_mask, hidden_states), kwargs.get("documents")
         if documents is not None:
             mask = documents.within(mask)
@@ -74,22 +92,22 @@ class FusedDeltaLayer(FusedDecoderLayer):
                 return mixed, passed
             return self._mixed(joined, starts), passed
 
-    def _mixed(self, joined: Tensor, starts: Tensor | None) -> Tensor:
+    def _mixed(self, joined: Tensor, starts: Tensor | None, cached: StateCache | None = None) -> Tensor:
         """What enters the net (B, S, W), queries, keys and values first -> its output (B, S, Hv * V)."""
         net, backend = self._net, self._backend
         sizes = [2 * net.key_dim + net.value_dim, net.value_dim, net.num_v_heads, net.num_v_heads]
         mixed, gate, strength, decay = joined.split(sizes, dim=-1)
-        filtered = causal_conv(mixed, net.conv1d.weight[:, 0], net.conv1d.bias, starts=starts, backend=backend).out
+        weight, bias = net.conv1d.weight[:, 0], net.conv1d.bias
+        if cached is None:
+            filtered = causal_conv(mixed, weight, bias, starts=starts, backend=backend).out
+        else:
+            filtered = cached.filtered(net.layer_idx, mixed, weight, bias, backend=backend)
         q, k, v = filtered.split([net.key_dim, net.key_dim, net.value_dim], dim=-1)
-        gates = delta_gates(decay, strength, net.A_log, net.dt_bias, backend=backend)
-        out = delta_rule(
-            q.unflatten(-1, (net.num_k_heads, net.head_k_dim)),
-            k.unflatten(-1, (net.num_k_heads, net.head_k_dim)),
-            v.unflatten(-1, (net.num_v_heads, net.head_v_dim)),
-            gates.g,
-            gates.beta,
-            starts=starts,
-            backend=backend,
-        ).out
-        gate = gate.unflatten(-1, (net.num_v_heads, net.head_v_dim))
+        q, k = (x.unflatten(-1, (net.num_k_heads, net.head_k_dim)) for x in (q, k))
+        v, gate = (x.unflatten(-1, (net.num_v_heads, net.head_v_dim)) for x in (v, gate))
+        g, beta = delta_gates(decay, strength, net.A_log, net.dt_bias, backend=backend)
+        if cached is None:
+            out = delta_rule(q, k, v, g, beta, starts=starts, backend=backend).out
+        else:
+            out = cached.carried(net.layer_idx, q, k, v, g, beta, backend=backend)
         return gated_norm(out, gate, net.norm.weight, norm_eps(net.norm), backend=backend).flatten(-2)

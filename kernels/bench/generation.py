@@ -23,7 +23,7 @@ from timing import SHAPES, Shape, shape_of, start
 from ftcli.config.model import QuantizationConfig
 from ftcli.facts.generation import cache_bytes
 from ftcli.generation.engine import Engine
-from ftcli.generation.forward import cache_dtype, cache_shape
+from ftcli.generation.forward import cache_dtype, kept_shape
 from ftcli.generation.generator import open_generator
 from ftcli.generation.requests import GenerationRequest
 from ftcli.model.fp8 import fp8_linear
@@ -86,7 +86,7 @@ def measure(model: Any, case: str, batch: int, options: argparse.Namespace, plan
     requests = [GenerationRequest(tuple(prompt), new, (row_seed(row),)) for row, prompt in enumerate(prompts)]
     longest, room = options.prompt + new, None
     if case.endswith("unmerged"):  # room for the cache alone, so that nothing is merged
-        room = cache_bytes(cache_shape(model, cache_dtype(model, plan)), batch, longest)
+        room = cache_bytes(kept_shape(model, cache_dtype(model, plan)), batch, longest)
     began = time.perf_counter()
     opened = open_generator(
         model, plan, device, rows=batch, longest=longest, pad=0, own_settings=False, room_bytes=room
