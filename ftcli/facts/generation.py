@@ -96,8 +96,10 @@ def slots_of(shape: CacheShape, rows: int) -> int:
 
 
 def _pages(rows: int, longest: int) -> int:
-    """Pages of ``rows`` sequences of ``longest`` tokens, and page 0, which is nobody's."""
-    return rows * pages_of(longest) + 1
+    """Pages of ``rows`` sequences of ``longest`` tokens; page 0, which is nobody's; and one for the end of a prompt, of
+    which each completion but the last one has a copy.
+    """
+    return rows * pages_of(longest) + 2
 
 
 def _held_bytes(shape: CacheShape, rows: int, longest: int) -> int:
