@@ -54,7 +54,7 @@ class SchedulerParts:
 
 @dataclass(slots=True)
 class _Started:
-    """A request whose completions have not all begun. Its prompt lies in ``pages``, and the states after it in ``slot``.
+    """A request whose completions have not all begun: its prompt lies in ``pages``, the states after it in ``slot``.
 
     ``logits``: (V,) float32, after the prompt.
     """
