@@ -56,7 +56,8 @@ Families that behave alike share a row, the most trained ones first.
 - **Kernels**: `layers` are computed by ftcli's kernels on a CUDA GPU; `none` trains on transformers' own layers.
 - **LoRA** on all linear layers, **QLoRA** on an NF4 base, **full** fine-tuning, **export** of a merged model
   (as GGUF: [families](export.md#gguf)), and **packing** (`data.packing`) each say `yes`, or the [code](errors.md) of
-  what refuses it. FT443: a document would see the one before it, found by trial.
+  what refuses it. FT443: a document would see the one before it, found by trial, on the kernels' code where there are
+  kernels. Off them (`model.kernels: off`, no GPU) Qwen3.5 is refused, too.
 - `all-linear` includes experts (as PEFT adapts them). On a quantized base the dense layers beside the experts of
   Qwen3-Next, GLM-4-MoE and DeepSeek-V3 have no adapter; a run says so.
 - Multimodal checkpoints are trained on text. Their other parts are frozen, never quantized, and exported as they were.

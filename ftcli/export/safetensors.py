@@ -39,7 +39,9 @@ from ftcli.export.source import (
 from ftcli.export.tensorfile import (
     TensorFile,
     TensorToWrite,
+    add_shard,
     computed,
+    copied,
     finite_tensors,
     require_room,
     tensor_files,
@@ -67,6 +69,7 @@ from ftcli.export.weights import (
     StoredWeights,
     base_weights,
     ends,
+    passed_over,
     source_config,
     source_updates,
     stored_names,
@@ -91,6 +94,8 @@ if TYPE_CHECKING:
 SHARD_BYTES = 4 * 10**9
 #: Above this share of an adapter's effect lost in rounding, people are told.
 LOST_SHARE = 0.5
+#: The file of tensors that transformers passes over.
+_FURTHER = "model-further.safetensors"
 #: What lies beside the weights of a model that takes images or sound.
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 _LAYER = re.compile(r"(.*?\.\d+)\.")
@@ -162,7 +167,8 @@ def write_merged(source: ExportSource, folder: Path, say: Callable[[str], None])
     plan = plan_model(source)
     _require_memory(plan)
     say(f"merging with {plan.merged_with}" if source.kind == "adapter" else f"rounding to {source.settings.dtype}")
-    save_model(source, plan, outputs(plan.base, plan.adapter, plan.rounding), folder)
+    further = [copied(key, file) for key, file in passed_over(source).items()]
+    save_model(source, plan, [*outputs(plan.base, plan.adapter, plan.rounding), *further], folder)
     return plan
 
 
@@ -265,7 +271,7 @@ def verify_merged(source: ExportSource, folder: Path, plan: ModelPlan, say: Call
     written = open_written(folder)
     base, adapted = base_weights(source), plan.adapted
     merged = MergedWeights(base, {} if adapted is None else source_updates(source, adapted))
-    problems = compare_written(written, merged, plan.rounding)
+    problems = compare_written(written, merged, plan.rounding, passed_over=passed_over(source))
     say("verifying: comparing logits")
     tokenizer = source_tokenizer(source)
     probe = probe_batch(tokenizer, base.shape(base.ends[0])[0])
@@ -372,6 +378,8 @@ def copy_model(source: ExportSource, folder: Path) -> None:
         wanted = path.is_file() and path.suffix in (".safetensors", ".json", ".jinja", ".model", ".txt")
         if wanted and path.name not in PROGRESS:
             shutil.copyfile(path, folder / path.name)
+    if further := passed_over(source):
+        add_shard(folder, _FURTHER, [copied(key, file) for key, file in further.items()])
     source_tokenizer(source).save_pretrained(str(folder))
     if source.base.init == "pretrained":
         copy_processors(source, folder)
@@ -467,7 +475,7 @@ def verify_copy(source: ExportSource, folder: Path) -> Verified:
         FtcliError: FT741 when anything differs, FT742 when the source itself is damaged.
     """
     try:
-        wanted = tensor_files(source.folder)
+        wanted = tensor_files(source.folder) | passed_over(source)
     except (OSError, SafetensorError) as error:
         raise unusable(source.folder, f"its weights cannot be read ({error})") from error
     if source.classifier:
@@ -550,4 +558,8 @@ def model_bytes(source: ExportSource) -> int:
         dtype = wanted if wanted is not None and dtype.is_floating_point else dtype
         return math.prod(base.shape(name)) * torch.empty((), dtype=dtype).element_size()
 
-    return sum(bytes_of(name) for name in stored_names(source, base))
+    others = [
+        (file, key) for each in base.stored if not each.names for key, file in zip(each.keys, each.files, strict=True)
+    ]
+    others += [(file, key) for key, file in passed_over(source).items()]
+    return sum(bytes_of(name) for name in stored_names(source, base)) + sum(f.entries[key].nbytes for f, key in others)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from ftcli.tables.gguf import architecture_of
 from tests.e2e.conftest import User
@@ -149,6 +149,32 @@ def test_qwens_flat_config_is_read(method: str, user: User, tmp_path: Path) -> N
     )
     assert set(after) == set(before)
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items() if "visual" in name)
+
+
+@pytest.mark.parametrize(("lora", "formats"), [(True, ["safetensors", "fp8"]), (False, ["safetensors"])])
+def test_heads_that_transformers_passes_over_are_in_what_is_exported(
+    lora: bool, formats: list[str], user: User, tmp_path: Path
+) -> None:
+    """Qwen3.5's for further tokens (`mtp.*`), without which vLLM does not load what config.json promises."""
+    base = folder_of("qwen3_5", tmp_path / "base")
+    stored = load_file(base / "model.safetensors")
+    heads = {"mtp.fc.weight": torch.randn(32, 64), "mtp.norm.weight": torch.randn(32).to(torch.bfloat16)}
+    save_file({**stored, **heads}, base / "model.safetensors", metadata={"format": "pt"})
+    path = recipe(user, base, export={"formats": formats})
+    if not lora:
+        Path(path).write_text(Path(path).read_text().replace("lora:\n  r: 4\n", ""))
+    user.done("train", path)
+    for dtype in ("auto", "bfloat16"):
+        words = ["--set", f"export.dtype={dtype}", "--output", str(tmp_path / dtype)]
+        user.done("export", path, *words)
+        for name in formats:
+            files = sorted((tmp_path / dtype / name).glob("*.safetensors"))
+            found = {key: tensor for file in files for key, tensor in load_file(file).items()}
+            assert all(torch.equal(found[key], tensor) for key, tensor in heads.items())
+            assert set(stored) <= set(found)
+            if len(files) > 1:
+                index = json.loads((tmp_path / dtype / name / "model.safetensors.index.json").read_text())
+                assert set(index["weight_map"]) == set(found)
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "gemma3"])

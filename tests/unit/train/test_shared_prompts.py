@@ -83,6 +83,14 @@ def test_every_family(family: str, kernels: str) -> None:
     require_same(step(model, SHARED, split), step(model, PADDED), rel=2e-6)
 
 
+def test_delta_nets_compute_rows_apart() -> None:
+    """Which the plan has them do: answers that share a prompt are refused, and unpadded rows are padded ones."""
+    model = model_of("qwen3_5_text", "reference")
+    require_same(step(model, UNPADDED, [[3, 0], [4, 2, 1]]), step(model, PADDED), rel=1e-5)
+    with pytest.raises(ValueError, match="documents that branch"):
+        step(model, SHARED)
+
+
 @pytest.mark.parametrize("settings", [
     {"loss": "ipo", "beta": 0.5}, {"ld_alpha": 0.5, "label_smoothing": 0.1}, {"method": "orpo"}, {"method": "simpo"},
 ])  # fmt: skip
