@@ -15,9 +15,12 @@ from typing import TypeVar
 import torch
 from ftkernels.causal_conv import causal_conv, inputs_at
 from ftkernels.decode_attention import Pages, decode_attention
+from ftkernels.delta_gates import delta_gates
+from ftkernels.delta_net import NetSizes, NetWeights, heads_of, parts_of
 from ftkernels.delta_rule import delta_rule_ends
 from ftkernels.delta_step import conv_step, delta_step
 from ftkernels.device import BackendName
+from ftkernels.gated_norm import gated_norm
 from ftkernels.limits import CACHE_PAGE
 from torch import Tensor
 
@@ -198,23 +201,20 @@ class Prefill:
         for pool, new in ((pages.keys, key), (pages.values, value)):
             pool[self.page, :, self.spot] = new[0].transpose(0, 1).to(pool.dtype)
 
-    def filtered(
-        self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None, *, backend: BackendName = "auto"
+    def mix(
+        self, layer: int, joined: Tensor, weights: NetWeights, sizes: NetSizes, *, backend: BackendName = "auto"
     ) -> Tensor:
-        """As :class:`ftcli.model.delta_layer.StateCache`; the last inputs of each prompt are kept."""
-        prompts, pool = _given(self.prompts), self.cache.states(layer).inputs
-        last = inputs_at(x, weight.shape[1], prompts.ends, prompts.starts)
-        pool.index_copy_(0, prompts.slots, last.to(pool.dtype))
-        return causal_conv(x, weight, bias, starts=prompts.starts, backend=backend).out
-
-    def carried(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, backend: BackendName = "auto"
-    ) -> Tensor:
-        """As :class:`ftcli.model.delta_layer.StateCache`; the matrices after each prompt are kept."""
-        prompts, pool = _given(self.prompts), self.cache.states(layer).matrices
-        made = delta_rule_ends(q, k, v, g, beta, prompts.ends, starts=prompts.starts, backend=backend)
-        pool.index_copy_(0, prompts.slots, _given(made.last))
-        return made.out
+        """A delta net (:class:`ftcli.model.delta_layer.StateCache`); the states after each prompt are kept."""
+        prompts, pools = _given(self.prompts), self.cache.states(layer)
+        starts, ends = prompts.starts, prompts.ends
+        parts = parts_of(joined, sizes)
+        last = inputs_at(parts.mixed, weights.filter.shape[1], ends, starts)
+        pools.inputs.index_copy_(0, prompts.slots, last.to(pools.inputs.dtype))
+        filtered = causal_conv(parts.mixed, weights.filter, weights.filter_bias, starts=starts, backend=backend).out
+        gates = delta_gates(parts.decay, parts.strength, weights.a_log, weights.dt_bias, backend=backend)
+        made = delta_rule_ends(*heads_of(filtered, sizes), *gates, ends, starts=starts, backend=backend)
+        pools.matrices.index_copy_(0, prompts.slots, _given(made.last))
+        return gated_norm(made.out, parts.gate, weights.norm, weights.eps, backend=backend).flatten(-2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,20 +253,16 @@ class Decode:
         )  # fmt: skip
         return out[:, None]
 
-    def filtered(
-        self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None, *, backend: BackendName = "auto"
+    def mix(
+        self, layer: int, joined: Tensor, weights: NetWeights, sizes: NetSizes, *, backend: BackendName = "auto"
     ) -> Tensor:
-        """As :class:`ftcli.model.delta_layer.StateCache`."""
-        pool = self.cache.states(layer).inputs
-        return conv_step(x[:, 0], weight, bias, pool, _given(self.slots), backend=backend)[:, None]
-
-    def carried(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, backend: BackendName = "auto"
-    ) -> Tensor:
-        """As :class:`ftcli.model.delta_layer.StateCache`."""
-        pool = self.cache.states(layer).matrices
-        row = (tensor[:, 0] for tensor in (q, k, v, g, beta))
-        return delta_step(*row, pool, _given(self.slots), backend=backend)[:, None]
+        """A delta net (:class:`ftcli.model.delta_layer.StateCache`): the state of each row goes on by its token."""
+        slots, pools = _given(self.slots), self.cache.states(layer)
+        parts = parts_of(joined[:, 0], sizes)
+        filtered = conv_step(parts.mixed, weights.filter, weights.filter_bias, pools.inputs, slots, backend=backend)
+        gates = delta_gates(parts.decay, parts.strength, weights.a_log, weights.dt_bias, backend=backend)
+        out = delta_step(*heads_of(filtered, sizes), *gates, pools.matrices, slots, backend=backend)
+        return gated_norm(out, parts.gate, weights.norm, weights.eps, backend=backend).flatten(-2)[:, None]
 
 
 def _given(value: T | None) -> T:

@@ -115,8 +115,10 @@ class Scheduler:
                     yield from self._look(self._coming.popleft())
                 self._leave()
         finally:
-            for one in (*self._active, *self._started):
-                self._free(one)
+            for row in self._active:
+                self._free(row)
+            for prompt in self._started:
+                self._free(prompt)
 
     # -- a step ----------------------------------------------------------------------------------------------
 

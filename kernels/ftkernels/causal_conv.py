@@ -210,6 +210,8 @@ def _backward_kernel(
     dy_stride_s,
     x_stride_b,
     x_stride_s,
+    dx_stride_b,
+    dx_stride_s,
     starts_stride,
     S,
     channels,
@@ -256,7 +258,7 @@ def _backward_kernel(
                     x = _input(x_ptr, state_ptr, reader, there, begin, cols, col_mask, x_stride_s, W, W - 1 - w, ACC)
                     dw += tl.where(tap[:, None] == w, tl.sum(dz * x, 0)[None, :], 0.0)
         inside = (token >= 0) & (token < S)
-        at = dx_ptr + (batch * S + token)[:, None] * channels + cols[None, :]
+        at = dx_ptr + (batch * dx_stride_b + token.to(tl.int64) * dx_stride_s)[:, None] + cols[None, :]
         tl.store(at, dx.to(dx_ptr.dtype.element_ty), mask=inside[:, None] & col_mask[None, :])
         if state_ptr is not None:
             at = d_state_ptr + cols.to(tl.int64)[None, :] * (W - 1) + (token + W - 1)[:, None]
@@ -326,11 +328,14 @@ def backward(
     dy: Tensor,
     *,
     want_dw: bool,
+    into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """dx, the state's gradient or None, and dweight with dbias beside it (C, W + 1), float32, or None."""
+    """dx, the state's gradient or None, and dweight with dbias beside it (C, W + 1), float32, or None. ``into``: takes
+    dx, the channels of a token side by side.
+    """
     batch, length, channels = x.shape
     width, device = weight.shape[1], x.device
-    dx = torch.empty(x.shape, dtype=store_dtype(x.dtype), device=device)
+    dx = torch.empty(x.shape, dtype=store_dtype(x.dtype), device=device) if into is None else into
     d_first = None if first is None else torch.zeros(first.shape, dtype=store_dtype(first.dtype), device=device)
     if not dx.numel():
         return dx, d_first, torch.zeros(channels, width + 1, device=device) if want_dw else None
@@ -352,6 +357,7 @@ def backward(
             partial,
             *dy.stride()[:2],
             *x.stride()[:2],
+            *dx.stride()[:2],
             _starts_stride(starts),
             length,
             channels,

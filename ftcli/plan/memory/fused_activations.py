@@ -16,8 +16,8 @@ attention         c(Q + 2K) for query, key and value in one buffer, cQ for the o
                   Where scores are capped and no kernel runs (CPU, float32): 4cQ and the scores of ``activations``.
                   Of a q projection that gives the gate as well (Qwen3.5) neither happens in the products' kernel.
 gated delta net   Of N value heads of V features, V' = N V, and F features of all queries, keys and values:
-                  c(F + V' + 2N) for what enters it in one buffer, cF behind the filter, 8N for decays and write
-                  strengths, cV' for its output, and cV' for that normalised if the output projection reads it
+                  c(F + V' + 2N) for what enters it in one buffer, 8N for decays and write strengths, cV' for the delta
+                  rule's output, and cV' for that normalised if the output projection keeps its input
 MLP               c · 2I: gate and up without their adapters' share; all else is formed again. Without a gate what the
                   activation reads and gives
 ================  ==================================================================================================
@@ -30,8 +30,8 @@ projection, the MLP from gate and up on. The host holds the input of each half, 
 whose half would run whole else, and attention's output where our kernel made it, which then is not run again. Parallel
 halves run again together, from one input.
 
-The delta net's backward pass makes its chunks again (``ftkernels.delta_rule``), beside the gradients of its output, of
-the gate, and of queries, keys and values.
+The delta net's backward pass makes what is behind its filter and its chunks again (``ftkernels.delta_net``,
+``delta_rule``), beside the gradients of its output twice, of queries, keys and values, and of what enters.
 
 The plain torch form of the kernels (``kernels: reference``) rotates outside the fused product, c(Q + K), and norms that
 are tensors of their own are transformers'. Delta nets in plain torch run again in backward, from what enters them.
@@ -216,7 +216,7 @@ def _delta_net(shape: ModelShape, setting: ActivationSettings, *, reference: boo
     c, net = setting.bytes_compute, shape.delta_nets[0]
     read = setting.full or any(each.name in shape.layers[0].groups.o for each in setting.adapted)
     kept = c * (net.joined_width + (net.width if read else 0))
-    return kept if reference else kept + c * (net.channels + net.width) + 8 * net.value_heads
+    return kept if reference else kept + c * net.width + 8 * net.value_heads
 
 
 def _delta_backward(net: DeltaNet, setting: ActivationSettings, *, reference: bool) -> float:
@@ -226,7 +226,7 @@ def _delta_backward(net: DeltaNet, setting: ActivationSettings, *, reference: bo
     c, group = setting.bytes_compute, net.value_heads // net.key_heads
     squares = 2 * c * (_CHUNK + net.key_dim * net.value_dim / _CHUNK)
     each = squares + c * net.value_dim + 4 * net.key_dim / group + 32
-    around = c * (2 * net.width + net.channels) + 8 * net.value_heads
+    around = c * (2 * net.width + 2 * net.channels + net.joined_width) + 8 * net.value_heads
     return net.value_heads * each + around
 
 
