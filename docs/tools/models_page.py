@@ -63,6 +63,7 @@ Families that behave alike share a row, the most trained ones first.
 - Multimodal checkpoints are trained on text. Their other parts are frozen, never quantized, and exported as they were.
 - The memory of families whose kernels are `none` is measured by running their layers without memory, which takes
   seconds. They are sharded by `fsdp` too, generate through transformers, and take about 1.5 times as long on a GPU.
+  Those on the kernels generate on ftcli's [engine](generation.md), Qwen3.5 with a state a row beside keys and values.
 
 Also refused: weights stored in MXFP4 (gpt-oss) or fp8 (DeepSeek-V3): name a copy in bfloat16 (FT316); other multimodal
 checkpoints and encoder-decoders (FT309), dropout on experts (FT333), unknown scaling of the logits (FT335).

@@ -7,18 +7,28 @@ output is normalised and multiplied by a gate. Documents of a row are kept apart
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from ftkernels.delta_net import NetSizes, NetWeights, delta_net
 from ftkernels.delta_rule import delta_rule_backend
-from ftkernels.device import without_autocast
+from ftkernels.device import BackendName, without_autocast
 from ftkernels.lora_group import lora_group
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ftcli.model.fused import FusedDecoderLayer, LayerPacks, Rotation, norm_eps
 from ftcli.model.masks import CallMask, plain_mask
+
+
+class StateCache(Protocol):
+    """States of delta nets as a layer of one call knows them: :mod:`ftcli.generation.cache`."""
+
+    def mix(
+        self, layer: int, joined: Tensor, weights: NetWeights, sizes: NetSizes, *, backend: BackendName = "auto"
+    ) -> Tensor:
+        """:func:`ftkernels.delta_net.delta_net` of decoder layer number ``layer``, from the states that are kept."""
+        ...
 
 
 class FusedDeltaLayer(FusedDecoderLayer):
@@ -57,13 +67,14 @@ class FusedDeltaLayer(FusedDecoderLayer):
         module = getattr(self, str(self._family.norms.before_attention))
         projections = self._projections("qkv", packs)
         joined, passed = lora_group(hidden_states, projections, norm=self._norm(module), backend=self._backend)
-        cached = kwargs.get("cached")
+        net, cached = self._net, kwargs.get("cached")
         if cached is not None:
-            return cached.mix(self._net, joined), passed
+            with without_autocast(joined):
+                return self._generated(joined, cached), passed
         mask, documents = self.call_mask(attention_mask, hidden_states), kwargs.get("documents")
         if documents is not None:
             mask = documents.within(mask)
-        starts, net = mask.starts(), self._net
+        starts = mask.starts()
         heads = joined[..., : net.head_k_dim], joined[..., : net.head_v_dim]  # of these sizes
         with without_autocast(joined):
             if torch.is_grad_enabled() and not delta_rule_backend(*heads, self._backend).is_triton:
@@ -73,9 +84,15 @@ class FusedDeltaLayer(FusedDecoderLayer):
 
     def _mixed(self, joined: Tensor, starts: Tensor | None) -> Tensor:
         """What enters the net (B, S, W) -> its output (B, S, Hv * V)."""
+        return delta_net(joined, *self._parts(), starts=starts, backend=self._backend)
+
+    def _generated(self, joined: Tensor, cached: StateCache) -> Tensor:
+        """As :meth:`_mixed`, from the states of earlier tokens."""
+        return cached.mix(self._net.layer_idx, joined, *self._parts(), backend=self._backend)
+
+    def _parts(self) -> tuple[NetWeights, NetSizes]:
         net, filter = self._net, self._net.conv1d
-        sizes = NetSizes(net.num_k_heads, net.num_v_heads, net.head_k_dim, net.head_v_dim)
         weights = NetWeights(
             filter.weight[:, 0], filter.bias, net.A_log, net.dt_bias, net.norm.weight, norm_eps(net.norm)
         )
-        return delta_net(joined, weights, sizes, starts=starts, backend=self._backend)
+        return weights, NetSizes(net.num_k_heads, net.num_v_heads, net.head_k_dim, net.head_v_dim)

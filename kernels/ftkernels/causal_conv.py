@@ -119,6 +119,15 @@ def _last_inputs(x: Tensor, width: int, starts: Tensor | None, first: Tensor | N
     return torch.where(inside[:, None], tail, 0.0)
 
 
+def inputs_at(x: Tensor, width: int, ends: Tensor, starts: Tensor | None = None) -> Tensor:
+    """The states of a filter of ``width`` after the tokens ``ends`` (E,) of one row x (1, S, C): (E, C, W - 1), zero
+    before the first token of each one's document.
+    """
+    source = ends[:, None].long() + torch.arange(2 - width, 1, device=x.device)
+    begins = torch.zeros_like(ends) if starts is None else starts[0, ends]
+    return torch.where((source >= begins[:, None])[..., None], x[0, source.clamp(min=0)], 0.0).transpose(1, 2)
+
+
 @triton.jit
 def _input(x_ptr, state_ptr, token, there, begin, cols, col_mask, x_stride_s, W: tl.constexpr, BACK: tl.constexpr,
            ACC: tl.constexpr):  # fmt: skip

@@ -17,7 +17,7 @@ and v; every gradient is written where it belongs in that of ``joined``, so that
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,6 +60,31 @@ class NetWeights:
     eps: float
 
 
+class NetParts(NamedTuple):
+    """Views of ``joined``: queries, keys and values before the filter (..., C), the output's gate by head (..., Hv, V),
+    write strengths and decays (..., Hv).
+    """
+
+    mixed: Tensor
+    gate: Tensor
+    strength: Tensor
+    decay: Tensor
+
+
+def parts_of(joined: Tensor, sizes: NetSizes) -> NetParts:
+    """The parts of (..., the sum of ``sizes.parts``)."""
+    q, k, v, z, b, a = sizes.parts
+    mixed, gate, strength, decay = torch.split(joined, [q + k + v, z, b, a], dim=-1)
+    return NetParts(mixed, gate.unflatten(-1, (sizes.value_heads, sizes.value_size)), strength, decay)
+
+
+def heads_of(filtered: Tensor, sizes: NetSizes) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values by head of what the filter gives (..., C)."""
+    q, k, v = torch.split(filtered, sizes.parts[:3], dim=-1)
+    keys = (sizes.key_heads, sizes.key_size)
+    return q.unflatten(-1, keys), k.unflatten(-1, keys), v.unflatten(-1, (sizes.value_heads, sizes.value_size))
+
+
 def delta_net(
     joined: Tensor,
     weights: NetWeights,
@@ -92,21 +117,10 @@ def delta_net_reference(
 ) -> Tensor:
     """The same in plain torch, differentiable."""
     _check(joined, weights, sizes)
-    q, k, v, z, b, a = sizes.parts
-    mixed, gate, strength, decay = joined.split([q + k + v, z, b, a], dim=-1)
+    mixed, gate, strength, decay = parts_of(joined, sizes)
     filtered = causal_conv.causal_conv_reference(mixed, weights.filter, weights.filter_bias, starts=starts).out
-    queries, keys, values = filtered.split([q, k, v], dim=-1)
     gates = delta_gates.delta_gates_reference(decay, strength, weights.a_log, weights.dt_bias)
-    out = delta_rule(
-        queries.unflatten(-1, (sizes.key_heads, sizes.key_size)),
-        keys.unflatten(-1, (sizes.key_heads, sizes.key_size)),
-        values.unflatten(-1, (sizes.value_heads, sizes.value_size)),
-        gates.g,
-        gates.beta,
-        starts=starts,
-        backend="torch",
-    ).out
-    gate = gate.unflatten(-1, (sizes.value_heads, sizes.value_size))
+    out = delta_rule(*heads_of(filtered, sizes), *gates, starts=starts, backend="torch").out
     return gated_norm.gated_norm_reference(out, gate, weights.norm, weights.eps).flatten(-2)
 
 
@@ -126,24 +140,12 @@ class _Call:
     sizes: NetSizes
     starts: Tensor | None
 
-    @property
-    def mixed(self) -> Tensor:
-        """Queries, keys and values before the filter."""
-        return self.joined[..., : sum(self.sizes.parts[:3])]
-
-    def gates(self, of: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """In a tensor like ``joined``, the output's gate by head, strengths and decays."""
-        z, b, a = of[..., sum(self.sizes.parts[:3]) :].split(self.sizes.parts[3:], dim=-1)
-        return z.unflatten(-1, (self.sizes.value_heads, self.sizes.value_size)), b, a
-
     def rule(self, filtered: Tensor, g: Tensor, beta: Tensor) -> tuple[DeltaInputs, DeltaTiles]:
         """The delta rule's operands."""
         s = self.sizes
-        q, k, v = filtered.split(s.parts[:3], dim=-1)
-        by_key = [t.unflatten(-1, (s.key_heads, s.key_size)) for t in (q, k)]
-        v = v.unflatten(-1, (s.value_heads, s.value_size))
-        inputs = DeltaInputs(*by_key, v, g, beta, self.starts, s.key_size**-0.5, normalize=True)
-        return inputs, delta_tiles(s.value_size, v.dtype)
+        heads = heads_of(filtered, s)
+        inputs = DeltaInputs(*heads, g, beta, self.starts, s.key_size**-0.5, normalize=True)
+        return inputs, delta_tiles(s.value_size, filtered.dtype)
 
 
 class _DeltaNet(torch.autograd.Function):
@@ -162,7 +164,7 @@ class _DeltaNet(torch.autograd.Function):
     ) -> Tensor:
         joined = joined.contiguous()
         call = _Call(joined, sizes, None if starts is None else starts.contiguous())
-        z, b, a = call.gates(joined)
+        _, z, b, a = parts_of(joined, sizes)
         gates = delta_gates.Gates(*(torch.empty(a.shape, dtype=torch.float32, device=a.device) for _ in range(2)))
         delta_gates.launch((a, b, a_log, dt_bias), gates, None)
         inputs, tiles = call.rule(_filtered(call, weight, bias), *gates)
@@ -180,9 +182,9 @@ class _DeltaNet(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         joined, weight, bias, a_log, dt_bias, norm, g, beta, attended, starts = ctx.saved_tensors
         call = _Call(joined, ctx.sizes, None if starts is None else starts.contiguous())
-        z, b, a = call.gates(joined)
+        _, z, b, a = parts_of(joined, ctx.sizes)
         d_joined = torch.empty(joined.shape, dtype=store_dtype(joined.dtype), device=joined.device)
-        dz, db, da = call.gates(d_joined)
+        _, dz, db, da = parts_of(d_joined, ctx.sizes)
         do = torch.empty(attended.shape, dtype=store_dtype(joined.dtype), device=joined.device)
         want_norm = ctx.needs_input_grad[5]
         dy = dy.unflatten(-1, attended.shape[-2:])
@@ -211,7 +213,9 @@ class _DeltaNet(torch.autograd.Function):
 
 def _filtered(call: _Call, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The filter's output, made in forward and again in backward."""
-    return rounded(causal_conv.forward(call.mixed, weight, bias, None, call.starts), call.joined.dtype)
+    return rounded(
+        causal_conv.forward(parts_of(call.joined, call.sizes).mixed, weight, bias, None, call.starts), call.joined.dtype
+    )
 
 
 def _rule_backward(call: _Call, filtered: Tensor, g: Tensor, beta: Tensor, do: Tensor) -> tuple[Tensor, ...]:

@@ -45,6 +45,7 @@ class DeltaTiles:
 
     chunks: DeltaTile
     scan: DeltaTile
+    ends: DeltaTile
     kept: DeltaTile
     back: DeltaTile
     later: DeltaTile
@@ -57,10 +58,11 @@ def delta_tiles(values: int, dtype: torch.dtype) -> DeltaTiles:
     """
     if interpreting() or dtype == torch.float32:
         one = DeltaTile(values, 4) if interpreting() else DeltaTile(min(values, 32), 8)
-        return DeltaTiles(chunks=one, scan=one, kept=one, back=one, later=one, earlier=one)
+        return DeltaTiles(chunks=one, scan=one, ends=one, kept=one, back=one, later=one, earlier=one)
     # Of 64 values, since each slice reads the chunk's q, k, inverse and scores again.
     most, last = DeltaTile(min(values, 64), 8, 2), DeltaTile(min(values, 64), 8)
-    return DeltaTiles(chunks=DeltaTile(values, 4), scan=most, kept=most, back=most, later=most, earlier=last)
+    ends = DeltaTile(min(values, 32), 4)  # of one row alone: smaller slices fill the GPU
+    return DeltaTiles(chunks=DeltaTile(values, 4), scan=most, ends=ends, kept=most, back=most, later=most, earlier=last)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +245,11 @@ def _scan_kernel(
     last_ptr,
     x_ptr,
     states_ptr,
+    k_norms_ptr,
+    ends_ptr,
+    begins_ptr,
+    ends_before_ptr,
+    ends_state_ptr,
     q_stride_b,
     q_stride_s,
     q_stride_h,
@@ -298,6 +305,17 @@ def _scan_kernel(
             out = tl.dot(tl.load(scores_ptr + square_at).to(CD), x.to(CD), out, input_precision=PRECISION)
             at, there = tile_rows(out_ptr, batch, head, row, S * heads * V, heads * V, V, S, first_value, BLOCK_V, C)
             tl.store(at, out.to(out_ptr.dtype.element_ty), mask=there)
+        if ends_ptr is not None:
+            total, weight = tl.load(rows_at), tl.load(k_norms_ptr + key_head * (chunks * C) + row + place)
+            weight *= tl.load(rows_at + 4 * vectors)
+            for end in range(tl.load(ends_before_ptr + chunk), tl.load(ends_before_ptr + chunk + 1)):
+                token, begin = tl.load(ends_ptr + end), tl.load(begins_ptr + end)
+                until = tl.sum(tl.where(row + place == token, total, 0.0), 0)
+                own = (row + place >= begin) & (row + place <= token)
+                part = tl.exp(tl.where(own, until - total, float("-inf"))) * weight
+                then = state * tl.where(begin < row, tl.exp(until), 0.0)
+                then = tl.dot(tl.trans(k), (x * part[:, None]).to(CD), then, input_precision=PRECISION)
+                tl.store(ends_state_ptr + (end * heads + head).to(tl.int64) * (K * V) + state_at, then)
         state *= kept
         added = (x * tl.load(rows_at + 2 * vectors)[:, None]).to(CD)
         state = tl.dot(tl.trans(k), added, state, input_precision=PRECISION)
@@ -365,28 +383,53 @@ def starts_stride(inputs: DeltaInputs) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class Ends:
+    """Tokens of a single row, in order, after which the state is wanted, each with the first token of its document,
+    (E,) int32; and for each chunk how many lie before it, (N + 1,) int32.
+    """
+
+    tokens: Tensor
+    begins: Tensor
+    before: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Scanned:
-    """What a scan leaves: the output (B, S, Hv, V) and the last state (B, Hv, K, V) float32; or, kept for backward, the
-    x (B, S, Hv, V) and the states before each chunk (B, Hv, N, K, V), both in the operands' dtype.
+    """What a scan leaves: the output (B, S, Hv, V), the last state (B, Hv, K, V) and those at ends (E, Hv, K, V), both
+    float32; or, kept for backward, the x (B, S, Hv, V) and the states before each chunk (B, Hv, N, K, V), both in the
+    operands' dtype.
     """
 
     out: Tensor | None = None
     last: Tensor | None = None
     x: Tensor | None = None
     states: Tensor | None = None
+    at_ends: Tensor | None = None
 
 
 def scan(
-    inputs: DeltaInputs, chunks: Chunks, first: Tensor | None, *, keep: bool, want_last: bool, tiles: DeltaTiles
+    inputs: DeltaInputs,
+    chunks: Chunks,
+    first: Tensor | None,
+    *,
+    keep: bool,
+    want_last: bool,
+    tiles: DeltaTiles,
+    ends: Ends | None = None,
 ) -> Scanned:
-    """Walks over the chunks from the state ``first`` (B, Hv, K, V), float32 and contiguous, or from zero."""
+    """Walks over the chunks from the state ``first`` (B, Hv, K, V), float32 and contiguous, or from zero; with ``ends``
+    over one row, from zero.
+    """
     batch, length, _, width = inputs.q.shape
     heads, values, device = inputs.v.shape[2], inputs.v.shape[3], inputs.q.device
-    stored, tile = store_dtype(inputs.v.dtype), tiles.kept if keep else tiles.scan
+    stored = store_dtype(inputs.v.dtype)
+    tile = tiles.kept if keep else tiles.scan if ends is None else tiles.ends
     by_token = torch.empty((batch, length, heads, values), dtype=stored, device=device)
-    last = states = None
+    last = states = at_ends = None
     if want_last:
         last = torch.empty((batch, heads, width, values), dtype=torch.float32, device=device)
+    if ends is not None:
+        at_ends = torch.empty((ends.tokens.shape[0], heads, width, values), dtype=torch.float32, device=device)
     if keep:
         states = torch.empty((batch, heads, inputs.chunks, width, values), dtype=stored, device=device)
     with on_device_of(inputs.q):
@@ -403,6 +446,9 @@ def scan(
             last,
             by_token,
             states,
+            chunks.norms[1],
+            *((None, None, None) if ends is None else (ends.tokens, ends.begins, ends.before)),
+            at_ends,
             *inputs.q.stride()[:3],
             *inputs.k.stride()[:3],
             *inputs.v.stride()[:3],
@@ -421,4 +467,4 @@ def scan(
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
-    return Scanned(x=by_token, states=states) if keep else Scanned(out=by_token, last=last)
+    return Scanned(x=by_token, states=states) if keep else Scanned(by_token, last, at_ends=at_ends)

@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from ftkernels.delta_rule import DeltaOutput, delta_rule, delta_rule_backend, delta_rule_chunked, delta_rule_reference
+from ftkernels.delta_rule import (
+    DeltaOutput,
+    delta_rule,
+    delta_rule_backend,
+    delta_rule_chunked,
+    delta_rule_ends,
+    delta_rule_reference,
+)
 from torch import Tensor
 
 Tensors = tuple[Tensor, ...]
@@ -251,3 +258,38 @@ def test_what_does_not_fit_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             delta_rule(*given, **options)
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_states_at_the_ends_of_documents(device: str, tools: Any, backend: Any) -> None:
+    """Before, on and behind the boundaries of chunks, several in one, some documents over two; of each as if alone."""
+    begins = [0, 3, 4, 30, 64, 65, 128, 150, 191, 320]
+    ends = [b - 1 for b in begins[1:]] + [329]
+    given = tensors(device, (1, 330, 2, 4, 16, 32))
+    asked = torch.tensor([end for end in ends if end != 149], dtype=torch.int32, device=device)
+    options: dict[str, Any] = {"starts": begun_at(330, *begins[1:]).to(device), "backend": backend}
+    made = delta_rule_ends(*given, asked, **options)
+    alone = [
+        delta_rule_reference(*(t[:, a : b + 1].double() for t in given), want_last=True)
+        for a, b in zip(begins, ends, strict=True)
+    ]
+    assert tools.relative(made.out, torch.cat([one.out for one in alone], 1)) <= 1e-5
+    exact = [one.last for one, end in zip(alone, ends, strict=True) if end != 149]
+    assert made.last is not None
+    for found, truth in zip(made.last, exact, strict=True):
+        assert tools.relative(found, truth[0]) <= 1e-5
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_states_within_a_document(device: str, tools: Any, backend: Any) -> None:
+    given = tensors(device, (1, 140, 1, 2, 16, 16))
+    asked = torch.tensor([0, 62, 63, 64, 100, 139], dtype=torch.int32, device=device)
+    made = delta_rule_ends(*given, asked, backend=backend)
+    for token, found in zip(asked.tolist(), made.last, strict=True):
+        exact = delta_rule_reference(*(t[:, : token + 1].double() for t in given), want_last=True).last
+        assert tools.relative(found, exact[0]) <= 1e-5
+    none = delta_rule_ends(*given, asked[:0], backend=backend)
+    assert none.last.shape == (0, 2, 16, 16)
+    for rows, ends in ((2, asked), (1, asked.long())):
+        with pytest.raises(ValueError, match="of one row"):
+            delta_rule_ends(*(t.expand(rows, *t.shape[1:]) for t in given), ends, backend=backend)

@@ -332,8 +332,9 @@ def test_what_rounding_does_to_coarse_products_is_let_pass(both: Both) -> None:
         assert 0 < found.rounding_mean < 0.05
     assert found.allowed_mean == (0.3 if coarse else 0.001)
     bfloat16 = DtypePlan("bfloat16", "float32", "bfloat16", autocast=True, reason="a test")
-    assert allowed(bfloat16, None) == allowed(bfloat16, 0.1) == 0.3
-    assert allowed(bfloat16, 0.25) == 0.5
+    assert allowed(bfloat16, None, coarse=False) == allowed(bfloat16, 0.1, coarse=True) == 0.3
+    assert allowed(bfloat16, 0.25, coarse=True) == allowed(bfloat16, 0.25, coarse=False) == 0.5
+    assert [allowed(PLAN, 1e-6, coarse=coarse) for coarse in (False, True)] == [0.001, 0.3]
 
 
 @pytest.mark.parametrize("fault", ["temperature", "neighbours"])
