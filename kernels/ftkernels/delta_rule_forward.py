@@ -245,9 +245,6 @@ def _scan_kernel(
     last_ptr,
     x_ptr,
     states_ptr,
-    k_norms_ptr,
-    ends_ptr,
-    begins_ptr,
     ends_before_ptr,
     ends_state_ptr,
     q_stride_b,
@@ -290,37 +287,78 @@ def _scan_kernel(
         square_at = (lane * chunks + chunk) * (C * C) + square
         rows_at = rows_ptr + lane * (chunks * C) + row + place
         before = state.to(CD)
+        if ends_before_ptr is not None:
+            for end in range(tl.load(ends_before_ptr + chunk), tl.load(ends_before_ptr + chunk + 1)):
+                tl.store(ends_state_ptr + (end * heads + head).to(tl.int64) * (K * V) + state_at, state)
         if KEEP:
             states_at = states_ptr + (lane * chunks + chunk) * (K * V) + state_at
             tl.store(states_at, state.to(states_ptr.dtype.element_ty))
         x = v - tl.dot(k, before, input_precision=PRECISION) * tl.load(rows_at + vectors)[:, None]
         x = tl.dot(tl.load(inverse_ptr + square_at).to(CD), x.to(CD), input_precision=PRECISION)
-        if KEEP:
+        if x_ptr is not None:
             at, there = tile_rows(x_ptr, batch, head, row, S * heads * V, heads * V, V, S, first_value, BLOCK_V, C)
             tl.store(at, x.to(x_ptr.dtype.element_ty), mask=there)
-        else:
+        if not KEEP:
             at, there = tile_rows(q_ptr, batch, key_head, row, q_stride_b, q_stride_s, q_stride_h, S, 0, K, C)
             q = tl.load(at, mask=there, other=0.0).to(CD)
             out = tl.dot(q, before, input_precision=PRECISION) * tl.load(rows_at + 3 * vectors)[:, None]
             out = tl.dot(tl.load(scores_ptr + square_at).to(CD), x.to(CD), out, input_precision=PRECISION)
             at, there = tile_rows(out_ptr, batch, head, row, S * heads * V, heads * V, V, S, first_value, BLOCK_V, C)
             tl.store(at, out.to(out_ptr.dtype.element_ty), mask=there)
-        if ends_ptr is not None:
-            total, weight = tl.load(rows_at), tl.load(k_norms_ptr + key_head * (chunks * C) + row + place)
-            weight *= tl.load(rows_at + 4 * vectors)
-            for end in range(tl.load(ends_before_ptr + chunk), tl.load(ends_before_ptr + chunk + 1)):
-                token, begin = tl.load(ends_ptr + end), tl.load(begins_ptr + end)
-                until = tl.sum(tl.where(row + place == token, total, 0.0), 0)
-                own = (row + place >= begin) & (row + place <= token)
-                part = tl.exp(tl.where(own, until - total, float("-inf"))) * weight
-                then = state * tl.where(begin < row, tl.exp(until), 0.0)
-                then = tl.dot(tl.trans(k), (x * part[:, None]).to(CD), then, input_precision=PRECISION)
-                tl.store(ends_state_ptr + (end * heads + head).to(tl.int64) * (K * V) + state_at, then)
         state *= kept
         added = (x * tl.load(rows_at + 2 * vectors)[:, None]).to(CD)
         state = tl.dot(tl.trans(k), added, state, input_precision=PRECISION)
     if last_ptr is not None:
         tl.store(last_ptr + lane * (K * V) + state_at, state)
+
+
+@triton.jit
+def _ends_kernel(
+    k_ptr,
+    x_ptr,
+    rows_ptr,
+    k_norms_ptr,
+    ends_ptr,
+    begins_ptr,
+    ends_state_ptr,
+    k_stride_s,
+    k_stride_h,
+    heads,
+    chunks,
+    vectors,
+    GROUP: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    C: tl.constexpr,
+    CD: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The state after a token, from that before its chunk, which stands in its place, and the chunk's x up to it.
+
+    A kernel of its own: with this product inside the scan's, in a loop over the ends of a chunk, Triton 3.6 reads
+    beyond its shared memory on Hopper (compute-sanitizer). Keys are loaded transposed: nothing is turned in between.
+    """
+    pid = tl.program_id(0)
+    first_value, line = pid % (V // BLOCK_V) * BLOCK_V, pid // (V // BLOCK_V)
+    end, head = line // heads, line % heads
+    key_head, lane, place = head // GROUP, head.to(tl.int64), tl.arange(0, C)
+    token, begin = tl.load(ends_ptr + end), tl.load(begins_ptr + end)
+    row = token // C * C
+    own = (row + place >= begin) & (row + place <= token)
+    rows_at = rows_ptr + lane * (chunks * C) + row + place
+    total, beta = tl.load(rows_at), tl.load(rows_at + 4 * vectors)
+    until = tl.sum(tl.where(row + place == token, total, 0.0), 0)
+    part = tl.exp(tl.where(own, until - total, float("-inf"))) * beta
+    part *= tl.load(k_norms_ptr + key_head.to(tl.int64) * (chunks * C) + row + place)
+    keys = (row + place).to(tl.int64)[None, :] * k_stride_s + key_head.to(tl.int64) * k_stride_h
+    k = tl.load(k_ptr + keys + tl.arange(0, K)[:, None], mask=own[None, :], other=0.0).to(CD)
+    values = ((row + place).to(tl.int64)[:, None] * heads + head) * V + first_value + tl.arange(0, BLOCK_V)[None, :]
+    x = tl.load(x_ptr + values, mask=own[:, None], other=0.0).to(tl.float32) * part[:, None]
+    state_at = tl.arange(0, K)[:, None] * V + first_value + tl.arange(0, BLOCK_V)[None, :]
+    state_at = ends_state_ptr + line.to(tl.int64) * (K * V) + state_at
+    state = tl.load(state_at) * tl.where(begin < row, tl.exp(until), 0.0)
+    tl.store(state_at, tl.dot(k, x.to(CD), state, input_precision=PRECISION))
 
 
 def precision_of(dtype: torch.dtype) -> str:
@@ -426,6 +464,7 @@ def scan(
     tile = tiles.kept if keep else tiles.scan if ends is None else tiles.ends
     by_token = torch.empty((batch, length, heads, values), dtype=stored, device=device)
     last = states = at_ends = None
+    x = by_token if keep else None if ends is None else torch.empty_like(by_token)
     if want_last:
         last = torch.empty((batch, heads, width, values), dtype=torch.float32, device=device)
     if ends is not None:
@@ -444,10 +483,9 @@ def scan(
             first,
             by_token,
             last,
-            by_token,
+            x,
             states,
-            chunks.norms[1],
-            *((None, None, None) if ends is None else (ends.tokens, ends.begins, ends.before)),
+            None if ends is None else ends.before,
             at_ends,
             *inputs.q.stride()[:3],
             *inputs.k.stride()[:3],
@@ -467,4 +505,26 @@ def scan(
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
+        if ends is not None and ends.tokens.shape[0]:
+            _ends_kernel[(ends.tokens.shape[0] * heads * (values // tile.values),)](
+                inputs.k,
+                x,
+                chunks.rows,
+                chunks.norms[1],
+                ends.tokens,
+                ends.begins,
+                at_ends,
+                *inputs.k.stride()[1:3],
+                heads,
+                inputs.chunks,
+                heads * inputs.chunks * CHUNK,
+                GROUP=inputs.group,
+                K=width,
+                V=values,
+                BLOCK_V=tile.values,
+                C=CHUNK,
+                CD=triton_store_dtype(inputs.q.dtype),
+                PRECISION=precision_of(inputs.q.dtype),
+                num_warps=tile.warps,
+            )
     return Scanned(x=by_token, states=states) if keep else Scanned(by_token, last, at_ends=at_ends)

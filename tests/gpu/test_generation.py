@@ -43,7 +43,7 @@ def requests(limit: int, several: int = 1) -> list[GenerationRequest]:
 
 BOTH_WAYS = ("llama", "mistral", "qwen3", "gemma2", "gemma3_text", "phi3")
 #: Heads that the kernels take.
-SIZES: dict[str, dict[str, int]] = {"qwen3_5_text": {"linear_key_head_dim": 16, "linear_value_head_dim": 16}}
+SIZES: dict[str, dict[str, int]] = {"qwen3_5_text": {"linear_key_head_dim": 32, "linear_value_head_dim": 32}}
 
 
 @pytest.mark.parametrize(

@@ -265,7 +265,7 @@ def test_states_at_the_ends_of_documents(device: str, tools: Any, backend: Any) 
     """Before, on and behind the boundaries of chunks, several in one, some documents over two; of each as if alone."""
     begins = [0, 3, 4, 30, 64, 65, 128, 150, 191, 320]
     ends = [b - 1 for b in begins[1:]] + [329]
-    given = tensors(device, (1, 330, 2, 4, 16, 32))
+    given = tensors(device, (1, 330, 2, 4, 32, 32))
     asked = torch.tensor([end for end in ends if end != 149], dtype=torch.int32, device=device)
     options: dict[str, Any] = {"starts": begun_at(330, *begins[1:]).to(device), "backend": backend}
     made = delta_rule_ends(*given, asked, **options)
@@ -282,14 +282,29 @@ def test_states_at_the_ends_of_documents(device: str, tools: Any, backend: Any) 
 
 @pytest.mark.parametrize("backend", ["triton", "torch"])
 def test_states_within_a_document(device: str, tools: Any, backend: Any) -> None:
-    given = tensors(device, (1, 140, 1, 2, 16, 16))
+    given = tensors(device, (1, 140, 1, 2, 32, 16))
     asked = torch.tensor([0, 62, 63, 64, 100, 139], dtype=torch.int32, device=device)
     made = delta_rule_ends(*given, asked, backend=backend)
     for token, found in zip(asked.tolist(), made.last, strict=True):
         exact = delta_rule_reference(*(t[:, : token + 1].double() for t in given), want_last=True).last
         assert tools.relative(found, exact[0]) <= 1e-5
     none = delta_rule_ends(*given, asked[:0], backend=backend)
-    assert none.last.shape == (0, 2, 16, 16)
+    assert none.last.shape == (0, 2, 32, 16)
     for rows, ends in ((2, asked), (1, asked.long())):
         with pytest.raises(ValueError, match="of one row"):
             delta_rule_ends(*(t.expand(rows, *t.shape[1:]) for t in given), ends, backend=backend)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", [1, 2, 3])
+def test_states_at_ends_of_prompts_in_bfloat16(group: int, tools: Any) -> None:
+    """Heads of 128 as models have them: those of prompts of 512 tokens, and of one, as if alone."""
+    given = tensors("cuda", (1, 2048, 4, 4 * group, 128, 128))
+    given = (*(t.bfloat16() for t in given[:3]), *given[3:5])
+    begins = [0, 512, 1024, 1025, 1536]
+    asked = torch.tensor([511, 1023, 1024, 1535, 2047], dtype=torch.int32, device="cuda")
+    made = delta_rule_ends(*given, asked, starts=begun_at(2048, *begins[1:]).cuda(), backend="triton")
+    for begin, end, found in zip(begins, asked.tolist(), made.last, strict=True):
+        exact = delta_rule_reference(*(t[:, begin : end + 1].double() for t in given), want_last=True)
+        assert tools.relative(found, exact.last[0]) <= 1e-2
+        assert tools.relative(made.out[:, begin : end + 1], exact.out) <= 1e-2

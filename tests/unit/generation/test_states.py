@@ -220,7 +220,7 @@ def test_logits_after_prefill_and_after_each_step_are_those_of_a_whole_pass(
     steps.
     """
     sizes = dict(zip(("linear_num_key_heads", "linear_num_value_heads"), heads, strict=True))
-    model = qwen(head_dim=16, linear_key_head_dim=16, linear_value_head_dim=16, **sizes)
+    model = qwen(head_dim=16, linear_key_head_dim=32, linear_value_head_dim=16, **sizes)
     texts = prompts([41, 110, 170] if backend == "torch" else [6, 70, 135], 2)
     steps = 40 if backend == "torch" else 5
     with torch.no_grad():
