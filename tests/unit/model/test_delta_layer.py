@@ -26,7 +26,7 @@ from tests.small_models import build
 
 LENGTH = 70
 #: Heads that the kernels take, and the interpreter computes in seconds.
-OF_KERNELS = {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "num_hidden_layers": 2, "full_attention_interval": 2}  # fmt: skip  # noqa: E501
+OF_KERNELS = {"linear_key_head_dim": 32, "linear_value_head_dim": 16, "num_hidden_layers": 2, "full_attention_interval": 2}  # fmt: skip  # noqa: E501
 
 
 def model_of(*, lora: bool, kernels: bool = True, **change: Any) -> Any:

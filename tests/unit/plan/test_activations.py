@@ -50,7 +50,7 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 6,
-        "linear_key_head_dim": 16,
+        "linear_key_head_dim": 32,
         "linear_value_head_dim": 16,
     },
 }
