@@ -176,8 +176,8 @@ def write_merged(source: ExportSource, folder: Path, say: Callable[[str], None])
     _require_memory(plan)
     say(f"merging with {plan.merged_with}" if source.kind == "adapter" else f"rounding to {source.settings.dtype}")
     added = [computed(name, tuple(whole.shape), whole.dtype, lambda whole=whole: whole) for name, whole in plan.added]  # type: ignore[misc]
-    further = [copied(key, file) for key, file in passed_over(source).items()]
-    save_model(source, plan, [*outputs(plan.base, plan.adapter, plan.rounding), *added, *further], folder)
+    added += [copied(key, file) for key, file in passed_over(source).items()]
+    save_model(source, plan, [*outputs(plan.base, plan.adapter, plan.rounding), *added], folder)
     return plan
 
 
@@ -277,8 +277,7 @@ def verify_merged(source: ExportSource, folder: Path, plan: ModelPlan, say: Call
     written, base, adapted = open_written(folder), base_weights(source), plan.adapted
     changes = {} if adapted is None else source_updates(source, adapted)
     added = [name for name, _ in plan.added]
-    merged = MergedWeights(base, changes)
-    problems = compare_written(written, merged, plan.rounding, added, passed_over(source))
+    problems = compare_written(written, MergedWeights(base, changes), plan.rounding, added, passed_over(source))
     problems += [f"{name} differs" for name in added if not _is_whole(changes[name], written.read(name))]
     if problems:
         raise not_verified(folder, problems)

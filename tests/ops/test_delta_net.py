@@ -12,7 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 BF16 = torch.bfloat16
 #: Two value heads to a key head, one, three; sizes of keys and of values that differ.
-SIZES = [NetSizes(2, 4, 16, 16), NetSizes(1, 1, 32, 16), NetSizes(2, 6, 16, 32)]
+SIZES = [NetSizes(2, 4, 64, 32), NetSizes(2, 2, 64, 16), NetSizes(2, 6, 32, 32)]
+
+#: What float32 leaves of the gradients of A_log and dt_bias at the worst: sums over all tokens of dg, which itself is a
+#: difference of sums that are nearly equal.
+OF_DECAY = 3e-5
 
 
 def inputs_of(sizes: NetSizes, device: str, *, rows: int = 2, length: int = 70, bias: bool = False) -> list[Tensor]:
@@ -48,7 +52,11 @@ def documents(lengths: tuple[int, ...], device: str) -> Tensor:
 @pytest.mark.parametrize("bias", [False, True])
 def test_output_and_every_gradient(device: str, tools: Any, sizes: NetSizes, bias: bool) -> None:
     op, reference = call(delta_net, sizes, backend="triton"), call(delta_net_reference, sizes)
-    tools.assert_float32(op, reference, inputs_of(sizes, device, bias=bias))
+    inputs = inputs_of(sizes, device, bias=bias)
+    exact = tools.run(reference, inputs, [torch.float64] * len(inputs))
+    found = tools.run(op, inputs, [torch.float32] * len(inputs))
+    for place, (value, truth) in enumerate(zip(found, exact, strict=True), start=-len(exact)):
+        assert tools.relative(value, truth) <= (OF_DECAY if place in (-3, -2) else 1e-5), place
 
 
 @pytest.mark.parametrize("lengths", [(30, 1, 2, 37), (64, 6), (3, 67), (61, 3, 6)], ids=str)
@@ -99,7 +107,7 @@ def test_what_is_kept_and_nothing_is_copied(device: str) -> None:
         out = call(delta_net, sizes, backend="triton")(*leaves)
     tokens, heads = 2 * 70, sizes.value_heads
     wanted = [sum(sizes.parts) * tokens, heads * sizes.value_size * tokens, *[heads * tokens] * 2]
-    assert sorted(kept)[-4:] == sorted(wanted)
+    assert sorted(kept) == sorted([*wanted, *[weight.numel() for weight in inputs[1:]]])
     called: list[str] = []
 
     class Watch(TorchDispatchMode):
@@ -122,7 +130,7 @@ def test_twice_the_same_bits(device: str, tools: Any) -> None:
 
 def test_no_tokens_and_heads_that_the_kernels_do_not_take(device: str, tools: Any) -> None:
     inputs = inputs_of(SIZES[0], device, length=0)
-    assert call(delta_net, SIZES[0], backend="triton")(*inputs).shape == (2, 0, 64)
+    assert call(delta_net, SIZES[0], backend="triton")(*inputs).shape == (2, 0, 128)
     odd = NetSizes(2, 4, 24, 24)
     inputs = inputs_of(odd, device)
     assert torch.equal(call(delta_net, odd, backend="triton")(*inputs), call(delta_net_reference, odd)(*inputs))

@@ -236,8 +236,8 @@ def test_two_runs_give_the_same_bits_and_no_tokens_no_launch(device: str, tools:
 
 def test_what_the_kernels_do_not_take_runs_in_torch(device: str) -> None:
     for keys, dtype, word in (
-        (16, torch.float32, "not of 16 and 16"),
-        (24, torch.float32, "not of 24 and 24"),
+        (16, torch.float32, "keys of 32, 64 and 128 features, not of 16"),
+        (24, torch.float32, "not of 24"),
         (32, torch.float64, "float64"),
     ):
         x = torch.zeros(1, 2, 1, keys, dtype=dtype, device=device)
