@@ -45,7 +45,6 @@ class DeltaTiles:
 
     chunks: DeltaTile
     scan: DeltaTile
-    ends: DeltaTile
     kept: DeltaTile
     back: DeltaTile
     later: DeltaTile
@@ -58,11 +57,11 @@ def delta_tiles(values: int, dtype: torch.dtype) -> DeltaTiles:
     """
     if interpreting() or dtype == torch.float32:
         one = DeltaTile(values, 4) if interpreting() else DeltaTile(min(values, 32), 8)
-        return DeltaTiles(chunks=one, scan=one, ends=one, kept=one, back=one, later=one, earlier=one)
-    # Of 64 values, since each slice reads the chunk's q, k, inverse and scores again.
+        return DeltaTiles(chunks=one, scan=one, kept=one, back=one, later=one, earlier=one)
+    # Of 64 values, since each slice reads the chunk's q, k, inverse and scores again. Smaller slices by 4 warps would fill
+    # the GPU with one row, but as Triton 3.6 compiles them they read beyond their shared memory on Hopper.
     most, last = DeltaTile(min(values, 64), 8, 2), DeltaTile(min(values, 64), 8)
-    ends = DeltaTile(min(values, 32), 4)  # of one row alone: smaller slices fill the GPU
-    return DeltaTiles(chunks=DeltaTile(values, 4), scan=most, ends=ends, kept=most, back=most, later=most, earlier=last)
+    return DeltaTiles(chunks=DeltaTile(values, 4), scan=most, kept=most, back=most, later=most, earlier=last)
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,8 +335,7 @@ def _ends_kernel(
 ):
     """The state after a token, from that before its chunk, which stands in its place, and the chunk's x up to it.
 
-    A kernel of its own: with this product inside the scan's, in a loop over the ends of a chunk, Triton 3.6 reads
-    beyond its shared memory on Hopper (compute-sanitizer). Keys are loaded transposed: nothing is turned in between.
+    A kernel of its own, so that the scan has no product in a loop over the ends of a chunk.
     """
     pid = tl.program_id(0)
     first_value, line = pid % (V // BLOCK_V) * BLOCK_V, pid // (V // BLOCK_V)
@@ -461,7 +459,7 @@ def scan(
     batch, length, _, width = inputs.q.shape
     heads, values, device = inputs.v.shape[2], inputs.v.shape[3], inputs.q.device
     stored = store_dtype(inputs.v.dtype)
-    tile = tiles.kept if keep else tiles.scan if ends is None else tiles.ends
+    tile = tiles.kept if keep else tiles.scan
     by_token = torch.empty((batch, length, heads, values), dtype=stored, device=device)
     last = states = at_ends = None
     x = by_token if keep else None if ends is None else torch.empty_like(by_token)
