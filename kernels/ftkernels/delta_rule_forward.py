@@ -58,8 +58,8 @@ def delta_tiles(values: int, dtype: torch.dtype) -> DeltaTiles:
     if interpreting() or dtype == torch.float32:
         one = DeltaTile(values, 4) if interpreting() else DeltaTile(min(values, 32), 8)
         return DeltaTiles(chunks=one, scan=one, kept=one, back=one, later=one, earlier=one)
-    # Of 64 values, since each slice reads the chunk's q, k, inverse and scores again. Smaller slices by 4 warps would fill
-    # the GPU with one row, but as Triton 3.6 compiles them they read beyond their shared memory on Hopper.
+    # Of 64 values, since each slice reads the chunk's q, k, inverse and scores again. Smaller slices by 4 warps would
+    # fill the GPU with one row, but as Triton 3.6 compiles them they read beyond their shared memory on Hopper.
     most, last = DeltaTile(min(values, 64), 8, 2), DeltaTile(min(values, 64), 8)
     return DeltaTiles(chunks=DeltaTile(values, 4), scan=most, kept=most, back=most, later=most, earlier=last)
 
