@@ -214,7 +214,7 @@ def _with_reference(
         return flops
     if report.plan.method.classifier:
         return replace(flops, head=0.0)
-    from ftcli.methods.preference.choice import caches, compares
+    from ftcli.methods.preference.checks import caches, compares
     from ftcli.methods.preference.settings import PreferenceConfig
 
     prompts = sum(size // 3 if options.prompt is None else min(options.prompt, size - 1) for size in sizes)

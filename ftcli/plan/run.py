@@ -330,3 +330,10 @@ class RunPlan:
 def _set(model: _M, parts: list[str], value: Any) -> _M:
     head, *rest = parts
     return model.model_copy(update={head: _set(getattr(model, head), rest, value) if rest else value})
+
+
+def memory_of_rows(plan: RunPlan) -> MethodMemory:
+    """A method's decisions where it learns from rows of up to ``data.max_seq_len`` tokens, by the cross-entropy of the
+    head or, without logits, by a score.
+    """
+    return MethodMemory(seq_len=plan.recipe.data.max_seq_len, loss_bytes=0 if plan.method.classifier else None)

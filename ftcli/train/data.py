@@ -56,11 +56,10 @@ def tokenized(job: Job, name: Literal["train", "eval"]) -> PreparedData:
 def training_epochs(job: Job, prepared: PreparedData) -> Epochs:
     """Makes the epochs of training. Reports mixtures, packing, and data of which little is trained."""
     recipe = job.recipe
-    weights = [source.weight for source in recipe.data.train]
-    shares = [float(weight) for weight in weights if weight is not None]
+    weights = recipe.data.weights
     epochs = epochs_of(
         prepared.sequences,
-        shares if len(shares) == len(weights) else None,
+        weights,
         packing=recipe.data.packing,
         capacity=recipe.data.max_seq_len,
         seed=recipe.run.seed,
@@ -72,7 +71,7 @@ def training_epochs(job: Job, prepared: PreparedData) -> Epochs:
     if untrained is not None:
         job.reporter.finding(untrained)
     for ledger, seen in zip(prepared.ledgers, _seen(epochs, prepared.sequences), strict=True):
-        if shares:
+        if weights:
             times = seen / ledger.kept_rows
             job.reporter.info(f"data.train: {ledger.name}: {seen:,} rows an epoch, each seen {times:.2f} times")
     if epochs.packs is not None:

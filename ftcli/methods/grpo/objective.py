@@ -25,13 +25,10 @@ from ftcli.errors import ExitCode, FtcliError
 from ftcli.generation.requests import NotFinite, cut
 from ftcli.job import Job
 from ftcli.judges import columns_of
-from ftcli.methods.grpo.advantages import Advantages, advantages_of, deviation
-from ftcli.methods.grpo.exchange import gather_completions, gather_json, gather_rows
-from ftcli.methods.grpo.losses import Completions, StepShape
-from ftcli.methods.grpo.parity import Parity, check_parity
-from ftcli.methods.grpo.policy import Metrics, PolicyScores, joined, scored_loss
+from ftcli.methods.grpo.losses import Advantages, Completions, StepShape, advantages_of, deviation
+from ftcli.methods.grpo.policy import Metrics, Parity, PolicyScores, check_parity, joined, scored_loss
 from ftcli.methods.grpo.rewards import Reward, RewardFailures, build_rewards
-from ftcli.methods.grpo.rollouts import Rollouts
+from ftcli.methods.grpo.rollouts import Rollouts, gather_completions, gather_json, gather_rows
 from ftcli.methods.grpo.settings import GrpoConfig
 from ftcli.methods.grpo.spans import LOG_PROBS, OPTIMIZER, REWARDS, ROLLOUT, TRAINING, Spans
 from ftcli.methods.grpo.stagnation import Stagnation

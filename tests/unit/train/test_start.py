@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ftcli.config.recipe import Recipe
-from ftcli.methods.grpo.prompts import training_rows as grpo_rows
+from ftcli.methods.grpo.train import training_rows as grpo_rows
 from ftcli.methods.sft.train import Supervised
 from ftcli.train import assembly
 from ftcli.train.start import effective_batch, trained_share

@@ -73,7 +73,7 @@ def objective_of(
     loss = LabelLoss.of(PreferenceConfig.model_validate(settings))
     epochs = epochs_of(rows() if documents is None else documents)
     compared = LabelReference(reference, known)
-    made = LabelObjective(job, model, epochs, loss, group=group, stack=None, reference=compared)
+    made = LabelObjective(job, model, epochs, loss, group=group, stack=None, sequence=None, reference=compared)
     if started:
         made.restore({"reference": "live" if known is None else "ahead"}, Progress(1, 2, 0.0, 0))
     return made

@@ -21,8 +21,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from ftcli.errors import FtcliError
-from ftcli.methods.preference.first_step import require_equal
-from ftcli.methods.preference.objective import PairObjective
+from ftcli.methods.preference.objective import PairObjective, require_equal
 from ftcli.methods.preference.pairs import SCORED, ScoredAnswers
 from ftcli.model import attention
 from ftcli.model.backbone import base_of
