@@ -25,7 +25,7 @@ from ftcli.ranks import SIGNAL_NAME, lost_name, sign_name
 from ftcli.run.heartbeat import Silence, Timeouts
 from ftcli.run.signals import SignalName, exit_code_of
 from ftcli.scratch import scratch
-from ftcli.train.other_ranks import finish_for_leader
+from ftcli.train.lifecycle import finish_for_leader
 
 _POLL_SECONDS = 0.05
 #: A rank may take so long to end when another one was killed: rank 0 writes a checkpoint, the others do nothing.

@@ -246,7 +246,7 @@ def _measure(
         measure_matmul_rate,
         synthetic_rows,
     )
-    from ftcli.train.graphed import why_not_graphed
+    from ftcli.train.build import why_not_graphed
 
     job = open_job(report, session)
     rate = measure_matmul_rate(job.device, getattr(torch, job.dtypes.compute))

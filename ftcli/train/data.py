@@ -1,13 +1,15 @@
-"""Makes a job's data into token ids and epochs of training, and reports what was found and done."""
+"""Makes a job's data into token ids and epochs of training, and reports what was found and done; tokens.json."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
-from ftcli.data.ledger import mostly_untrained
+from ftcli.data.ledger import DatasetLedger, mostly_untrained
 from ftcli.data.order import ComputedTokens, Epochs, computed_by, epochs_of
 from ftcli.data.prepare import PreparedData, prepare
 from ftcli.data.shared import lengths_once
@@ -15,6 +17,7 @@ from ftcli.data.tokens import TokenTable
 from ftcli.job import Job
 from ftcli.plain import FLATTENED
 from ftcli.plan.batches import Batches
+from ftcli.run.results import DatasetTokens, EpochTokens, write_tokens
 from ftcli.tables import layouts
 
 
@@ -101,3 +104,48 @@ def _seen(epochs: Epochs, table: TokenTable) -> list[int]:
         return list(epochs.mix.counts)
     starts = np.asarray(table.starts)
     return [int(count) for count in np.histogram(epochs.packs.rows, bins=starts)[0]]
+
+
+def write_token_counts(
+    path: Path, ledgers: Mapping[str, Sequence[DatasetLedger]], epochs: Epochs, computed: ComputedTokens, layout: str
+) -> None:
+    """Writes tokens.json from the ledgers of each split and what the first epoch computes.
+
+    Raises FtcliError FT723 or FT724 when it cannot be written.
+    """
+    datasets = tuple(_dataset(split, ledger) for split, some in ledgers.items() for ledger in some)
+    packs = epochs.packs if epochs.packs is not None and len(epochs.packs) < len(epochs.packs.rows) else None
+    epoch = EpochTokens(
+        rows=len(epochs) if packs is None else len(packs.rows),
+        sequences=len(epochs),
+        packed=packs is not None,
+        tokens=computed.tokens,
+        tokens_padded=computed.filler,
+        padded_share=computed.share,
+        tokens_computed=computed.tokens + computed.filler,
+        layout=layout,
+        shapes=computed.shapes,
+    )
+    write_tokens(path, datasets, epoch)
+
+
+def _dataset(split: str, ledger: DatasetLedger) -> DatasetTokens:
+    return DatasetTokens(
+        name=ledger.name,
+        split=split,
+        layout=ledger.layout,
+        rows=ledger.rows,
+        rows_kept=ledger.kept_rows,
+        rows_dropped=ledger.dropped_rows,
+        rows_truncated=ledger.truncated_rows,
+        rows_skipped=ledger.bad_rows,
+        skipped_by_code=ledger.bad_codes,
+        tokens=ledger.all_tokens,
+        tokens_kept=ledger.tokens,
+        tokens_cut=ledger.cut_tokens + ledger.dropped_tokens,
+        tokens_masked=ledger.masked_tokens,
+        tokens_trained=ledger.supervised_tokens,
+        longest=ledger.length_quantiles.get("max", 0),
+        length_quantiles=ledger.length_quantiles,
+        counts=ledger.counts,
+    )

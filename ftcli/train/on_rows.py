@@ -19,10 +19,8 @@ from ftcli.tables.methods import Method
 from ftcli.train.context import BuiltModel, RunContext
 from ftcli.train.evaluation import HeldOut, began_in, held_out_numbers
 from ftcli.train.fit import FinishedRun, fit
-from ftcli.train.lifecycle import add_to_manifest, checked_run, keep_inputs
-from ftcli.train.progress import held_out_line
-from ftcli.train.results import CompleteRun, complete_result, write_token_counts
-from ftcli.train.start import TrainingRows
+from ftcli.train.lifecycle import CompleteRun, add_to_manifest, checked_run, complete_result, keep_inputs
+from ftcli.train.progress import TrainingRows, held_out_line
 
 if TYPE_CHECKING:
     from ftcli.data.order import ComputedTokens, Epochs
@@ -160,7 +158,7 @@ def _train(session: Session, context: RunContext) -> RowsResult:
         from ftcli.job import open_job
         from ftcli.model.quantized import quantized_layers
         from ftcli.train import assembly, data
-        from ftcli.train.graphed import why_not_graphed
+        from ftcli.train.build import why_not_graphed
 
         method = row_method(context.report.plan.method)
     started, group = time.perf_counter(), context.group
@@ -255,7 +253,7 @@ def _counted(
     context: RunContext, job: Job, epochs: Epochs, train_data: PreparedData, eval_data: PreparedData, batches: Batches
 ) -> ComputedTokens:
     """Tokens that an epoch computes in ``batches``; written to tokens.json."""
-    from ftcli.train.data import computed_with
+    from ftcli.train.data import computed_with, write_token_counts
 
     computed = computed_with(job, epochs, train_data, batches)
     if not context.leads:

@@ -362,7 +362,7 @@ TRAIN = (
     ),
     _m(
         "a score that stays counts as better",
-        "ftcli/train/plateau.py",
+        "ftcli/train/optimizer.py",
         "1.0 - threshold if best > 0 else 1.0 + threshold",
         "1.0 - threshold",
         _U + "train/test_plateau.py",
@@ -414,7 +414,7 @@ TRAIN = (
     ),
     _m(
         "min_delta is not asked for",
-        "ftcli/train/best.py",
+        "ftcli/train/evaluation.py",
         "value < best - min_delta",
         "value < best",
         _E2E + "best.py",
@@ -422,7 +422,7 @@ TRAIN = (
     ),
     _m(
         "the last of equal evaluations is the best",
-        "ftcli/train/best.py",
+        "ftcli/train/evaluation.py",
         "if best is not None and value >= best:",
         "if best is not None and value > best:",
         _E2E + "best.py",

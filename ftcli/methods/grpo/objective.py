@@ -38,11 +38,11 @@ from ftcli.plain import JsonObject
 from ftcli.plan.memory.terms import FORWARD, GENERATION
 from ftcli.run.completions import ScoredCompletion
 from ftcli.run.metrics import MetricsLine
+from ftcli.train.assembly import of_reference
 from ftcli.train.build import build_loop
 from ftcli.train.checkpoint_state import Progress, draw_of_epoch
 from ftcli.train.loop import Objective, StepMonitor, TrainerHooks, TrainingLoop
 from ftcli.train.parallel import SEED_STRIDE, Divisors, MicroBatch, TokenCounts
-from ftcli.train.reference import of_reference
 
 if TYPE_CHECKING:
     from peft import PeftModel

@@ -30,9 +30,8 @@ from ftcli.run.completions import Completions
 from ftcli.train.context import BuiltModel, RunContext
 from ftcli.train.evaluation import began_in, tasks_before, write_tasks
 from ftcli.train.fit import FinishedRun, fit
-from ftcli.train.lifecycle import add_to_manifest, checked_run, keep_inputs
-from ftcli.train.results import CompleteRun, complete_result
-from ftcli.train.start import TrainingRows
+from ftcli.train.lifecycle import CompleteRun, add_to_manifest, checked_run, complete_result, keep_inputs
+from ftcli.train.progress import TrainingRows
 
 if TYPE_CHECKING:
     from ftcli.data.asked import RenderedPrompt
@@ -130,7 +129,7 @@ def _policy(context: RunContext, job: Job, prompts: Sequence[RenderedPrompt]) ->
     """The model that learns, on the kernels, with an entry in the manifest; the ranks have met."""
     from ftcli.model.quantized import quantized_layers
     from ftcli.train import assembly
-    from ftcli.train.graphed import why_not_graphed
+    from ftcli.train.build import why_not_graphed
 
     group = context.group
     with nullcontext() if group is None else group.after_leader("weights", lambda: assembly.to_download(job) > 0):

@@ -32,7 +32,7 @@ from ftcli.methods.preference.train import Compared, start_of
 from ftcli.model.backbone import compute_context
 from ftcli.run.process_group import RankGroup
 from ftcli.train.on_rows import ObjectiveParts
-from ftcli.train.start import TrainingRows
+from ftcli.train.progress import TrainingRows
 
 if TYPE_CHECKING:
     from peft import PeftModel

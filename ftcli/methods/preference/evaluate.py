@@ -36,7 +36,7 @@ from ftcli.methods.preference.pairs import SCORED, AnswerScorer, ScoredAnswers
 from ftcli.methods.preference.reference import by_answer, by_unit
 from ftcli.model.backbone import compute_context, head_of, root_of
 from ftcli.model.shards import reshard_model, try_forward
-from ftcli.train.reference import of_reference
+from ftcli.train.assembly import of_reference
 
 if TYPE_CHECKING:
     from peft import PeftModel

@@ -22,11 +22,11 @@ from ftcli.model.backbone import compute_context, head_of
 from ftcli.model.quantized import QuantizedLinear
 from ftcli.plain import JsonObject
 from ftcli.run.metrics import MetricsLine
+from ftcli.train.assembly import of_reference
 from ftcli.train.checkpoint_state import Progress
 from ftcli.train.epochs import SummedObjective
 from ftcli.train.on_rows import ObjectiveParts
 from ftcli.train.parallel import Divisors, MicroBatch, TokenCounts, float_bits, float_of
-from ftcli.train.reference import of_reference
 
 if TYPE_CHECKING:
     from peft import PeftModel

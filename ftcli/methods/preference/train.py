@@ -25,7 +25,7 @@ from ftcli.methods.preference.reference import Reference, scored_ahead
 from ftcli.methods.preference.settings import PreferenceConfig
 from ftcli.run.process_group import RankGroup
 from ftcli.train.on_rows import ObjectiveParts, RowMethod
-from ftcli.train.start import TrainingRows
+from ftcli.train.progress import TrainingRows
 
 
 class Compared(RowMethod):

@@ -38,7 +38,7 @@ from ftcli.model.backbone import compute_context, root_of
 from ftcli.model.shards import try_forward
 from ftcli.rows.row import data_error
 from ftcli.train.on_rows import ObjectiveParts, RowMethod
-from ftcli.train.start import TrainingRows
+from ftcli.train.progress import TrainingRows
 
 if TYPE_CHECKING:
     from peft import PeftModel

@@ -21,7 +21,7 @@ from ftcli.train.data import training_epochs
 from ftcli.train.epochs import EpochObjective
 from ftcli.train.on_rows import ObjectiveParts, RowMethod
 from ftcli.train.parallel import Divisors, MicroBatch, TokenCounts
-from ftcli.train.start import TrainingRows
+from ftcli.train.progress import TrainingRows
 
 if TYPE_CHECKING:
     from peft import PeftModel
