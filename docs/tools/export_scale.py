@@ -25,7 +25,7 @@ from transformers import AutoTokenizer
 
 from ftcli.assets import asset
 from ftcli.config.model import ModelConfig
-from ftcli.config.origins import Origins
+from ftcli.config.tree import Origins
 from ftcli.config.recipe import Recipe
 from ftcli.config.tree import MapNode
 from ftcli.export.tensorfile import computed, write_shards

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ftcli.config.schema import Node, RecipeSchema
-from ftcli.config.suggest import usable_values
+from ftcli.config.findings import usable_values
 from ftcli.plan.trained import TrainedMatrices, bytes_of
 from ftcli.tables import optimizers, schedules
 

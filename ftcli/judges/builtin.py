@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Sequence
 
-from ftcli.config.judging import JudgeConfig, RewardConfig
+from ftcli.config.evaluation import JudgeConfig, RewardConfig
 from ftcli.errors import Finding
 from ftcli.judges.verdicts import CompletionBatch, FailedJudgement, Scorer, Verdict
 from ftcli.tables import code_of, judges

@@ -9,8 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
-from ftcli.config.evaluation import TaskConfig
-from ftcli.config.judging import JudgeConfig, OnError, RewardConfig
+from ftcli.config.evaluation import JudgeConfig, OnError, RewardConfig, TaskConfig
 from ftcli.config.recipe import Recipe
 from ftcli.errors import ExitCode, FtcliError, Origin
 from ftcli.judges.builtin import built_in

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ftcli.config.evaluation import TaskConfig
-from ftcli.config.judging import RewardConfig
+from ftcli.config.evaluation import RewardConfig, TaskConfig
 from ftcli.config.recipe import Recipe
 from ftcli.data.asked import RenderedPrompt
 from ftcli.data.reasoning import Answer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from ftcli.config.judging import RewardConfig
+from ftcli.config.evaluation import RewardConfig
 from ftcli.facts.generation import MOST_ROWS
 from ftcli.judges import missing_answer, reserved_column
 from ftcli.methods.grpo.settings import GrpoConfig

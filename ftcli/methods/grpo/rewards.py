@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ftcli.config.judging import RewardConfig
+from ftcli.config.evaluation import RewardConfig
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin
 from ftcli.judges import (
     CompletionBatch,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 
-from ftcli.config.evaluation import TaskConfig
-from ftcli.config.judging import RewardConfig
+from ftcli.config.evaluation import RewardConfig, TaskConfig
 from ftcli.errors import FtcliError
 from ftcli.judges import judge_name
 from ftcli.judges.json_values import NoSchema, validator_of
