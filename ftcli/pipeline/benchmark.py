@@ -286,7 +286,7 @@ def _measure(
 
 def _lengths(epochs: Epochs, unit: int, batches: Batches) -> list[int]:
     """Tokens of each row of a unit; those that a pair shares count once where they are computed once."""
-    from ftcli.data.shared import lengths_once
+    from ftcli.data.collate import lengths_once
 
     rows = epochs.members(unit)
     return lengths_once(rows).tolist() if batches.shares_prompts else [len(row.input_ids) for row in rows]

@@ -19,8 +19,7 @@ from ftcli.preflight.stages import checked
 from ftcli.reporting import Session
 
 if TYPE_CHECKING:
-    from ftcli.data.sample import SampledRow
-    from ftcli.data.survey import SurveyedSource
+    from ftcli.data.survey import SampledRow, SurveyedSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +80,7 @@ def _arithmetic(report: PreflightReport) -> PlannedAdapters | None:
 
 
 def _samples(session: Session, report: PreflightReport, count: int) -> tuple[SampledRow, ...]:
-    from ftcli.data.sample import sample_rows
+    from ftcli.data.survey import sample_rows
     from ftcli.job import open_job
 
     job = open_job(report, session)

@@ -15,8 +15,7 @@ from ftcli.facts.adapters import LinearAdapter, adapters
 from ftcli.facts.device import DeviceFacts
 from ftcli.facts.model import ModelFacts
 from ftcli.facts.shape import ModelShape
-from ftcli.plan.execution import Execution, Work, execution_of, wants_kernels
-from ftcli.plan.graphs import most_graph_tokens, why_no_graphs
+from ftcli.plan.execution import Execution, Work, execution_of, most_graph_tokens, wants_kernels, why_no_graphs
 from ftcli.plan.measured import MeasuredModel, measured_model, question_of
 from ftcli.plan.memory.activations import ActivationSettings, LayerMemory, plain_layers
 from ftcli.plan.memory.fused_activations import fused_layers

@@ -9,10 +9,10 @@ from typing import Literal
 
 import numpy as np
 
+from ftcli.data.collate import lengths_once
 from ftcli.data.ledger import DatasetLedger, mostly_untrained
 from ftcli.data.order import ComputedTokens, Epochs, computed_by, epochs_of
 from ftcli.data.prepare import PreparedData, prepare
-from ftcli.data.shared import lengths_once
 from ftcli.data.tokens import TokenTable
 from ftcli.job import Job
 from ftcli.plain import FLATTENED

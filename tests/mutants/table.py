@@ -322,7 +322,7 @@ DATA = (
     ),
     _m(
         "packs are not the fullest that have room",
-        "ftcli/data/pack.py",
+        "ftcli/data/order.py",
         "room = size + (enough & -enough).bit_length() - 1",
         "room = size + enough.bit_length() - 1",
         _U + "data/test_pack.py",
@@ -884,14 +884,14 @@ PREFERENCE = (
     ),
     _m(
         "shared prompts: a first token from the end of the other answer",
-        "ftcli/data/shared.py",
+        "ftcli/data/collate.py",
         "        positions.append(at[scored])\n",
         "        positions.append(at[scored + 1] - 1)\n",
         _U + "data/test_shared.py",
     ),
     _m(
         "shared prompts: positions go on from the other answer",
-        "ftcli/data/shared.py",
+        "ftcli/data/collate.py",
         "np.arange(first, first + len(ids))",
         "np.arange(begin - document, begin - document + len(ids))",
         _U + "train/test_shared_prompts.py",

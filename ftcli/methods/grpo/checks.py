@@ -13,8 +13,7 @@ from ftcli.paths import expanded
 from ftcli.plan.run import Generation, MethodMemory, RunPlan
 from ftcli.preflight.checks.context import Context, Findings
 from ftcli.preflight.checks.data import FirstRows
-from ftcli.preflight.checks.judging import judge_findings
-from ftcli.preflight.checks.user_functions import function_findings
+from ftcli.preflight.checks.judging import function_findings, judge_findings
 from ftcli.tables import judges, layouts
 
 

@@ -11,11 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ftcli.data.collate import documents_batch
-from ftcli.data.order import Epochs, Mixture, mixture
-from ftcli.data.pack import Packs
-from ftcli.data.sequence_parallel import part_of
-from ftcli.data.shared import lengths_once, shared_batch
+from ftcli.data.collate import documents_batch, lengths_once, part_of, shared_batch
+from ftcli.data.order import Epochs, Mixture, Packs, mixture
 from ftcli.data.tokens import TokenizedRow, TokenTable
 from ftcli.errors import Finding
 from ftcli.labels import IGNORE_INDEX

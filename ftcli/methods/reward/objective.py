@@ -14,10 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ftcli.data.collate import documents_batch
+from ftcli.data.collate import branched_batch, documents_batch, lengths_once, part_of
 from ftcli.data.order import Epochs
-from ftcli.data.sequence_parallel import part_of
-from ftcli.data.shared import branched_batch, lengths_once
 from ftcli.data.tokens import TokenizedRow
 from ftcli.methods.reward.settings import RewardModelConfig
 from ftcli.model.backbone import compute_context, hidden_states, within_root

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any, Unpack
 from torch import Tensor
 
 from ftcli.config.recipe import Recipe
-from ftcli.data.collate import EpochCollator
+from ftcli.data.collate import EpochCollator, part_of
 from ftcli.data.order import Epochs
 from ftcli.data.prepare import PreparedData
-from ftcli.data.sequence_parallel import part_of
 from ftcli.evaluate.suite import Evaluator
 from ftcli.job import Job
 from ftcli.labels import IGNORE_INDEX

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ftcli.data.order import Epochs, Mixture
-from ftcli.data.pack import Packs
+from ftcli.data.order import Epochs, Mixture, Packs
 from ftcli.data.tokens import TokenizedRow
 from ftcli.labels import IGNORE_INDEX
 from ftcli.methods.kto.losses import LabelLoss
