@@ -37,8 +37,7 @@ if TYPE_CHECKING:
     from ftcli.data.asked import RenderedPrompt
     from ftcli.data.survey import RowSurvey
     from ftcli.data.tokens import TokenizedRow
-    from ftcli.evaluate.suite import Evaluator
-    from ftcli.evaluate.tasks import TaskResult
+    from ftcli.evaluate.suite import Evaluator, TaskResult
     from ftcli.job import Job
     from ftcli.methods.grpo.policy import Parity
     from ftcli.run.process_group import RankGroup

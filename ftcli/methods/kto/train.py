@@ -16,9 +16,9 @@ from ftcli.data.order import Epochs
 from ftcli.data.prepare import PreparedData
 from ftcli.data.tokens import TokenizedRow, TokenTable
 from ftcli.errors import Finding
+from ftcli.evaluate.batching import Sums
 from ftcli.evaluate.loss import LossResult, require_finite
 from ftcli.evaluate.margins import Floats, RowTable, margins_of_answers
-from ftcli.evaluate.share import Sums
 from ftcli.job import Job
 from ftcli.methods.kto import order
 from ftcli.methods.kto.checks import rows_a_step

@@ -14,10 +14,10 @@ from ftcli.data.order import Epochs
 from ftcli.data.prepare import PreparedData
 from ftcli.data.tokens import TokenizedRow, TokenTable
 from ftcli.errors import Finding
+from ftcli.evaluate.batching import Sums
 from ftcli.evaluate.loss import LossResult, require_finite
 from ftcli.evaluate.margins import Floats, RowTable, margins_of_pairs
-from ftcli.evaluate.share import Sums
-from ftcli.evaluate.tasks import JudgedRow
+from ftcli.evaluate.suite import JudgedRow
 from ftcli.job import Job
 from ftcli.methods.preference.evaluate import UnitEvaluator
 from ftcli.methods.preference.figures import controlled

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from ftcli.config.evaluation import RewardConfig, TaskConfig
 from ftcli.errors import FtcliError
 from ftcli.judges import file_of, judge_name
-from ftcli.judges.json_values import NoSchema, validator_of
+from ftcli.judges.builtin import NoSchema, validator_of
 from ftcli.judges.reward_model import classifier_folder
 from ftcli.paths import is_file
 from ftcli.preflight.checks.context import Context, Findings
