@@ -24,13 +24,13 @@ from ftcli.methods.kto import order
 from ftcli.methods.kto.checks import rows_a_step
 from ftcli.methods.kto.losses import LABEL_SUMS, LabelledAnswers, LabelLoss, label_sums, measures
 from ftcli.methods.kto.objective import LabelObjective
-from ftcli.methods.kto.reference import mismatched_rows, rows_by_file, scored_ahead
+from ftcli.methods.kto.reference import mismatched_rows, rows_by_file
+from ftcli.methods.kto.reference import scored_ahead as answers_ahead
 from ftcli.methods.preference.evaluate import ComparedEvaluator, forward_pass
 from ftcli.methods.preference.figures import stop_columns, stop_measures
 from ftcli.methods.preference.pairs import SCORED
 from ftcli.methods.preference.train import Compared, start_of
 from ftcli.model.backbone import compute_context
-from ftcli.run.process_group import RankGroup
 from ftcli.train.on_rows import ObjectiveParts
 from ftcli.train.progress import TrainingRows
 
@@ -145,6 +145,7 @@ class Labelled(Compared):
     """Answers that are called good or bad: the one are to become likelier, the other less likely."""
 
     evaluates = LabelEvaluator
+    scored_ahead = staticmethod(answers_ahead)
 
     def epochs(self, job: Job, prepared: PreparedData) -> Epochs:
         """Both labels, interleaved. Reports what is compared."""
@@ -166,19 +167,6 @@ class Labelled(Compared):
     def training_rows(self, recipe: Recipe, rows: int, tokens: int) -> TrainingRows:
         """Answers."""
         return TrainingRows(rows, "labelled answers", tokens)
-
-    def scored_ahead(
-        self,
-        job: Job,
-        model: Any,
-        epochs: Epochs,
-        held_out: Sequence[TokenizedRow],
-        group: RankGroup | None,
-        *,
-        keep: bool,
-    ) -> Any:
-        """Log-probabilities of single rows, mismatched ones included."""
-        return scored_ahead(job, model, epochs, held_out, group, keep=keep)
 
     def objective(
         self, job: Job, model: Any, epochs: Epochs, reference: Any, **parts: Unpack[ObjectiveParts]

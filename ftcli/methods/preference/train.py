@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Unpack
 
@@ -12,16 +11,15 @@ from ftcli.data.order import Epochs
 from ftcli.data.prepare import PreparedData
 from ftcli.data.tokens import TokenizedRow, TokenTable
 from ftcli.errors import Finding
-from ftcli.evaluate.suite import Evaluator
 from ftcli.job import Job
-from ftcli.judges import Judge
 from ftcli.methods.preference.checks import beta_of, caches, compares, losses_of, needs_second_model
 from ftcli.methods.preference.evaluate import ComparedEvaluator, PairEvaluator
 from ftcli.methods.preference.figures import stop_findings
 from ftcli.methods.preference.losses import PairLoss
 from ftcli.methods.preference.objective import PairObjective
 from ftcli.methods.preference.pairs import epochs_of_pairs, pair_findings, synthetic_pairs
-from ftcli.methods.preference.reference import Reference, scored_ahead
+from ftcli.methods.preference.reference import Reference
+from ftcli.methods.preference.reference import scored_ahead as pairs_ahead
 from ftcli.methods.preference.settings import PreferenceConfig
 from ftcli.run.process_group import RankGroup
 from ftcli.train.on_rows import ObjectiveParts, RowMethod
@@ -33,18 +31,9 @@ class Compared(RowMethod):
 
     evaluates: ClassVar[type[ComparedEvaluator]]
 
-    @abstractmethod
-    def scored_ahead(
-        self,
-        job: Job,
-        model: Any,
-        epochs: Epochs,
-        held_out: Sequence[TokenizedRow],
-        group: RankGroup | None,
-        *,
-        keep: bool,
-    ) -> Any:
-        """The reference, scored where that pays; its ``model`` is still open."""
+    #: The reference, scored where that pays, as :func:`ftcli.methods.preference.reference.scored_ahead` does it of
+    #: pairs; its ``model`` is still open.
+    scored_ahead: ClassVar[Callable[..., Any]]
 
     def before_training(
         self,
@@ -68,25 +57,17 @@ class Compared(RowMethod):
         """A model that has forgotten to stop."""
         return stop_findings(before, after)
 
-    def evaluator(
-        self,
-        job: Job,
-        rows: Sequence[TokenizedRow],
-        group: RankGroup | None = None,
-        *,
-        judges: Mapping[str, Judge] | None = None,
-        reference: Any = None,
-    ) -> Evaluator:
-        """An evaluator that knows what was scored ahead."""
+    def evaluated_with(self, reference: Any) -> dict[str, Any]:
+        """The second model, and what was scored ahead."""
         compared = reference or Reference()
-        known = dict(compared.held_out)
-        return self.evaluates(job, rows, judges or {}, group, reference=compared.model, known=known)
+        return {"reference": compared.model, "known": dict(compared.held_out)}
 
 
 class Preference(Compared):
     """Pairs of answers, of which one is to become likelier than the other."""
 
     evaluates = PairEvaluator
+    scored_ahead = staticmethod(pairs_ahead)
 
     def epochs(self, job: Job, prepared: PreparedData) -> Epochs:
         """Pairs. Reports what is compared."""
@@ -104,19 +85,6 @@ class Preference(Compared):
     def training_rows(self, recipe: Recipe, rows: int, tokens: int) -> TrainingRows:
         """Pairs."""
         return TrainingRows(rows // 2, "pairs", tokens)
-
-    def scored_ahead(
-        self,
-        job: Job,
-        model: Any,
-        epochs: Epochs,
-        held_out: Sequence[TokenizedRow],
-        group: RankGroup | None,
-        *,
-        keep: bool,
-    ) -> Any:
-        """Log-probabilities of pairs."""
-        return scored_ahead(job, model, epochs, held_out, group, keep=keep)
 
     def objective(
         self, job: Job, model: Any, epochs: Epochs, reference: Any, **parts: Unpack[ObjectiveParts]
