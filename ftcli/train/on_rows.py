@@ -104,11 +104,7 @@ class RowMethod(ABC):
         reference: Any = None,
     ) -> Evaluator:
         """An evaluator of held-out rows."""
-        return self.evaluates(job, rows, judges or {}, group, **self.evaluated_with(reference))
-
-    def evaluated_with(self, reference: Any) -> dict[str, Any]:
-        """What the evaluator needs of what :meth:`before_training` gave, by its parameters' names."""
-        return {}
+        return self.evaluates(job, rows, judges or {}, group)
 
     def before_training(
         self,

@@ -11,7 +11,9 @@ from ftcli.data.order import Epochs
 from ftcli.data.prepare import PreparedData
 from ftcli.data.tokens import TokenizedRow, TokenTable
 from ftcli.errors import Finding
+from ftcli.evaluate.suite import Evaluator
 from ftcli.job import Job
+from ftcli.judges import Judge
 from ftcli.methods.preference.checks import beta_of, caches, compares, losses_of, needs_second_model
 from ftcli.methods.preference.evaluate import ComparedEvaluator, PairEvaluator
 from ftcli.methods.preference.figures import stop_findings
@@ -57,10 +59,19 @@ class Compared(RowMethod):
         """A model that has forgotten to stop."""
         return stop_findings(before, after)
 
-    def evaluated_with(self, reference: Any) -> dict[str, Any]:
-        """The second model, and what was scored ahead."""
+    def evaluator(
+        self,
+        job: Job,
+        rows: Sequence[TokenizedRow],
+        group: RankGroup | None = None,
+        *,
+        judges: Mapping[str, Judge] | None = None,
+        reference: Any = None,
+    ) -> Evaluator:
+        """An evaluator that knows what was scored ahead."""
         compared = reference or Reference()
-        return {"reference": compared.model, "known": dict(compared.held_out)}
+        known = dict(compared.held_out)
+        return self.evaluates(job, rows, judges or {}, group, reference=compared.model, known=known)
 
 
 class Preference(Compared):
