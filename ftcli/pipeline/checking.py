@@ -38,8 +38,7 @@ from ftcli.tables import code_of, exports, policies
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ftcli.data.sample import SampledRow
-    from ftcli.data.survey import RowSurvey, SurveyedSource
+    from ftcli.data.survey import RowSurvey, SampledRow, SurveyedSource
     from ftcli.data.tokens import TokenTable
 
 
@@ -101,7 +100,7 @@ def _arithmetic(report: PreflightReport) -> PlannedAdapters | None:
 
 
 def _samples(session: Session, report: PreflightReport, count: int) -> tuple[SampledRow, ...]:
-    from ftcli.data.sample import sample_rows
+    from ftcli.data.survey import sample_rows
     from ftcli.job import open_job
 
     job = open_job(report, session)

@@ -15,8 +15,7 @@ from ftcli.facts.adapters import LinearAdapter, adapters
 from ftcli.facts.device import DeviceFacts
 from ftcli.facts.model import ModelFacts
 from ftcli.facts.shape import ModelShape
-from ftcli.plan.execution import Execution, Work, execution_of, wants_kernels
-from ftcli.plan.graphs import most_graph_tokens, why_no_graphs
+from ftcli.plan.execution import Execution, Work, execution_of, most_graph_tokens, wants_kernels, why_no_graphs
 from ftcli.plan.measured import MeasuredModel, measured_model, question_of
 from ftcli.plan.memory.activations import ActivationSettings, LayerMemory, plain_layers
 from ftcli.plan.memory.fused_activations import fused_layers
@@ -339,3 +338,10 @@ class RunPlan:
 def _set(model: _M, parts: list[str], value: Any) -> _M:
     head, *rest = parts
     return model.model_copy(update={head: _set(getattr(model, head), rest, value) if rest else value})
+
+
+def memory_of_rows(plan: RunPlan) -> MethodMemory:
+    """A method's decisions where it learns from rows of up to ``data.max_seq_len`` tokens, by the cross-entropy of the
+    head or, without logits, by a score.
+    """
+    return MethodMemory(seq_len=plan.recipe.data.max_seq_len, loss_bytes=0 if plan.method.classifier else None)

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ftcli.data.collate import packed_batch
-from ftcli.data.shared import Pair, lengths_once, shared_batch, shared_beginning
+from ftcli.data.collate import Pair, lengths_once, packed_batch, shared_batch, shared_beginning
 from ftcli.data.tokens import TokenizedRow
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.model.backbone import compute_context, hidden_states, rotation_kept

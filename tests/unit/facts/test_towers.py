@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from ftcli.config.model import LoraConfig, ModelConfig
-from ftcli.config.origins import Origins
 from ftcli.config.recipe import Recipe
-from ftcli.config.tree import MapNode
+from ftcli.config.tree import MapNode, Origins
 from ftcli.errors import Origin
 from ftcli.facts.model import ModelFacts, read_facts
 from ftcli.facts.shape import shape_of

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, PreTrainedModel
 
 from ftcli.data.collate import PaddingCollator, packed_batch
-from ftcli.data.pack import best_fit
+from ftcli.data.order import best_fit
 from ftcli.data.tokens import TokenizedRow
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.labels import IGNORE_INDEX

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ftcli.data.shared import lengths_once
+from ftcli.data.collate import lengths_once
 from ftcli.data.tokens import TokenizedRow
 from ftcli.errors import FtcliError
 from ftcli.labels import IGNORE_INDEX

@@ -21,10 +21,8 @@ from trl import GRPOConfig, GRPOTrainer
 from ftcli.config.model import ModelConfig, QuantizationConfig
 from ftcli.data.collate import documents_batch
 from ftcli.errors import FtcliError
-from ftcli.methods.grpo.advantages import without_spread
-from ftcli.methods.grpo.losses import StepShape
-from ftcli.methods.grpo.parity import allowed, check_parity
-from ftcli.methods.grpo.policy import PolicyScores, ScoredDocuments, scored_loss
+from ftcli.methods.grpo.losses import StepShape, without_spread
+from ftcli.methods.grpo.policy import PolicyScores, ScoredDocuments, allowed, check_parity, scored_loss
 from ftcli.methods.grpo.settings import GrpoConfig
 from ftcli.model import attention
 from ftcli.model.fused import stack_of

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from ftcli.data.shared import lengths_once
+from ftcli.data.collate import lengths_once
 from ftcli.labels import IGNORE_INDEX
 from ftcli.methods.preference.evaluate import PairEvaluator
 from ftcli.methods.preference.pairs import AnswerScorer

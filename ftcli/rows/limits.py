@@ -1,10 +1,13 @@
-"""Reads the JSON of rows without losing any of it, and bounds how deep it is nested for everything that follows."""
+"""Reads what strangers wrote without harm: JSON of bounded depth with nothing of it lost, in bounded memory."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from ftcli.plain import JsonObject
@@ -62,3 +65,32 @@ def _unique(pairs: list[tuple[str, Any]]) -> JsonObject:
         twice = next(key for key, count in counts.items() if count > 1)
         raise ValueError(f"the key {twice[:80]!r} appears twice, and only one of its values could be used")
     return made
+
+
+@contextlib.contextmanager
+def limited_memory(spare: int) -> Iterator[None]:
+    """A block that may take ``spare`` bytes of address space beyond what this process has: then it gets MemoryError.
+
+    Only where the system says how much a process has (Linux), and in the main thread: of two threads that take turns to
+    set and restore the process' limit, one would leave it set. A narrower limit that is there already stays.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    try:
+        import resource
+
+        pages = int(Path("/proc/self/statm").read_bytes().split()[0])
+    except (ImportError, OSError):
+        yield
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    wanted = pages * resource.getpagesize() + spare
+    if soft != resource.RLIM_INFINITY and soft <= wanted:
+        yield
+        return
+    resource.setrlimit(resource.RLIMIT_AS, (wanted, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from ftcli.config.scalars import number_hint, resolve
+from ftcli.config.yaml import number_hint, plain_scalar
 
 MEANINGS = [
     ("1e-4", 1e-4), ("1E-4", 1e-4), (".5e-3", 5e-4), ("5.", 5.0), ("-2.5e+3", -2500.0), ("1.0", 1.0), ("0.0", 0.0),
@@ -21,22 +21,22 @@ MEANINGS = [
 
 @pytest.mark.parametrize(("text", "value"), MEANINGS)
 def test_meaning_of_a_word(text: str, value: object) -> None:
-    found = resolve(text)
+    found = plain_scalar(text)
     assert found == value
     assert type(found) is type(value)
 
 
 def test_infinity_and_nan_are_floats() -> None:
-    assert resolve(".inf") == math.inf
-    assert resolve("-.INF") == -math.inf
-    found = resolve(".nan")
+    assert plain_scalar(".inf") == math.inf
+    assert plain_scalar("-.INF") == -math.inf
+    found = plain_scalar(".nan")
     assert isinstance(found, float)
     assert math.isnan(found)
 
 
 def test_numbers_of_any_length_are_read() -> None:
-    assert resolve("9" * 300) == int("9" * 300)
-    assert resolve("9" * 100_000) == math.inf
+    assert plain_scalar("9" * 300) == int("9" * 300)
+    assert plain_scalar("9" * 100_000) == math.inf
 
 
 @pytest.mark.parametrize(
