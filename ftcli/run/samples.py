@@ -36,7 +36,7 @@ from ftcli.run.atomic import (
     storage_errors,
     write_json,
 )
-from ftcli.run.lock import DirectoryLock
+from ftcli.run.lock import LOCK_NAME, DirectoryLock
 
 MANIFEST, ANSWERS, SCORES = "sample.json", "answers.jsonl", "scores.jsonl"
 #: The rows, by what they are for.
@@ -139,6 +139,7 @@ class SampleFolder:
         """Raises FtcliError FT720 (exit 2) while another process holds it, FT723 where it cannot be made."""
         with storage_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
+        with storage_errors(self.path / LOCK_NAME):
             self._lock = DirectoryLock(self.path)
         return self
 
