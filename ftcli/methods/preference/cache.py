@@ -21,6 +21,7 @@ import numpy as np
 
 from ftcli.data.tokens import TokenizedRow
 from ftcli.labels import IGNORE_INDEX
+from ftcli.run.atomic import read_bytes
 
 #: Of a pair: the log-probabilities of its chosen and its rejected answer, then both with the weights of ``ld_alpha``.
 #: Of a single row: that of its answer.
@@ -32,6 +33,8 @@ _DIGEST_BYTES = 16
 _FILE, _MAGIC = "pairs.bin", b"ftcli reference 1\n"
 _HEAD_BYTES = len(_MAGIC) + hashlib.sha256().digest_size
 _NAME = re.compile(r"\d{8}")
+#: Of an entry: 33 million pairs.
+_MOST_BYTES = 1 << 30
 
 
 def unit_digest(*rows: TokenizedRow) -> bytes:
@@ -132,7 +135,7 @@ def _write(path: Path, units: Mapping[bytes, LogProbs], record: np.dtype[np.void
 
 def _read(path: Path, record: np.dtype[np.void]) -> dict[bytes, LogProbs]:
     """Raises OSError or ValueError for a file that is not as it was written."""
-    content = path.read_bytes()
+    content = read_bytes(path, _MOST_BYTES)
     head, body = content[:_HEAD_BYTES], content[_HEAD_BYTES:]
     if head != _MAGIC + hashlib.sha256(body).digest():
         raise ValueError("its content is not what was written")
