@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ftcli.errors import ExitCode, FtcliError, first_line
 from ftcli.judges.verdicts import FailedJudgement, Scorer, Verdict
-from ftcli.paths import expanded
+from ftcli.paths import exists, expanded, is_file
 from ftcli.plain import JsonObject
 from ftcli.time_limit import TookTooLong, limited_time
 
@@ -103,8 +102,10 @@ def _parts(resource: Any, resolver: Any) -> Iterator[tuple[Any, Any]]:
 
 def _read(name: str) -> Any:
     path = expanded(name)
+    if exists(path) and not is_file(path):  # a pipe would be waited for, and a device read without end
+        raise NoSchema(f"is no file at {path.absolute()}")
     try:
-        return json.loads(Path(path).read_bytes())
+        return json.loads(path.read_bytes())
     except OSError as error:
         raise NoSchema(f"cannot be read from {path.absolute()}: {error.strerror or first_line(error)}") from error
     except (ValueError, RecursionError) as error:
