@@ -30,7 +30,7 @@ from ftcli.model.live_bytes import LiveBytes
 from ftcli.model.load import config_of
 from ftcli.model.lora import apply_lora
 from ftcli.model.lora_targets import Targets, chosen, freeze_other_parts, planned_adapters, resolve_targets
-from ftcli.model.pretrained import IMPOSSIBLE, hollow, usable_attention
+from ftcli.model.pretrained import IMPOSSIBLE, hollow, impossible, usable_attention
 from ftcli.model.quantized import layers_to_quantize
 from ftcli.plan.measured import Activations, Growth, LayerKind, MeasuredModel, Question, config_in
 from ftcli.plan.precision import DtypePlan
@@ -90,6 +90,8 @@ def _sizes(question: Question) -> MeasuredModel:
     attention = _attention(question, model)
     layers = list(decoder_layers(model))
     sizes = [_elements(layer) for layer in layers]
+    if not sizes:
+        raise impossible(ValueError("it has no layers"))
     decoder = _elements(*_language(model))
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     whole = _elements(model)
