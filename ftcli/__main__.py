@@ -30,7 +30,7 @@ def main() -> int:
         status = run()
         if ours:
             signal.signal(signal.SIGINT, _leave)  # everything is written; Python's own end would show a traceback
-        from ftcli.cli.place import leave, place_of
+        from ftcli.cli.environment import leave, place_of
 
         if place_of(os.environ) is not None:
             leave(status)

@@ -73,6 +73,14 @@ class Unwinding(BaseException):
     """A signal asks for the end of what is being done. Nothing may catch it but who waits for it: not an Exception."""
 
 
+#: The status that errors of a code's hundred exit with, where they do not say another one.
+_USUAL = {
+    **dict.fromkeys("127", ExitCode.RECIPE),
+    **dict.fromkeys("356", ExitCode.PREFLIGHT),
+    "4": ExitCode.DATA,
+}
+
+
 class FtcliError(Exception):
     """One stage's findings and the status to exit with."""
 
@@ -87,9 +95,13 @@ class FtcliError(Exception):
         code: str,
         message: str,
         *,
-        exit_code: ExitCode,
+        exit_code: ExitCode | None = None,
         origin: Origin | None = None,
         help: str | None = None,
     ) -> FtcliError:
-        """An error of exactly one finding."""
-        return cls([Finding(code, message, origin, help)], exit_code)
+        """An error of exactly one finding.
+
+        ``exit_code`` is that of the code's hundred if None: 2 of FT1xx, FT2xx and FT7xx; 3 of FT3xx, FT5xx and FT6xx; 4
+        of FT4xx.
+        """
+        return cls([Finding(code, message, origin, help)], _USUAL[code[2]] if exit_code is None else exit_code)

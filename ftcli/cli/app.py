@@ -13,18 +13,20 @@ import typer
 from typer.exceptions import TyperException
 
 from ftcli import __version__
-from ftcli.cli import failure, render, usage
+from ftcli.cli import failure, render
 from ftcli.cli.commands import bench, chat, check, doctor, evaluate, export, recipes, runs, sample, sweep
 from ftcli.cli.commands.train import training_command
 from ftcli.cli.environment import (
     fewer_library_warnings,
+    let_go_of_broken_streams,
     library_environment,
+    open_missing_streams,
     open_session,
     results_only_on_stdout,
     style_for,
+    unfailing,
 )
-from ftcli.cli.request import AnyRequest, EndedElsewhere, Invocation
-from ftcli.cli.streams import let_go_of_broken_streams, open_missing_streams, unfailing
+from ftcli.cli.options import AnyRequest, EndedElsewhere, Invocation
 from ftcli.errors import ExitCode, Finding, FtcliError, first_line
 from ftcli.tables import methods
 
@@ -145,11 +147,11 @@ def _parse(words: list[str]) -> AnyRequest | _Answer | int:
     command = typer.main.get_command(build_app(words[0] if words else None))
     names = getattr(command, "commands", {})
     if words and not words[0].startswith("-") and words[0] not in names:
-        return _Answer(int(ExitCode.RECIPE), (usage.unknown_command(words[0], names),))
+        return _Answer(int(ExitCode.RECIPE), (failure.unknown_command(words[0], names),))
     try:
         made = command.main(args=words, prog_name="ftcli", standalone_mode=False)
     except TyperException as error:
-        return _Answer(int(ExitCode.RECIPE), (usage.usage_finding(error, words),))
+        return _Answer(int(ExitCode.RECIPE), (failure.usage_finding(error, words),))
     except SystemExit as end:  # typer's way to end when it completes for a shell, or installs completion
         made = end.code
     if isinstance(made, Invocation):

@@ -1,24 +1,216 @@
-"""Reads the process environment: colours, offline mode, the cache folder, and what a manifest records."""
+"""Reads the process environment, and what a launcher made of it: the rank of this process and its GPU, colours, offline
+mode, the cache folder, and what a manifest records.
+
+Output that cannot be written (a log reader that has left, a full disk, a terminal that is gone) never ends a run.
+"""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import io
 import os
+import signal
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any, NoReturn, TextIO, cast
 
-from ftcli.cli.place import obeying, own_gpu, place_of
+from ftcli.cli.options import CommonOptions
 from ftcli.cli.render import Style
 from ftcli.cli.reporters import CollectingReporter, TerminalReporter
-from ftcli.cli.request import CommonOptions
-from ftcli.cli.streams import unfailing
+from ftcli.errors import FtcliError
 from ftcli.facts.device import usable_cores
 from ftcli.paths import expanded
+from ftcli.ranks import Place, hearing_its_end
 from ftcli.reporting import Session
 from ftcli.tables import loggers
+
+
+class _Unfailing(io.TextIOBase):
+    """A text stream that drops what cannot be written. What it does not have itself is asked of the real stream."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        #: What the handler of a signal wrote in the middle of a write. It waits for that one's end.
+        self._late: list[str] = []
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError, ValueError):  # ValueError: the stream is closed
+            try:
+                self._stream.write(text)
+            except RuntimeError:  # "reentrant call"
+                self._late.append(text)
+            else:
+                self._catch_up()
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError, ValueError, RuntimeError):
+            self._stream.flush()
+            self._catch_up()
+
+    def _catch_up(self) -> None:
+        while self._late:
+            self._stream.write(self._late.pop(0))
+            self._stream.flush()
+
+    def close(self) -> None:
+        """Leaves the real stream open: it belongs to the process."""
+
+    def writable(self) -> bool:
+        return True
+
+    def isatty(self) -> bool:
+        with contextlib.suppress(OSError, ValueError):
+            return self._stream.isatty()
+        return False
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._stream.encoding
+
+    @property
+    def errors(self) -> str | None:  # type: ignore[override]
+        return self._stream.errors
+
+    @property
+    def buffer(self) -> Any:
+        return self._stream.buffer
+
+
+def unfailing(stream: TextIO) -> TextIO:
+    """``stream``, whose writes do not fail."""
+    return cast("TextIO", _Unfailing(stream))
+
+
+def open_missing_streams() -> None:
+    """Gives a process that was started without stdin, stdout or stderr (``>&-``) the null device in their place.
+
+    Otherwise the next file that is opened, a checkpoint say, takes their number, and whatever is printed goes into it.
+    """
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest free number is taken, which is this one
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, "w", encoding="utf-8", errors="backslashreplace", closefd=False))
+
+
+def let_go_of_broken_streams() -> None:
+    """Replaces stdout or stderr if it cannot be written any more, so that Python does not complain when it ends."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            with contextlib.suppress(OSError, ValueError):
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, stream.fileno())
+                os.close(null)
+
+
+#: In a rank's environment: the folder of :class:`ftcli.ranks.Place`.
+FOLDER = "FTCLI_GROUP"
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+#: What torchrun always sets. Where one of them is missing, the others are somebody's leavings.
+_TORCHRUN = (
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    "TORCHELASTIC_RUN_ID",
+)
+
+
+def place_of(environment: Mapping[str, str]) -> Place | None:
+    """The place of a process that ftcli or torchrun has started as a rank; None for all others."""
+    folder = environment.get(FOLDER)
+    try:
+        if folder is not None:
+            return _place(environment, folder=Path(folder))
+        if all(name in environment for name in _TORCHRUN):
+            hosted = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+            port = int(environment["MASTER_PORT"])
+            return _place(environment, address=environment["MASTER_ADDR"], port=port, hosted=hosted)
+    except (KeyError, ValueError):
+        return None
+    return None
+
+
+def _place(
+    environment: Mapping[str, str],
+    *,
+    address: str = "127.0.0.1",
+    port: int | None = None,
+    folder: Path | None = None,
+    hosted: bool = False,
+) -> Place:
+    rank, size, local, locally = (
+        int(environment[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    )
+    return Place(rank, size, local, locally, address, port, folder, hosted)
+
+
+def obeying() -> Callable[[], None]:
+    """A function that a process calls before it becomes a run: it hears SIGHUP, also when whoever started it is killed.
+
+    That comes for each thread of the one that is killed; of SIGHUP only the first one counts.
+    """
+    hear = hearing_its_end(signal.SIGHUP)
+
+    def before() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under `nohup` it is ignored, and with it what is passed on
+        hear()
+
+    return before
+
+
+def leave(status: int) -> NoReturn:
+    """Ends a rank, whose output is written. What Python does at an end is done, but not what torch's connections do:
+    they wait for ranks that are gone, for hours.
+    """
+    atexit._run_exitfuncs()
+    os._exit(status)
+
+
+def refuse_copies(environment: Mapping[str, str], place: Place | None) -> None:
+    """Refuses a command that srun has started several times without a launcher.
+
+    Raises:
+        FtcliError: FT517 (exit 3).
+    """
+    tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")
+    if place is None and tasks.isdecimal() and int(tasks) > 1:
+        raise FtcliError.single(
+            "FT517",
+            f"srun has started this command {tasks} times, and each would train the same run",
+            help="start one task on each host, and torchrun in it: docs/multi-gpu.md shows how",
+        )
+
+
+def own_gpu(environment: Mapping[str, str], place: Place | None) -> Mapping[str, str]:
+    """CUDA_VISIBLE_DEVICES for this rank when the launcher exposes the GPUs of all ranks."""
+    if place is None or place.folder is not None or place.size == 1:
+        return {}
+    listed = environment.get(_VISIBLE)
+    if listed is None:
+        return {_VISIBLE: str(place.local_rank)} if gpus_of_host() else {}
+    names = [name.strip() for name in listed.split(",") if name.strip()]
+    return {_VISIBLE: names[place.local_rank]} if place.local_rank < len(names) and len(names) > 1 else {}
+
+
+def gpus_of_host() -> int | None:
+    """Number of GPUs on this host by NVIDIA's driver; None if it does not say. Takes no time, unlike torch."""
+    try:
+        return len(os.listdir("/proc/driver/nvidia/gpus"))  # noqa: PTH208 - only the number matters
+    except OSError:
+        return None
+
 
 #: Variables that change what a run computes or where it runs. None of them is a secret.
 _RECORDED = (

@@ -1,4 +1,7 @@
-"""Turns every exception that ends a command into findings and an exit status."""
+"""What ends a command, as findings and an exit status: every exception, and command lines that cannot be parsed.
+
+The latter are told with what was probably meant (FT150, FT151).
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,23 @@ import platform
 import sys
 import tempfile
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import SequenceMatcher, get_close_matches
+from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 
+from typer.exceptions import TyperException
+
+from ftcli.cli.names import is_run, is_shipped
 from ftcli.cli.render import terminal_text
-from ftcli.errors import ExitCode, Finding, FtcliError, Unwinding, first_line
+from ftcli.errors import ExitCode, Finding, FtcliError, Origin, Unwinding, first_line
+from ftcli.paths import RECIPE_SUFFIXES
 from ftcli.ranks import Place
 from ftcli.run.heartbeat import RankLost
 from ftcli.run.out_of_memory import is_out_of_memory
+from ftcli.tables import methods
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,3 +108,109 @@ def _crash_file(text: str, command: Sequence[str]) -> Path | None:
             return Path(stream.name)
     except OSError:
         return None
+
+
+#: What other tools call our commands.
+_OTHER_WORDS: Mapping[str, str] = MappingProxyType(
+    {
+        "finetune": "train", "fine-tune": "train", "fit": "train", "run": "train", "sft": "train", "lora": "train",
+        "tune": "train", "evaluate": "eval", "test": "eval", "rl": "grpo", "rlhf": "grpo", "talk": "chat",
+        "rft": "sample", "rejection-sampling": "sample", "best-of-n": "sample", "rollout": "sample", "mine": "sample",
+        "ask": "chat", "generate": "chat", "infer": "chat", "inference": "chat", "predict": "chat", "prompt": "chat",
+        "merge": "export", "merge-lora": "export", "save": "export", "convert": "recipes convert",
+        "import": "recipes convert", "migrate": "recipes convert", "new": "recipes new", "init": "recipes new",
+        "wizard": "recipes new",
+        "hpo": "sweep", "grid": "sweep", "search": "sweep", "validate": "check", "lint": "check",
+        "dry-run": "check", "preflight": "check", "benchmark": "bench", "ls": "recipes list", "list": "recipes list",
+        "cp": "recipes copy", "copy": "recipes copy", "show": "recipes show", "cat": "recipes show",
+        "schema": "recipes schema", "config-schema": "recipes schema", "env": "doctor", "info": "doctor",
+        "help": "--help", "version": "--version",
+    }
+)  # fmt: skip
+
+
+#: How other tools name their configuration, and a GPU.
+_OF_RECIPES = frozenset(("config", "config-file", "config_file", "recipe", "file", "c", "f", "cfg", "yaml"))
+_OF_DEVICES = frozenset(("gpu", "device", "gpu-type", "gpu_type", "hardware", "for", "on"))
+#: An option that is so similar to one of ours was misspelt, though it is the name of a recipe's key as well.
+_MISSPELT = 0.8
+
+
+def unknown_command(word: str, commands: Iterable[str]) -> Finding:
+    """FT151 for a first word that is no command."""
+    from ftcli.config.secrets import mask
+
+    known = list(commands)
+    meant, missing = _OTHER_WORDS.get(word.lower()), methods.not_offered(word)
+    near = [meant] if meant else get_close_matches(word.lower(), known, n=1, cutoff=0.5)
+    if word.endswith(RECIPE_SUFFIXES):
+        help = f"a command comes first: `ftcli train {word}` or `ftcli check {word}`"
+    elif is_shipped(word):
+        help = f"that is a recipe: `ftcli recipes copy {word}`, then `ftcli train {word}.yaml`"
+    elif is_run(word):
+        help = f"that is a run: `ftcli export {word}`, `ftcli chat {word}`, `ftcli runs` or `ftcli compare {word} ...`"
+    elif missing is not None:
+        help = missing
+    elif near:
+        help = f"did you mean `ftcli {near[0]}`?"
+    else:
+        help = f"commands: {', '.join(known)}"
+    return Finding("FT151", f"no command `{mask(word)}`", Origin("command line"), help)
+
+
+def usage_finding(error: TyperException, argv: Sequence[str]) -> Finding:
+    """FT150 for everything else that the parser refuses."""
+    from ftcli.config.secrets import mask
+
+    message = mask(error.format_message()).rstrip(".").replace("'", "`")
+    message = message[:1].lower() + message[1:]
+    option = getattr(error, "option_name", None)
+    context = getattr(error, "ctx", None)
+    command = f"ftcli {argv[0]}" if argv and not argv[0].startswith("-") else "ftcli"
+    path = context.command_path if context is not None else command
+    help = f"`{path} --help` shows what it takes"
+    if isinstance(option, str) and "no such option" in message:
+        message = f"no option `{option}`"
+        help = _option_help(option, getattr(error, "possibilities", None) or (), path) or help
+    elif "unexpected extra argument" in message:
+        help = _extra_help(argv) or help
+    elif "no such command" in message and argv and argv[-1] and is_shipped(argv[-1]):
+        help = f"did you mean `ftcli recipes show {argv[-1]}`?"
+    return Finding("FT150", message, Origin("command line"), help)
+
+
+def _option_help(option: str, near: Sequence[str], path: str) -> str | None:
+    if path == "ftcli":
+        return f"options come after the command, as in `ftcli train RECIPE {option}`"
+    name = option.lstrip("-").partition("=")[0]
+    if name in _OF_RECIPES:
+        return f"the recipe is named without an option: `{path} RECIPE`"
+    if name in _OF_DEVICES and path == "ftcli check":
+        return "did you mean --as, as in `--as t4`?"
+    keys = _keys_named(name)
+    likely = get_close_matches(option, near, n=1, cutoff=0.5 if keys else 0.4)
+    if likely and not (keys and SequenceMatcher(None, option, likely[0]).ratio() < _MISSPELT):
+        return f"did you mean {likely[0]}?"
+    return f"values of a recipe are set by --set {keys[0]}=VALUE" if keys else None
+
+
+def _extra_help(argv: Sequence[str]) -> str | None:
+    """For ``ftcli train recipe.yaml lora.r=8``, as other tools have it."""
+    loose = [word for before, word in pairwise(argv) if "=" in word and before != "--set"]
+    loose = [word for word in loose if not word.startswith("-")]
+    runs = [word for word in argv[2:] if is_run(word)]
+    if argv[0] == "eval" and runs:
+        return f"write --run {runs[0]}"
+    return f"write --set {loose[0]}" if loose else None
+
+
+def _keys_named(name: str) -> list[str]:
+    """Recipe keys of this dotted or plain name, or ours for another tool's."""
+    from ftcli.config.dialects import foreign
+    from ftcli.config.schema import RecipeSchema
+
+    wanted = name.replace("-", "_").lower()
+    keys = list(RecipeSchema().keys())
+    found = [key for key in keys if wanted in (key, key.rpartition(".")[2])]
+    known = foreign("", wanted)
+    return found or ([known.key] if known is not None and known.key is not None else [])

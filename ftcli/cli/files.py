@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ftcli.cli.environment import is_terminal
 from ftcli.cli.render import terminal_text
-from ftcli.errors import ExitCode, FtcliError, Origin, first_line
+from ftcli.errors import FtcliError, Origin, first_line
 from ftcli.paths import RUN_RECIPE, is_file
 
 _COMMAND_LINE = Origin("command line")
@@ -79,7 +79,7 @@ def _require_nobodys(target: Path) -> None:
 
 def _exists(target: Path, help: str, what: str = "") -> FtcliError:
     message = f"{target}{what}" if what.startswith(":") else f"{target} exists{what}"
-    return FtcliError.single("FT153", message, exit_code=ExitCode.RECIPE, origin=_COMMAND_LINE, help=help)
+    return FtcliError.single("FT153", message, origin=_COMMAND_LINE, help=help)
 
 
 def _unwritable(target: Path, error: OSError | RuntimeError) -> FtcliError:
@@ -87,7 +87,6 @@ def _unwritable(target: Path, error: OSError | RuntimeError) -> FtcliError:
     return FtcliError.single(
         "FT155",
         f"{target} cannot be written: {reason}",
-        exit_code=ExitCode.RECIPE,
         origin=_COMMAND_LINE,
         help="name a file in a folder that exists and that you can write to",
     )

@@ -1,21 +1,67 @@
-"""Options that commands share, as annotated types, and what they turn into."""
+"""The request of a parsed command line, run later in the one place that maps errors to exit statuses."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeAlias, TypeVar
 
 import typer
 
-from ftcli.cli import completion
-from ftcli.cli.request import CommonOptions
-from ftcli.errors import ExitCode, FtcliError, Origin
+from ftcli.cli import names
+from ftcli.errors import FtcliError, Origin
 from ftcli.paths import OPEN_IT, RECIPE_SUFFIXES, RUN_RECIPE, expanded, is_file, is_folder, why_closed
+from ftcli.reporting import Session
 
 if TYPE_CHECKING:
     from ftcli.config.load import LoadedRecipe, Override
+
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class CommonOptions:
+    """The options that every command takes."""
+
+    json: bool = False
+    quiet: bool = False
+    offline: bool = False
+    debug: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Invocation(Generic[R]):
+    """One invocation: `action` does the work when it is called with a session, and gives a value of the command's type.
+
+    ``render`` turns the result into text for people; None shows it as aligned keys and values. ``raw`` results are
+    printed as rendered even with ``--json``: a schema is a JSON document already. ``exit_code`` is the status that a
+    result stands for; None: it is a success. ``verbatim`` texts are written as they are: what steers a terminal has
+    been taken out by whoever painted them, or they are the content of a file. ``owns_stdout``: the action itself keeps
+    the libraries' output off stdout, because it writes to it while it works.
+    """
+
+    command: str
+    options: CommonOptions
+    action: Callable[[Session], R]
+    render: Callable[[R], str] | None = None
+    raw: bool = False
+    verbatim: bool = False
+    exit_code: Callable[[R], int] | None = None
+    owns_stdout: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EndedElsewhere:
+    """A command has run in other processes, one of which has told what came of it, with this exit status."""
+
+    exit_code: int
+
+
+#: A command's function is asked for its annotations when the command line is built, before its result's type is loaded.
+AnyRequest: TypeAlias = Invocation[Any]
+
 
 RecipeArgument = Annotated[
     str,
@@ -23,7 +69,7 @@ RecipeArgument = Annotated[
         metavar="RECIPE",
         help="The recipe, a YAML file.",
         show_default=False,
-        autocompletion=completion.recipe_files,
+        autocompletion=names.recipe_files,
     ),
 ]
 SetOption = Annotated[
@@ -113,7 +159,7 @@ def load(path: str, changes: Sequence[Override]) -> LoadedRecipe:
 
 def _advised(error: FtcliError, path: Path) -> FtcliError:
     """A recipe that is not there (FT101), with what was probably meant."""
-    from ftcli.cli.suggest import is_shipped, recipe_meant, run_meant
+    from ftcli.cli.names import is_shipped, recipe_meant, run_meant
 
     finding = error.findings[0]
     nearby = (finding.help or "").startswith("did you mean") and not is_shipped(path.stem)
@@ -129,7 +175,7 @@ def run_directory(path: str, label: str) -> Path:
     """
     folder = expanded(path)
     if not is_file(folder / RUN_RECIPE):
-        from ftcli.cli.suggest import run_meant
+        from ftcli.cli.names import run_meant
 
         closed, meant = why_closed(folder), run_meant(folder)
         if closed is not None:
@@ -141,7 +187,6 @@ def run_directory(path: str, label: str) -> Path:
         raise FtcliError.single(
             "FT154",
             f"{path} {problem}",
-            exit_code=ExitCode.RECIPE,
             origin=Origin(f"{label} {path}" if label.startswith("-") else label),
             help=meant or "name the directory that `ftcli train` wrote, as in runs/smoke",
         )
@@ -153,7 +198,6 @@ def without_run(checkpoint: str) -> FtcliError:
     return FtcliError.single(
         "FT154",
         f"--checkpoint {checkpoint} needs a run",
-        exit_code=ExitCode.RECIPE,
         origin=Origin(f"--checkpoint {checkpoint}"),
         help="name the run with --run DIR",
     )

@@ -8,16 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ftcli.cli import options
-from ftcli.cli.place import gpus_of_host, refuse_copies
-from ftcli.cli.request import EndedElsewhere
+from ftcli.cli.environment import gpus_of_host, refuse_copies
+from ftcli.cli.options import EndedElsewhere
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.reporting import Session
 from ftcli.tables import engines
 
 if TYPE_CHECKING:
     from ftcli.config.load import LoadedRecipe, Override
-
-__all__ = ["EndedElsewhere", "exit_code", "run_as_ranks"]
 
 
 def run_as_ranks(
@@ -56,11 +54,10 @@ def run_as_ranks(
         raise FtcliError.single(
             "FT516",
             f"launch.num_processes {wanted:,}: there is no GPU here, and {usable_cores()} CPU cores",
-            exit_code=ExitCode.PREFLIGHT,
             origin=loaded.origins.at("launch.num_processes"),
             help="use at most as many processes as there are cores",
         )
-    from ftcli.cli.workers import run_ranks
+    from ftcli.cli.children import run_ranks
 
     run = Path(str(loaded.recipe.run.output_dir))
     return run_ranks(session.arguments, wanted, [device for device in devices if device is not None], run)

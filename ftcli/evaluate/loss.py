@@ -14,9 +14,8 @@ from ftcli.data.collate import PaddingCollator, packed_batch, unpadded_batch
 from ftcli.data.pack import best_fit
 from ftcli.data.tokens import TokenizedRow
 from ftcli.errors import ExitCode, FtcliError, Origin
-from ftcli.evaluate.batching import in_batches
+from ftcli.evaluate.batching import Sums, in_batches, summed_in_step, summed_over_ranks
 from ftcli.evaluate.margins import Margins
-from ftcli.evaluate.share import Sums, summed_in_step, summed_over_ranks
 from ftcli.labels import IGNORE_INDEX
 from ftcli.model.backbone import compute_context, root_of
 from ftcli.model.loss import loss_of

@@ -1,30 +1,220 @@
-"""Everything that is measured of one model: loss on each held-out file, then each task."""
+"""Everything that is measured of one model: loss on each held-out file, its tasks, and lm-evaluation-harness's."""
 
 from __future__ import annotations
 
+import importlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
+
 from ftcli.config.data import DataConfig, DatasetConfig
 from ftcli.config.evaluation import TaskConfig
 from ftcli.data.asked import RenderedPrompt, asked_rows, room_of_task
+from ftcli.data.reasoning import Answer
 from ftcli.data.tokens import TokenizedRow
-from ftcli.errors import ExitCode, Finding, FtcliError
+from ftcli.errors import ExitCode, Finding, FtcliError, first_line
+from ftcli.evaluate.batching import halved, row_too_large
 from ftcli.evaluate.generate import generate
-from ftcli.evaluate.harness import run_harness
 from ftcli.evaluate.loss import BatchLayout, LossResult, combine, evaluate_loss
-from ftcli.evaluate.tasks import AnsweredTask, JudgedRow, TaskResult, judge
 from ftcli.job import Job
-from ftcli.judges import Judge
-from ftcli.plain import FLATTENED, LEFT_OUT
+from ftcli.judges import CALLED_WITH, CompletionBatch, Judge, columns_of
+from ftcli.model.backbone import compute_context
+from ftcli.plain import FLATTENED, LEFT_OUT, JsonMap, JsonObject
+from ftcli.plan.precision import DtypePlan
+from ftcli.reporting import Reporter
+from ftcli.rows.prompts import Prompt
 from ftcli.rows.row import raise_findings
 
 if TYPE_CHECKING:
     from peft import PeftModel
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from ftcli.run.process_group import RankGroup
+
+
+def run_harness(
+    model: PreTrainedModel | PeftModel,
+    tokenizer: PreTrainedTokenizerBase,
+    tasks: Sequence[str],
+    *,
+    batch_size: int,
+    limit: int | None,
+    max_length: int,
+    plan: DtypePlan,
+    device: torch.device,
+    reporter: Reporter,
+) -> dict[str, dict[str, float]]:
+    """The harness's own metrics of each task, and of each group of tasks, by name ("acc", "acc_norm_stderr", ...).
+
+    Args:
+        limit: Rows of each task; None for all.
+        max_length: Longest input in tokens; longer ones lose their beginning, as the harness does it.
+
+    Raises:
+        FtcliError: FT766 (exit 2) for a task that it does not know or cannot prepare, FT761 (exit 5) when a single row
+            does not fit into memory. A batch that does not fit is halved and the tasks begin again, with the warning
+            FT764.
+        ModuleNotFoundError: the package is not installed, which preflight says before (FT253).
+    """
+    was_training = model.training
+    model.eval()
+    try:
+        while True:
+            results = None
+            try:
+                with compute_context(device, plan.compute, plan.autocast):
+                    results = _evaluate(model, tokenizer, tasks, batch_size, limit, max_length)
+            except torch.OutOfMemoryError as error:
+                if batch_size == 1:
+                    raise row_too_large("lm-evaluation-harness", None) from error
+            if results is not None:
+                return _metrics(results)
+            tried, batch_size = batch_size, batch_size // 2  # not in the except block: it holds the batch's tensors
+            reporter.finding(halved("lm-evaluation-harness", tried, batch_size))
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+    finally:
+        model.train(was_training)
+
+
+def _evaluate(
+    model: PreTrainedModel | PeftModel,
+    tokenizer: PreTrainedTokenizerBase,
+    tasks: Sequence[str],
+    batch_size: int,
+    limit: int | None,
+    max_length: int,
+) -> JsonMap:
+    harness = importlib.import_module("lm_eval")
+    adapter = importlib.import_module("lm_eval.models.huggingface")
+    wrapped = adapter.HFLM(
+        pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size, max_length=max_length
+    )
+    try:
+        results: JsonMap = harness.simple_evaluate(
+            model=wrapped, tasks=list(tasks), limit=limit, log_samples=False, bootstrap_iters=0
+        )
+    except (KeyError, ValueError, OSError) as error:
+        raise FtcliError.single(
+            "FT766",
+            f"lm-evaluation-harness cannot run {', '.join(tasks)}: {type(error).__name__}: {first_line(error)}",
+            help="`lm_eval ls tasks` lists the tasks; most download their data from the Hub",
+        ) from error
+    return results
+
+
+def _metrics(results: JsonMap) -> dict[str, dict[str, float]]:
+    """Numbers only, without the harness's filter where it is the default one: "acc,none" is "acc"."""
+    found: dict[str, dict[str, float]] = {}
+    for table in ("results", "groups"):
+        for name, values in results.get(table, {}).items():
+            found[name] = {
+                key.removesuffix(",none"): float(value)
+                for key, value in values.items()
+                if isinstance(value, int | float) and not isinstance(value, bool) and "," in key
+            }
+    return found
+
+
+SAMPLES_KEPT = 8
+
+
+@dataclass(frozen=True, slots=True)
+class AnsweredTask:
+    """A task's rows with what the model said: ``texts`` are the prompts as the model saw them."""
+
+    prompts: Sequence[Prompt]
+    texts: Sequence[str]
+    answers: Sequence[Answer]
+
+
+@dataclass(frozen=True, slots=True)
+class JudgedRow:
+    """One row of a task: the prompt as the model saw it, what was expected and answered, and the judge's number.
+
+    ``reasoning`` is what the model wrote before its answer; None where it wrote none.
+    """
+
+    prompt: str
+    reference: str | None
+    completion: str
+    score: float | None = None
+    reasoning: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TaskResult:
+    """``score`` is the mean over the rows that were judged; built-in judges give 0 or 1 a row. ``answers`` are all.
+
+    ``failed`` counts rows that the judge failed on; ``failure`` is the first of them in words. ``cut`` counts answers
+    that ended only with the room for them, ``cut_reasoning`` those of them whose reasoning had not ended.
+    """
+
+    name: str
+    use: str
+    score: float
+    rows: int
+    answers: tuple[JudgedRow, ...]
+    failed: int = 0
+    failure: str | None = None
+    cut: int = 0
+    cut_reasoning: int = 0
+
+    @property
+    def cut_words(self) -> str:
+        """Text on the number of answers that were cut off."""
+        inside = f", {self.cut_reasoning:,} of them while reasoning," if self.cut_reasoning else ""
+        return f"{self.cut:,} of {len(self.answers):,} answers were cut off{inside}"
+
+    @property
+    def samples(self) -> tuple[JudgedRow, ...]:
+        """The first rows."""
+        return self.answers[:SAMPLES_KEPT]
+
+    def as_dict(self) -> JsonObject:
+        """The JSON form, without every answer."""
+        said = {"name": self.name, "use": self.use, "score": self.score, "rows": self.rows, "failed": self.failed}
+        return {**said, "cut": self.cut, "cut_reasoning": self.cut_reasoning, "samples": self.samples}
+
+
+def judge(task: TaskConfig, answered: AnsweredTask, judge: Judge) -> TaskResult:
+    """Scores one task; all rows are kept, for the report to choose from.
+
+    Args:
+        judge: The task's. It is asked once with all completions, as rewards of GRPO are, so that one function of the
+            user's can serve both.
+
+    Raises:
+        FtcliError: FT765 (exit 4) as :meth:`ftcli.judges.Judge.scores`.
+    """
+    references = [prompt.reference for prompt in answered.prompts]
+    # Names that the function is called with anyway cannot be columns; every task has answers, known or not.
+    lent = columns_of(answered.prompts)
+    columns = {"answer": references, **{k: v for k, v in lent.items() if k not in CALLED_WITH}}
+    origins = [prompt.row.origin for prompt in answered.prompts]
+    known = [text or "" for text in references]
+    completions, reasoning = [one.text for one in answered.answers], [one.reasoning for one in answered.answers]
+    asked = answered.prompts  # reward models render them by a template of their own
+    scores = judge.scores(CompletionBatch(completions, answered.texts, known, columns, origins, reasoning, asked))
+    kept = zip(answered.texts, references, completions, scores.values, reasoning, strict=True)
+    answers = tuple(JudgedRow(*row) for row in kept)
+    cut = [one for one in answered.answers if one.cut]
+    judged = [score for score in scores.values if score is not None]
+    score = math.fsum(judged) / max(len(judged), 1)
+    return TaskResult(
+        task.label,
+        task.kind,
+        score,
+        len(judged),
+        answers,
+        len(scores.failed),
+        scores.example,
+        len(cut),
+        sum(one.reasoning is not None and not one.text for one in cut),
+    )
 
 
 @dataclass(frozen=True, slots=True)

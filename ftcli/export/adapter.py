@@ -1,25 +1,54 @@
-"""Copies an adapter in PEFT's own layout, and compares the copy with its source bit for bit."""
+"""Adapters in PEFT's own layout: copied, and compared with their source bit for bit.
+
+Some bring embeddings of their own: a vocabulary with added tokens, or single rows that were trained. PEFT has several
+forms of them, and stores them unasked where the vocabulary has another size than the base's. All are read as what they
+amount to, embedding and head trained whole, which every format that merges can do.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
 
 from ftcli.errors import Finding
 from ftcli.export.clean.request import TENSOR, ReloadRequest
-from ftcli.export.embeddings import with_its_vocabulary
-from ftcli.export.probe import TEXTS
-from ftcli.export.source import ExportSource, attach, not_verified, read_adapter_config, source_tokenizer, unwritten
+from ftcli.export.source import (
+    ADAPTER_WEIGHTS,
+    ExportSource,
+    attach,
+    not_verified,
+    read_adapter_config,
+    source_tokenizer,
+    unusable,
+    unwritten,
+)
 from ftcli.export.tensorfile import finite_tensors
-from ftcli.export.verify import Verified, compare_tensors, compare_tokenizers, not_asked, reloaded
-from ftcli.export.weights import source_config
-from ftcli.plain import JsonMap
+from ftcli.export.verify import TEXTS, Verified, compare_tensors, compare_tokenizers, not_asked, reloaded
+from ftcli.export.weights import StoredWeights, base_weights, ends, source_config
+from ftcli.facts.shape import means
+from ftcli.facts.weights import ADAPTER_CONFIG
+from ftcli.model.pretrained import hollow
+from ftcli.plain import JsonMap, JsonObject
+from ftcli.run.atomic import writing_into
 from ftcli.run.checkpoint import PROGRESS
 from ftcli.tables import exports
 from ftcli.tables.exports import AdapterServer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 #: What a trainer may leave beside its result and what nobody needs to load it.
 _LEFT_OUT = (".bin", ".pt", ".pth", ".pkl")
@@ -127,3 +156,160 @@ def _beside_pairs(config: JsonMap, names: Iterable[str]) -> list[str]:
 def adapter_bytes(source: ExportSource) -> int:
     """Bytes on disk of the format ``adapter``."""
     return sum(path.stat().st_size for path in source.folder.iterdir() if path.is_file())
+
+
+_PREFIX = "base_model.model."
+_ROWS, _ROWS_BASE = ".token_adapter.trainable_tokens_delta", ".token_adapter.base_layer.weight"
+_INDICES = "trainable_token_indices"
+
+
+@contextmanager
+def with_its_vocabulary(source: ExportSource) -> Iterator[ExportSource]:
+    """``source``; where its adapter brings embeddings of its own, one in a temporary folder that trained them whole.
+
+    Raises:
+        FtcliError: FT742 where a part of the resized model is nowhere stored, or PEFT's form is another; and as
+            :func:`ftcli.export.weights.base_weights` for rows that are put into the base's; FT723 and FT724 where the
+            temporary folder cannot be written.
+    """
+    if source.kind != "adapter" or not _brings_embeddings(source):
+        yield source
+        return
+    with TemporaryDirectory(prefix="ftcli-adapter-") as place:
+        folder = Path(place, source.folder.resolve().name)
+        folder.mkdir()
+        with writing_into(folder, folder):
+            made = _written(source, folder)
+        yield made
+
+
+def _outline(source: ExportSource) -> PreTrainedModel:
+    return hollow(source_config(source))
+
+
+def _brings_embeddings(source: ExportSource) -> bool:
+    """True if the adapter's file holds more than pairs of matrices and modules of the base's shapes."""
+    config = read_adapter_config(source.folder)
+    if config.get(_INDICES) or config.get("ensure_weight_tying"):
+        return True
+    tensors = finite_tensors(source.folder)
+    if any(".lora_embedding_" in key for key in tensors):  # alone they can be copied
+        return any(key.endswith(".base_layer.weight") for key in tensors)
+    wholes = {key.removeprefix(_PREFIX): tensor for key, tensor in tensors.items() if ".lora_" not in key}
+    named = config.get("modules_to_save") or ()
+    if not wholes:
+        return False
+    model = _outline(source)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
+    vocabulary = [name for name in ends(model) if name in wholes]
+    resized = any(wholes[name].shape != shapes[name] for name in vocabulary)
+    unnamed = any(not _covers(named, name) for name in vocabulary)
+    return resized or unnamed or any(".modules_to_save." in name for name in wholes)
+
+
+def _covers(modules: Any, weight: str) -> bool:
+    """True if ``modules_to_save`` names the module of a weight, as PEFT matches them."""
+    module = weight.removesuffix(".weight")
+    return any(means(each, module) for each in modules)
+
+
+def _written(source: ExportSource, folder: Path) -> ExportSource:
+    """The same adapter in ``folder``, embedding and head in it as modules that were trained whole."""
+    config, model = read_adapter_config(source.folder), _outline(source)
+    pairs, wholes, rows = _parts(source, finite_tensors(source.folder))
+    wholes = _with_rows(source, config, model, wholes, rows)
+    size = _require_both_ends(source, model, wholes)
+    saved = list(config.get("modules_to_save") or ())
+    saved += [name.removesuffix(".weight") for name in wholes if not _covers(saved, name)]
+    written = {**config, "modules_to_save": saved, _INDICES: None, "ensure_weight_tying": False}
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(written), encoding="utf-8")
+    tensors = {**pairs, **{f"{_PREFIX}{name}": tensor.contiguous() for name, tensor in wholes.items()}}
+    # A head that is the embedding is stored twice: they are two modules here.
+    save_file({key: tensor.clone() for key, tensor in tensors.items()}, folder / ADAPTER_WEIGHTS, {"format": "pt"})
+    for path in source.folder.iterdir():
+        if path.is_file() and not path.name.startswith(("adapter_model", ADAPTER_CONFIG)):
+            (folder / path.name).symlink_to(path.resolve())
+    return replace(source, folder=folder, vocabulary=size)
+
+
+def _parts(
+    source: ExportSource, tensors: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """Splits the file into pairs of matrices by key, whole weights by name, and trained rows by their weight's name."""
+    pairs: dict[str, Tensor] = {}
+    wholes: dict[str, Tensor] = {}
+    rows: dict[str, Tensor] = {}
+    for key, tensor in tensors.items():
+        name = key.removeprefix(_PREFIX)
+        if ".lora_embedding_" in name:
+            raise unusable(source.folder, f"{name} adapts the embeddings, which ftcli does not export")
+        if ".lora_" in name:
+            pairs[key] = tensor
+        elif name.endswith(_ROWS):
+            rows[f"{name.removesuffix(_ROWS)}.weight"] = tensor
+        elif name.endswith(_ROWS_BASE):
+            wholes[f"{name.removesuffix(_ROWS_BASE)}.weight"] = tensor
+        elif ".modules_to_save." in name:
+            wholes[name.replace(".modules_to_save", "")] = tensor
+        elif ".original_module." not in name and f"{_PREFIX}{_saved_key(name)}" not in tensors:
+            wholes[name] = tensor
+    return pairs, wholes, rows
+
+
+def _saved_key(name: str) -> str:
+    module, _, leaf = name.rpartition(".")
+    return f"{module}.modules_to_save.{leaf}"
+
+
+def _with_rows(
+    source: ExportSource,
+    config: JsonObject,
+    model: PreTrainedModel,
+    wholes: Mapping[str, Tensor],
+    rows: Mapping[str, Tensor],
+) -> dict[str, Tensor]:
+    """``wholes``, and each weight of which rows were trained, with those rows in it."""
+    made = dict(wholes)
+    base: StoredWeights | None = None
+    for name, trained in rows.items():
+        if name not in made:
+            base = base or base_weights(source)
+            made[name] = base.read(name)
+        ids = torch.tensor(_indices(config, name), dtype=torch.long)
+        if len(ids) != len(trained) or bool((ids < 0).any() | (ids >= len(made[name])).any()):
+            raise unusable(source.folder, f"{_INDICES} and the rows that are stored of {name} do not fit together")
+        made[name] = made[name].float().index_copy(0, ids, trained.float())
+    embedding, head = ends(model)
+    # PEFT trains a tied head with the embedding, and stores it once.
+    tied = model.get_parameter(head) is model.get_parameter(embedding) if head else False
+    follows = bool(config.get("ensure_weight_tying")) or embedding in rows
+    if tied and follows and embedding in made and head not in made:
+        made[head] = made[embedding]
+    return made
+
+
+def _indices(config: JsonObject, name: str) -> list[int]:
+    """The ids whose rows of a weight were trained: a list is the embedding's; a table names modules."""
+    said: Any = config.get(_INDICES) or []
+    if isinstance(said, dict):
+        return next((list(ids) for module, ids in said.items() if _covers([module], name)), [])
+    return list(said)
+
+
+def _require_both_ends(source: ExportSource, model: PreTrainedModel, wholes: Mapping[str, Tensor]) -> int | None:
+    """The new size of the vocabulary, None where it is the base's.
+
+    Raises FtcliError FT742 where one side of the resized model is not in the adapter: its new rows are nowhere stored.
+    """
+    embedding, head = ends(model)
+    size = model.get_parameter(embedding).shape[0]
+    found = {name: wholes[name].shape[0] for name in (embedding, head) if name in wholes}
+    if all(rows == size for rows in found.values()):
+        return None
+    if head and set(found) != {embedding, head}:
+        (missing,) = {embedding, head} - set(found)
+        reason = f"its vocabulary has {next(iter(found.values()))} tokens and the base's {size}, and the rows that "
+        raise unusable(source.folder, f"{reason}{missing} has for them are not in it")
+    if len(set(found.values())) > 1:
+        raise unusable(source.folder, f"{embedding} has {found[embedding]} rows and {head} {found[head]}")
+    return next(iter(found.values()))

@@ -17,10 +17,8 @@ from ftkernels.ternary import PER_BYTE, pack_ternary
 from torch import Tensor, nn
 
 from ftcli.config.model import QuantizationConfig
-from ftcli.errors import ExitCode, FtcliError
-from ftcli.export.clean.process import model_request, sent
+from ftcli.errors import FtcliError
 from ftcli.export.clean.request import LAYER, rows_for
-from ftcli.export.probe import continued, logits, probe_batch
 from ftcli.export.safetensors import SHARD_BYTES, copy_processors
 from ftcli.export.source import ExportSource, local_config, not_verified, source_stops, source_tokenizer
 from ftcli.export.tensorfile import read_tensors
@@ -28,8 +26,13 @@ from ftcli.export.verify import (
     Verified,
     check_answer,
     compare_tensors,
+    continued,
+    logits,
+    model_request,
     not_asked,
+    probe_batch,
     reloaded,
+    sent,
 )
 from ftcli.export.weights import base_weights
 from ftcli.model.bitnet import BitLinear, TernaryLinear, declaration
@@ -182,8 +185,5 @@ def _require_masters(source: ExportSource) -> None:
 
 def _unpackable(reason: str) -> FtcliError:
     return FtcliError.single(
-        "FT740",
-        f"nothing can be packed: {reason}",
-        exit_code=ExitCode.RECIPE,
-        help="export.formats: [safetensors] writes the masters",
+        "FT740", f"nothing can be packed: {reason}", help="export.formats: [safetensors] writes the masters"
     )

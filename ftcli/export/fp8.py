@@ -21,9 +21,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ftcli.errors import ExitCode, FtcliError, first_line
-from ftcli.export.clean.process import model_request, sent
 from ftcli.export.merge import outputs
-from ftcli.export.probe import probe_batch
 from ftcli.export.safetensors import ModelPlan, plan_model, require_kept_base, save_model
 from ftcli.export.source import ExportSource, not_verified, plain_config, source_tokenizer, unwritten
 from ftcli.export.tensorfile import TensorToWrite, computed, tensor_files
@@ -33,10 +31,14 @@ from ftcli.export.verify import (
     difference,
     elements,
     loaded,
+    model_request,
     not_asked,
+    probe_batch,
     reloaded,
+    sent,
     shortened,
     trained_logits,
+    unlike_names,
 )
 from ftcli.export.weights import MergedWeights, StoredWeights, base_weights, source_updates
 from ftcli.model.backbone import decoder_layers
@@ -208,8 +210,7 @@ def _compare_weights(folder: Path, plan: ModelPlan, rounded: Mapping[str, str], 
     try:
         files, not_rounded = tensor_files(folder), _not_rounded(rounded, merged)
         expected = {*rounded, *not_rounded, *(scale_key(key) for key in rounded)}
-        problems = [f"{key} is missing" for key in sorted(expected - set(files))]
-        problems += [f"{key} is not the model's" for key in sorted(set(files) - expected)]
+        problems = unlike_names(files, expected, "is not the model's")
         if problems:
             return shortened(problems)
         for key, name in rounded.items():
@@ -260,6 +261,5 @@ def _stacked(name: str) -> FtcliError:
     return FtcliError.single(
         "FT740",
         f"nothing can be rounded to fp8: {name} is a stack of experts, and ftcli rounds linear layers alone",
-        exit_code=ExitCode.RECIPE,
         help="export.formats: [safetensors] writes the model in 16 bits",
     )

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from ftcli.data.bounded import REFUSALS, limited_template
 from ftcli.errors import ExitCode, Finding, FtcliError
-from ftcli.export.gguf.expected import ExpectedFile, prepare_gguf
+from ftcli.export.gguf.file import ExpectedFile, prepare_gguf
 from ftcli.export.gguf.verify import verify_file
 from ftcli.export.gguf.vocabulary import vocabulary_of
 from ftcli.export.gguf.write import write_type
 from ftcli.export.source import ExportSource, not_verified, source_tokenizer
 from ftcli.export.verify import Verified, not_asked
-from ftcli.gguf.file import require_gguf_package
+from ftcli.gguf import require_gguf_package
 from ftcli.tables.gguf import TYPES
 
 if TYPE_CHECKING:

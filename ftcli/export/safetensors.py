@@ -7,7 +7,7 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -19,11 +19,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from ftcli.errors import ExitCode, Finding, FtcliError, first_line
-from ftcli.export.clean.process import model_request, sent
 from ftcli.export.clean.request import LOGITS
 from ftcli.export.lazy import WHOLE_LAYER, computing_from
 from ftcli.export.merge import AdapterUpdates, Rounding, outputs, rounded_as_merged, rounding_of
-from ftcli.export.probe import Probe, continued, logits, probe_batch
 from ftcli.export.source import (
     ExportSource,
     attach,
@@ -46,25 +44,32 @@ from ftcli.export.tensorfile import (
     write_shards,
 )
 from ftcli.export.verify import (
+    SENSITIVE,
     TOLERANCE,
+    Probe,
     Verified,
     check_answer,
-    check_generation,
-    check_logits,
-    check_stops,
+    compare_logits,
     compare_tokenizers,
     compare_written,
+    continued,
     elements,
     loaded,
+    logits,
+    model_request,
     not_asked,
     open_written,
+    probe_batch,
     reloaded,
+    sent,
     shortened,
     trained_logits,
+    unlike_names,
 )
 from ftcli.export.weights import (
     MergedWeights,
     StoredWeights,
+    WeightUpdate,
     base_weights,
     ends,
     source_config,
@@ -78,7 +83,6 @@ from ftcli.model.pretrained import hollow, read_config
 from ftcli.model.quantized import unreadable_weights
 from ftcli.model.score_head import SCORE, row_scores
 from ftcli.model.tokenizer import align_special_tokens, source_of
-from ftcli.plain import plain_fields
 from ftcli.run.checkpoint import PROGRESS
 from ftcli.tables import exports
 from ftcli.units import gib
@@ -93,6 +97,7 @@ SHARD_BYTES = 4 * 10**9
 LOST_SHARE = 0.5
 #: What lies beside the weights of a model that takes images or sound.
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+_SCORE = f"{SCORE}.weight"
 _LAYER = re.compile(r"(.*?\.\d+)\.")
 #: Bytes for each element: of a weight that is merged (as stored, s B A, that times s, rounded), of one that is read to
 #: compute with (as stored, float32), of a layer (float32).
@@ -127,6 +132,11 @@ class ModelPlan:
         return Counter(dtype for dtype in stored if dtype.is_floating_point).most_common(1)[0][0]
 
     @property
+    def added(self) -> list[tuple[str, Tensor]]:
+        """What a reward model has in the head's place, which the base does not have; it keeps its float32."""
+        return [(name, whole) for name, whole in self.adapter.whole.items() if name == _SCORE]
+
+    @property
     def merged_with(self) -> str:
         """The form of the base that the adapter is merged with; empty if there is no adapter."""
         return self.base.form if self.adapter.changed else ""
@@ -139,8 +149,6 @@ def write(source: ExportSource, folder: Path, say: Callable[[str], None]) -> Ver
         FtcliError: as :func:`write_merged` and :func:`verify_merged`, or :func:`copy_model` and :func:`verify_copy`.
         OSError: it cannot be written.
     """
-    if source.classifier and source.kind == "adapter":
-        return _write_classifier(source, folder, say)
     if source.kind == "model" and source.settings.dtype == "auto":
         copy_model(source, folder)
         return verify_copy(source, folder) if source.verify else not_asked()
@@ -162,7 +170,8 @@ def write_merged(source: ExportSource, folder: Path, say: Callable[[str], None])
     plan = plan_model(source)
     _require_memory(plan)
     say(f"merging with {plan.merged_with}" if source.kind == "adapter" else f"rounding to {source.settings.dtype}")
-    save_model(source, plan, outputs(plan.base, plan.adapter, plan.rounding), folder)
+    added = [computed(name, tuple(whole.shape), whole.dtype, lambda whole=whole: whole) for name, whole in plan.added]  # type: ignore[misc]
+    save_model(source, plan, [*outputs(plan.base, plan.adapter, plan.rounding), *added], folder)
     return plan
 
 
@@ -231,9 +240,7 @@ def save_config(source: ExportSource, plan: ModelPlan, tokenizer: PreTrainedToke
         if untied(plan.base, plan.adapter.changed) or _both_ends_stored(model, plan):
             # Loading would copy one side over the other.
             one.tie_word_embeddings = False
-    name, revision = (str(source.folder), None)
-    if source.kind == "adapter":
-        name, revision = source_of(source.base.name_or_path), source.base.revision
+    name, revision = _stored_at(source)
     with suppress(OSError):  # a model without one has what its config says
         model.generation_config = GenerationConfig.from_pretrained(
             name, revision=revision, local_files_only=source.offline
@@ -254,68 +261,81 @@ def _both_ends_stored(model: PreTrainedModel, plan: ModelPlan) -> bool:
 def verify_merged(source: ExportSource, folder: Path, plan: ModelPlan, say: Callable[[str], None]) -> Verified:
     """Compare what was written with the files of base and adapter: weights, logits, tokenizer and stop tokens.
 
-    The files are opened anew. Weights are held against the adapter's own file, logits against PEFT's layers.
-
-    A warning (FT744) tells when rounding took away most of what the adapter does.
+    The files are opened anew. Weights are held against the adapter's own file, logits (of a reward model, scores)
+    against PEFT's layers. A warning (FT744) tells when rounding took away most of what the adapter does.
 
     Raises:
         FtcliError: FT741 when anything differs.
     """
     say("verifying: comparing weights")
-    written = open_written(folder)
-    base, adapted = base_weights(source), plan.adapted
-    merged = MergedWeights(base, {} if adapted is None else source_updates(source, adapted))
-    problems = compare_written(written, merged, plan.rounding)
+    written, base, adapted = open_written(folder), base_weights(source), plan.adapted
+    changes = {} if adapted is None else source_updates(source, adapted)
+    added = [name for name, _ in plan.added]
+    problems = compare_written(written, MergedWeights(base, changes), plan.rounding, added)
+    problems += [f"{name} differs" for name in added if not _is_whole(changes[name], written.read(name))]
+    if problems:
+        raise not_verified(folder, problems)
+    count: dict[str, str | int] = {"merged": plan.merged} if adapted is not None else {}
+    if source.classifier:
+        say("verifying: comparing scores")
+        with _as_stored(plan, base) as model:
+            scores = _verify_scores(source, folder, model, written)
+        return Verified("every weight, scores in float32, tokenizer", {**count, **scores}, merged_with=plan.merged_with)
     say("verifying: comparing logits")
     tokenizer = source_tokenizer(source)
-    probe = probe_batch(tokenizer, base.shape(base.ends[0])[0])
-    probe, exact, without, wanted = _reference(plan, base, adapted, probe)
+    whole: Any = unwritten(plan.config) if adapted is None else adapted
+    probe, exact = trained_logits(whole, base, probe_batch(tokenizer, base.shape(base.ends[0])[0]))
+    effect = 0.0 if adapted is None else _effect(adapted, base, probe, exact)
+    with _as_stored(plan, base) as model:
+        wanted = logits(model, probe)
     request = model_request(folder, probe, elements(written), dtype="float32")
     answer = source.reload(request, sent(probe))
-    problems += answer.problems
+    if answer.problems:
+        raise not_verified(folder, list(answer.problems))
+    rounding = compare_logits(wanted, exact, TOLERANCE)
+    allowed = max(TOLERANCE, SENSITIVE * rounding.relative_error)
+    unrounded = exact, allowed + rounding.relative_error
+    problems, facts = check_answer(answer, wanted, probe, tokenizer, plan.stops, allowed, unrounded)
     if problems:
         raise not_verified(folder, problems)
-    problems += compare_tokenizers(answer.tokenizer, tokenizer)
-    problems += check_stops(answer.stops, plan.stops)
-    report = check_logits(answer.tensors[LOGITS], probe, wanted, exact, without, plan.dtype)
-    problems += report.problems
-    problems += check_generation(answer, exact, probe, plan.stops, report.tolerance + report.rounding)
-    if problems:
-        raise not_verified(folder, problems)
-    facts = {name: value for name, value in plain_fields(report).items() if name != "problems"}
-    count: dict[str, str | int] = {"merged": plan.merged} if adapted is not None else {}
+    dtype = str(plan.dtype).removeprefix("torch.")
+    facts |= {"dtype": dtype, "rounding": rounding.relative_error, "adapter_effect": effect}
+    facts["top1_agreement"] = rounding.top1_agreement
     return Verified(
         "every weight, logits in float32, tokenizer, stop tokens",
         {**count, "loaded": loaded(request), **facts, **reloaded(answer)},
-        _rounding_warnings(report.lost, report.dtype),
+        _rounding_warnings(rounding.relative_error / effect if effect > 0 else 0.0, dtype),
         plan.merged_with,
     )
 
 
-def _reference(
-    plan: ModelPlan, base: StoredWeights, adapted: PeftModel | None, probe: Probe
-) -> tuple[Probe, Tensor, Tensor, Tensor]:
-    """A probe with what base and adapter go on with; and float32 logits (positions, vocabulary): of
-    base and adapter, of the base, of both with the weights rounded.
-    """
+def _is_whole(change: WeightUpdate, found: Tensor) -> bool:
+    """True if a tensor is the one that was trained in a weight's place."""
+    return change.whole is not None and torch.equal(found, change.whole)
 
-    def as_stored(name: str) -> Tensor:
-        tensor = base.read(name)
-        return tensor if name in plan.adapter.changed else tensor.to(plan.rounding.of(name, base.of(name)))
 
-    if adapted is None:
-        model: Any = unwritten(plan.config)
-        probe, exact = trained_logits(model, base, probe)
-        with computing_from(model, as_stored, base.names):
-            return probe, exact, exact, logits(model, probe)
-    probe, exact = trained_logits(adapted, base, probe)
+def _effect(adapted: PeftModel, base: StoredWeights, probe: Probe, exact: Tensor) -> float:
+    """How far the adapter moves the logits ``exact`` of base and adapter."""
     with computing_from(adapted, base.read, base.names), adapted.disable_adapter():
-        without = logits(adapted, probe)
-    with (
-        computing_from(adapted, as_stored, base.names),
-        rounded_as_merged(adapted, lambda name: plan.rounding.of(name, base.of(name))),
-    ):
-        return probe, exact, without, logits(adapted, probe)
+        return compare_logits(logits(adapted, probe), exact, TOLERANCE).relative_error
+
+
+@contextmanager
+def _as_stored(plan: ModelPlan, base: StoredWeights) -> Iterator[Any]:
+    """Base and adapter, unmerged, or the full fine-tune, computing with the weights rounded as they are stored."""
+    added = dict(plan.added)
+
+    def dtype_of(name: str) -> torch.dtype:
+        return added[name].dtype if name in added else plan.rounding.of(name, base.of(name))
+
+    def read(name: str) -> Tensor:
+        tensor = base.read(name)
+        return tensor if name in plan.adapter.changed else tensor.to(dtype_of(name))
+
+    model: Any = unwritten(plan.config) if plan.adapted is None else plan.adapted
+    rounded = nullcontext() if plan.adapted is None else rounded_as_merged(plan.adapted, dtype_of)
+    with computing_from(model, read, base.names), rounded:
+        yield model
 
 
 def _rounding_warnings(lost: float, dtype: str) -> tuple[Finding, ...]:
@@ -351,7 +371,6 @@ def require_kept_base(source: ExportSource) -> None:
     raise FtcliError.single(
         "FT747",
         "the base model has random weights (model.init: random), which are not kept, so nothing can be merged with it",
-        exit_code=ExitCode.RECIPE,
         origin=source.origins.at("model.init"),
         help=f"export the adapter alone: {_unmerged()}",
     )
@@ -394,46 +413,6 @@ def copy_processors(source: ExportSource, folder: Path) -> None:
             shutil.copyfile(found, folder / name)
 
 
-def _write_classifier(source: ExportSource, folder: Path, say: Callable[[str], None]) -> Verified:
-    """Base and adapter merged, with the score in place of the head. The score keeps its float32.
-
-    Raises:
-        FtcliError: as :func:`write_merged`, and FT741 when a weight or a score is another one.
-        OSError: it cannot be written.
-    """
-    require_kept_base(source)
-    plan = plan_model(source)
-    _require_memory(plan)
-    name = f"{SCORE}.weight"
-    score = plan.adapter.whole[name]
-    say(f"merging with {plan.merged_with}")
-    tensors = outputs(plan.base, plan.adapter, plan.rounding)
-    save_model(source, plan, [*tensors, computed(name, tuple(score.shape), score.dtype, lambda: score)], folder)
-    if not source.verify:
-        return not_asked(plan.merged_with)
-    say("verifying: comparing weights")
-    written, base = open_written(folder), base_weights(source)
-    assert plan.adapted is not None  # only adapters come here
-    changes = source_updates(source, plan.adapted)
-    problems = compare_written(written, MergedWeights(base, changes), plan.rounding, added=(name,))
-    trained = changes[name].whole
-    if trained is None or not torch.equal(written.read(name), trained):
-        problems.append(f"{name} differs")
-    if problems:
-        raise not_verified(folder, problems)
-    say("verifying: comparing scores")
-    with (
-        computing_from(plan.adapted, base.read, base.names),
-        rounded_as_merged(
-            plan.adapted, lambda weight: plan.rounding.of(weight, base.of(weight)) if weight != name else score.dtype
-        ),
-    ):
-        facts = _verify_scores(source, folder, plan.adapted, written)
-    return Verified(
-        "every weight, scores in float32, tokenizer", {"merged": plan.merged, **facts}, merged_with=plan.merged_with
-    )
-
-
 def _verify_scores(
     source: ExportSource, folder: Path, model: Any, written: StoredWeights
 ) -> dict[str, str | int | float]:
@@ -471,7 +450,13 @@ def verify_copy(source: ExportSource, folder: Path) -> Verified:
     except (OSError, SafetensorError) as error:
         raise unusable(source.folder, f"its weights cannot be read ({error})") from error
     if source.classifier:
-        return _verify_classifier_copy(source, folder, wanted)
+        stored, model = base_weights(source), unwritten(source_config(source))
+        with computing_from(model, stored.read, stored.names):
+            scores = _verify_scores(source, folder, model, stored)
+        problems = _compare(tensor_files(folder), wanted)
+        if problems:
+            raise not_verified(folder, problems)
+        return Verified("every weight bit for bit, scores in float32, tokenizer", {"tensors": len(wanted), **scores})
     tokenizer = source_tokenizer(source)
     rounds = getattr(local_config(source.folder), "quantization_config", None)
     probe, trained, parameters = _trained(source, tokenizer, rounds=rounds is not None)
@@ -479,24 +464,12 @@ def verify_copy(source: ExportSource, folder: Path) -> Verified:
     answer = source.reload(request, sent(probe))
     if answer.problems:
         raise not_verified(folder, list(answer.problems))
-    # By the names in the files: some families' weights have others once they are loaded.
-    problems = shortened(list(_compare(tensor_files(folder), wanted)))
-    stops = source_stops(source, tokenizer)
+    problems, stops = _compare(tensor_files(folder), wanted), source_stops(source, tokenizer)
     others, facts = check_answer(answer, trained, probe, tokenizer, stops, TOLERANCE)
     if problems or others:
         raise not_verified(folder, [*problems, *others])
     facts = {"tensors": len(wanted), **facts, "loaded": loaded(request), **reloaded(answer)}
     return Verified("every weight bit for bit, logits, tokenizer, stop tokens", facts)
-
-
-def _verify_classifier_copy(source: ExportSource, folder: Path, wanted: dict[str, TensorFile]) -> Verified:
-    problems = shortened(list(_compare(tensor_files(folder), wanted)))
-    if problems:
-        raise not_verified(folder, problems)
-    stored, model = base_weights(source), unwritten(source_config(source))
-    with computing_from(model, stored.read, stored.names):
-        facts = _verify_scores(source, folder, model, stored)
-    return Verified("every weight bit for bit, scores in float32, tokenizer", {"tensors": len(wanted), **facts})
 
 
 def _trained(source: ExportSource, tokenizer: PreTrainedTokenizerBase, *, rounds: bool) -> tuple[Probe, Tensor, int]:
@@ -514,17 +487,15 @@ def _trained(source: ExportSource, tokenizer: PreTrainedTokenizerBase, *, rounds
     return *trained_logits(outline, stored, probe), elements(stored)
 
 
-def _compare(found: dict[str, TensorFile], wanted: dict[str, TensorFile]) -> Iterator[str]:
-    for key in sorted({*found, *wanted}):
-        if key not in found:
-            yield f"{key} is missing"
-        elif key not in wanted:
-            yield f"{key} was not there before"
-        else:
-            one, other = found[key].entries[key], wanted[key].entries[key]
-            pieces = zip_longest(found[key].pieces(key), wanted[key].pieces(key))
-            if (one.dtype, one.shape) != (other.dtype, other.shape) or any(a != b for a, b in pieces):
-                yield f"{key} differs"
+def _compare(found: dict[str, TensorFile], wanted: dict[str, TensorFile]) -> list[str]:
+    """Problems by the names in the files: some families' weights have others once they are loaded."""
+    problems = unlike_names(found, wanted)
+    for key in sorted(set(wanted) & set(found)):
+        one, other = found[key].entries[key], wanted[key].entries[key]
+        pieces = zip_longest(found[key].pieces(key), wanted[key].pieces(key))
+        if (one.dtype, one.shape) != (other.dtype, other.shape) or any(a != b for a, b in pieces):
+            problems.append(f"{key} differs")
+    return shortened(problems)
 
 
 def merge_bytes(base: StoredWeights, changed: Collection[str]) -> int:

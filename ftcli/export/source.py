@@ -70,7 +70,7 @@ class ExportSource:
         offline: Nothing is downloaded.
         verify: Whether what is written is compared with what was trained.
         reload: Loads what was written again, in a process of its own.
-        llama_cpp: What there is of llama.cpp on the machine (``ftcli.export.gguf.llama``).
+        llama_cpp: What there is of llama.cpp on the machine (``ftcli.export.gguf.verify``).
         quantization: How training held the base weights.
         compute: The dtype of training's products, into which quantized weights were dequantized.
         vocabulary: How many tokens the adapter's embeddings have, where the base has another number.
@@ -209,7 +209,6 @@ def _nothing(path: Path, reason: str) -> FtcliError:
     return FtcliError.single(
         "FT740",
         f"there is nothing to export in {path}: {reason}",
-        exit_code=ExitCode.RECIPE,
         help="train first, or name a finished run's directory or a folder with a PEFT adapter",
     )
 
@@ -219,7 +218,6 @@ def unusable(path: Path, reason: str) -> FtcliError:
     return FtcliError.single(
         "FT742",
         f"{path} cannot be exported: {reason}",
-        exit_code=ExitCode.RECIPE,
         help="export from the run directory in which it was trained, or train it again",
     )
 
@@ -272,7 +270,6 @@ def _no_base(source: ExportSource, error: BaseException) -> FtcliError:
     return FtcliError.single(
         "FT323",
         f"the weights of {source.base.name_or_path} cannot be loaded: {first_line(error)}",
-        exit_code=ExitCode.PREFLIGHT,
         origin=source.origins.at("model.name_or_path"),
         help="merging needs the base model: check the name and the network, or export the adapter alone",
     )

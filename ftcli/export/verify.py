@@ -1,30 +1,158 @@
-"""Compares what was written with its source: tensor by tensor, and by the logits and tokens that it answers with."""
+"""Compares what was written with its source: tensor by tensor, and by the logits and tokens that it answers with.
+
+Both are asked a fixed batch, the probe.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
+from ftcli.data.bounded import REFUSALS, limited_template
 from ftcli.errors import Finding, FtcliError
-from ftcli.export.clean.process import tokens_compared
-from ftcli.export.clean.request import GREEDY, LOGITS, ReloadAnswer, ReloadRequest
+from ftcli.export.clean.request import ATTENTION_MASK, GREEDY, INPUT_IDS, LOGITS, PROMPT, ReloadAnswer, ReloadRequest
 from ftcli.export.lazy import computing_from
 from ftcli.export.merge import Rounding
-from ftcli.export.probe import TEXTS, LogitsComparison, Probe, compare_logits, continued, logits, rendered_ids
 from ftcli.export.source import local_config, not_verified, plain_config
 from ftcli.export.tensorfile import TensorFile
 from ftcli.export.weights import MergedWeights, ModelWeights, StoredTensors, StoredWeights
+from ftcli.facts.device import cpu_device
 from ftcli.model.pretrained import hollow, weight_files
 from ftcli.plain import JsonMap, JsonObject
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from peft import PeftModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+#: A user's messages, rendered in the model's chat template; plain text where it has none.
+TEXTS = ("Name three rivers of Europe, and say where each one ends.", "def add(a, b):\n    return a + b\n")
+ROW_TOKENS = 40
+#: How many of the likeliest tokens the first row is gone on with; and by a model whose weights are read anew for each.
+NEW_TOKENS, STREAMED_TOKENS = 6, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """``input_ids`` and ``attention_mask`` are (rows, tokens), padded on the right.
+
+    Attributes:
+        new_tokens: How many tokens at the end of the first row are what the trained model goes on with.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    new_tokens: int = 0
+
+    @property
+    def prompt(self) -> Tensor:
+        """The first row (1, tokens) without what the trained model goes on with."""
+        return self.input_ids[:1, : self._first - self.new_tokens]
+
+    @property
+    def greedy(self) -> Tensor:
+        """The tokens that the trained model goes on with: (new_tokens,)."""
+        return self.input_ids[0, self._first - self.new_tokens : self._first]
+
+    @property
+    def continued_at(self) -> slice:
+        """The positions, among those of :func:`logits`, at which the trained model chose each of these tokens."""
+        return slice(self._first - self.new_tokens - 1, self._first - 1)
+
+    @property
+    def _first(self) -> int:
+        return int(self.attention_mask[0].sum())
+
+
+def probe_batch(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Probe:
+    """Two texts of different length and one row of ids from everywhere in the vocabulary; the same every time."""
+    rows = [torch.tensor(rendered_ids(tokenizer, text)[:ROW_TOKENS], dtype=torch.long) for text in TEXTS]
+    rows.append(torch.randint(0, vocab_size, (ROW_TOKENS,), generator=torch.Generator().manual_seed(0)))
+    return _padded([row.clamp(max=vocab_size - 1) for row in rows], tokenizer.pad_token_id or 0)
+
+
+def _padded(rows: Sequence[Tensor], padding: int, new_tokens: int = 0) -> Probe:
+    ids = torch.full((len(rows), max(len(row) for row in rows)), padding)
+    mask = torch.zeros_like(ids)
+    for i, row in enumerate(rows):
+        ids[i, : len(row)] = row
+        mask[i, : len(row)] = 1
+    return Probe(ids, mask, new_tokens)
+
+
+@torch.no_grad()
+def continued(model: PreTrainedModel | PeftModel, probe: Probe, tokens: int = NEW_TOKENS) -> Probe:
+    """``probe`` with the first row continued by ``model``: ``tokens`` times the likeliest token."""
+    rows = [row[mask.bool()] for row, mask in zip(probe.input_ids, probe.attention_mask, strict=True)]
+    for _ in range(tokens):
+        alone = Probe(rows[0][None], torch.ones_like(rows[0][None]))
+        rows[0] = torch.cat((rows[0], logits(model, alone)[-1:].argmax(-1)))
+    return _padded(rows, 0, tokens)
+
+
+def rendered_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """``text`` as a user's message up to where the answer begins; plain without a chat template that takes it."""
+    try:
+        with limited_template():
+            shown = tokenizer.apply_chat_template(
+                [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+            )
+    except REFUSALS:  # without a template this is a ValueError
+        return list(tokenizer(text)["input_ids"])
+    return list(tokenizer(shown, add_special_tokens=False)["input_ids"])
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel | PeftModel, probe: Probe) -> Tensor:
+    """Float32 logits (positions, vocabulary) of all positions that are not padding."""
+    # transformers compiles the rounding of some layers, which needs a compiler and takes longer than the pass.
+    quantized = getattr(model.config, "quantization_config", None) is not None
+    with torch.compiler.set_stance("force_eager") if quantized else nullcontext():
+        output = model(input_ids=probe.input_ids, attention_mask=probe.attention_mask, use_cache=False)
+    real: Tensor = output.logits[probe.attention_mask.bool()].float()
+    return real
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsComparison:
+    """Distance of logits from their reference.
+
+    Each position's mean is removed first, since softmax does not see it.
+
+    Attributes:
+        relative_error: Root mean square of the difference, over that of the reference.
+        top1_agreement: Share of positions with the same likeliest token.
+        firm_disagreements: Positions with another likeliest token that rounding cannot explain: the reference's best
+            is ahead of its second by more than ``4 · tolerance`` times its root mean square.
+    """
+
+    relative_error: float
+    top1_agreement: float
+    firm_disagreements: int
+
+
+def compare_logits(found: Tensor, reference: Tensor, tolerance: float) -> LogitsComparison:
+    """Compare two (positions, vocabulary) tensors; NaN anywhere gives an infinite error."""
+    reference = reference.double() - reference.double().mean(dim=-1, keepdim=True)
+    found = found.double() - found.double().mean(dim=-1, keepdim=True)
+    scale = reference.square().mean().sqrt().clamp(min=1e-30)
+    error = float((found - reference).square().mean().sqrt() / scale)
+    same = found.argmax(-1) == reference.argmax(-1)
+    best = reference.topk(2, dim=-1).values
+    firm = (best[:, 0] - best[:, 1]) > 4 * tolerance * scale
+    return LogitsComparison(
+        relative_error=error if error == error else float("inf"),
+        top1_agreement=float(same.double().mean()),
+        firm_disagreements=int((firm & ~same).sum()),
+    )
+
 
 #: Problems of one kind that are named; the rest is counted.
 NAMED = 5
@@ -39,6 +167,10 @@ SENSITIVE = 1e-2
 UNIT_ROUNDOFF = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 #: Elements that are compared at once.
 _PIECE = 1 << 24
+
+
+#: What the process that loads it again takes beside the weights, libraries included.
+_BESIDE = 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,60 +198,6 @@ def not_asked(merged_with: str = "") -> Verified:
     """The record of an export that nobody wanted verified."""
     message = "written without verification (--no-verify): nothing is known of how it answers"
     return Verified("nothing", {"verified": "no"}, (Finding("FT754", message, severity="warning"),), merged_with)
-
-
-@dataclass(frozen=True, slots=True)
-class LogitsReport:
-    """The result of comparing logits; all but ``problems`` is written into the export.
-
-    Attributes:
-        relative_error: Against base and adapter, weights rounded alike: what is compared with ``tolerance``.
-        rounding: How far rounding the merged weights moved the logits.
-        adapter_effect: How far the adapter moves them.
-        top1_agreement: Share of positions whose likeliest token rounding left as it was.
-        greedy_tokens: How many of the tokens that the trained model goes on with are what was written's, too.
-    """
-
-    dtype: str
-    tolerance: float
-    relative_error: float
-    rounding: float
-    adapter_effect: float
-    top1_agreement: float
-    greedy_tokens: str
-    problems: tuple[str, ...]
-
-    @property
-    def lost(self) -> float:
-        """Share of the adapter's effect on the logits that rounding to the stored dtype took away."""
-        return self.rounding / self.adapter_effect if self.adapter_effect > 0 else 0.0
-
-
-def check_logits(
-    found: Tensor, probe: Probe, rounded: Tensor, exact: Tensor, without: Tensor, dtype: torch.dtype
-) -> LogitsReport:
-    """Logits of the written model against those of base and adapter, float32 (positions, vocabulary) all of them.
-
-    Args:
-        found: Of the model as it was loaded from what was written.
-        rounded: Base and adapter, unmerged, with the weights rounded as they are stored.
-        exact: Base and adapter, unmerged.
-        without: The base alone: tells how much the adapter does at all.
-        dtype: What the weights are stored in.
-    """
-    rounding = compare_logits(rounded, exact, TOLERANCE)
-    allowed = max(TOLERANCE, SENSITIVE * rounding.relative_error)
-    compared = compare_logits(found, rounded, allowed)
-    return LogitsReport(
-        dtype=str(dtype).removeprefix("torch."),
-        tolerance=allowed,
-        relative_error=compared.relative_error,
-        rounding=rounding.relative_error,
-        adapter_effect=compare_logits(without, exact, TOLERANCE).relative_error,
-        top1_agreement=rounding.top1_agreement,
-        greedy_tokens=same_greedy(found, probe),
-        problems=tuple(logits_problems(compared, allowed)),
-    )
 
 
 def logits_problems(compared: LogitsComparison, allowed: float) -> list[str]:
@@ -162,7 +240,7 @@ def check_greedy(generated: Tensor, reference: Tensor, probe: Probe, stops: Iter
         reference: The trained model's logits of the probe.
         stops: Ids that end a turn: generation ends there.
         allowed: The relative error of logits that passes: another token is no problem where the lead of the trained
-            model's is less than four times that, as in :func:`ftcli.export.probe.compare_logits`.
+            model's is less than four times that, as in :func:`ftcli.export.verify.compare_logits`.
     """
     ends = set(stops)
     scale = (reference - reference.mean(-1, keepdim=True)).double().square().mean().sqrt()
@@ -227,18 +305,21 @@ def check_answer(
     tokenizer: PreTrainedTokenizerBase,
     stops: Collection[int],
     allowed: float,
+    unrounded: tuple[Tensor, float] | None = None,
 ) -> tuple[list[str], dict[str, str | int | float]]:
     """Problems with the tokenizer, stop tokens, logits and tokens of the written model; and what the record says.
 
     Args:
-        trained: The trained model's logits of the probe.
+        trained: The trained model's logits of the probe; with its weights rounded as they are stored, if they are.
         allowed: The relative error of logits that passes.
+        unrounded: What tokens are held against then: logits before rounding, and the relative error that passes.
     """
     found = answer.tensors[LOGITS]
     compared = compare_logits(found, trained, allowed)
     problems = compare_tokenizers(answer.tokenizer, tokenizer) + check_stops(answer.stops, stops)
     problems += logits_problems(compared, allowed)
-    problems += check_generation(answer, trained, probe, stops, allowed)
+    reference, room = unrounded or (trained, allowed)
+    problems += check_generation(answer, reference, probe, stops, room)
     return problems, {
         "relative_error": compared.relative_error,
         "tolerance": allowed,
@@ -264,10 +345,16 @@ def shortened(problems: list[str]) -> list[str]:
     return [*problems[:NAMED], f"and {len(problems) - NAMED} more"]
 
 
+def unlike_names(found: Iterable[str], wanted: Iterable[str], foreign: str = "was not there before") -> list[str]:
+    """Problems between the names of tensors that are there and of those that are to be: missing, or ``foreign``."""
+    found, wanted = set(found), set(wanted)
+    missing = [f"{name} is missing" for name in sorted(wanted - found)]
+    return missing + [f"{name} {foreign}" for name in sorted(found - wanted)]
+
+
 def compare_tensors(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> list[str]:
     """Problems between two sets of tensors that must be equal bit for bit."""
-    problems = [f"{name} is missing" for name in sorted(set(wanted) - set(found))]
-    problems += [f"{name} was not there before" for name in sorted(set(found) - set(wanted))]
+    problems = unlike_names(found, wanted)
     for name in sorted(set(wanted) & set(found)):
         problem = difference(found[name], wanted[name], wanted[name].dtype, exact=True)
         if problem:
@@ -382,3 +469,46 @@ def difference(found: Tensor, want: Tensor, dtype: torch.dtype, *, exact: bool) 
 def elements(weights: ModelWeights) -> int:
     """Numbers of the model."""
     return sum(torch.Size(weights.shape(name)).numel() for name in weights.names)
+
+
+def fits(parameters: int) -> bool:
+    """True if memory holds a model of so many numbers as a whole, in float32."""
+    free = cpu_device().free_bytes
+    # Loaded as it is stored and widened then: for a moment both are there.
+    return free is None or 4 * parameters + 2 * parameters + _BESIDE <= free
+
+
+def tokens_compared(parameters: int) -> int:
+    """Number of tokens that a model of so many numbers generates: fewer if each one reads all the weights anew."""
+    return NEW_TOKENS if fits(parameters) else STREAMED_TOKENS
+
+
+def model_request(
+    folder: Path,
+    probe: Probe,
+    parameters: int,
+    *,
+    dtype: Literal["stored", "float32"] = "stored",
+    **more: bool | dict[str, int] | dict[str, str],
+) -> ReloadRequest:
+    """Loads ``folder`` as transformers does, in float32: whole where memory holds that, else layer by layer.
+
+    Args:
+        parameters: How many numbers the model has.
+        dtype: ``stored``: all weights are rounded first to the dtype that config.json names.
+    """
+    from_disk = not fits(parameters)
+    return ReloadRequest(
+        "model",
+        str(folder),
+        dtype=dtype,
+        from_disk=from_disk,
+        new_tokens=0 if from_disk else probe.new_tokens,
+        texts=TEXTS,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def sent(probe: Probe) -> dict[str, Tensor]:
+    """The tensors of a probe, as a request sends them."""
+    return {INPUT_IDS: probe.input_ids, ATTENTION_MASK: probe.attention_mask, PROMPT: probe.prompt}

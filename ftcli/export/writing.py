@@ -14,9 +14,9 @@ from safetensors import SafetensorError
 from ftcli import __version__
 from ftcli.config.evaluation import ExportConfig
 from ftcli.errors import ExitCode, Finding, FtcliError, first_line
+from ftcli.export.adapter import with_its_vocabulary
 from ftcli.export.clean.process import CleanProcess
-from ftcli.export.embeddings import with_its_vocabulary
-from ftcli.export.gguf.llama import ABSENT, installed_llama_cpp
+from ftcli.export.gguf.verify import ABSENT, installed_llama_cpp
 from ftcli.export.source import (
     ADAPTER_WEIGHTS,
     ExportSource,
@@ -135,7 +135,8 @@ def export_run(
     found = replace(found, settings=settings or found.settings, verify=verify, files=files, offline=offline)
     skipped = [name for name in formats if found.kind == "model" and exports.row(name).needs_adapter]
     if skipped and len(skipped) == len(formats):
-        raise _no_adapter(found)
+        reason = f"there is nothing to export in {found.folder.parent}: a full fine-tune has no adapter"
+        raise _unfit(reason, exports.names(needs_adapter=False))
     _require_rounded(found, formats)
     _require_scores(found, formats)
     wanted = [name for name in dict.fromkeys(formats) if name not in skipped]
@@ -237,7 +238,6 @@ def _require_replaceable(target: Path) -> None:
     raise FtcliError.single(
         "FT743",
         f"{target} exists and was not written by ftcli export",
-        exit_code=ExitCode.RECIPE,
         help="move it away; ftcli replaces only what it wrote",
     )
 
@@ -261,7 +261,6 @@ def _unchanged(source: ExportSource, name: str, reporter: Reporter) -> ExportRes
         raise FtcliError.single(
             "FT743",
             f"{target} is an earlier export with other weights or settings, or was changed since",
-            exit_code=ExitCode.RECIPE,
             help="--force replaces it; --output DIR writes elsewhere",
         )
     reporter.info(f"{target}: there already, with the same weights and settings; --force writes it again")
@@ -307,37 +306,24 @@ def _record(source: ExportSource, name: str, verification: Verified) -> JsonObje
 def _require_rounded(source: ExportSource, formats: Sequence[str]) -> None:
     """FT740 for formats that would hold masters as plain weights."""
     unfit = [name for name in formats if not exports.row(name).masters]
-    if source.kind != "model" or not unfit:
-        return
-    if stores_ternary_masters(local_config(source.folder).to_dict()):
-        raise FtcliError.single(
-            "FT740",
-            f"{source.folder.parent} was trained with ternary weights; {unfit[0]} would store their float32 masters as "
-            "ordinary weights",
-            exit_code=ExitCode.RECIPE,
-            help=f"use export.formats: [{', '.join(exports.of_masters())}]",
+    if source.kind == "model" and unfit and stores_ternary_masters(local_config(source.folder).to_dict()):
+        reason = (
+            f"{source.folder.parent} was trained with ternary weights; {unfit[0]} would store their float32 masters "
         )
+        raise _unfit(f"{reason}as ordinary weights", exports.of_masters())
 
 
 def _require_scores(source: ExportSource, formats: Sequence[str]) -> None:
     """FT740 for formats that cannot hold what scores rows."""
     unfit = [name for name in formats if not exports.row(name).scores]
     if source.classifier and unfit:
-        raise FtcliError.single(
-            "FT740",
-            f"{source.folder.parent} holds a reward model, which {unfit[0]} has no place for",
-            exit_code=ExitCode.RECIPE,
-            help=f"use export.formats: [{', '.join(name for name, row in exports.TABLE.items() if row.scores)}]",
-        )
+        reason = f"{source.folder.parent} holds a reward model, which {unfit[0]} has no place for"
+        raise _unfit(reason, [name for name, row in exports.TABLE.items() if row.scores])
 
 
-def _no_adapter(source: ExportSource) -> FtcliError:
-    return FtcliError.single(
-        "FT740",
-        f"there is nothing to export in {source.folder.parent}: a full fine-tune has no adapter",
-        exit_code=ExitCode.RECIPE,
-        help=f"use export.formats: [{', '.join(exports.names(needs_adapter=False))}]",
-    )
+def _unfit(reason: str, fit: Sequence[str]) -> FtcliError:
+    """FT740: the formats that were asked for cannot hold what was trained; ``fit`` can."""
+    return FtcliError.single("FT740", reason, help=f"use export.formats: [{', '.join(fit)}]")
 
 
 def push(results: Sequence[ExportResult], repo: str) -> str:

@@ -1,8 +1,18 @@
 """Judges score completions: rewards of GRPO and tasks of evaluation, built in or the user's, called in one way."""
 
 from ftcli.judges.builtin import missing_answer
-from ftcli.judges.judge import Judge, files_of, judge_name, judges_of, judging_tasks, open_judge
-from ftcli.judges.user import CALLED_WITH, columns_of, file_of, reserved_column
+from ftcli.judges.judge import (
+    CALLED_WITH,
+    Judge,
+    columns_of,
+    file_of,
+    files_of,
+    judge_name,
+    judges_of,
+    judging_tasks,
+    open_judge,
+    reserved_column,
+)
 from ftcli.judges.verdicts import CompletionBatch, JudgeScores
 
 __all__ = [

@@ -101,7 +101,7 @@ class Worker:
         """Waits for the file. Empty, or why there is no function: ``raised`` or ``has``.
 
         Raises:
-            Late, Gone: as :meth:`answer`.
+            CallTimedOut, WorkerGone: as :meth:`answer`.
         """
         if not self._end.alive:
             self._start()
@@ -127,7 +127,7 @@ class Worker:
             alarm: Seconds after which a call is ended from within, where code in C does not hold that up.
 
         Raises:
-            Late, Gone: the file cannot be loaded again.
+            CallTimedOut, WorkerGone: the file cannot be loaded again.
         """
         if self.loaded():
             raise WorkerGone("cannot be loaded a second time")
@@ -138,8 +138,8 @@ class Worker:
         """Waits for what the process answers to the last call.
 
         Raises:
-            Late: it took longer than that.
-            Gone: the process ended.
+            CallTimedOut: it took longer than that.
+            WorkerGone: the process ended.
         """
         end = time.monotonic() + max(seconds, 0.0)
         try:

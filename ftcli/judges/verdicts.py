@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from ftcli.errors import Origin
 from ftcli.rows.prompts import Prompt
@@ -17,7 +17,7 @@ class CompletionBatch:
     Attributes:
         prompts: As the model saw them.
         answers: The known answers, for judges that compare with one.
-        columns: What the rows lend to functions of the user's (:func:`ftcli.judges.user.columns_of`).
+        columns: What the rows lend to functions of the user's (:func:`ftcli.judges.judge.columns_of`).
         origins: Where the rows are, for messages; empty where that is not known.
         asked: The prompts as the rows have them; empty where nobody knows.
         reasoning: What the model wrote before each completion, None where nothing; empty where nobody knows.
@@ -60,13 +60,9 @@ class FailedJudgement:
 Verdict = float | None | FailedJudgement
 
 
-class Scorer(Protocol):
-    """A judge without code of the user's: 1.0 where a completion passes, else 0.0.
-
-    ``answers`` has one known answer for each completion, "" for judges that read none.
-    """
-
-    def __call__(self, completions: Sequence[str], answers: Sequence[str]) -> list[Verdict]: ...
+#: A judge without code of the user's: 1.0 where a completion passes, else 0.0. It gets the completions, and one known
+#: answer for each, "" for judges that read none.
+Scorer = Callable[[Sequence[str], Sequence[str]], list[Verdict]]
 
 
 @dataclass(frozen=True, slots=True)

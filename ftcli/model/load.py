@@ -18,7 +18,6 @@ from ftcli.model.pretrained import (
     IMPOSSIBLE,
     hollow,
     impossible,
-    impossible,
     load_whole,
     model_class,
     read_config,

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from ftcli.config.model import QuantizationConfig
 from ftcli.errors import FtcliError, first_line
 from ftcli.facts.weights import inspect_weights
-from ftcli.gguf.file import ReadFile, require_gguf_package
-from ftcli.gguf.names import from_file, names_of
+from ftcli.gguf import ReadFile, from_file, names_of, require_gguf_package
 from ftcli.model.backbone import decoder_layers
 from ftcli.model.fsdp import UNSHARDED_LAYERS, RankShards, has_shards_only, keep_shards
 from ftcli.model.pretrained import COMPUTED, hollow, weight_files

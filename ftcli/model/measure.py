@@ -85,13 +85,13 @@ def _sizes(question: Question) -> MeasuredModel:
     _require_bounded(raw)
     config = config_of(raw)
     model = hollow(config)
+    if (count := config.get_text_config().num_hidden_layers) < 1:
+        raise impossible(ValueError(f"it has {count} layers"))
     lora = None if question.lora is None else LoraConfig.model_validate_json(question.lora)
     packed = _packed(model, wanted=question.stores)
     attention = _attention(question, model)
     layers = list(decoder_layers(model))
     sizes = [_elements(layer) for layer in layers]
-    if not sizes:
-        raise impossible(ValueError("it has no layers"))
     decoder = _elements(*_language(model))
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     whole = _elements(model)

@@ -11,7 +11,10 @@ from ftcli.config.load import LoadedRecipe
 from ftcli.config.recipe import Recipe
 from ftcli.config.training import LoggingConfig
 from ftcli.data.lengths import Lengths, lengths_of
-from ftcli.pipeline.bench_rates import (
+from ftcli.pipeline.bench_result import (
+    BenchOptions,
+    BenchResult,
+    Measured,
     arithmetic_bound,
     flops_of,
     operations_per_token,
@@ -23,8 +26,7 @@ from ftcli.pipeline.bench_rates import (
     timing,
     tokens_per_second,
 )
-from ftcli.pipeline.bench_result import BenchResult, HostMemory, Measured, ProfiledStep
-from ftcli.pipeline.options import BenchOptions
+from ftcli.pipeline.launch import launched, over_ranks
 from ftcli.preflight.checks.context import Command
 from ftcli.preflight.report import PreflightReport
 from ftcli.preflight.stages import checked
@@ -44,6 +46,12 @@ if TYPE_CHECKING:
 
 #: The method whose steps are timed where the recipe's own are not.
 _SUPERVISED = "sft"
+
+
+def bench(loaded: LoadedRecipe, session: Session, options: BenchOptions) -> BenchResult:
+    """:func:`bench_step` in this process, or in each of the ranks that a launcher has started."""
+    loaded = over_ranks(loaded, session.place)
+    return launched(lambda group: bench_step(loaded, session, options, group), loaded, session)
 
 
 def bench_step(
@@ -275,11 +283,13 @@ def _measure(
         computing=timed_tokens(micro_batches, batches, together.steady),
         device_memory=device_memory(job.device),
         matmul_tflops=rate / 1e12,
-        profiled=ProfiledStep(None, None) if profiler is None else ProfiledStep(profiler.table(), profiler.busy()),
+        profile=None if profiler is None else profiler.table(),
+        gpu_time=None if profiler is None else profiler.busy(),
         kernels=kernels.summary(),
         self_check=kernels.self_check,
         cuda_graphs=trainer.cuda_graphs() or why_not_graphed(job, model) or "on",
-        host=HostMemory(None, None) if memory is None else HostMemory(memory.pinned_host_bytes, memory.offloaded),
+        pinned_host_bytes=None if memory is None else memory.pinned_host_bytes,
+        offloaded=None if memory is None else memory.offloaded,
         several=several,
     )
 
@@ -360,9 +370,9 @@ def _measure_evaluation(
         computing=timed_tokens(micro_batches, job.batches(model), steady),
         device_memory=None,
         matmul_tflops=rate / 1e12,
-        profiled=None,
+        profile=None,
+        gpu_time=None,
         kernels=kernels.summary(),
         self_check=kernels.self_check,
         cuda_graphs="nothing is trained",
-        host=None,
     )

@@ -4,30 +4,37 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ftcli.config.load import LoadedRecipe
 from ftcli.config.recipe import Recipe
-from ftcli.errors import ExitCode, Finding, FtcliError, Origin
+from ftcli.data.answers import OPENED_REASONING
+from ftcli.data.asked import PromptLimit
+from ftcli.data.omissions import split_reasoning
+from ftcli.data.reasoning import Answer, ReasoningMarks
+from ftcli.data.template import Renderer, renderer_of
+from ftcli.errors import Finding, FtcliError, Origin
 from ftcli.facts.weights import ADAPTER_CONFIG
-from ftcli.pipeline.options import ChatOptions
 from ftcli.pipeline.weights import checkpoint_of, refuse_training, result_of
 from ftcli.plain import LEFT_OUT
 from ftcli.preflight.stages import checked
 from ftcli.reporting import Reporter, Session
+from ftcli.rows.prompts import Prompt
+from ftcli.rows.row import Message, Row, data_error
 from ftcli.run.atomic import read_json_object
 from ftcli.run.directory import RunDirectory, is_run_directory
 
 if TYPE_CHECKING:
-    from ftcli.data.template import Renderer
-    from ftcli.evaluate.stream import CompletionEnd, StopReason, StreamSettings
+    from transformers import PreTrainedTokenizerBase
+
+    from ftcli.evaluate.generate import CompletionEnd, StopReason, StreamSettings
     from ftcli.generation.generator import OpenedGenerator
     from ftcli.job import Job
-    from ftcli.pipeline.conversation import Conversation
     from ftcli.train.assembly import Model
+
 
 #: Where a person talks and the recipe does not sample: varied, and never far from what is likely.
 TEMPERATURE = 0.7
@@ -35,6 +42,35 @@ TEMPERATURE = 0.7
 MAX_NEW_TOKENS = 512
 
 _PROBE = "Hello"
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """Options of a chat. None takes the recipe's value, or the default for a person.
+
+    Attributes:
+        prompt: The one turn to answer; None where a person talks.
+        base: The base model, without the run's adapter or weights.
+        checkpoint: Of the run, a step or ``best``, in place of its result.
+        system: A system prompt.
+        raw: Text is continued as it stands, without the chat template.
+        temperature: 0 takes the likeliest token.
+    """
+
+    prompt: str | None = None
+    base: bool = False
+    checkpoint: str | None = None
+    system: str | None = None
+    raw: bool = False
+    temperature: float | None = None
+    top_p: float | None = None
+    max_new_tokens: int | None = None
+    seed: int | None = None
+
+    @property
+    def interactive(self) -> bool:
+        """True if a person talks."""
+        return self.prompt is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +133,10 @@ class Chat:
         of it has come.
 
         Raises:
-            FtcliError: As :meth:`ftcli.pipeline.conversation.Conversation.question` (exit 4), the history unchanged;
+            FtcliError: As :meth:`Conversation.question` (exit 4), the history unchanged;
                 FT762 (exit 6) when the model's logits are not finite.
         """
-        from ftcli.evaluate.stream import stream
+        from ftcli.evaluate.generate import stream
         from ftcli.generation.requests import cut
 
         question = self.conversation.question(text)
@@ -175,7 +211,7 @@ def open_chat(loaded: LoadedRecipe, session: Session, run_dir: Path, options: Ch
     chosen = None if run is None else checkpoint_of(run, options.checkpoint, session.reporter)
     weights = None if run is None or options.base else chosen or result_of(run, session.reporter)
     report = checked(replace(loaded, recipe=_for_chat(loaded.recipe)), session, "chat")
-    from ftcli.evaluate.stream import listening
+    from ftcli.evaluate.generate import listening
     from ftcli.job import open_job
 
     job = open_job(report, session)
@@ -195,7 +231,7 @@ def open_chat(loaded: LoadedRecipe, session: Session, run_dir: Path, options: Ch
 
 def sampling_of(recipe: Recipe, options: ChatOptions) -> StreamSettings:
     """The options; what they leave open is the recipe's (``eval.generate``), or for a person to talk with."""
-    from ftcli.evaluate.stream import StreamSettings
+    from ftcli.evaluate.generate import StreamSettings
 
     own = recipe.eval.generate
     temperature = own.temperature if own.do_sample else TEMPERATURE if options.interactive else 0.0
@@ -210,7 +246,7 @@ def sampling_of(recipe: Recipe, options: ChatOptions) -> StreamSettings:
 
 def cannot_chat(message: str, help: str, option: str = "command line") -> FtcliError:
     """FT158: there is nothing to answer, or options contradict each other."""
-    return FtcliError.single("FT158", message, exit_code=ExitCode.RECIPE, origin=Origin(option), help=help)
+    return FtcliError.single("FT158", message, origin=Origin(option), help=help)
 
 
 def _for_chat(recipe: Recipe) -> Recipe:
@@ -220,10 +256,6 @@ def _for_chat(recipe: Recipe) -> Recipe:
 
 
 def _conversation(job: Job, run: RunDirectory | None, options: ChatOptions) -> Conversation:
-    from ftcli.data.asked import PromptLimit
-    from ftcli.data.template import renderer_of
-    from ftcli.pipeline.conversation import Conversation
-
     data = job.recipe.data
     renderer = renderer_of(job.tokenizer, data)
     if run is not None:
@@ -291,3 +323,87 @@ def _seeded(recipe: Recipe, options: ChatOptions) -> int:
     seed = recipe.run.seed if options.seed is None else options.seed
     torch.manual_seed(seed)
     return seed
+
+
+_WHERE = "chat"
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A turn as the model sees it: everything said up to where its answer begins, and how many tokens that is."""
+
+    said: str
+    text: str
+    tokens: int
+
+
+class Conversation:
+    """Turns that were asked and answered, and the next one rendered after them.
+
+    Args:
+        renderer: None where there is no chat template: every turn is plain text on its own, to be continued.
+        room: How long a prompt may be.
+        refuses_reasoning: ``data.reasoning: refuse``; then reasoning of earlier answers is not part of the history.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        renderer: Renderer,
+        room: PromptLimit,
+        *,
+        system: str | None = None,
+        raw: bool = False,
+        refuses_reasoning: bool = False,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._renderer = renderer
+        self._room = room
+        self._raw = raw
+        self._refuses_reasoning = refuses_reasoning
+        self._first: tuple[Message, ...] = () if system is None else ({"role": "system", "content": system},)
+        self._turns: list[Message] = []
+
+    @property
+    def turns(self) -> tuple[Message, ...]:
+        """The turns so far."""
+        return (*self._first, *self._turns)
+
+    def reset(self) -> None:
+        """Forgets everything but the system prompt."""
+        self._turns.clear()
+
+    def question(self, text: str) -> Question:
+        """The next turn, not yet part of the history.
+
+        Raises:
+            FtcliError: (exit 4) FT412, FT422, FT425 and FT426 as :meth:`ftcli.data.template.Renderer.prompt`, FT431
+                when it leaves no room for an answer.
+        """
+        row = Row(_WHERE, len(self._turns) // 2 + 1, {})
+        messages = None if self._raw else (*self.turns, {"role": "user", "content": text})
+        rendered = self._renderer.prompt(Prompt(row, messages, text if self._raw else None, None))
+        count = len(self._tokenizer(rendered, add_special_tokens=False)["input_ids"])
+        if count > self._room.tokens or not count:
+            message = f"the conversation has {count:,} tokens, {self._room.limit}" if count else "nothing is asked"
+            raise data_error("FT431", message, row.origin, self._room.help)
+        return Question(text, rendered, count)
+
+    def told_apart(self, question: Question, tokens: Sequence[int]) -> Answer:
+        """The answer and the reasoning before it, by the marks of the template that wrote the question."""
+        marks = ReasoningMarks(self._tokenizer, self._renderer.source)
+        return marks.split(tokens, question.text, templated=not self._raw)
+
+    def answered(self, question: Question, completion: str) -> None:
+        """Adds the turn and its answer, as far as that came, to the history."""
+        if self._raw:
+            return
+        content = _with_reasoning(completion) if OPENED_REASONING.search(question.text) else completion
+        if self._refuses_reasoning:
+            content = split_reasoning(content)[3]
+        self._turns += [{"role": "user", "content": question.said}, {"role": "assistant", "content": content}]
+
+
+def _with_reasoning(completion: str) -> str:
+    """An answer whose reasoning began in the prompt, with both of its tags."""
+    return f"<think>\n{completion}" if "</think>" in completion else f"<think>\n{completion}\n</think>\n\n"

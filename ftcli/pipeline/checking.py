@@ -1,26 +1,46 @@
-"""`ftcli check`: preflight, nothing built; on request, rows as training will see them. And preflight for the others."""
+"""`ftcli check`: preflight, nothing built.
+
+It looks at rows as training and evaluation will read them: rendered by the chat template, as tokens, measured; on
+request it shows some. ``--as all`` answers for every GPU that has a name.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
+from ftcli.assets import bundled
+from ftcli.config.data import DatasetConfig
 from ftcli.config.load import LoadedRecipe
+from ftcli.errors import Finding, FtcliError
 from ftcli.facts.adapters import adapters
-from ftcli.facts.device import named_device
+from ftcli.facts.config_file import looks_local
+from ftcli.facts.device import GPUS, named_device
 from ftcli.judges import judge_name, judging_tasks
-from ftcli.pipeline.check_rows import look_at_rows
+from ftcli.paths import exists
 from ftcli.plain import FLATTENED, LEFT_OUT
+from ftcli.plan.checkpointing import with_graphs_that_fit
 from ftcli.plan.execution import ExecutionPart
+from ftcli.plan.memory.candidates import Level, candidate
+from ftcli.plan.run import RunPlan
 from ftcli.plan.trained import PlannedAdapters, trained_parameters
+from ftcli.preflight.checks.context import NotMade
+from ftcli.preflight.checks.support import is_installed
 from ftcli.preflight.report import PreflightReport
-from ftcli.preflight.stages import checked
+from ftcli.preflight.stages import checked, preflight
 from ftcli.reporting import Session
+from ftcli.rows.places import is_hub, local_sources
+from ftcli.tables import code_of, exports, policies
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from ftcli.data.sample import SampledRow
-    from ftcli.data.survey import SurveyedSource
+    from ftcli.data.survey import RowSurvey, SurveyedSource
+    from ftcli.data.tokens import TokenTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +75,11 @@ def check_recipe(loaded: LoadedRecipe, session: Session, as_gpu: str | None, sam
         adapters, attention = measured.adapters, measured.attention
         report = replace(report, parts=tuple(_corrected(part, attention) for part in report.parts))
     shown = _samples(session, report, samples) if samples else ()
-    looked = look_at_rows(report, session)
-    report = replace(report, not_made=(*report.not_made, *looked.not_made))
+    rows, not_made = look_at_rows(report, session)
+    report = replace(report, not_made=(*report.not_made, *not_made))
     recipe = report.recipe
     judges = tuple(one.file or judge_name(one) for one in recipe.rewards or judging_tasks(recipe))
-    return CheckResult(report, adapters, looked.rows, attention, judges, shown)
+    return CheckResult(report, adapters, rows, attention, judges, shown)
 
 
 def _corrected(part: ExecutionPart, attention: str) -> ExecutionPart:
@@ -98,3 +118,221 @@ def _samples(session: Session, report: PreflightReport, count: int) -> tuple[Sam
             offline=session.offline,
         )
     )
+
+
+#: Seconds for all rows of a recipe. Whatever is tokenized in that time is not tokenized again by the run.
+SECONDS = 10.0
+_CHECK = "rows as tokens"
+#: Rows that are compared with each other in a second or two; the run compares more.
+_MOST_ROWS = 20_000
+
+
+def look_at_rows(report: PreflightReport, session: Session) -> tuple[tuple[SurveyedSource, ...], tuple[NotMade, ...]]:
+    """Looks at the rows of local sources with a tokenizer that is on this machine; warnings and notes are told.
+
+    Returns which rows were looked at, and the checks that could not be made.
+
+    Raises FtcliError (exit 4) with what training and evaluation would refuse, all of it; whatever the tokenizer of a
+    local model raises.
+    """
+    tokenizer, reason = _tokenizer(report)
+    if tokenizer is None:
+        return (), (NotMade(_CHECK, reason),)
+    for finding in _unserved(report, tokenizer):
+        session.reporter.finding(finding)
+    from ftcli.data.survey import RowSurvey
+    from ftcli.time_limit import TimeBudget
+
+    looking = RowSurvey(
+        report.recipe.data, tokenizer, TimeBudget(SECONDS), cache_dir=session.cache_dir, reporter=session.reporter
+    )
+    not_compared = _look(looking, report, tokenizer)
+    for finding in dict.fromkeys(looking.findings):
+        session.reporter.finding(finding)
+    looking.raise_failures()
+    hub = sorted({source.path for source in _all_sources(report) if is_hub(source)})
+    not_made = [NotMade(f"{_CHECK}: {name}", "it is on the Hub; the run reads it") for name in hub]
+    not_made += not_compared
+    for one in looking.found:
+        if not one.whole:
+            looked = f"its first {one.rows:,} rows were, and nothing is wrong with them" if one.rows else "none was"
+            not_made.append(NotMade(f"{_CHECK}: {one.source}", f"{looked}, in {SECONDS:g} s; the run looks at all"))
+    return tuple(looking.found), tuple(not_made)
+
+
+def _tokenizer(report: PreflightReport) -> tuple[PreTrainedTokenizerBase | None, str]:
+    """The recipe's tokenizer if it is on this machine, or why it is not used."""
+    named = report.recipe.model.tokenizer or report.recipe.model.name_or_path
+    absent = f"the tokenizer of {named} is not on this machine; --show-sample N fetches it"
+    if report.recipe.model.tokenizer is None and report.facts.tokenizer is None and _is_nowhere_here(named):
+        return None, absent  # said without torch and transformers, whose import takes longer than the whole preflight
+    from ftcli.data.template import Renderer
+    from ftcli.model.load import config_of
+    from ftcli.model.tokenizer import load_tokenizer, require_known_ids
+
+    config_of(report.facts.raw)  # transformers reads it for the tokenizer as well, which is not at fault
+    model, template = report.recipe.model, report.recipe.data.chat_template
+    try:
+        tokenizer = load_tokenizer(model, offline=True)
+    except FtcliError:
+        if report.facts.tokenizer is not None:
+            raise
+        return None, absent
+    require_known_ids(tokenizer, report.facts)
+    if template is not None:
+        tokenizer.chat_template = Renderer(tokenizer, template).source
+    return tokenizer, ""
+
+
+def _unserved(report: PreflightReport, tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:
+    """Yields what `ftcli export` will refuse: formats that cannot hold the tokenizer or its chat template."""
+    from ftcli.model.tokenizer import stop_token_ids
+
+    for name in report.recipe.export.formats:
+        reference = exports.row(name).serves
+        if reference is not None and is_installed("gguf"):
+            try:
+                code_of(reference)(tokenizer, stop_token_ids(report.facts, tokenizer), report.facts.vocab_size or 0)
+            except FtcliError as error:
+                for found in error.findings:
+                    yield replace(found, message=f"export.formats: {name}: {found.message}", severity="note")
+
+
+def _is_nowhere_here(name: str) -> bool:
+    """True if a model is on the Hub and no file of it on this machine."""
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    if bundled(name, "models") is not None or looks_local(name):
+        return False
+    return not exists(Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="model")))
+
+
+def _look(looking: RowSurvey, report: PreflightReport, tokenizer: PreTrainedTokenizerBase) -> list[NotMade]:
+    """Looks at all rows; what could not be checked of them together."""
+    from ftcli.data.asked import room_of_task
+    from ftcli.model.tokenizer import stop_token_ids
+
+    recipe, stops = report.recipe, stop_token_ids(report.facts, tokenizer)
+    survey, not_made = report.plan.method.survey, []
+    if survey is not None:
+        code_of(survey)(looking, recipe)
+    else:
+        local = local_sources(recipe.data.train)
+        table = looking.rows("data.train", local, stops)
+        looking.rows("data.eval", local_sources(recipe.data.eval), stops)
+        if table is not None and len(table) and len(local) == len(recipe.data.train):
+            not_made = _look_at_all(looking, report, table)
+    room = room_of_task(recipe.data, recipe.eval.generate)
+    for task in recipe.eval.tasks:
+        looking.prompts("eval.tasks", local_sources(task.data or recipe.data.eval), room, task.max_rows)
+    return not_made
+
+
+def _look_at_all(looking: RowSurvey, report: PreflightReport, table: TokenTable) -> list[NotMade]:
+    """What training says of its rows together, such as labels that are all alike."""
+    from ftcli.train.on_rows import RowMethod, row_method
+
+    method = row_method(report.plan.method)
+    if type(method).findings is RowMethod.findings:
+        return []  # it compares none
+    if len(table) > _MOST_ROWS:
+        reason = f"there are {len(table):,}, and more than {_MOST_ROWS:,} take too long here; the run compares all"
+        return [NotMade("rows compared with each other", reason)]
+    try:
+        looking.findings += method.findings(report.recipe, table)
+    except FtcliError as error:
+        looking.failures.append(error)
+    return []
+
+
+def _all_sources(report: PreflightReport) -> Iterator[DatasetConfig]:
+    yield from (*report.recipe.data.train, *report.recipe.data.eval)
+    yield from (source for task in report.recipe.eval.tasks for source in task.data)
+
+
+_ROWS = "train.per_device_train_batch_size"
+#: Batches that are tried, each twice the one before.
+_DOUBLED = 10
+
+
+@dataclass(frozen=True, slots=True)
+class GpuVerdict:
+    """The verdict of preflight on one GPU.
+
+    Attributes:
+        verdict: ``refused`` where it is another thing than memory that cannot be.
+        peak_bytes: What the run needs there; None where it is refused, or where that is not known.
+        most_rows: Rows a micro-batch: the recipe's, doubled as long as that fits under the same checkpointing policy.
+        reason: The first thing that cannot be, and what helps.
+    """
+
+    gpu: str
+    verdict: Level | Literal["refused"]
+    peak_bytes: int | None
+    available_bytes: int | None
+    dtype: str | None = None
+    gradient_checkpointing: str | None = None
+    most_rows: int | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EveryGpu:
+    """The answers for all GPUs, those with the least memory first."""
+
+    gpus: tuple[GpuVerdict, ...]
+
+
+def check_every_gpu(loaded: LoadedRecipe, session: Session) -> EveryGpu:
+    """Preflight of the recipe for every GPU of the table; rows are looked at by the check for a single one.
+
+    Raises:
+        FtcliError: What all of them are refused for alike, such as an error of the recipe or of the model.
+    """
+    names = sorted(GPUS, key=lambda name: GPUS[name].memory_bytes or 0)
+    found = [_asked(loaded, session, name) for name in names]
+    errors = [answer for answer in found if isinstance(answer, FtcliError)]
+    if len(errors) == len(found) and len({_errors(error) for error in errors}) == 1:
+        raise errors[0]
+    return EveryGpu(tuple(_verdict(name, answer) for name, answer in zip(names, found, strict=True)))
+
+
+def _asked(loaded: LoadedRecipe, session: Session, name: str) -> PreflightReport | FtcliError:
+    try:
+        return preflight(loaded, command="check", device=named_device(name), offline=session.offline)
+    except FtcliError as error:
+        return error
+
+
+def _errors(error: FtcliError) -> tuple[Finding, ...]:
+    return tuple(finding for finding in error.findings if finding.severity == "error")
+
+
+def _verdict(name: str, answer: PreflightReport | FtcliError) -> GpuVerdict:
+    available = named_device(name).available_bytes
+    if isinstance(answer, FtcliError):
+        first = _errors(answer)[0]
+        level: Level | Literal["refused"] = "does not fit" if first.code == "FT601" else "refused"
+        reason = first.message if first.help is None else f"{first.message}; {first.help}"
+        return GpuVerdict(name, level, None, available, reason=f"{first.code}: {reason}")
+    verdict, plan = answer.verdict, answer.plan
+    return GpuVerdict(
+        name,
+        "unknown" if verdict is None else verdict.level,
+        None if verdict is None else verdict.needed_bytes,
+        available,
+        answer.dtypes.compute,
+        policies.as_recipe(plan.recipe.train.checkpointing) if plan.trains else None,
+        _most_rows(plan) if plan.trains and verdict is not None else None,
+    )
+
+
+def _most_rows(plan: RunPlan) -> int:
+    rows = plan.recipe.train.per_device_train_batch_size
+    for _ in range(_DOUBLED):
+        found = candidate(with_graphs_that_fit(plan.changed({_ROWS: 2 * rows})))
+        if found is None or found.level != "fits":
+            break
+        rows *= 2
+    return rows

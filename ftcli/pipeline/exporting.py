@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ftcli.config.load import LoadedRecipe
-from ftcli.errors import ExitCode, Finding, FtcliError
-from ftcli.pipeline.options import ExportOptions
+from ftcli.errors import Finding, FtcliError
 from ftcli.pipeline.weights import changed_since, checkpoint_of, refuse_settings
 from ftcli.preflight.stages import checked
 from ftcli.reporting import Session
@@ -22,6 +21,25 @@ if TYPE_CHECKING:
 
 #: What an export takes from the recipe as it is now; everything else is of the run.
 _OF_EXPORT = ("export", "run")
+
+
+@dataclass(frozen=True, slots=True)
+class ExportOptions:
+    """Options of an export.
+
+    Attributes:
+        checkpoint: Of the run, a step or ``best``: it is written in place of the result, below ``<run>/export/step-…``.
+        output: Folder for the formats' folders, in place of ``<run>/export``.
+        force: Replace an earlier export of something else.
+        verify: Hold what is written against what was trained.
+        repo: Repository on the Hub that the exports are uploaded to.
+    """
+
+    checkpoint: str | None = None
+    output: Path | None = None
+    force: bool = False
+    verify: bool = True
+    repo: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +93,7 @@ def _require_uploadable(session: Session, choices: ExportOptions) -> None:
     except HFValidationError:
         reason, help = "that is no name of a repository on the Hub", "name it NAMESPACE/NAME, or NAME for your own"
     if reason:
-        raise FtcliError.single(
-            "FT755", f"--push-to-hub {choices.repo}: {reason}", exit_code=ExitCode.RECIPE, help=help
-        )
+        raise FtcliError.single("FT755", f"--push-to-hub {choices.repo}: {reason}", help=help)
 
 
 def _as_trained(loaded: LoadedRecipe, run: RunDirectory) -> list[Finding]:

@@ -1,4 +1,4 @@
-"""Starts the processes of a run: the code of :mod:`ftcli.tables.engines`."""
+"""`ftcli train` and `ftcli grpo`, and what starts the processes of a run: the code of :mod:`ftcli.tables.engines`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,38 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from ftcli.config.load import LoadedRecipe
-from ftcli.errors import ExitCode, FtcliError
+from ftcli.errors import FtcliError
 from ftcli.ranks import Place
 from ftcli.reporting import Session
+from ftcli.tables import code_of, engines, methods
 
 if TYPE_CHECKING:
     from ftcli.run.process_group import RankGroup
 
 T = TypeVar("T")
+
+
+def train(loaded: LoadedRecipe, session: Session, command: str = "train") -> object:
+    """Trains by the method that ``command`` and the recipe name, under the recipe's engine, into its run directory.
+
+    Each method answers with a type of its own.
+    """
+    loaded = over_ranks(loaded, session.place)
+    method = methods.method_of(loaded.recipe, command)
+    run = code_of(method.run)
+
+    def work(group: RankGroup | None) -> object:
+        # Preflight refuses several processes for a method that is not made for them.
+        return run(loaded, session) if group is None or not method.on_ranks else run(loaded, session, group)
+
+    return launched(work, loaded, session)
+
+
+def launched(work: Callable[[RankGroup | None], T], loaded: LoadedRecipe, session: Session) -> T:
+    """The work, under the recipe's engine."""
+    launch = loaded.recipe.launch
+    result: T = code_of(engines.row(launch.engine).run)(work, session, launch.num_processes)
+    return result
 
 
 def in_this_process(work: Callable[[RankGroup | None], T], session: Session, processes: int) -> T:
@@ -37,7 +61,6 @@ def as_rank(work: Callable[[RankGroup | None], T], session: Session, processes: 
         raise FtcliError.single(
             "FT517",
             f"launch.num_processes {processes}: this process was started alone",
-            exit_code=ExitCode.PREFLIGHT,
             help="the command `ftcli train` starts the others; a program that calls ftcli.pipeline has to do it itself",
         )
     from ftcli.run.heartbeat import show_life
@@ -67,7 +90,6 @@ def over_ranks(loaded: LoadedRecipe, place: Place | None) -> LoadedRecipe:
         raise FtcliError.single(
             "FT517",
             f"launch.num_processes is {launch.num_processes}, and {place.size} processes were started",
-            exit_code=ExitCode.PREFLIGHT,
             help="leave launch.num_processes out under torchrun: it says how many there are",
         )
     changed = launch.model_copy(update={"num_processes": place.size})

@@ -1,21 +1,185 @@
-"""Rows of judged answers: files of the best and of pairs, and the summary of all."""
+"""Rows of judged answers: the choice of the best and of pairs, their files, and the summary of all."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 
 from ftcli.data.asked import RenderedPrompt
 from ftcli.data.generated import GeneratedRows, WrittenAnswer
-from ftcli.evaluate.draw import Drawing, DrawnAnswer
-from ftcli.evaluate.selection import LeftOut, ScoredAnswer, Selection, alike, choose_best, choose_pairs, reaches
-from ftcli.pipeline.options import SampleOptions
-from ftcli.pipeline.sample_files import AnswerFiles
+from ftcli.data.reasoning import Answer
 from ftcli.plain import FLATTENED, LEFT_OUT, JsonObject
 from ftcli.run.samples import ROWS, SampleFolder
 
-Form = Callable[[int], WrittenAnswer | None]
+if TYPE_CHECKING:
+    from ftcli.pipeline.sample_answers import AnswerFiles, Drawing
+
+T = TypeVar("T")
+
+#: What becomes of answers that nothing but their limit ended: left out; possibly the worse of a pair; like any other.
+Truncated = Literal["drop", "reject", "keep"]
+#: Sums of weighted scores that differ by no more are equal.
+_ALIKE = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class SampleOptions:
+    """Options of sampling, and of the selection. None takes the recipe's value.
+
+    Attributes:
+        kept: Rows for supervised fine-tuning, pairs for preference methods, or both.
+        num_generations: Answers of a prompt.
+        max_prompts: The first rows only.
+        min_score: Least score of an answer to learn, or of the better one of a pair.
+        min_margin: Least difference of the scores of a pair.
+        per_prompt: Most rows of a prompt, in each file.
+        truncated: What becomes of answers that were cut off.
+        checkpoint: Of the run, a step or ``best``, in place of its result.
+        output: Folder for the files, in place of ``samples/<name>``.
+        force: Replace samples of something else.
+    """
+
+    kept: Literal["sft", "pairs", "all"] = "all"
+    num_generations: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    max_new_tokens: int | None = None
+    seed: int | None = None
+    max_prompts: int | None = None
+    min_score: float | None = None
+    min_margin: float = 0.0
+    per_prompt: int = 1
+    truncated: Truncated = "drop"
+    checkpoint: str | None = None
+    output: Path | None = None
+    force: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredAnswer:
+    """An answer and its score; None where no judge had an opinion."""
+
+    said: Answer
+    score: float | None
+
+    @property
+    def identity(self) -> tuple[str, str]:
+        """Its text and reasoning without the white space around, which templates trim: equal for equal answers."""
+        return self.said.text.strip(), (self.said.reasoning or "").strip()
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Rules by which answers are chosen.
+
+    Attributes:
+        count: Most answers, and most pairs, of a prompt.
+        best: Least score of an answer to learn; None: any.
+        chosen: Least score of the better one of a pair; None: any.
+        margin: Least difference of the scores of a pair; where it is 0 they differ all the same.
+    """
+
+    count: int = 1
+    best: float | None = None
+    chosen: float | None = None
+    margin: float = 0.0
+    truncated: Truncated = "drop"
+
+
+#: Prompts of which nothing was chosen, by the reason.
+LeftOut: TypeAlias = Counter[str]
+#: An answer as a row holds it; None where training would refuse it.
+Form = Callable[[int], T | None]
+
+
+def choose_best(
+    answers: Sequence[ScoredAnswer], selection: Selection, form: Form[T], left: LeftOut
+) -> list[tuple[int, T]]:
+    """The best answers of a prompt by their places, each with its form; of equally good ones those drawn first."""
+    ranked = _ranked(answers, selection, learnt=True)
+    if not ranked:
+        left["no usable answer"] += 1
+        return []
+    good = [at for at in ranked if reaches(answers[at], selection.best)]
+    if not good:
+        left["below the least score"] += 1
+        return []
+    found = list(_formed(good, form, selection.count))
+    if not found:
+        left["training would refuse it"] += 1
+    return found
+
+
+def choose_pairs(
+    answers: Sequence[ScoredAnswer], selection: Selection, form: Form[T], left: LeftOut
+) -> list[tuple[tuple[int, T], tuple[int, T]]]:
+    """Pairs of a prompt: the best with the worst answer, the next best with the next worst; no answer is in two."""
+    better, worse = _ranked(answers, selection, learnt=True), _ranked(answers, selection, learnt=False)
+    if not better or not worse:
+        left["no usable answer"] += 1
+        return []
+    if alike([answers[at].score or 0.0 for at in (*better, *worse)]):
+        left["all answers equally good"] += 1
+        return []
+    better = [at for at in better if reaches(answers[at], selection.chosen)]
+    if not better:
+        left["below the least score"] += 1
+        return []
+    if not _apart(answers[better[0]], answers[worse[-1]], selection.margin):
+        left["below the least margin"] += 1
+        return []
+    chosen, rejected = _formed(better, form, len(better)), _formed(worse[::-1], form, len(worse))
+    found: list[tuple[tuple[int, T], tuple[int, T]]] = []
+    for first, second in zip(chosen, rejected, strict=False):
+        if len(found) == selection.count or not _apart(answers[first[0]], answers[second[0]], selection.margin):
+            break
+        found.append((first, second))
+    if not found:
+        left["training would refuse it"] += 1
+    return found
+
+
+def alike(scores: Sequence[float]) -> bool:
+    """True if they are all the same, or there is none."""
+    return not scores or max(scores) - min(scores) <= _ALIKE
+
+
+def _ranked(answers: Sequence[ScoredAnswer], selection: Selection, *, learnt: bool) -> list[int]:
+    """Places of what may be chosen (``learnt``) or rejected, the best first; of equal answers the first."""
+    allowed = ("keep",) if learnt else ("keep", "reject")
+    first: dict[tuple[str, str], int] = {}
+    for at, one in enumerate(answers):
+        whole = not one.said.cut or selection.truncated in allowed
+        if one.score is not None and one.identity[0] and whole:
+            first.setdefault(one.identity, at)
+    return sorted(first.values(), key=lambda at: -(answers[at].score or 0.0))
+
+
+def reaches(one: ScoredAnswer, least: float | None) -> bool:
+    """True if its score, 0 without one, is ``least`` or more."""
+    return least is None or (one.score or 0.0) >= least - _ALIKE
+
+
+def _apart(better: ScoredAnswer, worse: ScoredAnswer, margin: float) -> bool:
+    difference = (better.score or 0.0) - (worse.score or 0.0)
+    return difference > _ALIKE and difference >= margin - _ALIKE
+
+
+def _formed(places: Sequence[int], form: Form[T], most: int) -> Iterator[tuple[int, T]]:
+    """The first ``most`` that have a form, made when they are asked for."""
+    for at in places:
+        if most <= 0:
+            return
+        made = form(at)
+        if made is not None:
+            most -= 1
+            yield at, made
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +247,7 @@ class Tally:
         self._least = least
         self._scores: list[float] = []
         self._best: list[float] = []
-        self._prompts = self._answers = self._passed = self._solved = self._alike = 0
-        self._truncated = self._empty = self._not_judged = self._tokens = 0
+        self._counts: Counter[str] = Counter()
 
     def note(self, answers: Sequence[ScoredAnswer], tokens: int) -> None:
         """The answers to the next prompt."""
@@ -92,33 +255,34 @@ class Tally:
         passed = sum(reaches(one, self._least) for one in answers if one.score is not None)
         self._scores.append(math.fsum(known))
         self._best += [max(known)] if known else []
-        self._prompts += 1
-        self._answers += len(answers)
-        self._passed += passed
-        self._solved += passed > 0
-        self._alike += alike(known)
-        self._truncated += sum(one.said.cut for one in answers)
-        self._empty += sum(not one.said.text.strip() for one in answers)
-        self._not_judged += len(answers) - len(known)
-        self._tokens += tokens
+        self._counts.update(
+            prompts=1,
+            answers=len(answers),
+            judged=len(known),
+            passed=passed,
+            solved=passed > 0,
+            alike=alike(known),
+            truncated=sum(one.said.cut for one in answers),
+            empty=sum(not one.said.text.strip() for one in answers),
+            tokens=tokens,
+        )
 
     def summary(self, sft: WrittenRows | None, pairs: WrittenRows | None) -> SampleSummary:
         """All that was noted."""
-        judged = self._answers - self._not_judged
-        passes = self._least is not None
+        count, passes = self._counts, self._least is not None
         return SampleSummary(
-            prompts=self._prompts,
-            answers=self._answers,
-            mean_score=math.fsum(self._scores) / judged if judged else None,
+            prompts=count["prompts"],
+            answers=count["answers"],
+            mean_score=math.fsum(self._scores) / count["judged"] if count["judged"] else None,
             mean_best_score=math.fsum(self._best) / len(self._best) if self._best else None,
             least_score=self._least,
-            pass_at_1=self._passed / max(judged, 1) if passes else None,
-            pass_at_n=self._solved / max(self._prompts, 1) if passes else None,
-            without_spread=self._alike / max(self._prompts, 1),
-            truncated=self._truncated,
-            empty=self._empty,
-            not_judged=self._not_judged,
-            tokens=self._tokens,
+            pass_at_1=count["passed"] / max(count["judged"], 1) if passes else None,
+            pass_at_n=count["solved"] / max(count["prompts"], 1) if passes else None,
+            without_spread=count["alike"] / max(count["prompts"], 1),
+            truncated=count["truncated"],
+            empty=count["empty"],
+            not_judged=count["answers"] - count["judged"],
+            tokens=count["tokens"],
             sft=sft,
             pairs=pairs,
         )
@@ -156,13 +320,14 @@ def write_rows(
     """
     least = full if options.min_score is None else options.min_score
     selection = Selection(options.per_prompt, least, options.min_score, options.min_margin, options.truncated)
-    tally = Tally(least)
-    with folder.writing({name: ROWS[name] for name in _kept(options)}) as puts:
+    tally, kept = Tally(least), tuple(ROWS) if options.kept == "all" else (options.kept,)
+    with folder.writing({name: ROWS[name] for name in kept}) as puts:
         opened = {name: _File(str(folder.path / ROWS[name]), put) for name, put in puts.items()}
         for asked, drawn, scores in files.read():
             answers = [ScoredAnswer(one.said, score) for one, score in zip(drawn, scores, strict=True)]
             tally.note(answers, sum(one.tokens for one in drawn))
-            form = _forms(made, asked, drawn)
+            # The form of an answer in a row, by its place; made once.
+            form = cache(lambda at, asked=asked, drawn=drawn: made.answer(asked, drawn[at].said, drawn[at].whole))
             if "sft" in opened:
                 _write_best(opened["sft"], made, asked, answers, selection, form)
             if "pairs" in opened:
@@ -171,31 +336,25 @@ def write_rows(
     return tally.summary(written.get("sft"), written.get("pairs"))
 
 
-def _kept(options: SampleOptions) -> tuple[str, ...]:
-    return tuple(ROWS) if options.kept == "all" else (options.kept,)
-
-
-def _forms(made: GeneratedRows, asked: RenderedPrompt, drawn: list[DrawnAnswer]) -> Form:
-    """A function of an answer's place to its form in a row, made once."""
-    known: dict[int, WrittenAnswer | None] = {}
-
-    def form(at: int) -> WrittenAnswer | None:
-        if at not in known:
-            known[at] = made.answer(asked, drawn[at].said, drawn[at].whole)
-        return known[at]
-
-    return form
-
-
 def _write_best(
-    file: _File, made: GeneratedRows, asked: RenderedPrompt, answers: list[ScoredAnswer], wanted: Selection, form: Form
+    file: _File,
+    made: GeneratedRows,
+    asked: RenderedPrompt,
+    answers: list[ScoredAnswer],
+    wanted: Selection,
+    form: Form[WrittenAnswer],
 ) -> None:
     for at, answer in choose_best(answers, wanted, form, file.left):
         file.add({**made.completion(asked, answer.content), "score": answers[at].score}, answer)
 
 
 def _write_pairs(
-    file: _File, made: GeneratedRows, asked: RenderedPrompt, answers: list[ScoredAnswer], wanted: Selection, form: Form
+    file: _File,
+    made: GeneratedRows,
+    asked: RenderedPrompt,
+    answers: list[ScoredAnswer],
+    wanted: Selection,
+    form: Form[WrittenAnswer],
 ) -> None:
     before, chosen = file.rows, choose_pairs(answers, wanted, form, file.left)
     for (first, better), (second, worse) in chosen:

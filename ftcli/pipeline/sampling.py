@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING
 
 from ftcli.config.load import LoadedRecipe
 from ftcli.config.recipe import Recipe
-from ftcli.errors import ExitCode, Finding, FtcliError, Origin
+from ftcli.errors import Finding, FtcliError, Origin
 from ftcli.facts.weights import ADAPTER_CONFIG
 from ftcli.paths import expanded
-from ftcli.pipeline.options import SampleOptions
 from ftcli.pipeline.weights import checkpoint_of, refuse_training, result_of
 from ftcli.plain import JsonObject, plain
 from ftcli.preflight.stages import checked
@@ -25,10 +24,10 @@ from ftcli.run.directory import RunDirectory
 from ftcli.run.samples import SampleFolder
 
 if TYPE_CHECKING:
-    from ftcli.evaluate.draw import Drawing
     from ftcli.job import Job
-    from ftcli.pipeline.sample_rows import SampleResult, SampleSummary
-    from ftcli.run.weight_files import WeightFile
+    from ftcli.pipeline.sample_answers import Drawing
+    from ftcli.pipeline.sample_rows import SampleOptions, SampleResult, SampleSummary
+    from ftcli.run.inputs import WeightFile
 
 #: Answers of a prompt, of recipes without GRPO.
 NUM_GENERATIONS = 8
@@ -53,9 +52,8 @@ def sample_recipe(loaded: LoadedRecipe, session: Session, run_dir: Path | None, 
     from ftcli.data.asked import asked_rows, room_of_task
     from ftcli.data.generated import GeneratedRows
     from ftcli.job import open_job
-    from ftcli.pipeline.sample_files import AnswerFiles
+    from ftcli.pipeline.sample_answers import AnswerFiles, Scorer
     from ftcli.pipeline.sample_rows import SampleResult, write_rows
-    from ftcli.pipeline.scoring import JudgeScorer
 
     job, data, drawing = open_job(report, session), recipe.data, _drawing(recipe, options)
     room = replace(room_of_task(data, recipe.eval.generate), cut_to=None, help=_LONG_PROMPT)
@@ -64,7 +62,7 @@ def sample_recipe(loaded: LoadedRecipe, session: Session, run_dir: Path | None, 
     )
     for warning in warnings:
         session.reporter.finding(warning)
-    scorer = JudgeScorer(recipe, asked, session.reporter)
+    scorer = Scorer(recipe, asked, session.reporter)
     with SampleFolder(_folder(recipe, run, options)) as folder:
         drawn = {**_model_identity(job, weights), **plain(asdict(drawing))}
         files = AnswerFiles(job, asked, drawing, scorer, folder, run, weights)
@@ -84,7 +82,7 @@ _LONG_PROMPT = "raise data.max_seq_len, or choose data.overlong: drop"
 
 def cannot_sample(message: str, help: str, option: str) -> FtcliError:
     """FT159: options contradict each other."""
-    return FtcliError.single("FT159", message, exit_code=ExitCode.RECIPE, origin=Origin(option), help=help)
+    return FtcliError.single("FT159", message, origin=Origin(option), help=help)
 
 
 def _for_sampling(recipe: Recipe, options: SampleOptions) -> Recipe:
@@ -120,7 +118,7 @@ def _count(recipe: Recipe, options: SampleOptions) -> int:
 
 def _drawing(recipe: Recipe, options: SampleOptions) -> Drawing:
     """The options; what they leave open is the recipe's (``grpo``, else ``eval.generate``)."""
-    from ftcli.evaluate.draw import Drawing
+    from ftcli.pipeline.sample_answers import Drawing
 
     grpo, generate = recipe.grpo, recipe.eval.generate
     temperature = generate.temperature if grpo is None else grpo.temperature
@@ -169,7 +167,7 @@ def _model_identity(job: Job, weights: Path | None) -> JsonObject:
 
 def _weights_in(folder: Path | None) -> list[WeightFile]:
     """Identities of weight files by samples alone: whether all bytes are read depends on the memory that is free."""
-    from ftcli.run.weight_files import weight_identities
+    from ftcli.run.inputs import weight_identities
 
     return [] if folder is None else [replace(one, crc32="") for one in weight_identities(folder)]
 

@@ -2,33 +2,41 @@
 
 Each run is a process, started by whoever reads the environment (:data:`Start`), so that one that fails, diverges or is
 killed takes nothing with it. A sweep keeps no state of its own: what is finished, and where an interrupted run goes on,
-is in the run directories.
+is in the run directories. All combinations go through preflight before the first one starts; at the end the runs stand
+side by side, and the best one is named.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
+from signal import SIGINT
 from typing import Protocol
 
 from ftcli.config.dump import dump_recipe
 from ftcli.config.grid import Combination
-from ftcli.config.load import Override, load_recipe
+from ftcli.config.load import LoadedRecipe, Override, load_recipe
+from ftcli.config.overrides import Settings
 from ftcli.config.recipe import Recipe
 from ftcli.errors import ExitCode, Finding, FtcliError
-from ftcli.pipeline.sweep_checks import check_all
-from ftcli.pipeline.sweep_result import RunOutcome, SweepResult, sweep_result
+from ftcli.plain import FLATTENED
+from ftcli.ranks import ignore, start_deaf
 from ftcli.reporting import Reporter, Session
 from ftcli.run.atomic import read_text
 from ftcli.run.directory import RunDirectory, is_run_directory
 from ftcli.run.recipe_changes import matters, recipe_changes
+from ftcli.run.report.page import Comparison, compare, write_comparison
 from ftcli.run.signals import SignalName, StopNow, StopRequest, exit_code_of, second_signal_as_error
 from ftcli.run.status import read_status
+from ftcli.run.summary import RunSummary
 from ftcli.tables import methods
 
 _SECONDS_BETWEEN_LOOKS = 0.05
@@ -101,7 +109,6 @@ def plan_sweep(recipe: Path, grid: Sequence[Combination], output_dir: str | None
         raise FtcliError.single(
             "FT753",
             f"{folder} is a run, and the runs of a sweep are folders of their own",
-            exit_code=ExitCode.RECIPE,
             help=f"name another folder, as in --output-dir {folder}-sweep",
         )
     runs = [_planned(recipe, combination, base, folder) for combination, base in zip(grid, bases, strict=True)]
@@ -135,7 +142,7 @@ def sweep(plan: Sweep, session: Session, start: Start, devices: Sequence[str | N
         if waiting:
             with stop.interruptible("checking the combinations"):
                 check_all([load_recipe(plan.recipe, run.overrides) for run in waiting], waiting[0].command, session)
-        outcomes = {run.path: RunOutcome(run.combination, run.path, 0, None, skipped=True) for run in finished}
+        outcomes = {run.path: _ended(run, 0, None, skipped=True) for run in finished}
         for run in finished:
             session.reporter.info(f"{run.path} is complete already")
         crew = _Crew(plan, session.reporter, start, devices, outcomes)
@@ -164,7 +171,7 @@ class _Crew:
         reporter: Reporter,
         start: Start,
         devices: Sequence[str | None],
-        outcomes: dict[Path, RunOutcome],
+        outcomes: dict[Path, SweptRun],
     ) -> None:
         self._plan = plan
         self._reporter = reporter
@@ -200,7 +207,6 @@ class _Crew:
             raise FtcliError.single(
                 "FT751",
                 f"{self._plan.recipe} was changed while the sweep ran, so its runs could not be compared",
-                exit_code=ExitCode.RECIPE,
                 help="undo the change, and repeat the command; or sweep the new recipe into another --output-dir",
             )
         device = self._free.popleft()
@@ -217,7 +223,7 @@ class _Crew:
             self._running.remove(entry)
             self._free.append(device)
             status, reason = end
-            self._outcomes[run.path] = RunOutcome(run.combination, run.path, status, reason)
+            self._outcomes[run.path] = _ended(run, status, reason)
             if status in (ExitCode.PREEMPTED, ExitCode.INTERRUPTED):
                 self._stopped_by = ExitCode(status)
             elif status != 0:
@@ -250,3 +256,201 @@ class _Crew:
         message = f"the sweep was stopped; {done} of {len(self._plan.runs)} runs are complete"
         help = "the same command again goes on: complete runs are skipped, the interrupted one continues"
         return FtcliError([Finding("FT728", message, help=help)], code)
+
+
+#: The findings of preflight on one recipe, and the status that it is refused with; None if it may run.
+_Checked = tuple[tuple[Finding, ...], ExitCode | None]
+
+
+def check_all(recipes: Sequence[LoadedRecipe], command: str, session: Session) -> None:
+    """Preflight of all recipes. Warnings and notes are told once, however many runs they are about.
+
+    It takes place in a process of its own: asking a GPU what it is takes some of its memory until the process ends.
+
+    Raises:
+        FtcliError: All errors, and with which run each of them comes; the exit status is that of the first.
+    """
+    answers = _in_a_process(recipes, command, session.offline)
+    _require_held_out(recipes, command, session)
+    told = _merged(recipes, [findings for findings, _ in answers])
+    refused = [status for _, status in answers if status is not None]
+    if refused:
+        raise FtcliError(told, refused[0])
+    for finding in told:
+        session.reporter.finding(finding)
+
+
+def _merged(recipes: Sequence[LoadedRecipe], found: Sequence[tuple[Finding, ...]]) -> list[Finding]:
+    """Each finding once. One that not all runs have says which ones do."""
+    runs: dict[Finding, list[str]] = {}
+    for loaded, of_recipe in zip(recipes, found, strict=True):
+        for finding in dict.fromkeys(of_recipe):
+            runs.setdefault(finding, []).append(str(loaded.recipe.run.output_dir).rpartition("/")[2])
+    return [
+        finding if len(names) == len(recipes) else replace(finding, message=f"{finding.message} [{_few(names)}]")
+        for finding, names in runs.items()
+    ]
+
+
+def _few(names: Sequence[str]) -> str:
+    rest = len(names) - 1
+    return names[0] if not rest else f"{names[0]} and {rest} more"
+
+
+def _require_held_out(recipes: Sequence[LoadedRecipe], command: str, session: Session) -> None:
+    recipe = recipes[0].recipe
+    if recipe.data.eval or recipe.eval.tasks or methods.method_of(recipe, command).from_prompts:
+        return
+    message = "the recipe names no held-out data: the sweep will not be able to name the best run"
+    session.reporter.finding(Finding("FT752", message, help="name some in data.eval", severity="warning"))
+
+
+def _in_a_process(recipes: Sequence[LoadedRecipe], command: str, offline: bool) -> tuple[_Checked, ...]:
+    context = get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_answer, args=(sender, tuple(recipes), command, offline), daemon=True)
+    start_deaf(process, [SIGINT])
+    sender.close()
+    try:
+        found: tuple[_Checked, ...] = receiver.recv()
+    except EOFError:
+        process.join()
+        raise RuntimeError(f"the process that checks the combinations ended with {process.exitcode}") from None
+    finally:
+        process.kill()
+        process.join()
+    return found
+
+
+def _answer(sender: Connection, recipes: Sequence[LoadedRecipe], command: str, offline: bool) -> None:
+    ignore([SIGINT])  # a terminal sends it to both processes; the other one decides
+    sender.send(tuple(_checked(loaded, command, offline) for loaded in recipes))
+
+
+def _checked(loaded: LoadedRecipe, command: str, offline: bool) -> _Checked:
+    from ftcli.preflight.stages import preflight
+
+    try:
+        return preflight(loaded, command=command, device=None, offline=offline).findings, None
+    except FtcliError as error:
+        return error.findings, error.exit_code
+
+
+#: The page of the comparison, in the sweep's folder.
+PAGE = "comparison.html"
+
+
+@dataclass(frozen=True, slots=True)
+class SweptRun:
+    """The end of a run of a sweep: its exit status (negative: a signal), and the reason if it failed.
+
+    ``summary`` are its results, which are there at the end of the sweep; without a run directory there are none.
+    """
+
+    summary: RunSummary | None = field(metadata=FLATTENED)
+    name: str
+    path: Path
+    settings: Settings
+    exit_code: int
+    reason: str | None
+    skipped: bool = False
+
+
+def _ended(run: SweepRun, exit_code: int, reason: str | None, *, skipped: bool = False) -> SweptRun:
+    name, settings = run.combination.name, run.combination.settings
+    return SweptRun(None, name, run.path, settings, exit_code, reason, skipped)
+
+
+@dataclass(frozen=True, slots=True)
+class BestRun:
+    """The best run, and the measure by which it is."""
+
+    name: str
+    path: Path
+    settings: Settings
+    metric: str
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class SweepResult:
+    """The answer of `ftcli sweep`. ``remarks`` say what to keep in mind of the best, or why there is none."""
+
+    sweep: Path
+    runs: Sequence[SweptRun]
+    best: BestRun | None
+    remarks: Sequence[str]
+    html: Path | None
+    comparison: Comparison | None
+
+    @property
+    def exit_code(self) -> int:
+        """0 where every run is complete, else the status of the first that is not; 1 for one that was killed."""
+        codes = [run.exit_code for run in self.runs if run.exit_code != 0]
+        return next((code if code > 0 else 1 for code in codes), 0)
+
+
+def _mean_score(run: RunSummary) -> float | None:
+    return sum(run.tasks.values()) / len(run.tasks) if run.tasks else None
+
+
+#: Measures that runs are compared by, each with 1 if more is better, else -1. The first that all completed runs have
+#: decides. Losses of pairs are no measure: they depend on beta and on the loss.
+_MEASURES: Mapping[str, tuple[Callable[[RunSummary], float | None], int]] = {
+    "share of held-out pairs in the right order": (lambda run: run.preferred, 1),
+    "held-out loss": (lambda run: run.eval_loss, -1),
+    "mean score of the tasks": (_mean_score, 1),
+    "reward in training": (lambda run: run.reward, 1),
+}
+
+
+def sweep_result(folder: Path, ended: Sequence[SweptRun]) -> SweepResult:
+    """The runs with their results, the best one, and the comparison, which is also written as a page.
+
+    Raises FtcliError FT723 or FT724 where the page cannot be written, FT727 where a run's recipe is not readable.
+    """
+    there = [run.path for run in ended if is_run_directory(run.path)]
+    comparison = compare(there) if there else None
+    summaries = {run.path: run for run in comparison.runs} if comparison is not None else {}
+    page = folder / PAGE
+    if comparison is not None:
+        write_comparison(comparison, page)
+    runs = [replace(run, summary=summaries.get(run.path)) for run in ended]
+    best, remarks = _best([(run, run.summary) for run in runs if run.exit_code == 0 and run.summary is not None])
+    return SweepResult(folder, runs, best, remarks, page if comparison is not None else None, comparison)
+
+
+def _best(complete: Sequence[tuple[SweptRun, RunSummary]]) -> tuple[BestRun | None, list[str]]:
+    """The best, and remarks: what to keep in mind, or why there is none."""
+    if not complete:
+        return None, ["no run is complete, so none is the best"]
+    for metric, (measure, sign) in _MEASURES.items():  # noqa: B007 - the one that ends it is the measure
+        values = [value for _, summary in complete if (value := measure(summary)) is not None and math.isfinite(value)]
+        if len(values) == len(complete):
+            break
+    else:
+        return None, ["not all runs have held-out results, so none is named the best: name held-out rows in data.eval"]
+    value = max(values, key=lambda each: sign * each)
+    best = complete[values.index(value)][0]
+    equal = values.count(value) - 1
+    remarks = [f"{equal} more came to the same {metric}: the first is named"] if equal else _at_an_edge(best, complete)
+    return BestRun(best.name, best.path, best.settings, metric, value), [*remarks, *_other_tokens(complete)]
+
+
+def _at_an_edge(best: SweptRun, complete: Sequence[tuple[SweptRun, RunSummary]]) -> list[str]:
+    """The best of a row of numbers says little where the row ends with it."""
+    remarks = []
+    for key, value in best.settings.items():
+        tried = [run.settings[key] for run, _ in complete]
+        numbers = {each for each in tried if isinstance(each, int | float) and not isinstance(each, bool)}
+        if len(numbers) >= 3 and value in (min(numbers), max(numbers)):
+            side = "largest" if value == max(numbers) else "smallest"
+            remarks.append(f"the best {key} is the {side} that was tried: the optimum may lie beyond it")
+    return remarks
+
+
+def _other_tokens(complete: Sequence[tuple[SweptRun, RunSummary]]) -> list[str]:
+    counts = {summary.eval_tokens for _, summary in complete} - {None}
+    if len(counts) < 2:
+        return []
+    return ["the runs were measured on different held-out tokens: their losses are not quite comparable"]

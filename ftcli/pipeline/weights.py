@@ -51,7 +51,6 @@ def result_of(run: RunDirectory, reporter: Reporter) -> Path:
         raise FtcliError.single(
             "FT763",
             f"{run.path} holds no finished run: neither adapter/ nor model/ is there",
-            exit_code=ExitCode.RECIPE,
             help="train first, name the run's directory, or take one of its checkpoints with --checkpoint STEP",
         )
     irregular = irregular_file(result)

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.plain import JsonObject
+from ftcli.plain import JsonObject, plain
 
 #: Beginning of the names of files and folders that are not complete yet.
 TEMPORARY_PREFIX = ".tmp-"
@@ -154,6 +154,13 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 
 def _replace(path: Path, data: bytes, mode: int | None = None) -> None:
+    with _written_aside(path, data, mode) as aside:
+        aside.replace(path)
+
+
+@contextlib.contextmanager
+def _written_aside(path: Path, data: bytes, mode: int | None = None) -> Iterator[Path]:
+    """A block with a complete file beside ``path``, to which the block gives its name; nothing else is left of it."""
     aside = _aside(path)
     try:
         with aside.open("xb") as file:
@@ -162,10 +169,9 @@ def _replace(path: Path, data: bytes, mode: int | None = None) -> None:
             if mode is not None:
                 os.fchmod(file.fileno(), mode)
             os.fsync(file.fileno())
-        aside.replace(path)
-    except BaseException:
+        yield aside
+    finally:
         aside.unlink(missing_ok=True)
-        raise
     fsync_directory(path.parent)
 
 
@@ -191,6 +197,16 @@ def write_json(path: Path, value: Any) -> None:
         ValueError: ``value`` holds NaN or infinity, which JSON does not have (see :func:`finite`).
     """
     write_bytes(path, json_bytes(value, indent=2))
+
+
+def store_json(path: Path, value: Any) -> None:
+    """Replaces a file of a run by ``value`` as :func:`ftcli.plain.plain` makes JSON of it: NaN and infinity are null.
+
+    Raises:
+        FtcliError: FT723 or FT724 when it cannot be written.
+    """
+    with storage_errors(path):
+        write_json(path, plain(value))
 
 
 def json_bytes(value: Any, *, indent: int | None = None) -> bytes:
@@ -254,12 +270,7 @@ def _write_into(path: Path, data: bytes, number: int | None) -> None:
 
 def _create(path: Path, data: bytes) -> None:
     """Raises FileExistsError where somebody else has the name by now."""
-    aside = _aside(path)
-    try:
-        with aside.open("xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+    with _written_aside(path, data) as aside:
         try:
             path.hardlink_to(aside)
         except FileExistsError:
@@ -268,9 +279,6 @@ def _create(path: Path, data: bytes) -> None:
             if path.exists():
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)) from None
             aside.rename(path)
-    finally:
-        aside.unlink(missing_ok=True)
-    fsync_directory(path.parent)
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:

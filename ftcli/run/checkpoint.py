@@ -12,14 +12,14 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ftcli.errors import ExitCode, Finding, FtcliError
+from ftcli.errors import Finding, FtcliError
 from ftcli.plain import JsonMap, JsonObject
 from ftcli.run.atomic import (
     TEMPORARY_PREFIX,
@@ -76,16 +76,21 @@ def _step_number(path: Path) -> int:
 
 @dataclass(frozen=True, slots=True)
 class FoundCheckpoints:
-    """Checkpoints of a folder: usable ones by rising step, and a warning for each damaged one."""
+    """Checkpoints of a folder: usable ones by rising step, and damaged ones with what is wrong."""
 
     usable: tuple[Path, ...]
-    damaged: tuple[Path, ...]
-    warnings: tuple[Finding, ...]
+    damaged: Mapping[Path, str]
 
     @property
     def newest(self) -> Path | None:
         """The usable checkpoint of the highest step."""
         return self.usable[-1] if self.usable else None
+
+    @property
+    def warnings(self) -> tuple[Finding, ...]:
+        """FT726 for each that is damaged."""
+        texts = [f"checkpoint {path} is damaged and is skipped: {reason}" for path, reason in self.damaged.items()]
+        return tuple(Finding("FT726", text, severity="warning") for text in texts)
 
 
 def damage(checkpoint: Path, *, thorough: bool = False) -> str | None:
@@ -159,19 +164,10 @@ class Checkpoints:
             delete(trash)
 
     def scan(self) -> FoundCheckpoints:
-        """Look at every checkpoint: which are usable, and FT726 for each that is damaged."""
-        usable: list[Path] = []
-        damaged: list[Path] = []
-        warnings: list[Finding] = []
-        for step in sorted(self._steps()):
-            path = self.path(step)
-            reason = damage(path)
-            if reason is None:
-                usable.append(path)
-                continue
-            damaged.append(path)
-            warnings.append(_passed_over(path, reason))
-        return FoundCheckpoints(tuple(usable), tuple(damaged), tuple(warnings))
+        """Look at every checkpoint: which are usable, and which are damaged."""
+        found = {path: damage(path) for path in map(self.path, sorted(self._steps()))}
+        usable = tuple(path for path, reason in found.items() if reason is None)
+        return FoundCheckpoints(usable, {path: reason for path, reason in found.items() if reason is not None})
 
     def newest(self) -> Path | None:
         """The usable checkpoint of the highest step, or None."""
@@ -193,17 +189,13 @@ class Checkpoints:
             if reason is None:
                 return self.path(step)
             raise FtcliError.single(
-                "FT725",
-                f"{self.path(step)} is damaged: {reason}",
-                exit_code=ExitCode.RECIPE,
-                help="restore the file, or take another checkpoint",
+                "FT725", f"{self.path(step)} is damaged: {reason}", help="restore the file, or take another checkpoint"
             )
         steps = ", ".join(str(step_of(path)) for path in usable) or "none"
         what = "best evaluation" if name == "best" else f"step {name}"
         raise FtcliError.single(
             "FT725",
             f"{self.root} has no usable checkpoint of {what}",
-            exit_code=ExitCode.RECIPE,
             help=f"choose from: {steps}; `checkpoint.keep_best: true` keeps the best one",
         )
 
@@ -251,11 +243,10 @@ class Checkpoints:
         A checkpoint that fails is passed over with a warning, and the one before it is read.
         """
         scan = self.scan()
-        usable, damaged, warnings = list(scan.usable), list(scan.damaged), list(scan.warnings)
+        usable, damaged = list(scan.usable), dict(scan.damaged)
         while usable and (reason := damage(usable[-1], thorough=True)) is not None:
-            damaged.append(usable.pop())
-            warnings.append(_passed_over(damaged[-1], reason))
-        return FoundCheckpoints(tuple(usable), tuple(damaged), tuple(warnings))
+            damaged[usable.pop()] = reason
+        return FoundCheckpoints(tuple(usable), damaged)
 
     def rotate(self, keep_last: int, spared: Collection[int] = ()) -> None:
         """Delete all but the newest ``keep_last`` usable checkpoints and those of ``spared`` steps.
@@ -305,10 +296,6 @@ def _best_step(usable: Sequence[Path]) -> int | None:
         if isinstance(best, dict) and isinstance(best.get("step"), int) and best.get("value") is not None:
             return int(best["step"])
     return None
-
-
-def _passed_over(path: Path, reason: str) -> Finding:
-    return Finding("FT726", f"checkpoint {path} is damaged and is skipped: {reason}", severity="warning")
 
 
 def inventory(folder: Path) -> list[JsonObject]:

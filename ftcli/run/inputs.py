@@ -1,24 +1,115 @@
 """Inputs of a run: fingerprints of training and held-out files, judges, chat template, token ids and base weights.
 
 A run that continued on other inputs would give a model that neither the old nor the new inputs describe, so it is
-refused, and the message says what differs. Everything is compared by content, never by date or path.
+refused, and the message says what differs. Everything is compared by content, never by date or path. Weight files may
+be large: of them the SHA-256 of samples is taken, and a CRC-32 of every byte.
 """
 
 from __future__ import annotations
 
 import difflib
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
 from ftcli.config.model import ModelConfig
 from ftcli.errors import ExitCode, Finding, FtcliError
+from ftcli.facts.device import free_host_bytes, usable_cores
 from ftcli.facts.model import ModelFacts
 from ftcli.facts.weights import WEIGHTS_INDEX
 from ftcli.plain import JsonMap, JsonObject, maps, plain_fields
-from ftcli.run.weight_files import WeightFile, weight_identities
+
+_SAMPLES = 64
+_SAMPLE_BYTES = 1 << 16
+#: What a thread reads at a time, and what one CRC-32 is of.
+_READ_BYTES, _PIECE_BYTES = 1 << 20, 1 << 26
+_MOST_THREADS = 8
+
+
+#: Answers with what has been read, or raises its error, once that is done.
+WeightIdentities = Callable[[], "tuple[WeightFile, ...]"]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFile:
+    """Identity of one weight file.
+
+    Attributes:
+        samples_sha256: SHA-256 of 64 samples of 64 KiB, spread over it: all of a file of 4 MiB and less.
+        crc32: CRC-32 of every byte (of each 64 MiB, and of those together); empty where it was not read whole. It tells
+            accidents; somebody who wants to can find other bytes with the same.
+    """
+
+    name: str
+    bytes: int
+    samples_sha256: str
+    crc32: str = ""
+
+
+def weight_identities(folder: Path) -> tuple[WeightFile, ...]:
+    """Identities of the weight files in a model's folder (:func:`begin`)."""
+    return begin(folder)()
+
+
+def begin(folder: Path) -> WeightIdentities:
+    """Begins to read the weight files in a model's folder, by threads that work beside the caller.
+
+    All bytes are read where the files fit into free memory: they come from it where they were just read, and stay in it
+    for whoever reads them next. Else samples alone. The first sample holds the header, which lists every tensor with
+    its shape. A process that ends does not wait for the threads.
+
+    Raises:
+        OSError: there is a file that cannot be looked at; of one that cannot be read, the answer raises it.
+    """
+    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.gguf"))
+    sizes = [file.stat().st_size for file in files]
+    free = free_host_bytes()
+    whole = files if free is not None and sum(sizes) <= free else []
+    spans = [(file, range(0, max(size, 1), _PIECE_BYTES)) for file, size in zip(whole, sizes, strict=False)]
+    pieces = [(file, offset) for file, offsets in spans for offset in offsets]
+    threads = ThreadPool(min(_MOST_THREADS, usable_cores()))
+    samples = threads.starmap_async(_samples, zip(files, sizes, strict=True), 1)
+    checksums = threads.map_async(_crc32, pieces, 1)
+    threads.close()
+
+    def answer() -> tuple[WeightFile, ...]:
+        of_file: dict[Path, bytes] = {}
+        for (file, _), value in zip(pieces, checksums.get(), strict=True):
+            of_file[file] = of_file.get(file, b"") + value.to_bytes(4, "big")
+        return tuple(
+            WeightFile(file.name, size, digest, f"{zlib.crc32(of_file[file]):08x}" if file in of_file else "")
+            for file, size, digest in zip(files, sizes, samples.get(), strict=True)
+        )
+
+    return answer
+
+
+def _samples(path: Path, size: int) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        for sample in range(_SAMPLES):
+            file.seek(sample * max(0, size - _SAMPLE_BYTES) // (_SAMPLES - 1))
+            digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def _crc32(piece: tuple[Path, int]) -> int:
+    """CRC-32 of the piece of a file that begins at an offset; reading and counting leave Python's lock to others."""
+    path, offset = piece
+    value, buffer = 0, bytearray(_READ_BYTES)
+    view = memoryview(buffer)
+    with path.open("rb", buffering=0) as file:
+        file.seek(offset)
+        left = _PIECE_BYTES
+        while left and (count := file.readinto(view[: min(left, _READ_BYTES)])):
+            value = zlib.crc32(view[:count], value)
+            left -= count
+    return value
+
 
 #: A data file is also hashed in about this many blocks, so that a change can be placed.
 _BLOCKS = 256
@@ -49,8 +140,11 @@ class Fingerprint:
     blocks: str = ""
 
 
-def fingerprint(name: str, path: Path) -> Fingerprint:
+def fingerprint(name: str, path: Path, block_bytes: int = 0) -> Fingerprint:
     """The fingerprint of a file, which is read once.
+
+    Args:
+        block_bytes: Size of its blocks; 0: as many as there are to be in a file of this size.
 
     Raises:
         OSError: it cannot be read.
@@ -59,7 +153,7 @@ def fingerprint(name: str, path: Path) -> Fingerprint:
     with path.open("rb") as file:
         size = file.seek(0, 2)
         file.seek(0)
-        block_bytes = max(_SMALLEST_BLOCK, -(-size // _BLOCKS))
+        block_bytes = block_bytes or max(_SMALLEST_BLOCK, -(-size // _BLOCKS))
         while block := file.read(block_bytes):
             whole.update(block)
             blocks.append(hashlib.sha256(block).digest()[:_KEPT_DIGEST].hex())
@@ -73,7 +167,7 @@ class Inputs:
     Attributes:
         chat_template: The template's text.
         tokens_sha256: SHA-256 over the token ids and labels of all training rows, in order.
-        weights: Of a local model, :func:`ftcli.run.weight_files.weight_identities` of its folder.
+        weights: Of a local model, :func:`ftcli.run.inputs.weight_identities` of its folder.
         commit: Of a model from the Hub, the commit that was loaded.
         files: What else is read of a local model and a local tokenizer.
     """
@@ -195,12 +289,16 @@ def changed_base(known: JsonMap, now: Inputs, *, weights: bool = True) -> list[s
 
 
 def _changed_files(known: Any, now: Sequence[Fingerprint | WeightFile], *, always: bool = False) -> list[str]:
-    before = noted_files(known)
-    found = {each.name: plain_fields(each) for each in now}
+    before, found = noted_files(known), {each.name: plain_fields(each) for each in now}
+    return _differing(before, found, {*before, *found} if before or always else ())
+
+
+def _differing(before: Mapping[str, JsonObject], now: Mapping[str, JsonObject], names: Collection[str]) -> list[str]:
+    """Those of ``names`` that are not the same on both sides, in words."""
     return [
-        f"{name} ({_identity(before.get(name))} -> {_identity(found.get(name))})"
-        for name in sorted({*before, *found})
-        if (before or always) and not _is_same(before.get(name), found.get(name))
+        f"{name} ({_identity(before.get(name))} -> {_identity(now.get(name))})"
+        for name in sorted(names)
+        if not _is_same(before.get(name), now.get(name))
     ]
 
 
@@ -279,31 +377,13 @@ def changed_held_out(previous: JsonMap, held_out: Sequence[Fingerprint], sources
     now = {one.name: plain_fields(one) for one in held_out}
     for source in dict.fromkeys(sources):
         before, found = ({n: e for n, e in side.items() if _is_of(source, n)} for side in (known, now))
-        changed += [
-            f"{name} ({_identity(before.get(name))} -> {_identity(found.get(name))})"
-            for name in sorted({*before, *found})
-            if before and _digest_in(before.get(name)) != _digest_in(found.get(name))
-        ]
+        changed += _differing(before, found, {*before, *found} if before else ())
     return list(dict.fromkeys(changed))
 
 
 def _is_of(source: str, name: str) -> bool:
     """True if a file is ``source``, or lies in it, by its name in a manifest."""
     return name == source or name.startswith(f"{source.rstrip('/')}/")
-
-
-def require_same_held_out(previous: JsonMap, held_out: Sequence[Fingerprint], sources: Collection[str]) -> None:
-    """Refuse to continue a run that would be measured on other rows than before.
-
-    Raises:
-        FtcliError: FT731 with each file (exit 2).
-    """
-    findings = [
-        Finding("FT731", f"held-out data has changed since this run began: {said}", help=_REMEDY)
-        for said in changed_held_out(previous, held_out, sources)
-    ]
-    if findings:
-        raise FtcliError(findings, ExitCode.RECIPE)
 
 
 def changed_judges(previous: JsonMap, judges: Sequence[Fingerprint]) -> list[str]:
@@ -315,23 +395,30 @@ def changed_judges(previous: JsonMap, judges: Sequence[Fingerprint]) -> list[str
         previous: The manifest of the run so far; one without their fingerprints proves nothing.
         judges: Their fingerprints now.
     """
-    known = noted_files(previous.get("judges"))
-    return [
-        f"{one.name} ({_identity(known[one.name])} -> {_identity(plain_fields(one))})"
-        for one in judges
-        if one.name in known and known[one.name]["sha256"] != one.sha256
-    ]
+    known, now = noted_files(previous.get("judges")), {one.name: plain_fields(one) for one in judges}
+    return _differing(known, now, known.keys() & now.keys())
 
 
-def require_same_judges(previous: JsonMap, judges: Sequence[Fingerprint]) -> None:
-    """Refuse to continue a run whose completions would be judged by other code than those before.
+def require_same_measures(
+    previous: JsonMap, held_out: Sequence[Fingerprint], sources: Collection[str], judges: Sequence[Fingerprint]
+) -> None:
+    """Refuse to continue a run that would be measured on other rows, or judged by other code, than before.
+
+    Args:
+        held_out, sources: As :func:`changed_held_out` takes them.
+        judges: As :func:`changed_judges` takes them.
 
     Raises:
-        FtcliError: FT721 with each file (exit 2).
+        FtcliError: FT731 with each held-out file, FT721 with each of judges (exit 2).
     """
+    changed = {
+        ("FT731", "held-out data"): changed_held_out(previous, held_out, sources),
+        ("FT721", "a reward or judge"): changed_judges(previous, judges),
+    }
     findings = [
-        Finding("FT721", f"a reward or judge has changed since this run began: {said}", help=_REMEDY)
-        for said in changed_judges(previous, judges)
+        Finding(code, f"{what} has changed since this run began: {each}", help=_REMEDY)
+        for (code, what), said in changed.items()
+        for each in said
     ]
     if findings:
         raise FtcliError(findings, ExitCode.RECIPE)
@@ -343,7 +430,7 @@ def _place(before: JsonMap, now: Fingerprint, path: Path | None) -> str:
     if path is None or path.suffix != ".jsonl" or type(size) is not int or size < 1 or not isinstance(blocks, str):
         return ""
     if size != now.block_bytes:  # the sizes differ too much for equal blocks: hash again as it was done then
-        now = _with_blocks(path, size)
+        now = fingerprint(now.name, path, size)
     width = 2 * _KEPT_DIGEST
     old, new = ([b[i : i + width] for i in range(0, len(b), width)] for b in (blocks, now.blocks))
     first = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
@@ -351,11 +438,3 @@ def _place(before: JsonMap, now: Fingerprint, path: Path | None) -> str:
         start = sum(file.read(size).count(b"\n") for _ in range(first)) + 1
         last = start + file.read(size).count(b"\n")
     return f"; the first difference is in line {start:,}" + (f" to {last:,}" if last > start else "")
-
-
-def _with_blocks(path: Path, block_bytes: int) -> Fingerprint:
-    blocks = []
-    with path.open("rb") as file:
-        while block := file.read(block_bytes):
-            blocks.append(hashlib.sha256(block).digest()[:_KEPT_DIGEST].hex())
-    return Fingerprint(path.name, 0, "", block_bytes, "".join(blocks))

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ftcli.config.model import ModelConfig
-from ftcli.errors import ExitCode, Finding, FtcliError
+from ftcli.errors import Finding, FtcliError
 from ftcli.facts.weights import MODEL_CARD
 from ftcli.plain import JsonMap, JsonObject
 from ftcli.run.atomic import read_json_object, read_text
@@ -68,7 +68,6 @@ def hold_result(run: RunDirectory) -> list[Finding]:
         raise FtcliError.single(
             "FT771",
             f"{run.path / status.trained.result} is not what training wrote: {changed}",
-            exit_code=ExitCode.RECIPE,
             help="restore the file, or take a checkpoint with --checkpoint STEP; to export an adapter that you changed "
             f"on purpose, name its folder: `ftcli export {run.path / status.trained.result}`",
         )
@@ -110,7 +109,6 @@ def hold_base(run: Path, model: ModelConfig, seed: int, now: Inputs, *, weights:
     raise FtcliError.single(
         "FT735",
         f"{run} was trained on {said}; what differs: {', '.join(changed)}",
-        exit_code=ExitCode.RECIPE,
         help="use the model that it was trained on: restore the files, or name them in model.name_or_path (of the "
         "Hub: pin model.revision to the commit that the run was trained on)",
     )

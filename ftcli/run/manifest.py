@@ -19,7 +19,7 @@ from ftcli.plan.memory.checkpointing import Offloaded
 from ftcli.plan.memory.estimate import MemoryEstimate
 from ftcli.plan.memory.host_total import HostEstimate
 from ftcli.plan.precision import DtypePlan
-from ftcli.run.atomic import read_json_object, storage_errors, utc_now, write_json
+from ftcli.run.atomic import utc_now
 from ftcli.run.inputs import Fingerprint
 from ftcli.tables.policies import PolicyName
 
@@ -203,18 +203,3 @@ def build_manifest(
         "ranks": ranks,
     }
     return {key: plain(value) for key, value in manifest.items()}
-
-
-def write_manifest(path: Path, manifest: JsonMap) -> None:
-    """Write manifest.json; NaN and infinity become null.
-
-    Raises:
-        FtcliError: FT723 or FT724 when it cannot be written.
-    """
-    with storage_errors(path):
-        write_json(path, plain(manifest))
-
-
-def read_manifest(path: Path) -> JsonObject:
-    """The manifest, or an empty map when there is none that can be read."""
-    return read_json_object(path)

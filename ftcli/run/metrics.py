@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeAlias
 
-from ftcli.errors import ExitCode, FtcliError
+from ftcli.errors import FtcliError
 from ftcli.plain import JsonObject, is_number, plain
 from ftcli.run.atomic import json_bytes, open_regular, read_bytes, storage_errors, write_bytes
 
@@ -74,7 +74,6 @@ def _rows(path: Path, data: bytes) -> list[tuple[MetricsLine, bytes]]:
             raise FtcliError.single(
                 "FT727",
                 f"{path}:{number}: this line is not a metric: {line[:80]!r}",
-                exit_code=ExitCode.RECIPE,
                 help="delete the damaged line; it costs one point of a curve",
             )
         rows.append((row, line))

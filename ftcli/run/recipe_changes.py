@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -12,6 +13,7 @@ from pydantic import ValidationError
 from ftcli.config.dump import undumped
 from ftcli.config.recipe import Recipe
 from ftcli.plain import JsonObject
+from ftcli.run.atomic import read_text
 from ftcli.tables import methods
 
 #: Sections and keys that may differ when a run is resumed, because no weight depends on them. Everything else decides
@@ -96,7 +98,7 @@ def recipe_changes(old_yaml: str, new_yaml: str) -> tuple[ChangedKey, ...]:
     Raises:
         ValueError: ``old_yaml`` is not the YAML of a map.
     """
-    old, new = (_flatten(_with_defaults(map_of(text))) for text in (old_yaml, new_yaml))
+    old, new = (leaves(_with_defaults(map_of(text))) for text in (old_yaml, new_yaml))
     if repr(old) == repr(new):  # as when a run is resumed: seldom does anybody have to read them
         return ()
     before, after = ({key: _show(value) for key, value in values.items()} for values in (old, new))
@@ -118,7 +120,7 @@ def _parts(key: str, old: Any, new: Any) -> tuple[str, ...]:
         return tuple(f"{key}: {each}" for each in said) or (f"{key}: {len(old)} items -> {len(new)}",)
     found = []
     for index, items in enumerate(zip(old, new, strict=True)):
-        before, after = ({name: _show(value) for name, value in _flatten(item).items()} for item in items)
+        before, after = ({name: _show(value) for name, value in leaves(item).items()} for item in items)
         for name in dict.fromkeys([*before, *after]):
             values = before.get(name, _ABSENT), after.get(name, _ABSENT)
             if values[0] != values[1]:
@@ -137,7 +139,7 @@ def settings_of(recipe_yaml: str) -> dict[str, str]:
     Raises:
         ValueError: It is not the YAML of a map.
     """
-    return {key: _show(value) for key, value in _flatten(_with_defaults(map_of(recipe_yaml))).items()}
+    return {key: _show(value) for key, value in leaves(_with_defaults(map_of(recipe_yaml))).items()}
 
 
 def map_of(text: str) -> JsonObject:
@@ -151,6 +153,14 @@ def map_of(text: str) -> JsonObject:
     return value
 
 
+def recipe_in(path: Path) -> JsonObject:
+    """The recipe.yaml of a run as a map; empty where it cannot be read."""
+    try:
+        return map_of(read_text(path))
+    except (OSError, ValueError):
+        return {}
+
+
 def _with_defaults(raw: JsonObject) -> JsonObject:
     try:
         return Recipe.model_validate(raw).model_dump(mode="json")
@@ -158,14 +168,12 @@ def _with_defaults(raw: JsonObject) -> JsonObject:
         return raw  # written by an ftcli with other keys: compared as it stands
 
 
-def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+def leaves(value: Any, prefix: str = "") -> JsonObject:
     """Leaves by dotted key. A list is one leaf: an item more in it is one change, not one for every later item."""
-    if isinstance(value, Mapping) and value:
-        flat: dict[str, Any] = {}
-        for key, item in value.items():
-            flat.update(_flatten(item, f"{prefix}.{key}" if prefix else str(key)))
-        return flat
-    return {prefix: value}
+    if not (isinstance(value, Mapping) and value):
+        return {prefix: value}
+    inside = (leaves(item, f"{prefix}.{key}" if prefix else str(key)) for key, item in value.items())
+    return {key: leaf for each in inside for key, leaf in each.items()}
 
 
 def _show(value: Any) -> str:

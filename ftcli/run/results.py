@@ -1,5 +1,4 @@
-"""eval.json, margins.json and tokens.json: how the model did, on which rows, and what became of the data. The report
-reads all of them.
+"""eval.json and margins.json: how the model did, and on which rows. The report reads both.
 
 Other parts of the program fill these values in; the names in the files are those of the fields here.
 """
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ftcli.plain import LEFT_OUT, JsonMap, JsonObject, maps, plain, plain_fields
-from ftcli.run.atomic import json_bytes, read_json_object, storage_errors, write_bytes, write_json
+from ftcli.run.atomic import json_bytes, read_json_object, storage_errors, store_json, write_bytes
 
 #: What is measured together with the loss.
 _OF_LOSS = ("loss", "perplexity", "token_accuracy", "tokens", "measures", "datasets")
@@ -79,16 +78,6 @@ class Evaluation:
     step: int | None = field(default=None, metadata=LEFT_OUT)
 
 
-def write_evaluation(path: Path, evaluation: Evaluation) -> None:
-    """Write eval.json; NaN and infinity become null.
-
-    Raises:
-        FtcliError: FT723 or FT724 when it cannot be written.
-    """
-    with storage_errors(path):
-        write_json(path, plain(evaluation))
-
-
 def update_evaluation(path: Path, measured: Evaluation) -> None:
     """Write ``measured`` into eval.json, which keeps what was measured earlier and is not measured now.
 
@@ -101,8 +90,7 @@ def update_evaluation(path: Path, measured: Evaluation) -> None:
     tasks = {task["name"] for side in ("base", "run") for task in (new[side] or {}).get("tasks", ())}
     kept = [row for row in maps(old.get("samples")) if row.get("task") not in tasks]
     sides = {side: _updated(old.get(side), new[side]) for side in ("base", "run")}
-    with storage_errors(path):
-        write_json(path, plain({**sides, "samples": [*new["samples"], *kept]}))
+    store_json(path, {**sides, "samples": [*new["samples"], *kept]})
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,62 +130,3 @@ def _updated(old: Any, new: JsonObject | None) -> JsonObject | None:
     )
     lm_eval = {**(harness if isinstance(harness, dict) else {}), **new["lm_eval"]}
     return {**result, "tasks": [*new["tasks"], *tasks], "lm_eval": lm_eval}
-
-
-@dataclass(frozen=True, slots=True)
-class DatasetTokens:
-    """Rows and tokens of one dataset, kept and not.
-
-    ``tokens`` are those of all rows that could be tokenized; ``tokens_kept`` of them are in the batches, of which
-    ``tokens_masked`` carry no loss and ``tokens_trained`` do; ``tokens_cut`` were truncated or dropped with their row.
-    ``rows_skipped`` were broken, ``skipped_by_code`` says how. ``counts`` are those of
-    :class:`ftcli.data.ledger.DatasetLedger`. Lengths are in tokens, before any cut.
-    """
-
-    name: str
-    split: str
-    layout: str
-    rows: int
-    rows_kept: int
-    rows_dropped: int
-    rows_truncated: int
-    rows_skipped: int
-    skipped_by_code: Mapping[str, int]
-    tokens: int
-    tokens_kept: int
-    tokens_cut: int
-    tokens_masked: int
-    tokens_trained: int
-    longest: int
-    length_quantiles: Mapping[str, int]
-    counts: Mapping[str, int]
-
-
-@dataclass(frozen=True, slots=True)
-class EpochTokens:
-    """Sequences and tokens that one epoch of training computes. A sequence is a row, or several rows when ``packed``.
-
-    ``tokens_padded`` are positions of batches without a token, ``padded_share`` their share of all positions,
-    ``tokens_computed``. ``layout`` says whether rows are padded to the longest or laid out without padding, and filled
-    up to one of few numbers of tokens; ``shapes`` is the number of different shapes of micro-batches.
-    """
-
-    rows: int
-    sequences: int
-    packed: bool
-    tokens: int
-    tokens_padded: int
-    padded_share: float
-    tokens_computed: int
-    layout: str
-    shapes: int
-
-
-def write_tokens(path: Path, datasets: tuple[DatasetTokens, ...], epoch: EpochTokens) -> None:
-    """Write tokens.json.
-
-    Raises:
-        FtcliError: FT723 or FT724 when it cannot be written.
-    """
-    with storage_errors(path):
-        write_json(path, plain({"datasets": datasets, "epoch": epoch}))

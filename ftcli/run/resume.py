@@ -16,6 +16,7 @@ from ftcli.run.atomic import (
     delete,
     first_free,
     fsync_directory,
+    read_json_object,
     read_text,
     rename_directory,
     storage_error,
@@ -23,10 +24,16 @@ from ftcli.run.atomic import (
     write_text,
 )
 from ftcli.run.checkpoint import damage, step_of
-from ftcli.run.directory import RunDirectory, holds_run, is_run_directory, no_run, unreadable_file
+from ftcli.run.directory import (
+    LOCK_NAME,
+    DirectoryLock,
+    RunDirectory,
+    holds_run,
+    is_run_directory,
+    no_run,
+    unreadable_file,
+)
 from ftcli.run.integrity import changed_result, result_files
-from ftcli.run.lock import LOCK_NAME, DirectoryLock
-from ftcli.run.manifest import read_manifest
 from ftcli.run.recipe_changes import ChangedKey, matters, recipe_changes, structural_keys
 from ftcli.run.status import FinishedTraining, TrainingSummary
 
@@ -48,8 +55,8 @@ class OpenedRun:
     """
 
     directory: RunDirectory
-    resume_from: Path | None
-    already_complete: bool
+    resume_from: Path | None = None
+    already_complete: bool = False
     trained: FinishedTraining | None = None
     warnings: tuple[Finding, ...] = ()
     _lock: DirectoryLock | None = field(default=None, repr=False)
@@ -122,46 +129,36 @@ def open_run(path: Path, resume: str, recipe_yaml: str, command: str = "train") 
     except BaseException:
         lock.release()
         raise
-    warnings = opened.warnings if lock.supported else (*opened.warnings, _no_locks(run.path))
-    return OpenedRun(run, opened.resume_from, opened.already_complete, opened.trained, warnings, lock)
+    if not lock.supported:
+        opened.warnings = (*opened.warnings, _no_locks(run.path))
+    opened._lock = lock
+    return opened
 
 
-@dataclass(frozen=True, slots=True)
-class _Decision:
-    """The decision how a run goes on, before the lock is handed over."""
-
-    resume_from: Path | None
-    already_complete: bool = False
-    trained: FinishedTraining | None = None
-    warnings: tuple[Finding, ...] = ()
-
-
-def _open_locked(run: RunDirectory, resume: str, recipe_yaml: str, command: str) -> _Decision:
+def _open_locked(run: RunDirectory, resume: str, recipe_yaml: str, command: str) -> OpenedRun:
     run.checkpoints.clean()
     if names_checkpoint(resume):
-        decision = _continue_from(run, Path(resume), recipe_yaml, command)
+        opened = _continue_from(run, Path(resume), recipe_yaml, command)
     else:
-        decision = _continue_own(run, recipe_yaml, command) if holds_run(run) else _Decision(None)
-    if decision.already_complete:
-        return decision
+        opened = _continue_own(run, recipe_yaml, command) if holds_run(run) else OpenedRun(run)
+    if opened.already_complete:
+        return opened
     with storage_errors(run.path):
         _clear_leftovers(run.path)
         run.checkpoints_dir.mkdir(exist_ok=True)
         write_text(run.recipe_path, recipe_yaml)
         fsync_directory(run.path.parent)  # a power cut must not take the whole folder with it
-    continues = decision.resume_from is not None or decision.trained is not None
+    continues = opened.resume_from is not None or opened.trained is not None
     earlier = run_status.seconds_until_now(run.status_path, run.metrics_path) if continues else 0.0
-    run_status.begin(
-        run.status_path, resumed_from=decision.resume_from, trained=decision.trained, earlier_seconds=earlier
-    )
-    return decision
+    run_status.begin(run.status_path, resumed_from=opened.resume_from, trained=opened.trained, earlier_seconds=earlier)
+    return opened
 
 
-def _continue_own(run: RunDirectory, recipe_yaml: str, command: str) -> _Decision:
+def _continue_own(run: RunDirectory, recipe_yaml: str, command: str) -> OpenedRun:
     changes = tuple(c for c in _changes(run, recipe_yaml) if matters(c, command))
     other = _other_command(run, command)
     if (changes or other) and not _has_begun(run):
-        return _Decision(None)  # a run that was refused before its first step: whatever was changed since is the remedy
+        return OpenedRun(run)  # a run that was refused before its first step: whatever was changed since is the remedy
     if other is not None:
         raise _made_by(run, other, command)
     if changes:
@@ -170,9 +167,9 @@ def _continue_own(run: RunDirectory, recipe_yaml: str, command: str) -> _Decisio
     damaged = None if status is None or status.trained is None else changed_result(run, status.trained)
     told = [] if damaged is None else [_changed_result(run, damaged)]
     if status is not None and status.state == "completed" and run.result_dir is not None:
-        return _Decision(None, already_complete=True, warnings=tuple(told))
+        return OpenedRun(run, already_complete=True, warnings=tuple(told))
     if status is not None and status.trained is not None and damaged is None:
-        return _Decision(None, trained=status.trained)
+        return OpenedRun(run, trained=status.trained)
     scan = run.checkpoints.newest_sound()
     source = scan.newest
     warnings = [*told, *scan.warnings]
@@ -185,7 +182,7 @@ def _continue_own(run: RunDirectory, recipe_yaml: str, command: str) -> _Decisio
     if source is None and scan.damaged:
         message = f"no checkpoint of {run.path} is usable: the run starts again from its first step"
         warnings.append(Finding("FT733", message, severity="warning"))
-    return _Decision(source, warnings=tuple(warnings))
+    return OpenedRun(run, source, warnings=tuple(warnings))
 
 
 def _changed_result(run: RunDirectory, damaged: str) -> Finding:
@@ -213,7 +210,7 @@ def _clear_leftovers(path: Path) -> None:
             delete(leftover)
 
 
-def _continue_from(run: RunDirectory, named: Path, recipe_yaml: str, command: str) -> _Decision:
+def _continue_from(run: RunDirectory, named: Path, recipe_yaml: str, command: str) -> OpenedRun:
     source = _checkpoint_at(named)
     owner = RunDirectory(source.resolve().parent.parent)
     own = owner.path == run.path.resolve()
@@ -221,7 +218,6 @@ def _continue_from(run: RunDirectory, named: Path, recipe_yaml: str, command: st
         raise FtcliError.single(
             "FT722",
             f"{run.path} already holds a run, and {named} belongs to another one",
-            exit_code=ExitCode.RECIPE,
             help="choose a new --output-dir, or use --resume auto to continue the run that is there",
         )
     other = _other_command(owner, command)
@@ -240,25 +236,24 @@ def _continue_from(run: RunDirectory, named: Path, recipe_yaml: str, command: st
             Finding("FT730", f"the run goes back to an earlier step; {moved} is set aside", severity="warning")
             for moved in run.checkpoints.set_aside_after(step_of(source) or 0)
         ]
-    return _Decision(source, warnings=tuple(warnings))
+    return OpenedRun(run, source, warnings=tuple(warnings))
 
 
 def _checkpoint_at(named: Path) -> Path:
     """The checkpoint that a path means: itself, or the newest one of a run directory."""
-    source: Path | None = named
     if is_run_directory(named):
-        source = RunDirectory(named).checkpoints.newest_sound().newest
-        if source is None:
+        newest = RunDirectory(named).checkpoints.newest_sound().newest  # read and compared whole by now
+        if newest is None:
             raise _unusable(named, "this run has no complete checkpoint")
-        return source  # read and compared whole by now
-    if not named.is_dir() or source is None:
+        return newest
+    if not named.is_dir():
         raise _unusable(named, "there is no such folder")
-    if step_of(source) is None:
+    if step_of(named) is None:
         raise _unusable(named, "its name is not of the form step-00000100")
-    reason = damage(source, thorough=True)
+    reason = damage(named, thorough=True)
     if reason is not None:
-        raise _unusable(source, reason)
-    return source
+        raise _unusable(named, reason)
+    return named
 
 
 def _locked(run: RunDirectory) -> DirectoryLock:
@@ -301,7 +296,7 @@ def _changes(run: RunDirectory, recipe_yaml: str) -> tuple[ChangedKey, ...]:
 
 def _other_command(run: RunDirectory, command: str) -> str | None:
     """The command that the run was begun with, where it is another one; None where the manifest names none."""
-    began = read_manifest(run.manifest_path).get("command")
+    began = read_json_object(run.manifest_path).get("command")
     return began if isinstance(began, str) and began != command else None
 
 
@@ -310,7 +305,6 @@ def _made_by(run: RunDirectory, began: str, command: str) -> FtcliError:
         "FT721",
         f"the run in {run.path} was begun by `ftcli {began}`, and this is `ftcli {command}`",
         origin=Origin(str(run.manifest_path)),
-        exit_code=ExitCode.RECIPE,
         help=f"continue it with `ftcli {began}`; {_ANEW}",
     )
 
@@ -330,7 +324,6 @@ def _unusable(path: Path, reason: str) -> FtcliError:
     return FtcliError.single(
         "FT725",
         f"cannot resume from {path}: {reason}",
-        exit_code=ExitCode.RECIPE,
         help="name a folder like runs/NAME/checkpoints/step-00000100, or use --resume auto",
     )
 

@@ -34,9 +34,9 @@ from ftcli.run.atomic import (
     open_regular,
     read_json_object,
     storage_errors,
-    write_json,
+    store_json,
 )
-from ftcli.run.lock import LOCK_NAME, DirectoryLock
+from ftcli.run.directory import LOCK_NAME, DirectoryLock
 
 MANIFEST, ANSWERS, SCORES = "sample.json", "answers.jsonl", "scores.jsonl"
 #: The rows, by what they are for.
@@ -176,8 +176,7 @@ class SampleFolder:
     def note(self, drawn: JsonMap, judged: JsonMap, summary: JsonMap | None = None) -> None:
         """Writes down what the files are made of."""
         content = {"format": 1, "complete": summary is not None, "drawn": drawn, "judged": judged, "summary": summary}
-        with storage_errors(self.path / MANIFEST):
-            write_json(self.path / MANIFEST, content)
+        store_json(self.path / MANIFEST, content)
 
     @contextlib.contextmanager
     def writing(self, names: Mapping[str, str]) -> Iterator[dict[str, Callable[[JsonObject], None]]]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 from ftcli.errors import ExitCode, first_line
 from ftcli.plain import JsonMap, is_number
-from ftcli.run.atomic import json_object_in, read_json_object, storage_errors, utc_now, write_json
+from ftcli.run.atomic import json_object_in, read_json_object, store_json, utc_now
 
 State = Literal["running", "completed", "preempted", "failed"]
 
@@ -59,7 +59,7 @@ class Status:
 
     ``exit_code`` is None while the run goes on. ``resumable`` says whether starting the same command again goes on
     with this run. ``resumed_from`` is the checkpoint this process started from, or None when it started at step 0.
-    A killed run leaves ``running`` behind: nobody holds its lock then (see :func:`ftcli.run.lock.is_locked`).
+    A killed run leaves ``running`` behind: nobody holds its lock then (see :func:`ftcli.run.directory.is_locked`).
     ``earlier_seconds`` is what the processes before this one took.
     ``trained`` is there as soon as adapter/ or model/ is complete: whatever stops the evaluation that follows, nothing
     has to be trained again.
@@ -190,7 +190,7 @@ def begin(
         trained=trained,
         earlier_seconds=earlier_seconds,
     )
-    _write(path, status)
+    store_json(path, status)
     return status
 
 
@@ -201,7 +201,7 @@ def note_trained(path: Path, trained: FinishedTraining) -> Status:
         FtcliError: FT723 or FT724 when the file cannot be written.
     """
     status = replace(read_status(path) or Status("running", utc_now(), os.getpid()), trained=trained)
-    _write(path, status)
+    store_json(path, status)
     return status
 
 
@@ -226,7 +226,7 @@ def write_end(path: Path, exit_code: int, *, message: str | None = None, resumab
         resumable=state != "completed" if resumable is None else resumable,
         message=message,
     )
-    _write(path, status)
+    store_json(path, status)
     return status
 
 
@@ -235,8 +235,3 @@ def finish_own(path: Path, exit_code: int, *, message: str) -> None:
     status = read_status(path)
     if status is not None and status.state == "running" and status.pid == os.getpid():
         write_end(path, exit_code, message=message)
-
-
-def _write(path: Path, status: Status) -> None:
-    with storage_errors(path):
-        write_json(path, asdict(status))

@@ -12,8 +12,7 @@ from ftcli.errors import first_line
 from ftcli.paths import why_closed
 from ftcli.plain import JsonMap, is_number, map_in, number_or_none, numbers_of
 from ftcli.run.atomic import json_object_in, read_json_object, read_text
-from ftcli.run.directory import RunDirectory, is_run_directory
-from ftcli.run.lock import is_locked
+from ftcli.run.directory import RunDirectory, is_locked, is_run_directory
 from ftcli.run.metrics import MetricsLine, ReadMetrics, read_metrics
 from ftcli.run.recipe_changes import map_of
 from ftcli.run.status import read_status, status_damage

@@ -47,10 +47,10 @@ TABLE: Mapping[str, BuiltinJudge] = MappingProxyType(
         ),
         "contains": BuiltinJudge("ftcli.judges.builtin:contains", compares=True),
         "regex": BuiltinJudge("ftcli.judges.builtin:regex", options=("pattern",), needs=("pattern",), fails=True),
-        "json_valid": BuiltinJudge("ftcli.judges.json_values:json_valid", options=("json_schema",), fails=True),
+        "json_valid": BuiltinJudge("ftcli.judges.builtin:json_valid", options=("json_schema",), fails=True),
         "length": BuiltinJudge("ftcli.judges.builtin:length", options=("min_chars", "max_chars"), needs=("max_chars",)),
         "math_verify": BuiltinJudge(
-            "ftcli.judges.math:math_verify",
+            "ftcli.judges.builtin:math_verify",
             compares=True,
             options=("timeout",),
             fails=True,
@@ -60,7 +60,7 @@ TABLE: Mapping[str, BuiltinJudge] = MappingProxyType(
             "ftcli.judges.reward_model:reward_model", options=("model",), needs=("model",), fails=True, model=True
         ),
         "python_tests": BuiltinJudge(
-            "ftcli.judges.python_tests:python_tests", compares=True, options=("timeout", "memory_mb")
+            "ftcli.judges.builtin:python_tests", compares=True, options=("timeout", "memory_mb")
         ),
     }
 )

@@ -15,7 +15,7 @@ class Logger:
         package: The package that it needs, as it is imported and installed.
         install: What to give to ``pip install``.
         about: One sentence for the documentation.
-        code: A function that opens it, ``package.module:attribute`` (:class:`ftcli.run.loggers.OpenLogger`).
+        code: Its class, or a function that opens it, ``package.module:attribute`` (``ftcli.run.loggers.OpenLogger``).
         environment: Environment variables while a command runs, where the user has not set them.
         buffered: It loses its latest numbers when the process is killed. After a resume it is given them again, and
             ignores the steps that it already has.
@@ -37,13 +37,13 @@ TABLE: Mapping[str, Logger] = MappingProxyType(
             package="tensorboard",
             install="ftcli[tensorboard]",
             about="Also write TensorBoard files, to `tensorboard/` in the run directory.",
-            code="ftcli.run.trackers:open_tensorboard",
+            code="ftcli.run.loggers:TensorBoardLogger",
         ),
         "wandb": Logger(
             package="wandb",
             install="ftcli[wandb]",
             about="Also log to Weights & Biases; a section says to which project, entity and group.",
-            code="ftcli.run.trackers:open_wandb",
+            code="ftcli.run.loggers:WandbLogger",
             environment={"WANDB_ERROR_REPORTING": "false", "WANDB_PROJECT": "ftcli"},
             buffered=True,
             settings=True,
@@ -52,13 +52,13 @@ TABLE: Mapping[str, Logger] = MappingProxyType(
             package="trackio",
             install="ftcli[trackio]",
             about="Also log to Trackio, project `ftcli`.",
-            code="ftcli.run.trackers:open_trackio",
+            code="ftcli.run.loggers:TrackioLogger",
         ),
         "mlflow": Logger(
             package="mlflow",
             install="ftcli[mlflow]",
             about="Also log to MLflow, experiment `ftcli`.",
-            code="ftcli.run.trackers:open_mlflow",
+            code="ftcli.run.loggers:MlflowLogger",
             # Its own seven retries of two minutes would hold training up for longer than a curve is worth.
             environment={
                 "MLFLOW_DISABLE_TELEMETRY": "true",

@@ -25,9 +25,8 @@ from ftcli.model.trained_weights import load_weights
 from ftcli.plan.batches import Batches
 from ftcli.plan.quantization import trains_rounded
 from ftcli.run.directory import RunDirectory
-from ftcli.run.inputs import Inputs, base_inputs, stored_weights
+from ftcli.run.inputs import Inputs, WeightIdentities, base_inputs, begin, stored_weights
 from ftcli.run.integrity import hold_base
-from ftcli.run.weight_files import WeightIdentities, begin
 from ftcli.tables import engines, quantizations
 from ftcli.units import gib
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.plain import JsonMap, is_number, map_in, plain_fields
-from ftcli.run.atomic import read_json_object
+from ftcli.run.atomic import read_json_object, store_json
 from ftcli.run.directory import RunDirectory
 from ftcli.run.results import (
     AnsweredRow,
@@ -17,15 +17,13 @@ from ftcli.run.results import (
     Evaluation,
     MarginsBeforeAndAfter,
     TaskScore,
-    write_evaluation,
     write_margins,
 )
 from ftcli.run.resume import OpenedRun
 
 if TYPE_CHECKING:
     from ftcli.evaluate.loss import LossResult
-    from ftcli.evaluate.suite import Evaluator, ModelScores
-    from ftcli.evaluate.tasks import JudgedRow, TaskResult
+    from ftcli.evaluate.suite import Evaluator, JudgedRow, ModelScores, TaskResult
 
 _OF_LOSS = ("loss", "perplexity", "token_accuracy", "tokens")
 #: Rows of a task that are kept: the first ones, and then those that are wrong.
@@ -100,13 +98,13 @@ class HeldOut:
         if self._leads:
             margins = MarginsBeforeAndAfter(self.margins, margins_record(after), evaluation.step)
             write_margins(self.directory.margins_path, margins)
-            write_evaluation(self.directory.eval_path, evaluation)
+            store_json(self.directory.eval_path, evaluation)
 
     def _answers(self) -> list[JudgedRow]:
         """The model's answers, on rank 0. All ranks call this: each takes part if the model's weights are sharded over
         them.
         """
-        from ftcli.evaluate.share import led_by_first
+        from ftcli.evaluate.batching import led_by_first
         from ftcli.model.backbone import root_of
 
         settings, group = self.evaluator.job.recipe, self.evaluator.group
@@ -214,12 +212,12 @@ def write_tasks(
     tasks."""
     if before or after:
         base, run = (EvalScores(tasks=_task_scores(tasks)) if tasks else None for tasks in (before, after))
-        write_evaluation(directory.eval_path, Evaluation(base, run, task_samples(before, after), step))
+        store_json(directory.eval_path, Evaluation(base, run, task_samples(before, after), step))
 
 
 def tasks_before(directory: RunDirectory) -> dict[str, TaskResult]:
     """The task results that :func:`write_tasks` wrote before training began; missing or damaged ones are left out."""
-    from ftcli.evaluate.tasks import TaskResult
+    from ftcli.evaluate.suite import TaskResult
 
     raw = read_json_object(directory.eval_path)
     found: dict[str, TaskResult] = {}
@@ -233,7 +231,7 @@ def tasks_before(directory: RunDirectory) -> dict[str, TaskResult]:
 
 def _said(rows: Sequence[JsonMap]) -> list[JudgedRow]:
     """The base model's answers, from the rows of eval.json."""
-    from ftcli.evaluate.tasks import JudgedRow
+    from ftcli.evaluate.suite import JudgedRow
 
     return [
         JudgedRow(row["prompt"], row["reference"], row["before"], row.get("before_score"), row.get("before_reasoning"))

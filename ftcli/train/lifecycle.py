@@ -23,6 +23,7 @@ from ftcli.ranks import SIGNAL_NAME
 from ftcli.reporting import Session
 from ftcli.rows.places import resolve_path
 from ftcli.run import status as run_status
+from ftcli.run.atomic import read_json_object, store_json
 from ftcli.run.directory import RunDirectory
 from ftcli.run.heartbeat import RankLost
 from ftcli.run.inputs import (
@@ -33,13 +34,12 @@ from ftcli.run.inputs import (
     fingerprint,
     noted_files,
     require_same_data,
-    require_same_held_out,
     require_same_inputs,
-    require_same_judges,
+    require_same_measures,
 )
 from ftcli.run.integrity import not_held
 from ftcli.run.loggers import OpenLoggers
-from ftcli.run.manifest import Activations, build_manifest, read_manifest, write_manifest
+from ftcli.run.manifest import Activations, build_manifest
 from ftcli.run.metrics import MetricsWriter
 from ftcli.run.out_of_memory import is_out_of_memory
 from ftcli.run.report import LiveReport, write_report
@@ -113,7 +113,7 @@ def _opened_run(
             yield None
             return
         with _recorded(opened, session, stop):
-            previous = read_manifest(opened.directory.manifest_path) if opened.resume_step else {}
+            previous = read_json_object(opened.directory.manifest_path) if opened.resume_step else {}
             for finding in [] if recipe.run.resumes_elsewhere else unheld_inputs(opened, previous):
                 session.reporter.finding(finding)
             report = with_its_batch(report, previous, session)
@@ -269,10 +269,9 @@ def _write_manifest(context: RunContext, recipe_yaml: str) -> None:
     judges = _judges(recipe) if context.command == "grpo" else []  # `ftcli train` asks none
     if context.held_to_inputs:
         require_same_data(context.previous, data, files)
-        require_same_held_out(context.previous, measured, sources)
-        require_same_judges(context.previous, judges)
+        require_same_measures(context.previous, measured, sources, judges)
     elif opened.resume_from is not None:
-        began = read_manifest(RunDirectory(opened.resume_from.resolve().parent.parent).manifest_path)
+        began = read_json_object(RunDirectory(opened.resume_from.resolve().parent.parent).manifest_path)
         told = {"another reward or judge": changed_judges(began, judges)}
         told["other held-out data"] = changed_held_out(began, measured, sources)
         for what, said in ((what, said) for what, all_said in told.items() for said in all_said):
@@ -296,7 +295,7 @@ def _write_manifest(context: RunContext, recipe_yaml: str) -> None:
         ranks=recipe.launch.num_processes,
         micro_batches=micro_batches(recipe),
     )
-    write_manifest(opened.directory.manifest_path, manifest)
+    store_json(opened.directory.manifest_path, manifest)
 
 
 def _held_out(recipe: Recipe, command: str) -> Sequence[DatasetConfig]:
@@ -356,8 +355,8 @@ def add_to_manifest(context: RunContext, part: DataclassInstance) -> None:
     """Adds what is known only once the model is built, or trained."""
     if not context.leads:
         return
-    manifest = read_manifest(context.directory.manifest_path)
-    write_manifest(context.directory.manifest_path, {**manifest, **plain_fields(part)})
+    manifest = read_json_object(context.directory.manifest_path)
+    store_json(context.directory.manifest_path, {**manifest, **plain_fields(part)})
 
 
 def raise_if_stopped(context: RunContext, stopped_by: SignalName | None, step: int) -> None:

@@ -16,8 +16,7 @@ from ftcli.plain import JsonMap
 from ftcli.preflight.report import PreflightReport
 from ftcli.reporting import Session
 from ftcli.run import status as run_status
-from ftcli.run.directory import RunDirectory
-from ftcli.run.lock import is_locked
+from ftcli.run.directory import RunDirectory, is_locked
 from ftcli.run.report import write_report
 from ftcli.run.resume import OpenedRun
 from ftcli.run.signals import StopRequest

@@ -9,12 +9,9 @@ from pathlib import Path
 from ftcli.config.recipe import Recipe
 from ftcli.data.ledger import DatasetLedger
 from ftcli.data.order import ComputedTokens, Epochs
+from ftcli.plain import JsonObject
 from ftcli.reporting import Session
-from ftcli.run.results import (
-    DatasetTokens,
-    EpochTokens,
-    write_tokens,
-)
+from ftcli.run.atomic import store_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,39 +38,54 @@ def write_token_counts(
 
     Raises FtcliError FT723 or FT724 when it cannot be written.
     """
-    datasets = tuple(_dataset(split, ledger) for split, some in ledgers.items() for ledger in some)
+    datasets = [_dataset(split, ledger) for split, some in ledgers.items() for ledger in some]
+    store_json(path, {"datasets": datasets, "epoch": _epoch(epochs, computed, layout)})
+
+
+def _epoch(epochs: Epochs, computed: ComputedTokens, layout: str) -> JsonObject:
+    """Sequences and tokens that one epoch computes. A sequence is a row, or several rows when ``packed``.
+
+    ``tokens_padded`` are positions of batches without a token, ``padded_share`` their share of all positions,
+    ``tokens_computed``. ``layout`` says whether rows are padded to the longest or laid out without padding, and filled
+    up to one of few numbers of tokens; ``shapes`` is the number of different shapes of micro-batches.
+    """
     packs = epochs.packs if epochs.packs is not None and len(epochs.packs) < len(epochs.packs.rows) else None
-    epoch = EpochTokens(
-        rows=len(epochs) if packs is None else len(packs.rows),
-        sequences=len(epochs),
-        packed=packs is not None,
-        tokens=computed.tokens,
-        tokens_padded=computed.filler,
-        padded_share=computed.share,
-        tokens_computed=computed.tokens + computed.filler,
-        layout=layout,
-        shapes=computed.shapes,
-    )
-    write_tokens(path, datasets, epoch)
+    return {
+        "rows": len(epochs) if packs is None else len(packs.rows),
+        "sequences": len(epochs),
+        "packed": packs is not None,
+        "tokens": computed.tokens,
+        "tokens_padded": computed.filler,
+        "padded_share": computed.share,
+        "tokens_computed": computed.tokens + computed.filler,
+        "layout": layout,
+        "shapes": computed.shapes,
+    }
 
 
-def _dataset(split: str, ledger: DatasetLedger) -> DatasetTokens:
-    return DatasetTokens(
-        name=ledger.name,
-        split=split,
-        layout=ledger.layout,
-        rows=ledger.rows,
-        rows_kept=ledger.kept_rows,
-        rows_dropped=ledger.dropped_rows,
-        rows_truncated=ledger.truncated_rows,
-        rows_skipped=ledger.bad_rows,
-        skipped_by_code=ledger.bad_codes,
-        tokens=ledger.all_tokens,
-        tokens_kept=ledger.tokens,
-        tokens_cut=ledger.cut_tokens + ledger.dropped_tokens,
-        tokens_masked=ledger.masked_tokens,
-        tokens_trained=ledger.supervised_tokens,
-        longest=ledger.length_quantiles.get("max", 0),
-        length_quantiles=ledger.length_quantiles,
-        counts=ledger.counts,
-    )
+def _dataset(split: str, ledger: DatasetLedger) -> JsonObject:
+    """Rows and tokens of one dataset, kept and not.
+
+    ``tokens`` are those of all rows that could be tokenized; ``tokens_kept`` of them are in the batches, of which
+    ``tokens_masked`` carry no loss and ``tokens_trained`` do; ``tokens_cut`` were truncated or dropped with their row.
+    ``rows_skipped`` were broken, ``skipped_by_code`` says how. Lengths are in tokens, before any cut.
+    """
+    return {
+        "name": ledger.name,
+        "split": split,
+        "layout": ledger.layout,
+        "rows": ledger.rows,
+        "rows_kept": ledger.kept_rows,
+        "rows_dropped": ledger.dropped_rows,
+        "rows_truncated": ledger.truncated_rows,
+        "rows_skipped": ledger.bad_rows,
+        "skipped_by_code": ledger.bad_codes,
+        "tokens": ledger.all_tokens,
+        "tokens_kept": ledger.tokens,
+        "tokens_cut": ledger.cut_tokens + ledger.dropped_tokens,
+        "tokens_masked": ledger.masked_tokens,
+        "tokens_trained": ledger.supervised_tokens,
+        "longest": ledger.length_quantiles.get("max", 0),
+        "length_quantiles": ledger.length_quantiles,
+        "counts": ledger.counts,
+    }

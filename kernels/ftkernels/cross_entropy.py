@@ -108,7 +108,9 @@ def _scan_block(
     z = cap - 2.0 * cap * falling(u, cap) if HAS_CAP else u
     # Lanes past V are masked after the cap: before it, -inf would come out as -cap and count.
     if HAS_SMOOTHING:
-        z_sums += tl.sum(tl.where(inside, z, 0.0) if MASKED else z, axis=1)
+        # Masked in whole blocks too: Triton 3.6 moves an unmasked sum of what is loaded behind the loop, and stops at
+        # an assertion where both branches of a condition read it.
+        z_sums += tl.sum(tl.where(inside, z, 0.0), axis=1)
     if MASKED:
         z = tl.where(inside, z, float("-inf"))
     if CAP_BOUNDS:  # every z is in [-cap, cap]: no maximum to find

@@ -48,7 +48,9 @@ from ftkernels.delta_rule_backward import Kept, gradients, scan_back
 from ftkernels.delta_rule_forward import CHUNK, NORM_EPS, DeltaInputs, delta_tiles, prepare, scan
 from ftkernels.device import BackendChoice, BackendName, accumulate_dtype, choose_backend, gpu_of, rounded
 
-_SIZES = (16, 32, 64, 128)
+#: Features of a key and of a value. With keys of 16 in float32 Triton 3.6 reads beyond its shared memory on Hopper
+#: (``_later_kernel``, found with compute-sanitizer).
+_KEYS, _VALUES = (32, 64, 128), (16, 32, 64, 128)
 
 
 class DeltaOutput(NamedTuple):
@@ -104,8 +106,8 @@ def delta_rule_backend(q: Tensor, v: Tensor, backend: BackendName = "auto") -> B
     chosen = choose_backend(q.device, backend)
     if not chosen.is_triton:
         return chosen
-    if q.shape[-1] not in _SIZES or v.shape[-1] not in _SIZES:
-        return BackendChoice("torch", f"heads of {q.shape[-1]} and {v.shape[-1]} are none of {_SIZES}")
+    if q.shape[-1] not in _KEYS or v.shape[-1] not in _VALUES:
+        return BackendChoice("torch", f"heads of {q.shape[-1]} and {v.shape[-1]} are none of {_KEYS} and {_VALUES}")
     if q.dtype == torch.float64:
         return BackendChoice("torch", "the kernels multiply no float64")
     if q.is_cuda and (gpu_of(q.device).capability or (0, 0)) < (8, 0):

@@ -190,8 +190,8 @@ def forked_ranks(seconds: float, folder: str) -> None:
 
         return started
 
-    _wrap("ftcli.cli.workers:Ranks.__init__", limited)
-    _wrap("ftcli.cli.workers:subprocess.Popen", forked)
+    _wrap("ftcli.cli.children:Ranks.__init__", limited)
+    _wrap("ftcli.cli.children:subprocess.Popen", forked)
 
 
 class _Limited:
@@ -301,7 +301,7 @@ def warm_children(socket: str) -> None:
 
 def warm_check() -> None:
     """The process that checks a sweep's runs is a fork of it, and need not import anything."""
-    _wrap("ftcli.pipeline.sweep_checks:get_context", lambda get: lambda _method: get("fork"))
+    _wrap("ftcli.pipeline.sweep:get_context", lambda get: lambda _method: get("fork"))
 
 
 def warm_clean(socket: str) -> None:

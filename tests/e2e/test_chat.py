@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 import yaml
 
-from ftcli import pipeline
 from ftcli.cli.app import main
+from ftcli.cli.commands.chat import talk
 from ftcli.cli.options import load_run
 from ftcli.cli.render import Style, document, terminal_text
-from ftcli.cli.talk import talk
-from ftcli.pipeline.chatting import Chat
+from ftcli.pipeline.chatting import Chat, ChatOptions, open_chat
 from ftcli.reporting import Session, SilentReporter
 from tests.e2e.conftest import NARROW, RECIPE, User, merged
 
@@ -147,7 +146,7 @@ def opened(recipe: str) -> Callable[..., Chat]:
         from ftcli.config.load import Override
 
         loaded, folder = load_run(recipe, [Override(text, f"--set {text}") for text in sets])
-        return pipeline.chat(loaded, Session(offline=True), folder, pipeline.ChatOptions(**options))
+        return open_chat(loaded, Session(offline=True), folder, ChatOptions(**options))
 
     return make
 

@@ -10,6 +10,7 @@ import pytest
 from ftcli.cli.app import main
 from tests.e2e.conftest import User
 from tests.small_models import build
+from tests.tiers import further
 from tests.unit.export.conftest import tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -23,7 +24,12 @@ def recipe(model_type: str, user: User, **change: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "attention"), [("mamba2", "eager"), ("bloom", "eager"), ("qwen3_5", "sdpa"), ("mixtral", "sdpa")]
+    ("model_type", "attention"),
+    [
+        ("bloom", "eager"),
+        ("mixtral", "sdpa"),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in (("mamba2", "eager"), ("qwen3_5", "sdpa"))),
+    ],
 )
 def test_the_attention_is_one_that_the_family_has(model_type: str, attention: str, user: User) -> None:
     """Issue 11, B6: `check` said sdpa of families that have none."""
@@ -37,7 +43,7 @@ def test_an_attention_that_the_family_does_not_have_is_refused(user: User) -> No
     assert (status, document["findings"][-1]["code"]) == (3, "FT337")
 
 
-@pytest.mark.parametrize("lora", [True, False])
+@pytest.mark.parametrize("lora", [True, *further(False)])
 def test_without_a_description_the_model_is_measured(lora: bool, user: User) -> None:
     path = recipe("qwen3_5", user)
     words = [] if lora else ["--set", "lora=null"]
@@ -60,6 +66,7 @@ def test_without_a_description_the_model_is_measured(lora: bool, user: User) -> 
     assert user.capture.readouterr().out.startswith("fits on h100")
 
 
+@pytest.mark.long
 def test_what_does_not_fit_is_refused_without_a_description(user: User, tmp_path: Path) -> None:
     from tests.small_models import config_of
 
@@ -77,7 +84,14 @@ def test_what_does_not_fit_is_refused_without_a_description(user: User, tmp_path
 
 
 @pytest.mark.parametrize("data", [{"packing": True}, {"padding_free": True}])
-@pytest.mark.parametrize(("model_type", "certain"), [("qwen3_5", True), ("lfm2", True), ("mixtral", False)])
+@pytest.mark.parametrize(
+    ("model_type", "certain"),
+    [
+        ("mixtral", False),
+        pytest.param("lfm2", True, marks=pytest.mark.long),
+        pytest.param("qwen3_5", True, marks=pytest.mark.long),
+    ],
+)
 def test_what_cannot_keep_documents_apart_is_refused_where_they_share_a_row(
     model_type: str, certain: bool, data: dict[str, Any], user: User
 ) -> None:
@@ -92,7 +106,7 @@ def test_what_cannot_keep_documents_apart_is_refused_where_they_share_a_row(
         assert "documents that share a row" in [item["check"] for item in document["result"]["not_made"]]
 
 
-@pytest.mark.parametrize(("method", "proposed"), [("none", True), ("nf4", False)])
+@pytest.mark.parametrize(("method", "proposed"), [("nf4", False), pytest.param("none", True, marks=pytest.mark.long)])
 def test_a_quantization_is_proposed_only_where_it_would_fit(method: str, proposed: bool, user: User) -> None:
     from tests.small_models import config_of
 
@@ -107,7 +121,7 @@ def test_a_quantization_is_proposed_only_where_it_would_fit(method: str, propose
     assert ("quantization.method=nf4" in document["findings"][-1]["help"]) == proposed
 
 
-@pytest.mark.parametrize("model_type", ["gpt2", "mamba"])
+@pytest.mark.parametrize("model_type", ["gpt2", *further("mamba")])
 def test_a_quantized_base_without_linear_layers_is_refused_before_training(model_type: str, user: User) -> None:
     status, document = user.run("check", recipe(model_type, user, quantization={"method": "nf4"}), "--as", "h100")
     if model_type == "mamba":

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ftcli.pipeline import check_rows
+from ftcli.pipeline import checking
 from tests.e2e.conftest import User
 
 CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
@@ -65,7 +65,7 @@ def test_check_says_what_it_looked_at_and_the_run_does_not_do_it_again(user: Use
 def test_what_there_was_no_time_for_is_listed(user: User, monkeypatch: pytest.MonkeyPatch) -> None:
     path = rows(user.folder / "d.jsonl", *[GOOD] * 600, SYSTEM)
     recipe = user.recipe(data={"train": [path, "bundled:smoke-eval"], "eval": []})
-    monkeypatch.setattr(check_rows, "SECONDS", 1e-9)
+    monkeypatch.setattr(checking, "SECONDS", 1e-9)
     result = user.done("check", recipe)
     assert [(one["rows"], one["whole"]) for one in result["rows"]] == [(0, False), (0, False)]
     reasons = [item["reason"] for item in result["not_made"] if item["check"].startswith("rows as tokens")]
@@ -106,7 +106,7 @@ def test_rows_that_are_too_many_to_be_compared_are_told(
     code = {"kto": "FT467"}.get(method, "FT458")
     found = {}
     for most in (4, 3):
-        monkeypatch.setattr(check_rows, "_MOST_ROWS", most if method != "sft" else most - 3)
+        monkeypatch.setattr(checking, "_MOST_ROWS", most if method != "sft" else most - 3)
         status, document = user.run("check", recipe)
         assert status == 0, document
         not_made = [one["reason"] for one in document["result"]["not_made"] if one["check"].startswith("rows compared")]

@@ -23,7 +23,7 @@ import typer
 from ftcli.cli import options
 from ftcli.cli.app import build_app
 from ftcli.cli.commands.recipes import find
-from ftcli.cli.request import Invocation
+from ftcli.cli.options import Invocation
 from ftcli.config.load import load_recipe
 from ftcli.config.schema import RecipeSchema
 from ftcli.facts.device import named_device
@@ -39,7 +39,7 @@ PAGES = [
     pytest.param("sweeps", 2, "runs/rates/comparison.html", marks=pytest.mark.long),
     ("evaluation", 4, "runs/my/eval.json"),
     ("chat", 3, "answer.json"),
-    ("troubleshooting", 10, "runs/trial.previous-1/report.html"),
+    pytest.param("troubleshooting", 10, "runs/trial.previous-1/report.html", marks=pytest.mark.long),
 ]
 BLOCK = re.compile(r"^```(\w+) (run|exit=\d+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 

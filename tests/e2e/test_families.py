@@ -13,23 +13,18 @@ from safetensors.torch import load_file
 from ftcli.tables.gguf import architecture_of
 from tests.e2e.conftest import User
 from tests.small_models import MULTIMODAL, TEXT, build, config_of
+from tests.tiers import further
 from tests.unit.export.conftest import tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' and PEFT's remarks on some families
 
 #: Those with something of their own in saving, merging or sampling; the others have `make test-families`.
-TELLING = (
-    "mixtral",
-    "qwen3_moe",
-    "qwen2_moe",
+TELLING = [
     "gpt_oss",
-    "deepseek_v3",
     "gpt2",
-    "opt",
-    "llama4_text",
     "gemma3",
-    "qwen3_5",
-)
+    *further("mixtral", "qwen3_moe", "qwen2_moe", "deepseek_v3", "opt", "llama4_text", "qwen3_5"),
+]
 
 
 def folder_of(model_type: str, path: Path, **change: Any) -> Path:
@@ -55,7 +50,7 @@ def test_trained_sampled_and_merged(model_type: str, user: User, tmp_path: Path)
 
 
 @pytest.mark.parametrize("method", ["nf4", "fp8"])
-@pytest.mark.parametrize("model_type", ["gemma3", "qwen3_moe"])
+@pytest.mark.parametrize("model_type", ["gemma3", *further("qwen3_moe")])
 def test_on_a_quantized_base(model_type: str, method: str, user: User, tmp_path: Path) -> None:
     through_train_eval_and_export(model_type, user, tmp_path, quantization={"method": method})
     manifest = json.loads((user.folder / "r" / "manifest.json").read_text())
@@ -65,7 +60,11 @@ def test_on_a_quantized_base(model_type: str, method: str, user: User, tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "method"), [("phi3", "none"), ("phi3", "nf4"), ("phi3", "fp8"), ("glm4", "nf4")]
+    ("model_type", "method"),
+    [
+        ("phi3", "nf4"),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in (("phi3", "none"), ("phi3", "fp8"), ("glm4", "nf4"))),
+    ],
 )
 def test_joined_projections_on_the_kernels_train_as_off_them(
     model_type: str, method: str, user: User, tmp_path: Path
@@ -111,7 +110,7 @@ def through_train_eval_and_export(model_type: str, user: User, tmp_path: Path, *
     assert not any(part in name for name in changed for part in frozen)
 
 
-@pytest.mark.parametrize("model_type", ["cohere", "qwen3_next", "mamba2", "olmoe", "gemma4"])
+@pytest.mark.parametrize("model_type", ["cohere", *further("qwen3_next", "mamba2", "olmoe", "gemma4")])
 def test_a_merge_in_bfloat16_is_held_to_what_was_trained(model_type: str, user: User, tmp_path: Path) -> None:
     """Issue 11: these carry a rounding on more than others, and their exports failed."""
     base = tmp_path / "base"
@@ -144,7 +143,7 @@ def test_qwens_flat_config_is_read(method: str, user: User, tmp_path: Path) -> N
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items() if "visual" in name)
 
 
-@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "gemma3"])
+@pytest.mark.parametrize("model_type", ["gemma3", *further("mixtral", "qwen3_moe")])
 def test_a_full_fine_tune_keeps_its_config_and_what_is_frozen(model_type: str, user: User, tmp_path: Path) -> None:
     base = folder_of(model_type, tmp_path / "base")
     path = recipe(user, base)
@@ -203,7 +202,7 @@ def test_check_refuses_a_target_that_matches_nothing_in_any_family(user: User, t
     assert document["findings"][-1]["code"] == "FT311"
 
 
-@pytest.mark.parametrize("model_type", ["qwen2", "qwen3_5", "llama"])
+@pytest.mark.parametrize("model_type", ["qwen2", *further("qwen3_5", "llama")])
 def test_the_byte_tokenizer_survives_an_export(model_type: str, user: User, tmp_path: Path) -> None:
     """Issue 11, B5: beside Qwen2's config.json transformers takes Qwen2's tokenizer class, which added a token."""
     build(model_type).save_pretrained(tmp_path / "base")
@@ -214,7 +213,7 @@ def test_the_byte_tokenizer_survives_an_export(model_type: str, user: User, tmp_
     assert status == 0, [each["message"] for each in document["findings"]]
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_next", "mamba2", "gpt_oss"])
+@pytest.mark.parametrize("model_type", ["gpt_oss", *further("qwen3_next", "mamba2")])
 def test_packing_that_leaks_is_refused_for_training_and_for_evaluation(
     model_type: str, user: User, tmp_path: Path
 ) -> None:

@@ -37,9 +37,14 @@ def change_of(drills: Drills, model_type: str, change: dict[str, Any]) -> dict[s
     ("model_type", "change"),
     [
         pytest.param("qwen3_moe", {}, id="experts, adapters"),
-        pytest.param("mamba2", FULL, id="state space, full"),
-        pytest.param("falcon_h1", merged({"quantization": {"method": "nf4"}}, AGAIN), id="hybrid, nf4, layers again"),
-        pytest.param("gpt_oss", merged(FULL, AGAIN), id="sinks and biases, full, layers again"),
+        pytest.param("mamba2", FULL, id="state space, full", marks=pytest.mark.long),
+        pytest.param(
+            "falcon_h1",
+            merged({"quantization": {"method": "nf4"}}, AGAIN),
+            id="hybrid, nf4, layers again",
+            marks=pytest.mark.long,
+        ),
+        pytest.param("gpt_oss", merged(FULL, AGAIN), id="sinks and biases, full, layers again", marks=pytest.mark.long),
     ],
 )
 def test_two_ranks_are_one_process_that_accumulates_twice(

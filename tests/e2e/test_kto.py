@@ -12,6 +12,7 @@ from tests.e2e.conftest import User, merged
 from tests.e2e.ranks import run_ranks, start_ranks
 from tests.e2e.resilience import Drills, require_same_weights
 from tests.e2e.test_preference_ranks import require_close_run
+from tests.tiers import further, telling
 
 DATA: dict[str, Any] = {
     "train": [{"path": "bundled:smoke-dpo-train", "max_rows": 12}],  # pairs, each of which is two answers
@@ -66,7 +67,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("kind", telling(KINDS, "dropout", "NF4", "all weights beside a second model", "unpaired APO"))
 def test_whatever_is_trained_begins_at_one_half_and_goes_on_alike(user: User, kind: dict[str, Any]) -> None:
     recipe = user.recipe("r", **labelled(**kind))
     user.done("train", recipe)
@@ -183,7 +184,12 @@ LOSS = "ftcli.methods.kto.objective:LabelObjective.loss"
 
 
 @pytest.mark.parametrize(
-    ("steps", "reference"), [(1, "auto"), (2, "off"), (3, "auto"), (5, "off"), (5, "auto")], ids=str
+    ("steps", "reference"),
+    [
+        (2, "off"),
+        (3, "auto"),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in ((1, "auto"), (5, "off"), (5, "auto"))),
+    ],
 )
 def test_stopped_after_any_step_and_resumed_it_is_the_same_run(drills: Drills, steps: int, reference: str) -> None:
     """Also within a line of metrics, in the second epoch (from step 5 on), and where an evaluation is due; whether the
@@ -216,7 +222,7 @@ SHARED = labelled(
 
 
 @pytest.mark.parametrize("lora", [{"r": 4}, None], ids=["LoRA", "all weights"])
-@pytest.mark.parametrize("reference", ["auto", "off"])
+@pytest.mark.parametrize("reference", ["auto", *further("off")])
 def test_two_ranks_are_one_process_that_accumulates_twice(drills: Drills, lora: Any, reference: str) -> None:
     """To the last bit, the KL too."""
     # Sharded weights have a norm of gradients that is summed in another order.
@@ -253,7 +259,7 @@ RANKS: dict[str, tuple[dict[str, Any], int, int]] = {
 }
 
 
-@pytest.mark.parametrize(("change", "count", "apart"), RANKS.values(), ids=RANKS)
+@pytest.mark.parametrize(("change", "count", "apart"), telling(RANKS, "shards of the base", "rows shared"))
 def test_ranks_with_shards_or_shared_rows_are_one_process(
     change: dict[str, Any], count: int, apart: int, drills: Drills
 ) -> None:

@@ -13,6 +13,7 @@ import pytest
 from tests.e2e.conftest import User, merged
 from tests.e2e.ranks import start_ranks
 from tests.e2e.resilience import Drills, require_same_weights
+from tests.tiers import telling
 
 LN2 = math.log(2)
 DATA: dict[str, Any] = {
@@ -82,7 +83,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("kind", telling(KINDS, "dropout", "PiSSA", "NF4", "our layers without padding", "all weights"))
 def test_whatever_is_trained_begins_at_ln_2_and_goes_on_alike(user: User, kind: dict[str, Any]) -> None:
     lines = trained(user, **kind)
     first = lines[0]
@@ -213,7 +214,12 @@ LOSS = "ftcli.methods.preference.objective:PairObjective.loss"
 
 
 @pytest.mark.parametrize(
-    ("steps", "reference"), [(1, "auto"), (2, "off"), (3, "auto"), (5, "./kept"), (5, "off")], ids=str
+    ("steps", "reference"),
+    [
+        (2, "off"),
+        (5, "./kept"),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in ((1, "auto"), (3, "auto"), (5, "off"))),
+    ],
 )
 def test_stopped_after_any_step_and_resumed_it_is_the_same_run(drills: Drills, steps: int, reference: str) -> None:
     """Also within a line of metrics, in the second epoch (from step 5 on), and where an evaluation is due; whether the

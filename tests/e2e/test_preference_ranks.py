@@ -14,6 +14,7 @@ from tests.e2e.conftest import merged
 from tests.e2e.ranks import Ranks, run_ranks, start_ranks
 from tests.e2e.resilience import Drills, require_same_weights
 from tests.e2e.test_preference import LOSS, pairs
+from tests.tiers import telling
 
 #: 20 pairs are five micro-batches: two ranks take three turns an epoch, and one of them has none left in the third. Six
 #: held-out pairs are three batches: in the second round one of two ranks has none.
@@ -60,7 +61,7 @@ ADAPTED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("change", ADAPTED.values(), ids=ADAPTED)
+@pytest.mark.parametrize("change", telling(ADAPTED, "nf4, layers again", "ahead of training"))
 def test_two_ranks_with_shards_of_the_base_are_one_process_bit_for_bit(change: dict[str, Any], drills: Drills) -> None:
     recipe = merged(merged(PAIRS, FSDP), change)
     alone = drills.whole(**merged(recipe, TWICE))
@@ -120,8 +121,14 @@ def test_two_ranks_that_share_rows_are_one_process_also_when_stopped(layout: dic
 @pytest.mark.parametrize(
     ("change", "launch", "count"),
     [
-        pytest.param({"quantization": {"method": "nf4"}}, {"context_parallel_size": 2}, 2, id="adapters, rows shared"),
-        pytest.param(FULL, {"context_parallel_size": 2}, 2, id="all weights, rows shared"),
+        pytest.param(
+            {"quantization": {"method": "nf4"}},
+            {"context_parallel_size": 2},
+            2,
+            id="adapters, rows shared",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(FULL, {"context_parallel_size": 2}, 2, id="all weights, rows shared", marks=pytest.mark.long),
         pytest.param(FULL, {"dp_replicate_size": 2}, 4, id="all weights, replicas"),
     ],
 )

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from ftcli.cli.app import main
-from ftcli.evaluate import stream
-from ftcli.evaluate.stream import CompletionEnd
+from ftcli.evaluate import generate as generation
+from ftcli.evaluate.generate import CompletionEnd
 from ftcli.run.completions import Completions
 from tests.e2e.conftest import User
 from tests.e2e.test_grpo_settings import DATA, GRPO
@@ -182,7 +182,7 @@ def test_chat_tells_the_answer_from_its_reasoning(narrow: User, monkeypatch: pyt
         yield text
         return CompletionEnd(9, "stop", tuple(tokenizer(text, add_special_tokens=False)["input_ids"]))
 
-    monkeypatch.setattr(stream, "stream", told)
+    monkeypatch.setattr(generation, "stream", told)
     said = narrow.done(*words)
     assert (said["completion"], said["reasoning"]) == ("42", "Six sevens.")
     assert narrow.done(*words, "--raw")["completion"] == "Six sevens.</think>\n\n42"

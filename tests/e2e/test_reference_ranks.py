@@ -16,6 +16,7 @@ from tests.e2e.test_kto import FLATTENED as LABELLED
 from tests.e2e.test_kto import LOSS as LABEL_LOSS
 from tests.e2e.test_preference import LOSS
 from tests.e2e.test_preference_ranks import FULL, PAIRS, TWICE, lines, require_close_run, stopped_on_second
+from tests.tiers import telling
 
 METHODS: dict[str, tuple[dict[str, Any], str]] = {"dpo": (PAIRS, LOSS), "kto": (LABELLED, LABEL_LOSS)}
 FSDP: dict[str, Any] = {"launch": {"engine": "fsdp"}}
@@ -42,7 +43,7 @@ def keeping(recipe: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("base", [{"quantization": {"method": "nf4"}}, {}], ids=["NF4", "plain"])
+@pytest.mark.parametrize("base", telling({"NF4": {"quantization": {"method": "nf4"}}, "plain": {}}, "plain"))
 def test_two_ranks_with_shards_keep_what_one_process_does(method: str, base: dict[str, Any], drills: Drills) -> None:
     """The same key, the same bits, the same run: whichever of them fills the cache, the other finds it."""
     recipe = merged(METHODS[method][0], base)
@@ -103,7 +104,7 @@ def stopped_in(loss: str, drills: Drills, recipe: str) -> str:
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("lora", [{"r": 4}, None], ids=["LoRA", "all weights"])
+@pytest.mark.parametrize("lora", telling({"LoRA": {"r": 4}, "all weights": None}, "LoRA"))
 def test_ranks_that_share_rows_keep_their_own_and_go_on_alike(method: str, lora: Any, drills: Drills) -> None:
     """Held-out rows are measured whole, so these are found by a process of its own, and training rows are not."""
     change = {} if lora else FULL
@@ -148,7 +149,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(method: str, drills: Drills)
 SCORE = "ftcli.methods.preference.pairs:AnswerScorer.score"
 
 
-@pytest.mark.parametrize("launch", [FSDP, SHARED], ids=["shards", "rows shared"])
+@pytest.mark.parametrize("launch", telling({"shards": FSDP, "rows shared": SHARED}, "shards"))
 @pytest.mark.parametrize("method", METHODS)
 def test_ranks_that_are_stopped_or_fail_while_they_score_end_together(
     method: str, launch: dict[str, Any], drills: Drills

@@ -153,6 +153,12 @@ def test_a_model_that_is_trained_whole_is_a_classifier(user: User) -> None:
     require_told(told, scored(model, AutoTokenizer.from_pretrained(run / "model")), 1e-3)
     done = user.done("export", str(run), "--format", "safetensors")
     assert done["exports"][0]["verification"]["compared"].startswith("every weight bit for bit")
+    halved = user.folder / "halved"
+    wanted = ("--set", "export.dtype=bfloat16", "--output", str(halved))
+    user.done("export", str(run), "--format", "safetensors", *wanted)
+    stored = AutoModelForSequenceClassification.from_pretrained(halved / "safetensors", dtype="auto").state_dict()
+    whole = model.state_dict()
+    assert all(torch.equal(stored[name], whole[name].bfloat16()) for name in whole)
 
 
 @pytest.mark.parametrize(

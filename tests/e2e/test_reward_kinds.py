@@ -18,6 +18,7 @@ from ftcli.plan.trained import trained_parameters
 from tests.e2e.conftest import User, merged
 from tests.e2e.test_families import folder_of
 from tests.e2e.test_reward import PAIRS, require_told, scored
+from tests.tiers import further, telling
 
 SHORT = merged(PAIRS, {"train": {"max_steps": 3}, "eval": {"every_steps": None}, "checkpoint": {"every_steps": 2}})
 
@@ -52,7 +53,9 @@ KINDS: dict[str, tuple[dict[str, Any], float, float]] = {
 }
 
 
-@pytest.mark.parametrize(("change", "near", "merged_near"), KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize(
+    ("change", "near", "merged_near"), telling(KINDS, "DoRA", "OLoRA", "reference kernels", "bfloat16")
+)
 def test_what_plain_libraries_load_scores_as_eval_says(
     change: dict[str, Any], near: float, merged_near: float, user: User
 ) -> None:
@@ -117,7 +120,7 @@ def test_a_plan_has_no_head(lora: Any, user: User) -> None:
         assert terms["optimizer"] == 8 * (8_030_261_248 - 128_256 * 4096 + 4096)
 
 
-FAMILIES = ("llama", "qwen3", "mistral", "gemma2", "phi3", "gemma3_text")
+FAMILIES = ["qwen3", "phi3", *further("llama", "mistral", "gemma2", "gemma3_text")]
 
 
 @pytest.mark.parametrize("lora", [{"r": 4}, None], ids=["LoRA", "all weights"])

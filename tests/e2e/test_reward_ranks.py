@@ -15,6 +15,7 @@ from tests.e2e.resilience import Drills, require_same_weights
 from tests.e2e.test_families import folder_of
 from tests.e2e.test_preference_ranks import lines, require_close_run
 from tests.e2e.test_reward import PAIRS
+from tests.tiers import further, telling
 
 #: 20 pairs are five micro-batches: two ranks take three turns an epoch, and one of them has none left in the third. Six
 #: held-out pairs are three batches: in the second round one of two ranks has none.
@@ -57,7 +58,9 @@ RANKS: dict[str, tuple[dict[str, Any], int, int]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("change", "count", "apart"), RANKS.values(), ids=RANKS)
+@pytest.mark.parametrize(
+    ("change", "count", "apart"), telling(RANKS, "shards of a base in NF4", "rows shared without padding")
+)
 def test_ranks_with_shards_or_shared_rows_are_one_process(
     change: dict[str, Any], count: int, apart: int, drills: Drills
 ) -> None:
@@ -97,7 +100,7 @@ def test_weights_that_are_gathered_in_bfloat16_score_in_float32(drills: Drills) 
 LOSS = "ftcli.methods.reward.objective:RewardObjective.loss"
 
 
-@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("steps", [3, *further(1)])
 def test_stopped_after_any_step_and_resumed_it_is_the_same_run(drills: Drills, steps: int) -> None:
     odd = merged(SPREAD, {**TWICE, "lora": {"dropout": 0.2}, "logging": {"every_steps": 2}})
     whole, recipe = drills.whole(**odd), drills.recipe("halves", **odd)

@@ -13,8 +13,9 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from ftcli.cli.app import main
-from ftcli.evaluate.draw import Sampler
+from ftcli.pipeline.sample_answers import Sampler
 from tests.e2e.conftest import User
+from tests.tiers import further
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 LENGTHS = "def score(completions, prompts, **columns):\n    return [len(text) / 8 for text in completions]\n"
@@ -57,6 +58,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.long
 def test_rejection_sampling_then_dpo_are_two_commands(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], shared_clean: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,7 +104,7 @@ def test_rows_train_without_editing(user: User) -> None:
     user.done("train", user.recipe("dpo", data=pairs, train={"method": "dpo", "max_steps": 2}, eval={"samples": 0}))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, *further(signal.SIGTERM)])
 def test_a_stopped_run_goes_on_alike(user: User, monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
     recipe, words = judged(user), [*LOOSE, "-n", "512"]  # two prompts at a time
     user.done("sample", recipe, *words, "--output", "whole")

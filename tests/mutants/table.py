@@ -452,8 +452,8 @@ TRAIN = (
     _m(
         "a file is renamed before it is on the disk",
         "ftcli/run/atomic.py",
-        "os.fsync(file.fileno())\n        aside.replace(path)",
-        "aside.replace(path)",
+        "os.fsync(file.fileno())\n        yield aside",
+        "yield aside",
         _U + "run/test_atomic.py",
     ),
 )
@@ -555,8 +555,8 @@ EXPORT = (
     ),
     _m(
         "GGUF adapters keep only alpha over rank",
-        "ftcli/export/gguf/adapter.py",
-        "factor = pair.scale / (alpha / pair.rank)",
+        "ftcli/export/gguf/write.py",
+        "factor = scale / (alpha / a.shape[0])",
         "factor = 1.0",
         _U + "export/test_gguf_adapter.py",
     ),
@@ -576,7 +576,7 @@ EXPORT = (
     ),
     _m(
         "another answer is no disagreement",
-        "ftcli/export/probe.py",
+        "ftcli/export/verify.py",
         "firm_disagreements=int((firm & ~same).sum())",
         "firm_disagreements=0",
         _U + "export/test_compared_logits.py",
@@ -914,10 +914,10 @@ PREFERENCE = (
 SAMPLING = (
     _m(
         "sampling: an answer that was cut off is learnt",
-        "ftcli/evaluate/selection.py",
+        "ftcli/pipeline/sample_rows.py",
         "whole = not one.said.cut or",
         "whole = True or",
-        _U + "evaluate/test_selection.py",
+        _U + "pipeline/test_sample_rows.py",
     ),
     _m(
         "sampling: what a kill left of a group stays",
@@ -935,7 +935,7 @@ SAMPLING = (
     ),
     _m(
         "sampling: all answers of a prompt from the same random numbers",
-        "ftcli/evaluate/draw.py",
+        "ftcli/pipeline/sample_answers.py",
         "row_seed(seed, at, turn)",
         "row_seed(seed, at, 0)",
         _E2E + "sample.py::test_rows_train_without_editing",

@@ -46,12 +46,16 @@ def begun_at(length: int, *begins: int) -> Tensor:
     return starts
 
 
+#: What float32 leaves of dg at the worst: a difference of sums, over all features of a key, that are nearly equal.
+DG = 3e-5
+
+
 @pytest.mark.parametrize(
     ("shape", "state", "options"),
     [
-        ((2, 70, 1, 3, 16, 32), True, {}),
+        ((2, 70, 1, 3, 32, 64), True, {}),
         ((1, 129, 2, 2, 32, 16), False, {"normalize": False, "scale": 0.25}),
-        ((1, 1, 1, 2, 16, 16), True, {}),
+        ((1, 1, 1, 2, 32, 16), True, {}),
         ((1, 64, 1, 1, 128, 128), False, {}),
     ],
     ids=["grouped", "not normalized", "one token", "whole heads"],
@@ -97,7 +101,7 @@ def test_documents_that_begin_anywhere_in_a_chunk(device: str, tools: Any) -> No
     places = torch.arange(rows)[:, None]
     tokens = torch.arange(length)[None]
     starts = torch.where(tokens < places, 0, torch.where(tokens < places + 14, places, places + 14)).int()
-    given = tensors(device, (rows, length, 1, 1, 16, 16), state=True)
+    given = tensors(device, (rows, length, 1, 1, 32, 16), state=True)
     tools.assert_float32(
         over(kernels, starts=starts.to(device)), over(delta_rule_reference, starts=starts.to(device)), given
     )
@@ -106,7 +110,7 @@ def test_documents_that_begin_anywhere_in_a_chunk(device: str, tools: Any) -> No
 def test_a_document_hears_nothing_of_others(device: str, tools: Any) -> None:
     """Neither outputs nor gradients change with the neighbours' numbers, not even those of another size."""
     starts = begun_at(100, 30, 75).to(device)
-    given = tensors(device, (1, 100, 1, 2, 16, 16))
+    given = tensors(device, (1, 100, 1, 2, 32, 16))
     loud = [t.clone() for t in given]
     for tensor, factor in zip(loud[:4], (100.0, -30.0, 1000.0, 20.0), strict=True):
         tensor[:, :30] *= factor
@@ -121,7 +125,7 @@ def test_a_document_hears_nothing_of_others(device: str, tools: Any) -> None:
 @pytest.mark.parametrize("decay", [0.0, -0.001, -3.0, -50.0, -1e4, float("-inf")])
 def test_decays_at_their_ends(device: str, tools: Any, decay: float) -> None:
     """No decay over two chunks, and decays whose inverse is no float32 number."""
-    given = list(tensors(device, (1, 100, 1, 2, 16, 16), state=True))
+    given = list(tensors(device, (1, 100, 1, 2, 32, 16), state=True))
     given[3] = torch.full_like(given[3], decay)
     exact = tools.run(over(delta_rule_reference), [*given], [torch.float64] * 6)
     got = tools.run(over(kernels), given, [torch.float32] * 6)
@@ -131,11 +135,11 @@ def test_decays_at_their_ends(device: str, tools: Any, decay: float) -> None:
         elif truth.norm() < 1e-10:  # what the first state has to say after such a decay
             assert value.abs().max() < 1e-10
         else:
-            assert tools.relative(value, truth) <= 1e-5
+            assert tools.relative(value, truth) <= (DG if place == 5 else 1e-5)
 
 
 def test_a_decay_that_forgets_does_not_blur_those_after_it(device: str, tools: Any) -> None:
-    given = list(tensors(device, (1, 64, 1, 2, 16, 16)))
+    given = list(tensors(device, (1, 64, 1, 2, 32, 16)))
     given[3][:, ::9] = -1e6
     exact = tools.run(over(delta_rule_reference), given, [torch.float64] * 5)
     got = tools.run(over(kernels), given, [torch.float32] * 5)
@@ -146,7 +150,7 @@ def test_a_decay_that_forgets_does_not_blur_those_after_it(device: str, tools: A
 @pytest.mark.parametrize("beta", [0.0, 1.0, "both"])
 def test_strengths_at_their_ends(device: str, tools: Any, beta: Any) -> None:
     """A beta of 0 writes nothing and still has a gradient."""
-    given = list(tensors(device, (1, 70, 1, 2, 16, 16)))
+    given = list(tensors(device, (1, 70, 1, 2, 32, 16)))
     given[4] = (torch.rand_like(given[4]) > 0.5).float() if beta == "both" else torch.full_like(given[4], beta)
     options = {"last": beta != 0.0}
     exact = tools.run(over(delta_rule_reference, **options), given, [torch.float64] * 5)
@@ -160,14 +164,14 @@ def test_strengths_at_their_ends(device: str, tools: Any, beta: Any) -> None:
 
 def test_the_same_key_again_and_again(device: str, tools: Any) -> None:
     """The worst case of the inverse: its powers grow as binomial coefficients, itself it stays small."""
-    given = list(tensors(device, (1, 64, 1, 1, 16, 16), rate=0.0))
+    given = list(tensors(device, (1, 64, 1, 1, 32, 16), rate=0.0))
     given[1] = given[1][:, :1].expand(given[1].shape).contiguous()
     given[4] = torch.ones_like(given[4])
     exact = tools.run(over(delta_rule_reference), given, [torch.float64] * 5)
     got = tools.run(over(kernels), given, [torch.float32] * 5)
     for place, (value, truth) in enumerate(zip(got, exact, strict=True)):
         if place == 5:  # each token writes over what the last one wrote, however much of it was forgotten
-            assert value.abs().max() < 1e-5
+            assert value.abs().max() < DG
         else:
             assert tools.relative(value, truth) <= 1e-5
 
@@ -196,15 +200,15 @@ def test_views_of_one_projection(device: str, tools: Any) -> None:
 
     def joined(function: Callable[..., DeltaOutput]) -> Callable[..., Tensor]:
         def run(both: Tensor, gates: Tensor) -> Tensor:
-            q, k, v = (both[..., a:b].unflatten(-1, (-1, 16)) for a, b in ((0, 32), (32, 64), (64, 128)))
+            q, k, v = (both[..., a:b].unflatten(-1, (-1, 32)) for a, b in ((0, 64), (64, 128), (128, 256)))
             g, beta = gates.transpose(1, 2).chunk(2, -1)
             return function(q, k, v, -torch.sigmoid(g), torch.sigmoid(beta)).out
 
         return run
 
-    given = torch.randn(2, 10, 128, device=device), torch.randn(2, 8, 10, device=device)
+    given = torch.randn(2, 10, 256, device=device), torch.randn(2, 8, 10, device=device)
     tools.assert_float32(joined(kernels), joined(delta_rule_reference), given)
-    expanded = torch.randn(1, 10, 1, 1, device=device, requires_grad=True).expand(1, 10, 1, 16)
+    expanded = torch.randn(1, 10, 1, 1, device=device, requires_grad=True).expand(1, 10, 1, 32)
     g = torch.zeros(1, 10, 1, device=device)
     assert torch.isfinite(
         torch.autograd.grad(kernels(expanded, expanded, expanded, g, g + 0.5).out.sum(), expanded)[0]
@@ -212,7 +216,7 @@ def test_views_of_one_projection(device: str, tools: Any) -> None:
 
 
 def test_two_runs_give_the_same_bits_and_no_tokens_no_launch(device: str, tools: Any) -> None:
-    given = tensors(device, (1, 70, 1, 2, 16, 16), state=True)
+    given = tensors(device, (1, 70, 1, 2, 32, 16), state=True)
     dtypes = [torch.bfloat16] * 3 + [torch.float32] * 3
     first, again = (tools.run(over(kernels), given, dtypes) for _ in range(2))
     assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
@@ -224,7 +228,11 @@ def test_two_runs_give_the_same_bits_and_no_tokens_no_launch(device: str, tools:
 
 
 def test_what_the_kernels_do_not_take_runs_in_torch(device: str) -> None:
-    for keys, dtype, word in ((24, torch.float32, "heads of 24"), (16, torch.float64, "float64")):
+    for keys, dtype, word in (
+        (16, torch.float32, "heads of 16"),
+        (24, torch.float32, "heads of 24"),
+        (32, torch.float64, "float64"),
+    ):
         x = torch.zeros(1, 2, 1, keys, dtype=dtype, device=device)
         assert word in delta_rule_backend(x, x, "triton").reason
         assert kernels(x, x, x, x[..., 0], x[..., 0]).out.shape == x.shape

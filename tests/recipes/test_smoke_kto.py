@@ -1,6 +1,7 @@
 """The smoke recipe of labelled answers really teaches which ones to give, and little from labels that are shuffled.
 
-It is run as it ships in `make test-families`; elsewhere its steps are half as many, of half as many answers.
+It is run as it ships, and with shuffled labels, in `make test-families`; elsewhere its steps are half as many,
+of half as many answers.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ def test_labelled_answers_teach_which_ones_to_give(tmp_path: Path, capsys: pytes
     assert score(found, "run") > score(found, "base") + 0.2
 
 
+@pytest.mark.long
 def test_shuffled_labels_teach_less(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made, rng = rows(), random.Random(0)
     labels = [row["label"] for row in made]

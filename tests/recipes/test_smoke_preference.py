@@ -1,6 +1,7 @@
 """The smoke recipe of pairs really teaches: order and answers of held-out pairs, and nothing from shuffled labels.
 
-It is run as it ships in `make test-families`; elsewhere in fewer steps of half as many pairs at a higher rate.
+It is run as it ships, and with shuffled labels, in `make test-families`; elsewhere in fewer steps of half as many
+pairs at a higher rate.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def test_as_it_ships(seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert found["run"]["tasks"]["exact_match"]["score"] >= 0.85
 
 
-@pytest.mark.parametrize("method", ["orpo", "simpo"])
+@pytest.mark.parametrize("method", [pytest.param("orpo", marks=pytest.mark.long), "simpo"])
 def test_methods_without_a_reference_teach_the_order(
     method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -70,6 +71,7 @@ def test_methods_without_a_reference_teach_the_order(
     assert found["run"]["accuracy"] >= 0.95
 
 
+@pytest.mark.long
 def test_shuffled_labels_teach_no_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [json.loads(line) for line in asset("data", "smoke-dpo-train.jsonl").read_text().splitlines()]
     for row in random.Random(0).sample(rows, len(rows) // 2):

@@ -1,6 +1,7 @@
 """The smoke recipe of reward models teaches scores of held-out answers, and none from pairs that are turned round.
 
-It is run as it ships with three seeds in `make test-families`; elsewhere in fewer steps of half as many pairs.
+It is run as it ships with three seeds, and with pairs turned round, in `make test-families`; elsewhere in fewer
+steps of half as many pairs.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ def test_pairs_teach_a_score(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert abs(run["chosen_reward"] + run["rejected_reward"]) < run["margin"]  # they are kept around 0
 
 
+@pytest.mark.long
 def test_shuffled_labels_teach_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [json.loads(line) for line in asset("data", "smoke-dpo-train.jsonl").read_text().splitlines()]
     for row in random.Random(0).sample(rows, len(rows) // 2):

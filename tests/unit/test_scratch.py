@@ -60,7 +60,7 @@ def test_a_folder_goes_with_its_block_and_that_of_a_killed_process_with_the_next
 
 def test_ranks_hold_the_folder_of_a_launcher_that_is_gone(place: Path) -> None:
     code = f"""
-from ftcli.cli.workers import Ranks
+from ftcli.cli.children import Ranks
 from ftcli.scratch import scratch
 with scratch("drill") as made:
     rank = [{sys.executable!r}, "-S", "-c", "import time; time.sleep(600)"]

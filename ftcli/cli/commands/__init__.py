@@ -1,1 +1,1 @@
-"""One file for each command. A command parses its options and returns a :class:`ftcli.cli.request.Invocation`."""
+"""One file for each command. A command parses its options and returns a :class:`ftcli.cli.options.Invocation`."""

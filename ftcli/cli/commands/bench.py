@@ -8,8 +8,8 @@ import typer
 
 from ftcli.cli import options, ranks
 from ftcli.cli.environment import results_only_on_stdout
+from ftcli.cli.options import AnyRequest, Invocation
 from ftcli.cli.render import result_text
-from ftcli.cli.request import AnyRequest, Invocation
 from ftcli.reporting import Session
 from ftcli.units import size
 
@@ -66,14 +66,15 @@ def bench(
       ftcli bench recipes/llama3.1-8b.yaml --gpus 2
     """
 
-    def action(session: Session) -> BenchResult | ranks.EndedElsewhere:
-        from ftcli import pipeline
-
+    def action(session: Session) -> BenchResult | options.EndedElsewhere:
         changes = options.overrides(set_)
         loaded = ranks.run_as_ranks(lambda more: options.load(recipe, (*changes, *more)), gpus, session)
-        if isinstance(loaded, ranks.EndedElsewhere):
+        if isinstance(loaded, options.EndedElsewhere):
             return loaded
-        wanted = pipeline.BenchOptions(
+        from ftcli.pipeline.bench_result import BenchOptions
+        from ftcli.pipeline.benchmark import bench
+
+        wanted = BenchOptions(
             batch=batch,
             seq=seq,
             prompt=prompt,
@@ -84,7 +85,7 @@ def bench(
             evaluation=evaluation,
         )
         with results_only_on_stdout():
-            return pipeline.bench(loaded, session, wanted)
+            return bench(loaded, session, wanted)
 
     common = options.common(json, quiet, offline, debug)
     return Invocation("bench", common, action, bench_text, exit_code=ranks.exit_code, owns_stdout=True)

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ftcli.cli import completion, options
+from ftcli.cli import names, options
 from ftcli.cli.environment import style_for
+from ftcli.cli.options import AnyRequest, Invocation
 from ftcli.cli.render import Style, clean, table, terminal_text
-from ftcli.cli.request import AnyRequest, Invocation
-from ftcli.errors import ExitCode, FtcliError
+from ftcli.errors import FtcliError
 from ftcli.plain import JsonObject
 from ftcli.reporting import Session
 from ftcli.units import gib, size
@@ -21,8 +21,7 @@ from ftcli.units import gib, size
 if TYPE_CHECKING:
     from ftcli.data.sample import SampledRow
     from ftcli.data.survey import SurveyedSource
-    from ftcli.pipeline.checking import CheckResult
-    from ftcli.pipeline.every_gpu import EveryGpu, GpuVerdict
+    from ftcli.pipeline.checking import CheckResult, EveryGpu, GpuVerdict
     from ftcli.plan.checkpointing import CheckpointingChoice
     from ftcli.plan.execution import ExecutionPart
     from ftcli.plan.memory.advice import Verdict
@@ -47,7 +46,7 @@ def check(
             metavar="GPU",
             help="Answer for another machine: t4, l4, a10, rtx4090, a100-40gb, a100-80gb, h100, h200, b200 or cpu; "
             "`all` compares the GPUs.",
-            autocompletion=completion.machines,
+            autocompletion=names.machines,
         ),
     ] = None,
     gpus: Annotated[
@@ -83,22 +82,19 @@ def check(
     """
 
     def action(session: Session) -> CheckResult | EveryGpu:
-        from ftcli import pipeline
-
         loaded = options.load(recipe, options.overrides(set_, gpus=gpus))
+        from ftcli.pipeline.checking import check_every_gpu, check_recipe
+
         if as_gpu is not None and as_gpu.strip().lower() == EVERY_GPU:
             if show_sample:
                 raise FtcliError.single(
-                    "FT150",
-                    "`--as all` looks at no rows, and --show-sample shows them",
-                    exit_code=ExitCode.RECIPE,
-                    help="leave one of them out",
+                    "FT150", "`--as all` looks at no rows, and --show-sample shows them", help="leave one of them out"
                 )
-            return pipeline.check_every_gpu(loaded, session)
-        return pipeline.check(loaded, session, as_gpu, show_sample)
+            return check_every_gpu(loaded, session)
+        return check_recipe(loaded, session, as_gpu, show_sample)
 
     def render(result: CheckResult | EveryGpu) -> str:
-        from ftcli.pipeline.every_gpu import EveryGpu
+        from ftcli.pipeline.checking import EveryGpu
 
         if isinstance(result, EveryGpu):
             return terminal_text(every_gpu_text(result))

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from ftcli import __version__
 from ftcli.cli import options
+from ftcli.cli.options import AnyRequest, Invocation
 from ftcli.cli.render import result_text
-from ftcli.cli.request import AnyRequest, Invocation
 from ftcli.errors import FtcliError
 from ftcli.plain import LEFT_OUT, JsonObject
 from ftcli.reporting import Session

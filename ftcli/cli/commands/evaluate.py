@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ftcli.cli import completion, options
+from ftcli.cli import names, options
+from ftcli.cli.options import AnyRequest, Invocation
 from ftcli.cli.render import table
-from ftcli.cli.request import AnyRequest, Invocation
 from ftcli.reporting import Session
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def evaluate(
             "--run",
             metavar="DIR",
             help="A finished run, compared with its base model.",
-            autocompletion=completion.run_folders,
+            autocompletion=names.run_folders,
         ),
     ] = None,
     checkpoint: options.CheckpointOption = None,
@@ -46,13 +46,16 @@ def evaluate(
     """
 
     def action(session: Session) -> EvaluationResult:
-        from ftcli import pipeline
+        from ftcli.run.signals import stoppable
 
         loaded = options.load(recipe, options.overrides(set_))
         run_dir = options.run_directory(run, "--run") if run is not None else None
         if checkpoint is not None and run_dir is None:
             raise options.without_run(checkpoint)
-        return pipeline.evaluate(loaded, session, run_dir, checkpoint)
+        with stoppable("evaluating"):
+            from ftcli.pipeline.evaluation import evaluate_recipe
+
+            return evaluate_recipe(loaded, session, run_dir, checkpoint)
 
     return Invocation("eval", options.common(json, quiet, offline, debug), action, evaluation_text)
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ftcli.cli import completion, options
-from ftcli.cli.request import AnyRequest, Invocation
+from ftcli.cli import names, options
+from ftcli.cli.options import AnyRequest, Invocation
 from ftcli.paths import expanded
 from ftcli.reporting import Session
 
@@ -22,7 +22,7 @@ def export(
             metavar="RECIPE_OR_RUN",
             help="A recipe or a run directory.",
             show_default=False,
-            autocompletion=completion.runs_and_recipes,
+            autocompletion=names.runs_and_recipes,
         ),
     ],
     formats: Annotated[
@@ -61,12 +61,14 @@ def export(
     """
 
     def action(session: Session) -> Exported:
-        from ftcli import pipeline
+        from ftcli.run.signals import stoppable
 
         loaded, run_dir = options.load_run(target, options.overrides(set_, formats=formats))
         folder = None if output is None else expanded(output)
-        return pipeline.export(
-            loaded, session, run_dir, pipeline.ExportOptions(checkpoint, folder, force, not no_verify, push_to_hub)
-        )
+        with stoppable("exporting"):
+            from ftcli.pipeline.exporting import ExportOptions, export_recipe
+
+            chosen = ExportOptions(checkpoint, folder, force, not no_verify, push_to_hub)
+            return export_recipe(loaded, session, run_dir, chosen)
 
     return Invocation("export", options.common(json, quiet, offline, debug), action)

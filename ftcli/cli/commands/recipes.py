@@ -1,25 +1,228 @@
-"""`ftcli recipes`: the recipes that ship with the package, and the schema of all recipes."""
+"""`ftcli recipes`: the recipes that ship with the package, their schema, new ones, and those of other tools."""
 
 from __future__ import annotations
 
 import json as json_module
+import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ftcli.cli import completion, options, render
-from ftcli.cli.commands import convert, new
+from ftcli.cli import names, options, render
 from ftcli.cli.files import file_content, write_new
-from ftcli.cli.request import AnyRequest, Invocation
-from ftcli.cli.suggest import shipped
-from ftcli.errors import ExitCode, FtcliError, Origin
+from ftcli.cli.names import shipped
+from ftcli.cli.options import AnyRequest, Invocation
+from ftcli.cli.render import clean
+from ftcli.errors import FtcliError, Origin
 from ftcli.paths import expanded, is_folder
 from ftcli.plain import JsonObject
 from ftcli.reporting import Session
+from ftcli.tables import dialects
+
+if TYPE_CHECKING:
+    from ftcli.pipeline.new_recipe import Answers
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertedRecipe:
+    """The answer of `ftcli recipes convert`: whose recipe it was, and ours as YAML."""
+
+    dialect: str
+    recipe: str
+
+
+def _tools(incomplete: str) -> list[str]:
+    return [name for name in dialects.names() if name.startswith(incomplete)]
+
+
+def convert(
+    file: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE", help="The other tool's recipe: YAML, JSON, a command line, a notebook or a script."
+        ),
+    ],
+    dialect: Annotated[
+        str | None,
+        typer.Option(
+            "--from", metavar="TOOL", help=f"Whose recipe it is: {', '.join(dialects.names())}.", autocompletion=_tools
+        ),
+    ] = None,
+    json: options.JsonOption = False,
+    quiet: options.QuietOption = False,
+    debug: options.DebugOption = False,
+) -> AnyRequest:
+    """Turn another tool's recipe into one of ftcli.
+
+    Writes the recipe to stdout. What has no counterpart, and what means something else here, is listed on stderr.
+
+    \b
+    Examples:
+      ftcli recipes convert axolotl.yml > mine.yaml
+      ftcli recipes convert train.sh --from trl > mine.yaml
+    """
+
+    def action(session: Session) -> ConvertedRecipe:
+        from ftcli.config.conversion import convert as converted
+
+        _require_known(dialect)
+        made = converted(expanded(file), dialect)
+        for finding in made.findings:
+            session.reporter.finding(finding)
+        return ConvertedRecipe(made.dialect, made.text)
+
+    return Invocation(
+        "recipes convert",
+        options.common(json, quiet, False, debug),
+        action,
+        lambda result: file_content(result.recipe),
+        verbatim=True,
+    )
+
+
+def _require_known(dialect: str | None) -> None:
+    if dialect is None or dialect in dialects.names():
+        return
+    raise FtcliError.single(
+        "FT150",
+        f"no tool `{dialect}` is known",
+        origin=Origin(f"--from {dialect}"),
+        help=f"choose from: {', '.join(dialects.names())}",
+    )
+
+
+#: Each option with its question, and what Enter means.
+_QUESTIONS = {
+    "--model": ("Which model? A Hub id, a folder, or bundled:tiny-gemma2 to try things out", "bundled:tiny-gemma2"),
+    "--data": ("Your data? Files (.jsonl, .csv, …) or hub:ORG/NAME, separated by commas", "bundled:sample-chat"),
+    "--gpu": ("For which GPU, or how much memory? For example rtx4090, h100, 24GiB or cpu", "24GiB"),
+    "--method": ("How? lora, qlora (least memory), full (all weights) or grpo (by rewards)", "lora"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenRecipe:
+    """The answer of `ftcli recipes new`: the file and its content."""
+
+    path: str
+    recipe: str
+
+
+def new(
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="MODEL", help="Hub id, folder or bundled:NAME.")
+    ] = None,
+    data: Annotated[
+        list[str] | None, typer.Option("--data", metavar="FILE", help="Rows to train on, or hub:ORG/NAME. Repeatable.")
+    ] = None,
+    held_out: Annotated[
+        list[str] | None, typer.Option("--eval", metavar="FILE", help="Held-out rows. Repeatable.")
+    ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option("--gpu", metavar="GPU", help="A GPU, or a size such as 24GiB.", autocompletion=names.gpus),
+    ] = None,
+    method: Annotated[str | None, typer.Option("--method", metavar="M", help="lora, qlora, full or grpo.")] = None,
+    output: Annotated[
+        str | None,
+        typer.Option(
+            "--output", metavar="FILE", help="Where to write it; by default MODEL-METHOD.yaml in this folder."
+        ),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
+    json: options.JsonOption = False,
+    quiet: options.QuietOption = False,
+    offline: options.OfflineOption = False,
+    debug: options.DebugOption = False,
+) -> AnyRequest:
+    """Write a recipe from four answers.
+
+    Asks for model, data, GPU and method, unless the options say them. The recipe passes `ftcli check` for that GPU.
+
+    \b
+    Examples:
+      ftcli recipes new
+      ftcli recipes new --model google/gemma-2-2b --data my.jsonl --gpu rtx4090 --method lora --output mine.yaml
+    """
+
+    def action(session: Session) -> WrittenRecipe:
+        from ftcli.pipeline.new_recipe import Answers, new_recipe
+
+        answers = _answered(
+            {"--model": model, "--data": ",".join(data or ()) or None, "--gpu": gpu, "--method": method}
+        )
+        made = Answers(
+            model=answers["--model"],
+            data=tuple(data) if data else _parts(answers["--data"]),
+            held_out=tuple(held_out or ()),
+            gpu=answers["--gpu"],
+            method=_known_method(answers["--method"]),
+        )
+        target = expanded(output if output is not None else _file_name(made))
+        text = new_recipe(made, target, offline=session.offline)
+        write_new(text, target, force=force)
+        return WrittenRecipe(str(target), text)
+
+    def shown(result: WrittenRecipe) -> str:
+        return f"wrote {result.path}; next: ftcli check {result.path}"
+
+    return Invocation("recipes new", options.common(json, quiet, offline, debug), action, shown, owns_stdout=True)
+
+
+def _answered(said: dict[str, str | None]) -> dict[str, str]:
+    """All answers, those that the options do not have asked for on a terminal.
+
+    Raises FtcliError FT150 (exit 2) where nobody can be asked.
+    """
+    missing = [name for name, value in said.items() if value is None]
+    if missing and not sys.stdin.isatty():
+        raise FtcliError.single(
+            "FT150",
+            f"there is no terminal to ask on, and no {', '.join(missing)}",
+            origin=Origin("command line"),
+            help="give each answer as an option: `ftcli recipes new --help`",
+        )
+    return {name: value if value is not None else _ask(*_QUESTIONS[name]) for name, value in said.items()}
+
+
+def _ask(question: str, default: str) -> str:
+    """The answer to a question, which stands on stderr; Enter is the default."""
+    print(f"{question} [{default}]: ", end="", file=sys.stderr, flush=True)  # noqa: T201 - a question, not a result
+    line = sys.stdin.readline()
+    if not line:
+        print(file=sys.stderr)  # noqa: T201
+        raise FtcliError.single(
+            "FT150",
+            "the questions were not answered",
+            origin=Origin("command line"),
+            help="Enter takes the value in brackets; `ftcli recipes new --help` has the options",
+        )
+    return clean(line).strip() or default
+
+
+def _parts(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _known_method(word: str) -> str:
+    from ftcli.pipeline.new_recipe import METHODS
+
+    if word.lower() in METHODS:
+        return word.lower()
+    raise FtcliError.single(
+        "FT150", f"no method `{word}`", origin=Origin(f"--method {word}"), help=f"choose from: {', '.join(METHODS)}"
+    )
+
+
+def _file_name(answers: Answers) -> str:
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", answers.model.removeprefix("bundled:").rstrip("/").rpartition("/")[2])
+    return f"{name.strip('.-').lower() or 'recipe'}-{answers.method}.yaml"
+
 
 _EPILOG = (
     "\b\nExamples:\n"
@@ -37,7 +240,7 @@ NameArgument = Annotated[
         metavar="NAME",
         help="A recipe's name, as `ftcli recipes list` has it.",
         show_default=False,
-        autocompletion=completion.shipped_recipes,
+        autocompletion=names.shipped_recipes,
     ),
 ]
 
@@ -90,7 +293,7 @@ def build_app(context_settings: Mapping[str, int | list[str]]) -> typer.Typer:
             typer.echo(context.get_help())
             raise typer.Exit
 
-    for command in (list_, show, copy, schema, new.new, convert.convert):
+    for command in (list_, show, copy, schema, new, convert):
         app.command(command.__name__.rstrip("_"), context_settings=dict(context_settings))(command)
     return app
 
@@ -115,10 +318,13 @@ def show(name: NameArgument, json: options.JsonOption = False, debug: options.De
         path = find(name)
         return ShownRecipe(path.stem, str(path), path.read_text(encoding="utf-8"))
 
-    def shown(result: ShownRecipe) -> str:
-        return file_content(result.text)
-
-    return Invocation("recipes show", options.common(json, False, False, debug), action, shown, verbatim=True)
+    return Invocation(
+        "recipes show",
+        options.common(json, False, False, debug),
+        action,
+        lambda result: file_content(result.text),
+        verbatim=True,
+    )
 
 
 def copy(
@@ -157,10 +363,13 @@ def schema(json: options.JsonOption = False, debug: options.DebugOption = False)
 
         return published()
 
-    def shown(result: JsonObject) -> str:
-        return json_module.dumps(result, indent=2)
-
-    return Invocation("recipes schema", options.common(json, False, False, debug), action, shown, raw=True)
+    return Invocation(
+        "recipes schema",
+        options.common(json, False, False, debug),
+        action,
+        lambda result: json_module.dumps(result, indent=2),
+        raw=True,
+    )
 
 
 def find(name: str) -> Path:
@@ -171,9 +380,7 @@ def find(name: str) -> Path:
         return recipes[stem]
     near = get_close_matches(stem, recipes, n=1, cutoff=0.5)
     help = f"did you mean {near[0]}?" if near else f"choose from: {', '.join(recipes)}"
-    raise FtcliError.single(
-        "FT152", f"no recipe `{name}` ships with ftcli", exit_code=ExitCode.RECIPE, origin=_COMMAND_LINE, help=help
-    )
+    raise FtcliError.single("FT152", f"no recipe `{name}` ships with ftcli", origin=_COMMAND_LINE, help=help)
 
 
 _COMMAND_LINE = Origin("command line")

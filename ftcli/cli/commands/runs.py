@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ftcli.cli import completion, options
+from ftcli.cli import names, options
 from ftcli.cli.files import require_page, write_page
+from ftcli.cli.options import AnyRequest, Invocation
 from ftcli.cli.render import clean, table
-from ftcli.cli.request import AnyRequest, Invocation
-from ftcli.errors import ExitCode, Finding, FtcliError, Origin, Severity
+from ftcli.errors import Finding, FtcliError, Origin, Severity
 from ftcli.paths import OPEN_IT, exists, expanded, is_folder
 from ftcli.plain import FLATTENED, LEFT_OUT, JsonObject, plain_fields
 from ftcli.reporting import Reporter, Session
 from ftcli.units import number
 
 if TYPE_CHECKING:
-    from ftcli.run.report.comparison import Comparison, Points
+    from ftcli.run.report.page import Comparison, Points
     from ftcli.run.summary import RunSummary
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -90,12 +90,12 @@ def _require_open(folder: str, reason: str | None) -> None:
         problem = f"{folder} is not a directory"
         help = "name the folder that holds your runs; `ftcli train` writes into runs/ unless told otherwise"
     if problem is not None:
-        raise FtcliError.single("FT154", problem, exit_code=ExitCode.RECIPE, origin=Origin("command line"), help=help)
+        raise FtcliError.single("FT154", problem, origin=Origin("command line"), help=help)
 
 
 def compare(
     directories: Annotated[
-        list[str], typer.Argument(metavar="RUN RUN ...", help="Run directories.", autocompletion=completion.run_folders)
+        list[str], typer.Argument(metavar="RUN RUN ...", help="Run directories.", autocompletion=names.run_folders)
     ],
     html: Annotated[
         str | None, typer.Option("--html", metavar="FILE", help="Also write a page that opens offline.")
@@ -116,8 +116,8 @@ def compare(
     """
 
     def action(session: Session) -> ComparedRuns:
-        from ftcli.run.report.comparison import compare as side_by_side
-        from ftcli.run.report.comparison import render_comparison, result_rows
+        from ftcli.run.report.page import compare as side_by_side
+        from ftcli.run.report.page import render_comparison, result_rows
 
         if html is not None:
             require_page(expanded(html))
@@ -135,7 +135,7 @@ def compare(
 
 def _runs_named(names: Sequence[str], reporter: Reporter) -> list[Path]:
     """The runs that are named, or lie in folders that are. Raises FtcliError FT154 where there are not two."""
-    from ftcli.cli.suggest import run_meant
+    from ftcli.cli.names import run_meant
     from ftcli.run.summary import find_runs
 
     found: list[Path] = []
@@ -157,7 +157,6 @@ def _runs_named(names: Sequence[str], reporter: Reporter) -> list[Path]:
     raise FtcliError.single(
         "FT154",
         f"there is nothing to compare with {found[0]}: it is the only run" if found else "there is no run among them",
-        exit_code=ExitCode.RECIPE,
         origin=Origin("command line"),
         help="name two runs at least, as in runs/first runs/second, or a folder that holds them",
     )

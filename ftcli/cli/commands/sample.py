@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ftcli.cli import completion, options
-from ftcli.cli.request import AnyRequest, Invocation
+from ftcli.cli import names, options
+from ftcli.cli.options import AnyRequest, Invocation
 from ftcli.paths import expanded
 from ftcli.reporting import Session
 
@@ -42,7 +42,7 @@ def sample(
         str | None,
         typer.Option(
             "--run", metavar="DIR", help="A finished run that answers; else the base model.",
-            autocompletion=completion.run_folders,
+            autocompletion=names.run_folders,
         ),
     ] = None,
     checkpoint: options.CheckpointOption = None,
@@ -112,30 +112,34 @@ def sample(
     """
 
     def action(session: Session) -> SampleResult:
-        from ftcli import pipeline
+        from ftcli.run.signals import stoppable
 
         loaded = options.load(recipe, options.overrides(set_))
         run_dir = options.run_directory(run, "--run") if run is not None else None
         if checkpoint is not None and run_dir is None:
             raise options.without_run(checkpoint)
-        chosen = pipeline.SampleOptions(
-            kept=kept.value,
-            num_generations=num_generations,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            max_new_tokens=max_new_tokens,
-            seed=seed,
-            max_prompts=max_prompts,
-            min_score=min_score,
-            min_margin=min_margin,
-            per_prompt=per_prompt,
-            truncated=truncated.value,
-            checkpoint=checkpoint,
-            output=None if output is None else expanded(output),
-            force=force,
-        )
-        return pipeline.sample(loaded, session, run_dir, chosen)
+        with stoppable("sampling"):
+            from ftcli.pipeline.sample_rows import SampleOptions
+            from ftcli.pipeline.sampling import sample_recipe
+
+            chosen = SampleOptions(
+                kept=kept.value,
+                num_generations=num_generations,
+                temperature=temperature,
+                top_p=top_p,
+                top_k=top_k,
+                max_new_tokens=max_new_tokens,
+                seed=seed,
+                max_prompts=max_prompts,
+                min_score=min_score,
+                min_margin=min_margin,
+                per_prompt=per_prompt,
+                truncated=truncated.value,
+                checkpoint=checkpoint,
+                output=None if output is None else expanded(output),
+                force=force,
+            )
+            return sample_recipe(loaded, session, run_dir, chosen)
 
     return Invocation("sample", options.common(json, quiet, offline, debug), action, sample_text)
 

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ftcli.cli import options
+from ftcli.cli.options import AnyRequest, Invocation
 from ftcli.cli.render import clean, table
-from ftcli.cli.request import AnyRequest, Invocation
 from ftcli.paths import expanded
 from ftcli.reporting import Session
 from ftcli.units import number
 
 if TYPE_CHECKING:
-    from ftcli.pipeline.sweep_result import SweepResult
+    from ftcli.pipeline.sweep import SweepResult
 
 
 def sweep(
@@ -70,13 +70,13 @@ def sweep(
         )
         return sweeping.sweep(plan, session, start, chosen)
 
-    return Invocation("sweep", options.common(json, quiet, offline, debug), action, sweep_text, exit_code=_exit_code)
-
-
-def _exit_code(result: SweepResult) -> int:
-    from ftcli.pipeline.sweep_result import exit_code_of_sweep
-
-    return exit_code_of_sweep(result)
+    return Invocation(
+        "sweep",
+        options.common(json, quiet, offline, debug),
+        action,
+        sweep_text,
+        exit_code=lambda result: result.exit_code,
+    )
 
 
 def sweep_text(result: SweepResult) -> str:
@@ -101,8 +101,7 @@ def sweep_text(result: SweepResult) -> str:
     lines = table(rows)
     lines += [f"{run.name} failed: {clean(run.reason)}" for run in result.runs if run.reason]
     if best is not None:
-        value = "-" if best.value is None else number(best.value)
-        lines += ["", f"best: {best.name}, {best.metric} {value}"]
+        lines += ["", f"best: {best.name}, {best.metric} {number(best.value)}"]
     lines += [*([] if best is not None else [""]), *result.remarks]
     if result.html is not None:
         lines.append(f"side by side: {result.html}")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from ftcli.cli import options, ranks
 from ftcli.cli.environment import results_only_on_stdout
-from ftcli.cli.request import AnyRequest, Invocation
+from ftcli.cli.options import AnyRequest, Invocation
 from ftcli.reporting import Session
 from ftcli.tables import code_of
 from ftcli.tables.methods import Method
@@ -30,7 +30,7 @@ def training_command(method: Method) -> Callable[..., AnyRequest]:
         debug: options.DebugOption = False,
     ) -> AnyRequest:
         def action(session: Session) -> object:
-            from ftcli import pipeline
+            from ftcli.pipeline.launch import train
 
             changes = options.overrides(set_, output_dir=output_dir, max_steps=max_steps, resume=resume)
             if dry_rewards and method.dry is not None:
@@ -38,10 +38,10 @@ def training_command(method: Method) -> Callable[..., AnyRequest]:
                     result: object = code_of(method.dry)(options.load(recipe, changes), session)
                 return result
             started = ranks.run_as_ranks(lambda more: options.load(recipe, (*changes, *more)), gpus, session)
-            if isinstance(started, ranks.EndedElsewhere):
+            if isinstance(started, options.EndedElsewhere):
                 return started
             with results_only_on_stdout():
-                return pipeline.train(started, session, method.command)
+                return train(started, session, method.command)
 
         common = options.common(json, quiet, offline, debug)
         return Invocation(method.command, common, action, exit_code=ranks.exit_code, owns_stdout=True)

@@ -11,21 +11,17 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import IO, Any, Literal, TypeAlias
+from typing import IO, Any, TypeAlias
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.export.clean.request import ANSWER, ATTENTION_MASK, INPUT_IDS, PROMPT, ReloadAnswer, ReloadRequest
-from ftcli.export.probe import NEW_TOKENS, STREAMED_TOKENS, TEXTS, Probe
-from ftcli.facts.device import cpu_device
+from ftcli.export.clean.request import ANSWER, ReloadAnswer, ReloadRequest
 from ftcli.run.atomic import writing_into
 from ftcli.scratch import scratch
 
-#: What the process takes beside the weights, libraries included.
-_BESIDE = 2**30
 #: Without -P the folder of the program would stand before all others, and `safetensors.py` beside it for the library.
 #: In a checkout that is not installed ftcli is found where this process found it.
 #: The libraries, a million objects that stay, are not searched for garbage while they are imported.
@@ -38,49 +34,6 @@ _SECONDS, _SECONDS_A_GIB = 900.0, 180.0
 Reload: TypeAlias = Callable[[ReloadRequest, Mapping[str, Tensor]], ReloadAnswer]
 #: How much of what it complained of is kept.
 _TAIL = 2000
-
-
-def fits(parameters: int) -> bool:
-    """True if memory holds a model of so many numbers as a whole, in float32."""
-    free = cpu_device().free_bytes
-    # Loaded as it is stored and widened then: for a moment both are there.
-    return free is None or 4 * parameters + 2 * parameters + _BESIDE <= free
-
-
-def tokens_compared(parameters: int) -> int:
-    """Number of tokens that a model of so many numbers generates: fewer if each one reads all the weights anew."""
-    return NEW_TOKENS if fits(parameters) else STREAMED_TOKENS
-
-
-def model_request(
-    folder: Path,
-    probe: Probe,
-    parameters: int,
-    *,
-    dtype: Literal["stored", "float32"] = "stored",
-    **more: bool | dict[str, int] | dict[str, str],
-) -> ReloadRequest:
-    """Loads ``folder`` as transformers does, in float32: whole where memory holds that, else layer by layer.
-
-    Args:
-        parameters: How many numbers the model has.
-        dtype: ``stored``: all weights are rounded first to the dtype that config.json names.
-    """
-    from_disk = not fits(parameters)
-    return ReloadRequest(
-        "model",
-        str(folder),
-        dtype=dtype,
-        from_disk=from_disk,
-        new_tokens=0 if from_disk else probe.new_tokens,
-        texts=TEXTS,
-        **more,  # type: ignore[arg-type]
-    )
-
-
-def sent(probe: Probe) -> dict[str, Tensor]:
-    """The tensors of a probe, as a request sends them."""
-    return {INPUT_IDS: probe.input_ids, ATTENTION_MASK: probe.attention_mask, PROMPT: probe.prompt}
 
 
 class CleanProcess:

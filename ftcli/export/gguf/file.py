@@ -1,22 +1,45 @@
-"""Writes GGUF files: tensor by tensor through the gguf library, K-quants through llama.cpp's ``llama-quantize``."""
+"""The content of a GGUF file, and how it is written.
+
+What is expected of it: the weights as llama.cpp has them, and the metadata. It is written tensor by tensor through the
+gguf library, K-quants by llama.cpp's ``llama-quantize``.
+"""
 
 from __future__ import annotations
 
 import math
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from ftkernels.ternary import ternarise
 from torch import Tensor
 
-from ftcli.errors import ExitCode, FtcliError
-from ftcli.gguf.names import Value
-from ftcli.tables.gguf import TYPES
+from ftcli.errors import ExitCode, Finding, FtcliError
+from ftcli.export.bitnet import load_masters, rounded_weights
+from ftcli.export.clean.process import Reload, ask_once
+from ftcli.export.gguf.metadata import Description, metadata_of, usual_activation
+from ftcli.export.gguf.vocabulary import vocabulary_of
+from ftcli.export.safetensors import require_kept_base
+from ftcli.export.source import ExportSource, not_verified, source_stops, source_tokenizer, unwritten
+from ftcli.export.verify import Probe, compare_logits, logits, probe_batch, trained_logits
+from ftcli.export.weights import MergedWeights, ModelWeights, source_config, source_weights
+from ftcli.gguf import GATE, SHARED_GATE, STACK, UP, TensorNames, Value, names_of, no_place
+from ftcli.plan.quantization import stores_ternary_masters
+from ftcli.run.atomic import read_json_object
+from ftcli.run.directory import RunDirectory
+from ftcli.run.report.card import licence_of_base, public_base
+from ftcli.tables import quantizations
+from ftcli.tables.gguf import NORMS_OF_LAYERS, TYPES, Architecture, architecture_of, unknown_architecture
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
 
 #: Elements that are rounded at once.
 _PIECE = 1 << 24
@@ -140,3 +163,261 @@ def _unavailable(reason: str) -> FtcliError:
         exit_code=ExitCode.PREFLIGHT,
         help="install llama.cpp (brew install llama.cpp, or its releases), or use export.gguf.types: [q8_0]",
     )
+
+
+#: Largest relative error of the logits that rounding the activations may make: training does so by token and to eight
+#: bits, the model that a file is put into not at all, llama.cpp by token and block.
+ACTIVATIONS = 0.5
+_HUB = "https://huggingface.co/"
+
+
+class SplitExperts:
+    """Weights whose stacks of gate and up (experts, 2 · width, hidden) are two tensors, called by the stack's name and
+    :data:`GATE` or :data:`UP`; the gate of a shared expert (1, hidden) is a vector.
+
+    Attributes:
+        whole: The weights as the model has them.
+    """
+
+    def __init__(self, whole: ModelWeights) -> None:
+        self.whole = whole
+
+    @property
+    def names(self) -> Sequence[str]:
+        """All that are stored."""
+        return tuple(part for name in self.whole.names for part in _parts(name))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor, without reading it."""
+        plain = name.removesuffix(GATE).removesuffix(UP)
+        shape = self.whole.shape(plain)
+        if plain != name:
+            return (shape[0], shape[1] // 2, *shape[2:])
+        return shape[1:] if name.endswith(SHARED_GATE) else shape
+
+    def read(self, name: str) -> Tensor:
+        """A tensor: half of a stack is read with the other one."""
+        plain = name.removesuffix(GATE).removesuffix(UP)
+        tensor = self.whole.read(plain)
+        if plain != name:
+            return tensor.chunk(2, dim=1)[name.endswith(UP)].contiguous()
+        return tensor.reshape(-1) if name.endswith(SHARED_GATE) else tensor
+
+
+def _parts(name: str) -> tuple[str, ...]:
+    return (f"{name}{GATE}", f"{name}{UP}") if name.endswith(STACK) else (name,)
+
+
+def unsplit(weights: ModelWeights) -> ModelWeights:
+    """The weights as the model has them."""
+    return weights.whole if isinstance(weights, SplitExperts) else weights
+
+
+class TernaryWeights:
+    """The ternary values of masters, in float32; the other tensors as they are.
+
+    Args:
+        layers: Names of the weights that are rounded.
+    """
+
+    def __init__(self, masters: ModelWeights, layers: frozenset[str]) -> None:
+        self._masters, self._layers = masters, layers
+
+    @property
+    def names(self) -> Sequence[str]:
+        """All that are stored."""
+        return self._masters.names
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor, without reading it."""
+        return self._masters.shape(name)
+
+    def read(self, name: str) -> Tensor:
+        """A tensor, rounded where training rounds it."""
+        tensor = self._masters.read(name)
+        return ternarise(tensor).dequantize(torch.float32) if name in self._layers else tensor
+
+
+def rounded_layers(config: PretrainedConfig) -> frozenset[str]:
+    """Names of the weights that are rounded in every product; empty for a model of plain weights.
+
+    Raises FtcliError FT756 where these layers have norms of their own.
+    """
+    said: Any = config.to_dict()
+    if not stores_ternary_masters(said):
+        return frozenset()
+    if said["quantization_config"].get("use_rms_norm"):
+        raise no_place(NORMS_OF_LAYERS)
+    return rounded_weights(config)
+
+
+def activations_rounded(folder: Path, probe: Probe, unrounded: Tensor) -> tuple[dict[str, float], list[str]]:
+    """Measures how far rounding the activations, which is in no file, moves the logits: for the record, and problems.
+
+    Args:
+        folder: Of the masters.
+        unrounded: What the ternary weights give without it.
+    """
+    found = compare_logits(unrounded, logits(load_masters(folder), probe), ACTIVATIONS)
+    problems = []
+    if not found.relative_error <= ACTIVATIONS:
+        problems.append(f"the ternary weights' logits differ by {found.relative_error:.3g} from the trained model's")
+    facts = {"activations_rounding": found.relative_error, "activations_top1_agreement": found.top1_agreement}
+    return facts, problems
+
+
+def provenance_of(source: ExportSource) -> dict[str, Value]:
+    """The licence that the run has recorded, and the base model where others can know it by its name on the Hub."""
+    manifest = {} if source.run is None else read_json_object(RunDirectory(source.run[0]).manifest_path)
+    base = public_base(source.base.name_or_path, source.base.revision, manifest)
+    licence = licence_of_base(manifest)
+    values: dict[str, Value] = {}
+    for key, name in (("license", "id"), ("license.name", "name"), ("license.link", "link")):
+        if licence.get(name):
+            values[f"general.{key}"] = str(licence[name])
+    if base.repo is None:
+        return values
+    organization, _, name = base.repo.rpartition("/")
+    values |= {"general.base_model.count": 1, "general.base_model.0.name": name}
+    values["general.base_model.0.repo_url"] = f"{_HUB}{base.repo}"
+    if organization:
+        values["general.base_model.0.organization"] = organization
+    if base.commit is not None:
+        values["general.base_model.0.version"] = base.commit
+    return values
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedFile:
+    """The expected content of a file.
+
+    Attributes:
+        config: Of the whole model.
+        names: How its tensors are called in the file.
+        heads: How many heads ``attn_q`` and ``attn_k`` have.
+        description: The metadata of its shape, and factors of the rotation.
+        vocabulary: The metadata of its tokenizer.
+        stops: Ids that end a turn.
+        provenance: What the file says of its base and licence.
+        name: What files are called, before their type.
+        facts: What an export's record says beside what is compared of each file.
+        activations: What layers' activations have trained, by full key.
+        reload: Loads the file again, in a process of its own.
+        llama_cpp: What there is of llama.cpp, as :func:`ftcli.export.gguf.verify.installed_llama_cpp` says it.
+        probe, logits: A batch, and what base and adapter, or the full fine-tune, answer to it in float32.
+    """
+
+    config: PretrainedConfig
+    architecture: Architecture
+    names: TensorNames
+    weights: ModelWeights
+    heads: Mapping[str, int]
+    description: Description
+    vocabulary: Mapping[str, Value]
+    tokenizer: PreTrainedTokenizerBase
+    stops: tuple[int, ...]
+    probe: Probe
+    logits: Tensor
+    reload: Reload = ask_once
+    llama_cpp: str | None = None
+    provenance: Mapping[str, Value] = field(default_factory=dict)
+    name: str = "model"
+    facts: Mapping[str, float] = field(default_factory=dict)
+    activations: Mapping[str, Value] = field(default_factory=dict)
+
+    @property
+    def merged_with(self) -> str:
+        """The form of the base that an adapter was merged with; empty if there is none."""
+        return self.weights.base.form if isinstance(self.weights, MergedWeights) else ""
+
+
+def prepare_gguf(source: ExportSource, say: Callable[[str], None]) -> ExpectedFile:
+    """Reads what is exported and computes what its files are compared with.
+
+    Raises:
+        FtcliError: as :func:`ftcli.export.gguf.write.write`.
+    """
+    require_kept_base(source)
+    config = source_config(source)
+    text: Any = config.get_text_config()
+    architecture = architecture_of(text.model_type, usual_activation(text))
+    if architecture is None:
+        raise no_place(unknown_architecture(text.model_type))
+    description = metadata_of(text, architecture)
+    rounded = rounded_layers(config)
+    if not rounded and any(TYPES[kind].ternary for kind in source.settings.gguf.types):
+        able = " | ".join(quantizations.trained())
+        raise no_place(f"ternary types are for ternary weights, which quantization.method: {able} trains")
+    stored, adapted = source_weights(source)
+    weights = TernaryWeights(stored, rounded) if rounded else stored
+    in_file = SplitExperts(weights) if architecture.experts else weights
+    names = names_of(in_file.names, architecture)
+    tokenizer = source_tokenizer(source)
+    stops = source_stops(source, tokenizer)
+    probe = probe_batch(tokenizer, text.vocab_size)
+    trained = torch.empty(0)
+    facts: dict[str, float] = {}
+    if source.verify:
+        say("computing the reference that the files are compared with")
+        apart = adapted if weights is stored else None
+        model: Any = unwritten(source_config(source)) if apart is None else apart
+        base = weights.base if isinstance(weights, MergedWeights) else weights
+        probe, trained = trained_logits(model, base, probe)
+        facts, problems = activations_rounded(source.folder, probe, trained) if rounded else ({}, [])
+        if problems:
+            raise not_verified(source.destination, problems)
+    return ExpectedFile(
+        config,
+        architecture,
+        names,
+        in_file,
+        _heads(text),
+        replace(description, warnings=(*description.warnings, *_warnings(architecture, names))),
+        vocabulary_of(tokenizer, stops, text.vocab_size),
+        tokenizer,
+        stops,
+        probe,
+        trained,
+        source.reload,
+        source.llama_cpp,
+        provenance_of(source),
+        file_name(source),
+        facts,
+        _activation_values(in_file, names),
+    )
+
+
+def _activation_values(weights: ModelWeights, names: TensorNames) -> dict[str, Value]:
+    """What each layer's activation has trained, by key."""
+    found: dict[str, dict[int, float]] = {}
+    for name, (key, layer) in names.in_metadata.items():
+        found.setdefault(key, {})[layer] = float(weights.read(name))
+    return {key: [value for _, value in sorted(layers.items())] for key, layers in found.items()}
+
+
+def _heads(config: Any) -> dict[str, int]:
+    """Number of heads in the rows of queries and of keys, by GGUF's names of the weights."""
+    heads: int = config.num_attention_heads
+    return {"attn_q": heads, "attn_k": getattr(config, "num_key_value_heads", None) or heads}
+
+
+def _warnings(architecture: Architecture, names: TensorNames) -> list[Finding]:
+    """FT757 where llama.cpp does not build the architecture, or the model has other parts than its language model."""
+    found = []
+    if architecture.only_in is not None:
+        found.append(
+            f"llama.cpp does not build {architecture.name}: the file is for {architecture.only_in}, where ftcli's "
+            "files have not been run"
+        )
+    if names.left_out:
+        found.append(
+            f"llama.cpp reads images from a file of its own, which ftcli does not write: {len(names.left_out)} "
+            "tensors of other parts than the language model are left out"
+        )
+    return [Finding("FT757", message, severity="warning") for message in found]
+
+
+def file_name(source: ExportSource) -> str:
+    """The files' name, before their type: the run, or the adapter's folder."""
+    folder = source.run[0] if source.run is not None else source.folder
+    return re.sub(r"[^\w.=,+-]+", "-", folder.resolve().name) or "model"

@@ -16,8 +16,7 @@ from torch import Tensor
 from ftcli.errors import Finding
 from ftcli.export.gguf.rotation import FULL, SLIDING, head_size, rope_said, rotary, rotation_of
 from ftcli.facts.model import activation_of
-from ftcli.gguf.file import ReadFile
-from ftcli.gguf.names import GATE, UP, Value, activation_key, from_file, no_place
+from ftcli.gguf import GATE, UP, ReadFile, Value, activation_key, from_file, no_place
 from ftcli.plain import JsonMap, JsonObject
 from ftcli.tables.families import family_of
 from ftcli.tables.gguf import Architecture
@@ -108,12 +107,8 @@ def _experts(c: Any, architecture: Architecture) -> dict[str, Value]:
     if getattr(c, "norm_topk_prob", True) != (architecture.experts == "normalised"):
         raise no_place(f"norm_topk_prob is {c.norm_topk_prob}, and llama.cpp's {architecture.name} computes the other")
     count = getattr(c, "num_local_experts", None) or c.num_experts
-    values: dict[str, Value] = {"expert_count": int(count), "expert_used_count": int(c.num_experts_per_tok)}
-    widths = {
-        "expert_feed_forward_length": "moe_intermediate_size",
-        "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
-    }
-    return values | {key: int(getattr(c, name)) for key, name in widths.items() if hasattr(c, name)}
+    said = {key: getattr(c, name) for key, name in _EXPERTS_SAID.items() if hasattr(c, name)}
+    return {key: int(value) for key, value in {**said, "expert_count": count}.items()}
 
 
 def usual_activation(config: PretrainedConfig) -> str:
@@ -256,7 +251,7 @@ def reader_of(
 
     Args:
         names: The name in the file of each tensor of the model.
-        heads: As :func:`ftcli.gguf.names.from_file` takes them.
+        heads: As :func:`ftcli.gguf.from_file` takes them.
     """
     outputs: Any = model.get_output_embeddings()
     head = next((f"{name}.weight" for name, module in model.named_modules() if module is outputs), "")

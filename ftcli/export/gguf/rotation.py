@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ftcli.gguf.names import Value, no_place
+from ftcli.gguf import Value, no_place
 from ftcli.plain import JsonMap, JsonObject
 from ftcli.tables.gguf import Architecture
 

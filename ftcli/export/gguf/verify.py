@@ -1,39 +1,64 @@
 """Compares a GGUF file with what was trained: what the gguf library reads from it is put into transformers' model.
 
 Weights are compared one by one, metadata by building the model from it, the tokenizer by cutting the same texts into
-tokens.
+tokens. Where this machine has llama.cpp itself, the file runs there, too: the library (llama-cpp-python) gives the
+logits of all prompts; ``llama-server``, found by name, goes on with the first prompt and gives the likeliest tokens of
+each position with their log-probabilities. Either cuts the texts into tokens.
 """
 
 from __future__ import annotations
 
+import http.client
+import json
+import shutil
+import signal
+import socket
+import subprocess
 import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ftcli.errors import Finding
-from ftcli.export.clean.process import sent
+from ftcli.export.clean.process import patience
 from ftcli.export.clean.request import LOGITS, ReloadAnswer, ReloadRequest
-from ftcli.export.gguf.expected import ExpectedFile, unsplit
-from ftcli.export.gguf.file import as_stored, type_of
-from ftcli.export.gguf.llama import LlamaReport, run_in_llama_cpp
+from ftcli.export.gguf.file import ExpectedFile, as_stored, type_of, unsplit
 from ftcli.export.gguf.metadata import ROUNDING
 from ftcli.export.gguf.vocabulary import pieces_of
 from ftcli.export.lazy import computing_from
-from ftcli.export.probe import TEXTS, compare_logits, logits, rendered_ids
 from ftcli.export.source import unwritten
-from ftcli.export.verify import SENSITIVE, TOLERANCE, logits_problems, reloaded, same_greedy, shortened
-from ftcli.gguf.file import ReadFile
-from ftcli.gguf.names import GATE, from_file, to_file
+from ftcli.export.verify import (
+    SENSITIVE,
+    TEXTS,
+    TOLERANCE,
+    Probe,
+    check_greedy,
+    compare_logits,
+    logits,
+    logits_problems,
+    reloaded,
+    rendered_ids,
+    same_greedy,
+    sent,
+    shortened,
+    unlike_names,
+)
+from ftcli.gguf import GATE, ReadFile, from_file, to_file
 from ftcli.plain import JsonMap
-from ftcli.tables.gguf import TYPES
+from ftcli.ranks import hearing_its_end
+from ftcli.tables.gguf import TYPES, StoredType
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
 
 #: Half of float16's smallest step: the error of a subnormal number.
 _HALF_STEP = 2.0**-25
@@ -41,47 +66,33 @@ _HALF_STEP = 2.0**-25
 
 @dataclass(frozen=True, slots=True)
 class FileReport:
-    """The result of verifying a file.
+    """The result of verifying a file, or of running llama.cpp on it.
 
     Attributes:
-        error: Relative error of its logits against the trained model's: what rounding the weights does.
-        unexplained: The same against the trained model with its weights rounded alike.
-        allowed: The largest ``unexplained`` that passes.
-        top1_agreement: Share of positions with the same likeliest token.
-        greedy_tokens: How many of the tokens that the trained model goes on with are the file's, too.
+        told: What came out, for an export's record.
+        rounding: Relative error of the file's logits against the trained model's: what rounding the weights does.
         answer: Of the process that loaded it.
-        llama: What llama.cpp makes of it.
     """
 
-    problems: tuple[str, ...]
-    error: float = 0.0
-    unexplained: float = 0.0
-    allowed: float = 0.0
-    top1_agreement: float = 0.0
-    greedy_tokens: str = ""
+    problems: tuple[str, ...] = ()
+    told: Mapping[str, str | float] = field(default_factory=dict)
+    rounding: float = 0.0
     answer: ReloadAnswer = field(default_factory=ReloadAnswer)
-    llama: LlamaReport = field(default_factory=LlamaReport)
 
     def warnings(self, path: Path, kind: str) -> list[Finding]:
         """FT772 where rounding moves the logits further than it mostly does."""
         usual = TYPES[kind].logits
-        if self.error <= usual:
+        if self.rounding <= usual:
             return []
-        message = f"{path.name}: rounding the weights to {kind} moves this model's logits by {self.error:.2g} of their "
+        message = (
+            f"{path.name}: rounding the weights to {kind} moves this model's logits by {self.rounding:.2g} of their "
+        )
         message += f"size, where {usual:.2g} is the most that is usual"
         return [Finding("FT772", message, help="export a type of more bits, and evaluate it", severity="warning")]
 
     def facts(self, prefix: str) -> dict[str, str | int | float]:
         """Facts of the file for an export's record, each name with ``prefix`` in front."""
-        found: dict[str, str | int | float] = {
-            "rounding": self.error,
-            "relative_error": self.unexplained,
-            "allowed": self.allowed,
-            "top1_agreement": self.top1_agreement,
-            "greedy_tokens": self.greedy_tokens,
-            **self.llama.facts,
-        }
-        return {f"{prefix}{name}": value for name, value in found.items()} | reloaded(self.answer)
+        return {f"{prefix}{name}": value for name, value in self.told.items()} | reloaded(self.answer)
 
 
 def verify_file(path: Path, kind: str, wanted: ExpectedFile) -> FileReport:
@@ -100,8 +111,7 @@ def verify_file(path: Path, kind: str, wanted: ExpectedFile) -> FileReport:
 
 def _compare_tensors(file: ReadFile, wanted: ExpectedFile) -> list[str]:
     expected = set(wanted.names.stored.values()) | set(wanted.description.tensors)
-    problems = [f"{name} is missing" for name in sorted(expected - set(file.names))]
-    problems += [f"{name} is not the model's" for name in sorted(set(file.names) - expected)]
+    problems = unlike_names(file.names, expected, "is not the model's")
     for name, stored in wanted.names.stored.items():
         problem = _compare_tensor(file, name, stored, wanted) if stored in file.names else None
         problems += [f"{stored} {problem}"] if problem else []
@@ -170,17 +180,16 @@ def _compare_logits(path: Path, kind: str, wanted: ExpectedFile) -> FileReport:
         allowed = max(TOLERANCE, SENSITIVE * error)
     compared = compare_logits(found, reference, allowed)
     problems = logits_problems(compared, allowed)
-    llama = LlamaReport() if problems else run_in_llama_cpp(path, row, wanted, rounding.relative_error)
-    return FileReport(
-        (*problems, *llama.problems),
-        rounding.relative_error,
-        compared.relative_error,
-        allowed,
-        rounding.top1_agreement,
-        same_greedy(found, wanted.probe),
-        answer,
-        llama,
-    )
+    llama = FileReport() if problems else run_in_llama_cpp(path, row, wanted, rounding.relative_error)
+    told = {
+        "rounding": rounding.relative_error,
+        "relative_error": compared.relative_error,
+        "allowed": allowed,
+        "top1_agreement": rounding.top1_agreement,
+        "greedy_tokens": same_greedy(found, wanted.probe),
+        **llama.told,
+    }
+    return FileReport((*problems, *llama.problems), told, rounding.relative_error, answer)
 
 
 def _rounded_logits(kind: str, wanted: ExpectedFile) -> Tensor:
@@ -218,11 +227,7 @@ def compare_vocabulary(values: JsonMap, wanted: ExpectedFile) -> list[str]:
     text_config: Any = wanted.config.get_text_config()
     if len(values["tokenizer.ggml.tokens"]) != text_config.vocab_size:
         problems.append("there are more or fewer tokens than embeddings")
-    problems += [
-        f"{text[:20]!r} is cut into different tokens"
-        for text in TEXTS
-        if pieces_of(values, text) != _plain(tokenizer, text)
-    ]
+    problems += _compare_tokens([pieces_of(values, text) for text in TEXTS], tokenizer)
     return problems + _compare_template(values, tokenizer)
 
 
@@ -230,10 +235,6 @@ def _same(found: Any, value: Any) -> bool:
     if isinstance(value, float):
         return isinstance(found, float) and abs(found - value) <= ROUNDING * abs(value)
     return bool(found == value)
-
-
-def _plain(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _compare_template(values: JsonMap, tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -246,3 +247,271 @@ def _compare_template(values: JsonMap, tokenizer: PreTrainedTokenizerBase) -> li
     if any(rendered_ids(served, text) != rendered_ids(tokenizer, text) for text in TEXTS):
         return ["the chat template renders a conversation differently than training did"]
     return []
+
+
+LIBRARY, SERVER = "llama-cpp-python", "llama-server"
+ABSENT = f"llama.cpp is not on this machine ({LIBRARY}, or {SERVER} on the PATH), so the files are not run in it"
+#: Relative error of the logits that passes at least: GELU is looked up in a table of float16 there, which makes 3e-4.
+#: Of ternary types activations are rounded there, by token and block, which makes 2.4e-2.
+_LEAST, _LEAST_TERNARY = 2e-3, 0.1
+_HOST = "127.0.0.1"
+#: Room for the prompt and what is generated.
+_CONTEXT = 512
+#: Of how many of the likeliest tokens log-probabilities are asked for: of all of a vocabulary they are megabytes.
+_LIKELIEST = 1000
+_PAUSE = 0.1
+#: Probabilities are float32 there: the logarithm of a smaller one tells nothing.
+_SMALLEST = -80.0
+
+
+def installed_llama_cpp() -> str | None:
+    """The llama.cpp of this machine: the library's name, or the path of the server; None: nothing."""
+    return LIBRARY if find_spec("llama_cpp") is not None else shutil.which(SERVER)
+
+
+def run_in_llama_cpp(path: Path, row: StoredType, wanted: ExpectedFile, rounding: float) -> FileReport:
+    """Ask what is there of llama.cpp about a file. A fault of llama.cpp's own that the table names is no problem.
+
+    ``rounding`` of the weights is what moves the logits this far; llama.cpp also rounds the activations, as finely.
+    """
+    if wanted.llama_cpp is None:
+        return FileReport(told={"llama_cpp": "not on this machine"})
+    if wanted.architecture.only_in is not None:
+        return FileReport(told={"llama_cpp": f"it does not build {wanted.architecture.name}"})
+    ask = _in_library if wanted.llama_cpp == LIBRARY else _in_server
+    least = _LEAST_TERNARY if row.ternary else _LEAST
+    report = ask(path, max(row.logits, least, 2 * rounding), wanted)
+    fault = wanted.architecture.fault
+    if fault is None or not report.problems:
+        return report
+    return FileReport(told={**report.told, "llama_cpp": f"{report.problems[0]}: {fault}"})
+
+
+def _in_library(path: Path, allowed: float, wanted: ExpectedFile) -> FileReport:
+    context = _context(wanted)
+    probe = Probe(wanted.probe.input_ids[:, :context], wanted.probe.attention_mask[:, :context])
+    answer = wanted.reload(ReloadRequest("llama", str(path), texts=TEXTS), sent(probe))
+    if answer.unavailable:
+        return FileReport(told={"llama_cpp": f"not asked: {answer.unavailable}"})
+    said = [f"in llama.cpp {problem}" for problem in answer.problems]
+    if said:
+        return FileReport(tuple(said))
+    found = answer.tensors[LOGITS]
+    places = wanted.probe.attention_mask.bool().nonzero()[:, 1]
+    compared = compare_logits(found, wanted.logits[places < context], allowed)
+    problems = logits_problems(compared, allowed)
+    version = next((name for name in answer.libraries.split(", ") if name.startswith("llama_cpp")), LIBRARY)
+    facts: dict[str, str | float] = {"llama_cpp": version, "llama_cpp_error": compared.relative_error}
+    if context >= wanted.probe.input_ids.shape[1]:
+        chosen = found[wanted.probe.continued_at].argmax(-1)
+        problems += check_greedy(chosen, wanted.logits, wanted.probe, (), allowed)
+        facts["llama_cpp_greedy_tokens"] = same_greedy(found, wanted.probe)
+    problems += _compare_tokens(answer.tokenizer["rendered"], wanted.tokenizer)
+    ends = answer.stops[LIBRARY]
+    problems += [f"generation does not end at the stop token {stop}" for stop in wanted.stops[:3] if stop not in ends]
+    return FileReport(tuple(f"in llama.cpp {problem}" for problem in problems), facts)
+
+
+def _in_server(path: Path, allowed: float, wanted: ExpectedFile) -> FileReport:
+    assert wanted.llama_cpp is not None  # who asks has looked
+    probe = _continuation(wanted)
+    prompt, count = probe.prompt[0].tolist(), probe.new_tokens
+    try:
+        answer = completed(Path(wanted.llama_cpp), path, prompt, count, TEXTS, len(wanted.logits[0]))
+    except ServerTooOld as error:
+        return FileReport(told={"llama_cpp": f"not asked: {error}"})
+    except ServerFailed as error:
+        return FileReport((f"in llama.cpp {error}",))
+    reference = wanted.logits[: probe.input_ids.shape[1]]
+    # llama.cpp also ends at tokens that it knows by their text, whatever the file says.
+    ends = {*wanted.stops, *(answer.generated[-1:] if len(answer.generated) < count else ())}
+    problems = check_greedy(torch.tensor(answer.generated), reference, probe, ends, allowed)
+    off = _likeliest_error(answer, reference[probe.continued_at], probe.greedy.tolist())
+    if off is not None and not off <= allowed:
+        problems.append(f"the likeliest tokens' logits differ by {off:.3g} of their size; {allowed:.3g} is allowed")
+    problems += _compare_tokens(answer.tokens, wanted.tokenizer)
+    same = sum(one == other for one, other in zip(answer.generated, probe.greedy.tolist(), strict=False))
+    facts: dict[str, str | float] = {
+        "llama_cpp": f"{SERVER} {answer.version}".strip(),
+        "llama_cpp_greedy_tokens": f"{same} of {count}",
+        **({} if off is None else {"llama_cpp_error": off}),
+    }
+    return FileReport(tuple(f"in llama.cpp {problem}" for problem in problems), facts)
+
+
+def _continuation(wanted: ExpectedFile) -> Probe:
+    """The first prompt and what the trained model goes on with; where the file's context is too short for both, as much
+    of the prompt as goes into it, and one token.
+    """
+    probe, context = wanted.probe, _context(wanted)
+    whole = probe.prompt.shape[1] + probe.new_tokens
+    ids, count = probe.input_ids[:1, :whole], probe.new_tokens
+    if context < whole:
+        last = wanted.logits[context - 2].argmax().reshape(1, 1)
+        ids, count = torch.cat((ids[:, : context - 1], last), dim=1), 1
+    return Probe(ids, torch.ones_like(ids), count)
+
+
+def _context(wanted: ExpectedFile) -> int:
+    """Number of tokens that llama.cpp takes: all of the probe, or as many as the file says."""
+    said = wanted.description.values.get("context_length")
+    longest = wanted.probe.input_ids.shape[1]
+    return min(said, longest) if isinstance(said, int) else longest
+
+
+def _likeliest_error(answer: ServerAnswer, reference: Tensor, greedy: Sequence[int]) -> float | None:
+    """Relative error of log-probabilities against the reference's (positions, vocabulary), as in
+    :func:`ftcli.export.verify.compare_logits`, over the tokens that are told; up to where another token is taken. None
+    if none are told.
+    """
+    centred = (reference - reference.mean(-1, keepdim=True)).double()
+    squares = []
+    for place, told in enumerate(answer.likeliest):
+        if place and answer.generated[place - 1] != greedy[place - 1]:
+            break
+        if not told:
+            continue
+        ids = torch.tensor(list(told))
+        found, wished = torch.tensor(list(told.values())).double(), centred[place, ids]
+        squares.append(((found - found.mean()) - (wished - wished.mean())).square())
+    return float(torch.cat(squares).mean().sqrt() / centred.square().mean().sqrt()) if squares else None
+
+
+def _compare_tokens(found: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Problems of the ids of each of the texts."""
+    return [
+        f"{text[:20]!r} is cut into different tokens"
+        for text, tokens in zip(TEXTS, found, strict=True)
+        if list(tokens) != list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    ]
+
+
+class ServerFailed(Exception):
+    """It did not come up, or did not answer; the message says which."""
+
+
+class ServerTooOld(ServerFailed):
+    """It does not know an option that it is started with."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerAnswer:
+    """The answer of the server.
+
+    Attributes:
+        generated: The ids that it goes on with.
+        likeliest: For each of these, log-probabilities by id; empty where it tells none.
+        tokens: The ids of each text, without what comes before it.
+        version: What it calls its build.
+    """
+
+    generated: list[int]
+    likeliest: list[dict[int, float]]
+    tokens: list[list[int]]
+    version: str
+
+
+def completed(
+    program: Path, file: Path, prompt: Sequence[int], count: int, texts: Sequence[str], vocabulary: int
+) -> ServerAnswer:
+    """Asks ``program`` for ``count`` times the likeliest token behind ``prompt``, and how it cuts ``texts``.
+
+    Raises:
+        ServerFailed: it ends, or does not answer in time.
+    """
+    with _serving(program, file) as port:
+        seconds = patience(file)
+        generated: list[int] = []
+        likeliest: list[dict[int, float]] = []
+        try:
+            for _ in range(count):
+                # One by one: it leaves out probabilities where the text so far ends inside a character.
+                asked = {"prompt": [*prompt, *generated], "n_predict": 1, "temperature": 0.0}
+                asked |= {"n_probs": min(vocabulary, _LIKELIEST), "return_tokens": True}
+                answer = _ask(port, "/completion", asked, seconds)
+                (token,) = answer["tokens"]
+                told = answer.get("completion_probabilities") or [{"top_logprobs": []}]
+                generated.append(int(token))
+                likeliest.append(_likeliest(told[0]["top_logprobs"]))
+                if answer.get("stop_type") == "eos":
+                    break
+            cut = [_tokens(port, text, seconds) for text in texts]
+            return ServerAnswer(
+                generated, likeliest, cut, str(_ask(port, "/props", None, seconds).get("build_info", ""))
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ServerFailed(f"llama-server answered something other than was asked ({error!r})") from error
+
+
+def _likeliest(told: Sequence[Mapping[str, Any]]) -> dict[int, float]:
+    found = {int(each["id"]): float(each["logprob"]) for each in told}
+    return {token: value for token, value in found.items() if value > _SMALLEST}
+
+
+def _tokens(port: int, text: str, seconds: float) -> list[int]:
+    asked = {"content": text, "add_special": False, "parse_special": True}
+    return [int(token) for token in _ask(port, "/tokenize", asked, seconds)["tokens"]]
+
+
+@contextmanager
+def _serving(program: Path, file: Path) -> Iterator[int]:
+    """The port of a server that has loaded ``file``; it is ended with the block."""
+    port = _free_port()
+    words = [str(program), "-m", str(file), "--host", _HOST, "--port", str(port), "-c", str(_CONTEXT), "-np", "1"]
+    # Repacked weights are other sums, made for larger matrices; flash attention is in float16.
+    words += ["-ngl", "0", "-ctk", "f32", "-ctv", "f32", "-fa", "off", "--no-repack"]
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as said:
+        running = subprocess.Popen(  # noqa: S603
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=said,
+            start_new_session=True,
+            preexec_fn=hearing_its_end(signal.SIGKILL),
+        )
+        try:
+            _wait(running, port, patience(file), said)
+            yield port
+        finally:
+            running.kill()
+            running.wait()
+
+
+def _wait(running: subprocess.Popen[bytes], port: int, seconds: float, said: IO[str]) -> None:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if running.poll() is not None:
+            said.seek(0)
+            lines = said.read().strip().splitlines()
+            last = lines[-1] if lines else f"exit status {running.returncode}"
+            raise (ServerTooOld if "invalid argument" in last else ServerFailed)(f"it cannot be loaded: {last}")
+        try:
+            _ask(port, "/health", None, seconds)
+        except ServerFailed:
+            time.sleep(_PAUSE)
+        else:
+            return
+    raise ServerFailed(f"llama-server was not ready within {seconds:,.0f} s")
+
+
+def _ask(port: int, path: str, asked: Mapping[str, Any] | None, seconds: float) -> dict[str, Any]:
+    connection = http.client.HTTPConnection(_HOST, port, timeout=seconds)
+    try:
+        body = None if asked is None else json.dumps(asked)
+        connection.request("GET" if body is None else "POST", path, body, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        text = response.read()
+        answer = json.loads(text) if response.status == http.client.OK else None
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise ServerFailed(f"llama-server did not answer: {type(error).__name__}: {error}") from error
+    finally:
+        connection.close()
+    if not isinstance(answer, dict):
+        raise ServerFailed(f"llama-server answered with status {response.status} to {path}")
+    return answer
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind((_HOST, 0))
+        return int(one.getsockname()[1])

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from ftcli.gguf.names import Value, no_place
+from ftcli.gguf import Value, no_place
 from ftcli.plain import JsonMap
 
 if TYPE_CHECKING:

@@ -1,25 +1,34 @@
-"""The format ``gguf``: one file for each type of ``export.gguf.types``, each read again and compared with training."""
+"""The format ``gguf``: one file for each type of ``export.gguf.types``, each read again and compared with training.
+
+And a LoRA adapter as a GGUF file, which llama.cpp puts on a base model (``--lora``). It adds ``alpha / rank · B A``;
+where training scaled otherwise (rsLoRA, patterns), B takes up the difference.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from ftcli.export.gguf.adapter import verify_gguf_adapter, write_adapter
-from ftcli.export.gguf.expected import ExpectedFile, prepare_gguf
-from ftcli.export.gguf.file import PlannedTensor, stored_bytes, type_of, write_file
+from torch import Tensor
+
+from ftcli.export.gguf.file import (
+    ExpectedFile,
+    PlannedTensor,
+    prepare_gguf,
+    quantize_file,
+    stored_bytes,
+    type_of,
+    unsplit,
+    write_file,
+)
 from ftcli.export.gguf.verify import verify_file
-from ftcli.export.source import ExportSource, not_verified, read_adapter_config
+from ftcli.export.lazy import computing_from
+from ftcli.export.source import ExportSource, not_verified, read_adapter_config, unwritten
 from ftcli.export.tensorfile import require_room
-from ftcli.export.verify import Verified, not_asked
-from ftcli.export.weights import base_weights, stored_names
-from ftcli.gguf.file import require_gguf_package
-from ftcli.gguf.names import Value, no_place, to_file
+from ftcli.export.verify import Verified, compare_logits, logits, not_asked, shortened, unlike_names
+from ftcli.export.weights import MergedWeights, WeightUpdate, base_weights, stored_names
+from ftcli.gguf import ReadFile, Value, from_file, no_place, require_gguf_package, to_file
 from ftcli.tables.gguf import TYPES
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 #: llama-quantize mixes K-quants: none of its files has more bits for a weight than this.
 _MOST = "Q6_K"
@@ -87,8 +96,6 @@ def write_type(wanted: ExpectedFile, path: Path, kind: str) -> None:
     if intermediate is None:
         _write_plain(wanted, path, kind)
         return
-    from ftcli.export.gguf.file import quantize_file
-
     plain = path.with_name(f".{path.name}.{intermediate}")
     try:
         _write_plain(wanted, plain, intermediate)
@@ -151,3 +158,90 @@ def _bytes(source: ExportSource, types: Sequence[str]) -> int:
     return files + max(
         (plain(TYPES[kind].quantized_by or kind) for kind in types if TYPES[kind].quantized_by), default=0
     )
+
+
+_ALPHA = "adapter.lora.alpha"
+_TYPE = "f32"
+
+
+def write_adapter(wanted: ExpectedFile, path: Path, name: str, alpha: float) -> None:
+    """Write the adapter of ``wanted``'s weights.
+
+    Args:
+        alpha: The adapter's ``lora_alpha``.
+
+    Raises:
+        FtcliError: FT756 for an adapter that is more than pairs of matrices on weights that llama.cpp has.
+        OSError: it cannot be written.
+    """
+    tensors: dict[str, PlannedTensor] = {}
+    for weight, (a, b, scale) in _pairs(wanted).items():
+        stored = wanted.names.stored[weight]
+        factor = scale / (alpha / a.shape[0])
+        in_file = to_file(stored, b if factor == 1.0 else b * factor, wanted.heads, wanted.architecture)
+        for part, matrix in (("a", a.float()), ("b", in_file)):
+            tensors[f"{stored}.lora_{part}"] = PlannedTensor(tuple(matrix.shape), "F32", lambda matrix=matrix: matrix)  # type: ignore[misc]
+    values: dict[str, Value] = {
+        "general.type": "adapter",
+        "general.name": name,
+        "adapter.type": "lora",
+        _ALPHA: float(alpha),
+        **wanted.provenance,
+    }
+    write_file(path, wanted.architecture.name, values, tensors)
+
+
+def _pairs(wanted: ExpectedFile) -> dict[str, tuple[Tensor, Tensor, float]]:
+    """By weight the two matrices A (rank, in) and B (out, rank), and what their product is multiplied by."""
+    weights = unsplit(wanted.weights)
+    assert isinstance(weights, MergedWeights)  # there is an adapter
+    found: dict[str, tuple[Tensor, Tensor, float]] = {}
+    for weight, change in weights.changes.items():
+        if change.whole is not None or change.magnitude is not None or change.a is None or change.b is None:
+            kind = "is trained whole" if change.whole is not None else "has DoRA's lengths"
+            raise no_place(f"{weight} {kind}, and llama.cpp's adapters are LoRA's two matrices alone")
+        if weight not in wanted.names.stored or weight not in weights.base.names:
+            raise no_place(f"llama.cpp has no weight of its own for the adapter of {weight}")
+        found[weight] = change.a, change.b, change.scale
+    return found
+
+
+def verify_gguf_adapter(wanted: ExpectedFile, path: Path) -> tuple[list[str], float]:
+    """Read the adapter again, put it on the base and compare logits: problems, and the relative error."""
+    try:
+        file = ReadFile(path)
+        values = file.values
+        found = {name: file.read(name) for name in file.names}
+        alpha = float(values[_ALPHA])
+    except (OSError, ValueError, IndexError, KeyError) as error:
+        return [f"{path.name} cannot be read: {type(error).__name__}: {error}"], 0.0
+    problems = [] if values.get("general.architecture") == wanted.architecture.name else ["it belongs to another model"]
+    if (values.get("general.type"), values.get("adapter.type")) != ("adapter", "lora"):
+        problems.append("it does not say that it is an adapter")
+    expected = {f"{wanted.names.stored[w]}.lora_{part}" for w in _pairs(wanted) for part in "ab"}
+    problems += unlike_names(found, expected, "is not the adapter's")
+    if problems:
+        return shortened(problems), 0.0
+    return _compare(wanted, _changes(wanted, found, alpha))
+
+
+def _changes(wanted: ExpectedFile, found: Mapping[str, Tensor], alpha: float) -> dict[str, WeightUpdate]:
+    changes = {}
+    for weight in _pairs(wanted):
+        stored = wanted.names.stored[weight]
+        a, b = found[f"{stored}.lora_a"], found[f"{stored}.lora_b"]
+        changes[weight] = WeightUpdate(a, from_file(stored, b, wanted.heads, wanted.architecture), alpha / a.shape[0])
+    return changes
+
+
+def _compare(wanted: ExpectedFile, changes: Mapping[str, WeightUpdate]) -> tuple[list[str], float]:
+    weights = unsplit(wanted.weights)
+    assert isinstance(weights, MergedWeights)
+    model = unwritten(wanted.config)
+    again = MergedWeights(weights.base, changes)
+    with computing_from(model, again.read, again.names):
+        compared = compare_logits(logits(model, wanted.probe), wanted.logits, TYPES[_TYPE].logits)
+    allowed = TYPES[_TYPE].logits
+    if compared.relative_error > allowed:
+        return [f"logits differ by {compared.relative_error:.3g} of their size; {allowed:g} is allowed"], 0.0
+    return [], compared.relative_error

@@ -24,8 +24,7 @@ from ftcli.train.results import CompleteRun, complete_result
 if TYPE_CHECKING:
     from ftcli.data.asked import RenderedPrompt
     from ftcli.data.tokens import TokenizedRow
-    from ftcli.evaluate.suite import Evaluator
-    from ftcli.evaluate.tasks import TaskResult
+    from ftcli.evaluate.suite import Evaluator, TaskResult
     from ftcli.job import Job
     from ftcli.methods.grpo.parity import Parity
     from ftcli.run.process_group import RankGroup

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ftcli.data.tokens import TokenizedRow
 from ftcli.errors import Origin
+from ftcli.evaluate.batching import Sums
 from ftcli.evaluate.loss import LossResult, require_finite
 from ftcli.evaluate.margins import Floats, RowTable, margins_of_answers
-from ftcli.evaluate.share import Sums
 from ftcli.evaluate.suite import Evaluator
 from ftcli.methods.kto.losses import LabelledAnswers, LabelLoss
 from ftcli.methods.kto.mismatched import mismatched_rows

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from ftcli.data.tokens import TokenizedRow
-from ftcli.evaluate.batching import in_batches
-from ftcli.evaluate.share import in_step
+from ftcli.evaluate.batching import in_batches, in_step
 from ftcli.methods.preference.cache import WIDTHS, LogProbs, ReferenceCache, unit_digest
 from ftcli.methods.preference.pairs import AnswerScorer
 from ftcli.methods.preference.reference_key import reference_key

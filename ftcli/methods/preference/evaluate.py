@@ -12,10 +12,9 @@ import torch
 
 from ftcli.data.tokens import TokenizedRow
 from ftcli.errors import Origin
-from ftcli.evaluate.batching import in_batches
+from ftcli.evaluate.batching import Sums, in_batches, summed_in_step, summed_over_ranks
 from ftcli.evaluate.loss import LossResult, require_finite
 from ftcli.evaluate.margins import Floats, RowTable, margins_of_pairs
-from ftcli.evaluate.share import Sums, summed_in_step, summed_over_ranks
 from ftcli.evaluate.suite import Evaluator
 from ftcli.methods.preference.ahead import by_answer, by_unit
 from ftcli.methods.preference.cache import unit_digest

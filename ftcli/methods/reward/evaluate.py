@@ -12,11 +12,10 @@ import torch
 
 from ftcli.data.tokens import TokenizedRow
 from ftcli.errors import Origin
+from ftcli.evaluate.batching import Sums
 from ftcli.evaluate.loss import LossResult, require_finite
 from ftcli.evaluate.margins import Floats, RowTable, margins_of_pairs
-from ftcli.evaluate.share import Sums
-from ftcli.evaluate.suite import Evaluator
-from ftcli.evaluate.tasks import JudgedRow
+from ftcli.evaluate.suite import Evaluator, JudgedRow
 from ftcli.methods.preference.evaluate import summed
 from ftcli.methods.preference.figures import controlled
 from ftcli.methods.preference.pairs import answer_tokens

@@ -8,7 +8,7 @@ from ftcli.config.evaluation import TaskConfig
 from ftcli.config.judging import RewardConfig
 from ftcli.errors import FtcliError
 from ftcli.judges import judge_name
-from ftcli.judges.json_values import NoSchema, validator_of
+from ftcli.judges.builtin import NoSchema, validator_of
 from ftcli.judges.reward_model import classifier_folder
 from ftcli.preflight.checks.context import Context, Findings
 from ftcli.preflight.checks.support import Installed, is_installed

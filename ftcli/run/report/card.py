@@ -20,11 +20,11 @@ from ftcli.facts.config_file import looks_local
 from ftcli.facts.weights import ADAPTER_CONFIG, EXPORT_RECORD, MODEL_CARD
 from ftcli.plain import JsonMap, JsonObject, is_number, map_in, maps
 from ftcli.rows.places import HUB
-from ftcli.run.atomic import read_bytes, read_json_object, read_text, storage_errors, write_text
+from ftcli.run.atomic import read_bytes, read_json_object, storage_errors, write_text
 from ftcli.run.directory import RunDirectory
-from ftcli.run.recipe_changes import map_of
+from ftcli.run.recipe_changes import recipe_in
+from ftcli.run.report.charts import as_text, count, page_text
 from ftcli.run.report.tables import changed, score_rows, settings_by_section
-from ftcli.run.report.text import as_text, count, page_text
 from ftcli.tables import methods, quantizations
 from ftcli.tables.methods import Method
 
@@ -117,7 +117,7 @@ def _is_somebodys(path: Path) -> bool:
 
 def render_card(run: RunDirectory, folder: Path, *, of_result: bool = True, merged_with: str = "") -> str:
     """The card of what lies in ``folder``: an adapter, a model, or something else that was made of the run's result."""
-    recipe = _recipe(run.recipe_path)
+    recipe = recipe_in(run.recipe_path)
     manifest, tokens = read_json_object(run.manifest_path), read_json_object(run.tokens_path)
     evaluation = read_json_object(run.eval_path) if of_result else {}
     status = read_json_object(run.status_path)
@@ -179,13 +179,6 @@ class _Own(str):
     """Markdown that this file has written."""
 
     __slots__ = ()
-
-
-def _recipe(path: Path) -> JsonObject:
-    try:
-        return map_of(read_text(path))
-    except (OSError, ValueError):
-        return {}
 
 
 def _base(recipe: JsonMap, manifest: JsonMap) -> PublicBase:

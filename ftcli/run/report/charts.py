@@ -1,17 +1,88 @@
-"""Line charts as inline SVG: axes with round ticks, several series, bands, values on hover, no script."""
+"""Line charts as inline SVG: axes with round ticks, several series, bands, values on hover, no script.
+
+What they and the pages say is made here, too: values of JSON, which may be anything, as text for people; text of models
+and data is made printable, and escaped by :class:`markupsafe.Markup`.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
+import re
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
-from ftcli.run.report.text import tag
+from ftcli.plain import is_number
 from ftcli.units import number
+
+Show = Callable[[float], str]
+
+
+def percent(value: float) -> str:
+    """A share as ``12.3%``."""
+    return f"{100 * value:.1f}%"
+
+
+def or_dash(value: object, show: Show = number) -> str:
+    """A number as ``show`` writes it; a dash for everything else."""
+    return show(value) if is_number(value) else "–"
+
+
+def count(value: object) -> str:
+    """An integer as ``1,234``."""
+    return f"{value:,}" if isinstance(value, int) else "–"
+
+
+def as_text(value: Any) -> str:
+    """A value of a recipe or manifest in a line."""
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, list | tuple):
+        return ", ".join(as_text(item) for item in value) or "–"
+    if isinstance(value, Mapping):
+        kept = {key: item for key, item in value.items() if item not in (None, False, {}, [], ())}
+        if set(kept) == {"path"}:  # a dataset of which nothing else is said
+            return as_text(kept["path"])
+        return ", ".join(f"{key}: {as_text(item)}" for key, item in kept.items()) or "–"
+    return str(value)
+
+
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f]")
+_UNPRINTABLE = re.compile("[\x7f-\x9f\u200b\u200e\u200f\u202a-\u202e\u2060-\u2069\ufeff\ud800-\udfff\ufffe\uffff]")
+
+
+def page_text(value: str) -> str:
+    """``value`` with control characters as their pictures (NUL as ␀) and other unprintable ones as �."""
+    if value.isprintable():  # far quicker than looking for them, and a page has thousands of values
+        return value
+    return _UNPRINTABLE.sub("\ufffd", _CONTROL.sub(lambda match: chr(0x2400 + ord(match[0])), value))
+
+
+def printable(value: object) -> object:
+    """Finished markup as it is; everything else as :func:`page_text`, which is still to be escaped."""
+    return value if isinstance(value, Markup) else page_text(str(value))
+
+
+def tag(name: str, /, *children: object, **attributes: object) -> Markup:
+    """An element of a drawing. ``class_`` is the attribute ``class``, ``stroke_width`` is ``stroke-width``.
+
+    Children and attributes are escaped unless they are markup; an attribute that is None is left out.
+    """
+    pairs = [(key.rstrip("_").replace("_", "-"), value) for key, value in attributes.items() if value is not None]
+    # Plain text is put together from escaped parts: Markup's own format and join parse and escape anew in each call.
+    opening = "".join([f' {key}="{escape(printable(value))}"' for key, value in pairs])
+    inside = "".join([escape(printable(child)) for child in children])
+    return Markup(f"<{name}{opening}>{inside}</{name}>")  # noqa: S704 every part is escaped
+
 
 #: Points drawn at most; beyond that each stretch of steps is drawn as its lowest and its highest value.
 DRAWN_POINTS = 400
@@ -114,12 +185,9 @@ class Series:
         return [(step, value) for step, value in self.points if value is not None]
 
 
-@dataclass(frozen=True, slots=True)
-class ReferenceLine:
-    """A value to compare with, as a horizontal line, such as the base model's."""
-
-    name: str
-    value: float
+#: Values to compare with, by name, as horizontal lines: the base model's, for instance.
+Levels = Mapping[str, float]
+_NO_LEVELS: Levels = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,42 +231,41 @@ class ChartLook:
     from_zero: bool = False
     limits: tuple[float, float] | None = None
     log: bool = False
-    show: Callable[[float], str] = number
+    show: Show = number
     marks: Sequence[int] = ()
     steps: tuple[int, int] | None = None
     note: str = ""
 
 
 def line_chart(
-    title: str, series: Sequence[Series], look: ChartLook | None = None, levels: Iterable[ReferenceLine] = ()
+    title: str, series: Sequence[Series], look: ChartLook | None = None, levels: Levels = _NO_LEVELS
 ) -> Markup:
     """A chart with its title and legend; empty when no series has a single value."""
     look = look or ChartLook()
     shown = [one for one in series if one.finite]
     if not shown:
         return Markup()
-    kept = list(levels)
-    drawn = [_drawing(title, shown, look, kept, log=False)]
+    drawn = [_drawing(title, shown, look, levels, log=False)]
     switch = []
-    if look.log and _all_positive(shown, kept):
+    if look.log and _all_positive(shown, levels):
         name = "log-" + "".join(c if c.isalnum() else "-" for c in title.lower())
         switch = [
             tag("input", type="checkbox", class_="switch", id=name),
             tag("label", "log scale", for_=name),
         ]
-        drawn.append(_drawing(title, shown, look, kept, log=True))
-    caption = tag("figcaption", tag("b", title), _legend(shown, look, kept))
+        drawn.append(_drawing(title, shown, look, levels, log=True))
+    caption = tag("figcaption", tag("b", title), _legend(shown, look, levels))
     return tag("figure", *switch, caption, *drawn)
 
 
-def _all_positive(series: Sequence[Series], levels: Sequence[ReferenceLine]) -> bool:
-    values = [*(value for one in series for _, value in one.finite), *(level.value for level in levels)]
+def _all_positive(series: Sequence[Series], levels: Levels) -> bool:
+    values = [*(value for one in series for _, value in one.finite), *levels.values()]
     return min(values) > 0
 
 
-def _legend(series: Sequence[Series], look: ChartLook, levels: Sequence[ReferenceLine]) -> Markup:
+def _legend(series: Sequence[Series], look: ChartLook, levels: Levels) -> Markup:
     keys = [_key(one, i) for i, one in enumerate(series)] if len(series) > 1 or levels else []
-    keys += [tag("span", tag("i", class_="level"), level.name) for level in levels]
+    keys += [tag("span", tag("i", class_="level"), name) for name in levels]
     if any(_is_smoothed(one) for one in series):
         keys.append(tag("span", f"bold: median of {2 * SMOOTHED_REACH + 1} points around"))
     if look.note:
@@ -206,30 +273,28 @@ def _legend(series: Sequence[Series], look: ChartLook, levels: Sequence[Referenc
     return tag("span", *keys, class_="legend") if keys else Markup()
 
 
-def _drawing(
-    title: str, series: Sequence[Series], look: ChartLook, levels: Sequence[ReferenceLine], *, log: bool
-) -> Markup:
+def _drawing(title: str, series: Sequence[Series], look: ChartLook, levels: Levels, *, log: bool) -> Markup:
     axes = _axes(series, look, levels, log=log)
     body = [
         grid(axes),
-        *(tag("line", **_vertical(axes, step), class_="mark") for step in look.marks if _inside(axes, step)),
+        *(tag("line", **vertical(axes, step), class_="mark") for step in look.marks if _inside(axes, step)),
         *(_band(axes, one, i) for i, one in enumerate(series)),
-        *(_level(axes, level, look.show) for level in levels),
+        *(_level(axes, name, value, look.show) for name, value in levels.items()),
         *(_line(axes, one, i) for i, one in enumerate(series)),
         *(_not_finite(axes, one) for one in series),
         _hover(axes, series, look.show),
     ]
     ends = [f"{one.name} ends at {look.show(one.finite[-1][1])}" for one in series]
-    ends += [f"{level.name}: {look.show(level.value)}" for level in levels]
+    ends += [f"{name}: {look.show(value)}" for name, value in levels.items()]
     scale = ", logarithmic scale" if log else ""
     label = f"{title} by step{scale}: {'; '.join(ends)}"
     size = f"0 0 {WIDTH} {HEIGHT}"
     return tag("svg", *body, viewBox=size, role="img", aria_label=label, class_="log" if log else "linear")
 
 
-def _axes(series: Sequence[Series], look: ChartLook, levels: Sequence[ReferenceLine], *, log: bool) -> Axes:
+def _axes(series: Sequence[Series], look: ChartLook, levels: Levels, *, log: bool) -> Axes:
     steps = [*(step for one in series for step, _ in one.points), *(look.steps or ())]
-    values = [*(value for one in series for _, value in one.finite), *(level.value for level in levels)]
+    values = [*(value for one in series for _, value in one.finite), *levels.values()]
     if not log:
         values += [end for one in series for _, low, high in one.band for end in (low, high)]
     low, high = min(values), max(values)
@@ -249,7 +314,8 @@ def _inside(axes: Axes, step: int) -> bool:
     return axes.x_range[0] < step < axes.x_range[1]
 
 
-def _vertical(axes: Axes, step: float) -> dict[str, str]:
+def vertical(axes: Axes, step: float) -> dict[str, str]:
+    """The ends of a vertical line through the whole drawing."""
     x = f"{axes.x(step):.1f}"
     return {"x1": x, "x2": x, "y1": str(TOP), "y2": str(HEIGHT - BOTTOM)}
 
@@ -280,13 +346,13 @@ def _band(axes: Axes, series: Series, index: int) -> Markup:
     return tag("polygon", points=" ".join(upper + lower), class_=f"band s{index % COLOURS}")
 
 
-def _level(axes: Axes, level: ReferenceLine, show: Callable[[float], str]) -> Markup:
-    y = axes.y(level.value)
+def _level(axes: Axes, name: str, value: float, show: Callable[[float], str]) -> Markup:
+    y = axes.y(value)
     above = y - 6 if y > TOP + 16 else y + 16
     return tag(
         "g",
         tag("line", x1=LEFT, x2=WIDTH - RIGHT, y1=f"{y:.1f}", y2=f"{y:.1f}"),
-        tag("text", f"{level.name} {show(level.value)}", x=WIDTH - RIGHT - 4, y=f"{above:.1f}", class_="end"),
+        tag("text", f"{name} {show(value)}", x=WIDTH - RIGHT - 4, y=f"{above:.1f}", class_="end"),
         class_="level",
     )
 
@@ -358,7 +424,7 @@ def _hover(axes: Axes, series: Sequence[Series], show: Callable[[float], str]) -
             tag(
                 "g",
                 tag("rect", x=f"{x:.1f}", y=TOP, width=f"{width:.1f}", height=HEIGHT - TOP - BOTTOM),
-                tag("line", **_vertical(axes, step)),
+                tag("line", **vertical(axes, step)),
                 *(
                     tag("circle", cx=f"{axes.x(step):.1f}", cy=f"{axes.y(v):.1f}", r="3.5", class_=f"s{i % COLOURS}")
                     for i, v in at[step]

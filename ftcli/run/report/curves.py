@@ -10,8 +10,7 @@ from markupsafe import Markup
 
 from ftcli.plain import JsonMap, map_in, maps, number_or_none
 from ftcli.run.metrics import MetricsLine
-from ftcli.run.report.charts import ChartLook, ReferenceLine, Series, line_chart
-from ftcli.run.report.text import percent
+from ftcli.run.report.charts import ChartLook, Series, line_chart, percent
 from ftcli.tables import code_of
 from ftcli.tables.methods import Method
 from ftcli.units import GIB
@@ -214,7 +213,7 @@ def _drawn(chart: Chart, lines: Lines, look: ChartLook) -> Markup:
     series = [_series(lines, curve, chart.unit) for curve in chart.curves]
     if all(len(one.finite) < 2 for one in series):
         return Markup()
-    levels = [] if chart.base is None else [ReferenceLine("base model", chart.base)]
+    levels = {} if chart.base is None else {"base model": chart.base}
     how = replace(look, from_zero=chart.from_zero, log=chart.log, note=chart.note)
     if chart.share:
         highest = max(value for one in series for _, value in one.finite)

@@ -1,36 +1,36 @@
-"""report.html: one file that opens offline and shows how a run goes or went, built from the run directory alone.
+"""report.html and the page of `ftcli compare`: files that open offline, built from the run directories alone.
 
-The page loads nothing and runs no script; its content security policy forbids both, and everything that models or
-data say is escaped.
-
-While a run goes on the page is rewritten now and then, at little cost and never at the cost of the run.
+A page loads nothing and runs no script; its content security policy forbids both, and everything that models or data
+say is escaped. While a run goes on its page is rewritten now and then, at little cost and never at the cost of the run.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from ftcli import __version__
+from ftcli.config.grid import PLACES
 from ftcli.errors import FtcliError
-from ftcli.plain import JsonObject, is_number, map_in, maps
-from ftcli.run.atomic import read_json_object, read_text, storage_errors, utc_now, write_text
+from ftcli.plain import JsonObject, is_number, map_in, maps, plain_fields
+from ftcli.run.atomic import read_json_object, read_text, storage_errors, utc_now, write_named, write_text
 from ftcli.run.completions import Completions
 from ftcli.run.directory import RunDirectory
-from ftcli.run.metrics import read_metrics
-from ftcli.run.recipe_changes import map_of
+from ftcli.run.metrics import MetricsLine, read_metrics
+from ftcli.run.recipe_changes import recipe_in, settings_of
 from ftcli.run.report import curves, margins, samples, tables
-from ftcli.run.report.text import printable
+from ftcli.run.report.charts import ChartLook, Series, count, line_chart, or_dash, percent, printable
 from ftcli.run.status import Status, read_status
-from ftcli.run.summary import damage_of
+from ftcli.run.summary import RunSummary, damage_of, summarise
 from ftcli.tables import methods
-from ftcli.units import duration
+from ftcli.units import duration, gib
 
 #: What a page may load: nothing but its own style.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
@@ -69,7 +69,8 @@ def write_report(run: RunDirectory, live: LiveProgress | None = None) -> None:
 def render_report(run: RunDirectory, live: LiveProgress | None = None) -> str:
     """The page as text."""
     read = read_metrics(run.metrics_path)
-    metrics, recipe = read.lines, _recipe(run)
+    metrics = read.lines
+    recipe = {key: value for key, value in recipe_in(run.recipe_path).items() if value is not None}
     status = read_status(run.status_path)
     manifest = read_json_object(run.manifest_path)
     evaluation = read_json_object(run.eval_path)
@@ -125,14 +126,6 @@ def _environment() -> Environment:
     )
 
 
-def _recipe(run: RunDirectory) -> JsonObject:
-    try:
-        raw = map_of(read_text(run.recipe_path))
-    except (OSError, ValueError):
-        return {}
-    return {k: v for k, v in raw.items() if v is not None}
-
-
 def _notices(status: Status | None, troubles: Sequence[str]) -> list[tuple[str, str]]:
     """Texts with their class: how the run ended, where that needs saying, and what could not be read."""
     ended = [(status.message, str(status.state))] if status is not None and status.message else []
@@ -173,3 +166,148 @@ class LiveReport:
         now = self.clock()
         self._due = now + max(_SECONDS_BETWEEN, (now - began) / _SHARE)
         return True
+
+
+#: Metrics with a curve, by their keys, with a title.
+CURVES: Mapping[str, str] = {"loss": "Training loss", "eval_loss": "Held-out loss", "reward": "Reward"}
+
+#: A curve's points: step and value.
+Points = list[tuple[int, float | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One recipe key with its value in each run, as people write it; None where a run's recipe does not have it."""
+
+    key: str
+    values: tuple[str | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Runs in the order asked for.
+
+    Attributes:
+        names: A short name for each, all different.
+        runs: What each came to.
+        curves: For each metric of :data:`CURVES` that some run has, the points of each run.
+        differences: Recipe keys in which they differ.
+    """
+
+    names: tuple[str, ...]
+    runs: tuple[RunSummary, ...]
+    curves: Mapping[str, tuple[Points, ...]]
+    differences: tuple[Difference, ...]
+
+    def as_dict(self) -> JsonObject:
+        """The comparison for JSON."""
+        return {
+            "runs": [{"name": name, **plain_fields(run)} for name, run in zip(self.names, self.runs, strict=True)],
+            "curves": {metric: dict(zip(self.names, points, strict=True)) for metric, points in self.curves.items()},
+            "differences": [
+                {"key": each.key, "values": dict(zip(self.names, each.values, strict=True))}
+                for each in self.differences
+            ],
+        }
+
+
+def compare(paths: Sequence[Path]) -> Comparison:
+    """The runs in ``paths`` side by side.
+
+    A run whose recipe cannot be read differs in no setting; its summary says so.
+    """
+    lines = [read_metrics(RunDirectory(path).metrics_path).lines for path in paths]
+    curves = {metric: tuple(_points(of_run, metric) for of_run in lines) for metric in CURVES}
+    return Comparison(
+        names=_names(paths),
+        runs=tuple(summarise(path) for path in paths),
+        curves={metric: points for metric, points in curves.items() if any(points)},
+        differences=_differences([_settings(path) for path in paths]),
+    )
+
+
+def _points(lines: Sequence[MetricsLine], metric: str) -> Points:
+    return [(line["step"], line[metric]) for line in lines if metric in line]
+
+
+def _settings(path: Path) -> dict[str, str]:
+    """The run's settings; none where its recipe cannot be read."""
+    try:
+        return settings_of(read_text(RunDirectory(path).recipe_path))
+    except (OSError, ValueError):
+        return {}
+
+
+def _differences(recipes: Sequence[Mapping[str, str]]) -> tuple[Difference, ...]:
+    known = [recipe for recipe in recipes if recipe]
+    keys = dict.fromkeys(key for recipe in known for key in recipe if key not in PLACES)  # no difference of experiments
+    differ = (key for key in keys if len({recipe.get(key) for recipe in known}) > 1)
+    return tuple(Difference(key, tuple(recipe.get(key) for recipe in recipes)) for key in differ)
+
+
+def _names(paths: Sequence[Path]) -> tuple[str, ...]:
+    """The ends of the paths, as many parts of each as tell them apart; the same path twice is numbered."""
+    parts = [path.absolute().parts for path in paths]
+    for length in range(1, max(map(len, parts), default=1) + 1):
+        names = tuple("/".join(each[-length:]) for each in parts)
+        if len(set(names)) == len(names):
+            return names
+    return tuple(f"{each[-1]} #{number}" for number, each in enumerate(parts, 1))
+
+
+def write_comparison(comparison: Comparison, path: Path) -> None:
+    """Writes the page.
+
+    Raises:
+        FtcliError: FT723 or FT724 when it cannot be written.
+    """
+    with storage_errors(path):
+        write_named(path, render_comparison(comparison).encode("utf-8"))
+
+
+def render_comparison(comparison: Comparison) -> str:
+    """The page as text."""
+    return page_template("compared.html.jinja").render(
+        policy=POLICY,
+        style=style(),
+        names=comparison.names,
+        states=[run.state for run in comparison.runs],
+        charts=_charts(comparison),
+        results=result_rows(comparison),
+        differences=[(each.key, [value or "–" for value in each.values]) for each in comparison.differences],
+        version=__version__,
+        now=utc_now(),
+    )
+
+
+def result_rows(comparison: Comparison) -> list[tuple[str, list[str]]]:
+    """Results of the runs: a label, and a text for each run; rows that no run has are left out."""
+    runs = comparison.runs
+    rows = [
+        ("state", [run.state for run in runs]),
+        ("steps", [count(run.step) for run in runs]),
+        ("training loss", [or_dash(run.loss) for run in runs]),
+        ("reward", [or_dash(run.reward) for run in runs]),
+        ("held-out loss", [or_dash(run.eval_loss) for run in runs]),
+        ("held-out, in the right order", [or_dash(run.preferred, percent) for run in runs]),
+        ("held-out token accuracy", [or_dash(run.token_accuracy, percent) for run in runs]),
+        *((name, [or_dash(run.tasks.get(name), percent) for run in runs]) for name in _tasks(runs)),
+        ("tokens", [count(run.tokens) for run in runs]),
+        ("tokens/s, median", [or_dash(run.tokens_per_second) for run in runs]),
+        ("peak memory, GiB", [or_dash(run.peak_memory_bytes, gib) for run in runs]),
+        ("seconds", [or_dash(run.seconds) for run in runs]),
+    ]
+    return [(label, texts) for label, texts in rows if any(text != "–" for text in texts)]
+
+
+def _charts(comparison: Comparison) -> list[Markup]:
+    charts = []
+    for metric, of_runs in comparison.curves.items():
+        series = [Series(name, points) for name, points in zip(comparison.names, of_runs, strict=True)]
+        chart = line_chart(CURVES[metric], series, ChartLook(log=metric.endswith("loss")))
+        charts += [chart] if chart else []
+    return charts
+
+
+def _tasks(runs: Sequence[RunSummary]) -> list[str]:
+    return list(dict.fromkeys(name for run in runs for name in run.tasks))

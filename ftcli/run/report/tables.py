@@ -14,8 +14,8 @@ from ftcli.config.grid import PLACES
 from ftcli.config.recipe import Recipe
 from ftcli.plain import JsonMap, JsonObject, is_number, map_in, maps, number_or_none, numbers_of
 from ftcli.run.metrics import MetricsLine
-from ftcli.run.report.charts import short
-from ftcli.run.report.text import Show, as_text, count, percent
+from ftcli.run.recipe_changes import leaves
+from ftcli.run.report.charts import Show, as_text, count, or_dash, percent, short
 from ftcli.run.status import Status
 from ftcli.tables import code_of, methods, quantizations
 from ftcli.tables.methods import Method
@@ -141,14 +141,16 @@ def _harness(base: JsonMap, tuned: JsonMap) -> list[Score | None]:
 
 
 def _score(label: str, before: Any, after: Any, sign: int, show: Show) -> Score | None:
-    shown, shown_after = (show(value) if is_number(value) else "–" for value in (before, after))
+    if not (is_number(before) or is_number(after)):
+        return None
+    texts = or_dash(before, show), or_dash(after, show)
     if not (is_number(before) and is_number(after)):
-        return Score(label, shown, shown_after, "–", "") if is_number(before) or is_number(after) else None
+        return Score(label, *texts, "–", "")
     difference = after - before
     verdict = "better" if difference * sign > 0 else "worse" if difference * sign < 0 else ""
     prefix = "+" if difference > 0 else "−" if difference < 0 else ""
     change = f"{100 * abs(difference):.1f} points" if show is percent else show(abs(difference))
-    return Score(label, shown, shown_after, f"{prefix}{change}", verdict)
+    return Score(label, *texts, f"{prefix}{change}", verdict)
 
 
 #: Columns of the token counts after the name, by their keys in tokens.json.
@@ -239,8 +241,8 @@ def settings_by_section(recipe: JsonMap) -> dict[str, list[Setting]]:
     return {
         str(section): [
             Setting(key, as_text(value), as_text(known.get(key)))
-            for known in [dict(_flat(map_in(defaults, section)))]
-            for key, value in _flat(values)
+            for known in [leaves(map_in(defaults, section))]
+            for key, value in leaves(values).items()
         ]
         for section, values in recipe.items()
         if isinstance(values, dict)
@@ -266,7 +268,7 @@ def provenance(manifest: JsonMap) -> dict[str, Table]:
         return {}
     shown = {key: value for key, value in manifest.items() if key not in _ELSEWHERE}
     shown |= {key: value for key, value in map_in(manifest, "inputs").items() if key in _SHOWN_INPUTS and value}
-    tables = {"Device, dtypes and seeds": Table([], [(key, as_text(value)) for key, value in _flat(shown)])}
+    tables = {"Device, dtypes and seeds": Table([], [(key, as_text(value)) for key, value in leaves(shown).items()])}
     libraries = map_in(manifest, "libraries")
     if libraries:
         tables["Libraries"] = Table([], [(key, str(value)) for key, value in libraries.items()])
@@ -286,11 +288,3 @@ def provenance(manifest: JsonMap) -> dict[str, Table]:
 def _processes(processes: Sequence[JsonMap]) -> Table:
     facts = ((p.get("started"), p.get("from_step"), map_in(p, "device").get("name"), p.get("ftcli")) for p in processes)
     return Table(["Started", "From step", "Device", "ftcli"], [[str(fact) for fact in row] for row in facts])
-
-
-def _flat(value: JsonMap, prefix: str = "") -> list[tuple[str, Any]]:
-    pairs: list[tuple[str, Any]] = []
-    for key, item in value.items():
-        name = f"{prefix}.{key}" if prefix else str(key)
-        pairs += _flat(item, name) if isinstance(item, dict) and item else [(name, item)]
-    return pairs

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from ftcli.cli import ranks, workers
+from ftcli.cli import children as workers
+from ftcli.cli import ranks
 from ftcli.cli.app import main
-from ftcli.cli.request import EndedElsewhere
+from ftcli.cli.options import EndedElsewhere
 
 
 @pytest.fixture

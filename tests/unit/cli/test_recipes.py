@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import recipes_page
 
-from ftcli.cli import suggest
+from ftcli.cli import names
 from ftcli.cli.app import main
 from ftcli.config.schema import RecipeSchema
 
@@ -46,12 +46,12 @@ def test_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 
 
 def test_installed_package_has_its_recipes_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = tmp_path / "ftcli" / "cli" / "suggest.py"
+    module = tmp_path / "ftcli" / "cli" / "names.py"
     inside = tmp_path / "ftcli" / "assets" / "recipes"
     inside.mkdir(parents=True)
     (inside / "only.yaml").write_text("# One.\n")
-    monkeypatch.setattr(suggest, "__file__", str(module))
-    assert suggest.shipped() == {"only": inside / "only.yaml"}
+    monkeypatch.setattr(names, "__file__", str(module))
+    assert names.shipped() == {"only": inside / "only.yaml"}
 
 
 def test_schema_is_all_that_stdout_gets(capsys: pytest.CaptureFixture[str]) -> None:

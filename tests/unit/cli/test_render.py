@@ -16,8 +16,7 @@ from ftcli.cli.render import Style, document, findings_text, result_text
 from ftcli.config.load import Override, load_recipe
 from ftcli.errors import Finding, Origin
 from ftcli.evaluate.loss import LossResult
-from ftcli.evaluate.suite import ModelScores
-from ftcli.evaluate.tasks import TaskResult
+from ftcli.evaluate.suite import ModelScores, TaskResult
 from ftcli.facts.device import named_device
 from ftcli.methods.grpo.train import GrpoResult
 from ftcli.pipeline.bench_result import (
@@ -25,7 +24,6 @@ from ftcli.pipeline.bench_result import (
     BenchResult,
     Measured,
     PredictedMemory,
-    ProfiledStep,
     StoredRate,
     TimedTokens,
     Timing,
@@ -221,7 +219,6 @@ def test_evaluation_has_a_column_for_each_model() -> None:
 def bench_result(tokens_per_second: float, step_ms: float, share: float | None = None, **known: Any) -> BenchResult:
     timing = Timing(5, known.get("first_step_only", False), tokens_per_second, step_ms, 1.0, 1.0, 1.0, 3 * 2**30)
     computing = TimedTokens(80, 100, tokens_per_second * 1.25, 0.2, 3, "unpadded", "a test")
-    profiled = ProfiledStep(None, None)
     return BenchResult(
         recipe="r.yaml",
         mode="training",
@@ -234,7 +231,7 @@ def bench_result(tokens_per_second: float, step_ms: float, share: float | None =
         layers=None,
         gradient_checkpointing=False,
         uncheckpointed_layers=0,
-        measured=Measured(timing, computing, DeviceMemory(), 1.0, profiled, "kernels: off", None, "on", None),
+        measured=Measured(timing, computing, DeviceMemory(), 1.0, None, None, "kernels: off", None, "on"),
         stored=StoredRate(),
         predicted=known.get("predicted", PredictedMemory()),
         bound=ArithmeticBound(1.0, 1.0, share),

@@ -30,7 +30,7 @@ from ftcli.run.status import FinishedTraining, TrainingSummary, note_trained, wr
 
 if TYPE_CHECKING:
     from ftcli.export.clean.process import CleanProcess
-    from ftcli.export.gguf.expected import ExpectedFile
+    from ftcli.export.gguf.file import ExpectedFile
 
 SHAPE = {
     "vocab_size": 264,

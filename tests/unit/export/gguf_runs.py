@@ -11,7 +11,7 @@ import torch
 
 from ftcli.config.evaluation import ExportConfig
 from ftcli.export.clean.process import CleanProcess
-from ftcli.export.gguf.expected import ExpectedFile, prepare_gguf
+from ftcli.export.gguf.file import ExpectedFile, prepare_gguf
 from ftcli.export.source import resolve_source
 from ftcli.export.writing import ExportResult, export_run
 from tests.unit.export.conftest import Heard, Trained, tokenizer, write_run

@@ -17,12 +17,12 @@ from transformers import AutoModelForCausalLM
 
 from ftcli.errors import ExitCode
 from ftcli.export import safetensors as merged_format
+from ftcli.export import verify as verification
 from ftcli.export.clean import process
 from ftcli.export.clean.answering import answered
 from ftcli.export.clean.process import CleanProcess
 from ftcli.export.clean.request import ReloadRequest
-from ftcli.export.probe import Probe, continued, logits, probe_batch
-from ftcli.export.verify import check_greedy
+from ftcli.export.verify import Probe, check_greedy, continued, logits, probe_batch
 from ftcli.facts.device import cpu_device
 from tests.unit.export.conftest import Trained, build, edit_json, tokenizer
 from tests.unit.export.test_export import code, export, failure
@@ -106,8 +106,8 @@ def test_ftclis_own_models_are_told_of(tmp_path: Path) -> None:
 def test_what_memory_does_not_hold_is_read_layer_by_layer(
     dtype: str, trained: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scarce = replace(cpu_device(), free_bytes=process._BESIDE)
-    monkeypatch.setattr(process, "cpu_device", lambda: scarce)
+    scarce = replace(cpu_device(), free_bytes=verification._BESIDE)
+    monkeypatch.setattr(verification, "cpu_device", lambda: scarce)
     asked: list[ReloadRequest] = []
     kept = CleanProcess.ask
 
@@ -130,7 +130,7 @@ def test_a_generation_that_ends_elsewhere_is_caught(
     made = trained()
     write = merged_format.write_merged
     if how != "whole":
-        monkeypatch.setattr(process, "cpu_device", lambda: replace(cpu_device(), free_bytes=1))
+        monkeypatch.setattr(verification, "cpu_device", lambda: replace(cpu_device(), free_bytes=1))
 
     def damaged(source: Any, folder: Path, *rest: Any) -> Any:
         plan = write(source, folder, *rest)

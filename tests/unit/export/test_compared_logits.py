@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ftcli.export.probe import compare_logits
+from ftcli.export.verify import compare_logits
 
 
 @pytest.mark.parametrize(

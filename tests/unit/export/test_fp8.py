@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.export import fp8
-from ftcli.export.clean import process
+from ftcli.export import verify as verification
 from ftcli.export.fp8 import LARGEST, scale_of, to_float8
 from tests.small_models import build
 from tests.unit.export.conftest import Trained, edit_json
@@ -164,7 +164,7 @@ def test_what_memory_does_not_hold_is_read_layer_by_layer(
     """The same logits as transformers' own loading gives, which decompresses the whole."""
     made = trained(family, "bfloat16")
     (whole,) = export(made, "fp8")
-    monkeypatch.setattr(process, "fits", lambda _: False)
+    monkeypatch.setattr(verification, "fits", lambda _: False)
     (streamed,) = export(made, "fp8", force=True)
     found, wanted = streamed.verification.facts, whole.verification.facts
     assert (found["loaded"], wanted["loaded"]) == ("layer by layer, for lack of memory", "whole")
@@ -175,7 +175,7 @@ def test_what_memory_does_not_hold_is_read_layer_by_layer(
 def test_names_that_files_have_otherwise_are_read_layer_by_layer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process, "fits", lambda _: False)
+    monkeypatch.setattr(verification, "fits", lambda _: False)
     (result,) = export(adapt(tmp_path, build("gemma3")), "fp8")
     assert result.verification.facts["loaded"] == "layer by layer, for lack of memory"
     assert result.verification.facts["greedy_tokens"] == "2 of 2"
@@ -185,7 +185,7 @@ def test_a_wrong_scale_is_caught_layer_by_layer(
     trained: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the comparison of weights would let pass: only the numbers that come back tell."""
-    monkeypatch.setattr(process, "fits", lambda _: False)
+    monkeypatch.setattr(verification, "fits", lambda _: False)
     monkeypatch.setattr(fp8, "_compare_weights", lambda *_: [])
     made, declare = trained("llama"), fp8._declare
 

@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file
 
 from ftcli.errors import FtcliError
-from ftcli.export.gguf.expected import ExpectedFile
+from ftcli.export.gguf.file import ExpectedFile
 from ftcli.export.gguf.verify import verify_file
 from ftcli.export.gguf.write import write_type
 from ftcli.export.writing import export_run
-from ftcli.gguf.file import ReadFile
+from ftcli.gguf import ReadFile
 from ftcli.run.atomic import write_json
 from ftcli.tables.gguf import ARCHITECTURES, TYPES
 from tests.small_models import build

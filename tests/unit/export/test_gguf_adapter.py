@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from ftcli.errors import FtcliError
-from ftcli.gguf.file import ReadFile
+from ftcli.gguf import ReadFile
 from tests.small_models import build
 from tests.unit.export.gguf_runs import VARIANTS, adapt, export
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from ftcli.errors import FtcliError
-from ftcli.export.gguf import adapter as adapter_file
-from ftcli.export.gguf import expected
+from ftcli.export.gguf import file as gguf_file
+from ftcli.export.gguf import write as adapter_file
 from ftcli.export.gguf import write as gguf_format
-from ftcli.export.gguf.expected import ExpectedFile
+from ftcli.export.gguf.file import ExpectedFile
 from ftcli.export.gguf.verify import verify_file
 from ftcli.export.gguf.write import write_type
-from ftcli.gguf.names import to_file
+from ftcli.gguf import to_file
 from tests.small_models import build
 from tests.unit.export.gguf_runs import adapt, export
 
@@ -146,7 +146,7 @@ def test_a_missing_tensor_is_caught(shared: ExpectedFile, tmp_path: Path, monkey
 def test_swapped_halves_of_experts_are_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gate and up have one shape: only the numbers tell them apart."""
     made = adapt(tmp_path, build("mixtral"))
-    monkeypatch.setattr(expected.SplitExperts, "read", lambda self, name: swapped(self, name))
+    monkeypatch.setattr(gguf_file.SplitExperts, "read", lambda self, name: swapped(self, name))
     with pytest.raises(FtcliError, match="logits differ"):
         export(made, "f32")
 

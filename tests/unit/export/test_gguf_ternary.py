@@ -13,11 +13,10 @@ from safetensors.torch import load_file
 
 from ftcli.config.model import QuantizationConfig
 from ftcli.errors import FtcliError
-from ftcli.export.clean import process
-from ftcli.export.gguf import expected
+from ftcli.export import verify as verification
+from ftcli.export.gguf import file as gguf_file
 from ftcli.export.writing import export_run
-from ftcli.gguf.file import ReadFile
-from ftcli.gguf.names import from_file
+from ftcli.gguf import ReadFile, from_file
 from ftcli.model.bitnet import BitLinear, TernaryLinear
 from ftcli.model.load_quantized import ModelStorage, load_quantized
 from ftcli.model.pretrained import read_config
@@ -65,7 +64,7 @@ def test_ternary_files_hold_the_values_that_training_rounds_to(family: str, tmp_
     facts = result.verification.facts
     assert facts["tq2_0_relative_error"] < 2e-3
     assert facts["tq2_0_greedy_tokens"] == "6 of 6"
-    assert 1e-4 < facts["activations_rounding"] < expected.ACTIVATIONS
+    assert 1e-4 < facts["activations_rounding"] < gguf_file.ACTIVATIONS
     assert [f.code for f in heard.findings] == (["FT757"] if family == "bitnet" else [])
     assert file.values["general.architecture"] == ("bitnet-b1.58" if family == "bitnet" else "llama")
 
@@ -80,8 +79,8 @@ def test_other_types_hold_them_too(kind: str, tmp_path: Path) -> None:
 def test_masters_that_are_not_rounded_are_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is written and what it is compared with agree, and are not what was trained."""
     made = rounded_run(tmp_path, "llama")
-    kept = expected.ternarise
-    monkeypatch.setattr(expected, "ternarise", lambda weight: kept(weight.abs()))
+    kept = gguf_file.ternarise
+    monkeypatch.setattr(gguf_file, "ternarise", lambda weight: kept(weight.abs()))
     with pytest.raises(FtcliError, match="ternary weights' logits differ") as caught:
         export(made, "tq2_0")
     assert {finding.code for finding in caught.value.findings} == {"FT741"}
@@ -191,7 +190,7 @@ def test_packed_weights_are_read_layer_by_layer(family: str, tmp_path: Path, mon
     made = rounded_run(tmp_path, family, tie_word_embeddings=family == "bitnet")
     (whole,) = export_run(made.run, ["bitnet"], reporter=Heard(), offline=True)
     assert (whole.path / "model.safetensors").is_file()
-    monkeypatch.setattr(process, "fits", lambda _: False)
+    monkeypatch.setattr(verification, "fits", lambda _: False)
     (streamed,) = export_run(made.run, ["bitnet"], reporter=Heard(), offline=True, force=True)
     assert streamed.verification.facts["relative_error"] == pytest.approx(
         whole.verification.facts["relative_error"], abs=1e-3

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ftcli.errors import FtcliError
 from ftcli.export.gguf.vocabulary import PRE_TOKENIZERS, pieces_of, vocabulary_of
-from ftcli.export.probe import TEXTS
+from ftcli.export.verify import TEXTS
 
 pytest.importorskip("gguf")
 

@@ -13,9 +13,8 @@ from ftcli.config.model import ModelConfig
 from ftcli.errors import FtcliError
 from ftcli.export.writing import export_run
 from ftcli.plain import plain
-from ftcli.run.inputs import Inputs
+from ftcli.run.inputs import Inputs, weight_identities
 from ftcli.run.integrity import hold_base
-from ftcli.run.weight_files import weight_identities
 from tests.unit.export.conftest import Heard, Trained, edit_json, noted
 
 Change = Callable[[Path], object]

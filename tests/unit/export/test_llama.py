@@ -18,12 +18,11 @@ import torch
 
 from ftcli.config.evaluation import ExportConfig
 from ftcli.errors import FtcliError
-from ftcli.export.gguf import llama
-from ftcli.export.gguf.expected import ExpectedFile
-from ftcli.export.gguf.llama import LIBRARY, installed_llama_cpp
-from ftcli.export.gguf.verify import FileReport, verify_file
+from ftcli.export.gguf import verify as llama
+from ftcli.export.gguf.file import ExpectedFile
+from ftcli.export.gguf.verify import LIBRARY, FileReport, installed_llama_cpp, verify_file
 from ftcli.export.gguf.write import write_type
-from ftcli.export.probe import TEXTS
+from ftcli.export.verify import TEXTS
 from ftcli.export.writing import export_run
 from ftcli.tables.gguf import TYPES
 from tests.small_models import build

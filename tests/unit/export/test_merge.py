@@ -23,7 +23,7 @@ from ftcli.config.evaluation import ExportConfig
 from ftcli.config.model import QuantizationConfig
 from ftcli.errors import FtcliError
 from ftcli.export import safetensors as merged_format
-from ftcli.export.clean import process
+from ftcli.export import verify as verification
 from ftcli.export.tensorfile import TensorFile, computed, copied, write_shards
 from ftcli.export.writing import ExportResult, export_run
 from ftcli.facts.device import cpu_device
@@ -148,7 +148,7 @@ def test_every_kind_of_adapter_whole_or_layer_by_layer(
 ) -> None:
     made = trained("gemma2", **VARIANTS[variant])
     if streamed:
-        monkeypatch.setattr(process, "cpu_device", lambda: dataclasses.replace(cpu_device(), free_bytes=1))
+        monkeypatch.setattr(verification, "cpu_device", lambda: dataclasses.replace(cpu_device(), free_bytes=1))
     result = exported(made.run)
     asked = "layer by layer, for lack of memory" if streamed else "whole"
     assert result.verification.facts["loaded"] == asked

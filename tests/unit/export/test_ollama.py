@@ -16,7 +16,7 @@ from ftcli.errors import FtcliError
 from ftcli.export import ollama as ollama_format
 from ftcli.export.ollama import FORMS, differences, expected, form_of, go_template, rendered
 from ftcli.export.writing import export_run
-from ftcli.gguf.file import ReadFile
+from ftcli.gguf import ReadFile
 from tests.unit.data.official import Official
 from tests.unit.export.conftest import Heard, Trained, tokenizer
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ftcli.config.evaluation import ExportConfig
 from ftcli.errors import FtcliError
 from ftcli.export.writing import ExportResult, export_run
-from ftcli.gguf.file import ReadFile
+from ftcli.gguf import ReadFile
 from tests.small_models import build
 from tests.unit.export.conftest import Heard, edit_json, tokenizer
 

@@ -11,7 +11,7 @@ import pytest
 from ftcli.config.evaluation import TaskConfig
 from ftcli.config.judging import RewardConfig
 from ftcli.data.reasoning import Answer
-from ftcli.evaluate.tasks import AnsweredTask, judge
+from ftcli.evaluate.suite import AnsweredTask, judge
 from ftcli.judges import builtin, open_judge
 from ftcli.methods.grpo import checks as grpo
 from ftcli.methods.grpo.rewards import build_rewards

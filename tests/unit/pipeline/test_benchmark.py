@@ -10,10 +10,8 @@ import pytest
 from ftcli.config.load import LoadedRecipe, load_recipe
 from ftcli.errors import FtcliError
 from ftcli.facts.device import named_device
-from ftcli.pipeline.bench_rates import predicted_memory
-from ftcli.pipeline.bench_result import PredictedMemory
+from ftcli.pipeline.bench_result import BenchOptions, PredictedMemory, predicted_memory
 from ftcli.pipeline.benchmark import bench_recipe
-from ftcli.pipeline.options import BenchOptions
 from ftcli.plan.memory.estimate import estimate_memory
 from ftcli.preflight.checks.context import Command
 from ftcli.preflight.report import PreflightReport

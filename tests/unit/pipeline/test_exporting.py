@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from ftcli import pipeline
 from ftcli.config.load import load_recipe
 from ftcli.errors import Finding, FtcliError
 from ftcli.export import writing as export
 from ftcli.export.verify import Verified
+from ftcli.pipeline.exporting import ExportOptions, export_recipe
 from ftcli.plain import plain
 from ftcli.reporting import Session
 
@@ -21,7 +21,7 @@ def test_warnings_about_an_export_are_in_its_result(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(export, "export_run", lambda *_args, **_kwargs: [made])
     recipe = tmp_path / "r.yaml"
     recipe.write_text('version: 1\nmodel: {name_or_path: "bundled:tiny-gemma2"}\ndata: {max_seq_len: 64}\n')
-    result = plain(pipeline.export(load_recipe(recipe), Session(offline=True), tmp_path))
+    result = plain(export_recipe(load_recipe(recipe), Session(offline=True), tmp_path, ExportOptions()))
     assert result["exports"][0]["warnings"] == [{"code": "FT744", "message": "half of the adapter is lost in rounding"}]
 
 
@@ -29,9 +29,9 @@ def test_warnings_about_an_export_are_in_its_result(tmp_path: Path, monkeypatch:
 def test_nothing_is_uploaded_offline_or_unverified(tmp_path: Path, options: dict[str, bool]) -> None:
     recipe = tmp_path / "r.yaml"
     recipe.write_text('version: 1\nmodel: {name_or_path: "bundled:tiny-gemma2"}\n')
-    asked = pipeline.ExportOptions(repo="me/mine", **options)
+    asked = ExportOptions(repo="me/mine", **options)
     with pytest.raises(FtcliError, match="--push-to-hub me/mine") as caught:
-        pipeline.export(load_recipe(recipe), Session(offline=not options), tmp_path, asked)
+        export_recipe(load_recipe(recipe), Session(offline=not options), tmp_path, asked)
     assert caught.value.findings[0].code == "FT755"
 
 
@@ -40,5 +40,5 @@ def test_a_name_that_is_none_on_the_hub_is_refused_before_anything_is_written(tm
     recipe = tmp_path / "r.yaml"
     recipe.write_text('version: 1\nmodel: {name_or_path: "bundled:tiny-gemma2"}\n')
     with pytest.raises(FtcliError, match="no name of a repository") as caught:
-        pipeline.export(load_recipe(recipe), Session(), tmp_path, pipeline.ExportOptions(repo=repo))
+        export_recipe(load_recipe(recipe), Session(), tmp_path, ExportOptions(repo=repo))
     assert (caught.value.findings[0].code, caught.value.exit_code) == ("FT755", 2)

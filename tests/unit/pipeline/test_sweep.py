@@ -14,8 +14,7 @@ from ftcli.config.dump import dump_recipe
 from ftcli.config.grid import combinations
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.pipeline import sweep as sweeping
-from ftcli.pipeline.sweep import Sweep, SweepRun, plan_sweep
-from ftcli.pipeline.sweep_result import SweepResult, exit_code_of_sweep
+from ftcli.pipeline.sweep import Sweep, SweepResult, SweepRun, plan_sweep
 from ftcli.reporting import Session, SilentReporter
 from ftcli.run.signals import SignalName
 
@@ -124,7 +123,7 @@ def test_all_run_in_order_and_the_lowest_held_out_loss_is_the_best(plan: Sweep) 
     assert result.best.settings == {"train.learning_rate": 1e-3}
     assert (result.best.metric, result.best.value) == ("held-out loss", 1e-3)
     assert "smallest" in result.remarks[0]
-    assert exit_code_of_sweep(result) == 0
+    assert result.exit_code == 0
     assert result.html.is_file()
     assert [each.key for each in result.comparison.differences] == ["train.learning_rate"]
 
@@ -137,14 +136,14 @@ def test_a_run_that_fails_does_not_end_the_sweep(plan: Sweep) -> None:
     assert result.best is not None
     assert result.best.settings == {"train.learning_rate": 3e-3}
     assert [finding.code for finding in listener.findings] == ["FT750", "FT750"]
-    assert exit_code_of_sweep(result) == 6
-    assert exit_code_of_sweep(replace(result, runs=[replace(result.runs[0], exit_code=-9)])) == 1
+    assert result.exit_code == 6
+    assert replace(result, runs=[replace(result.runs[0], exit_code=-9)]).exit_code == 1
 
 
 def test_no_run_complete_is_no_best(plan: Sweep) -> None:
     result, _ = swept(plan, Fleet({run.combination.name: (5, "FT703: memory") for run in plan.runs}))
     assert result.best is None
-    assert exit_code_of_sweep(result) == 5
+    assert result.exit_code == 5
 
 
 def test_finished_runs_are_skipped_and_others_started_again(plan: Sweep) -> None:

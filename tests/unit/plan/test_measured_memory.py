@@ -94,15 +94,15 @@ def allocated(plan: RunPlan) -> int:
     [
         ("mixtral", WIDE),
         ("qwen3_moe", WIDE),
-        ("gpt_oss", WIDE),
-        ("olmoe", WIDE),
-        ("phimoe", WIDE),
-        ("glm4_moe_lite", WIDE),
+        pytest.param("gpt_oss", WIDE, marks=pytest.mark.long),
+        pytest.param("olmoe", WIDE, marks=pytest.mark.long),
+        pytest.param("phimoe", WIDE, marks=pytest.mark.long),
+        pytest.param("glm4_moe_lite", WIDE, marks=pytest.mark.long),
         ("falcon_h1", {}),
-        ("nemotron_h", {}),
-        ("nemotron", WIDE),
+        pytest.param("nemotron_h", {}, marks=pytest.mark.long),
+        pytest.param("nemotron", WIDE, marks=pytest.mark.long),
         ("mamba2", {}),
-        ("gptj", {}),
+        pytest.param("gptj", {}, marks=pytest.mark.long),
     ],
 )
 def test_the_estimate_is_what_a_step_allocates(

@@ -10,10 +10,10 @@ import yaml
 
 from ftcli.config.recipe import Recipe
 from ftcli.facts.weights import EXPORT_RECORD, MODEL_CARD
-from ftcli.run.atomic import read_json_object, write_json
+from ftcli.run.atomic import read_json_object, store_json, write_json
 from ftcli.run.directory import RunDirectory
 from ftcli.run.report.card import MARK, public_name, render_card, write_card
-from ftcli.run.results import EvalScores, Evaluation, TaskScore, write_evaluation
+from ftcli.run.results import EvalScores, Evaluation, TaskScore
 
 SHA = "ab" * 32
 
@@ -53,7 +53,7 @@ def make(path: Path, base: str, **changes: Any) -> RunDirectory:
     scores = [
         EvalScores(loss, None, None, 50, (TaskScore("exact_match", v, 40),)) for loss, v in ((2.5, 0.05), (1.25, 0.9))
     ]
-    write_evaluation(directory.eval_path, Evaluation(*scores))
+    store_json(directory.eval_path, Evaluation(*scores))
     write_json(directory.status_path, {"state": "completed", "trained": {"summary": {"steps": 100, "tokens": 9999}}})
     return directory
 
@@ -169,7 +169,7 @@ def test_a_step_of_several_processes_is_counted_whole(run: RunDirectory) -> None
 
 def test_results_that_are_of_something_else_are_said_to_be(run: RunDirectory, tmp_path: Path) -> None:
     assert "Measured" not in render_card(run, run.adapter_dir)
-    write_evaluation(run.eval_path, Evaluation(EvalScores(2.0), EvalScores(1.0), step=50))
+    store_json(run.eval_path, Evaluation(EvalScores(2.0), EvalScores(1.0), step=50))
     assert "Measured after step 50 of training, before its end." in render_card(run, run.adapter_dir)
     exported = tmp_path / "gguf"
     exported.mkdir()
@@ -215,7 +215,7 @@ def test_a_card_that_somebody_has_made_their_own_is_left_alone(run: RunDirectory
     card = run.adapter_dir / MODEL_CARD
     write_card(run)
     assert MARK in card.read_text()
-    write_evaluation(run.eval_path, Evaluation(run=EvalScores(0.125)))
+    store_json(run.eval_path, Evaluation(run=EvalScores(0.125)))
     write_card(run)
     assert "0.125" in card.read_text()
     own = card.read_text().replace(MARK, "").replace("# mine", "# My model")
@@ -261,7 +261,7 @@ def test_every_setting_that_a_card_names_is_one() -> None:
 def test_a_card_of_an_export_says_what_was_measured_and_compared(run: RunDirectory, tmp_path: Path) -> None:
     folder = tmp_path / "gguf"
     folder.mkdir()
-    write_evaluation(run.eval_path, Evaluation(EvalScores(loss=2.0), EvalScores(loss=1.0)))
+    store_json(run.eval_path, Evaluation(EvalScores(loss=2.0), EvalScores(loss=1.0)))
     assert "before it was written in this format" not in render_card(run, run.adapter_dir)
     write_json(folder / EXPORT_RECORD, {"verification": {"compared": "nothing", "verified": "no"}})
     card = render_card(run, folder)

@@ -136,7 +136,7 @@ def test_a_changed_byte_in_a_large_file_is_found_before_a_run_goes_on(checkpoint
         file.write(b"x")
     scan = checkpoints.newest_sound()
     assert scan.newest == good
-    assert scan.damaged == (bad,)
+    assert [*scan.damaged] == [bad]
     assert "model.safetensors differs from what was written" in scan.warnings[0].message
 
 

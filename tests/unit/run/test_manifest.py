@@ -18,7 +18,7 @@ from ftcli.facts.device import named_device
 from ftcli.plain import plain, plain_fields
 from ftcli.plan.execution import ExecutionPart
 from ftcli.plan.precision import DtypePlan
-from ftcli.run.atomic import read_json_object
+from ftcli.run.atomic import read_json_object, store_json
 from ftcli.run.inputs import (
     Fingerprint,
     Inputs,
@@ -28,10 +28,10 @@ from ftcli.run.inputs import (
     noted_files,
     require_same_data,
     require_same_inputs,
+    weight_identities,
 )
-from ftcli.run.manifest import Activations, GitState, build_manifest, git_state, read_manifest, write_manifest
-from ftcli.run.results import AnsweredRow, EvalScores, Evaluation, TaskScore, update_evaluation, write_evaluation
-from ftcli.run.weight_files import weight_identities
+from ftcli.run.manifest import Activations, GitState, build_manifest, git_state
+from ftcli.run.results import AnsweredRow, EvalScores, Evaluation, TaskScore, update_evaluation
 
 
 def build(folder: Path, **more: Any) -> dict[str, Any]:
@@ -54,8 +54,8 @@ def build(folder: Path, **more: Any) -> dict[str, Any]:
 
 def test_a_manifest_holds_what_explains_a_run(tmp_path: Path) -> None:
     added = {"self_check": {"loss_difference": float("nan")}}
-    write_manifest(tmp_path / "manifest.json", {**build(tmp_path), **added})
-    manifest = read_manifest(tmp_path / "manifest.json")
+    store_json(tmp_path / "manifest.json", {**build(tmp_path), **added})
+    manifest = read_json_object(tmp_path / "manifest.json")
     assert manifest["ftcli"] == ftcli.__version__
     assert manifest["libraries"]["transformers"] == transformers.__version__
     assert manifest["git"] is None
@@ -234,7 +234,7 @@ def test_what_a_run_began_with_stays_in_its_manifest(tmp_path: Path) -> None:
 
 def test_an_evaluation_is_written_as_plain_json(tmp_path: Path) -> None:
     scores = EvalScores(loss=float("nan"), tasks=(TaskScore("exact_match", 0.5, 4),))
-    write_evaluation(tmp_path / "eval.json", Evaluation(run=scores, samples=(AnsweredRow("p", "r", None, "a"),)))
+    store_json(tmp_path / "eval.json", Evaluation(run=scores, samples=(AnsweredRow("p", "r", None, "a"),)))
     raw = json.loads((tmp_path / "eval.json").read_text())
     assert raw["run"]["loss"] is None
     assert raw["run"]["tasks"] == [{"name": "exact_match", "value": 0.5, "count": 4, "cut": 0}]

@@ -16,8 +16,7 @@ from ftcli.run.checkpoint import COMPLETE_NAME, damage
 from ftcli.run.directory import RunDirectory
 from ftcli.run.metrics import read_metrics
 from ftcli.run.report.card import write_card
-from ftcli.run.report.comparison import compare
-from ftcli.run.report.page import render_report
+from ftcli.run.report.page import compare, render_report
 from ftcli.run.status import read_status
 from ftcli.run.summary import summarise
 

@@ -14,25 +14,24 @@ import yaml
 from ftcli.config.recipe import Recipe
 from ftcli.facts.device import named_device
 from ftcli.plan.precision import DtypePlan
-from ftcli.run.atomic import read_json_object, write_json
+from ftcli.run.atomic import read_json_object, store_json, write_json
 from ftcli.run.directory import RunDirectory
-from ftcli.run.manifest import Activations, Fingerprint, build_manifest, write_manifest
+from ftcli.run.manifest import Activations, Fingerprint, build_manifest
 from ftcli.run.metrics import MetricsWriter
 from ftcli.run.report import LiveProgress, render_report, write_report
 from ftcli.run.report.charts import (
     HEIGHT,
     WIDTH,
     ChartLook,
-    ReferenceLine,
     Series,
     line_chart,
     log_ticks,
     round_ticks,
     smoothed,
+    tag,
     thinned,
 )
-from ftcli.run.report.text import tag
-from ftcli.run.results import AnsweredRow, EvalScores, Evaluation, TaskScore, write_evaluation
+from ftcli.run.results import AnsweredRow, EvalScores, Evaluation, TaskScore
 from ftcli.run.resume import open_run
 from ftcli.units import number
 
@@ -92,7 +91,7 @@ def run(tmp_path: Path) -> RunDirectory:
         )
         manifest["kernels"] = [{"layer": "model.norm", "kernel": "rms_norm", "on": False, "reason": HOSTILE}]
         manifest["processes"].append({**manifest["processes"][0], "from_step": 2})
-        write_manifest(directory.manifest_path, manifest)
+        store_json(directory.manifest_path, manifest)
         with MetricsWriter(directory.metrics_path) as metrics:
             for step in (1, 2, 3, 4):
                 loss = float("nan") if step == 3 else 2.0 / step
@@ -108,7 +107,7 @@ def run(tmp_path: Path) -> RunDirectory:
             AnsweredRow(HOSTILE, "right", HOSTILE, "right", HOSTILE, before_reasoning=HOSTILE),
             AnsweredRow("p", None, "", None),
         )
-        write_evaluation(directory.eval_path, Evaluation(scores[0], scores[1], samples))
+        store_json(directory.eval_path, Evaluation(scores[0], scores[1], samples))
         opened.finish(6, message=f"diverged {HOSTILE}")
     return directory
 
@@ -290,9 +289,7 @@ def test_log_ticks_cover_the_range_and_are_few(low: float, high: float) -> None:
 
 def test_the_base_model_is_a_line_and_held_out_points_can_be_seen() -> None:
     held_out = Series("held-out", [(step, 1.0) for step in range(1, 60)], dots=True)
-    chart = line_chart(
-        "Loss", [Series("training", [(1, 2.0), (60, 1.0)]), held_out], levels=[ReferenceLine("base model", 6.4)]
-    )
+    chart = line_chart("Loss", [Series("training", [(1, 2.0), (60, 1.0)]), held_out], levels={"base model": 6.4})
     assert chart.count('class="point s1"') == 59
     assert "base model 6.4" in chart
     assert "base model: 6.4" in chart  # in the label that is read out

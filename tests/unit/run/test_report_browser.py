@@ -15,13 +15,13 @@ from browser import Browser, find_browser, open_browser
 from ftcli.config.recipe import Recipe
 from ftcli.facts.device import named_device
 from ftcli.plan.precision import DtypePlan
-from ftcli.run.atomic import write_json
+from ftcli.run.atomic import store_json, write_json
 from ftcli.run.completions import Completions, ScoredCompletion
 from ftcli.run.directory import RunDirectory
-from ftcli.run.manifest import Activations, Fingerprint, build_manifest, write_manifest
+from ftcli.run.manifest import Activations, Fingerprint, build_manifest
 from ftcli.run.metrics import MetricsWriter
 from ftcli.run.report import LiveProgress, write_report
-from ftcli.run.results import AnsweredRow, EvalScores, Evaluation, TaskScore, write_evaluation
+from ftcli.run.results import AnsweredRow, EvalScores, Evaluation, TaskScore
 from ftcli.run.resume import open_run
 from tests.unit.run.test_report import HOSTILE
 from tests.unit.run.test_report_margins import side
@@ -86,7 +86,7 @@ def make_run(path: Path, *, rewards: bool) -> RunDirectory:
             data=[Fingerprint(LONG, 10, "ab" * 32)],
         )  # fmt: skip
         manifest["kernels"] = [{"layer": LONG, "on": False, "reason": HOSTILE}]
-        write_manifest(directory.manifest_path, manifest)
+        store_json(directory.manifest_path, manifest)
         with MetricsWriter(directory.metrics_path) as metrics:
             for step in range(1, 61):
                 line: dict[str, Any] = {
@@ -121,7 +121,7 @@ def make_run(path: Path, *, rewards: bool) -> RunDirectory:
             AnsweredRow("p", "x", None, "x"),
         ]
         rows += [AnsweredRow(HOSTILE, LONG, HOSTILE, LONG + "x", "b"), AnsweredRow(LONG * 20, "y", "", LONG * 20, "b")]
-        write_evaluation(directory.eval_path, Evaluation(base, tuned, tuple(rows)))
+        store_json(directory.eval_path, Evaluation(base, tuned, tuple(rows)))
         write_json(directory.margins_path, {"before": side(0.0), "after": side(1.0)})
         if rewards:
             said = [

@@ -13,8 +13,7 @@ from ftcli.run.atomic import write_json
 from ftcli.run.directory import RunDirectory
 from ftcli.run.metrics import read_metrics
 from ftcli.run.report import render_report
-from ftcli.run.report.margins import held_out_rows
-from ftcli.run.report.plots import Cloud, Sample, histogram, scatter
+from ftcli.run.report.margins import held_out_rows, histogram, scatter
 from ftcli.run.summary import damage_of
 from tests.unit.run.test_report import HOSTILE, Page
 
@@ -123,25 +122,25 @@ def test_text_of_data_is_only_text_and_damage_is_named(tmp_path: Path) -> None:
 
 def test_shares_of_a_histogram_add_up_and_ends_are_inside() -> None:
     values = [-2.0, -1.0, 0.0, 0.5, 0.5, 3.0]
-    chart = str(histogram("Margins", [Sample("now", values)], "margin"))
+    chart = str(histogram("Margins", {"now": values}, "margin"))
     shares = [float(found) for found in re.findall(r"now: ([\d.]+)% from", chart)]
     assert sum(shares) == pytest.approx(100, abs=0.5)
     assert max(shares) == 33.3
-    assert histogram("Margins", [Sample("now", [])], "margin") == ""
+    assert histogram("Margins", {"now": []}, "margin") == ""
 
 
 def test_a_sample_at_one_place_is_a_line_beside_one_that_spreads() -> None:
     """Before the first step every margin is 0: as a bar it would hide what came of them."""
-    flat, spread = Sample("before", [0.0] * 50), Sample("after", [n / 10 for n in range(-20, 60)])
-    beside = str(histogram("Margins", [flat, spread], "margin"))
+    flat, spread = {"before": [0.0] * 50}, {"after": [n / 10 for n in range(-20, 60)]}
+    beside = str(histogram("Margins", flat | spread, "margin"))
     assert "before: all around 0" in beside
     assert "before: 100.0%" not in beside
-    assert "before: 100.0%" in str(histogram("Margins", [flat], "margin"))
+    assert "before: 100.0%" in str(histogram("Margins", flat, "margin"))
 
 
 def test_dots_are_bounded_and_medians_follow_them() -> None:
     points = [(float(n % 100), 2.0 * (n % 100)) for n in range(5000)]
-    chart = str(scatter("Margin against length", [Cloud("pairs", points)], "tokens"))
+    chart = str(scatter("Margin against length", {"pairs": points}, "tokens"))
     assert 300 <= chart.count("<circle") <= 600
     assert chart.count("<polyline") == 1
-    assert scatter("Margin against length", [Cloud("pairs", [(0.0, 1.0), (0.0, 2.0)])], "tokens") == ""
+    assert scatter("Margin against length", {"pairs": [(0.0, 1.0), (0.0, 2.0)]}, "tokens") == ""

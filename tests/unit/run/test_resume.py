@@ -12,8 +12,7 @@ import yaml
 
 from ftcli.config.recipe import Recipe
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.run.directory import RunDirectory, is_run_directory
-from ftcli.run.lock import is_locked
+from ftcli.run.directory import RunDirectory, is_locked, is_run_directory
 from ftcli.run.resume import OpenedRun, open_run
 from ftcli.run.status import TrainingSummary, read_status
 

@@ -15,7 +15,7 @@ import yaml
 from ftcli.cli.app import main
 from ftcli.run.directory import RunDirectory
 from ftcli.run.report import render_report
-from ftcli.run.report.comparison import compare, render_comparison
+from ftcli.run.report.page import compare, render_comparison
 from ftcli.run.summary import find_runs, summarise
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ftcli.pipeline.bench_rates import arithmetic_bound
-from ftcli.pipeline.bench_result import StoredRate
+from ftcli.pipeline.bench_result import StoredRate, arithmetic_bound
 from ftcli.train.bench import covered, measure_fp8_rate, measure_matmul_rate
 
 

@@ -1,0 +1,235 @@
+"""GGUF files: what llama.cpp calls a model's tensors and in which order of rows it has them, and how files are read.
+
+Writing them is export's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ftcli.errors import ExitCode, FtcliError
+from ftcli.plain import JsonObject
+from ftcli.tables.gguf import INSTEAD, Architecture
+
+if TYPE_CHECKING:
+    from gguf import TensorNameMap
+
+
+#: A value of a file: unsigned 32-bit for an int, 32-bit for a float.
+Value: TypeAlias = bool | int | float | str | list[str] | list[int] | list[float] | list[bool]
+
+#: A stack of experts that llama.cpp has as two, and what the halves are called here; a shared expert's gate.
+STACK, GATE, UP = ".mlp.experts.gate_up_proj", ":gate", ":up"
+SHARED_GATE = ".mlp.shared_expert_gate.weight"
+_EXPERTS = re.compile(r".*?layers\.(\d+)\.mlp\.experts\.(gate_up_proj:gate|gate_up_proj:up|down_proj)")
+_STACKS = {
+    "gate_up_proj:gate": "ffn_gate_exps",
+    "gate_up_proj:up": "ffn_up_exps",
+    "down_proj": "ffn_down_exps",
+}
+#: What xIELU has in each layer, which is metadata there.
+_XIELU = re.compile(r".*?layers\.(\d+)\.mlp\.act_fn\.(alpha_n|alpha_p|beta|eps)")
+#: The library's table has bitnet's norms by the names of an older implementation than transformers'.
+_SUB_NORMS = {"self_attn.attn_sub_norm": "self_attn.inner_attn_ln", "mlp.ffn_sub_norm": "mlp.ffn_layernorm"}
+_BACKBONE = re.compile(r"(?:model\.)?(?:language_model\.)?(?:model\.)?(layers\.(\d+)\.)?(.+)\.(weight|bias)")
+#: What a multimodal model has beside its language model; llama.cpp reads that from a file of its own.
+_OTHER_PARTS = re.compile(r"(^|\.)(visual|vision_tower|vision_model|audio_tower|multi_modal_projector|embed_vision)\.")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorNames:
+    """The names of one model's language model.
+
+    Attributes:
+        stored: The name in the file of each tensor of the model.
+        left_out: Tensors of the model's other parts.
+        in_metadata: Key and layer of each tensor that is a number there.
+    """
+
+    stored: Mapping[str, str]
+    left_out: Sequence[str]
+    in_metadata: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+
+    @property
+    def in_model(self) -> dict[str, str]:
+        """The name in the model of each tensor of the file."""
+        return {stored: name for name, stored in self.stored.items()}
+
+
+def names_of(names: Sequence[str], architecture: Architecture) -> TensorNames:
+    """Names of a model's tensors in a file: by the gguf library's own table, stacks of experts aside.
+
+    Raises:
+        FtcliError: FT756 for a tensor that llama.cpp has no place for.
+    """
+    table = _table(names, architecture)
+    left_out = [name for name in names if _OTHER_PARTS.search(name)]
+    values = {name: key for name in names if (key := activation_key(name)) and architecture.activation == "xielu"}
+    stored: dict[str, str] = {}
+    for name in names:
+        if name in left_out or name in values:
+            continue
+        found = _stored_name(name, table, architecture)
+        if found is None:
+            raise no_place(f"llama.cpp's {architecture.name} has no place for {name}")
+        stored[name] = found
+    if architecture.all_biases:
+        _require_biases(stored, architecture)
+    return TensorNames(stored, left_out, values)
+
+
+def activation_key(name: str) -> tuple[str, int] | None:
+    """The full key and the layer of a tensor that is a number in the metadata."""
+    match = _XIELU.fullmatch(name)
+    return match and (f"xielu.{match[2]}", int(match[1]))
+
+
+def _require_biases(stored: Mapping[str, str], architecture: Architecture) -> None:
+    for name in stored:
+        module, _, leaf = name.rpartition(".")
+        if module.rpartition(".")[2] in architecture.biases and leaf == "weight" and f"{module}.bias" not in stored:
+            raise no_place(f"llama.cpp's {architecture.name} needs the bias of {module}")
+
+
+def _table(names: Sequence[str], architecture: Architecture) -> TensorNameMap:
+    """The gguf library's names of this architecture's tensors, for as many layers as ``names`` have."""
+    import gguf
+
+    layers = [int(match[2]) for name in names if (match := _BACKBONE.fullmatch(name)) and match[2]]
+    by_name = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+    number = by_name[architecture.named_as or architecture.name]
+    return gguf.get_tensor_name_map(number, max(layers, default=-1) + 1)
+
+
+def _stored_name(name: str, table: TensorNameMap, architecture: Architecture) -> str | None:
+    if name.endswith("lm_head.weight"):
+        return None if architecture.tied else "output.weight"
+    stack = _EXPERTS.fullmatch(name)
+    if stack is not None:
+        return f"blk.{stack[1]}.{_STACKS[stack[2]]}.weight"
+    match = _BACKBONE.fullmatch(name)
+    if match is None:
+        return None
+    layer, _, module, leaf = match.groups("")
+    if leaf == "bias" and module.rpartition(".")[2] not in architecture.biases:
+        return None
+    found: str | None = table.get_name(f"model.{layer}{_SUB_NORMS.get(module, module)}")
+    return found and f"{found}.{leaf}"
+
+
+def to_file(stored: str, tensor: Tensor, heads: Mapping[str, int], architecture: Architecture) -> Tensor:
+    """A tensor in float32 as a file has it.
+
+    Args:
+        heads: How many heads ``attn_q`` and ``attn_k`` have.
+    """
+    part = stored.split(".")[-2]
+    value = tensor.float()
+    if architecture.shifted and part.endswith("norm"):
+        return value + 1.0
+    if architecture.permuted and part in heads:
+        # (heads, halves, half, ...) to (heads, half, halves, ...): features half a head apart become neighbours.
+        split = value.reshape(heads[part], 2, -1, *value.shape[1:])
+        return split.transpose(1, 2).flatten(0, 2).contiguous()
+    return value
+
+
+def from_file(stored: str, value: Tensor, heads: Mapping[str, int], architecture: Architecture) -> Tensor:
+    """A tensor of a file in float32 as transformers computes with it. Written apart from :func:`to_file`."""
+    part = stored.split(".")[-2]
+    if part == "ffn_gate_inp_shexp":
+        return value[None]
+    if architecture.shifted and part.endswith("norm"):
+        return value - 1.0
+    if architecture.permuted and part in heads:
+        dim = value.shape[0] // heads[part]
+        # Row 2 i of a head in the file is feature i, row 2 i + 1 is feature i + dim / 2.
+        feature = torch.arange(dim)
+        within = torch.where(feature < dim // 2, 2 * feature, 2 * (feature - dim // 2) + 1)
+        rows = (torch.arange(heads[part])[:, None] * dim + within).flatten()
+        return value[rows]
+    return value
+
+
+def no_place(reason: str) -> FtcliError:
+    """FT756: a model that llama.cpp would not compute, or not as it was trained."""
+    return FtcliError.single(
+        "FT756",
+        f"this model cannot be written as GGUF: {reason}",
+        exit_code=ExitCode.PREFLIGHT,
+        help=INSTEAD,
+    )
+
+
+#: Elements that are dequantized at once.
+_PIECE = 1 << 24
+
+
+class ReadFile:
+    """A file as the gguf library's reader finds it.
+
+    Raises:
+        OSError, ValueError, IndexError, KeyError: it is damaged or cut short.
+    """
+
+    def __init__(self, path: Path) -> None:
+        import gguf
+
+        self._reader = gguf.GGUFReader(path)
+        self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+
+    @property
+    def values(self) -> JsonObject:
+        """The metadata, by full key."""
+        return {key: field.contents() for key, field in self._reader.fields.items()}
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The tensors."""
+        return tuple(self._tensors)
+
+    def type_name(self, name: str) -> str:
+        """The type that a tensor is stored in."""
+        return str(self._tensors[name].tensor_type.name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's shape, in torch's order."""
+        return tuple(int(size) for size in reversed(self._tensors[name].shape.tolist()))
+
+    def read(self, name: str) -> Tensor:
+        """A tensor in float32, dequantized."""
+        import gguf
+
+        tensor = self._tensors[name]
+        shape, stored = self.shape(name), np.asarray(tensor.data)
+        if len(shape) < 2:
+            values = gguf.quants.dequantize(stored, tensor.tensor_type)
+            return torch.from_numpy(np.array(values, np.float32)).view(shape)
+        found = torch.empty(shape, dtype=torch.float32)
+        rows, into = stored.reshape(-1, stored.shape[-1]), found.view(-1, shape[-1])
+        step = max(1, _PIECE // shape[-1])  # the library takes three times the memory of what it makes
+        for first in range(0, len(rows), step):
+            piece = gguf.quants.dequantize(rows[first : first + step], tensor.tensor_type)
+            into[first : first + step] = torch.from_numpy(np.array(piece, np.float32)).view(-1, shape[-1])
+        return found
+
+
+def require_gguf_package() -> None:
+    """Raises FtcliError FT758 where the package gguf is not installed."""
+    try:
+        import gguf  # noqa: F401
+    except ImportError as error:
+        raise FtcliError.single(
+            "FT758",
+            "GGUF files need the package gguf, which is not installed",
+            exit_code=ExitCode.PREFLIGHT,
+            help="pip install 'ftcli[gguf]'",
+        ) from error

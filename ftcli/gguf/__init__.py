@@ -1,1 +1,0 @@
-"""GGUF files: what they call a model's tensors, and how they are read. Writing them is export's."""
