@@ -89,6 +89,8 @@ class GroupLog:
         self._sound = sound
         self._replace = replace
         with storage_errors(path):
+            if path.is_symlink() and not path.exists():
+                path.unlink()  # two that lead to nothing may lead to one file
             self.count, size = self._complete()
             descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
             if alone or self.count < len(keys):

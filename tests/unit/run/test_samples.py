@@ -154,3 +154,10 @@ def test_a_file_without_an_end_of_line_is_not_read_whole(tmp_path: Path, monkeyp
     assert log(tmp_path).count == 4
     assert tracemalloc.get_traced_memory()[1] < 8 << 20
     tracemalloc.stop()
+
+
+def test_links_to_nothing_are_no_file_that_two_share(tmp_path: Path) -> None:
+    (tmp_path / ANSWERS).symlink_to("nowhere")
+    filled(tmp_path, 4)
+    assert not (tmp_path / ANSWERS).is_symlink()
+    assert not (tmp_path / "nowhere").exists()
