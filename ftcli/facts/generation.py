@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from ftkernels.limits import CACHE_PAGE
 
 from ftcli.facts.shape import DeltaNet, ModelShape
-from ftcli.plain import JsonMap
+from ftcli.plain import JsonMap, map_in
 from ftcli.tables.families import Family
 
 #: Tokens of prompts that go through the model at once, unless one prompt alone is longer. On a CPU rows that share a
@@ -157,7 +157,7 @@ def why_no_engine(text_config: JsonMap, family: Family | None, *, on_kernels: bo
 
 def batch_dependent_rope(text_config: JsonMap) -> str | None:
     """The kind of a model's rotary embeddings where they depend on the longest position of a call, else None."""
-    rope = text_config.get("rope_parameters") or text_config.get("rope_scaling") or {}
+    rope = map_in(text_config, "rope_parameters") or map_in(text_config, "rope_scaling")
     every = [rope, *(value for value in rope.values() if isinstance(value, dict))]
     kinds = [one.get("rope_type", one.get("type")) for one in every]
     return next((kind for kind in kinds if kind in _BATCH_DEPENDENT_ROPE), None)

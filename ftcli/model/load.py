@@ -76,9 +76,11 @@ def load_model(
             attention = usable_attention(attention, chosen=False, model=hollow(config))
         try:
             drawn = _random_model(config, dtype, attention, device, seed, holding)
-        except IMPOSSIBLE:
+        except IMPOSSIBLE as error:
             hollow(config)  # says so where it is the config's fault
-            raise
+            if isinstance(error, RuntimeError) and "expects" not in str(error):  # memory, or the device
+                raise
+            raise impossible(error) from error  # of a value that weights are drawn by
         if holding is None and shards is not None:  # drawn whole, as in one process
             keep_shards(drawn, shards)
         return _finished(drawn, holding, model)

@@ -65,6 +65,13 @@ def hollow(config: PretrainedConfig, **options: Any) -> PreTrainedModel:
     return model
 
 
+def without_memory(model: Any) -> None:
+    """Gives a model on ``meta`` tensors of a CPU without memory, inside of torch's ``FakeTensorMode``: autocast and
+    attention look at the device.
+    """
+    model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"))
+
+
 def usable_attention(wanted: str, *, chosen: bool, model: PreTrainedModel) -> str:
     """``wanted``, or ``eager`` where ``model`` has no SDPA and nobody asked for it in so many words (``chosen``)."""
     return wanted if chosen or wanted != "sdpa" or model._supports_sdpa else "eager"

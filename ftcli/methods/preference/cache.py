@@ -31,6 +31,7 @@ from ftcli.model.backbone import base_of, decoder_layers, root_of
 from ftcli.model.fsdp import JoinedLinear, JoinedTensors
 from ftcli.model.initial_adapters import initial_of
 from ftcli.model.quantized import QuantizedLinear
+from ftcli.run.atomic import read_bytes
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -48,6 +49,8 @@ _DIGEST_BYTES = 16
 _FILE, _MAGIC = "pairs.bin", b"ftcli reference 1\n"
 _HEAD_BYTES = len(_MAGIC) + hashlib.sha256().digest_size
 _NAME = re.compile(r"\d{8}")
+#: Of an entry: 33 million pairs.
+_MOST_BYTES = 1 << 30
 
 
 def unit_digest(*rows: TokenizedRow) -> bytes:
@@ -148,7 +151,7 @@ def _write(path: Path, units: Mapping[bytes, LogProbs], record: np.dtype[np.void
 
 def _read(path: Path, record: np.dtype[np.void]) -> dict[bytes, LogProbs]:
     """Raises OSError or ValueError for a file that is not as it was written."""
-    content = path.read_bytes()
+    content = read_bytes(path, _MOST_BYTES)
     head, body = content[:_HEAD_BYTES], content[_HEAD_BYTES:]
     if head != _MAGIC + hashlib.sha256(body).digest():
         raise ValueError("its content is not what was written")

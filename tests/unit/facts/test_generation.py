@@ -103,3 +103,5 @@ def test_models_whose_rows_would_meet_are_left_to_transformers() -> None:
     assert why_no_engine(QWEN, qwen, on_kernels=True) is None
     for rope in ({"rope_type": "dynamic"}, {"type": "longrope"}, {"full_attention": {"rope_type": "dynamic"}}):
         assert "longest row" in str(why_no_engine({"rope_parameters": rope}, llama, on_kernels=True))
+    for odd in (["dynamic"], "dynamic", 3, {"rope_type": ["dynamic"]}):
+        assert why_no_engine({"rope_parameters": odd}, llama, on_kernels=True) is None
