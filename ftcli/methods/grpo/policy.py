@@ -12,8 +12,7 @@ gave any.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -30,7 +29,8 @@ from ftcli.methods.grpo.spans import TRAINING
 from ftcli.model.backbone import base_of, compute_context, head_of, hidden_states, rotation_kept
 from ftcli.model.delta_layer import FusedDeltaLayer
 from ftcli.model.loss import next_token_log_probs, supervised_positions
-from ftcli.model.quantized import QuantizedLinear
+from ftcli.model.quantized import has_coarse_products
+from ftcli.model.selfcheck import rounded_otherwise
 from ftcli.plan.batches import Batches
 from ftcli.plan.precision import DtypePlan
 from ftcli.rows.row import Row
@@ -275,9 +275,9 @@ def check_parity(policy: PolicyScores, plan: DtypePlan, inputs: Completions, sam
         rows = list(zip(prompts, prompt_mask.bool(), ids, mask.bool(), strict=True))
         plain = torch.cat([*(_plain(model, p[pm], c[cm], policy.temperature) for p, pm, c, cm in rows), ours[:0, 0]])
         rounding = None
-        coarse = _is_coarse(model)
+        coarse = has_coarse_products(model)
         if coarse or _is_recurrent(model):
-            with _rounded_otherwise(model, getattr(torch, plan.compute)):
+            with rounded_otherwise(model, getattr(torch, plan.compute)):
                 again = [_plain(model, p[pm], c[cm], policy.temperature) for p, pm, c, cm in rows]
             rounding = float((torch.cat([*again, plain[:0]]) - plain).abs().mean()) if len(plain) else 0.0
     model.train(training)
@@ -301,30 +301,9 @@ def allowed(plan: DtypePlan, rounding: float | None, *, coarse: bool) -> float:
     return least if rounding is None else max(least, _TIMES_ROUNDING * rounding)
 
 
-def _is_coarse(model: nn.Module) -> bool:
-    """Whether products are coarser than the compute dtype."""
-    return any(isinstance(m, QuantizedLinear) and m.tolerance is not None for m in model.modules())
-
-
 def _is_recurrent(model: nn.Module) -> bool:
     """Whether layers carry a state from token to token, in chunks here and step by step where tokens are sampled."""
     return any(isinstance(module, FusedDeltaLayer) for module in model.modules())
-
-
-@contextmanager
-def _rounded_otherwise(model: Any, dtype: torch.dtype) -> Iterator[None]:
-    """A block in which each number of the embeddings is off by a last place of ``dtype``, up or down by chance."""
-    chance, last_place = torch.Generator().manual_seed(0), torch.finfo(dtype).eps
-
-    def shaken(_module: nn.Module, _inputs: Any, states: Tensor) -> Tensor:
-        signs = torch.randint(2, states.shape, generator=chance).mul_(2).sub_(1).to(states.device)
-        return (states.float() * (1.0 + last_place * signs)).to(states.dtype)
-
-    hook = base_of(model).get_input_embeddings().register_forward_hook(shaken)
-    try:
-        yield
-    finally:
-        hook.remove()
 
 
 def _chosen(completion_mask: Tensor) -> list[int]:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Unpack
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ftcli.data.order import Epochs
 from ftcli.errors import ExitCode, FtcliError
@@ -19,7 +19,7 @@ from ftcli.methods.preference.losses import Answers, PairLoss
 from ftcli.methods.preference.pairs import SCORED, AnswerScorer, ScoredAnswers
 from ftcli.methods.preference.reference import Reference, by_answer, goes_on_live
 from ftcli.model.backbone import compute_context, head_of
-from ftcli.model.quantized import QuantizedLinear
+from ftcli.model.quantized import has_coarse_products
 from ftcli.plain import JsonObject
 from ftcli.run.metrics import MetricsLine
 from ftcli.train.assembly import of_reference
@@ -196,7 +196,7 @@ def require_equal(
             differ.
         group: All of its ranks call this: where weights are sharded or rows are shared, no rank can score on its own.
     """
-    allowed = _ALLOWED_COARSE if _is_coarse(model) else _ALLOWED[dtypes.compute]
+    allowed = _ALLOWED_COARSE if has_coarse_products(model) else _ALLOWED[dtypes.compute]
     tokens = (inputs[SCORED] > 0).sum(1).float()
     found = _largest(_difference(policy, reference, tokens), group)
     if found > allowed:
@@ -235,8 +235,3 @@ def _largest(difference: float, group: RankGroup | None) -> float:
 def _difference(one: ScoredAnswers, other: ScoredAnswers, tokens: Tensor) -> float:
     """The mean over answers, in nats a token; of short ones in nats for 15 sqrt n tokens."""
     return float(((one.sums.detach() - other.sums).abs() / torch.maximum(tokens, _ROUNDED * tokens.sqrt())).mean())
-
-
-def _is_coarse(model: nn.Module) -> bool:
-    """Whether products are coarser than the compute dtype."""
-    return any(isinstance(m, QuantizedLinear) and m.tolerance is not None for m in model.modules())

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import peft
 import pytest
 import torch
+from ftkernels.delta_net import delta_net
 from ftkernels.device import interpreting
 from torch import Tensor
 
+from ftcli.config.model import QuantizationConfig
 from ftcli.data.tokens import TokenizedRow
 from ftcli.errors import FtcliError
 from ftcli.model import cuda_graphs
@@ -19,6 +22,7 @@ from ftcli.model.delta_layer import FusedDeltaLayer
 from ftcli.model.fused import LayerCall, StackCall, stack_of
 from ftcli.model.masks import Documents, plain_mask
 from ftcli.model.patch import patch
+from ftcli.model.quantized import layers_to_quantize, quantize_linear
 from ftcli.model.sequence_parallel import SequencePart
 from ftcli.plan.precision import DtypePlan
 from ftcli.train.isolation import check_isolation
@@ -163,6 +167,64 @@ def test_a_changed_document_changes_no_bit_of_the_others() -> None:
     check_isolation(model_of(lora=False), rows, plan, torch.device("cpu"), pad_token_id=0)
     with pytest.raises(FtcliError, match="FT443"):
         check_isolation(model_of(lora=False, kernels=False), rows, plan, torch.device("cpu"), pad_token_id=0)
+
+
+def on_fp8() -> Any:
+    """In bfloat16, its linear layers in fp8."""
+    model: Any = build("qwen3_5_text").to(torch.bfloat16)
+    settings = QuantizationConfig(method="fp8")
+    for name in layers_to_quantize(model):
+        model.set_submodule(name, quantize_linear(model.get_submodule(name), settings, name))
+    patch(model, "reference")
+    return model
+
+
+def rounded_by_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A document that does not begin its row is computed in other chunks: one in 20 of a net's numbers is off by a last
+    place, the same ones each time.
+    """
+
+    def rounded(joined: Tensor, *parts: Any, starts: Tensor | None, **options: Any) -> Tensor:
+        found = delta_net(joined, *parts, starts=starts, **options)
+        if starts is None:
+            return found
+        chosen = torch.rand(found.shape, generator=torch.Generator().manual_seed(6)) < 0.05
+        chosen &= (starts > 0)[..., None]
+        return torch.where(chosen, found * (1.0 + torch.finfo(found.dtype).eps), found)
+
+    monkeypatch.setattr("ftcli.model.delta_layer.delta_net", rounded)
+
+
+def faulty(change: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Changes ``document_starts`` of rows of several documents."""
+
+    def wrapped(model: Any, inputs: dict[str, Tensor]) -> Any:
+        return hidden_states(model, {**inputs, "document_starts": change(inputs["document_starts"])})
+
+    monkeypatch.setattr("ftcli.train.isolation.hidden_states", wrapped)
+
+
+def parted(starts: Tensor) -> Tensor:
+    """A document that does not begin its row forgets its first token: no neighbour is seen."""
+    places = torch.arange(starts.shape[1])
+    return torch.where((starts > 0) & (places > starts), starts + 1, starts).int()
+
+
+@pytest.mark.parametrize(
+    ("change", "refused"),
+    [(None, False), (torch.zeros_like, True), (parted, True)],
+    ids=["rounding", "a document that sees another", "a document that forgets its first token"],
+)
+def test_what_fp8_makes_of_a_last_place_is_told_from_a_leak(
+    change: Callable[[Tensor], Tensor] | None, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [TokenizedRow(number, row, row) for number, row in enumerate(ids(3, 64).tolist())]
+    plan, cpu = DtypePlan("bfloat16", None, "bfloat16", False, "a test"), torch.device("cpu")
+    rounded_by_place(monkeypatch)
+    if change is not None:
+        faulty(change, monkeypatch)
+    with pytest.raises(FtcliError, match="FT443") if refused else nullcontext():
+        check_isolation(on_fp8(), rows, plan, cpu, pad_token_id=0)
 
 
 def test_rows_that_branch_or_are_shared_are_refused() -> None:
