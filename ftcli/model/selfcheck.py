@@ -338,7 +338,7 @@ def _fails_alike(model: PreTrainedModel, ids: Tensor, error: Exception) -> bool:
     """Whether transformers' own model of the same config fails with the same words where it has no memory: no device,
     dtype or quantization plays a part there.
     """
-    outline = hollow(model.config).eval()
+    outline = hollow(model.config, attn_implementation=model.config._attn_implementation).eval()
     try:
         with FakeTensorMode():
             without_memory(outline)
