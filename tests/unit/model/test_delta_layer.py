@@ -27,6 +27,7 @@ from ftcli.model.sequence_parallel import SequencePart
 from ftcli.plan.precision import DtypePlan
 from ftcli.train.isolation import check_isolation
 from tests.small_models import build
+from tests.tiers import further
 
 LENGTH = 70
 #: Heads that the kernels take, and the interpreter computes in seconds.
@@ -101,7 +102,7 @@ def alone(model: Any, lengths: Sequence[int], tokens: Tensor, weights: Tensor) -
     }
 
 
-@pytest.mark.parametrize("lora", [True, False])
+@pytest.mark.parametrize("lora", [True, *further(False)])
 def test_packed_is_alone_wherever_a_document_begins_in_a_chunk(lora: bool) -> None:
     """Hidden states and every gradient, at 65 positions: where only the state is told, three positions leak through
     the filter. In float64, in which nothing else differs.
