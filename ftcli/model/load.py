@@ -15,6 +15,7 @@ from ftcli.facts.model import ModelFacts
 from ftcli.model.fsdp import RankShards, keep_shards
 from ftcli.model.load_quantized import ModelStorage, load_quantized, random_quantized
 from ftcli.model.pretrained import (
+    ANSWER_ALONE,
     IMPOSSIBLE,
     hollow,
     impossible,
@@ -164,6 +165,7 @@ def config_of(raw: JsonMap, num_layers: int | None = None) -> PretrainedConfig:
     from transformers import CONFIG_MAPPING
 
     values = {key: value for key, value in raw.items() if key not in ("model_type", "dtype", "torch_dtype")}
+    values |= ANSWER_ALONE
     if num_layers is not None:
         text = values
         if isinstance(values.get("text_config"), Mapping):

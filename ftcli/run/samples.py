@@ -169,8 +169,8 @@ class SampleFolder:
             raise _others(self.path, differs)
         judged_otherwise = bool(there) and not differs and map_in(before, "judged") != judged
         stale = there if differs else [SCORES, *ROWS.values()] if judged_otherwise else []
-        with storage_errors(self.path):
-            for name in stale:
+        for name in stale:
+            with storage_errors(self.path / name):
                 (self.path / name).unlink(missing_ok=True)
         self.note(drawn, judged)
         return judged_otherwise and SCORES in there

@@ -161,3 +161,9 @@ def test_links_to_nothing_are_no_file_that_two_share(tmp_path: Path) -> None:
     filled(tmp_path, 4)
     assert not (tmp_path / ANSWERS).is_symlink()
     assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_folder_in_the_place_of_a_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / MANIFEST).mkdir()
+    with SampleFolder(tmp_path) as folder, pytest.raises(FtcliError, match=rf"cannot write .*/{MANIFEST}: "):
+        folder.begin({"a": 1}, {}, replace=True)
