@@ -30,6 +30,7 @@ from ftcli.model.loss import forward_loss
 from ftcli.model.offload import HostEmbedding, use_host_embedding, why_not_on_host
 from ftcli.model.patch import patch
 from ftcli.model.quantized import quantize_linear
+from ftcli.model.score_head import add_score_head
 from ftcli.reporting import SilentReporter
 
 pytestmark = pytest.mark.gpu
@@ -66,7 +67,8 @@ def clean_gpu() -> Iterator[None]:
     torch.cuda.empty_cache()
 
 
-def adapted(name: str, base: str = "none") -> Any:
+def adapted(name: str, base: str = "none", *, patched: bool = True, scores: bool = False) -> Any:
+    """A model with trained adapters, on the kernels or on transformers' layers; ``scores``: with a score head."""
     config = CONFIGS[name](**SIZES, **FURTHER.get(name, {}))
     torch.manual_seed(0)
     with torch.device("cuda"):
@@ -76,14 +78,19 @@ def adapted(name: str, base: str = "none") -> Any:
             for path, module in list(layer.named_modules()):
                 if isinstance(module, torch.nn.Linear):
                     layer.set_submodule(path, quantize_linear(module, QuantizationConfig(method=base), path))
-    model = peft.get_peft_model(model, peft.LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))
+    linear = [f"{part}_proj" for part in ("q", "k", "v", "o", "gate", "up", "down")]
+    if scores:
+        add_score_head(model, seed=0)
+    task = "SEQ_CLS" if scores else "CAUSAL_LM"
+    model = peft.get_peft_model(model, peft.LoraConfig(r=16, target_modules=linear, task_type=task))
     generator = torch.Generator(device="cuda").manual_seed(1)
     for parameter_name, parameter in model.named_parameters():
         if "lora_" in parameter_name:
             parameter.data = parameter.data.float()
         if "lora_B" in parameter_name:
             parameter.data.normal_(std=0.05, generator=generator)
-    patch(model, "auto")
+    if patched:
+        patch(model, "auto")
     return model.train()
 
 
