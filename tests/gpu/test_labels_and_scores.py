@@ -17,9 +17,8 @@ from ftcli.config.training import TrainConfig
 from ftcli.data.tokens import TokenizedRow
 from ftcli.labels import IGNORE_INDEX
 from ftcli.methods.kto.losses import LabelLoss
-from ftcli.methods.kto.mismatched import answer_start, mismatched_rows
 from ftcli.methods.kto.objective import LabelObjective
-from ftcli.methods.kto.reference import LabelReference
+from ftcli.methods.kto.reference import LabelReference, answer_start, mismatched_rows
 from ftcli.methods.preference.settings import PreferenceConfig
 from ftcli.methods.reward.objective import RewardObjective
 from ftcli.methods.reward.settings import RewardModelConfig
@@ -192,7 +191,7 @@ def reward_run(
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_step_of_kto_is_as_exact_as_transformers(name: str) -> None:
-    """In float32 to 1e-5, loss and KL to 1e-4; in bfloat16 no further from float32 than transformers' own layers are."""
+    """In float32 to 1e-5, loss and KL to 1e-4; in bfloat16 no further from float32 than transformers' layers are."""
     plain = adapted(name, patched=False).float()
     rows = labelled(LABELLED, likelier(plain))
     mismatched = mismatched_rows(kto_run(adapted(name), rows, BFLOAT16).objective.rows_of_step(0), LONGEST)
