@@ -172,7 +172,7 @@ def kto_run(model: Any, rows: Sequence[TokenizedRow], dtypes: DtypePlan, size: i
     stack = stack_of(model, getattr(torch, dtypes.compute))
     assert isinstance(stack, DecoderStack)
     job, epochs = job_of(dtypes, APART, size, accumulation), epochs_of(rows)
-    made = LabelObjective(job, model, epochs, loss, group=None, stack=stack, reference=LabelReference())
+    made = LabelObjective(job, model, epochs, loss, group=None, stack=stack, sequence=None, reference=LabelReference())
     made.restore({"reference": "live"}, Progress(1, 2, 0.0, 0))
     return Run(model, made)
 
@@ -183,7 +183,7 @@ def reward_run(
     stack = stack_of(model, getattr(torch, dtypes.compute))
     assert isinstance(stack, DecoderStack)
     job = job_of(dtypes, batches, size, accumulation)
-    return Run(model, RewardObjective(job, model, epochs_of_pairs(rows), group=None, stack=stack))
+    return Run(model, RewardObjective(job, model, epochs_of_pairs(rows), group=None, stack=stack, sequence=None))
 
 
 # -- tests ----------------------------------------------------------------------------------------------------------
