@@ -31,7 +31,7 @@ from ftcli.plain import JsonMap, JsonObject
 from ftcli.tables.families import MULTIMODAL, Family, family_of
 
 if TYPE_CHECKING:
-    from ftcli.config.origins import Origins
+    from ftcli.config.tree import Origins
 
 _SOFTCAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 #: Architectures that give a row numbers in place of words.
@@ -275,10 +275,12 @@ def _require_finite(text: JsonMap, found: ConfigSource, origin: Origin | None) -
     """Raises FtcliError FT305 for NaN and infinity, which Python's JSON reads, and for what is no scale."""
     rope = _rope(text)
     used = {key: text.get(key) for key in ("rope_theta", "rms_norm_eps", *_SOFTCAPS)}
-    for key, value in {**used, **{f"rope {key}": rope.get(key) for key in ("factor", "rope_theta")}}.items():
+    used |= {f"rope {key}": rope.get(key) for key in ("factor", "rope_theta")}
+    shares = {key: value for key, value in text.items() if "dropout" in key or key.endswith("pdrop")}
+    for key, value in {**used, **shares}.items():
         if not isinstance(value, int | float) or isinstance(value, bool):
             continue
-        if not 0 <= value <= _LARGEST or (value == 0 and key == "rope factor"):
+        if not 0 <= value <= (1 if key in shares else _LARGEST) or (value == 0 and key == "rope factor"):
             path = found.folder / "config.json"
             raise preflight_error("FT305", f"{path}: {key} {value} is no number to compute with", origin, help=RESTORE)
 

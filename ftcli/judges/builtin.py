@@ -19,12 +19,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ftcli.config.judging import JudgeConfig, RewardConfig
+from ftcli.config.evaluation import JudgeConfig, RewardConfig
 from ftcli.errors import Finding, FtcliError, first_line
 from ftcli.facts.device import usable_cores
 from ftcli.judges.process import FunctionSource, Worker, ask_each
 from ftcli.judges.verdicts import CompletionBatch, FailedJudgement, Scorer, Verdict
-from ftcli.paths import expanded
+from ftcli.paths import exists, expanded, is_file
 from ftcli.plain import JsonObject
 from ftcli.tables import code_of, judges
 from ftcli.time_limit import TookTooLong, limited_time
@@ -229,8 +229,10 @@ def _parts(resource: Any, resolver: Any) -> Iterator[tuple[Any, Any]]:
 
 def _read(name: str) -> Any:
     path = expanded(name)
+    if exists(path) and not is_file(path):  # a pipe would be waited for, and a device read without end
+        raise NoSchema(f"is no file at {path.absolute()}")
     try:
-        return json.loads(Path(path).read_bytes())
+        return json.loads(path.read_bytes())
     except OSError as error:
         raise NoSchema(f"cannot be read from {path.absolute()}: {error.strerror or first_line(error)}") from error
     except (ValueError, RecursionError) as error:

@@ -15,6 +15,7 @@ from ftcli.facts.model import ModelFacts
 from ftcli.model.fsdp import RankShards, keep_shards
 from ftcli.model.load_quantized import ModelStorage, load_quantized, random_quantized
 from ftcli.model.pretrained import (
+    ANSWER_ALONE,
     IMPOSSIBLE,
     hollow,
     impossible,
@@ -76,9 +77,11 @@ def load_model(
             attention = usable_attention(attention, chosen=False, model=hollow(config))
         try:
             drawn = _random_model(config, dtype, attention, device, seed, holding)
-        except IMPOSSIBLE:
+        except IMPOSSIBLE as error:
             hollow(config)  # says so where it is the config's fault
-            raise
+            if isinstance(error, RuntimeError) and "expects" not in str(error):  # memory, or the device
+                raise
+            raise impossible(error) from error  # of a value that weights are drawn by
         if holding is None and shards is not None:  # drawn whole, as in one process
             keep_shards(drawn, shards)
         return _finished(drawn, holding, model)
@@ -162,6 +165,7 @@ def config_of(raw: JsonMap, num_layers: int | None = None) -> PretrainedConfig:
     from transformers import CONFIG_MAPPING
 
     values = {key: value for key, value in raw.items() if key not in ("model_type", "dtype", "torch_dtype")}
+    values |= ANSWER_ALONE
     if num_layers is not None:
         text = values
         if isinstance(values.get("text_config"), Mapping):

@@ -30,7 +30,7 @@ from ftcli.model.live_bytes import LiveBytes
 from ftcli.model.load import config_of
 from ftcli.model.lora import apply_lora
 from ftcli.model.lora_targets import Targets, chosen, freeze_other_parts, planned_adapters, resolve_targets
-from ftcli.model.pretrained import IMPOSSIBLE, hollow, usable_attention
+from ftcli.model.pretrained import IMPOSSIBLE, hollow, impossible, usable_attention, without_memory
 from ftcli.model.quantized import layers_to_quantize
 from ftcli.plan.measured import Activations, Growth, LayerKind, MeasuredModel, Question, config_in
 from ftcli.plan.precision import DtypePlan
@@ -85,6 +85,8 @@ def _sizes(question: Question) -> MeasuredModel:
     _require_bounded(raw)
     config = config_of(raw)
     model = hollow(config)
+    if (count := config.get_text_config().num_hidden_layers) < 1:
+        raise impossible(ValueError(f"it has {count} layers"))
     lora = None if question.lora is None else LoraConfig.model_validate_json(question.lora)
     packed = _packed(model, wanted=question.stores)
     attention = _attention(question, model)
@@ -284,7 +286,7 @@ def _activations(question: Question, config: PretrainedConfig, lora: LoraConfig 
         del layers[max(examples) + 1 :]
         lengths = first, second, third = _lengths(question, base)
         with FakeTensorMode() as fake:
-            _without_memory(model)
+            without_memory(model)
             once = partial(_pass, model, list(layers), examples, question)
             found = [once(1, first), once(1, second), once(1, third), once(2, first)]
             del fake
@@ -375,11 +377,6 @@ def _telling(layer: nn.Module) -> tuple[object, ...]:
         plain = {k: v for k, v in vars(module).items() if isinstance(v, _TELLING) and k not in _INDICES}
         parts.append((name, type(module).__name__, tuple(sorted(plain.items(), key=lambda item: item[0]))))
     return tuple(parts)
-
-
-def _without_memory(model: Any) -> None:
-    """Gives a model on ``meta`` tensors of a CPU without memory: autocast and attention look at the device."""
-    model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"))
 
 
 def _pass(

@@ -12,6 +12,7 @@ import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +30,9 @@ COMPUTED = re.compile(r"rotary_emb\.inv_freq$|attn\.masked_bias$|attn\.bias$|rot
 _NAMED = 3
 #: What transformers and torch raise for values of a config.json that no model can be built of.
 IMPOSSIBLE = (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError, ArithmeticError)
+
+#: What a config.json may ask for beside a model's answer. Nothing here reads it, it takes memory, and SDPA has none.
+ANSWER_ALONE = MappingProxyType({"output_attentions": False, "output_hidden_states": False})
 
 
 def model_class(config: PretrainedConfig) -> Any:
@@ -65,6 +69,13 @@ def hollow(config: PretrainedConfig, **options: Any) -> PreTrainedModel:
     return model
 
 
+def without_memory(model: Any) -> None:
+    """Gives a model on ``meta`` tensors of a CPU without memory, inside of torch's ``FakeTensorMode``: autocast and
+    attention look at the device.
+    """
+    model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"))
+
+
 def usable_attention(wanted: str, *, chosen: bool, model: PreTrainedModel) -> str:
     """``wanted``, or ``eager`` where ``model`` has no SDPA and nobody asked for it in so many words (``chosen``)."""
     return wanted if chosen or wanted != "sdpa" or model._supports_sdpa else "eager"
@@ -82,7 +93,7 @@ def read_config(name: str, *, revision: str | None, offline: bool) -> Pretrained
 
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(
-            name, revision=revision, local_files_only=offline, trust_remote_code=False
+            name, revision=revision, local_files_only=offline, trust_remote_code=False, **ANSWER_ALONE
         )
     except (StrictDataclassError, *IMPOSSIBLE) as error:
         raise impossible(error) from error

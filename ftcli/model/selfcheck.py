@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.errors import TritonError
 
 from ftcli.config.model import Kernels
@@ -30,6 +31,7 @@ from ftcli.labels import IGNORE_INDEX
 from ftcli.model.backbone import base_of, compute_context, decoder_layers, head_of, hidden_states, rotation_kept
 from ftcli.model.loss import forward_loss
 from ftcli.model.patch import Patch, patch
+from ftcli.model.pretrained import IMPOSSIBLE, hollow, impossible, without_memory
 from ftcli.model.quantized import QuantizedLinear, Tolerance
 from ftcli.plain import JsonObject, plain_fields
 from ftcli.plan.precision import DtypePlan
@@ -247,6 +249,22 @@ def relative_difference(found: Tensor, wanted: Tensor) -> float:
     return float((found - wanted).norm() / wanted.norm().clamp(min=1e-12))
 
 
+@contextmanager
+def rounded_otherwise(model: Model, dtype: torch.dtype) -> Iterator[None]:
+    """A block in which each number of the embeddings is off by a last place of ``dtype``, up or down by chance."""
+    chance, last_place = torch.Generator().manual_seed(0), torch.finfo(dtype).eps
+
+    def shaken(_module: nn.Module, _inputs: Any, states: Tensor) -> Tensor:
+        signs = torch.randint(2, states.shape, generator=chance).mul_(2).sub_(1).to(states.device)
+        return (states.float() * (1.0 + last_place * signs)).to(states.dtype)
+
+    hook = base_of(model).get_input_embeddings().register_forward_hook(shaken)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
 def _rank(value: float) -> float:
     """NaN counts as the largest."""
     return value if value == value else float("inf")
@@ -288,13 +306,19 @@ def check_head(model: PreTrainedModel, input_ids: Sequence[int], plan: DtypePlan
         input_ids: Ordinary text: no ids that stand for images.
 
     Raises:
-        FtcliError: FT335 (exit 3) when they differ, or when the head is of a kind that the loss cannot read.
+        FtcliError: FT335 (exit 3) when they differ, or when the head is of a kind that the loss cannot read; FT305
+            (exit 3) when the config's values make layers that do not fit each other.
     """
     ids = torch.tensor([list(input_ids)[:HEAD_TOKENS]], device=device)
     training = model.training
     model.eval()
     with rotation_kept(model), compute_context(device, plan.compute, plan.autocast):
-        wanted = model(input_ids=ids, use_cache=False).logits.float()
+        try:
+            wanted = model(input_ids=ids, use_cache=False).logits.float()
+        except IMPOSSIBLE as error:
+            if not _fails_alike(model, ids, error):
+                raise
+            raise impossible(error) from error
         try:
             found = _logits(model, ids)
         except TypeError as error:
@@ -308,6 +332,20 @@ def check_head(model: PreTrainedModel, input_ids: Sequence[int], plan: DtypePlan
         said = f"its own logits and those of the loss differ by {difference:.2g} (relative, on one row)"
         raise _head_differs(model, said)
     return difference
+
+
+def _fails_alike(model: PreTrainedModel, ids: Tensor, error: Exception) -> bool:
+    """Whether transformers' own model of the same config fails with the same words where it has no memory: no device,
+    dtype or quantization plays a part there.
+    """
+    outline = hollow(model.config, attn_implementation=model.config._attn_implementation).eval()
+    try:
+        with FakeTensorMode():
+            without_memory(outline)
+            outline(input_ids=torch.zeros(ids.shape, dtype=torch.long), use_cache=False)
+    except IMPOSSIBLE as again:
+        return str(again) == str(error)
+    return False
 
 
 def _logits(model: PreTrainedModel, ids: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ftcli.errors import FtcliError, first_line
 from ftcli.paths import RUN_RECIPE
-from ftcli.run.atomic import utc_now
+from ftcli.run.atomic import open_regular, utc_now
 from ftcli.run.checkpoint import Checkpoints
 
 #: Name of the lock file. It stays behind when a run ends; what counts is the kernel's lock on it, not the file.
@@ -37,7 +37,7 @@ class DirectoryLock:
 
         Raises:
             FtcliError: FT720 when another process holds it.
-            OSError: the lock file cannot be made, or is a link: what it leads to would be written over.
+            OSError: the lock file cannot be made, is a pipe, or is a link: what it leads to would be written over.
         """
         self._path = directory / LOCK_NAME
         self._descriptor: int | None = None
@@ -49,7 +49,7 @@ class DirectoryLock:
 
     def _take(self) -> int | None:
         """Open and lock the file; None when it was replaced in between, so that it has to be tried again."""
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        descriptor = open_regular(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
         try:
             self._lock(descriptor)
             if self._is_current(descriptor):

@@ -36,7 +36,7 @@ from ftcli.run.atomic import (
     storage_errors,
     store_json,
 )
-from ftcli.run.directory import DirectoryLock
+from ftcli.run.directory import LOCK_NAME, DirectoryLock
 
 MANIFEST, ANSWERS, SCORES = "sample.json", "answers.jsonl", "scores.jsonl"
 #: The rows, by what they are for.
@@ -45,6 +45,8 @@ _OURS = (MANIFEST, ANSWERS, SCORES, *ROWS.values())
 #: Answers of a group, about: what a kill costs at most. Eight times what is decoded at once, so that few places of a
 #: batch are empty while the last answers of a group are completed.
 GROUP_ANSWERS = 1024
+#: Of a line: a thousand answers of 32,000 tokens take less.
+_MOST_LINE_BYTES = 256 << 20
 #: Differences that are named; the others are counted.
 _MOST_NAMED = 8
 
@@ -87,6 +89,8 @@ class GroupLog:
         self._sound = sound
         self._replace = replace
         with storage_errors(path):
+            if path.is_symlink() and not path.exists():
+                path.unlink()  # two that lead to nothing may lead to one file
             self.count, size = self._complete()
             descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
             if alone or self.count < len(keys):
@@ -139,6 +143,7 @@ class SampleFolder:
         """Raises FtcliError FT720 (exit 2) while another process holds it, FT723 where it cannot be made."""
         with storage_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
+        with storage_errors(self.path / LOCK_NAME):
             self._lock = DirectoryLock(self.path)
         return self
 
@@ -164,8 +169,8 @@ class SampleFolder:
             raise _others(self.path, differs)
         judged_otherwise = bool(there) and not differs and map_in(before, "judged") != judged
         stale = there if differs else [SCORES, *ROWS.values()] if judged_otherwise else []
-        with storage_errors(self.path):
-            for name in stale:
+        for name in stale:
+            with storage_errors(self.path / name):
                 (self.path / name).unlink(missing_ok=True)
         self.note(drawn, judged)
         return judged_otherwise and SCORES in there
@@ -201,9 +206,10 @@ def _put(file: BinaryIO, row: JsonObject) -> None:
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    """The lines that are whole."""
+    """The lines that are whole, up to one longer than any is written: a damaged file may be one line without end."""
     with os.fdopen(open_regular(path), "rb") as file:
-        yield from (line for line in file if line.endswith(b"\n"))
+        while (line := file.readline(_MOST_LINE_BYTES)).endswith(b"\n"):
+            yield line
 
 
 def _parsed(line: bytes) -> JsonObject | None:

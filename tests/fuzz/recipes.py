@@ -14,7 +14,7 @@ from tests.fuzz import values
 SCHEMA = RecipeSchema()
 KEYS = tuple(SCHEMA.keys())
 
-#: Two recipes that `check` has no objection to.
+#: Recipes that `check` has no objection to.
 TRAINS: dict[str, Any] = {
     "version": 1,
     "model": {"name_or_path": "bundled:tiny-gemma2", "dtype": "float32"},
@@ -32,6 +32,16 @@ SAMPLES: dict[str, Any] = {
         "rewards": [{"use": "exact_match", "answer": "answer"}],
     },
 }
+_ON_PAIRS: dict[str, Any] = {
+    method: {
+        **TRAINS,
+        "data": {"train": [{"path": "bundled:smoke-dpo-train", "max_rows": 8}], "max_seq_len": 64},
+        "train": {**TRAINS["train"], "method": method},
+    }
+    for method in ("dpo", "orpo", "simpo", "kto", "reward")
+}
+#: One of each way to train, by its method.
+BASES: dict[str, dict[str, Any]] = {"sft": TRAINS, "grpo": SAMPLES, **_ON_PAIRS}
 
 #: What YAML gives a meaning to.
 _TOKENS = (
@@ -83,20 +93,19 @@ def _number(node: Mapping[str, Any], *, whole: bool) -> st.SearchStrategy[Any]:
     return st.sampled_from(edges) | drawn if edges else drawn
 
 
-#: Keys that name no files, and whose values decide what a step computes.
-_SETTINGS = tuple(
-    key
-    for key in KEYS
-    if key.startswith(("lora.", "train.", "grpo.", "eval.", "checkpoint.", "quantization.", "data.", "model."))
-    and not key.startswith(
-        ("data.train", "data.eval", "eval.tasks", "grpo.rewards", "model.name", "model.tokenizer", "model.rev")
-    )
-)
+#: Sections that decide what a step computes, and their keys that name files.
+_SECTIONS = ("lora", "train", "grpo", "preference", "reward", "eval", "checkpoint", "quantization", "data", "model")
+_FILES = ("data.train", "data.eval", "eval.tasks", "grpo.rewards", "model.name", "model.tokenizer", "model.rev")
 
 
 def _fitting(key: str) -> st.SearchStrategy[tuple[str, Any]]:
     node = SCHEMA.at(key.replace("[]", ".0").split("."))
     return st.tuples(st.just(key), values.scalars if node is None else _of_schema(node))
+
+
+def _settings_of(*sections: str) -> st.SearchStrategy[list[tuple[str, Any]]]:
+    keys = [key for key in KEYS if key.split(".")[0] in sections and not key.startswith(_FILES)]
+    return st.lists(st.sampled_from(keys).flatmap(_fitting), min_size=1, max_size=3)
 
 
 def _changes() -> st.SearchStrategy[tuple[str, Any]]:
@@ -128,12 +137,17 @@ def _with(place: Any, path: Sequence[str], value: Any) -> Any:
     return {**section, path[0]: _with(section.get(path[0]), path[1:], value)}
 
 
-#: A recipe as a value: one of the two with one to three keys changed.
-recipes = st.builds(changed, st.sampled_from([TRAINS, SAMPLES]), st.lists(_changes(), min_size=1, max_size=3))
+_bases = st.sampled_from(list(BASES.values()))
+
+#: A recipe as a value: one of :data:`BASES` with one to three keys changed.
+recipes = st.builds(changed, _bases, st.lists(_changes(), min_size=1, max_size=3))
 
 
 #: What a run is asked to compute: one to three settings as the schema allows them, or nearly does.
-settings = st.lists(st.sampled_from(_SETTINGS).flatmap(_fitting), min_size=1, max_size=3)
+settings = _settings_of(*_SECTIONS)
+
+#: The same, of what methods on pairs and labels have to themselves.
+preferences = _settings_of("preference", "reward", "train", "data")
 
 
 def written(recipe: Mapping[str, Any]) -> bytes:
@@ -174,7 +188,7 @@ def edited(content: bytes, edits: Sequence[tuple[str, float, int, bytes]]) -> by
 
 #: Files that were recipes, and files that never were.
 texts = (
-    st.builds(edited, st.sampled_from([TRAINS, SAMPLES]).map(written), _edits)
+    st.builds(edited, _bases.map(written), _edits)
     | st.builds(edited, recipes.map(written), _edits)
     | st.lists(_pieces, max_size=12).map(b"".join)
     | st.binary(max_size=60)

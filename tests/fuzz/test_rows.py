@@ -31,6 +31,9 @@ _SETTINGS = (
     {"chat_template": "gemma-system"},
 )
 
+_METHODS = st.sampled_from(["dpo", "orpo", "simpo", "kto", "reward"])
+_judged = st.lists(rows.judged(), min_size=1, max_size=3).map(rows.lines)
+
 
 @pytest.fixture(scope="module")
 def folder() -> Iterator[Path]:
@@ -61,10 +64,9 @@ def test_data_files_are_read_or_refused(
 
 
 @examples(15)
-@given(content=st.lists(rows.judged(), min_size=1, max_size=3).map(rows.lines), method=st.sampled_from(["dpo", "kto"]))
+@given(content=_judged, method=_METHODS)
 def test_rows_of_pairs_and_labels_are_read_or_refused(folder: Path, content: bytes, method: str) -> None:
-    base = {**recipes.TRAINS, "train": {**recipes.TRAINS["train"], "method": method}}
-    _write(folder, base, "rows.jsonl", content, {})
+    _write(folder, recipes.BASES[method], "rows.jsonl", content, {})
     hold(run(folder, "check", "r.yaml", "--json", "--offline", "--as", "cpu", "--show-sample", "9"))
 
 
@@ -76,6 +78,15 @@ def test_rows_are_trained_on_or_refused(folder: Path, file: tuple[str, bytes], s
 
 
 @examples(1, 5)
+@given(content=_judged, method=_METHODS, settings=st.sampled_from(_SETTINGS))
+def test_rows_of_pairs_and_labels_are_trained_on_or_refused(
+    folder: Path, content: bytes, method: str, settings: dict[str, Any]
+) -> None:
+    _write(folder, recipes.BASES[method], "rows.jsonl", content, settings)
+    hold(run(folder, "train", "r.yaml", "--json", "--offline", "--resume", "never"), looks_only=False)
+
+
+@examples(1, 5)
 @given(content=st.lists(rows.rows(), min_size=1, max_size=3).map(rows.lines))
 def test_rows_are_sampled_from_or_refused(folder: Path, content: bytes) -> None:
     _write(folder, {**recipes.SAMPLES, "grpo": _GRPO}, "rows.jsonl", content, {})
@@ -83,11 +94,22 @@ def test_rows_are_sampled_from_or_refused(folder: Path, content: bytes) -> None:
 
 
 @examples(2, 5)
-@given(changes=recipes.settings, method=st.sampled_from(["train", "grpo"]))
+@given(changes=recipes.settings, method=st.sampled_from(["sft", "grpo"]))
 def test_settings_are_trained_with_or_refused(folder: Path, changes: list[tuple[str, Any]], method: str) -> None:
-    recipe = recipes.changed(recipes.SAMPLES if method == "grpo" else recipes.TRAINS, changes)
+    _train(folder, changes, method)
+
+
+@examples(2, 5)
+@given(changes=recipes.preferences, method=_METHODS)
+def test_preferences_are_trained_with_or_refused(folder: Path, changes: list[tuple[str, Any]], method: str) -> None:
+    _train(folder, changes, method)
+
+
+def _train(folder: Path, changes: list[tuple[str, Any]], method: str) -> None:
+    recipe = recipes.changed(recipes.BASES[method], changes)
     (folder / "r.yaml").write_bytes(recipes.written({**recipe, "run": {"output_dir": "out"}}))
-    outcome = run(folder, method, "r.yaml", "--json", "--offline", "--resume", "never", "--max-steps", "2")
+    command = "grpo" if method == "grpo" else "train"
+    outcome = run(folder, command, "r.yaml", "--json", "--offline", "--resume", "never", "--max-steps", "2")
     hold(outcome, looks_only=False)
 
 

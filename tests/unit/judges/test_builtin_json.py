@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -66,6 +67,7 @@ UNUSABLE = {
     "pattern": ({"properties": {"a": {"pattern": "("}}}, r"is not a JSON Schema at \$.properties.a.pattern"),
     "draft": ({"$schema": "http://x.y/z"}, "names a draft that is not known"),
     "file": ("no-such.json", "cannot be read from .*no-such.json: No such file"),
+    "device without end": ("/dev/zero", "is no file at /dev/zero"),
 }
 
 
@@ -87,6 +89,12 @@ def test_a_schema_that_cannot_be_used_is_refused(
 def test_a_file_that_is_no_json_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text("{")
     with pytest.raises(FtcliError, match="is not JSON"):
+        scores(str(tmp_path / "a.json"))
+
+
+def test_nobody_waits_for_a_pipe(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.json")
+    with pytest.raises(FtcliError, match=r"is no file at .*a\.json"):
         scores(str(tmp_path / "a.json"))
 
 

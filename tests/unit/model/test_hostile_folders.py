@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ftcli.assets import asset
 from ftcli.config.model import ModelConfig, QuantizationConfig
@@ -16,6 +17,7 @@ from ftcli.errors import ExitCode, FtcliError
 from ftcli.model.pretrained import load_whole
 from ftcli.model.tokenizer import load_tokenizer, read_tokenizer
 from tests.quantized import load
+from tests.small_models import config_of
 
 
 @pytest.fixture
@@ -78,6 +80,30 @@ def test_values_of_which_no_model_can_be_drawn(folder: Path, monkeypatch: pytest
     edit(folder / "config.json", hidden_activation="nothing")
     with pytest.raises(FtcliError) as caught:
         load(folder, plain, init="random")
+    assert (caught.value.exit_code, caught.value.findings[0].code) == (ExitCode.PREFLIGHT, "FT305")
+
+
+@pytest.mark.parametrize("value", [True, ["x"]])
+@pytest.mark.parametrize("init", ["random", "pretrained"])
+def test_what_a_config_asks_for_beside_an_answer_is_left_out(
+    folder: Path, init: str, value: Any, tmp_path: Path
+) -> None:
+    """SDPA has no probabilities of attention: such a model failed when it generated, or when it was saved."""
+    edit(folder / "config.json", output_attentions=value, output_hidden_states=value)
+    model = load(folder, QuantizationConfig(), init=init)
+    with torch.no_grad():
+        found = model(input_ids=torch.zeros((1, 3), dtype=torch.long))
+    assert (found.attentions, found.hidden_states) == (None, None)
+    model.save_pretrained(tmp_path / "saved")
+
+
+@pytest.mark.parametrize("value", [["x"], "x", -1])
+def test_values_by_which_no_weights_can_be_drawn(tmp_path: Path, value: Any) -> None:
+    """transformers reads them for the first time when it draws."""
+    config_of("recurrent_gemma").save_pretrained(tmp_path)
+    edit(tmp_path / "config.json", w_init_variance_scale=value)
+    with pytest.raises(FtcliError) as caught:
+        load(tmp_path, QuantizationConfig(), init="random")
     assert (caught.value.exit_code, caught.value.findings[0].code) == (ExitCode.PREFLIGHT, "FT305")
 
 

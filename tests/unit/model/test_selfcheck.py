@@ -79,3 +79,21 @@ def test_a_cap_that_is_no_number_is_refused_with_the_file_that_says_it() -> None
     with pytest.raises(FtcliError, match=r"the loss of a LlamaForCausalLM with this config\.json wrongly: ") as caught:
         check_head(model, ids()[0].tolist(), PLAN, CPU)
     assert (caught.value.findings[0].code, caught.value.exit_code) == ("FT335", 3)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("heads", [3, 7])
+def test_layers_that_do_not_fit_each_other_are_the_configs_fault(heads: int, attention: str) -> None:
+    """transformers builds them, and they fail in the first forward pass."""
+    model = build("minimax", num_key_value_heads=heads)
+    model.set_attn_implementation(attention)
+    with pytest.raises(FtcliError, match="no model can be built of this config") as caught:
+        check_head(model, ids()[0].tolist(), PLAN, CPU)
+    assert (caught.value.findings[0].code, caught.value.exit_code) == ("FT305", 3)
+
+
+def test_a_layer_that_fails_by_itself_is_no_fault_of_the_config() -> None:
+    model = build("llama")
+    model.model.layers[1].mlp.down_proj.weight = torch.nn.Parameter(torch.zeros(3, 3))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        check_head(model, ids()[0].tolist(), PLAN, CPU)

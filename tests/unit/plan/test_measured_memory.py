@@ -126,9 +126,10 @@ def test_sizes_are_those_of_the_model(load: Load, tmp_path: Path) -> None:
     assert listed == measured.trained.elements
 
 
-def test_more_layers_than_there_are_are_refused(load: Load, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("model_type", "layers"), [("mixtral", 5000), ("rwkv", 0), ("rwkv", -1)])
+def test_a_number_of_layers_that_cannot_be_is_refused(model_type: str, layers: int, load: Load, tmp_path: Path) -> None:
     from ftcli.errors import FtcliError
 
-    plan = plan_for("mixtral", load, tmp_path, num_hidden_layers=5000)
+    plan = plan_for(model_type, load, tmp_path, num_hidden_layers=layers)
     with pytest.raises(FtcliError, match="FT305"):
         estimate_memory(plan)

@@ -17,6 +17,7 @@ from ftcli.config.recipe import Recipe
 from ftcli.errors import FtcliError
 from ftcli.run.directory import LOCK_NAME, is_locked
 from ftcli.run.resume import open_run
+from ftcli.run.samples import SampleFolder
 
 HOLDER = """
 import os, sys, time
@@ -89,3 +90,10 @@ def test_a_file_system_without_locks_warns(tmp_path: Path, monkeypatch: pytest.M
 def test_a_pipe_in_place_of_the_lock_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / LOCK_NAME)
     assert not is_locked(tmp_path)
+
+
+def test_a_pipe_in_the_place_of_the_lock_is_named(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / LOCK_NAME)
+    for start in (lambda: open_run(tmp_path, "auto", recipe()), SampleFolder(tmp_path).__enter__):
+        with pytest.raises(FtcliError, match=r"cannot write .*/\.lock: it is a pipe, not a regular file"):
+            start()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -142,3 +143,27 @@ def _stopped(folder: SampleFolder) -> None:
 def _written(folder: SampleFolder) -> None:
     with folder.writing({"pairs": "pairs.jsonl"}) as puts:
         puts["pairs"]({"n": 1})
+
+
+def test_a_file_without_an_end_of_line_is_not_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ftcli.run.samples._MOST_LINE_BYTES", 1 << 20)
+    filled(tmp_path, 4)
+    with (tmp_path / ANSWERS).open("ab") as file:
+        file.truncate(file.tell() + (64 << 20))  # holes
+    tracemalloc.start()
+    assert log(tmp_path).count == 4
+    assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    tracemalloc.stop()
+
+
+def test_links_to_nothing_are_no_file_that_two_share(tmp_path: Path) -> None:
+    (tmp_path / ANSWERS).symlink_to("nowhere")
+    filled(tmp_path, 4)
+    assert not (tmp_path / ANSWERS).is_symlink()
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_folder_in_the_place_of_a_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / MANIFEST).mkdir()
+    with SampleFolder(tmp_path) as folder, pytest.raises(FtcliError, match=rf"cannot write .*/{MANIFEST}: "):
+        folder.begin({"a": 1}, {}, replace=True)

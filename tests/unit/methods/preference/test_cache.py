@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,11 +16,17 @@ import pytest
 import torch
 
 from ftcli.config.model import QuantizationConfig
-from ftcli.methods.preference import reference_key as key_module
-from ftcli.methods.preference.ahead import AheadOfTraining, by_answer, by_unit
-from ftcli.methods.preference.cache import ReferenceCache, unit_digest
-from ftcli.methods.preference.reference import Reference, scored_ahead, seen_units, steps_of
-from ftcli.methods.preference.reference_key import reference_key
+from ftcli.methods.preference import cache as key_module
+from ftcli.methods.preference.cache import ReferenceCache, reference_key, unit_digest
+from ftcli.methods.preference.reference import (
+    AheadOfTraining,
+    Reference,
+    by_answer,
+    by_unit,
+    scored_ahead,
+    seen_units,
+    steps_of,
+)
 from ftcli.methods.preference.settings import PreferenceConfig
 from ftcli.model.initial_adapters import remember_initial
 from ftcli.model.patch import patch
@@ -57,7 +64,7 @@ def test_what_was_kept_is_found_to_the_last_bit(cache: ReferenceCache, said: lis
     assert not said
 
 
-@pytest.mark.parametrize("damage", ["bit", "cut", "empty", "gone", "longer"])
+@pytest.mark.parametrize("damage", ["bit", "cut", "empty", "gone", "longer", "pipe", "endless"])
 def test_a_damaged_entry_is_not_trusted(cache: ReferenceCache, said: list[str], tmp_path: Path, damage: str) -> None:
     cache.add(some(3))
     cache.add(some(2, first=3))
@@ -66,8 +73,12 @@ def test_a_damaged_entry_is_not_trusted(cache: ReferenceCache, said: list[str], 
     if damage == "bit":
         content[-5] ^= 1
     file.write_bytes({"cut": content[:-7], "empty": b"", "longer": content + b"0" * 32}.get(damage, content))
-    if damage == "gone":
+    if damage in ("gone", "pipe", "endless"):
         file.unlink()
+    if damage == "pipe":
+        os.mkfifo(file)
+    if damage == "endless":
+        file.symlink_to("/dev/zero")
     assert equal(cache.read(), some(2, first=3))
     assert len(said) == 1
     assert "damaged and computed again" in said[0]
