@@ -38,9 +38,10 @@ def outcome_of(model_type: str, folder: Path) -> Outcome:
     tokenizer.unk_token = tokenizer.pad_token  # else Qwen2's class adds a token, which the model has no row for (FT315)
     tokenizer.save_pretrained(base)
 
-    def train(name: str, **sections: Any) -> str:
+    def train(name: str, kernels: str = "auto", **sections: Any) -> str:
         run = {"output_dir": str(folder / name)}
-        values = {**_RECIPE, "run": run, "model": {"name_or_path": str(base), "dtype": "float32"}, **sections}
+        model = {"name_or_path": str(base), "dtype": "float32", "kernels": kernels}
+        values = {**_RECIPE, "run": run, "model": model, **sections}
         path = folder / f"{name}.yaml"
         path.write_text(yaml.safe_dump(values))
         return _said("train", str(path))
@@ -51,7 +52,7 @@ def outcome_of(model_type: str, folder: Path) -> Outcome:
         qlora=train("qlora", lora={"r": 4}, quantization={"method": "nf4"}),
         full=train("full"),
         export=_said("export", str(folder / "lora")) if lora == "yes" else lora,
-        packing=train("packing", lora={"r": 4}, data={**_RECIPE["data"], "packing": True}),
+        packing=train("packing", "reference", lora={"r": 4}, data={**_RECIPE["data"], "packing": True}),
     )
 
 

@@ -12,8 +12,7 @@ from torch import nn
 
 from ftcli.assets import asset
 from ftcli.config.model import ModelConfig, QuantizationConfig
-from ftcli.config.origins import Origins
-from ftcli.config.tree import MapNode
+from ftcli.config.tree import MapNode, Origins
 from ftcli.facts.model import read_facts
 from ftcli.model.load import load_model
 from ftcli.model.nf4 import NF4Linear

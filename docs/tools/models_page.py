@@ -56,12 +56,14 @@ Families that behave alike share a row, the most trained ones first.
 - **Kernels**: `layers` are computed by ftcli's kernels on a CUDA GPU; `none` trains on transformers' own layers.
 - **LoRA** on all linear layers, **QLoRA** on an NF4 base, **full** fine-tuning, **export** of a merged model
   (as GGUF: [families](export.md#gguf)), and **packing** (`data.packing`) each say `yes`, or the [code](errors.md) of
-  what refuses it. FT443: a document would see the one before it, found by trial.
+  what refuses it. FT443: a document would see the one before it, found by trial, on the kernels' code where there are
+  kernels. Off them (`model.kernels: off`, no GPU) Qwen3.5 is refused, too.
 - `all-linear` includes experts (as PEFT adapts them). On a quantized base the dense layers beside the experts of
   Qwen3-Next, GLM-4-MoE and DeepSeek-V3 have no adapter; a run says so.
 - Multimodal checkpoints are trained on text. Their other parts are frozen, never quantized, and exported as they were.
 - The memory of families whose kernels are `none` is measured by running their layers without memory, which takes
   seconds. They are sharded by `fsdp` too, generate through transformers, and take about 1.5 times as long on a GPU.
+  Those on the kernels generate on ftcli's [engine](generation.md), Qwen3.5 with a state a row beside keys and values.
 
 Also refused: weights stored in MXFP4 (gpt-oss) or fp8 (DeepSeek-V3): name a copy in bfloat16 (FT316); other multimodal
 checkpoints and encoder-decoders (FT309), dropout on experts (FT333), unknown scaling of the logits (FT335).

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ftcli.config.findings import usable_values
 from ftcli.config.schema import Node, RecipeSchema
-from ftcli.config.suggest import usable_values
 from ftcli.plan.trained import TrainedMatrices, bytes_of
 from ftcli.tables import optimizers, schedules
 

@@ -28,7 +28,7 @@ from ftcli.ranks import SIGNAL_NAME, lost_name, sign_name
 from ftcli.run.heartbeat import Silence, Timeouts
 from ftcli.run.signals import SignalName, exit_code_of
 from ftcli.scratch import scratch
-from ftcli.train.other_ranks import finish_for_leader
+from ftcli.train.lifecycle import finish_for_leader
 
 if TYPE_CHECKING:
     from ftcli.pipeline.sweep import Start, SweepRun

@@ -141,3 +141,9 @@ class DataConfig(Section):
         if taken:
             raise ValueError(f"{taken[0]!r} is decided by ftcli, not by the template's switches")
         return value
+
+    @property
+    def weights(self) -> tuple[float, ...] | None:
+        """The weight of each source of `train`; None where some have none."""
+        found = tuple(source.weight for source in self.train if source.weight is not None)
+        return found if found and len(found) == len(self.train) else None

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from ftcli.config import scalars
 from ftcli.config.recipe import Recipe
+from ftcli.config.yaml import plain_scalar
 
 _TAG = "tag:yaml.org,2002:"
 
@@ -24,7 +24,7 @@ class _Rules(_Base):
     """Quotes text that our loader would take for something else, and text that a YAML 1.1 reader would."""
 
     def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> Any:
-        found = scalars.resolve(value) if kind is yaml.ScalarNode and implicit[0] else ""
+        found = plain_scalar(value) if kind is yaml.ScalarNode and implicit[0] else ""
         if found is None:
             return _TAG + "null"
         if isinstance(found, str):

@@ -11,11 +11,10 @@ from typing import TypeVar
 from pydantic import BaseModel
 
 from ftcli.config.dump import dump_recipe
-from ftcli.config.extends import MergedRecipe, read_merged
 from ftcli.config.findings import validate
-from ftcli.config.origins import Origins
-from ftcli.config.overrides import Override, apply_overrides
+from ftcli.config.overrides import MergedRecipe, Override, apply_overrides, read_merged
 from ftcli.config.recipe import Recipe
+from ftcli.config.tree import Origins
 from ftcli.config.yaml import parse_file
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.paths import expanded

@@ -8,8 +8,7 @@ from pydantic import Field
 
 from ftcli.config.base import Section
 from ftcli.config.data import DataConfig
-from ftcli.config.evaluation import EvalConfig, ExportConfig
-from ftcli.config.judging import RewardConfig
+from ftcli.config.evaluation import EvalConfig, ExportConfig, RewardConfig
 from ftcli.config.model import LaunchConfig, LoraConfig, ModelConfig, QuantizationConfig
 from ftcli.config.training import CheckpointConfig, LoggingConfig, RunConfig, TrainConfig
 from ftcli.methods.grpo.settings import GrpoConfig

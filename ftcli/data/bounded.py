@@ -16,7 +16,7 @@ from types import FrameType
 
 from jinja2.exceptions import TemplateError
 
-from ftcli.rows.memory import limited_memory
+from ftcli.rows.limits import limited_memory
 from ftcli.units import size
 
 #: Seconds of this process' CPU time, in all, beyond what conversations need; bytes beyond what it has, for each.

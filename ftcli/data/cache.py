@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 from ftcli.config.data import DataConfig, DatasetConfig
 from ftcli.data.tokens import TokenStore, TokenWriter
 from ftcli.plain import JsonObject
-from ftcli.rows.hub import hub_commit
 from ftcli.rows.places import files_of, is_hub
+from ftcli.rows.reading import hub_commit
 from ftcli.scratch import scratch
 
 if TYPE_CHECKING:

@@ -8,12 +8,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ftcli.config.data import DataConfig
-from ftcli.data.answers import Rendered
-from ftcli.data.boundary import BoundaryTokenizer, TokenizedText
+from ftcli.data.answers import BoundaryTokenizer, Rendered, TokenizedText
 from ftcli.data.chats import Chats, stops_of
-from ftcli.data.forms import training_form
 from ftcli.data.omissions import reasoning_of
-from ftcli.data.template import Renderer, renderer_of
+from ftcli.data.template import Renderer, renderer_of, training_form
 from ftcli.data.tokens import EncodedArrays, TokenizedRow, encoded_of
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.labels import IGNORE_INDEX, end_at_stop, labels_of, without_loss

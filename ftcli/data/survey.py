@@ -1,25 +1,154 @@
-"""A look at a recipe's rows as training reads them: rendered, tokenized and measured, for as long as a budget lasts."""
+"""A look at a recipe's rows as training reads them: rendered, tokenized and measured, for as long as a budget lasts.
+
+And the first of them token by token.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from ftcli.config.data import DataConfig, DatasetConfig
 from ftcli.data.asked import PromptLimit, asked_rows
 from ftcli.data.cache import TokenCache
+from ftcli.data.encode import Encoder, FittedRow
 from ftcli.data.ledger import mostly_untrained
 from ftcli.data.prepare import OutOfTime, SourceReader, accounts, raise_together
-from ftcli.data.tokens import TokenStore, TokenTable
+from ftcli.data.template import renderer_of
+from ftcli.data.tokens import TokenizedRow, TokenStore, TokenTable
 from ftcli.errors import Finding, FtcliError
+from ftcli.labels import IGNORE_INDEX
+from ftcli.plain import LEFT_OUT, JsonObject, plain_fields
 from ftcli.reporting import Reporter
+from ftcli.rows.layouts import layout_of, understand
+from ftcli.rows.places import is_hub
+from ftcli.rows.prompts import prompts_of
+from ftcli.rows.reading import iterate, no_rows
+from ftcli.rows.row import Row, raise_findings
 from ftcli.tables import layouts
 from ftcli.time_limit import TimeBudget
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+Fate = Literal["kept", "truncated", "dropped: longer than data.max_seq_len", "refused: longer than data.max_seq_len"]
+
+
+@dataclass(frozen=True, slots=True)
+class SampleToken:
+    """One token: its id, its text (special tokens spelled out) and whether it bears loss."""
+
+    id: int
+    text: str
+    trained: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SampledRow:
+    """One row. ``origin`` is ``file:row``; ``tokens`` are those that reach the model, all of them if none does.
+    ``label`` is ``desirable`` or ``undesirable`` where the row calls its answer so.
+    """
+
+    origin: str
+    layout: str
+    template: str | None
+    fate: Fate
+    tokens: tuple[SampleToken, ...]
+    label: str | None = field(default=None, metadata=LEFT_OUT)
+
+    @property
+    def trained(self) -> int:
+        """Number of its tokens that bear loss."""
+        return sum(token.trained for token in self.tokens)
+
+    def as_dict(self) -> JsonObject:
+        """The JSON form."""
+        return {**plain_fields(self), "trained": self.trained}
+
+
+def sample_rows(
+    source: DatasetConfig,
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    stops: Collection[int],
+    count: int,
+    *,
+    prompts_only: bool = False,
+    offline: bool = False,
+) -> list[SampledRow]:
+    """The first ``count`` rows; with ``prompts_only`` the prompts of GRPO, of which nothing is trained.
+
+    Raises FtcliError with what is wrong with these rows, as :func:`ftcli.data.prepare.prepare`.
+    """
+    looked_at = source.model_copy(
+        update={"max_rows": min(count, source.max_rows or count), "streaming": is_hub(source)}
+    )
+    items = list(islice(iterate(looked_at, offline=offline), count))
+    raise_findings([item for item in items if isinstance(item, Finding)])
+    rows = [item for item in items if isinstance(item, Row)]
+    if not rows:
+        raise no_rows(source)
+    template = data.chat_template or "the tokenizer's chat template"
+    if prompts_only:
+        return _prompts(rows, data, tokenizer, template)
+    layout = layout_of(rows[0], data.format)
+    encoder = Encoder(tokenizer, stops, data, layout)
+    read = encoder.rows(rows)
+    raise_findings([*read.findings, *read.overlong])
+    chats = {row.origin for row in rows if understand(row, layout).messages is not None}
+    units = [read.tokens[at : at + encoder.unit] for at in range(0, len(read.tokens), encoder.unit)]
+    return [
+        _sampled(tokens, fitted, layout, tokenizer, template if tokens.row.origin in chats else None)
+        for unit in units
+        for tokens, fitted in zip(unit, encoder.fit(unit), strict=True)
+    ]
+
+
+def _prompts(rows: list[Row], data: DataConfig, tokenizer: PreTrainedTokenizerBase, template: str) -> list[SampledRow]:
+    renderer = renderer_of(tokenizer, data)
+    found = []
+    for prompt in prompts_of(rows, data.format):
+        ids = tokenizer(renderer.prompt(prompt), add_special_tokens=False)["input_ids"]
+        shown = tuple(_tokens(ids, [IGNORE_INDEX] * len(ids), tokenizer))
+        rendered = template if prompt.messages is not None else None
+        found.append(SampledRow(str(prompt.row.origin), "prompt", rendered, "kept", shown))
+    return found
+
+
+def _sampled(
+    tokens: TokenizedRow, fitted: FittedRow, layout: str, tokenizer: PreTrainedTokenizerBase, template: str | None
+) -> SampledRow:
+    shown = fitted.tokens or tokens
+    fate: Fate = "kept" if len(shown.input_ids) == fitted.length else "truncated"
+    if fitted.tokens is None:
+        refused = fitted.overlong is not None
+        fate = "refused: longer than data.max_seq_len" if refused else "dropped: longer than data.max_seq_len"
+    texts = tuple(_tokens(shown.input_ids, shown.labels, tokenizer))
+    label = ("desirable" if tokens.value > 0 else "undesirable") if layouts.row(layout).labelled else None
+    return SampledRow(str(tokens.row.origin), layout, template, fate, texts, label)
+
+
+def _tokens(ids: list[int], labels: list[int], tokenizer: PreTrainedTokenizerBase) -> list[SampleToken]:
+    """Tokens with their texts; of a character that is split over several tokens, the first one shows it."""
+    shown: list[SampleToken] = []
+    start = 0
+    for end in range(1, len(ids) + 1):
+        text = str(tokenizer.decode(ids[start:end], clean_up_tokenization_spaces=False))
+        last = (
+            end == len(ids)
+            or end - start >= 4
+            or (labels[end - 1] == IGNORE_INDEX) != (labels[end if end < len(ids) else end - 1] == IGNORE_INDEX)
+        )
+        if text.endswith("\ufffd") and not last:
+            continue
+        for position in range(start, end):
+            part = text if position == start else ""
+            shown.append(SampleToken(ids[position], part, labels[position] != IGNORE_INDEX))
+        start = end
+    return shown
 
 
 @dataclass(frozen=True, slots=True)

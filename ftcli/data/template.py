@@ -1,15 +1,17 @@
 """Renders conversations by the tokenizer's chat template and finds the assistant's characters in the result.
 
-One rendering serves training, evaluation, GRPO and export: :class:`Renderer`.
+One rendering serves training, evaluation, GRPO and export: :class:`Renderer`. Findings say where the template refuses a
+row, or leaves something of it out.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Collection, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from jinja2.exceptions import TemplateError
 
@@ -18,12 +20,12 @@ from ftcli.config.data import DataConfig
 from ftcli.data.answers import Rendered
 from ftcli.data.bounded import REFUSALS, Allowance, TemplateStopped
 from ftcli.data.omissions import PROBE, MessagePart, Presence, Tools, reasoning_of, split_reasoning
-from ftcli.data.refusals import left_out, refused, stopped, unknown_role
-from ftcli.errors import ExitCode, FtcliError, Origin
+from ftcli.errors import ExitCode, FtcliError, Origin, first_line
 from ftcli.facts.tokenizer import no_template_finding
 from ftcli.rows.layouts.messages import REASONING_KEYS
 from ftcli.rows.prompts import Prompt
 from ftcli.rows.row import Example, Message, Row, Switches, data_error, surrogate
+from ftcli.tables import code_of, training_forms
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -345,3 +347,88 @@ def read_template(name: str) -> str:
             origin=Origin(name),
             help="name a readable .jinja file, or a bundled template",
         ) from error
+
+
+def stopped(row: Row, error: Exception) -> FtcliError:
+    """FT422: the template took more time or memory than it may."""
+    return data_error(
+        "FT422",
+        f"the chat template was stopped: {first_line(error)}",
+        row.origin,
+        "use another template (data.chat_template); if only one row is that large, remove it",
+    )
+
+
+def unknown_role(row: Row, role: str, error: Exception) -> FtcliError:
+    """FT425: the template refuses the row, and renders no message of ``role``."""
+    return data_error(
+        "FT425", f"the chat template has no role {role!r}: {first_line(error)}", row.origin, _role_help(role)
+    )
+
+
+def refused(row: Row, error: Exception) -> FtcliError:
+    """FT422: the template, or Python while it rendered, raised ``error``."""
+    return data_error(
+        "FT422",
+        f"the chat template refuses this conversation: {_said(error)}",
+        row.origin,
+        help="user and assistant must alternate, starting with the user"
+        if isinstance(error, TemplateError)
+        else "the template expects something other than the row holds, such as arguments of a call as text",
+    )
+
+
+def left_out(part: MessagePart, row: Row) -> FtcliError:
+    """FT426: the template does not show a part of the row."""
+    return data_error(
+        "FT426",
+        f"the chat template leaves out {part.name}, which would be lost silently",
+        row.origin,
+        "remove it from the row (data.reasoning: drop does so), or use a template that shows it (data.chat_template)"
+        if part.kind == "reasoning"
+        else "use a template that shows it (data.chat_template), or remove it from the row",
+    )
+
+
+def _said(error: Exception) -> str:
+    """A template's own words of refusal; for other errors Python's text with their kind."""
+    said = first_line(error)[:500]
+    return said if isinstance(error, TemplateError) else f"{type(error).__name__}: {said}"
+
+
+def _role_help(role: str) -> str:
+    if role == "system":
+        return (
+            "move that text into the first user message; for Gemma, data.chat_template: gemma-system does so, "
+            "in training, evaluation and export alike"
+        )
+    return "use a template that has it (data.chat_template), or rename the role in the data"
+
+
+class FormOf(Protocol):
+    """The code of one collection."""
+
+    def __call__(self, tokenizer: PreTrainedTokenizerBase, template: str) -> str | None: ...
+
+
+def training_form(tokenizer: PreTrainedTokenizerBase, template: str) -> str | None:
+    """The training form of ``template``, from the first collection that knows it; None when none does."""
+    for row in training_forms.rows():
+        code: FormOf = code_of(row.code)
+        found = code(tokenizer, template)
+        if found is not None:
+            return found
+    return None
+
+
+def of_trl(tokenizer: PreTrainedTokenizerBase, template: str) -> str | None:
+    """The form that the installed TRL has for this very template."""
+    from trl.chat_template_utils import get_training_chat_template
+
+    stand_in = copy.copy(tokenizer)
+    stand_in.chat_template = template
+    try:
+        form: str | None = get_training_chat_template(stand_in)
+    except ValueError:  # a template that TRL does not know
+        return None
+    return form

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ftcli.data.collate import PaddingCollator, packed_batch, unpadded_batch
-from ftcli.data.pack import best_fit
+from ftcli.data.order import best_fit
 from ftcli.data.tokens import TokenizedRow
 from ftcli.errors import ExitCode, FtcliError, Origin
 from ftcli.evaluate.batching import Sums, in_batches, summed_in_step, summed_over_ranks

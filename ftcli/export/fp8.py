@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from ftcli.errors import ExitCode, FtcliError, first_line
 from ftcli.export.merge import outputs
 from ftcli.export.safetensors import ModelPlan, plan_model, require_kept_base, save_model
 from ftcli.export.source import ExportSource, not_verified, plain_config, source_tokenizer, unwritten
-from ftcli.export.tensorfile import TensorToWrite, computed, tensor_files
+from ftcli.export.tensorfile import TensorFile, TensorToWrite, computed, copied, tensor_files
 from ftcli.export.verify import (
     Verified,
     check_answer,
@@ -40,7 +41,7 @@ from ftcli.export.verify import (
     trained_logits,
     unlike_names,
 )
-from ftcli.export.weights import MergedWeights, StoredWeights, base_weights, source_updates
+from ftcli.export.weights import MergedWeights, StoredWeights, base_weights, passed_over, source_updates
 from ftcli.model.backbone import decoder_layers
 from ftcli.model.pretrained import hollow
 from ftcli.plain import JsonObject
@@ -73,7 +74,8 @@ def write(source: ExportSource, folder: Path, say: Callable[[str], None]) -> Ver
     model = hollow(plain_config(plan.config))
     rounded = _rounded(model, plan.base)
     say(f"rounding {len(rounded)} weights to 8 bits")
-    save_model(source, plan, list(_outputs(plan, rounded)), folder)
+    further = [copied(key, file) for key, file in passed_over(source).items()]
+    save_model(source, plan, [*_outputs(plan, rounded), *further], folder)
     _declare(folder / "config.json", _ignored(model, rounded))
     if not source.verify:
         return not_asked(plan.merged_with)
@@ -187,7 +189,7 @@ def _verify(
     say("verifying: comparing weights")
     base, adapted = base_weights(source), plan.adapted
     merged = MergedWeights(base, {} if adapted is None else source_updates(source, adapted))
-    problems = _compare_weights(folder, plan, rounded, merged)
+    problems = _compare_weights(folder, plan, rounded, merged, passed_over(source))
     say("verifying: loading the result again")
     tokenizer = source_tokenizer(source)
     model: Any = unwritten(plan.config) if adapted is None else adapted
@@ -205,11 +207,22 @@ def _verify(
     return Verified(compared, facts, merged_with=plan.merged_with)
 
 
-def _compare_weights(folder: Path, plan: ModelPlan, rounded: Mapping[str, str], merged: MergedWeights) -> list[str]:
-    """Problems of the files, tensor by tensor: compared with what the adapter's own file says, without PEFT."""
+def _compare_weights(
+    folder: Path,
+    plan: ModelPlan,
+    rounded: Mapping[str, str],
+    merged: MergedWeights,
+    further: Mapping[str, TensorFile],
+) -> list[str]:
+    """Problems of the files, tensor by tensor: compared with what the adapter's own file says, without PEFT.
+
+    ``further``: Tensors that are not the model's own.
+    """
     try:
         files, not_rounded = tensor_files(folder), _not_rounded(rounded, merged)
-        expected = {*rounded, *not_rounded, *(scale_key(key) for key in rounded)}
+        for stored in merged.base.stored:
+            further = {**further, **(dict(zip(stored.keys, stored.files, strict=True)) if not stored.names else {})}
+        expected = {*rounded, *not_rounded, *(scale_key(key) for key in rounded), *further}
         problems = unlike_names(files, expected, "is not the model's")
         if problems:
             return shortened(problems)
@@ -217,6 +230,9 @@ def _compare_weights(folder: Path, plan: ModelPlan, rounded: Mapping[str, str], 
             scale = files[scale_key(key)].read(scale_key(key))
             problem = _unlike(files[key].read(key), scale, merged.read(name).float())
             problems += [f"{key} {problem}"] if problem else []
+        for key, file in further.items():
+            pieces = zip_longest(files[key].pieces(key), file.pieces(key))
+            problems += [] if all(one == other for one, other in pieces) else [f"{key} differs from the base model's"]
         for key, name in not_rounded.items():
             exact = name not in merged.changes or merged.changes[name].whole is not None
             dtype = plan.rounding.of(name, merged.base.of(name))

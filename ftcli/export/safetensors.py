@@ -37,7 +37,9 @@ from ftcli.export.source import (
 from ftcli.export.tensorfile import (
     TensorFile,
     TensorToWrite,
+    add_shard,
     computed,
+    copied,
     finite_tensors,
     require_room,
     tensor_files,
@@ -72,6 +74,7 @@ from ftcli.export.weights import (
     WeightUpdate,
     base_weights,
     ends,
+    passed_over,
     source_config,
     source_updates,
     stored_names,
@@ -95,6 +98,8 @@ if TYPE_CHECKING:
 SHARD_BYTES = 4 * 10**9
 #: Above this share of an adapter's effect lost in rounding, people are told.
 LOST_SHARE = 0.5
+#: The file of tensors that transformers passes over.
+_FURTHER = "model-further.safetensors"
 #: What lies beside the weights of a model that takes images or sound.
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 _SCORE = f"{SCORE}.weight"
@@ -171,6 +176,7 @@ def write_merged(source: ExportSource, folder: Path, say: Callable[[str], None])
     _require_memory(plan)
     say(f"merging with {plan.merged_with}" if source.kind == "adapter" else f"rounding to {source.settings.dtype}")
     added = [computed(name, tuple(whole.shape), whole.dtype, lambda whole=whole: whole) for name, whole in plan.added]  # type: ignore[misc]
+    added += [copied(key, file) for key, file in passed_over(source).items()]
     save_model(source, plan, [*outputs(plan.base, plan.adapter, plan.rounding), *added], folder)
     return plan
 
@@ -271,7 +277,7 @@ def verify_merged(source: ExportSource, folder: Path, plan: ModelPlan, say: Call
     written, base, adapted = open_written(folder), base_weights(source), plan.adapted
     changes = {} if adapted is None else source_updates(source, adapted)
     added = [name for name, _ in plan.added]
-    problems = compare_written(written, MergedWeights(base, changes), plan.rounding, added)
+    problems = compare_written(written, MergedWeights(base, changes), plan.rounding, added, passed_over(source))
     problems += [f"{name} differs" for name in added if not _is_whole(changes[name], written.read(name))]
     if problems:
         raise not_verified(folder, problems)
@@ -391,6 +397,8 @@ def copy_model(source: ExportSource, folder: Path) -> None:
         wanted = path.is_file() and path.suffix in (".safetensors", ".json", ".jinja", ".model", ".txt")
         if wanted and path.name not in PROGRESS:
             shutil.copyfile(path, folder / path.name)
+    if further := passed_over(source):
+        add_shard(folder, _FURTHER, [copied(key, file) for key, file in further.items()])
     source_tokenizer(source).save_pretrained(str(folder))
     if source.base.init == "pretrained":
         copy_processors(source, folder)
@@ -446,7 +454,7 @@ def verify_copy(source: ExportSource, folder: Path) -> Verified:
         FtcliError: FT741 when anything differs, FT742 when the source itself is damaged.
     """
     try:
-        wanted = tensor_files(source.folder)
+        wanted = tensor_files(source.folder) | passed_over(source)
     except (OSError, SafetensorError) as error:
         raise unusable(source.folder, f"its weights cannot be read ({error})") from error
     if source.classifier:
@@ -521,4 +529,8 @@ def model_bytes(source: ExportSource) -> int:
         dtype = wanted if wanted is not None and dtype.is_floating_point else dtype
         return math.prod(base.shape(name)) * torch.empty((), dtype=dtype).element_size()
 
-    return sum(bytes_of(name) for name in stored_names(source, base))
+    others = [
+        (file, key) for each in base.stored if not each.names for key, file in zip(each.keys, each.files, strict=True)
+    ]
+    others += [(file, key) for key, file in passed_over(source).items()]
+    return sum(bytes_of(name) for name in stored_names(source, base)) + sum(f.entries[key].nbytes for f, key in others)

@@ -178,6 +178,20 @@ def write_shards(folder: Path, outputs: Sequence[TensorToWrite], shard_bytes: in
         (folder / WEIGHTS_INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
+def add_shard(folder: Path, name: str, outputs: Sequence[TensorToWrite]) -> None:
+    """Writes further tensors of a complete model as the file ``name``, and an index of them all.
+
+    Raises:
+        OSError, safetensors.SafetensorError: they cannot be written, or the model's files not be read.
+    """
+    places = {key: path.name for path in sorted(folder.glob("*.safetensors")) for key in TensorFile(path).entries}
+    _write_file(folder / name, outputs)
+    places |= {output.key: name for output in outputs}
+    size = sum(entry.nbytes for path in folder.glob("*.safetensors") for entry in TensorFile(path).entries.values())
+    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
+    (folder / WEIGHTS_INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
 def _write_file(path: Path, outputs: Sequence[TensorToWrite]) -> None:
     ordered = sorted(outputs, key=lambda output: -_width(output))  # stable
     header: JsonObject = {"__metadata__": {"format": "pt"}}

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -378,7 +379,11 @@ def open_written(folder: Path) -> StoredWeights:
 
 
 def compare_written(
-    written: StoredWeights, merged: MergedWeights, rounding: Rounding, added: Collection[str] = ()
+    written: StoredWeights,
+    merged: MergedWeights,
+    rounding: Rounding,
+    added: Collection[str] = (),
+    passed_over: Mapping[str, TensorFile] = MappingProxyType({}),
 ) -> list[str]:
     """Problems found tensor by tensor; empty when there are none.
 
@@ -388,12 +393,15 @@ def compare_written(
     Args:
         merged: Base and adapter, from the adapter's file and without PEFT.
         added: Tensors that the adapter brings beside the base's; they are not compared here.
+        passed_over: Further tensors by their keys, which are not the model's own (``ftcli.export.weights``).
     """
     base, changes = merged.base, merged.changes
     unknown = set(changes) - {*base.names, *base.ties, *added}
     problems = [f"the adapter changes {name}, which the base model does not have" for name in sorted(unknown)]
     files = {key: file for each in written.stored for key, file in zip(each.keys, each.files, strict=True)}
-    keys: set[str] = set()
+    keys = set(passed_over)
+    for key, file in passed_over.items():
+        problems += _compare_files(StoredTensors((key,), (file,), (), (), (file.entries[key].shape,)), files, rounding)
     for stored in base.stored:
         if not stored.packed and all(base.is_as_stored(name) and name not in changes for name in stored.names):
             keys |= set(stored.keys)

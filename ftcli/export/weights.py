@@ -11,6 +11,7 @@ matrix that it was trained beside, and not with the full-precision one before ro
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -435,6 +436,30 @@ def base_weights(source: ExportSource) -> StoredWeights:
     )
 
 
+def passed_over(source: ExportSource) -> dict[str, TensorFile]:
+    """Tensors of the base that transformers passes over when it loads it, by key: heads that predict further tokens
+    (``mtp.*``), which other programs look for. Merging an adapter copies them; a full fine-tune's own files lack them,
+    and of no other source there are any here. None are found of a base that is not there any more.
+
+    Raises FtcliError FT323 where the base's files are damaged.
+    """
+    if source.kind != "model" or source.classifier or source.base.init == "random":
+        return {}
+    model = hollow(plain_config(source_config(source)))
+    patterns = [re.compile(each) for each in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    if not patterns:
+        return {}
+    try:
+        files = base_files(source)
+    except FtcliError:  # a full fine-tune is exported without its base
+        return {}
+    try:
+        stored = {key: file for file in map(TensorFile, files) for key in file.entries}
+    except (OSError, SafetensorError) as error:
+        raise unreadable_weights(first_line(error)) from error
+    return {key: file for key, file in stored.items() if any(pattern.search(key) for pattern in patterns)}
+
+
 def source_updates(source: ExportSource, adapted: PeftModel) -> dict[str, WeightUpdate]:
     """The change of each weight by the adapter of ``source``."""
     try:
@@ -548,7 +573,6 @@ def updates(
 
 def _scale(config: JsonMap, module: str) -> float:
     """``alpha / r`` or ``alpha / sqrt(r)``; patterns name a module by the end of its path, or by a regex of it."""
-    import re
 
     def pattern(table: Mapping[str, float] | None, default: float) -> float:
         matches = (v for k, v in (table or {}).items() if re.fullmatch(rf"(.*\.)?({k})", module))

@@ -147,20 +147,23 @@ def adapters(shape: ModelShape, lora: LoraConfig) -> tuple[LinearAdapter, ...]:
     """Every adapter of a model whose shape is known, equal ones of all layers together."""
     choice, named = AdapterChoice(lora), shape.adapted(lora.target_modules)
     if choice.is_uniform:  # the estimate asks many times; 80 layers have 560 names
-        return tuple(LinearAdapter(linear, lora.r, shape.num_layers) for linear in named)
+        return tuple(LinearAdapter(linear, lora.r, shape.layers_with(linear)) for linear in named)
     found: Counter[tuple[Linear, int]] = Counter()
-    for linear in named:
-        for index in range(shape.num_layers):
-            name = f"model.layers.{index}.{linear.name}"
-            if choice.adapts(name):
-                found[linear, choice.rank(name)] += 1
+    for linear, name in _named_in(shape, named):
+        if choice.adapts(name):
+            found[linear, choice.rank(name)] += 1
     return tuple(LinearAdapter(linear, rank, layers) for (linear, rank), layers in found.items())
 
 
 def targets_of(shape: ModelShape, lora: LoraConfig) -> list[str]:
     """Paths of the modules that ``lora.target_modules`` names, before a choice is made among them."""
-    named = shape.adapted(lora.target_modules)
-    return [f"model.layers.{index}.{linear.name}" for index in range(shape.num_layers) for linear in named]
+    return [name for _, name in _named_in(shape, shape.adapted(lora.target_modules))]
+
+
+def _named_in(shape: ModelShape, linears: Sequence[Linear]) -> Iterator[tuple[Linear, str]]:
+    """Each of these with its path, in each layer that has it."""
+    for index, layer in enumerate(shape.layers):
+        yield from ((linear, f"model.layers.{index}.{linear.name}") for linear in linears if linear in layer.linears)
 
 
 def problems(names: Sequence[str], lora: LoraConfig) -> Iterator[LoraProblem]:

@@ -4,23 +4,27 @@ One multiply-add is two operations. Per token of a sequence of S tokens, causal,
 forward 2·in·out, gradient of the input 2·in·out, gradient of the weight 2·in·out (full fine-tuning only). Adapters
 of rank r add 2·r·(in+out) forward and twice that backward. Attention has two products forward (QKᵀ, PV) and five
 backward (QKᵀ again, dP, dV, dQ, dK), each 2·width·k for k the mean number of keys a query sees: (S+1)/2, or less
-with a sliding window. The head has a forward and an input gradient for every supervised position; synthetic
-benchmarks supervise all. Norms, activations and the optimizer are bandwidth, not arithmetic, and are left out.
-Gradient checkpointing adds one more forward pass of the layers (not of the head); ``selective`` adds only that of gate
-and up. Layers on the kernels skip what they need not run again; that saving is not counted.
+with a sliding window. A gated delta net is counted in chunks, its step as 3.7 forward passes. The head has a forward
+and an input gradient for every supervised position; synthetic benchmarks supervise all. Norms, activations and the
+optimizer are bandwidth, not arithmetic, and are left out. Gradient checkpointing adds one more forward pass of the
+layers (not of the head); ``selective`` adds only that of gate and up. Layers on the kernels skip what they need not run
+again; that saving is not counted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ftcli.config.model import LoraConfig
 from ftcli.facts.adapters import LinearAdapter, adapters
 from ftcli.facts.model import ModelFacts
-from ftcli.facts.shape import GATE_AND_UP, Linear
+from ftcli.facts.shape import GATE_AND_UP, DeltaNet, Linear
 from ftcli.tables import policies
 from ftcli.tables.policies import PolicyName
+
+#: Tokens of a chunk of a gated delta net, and its operations in a training step over those of its forward pass.
+_CHUNK, _DELTA_STEP = 64, 3.7
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,29 +67,38 @@ def step_flops(
     if shape is None:
         return None
     layers = num_layers if num_layers is not None else shape.num_layers
-    adapted = () if lora is None else adapters(shape, lora)
-    share = layers / shape.num_layers
-    linear_forward = sum(_linear(layer.linears) for layer in shape.layers[:layers])
-    adapters_forward = _adapters(adapted) * share
-    attended = [layer.attention for layer in shape.layers[:layers]]
-    product = 2.0 * sum(each.width * _mean_keys(each.window, seq_len) for each in attended)
+    counted = replace(shape, layers=shape.layers[:layers])
+    adapted = () if lora is None else adapters(counted, lora)
+    linear_forward = sum(_linear(layer.linears) for layer in counted.layers)
+    adapters_forward = _adapters(adapted)
+    product = 2.0 * sum(each.width * _mean_keys(each.window, seq_len) for each in counted.attending)
+    nets_forward = sum(map(_delta_net, counted.delta_nets))
     head_forward = 2.0 * shape.vocab_size * shape.hidden_size
     recompute = 0.0
     again = policies.row(gradient_checkpointing).recomputes
     if again == "gate and up":
-        recompute = layers * _linear(_gate_and_up(shape.linears))
-        recompute += share * _adapters(each for each in adapted if each.linear.name in GATE_AND_UP)
+        recompute = sum(_linear(_gate_and_up(layer.linears)) for layer in counted.layers)
+        recompute += _adapters(each for each in adapted if each.linear.name in GATE_AND_UP)
     elif again == "layer":
-        recompute = linear_forward + adapters_forward + product * 2.0
+        recompute = linear_forward + adapters_forward + product * 2.0 + nets_forward
     recompute *= max(layers - uncheckpointed_layers, 0) / layers
     weight_gradient = 1.0 if lora is None else 0.0
     return StepFlops(
         linear=linear_forward * (2.0 + weight_gradient),
         adapters=adapters_forward * 3.0,
-        attention=product * 7.0,
+        attention=product * 7.0 + nets_forward * _DELTA_STEP,
         head=head_forward * (2.0 + weight_gradient),
         recompute=recompute,
     )
+
+
+def _delta_net(net: DeltaNet) -> float:
+    """Operations per token of a gated delta net's forward pass, in chunks of C tokens (arXiv 2412.06464, §3.3): three
+    products of C x C scores with keys (q k, k k, and the inverse with k), two with values, three with the state, and
+    the inverse by substitution.
+    """
+    c, k, v = _CHUNK, net.key_dim, net.value_dim
+    return net.value_heads * (2.0 * (3 * c * k + 2 * c * v + 3 * k * v) + 2.0 * c * c / 3)
 
 
 def _linear(linears: Iterable[Linear]) -> float:

@@ -1,11 +1,14 @@
-"""The layout of generation: rows at once, pages of the KV cache, sizes that decoding comes in. Pure."""
+"""The layout of generation: rows at once, pages of the KV cache, states of delta nets, sizes that decoding comes in.
+Pure.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ftkernels.limits import CACHE_PAGE
 
+from ftcli.facts.shape import DeltaNet, ModelShape
 from ftcli.plain import JsonMap, map_in
 from ftcli.tables.families import Family
 
@@ -26,17 +29,41 @@ _SPARED = 0.1
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """One position of the key-value cache: of ``layers`` layers, keys and values of ``key_heads`` heads each."""
+    """One position of the key-value cache: of ``layers`` layers, keys and values of ``key_heads`` heads each; and the
+    state of one row: of ``nets`` layers, what a delta net ``net`` carries from token to token.
+
+    ``places``: for each decoder layer its place among those of its kind; empty where all attend.
+    """
 
     layers: int
     key_heads: int
     head_dim: int
     element_bytes: int
+    nets: int = 0
+    net: DeltaNet | None = None
+    places: tuple[int, ...] = ()
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one page, of all layers."""
         return 2 * self.layers * self.key_heads * self.head_dim * self.element_bytes * CACHE_PAGE
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a row's state, of all delta nets: float32, the filter's last inputs and the matrix of each head."""
+        if self.net is None:
+            return 0
+        inputs = self.net.channels * (self.net.filter_width - 1)
+        return 4 * self.nets * (inputs + self.net.value_heads * self.net.key_dim * self.net.value_dim)
+
+
+def cache_shape(shape: ModelShape, element_bytes: int) -> CacheShape:
+    """What a model's layers keep of the tokens before, keys and values in elements of so many bytes."""
+    nets = shape.delta_nets
+    attend = [layer.delta_net is None for layer in shape.layers]
+    places = tuple(attend[:at].count(one) for at, one in enumerate(attend)) if nets else ()
+    kept = sum(attend), shape.num_kv_heads, shape.head_dim, element_bytes
+    return CacheShape(*kept, len(nets), nets[0] if nets else None, places)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +86,30 @@ def bucket_of(rows: int) -> int:
     return next((size for size in BUCKETS if size >= rows), -(-rows // largest) * largest)
 
 
+def slots_of(shape: CacheShape, rows: int) -> int:
+    """States that an engine for so many rows has: one a row, and one of a prompt whose completions have not all begun.
+
+    Other prompts that are computed beside it have places for all of their completions among the rows, and the state of
+    each stands in one of these.
+    """
+    return rows + 1 if shape.nets else 0
+
+
+def _pages(rows: int, longest: int) -> int:
+    """Pages of ``rows`` sequences of ``longest`` tokens; page 0, which is nobody's; and one for the end of a prompt, of
+    which each completion but the last one has a copy.
+    """
+    return rows * pages_of(longest) + 2
+
+
+def _held_bytes(shape: CacheShape, rows: int, longest: int) -> int:
+    """Bytes of pages and states for ``rows`` sequences of ``longest`` tokens."""
+    return _pages(rows, longest) * shape.page_bytes + slots_of(shape, rows) * shape.state_bytes
+
+
 def cache_bytes(shape: CacheShape, rows: int, longest: int) -> int:
-    """Bytes of a KV cache for ``rows`` sequences of ``longest`` tokens, with headroom and the reserved page 0."""
-    return int((rows * pages_of(longest) + 1) * shape.page_bytes / (1 - _SPARED))
+    """Bytes of a KV cache, and of states, for ``rows`` sequences of ``longest`` tokens, with headroom."""
+    return int(_held_bytes(shape, rows, longest) / (1 - _SPARED))
 
 
 def choose_layout(
@@ -75,16 +123,18 @@ def choose_layout(
         room_bytes: For the cache and the copy; None: no limit is known, and nothing is copied.
         copy_bytes: What merged weights would take; None: there is nothing to merge.
     """
-    each = pages_of(longest)
+    whole = EngineLayout(rows, _pages(rows, longest), merged=False)
     if room_bytes is None:
-        return EngineLayout(rows, rows * each + 1, merged=False)
+        return whole
     room = int(room_bytes * (1 - _SPARED))
-    fitting = room // shape.page_bytes - 1  # one page is nobody's
-    if copy_bytes is not None and copy_bytes + (rows * each + 1) * shape.page_bytes <= room:
-        return EngineLayout(rows, rows * each + 1, merged=True)
-    if fitting < each:
+    if copy_bytes is not None and copy_bytes + _held_bytes(shape, rows, longest) <= room:
+        return replace(whole, merged=True)
+    of_none, of_a_row = _held_bytes(shape, 0, longest), pages_of(longest) * shape.page_bytes + shape.state_bytes
+    fitting = min(rows, (room - of_none) // of_a_row)
+    if fitting < 1:
         return None
-    return EngineLayout(min(rows, fitting // each), min(fitting, rows * each) + 1, merged=False)
+    pages = (room - slots_of(shape, fitting) * shape.state_bytes) // max(shape.page_bytes, 1)
+    return EngineLayout(fitting, min(pages, whole.pages), merged=False)
 
 
 def why_no_engine(text_config: JsonMap, family: Family | None, *, on_kernels: bool) -> str | None:
@@ -92,13 +142,15 @@ def why_no_engine(text_config: JsonMap, family: Family | None, *, on_kernels: bo
 
     Args:
         text_config: The language model's config.json.
-        family: The model's row, of layers that are causal attention over one kind of cache; None where there is none.
+        family: The model's row, of layers that are causal attention, or delta nets; None where there is none.
         on_kernels: Whether the layers are ftcli's.
     """
     if family is None:
         return f"the layers of model_type {text_config.get('model_type')} are not known to be causal attention alone"
     if family.attention_alone and not on_kernels:
         return f"transformers' layers of model_type {text_config.get('model_type')} hand no cache of ours to attention"
+    if family.delta_nets is not None and not on_kernels:
+        return f"transformers' layers of model_type {text_config.get('model_type')} take no states of ours"
     kind = batch_dependent_rope(text_config)
     return None if kind is None else f"rotary embeddings of kind {kind} depend on the longest row of a batch"
 

@@ -6,18 +6,20 @@ transformers builds on the meta device.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ftcli.facts.language import Config, text_values
 from ftcli.facts.towers import other_parameters
-from ftcli.tables.families import PARALLEL, Family, Norms, family_of
+from ftcli.tables.families import PARALLEL, Family, Groups, Norms, family_of
 
 #: Linear layers of a decoder layer that read the same input, by their paths in the layer. ftcli's kernels multiply by
 #: the weights of a group at once.
 SHARED_INPUTS = (
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     ("mlp.gate_proj", "mlp.up_proj"),
+    ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z", "linear_attn.in_proj_b", "linear_attn.in_proj_a"),
 )
 #: The first half of the gated MLP: two linear layers, or one where a family joins them.
 GATE_AND_UP = (*SHARED_INPUTS[1], "mlp.gate_up_proj")
@@ -65,15 +67,57 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True)
+class DeltaNet:
+    """The gated delta net of one layer: heads, the features of a key and of a value, and the filter in front of it."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    filter_width: int
+
+    @property
+    def channels(self) -> int:
+        """Features of all queries, keys and values together, which the filter runs over."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def width(self) -> int:
+        """Features of all values together."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def joined_width(self) -> int:
+        """Features of all that enters: queries, keys and values, the output's gate, write strengths and decays."""
+        return self.channels + self.width + 2 * self.value_heads
+
+    @property
+    def parameters(self) -> int:
+        """Elements beside the linears: filter, decays and their biases, and the norm."""
+        return self.channels * self.filter_width + 2 * self.value_heads + self.value_dim
+
+
+@dataclass(frozen=True, slots=True)
 class Layer:
-    """One decoder layer: what mixes tokens, the width of its MLP, its linears, and the elements of its norms and of
-    its activation.
+    """One decoder layer: what mixes tokens, the width of its MLP, its linears, those that share an input, and the
+    elements of its norms, of its activation and of its mixer.
     """
 
-    attention: Attention
+    mixer: Attention | DeltaNet
     mlp_width: int
     linears: tuple[Linear, ...]
+    groups: Groups
     other_parameters: int
+
+    @property
+    def attention(self) -> Attention | None:
+        """The mixer, if it attends."""
+        return self.mixer if isinstance(self.mixer, Attention) else None
+
+    @property
+    def delta_net(self) -> DeltaNet | None:
+        """The mixer, if it is a delta net."""
+        return self.mixer if isinstance(self.mixer, DeltaNet) else None
 
     @property
     def linear_parameters(self) -> int:
@@ -86,7 +130,8 @@ class ModelShape:
     """Everything about a model's size that memory and arithmetic depend on. Counts are elements, not bytes.
 
     All of it is about the language model; ``other_parameters`` are those of a multimodal model's other parts, which are
-    held and not trained. ``layers`` describes each decoder layer; widths of the model are those of every layer.
+    held and not trained. ``layers`` describes each decoder layer; widths of the model are those of every layer, and
+    heads those of every layer that attends.
     """
 
     family: Family
@@ -108,8 +153,32 @@ class ModelShape:
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        """The linears of a layer; all have the same."""
-        return self.layers[0].linears
+        """The linears that layers have, those of all kinds of layers."""
+        return tuple(dict.fromkeys(linear for kind in self.by_kind for linear in kind.layers[0].linears))
+
+    def layers_with(self, linear: Linear) -> int:
+        """Number of the layers that have a linear."""
+        return sum(kind.num_layers for kind in self.by_kind if linear in kind.layers[0].linears)
+
+    @property
+    def by_kind(self) -> tuple[ModelShape, ...]:
+        """The model with the layers of one kind of mixer alone, for each kind: what is true of one of its layers is
+        then true of all, but for windows and rotation. Itself where there is one kind.
+        """
+        kinds = Counter(type(layer.mixer) for layer in self.layers)
+        if len(kinds) == 1:
+            return (self,)
+        return tuple(replace(self, layers=tuple(x for x in self.layers if type(x.mixer) is kind)) for kind in kinds)
+
+    @property
+    def attending(self) -> tuple[Attention, ...]:
+        """The attention of each layer that has one."""
+        return tuple(layer.attention for layer in self.layers if layer.attention is not None)
+
+    @property
+    def delta_nets(self) -> tuple[DeltaNet, ...]:
+        """The delta net of each layer that has one."""
+        return tuple(layer.delta_net for layer in self.layers if layer.delta_net is not None)
 
     @property
     def q_width(self) -> int:
@@ -148,13 +217,13 @@ class ModelShape:
 
     @property
     def rotated_share(self) -> float:
-        """The share of the layers that rotate queries and keys."""
-        return sum(layer.attention.rotary_dim > 0 for layer in self.layers) / self.num_layers
+        """The share of the layers that attend which rotate queries and keys."""
+        return sum(each.rotary_dim > 0 for each in self.attending) / max(len(self.attending), 1)
 
     @property
     def rotates_in_part(self) -> bool:
         """True if some layers rotate a part of each head."""
-        return any(layer.attention.rotary_dim not in (0, self.head_dim) for layer in self.layers)
+        return any(each.rotary_dim not in (0, self.head_dim) for each in self.attending)
 
     @property
     def half_inputs(self) -> int:
@@ -219,17 +288,23 @@ def shape_of(config: Config) -> ModelShape | None:
     head_dim = _whole(config, "head_dim", family.head_dim or hidden // heads)
     tied = config.get("tie_word_embeddings")
     parallel = _stated(config, family.parallel)
-    linears = _linears(config, family, hidden, intermediate, heads * head_dim, kv_heads * head_dim)
-    norms = _norm_parameters(family, hidden, intermediate, heads, kv_heads, head_dim, parallel=parallel)
+    norms = _norm_parameters(family, hidden, intermediate, parallel=parallel)
+    of_heads = _head_norm_parameters(family, heads, kv_heads, head_dim)
     count = _layers(config)
     if isinstance(types := config.get("layer_types"), list) and len(types) < count:
         raise ValueError(f"layer_types names {len(types)} layers, and num_hidden_layers is {count}")
     windows, rotary_dim = windows_of(config, family, count), int(head_dim * _rotary_share(config, family))
     rotated = _rotated(config, family, windows)
-    layers = tuple(
-        Layer(Attention(heads, kv_heads, head_dim, window, rotary_dim if turns else 0), intermediate, linears, norms)
-        for window, turns in zip(windows, rotated, strict=True)
-    )
+    nets = _delta_nets(config, family, count)
+    attending = _linears(config, family, hidden, intermediate, heads * head_dim, kv_heads * head_dim)
+    layers = []
+    for window, turns, net in zip(windows, rotated, nets, strict=True):
+        if net is None:
+            attention = Attention(heads, kv_heads, head_dim, window, rotary_dim if turns else 0)
+            layers.append(Layer(attention, intermediate, attending, family.groups, norms + of_heads))
+        else:
+            linears = _linears(config, family, hidden, intermediate, heads * head_dim, kv_heads * head_dim, net)
+            layers.append(Layer(net, intermediate, linears, family.delta_groups, norms + net.parameters))
     return ModelShape(
         family=family,
         hidden_size=hidden,
@@ -239,7 +314,7 @@ def shape_of(config: Config) -> ModelShape | None:
         head_dim=head_dim,
         vocab_size=_whole(config, "vocab_size"),
         tied=family.tied if tied is None else bool(tied),
-        layers=layers,
+        layers=tuple(layers),
         other_parameters=others,
         parallel=parallel,
     )
@@ -316,22 +391,48 @@ def _norm(family: Family, width: int) -> int:
     return width * (2 if family.norm_bias else 1)
 
 
-def _norm_parameters(
-    family: Family, hidden: int, inner: int, heads: int, kv_heads: int, head_dim: int, *, parallel: bool
-) -> int:
-    """Elements of the norms of a layer."""
+def _norm_parameters(family: Family, hidden: int, inner: int, *, parallel: bool) -> int:
+    """Elements of the norms of a layer, but those of queries and keys, and of its activation."""
     total = len(_norms(family, parallel=parallel).names) * _norm(family, hidden)
-    if family.head_norm is not None and family.head_norm.weights:
-        total += head_dim * (heads + kv_heads if family.head_norm.span == "width" else 2)
     return total + family.activation_parameters + (hidden + inner if family.sub_norms else 0)
 
 
-def _linears(config: Config, family: Family, hidden: int, inner: int, q: int, kv: int) -> tuple[Linear, ...]:
+def _head_norm_parameters(family: Family, heads: int, kv_heads: int, head_dim: int) -> int:
+    """Elements of the norms of queries and keys."""
+    if family.head_norm is None or not family.head_norm.weights:
+        return 0
+    return head_dim * (heads + kv_heads if family.head_norm.span == "width" else 2)
+
+
+def _delta_nets(config: Config, family: Family, count: int) -> tuple[DeltaNet | None, ...]:
+    """The delta net of each layer; None of one that attends."""
+    if family.delta_nets is None:
+        return (None,) * count
+    sizes = [_whole(config, key, default) for key, default in family.delta_nets.defaults]
+    net = DeltaNet(*sizes)
+    if net.value_heads % net.key_heads:
+        said = f"linear_num_value_heads {net.value_heads} is not a multiple of linear_num_key_heads {net.key_heads}"
+        raise ValueError(said)
+    if isinstance(types := config.get("layer_types"), list):
+        return tuple(net if kind == "linear_attention" else None for kind in types[:count])
+    every = _whole(config, "full_attention_interval", family.delta_nets.attention_every)
+    return tuple(net if (at + 1) % every else None for at in range(count))
+
+
+def _linears(
+    config: Config, family: Family, hidden: int, inner: int, q: int, kv: int, net: DeltaNet | None = None
+) -> tuple[Linear, ...]:
     biases = [_stated(config, each) for each in (family.qkv_bias, family.o_bias, family.mlp_bias)]
-    groups = family.groups
+    groups = family.groups if net is None else family.delta_groups
     first = (2 * inner,) if "gate_up" in family.joined else (inner,) * len(groups.gate_up)
+    entering: tuple[int, ...] = (q + 2 * kv,) if "qkv" in family.joined else (q, kv, kv)
+    if "q_gate" in family.joined:
+        entering = (2 * q, kv, kv)
+    if net is not None:
+        biases[:2] = False, False
+        entering, q = (net.channels, net.width, net.value_heads, net.value_heads), net.width
     sizes: list[tuple[tuple[str, ...], int, tuple[int, ...], bool]] = [
-        (groups.qkv, hidden, (q + 2 * kv,) if "qkv" in family.joined else (q, kv, kv), biases[0]),
+        (groups.qkv, hidden, entering, biases[0]),
         (groups.o, q, (hidden,), biases[1]),
         (groups.gate_up, hidden, first, biases[2]),
         (groups.down, inner, (hidden,), biases[2]),

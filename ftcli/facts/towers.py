@@ -100,14 +100,20 @@ def qwen2_5(vision: VisionConfig, config: Config) -> int:
 
 
 def qwen3(vision: VisionConfig, config: Config) -> int:
+    """Qwen3-VL: as Qwen3.5's, and mergers of what some of its layers give."""
+    width, out = vision("hidden_size", 1152), vision("out_hidden_size", 3584)
+    taken = vision.values.get("deepstack_visual_indexes", (8, 16, 24))
+    deep = _merger(vision, width, out, 2 * width * vision("spatial_merge_size", 2) ** 2)
+    return qwen3_5(vision, config) + len(taken) * deep
+
+
+def qwen3_5(vision: VisionConfig, config: Config) -> int:
     width, inner, out = vision("hidden_size", 1152), vision("intermediate_size", 4304), vision("out_hidden_size", 3584)
     block = (
         4 * width + _linear(width, 3 * width) + _linear(width, width) + _linear(width, inner) + _linear(inner, width)
     )
     tower = _patches(vision, width, bias=True, patch=16) + vision("num_position_embeddings", 2304) * width
-    taken = vision.values.get("deepstack_visual_indexes", (8, 16, 24))
-    deep = _merger(vision, width, out, 2 * width * vision("spatial_merge_size", 2) ** 2)
-    return tower + vision("depth", 27) * block + _merger(vision, width, out, 2 * width) + len(taken) * deep
+    return tower + vision("depth", 27) * block + _merger(vision, width, out, 2 * width)
 
 
 def muse_glimmer(vision: VisionConfig, config: Config) -> int:

@@ -1,21 +1,32 @@
-"""The key-value cache: pages on the device, which of them are free, and attention of one call on them.
+"""What layers keep of the tokens before: pages of keys and values, and slots with the states of delta nets; which of
+them are free; and what the layers of one call do with them.
 
-Pages are counted on the host alone: lengths are known there without asking the device. A call reaches the attention of
-each layer as the keyword argument ``cached`` (:class:`ftcli.model.attention.AttentionCache`); no module holds it.
+Pages and slots are counted on the host alone: lengths are known there without asking the device. A call reaches each
+layer as the keyword argument ``cached`` (:class:`ftcli.model.attention.AttentionCache` and
+:class:`ftcli.model.delta_layer.StateCache`); no module holds it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
+from ftkernels.causal_conv import causal_conv, inputs_at
 from ftkernels.decode_attention import Pages, decode_attention
+from ftkernels.delta_gates import delta_gates
+from ftkernels.delta_net import NetSizes, NetWeights, heads_of, parts_of
+from ftkernels.delta_rule import delta_rule_ends
+from ftkernels.delta_step import conv_step, delta_step
 from ftkernels.device import BackendName
+from ftkernels.gated_norm import gated_norm
 from ftkernels.limits import CACHE_PAGE
 from torch import Tensor
 
-from ftcli.facts.generation import CacheShape
+from ftcli.facts.generation import CacheShape, EngineLayout, slots_of
+
+T = TypeVar("T")
 
 
 class PagePool:
@@ -53,17 +64,82 @@ class PagePool:
                 self._free.append(page)
 
 
-class Cache:
-    """Pages of keys and values of all layers, (layers, pages, heads, positions, features) each."""
+class SlotPool:
+    """Slots 0 to ``count - 1``, each in use by one sequence or none. Without any, as where layers have no states,
+    everyone is given :data:`NO_SLOT`.
+    """
 
-    def __init__(self, shape: CacheShape, pages: int, dtype: torch.dtype, device: torch.device) -> None:
-        sizes = (shape.layers, pages, shape.key_heads, CACHE_PAGE, shape.head_dim)
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._free = list(range(count - 1, -1, -1))
+
+    @property
+    def free(self) -> int:
+        """Slots that nobody uses."""
+        return len(self._free)
+
+    def take(self) -> int:
+        """A slot for one sequence. Raises ValueError when all are in use."""
+        if not self._count:
+            return NO_SLOT
+        if not self._free:
+            raise ValueError(f"all of {self._count} states are in use")
+        return self._free.pop()
+
+    def give_back(self, slot: int) -> None:
+        """Frees a slot. Raises ValueError for one that is free."""
+        if slot == NO_SLOT:
+            return
+        if slot in self._free:
+            raise ValueError(f"slot {slot} is free already")
+        self._free.append(slot)
+
+
+#: Of an empty row, and of every row where layers have no states.
+NO_SLOT = -1
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """One delta net's pools: its filter's last inputs (N, C, W - 1), the latest last, and its matrices (N, Hv, K, V);
+    float32, since what is rounded in one step is carried to all that follow.
+    """
+
+    inputs: Tensor
+    matrices: Tensor
+
+
+class Cache:
+    """Pages of keys and values of all layers that attend, (layers, pages, heads, positions, features) each; and states
+    of the others, in ``slots`` slots.
+    """
+
+    def __init__(self, shape: CacheShape, layout: EngineLayout, dtype: torch.dtype, device: torch.device) -> None:
+        sizes = (shape.layers, layout.pages, shape.key_heads, CACHE_PAGE, shape.head_dim)
         self.keys = torch.empty(sizes, dtype=dtype, device=device)
         self.values = torch.empty(sizes, dtype=dtype, device=device)
+        self.slots = slots_of(shape, layout.rows)
+        self._places = shape.places
+        self._states: tuple[States, ...] = ()
+        if shape.net is not None:
+            net, leading = shape.net, (shape.nets, self.slots)
+            inputs = torch.empty((*leading, net.channels, net.filter_width - 1), device=device)
+            matrices = torch.empty((*leading, net.value_heads, net.key_dim, net.value_dim), device=device)
+            self._states = tuple(States(*pools) for pools in zip(inputs, matrices, strict=True))
+
+    @property
+    def has_states(self) -> bool:
+        """True if some layers are delta nets."""
+        return bool(self._states)
 
     def layer(self, index: int) -> Pages:
-        """One layer's pages."""
-        return Pages(self.keys[index], self.values[index])
+        """The pages of decoder layer number ``index``, which attends."""
+        place = self._places[index] if self._places else index
+        return Pages(self.keys[place], self.values[place])
+
+    def states(self, index: int) -> States:
+        """The states of decoder layer number ``index``, a delta net."""
+        return self._states[self._places[index]]
 
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """The content of some pages into others, in all layers."""
@@ -73,17 +149,40 @@ class Cache:
         for pool in (self.keys, self.values):
             pool.index_copy_(1, into, pool.index_select(1, out_of))
 
+    def copy_states(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """The content of some slots into others, layer by layer: of all at once they would be many gigabytes."""
+        if not sources:
+            return
+        into, out_of = (torch.tensor(slots, device=self.keys.device) for slots in (targets, sources))
+        for states in self._states:
+            for pool in (states.inputs, states.matrices):
+                pool.index_copy_(0, into, pool.index_select(0, out_of))
+
+
+@dataclass(frozen=True, slots=True)
+class PromptStates:
+    """Where the prompts of a call (1, S) lie, and where the states go that they leave.
+
+    ``starts``: (1, S) int32, the first token of each token's prompt. ``ends``: (P,) int32, the prompts' last tokens, in
+    order. ``slots``: (P,) int64.
+    """
+
+    starts: Tensor
+    ends: Tensor
+    slots: Tensor
+
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """A call over whole prompts, (1, S): keys and values are kept, and attention is computed as in training.
+    """A call over whole prompts, (1, S): keys, values and last states are kept; what layers give is that of training.
 
-    ``page`` and ``spot``: (S,) int64, where each token's are written.
+    ``page`` and ``spot``: (S,) int64, where each token's are written. ``prompts``: None where layers have no states.
     """
 
     cache: Cache
     page: Tensor
     spot: Tensor
+    prompts: PromptStates | None = None
 
     def attend(
         self,
@@ -102,12 +201,28 @@ class Prefill:
         for pool, new in ((pages.keys, key), (pages.values, value)):
             pool[self.page, :, self.spot] = new[0].transpose(0, 1).to(pool.dtype)
 
+    def mix(
+        self, layer: int, joined: Tensor, weights: NetWeights, sizes: NetSizes, *, backend: BackendName = "auto"
+    ) -> Tensor:
+        """A delta net (:class:`ftcli.model.delta_layer.StateCache`); the states after each prompt are kept."""
+        prompts, pools = _given(self.prompts), self.cache.states(layer)
+        starts, ends = prompts.starts, prompts.ends
+        parts = parts_of(joined, sizes)
+        last = inputs_at(parts.mixed, weights.filter.shape[1], ends, starts)
+        pools.inputs.index_copy_(0, prompts.slots, last.to(pools.inputs.dtype))
+        filtered = causal_conv(parts.mixed, weights.filter, weights.filter_bias, starts=starts, backend=backend).out
+        gates = delta_gates(parts.decay, parts.strength, weights.a_log, weights.dt_bias, backend=backend)
+        made = delta_rule_ends(*heads_of(filtered, sizes), *gates, ends, starts=starts, backend=backend)
+        pools.matrices.index_copy_(0, prompts.slots, _given(made.last))
+        return gated_norm(made.out, parts.gate, weights.norm, weights.eps, backend=backend).flatten(-2)
+
 
 @dataclass(frozen=True, slots=True)
 class Decode:
     """A call of one token a row, (B, 1), against the cache.
 
     ``table``: (B, T) int32; ``lengths``: (B,) int32, with the new token; ``longest``: a bound on them, where known.
+    ``slots``: (B,) int32, contiguous, :data:`NO_SLOT` of an empty row; None where layers have no states.
     """
 
     cache: Cache
@@ -115,6 +230,7 @@ class Decode:
     lengths: Tensor
     longest: int | None = None
     backend: BackendName = "auto"
+    slots: Tensor | None = None
 
     def attend(
         self,
@@ -136,3 +252,21 @@ class Decode:
             sinks=sinks, longest=self.longest, backend=self.backend,
         )  # fmt: skip
         return out[:, None]
+
+    def mix(
+        self, layer: int, joined: Tensor, weights: NetWeights, sizes: NetSizes, *, backend: BackendName = "auto"
+    ) -> Tensor:
+        """A delta net (:class:`ftcli.model.delta_layer.StateCache`): the state of each row goes on by its token."""
+        slots, pools = _given(self.slots), self.cache.states(layer)
+        parts = parts_of(joined[:, 0], sizes)
+        filtered = conv_step(parts.mixed, weights.filter, weights.filter_bias, pools.inputs, slots, backend=backend)
+        gates = delta_gates(parts.decay, parts.strength, weights.a_log, weights.dt_bias, backend=backend)
+        out = delta_step(*heads_of(filtered, sizes), *gates, pools.matrices, slots, backend=backend)
+        return gated_norm(out, parts.gate, weights.norm, weights.eps, backend=backend).flatten(-2)[:, None]
+
+
+def _given(value: T | None) -> T:
+    """What a call of a model with delta nets has."""
+    if value is None:
+        raise ValueError("this call has no place for the states of delta nets")
+    return value

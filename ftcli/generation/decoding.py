@@ -18,7 +18,7 @@ from ftkernels.sampling import Sampling, choose
 from torch import Tensor
 
 from ftcli.facts.generation import bucket_of
-from ftcli.generation.cache import Cache, Decode
+from ftcli.generation.cache import NO_SLOT, Cache, Decode
 from ftcli.generation.forward import Forward
 
 
@@ -30,6 +30,7 @@ class DecodingRow:
         request, completion: Whose it is.
         prompt: Tokens of its prompt.
         pages: Its pages of the cache, in order.
+        slot: Its states.
         issued: Tokens that have been asked of the device; the host may not have seen the last few.
         tokens: Those that it has seen.
         ended: It saw one that ends the completion.
@@ -41,6 +42,7 @@ class DecodingRow:
     prompt: int
     limit: int
     pages: list[int]
+    slot: int = NO_SLOT
     issued: int = 0
     tokens: list[int] = field(default_factory=list)
     ended: bool = False
@@ -67,6 +69,7 @@ class DecodeBatch:
         self.counts = torch.zeros(size, dtype=torch.int64, device=device)
         self.seeds = torch.zeros(size, dtype=torch.int64, device=device)
         self.table = torch.zeros((size, table_pages), dtype=torch.int32, device=device)
+        self.slots = torch.full((size,), NO_SLOT, dtype=torch.int32, device=device)
         self.tokens = torch.zeros(size, dtype=torch.int64, device=device)
         self.logprobs = torch.zeros(size, dtype=torch.float32, device=device)
 
@@ -108,6 +111,7 @@ class DecodeBatch:
         # The token that goes in next is the last one that was issued: it has this number among the row's tokens.
         self._put(self.lengths, np.array([row.prompt + row.issued for row in rows] + [0] * (size - count), np.int32))
         self._put(self.counts, np.array([row.issued for row in rows] + [0] * (size - count), np.int64))
+        self._put(self.slots, np.array([row.slot for row in rows] + [NO_SLOT] * (size - count), np.int32))
         self._put(self.seeds, np.array([row.seed for row in rows] + [0] * (size - count), np.int64))
 
     def _put(self, into: Tensor, values: np.ndarray) -> None:
@@ -120,7 +124,8 @@ class DecodeBatch:
         """
         ids, lengths, counts = self.ids[:size], self.lengths[:size], self.counts[:size]
         positions = (lengths.long() - 1).clamp(min=0)
-        logits = forward.decode(ids, positions, Decode(cache, self.table[:size], lengths, longest))
+        decode = Decode(cache, self.table[:size], lengths, longest, slots=self.slots[:size])
+        logits = forward.decode(ids, positions, decode)
         tokens, logprobs = choose(logits, sampling, self.seeds[:size], counts)
         self.tokens[:size] = tokens
         self.logprobs[:size] = logprobs

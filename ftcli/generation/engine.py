@@ -1,4 +1,4 @@
-"""The engine: one model, its key-value cache, and continuous batching of the rows that it decodes.
+"""The engine: one model, its key-value cache and states, and continuous batching of the rows that it decodes.
 
 Rows that have ended leave, rows that wait enter, and the host does not wait for the device.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from ftkernels.limits import CACHE_PAGE
@@ -15,9 +15,9 @@ from ftkernels.sampling import GREEDY, NOT_FINITE, Sampling, choose
 from torch import Tensor
 
 from ftcli.facts.generation import PREFILL_TOKENS, EngineLayout, pages_of
-from ftcli.generation.cache import Cache, PagePool
+from ftcli.generation.cache import Cache, PagePool, SlotPool
 from ftcli.generation.decoding import DecodeBatch, DecodingRow, Stepper
-from ftcli.generation.forward import Forward, PromptPages, cache_dtype, cache_shape
+from ftcli.generation.forward import Forward, PlacedPrompt, cache_dtype, kept_shape
 from ftcli.generation.requests import (
     Completion,
     GenerationRequest,
@@ -44,6 +44,7 @@ class SchedulerParts:
     forward: Forward
     cache: Cache
     pool: PagePool
+    slots: SlotPool
     batch: DecodeBatch
     stepper: Stepper
     rows: int
@@ -53,7 +54,7 @@ class SchedulerParts:
 
 @dataclass(slots=True)
 class _Started:
-    """A request whose prompt lies in ``pages`` of the cache, and whose completions have not all begun.
+    """A request whose completions have not all begun: its prompt lies in ``pages``, the states after it in ``slot``.
 
     ``logits``: (V,) float32, after the prompt.
     """
@@ -61,8 +62,22 @@ class _Started:
     number: int
     request: GenerationRequest
     pages: list[int]
+    slot: int
     logits: Tensor
     begun: int = 0
+
+
+@dataclass(slots=True)
+class _Copies:
+    """What is copied in a cache before new rows go on: from where, and where to."""
+
+    sources: list[int] = field(default_factory=list)
+    targets: list[int] = field(default_factory=list)
+
+    def add(self, source: int, target: int) -> None:
+        """One more."""
+        self.sources.append(source)
+        self.targets.append(target)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +115,10 @@ class Scheduler:
                     yield from self._look(self._coming.popleft())
                 self._leave()
         finally:
-            for pages in (*(row.pages for row in self._active), *(one.pages for one in self._started)):
-                self._tools.pool.give_back(pages)
+            for row in self._active:
+                self._free(row)
+            for prompt in self._started:
+                self._free(prompt)
 
     # -- a step ----------------------------------------------------------------------------------------------
 
@@ -145,13 +162,17 @@ class Scheduler:
             yield Token(row.request, row.completion, token, logprob, ended)
 
     def _leave(self) -> None:
-        """Rows that are over free their pages. Steps that are still on their way may write to them, before whoever gets
-        them next does.
+        """Rows that are over free their pages and states. Steps that are still on their way may write to them, before
+        whoever gets them next does.
         """
         for row in self._active:
             if row.over:
-                self._tools.pool.give_back(row.pages)
+                self._free(row)
         self._active = [row for row in self._active if not row.over]
+
+    def _free(self, one: DecodingRow | _Started) -> None:
+        self._tools.pool.give_back(one.pages)
+        self._tools.slots.give_back(one.slot)
 
     # -- new rows --------------------------------------------------------------------------------------------
 
@@ -163,11 +184,11 @@ class Scheduler:
             return
         new: list[DecodingRow] = []
         logits: list[Tensor] = []
-        copied: list[tuple[int, int]] = []
+        pages, slots = _Copies(), _Copies()
         while len(new) < free:
             if not self._started and not self._prefill(free - len(new)):
                 break
-            row = self._begin(self._started[0], copied)
+            row = self._begin(self._started[0], pages, slots)
             if row is None:
                 break
             new.append(row)
@@ -175,7 +196,8 @@ class Scheduler:
             if self._started[0].begun == len(self._started[0].request.seeds):
                 self._started.popleft()
         if new:
-            tools.cache.copy_pages([source for source, _ in copied], [target for _, target in copied])
+            tools.cache.copy_pages(pages.sources, pages.targets)
+            tools.cache.copy_states(slots.sources, slots.targets)
             self._choose_first(new, logits)
         elif not self._active:
             raise RuntimeError("the cache is too small for a single sequence")
@@ -197,17 +219,18 @@ class Scheduler:
             tokens, needed, completions = tokens + size, needed + pages, completions + len(request.seeds)
         if not chosen:
             return False
-        prompts = [PromptPages(request.prompt, tools.pool.take(pages_of(len(request.prompt)))) for _, request in chosen]
+        taken = [(tools.pool.take(pages_of(len(request.prompt))), tools.slots.take()) for _, request in chosen]
+        prompts = [PlacedPrompt(request.prompt, *where) for (_, request), where in zip(chosen, taken, strict=True)]
         logits = tools.forward.prefill(prompts, tools.cache)
-        for (number, request), prompt, one in zip(chosen, prompts, logits, strict=True):
-            self._started.append(_Started(number, request, list(prompt.pages), one))
+        for (number, request), where, one in zip(chosen, taken, logits, strict=True):
+            self._started.append(_Started(number, request, *where, one))
         return True
 
-    def _begin(self, started: _Started, copied: list[tuple[int, int]]) -> DecodingRow | None:
+    def _begin(self, started: _Started, copied_pages: _Copies, copied_slots: _Copies) -> DecodingRow | None:
         """The next completion of a request; None while there are no pages for it.
 
-        Completions share the pages that their prompt fills. Of a page that it fills in part each gets a copy, but the
-        last one, which takes all that the prompt has.
+        Completions share the pages that their prompt fills. Of a page that it fills in part, and of its states, each
+        gets a copy, but the last one, which takes all that the prompt has.
         """
         request, pool = started.request, self._tools.pool
         size = len(request.prompt)
@@ -220,11 +243,14 @@ class Scheduler:
         if not last:
             pool.share(prompt_pages)
         pages = pool.take(own)
-        if not last and full < len(started.pages):
-            copied.append((started.pages[full], pages[0]))
-        row = DecodingRow(
-            started.number, started.begun, request.seeds[started.begun], size, request.limit, [*prompt_pages, *pages]
-        )
+        slot = started.slot
+        if not last:
+            if full < len(started.pages):
+                copied_pages.add(started.pages[full], pages[0])
+            slot = self._tools.slots.take()
+            copied_slots.add(started.slot, slot)
+        seed, every = request.seeds[started.begun], [*prompt_pages, *pages]
+        row = DecodingRow(started.number, started.begun, seed, size, request.limit, every, slot)
         started.begun += 1
         return row
 
@@ -239,7 +265,7 @@ class Scheduler:
         going_on = [at for at, row in enumerate(new) if not row.over]
         for row in new:
             if row.over:
-                tools.pool.give_back(row.pages)
+                self._free(row)
         self._active += [new[at] for at in going_on]
         chosen = tokens[torch.tensor(going_on, dtype=torch.int64, device=tokens.device)]
         if self._active:
@@ -274,14 +300,15 @@ class Engine:
     ) -> None:
         dtype = cache_dtype(forward.model, plan)
         on_gpu = device.type == "cuda"
-        cache = Cache(cache_shape(forward.model, dtype), layout.pages, dtype, device)
+        cache = Cache(kept_shape(forward.model, dtype), layout, dtype, device)
         batch = DecodeBatch(layout.rows, pages_of(longest), device)
         self.layout = layout
         self.stepper = Stepper(forward, cache, batch, graphs=graphs and on_gpu)
         self._longest = longest
         self._tools = SchedulerParts(
-            forward, cache, PagePool(layout.pages), batch, self.stepper, layout.rows, device, ahead if on_gpu else 0
-        )
+            forward, cache, PagePool(layout.pages), SlotPool(cache.slots), batch, self.stepper, layout.rows, device,
+            ahead if on_gpu else 0,
+        )  # fmt: skip
 
     def complete(
         self, requests: Sequence[GenerationRequest], sampling: Sampling = GREEDY, stopping: StopCheck | None = None

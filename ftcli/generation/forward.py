@@ -12,8 +12,9 @@ from ftkernels.adapter_packs import AdapterPacks
 from ftkernels.limits import CACHE_PAGE
 from torch import Tensor
 
-from ftcli.facts.generation import CacheShape
-from ftcli.generation.cache import Cache, Decode, Prefill
+from ftcli.facts.generation import CacheShape, cache_shape
+from ftcli.facts.shape import shape_of
+from ftcli.generation.cache import NO_SLOT, Cache, Decode, Prefill, PromptStates
 from ftcli.model import attention
 from ftcli.model.backbone import base_of, decoder_layers, head_of, hidden_states, root_of
 from ftcli.model.fused import UNPACKED, FusedDecoderLayer, LayerPacks, PreparedGroup
@@ -30,24 +31,24 @@ def cache_dtype(model: PreTrainedModel | PeftModel, plan: DtypePlan) -> torch.dt
     return dtype
 
 
-def cache_shape(model: PreTrainedModel | PeftModel, dtype: torch.dtype) -> CacheShape:
-    """One position of the model's key-value cache in ``dtype``."""
-    config: Any = base_of(model).config.get_text_config()
-    heads = config.num_attention_heads
-    return CacheShape(
-        layers=config.num_hidden_layers,
-        key_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        element_bytes=dtype.itemsize,
-    )
+def kept_shape(model: PreTrainedModel | PeftModel, dtype: torch.dtype) -> CacheShape:
+    """What the model's layers keep of the tokens before, keys and values in ``dtype``.
+
+    Raises TypeError for layers that :mod:`ftcli.facts.shape` does not describe.
+    """
+    shape = shape_of(base_of(model).config.get_text_config().to_dict())
+    if shape is None:
+        raise TypeError("the model's layers are not described")
+    return cache_shape(shape, dtype.itemsize)
 
 
 @dataclass(frozen=True, slots=True)
-class PromptPages:
-    """A prompt's tokens and the pages that take their keys and values."""
+class PlacedPrompt:
+    """A prompt's tokens, the pages that take their keys and values, and the slot that takes the last states."""
 
     tokens: Sequence[int]
     pages: Sequence[int]
+    slot: int = NO_SLOT
 
 
 class Forward:
@@ -79,8 +80,8 @@ class Forward:
             if before is not None:
                 attention.use(base, before)
 
-    def prefill(self, prompts: Sequence[PromptPages], cache: Cache) -> Tensor:
-        """Logits after each prompt, (prompts, V); keys and values of all go to the cache."""
+    def prefill(self, prompts: Sequence[PlacedPrompt], cache: Cache) -> Tensor:
+        """Logits after each prompt, (prompts, V); keys, values and states of all go to the cache."""
         lengths = [len(prompt.tokens) for prompt in prompts]
         ids: list[int] = []
         positions: list[int] = []
@@ -92,11 +93,14 @@ class Forward:
             positions += range(length)
             pages += [prompt.pages[at // CACHE_PAGE] for at in range(length)]
         ids_, positions_, pages_ = (self._row(values) for values in (ids, positions, pages))
-        inputs = {"input_ids": ids_, "position_ids": positions_, "document_starts": self._row(starts).to(torch.int32)}
-        cached = Prefill(cache, pages_[0], positions_[0] % CACHE_PAGE)
+        starts_ = self._row(starts).to(torch.int32)
+        last = torch.tensor(lengths).cumsum(0).to(self._device) - 1
+        slots = self._row([prompt.slot for prompt in prompts])[0]
+        own = PromptStates(starts_, last.to(torch.int32), slots) if cache.has_states else None
+        inputs = {"input_ids": ids_, "position_ids": positions_, "document_starts": starts_}
+        cached = Prefill(cache, pages_[0], positions_[0] % CACHE_PAGE, own)
         states = hidden_states(self.model, inputs, cached=cached).tensor[0]
-        last = torch.tensor(lengths).cumsum(0) - 1
-        return self._logits(states[last.to(states.device)])
+        return self._logits(states[last])
 
     def decode(self, ids: Tensor, positions: Tensor, decode: Decode) -> Tensor:
         """Logits after one more token of each row, (B, V). ``ids`` and ``positions``: (B,) int64."""

@@ -15,7 +15,7 @@ from ftcli.config.model import Kernels
 from ftcli.facts.generation import choose_layout, why_no_engine
 from ftcli.generation.engine import AHEAD, Engine
 from ftcli.generation.fallback import TransformersGenerator
-from ftcli.generation.forward import Forward, cache_dtype, cache_shape
+from ftcli.generation.forward import Forward, cache_dtype, kept_shape
 from ftcli.generation.merged import MergedModel, copied_bytes, merged_model
 from ftcli.generation.requests import Completion, GenerationRequest, StopCheck, Token
 from ftcli.model.backbone import base_of, decoder_layers, head_of, root_of
@@ -122,7 +122,7 @@ def open_generator(
     if reason is not None:
         return OpenedGenerator(TransformersGenerator(model, plan, device, pad=pad, rows=rows), reason)
     on_gpu = device.type == "cuda"
-    shape = cache_shape(model, cache_dtype(model, plan))
+    shape = kept_shape(model, cache_dtype(model, plan))
     room = free_gpu_bytes(device) if room_bytes is None and on_gpu else room_bytes
     copied = copied_bytes(model, plan) if on_gpu and merge else None
     layout = choose_layout(shape, rows, longest, room_bytes=room, copy_bytes=copied)
@@ -150,7 +150,7 @@ def _why_not(
     if reason is not None:
         return reason
     dtype = cache_dtype(model, plan)
-    head_dim = cache_shape(model, dtype).head_dim
+    head_dim = kept_shape(model, dtype).head_dim
     reason = why_no_decode_attention(gpu_of(device), dtype_name(dtype), head_dim)
     if reason is not None:
         return reason

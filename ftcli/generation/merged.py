@@ -17,7 +17,6 @@ from ftkernels.projection import join_weights
 from torch import Tensor, nn
 
 from ftcli.config.model import Kernels
-from ftcli.facts.shape import SHARED_INPUTS
 from ftcli.model.backbone import base_of, decoder_layers
 from ftcli.model.fused import FusedDecoderLayer
 from ftcli.model.lora import merged_weight
@@ -25,6 +24,7 @@ from ftcli.model.patch import patch
 from ftcli.model.quantized import QuantizedLinear, TrainedQuantizedLinear
 from ftcli.plan.precision import DtypePlan
 from ftcli.tables import quantizations
+from ftcli.tables.families import family_of
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -89,7 +89,7 @@ def merged_model(model: PreTrainedModel | PeftModel, plan: DtypePlan, kernels: K
     config = copy.deepcopy(base.config)
     configs = {id(base.config): config, id(base.config.get_text_config()): config.get_text_config()}
     for layer in decoder_layers(base):
-        for names in SHARED_INPUTS:
+        for names in _shared_inputs(base):
             group = [copies[id(one)].linear.weight for name in names if id(one := _at(layer, name)) in copies]
             if len(group) == len(names):
                 join_weights(group)
@@ -111,7 +111,7 @@ def _copied(base: PreTrainedModel, plan: DtypePlan) -> dict[int, Any]:
     for layer in decoder_layers(base):
         alone = {id(module): module for module in _linears(layer) if _needs_copy(module, dtype)}
         found |= alone
-        for names in SHARED_INPUTS:
+        for names in _shared_inputs(base):
             group = [_at(layer, name) for name in names]
             if any(id(one) in alone for one in group) and all(_is_copyable(one) for one in group):
                 found |= {id(one): one for one in group}
@@ -119,6 +119,15 @@ def _copied(base: PreTrainedModel, plan: DtypePlan) -> dict[int, Any]:
     if head is not None:
         found |= {id(module): module for module in _linears(head) if _needs_copy(module, dtype)}
     return found
+
+
+def _shared_inputs(base: PreTrainedModel) -> list[tuple[str, ...]]:
+    """The linears that read one input, by their paths in a layer of either kind."""
+    family = family_of(base.config.get_text_config().model_type)
+    if family is None:
+        return []
+    kinds = [family.groups] if family.delta_nets is None else [family.groups, family.delta_groups]
+    return [names for groups in kinds for names in groups if len(names) > 1]
 
 
 def _linears(module: nn.Module) -> Iterator[nn.Module]:

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ftcli.config.judging import JudgeConfig, RewardConfig
+from ftcli.config.evaluation import JudgeConfig, RewardConfig
 from ftcli.errors import Finding, FtcliError, first_line
 from ftcli.facts.device import usable_cores
 from ftcli.judges.process import FunctionSource, Worker, ask_each

@@ -15,8 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-from ftcli.config.evaluation import TaskConfig
-from ftcli.config.judging import JudgeConfig, OnError, RewardConfig
+from ftcli.config.evaluation import JudgeConfig, OnError, RewardConfig, TaskConfig
 from ftcli.config.recipe import Recipe
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin, first_line
 from ftcli.judges.builtin import built_in

@@ -18,7 +18,7 @@ from ftkernels.tied_embedding import HeadGradient, tied_embedding
 from torch import Tensor, nn
 
 from ftcli.model import attention
-from ftcli.model.masks import Documents
+from ftcli.model.masks import CallMask, Documents, plain_mask
 from ftcli.tables.families import family_of
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def hidden_states(
 
     With ``document_starts`` (:class:`ftcli.model.masks.Documents`) no document sees another one. transformers' own
     attention reads that off ``position_ids`` which begin anew; ours gets the boundaries, and ``branch_starts`` where
-    documents branch.
+    documents branch. Layers that carry a state know of documents by their boundaries alone.
 
     Args:
         stack: The model's layers as one function (:mod:`ftcli.model.fused`), for inputs without a padding mask.
@@ -133,17 +133,19 @@ def hidden_states(
     own = ("document_starts", "branch_starts")
     given: dict[str, Any] = {name: value for name, value in inputs.items() if name not in own}
     ids, starts = inputs["input_ids"], inputs.get("document_starts")
-    if starts is None and stack is not None:
+    family = family_of(base.config.get_text_config().model_type)
+    carries = family is not None and family.delta_nets is not None
+    if starts is None and (stack is not None or (carries and cached is None and "attention_mask" not in inputs)):
         starts = _document_starts(ids, inputs.get("position_ids"))
     if starts is not None and attention.is_ours(base):
         # A mask of ones keeps transformers from looking for documents, which would wait for the device.
-        given["attention_mask"] = torch.ones(ids.shape, dtype=torch.bool, device=ids.device)
+        given["attention_mask"] = _unpadded(base, ids) if carries else torch.ones_like(ids, dtype=torch.bool)
         given["documents"] = Documents(starts, sequence, inputs.get("branch_starts"))
     elif sequence is not None:
         raise ValueError("ranks share rows around our own attention only")
     elif "branch_starts" in inputs:
         raise ValueError("documents branch within our own attention only")
-    positions, family = given.get("position_ids"), family_of(base.config.get_text_config().model_type)
+    positions = given.get("position_ids")
     if positions is not None and family is not None and family.four_positions:
         given["position_ids"] = positions.expand(4, *ids.shape)
     if cached is not None:
@@ -151,6 +153,14 @@ def hidden_states(
     backbone = backbone_of(base)
     with nullcontext() if stack is None else stack.collecting():
         return HiddenStates(backbone(**given, use_cache=False).last_hidden_state)
+
+
+def _unpadded(base: PreTrainedModel, ids: Tensor) -> dict[str, CallMask | None]:
+    """The masks of a model with states, by the kinds of its layers: of a mask of ones transformers would ask the device
+    whether it is one.
+    """
+    mask, kinds = plain_mask(ids), set(base.config.get_text_config().layer_types)
+    return {kind: None if kind == "linear_attention" else mask for kind in kinds}
 
 
 def _document_starts(ids: Tensor, positions: Tensor | None) -> Tensor:

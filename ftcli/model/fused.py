@@ -21,6 +21,7 @@ import torch
 from ftkernels.adapter_packs import AdapterPacks
 from ftkernels.attention import KeptOutput
 from ftkernels.device import without_autocast
+from ftkernels.lora_gated_qkv import lora_gated_qkv
 from ftkernels.lora_linear import lora_linear
 from ftkernels.lora_mlp import ResidualMode, lora_mlp
 from ftkernels.lora_qkv import lora_qkv
@@ -189,11 +190,13 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         self.offloaded: Offloaded = "halves"
         self.stack: DecoderStack | None = None
         self.packs = UNPACKED
-        self.window = described.attention.window
-        self.by_position = position_scale(shape.family, original.self_attn)
+        attention = described.attention
+        self.window = None if attention is None else attention.window
+        self.by_position = None if attention is None else position_scale(shape.family, original.self_attn)
         self._shape = shape
         self._family = shape.family
-        self._rotates = described.attention.rotary_dim > 0
+        self._groups = described.groups
+        self._rotates = attention is not None and attention.rotary_dim > 0
         self._multiplier = 1.0
         if shape.family.residual_multiplier is not None:
             self._multiplier = float(getattr(original, shape.family.residual_multiplier))
@@ -231,7 +234,7 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         """Calls the layer; while its stack is collecting, hands the call on to it."""
         if self.stack is None or not self.stack.collects:
             return super().__call__(hidden_states, *args, **kwargs)
-        mask, documents = kwargs["attention_mask"], kwargs["documents"]
+        mask, documents = self.call_mask(kwargs["attention_mask"], hidden_states), kwargs["documents"]
         rotation = self.stack.rotation_of(self, kwargs["position_embeddings"], kwargs.get("position_ids"))
         return self.stack.take(self, hidden_states, LayerCall(documents.within(mask), rotation))
 
@@ -239,11 +242,17 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
     def drops(self) -> bool:
         """True if training draws random numbers: dropout of adapters, of attention, or of what halves add."""
         dropouts = [module.p for module in self.modules() if isinstance(module, nn.Dropout)]
-        return any(dropouts) or bool(self.self_attn.attention_dropout) or any(map(residual_dropout, self._halves_of()))
+        halves = self._halves_of()
+        of_scores = getattr(halves[0], "attention_dropout", 0.0)
+        return any(dropouts) or bool(of_scores) or any(map(residual_dropout, halves))
 
     def groups(self) -> list[list[Projection]]:
         """The projections that share an input, as :class:`LayerPacks` names them."""
-        return [projections_of([self.get_submodule(name) for name in group]) for group in self._family.groups]
+        return [projections_of([self.get_submodule(name) for name in group]) for group in self._groups]
+
+    def call_mask(self, given: Any, hidden_states: Tensor) -> Any:
+        """The mask of a call on (B, S, H) as this layer takes it, from transformers' for layers of its kind."""
+        return given
 
     def rotation_at(self, angles: tuple[Tensor, Tensor] | None, positions: Tensor | None) -> Rotation:
         """(cos, sin), each (B or 1, S, R), as the kernels take them; and where queries are scaled by their position the
@@ -365,7 +374,7 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         return self.offload is not None and self.offloaded == "halves" and not self._shape.parallel
 
     def _projections(self, group: str, packs: LayerPacks) -> list[Projection]:
-        names: tuple[str, ...] = getattr(self._family.groups, group)
+        names: tuple[str, ...] = getattr(self._groups, group)
         return projections_of([self.get_submodule(name) for name in names], getattr(packs, group))
 
     def _enter(self, hidden_states: Tensor, norm: str | None, *, apart: bool = False) -> tuple[Tensor, Norm | None]:
@@ -398,17 +407,20 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         if entered is None:
             apart = family.output_gate is not None
             entered, norm = self._enter(hidden_states, family.norms.before_attention, apart=apart)
-        q, k, v, passed = lora_qkv(
-            entered,
-            *self._projections("qkv", packs),
-            head_dim=self._shape.head_dim,
-            kv_heads=self._shape.num_kv_heads,
-            norm=norm,
-            rope=(rotation[0], rotation[1]) if self._rotates else None,
-            rope_layout=family.rotary,
-            backend=self._backend,
+        settings: dict[str, Any] = {
+            "head_dim": self._shape.head_dim,
+            "norm": norm,
+            "rope": (rotation[0], rotation[1]) if self._rotates else None,
+            "rope_layout": family.rotary,
+            "backend": self._backend,
             **self._head_norms(),
-        )
+        }
+        gate: Tensor | None = None
+        if "q_gate" in family.joined:
+            q, k, v, gate, passed = lora_gated_qkv(entered, *self._projections("qkv", packs), **settings)
+        else:
+            kv_heads = self._shape.num_kv_heads
+            q, k, v, passed = lora_qkv(entered, *self._projections("qkv", packs), kv_heads=kv_heads, **settings)
         if len(rotation) > 2:
             q = q * rotation[2].to(q.dtype)[:, None, :, None]
         interface = ALL_ATTENTION_FUNCTIONS[attention.config._attn_implementation]
@@ -428,6 +440,7 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         if family.output_gate is not None:
             (projection,) = self._projections("gate", packs)
             gate = lora_linear(entered, projection, backend=self._backend)
+        if gate is not None:
             attended = output_gate(attended, gate, backend=self._backend)
         attended = attended.reshape(*hidden_states.shape[:-1], -1)
         # Whoever uses what was handed through lets backward add both gradients in one kernel.
@@ -438,11 +451,10 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         if norms is None:
             return {}
         pair = getattr(self.self_attn, norms.q), getattr(self.self_attn, norms.k)
-        return {
-            "head_norms": tuple(self._norm(each) for each in pair),
-            "norm_span": norms.span,
-            "norm_after_rope": norms.after_rotation,
-        }
+        found: dict[str, Any] = {"head_norms": tuple(self._norm(each) for each in pair)}
+        if "q_gate" in self._family.joined:
+            return found
+        return found | {"norm_span": norms.span, "norm_after_rope": norms.after_rotation}
 
     def _mlp(
         self, hidden_states: Tensor, norm: str | None, packs: LayerPacks, *, adds: bool = False

@@ -187,7 +187,7 @@ def forward_loss(
 ) -> TokenLoss:
     """Loss of one batch of ``input_ids`` and ``labels`` of shape (batch, seq_len), padded on the right or not at all,
     and optionally ``supervised`` (:func:`supervised_positions`). Where ranks share rows, of this rank's ``sequence``
-    part of it (:func:`ftcli.data.sequence_parallel.part_of`), which holds ``targets`` in place of ``labels``.
+    part of it (:func:`ftcli.data.collate.part_of`), which holds ``targets`` in place of ``labels``.
 
     No padding mask is given to the model: under causal attention a token sees only what stands before it, so padding
     at the end changes nothing that is supervised, and attention stays dense (its fastest form).

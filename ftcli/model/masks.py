@@ -76,6 +76,25 @@ class CallMask:
             raise ValueError("this mask lets a query see keys that are not one interval")
         return self._mask.ranges(self.q_len, self.k_len, self.device)
 
+    def starts(self) -> Tensor | None:
+        """The first token of each token's document in its row, (B or 1, S) int32, as layers take it that carry a state
+        from token to token; None where each row is one document. Padding in front of one is a document of its own.
+
+        Raises:
+            ValueError: branches, a window, or a part of the rows, none of which such layers can keep apart.
+        """
+        if self.window is not None or self.q_len != self.k_len or self.sequence is not None:
+            raise ValueError("a state is carried over whole rows without a window")
+        known = self.known
+        if known is not None and known.branch_starts is not None:
+            raise ValueError("a state cannot be carried over documents that branch")
+        if known is not None:
+            return None if known.document_starts is None else self.ranges.key_lo
+        if self.padding is None and self.packing is None:
+            return None
+        first = self.ranges.key_lo  # of padding in front: a token that comes later
+        return torch.where(first > torch.arange(self.q_len, device=first.device), 0, first)
+
     @cached_property
     def dense(self) -> Tensor:
         """transformers' boolean mask (B or 1, 1, q_len, k_len), True where a query sees a key."""
@@ -129,13 +148,14 @@ class Documents:
     starts: Tensor
     sequence: SequencePart | None = None
     branches: Tensor | None = None
-    _made: dict[int | None, CallMask] = field(default_factory=dict, repr=False)
+    _made: dict[tuple[int | None, bool], CallMask] = field(default_factory=dict, repr=False)
 
     def within(self, mask: CallMask) -> CallMask:
         """``mask`` without attention across documents; made once for all layers of a type."""
-        if mask.window not in self._made:
-            self._made[mask.window] = self._narrowed(mask)
-        return self._made[mask.window]
+        kind = mask.window, mask.irregular
+        if kind not in self._made:
+            self._made[kind] = self._narrowed(mask)
+        return self._made[kind]
 
     def _narrowed(self, mask: CallMask) -> CallMask:
         parts = 1 if self.sequence is None else self.sequence.parts
@@ -167,6 +187,25 @@ class Documents:
             make_dense=make_dense,
             sequence=self.sequence,
         )
+
+
+def plain_mask(like: Tensor, padding: Tensor | None = None) -> CallMask:
+    """The mask of whole rows, ``like`` (B, S, ...), without a window: with ``padding`` (B, S), True or 1 for tokens, or
+    without.
+    """
+    batch, length = like.shape[:2]
+    own = AttentionMask.causal_mask(None)
+    return CallMask(
+        q_len=length,
+        k_len=length,
+        window=None,
+        device=like.device,
+        padding=None if padding is None else padding.bool(),
+        packing=None,
+        irregular=False,
+        batch=batch,
+        make_dense=lambda: own.dense(length, length, like.device),
+    )
 
 
 def mask_for(

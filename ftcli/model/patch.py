@@ -19,14 +19,15 @@ from torch import nn
 from ftcli.config.model import Kernels
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.facts.model import activation_of
-from ftcli.facts.shape import ModelShape, shape_of
+from ftcli.facts.shape import Layer, ModelShape, shape_of
 from ftcli.model import attention
 from ftcli.model.backbone import base_of, decoder_layers
+from ftcli.model.delta_layer import FusedDeltaLayer
 from ftcli.model.fsdp import JoinedLinear
 from ftcli.model.fused import FusedDecoderLayer, FusedNorm
 from ftcli.model.quantized import DequantizedLinear, QuantizedLinear, check_weights
 from ftcli.plan.execution import DORA, TRAINED_WHOLE, LayerChoice, choose_layers
-from ftcli.tables.families import Family, family_of
+from ftcli.tables.families import Family, Groups, family_of
 
 if TYPE_CHECKING:
     from ftkernels.limits import NormForm
@@ -112,8 +113,8 @@ def _patch_layers(
     family = shape.family
     backbone: Any = base.get_decoder()
     layers = list(decoder_layers(base))
-    reasons = [_why_not(layer, family) for layer in layers]
-    if family.attention_alone:  # ours is not for those that stay
+    reasons = [_why_not(layer, one, family) for layer, one in zip(layers, shape.layers, strict=True)]
+    if family.attention_alone or family.delta_nets is not None:  # those that stay would not hear of documents
         reasons = [next(filter(None, reasons), None)] * len(layers)
     for index, (layer, described, reason) in enumerate(zip(layers, shape.layers, reasons, strict=True)):
         name = f"layers.{index}"
@@ -121,11 +122,12 @@ def _patch_layers(
             done.table.append(LayerKernel(name, "transformers", on=False, reason=reason))
             continue
         if joins:
-            _join(layer, family, done)
-        fused = FusedDecoderLayer(layer, shape, described, choice.activation or "silu", backend)
+            _join(layer, described.groups, done)
+        kind = FusedDecoderLayer if described.delta_net is None else FusedDeltaLayer
+        fused = kind(layer, shape, described, choice.activation or "silu", backend)
         _swap(backbone, name, layer, fused, done)
-        kind = base.config.get_text_config().model_type
-        done.table.append(LayerKernel(name, "fused layer", on=True, reason=f"{kind}, {backend}"))
+        model_type = base.config.get_text_config().model_type
+        done.table.append(LayerKernel(name, "fused layer", on=True, reason=f"{model_type}, {backend}"))
     if any(entry.on for entry in done.table):
         if family.norm == "layer":
             done.table.append(LayerKernel("norm", "LayerNorm", on=True, reason="torch's own kernel"))
@@ -136,8 +138,8 @@ def _patch_layers(
         _use_attention(base, done)
 
 
-def _why_not(layer: nn.Module, family: Family) -> str | None:
-    for name in [name for group in family.groups for name in group]:
+def _why_not(layer: nn.Module, described: Layer, family: Family) -> str | None:
+    for name in [name for group in described.groups for name in group]:
         try:
             projection = layer.get_submodule(name)
         except AttributeError:
@@ -145,7 +147,9 @@ def _why_not(layer: nn.Module, family: Family) -> str | None:
         reason = why_not_fused(projection)
         if reason is not None:
             return f"{name}: {reason}"
-    if family.head_norm is not None and not hasattr(layer.self_attn, family.head_norm.q):
+    if described.attention is None or family.head_norm is None:
+        return None
+    if not hasattr(layer.self_attn, family.head_norm.q):
         return "its attention has no norm by head"
     return None
 
@@ -177,9 +181,9 @@ def why_not_fused(layer: nn.Module) -> str | None:
     return None
 
 
-def _join(layer: nn.Module, family: Family, done: Patch) -> None:
+def _join(layer: nn.Module, groups: Groups, done: Patch) -> None:
     """Lays weights that read the same input one behind the other, so that each group is one product."""
-    for names in (group for group in family.groups if len(group) > 1):
+    for names in (group for group in groups if len(group) > 1):
         modules: list[Any] = [layer.get_submodule(name) for name in names]
         bases = [getattr(module, "base_layer", module) for module in modules]
         quantized = [base for base in bases if isinstance(base, QuantizedLinear)]

@@ -307,6 +307,11 @@ class QuantizedLayer:
     dequantized: bool
 
 
+def has_coarse_products(model: nn.Module) -> bool:
+    """Whether products of some layers are coarser than the compute dtype."""
+    return any(isinstance(m, QuantizedLinear) and m.tolerance is not None for m in model.modules())
+
+
 def quantized_layers(model: nn.Module) -> list[QuantizedLayer]:
     """Every quantized layer."""
     return [

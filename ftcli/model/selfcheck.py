@@ -249,6 +249,22 @@ def relative_difference(found: Tensor, wanted: Tensor) -> float:
     return float((found - wanted).norm() / wanted.norm().clamp(min=1e-12))
 
 
+@contextmanager
+def rounded_otherwise(model: Model, dtype: torch.dtype) -> Iterator[None]:
+    """A block in which each number of the embeddings is off by a last place of ``dtype``, up or down by chance."""
+    chance, last_place = torch.Generator().manual_seed(0), torch.finfo(dtype).eps
+
+    def shaken(_module: nn.Module, _inputs: Any, states: Tensor) -> Tensor:
+        signs = torch.randint(2, states.shape, generator=chance).mul_(2).sub_(1).to(states.device)
+        return (states.float() * (1.0 + last_place * signs)).to(states.dtype)
+
+    hook = base_of(model).get_input_embeddings().register_forward_hook(shaken)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
 def _rank(value: float) -> float:
     """NaN counts as the largest."""
     return value if value == value else float("inf")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ftcli.plan.sharding import exchanged_key_heads
+from ftcli.plan.execution import exchanged_key_heads
 
 #: (N, ...) -> (N, ...): sends slice n to part n, and returns what each part has sent, in their order.
 Exchange = Callable[[Tensor], Tensor]

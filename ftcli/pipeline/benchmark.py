@@ -222,7 +222,7 @@ def _with_reference(
         return flops
     if report.plan.method.classifier:
         return replace(flops, head=0.0)
-    from ftcli.methods.preference.choice import caches, compares
+    from ftcli.methods.preference.checks import caches, compares
     from ftcli.methods.preference.settings import PreferenceConfig
 
     prompts = sum(size // 3 if options.prompt is None else min(options.prompt, size - 1) for size in sizes)
@@ -254,7 +254,7 @@ def _measure(
         measure_matmul_rate,
         synthetic_rows,
     )
-    from ftcli.train.graphed import why_not_graphed
+    from ftcli.train.build import why_not_graphed
 
     job = open_job(report, session)
     rate = measure_matmul_rate(job.device, getattr(torch, job.dtypes.compute))
@@ -296,7 +296,7 @@ def _measure(
 
 def _lengths(epochs: Epochs, unit: int, batches: Batches) -> list[int]:
     """Tokens of each row of a unit; those that a pair shares count once where they are computed once."""
-    from ftcli.data.shared import lengths_once
+    from ftcli.data.collate import lengths_once
 
     rows = epochs.members(unit)
     return lengths_once(rows).tolist() if batches.shares_prompts else [len(row.input_ids) for row in rows]

@@ -38,8 +38,7 @@ from ftcli.tables import code_of, exports, policies
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ftcli.data.sample import SampledRow
-    from ftcli.data.survey import RowSurvey, SurveyedSource
+    from ftcli.data.survey import RowSurvey, SampledRow, SurveyedSource
     from ftcli.data.tokens import TokenTable
 
 
@@ -70,7 +69,7 @@ def check_recipe(loaded: LoadedRecipe, session: Session, as_gpu: str | None, sam
     """
     report = checked(loaded, session, "check", named_device(as_gpu) if as_gpu is not None else None)
     adapters, attention = _arithmetic(report), ""
-    if report.facts.shape is None:
+    if report.plan.described is None:
         measured = report.plan.measured
         adapters, attention = measured.adapters, measured.attention
         report = replace(report, parts=tuple(_corrected(part, attention) for part in report.parts))
@@ -101,7 +100,7 @@ def _arithmetic(report: PreflightReport) -> PlannedAdapters | None:
 
 
 def _samples(session: Session, report: PreflightReport, count: int) -> tuple[SampledRow, ...]:
-    from ftcli.data.sample import sample_rows
+    from ftcli.data.survey import sample_rows
     from ftcli.job import open_job
 
     job = open_job(report, session)

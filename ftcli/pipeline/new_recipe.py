@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ftcli.config.conversion.draft import DraftValue
-from ftcli.config.conversion.write import body
+from ftcli.config.conversion.draft import DraftValue, body
 from ftcli.config.load import LoadedRecipe, load_text
 from ftcli.config.schema import RecipeSchema
 from ftcli.errors import Finding, FtcliError

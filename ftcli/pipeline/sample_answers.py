@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from ftkernels.sampling import Sampling, row_seed
 
-from ftcli.config.evaluation import TaskConfig
-from ftcli.config.judging import RewardConfig
+from ftcli.config.evaluation import RewardConfig, TaskConfig
 from ftcli.config.recipe import Recipe
 from ftcli.data.asked import RenderedPrompt
 from ftcli.data.reasoning import Answer

@@ -16,7 +16,7 @@ from ftcli.run.metrics import read_metrics
 from ftcli.run.recipe_changes import ChangedKey, recipe_changes
 from ftcli.run.status import read_status
 from ftcli.tables import methods
-from ftcli.train.best import BestEvaluation
+from ftcli.train.evaluation import BestEvaluation
 
 BEST = "best"
 

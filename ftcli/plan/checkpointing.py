@@ -172,7 +172,7 @@ def within_budget(device: DeviceFacts, recipe: Recipe) -> DeviceFacts:
 
 
 def _unknown(plan: RunPlan) -> str | None:
-    if plan.facts.shape is None and plan.measured.activations is None:
+    if plan.described is None and plan.measured.activations is None:
         return plan.measured.unknown
     return f"{plan.device.name} does not say how much memory it has" if plan.device.available_bytes is None else None
 

@@ -4,9 +4,9 @@
 
 from __future__ import annotations
 
+from ftcli.plan.execution import why_not_sharded
 from ftcli.plan.memory.candidates import candidate, policies_by_speed
 from ftcli.plan.run import RunPlan
-from ftcli.plan.sharding import why_not_sharded
 from ftcli.tables import engines
 
 

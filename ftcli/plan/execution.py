@@ -1,4 +1,4 @@
-"""The code that computes the decoder layers and the attention of a run, and why.
+"""The code that computes the decoder layers and the attention of a run, and why; CUDA graphs, and what ranks share.
 
 Preflight asks before anything is built; :mod:`ftcli.model.patch` and :mod:`ftcli.model.attention` ask once there is a
 model. They add what only a built model shows, such as an adapter of a kind that cannot be fused.
@@ -6,24 +6,35 @@ model. They add what only a built model shows, such as an adapter of a kind that
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
-from ftkernels.limits import LARGEST_FUSED_RANK, Activation, Gpu, packed_rank, why_no_elementwise, why_no_products
+from ftkernels.limits import (
+    FILTER_WIDTHS,
+    LARGEST_FUSED_RANK,
+    Activation,
+    Gpu,
+    packed_rank,
+    why_no_delta_rule,
+    why_no_elementwise,
+    why_no_products,
+)
 
 from ftcli.config.model import Kernels, ModelConfig
 from ftcli.config.recipe import Recipe
 from ftcli.facts.device import DeviceFacts
-from ftcli.facts.generation import why_no_engine
+from ftcli.facts.flops import step_flops
+from ftcli.facts.generation import batch_dependent_rope, why_no_engine
 from ftcli.facts.model import ModelFacts
 from ftcli.facts.shape import ModelShape
 from ftcli.plan.attention import AttentionCall, AttentionChoice, choose_attention
 from ftcli.plan.batches import Batches, choose_batches
 from ftcli.plan.precision import DtypePlan
 from ftcli.plan.quantization import why_dequantized
-from ftcli.tables import methods, quantizations
+from ftcli.tables import methods, optimizers, policies, quantizations
 
 #: Why a layer with DoRA is left as it is.
 DORA = "DoRA scales the merged weight, which is never formed on the kernels"
@@ -87,10 +98,23 @@ def choose_layers(
     gated = len(shape.family.mlp) == 3
     if gated and (activation is None or activation not in ACTIVATIONS):
         return LayerChoice("transformers", f"the gated unit's kernel has no activation {activation}")
+    if (reason := why_no_delta_nets(shape, activation)) is not None:
+        return LayerChoice("transformers", reason)
     unit = ACTIVATIONS[activation] if gated and activation is not None else None
     if kernels == "reference":
         return LayerChoice("reference", "model.kernels: reference", unit)
     return LayerChoice("fused", f"{device} runs Triton kernels", unit)
+
+
+def why_no_delta_nets(shape: ModelShape, activation: str | None) -> str | None:
+    """The reason why the kernels do not stand in for a model's delta nets, as one clause; None if they do."""
+    for net in shape.delta_nets[:1]:
+        if activation is None or ACTIVATIONS.get(activation) != "silu":  # the filter's, too
+            return f"the delta nets' filter is activated by {activation}, not by silu"
+        if net.filter_width not in FILTER_WIDTHS:
+            first, last = FILTER_WIDTHS[0], FILTER_WIDTHS[-1]
+            return f"the delta nets' filter is {net.filter_width} wide, not from {first} to {last}"
+    return None
 
 
 def wants_kernels(kernels: Kernels) -> bool:
@@ -167,7 +191,7 @@ def execution_of(recipe: Recipe, facts: ModelFacts, dtypes: DtypePlan, device: D
     layers = _layers(recipe, facts, device, work=work)
     drops = work == "train" and facts.drops_attention
     masked_choice = _attention(facts, dtypes, device, masked=True, drops=drops)
-    batches = _batches(recipe, masked_choice, layers, work=work)
+    batches = _batches(recipe, facts, masked_choice, layers, work=work)
     if layers.code == "transformers":
         own = own_attention(recipe.model, facts.attn_logit_softcapping)
         return Execution(layers, own, own, own, sends_attention=False, batches=batches, drops=drops)
@@ -187,7 +211,7 @@ def execution_of(recipe: Recipe, facts: ModelFacts, dtypes: DtypePlan, device: D
 OWN_ATTENTION = "transformers' own attention can only keep documents apart by a mask over all pairs of tokens"
 
 
-def _batches(recipe: Recipe, masked: AttentionChoice, layers: LayerChoice, *, work: Work) -> Batches:
+def _batches(recipe: Recipe, facts: ModelFacts, masked: AttentionChoice, layers: LayerChoice, *, work: Work) -> Batches:
     """Chooses the layout of micro-batches, of training or, if nothing is trained, of evaluation.
 
     Args:
@@ -197,7 +221,7 @@ def _batches(recipe: Recipe, masked: AttentionChoice, layers: LayerChoice, *, wo
     if layers.code != "transformers":
         densely = None if masked.backend == "triton" else f"attention runs on {masked.backend}: {masked.reason}"
     refusal, of_pairs = takes_rows(recipe, work), methods.row(recipe.train.method).unit == 2
-    apart = why_prompts_apart(recipe, work) if of_pairs else None
+    apart = why_prompts_apart(recipe, facts, work) if of_pairs else None
     shares = of_pairs and apart is None
     found = choose_batches(recipe.data.padding_free, takes_rows=refusal, masked_densely=densely, shares_prompts=shares)
     if not of_pairs:
@@ -206,10 +230,12 @@ def _batches(recipe: Recipe, masked: AttentionChoice, layers: LayerChoice, *, wo
     return replace(found, reason=f"{found.reason}; a pair's prompt is computed {told}")
 
 
-def why_prompts_apart(recipe: Recipe, work: Work) -> str | None:
+def why_prompts_apart(recipe: Recipe, facts: ModelFacts, work: Work) -> str | None:
     """The reason why the answers of a pair do not share their prompt although attention could skip what lies between;
     or None.
     """
+    if facts.shape is not None and facts.shape.delta_nets:
+        return "a layer's state at the prompt's end would go on into one answer alone"
     settings = recipe.preference
     if settings is not None and settings.share_prompts == "off":
         return "preference.share_prompts: off"
@@ -257,6 +283,7 @@ def execution_parts(
         *_frozen_products(recipe, dtypes, device),
         _trained_products(recipe, dtypes, device, elementwise),
         *_attention_parts(recipe, facts, dtypes, device, execution),
+        *_delta_parts(facts, device, elementwise),
         _head(recipe, elementwise, layers.reason),
         batches,
     )
@@ -345,6 +372,20 @@ def _attention_parts(
     return rows
 
 
+def _delta_parts(facts: ModelFacts, device: DeviceFacts, elementwise: str) -> list[ExecutionPart]:
+    """A row where layers are gated delta nets."""
+    nets = () if facts.shape is None else facts.shape.delta_nets
+    if not nets:
+        return []
+    part = f"gated delta nets ({len(nets)} layers)"
+    if elementwise == "torch":
+        return [ExecutionPart(part, "torch", "model.kernels: reference")]
+    refusal = why_no_delta_rule(device.gpu, nets[0].key_dim, nets[0].value_dim)
+    if refusal is not None:
+        return [ExecutionPart(part, "torch", f"{refusal}: in chunks of plain torch")]
+    return [ExecutionPart(part, "triton", "in chunks; filter and state begin anew with each document")]
+
+
 def _rounded_products(recipe: Recipe, dtypes: DtypePlan, device: DeviceFacts) -> ExecutionPart:
     """Products of a method that rounds weights and activations in each of them."""
     part, method = "linear layers", recipe.quantization.method
@@ -381,3 +422,115 @@ def _trained_products(recipe: Recipe, dtypes: DtypePlan, device: DeviceFacts, el
     if refusal is not None:
         return ExecutionPart(part, "torch", f"{refusal}: products of their own")
     return ExecutionPart(part, "triton", "half precision on tensor cores: they ride in the elementwise kernels")
+
+
+#: Operations of one layer in a micro-batch above which the GPU takes longer than the host needs to launch its kernels:
+#: graphs would save no time, and keep memory to themselves. The host takes some 6 ms for a layer's step; at 700
+#: TFLOP/s, an H200's rate, that is 4e12 operations. The rest is room for slower hosts.
+MOST_OPERATIONS = 6e12
+
+
+def most_graph_tokens(recipe: Recipe, facts: ModelFacts) -> int | None:
+    """Tokens of the largest micro-batch whose launches the host is too slow for; None where the shape is not known."""
+    train = recipe.train
+    flops = step_flops(
+        facts,
+        recipe.lora,
+        seq_len=recipe.data.max_seq_len,
+        gradient_checkpointing=train.checkpointing,
+        uncheckpointed_layers=train.uncheckpointed_layers,
+    )
+    if flops is None or facts.shape is None:
+        return None
+    return int(MOST_OPERATIONS * facts.shape.num_layers / flops.layers)
+
+
+def why_no_graphs(recipe: Recipe, facts: ModelFacts, execution: Execution, *, tokens: int) -> str | None:
+    """The reason why a training run does without graphs, as one clause; None if its small micro-batches have them.
+
+    Args:
+        execution: How its layers are computed.
+        tokens: Tokens of a micro-batch at its largest.
+    """
+    train, lora = recipe.train, recipe.lora
+    if execution.layers.code != "fused":
+        return "the layers are not on Triton kernels"
+    if recipe.launch.is_sharded:
+        return "the weights are sharded over ranks, which all-gather them layer by layer"
+    if not train.cuda_graphs:
+        return "train.cuda_graphs: false"
+    if policies.row(train.checkpointing).on_host:
+        return f"gradient_checkpointing: {train.checkpointing} waits for copies to the host"
+    if recipe.launch.context_parallel_size > 1:
+        return "ranks share rows, and exchange heads in each layer"
+    if lora is None:
+        return "the gradients of all weights would be held three times"
+    if lora.dropout > 0 or facts.drops_attention or facts.drops_residual:
+        return "dropout draws different numbers in each step"
+    most = most_graph_tokens(recipe, facts)
+    if most is None:
+        return "the size of the layers is not known"
+    # Rows that are neither packed nor padded make micro-batches of all sizes, in few shapes.
+    if tokens > most and (recipe.data.packing or execution.batches.layout == "padded"):
+        return f"a micro-batch of {tokens:,} tokens keeps the GPU busy"
+    return None
+
+
+def graphs_part(reason: str | None, tokens: int) -> ExecutionPart:
+    """The line of `ftcli check` about how kernels are launched, from what :func:`why_no_graphs` said, and from the most
+    tokens that a graph takes.
+    """
+    if reason is None:
+        return ExecutionPart(
+            "launches", "cuda graphs", f"the host is slower than the GPU with up to {tokens:,} tokens at a time"
+        )
+    return ExecutionPart("launches", "one by one", reason)
+
+
+def why_not_sharded(recipe: Recipe, execution: Execution) -> str | None:
+    """The part of a recipe that does not go with sharded weights, as one clause that begins with its key; or None."""
+    lora, train = recipe.lora, recipe.train
+    if quantizations.row(recipe.quantization.method).training is not None:
+        return f"quantization.method: {recipe.quantization.method} rounds whole matrices"
+    if not execution.on_kernels and recipe.model.kernels == "triton":
+        return f"model.kernels: triton, and the layers are not on it ({execution.layers.reason})"
+    if lora is None:
+        row = optimizers.row(train.optim)
+        if row.build_own is None or row.state != "whole":
+            return f"train.optim: {train.optim} works on whole matrices, or keeps state of its own kind"
+        if recipe.model.dtype == "float16":
+            return "model.dtype: float16, whose losses are scaled"
+        if train.bf16_gradients:
+            return "train.bf16_gradients: each GPU keeps its part of the sum in float32"
+        return None
+    if lora.use_dora:
+        return "lora.use_dora: the lengths of its rows are taken from whole weights"
+    if lora.changes_base:
+        return f"lora.init_lora_weights: {lora.init_lora_weights} takes whole weights apart"
+    if lora.modules_to_save:
+        return f"lora.modules_to_save: {lora.modules_to_save[0]}, of which a copy would be made before it is sharded"
+    return None
+
+
+def exchanged_key_heads(query_heads: int, key_heads: int, parts: int) -> int | None:
+    """Number of key heads to exchange, so that each part gets as many, and with them all that its query heads read:
+    ``key_heads`` or a multiple of them. None if ``parts`` does not divide the query heads.
+    """
+    if query_heads % parts:
+        return None
+    repeated = math.lcm(key_heads, parts)
+    return repeated if query_heads % repeated == 0 else query_heads
+
+
+def why_rows_stay_whole(facts: ModelFacts, execution: Execution, parts: int) -> str | None:
+    """The reason why ranks cannot share rows of this model, as one clause; None if they can."""
+    if not execution.on_kernels:
+        return f"the layers are transformers' own: {execution.layers.reason}"
+    if facts.shape is None:
+        return "the model's shape is not known"
+    if facts.shape.delta_nets:
+        return "its delta nets carry a state from token to token through whole rows"
+    if exchanged_key_heads(facts.shape.num_heads, facts.shape.num_kv_heads, parts) is None:
+        return f"its {facts.shape.num_heads} attention heads cannot be shared by {parts}"
+    kind = batch_dependent_rope(facts.language)
+    return None if kind is None else f"its rotary embeddings of kind {kind} depend on the longest row of a batch"

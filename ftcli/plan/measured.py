@@ -1,4 +1,4 @@
-"""What is measured of a model whose family has no description: its sizes, and the bytes that its layers hold.
+"""What is measured of a model where nothing is computed from a description: its sizes, and its layers' bytes.
 
 The model is built without memory and run on tensors without memory (:mod:`ftcli.model.measure`), which imports torch
 and transformers and takes seconds. This module has the values, and asks for them.

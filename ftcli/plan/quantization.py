@@ -15,7 +15,7 @@ from ftkernels.limits import NF4_BLOCK_SIZE, NF4_NESTED_BLOCK_SIZE, Gpu
 from ftcli.config.model import QuantizationConfig
 from ftcli.config.recipe import Recipe
 from ftcli.facts.device import DeviceFacts
-from ftcli.facts.shape import SHARED_INPUTS, Linear, ModelShape
+from ftcli.facts.shape import Linear, ModelShape
 from ftcli.plain import JsonMap
 from ftcli.plan.precision import DtypePlan
 from ftcli.tables import code_of, quantizations
@@ -43,12 +43,19 @@ def weight_bytes(
         return shape.parameters * parameter_bytes
     if trained and method.training is not None:
         more: Callable[[Linear, QuantizationConfig], int] = code_of(method.training.more_bytes)
-        beside = shape.num_layers * sum(more(linear, quantization) for linear in shape.linears)
+        beside = _of_all(shape, lambda linear: more(linear, quantization))
         return (shape.parameters + elements_beside(quantization, shape)) * parameter_bytes + beside
     stored_bytes: Callable[[Linear, QuantizationConfig], int] = code_of(reference)
-    layer = sum(stored_bytes(linear, quantization) for linear in shape.linears)
-    packed = shape.num_layers - dequantized_layers
-    return (shape.parameters - packed * _elements(shape.linears)) * parameter_bytes + packed * layer
+    packed = replace(shape, layers=shape.layers[dequantized_layers:])
+    if not packed.layers:
+        return shape.parameters * parameter_bytes
+    stored = _of_all(packed, lambda linear: stored_bytes(linear, quantization))
+    return (shape.parameters - _of_all(packed, lambda linear: _elements([linear]))) * parameter_bytes + stored
+
+
+def _of_all(shape: ModelShape, count: Callable[[Linear], int]) -> int:
+    """The sum over the linears of all layers."""
+    return sum(shape.layers_with(linear) * count(linear) for linear in shape.linears)
 
 
 def trains_rounded(recipe: Recipe) -> bool:
@@ -62,7 +69,7 @@ def elements_beside(quantization: QuantizationConfig, shape: ModelShape) -> int:
     if method.training is None:
         return 0
     more: Callable[[Linear, QuantizationConfig], int] = code_of(method.training.more_trained)
-    return shape.num_layers * sum(more(linear, quantization) for linear in shape.linears)
+    return _of_all(shape, lambda linear: more(linear, quantization))
 
 
 def layers_with_room(
@@ -155,14 +162,15 @@ def dequantized_bytes(
     trains = quantizations.row(quantization.method).training is not None
     if not trains and why_dequantized(quantization, dtypes, device) is None:
         return 0
-    return dtypes.compute_bytes * max(_elements(group) for group in _products(shape.linears, on_kernels))
+    return dtypes.compute_bytes * max(_elements(group) for group in _products(shape, on_kernels))
 
 
-def _products(linears: Sequence[Linear], on_kernels: bool) -> list[list[Linear]]:
-    alone = [[linear] for linear in linears]
+def _products(shape: ModelShape, on_kernels: bool) -> list[list[Linear]]:
+    alone = [[linear] for linear in shape.linears]
     if not on_kernels:
         return alone
-    return alone + [[linear for linear in linears if linear.name in names] for names in SHARED_INPUTS]
+    groups = [names for kind in shape.by_kind for names in kind.layers[0].groups]
+    return alone + [[linear for linear in shape.linears if linear.name in names] for names in groups]
 
 
 def _elements(linears: Sequence[Linear]) -> int:

@@ -15,8 +15,7 @@ from ftcli.facts.adapters import LinearAdapter, adapters
 from ftcli.facts.device import DeviceFacts
 from ftcli.facts.model import ModelFacts
 from ftcli.facts.shape import ModelShape
-from ftcli.plan.execution import Execution, Work, execution_of, wants_kernels
-from ftcli.plan.graphs import most_graph_tokens, why_no_graphs
+from ftcli.plan.execution import Execution, Work, execution_of, most_graph_tokens, wants_kernels, why_no_graphs
 from ftcli.plan.measured import MeasuredModel, measured_model, question_of
 from ftcli.plan.memory.activations import ActivationSettings, LayerMemory, plain_layers
 from ftcli.plan.memory.fused_activations import fused_layers
@@ -29,7 +28,7 @@ from ftcli.tables.policies import Policy, PolicyName
 
 _M = TypeVar("_M", bound=BaseModel)
 
-#: A model's sizes: computed from its family's description, or measured where there is none.
+#: A model's sizes: computed from its family's description, or measured (:attr:`RunPlan.described`).
 Sizes: TypeAlias = ModelShape | MeasuredModel
 
 
@@ -85,9 +84,18 @@ class RunPlan:
         assert self.facts.shape is not None
         return self.facts.shape
 
+    @property
+    def described(self) -> ModelShape | None:
+        """The model's shape where memory is computed from it; None where it is measured: without a description, and
+        where transformers' own code computes delta nets.
+        """
+        shape = self.facts.shape
+        own = not self.execution.on_kernels and self.work != "export"
+        return None if shape is None or (own and shape.delta_nets) else shape
+
     @cached_property
     def measured(self) -> MeasuredModel:
-        """The model as it is measured; takes seconds. For families without a description."""
+        """The model as it is measured; takes seconds. Where nothing is computed from a description."""
         trains, classifier = self.trains, self.method.classifier
         question = question_of(
             self.recipe, self.facts, self.dtypes, self.execution, trains=trains, classifier=classifier
@@ -97,7 +105,7 @@ class RunPlan:
     @property
     def sizes(self) -> Sizes:
         """The model's sizes, of every family."""
-        return self.facts.shape or self.measured
+        return self.described or self.measured
 
     @property
     def trains(self) -> bool:
@@ -182,7 +190,7 @@ class RunPlan:
     @cached_property
     def trained(self) -> TrainedParameters:
         """The trained parameters."""
-        return trained_parameters(self.recipe, self.shape) if self.facts.shape is not None else self.measured.trained
+        return trained_parameters(self.recipe, self.shape) if self.described is not None else self.measured.trained
 
     @cached_property
     def adapters(self) -> tuple[LinearAdapter, ...]:
@@ -330,3 +338,10 @@ class RunPlan:
 def _set(model: _M, parts: list[str], value: Any) -> _M:
     head, *rest = parts
     return model.model_copy(update={head: _set(getattr(model, head), rest, value) if rest else value})
+
+
+def memory_of_rows(plan: RunPlan) -> MethodMemory:
+    """A method's decisions where it learns from rows of up to ``data.max_seq_len`` tokens, by the cross-entropy of the
+    head or, without logits, by a score.
+    """
+    return MethodMemory(seq_len=plan.recipe.data.max_seq_len, loss_bytes=0 if plan.method.classifier else None)

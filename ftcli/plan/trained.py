@@ -86,14 +86,14 @@ def trained_parameters(recipe: Recipe, shape: ModelShape) -> TrainedParameters:
     scores = methods.row(recipe.train.method).classifier
     score = [TrainedMatrices(1, shape.hidden_size, 1, "vector")] if scores else []
     if recipe.lora is None:
-        layer = [TrainedMatrices(x.out_features, x.in_features, shape.num_layers) for x in shape.linears]
+        layer = [TrainedMatrices(x.out_features, x.in_features, shape.layers_with(x)) for x in shape.linears]
         tables = [TrainedMatrices(shape.vocab_size, shape.hidden_size, 1, "embedding")]
         head = [] if shape.tied else [TrainedMatrices(shape.vocab_size, shape.hidden_size, 1, "head")]
         elements = shape.language_parameters + elements_beside(recipe.quantization, shape)
         if scores:
             elements += shape.hidden_size - sum(one.elements for one in head)
         return TrainedParameters(elements, tuple(layer + tables + (score if scores else head)))
-    layers, matrices = shape.num_layers, list(score)
+    matrices = list(score)
     for each in adapters(shape, recipe.lora):
         matrices.append(TrainedMatrices(each.rank, each.linear.in_features, each.layers))
         matrices.append(TrainedMatrices(each.linear.out_features, each.rank, each.layers))
@@ -105,7 +105,8 @@ def trained_parameters(recipe: Recipe, shape: ModelShape) -> TrainedParameters:
             matrices.append(TrainedMatrices(shape.vocab_size, shape.hidden_size, 1, part))
         if name == "norm":  # as PEFT reads it: every module whose name ends so
             matrices.append(TrainedMatrices(shape.norm_parameters, 1, 1, "vector"))
-        matrices += [TrainedMatrices(x.out_features, x.in_features, layers) for x in shape.linears if x.leaf == name]
+        saved = [x for x in shape.linears if x.leaf == name]
+        matrices += [TrainedMatrices(x.out_features, x.in_features, shape.layers_with(x)) for x in saved]
     return TrainedParameters(sum(m.elements * m.count for m in matrices), tuple(matrices))
 
 

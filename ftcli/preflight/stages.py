@@ -28,8 +28,7 @@ from ftcli.paths import expanded
 from ftcli.plan.checkpointing import choose_checkpointing, with_graphs_that_fit, within_budget
 from ftcli.plan.disk import DiskEstimate, estimate_disk, existing_ancestor, free_disk_bytes
 from ftcli.plan.engine import choose_engine
-from ftcli.plan.execution import ExecutionPart, execution_parts
-from ftcli.plan.graphs import graphs_part
+from ftcli.plan.execution import ExecutionPart, execution_parts, graphs_part
 from ftcli.plan.memory.advice import Verdict, verdict_on
 from ftcli.plan.memory.candidates import candidate
 from ftcli.plan.memory.estimate import MemoryEstimate
@@ -39,12 +38,11 @@ from ftcli.plan.run import RunPlan
 from ftcli.preflight.checks import (
     crossfield,
     data,
-    files,
+    judging,
     launch,
     machine,
     memory_and_disk,
     model,
-    sampling,
     sources,
     support,
 )
@@ -136,10 +134,10 @@ def _about_the_recipe(context: Context) -> Findings:
     yield from crossfield.check(context)
     yield from launch.check(context)
     yield from sources.check(context)
-    yield from sampling.check(context)
+    yield from judging.check_sampling(context)
     if context.work == "train" and context.method.rules is not None:
         yield from code_of(context.method.rules)(context)
-    yield from files.check(context)
+    yield from sources.check_files(context)
 
 
 class _Found:

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ftcli.plain import JsonObject
-from ftcli.rows.memory import limited_memory
+from ftcli.rows.limits import limited_memory
 from ftcli.rows.row import text_size
 from ftcli.units import size
 

@@ -17,7 +17,7 @@ from typing import IO, Any, TypeVar, cast
 
 from ftcli.errors import FtcliError, Origin
 from ftcli.plain import JsonObject
-from ftcli.rows.jsontext import TooDeep, is_shallow, parse, parse_list
+from ftcli.rows.limits import TooDeep, is_shallow, parse, parse_list
 from ftcli.rows.places import DataFile
 from ftcli.rows.row import data_error
 

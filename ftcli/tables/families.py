@@ -57,6 +57,27 @@ class HeadNorms:
     after_rotation: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class DeltaNets:
+    """Layers whose mixer is a gated delta net (arXiv 2412.06464), beside those that attend.
+
+    Attributes:
+        module: The mixer's name in a layer.
+        entering: Its linears that read the layer's input: queries, keys and values together; the output's gate; write
+            strength; decay.
+        leaving: The linear behind it.
+        attention_every: Where the config has no ``layer_types``: every n-th layer attends, n being
+            ``full_attention_interval`` where the config has it.
+        defaults: The config's sizes where it does not say: key heads, value heads, their features, and the filter's.
+    """
+
+    module: str
+    entering: tuple[str, str, str, str]
+    leaving: str
+    attention_every: int
+    defaults: tuple[tuple[str, int], ...]
+
+
 #: Whether linears have a bias: always, never, or as the config says under this name.
 Bias: TypeAlias = bool | str
 
@@ -74,9 +95,11 @@ class Family:
         parallel: Both halves of a layer read the same and are added at once: always, never, or as the config says.
         head_norm: Norms of queries and keys.
         sub_norms: BitNet's two further norms, of width hidden_size and intermediate_size.
-        joined: Which projections are one linear layer: q, k and v; gate and up.
+        joined: Which projections are one linear layer: q, k and v; gate and up; or each head's query and then the gate
+            of its output, in q_proj.
         mlp: Names of the MLP's linears: gate, up and down; or two, with an activation between them.
         output_gate: The linear whose sigmoid multiplies attention's output, by its name in the attention.
+        delta_nets: The layers that do not attend.
         kernels: What ftcli's kernels stand in for: whole layers, or nothing.
         qkv_bias, o_bias, mlp_bias: Which linears have biases.
         tied: Whether embedding and head are one matrix where the config does not say.
@@ -113,9 +136,10 @@ class Family:
     parallel: bool | str = False
     head_norm: HeadNorms | None = None
     sub_norms: bool = False
-    joined: tuple[Literal["qkv", "gate_up"], ...] = ()
+    joined: tuple[Literal["qkv", "gate_up", "q_gate"], ...] = ()
     mlp: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     output_gate: str | None = None
+    delta_nets: DeltaNets | None = None
     kernels: Literal["layers", "none"] = "layers"
     qkv_bias: Bias = False
     o_bias: Bias = False
@@ -163,6 +187,20 @@ class Family:
         )
 
     @property
+    def delta_groups(self) -> Groups:
+        """Linears of a layer on the kernels whose mixer is a delta net."""
+        nets, others = self.delta_nets, self.groups
+        if nets is None:
+            raise ValueError("this family has no delta nets")
+        entering = tuple(f"{nets.module}.{name}" for name in nets.entering)
+        return Groups(entering, (f"{nets.module}.{nets.leaving}",), others.gate_up, others.down)
+
+    @property
+    def gates_output(self) -> bool:
+        """True if attention's output is multiplied by a sigmoid of its own."""
+        return self.output_gate is not None or "q_gate" in self.joined
+
+    @property
     def mlp_from_stream(self) -> bool:
         """True if the gated unit's kernels read the residual stream and apply the norm, if any: they compute their half
         again from that. An MLP behind a LayerNorm, or without a gate, is checkpointed as any other code is.
@@ -192,7 +230,8 @@ class Family:
 
 class Groups(NamedTuple):
     """Linears of a layer that read the same input, by their paths in the layer: q, k and v; o; gate and up; down; and
-    the gate of attention's output, which most families have not.
+    the gate of attention's output, which most families have not. Of a delta net what enters it, and what is behind it,
+    stand for the first two.
     """
 
     qkv: tuple[str, ...]
@@ -261,6 +300,28 @@ TABLE: Mapping[str, Family] = MappingProxyType(
         "qwen2_vl_text": Family(qkv_bias=True, four_positions=True, windows_from="max_window_layers"),
         "qwen2_5_vl_text": Family(qkv_bias=True, four_positions=True, windows_from="max_window_layers"),
         "qwen3_vl_text": Family(qkv_bias=_ATTENTION_BIAS, o_bias=_ATTENTION_BIAS, head_norm=_BY_HEAD, head_dim=128),
+        "qwen3_5_text": Family(
+            norm="gemma",
+            head_norm=_BY_HEAD,
+            joined=("q_gate",),
+            delta_nets=DeltaNets(
+                module="linear_attn",
+                entering=("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+                leaving="out_proj",
+                attention_every=4,
+                defaults=(
+                    ("linear_num_key_heads", 16),
+                    ("linear_num_value_heads", 32),
+                    ("linear_key_head_dim", 128),
+                    ("linear_value_head_dim", 128),
+                    ("linear_conv_kernel_dim", 4),
+                ),
+            ),
+            qkv_bias=_ATTENTION_BIAS,
+            o_bias=_ATTENTION_BIAS,
+            head_dim=256,
+            rotary_share=0.25,
+        ),
         "ministral3": Family(head_dim=128, window_on_config=True, scaled_by_position=True),
         "phi3": Family(joined=("qkv", "gate_up"), window_on_config=True),
         "smollm3": Family(
@@ -458,7 +519,7 @@ MULTIMODAL: Mapping[str, Multimodal] = MappingProxyType(
         "qwen2_5_vl": Multimodal("vision", "qwen2_5_vl_text", towers="ftcli.facts.towers:qwen2_5"),
         "qwen3_vl": Multimodal("vision", "qwen3_vl_text", towers="ftcli.facts.towers:qwen3"),
         "qwen3_vl_moe": Multimodal("vision", "qwen3_vl_moe_text"),
-        "qwen3_5": Multimodal("vision", "qwen3_5_text"),
+        "qwen3_5": Multimodal("vision", "qwen3_5_text", towers="ftcli.facts.towers:qwen3_5"),
         "qwen3_5_moe": Multimodal("vision", "qwen3_5_moe_text"),
     }
 )

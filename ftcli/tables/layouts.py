@@ -75,10 +75,10 @@ TABLE: Mapping[str, RowLayout] = MappingProxyType(
         ),
         "alpaca": RowLayout(
             ("instruction", "output"),
-            "ftcli.rows.layouts.alpaca:understand",
+            "ftcli.rows.layouts.prompted:understand_instruction",
             optional=("input", "system", "history", *_OF_CHATS),
         ),
-        "text": RowLayout(("text",), "ftcli.rows.layouts.plain:understand", loss_on=("all",), asks=False),
+        "text": RowLayout(("text",), "ftcli.rows.layouts.prompted:understand_text", loss_on=("all",), asks=False),
         "tokenized": RowLayout(
             ("input_ids", "labels"),
             "ftcli.rows.layouts.tokenized:understand",

@@ -95,7 +95,7 @@ TABLE: Mapping[str, Optimizer] = MappingProxyType(
             "Muon for the matrices of the layers (or their adapters), scaled so that AdamW's learning rates suit it; "
             "AdamW for all else.",
             state_bytes=8, state="momentum", workspace="largest", reads=_ADAM,
-            build="ftcli.train.muon:MuonWithAdamW",
+            build="ftcli.train.adamw:MuonWithAdamW",
         ),
         "schedule_free_adamw": Optimizer(
             "AdamW that averages the weights in place of a schedule.",

@@ -17,13 +17,13 @@ class TrainingForms:
 
     Attributes:
         code: Answers the training form of a tokenizer's template, or None for one that it does not know
-            (``ftcli.data.forms.FormOf``).
+            (``ftcli.data.template.FormOf``).
     """
 
     code: str
 
 
-TABLE: Mapping[str, TrainingForms] = MappingProxyType({"trl": TrainingForms("ftcli.data.forms:of_trl")})
+TABLE: Mapping[str, TrainingForms] = MappingProxyType({"trl": TrainingForms("ftcli.data.template:of_trl")})
 
 
 def rows() -> tuple[TrainingForms, ...]:

@@ -1,17 +1,19 @@
-"""AdamW in one kernel for full fine-tuning: for parameters in float32 with copies in the compute dtype, which it writes
-as well, and for parameters in bfloat16.
+"""Optimizers that torch has not: AdamW in one kernel for full fine-tuning, and Muon with AdamW as one.
+
+The kernel serves parameters in float32 with copies in the compute dtype, which it writes as well, and parameters in
+bfloat16.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NotRequired, TypedDict
 
 import torch
 from ftkernels.adamw import AdamWSettings, Rounding, adamw_step
 from ftkernels.adamw_8bit import Moment8, adamw_step_8bit
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import Muon, Optimizer
 from torch.optim.optimizer import ParamsT, StateDict
 
 from ftcli.model.shards import local_shard, shard_like, shard_rank
@@ -172,3 +174,62 @@ def _seed(step: int, place: int) -> int:
     """Below 2^31, far from those of other steps and parameters."""
     mixed = (step * 0x9E3779B97F4A7C15 + place * 0xD1B54A32D192ED03) % 2**64
     return (mixed ^ (mixed >> 32)) % 2**31
+
+
+class ParameterGroup(TypedDict):
+    """A parameter group: what optimizers take, and whether its parameters are hidden matrices."""
+
+    params: Sequence[Tensor]
+    weight_decay: float
+    hidden: bool
+    lr: NotRequired[float]
+
+
+class MuonWithAdamW(Optimizer):
+    """torch's Muon for the parameter groups that are marked ``hidden``, torch's AdamW for the others.
+
+    Muon's step is scaled to the size that AdamW's steps have (``match_rms_adamw``), so that one learning rate and one
+    weight decay serve both. The groups are those of the two optimizers, not copies: schedules change what these read.
+
+    Args:
+        params: Groups with ``params``, ``weight_decay``, ``hidden`` and, where it differs from ``lr``, ``lr``.
+        lr, betas, eps: Of AdamW. Of Muon the learning rate alone.
+    """
+
+    def __init__(
+        self, params: Iterable[ParameterGroup], lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8
+    ) -> None:
+        groups = [dict(group) for group in params if group["params"]]
+        self._parts: dict[str, Optimizer] = {}
+        hidden = [group for group in groups if group["hidden"]]
+        others = [group for group in groups if not group["hidden"]]
+        if hidden:
+            self._parts["muon"] = Muon(hidden, lr=lr, adjust_lr_fn="match_rms_adamw")
+        if others:
+            self._parts["adamw"] = torch.optim.AdamW(others, lr=lr, betas=betas, eps=eps)
+        super().__init__(groups, {"lr": lr})
+        self._share_groups()
+
+    def _share_groups(self) -> None:
+        self.param_groups = [group for part in self._parts.values() for group in part.param_groups]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One step of both."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self._parts.values():
+            part.step()
+        return loss
+
+    def state_dict(self) -> StateDict:
+        """The states of both, by ``muon`` and ``adamw``."""
+        return {name: part.state_dict() for name, part in self._parts.items()}
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Takes what :meth:`state_dict` gave. Raises KeyError or ValueError for that of another optimizer."""
+        for name, part in self._parts.items():
+            part.load_state_dict(state_dict[name])
+        self._share_groups()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -15,6 +16,7 @@ from ftcli.job import Job
 from ftcli.labels import IGNORE_INDEX
 from ftcli.model.backbone import base_of
 from ftcli.model.fsdp import RankShards, rank_shards_of, unsharded_layers
+from ftcli.model.initial_adapters import as_base
 from ftcli.model.load import load_model
 from ftcli.model.lora import apply_lora
 from ftcli.model.lora_targets import freeze_other_parts, summary_of_targets
@@ -37,7 +39,6 @@ if TYPE_CHECKING:
     from ftcli.model.patch import LayerKernel
     from ftcli.model.selfcheck import SelfCheck
     from ftcli.run.process_group import RankGroup
-
 
 Model: TypeAlias = "PreTrainedModel | PeftModel"
 
@@ -287,3 +288,22 @@ def hold(job: Job, model: Model, run: RunDirectory, weights: WeightIdentities | 
     recipe, now = job.recipe, _loaded_base(job, model, weights or tuple)
     for finding in hold_base(run.path, recipe.model, recipe.run.seed, now, weights=weights is not None):
         job.reporter.finding(finding)
+
+
+@contextmanager
+def of_reference(reference: PreTrainedModel | None, model: PreTrainedModel | PeftModel) -> Iterator[None]:
+    """A block in which the reference can be computed: of adapters it is the model without them."""
+    if reference is not None or _is_off(model):
+        yield
+        return
+    with as_base(model):
+        yield
+
+
+def _is_off(model: PreTrainedModel | PeftModel) -> bool:
+    """True if its adapters are switched off already: PEFT would switch them on at the end of an inner block."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = (module for module in model.modules() if isinstance(module, BaseTunerLayer))
+    found = next(layers, None)
+    return found is not None and found.disable_adapters

@@ -15,10 +15,11 @@ from transformers import set_seed
 from ftcli.config.model import QuantizationConfig
 from ftcli.job import Job
 from ftcli.model.backbone import base_of, root_of, use_tied_embedding
+from ftcli.model.cuda_graphs import GraphRunner
+from ftcli.model.fused import DecoderStack, stack_of
 from ftcli.model.gradient_checkpointing import use_checkpointing
 from ftcli.model.offload import use_host_embedding
 from ftcli.tables import code_of, policies, quantizations
-from ftcli.train.graphed import use_stack
 from ftcli.train.loop import Objective, StepWatcher, TrainerHooks, TrainingLoop
 from ftcli.train.optimizer import Optimization, OptimizerChoice
 from ftcli.train.parallel import Parallel, sequence_part
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
-    from ftcli.model.fused import DecoderStack
     from ftcli.model.sequence_parallel import SequencePart
     from ftcli.run.process_group import RankGroup
 
@@ -176,3 +176,30 @@ def add_noise(alpha: float, embedding: nn.Module, _inputs: object, output: Tenso
         return output
     most = float(alpha / torch.sqrt(torch.tensor(output.size(1) * output.size(2))))
     return output + torch.zeros_like(output).uniform_(-most, most)
+
+
+def why_not_graphed(job: Job, model: PreTrainedModel | PeftModel) -> str | None:
+    """The reason why the layers of ``model`` are trained without CUDA graphs, as one clause; None if they have them."""
+    reason: str | None = job.plan.why_no_graphs
+    if reason is not None:
+        return reason
+    stack = stack_of(model, getattr(torch, job.dtypes.compute))
+    return stack if isinstance(stack, str) else None
+
+
+def use_stack(job: Job, model: PreTrainedModel | PeftModel) -> tuple[DecoderStack | None, GraphRunner | None]:
+    """The model's layers as one function, where all are on the kernels, and the graphs that run them, if there are.
+
+    Layers whose weights are sharded over ranks are called one by one, since each has its weights in its own call alone.
+    """
+    if root_of(model) is not None:
+        return None, None
+    stack = stack_of(model, getattr(torch, job.dtypes.compute))
+    if isinstance(stack, str):
+        return None, None
+    if why_not_graphed(job, model):
+        return stack, None
+    memory = job.report.memory
+    pool = 0 if memory is None else memory.graph_pool_bytes
+    stack.runner = runner = GraphRunner(stack, job.plan.graph_tokens, job.reporter, pool_bytes=pool)
+    return stack, runner

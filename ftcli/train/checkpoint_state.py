@@ -26,7 +26,7 @@ from ftcli.plain import JsonObject
 from ftcli.run.atomic import read_text
 from ftcli.run.checkpoint import STATE_NAME, TRAINER_STATE
 from ftcli.run.out_of_memory import is_out_of_memory
-from ftcli.train.best import BestEvaluation
+from ftcli.train.evaluation import BestEvaluation
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import StateDict

@@ -1,20 +1,23 @@
-"""Makes a job's data into token ids and epochs of training, and reports what was found and done."""
+"""Makes a job's data into token ids and epochs of training, and reports what was found and done; tokens.json."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
-from ftcli.data.ledger import mostly_untrained
+from ftcli.data.collate import lengths_once
+from ftcli.data.ledger import DatasetLedger, mostly_untrained
 from ftcli.data.order import ComputedTokens, Epochs, computed_by, epochs_of
 from ftcli.data.prepare import PreparedData, prepare
-from ftcli.data.shared import lengths_once
 from ftcli.data.tokens import TokenTable
 from ftcli.job import Job
-from ftcli.plain import FLATTENED
+from ftcli.plain import FLATTENED, JsonObject
 from ftcli.plan.batches import Batches
+from ftcli.run.atomic import store_json
 from ftcli.tables import layouts
 
 
@@ -56,11 +59,10 @@ def tokenized(job: Job, name: Literal["train", "eval"]) -> PreparedData:
 def training_epochs(job: Job, prepared: PreparedData) -> Epochs:
     """Makes the epochs of training. Reports mixtures, packing, and data of which little is trained."""
     recipe = job.recipe
-    weights = [source.weight for source in recipe.data.train]
-    shares = [float(weight) for weight in weights if weight is not None]
+    weights = recipe.data.weights
     epochs = epochs_of(
         prepared.sequences,
-        shares if len(shares) == len(weights) else None,
+        weights,
         packing=recipe.data.packing,
         capacity=recipe.data.max_seq_len,
         seed=recipe.run.seed,
@@ -72,7 +74,7 @@ def training_epochs(job: Job, prepared: PreparedData) -> Epochs:
     if untrained is not None:
         job.reporter.finding(untrained)
     for ledger, seen in zip(prepared.ledgers, _seen(epochs, prepared.sequences), strict=True):
-        if shares:
+        if weights:
             times = seen / ledger.kept_rows
             job.reporter.info(f"data.train: {ledger.name}: {seen:,} rows an epoch, each seen {times:.2f} times")
     if epochs.packs is not None:
@@ -102,3 +104,63 @@ def _seen(epochs: Epochs, table: TokenTable) -> list[int]:
         return list(epochs.mix.counts)
     starts = np.asarray(table.starts)
     return [int(count) for count in np.histogram(epochs.packs.rows, bins=starts)[0]]
+
+
+def write_token_counts(
+    path: Path, ledgers: Mapping[str, Sequence[DatasetLedger]], epochs: Epochs, computed: ComputedTokens, layout: str
+) -> None:
+    """Writes tokens.json from the ledgers of each split and what the first epoch computes.
+
+    Raises FtcliError FT723 or FT724 when it cannot be written.
+    """
+    datasets = [_dataset(split, ledger) for split, some in ledgers.items() for ledger in some]
+    store_json(path, {"datasets": datasets, "epoch": _epoch(epochs, computed, layout)})
+
+
+def _epoch(epochs: Epochs, computed: ComputedTokens, layout: str) -> JsonObject:
+    """Sequences and tokens that one epoch computes. A sequence is a row, or several rows when ``packed``.
+
+    ``tokens_padded`` are positions of batches without a token, ``padded_share`` their share of all positions,
+    ``tokens_computed``. ``layout`` says whether rows are padded to the longest or laid out without padding, and filled
+    up to one of few numbers of tokens; ``shapes`` is the number of different shapes of micro-batches.
+    """
+    packs = epochs.packs if epochs.packs is not None and len(epochs.packs) < len(epochs.packs.rows) else None
+    return {
+        "rows": len(epochs) if packs is None else len(packs.rows),
+        "sequences": len(epochs),
+        "packed": packs is not None,
+        "tokens": computed.tokens,
+        "tokens_padded": computed.filler,
+        "padded_share": computed.share,
+        "tokens_computed": computed.tokens + computed.filler,
+        "layout": layout,
+        "shapes": computed.shapes,
+    }
+
+
+def _dataset(split: str, ledger: DatasetLedger) -> JsonObject:
+    """Rows and tokens of one dataset, kept and not.
+
+    ``tokens`` are those of all rows that could be tokenized; ``tokens_kept`` of them are in the batches, of which
+    ``tokens_masked`` carry no loss and ``tokens_trained`` do; ``tokens_cut`` were truncated or dropped with their row.
+    ``rows_skipped`` were broken, ``skipped_by_code`` says how. Lengths are in tokens, before any cut.
+    """
+    return {
+        "name": ledger.name,
+        "split": split,
+        "layout": ledger.layout,
+        "rows": ledger.rows,
+        "rows_kept": ledger.kept_rows,
+        "rows_dropped": ledger.dropped_rows,
+        "rows_truncated": ledger.truncated_rows,
+        "rows_skipped": ledger.bad_rows,
+        "skipped_by_code": ledger.bad_codes,
+        "tokens": ledger.all_tokens,
+        "tokens_kept": ledger.tokens,
+        "tokens_cut": ledger.cut_tokens + ledger.dropped_tokens,
+        "tokens_masked": ledger.masked_tokens,
+        "tokens_trained": ledger.supervised_tokens,
+        "longest": ledger.length_quantiles.get("max", 0),
+        "length_quantiles": ledger.length_quantiles,
+        "counts": ledger.counts,
+    }

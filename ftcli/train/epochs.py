@@ -1,4 +1,4 @@
-"""Objectives over a fixed set of rows, in an order of each epoch."""
+"""Objectives over a fixed set of rows, in an order of each epoch, and the sums that their metrics are means of."""
 
 from __future__ import annotations
 
@@ -6,14 +6,20 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+
 from ftcli.data.order import Epochs
+from ftcli.data.tokens import TokenizedRow
 from ftcli.errors import Origin
-from ftcli.train.checkpoint_state import draw_of_epoch
+from ftcli.plain import JsonObject
+from ftcli.train.checkpoint_state import Progress, draw_of_epoch
 from ftcli.train.loop import Objective, StepMonitor
-from ftcli.train.parallel import MicroBatch
+from ftcli.train.parallel import MicroBatch, TokenCounts
 
 if TYPE_CHECKING:
     from ftcli.job import Job
+    from ftcli.model.sequence_parallel import SequencePart
     from ftcli.run.process_group import RankGroup
 
 
@@ -22,11 +28,11 @@ class EpochObjective(Objective):
 
     Args:
         epochs: What an epoch holds, and in which order.
-        shares: Ranks that share each row.
+        sequence: This rank's part of each row, where ranks share rows.
     """
 
-    def __init__(self, job: Job, epochs: Epochs, group: RankGroup | None, shares: int = 1) -> None:
-        train = job.recipe.train
+    def __init__(self, job: Job, epochs: Epochs, group: RankGroup | None, sequence: SequencePart | None) -> None:
+        train, shares = job.recipe.train, 1 if sequence is None else sequence.parts
         self._epochs, self._alone = epochs, group is None
         self._rank, self._ranks = (0, 1) if group is None else (group.rank // shares, group.size // shares)
         self._size, self._accumulation = train.per_device_train_batch_size, train.gradient_accumulation_steps
@@ -64,3 +70,117 @@ class EpochObjective(Objective):
             blank = units[0] == self._epochs.units  # the unit after the last one stands for a batch without labels
             found.append(self.micro_batch([0] if blank else units, blank=blank))
         return found
+
+
+class StepSums:
+    """A vector of sums since the last line of metrics, float64 on the device; the same on one process as on many ranks.
+
+    Args:
+        name: Its key in a checkpoint.
+        width: Numbers in the vector.
+    """
+
+    def __init__(self, name: str, width: int, device: torch.device, group: RankGroup | None) -> None:
+        self._name, self._width, self._device, self._group = name, width, device, group
+        self._sums = self._before = torch.zeros(width, dtype=torch.float64, device=device)
+        self._of_batches: list[Tensor] = []
+
+    def begin(self) -> None:
+        """A step begins; :meth:`undo` goes back to here."""
+        self._before, self._of_batches = self._sums, []
+
+    def add(self, vector: Tensor) -> None:
+        """Notes a micro-batch, (width,) float64."""
+        self._of_batches.append(vector)
+
+    def reduce(self) -> None:
+        """Adds up the micro-batches of all ranks, in the order of one process."""
+        found = torch.stack(self._of_batches)
+        if self._group is not None:
+            slots = torch.zeros(len(found) * self._group.size, self._width, dtype=torch.float64, device=found.device)
+            slots[self._group.rank :: self._group.size] = found
+            self._group.all_reduce([slots])
+            found = slots
+        for one in found:
+            self._sums = self._sums + one
+
+    def add_once(self, vector: Tensor) -> None:
+        """Adds what is the step's, and the same on all ranks."""
+        self._sums = self._sums + vector
+
+    def undo(self) -> None:
+        """Forgets what came since :meth:`begin`."""
+        self._sums = self._before
+
+    def take(self) -> list[float]:
+        """The sums; they begin anew."""
+        found = self._sums.tolist()
+        self._sums = torch.zeros_like(self._sums)
+        return found
+
+    def state(self) -> JsonObject:
+        """For a checkpoint."""
+        return {self._name: self._sums.tolist()}
+
+    def restore(self, state: JsonObject) -> None:
+        """Continues from what :meth:`state` gave; a checkpoint without it begins at zero."""
+        kept = state.get(self._name)
+        if isinstance(kept, list) and len(kept) == self._width:
+            self._sums = torch.tensor(kept, dtype=torch.float64, device=self._device)
+
+
+class SummedObjective(EpochObjective):
+    """An objective over pairs or labelled answers, whose metrics are means over these.
+
+    Where ranks share rows, each of them computes the loss of whole rows, and the first one counts it.
+
+    Args:
+        name, width: Of the sums, as :class:`StepSums`.
+    """
+
+    def __init__(
+        self, job: Job, epochs: Epochs, group: RankGroup | None, sequence: SequencePart | None, name: str, width: int
+    ) -> None:
+        super().__init__(job, epochs, group, sequence)
+        self._counts = sequence is None or sequence.part == 0
+        self._sums = StepSums(name, width, job.device, group)
+
+    def documents(self, units: Sequence[int]) -> list[TokenizedRow]:
+        """The rows of these units in turn."""
+        return [tokens for unit in units for tokens in self._epochs.members(unit)]
+
+    def counted_batch(
+        self, inputs: dict[str, Tensor], units: Sequence[int], counts: TokenCounts, *, blank: bool
+    ) -> MicroBatch:
+        """The micro-batch of ``inputs``; a blank one, and one of a rank that does not count, has computed its tokens
+        alone.
+        """
+        counted = TokenCounts(computed=counts.computed) if blank or not self._counts else counts
+        return MicroBatch(inputs, () if blank else tuple(units), counted)
+
+    def noted(self, loss: Tensor, sums: Tensor) -> Tensor:
+        """The loss of a micro-batch, whose ``sums`` (width,) float64 are noted; where this rank does not count, zero
+        with the same gradient.
+        """
+        self._sums.add(sums if self._counts else torch.zeros_like(sums))
+        return loss if self._counts else loss - loss.detach()
+
+    def begin(self, step: int) -> None:
+        """Notes the sums so far."""
+        self._sums.begin()
+
+    def reduced(self) -> None:
+        """Adds up the metrics of all ranks' micro-batches, in the order of one process."""
+        self._sums.reduce()
+
+    def undo(self, step: int) -> None:
+        """Restores the sums that :meth:`begin` has noted."""
+        self._sums.undo()
+
+    def state(self) -> JsonObject:
+        """The sums of a half-filled line."""
+        return self._sums.state()
+
+    def restore(self, state: JsonObject, progress: Progress) -> None:
+        """Resumes with these sums."""
+        self._sums.restore(state)

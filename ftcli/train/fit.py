@@ -20,12 +20,11 @@ from ftcli.tables.methods import measures
 from ftcli.train.context import GraphsRecord, RunContext
 from ftcli.train.lifecycle import add_to_manifest, raise_if_stopped
 from ftcli.train.out_of_memory import has_room_to_save, let_go, out_of_memory_in_training, with_checkpoint
-from ftcli.train.progress import StepProgress
-from ftcli.train.start import TrainingRows, tell_start, tell_warm_ups
+from ftcli.train.progress import StepProgress, TrainingRows, tell_start, tell_warm_ups
 
 if TYPE_CHECKING:
     from ftcli.job import Job
-    from ftcli.train.best import EarlyStopping, Goal
+    from ftcli.train.evaluation import EarlyStopping, Goal
     from ftcli.train.loop import Attendance, StepIntervals, TrainerHooks, TrainingLoop
 
 
@@ -132,14 +131,14 @@ def _save(loop: TrainingLoop, context: RunContext, job: Job, model: Any) -> None
 
 
 def _stopping(recipe: Recipe) -> EarlyStopping | None:
-    from ftcli.train.best import EarlyStopping
+    from ftcli.train.evaluation import EarlyStopping
 
     settings = recipe.train.early_stopping
     return None if settings is None else EarlyStopping(settings.patience, settings.min_delta)
 
 
 def _goal(context: RunContext) -> Goal | None:
-    from ftcli.train.best import Goal
+    from ftcli.train.evaluation import Goal
 
     metric = context.recipe.train.metric_for_best_model
     if metric is None:
@@ -168,7 +167,7 @@ def _train(loop: TrainingLoop, context: RunContext, attendance: Attendance) -> N
     resume_from = context.opened.resume_from
     if resume_from is not None and loop.load_finished(resume_from):
         return
-    from ftcli.train.best import TrainingOver
+    from ftcli.train.evaluation import TrainingOver
 
     with _saving_on_failure(loop, context), contextlib.suppress(TrainingOver):
         loop.run(attendance, resume_from)

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ftcli.data.collate import packed_batch
-from ftcli.data.shared import Pair, lengths_once, shared_batch, shared_beginning
+from ftcli.data.collate import Pair, lengths_once, packed_batch, shared_batch, shared_beginning
 from ftcli.data.tokens import TokenizedRow
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.model.backbone import compute_context, hidden_states, rotation_kept
-from ftcli.model.selfcheck import relative_difference
+from ftcli.model.quantized import has_coarse_products
+from ftcli.model.selfcheck import relative_difference, rounded_otherwise
 from ftcli.plan.batches import Batches
 from ftcli.plan.precision import DtypePlan
 
@@ -34,6 +34,10 @@ _ALONE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
 #: a document may differ by this many times what it differs by at the head of a row, where nothing stands before it,
 _ROUNDINGS = 2.0
 #: if that, in turn, is at most this many times the number above: the filler behind it must not be seen, either.
+#: Products coarser than the compute dtype enlarge a last place, and none may differ at the head of a row: a delta net's
+#: chunks begin there as they do alone. So as much is allowed, up to this, as one more rounding of the embeddings makes.
+#: In random Qwen3.5 and Llama on fp8 a document differed by 0.093 at most, 0.28 of such a rounding (2 to 24 layers),
+#: one whose boundary is wrong by 0.44 at least, 1.35 of it (4 and 8 layers; torch on a CPU, 2026-11-27).
 _FILLER = 5.0
 #: With the same shapes and other neighbours, nothing but atomics could differ.
 _NEIGHBOURS = 1e-6
@@ -54,25 +58,29 @@ def check_isolation(
     """
     first, second = _documents(rows)
     changed = TokenizedRow(first.row, first.input_ids[::-1], first.labels)
+    start, length = len(first.input_ids), len(second.input_ids)
+    usual = _ALONE[plan.compute]
     was_training = model.training
     model.eval()
     with rotation_kept(model), compute_context(device, plan.compute, plan.autocast):
         packed = _hidden(model, [[first, second], [second]], device, pad_token_id)
         neighbour = _hidden(model, [[changed, second], [second]], device, pad_token_id)
-        alone = _hidden(model, [[second]], device, pad_token_id)[0, : len(second.input_ids)]
+        alone = _hidden(model, [[second]], device, pad_token_id)[0, :length]
+        inside = packed[0, start : start + length]
+        among_others = relative_difference(neighbour[0, start : start + length], inside)
+        behind = relative_difference(inside, alone)
+        ahead = relative_difference(packed[1, :length], alone)
+        allowed = max(usual, _ROUNDINGS * ahead)
+        if behind > allowed and has_coarse_products(model):
+            with rounded_otherwise(model, getattr(torch, plan.compute)):
+                again = _hidden(model, [[second]], device, pad_token_id)[0, :length]
+            allowed = max(allowed, min(relative_difference(again, alone), _FILLER * usual))
     model.train(was_training)
-    start = len(first.input_ids)
-    end = start + len(second.input_ids)
-    among_others = relative_difference(neighbour[0, start:end], packed[0, start:end])
-    behind = relative_difference(packed[0, start:end], alone)
-    ahead = relative_difference(packed[1, : len(second.input_ids)], alone)
-    by_itself = max(behind, ahead)
-    usual = _ALONE[plan.compute]
-    if not (among_others <= _NEIGHBOURS and behind <= max(usual, _ROUNDINGS * ahead) and ahead <= _FILLER * usual):
+    if not (among_others <= _NEIGHBOURS and behind <= allowed and ahead <= _FILLER * usual):  # NaN fails
         raise FtcliError.single(
             "FT443",
             "this model does not keep packed documents apart: a document's hidden states differ by "
-            f"{among_others:.2g} with another neighbour, by {by_itself:.2g} without one (relative)",
+            f"{among_others:.2g} with another neighbour, by {max(behind, ahead):.2g} without one (relative)",
             exit_code=ExitCode.PREFLIGHT,
             help="train with data.packing: false and data.padding_free: false, or try model.attention: eager and "
             "model.kernels: off",

@@ -23,7 +23,6 @@ from ftcli.plan.memory.terms import BACKWARD, EVALUATION, FORWARD, STEP, Phase
 from ftcli.run.completions import ScoredCompletion
 from ftcli.run.metrics import MetricsLine
 from ftcli.run.signals import SignalName, StopRequested
-from ftcli.train.best import BestEvaluation, EarlyStopping, Goal, TrainingOver, measured
 from ftcli.train.checkpoint_state import (
     LogWindow,
     Progress,
@@ -33,6 +32,7 @@ from ftcli.train.checkpoint_state import (
     readable,
     save_state,
 )
+from ftcli.train.evaluation import BestEvaluation, EarlyStopping, Goal, TrainingOver, measured
 from ftcli.train.optimizer import Optimization, load_training_weights
 from ftcli.train.parallel import Divisors, MicroBatch, Parallel
 from ftcli.train.watch import WatchedNumber, peak_memory_bytes, row_list

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, Unpack
 
 from ftcli.config.load import LoadedRecipe
 from ftcli.config.recipe import Recipe
@@ -19,10 +19,8 @@ from ftcli.tables.methods import Method
 from ftcli.train.context import BuiltModel, RunContext
 from ftcli.train.evaluation import HeldOut, began_in, held_out_numbers
 from ftcli.train.fit import FinishedRun, fit
-from ftcli.train.lifecycle import add_to_manifest, checked_run, keep_inputs
-from ftcli.train.progress import held_out_line
-from ftcli.train.results import CompleteRun, complete_result, write_token_counts
-from ftcli.train.start import TrainingRows
+from ftcli.train.lifecycle import CompleteRun, add_to_manifest, checked_run, complete_result, keep_inputs
+from ftcli.train.progress import TrainingRows, held_out_line
 
 if TYPE_CHECKING:
     from ftcli.data.order import ComputedTokens, Epochs
@@ -31,13 +29,31 @@ if TYPE_CHECKING:
     from ftcli.evaluate.suite import Evaluator
     from ftcli.job import Job
     from ftcli.judges import Judge
+    from ftcli.model.fused import DecoderStack
+    from ftcli.model.sequence_parallel import SequencePart
     from ftcli.plan.batches import Batches
     from ftcli.run.process_group import RankGroup
-    from ftcli.train.loop import TrainerHooks, TrainingLoop
+    from ftcli.train.loop import Objective, TrainerHooks, TrainingLoop
+
+
+class ObjectiveParts(TypedDict):
+    """What an objective gets beside its job, model and epochs: the ranks that train together, the decoder layers as one
+    function where all are on the kernels, and this rank's part of each row where ranks share rows.
+    """
+
+    group: RankGroup | None
+    stack: DecoderStack | None
+    sequence: SequencePart | None
 
 
 class RowMethod(ABC):
-    """A method's part of a run on rows that hold their answers: the class that its row of the table names."""
+    """A method's part of a run on rows that hold their answers: the class that its row of the table names.
+
+    Attributes:
+        evaluates: What measures models on held-out rows.
+    """
+
+    evaluates: ClassVar[type[Evaluator]]
 
     @abstractmethod
     def epochs(self, job: Job, prepared: PreparedData) -> Epochs:
@@ -56,18 +72,11 @@ class RowMethod(ABC):
         """Describes the training data of a run on so many tokenized rows, for the summary at its start."""
 
     @abstractmethod
-    def evaluator(
-        self,
-        job: Job,
-        rows: Sequence[TokenizedRow],
-        group: RankGroup | None = None,
-        *,
-        judges: Mapping[str, Judge] | None = None,
-        reference: Any = None,
-    ) -> Evaluator:
-        """An evaluator of held-out rows."""
+    def objective(
+        self, job: Job, model: Any, epochs: Epochs, reference: Any, **parts: Unpack[ObjectiveParts]
+    ) -> Objective:
+        """What the loop trains ``model`` on."""
 
-    @abstractmethod
     def build(
         self,
         job: Job,
@@ -78,6 +87,24 @@ class RowMethod(ABC):
         reference: Any = None,
     ) -> TrainingLoop:
         """The loop that trains ``model``."""
+        from ftcli.train.build import build_loop
+
+        def make(stack: DecoderStack | None, sequence: SequencePart | None) -> Objective:
+            return self.objective(job, model, epochs, reference, group=group, stack=stack, sequence=sequence)
+
+        return build_loop(job, model, make, hooks, group)
+
+    def evaluator(
+        self,
+        job: Job,
+        rows: Sequence[TokenizedRow],
+        group: RankGroup | None = None,
+        *,
+        judges: Mapping[str, Judge] | None = None,
+        reference: Any = None,
+    ) -> Evaluator:
+        """An evaluator of held-out rows."""
+        return self.evaluates(job, rows, judges or {}, group)
 
     def before_training(
         self,
@@ -131,9 +158,10 @@ def _train(session: Session, context: RunContext) -> RowsResult:
         from ftcli.job import open_job
         from ftcli.model.quantized import quantized_layers
         from ftcli.train import assembly, data
-        from ftcli.train.graphed import why_not_graphed
+        from ftcli.train.build import why_not_graphed
 
-    started, group, method = time.perf_counter(), context.group, row_method(context.report.plan.method)
+        method = row_method(context.report.plan.method)
+    started, group = time.perf_counter(), context.group
     with context.phase("preparing data"), nullcontext() if group is None else group.after_leader("data"):
         job = open_job(context.report, session)
         train_data, eval_data = data.tokenized(job, "train"), data.tokenized(job, "eval")
@@ -225,7 +253,7 @@ def _counted(
     context: RunContext, job: Job, epochs: Epochs, train_data: PreparedData, eval_data: PreparedData, batches: Batches
 ) -> ComputedTokens:
     """Tokens that an epoch computes in ``batches``; written to tokens.json."""
-    from ftcli.train.data import computed_with
+    from ftcli.train.data import computed_with, write_token_counts
 
     computed = computed_with(job, epochs, train_data, batches)
     if not context.leads:

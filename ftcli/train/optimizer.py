@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from transformers import Trainer
-from transformers.optimization import get_scheduler
+from transformers.optimization import GreedyLR, get_scheduler
 from transformers.trainer_pt_utils import get_parameter_names
 from transformers.training_args import OptimizerNames
 
@@ -25,17 +26,45 @@ from ftcli.model.gradients import keep_gradients_in
 from ftcli.model.shards import local_shard
 from ftcli.plan.precision import DtypePlan
 from ftcli.tables import code_of, optimizers, schedules
-from ftcli.train.adamw import AdamW
-from ftcli.train.muon import ParameterGroup
-from ftcli.train.plateau import by_evaluations
+from ftcli.train.adamw import AdamW, ParameterGroup
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
-    from torch.optim.lr_scheduler import LRScheduler
     from transformers import PreTrainedModel, TrainingArguments
 
     from ftcli.model.fused import DecoderStack
     from ftcli.train.parallel import Parallel
+
+
+def is_better(value: float, best: float, threshold: float, *, relative: bool) -> bool:
+    """Whether ``value`` is less than ``best`` by more than the threshold, or by that share of its size, of any sign.
+
+    torch and transformers multiply the best by 1 - threshold, which lies above a negative best: an evaluation that
+    repeats it would count as better, and the rate would never fall. Scores of tasks are such numbers, since what is
+    told is to be minimised.
+    """
+    if not relative:
+        return value < best - threshold
+    return value < best * (1.0 - threshold if best > 0 else 1.0 + threshold)
+
+
+class _Plateau(ReduceLROnPlateau):
+    def _is_better(self, a: float, best: float) -> bool:
+        return is_better(a, best, self.threshold, relative=self.threshold_mode == "rel")
+
+
+class _Greedy(GreedyLR):  # type: ignore[misc]  # transformers is not typed
+    def is_better(self, current: float, best: float) -> bool:
+        return is_better(current, best, self.threshold, relative=self.threshold_mode == "rel")
+
+
+_SCHEDULES: dict[str, Any] = {"reduce_lr_on_plateau": _Plateau, "greedy": _Greedy}
+
+
+def by_evaluations(name: str, optimizer: Any, arguments: Mapping[str, float | int | str]) -> LRScheduler:
+    """The schedule of this name."""
+    made: LRScheduler = _SCHEDULES[name](optimizer, **arguments)
+    return made
 
 
 #: In a checkpoint, the weights that training goes on with, where those that are evaluated are others. It lies in a

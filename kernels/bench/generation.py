@@ -3,10 +3,16 @@
     python kernels/bench/generation.py --batches 8 32 64 --cases merged unmerged nf4
     python kernels/bench/generation.py --device cpu                 # does it run at all
 
-Weights are random: a step takes the same time whatever it says. Each case is a model of Llama-3.1-8B's shape with an
-adapter of rank 16 on all linear layers: merged into a copy, unmerged in the graph, or on an NF4 base (merged into a
-dequantized copy; ``nf4-unmerged`` without one). ``first`` is seconds to the first token of every sequence, with all
-that is set up once; tokens/s count prompts' prefill as time, and ``decoding`` leaves it out.
+Weights are random: a step takes the same time whatever it says. Each case is a model of Llama-3.1-8B's shape, or of the
+one that ``--model`` names, with an adapter of rank 16 on all linear layers: merged into a copy, unmerged in the graph,
+or on an NF4 base (merged into a dequantized copy; ``nf4-unmerged`` without one). ``first`` is seconds to the first
+token of every sequence, with all that is set up once; tokens/s count prompts' prefill as time, and ``decoding`` leaves
+it out.
+
+``--agree ROWS`` takes so many greedy completions through the model in one pass, as training does: ``agree`` is the
+share of tokens that are its likeliest ones as well, ``nats`` the mean difference of their log-probabilities, and
+``behind`` how much less likely than the likeliest a token is at most. Random weights have near ties, so a few tokens
+differ.
 """
 
 from __future__ import annotations
@@ -23,9 +29,10 @@ from timing import SHAPES, Shape, shape_of, start
 from ftcli.config.model import QuantizationConfig
 from ftcli.facts.generation import cache_bytes
 from ftcli.generation.engine import Engine
-from ftcli.generation.forward import cache_dtype, cache_shape
+from ftcli.generation.forward import cache_dtype, kept_shape
 from ftcli.generation.generator import open_generator
 from ftcli.generation.requests import GenerationRequest
+from ftcli.model.backbone import base_of, compute_context, hidden_states
 from ftcli.model.fp8 import fp8_linear
 from ftcli.model.nf4 import nf4_linear
 from ftcli.model.patch import patch
@@ -34,12 +41,29 @@ from ftcli.plan.precision import DtypePlan
 CASES = ("merged", "unmerged", "base", "nf4", "nf4-unmerged", "fp8")
 
 
-def model_of(shape: Shape, case: str, device: torch.device, dtype: torch.dtype) -> Any:
-    """Random weights of the shape, quantized and adapted as the case says, on the kernels."""
-    from peft import LoraConfig, get_peft_model
-    from transformers import LlamaConfig, LlamaForCausalLM
+#: Sizes of models with gated delta nets: hidden, inner, layers, query heads, value heads of the nets.
+RECURRENT = {"qwen3.5-9b": (4096, 12288, 32, 16, 32), "qwen3.5-27b": (5120, 17408, 64, 24, 48)}
 
-    config = LlamaConfig(
+
+def recurrent_config(name: str, *, tiny: bool) -> Any:
+    """Qwen3.5's config; heads and layers of any kind are few in a tiny one."""
+    from transformers import AutoConfig
+
+    hidden, inner, layers, heads, values = (64, 96, 4, 4, 4) if tiny else RECURRENT[name]
+    size, keys = (16, 2) if tiny else (256, 16)
+    return AutoConfig.for_model(
+        "qwen3_5_text", vocab_size=512 if tiny else 248320, hidden_size=hidden, intermediate_size=inner,
+        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=2 if tiny else 4, head_dim=size,
+        linear_num_key_heads=keys, linear_num_value_heads=values, linear_key_head_dim=min(size, 128),
+        linear_value_head_dim=min(size, 128), max_position_embeddings=131072, tie_word_embeddings=False,
+    )  # fmt: skip
+
+
+def llama_config(shape: Shape) -> Any:
+    """Llama's config of the shape."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
         vocab_size=shape.vocabulary,
         hidden_size=shape.hidden,
         intermediate_size=shape.inner,
@@ -50,10 +74,17 @@ def model_of(shape: Shape, case: str, device: torch.device, dtype: torch.dtype) 
         max_position_embeddings=131072,
         rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
         tie_word_embeddings=False,
-        attn_implementation="sdpa",
     )
+
+
+def model_of(config: Any, case: str, device: torch.device, dtype: torch.dtype) -> Any:
+    """Random weights, quantized and adapted as the case says, on the kernels."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
     with device:
-        model: Any = LlamaForCausalLM._from_config(config, dtype=dtype).eval().requires_grad_(False)
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    model.eval().requires_grad_(False)
     if case.startswith("nf4") or case == "fp8":
         make, method = (fp8_linear, "fp8") if case == "fp8" else (nf4_linear, "nf4")
         for name, module in list(model.model.layers.named_modules()):
@@ -79,6 +110,27 @@ def timed(engine: Engine, requests: list[GenerationRequest], sampling: Sampling)
     return last - first, last - began
 
 
+def agreement(model: Any, engine: Engine, requests: list[GenerationRequest], plan: DtypePlan) -> dict[str, float]:
+    """What one pass over the prompts and their greedy completions says of these; see the module."""
+    same, nats, behind = [], [], []
+    for request, (one,) in zip(requests, engine.complete(requests), strict=True):
+        device, chosen = next(model.parameters()).device, torch.tensor(one.tokens)
+        ids = torch.tensor([[*request.prompt, *one.tokens]], device=device)
+        given = {"input_ids": ids, "document_starts": torch.zeros_like(ids, dtype=torch.int32)}
+        with torch.no_grad(), compute_context(device, plan.compute, plan.autocast):
+            states = hidden_states(model, given).tensor[0, len(request.prompt) - 1 : -1]
+            said = torch.log_softmax(base_of(model).get_output_embeddings()(states).float(), -1).cpu()
+        own = said.gather(1, chosen[:, None])[:, 0]
+        same.append((said.argmax(1) == chosen).double().mean())
+        nats.append((own - torch.tensor(one.logprobs)).abs().double().mean())
+        behind.append((said.amax(1) - own).max())
+    return {
+        "agree": float(torch.stack(same).mean()),
+        "nats": float(torch.stack(nats).mean()),
+        "behind": float(torch.stack(behind).max()),
+    }
+
+
 def measure(model: Any, case: str, batch: int, options: argparse.Namespace, plan: DtypePlan) -> dict[str, Any]:
     """The row of one case at one batch."""
     generator, device, new = torch.Generator().manual_seed(0), torch.device(options.device), options.new
@@ -86,7 +138,7 @@ def measure(model: Any, case: str, batch: int, options: argparse.Namespace, plan
     requests = [GenerationRequest(tuple(prompt), new, (row_seed(row),)) for row, prompt in enumerate(prompts)]
     longest, room = options.prompt + new, None
     if case.endswith("unmerged"):  # room for the cache alone, so that nothing is merged
-        room = cache_bytes(cache_shape(model, cache_dtype(model, plan)), batch, longest)
+        room = cache_bytes(kept_shape(model, cache_dtype(model, plan)), batch, longest)
     began = time.perf_counter()
     opened = open_generator(
         model, plan, device, rows=batch, longest=longest, pad=0, own_settings=False, room_bytes=room
@@ -102,7 +154,9 @@ def measure(model: Any, case: str, batch: int, options: argparse.Namespace, plan
     decode, whole = timed(engine, requests, GREEDY)
     sampled, _ = timed(engine, requests, Sampling(1.0))
     steps = new - 1
+    agreed = agreement(model, engine, requests[: options.agree], plan) if options.agree else {}
     return {
+        **agreed,
         "case": case, "batch": batch, "first s": first, "tokens/s": batch * new / whole,
         "decoding": batch * steps / decode, "step ms": 1e3 * decode / steps, "sampled": 1e3 * sampled / steps,
         "peak GiB": torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else None,
@@ -113,22 +167,26 @@ def measure(model: Any, case: str, batch: int, options: argparse.Namespace, plan
 def main() -> None:
     """A row a case and batch."""
     arguments = parser(__doc__)
-    arguments.add_argument("--model", default="llama3.1-8b", choices=list(SHAPES))
+    arguments.add_argument("--model", default="llama3.1-8b", choices=[*SHAPES, *RECURRENT])
     arguments.add_argument("--cases", nargs="+", default=["merged"], choices=CASES)
     arguments.add_argument("--batches", type=int, nargs="+", default=[8, 32, 64])
     arguments.add_argument("--prompt", type=int, default=512)
     arguments.add_argument("--new", type=int, default=128)
+    arguments.add_argument("--agree", type=int, default=0, metavar="ROWS")
     options = arguments.parse_args()
-    device, shape = start(options), shape_of(options)
+    device = start(options)
     on_gpu = device.type == "cuda"
+    recurrent = options.model in RECURRENT
+    config = recurrent_config(options.model, tiny=not on_gpu) if recurrent else llama_config(shape_of(options))
     if not on_gpu:
         options.prompt, options.new, options.batches = 16, 8, [2]
     compute = "bfloat16" if on_gpu else "float32"
     plan = DtypePlan(compute, "float32", compute, on_gpu, "a benchmark")
     rates = {"first s": ".2f", "tokens/s": ",.0f", "decoding": ",.0f", "step ms": ".2f", "sampled": ".2f"}
-    table = Table({"case": "", "batch": "", **rates, "peak GiB": ".2f", "merged": "", "graphs": ""})
+    agreed = {"agree": ".4f", "nats": ".2e", "behind": ".2e"} if options.agree else {}
+    table = Table({"case": "", "batch": "", **rates, **agreed, "peak GiB": ".2f", "merged": "", "graphs": ""})
     for case in options.cases:
-        model = model_of(shape, case, device, getattr(torch, compute))
+        model = model_of(config, case, device, getattr(torch, compute))
         for batch in options.batches:
             table.add(**measure(model, case, batch, options, plan))
             table.save(options.json)

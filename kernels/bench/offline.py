@@ -302,6 +302,8 @@ def delta_cases(new: Maker, capability: int) -> Launches:
         if not name:
             ahead = partial(delta_rule_forward.scan, inputs, chunks, state, tiles=tiles)
             yield "delta rule scan", partial(ahead, keep=False, want_last=True)
+            asked = delta_rule_forward.Ends(*(torch.zeros(size, dtype=torch.int32) for size in (3, 3, 5)))
+            yield "delta rule scan, ends", partial(ahead, keep=False, want_last=False, ends=asked)
             yield "delta rule scan, kept", partial(ahead, keep=True, want_last=False)
             back = partial(delta_rule_backward.scan_back, inputs, chunks, v, state, tiles=tiles)
             yield "delta rule scan back", partial(back, want_first=True)

@@ -1,8 +1,9 @@
-"""Times every operation forward and backward against plain torch, torch.compile, Liger and TRL where installed.
+"""Times every operation forward and backward against plain torch, torch.compile, Liger, TRL and FLA where installed.
 
     python kernels/bench/ops.py                                    # both models, 2 x 4096 tokens
     python kernels/bench/ops.py --models llama3.1-8b --only lora --compile --json out.json
     python kernels/bench/ops.py --models llama3.1-8b --only log_prob --batch 8 --seq 20000 --rounds 2
+    python kernels/bench/ops.py --models llama3.1-8b --only delta  # gated delta nets, of Qwen3.5-9B's heads
     python kernels/bench/ops.py --device cpu                       # does it run at all
 
 Medians of interleaved rounds by CUDA events. Percentages are of the copy bandwidth and matmul rate measured at the
@@ -22,6 +23,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from common import GIB, Table, parser
+from ftkernels.delta_net import NetSizes, NetWeights, delta_net, delta_net_reference
+from ftkernels.delta_rule import delta_rule
 from ftkernels.glu import glu
 from ftkernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from ftkernels.linear_log_prob import linear_log_prob, linear_log_prob_reference
@@ -258,11 +261,70 @@ def log_prob_case(make: Maker, shape: Shape) -> Case:
     return Case("linear_log_prob", [x], contenders, moved, 2 * moved, flops, 2 * flops, compile_these=())
 
 
+def _delta_sizes(shape: Shape) -> NetSizes:
+    """Qwen3.5-9B's heads, whatever the model."""
+    return NetSizes(16, 32, 128, 128) if shape.head_dim >= 64 else NetSizes(2, 4, 16, 16)
+
+
+def _delta_heads(make: Maker, shape: Shape) -> list[Tensor]:
+    sizes = _delta_sizes(shape)
+    heads = (sizes.key_heads, sizes.key_size), (sizes.key_heads, sizes.key_size), (sizes.value_heads, sizes.value_size)
+    made = [make.new(shape.batch, shape.seq_len, n, size, grad=True) for n, size in heads]
+    gates = (shape.batch, shape.seq_len, sizes.value_heads)
+    g = -torch.rand(gates, device=make.device)
+    return [*made, g.requires_grad_(), torch.rand(gates, device=make.device).requires_grad_()]
+
+
+def _delta_flops(shape: Shape) -> float:
+    """As ``ftcli.facts.flops`` counts the rule's forward pass in chunks of 64."""
+    sizes, c = _delta_sizes(shape), 64
+    k, v = sizes.key_size, sizes.value_size
+    each = 2.0 * (3 * c * k + 2 * c * v + 3 * k * v) + 2.0 * c * c / 3
+    return shape.tokens * sizes.value_heads * each
+
+
+def delta_rule_case(make: Maker, shape: Shape) -> Case:
+    """The gated delta rule in chunks."""
+    leaves = _delta_heads(make, shape)
+    contenders: dict[str, Callable[..., Any]] = {
+        "ftkernels": lambda *heads: delta_rule(*heads).out,
+        "torch": lambda *heads: delta_rule(*heads, backend="torch").out,
+    }
+    if importlib.util.find_spec("fla") is not None:
+        rule = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+
+        def fla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Any:
+            return rule(q, k, v, g=g, beta=beta.to(q.dtype), use_qk_l2norm_in_kernel=True)[0]
+
+        contenders["fla"] = fla
+    size = sum(leaf.numel() * leaf.element_size() for leaf in leaves)
+    out = leaves[2].numel() * leaves[2].element_size()
+    flops = _delta_flops(shape)
+    return Case("delta_rule", leaves, contenders, size + out, 2 * size + out, flops, 2.7 * flops, compile_these=())
+
+
+def delta_net_case(make: Maker, shape: Shape) -> Case:
+    """All between the projections of a gated delta net: filter, gates, rule, gated norm."""
+    sizes = _delta_sizes(shape)
+    joined = make.new(shape.batch, shape.seq_len, sum(sizes.parts), grad=True)
+    channels, heads = sum(sizes.parts[:3]), sizes.value_heads
+    filter, norm = make.new(channels, 4, scale=0.5), make.new(sizes.value_size)
+    weights = NetWeights(filter, None, make.new(heads), make.new(heads), norm, 1e-6)
+    contenders: dict[str, Callable[..., Any]] = {
+        "ftkernels": lambda joined: delta_net(joined, weights, sizes),
+        "torch": lambda joined: delta_net_reference(joined, weights, sizes),
+    }
+    size, flops = joined.numel() * joined.element_size(), _delta_flops(shape)
+    out = shape.tokens * sizes.parts[2] * joined.element_size()
+    return Case("delta_net", [joined], contenders, size + out, 2 * size + out, flops, 2.7 * flops, compile_these=())
+
+
 def all_cases(make: Maker, shape: Shape, rank: int, only: str) -> Iterator[Case]:
     """Every operation whose name contains ``only``; each case's tensors are freed before the next is made."""
     plain = (norm_case, add_norm_case, rope_case, glu_case, cross_entropy_case, log_prob_case)
+    delta = (delta_rule_case, delta_net_case)
     lora = (lora_linear_case, lora_qkv_case, lora_mlp_case)
-    for build in (*plain, *lora):
+    for build in (*plain, *delta, *lora):
         if only not in build.__name__.removesuffix("_case"):
             continue
         yield build(make, shape, rank) if build in lora else build(make, shape)

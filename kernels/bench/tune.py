@@ -2,13 +2,15 @@
 
     python kernels/bench/tune.py --model llama3.1-8b
     python kernels/bench/tune.py --model gemma2-9b --only attention
+    python kernels/bench/tune.py --only delta_                        # the gated delta rule, of Qwen3.5-9B's heads
     TRITON_INTERPRET=1 python kernels/bench/tune.py --device cpu --only norm_forward      # does it run at all
 
-The tables in ``ftkernels`` (``tiles.py``, ``attention_config.py``, ``int8_product.py``, ``limits.py``) are then edited
-by hand: nothing is searched for while training. Every kernel has a process of its own, and a new one from the next tile
-on when a tile brings it down: an illegal access spoils a CUDA context for good. Tiles that fail are named, and so are
-tiles of attention whose results are not those of the tile in use. All kernels compile at once first, then they are
-timed one after the other. Rates are TB/s over the bytes that have to move; of products TFLOP/s.
+The tables in ``ftkernels`` (``tiles.py``, ``attention_config.py``, ``delta_rule_forward.py``, ``int8_product.py``,
+``limits.py``) are then edited by hand: nothing is searched for while training. Every kernel has a process of its own,
+and a new one from the next tile on when a tile brings it down: an illegal access spoils a CUDA context for good. Tiles
+that fail are named, and so are tiles of attention and of the delta rule whose results are not those of the tile in use.
+All kernels compile at once first, then they are timed one after the other. Rates are TB/s over the bytes that have to
+move; of products TFLOP/s.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -39,6 +43,8 @@ from ftkernels import (
 )
 from ftkernels.attention_config import AttentionTile
 from ftkernels.bitlinear_kernels import quantize_int8_triton
+from ftkernels.delta_rule_backward import Kept, gradients, scan_back
+from ftkernels.delta_rule_forward import Chunks, DeltaInputs, DeltaTile, DeltaTiles, delta_tiles, prepare, scan
 from ftkernels.int8_product import ProductTile
 from ftkernels.linear_log_prob import linear_log_prob
 from ftkernels.ternary import ternarise
@@ -343,6 +349,72 @@ def attention(kernel: str) -> Callable[[Maker, Shape, int], Case]:
     return case
 
 
+class Delta(NamedTuple):
+    """Operands of the delta rule's kernels, of Qwen3.5-9B's heads whatever the model."""
+
+    inputs: DeltaInputs
+    chunks: Chunks
+    do: Tensor
+    used: DeltaTiles
+
+    @classmethod
+    def random(cls, make: Maker, shape: Shape) -> Delta:
+        """Of the model's rows and tokens."""
+        keys, values, size = (16, 32, 128) if shape.head_dim >= 64 else (2, 4, 16)
+        rows, length = shape.batch, shape.seq_len
+        mixed = make.new(rows, length, (2 * keys + values) * size)
+        q, k, v = (t.unflatten(-1, (-1, size)) for t in mixed.split([keys * size, keys * size, values * size], -1))
+        gates = torch.rand(2, rows, length, values, device=make.device)
+        inputs = DeltaInputs(q, k, v, -gates[0], gates[1], None, size**-0.5, normalize=True)
+        tiles = delta_tiles(size, v.dtype)
+        return cls(inputs, prepare(inputs, tiles), make.new(rows, length, values, size), tiles)
+
+    def launches(self) -> dict[str, Callable[[DeltaTiles], tuple[Any, ...]]]:
+        """Each kernel; the two of the gradients together, of which one tile changes."""
+        scanned = scan(self.inputs, self.chunks, None, keep=True, want_last=False, tiles=self.used)
+        back = scan_back(self.inputs, self.chunks, self.do, None, want_first=False, tiles=self.used)
+        assert scanned.x is not None
+        assert scanned.states is not None
+        kept = Kept(scanned.x, scanned.states)
+
+        def ahead(tiles: DeltaTiles, *, keep: bool) -> tuple[Any, ...]:
+            made = scan(self.inputs, self.chunks, None, keep=keep, want_last=False, tiles=tiles)
+            return made.out, made.x, made.states
+
+        def both(tiles: DeltaTiles) -> tuple[Any, ...]:
+            return tuple(gradients(self.inputs, self.chunks, kept, self.do, back, tiles))
+
+        return {
+            "chunks": lambda tiles: tuple(parts_of(prepare(self.inputs, tiles))),
+            "scan": partial(ahead, keep=False),
+            "kept": partial(ahead, keep=True),
+            "back": lambda tiles: tuple(
+                scan_back(self.inputs, self.chunks, self.do, None, want_first=False, tiles=tiles)
+            ),
+            "later": both,
+            "earlier": both,
+        }
+
+
+def parts_of(chunks: Chunks) -> tuple[Tensor, ...]:
+    """All tensors of chunks."""
+    return chunks.inverse, chunks.scores, chunks.rows, chunks.norms, chunks.decay
+
+
+def delta(kernel: str) -> Callable[[Maker, Shape, int], Case]:
+    """One kernel of the gated delta rule; work is the bytes of q, k, v and o."""
+
+    def case(make: Maker, shape: Shape, rank: int) -> Case:
+        of = Delta.random(make, shape)
+        launch, size = of.launches()[kernel], of.inputs.v.shape[-1]
+        values = [size] if kernel == "chunks" else [n for n in (32, 64, 128) if n <= size]
+        tiles = [DeltaTile(*each) for each in product(values, (2, 4, 8), (1, 2, 3))]
+        moved = of.do.element_size() * 2 * (of.do.numel() + of.inputs.q.numel())
+        return Case(moved, lambda t: launch(of.used if t is None else replace(of.used, **{kernel: t})), tiles)
+
+    return case
+
+
 def int8(rows: int, tiles: tuple[ProductTile, ...]) -> Callable[[Maker, Shape, int], Case]:
     """BitNet's product of the gate's size, with many rows or with those of decoding."""
 
@@ -404,6 +476,7 @@ KERNELS: dict[str, Callable[[Maker, Shape, int], Case]] = {
     "glu_forward": glu_forward,
     "glu_backward": glu_backward,
     **{f"attention_{kernel}": attention(kernel) for kernel in ATTENTION_KERNELS},
+    **{f"delta_{kernel}": delta(kernel) for kernel in ("chunks", "scan", "kept", "back", "later", "earlier")},
     "int8_product_many": int8(8192, MANY),
     "int8_product_8_rows": int8(8, FEW),
     "int8_product_64_rows": int8(64, FEW),
@@ -426,7 +499,7 @@ def work(kernel: str, options: argparse.Namespace) -> None:
     case = KERNELS[kernel](Maker(device, dtype), shape_of(options), options.rank)
     clock = Clock(device, options.rounds) if options.rounds else None
     print(f"work {case.work}")
-    expected = _results(case.launch(None)) if kernel.startswith("attention") else []
+    expected = _results(case.launch(None)) if kernel.startswith(("attention", "delta")) else []
     for index, tile in enumerate([None, *case.tiles[: 1 if device.type == "cpu" else None]]):
         if index < options.start:
             continue
@@ -439,7 +512,8 @@ def work(kernel: str, options: argparse.Namespace) -> None:
             print(f"bad {index} {type(error).__name__}", flush=True)
             continue
         found = _results(launched) if expected else []
-        wrong = [float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(found, expected, strict=True)]
+        norms = [float(b.float().norm()) or 1.0 for b in expected]
+        wrong = [float((a.float() - b.float()).norm()) / n for a, b, n in zip(found, expected, norms, strict=True)]
         if not all(error < 1e-2 for error in wrong):  # NaN compares false
             print(f"bad {index} WRONG by {wrong}", flush=True)
             continue

@@ -34,11 +34,10 @@ from ftkernels.device import (
     store_dtype,
     triton_dtype,
 )
+from ftkernels.limits import FILTER_WIDTHS
 from ftkernels.primitives import activate, sigmoid
 from ftkernels.row_sums import column_sums
 
-#: Widths of filters that the kernels take.
-WIDTHS = range(2, 9)
 #: Tokens and channels of a tile, and programs that share the tokens where dweight is wanted, for each 64 channels.
 _TOKENS, _CHANNELS, _SHARES = 32, 64, 64
 
@@ -118,6 +117,15 @@ def _last_inputs(x: Tensor, width: int, starts: Tensor | None, first: Tensor | N
     begun = starts[:, -1:]
     inside = (source >= begun) | (begun == 0)
     return torch.where(inside[:, None], tail, 0.0)
+
+
+def inputs_at(x: Tensor, width: int, ends: Tensor, starts: Tensor | None = None) -> Tensor:
+    """The states of a filter of ``width`` after the tokens ``ends`` (E,) of one row x (1, S, C): (E, C, W - 1), zero
+    before the first token of each one's document.
+    """
+    source = ends[:, None].long() + torch.arange(2 - width, 1, device=x.device)
+    begins = torch.zeros_like(ends) if starts is None else starts[0, ends]
+    return torch.where((source >= begins[:, None])[..., None], x[0, source.clamp(min=0)], 0.0).transpose(1, 2)
 
 
 @triton.jit
@@ -202,6 +210,8 @@ def _backward_kernel(
     dy_stride_s,
     x_stride_b,
     x_stride_s,
+    dx_stride_b,
+    dx_stride_s,
     starts_stride,
     S,
     channels,
@@ -248,7 +258,7 @@ def _backward_kernel(
                     x = _input(x_ptr, state_ptr, reader, there, begin, cols, col_mask, x_stride_s, W, W - 1 - w, ACC)
                     dw += tl.where(tap[:, None] == w, tl.sum(dz * x, 0)[None, :], 0.0)
         inside = (token >= 0) & (token < S)
-        at = dx_ptr + (batch * S + token)[:, None] * channels + cols[None, :]
+        at = dx_ptr + (batch * dx_stride_b + token.to(tl.int64) * dx_stride_s)[:, None] + cols[None, :]
         tl.store(at, dx.to(dx_ptr.dtype.element_ty), mask=inside[:, None] & col_mask[None, :])
         if state_ptr is not None:
             at = d_state_ptr + cols.to(tl.int64)[None, :] * (W - 1) + (token + W - 1)[:, None]
@@ -318,11 +328,14 @@ def backward(
     dy: Tensor,
     *,
     want_dw: bool,
+    into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """dx, the state's gradient or None, and dweight with dbias beside it (C, W + 1), float32, or None."""
+    """dx, the state's gradient or None, and dweight with dbias beside it (C, W + 1), float32, or None. ``into``: takes
+    dx, the channels of a token side by side.
+    """
     batch, length, channels = x.shape
     width, device = weight.shape[1], x.device
-    dx = torch.empty(x.shape, dtype=store_dtype(x.dtype), device=device)
+    dx = torch.empty(x.shape, dtype=store_dtype(x.dtype), device=device) if into is None else into
     d_first = None if first is None else torch.zeros(first.shape, dtype=store_dtype(first.dtype), device=device)
     if not dx.numel():
         return dx, d_first, torch.zeros(channels, width + 1, device=device) if want_dw else None
@@ -344,6 +357,7 @@ def backward(
             partial,
             *dy.stride()[:2],
             *x.stride()[:2],
+            *dx.stride()[:2],
             _starts_stride(starts),
             length,
             channels,
@@ -370,7 +384,7 @@ def _readable(tensor: Tensor) -> Tensor:
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, starts: Tensor | None, first: Tensor | None) -> None:
-    if x.dim() != 3 or weight.dim() != 2 or weight.shape[0] != x.shape[2] or weight.shape[1] not in WIDTHS:
+    if x.dim() != 3 or weight.dim() != 2 or weight.shape[0] != x.shape[2] or weight.shape[1] not in FILTER_WIDTHS:
         raise ValueError(f"expected x (B, S, C) and weight (C, 2 to 8), got {tuple(x.shape)}, {tuple(weight.shape)}")
     if not x.is_floating_point():
         raise ValueError(f"x is {x.dtype}")

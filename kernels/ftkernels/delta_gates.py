@@ -32,7 +32,7 @@ from ftkernels.device import (
 )
 from ftkernels.primitives import sigmoid
 from ftkernels.row_sums import column_sums
-from ftkernels.rows import as_rows
+from ftkernels.rows import StridedRows, as_rows
 
 #: Elements of a tile, and programs that share the tokens.
 _ELEMENTS, _PROGRAMS = 2048, 264
@@ -100,7 +100,13 @@ def _gates_kernel(
     g_ptr,
     beta_ptr,
     da_ptr,
+    da_inner,
+    da_outer_stride,
+    da_inner_stride,
     db_ptr,
+    db_inner,
+    db_outer_stride,
+    db_inner_stride,
     sums_ptr,
     M,
     H,
@@ -127,8 +133,10 @@ def _gates_kernel(
             db = tl.load(beta_ptr + at, mask=mask, other=0.0) * sigmoid(b) * sigmoid(-b)
             d_log += dg * rate * _softplus(x)
             d_shift += da
-            tl.store(da_ptr + at, da.to(da_ptr.dtype.element_ty), mask=mask)
-            tl.store(db_ptr + at, db.to(db_ptr.dtype.element_ty), mask=mask)
+            da_at = da_ptr + _places(rows, da_inner, da_outer_stride, da_inner_stride, cols)
+            db_at = db_ptr + _places(rows, db_inner, db_outer_stride, db_inner_stride, cols)
+            tl.store(da_at, da.to(da_ptr.dtype.element_ty), mask=mask)
+            tl.store(db_at, db.to(db_ptr.dtype.element_ty), mask=mask)
         else:
             tl.store(g_ptr + at, rate * _softplus(x), mask=mask)
             tl.store(beta_ptr + at, sigmoid(b), mask=mask)
@@ -139,9 +147,12 @@ def _gates_kernel(
 
 
 def launch(tensors: tuple[Tensor, Tensor, Tensor, Tensor], outs: Gates, grads: Gates | None) -> Tensor:
-    """One launch; gives the sums (2, H) of backward, where ``outs`` are the gates' gradients, contiguous."""
+    """One launch; gives the sums (2, H) of backward, where ``outs`` are the gates' gradients, contiguous, and ``grads``
+    da and db, of any strides that rows can have.
+    """
     a, b, a_log, dt_bias = tensors
     heads, left, right = a.shape[-1], as_rows(a), as_rows(b)
+    into = [as_rows(t) for t in (outs if grads is None else grads)]
     block = triton.next_power_of_2(heads)
     rows = max(1, _ELEMENTS // block)
     tiles = triton.cdiv(left.count, rows)
@@ -150,18 +161,13 @@ def launch(tensors: tuple[Tensor, Tensor, Tensor, Tensor], outs: Gates, grads: G
     sums = torch.empty((programs, 2 * heads) if grads is not None else (0,), device=a.device)
     with on_device_of(a):
         _gates_kernel[(programs,)](
-            left.tensor,
-            left.inner,
-            left.outer_stride,
-            left.inner_stride,
-            right.tensor,
-            right.inner,
-            right.outer_stride,
-            right.inner_stride,
+            *_addresses(left),
+            *_addresses(right),
             a_log.contiguous(),
             dt_bias.contiguous(),
             *outs,
-            *(outs if grads is None else grads),
+            *_addresses(into[0]),
+            *_addresses(into[1]),
             sums,
             left.count,
             heads,
@@ -172,6 +178,10 @@ def launch(tensors: tuple[Tensor, Tensor, Tensor, Tensor], outs: Gates, grads: G
             num_warps=4,
         )
     return sums if grads is None else column_sums(sums).view(2, heads)
+
+
+def _addresses(rows: StridedRows) -> tuple[Tensor, int, int, int]:
+    return rows.tensor, rows.inner, rows.outer_stride, rows.inner_stride
 
 
 class _Gates(torch.autograd.Function):

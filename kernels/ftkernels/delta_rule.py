@@ -45,12 +45,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ftkernels.delta_rule_backward import Kept, gradients, scan_back
-from ftkernels.delta_rule_forward import CHUNK, NORM_EPS, DeltaInputs, delta_tiles, prepare, scan
+from ftkernels.delta_rule_forward import CHUNK, NORM_EPS, DeltaInputs, Ends, delta_tiles, prepare, scan
 from ftkernels.device import BackendChoice, BackendName, accumulate_dtype, choose_backend, gpu_of, rounded
-
-#: Features of a key and of a value. With keys of 16 in float32 Triton 3.6 reads beyond its shared memory on Hopper
-#: (``_later_kernel``, found with compute-sanitizer).
-_KEYS, _VALUES = (32, 64, 128), (16, 32, 64, 128)
+from ftkernels.limits import why_no_delta_rule
 
 
 class DeltaOutput(NamedTuple):
@@ -101,18 +98,52 @@ def delta_rule(
     return DeltaOutput(out, last)
 
 
+@torch.no_grad()
+def delta_rule_ends(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    ends: Tensor,
+    *,
+    starts: Tensor | None = None,
+    normalize: bool = True,
+    scale: float | None = None,
+    backend: BackendName = "auto",
+) -> DeltaOutput:
+    """One row of documents without gradients; ``last`` are the states (E, Hv, K, V) after some of its tokens.
+
+    Args:
+        ends: (E,) int32, these tokens, in order. The other arguments are of :func:`delta_rule`.
+
+    Raises:
+        ValueError: more than one row, or shapes or dtypes that do not fit.
+    """
+    _check(q, k, v, g, beta, starts, None)
+    if v.shape[0] != 1 or not v.shape[1] or ends.dim() != 1 or ends.dtype != torch.int32:
+        raise ValueError(f"ends {tuple(ends.shape)} in {ends.dtype} are not int32 (E,) of one row, {tuple(v.shape)}")
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if not delta_rule_backend(q, v, backend).is_triton:
+        return _chunked(q, k, v, g, beta, starts, None, ends, normalize, scale)
+    inputs, tiles = _inputs(q, k, v, g, beta, starts, scale, normalize), delta_tiles(v.shape[-1], v.dtype)
+    begins = torch.zeros_like(ends) if starts is None else starts[0, ends]
+    chunks = torch.arange(inputs.chunks + 1, dtype=torch.int32, device=ends.device)
+    asked = Ends(ends.contiguous(), begins, torch.searchsorted(ends, chunks * CHUNK, out_int32=True))
+    made = scan(inputs, prepare(inputs, tiles), None, keep=False, want_last=False, tiles=tiles, ends=asked)
+    assert made.out is not None
+    return DeltaOutput(rounded(made.out, v.dtype), made.at_ends)
+
+
 def delta_rule_backend(q: Tensor, v: Tensor, backend: BackendName = "auto") -> BackendChoice:
     """Chooses the implementation for q and v, and says why."""
     chosen = choose_backend(q.device, backend)
     if not chosen.is_triton:
         return chosen
-    if q.shape[-1] not in _KEYS or v.shape[-1] not in _VALUES:
-        return BackendChoice("torch", f"heads of {q.shape[-1]} and {v.shape[-1]} are none of {_KEYS} and {_VALUES}")
     if q.dtype == torch.float64:
         return BackendChoice("torch", "the kernels multiply no float64")
-    if q.is_cuda and (gpu_of(q.device).capability or (0, 0)) < (8, 0):
-        return BackendChoice("torch", "the kernels' products need compute capability 8.0")
-    return chosen
+    refusal = why_no_delta_rule(gpu_of(q.device), q.shape[-1], v.shape[-1])
+    return chosen if refusal is None else BackendChoice("torch", refusal)
 
 
 def delta_rule_reference(
@@ -158,11 +189,28 @@ def delta_rule_chunked(
     scale: float | None = None,
 ) -> DeltaOutput:
     """The same chunk by chunk in plain torch, differentiable: what runs where the kernels do not."""
+    made = _chunked(q, k, v, g, beta, starts, first, None, normalize, scale)
+    return made if want_last else DeltaOutput(made.out, None)
+
+
+def _chunked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    starts: Tensor | None,
+    first: Tensor | None,
+    ends: Tensor | None,
+    normalize: bool,
+    scale: float | None,
+) -> DeltaOutput:
+    """Chunks in plain torch, with the states after the tokens ``ends``, or after the last one of each row."""
     dtype, length = v.dtype, v.shape[1]
     q, k, v, g, beta = (t.transpose(1, 2) for t in _prepared(q, k, v, g, beta, normalize, scale))
     state = q.new_zeros(*q.shape[:2], q.shape[3], v.shape[3]) if first is None else first.to(q.dtype)
     document = torch.zeros((1, length), dtype=torch.int32, device=q.device) if starts is None else starts
-    outs = []
+    outs, wanted, at_ends = [], [length - 1] if ends is None else ends.tolist(), [state] if not length else []
     for row in range(0, length, CHUNK):
         own = slice(row, min(row + CHUNK, length))
         qs, ks, vs, gs, betas = (t[:, :, own] for t in (q, k, v, g, beta))
@@ -171,15 +219,26 @@ def delta_rule_chunked(
         total = (seen * gs[..., None, :]).sum(-1)
         apart = total[..., :, None] - total[..., None, :]
         pair = torch.where(seen, apart, -torch.inf).exp() * betas[..., None, :]
-        carried, stays = (where < row) | (where == 0), where == where[..., -1:]
+        carried = (where < row) | (where == 0)
         met = torch.where(carried, total, -torch.inf).exp()[..., None]
-        left = torch.where(stays, total[..., -1:] - total, -torch.inf).exp() * betas
         gram = (ks @ ks.transpose(-1, -2) * pair).tril(-1)
         x = torch.linalg.solve_triangular(gram, vs - met * (ks @ state), upper=False, unitriangular=True)
         outs.append(met * (qs @ state) + (qs @ ks.transpose(-1, -2) * pair) @ x)
-        state = met[..., -1:, :] * state + ks.transpose(-1, -2) @ (left[..., None] * x)
+        within = state, met, total, where, betas, ks, x
+        at_ends += [_after(token - row, *within) for token in wanted if own.start <= token < own.stop]
+        state = _after(own.stop - row - 1, *within)
     out = torch.cat(outs, 2).transpose(1, 2) if outs else v.transpose(1, 2)
-    return DeltaOutput(out.to(dtype), state if want_last else None)
+    return DeltaOutput(out.to(dtype), torch.cat(at_ends) if at_ends else state[:0])
+
+
+def _after(
+    at: int, state: Tensor, met: Tensor, total: Tensor, where: Tensor, betas: Tensor, k: Tensor, x: Tensor
+) -> Tensor:
+    """The state after a chunk's token ``at``, from that before the chunk."""
+    until = slice(at + 1)
+    same = where[..., until] == where[..., at : at + 1]
+    left = torch.where(same, total[..., at : at + 1] - total[..., until], -torch.inf).exp() * betas[..., until]
+    return met[..., at : at + 1, :] * state + k[..., until, :].transpose(-1, -2) @ (left[..., None] * x[..., until, :])
 
 
 def _prepared(

@@ -58,7 +58,8 @@ def delta_tiles(values: int, dtype: torch.dtype) -> DeltaTiles:
     if interpreting() or dtype == torch.float32:
         one = DeltaTile(values, 4) if interpreting() else DeltaTile(min(values, 32), 8)
         return DeltaTiles(chunks=one, scan=one, kept=one, back=one, later=one, earlier=one)
-    # Of 64 values, since each slice reads the chunk's q, k, inverse and scores again.
+    # Of 64 values, since each slice reads the chunk's q, k, inverse and scores again. Smaller slices by 4 warps would
+    # fill the GPU with one row, but as Triton 3.6 compiles them they read beyond their shared memory on Hopper.
     most, last = DeltaTile(min(values, 64), 8, 2), DeltaTile(min(values, 64), 8)
     return DeltaTiles(chunks=DeltaTile(values, 4), scan=most, kept=most, back=most, later=most, earlier=last)
 
@@ -243,6 +244,8 @@ def _scan_kernel(
     last_ptr,
     x_ptr,
     states_ptr,
+    ends_before_ptr,
+    ends_state_ptr,
     q_stride_b,
     q_stride_s,
     q_stride_h,
@@ -283,15 +286,18 @@ def _scan_kernel(
         square_at = (lane * chunks + chunk) * (C * C) + square
         rows_at = rows_ptr + lane * (chunks * C) + row + place
         before = state.to(CD)
+        if ends_before_ptr is not None:
+            for end in range(tl.load(ends_before_ptr + chunk), tl.load(ends_before_ptr + chunk + 1)):
+                tl.store(ends_state_ptr + (end * heads + head).to(tl.int64) * (K * V) + state_at, state)
         if KEEP:
             states_at = states_ptr + (lane * chunks + chunk) * (K * V) + state_at
             tl.store(states_at, state.to(states_ptr.dtype.element_ty))
         x = v - tl.dot(k, before, input_precision=PRECISION) * tl.load(rows_at + vectors)[:, None]
         x = tl.dot(tl.load(inverse_ptr + square_at).to(CD), x.to(CD), input_precision=PRECISION)
-        if KEEP:
+        if x_ptr is not None:
             at, there = tile_rows(x_ptr, batch, head, row, S * heads * V, heads * V, V, S, first_value, BLOCK_V, C)
             tl.store(at, x.to(x_ptr.dtype.element_ty), mask=there)
-        else:
+        if not KEEP:
             at, there = tile_rows(q_ptr, batch, key_head, row, q_stride_b, q_stride_s, q_stride_h, S, 0, K, C)
             q = tl.load(at, mask=there, other=0.0).to(CD)
             out = tl.dot(q, before, input_precision=PRECISION) * tl.load(rows_at + 3 * vectors)[:, None]
@@ -303,6 +309,54 @@ def _scan_kernel(
         state = tl.dot(tl.trans(k), added, state, input_precision=PRECISION)
     if last_ptr is not None:
         tl.store(last_ptr + lane * (K * V) + state_at, state)
+
+
+@triton.jit
+def _ends_kernel(
+    k_ptr,
+    x_ptr,
+    rows_ptr,
+    k_norms_ptr,
+    ends_ptr,
+    begins_ptr,
+    ends_state_ptr,
+    k_stride_s,
+    k_stride_h,
+    heads,
+    chunks,
+    vectors,
+    GROUP: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    C: tl.constexpr,
+    CD: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The state after a token, from that before its chunk, which stands in its place, and the chunk's x up to it.
+
+    A kernel of its own, so that the scan has no product in a loop over the ends of a chunk.
+    """
+    pid = tl.program_id(0)
+    first_value, line = pid % (V // BLOCK_V) * BLOCK_V, pid // (V // BLOCK_V)
+    end, head = line // heads, line % heads
+    key_head, lane, place = head // GROUP, head.to(tl.int64), tl.arange(0, C)
+    token, begin = tl.load(ends_ptr + end), tl.load(begins_ptr + end)
+    row = token // C * C
+    own = (row + place >= begin) & (row + place <= token)
+    rows_at = rows_ptr + lane * (chunks * C) + row + place
+    total, beta = tl.load(rows_at), tl.load(rows_at + 4 * vectors)
+    until = tl.sum(tl.where(row + place == token, total, 0.0), 0)
+    part = tl.exp(tl.where(own, until - total, float("-inf"))) * beta
+    part *= tl.load(k_norms_ptr + key_head.to(tl.int64) * (chunks * C) + row + place)
+    keys = (row + place).to(tl.int64)[None, :] * k_stride_s + key_head.to(tl.int64) * k_stride_h
+    k = tl.load(k_ptr + keys + tl.arange(0, K)[:, None], mask=own[None, :], other=0.0).to(CD)
+    values = ((row + place).to(tl.int64)[:, None] * heads + head) * V + first_value + tl.arange(0, BLOCK_V)[None, :]
+    x = tl.load(x_ptr + values, mask=own[:, None], other=0.0).to(tl.float32) * part[:, None]
+    state_at = tl.arange(0, K)[:, None] * V + first_value + tl.arange(0, BLOCK_V)[None, :]
+    state_at = ends_state_ptr + line.to(tl.int64) * (K * V) + state_at
+    state = tl.load(state_at) * tl.where(begin < row, tl.exp(until), 0.0)
+    tl.store(state_at, tl.dot(k, x.to(CD), state, input_precision=PRECISION))
 
 
 def precision_of(dtype: torch.dtype) -> str:
@@ -365,28 +419,54 @@ def starts_stride(inputs: DeltaInputs) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class Ends:
+    """Tokens of a single row, in order, after which the state is wanted, each with the first token of its document,
+    (E,) int32; and for each chunk how many lie before it, (N + 1,) int32.
+    """
+
+    tokens: Tensor
+    begins: Tensor
+    before: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Scanned:
-    """What a scan leaves: the output (B, S, Hv, V) and the last state (B, Hv, K, V) float32; or, kept for backward, the
-    x (B, S, Hv, V) and the states before each chunk (B, Hv, N, K, V), both in the operands' dtype.
+    """What a scan leaves: the output (B, S, Hv, V), the last state (B, Hv, K, V) and those at ends (E, Hv, K, V), both
+    float32; or, kept for backward, the x (B, S, Hv, V) and the states before each chunk (B, Hv, N, K, V), both in the
+    operands' dtype.
     """
 
     out: Tensor | None = None
     last: Tensor | None = None
     x: Tensor | None = None
     states: Tensor | None = None
+    at_ends: Tensor | None = None
 
 
 def scan(
-    inputs: DeltaInputs, chunks: Chunks, first: Tensor | None, *, keep: bool, want_last: bool, tiles: DeltaTiles
+    inputs: DeltaInputs,
+    chunks: Chunks,
+    first: Tensor | None,
+    *,
+    keep: bool,
+    want_last: bool,
+    tiles: DeltaTiles,
+    ends: Ends | None = None,
 ) -> Scanned:
-    """Walks over the chunks from the state ``first`` (B, Hv, K, V), float32 and contiguous, or from zero."""
+    """Walks over the chunks from the state ``first`` (B, Hv, K, V), float32 and contiguous, or from zero; with ``ends``
+    over one row, from zero.
+    """
     batch, length, _, width = inputs.q.shape
     heads, values, device = inputs.v.shape[2], inputs.v.shape[3], inputs.q.device
-    stored, tile = store_dtype(inputs.v.dtype), tiles.kept if keep else tiles.scan
+    stored = store_dtype(inputs.v.dtype)
+    tile = tiles.kept if keep else tiles.scan
     by_token = torch.empty((batch, length, heads, values), dtype=stored, device=device)
-    last = states = None
+    last = states = at_ends = None
+    x = by_token if keep else None if ends is None else torch.empty_like(by_token)
     if want_last:
         last = torch.empty((batch, heads, width, values), dtype=torch.float32, device=device)
+    if ends is not None:
+        at_ends = torch.empty((ends.tokens.shape[0], heads, width, values), dtype=torch.float32, device=device)
     if keep:
         states = torch.empty((batch, heads, inputs.chunks, width, values), dtype=stored, device=device)
     with on_device_of(inputs.q):
@@ -401,8 +481,10 @@ def scan(
             first,
             by_token,
             last,
-            by_token,
+            x,
             states,
+            None if ends is None else ends.before,
+            at_ends,
             *inputs.q.stride()[:3],
             *inputs.k.stride()[:3],
             *inputs.v.stride()[:3],
@@ -421,4 +503,26 @@ def scan(
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
-    return Scanned(x=by_token, states=states) if keep else Scanned(out=by_token, last=last)
+        if ends is not None and ends.tokens.shape[0]:
+            _ends_kernel[(ends.tokens.shape[0] * heads * (values // tile.values),)](
+                inputs.k,
+                x,
+                chunks.rows,
+                chunks.norms[1],
+                ends.tokens,
+                ends.begins,
+                at_ends,
+                *inputs.k.stride()[1:3],
+                heads,
+                inputs.chunks,
+                heads * inputs.chunks * CHUNK,
+                GROUP=inputs.group,
+                K=width,
+                V=values,
+                BLOCK_V=tile.values,
+                C=CHUNK,
+                CD=triton_store_dtype(inputs.q.dtype),
+                PRECISION=precision_of(inputs.q.dtype),
+                num_warps=tile.warps,
+            )
+    return Scanned(x=by_token, states=states) if keep else Scanned(by_token, last, at_ends=at_ends)

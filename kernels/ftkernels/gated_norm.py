@@ -87,6 +87,9 @@ def _norm_kernel(
     w_ptr,
     out_ptr,
     dz_ptr,
+    dz_inner,
+    dz_outer_stride,
+    dz_inner_stride,
     dw_ptr,
     M,
     blocks,
@@ -117,7 +120,8 @@ def _norm_kernel(
             dn = dy * w * unit
             dx = rstd * (dn - n * (tl.sum(dn * n, 1) / D)[:, None])
             tl.store(out_ptr + at, dx.to(out_ptr.dtype.element_ty), mask=mask)
-            tl.store(dz_ptr + at, (dy * w * n * slope).to(dz_ptr.dtype.element_ty), mask=mask)
+            dz_at = dz_ptr + _places(rows, dz_inner, dz_outer_stride, dz_inner_stride, cols)
+            tl.store(dz_at, (dy * w * n * slope).to(dz_ptr.dtype.element_ty), mask=mask)
             if WANT_DW:
                 dw += dy * n * unit
         else:
@@ -154,7 +158,9 @@ class _GatedNorm(torch.autograd.Function):
 def launch(
     x: Tensor, z: Tensor, dy: Tensor | None, weight: Tensor, eps: float, out: Tensor, dz: Tensor, *, want_dw: bool
 ) -> Tensor | None:
-    """One launch, backward where there is dy; gives dw float32 where it is wanted."""
+    """One launch, backward where there is dy; gives dw float32 where it is wanted. ``out`` is contiguous, ``dz`` has
+    any strides that rows can have.
+    """
     width, rows_of_x, rows_of_z = x.shape[-1], as_rows(x), as_rows(z)
     block = triton.next_power_of_2(width)
     rows = max(1, _ELEMENTS // block)
@@ -169,7 +175,7 @@ def launch(
             *_addresses(rows_of_x if dy is None else as_rows(dy)),
             weight.contiguous(),
             out,
-            dz,
+            *_addresses(as_rows(dz)),
             partial,
             rows_of_x.count,
             blocks,

@@ -37,6 +37,12 @@ HEAD_SIZE_MULTIPLE = 16
 #: ... up to this.
 LARGEST_HEAD_SIZE = 256
 
+#: Features of keys and of values that the kernels of the delta rule take, and widths of the filter in front of it. With
+#: keys of 16 in float32 Triton 3.6 reads beyond its shared memory on Hopper (``_later_kernel``, found with
+#: compute-sanitizer).
+DELTA_KEYS, DELTA_VALUES = (32, 64, 128), (16, 32, 64, 128)
+FILTER_WIDTHS = range(2, 9)
+
 #: Positions of a page of cached keys and values: a tile of the kernel that attends to them.
 CACHE_PAGE = 64
 
@@ -116,6 +122,16 @@ def why_no_attention(gpu: Gpu, dtype: str, head_size: int) -> str | None:
         needed, available = ATTENTION_SHARED_MEMORY >> 10, gpu.shared_memory_bytes >> 10
         return f"the attention kernels need {needed} KiB of shared memory a block, this GPU has {available} KiB"
     return None
+
+
+def why_no_delta_rule(gpu: Gpu, key_size: int, value_size: int) -> str | None:
+    """The reason why the kernels of the delta rule cannot run on heads of these sizes, or None."""
+    for what, sizes, size in (("keys", DELTA_KEYS, key_size), ("values", DELTA_VALUES, value_size)):
+        if size not in sizes:
+            taken = ", ".join(map(str, sizes[:-1]))
+            return f"the delta rule's kernels take {what} of {taken} and {sizes[-1]} features, not of {size}"
+    below = why_no_tensor_cores(gpu)
+    return None if below is None else f"{below}; the delta rule's kernels need {capability_text(PRODUCTS_CAPABILITY)}"
 
 
 def why_no_decode_attention(gpu: Gpu, dtype: str, head_size: int) -> str | None:

@@ -107,11 +107,11 @@ def lora_qkv(
         wanted = ((1, z.shape[0]), z.shape[1])
         if cos.shape != sin.shape or cos.dim() != 3 or cos.shape[0] not in wanted[0] or cos.shape[1] != wanted[1]:
             raise ValueError(f"cos {tuple(cos.shape)} and sin {tuple(sin.shape)} do not fit z {tuple(z.shape)}")
-    epilogue = _Epilogue(head_norms, norm_span, norm_after_rope, rope, rope_layout)
-    _check_epilogue(epilogue, head_dim, heads[0] * head_dim, heads[1] * head_dim)
+    epilogue = Epilogue(head_norms, norm_span, norm_after_rope, rope, rope_layout)
+    check_epilogue(epilogue, head_dim, heads[0] * head_dim, heads[1] * head_dim)
     if not _in_one_kernel(plan, head_dim, epilogue):
         bare = lora_qkv(z, q, k, v, head_dim=head_dim, kv_heads=kv_heads, norm=norm, backend=backend)
-        return _apart(bare, plan.dtype, epilogue, backend)
+        return apply_apart(bare, plan.dtype, epilogue, backend)
     angles = (None, None) if rope is None else rope
     norm_q, norm_k = (None, None) if head_norms is None else head_norms
     norms = None
@@ -138,7 +138,7 @@ def _heads(projections: Sequence[Projection], head_dim: int, kv_heads: int | Non
 
 
 @dataclass(frozen=True, slots=True)
-class _Epilogue:
+class Epilogue:
     """What happens to queries and keys behind their projections: the arguments of ``lora_qkv`` of the same names."""
 
     head_norms: tuple[Norm, Norm] | None
@@ -148,7 +148,7 @@ class _Epilogue:
     rope_layout: RopeLayout
 
 
-def _check_epilogue(epilogue: _Epilogue, head_dim: int, q_width: int, k_width: int) -> None:
+def check_epilogue(epilogue: Epilogue, head_dim: int, q_width: int, k_width: int) -> None:
     """Refuse unknown options, and norms whose weights do not fit."""
     span, layout = epilogue.norm_span, epilogue.rope_layout
     if span not in get_args(NormSpan) or layout not in get_args(RopeLayout):
@@ -163,7 +163,7 @@ def _check_epilogue(epilogue: _Epilogue, head_dim: int, q_width: int, k_width: i
         raise ValueError(f"norms of {of} with weights of {shapes}")
 
 
-def _in_one_kernel(plan: GroupPlan, head_dim: int, epilogue: _Epilogue) -> bool:
+def _in_one_kernel(plan: GroupPlan, head_dim: int, epilogue: Epilogue) -> bool:
     """True when the epilogue is one kernel, or none. Ranks too large for it, norms that differ in more than their
     weights, and those over the width behind a rotation, are operations of their own.
     """
@@ -181,7 +181,7 @@ def _in_one_kernel(plan: GroupPlan, head_dim: int, epilogue: _Epilogue) -> bool:
     return plan.fused and head_dim % 2 == 0
 
 
-def _apart(bare: QKV, dtype: torch.dtype, epilogue: _Epilogue, backend: BackendName) -> QKV:
+def apply_apart(bare: QKV, dtype: torch.dtype, epilogue: Epilogue, backend: BackendName) -> QKV:
     """Queries and keys normalised and rotated by operations of their own."""
     q, k, v, residual = bare
     rope, layout, late = epilogue.rope, epilogue.rope_layout, epilogue.norm_after_rope

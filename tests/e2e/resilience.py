@@ -20,7 +20,7 @@ from tests.e2e.drill import Drill, Server
 
 #: What depends on the clock and on the machine's memory, and on nothing else.
 TIMED = ("tokens_per_second", "peak_memory_bytes", "step_time", "seconds/", "throughput/")
-STEP = "ftcli.methods.sft.objective:SftObjective.loss"
+STEP = "ftcli.methods.sft.train:SftObjective.loss"
 SAVE = "ftcli.train.loop:save_weights"
 SAVE_RESULT = "ftcli.model.trained_weights:save_weights"
 EVALUATE = "ftcli.evaluate.suite:Evaluator.loss"

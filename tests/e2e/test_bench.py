@@ -45,7 +45,7 @@ def test_a_mix_of_lengths_is_laid_out_as_in_training_and_counted(
 
 def test_training_computes_what_it_says(user: User, monkeypatch: pytest.MonkeyPatch) -> None:
     """The shapes that the trainer's steps have are those that the numbers are made from."""
-    from ftcli.methods.sft.objective import SftObjective
+    from ftcli.methods.sft.train import SftObjective
     from ftcli.train.parallel import MicroBatch
 
     seen: list[tuple[int, int]] = []

@@ -10,7 +10,7 @@ import pytest
 
 from ftcli.evaluate.loss import LossResult
 from ftcli.evaluate.suite import Evaluator
-from ftcli.train.best import BestEvaluation, Goal
+from ftcli.train.evaluation import BestEvaluation, Goal
 from tests.e2e.conftest import User
 
 #: So large a rate that the held-out loss rises from the second step on.

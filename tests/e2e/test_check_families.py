@@ -28,7 +28,7 @@ def recipe(model_type: str, user: User, **change: Any) -> str:
     [
         ("bloom", "eager"),
         ("mixtral", "sdpa"),
-        *(pytest.param(*each, marks=pytest.mark.long) for each in (("mamba2", "eager"), ("qwen3_5", "sdpa"))),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in (("mamba2", "eager"), ("qwen3_5_moe", "sdpa"))),
     ],
 )
 def test_the_attention_is_one_that_the_family_has(model_type: str, attention: str, user: User) -> None:
@@ -45,14 +45,14 @@ def test_an_attention_that_the_family_does_not_have_is_refused(user: User) -> No
 
 @pytest.mark.parametrize("lora", [True, *further(False)])
 def test_without_a_description_the_model_is_measured(lora: bool, user: User) -> None:
-    path = recipe("qwen3_5", user)
+    path = recipe("qwen3_5_moe", user)
     words = [] if lora else ["--set", "lora=null"]
     result = user.done("check", path, "--as", "h100", *words)
     parts = result["memory"]["parts"]
-    model = build("qwen3_5")
+    model = build("qwen3_5_moe")
     language = sum(p.numel() for p in [*model.get_decoder().parameters(), *model.lm_head.parameters()])
     total = sum(p.numel() for p in model.parameters())
-    trained = 8416 if lora else language
+    trained = 15968 if lora else language
     assert parts["weights"] == total * (2 if lora else 4)
     assert (parts["gradients"], parts["optimizer"]) == (4 * trained, 8 * trained)
     assert parts["activations"] > 0
@@ -89,7 +89,7 @@ def test_what_does_not_fit_is_refused_without_a_description(user: User, tmp_path
     [
         ("mixtral", False),
         pytest.param("lfm2", True, marks=pytest.mark.long),
-        pytest.param("qwen3_5", True, marks=pytest.mark.long),
+        pytest.param("qwen3_5_moe", True, marks=pytest.mark.long),
     ],
 )
 def test_what_cannot_keep_documents_apart_is_refused_where_they_share_a_row(
@@ -106,13 +106,29 @@ def test_what_cannot_keep_documents_apart_is_refused_where_they_share_a_row(
         assert "documents that share a row" in [item["check"] for item in document["result"]["not_made"]]
 
 
+def test_delta_nets_share_rows_on_the_kernels_and_nowhere_else(user: User) -> None:
+    """Their memory is computed on the kernels, and measured off them."""
+    path, packed = recipe("qwen3_5", user, data={"max_seq_len": 256}), ["--set", "data.packing=true"]
+    result = user.done("check", path, "--as", "h100", *packed)
+    table = {row["part"]: row["runs"] for row in result["kernel_table"]}
+    assert "torch" in table["gated delta nets (3 layers)"]  # heads of 8 are none of the kernels'
+    assert table["batches"] == "padded"  # neither are they attention's
+    parts = {}
+    for kernels in ("auto", "off"):
+        found = user.done("check", path, "--as", "h100", "--set", f"model.kernels={kernels}")
+        parts[kernels] = found["memory"]["parts"]
+    assert parts["auto"]["weights"] == parts["off"]["weights"]
+    assert 0 < parts["auto"]["activations"] < parts["off"]["activations"]
+    status, document = user.run("check", path, "--as", "h100", *packed, "--set", "model.kernels=off")
+    assert (status, document["findings"][-1]["code"]) == (3, "FT443")
+
+
 @pytest.mark.parametrize(("method", "proposed"), [("nf4", False), pytest.param("none", True, marks=pytest.mark.long)])
 def test_a_quantization_is_proposed_only_where_it_would_fit(method: str, proposed: bool, user: User) -> None:
     from tests.small_models import config_of
 
-    config = config_of("qwen3_5")
-    wide = {"hidden_size": 8192, "intermediate_size": 65536, "num_hidden_layers": 4}
-    config.text_config.update(wide)
+    config = config_of("nemotron")
+    config.update({"hidden_size": 8192, "intermediate_size": 65536, "num_hidden_layers": 4})
     config.save_pretrained(user.folder / "wide")
     model = {"name_or_path": str(user.folder / "wide"), "init": "random", "dtype": "auto", "tokenizer": "bytes"}
     path = user.recipe(model=model, quantization={"method": method})

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from ftcli.tables.gguf import architecture_of
 from tests.e2e.conftest import User
@@ -62,14 +62,19 @@ def test_on_a_quantized_base(model_type: str, method: str, user: User, tmp_path:
 @pytest.mark.parametrize(
     ("model_type", "method"),
     [
-        ("phi3", "nf4"),
-        *(pytest.param(*each, marks=pytest.mark.long) for each in (("phi3", "none"), ("phi3", "fp8"), ("glm4", "nf4"))),
+        *(("phi3", "nf4"), ("qwen3_5", "none")),
+        *(
+            pytest.param(*each, marks=pytest.mark.long)
+            for each in (("phi3", "none"), ("phi3", "fp8"), ("glm4", "nf4"), ("qwen3_5", "nf4"), ("qwen3_5", "fp8"))
+        ),
     ],
 )
 def test_joined_projections_on_the_kernels_train_as_off_them(
     model_type: str, method: str, user: User, tmp_path: Path
 ) -> None:
-    """q, k and v, or gate and up, are one linear with one adapter; losses of every step, and what was trained."""
+    """q, k and v, or gate and up, or queries and their gates, are one linear with one adapter; losses of every step,
+    and what was trained.
+    """
     base = {"name_or_path": str(folder_of(model_type, tmp_path / "base")), "dtype": "float32"}
     runs = {}
     for kernels in ("off", "reference"):
@@ -79,7 +84,8 @@ def test_joined_projections_on_the_kernels_train_as_off_them(
         user.done("train", path)
         runs[kernels] = user.folder / kernels
     table = json.loads((runs["reference"] / "manifest.json").read_text())["kernels"]
-    assert [entry["layer"] for entry in table if entry["on"]] == ["layers.0", "layers.1", "norm"]
+    layers = config_of(model_type).get_text_config().num_hidden_layers
+    assert [entry["layer"] for entry in table if entry["on"]] == [*(f"layers.{at}" for at in range(layers)), "norm"]
     assert user.losses("reference") == pytest.approx(user.losses("off"), rel=1e-5)
     found, wanted = (load_file(run / "adapter" / "adapter_model.safetensors") for run in runs.values())
     assert found.keys() == wanted.keys()
@@ -141,6 +147,32 @@ def test_qwens_flat_config_is_read(method: str, user: User, tmp_path: Path) -> N
     )
     assert set(after) == set(before)
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items() if "visual" in name)
+
+
+@pytest.mark.parametrize(("lora", "formats"), [(True, ["safetensors", "fp8"]), (False, ["safetensors"])])
+def test_heads_that_transformers_passes_over_are_in_what_is_exported(
+    lora: bool, formats: list[str], user: User, tmp_path: Path
+) -> None:
+    """Qwen3.5's for further tokens (`mtp.*`), without which vLLM does not load what config.json promises."""
+    base = folder_of("qwen3_5", tmp_path / "base")
+    stored = load_file(base / "model.safetensors")
+    heads = {"mtp.fc.weight": torch.randn(32, 64), "mtp.norm.weight": torch.randn(32).to(torch.bfloat16)}
+    save_file({**stored, **heads}, base / "model.safetensors", metadata={"format": "pt"})
+    path = recipe(user, base, export={"formats": formats})
+    if not lora:
+        Path(path).write_text(Path(path).read_text().replace("lora:\n  r: 4\n", ""))
+    user.done("train", path)
+    for dtype in ("auto", "bfloat16"):
+        words = ["--set", f"export.dtype={dtype}", "--output", str(tmp_path / dtype)]
+        user.done("export", path, *words)
+        for name in formats:
+            files = sorted((tmp_path / dtype / name).glob("*.safetensors"))
+            found = {key: tensor for file in files for key, tensor in load_file(file).items()}
+            assert all(torch.equal(found[key], tensor) for key, tensor in heads.items())
+            assert set(stored) <= set(found)
+            if len(files) > 1:
+                index = json.loads((tmp_path / dtype / name / "model.safetensors.index.json").read_text())
+                assert set(index["weight_map"]) == set(found)
 
 
 @pytest.mark.parametrize("model_type", ["gemma3", *further("mixtral", "qwen3_moe")])

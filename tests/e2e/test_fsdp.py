@@ -32,6 +32,8 @@ UNTESTED: dict[str, Any] = {**FSDP, **NO_EVAL, "eval": {}}
 TWICE: dict[str, Any] = {"train": {"gradient_accumulation_steps": 2}}
 FULL: dict[str, Any] = {"lora": None, "train": {"learning_rate": 1e-4}}
 NF4: dict[str, Any] = {"quantization": {"method": "nf4"}}
+#: So that there is a layer of each kind.
+LAYERS = {"qwen3_5_text": 4}
 NF4_AGAIN: dict[str, Any] = merged(NF4, {"train": {"gradient_checkpointing": True}})
 
 
@@ -68,12 +70,20 @@ def test_two_ranks_are_one_process_that_accumulates_twice_bit_for_bit(change: di
     assert evaluations[0] == evaluations[1]
 
 
-@pytest.mark.parametrize("method", ["none", "nf4", "fp8"])
-def test_a_model_whose_projections_are_one_linear_is_sharded(method: str, drills: Drills, tmp_path: Path) -> None:
-    """Phi-3: nothing of a layer is joined, and its adapters' outputs are those of q, k and v together. Each rank loads
-    half of the third layer.
+@pytest.mark.parametrize(
+    ("model_type", "method"),
+    [
+        *(("phi3", method) for method in ("none", "nf4", "fp8")),
+        *(("qwen3_5_text", method) for method in ("nf4", "fp8")),
+    ],
+)
+def test_a_model_whose_projections_are_one_linear_is_sharded(
+    model_type: str, method: str, drills: Drills, tmp_path: Path
+) -> None:
+    """Phi-3: nothing of a layer is joined, and its adapters' outputs are those of q, k and v together. Qwen3.5: four
+    that enter a delta net are joined. Each rank loads half of the layers from the third on.
     """
-    base = folder_of("phi3", tmp_path / "base", num_hidden_layers=UNSHARDED_LAYERS + 1)
+    base = folder_of(model_type, tmp_path / "base", num_hidden_layers=LAYERS.get(model_type, UNSHARDED_LAYERS + 1))
     recipe = merged(FSDP, {"model": {"name_or_path": str(base)}, "quantization": {"method": method}})
     alone = drills.whole(**merged(recipe, TWICE))
     run_ranks(drills, drills.recipe("two", **recipe), 2)
@@ -85,7 +95,7 @@ def test_a_model_whose_projections_are_one_linear_is_sharded(method: str, drills
 @pytest.mark.parametrize(
     "model_type",
     [
-        "cohere2",
+        *("cohere2", "qwen3_5_text"),
         *(pytest.param(name, marks=pytest.mark.long) for name in ("starcoder2", "olmo2", "ministral3", "glm4")),
     ],
 )
@@ -93,9 +103,9 @@ def test_layers_of_other_forms_are_sharded(
     model_type: str, change: dict[str, Any], drills: Drills, tmp_path: Path
 ) -> None:
     """LayerNorm before parallel halves, an MLP without a gate, norms over the width, queries scaled by position, four
-    norms around joined projections.
+    norms around joined projections, delta nets between layers that attend.
     """
-    base = folder_of(model_type, tmp_path / "base", num_hidden_layers=UNSHARDED_LAYERS + 1)
+    base = folder_of(model_type, tmp_path / "base", num_hidden_layers=LAYERS.get(model_type, UNSHARDED_LAYERS + 1))
     recipe = merged(merged(UNTESTED, {"model": {"name_or_path": str(base)}}), change)
     alone = drills.whole(**merged(recipe, TWICE))
     run_ranks(drills, drills.recipe("two", **recipe), 2)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from ftcli.plan.trained import TrainedMatrices, TrainedParameters, optimizer_state
 from ftcli.tables import optimizers
-from ftcli.train.muon import MuonWithAdamW
+from ftcli.train.adamw import MuonWithAdamW
 from tests.e2e.conftest import User
 
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -156,7 +156,7 @@ def test_a_run_does_not_go_on_with_other_held_out_rows(narrow: User, command: st
 
 
 def test_a_reward_that_is_edited_meanwhile_stays_what_it_was(tmp_path: Path) -> None:
-    from ftcli.config.judging import RewardConfig
+    from ftcli.config.evaluation import RewardConfig
     from ftcli.judges import CompletionBatch, open_judge
 
     file = tmp_path / "mine.py"

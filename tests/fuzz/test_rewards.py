@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftcli.config.judging import RewardConfig
+from ftcli.config.evaluation import RewardConfig
 from ftcli.errors import FtcliError
 from ftcli.judges import CompletionBatch, open_judge
 from tests.fuzz.budget import examples

@@ -22,9 +22,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
 ON_KERNELS = (
     *(name for name, family in TABLE.items() if family.kernels == "layers" and name in small_models.TEXT),
-    "gemma3", "mistral3", "muse_glimmer", "qwen2_vl", "qwen2_5_vl", "qwen3_vl",
+    "gemma3", "mistral3", "muse_glimmer", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5",
 )  # fmt: skip
-OTHERS = ("qwen3_5", "gemma4", "gpt_oss", "qwen3_moe", "deepseek_v3", "mamba2", "bloom", "gpt2")
+OTHERS = ("qwen3_5_moe", "gemma4", "gpt_oss", "qwen3_moe", "deepseek_v3", "mamba2", "bloom", "gpt2")
+OF_HEADS = ("head_dim", "query_pre_attn_scalar", "linear_value_head_dim")
+#: Linear layers that are quantized, of two layers of seven each where nothing else is said.
+QUANTIZED = {"phi3": 8, "qwen3_5": 3 * 8 + 7}
 SAVED = {"r": 4, "modules_to_save": ["norm", "lm_head"]}
 
 
@@ -40,10 +43,11 @@ def user(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> User:
 
 
 def wider(monkeypatch: pytest.MonkeyPatch, model_type: str) -> None:
-    """Twice the width of the small models, in heads of 16."""
+    """Twice the width of the small models, in heads of 16; keys of delta nets have 32 features."""
     text, multimodal = deepcopy(small_models.TEXT), deepcopy(small_models.MULTIMODAL)
     for values in (text[model_type],) if model_type in text else multimodal[model_type][:2]:
-        values.update({key: 16 for key in ("head_dim", "query_pre_attn_scalar") if values.get(key) == 8})
+        values.update({key: 16 for key in OF_HEADS if values.get(key) == 8})
+        values.update({key: 32 for key in ("linear_key_head_dim",) if key in values})
         values.update({key: 64 for key in ("out_hidden_size",) if key in values})
         if "embed_dim" in values:
             values["hidden_size"] = 64
@@ -86,12 +90,12 @@ def test_on_transformers_own_layers(model_type: str, user: User) -> None:
 
 
 @pytest.mark.parametrize("method", ["nf4", "fp8"])
-@pytest.mark.parametrize("model_type", ["llama", "gemma3", "qwen3_vl", "phi3", "olmo3"])
+@pytest.mark.parametrize("model_type", ["llama", "gemma3", "qwen3_vl", "phi3", "olmo3", "qwen3_5"])
 def test_on_a_quantized_base(model_type: str, method: str, user: User, monkeypatch: pytest.MonkeyPatch) -> None:
     wider(monkeypatch, model_type)
     manifest = through(model_type, user, "bfloat16", quantization={"method": method})
     assert manifest["self_check"]["passed"]
-    assert len(manifest["quantization"]) == (8 if model_type == "phi3" else 14)
+    assert len(manifest["quantization"]) == QUANTIZED.get(model_type, 14)
 
 
 @pytest.mark.parametrize(("model_type", "dtype"), [("llama", "bfloat16"), ("qwen3", "float16"), ("phi3", "bfloat16")])

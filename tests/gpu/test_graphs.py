@@ -49,6 +49,11 @@ CONFIGS = {
     "gemma2": transformers.Gemma2Config,
     "qwen3": transformers.Qwen3Config,
     "gemma3_text": transformers.Gemma3TextConfig,
+    "qwen3_5_text": transformers.Qwen3_5TextConfig,
+}
+FURTHER: dict[str, dict[str, Any]] = {
+    **{name: {"sliding_window": 128} for name in WINDOWED},
+    "qwen3_5_text": {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "full_attention_interval": 2},
 }
 RECIPES = Path(__file__).parents[2] / "recipes"
 #: (rows, tokens) of micro-batches, two in each step; shapes come back after others.
@@ -62,8 +67,7 @@ def clean_gpu() -> Iterator[None]:
 
 
 def adapted(name: str, base: str = "none") -> Any:
-    window = {"sliding_window": 128} if name in WINDOWED else {}
-    config = CONFIGS[name](**SIZES, **window)
+    config = CONFIGS[name](**SIZES, **FURTHER.get(name, {}))
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="eager")
@@ -129,7 +133,8 @@ def train(model: Any, *, documents: bool, accumulated: int = 2) -> list[torch.Te
 @pytest.mark.parametrize("base", ["none", "nf4", "fp8"])
 @pytest.mark.parametrize("policy", [False, "selective", True, "lean"])
 @pytest.mark.parametrize(
-    ("name", "documents"), [("mistral", True), ("gemma2", False), ("qwen3", True), ("gemma3_text", True)]
+    ("name", "documents"),
+    [("mistral", True), ("gemma2", False), ("qwen3", True), ("gemma3_text", True), ("qwen3_5_text", True)],
 )
 def test_the_bits_are_those_without_graphs(name: str, documents: bool, policy: Any, base: str) -> None:
     wanted = None

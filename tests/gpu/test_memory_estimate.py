@@ -70,6 +70,10 @@ CASES = [
     Case("meta-llama/Llama-3.1-8B", 12, True, 2, 4096, "offload"),
     Case("Qwen/Qwen3-8B", 8, True, 2, 2048, False, "auto"),
     Case("mistralai/Mistral-7B-v0.1", 8, True, 1, 8192, False, "auto"),
+    Case("Qwen/Qwen3.5-9B", 8, True, 2, 4096, False, "auto"),
+    Case("Qwen/Qwen3.5-9B", 8, True, 2, 4096, "selective", "auto"),
+    Case("Qwen/Qwen3.5-9B", 8, True, 2, 4096, True, "auto"),
+    Case("Qwen/Qwen3.5-9B", 8, True, 2, 4096, "offload", "auto"),
 ]
 
 
@@ -89,7 +93,8 @@ def prepared(case: Case, folder: Path) -> tuple[dict[str, Any], MemoryEstimate, 
     loaded = load_recipe(path)
     config_folder, _ = bundled_configs()[case.model]
 
-    raw = {**json.loads((config_folder / "config.json").read_text()), "num_hidden_layers": case.layers}
+    raw = json.loads((config_folder / "config.json").read_text())
+    raw = {**raw.get("text_config", raw), "num_hidden_layers": case.layers}
     if "layer_types" in raw:
         raw["layer_types"] = raw["layer_types"][: case.layers]
     facts = facts_of(ConfigSource("bundled config", config_folder, raw), loaded.recipe.model, loaded.origins)

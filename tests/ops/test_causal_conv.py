@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from ftkernels.causal_conv import ConvOutput, causal_conv, causal_conv_reference
+from ftkernels.causal_conv import ConvOutput, causal_conv, causal_conv_reference, inputs_at
 from torch import Tensor
 
 
@@ -126,3 +126,18 @@ def test_what_does_not_fit_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             causal_conv(*given, **options)
+
+
+@pytest.mark.parametrize("width", [2, 4])
+def test_inputs_at_the_ends_of_documents(width: int) -> None:
+    """Documents shorter than the filter leave zeros before them."""
+    x, begins = torch.randn(1, 20, 5), [0, 1, 3, 10]
+    lengths = [1, 2, 7, 10]
+    starts = torch.tensor(begins).repeat_interleave(torch.tensor(lengths))[None].int()
+    ends = torch.tensor([b + n - 1 for b, n in zip(begins, lengths, strict=True)], dtype=torch.int32)
+    found = inputs_at(x, width, ends, starts)
+    for state, begin, length in zip(found, begins, lengths, strict=True):
+        alone = causal_conv(x[:, begin : begin + length], torch.ones(5, width), want_last=True, backend="torch").last
+        assert torch.equal(state[None], alone)
+    whole = causal_conv(x, torch.ones(5, width), want_last=True, backend="torch").last
+    assert torch.equal(inputs_at(x, width, ends[-1:]), whole)

@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from ftkernels.delta_rule import DeltaOutput, delta_rule, delta_rule_backend, delta_rule_chunked, delta_rule_reference
+from ftkernels.delta_rule import (
+    DeltaOutput,
+    delta_rule,
+    delta_rule_backend,
+    delta_rule_chunked,
+    delta_rule_ends,
+    delta_rule_reference,
+)
 from torch import Tensor
 
 Tensors = tuple[Tensor, ...]
@@ -229,8 +236,8 @@ def test_two_runs_give_the_same_bits_and_no_tokens_no_launch(device: str, tools:
 
 def test_what_the_kernels_do_not_take_runs_in_torch(device: str) -> None:
     for keys, dtype, word in (
-        (16, torch.float32, "heads of 16"),
-        (24, torch.float32, "heads of 24"),
+        (16, torch.float32, "keys of 32, 64 and 128 features, not of 16"),
+        (24, torch.float32, "not of 24"),
         (32, torch.float64, "float64"),
     ):
         x = torch.zeros(1, 2, 1, keys, dtype=dtype, device=device)
@@ -251,3 +258,53 @@ def test_what_does_not_fit_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             delta_rule(*given, **options)
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_states_at_the_ends_of_documents(device: str, tools: Any, backend: Any) -> None:
+    """Before, on and behind the boundaries of chunks, several in one, some documents over two; of each as if alone."""
+    begins = [0, 3, 4, 30, 64, 65, 128, 150, 191, 320]
+    ends = [b - 1 for b in begins[1:]] + [329]
+    given = tensors(device, (1, 330, 2, 4, 32, 32))
+    asked = torch.tensor([end for end in ends if end != 149], dtype=torch.int32, device=device)
+    options: dict[str, Any] = {"starts": begun_at(330, *begins[1:]).to(device), "backend": backend}
+    made = delta_rule_ends(*given, asked, **options)
+    alone = [
+        delta_rule_reference(*(t[:, a : b + 1].double() for t in given), want_last=True)
+        for a, b in zip(begins, ends, strict=True)
+    ]
+    assert tools.relative(made.out, torch.cat([one.out for one in alone], 1)) <= 1e-5
+    exact = [one.last for one, end in zip(alone, ends, strict=True) if end != 149]
+    assert made.last is not None
+    for found, truth in zip(made.last, exact, strict=True):
+        assert tools.relative(found, truth[0]) <= 1e-5
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_states_within_a_document(device: str, tools: Any, backend: Any) -> None:
+    given = tensors(device, (1, 140, 1, 2, 32, 16))
+    asked = torch.tensor([0, 62, 63, 64, 100, 139], dtype=torch.int32, device=device)
+    made = delta_rule_ends(*given, asked, backend=backend)
+    for token, found in zip(asked.tolist(), made.last, strict=True):
+        exact = delta_rule_reference(*(t[:, : token + 1].double() for t in given), want_last=True).last
+        assert tools.relative(found, exact[0]) <= 1e-5
+    none = delta_rule_ends(*given, asked[:0], backend=backend)
+    assert none.last.shape == (0, 2, 32, 16)
+    for rows, ends in ((2, asked), (1, asked.long())):
+        with pytest.raises(ValueError, match="of one row"):
+            delta_rule_ends(*(t.expand(rows, *t.shape[1:]) for t in given), ends, backend=backend)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", [1, 2, 3])
+def test_states_at_ends_of_prompts_in_bfloat16(group: int, tools: Any) -> None:
+    """Heads of 128 as models have them: those of prompts of 512 tokens, and of one, as if alone."""
+    given = tensors("cuda", (1, 2048, 4, 4 * group, 128, 128))
+    given = (*(t.bfloat16() for t in given[:3]), *given[3:5])
+    begins = [0, 512, 1024, 1025, 1536]
+    asked = torch.tensor([511, 1023, 1024, 1535, 2047], dtype=torch.int32, device="cuda")
+    made = delta_rule_ends(*given, asked, starts=begun_at(2048, *begins[1:]).cuda(), backend="triton")
+    for begin, end, found in zip(begins, asked.tolist(), made.last, strict=True):
+        exact = delta_rule_reference(*(t[:, begin : end + 1].double() for t in given), want_last=True)
+        assert tools.relative(found, exact.last[0]) <= 1e-2
+        assert tools.relative(made.out[:, begin : end + 1], exact.out) <= 1e-2

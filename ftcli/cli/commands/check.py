@@ -19,8 +19,7 @@ from ftcli.reporting import Session
 from ftcli.units import gib, size
 
 if TYPE_CHECKING:
-    from ftcli.data.sample import SampledRow
-    from ftcli.data.survey import SurveyedSource
+    from ftcli.data.survey import SampledRow, SurveyedSource
     from ftcli.pipeline.checking import CheckResult, EveryGpu, GpuVerdict
     from ftcli.plan.checkpointing import CheckpointingChoice
     from ftcli.plan.execution import ExecutionPart

@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ftcli.config.conversion.draft import Draft
+from ftcli.config.conversion.draft import Draft, recipe_text
 from ftcli.config.conversion.rules import Rules, apply, our_keys, vocabulary
 from ftcli.config.conversion.source import ForeignRecipe, ForeignSetting, foreign_settings, read
 from ftcli.config.conversion.sources import listed
-from ftcli.config.conversion.write import recipe_text
 from ftcli.config.findings import validate
-from ftcli.config.origins import Origins
-from ftcli.config.tree import MapNode
+from ftcli.config.tree import MapNode, Origins
 from ftcli.config.yaml import parse_file
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin
 from ftcli.tables import code_of, dialects

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from ftcli.config.conversion.source import ForeignSetting
-from ftcli.config.dialect_values import VALUES
-from ftcli.config.scalars import resolve
+from ftcli.config.dialects import VALUES
+from ftcli.config.dump import flow_text
+from ftcli.config.recipe import Recipe
 from ftcli.config.schema import Node, RecipeSchema
 from ftcli.config.secrets import mask
+from ftcli.config.yaml import plain_scalar
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin, Severity
 
 #: Words for which the tables have the nearest that there is. All others are names of the same thing.
@@ -142,7 +144,7 @@ class Draft:
                 there_are = f"choose from: {', '.join(choices)}"
                 self.unusable(given, f"`{given.name}: {value}` is unknown here", there_are)
                 return
-            resolved = resolve(ours)
+            resolved = plain_scalar(ours)
             self.put(key, resolved if isinstance(resolved, bool) else ours, given, f"{self.tool}: {value}")
             if value.lower() in _APPROXIMATE:
                 what = f"`{given.name}: {value}` became `{key}: {ours}`"
@@ -173,7 +175,7 @@ def coerced(value: object, node: Node | None, schema: RecipeSchema) -> Any:
     """``value`` in the type that our key has, where it is the same otherwise written: ``"1e-4"``, ``yes``."""
     kinds = set() if node is None else {variant.get("type") for variant in schema.variants(node)}
     if isinstance(value, str) and kinds & {"integer", "number"}:
-        number = resolve(value.strip().replace("_", ""))  # YAML 1.1 reads 500_000 as a number
+        number = plain_scalar(value.strip().replace("_", ""))  # YAML 1.1 reads 500_000 as a number
         value = number if isinstance(number, int | float) and not isinstance(number, bool) else value
     if isinstance(value, float) and "integer" in kinds and "number" not in kinds and value.is_integer():
         return int(value)
@@ -183,3 +185,53 @@ def coerced(value: object, node: Node | None, schema: RecipeSchema) -> Any:
     if "array" in kinds and isinstance(value, str) and value not in schema.choices(node or {}):
         return [part.strip() for part in value.split(",") if part.strip()]
     return value
+
+
+_COMMENT_COLUMN = 46
+
+
+def recipe_text(values: Mapping[str, DraftValue], tool: str, name: str, order: Sequence[str]) -> str:
+    """The recipe, with a header that says where it came from and what to do next."""
+    head = [
+        f"# Converted from {tool}'s {' '.join(name.split())} by `ftcli recipes convert`,",
+        "# which has said what has no counterpart here, and what means something else.",
+        "#",
+        "#   ftcli check THIS-FILE     # before anything is downloaded or built",
+        "#   ftcli train THIS-FILE",
+    ]
+    if "data.train" not in values:
+        head += ["#", "# Name your rows in data.train, and held-out ones in data.eval."]
+    elif "data.eval" not in values:
+        head += ["#", "# Name held-out rows in data.eval: without them nothing is measured."]
+    return "\n".join([*head, "version: 1", *body(values, order)]) + "\n"
+
+
+def body(values: Mapping[str, DraftValue], order: Sequence[str]) -> list[str]:
+    """The sections, with their keys in the ``order`` of all keys."""
+    ranked = sorted(values, key=lambda key: order.index(key) if key in order else len(order))
+    lines: list[str] = []
+    for section in Recipe.model_fields:
+        keys = [key for key in ranked if key.partition(".")[0] == section]
+        if keys:
+            lines += ["", f"{section}:"]
+        for key in keys:
+            lines += _entry(key.partition(".")[2], values[key])
+    return lines
+
+
+def _entry(name: str, drafted: DraftValue) -> list[str]:
+    comment = "" if drafted.comment is None else " ".join(drafted.comment.split())
+    if _is_long(drafted.value):
+        first = _commented(f"  {name}:", comment)
+        return [first, *(f"    - {flow_text(item)}" for item in drafted.value)]
+    return [_commented(f"  {name}: {flow_text(drafted.value)}", comment)]
+
+
+def _is_long(value: Any) -> bool:
+    return (
+        isinstance(value, Sequence) and not isinstance(value, str) and any(isinstance(item, Mapping) for item in value)
+    )
+
+
+def _commented(line: str, comment: str) -> str:
+    return f"{line.ljust(_COMMENT_COLUMN)}  # {comment}" if comment else line

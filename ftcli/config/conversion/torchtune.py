@@ -9,7 +9,7 @@ from ftcli.config.conversion import preferences, sources
 from ftcli.config.conversion import rules as r
 from ftcli.config.conversion.draft import Draft, is_off, truth
 from ftcli.config.conversion.source import ForeignSetting
-from ftcli.config.dialect_values import VALUES
+from ftcli.config.dialects import VALUES
 
 #: Builders of datasets: where their rows are, our layout, and whether prompts are trained unless said otherwise.
 _DATASETS: dict[str, tuple[str | None, str | None, bool]] = {

@@ -1,17 +1,19 @@
-"""Rules of the section `grpo`: TRL's batch arithmetic, lengths, and rewards."""
+"""Rules of the section `grpo`: TRL's batch arithmetic, lengths, and rewards; and the memory of a step."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
 
-from ftcli.config.judging import RewardConfig
+from ftcli.config.evaluation import RewardConfig
+from ftcli.facts.generation import MOST_ROWS
 from ftcli.judges import missing_answer, reserved_column
 from ftcli.methods.grpo.settings import GrpoConfig
+from ftcli.paths import expanded
+from ftcli.plan.run import Generation, MethodMemory, RunPlan
 from ftcli.preflight.checks.context import Context, Findings
 from ftcli.preflight.checks.data import FirstRows
-from ftcli.preflight.checks.judging import judge_findings
-from ftcli.preflight.checks.user_functions import function_findings
+from ftcli.preflight.checks.judging import function_findings, judge_findings
 from ftcli.tables import judges, layouts
 
 
@@ -246,3 +248,32 @@ def _unread(context: Context, path: str, reward: RewardConfig, reads: Collection
             yield context.error(
                 "FT265", f"{path}.{name}", f"`{name}` is not read by a reward with `{kind}`", help="remove it"
             )
+
+
+def memory(plan: RunPlan) -> MethodMemory:
+    """The completions of a generation batch are made together, as many as GRPO decodes at once. The loss takes
+    log-probabilities from hidden states.
+
+    Full fine-tuning with ``beta`` needs a second model as reference. Adapters need none: they can be switched off.
+    Reward models stay beside the policy, in bfloat16.
+    """
+    recipe, train = plan.recipe, plan.recipe.train
+    settings = recipe.grpo
+    if settings is None:
+        return MethodMemory(seq_len=recipe.data.max_seq_len)
+    seq_len = settings.max_prompt_length + settings.max_completion_length
+    second = recipe.lora is None and settings.beta > 0
+    completions = train.per_device_train_batch_size * settings.micro_batches(train.gradient_accumulation_steps)
+    return MethodMemory(
+        seq_len=seq_len,
+        loss_bytes=plan.log_prob_bytes(train.per_device_train_batch_size * settings.max_completion_length),
+        reference_bytes=(plan.sizes.parameters * plan.dtypes.parameter_bytes if second else 0)
+        + _reward_bytes(settings),
+        generation=Generation(min(completions, MOST_ROWS), settings.max_prompt_length, seq_len),
+    )
+
+
+def _reward_bytes(settings: GrpoConfig) -> int:
+    """The weights of the recipe's reward models as they are stored; 0 for folders that are not there."""
+    folders = {reward.model for reward in settings.rewards if reward.file is None and reward.model is not None}
+    return sum(path.stat().st_size for folder in folders for path in expanded(folder).glob("*.safetensors"))

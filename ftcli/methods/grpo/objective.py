@@ -25,13 +25,10 @@ from ftcli.errors import ExitCode, FtcliError
 from ftcli.generation.requests import NotFinite, cut
 from ftcli.job import Job
 from ftcli.judges import columns_of
-from ftcli.methods.grpo.advantages import Advantages, advantages_of, deviation
-from ftcli.methods.grpo.exchange import gather_completions, gather_json, gather_rows
-from ftcli.methods.grpo.losses import Completions, StepShape
-from ftcli.methods.grpo.parity import Parity, check_parity
-from ftcli.methods.grpo.policy import Metrics, PolicyScores, joined, scored_loss
+from ftcli.methods.grpo.losses import Advantages, Completions, StepShape, advantages_of, deviation
+from ftcli.methods.grpo.policy import Metrics, Parity, PolicyScores, check_parity, joined, scored_loss
 from ftcli.methods.grpo.rewards import Reward, RewardFailures, build_rewards
-from ftcli.methods.grpo.rollouts import Rollouts
+from ftcli.methods.grpo.rollouts import Rollouts, gather_completions, gather_json, gather_rows
 from ftcli.methods.grpo.settings import GrpoConfig
 from ftcli.methods.grpo.spans import LOG_PROBS, OPTIMIZER, REWARDS, ROLLOUT, TRAINING, Spans
 from ftcli.methods.grpo.stagnation import Stagnation
@@ -41,11 +38,11 @@ from ftcli.plain import JsonObject
 from ftcli.plan.memory.terms import FORWARD, GENERATION
 from ftcli.run.completions import ScoredCompletion
 from ftcli.run.metrics import MetricsLine
+from ftcli.train.assembly import of_reference
 from ftcli.train.build import build_loop
 from ftcli.train.checkpoint_state import Progress, draw_of_epoch
 from ftcli.train.loop import Objective, StepMonitor, TrainerHooks, TrainingLoop
 from ftcli.train.parallel import SEED_STRIDE, Divisors, MicroBatch, TokenCounts
-from ftcli.train.reference import of_reference
 
 if TYPE_CHECKING:
     from peft import PeftModel

@@ -1,4 +1,4 @@
-"""The recipe's rewards, opened once, and the count of completions that they fail on."""
+"""The recipe's rewards: opened once, and the completions that they fail on counted."""
 
 from __future__ import annotations
 
@@ -7,9 +7,17 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ftcli.config.judging import RewardConfig
+from ftcli.config.evaluation import RewardConfig
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin
-from ftcli.judges import CompletionBatch, Judge, JudgeScores, judge_name, missing_answer, open_judge, reserved_column
+from ftcli.judges import (
+    CompletionBatch,
+    Judge,
+    JudgeScores,
+    judge_name,
+    missing_answer,
+    open_judge,
+    reserved_column,
+)
 from ftcli.reporting import Reporter
 from ftcli.rows.prompts import Prompt
 from ftcli.tables import judges

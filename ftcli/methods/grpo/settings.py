@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from ftcli.config.base import Count, Fraction, Items, Rate, Section
-from ftcli.config.judging import RewardConfig
+from ftcli.config.evaluation import RewardConfig
 
 
 class RewardPlateauConfig(Section):

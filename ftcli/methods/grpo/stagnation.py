@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ftcli.methods.grpo.settings import GrpoStoppingConfig
 from ftcli.plain import JsonObject
-from ftcli.train.best import BestEvaluation
+from ftcli.train.evaluation import BestEvaluation
 
 
 @dataclass(slots=True)

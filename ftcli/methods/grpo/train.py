@@ -1,7 +1,13 @@
-"""`ftcli grpo`: prompts and rewards in, adapter or model out."""
+"""`ftcli grpo`: prompts and rewards in, adapter or model out; and how prompts and rewards are looked at before that.
+
+In `ftcli grpo --dry-rewards` no model answers, so a few rows get as completions their own known answer, those of other
+rows, and nothing at all. A reward that tells none of these apart will hardly tell a model's first answers apart.
+"""
 
 from __future__ import annotations
 
+import math
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -9,24 +15,31 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ftcli.config.load import LoadedRecipe
-from ftcli.judges import judges_of
-from ftcli.methods.grpo.prompts import training_rows
+from ftcli.config.recipe import Recipe
+from ftcli.data.asked import PromptLimit
+from ftcli.errors import ExitCode, Finding, FtcliError
+from ftcli.facts.device import named_device
+from ftcli.judges import JudgeScores, columns_of, judges_of
+from ftcli.methods.grpo.rewards import Reward, build_rewards
 from ftcli.methods.grpo.settings import GrpoConfig
 from ftcli.plain import FLATTENED, NAMED
+from ftcli.preflight.stages import checked
 from ftcli.reporting import Session
+from ftcli.rows.places import local_sources
 from ftcli.run.completions import Completions
 from ftcli.train.context import BuiltModel, RunContext
 from ftcli.train.evaluation import began_in, tasks_before, write_tasks
 from ftcli.train.fit import FinishedRun, fit
-from ftcli.train.lifecycle import add_to_manifest, checked_run, keep_inputs
-from ftcli.train.results import CompleteRun, complete_result
+from ftcli.train.lifecycle import CompleteRun, add_to_manifest, checked_run, complete_result, keep_inputs
+from ftcli.train.progress import TrainingRows
 
 if TYPE_CHECKING:
     from ftcli.data.asked import RenderedPrompt
+    from ftcli.data.survey import RowSurvey
     from ftcli.data.tokens import TokenizedRow
     from ftcli.evaluate.suite import Evaluator, TaskResult
     from ftcli.job import Job
-    from ftcli.methods.grpo.parity import Parity
+    from ftcli.methods.grpo.policy import Parity
     from ftcli.run.process_group import RankGroup
     from ftcli.train import assembly
 
@@ -62,8 +75,8 @@ def _train(session: Session, context: RunContext) -> GrpoResult:
     with context.phase("loading libraries"):
         from ftcli.evaluate.suite import Evaluator
         from ftcli.job import open_job
-        from ftcli.methods.grpo.exchange import of_leader
         from ftcli.methods.grpo.objective import build_grpo
+        from ftcli.methods.grpo.rollouts import of_leader
         from ftcli.train import assembly
 
     started, grpo, group = time.perf_counter(), context.recipe.grpo, context.group
@@ -115,7 +128,7 @@ def _policy(context: RunContext, job: Job, prompts: Sequence[RenderedPrompt]) ->
     """The model that learns, on the kernels, with an entry in the manifest; the ranks have met."""
     from ftcli.model.quantized import quantized_layers
     from ftcli.train import assembly
-    from ftcli.train.graphed import why_not_graphed
+    from ftcli.train.build import why_not_graphed
 
     group = context.group
     with nullcontext() if group is None else group.after_leader("weights", lambda: assembly.to_download(job) > 0):
@@ -146,7 +159,6 @@ def _before(context: RunContext, evaluator: Evaluator, model: Any) -> Mapping[st
 
 def _prompts(job: Job, grpo: GrpoConfig) -> list[RenderedPrompt]:
     from ftcli.data.asked import asked_rows
-    from ftcli.methods.grpo.prompts import require_rollout, room_of_grpo
 
     data = job.recipe.data
     asked, warnings = asked_rows(data.train, data, job.tokenizer, room_of_grpo(grpo), offline=job.session.offline)
@@ -174,3 +186,178 @@ def _tasks(context: RunContext, evaluator: Evaluator, model: Any, when: str) -> 
 
 def _scores(tasks: Mapping[str, TaskResult]) -> dict[str, float]:
     return {name: task.score for name, task in tasks.items()}
+
+
+def room_of_grpo(grpo: GrpoConfig) -> PromptLimit:
+    """Prompts of GRPO are never cut."""
+    limit, help = grpo.max_prompt_length, "raise grpo.max_prompt_length, choose data.overlong: drop, or remove the row"
+    return PromptLimit(limit, "FT781", f"more than grpo.max_prompt_length {limit}", help)
+
+
+def require_rollout(prompts: int, recipe: Recipe) -> None:
+    """Refuse data of fewer prompts than GRPO completes at a time: no step could be made of them.
+
+    Raises:
+        FtcliError: FT261 (exit 4).
+    """
+    grpo, train = recipe.grpo, recipe.train
+    assert grpo is not None  # preflight refuses such a recipe (FT260)
+    micro_batches = grpo.micro_batches(train.gradient_accumulation_steps)
+    completions = train.per_device_train_batch_size * micro_batches * recipe.launch.num_processes
+    needed = completions // grpo.num_generations
+    if prompts < needed:
+        raise FtcliError.single(
+            "FT261",
+            f"data.train has {prompts:,} {'prompt' if prompts == 1 else 'prompts'}, and {needed:,} are completed at a "
+            f"time ({completions:,} completions, {grpo.num_generations:,} of each prompt): no step can be made",
+            exit_code=ExitCode.DATA,
+            help="add rows, lower train.per_device_train_batch_size or train.gradient_accumulation_steps (or "
+            "grpo.steps_per_generation), or raise grpo.num_generations",
+        )
+
+
+def training_rows(recipe: Recipe, prompts: int) -> TrainingRows:
+    """What a run of so many prompts trains on, for the summary at its start."""
+    grpo, train = recipe.grpo, recipe.train
+    assert grpo is not None  # preflight refuses such a recipe (FT260)
+    micro_batches = grpo.micro_batches(train.gradient_accumulation_steps)
+    made = train.per_device_train_batch_size * recipe.launch.row_shares * micro_batches
+    more = "" if micro_batches == train.gradient_accumulation_steps else f", {made:,} made at a time"
+    return TrainingRows(prompts, "prompts", batch="completions", more=f", {grpo.num_generations} of each prompt{more}")
+
+
+def survey(looking: RowSurvey, recipe: Recipe) -> None:
+    """Looks at the prompts of ``data.train`` that lie on this machine."""
+    grpo = recipe.grpo
+    assert grpo is not None  # preflight refuses such a recipe (FT260)
+    looking.prompts("data.train", local_sources(recipe.data.train), room_of_grpo(grpo))
+    if len(looking.found) == len(recipe.data.train) and all(one.whole for one in looking.found):
+        try:
+            require_rollout(sum(one.rows for one in looking.found), recipe)
+        except FtcliError as error:
+            looking.failures.append(error)
+
+
+#: Rows that are scored, and answers of other rows that each of them gets.
+ROWS, OTHERS = 16, 3
+
+
+@dataclass(frozen=True, slots=True)
+class DryReward:
+    """What one reward said.
+
+    Attributes:
+        right, others: Its mean for known answers, and for all other texts; None where there were none.
+        without_opinion: Texts that it did not judge.
+        failed: Texts that it failed on.
+        constant: It said the same of all.
+    """
+
+    reward: str
+    weight: float
+    mean: float | None
+    deviation: float | None
+    right: float | None
+    others: float | None
+    without_opinion: int
+    failed: int
+    constant: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DryRewards:
+    """What `ftcli grpo --dry-rewards` answers. ``rows_without_spread``: all of their texts have the same sum."""
+
+    rewards: tuple[DryReward, ...]
+    rows: int
+    texts: int
+    rows_without_spread: int
+
+
+def dry_rewards(loaded: LoadedRecipe, session: Session) -> DryRewards:
+    """Scores sample texts for the first rows.
+
+    Raises FtcliError as preflight does, whatever machine this is, and whatever the rewards raise.
+    """
+    from ftcli.data.asked import asked_rows
+    from ftcli.job import open_job
+
+    report = checked(loaded, session, "grpo", named_device("b200"))  # the largest: which one it will be is no matter
+    job, grpo = open_job(report, session), report.recipe.grpo
+    assert grpo is not None  # preflight refuses such a recipe (FT260)
+    data = job.recipe.data
+    asked, _ = asked_rows(data.train, data, job.tokenizer, room_of_grpo(grpo), offline=session.offline, max_rows=ROWS)
+    columns = columns_of([one.prompt for one in asked])
+    texts = _texts(len(asked), _answers(grpo, columns))
+    places = [row for row, group in enumerate(texts) for _ in group]
+    lent = {name: [values[row] for row in places] for name, values in columns.items()}
+    flat = [text for group in texts for text in group]
+    prompts = [asked[row].text for row in places]
+    rewards = build_rewards(grpo.rewards, columns)
+    origins = [asked[row].prompt.row.origin for row in places]
+    of_rows = [asked[row].prompt for row in places]
+    scored = [reward.scores(prompts, flat, lent, origins, asked=of_rows) for reward in rewards]
+    scores = [each.values for each in scored]
+    first = [at == 0 or places[at] != places[at - 1] for at in range(len(places))]
+    known = bool(_answers(grpo, columns))
+    found = tuple(_said(reward, said, first if known else None) for reward, said in zip(rewards, scored, strict=True))
+    for one, said in zip(found, scored, strict=True):
+        if said.example is not None:
+            session.reporter.warn(said.example)
+        if one.constant:
+            session.reporter.finding(_constant(one, len(flat)))
+    sums = [sum(r.weight * (s[at] or 0.0) for r, s in zip(rewards, scores, strict=True)) for at in range(len(flat))]
+    spread: dict[int, set[float]] = {}
+    for place, total in zip(places, sums, strict=True):
+        spread.setdefault(place, set()).add(total)
+    return DryRewards(found, len(asked), len(flat), sum(len(totals) < 2 for totals in spread.values()))
+
+
+def _answers(grpo: GrpoConfig, columns: Mapping[str, Sequence[Any]]) -> list[str]:
+    """The rows' known answers: the column that a reward compares with; none where there is none."""
+    names = [reward.answer for reward in grpo.rewards if reward.answer in columns]
+    return [str(value) for value in columns[names[0]]] if names else []
+
+
+def _texts(rows: int, answers: Sequence[str]) -> list[list[str]]:
+    """For each row: its own answer, the next ones that are others, and nothing. The own answer comes first."""
+    made = []
+    for row in range(rows):
+        own = answers[row : row + 1]
+        following = dict.fromkeys(answers[(row + step) % rows] for step in range(1, rows)) if answers else {}
+        others = [text for text in following if text not in own][:OTHERS]
+        made.append([*own, *others, ""] if answers else ["", "I do not know.", "0"])
+    return made
+
+
+def _said(reward: Reward, found: JudgeScores, right: Sequence[bool] | None) -> DryReward:
+    scores = found.values
+    judged = [score for score in scores if score is not None]
+
+    def mean(which: bool) -> float | None:
+        if right is None:
+            return None
+        chosen = [s for s, own in zip(scores, right, strict=True) if s is not None and own is which]
+        return statistics.fmean(chosen) if chosen else None
+
+    return DryReward(
+        reward.name,
+        reward.weight,
+        statistics.fmean(judged) if judged else None,
+        statistics.pstdev(judged) if judged else None,
+        mean(True),
+        mean(False),
+        len(scores) - len(judged),
+        len(found.failed),
+        bool(judged) and math.isclose(max(judged), min(judged)),
+    )
+
+
+def _constant(one: DryReward, texts: int) -> Finding:
+    return Finding(
+        "FT278",
+        f"the reward {one.reward} is {one.mean:g} for all of {texts} sample texts: known answers, answers of other "
+        "rows, and no text",
+        help="right for a reward of form that no sample meets; otherwise check its columns, pattern or function",
+        severity="warning",
+    )

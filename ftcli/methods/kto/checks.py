@@ -1,11 +1,11 @@
-"""Rules of the section ``preference`` under KTO: what its losses need, and what they do not read."""
+"""Rules of the section ``preference`` under KTO, what its losses need and do not read; and the memory of a step."""
 
 from __future__ import annotations
 
-from ftcli.methods.kto.train import rows_a_step
-from ftcli.methods.preference.checks import cache, high_rate
-from ftcli.methods.preference.choice import losses_of
+from ftcli.config.recipe import Recipe
+from ftcli.methods.preference.checks import cache, high_rate, losses_of, needs_second_model
 from ftcli.methods.preference.settings import PreferenceConfig
+from ftcli.plan.run import MethodMemory, RunPlan
 from ftcli.preflight.checks.context import Context, Findings
 from ftcli.tables import preference_losses
 
@@ -59,3 +59,26 @@ def _rows(context: Context) -> Findings:
     elif rows < _FEW_ROWS:
         message = f"a step of {rows} rows: its KL, estimated from them, is little more than noise"
         yield context.warning("FT283", "train.per_device_train_batch_size", message, f"{remedy}; 8 to 128 are usual")
+
+
+def rows_a_step(recipe: Recipe) -> int:
+    """Rows of an optimizer step, over all processes."""
+    train = recipe.train
+    return train.per_device_train_batch_size * train.gradient_accumulation_steps * recipe.launch.row_shares
+
+
+def memory(plan: RunPlan) -> MethodMemory:
+    """Rows of up to ``data.max_seq_len`` tokens, or this rank's part of them. The loss takes log-probabilities from
+    hidden states. The passes of the reference and of mismatched rows keep nothing, and are over before the policy's
+    begins.
+
+    Full fine-tuning whose reference is computed in each step needs a second model, sharded like the first. Adapters can
+    be switched off.
+    """
+    recipe = plan.recipe
+    reference = -(-plan.sizes.parameters // plan.shard_size) * plan.dtypes.parameter_bytes
+    return MethodMemory(
+        seq_len=recipe.data.max_seq_len,
+        loss_bytes=plan.log_prob_bytes(plan.rows * -(-recipe.data.max_seq_len // plan.shares)),
+        reference_bytes=reference if needs_second_model(recipe) else 0,
+    )

@@ -4,58 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 import torch
 from torch import Tensor
 
 from ftcli.data.order import Epochs
 from ftcli.data.tokens import TokenizedRow
-from ftcli.methods.kto.losses import LabelledAnswers, LabelLoss
-from ftcli.methods.kto.mismatched import mismatched_rows
-from ftcli.methods.kto.reference import LabelReference, known_of, units_of_step
-from ftcli.methods.kto.sums import SUMS, LabelSums, measures
-from ftcli.methods.preference.first_step import require_equal, without_dropout
-from ftcli.methods.preference.pairs import SCORED, AnswerScorer, ScoredAnswers
-from ftcli.methods.preference.reference import goes_on_live
-from ftcli.model.backbone import compute_context, head_of
+from ftcli.methods.kto.losses import LABEL_SUMS, LabelledAnswers, LabelLoss, label_sums, measures, step_sums
+from ftcli.methods.kto.reference import LabelReference, known_of, mismatched_rows, units_of_step
+from ftcli.methods.preference.objective import KNOWN, ComparedObjective, without_dropout
+from ftcli.methods.preference.pairs import SCORED
+from ftcli.model.backbone import compute_context
 from ftcli.plain import JsonObject
 from ftcli.plan.memory.terms import FORWARD
 from ftcli.run.metrics import MetricsLine
-from ftcli.train.build import build_loop
 from ftcli.train.checkpoint_state import Progress
-from ftcli.train.epochs import EpochObjective
-from ftcli.train.loop import StepMonitor, TrainerHooks, TrainingLoop
+from ftcli.train.loop import StepMonitor
+from ftcli.train.on_rows import ObjectiveParts
 from ftcli.train.parallel import Divisors, MicroBatch, TokenCounts
-from ftcli.train.reference import of_reference
-from ftcli.train.sums import StepSums
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
     from ftcli.job import Job
-    from ftcli.model.fused import DecoderStack
-    from ftcli.model.sequence_parallel import SequencePart
-    from ftcli.run.process_group import RankGroup
 
 #: The label of each answer of a micro-batch, (N,); 0 in one that stands for none.
 _LABELS = "answer_labels"
-#: What the reference gives the answers of a micro-batch, (N,); absent where it is computed.
-_KNOWN = "reference"
 
 
-class LabelObjective(EpochObjective):
-    """The mean loss of a step's answers, whatever micro-batches and ranks it is split into.
-
-    Args:
-        model: What learns, on the kernels or not.
-        reference: What is compared with; without a second model and known log-probabilities the model without its
-            adapters.
-        stack: The decoder layers as one function, where all are on the kernels.
-        sequence: This rank's part of each row, where ranks share rows: each of them computes the loss of the whole
-            answers, and the first one counts it.
-    """
+class LabelObjective(ComparedObjective):
+    """The mean loss of a step's answers, whatever micro-batches and ranks it is split into."""
 
     def __init__(
         self,
@@ -64,23 +44,23 @@ class LabelObjective(EpochObjective):
         epochs: Epochs,
         loss: LabelLoss,
         *,
-        group: RankGroup | None,
-        stack: DecoderStack | None,
         reference: LabelReference | None,
-        sequence: SequencePart | None = None,
+        **parts: Unpack[ObjectiveParts],
     ) -> None:
-        super().__init__(job, epochs, group, 1 if sequence is None else sequence.parts)
-        self._model, self._stack, self._loss, self._group = model, stack, loss, group
-        self._reference, self._known = (None, None) if reference is None else (reference.model, reference.known)
-        self._reporter = job.reporter
-        self._device, self._dtypes, self._longest = job.device, job.dtypes, job.recipe.data.max_seq_len
-        self._counts = sequence is None or sequence.part == 0
-        vocabulary = head_of(model).weight.shape[0]
-        self._scorer = AnswerScorer(job.batches(model), job.pad_token_id, vocabulary, 1.0, sequence)
+        compared = reference or LabelReference()
+        self._loss, self._known, self._longest = loss, compared.known or {}, job.recipe.data.max_seq_len
+        super().__init__(
+            job,
+            model,
+            epochs,
+            ("label_sums", LABEL_SUMS),
+            ld_alpha=1.0,
+            reference=compared.model,
+            known=compared.known is not None,
+            **parts,
+        )
         self._kl = torch.tensor(0.0, device=job.device)
-        self._sums = StepSums("label_sums", SUMS, job.device, group)
         self._whole_order: tuple[int, list[int]] | None = None
-        self._checked = False
 
     # -- a step ----------------------------------------------------------------------------------------------
 
@@ -96,42 +76,30 @@ class LabelObjective(EpochObjective):
 
     def micro_batch(self, units: Sequence[int], *, blank: bool) -> MicroBatch:
         """The answers of these rows."""
-        documents = [tokens for unit in units for tokens in self._epochs.members(unit)]
+        documents = self.documents(units)
         inputs = self._scorer.batch(documents)
-        labels = torch.tensor([0.0 if blank else document.value for document in documents])
-        inputs[_LABELS] = labels
-        if self._known is not None:
-            inputs[_KNOWN] = torch.zeros(len(documents)) if blank else known_of(self._known, documents)
-        computed = inputs["input_ids"].numel()
-        rows = () if blank else tuple(units)
-        if blank or not self._counts:
-            return MicroBatch(inputs, rows, TokenCounts(computed=computed))
+        inputs[_LABELS] = labels = torch.tensor([0.0 if blank else document.value for document in documents])
+        if self._is_known:
+            inputs[KNOWN] = torch.zeros(len(documents), 1) if blank else known_of(self._known, documents)
         wanted = int((inputs[SCORED][labels > 0] > 0).sum())
         real = sum(len(document.input_ids) for document in documents)
-        return MicroBatch(inputs, rows, TokenCounts(wanted, real, computed, len(documents)))
-
-    def begin(self, step: int) -> None:
-        """Notes the sums so far."""
-        self._sums.begin()
+        counts = TokenCounts(wanted, real, inputs["input_ids"].numel(), len(documents))
+        return self.counted_batch(inputs, units, counts, blank=blank)
 
     def loss(self, inputs: dict[str, Tensor], step: Divisors) -> Tensor:
         """The summed loss of the answers over those of the whole step; with ``sft_weight`` times the cross-entropy of
         the wanted answers' tokens over these."""
-        labels, known = inputs.pop(_LABELS), inputs.pop(_KNOWN, None)
+        labels, known = inputs.pop(_LABELS), inputs.pop(KNOWN, None)
         reference = self._of_reference(inputs, known)
         with compute_context(self._device, self._dtypes.compute, self._dtypes.autocast):
             policy = self._scorer.score(self._model, inputs, self._stack)
         tokens = (inputs[SCORED] > 0).sum(1).float()
-        if not self._checked:
-            self._checked = True
-            require_equal(self._model, self._dtypes, self._scorer, inputs, policy, reference, self._group)
+        self.check_first(inputs, policy, reference)
         answers = LabelledAnswers(policy.sums - reference.sums, labels, self._kl)
         loss = self._loss.values(answers).sum() / step.pairs
         if self._loss.sft_weight:
             loss = loss - self._loss.sft_weight * (policy.sums * (labels > 0)).sum() / step.supervised
-        sums = LabelSums.of(answers, policy.sums, tokens, self._loss.beta).vector()
-        self._sums.add(sums if self._counts else torch.zeros_like(sums))
-        return loss if self._counts else loss - loss.detach()
+        return self.noted(loss, label_sums(answers, policy.sums, tokens, self._loss.beta))
 
     # -- the reference, and the KL ---------------------------------------------------------------------------
 
@@ -172,63 +140,20 @@ class LabelObjective(EpochObjective):
         computing = compute_context(self._device, self._dtypes.compute, self._dtypes.autocast)
         with without_dropout(self._model), computing:
             policy = self._scorer.score(self._model, inputs)
-        known = None if self._known is None else known_of(self._known, documents).to(self._device)
+        known = known_of(self._known, documents).to(self._device) if self._is_known else None
         return (policy.sums - self._of_reference(inputs, known).sums).double().sum()
-
-    @torch.no_grad()
-    def _of_reference(self, inputs: dict[str, Tensor], known: Tensor | None = None) -> ScoredAnswers:
-        if known is not None:
-            return ScoredAnswers(known, known)
-        model = self._model if self._reference is None else self._reference
-        computing = compute_context(self._device, self._dtypes.compute, self._dtypes.autocast)
-        with without_dropout(model), of_reference(self._reference, self._model), computing:
-            return self._scorer.score(model, inputs)
 
     # -- metrics and checkpoints -----------------------------------------------------------------------------
 
     def reduced(self) -> None:
         """Adds up the metrics of all ranks' micro-batches, in the order of one process, and those of the step."""
-        self._sums.reduce()
-        self._sums.add_once(LabelSums.of_step(self._kl).vector())
-
-    def undo(self, step: int) -> None:
-        """Restores the sums that :meth:`begin` has noted."""
-        self._sums.undo()
+        super().reduced()
+        self._sums.add_once(step_sums(self._kl))
 
     def metrics(self) -> MetricsLine:
         """Means over the answers, and the steps, since the last line."""
         return measures(self._sums.take(), kl=self._loss.estimates_kl)
 
-    def state(self) -> JsonObject:
-        """The sums of a half-filled line, and whether the reference was scored ahead."""
-        return {**self._sums.state(), "reference": "live" if self._known is None else "ahead"}
-
     def restore(self, state: JsonObject, progress: Progress) -> None:
-        """Resumes with these sums; what was checked before the first step is not checked again. A reference that was
-        computed in each step stays so, as it was in runs that do not say.
-        """
-        self._checked = progress.step > 0
-        can_compute = self._reference is not None or hasattr(self._model, "disable_adapter")
-        known, began = self._known is not None, state.get("reference", "live")
-        if goes_on_live(began, self._reporter, known=known, can_compute=can_compute):
-            self._known = None
-        self._sums.restore(state)
-
-
-def build_labelled(
-    job: Job,
-    model: PreTrainedModel | PeftModel,
-    epochs: Epochs,
-    hooks: TrainerHooks,
-    group: RankGroup | None = None,
-    reference: LabelReference | None = None,
-) -> TrainingLoop:
-    """The loop that trains ``model`` on labelled answers (:func:`ftcli.methods.kto.order.labelled_epochs`)."""
-    loss = LabelLoss.of(job.recipe.preference)
-
-    def objective(stack: DecoderStack | None, sequence: SequencePart | None) -> LabelObjective:
-        return LabelObjective(
-            job, model, epochs, loss, group=group, stack=stack, reference=reference, sequence=sequence
-        )
-
-    return build_loop(job, model, objective, hooks, group)
+        """The same; runs that do not say how they began have computed the reference in each step."""
+        super().restore({"reference": "live", **state}, progress)

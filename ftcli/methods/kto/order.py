@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from ftcli.data.order import Epochs, Mixture, mixture
-from ftcli.data.pack import Packs
+from ftcli.data.order import Epochs, Mixture, Packs, mixture
 from ftcli.data.tokens import TokenizedRow, TokenTable
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.methods.kto.losses import LabelSettings

@@ -16,12 +16,19 @@ from torch import Tensor
 
 from ftcli.data.order import Epochs
 from ftcli.data.tokens import TokenizedRow
+from ftcli.labels import IGNORE_INDEX
 from ftcli.methods.kto.losses import LabelLoss
-from ftcli.methods.kto.mismatched import mismatched_row, mismatched_rows, mismatches
-from ftcli.methods.preference.ahead import AheadOfTraining, Rows, Units, cache_folder
 from ftcli.methods.preference.cache import unit_digest
-from ftcli.methods.preference.choice import caches
-from ftcli.methods.preference.reference import RunSteps, seen_units, steps_of
+from ftcli.methods.preference.checks import caches
+from ftcli.methods.preference.reference import (
+    AheadOfTraining,
+    Rows,
+    RunSteps,
+    Units,
+    cache_folder,
+    seen_units,
+    steps_of,
+)
 from ftcli.methods.preference.settings import PreferenceConfig
 
 if TYPE_CHECKING:
@@ -45,12 +52,12 @@ class LabelReference:
 
     model: PreTrainedModel | None = None
     known: Mapping[bytes, float] | None = None
-    held_out: Mapping[bytes, float] = field(default_factory=dict)
+    held_out: Mapping[bytes, list[float]] = field(default_factory=dict)
 
 
 def known_of(known: Mapping[bytes, float], rows: Sequence[TokenizedRow]) -> Tensor:
-    """Log-probabilities of rows, (R,) float32. Raises KeyError for one that is not known."""
-    return torch.tensor([known[unit_digest(row)] for row in rows], dtype=torch.float32)
+    """Log-probabilities of rows, (R, 1) float32. Raises KeyError for one that is not known."""
+    return torch.tensor([[known[unit_digest(row)]] for row in rows], dtype=torch.float32)
 
 
 def units_of_step(order: Sequence[int], index: int, size: int) -> list[int]:
@@ -90,7 +97,8 @@ def scored_ahead(
 
         return Units(len(asked), rows)
 
-    measured = [*held_out, *(_mismatched_of_files(held_out, longest) if loss.estimates_kl else ())]
+    files = rows_by_file(held_out).values() if loss.estimates_kl else ()
+    measured = [*held_out, *(row for rows in files for row in mismatched_rows(rows, longest))]
     folder = cache_folder(settings, job.session.cache_dir) if keep else None
     found = AheadOfTraining(job, model, group, 1, recipe.launch.context_parallel_size, 1.0, folder).score(
         training,
@@ -99,10 +107,8 @@ def scored_ahead(
     )
     if found is None:
         return LabelReference()
-    of_training, of_held_out = (
-        dict(zip(scored.digests, scored.values[:, 0].tolist(), strict=True)) for scored in found
-    )
-    return LabelReference(None, of_training, of_held_out)
+    of_training, of_held_out = (scored.by_digest() for scored in found)
+    return LabelReference(None, {row: value for row, (value,) in of_training.items()}, of_held_out)
 
 
 def _mismatches_of(epochs: Epochs, steps: RunSteps, most: int | None) -> Iterator[tuple[int, int]]:
@@ -117,9 +123,62 @@ def _mismatches_of(epochs: Epochs, steps: RunSteps, most: int | None) -> Iterato
         yield from ((units[asked], units[answered]) for asked, answered in mismatches(rows, most))
 
 
-def _mismatched_of_files(held_out: Sequence[TokenizedRow], longest: int) -> list[TokenizedRow]:
-    """The mismatched rows of each held-out file, as evaluation makes them."""
+def rows_by_file(rows: Sequence[TokenizedRow]) -> dict[str, list[TokenizedRow]]:
+    """The rows of each file, within which evaluation mismatches them."""
     files: dict[str, list[TokenizedRow]] = {}
-    for row in held_out:
+    for row in rows:
         files.setdefault(row.row.source, []).append(row)
-    return [row for rows in files.values() for row in mismatched_rows(rows, longest)]
+    return files
+
+
+def mismatched_rows(rows: Sequence[TokenizedRow], longest: int, most: int | None = None) -> list[TokenizedRow]:
+    """The rows of :func:`mismatches`.
+
+    Args:
+        longest: Tokens that a row may have; answers are cut to fit. One token of each always does.
+        most: How many are wanted, evenly spread over the rows; None: all.
+    """
+    return [mismatched_row(rows[asked], rows[answered], longest) for asked, answered in mismatches(rows, most)]
+
+
+def mismatches(rows: Sequence[TokenizedRow], most: int | None = None) -> list[tuple[int, int]]:
+    """The number of each row, whose prompt is taken, with that of the next row that has another prompt, whose answer
+    is, in a circle; where no other row has another prompt, of the next row. A single row has no partner.
+
+    Good answers come first: where both kinds answer one prompt, each kind is passed on to its own, and the answers that
+    are compared with are as many of either label as the rows have.
+    """
+    if len(rows) < 2:
+        return []
+    order = sorted(range(len(rows)), key=lambda number: -rows[number].value)
+    count = len(rows) if most is None else min(most, len(rows))
+    partners = partners_of([tuple(rows[number].input_ids[: answer_start(rows[number])]) for number in order])
+    chosen = (index * len(rows) // count for index in range(count))
+    return [(order[index], order[partners[index]]) for index in chosen]
+
+
+def partners_of(prompts: Sequence[tuple[int, ...]]) -> list[int]:
+    """For each prompt the number of the next one that differs from it, in a circle; of the next one where none does."""
+    size = len(prompts)
+    following = [(index + 1) % size for index in range(size)]
+    if all(prompt == prompts[0] for prompt in prompts):
+        return following
+    found = following.copy()
+    # Twice round, from the end: what follows an equal prompt is what follows that one.
+    for index in reversed(range(2 * size)):
+        here, after = index % size, following[index % size]
+        found[here] = found[after] if prompts[here] == prompts[after] else after
+    return found
+
+
+def answer_start(row: TokenizedRow) -> int:
+    """The first token that is scored; what stands before it is the prompt, with the opening of the answer's turn."""
+    return next(n for n in range(1, len(row.labels)) if row.labels[n] != IGNORE_INDEX)
+
+
+def mismatched_row(row: TokenizedRow, other: TokenizedRow, longest: int) -> TokenizedRow:
+    """The prompt of a row with the answer of another."""
+    asked, begin = answer_start(row), answer_start(other)
+    ids = [*row.input_ids[:asked], *other.input_ids[begin:]]
+    labels = [*[IGNORE_INDEX] * asked, *other.labels[begin:]]
+    return TokenizedRow(row.row, ids[:longest], labels[:longest])

@@ -8,10 +8,9 @@ from typing import Any
 from ftcli.methods.preference import rows as pairs
 from ftcli.plain import JsonObject
 from ftcli.rows.columns import BAD, GOOD
-from ftcli.rows.layouts import alpaca, meant_for, messages, sharegpt
-from ftcli.rows.layouts.marks import marks_of
-from ftcli.rows.layouts.messages import conversation, list_of, messages_of
-from ftcli.rows.layouts.plain import pair, text_of
+from ftcli.rows.layouts import meant_for, messages, prompted, sharegpt
+from ftcli.rows.layouts.messages import conversation, list_of, marks_of, messages_of
+from ftcli.rows.layouts.prompted import pair, text_of
 from ftcli.rows.row import Example, Message, Misfit, Row
 
 #: What the label is called, by TRL and ms-swift, and by LLaMA-Factory.
@@ -60,7 +59,7 @@ def _answered(row: Row) -> Example:
     if "conversations" in fields:
         return _last_answer(sharegpt.understand(row))
     if {"instruction", "output"} <= set(fields):
-        return alpaca.understand(row)
+        return prompted.understand_instruction(row)
     raise Misfit("the row has a label and no answer: it needs `prompt` with `completion`, or `messages`")
 
 

@@ -1,126 +1,175 @@
-"""Learning from labelled answers as a run on rows."""
+"""Learning from labelled answers as a run on rows; of held-out ones loss with the KL of all, accuracy, margin and what
+became of log-probabilities.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Unpack
+
+import torch
+from torch import Tensor
 
 from ftcli.config.recipe import Recipe
+from ftcli.data.order import Epochs
+from ftcli.data.prepare import PreparedData
+from ftcli.data.tokens import TokenizedRow, TokenTable
 from ftcli.errors import Finding
-from ftcli.methods.preference.choice import caches, needs_second_model
-from ftcli.train.on_rows import RowMethod
-from ftcli.train.start import TrainingRows
+from ftcli.evaluate.batching import Sums
+from ftcli.evaluate.loss import LossResult, require_finite
+from ftcli.evaluate.margins import Floats, RowTable, margins_of_answers
+from ftcli.job import Job
+from ftcli.methods.kto import order
+from ftcli.methods.kto.checks import rows_a_step
+from ftcli.methods.kto.losses import LABEL_SUMS, LabelledAnswers, LabelLoss, label_sums, measures
+from ftcli.methods.kto.objective import LabelObjective
+from ftcli.methods.kto.reference import mismatched_rows, rows_by_file
+from ftcli.methods.kto.reference import scored_ahead as answers_ahead
+from ftcli.methods.preference.evaluate import ComparedEvaluator, forward_pass
+from ftcli.methods.preference.figures import stop_columns, stop_measures
+from ftcli.methods.preference.pairs import SCORED
+from ftcli.methods.preference.train import Compared, start_of
+from ftcli.model.backbone import compute_context
+from ftcli.train.on_rows import ObjectiveParts
+from ftcli.train.progress import TrainingRows
 
 if TYPE_CHECKING:
-    from ftcli.data.order import Epochs
-    from ftcli.data.prepare import PreparedData
-    from ftcli.data.tokens import TokenizedRow, TokenTable
-    from ftcli.evaluate.suite import Evaluator
-    from ftcli.job import Job
-    from ftcli.judges import Judge
-    from ftcli.run.process_group import RankGroup
-    from ftcli.train.loop import TrainerHooks, TrainingLoop
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
+#: What held-out results call the numbers of metrics.
+_NAMES = {
+    "rewards/accuracies": "accuracy",
+    "rewards/margins": "margin",
+    "rewards/chosen": "chosen_reward",
+    "rewards/rejected": "rejected_reward",
+    "logps/chosen": "chosen_logp",
+    "logps/rejected": "rejected_logp",
+    "chosen_rose": "chosen_rose",
+    "rejected_fell": "rejected_fell",
+    "kl": "kl",
+}
+#: Of a batch's answers, (N,) each: log-probabilities, what they have gained over the reference, tokens; then what
+#: :func:`~ftcli.methods.preference.figures.stop_columns` gives.
+_Scores = tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]
 
 
-class Labelled(RowMethod):
+@dataclass(frozen=True, slots=True)
+class LabelEvaluator(ComparedEvaluator):
+    """Measures models on held-out labelled answers, all with one KL; mismatched rows have a reference, too."""
+
+    def files_of(self, rows: Sequence[TokenizedRow]) -> dict[str, list[TokenizedRow]]:
+        """Rows are mismatched within a file."""
+        return rows_by_file(rows)
+
+    def result(self, sums: Sequence[float], columns: Floats, rows: Sequence[TokenizedRow]) -> LossResult:
+        """Mean loss, and ``more`` beside it."""
+        loss, (total, *of_answers) = self._loss(), sums
+        of_answers[-2:] = [float(columns[0, 4]), 1.0]
+        wanted, unwanted, logp, tokens, other_tokens = (of_answers[n] for n in (0, 1, 6, 8, 9))
+        answers = wanted + unwanted
+        mean = require_finite(total / max(answers, 1) - loss.sft_weight * logp / max(tokens, 1))
+        found = measures(of_answers, kl=loss.estimates_kl)
+        more = {ours: found[name] for name, ours in _NAMES.items() if name in found} | stop_measures(columns[:, 2:4])
+        margins = margins_of_answers(rows, columns[:, 0], columns[:, 1], self.job.tokenizer)
+        return LossResult(mean, None, None, int(tokens + other_tokens), int(answers), more, margins)
+
+    def _loss(self) -> LabelLoss:
+        return LabelLoss.of(self.job.recipe.preference)
+
+    def scored_files(
+        self, model: PreTrainedModel | PeftModel, files: dict[str, list[TokenizedRow]]
+    ) -> dict[str, tuple[Sums, Floats]]:
+        """Each file under the KL of all of them: z is 0 for a loss that needs none."""
+        loss, gained, count = self._loss(), 0.0, 0
+        for rows in files.values() if loss.estimates_kl else ():
+            made = mismatched_rows(rows, self.job.recipe.data.max_seq_len)
+            (found,) = self._summed(model, made, lambda _, scores: (float(scores[1].double().sum()),), width=1)
+            gained, count = gained + found, count + len(made)
+        kl = max(0.0, gained / count) if count else 0.0
+        return {name: self.scored(model, rows, kl) for name, rows in files.items()}
+
+    def scored(
+        self, model: PreTrainedModel | PeftModel, rows: Sequence[TokenizedRow], kl: float = 0.0
+    ) -> tuple[Sums, Floats]:
+        """Summed loss, and the sums of :func:`label_sums`; then of each answer its reward, its tokens, the stop columns
+        of desirable ones, and the KL.
+        """
+        loss, table = self._loss(), RowTable(len(rows), 5)
+
+        def of_batch(numbers: Sequence[int], scores: _Scores) -> Sums:
+            logp, gained, tokens, of_stops = scores
+            labels = torch.tensor([rows[number].value for number in numbers], device=logp.device)
+            stops = (torch.where(labels > 0, column, torch.nan) for column in of_stops)
+            table.fill(numbers, (loss.beta * gained.double(), tokens, *stops, torch.full_like(tokens, kl).double()))
+            answers = LabelledAnswers(gained, labels, torch.tensor(kl, device=logp.device))
+            total = float(loss.values(answers).double().sum())
+            return (total, *label_sums(answers, logp, tokens, loss.beta).tolist())
+
+        sums = self._summed(model, rows, of_batch, width=1 + LABEL_SUMS, last=True)
+        return sums, table.gathered(self.group, self.job.recipe.eval.per_device_eval_batch_size)
+
+    def _summed(
+        self,
+        model: PreTrainedModel | PeftModel,
+        rows: Sequence[TokenizedRow],
+        of_batch: Callable[[Sequence[int], _Scores], Sums],
+        *,
+        width: int,
+        last: bool = False,
+    ) -> Sums:
+        """Sums over ``rows``, of each batch's answers, by their numbers, as they are scored, over all ranks.
+
+        ``last``: the stop columns are asked for.
+        """
+        job, scorer = self.job, self.scorer(model, ld_alpha=1.0)
+
+        def attempt(numbers: Sequence[int]) -> Sums | None:
+            documents = [rows[number] for number in numbers]
+            inputs = {key: value.to(job.device) for key, value in scorer.batch(documents).items()}
+            with compute_context(job.device, job.dtypes.compute, job.dtypes.autocast):
+                policy = forward_pass(model, scorer, inputs)
+                known = self.of_reference(model, scorer, inputs, [(row,) for row in documents], policy, last=last)
+            if policy is None or policy.last is None or known is None:
+                return None
+            reference = torch.from_numpy(known[0][:, 0]).to(job.device)
+            of_stops = stop_columns(documents, job.stops, policy.last, known[1])
+            tokens = (inputs[SCORED] > 0).sum(1).float()
+            return of_batch(numbers, (policy.sums, policy.sums - reference, tokens, of_stops))
+
+        return self.summed(model, len(rows), attempt, lambda number: rows[number].row.origin, width=width)
+
+
+class Labelled(Compared):
     """Answers that are called good or bad: the one are to become likelier, the other less likely."""
+
+    evaluates = LabelEvaluator
+    scored_ahead = staticmethod(answers_ahead)
 
     def epochs(self, job: Job, prepared: PreparedData) -> Epochs:
         """Both labels, interleaved. Reports what is compared."""
-        from ftcli.methods.kto import order
-        from ftcli.methods.kto.losses import LabelLoss
-
         recipe, loss = job.recipe, LabelLoss.of(job.recipe.preference)
-        epochs = _epochs(recipe, prepared.sequences)
+        epochs = order.labelled_epochs(prepared.sequences, recipe.data.weights, recipe.run.seed)
         wanted, unwanted = order.label_counts(epochs)
-        copied = "the model as it starts" if caches(recipe, "surely") else "a second copy of the model as it starts"
-        start = "the model without its adapters" if recipe.lora is not None else copied
         job.reporter.info(f"labels: {wanted:,} desirable and {unwanted:,} undesirable answers an epoch")
-        job.reporter.info(f"loss: {loss.name} (beta {loss.beta:g}), compared with {start}")
+        job.reporter.info(f"loss: {loss.name} (beta {loss.beta:g}), compared with {start_of(recipe)}")
         return epochs
 
     def findings(self, recipe: Recipe, table: TokenTable) -> Iterator[Finding]:
         """Labels that teach something else than they say. Raises FtcliError FT465 (exit 4) where all are one."""
-        from ftcli.methods.kto import order
-        from ftcli.methods.kto.losses import LabelLoss
-
         order.require_both_labels(table)
-        wanted, unwanted = order.label_counts(_epochs(recipe, table))
+        wanted, unwanted = order.label_counts(order.labelled_epochs(table, recipe.data.weights, recipe.run.seed))
         settings = LabelLoss.of(recipe.preference).settings
         yield from order.label_findings(wanted, unwanted, settings, rows_a_step(recipe))
         yield from order.contradictions(table)
-
-    def held_out_findings(self, before: Mapping[str, float], after: Mapping[str, float]) -> Iterator[Finding]:
-        """A model that has forgotten to stop."""
-        from ftcli.methods.preference.figures import stop_findings
-
-        return stop_findings(before, after)
 
     def training_rows(self, recipe: Recipe, rows: int, tokens: int) -> TrainingRows:
         """Answers."""
         return TrainingRows(rows, "labelled answers", tokens)
 
-    def needs_reference(self, recipe: Recipe) -> bool:
-        """Of adapters the reference is the model without them; else it may be scored before the model changes."""
-        return needs_second_model(recipe)
-
-    def before_training(
-        self,
-        job: Job,
-        model: Any,
-        epochs: Epochs,
-        held_out: Sequence[TokenizedRow],
-        group: RankGroup | None,
-        reference: Any = None,
-        *,
-        keep: bool = True,
-    ) -> Any:
-        """Scores the reference ahead where that pays."""
-        from ftcli.methods.kto.reference import scored_ahead
-
-        return replace(scored_ahead(job, model, epochs, held_out, group, keep=keep), model=reference)
-
-    def evaluator(
-        self,
-        job: Job,
-        rows: Sequence[TokenizedRow],
-        group: RankGroup | None = None,
-        *,
-        judges: Mapping[str, Judge] | None = None,
-        reference: Any = None,
-    ) -> Evaluator:
-        """Loss, accuracy, margin, KL."""
-        from ftcli.methods.kto.evaluate import LabelEvaluator
-        from ftcli.methods.kto.reference import LabelReference
-
-        compared = reference or LabelReference()
-        return LabelEvaluator(job, rows, judges or {}, group, reference=compared.model, known=dict(compared.held_out))
-
-    def build(
-        self,
-        job: Job,
-        model: Any,
-        epochs: Epochs,
-        hooks: TrainerHooks,
-        group: RankGroup | None,
-        reference: Any = None,
-    ) -> TrainingLoop:
-        """The loop over the answers' mean loss."""
-        from ftcli.methods.kto.objective import build_labelled
-
-        return build_labelled(job, model, epochs, hooks, group, reference)
-
-
-def _epochs(recipe: Recipe, table: TokenTable) -> Epochs:
-    from ftcli.methods.kto.order import labelled_epochs
-
-    weights = [source.weight for source in recipe.data.train]
-    shares = [float(weight) for weight in weights if weight is not None]
-    return labelled_epochs(table, shares if len(shares) == len(weights) else None, recipe.run.seed)
-
-
-def rows_a_step(recipe: Recipe) -> int:
-    """Rows of an optimizer step, over all processes."""
-    train = recipe.train
-    return train.per_device_train_batch_size * train.gradient_accumulation_steps * recipe.launch.row_shares
+    def objective(
+        self, job: Job, model: Any, epochs: Epochs, reference: Any, **parts: Unpack[ObjectiveParts]
+    ) -> LabelObjective:
+        """The answers' mean loss."""
+        return LabelObjective(job, model, epochs, LabelLoss.of(job.recipe.preference), reference=reference, **parts)

@@ -1,15 +1,63 @@
-"""Rules of the section ``preference``: what a loss needs, what it ignores, and values that are known not to work."""
+"""The section ``preference`` before anything is built, without torch: which losses it asks for and whether they compare
+with a reference; what a loss needs, what it ignores, and values that are known not to work; the memory of a step.
+"""
 
 from __future__ import annotations
 
+import math
+from typing import Literal
+
 from ftcli.assets import BUNDLED
-from ftcli.methods.preference.choice import beta_of, compares, losses_of
+from ftcli.config.recipe import Recipe
 from ftcli.methods.preference.settings import PreferenceConfig
+from ftcli.plan.run import MethodMemory, RunPlan
 from ftcli.preflight.checks.context import Context, Findings
 from ftcli.tables import preference_losses
 
 #: From this learning rate on, preference training is known to end in repetition (docs/preference.md).
 _HIGHEST_RATE = 1e-4
+
+
+def losses_of(method: str, settings: PreferenceConfig) -> tuple[tuple[str, float], ...]:
+    """Name and weight of each loss; the one that a method is named after where the recipe names none."""
+    if settings.loss is None:
+        return ((method if method in preference_losses.names() else "sigmoid", 1.0),)
+    if isinstance(settings.loss, str):
+        return ((settings.loss, 1.0),)
+    return tuple((one.name, one.weight) for one in settings.loss)
+
+
+def beta_of(name: str, settings: PreferenceConfig) -> float:
+    """The recipe's beta, or the loss's default; NaN where it has none."""
+    default = preference_losses.row(name).beta
+    return settings.beta if settings.beta is not None else math.nan if default is None else default
+
+
+def compares(method: str, settings: PreferenceConfig) -> bool:
+    """Whether there is a reference."""
+    if settings.reference is not None:
+        return settings.reference == "start"
+    return any(preference_losses.row(name).reference for name, _ in losses_of(method, settings))
+
+
+def caches(recipe: Recipe, how: Literal["surely", "possibly"]) -> bool:
+    """Whether the recipe alone says that the reference is scored ahead of training; or leaves it possible.
+
+    Full fine-tuning needs no second model then, and computes no more than it would in its first epoch.
+    """
+    settings = recipe.preference or PreferenceConfig()
+    if settings.reference_cache == "off" or not compares(recipe.train.method, settings):
+        return False
+    return how == "possibly" or settings.reference_cache != "auto" or recipe.lora is None
+
+
+def needs_second_model(recipe: Recipe) -> bool:
+    """Whether a second model is loaded to compare with: full fine-tuning whose reference is computed in each step."""
+    settings = recipe.preference or PreferenceConfig()
+    return recipe.lora is None and compares(recipe.train.method, settings) and not caches(recipe, "surely")
+
+
+# -- rules ---------------------------------------------------------------------------------------------------------
 
 
 def check(context: Context) -> Findings:
@@ -136,3 +184,22 @@ def cache(context: Context, settings: PreferenceConfig) -> Findings:
             f"{key}: in one epoch each {unit} is seen once, so this run computes as much as without",
             help="it pays from the second run or epoch on; auto does not fill a cache for one",
         )
+
+
+def memory(plan: RunPlan) -> MethodMemory:
+    """Two rows a pair, up to ``data.max_seq_len`` each, at worst with nothing in common; or this rank's part of them.
+    The loss takes log-probabilities from hidden states, which are picked out for it where prompts are shared; the
+    reference's pass keeps nothing, and is over before the policy's begins.
+
+    Full fine-tuning whose reference is computed in each step needs a second model, sharded like the first. Adapters can
+    be switched off.
+    """
+    recipe = plan.recipe
+    tokens = plan.rows * -(-recipe.data.max_seq_len // plan.shares)
+    picked = 2 * tokens * plan.sizes.hidden_size * plan.dtypes.compute_bytes  # and their gradient
+    reference = -(-plan.sizes.parameters // plan.shard_size) * plan.dtypes.parameter_bytes
+    return MethodMemory(
+        seq_len=recipe.data.max_seq_len,
+        loss_bytes=plan.log_prob_bytes(tokens) + (picked if plan.execution.batches.shares_prompts else 0),
+        reference_bytes=reference if needs_second_model(recipe) else 0,
+    )

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ftcli.methods.preference.choice import beta_of, compares, losses_of
+from ftcli.methods.preference.checks import beta_of, compares, losses_of
 from ftcli.methods.preference.settings import PreferenceConfig
 from ftcli.tables import code_of, preference_losses
 

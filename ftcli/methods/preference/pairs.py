@@ -11,11 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ftcli.data.collate import documents_batch
-from ftcli.data.order import Epochs, Mixture, mixture
-from ftcli.data.pack import Packs
-from ftcli.data.sequence_parallel import part_of
-from ftcli.data.shared import Pair, lengths_once, shared_batch
+from ftcli.data.collate import documents_batch, lengths_once, part_of, shared_batch
+from ftcli.data.order import Epochs, Mixture, Packs, mixture
 from ftcli.data.tokens import TokenizedRow, TokenTable
 from ftcli.errors import Finding
 from ftcli.labels import IGNORE_INDEX
@@ -48,9 +45,7 @@ _REMOVE = "remove one of them"
 
 def epochs_of_pairs(job: Job, prepared: PreparedData) -> Epochs:
     """The recipe's training pairs."""
-    weights = [source.weight for source in job.recipe.data.train]
-    shares = [float(weight) for weight in weights if weight is not None]
-    return pair_epochs(prepared.sequences, shares if len(shares) == len(weights) else None, job.recipe.run.seed)
+    return pair_epochs(prepared.sequences, job.recipe.data.weights, job.recipe.run.seed)
 
 
 def pair_epochs(table: TokenTable, weights: Sequence[float] | None, seed: int) -> Epochs:
@@ -176,7 +171,8 @@ class AnswerScorer:
         ``supervised`` predict. Both answers' first tokens are predicted by the last position of their prompt.
         """
         if self._batches.shares_prompts:
-            found, supervised, targets = shared_batch(_paired(documents), self._batches, self._pad_token_id)
+            pairs = list(zip(documents[0::2], documents[1::2], strict=True))
+            found, supervised, targets = shared_batch(pairs, self._batches, self._pad_token_id)
             target_positions(targets, self._vocab_size)
             found[TARGETS] = targets
         else:
@@ -260,7 +256,3 @@ class AnswerScorer:
             found = tuple(sequence.summed(torch.stack(found)))
         means = found[-1].detach() / (weights > 0).sum(1) if aligned else None
         return ScoredAnswers(found[0], found[1], means, found[2] if last else None)
-
-
-def _paired(documents: Sequence[TokenizedRow]) -> list[Pair]:
-    return list(zip(documents[0::2], documents[1::2], strict=True))

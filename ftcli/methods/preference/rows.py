@@ -6,9 +6,8 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from ftcli.rows.layouts.marks import marks_of
-from ftcli.rows.layouts.messages import conversation, list_of, messages_of
-from ftcli.rows.layouts.plain import text_of
+from ftcli.rows.layouts.messages import conversation, list_of, marks_of, messages_of
+from ftcli.rows.layouts.prompted import text_of
 from ftcli.rows.row import Example, Message, Misfit, Row
 
 

@@ -8,30 +8,23 @@ arXiv:2307.09288, for the margin; Eisenstein et al. 2023, arXiv:2312.09244, for 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ftcli.data.collate import documents_batch
+from ftcli.data.collate import branched_batch, documents_batch, lengths_once, part_of
 from ftcli.data.order import Epochs
-from ftcli.data.sequence_parallel import part_of
-from ftcli.data.shared import branched_batch, lengths_once
 from ftcli.data.tokens import TokenizedRow
 from ftcli.methods.reward.settings import RewardModelConfig
 from ftcli.model.backbone import compute_context, hidden_states, within_root
 from ftcli.model.score_head import scores
-from ftcli.plain import JsonObject
 from ftcli.plan.batches import Batches
 from ftcli.run.metrics import MetricsLine
-from ftcli.train.build import build_loop
-from ftcli.train.checkpoint_state import Progress
-from ftcli.train.epochs import EpochObjective
-from ftcli.train.loop import TrainerHooks, TrainingLoop
+from ftcli.train.epochs import SummedObjective
+from ftcli.train.on_rows import ObjectiveParts
 from ftcli.train.parallel import Divisors, MicroBatch, TokenCounts
-from ftcli.train.sums import StepSums
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -40,7 +33,6 @@ if TYPE_CHECKING:
     from ftcli.job import Job
     from ftcli.model.fused import DecoderStack
     from ftcli.model.sequence_parallel import SequencePart
-    from ftcli.run.process_group import RankGroup
 
 #: Inputs of a micro-batch that are not the layers': the flat position of each row's last token (2 P,), what each pair
 #: asks for (P,), whether a pair counts (P,), and the length of each row (2 P,). Where ranks share rows, the positions
@@ -118,37 +110,28 @@ def pair_losses(chosen: Tensor, rejected: Tensor, margins: Tensor, centring: flo
     return loss + centring * (chosen + rejected).square() if centring else loss
 
 
-@dataclass(frozen=True, slots=True)
-class ScoreSums:
-    """Sums over pairs, in float64: what metrics are means of. ``right`` counts a tie as one half."""
-
-    pairs: Tensor
-    chosen: Tensor
-    rejected: Tensor
-    right: Tensor
-    alike: Tensor
-    alike_right: Tensor
-
-    @classmethod
-    def of(cls, chosen: Tensor, rejected: Tensor, lengths: Tensor, weights: Tensor) -> ScoreSums:
-        """Of scores (P,) and the rows' lengths (2 P,); ``weights`` (P,) are 0 for pairs that do not count."""
-        right = (chosen > rejected).float() + 0.5 * (chosen == rejected).float()
-        one, other = lengths[0::2], lengths[1::2]
-        alike = ((one - other).abs() <= _ALIKE * torch.minimum(one, other)).float()
-        each = (torch.ones_like(chosen), chosen, rejected, right, alike, alike * right)
-        return cls(*((value.detach() * weights).double().sum() for value in each))
-
-    def vector(self) -> Tensor:
-        """All of them, (6,)."""
-        return torch.stack([getattr(self, field.name) for field in fields(self)])
+#: Numbers of :func:`score_sums`.
+SUMS = 6
 
 
-#: How many numbers :class:`ScoreSums` has.
-SUMS = len(fields(ScoreSums))
+def score_sums(chosen: Tensor, rejected: Tensor, lengths: Tensor, weights: Tensor) -> Tensor:
+    """(6,) float64: the sums over pairs that metrics are means of, as :func:`measures` names them. A tie is right by
+    one half.
+
+    Args:
+        chosen, rejected: Scores, (P,).
+        lengths: Of the rows, (2 P,).
+        weights: (P,), 0 for pairs that do not count.
+    """
+    right = (chosen > rejected).float() + 0.5 * (chosen == rejected).float()
+    one, other = lengths[0::2], lengths[1::2]
+    alike = ((one - other).abs() <= _ALIKE * torch.minimum(one, other)).float()
+    each = (torch.ones_like(chosen), chosen, rejected, right, alike, alike * right)
+    return torch.stack([(value.detach() * weights).double().sum() for value in each])
 
 
 def measures(sums: Sequence[float]) -> dict[str, float]:
-    """Means by name, of :meth:`ScoreSums.vector`."""
+    """Means by name, of :func:`score_sums`."""
     pairs, chosen, rejected, right, alike, alike_right = sums
     if not pairs:
         return {}
@@ -161,93 +144,43 @@ def measures(sums: Sequence[float]) -> dict[str, float]:
     }
 
 
-class RewardObjective(EpochObjective):
+class RewardObjective(SummedObjective):
     """The mean loss of a step's pairs, whatever micro-batches and ranks it is split into.
 
     Args:
         model: What learns, with a score head (:mod:`ftcli.model.score_head`).
-        stack: The decoder layers as one function, where all are on the kernels.
-        sequence: This rank's part of each row, where ranks share rows: each of them computes the loss of the whole
-            pairs, and one tells it.
     """
 
     def __init__(
-        self,
-        job: Job,
-        model: PreTrainedModel | PeftModel,
-        epochs: Epochs,
-        *,
-        group: RankGroup | None,
-        stack: DecoderStack | None,
-        sequence: SequencePart | None = None,
+        self, job: Job, model: PreTrainedModel | PeftModel, epochs: Epochs, **parts: Unpack[ObjectiveParts]
     ) -> None:
-        super().__init__(job, epochs, group, 1 if sequence is None else sequence.parts)
-        self._sequence, self._counts = sequence, sequence is None or sequence.part == 0
-        self._model, self._stack, self._device, self._dtypes = model, stack, job.device, job.dtypes
+        self._stack, self._sequence = parts["stack"], parts["sequence"]
+        super().__init__(job, epochs, parts["group"], self._sequence, "score_sums", SUMS)
+        self._model, self._device, self._dtypes = model, job.device, job.dtypes
         self._batches, self._pad_token_id = job.batches(model), job.pad_token_id
         self._settings = job.recipe.reward or RewardModelConfig()
-        self._sums = StepSums("score_sums", SUMS, job.device, group)
 
     def micro_batch(self, units: Sequence[int], *, blank: bool) -> MicroBatch:
         """The pairs' rows in turn, chosen and rejected."""
-        documents = [tokens for unit in units for tokens in self._epochs.members(unit)]
+        documents = self.documents(units)
         inputs = score_batch(
             documents, self._batches, self._pad_token_id, margin=self._settings.margin, sequence=self._sequence
         )
-        computed = inputs["input_ids"].numel()
         if blank:
             inputs[PAIRS] = torch.zeros(len(units))
-        if blank or not self._counts:
-            return MicroBatch(inputs, () if blank else tuple(units), TokenCounts(computed=computed))
         real = int((lengths_once(documents) if self._batches.shares_prompts else inputs[LENGTHS]).sum())
-        return MicroBatch(inputs, tuple(units), TokenCounts(len(documents), real, computed, len(units)))
-
-    def begin(self, step: int) -> None:
-        """Notes the sums so far."""
-        self._sums.begin()
+        counts = TokenCounts(len(documents), real, inputs["input_ids"].numel(), len(units))
+        return self.counted_batch(inputs, units, counts, blank=blank)
 
     def loss(self, inputs: dict[str, Tensor], step: Divisors) -> Tensor:
         """The summed loss of the pairs over those of the whole step."""
         with compute_context(self._device, self._dtypes.compute, self._dtypes.autocast):
             found = score_rows(self._model, inputs, self._stack, self._sequence)
         chosen, rejected, weights = found[0::2], found[1::2], inputs[PAIRS]
-        sums = ScoreSums.of(chosen, rejected, inputs[LENGTHS], weights).vector()
-        self._sums.add(sums if self._counts else torch.zeros_like(sums))
         losses = pair_losses(chosen, rejected, inputs[MARGINS], self._settings.center_rewards_coefficient)
-        loss = (losses * weights).sum() / step.pairs
-        return loss if self._counts else loss - loss.detach()
-
-    def reduced(self) -> None:
-        """Adds up the metrics of all ranks' micro-batches."""
-        self._sums.reduce()
-
-    def undo(self, step: int) -> None:
-        """Forgets the step."""
-        self._sums.undo()
+        sums = score_sums(chosen, rejected, inputs[LENGTHS], weights)
+        return self.noted((losses * weights).sum() / step.pairs, sums)
 
     def metrics(self) -> MetricsLine:
         """Means over the pairs since the last line."""
         return measures(self._sums.take())
-
-    def state(self) -> JsonObject:
-        """The sums of a half-filled line."""
-        return self._sums.state()
-
-    def restore(self, state: JsonObject, progress: Progress) -> None:
-        """Resumes with these sums."""
-        self._sums.restore(state)
-
-
-def build_reward(
-    job: Job,
-    model: PreTrainedModel | PeftModel,
-    epochs: Epochs,
-    hooks: TrainerHooks,
-    group: RankGroup | None = None,
-) -> TrainingLoop:
-    """The loop that trains ``model`` to score."""
-
-    def objective(stack: DecoderStack | None, sequence: SequencePart | None) -> RewardObjective:
-        return RewardObjective(job, model, epochs, group=group, stack=stack, sequence=sequence)
-
-    return build_loop(job, model, objective, hooks, group)

@@ -1,97 +1,144 @@
-"""Reward modelling as a run on rows."""
+"""Reward modelling as a run on rows: pairs, and held-out ones under a reward model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Unpack
+
+import torch
 
 from ftcli.config.recipe import Recipe
+from ftcli.data.order import Epochs
+from ftcli.data.prepare import PreparedData
+from ftcli.data.tokens import TokenizedRow, TokenTable
 from ftcli.errors import Finding
+from ftcli.evaluate.batching import Sums
+from ftcli.evaluate.loss import LossResult, require_finite
+from ftcli.evaluate.margins import Floats, RowTable, margins_of_pairs
+from ftcli.evaluate.suite import JudgedRow
+from ftcli.job import Job
+from ftcli.methods.preference.evaluate import UnitEvaluator
+from ftcli.methods.preference.figures import controlled
+from ftcli.methods.preference.pairs import answer_tokens, epochs_of_pairs, pair_findings, synthetic_pairs
+from ftcli.methods.reward.objective import (
+    LENGTHS,
+    MARGINS,
+    SUMS,
+    RewardObjective,
+    measures,
+    pair_losses,
+    score_batch,
+    score_rows,
+    score_sums,
+)
 from ftcli.methods.reward.settings import RewardModelConfig
+from ftcli.model.backbone import compute_context, root_of
+from ftcli.model.shards import try_forward
 from ftcli.rows.row import data_error
-from ftcli.train.on_rows import RowMethod
-from ftcli.train.start import TrainingRows
+from ftcli.train.on_rows import ObjectiveParts, RowMethod
+from ftcli.train.progress import TrainingRows
 
 if TYPE_CHECKING:
-    from ftcli.data.order import Epochs
-    from ftcli.data.prepare import PreparedData
-    from ftcli.data.tokens import TokenizedRow, TokenTable
-    from ftcli.evaluate.suite import Evaluator
-    from ftcli.job import Job
-    from ftcli.judges import Judge
-    from ftcli.run.process_group import RankGroup
-    from ftcli.train.loop import TrainerHooks, TrainingLoop
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
+#: What held-out results call the numbers of metrics.
+_NAMES = {
+    "rewards/accuracies": "accuracy",
+    "rewards/accuracies_alike": "accuracy_of_like_length",
+    "rewards/margins": "margin",
+    "rewards/chosen": "chosen_reward",
+    "rewards/rejected": "rejected_reward",
+}
 
 
-def _margin_findings(recipe: Recipe, table: TokenTable) -> Iterator[Finding]:
-    """FT409, a note, for margins that nobody asks for. Raises FtcliError FT462 (exit 4) where one is missing that is
-    asked for.
-    """
-    margins = table.values[0::2]
-    if (recipe.reward or RewardModelConfig()).margin:
-        missing = int((margins == 0).argmax()) if (margins == 0).any() else None
-        if missing is not None:
-            count = int((margins == 0).sum())
-            raise data_error(
-                "FT462",
-                f"reward.margin asks for the column `margin`, and {count:,} of {len(margins):,} pairs have none, or 0",
-                table[2 * missing].row.origin,
-                help="add it, map another column in data.columns, or remove reward.margin",
-            )
-    elif margins.any():
-        yield Finding("FT409", "the column `margin` is not read", None, "reward.margin: true asks for it", "note")
+@dataclass(frozen=True, slots=True)
+class RewardEvaluator(UnitEvaluator):
+    """Measures reward models on held-out pairs: loss, accuracy, margin. They write no answers: there are no samples."""
+
+    def samples(self, model: PreTrainedModel | PeftModel, count: int) -> list[JudgedRow]:
+        """None."""
+        return []
+
+    def result(self, sums: Sequence[float], columns: Floats, rows: Sequence[TokenizedRow]) -> LossResult:
+        """Mean loss, and ``more`` beside it."""
+        total, tokens, *of_pairs = sums
+        mean, found = require_finite(total / max(of_pairs[0], 1)), measures(of_pairs)
+        values, lengths = columns[:, 0], columns[:, 1:]
+        more = {ours: found[name] for name, ours in _NAMES.items() if name in found} | controlled(values, lengths)
+        margins = margins_of_pairs(rows, values, lengths, self.job.tokenizer)
+        return LossResult(mean, None, None, int(tokens), int(of_pairs[0]), more, margins)
+
+    def scored(self, model: PreTrainedModel | PeftModel, rows: Sequence[TokenizedRow]) -> tuple[Sums, Floats]:
+        """Summed loss, tokens, and the sums of :func:`score_sums`; then of each pair its margin, and the tokens of both
+        answers.
+        """
+        job, batches, sharded = self.job, self.job.batches(model), root_of(model) is not None
+        settings = job.recipe.reward or RewardModelConfig()
+        table = RowTable(len(rows) // 2, 3)
+
+        def attempt(pairs: Sequence[int]) -> Sums | None:
+            documents = [rows[row] for pair in pairs for row in (2 * pair, 2 * pair + 1)]
+            batch = score_batch(documents, batches, job.pad_token_id, margin=settings.margin)
+            inputs = {name: value.to(job.device) for name, value in batch.items()}
+            score = partial(score_rows, model, inputs)
+            with compute_context(job.device, job.dtypes.compute, job.dtypes.autocast):
+                found = try_forward(model, score) if sharded else score()
+            if found is None:
+                return None
+            chosen, rejected = found[0::2], found[1::2]
+            losses = pair_losses(chosen, rejected, inputs[MARGINS], settings.center_rewards_coefficient)
+            total = float(losses.double().sum())
+            lengths = torch.tensor([answer_tokens(document) for document in documents])
+            table.fill(pairs, ((chosen.double() - rejected.double()).cpu(), lengths[0::2], lengths[1::2]))
+            sums = score_sums(chosen, rejected, inputs[LENGTHS], torch.ones_like(chosen))
+            return (total, float(inputs[LENGTHS].sum()), *sums.tolist())
+
+        found = self.summed(model, len(rows) // 2, attempt, lambda pair: rows[2 * pair].row.origin, width=2 + SUMS)
+        return found, table.gathered(self.group, job.recipe.eval.per_device_eval_batch_size)
 
 
 class RewardModelling(RowMethod):
     """Pairs of answers, of which one is to get the higher score."""
 
+    evaluates = RewardEvaluator
+
     def epochs(self, job: Job, prepared: PreparedData) -> Epochs:
         """Pairs."""
-        from ftcli.methods.preference.pairs import epochs_of_pairs
-
         return epochs_of_pairs(job, prepared)
 
     def findings(self, recipe: Recipe, table: TokenTable) -> Iterator[Finding]:
-        """Pairs that teach something else than they say, and margins as :func:`_margin_findings` has it."""
-        from ftcli.methods.preference.pairs import pair_findings
+        """Pairs that teach something else than they say. FT409, a note, for margins that nobody asks for.
 
-        yield from _margin_findings(recipe, table)
+        Raises FtcliError FT462 (exit 4) where a margin is missing that is asked for.
+        """
+        margins = table.values[0::2]
+        if (recipe.reward or RewardModelConfig()).margin:
+            count = int((margins == 0).sum())
+            if count:
+                raise data_error(
+                    "FT462",
+                    f"reward.margin asks for the column `margin`, and {count:,} of {len(margins):,} pairs have none, "
+                    "or 0",
+                    table[2 * int((margins == 0).argmax())].row.origin,
+                    help="add it, map another column in data.columns, or remove reward.margin",
+                )
+        elif margins.any():
+            yield Finding("FT409", "the column `margin` is not read", None, "reward.margin: true asks for it", "note")
         yield from pair_findings(table)
 
     def synthetic(self, rows: Sequence[TokenizedRow], prompt: int | None, seed: int) -> Epochs:
         """Pairs of two rows in turn, with one prompt."""
-        from ftcli.methods.preference.pairs import synthetic_pairs
-
         return synthetic_pairs(rows, prompt, seed)
 
     def training_rows(self, recipe: Recipe, rows: int, tokens: int) -> TrainingRows:
         """Pairs."""
         return TrainingRows(rows // 2, "pairs", tokens)
 
-    def evaluator(
-        self,
-        job: Job,
-        rows: Sequence[TokenizedRow],
-        group: RankGroup | None = None,
-        *,
-        judges: Mapping[str, Judge] | None = None,
-        reference: Any = None,
-    ) -> Evaluator:
-        """Loss, accuracy, margin."""
-        from ftcli.methods.reward.evaluate import RewardEvaluator
-
-        return RewardEvaluator(job, rows, judges or {}, group)
-
-    def build(
-        self,
-        job: Job,
-        model: Any,
-        epochs: Epochs,
-        hooks: TrainerHooks,
-        group: RankGroup | None,
-        reference: Any = None,
-    ) -> TrainingLoop:
-        """The loop over the pairs' mean loss."""
-        from ftcli.methods.reward.objective import build_reward
-
-        return build_reward(job, model, epochs, hooks, group)
+    def objective(
+        self, job: Job, model: Any, epochs: Epochs, reference: Any, **parts: Unpack[ObjectiveParts]
+    ) -> RewardObjective:
+        """The pairs' mean loss."""
+        return RewardObjective(job, model, epochs, **parts)

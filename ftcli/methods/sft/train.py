@@ -1,62 +1,85 @@
-"""Supervised fine-tuning as a run on rows."""
+"""Supervised fine-tuning: rows in the order of each epoch, and the mean loss of their tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Unpack
+
+from torch import Tensor
 
 from ftcli.config.recipe import Recipe
-from ftcli.train.on_rows import RowMethod
-from ftcli.train.start import TrainingRows
+from ftcli.data.collate import EpochCollator, part_of
+from ftcli.data.order import Epochs
+from ftcli.data.prepare import PreparedData
+from ftcli.evaluate.suite import Evaluator
+from ftcli.job import Job
+from ftcli.labels import IGNORE_INDEX
+from ftcli.model.backbone import compute_context, head_of
+from ftcli.model.loss import SUPERVISED, forward_loss, next_tokens, target_positions
+from ftcli.train.data import training_epochs
+from ftcli.train.epochs import EpochObjective
+from ftcli.train.on_rows import ObjectiveParts, RowMethod
+from ftcli.train.parallel import Divisors, MicroBatch, TokenCounts
+from ftcli.train.progress import TrainingRows
 
 if TYPE_CHECKING:
-    from ftcli.data.order import Epochs
-    from ftcli.data.prepare import PreparedData
-    from ftcli.data.tokens import TokenizedRow
-    from ftcli.evaluate.suite import Evaluator
-    from ftcli.job import Job
-    from ftcli.judges import Judge
-    from ftcli.run.process_group import RankGroup
-    from ftcli.train.loop import TrainerHooks, TrainingLoop
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
+
+class SftObjective(EpochObjective):
+    """Cross-entropy over the supervised tokens of a step, whatever micro-batches and ranks it is split into."""
+
+    def __init__(
+        self, job: Job, model: PreTrainedModel | PeftModel, epochs: Epochs, **parts: Unpack[ObjectiveParts]
+    ) -> None:
+        self._stack, self._sequence = parts["stack"], parts["sequence"]
+        super().__init__(job, epochs, parts["group"], self._sequence)
+        self._model, self._device, self._dtypes = model, job.device, job.dtypes
+        self._collate = EpochCollator(epochs, job.pad_token_id, job.batches(model))
+        self._vocab_size = head_of(model).weight.shape[0]
+
+    def micro_batch(self, units: Sequence[int], *, blank: bool) -> MicroBatch:
+        """The batch of these sequences, or this rank's part of it, with the positions that bear loss, for which the
+        loss would have to wait for the device.
+        """
+        batch = self._collate(units)
+        if blank:
+            batch["labels"].fill_(IGNORE_INDEX)
+        if self._sequence is not None:
+            batch = part_of(batch, self._sequence.part, self._sequence.parts)
+        targets = batch["targets"].reshape(-1) if "targets" in batch else next_tokens(batch["labels"])
+        supervised = target_positions(targets, self._vocab_size)
+        # Padded rows come with a mask, others with their lengths. The sum of either is the number of tokens.
+        real = batch["attention_mask"] if "attention_mask" in batch else batch["lengths"]
+        counts = TokenCounts(supervised.numel(), 0 if blank else int(real.sum()), batch["input_ids"].numel())
+        inputs = {name: value for name, value in batch.items() if name != "lengths"}
+        return MicroBatch({**inputs, SUPERVISED: supervised}, () if blank else tuple(units), counts)
+
+    def loss(self, inputs: dict[str, Tensor], step: Divisors) -> Tensor:
+        """Summed loss in nats over the supervised tokens, divided by those of the whole step."""
+        with compute_context(self._device, self._dtypes.compute, self._dtypes.autocast):
+            found = forward_loss(
+                self._model, inputs, num_items=step.supervised, stack=self._stack, sequence=self._sequence
+            )
+        return found.loss
 
 
 class Supervised(RowMethod):
-    """Rows of which some tokens bear loss."""
+    """Rows of which some tokens bear loss; measured are loss, perplexity and token accuracy."""
+
+    evaluates = Evaluator
 
     def epochs(self, job: Job, prepared: PreparedData) -> Epochs:
         """Rows, or packs of them."""
-        from ftcli.train.data import training_epochs
-
         return training_epochs(job, prepared)
 
     def training_rows(self, recipe: Recipe, rows: int, tokens: int) -> TrainingRows:
         """Rows; a step takes packs of them where they are packed."""
         return TrainingRows(rows, "rows", tokens, batch="packed rows" if recipe.data.packing else None)
 
-    def evaluator(
-        self,
-        job: Job,
-        rows: Sequence[TokenizedRow],
-        group: RankGroup | None = None,
-        *,
-        judges: Mapping[str, Judge] | None = None,
-        reference: Any = None,
-    ) -> Evaluator:
-        """Loss, perplexity and token accuracy."""
-        from ftcli.evaluate.suite import Evaluator
-
-        return Evaluator(job, rows, judges or {}, group)
-
-    def build(
-        self,
-        job: Job,
-        model: Any,
-        epochs: Epochs,
-        hooks: TrainerHooks,
-        group: RankGroup | None,
-        reference: Any = None,
-    ) -> TrainingLoop:
-        """The loop over the rows' mean cross-entropy."""
-        from ftcli.methods.sft.objective import build_sft
-
-        return build_sft(job, model, epochs, hooks, group)
+    def objective(
+        self, job: Job, model: Any, epochs: Epochs, reference: Any, **parts: Unpack[ObjectiveParts]
+    ) -> SftObjective:
+        """The rows' mean cross-entropy."""
+        return SftObjective(job, model, epochs, **parts)

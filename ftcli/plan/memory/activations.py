@@ -39,7 +39,7 @@ forms a run has.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
@@ -94,35 +94,65 @@ class LayerMemory:
 
     Attributes:
         kept: What the layer keeps for backward, by part.
-        forward_peak: The most that it holds at once when nothing is kept (evaluation).
-        backward_peak: What its backward pass allocates on top of what is kept.
+        forward: The most that it holds at once when nothing is kept (evaluation).
+        backward: What its backward pass allocates on top of what is kept.
         gate_and_up: The part of ``kept`` that can be computed again by itself; None where layers run again whole.
+        mixer: What the half in front of the MLP keeps and allocates, where that may be more than the MLP's.
         halves: How many tensors of the residual stream's size its halves are run again from. A whole layer needs one.
         ahead: How many of these are fetched from the host before they are needed.
     """
 
     kept: Mapping[str, Term]
-    forward_peak: Term
-    backward_peak: Term
+    forward: Term
+    backward: Term
     gate_and_up: str | None = None
+    mixer: Term = lambda shape, setting: 0.0
     halves: Callable[[ModelShape], int] = lambda shape: 1
     ahead: Callable[[ModelShape], int] = lambda shape: 1
 
     def layer_bytes(self, shape: ModelShape, setting: ActivationSettings) -> float:
-        """Bytes per token that one layer keeps."""
-        return sum(term(shape, setting) for term in self.kept.values())
+        """Bytes per token that one layer keeps: where layers are of several kinds, their mean."""
+        kinds = _by_kind(shape, setting)
+        return _mean(shape, kinds, [self._kept(kind, own) for kind, own in kinds])
+
+    def _kept(self, kind: ModelShape, setting: ActivationSettings) -> float:
+        return sum(term(kind, setting) for term in self.kept.values())
+
+    def forward_peak(self, shape: ModelShape, setting: ActivationSettings) -> float:
+        """Bytes per token that a layer holds at most when nothing is kept."""
+        return max(self.forward(kind, own) for kind, own in _by_kind(shape, setting))
 
     def layer(self, shape: ModelShape, setting: ActivationSettings) -> LayerBytes:
         """A layer's bytes per token, as checkpointing policies take them."""
-        again = None if self.gate_and_up is None else self.kept[self.gate_and_up](shape, setting)
+        kinds = _by_kind(shape, setting)
+        again = None if self.gate_and_up is None else self.kept[self.gate_and_up](*kinds[0])  # every layer's MLP
         return LayerBytes(
             kept=self.layer_bytes(shape, setting),
-            backward=self.backward_peak(shape, setting),
+            backward=max(self.backward(kind, own) for kind, own in kinds),
             stream=shape.hidden_size * setting.bytes_residual,
             gate_and_up=again,
-            halves=self.halves(shape),
+            halves=_mean(shape, kinds, [self.halves(kind) for kind, _ in kinds]),
             ahead=self.ahead(shape),
+            whole=max(self._kept(kind, own) + self.backward(kind, own) for kind, own in kinds),
+            mixer=max(self.mixer(kind, own) for kind, own in kinds),
         )
+
+
+def _by_kind(shape: ModelShape, setting: ActivationSettings) -> list[tuple[ModelShape, ActivationSettings]]:
+    """:attr:`ModelShape.by_kind`, each with the adapters that its layers have."""
+    kinds = shape.by_kind
+    if len(kinds) == 1:
+        return [(shape, setting)]
+    owned = [kind.layers[0].linears for kind in kinds]
+    adapted = [tuple(each for each in setting.adapted if each in linears) for linears in owned]
+    return [(kind, replace(setting, adapted=own)) for kind, own in zip(kinds, adapted, strict=True)]
+
+
+def _mean(shape: ModelShape, kinds: Sequence[tuple[ModelShape, ActivationSettings]], values: Sequence[float]) -> float:
+    """The mean over all layers of a value of each kind."""
+    if len(values) == 1:
+        return values[0]
+    return sum(kind.num_layers * value for (kind, _), value in zip(kinds, values, strict=True)) / shape.num_layers
 
 
 def norm_bytes(width: int, shape: ModelShape, setting: ActivationSettings, element: int) -> float:

@@ -30,16 +30,21 @@ class LayerBytes:
         stream: One tensor of the residual stream.
         gate_and_up: The share of gate and up in ``kept``, where these two can be computed again by themselves. None for
             layers that cannot be run again by halves.
-        halves: How many tensors like ``stream`` the halves are run again from; 1: both at once.
+        halves: How many tensors like ``stream`` the halves are run again from; 1: both at once. The mean, as ``kept``
+            is, where layers are of several kinds.
         ahead: How many of these are fetched from the host before they are needed.
+        whole: All that the largest layer keeps, and what its backward pass allocates.
+        mixer: What the half in front of the MLP keeps and allocates, where that may be more than the MLP's; else 0.
     """
 
     kept: float
     backward: float
     stream: float
     gate_and_up: float | None
-    halves: int
+    halves: float
     ahead: int
+    whole: float
+    mixer: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +76,13 @@ def all_but_gate_and_up(layer: LayerBytes, offloaded: Offloaded) -> HeldBytes:
 
 def input_alone(layer: LayerBytes, offloaded: Offloaded) -> HeldBytes:
     """``true``. On the kernels the layer's input is part of what it keeps, so it is not counted twice."""
-    again = layer.kept if layer.gate_and_up is None else layer.kept - layer.stream
-    return HeldBytes(layer.stream, again + layer.backward, 0.0)
+    again = layer.whole if layer.gate_and_up is None else layer.whole - layer.stream
+    return HeldBytes(layer.stream, again, 0.0)
 
 
 def inputs_on_host(layer: LayerBytes, offloaded: Offloaded) -> HeldBytes:
     """``offload``: the device holds the part that is being run again, and what was fetched for the next one."""
     if layer.gate_and_up is None or offloaded == "layers" or layer.halves == 1:
-        return HeldBytes(0.0, layer.kept + layer.backward + layer.stream, layer.stream)
-    at_work = layer.gate_and_up + layer.backward + (1 + layer.ahead) * layer.stream
+        return HeldBytes(0.0, layer.whole + layer.stream, layer.stream)
+    at_work = max(layer.gate_and_up + layer.backward, layer.mixer) + (1 + layer.ahead) * layer.stream
     return HeldBytes(0.0, at_work, layer.halves * layer.stream)

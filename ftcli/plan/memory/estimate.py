@@ -110,7 +110,7 @@ def estimate_memory(plan: RunPlan) -> MemoryEstimate | None:
     Raises:
         ValueError: Training under ``gradient_checkpointing: auto``; :mod:`~.policy` must choose a policy before.
     """
-    if plan.facts.shape is None:
+    if plan.described is None:
         return _of_measured(plan)
     return _with_generator(plan, MemoryDecisions(offloaded_of(plan), _dequantized_layers(plan)))
 
@@ -183,14 +183,14 @@ def pinned_by(plan: RunPlan, offloaded: Offloaded) -> int:
     """Bytes of activations that training sends to the host. On a CPU nothing is sent: its memory is the host's."""
     if not plan.trains or plan.device.kind == "cpu":
         return 0
-    if plan.facts.shape is None:
+    if plan.described is None:
         activations = plan.measured.activations
         return 0 if activations is None else sent_by_layers(plan, activations)
     setting = plan.setting(plan.largest[1], padded=False)
     stream = plan.shape.hidden_size * setting.bytes_residual
     held, _ = held_by_layers(plan, setting, offloaded)
     layers = plan.shape.num_layers - plan.uncheckpointed
-    return pinned_bytes(layers * round(held.host / stream), plan.tokens * stream)
+    return pinned_bytes(round(layers * held.host / stream), plan.tokens * stream)
 
 
 def paged_by(plan: RunPlan) -> int:

@@ -14,6 +14,10 @@ attention         c(Q + 2K) for query, key and value in one buffer, cQ for the o
                   products' kernels neither norm nor rotate (float32, large ranks) each of the two keeps c(Q + K) if
                   the next reads it, and norms 4 for each head, or 8. An output gate keeps 2cQ.
                   Where scores are capped and no kernel runs (CPU, float32): 4cQ and the scores of ``activations``.
+                  Of a q projection that gives the gate as well (Qwen3.5) neither happens in the products' kernel.
+gated delta net   Of N value heads of V features, V' = N V, and F features of all queries, keys and values:
+                  c(F + V' + 2N) for what enters it in one buffer, 8N for decays and write strengths, cV' for the delta
+                  rule's output, and cV' for that normalised if the output projection keeps its input
 MLP               c · 2I: gate and up without their adapters' share; all else is formed again. Without a gate what the
                   activation reads and gives
 ================  ==================================================================================================
@@ -26,8 +30,11 @@ projection, the MLP from gate and up on. The host holds the input of each half, 
 whose half would run whole else, and attention's output where our kernel made it, which then is not run again. Parallel
 halves run again together, from one input.
 
+The delta net's backward pass makes what is behind its filter and its chunks again (``ftkernels.delta_net``,
+``delta_rule``), beside the gradients of its output twice, of queries, keys and values, and of what enters.
+
 The plain torch form of the kernels (``kernels: reference``) rotates outside the fused product, c(Q + K), and norms that
-are tensors of their own are transformers'.
+are tensors of their own are transformers'. Delta nets in plain torch run again in backward, from what enters them.
 """
 
 from __future__ import annotations
@@ -37,7 +44,7 @@ from types import MappingProxyType
 
 from ftkernels.limits import LARGEST_FUSED_RANK, packed_rank
 
-from ftcli.facts.shape import ModelShape
+from ftcli.facts.shape import DeltaNet, ModelShape
 from ftcli.plan.memory.activations import (
     ActivationSettings,
     LayerMemory,
@@ -53,20 +60,26 @@ from ftcli.plan.memory.checkpointing import fetched_ahead
 #: in half precision. 11 MiB at 8192 tokens and rank 16, with the products that are kept.
 _RANK_BYTES = 64
 
+#: Tokens of a chunk of a delta net, and bytes per token and feature of its values that plain torch keeps of its chunks,
+#: from the filter to the norm: 84 to 100, counted by torch's hooks at heads of 64 and 128.
+_CHUNK, _DELTA_IN_TORCH = 64, 100
+
 
 def fused_layers(*, capped_without_kernel: bool, reference: bool, attention_by_kernel: bool = False) -> LayerMemory:
     """Layers on the kernels. ``capped_without_kernel``: scores are capped, and attention runs eagerly all the same;
     ``attention_by_kernel``: it is our kernel's, whose output ``offload`` sends to the host as well.
     """
 
-    def attention(shape: ModelShape, setting: ActivationSettings) -> float:
+    def mixer(shape: ModelShape, setting: ActivationSettings) -> float:
         c = setting.bytes_compute
+        if shape.delta_nets:
+            return _delta_net(shape, setting, reference=reference)
         if capped_without_kernel:
             return 2 * c * (shape.q_width + shape.kv_width) + eager_scores(shape, setting)
         kept: float = c * (2 * shape.q_width + 2 * shape.kv_width) + 4 * shape.num_heads
         kept += _head_norms(shape, setting, reference=reference)
         kept += c * _copies(shape, setting, reference=reference)
-        return kept + (_output_gate(shape, setting, reference=reference) if shape.family.output_gate else 0)
+        return kept + (_output_gate(shape, setting, reference=reference) if shape.family.gates_output else 0)
 
     def forward(shape: ModelShape, setting: ActivationSettings) -> float:
         scores = scores_at_work(shape, setting) if capped_without_kernel else 0
@@ -74,16 +87,27 @@ def fused_layers(*, capped_without_kernel: bool, reference: bool, attention_by_k
 
     def backward(shape: ModelShape, setting: ActivationSettings) -> float:
         scores = scores_at_work(shape, setting) if capped_without_kernel else 0
-        return max(_backward_in_torch(shape, setting) if reference else _backward(shape, setting), scores)
+        mlp = _backward_in_torch(shape, setting) if reference else _backward(shape, setting)
+        if not shape.delta_nets:
+            return max(mlp, scores)
+        # What the MLP has kept is gone by then.
+        net = _delta_backward(shape.delta_nets[0], setting, reference=reference)
+        return max(mlp, net - _mlp(shape, setting))
+
+    def in_front(shape: ModelShape, setting: ActivationSettings) -> float:
+        if not shape.delta_nets:
+            return 0.0
+        net = _delta_backward(shape.delta_nets[0], setting, reference=reference)
+        return mixer(shape, setting) + net
 
     kept: dict[str, Term] = {
         "residual stream": partial(_residual_stream, reference=reference),
         "adapters": _adapters,
-        "attention": attention,
+        "mixer": mixer,
         "MLP": _mlp,
     }
     sent = partial(_sent, attention_by_kernel=attention_by_kernel)
-    return LayerMemory(MappingProxyType(kept), forward, backward, "MLP", sent, _ahead)
+    return LayerMemory(MappingProxyType(kept), forward, backward, "MLP", in_front, sent, _ahead)
 
 
 def _residual_stream(shape: ModelShape, setting: ActivationSettings, *, reference: bool) -> float:
@@ -137,17 +161,21 @@ def _copies(shape: ModelShape, setting: ActivationSettings, *, reference: bool) 
             made += turned * width
     if family.scaled_by_position and not made:
         made = shape.q_width
-    if reference and norms is None and (family.rotary == "pairs" or shape.rotates_in_part):
+    by_head = shape.rotates_in_part or (norms is None and family.rotary == "pairs")
+    widened = family.gates_output and setting.bytes_compute != 4  # and the copy is let go
+    if reference and by_head and not widened:
         made += turned * shape.q_width  # attention writes as it is given queries, which torch has put by head
     return made
 
 
 def _in_one_kernel(shape: ModelShape, setting: ActivationSettings) -> bool:
     """True if the kernel behind the products of q, k and v rotates, and applies the heads' norms: as ``lora_qkv``
-    decides it.
+    decides it, and ``lora_gated_qkv`` never does.
     """
     norms = shape.family.head_norm
     if norms is not None and norms.span == "width" and norms.after_rotation:
+        return False
+    if "q_gate" in shape.family.joined:
         return False
     return setting.bytes_compute != 4 and packed_rank(setting.rank) <= LARGEST_FUSED_RANK
 
@@ -157,12 +185,13 @@ def _output_gate(shape: ModelShape, setting: ActivationSettings, *, reference: b
     c, width = setting.bytes_compute, shape.q_width
     if not reference:
         return 2 * c * width
-    return (c + 4 + (4 if c != 4 else 0)) * width
+    among_queries = c if "q_gate" in shape.family.joined else 0  # the gate, in the buffer that norms keep
+    return (c + 4 + (4 if c != 4 else 0) + among_queries) * width
 
 
 def _adapters(shape: ModelShape, setting: ActivationSettings) -> float:
     names = {linear.name for linear in setting.adapted}
-    products = sum(len(group) for group in shape.family.groups if names.intersection(group))
+    products = sum(len(group) for group in shape.layers[0].groups if names.intersection(group))
     return setting.bytes_compute * packed_rank(setting.rank) * products
 
 
@@ -182,8 +211,28 @@ def _backward_in_torch(shape: ModelShape, setting: ActivationSettings) -> float:
     return setting.bytes_compute * 4 * shape.intermediate_size
 
 
+def _delta_net(shape: ModelShape, setting: ActivationSettings, *, reference: bool) -> float:
+    """Bytes from what enters a delta net to what the output projection reads."""
+    c, net = setting.bytes_compute, shape.delta_nets[0]
+    read = setting.full or any(each.name in shape.layers[0].groups.o for each in setting.adapted)
+    kept = c * (net.joined_width + (net.width if read else 0))
+    return kept if reference else kept + c * net.width + 8 * net.value_heads
+
+
+def _delta_backward(net: DeltaNet, setting: ActivationSettings, *, reference: bool) -> float:
+    """Bytes that the backward pass of a delta net allocates: chunks, and gradients of what is around them."""
+    if reference:
+        return _DELTA_IN_TORCH * net.width
+    c, group = setting.bytes_compute, net.value_heads // net.key_heads
+    squares = 2 * c * (_CHUNK + net.key_dim * net.value_dim / _CHUNK)
+    each = squares + c * net.value_dim + 4 * net.key_dim / group + 32
+    around = c * (2 * net.width + 2 * net.channels + net.joined_width) + 8 * net.value_heads
+    return net.value_heads * each + around
+
+
 def _sent(shape: ModelShape, *, attention_by_kernel: bool) -> int:
-    return 1 if shape.parallel else shape.half_inputs + attention_by_kernel
+    attended = attention_by_kernel and not shape.delta_nets
+    return 1 if shape.parallel else shape.half_inputs + attended
 
 
 def _ahead(shape: ModelShape) -> int:

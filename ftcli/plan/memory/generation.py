@@ -10,8 +10,8 @@ from ftkernels.limits import why_no_decode_attention
 from ftcli.facts.generation import (
     LOGIT_COPIES,
     PREFILL_TOKENS,
-    CacheShape,
     cache_bytes,
+    cache_shape,
     why_no_engine,
 )
 from ftcli.plan.memory.activations import plain_layers
@@ -29,7 +29,7 @@ class GenerationBytes:
     """Bytes of a batch's generation.
 
     Attributes:
-        cache_bytes: Keys and values.
+        cache_bytes: Keys and values, and the states of delta nets.
         pass_bytes: What a forward pass and the choice of tokens take besides.
         copy_bytes: Of weights with adapters in them, copied where memory has room; 0 where none would be.
         by_engine: Whether it is the engine that generates, which can be kept.
@@ -50,9 +50,11 @@ def generation(plan: RunPlan, batch: Generation) -> GenerationBytes:
 
 
 def _by_engine(plan: RunPlan, batch: Generation) -> GenerationBytes:
-    """The pages of the rows that are decoded together, a pass over prompts, and what choosing their tokens takes."""
+    """The pages and states of the rows that are decoded together, a pass over prompts, and what choosing their tokens
+    takes.
+    """
     shape, element, together = plan.shape, plan.dtypes.compute_bytes, batch.rows
-    each = CacheShape(shape.num_layers, shape.num_kv_heads, shape.head_dim, element)
+    each = cache_shape(shape, element)
     at_once = PREFILL_TOKENS["cuda" if plan.device.kind == "cuda" else "cpu"]
     tokens = max(batch.prompt, min(together * batch.prompt, at_once))
     densely = plan.execution.masked != "triton"
@@ -60,7 +62,8 @@ def _by_engine(plan: RunPlan, batch: Generation) -> GenerationBytes:
     prefill += 3 * tokens * shape.hidden_size * plan.stream_bytes
     prefill += made_once(plan, 1, tokens, padded=densely)
     logits = together * shape.vocab_size * (4 * LOGIT_COPIES + element)
-    return GenerationBytes(cache_bytes(each, together, batch.seq_len), int(prefill) + logits, _copied(plan))
+    states = together * each.state_bytes // max(each.nets, 1)  # of a layer, on their way to their places
+    return GenerationBytes(cache_bytes(each, together, batch.seq_len), int(prefill) + logits + states, _copied(plan))
 
 
 def _copied(plan: RunPlan) -> int:
@@ -83,12 +86,13 @@ def _by_transformers(plan: RunPlan, batch: Generation) -> GenerationBytes:
     """
     shape, element, rows = plan.shape, plan.dtypes.parameter_bytes, batch.rows
     token = 2 * rows * shape.kv_width * element  # of one layer's cache
+    attending, states = len(shape.attending), rows * cache_shape(shape, element).state_bytes
     # Through transformers' own layers, for the cache, with the attention of the others.
     plain = plain_layers("eager" if plan.execution.attention == "eager" else "sdpa")
     prefill = rows * batch.prompt * plain.forward_peak(shape, plan.setting(batch.prompt, padded=rows > 1))
-    prefill += shape.num_layers * token * batch.prompt + masks(plan, rows, batch.prompt, padded=rows > 1)
+    prefill += attending * token * batch.prompt + states + masks(plan, rows, batch.prompt, padded=rows > 1)
     repeated = token * batch.seq_len * shape.num_heads // shape.num_kv_heads
-    cache = shape.num_layers * token * batch.seq_len
+    cache = attending * token * batch.seq_len + states
     decoding = cache + max(repeated, token * batch.seq_len // 2)
     logits = rows * shape.vocab_size * (4 + plan.dtypes.compute_bytes)
     return GenerationBytes(cache, max(int(prefill), decoding) - cache + logits, by_engine=False)

@@ -103,7 +103,7 @@ def _loaded(plan: RunPlan) -> int:
     """The largest tensor, as it is stored and in the dtype that it is held in; none is stored of random weights."""
     if plan.recipe.model.init == "random":
         return 0
-    shape = plan.facts.shape
+    shape = plan.described
     if shape is None:
         largest = plan.measured.largest_tensor
     else:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from ftcli.config.evaluation import TaskConfig
-from ftcli.preflight.checks import adapters, optimisation
+from ftcli.preflight.checks import optimisation
 from ftcli.preflight.checks.context import Context, Findings
-from ftcli.preflight.checks.judging import judge_findings
+from ftcli.preflight.checks.judging import function_findings, judge_findings
 from ftcli.preflight.checks.support import Installed, is_installed
-from ftcli.preflight.checks.user_functions import function_findings
 from ftcli.tables import exports, layouts, methods, policies, quantizations
 
 
@@ -16,7 +15,7 @@ def check(context: Context, installed: Installed = is_installed) -> Findings:
     yield from _data(context)
     yield from _lengths(context)
     yield from optimisation.check(context, installed)
-    yield from adapters.check(context)
+    yield from optimisation.check_adapters(context)
     yield from _tasks(context, installed)
     yield from _harness(context, installed)
     yield from _without_effect(context)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ftcli.config.data import DatasetConfig
-from ftcli.config.judging import JudgeConfig, RewardConfig
+from ftcli.config.evaluation import JudgeConfig, RewardConfig
 from ftcli.errors import Finding, FtcliError, Severity
 from ftcli.facts.model import ModelFacts
 from ftcli.facts.tokenizer import no_template_finding

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ftcli.plan.execution import why_rows_stay_whole
 from ftcli.plan.run import RunPlan
-from ftcli.plan.sharding import why_rows_stay_whole
 from ftcli.preflight.checks.context import Context, Findings
 from ftcli.tables import engines
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from ftkernels.limits import capability_text
 
 from ftcli.facts.device import BFLOAT16_CAPABILITY, DeviceFacts
-from ftcli.plan.execution import Execution, why_no_kernels
+from ftcli.plan.execution import Execution, why_no_kernels, why_not_sharded
 from ftcli.plan.precision import DtypePlan
 from ftcli.plan.quantization import why_dequantized
 from ftcli.plan.run import RunPlan
-from ftcli.plan.sharding import why_not_sharded
 from ftcli.preflight.checks.context import Context, Findings, NotMade
 from ftcli.tables import code_of, engines, optimizers, quantizations
 from ftcli.tables.packing import why_documents_leak

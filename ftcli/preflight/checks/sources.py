@@ -1,11 +1,12 @@
-"""Rules about the sources of rows that need the recipe alone: weights, options of Hub data, packing."""
+"""Rules about the sources of rows that need the recipe alone, and about the other files that it names."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ftcli.assets import asset, is_template_file, template_path
 from ftcli.config.data import DatasetConfig
-from ftcli.paths import is_file
+from ftcli.paths import expanded, is_file, is_folder
 from ftcli.plan.execution import takes_rows
 from ftcli.preflight.checks.context import Context, Findings
 from ftcli.rows.places import is_hub, resolve_path
@@ -83,3 +84,32 @@ def _weights(context: Context, sources: Sequence[DatasetConfig]) -> Findings:
             f"weights of sources are not supported yet in {context.method.title}",
             "repeat rows in the file, or remove it",
         )
+
+
+def check_files(context: Context) -> Findings:
+    """FT424 for a chat template that is not there, FT725 for a checkpoint that is not."""
+    template = context.recipe.data.chat_template
+    if template is not None:
+        yield from _template(context, template)
+    resume = context.recipe.run.resume
+    if context.trains and context.recipe.run.resumes_elsewhere and not is_folder(expanded(resume)):
+        yield context.error(
+            "FT725",
+            "run.resume",
+            f"cannot resume from {resume}: there is no such folder",
+            help="name a folder like runs/NAME/checkpoints/step-00000100, or use auto",
+        )
+
+
+def _template(context: Context, name: str) -> Findings:
+    of_file, path = is_template_file(name), template_path(name)
+    if is_file(path):
+        return
+    bundled = sorted(p.stem for p in asset("templates").glob("*.jinja"))
+    what = f"no file at {path.absolute()}" if of_file else f"no bundled template is called {name!r}"
+    yield context.error(
+        "FT424",
+        "data.chat_template",
+        f"data.chat_template: {what}",
+        help=f"name a .jinja file, or one of: {', '.join(bundled) or 'none'}",
+    )

@@ -1,14 +1,30 @@
-"""Rows of a prompt with a completion or an answer, and bare prompts."""
+"""Rows of plain text, of a prompt with its answer, of an instruction with its output, and bare prompts."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ftcli.rows.layouts.marks import marks_of
-from ftcli.rows.layouts.messages import conversation, list_of, messages_of
-from ftcli.rows.layouts.plain import pair
+from ftcli.rows.layouts.messages import conversation, list_of, marks_of, messages_of
 from ftcli.rows.row import Example, Message, Misfit, Row
 from ftcli.tables import layouts
+
+
+def understand_text(row: Row) -> Example:
+    """``{"text": "..."}``."""
+    return Example(row, text=text_of(row.fields["text"], "text"))
+
+
+def pair(row: Row) -> Example:
+    """``{"prompt": "...", "completion": "..."}``; the prompt may be empty."""
+    prompt = text_of(row.fields["prompt"], "prompt", empty=True)
+    return Example(row, text=prompt + text_of(row.fields["completion"], "completion"), prompt_text=prompt)
+
+
+def text_of(value: Any, name: str, *, empty: bool = False) -> str:
+    """``value`` as text. Raises Misfit, which names the column, for anything else and unless ``empty`` for no text."""
+    if not isinstance(value, str) or not (value or empty):
+        raise Misfit(f"{name!r} must be a string that is not empty")
+    return value
 
 
 def understand_completion(row: Row) -> Example:
@@ -51,3 +67,23 @@ def _answer(answer: Any) -> Message:
     if isinstance(answer, str | int | float) and not isinstance(answer, bool) and answer != "":
         return {"role": "assistant", "content": str(answer)}
     raise Misfit("'answer' must be a string or a number")
+
+
+def understand_instruction(row: Row) -> Example:
+    """``{"instruction": ..., "input": ..., "output": ..., "system": ..., "history": [[instruction, answer], ...]}``."""
+    fields = row.fields
+    user = text_of(fields["instruction"], "instruction")
+    if fields.get("input"):
+        user = f"{user}\n\n{text_of(fields['input'], 'input')}"
+    messages: list[Message] = []
+    if fields.get("system"):
+        messages.append({"role": "system", "content": text_of(fields["system"], "system")})
+    history = fields.get("history") or []
+    if not isinstance(history, list) or not all(isinstance(turns, list) and len(turns) == 2 for turns in history):
+        raise Misfit("'history' must be a list of [instruction, answer] pairs")
+    for instruction, answer in history:
+        messages.append({"role": "user", "content": text_of(instruction, "history")})
+        messages.append({"role": "assistant", "content": text_of(answer, "history")})
+    messages.append({"role": "user", "content": user})
+    messages.append({"role": "assistant", "content": text_of(fields["output"], "output")})
+    return conversation(row, messages)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from ftcli.rows.jsontext import parse
-from ftcli.rows.layouts.marks import marks_of
-from ftcli.rows.layouts.messages import REASONING_KEYS, call_of, conversation, list_of, refuse_unsupported
-from ftcli.rows.layouts.plain import text_of
+from ftcli.rows.layouts.messages import REASONING_KEYS, call_of, conversation, list_of, marks_of, refuse_unsupported
+from ftcli.rows.layouts.prompted import text_of
+from ftcli.rows.limits import parse
 from ftcli.rows.row import Example, Message, Misfit, Row
 
 _ROLES = {

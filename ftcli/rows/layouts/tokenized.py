@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ftcli.labels import IGNORE_INDEX
-from ftcli.rows.jsontext import parse
+from ftcli.rows.limits import parse
 from ftcli.rows.row import Example, Misfit, Row
 
 

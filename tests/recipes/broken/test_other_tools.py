@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ftcli.config.dialect_values import VALUES
-from ftcli.config.dialects import FOREIGN, FOREIGN_IN
+from ftcli.config.dialects import FOREIGN, FOREIGN_IN, VALUES
 from ftcli.config.schema import RecipeSchema
 
 HEAD = "version: 1\nmodel: {name_or_path: bundled:tiny-gemma2}\n"

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from ftcli.cli.app import main
-from ftcli.config.dialect_values import VALUES
-from ftcli.config.dialects import FOREIGN, FOREIGN_IN
+from ftcli.config.dialects import FOREIGN, FOREIGN_IN, VALUES
+from ftcli.config.findings import suggested_word, unknown_key, usable_values
 from ftcli.config.schema import RecipeSchema
-from ftcli.config.suggest import unknown_key, usable_values, word
 
 SCHEMA = RecipeSchema()
 HEAD = (
@@ -34,7 +33,7 @@ def test_what_a_hint_says_to_write_is_supported() -> None:
 def test_a_word_of_another_tool_leads_to_one_that_is_supported(key: str) -> None:
     choices = SCHEMA.choices(SCHEMA.at(tuple(key.split("."))) or {})
     for given in VALUES[key]:
-        help = word(tuple(key.split(".")), given, choices)
+        help = suggested_word(tuple(key.split(".")), given, choices)
         meant = help.removeprefix("did you mean `").removesuffix("`?")
         assert meant == help or meant in (usable_values(key) or ()), (given, help)
 

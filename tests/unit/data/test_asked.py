@@ -14,8 +14,8 @@ from ftcli.config.data import DataConfig
 from ftcli.config.evaluation import GenerateConfig
 from ftcli.data.asked import PromptLimit, RenderedPrompt, asked_rows, room_of_task
 from ftcli.errors import Finding, FtcliError
-from ftcli.methods.grpo.prompts import room_of_grpo
 from ftcli.methods.grpo.settings import GrpoConfig
+from ftcli.methods.grpo.train import room_of_grpo
 
 Ask = Callable[..., tuple[list[RenderedPrompt], list[Finding]]]
 GOOD = {"prompt": "q", "answer": "a"}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ftcli.data import blocks, chats
+from ftcli.data import chats
 from ftcli.data.encode import TokenizedRows
 from ftcli.data.template import Renderer
 from tests.unit.data.official import NAMES, Official
@@ -40,9 +40,9 @@ def official() -> Any:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "_MESSAGES", 8)
-    monkeypatch.setattr(blocks, "_BEFORE", 4)
-    monkeypatch.setattr(blocks, "_LOOKED_AT", 3)
+    monkeypatch.setattr(chats, "_MESSAGES", 8)
+    monkeypatch.setattr(chats, "_BEFORE", 4)
+    monkeypatch.setattr(chats, "_LOOKED_AT", 3)
 
 
 def seen(read: TokenizedRows) -> Any:

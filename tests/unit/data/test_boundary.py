@@ -11,8 +11,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ftcli.assets import asset
-from ftcli.data.answers import Rendered
-from ftcli.data.boundary import BoundaryTokenizer
+from ftcli.data.answers import BoundaryTokenizer, Rendered
 from ftcli.data.prepare import PreparedData
 from ftcli.labels import IGNORE_INDEX
 

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from ftcli.data.collate import packed_batch
-from ftcli.data.order import computed_by, epochs_of, mixture, plain_epochs, rows_of
-from ftcli.data.pack import best_fit
+from ftcli.data.order import best_fit, computed_by, epochs_of, mixture, plain_epochs, rows_of
 from ftcli.data.tokens import TokenizedRow, TokenTable
 from ftcli.labels import IGNORE_INDEX
 from ftcli.plan.batches import Batches

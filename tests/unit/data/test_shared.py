@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from ftcli.data.shared import Pair, lengths_once, shared_batch, shared_beginning
+from ftcli.data.collate import Pair, lengths_once, shared_batch, shared_beginning
 from ftcli.data.tokens import TokenizedRow
 from ftcli.labels import IGNORE_INDEX
 from ftcli.plan.batches import Batches

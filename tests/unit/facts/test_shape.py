@@ -42,6 +42,11 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "ernie4_5": [{"use_bias": True}],
     "phi3": [{"partial_rotary_factor": 0.5, "sliding_window": 8}],
     "granite": [{"attention_bias": True, "mlp_bias": True}],
+    "qwen3_5_text": [
+        {"layer_types": ["full_attention"] + ["linear_attention"] * 8, "attention_bias": True},
+        {"full_attention_interval": 3, "linear_num_key_heads": 2, "linear_num_value_heads": 6},
+        {"linear_key_head_dim": 16, "linear_value_head_dim": 32, "linear_conv_kernel_dim": 3, "head_dim": 24},
+    ],
 }
 #: transformers builds no model without.
 NEEDED: dict[str, dict[str, Any]] = {"helium": {"head_dim": 16}, "hunyuan_v1_dense": {"head_dim": 16}}
@@ -78,6 +83,9 @@ def test_parameters_and_linears_are_those_of_the_model(model_type: str, values: 
 def test_windows_are_those_of_the_model(model_type: str, values: dict[str, Any]) -> None:
     shape, model = described(model_type, values)
     for layer, module in zip(shape.layers, model.get_decoder().layers, strict=True):
+        if layer.attention is None:
+            assert not hasattr(module, "self_attn")
+            continue
         attention = module.self_attn
         if model_type == "exaone4":
             built = attention.sliding_window if attention.is_sliding else None
@@ -96,10 +104,27 @@ def test_rotation_is_that_of_the_model(model_type: str, values: dict[str, Any]) 
     by_type = "layer_type" in inspect.signature(rotary.forward).parameters
     positions = torch.zeros(1, 2, dtype=torch.int64, device="meta")
     given = rotary(hidden, positions, *(["full_attention"] if by_type else []))
-    rotated = [layer.attention.rotary_dim for layer in shape.layers]
+    rotated = [each.rotary_dim for each in shape.attending]
     assert set(rotated) <= {0, given[0].shape[-1]}
-    if hasattr(model.get_decoder().layers[0].self_attn, "use_rope"):
-        assert [bool(each) for each in rotated] == [bool(x.self_attn.use_rope) for x in model.get_decoder().layers]
+    attentions = [x.self_attn for x in model.get_decoder().layers if hasattr(x, "self_attn")]
+    if hasattr(attentions[0], "use_rope"):
+        assert [bool(each) for each in rotated] == [bool(each.use_rope) for each in attentions]
+
+
+@pytest.mark.parametrize(("model_type", "values"), [case for case in CASES if TABLE[case[0]].delta_nets is not None])
+def test_delta_nets_are_those_of_the_model(model_type: str, values: dict[str, Any]) -> None:
+    shape, model = described(model_type, values)
+    for layer, module in zip(shape.layers, model.get_decoder().layers, strict=True):
+        if layer.delta_net is None:
+            assert not hasattr(module, "linear_attn")
+            continue
+        net = module.linear_attn
+        assert layer.delta_net.channels == net.conv_dim
+        assert layer.delta_net.width == net.value_dim
+        assert layer.delta_net.filter_width == net.conv_kernel_size
+        heads = layer.delta_net.key_heads, layer.delta_net.value_heads
+        assert heads == (net.num_k_heads, net.num_v_heads)
+        assert (layer.delta_net.key_dim, layer.delta_net.value_dim) == (net.head_k_dim, net.head_v_dim)
 
 
 def test_every_described_type_has_a_small_model() -> None:

@@ -29,6 +29,7 @@ def opened(model: Any, **settings: Any) -> Any:
         ("llama", {}, None),
         ("mamba", {}, "mamba"),
         ("gpt_oss", {}, "gpt_oss"),
+        ("qwen3_5_text", {}, "no states of ours"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic"),
     ],
 )

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from ftcli.config.evaluation import TaskConfig
-from ftcli.config.judging import RewardConfig
+from ftcli.config.evaluation import RewardConfig, TaskConfig
 from ftcli.data.reasoning import Answer
 from ftcli.evaluate.suite import AnsweredTask, judge
 from ftcli.judges import builtin, open_judge

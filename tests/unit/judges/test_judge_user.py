@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ftcli.config.judging import RewardConfig
+from ftcli.config.evaluation import RewardConfig
 from ftcli.errors import FtcliError, Origin
 from ftcli.judges import CompletionBatch, Judge, JudgeScores, open_judge
 from tests.e2e.drill import Server

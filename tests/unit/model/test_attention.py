@@ -21,7 +21,7 @@ from transformers.masking_utils import (
     create_sliding_window_causal_mask,
 )
 
-from ftcli.facts.generation import CacheShape
+from ftcli.facts.generation import CacheShape, EngineLayout
 from ftcli.generation.cache import Cache, Decode, Prefill
 from ftcli.model.attention import NAME, ftcli_attention_forward, register
 from ftcli.model.masks import CallMask, mask_for
@@ -285,7 +285,7 @@ def test_one_token_against_pages_is_the_last_of_all(sinks: Tensor | None) -> Non
     q, k, v = qkv(batch=1)
     options: dict[str, Any] = {"scaling": 0.25, "s_aux": sinks, "sliding_window": 5}
     wanted, _ = ftcli_attention_forward(torch.nn.Identity(), q, k, v, None, **options)
-    cache = Cache(CacheShape(1, 2, 16, 4), 2, torch.float32, torch.device("cpu"))
+    cache = Cache(CacheShape(1, 2, 16, 4), EngineLayout(1, 2, False), torch.float32, torch.device("cpu"))
     module: Any = SimpleNamespace(layer_idx=0)
     prefill = Prefill(cache, torch.ones(10, dtype=torch.long), torch.arange(10))
     first, _ = ftcli_attention_forward(

@@ -16,8 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from ftcli.assets import asset
 from ftcli.config.model import ModelConfig, QuantizationConfig
-from ftcli.config.origins import Origins
-from ftcli.config.tree import MapNode
+from ftcli.config.tree import MapNode, Origins
 from ftcli.errors import FtcliError
 from ftcli.facts.device import named_device
 from ftcli.facts.model import read_facts

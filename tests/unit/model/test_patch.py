@@ -29,7 +29,7 @@ from ftcli.model.selfcheck import self_check
 from ftcli.plan.precision import DtypePlan
 from ftcli.rows.row import Row
 from ftcli.train.isolation import check_isolation
-from tests.small_models import build, by_kind
+from tests.small_models import _DELTA, build, by_kind
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -98,6 +98,10 @@ CONFIGS: dict[str, Any] = {
     "seed_oss": (transformers.SeedOssConfig, {"head_dim": 16, "residual_dropout": 0.0, "attention_dropout": 0.0}),
     "ernie4_5": (transformers.Ernie4_5Config, {"head_dim": 16}),
     "hunyuan_v1_dense": (transformers.HunYuanDenseV1Config, {"head_dim": 16}),
+    "qwen3_5_text": (
+        transformers.Qwen3_5TextConfig,
+        {"head_dim": 16, **_DELTA, "layer_types": ["linear_attention", "full_attention"]},
+    ),
 }
 PLAN = DtypePlan("float32", "float32", "float32", False, "a test")
 
@@ -122,7 +126,11 @@ def adapted(name: str, **lora: Any) -> peft.PeftModel:
     return model
 
 
-@pytest.mark.parametrize("name", ["gemma3", "mistral3", "muse_glimmer", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+#: Multimodal models all of whose layers attend.
+ATTENDING_PARTS = ("gemma3", "mistral3", "muse_glimmer", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+
+
+@pytest.mark.parametrize("name", [*ATTENDING_PARTS, "qwen3_5"])
 def test_the_language_model_of_a_multimodal_model_is_on_the_kernels(name: str) -> None:
     base = build(name)
     model, _ = apply_lora(base, LoraConfig(r=4), PLAN, seed=0)
@@ -144,8 +152,13 @@ def test_the_language_model_of_a_multimodal_model_is_on_the_kernels(name: str) -
     assert base.config.text_config._attn_implementation == tower
 
 
-@pytest.mark.parametrize("kernels", ["off", "reference"])
-@pytest.mark.parametrize("name", ["gemma3", "mistral3", "muse_glimmer", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize(
+    ("name", "kernels"),
+    [
+        *((name, kernels) for name in ATTENDING_PARTS for kernels in ("off", "reference")),
+        ("qwen3_5", "reference"),  # transformers' own delta nets leak: tests/unit/model/test_leaking.py
+    ],
+)
 def test_packed_documents_stay_apart_in_the_language_model_of_a_multimodal_model(name: str, kernels: Kernels) -> None:
     generator = torch.Generator().manual_seed(5)
     rows = []
@@ -263,9 +276,11 @@ def test_what_cannot_be_fused_stays_and_says_why(lora: dict[str, Any], words: st
 
 @pytest.mark.filterwarnings("ignore:`lora_bias=True`")
 def test_all_layers_stay_where_attention_would_not_hear_of_documents() -> None:
-    """StableLM's layers hand attention nothing further: ours beside them would see past the documents of a row."""
+    """StableLM's layers hand attention nothing further: ours beside them would see past the documents of a row. And
+    transformers' delta nets hear nothing of documents.
+    """
     of_one = {"target_modules": ["model.layers.1.self_attn.q_proj"], "lora_bias": True}
-    for name, alone in (("stablelm", True), ("llama", False)):
+    for name, alone in (("stablelm", True), ("llama", False), ("qwen3_5_text", True)):
         table = patch(adapted(name, **of_one), "reference").table
         assert [entry.on for entry in table if entry.layer.startswith("layers")] == [not alone, False]
 

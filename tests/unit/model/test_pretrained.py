@@ -13,8 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ftcli.config.model import LoraConfig, ModelConfig, QuantizationConfig
-from ftcli.config.origins import Origins
-from ftcli.config.tree import MapNode
+from ftcli.config.tree import MapNode, Origins
 from ftcli.errors import FtcliError, Origin
 from ftcli.facts.model import read_facts
 from ftcli.model.load import config_of, load_model

@@ -11,8 +11,7 @@ import pytest
 from transformers import LlamaConfig
 
 from ftcli.config.model import ModelConfig
-from ftcli.config.origins import Origins
-from ftcli.config.tree import MapNode
+from ftcli.config.tree import MapNode, Origins
 from ftcli.facts.model import read_facts
 from ftcli.model.tokenizer import align_special_tokens, stop_token_ids
 from tests.unit.data.official import Official

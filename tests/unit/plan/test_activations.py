@@ -47,7 +47,15 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     "helium": {"hidden_size": 64},
     "vaultgemma": GEMMA2,
     "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
+    "qwen3_5_text": {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 6,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 16,
+    },
 }
+#: Kinds of layers of one family, of which a model of one kind is measured.
+LAYERS = {"qwen3_5_text": ("linear_attention", "full_attention")}
 #: Families whose scores are capped, which transformers computes eagerly.
 CAPPED = {name for name, row in families.TABLE.items() if row.attention_softcap is not None}
 #: Language models that only exist in a multimodal one, and the families that they are built like.
@@ -61,6 +69,11 @@ PLANS = {
     "full-float32": DtypePlan("float32", None, "float32", False, "test"),
     "full-bfloat16": DtypePlan("float32", None, "bfloat16", True, "test"),
 }
+
+
+def cases_of(family: str) -> list[str]:
+    """The family, or each kind of its layers behind it."""
+    return [f"{family} {kind}" for kind in LAYERS[family]] if family in LAYERS else [family]
 
 
 def depths(family: str) -> tuple[int, int]:
@@ -99,7 +112,7 @@ def build(
         config = AutoConfig.for_model(name, text_config=sizes, vision_config=vision, **beside)
         model = AutoModelForImageTextToText.from_config(config, attn_implementation=attention)
     else:
-        config = AutoConfig.for_model(family, **sizes)
+        config = AutoConfig.for_model(family.partition(" ")[0], **sizes)
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     model = model.to(getattr(torch, plan.parameter)).train()
     if plan.adapter is None:
@@ -146,7 +159,9 @@ def measured_bytes(model: Any, plan: DtypePlan, *, batch: int = BATCH) -> int:
 
 
 def config_of(family: str, layers: int) -> dict[str, Any]:
-    return {"model_type": family, **SIZES, **OF_FAMILY.get(family, {}), "num_hidden_layers": layers}
+    family, _, kind = family.partition(" ")
+    values = {"model_type": family, **SIZES, **OF_FAMILY.get(family, {}), "num_hidden_layers": layers}
+    return values | {"layer_types": [kind] * layers} if kind else values
 
 
 def setting_of(
@@ -189,7 +204,7 @@ CASES = [
         ("llama", "sdpa"),
         ("llama", "eager"),
         ("gemma3_text", "eager"),
-        *((name, "eager" if name in CAPPED else "sdpa") for name in families.TABLE if name not in PARTS),
+        *((name, "eager" if name in CAPPED else "sdpa") for name in families.TABLE if name not in {*PARTS, *LAYERS}),
     ]
     for plan in PLANS
 ]
@@ -275,7 +290,12 @@ def on_kernels(
     return sizes
 
 
-ON_KERNELS = sorted(name for name, row in families.TABLE.items() if row.kernels == "layers" and name not in PARTS)
+ON_KERNELS = [
+    case
+    for name, row in sorted(families.TABLE.items())
+    if row.kernels == "layers" and name not in PARTS
+    for case in cases_of(name)
+]
 
 
 def test_language_models_of_multimodal_ones_are_measured_as_the_families_that_they_are_built_like() -> None:
@@ -297,6 +317,24 @@ def test_one_more_fused_layer_keeps_what_the_table_says(family: str, plan: str) 
     policy = fused_layers(capped_without_kernel=family in CAPPED, reference=True)
     setting = replace(setting_of(family, dtypes, batch=1), bytes_residual=dtypes.compute_bytes)
     assert 2 * SEQ_LEN * policy.layer_bytes(shape, setting) == pytest.approx(measured, rel=0.03)
+
+
+@pytest.mark.parametrize("plan", list(PLANS))
+def test_layers_of_several_kinds_keep_their_mean(plan: str) -> None:
+    """As many rows more of a model of all kinds keep what the layers of each kind keep together."""
+    dtypes, policy = PLANS[plan], fused_layers(capped_without_kernel=False, reference=True)
+    own = {"bytes_residual": dtypes.compute_bytes}
+    one, other, both = (shape_of(config_of(case, 4)) for case in (*cases_of("qwen3_5_text"), "qwen3_5_text"))
+    assert one is not None
+    assert other is not None
+    assert both is not None
+    assert [len(kind.layers) for kind in both.by_kind] == [3, 1]
+    settings = [replace(setting_of(case, dtypes, batch=1), **own) for case in (*cases_of("qwen3_5_text"),)]
+    adapted = tuple(dict.fromkeys((*settings[0].adapted, *settings[1].adapted)))
+    each = [policy.layer_bytes(shape, setting) for shape, setting in zip((one, other), settings, strict=True)]
+    found = policy.layer(both, replace(settings[0], adapted=adapted))
+    assert found.kept == pytest.approx((3 * each[0] + each[1]) / 4)
+    assert found.halves == one.half_inputs == other.half_inputs
 
 
 @pytest.mark.parametrize("family", by_kind(ON_KERNELS))

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import torch
 
+from ftcli.assets import asset
 from ftcli.facts.device import GPUS
+from ftcli.facts.generation import cache_bytes, cache_shape, choose_layout
+from ftcli.facts.shape import shape_of
+from ftcli.generation.cache import Cache
 from ftcli.plan.memory.candidates import smaller_batches
 from ftcli.plan.memory.estimate import MemoryEstimate
 from tests.estimates import GRPO, Case, plan_of
@@ -109,3 +115,41 @@ def test_a_reference_model_is_held_for_full_grpo_with_a_penalty_only(case: Calla
     assert "reference model" in case(name, GRPO, "grpo.beta=0.1").estimate(work="grpo").parts
     assert "reference model" not in case(name, GRPO).estimate(work="grpo").parts
     assert "reference model" not in case(name, LORA + GRPO, "grpo.beta=0.1").estimate(work="grpo").parts
+
+
+def test_layers_with_a_state_have_no_pages_and_a_state_a_row(case: Callable[..., Case]) -> None:
+    """Qwen3.5-9B: 8 layers of 32 attend. Rows of any length have a state of 50 MiB, and one more is a prompt's."""
+
+    def needed(*overrides: str) -> int:
+        found = case("Qwen/Qwen3.5-9B", LORA + GRPO, *overrides).estimate("h200", work="grpo")
+        return found.parts["key-value cache"]
+
+    page, state = 8 * 2 * 4 * 256 * 2 * 64, 24 * 4 * (3 * 8192 + 32 * 128 * 128)
+    pages = 32 * (256 + 256) // 64 + 2
+    assert needed() == pytest.approx((pages * page + 33 * state) / 0.9, abs=2)
+    longer = needed("grpo.max_completion_length=512")
+    assert longer - needed() == pytest.approx(32 * 4 * page / 0.9, abs=2)
+    halved = needed("train.gradient_accumulation_steps=2")
+    assert needed() - halved == pytest.approx(16 * (8 * page + state) / 0.9, abs=2)
+
+
+def test_the_engine_allocates_what_is_counted() -> None:
+    """On tensors without memory, of the shape that the estimate is made of."""
+    config = json.loads((asset("configs", "Qwen--Qwen3.5-9B") / "config.json").read_text())
+    described = shape_of(config)
+    assert described is not None
+    shape = cache_shape(described, 2)
+    layout = choose_layout(shape, 64, 1000, room_bytes=None, copy_bytes=None)
+    assert layout is not None
+    cache = Cache(shape, layout, torch.bfloat16, torch.device("meta"))
+    pools = [cache.keys, cache.values]
+    for index, layer in enumerate(described.layers):
+        if layer.delta_net is None:
+            assert cache.layer(index).keys.shape == (layout.pages, 4, 64, 256)
+        else:
+            states = cache.states(index)
+            assert states.inputs.shape == (65, 8192, 3)
+            assert states.matrices.shape == (65, 32, 128, 128)
+            pools += [states.inputs, states.matrices]
+    held = sum(pool.numel() * pool.element_size() for pool in pools)
+    assert cache_bytes(shape, 64, 1000) == int(held / 0.9)

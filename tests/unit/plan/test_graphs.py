@@ -10,7 +10,7 @@ import pytest
 
 from ftcli.facts.device import named_device
 from ftcli.plan.checkpointing import choose_checkpointing, with_graphs_that_fit
-from ftcli.plan.graphs import most_graph_tokens
+from ftcli.plan.execution import most_graph_tokens
 from ftcli.plan.memory.candidates import policies_by_speed
 from ftcli.plan.run import RunPlan
 from tests.estimates import Case, estimate_of, plan_of

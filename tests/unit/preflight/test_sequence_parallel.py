@@ -79,4 +79,6 @@ def test_models_that_cannot_share_rows_are_refused_with_the_reason(load: Callabl
     two = ("launch.num_processes=2", "launch.context_parallel_size=2")
     assert not refused(load, *two)
     assert "model.kernels: off" in refused(load, *two, "model.kernels=off")[0]
+    nets = refused(load, *two, "model.name_or_path=Qwen/Qwen3.5-9B")[0]
+    assert "delta nets carry a state from token to token" in nets
     assert "kind dynamic depend" in refused(load, *two, rope_parameters={"rope_type": "dynamic", "factor": 2.0})[0]

@@ -14,8 +14,8 @@ import pytest
 
 from ftcli.config.data import DatasetConfig
 from ftcli.errors import ExitCode, Finding, FtcliError
-from ftcli.rows.jsontext import MAX_LEVELS, TooDeep, parse
 from ftcli.rows.layouts import understand
+from ftcli.rows.limits import MAX_LEVELS, TooDeep, parse
 from ftcli.rows.reading import iterate
 from ftcli.rows.row import Misfit, Row
 

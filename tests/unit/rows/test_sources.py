@@ -16,8 +16,7 @@ import pytest
 
 from ftcli.config.data import DatasetConfig
 from ftcli.errors import ExitCode, Finding, FtcliError
-from ftcli.rows.hub import hub_commit, hub_rows
-from ftcli.rows.reading import iterate
+from ftcli.rows.reading import hub_commit, hub_rows, iterate
 from ftcli.rows.row import Row
 
 ROWS = [{"prompt": "q1", "completion": "größe 漢"}, {"prompt": 'q,2\n"x"', "completion": "a2"}]

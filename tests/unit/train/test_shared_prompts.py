@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ftcli.data.shared import lengths_once
+from ftcli.data.collate import lengths_once
 from ftcli.data.tokens import TokenizedRow
 from ftcli.errors import FtcliError
 from ftcli.labels import IGNORE_INDEX
@@ -23,6 +23,7 @@ from ftcli.model.gradient_checkpointing import use_checkpointing
 from ftcli.model.masks import Documents
 from ftcli.model.patch import patch
 from ftcli.rows.row import Row
+from ftcli.tables.families import TABLE
 from ftcli.train.isolation import check_branches
 from tests.small_models import by_kind
 from tests.unit.methods.preference import steps
@@ -67,7 +68,11 @@ def step(model: Any, batches: Any, split: Sequence[Sequence[int]] = WHOLE, *, st
     return steps.step(objective, model, split)
 
 
-@pytest.mark.parametrize("family", by_kind(KERNELS))
+#: A state at the prompt's end goes on into one answer: tests/unit/methods/preference/test_shared.py.
+ATTENDING = [name for name in KERNELS if name not in TABLE or TABLE[name].delta_nets is None]
+
+
+@pytest.mark.parametrize("family", by_kind(ATTENDING))
 @pytest.mark.parametrize("kernels", ["reference", "interpreted"])
 def test_every_family(family: str, kernels: str) -> None:
     """Of the interpreter, which is slow, one micro-batch; in plain torch two."""
@@ -76,6 +81,14 @@ def test_every_family(family: str, kernels: str) -> None:
     model = model_of(family, kernels)
     split = [[0, 1, 2, 3, 4]] if kernels == "interpreted" else [[3, 0], [4, 2, 1]]
     require_same(step(model, SHARED, split), step(model, PADDED), rel=2e-6)
+
+
+def test_delta_nets_compute_rows_apart() -> None:
+    """Which the plan has them do: answers that share a prompt are refused, and unpadded rows are padded ones."""
+    model = model_of("qwen3_5_text", "reference")
+    require_same(step(model, UNPADDED, [[3, 0], [4, 2, 1]]), step(model, PADDED), rel=1e-5)
+    with pytest.raises(ValueError, match="documents that branch"):
+        step(model, SHARED)
 
 
 @pytest.mark.parametrize("settings", [

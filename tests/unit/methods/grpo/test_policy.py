@@ -21,10 +21,8 @@ from trl import GRPOConfig, GRPOTrainer
 from ftcli.config.model import ModelConfig, QuantizationConfig
 from ftcli.data.collate import documents_batch
 from ftcli.errors import FtcliError
-from ftcli.methods.grpo.advantages import without_spread
-from ftcli.methods.grpo.losses import StepShape
-from ftcli.methods.grpo.parity import allowed, check_parity
-from ftcli.methods.grpo.policy import PolicyScores, ScoredDocuments, scored_loss
+from ftcli.methods.grpo.losses import StepShape, without_spread
+from ftcli.methods.grpo.policy import PolicyScores, ScoredDocuments, allowed, check_parity, scored_loss
 from ftcli.methods.grpo.settings import GrpoConfig
 from ftcli.model import attention
 from ftcli.model.fused import stack_of
@@ -332,8 +330,9 @@ def test_what_rounding_does_to_coarse_products_is_let_pass(both: Both) -> None:
         assert 0 < found.rounding_mean < 0.05
     assert found.allowed_mean == (0.3 if coarse else 0.001)
     bfloat16 = DtypePlan("bfloat16", "float32", "bfloat16", autocast=True, reason="a test")
-    assert allowed(bfloat16, None) == allowed(bfloat16, 0.1) == 0.3
-    assert allowed(bfloat16, 0.25) == 0.5
+    assert allowed(bfloat16, None, coarse=False) == allowed(bfloat16, 0.1, coarse=True) == 0.3
+    assert allowed(bfloat16, 0.25, coarse=True) == allowed(bfloat16, 0.25, coarse=False) == 0.5
+    assert [allowed(PLAN, 1e-6, coarse=coarse) for coarse in (False, True)] == [0.001, 0.3]
 
 
 @pytest.mark.parametrize("fault", ["temperature", "neighbours"])

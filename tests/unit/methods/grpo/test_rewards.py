@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ftcli.config.judging import RewardConfig
+from ftcli.config.evaluation import RewardConfig
 from ftcli.errors import Finding, FtcliError, Origin
 from ftcli.methods.grpo.rewards import Reward, RewardFailures, build_rewards
 from ftcli.reporting import SilentReporter

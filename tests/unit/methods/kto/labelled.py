@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ftcli.data.order import Epochs, Mixture
-from ftcli.data.pack import Packs
+from ftcli.data.order import Epochs, Mixture, Packs
 from ftcli.data.tokens import TokenizedRow
 from ftcli.labels import IGNORE_INDEX
 from ftcli.methods.kto.losses import LabelLoss
@@ -73,7 +72,7 @@ def objective_of(
     loss = LabelLoss.of(PreferenceConfig.model_validate(settings))
     epochs = epochs_of(rows() if documents is None else documents)
     compared = LabelReference(reference, known)
-    made = LabelObjective(job, model, epochs, loss, group=group, stack=None, reference=compared)
+    made = LabelObjective(job, model, epochs, loss, group=group, stack=None, sequence=None, reference=compared)
     if started:
         made.restore({"reference": "live" if known is None else "ahead"}, Progress(1, 2, 0.0, 0))
     return made

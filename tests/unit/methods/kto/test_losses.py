@@ -10,8 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from ftcli.methods.kto.losses import LabelledAnswers, LabelLoss, LabelSettings
-from ftcli.methods.kto.sums import SUMS, LabelSums, measures
+from ftcli.methods.kto.losses import (
+    LABEL_SUMS,
+    LabelledAnswers,
+    LabelLoss,
+    LabelSettings,
+    label_sums,
+    measures,
+    step_sums,
+)
 from ftcli.methods.preference.settings import PreferenceConfig
 from ftcli.tables import code_of, preference_losses
 
@@ -93,8 +100,8 @@ def test_what_the_recipe_says_arrives() -> None:
 def test_measures_are_means_of_either_kind() -> None:
     answers = answers_of(torch.tensor([2.0, -1.0, 0.0, -3.0, 1.0, 9.0]), [1, 1, 1, -1, -1, 0], 0.5)
     logp, tokens = torch.tensor([-4.0, -6.0, -2.0, -9.0, -3.0, -99.0]), torch.tensor([2.0, 3.0, 1.0, 4.0, 2.0, 7.0])
-    sums = LabelSums.of(answers, logp, tokens, 0.1).vector() + LabelSums.of_step(torch.tensor(0.5)).vector()
-    sums = sums + LabelSums.of_step(torch.tensor(0.25)).vector()
+    sums = label_sums(answers, logp, tokens, 0.1) + step_sums(torch.tensor(0.5))
+    sums = sums + step_sums(torch.tensor(0.25))
     assert measures(sums.tolist(), kl=True) == pytest.approx(
         {
             "rewards/chosen": 0.1 / 3, "rewards/rejected": -0.1, "rewards/margins": 0.1 / 3 + 0.1,
@@ -104,4 +111,4 @@ def test_measures_are_means_of_either_kind() -> None:
         rel=1e-6,
     )  # fmt: skip
     assert "kl" not in measures(sums.tolist(), kl=False)
-    assert measures([0.0] * SUMS, kl=True) == {}
+    assert measures([0.0] * LABEL_SUMS, kl=True) == {}

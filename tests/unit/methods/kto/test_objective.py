@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ftcli.errors import FtcliError
-from ftcli.methods.kto.mismatched import mismatched_rows
 from ftcli.methods.kto.objective import LabelObjective
+from ftcli.methods.kto.reference import mismatched_rows
 from ftcli.model.backbone import base_of
 from ftcli.model.fsdp import RankShards, shard
 from ftcli.model.fused import stack_of

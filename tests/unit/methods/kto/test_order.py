@@ -12,7 +12,6 @@ from ftcli.data.tokens import TokenizedRow, TokenStore, TokenTable, TokenWriter,
 from ftcli.errors import FtcliError
 from ftcli.labels import IGNORE_INDEX
 from ftcli.methods.kto.losses import LabelSettings
-from ftcli.methods.kto.mismatched import answer_start, mismatched_rows, partners_of
 from ftcli.methods.kto.order import (
     contradictions,
     label_counts,
@@ -20,6 +19,7 @@ from ftcli.methods.kto.order import (
     labelled_epochs,
     require_both_labels,
 )
+from ftcli.methods.kto.reference import answer_start, mismatched_rows, partners_of
 from ftcli.rows.row import Row
 
 

@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from ftcli.labels import IGNORE_INDEX
-from ftcli.methods.kto.mismatched import mismatched_rows
-from ftcli.methods.kto.reference import LabelReference, known_of, scored_ahead
-from ftcli.methods.preference.ahead import AheadOfTraining
+from ftcli.methods.kto.reference import LabelReference, known_of, mismatched_rows, scored_ahead
 from ftcli.methods.preference.cache import unit_digest
+from ftcli.methods.preference.reference import AheadOfTraining
 from ftcli.methods.preference.reference import scored_ahead as of_pairs
 from ftcli.methods.preference.settings import PreferenceConfig
 from ftcli.train.checkpoint_state import Progress
@@ -94,7 +93,7 @@ def test_every_row_that_a_run_makes_is_known_and_no_other(model: Any) -> None:
     for number in range(5):
         made = mismatched_rows(objective.rows_of_step(number), LONGEST)
         of_epochs.append({unit_digest(row) for row in made})
-        assert known_of(ahead.known or {}, made).shape == (4,)
+        assert known_of(ahead.known or {}, made).shape == (4, 1)
     assert of_epochs[0] | of_epochs[1] != of_epochs[2] | of_epochs[3]
     assert set(ahead.known or {}) == wanted.union(*of_epochs)
     with pytest.raises(KeyError):
@@ -220,4 +219,4 @@ def test_a_run_goes_on_as_it_began(model: Any) -> None:
 def test_a_blank_micro_batch_asks_for_no_row(model: Any) -> None:
     """The row that stands for it may be one that the run never sees."""
     objective = objective_of(model, known={})
-    assert objective.micro_batch([0], blank=True).inputs["reference"].tolist() == [0.0]
+    assert objective.micro_batch([0], blank=True).inputs["reference"].tolist() == [[0.0]]

@@ -10,7 +10,7 @@ from trl import KTOConfig, KTOTrainer
 from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
 
 from ftcli.config.model import ModelConfig
-from ftcli.methods.kto.mismatched import answer_start, mismatched_rows
+from ftcli.methods.kto.reference import answer_start, mismatched_rows
 from ftcli.model.tokenizer import load_tokenizer
 from tests.unit.methods.kto.labelled import LONGEST, objective_of, rows, step
 from tests.unit.methods.preference import steps

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from ftcli.config.model import QuantizationConfig
 from ftcli.config.training import TrainConfig
-from ftcli.data.order import Epochs, Mixture
-from ftcli.data.pack import Packs
+from ftcli.data.order import Epochs, Mixture, Packs
 from ftcli.data.tokens import TokenizedRow
 from ftcli.labels import IGNORE_INDEX
 from ftcli.methods.preference.losses import PairLoss

@@ -16,11 +16,17 @@ import pytest
 import torch
 
 from ftcli.config.model import QuantizationConfig
-from ftcli.methods.preference import reference_key as key_module
-from ftcli.methods.preference.ahead import AheadOfTraining, by_answer, by_unit
-from ftcli.methods.preference.cache import ReferenceCache, unit_digest
-from ftcli.methods.preference.reference import Reference, scored_ahead, seen_units, steps_of
-from ftcli.methods.preference.reference_key import reference_key
+from ftcli.methods.preference import cache as key_module
+from ftcli.methods.preference.cache import ReferenceCache, reference_key, unit_digest
+from ftcli.methods.preference.reference import (
+    AheadOfTraining,
+    Reference,
+    by_answer,
+    by_unit,
+    scored_ahead,
+    seen_units,
+    steps_of,
+)
 from ftcli.methods.preference.settings import PreferenceConfig
 from ftcli.model.initial_adapters import remember_initial
 from ftcli.model.patch import patch

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from ftcli.methods.preference.figures import measures, pair_sums
 from ftcli.methods.preference.losses import Answers, LossSettings, PairLoss
-from ftcli.methods.preference.objective import PairSums, measures
 from ftcli.methods.preference.settings import PreferenceConfig
 from ftcli.tables import code_of, preference_losses
 
@@ -266,7 +266,7 @@ def sums_of(pairs: list[Pair], loss: PairLoss, weights: list[float] | None = Non
     each = [p.answers(torch.float32, alone=not loss.reference) for p in pairs]
     answers = Answers(*(torch.cat([getattr(a, n) for a in each]) for n in Answers.__slots__))
     counted = torch.ones(len(pairs)) if weights is None else torch.tensor(weights)
-    return measures(PairSums.of(answers, loss, counted).vector().tolist(), compared=loss.reference)
+    return measures(pair_sums(answers, loss, counted).tolist(), compared=loss.reference)
 
 
 def test_measures_are_means_over_pairs_a_tie_being_half_right() -> None:

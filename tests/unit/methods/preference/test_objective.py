@@ -21,8 +21,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from ftcli.errors import FtcliError
-from ftcli.methods.preference.first_step import require_equal
-from ftcli.methods.preference.objective import PairObjective
+from ftcli.methods.preference.objective import PairObjective, require_equal
 from ftcli.methods.preference.pairs import SCORED, ScoredAnswers
 from ftcli.model import attention
 from ftcli.model.backbone import base_of
@@ -31,9 +30,9 @@ from ftcli.model.initial_adapters import as_base, remember_initial
 from ftcli.model.masks import mask_for
 from ftcli.model.patch import patch
 from ftcli.plan.batches import Batches
+from ftcli.train.assembly import of_reference
 from ftcli.train.checkpoint_state import Progress
 from ftcli.train.parallel import TokenCounts
-from ftcli.train.reference import of_reference
 from tests.quantized import PLAN
 from tests.unit.methods.preference import steps
 from tests.unit.methods.preference.steps import PADDED, UNPADDED, objective_of, require_same, step

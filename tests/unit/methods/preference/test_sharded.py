@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from ftcli.methods.preference.cache import reference_key, weight_digests
 from ftcli.methods.preference.objective import PairObjective
 from ftcli.methods.preference.reference import scored_ahead
-from ftcli.methods.preference.reference_key import reference_key, weight_digests
 from ftcli.model.backbone import base_of
 from ftcli.model.fsdp import RankShards, shard
 from ftcli.model.patch import patch

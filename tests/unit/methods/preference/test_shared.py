@@ -11,7 +11,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from ftcli.data.shared import lengths_once
+from ftcli.data.collate import lengths_once
 from ftcli.labels import IGNORE_INDEX
 from ftcli.methods.preference.evaluate import PairEvaluator
 from ftcli.methods.preference.pairs import AnswerScorer
@@ -53,6 +53,12 @@ def plan(load: Callable[..., Any]) -> Callable[..., RunPlan]:
         (("data.padding_free=false",), "h200", False, "data.padding_free: false; a pair's prompt is computed with"),
         (("data.padding_free=true", "model.kernels=off"), "h200", False, "although transformers' own attention"),
         (("model.kernels=off",), "h200", False, "a pair's prompt is computed with each answer"),
+        (
+            ("model.name_or_path=Qwen/Qwen3.5-9B",),
+            "h200",
+            False,
+            "(a layer's state at the prompt's end would go on into",
+        ),
         ((), "cpu", False, "a pair's prompt is computed with each answer"),
     ],
 )

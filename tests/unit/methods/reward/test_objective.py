@@ -22,11 +22,11 @@ from ftcli.data.tokens import TokenizedRow
 from ftcli.methods.reward.objective import (
     SUMS,
     RewardObjective,
-    ScoreSums,
     measures,
     pair_losses,
     score_batch,
     score_rows,
+    score_sums,
 )
 from ftcli.methods.reward.settings import RewardModelConfig
 from ftcli.model.patch import patch
@@ -59,7 +59,9 @@ def documents(margins: bool = False) -> list[TokenizedRow]:
 def objective(model: Any, batches: Batches = PADDED, rows: Any = None, **settings: Any) -> RewardObjective:
     job = steps.job_of(batches)
     job.recipe = SimpleNamespace(train=job.recipe.train, reward=RewardModelConfig.model_validate(settings))
-    return RewardObjective(job, model, steps.epochs_of_pairs(rows or documents()), group=None, stack=None)
+    return RewardObjective(
+        job, model, steps.epochs_of_pairs(rows or documents()), group=None, stack=None, sequence=None
+    )
 
 
 def result(model: Any, split: Any = ALL, batches: Batches = PADDED, **more: Any) -> Result:
@@ -173,7 +175,7 @@ def test_a_score_is_that_of_plain_transformers_of_the_last_real_token(tmp_path: 
 def test_a_tie_is_one_half_and_alike_pairs_are_counted_apart() -> None:
     chosen, rejected = torch.tensor([1.0, 2.0, 0.0]), torch.tensor([1.0, 0.0, 3.0])
     lengths = torch.tensor([10.0, 10.0, 10.0, 20.0, 10.0, 11.0])
-    vector = ScoreSums.of(chosen, rejected, lengths, torch.tensor([1.0, 1.0, 1.0])).vector()
+    vector = score_sums(chosen, rejected, lengths, torch.tensor([1.0, 1.0, 1.0]))
     found = measures(vector.tolist())
     assert len(vector) == SUMS
     assert found["rewards/accuracies"] == pytest.approx(1.5 / 3)
