@@ -369,13 +369,14 @@ def _rotated(config: Config, family: Family, windows: tuple[int | None, ...]) ->
 
 
 def _rotary_share(config: Config, family: Family) -> float:
-    """The part of a head that is rotated."""
-    for key in ("rope_parameters", "rope_scaling"):
-        inner = config.get(key)
-        if isinstance(inner, Mapping) and isinstance(share := inner.get("partial_rotary_factor"), int | float):
-            return float(share)
-    share = config.get("partial_rotary_factor", config.get("rope_pct"))
-    return float(share) if isinstance(share, int | float) else family.rotary_share
+    """The part of a head that is rotated. Raises ValueError for what is no part."""
+    inner = [config.get(key) for key in ("rope_parameters", "rope_scaling")]
+    stated = [each.get("partial_rotary_factor") for each in inner if isinstance(each, Mapping)]
+    stated += [config.get("partial_rotary_factor", config.get("rope_pct"))]
+    share = next((each for each in stated if isinstance(each, int | float)), family.rotary_share)
+    if not 0 <= share <= 1:
+        raise ValueError(f"partial_rotary_factor {share} is no part of a head")
+    return float(share)
 
 
 def _stated(config: Config, asked: bool | str) -> bool:
@@ -445,6 +446,8 @@ def _linears(
     )
 
 
+#: Of any size: far from what no float can be.
+_MOST = 1 << 40
 #: No model has a tenth of these; a damaged config.json may say billions.
 _MOST_LAYERS = 10_000
 
@@ -464,4 +467,6 @@ def _whole(config: Config, key: str, default: int | None = None) -> int:
         return default
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{key} is {value!r}, not a positive whole number")
+    if value > _MOST:
+        raise ValueError(f"{key} has {value.bit_length()} bits, more than any model has")
     return value

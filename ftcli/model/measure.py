@@ -374,9 +374,14 @@ def _kinds(layers: Sequence[nn.Module]) -> list[int]:
 def _telling(layer: nn.Module) -> tuple[object, ...]:
     parts: list[object] = [(name, tuple(p.shape), p.requires_grad) for name, p in layer.named_parameters()]
     for name, module in layer.named_modules():
-        plain = {k: v for k, v in vars(module).items() if isinstance(v, _TELLING) and k not in _INDICES}
+        plain = {k: _kind(v) for k, v in vars(module).items() if isinstance(v, _TELLING) and k not in _INDICES}
         parts.append((name, type(module).__name__, tuple(sorted(plain.items(), key=lambda item: item[0]))))
     return tuple(parts)
+
+
+def _kind(value: object) -> object:
+    """What bytes may depend on: of a factor, which may be another one in each layer (DiffLlama), whether it is 0."""
+    return (float, value != 0) if isinstance(value, float) else value
 
 
 def _pass(

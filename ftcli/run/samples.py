@@ -196,7 +196,8 @@ class SampleFolder:
             for key, name in names.items():
                 files[key].flush()
                 os.fsync(files[key].fileno())
-                asides[key].replace(self.path / name)
+                with storage_errors(self.path / name):
+                    asides[key].replace(self.path / name)
             fsync_directory(self.path)
 
 

@@ -133,3 +133,11 @@ def test_a_number_of_layers_that_cannot_be_is_refused(model_type: str, layers: i
     plan = plan_for(model_type, load, tmp_path, num_hidden_layers=layers)
     with pytest.raises(FtcliError, match="FT305"):
         estimate_memory(plan)
+
+
+def test_layers_that_differ_by_a_factor_are_measured_once(load: Load, tmp_path: Path) -> None:
+    """DiffLlama's have one each: a model of 32 layers was measured layer by layer, and one of 1,000 without end."""
+    plan = plan_for("diffllama", load, tmp_path, num_hidden_layers=6)
+    activations = plan.measured.activations
+    assert activations is not None
+    assert [kind.count for kind in activations.kinds] == [6]

@@ -167,3 +167,7 @@ def test_a_folder_in_the_place_of_a_file_is_named(tmp_path: Path) -> None:
     (tmp_path / MANIFEST).mkdir()
     with SampleFolder(tmp_path) as folder, pytest.raises(FtcliError, match=rf"cannot write .*/{MANIFEST}: "):
         folder.begin({"a": 1}, {}, replace=True)
+    (tmp_path / "sft.jsonl").mkdir()
+    said = pytest.raises(FtcliError, match=r"cannot write .*/sft\.jsonl: ")
+    with SampleFolder(tmp_path) as folder, said, folder.writing({"sft": "sft.jsonl"}):
+        pass
