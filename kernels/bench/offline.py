@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import io
 import re
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -370,12 +371,21 @@ def compile_instead_of_launch(record: list[Any], reports: Path) -> Callable[...,
             kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         report = reports / f"{kernel.hash}.ptxas"
         if not report.exists():  # else it was compiled before, and nothing was said
-            astray = unwritten(kernel.asm["sass"]) if "wgmma" in kernel.asm["ptx"] else []
+            astray = unwritten(disassembled(kernel.asm["cubin"])) if "wgmma" in kernel.asm["ptx"] else []
             report.write_text(said.getvalue() + "".join(f"{_ASTRAY}{line}\n" for line in astray))
         record.append(kernel)
         return kernel
 
     return compiled
+
+
+def disassembled(cubin: bytes) -> str:
+    """A kernel's instructions, by the disassembler that Triton brings along."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.nvdisasm.path, "-c", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout  # noqa: S603
 
 
 def unwritten(sass: str) -> list[str]:
@@ -388,7 +398,7 @@ def unwritten(sass: str) -> list[str]:
     found: list[str] = []
     written, straight = {255}, True
     for line in sass.splitlines():
-        text = re.sub(r"^@!?U?P\w+ ", "", line.partition("\t")[2].strip(" ;"))
+        text = re.sub(r"^@!?U?P\w+ ", "", line.partition("*/")[2].partition(";")[0].strip())
         operation, _, operands = text.partition(" ")
         target, _, sources = operands.partition(",")
         read = {int(number) for number in re.findall(r"\bR(\d+)\b", sources)}

@@ -80,7 +80,10 @@ def test_a_table_prints_rows_in_markdown_and_keeps_what_has_no_column(
 )
 def test_what_ptxas_has_left_unwritten_is_found(script: Callable[[str], Any], line: str, found: bool) -> None:
     before = ("LDC R1, c[0x0][0x28]", "LDC.64 R4, c[0x0][0x248]")
-    sass = "\n".join(f"--:-:-:-:1\t{text};" for text in (*before, line, "BRA `(.L_x_0)", "IADD3 R7, R6, R5, RZ"))
+    sass = "\n".join(
+        f"        /*00a0*/                   {text} ;"
+        for text in (*before, line, "BRA `(.L_x_0)", "IADD3 R7, R6, R5, RZ")
+    )
     assert bool(script("offline").unwritten(sass)) == found
 
 
