@@ -145,7 +145,7 @@ class _PackedAdapters:
         self._packs.refresh()
         found = [PreparedGroup(packed) for packed in self._packs.packs]
         try:
-            for layer, packs in zip(self._layers, LayerPacks.of_layers(found), strict=True):
+            for layer, packs in zip(self._layers, LayerPacks.of_layers(found, [()] * len(self._layers)), strict=True):
                 layer.packs = packs
             yield
         finally:

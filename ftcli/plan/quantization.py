@@ -96,7 +96,7 @@ def nf4_bytes(linear: Linear, quantization: QuantizationConfig) -> int:
     Half a byte an element, a scale for each block of 64, and a table of 16 float32. A scale is a float32, or with
     ``double_quant`` one byte, with a float32 for each 256 of them, a table of 256 float32 and an offset.
     """
-    elements = linear.in_features * linear.out_features
+    elements = linear.elements
     blocks = -(-elements // NF4_BLOCK_SIZE)
     scales = 4 * blocks
     if quantization.double_quant:
@@ -174,7 +174,7 @@ def _products(shape: ModelShape, on_kernels: bool) -> list[list[Linear]]:
 
 
 def _elements(linears: Sequence[Linear]) -> int:
-    return sum(linear.in_features * linear.out_features for linear in linears)
+    return sum(linear.elements for linear in linears)
 
 
 def stored_method(config: JsonMap) -> str | None:
