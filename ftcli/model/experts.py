@@ -15,6 +15,7 @@ from ftkernels.experts import ExpertPacks, ExpertStack, lora_experts
 from ftkernels.lora_mlp import lora_mlp
 from torch import Tensor, nn
 
+from ftcli.model.stacks import packed_stack
 from ftcli.plan.execution import EXPERTS_WHOLE
 from ftcli.tables.families import Experts
 
@@ -84,7 +85,7 @@ def _wrappers(experts: Any) -> Iterator[ParamWrapper]:
 
 
 def _stack(base: Any, name: str, wrappers: dict[str, ParamWrapper]) -> ExpertStack:
-    weight = getattr(base, name)
+    weight = packed_stack(getattr(base, name))
     wrapper = wrappers.get(name)
     count = int(base.num_experts)
     if wrapper is None or wrapper.disable_adapters or wrapper.merged or not wrapper.active_adapters:

@@ -49,8 +49,17 @@ def weight_bytes(
     packed = replace(shape, layers=shape.layers[dequantized_layers:])
     if not packed.layers:
         return shape.parameters * parameter_bytes
-    stored = _of_all(packed, lambda linear: stored_bytes(linear, quantization))
-    return (shape.parameters - _of_all(packed, lambda linear: _elements([linear]))) * parameter_bytes + stored
+    held = _quantized(packed, stacks=method.quantize_stack is not None)
+    stored = _of_all(held, lambda linear: stored_bytes(linear, quantization))
+    return (shape.parameters - _of_all(held, lambda linear: _elements([linear]))) * parameter_bytes + stored
+
+
+def _quantized(shape: ModelShape, *, stacks: bool) -> ModelShape:
+    """The linears that are quantized: without the stacks of experts unless ``stacks``."""
+    if stacks or not any(layer.stacks for layer in shape.layers):
+        return shape
+    layers = (replace(x, linears=tuple(y for y in x.linears if y.experts == 1)) for x in shape.layers)
+    return replace(shape, layers=tuple(layers))
 
 
 def _of_all(shape: ModelShape, count: Callable[[Linear], int]) -> int:
@@ -162,7 +171,8 @@ def dequantized_bytes(
     trains = quantizations.row(quantization.method).training is not None
     if not trains and why_dequantized(quantization, dtypes, device) is None:
         return 0
-    return dtypes.compute_bytes * max(_elements(group) for group in _products(shape, on_kernels))
+    held = _quantized(shape, stacks=quantizations.row(quantization.method).quantize_stack is not None)
+    return dtypes.compute_bytes * max(_elements(group) for group in _products(held, on_kernels))
 
 
 def _products(shape: ModelShape, on_kernels: bool) -> list[list[Linear]]:

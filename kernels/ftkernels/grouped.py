@@ -85,8 +85,8 @@ class _Tile:
 
 
 # By the rows of a tile. `unit` has two accumulators of so many columns. See docs/performance.md, "Experts".
-_PRODUCT = {128: _Tile(256, 64, 8, 3), 64: _Tile(128, 64, 4, 3), 16: _Tile(64, 128, 4, 4)}
-_UNIT = {128: _Tile(128, 64, 8, 3), 64: _Tile(64, 64, 4, 3), 16: _Tile(32, 128, 4, 4)}
+_PRODUCT = {128: _Tile(256, 64, 8, 4), 64: _Tile(128, 64, 4, 3), 16: _Tile(64, 128, 4, 4)}
+_UNIT = {128: _Tile(128, 64, 8, 4), 64: _Tile(64, 64, 4, 3), 16: _Tile(32, 128, 4, 4)}
 _SMALL = _Tile(32, 32, 4, 1)
 _INTERPRETED_ROWS = 16
 
