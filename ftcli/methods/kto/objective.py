@@ -57,6 +57,7 @@ class LabelObjective(ComparedObjective):
             ld_alpha=1.0,
             reference=compared.model,
             known=compared.known is not None,
+            other=compared.other,
             **parts,
         )
         self._kl = torch.tensor(0.0, device=job.device)

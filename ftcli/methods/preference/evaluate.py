@@ -151,11 +151,13 @@ class ComparedEvaluator(UnitEvaluator, ABC):
         reference: A second model to compare with; None: the model without its adapters. Where there is neither, as in
             `ftcli eval` of a full fine-tune, it is the first model that is measured.
         known: What the reference gives each unit, by its digest. What is missing is computed once and added.
+        gone: It is another model, and not there any more: all that is asked for is known, but for last tokens.
         stops: What it gives the last token of each row, or chosen row, likewise.
     """
 
     reference: PreTrainedModel | None = None
     known: dict[bytes, list[float]] = field(default_factory=dict, repr=False)
+    gone: bool = False
     stops: dict[bytes, float] = field(default_factory=dict, repr=False)
 
     def scorer(self, model: PreTrainedModel | PeftModel, ld_alpha: float) -> AnswerScorer:
@@ -201,7 +203,7 @@ class ComparedEvaluator(UnitEvaluator, ABC):
 
     def _is_beside(self, model: PreTrainedModel | PeftModel) -> bool:
         """True if a reference can be computed beside the model that is measured."""
-        return self.reference is not None or hasattr(model, "disable_adapter")
+        return self.reference is not None or (hasattr(model, "disable_adapter") and not self.gone)
 
     def _computed(
         self,
@@ -211,6 +213,7 @@ class ComparedEvaluator(UnitEvaluator, ABC):
         policy: ScoredAnswers | None,
     ) -> ScoredAnswers | None:
         if not self._is_beside(model):
+            assert not self.gone, "another model has been asked about all held-out rows"
             return policy
         if self.reference is not None:
             reshard_model(model)  # embedding and head of one model at a time
