@@ -291,7 +291,9 @@ def reference(draft: Draft, given: ForeignSetting) -> None:
 def _revision(draft: Draft, given: ForeignSetting) -> None:
     """The revision of a reference; that of the trained model stands elsewhere."""
     named = draft.said("ref_model_name_or_path") or draft.said("ref_model")
-    if is_off(given.value) or (named == draft.said("model_name_or_path") and given.value == draft.said("model_revision")):
+    if is_off(given.value) or (
+        named == draft.said("model_name_or_path") and given.value == draft.said("model_revision")
+    ):
         return
     if named is None:
         draft.lost(given, "it is of a reference, and none is named", harmless=True)

@@ -84,17 +84,28 @@ class ComparedObjective(SummedObjective):
         self._scorer = AnswerScorer(job.batches(model), job.pad_token_id, size, ld_alpha, parts["sequence"])
         self._checked = False
 
-    def check_first(self, inputs: dict[str, Tensor], policy: ScoredAnswers, reference: ScoredAnswers) -> None:
-        """Compares both before the first step. Raises FtcliError FT714 (exit 1) where one model is both; tells how far
-        apart they are where the reference is another one.
+    def own_start(self, inputs: dict[str, Tensor]) -> ScoredAnswers | None:
+        """Before the first step of a run whose reference is another model, what the model without its adapters gives
+        the first answers: the policy is held to that. None in all other cases. It is asked before the policy is.
+        """
+        if self._checked or self._other is None or not hasattr(self._model, "disable_adapter"):
+            return None
+        return self._of_reference(inputs)
+
+    def check_first(
+        self, inputs: dict[str, Tensor], policy: ScoredAnswers, reference: ScoredAnswers, start: ScoredAnswers | None
+    ) -> None:
+        """Before the first step, compares the policy with its reference, or where that is another model with its own
+        start, and tells how far apart the two are. Raises FtcliError FT714 (exit 1).
         """
         if self._checked:
             return
         self._checked = True
         if self._other is not None:
             tell_start(self._other, inputs, policy, reference, self._vocabulary, self._reporter)
-        else:
-            require_equal(self._model, self._dtypes, self._scorer, inputs, policy, reference, self._group)
+        held = reference if self._other is None else start
+        if held is not None:
+            require_equal(self._model, self._dtypes, self._scorer, inputs, policy, held, self._group)
 
     @torch.no_grad()
     def _of_reference(self, inputs: dict[str, Tensor], known: Tensor | None = None) -> ScoredAnswers:
@@ -168,11 +179,12 @@ class PairObjective(ComparedObjective):
         chosen answers' tokens over these."""
         weights, known = inputs.pop(_PAIRS), inputs.pop(KNOWN, None)
         reference = self._of_reference(inputs, known) if self._loss.reference else None
+        start = self.own_start(inputs)
         with compute_context(self._device, self._dtypes.compute, self._dtypes.autocast):
             policy = self._scorer.score(self._model, inputs, self._stack, aligned=self._loss.weighs)
         tokens = (inputs[SCORED] > 0).sum(1).float()
         if reference is not None:
-            self.check_first(inputs, policy, reference)
+            self.check_first(inputs, policy, reference, start)
         answers = answers_of(policy, reference, tokens)
         loss = (self._loss.weighed_values(answers, policy.aligned) * weights).sum() / step.pairs
         if self._loss.sft_weight:
@@ -203,8 +215,9 @@ def require_equal(
     reference: ScoredAnswers,
     group: RankGroup | None = None,
 ) -> None:
-    """Before the first step the model is its reference, but for dropout and rounding. Raises FtcliError FT714 (exit 1);
-    what is not finite is left to FT702.
+    """Before the first step the model is its reference, but for dropout and rounding; of one that is compared with
+    another model, ``reference`` is itself without its adapters. Raises FtcliError FT714 (exit 1); what is not finite is
+    left to FT702.
 
     Args:
         scorer, inputs: What policy and reference were scored with; the policy is once more, without dropout, where they

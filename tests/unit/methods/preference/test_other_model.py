@@ -112,6 +112,30 @@ def test_the_run_says_what_both_give_the_first_answers_and_ends_not(trainer: DPO
     assert ended.value.findings[0].code == "FT714"
 
 
+@pytest.mark.parametrize("method", ["dpo", "kto"])
+def test_the_policy_is_held_to_its_own_start(trainer: DPOTrainer, folder: Path, method: str) -> None:
+    """Fresh adapters change nothing; trained ones are no start. A resumed run has begun before."""
+
+    def made(adapted: Any) -> Any:
+        if method == "dpo":
+            return objective(adapted, asked(trainer.ref_model))
+        job, rows = labelled_job(lora=None, train={"per_device_train_batch_size": 8}), labelled.rows()
+        found = labels_ahead(job, trainer.ref_model, labelled.epochs_of(rows), (), None)
+        return labelled.objective_of(adapted, known=found.known, other=NAME, started=False)
+
+    fresh, trained = (steps.adapted_model(folder, trained=after) for after in (False, True))
+    for adapted, fails in ((fresh, False), (trained, True)):
+        run = made(adapted)
+        batch = dict(run.micro_batch([0, 1], blank=False).inputs)
+        divide = steps.divisors(run.micro_batch([0, 1], blank=False).counts)
+        if not fails:
+            assert run.loss(batch, divide).item() > 0
+            continue
+        with pytest.raises(FtcliError) as ended:
+            run.loss(batch, divide)
+        assert ended.value.findings[0].code == "FT714"
+
+
 @pytest.mark.parametrize(("nats", "codes"), [(-1.0, []), (-6.4, []), (-6.7, ["FT715"])])
 def test_a_reference_worse_than_a_guess_is_told(nats: float, codes: list[str]) -> None:
     """Among 256 tokens a guess has 5.55 nats."""
@@ -127,7 +151,7 @@ def test_a_run_goes_on_with_what_it_knows_and_never_without_adapters(trainer: DP
     """Its checkpoint says that the reference was scored ahead; nothing here could compute it."""
     from ftcli.train.checkpoint_state import Progress
 
-    adapted = steps.adapted_model(folder)
+    adapted = steps.adapted_model(folder, trained=False)
     known = asked(trainer.ref_model)
     wanted = step(objective(adapted, known), adapted, [[0, 1, 2, 3]])
     for began in ("ahead", "live"):
