@@ -44,9 +44,8 @@ def answered(
     held_out: Sequence[TokenizedRow],
     group: RankGroup | None,
 ) -> Answered[_T] | None:
-    """What the model that the method asks answers; None where it asks none, or
-    nothing. All ranks call this; they are connected
-    then.
+    """What the model that the method asks answers; None where it asks none, or nothing. All ranks call this; they are
+    connected then.
 
     Args:
         ask: Gets a job of that model, and the model, frozen.
@@ -81,7 +80,8 @@ def _answered(
     held_out: Sequence[TokenizedRow],
     group: RankGroup | None,
 ) -> Answered[_T]:
-    require_same_tokens(job, of_other, (rows, held_out))
+    with nullcontext() if group is None else group.after_leader("other tokens"):  # which may be downloaded
+        require_same_tokens(job, of_other, (rows, held_out))
     read = assembly.begin_reading(of_other) if group is None or group.leads else tuple
     needed = assembly.to_download(of_other) > 0
     with nullcontext() if group is None else group.after_leader("other weights", lambda: needed):
