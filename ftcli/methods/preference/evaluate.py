@@ -23,6 +23,7 @@ from ftcli.methods.preference.cache import LogProbs, unit_digest
 from ftcli.methods.preference.figures import (
     PAIR_SUMS,
     controlled,
+    held_out_names,
     margins_of,
     measures,
     pair_sums,
@@ -40,18 +41,6 @@ from ftcli.train.assembly import of_reference
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
-
-#: What held-out results call the numbers of metrics.
-_NAMES = {
-    "rewards/accuracies": "accuracy",
-    "rewards/accuracies_alike": "accuracy_of_like_length",
-    "rewards/margins": "margin",
-    "rewards/chosen": "chosen_reward",
-    "rewards/rejected": "rejected_reward",
-    "logps/chosen": "chosen_logp",
-    "logps/rejected": "rejected_logp",
-    "chosen_fell": "chosen_fell",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,14 +217,13 @@ class PairEvaluator(ComparedEvaluator):
     def result(self, sums: Sequence[float], columns: Floats, rows: Sequence[TokenizedRow]) -> LossResult:
         """Mean loss, and ``more`` beside it."""
         loss, (total, cross_entropy, *of_pairs) = self._loss(), sums
-        pairs, tokens = of_pairs[0], of_pairs[7] + of_pairs[8]
-        mean = require_finite(total / max(pairs, 1) + loss.sft_weight * cross_entropy / max(of_pairs[7], 1))
+        pairs, (ours, others) = of_pairs[0], of_pairs[-2:]
+        mean = require_finite(total / max(pairs, 1) + loss.sft_weight * cross_entropy / max(ours, 1))
         found = measures(of_pairs, compared=loss.reference)
         values, lengths = columns[:, 0], columns[:, 1:3]
-        more = {ours: found[name] for name, ours in _NAMES.items() if name in found}
-        more |= controlled(values, lengths) | stop_measures(columns[:, 3:])
+        more = held_out_names(found) | controlled(values, lengths) | stop_measures(columns[:, 3:])
         margins = margins_of_pairs(rows, values, lengths, self.job.tokenizer)
-        return LossResult(mean, None, None, int(tokens), int(pairs), more, margins)
+        return LossResult(mean, None, None, int(ours + others), int(pairs), more, margins)
 
     def _loss(self) -> PairLoss:
         return PairLoss.of(self.job.recipe.train.method, self.job.recipe.preference)
