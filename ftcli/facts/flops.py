@@ -4,11 +4,11 @@ One multiply-add is two operations. Per token of a sequence of S tokens, causal,
 forward 2·in·out, gradient of the input 2·in·out, gradient of the weight 2·in·out (full fine-tuning only). Adapters
 of rank r add 2·r·(in+out) forward and twice that backward. Attention has two products forward (QKᵀ, PV) and five
 backward (QKᵀ again, dP, dV, dQ, dK), each 2·width·k for k the mean number of keys a query sees: (S+1)/2, or less
-with a sliding window. Of experts those are counted that a token goes through. A gated delta net is counted in chunks, its step as 3.7 forward passes. The head has a forward
-and an input gradient for every supervised position; synthetic benchmarks supervise all. Norms, activations and the
-optimizer are bandwidth, not arithmetic, and are left out. Gradient checkpointing adds one more forward pass of the
-layers (not of the head); ``selective`` adds only that of gate and up. Layers on the kernels skip what they need not run
-again; that saving is not counted.
+with a sliding window. Of experts those are counted that a token goes through. A gated delta net is counted in chunks,
+its step as 3.7 forward passes. The head has a forward and an input gradient for every supervised position; synthetic
+benchmarks supervise all. Norms, activations and the optimizer are bandwidth, not arithmetic, and are left out.
+Gradient checkpointing adds one more forward pass of the layers (not of the head); ``selective`` adds only that of
+gate and up. Layers on the kernels skip what they need not run again; that saving is not counted.
 """
 
 from __future__ import annotations

@@ -285,8 +285,8 @@ class ModelShape:
         return self.language_parameters + self.other_parameters
 
     def adapted(self, target_modules: str | tuple[str, ...], *, experts: bool = True) -> tuple[Linear, ...]:
-        """The layer's linears that PEFT would adapt: all (``experts``: stacks of experts too), or those whose name is or
-        ends in a target.
+        """The layer's linears that PEFT would adapt: all (``experts``: stacks of experts too), or those whose name is
+        or ends in a target.
         """
         if isinstance(target_modules, str):
             return tuple(linear for linear in self.linears if experts or linear.experts == 1)
@@ -347,7 +347,7 @@ def shape_of(config: Config) -> ModelShape | None:
         mixer: Attention | DeltaNet = net or Attention(heads, kv_heads, head_dim, window, rotary_dim if turns else 0)
         groups, beside = (family.groups if net is None else family.delta_groups), norms
         beside += of_heads if net is None else net.parameters
-        inner, stacks = intermediate, ()
+        inner, stacks = intermediate, tuple[Linear, ...]()
         if has_experts and mixture is not None:
             inner, stacks, groups = mixture.shared_width, mixture.stacks, family.with_experts(groups)
             beside += mixture.router_parameters

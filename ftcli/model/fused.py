@@ -81,7 +81,9 @@ class LayerPacks(NamedTuple):
     ) -> list[LayerPacks]:
         """Those of each layer, from the groups of all layers and the packed adapters of each one's experts."""
         size = len(Groups._fields)
-        return [cls(*groups[at * size : at * size + size], stacks) for at, stacks in enumerate(experts)]
+        parts = [groups[at : at + size] for at in range(0, len(groups), size)]
+        named = [dict(zip(Groups._fields, part, strict=True)) for part in parts]
+        return [cls(**part, experts=stacks) for part, stacks in zip(named, experts, strict=True)]
 
 
 #: Each group prepares its own.
@@ -372,8 +374,11 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         return out if plain else torch.add(hidden_states, out, alpha=self._multiplier)
 
     def _halves_of(self) -> tuple[nn.Module, nn.Module]:
-        block = "mlp" if self._experts is None else self._experts.block
-        return self.self_attn, self.get_submodule(block)
+        return self.self_attn, self._mlp_module
+
+    @property
+    def _mlp_module(self) -> nn.Module:
+        return self.get_submodule("mlp" if self._experts is None else self._experts.block)  # type: ignore[no-any-return]
 
     def _adds_at_once(self, norm: str | None, dropout: float) -> bool:
         """True if a half's output is added as the last product gives it."""
@@ -608,9 +613,8 @@ class DecoderStack:
         self.deferred = DeferredStream()
         pairs = zip(self._adapters.packs, self._copies.copies, strict=True)
         found = [PreparedGroup(packed, copies, self.deferred) for packed, copies in pairs]
-        self._experts = [] if dtype is None else [_with_packs(layer, dtype) for layer in self.layers]
-        packed = [tuple(packs for _, packs in stacks) for stacks in self._experts]
-        self._packs = LayerPacks.of_layers(found, packed) or [UNPACKED] * len(self.layers)
+        self._experts = [] if dtype is None else [stacks_with_packs(layer, dtype) for layer in self.layers]
+        self._packs = LayerPacks.of_layers(found, packs_of(self._experts)) or [UNPACKED] * len(self.layers)
         self.runner: Runner | None = None
         self.drops = any(layer.drops for layer in self.layers)
         self._layer_calls: list[LayerCall] | None = None
@@ -664,9 +668,7 @@ class DecoderStack:
         """(B, S, H) -> (B, S, H): the layers one after the other."""
         self._adapters.refresh()
         self._copies.refresh()
-        for stack, packs in (pair for pairs in self._experts for pair in pairs):
-            if packs is not None:
-                pack_experts(stack, packs)
+        pack_stacks(self._experts)
         hidden = call.hidden
         for layer, layer_call, packs in zip(self.layers, call.layer_calls, self._packs, strict=True):
             given = (hidden, layer_call.mask, layer_call.rotation, packs)
@@ -677,8 +679,25 @@ class DecoderStack:
         return hidden
 
 
-def _with_packs(layer: FusedDecoderLayer, dtype: torch.dtype) -> list[tuple[ExpertStack, ExpertPacks | None]]:
+#: The stacks of a layer's experts, each with memory for its packed adapters.
+PackedStacks = list[tuple[ExpertStack, ExpertPacks | None]]
+
+
+def stacks_with_packs(layer: FusedDecoderLayer, dtype: torch.dtype) -> PackedStacks:
+    """A layer's, whose packs hold nothing yet."""
     return [(stack, empty_packs(stack, dtype)) for stack in layer.stacks()]
+
+
+def packs_of(stacks: Sequence[PackedStacks]) -> list[tuple[ExpertPacks | None, ...]]:
+    """The packs of each layer."""
+    return [tuple(packs for _, packs in pairs) for pairs in stacks]
+
+
+def pack_stacks(stacks: Sequence[PackedStacks]) -> None:
+    """Copies the adapters of all experts as they are now into their packs."""
+    for stack, packs in (pair for pairs in stacks for pair in pairs):
+        if packs is not None:
+            pack_experts(stack, packs)
 
 
 def stack_of(model: PreTrainedModel | PeftModel, dtype: torch.dtype | None = None) -> DecoderStack | str:

@@ -162,12 +162,13 @@ def _why_not(layer: nn.Module, described: Layer, family: Family) -> str | None:
 def why_not_fused(layer: nn.Module) -> str | None:
     """The reason why the fused layers cannot take this linear layer; None if they can."""
     from peft.tuners.lora import Linear as LoraLinear
+    from peft.tuners.lora.layer import ParamWrapper
     from peft.utils.other import ModulesToSaveWrapper
 
     base = layer
     if isinstance(layer, ModulesToSaveWrapper):
         return TRAINED_WHOLE
-    if isinstance(layer, LoraLinear):
+    if isinstance(layer, LoraLinear | ParamWrapper):  # the second where PEFT takes a layer's name for an expert's
         base = layer.base_layer
         if any(layer.use_dora.values()):
             return DORA

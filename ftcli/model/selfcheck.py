@@ -303,7 +303,9 @@ def _same_routing(model: Model) -> Iterator[None]:
     family = family_of(base_of(model).config.get_text_config().model_type)
     experts = None if family is None else family.experts
     with ExitStack() as stack:
-        for layer in _layers(model) if experts is not None else ():
+        for layer in _layers(model):
+            if experts is None:
+                break
             try:
                 router = layer.get_submodule(f"{experts.block}.{experts.router}")
             except AttributeError:  # a layer without experts

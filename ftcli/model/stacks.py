@@ -29,7 +29,7 @@ class QuantizedStack(Tensor):
 
     @staticmethod
     def __new__(cls, packed: Any, shape: torch.Size, dtype: torch.dtype, method: str) -> QuantizedStack:
-        made: QuantizedStack = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=packed.device)  # type: ignore[attr-defined]
+        made: QuantizedStack = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=packed.device)
         made.packed, made.method = packed, method
         return made
 
@@ -37,7 +37,7 @@ class QuantizedStack(Tensor):
         """All is done where it is made."""
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Moving, copying and detaching keep it packed; every other operation gets it dequantized."""
         kwargs = kwargs or {}
         if func in _KEEPING:
@@ -52,9 +52,6 @@ class QuantizedStack(Tensor):
     def stored_bytes(self) -> int:
         """Bytes of all that is stored."""
         return int(self.packed.stored_bytes)  # type: ignore[attr-defined]
-
-    def __repr__(self, *_: Any, **__: Any) -> str:
-        return f"QuantizedStack({tuple(self.shape)}, {self.method})"
 
 
 #: Operations after which a stack is one still.

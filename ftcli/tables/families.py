@@ -82,8 +82,8 @@ class DeltaNets:
 class Experts:
     """Layers whose MLP is a mixture of experts, each a gated unit, of which a router chooses some for a token.
 
-    transformers' own router is asked, so that every kind of it is right; the experts are stacks ``gate_up_proj`` (E, 2F,
-    H) and ``down_proj`` (E, H, F) in ``experts`` of the block.
+    transformers' own router is asked, so that every kind of it is right; the experts are stacks ``gate_up_proj``
+    (E, 2F, H) and ``down_proj`` (E, H, F) in ``experts`` of the block.
 
     Attributes:
         block: The mixture's name in a layer.
@@ -285,6 +285,12 @@ class Groups(NamedTuple):
     gate: tuple[str, ...] = ()
 
 
+def _sizes(experts: int, used: int, width: int | None = None) -> tuple[tuple[str, float | bool], ...]:
+    """transformers' defaults of the number of experts, of those of a token, and of the features of each."""
+    found = (("num_local_experts", experts), ("num_experts_per_tok", used))
+    return found if width is None else (*found, ("moe_intermediate_size", width))
+
+
 _GEMMA = "gelu_pytorch_tanh"
 _BY_HEAD = HeadNorms()
 _ATTENTION_BIAS = "attention_bias"
@@ -321,7 +327,7 @@ TABLE: Mapping[str, Family] = MappingProxyType(
             o_bias=_ATTENTION_BIAS,
             head_norm=_BY_HEAD,
             window=4096,
-            defaults=(("use_sliding_window", False), ("num_key_value_heads", 4)),
+            defaults=(("use_sliding_window", False), ("num_key_value_heads", 4), *_sizes(128, 8, 768)),
         ),
         "qwen2_moe": Family(
             experts=Experts(
@@ -331,12 +337,18 @@ TABLE: Mapping[str, Family] = MappingProxyType(
             ),
             qkv_bias="qkv_bias",
             windows_from="max_window_layers",
-            defaults=(("qkv_bias", True), ("use_sliding_window", False)),
+            defaults=(
+                ("qkv_bias", True),
+                ("use_sliding_window", False),
+                ("shared_expert_intermediate_size", 5632),
+                *_sizes(60, 4, 1408),
+            ),
         ),
         "mixtral": Family(
             experts=Experts(width="intermediate_size"),
             window_on_config=True,
             not_with=("router_jitter_noise",),
+            defaults=_sizes(8, 2),
         ),
         "olmoe": Family(
             experts=Experts(width="intermediate_size"),
@@ -344,12 +356,14 @@ TABLE: Mapping[str, Family] = MappingProxyType(
             qkv_bias=_ATTENTION_BIAS,
             o_bias=_ATTENTION_BIAS,
             not_with=("clip_qkv",),
+            defaults=_sizes(64, 8),
         ),
         "granitemoe": Family(
             experts=Experts("block_sparse_moe", "router", width="intermediate_size"),
             qkv_bias=_ATTENTION_BIAS,
             o_bias=_ATTENTION_BIAS,
             residual_multiplier="residual_multiplier",
+            defaults=_sizes(8, 2),
         ),
         "mellum": Family(
             experts=Experts(dense="mlp_layer_types"),
@@ -358,6 +372,8 @@ TABLE: Mapping[str, Family] = MappingProxyType(
             qkv_bias=_ATTENTION_BIAS,
             o_bias=_ATTENTION_BIAS,
             window=1024,
+            full_attention_every=1,  # without layer_types no layer has the window
+            defaults=_sizes(64, 8, 896),
         ),
         "gemma": Family(
             norm="gemma",
@@ -424,6 +440,7 @@ TABLE: Mapping[str, Family] = MappingProxyType(
             o_bias=_ATTENTION_BIAS,
             head_dim=256,
             rotary_share=0.25,
+            defaults=(("shared_expert_intermediate_size", 512), *_sizes(256, 8, 512)),
         ),
         "ministral3": Family(head_dim=128, window_on_config=True, scaled_by_position=True),
         "phi3": Family(joined=("qkv", "gate_up"), window_on_config=True),

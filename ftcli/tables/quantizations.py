@@ -85,8 +85,8 @@ class Quantization:
         stored_bytes: Code: a function of a :class:`ftcli.facts.shape.Linear` and the recipe's section that answers how
             many bytes the layer's weight takes. None where ``quantize`` is None.
         products: None: the weights are dequantized for each product, on every device.
-        quantize_stack: Code: a function of a matrix (E * O, I) of all experts and the recipe's section that answers with
-            a ``ftkernels.projection.FrozenWeight``. None: experts stay in full precision.
+        quantize_stack: Code: a function of a matrix (E * O, I) of all experts and the recipe's section that answers
+            with a ``ftkernels.projection.FrozenWeight``. None: experts stay in full precision.
         packed_files: None: weights are only read in full precision.
         training: How the weights are trained where a recipe has no adapters; None where they cannot be.
         already: Code: a function of a linear layer in full precision and its name: the layer's numbers as a

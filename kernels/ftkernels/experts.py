@@ -1,7 +1,7 @@
 """Mixtures of experts with LoRA adapters on every expert: a gated unit of two linear layers for each token's experts.
 
-Legend: T tokens, H hidden size, E experts, P of them a token, M = T * P pairs, F width of an expert, R rank. For a token
-t, its expert e and the router's weight w of it:
+Legend: T tokens, H hidden size, E experts, P of them a token, M = T * P pairs, F width of an expert, R rank. For a
+token t, its expert e and the router's weight w of it:
 
     [g | u] = x_t @ W1_e.T + s1 * (x_t @ A1_e.T) @ B1_e.T        W1 (E, 2F, H)
     h       = act(g) * u
@@ -49,8 +49,8 @@ Save = Literal["gate_up", "input"]
 
 
 class ExpertPacks(NamedTuple):
-    """The adapters of a stack by expert, in the products' dtype, R padded with zeros: a (E, R, I), and b (E, R, O) times
-    the scaling.
+    """The adapters of a stack by expert, in the products' dtype, R padded with zeros: a (E, R, I), and b (E, R, O)
+    times the scaling.
     """
 
     a: Tensor

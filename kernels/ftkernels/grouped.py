@@ -1,7 +1,8 @@
 """Products whose rows belong to groups, each with a matrix of its own: the experts that tokens were sent to.
 
-Legend: T tokens, P experts a token, M = T * P pairs of both, G groups (experts). A router gives ``index`` (T, P). Rows of
-grouped tensors are the pairs sorted by their expert; within one they keep their order, so that every sum has one order.
+Legend: T tokens, P experts a token, M = T * P pairs of both, G groups (experts). A router gives ``index`` (T, P). Rows
+of grouped tensors are the pairs sorted by their expert; within one they keep their order, so that every sum has one
+order.
 
     product   y[i] = x[i] @ W_g  (+ thin[i] @ wide_g)              g the group of row i
     thin      y[i] = x[i] @ F_g.T                                  (R columns)
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -32,6 +34,7 @@ from ftkernels.device import (
     triton_dtype,
     triton_store_dtype,
 )
+from ftkernels.glu import glu_reference
 from ftkernels.grouped_kernels import (
     outer_kernel,
     product_kernel,
@@ -48,9 +51,9 @@ from ftkernels.limits import Activation
 class Groups(NamedTuple):
     """A routing, sorted: everything int32.
 
-    edges: (G + 1,) where each group's rows begin, and the last one's end. token: (M,) the token of a row. pair: (M,) its
-    place in the router's output, token * P + p. place: (T, P) the row of a pair. tiles: (n, 2) for the kernels, or None.
-    rows_a_tile: what they were made for. shared: the GPU's shared memory for a program, in bytes.
+    edges: (G + 1,) where each group's rows begin, and the last one's end. token: (M,) the token of a row. pair: (M,)
+    its place in the router's output, token * P + p. place: (T, P) the row of a pair. tiles: (n, 2) for the kernels, or
+    None. rows_a_tile: what they were made for. shared: the GPU's shared memory for a program, in bytes.
     """
 
     edges: Tensor
@@ -100,7 +103,7 @@ def rows_a_tile(pairs: int, groups: int) -> int:
 
 
 def group_rows(index: Tensor, groups: int, *, kernels: bool) -> Groups:
-    """The rows of a routing ``index`` (T, P), integers in [0, groups), sorted by group; for the kernels or for torch."""
+    """The rows of a routing ``index`` (T, P), integers in [0, groups), sorted by group, for the kernels or torch."""
     tokens, top = index.shape
     pairs = tokens * top
     small = torch.int16 if groups < 2**15 else torch.int32  # radix sort goes over the keys' bytes
@@ -219,7 +222,7 @@ def grouped_outer(thin: Tensor, wide: Tensor, groups: Groups, *, rows: Tensor | 
     if groups.tiles is None:
         source = wide if rows is None else wide[rows.long()]
         edges = groups.edges.tolist()
-        parts = [thin[a:b].to(dtype).T @ source[a:b].to(dtype) for a, b in zip(edges, edges[1:], strict=False)]
+        parts = [thin[a:b].to(dtype).T @ source[a:b].to(dtype) for a, b in pairwise(edges)]
         return torch.stack(parts)
     out = torch.empty((groups.count, rank, columns), dtype=dtype, device=wide.device)
     block = 32 if interpreting() else 64
@@ -272,8 +275,8 @@ def unit_backward(
 
 
 def gathered_sum(y: Tensor, groups: Groups, *, weights: Tensor | None = None, added: Tensor | None = None) -> Tensor:
-    """(T, N): the sum of each token's rows of y (M, N), times weights (T, P), and ``added`` (T, N), in the dtype that both
-    promote to.
+    """(T, N): the sum of each token's rows of y (M, N), times weights (T, P), and ``added`` (T, N), in the dtype that
+    both promote to.
     """
     tokens, top = groups.place.shape
     columns = int(y.shape[1])
@@ -315,7 +318,7 @@ def _product_torch(
 ) -> Tensor:
     edges = groups.edges.tolist()
     parts = []
-    for group, (first, end) in enumerate(zip(edges, edges[1:], strict=False)):
+    for group, (first, end) in enumerate(pairwise(edges)):
         taken = x[first:end] if rows is None else x[rows[first:end].long()]
         y = taken @ (weight[group] if transposed else weight[group].T)
         parts.append(y if low is None else y + low.thin[first:end] @ low.wide[group])
@@ -323,7 +326,5 @@ def _product_torch(
 
 
 def _unit(both: Tensor, activation: Activation) -> Tensor:
-    from ftkernels.glu import glu_reference
-
     g, u = both.chunk(2, dim=-1)
     return glu_reference(g, u, activation)

@@ -1,7 +1,7 @@
-"""Kernels of products whose rows belong to groups, each group with a matrix of its own. Formulas: ``ftkernels.grouped``.
+"""Kernels of products whose rows belong to groups, each with a matrix of its own. Formulas: ``ftkernels.grouped``.
 
-Rows lie sorted by group. A tile's rows are those of one group: ``tiles`` (count, 2) names for each tile its group, or -1
-where there is none, and its first row. All sizes are known before; only the groups' edges are read on the device.
+Rows lie sorted by group. A tile's rows are those of one group: ``tiles`` (count, 2) names for each tile its group, or
+-1 where there is none, and its first row. All sizes are known before; only the groups' edges are read on the device.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ attention         c(Q + 2K) for query, key and value in one buffer, cQ for the o
 gated delta net   Of N value heads of V features, V' = N V, and F features of all queries, keys and values:
                   c(F + V' + 2N) for what enters it in one buffer, 8N for decays and write strengths, cV' for the delta
                   rule's output, and cV' for that normalised if the output projection keeps its input
-experts           Of F features, m of them a token, as a half whose norm is a tensor of its own: c · 2Fm for gate and up,
-                  cPm for each stack's products x·A, and for the routing 16m, and 4 for each expert's probability
+experts           Of F features, m of them a token, as a half whose norm is a tensor of its own: c · 2Fm for gate and
+                  up, cPm for each stack's products x·A, and for the routing 16m, and 4 for each expert's probability
 MLP               c · 2I: gate and up without their adapters' share; all else is formed again. Without a gate what the
                   activation reads and gives
 ================  ==================================================================================================
