@@ -540,6 +540,34 @@ METHODS = (
 )
 EXPORT = (
     _m(
+        "GGUF: the norm of what a delta net gives is shifted",
+        "ftcli/gguf.py",
+        'part.endswith("norm") and part != "ssm_norm"',
+        'part.endswith("norm")',
+        _U + "export/test_gguf.py::test_delta_nets_are_as_llama_cpps_converter_has_them",
+    ),
+    _m(
+        "GGUF: value heads of a key head stay together",
+        "ftcli/gguf.py",
+        "split.transpose(0, 1).flatten(0, 2).contiguous()",
+        "split.flatten(0, 2).contiguous()",
+        _U + "export/test_gguf.py::test_delta_nets_are_as_llama_cpps_converter_has_them",
+    ),
+    _m(
+        "a full fine-tune's heads for further tokens are the base's of today",
+        "ftcli/export/further.py",
+        "return alone or (source.folder / FURTHER_WEIGHTS).is_file()",
+        "return alone",
+        _E2E + "families.py::test_heads_that_transformers_passes_over_are_in_what_is_exported",
+    ),
+    _m(
+        "that heads for further tokens are missing is not said",
+        "ftcli/export/further.py",
+        'return [_lacking(f"{source.folder} has none of its own',
+        'return [] and [_lacking(f"{source.folder} has none of its own',
+        _E2E + "families.py::test_that_a_checkpoints_heads_for_further_tokens_are_gone_with_its_base_is_said",
+    ),
+    _m(
         "merged weights may be far off",
         "ftcli/export/verify.py",
         "room = 2 * UNIT_ROUNDOFF[dtype]",
