@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 from ftkernels.limits import log_prob_bytes
 from pydantic import BaseModel
 
+from ftcli.config.model import ModelConfig
 from ftcli.config.overrides import Settings
 from ftcli.config.recipe import Recipe
 from ftcli.facts.adapters import LinearAdapter, adapters
@@ -56,6 +57,14 @@ class MethodMemory:
     loss_bytes: int | None = None
     reference_bytes: int = 0
     generation: Generation | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OtherModel:
+    """A model that a method asks before the trained one is loaded, by the recipe's ``key`` that names it."""
+
+    key: str
+    model: ModelConfig
 
 
 @dataclass(frozen=True)
