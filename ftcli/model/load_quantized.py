@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ftcli.config.model import QuantizationConfig
 from ftcli.errors import FtcliError, first_line
 from ftcli.facts.weights import inspect_weights
-from ftcli.gguf import ReadFile, from_file, names_of, require_gguf_package
+from ftcli.gguf import ReadFile, from_file, heads_of, names_of, require_gguf_package
 from ftcli.model.backbone import decoder_layers
 from ftcli.model.fsdp import UNSHARDED_LAYERS, RankShards, has_shards_only, keep_shards
 from ftcli.model.pretrained import COMPUTED, hollow, weight_files
@@ -399,7 +399,7 @@ def ternary_tensors(path: Path, model: PreTrainedModel, layers: Collection[str])
         names = names_of([name for name in model.state_dict() if name not in tied], architecture).in_model
     except FtcliError as error:
         raise unreadable_weights(f"{path.name}: {error.findings[0].message}") from error
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads or config.num_attention_heads}
+    heads = heads_of(config)
     for stored in file.names:
         if stored in _ROTATION:
             continue

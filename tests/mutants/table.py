@@ -85,6 +85,20 @@ KERNELS = (
         "ops/test_delta_rule.py",
     ),
     _m(
+        "delta rule: the same in float32",
+        _K + "delta_rule_backward.py",
+        "mask=row + place < S, other=0.0) + passed",
+        "mask=row + place < S, other=0.0)",
+        "ops/test_delta_rule.py",
+    ),
+    _m(
+        "delta rule: tokens that are the earlier of a pair learn from it",
+        _K + "delta_rule_backward.py",
+        "owed = tl.dot(tl.where(later, 0.0, 1.0), owed, input_precision=PRECISION)",
+        "owed = tl.dot(tl.where(later, 0.0, 1.0), owed, input_precision=PRECISION) + owed",
+        "ops/test_delta_rule.py",
+    ),
+    _m(
         "causal convolution: gradients from the next document",
         _K + "causal_conv.py",
         "reads = (token >= begin) | ((token < 0) & (begin == 0))",
@@ -525,6 +539,34 @@ METHODS = (
     ),
 )
 EXPORT = (
+    _m(
+        "GGUF: the norm of what a delta net gives is shifted",
+        "ftcli/gguf.py",
+        'part.endswith("norm") and part != "ssm_norm"',
+        'part.endswith("norm")',
+        _U + "export/test_gguf.py::test_delta_nets_are_as_llama_cpps_converter_has_them",
+    ),
+    _m(
+        "GGUF: value heads of a key head stay together",
+        "ftcli/gguf.py",
+        "split.transpose(0, 1).flatten(0, 2).contiguous()",
+        "split.flatten(0, 2).contiguous()",
+        _U + "export/test_gguf.py::test_delta_nets_are_as_llama_cpps_converter_has_them",
+    ),
+    _m(
+        "a full fine-tune's heads for further tokens are the base's of today",
+        "ftcli/export/further.py",
+        "return alone or (source.folder / FURTHER_WEIGHTS).is_file()",
+        "return alone",
+        _E2E + "families.py::test_heads_that_transformers_passes_over_are_in_what_is_exported",
+    ),
+    _m(
+        "that heads for further tokens are missing is not said",
+        "ftcli/export/further.py",
+        'return [_lacking(f"{source.folder} has none of its own',
+        'return [] and [_lacking(f"{source.folder} has none of its own',
+        _E2E + "families.py::test_that_a_checkpoints_heads_for_further_tokens_are_gone_with_its_base_is_said",
+    ),
     _m(
         "merged weights may be far off",
         "ftcli/export/verify.py",
@@ -985,6 +1027,123 @@ SAMPLING = (
     ),
 )
 
+_CACHE, _STATES = "ftcli/generation/cache.py", _U + "generation/test_states.py"
+
+GENERATION = (
+    _m(
+        "states: prompts of a call leave theirs in each other's slots",
+        _CACHE,
+        "pools.matrices.index_copy_(0, prompts.slots, ",
+        "pools.matrices.index_copy_(0, prompts.slots.flip(0), ",
+        _STATES,
+    ),
+    _m(
+        "states: a filter's last inputs in each other's slots",
+        _CACHE,
+        "pools.inputs.index_copy_(0, prompts.slots, ",
+        "pools.inputs.index_copy_(0, prompts.slots.flip(0), ",
+        _STATES,
+    ),
+    _m(
+        "states: a filter's last inputs one token early",
+        _CACHE,
+        "last = inputs_at(parts.mixed, weights.filter.shape[1], ends, starts)",
+        "last = inputs_at(parts.mixed, weights.filter.shape[1], (ends - 1).clamp(min=0), starts)",
+        _STATES,
+    ),
+    _m(
+        "states: a filter's last inputs in the order of the filter before",
+        _K + "causal_conv.py",
+        "torch.arange(2 - width, 1, device=x.device)",
+        "torch.arange(1 - width, 0, device=x.device)",
+        _STATES,
+    ),
+    _m(
+        "states: a filter's last inputs reach into the prompt before",
+        _K + "causal_conv.py",
+        "torch.where((source >= begins[:, None])[..., None], ",
+        "torch.where((source >= 0)[..., None], ",
+        _STATES,
+    ),
+    _m(
+        "states: matrices after a prompt but for its last token",
+        _CACHE,
+        "made = delta_rule_ends(*heads_of(filtered, sizes), *gates, ends, starts",
+        "made = delta_rule_ends(*heads_of(filtered, sizes), *gates, (ends - 1).clamp(min=0), starts",
+        _STATES,
+    ),
+    _m(
+        "states: a row steps on in another row's slot",
+        "ftcli/generation/decoding.py",
+        "np.array([row.slot for row in rows] + [NO_SLOT]",
+        "np.array([row.slot for row in rows[::-1]] + [NO_SLOT]",
+        _STATES,
+    ),
+    _m(
+        "states: empty rows step on in the first slot",
+        "ftcli/generation/decoding.py",
+        "[row.slot for row in rows] + [NO_SLOT] * (size - count)",
+        "[row.slot for row in rows] + [rows[0].slot if rows else 0] * (size - count)",
+        _STATES,
+    ),
+    _m(
+        "states: rows that moved up keep the slots of their places",
+        "ftcli/generation/decoding.py",
+        "        self._put(self.slots, np",
+        "        if first_tokens is not None:\n            self._put(self.slots, np",
+        _STATES,
+    ),
+    _m(
+        "states: completions of a prompt share its slot",
+        "ftcli/generation/engine.py",
+        "            slot = self._tools.slots.take()\n",
+        "",
+        _STATES,
+    ),
+    _m(
+        "states: the first completion takes the prompt's own slot, from which the others are copied later",
+        "ftcli/generation/engine.py",
+        "last = started.begun + 1 == len(request.seeds)",
+        "last = started.begun == 0",
+        _STATES,
+    ),
+    _m(
+        "states: nothing is copied for a completion",
+        "ftcli/generation/engine.py",
+        "            copied_slots.add(started.slot, slot)\n",
+        "",
+        _STATES,
+    ),
+    _m(
+        "states: a copy without the filter's inputs",
+        _CACHE,
+        "for pool in (states.inputs, states.matrices):",
+        "for pool in (states.matrices,):",
+        _STATES,
+    ),
+    _m(
+        "states: a copy in the first delta net alone",
+        _CACHE,
+        "        for states in self._states:\n",
+        "        for states in self._states[:1]:\n",
+        _STATES,
+    ),
+    _m(
+        "states: prompts are given the copies' states",
+        "ftcli/generation/engine.py",
+        "tools.cache.copy_states(slots.sources, slots.targets)",
+        "tools.cache.copy_states(slots.targets, slots.sources)",
+        _STATES,
+    ),
+    _m(
+        "states: a slot that is given back is still its row's",
+        "ftcli/generation/engine.py",
+        "        self._tools.slots.give_back(one.slot)\n",
+        "",
+        _STATES,
+    ),
+)
+
 TABLE: dict[str, tuple[Mutant, ...]] = {
     "kernels": KERNELS,
     "data": DATA,
@@ -992,6 +1151,7 @@ TABLE: dict[str, tuple[Mutant, ...]] = {
     "methods": METHODS,
     "preference": PREFERENCE,
     "sampling": SAMPLING,
+    "generation": GENERATION,
     "kto": KTO,
     "export": EXPORT,
     "checks": CHECKS,
