@@ -15,6 +15,7 @@ import pytest
 KINDS = (
     "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "bitnet", "phi3", "ministral3", "smollm3",
     "olmo3", "granite", "cohere2", "glm4", "starcoder2", "hunyuan_v1_dense", "gemma3", "qwen3_5_text", "qwen3_5",
+    "qwen3_moe",
 )  # fmt: skip
 
 

@@ -212,6 +212,11 @@ class ModelShape:
         return tuple(layer.delta_net for layer in self.layers if layer.delta_net is not None)
 
     @property
+    def has_experts(self) -> bool:
+        """True if some layer has experts."""
+        return any(layer.stacks for layer in self.layers)
+
+    @property
     def q_width(self) -> int:
         """Features of all query heads together."""
         return self.num_heads * self.head_dim

@@ -323,7 +323,7 @@ def _layers(recipe: Recipe, facts: ModelFacts, device: DeviceFacts, *, work: Wor
     if choice.code == "transformers":
         return choice
     if recipe.lora is None:
-        sparse = facts.shape is not None and any(layer.stacks for layer in facts.shape.layers)
+        sparse = facts.shape is not None and facts.shape.has_experts
         return LayerChoice("transformers", EXPERTS_WHOLE) if sparse else choice
     if recipe.lora.use_dora:
         return LayerChoice("transformers", f"{DORA}: adapted layers run on PEFT's own code")

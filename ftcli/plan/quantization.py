@@ -56,7 +56,7 @@ def weight_bytes(
 
 def _quantized(shape: ModelShape, *, stacks: bool) -> ModelShape:
     """The linears that are quantized: without the stacks of experts unless ``stacks``."""
-    if stacks or not any(layer.stacks for layer in shape.layers):
+    if stacks or not shape.has_experts:
         return shape
     layers = (replace(x, linears=tuple(y for y in x.linears if y.experts == 1)) for x in shape.layers)
     return replace(shape, layers=tuple(layers))

@@ -260,10 +260,13 @@ class _Experts(torch.autograd.Function):
             rest = None if added is None else added.reshape(-1, added.shape[-1])
             out = gathered_sum(y, groups, weights=given, added=rest)
         ctx.spec, ctx.x_dtype, ctx.weights_dtype, ctx.shape = spec, x.dtype, weights.dtype, x.shape
-        ctx.given, ctx.ha = given, ha  # small
+        ctx.given = given
         ctx.added_dtype = None if added is None else added.dtype
         if spec.early is None:
-            ctx.save_for_backward(flat, formed.both, formed.xa)
+            ctx.save_for_backward(flat, formed.both, formed.xa, ha)
+        else:
+            # Not through save_for_backward: a checkpoint that runs the layer again may then stop before the experts.
+            ctx.ha = ha
         return out.view(*x.shape[:-1], -1)
 
     @staticmethod
@@ -275,11 +278,11 @@ class _Experts(torch.autograd.Function):
         with without_autocast(dout):
             first = _packs(spec.gate_up, spec.dtype)
             if spec.early is None:
-                flat, both, xa = ctx.saved_tensors
+                flat, both, xa, ha = ctx.saved_tensors
             else:
                 flat = spec.early.tensor().reshape(-1, ctx.shape[-1]).to(spec.dtype)
                 formed = _first(spec, flat, first, keep=True)
-                both, xa = formed.both, formed.xa
+                both, xa, ha = formed.both, formed.xa, ctx.ha
             dy = dout.reshape(-1, dout.shape[-1]).to(spec.dtype)
             second = _packs(spec.down, spec.dtype)
             q = None if second is None else grouped_thin(dy, second.b, groups, rows=groups.token)
@@ -295,7 +298,7 @@ class _Experts(torch.autograd.Function):
             if adapts_down and grads.weighted_h is not None and q is not None:
                 d_a2 = _of_a(grouped_outer(q, grads.weighted_h, groups), spec.down)
                 scale = ctx.given.reshape(-1)[groups.pair.long(), None].to(spec.dtype)
-                d_b2 = _of_b(grouped_outer(ctx.ha * scale, dy, groups, rows=groups.token), spec.down)
+                d_b2 = _of_b(grouped_outer(ha * scale, dy, groups, rows=groups.token), spec.down)
             del dh
             q = None if first is None else grouped_thin(grads.both, first.b, groups)
             if first is not None and q is not None and any(wants[:2]):

@@ -19,7 +19,8 @@ gated delta net   Of N value heads of V features, V' = N V, and F features of al
                   c(F + V' + 2N) for what enters it in one buffer, 8N for decays and write strengths, cV' for the delta
                   rule's output, and cV' for that normalised if the output projection keeps its input
 experts           Of F features, m of them a token, as a half whose norm is a tensor of its own: c · 2Fm for gate and
-                  up, cPm for each stack's products x·A, and for the routing 16m, and 4 for each expert's probability
+                  up, cPm for each stack's products x·A, and for the routing at most 12m + 4, and 4 for each expert. Of
+                  an expert that every token goes to, as of an MLP, and its output cH and gate c
 MLP               c · 2I: gate and up without their adapters' share; all else is formed again. Without a gate what the
                   activation reads and gives
 ================  ==================================================================================================
@@ -197,10 +198,12 @@ def _output_gate(shape: ModelShape, setting: ActivationSettings, *, reference: b
 def _adapters(shape: ModelShape, setting: ActivationSettings) -> float:
     names = {linear.name for linear in setting.adapted}
     products = sum(len(group) for group in shape.layers[0].groups if names.intersection(group))
-    products += sum(stack.used for stack in shape.layers[0].stacks if stack.name in names)
+    products += sum(stack.used for stack in shape.layers[0].stacks[1:] if stack.name in names)
     kept: float = setting.bytes_compute * packed_rank(setting.rank) * products
     if (pairs := _pairs(shape)) is not None:
-        kept += 16 * pairs.used + 4 * pairs.experts
+        kept += 12 * pairs.used + 4 * pairs.experts + 4
+        if shape.intermediate_size:
+            kept += setting.bytes_compute * (shape.hidden_size + 1)
     return kept
 
 
@@ -212,7 +215,9 @@ def _pairs(shape: ModelShape) -> Linear | None:
 def _mlp(shape: ModelShape, setting: ActivationSettings) -> float:
     inner = setting.bytes_compute * shape.intermediate_size
     if (pairs := _pairs(shape)) is not None:
-        return 2 * inner + setting.bytes_compute * pairs.used * pairs.out_features
+        adapted = any(each.name == pairs.name for each in setting.adapted)
+        entering = packed_rank(setting.rank) if adapted else 0
+        return 2 * inner + setting.bytes_compute * pairs.used * (pairs.out_features + entering)
     return 2 * inner if len(shape.family.mlp) == 3 else inner + activation_bytes(shape, setting)
 
 
