@@ -7,7 +7,6 @@ from functools import partial
 from random import Random
 from typing import Any
 
-import peft
 import pytest
 import torch
 from ftkernels.device import interpreting
@@ -57,6 +56,12 @@ INTERPRETED_SMALL = {"num_attention_heads": 2, "num_key_value_heads": 1}
 #: transformers' names of layers with a window and without.
 CHANGES: dict[str, dict[str, Any]] = {
     "bitnet": {"head_dim": 8},
+    "granitemoe": small_models.TEXT["granitemoe"],
+    "mellum": {**small_models.TEXT["mellum"], "head_dim": 8},
+    "mixtral": small_models.TEXT["mixtral"],
+    "olmoe": {**small_models.TEXT["olmoe"], "head_dim": 8},
+    "qwen2_moe": small_models.TEXT["qwen2_moe"],
+    "qwen3_moe": small_models.TEXT["qwen3_moe"],
     "gemma2": {"attn_logit_softcapping": 50.0, "layer_types": ["sliding_attention", "full_attention"]},
     "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"]},
     "llama": {
@@ -102,8 +107,7 @@ def model_of(family: str, kernels: str) -> Any:
         torch.manual_seed(0)
         made = AutoModelForCausalLM.from_config(config, attn_implementation=own, dtype=torch.float32)
         targets = "all-linear"
-    lora = peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM")
-    model = peft.get_peft_model(made, lora)
+    model = small_models.adapted_everywhere(made, targets=targets)
     torch.manual_seed(1)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
