@@ -53,15 +53,16 @@ SMALL: dict[str, Any] = {
 }
 #: The interpreter takes a second for each layer and two heads; one key of both queries is enough.
 INTERPRETED_SMALL = {"num_attention_heads": 2, "num_key_value_heads": 1}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 #: transformers' names of layers with a window and without.
 CHANGES: dict[str, dict[str, Any]] = {
     "bitnet": {"head_dim": 8},
     "granitemoe": small_models.TEXT["granitemoe"],
-    "mellum": {**small_models.TEXT["mellum"], "head_dim": 8},
+    "mellum": {**EXPERTS, "layer_types": ["sliding_attention", "full_attention"]},
     "mixtral": small_models.TEXT["mixtral"],
-    "olmoe": {**small_models.TEXT["olmoe"], "head_dim": 8},
-    "qwen2_moe": small_models.TEXT["qwen2_moe"],
-    "qwen3_moe": small_models.TEXT["qwen3_moe"],
+    "olmoe": {**EXPERTS, "num_attention_heads": 2, "num_key_value_heads": 1},
+    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 24},
+    "qwen3_moe": EXPERTS,
     "gemma2": {"attn_logit_softcapping": 50.0, "layer_types": ["sliding_attention", "full_attention"]},
     "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"]},
     "llama": {
