@@ -95,6 +95,11 @@ class ModelFacts:
         return self.shape.parameters if self.shape is not None else None
 
     @property
+    def active_parameters(self) -> int | None:
+        """Those that a token goes through, where a model has experts that it does not."""
+        return self.shape.active_parameters if self.shape is not None and self.shape.has_experts else None
+
+    @property
     def family(self) -> Family | None:
         """The family's row; None where there is none."""
         return family_of(self.text_type)

@@ -32,6 +32,7 @@ BILLIONS = {
     "Qwen/Qwen3-30B-A3B": 30.53,
     "Qwen/Qwen3.5-4B": 4.54,
     "Qwen/Qwen3.5-9B": 9.41,
+    "Qwen/Qwen3.5-35B-A3B": 35.11,
     "Qwen/Qwen3.5-27B": 27.36,
     "microsoft/bitnet-b1.58-2B-4T": 2.41,
     "microsoft/bitnet-b1.58-2B-4T-bf16": 2.41,
