@@ -70,7 +70,8 @@ def load_model(
     holding = None
     quantizes = quantization is not None and quantizations.row(quantization.method).quantize is not None
     if quantization is not None and (quantizes or (shards is not None and model.init != "random")):
-        holding = ModelStorage(quantization, dtype, device, dequantized_layers, trained, shards=shards)
+        stacks = facts.shape is not None and facts.shape.has_experts
+        holding = ModelStorage(quantization, dtype, device, dequantized_layers, trained, shards=shards, stacks=stacks)
     if model.init == "random" and source is None:
         config = config_of(facts.raw, num_layers)
         if attention == "sdpa" and model.attention == "auto":

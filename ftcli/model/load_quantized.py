@@ -59,7 +59,8 @@ class ModelStorage:
     The first ``dequantized_layers`` decoder layers are held dequantized where the method allows it. ``trained``: the
     base weights are, if the method trains them. ``recognises``: weights in full precision are no masters, so those that
     are quantized values already are kept as these. ``shards``: this process's shard of each decoder layer, where
-    it is one of several ranks that share the weights.
+    it is one of several ranks that share the weights. ``stacks``: experts are quantized, too, where the method stores
+    them: of families whose experts the kernels compute. transformers' code would keep them dequantized for backward.
     """
 
     settings: QuantizationConfig
@@ -69,6 +70,7 @@ class ModelStorage:
     trained: bool = False
     recognises: bool = False
     shards: RankShards | None = None
+    stacks: bool = False
 
     def quantized(self, linear: nn.Linear, name: str) -> nn.Linear:
         """The layer of full precision as it is held."""
@@ -83,7 +85,8 @@ class ModelStorage:
     def takes_stack(self, name: str, weight: Tensor) -> bool:
         """True if a parameter is a stack of experts that is held quantized. Those of a tower stay as they are."""
         leaf = name.rpartition(".")[2]
-        return is_stack(leaf, weight) and quantizes_stacks(self.settings) and not self._dequantized(name)
+        wanted = self.stacks and quantizes_stacks(self.settings)
+        return wanted and is_stack(leaf, weight) and not self._dequantized(name)
 
     def _dequantized(self, name: str) -> bool:
         found = _DECODER_LAYER.search(name)
@@ -109,9 +112,10 @@ def random_quantized(config: PretrainedConfig, holding: ModelStorage, attention:
     torch.manual_seed(seed)
     shared: dict[nn.Parameter, nn.Parameter] = {}
     chosen = layers_to_quantize(model)
+    owners = _owners(model)
     for name, module in list(model.named_modules()):
         _give_memory(module, holding.device, shared)
-        model._init_weights(module)
+        owners[module]._init_weights(module)
         for leaf, weight in list(module._parameters.items()):
             if weight is not None and holding.takes_stack(f"{name}.{leaf}", weight):
                 module._parameters[leaf] = quantized_stack(weight, holding.settings, holding.dtype, f"{name}.{leaf}")
@@ -212,25 +216,37 @@ def compute_buffers(model: PreTrainedModel, device: torch.device) -> None:
     A module's own class need not know them: a model fills in some of its layers' (Falcon-H1), and a tower is a model of
     its own. Parameters without memory are not drawn: it would do nothing, and takes longer than all else.
     """
-    from transformers import PreTrainedModel
-
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = torch.empty_like(buffer, device=device)
 
-    def compute(module: nn.Module, owner: PreTrainedModel) -> None:
-        for child in module.children():
-            compute(child, child if isinstance(child, PreTrainedModel) else owner)
-        owner._init_weights(module)
-
     undrawn: list[Any] = [parameter for parameter in model.parameters() if parameter.is_meta]
     for parameter in undrawn:
         parameter._is_hf_initialized = True  # what transformers leaves as it is
     with torch.no_grad():
-        compute(model, model)
+        for module, owner in reversed(_owners(model).items()):
+            owner._init_weights(module)
     for parameter in undrawn:
         del parameter._is_hf_initialized
+
+
+def _owners(model: PreTrainedModel) -> dict[nn.Module, PreTrainedModel]:
+    """For each module, outer ones first, the innermost model that it is a part of: its config has the module's values.
+
+    A model that takes images as well has one for the text inside.
+    """
+    from transformers import PreTrainedModel
+
+    found: dict[nn.Module, PreTrainedModel] = {}
+
+    def visit(module: nn.Module, owner: PreTrainedModel) -> None:
+        found.setdefault(module, owner)
+        for child in module.children():
+            visit(child, child if isinstance(child, PreTrainedModel) else owner)
+
+    visit(model, model)
+    return found
 
 
 def _give_memory(module: nn.Module, device: torch.device, shared: dict[nn.Parameter, nn.Parameter]) -> None:

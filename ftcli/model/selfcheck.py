@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 Model: TypeAlias = "PreTrainedModel | PeftModel"
 
-ROWS, TOKENS = 2, 256
+ROWS, TOKENS = 2, 64
 #: Bytes of gradients that are held at a time, one layer's at least.
 _HELD_BYTES = 2**31
 _B_STD = 0.02
@@ -98,7 +98,7 @@ class SelfCheck:
 def self_check(
     model: Model, applied: Patch, kernels: Kernels, batch: Mapping[str, Tensor], plan: DtypePlan
 ) -> tuple[SelfCheck, Patch]:
-    """Compares on at most two rows of 256 tokens; the model leaves as it came, patched.
+    """Compares on at most two rows of 64 tokens; the model leaves as it came, patched.
 
     Args:
         applied: The patch in force. It is undone for the comparison and made anew.
