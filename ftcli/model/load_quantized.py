@@ -116,11 +116,7 @@ def random_quantized(config: PretrainedConfig, holding: ModelStorage, attention:
     for name, module in list(model.named_modules()):
         _give_memory(module, holding.device, shared)
         owners[module]._init_weights(module)
-        for leaf, weight in list(module._parameters.items()):
-            if weight is not None and holding.takes_stack(f"{name}.{leaf}", weight):
-                module._parameters[leaf] = quantized_stack(weight, holding.settings, holding.dtype, f"{name}.{leaf}")
-                shared.pop(next(hollow for hollow, given in shared.items() if given is weight))
-                del weight
+        _quantize_stacks(module, name, holding, shared)
         if name in chosen:
             assert isinstance(module, nn.Linear)
             model.set_submodule(name, holding.quantized(module, name))
@@ -131,6 +127,17 @@ def random_quantized(config: PretrainedConfig, holding: ModelStorage, attention:
     if holding.shards is not None:
         keep_shards(model, holding.shards)
     return model.eval()
+
+
+def _quantize_stacks(
+    module: nn.Module, name: str, holding: ModelStorage, shared: dict[nn.Parameter, nn.Parameter]
+) -> None:
+    """A module's own stacks of experts, as they are held; what they were made of is in nobody's hands any more."""
+    for leaf, weight in list(module._parameters.items()):
+        if weight is not None and holding.takes_stack(f"{name}.{leaf}", weight):
+            module._parameters[leaf] = quantized_stack(weight, holding.settings, holding.dtype, f"{name}.{leaf}")
+            for key in [hollow for hollow, given in shared.items() if given is weight]:
+                del shared[key]
 
 
 def keep_shards_of(model: PreTrainedModel, name: str, holding: ModelStorage) -> None:
