@@ -245,14 +245,11 @@ def _owners(model: PreTrainedModel) -> dict[nn.Module, PreTrainedModel]:
     """
     from transformers import PreTrainedModel
 
-    found: dict[nn.Module, PreTrainedModel] = {}
-
-    def visit(module: nn.Module, owner: PreTrainedModel) -> None:
-        found.setdefault(module, owner)
+    # Without a function that calls itself: its closure would keep every module, and its full weight, until a collection.
+    found: dict[nn.Module, PreTrainedModel] = {model: model}
+    for module in model.modules():
         for child in module.children():
-            visit(child, child if isinstance(child, PreTrainedModel) else owner)
-
-    visit(model, model)
+            found[child] = child if isinstance(child, PreTrainedModel) else found[module]
     return found
 
 
