@@ -245,7 +245,7 @@ def _owners(model: PreTrainedModel) -> dict[nn.Module, PreTrainedModel]:
     """
     from transformers import PreTrainedModel
 
-    # Without a function that calls itself: its closure would keep every module, and its full weight, until a collection.
+    # Without a function that calls itself: its closure would keep all modules, and full weights, until a collection.
     found: dict[nn.Module, PreTrainedModel] = {model: model}
     for module in model.modules():
         for child in module.children():

@@ -216,7 +216,9 @@ def test_a_step_of_kto_is_as_exact_as_transformers(name: str) -> None:
         theirs = plain_kto(adapted(name, patched=False), rows, mismatched)
     assert torch.allclose(ours[0][0], exact[0][0], rtol=0.05, atol=0.05)
     kl, rounded = abs(ours[0][1] - exact[0][1]), abs(theirs[0][1] - exact[0][1])
-    assert float(kl) <= max(1.5 * float(rounded), 0.2 * float(exact[0][1]))  # a hundred nats of sums rounded by 1 in 256
+    assert float(kl) <= max(
+        1.5 * float(rounded), 0.2 * float(exact[0][1])
+    )  # a hundred nats of sums rounded by 1 in 256
     assert off(ours, exact) <= 1.25 * off(theirs, exact)
 
 
