@@ -60,7 +60,10 @@ def run_as_ranks(
     from ftcli.cli.children import run_ranks
 
     run = Path(str(loaded.recipe.run.output_dir))
-    return run_ranks(session.arguments, wanted, [device for device in devices if device is not None], run)
+    ended = run_ranks(session.arguments, wanted, [device for device in devices if device is not None], run)
+    if ended.exit_code == ExitCode.OK:
+        session.on_complete()
+    return ended
 
 
 def _means_processes(gpus: str) -> bool:
