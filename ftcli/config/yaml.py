@@ -85,8 +85,8 @@ def number_hint(text: str) -> str | None:
 MAX_DEPTH = 32
 MAX_NODES = 10_000
 
-#: Halves of surrogate pairs, which UTF-8 does not have, and the null character, which no path can have.
-_NO_TEXT = re.compile("[\0\ud800-\udfff]")
+#: Halves of surrogate pairs, which UTF-8 does not have, and the null character, which no path can have (FT120).
+NO_TEXT = re.compile("[\0\ud800-\udfff]")
 
 _AnyNode = yaml.ScalarNode | yaml.SequenceNode | yaml.MappingNode
 
@@ -272,7 +272,7 @@ class _Converter:
         return str(node.value)
 
     def _require_text(self, text: str, origin: Origin) -> None:
-        found = _NO_TEXT.search(text)
+        found = NO_TEXT.search(text)
         if found is not None:
             message = f"the escape of U+{ord(found.group()):04X} stands for no character that a file can hold"
             self._find("FT120", message, origin, "write the character itself, or remove it")

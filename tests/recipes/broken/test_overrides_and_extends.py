@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -140,6 +141,13 @@ def test_a_base_that_no_path_leads_to(refused: Callable[..., object], name: str)
     Path("loop.yaml").symlink_to("loop.yaml")
     Path("r.yaml").write_text(f"extends: {name}\n")
     refused(["check", "r.yaml"], code="FT103", at=name, help="ls -l")
+
+
+@pytest.mark.parametrize("escape", ["\\0", "\\ud800"])
+def test_a_base_whose_name_no_file_can_have_is_one_error(refused: Callable[..., Any], escape: str) -> None:
+    Path("r.yaml").write_text(f'extends: "a{escape}b.yaml"\n')
+    outcome = refused(["check", "r.yaml"], code="FT120", at="r.yaml:1:10", help="remove it")
+    assert outcome.stderr.count("error[") == 1
 
 
 def test_a_base_in_the_home_folder(
