@@ -325,17 +325,8 @@ def _arguments(
     """
     name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
     origin = piece.origin(call)
-    if name.endswith("Trainer") and name not in _CALLS:
-        return {"trainer": MapEntry(origin, Leaf(origin, name, name))}
-    if name in _OF_ROWS:
-        _tell_of_rows(f"`{name}`", origin, findings)
-    if name == "get_chat_template":  # Unsloth's; all else that it is told, it finds in the rows
-        named = next((word.value for word in call.keywords if word.arg == "chat_template"), None)
-        return _template(named or next(iter(call.args[1:]), None), piece, names, findings)
-    if name == "train_on_responses_only":
-        return {"train_on_completions": MapEntry(origin, Leaf(origin, True, "true"))}
     if name not in _CALLS or _is_tokenizer(call):
-        return {}
+        return _other_call(call, name, piece, names, findings)
     entries = {key: MapEntry(origin, Leaf(origin, value, str(value))) for key, value in _IMPLIED.get(name, {}).items()}
     if name.endswith("Trainer"):
         entries["trainer"] = MapEntry(origin, Leaf(origin, name, name))
@@ -352,6 +343,23 @@ def _arguments(
             what = f"`{key}` is computed by the code"
             findings[key] = Finding("FT162", what, piece.origin(node), help, "warning")
     return entries
+
+
+def _other_call(
+    call: ast.Call, name: str, piece: _Piece, names: Mapping[str, ast.expr], findings: dict[str, Finding]
+) -> dict[str, MapEntry]:
+    """What other calls say: a trainer's class, which turns are trained, the template, and that rows are made anew."""
+    origin = piece.origin(call)
+    if name.endswith("Trainer"):
+        return {"trainer": MapEntry(origin, Leaf(origin, name, name))}
+    if name == "train_on_responses_only":
+        return {"train_on_completions": MapEntry(origin, Leaf(origin, True, "true"))}
+    if name in _OF_ROWS:
+        _tell_of_rows(f"`{name}`", origin, findings)
+    if name == "get_chat_template":  # Unsloth's; all else that it is told, it finds in the rows
+        named = next((word.value for word in call.keywords if word.arg == "chat_template"), None)
+        return _template(named or next(iter(call.args[1:]), None), piece, names, findings)
+    return {}
 
 
 def _tell_of_rows(what: str, origin: Origin, findings: dict[str, Finding]) -> None:
