@@ -33,6 +33,7 @@ from ftcli.export.verify import Verified
 from ftcli.export.weights import source_config
 from ftcli.facts.config_file import hub_errors
 from ftcli.facts.weights import EXPORT_RECORD, MODEL_CARD
+from ftcli.paths import make_folder
 from ftcli.plain import JsonObject, plain, plain_fields
 from ftcli.plan.quantization import stores_ternary_masters
 from ftcli.preflight.checks.support import is_installed
@@ -218,7 +219,8 @@ def _staged(target: Path) -> Iterator[Path]:
     staged = target.with_name(f".tmp-{target.name}")
     with storage_errors(target):
         shutil.rmtree(staged, ignore_errors=True)
-        staged.mkdir(parents=True)
+        make_folder(target.parent)
+        staged.mkdir()
     try:
         with writing_into(staged, target):
             yield staged
