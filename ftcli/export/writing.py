@@ -33,6 +33,7 @@ from ftcli.export.verify import Verified
 from ftcli.export.weights import source_config
 from ftcli.facts.config_file import hub_errors
 from ftcli.facts.weights import EXPORT_RECORD, MODEL_CARD
+from ftcli.gguf import require_quantizer
 from ftcli.paths import make_folder
 from ftcli.plain import JsonObject, plain, plain_fields
 from ftcli.plan.quantization import stores_ternary_masters
@@ -154,6 +155,7 @@ def export_run(
         whole = stack.enter_context(with_its_vocabulary(found)) if merges else found
         require_room(found.destination, sum(needed_bytes(whole, name) for name in made))
         _require_served(whole, made)
+        require_quantizer(exports.gguf_types(made, found.settings.gguf.types))
         process = stack.enter_context(CleanProcess())
         if verify and made:
             process.start()  # what it imports takes as long as writing a small model
