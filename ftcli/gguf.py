@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -38,6 +38,19 @@ _STACKS = {
 }
 #: What xIELU has in each layer, which is metadata there.
 _XIELU = re.compile(r".*?layers\.(\d+)\.mlp\.act_fn\.(alpha_n|alpha_p|beta|eps)")
+#: What a gated delta net has that is neither a weight nor a bias of a layer, and the filter of its convolution.
+_OF_DELTA_NETS = re.compile(r".*?layers\.(\d+)\.linear_attn\.(A_log|dt_bias)")
+_STORED_OF_DELTA_NETS = {"A_log": "ssm_a", "dt_bias": "ssm_dt.bias"}
+FILTER = ".linear_attn.conv1d.weight"
+#: Heads of keys and of values, which may be more, among the numbers of heads.
+KEY_HEADS, VALUE_HEADS = "ssm_k", "ssm_v"
+#: Parts of a file whose rows are the features of the value heads, alone or behind those of queries and keys, and the
+#: one whose columns are.
+_OF_VALUES, _BEHIND_KEYS, _FROM_VALUES = (
+    ("attn_gate", "ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt"),
+    ("attn_qkv", "ssm_conv1d"),
+    "ssm_out",
+)
 #: The library's table has bitnet's norms by the names of an older implementation than transformers'.
 _SUB_NORMS = {"self_attn.attn_sub_norm": "self_attn.inner_attn_ln", "mlp.ffn_sub_norm": "mlp.ffn_layernorm"}
 _BACKBONE = re.compile(r"(?:model\.)?(?:language_model\.)?(?:model\.)?(layers\.(\d+)\.)?(.+)\.(weight|bias)")
@@ -116,6 +129,9 @@ def _stored_name(name: str, table: TensorNameMap, architecture: Architecture) ->
     stack = _EXPERTS.fullmatch(name)
     if stack is not None:
         return f"blk.{stack[1]}.{_STACKS[stack[2]]}.weight"
+    net = _OF_DELTA_NETS.fullmatch(name)
+    if net is not None and architecture.delta_nets:
+        return f"blk.{net[1]}.{_STORED_OF_DELTA_NETS[net[2]]}"
     match = _BACKBONE.fullmatch(name)
     if match is None:
         return None
@@ -126,30 +142,96 @@ def _stored_name(name: str, table: TensorNameMap, architecture: Architecture) ->
     return found and f"{found}.{leaf}"
 
 
+def part_of(stored: str) -> str:
+    """The part of its layer that a tensor of a file is, or of the model: ``attn_q``, ``output_norm``."""
+    words = stored.split(".")
+    return words[2] if words[0] == "blk" else words[0]
+
+
+def heads_of(config: Any) -> dict[str, int]:
+    """Numbers of heads in a language model: of queries and keys by GGUF's names of their weights, and in gated delta
+    nets by :data:`KEY_HEADS` and :data:`VALUE_HEADS`.
+    """
+    queries: int = config.num_attention_heads
+    heads = {"attn_q": queries, "attn_k": getattr(config, "num_key_value_heads", None) or queries}
+    if hasattr(config, "linear_num_key_heads"):
+        heads |= {KEY_HEADS: config.linear_num_key_heads, VALUE_HEADS: config.linear_num_value_heads}
+    return heads
+
+
 def to_file(stored: str, tensor: Tensor, heads: Mapping[str, int], architecture: Architecture) -> Tensor:
     """A tensor in float32 as a file has it.
 
     Args:
-        heads: How many heads ``attn_q`` and ``attn_k`` have.
+        heads: As :func:`heads_of` counts them.
     """
-    part = stored.split(".")[-2]
+    return in_file_order(stored, numbers_in_file(stored, tensor, architecture), heads, architecture)
+
+
+def numbers_in_file(stored: str, tensor: Tensor, architecture: Architecture) -> Tensor:
+    """A tensor in float32 with a file's numbers, in the model's order."""
     value = tensor.float()
-    if architecture.shifted and part.endswith("norm"):
+    if _is_shifted(stored, architecture):
         return value + 1.0
+    return -value.exp() if part_of(stored) == "ssm_a" else value
+
+
+def in_file_order(stored: str, value: Tensor, heads: Mapping[str, int], architecture: Architecture) -> Tensor:
+    """A tensor with a file's order of rows and columns."""
+    rows = rows_in_file_order(stored, value, heads, architecture)
+    return columns_in_file_order(stored, rows, heads, architecture) if value.dim() > 1 else rows
+
+
+def rows_in_file_order(stored: str, value: Tensor, heads: Mapping[str, int], architecture: Architecture) -> Tensor:
+    """A tensor, or an adapter's B (out, r), with a file's order of rows."""
+    part = part_of(stored)
     if architecture.permuted and part in heads:
         # (heads, halves, half, ...) to (heads, half, halves, ...): features half a head apart become neighbours.
         split = value.reshape(heads[part], 2, -1, *value.shape[1:])
         return split.transpose(1, 2).flatten(0, 2).contiguous()
+    if architecture.delta_nets and part in (*_OF_VALUES, *_BEHIND_KEYS):
+        before = 2 * heads[KEY_HEADS] if part in _BEHIND_KEYS else 0  # of queries and keys, as wide as those of values
+        first = len(value) // (before + heads[VALUE_HEADS]) * before
+        return torch.cat((value[:first], _values_apart(value[first:], heads)))
     return value
+
+
+def columns_in_file_order(stored: str, value: Tensor, heads: Mapping[str, int], architecture: Architecture) -> Tensor:
+    """A matrix, or an adapter's A (r, in), with a file's order of columns."""
+    if not architecture.delta_nets or part_of(stored) != _FROM_VALUES:
+        return value
+    return _values_apart(value.mT, heads).mT.contiguous()
+
+
+def _values_apart(rows: Tensor, heads: Mapping[str, int]) -> Tensor:
+    """(key heads, values of each, features, ...) to (values of each, key heads, features, ...)."""
+    keys = heads[KEY_HEADS]
+    split = rows.reshape(keys, heads[VALUE_HEADS] // keys, -1, *rows.shape[1:])
+    return split.transpose(0, 1).flatten(0, 2).contiguous()
 
 
 def from_file(stored: str, value: Tensor, heads: Mapping[str, int], architecture: Architecture) -> Tensor:
     """A tensor of a file in float32 as transformers computes with it. Written apart from :func:`to_file`."""
-    part = stored.split(".")[-2]
+    part = part_of(stored)
     if part == "ffn_gate_inp_shexp":
         return value[None]
-    if architecture.shifted and part.endswith("norm"):
+    value = in_model_order(stored, value, heads, architecture)
+    if _is_shifted(stored, architecture):
         return value - 1.0
+    if part == "ssm_a":
+        return (-value).log()
+    return value[:, None] if part == "ssm_conv1d" else value
+
+
+def in_model_order(stored: str, value: Tensor, heads: Mapping[str, int], architecture: Architecture) -> Tensor:
+    """A file's tensor with the model's order of rows and columns."""
+    rows = rows_in_model_order(stored, value, heads, architecture)
+    return columns_in_model_order(stored, rows, heads, architecture) if value.dim() > 1 else rows
+
+
+def rows_in_model_order(stored: str, value: Tensor, heads: Mapping[str, int], architecture: Architecture) -> Tensor:
+    """A file's tensor, or its adapter's B, with the model's order of rows."""
+    part = part_of(stored)
     if architecture.permuted and part in heads:
         dim = value.shape[0] // heads[part]
         # Row 2 i of a head in the file is feature i, row 2 i + 1 is feature i + dim / 2.
@@ -157,7 +239,31 @@ def from_file(stored: str, value: Tensor, heads: Mapping[str, int], architecture
         within = torch.where(feature < dim // 2, 2 * feature, 2 * (feature - dim // 2) + 1)
         rows = (torch.arange(heads[part])[:, None] * dim + within).flatten()
         return value[rows]
+    if architecture.delta_nets and part in (*_OF_VALUES, *_BEHIND_KEYS):
+        return value[_places_of_values(part, len(value), heads)]
     return value
+
+
+def columns_in_model_order(stored: str, value: Tensor, heads: Mapping[str, int], architecture: Architecture) -> Tensor:
+    """A file's matrix, or its adapter's A, with the model's order of columns."""
+    if not architecture.delta_nets or part_of(stored) != _FROM_VALUES:
+        return value
+    return value[:, _places_of_values(_FROM_VALUES, value.shape[1], heads)]
+
+
+def _places_of_values(part: str, rows: int, heads: Mapping[str, int]) -> Tensor:
+    """The row in the file of each of the model's: head v of values belongs to key head v // (values / keys)."""
+    keys, values = heads[KEY_HEADS], heads[VALUE_HEADS]
+    size = rows // (2 * keys + values if part in _BEHIND_KEYS else values)
+    first = rows - values * size
+    head = torch.arange(values)
+    place = head % (values // keys) * keys + head // (values // keys)
+    return torch.cat((torch.arange(first), (first + place[:, None] * size + torch.arange(size)).flatten()))
+
+
+def _is_shifted(stored: str, architecture: Architecture) -> bool:
+    part = part_of(stored)
+    return architecture.shifted and part.endswith("norm") and part != "ssm_norm"
 
 
 def no_place(reason: str) -> FtcliError:

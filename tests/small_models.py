@@ -15,6 +15,7 @@ import pytest
 KINDS = (
     "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "bitnet", "phi3", "ministral3", "smollm3",
     "olmo3", "granite", "cohere2", "glm4", "starcoder2", "hunyuan_v1_dense", "gemma3", "qwen3_5_text", "qwen3_5",
+    "qwen3_moe",
 )  # fmt: skip
 
 
@@ -115,6 +116,7 @@ TEXT: dict[str, dict[str, Any]] = {
     "apertus": {},
     "olmo2": {},
     "olmo3": {"sliding_window": 16},
+    "mellum": {**_EXPERTS, **_HEADS, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4},
     "smollm3": {},
     "starcoder2": {},
@@ -186,6 +188,13 @@ TEXT: dict[str, dict[str, Any]] = {
     },
     "bitnet": {},
     "qwen3_5_text": {**_HEADS, **_DELTA, "num_hidden_layers": 4},
+    "qwen3_5_moe_text": {
+        **_HEADS,
+        **_DELTA,
+        **_EXPERTS,
+        "shared_expert_intermediate_size": 24,
+        "num_hidden_layers": 4,
+    },
 }
 
 _VISION: dict[str, Any] = {

@@ -58,7 +58,9 @@ Families that behave alike share a row, the most trained ones first.
   (as GGUF: [families](export.md#gguf)), and **packing** (`data.packing`) each say `yes`, or the [code](errors.md) of
   what refuses it. FT443: a document would see the one before it, found by trial, on the kernels' code where there are
   kernels. Off them (`model.kernels: off`, no GPU) Qwen3.5 is refused, too.
-- `all-linear` includes experts (as PEFT adapts them). On a quantized base the dense layers beside the experts of
+- `all-linear` includes every expert, in PEFT's layout; `lora.experts: false` leaves them out. NF4 packs experts too,
+  while they load. On the kernels experts are trained with adapters; full fine-tuning of them runs on transformers'
+  code, without the auxiliary loss (FT318). On a quantized base the dense layers beside the experts of
   Qwen3-Next, GLM-4-MoE and DeepSeek-V3 have no adapter; a run says so.
 - Multimodal checkpoints are trained on text. Their other parts are frozen, never quantized, and exported as they were.
 - The memory of families whose kernels are `none` is measured by running their layers without memory, which takes

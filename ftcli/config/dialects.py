@@ -267,10 +267,11 @@ preference.label_smoothing = dpo_label_smoothing:AF
 preference.sft_weight = pref_ftx:F rpo_alpha:TUA cpo_alpha:TUA
 preference.use_weighting = use_weighting:TU dpo_use_weighting:A
 preference.reference = reference_free:TU
-read preference.reference = ref_model:TUF ref_model_name_or_path:TU | start is the model as training begins
+preference.reference = ref_model:TUF ref_model_name_or_path:TU
+preference.reference_revision = ref_model_revision:TU
 lost preference.reference = ref_model_adapters:F ref_model_quantization_bit:F model_adapter_name:TU ref_adapter_name:TU
-    force_use_ref_model:TU ref_model_init_kwargs:TU ref_model_revision:TU
-    | the reference is the model as training begins, in the precision of training
+    force_use_ref_model:TU ref_model_init_kwargs:TU
+    | a reference is a whole model, held as the trained one is; the model as training begins unless one is named
 refuse = sync_ref_model:TU | a reference that follows the policy is not offered: the reference stays as it is
 read = ref_model_mixup_alpha:TU ref_model_sync_steps:TU
 note = precompute_ref_log_probs:TUA precompute_ref_batch_size:TU precompute_ref_eval_batch_size:TU

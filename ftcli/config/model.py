@@ -88,6 +88,11 @@ class LoraConfig(Section):
         description="Modules to adapt; `all-linear`: every linear layer of the language model's decoder layers, "
         "experts included, without routers and head.",
     )
+    experts: bool = Field(
+        default=True,
+        description="`all-linear` means every expert of a mixture as well: an adapter of rank `r` on each. `false`: "
+        "attention and shared experts alone, a small part of the parameters.",
+    )
     modules_to_save: Items[str] = Field(
         default=(),
         description="Modules trained whole and saved with the adapter, by the ends of their paths.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -115,6 +116,18 @@ class Origins:
     def explicit(self, path: str | Sequence[str | int]) -> bool:
         """True if the recipe or an override sets this value; False for a default."""
         return _parts(path) in self._values
+
+    def standing_in(self, path: str, other: str) -> Origins:
+        """The same, but that all below ``path`` is found where ``other`` stands."""
+        made, below, there = copy(self), _parts(path), _parts(other)
+
+        def moved(table: dict[Path, Origin]) -> dict[Path, Origin]:
+            place = self._nearest(table, there)
+            kept = {key: origin for key, origin in table.items() if key[: len(below)] != below}
+            return kept if place is None else {**kept, below: place}
+
+        made._values, made._keys = moved(self._values), moved(self._keys)
+        return made
 
     def _collect(self, tree: Tree, path: Path) -> None:
         self._values[path] = tree.origin

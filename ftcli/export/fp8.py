@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ftcli.errors import ExitCode, FtcliError, first_line
+from ftcli.export.further import passed_over
 from ftcli.export.merge import outputs
 from ftcli.export.safetensors import ModelPlan, plan_model, require_kept_base, save_model
 from ftcli.export.source import ExportSource, not_verified, plain_config, source_tokenizer, unwritten
@@ -41,7 +42,7 @@ from ftcli.export.verify import (
     trained_logits,
     unlike_names,
 )
-from ftcli.export.weights import MergedWeights, StoredWeights, base_weights, passed_over, source_updates
+from ftcli.export.weights import MergedWeights, StoredWeights, base_weights, source_updates
 from ftcli.model.backbone import decoder_layers
 from ftcli.model.pretrained import hollow
 from ftcli.plain import JsonObject

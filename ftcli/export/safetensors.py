@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ftcli.errors import ExitCode, Finding, FtcliError, first_line
 from ftcli.export.clean.request import LOGITS
+from ftcli.export.further import passed_over
 from ftcli.export.lazy import WHOLE_LAYER, computing_from
 from ftcli.export.merge import AdapterUpdates, Rounding, outputs, rounded_as_merged, rounding_of
 from ftcli.export.source import (
@@ -74,7 +75,6 @@ from ftcli.export.weights import (
     WeightUpdate,
     base_weights,
     ends,
-    passed_over,
     source_config,
     source_updates,
     stored_names,
@@ -82,6 +82,7 @@ from ftcli.export.weights import (
     with_vocabulary,
 )
 from ftcli.facts.device import cpu_device
+from ftcli.facts.weights import FURTHER_WEIGHTS
 from ftcli.model.pretrained import hollow, read_config
 from ftcli.model.quantized import unreadable_weights
 from ftcli.model.score_head import SCORE, row_scores
@@ -98,8 +99,6 @@ if TYPE_CHECKING:
 SHARD_BYTES = 4 * 10**9
 #: Above this share of an adapter's effect lost in rounding, people are told.
 LOST_SHARE = 0.5
-#: The file of tensors that transformers passes over.
-_FURTHER = "model-further.safetensors"
 #: What lies beside the weights of a model that takes images or sound.
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 _SCORE = f"{SCORE}.weight"
@@ -398,7 +397,7 @@ def copy_model(source: ExportSource, folder: Path) -> None:
         if wanted and path.name not in PROGRESS:
             shutil.copyfile(path, folder / path.name)
     if further := passed_over(source):
-        add_shard(folder, _FURTHER, [copied(key, file) for key, file in further.items()])
+        add_shard(folder, FURTHER_WEIGHTS, [copied(key, file) for key, file in further.items()])
     source_tokenizer(source).save_pretrained(str(folder))
     if source.base.init == "pretrained":
         copy_processors(source, folder)

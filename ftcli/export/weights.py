@@ -436,30 +436,6 @@ def base_weights(source: ExportSource) -> StoredWeights:
     )
 
 
-def passed_over(source: ExportSource) -> dict[str, TensorFile]:
-    """Tensors of the base that transformers passes over when it loads it, by key: heads that predict further tokens
-    (``mtp.*``), which other programs look for. Merging an adapter copies them; a full fine-tune's own files lack them,
-    and of no other source there are any here. None are found of a base that is not there any more.
-
-    Raises FtcliError FT323 where the base's files are damaged.
-    """
-    if source.kind != "model" or source.classifier or source.base.init == "random":
-        return {}
-    model = hollow(plain_config(source_config(source)))
-    patterns = [re.compile(each) for each in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
-    if not patterns:
-        return {}
-    try:
-        files = base_files(source)
-    except FtcliError:  # a full fine-tune is exported without its base
-        return {}
-    try:
-        stored = {key: file for file in map(TensorFile, files) for key in file.entries}
-    except (OSError, SafetensorError) as error:
-        raise unreadable_weights(first_line(error)) from error
-    return {key: file for key, file in stored.items() if any(pattern.search(key) for pattern in patterns)}
-
-
 def source_updates(source: ExportSource, adapted: PeftModel) -> dict[str, WeightUpdate]:
     """The change of each weight by the adapter of ``source``."""
     try:

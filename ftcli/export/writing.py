@@ -16,6 +16,7 @@ from ftcli.config.evaluation import ExportConfig
 from ftcli.errors import ExitCode, Finding, FtcliError, first_line
 from ftcli.export.adapter import with_its_vocabulary
 from ftcli.export.clean.process import CleanProcess
+from ftcli.export.further import missing_further
 from ftcli.export.gguf.verify import ABSENT, installed_llama_cpp
 from ftcli.export.source import (
     ADAPTER_WEIGHTS,
@@ -205,6 +206,8 @@ def _export(source: ExportSource, whole: ExportSource, name: str, reporter: Repo
     write: WriteFormat = code_of(exports.row(name).write)
     with _staged(target) as staged:
         verified = write(whole if exports.row(name).merges else source, staged, say)
+        if exports.row(name).further:
+            verified = replace(verified, warnings=(*verified.warnings, *missing_further(source)))
         write_json(staged / EXPORT_RECORD, plain({**_record(source, name, verified), "files": _sizes(staged)}))
         if source.run is not None:
             run = RunDirectory(source.run[0])

@@ -42,7 +42,7 @@ class LinearAdapter:
     @property
     def elements(self) -> int:
         """Elements of A and B in all layers."""
-        return self.rank * (self.linear.in_features + self.linear.out_features) * self.layers
+        return self.rank * (self.linear.in_features + self.linear.out_features) * self.linear.experts * self.layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ def endless(expressions: Iterable[Expression], names: Sequence[str]) -> Expressi
 
 def adapters(shape: ModelShape, lora: LoraConfig) -> tuple[LinearAdapter, ...]:
     """Every adapter of a model whose shape is known, equal ones of all layers together."""
-    choice, named = AdapterChoice(lora), shape.adapted(lora.target_modules)
+    choice, named = AdapterChoice(lora), shape.adapted(lora.target_modules, experts=lora.experts)
     if choice.is_uniform:  # the estimate asks many times; 80 layers have 560 names
         return tuple(LinearAdapter(linear, lora.r, shape.layers_with(linear)) for linear in named)
     found: Counter[tuple[Linear, int]] = Counter()
@@ -157,7 +157,7 @@ def adapters(shape: ModelShape, lora: LoraConfig) -> tuple[LinearAdapter, ...]:
 
 def targets_of(shape: ModelShape, lora: LoraConfig) -> list[str]:
     """Paths of the modules that ``lora.target_modules`` names, before a choice is made among them."""
-    return [name for _, name in _named_in(shape, shape.adapted(lora.target_modules))]
+    return [name for _, name in _named_in(shape, shape.adapted(lora.target_modules, experts=lora.experts))]
 
 
 def _named_in(shape: ModelShape, linears: Sequence[Linear]) -> Iterator[tuple[Linear, str]]:

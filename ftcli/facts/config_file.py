@@ -212,7 +212,7 @@ def hub_error(error: Exception, model: ModelConfig, origin: Origin | None, *, of
     from huggingface_hub import errors as hub
 
     name = model.name_or_path
-    elsewhere = "or name a local folder in model.name_or_path"
+    elsewhere = "or name a local folder in its place"
     match error:
         case hub.HFValidationError():
             return preflight_error(
@@ -231,7 +231,7 @@ def hub_error(error: Exception, model: ModelConfig, origin: Origin | None, *, of
             return preflight_error("FT303", f"the Hub has no model {name}", origin, help=hint)
         case hub.RevisionNotFoundError():
             return preflight_error(
-                "FT303", f"{name} has no revision {model.revision!r}", origin, help="check model.revision"
+                "FT303", f"{name} has no revision {model.revision!r}", origin, help="check the revision"
             )
         case hub.LocalEntryNotFoundError() if offline:
             return preflight_error(

@@ -4,11 +4,11 @@ One multiply-add is two operations. Per token of a sequence of S tokens, causal,
 forward 2·in·out, gradient of the input 2·in·out, gradient of the weight 2·in·out (full fine-tuning only). Adapters
 of rank r add 2·r·(in+out) forward and twice that backward. Attention has two products forward (QKᵀ, PV) and five
 backward (QKᵀ again, dP, dV, dQ, dK), each 2·width·k for k the mean number of keys a query sees: (S+1)/2, or less
-with a sliding window. A gated delta net is counted in chunks, its step as 3.7 forward passes. The head has a forward
-and an input gradient for every supervised position; synthetic benchmarks supervise all. Norms, activations and the
-optimizer are bandwidth, not arithmetic, and are left out. Gradient checkpointing adds one more forward pass of the
-layers (not of the head); ``selective`` adds only that of gate and up. Layers on the kernels skip what they need not run
-again; that saving is not counted.
+with a sliding window. Of experts those are counted that a token goes through. A gated delta net is counted in chunks,
+its step as 3.7 forward passes. The head has a forward and an input gradient for every supervised position; synthetic
+benchmarks supervise all. Norms, activations and the optimizer are bandwidth, not arithmetic, and are left out.
+Gradient checkpointing adds one more forward pass of the layers (not of the head); ``selective`` adds only that of
+gate and up. Layers on the kernels skip what they need not run again; that saving is not counted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from ftcli.config.model import LoraConfig
 from ftcli.facts.adapters import LinearAdapter, adapters
 from ftcli.facts.model import ModelFacts
-from ftcli.facts.shape import GATE_AND_UP, DeltaNet, Linear
+from ftcli.facts.shape import DeltaNet, Linear, is_gate_and_up
 from ftcli.tables import policies
 from ftcli.tables.policies import PolicyName
 
@@ -78,7 +78,7 @@ def step_flops(
     again = policies.row(gradient_checkpointing).recomputes
     if again == "gate and up":
         recompute = sum(_linear(_gate_and_up(layer.linears)) for layer in counted.layers)
-        recompute += _adapters(each for each in adapted if each.linear.name in GATE_AND_UP)
+        recompute += _adapters(each for each in adapted if is_gate_and_up(each.linear))
     elif again == "layer":
         recompute = linear_forward + adapters_forward + product * 2.0 + nets_forward
     recompute *= max(layers - uncheckpointed_layers, 0) / layers
@@ -102,15 +102,15 @@ def _delta_net(net: DeltaNet) -> float:
 
 
 def _linear(linears: Iterable[Linear]) -> float:
-    return 2.0 * sum(x.in_features * x.out_features for x in linears)
+    return 2.0 * sum(x.used_elements for x in linears)
 
 
 def _adapters(adapted: Iterable[LinearAdapter]) -> float:
-    return 2.0 * sum(each.elements for each in adapted)
+    return 2.0 * sum(each.elements * each.linear.used / each.linear.experts for each in adapted)
 
 
 def _gate_and_up(linears: Iterable[Linear]) -> tuple[Linear, ...]:
-    return tuple(x for x in linears if x.name in GATE_AND_UP)
+    return tuple(x for x in linears if is_gate_and_up(x))
 
 
 def _mean_keys(window: int | None, seq_len: int) -> float:

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ftcli.facts.language import Config, text_values
 from ftcli.facts.towers import other_parameters
-from ftcli.tables.families import PARALLEL, Family, Groups, Norms, family_of
+from ftcli.tables.families import PARALLEL, Experts, Family, Groups, Norms, family_of
 
 #: Linear layers of a decoder layer that read the same input, by their paths in the layer. ftcli's kernels multiply by
 #: the weights of a group at once.
@@ -21,28 +22,50 @@ SHARED_INPUTS = (
     ("mlp.gate_proj", "mlp.up_proj"),
     ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z", "linear_attn.in_proj_b", "linear_attn.in_proj_a"),
 )
-#: The first half of the gated MLP: two linear layers, or one where a family joins them.
-GATE_AND_UP = (*SHARED_INPUTS[1], "mlp.gate_up_proj")
+#: The first half of the gated MLP: two linear layers, or one where a family joins them, or experts' stack.
+_GATE_AND_UP = ("gate_proj", "up_proj", "gate_up_proj")
 
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """One linear layer of a decoder layer: PEFT's module path below the layer, and its logical shape."""
+    """One linear layer of a decoder layer: PEFT's module path below the layer, and its logical shape.
+
+    Attributes:
+        experts: So many matrices of this shape are one parameter, a stack of experts. 1: a layer of its own.
+        used: How many of them a token goes through.
+    """
 
     name: str
     in_features: int
     out_features: int
     bias: bool = False
+    experts: int = 1
+    used: int = 1
+
+    @property
+    def elements(self) -> int:
+        """Weight elements, of all experts."""
+        return self.in_features * self.out_features * self.experts
 
     @property
     def parameters(self) -> int:
         """Weight and bias elements."""
-        return self.in_features * self.out_features + (self.out_features if self.bias else 0)
+        return self.elements + (self.out_features if self.bias else 0)
+
+    @property
+    def used_elements(self) -> int:
+        """Weight elements that a token is multiplied by."""
+        return self.in_features * self.out_features * self.used
 
     @property
     def leaf(self) -> str:
         """The last part of the name, as in ``lora.target_modules``."""
         return self.name.rpartition(".")[2]
+
+
+def is_gate_and_up(linear: Linear) -> bool:
+    """True if a layer is of the first half of a gated MLP."""
+    return linear.leaf in _GATE_AND_UP and not linear.name.startswith("self_attn.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +123,9 @@ class DeltaNet:
 @dataclass(frozen=True, slots=True)
 class Layer:
     """One decoder layer: what mixes tokens, the width of its MLP, its linears, those that share an input, and the
-    elements of its norms, of its activation and of its mixer.
+    elements of its norms, of its activation, of its mixer and of its router.
+
+    A layer with experts has the MLP that every token goes through, if any, and the stacks of experts among its linears.
     """
 
     mixer: Attention | DeltaNet
@@ -118,6 +143,11 @@ class Layer:
     def delta_net(self) -> DeltaNet | None:
         """The mixer, if it is a delta net."""
         return self.mixer if isinstance(self.mixer, DeltaNet) else None
+
+    @property
+    def stacks(self) -> tuple[Linear, ...]:
+        """Its stacks of experts: gate and up, and down; none where it has no experts."""
+        return tuple(linear for linear in self.linears if linear.experts > 1)
 
     @property
     def linear_parameters(self) -> int:
@@ -162,13 +192,14 @@ class ModelShape:
 
     @property
     def by_kind(self) -> tuple[ModelShape, ...]:
-        """The model with the layers of one kind of mixer alone, for each kind: what is true of one of its layers is
-        then true of all, but for windows and rotation. Itself where there is one kind.
+        """The model with the layers of one kind alone, by what mixes tokens and whether there are experts: what is true
+        of one of its layers is then true of all, but for windows and rotation. Itself where there is one kind.
         """
-        kinds = Counter(type(layer.mixer) for layer in self.layers)
+        kinds = Counter(_kind(layer) for layer in self.layers)
         if len(kinds) == 1:
             return (self,)
-        return tuple(replace(self, layers=tuple(x for x in self.layers if type(x.mixer) is kind)) for kind in kinds)
+        parts = [tuple(layer for layer in self.layers if _kind(layer) == kind) for kind in kinds]
+        return tuple(replace(self, layers=part, intermediate_size=part[0].mlp_width) for part in parts)
 
     @property
     def attending(self) -> tuple[Attention, ...]:
@@ -179,6 +210,11 @@ class ModelShape:
     def delta_nets(self) -> tuple[DeltaNet, ...]:
         """The delta net of each layer that has one."""
         return tuple(layer.delta_net for layer in self.layers if layer.delta_net is not None)
+
+    @property
+    def has_experts(self) -> bool:
+        """True if some layer has experts."""
+        return any(layer.stacks for layer in self.layers)
 
     @property
     def q_width(self) -> int:
@@ -194,6 +230,12 @@ class ModelShape:
     def linear_parameters(self) -> int:
         """Elements of the linear layers of all decoder layers, without embeddings and head."""
         return sum(layer.linear_parameters for layer in self.layers)
+
+    @property
+    def active_parameters(self) -> int:
+        """Elements that a token goes through: of experts, those that it is sent to."""
+        unused = sum(x.elements - x.used_elements for layer in self.layers for x in layer.stacks)
+        return self.parameters - unused
 
     @property
     def embedding_parameters(self) -> int:
@@ -247,13 +289,19 @@ class ModelShape:
         """All elements, each counted once."""
         return self.language_parameters + self.other_parameters
 
-    def adapted(self, target_modules: str | tuple[str, ...]) -> tuple[Linear, ...]:
-        """The layer's linears that PEFT would adapt: all, or those whose name is or ends in a target."""
+    def adapted(self, target_modules: str | tuple[str, ...], *, experts: bool = True) -> tuple[Linear, ...]:
+        """The layer's linears that PEFT would adapt: all (``experts``: stacks of experts too), or those whose name is
+        or ends in a target.
+        """
         if isinstance(target_modules, str):
-            return self.linears
+            return tuple(linear for linear in self.linears if experts or linear.experts == 1)
         return tuple(
             linear for linear in self.linears if any(means(t, f"model.layers.0.{linear.name}") for t in target_modules)
         )
+
+
+def _kind(layer: Layer) -> tuple[type[Attention] | type[DeltaNet], bool]:
+    return type(layer.mixer), bool(layer.stacks)
 
 
 def means(name: str, path: str) -> bool:
@@ -278,7 +326,8 @@ def shape_of(config: Config) -> ModelShape | None:
     if family is None or others is None or any(config.get(key) for key in family.not_with):
         return None
     hidden = _whole(config, "hidden_size")
-    intermediate = _whole(config, "intermediate_size")
+    # A model may consist of experts alone.
+    intermediate = _whole(config, "intermediate_size", None if family.experts is None else 1)
     heads = _whole(config, "num_attention_heads")
     kv_heads = _whole(config, "num_key_value_heads", heads)
     if heads % kv_heads:
@@ -295,20 +344,24 @@ def shape_of(config: Config) -> ModelShape | None:
         raise ValueError(f"layer_types names {len(types)} layers, and num_hidden_layers is {count}")
     windows, rotary_dim = windows_of(config, family, count), int(head_dim * _rotary_share(config, family))
     rotated = _rotated(config, family, windows)
-    nets = _delta_nets(config, family, count)
-    attending = _linears(config, family, hidden, intermediate, heads * head_dim, kv_heads * head_dim)
+    nets, sparse = _delta_nets(config, family, count), _sparse(config, family, count)
+    widths = hidden, intermediate, heads * head_dim, kv_heads * head_dim
+    mixture = None if family.experts is None else _Mixture.of(config, family.experts, hidden)
     layers = []
-    for window, turns, net in zip(windows, rotated, nets, strict=True):
-        if net is None:
-            attention = Attention(heads, kv_heads, head_dim, window, rotary_dim if turns else 0)
-            layers.append(Layer(attention, intermediate, attending, family.groups, norms + of_heads))
-        else:
-            linears = _linears(config, family, hidden, intermediate, heads * head_dim, kv_heads * head_dim, net)
-            layers.append(Layer(net, intermediate, linears, family.delta_groups, norms + net.parameters))
+    for window, turns, net, has_experts in zip(windows, rotated, nets, sparse, strict=True):
+        mixer: Attention | DeltaNet = net or Attention(heads, kv_heads, head_dim, window, rotary_dim if turns else 0)
+        groups, beside = (family.groups if net is None else family.delta_groups), norms
+        beside += of_heads if net is None else net.parameters
+        inner, stacks = intermediate, tuple[Linear, ...]()
+        if has_experts and mixture is not None:
+            inner, stacks, groups = mixture.shared_width, mixture.stacks, family.with_experts(groups)
+            beside += mixture.router_parameters
+        linears = _linears(config, family, (hidden, inner, *widths[2:]), groups, net)
+        layers.append(Layer(mixer, inner, (*linears, *stacks), groups, beside))
     return ModelShape(
         family=family,
         hidden_size=hidden,
-        intermediate_size=intermediate,
+        intermediate_size=layers[0].mlp_width if len(set(sparse)) == 1 else intermediate,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
@@ -420,11 +473,56 @@ def _delta_nets(config: Config, family: Family, count: int) -> tuple[DeltaNet | 
     return tuple(net if (at + 1) % every else None for at in range(count))
 
 
+class _Mixture(NamedTuple):
+    """The experts of a layer: their stacks, the width of the shared one (0: there is none), and the elements of what
+    chooses among them.
+    """
+
+    stacks: tuple[Linear, Linear]
+    shared_width: int
+    router_parameters: int
+
+    @classmethod
+    def of(cls, config: Config, experts: Experts, hidden: int) -> _Mixture:
+        """By the config's sizes. Raises ValueError where a token would go to more experts than there are."""
+        name = next((key for key in experts.count if config.get(key) is not None), experts.count[0])
+        count, used = _whole(config, name), _whole(config, experts.used)
+        width = _whole(config, experts.width)
+        if not 1 <= used <= count or count < 2:
+            raise ValueError(f"{experts.used} {used} does not fit {name} {count}")
+        first, last = experts.stacks
+        stacks = (
+            Linear(first, hidden, 2 * width, experts=count, used=used),
+            Linear(last, width, hidden, experts=count, used=used),
+        )
+        shared = 0 if experts.shared_width is None else _whole(config, experts.shared_width)
+        return cls(stacks, shared, count * hidden + (hidden if shared else 0))
+
+
+def _sparse(config: Config, family: Family, count: int) -> tuple[bool, ...]:
+    """For each layer, whether its MLP is a mixture of experts."""
+    experts = family.experts
+    if experts is None:
+        return (False,) * count
+    if experts.dense == "none":
+        return (True,) * count
+    if experts.dense == "mlp_layer_types":
+        types = config.get("mlp_layer_types")
+        listed = types if isinstance(types, list) else ["sparse"] * count
+        if len(listed) < count:
+            raise ValueError(f"mlp_layer_types names {len(listed)} layers, and num_hidden_layers is {count}")
+        return tuple(kind == "sparse" for kind in listed[:count])
+    dense, step = config.get("mlp_only_layers"), _whole(config, "decoder_sparse_step", 1)
+    left = dense if isinstance(dense, list) else []
+    return tuple(at not in left and (at + 1) % step == 0 for at in range(count))
+
+
 def _linears(
-    config: Config, family: Family, hidden: int, inner: int, q: int, kv: int, net: DeltaNet | None = None
+    config: Config, family: Family, widths: tuple[int, int, int, int], groups: Groups, net: DeltaNet | None
 ) -> tuple[Linear, ...]:
+    """The linears of ``groups``. ``widths``: of the residual stream, the MLP, all query heads, and all key heads."""
+    hidden, inner, q, kv = widths
     biases = [_stated(config, each) for each in (family.qkv_bias, family.o_bias, family.mlp_bias)]
-    groups = family.groups if net is None else family.delta_groups
     first = (2 * inner,) if "gate_up" in family.joined else (inner,) * len(groups.gate_up)
     entering: tuple[int, ...] = (q + 2 * kv,) if "qkv" in family.joined else (q, kv, kv)
     if "q_gate" in family.joined:
@@ -435,8 +533,8 @@ def _linears(
     sizes: list[tuple[tuple[str, ...], int, tuple[int, ...], bool]] = [
         (groups.qkv, hidden, entering, biases[0]),
         (groups.o, q, (hidden,), biases[1]),
-        (groups.gate_up, hidden, first, biases[2]),
-        (groups.down, inner, (hidden,), biases[2]),
+        (groups.gate_up, hidden, first[: len(groups.gate_up)], biases[2]),
+        (groups.down, inner, (hidden,) * len(groups.down), biases[2]),
         (groups.gate, hidden, (q,) * len(groups.gate), False),
     ]
     return tuple(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,25 +68,50 @@ def _specials(config: JsonObject) -> set[str]:
 
 def _size(path: Path, origin: Origin | None, specials: set[str]) -> int | None:
     """One more than the largest id. Special tokens that are no tokens yet get further ones when it is loaded."""
+    known = vocabulary(path, origin)
+    return max(known) + 1 + len(specials - set(known.values())) if known else None
+
+
+def vocabulary(path: Path, origin: Origin | None) -> dict[int, str]:
+    """The tokens in a tokenizer.json by their ids; empty where there is no such file, or it says none.
+
+    Raises FtcliError FT305 (exit 3) where it is not JSON.
+    """
     if not path.is_file():
-        return None
+        return {}
     values = read_json(path, origin, limit=_MAX_TOKENIZER_BYTES)
-    model = values.get("model")
+    model, added = values.get("model"), values.get("added_tokens")
     vocab = model.get("vocab") if isinstance(model, dict) else None
-    ids: list[int] = []
-    known: set[object] = set()
+    found: dict[int, str] = {}
     if isinstance(vocab, dict):
-        ids.extend(i for i in vocab.values() if isinstance(i, int))
-        known.update(vocab)
+        found = {number: token for token, number in vocab.items() if isinstance(number, int)}
     elif isinstance(vocab, list):
-        ids.append(len(vocab) - 1)
-        known.update(pair[0] for pair in vocab if isinstance(pair, list) and pair and isinstance(pair[0], str))
-    added = values.get("added_tokens")
+        pairs = (pair if isinstance(pair, list) and pair else [""] for pair in vocab)
+        found = {number: pair[0] if isinstance(pair[0], str) else "" for number, pair in enumerate(pairs)}
     for token in added if isinstance(added, list) else []:
         if isinstance(token, dict) and isinstance(token.get("id"), int):
-            ids.append(token["id"])
-            known.add(token.get("content"))
-    return max(ids) + 1 + len(specials - known) if ids else None
+            found[token["id"]] = str(token.get("content"))
+    return found
+
+
+def foreign_tokens(ours: Mapping[int, str], theirs: Mapping[int, str], ids: Iterable[int]) -> str:
+    """Those of ``ids`` that are not the same token in both vocabularies, in words; empty where all are."""
+    other = [number for number in ids if ours.get(number) != theirs.get(number)]
+    if not other:
+        return ""
+    first = min(other)
+    what = [repr(each[first]) if first in each else "no token" for each in (theirs, ours)]
+    return f"{len(other):,} of its tokens are others: id {first} is {what[0]} there and {what[1]} here"
+
+
+def foreign_tokens_finding(name: str, said: str, origin: Origin | None = None) -> Finding:
+    """FT326 for another model that would read other tokens than the trained one; ``said`` by :func:`foreign_tokens`."""
+    return Finding(
+        "FT326",
+        f"{name} does not have the tokens of the model that is trained: {said}",
+        origin,
+        "compare with a model of the same tokenizer, such as another fine-tune of the same base",
+    )
 
 
 def _text(value: Any) -> str | None:

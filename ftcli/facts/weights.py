@@ -14,6 +14,8 @@ ADAPTER_CONFIG = "adapter_config.json"
 MODEL_CARD = "README.md"
 #: Lies beside each export and says what it was made of and how it was verified; other programs pass over it.
 EXPORT_RECORD = "ftcli_export.json"
+#: The file of tensors that transformers passes over, beside those that it loads.
+FURTHER_WEIGHTS = "model-further.safetensors"
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,15 @@ from ftcli.facts.shape import shape_of
 from ftcli.generation.cache import NO_SLOT, Cache, Decode, Prefill, PromptStates
 from ftcli.model import attention
 from ftcli.model.backbone import base_of, decoder_layers, head_of, hidden_states, root_of
-from ftcli.model.fused import UNPACKED, FusedDecoderLayer, LayerPacks, PreparedGroup
+from ftcli.model.fused import (
+    UNPACKED,
+    FusedDecoderLayer,
+    LayerPacks,
+    PreparedGroup,
+    pack_stacks,
+    packs_of,
+    stacks_with_packs,
+)
 from ftcli.plan.precision import DtypePlan
 
 if TYPE_CHECKING:
@@ -138,14 +146,16 @@ class _PackedAdapters:
         self._layers = [one for one in layers if isinstance(one, FusedDecoderLayer)]
         groups = [group for layer in self._layers for group in layer.groups()]
         self._packs = AdapterPacks(groups, dtype)
+        self._experts = [stacks_with_packs(layer, dtype) for layer in self._layers]
 
     @contextmanager
     def held(self) -> Iterator[None]:
         """A block in which the layers take them, as they are now."""
         self._packs.refresh()
+        pack_stacks(self._experts)
         found = [PreparedGroup(packed) for packed in self._packs.packs]
         try:
-            for layer, packs in zip(self._layers, LayerPacks.of_layers(found), strict=True):
+            for layer, packs in zip(self._layers, LayerPacks.of_layers(found, packs_of(self._experts)), strict=True):
                 layer.packs = packs
             yield
         finally:

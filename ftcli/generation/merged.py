@@ -132,8 +132,13 @@ def _shared_inputs(base: PreTrainedModel) -> list[tuple[str, ...]]:
 
 def _linears(module: nn.Module) -> Iterator[nn.Module]:
     """Linear layers of a module, itself among them; of a layer with adapters the whole, not its parts."""
+    from peft.tuners.lora.layer import ParamWrapper
+
     if _is_copyable(module):
         yield module
+        return
+    if isinstance(module, ParamWrapper):  # whose A and B are multiplied beside what they adapt
+        yield from _linears(module.base_layer)
         return
     for child in module.children():
         yield from _linears(child)

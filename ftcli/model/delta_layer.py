@@ -52,7 +52,7 @@ class FusedDeltaLayer(FusedDecoderLayer):
         return self.get_submodule(nets.module)
 
     def _halves_of(self) -> tuple[nn.Module, nn.Module]:
-        return self._net, self.mlp
+        return self._net, self._mlp_module
 
     def _attend(
         self,

@@ -21,6 +21,7 @@ import torch
 from ftkernels.adapter_packs import AdapterPacks
 from ftkernels.attention import KeptOutput
 from ftkernels.device import without_autocast
+from ftkernels.experts import ExpertPacks, ExpertStack, empty_packs, pack_experts
 from ftkernels.lora_gated_qkv import lora_gated_qkv
 from ftkernels.lora_linear import lora_linear
 from ftkernels.lora_mlp import ResidualMode, lora_mlp
@@ -37,9 +38,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ftcli.facts.shape import Layer, ModelShape
 from ftcli.model.backbone import base_of, decoder_layers
+from ftcli.model.experts import mixture, stacks_of
 from ftcli.model.masks import CallMask
 from ftcli.model.quantized import QuantizedLinear
-from ftcli.tables.families import Family
+from ftcli.tables.families import Experts, Family, Groups
 
 if TYPE_CHECKING:
     from ftkernels.device import BackendName
@@ -71,12 +73,17 @@ class LayerPacks(NamedTuple):
     gate_up: PreparedGroup = PreparedGroup()
     down: PreparedGroup = PreparedGroup()
     gate: PreparedGroup = PreparedGroup()
+    experts: tuple[ExpertPacks | None, ...] = ()
 
     @classmethod
-    def of_layers(cls, groups: Sequence[PreparedGroup]) -> list[LayerPacks]:
-        """Those of each layer, from the groups of all layers."""
-        size = len(cls._fields)
-        return [cls(*groups[at : at + size]) for at in range(0, len(groups), size)]
+    def of_layers(
+        cls, groups: Sequence[PreparedGroup], experts: Sequence[tuple[ExpertPacks | None, ...]]
+    ) -> list[LayerPacks]:
+        """Those of each layer, from the groups of all layers and the packed adapters of each one's experts."""
+        size = len(Groups._fields)
+        parts = [groups[at : at + size] for at in range(0, len(groups), size)]
+        named = [dict(zip(Groups._fields, part, strict=True)) for part in parts]
+        return [cls(**part, experts=stacks) for part, stacks in zip(named, experts, strict=True)]
 
 
 #: Each group prepares its own.
@@ -196,6 +203,7 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         self._shape = shape
         self._family = shape.family
         self._groups = described.groups
+        self._experts = shape.family.experts if described.stacks else None
         self._rotates = attention is not None and attention.rotary_dim > 0
         self._multiplier = 1.0
         if shape.family.residual_multiplier is not None:
@@ -250,6 +258,10 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         """The projections that share an input, as :class:`LayerPacks` names them."""
         return [projections_of([self.get_submodule(name) for name in group]) for group in self._groups]
 
+    def stacks(self) -> tuple[ExpertStack, ...]:
+        """The stacks of its experts; none where it has no experts."""
+        return () if self._experts is None else stacks_of(self.get_submodule(self._experts.block).experts)
+
     def call_mask(self, given: Any, hidden_states: Tensor) -> Any:
         """The mask of a call on (B, S, H) as this layer takes it, from transformers' for layers of its kind."""
         return given
@@ -290,7 +302,7 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
             return self.offload.checkpoint(whole, hidden_states)
         kwargs["kept"] = KeptOutput(self.offload.keep)
         hidden_states = self.offload.checkpoint(attend, hidden_states)
-        if not self._family.mlp_from_stream:
+        if self._experts is not None or not self._family.mlp_from_stream:
             return self.offload.checkpoint(partial(self._mlp_half, packs=packs), hidden_states)
         with self.offload.saving(hidden_states):
             return self._mlp_half(hidden_states, packs)
@@ -336,13 +348,37 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
     def _mlp_half(self, hidden_states: Tensor, packs: LayerPacks) -> Tensor:
         """(B, S, H) -> (B, S, H): the MLP, added to the residual stream."""
         norms, dropout = self._family.norms, residual_dropout(self._halves_of()[1])
+        if self._experts is not None:
+            return self._mixture(hidden_states, self._experts, packs)
         if self._adds_at_once(norms.after_mlp, dropout):
             return self._mlp(hidden_states, norms.before_mlp, packs, adds=True)[0]
         mlp, residual = self._mlp(hidden_states, norms.before_mlp, packs)
         return self._add(mlp, residual, norms.after_mlp, dropout)
 
+    def _mixture(self, hidden_states: Tensor, experts: Experts, packs: LayerPacks) -> Tensor:
+        """(B, S, H) -> (B, S, H): the mixture of experts, added to the residual stream."""
+        entered = self._enter(hidden_states, self._family.norms.before_mlp, apart=True)[0]
+        shared = [*self._projections("gate_up", packs), *self._projections("down", packs)]
+        plain = self._multiplier == 1.0
+        out = mixture(
+            self.get_submodule(experts.block),
+            experts,
+            entered,
+            shared,
+            hidden_states if plain else None,
+            activation=self._activation,
+            save="input" if self._mlp_save() == "input" else "gate_up",
+            packed=packs.experts,
+            backend=self._backend,
+        )
+        return out if plain else torch.add(hidden_states, out, alpha=self._multiplier)
+
     def _halves_of(self) -> tuple[nn.Module, nn.Module]:
-        return self.self_attn, self.mlp
+        return self.self_attn, self._mlp_module
+
+    @property
+    def _mlp_module(self) -> nn.Module:
+        return self.get_submodule("mlp" if self._experts is None else self._experts.block)  # type: ignore[no-any-return]
 
     def _adds_at_once(self, norm: str | None, dropout: float) -> bool:
         """True if a half's output is added as the last product gives it."""
@@ -577,7 +613,8 @@ class DecoderStack:
         self.deferred = DeferredStream()
         pairs = zip(self._adapters.packs, self._copies.copies, strict=True)
         found = [PreparedGroup(packed, copies, self.deferred) for packed, copies in pairs]
-        self._packs = LayerPacks.of_layers(found) or [UNPACKED] * len(self.layers)
+        self._experts = [] if dtype is None else [stacks_with_packs(layer, dtype) for layer in self.layers]
+        self._packs = LayerPacks.of_layers(found, packs_of(self._experts)) or [UNPACKED] * len(self.layers)
         self.runner: Runner | None = None
         self.drops = any(layer.drops for layer in self.layers)
         self._layer_calls: list[LayerCall] | None = None
@@ -631,6 +668,7 @@ class DecoderStack:
         """(B, S, H) -> (B, S, H): the layers one after the other."""
         self._adapters.refresh()
         self._copies.refresh()
+        pack_stacks(self._experts)
         hidden = call.hidden
         for layer, layer_call, packs in zip(self.layers, call.layer_calls, self._packs, strict=True):
             given = (hidden, layer_call.mask, layer_call.rotation, packs)
@@ -639,6 +677,27 @@ class DecoderStack:
             else:
                 hidden = layer.compute(*given)
         return hidden
+
+
+#: The stacks of a layer's experts, each with memory for its packed adapters.
+PackedStacks = list[tuple[ExpertStack, ExpertPacks | None]]
+
+
+def stacks_with_packs(layer: FusedDecoderLayer, dtype: torch.dtype) -> PackedStacks:
+    """A layer's, whose packs hold nothing yet."""
+    return [(stack, empty_packs(stack, dtype)) for stack in layer.stacks()]
+
+
+def packs_of(stacks: Sequence[PackedStacks]) -> list[tuple[ExpertPacks | None, ...]]:
+    """The packs of each layer."""
+    return [tuple(packs for _, packs in pairs) for pairs in stacks]
+
+
+def pack_stacks(stacks: Sequence[PackedStacks]) -> None:
+    """Copies the adapters of all experts as they are now into their packs."""
+    for stack, packs in (pair for pairs in stacks for pair in pairs):
+        if packs is not None:
+            pack_experts(stack, packs)
 
 
 def stack_of(model: PreTrainedModel | PeftModel, dtype: torch.dtype | None = None) -> DecoderStack | str:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ftcli.config.model import QuantizationConfig
 from ftcli.errors import FtcliError, first_line
 from ftcli.facts.weights import inspect_weights
-from ftcli.gguf import ReadFile, from_file, names_of, require_gguf_package
+from ftcli.gguf import ReadFile, from_file, heads_of, names_of, require_gguf_package
 from ftcli.model.backbone import decoder_layers
 from ftcli.model.fsdp import UNSHARDED_LAYERS, RankShards, has_shards_only, keep_shards
 from ftcli.model.pretrained import COMPUTED, hollow, weight_files
@@ -42,6 +42,7 @@ from ftcli.model.quantized import (
     unreadable_weights,
 )
 from ftcli.model.renaming import Renaming
+from ftcli.model.stacks import is_stack, quantized_stack, quantizes_stacks
 from ftcli.tables import code_of, quantizations
 from ftcli.tables.gguf import architecture_of
 
@@ -79,6 +80,15 @@ class ModelStorage:
         layer = quantize_linear(linear, self.settings, name, trained=self.trained)
         return self.held(layer) if isinstance(layer, QuantizedLinear) else layer
 
+    def takes_stack(self, name: str, weight: Tensor) -> bool:
+        """True if a parameter is a stack of experts that is held quantized. Those of a tower stay as they are."""
+        leaf = name.rpartition(".")[2]
+        return is_stack(leaf, weight) and quantizes_stacks(self.settings) and not self._dequantized(name)
+
+    def _dequantized(self, name: str) -> bool:
+        found = _DECODER_LAYER.search(name)
+        return found is not None and int(found[1]) < self.dequantized_layers
+
     def held(self, layer: QuantizedLinear) -> nn.Linear:
         """The layer itself, or its numbers in ``dtype``; where it is trained, its masters."""
         training = quantizations.row(self.settings.method).training
@@ -87,9 +97,7 @@ class ModelStorage:
                 raise rounded_before(f"{layer.layer_name} holds quantized values")
             masters: nn.Linear = code_of(training.of_packed)(layer)
             return masters
-        found = _DECODER_LAYER.search(layer.layer_name)
-        dequantized = found is not None and int(found[1]) < self.dequantized_layers
-        if dequantized and quantizations.row(self.settings.method).holds_dequantized:
+        if self._dequantized(layer.layer_name) and quantizations.row(self.settings.method).holds_dequantized:
             return DequantizedLinear(layer, self.dtype)
         return layer
 
@@ -104,6 +112,11 @@ def random_quantized(config: PretrainedConfig, holding: ModelStorage, attention:
     for name, module in list(model.named_modules()):
         _give_memory(module, holding.device, shared)
         model._init_weights(module)
+        for leaf, weight in list(module._parameters.items()):
+            if weight is not None and holding.takes_stack(f"{name}.{leaf}", weight):
+                module._parameters[leaf] = quantized_stack(weight, holding.settings, holding.dtype, f"{name}.{leaf}")
+                shared.pop(next(hollow for hollow, given in shared.items() if given is weight))
+                del weight
         if name in chosen:
             assert isinstance(module, nn.Linear)
             model.set_submodule(name, holding.quantized(module, name))
@@ -164,6 +177,7 @@ def load_quantized(
             require_ignorable(model, key)
         elif pattern is not None:
             renaming.keep_part(key, name, pattern, tensor)
+            _place_joined(model, renaming, holding, chosen, whole=name)
         elif _is_packed(model, name, tensor, reader):
             packed.setdefault(name, {})["weight"] = tensor
         else:
@@ -260,10 +274,18 @@ def _place_finished(
             keep_shards_of(model, other, holding)
 
 
-def _place_joined(model: PreTrainedModel, renaming: Renaming, holding: ModelStorage, chosen: Collection[str]) -> None:
+def _place_joined(
+    model: PreTrainedModel,
+    renaming: Renaming,
+    holding: ModelStorage,
+    chosen: Collection[str],
+    whole: str | None = None,
+) -> None:
+    """Places what parts make, of all names or, once all of its parts are there, of ``whole``."""
     try:
-        for name, tensor in renaming.joined():
+        for name, tensor in renaming.joined(whole):
             _place(model, name, tensor, holding, chosen)
+            keep_shards_of(model, name, holding)
     except (RuntimeError, ValueError) as error:
         raise unreadable_weights(f"stacks of experts cannot be put together: {first_line(error)}") from error
 
@@ -299,6 +321,9 @@ def _place(model: nn.Module, name: str, tensor: Tensor, holding: ModelStorage, c
         assert isinstance(module, nn.Linear)
         module.weight = nn.Parameter(tensor.to(holding.device), requires_grad=False)
         model.set_submodule(layer, holding.quantized(module, layer))
+    elif holding.takes_stack(name, tensor):
+        placed = tensor.to(holding.device)
+        module._parameters[leaf] = quantized_stack(placed, holding.settings, holding.dtype, name)
     else:
         placed = tensor.to(holding.device, holding.dtype)
         module._parameters[leaf] = nn.Parameter(placed, requires_grad=False)
@@ -374,7 +399,7 @@ def ternary_tensors(path: Path, model: PreTrainedModel, layers: Collection[str])
         names = names_of([name for name in model.state_dict() if name not in tied], architecture).in_model
     except FtcliError as error:
         raise unreadable_weights(f"{path.name}: {error.findings[0].message}") from error
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads or config.num_attention_heads}
+    heads = heads_of(config)
     for stored in file.names:
         if stored in _ROTATION:
             continue

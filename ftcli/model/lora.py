@@ -50,7 +50,7 @@ def apply_lora(
     """
     import peft
 
-    targets = chosen(resolve_targets(model, lora.target_modules), lora)
+    targets = chosen(resolve_targets(model, lora.target_modules, experts=lora.experts), lora)
     require_possible(lora, targets)
     config = peft_config(model, lora, targets)
     torch.manual_seed(seed)

@@ -72,32 +72,35 @@ class Targets:
 
 
 def resolve_targets(
-    model: PreTrainedModel, wanted: str | Sequence[str], quantized: Collection[str] = frozenset()
-) -> Targets:
+    model: PreTrainedModel, wanted: str | Sequence[str], quantized: Collection[str] = frozenset(), *,
+    experts: bool = True,
+) -> Targets:  # fmt: skip
     """The layers that ``lora.target_modules`` names in ``model``.
 
     Args:
         quantized: Layers that are to be quantized and are not yet.
+        experts: Whether ``all-linear`` means stacks of experts, too.
 
     Raises:
         FtcliError: FT311 (exit 3) for a name that matches no linear layer of the decoder, FT312 for the head or the
             embedding.
     """
     linears = {name: module for name, module in _decoder_modules(model) if _is_linear(module)}
-    experts = tuple(_expert_stacks(model))
+    found = tuple(_expert_stacks(model))
     if isinstance(wanted, str):
-        return _all_linear(model, linears, experts, quantized)
+        targets = _all_linear(model, linears, found, quantized)
+        return targets if experts else replace(targets, experts=())
     modules: list[str] = []
     stacks: list[str] = []
     by_peft: list[str] = []
     for target in wanted:
-        if experts and not _peft_keeps(model, target):
+        if found and not _peft_keeps(model, target):
             by_peft.append(target)
             continue
         matched = [name for name in linears if means(target, name)]
-        stacked = [name for name in experts if means(target, name)]
+        stacked = [name for name in found if means(target, name)]
         if not matched and not stacked:
-            raise _no_such_layer(model, target, [*linears, *experts])
+            raise _no_such_layer(model, target, [*linears, *found])
         modules += matched
         stacks += stacked
     return Targets(tuple(dict.fromkeys(modules)), tuple(dict.fromkeys(stacks)), by_peft=tuple(by_peft))
@@ -213,7 +216,7 @@ def planned_adapters(
         FtcliError: FT311 to FT314 (exit 3) for names that mean nothing here or cannot be trained; as
             :func:`require_possible`.
     """
-    targets = chosen(resolve_targets(model, lora.target_modules, quantized), lora)
+    targets = chosen(resolve_targets(model, lora.target_modules, quantized, experts=lora.experts), lora)
     require_possible(lora, targets)
     saved = resolve_saved(model, lora.modules_to_save)
     trained = {id(p): p.numel() for n, m in model.named_modules() for p in m.parameters() if n.endswith(tuple(saved))}

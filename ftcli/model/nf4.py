@@ -85,6 +85,11 @@ def nf4_linear(linear: nn.Linear, settings: QuantizationConfig, name: str) -> NF
     return NF4Linear(weight, linear.bias, name)
 
 
+def nf4_stack(weight: Tensor, settings: QuantizationConfig) -> NF4Weight:
+    """All experts' matrices, one below the other, in NF4. Raises ValueError where they hold NaN or infinity."""
+    return quantize_nf4(weight, double_quant=settings.double_quant)
+
+
 class BitsandbytesReader:
     """Reads the layout in which bitsandbytes saves NF4; needs neither bitsandbytes nor a GPU.
 

@@ -23,6 +23,7 @@ from ftcli.facts.shape import Layer, ModelShape, shape_of
 from ftcli.model import attention
 from ftcli.model.backbone import base_of, decoder_layers
 from ftcli.model.delta_layer import FusedDeltaLayer
+from ftcli.model.experts import why_not_experts
 from ftcli.model.fsdp import JoinedLinear
 from ftcli.model.fused import FusedDecoderLayer, FusedNorm
 from ftcli.model.quantized import DequantizedLinear, QuantizedLinear, check_weights
@@ -147,6 +148,10 @@ def _why_not(layer: nn.Module, described: Layer, family: Family) -> str | None:
         reason = why_not_fused(projection)
         if reason is not None:
             return f"{name}: {reason}"
+    if described.stacks and family.experts is not None:
+        reason = why_not_experts(layer.get_submodule(family.experts.block), family.experts)
+        if reason is not None:
+            return reason
     if described.attention is None or family.head_norm is None:
         return None
     if not hasattr(layer.self_attn, family.head_norm.q):
@@ -157,12 +162,13 @@ def _why_not(layer: nn.Module, described: Layer, family: Family) -> str | None:
 def why_not_fused(layer: nn.Module) -> str | None:
     """The reason why the fused layers cannot take this linear layer; None if they can."""
     from peft.tuners.lora import Linear as LoraLinear
+    from peft.tuners.lora.layer import ParamWrapper
     from peft.utils.other import ModulesToSaveWrapper
 
     base = layer
     if isinstance(layer, ModulesToSaveWrapper):
         return TRAINED_WHOLE
-    if isinstance(layer, LoraLinear):
+    if isinstance(layer, LoraLinear | ParamWrapper):  # the second where PEFT takes a layer's name for an expert's
         base = layer.base_layer
         if any(layer.use_dora.values()):
             return DORA

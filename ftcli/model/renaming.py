@@ -57,14 +57,21 @@ class Renaming:
         """Keeps a tensor that is a part of ``name`` until all are there."""
         self._parts.setdefault(name, []).append((key, pattern, tensor))
 
-    def joined(self) -> Iterator[tuple[str, Tensor]]:
-        """Tensors made of the kept parts, by name; the parts are freed one by one.
+    def joined(self, whole: str | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Tensors made of the kept parts, by name; the parts are freed one by one. ``whole``: of this name alone, and
+        only if as many parts are there as its stack has experts.
 
         Raises:
             RuntimeError, ValueError: parts are missing, or do not fit together.
         """
-        for first in list(self._parts):
+        for first in list(self._parts) if whole is None else self._complete(whole):
             yield from self.join(first, self._parts.pop(first)).items()
+
+    def _complete(self, name: str) -> list[str]:
+        """The name, if one part of each pattern is there for every expert."""
+        parts = self._parts[name]
+        patterns = self._by_pattern[parts[0][1]].source_patterns
+        return [name] if len(parts) == len(patterns) * self._state[name].shape[0] else []
 
     def join(self, name: str, parts: Sequence[tuple[str, str, Tensor]]) -> dict[str, Tensor]:
         """Makes ``name`` of its ``parts``, and whatever else the same rule makes of them, by name.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.facts.weights import MODEL_CARD
+from ftcli.facts.weights import FURTHER_WEIGHTS, MODEL_CARD
 from ftcli.model.initial_adapters import initial_of, load_over, trained_by_file_name
 from ftcli.model.score_head import has_score_head, without_head, write_classifier_config
 from ftcli.model.shards import load_shards
@@ -158,19 +158,23 @@ def _all_weights(model: PreTrainedModel) -> dict[str, Tensor]:
 def _saved_names(folder: Path) -> Iterator[str]:
     from safetensors import safe_open
 
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in _saved_files(folder):
         with safe_open(path, framework="pt") as file:
             yield from file.keys()
 
 
 def stored_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Name and value of every stored tensor, one in memory at a time."""
+    """Name and value of every stored tensor of the model, one in memory at a time."""
     from safetensors import safe_open
 
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in _saved_files(folder):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118  # no dict
                 yield name, file.get_tensor(name)
+
+
+def _saved_files(folder: Path) -> list[Path]:
+    return [path for path in sorted(folder.glob("*.safetensors")) if path.name != FURTHER_WEIGHTS]
 
 
 def _loaded_again(model: PreTrainedModel, folder: Path) -> Iterator[tuple[str, Tensor]]:

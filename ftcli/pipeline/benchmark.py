@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from ftcli.data.order import Epochs
     from ftcli.facts.flops import StepFlops
     from ftcli.job import Job
+    from ftcli.methods.preference.settings import PreferenceConfig
     from ftcli.plan.batches import Batches
     from ftcli.run.process_group import RankGroup
     from ftcli.train.assembly import Model
@@ -160,8 +161,8 @@ def bench_recipe(recipe: Recipe, options: BenchOptions) -> Recipe:
     if not options.evaluation:
         data = data.model_copy(update={"eval": ()})
     preference = recipe.preference
-    if own and preference is not None and preference.reference_cache == "auto" and _sees_again(recipe):
-        preference = preference.model_copy(update={"reference_cache": "./ahead"})  # where nothing is written
+    if own and preference is not None:
+        preference = _timed_preference(recipe, preference)
     return recipe.model_copy(
         update={
             "model": model,
@@ -180,6 +181,17 @@ def bench_recipe(recipe: Recipe, options: BenchOptions) -> Recipe:
             **{section: None for section in methods.sections() if not own},
         }
     )
+
+
+def _timed_preference(recipe: Recipe, preference: PreferenceConfig) -> PreferenceConfig:
+    """The section of what is timed: a reference is known ahead where the run would know it, whichever model it is."""
+    from ftcli.methods.preference.checks import other_model
+
+    asks = other_model(recipe) is not None
+    if not asks and (preference.reference_cache != "auto" or not _sees_again(recipe)):
+        return preference
+    changed = {"reference": None, "reference_revision": None} if asks else {}
+    return preference.model_copy(update={**changed, "reference_cache": "./ahead"})  # where nothing is written
 
 
 def _sees_again(recipe: Recipe) -> bool:

@@ -15,6 +15,7 @@ from ftcli.plain import LEFT_OUT
 from ftcli.preflight.stages import checked
 from ftcli.reporting import Session
 from ftcli.run.directory import RunDirectory
+from ftcli.run.integrity import hold_asked
 from ftcli.run.report import write_report
 from ftcli.run.report.card import write_card
 from ftcli.run.results import Evaluation, MarginsBeforeAndAfter, update_evaluation, write_margins
@@ -58,11 +59,15 @@ def evaluate_recipe(
     report = checked(loaded, session, "eval")
     from ftcli.job import open_job
     from ftcli.train import data
-    from ftcli.train.on_rows import row_method
+    from ftcli.train.on_rows import answers_of_other, row_method
 
     judges = judges_of(report.recipe)
-    job = open_job(report, session)
-    evaluator = row_method(report.plan.method).evaluator(job, data.tokenized(job, "eval").sequences, judges=judges)
+    job, method = open_job(report, session), row_method(report.plan.method)
+    rows = data.tokenized(job, "eval").sequences
+    asked = answers_of_other(method, job, None, (), rows)
+    if asked is not None and directory is not None:
+        hold_asked(directory.path, asked.inputs)
+    evaluator = method.evaluator(job, rows, judges=judges, reference=None if asked is None else asked.found)
     evaluator.read_tasks()
     base, tuned = _base_and_run(job, evaluator, directory, weights)
     if directory is None or tuned is None:

@@ -49,8 +49,17 @@ def weight_bytes(
     packed = replace(shape, layers=shape.layers[dequantized_layers:])
     if not packed.layers:
         return shape.parameters * parameter_bytes
-    stored = _of_all(packed, lambda linear: stored_bytes(linear, quantization))
-    return (shape.parameters - _of_all(packed, lambda linear: _elements([linear]))) * parameter_bytes + stored
+    held = _quantized(packed, stacks=method.quantize_stack is not None)
+    stored = _of_all(held, lambda linear: stored_bytes(linear, quantization))
+    return (shape.parameters - _of_all(held, lambda linear: _elements([linear]))) * parameter_bytes + stored
+
+
+def _quantized(shape: ModelShape, *, stacks: bool) -> ModelShape:
+    """The linears that are quantized: without the stacks of experts unless ``stacks``."""
+    if stacks or not shape.has_experts:
+        return shape
+    layers = (replace(x, linears=tuple(y for y in x.linears if y.experts == 1)) for x in shape.layers)
+    return replace(shape, layers=tuple(layers))
 
 
 def _of_all(shape: ModelShape, count: Callable[[Linear], int]) -> int:
@@ -96,7 +105,7 @@ def nf4_bytes(linear: Linear, quantization: QuantizationConfig) -> int:
     Half a byte an element, a scale for each block of 64, and a table of 16 float32. A scale is a float32, or with
     ``double_quant`` one byte, with a float32 for each 256 of them, a table of 256 float32 and an offset.
     """
-    elements = linear.in_features * linear.out_features
+    elements = linear.elements
     blocks = -(-elements // NF4_BLOCK_SIZE)
     scales = 4 * blocks
     if quantization.double_quant:
@@ -162,7 +171,8 @@ def dequantized_bytes(
     trains = quantizations.row(quantization.method).training is not None
     if not trains and why_dequantized(quantization, dtypes, device) is None:
         return 0
-    return dtypes.compute_bytes * max(_elements(group) for group in _products(shape, on_kernels))
+    held = _quantized(shape, stacks=quantizations.row(quantization.method).quantize_stack is not None)
+    return dtypes.compute_bytes * max(_elements(group) for group in _products(held, on_kernels))
 
 
 def _products(shape: ModelShape, on_kernels: bool) -> list[list[Linear]]:
@@ -174,7 +184,7 @@ def _products(shape: ModelShape, on_kernels: bool) -> list[list[Linear]]:
 
 
 def _elements(linears: Sequence[Linear]) -> int:
-    return sum(linear.in_features * linear.out_features for linear in linears)
+    return sum(linear.elements for linear in linears)
 
 
 def stored_method(config: JsonMap) -> str | None:

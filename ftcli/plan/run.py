@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 from ftkernels.limits import log_prob_bytes
 from pydantic import BaseModel
 
+from ftcli.config.model import ModelConfig
 from ftcli.config.overrides import Settings
 from ftcli.config.recipe import Recipe
 from ftcli.facts.adapters import LinearAdapter, adapters
@@ -58,6 +59,14 @@ class MethodMemory:
     generation: Generation | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class OtherModel:
+    """A model that a method asks before the trained one is loaded, by the recipe's ``key`` that names it."""
+
+    key: str
+    model: ModelConfig
+
+
 @dataclass(frozen=True)
 class RunPlan:
     """The plan of a run. The recipe must name a checkpointing policy, not ``auto``.
@@ -87,11 +96,11 @@ class RunPlan:
     @property
     def described(self) -> ModelShape | None:
         """The model's shape where memory is computed from it; None where it is measured: without a description, and
-        where transformers' own code computes delta nets.
+        where transformers' own code computes delta nets or experts.
         """
         shape = self.facts.shape
         own = not self.execution.on_kernels and self.work != "export"
-        return None if shape is None or (own and shape.delta_nets) else shape
+        return None if shape is None or (own and (shape.delta_nets or shape.has_experts)) else shape
 
     @cached_property
     def measured(self) -> MeasuredModel:

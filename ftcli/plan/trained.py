@@ -86,7 +86,9 @@ def trained_parameters(recipe: Recipe, shape: ModelShape) -> TrainedParameters:
     scores = methods.row(recipe.train.method).classifier
     score = [TrainedMatrices(1, shape.hidden_size, 1, "vector")] if scores else []
     if recipe.lora is None:
-        layer = [TrainedMatrices(x.out_features, x.in_features, shape.layers_with(x)) for x in shape.linears]
+        layer = [
+            TrainedMatrices(x.out_features * x.experts, x.in_features, shape.layers_with(x)) for x in shape.linears
+        ]
         tables = [TrainedMatrices(shape.vocab_size, shape.hidden_size, 1, "embedding")]
         head = [] if shape.tied else [TrainedMatrices(shape.vocab_size, shape.hidden_size, 1, "head")]
         elements = shape.language_parameters + elements_beside(recipe.quantization, shape)
@@ -95,8 +97,9 @@ def trained_parameters(recipe: Recipe, shape: ModelShape) -> TrainedParameters:
         return TrainedParameters(elements, tuple(layer + tables + (score if scores else head)))
     matrices = list(score)
     for each in adapters(shape, recipe.lora):
-        matrices.append(TrainedMatrices(each.rank, each.linear.in_features, each.layers))
-        matrices.append(TrainedMatrices(each.linear.out_features, each.rank, each.layers))
+        together = each.rank * each.linear.experts  # PEFT holds the matrices of all experts as one
+        matrices.append(TrainedMatrices(together, each.linear.in_features, each.layers))
+        matrices.append(TrainedMatrices(each.linear.out_features, together, each.layers))
         if recipe.lora.use_dora:
             matrices.append(TrainedMatrices(each.linear.out_features, 1, each.layers, "vector"))
     for name in recipe.lora.modules_to_save:

@@ -17,6 +17,7 @@ from ftcli.plan.memory.estimate import MemoryEstimate
 from ftcli.plan.memory.host_total import HostEstimate
 from ftcli.plan.precision import DtypePlan
 from ftcli.plan.run import RunPlan
+from ftcli.preflight.checks.another_model import AskedModel
 from ftcli.preflight.checks.context import NotMade
 
 #: Stages in order, by the names that reports use.
@@ -34,6 +35,7 @@ class PreflightReport:
         parts: What runs on each part of the model, and why.
         memory, verdict, disk, host: None where no estimate could be made; ``not_made`` then says why.
         findings: Warnings and notes: errors are raised.
+        asked: Another model, which the method asks before the trained one is loaded.
     """
 
     plan: RunPlan
@@ -46,6 +48,7 @@ class PreflightReport:
     host: HostEstimate | None
     findings: tuple[Finding, ...]
     not_made: tuple[NotMade, ...]
+    asked: AskedModel | None = None
 
     @property
     def recipe(self) -> Recipe:
@@ -78,6 +81,7 @@ class PreflightReport:
             "verdict": self.verdict,
             "disk": self.disk,
             "host_memory": self.host,
+            "asked": None if self.asked is None else self.asked.as_dict(),
             "findings": [_finding_dict(finding) for finding in self.findings],
             "not_made": self.not_made,
         }

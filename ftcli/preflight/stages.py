@@ -36,6 +36,7 @@ from ftcli.plan.memory.host_total import HostEstimate, host_estimate
 from ftcli.plan.quantization import with_products_tried
 from ftcli.plan.run import RunPlan
 from ftcli.preflight.checks import (
+    another_model,
     crossfield,
     data,
     judging,
@@ -71,6 +72,14 @@ def preflight(
     found.stage(ExitCode.RECIPE, _about_the_recipe(context))
     facts = read_facts(loaded.recipe.model, offline=offline, origins=loaded.origins)
     found.stage(ExitCode.PREFLIGHT, model.check(context, facts), model.not_made(context, facts))
+    other = another_model.asked_for(context)
+    theirs = None if other is None else another_model.facts_of(context, other, offline=offline)
+    if other is not None and theirs is not None:
+        found.stage(
+            ExitCode.PREFLIGHT,
+            another_model.check(context, other, theirs, facts),
+            another_model.not_made(context, other, theirs, facts),
+        )
     if context.reads_data:
         rows = data.check(context, facts, offline=offline)
         found.stage(ExitCode.DATA, rows.findings, rows.not_made)
@@ -85,6 +94,7 @@ def preflight(
     plan = with_graphs_that_fit(checkpointing.applied_to(plan))
     context = replace(context, recipe=plan.recipe)
     estimates = _estimates(context, plan, device)
+    asked = None if other is None or theirs is None else another_model.planned(plan, other, theirs)
     found.stage(
         ExitCode.PREFLIGHT,
         [
@@ -94,8 +104,14 @@ def preflight(
             *launch.check_model(context, plan),
             *machine.check_sharded(context, plan.execution),
             *estimates.findings,
+            *([] if asked is None else another_model.memory_findings(context, asked, plan.device)),
         ],
-        [*machine.not_made(context, device), *machine.documents_not_tried(context, plan), *estimates.not_made],
+        [
+            *machine.not_made(context, device),
+            *machine.documents_not_tried(context, plan),
+            *estimates.not_made,
+            *([] if asked is None else another_model.memory_not_made(asked)),
+        ],
     )
     return PreflightReport(
         plan=plan,
@@ -108,6 +124,7 @@ def preflight(
         host=estimates.host,
         findings=tuple(found.findings),
         not_made=tuple(found.not_made),
+        asked=asked,
     )
 
 

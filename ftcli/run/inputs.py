@@ -21,7 +21,7 @@ from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.facts.device import free_host_bytes, usable_cores
 from ftcli.facts.model import ModelFacts
 from ftcli.facts.weights import WEIGHTS_INDEX
-from ftcli.plain import JsonMap, JsonObject, maps, plain_fields
+from ftcli.plain import JsonMap, JsonObject, map_in, maps, plain_fields
 
 _SAMPLES = 64
 _SAMPLE_BYTES = 1 << 16
@@ -170,6 +170,7 @@ class Inputs:
         weights: Of a local model, :func:`ftcli.run.inputs.weight_identities` of its folder.
         commit: Of a model from the Hub, the commit that was loaded.
         files: What else is read of a local model and a local tokenizer.
+        asked: Weights, commit and files of another model that was asked before training.
     """
 
     chat_template: str | None = None
@@ -177,6 +178,7 @@ class Inputs:
     weights: tuple[WeightFile, ...] = ()
     commit: str | None = None
     files: tuple[Fingerprint, ...] = ()
+    asked: Inputs | None = None
 
 
 def stored_weights(facts: ModelFacts, model: ModelConfig) -> Path | None:
@@ -238,6 +240,7 @@ def require_same_inputs(previous: JsonMap, now: Inputs) -> None:
     if not isinstance(known, Mapping):
         return
     findings = [*_template_findings(known.get("chat_template"), now.chat_template), *_base_findings(known, now)]
+    findings += _base_findings(map_in(known, "asked"), now.asked or Inputs(), "the reference")
     before = known.get("tokens_sha256")
     if not findings and isinstance(before, str) and before and now.tokens_sha256 and before != now.tokens_sha256:
         findings.append(
@@ -264,11 +267,11 @@ def _template_findings(before: Any, now: str | None) -> list[Finding]:
     return [Finding("FT734", f"the chat template has changed since this run began:\n{shown}{more}", help=_REMEDY)]
 
 
-def _base_findings(known: JsonMap, now: Inputs) -> list[Finding]:
+def _base_findings(known: JsonMap, now: Inputs, what: str = "the base model") -> list[Finding]:
     changed = changed_base(known, now)
     if not changed:
         return []
-    return [Finding("FT735", f"the base model has changed since this run began: {', '.join(changed)}", help=_REMEDY)]
+    return [Finding("FT735", f"{what} has changed since this run began: {', '.join(changed)}", help=_REMEDY)]
 
 
 def changed_base(known: JsonMap, now: Inputs, *, weights: bool = True) -> list[str]:

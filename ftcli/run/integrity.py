@@ -11,7 +11,7 @@ from pathlib import Path
 from ftcli.config.model import ModelConfig
 from ftcli.errors import Finding, FtcliError
 from ftcli.facts.weights import MODEL_CARD
-from ftcli.plain import JsonMap, JsonObject
+from ftcli.plain import JsonMap, JsonObject, map_in
 from ftcli.run.atomic import read_json_object, read_text
 from ftcli.run.checkpoint import difference, inventory
 from ftcli.run.directory import RunDirectory
@@ -112,6 +112,22 @@ def hold_base(run: Path, model: ModelConfig, seed: int, now: Inputs, *, weights:
         help="use the model that it was trained on: restore the files, or name them in model.name_or_path (of the "
         "Hub: pin model.revision to the commit that the run was trained on)",
     )
+
+
+def hold_asked(run: Path, now: Inputs) -> None:
+    """Refuse to compare a run's result with another reference than in training. What was not noted is accepted.
+
+    Raises FtcliError FT735 (exit 2) with what differs.
+    """
+    known = map_in(map_in(read_json_object(RunDirectory(run).manifest_path), "inputs"), "asked")
+    changed = changed_base(known, now)
+    if changed:
+        raise FtcliError.single(
+            "FT735",
+            f"{run} was compared with another reference; what differs: {', '.join(changed)}",
+            help="restore the reference's files, or name them in preference.reference (of the Hub: pin "
+            "preference.reference_revision to the commit that training used)",
+        )
 
 
 def _unheld(known: JsonMap, model: ModelConfig, now: Inputs, *, weights: bool) -> Iterator[str]:

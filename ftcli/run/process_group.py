@@ -124,6 +124,11 @@ class RankGroup:
         if alone:
             self.publish(mine, {})
 
+    @property
+    def is_formed(self) -> bool:
+        """True once :meth:`form` has connected the ranks."""
+        return self._host is not None
+
     def form(self, device: torch.device, numbers: int) -> None:
         """Waits for all ranks and connects them, once. ``numbers`` is the most that :meth:`agree` is given."""
         self.publish(f"ready/{self.rank}", {})

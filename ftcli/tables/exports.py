@@ -22,6 +22,7 @@ class ExportFormat:
         scores: It can hold a model that scores rows in place of answering.
         masters: It can hold a model whose weights are rounded in every product: as masters that say so, or rounded.
             Others would hold the masters as plain weights, which are another model.
+        further: It holds what transformers passes over in the base's files, for programs that look for it.
         of_quantized: Methods of ``quantization`` that it is for alone; empty: it is for every model.
         package: What it needs beside ftcli.
         size: Code: a function of the :class:`ftcli.export.source.ExportSource` that answers how many bytes it takes on
@@ -37,6 +38,7 @@ class ExportFormat:
     llama_cpp: bool = False
     masters: bool = False
     scores: bool = False
+    further: bool = False
     of_quantized: tuple[str, ...] = ()
     package: Package | None = None
     size: str | None = None
@@ -60,6 +62,7 @@ TABLE: Mapping[str, ExportFormat] = MappingProxyType(
             merges=True,
             masters=True,
             scores=True,
+            further=True,
             size="ftcli.export.safetensors:model_bytes",
         ),
         "gguf": ExportFormat(
@@ -89,7 +92,11 @@ TABLE: Mapping[str, ExportFormat] = MappingProxyType(
             size="ftcli.export.bitnet:bitnet_bytes",
         ),
         "fp8": ExportFormat(
-            "ftcli.export.fp8:write", merges=True, package=_FP8, size="ftcli.export.safetensors:model_bytes"
+            "ftcli.export.fp8:write",
+            merges=True,
+            further=True,
+            package=_FP8,
+            size="ftcli.export.safetensors:model_bytes",
         ),
     }
 )

@@ -78,6 +78,39 @@ class DeltaNets:
     defaults: tuple[tuple[str, int], ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """Layers whose MLP is a mixture of experts, each a gated unit, of which a router chooses some for a token.
+
+    transformers' own router is asked, so that every kind of it is right; the experts are stacks ``gate_up_proj``
+    (E, 2F, H) and ``down_proj`` (E, H, F) in ``experts`` of the block.
+
+    Attributes:
+        block: The mixture's name in a layer.
+        router: The router's name in the block.
+        shared: The name there of an expert that every token goes to, and its own gate's, a linear with one output whose
+            sigmoid multiplies it.
+        count, used, width, shared_width: The config's names of the number of experts (the first that it has), of those
+            of a token, of the features of each, and of those of the shared one.
+        dense: Which layers have one MLP instead: those that the config lists in ``mlp_only_layers`` and those that
+            ``decoder_sparse_step`` leaves out (``listed``), or by ``mlp_layer_types``.
+    """
+
+    block: str = "mlp"
+    router: str = "gate"
+    shared: tuple[str, str] | None = None
+    count: tuple[str, ...] = ("num_experts", "num_local_experts")
+    used: str = "num_experts_per_tok"
+    width: str = "moe_intermediate_size"
+    shared_width: str | None = None
+    dense: Literal["none", "listed", "mlp_layer_types"] = "none"
+
+    @property
+    def stacks(self) -> tuple[str, str]:
+        """Paths of both stacks in a layer."""
+        return f"{self.block}.experts.gate_up_proj", f"{self.block}.experts.down_proj"
+
+
 #: Whether linears have a bias: always, never, or as the config says under this name.
 Bias: TypeAlias = bool | str
 
@@ -100,6 +133,7 @@ class Family:
         mlp: Names of the MLP's linears: gate, up and down; or two, with an activation between them.
         output_gate: The linear whose sigmoid multiplies attention's output, by its name in the attention.
         delta_nets: The layers that do not attend.
+        experts: The layers whose MLP is a mixture of experts.
         kernels: What ftcli's kernels stand in for: whole layers, or nothing.
         qkv_bias, o_bias, mlp_bias: Which linears have biases.
         tied: Whether embedding and head are one matrix where the config does not say.
@@ -140,6 +174,7 @@ class Family:
     mlp: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     output_gate: str | None = None
     delta_nets: DeltaNets | None = None
+    experts: Experts | None = None
     kernels: Literal["layers", "none"] = "layers"
     qkv_bias: Bias = False
     o_bias: Bias = False
@@ -195,6 +230,15 @@ class Family:
         entering = tuple(f"{nets.module}.{name}" for name in nets.entering)
         return Groups(entering, (f"{nets.module}.{nets.leaving}",), others.gate_up, others.down)
 
+    def with_experts(self, groups: Groups) -> Groups:
+        """A layer's linears where its MLP is a mixture: of what is no expert of a router, the shared one alone."""
+        experts = self.experts
+        if experts is None or experts.shared is None:
+            return groups._replace(gate_up=(), down=())
+        inside = f"{experts.block}.{experts.shared[0]}"
+        *first, last = (f"{inside}.{name}" for name in self.mlp)
+        return groups._replace(gate_up=tuple(first), down=(last,))
+
     @property
     def gates_output(self) -> bool:
         """True if attention's output is multiplied by a sigmoid of its own."""
@@ -241,9 +285,29 @@ class Groups(NamedTuple):
     gate: tuple[str, ...] = ()
 
 
+def _sizes(experts: int, used: int, width: int | None = None) -> tuple[tuple[str, float | bool], ...]:
+    """transformers' defaults of the number of experts, of those of a token, and of the features of each."""
+    found = (("num_local_experts", experts), ("num_experts_per_tok", used))
+    return found if width is None else (*found, ("moe_intermediate_size", width))
+
+
 _GEMMA = "gelu_pytorch_tanh"
 _BY_HEAD = HeadNorms()
 _ATTENTION_BIAS = "attention_bias"
+
+_QWEN_NETS = DeltaNets(
+    module="linear_attn",
+    entering=("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+    leaving="out_proj",
+    attention_every=4,
+    defaults=(
+        ("linear_num_key_heads", 16),
+        ("linear_num_value_heads", 32),
+        ("linear_key_head_dim", 128),
+        ("linear_value_head_dim", 128),
+        ("linear_conv_kernel_dim", 4),
+    ),
+)
 
 TABLE: Mapping[str, Family] = MappingProxyType(
     {
@@ -256,6 +320,60 @@ TABLE: Mapping[str, Family] = MappingProxyType(
             head_norm=_BY_HEAD,
             head_dim=128,
             windows_from="max_window_layers",
+        ),
+        "qwen3_moe": Family(
+            experts=Experts(dense="listed"),
+            qkv_bias=_ATTENTION_BIAS,
+            o_bias=_ATTENTION_BIAS,
+            head_norm=_BY_HEAD,
+            window=4096,
+            defaults=(("use_sliding_window", False), ("num_key_value_heads", 4), *_sizes(128, 8, 768)),
+        ),
+        "qwen2_moe": Family(
+            experts=Experts(
+                shared=("shared_expert", "shared_expert_gate"),
+                shared_width="shared_expert_intermediate_size",
+                dense="listed",
+            ),
+            qkv_bias="qkv_bias",
+            windows_from="max_window_layers",
+            defaults=(
+                ("qkv_bias", True),
+                ("use_sliding_window", False),
+                ("shared_expert_intermediate_size", 5632),
+                *_sizes(60, 4, 1408),
+            ),
+        ),
+        "mixtral": Family(
+            experts=Experts(width="intermediate_size"),
+            window_on_config=True,
+            not_with=("router_jitter_noise",),
+            defaults=_sizes(8, 2),
+        ),
+        "olmoe": Family(
+            experts=Experts(width="intermediate_size"),
+            head_norm=HeadNorms(span="width"),
+            qkv_bias=_ATTENTION_BIAS,
+            o_bias=_ATTENTION_BIAS,
+            not_with=("clip_qkv",),
+            defaults=_sizes(64, 8),
+        ),
+        "granitemoe": Family(
+            experts=Experts("block_sparse_moe", "router", width="intermediate_size"),
+            qkv_bias=_ATTENTION_BIAS,
+            o_bias=_ATTENTION_BIAS,
+            residual_multiplier="residual_multiplier",
+            defaults=_sizes(8, 2),
+        ),
+        "mellum": Family(
+            experts=Experts(dense="mlp_layer_types"),
+            head_norm=_BY_HEAD,
+            head_dim=128,
+            qkv_bias=_ATTENTION_BIAS,
+            o_bias=_ATTENTION_BIAS,
+            window=1024,
+            full_attention_every=1,  # without layer_types no layer has the window
+            defaults=_sizes(64, 8, 896),
         ),
         "gemma": Family(
             norm="gemma",
@@ -304,23 +422,25 @@ TABLE: Mapping[str, Family] = MappingProxyType(
             norm="gemma",
             head_norm=_BY_HEAD,
             joined=("q_gate",),
-            delta_nets=DeltaNets(
-                module="linear_attn",
-                entering=("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
-                leaving="out_proj",
-                attention_every=4,
-                defaults=(
-                    ("linear_num_key_heads", 16),
-                    ("linear_num_value_heads", 32),
-                    ("linear_key_head_dim", 128),
-                    ("linear_value_head_dim", 128),
-                    ("linear_conv_kernel_dim", 4),
-                ),
+            delta_nets=_QWEN_NETS,
+            qkv_bias=_ATTENTION_BIAS,
+            o_bias=_ATTENTION_BIAS,
+            head_dim=256,
+            rotary_share=0.25,
+        ),
+        "qwen3_5_moe_text": Family(
+            norm="gemma",
+            head_norm=_BY_HEAD,
+            joined=("q_gate",),
+            delta_nets=_QWEN_NETS,
+            experts=Experts(
+                shared=("shared_expert", "shared_expert_gate"), shared_width="shared_expert_intermediate_size"
             ),
             qkv_bias=_ATTENTION_BIAS,
             o_bias=_ATTENTION_BIAS,
             head_dim=256,
             rotary_share=0.25,
+            defaults=(("shared_expert_intermediate_size", 512), *_sizes(256, 8, 512)),
         ),
         "ministral3": Family(head_dim=128, window_on_config=True, scaled_by_position=True),
         "phi3": Family(joined=("qkv", "gate_up"), window_on_config=True),
@@ -520,7 +640,7 @@ MULTIMODAL: Mapping[str, Multimodal] = MappingProxyType(
         "qwen3_vl": Multimodal("vision", "qwen3_vl_text", towers="ftcli.facts.towers:qwen3"),
         "qwen3_vl_moe": Multimodal("vision", "qwen3_vl_moe_text"),
         "qwen3_5": Multimodal("vision", "qwen3_5_text", towers="ftcli.facts.towers:qwen3_5"),
-        "qwen3_5_moe": Multimodal("vision", "qwen3_5_moe_text"),
+        "qwen3_5_moe": Multimodal("vision", "qwen3_5_moe_text", towers="ftcli.facts.towers:qwen3_5"),
     }
 )
 

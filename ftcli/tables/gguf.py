@@ -37,6 +37,9 @@ class Architecture:
         rotates_part: It can rotate the first features of a head alone.
         factors: Kinds of rope scaling that it reads as tensors.
         sections: It wants rope sections of text, height, width.
+        interleaved: These take turns, feature by feature.
+        delta_nets: Layers between those that attend are gated delta nets: the value heads of a key head lie as far
+            apart as there are key heads, and the norm of what they give is no ``shifted`` one.
         head_dim: A head's size is read; None: it is always hidden_size over heads.
         activation: The MLP's, by transformers' name.
         experts: It chooses among experts, and weighs those it has chosen by what a softmax over all gives (``raw``), or
@@ -62,6 +65,8 @@ class Architecture:
     rotates_part: bool = False
     factors: tuple[str, ...] = ()
     sections: bool = False
+    interleaved: bool = False
+    delta_nets: bool = False
     head_dim: bool = True
     activation: str = "silu"
     experts: Literal["raw", "normalised"] | None = None
@@ -89,7 +94,10 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "gemma3_text": Architecture("gemma3", shifted=True, window=True, large_layers=62, activation=_GELU),
         "qwen2_vl_text": Architecture("qwen2vl", sections=True, head_dim=False, fault=_EPSILON),
         "qwen2_5_vl_text": Architecture("qwen2vl", sections=True, head_dim=False, fault=_EPSILON),
-        "qwen3_vl_text": Architecture("qwen3vl", sections=True),
+        "qwen3_vl_text": Architecture("qwen3vl", sections=True, interleaved=True),
+        "qwen3_5_text": Architecture(
+            "qwen35", shifted=True, biases=(), rotates_part=True, sections=True, interleaved=True, delta_nets=True
+        ),
         "phi3": Architecture("phi3", biases=(), head_dim=False, rotates_part=True, factors=("longrope",)),
         "smollm3": Architecture("smollm3", permuted=True, unrotated_every=4),
         "olmo2": Architecture("olmo2", head_dim=False, own_head=True),

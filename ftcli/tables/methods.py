@@ -37,6 +37,8 @@ class Method:
         rules: Code: ``Context -> findings``, rules of its own about the recipe; None: the common ones.
         reward_rules: Code: ``Context -> findings``, rules about the rewards of its section, by which `ftcli sample`
             judges; None: it has none.
+        asks: Code: ``Recipe -> OtherModel | None`` (:class:`ftcli.plan.run.OtherModel`), a model that is asked before
+            the trained one is loaded; None: none is.
         row_rules: Code: ``(Context, FirstRows) -> findings``, rules of its own about the first rows of each source
             that it trains on (:mod:`ftcli.preflight.checks.data`); None: the common ones.
         survey: Code: ``(RowSurvey, recipe) -> None``, how `ftcli check` looks at its rows; None: as rows that hold
@@ -72,6 +74,7 @@ class Method:
     scores: str | None = None
     rules: str | None = None
     reward_rules: str | None = None
+    asks: str | None = None
     row_rules: str | None = None
     survey: str | None = None
     from_prompts: bool = False
@@ -141,6 +144,7 @@ def _preference(name: str, title: str) -> Method:
         scores="ftcli.methods.preference.charts:SCORES_OF_PAIRS",
         memory="ftcli.methods.preference.checks:memory",
         rules="ftcli.methods.preference.checks:check",
+        asks="ftcli.methods.preference.checks:other_model",
         section="preference",
         defaults=MappingProxyType(
             {"data.format": "preference", "train.learning_rate": rate, "train.warmup_steps": 0.1}

@@ -85,6 +85,8 @@ class Quantization:
         stored_bytes: Code: a function of a :class:`ftcli.facts.shape.Linear` and the recipe's section that answers how
             many bytes the layer's weight takes. None where ``quantize`` is None.
         products: None: the weights are dequantized for each product, on every device.
+        quantize_stack: Code: a function of a matrix (E * O, I) of all experts and the recipe's section that answers
+            with a ``ftkernels.projection.FrozenWeight``. None: experts stay in full precision.
         packed_files: None: weights are only read in full precision.
         training: How the weights are trained where a recipe has no adapters; None where they cannot be.
         already: Code: a function of a linear layer in full precision and its name: the layer's numbers as a
@@ -98,6 +100,7 @@ class Quantization:
     quantize: str | None = None
     stored_bytes: str | None = None
     products: StoredProducts | None = None
+    quantize_stack: str | None = None
     packed_files: PackedFiles | None = None
     training: QuantizedTraining | None = None
     already: str | None = None
@@ -116,6 +119,7 @@ TABLE: Mapping[str, Quantization] = MappingProxyType(
             reads=("double_quant", "keep_dequantized"),
             quantize="ftcli.model.nf4:nf4_linear",
             stored_bytes="ftcli.plan.quantization:nf4_bytes",
+            quantize_stack="ftcli.model.nf4:nf4_stack",
             packed_files=PackedFiles(
                 recognise="ftcli.plan.quantization:stores_nf4", read="ftcli.model.nf4:BitsandbytesReader"
             ),

@@ -206,9 +206,11 @@ def put_on_kernels(job: Job, model: Model, rows: Sequence[TokenizedRow]) -> Kern
 
 
 def form_group(job: Job, group: RankGroup) -> None:
-    """The ranks meet, ready to exchange what a step of this recipe says. All of them call it."""
+    """The ranks meet, once, ready to exchange what a step of this recipe says. All of them call it."""
     from ftcli.train.parallel import numbers_agreed
 
+    if group.is_formed:
+        return
     train = job.recipe.train
     group.form(job.device, numbers_agreed(train.gradient_accumulation_steps, train.per_device_train_batch_size))
 
@@ -270,10 +272,10 @@ def begin_reading(job: Job) -> WeightIdentities:
 def inputs_of(job: Job, model: Model, weights: WeightIdentities, tokens_sha256: str | None = None) -> Inputs:
     """The inputs that must be the same when the run is continued; ``weights`` from :func:`begin_reading`."""
     template = Renderer(job.tokenizer, job.recipe.data.chat_template).source
-    return replace(_loaded_base(job, model, weights), chat_template=template, tokens_sha256=tokens_sha256)
+    return replace(loaded_base(job, model, weights), chat_template=template, tokens_sha256=tokens_sha256)
 
 
-def _loaded_base(job: Job, model: Model, weights: WeightIdentities) -> Inputs:
+def loaded_base(job: Job, model: Model, weights: WeightIdentities) -> Inputs:
     """The fingerprint of the job's base model."""
     return base_inputs(job.facts, job.recipe.model, getattr(model.config, "_commit_hash", None), weights())
 
@@ -285,7 +287,7 @@ def hold(job: Job, model: Model, run: RunDirectory, weights: WeightIdentities | 
 
     Raises FtcliError FT735 (exit 2) with what differs.
     """
-    recipe, now = job.recipe, _loaded_base(job, model, weights or tuple)
+    recipe, now = job.recipe, loaded_base(job, model, weights or tuple)
     for finding in hold_base(run.path, recipe.model, recipe.run.seed, now, weights=weights is not None):
         job.reporter.finding(finding)
 

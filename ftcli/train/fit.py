@@ -16,7 +16,7 @@ from ftcli.run.metrics import read_metrics
 from ftcli.run.out_of_memory import is_out_of_memory
 from ftcli.run.report.card import write_card
 from ftcli.run.status import FinishedTraining, TrainingSummary
-from ftcli.tables.methods import measures
+from ftcli.tables.methods import measures, method_of
 from ftcli.train.context import GraphsRecord, RunContext
 from ftcli.train.lifecycle import add_to_manifest, raise_if_stopped
 from ftcli.train.out_of_memory import has_room_to_save, let_go, out_of_memory_in_training, with_checkpoint
@@ -125,9 +125,20 @@ def _save(loop: TrainingLoop, context: RunContext, job: Job, model: Any) -> None
             context.save_result(
                 lambda folder: save_weights(model, folder, whole),
                 lambda folder: check_saved(model, folder, whole),
+                lambda folder: _add_further(context, model, folder),
                 lambda folder: job.tokenizer.save_pretrained(str(folder)),
                 lambda folder: write_card(context.directory, folder),
             )
+
+
+def _add_further(context: RunContext, model: Any, folder: Path) -> None:
+    """Of a full fine-tune, adds the base's tensors that transformers passes over; a merged adapter gets them later."""
+    if context.recipe.lora is not None or method_of(context.recipe, "train").classifier:
+        return
+    from ftcli.export.further import keep_passed_over
+
+    session = context.session
+    keep_passed_over(model, context.recipe.model, folder, offline=session.offline, tell=session.reporter.finding)
 
 
 def _stopping(recipe: Recipe) -> EarlyStopping | None:

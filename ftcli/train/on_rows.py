@@ -6,7 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, Unpack
 
 from ftcli.config.load import LoadedRecipe
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ftcli.plan.batches import Batches
     from ftcli.run.process_group import RankGroup
     from ftcli.train.loop import Objective, TrainerHooks, TrainingLoop
+    from ftcli.train.other_model import Answered
 
 
 class ObjectiveParts(TypedDict):
@@ -122,6 +123,23 @@ class RowMethod(ABC):
         """
         return reference
 
+    def ask_other(
+        self,
+        job: Job,
+        model: Any,
+        epochs: Epochs | None,
+        held_out: Sequence[TokenizedRow],
+        group: RankGroup | None,
+    ) -> Any:
+        """Asks another model, where the method's row of the table names one: what :meth:`evaluator` and :meth:`build`
+        get for a reference. All ranks call it.
+
+        Args:
+            job, model: Those of that model.
+            epochs: What is trained on; None: nothing is.
+        """
+        raise NotImplementedError
+
     def synthetic(self, rows: Sequence[TokenizedRow], prompt: int | None, seed: int) -> Epochs:
         """Epochs of synthetic rows, for `ftcli bench`; ``prompt`` tokens of a row are its prompt."""
         from ftcli.data.order import plain_epochs
@@ -170,6 +188,7 @@ def _train(session: Session, context: RunContext) -> RowsResult:
         epochs = method.epochs(job, train_data)
         planned = job.plan.execution.batches
         computed = _counted(context, job, epochs, train_data, eval_data, planned)
+    asked = _asked_first(context, method, job, epochs, train_data.sequences, eval_data.sequences)
     with context.phase("loading the model"):
         read = assembly.begin_reading(job) if context.leads else tuple
         with nullcontext() if group is None else group.after_leader("weights", lambda: assembly.to_download(job) > 0):
@@ -187,11 +206,15 @@ def _train(session: Session, context: RunContext) -> RowsResult:
         if group is not None:
             assembly.form_group(job, group)
             assembly.shard_weights(job, model, group, reference)
-    with context.phase("scoring the reference"):
-        reference = method.before_training(job, model, epochs, eval_data.sequences, group, reference)
+    if asked is not None:
+        reference = asked.found
+    else:
+        with context.phase("scoring the reference"):
+            reference = method.before_training(job, model, epochs, eval_data.sequences, group, reference)
     held_out = HeldOut(context.directory, method.evaluator(job, eval_data.sequences, group, reference=reference), model)
     if context.leads:
-        keep_inputs(context, assembly.inputs_of(job, model, read, train_data.sequences.digest()))
+        inputs = assembly.inputs_of(job, model, read, train_data.sequences.digest())
+        keep_inputs(context, inputs if asked is None else replace(inputs, asked=asked.inputs))
     _before(context, held_out)
     fitted = fit(
         context,
@@ -209,6 +232,37 @@ def _train(session: Session, context: RunContext) -> RowsResult:
         for finding in method.held_out_findings({} if base is None else base.measures or {}, measured):
             job.reporter.finding(finding)
     return RowsResult(fitted, measured, time.perf_counter() - started)
+
+
+def _asked_first(
+    context: RunContext,
+    method: RowMethod,
+    job: Job,
+    epochs: Epochs,
+    rows: Sequence[TokenizedRow],
+    held_out: Sequence[TokenizedRow],
+) -> Answered[Any] | None:
+    if job.report.asked is None:
+        return None
+    with context.phase("scoring the reference"):
+        return answers_of_other(method, job, epochs, rows, held_out, context.group)
+
+
+def answers_of_other(
+    method: RowMethod,
+    job: Job,
+    epochs: Epochs | None,
+    rows: Sequence[TokenizedRow],
+    held_out: Sequence[TokenizedRow],
+    group: RankGroup | None = None,
+) -> Answered[Any] | None:
+    """What the model that the method asks before the trained one is loaded has answered; None where it asks none."""
+    from ftcli.train.other_model import answered
+
+    def ask(of_other: Job, model: Any) -> Any:
+        return method.ask_other(of_other, model, epochs, held_out, group)
+
+    return answered(job, ask, rows, held_out, group)
 
 
 def row_method(method: Method) -> RowMethod:

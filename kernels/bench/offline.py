@@ -41,6 +41,7 @@ from ftkernels import (
     fp8_kernels,
     gated_norm,
     glu_kernels,
+    grouped,
     int8_product,
     lowrank_add,
     nf4,
@@ -313,6 +314,39 @@ def delta_cases(new: Maker, capability: int) -> Launches:
         yield f"delta rule gradients{name}", partial(delta_rule_backward.gradients, *operands)
 
 
+def expert_cases(new: Maker, rank: int, capability: int) -> Launches:
+    """Launches of experts with Qwen3-30B-A3B's sizes, by rows of a tile; as :func:`cases`."""
+    if capability < 80 or new.dtype == torch.float32:
+        return
+    experts, hidden, width, pairs = 128, 2048, 768, 256
+    edges, index = torch.zeros(experts + 1, dtype=torch.int32), torch.zeros(pairs, dtype=torch.int32)
+    place, shared = torch.zeros((pairs // 8, 8), dtype=torch.int32), SHARED_MEMORY[capability]
+    x, h, both, first = (
+        new(pairs // 8, hidden),
+        new(pairs, width),
+        new(pairs, 2 * width),
+        new(experts, 2 * width, hidden),
+    )
+    thin, weights = new(pairs, rank), new(pairs // 8, 8)
+    for rows in (128, 64, 16):
+        tiles = torch.zeros((pairs // rows + experts, 2), dtype=torch.int32)
+        groups = grouped.Groups(edges, index, index, place, tiles, rows, shared)
+        low = grouped.Low(thin, new(experts, rank, 2 * width))
+        yield f"experts' unit, {rows}", partial(grouped.grouped_unit, x, first, groups, "silu", low=low)
+        low = grouped.Low(thin, new(experts, rank, hidden))
+        given = (h, new(experts, hidden, width), groups)
+        yield f"experts' product, {rows}", partial(grouped.grouped_product, *given, low=low)
+        given = (both, first, groups)
+        yield f"experts' product back, {rows}", partial(grouped.grouped_product, *given, transposed=True, low=low)
+        yield f"experts' thin, {rows}", partial(grouped.grouped_thin, x, low.wide, groups, rows=index)
+        if rows == 128:
+            yield "experts' outer", partial(grouped.grouped_outer, thin, x, groups, rows=index)
+            back = partial(grouped.unit_backward, h, both, weights, groups, "silu", want_h=True)
+            yield "experts' unit back", back
+            yield "experts' sum", partial(grouped.gathered_sum, new(pairs, hidden), groups, weights=weights)
+            yield "experts' tiles", partial(grouped._tiles, edges, experts, pairs, rows)
+
+
 def norm_cases(new: Maker) -> Launches:
     """Launches of norms and of rows in fp8; as :func:`cases`."""
     x, w, rstd = new(256, HIDDEN), new(HIDDEN), new(256, of=torch.float32)
@@ -349,6 +383,7 @@ def cases(rank: int, dtype: torch.dtype, capability: int) -> Launches:
     yield "row sums", partial(row_sums.row_sums, partial_sums, partial_sums[0, :, 0], dtype, triton_kernel=True)
     yield "column sums", partial(row_sums.column_sums, new(528, HIDDEN, of=torch.float32))
     yield from thin_cases(new, rank, capability)
+    yield from expert_cases(new, rank, capability)
     yield from rotary_cases(new, rank, capability)
     yield from option_cases(new, rank, capability)
     yield from generation_cases(new, capability)

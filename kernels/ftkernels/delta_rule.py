@@ -29,7 +29,13 @@ R = (I + G)^-1 and dM' the gradient of the state after the chunk, runs the same 
 
 and the gradients of q, k and t are those of P, G, a, c, e and d. That of t_i is q_i . dq_i + k_i . (dk_i through a and
 the rows of G) - k_i . (dk_i through the rest), plus, at the end, that of d and c; that of g_i is the sum of those of t
-after it in its document.
+after it in its document. In it pairs of tokens on one side of i cancel, and leave their rounding: of float32 more than
+what is owed to a token that forgets most. So in float32 pairs are summed apart, those that i lies between alone:
+
+    dg_m = sum over j < m <= i of (dP_ij P_ij + dG_ij G_ij) + over i >= m of what a_i and e_i, over j < m of what c_j,
+           and for all m what d owes to its exponent
+
+In 16 bits operands are rounded alike in both sums, which cancel as far as the rest is right.
 
 Backward keeps only the inputs, which are views of the convolution's output: no byte a token. It makes the inverses, x
 and states again; while it runs, they, dM' and a part of dk take 4 C + 4 K V / C + 2 V + 4 K Hk / Hv + 32 bytes a token

@@ -4,9 +4,10 @@ The legend is that of ``ftkernels.delta_rule_forward``, whose scan has kept the 
 names are in ``ftkernels.delta_rule``.
 
 The first kernel owns a slice of the values of one value head, walks from the last chunk to the first with the gradient
-of the state in registers, and writes dv and that gradient after each chunk. The others have a program for a chunk of
+of the state in registers, and writes dv and that gradient after each chunk. Two others have a program for a chunk of
 a key head, and add up over its value heads: one what is owed to the later tokens of pairs, dq and a part of dk, and one
-what is owed to the earlier. None uses atomics. Where a product's
+what is owed to the earlier. The last, in float32 alone, sums what of the decay's gradient is owed to pairs. None uses
+atomics. Where a product's
 transpose is needed, it is formed as a product of its own: Triton 3.4 to 3.7.0 miscompile
 ``dot(trans(accumulator), ...)`` on Hopper (flash-linear-attention 640).
 """
@@ -137,6 +138,7 @@ def _later_kernel(
     vectors,
     scale,
     NORMALIZE: tl.constexpr,
+    APART: tl.constexpr,
     GROUP: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -146,7 +148,7 @@ def _later_kernel(
     PRECISION: tl.constexpr,
 ):
     """dq and a part of dk of a chunk of a key head, with the later token of a pair as the row, and what the gradient
-    of t owes to them.
+    of t owes to them; where pairs are ``APART``, what it owes to the state before the chunk.
     """
     pid = tl.program_id(0)
     chunk, batch, key_head = pid % chunks, pid // chunks // key_heads, pid // chunks % key_heads
@@ -180,12 +182,15 @@ def _later_kernel(
             part = tl.dot(do, tl.trans(state), part, input_precision=PRECISION)
             pairs = tl.dot(do, tl.trans(x), pairs, input_precision=PRECISION)
         part *= tl.load(rows_at + 3 * vectors)[:, None]
+        if APART:
+            d_total = tl.sum(tl.load(q_at, mask=there, other=0.0).to(CD).to(tl.float32) * part, 1)
         # Volatile: else k and q would be held in float32 registers from one head to the next.
         k = tl.load(k_at, mask=there, other=0.0, volatile=True).to(CD)
         part = tl.dot((pairs * pair * q_norm[:, None]).to(CD), k, part, input_precision=PRECISION)
         dq += part
-        q = tl.load(q_at, mask=there, other=0.0, volatile=True).to(CD)
-        d_total = tl.sum(q.to(tl.float32) * part, 1)
+        if not APART:
+            q = tl.load(q_at, mask=there, other=0.0, volatile=True).to(CD)
+            d_total = tl.sum(q.to(tl.float32) * part, 1)
         pairs, part = tl.zeros((C, C), tl.float32), tl.zeros((C, K), tl.float32)
         for first in range(0, V, BLOCK_V):
             dv = tl.load(dv_at + first, mask=there, other=0.0).to(CD)
@@ -196,9 +201,12 @@ def _later_kernel(
         part *= -tl.load(rows_at + vectors)[:, None]
         pairs = tl.where(place[:, None] > place[None, :], pairs * pair * -k_norm[:, None], 0.0)
         k = tl.load(k_at, mask=there, other=0.0, volatile=True).to(CD)
+        if APART:
+            d_total += tl.sum(k.to(tl.float32) * part, 1)
         part = tl.dot(pairs.to(CD), k, part, input_precision=PRECISION)
         dk += part
-        d_total += tl.sum(k.to(tl.float32) * part, 1)
+        if not APART:
+            d_total += tl.sum(k.to(tl.float32) * part, 1)
         tl.store(d_total_ptr + lane * (chunks * C) + row + place, d_total)
     if NORMALIZE:
         wide = tl.load(q_at, mask=there, other=0.0).to(CD).to(tl.float32)
@@ -242,6 +250,7 @@ def _earlier_kernel(
     chunks,
     vectors,
     NORMALIZE: tl.constexpr,
+    APART: tl.constexpr,
     GROUP: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -250,7 +259,9 @@ def _earlier_kernel(
     CD: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dk, dg and d_beta of a chunk of a key head, with the earlier token of a pair as the row."""
+    """dk, dg and d_beta of a chunk of a key head, with the earlier token of a pair as the row. Where pairs are
+    ``APART``, their part of dg is there already.
+    """
     pid = tl.program_id(0)
     chunk, batch, key_head = pid % chunks, pid // chunks // key_heads, pid // chunks % key_heads
     heads = key_heads * GROUP
@@ -287,8 +298,10 @@ def _earlier_kernel(
             column = tl.dot(x, tl.trans(d_state), column, input_precision=PRECISION)
             kept += tl.sum(tl.load(before + first).to(tl.float32) * d_state.to(tl.float32), 1)
         column *= tl.load(rows_at + 2 * vectors)[:, None]
-        end = tl.sum(tl.sum(k.to(tl.float32) * column, 1), 0)
-        end += tl.sum(kept, 0) * tl.load(decay_ptr + lane * chunks + chunk)
+        left = tl.sum(k.to(tl.float32) * column, 1)
+        end = tl.sum(left, 0)
+        passed = tl.sum(kept, 0) * tl.load(decay_ptr + lane * chunks + chunk)
+        end += passed
 
         # Through later outputs, and what the inverse gives later tokens.
         by_query, by_key = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32)
@@ -307,16 +320,96 @@ def _earlier_kernel(
         column = tl.dot(by_query.to(CD), q, column, input_precision=PRECISION)
         column = tl.dot(by_key.to(CD), k, column, input_precision=PRECISION)
         dk += column
-        d_total = tl.load(d_total_ptr + lane * (chunks * C) + row + place) - tl.sum(k.to(tl.float32) * column, 1)
-        d_total += tl.where(place == C - 1, end, 0.0)
+        d_total = tl.load(d_total_ptr + lane * (chunks * C) + row + place)
+        if not APART:
+            d_total -= tl.sum(k.to(tl.float32) * column, 1)
+            d_total += tl.where(place == C - 1, end, 0.0)
         line = (batch.to(tl.int64) * S + row + place) * heads + head
-        tl.store(dg_ptr + line, tl.sum(tl.where(after_row, d_total[None, :], 0.0), 1), mask=row + place < S)
+        if APART:
+            dg = tl.load(dg_ptr + line, mask=row + place < S, other=0.0) + passed
+            crossed = tl.where(place[:, None] <= place[None, :], d_total[None, :], left[None, :])
+            dg += tl.sum(tl.where(same, crossed, 0.0), 1)
+        else:
+            dg = tl.sum(tl.where(after_row, d_total[None, :], 0.0), 1)
+        tl.store(dg_ptr + line, dg, mask=row + place < S)
         tl.store(d_beta_ptr + line, d_beta / beta, mask=row + place < S)
     if NORMALIZE:
         wide = k.to(tl.float32)
         dk -= wide * (k_norm * k_norm * tl.sum(wide * dk, 1))[:, None]
     at, there = tile_rows(dk_ptr, batch, key_head, row, S * key_heads * K, key_heads * K, K, S, 0, K, C)
     tl.store(at, dk.to(dk_ptr.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _pairs_kernel(
+    q_ptr,
+    k_ptr,
+    do_ptr,
+    x_ptr,
+    dv_ptr,
+    rows_ptr,
+    norms_ptr,
+    starts_ptr,
+    dg_ptr,
+    q_stride_b,
+    q_stride_s,
+    q_stride_h,
+    k_stride_b,
+    k_stride_s,
+    k_stride_h,
+    do_stride_b,
+    do_stride_s,
+    do_stride_h,
+    starts_stride,
+    S,
+    heads,
+    chunks,
+    vectors,
+    GROUP: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    C: tl.constexpr,
+    CD: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """For each token of a chunk of a value head, the sum of dP P + dG G over pairs whose later token is it or comes
+    after it, and whose earlier token comes before it.
+    """
+    line, chunk = tl.program_id(0) // chunks, tl.program_id(0) % chunks
+    batch, head = line // heads, line % heads
+    key_head = head // GROUP
+    row, place, lane = chunk * C, tl.arange(0, C), line.to(tl.int64)
+    by_output, by_value = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32)
+    for first in range(0, V, BLOCK_V):
+        at, there = tile_rows(do_ptr, batch, head, row, do_stride_b, do_stride_s, do_stride_h, S, first, BLOCK_V, C)
+        do = tl.load(at, mask=there, other=0.0).to(CD)
+        at, there = tile_rows(x_ptr, batch, head, row, S * heads * V, heads * V, V, S, first, BLOCK_V, C)
+        x = tl.load(at, mask=there, other=0.0).to(CD)
+        at, there = tile_rows(dv_ptr, batch, head, row, S * heads * V, heads * V, V, S, first, BLOCK_V, C)
+        dv = tl.load(at, mask=there, other=0.0).to(CD)
+        by_output = tl.dot(do, tl.trans(x), by_output, input_precision=PRECISION)
+        by_value = tl.dot(dv, tl.trans(x), by_value, input_precision=PRECISION)
+    of_query, of_key = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32)
+    for first in range(0, K, BLOCK_K):
+        at, there = tile_rows(q_ptr, batch, key_head, row, q_stride_b, q_stride_s, q_stride_h, S, first, BLOCK_K, C)
+        q = tl.load(at, mask=there, other=0.0).to(CD)
+        at, there = tile_rows(k_ptr, batch, key_head, row, k_stride_b, k_stride_s, k_stride_h, S, first, BLOCK_K, C)
+        k = tl.load(at, mask=there, other=0.0).to(CD)
+        of_query = tl.dot(q, tl.trans(k), of_query, input_precision=PRECISION)
+        of_key = tl.dot(k, tl.trans(k), of_key, input_precision=PRECISION)
+    norms_at = norms_ptr + (batch * (heads // GROUP) + key_head).to(tl.int64) * (chunks * C) + row + place
+    q_norm, k_norm = tl.load(norms_at), tl.load(norms_at + vectors // GROUP)
+    rows_at = rows_ptr + lane * (chunks * C) + row + place
+    total, beta = tl.load(rows_at), tl.load(rows_at + 4 * vectors)
+    document, later = documents_of(starts_ptr, batch, starts_stride, row, S, C), place[:, None] > place[None, :]
+    apart = tl.where(later & (document[:, None] == document[None, :]), total[:, None] - total[None, :], float("-inf"))
+    owed = by_output * of_query * q_norm[:, None] - by_value * of_key * k_norm[:, None]
+    owed *= tl.exp(apart) * (beta * k_norm)[None, :]
+    owed = tl.dot(tl.where(later, 0.0, 1.0), owed, input_precision=PRECISION)
+    at = (batch.to(tl.int64) * S + row + place) * heads + head
+    tl.store(dg_ptr + at, tl.sum(tl.where(later, owed, 0.0), 1), mask=row + place < S)
 
 
 class ScannedBack(NamedTuple):
@@ -406,16 +499,15 @@ def gradients(
     )
     part = torch.empty((batch, length, key_heads, width), dtype=float32, device=device)
     d_total = torch.empty((batch * heads, inputs.chunks * CHUNK), dtype=float32, device=device)
-    sizes = (
+    apart = inputs.q.dtype == float32
+    strides = (
         *(stride for tensor in (inputs.q, inputs.k, do) for stride in tensor.stride()[:3]),
         starts_stride(inputs),
         length,
-        key_heads,
-        inputs.chunks,
-        batch * heads * inputs.chunks * CHUNK,
     )
-    constants = {
-        "NORMALIZE": inputs.normalize,
+    parts = inputs.chunks, batch * heads * inputs.chunks * CHUNK
+    sizes = *strides, key_heads, *parts
+    common = {
         "GROUP": inputs.group,
         "K": width,
         "V": values,
@@ -423,8 +515,28 @@ def gradients(
         "CD": triton_store_dtype(inputs.q.dtype),
         "PRECISION": precision_of(inputs.q.dtype),
     }
+    constants = {**common, "NORMALIZE": inputs.normalize, "APART": apart}
     grid = (batch * key_heads * inputs.chunks,)
     with on_device_of(do):
+        if apart:
+            _pairs_kernel[(batch * heads * inputs.chunks,)](
+                inputs.q,
+                inputs.k,
+                do,
+                kept.x,
+                back.dv,
+                chunks.rows,
+                chunks.norms,
+                inputs.starts,
+                made.dg,
+                *strides,
+                heads,
+                *parts,
+                BLOCK_K=min(width, tiles.earlier.values),
+                BLOCK_V=tiles.earlier.values,
+                num_warps=tiles.earlier.warps,
+                **common,
+            )
         _later_kernel[grid](
             inputs.q,
             inputs.k,

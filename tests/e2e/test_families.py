@@ -10,6 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from ftcli.export.writing import export_run
+from ftcli.reporting import SilentReporter
+from ftcli.run.directory import RunDirectory
 from ftcli.tables.gguf import architecture_of
 from tests.e2e.conftest import User
 from tests.small_models import MULTIMODAL, TEXT, build, config_of
@@ -162,6 +165,9 @@ def test_heads_that_transformers_passes_over_are_in_what_is_exported(
     if not lora:
         Path(path).write_text(Path(path).read_text().replace("lora:\n  r: 4\n", ""))
     user.done("train", path)
+    if not lora:  # the run has kept its own
+        changed = {key: tensor + 1.0 for key, tensor in heads.items()}
+        save_file({**stored, **changed}, base / "model.safetensors", metadata={"format": "pt"})
     for dtype in ("auto", "bfloat16"):
         words = ["--set", f"export.dtype={dtype}", "--output", str(tmp_path / dtype)]
         user.done("export", path, *words)
@@ -173,6 +179,46 @@ def test_heads_that_transformers_passes_over_are_in_what_is_exported(
             if len(files) > 1:
                 index = json.loads((tmp_path / dtype / name / "model.safetensors.index.json").read_text())
                 assert set(index["weight_map"]) == set(found)
+
+
+@pytest.mark.parametrize("promised", [1, 0])
+def test_that_a_checkpoints_heads_for_further_tokens_are_gone_with_its_base_is_said(
+    promised: int, user: User, tmp_path: Path
+) -> None:
+    """Checkpoints of a full fine-tune do not repeat them, and take them from the base when they are exported."""
+    base = folder_of("qwen3_5", tmp_path / "base")
+    config = json.loads((base / "config.json").read_text())
+    config["text_config"]["mtp_num_hidden_layers"] = promised
+    (base / "config.json").write_text(json.dumps(config))
+    stored, heads = load_file(base / "model.safetensors"), {"mtp.fc.weight": torch.randn(32, 64)}
+    save_file({**stored, **heads}, base / "model.safetensors", metadata={"format": "pt"})
+    path = recipe(user, base, checkpoint={"every_steps": 1})
+    Path(path).write_text(Path(path).read_text().replace("lora:\n  r: 4\n", ""))
+    user.done("train", path)
+    run = RunDirectory(user.folder / "r")
+    assert {"mtp.fc.weight"} == set(load_file(run.model_dir / "model-further.safetensors"))
+    assert not list((run.path / "checkpoints").glob("*/model-further.safetensors"))
+
+    def exported(name: str) -> tuple[list[str], set[str]]:
+        (result,) = export_run(
+            run,
+            ["safetensors"],
+            reporter=SilentReporter(),
+            offline=True,
+            destination=tmp_path / name,
+            checkpoint=run.path / "checkpoints" / "step-00000001",
+        )
+        found = {key for file in result.path.glob("*.safetensors") for key in load_file(file)}
+        return [each.message for each in result.warnings if each.code == "FT757"], found
+
+    said, found = exported("there")
+    assert not said
+    assert set(heads) <= found
+    (base / "model.safetensors").unlink()
+    said, found = exported("gone")
+    assert not set(heads) & found
+    assert len(said) == promised
+    assert all("predict further tokens" in each and str(base) in each for each in said)
 
 
 @pytest.mark.parametrize("model_type", ["gemma3", *further("mixtral", "qwen3_moe")])

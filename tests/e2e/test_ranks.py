@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import signal
 import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.e2e.conftest import merged
 from tests.e2e.ranks import run_ranks, start_ranks
 from tests.e2e.resilience import NO_EVAL, SAVE, STEP, Drills, require_same_weights
+from tests.e2e.test_families import folder_of
 
 #: 40 rows are ten batches: four ranks take three steps an epoch, and two of them have no batch left in the third.
 CHANGE: dict[str, Any] = {
@@ -31,6 +34,30 @@ def test_two_ranks_are_one_process_that_accumulates_twice_bit_for_bit(drills: Dr
     assert drills.metrics("two") == drills.metrics(alone)
     require_same_weights(drills.folder / "two" / "adapter", alone / "adapter")
     assert drills.checkpoints("two") == drills.checkpoints(alone)
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["adapters", "whole"])
+def test_two_ranks_train_delta_nets_as_one_process_that_accumulates(full: bool, drills: Drills, tmp_path: Path) -> None:
+    """Qwen3.5 on its multimodal checkpoint, on packed rows: what learns in a delta net besides linear layers (filter,
+    A_log, dt_bias, norm) has its gradient from both ranks too, and what takes images from none.
+    """
+    base = folder_of("qwen3_5", tmp_path / "base")
+    recipe = merged(UNTESTED, {"model": {"name_or_path": str(base), "kernels": "reference"}, "data": {"packing": True}})
+    recipe = merged(recipe, {"lora": None, "train": {"learning_rate": 1e-4}} if full else {})
+    alone = drills.whole(**merged(recipe, {"train": {"gradient_accumulation_steps": 2}}))
+    run_ranks(drills, drills.recipe("two", **recipe), 2)
+    pairs = list(zip(drills.metrics("two"), drills.metrics(alone), strict=True))
+    for line, other in pairs:  # the norm of all of a model's gradients is summed in another order, and clips them
+        assert line == (pytest.approx(other, rel=1e-6) if full else other)
+    result = "model/model.safetensors" if full else "adapter/adapter_model.safetensors"
+    before = load_file(base / "model.safetensors")
+    found, wanted = (load_file(run / result) for run in (drills.folder / "two", alone))
+    assert found.keys() == wanted.keys()
+    for name in wanted:  # a step moves a weight by 1e-4
+        assert torch.allclose(found[name], wanted[name], rtol=0, atol=5e-6 if full else 0.0), name
+    if full:
+        learnt = {name for name in wanted if not torch.equal(wanted[name], before[name])}
+        assert {name for name in before if ".visual." not in name} == learnt
 
 
 def test_a_run_goes_on_with_other_numbers_of_ranks_and_its_steps_stay_what_they_were(drills: Drills) -> None:

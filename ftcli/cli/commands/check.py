@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ftcli.plan.execution import ExecutionPart
     from ftcli.plan.memory.advice import Verdict
     from ftcli.plan.trained import PlannedAdapters
+    from ftcli.preflight.checks.another_model import AskedModel
 
 #: What ``--as`` says for every GPU of the table.
 EVERY_GPU = "all"
@@ -178,6 +179,7 @@ def _facts(result: CheckResult) -> list[str]:
         f"dtype      {dtypes.compute}: {dtypes.reason}; weights {dtypes.parameter}{adapter}",
         f"attention  {result.attention or report.plan.execution.attention}",
         *_adapters(result.adapters),
+        *_asked(report.asked),
         *_checkpointing(report.checkpointing),
         *([f"judges     {', '.join(result.judges)}"] if result.judges else []),
     ]
@@ -191,6 +193,16 @@ def _adapters(planned: PlannedAdapters | None) -> list[str]:
     trained = "" if planned.parameters is None else f"; {planned.parameters:,} parameters trained"
     left = ", ".join(f"{count} {name}" for name, count in planned.left.items())
     return [f"adapters   {layers}{trained}" + (f"; not adapted: {left}" if left else "")]
+
+
+def _asked(other: AskedModel | None) -> list[str]:
+    """The line on another model that is asked before training; nothing if none is."""
+    if other is None:
+        return []
+    size = _millions(other.plan.sizes.parameters)
+    memory = "" if other.needed_bytes is None else f", {gib(other.needed_bytes)} GiB"
+    source = f"{other.facts.name} ({other.facts.source}), {size} parameters"
+    return [f"reference  {source}; scored before the model is loaded{memory}"]
 
 
 def _checkpointing(choice: CheckpointingChoice) -> list[str]:

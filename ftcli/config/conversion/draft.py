@@ -21,7 +21,10 @@ from ftcli.errors import ExitCode, Finding, FtcliError, Origin, Severity
 #: Words for which the tables have the nearest that there is. All others are names of the same thing.
 _APPROXIMATE = frozenset(("one_cycle", "paged_lion_32bit", "fp4", "adamw_torch_npu_fused"))
 #: Keys whose value is a place, or a part of one.
-_PLACES = frozenset(("run.output_dir", "model.name_or_path", "model.revision", "model.tokenizer", "data.chat_template"))
+_PLACES = frozenset(
+    ("run.output_dir", "model.name_or_path", "model.revision", "model.tokenizer", "data.chat_template",
+     "preference.reference")
+)  # fmt: skip
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _TRUE = frozenset(("true", "yes", "on", "y", "1"))
 _FALSE = frozenset(("false", "no", "off", "n", "0"))

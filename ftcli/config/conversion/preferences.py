@@ -271,17 +271,38 @@ def _cpo_alpha(draft: Draft, given: ForeignSetting) -> None:
 
 
 def reference(draft: Draft, given: ForeignSetting) -> None:
-    """A reference model of the recipe's own: here it is the model as training began."""
-    if given.value == draft.said("model_name_or_path") or is_off(given.value):
+    """A reference model of the recipe's own; the model that is trained is the one as training begins."""
+    same = given.value == draft.said("model_name_or_path")
+    if is_off(given.value) or (same and draft.said("ref_model_revision") in (None, draft.said("model_revision"))):
         return
     if scored(draft):
         draft.lost(given, "a reward model is compared with no reference", harmless=True)
         return
-    if not any(preference_losses.row(name).reference for name in losses_of(draft)):
+    if not _compared(draft):
         draft.lost(given, f"{', '.join(losses_of(draft))} compares with no reference", harmless=True)
         return
-    help = "start with a model whose answers are to be compared with"
-    draft.differs(given, f"`{given.name}` names a reference; here it is the model as training begins", help)
+    if "/" not in str(given.value):
+        what = f"`{given.name}: {given.value}` is no OWNER/NAME and no path"
+        draft.unusable(given, what, "write the model into preference.reference, a folder as ./NAME")
+        return
+    draft.put("preference.reference", given.value, given)
+
+
+def _revision(draft: Draft, given: ForeignSetting) -> None:
+    """The revision of a reference; that of the trained model stands elsewhere."""
+    named = draft.said("ref_model_name_or_path") or draft.said("ref_model")
+    if is_off(given.value) or (
+        named == draft.said("model_name_or_path") and given.value == draft.said("model_revision")
+    ):
+        return
+    if named is None:
+        draft.lost(given, "it is of a reference, and none is named", harmless=True)
+    elif "/" in str(named) and not scored(draft) and _compared(draft):
+        draft.put("preference.reference_revision", given.value, given)
+
+
+def _compared(draft: Draft) -> bool:
+    return any(preference_losses.row(name).reference for name in losses_of(draft))
 
 
 def _reference_free(draft: Draft, given: ForeignSetting) -> None:
@@ -322,6 +343,7 @@ OF_TRL: Mapping[str, r.Rule] = MappingProxyType(
         "rpo_alpha": cross_entropy,
         "ref_model": reference,
         "ref_model_name_or_path": reference,
+        "ref_model_revision": _revision,
         "reference_free": _reference_free,
         _OF_SCORES: _centring,
         "disable_dropout": r.read,

@@ -47,7 +47,7 @@ class ReloadRequest:
         layers: Linear layers that are asked alone, and how many features they take.
         names: The name in the file, or files, of each tensor of the model; of a folder only where its weights are
             rounded and it is read layer by layer.
-        heads: As :func:`ftcli.gguf.from_file` takes them.
+        heads: As :func:`ftcli.gguf.heads_of` counts them.
         embeddings: The adapter brings those of a vocabulary of its own.
         threads: How many threads sums are taken by, so that they are taken alike.
     """

@@ -29,15 +29,18 @@ from ftcli.export.source import ExportSource, not_verified, source_stops, source
 from ftcli.export.verify import Probe, compare_logits, logits, probe_batch, trained_logits
 from ftcli.export.weights import MergedWeights, ModelWeights, source_config, source_weights
 from ftcli.gguf import (
+    FILTER,
     GATE,
     SHARED_GATE,
     STACK,
     UP,
     TensorNames,
     Value,
+    heads_of,
     names_of,
     no_place,
     no_quantizer,
+    part_of,
     require_quantizer,
 )
 from ftcli.plan.quantization import stores_ternary_masters
@@ -85,12 +88,12 @@ def stored_bytes(shape: Sequence[int], ggml: str) -> int:
 
 
 def type_of(stored: str, shape: Sequence[int], wanted: str) -> str:
-    """The type of one tensor in a file of type ``wanted``: vectors, and the choice among experts, stay in float32, as
-    llama.cpp wants them.
+    """The type of one tensor in a file of type ``wanted``: vectors, the choice among experts and the filters of
+    convolutions stay in float32, as llama.cpp wants them.
 
     Rows that are no multiple of a block are in float16; so are, in ternary types, embedding and head.
     """
-    if len(shape) < 2 or ".ffn_gate_inp." in stored:
+    if len(shape) < 2 or part_of(stored) in ("ffn_gate_inp", "ssm_conv1d"):
         return "F32"
     row = TYPES[wanted]
     if row.outer is not None and stored in ("token_embd.weight", "output.weight"):
@@ -178,9 +181,10 @@ ACTIVATIONS = 0.5
 _HUB = "https://huggingface.co/"
 
 
-class SplitExperts:
-    """Weights whose stacks of gate and up (experts, 2 · width, hidden) are two tensors, called by the stack's name and
-    :data:`GATE` or :data:`UP`; the gate of a shared expert (1, hidden) is a vector.
+class FileShapes:
+    """Weights in a file's shapes. Stacks of gate and up (experts, 2 · width, hidden) are two tensors, called by the
+    stack's name and :data:`GATE` or :data:`UP`; the gate of a shared expert (1, hidden) is a vector, and the filter of
+    a convolution (channels, 1, width) a matrix.
 
     Attributes:
         whole: The weights as the model has them.
@@ -200,6 +204,8 @@ class SplitExperts:
         shape = self.whole.shape(plain)
         if plain != name:
             return (shape[0], shape[1] // 2, *shape[2:])
+        if name.endswith(FILTER):
+            return (shape[0], shape[2])
         return shape[1:] if name.endswith(SHARED_GATE) else shape
 
     def read(self, name: str) -> Tensor:
@@ -208,6 +214,8 @@ class SplitExperts:
         tensor = self.whole.read(plain)
         if plain != name:
             return tensor.chunk(2, dim=1)[name.endswith(UP)].contiguous()
+        if name.endswith(FILTER):
+            return tensor.squeeze(1)
         return tensor.reshape(-1) if name.endswith(SHARED_GATE) else tensor
 
 
@@ -215,9 +223,9 @@ def _parts(name: str) -> tuple[str, ...]:
     return (f"{name}{GATE}", f"{name}{UP}") if name.endswith(STACK) else (name,)
 
 
-def unsplit(weights: ModelWeights) -> ModelWeights:
+def in_model_shapes(weights: ModelWeights) -> ModelWeights:
     """The weights as the model has them."""
-    return weights.whole if isinstance(weights, SplitExperts) else weights
+    return weights.whole if isinstance(weights, FileShapes) else weights
 
 
 class TernaryWeights:
@@ -301,7 +309,7 @@ class ExpectedFile:
     Attributes:
         config: Of the whole model.
         names: How its tensors are called in the file.
-        heads: How many heads ``attn_q`` and ``attn_k`` have.
+        heads: As :func:`ftcli.gguf.heads_of` counts them.
         description: The metadata of its shape, and factors of the rotation.
         vocabulary: The metadata of its tokenizer.
         stops: Ids that end a turn.
@@ -357,7 +365,7 @@ def prepare_gguf(source: ExportSource, say: Callable[[str], None]) -> ExpectedFi
         raise no_place(f"ternary types are for ternary weights, which quantization.method: {able} trains")
     stored, adapted = source_weights(source)
     weights = TernaryWeights(stored, rounded) if rounded else stored
-    in_file = SplitExperts(weights) if architecture.experts else weights
+    in_file = FileShapes(weights) if architecture.experts or architecture.delta_nets else weights
     names = names_of(in_file.names, architecture)
     tokenizer = source_tokenizer(source)
     stops = source_stops(source, tokenizer)
@@ -378,7 +386,7 @@ def prepare_gguf(source: ExportSource, say: Callable[[str], None]) -> ExpectedFi
         architecture,
         names,
         in_file,
-        _heads(text),
+        heads_of(text),
         replace(description, warnings=(*description.warnings, *_warnings(architecture, names))),
         vocabulary_of(tokenizer, stops, text.vocab_size),
         tokenizer,
@@ -400,12 +408,6 @@ def _activation_values(weights: ModelWeights, names: TensorNames) -> dict[str, V
     for name, (key, layer) in names.in_metadata.items():
         found.setdefault(key, {})[layer] = float(weights.read(name))
     return {key: [value for _, value in sorted(layers.items())] for key, layers in found.items()}
-
-
-def _heads(config: Any) -> dict[str, int]:
-    """Number of heads in the rows of queries and of keys, by GGUF's names of the weights."""
-    heads: int = config.num_attention_heads
-    return {"attn_q": heads, "attn_k": getattr(config, "num_key_value_heads", None) or heads}
 
 
 def _warnings(architecture: Architecture, names: TensorNames) -> list[Finding]:

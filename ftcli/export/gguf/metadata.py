@@ -6,6 +6,7 @@ file says, so a wrong value shows in its logits.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ftcli.errors import Finding
-from ftcli.export.gguf.rotation import FULL, SLIDING, head_size, rope_said, rotary, rotation_of
+from ftcli.export.gguf.rotation import FULL, LINEAR, SLIDING, head_size, rope_said, rotary, rotation_of
 from ftcli.facts.model import activation_of
 from ftcli.gguf import GATE, UP, ReadFile, Value, activation_key, from_file, no_place
 from ftcli.plain import JsonMap, JsonObject
@@ -32,6 +33,15 @@ _EXPERTS_SAID = {
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
+#: The same of gated delta nets. Heads of keys and of values have one size.
+_DELTA_NETS_SAID = {
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.time_step_rank": "linear_num_value_heads",
+}
+#: transformers' epsilon of the length of their queries and keys.
+_L2_EPSILON = 1e-6
 #: Room for float32 arithmetic in comparing what should be equal.
 ROUNDING = 1e-6
 
@@ -83,6 +93,8 @@ def metadata_of(config: PretrainedConfig, architecture: Architecture) -> Descrip
         values["attention.sliding_window"] = 0  # it wants the key, and applies none
     if architecture.experts:
         values |= _experts(c, architecture)
+    if architecture.delta_nets:
+        values |= _delta_nets(c, architecture)
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if getattr(c, key, None):
             values[key] = float(getattr(c, key))
@@ -109,6 +121,42 @@ def _experts(c: Any, architecture: Architecture) -> dict[str, Value]:
     count = getattr(c, "num_local_experts", None) or c.num_experts
     said = {key: getattr(c, name) for key, name in _EXPERTS_SAID.items() if hasattr(c, name)}
     return {key: int(value) for key, value in {**said, "expert_count": count}.items()}
+
+
+def _delta_nets(c: Any, architecture: Architecture) -> dict[str, Value]:
+    """Sizes of gated delta nets, and the layers that are such.
+
+    Of a regular order of layers the interval is said, too, which is all that older llama.cpp reads. Of another one it
+    takes every fourth layer to attend then, and does not find their tensors.
+    """
+    if c.linear_key_head_dim != c.linear_value_head_dim:
+        raise no_place(
+            f"its delta nets have keys of {c.linear_key_head_dim} and values of {c.linear_value_head_dim}; llama.cpp's "
+            f"{architecture.name} has both alike"
+        )
+    if not math.isclose(c.rms_norm_eps, _L2_EPSILON, rel_tol=ROUNDING):
+        raise no_place(
+            f"rms_norm_eps is {c.rms_norm_eps:g}, which llama.cpp's {architecture.name} takes for the length of keys "
+            f"and queries as well, and transformers takes {_L2_EPSILON:g} there"
+        )
+    recurrent = [kind == LINEAR for kind in c.layer_types]
+    values: dict[str, Value] = {
+        **{key: int(getattr(c, name)) for key, name in _DELTA_NETS_SAID.items()},
+        "ssm.inner_size": int(c.linear_value_head_dim * c.linear_num_value_heads),
+        "attention.recurrent_layers": recurrent,
+    }
+    every = recurrent.index(False) + 1 if False in recurrent else 0
+    if every and recurrent == [(layer + 1) % every != 0 for layer in range(len(recurrent))]:
+        values["full_attention_interval"] = every
+    return values
+
+
+def _delta_nets_said(values: JsonMap) -> JsonObject:
+    """What a file's metadata says of gated delta nets, by the config's names."""
+    changes: JsonObject = {name: values[key] for key, name in _DELTA_NETS_SAID.items()}
+    changes["linear_value_head_dim"] = values["ssm.inner_size"] // values["ssm.time_step_rank"]
+    changes["layer_types"] = [LINEAR if recurrent else FULL for recurrent in values["attention.recurrent_layers"]]
+    return changes
 
 
 def usual_activation(config: PretrainedConfig) -> str:
@@ -217,6 +265,8 @@ def config_changes(values: JsonMap, architecture: Architecture) -> JsonObject:
     if architecture.experts:
         changes["norm_topk_prob"] = architecture.experts == "normalised"
     changes |= {name: values[key] for key, name in _EXPERTS_SAID.items() if key in values}
+    if architecture.delta_nets:
+        changes |= _delta_nets_said(values)
     changes["rope_parameters"] = rope_said(values)
     return changes
 
@@ -251,7 +301,7 @@ def reader_of(
 
     Args:
         names: The name in the file of each tensor of the model.
-        heads: As :func:`ftcli.gguf.from_file` takes them.
+        heads: As :func:`ftcli.gguf.heads_of` counts them.
     """
     outputs: Any = model.get_output_embeddings()
     head = next((f"{name}.weight" for name, module in model.named_modules() if module is outputs), "")

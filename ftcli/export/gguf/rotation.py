@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 #: Kinds of layers, by transformers' names.
-SLIDING, FULL = "sliding_attention", "full_attention"
+SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
+#: Qwen3.5's sections, where its config.json says none.
+_USUAL_SECTIONS = (11, 11, 10)
 #: Kinds of rope scaling that the metadata can say; llama3's and LongRoPE's factors are tensors.
 _AS_TENSORS = ("llama3", "longrope")
 _SCALINGS = ("default", "linear", "yarn", *_AS_TENSORS)
@@ -96,10 +98,13 @@ def _sections(rope: JsonMap, turned: int, architecture: Architecture) -> list[in
     """Pairs of features that turn by time, height and width; in text all three are the position.
 
     Where they are interleaved, llama.cpp does not turn what is left over behind the shorter of them, and transformers
-    does: two pairs of 64 in Qwen3-VL. So none is left over here, and text is computed as it was trained.
+    does: two pairs of 64 in Qwen3-VL, none in Qwen3.5. So none is left over here, and text is computed as it was
+    trained.
     """
-    stated = [int(size) for size in rope["mrope_section"]]
-    if architecture.name == "qwen3vl":
+    stated = [int(size) for size in rope.get("mrope_section", _USUAL_SECTIONS)]
+    if architecture.interleaved and sum(stated) > turned:  # those of larger heads, at which llama.cpp aborts
+        stated = [-(-turned // 6)] * 3
+    if architecture.interleaved and any(pair >= 3 * stated[pair % 3] for pair in range(turned // 2)):
         stated = [max(*stated, -(-turned // 6))] * 3
     return [*stated, 0][:4]
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from ftcli.errors import Finding
 from ftcli.export.clean.process import patience
 from ftcli.export.clean.request import LOGITS, ReloadAnswer, ReloadRequest
-from ftcli.export.gguf.file import ExpectedFile, as_stored, type_of, unsplit
+from ftcli.export.gguf.file import ExpectedFile, as_stored, in_model_shapes, type_of
 from ftcli.export.gguf.metadata import ROUNDING
 from ftcli.export.gguf.vocabulary import pieces_of
 from ftcli.export.lazy import computing_from
@@ -51,7 +51,14 @@ from ftcli.export.verify import (
     shortened,
     unlike_names,
 )
-from ftcli.gguf import GATE, ReadFile, from_file, to_file
+from ftcli.gguf import (
+    GATE,
+    ReadFile,
+    columns_in_file_order,
+    columns_in_model_order,
+    in_model_order,
+    numbers_in_file,
+)
 from ftcli.plain import JsonMap
 from ftcli.ranks import hearing_its_end
 from ftcli.tables.gguf import TYPES, StoredType
@@ -123,15 +130,11 @@ def _compare_tensors(file: ReadFile, wanted: ExpectedFile) -> list[str]:
 
 def _compare_tensor(file: ReadFile, name: str, stored: str, wanted: ExpectedFile) -> str | None:
     """The fault of one tensor, or None. A function of its own: what it has read is gone before the next is read."""
-    tensor = to_file(stored, wanted.weights.read(name), {}, wanted.architecture)
-    return _difference(_unordered(file.read(stored), stored, wanted), tensor, file.type_name(stored))
-
-
-def _unordered(found: Tensor, stored: str, wanted: ExpectedFile) -> Tensor:
-    """A file's tensor with its rows in the model's order, and norms as the file has them."""
-    if stored.split(".")[-2] in wanted.heads:
-        return from_file(stored, found, wanted.heads, wanted.architecture)
-    return found
+    tensor = numbers_in_file(stored, wanted.weights.read(name), wanted.architecture)
+    found = in_model_order(stored, file.read(stored), wanted.heads, wanted.architecture)
+    # Blocks are of columns that are neighbours in the file.
+    found, tensor = (columns_in_file_order(stored, each, wanted.heads, wanted.architecture) for each in (found, tensor))
+    return _difference(found, tensor, file.type_name(stored))
 
 
 def _difference(found: Tensor, want: Tensor, ggml: str) -> str | None:
@@ -194,13 +197,15 @@ def _compare_logits(path: Path, kind: str, wanted: ExpectedFile) -> FileReport:
 
 def _rounded_logits(kind: str, wanted: ExpectedFile) -> Tensor:
     """The trained model's logits with each of its weights rounded as a file of this type rounds them."""
-    model, weights, names = unwritten(wanted.config), unsplit(wanted.weights), wanted.names.stored
+    model, weights, names = unwritten(wanted.config), in_model_shapes(wanted.weights), wanted.names.stored
 
     def read(name: str) -> Tensor:
         part = next((each for each in (name, f"{name}{GATE}") if each in names), None)
         shape = weights.shape(name) if part is None else wanted.weights.shape(part)
         stored = "token_embd.weight" if part is None else names[part]  # a head that is not there is the embedding
-        return as_stored(weights.read(name), type_of(stored, shape, kind))
+        columns = columns_in_file_order(stored, weights.read(name), wanted.heads, wanted.architecture)
+        rounded = as_stored(columns, type_of(stored, shape, kind))
+        return columns_in_model_order(stored, rounded, wanted.heads, wanted.architecture)
 
     with computing_from(model, read, weights.names):
         return logits(model, wanted.probe)

@@ -36,6 +36,8 @@ PRE_TOKENIZERS: Mapping[str, str] = MappingProxyType(
     {
         rf"{_CONTRACTIONS}\p{{N}}{{1,3}}|{_SPACES}": "llama-bpe",
         rf"{_CONTRACTIONS}\p{{N}}|{_SPACES}": "qwen2",
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|"
+        r"\s+(?!\S)|\s+": "qwen35",
         rf"{_LED}{_CASED}|{_LED}{_UPPER}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+": "tekken",
         rf"{_LED}{_CASED}(?i:'s|'t|'re|'ve|'m|'ll|'d)?|{_LED}{_UPPER}(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
         r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+": "gpt-4o",

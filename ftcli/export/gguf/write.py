@@ -14,11 +14,11 @@ from torch import Tensor
 from ftcli.export.gguf.file import (
     ExpectedFile,
     PlannedTensor,
+    in_model_shapes,
     prepare_gguf,
     quantize_file,
     stored_bytes,
     type_of,
-    unsplit,
     write_file,
 )
 from ftcli.export.gguf.verify import verify_file
@@ -27,7 +27,17 @@ from ftcli.export.source import ExportSource, not_verified, read_adapter_config,
 from ftcli.export.tensorfile import require_room
 from ftcli.export.verify import Verified, compare_logits, logits, not_asked, shortened, unlike_names
 from ftcli.export.weights import MergedWeights, WeightUpdate, base_weights, stored_names
-from ftcli.gguf import ReadFile, Value, from_file, no_place, require_gguf_package, to_file
+from ftcli.gguf import (
+    ReadFile,
+    Value,
+    columns_in_file_order,
+    columns_in_model_order,
+    no_place,
+    require_gguf_package,
+    rows_in_file_order,
+    rows_in_model_order,
+    to_file,
+)
 from ftcli.tables.gguf import TYPES
 
 #: llama-quantize mixes K-quants: none of its files has more bits for a weight than this.
@@ -178,8 +188,12 @@ def write_adapter(wanted: ExpectedFile, path: Path, name: str, alpha: float) -> 
     for weight, (a, b, scale) in _pairs(wanted).items():
         stored = wanted.names.stored[weight]
         factor = scale / (alpha / a.shape[0])
-        in_file = to_file(stored, b if factor == 1.0 else b * factor, wanted.heads, wanted.architecture)
-        for part, matrix in (("a", a.float()), ("b", in_file)):
+        b = b.float() if factor == 1.0 else b.float() * factor
+        pair = {
+            "a": columns_in_file_order(stored, a.float(), wanted.heads, wanted.architecture),
+            "b": rows_in_file_order(stored, b, wanted.heads, wanted.architecture),
+        }
+        for part, matrix in pair.items():
             tensors[f"{stored}.lora_{part}"] = PlannedTensor(tuple(matrix.shape), "F32", lambda matrix=matrix: matrix)  # type: ignore[misc]
     values: dict[str, Value] = {
         "general.type": "adapter",
@@ -193,7 +207,7 @@ def write_adapter(wanted: ExpectedFile, path: Path, name: str, alpha: float) -> 
 
 def _pairs(wanted: ExpectedFile) -> dict[str, tuple[Tensor, Tensor, float]]:
     """By weight the two matrices A (rank, in) and B (out, rank), and what their product is multiplied by."""
-    weights = unsplit(wanted.weights)
+    weights = in_model_shapes(wanted.weights)
     assert isinstance(weights, MergedWeights)  # there is an adapter
     found: dict[str, tuple[Tensor, Tensor, float]] = {}
     for weight, change in weights.changes.items():
@@ -230,12 +244,14 @@ def _changes(wanted: ExpectedFile, found: Mapping[str, Tensor], alpha: float) ->
     for weight in _pairs(wanted):
         stored = wanted.names.stored[weight]
         a, b = found[f"{stored}.lora_a"], found[f"{stored}.lora_b"]
-        changes[weight] = WeightUpdate(a, from_file(stored, b, wanted.heads, wanted.architecture), alpha / a.shape[0])
+        a = columns_in_model_order(stored, a, wanted.heads, wanted.architecture)
+        b = rows_in_model_order(stored, b, wanted.heads, wanted.architecture)
+        changes[weight] = WeightUpdate(a, b, alpha / a.shape[0])
     return changes
 
 
 def _compare(wanted: ExpectedFile, changes: Mapping[str, WeightUpdate]) -> tuple[list[str], float]:
-    weights = unsplit(wanted.weights)
+    weights = in_model_shapes(wanted.weights)
     assert isinstance(weights, MergedWeights)
     model = unwritten(wanted.config)
     again = MergedWeights(weights.base, changes)

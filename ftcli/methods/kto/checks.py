@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ftcli.config.recipe import Recipe
-from ftcli.methods.preference.checks import cache, high_rate, losses_of, needs_second_model
+from ftcli.methods.preference.checks import another_model, cache, high_rate, losses_of, needs_second_model
 from ftcli.methods.preference.settings import PreferenceConfig
 from ftcli.plan.run import MethodMemory, RunPlan
 from ftcli.preflight.checks.context import Context, Findings
@@ -47,6 +47,7 @@ def _ignored(context: Context) -> Findings:
     if settings is not None and settings.reference == "none":
         message = "train.method kto compares with a reference, and preference.reference is none"
         yield context.error("FT282", "preference.reference", message, help="remove preference.reference")
+    yield from another_model(context, settings or PreferenceConfig())
 
 
 def _rows(context: Context) -> Findings:

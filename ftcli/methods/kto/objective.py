@@ -57,6 +57,7 @@ class LabelObjective(ComparedObjective):
             ld_alpha=1.0,
             reference=compared.model,
             known=compared.known is not None,
+            other=compared.other,
             **parts,
         )
         self._kl = torch.tensor(0.0, device=job.device)
@@ -90,11 +91,11 @@ class LabelObjective(ComparedObjective):
         """The summed loss of the answers over those of the whole step; with ``sft_weight`` times the cross-entropy of
         the wanted answers' tokens over these."""
         labels, known = inputs.pop(_LABELS), inputs.pop(KNOWN, None)
-        reference = self._of_reference(inputs, known)
+        reference, start = self._of_reference(inputs, known), self.own_start(inputs)
         with compute_context(self._device, self._dtypes.compute, self._dtypes.autocast):
             policy = self._scorer.score(self._model, inputs, self._stack)
         tokens = (inputs[SCORED] > 0).sum(1).float()
-        self.check_first(inputs, policy, reference)
+        self.check_first(inputs, policy, reference, start)
         answers = LabelledAnswers(policy.sums - reference.sums, labels, self._kl)
         loss = self._loss.values(answers).sum() / step.pairs
         if self._loss.sft_weight:

@@ -25,8 +25,11 @@ from ftcli.methods.preference.reference import (
     Rows,
     RunSteps,
     Units,
+    Wanted,
     cache_folder,
+    no_units,
     seen_units,
+    shares_of,
     steps_of,
 )
 from ftcli.methods.preference.settings import PreferenceConfig
@@ -48,11 +51,13 @@ class LabelReference:
         known: Log-probabilities of the training rows and of the mismatched rows of all steps, by
             :func:`~ftcli.methods.preference.cache.unit_digest`. None where the reference is computed in each step.
         held_out: Those of held-out rows, and of their mismatched ones.
+        other: The name of another model that has been scored and is gone, so that nothing more can be computed.
     """
 
     model: PreTrainedModel | None = None
     known: Mapping[bytes, float] | None = None
     held_out: Mapping[bytes, list[float]] = field(default_factory=dict)
+    other: str | None = None
 
 
 def known_of(known: Mapping[bytes, float], rows: Sequence[TokenizedRow]) -> Tensor:
@@ -70,7 +75,7 @@ def units_of_step(order: Sequence[int], index: int, size: int) -> list[int]:
 def scored_ahead(
     job: Job,
     model: PreTrainedModel | PeftModel,
-    epochs: Epochs,
+    epochs: Epochs | None,
     held_out: Sequence[TokenizedRow],
     group: RankGroup | None,
     *,
@@ -83,7 +88,25 @@ def scored_ahead(
     if not caches(recipe, "possibly"):
         return LabelReference()
     settings, loss = recipe.preference or PreferenceConfig(), LabelLoss.of(recipe.preference)
-    steps, longest = steps_of(job, epochs, group), recipe.data.max_seq_len
+    longest = recipe.data.max_seq_len
+    training, again = (no_units, False) if epochs is None else _trained(job, epochs, loss, group)
+    files = rows_by_file(held_out).values() if loss.estimates_kl else ()
+    measured = [*held_out, *(row for rows in files for row in mismatched_rows(rows, longest))]
+    folder = cache_folder(settings, job.session.cache_dir) if keep else None
+    found = AheadOfTraining(job, model, group, 1, shares_of(job, group), 1.0, folder).score(
+        training,
+        lambda: Units(len(measured), lambda number: (measured[number],)),
+        certain=again or caches(recipe, "surely"),
+    )
+    if found is None:
+        return LabelReference()
+    of_training, of_held_out = (scored.by_digest() for scored in found)
+    return LabelReference(None, {row: value for row, (value,) in of_training.items()}, of_held_out)
+
+
+def _trained(job: Job, epochs: Epochs, loss: LabelLoss, group: RankGroup | None) -> tuple[Wanted, bool]:
+    """The rows that training sees, mismatched ones included, and whether it sees some more than once."""
+    steps, longest = steps_of(job, epochs, group), job.recipe.data.max_seq_len
     units, again = seen_units(epochs, steps)
 
     def training() -> Units:
@@ -97,18 +120,7 @@ def scored_ahead(
 
         return Units(len(asked), rows)
 
-    files = rows_by_file(held_out).values() if loss.estimates_kl else ()
-    measured = [*held_out, *(row for rows in files for row in mismatched_rows(rows, longest))]
-    folder = cache_folder(settings, job.session.cache_dir) if keep else None
-    found = AheadOfTraining(job, model, group, 1, recipe.launch.context_parallel_size, 1.0, folder).score(
-        training,
-        lambda: Units(len(measured), lambda number: (measured[number],)),
-        certain=again or caches(recipe, "surely"),
-    )
-    if found is None:
-        return LabelReference()
-    of_training, of_held_out = (scored.by_digest() for scored in found)
-    return LabelReference(None, {row: value for row, (value,) in of_training.items()}, of_held_out)
+    return training, again
 
 
 def _mismatches_of(epochs: Epochs, steps: RunSteps, most: int | None) -> Iterator[tuple[int, int]]:

@@ -27,7 +27,7 @@ from ftcli.methods.kto.objective import LabelObjective
 from ftcli.methods.kto.reference import mismatched_rows, rows_by_file
 from ftcli.methods.kto.reference import scored_ahead as answers_ahead
 from ftcli.methods.preference.evaluate import ComparedEvaluator, forward_pass
-from ftcli.methods.preference.figures import stop_columns, stop_measures
+from ftcli.methods.preference.figures import held_out_names, stop_columns, stop_measures
 from ftcli.methods.preference.pairs import SCORED
 from ftcli.methods.preference.train import Compared, start_of
 from ftcli.model.backbone import compute_context
@@ -38,18 +38,6 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
-#: What held-out results call the numbers of metrics.
-_NAMES = {
-    "rewards/accuracies": "accuracy",
-    "rewards/margins": "margin",
-    "rewards/chosen": "chosen_reward",
-    "rewards/rejected": "rejected_reward",
-    "logps/chosen": "chosen_logp",
-    "logps/rejected": "rejected_logp",
-    "chosen_rose": "chosen_rose",
-    "rejected_fell": "rejected_fell",
-    "kl": "kl",
-}
 #: Of a batch's answers, (N,) each: log-probabilities, what they have gained over the reference, tokens; then what
 #: :func:`~ftcli.methods.preference.figures.stop_columns` gives.
 _Scores = tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]
@@ -71,7 +59,7 @@ class LabelEvaluator(ComparedEvaluator):
         answers = wanted + unwanted
         mean = require_finite(total / max(answers, 1) - loss.sft_weight * logp / max(tokens, 1))
         found = measures(of_answers, kl=loss.estimates_kl)
-        more = {ours: found[name] for name, ours in _NAMES.items() if name in found} | stop_measures(columns[:, 2:4])
+        more = held_out_names(found) | stop_measures(columns[:, 2:4])
         margins = margins_of_answers(rows, columns[:, 0], columns[:, 1], self.job.tokenizer)
         return LossResult(mean, None, None, int(tokens + other_tokens), int(answers), more, margins)
 

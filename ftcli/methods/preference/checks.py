@@ -8,14 +8,17 @@ import math
 from typing import Literal
 
 from ftcli.assets import BUNDLED
+from ftcli.config.model import ModelConfig
 from ftcli.config.recipe import Recipe
 from ftcli.methods.preference.settings import PreferenceConfig
-from ftcli.plan.run import MethodMemory, RunPlan
+from ftcli.plan.run import MethodMemory, OtherModel, RunPlan
 from ftcli.preflight.checks.context import Context, Findings
 from ftcli.tables import preference_losses
 
 #: From this learning rate on, preference training is known to end in repetition (docs/preference.md).
 _HIGHEST_RATE = 1e-4
+#: References that are no other model.
+_WORDS = (None, "start", "none")
 
 
 def losses_of(method: str, settings: PreferenceConfig) -> tuple[tuple[str, float], ...]:
@@ -35,17 +38,32 @@ def beta_of(name: str, settings: PreferenceConfig) -> float:
 
 def compares(method: str, settings: PreferenceConfig) -> bool:
     """Whether there is a reference."""
-    if settings.reference is not None:
-        return settings.reference == "start"
+    return settings.reference != "none" if settings.reference is not None else _needs_one(method, settings)
+
+
+def _needs_one(method: str, settings: PreferenceConfig) -> bool:
     return any(preference_losses.row(name).reference for name, _ in losses_of(method, settings))
+
+
+def other_model(recipe: Recipe) -> OtherModel | None:
+    """The reference where that is another model. It is held as the trained one is, quantization and dtype included."""
+    settings = recipe.preference
+    if settings is None or settings.reference in _WORDS or not _needs_one(recipe.train.method, settings):
+        return None
+    named = {"name_or_path": settings.reference, "revision": settings.reference_revision}
+    model: ModelConfig = recipe.model.model_copy(update={**named, "init": "pretrained", "tokenizer": None})
+    return OtherModel("preference.reference", model)
 
 
 def caches(recipe: Recipe, how: Literal["surely", "possibly"]) -> bool:
     """Whether the recipe alone says that the reference is scored ahead of training; or leaves it possible.
 
-    Full fine-tuning needs no second model then, and computes no more than it would in its first epoch.
+    Full fine-tuning needs no second model then, and computes no more than it would in its first epoch. Another model
+    always is: it is gone before the trained one is loaded.
     """
     settings = recipe.preference or PreferenceConfig()
+    if other_model(recipe) is not None:
+        return True
     if settings.reference_cache == "off" or not compares(recipe.train.method, settings):
         return False
     return how == "possibly" or settings.reference_cache != "auto" or recipe.lora is None
@@ -82,6 +100,7 @@ def check(context: Context) -> Findings:
     yield from _beta(context, settings, names)
     yield from _ignored(context, settings, names)
     yield from _reference(context, settings, names)
+    yield from another_model(context, settings)
     yield from cache(context, settings)
     yield from high_rate(context)
 
@@ -156,12 +175,36 @@ def _reference(context: Context, settings: PreferenceConfig, names: list[str]) -
             f"preference.loss {needing[0]} compares with a reference, and preference.reference is none",
             help="remove preference.reference, or use simpo, cpo or orpo",
         )
-    if not needing and settings.reference == "start":
+    if not needing and settings.reference not in (None, "none"):
         yield context.error(
             "FT282",
             "preference.reference",
-            f"preference.loss {', '.join(names)} compares with nothing, and preference.reference is start",
+            f"preference.loss {', '.join(names)} compares with nothing, and preference.reference is "
+            f"{settings.reference}",
             help="remove preference.reference",
+        )
+
+
+def another_model(context: Context, settings: PreferenceConfig) -> Findings:
+    """FT282 for a reference that is no word and no model, and for settings of another model that have no effect."""
+    key, name = "preference.reference", settings.reference
+    if name is None or name in _WORDS:
+        if settings.reference_revision is not None:
+            message = "preference.reference_revision is of another model, and preference.reference names none"
+            yield context.error("FT282", "preference.reference_revision", message, help="remove it, or name the model")
+    elif "/" not in name and not name.startswith(BUNDLED):
+        yield context.error(
+            "FT282",
+            key,
+            f"{key} {name} is no known word",
+            help=f"write start or none; a model is written OWNER/NAME, and a folder ./{name}",
+        )
+    elif settings.reference_cache == "off":
+        yield context.error(
+            "FT282",
+            "preference.reference_cache",
+            f"preference.reference_cache: off would have {name} in memory beside the model that is trained",
+            help="remove it: another model is asked once, before the trained one is loaded",
         )
 
 
@@ -177,6 +220,8 @@ def cache(context: Context, settings: PreferenceConfig) -> Findings:
         )
     elif not compares(train.method, settings):
         yield context.error("FT282", key, f"{key}: there is no reference to keep", help=f"remove {key}")
+    elif other_model(context.recipe) is not None:
+        return  # it is asked ahead in any case
     elif context.recipe.lora is not None and train.max_steps is None and train.num_train_epochs <= 1:
         yield context.warning(
             "FT283",

@@ -23,6 +23,7 @@ from ftcli.methods.preference.cache import LogProbs, unit_digest
 from ftcli.methods.preference.figures import (
     PAIR_SUMS,
     controlled,
+    held_out_names,
     margins_of,
     measures,
     pair_sums,
@@ -40,18 +41,6 @@ from ftcli.train.assembly import of_reference
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
-
-#: What held-out results call the numbers of metrics.
-_NAMES = {
-    "rewards/accuracies": "accuracy",
-    "rewards/accuracies_alike": "accuracy_of_like_length",
-    "rewards/margins": "margin",
-    "rewards/chosen": "chosen_reward",
-    "rewards/rejected": "rejected_reward",
-    "logps/chosen": "chosen_logp",
-    "logps/rejected": "rejected_logp",
-    "chosen_fell": "chosen_fell",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,11 +140,13 @@ class ComparedEvaluator(UnitEvaluator, ABC):
         reference: A second model to compare with; None: the model without its adapters. Where there is neither, as in
             `ftcli eval` of a full fine-tune, it is the first model that is measured.
         known: What the reference gives each unit, by its digest. What is missing is computed once and added.
+        gone: It is another model, and not there any more: all that is asked for is known, but for last tokens.
         stops: What it gives the last token of each row, or chosen row, likewise.
     """
 
     reference: PreTrainedModel | None = None
     known: dict[bytes, list[float]] = field(default_factory=dict, repr=False)
+    gone: bool = False
     stops: dict[bytes, float] = field(default_factory=dict, repr=False)
 
     def scorer(self, model: PreTrainedModel | PeftModel, ld_alpha: float) -> AnswerScorer:
@@ -201,7 +192,7 @@ class ComparedEvaluator(UnitEvaluator, ABC):
 
     def _is_beside(self, model: PreTrainedModel | PeftModel) -> bool:
         """True if a reference can be computed beside the model that is measured."""
-        return self.reference is not None or hasattr(model, "disable_adapter")
+        return self.reference is not None or (hasattr(model, "disable_adapter") and not self.gone)
 
     def _computed(
         self,
@@ -211,6 +202,7 @@ class ComparedEvaluator(UnitEvaluator, ABC):
         policy: ScoredAnswers | None,
     ) -> ScoredAnswers | None:
         if not self._is_beside(model):
+            assert not self.gone, "another model has been asked about all held-out rows"
             return policy
         if self.reference is not None:
             reshard_model(model)  # embedding and head of one model at a time
@@ -225,14 +217,13 @@ class PairEvaluator(ComparedEvaluator):
     def result(self, sums: Sequence[float], columns: Floats, rows: Sequence[TokenizedRow]) -> LossResult:
         """Mean loss, and ``more`` beside it."""
         loss, (total, cross_entropy, *of_pairs) = self._loss(), sums
-        pairs, tokens = of_pairs[0], of_pairs[7] + of_pairs[8]
-        mean = require_finite(total / max(pairs, 1) + loss.sft_weight * cross_entropy / max(of_pairs[7], 1))
+        pairs, (ours, others) = of_pairs[0], of_pairs[-2:]
+        mean = require_finite(total / max(pairs, 1) + loss.sft_weight * cross_entropy / max(ours, 1))
         found = measures(of_pairs, compared=loss.reference)
         values, lengths = columns[:, 0], columns[:, 1:3]
-        more = {ours: found[name] for name, ours in _NAMES.items() if name in found}
-        more |= controlled(values, lengths) | stop_measures(columns[:, 3:])
+        more = held_out_names(found) | controlled(values, lengths) | stop_measures(columns[:, 3:])
         margins = margins_of_pairs(rows, values, lengths, self.job.tokenizer)
-        return LossResult(mean, None, None, int(tokens), int(pairs), more, margins)
+        return LossResult(mean, None, None, int(ours + others), int(pairs), more, margins)
 
     def _loss(self) -> PairLoss:
         return PairLoss.of(self.job.recipe.train.method, self.job.recipe.preference)

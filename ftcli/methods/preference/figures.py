@@ -22,28 +22,77 @@ from ftcli.methods.preference.pairs import ends_at
 _FALLEN = math.log(2)
 
 
-#: Numbers of :func:`pair_sums`.
-PAIR_SUMS = 11
+#: What held-out results call the numbers of metrics.
+_HELD_OUT = {
+    "rewards/accuracies": "accuracy",
+    "rewards/accuracies_alike": "accuracy_of_like_length",
+    "rewards/margins": "margin",
+    "rewards/chosen": "chosen_reward",
+    "rewards/rejected": "rejected_reward",
+    "logps/chosen": "chosen_logp",
+    "logps/rejected": "rejected_logp",
+    "chosen_fell": "chosen_fell",
+    "chosen_rose": "chosen_rose",
+    "rejected_fell": "rejected_fell",
+    "kl": "kl",
+}
+#: Numbers of :func:`order_sums`, and of :func:`pair_sums`.
+ORDER_SUMS, PAIR_SUMS = 6, 11
+
+
+def held_out_names(found: Mapping[str, float]) -> dict[str, float]:
+    """Numbers of metrics as held-out results have them."""
+    return {ours: found[name] for name, ours in _HELD_OUT.items() if name in found}
+
+
+def order_sums(
+    one: Tensor, other: Tensor, lengths: tuple[Tensor, Tensor], weights: Tensor, *, scale: float = 1.0
+) -> Tensor:
+    """(6,) float64: the sums over pairs that metrics of their order are means of, as :func:`order_measures` names them.
+
+    A pair is right whose chosen answer has more, a tie by one half. Answers are alike that differ by 10% in length at
+    most.
+
+    Args:
+        one, other: What chosen and rejected answers have, (P,); rewards are ``scale`` times that.
+        lengths: Tokens of both answers, (P,) each.
+        weights: (P,), 0 for pairs that do not count.
+    """
+    right = (one > other).float() + 0.5 * (one == other).float()
+    alike = ((lengths[0] - lengths[1]).abs() <= 0.1 * torch.minimum(*lengths)).float()
+    return _summed((torch.ones_like(one), scale * one, scale * other, right, alike, alike * right), weights)
+
+
+def order_measures(sums: Sequence[float]) -> dict[str, float]:
+    """Means by name, of :func:`order_sums`."""
+    pairs, one, other, right, alike, alike_right = sums
+    if not pairs:
+        return {}
+    return {
+        "rewards/chosen": one / pairs,
+        "rewards/rejected": other / pairs,
+        "rewards/margins": (one - other) / pairs,
+        "rewards/accuracies": right / pairs,
+        **({"rewards/accuracies_alike": alike_right / alike} if alike else {}),
+    }
 
 
 def pair_sums(answers: Answers, loss: PairLoss, weights: Tensor) -> Tensor:
-    """(11,) float64: the sums over pairs that metrics are means of, as :func:`measures` names them.
+    """(11,) float64: those of :func:`order_sums`, and five more that :func:`measures` names.
 
-    Rewards are beta times what the log-probability has gained over the reference. A pair is right whose chosen answer
-    has the larger reward, a tie by one half; it has fallen where that answer has become less likely than under the
-    reference. Answers are alike that differ by 10% in length at most.
+    Rewards are beta times what the log-probability has gained over the reference. A pair has fallen where its chosen
+    answer has become less likely than under the reference.
 
     Args:
         weights: (P,), 0 for pairs that do not count.
     """
     one, other = shown_ratios(answers, loss)
-    right = (one > other).float() + 0.5 * (one == other).float()
-    shorter = torch.minimum(answers.chosen_tokens, answers.rejected_tokens)
-    alike = ((answers.chosen_tokens - answers.rejected_tokens).abs() <= 0.1 * shorter).float()
-    each = (
-        torch.ones_like(one), loss.beta * one, loss.beta * other, right, (one < 0).float(),
-        answers.chosen, answers.rejected, answers.chosen_tokens, answers.rejected_tokens, alike, alike * right,
-    )  # fmt: skip
+    lengths = answers.chosen_tokens, answers.rejected_tokens
+    each = ((one < 0).float(), answers.chosen, answers.rejected, *lengths)
+    return torch.cat([order_sums(one, other, lengths, weights, scale=loss.beta), _summed(each, weights)])
+
+
+def _summed(each: Sequence[Tensor], weights: Tensor) -> Tensor:
     return torch.stack([(value.detach() * weights).double().sum() for value in each])
 
 
@@ -55,19 +104,12 @@ def shown_ratios(answers: Answers, loss: PairLoss) -> tuple[Tensor, Tensor]:
 
 def measures(sums: Sequence[float], *, compared: bool) -> dict[str, float]:
     """Means by name, of :func:`pair_sums`; ``compared``: there is a reference, than which answers can fall."""
-    pairs, chosen, rejected, right, fell, chosen_logp, rejected_logp, ours, others, alike, alike_right = sums
+    fell, chosen, rejected, ours, others = sums[ORDER_SUMS:]
+    pairs, found = sums[0], order_measures(sums[:ORDER_SUMS])
     if not pairs:
-        return {}
-    return {
-        "rewards/chosen": chosen / pairs,
-        "rewards/rejected": rejected / pairs,
-        "rewards/margins": (chosen - rejected) / pairs,
-        "rewards/accuracies": right / pairs,
-        "logps/chosen": chosen_logp / max(ours, 1.0),
-        "logps/rejected": rejected_logp / max(others, 1.0),
-        **({"chosen_fell": fell / pairs} if compared else {}),
-        **({"rewards/accuracies_alike": alike_right / alike} if alike else {}),
-    }
+        return found
+    found |= {"logps/chosen": chosen / max(ours, 1.0), "logps/rejected": rejected / max(others, 1.0)}
+    return {**found, "chosen_fell": fell / pairs} if compared else found
 
 
 def margins_of(answers: Answers, loss: PairLoss) -> Tensor:

@@ -1,10 +1,11 @@
 """What pairs teach: the mean loss of the pairs of a step, against a reference that is computed beside it.
 
-Before a run's first step policy and reference are one model, which is checked.
+Before a run's first step policy and reference are one model, which is checked, unless the reference is another one.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Unpack
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ftcli.data.order import Epochs
-from ftcli.errors import ExitCode, FtcliError
+from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.methods.preference.figures import PAIR_SUMS, measures, pair_sums
 from ftcli.methods.preference.losses import Answers, PairLoss
 from ftcli.methods.preference.pairs import SCORED, AnswerScorer, ScoredAnswers
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
     from ftcli.job import Job
     from ftcli.plan.precision import DtypePlan
+    from ftcli.reporting import Reporter
     from ftcli.run.process_group import RankGroup
 
 #: Weight of each pair of a micro-batch, (P,); 0 in one that stands for none.
@@ -46,6 +48,9 @@ KNOWN = "reference"
 #: bfloat16, 0.3 in a Llama-3.1-8B in fp8; :mod:`ftcli.methods.grpo.policy`): n tokens count as at least 15 sqrt n.
 _ALLOWED = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 2e-2}
 _ALLOWED_COARSE, _ROUNDED = 0.1, 15.0
+#: Nats a token by which another model is worse than a guess if it does not know what it is asked; random weights, which
+#: know nothing, are within a few tenths.
+_WORSE_THAN_A_GUESS = 1.0
 
 
 class ComparedObjective(SummedObjective):
@@ -55,6 +60,7 @@ class ComparedObjective(SummedObjective):
         model: What learns, on the kernels or not.
         reference: A second model; None: where nothing is known the model without its adapters.
         known: Whether the reference was scored ahead of the first step.
+        other: The name of the reference where it is another model.
     """
 
     def __init__(
@@ -67,21 +73,39 @@ class ComparedObjective(SummedObjective):
         ld_alpha: float,
         reference: PreTrainedModel | None,
         known: bool,
+        other: str | None,
         **parts: Unpack[ObjectiveParts],
     ) -> None:
         self._group, self._stack = parts["group"], parts["stack"]
         super().__init__(job, epochs, self._group, parts["sequence"], *sums)
-        self._model, self._reference, self._is_known = model, reference, known
+        self._model, self._reference, self._is_known, self._other = model, reference, known, other
         self._reporter, self._device, self._dtypes = job.reporter, job.device, job.dtypes
-        vocabulary = head_of(model).weight.shape[0]
-        self._scorer = AnswerScorer(job.batches(model), job.pad_token_id, vocabulary, ld_alpha, parts["sequence"])
+        self._vocabulary = size = head_of(model).weight.shape[0]
+        self._scorer = AnswerScorer(job.batches(model), job.pad_token_id, size, ld_alpha, parts["sequence"])
         self._checked = False
 
-    def check_first(self, inputs: dict[str, Tensor], policy: ScoredAnswers, reference: ScoredAnswers) -> None:
-        """Compares both before the first step. Raises FtcliError FT714 (exit 1)."""
-        if not self._checked:
-            self._checked = True
-            require_equal(self._model, self._dtypes, self._scorer, inputs, policy, reference, self._group)
+    def own_start(self, inputs: dict[str, Tensor]) -> ScoredAnswers | None:
+        """Before the first step of a run whose reference is another model, what the model without its adapters gives
+        the first answers: the policy is held to that. None in all other cases. It is asked before the policy is.
+        """
+        if self._checked or self._other is None or not hasattr(self._model, "disable_adapter"):
+            return None
+        return self._of_reference(inputs)
+
+    def check_first(
+        self, inputs: dict[str, Tensor], policy: ScoredAnswers, reference: ScoredAnswers, start: ScoredAnswers | None
+    ) -> None:
+        """Before the first step, compares the policy with its reference, or where that is another model with its own
+        start, and tells how far apart the two are. Raises FtcliError FT714 (exit 1).
+        """
+        if self._checked:
+            return
+        self._checked = True
+        if self._other is not None:
+            tell_start(self._other, inputs, policy, reference, self._vocabulary, self._reporter)
+        held = reference if self._other is None else start
+        if held is not None:
+            require_equal(self._model, self._dtypes, self._scorer, inputs, policy, held, self._group)
 
     @torch.no_grad()
     def _of_reference(self, inputs: dict[str, Tensor], known: Tensor | None = None) -> ScoredAnswers:
@@ -104,6 +128,7 @@ class ComparedObjective(SummedObjective):
         super().restore(state, progress)
         self._checked = self._checked or progress.step > 0
         can_compute = self._reference is not None or hasattr(self._model, "disable_adapter")
+        can_compute = can_compute and self._other is None
         if goes_on_live(state.get("reference"), self._reporter, known=self._is_known, can_compute=can_compute):
             self._is_known = False
 
@@ -131,6 +156,7 @@ class PairObjective(ComparedObjective):
             ld_alpha=loss.ld_alpha,
             reference=compared.model,
             known=compared.of_units is not None,
+            other=compared.other,
             **parts,
         )
         self._checked = not loss.reference
@@ -153,11 +179,12 @@ class PairObjective(ComparedObjective):
         chosen answers' tokens over these."""
         weights, known = inputs.pop(_PAIRS), inputs.pop(KNOWN, None)
         reference = self._of_reference(inputs, known) if self._loss.reference else None
+        start = self.own_start(inputs)
         with compute_context(self._device, self._dtypes.compute, self._dtypes.autocast):
             policy = self._scorer.score(self._model, inputs, self._stack, aligned=self._loss.weighs)
         tokens = (inputs[SCORED] > 0).sum(1).float()
         if reference is not None:
-            self.check_first(inputs, policy, reference)
+            self.check_first(inputs, policy, reference, start)
         answers = answers_of(policy, reference, tokens)
         loss = (self._loss.weighed_values(answers, policy.aligned) * weights).sum() / step.pairs
         if self._loss.sft_weight:
@@ -188,8 +215,9 @@ def require_equal(
     reference: ScoredAnswers,
     group: RankGroup | None = None,
 ) -> None:
-    """Before the first step the model is its reference, but for dropout and rounding. Raises FtcliError FT714 (exit 1);
-    what is not finite is left to FT702.
+    """Before the first step the model is its reference, but for dropout and rounding; of one that is compared with
+    another model, ``reference`` is itself without its adapters. Raises FtcliError FT714 (exit 1); what is not finite is
+    left to FT702.
 
     Args:
         scorer, inputs: What policy and reference were scored with; the policy is once more, without dropout, where they
@@ -212,6 +240,29 @@ def require_equal(
             exit_code=ExitCode.BUG,
             help="train with model.kernels: off, and report this with the run's manifest.json",
         )
+
+
+def tell_start(
+    name: str,
+    inputs: dict[str, Tensor],
+    policy: ScoredAnswers,
+    reference: ScoredAnswers,
+    vocabulary: int,
+    reporter: Reporter,
+) -> None:
+    """Before the first step: what another model gives the first answers, and what the trained one does, from which the
+    loss begins. FT715, a warning, where the reference is worse than a guess.
+    """
+    tokens = float((inputs[SCORED] > 0).sum())
+    theirs, ours = (float(scored.sums.detach().double().sum()) / max(tokens, 1.0) for scored in (reference, policy))
+    reporter.info(
+        f"reference: {name} gives the first answers {theirs:.4f} nats a token, and the model that is trained "
+        f"{ours:.4f}: the loss begins at its value of these two, not at that of equal models"
+    )
+    if theirs < -math.log(vocabulary) - _WORSE_THAN_A_GUESS:
+        message = f"{name} gives the first answers {theirs:.2f} nats a token, less than a guess among {vocabulary:,}"
+        help = "look whether it was trained on rows of this form: chat template, language and tokenizer"
+        reporter.finding(Finding("FT715", message, help=help, severity="warning"))
 
 
 @contextmanager

@@ -67,6 +67,11 @@ class Units:
 Wanted: TypeAlias = "Callable[[], Units]"
 
 
+def no_units() -> Units:
+    """None: nothing is trained."""
+    return Units(0, lambda unit: ())
+
+
 @dataclass(frozen=True, slots=True)
 class ScoredUnits:
     """Log-probabilities (units, width) float32, and the digest of each unit."""
@@ -302,7 +307,7 @@ def by_unit(answers: Tensor, rows: int) -> LogProbs:
 
 def cache_folder(settings: PreferenceConfig, of_session: Path | None) -> Path | None:
     """Where log-probabilities are kept: the recipe's folder, or ftcli's cache; None for nowhere."""
-    if settings.reference_cache != "auto":
+    if settings.reference_cache not in ("auto", "off"):
         return Path(settings.reference_cache).expanduser()
     return None if of_session is None else of_session / "reference"
 
@@ -316,11 +321,13 @@ class Reference:
         of_units: Log-probabilities of the training pairs, (pairs, 4) float32; NaN for those that are not seen. None
             where the reference is computed in each step.
         held_out: Those of held-out pairs, by :func:`~ftcli.methods.preference.cache.unit_digest`.
+        other: The name of another model that has been scored and is gone, so that nothing more can be computed.
     """
 
     model: PreTrainedModel | None = None
     of_units: LogProbs | None = None
     held_out: Mapping[bytes, list[float]] = field(default_factory=dict)
+    other: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,6 +337,11 @@ class RunSteps:
     total: int
     of_epoch: int
     units: int
+
+
+def shares_of(job: Job, group: RankGroup | None) -> int:
+    """Ranks that share each row in training; 1 where this process is alone."""
+    return 1 if group is None else job.recipe.launch.context_parallel_size
 
 
 def steps_of(job: Job, epochs: Epochs, group: RankGroup | None) -> RunSteps:
@@ -365,30 +377,39 @@ def goes_on_live(began: str | None, reporter: Reporter, *, known: bool, can_comp
 def scored_ahead(
     job: Job,
     model: PreTrainedModel | PeftModel,
-    epochs: Epochs,
+    epochs: Epochs | None,
     held_out: Sequence[TokenizedRow],
     group: RankGroup | None,
     *,
     keep: bool = True,
 ) -> Reference:
-    """Log-probabilities of all pairs that training and evaluation will see, where that pays; ``model`` has not been
-    trained yet. What is missing in the cache is computed and kept there, unless it is not to be looked at. All ranks
-    call it.
+    """Log-probabilities of all pairs that training (None: there is none) and evaluation will see, where that pays;
+    ``model`` has not been trained yet. What is missing in the cache is computed and kept there, unless it is not to be
+    looked at. All ranks call it.
     """
     recipe = job.recipe
     settings = recipe.preference or PreferenceConfig()
     if not compares(recipe.train.method, settings) or not caches(recipe, "possibly"):
         return Reference()
-    units, again = seen_units(epochs, steps_of(job, epochs, group))
+    units, again = ((), False) if epochs is None else seen_units(epochs, steps_of(job, epochs, group))
     folder = cache_folder(settings, job.session.cache_dir) if keep else None
-    scoring = AheadOfTraining(job, model, group, 2, recipe.launch.context_parallel_size, settings.ld_alpha, folder)
+    scoring = AheadOfTraining(job, model, group, 2, shares_of(job, group), settings.ld_alpha, folder)
     found = scoring.score(
-        lambda: Units(len(units), lambda number: tuple(epochs.members(units[number]))),
+        no_units if epochs is None else _trained(epochs, units),
         lambda: Units(len(held_out) // 2, lambda pair: (held_out[2 * pair], held_out[2 * pair + 1])),
         certain=again or caches(recipe, "surely"),
     )
     if found is None:
         return Reference()
-    of_units = np.full((epochs.units, WIDTHS[2]), np.nan, np.float32)
-    of_units[list(units)] = found[0].values
+    of_units = None
+    if epochs is not None:
+        of_units = np.full((epochs.units, WIDTHS[2]), np.nan, np.float32)
+        of_units[list(units)] = found[0].values
     return Reference(None, of_units, found[1].by_digest())
+
+
+def _trained(epochs: Epochs, units: Sequence[int]) -> Wanted:
+    def pairs() -> Units:
+        return Units(len(units), lambda number: tuple(epochs.members(units[number])))
+
+    return pairs

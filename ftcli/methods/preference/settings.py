@@ -58,10 +58,15 @@ class PreferenceConfig(Section):
         default=1.0,
         description="Weight of an answer's tokens beyond the length of the shorter one (LD-DPO); 1 counts all alike.",
     )
-    reference: Literal["start", "none"] | None = Field(
+    reference: Literal["start", "none"] | PathText | None = Field(
         default=None,
-        description="What log-probabilities are compared with: `start` is the model as training began, `none` nothing. "
-        "When absent, what the loss needs.",
+        description="What log-probabilities are compared with: `start` is the model as training began, `none` nothing, "
+        "else another model (`OWNER/NAME`, or a folder), asked before the trained one is loaded. When absent, what the "
+        "loss needs.",
+        examples=["start", "google/gemma-2-9b-it", "./my-model"],
+    )
+    reference_revision: str | None = Field(
+        default=None, description="Branch, tag or commit of another model on the Hub that is the reference."
     )
     reference_cache: Literal["auto", "off"] | PathText = Field(
         default="auto",

@@ -14,7 +14,7 @@ from ftcli.errors import Finding
 from ftcli.evaluate.suite import Evaluator
 from ftcli.job import Job
 from ftcli.judges import Judge
-from ftcli.methods.preference.checks import beta_of, caches, compares, losses_of, needs_second_model
+from ftcli.methods.preference.checks import beta_of, caches, compares, losses_of, needs_second_model, other_model
 from ftcli.methods.preference.evaluate import ComparedEvaluator, PairEvaluator
 from ftcli.methods.preference.figures import stop_findings
 from ftcli.methods.preference.losses import PairLoss
@@ -51,6 +51,13 @@ class Compared(RowMethod):
         """Scores the reference ahead where that pays."""
         return replace(self.scored_ahead(job, model, epochs, held_out, group, keep=keep), model=reference)
 
+    def ask_other(
+        self, job: Job, model: Any, epochs: Epochs | None, held_out: Sequence[TokenizedRow], group: RankGroup | None
+    ) -> Any:
+        """Scores another model, which is the reference."""
+        found = self.scored_ahead(job, model, epochs, held_out, group)
+        return replace(found, other=job.recipe.model.name_or_path)
+
     def needs_reference(self, recipe: Recipe) -> bool:
         """Of adapters the reference is the model without them; else it may be scored before the model changes."""
         return needs_second_model(recipe)
@@ -70,8 +77,8 @@ class Compared(RowMethod):
     ) -> Evaluator:
         """An evaluator that knows what was scored ahead."""
         compared = reference or Reference()
-        known = dict(compared.held_out)
-        return self.evaluates(job, rows, judges or {}, group, reference=compared.model, known=known)
+        known, gone = dict(compared.held_out), compared.other is not None
+        return self.evaluates(job, rows, judges or {}, group, reference=compared.model, known=known, gone=gone)
 
 
 class Preference(Compared):
@@ -115,6 +122,9 @@ def _summary(recipe: Recipe) -> str:
 
 def start_of(recipe: Recipe) -> str:
     """In words: what is taken for the reference."""
+    other = other_model(recipe)
+    if other is not None:
+        return other.model.name_or_path
     if recipe.lora is not None:
         return "the model without its adapters"
     return "the model as it starts" if caches(recipe, "surely") else "a second copy of the model as it starts"

@@ -17,6 +17,8 @@ from torch import Tensor
 from ftcli.data.collate import branched_batch, documents_batch, lengths_once, part_of
 from ftcli.data.order import Epochs
 from ftcli.data.tokens import TokenizedRow
+from ftcli.methods.preference.figures import ORDER_SUMS, order_measures, order_sums
+from ftcli.methods.preference.pairs import answer_tokens
 from ftcli.methods.reward.settings import RewardModelConfig
 from ftcli.model.backbone import compute_context, hidden_states, within_root
 from ftcli.model.score_head import scores
@@ -35,12 +37,10 @@ if TYPE_CHECKING:
     from ftcli.model.sequence_parallel import SequencePart
 
 #: Inputs of a micro-batch that are not the layers': the flat position of each row's last token (2 P,), what each pair
-#: asks for (P,), whether a pair counts (P,), and the length of each row (2 P,). Where ranks share rows, the positions
-#: are those of the last tokens that lie in this rank's part, and one more input says whose they are (2 P,).
+#: asks for (P,), whether a pair counts (P,), and the tokens of each answer (2 P,). Where ranks share rows, the
+#: positions are those of the last tokens in this rank's part, and one more input says whose they are (2 P,).
 ENDS, MARGINS, PAIRS, LENGTHS, HERE = "ends", "margins", "pairs", "answer_lengths", "here"
 _OWN = (ENDS, MARGINS, PAIRS, LENGTHS, HERE, "labels", "targets")
-#: Answers that differ in length by this share at most are of like length.
-_ALIKE = 0.1
 
 
 def score_batch(
@@ -70,7 +70,7 @@ def score_batch(
     asked = [document.value if margin else 0.0 for document in documents[0::2]]
     found[MARGINS] = torch.tensor(asked, dtype=torch.float32)
     found[PAIRS] = torch.ones(len(documents) // 2)
-    found[LENGTHS] = sizes.float()
+    found[LENGTHS] = torch.tensor([float(answer_tokens(document)) for document in documents])
     return found
 
 
@@ -110,38 +110,9 @@ def pair_losses(chosen: Tensor, rejected: Tensor, margins: Tensor, centring: flo
     return loss + centring * (chosen + rejected).square() if centring else loss
 
 
-#: Numbers of :func:`score_sums`.
-SUMS = 6
-
-
-def score_sums(chosen: Tensor, rejected: Tensor, lengths: Tensor, weights: Tensor) -> Tensor:
-    """(6,) float64: the sums over pairs that metrics are means of, as :func:`measures` names them. A tie is right by
-    one half.
-
-    Args:
-        chosen, rejected: Scores, (P,).
-        lengths: Of the rows, (2 P,).
-        weights: (P,), 0 for pairs that do not count.
-    """
-    right = (chosen > rejected).float() + 0.5 * (chosen == rejected).float()
-    one, other = lengths[0::2], lengths[1::2]
-    alike = ((one - other).abs() <= _ALIKE * torch.minimum(one, other)).float()
-    each = (torch.ones_like(chosen), chosen, rejected, right, alike, alike * right)
-    return torch.stack([(value.detach() * weights).double().sum() for value in each])
-
-
-def measures(sums: Sequence[float]) -> dict[str, float]:
-    """Means by name, of :func:`score_sums`."""
-    pairs, chosen, rejected, right, alike, alike_right = sums
-    if not pairs:
-        return {}
-    return {
-        "rewards/chosen": chosen / pairs,
-        "rewards/rejected": rejected / pairs,
-        "rewards/margins": (chosen - rejected) / pairs,
-        "rewards/accuracies": right / pairs,
-        **({"rewards/accuracies_alike": alike_right / alike} if alike else {}),
-    }
+def both_lengths(inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Tokens of chosen and of rejected answers, (P,) each."""
+    return inputs[LENGTHS][0::2], inputs[LENGTHS][1::2]
 
 
 class RewardObjective(SummedObjective):
@@ -155,7 +126,7 @@ class RewardObjective(SummedObjective):
         self, job: Job, model: PreTrainedModel | PeftModel, epochs: Epochs, **parts: Unpack[ObjectiveParts]
     ) -> None:
         self._stack, self._sequence = parts["stack"], parts["sequence"]
-        super().__init__(job, epochs, parts["group"], self._sequence, "score_sums", SUMS)
+        super().__init__(job, epochs, parts["group"], self._sequence, "score_sums", ORDER_SUMS)
         self._model, self._device, self._dtypes = model, job.device, job.dtypes
         self._batches, self._pad_token_id = job.batches(model), job.pad_token_id
         self._settings = job.recipe.reward or RewardModelConfig()
@@ -168,7 +139,8 @@ class RewardObjective(SummedObjective):
         )
         if blank:
             inputs[PAIRS] = torch.zeros(len(units))
-        real = int((lengths_once(documents) if self._batches.shares_prompts else inputs[LENGTHS]).sum())
+        shares = self._batches.shares_prompts
+        real = int(lengths_once(documents).sum()) if shares else sum(len(one.input_ids) for one in documents)
         counts = TokenCounts(len(documents), real, inputs["input_ids"].numel(), len(units))
         return self.counted_batch(inputs, units, counts, blank=blank)
 
@@ -178,9 +150,9 @@ class RewardObjective(SummedObjective):
             found = score_rows(self._model, inputs, self._stack, self._sequence)
         chosen, rejected, weights = found[0::2], found[1::2], inputs[PAIRS]
         losses = pair_losses(chosen, rejected, inputs[MARGINS], self._settings.center_rewards_coefficient)
-        sums = score_sums(chosen, rejected, inputs[LENGTHS], weights)
+        sums = order_sums(chosen, rejected, both_lengths(inputs), weights)
         return self.noted((losses * weights).sum() / step.pairs, sums)
 
     def metrics(self) -> MetricsLine:
         """Means over the pairs since the last line."""
-        return measures(self._sums.take())
+        return order_measures(self._sums.take())

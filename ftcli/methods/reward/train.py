@@ -20,18 +20,15 @@ from ftcli.evaluate.margins import Floats, RowTable, margins_of_pairs
 from ftcli.evaluate.suite import JudgedRow
 from ftcli.job import Job
 from ftcli.methods.preference.evaluate import UnitEvaluator
-from ftcli.methods.preference.figures import controlled
-from ftcli.methods.preference.pairs import answer_tokens, epochs_of_pairs, pair_findings, synthetic_pairs
+from ftcli.methods.preference.figures import ORDER_SUMS, controlled, held_out_names, order_measures, order_sums
+from ftcli.methods.preference.pairs import epochs_of_pairs, pair_findings, synthetic_pairs
 from ftcli.methods.reward.objective import (
-    LENGTHS,
     MARGINS,
-    SUMS,
     RewardObjective,
-    measures,
+    both_lengths,
     pair_losses,
     score_batch,
     score_rows,
-    score_sums,
 )
 from ftcli.methods.reward.settings import RewardModelConfig
 from ftcli.model.backbone import compute_context, root_of
@@ -43,15 +40,6 @@ from ftcli.train.progress import TrainingRows
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
-
-#: What held-out results call the numbers of metrics.
-_NAMES = {
-    "rewards/accuracies": "accuracy",
-    "rewards/accuracies_alike": "accuracy_of_like_length",
-    "rewards/margins": "margin",
-    "rewards/chosen": "chosen_reward",
-    "rewards/rejected": "rejected_reward",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +53,14 @@ class RewardEvaluator(UnitEvaluator):
     def result(self, sums: Sequence[float], columns: Floats, rows: Sequence[TokenizedRow]) -> LossResult:
         """Mean loss, and ``more`` beside it."""
         total, tokens, *of_pairs = sums
-        mean, found = require_finite(total / max(of_pairs[0], 1)), measures(of_pairs)
+        mean = require_finite(total / max(of_pairs[0], 1))
         values, lengths = columns[:, 0], columns[:, 1:]
-        more = {ours: found[name] for name, ours in _NAMES.items() if name in found} | controlled(values, lengths)
+        more = held_out_names(order_measures(of_pairs)) | controlled(values, lengths)
         margins = margins_of_pairs(rows, values, lengths, self.job.tokenizer)
         return LossResult(mean, None, None, int(tokens), int(of_pairs[0]), more, margins)
 
     def scored(self, model: PreTrainedModel | PeftModel, rows: Sequence[TokenizedRow]) -> tuple[Sums, Floats]:
-        """Summed loss, tokens, and the sums of :func:`score_sums`; then of each pair its margin, and the tokens of both
+        """Summed loss, tokens, and the sums of :func:`order_sums`; then of each pair its margin, and the tokens of both
         answers.
         """
         job, batches, sharded = self.job, self.job.batches(model), root_of(model) is not None
@@ -90,13 +78,14 @@ class RewardEvaluator(UnitEvaluator):
                 return None
             chosen, rejected = found[0::2], found[1::2]
             losses = pair_losses(chosen, rejected, inputs[MARGINS], settings.center_rewards_coefficient)
-            total = float(losses.double().sum())
-            lengths = torch.tensor([answer_tokens(document) for document in documents])
-            table.fill(pairs, ((chosen.double() - rejected.double()).cpu(), lengths[0::2], lengths[1::2]))
-            sums = score_sums(chosen, rejected, inputs[LENGTHS], torch.ones_like(chosen))
-            return (total, float(inputs[LENGTHS].sum()), *sums.tolist())
+            total, tokens = float(losses.double().sum()), sum(len(document.input_ids) for document in documents)
+            lengths = both_lengths(inputs)
+            table.fill(pairs, (chosen.double() - rejected.double(), *lengths))
+            sums = order_sums(chosen, rejected, lengths, torch.ones_like(chosen))
+            return (total, float(tokens), *sums.tolist())
 
-        found = self.summed(model, len(rows) // 2, attempt, lambda pair: rows[2 * pair].row.origin, width=2 + SUMS)
+        width = 2 + ORDER_SUMS
+        found = self.summed(model, len(rows) // 2, attempt, lambda pair: rows[2 * pair].row.origin, width=width)
         return found, table.gathered(self.group, job.recipe.eval.per_device_eval_batch_size)
 
 

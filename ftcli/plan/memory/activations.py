@@ -125,7 +125,9 @@ class LayerMemory:
     def layer(self, shape: ModelShape, setting: ActivationSettings) -> LayerBytes:
         """A layer's bytes per token, as checkpointing policies take them."""
         kinds = _by_kind(shape, setting)
-        again = None if self.gate_and_up is None else self.kept[self.gate_and_up](*kinds[0])  # every layer's MLP
+        again = None
+        if self.gate_and_up is not None:
+            again = _mean(shape, kinds, [self.kept[self.gate_and_up](*kind) for kind in kinds])
         return LayerBytes(
             kept=self.layer_bytes(shape, setting),
             backward=max(self.backward(kind, own) for kind, own in kinds),

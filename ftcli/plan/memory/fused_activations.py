@@ -18,6 +18,9 @@ attention         c(Q + 2K) for query, key and value in one buffer, cQ for the o
 gated delta net   Of N value heads of V features, V' = N V, and F features of all queries, keys and values:
                   c(F + V' + 2N) for what enters it in one buffer, 8N for decays and write strengths, cV' for the delta
                   rule's output, and cV' for that normalised if the output projection keeps its input
+experts           Of F features, m of them a token, as a half whose norm is a tensor of its own: c · 2Fm for gate and
+                  up, cPm for each stack's products x·A, and for the routing at most 12m + 4, and 4 for each expert. Of
+                  an expert that every token goes to, as of an MLP, and its output cH and gate c
 MLP               c · 2I: gate and up without their adapters' share; all else is formed again. Without a gate what the
                   activation reads and gives
 ================  ==================================================================================================
@@ -44,7 +47,7 @@ from types import MappingProxyType
 
 from ftkernels.limits import LARGEST_FUSED_RANK, packed_rank
 
-from ftcli.facts.shape import DeltaNet, ModelShape
+from ftcli.facts.shape import DeltaNet, Linear, ModelShape
 from ftcli.plan.memory.activations import (
     ActivationSettings,
     LayerMemory,
@@ -83,7 +86,10 @@ def fused_layers(*, capped_without_kernel: bool, reference: bool, attention_by_k
 
     def forward(shape: ModelShape, setting: ActivationSettings) -> float:
         scores = scores_at_work(shape, setting) if capped_without_kernel else 0
-        return max(setting.bytes_compute * (3 * shape.intermediate_size + 2 * shape.hidden_size), scores)
+        wide = 3 * shape.intermediate_size + 2 * shape.hidden_size
+        if (pairs := _pairs(shape)) is not None:
+            wide += pairs.used * (pairs.out_features // 2 + shape.hidden_size)
+        return max(setting.bytes_compute * wide, scores)
 
     def backward(shape: ModelShape, setting: ActivationSettings) -> float:
         scores = scores_at_work(shape, setting) if capped_without_kernel else 0
@@ -125,7 +131,7 @@ def _residual_stream(shape: ModelShape, setting: ActivationSettings, *, referenc
 
     kept = opening(norms.before_attention, apart=shape.parallel or family.output_gate is not None)
     if not shape.parallel:
-        kept += opening(norms.before_mlp, apart=len(family.mlp) == 2)
+        kept += opening(norms.before_mlp, apart=len(family.mlp) == 2 or _pairs(shape) is not None)
     closing = sum(norm is not None for norm in (norms.after_attention, norms.after_mlp))
     each = norm_bytes(shape.hidden_size, shape, setting, c) if reference else c * shape.hidden_size + 4
     if setting.drops_residual:  # its mask
@@ -192,23 +198,43 @@ def _output_gate(shape: ModelShape, setting: ActivationSettings, *, reference: b
 def _adapters(shape: ModelShape, setting: ActivationSettings) -> float:
     names = {linear.name for linear in setting.adapted}
     products = sum(len(group) for group in shape.layers[0].groups if names.intersection(group))
-    return setting.bytes_compute * packed_rank(setting.rank) * products
+    products += sum(stack.used for stack in shape.layers[0].stacks[1:] if stack.name in names)
+    kept: float = setting.bytes_compute * packed_rank(setting.rank) * products
+    if (pairs := _pairs(shape)) is not None:
+        kept += 12 * pairs.used + 4 * pairs.experts + 4
+        if shape.intermediate_size:
+            kept += setting.bytes_compute * (shape.hidden_size + 1)
+    return kept
+
+
+def _pairs(shape: ModelShape) -> Linear | None:
+    """The first stack of a layer's experts; None where it has none."""
+    return next(iter(shape.layers[0].stacks), None)
 
 
 def _mlp(shape: ModelShape, setting: ActivationSettings) -> float:
     inner = setting.bytes_compute * shape.intermediate_size
+    if (pairs := _pairs(shape)) is not None:
+        adapted = any(each.name == pairs.name for each in setting.adapted)
+        entering = packed_rank(setting.rank) if adapted else 0
+        return 2 * inner + setting.bytes_compute * pairs.used * (pairs.out_features + entering)
     return 2 * inner if len(shape.family.mlp) == 3 else inner + activation_bytes(shape, setting)
 
 
 def _backward(shape: ModelShape, setting: ActivationSettings) -> float:
     of_rank = _RANK_BYTES * packed_rank(setting.rank)
-    wide = 1 if len(shape.family.mlp) == 3 else 2
-    return setting.bytes_compute * (wide * shape.intermediate_size + 3 * shape.hidden_size) + of_rank
+    wide = (1 if len(shape.family.mlp) == 3 else 2) * shape.intermediate_size + 3 * shape.hidden_size
+    if (pairs := _pairs(shape)) is not None:  # dh, d[g | u], and the rows of dx, of each pair
+        wide += pairs.used * (3 * pairs.out_features // 2 + shape.hidden_size)
+    return setting.bytes_compute * wide + of_rank
 
 
 def _backward_in_torch(shape: ModelShape, setting: ActivationSettings) -> float:
     """Plain torch writes nothing over anything."""
-    return setting.bytes_compute * 4 * shape.intermediate_size
+    wide = 4 * shape.intermediate_size
+    if (pairs := _pairs(shape)) is not None:
+        wide += pairs.used * (3 * pairs.out_features + shape.hidden_size)
+    return setting.bytes_compute * wide
 
 
 def _delta_net(shape: ModelShape, setting: ActivationSettings, *, reference: bool) -> float:

@@ -358,6 +358,8 @@ _ELSEWHERE = (
     "train.gradient_accumulation_steps",
     "train.max_steps",
     "train.num_train_epochs",
+    "preference.reference",
+    "preference.reference_revision",
 )
 #: What is surely a path is never told, whatever the key.
 _PATH = re.compile(r"(~|\.{1,2})?/")
@@ -370,7 +372,7 @@ def training_rows(recipe: JsonMap, manifest: JsonMap, summary: JsonMap) -> list[
     if is_number(summary.get("steps")):
         tokens = f", {summary['tokens']:,} tokens" if is_number(summary.get("tokens")) else ""
         rows.append(("steps", f"{summary['steps']:,}{tokens}"))
-    rows += [*_settings(recipe), ("rewards", _rewards(recipe))]
+    rows += [*_settings(recipe), ("compared with", _reference(recipe, manifest)), ("rewards", _rewards(recipe))]
     rows += [("seed", as_text(map_in(recipe, "run").get("seed"))), ("device", as_text(device.get("name")))]
     quantized = map_in(recipe, "quantization").get("method")
     frozen = {"linear layers": quantized} if recipe.get("lora") and quantizations.is_stored(quantized) else {}
@@ -411,6 +413,17 @@ def _settings(recipe: JsonMap) -> list[tuple[str, str]]:
     names = dict.fromkeys([*(name for name in always if name in values), *(one.key for one in changed(every))])
     elsewhere = (*_ELSEWHERE, *(f"{section}.rewards" for section in sections))
     return [(name, values[name]) for name in names if name not in elsewhere and not _PATH.match(values[name])]
+
+
+def _reference(recipe: JsonMap, manifest: JsonMap) -> str:
+    """Another model that answers were compared with; empty where it is the model as it started, or nothing."""
+    section = map_in(recipe, "preference")
+    named = section.get("reference")
+    if not isinstance(named, str) or named in ("start", "none"):
+        return ""
+    asked = map_in(map_in(manifest, "inputs"), "asked")
+    found = public_base(named, section.get("reference_revision"), {"inputs": asked})
+    return found.name if found.commit is None else f"{found.name} at {found.commit}"
 
 
 def _rewards(recipe: JsonMap) -> str:

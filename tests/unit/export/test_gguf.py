@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from ftcli.errors import FtcliError
 from ftcli.export.gguf.file import ExpectedFile
+from ftcli.export.gguf.rotation import rotation_of
 from ftcli.export.gguf.verify import verify_file
 from ftcli.export.gguf.write import write_type
 from ftcli.export.writing import export_run
@@ -33,7 +34,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("model_type", [*ARCHITECTURES, "gemma3", "mistral3"])
+@pytest.mark.parametrize("model_type", [*ARCHITECTURES, "gemma3", "mistral3", "qwen3_5"])
 def test_every_family_is_written_and_read_back(model_type: str, tmp_path: Path) -> None:
     shape = AS_BUILT.get(model_type)
     built = changed(model_type, **shape) if shape else build(MULTIMODAL.get(model_type, model_type))
@@ -133,6 +134,15 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "factors of the arithmetic": ("granite", {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3}),
     "halves at once": ("stablelm", {"use_parallel_residual": True, "use_qkv_bias": True}),
     "wider heads": ("glm4", {"head_dim": 16, "attention_bias": True}),
+    "value heads of a key head": (
+        "qwen3_5_text",
+        {"linear_num_value_heads": 6, "linear_key_head_dim": 32, "linear_value_head_dim": 32, "head_dim": 32},
+    ),
+    "as many keys as values": ("qwen3_5_text", {"linear_num_key_heads": 4}),
+    "delta nets in another order": (
+        "qwen3_5_text",
+        {"layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"]},
+    ),
     "biases everywhere": ("jais2", {"head_dim": 16, "tie_word_embeddings": True}),
 }
 
@@ -146,6 +156,9 @@ def test_what_configs_say_is_in_the_file(shape: str, tmp_path: Path) -> None:
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "ftcli does not know how llama.cpp builds a model_type helium": ("helium", {}),
     "query_pre_attn_scalar is 32": ("gemma2", {"query_pre_attn_scalar": 32}),
+    "keys of 16 and values of 8; llama.cpp's qwen35 has both alike": ("qwen3_5_text", {"linear_key_head_dim": 16}),
+    "rms_norm_eps is 1e-05": ("qwen3_5_text", {"rms_norm_eps": 1e-5}),
+    "no place for model.layers.3.self_attn.k_proj.bias": ("qwen3_5_text", {"attention_bias": True}),
     "rope scaling is dynamic": (
         "llama",
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
@@ -205,6 +218,63 @@ def test_what_an_activation_has_trained_is_in_the_metadata(tmp_path: Path) -> No
         wanted = [float(trained[f"model.layers.{layer}.mlp.act_fn.{leaf}"]) for layer in range(2)]
         assert values[f"xielu.{leaf}"] == pytest.approx(wanted, rel=1e-6)
     assert len(set(values["xielu.alpha_p"])) == 2
+
+
+def test_delta_nets_are_as_llama_cpps_converter_has_them(tmp_path: Path) -> None:
+    """Its ``conversion/qwen.py`` (0c1e570 of 2026) puts the same numbers into the same places, written out here."""
+    model = changed("qwen3_5_text", linear_num_value_heads=6)
+    made = adapt(tmp_path, model)
+    file = ReadFile(export(made, "f32").path / "run-F32.gguf")
+    (merged,) = export_run(made.run, ["safetensors"], reporter=Heard(), offline=True)
+    net = "model.layers.1.linear_attn."
+    plain = {key.removeprefix(net): t for key, t in load_file(merged.path / "model.safetensors").items() if net in key}
+    # Two key heads with three value heads each, of eight features: 0 1 2 | 3 4 5.
+    heads = [0, 3, 1, 4, 2, 5]
+    features = [head * 8 + feature for head in heads for feature in range(8)]
+    behind = [*range(32), *(32 + each for each in features)]
+    wanted = {
+        "attn_qkv.weight": plain["in_proj_qkv.weight"][behind],
+        "attn_gate.weight": plain["in_proj_z.weight"][features],
+        "ssm_alpha.weight": plain["in_proj_a.weight"][heads],
+        "ssm_beta.weight": plain["in_proj_b.weight"][heads],
+        "ssm_a": -plain["A_log"][heads].exp(),
+        "ssm_dt.bias": plain["dt_bias"][heads],
+        "ssm_conv1d.weight": plain["conv1d.weight"].squeeze()[behind],
+        "ssm_norm.weight": plain["norm.weight"],
+        "ssm_out.weight": plain["out_proj.weight"][:, features],
+    }
+    assert {name.removeprefix("blk.1.") for name in file.names if "blk.1." in name} >= set(wanted)
+    for name, tensor in wanted.items():
+        assert torch.equal(file.read(f"blk.1.{name}"), tensor), name
+        assert file.type_name(f"blk.1.{name}") == "F32"
+    said = {key.removeprefix("qwen35."): value for key, value in file.values.items() if key.startswith("qwen35.")}
+    assert {key: said[key] for key in said if key.startswith("ssm.")} == {
+        "ssm.conv_kernel": 4,
+        "ssm.state_size": 8,
+        "ssm.group_count": 2,
+        "ssm.time_step_rank": 6,
+        "ssm.inner_size": 48,
+    }
+    assert said["full_attention_interval"] == 4
+    assert said["attention.recurrent_layers"] == [True, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("stated", "turned", "said"),
+    [
+        ([11, 11, 10], 64, [11, 11, 10, 0]),  # Qwen3.5's own: as llama.cpp's converter
+        (None, 64, [11, 11, 10, 0]),
+        ([11, 11, 10], 128, [22, 22, 22, 0]),  # else llama.cpp would not turn pairs 32 to 63
+        ([11, 11, 10], 16, [3, 3, 3, 0]),  # it aborts at more sections than features
+    ],
+)
+def test_sections_leave_no_pair_unturned(stated: list[int] | None, turned: int, said: list[int]) -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
+    rope |= {} if stated is None else {"mrope_section": stated}
+    model = changed("qwen3_5_text", head_dim=4 * turned, rope_parameters=rope)
+    values, _ = rotation_of(model.config, ARCHITECTURES["qwen3_5_text"])
+    assert values["rope.dimension_count"] == turned
+    assert values["rope.dimension_sections"] == said
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])

@@ -26,6 +26,7 @@ pytest.importorskip("gguf")
         ("glm4", {}),
         ("granite", {}),
         ("starcoder2", {}),
+        ("qwen3_5_text", {}),
         ("llama", VARIANTS["rank pattern"]),
     ],
 )

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from ftcli.errors import FtcliError
 from ftcli.export.gguf import file as gguf_file
@@ -19,7 +20,7 @@ from ftcli.export.gguf import write as gguf_format
 from ftcli.export.gguf.file import ExpectedFile
 from ftcli.export.gguf.verify import verify_file
 from ftcli.export.gguf.write import write_type
-from ftcli.gguf import to_file
+from ftcli.gguf import numbers_in_file, to_file
 from tests.small_models import build
 from tests.unit.export.gguf_runs import adapt, export
 
@@ -131,6 +132,24 @@ def test_a_wrong_permutation_is_caught_and_removed(fault: Any, tmp_path: Path, m
     assert not list(made.run.export_dir.iterdir())
 
 
+@pytest.mark.parametrize("part", ["attn_qkv", "attn_gate", "ssm_alpha", "ssm_a", "ssm_dt", "ssm_conv1d", "ssm_out"])
+def test_value_heads_in_the_models_order_are_caught(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def grouped(stored: str, tensor: torch.Tensor, heads: Any, architecture: Any) -> torch.Tensor:
+        if f".{part}" not in stored:
+            return to_file(stored, tensor, heads, architecture)
+        return numbers_in_file(stored, tensor, architecture)
+
+    made = adapt(tmp_path, build("qwen3_5_text"))
+    with torch.no_grad():  # drawn alike for all heads, they would be in any order
+        base = load_file(made.base / "model.safetensors")
+        drawn = {name: torch.randn_like(each) if "dt_bias" in name else each for name, each in base.items()}
+        save_file(drawn, made.base / "model.safetensors", metadata={"format": "pt"})
+    monkeypatch.setattr(gguf_format, "to_file", grouped)
+    with pytest.raises(FtcliError, match=rf"blk\.0\.{part}\S* differs") as caught:
+        export(made, "f32")
+    assert {finding.code for finding in caught.value.findings} == {"FT741"}
+
+
 def test_a_missing_tensor_is_caught(shared: ExpectedFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_file = gguf_format.write_file
 
@@ -146,7 +165,7 @@ def test_a_missing_tensor_is_caught(shared: ExpectedFile, tmp_path: Path, monkey
 def test_swapped_halves_of_experts_are_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gate and up have one shape: only the numbers tell them apart."""
     made = adapt(tmp_path, build("mixtral"))
-    monkeypatch.setattr(gguf_file.SplitExperts, "read", lambda self, name: swapped(self, name))
+    monkeypatch.setattr(gguf_file.FileShapes, "read", lambda self, name: swapped(self, name))
     with pytest.raises(FtcliError, match="logits differ"):
         export(made, "f32")
 
@@ -163,7 +182,7 @@ def test_a_wrong_adapter_is_caught(
 ) -> None:
     path = tmp_path / "adapter.gguf"
     if fault == "permutation":
-        monkeypatch.setattr(adapter_file, "to_file", not_permuted)
+        monkeypatch.setattr(adapter_file, "rows_in_file_order", lambda stored, b, *_: b)
     adapter_file.write_adapter(shared, path, "run", 8.0)
     if fault == "alpha":
         other_number("adapter.lora.alpha", 9.0)(path)

@@ -53,6 +53,15 @@ def test_text_is_cut_alike_by_what_is_written(name: str) -> None:
         assert pieces_of(values, text) == tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
+@pytest.mark.parametrize(("family", "name"), [("qwen2", "qwen2"), ("qwen3_5", "qwen35")])
+def test_a_familys_own_expression_has_its_name(family: str, name: str) -> None:
+    """Qwen3.5 leaves marks beside their letters, where Qwen2 cuts in Devanagari."""
+    own = pytest.importorskip(f"transformers.models.{family}.tokenization_{family}")
+    assert PRE_TOKENIZERS[own.PRETOKENIZE_REGEX] == name
+    cut = learnt(own.PRETOKENIZE_REGEX).backend_tokenizer.pre_tokenizer.pre_tokenize_str("नमस्ते")
+    assert len(cut) == (1 if name == "qwen35" else 3)
+
+
 def test_names_stand_for_different_ways_to_cut() -> None:
     cut = {
         name: tuple(learnt(p, digits=d, ignore_merges=i)(LEARNT[-2])["input_ids"]) for name, (p, d, i) in NAMED.items()

@@ -226,7 +226,7 @@ def test_a_library_that_is_broken_is_none(
     assert "no such file" in str(report.facts("")["llama_cpp"])
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral", "olmo3", "glm4", "apertus"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral", "olmo3", "glm4", "apertus", "qwen3_5_text"])
 def test_the_library_answers_as_training_did(family: str, tmp_path: Path, clean_process: Any) -> None:
     pytest.importorskip("llama_cpp")
     prepared = prepared_of(adapt(tmp_path, build(family)), clean_process)

@@ -42,6 +42,19 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "ernie4_5": [{"use_bias": True}],
     "phi3": [{"partial_rotary_factor": 0.5, "sliding_window": 8}],
     "granite": [{"attention_bias": True, "mlp_bias": True}],
+    "qwen3_moe": [
+        {"mlp_only_layers": [0, 4], "num_experts": 12, "attention_bias": True, "head_dim": 24},
+        {"decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 8},
+    ],
+    "qwen2_moe": [{"decoder_sparse_step": 3, "qkv_bias": False, "use_sliding_window": True, "max_window_layers": 3}],
+    "mixtral": [{"num_local_experts": 6, "sliding_window": 8}],
+    "olmoe": [{"norm_topk_prob": True, "attention_bias": True}],
+    "mellum": [
+        {
+            "mlp_layer_types": ["dense", "sparse", "sparse"] * 3,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"] * 3,
+        }
+    ],
     "qwen3_5_text": [
         {"layer_types": ["full_attention"] + ["linear_attention"] * 8, "attention_bias": True},
         {"full_attention_interval": 3, "linear_num_key_heads": 2, "linear_num_value_heads": 6},
@@ -76,7 +89,15 @@ def test_parameters_and_linears_are_those_of_the_model(model_type: str, values: 
             for name, linear in module.named_modules()
             if isinstance(linear, nn.Linear)
         }
-        assert {x.name: (x.in_features, x.out_features, x.bias) for x in layer.linears} == built
+        experts = TABLE[model_type].experts
+        if experts is not None:  # those that are trained by none
+            built = {name: sizes for name, sizes in built.items() if not name.endswith("shared_expert_gate")}
+        described_linears = {x.name: (x.in_features, x.out_features, x.bias) for x in layer.linears if x.experts == 1}
+        assert described_linears == built
+        stacks = {name: tuple(p.shape) for name, p in module.named_parameters() if p.dim() == 3 and ".experts." in name}
+        assert {x.name: (x.experts, x.out_features, x.in_features) for x in layer.stacks} == stacks
+        if layer.stacks:
+            assert layer.stacks[0].used == module.get_submodule(f"{experts.block}.{experts.router}").top_k
 
 
 @pytest.mark.parametrize(("model_type", "values"), CASES)
@@ -89,6 +110,8 @@ def test_windows_are_those_of_the_model(model_type: str, values: dict[str, Any])
         attention = module.self_attn
         if model_type == "exaone4":
             built = attention.sliding_window if attention.is_sliding else None
+        elif model_type == "qwen2_moe":
+            built = attention.__dict__.get("sliding_window")
         elif hasattr(attention, "sliding_window"):
             built = attention.sliding_window
         else:
@@ -136,7 +159,8 @@ def test_a_config_that_is_not_described_is_told_apart() -> None:
     stated = {"model_type": "stablelm", **COMMON}
     assert shape_of(stated) is not None
     assert shape_of({**stated, "qk_layernorm": True}) is None
-    assert shape_of({**stated, "model_type": "mixtral"}) is None
+    assert shape_of({**stated, "model_type": "deepseek_v3"}) is None
+    assert shape_of({**stated, "model_type": "mixtral", "router_jitter_noise": 0.1}) is None
 
 
 @pytest.mark.parametrize("types", [[], ["full_attention"]])

@@ -12,9 +12,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from ftcli.config.model import LoraConfig
 from ftcli.facts.shape import shape_of
 from ftcli.model.backbone import hidden_states, stream_in
 from ftcli.model.gradient_checkpointing import use_checkpointing
+from ftcli.model.lora import apply_lora
 from ftcli.model.patch import patch
 from ftcli.plan.memory.activations import ActivationSettings, LayerMemory, norm_bytes, plain_layers
 from ftcli.plan.memory.checkpointing import HeldBytes, Offloaded
@@ -37,6 +39,13 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
 }
 GEMMA2 = {"sliding_window": 64, "query_pre_attn_scalar": 16}
+NETS = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 16,
+}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 80}
 OF_FAMILY: dict[str, dict[str, Any]] = {
     "gemma2": GEMMA2,
     "gemma3_text": {**GEMMA2, "sliding_window_pattern": 2},
@@ -47,16 +56,19 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     "helium": {"hidden_size": 64},
     "vaultgemma": GEMMA2,
     "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
-    "qwen3_5_text": {
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 6,
-        "linear_key_head_dim": 32,
-        "linear_value_head_dim": 16,
-    },
+    "qwen3_5_text": NETS,
+    "qwen3_5_moe_text": {**NETS, **EXPERTS, "shared_expert_intermediate_size": 64},
+    "qwen3_moe": EXPERTS,
+    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 64},
+    "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
+    "olmoe": {**EXPERTS, "hidden_size": 64},
+    "granitemoe": {"num_local_experts": 6, "num_experts_per_tok": 2, "hidden_size": 64},
+    "mellum": EXPERTS,
 }
 #: Kinds of layers of one family, of which a model of one kind is measured.
-LAYERS = {"qwen3_5_text": ("linear_attention", "full_attention")}
+LAYERS = dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), ("linear_attention", "full_attention"))
 #: Families whose scores are capped, which transformers computes eagerly.
+SPARSE = {name for name, row in families.TABLE.items() if row.experts is not None}
 CAPPED = {name for name, row in families.TABLE.items() if row.attention_softcap is not None}
 #: Language models that only exist in a multimodal one, and the families that they are built like.
 PARTS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
@@ -117,6 +129,9 @@ def build(
     model = model.to(getattr(torch, plan.parameter)).train()
     if plan.adapter is None:
         return model
+    if hasattr(config, "num_experts_per_tok"):
+        adapted, _ = apply_lora(model, LoraConfig(r=RANK), plan, seed=0)
+        return adapted.train()
     lora = peft.LoraConfig(
         r=RANK,
         lora_dropout=dropout,
@@ -198,13 +213,19 @@ def predicted_bytes(family: str, attention: Any, plan: DtypePlan, *, batch: int 
     return batch * SEQ_LEN * plain_layers(attention).layer_bytes(shape, setting)
 
 
+#: Built like others, or measured where transformers' own code computes them.
+APART = {*PARTS, *LAYERS, *SPARSE}
 CASES = [
     pytest.param(family, attention, plan, marks=() if family in KINDS else pytest.mark.long)
     for family, attention in [
         ("llama", "sdpa"),
         ("llama", "eager"),
         ("gemma3_text", "eager"),
-        *((name, "eager" if name in CAPPED else "sdpa") for name in families.TABLE if name not in {*PARTS, *LAYERS}),
+        *(
+            (name, "eager" if name in CAPPED else "sdpa")
+            for name in families.TABLE
+            if name not in {*PARTS, *LAYERS, *SPARSE}
+        ),
     ]
     for plan in PLANS
 ]
@@ -310,6 +331,8 @@ def test_language_models_of_multimodal_ones_are_measured_as_the_families_that_th
 def test_one_more_fused_layer_keeps_what_the_table_says(family: str, plan: str) -> None:
     # Differences in depth and in rows leave one layer's bytes for two rows, free of packed adapters and tables.
     dtypes = PLANS[plan]
+    if dtypes.adapter is None and family.split()[0] in SPARSE:
+        pytest.skip("experts are trained whole on transformers' code")
     fewer, more = (on_kernels(family, dtypes, n, (2, 4)) for n in depths(family))
     measured = (more[1] - fewer[1]) - (more[0] - fewer[0])
     shape = shape_of(config_of(family, 1))
@@ -343,7 +366,7 @@ def test_layers_of_several_kinds_keep_their_mean(plan: str) -> None:
 )
 def test_one_more_checkpointed_layer_keeps_what_the_policy_says(family: str, policy: Any, sent: Offloaded) -> None:
     """What is on its way to the host stays where it is, on a CPU."""
-    dtypes = PLANS["full-bfloat16"]
+    dtypes = PLANS["lora-bfloat16" if family.split()[0] in SPARSE else "full-bfloat16"]
     fewer, more = (on_kernels(family, dtypes, n, (2, 4), policy, sent) for n in depths(family))
     shape = shape_of(config_of(family, 1))
     assert shape is not None
@@ -357,7 +380,12 @@ def test_one_more_checkpointed_layer_keeps_what_the_policy_says(family: str, pol
     if policy == "selective" and len(shape.family.mlp) == 2 and shape.family.norm != "layer":
         beside = element * width
     measured = (more[1] - fewer[1]) - (more[0] - fewer[0])
-    assert 2 * SEQ_LEN * (found.kept + found.host + beside) == pytest.approx(measured, rel=0.03)
+    predicted = 2 * SEQ_LEN * (found.kept + found.host + beside)
+    if policy == "selective" and family.split()[0] in SPARSE:
+        # Torch's hooks do not see h @ A.T, which a padded rank makes large beside these widths.
+        assert measured <= predicted <= 1.2 * measured
+        return
+    assert predicted == pytest.approx(measured, rel=0.03)
 
 
 @pytest.mark.parametrize("plan", list(PLANS))

@@ -54,6 +54,8 @@ def test_it_passes_check_on_pairs(
     ours["data"] |= {"train": ["bundled:smoke-dpo-train"], "eval": ["bundled:smoke-dpo-eval"], "max_seq_len": 512}
     ours["train"]["optim"] = "adamw_torch"  # bitsandbytes is not installed everywhere
     ours["data"].pop("chat_template", None)
+    if "reference" in ours["preference"]:
+        ours["preference"]["reference"] = "bundled:tiny-gemma2"
     Path("ours.yaml").write_text(yaml.safe_dump(ours))
     status = main(["check", "ours.yaml", "--offline", "--as", "rtx4090"])
     assert status == 0, capsys.readouterr().err
@@ -147,6 +149,18 @@ def test_it_passes_check_on_pairs(
         ("trl", "loss_type: kto\nundesirable_weight: 0.5\n", {"preference.undesirable_weight": 0.5}),
         ("trl", "loss_type: apo_zero_unpaired\n", {"train.method": "kto", "preference.loss": "apo_zero_unpaired"}),
         ("torchtune", _LOSS + "DPOLoss}\n", {"train.method": "dpo", "preference.beta": None}),
+        (
+            "torchtune",
+            _LOSS + "DPOLoss}\nref_checkpointer: {checkpoint_dir: /o/other}\n",
+            {"preference.reference": "/o/other"},
+        ),
+        ("llama-factory", "ref_model: org/other\n", {"preference.reference": "org/other"}),
+        ("trl", "beta: 1\nref_model: org/other\n", {"preference.reference": "org/other"}),
+        (
+            "trl",
+            "beta: 1\nref_model_name_or_path: org/other\nref_model_revision: v2\n",
+            {"preference.reference": "org/other", "preference.reference_revision": "v2"},
+        ),
         ("torchtune", _LOSS + "DPOLoss, beta: 0.2, label_smoothing: 0.1}\n", {"preference.label_smoothing": 0.1}),
         ("torchtune", _LOSS + "RSOLoss, gamma: 0.2}\n", {"preference.loss": "hinge", "preference.beta": 0.2}),
         ("torchtune", _LOSS + "SimPOLoss, gamma: 0.3}\n", {"train.method": "simpo", "preference.gamma": 0.3}),
@@ -180,7 +194,7 @@ def test_what_is_learnt(tool: str, lines: str, expected: dict[str, Any], made: M
         ("axolotl", "rl_beta: 0.1\n", "FT160", "`preference.beta` is left out"),
         ("llama-factory", "pref_ftx: 0.2\n", "FT161", "`pref_ftx` weighs"),
         ("llama-factory", "ld_alpha: 0.5\n", "FT161", "there the policy's alone"),
-        ("llama-factory", "ref_model: org/other\n", "FT161", "`ref_model` names a reference"),
+        ("llama-factory", "ref_model: other\n", "FT162", "`ref_model: other` is no OWNER/NAME and no path"),
         ("llama-factory", "pref_loss: simpo\nref_model: org/other\n", "FT160", "`ref_model`"),
         ("llama-factory", "pref_bco_weight: 0.2\n", "FT160", "`pref_bco_weight`"),
         ("llama-factory", "lora_dropout: 0.1\n", "FT161", "switches dropout off"),
@@ -191,7 +205,8 @@ def test_what_is_learnt(tool: str, lines: str, expected: dict[str, Any], made: M
         ("trl", "loss_type: ipo\nbeta: 0.01\n", "FT161", "beta 0.01 asks for 50"),
         ("trl", "beta: 1\nmax_prompt_length: 512\n", "FT161", "`max_prompt_length: 512`"),
         ("trl", "beta: 1\nmax_completion_length: 512\n", "FT161", "`max_completion_length: 512`"),
-        ("trl", "beta: 1\nref_model_name_or_path: other\n", "FT161", "names a reference"),
+        ("trl", "beta: 1\nref_model_name_or_path: s3://a/b\n", "FT162", "is not a path here"),
+        ("trl", "beta: 1\nref_model_revision: v2\n", "FT160", "`ref_model_revision`"),
         ("trl", "beta: 1\nprecompute_ref_log_probs: true\n", "FT160", "`precompute_ref_log_probs`"),
         ("trl", "beta: 1\nf_divergence_type: js_divergence\n", "FT160", "`f_divergence_type`"),
         ("trl", "beta: 1\ncpo_alpha: 1\ncommand: dpo\n", "FT160", "`cpo_alpha`"),
@@ -202,7 +217,6 @@ def test_what_is_learnt(tool: str, lines: str, expected: dict[str, Any], made: M
         ("axolotl", "rl: kto\ndatasets: [{path: a.jsonl, type: chatml.intel}]\n", "FT161", "type `chatml.intel`"),
         ("axolotl", "rl: kto\ndatasets: [{path: a.jsonl, type: zephyr.nectar}]\n", "FT162", "zephyr.nectar"),
         ("trl", "command: kto\nld_alpha: 0.5\n", "FT160", "KTO does not read it"),
-        ("torchtune", _LOSS + "DPOLoss}\nref_checkpointer: {checkpoint_dir: /o}\n", "FT161", "names a reference"),
     ],
 )
 def test_what_means_something_else_is_told(tool: str, lines: str, code: str, part: str, made: Make) -> None:

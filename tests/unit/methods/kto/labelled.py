@@ -61,6 +61,7 @@ def objective_of(
     group: Any = None,
     reference: Any = None,
     known: Any = None,
+    other: str | None = None,
     started: bool = True,
     dtype: str = "float32",
     **settings: Any,
@@ -71,7 +72,7 @@ def objective_of(
     job.dtypes = replace(job.dtypes, compute=dtype)
     loss = LabelLoss.of(PreferenceConfig.model_validate(settings))
     epochs = epochs_of(rows() if documents is None else documents)
-    compared = LabelReference(reference, known)
+    compared = LabelReference(reference, known, {}, other)
     made = LabelObjective(job, model, epochs, loss, group=group, stack=None, sequence=None, reference=compared)
     if started:
         made.restore({"reference": "live" if known is None else "ahead"}, Progress(1, 2, 0.0, 0))

@@ -37,6 +37,8 @@ REFUSED = [
     (["preference.gamma=1"], "preference.gamma is about pairs of answers"),
     (["preference.ld_alpha=0.5"], "preference.ld_alpha is about pairs of answers"),
     (["preference.reference_cache=atuo"], "preference.reference_cache atuo is no known word"),
+    (["preference.reference=base"], "preference.reference base is no known word"),
+    (["preference={reference: org/other, reference_cache: off}"], "would have org/other in memory beside the model"),
     (["preference.reference=none"], "compares with a reference, and preference.reference is none"),
     (["preference={loss: apo_zero_unpaired, kl_rows: 4}"], "preference.kl_rows has no meaning for apo_zero_unpaired"),
     (ONE, "a step of one row: its KL is estimated from the answers to other prompts"),

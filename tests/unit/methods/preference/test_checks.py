@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from ftcli.methods.preference.checks import check
+from ftcli.methods.preference.checks import caches, check, needs_second_model, other_model
 from ftcli.preflight.checks import support
 from ftcli.preflight.checks.context import Context
 
@@ -34,6 +34,11 @@ REFUSED = [
     ("preference.gamma=1", "preference.gamma is read by simpo only"),
     ("preference.reference=none", "compares with a reference, and preference.reference is none"),
     ("preference={loss: simpo, reference: start}", "compares with nothing, and preference.reference is start"),
+    ("preference={loss: simpo, reference: org/other}", "compares with nothing, and preference.reference is org/other"),
+    ("preference.reference=base", "preference.reference base is no known word"),
+    ("preference.reference_revision=v2", "preference.reference names none"),
+    ("preference={reference: start, reference_revision: v2}", "preference.reference names none"),
+    ("preference={reference: org/other, reference_cache: off}", "would have org/other in memory beside the model"),
     ("preference.reference_cache=atuo", "preference.reference_cache atuo is no known word"),
     ("preference={loss: simpo, reference_cache: ./cache}", "there is no reference to keep"),
 ]
@@ -80,6 +85,31 @@ FINE = [
 def test_a_cache_pays_where_pairs_are_seen_again(context: Make) -> None:
     assert list(check(context("preference.reference_cache=./cache", "train.num_train_epochs=2"))) == []
     assert list(check(context("preference.reference_cache=./cache", "lora=null"))) == []
+    assert list(check(context("preference={reference: org/other, reference_cache: ./cache}"))) == []
+
+
+@pytest.mark.parametrize("name", ["org/other", "./other", "/models/other", "bundled:tiny-gemma2"])
+def test_a_reference_may_be_another_model_which_is_always_asked_ahead(name: str, context: Make) -> None:
+    found = context(f"preference.reference={name}")
+    assert list(check(found)) == []
+    assert caches(found.recipe, "surely")
+    assert not needs_second_model(context(f"preference.reference={name}", "lora=null").recipe)
+    other = other_model(found.recipe)
+    assert other is not None
+    assert (other.key, other.model.name_or_path, other.model.init) == ("preference.reference", name, "pretrained")
+    for without in ("start", "none"):
+        assert other_model(context(f"preference.reference={without}").recipe) is None
+    assert other_model(context("preference={loss: simpo, reference: org/other}").recipe) is None
+
+
+def test_its_revision_is_its_own(context: Make) -> None:
+    settings = ("model.revision=v1", "preference={reference: org/other, reference_revision: v2}")
+    other = other_model(context(*settings).recipe)
+    assert other is not None
+    assert other.model.revision == "v2"
+    other = other_model(context("model.revision=v1", "preference.reference=org/other").recipe)
+    assert other is not None
+    assert other.model.revision is None
 
 
 @pytest.mark.parametrize("launch", ["{engine: fsdp, num_processes: 2}", "{context_parallel_size: 2, num_processes: 2}"])

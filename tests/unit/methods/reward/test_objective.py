@@ -19,15 +19,8 @@ from trl.trainer.reward_trainer import DataCollatorForPreference
 from ftcli.config.model import ModelConfig
 from ftcli.data.collate import PaddingCollator
 from ftcli.data.tokens import TokenizedRow
-from ftcli.methods.reward.objective import (
-    SUMS,
-    RewardObjective,
-    measures,
-    pair_losses,
-    score_batch,
-    score_rows,
-    score_sums,
-)
+from ftcli.methods.preference.figures import ORDER_SUMS, order_measures, order_sums
+from ftcli.methods.reward.objective import RewardObjective, both_lengths, pair_losses, score_batch, score_rows
 from ftcli.methods.reward.settings import RewardModelConfig
 from ftcli.model.patch import patch
 from ftcli.model.score_head import add_score_head, as_classifier, row_scores
@@ -174,14 +167,21 @@ def test_a_score_is_that_of_plain_transformers_of_the_last_real_token(tmp_path: 
 
 def test_a_tie_is_one_half_and_alike_pairs_are_counted_apart() -> None:
     chosen, rejected = torch.tensor([1.0, 2.0, 0.0]), torch.tensor([1.0, 0.0, 3.0])
-    lengths = torch.tensor([10.0, 10.0, 10.0, 20.0, 10.0, 11.0])
-    vector = score_sums(chosen, rejected, lengths, torch.tensor([1.0, 1.0, 1.0]))
-    found = measures(vector.tolist())
-    assert len(vector) == SUMS
+    lengths = torch.tensor([10.0, 10.0, 10.0]), torch.tensor([10.0, 20.0, 11.0])
+    vector = order_sums(chosen, rejected, lengths, torch.tensor([1.0, 1.0, 1.0]))
+    found = order_measures(vector.tolist())
+    assert len(vector) == ORDER_SUMS
     assert found["rewards/accuracies"] == pytest.approx(1.5 / 3)
     assert found["rewards/accuracies_alike"] == pytest.approx(0.5 / 2)
     assert found["rewards/margins"] == pytest.approx(-1 / 3)
-    assert measures([0.0] * SUMS) == {}
+    assert order_measures([0.0] * ORDER_SUMS) == {}
+
+
+def test_pairs_are_alike_by_their_answers_whatever_the_prompt_adds(tmp_path: Path) -> None:
+    """Whole rows were compared: after a long prompt all pairs were alike."""
+    batch = score_batch(steps.rows([(50, 4, 8), (3, 10, 11)]), PADDED, 0, margin=False)
+    chosen, rejected = both_lengths(batch)
+    assert (chosen.tolist(), rejected.tolist()) == ([4, 10], [8, 11])
 
 
 def test_adapters_have_the_score_in_their_file_and_the_base_keeps_its_own(tmp_path: Path) -> None:

@@ -1,0 +1,118 @@
+"""Mixtures of experts inside the fused layers: transformers' own router, then the experts on the kernels.
+
+Stacks, adapters and their names stay transformers' and PEFT's, whose own path forms the delta of every expert in each
+call. Here A and B are read from PEFT's wrappers and multiplied as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from ftkernels.experts import ExpertPacks, ExpertStack, lora_experts
+from ftkernels.lora_mlp import lora_mlp
+from torch import Tensor, nn
+
+from ftcli.model.stacks import packed_stack
+from ftcli.plan.execution import EXPERTS_WHOLE
+from ftcli.tables.families import Experts
+
+if TYPE_CHECKING:
+    from ftkernels.device import BackendName
+    from ftkernels.experts import Save
+    from ftkernels.limits import Activation
+    from ftkernels.projection import Projection
+    from peft.tuners.lora.layer import ParamWrapper
+
+
+def mixture(
+    block: Any,
+    described: Experts,
+    x: Tensor,
+    shared: list[Projection],
+    added: Tensor | None,
+    *,
+    activation: Activation,
+    save: Save,
+    packed: tuple[ExpertPacks | None, ...] = (),
+    backend: BackendName,
+) -> Tensor:
+    """The output of a mixture of experts for its normalised input x (B, S, H), and ``added`` (B, S, H).
+
+    Args:
+        block: transformers' module, with PEFT's wrappers in it.
+        packed: the adapters of both stacks, packed already.
+        shared: gate, up and down of the expert that every token goes to; empty where there is none.
+    """
+    _, weights, index = block.get_submodule(described.router)(x.reshape(-1, x.shape[-1]))
+    if shared and described.shared is not None:
+        gate, up, down = shared
+        own = lora_mlp(x, gate, up, down, activation=activation, save="input" if save == "input" else "gate_up_once",
+                       backend=backend)  # fmt: skip
+        assert isinstance(own, Tensor)
+        own = torch.sigmoid(block.get_submodule(described.shared[1])(x)) * own
+        added = own if added is None else added + own
+    shape = (*x.shape[:-1], index.shape[-1])
+    first, last = stacks_of(block.experts)
+    if packed:
+        first, last = replace(first, packed=packed[0]), replace(last, packed=packed[1])
+    return lora_experts(
+        x, index.view(shape), weights.view(shape), first, last, activation=activation, added=added, save=save,
+        backend=backend,
+    )  # fmt: skip
+
+
+def stacks_of(experts: Any) -> tuple[ExpertStack, ExpertStack]:
+    """Both stacks with their active adapters; without those that are disabled or merged."""
+    found = {wrapper.parameter_name: wrapper for wrapper in _wrappers(experts)}
+    base = base_experts(experts)
+    return _stack(base, "gate_up_proj", found), _stack(base, "down_proj", found)
+
+
+def base_experts(experts: Any) -> Any:
+    """transformers' module of the experts, beneath PEFT's wrappers."""
+    while hasattr(experts, "base_layer"):
+        experts = experts.base_layer
+    return experts
+
+
+def _wrappers(experts: Any) -> Iterator[ParamWrapper]:
+    while hasattr(experts, "base_layer"):
+        yield experts
+        experts = experts.base_layer
+
+
+def _stack(base: Any, name: str, wrappers: dict[str, ParamWrapper]) -> ExpertStack:
+    weight = packed_stack(getattr(base, name))
+    wrapper = wrappers.get(name)
+    count = int(base.num_experts)
+    if wrapper is None or wrapper.disable_adapters or wrapper.merged or not wrapper.active_adapters:
+        return ExpertStack(weight, count)
+    adapter = wrapper.active_adapters[0]
+    if adapter not in wrapper.lora_A:
+        return ExpertStack(weight, count)
+    a, b = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
+    return ExpertStack(weight, count, a, b, float(wrapper.scaling[adapter]))
+
+
+def why_not_experts(block: nn.Module, described: Experts) -> str | None:
+    """The reason why the kernels cannot take a layer's experts, as one clause; None if they can."""
+    experts = getattr(block, "experts", None)
+    base = base_experts(experts)
+    if any(getattr(base, flag, wanted) is not wanted for flag, wanted in _LAYOUT.items()):
+        return "its experts are laid out otherwise"
+    for name in ("gate_up_proj", "down_proj"):
+        weight = getattr(base, name, None)
+        if not isinstance(weight, Tensor) or weight.dim() != 3:
+            return f"its experts have no stack {name}"
+        if weight.requires_grad:
+            return EXPERTS_WHOLE
+    if any(len(wrapper.active_adapters) > 1 for wrapper in _wrappers(experts)):
+        return "several adapters are active at once"
+    return None
+
+
+#: What transformers says of the layout that the kernels take, on the class of the experts.
+_LAYOUT = {"is_transposed": False, "is_concatenated": True, "has_bias": False, "has_gate": True}
