@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 _SOFTCAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 #: Architectures that give a row numbers in place of words.
 _CLASSIFIER = ("ForSequenceClassification", "RewardModel")
+#: Layers that predict further tokens; models have a few.
+_MOST_FURTHER = 1000
 #: No model has a larger constant; float32 still holds it.
 _LARGEST = 1e30
 #: Positions are scaled from ``original_max_position_embeddings`` by ``factor`` in these; others scale the limit itself.
@@ -149,6 +151,7 @@ def facts_of(found: ConfigSource, model: ModelConfig, origins: Origins) -> Model
     shape = _shape(raw, found, origin)
     text = text_values(raw)
     _require_finite(text, found, origin)
+    _require_few_heads(text, found, origin)
     family = family_of(str(text["model_type"])) or Family()
     return ModelFacts(
         name=model.name_or_path,
@@ -283,6 +286,14 @@ def _require_finite(text: JsonMap, found: ConfigSource, origin: Origin | None) -
         if not 0 <= value <= (1 if key in shares else _LARGEST) or (value == 0 and key == "rope factor"):
             path = found.folder / "config.json"
             raise preflight_error("FT305", f"{path}: {key} {value} is no number to compute with", origin, help=RESTORE)
+
+
+def _require_few_heads(text: JsonMap, found: ConfigSource, origin: Origin | None) -> None:
+    """Raises FtcliError FT305 for more layers for further tokens than can be: transformers' configs list them."""
+    for key, value in text.items():
+        if ("nextn" in key or "mtp" in key) and isinstance(value, int) and abs(value) > _MOST_FURTHER:
+            message = f"{found.folder / 'config.json'}: {key} is {value:,}, more than the {_MOST_FURTHER:,} that can be"
+            raise preflight_error("FT305", message, origin, help=RESTORE)
 
 
 def _rope(raw: JsonMap) -> JsonObject:

@@ -235,6 +235,7 @@ def test_an_unreachable_hub_is_noticed_at_once() -> None:
         ({**TINY, "rope_parameters": {"partial_rotary_factor": float("inf")}}, "FT305", "no part of a head"),
         ({**TINY, "rope_pct": float("nan")}, "FT305", "no part of a head"),
         ({**TINY, "hidden_size": 66}, "FT305", "not a multiple"),
+        ({**TINY, "num_nextn_predict_layers": 2**31 - 1}, "FT305", "more than the 1,000 that can be"),
         ({**TINY, "model_type": "frobnicator"}, "FT309", "frobnicator"),
         ({**TINY, "model_type": "x" * 300}, "FT309", "xxx"),
         ({**TINY, "architectures": ["T5ForConditionalGeneration"]}, "FT309", "T5"),
