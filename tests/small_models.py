@@ -321,6 +321,21 @@ FURTHER: dict[str, dict[str, Any]] = {
 }
 
 
+def adapted_everywhere(model: Any, *, rank: int = 4, targets: Any = "all-linear", **settings: Any) -> Any:
+    """``model`` with adapters on every linear layer, as PEFT does it; with experts as ftcli has it put them there."""
+    import peft
+
+    from ftcli.config.model import LoraConfig
+    from ftcli.model.lora import apply_lora
+    from ftcli.plan.precision import DtypePlan
+
+    if any(parameter.dim() == 3 and ".experts." in name for name, parameter in model.named_parameters()):
+        plan = DtypePlan("float32", "float32", "float32", False, "a test")
+        return apply_lora(model, LoraConfig(r=rank, alpha=2 * rank), plan, seed=0)[0]
+    lora = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets, task_type="CAUSAL_LM", **settings)
+    return peft.get_peft_model(model, lora)
+
+
 def config_of(model_type: str, **change: Any) -> Any:
     """transformers' config of the small model, of text with values changed."""
     from transformers import AutoConfig

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import peft
 import pytest
 import torch
 import transformers
@@ -16,7 +15,7 @@ from ftcli.model.gradient_checkpointing import use_checkpointing
 from ftcli.model.loss import forward_loss
 from ftcli.model.patch import patch
 from ftcli.tables import families
-from tests.small_models import _COMMON, TEXT, by_kind
+from tests.small_models import _COMMON, TEXT, adapted_everywhere, by_kind
 
 FAMILIES = [name for name, row in families.TABLE.items() if row.kernels == "layers" and name in TEXT]
 
@@ -28,8 +27,7 @@ def adapted(
     config = transformers.AutoConfig.for_model(name, **{k: v for k, v in values.items() if v is not None})
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    settings = peft.LoraConfig(r=4, lora_dropout=dropout, target_modules=targets, task_type="CAUSAL_LM", **more)
-    model = peft.get_peft_model(model, settings)
+    model = adapted_everywhere(model, targets=targets, lora_dropout=dropout, **more)
     for parameter_name, parameter in model.named_parameters():
         if "lora_B" in parameter_name:
             nn.init.normal_(parameter, std=0.1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -85,9 +86,12 @@ def test_one_changed_document_leaves_the_others_logits_bit_equal(family: str, at
     before, after = logits(model, [[a, b, c], [d, e]]), logits(model, [[a, changed, c], [d, e]])
     start = len(a.input_ids)
     end = start + len(b.input_ids)
-    assert torch.equal(before[0, :start], after[0, :start])
-    assert torch.equal(before[0, end:], after[0, end:])
-    assert torch.equal(before[1], after[1])
+    # transformers multiplies all tokens of an expert at once, and how many those are changes bits.
+    experts = family in TABLE and TABLE[family].experts is not None
+    same = partial(torch.allclose, rtol=1e-5, atol=1e-6) if experts else torch.equal
+    assert same(before[0, :start], after[0, :start])
+    assert same(before[0, end:], after[0, end:])
+    assert same(before[1], after[1])
     assert not torch.equal(before[0, start:end], after[0, start:end])
     alone = logits(model, [[c]])
     torch.testing.assert_close(before[0, end : end + len(c.input_ids)], alone[0], rtol=1e-4, atol=1e-5)

@@ -7,7 +7,6 @@ from functools import partial
 from random import Random
 from typing import Any
 
-import peft
 import pytest
 import torch
 from ftkernels.device import interpreting
@@ -54,9 +53,16 @@ SMALL: dict[str, Any] = {
 }
 #: The interpreter takes a second for each layer and two heads; one key of both queries is enough.
 INTERPRETED_SMALL = {"num_attention_heads": 2, "num_key_value_heads": 1}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 #: transformers' names of layers with a window and without.
 CHANGES: dict[str, dict[str, Any]] = {
     "bitnet": {"head_dim": 8},
+    "granitemoe": small_models.TEXT["granitemoe"],
+    "mellum": {**EXPERTS, "layer_types": ["sliding_attention", "full_attention"]},
+    "mixtral": small_models.TEXT["mixtral"],
+    "olmoe": {**EXPERTS, "num_attention_heads": 2, "num_key_value_heads": 1},
+    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 24},
+    "qwen3_moe": EXPERTS,
     "gemma2": {"attn_logit_softcapping": 50.0, "layer_types": ["sliding_attention", "full_attention"]},
     "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"]},
     "llama": {
@@ -102,8 +108,7 @@ def model_of(family: str, kernels: str) -> Any:
         torch.manual_seed(0)
         made = AutoModelForCausalLM.from_config(config, attn_implementation=own, dtype=torch.float32)
         targets = "all-linear"
-    lora = peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM")
-    model = peft.get_peft_model(made, lora)
+    model = small_models.adapted_everywhere(made, targets=targets)
     torch.manual_seed(1)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
