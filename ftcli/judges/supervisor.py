@@ -1,7 +1,7 @@
 """Runs a program or a user's function (worker.py), and leaves none of its processes behind. A separate script:
 ``python -I supervisor.py program SECONDS MEMORY_BYTES`` runs the Python program that it reads from stdin, and exits
 with its status, with 0 where that was killed; ``python -I supervisor.py worker DESCRIPTOR PARENT NAME`` ends as the
-worker ends, and passes on what it prints, of each call so much as a person may read.
+worker ends, and passes on what it prints: of each call as much as a person may read.
 
 What they have started is handed to this process when its own parent ends, whatever session or group it is in. All is
 killed at the end: when the program is over, on SIGTERM, and when the process that wanted it is gone, killed or not.
@@ -26,10 +26,6 @@ from pathlib import Path
 _NEWUSER, _NEWPID, _NEWNET = 0x10000000, 0x20000000, 0x40000000
 _SET_CHILD_SUBREAPER, _SET_DEATH_SIGNAL = 36, 1
 _FILE_BYTES, _OPEN_FILES = 16 * 2**20, 64
-#: Of each call's output, which a reward may print for every completion of a thousand steps.
-_LINES_SHOWN, _BYTES_SHOWN = 100, 16 * 2**10
-#: As worker.py has it, which is no module of this script's.
-_END_OF_CALL = b"\0ftcli-call\0"
 #: Of what a call prints; a function may print something for each completion of each step.
 _LINES_SHOWN, _BYTES_SHOWN = 100, 16 * 2**10
 #: As in worker.py, which this script cannot import.

@@ -46,6 +46,7 @@ def main(descriptor: int) -> None:
     os.dup2(2, 1)  # what the function prints is for people; the command's stdout may be a JSON document
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # a call that is killed keeps nothing to itself
+    printed = os.dup(2)  # whatever the function makes of its own
     asked = socket.socket(fileno=descriptor)  # no program that the function starts inherits it
     asked.set_inheritable(False)
     own = os.getpid()
@@ -58,25 +59,25 @@ def main(descriptor: int) -> None:
         function, answer = _loaded(source, order["text"], order["module"], order["function"])
         if os.getpid() != own:  # a copy that the file has forked
             os._exit(0)
-        _end_of_call()
+        _end_of_call(printed)
         _send(asked, answer)
         while function is not None:
             call = pickle.loads(_received(asked))  # noqa: S301 - of the command that started this
             answer = _called(function, _taken(function, call), call["count"], call["alarm"], source)
             if os.getpid() != own:  # a copy that the function has forked, and that came back as well
                 os._exit(0)
-            _end_of_call()
+            _end_of_call(printed)
             _send(asked, answer)
     except (EOFError, OSError):  # the other side is gone, or the function has closed the socket
         return
 
 
-def _end_of_call() -> None:
+def _end_of_call(printed: int) -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # the function may have put anything there
             stream.flush()
     with contextlib.suppress(OSError):
-        os.write(2, END_OF_CALL)
+        os.write(printed, END_OF_CALL)
 
 
 def _received(asked: socket.socket) -> bytes:
