@@ -15,6 +15,8 @@ a setting that ftcli does not know, would train on other logits than it answers 
 
 from __future__ import annotations
 
+import os
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -360,6 +362,7 @@ class _Routing:
         return logits, weights.gather(-1, place), self._first
 
 
+_CODE_OF_MODELS = os.path.join("transformers", "models", "")  # noqa: PTH118 - with its separator
 #: Tokens that are looked at.
 _HEAD_TOKENS = 32
 #: Largest relative difference (Frobenius norm) by compute dtype: one product, rounded in another place. A scale or a
@@ -404,8 +407,8 @@ def check_head(model: PreTrainedModel, input_ids: Sequence[int], plan: DtypePlan
 
 
 def _fails_alike(model: PreTrainedModel, ids: Tensor, error: Exception) -> bool:
-    """Whether transformers' own model of the same config fails with the same words where it has no memory: no device,
-    dtype or quantization plays a part there.
+    """Whether transformers' own model of the same config fails with the same words, or by the same line of its code,
+    where it has no memory: no device, dtype or quantization plays a part there.
     """
     outline = hollow(model.config, attn_implementation=model.config._attn_implementation).eval()
     try:
@@ -413,8 +416,16 @@ def _fails_alike(model: PreTrainedModel, ids: Tensor, error: Exception) -> bool:
             without_memory(outline)
             outline(input_ids=torch.zeros(ids.shape, dtype=torch.long), use_cache=False)
     except IMPOSSIBLE as again:
-        return str(again) == str(error)
+        place = _line_of_model(error)
+        return str(again) == str(error) or (place is not None and place == _line_of_model(again))
     return False
+
+
+def _line_of_model(error: Exception) -> tuple[str, int] | None:
+    """The innermost line of transformers' code of a model that an error came through."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = ((one.filename, one.lineno or 0) for one in reversed(frames) if _CODE_OF_MODELS in one.filename)
+    return next(lines, None)
 
 
 def _logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
