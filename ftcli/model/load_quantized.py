@@ -81,9 +81,12 @@ class ModelStorage:
         return self.held(layer) if isinstance(layer, QuantizedLinear) else layer
 
     def takes_stack(self, name: str, weight: Tensor) -> bool:
-        """True if a parameter is a stack of experts that is held quantized. Those of a tower stay as they are."""
-        leaf = name.rpartition(".")[2]
-        return is_stack(leaf, weight) and quantizes_stacks(self.settings) and not self._dequantized(name)
+        """True if a parameter is a stack of experts that the method quantizes."""
+        return is_stack(name.rpartition(".")[2], weight) and quantizes_stacks(self.settings)
+
+    def stack(self, weight: Tensor, name: str) -> nn.Parameter:
+        """A stack of full precision as it is held: quantized, or the numbers that this stands for."""
+        return quantized_stack(weight, self.settings, self.dtype, name, dequantized=self._dequantized(name))
 
     def _dequantized(self, name: str) -> bool:
         found = _DECODER_LAYER.search(name)
@@ -114,7 +117,7 @@ def random_quantized(config: PretrainedConfig, holding: ModelStorage, attention:
         model._init_weights(module)
         for leaf, weight in list(module._parameters.items()):
             if weight is not None and holding.takes_stack(f"{name}.{leaf}", weight):
-                module._parameters[leaf] = quantized_stack(weight, holding.settings, holding.dtype, f"{name}.{leaf}")
+                module._parameters[leaf] = holding.stack(weight, f"{name}.{leaf}")
                 shared.pop(next(hollow for hollow, given in shared.items() if given is weight))
                 del weight
         if name in chosen:
@@ -322,8 +325,7 @@ def _place(model: nn.Module, name: str, tensor: Tensor, holding: ModelStorage, c
         module.weight = nn.Parameter(tensor.to(holding.device), requires_grad=False)
         model.set_submodule(layer, holding.quantized(module, layer))
     elif holding.takes_stack(name, tensor):
-        placed = tensor.to(holding.device)
-        module._parameters[leaf] = quantized_stack(placed, holding.settings, holding.dtype, name)
+        module._parameters[leaf] = holding.stack(tensor.to(holding.device), name)
     else:
         placed = tensor.to(holding.device, holding.dtype)
         module._parameters[leaf] = nn.Parameter(placed, requires_grad=False)
