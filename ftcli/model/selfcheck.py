@@ -317,7 +317,7 @@ def _same_routing(model: Model) -> Iterator[None]:
 
 class _Routing:
     """A hook of one router: the choice of its first call, and in later ones of the same tokens that one where theirs is
-    another, with its weights.
+    another, with the weights that their scores give it.
     """
 
     def __init__(self) -> None:
@@ -328,8 +328,26 @@ class _Routing:
         if self._first is None or self._first[1].shape != index.shape:
             self._first = weights.detach(), index
             return output
-        same = (self._first[1].sort().values == index.sort().values).all(dim=-1, keepdim=True)
-        return logits, torch.where(same, weights, self._first[0]), torch.where(same, index, self._first[1])
+        before, wanted = self._first
+        same = (wanted.sort().values == index.sort().values).all(dim=-1, keepdim=True)
+        others = _weights_of(wanted, output)
+        weights = torch.where(same, weights, before if others is None else others)
+        return logits, weights, torch.where(same, index, wanted)
+
+
+def _weights_of(wanted: Tensor, output: tuple[Tensor, Tensor, Tensor]) -> Tensor | None:
+    """The weights of other experts than a router chose, with their gradient; None if it makes them in another way than
+    by softmax, over all experts or over those that were chosen.
+    """
+    logits, weights, index = output
+    scores = logits.float().softmax(dim=-1)
+    for normalised in (True, False):
+        own, others = (scores.gather(-1, at) for at in (index, wanted))
+        if normalised:
+            own, others = own / own.sum(-1, keepdim=True), others / others.sum(-1, keepdim=True)
+        if torch.allclose(own, weights.float(), rtol=1e-2, atol=1e-4):
+            return others.to(weights.dtype)
+    return None
 
 
 #: Tokens that are looked at.
