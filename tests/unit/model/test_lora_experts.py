@@ -73,7 +73,7 @@ def test_plain_peft_loads_what_our_layers_trained(model_type: str, experts: bool
     applied = patch(model, "reference")
     assert all(entry.on for entry in applied.table)
     with torch.no_grad():
-        wanted = model(input_ids=IDS).logits
+        wanted = model(input_ids=IDS, use_cache=False).logits
     save_weights(model, tmp_path / "adapter")
 
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
@@ -82,15 +82,15 @@ def test_plain_peft_loads_what_our_layers_trained(model_type: str, experts: bool
     assert any(".experts." in name for name in saved) is experts
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     with torch.no_grad():
-        bare = plain(input_ids=IDS).logits
+        bare = plain(input_ids=IDS, use_cache=False).logits
         adapted = peft.PeftModel.from_pretrained(plain, tmp_path / "adapter").eval()
-        assert (adapted(input_ids=IDS).logits - wanted).norm() < 1e-5 * wanted.norm()
+        assert (adapted(input_ids=IDS, use_cache=False).logits - wanted).norm() < 1e-5 * wanted.norm()
         assert (bare - wanted).norm() > 1e-2 * wanted.norm()
         again = load_adapter(build(model_type), tmp_path / "adapter").eval()
         patch(again, "reference")
-        assert (again(input_ids=IDS).logits - wanted).norm() < 1e-5 * wanted.norm()
+        assert (again(input_ids=IDS, use_cache=False).logits - wanted).norm() < 1e-5 * wanted.norm()
         merged = adapted.merge_and_unload()
-        assert (merged(input_ids=IDS).logits - wanted).norm() < 1e-5 * wanted.norm()
+        assert (merged(input_ids=IDS, use_cache=False).logits - wanted).norm() < 1e-5 * wanted.norm()
 
 
 def test_a_list_of_targets_says_itself_whether_experts_are_meant() -> None:
