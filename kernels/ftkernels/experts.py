@@ -67,6 +67,7 @@ class ExpertStack:
         a, b: the adapters, (E * R, I) and (O, R * E); both or neither.
         scaling: of the adapters.
         packed: the adapters, packed already (``pack_experts``). None packs them in each call, and again in backward.
+            Not looked at without a and b: those that are switched off.
     """
 
     weight: Tensor | FrozenWeight
@@ -209,7 +210,7 @@ def pack_experts(stack: ExpertStack, packs: ExpertPacks) -> None:
 
 
 def _packs(stack: ExpertStack, dtype: torch.dtype) -> ExpertPacks | None:
-    if stack.packed is not None and stack.packed.a.dtype == dtype:
+    if stack.packed is not None and stack.a is not None and stack.packed.a.dtype == dtype:
         return stack.packed
     packs = empty_packs(stack, dtype)
     if packs is not None:
