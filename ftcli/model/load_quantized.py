@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ftcli.config.model import QuantizationConfig
-from ftcli.errors import FtcliError, first_line
+from ftcli.errors import ExitCode, FtcliError, first_line
 from ftcli.facts.weights import inspect_weights
 from ftcli.gguf import ReadFile, from_file, heads_of, names_of, require_gguf_package
 from ftcli.model.backbone import decoder_layers
@@ -43,7 +43,8 @@ from ftcli.model.quantized import (
 )
 from ftcli.model.renaming import Renaming
 from ftcli.model.stacks import is_stack, quantized_stack, quantizes_stacks
-from ftcli.tables import code_of, quantizations
+from ftcli.plan.execution import PACKED_EXPERTS
+from ftcli.tables import code_of, engines, quantizations
 from ftcli.tables.gguf import architecture_of
 
 if TYPE_CHECKING:
@@ -108,6 +109,7 @@ class ModelStorage:
 def random_quantized(config: PretrainedConfig, holding: ModelStorage, attention: str, seed: int) -> PreTrainedModel:
     """A model of random weights, each drawn on ``device``: on one kind of device a seed gives the same weights."""
     model = _hollow(config, holding.dtype, attention)
+    _require_shardable(model, holding)
     compute_buffers(model, holding.device)
     torch.manual_seed(seed)
     shared: dict[nn.Parameter, nn.Parameter] = {}
@@ -130,6 +132,19 @@ def random_quantized(config: PretrainedConfig, holding: ModelStorage, attention:
     if holding.shards is not None:
         keep_shards(model, holding.shards)
     return model.eval()
+
+
+def _require_shardable(model: PreTrainedModel, holding: ModelStorage) -> None:
+    """Raises FtcliError FT518 (exit 3) for packed stacks of experts of which each rank would hold a shard."""
+    stacks = [name for name, p in model.named_parameters() if holding.takes_stack(name, p)]
+    if holding.shards is not None and stacks:
+        raise FtcliError.single(
+            "FT518",
+            f"launch.engine: fsdp does not go with {stacks[0]}: quantization.method: {holding.settings.method} "
+            f"{PACKED_EXPERTS}",
+            exit_code=ExitCode.PREFLIGHT,
+            help=f"use launch.engine: {engines.by_auto(shards=False)} where the model fits each GPU",
+        )
 
 
 def keep_shards_of(model: PreTrainedModel, name: str, holding: ModelStorage) -> None:
@@ -160,6 +175,7 @@ def load_quantized(
     gguf = _gguf_of(source, holding.settings)
     stored_quantized = gguf is None and stores_packed(raw, holding.settings)
     model = _hollow(config, holding.dtype, attention)
+    _require_shardable(model, holding)
     compute_buffers(model, holding.device)
     renaming = Renaming(model)
     quantizes = quantizations.row(holding.settings.method).quantize is not None
