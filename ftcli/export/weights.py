@@ -52,6 +52,7 @@ from ftcli.model.quantized import (
 )
 from ftcli.model.renaming import Renaming
 from ftcli.model.score_head import SCORE, as_classifier
+from ftcli.model.stacks import is_stack, quantized_stack, quantizes_stacks
 from ftcli.plain import JsonMap
 from ftcli.plan.quantization import stored_method
 from ftcli.tables import quantizations
@@ -70,12 +71,14 @@ class BaseInTraining:
         dtype: Of training's products, into which the weights were dequantized for them.
         linears: Names of the weights that it made of full-precision ones; empty where the files are quantized.
         reader: What reads quantized files.
+        stacks: Names of the stacks of experts that it quantized.
     """
 
     settings: QuantizationConfig
     dtype: torch.dtype
     linears: frozenset[str]
     reader: PackedReader | None
+    stacks: frozenset[str]
 
     @property
     def stored(self) -> bool:
@@ -84,7 +87,7 @@ class BaseInTraining:
 
     def quantizes(self, name: str) -> bool:
         """True if training quantized this weight of the files."""
-        return name in self.linears
+        return name in self.linears or name in self.stacks
 
     def packed_part(self, key: str, entry: TensorEntry) -> tuple[str, str] | None:
         """Layer and part that a stored tensor of quantized files is; None for one in full precision."""
@@ -115,6 +118,8 @@ class BaseInTraining:
 
     def as_in_training(self, name: str, tensor: Tensor) -> Tensor:
         """A stored tensor as training held it."""
+        if name in self.stacks:
+            return quantized_stack(tensor, self.settings, self.dtype, name, dequantized=True).detach()
         if name not in self.linears:
             return tensor
         linear = nn.Linear(tensor.shape[1], tensor.shape[0], bias=False, device="meta")
@@ -150,6 +155,7 @@ def base_in_training(source: ExportSource, config: PretrainedConfig, model: PreT
     raw: JsonMap = config.to_dict()
     settings, original = source.quantization, source.settings.base == "original"
     method = stored_method(raw)
+    stacks = _quantized_stacks(model) if quantizes_stacks(settings) else frozenset()
     if quantizations.row(settings.method).quantize is None and method is not None:
         settings = QuantizationConfig(method=method)  # an adapter in any folder, of which no recipe is known
     if quantizations.row(settings.method).quantize is None:
@@ -166,9 +172,13 @@ def base_in_training(source: ExportSource, config: PretrainedConfig, model: PreT
     if original:
         return None
     linears = frozenset[str]() if stored else frozenset(f"{name}.weight" for name in layers_to_quantize(model))
-    return BaseInTraining(
-        settings, getattr(torch, source.compute), linears, packed_reader(settings, raw) if stored else None
-    )
+    reader = packed_reader(settings, raw) if stored else None
+    return BaseInTraining(settings, getattr(torch, source.compute), linears, reader, stacks)
+
+
+def _quantized_stacks(model: PreTrainedModel) -> frozenset[str]:
+    """Names of the stacks of experts that a method quantizes which quantizes any."""
+    return frozenset(name for name, p in model.named_parameters() if is_stack(name.rpartition(".")[2], p))
 
 
 class ModelWeights(Protocol):

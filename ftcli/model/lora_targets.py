@@ -200,7 +200,7 @@ def require_possible(lora: LoraConfig, targets: Targets) -> None:
             f"lora.{wanted[0]} cannot be applied to adapters on experts: PEFT adds those to the weights of all "
             "experts at once, before it sees a token",
             exit_code=ExitCode.PREFLIGHT,
-            help="leave it out, or list linear layers of attention in lora.target_modules",
+            help="leave it out, or set lora.experts: false",
         )
 
 

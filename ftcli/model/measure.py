@@ -179,7 +179,7 @@ def _trained(
     if lora is None:
         return _trained_whole(model, score)
     planned = planned_adapters(model, lora, packed)
-    targets = chosen(resolve_targets(model, lora.target_modules, packed), lora)
+    targets = chosen(resolve_targets(model, lora.target_modules, packed, experts=lora.experts), lora)
     found = Counter(_adapter_matrices(model, lora, targets))
     matrices = [TrainedMatrices(rows, columns, count) for (rows, columns), count in found.items()]
     listed = sum(m.elements * m.count for m in matrices)

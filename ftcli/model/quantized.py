@@ -74,13 +74,18 @@ class StoredWeight:
         Raises:
             FtcliError: FT332, naming the layer.
         """
-        raise FtcliError.single(
-            "FT332",
-            f"{self._layer.layer_name}: the weight {tuple(self.shape)} is stored in {self._layer.method}, so nothing "
-            "can be merged into it or read from it as a matrix",
-            exit_code=ExitCode.PREFLIGHT,
-            help="`ftcli export` merges into the full-precision base model, loaded again",
-        )
+        raise no_matrix(self._layer.layer_name, self.shape, self._layer.method)
+
+
+def no_matrix(name: str, shape: torch.Size, method: str) -> FtcliError:
+    """FT332: a stored weight is asked for, or written to, as if it were numbers."""
+    return FtcliError.single(
+        "FT332",
+        f"{name}: the weight {tuple(shape)} is stored in {method}, so nothing can be merged into it or read from it as "
+        "a matrix",
+        exit_code=ExitCode.PREFLIGHT,
+        help="`ftcli export` merges into the full-precision base model, loaded again",
+    )
 
 
 def is_shardable(tensor: Tensor) -> bool:
@@ -296,13 +301,13 @@ def rounded_before(reason: str) -> FtcliError:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedLayer:
-    """One line of the manifest's table of quantized layers: logical shape (out, in), bytes as stored, and whether it is
-    held dequantized.
+    """One line of the manifest's table of quantized layers: logical shape, (out, in) or of a stack of experts
+    (experts, out, in), bytes as stored, and whether it is held dequantized.
     """
 
     layer: str
     method: str
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     bytes: int
     dequantized: bool
 
@@ -313,7 +318,7 @@ def has_coarse_products(model: nn.Module) -> bool:
 
 
 def quantized_layers(model: nn.Module) -> list[QuantizedLayer]:
-    """Every quantized layer."""
+    """Every quantized linear layer. Stacks of experts: :func:`ftcli.model.stacks.quantized_stacks`."""
     return [
         QuantizedLayer(
             module.layer_name,

@@ -2,7 +2,8 @@
 
 transformers and PEFT take a stack for a parameter of three dimensions, so it has to be a tensor. This one has the shape
 and dtype of the stack and holds its packed parts; whatever torch is asked to compute with it gets the numbers that they
-stand for, for that one operation. The kernels take the packed form (:func:`packed_stack`).
+stand for, for that one operation. The kernels take the packed form (:func:`packed_stack`). Another stack's parts can
+be copied into it; any other write is refused, since it would be lost with the numbers of that one operation.
 """
 
 from __future__ import annotations
@@ -17,35 +18,74 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ftcli.config.model import QuantizationConfig
-from ftcli.model.quantized import unreadable_weights
+from ftcli.errors import FtcliError
+from ftcli.model.quantized import QuantizedLayer, no_matrix, unreadable_weights
 from ftcli.tables import code_of, quantizations
 
 
 class QuantizedStack(Tensor):
-    """(E, O, I) in a floating dtype, stored as a quantized matrix (E * O, I)."""
+    """(E, O, I) in a floating dtype, stored as a quantized matrix (E * O, I).
+
+    Attributes:
+        packed: The matrix.
+        method: The recipe's name of the storage format.
+        stack_name: Where in the model it is.
+    """
 
     packed: FrozenWeight
     method: str
+    stack_name: str
 
     @staticmethod
-    def __new__(cls, packed: Any, shape: torch.Size, dtype: torch.dtype, method: str) -> QuantizedStack:
+    def __new__(cls, packed: Any, shape: torch.Size, dtype: torch.dtype, method: str, name: str) -> QuantizedStack:
         made: QuantizedStack = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=packed.device)
-        made.packed, made.method = packed, method
+        made.packed, made.method, made.stack_name = packed, method, name
         return made
 
     def __init__(self, *_: Any) -> None:
         """All is done where it is made."""
 
     @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """``stack.data = other``, by which modules are moved, takes the other's parts over, too.
+
+        Raises:
+            FtcliError: FT332 where the other is no stack.
+        """
+        sets = func == Tensor.data.__set__  # type: ignore[attr-defined]
+        stacks = [each for each in args if isinstance(each, QuantizedStack)]
+        if sets and len(stacks) < 2:
+            raise _unwritable(stacks[0])
+        with torch._C.DisableTorchFunctionSubclass():  # as of any tensor that has `__torch_dispatch__` alone
+            found = func(*args, **(kwargs or {}))
+        if sets:
+            stacks[0].packed, stacks[0].method = stacks[1].packed, stacks[1].method
+        return found
+
+    @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Moving, copying and detaching keep it packed; every other operation gets it dequantized."""
+        """Moving, copying and detaching keep it packed; every other operation gets it dequantized.
+
+        Raises:
+            FtcliError: FT332 for an operation that writes into it, but for copying another stack of its kind.
+        """
         kwargs = kwargs or {}
         if func in _KEEPING:
             stack: QuantizedStack = args[0]
             dtype, device = kwargs.get("dtype") or stack.dtype, kwargs.get("device") or stack.device
             copied = func is torch.ops.aten.clone.default
             packed = _moved(stack.packed, lambda x: x.to(device, copy=copied))
-            return QuantizedStack(packed, stack.shape, dtype, stack.method)
+            return QuantizedStack(packed, stack.shape, dtype, stack.method, stack.stack_name)
+        if func in _TAKING and all(isinstance(each, QuantizedStack) for each in args[:2]):
+            into, source = args[:2]
+            if into.shape == source.shape:
+                copied = func is torch.ops.aten.copy_.default
+                into.packed = _moved(source.packed, lambda x: x.to(into.device, copy=copied))
+                into.method = source.method
+                return into
+        written = kwargs.get("out", args[0] if args else None) if func._schema.is_mutable else None
+        if isinstance(written, QuantizedStack):
+            raise _unwritable(written)
         return func(*tree_map(_dense, args), **tree_map(_dense, kwargs))
 
     @property
@@ -56,6 +96,12 @@ class QuantizedStack(Tensor):
 
 #: Operations after which a stack is one still.
 _KEEPING = (torch.ops.aten.detach.default, torch.ops.aten._to_copy.default, torch.ops.aten.clone.default)
+#: Those that give a stack what another one holds; PEFT's forward goes through the second.
+_TAKING = (torch.ops.aten.copy_.default, torch.ops.aten.set_.source_Tensor)
+
+
+def _unwritable(stack: QuantizedStack) -> FtcliError:
+    return no_matrix(stack.stack_name, stack.shape, stack.method)
 
 
 def _dense(value: Any) -> Any:
@@ -91,8 +137,17 @@ def is_stack(leaf: str, weight: Tensor) -> bool:
     return weight.dim() == 3 and leaf in ("gate_up_proj", "down_proj")
 
 
-def quantized_stack(weight: Tensor, settings: QuantizationConfig, dtype: torch.dtype, name: str) -> nn.Parameter:
+#: On a parameter: what it was made of, for the manifest.
+_ATTRIBUTE = "_ftcli_dequantized_stack"
+
+
+def quantized_stack(
+    weight: Tensor, settings: QuantizationConfig, dtype: torch.dtype, name: str, *, dequantized: bool = False
+) -> nn.Parameter:
     """``weight`` (E, O, I) as the method stores it, on the device where it is; ``dtype``: what it is computed in.
+
+    Args:
+        dequantized: Hold the numbers that it stands for, as a plain parameter.
 
     Raises:
         FtcliError: FT323 when the weight holds NaN or infinity.
@@ -103,5 +158,22 @@ def quantized_stack(weight: Tensor, settings: QuantizationConfig, dtype: torch.d
         packed = code_of(quantize)(weight.reshape(-1, weight.shape[-1]), settings)
     except ValueError as error:
         raise unreadable_weights(f"{name} {tuple(weight.shape)}: {error}") from error
-    stack = QuantizedStack(packed, weight.shape, dtype, settings.method)
-    return nn.Parameter(stack, requires_grad=False)
+    if not dequantized:
+        stack = QuantizedStack(packed, weight.shape, dtype, settings.method, name)
+        return nn.Parameter(stack, requires_grad=False)
+    numbers = nn.Parameter(packed.dequantize(dtype).view(weight.shape), requires_grad=False)
+    entry = QuantizedLayer(name, settings.method, tuple(weight.shape), numbers.nbytes, dequantized=True)
+    setattr(numbers, _ATTRIBUTE, entry)
+    return numbers
+
+
+def quantized_stacks(model: nn.Module) -> list[QuantizedLayer]:
+    """Every stack that is stored quantized, or holds the numbers of one; see ``quantized.quantized_layers``."""
+    found = []
+    for stack in model.parameters():
+        if isinstance(stack, QuantizedStack):
+            shape = tuple(stack.shape)
+            found.append(QuantizedLayer(stack.stack_name, stack.method, shape, stack.stored_bytes, dequantized=False))
+        elif hasattr(stack, _ATTRIBUTE):
+            found.append(getattr(stack, _ATTRIBUTE))
+    return found

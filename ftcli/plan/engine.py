@@ -25,7 +25,7 @@ def _with_engine(plan: RunPlan) -> RunPlan:
         return plan
     usable = plan.method.supports.get("launch.engine")
     whole, sharded = engines.by_auto(shards=False), engines.by_auto(shards=True)
-    can_shard = (usable is None or sharded in usable) and why_not_sharded(recipe, plan.execution) is None
+    can_shard = (usable is None or sharded in usable) and why_not_sharded(recipe, plan.facts, plan.execution) is None
     copies = recipe.launch.copies > 1  # which only sharded weights have: what forbids them is said later
     fits_one = recipe.lora is not None and _fits(plan.changed({"launch.engine": whole}))
     return plan.changed({"launch.engine": sharded if copies or (can_shard and not fits_one) else whole})

@@ -44,6 +44,8 @@ TRAINED_WHOLE = "a linear layer that lora.modules_to_save names is trained whole
 
 #: Why experts are computed by transformers' code in full fine-tuning.
 EXPERTS_WHOLE = "experts are trained whole, which the kernels have no gradients for"
+#: Why weights are not sharded, after the name of the method that packs them.
+PACKED_EXPERTS = "packs the experts of a layer together, which is not sharded"
 
 #: transformers' names of the activations that the gated unit's kernels have, and the kernels' own.
 ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
@@ -517,11 +519,11 @@ def graphs_part(reason: str | None, tokens: int) -> ExecutionPart:
     return ExecutionPart("launches", "one by one", reason)
 
 
-def why_not_sharded(recipe: Recipe, execution: Execution) -> str | None:
+def why_not_sharded(recipe: Recipe, facts: ModelFacts, execution: Execution) -> str | None:
     """The part of a recipe that does not go with sharded weights, as one clause that begins with its key; or None."""
     lora, train = recipe.lora, recipe.train
-    if quantizations.row(recipe.quantization.method).training is not None:
-        return f"quantization.method: {recipe.quantization.method} rounds whole matrices"
+    if (stored := _stored_whole(recipe.quantization.method, facts)) is not None:
+        return stored
     if not execution.on_kernels and recipe.model.kernels == "triton":
         return f"model.kernels: triton, and the layers are not on it ({execution.layers.reason})"
     if lora is None:
@@ -539,6 +541,15 @@ def why_not_sharded(recipe: Recipe, execution: Execution) -> str | None:
         return f"lora.init_lora_weights: {lora.init_lora_weights} takes whole weights apart"
     if lora.modules_to_save:
         return f"lora.modules_to_save: {lora.modules_to_save[0]}, of which a copy would be made before it is sharded"
+    return None
+
+
+def _stored_whole(name: str, facts: ModelFacts) -> str | None:
+    method = quantizations.row(name)
+    if method.training is not None:
+        return f"quantization.method: {name} rounds whole matrices"
+    if method.quantize_stack is not None and facts.shape is not None and facts.shape.has_experts:
+        return f"quantization.method: {name} {PACKED_EXPERTS}"
     return None
 
 

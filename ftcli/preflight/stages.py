@@ -102,7 +102,7 @@ def preflight(
             *machine.check_layers(context, device, plan.execution),
             *machine.check_documents(context, plan),
             *launch.check_model(context, plan),
-            *machine.check_sharded(context, plan.execution),
+            *machine.check_sharded(context, plan),
             *estimates.findings,
             *([] if asked is None else another_model.memory_findings(context, asked, plan.device)),
         ],

@@ -175,6 +175,7 @@ def _train(session: Session, context: RunContext) -> RowsResult:
     with context.phase("loading libraries"):
         from ftcli.job import open_job
         from ftcli.model.quantized import quantized_layers
+        from ftcli.model.stacks import quantized_stacks
         from ftcli.train import assembly, data
         from ftcli.train.build import why_not_graphed
 
@@ -198,7 +199,9 @@ def _train(session: Session, context: RunContext) -> RowsResult:
         if batches != planned:
             computed = _counted(context, job, epochs, train_data, eval_data, batches)
         graphs, layout = why_not_graphed(job, model) or "on", data.EpochLayout(batches, computed)
-        built = BuiltModel(kernels.table, kernels.self_check, quantized_layers(model), graphs, layout)
+        built = BuiltModel(
+            kernels.table, kernels.self_check, [*quantized_layers(model), *quantized_stacks(model)], graphs, layout
+        )
         add_to_manifest(context, built)
         reference = None
         if method.needs_reference(job.recipe):

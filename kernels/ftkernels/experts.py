@@ -67,6 +67,7 @@ class ExpertStack:
         a, b: the adapters, (E * R, I) and (O, R * E); both or neither.
         scaling: of the adapters.
         packed: the adapters, packed already (``pack_experts``). None packs them in each call, and again in backward.
+            Not looked at without a and b: those that are switched off.
     """
 
     weight: Tensor | FrozenWeight
@@ -209,7 +210,7 @@ def pack_experts(stack: ExpertStack, packs: ExpertPacks) -> None:
 
 
 def _packs(stack: ExpertStack, dtype: torch.dtype) -> ExpertPacks | None:
-    if stack.packed is not None and stack.packed.a.dtype == dtype:
+    if stack.packed is not None and stack.a is not None and stack.packed.a.dtype == dtype:
         return stack.packed
     packs = empty_packs(stack, dtype)
     if packs is not None:
@@ -244,12 +245,18 @@ def _first(spec: _Spec, x: Tensor, packs: ExpertPacks | None, *, keep: bool) -> 
     return _Formed(x, both, h, xa)
 
 
+def _rows(x: Tensor) -> Tensor:
+    """(T, N), whose last dimension is contiguous, as the kernels read it; the gradient of ``sum()`` is one number."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, spec: _Spec, x: Tensor, weights: Tensor, added: Tensor | None, *_: Tensor | None) -> Tensor:
         with without_autocast(x):
-            groups, flat = spec.groups, x.reshape(-1, x.shape[-1]).to(spec.dtype)
-            given = weights.detach().reshape(groups.place.shape)
+            groups, flat = spec.groups, _rows(x).to(spec.dtype)
+            given = weights.detach().reshape(groups.place.shape).contiguous()
             keep = spec.early is None and any(ctx.needs_input_grad)
             formed = _first(spec, flat, _packs(spec.gate_up, spec.dtype), keep=keep)
             second = _packs(spec.down, spec.dtype)
@@ -257,7 +264,7 @@ class _Experts(torch.autograd.Function):
             ha = None if second is None else grouped_thin(formed.h, second.a, groups)
             low = None if second is None or ha is None else Low(ha, second.b)
             y = grouped_product(formed.h, spec.down.dense(spec.dtype), groups, low=low)
-            rest = None if added is None else added.reshape(-1, added.shape[-1])
+            rest = None if added is None else _rows(added).contiguous()
             out = gathered_sum(y, groups, weights=given, added=rest)
         ctx.spec, ctx.x_dtype, ctx.weights_dtype, ctx.shape = spec, x.dtype, weights.dtype, x.shape
         ctx.given = given
@@ -280,10 +287,10 @@ class _Experts(torch.autograd.Function):
             if spec.early is None:
                 flat, both, xa, ha = ctx.saved_tensors
             else:
-                flat = spec.early.tensor().reshape(-1, ctx.shape[-1]).to(spec.dtype)
+                flat = _rows(spec.early.tensor()).to(spec.dtype)
                 formed = _first(spec, flat, first, keep=True)
                 both, xa, ha = formed.both, formed.xa, ctx.ha
-            dy = dout.reshape(-1, dout.shape[-1]).to(spec.dtype)
+            dy = _rows(dout).to(spec.dtype)
             second = _packs(spec.down, spec.dtype)
             q = None if second is None else grouped_thin(dy, second.b, groups, rows=groups.token)
             low = None if second is None or q is None else Low(q, second.a)

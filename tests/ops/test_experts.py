@@ -6,7 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from ftkernels.experts import ExpertStack, lora_experts, lora_experts_reference
+from ftkernels.experts import (
+    ExpertStack,
+    empty_packs,
+    lora_experts,
+    lora_experts_reference,
+    pack_experts,
+)
+from ftkernels.nf4 import quantize_nf4
 from torch import Tensor
 
 BF16 = torch.bfloat16
@@ -87,3 +94,196 @@ def test_the_input_alone_is_saved_with_the_same_bits(device: str, tools: Any) ->
     dtypes = [torch.float32] * len(inputs)
     for one, other in zip(tools.run(kept, inputs, dtypes), tools.run(again, inputs, dtypes), strict=True):
         assert torch.equal(one, other)
+
+
+def compare_all(tools: Any, index: Tensor, stacks: tuple[Tensor, Tensor], inputs: list[Tensor]) -> None:
+    reference = call(lora_experts_reference, index, stacks)
+    for backend in ("triton", "torch"):
+        tools.assert_float32(call(lora_experts, index, stacks, backend=backend), reference, inputs)
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_a_token_or_two(device: str, tools: Any, tokens: int) -> None:
+    inputs, stacks = inputs_of(6, 3, 48, 40, 8, tokens, device)
+    compare_all(tools, routing(tokens, 6, 3, "random", device), stacks, inputs)
+
+
+def test_all_experts_but_one_are_empty(device: str, tools: Any) -> None:
+    """Their adapters' gradients are zeros, and written: tests' fresh memory is NaN."""
+    inputs, stacks = inputs_of(5, 1, 48, 40, 8, 37, device)
+    index = torch.full((37, 1), 3, device=device)
+    compare_all(tools, index, stacks, inputs)
+    *_, a, b, _, _ = tools.run(call(lora_experts, index, stacks, backend="triton"), inputs, [torch.float32] * 6)
+    assert a.view(5, 8, -1).abs().sum((1, 2)).ne(0).tolist() == [False, False, False, True, False]
+    assert b.view(-1, 8, 5).abs().sum((0, 1)).ne(0).tolist() == [False, False, False, True, False]
+
+
+@pytest.mark.parametrize("rank", [1, 24, 64])
+def test_other_ranks(device: str, tools: Any, rank: int) -> None:
+    inputs, stacks = inputs_of(3, 2, 48, 40, rank, 21, device)
+    compare_all(tools, routing(21, 3, 2, "random", device), stacks, inputs)
+
+
+@pytest.mark.parametrize("order", ["slice", "columns", "every second", "one for all"])
+def test_strided_inputs_and_incoming_gradients(device: str, tools: Any, order: str) -> None:
+    """Tokens, weights, what is added, and the gradient, which ``sum()`` makes of one number."""
+    inputs, stacks = inputs_of(4, 2, 64, 32, 16, 37, device)
+    index = routing(37, 4, 2, "random", device)
+
+    def strided(t: Tensor) -> Tensor:
+        if order == "slice":
+            return torch.cat([t, t + 1], dim=-1)[:, : t.shape[-1]]
+        if order == "columns":
+            return t.t().contiguous().t()
+        if order == "every second":
+            return t.repeat_interleave(2, dim=-1)[:, ::2]
+        return t[:1].expand(t.shape)
+
+    x, weights, added, incoming = (strided(t) for t in (*inputs[:2], torch.randn(37, 64, device=device), inputs[0]))
+    assert not any(t.is_contiguous() for t in (x, weights, added, incoming))
+
+    def run(function: Any, of: Any, dtype: torch.dtype, **options: Any) -> list[Tensor]:
+        leaves = [of(t.detach().to(dtype)).requires_grad_() for t in (x, weights, added)]
+        adapters = [t.to(dtype).requires_grad_() for t in inputs[2:]]
+        out = call(function, index, stacks, added=leaves[2], **options)(*leaves[:2], *adapters)
+        return [out.detach(), *torch.autograd.grad(out, [*leaves, *adapters], of(incoming.detach()).to(dtype))]
+
+    wanted = run(lora_experts_reference, torch.Tensor.contiguous, torch.float64)
+    for backend in ("triton", "torch"):
+        found = run(lora_experts, lambda t: t, torch.float32, backend=backend)
+        for one, exact in zip(found, wanted, strict=True):
+            assert tools.relative(one, exact) < 1e-5
+
+
+def test_twice_the_same_bits(device: str, tools: Any) -> None:
+    inputs, stacks = inputs_of(6, 3, 64, 32, 16, 53, device)
+    index = routing(53, 6, 3, "half", device)
+    for backend in ("triton", "torch"):
+        op = call(lora_experts, index, stacks, backend=backend)
+        one, again = (tools.run(op, inputs, [torch.float32] * len(inputs)) for _ in range(2))
+        assert all(torch.equal(a, b) for a, b in zip(one, again, strict=True))
+
+
+def test_what_needs_no_gradient_gets_none_and_changes_no_other(device: str, tools: Any) -> None:
+    inputs, stacks = inputs_of(4, 2, 64, 32, 16, 37, device)
+    index = routing(37, 4, 2, "random", device)
+    for save in ("gate_up", "input"):
+        op = call(lora_experts, index, stacks, backend="triton", save=save)
+        out, *every = tools.run(op, inputs, [torch.float32] * 6)
+        incoming = torch.randn(out.shape, generator=torch.Generator().manual_seed(7)).to(device)
+        for frozen in ([1], [0], [0, 1], [0, 1, 2, 3], [0, 1, 4, 5], [1, 2, 3, 4, 5]):
+            leaves = [t.detach().clone().requires_grad_(i not in frozen) for i, t in enumerate(inputs)]
+            again = op(*leaves)
+            again.backward(incoming)
+            assert torch.equal(again, out)
+            for i, leaf in enumerate(leaves):
+                assert leaf.grad is None if i in frozen else torch.equal(leaf.grad, every[i]), (frozen, i)
+    with torch.no_grad():
+        assert torch.equal(op(*inputs), out)
+
+
+@pytest.mark.parametrize("bare", [0, 1], ids=["gate_up", "down"])
+def test_adapters_on_one_stack_alone(device: str, tools: Any, bare: int) -> None:
+    inputs, stacks = inputs_of(4, 2, 48, 40, 3, 37, device)
+    index = routing(37, 4, 2, "random", device)
+
+    def on_one(function: Any, **options: Any) -> Any:
+        def of(x: Tensor, weights: Tensor, a: Tensor, b: Tensor) -> Tensor:
+            found = [ExpertStack(w.to(x.dtype), 4) for w in stacks]
+            found[1 - bare] = ExpertStack(stacks[1 - bare].to(x.dtype), 4, a, b, scaling=2.0)
+            out: Tensor = function(x, index, weights, *found, **options)
+            return out
+
+        return of
+
+    kept = [*inputs[:2], *(inputs[4:] if bare == 0 else inputs[2:4])]
+    for backend in ("triton", "torch"):
+        for save in ("gate_up", "input"):
+            op = on_one(lora_experts, backend=backend, save=save)
+            tools.assert_float32(op, on_one(lora_experts_reference), kept)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, BF16], ids=str)
+def test_what_is_added_may_have_another_dtype(device: str, tools: Any, dtype: torch.dtype) -> None:
+    """The sum is in the dtype that both promote to; the gradient of what is added in its own."""
+    inputs, stacks = inputs_of(4, 2, 64, 32, 16, 37, device)
+    index, added = routing(37, 4, 2, "random", device), torch.randn(37, 64, device=device, dtype=dtype)
+    for backend in ("triton", "torch"):
+        leaf = added.clone().requires_grad_()
+        out = call(lora_experts, index, stacks, backend=backend, added=leaf)(*inputs)
+        alone = call(lora_experts, index, stacks, backend=backend)(*inputs)
+        assert out.dtype == torch.promote_types(torch.float32, dtype)
+        assert tools.relative(out.detach(), added.double() + alone.detach()) < 1e-6
+        out.sum().backward()
+        assert leaf.grad is not None
+        assert leaf.grad.dtype == dtype
+        assert torch.equal(leaf.grad, torch.ones_like(added))
+
+
+@pytest.mark.parametrize("rank", [16, 3])
+def test_packed_adapters_are_taken_as_they_are_given(device: str, tools: Any, rank: int) -> None:
+    """The same bits as packing in each call; and it is the packs that are multiplied by."""
+    inputs, stacks = inputs_of(4, 2, 64, 32, rank, 37, device)
+    index = routing(37, 4, 2, "random", device)
+
+    def packing(scale: float) -> Any:
+        def of(x: Tensor, weights: Tensor, *adapters: Tensor) -> Tensor:
+            found = []
+            for weight, pair in zip(stacks, (adapters[:2], adapters[2:]), strict=True):
+                stack = ExpertStack(weight, 4, *pair, scaling=0.5)
+                packs = empty_packs(stack, torch.float32)
+                assert packs is not None
+                pack_experts(stack, packs)
+                packs.b.mul_(scale)
+                found.append(ExpertStack(weight, 4, *pair, scaling=0.5, packed=packs))
+            return lora_experts(x, index, weights, *found, backend="triton")
+
+        return of
+
+    dtypes = [torch.float32] * 6
+    wanted = tools.run(call(lora_experts, index, stacks, backend="triton"), inputs, dtypes)
+    assert all(torch.equal(a, b) for a, b in zip(tools.run(packing(1.0), inputs, dtypes), wanted, strict=True))
+    without = tools.run(call(lora_experts, index, stacks, backend="triton"), inputs[:2], dtypes[:2])
+    assert torch.equal(tools.run(packing(0.0), inputs, dtypes)[0], without[0])
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "relu2"])
+def test_activations_and_packed_weights(device: str, tools: Any, activation: Any) -> None:
+    inputs, stacks = inputs_of(4, 2, 64, 32, 16, 37, device)
+    index = routing(37, 4, 2, "random", device)
+    packed = [quantize_nf4(w.view(-1, w.shape[-1])) for w in stacks]
+    dense = tuple(p.dequantize(torch.float32).view(w.shape) for p, w in zip(packed, stacks, strict=True))
+
+    def of(x: Tensor, weights: Tensor, *adapters: Tensor) -> Tensor:
+        first, second = (
+            ExpertStack(p, 4, *pair, scaling=0.5) for p, pair in zip(packed, (adapters[:2], adapters[2:]), strict=True)
+        )
+        return lora_experts(x, index, weights, first, second, activation=activation, backend="triton")
+
+    tools.assert_float32(of, call(lora_experts_reference, index, dense, activation=activation), inputs)
+    plain = call(lora_experts, index, dense, activation=activation, backend="triton")
+    for one, other in zip(*(tools.run(f, inputs, [torch.float32] * 6) for f in (of, plain)), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_what_does_not_fit_is_refused(device: str) -> None:
+    inputs, stacks = inputs_of(4, 2, 64, 32, 16, 9, device)
+    index, (x, weights, a1, b1, a2, b2) = routing(9, 4, 2, "random", device), inputs
+    first, second = ExpertStack(stacks[0], 4, a1, b1), ExpertStack(stacks[1], 4, a2, b2)
+    trained = ExpertStack(stacks[0].clone().requires_grad_(), 4)
+    for words, changed in {
+        "integers and numbers": {"index": index.float()},
+        "needs index and weights": {"index": index[:-1]},
+        "is no weight": {"gate_up": ExpertStack(stacks[0].to(torch.uint8), 4)},
+        "must be frozen": {"gate_up": trained},
+        "does not take 64 features": {"gate_up": ExpertStack(stacks[0][..., 1:], 4)},
+        "does not take 32 features": {"down": ExpertStack(stacks[1][:2], 2)},
+        "both A and B": {"down": ExpertStack(stacks[1], 4, a2)},
+        "do not fit 4 experts": {"gate_up": ExpertStack(stacks[0], 4, a2, b1)},
+        "unknown save mode": {"save": "nothing"},
+    }.items():
+        asked: dict[str, Any] = {"index": index, "gate_up": first, "down": second, "save": "gate_up", **changed}
+        with pytest.raises(ValueError, match=words):
+            lora_experts(
+                x, asked["index"], weights, asked["gate_up"], asked["down"], save=asked["save"], backend="triton"
+            )

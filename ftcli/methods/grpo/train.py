@@ -127,6 +127,7 @@ def _train(session: Session, context: RunContext) -> GrpoResult:
 def _policy(context: RunContext, job: Job, prompts: Sequence[RenderedPrompt]) -> assembly.Model:
     """The model that learns, on the kernels, with an entry in the manifest; the ranks have met."""
     from ftcli.model.quantized import quantized_layers
+    from ftcli.model.stacks import quantized_stacks
     from ftcli.train import assembly
     from ftcli.train.build import why_not_graphed
 
@@ -137,7 +138,9 @@ def _policy(context: RunContext, job: Job, prompts: Sequence[RenderedPrompt]) ->
     kernels = assembly.put_on_kernels(job, model, tokens)
     batches = assembly.laid_out(job, model, tokens)
     graphs = why_not_graphed(job, model) or "on"
-    built = BuiltModel(kernels.table, kernels.self_check, quantized_layers(model), graphs, batches)
+    built = BuiltModel(
+        kernels.table, kernels.self_check, [*quantized_layers(model), *quantized_stacks(model)], graphs, batches
+    )
     add_to_manifest(context, built)
     if group is not None:
         assembly.form_group(job, group)

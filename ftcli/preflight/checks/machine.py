@@ -108,9 +108,9 @@ def _shares_rows(context: Context, plan: RunPlan) -> bool:
     return together and context.work != "export"
 
 
-def check_sharded(context: Context, execution: Execution) -> Findings:
+def check_sharded(context: Context, plan: RunPlan) -> Findings:
     """FT518: what does not go with weights that are sharded over GPUs."""
-    reason = why_not_sharded(context.recipe, execution)
+    reason = why_not_sharded(context.recipe, plan.facts, plan.execution)
     if context.work != "train" or not context.recipe.launch.is_sharded or reason is None:
         return
     key, _, said = reason.partition(": ")

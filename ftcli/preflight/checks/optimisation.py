@@ -260,6 +260,13 @@ def check_adapters(context: Context) -> Findings:
             "lora.layers_pattern has no effect without lora.layers_to_transform",
             help="add layers_to_transform, or remove it",
         )
+    if not lora.experts and lora.target_modules != "all-linear":
+        yield context.warning(
+            "FT259",
+            "lora.experts",
+            "lora.experts has no effect beside a list of target_modules: experts have adapters where it names them",
+            help="remove it, or leave target_modules out",
+        )
     if isinstance(lora.exclude_modules, str):
         yield from regex_findings(context, "lora.exclude_modules", lora.exclude_modules)
     for index, pattern in enumerate(lora.layers_pattern):

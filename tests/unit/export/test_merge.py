@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from ftcli.facts.device import cpu_device
 from ftcli.model.quantized import DequantizedLinear, QuantizedLinear
 from ftcli.run.directory import RunDirectory
 from ftcli.run.signals import StopRequested, stoppable
+from ftcli.tables import families
 from tests.quantized import load, packed_state
 from tests.small_models import MULTIMODAL, build
 from tests.unit.export.conftest import Heard, Trained, tokenizer, write_run
@@ -40,7 +41,9 @@ IDS = torch.tensor([[2, 100, 101, 102, 50, 60, 70, 4], [2, 3, 30, 31, 32, 33, 34
 #: Families with something of their own: stacks of experts in parts and whole, fused projections, transposed weights,
 #: a head under another name, learnt positions, mixers that read the weights of their layers, towers.
 FAMILIES = ("mixtral", "phi3", "gpt2", "jamba", "gemma3")
-MORE = ("qwen3_moe", "gpt_oss", "gpt_neox", "deepseek_v3", "qwen3_next")
+MORE = ("gpt_oss", "gpt_neox", "deepseek_v3", "qwen3_next")
+#: Those whose experts are on the kernels.
+SPARSE = tuple(name for name, row in families.TABLE.items() if row.experts is not None)
 #: Where not all linear layers are adapted: a mixer reads some of its weights past the adapter; a tower stays frozen.
 TARGETS = {"jamba": ["q_proj", "v_proj", "in_proj", "out_proj"], "gemma3": r".*language_model.*_proj"}
 
@@ -105,6 +108,8 @@ def on_nf4(made: Trained, name: str) -> ExportResult:
     """Of a run of QLoRA that is like ``made``, in another folder."""
     run = trained_again(made, name)
     raw = yaml.safe_load(made.run.recipe_path.read_text())
+    if made.run.manifest_path.exists():
+        (run.path / made.run.manifest_path.name).symlink_to(made.run.manifest_path)
     run.recipe_path.unlink()
     run.recipe_path.write_text(yaml.safe_dump({**raw, "quantization": {"method": "nf4"}}))
     return exported(run)
@@ -114,7 +119,11 @@ def code(caught: pytest.ExceptionInfo[FtcliError]) -> str:
     return caught.value.findings[0].code
 
 
-@pytest.mark.parametrize("model_type", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.long) for name in MORE)])
+def long(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.long) for name in names if name not in FAMILIES]
+
+
+@pytest.mark.parametrize("model_type", [*FAMILIES, *long(dict.fromkeys((*MORE, *SPARSE)))])
 def test_a_merged_model_is_what_peft_merges(model_type: str, tmp_path: Path) -> None:
     made = run_of(model_type, tmp_path)
     result = exported(made.run)
@@ -228,6 +237,23 @@ def test_a_base_whose_experts_have_the_names_of_old_keeps_them(tmp_path: Path) -
     names = set(stored(made.base))
     assert any("block_sparse_moe.experts.0.w1" in name for name in names)
     assert set(stored(exported(made.run).path)) == names
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", *long(SPARSE)])
+def test_experts_in_nf4_are_merged_as_they_were_trained_and_written_one_by_one(model_type: str, tmp_path: Path) -> None:
+    """They were merged with the weights before quantization."""
+    made = run_of(model_type, tmp_path)
+    made.run.manifest_path.write_text(json.dumps({"dtype_plan": {"compute": "float32"}}))
+    result = on_nf4(made, "packed")
+    quantized = load(made.base, QuantizationConfig(method="nf4"), kept=9)
+    wanted = answers(peft.PeftModel.from_pretrained(quantized, made.run.adapter_dir))
+    assert distance(answers(loaded(result.path)), wanted) < 1e-5
+    before = stored(made.base)
+    assert set(stored(result.path)) == set(before)
+    unquantized = answers(peft.PeftModel.from_pretrained(loaded(made.base), made.run.adapter_dir))
+    assert distance(unquantized, wanted) > 1e-3
+    for name, tensor in stored(exported(trained_again(made, "plain")).path).items():
+        assert ".experts." not in name or not torch.equal(tensor, stored(result.path)[name]), name
 
 
 @pytest.mark.parametrize("method", ["nf4", "fp8"])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
+import ftkernels.experts
 import peft
 import pytest
 import torch
 import transformers
+from ftkernels.experts import lora_experts
 from ftkernels.lora_qkv import _normed
 from ftkernels.lowrank import weight_grads
 from ftkernels.projection import Norm
@@ -255,13 +258,18 @@ def test_norms_over_heads_neither_copy_their_input_nor_turn_its_layout(monkeypat
     torch.testing.assert_close(found, norm(heads))
 
 
-def test_disabled_adapters_give_the_base_model() -> None:
-    model = adapted("llama")
-    with torch.no_grad(), model.disable_adapter():
-        base = model(input_ids=batch()["input_ids"]).logits
-    patch(model, "reference")
-    with torch.no_grad(), model.disable_adapter():
-        torch.testing.assert_close(model(input_ids=batch()["input_ids"]).logits, base, rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "qwen2_moe"])
+def test_disabled_adapters_give_the_base_model(name: str) -> None:
+    """Without a cache: with one, layers in training hand calls on to transformers' own."""
+    model, ids = adapted(name), batch()["input_ids"]
+    with torch.no_grad():
+        with model.disable_adapter():
+            base = model(input_ids=ids, use_cache=False).logits
+        patch(model, "reference")
+        with model.disable_adapter():
+            found = model(input_ids=ids, use_cache=False).logits
+        torch.testing.assert_close(found, base, rtol=1e-5, atol=1e-6)
+        assert (model(input_ids=ids, use_cache=False).logits - base).norm() > 1e-2 * base.norm()
 
 
 def test_gradient_checkpointing_gives_the_same_gradients() -> None:
@@ -446,6 +454,64 @@ def test_self_check_names_the_layer_that_is_wrong(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(FusedDecoderLayer, "_mlp_half", broken)
     with pytest.raises(FtcliError, match=r"FT704.*layers\.1"):
         self_check(model, applied, "reference", batch(), PLAN)
+
+
+def nearly_equal_scores(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pairs of scores, or three, that differ by less than what our layers round otherwise here; the experts themselves
+    have nothing in common.
+    """
+    for name, parameter in model.named_parameters():
+        if name.endswith((".gate.weight", ".router.weight")):
+            alike = 3 if base_of(model).config.num_experts_per_tok == 2 else 2  # so that the last chosen is one of them
+            first = parameter.data[::alike].repeat_interleave(alike, 0)
+            parameter.data.copy_(first + 1e-8 * torch.randn_like(first))
+    mixture, chance = FusedDecoderLayer._mixture, torch.Generator().manual_seed(0)
+
+    def rounded(self: FusedDecoderLayer, hidden: torch.Tensor, *args: Any) -> torch.Tensor:
+        noise = 1e-6 * torch.randn(hidden.shape, generator=chance)
+        return mixture(self, hidden * (1 + noise), *args)
+
+    monkeypatch.setattr(FusedDecoderLayer, "_mixture", rounded)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_moe, one layer without", "olmoe", "granitemoe"])
+def test_self_check_sends_tokens_where_they_went_before(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens between two experts go to the other one, whose gradients are others; that is nobody's fault. The weights'
+    own gradient was left out of these tokens, which failed the check in float32.
+    """
+    model = adapted(name)
+    nearly_equal_scores(model, monkeypatch)
+    check, applied = self_check(model, patch(model, "reference"), "reference", batch(), PLAN)
+    assert check.passed
+    routers = [m for m in model.modules() if type(m).__name__.endswith("Router")]
+    assert routers
+    assert not [router for router in routers if router._forward_hooks]
+    monkeypatch.setattr("ftcli.model.selfcheck._same_routing", lambda _model: nullcontext())
+    with pytest.raises(FtcliError, match="FT704"):
+        self_check(model, applied, "reference", batch(), PLAN)
+
+
+@pytest.mark.parametrize("wrong", ["_of_a", "_of_b"])
+def test_self_check_still_finds_a_wrong_gradient_of_experts(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = adapted("qwen3_moe")
+    nearly_equal_scores(model, monkeypatch)
+    right: Any = getattr(ftkernels.experts, wrong)
+    monkeypatch.setattr(f"ftkernels.experts.{wrong}", lambda grad, stack: 1.01 * right(grad, stack))
+    said = rf"FT704.*gradient of mlp\.experts\..*lora_{wrong[-1].upper()}\.default\.weight by 0\.01"
+    with pytest.raises(FtcliError, match=said):
+        self_check(model, patch(model, "reference"), "reference", batch(), PLAN)
+
+
+def test_self_check_finds_tokens_that_go_to_wrong_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = adapted("qwen3_moe")
+    op = lora_experts
+
+    def next_expert(x: torch.Tensor, index: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        return op(x, (index + 1) % EXPERTS["num_experts"], *args, **options)
+
+    monkeypatch.setattr("ftcli.model.experts.lora_experts", next_expert)
+    with pytest.raises(FtcliError, match=r"FT704.*layers\.[01]"):
+        self_check(model, patch(model, "reference"), "reference", batch(), PLAN)
 
 
 def test_self_check_compares_outputs_and_not_only_gradients(monkeypatch: pytest.MonkeyPatch) -> None:

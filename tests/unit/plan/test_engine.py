@@ -14,6 +14,7 @@ from tests.estimates import plan_of
 
 EIGHT = "model: {name_or_path: meta-llama/Llama-3.1-8B}\n"
 SEVENTY = "model: {name_or_path: meta-llama/Llama-3.1-70B}\n"
+EXPERTS = "model: {name_or_path: Qwen/Qwen3-30B-A3B}\n"
 LORA, NF4 = "lora: {r: 16}\n", "quantization: {method: nf4}\n"
 
 
@@ -28,6 +29,8 @@ LORA, NF4 = "lora: {r: 16}\n", "quantization: {method: nf4}\n"
         (SEVENTY + LORA + NF4, 4, "rtx4090", "fsdp"),
         (SEVENTY + LORA, 8, "h100", "fsdp"),
         (SEVENTY + LORA, 1, "h100", "auto"),
+        (EXPERTS + LORA, 4, "a100-40gb", "fsdp"),
+        (EXPERTS + LORA + NF4, 4, "rtx4090", "ddp"),  # packed experts are not sharded
     ],
 )
 def test_auto(load: Callable[..., Any], recipe: str, gpus: int, device: str, engine: str) -> None:

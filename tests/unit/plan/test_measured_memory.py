@@ -114,13 +114,14 @@ def test_the_estimate_is_what_a_step_allocates(
     assert found.allocated_bytes == pytest.approx(allocated(plan), rel=0.1)
 
 
-def test_sizes_are_those_of_the_model(load: Load, tmp_path: Path) -> None:
-    plan = plan_for("qwen3_moe", load, tmp_path, "lora={r: 8}")
+@pytest.mark.parametrize("lora", ["lora={r: 8}", "lora={r: 8, experts: false}"])
+def test_sizes_are_those_of_the_model(lora: str, load: Load, tmp_path: Path) -> None:
+    plan = plan_for("qwen3_moe", load, tmp_path, lora)
     measured, model = plan.measured, hollow(config_of(dict(plan.facts.raw)))
     assert measured.parameters == sum(p.numel() for p in model.parameters())
-    lora = plan.recipe.lora
-    assert lora is not None
-    adapted, _ = apply_lora(model, lora, plan.dtypes, seed=0)
+    settings = plan.recipe.lora
+    assert settings is not None
+    adapted, _ = apply_lora(model, settings, plan.dtypes, seed=0)
     assert measured.trained.elements == sum(p.numel() for p in adapted.parameters() if p.requires_grad)
     listed = sum(matrix.elements * matrix.count for matrix in measured.trained.matrices)
     assert listed == measured.trained.elements

@@ -142,3 +142,10 @@ def test_adapter_settings_that_go_together(text: str, context: Callable[..., Con
 def test_beginnings_that_are_not_offered(word: str, load: Callable[..., Any]) -> None:
     with pytest.raises(FtcliError):
         load(f"lora: {{init_lora_weights: {word}}}\n")
+
+
+def test_experts_are_meant_where_a_list_names_them(context: Callable[..., Context]) -> None:
+    listed = context("lora: {experts: false, target_modules: [q_proj]}\n")
+    assert [code for code, said in adapter_findings(listed) if "lora.experts has no effect" in said] == ["FT259"]
+    for text in ("lora: {experts: false}\n", "lora: {target_modules: [q_proj]}\n", "lora: {experts: true}\n"):
+        assert not [said for _, said in adapter_findings(context(text)) if "experts" in said]

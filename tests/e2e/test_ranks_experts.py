@@ -1,0 +1,79 @@
+"""Mixtures of experts on our layers over several ranks: each has its experts whole, or a shard of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.e2e.conftest import merged
+from tests.e2e.ranks import run_ranks, start_ranks
+from tests.e2e.resilience import Drills, require_same_weights
+from tests.e2e.test_fsdp_families import SHARDED, TWICE, require_close
+from tests.small_models import build
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+NF4: dict[str, Any] = {"quantization": {"method": "nf4"}}
+SHARED_ROWS: dict[str, Any] = {**SHARDED, "launch": {"context_parallel_size": 2}}
+DDP: dict[str, Any] = {**SHARDED, "launch": {"engine": "ddp"}}
+
+
+def change_of(drills: Drills, *changes: dict[str, Any], model_type: str = "qwen3_moe") -> dict[str, Any]:
+    base = drills.folder / "base"
+    if not base.exists():
+        build(model_type, num_hidden_layers=4).save_pretrained(base)
+    model = {"name_or_path": str(base), "dtype": "float32", "tokenizer": "bytes", "init": "pretrained"}
+    found: dict[str, Any] = {"model": {**model, "kernels": "reference"}}
+    for change in changes:
+        found = merged(found, change)
+    return found
+
+
+def require_alike(drills: Drills, alone: Path) -> None:
+    for line, wanted in zip(drills.metrics("two"), drills.metrics(alone), strict=True):
+        for key in ("loss", "eval_loss", "grad_norm"):
+            assert line.get(key, 0) == pytest.approx(wanted.get(key, 0), rel=1e-5), key
+    require_close(drills.folder / "two", alone)
+
+
+@pytest.mark.parametrize("change", [{}, NF4], ids=["16 bits", "nf4"])
+def test_two_ranks_are_one_process_that_accumulates_twice(change: dict[str, Any], drills: Drills) -> None:
+    recipe = change_of(drills, DDP, change)
+    alone = drills.whole(**merged(recipe, TWICE))
+    run_ranks(drills, drills.recipe("two", **recipe), 2)
+    assert drills.metrics("two") == drills.metrics(alone)
+    require_same_weights(drills.folder / "two" / "adapter", alone / "adapter")
+    assert any(".experts." in name for name in load_file(alone / "adapter" / "adapter_model.safetensors"))
+
+
+def test_ranks_that_share_the_weights_are_one_process(drills: Drills) -> None:
+    recipe = change_of(drills, SHARDED)
+    alone = drills.whole(**merged(recipe, TWICE))
+    ranks = run_ranks(drills, drills.recipe("two", **recipe), 2)
+    assert "weights: sharded over 2 processes" in ranks.said
+    assert "kernels: 5 of 5 layers on" in ranks.said
+    require_alike(drills, alone)
+
+
+def test_ranks_that_share_rows_are_one_process(drills: Drills) -> None:
+    """Each sends its own tokens of a row to the experts, which it has all."""
+    recipe = change_of(drills, SHARED_ROWS)
+    alone = drills.whole(**merged(recipe, {"launch": {"context_parallel_size": 1}}))
+    ranks = run_ranks(drills, drills.recipe("two", **recipe), 2)
+    assert "each row on 2 processes" in ranks.said
+    require_alike(drills, alone)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3"])
+def test_shards_of_experts_in_nf4_are_refused_before_weights_are_loaded(model_type: str, drills: Drills) -> None:
+    """Also in a family that is not described, of which the model alone says that it has experts."""
+    recipe = change_of(drills, SHARDED, NF4, {"model": {"kernels": "auto"}}, model_type=model_type)
+    for path in (drills.folder / "base").glob("*.safetensors"):
+        path.write_bytes(b"never read")
+    ranks = start_ranks(drills, drills.recipe("two", **recipe), 2)
+    assert ranks.ended()[0] == 3, ranks.said
+    assert "error[FT518]" in ranks.said
+    assert "quantization.method: nf4 packs the experts of a layer together" in ranks.said
