@@ -47,12 +47,13 @@ def mixture(
         shared: gate, up and down of the expert that every token goes to; empty where there is none.
     """
     _, weights, index = block.get_submodule(described.router)(x.reshape(-1, x.shape[-1]))
-    if shared and described.shared is not None:
+    if shared:
         gate, up, down = shared
         own = lora_mlp(x, gate, up, down, activation=activation, save="input" if save == "input" else "gate_up_once",
                        backend=backend)  # fmt: skip
         assert isinstance(own, Tensor)
-        own = torch.sigmoid(block.get_submodule(described.shared[1])(x)) * own
+        if described.shared_gate is not None:
+            own = torch.sigmoid(block.get_submodule(described.shared_gate)(x)) * own
         added = own if added is None else added + own
     shape = (*x.shape[:-1], index.shape[-1])
     first, last = stacks_of(block.experts)

@@ -88,22 +88,29 @@ class Experts:
     Attributes:
         block: The mixture's name in a layer.
         router: The router's name in the block.
-        shared: The name there of an expert that every token goes to, and its own gate's, a linear with one output whose
-            sigmoid multiplies it.
-        count, used, width, shared_width: The config's names of the number of experts (the first that it has), of those
-            of a token, of the features of each, and of those of the shared one.
+        shared: The name there of an expert that every token goes to.
+        shared_gate: That of its own gate, a linear with one output whose sigmoid multiplies it.
+        count, used, width: The config's names of the number of experts (the first that it has), of those of a token,
+            and of the features of each.
+        shared_width, shared_count: Those of the features of the shared expert, or of how many times it is as wide as
+            one of the others.
+        router_elements: Parameters of the router for each expert, beside a row of its matrix.
         dense: Which layers have one MLP instead: those that the config lists in ``mlp_only_layers`` and those that
-            ``decoder_sparse_step`` leaves out (``listed``), or by ``mlp_layer_types``.
+            ``decoder_sparse_step`` leaves out (``listed``), by ``mlp_layer_types``, the ``first_k_dense_replace`` first
+            ones, or those outside of ``moe_layer_start_index``, ``end_index`` and ``interval`` (``interval``).
     """
 
     block: str = "mlp"
     router: str = "gate"
-    shared: tuple[str, str] | None = None
+    shared: str | None = None
+    shared_gate: str | None = None
     count: tuple[str, ...] = ("num_experts", "num_local_experts")
     used: str = "num_experts_per_tok"
     width: str = "moe_intermediate_size"
     shared_width: str | None = None
-    dense: Literal["none", "listed", "mlp_layer_types"] = "none"
+    shared_count: str | None = None
+    router_elements: int = 0
+    dense: Literal["none", "listed", "mlp_layer_types", "first", "interval"] = "none"
 
     @property
     def stacks(self) -> tuple[str, str]:
@@ -235,7 +242,7 @@ class Family:
         experts = self.experts
         if experts is None or experts.shared is None:
             return groups._replace(gate_up=(), down=())
-        inside = f"{experts.block}.{experts.shared[0]}"
+        inside = f"{experts.block}.{experts.shared}"
         *first, last = (f"{inside}.{name}" for name in self.mlp)
         return groups._replace(gate_up=tuple(first), down=(last,))
 
@@ -331,18 +338,52 @@ TABLE: Mapping[str, Family] = MappingProxyType(
         ),
         "qwen2_moe": Family(
             experts=Experts(
-                shared=("shared_expert", "shared_expert_gate"),
+                shared="shared_expert",
+                shared_gate="shared_expert_gate",
                 shared_width="shared_expert_intermediate_size",
                 dense="listed",
             ),
             qkv_bias="qkv_bias",
-            windows_from="max_window_layers",
+            not_with=("use_sliding_window",),
             defaults=(
                 ("qkv_bias", True),
-                ("use_sliding_window", False),
                 ("shared_expert_intermediate_size", 5632),
                 *_sizes(60, 4, 1408),
             ),
+        ),
+        "qwen3_vl_moe_text": Family(
+            experts=Experts(dense="listed"),
+            qkv_bias=_ATTENTION_BIAS,
+            o_bias=_ATTENTION_BIAS,
+            head_norm=_BY_HEAD,
+            four_positions=True,
+            defaults=_sizes(60, 4, 1408),
+        ),
+        "glm4_moe": Family(
+            experts=Experts(
+                shared="shared_experts",
+                count=("n_routed_experts", "num_local_experts"),
+                shared_count="n_shared_experts",
+                dense="first",
+            ),
+            qkv_bias=_ATTENTION_BIAS,
+            rotary_share=0.5,
+            not_with=("use_qk_norm",),
+            defaults=(("n_shared_experts", 1), ("first_k_dense_replace", 1), *_sizes(128, 8, 1408)),
+        ),
+        "ernie4_5_moe": Family(
+            experts=Experts(
+                shared="shared_experts",
+                count=("moe_num_experts", "num_experts", "num_local_experts"),
+                used="moe_k",
+                shared_count="moe_num_shared_experts",
+                router_elements=1,
+                dense="interval",
+            ),
+            not_with=("use_bias",),
+            tied=True,
+            rotary="pairs",
+            defaults=(("moe_k", 6), ("moe_num_shared_experts", 2), *_sizes(64, 6, 1536)),
         ),
         "mixtral": Family(
             experts=Experts(width="intermediate_size"),
@@ -434,7 +475,9 @@ TABLE: Mapping[str, Family] = MappingProxyType(
             joined=("q_gate",),
             delta_nets=_QWEN_NETS,
             experts=Experts(
-                shared=("shared_expert", "shared_expert_gate"), shared_width="shared_expert_intermediate_size"
+                shared="shared_expert",
+                shared_gate="shared_expert_gate",
+                shared_width="shared_expert_intermediate_size",
             ),
             qkv_bias=_ATTENTION_BIAS,
             o_bias=_ATTENTION_BIAS,
@@ -638,7 +681,7 @@ MULTIMODAL: Mapping[str, Multimodal] = MappingProxyType(
         "qwen2_vl": Multimodal("vision", "qwen2_vl_text", towers="ftcli.facts.towers:qwen2"),
         "qwen2_5_vl": Multimodal("vision", "qwen2_5_vl_text", towers="ftcli.facts.towers:qwen2_5"),
         "qwen3_vl": Multimodal("vision", "qwen3_vl_text", towers="ftcli.facts.towers:qwen3"),
-        "qwen3_vl_moe": Multimodal("vision", "qwen3_vl_moe_text"),
+        "qwen3_vl_moe": Multimodal("vision", "qwen3_vl_moe_text", towers="ftcli.facts.towers:qwen3"),
         "qwen3_5": Multimodal("vision", "qwen3_5_text", towers="ftcli.facts.towers:qwen3_5"),
         "qwen3_5_moe": Multimodal("vision", "qwen3_5_moe_text", towers="ftcli.facts.towers:qwen3_5"),
     }

@@ -202,7 +202,7 @@ def _adapters(shape: ModelShape, setting: ActivationSettings) -> float:
     kept: float = setting.bytes_compute * packed_rank(setting.rank) * products
     if (pairs := _pairs(shape)) is not None:
         kept += 12 * pairs.used + 4 * pairs.experts + 4
-        if shape.intermediate_size:
+        if shape.family.experts is not None and shape.family.experts.shared_gate is not None:
             kept += setting.bytes_compute * (shape.hidden_size + 1)
     return kept
 

@@ -46,7 +46,9 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"mlp_only_layers": [0, 4], "num_experts": 12, "attention_bias": True, "head_dim": 24},
         {"decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 8},
     ],
-    "qwen2_moe": [{"decoder_sparse_step": 3, "qkv_bias": False, "use_sliding_window": True, "max_window_layers": 3}],
+    "qwen2_moe": [{"decoder_sparse_step": 3, "qkv_bias": False}],
+    "glm4_moe": [{"first_k_dense_replace": 3, "n_shared_experts": 2, "attention_bias": True, "head_dim": 24}],
+    "ernie4_5_moe": [{"moe_layer_interval": 2, "moe_layer_start_index": 2, "moe_layer_end_index": 6}],
     "mixtral": [{"num_local_experts": 6, "sliding_window": 8}],
     "olmoe": [{"norm_topk_prob": True, "attention_bias": True}],
     "mellum": [
@@ -110,10 +112,10 @@ def test_windows_are_those_of_the_model(model_type: str, values: dict[str, Any])
         attention = module.self_attn
         if model_type == "exaone4":
             built = attention.sliding_window if attention.is_sliding else None
-        elif model_type == "qwen2_moe":
-            built = attention.__dict__.get("sliding_window")
         elif hasattr(attention, "sliding_window"):
             built = attention.sliding_window
+        elif model_type == "qwen2_moe":
+            built = None
         else:
             built = getattr(attention.config, "sliding_window", None)
         assert layer.attention.window == built

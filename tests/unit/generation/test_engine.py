@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 LONGEST = 120
 #: Every family that has a row: by itself, or as the language model of a multimodal checkpoint.
 FAMILIES = sorted(
-    {name for name in TABLE if not name.endswith(("vl_text", "glimmer_text"))}
+    {name for name in TABLE if not name.endswith(("vl_text", "vl_moe_text", "glimmer_text"))}
     | {name for name, row in MULTIMODAL.items() if row.text in TABLE and name in SMALL_MULTIMODAL}
 )
 

@@ -115,6 +115,22 @@ CONFIGS: dict[str, Any] = {
         transformers.MellumConfig,
         {"head_dim": 16, **EXPERTS, "sliding_window": 5, "layer_types": WINDOW_THEN_ALL},
     ),
+    "glm4_moe": (
+        transformers.Glm4MoeConfig,
+        {
+            "head_dim": 16,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "routed_scaling_factor": 2.5,
+            "n_group": 3,
+            "topk_group": 2,
+        },
+    ),
+    "ernie4_5_moe": (
+        transformers.Ernie4_5_MoeConfig,
+        {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 32},
+    ),
     "qwen3_5_moe_text": (
         transformers.Qwen3_5MoeTextConfig,
         {

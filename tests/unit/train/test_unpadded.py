@@ -57,6 +57,20 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 #: transformers' names of layers with a window and without.
 CHANGES: dict[str, dict[str, Any]] = {
     "bitnet": {"head_dim": 8},
+    "ernie4_5_moe": {
+        "moe_num_experts": 4,
+        "moe_layer_start_index": 0,
+        "moe_k": 2,
+        "moe_intermediate_size": 24,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    },
+    "glm4_moe": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "first_k_dense_replace": 0,
+    },
     "granitemoe": small_models.TEXT["granitemoe"],
     "mellum": {**EXPERTS, "layer_types": ["sliding_attention", "full_attention"]},
     "mixtral": small_models.TEXT["mixtral"],
@@ -84,7 +98,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 TOWERS = {
     row.text: name
     for name, row in families.MULTIMODAL.items()
-    if row.text in families.TABLE and row.text.endswith(("_vl_text", "glimmer_text"))
+    if row.text in families.TABLE and row.text.endswith(("_vl_text", "_vl_moe_text", "glimmer_text"))
 }
 WITH_TOWERS = {**{name: name for name in ("gemma3", "mistral3")}, **TOWERS}
 FAMILIES = sorted({*families.TABLE, *("gemma3", "mistral3")})
