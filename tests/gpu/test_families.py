@@ -22,9 +22,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
 ON_KERNELS = (
     *(name for name, family in TABLE.items() if family.kernels == "layers" and name in small_models.TEXT),
-    "gemma3", "mistral3", "muse_glimmer", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5",
+    "gemma3", "mistral3", "muse_glimmer", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl_moe",
 )  # fmt: skip
-OTHERS = ("qwen3_5_moe", "gemma4", "gpt_oss", "qwen3_moe", "deepseek_v3", "mamba2", "bloom", "gpt2")
+OTHERS = ("gemma4", "gpt_oss", "glm4_moe_lite", "deepseek_v3", "mamba2", "bloom", "gpt2")
 OF_HEADS = ("head_dim", "query_pre_attn_scalar", "linear_value_head_dim")
 #: Linear layers that are quantized, of two layers of seven each where nothing else is said.
 QUANTIZED = {"phi3": 8, "qwen3_5": 3 * 8 + 7}

@@ -74,6 +74,7 @@ CASES = [
     Case("Qwen/Qwen3.5-9B", 8, True, 2, 4096, "selective", "auto"),
     Case("Qwen/Qwen3.5-9B", 8, True, 2, 4096, True, "auto"),
     Case("Qwen/Qwen3.5-9B", 8, True, 2, 4096, "offload", "auto"),
+    *(Case("Qwen/Qwen3-30B-A3B", 6, True, 2, 4096, policy, "auto") for policy in (False, "selective", True)),
 ]
 
 
