@@ -272,6 +272,17 @@ def test_disabled_adapters_give_the_base_model(name: str) -> None:
         assert (model(input_ids=ids, use_cache=False).logits - base).norm() > 1e-2 * base.norm()
 
 
+def test_merged_adapters_of_experts_count_once() -> None:
+    model, ids = adapted("qwen3_moe"), batch()["input_ids"]
+    applied = patch(model, "reference")
+    with torch.no_grad():
+        before = model(input_ids=ids, use_cache=False).logits
+        applied.undo()
+        model.merge_adapter()
+        patch(model, "reference")
+        torch.testing.assert_close(model(input_ids=ids, use_cache=False).logits, before, rtol=1e-4, atol=1e-5)
+
+
 def test_gradient_checkpointing_gives_the_same_gradients() -> None:
     model = adapted("gemma2")
     patch(model, "reference")
