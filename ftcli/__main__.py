@@ -28,8 +28,8 @@ def main() -> int:
         if ours:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         status = run()
-        if ours:
-            signal.signal(signal.SIGINT, _leave)  # everything is written; Python's own end would show a traceback
+        if ours:  # everything is written: it is too late to interrupt; Python's own end would show a traceback
+            signal.signal(signal.SIGINT, lambda *_: os._exit(status))
         from ftcli.cli.environment import leave, place_of
 
         if place_of(os.environ) is not None:

@@ -6,6 +6,7 @@ Writing them is export's.
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.plain import JsonObject
-from ftcli.tables.gguf import INSTEAD, Architecture
+from ftcli.tables.gguf import INSTEAD, LLAMA_QUANTIZE, TYPES, WITHOUT_QUANTIZER, Architecture
 
 if TYPE_CHECKING:
     from gguf import TensorNameMap
@@ -339,3 +340,21 @@ def require_gguf_package() -> None:
             exit_code=ExitCode.PREFLIGHT,
             help="pip install 'ftcli[gguf]'",
         ) from error
+
+
+def require_quantizer(kinds: Sequence[str]) -> str:
+    """The program that makes K-quants; empty where none of the types is one.
+
+    Raises:
+        FtcliError: FT758 (exit 3) where it is not on the PATH.
+    """
+    made = [TYPES[kind].ggml for kind in kinds if TYPES[kind].quantized_by is not None]
+    program = shutil.which(LLAMA_QUANTIZE) if made else ""
+    if program is None:
+        raise no_quantizer(f"{made[0]} is made by llama.cpp's {LLAMA_QUANTIZE}, which is not on the PATH")
+    return program
+
+
+def no_quantizer(reason: str) -> FtcliError:
+    """FT758: K-quants cannot be made here."""
+    return FtcliError.single("FT758", reason, exit_code=ExitCode.PREFLIGHT, help=WITHOUT_QUANTIZER)

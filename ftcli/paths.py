@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from pathlib import Path
@@ -68,6 +69,22 @@ def is_folder(path: Path) -> bool:
 def exists(path: Path) -> bool:
     """True if there is anything; False as for :func:`is_file`."""
     return os.path.exists(path)  # noqa: PTH110 - says False to every error
+
+
+#: Folders within each other: Python makes and removes them by calls within each other, up to a thousand.
+_DEEPEST = 250
+
+
+def is_too_deep(folder: Path) -> bool:
+    """True for a path of more folders within each other than are made."""
+    return len(folder.parts) > _DEEPEST
+
+
+def make_folder(folder: Path) -> None:
+    """Makes a folder, and those above it. Raises OSError, also where it is too deep."""
+    if is_too_deep(folder):
+        raise OSError(errno.ENAMETOOLONG, f"more than {_DEEPEST} folders within each other", str(folder))
+    folder.mkdir(parents=True, exist_ok=True)
 
 
 #: What helps where a folder is closed.

@@ -7,7 +7,7 @@ with ``--json``. :class:`SilentReporter` is for callers that want to hear nothin
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,6 +76,10 @@ def _no_environment() -> Mapping[str, str]:
     return MappingProxyType({})
 
 
+def _nothing() -> None:
+    return
+
+
 @dataclass(frozen=True, slots=True)
 class Session:
     """Options of one invocation, beside the recipe. Only ``ftcli.cli`` reads the environment to build one.
@@ -88,6 +92,7 @@ class Session:
             ``SLURM_JOB_ID`` ...); never secrets.
         cache_dir: Where tokenized data is cached; None for nowhere.
         place: Which of several processes this is; None where nobody has started several.
+        on_complete: Called once a run is complete: whoever stops the command after that stops nothing.
     """
 
     reporter: Reporter = field(default_factory=SilentReporter)
@@ -101,3 +106,4 @@ class Session:
     environment: Mapping[str, str] = field(default_factory=_no_environment)
     cache_dir: Path | None = None
     place: Place | None = None
+    on_complete: Callable[[], None] = _nothing

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import TextIOWrapper
 from typing import Annotated
 
@@ -105,14 +107,45 @@ class _Answer:
     told_by_us: bool = True
 
 
+class _CtrlC:
+    """Ctrl-C where no phase of a command answers it: :class:`KeyboardInterrupt`. A run that is complete stays so: then
+    the first one has nothing left to stop, and the second one ends what is still being told.
+    """
+
+    def __init__(self) -> None:
+        self._complete = False
+        self._ours = False
+
+    def __enter__(self) -> _CtrlC:
+        in_main = threading.current_thread() is threading.main_thread()  # where Python runs signal handlers
+        self._ours = in_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not under `nohup`
+        if self._ours:
+            signal.signal(signal.SIGINT, self._on_signal)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def complete(self) -> None:
+        """The result of the command is whole."""
+        self._complete = True
+
+    def _on_signal(self, _number: int, _frame: object) -> None:
+        if not self._complete:
+            raise KeyboardInterrupt
+        self._complete = False
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return the exit status. Prints everything itself; raises nothing."""
     words = list(sys.argv[1:] if argv is None else argv)
     open_missing_streams()
     _forgive_encodings()
     try:
-        status = _main(words)
-        sys.stdout.flush()
+        with _CtrlC() as ctrl_c:
+            status = _main(words, ctrl_c)
+            sys.stdout.flush()
     except BrokenPipeError:  # whoever read our output has seen enough
         status = _BROKEN_PIPE
     except KeyboardInterrupt:
@@ -125,14 +158,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def _main(words: list[str]) -> int:
+def _main(words: list[str], ctrl_c: _CtrlC) -> int:
     parsed = _parse(words)
     if isinstance(parsed, int):
         return parsed
     if isinstance(parsed, _Answer):
         _tell(parsed, command=None, json="--json" in words)
         return parsed.exit_code
-    answer = _run(parsed, words)
+    answer = _run(parsed, words, ctrl_c)
     if isinstance(answer.result, EndedElsewhere) or not answer.told_by_us:
         return answer.exit_code
     if parsed.raw and answer.text is not None:
@@ -161,9 +194,10 @@ def _parse(words: list[str]) -> AnyRequest | _Answer | int:
     return int(ExitCode.RECIPE) if made else int(ExitCode.OK)
 
 
-def _run(request: AnyRequest, words: list[str]) -> _Answer:
+def _run(request: AnyRequest, words: list[str], ctrl_c: _CtrlC) -> _Answer:
     try:
         session, reporter = open_session(request.options, words)
+        session = replace(session, on_complete=ctrl_c.complete)
     except FtcliError as error:  # of a variable of the environment
         return _Answer(int(error.exit_code), error.findings)
     try:

@@ -32,7 +32,7 @@ def run_as_ranks(
             where srun has started several copies of the command.
     """
     from ftcli.cli import children
-    from ftcli.facts.device import usable_cores
+    from ftcli.facts.device import most_processes, usable_cores
 
     refuse_copies(os.environ, session.place)
     if session.place is not None:
@@ -50,7 +50,7 @@ def run_as_ranks(
         return loaded
     if gpus is None and _count():
         devices = children.devices(str(wanted), os.environ, _count)
-    elif gpus is None and wanted > max(2, usable_cores()):
+    elif gpus is None and wanted > most_processes(usable_cores()):
         raise FtcliError.single(
             "FT516",
             f"launch.num_processes {wanted:,}: there is no GPU here, and {usable_cores()} CPU cores",
@@ -60,7 +60,10 @@ def run_as_ranks(
     from ftcli.cli.children import run_ranks
 
     run = Path(str(loaded.recipe.run.output_dir))
-    return run_ranks(session.arguments, wanted, [device for device in devices if device is not None], run)
+    ended = run_ranks(session.arguments, wanted, [device for device in devices if device is not None], run)
+    if ended.exit_code == ExitCode.OK:
+        session.on_complete()
+    return ended
 
 
 def _means_processes(gpus: str) -> bool:

@@ -60,7 +60,6 @@ note model.kernels = use_liger_kernel:TH enable_liger_kernel:F liger_kernel_conf
     gemma4_hybrid_attn_impl:A use_scattermoe:A use_sonicmoe:A experts_implementation:A use_unsloth:F use_unsloth_gc:F
     compile:C torch_compile:AH torch_compile_backend:H torch_compile_mode:H
     | ftcli has its own fused kernels, and uses each where it applies: `auto`, `triton`, `reference` or `off`
-note = plugins:A | ftcli has kernels of its own; whatever else the plugins do has no counterpart
 lost = rope_scaling:FAH rope_theta:AH | the rotary settings are those of the model's config.json
 lost = model_config.*:A overrides_of_model_config.*:A model_init_kwargs:T | the model's config.json decides
 [convert] lost = trust_remote_code:H | ftcli runs no code from a model's repository; most models need none

@@ -311,7 +311,7 @@ def unknown_key(path: Path, schema: RecipeSchema, value: object = None) -> Sugge
 
 def suggested_word(path: Path, given: str, choices: tuple[str, ...]) -> str:
     """Help for a word that is not one of `choices`."""
-    missing = methods.not_offered(given) if _section(path) == "train.method" else None
+    missing = methods.no_value(given) if _section(path) == "train.method" else None
     if missing is not None:
         return missing
     said = VALUES.get(_section(path), {}).get(given) or VALUES.get(_section(path), {}).get(given.lower())

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from ftcli.config.recipe_file import read_text
 from ftcli.config.secrets import is_secret_key, is_secret_value, mask
 from ftcli.config.tree import Leaf, ListNode, MapEntry, MapNode, Tree, describe_kind, merge
-from ftcli.config.yaml import MAX_DEPTH, parse_file, parse_value
+from ftcli.config.yaml import MAX_DEPTH, NO_TEXT, parse_file, parse_value
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin
 from ftcli.paths import expanded, unserved
 
@@ -44,6 +44,8 @@ def _read(path: Path, named_by: Origin | None, chain: tuple[Path, ...]) -> Merge
     tree = MapNode(parsed.tree.origin, entries)
     if extends is None:
         return MergedRecipe(tree, tuple(findings))
+    if isinstance(extends.value, Leaf) and NO_TEXT.search(str(extends.value.value)):  # FT120, which says it all
+        raise FtcliError(findings, ExitCode.RECIPE)
     try:
         target = _target(extends.value, path)
         base = _read(target, extends.value.origin, _extended(chain, path, target, extends.value.origin))

@@ -85,8 +85,8 @@ def number_hint(text: str) -> str | None:
 MAX_DEPTH = 32
 MAX_NODES = 10_000
 
-#: Halves of surrogate pairs, which UTF-8 does not have, and the null character, which no path can have.
-_NO_TEXT = re.compile("[\0\ud800-\udfff]")
+#: Halves of surrogate pairs, which UTF-8 does not have, and the null character, which no path can have (FT120).
+NO_TEXT = re.compile("[\0\ud800-\udfff]")
 
 _AnyNode = yaml.ScalarNode | yaml.SequenceNode | yaml.MappingNode
 
@@ -99,9 +99,13 @@ class ParsedYaml:
     findings: tuple[Finding, ...]
 
 
-def parse_file(text: str, source: str) -> ParsedYaml:
-    """Parse a recipe. Raises FtcliError (FT110 to FT112, FT115, FT116, FT119) where there is no tree to go on with."""
-    parsed = _parse(text, source)
+def parse_file(text: str, source: str, *, any_key: bool = False) -> ParsedYaml:
+    """Parse a recipe. Raises FtcliError (FT110 to FT112, FT115, FT116, FT119) where there is no tree to go on with.
+
+    Args:
+        any_key: Numbers and switches are keys as well, by what is written, as in recipes of other tools.
+    """
+    parsed = _parse(text, source, any_key=any_key)
     if not isinstance(parsed.tree, MapNode):
         blank = isinstance(parsed.tree, Leaf) and parsed.tree.value is None
         if blank:
@@ -122,7 +126,7 @@ def parse_value(text: str, label: str) -> ParsedYaml:
     return _parse(text, label, fixed=origin)
 
 
-def _parse(text: str, source: str, fixed: Origin | None = None) -> ParsedYaml:
+def _parse(text: str, source: str, fixed: Origin | None = None, *, any_key: bool = False) -> ParsedYaml:
     places = _Places(source, mask_lines(lines_of(text)), fixed)
     try:
         composer = _Composer(text, places)
@@ -138,7 +142,7 @@ def _parse(text: str, source: str, fixed: Origin | None = None) -> ParsedYaml:
         raise FtcliError([finding], ExitCode.RECIPE) from None
     if node is None:
         return ParsedYaml(Leaf(places.point(0, 0), None, ""), ())
-    converter = _Converter(places)
+    converter = _Converter(places, any_key=any_key)
     tree = converter.tree(node)
     return ParsedYaml(tree, tuple(converter.findings))
 
@@ -215,9 +219,10 @@ class _Composer(Reader, Scanner, Parser, Composer, BaseResolver):
 class _Converter:
     """Turns nodes into trees and collects findings. The composer has made sure that the tree is finite and small."""
 
-    def __init__(self, places: _Places) -> None:
+    def __init__(self, places: _Places, *, any_key: bool = False) -> None:
         self.findings: list[Finding] = []
         self._places = places
+        self._any_key = any_key
 
     def tree(self, node: _AnyNode, introduced_by: Origin | None = None) -> Tree:
         """The tree of a node. Findings about a block of lines point at ``introduced_by``, the key before it."""
@@ -265,14 +270,14 @@ class _Converter:
             help = "use `extends: base.yaml`, or write the keys out"
             self._find("FT118", "merge keys (`<<`) have no meaning in a recipe", origin, help)
             return None
-        if not isinstance(plain_scalar(node.value), str):
+        if not self._any_key and not isinstance(plain_scalar(node.value), str):
             shown = node.value or "(nothing)"
             self._find("FT114", f"a key must be text, not {shown}", origin, f'in quotes it is text: "{node.value}"')
             return None
         return str(node.value)
 
     def _require_text(self, text: str, origin: Origin) -> None:
-        found = _NO_TEXT.search(text)
+        found = NO_TEXT.search(text)
         if found is not None:
             message = f"the escape of U+{ord(found.group()):04X} stands for no character that a file can hold"
             self._find("FT120", message, origin, "write the character itself, or remove it")

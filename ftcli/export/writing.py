@@ -34,6 +34,8 @@ from ftcli.export.verify import Verified
 from ftcli.export.weights import source_config
 from ftcli.facts.config_file import hub_errors
 from ftcli.facts.weights import EXPORT_RECORD, MODEL_CARD
+from ftcli.gguf import require_quantizer
+from ftcli.paths import make_folder
 from ftcli.plain import JsonObject, plain, plain_fields
 from ftcli.plan.quantization import stores_ternary_masters
 from ftcli.preflight.checks.support import is_installed
@@ -154,6 +156,7 @@ def export_run(
         whole = stack.enter_context(with_its_vocabulary(found)) if merges else found
         require_room(found.destination, sum(needed_bytes(whole, name) for name in made))
         _require_served(whole, made)
+        require_quantizer(exports.gguf_types(made, found.settings.gguf.types))
         process = stack.enter_context(CleanProcess())
         if verify and made:
             process.start()  # what it imports takes as long as writing a small model
@@ -221,7 +224,8 @@ def _staged(target: Path) -> Iterator[Path]:
     staged = target.with_name(f".tmp-{target.name}")
     with storage_errors(target):
         shutil.rmtree(staged, ignore_errors=True)
-        staged.mkdir(parents=True)
+        make_folder(target.parent)
+        staged.mkdir()
     try:
         with writing_into(staged, target):
             yield staged

@@ -235,6 +235,11 @@ def usable_cores() -> int:
     return max(1, min([cores, *_cgroup_cores()]))
 
 
+def most_processes(cores: int) -> int:
+    """Processes of a run that are started on so many CPU cores; two always, to try things out."""
+    return max(2, cores)
+
+
 def _published(driver_name: str) -> DeviceFacts | None:
     """The table's entry for a driver's name such as ``NVIDIA H100 80GB HBM3`` or ``Tesla T4``."""
     words = driver_name.lower().replace("-", " ").split()

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 _SOFTCAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 #: Architectures that give a row numbers in place of words.
 _CLASSIFIER = ("ForSequenceClassification", "RewardModel")
+#: Layers that predict further tokens; models have a few.
+_MOST_FURTHER = 1000
 #: No model has a larger constant; float32 still holds it.
 _LARGEST = 1e30
 #: Positions are scaled from ``original_max_position_embeddings`` by ``factor`` in these; others scale the limit itself.
@@ -95,6 +97,11 @@ class ModelFacts:
         return self.shape.parameters if self.shape is not None else None
 
     @property
+    def active_parameters(self) -> int | None:
+        """Those that a token goes through, where a model has experts that it does not."""
+        return self.shape.active_parameters if self.shape is not None and self.shape.has_experts else None
+
+    @property
     def family(self) -> Family | None:
         """The family's row; None where there is none."""
         return family_of(self.text_type)
@@ -149,6 +156,7 @@ def facts_of(found: ConfigSource, model: ModelConfig, origins: Origins) -> Model
     shape = _shape(raw, found, origin)
     text = text_values(raw)
     _require_finite(text, found, origin)
+    _require_counts(text, found, origin)
     family = family_of(str(text["model_type"])) or Family()
     return ModelFacts(
         name=model.name_or_path,
@@ -285,6 +293,20 @@ def _require_finite(text: JsonMap, found: ConfigSource, origin: Origin | None) -
             raise preflight_error("FT305", f"{path}: {key} {value} is no number to compute with", origin, help=RESTORE)
 
 
+def _require_counts(text: JsonMap, found: ConfigSource, origin: Origin | None) -> None:
+    """Raises FtcliError FT305 for no positions, and for more layers for further tokens than can be, of which
+    transformers' configs make lists.
+    """
+    positions = text.get("n_positions")  # of families that learn them: a row for each
+    if isinstance(positions, int) and positions < 1:
+        message = f"{found.folder / 'config.json'}: n_positions is {positions}, not a positive whole number"
+        raise preflight_error("FT305", message, origin, help=RESTORE)
+    for key, value in text.items():
+        if ("nextn" in key or "mtp" in key) and isinstance(value, int) and abs(value) > _MOST_FURTHER:
+            message = f"{found.folder / 'config.json'}: {key} is {value:,}, more than the {_MOST_FURTHER:,} that can be"
+            raise preflight_error("FT305", message, origin, help=RESTORE)
+
+
 def _rope(raw: JsonMap) -> JsonObject:
     # transformers 4 wrote rope_scaling, transformers 5 writes rope_parameters; Gemma-3 has one set a layer type.
     for key in ("rope_scaling", "rope_parameters"):
@@ -304,7 +326,7 @@ def _rope_scaling(raw: JsonMap) -> RopeScaling | None:
 
 
 def _max_positions(raw: JsonMap) -> int | None:
-    stated = raw.get("max_position_embeddings")
+    stated = raw.get("max_position_embeddings") or raw.get("n_positions")
     limit = stated if isinstance(stated, int) and stated > 0 else None
     scaling = _rope_scaling(raw)
     if limit is None or scaling is None or scaling.factor is None:

@@ -73,8 +73,9 @@ class Worker:
         source = self._source
         ours, theirs = socket.socketpair()
         with theirs:
+            words = ["worker", str(theirs.fileno()), str(os.getpid()), f"{source.path}:{source.function}"]
             self._process = subprocess.Popen(  # noqa: S603 - this interpreter, and a file that the recipe names
-                [sys.executable, "-I", "-S", str(_SUPERVISOR), "worker", str(theirs.fileno()), str(os.getpid())],
+                [sys.executable, "-I", "-S", str(_SUPERVISOR), *words],
                 stdin=subprocess.DEVNULL,
                 env={"PATH": os.defpath, "LANG": "C.UTF-8"} if source.address_space else None,
                 pass_fds=(theirs.fileno(),),

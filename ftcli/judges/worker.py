@@ -7,6 +7,7 @@ message is a mark, its length in eight bytes, and its bytes.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.machinery
 import importlib.util
@@ -19,6 +20,7 @@ import resource
 import signal
 import socket
 import sys
+from io import TextIOWrapper
 from types import CoroutineType, FrameType, TracebackType
 from typing import Any
 
@@ -29,6 +31,8 @@ _MOST_CHARS = 1000
 #: Scores are added, multiplied by weights and squared in float32.
 _MOST = 1e12
 MARK = b"ftcli-judge:"
+#: Ends what a call has printed, for the supervisor.
+END_OF_CALL = b"\0ftcli-call\0"
 
 
 class _TimeUp(BaseException):
@@ -40,6 +44,9 @@ def main(descriptor: int) -> None:
     if sys.platform == "linux":  # also while a call runs, which would not see the closed socket
         ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
     os.dup2(2, 1)  # what the function prints is for people; the command's stdout may be a JSON document
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # a call that is killed keeps nothing to itself
+    printed = os.dup(2)  # whatever the function makes of its own
     asked = socket.socket(fileno=descriptor)  # no program that the function starts inherits it
     asked.set_inheritable(False)
     own = os.getpid()
@@ -52,15 +59,25 @@ def main(descriptor: int) -> None:
         function, answer = _loaded(source, order["text"], order["module"], order["function"])
         if os.getpid() != own:  # a copy that the file has forked
             os._exit(0)
+        _end_of_call(printed)
         _send(asked, answer)
         while function is not None:
             call = pickle.loads(_received(asked))  # noqa: S301 - of the command that started this
             answer = _called(function, _taken(function, call), call["count"], call["alarm"], source)
             if os.getpid() != own:  # a copy that the function has forked, and that came back as well
                 os._exit(0)
+            _end_of_call(printed)
             _send(asked, answer)
     except (EOFError, OSError):  # the other side is gone, or the function has closed the socket
         return
+
+
+def _end_of_call(printed: int) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # the function may have put anything there
+            stream.flush()
+    with contextlib.suppress(OSError):
+        os.write(printed, END_OF_CALL)
 
 
 def _received(asked: socket.socket) -> bytes:
@@ -167,14 +184,12 @@ def _set_alarm(seconds: float | None) -> None:
 
 
 def _checked(result: Any, count: int) -> dict[str, Any]:
-    whole = type(result).__name__
+    whole = _counted(result) if isinstance(result, list | tuple) else type(result).__name__
     if not isinstance(result, list | tuple) and callable(getattr(result, "tolist", None)):  # an array, a tensor
         whole = f"{whole} of shape {tuple(getattr(result, 'shape', ()))}"
         result = result.tolist()
-    if not isinstance(result, list | tuple) or any(isinstance(value, list) for value in result):
+    if not isinstance(result, list | tuple) or len(result) != count or any(isinstance(one, list) for one in result):
         return {"shape": whole}
-    if len(result) != count:
-        return {"shape": f"{len(result)} values"}
     scores, bad = [], {}
     for place, value in enumerate(result):
         score = None
@@ -186,6 +201,14 @@ def _checked(result: Any, count: int) -> dict[str, Any]:
             bad[str(place)] = f"returned a number that {_words(error)}"
         scores.append(score)
     return {"scores": scores, "bad": bad}
+
+
+def _counted(result: list[Any] | tuple[Any, ...]) -> str:
+    """A list of another length than was asked for, or of lists, in words."""
+    lists = sum(isinstance(one, list) for one in result)
+    values = "1 value" if len(result) == 1 else f"{len(result):,} values"
+    inner = f", {lists:,} of which {'is a list' if lists == 1 else 'are lists'}" if lists else ""
+    return f"a {type(result).__name__} of {values}{inner}"
 
 
 def _number(value: Any) -> float | None:

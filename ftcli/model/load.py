@@ -70,7 +70,8 @@ def load_model(
     holding = None
     quantizes = quantization is not None and quantizations.row(quantization.method).quantize is not None
     if quantization is not None and (quantizes or (shards is not None and model.init != "random")):
-        holding = ModelStorage(quantization, dtype, device, dequantized_layers, trained, shards=shards)
+        stacks = facts.shape is not None and facts.shape.has_experts
+        holding = ModelStorage(quantization, dtype, device, dequantized_layers, trained, shards=shards, stacks=stacks)
     if model.init == "random" and source is None:
         config = config_of(facts.raw, num_layers)
         if attention == "sdpa" and model.attention == "auto":
@@ -79,7 +80,8 @@ def load_model(
             drawn = _random_model(config, dtype, attention, device, seed, holding)
         except IMPOSSIBLE as error:
             hollow(config)  # says so where it is the config's fault
-            if isinstance(error, RuntimeError) and "expects" not in str(error):  # memory, or the device
+            of_ours = isinstance(error, RuntimeError | AssertionError)  # memory, the device, or a bug
+            if of_ours and "expects" not in str(error):
                 raise
             raise impossible(error) from error  # of a value that weights are drawn by
         if holding is None and shards is not None:  # drawn whole, as in one process

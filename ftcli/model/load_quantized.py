@@ -60,7 +60,8 @@ class ModelStorage:
     The first ``dequantized_layers`` decoder layers are held dequantized where the method allows it. ``trained``: the
     base weights are, if the method trains them. ``recognises``: weights in full precision are no masters, so those that
     are quantized values already are kept as these. ``shards``: this process's shard of each decoder layer, where
-    it is one of several ranks that share the weights.
+    it is one of several ranks that share the weights. ``stacks``: experts are quantized, too, where the method stores
+    them: of families whose experts the kernels compute. transformers' code would keep them dequantized for backward.
     """
 
     settings: QuantizationConfig
@@ -70,6 +71,7 @@ class ModelStorage:
     trained: bool = False
     recognises: bool = False
     shards: RankShards | None = None
+    stacks: bool = False
 
     def quantized(self, linear: nn.Linear, name: str) -> nn.Linear:
         """The layer of full precision as it is held."""
@@ -82,8 +84,10 @@ class ModelStorage:
         return self.held(layer) if isinstance(layer, QuantizedLinear) else layer
 
     def takes_stack(self, name: str, weight: Tensor) -> bool:
-        """True if a parameter is a stack of experts that the method quantizes."""
-        return is_stack(name.rpartition(".")[2], weight) and quantizes_stacks(self.settings)
+        """True if a parameter is a stack of experts that is held quantized."""
+        leaf = name.rpartition(".")[2]
+        wanted = self.stacks and quantizes_stacks(self.settings)
+        return wanted and is_stack(leaf, weight)
 
     def stack(self, weight: Tensor, name: str) -> nn.Parameter:
         """A stack of full precision as it is held: quantized, or the numbers that this stands for."""
@@ -114,14 +118,11 @@ def random_quantized(config: PretrainedConfig, holding: ModelStorage, attention:
     torch.manual_seed(seed)
     shared: dict[nn.Parameter, nn.Parameter] = {}
     chosen = layers_to_quantize(model)
+    owners = _owners(model)
     for name, module in list(model.named_modules()):
         _give_memory(module, holding.device, shared)
-        model._init_weights(module)
-        for leaf, weight in list(module._parameters.items()):
-            if weight is not None and holding.takes_stack(f"{name}.{leaf}", weight):
-                module._parameters[leaf] = holding.stack(weight, f"{name}.{leaf}")
-                shared.pop(next(hollow for hollow, given in shared.items() if given is weight))
-                del weight
+        owners[module]._init_weights(module)
+        _quantize_stacks(module, name, holding, shared)
         if name in chosen:
             assert isinstance(module, nn.Linear)
             model.set_submodule(name, holding.quantized(module, name))
@@ -132,6 +133,17 @@ def random_quantized(config: PretrainedConfig, holding: ModelStorage, attention:
     if holding.shards is not None:
         keep_shards(model, holding.shards)
     return model.eval()
+
+
+def _quantize_stacks(
+    module: nn.Module, name: str, holding: ModelStorage, shared: dict[nn.Parameter, nn.Parameter]
+) -> None:
+    """A module's own stacks of experts, as they are held; what they were made of is in nobody's hands any more."""
+    for leaf, weight in list(module._parameters.items()):
+        if weight is not None and holding.takes_stack(f"{name}.{leaf}", weight):
+            module._parameters[leaf] = holding.stack(weight, f"{name}.{leaf}")
+            for key in [hollow for hollow, given in shared.items() if given is weight]:
+                del shared[key]
 
 
 def _require_shardable(model: PreTrainedModel, holding: ModelStorage) -> None:
@@ -231,25 +243,34 @@ def compute_buffers(model: PreTrainedModel, device: torch.device) -> None:
     A module's own class need not know them: a model fills in some of its layers' (Falcon-H1), and a tower is a model of
     its own. Parameters without memory are not drawn: it would do nothing, and takes longer than all else.
     """
-    from transformers import PreTrainedModel
-
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = torch.empty_like(buffer, device=device)
 
-    def compute(module: nn.Module, owner: PreTrainedModel) -> None:
-        for child in module.children():
-            compute(child, child if isinstance(child, PreTrainedModel) else owner)
-        owner._init_weights(module)
-
     undrawn: list[Any] = [parameter for parameter in model.parameters() if parameter.is_meta]
     for parameter in undrawn:
         parameter._is_hf_initialized = True  # what transformers leaves as it is
     with torch.no_grad():
-        compute(model, model)
+        for module, owner in reversed(_owners(model).items()):
+            owner._init_weights(module)
     for parameter in undrawn:
         del parameter._is_hf_initialized
+
+
+def _owners(model: PreTrainedModel) -> dict[nn.Module, PreTrainedModel]:
+    """For each module, outer ones first, the innermost model that it is a part of: its config has the module's values.
+
+    A model that takes images as well has one for the text inside.
+    """
+    from transformers import PreTrainedModel
+
+    # Without a function that calls itself: its closure would keep all modules, and full weights, until a collection.
+    found: dict[nn.Module, PreTrainedModel] = {model: model}
+    for module in model.modules():
+        for child in module.children():
+            found[child] = child if isinstance(child, PreTrainedModel) else found[module]
+    return found
 
 
 def _give_memory(module: nn.Module, device: torch.device, shared: dict[nn.Parameter, nn.Parameter]) -> None:

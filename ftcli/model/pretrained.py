@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 COMPUTED = re.compile(r"rotary_emb\.inv_freq$|attn\.masked_bias$|attn\.bias$|rotary_emb\.original_inv_freq$")
 _NAMED = 3
 #: What transformers and torch raise for values of a config.json that no model can be built of.
-IMPOSSIBLE = (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError, ArithmeticError)
+IMPOSSIBLE = (
+    *(ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError, ArithmeticError),
+    AssertionError,  # of torch's embedding, for a pad token outside of it
+)
 
 #: What a config.json may ask for beside a model's answer. Nothing here reads it, it takes memory, and SDPA has none.
 ANSWER_ALONE = MappingProxyType({"output_attentions": False, "output_hidden_states": False})

@@ -20,7 +20,7 @@ from ftcli.plain import JsonObject, plain
 from ftcli.preflight.stages import checked
 from ftcli.reporting import Session
 from ftcli.run.atomic import read_text
-from ftcli.run.directory import RunDirectory
+from ftcli.run.directory import RunDirectory, is_run_directory, run_that_owns
 from ftcli.run.samples import SampleFolder
 
 if TYPE_CHECKING:
@@ -48,6 +48,8 @@ def sample_recipe(loaded: LoadedRecipe, session: Session, run_dir: Path | None, 
     weights = None if run is None else chosen or result_of(run, session.reporter)
     recipe = _for_sampling(loaded.recipe, options)
     _refuse_contradictions(recipe, options)
+    target = _folder(recipe, run, options)
+    _refuse_folder_of_run(target)
     report = checked(replace(loaded, recipe=recipe), session, "sample")
     from ftcli.data.asked import asked_rows, room_of_task
     from ftcli.data.generated import GeneratedRows
@@ -63,7 +65,7 @@ def sample_recipe(loaded: LoadedRecipe, session: Session, run_dir: Path | None, 
     for warning in warnings:
         session.reporter.finding(warning)
     scorer = Scorer(recipe, asked, session.reporter)
-    with SampleFolder(_folder(recipe, run, options)) as folder:
+    with SampleFolder(target) as folder:
         drawn = {**_model_identity(job, weights), **plain(asdict(drawing))}
         files = AnswerFiles(job, asked, drawing, scorer, folder, run, weights)
         rate = files.draw(drawn, replace=options.force)
@@ -140,6 +142,20 @@ def _folder(recipe: Recipe, run: RunDirectory | None, options: SampleOptions) ->
         return options.output
     named = Path(str(recipe.run.output_dir)) if run is None else run.path
     return expanded("samples") / named.resolve().name
+
+
+def _refuse_folder_of_run(folder: Path) -> None:
+    """Raises FT773 (exit 2) for a run's folder, and for one of its own inside."""
+    try:
+        resolved = folder.resolve()
+    except (OSError, RuntimeError):  # making it will say why
+        return
+    run = resolved if is_run_directory(resolved) else run_that_owns(resolved)
+    if run is not None:
+        message = (
+            f"{folder} is {'' if run == resolved else 'in '}the folder of a run, which samples would be mixed with"
+        )
+        raise FtcliError.single("FT773", message, help="name another folder with --output")
 
 
 def _model_identity(job: Job, weights: Path | None) -> JsonObject:

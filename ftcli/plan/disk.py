@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ftcli.config.recipe import Recipe
-from ftcli.paths import exists
+from ftcli.paths import exists, is_too_deep
 from ftcli.plain import JsonObject, plain_fields
 from ftcli.plan.trained import TrainedParameters, optimizer_state
 from ftcli.tables import optimizers
@@ -79,6 +79,8 @@ def free_disk_bytes(folder: Path) -> int | None:
 
 def why_no_folder(path: Path) -> str | None:
     """The reason why no folder can be made at a path, whoever may write around it; None if none is known."""
+    if is_too_deep(path):
+        return "it has too many folders within each other"
     try:
         path.lstat()
         path.stat()

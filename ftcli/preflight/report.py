@@ -93,6 +93,7 @@ def _model_dict(facts: ModelFacts) -> JsonObject:
         "source": facts.source,
         "model_type": facts.model_type,
         "parameters": facts.parameters,
+        "active_parameters": facts.active_parameters,
         "max_positions": facts.max_positions,
         "sliding_window": facts.sliding_window,
         "vocab_size": facts.vocab_size,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
+import resource
 from pathlib import Path
 
 #: ``Tried to allocate 20.00 GiB`` (CUDA) and ``you tried to allocate 8192 bytes`` (CPU).
@@ -22,6 +23,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     names = {kind.__name__ for kind in type(error).__mro__ if kind.__module__.partition(".")[0] == "torch"}
     if "OutOfMemoryError" in names:
         return True
+    if isinstance(error, SystemError):  # a library in C found none, and raised nothing
+        return resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
     text = str(error)
     if isinstance(error, RuntimeError) and any(word in text for word in (*_OF_LIBRARIES, "DefaultCPUAllocator")):
         return True

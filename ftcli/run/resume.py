@@ -8,6 +8,7 @@ from types import TracebackType
 
 from ftcli.config.training import names_checkpoint
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin
+from ftcli.paths import make_folder
 from ftcli.run import status as run_status
 from ftcli.run.atomic import (
     TEMPORARY_PREFIX,
@@ -261,7 +262,7 @@ def _locked(run: RunDirectory) -> DirectoryLock:
     with storage_errors(run.path):
         if run.path.exists() and not run.path.is_dir():
             raise no_run(run.path, "it is a file")
-        run.path.mkdir(parents=True, exist_ok=True)
+        make_folder(run.path)
         foreign = [] if holds_run(run) else _foreign_entries(run.path)
     if foreign:
         raise no_run(run.path, f"it holds other things, such as {foreign[0]}")

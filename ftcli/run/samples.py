@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ftcli.errors import ExitCode, Finding, FtcliError
+from ftcli.paths import make_folder
 from ftcli.plain import JsonMap, JsonObject, map_in
 from ftcli.run.atomic import (
     TEMPORARY_PREFIX,
@@ -142,7 +143,7 @@ class SampleFolder:
     def __enter__(self) -> SampleFolder:
         """Raises FtcliError FT720 (exit 2) while another process holds it, FT723 where it cannot be made."""
         with storage_errors(self.path):
-            self.path.mkdir(parents=True, exist_ok=True)
+            make_folder(self.path)
         with storage_errors(self.path / LOCK_NAME):
             self._lock = DirectoryLock(self.path)
         return self

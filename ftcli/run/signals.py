@@ -106,6 +106,7 @@ class StopRequest:
         self._previous: dict[SignalName, Any] = {}
         self._leave_at_once = False
         self._leaving = False
+        self._over = False
         self._phase: str | None = None
         self._held = 0
         self._waiting: list[int] = []
@@ -154,6 +155,8 @@ class StopRequest:
                 signal.signal(signal.Signals[handled], signal.SIG_DFL)
             raise StopNow(name, of_run=self._of_run)
         self.requested = name = self._as_sent(name)
+        if self._over:
+            return None
         if self._leave_at_once:
             self._leaving = True
             raise LeavePhase
@@ -190,6 +193,10 @@ class StopRequest:
         """
         if self.requested is not None:
             raise self._stopped_in(phase)
+
+    def over(self) -> None:
+        """What could be stopped is complete: the first signal after that changes nothing."""
+        self._over = True
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:

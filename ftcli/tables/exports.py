@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -156,3 +156,8 @@ def names(*, needs_adapter: bool | None = None, merges: bool | None = None) -> t
 def of_masters() -> tuple[str, ...]:
     """Formats for a whole model whose weights are rounded in every product."""
     return tuple(name for name in names(needs_adapter=False) if TABLE[name].masters)
+
+
+def gguf_types(formats: Collection[str], types: Sequence[str]) -> Sequence[str]:
+    """The types of the GGUF files that formats are made of: Ollama's is the first."""
+    return types if "gguf" in formats else types[: int("ollama" in formats)]

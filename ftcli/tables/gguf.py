@@ -189,6 +189,11 @@ def unknown_architecture(model_type: str) -> str:
     return f"ftcli does not know how llama.cpp builds a model_type {model_type}"
 
 
+#: The program of llama.cpp that makes K-quants.
+LLAMA_QUANTIZE = "llama-quantize"
+WITHOUT_QUANTIZER = "install llama.cpp (brew install llama.cpp, or its releases), or use export.gguf.types: [q8_0]"
+
+
 @dataclass(frozen=True, slots=True)
 class StoredType:
     """A type of a file's matrices.

@@ -280,6 +280,19 @@ def not_offered(word: str) -> str | None:
     return None if title is None else offered(title)
 
 
+#: Words for learning by rewards, which has a command of its own.
+_BY_REWARDS = frozenset(("rl", "rlhf", "rlvr", "rft", "dr_grpo", "dapo", "gspo"))
+
+
+def no_value(word: str) -> str | None:
+    """Help for a word in the place of a method that ``train.method`` does not have; None where nothing is known."""
+    name = word.lower().replace("-", "_")
+    own = TABLE.get("grpo" if name in _BY_REWARDS else name)
+    if own is not None and own.command != "train":
+        return f"{own.title} is `ftcli {own.command}`, with the section `{own.section}`; leave train.method out"
+    return not_offered(word)
+
+
 def measures(method: Method, recipe: Any) -> dict[str, bool]:
     """The measures of held-out rows while a recipe trains, by name: whether more of each is better."""
     if method.from_prompts:

@@ -221,6 +221,8 @@ def _recorded(opened: OpenedRun, session: Session, stop: StopRequest) -> Iterato
         yield
         with stop.held():
             opened.finish(ExitCode.OK)
+            stop.over()
+            session.on_complete()
     try:
         write_card(opened.directory)
         _report(opened, session)

@@ -26,6 +26,7 @@ from common import GIB, Table, parser
 from ftkernels.sampling import GREEDY, Sampling, row_seed
 from timing import SHAPES, Shape, shape_of, start
 
+from ftcli.config.model import LoraConfig as AdapterConfig
 from ftcli.config.model import QuantizationConfig
 from ftcli.facts.generation import cache_bytes
 from ftcli.generation.engine import Engine
@@ -34,6 +35,7 @@ from ftcli.generation.generator import open_generator
 from ftcli.generation.requests import GenerationRequest
 from ftcli.model.backbone import base_of, compute_context, hidden_states
 from ftcli.model.fp8 import fp8_linear
+from ftcli.model.lora import apply_lora
 from ftcli.model.nf4 import nf4_linear
 from ftcli.model.patch import patch
 from ftcli.plan.precision import DtypePlan
@@ -42,6 +44,7 @@ CASES = ("merged", "unmerged", "base", "nf4", "nf4-unmerged", "fp8")
 
 
 #: Sizes of models with gated delta nets: hidden, inner, layers, query heads, value heads of the nets.
+EXPERTS = "qwen3-30b-a3b"
 RECURRENT = {"qwen3.5-9b": (4096, 12288, 32, 16, 32), "qwen3.5-27b": (5120, 17408, 64, 24, 48)}
 
 
@@ -56,6 +59,19 @@ def recurrent_config(name: str, *, tiny: bool) -> Any:
         num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=2 if tiny else 4, head_dim=size,
         linear_num_key_heads=keys, linear_num_value_heads=values, linear_key_head_dim=min(size, 128),
         linear_value_head_dim=min(size, 128), max_position_embeddings=131072, tie_word_embeddings=False,
+    )  # fmt: skip
+
+
+def experts_config(*, tiny: bool) -> Any:
+    """Qwen3-30B-A3B's config."""
+    from transformers import AutoConfig
+
+    hidden, width, layers, heads, experts, used = (64, 32, 2, 4, 8, 2) if tiny else (2048, 768, 48, 32, 128, 8)
+    return AutoConfig.for_model(
+        "qwen3_moe", vocab_size=512 if tiny else 151936, hidden_size=hidden, intermediate_size=3 * hidden,
+        moe_intermediate_size=width, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=2 if tiny else 4, head_dim=16 if tiny else 128, num_experts=experts,
+        num_experts_per_tok=used, norm_topk_prob=True, max_position_embeddings=40960, tie_word_embeddings=False,
     )  # fmt: skip
 
 
@@ -91,8 +107,12 @@ def model_of(config: Any, case: str, device: torch.device, dtype: torch.dtype) -
             if isinstance(module, torch.nn.Linear):
                 quantization = QuantizationConfig(method=method)  # type: ignore[arg-type]
                 model.model.layers.set_submodule(name, make(module, quantization, name))
-    if case != "base":
+    if case != "base" and config.model_type == "qwen3_moe":
+        plan = DtypePlan(str(dtype).removeprefix("torch."), "float32", "float32", autocast=False, reason="a bench")
+        model, _ = apply_lora(model, AdapterConfig(r=16, alpha=16), plan, seed=0)
+    elif case != "base":
         model = get_peft_model(model, LoraConfig(r=16, lora_alpha=16, target_modules="all-linear"))
+    if case != "base":
         for name, parameter in model.named_parameters():
             if "lora_" in name:
                 parameter.data = torch.randn(parameter.shape, device=device) * 0.01
@@ -167,7 +187,7 @@ def measure(model: Any, case: str, batch: int, options: argparse.Namespace, plan
 def main() -> None:
     """A row a case and batch."""
     arguments = parser(__doc__)
-    arguments.add_argument("--model", default="llama3.1-8b", choices=[*SHAPES, *RECURRENT])
+    arguments.add_argument("--model", default="llama3.1-8b", choices=[*SHAPES, *RECURRENT, EXPERTS])
     arguments.add_argument("--cases", nargs="+", default=["merged"], choices=CASES)
     arguments.add_argument("--batches", type=int, nargs="+", default=[8, 32, 64])
     arguments.add_argument("--prompt", type=int, default=512)
@@ -177,7 +197,10 @@ def main() -> None:
     device = start(options)
     on_gpu = device.type == "cuda"
     recurrent = options.model in RECURRENT
-    config = recurrent_config(options.model, tiny=not on_gpu) if recurrent else llama_config(shape_of(options))
+    if options.model == EXPERTS:
+        config = experts_config(tiny=not on_gpu)
+    else:
+        config = recurrent_config(options.model, tiny=not on_gpu) if recurrent else llama_config(shape_of(options))
     if not on_gpu:
         options.prompt, options.new, options.batches = 16, 8, [2]
     compute = "bfloat16" if on_gpu else "float32"

@@ -71,6 +71,15 @@ def test_the_report_of_a_complete_run_is_made_when_it_is_missing_or_old(drills: 
     assert report.stat().st_mtime_ns == made
 
 
+@pytest.mark.parametrize("target", ["ftcli.train.lifecycle:write_card", "ftcli.cli.app:_text_of"])
+def test_ctrl_c_when_the_run_is_complete_changes_nothing(drills: Drills, target: str) -> None:
+    said = drills.stopped(drills.recipe("r", train={"max_steps": 1}, **NO_EVAL), target, 1, INT, 0)
+    assert "stopping" not in said
+    assert "FT191" not in said
+    assert drills.status("r")["exit_code"] == 0
+    assert "completed" in (drills.folder / "r" / "report.html").read_text()
+
+
 @pytest.mark.parametrize(("number", "status"), [(TERM, 75), (INT, 130), (signal.SIGHUP, 75)])
 def test_in_training_the_step_is_finished_and_saved(drills: Drills, number: int, status: int) -> None:
     said = drills.stopped(drills.recipe("r", **NO_EVAL), STEP, 2, number, status)

@@ -193,6 +193,12 @@ def test_a_run_answers_in_place_of_its_base(user: User) -> None:
     base = user.done("sample", recipe, *LOOSE, "--output", "base")
     run = user.done("sample", recipe, *LOOSE, "--run", "r")
     assert (run["run"], run["folder"]) == ("r", "samples/r")
+    before = sorted((user.folder / "r").rglob("*"))
+    for folder in ("r", "r/../r", "r/checkpoints", "r/export/new"):
+        status, code, message = refusal(user.run("sample", recipe, *LOOSE, "--output", folder, "--force"))
+        assert (status, code) == (2, "FT773")
+        assert "the folder of a run" in message
+    assert sorted((user.folder / "r").rglob("*")) == before
     answers = {where: rows_in(Path(each["folder"]) / "answers.jsonl") for where, each in (("base", base), ("run", run))}
     assert answers["base"] != answers["run"]
     assert refusal(user.run("sample", recipe, *LOOSE, "--run", "r", "--checkpoint", "1"))[:2] == (2, "FT773")

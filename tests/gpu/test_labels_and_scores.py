@@ -74,13 +74,20 @@ def pairs(sizes: Sequence[tuple[int, int, int, float]] = PAIRS, seed: int = 0) -
 
 @torch.no_grad()
 def likelier(model: Any) -> list[int]:
-    """The tokens that the adapters have made likelier in a random text: answers of them make a KL above 0."""
+    """Tokens of which a random text has become likelier by the adapters: answers of them make a KL above 0.
+
+    What gains most on average need not gain in a text of itself, so fewer and fewer are tried.
+    """
     ids = torch.randint(3, 8000, (1, 512), generator=torch.Generator().manual_seed(5)).cuda()
     now = model(input_ids=ids).logits[0].float().log_softmax(-1).mean(0)
     with model.disable_adapter():
         before = model(input_ids=ids).logits[0].float().log_softmax(-1).mean(0)
     best: list[int] = (now - before)[3:].topk(400).indices.add(3).tolist()
-    return best
+    for tokens in (best, best[:100], best[:25], *([one] for one in best[:50])):
+        rows = labelled(LABELLED, tokens, seed=1)
+        if float(torch.stack([plain_gain(model, row) for row in rows]).mean()) > 1.0:
+            return tokens
+    raise AssertionError("no text has become likelier")
 
 
 # -- a step as it is written down, on transformers' layers, a row at a time -----------------------------------------
@@ -207,7 +214,11 @@ def test_a_step_of_kto_is_as_exact_as_transformers(name: str) -> None:
     ours = kto_run(adapted(name), rows, BFLOAT16).step()
     with compute_context(ours[0].device, "bfloat16", True):
         theirs = plain_kto(adapted(name, patched=False), rows, mismatched)
-    assert torch.allclose(ours[0], exact[0], rtol=0.05, atol=0.05)
+    assert torch.allclose(ours[0][0], exact[0][0], rtol=0.05, atol=0.05)
+    kl, rounded = abs(ours[0][1] - exact[0][1]), abs(theirs[0][1] - exact[0][1])
+    assert float(kl) <= max(
+        1.5 * float(rounded), 0.2 * float(exact[0][1])
+    )  # a hundred nats of sums rounded by 1 in 256
     assert off(ours, exact) <= 1.25 * off(theirs, exact)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ftcli.errors import FtcliError
-from ftcli.paths import expanded, unserved
+from ftcli.paths import expanded, make_folder, unserved
 
 
 @pytest.mark.parametrize(
@@ -39,3 +39,10 @@ def test_who_may_read_it_is_not_shown() -> None:
 @pytest.mark.parametrize("name", ["org/name", "hub:org/name", "bundled:x", "./s3:/x", "data/a://b", "C:/x", "s3:x", ""])
 def test_paths_stay_paths(name: str) -> None:
     assert expanded(name) == Path(name)
+
+
+def test_folders_too_deep_for_python_are_an_error_of_the_system(tmp_path: Path) -> None:
+    make_folder(tmp_path / "/".join("a" * 100))
+    with pytest.raises(OSError, match="more than 250 folders"):
+        make_folder(tmp_path / "/".join("b" * 1000))
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]

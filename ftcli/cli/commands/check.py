@@ -173,6 +173,8 @@ def _facts(result: CheckResult) -> list[str]:
     report = result.report
     model, dtypes = report.facts, report.dtypes
     parameters = f", {_millions(report.plan.sizes.parameters)} parameters"
+    if (active := report.facts.active_parameters) is not None:
+        parameters += f", {_millions(active)} of them for each token"
     adapter = f", adapters {dtypes.adapter}" if dtypes.adapter else ""
     return [
         f"model      {model.name} ({model.source}){parameters}",

@@ -61,6 +61,8 @@ _USUAL: Mapping[str, tuple[Any, ...]] = {
     "field_thinking": ("reasoning_content", "thinking"), "template_thinking_key": ("reasoning_content", "thinking"),
     "trust_remote_code": (False,), "shards": (1,), "drop_system_message": (False,), "split_thinking": (False,),
 }  # fmt: skip
+#: In names of plugins that compute the same, and faster.
+_KERNELS = ("liger", "cut_cross_entropy", "kernels")
 #: What to do about the others.
 _HELP = {
     "roles_to_train": "data.loss_on is assistant, completion or all",
@@ -189,6 +191,9 @@ class _Dataset:
         head, _, rest = str(kind or "").replace(":", ".").partition(".")
         if head == "alpaca":
             sources.alpaca_remark(self.draft, self.given)
+        if head == "completion" and not rest:
+            help = "split them in the file; data.overlong says what becomes of texts over data.max_seq_len"
+            self.draft.differs(self.given, "axolotl splits texts that are longer than sequence_len", help)
         if head == "chat_template":
             return "sharegpt" if self.fields.get("role") == "from" else "messages"
         if kind is not None and (head not in _FORMATS or rest):
@@ -229,7 +234,8 @@ class _Dataset:
 
 def _templates_of(draft: Draft, items: list[_Dataset], given: ForeignSetting) -> None:
     """A dataset's own template, which wins over that of the recipe; here all rows have one."""
-    named = {str(item.map.get("chat_template") or draft.said("chat_template") or "") for item in items}
+    usual = draft.said("chat_template") or "the tokenizer's"
+    named = {str(item.map.get("chat_template") or usual) for item in items}
     if not any(item.map.get("chat_template") for item in items):
         return
     if len(named) == 1:
@@ -237,6 +243,14 @@ def _templates_of(draft: Draft, items: list[_Dataset], given: ForeignSetting) ->
     else:
         help = "all rows are written by one template: data.chat_template, or the tokenizer's own"
         draft.unusable(given, f"datasets with templates of their own ({', '.join(sorted(named))})", help)
+
+
+def _plugins(draft: Draft, given: ForeignSetting) -> None:
+    others = [str(each) for each in sources.listed(given.value) if not any(word in str(each) for word in _KERNELS)]
+    if others:
+        draft.lost(given, f"what these change in training has no counterpart: {', '.join(others)}")
+    else:
+        draft.lost(given, "ftcli has kernels of its own", harmless=True)
 
 
 def _chat_template(draft: Draft, given: ForeignSetting) -> None:
@@ -301,6 +315,7 @@ RULES = r.Rules(
         "datasets": _datasets("data.train"),
         "test_datasets": _datasets("data.eval"),
         "chat_template": _chat_template,
+        "plugins": _plugins,
         "chat_template_jinja": sources.template,
         "warmup_ratio": _warmup_share,
         "warmup_steps": r.to("train.warmup_steps"),

@@ -105,7 +105,7 @@ def _read(path: Path) -> ForeignRecipe:
         return ForeignRecipe(path, _of_words(words, text, path), ())
     if path.suffix.lower() == ".json" or text.lstrip().startswith("{"):
         text = text.expandtabs()  # JSON indented by tabs, which YAML refuses; inside its texts there are none
-    parsed = parse_file(text, str(path))
+    parsed = parse_file(text, str(path), any_key=True)
     assert isinstance(parsed.tree, MapNode)  # parse_file promises it
     return ForeignRecipe(path, parsed.tree, parsed.findings)
 
@@ -209,8 +209,15 @@ _NO_SETTINGS = frozenset(("token", "streaming", "task_type", "device_map", "torc
 _OBJECTS = frozenset(
     (
         "model", "auto_model", "tokenizer", "processing_class", "train_dataset", "args", "peft_config",
-        "quantization_config", "dtype", "data_collator", "formatting_func", "callbacks", "dataset", "dataset_num_proc",
+        "quantization_config", "dtype", "data_collator", "callbacks", "dataset", "dataset_num_proc",
         "fp16", "bf16",
+    )
+)  # fmt: skip
+#: What makes other rows of a dataset; a shuffle alone does not.
+_OF_ROWS = frozenset(
+    (
+        "map", "filter", "select", "train_test_split", "shard", "skip", "take", "cast", "rename_column",
+        "rename_columns", "remove_columns", "add_column", "concatenate_datasets", "interleave_datasets",
     )
 )  # fmt: skip
 #: What a call has where a script does not say it: PEFT's adapters, and arguments of transformers' in place of TRL's.
@@ -318,12 +325,8 @@ def _arguments(
     """
     name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
     origin = piece.origin(call)
-    if name.endswith("Trainer") and name not in _CALLS:
-        return {"trainer": MapEntry(origin, Leaf(origin, name, name))}
-    if name == "train_on_responses_only":
-        return {"train_on_completions": MapEntry(origin, Leaf(origin, True, "true"))}
     if name not in _CALLS or _is_tokenizer(call):
-        return {}
+        return _other_call(call, name, piece, names, findings)
     entries = {key: MapEntry(origin, Leaf(origin, value, str(value))) for key, value in _IMPLIED.get(name, {}).items()}
     if name.endswith("Trainer"):
         entries["trainer"] = MapEntry(origin, Leaf(origin, name, name))
@@ -333,11 +336,48 @@ def _arguments(
             entries["dataset" if key == "data_files" else key] = MapEntry(tree.origin, tree)
         elif key == "ref_model":
             entries[key] = MapEntry(piece.origin(node), Leaf(piece.origin(node), "another model", "another model"))
+        elif key == "formatting_func":
+            _tell_of_rows(f"`{key}`", piece.origin(node), findings)
         elif key not in _OBJECTS and not key.startswith("argument "):
             help = "nothing is run: write its value into the new recipe"
             what = f"`{key}` is computed by the code"
             findings[key] = Finding("FT162", what, piece.origin(node), help, "warning")
     return entries
+
+
+def _other_call(
+    call: ast.Call, name: str, piece: _Piece, names: Mapping[str, ast.expr], findings: dict[str, Finding]
+) -> dict[str, MapEntry]:
+    """What other calls say: a trainer's class, which turns are trained, the template, and that rows are made anew."""
+    origin = piece.origin(call)
+    if name.endswith("Trainer"):
+        return {"trainer": MapEntry(origin, Leaf(origin, name, name))}
+    if name == "train_on_responses_only":
+        return {"train_on_completions": MapEntry(origin, Leaf(origin, True, "true"))}
+    if name in _OF_ROWS:
+        _tell_of_rows(f"`{name}`", origin, findings)
+    if name == "get_chat_template":  # Unsloth's; all else that it is told, it finds in the rows
+        named = next((word.value for word in call.keywords if word.arg == "chat_template"), None)
+        return _template(named or next(iter(call.args[1:]), None), piece, names, findings)
+    return {}
+
+
+def _tell_of_rows(what: str, origin: Origin, findings: dict[str, Finding]) -> None:
+    help = "nothing is run: write the rows that it makes into a file, and name that in data.train"
+    findings.setdefault(f".{what}", Finding("FT162", f"{what} makes other rows by code", origin, help, "warning"))
+
+
+def _template(
+    node: ast.expr | None, piece: _Piece, names: Mapping[str, ast.expr], findings: dict[str, Finding]
+) -> dict[str, MapEntry]:
+    tree = None if node is None else _written_out(node, piece.origin(node), names)
+    if tree is not None:
+        return {"chat_template": MapEntry(tree.origin, tree)}
+    if node is not None:
+        help = "nothing is run: name a .jinja file in data.chat_template"
+        what = "`chat_template` is computed by the code"
+        findings["chat_template"] = Finding("FT162", what, piece.origin(node), help, "warning")
+    return {}
 
 
 def _by_name(call: ast.Call, name: str) -> dict[str, ast.expr]:

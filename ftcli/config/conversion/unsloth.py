@@ -92,6 +92,7 @@ RULES = r.Rules(
         "local_dataset": _dataset,
         "train_on_completions": _completions,
         "use_gradient_checkpointing": r.checkpointing,
+        "chat_template": sources.template,
         "wandb_project": r.read,
         "enable_wandb": _wandb,
         **preferences.OF_TRL,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import re
-import shutil
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +19,7 @@ import torch
 from ftkernels.ternary import ternarise
 from torch import Tensor
 
-from ftcli.errors import ExitCode, Finding, FtcliError
+from ftcli.errors import Finding
 from ftcli.export.bitnet import load_masters, rounded_weights
 from ftcli.export.clean.process import Reload, ask_once
 from ftcli.export.gguf.metadata import Description, metadata_of, usual_activation
@@ -40,14 +39,23 @@ from ftcli.gguf import (
     heads_of,
     names_of,
     no_place,
+    no_quantizer,
     part_of,
+    require_quantizer,
 )
 from ftcli.plan.quantization import stores_ternary_masters
 from ftcli.run.atomic import read_json_object
 from ftcli.run.directory import RunDirectory
 from ftcli.run.report.card import licence_of_base, public_base
 from ftcli.tables import quantizations
-from ftcli.tables.gguf import NORMS_OF_LAYERS, TYPES, Architecture, architecture_of, unknown_architecture
+from ftcli.tables.gguf import (
+    LLAMA_QUANTIZE,
+    NORMS_OF_LAYERS,
+    TYPES,
+    Architecture,
+    architecture_of,
+    unknown_architecture,
+)
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -55,7 +63,6 @@ if TYPE_CHECKING:
 
 #: Elements that are rounded at once.
 _PIECE = 1 << 24
-_PROGRAM = "llama-quantize"
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,23 +165,14 @@ def quantize_file(source: Path, target: Path, kind: str) -> None:
     Raises:
         FtcliError: FT758 where the program is not on the PATH, or fails.
     """
-    program = shutil.which(_PROGRAM)
-    if program is None:
-        raise _unavailable(f"{TYPES[kind].ggml} is made by llama.cpp's {_PROGRAM}, which is not on the PATH")
+    program = require_quantizer([kind])
     arguments = [program, str(source), str(target), TYPES[kind].ggml]
     done = subprocess.run(arguments, capture_output=True, text=True, check=False, errors="replace")  # noqa: S603
     if done.returncode != 0:
         said = (done.stderr or done.stdout).strip().splitlines()
-        raise _unavailable(f"{_PROGRAM} failed (exit {done.returncode}): {said[-1] if said else 'it said nothing'}")
-
-
-def _unavailable(reason: str) -> FtcliError:
-    return FtcliError.single(
-        "FT758",
-        reason,
-        exit_code=ExitCode.PREFLIGHT,
-        help="install llama.cpp (brew install llama.cpp, or its releases), or use export.gguf.types: [q8_0]",
-    )
+        raise no_quantizer(
+            f"{LLAMA_QUANTIZE} failed (exit {done.returncode}): {said[-1] if said else 'it said nothing'}"
+        )
 
 
 #: Largest relative error of the logits that rounding the activations may make: training does so by token and to eight

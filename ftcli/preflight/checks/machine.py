@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ftkernels.limits import capability_text
 
-from ftcli.facts.device import BFLOAT16_CAPABILITY, DeviceFacts
+from ftcli.facts.device import BFLOAT16_CAPABILITY, DeviceFacts, most_processes
 from ftcli.plan.execution import Execution, why_no_kernels, why_not_sharded
 from ftcli.plan.precision import DtypePlan
 from ftcli.plan.quantization import why_dequantized
@@ -19,8 +19,9 @@ _BUSY_SHARE = 0.9
 
 def check(context: Context, device: DeviceFacts, dtypes: DtypePlan) -> Findings:
     """FT275 parameters in bfloat16, FT501 dtype, FT504 memory in use by others, FT505 bfloat16 on a CPU, FT508
-    quantized products, FT509 paged optimizers.
+    quantized products, FT509 paged optimizers, FT516 more processes than this machine starts.
     """
+    yield from _processes(context, device)
     if dtypes.compute == "bfloat16" and not device.has_bfloat16:
         needed, found = capability_text(BFLOAT16_CAPABILITY), capability_text(device.capability or (0, 0))
         yield context.error(
@@ -153,6 +154,18 @@ def not_made(context: Context, device: DeviceFacts) -> list[NotMade]:
     if products is None or products.tried is None or device.probed or device.kind != "cuda":
         return []
     return [NotMade(f"products of {method} weights", "they are tried on the machine itself, before a run begins")]
+
+
+def _processes(context: Context, device: DeviceFacts) -> Findings:
+    """FT516 of `ftcli check` alone: what starts processes says it first, and torchrun may start them elsewhere."""
+    asked, most = context.recipe.launch.num_processes, most_processes(device.multiprocessors)
+    if context.command == "check" and device.probed and device.kind == "cpu" and asked > most:
+        yield context.error(
+            "FT516",
+            "launch.num_processes",
+            f"launch.num_processes {asked:,}: there is no GPU here, and {device.multiprocessors} CPU cores",
+            help="use at most as many processes as there are cores; or name the GPUs that are meant with --as",
+        )
 
 
 def _occupied(context: Context, device: DeviceFacts) -> Findings:

@@ -328,14 +328,17 @@ def _tokens(context: Context, facts: ModelFacts) -> Findings:
     if tokenizer is not None:
         yield from _tokenizer(context, facts, source)
     if facts.vocab_size is not None:
-        for token in (*facts.eos_token_ids, *(t for t in (facts.pad_token_id,) if t is not None and t >= 0)):
-            if token >= facts.vocab_size:
-                yield context.error(
-                    "FT325",
-                    "model.name_or_path",
-                    f"config.json names token id {token}, and the vocabulary has {facts.vocab_size}",
-                    help="correct eos_token_id and pad_token_id in config.json",
-                )
+        size, pad = facts.vocab_size, facts.pad_token_id
+        beyond = [token for token in facts.eos_token_ids if token >= size]
+        if pad is not None and not -size <= pad < size:  # -1 is the last row of torch's embedding
+            beyond.append(pad)
+        for token in beyond:
+            yield context.error(
+                "FT325",
+                "model.name_or_path",
+                f"config.json names token id {token}, and the vocabulary has {size}",
+                help="correct eos_token_id and pad_token_id in config.json",
+            )
 
 
 def _tokenizer(context: Context, facts: ModelFacts, path: str) -> Findings:

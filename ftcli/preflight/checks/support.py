@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 from collections.abc import Callable
 
 from ftcli.config.model import SUPPORTED_ATTENTION
 from ftcli.preflight.checks.context import Context, Findings, as_in_recipe
 from ftcli.tables import engines, exports, loggers, methods, quantizations
+from ftcli.tables.gguf import LLAMA_QUANTIZE, TYPES, WITHOUT_QUANTIZER
 
 Installed = Callable[[str], bool]
 
@@ -19,9 +21,12 @@ def is_installed(package: str) -> bool:
 
 
 def check(context: Context, installed: Installed = is_installed) -> Findings:
-    """Yields FT250 for what is not supported, FT252 for a repository's code, FT253 for packages that are missing."""
+    """Yields FT250 for what is not supported, FT252 for a repository's code, FT253 for packages that are missing, FT758
+    for programs.
+    """
     yield from _values(context)
     yield from _exports(context, installed)
+    yield from _programs(context)
     yield from _code(context)
     yield from _loggers(context, installed)
 
@@ -85,6 +90,16 @@ def _exports(context: Context, installed: Installed) -> Findings:
                 f"export.formats: {name} needs the package {row.package.name}, which is not installed",
                 help=f"pip install '{row.package.install}'",
             )
+
+
+def _programs(context: Context) -> Findings:
+    """FT758: `export`, which says it of this machine, would end at it, after training."""
+    export = context.recipe.export
+    types = exports.gguf_types(export.formats, export.gguf.types)
+    quants = [kind for kind in types if TYPES[kind].quantized_by is not None]
+    if quants and context.command != "export" and shutil.which(LLAMA_QUANTIZE) is None:
+        message = f"export.gguf.types: {quants[0]} is made by llama.cpp's {LLAMA_QUANTIZE}, which is not on the PATH"
+        yield context.note("FT758", "export.gguf.types", message, help=WITHOUT_QUANTIZER)
 
 
 def _code(context: Context) -> Findings:

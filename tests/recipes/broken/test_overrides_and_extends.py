@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,8 @@ SETS = [
     ("position outside", "data.train.1.path=b.jsonl", "FT131", "positions are 0 to 0"),
     ("word for a position", "data.train.first=b.jsonl", "FT131", "positions are 0 to 0"),
     ("extends", "extends=base.yaml", "FT132", "recipe file"),
+    ("grpo as a method of train", "train.method=grpo", "FT205", "GRPO is `ftcli grpo`, with the section `grpo`"),
+    ("reinforcement learning as a method", "train.method=RLHF", "FT205", "GRPO is `ftcli grpo`"),
     ("unclosed list", "data.train=[a", "FT110", "close it"),
     ("duplicate key", "lora={r: 1, r: 2}", "FT113", "keep one"),
     ("tag", "lora.r=!!int 3", "FT117", "remove"),
@@ -140,6 +143,13 @@ def test_a_base_that_no_path_leads_to(refused: Callable[..., object], name: str)
     Path("loop.yaml").symlink_to("loop.yaml")
     Path("r.yaml").write_text(f"extends: {name}\n")
     refused(["check", "r.yaml"], code="FT103", at=name, help="ls -l")
+
+
+@pytest.mark.parametrize("escape", ["\\0", "\\ud800"])
+def test_a_base_whose_name_no_file_can_have_is_one_error(refused: Callable[..., Any], escape: str) -> None:
+    Path("r.yaml").write_text(f'extends: "a{escape}b.yaml"\n')
+    outcome = refused(["check", "r.yaml"], code="FT120", at="r.yaml:1:10", help="remove it")
+    assert outcome.stderr.count("error[") == 1
 
 
 def test_a_base_in_the_home_folder(

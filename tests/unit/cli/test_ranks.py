@@ -80,6 +80,17 @@ def test_a_machine_without_gpus_takes_no_more_processes_than_cores(
     assert "--gpus 9: error[FT516]: launch.num_processes 9: there is no GPU here" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("gpus", "refused"), [("3", True), ("2", False)])
+def test_check_refuses_as_many_processes_as_train(
+    gpus: str, refused: bool, recipe: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("ftcli.facts.device.usable_cores", lambda: 1)
+    words = ["check", recipe, "--offline", "--gpus", gpus, "--set", "data.max_seq_len=64"]
+    main(words)
+    assert ("--gpus 3: error[FT516]: launch.num_processes 3" in capsys.readouterr().err) is refused
+    assert main([*words, "--as", "h100"]) == 0
+
+
 def test_the_gpus_that_are_visible_are_those_that_ranks_get(
     started: list[object], recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,7 @@ from ftcli.export.gguf.rotation import rotation_of
 from ftcli.export.gguf.verify import verify_file
 from ftcli.export.gguf.write import write_type
 from ftcli.export.writing import export_run
-from ftcli.gguf import ReadFile
+from ftcli.gguf import ReadFile, require_quantizer
 from ftcli.run.atomic import write_json
 from ftcli.tables.gguf import ARCHITECTURES, TYPES
 from tests.small_models import build
@@ -317,6 +317,9 @@ def test_llama_quantize_is_found_by_name(shared: ExpectedFile, tmp_path: Path, m
     with pytest.raises(FtcliError, match="not on the PATH") as caught:
         write_type(shared, tmp_path / "model.gguf", "q4_k_m")
     assert caught.value.findings[0].code == "FT758"
+    with pytest.raises(FtcliError, match="Q4_K_M is made by"):
+        require_quantizer(["q8_0", "q4_k_m"])
+    assert require_quantizer(["q8_0", "f16"]) == ""
     program = tmp_path / "llama-quantize"
     program.write_text("#!/bin/sh\n/bin/cp $1 $2\n")
     program.chmod(0o755)
@@ -326,6 +329,16 @@ def test_llama_quantize_is_found_by_name(shared: ExpectedFile, tmp_path: Path, m
     program.write_text("#!/bin/sh\necho no such type >&2\nexit 3\n")
     with pytest.raises(FtcliError, match=r"failed \(exit 3\): no such type"):
         write_type(shared, tmp_path / "other.gguf", "q4_k_m")
+
+
+def test_a_program_that_is_missing_is_said_before_anything_is_written(
+    tuned: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    heard = Heard()
+    with pytest.raises(FtcliError, match="Q4_K_M is made by"):
+        export(tuned, "q8_0", "q4_k_m", heard=heard, force=True)
+    assert not [line for line in heard.lines if "writing" in line]
 
 
 def test_a_full_fine_tune_is_written(tuned: Trained) -> None:

@@ -32,6 +32,7 @@ BILLIONS = {
     "Qwen/Qwen3-30B-A3B": 30.53,
     "Qwen/Qwen3.5-4B": 4.54,
     "Qwen/Qwen3.5-9B": 9.41,
+    "Qwen/Qwen3.5-35B-A3B": 35.11,
     "Qwen/Qwen3.5-27B": 27.36,
     "microsoft/bitnet-b1.58-2B-4T": 2.41,
     "microsoft/bitnet-b1.58-2B-4T-bf16": 2.41,
@@ -160,6 +161,7 @@ def test_windows(origins: Any) -> None:
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}}, 2048),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}, 512),
         ({"rope_scaling": None}, 512),
+        ({"max_position_embeddings": None, "n_positions": 256}, 256),
     ],
 )
 def test_rope_scaling_counts_into_positions(rope: Any, positions: int, folder: Any, origins: Any) -> None:
@@ -235,6 +237,8 @@ def test_an_unreachable_hub_is_noticed_at_once() -> None:
         ({**TINY, "rope_parameters": {"partial_rotary_factor": float("inf")}}, "FT305", "no part of a head"),
         ({**TINY, "rope_pct": float("nan")}, "FT305", "no part of a head"),
         ({**TINY, "hidden_size": 66}, "FT305", "not a multiple"),
+        ({**TINY, "n_positions": 0}, "FT305", "n_positions is 0"),
+        ({**TINY, "num_nextn_predict_layers": 2**31 - 1}, "FT305", "more than the 1,000 that can be"),
         ({**TINY, "model_type": "frobnicator"}, "FT309", "frobnicator"),
         ({**TINY, "model_type": "x" * 300}, "FT309", "xxx"),
         ({**TINY, "architectures": ["T5ForConditionalGeneration"]}, "FT309", "T5"),

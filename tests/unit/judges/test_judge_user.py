@@ -46,12 +46,16 @@ def judged(tmp_path: Path, body: str, head: str = "") -> list[float | None]:
             "a number that raised ZeroDivisionError",
         ),
         ("return [type('R', (), {'__repr__': lambda s: sys.exit(0)})(), 0]", "an object of type R"),
-        ("return [1.0]", "returned 1 values, a list of 2 numbers was expected"),
+        ("return [1.0]", "returned a list of 1 value, a list of 2 numbers was expected"),
+        ("return []", "returned a list of 0 values, a list of 2 numbers was expected"),
+        ("return [[1.0, 2.0]]", "returned a list of 1 value, 1 of which is a list, a list of 2 numbers was expected"),
+        ("return ([1.0], [2.0], 3.0)", "returned a tuple of 3 values, 2 of which are lists, a list of 2 numbers"),
+        ("return {'a': 1}", "returned dict, a list of 2 numbers was expected"),
         ("os.kill(os.getpid(), signal.SIGRTMIN + 3)", "was ended by the signal 37"),
         ("return [1, 1e13]", r"returned 10000000000000.0, where a number up to 1e12 in size .* for completion 2"),
         ("return [-3e38, 1]", r"returned -3e\+38, "),
         ("return numpy.ones((2, 1))", r"returned ndarray of shape \(2, 1\), a list of 2 numbers"),
-        ("return numpy.ones(3)", "returned 3 values"),
+        ("return numpy.ones(3)", r"returned ndarray of shape \(3,\), a list of 2 numbers"),
         ("return numpy.float64(1)", r"returned float64 of shape \(\)"),
         ("return numpy.array([1, numpy.nan])", "returned nan, "),
         ("return [numpy.ones(2), 1]", r"returned array\(\[1., 1.\]\), "),
@@ -95,6 +99,42 @@ def test_what_a_function_does_to_its_process_is_not_done_to_this_one(tmp_path: P
     assert judged(tmp_path, body) == [1.0, 2.0]
     assert Path.cwd() == here
     assert "FTCLI_MINE" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("body", "shown", "said"),
+    [
+        ("for n in range(5000): print(n, file=sys.stderr if n % 2 else sys.stdout)", 100, "4,900 more lines"),
+        ("print('x' * 10**6, end='')", 0, "1 more line"),
+        ("for n in range(200): print('y' * 999)", 16, "184 more lines"),
+        ("for n in range(100): print(n)", 100, ""),
+        ("os.write(2, b'half a mark ' + bytes(1) + b'ftcli-'); print()", 1, ""),
+        ("os.system('seq 150')", 100, "50 more lines"),
+    ],
+)
+def test_a_flood_of_prints_is_cut_and_counted(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], body: str, shown: int, said: str
+) -> None:
+    """Of each call, and on stderr: stdout may be a JSON document."""
+    judge = opened(tmp_path, f"{body}\n    return [1 for _ in completions]")
+    for _ in range(2):
+        assert judge.scores(CompletionBatch(["a"], ["p"])).values == [1.0]
+    del judge
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert len(err) < 2 * (1 << 14) + 1000
+    lines = err.splitlines()
+    told = [line for line in lines if line.startswith("... ")]
+    assert told == [f"... {said} that {tmp_path}/mine.py:score printed in this call"] * 2 * bool(said)
+    whole = [line for line in lines if line not in told and not line.startswith("x") and line != "y" * 384]
+    assert len(whole) == 2 * shown
+
+
+def test_what_a_call_printed_before_it_was_killed_is_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    judge = opened(tmp_path, "print('looking'); time.sleep(600)", timeout=0.5)
+    with pytest.raises(FtcliError, match=r"no answer within 0\.5 seconds"):
+        judge.scores(CompletionBatch(["a"], ["p"]))
+    assert capfd.readouterr().err.startswith("looking\n")
 
 
 def test_a_function_keeps_its_state_from_call_to_call(tmp_path: Path) -> None:

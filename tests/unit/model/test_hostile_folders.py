@@ -83,6 +83,14 @@ def test_values_of_which_no_model_can_be_drawn(folder: Path, monkeypatch: pytest
     assert (caught.value.exit_code, caught.value.findings[0].code) == (ExitCode.PREFLIGHT, "FT305")
 
 
+@pytest.mark.parametrize("init", ["random", "pretrained"])
+def test_a_pad_token_that_the_embedding_has_not_is_refused(folder: Path, init: str) -> None:
+    edit(folder / "config.json", pad_token_id=-(2**31))
+    with pytest.raises(FtcliError, match="Padding_idx must be within") as caught:
+        load(folder, QuantizationConfig(), init=init)
+    assert (caught.value.exit_code, caught.value.findings[0].code) == (ExitCode.PREFLIGHT, "FT305")
+
+
 @pytest.mark.parametrize("value", [True, ["x"]])
 @pytest.mark.parametrize("init", ["random", "pretrained"])
 def test_what_a_config_asks_for_beside_an_answer_is_left_out(

@@ -92,6 +92,14 @@ def test_layers_that_do_not_fit_each_other_are_the_configs_fault(heads: int, att
     assert (caught.value.findings[0].code, caught.value.exit_code) == ("FT305", 3)
 
 
+def test_layers_that_fail_in_other_words_without_memory_are_the_configs_fault() -> None:
+    """torch adds something about symbols there; the line of the model's code is the same."""
+    model = build("zamba2", mamba_headdim=-(2**31))
+    with pytest.raises(FtcliError, match="invalid shape dimension") as caught:
+        check_head(model, ids()[0].tolist(), PLAN, CPU)
+    assert caught.value.findings[0].code == "FT305"
+
+
 def test_a_layer_that_fails_by_itself_is_no_fault_of_the_config() -> None:
     model = build("llama")
     model.model.layers[1].mlp.down_proj.weight = torch.nn.Parameter(torch.zeros(3, 3))

@@ -60,6 +60,7 @@ def test_output_directory(context: Callable[..., Any], tmp_path: Path) -> None:
         tmp_path / "loop",
         tmp_path / "loop" / "a",
         tmp_path / "dangling",
+        tmp_path / "/".join("a" * 1000),
     ):
         assert [f.code for f in memory_and_disk.output_findings(context(""), impossible)] == ["FT613"], impossible
 

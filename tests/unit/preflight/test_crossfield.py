@@ -343,3 +343,22 @@ def test_grpo_shares_neither_the_model_nor_rows(launch: str, context: Callable[.
     assert any("not supported by GRPO" in message for message in said), said
     ready = context("data: {train: [d.jsonl]}\ngrpo: {}\nlaunch: {num_processes: 2}\n", command="grpo")
     assert [finding.code for finding in support.check(ready)] == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "codes"),
+    [
+        ("formats: [gguf], gguf: {types: [q8_0, q4_k_m]}", ["FT758"]),
+        ("formats: [ollama], gguf: {types: [q5_k_m]}", ["FT758"]),
+        ("formats: [ollama], gguf: {types: [q8_0, q5_k_m]}", []),
+        ("formats: [safetensors], gguf: {types: [q5_k_m]}", []),
+    ],
+)
+def test_a_program_that_export_will_lack_is_named_before_training(
+    settings: str, codes: list[str], context: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = list(support.check(context(f"lora: {{}}\nexport: {{{settings}}}\n"), installed=lambda _: True))
+    assert [(finding.code, finding.severity) for finding in found] == [(code, "note") for code in codes]
+    (tmp_path / "llama-quantize").touch(mode=0o755)
+    assert not list(support.check(context(f"lora: {{}}\nexport: {{{settings}}}\n"), installed=lambda _: True))

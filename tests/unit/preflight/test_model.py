@@ -195,6 +195,7 @@ def tokenizer(**described: Any) -> dict[str, Any]:
         ({"eos_token_id": [2, 500]}, {"eos_token": "</s>", "pad_token": "<pad>"}, [("FT325", "error")]),
         ({"pad_token_id": 384}, {"eos_token": "</s>", "pad_token": "<pad>"}, [("FT325", "error")]),
         ({"pad_token_id": -1}, {"eos_token": "</s>", "pad_token": "<pad>"}, []),
+        ({"pad_token_id": -(2**31)}, {"eos_token": "</s>", "pad_token": "<pad>"}, [("FT325", "error")]),
         ({"head_dim": 33}, {"eos_token": "</s>", "pad_token": "<pad>"}, [("FT319", "error")]),
     ],
 )

@@ -207,6 +207,16 @@ def test_the_first_signal_says_what_it_does_where_that_takes_a_while() -> None:
     assert said[0].startswith("SIGINT: stopping; training first finishes its step and writes a checkpoint.")
 
 
+def test_a_signal_after_the_end_changes_nothing_and_a_second_one_stops_what_is_still_written() -> None:
+    said: list[str] = []
+    with StopRequest(say=said.append) as stop:
+        stop.over()
+        send("SIGINT")
+        assert said == []
+        with pytest.raises(StopNow):
+            send("SIGINT")
+
+
 @pytest.mark.parametrize("signals", [1, 2])
 def test_a_command_without_checkpoints_promises_none(signals: int) -> None:
     def export() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import resource
 from typing import get_args
 
 import pytest
@@ -46,6 +47,14 @@ def test_memory_can_be_short_for_libraries_as_well(said: str, short: bool) -> No
     assert not is_out_of_memory(ImportError("No module named 'x'"))
     assert is_out_of_memory(RuntimeError(said)) is short
     assert not is_out_of_memory(ValueError(said))
+
+
+@pytest.mark.parametrize(("limit", "short"), [(1 << 30, True), (resource.RLIM_INFINITY, False)])
+def test_a_library_that_fails_without_a_word_has_too_little_under_a_limit(
+    limit: int, short: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+    assert is_out_of_memory(SystemError("error return without exception set")) is short
 
 
 def test_all_that_a_trainer_does_is_a_phase_of_the_estimate_or_has_none() -> None:

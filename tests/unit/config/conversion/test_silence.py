@@ -99,6 +99,9 @@ def item(text: str) -> str:
             "templates of their own",
         ),
         ("axolotl", "shuffle_merged_datasets: false\n", "`shuffle_merged_datasets`"),
+        ("axolotl", "datasets: [{path: a.jsonl, type: completion}]\n", "splits texts that are longer"),
+        ("axolotl", "plugins: [axolotl.integrations.kd.KDPlugin]\n", "`plugins`"),
+        ("axolotl", 'added_tokens_overrides: {128041: "<x>"}\n', "`added_tokens_overrides.128041`"),
         ("axolotl", "label_smoothing_factor: 0.1\n", "`label_smoothing_factor`"),
         ("axolotl", "eval_sequence_len: 32\n", "`eval_sequence_len`"),
         ("axolotl", "quantize_moe_experts: true\n", "`quantize_moe_experts`"),
@@ -333,6 +336,34 @@ def test_a_script_that_trains_prompts_becomes_a_recipe_that_does(made: Make) -> 
     assert (found.recipe.data.loss_on, train.learning_rate, train.optim) == ("all", 5e-5, "adamw_8bit")
     assert (train.per_device_train_batch_size, train.gradient_accumulation_steps) == (4, 2)
     assert "warmup_steps" not in found.text
+
+
+@pytest.mark.parametrize(
+    ("line", "part"),
+    [
+        ("rows = rows.map(by_prompt, batched=True)", "`map` makes other rows"),
+        ("rows = standardize(rows).shuffle(seed=1).select(range(9))", "`select` makes other rows"),
+        ("rows = concatenate_datasets([rows, rows])", "`concatenate_datasets` makes other rows"),
+        (
+            "SFTTrainer(model=m, args=SFTConfig(), formatting_func=lambda row: row['a'])",
+            "`formatting_func` makes other",
+        ),
+        ("tokenizer = get_chat_template(tokenizer, chat_template='llama-3.1')", "no template `llama-3.1`"),
+        ("tokenizer = get_chat_template(tokenizer, 'chatml')", "the template `chatml` is ftcli's"),
+        ("tokenizer = get_chat_template(tokenizer, chat_template=mine())", "`chat_template` is computed"),
+    ],
+)
+def test_rows_and_templates_that_a_script_makes_are_told(line: str, part: str, made: Make) -> None:
+    script = SCRIPT.format("SFTConfig()")
+    assert not [message for _, message, _ in made("x.py", script).warned if "other rows" in message]
+    found = made("x.py", f"{script}\n{line}\n")
+    assert any(part in message for _, message, _ in found.warned), found.said
+
+
+def test_plugins_that_compute_the_same_are_only_noted(made: Make) -> None:
+    found = converted(made, "axolotl", "plugins: [axolotl.integrations.liger.LigerPlugin]\n")
+    assert found.heard("FT160", "`plugins`")
+    assert not any("plugins" in message for _, message, _ in found.warned)
 
 
 def test_a_script_with_arguments_of_transformers_has_their_defaults(made: Make) -> None:
