@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from ftkernels.limits import why_no_decode_attention
+from ftkernels.limits import packed_rank, why_no_decode_attention
 
 from ftcli.facts.generation import (
     LOGIT_COPIES,
@@ -63,11 +63,18 @@ def _by_engine(plan: RunPlan, batch: Generation) -> GenerationBytes:
     prefill += made_once(plan, 1, tokens, padded=densely)
     logits = together * shape.vocab_size * (4 * LOGIT_COPIES + element)
     states = together * each.state_bytes // max(each.nets, 1)  # of a layer, on their way to their places
-    return GenerationBytes(cache_bytes(each, together, batch.seq_len), int(prefill) + logits + states, _copied(plan))
+    passing = int(prefill) + logits + states + _packed_experts(plan)
+    return GenerationBytes(cache_bytes(each, together, batch.seq_len), passing, _copied(plan))
+
+
+def _packed_experts(plan: RunPlan) -> int:
+    """Bytes of the adapters of experts as products take them: these stay beside the experts, merged copy or not."""
+    stacks = [each for each in plan.adapters if each.linear.experts > 1]
+    return plan.dtypes.compute_bytes * sum(packed_rank(x.rank) * x.elements // x.rank for x in stacks)
 
 
 def _copied(plan: RunPlan) -> int:
-    """Bytes of the weights that :mod:`ftcli.generation.merged` would copy."""
+    """Bytes of the weights that :mod:`ftcli.generation.merged` would copy: experts stay as they are."""
     recipe, shape, dtypes = plan.recipe, plan.shape, plan.dtypes
     stored = quantizations.row(recipe.quantization.method)
     if stored.products is not None:
@@ -75,7 +82,8 @@ def _copied(plan: RunPlan) -> int:
     every = stored.quantize is not None or dtypes.parameter_bytes != dtypes.compute_bytes
     if recipe.lora is None and not every:
         return 0
-    return dtypes.compute_bytes * shape.linear_parameters
+    experts = sum(stack.elements for layer in shape.layers for stack in layer.stacks)
+    return dtypes.compute_bytes * (shape.linear_parameters - experts)
 
 
 def _by_transformers(plan: RunPlan, batch: Generation) -> GenerationBytes:
