@@ -1333,15 +1333,15 @@ EXPERTS = (
     _m(
         "stacks: merged with the weights of before",
         "ftcli/export/weights.py",
-        "_quantized_stacks(model) if quantizes_stacks(settings) else frozenset()",
+        "_stacks_of(model) if packs else frozenset[str]()",
         "frozenset[str]()",
         "unit/export/test_merge.py::test_experts_in_nf4_are_merged_as_they_were_trained_and_written_one_by_one",
     ),
     _m(
         "self-check: weights without a gradient where tokens are sent back",
         "ftcli/model/selfcheck.py",
-        "before if others is None else others",
-        "before",
+        "weights.gather(-1, place), self._first",
+        "weights.detach().gather(-1, place), self._first",
         _PATCHED + "self_check_sends_tokens_where_they_went_before",
     ),
     _m(
