@@ -1338,11 +1338,11 @@ EXPERTS = (
         "unit/export/test_merge.py::test_experts_in_nf4_are_merged_as_they_were_trained_and_written_one_by_one",
     ),
     _m(
-        "self-check: weights without a gradient where tokens are sent back",
+        "self-check: weights of routers without a gradient",
         "ftcli/model/selfcheck.py",
         "weights.gather(-1, place), self._first",
         "weights.detach().gather(-1, place), self._first",
-        _PATCHED + "self_check_sends_tokens_where_they_went_before",
+        _PATCHED + "self_check_finds_a_wrong_gradient_of_the_routers_weights",
     ),
     _m(
         "lora.experts is not looked at",

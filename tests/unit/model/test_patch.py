@@ -513,6 +513,19 @@ def test_self_check_still_finds_a_wrong_gradient_of_experts(wrong: str, monkeypa
         self_check(model, patch(model, "reference"), "reference", batch(), PLAN)
 
 
+def test_self_check_finds_a_wrong_gradient_of_the_routers_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = adapted("qwen3_moe")
+    right = ftkernels.experts.unit_backward
+
+    def half(*args: Any, **options: Any) -> Any:
+        found = right(*args, **options)
+        return found._replace(weights=0.5 * found.weights)
+
+    monkeypatch.setattr("ftkernels.experts.unit_backward", half)
+    with pytest.raises(FtcliError, match="FT704"):
+        self_check(model, patch(model, "reference"), "reference", batch(), PLAN)
+
+
 def test_self_check_finds_tokens_that_go_to_wrong_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     model = adapted("qwen3_moe")
     op = lora_experts
