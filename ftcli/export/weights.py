@@ -37,6 +37,7 @@ from ftcli.export.source import (
     unwritten,
 )
 from ftcli.export.tensorfile import DTYPES, TensorEntry, TensorFile, finite_tensors
+from ftcli.facts.shape import shape_of
 from ftcli.model.load import config_of
 from ftcli.model.load_quantized import require_ignorable
 from ftcli.model.pretrained import hollow, weight_files
@@ -155,7 +156,9 @@ def base_in_training(source: ExportSource, config: PretrainedConfig, model: PreT
     raw: JsonMap = config.to_dict()
     settings, original = source.quantization, source.settings.base == "original"
     method = stored_method(raw)
-    stacks = _quantized_stacks(model) if quantizes_stacks(settings) else frozenset()
+    shape = shape_of(raw)
+    packs = quantizes_stacks(settings) and shape is not None and shape.has_experts  # as ftcli.model.load
+    stacks = _stacks_of(model) if packs else frozenset[str]()
     if quantizations.row(settings.method).quantize is None and method is not None:
         settings = QuantizationConfig(method=method)  # an adapter in any folder, of which no recipe is known
     if quantizations.row(settings.method).quantize is None:
@@ -176,8 +179,8 @@ def base_in_training(source: ExportSource, config: PretrainedConfig, model: PreT
     return BaseInTraining(settings, getattr(torch, source.compute), linears, reader, stacks)
 
 
-def _quantized_stacks(model: PreTrainedModel) -> frozenset[str]:
-    """Names of the stacks of experts that a method quantizes which quantizes any."""
+def _stacks_of(model: PreTrainedModel) -> frozenset[str]:
+    """Names of all stacks of experts."""
     return frozenset(name for name, p in model.named_parameters() if is_stack(name.rpartition(".")[2], p))
 
 

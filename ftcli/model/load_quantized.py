@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ftcli.config.model import QuantizationConfig
-from ftcli.errors import ExitCode, FtcliError, first_line
+from ftcli.errors import FtcliError, first_line
 from ftcli.facts.weights import inspect_weights
 from ftcli.gguf import ReadFile, from_file, heads_of, names_of, require_gguf_package
 from ftcli.model.backbone import decoder_layers
@@ -43,8 +43,7 @@ from ftcli.model.quantized import (
 )
 from ftcli.model.renaming import Renaming
 from ftcli.model.stacks import is_stack, quantized_stack, quantizes_stacks
-from ftcli.plan.execution import PACKED_EXPERTS
-from ftcli.tables import code_of, engines, quantizations
+from ftcli.tables import code_of, quantizations
 from ftcli.tables.gguf import architecture_of
 
 if TYPE_CHECKING:
@@ -85,9 +84,7 @@ class ModelStorage:
 
     def takes_stack(self, name: str, weight: Tensor) -> bool:
         """True if a parameter is a stack of experts that is held quantized."""
-        leaf = name.rpartition(".")[2]
-        wanted = self.stacks and quantizes_stacks(self.settings)
-        return wanted and is_stack(leaf, weight)
+        return self.stacks and quantizes_stacks(self.settings) and is_stack(name.rpartition(".")[2], weight)
 
     def stack(self, weight: Tensor, name: str) -> nn.Parameter:
         """A stack of full precision as it is held: quantized, or the numbers that this stands for."""
@@ -113,7 +110,6 @@ class ModelStorage:
 def random_quantized(config: PretrainedConfig, holding: ModelStorage, attention: str, seed: int) -> PreTrainedModel:
     """A model of random weights, each drawn on ``device``: on one kind of device a seed gives the same weights."""
     model = _hollow(config, holding.dtype, attention)
-    _require_shardable(model, holding)
     compute_buffers(model, holding.device)
     torch.manual_seed(seed)
     shared: dict[nn.Parameter, nn.Parameter] = {}
@@ -146,19 +142,6 @@ def _quantize_stacks(
                 del shared[key]
 
 
-def _require_shardable(model: PreTrainedModel, holding: ModelStorage) -> None:
-    """Raises FtcliError FT518 (exit 3) for packed stacks of experts of which each rank would hold a shard."""
-    stacks = [name for name, p in model.named_parameters() if holding.takes_stack(name, p)]
-    if holding.shards is not None and stacks:
-        raise FtcliError.single(
-            "FT518",
-            f"launch.engine: fsdp does not go with {stacks[0]}: quantization.method: {holding.settings.method} "
-            f"{PACKED_EXPERTS}",
-            exit_code=ExitCode.PREFLIGHT,
-            help=f"use launch.engine: {engines.by_auto(shards=False)} where the model fits each GPU",
-        )
-
-
 def keep_shards_of(model: PreTrainedModel, name: str, holding: ModelStorage) -> None:
     """Keeps only this rank's shard of the decoder layer around ``name``, once the whole layer is loaded.
 
@@ -187,7 +170,6 @@ def load_quantized(
     gguf = _gguf_of(source, holding.settings)
     stored_quantized = gguf is None and stores_packed(raw, holding.settings)
     model = _hollow(config, holding.dtype, attention)
-    _require_shardable(model, holding)
     compute_buffers(model, holding.device)
     renaming = Renaming(model)
     quantizes = quantizations.row(holding.settings.method).quantize is not None

@@ -44,8 +44,6 @@ TRAINED_WHOLE = "a linear layer that lora.modules_to_save names is trained whole
 
 #: Why experts are computed by transformers' code in full fine-tuning.
 EXPERTS_WHOLE = "experts are trained whole, which the kernels have no gradients for"
-#: Why weights are not sharded, after the name of the method that packs them.
-PACKED_EXPERTS = "packs the experts of a layer together, which is not sharded"
 
 #: transformers' names of the activations that the gated unit's kernels have, and the kernels' own.
 ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
@@ -549,7 +547,7 @@ def _stored_whole(name: str, facts: ModelFacts) -> str | None:
     if method.training is not None:
         return f"quantization.method: {name} rounds whole matrices"
     if method.quantize_stack is not None and facts.shape is not None and facts.shape.has_experts:
-        return f"quantization.method: {name} {PACKED_EXPERTS}"
+        return f"quantization.method: {name} packs the experts of a layer together, which is not sharded"
     return None
 
 

@@ -91,6 +91,8 @@ class _Tile:
 _PRODUCT = {128: _Tile(256, 64, 8, 4), 64: _Tile(128, 64, 4, 3), 16: _Tile(64, 128, 4, 4)}
 _UNIT = {128: _Tile(128, 64, 8, 4), 64: _Tile(64, 64, 4, 3), 16: _Tile(32, 128, 4, 4)}
 _SMALL = _Tile(32, 32, 4, 1)
+#: GPUs with less shared memory for a program are older than Hopper, or smaller.
+_WIDE_TILES = 200 * 1024
 _INTERPRETED_ROWS = 16
 
 
@@ -166,6 +168,8 @@ def _tile_of(table: Mapping[int, _Tile], groups: Groups, dtype: torch.dtype, mat
     tile = table[groups.rows_a_tile]
     if dtype.itemsize > 2:
         return _Tile(max(tile.columns // 4, 16), 32, tile.warps, 1)
+    if groups.shared < _WIDE_TILES and groups.rows_a_tile >= 64:  # and operands come from registers there
+        tile = _Tile(tile.columns // 2, 32, tile.warps, 4)
     while (
         tile.stages > 1
         and tile.stages * tile.depth * (groups.rows_a_tile + matrices * tile.columns) * 2 > groups.shared

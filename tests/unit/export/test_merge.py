@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterable
@@ -254,6 +255,18 @@ def test_experts_in_nf4_are_merged_as_they_were_trained_and_written_one_by_one(m
     assert distance(unquantized, wanted) > 1e-3
     for name, tensor in stored(exported(trained_again(made, "plain")).path).items():
         assert ".experts." not in name or not torch.equal(tensor, stored(result.path)[name]), name
+
+
+@pytest.mark.parametrize("model_type", [pytest.param("deepseek_v3", marks=pytest.mark.long), "gpt_oss"])
+def test_experts_that_nf4_leaves_alone_are_merged_as_they_are(model_type: str, tmp_path: Path) -> None:
+    """Those of families whose experts are not on the kernels."""
+    made = run_of(model_type, tmp_path)
+    made.run.manifest_path.write_text(json.dumps({"dtype_plan": {"compute": "float32"}}))
+    plain, packed = stored(exported(trained_again(made, "plain")).path), stored(on_nf4(made, "packed").path)
+    experts = [name for name in plain if re.search(r"\.experts\..*_proj(\.weight)?$", name)]
+    assert experts
+    assert all(torch.equal(plain[name], packed[name]) for name in experts)
+    assert any(not torch.equal(plain[name], packed[name]) for name in plain)
 
 
 @pytest.mark.parametrize("method", ["nf4", "fp8"])

@@ -288,6 +288,17 @@ def test_disabled_adapters_give_the_base_model(name: str) -> None:
         assert (model(input_ids=ids, use_cache=False).logits - base).norm() > 1e-2 * base.norm()
 
 
+def test_merged_adapters_of_experts_count_once() -> None:
+    model, ids = adapted("qwen3_moe"), batch()["input_ids"]
+    applied = patch(model, "reference")
+    with torch.no_grad():
+        before = model(input_ids=ids, use_cache=False).logits
+        applied.undo()
+        model.merge_adapter()
+        patch(model, "reference")
+        torch.testing.assert_close(model(input_ids=ids, use_cache=False).logits, before, rtol=1e-4, atol=1e-5)
+
+
 def test_gradient_checkpointing_gives_the_same_gradients() -> None:
     model = adapted("gemma2")
     patch(model, "reference")
@@ -515,6 +526,19 @@ def test_self_check_still_finds_a_wrong_gradient_of_experts(wrong: str, monkeypa
     monkeypatch.setattr(f"ftkernels.experts.{wrong}", lambda grad, stack: 1.01 * right(grad, stack))
     said = rf"FT704.*gradient of mlp\.experts\..*lora_{wrong[-1].upper()}\.default\.weight by 0\.01"
     with pytest.raises(FtcliError, match=said):
+        self_check(model, patch(model, "reference"), "reference", batch(), PLAN)
+
+
+def test_self_check_finds_a_wrong_gradient_of_the_routers_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = adapted("qwen3_moe")
+    right = ftkernels.experts.unit_backward
+
+    def half(*args: Any, **options: Any) -> Any:
+        found = right(*args, **options)
+        return found._replace(weights=0.5 * found.weights)
+
+    monkeypatch.setattr("ftkernels.experts.unit_backward", half)
+    with pytest.raises(FtcliError, match="FT704"):
         self_check(model, patch(model, "reference"), "reference", batch(), PLAN)
 
 

@@ -83,6 +83,10 @@ def test_what_moves_or_copies_it_keeps_it_packed() -> None:
     assert copied.packed.data.data_ptr() != stack.packed.data.data_ptr()
     assert same(copied, stack)
     assert (copied.stack_name, copied.requires_grad) == (NAME, False)
+    cloned = stack.clone()
+    assert isinstance(cloned, QuantizedStack)
+    assert cloned.packed.data.data_ptr() != stack.packed.data.data_ptr()
+    assert same(cloned, stack)
     for one in (stack.detach(), stack.data, model.state_dict()["gate_up_proj"], stack.to("cpu")):
         assert isinstance(one, QuantizedStack)
         assert one.packed.data.data_ptr() == stack.packed.data.data_ptr()

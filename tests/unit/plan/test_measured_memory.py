@@ -7,6 +7,7 @@ that were there before it, are what the estimate calls allocated.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -125,6 +126,8 @@ def test_sizes_are_those_of_the_model(lora: str, load: Load, tmp_path: Path) -> 
     assert measured.trained.elements == sum(p.numel() for p in adapted.parameters() if p.requires_grad)
     listed = sum(matrix.elements * matrix.count for matrix in measured.trained.matrices)
     assert listed == measured.trained.elements
+    found = Counter(p.shape for p in adapted.parameters() if p.requires_grad)
+    assert {torch.Size((m.rows, m.columns)): m.count for m in measured.trained.matrices} == found
 
 
 @pytest.mark.parametrize(("model_type", "layers"), [("mixtral", 5000), ("rwkv", 0), ("rwkv", -1)])
