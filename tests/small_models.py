@@ -130,13 +130,6 @@ TEXT: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**_LATENT, **_ROUTED},
     "exaone4": {**_HEADS, "sliding_window": 16},
     "ernie4_5": {**_HEADS},
-    "ernie4_5_moe": {
-        "moe_num_experts": 4,
-        "moe_k": 2,
-        "moe_intermediate_size": 24,
-        "moe_num_shared_experts": 2,
-        "num_hidden_layers": 3,
-    },
     "hunyuan_v1_dense": {**_HEADS},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm3": {**_HEADS, "sliding_window": 16, "tie_word_embeddings": True, "num_hidden_layers": 4},

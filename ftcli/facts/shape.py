@@ -501,7 +501,7 @@ class _Mixture(NamedTuple):
         elif experts.shared_count is not None:
             shared = width * _at_least(config, experts.shared_count, 0)
         gate = hidden if experts.shared_gate is not None else 0
-        return cls(stacks, shared, count * (hidden + experts.router_elements) + gate)
+        return cls(stacks, shared, count * hidden + gate)
 
 
 def _sparse(config: Config, family: Family, count: int) -> tuple[bool, ...]:
@@ -520,11 +520,6 @@ def _sparse(config: Config, family: Family, count: int) -> tuple[bool, ...]:
     if experts.dense == "first":
         first = _at_least(config, "first_k_dense_replace", 1)
         return tuple(at >= first for at in range(count))
-    if experts.dense == "interval":
-        start, end = _at_least(config, "moe_layer_start_index", 1), config.get("moe_layer_end_index")
-        last = end if isinstance(end, int) and end >= 0 else _whole(config, "num_hidden_layers") - 1
-        step = _whole(config, "moe_layer_interval", 1)
-        return tuple((at + 1) % step == 0 and start <= at <= last for at in range(count))
     dense, step = config.get("mlp_only_layers"), _whole(config, "decoder_sparse_step", 1)
     left = dense if isinstance(dense, list) else []
     return tuple(at not in left and (at + 1) % step == 0 for at in range(count))

@@ -94,10 +94,9 @@ class Experts:
             and of the features of each.
         shared_width, shared_count: Those of the features of the shared expert, or of how many times it is as wide as
             one of the others.
-        router_elements: Parameters of the router for each expert, beside a row of its matrix.
         dense: Which layers have one MLP instead: those that the config lists in ``mlp_only_layers`` and those that
-            ``decoder_sparse_step`` leaves out (``listed``), by ``mlp_layer_types``, the ``first_k_dense_replace`` first
-            ones, or those outside of ``moe_layer_start_index``, ``end_index`` and ``interval`` (``interval``).
+            ``decoder_sparse_step`` leaves out (``listed``), by ``mlp_layer_types``, or the ``first_k_dense_replace``
+            first ones (``first``).
     """
 
     block: str = "mlp"
@@ -109,8 +108,7 @@ class Experts:
     width: str = "moe_intermediate_size"
     shared_width: str | None = None
     shared_count: str | None = None
-    router_elements: int = 0
-    dense: Literal["none", "listed", "mlp_layer_types", "first", "interval"] = "none"
+    dense: Literal["none", "listed", "mlp_layer_types", "first"] = "none"
 
     @property
     def stacks(self) -> tuple[str, str]:
@@ -370,20 +368,6 @@ TABLE: Mapping[str, Family] = MappingProxyType(
             rotary_share=0.5,
             not_with=("use_qk_norm",),
             defaults=(("n_shared_experts", 1), ("first_k_dense_replace", 1), *_sizes(128, 8, 1408)),
-        ),
-        "ernie4_5_moe": Family(
-            experts=Experts(
-                shared="shared_experts",
-                count=("moe_num_experts", "num_experts", "num_local_experts"),
-                used="moe_k",
-                shared_count="moe_num_shared_experts",
-                router_elements=1,
-                dense="interval",
-            ),
-            not_with=("use_bias",),
-            tied=True,
-            rotary="pairs",
-            defaults=(("moe_k", 6), ("moe_num_shared_experts", 2), *_sizes(64, 6, 1536)),
         ),
         "mixtral": Family(
             experts=Experts(width="intermediate_size"),

@@ -22,7 +22,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
 ON_KERNELS = (
     *(name for name, family in TABLE.items() if family.kernels == "layers" and name in small_models.TEXT),
-    "gemma3", "mistral3", "muse_glimmer", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl_moe",
+    "gemma3", "mistral3", "muse_glimmer", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe",
+    "qwen3_vl_moe",
 )  # fmt: skip
 OTHERS = ("gemma4", "gpt_oss", "glm4_moe_lite", "deepseek_v3", "mamba2", "bloom", "gpt2")
 OF_HEADS = ("head_dim", "query_pre_attn_scalar", "linear_value_head_dim")

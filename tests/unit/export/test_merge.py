@@ -33,7 +33,7 @@ from ftcli.run.directory import RunDirectory
 from ftcli.run.signals import StopRequested, stoppable
 from ftcli.tables import families
 from tests.quantized import load, packed_state
-from tests.small_models import MULTIMODAL, build
+from tests.small_models import MULTIMODAL, TEXT, build
 from tests.unit.export.conftest import Heard, Trained, tokenizer, write_run
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT's and transformers' remarks on some families
@@ -44,7 +44,7 @@ IDS = torch.tensor([[2, 100, 101, 102, 50, 60, 70, 4], [2, 3, 30, 31, 32, 33, 34
 FAMILIES = ("mixtral", "phi3", "gpt2", "jamba", "gemma3")
 MORE = ("gpt_oss", "gpt_neox", "deepseek_v3", "qwen3_next")
 #: Those whose experts are on the kernels.
-SPARSE = tuple(name for name, row in families.TABLE.items() if row.experts is not None)
+SPARSE = tuple(name for name, row in families.TABLE.items() if row.experts is not None and name in TEXT)
 #: Where not all linear layers are adapted: a mixer reads some of its weights past the adapter; a tower stays frozen.
 TARGETS = {"jamba": ["q_proj", "v_proj", "in_proj", "out_proj"], "gemma3": r".*language_model.*_proj"}
 

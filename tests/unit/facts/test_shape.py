@@ -48,7 +48,6 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     ],
     "qwen2_moe": [{"decoder_sparse_step": 3, "qkv_bias": False}],
     "glm4_moe": [{"first_k_dense_replace": 3, "n_shared_experts": 2, "attention_bias": True, "head_dim": 24}],
-    "ernie4_5_moe": [{"moe_layer_interval": 2, "moe_layer_start_index": 2, "moe_layer_end_index": 6}],
     "mixtral": [{"num_local_experts": 6, "sliding_window": 8}],
     "olmoe": [{"norm_topk_prob": True, "attention_bias": True}],
     "mellum": [

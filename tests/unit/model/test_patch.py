@@ -127,10 +127,6 @@ CONFIGS: dict[str, Any] = {
             "topk_group": 2,
         },
     ),
-    "ernie4_5_moe": (
-        transformers.Ernie4_5_MoeConfig,
-        {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 32},
-    ),
     "qwen3_5_moe_text": (
         transformers.Qwen3_5MoeTextConfig,
         {

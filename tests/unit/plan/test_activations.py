@@ -70,13 +70,6 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 80,
         "first_k_dense_replace": 0,
     },
-    "ernie4_5_moe": {
-        "moe_num_experts": 6,
-        "moe_k": 3,
-        "moe_intermediate_size": 80,
-        "moe_layer_start_index": 0,
-        "hidden_size": 64,
-    },
 }
 #: Kinds of layers of one family, of which a model of one kind is measured.
 LAYERS = dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), ("linear_attention", "full_attention"))

@@ -57,14 +57,6 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 #: transformers' names of layers with a window and without.
 CHANGES: dict[str, dict[str, Any]] = {
     "bitnet": {"head_dim": 8},
-    "ernie4_5_moe": {
-        "moe_num_experts": 4,
-        "moe_layer_start_index": 0,
-        "moe_k": 2,
-        "moe_intermediate_size": 24,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-    },
     "glm4_moe": {
         "n_routed_experts": 4,
         "num_experts_per_tok": 2,
