@@ -197,7 +197,7 @@ def _changes_that_may_fit(plan: RunPlan) -> Iterator[Settings]:
         yield quantized
         yield {**quantized, **least}
         yield from ({**quantized, **least, **length} for length in shorter(plan))
-    if any(each.linear.experts > 1 for each in plan.adapters):
+    if plan.described is not None and any(each.linear.experts > 1 for each in plan.adapters):
         fewer = {**quantized, "lora.experts": False}
         yield fewer
         yield {**fewer, **least}

@@ -98,7 +98,7 @@ def test_a_users_function_is_called_as_rewards_are(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("body", "words"), [
     ("1 / 0", "raised ZeroDivisionError"),
-    ("return [1.0]", "1 values, a list of 2 numbers was expected"),
+    ("return [1.0]", "a list of 1 value, a list of 2 numbers was expected"),
     ("return 1.0", "returned float, a list of 2"),
     ("return [1.0, float('nan')]", "for completion 2 to tasks.jsonl:2: 'b'"),
     ("return ['yes', 1]", "returned 'yes'"),

@@ -67,7 +67,7 @@ def test_user_function_gets_columns_and_args(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ("def score(**kw): return [1.0]", "returned 1 values, a list of 2"),
+        ("def score(**kw): return [1.0]", "returned a list of 1 value, a list of 2"),
         ("def score(**kw): return 1.0", "returned float"),
         ("def score(**kw): return [1.0, float('nan')]", "for completion 2"),
         ("def score(**kw): return ['1', 1]", "for completion 1"),
