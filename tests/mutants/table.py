@@ -1284,7 +1284,7 @@ EXPERTS = (
     _m(
         "experts: the shared expert without its gate",
         _MIXTURE,
-        "own = torch.sigmoid(block.get_submodule(described.shared[1])(x)) * own",
+        "own = torch.sigmoid(block.get_submodule(described.shared_gate)(x)) * own",
         "own = own * 1.0",
         _PATCHED + "loss_gradients_names_generation_and_undo",
     ),
