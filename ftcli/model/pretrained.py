@@ -34,8 +34,9 @@ IMPOSSIBLE = (
     AssertionError,  # of torch's embedding, for a pad token outside of it
 )
 
-#: What a config.json may ask for beside a model's answer. Nothing here reads it, it takes memory, and SDPA has none.
-ANSWER_ALONE = MappingProxyType({"output_attentions": False, "output_hidden_states": False})
+#: What a config.json may ask for beside a model's answer, or in its place: nothing here reads it, it takes memory, and
+#: SDPA has none; and without names the answer is a tuple.
+ANSWER_ALONE = MappingProxyType({"output_attentions": False, "output_hidden_states": False, "return_dict": True})
 
 
 def model_class(config: PretrainedConfig) -> Any:

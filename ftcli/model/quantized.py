@@ -445,7 +445,7 @@ def layers_to_quantize(model: PreTrainedModel) -> frozenset[str]:
     if not found:
         raise FtcliError.single(
             "FT336",
-            f"a {type(model).__name__} has no linear layers that could be stored quantized",
+            f"quantization.method: a {type(model).__name__} has no linear layers that could be stored quantized",
             exit_code=ExitCode.PREFLIGHT,
             help="remove the section quantization",
         )

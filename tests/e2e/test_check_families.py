@@ -147,3 +147,4 @@ def test_a_quantized_base_without_linear_layers_is_refused_before_training(model
         assert status == 0
     else:
         assert (status, document["findings"][-1]["code"]) == (3, "FT336")
+        assert "quantization.method" in document["findings"][-1]["message"]

@@ -96,8 +96,10 @@ def test_a_pad_token_that_the_embedding_has_not_is_refused(folder: Path, init: s
 def test_what_a_config_asks_for_beside_an_answer_is_left_out(
     folder: Path, init: str, value: Any, tmp_path: Path
 ) -> None:
-    """SDPA has no probabilities of attention: such a model failed when it generated, or when it was saved."""
-    edit(folder / "config.json", output_attentions=value, output_hidden_states=value)
+    """SDPA has no probabilities of attention: such a model failed when it generated, or when it was saved. An answer
+    without names (``return_dict``) was a tuple, and FT190.
+    """
+    edit(folder / "config.json", output_attentions=value, output_hidden_states=value, return_dict=False)
     model = load(folder, QuantizationConfig(), init=init)
     with torch.no_grad():
         found = model(input_ids=torch.zeros((1, 3), dtype=torch.long))
