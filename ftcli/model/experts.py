@@ -98,7 +98,7 @@ def _stack(base: Any, name: str, wrappers: dict[str, ParamWrapper]) -> ExpertSta
     return ExpertStack(weight, count, a, b, float(wrapper.scaling[adapter]))
 
 
-def why_not_experts(block: nn.Module, described: Experts) -> str | None:
+def why_not_experts(block: nn.Module) -> str | None:
     """The reason why the kernels cannot take a layer's experts, as one clause; None if they can."""
     experts = getattr(block, "experts", None)
     base = base_experts(experts)

@@ -322,8 +322,8 @@ def _random_adapters(model: Model) -> Iterator[None]:
 def _same_routing(model: Model) -> Iterator[None]:
     """A block in which tokens go to the experts that they went to in the first pass.
 
-    A router's input that is rounded otherwise sends a few tokens elsewhere, where scores are nearly equal: 4 of 100 in
-    bfloat16 with 8 of 128 random experts. That would be taken for a wrong gradient.
+    A router's input that is rounded otherwise sends a few tokens elsewhere, where scores are nearly equal, which would
+    be taken for a wrong gradient.
     """
     family = family_of(base_of(model).config.get_text_config().model_type)
     experts = None if family is None else family.experts

@@ -229,11 +229,10 @@ class _Spec:
 
 
 class _Formed(NamedTuple):
-    """The first layer: x (T, H), [g | u] (M, 2F) or None, h (M, F) or None, x @ A1.T (M, R), its weight and packs."""
+    """The first layer: [g | u] (M, 2F), None where it is not kept, h (M, F), and x @ A1.T (M, R) or None."""
 
-    x: Tensor
     both: Tensor | None
-    h: Tensor | None
+    h: Tensor
     xa: Tensor | None
 
 
@@ -242,7 +241,7 @@ def _first(spec: _Spec, x: Tensor, packs: ExpertPacks | None, *, keep: bool) -> 
     low = None if packs is None or xa is None else Low(xa, packs.b)
     weight = spec.gate_up.dense(spec.dtype)
     both, h = grouped_unit(x, weight, spec.groups, spec.activation, low=low, keep=keep)
-    return _Formed(x, both, h, xa)
+    return _Formed(both, h, xa)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -260,7 +259,6 @@ class _Experts(torch.autograd.Function):
             keep = spec.early is None and any(ctx.needs_input_grad)
             formed = _first(spec, flat, _packs(spec.gate_up, spec.dtype), keep=keep)
             second = _packs(spec.down, spec.dtype)
-            assert formed.h is not None
             ha = None if second is None else grouped_thin(formed.h, second.a, groups)
             low = None if second is None or ha is None else Low(ha, second.b)
             y = grouped_product(formed.h, spec.down.dense(spec.dtype), groups, low=low)
