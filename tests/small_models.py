@@ -15,7 +15,7 @@ import pytest
 KINDS = (
     "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "bitnet", "phi3", "ministral3", "smollm3",
     "olmo3", "granite", "cohere2", "glm4", "starcoder2", "hunyuan_v1_dense", "gemma3", "qwen3_5_text", "qwen3_5",
-    "qwen3_moe",
+    "qwen3_moe", "gemma4_text", "gemma4",
 )  # fmt: skip
 
 
@@ -66,6 +66,18 @@ _DELTA: dict[str, Any] = {
     "linear_value_head_dim": 8,
 }
 
+_GEMMA4: dict[str, Any] = {
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "sliding_window": 16,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "final_logit_softcapping": 30.0,
+    "tie_word_embeddings": True,
+}
+#: What Gemma-4's smaller models have in each layer.
+_OF_EACH_LAYER: dict[str, Any] = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY}
+
 #: Ministral-3's factor of queries, which of 256 positions the later ones have.
 SCALED_BY_POSITION: dict[str, Any] = {
     "rope_type": "yarn",
@@ -89,6 +101,8 @@ TEXT: dict[str, dict[str, Any]] = {
     "gemma": {**_HEADS, "tie_word_embeddings": True},
     "gemma2": {**_HEADS, "tie_word_embeddings": True, "sliding_window": 16, "query_pre_attn_scalar": 8},
     "gemma3_text": {**_HEADS, "tie_word_embeddings": True, "sliding_window": 16, "query_pre_attn_scalar": 8},
+    "gemma4_text": {**_GEMMA4, **_OF_EACH_LAYER, "num_kv_shared_layers": 3, "use_double_wide_mlp": True},
+    "gemma4_unified_text": {**_GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
     "gpt_oss": {**_HEADS, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16},
     "phi": {"num_key_value_heads": 4},
     "phi3": {"sliding_window": 16},
@@ -215,6 +229,8 @@ _QWEN_VISION: dict[str, Any] = {
 }
 _MROPE = {"rope_type": "default", "type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
 
+_NO_SOUND: dict[str, Any] = {"video_token_id": 262, "audio_token_id": 263, "boa_token_id": 258, "eoa_token_index": 257}
+
 #: Checkpoints that also take images: text config, vision config, and what stands beside them.
 MULTIMODAL: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "gemma3": (
@@ -255,9 +271,14 @@ MULTIMODAL: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"image_token_id": 259, "video_token_id": 260},
     ),
     "gemma4": (
-        {**_HEADS, "tie_word_embeddings": True, "sliding_window": 16, "hidden_size_per_layer_input": 8},
-        {**_VISION},
-        {"image_token_id": 259, "boi_token_id": 260, "eoi_token_id": 261},
+        {**_GEMMA4, **_OF_EACH_LAYER, "num_kv_shared_layers": 3},
+        {**_VISION, "head_dim": 8, "num_key_value_heads": 2, "position_embedding_size": 16},
+        {"image_token_id": 259, "boi_token_id": 260, "eoi_token_id": 261, **_NO_SOUND},
+    ),
+    "gemma4_unified": (
+        {**_GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+        {"mm_embed_dim": 16, "patch_size": 4, "mm_posemb_size": 8, "output_proj_dims": 16},
+        {"image_token_id": 259, "boi_token_id": 260, "eoi_token_id": 261, **_NO_SOUND},
     ),
 }
 
@@ -367,6 +388,11 @@ def build(model_type: str, *, seed: int = 0, **change: Any) -> Any:
         for name, parameter in model.named_parameters():
             if name.endswith("linear_attn.A_log"):  # as they are drawn, hardly a state outlives the next token
                 parameter.sub_(4.0)
+            if model_type.startswith("gemma4"):  # whose scores have no other scale than that of queries
+                parameter.mul_({"q_norm": 0.2, "post_per_layer_input_norm": 0.3}.get(name.split(".")[-2], 1.0))
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):  # which is 1 as it is made
+                buffer.mul_(0.75)
     return model
 
 

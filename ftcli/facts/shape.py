@@ -7,9 +7,9 @@ transformers builds on the meta device.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from ftcli.facts.language import Config, text_values
 from ftcli.facts.towers import other_parameters
@@ -75,6 +75,8 @@ class Attention:
     Attributes:
         window: Keys that a query sees at most, itself included. None: all before it.
         rotary_dim: Features of a head that are rotated, its first ones; 0: no rotation.
+        keys: Where keys and values come from: linears of the layer, one linear for both (``one``), or an earlier layer
+            of its kind (``shared``).
     """
 
     heads: int
@@ -82,11 +84,17 @@ class Attention:
     head_dim: int
     window: int | None
     rotary_dim: int
+    keys: Literal["own", "one", "shared"] = "own"
 
     @property
     def width(self) -> int:
         """Features of all query heads together."""
         return self.heads * self.head_dim
+
+    @property
+    def key_width(self) -> int:
+        """Features of all key heads together (and of all value heads)."""
+        return self.kv_heads * self.head_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,12 +164,20 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerTable:
+    """What a model has for layers' own inputs: for each of ``entries`` tokens, ``width`` features a layer."""
+
+    entries: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
     """Everything about a model's size that memory and arithmetic depend on. Counts are elements, not bytes.
 
     All of it is about the language model; ``other_parameters`` are those of a multimodal model's other parts, which are
     held and not trained. ``layers`` describes each decoder layer; widths of the model are those of every layer, and
-    heads those of every layer that attends.
+    heads those of every layer that attends; where they differ, those of the first, and ``by_kind`` has each.
     """
 
     family: Family
@@ -175,6 +191,7 @@ class ModelShape:
     layers: tuple[Layer, ...]
     other_parameters: int = 0
     parallel: bool = False
+    layer_input: LayerTable | None = None
 
     @property
     def num_layers(self) -> int:
@@ -192,14 +209,23 @@ class ModelShape:
 
     @property
     def by_kind(self) -> tuple[ModelShape, ...]:
-        """The model with the layers of one kind alone, by what mixes tokens and whether there are experts: what is true
-        of one of its layers is then true of all, but for windows and rotation. Itself where there is one kind.
+        """The model with the layers of one kind alone, by what mixes tokens, its heads, the linears, and whether there
+        are experts: what is true of one of its layers is then true of all, but for windows and rotation. Itself where
+        there is one kind.
         """
         kinds = Counter(_kind(layer) for layer in self.layers)
         if len(kinds) == 1:
             return (self,)
         parts = [tuple(layer for layer in self.layers if _kind(layer) == kind) for kind in kinds]
-        return tuple(replace(self, layers=part, intermediate_size=part[0].mlp_width) for part in parts)
+        return tuple(self._of(part) for part in parts)
+
+    def _of(self, layers: tuple[Layer, ...]) -> ModelShape:
+        """With these layers of one kind."""
+        attention, width = layers[0].attention, layers[0].mlp_width
+        if attention is None:
+            return replace(self, layers=layers, intermediate_size=width)
+        heads = {"num_kv_heads": attention.kv_heads, "head_dim": attention.head_dim}
+        return replace(self, layers=layers, intermediate_size=width, **heads)
 
     @property
     def attending(self) -> tuple[Attention, ...]:
@@ -239,8 +265,20 @@ class ModelShape:
 
     @property
     def embedding_parameters(self) -> int:
-        """Elements of the token embedding (and of the head, when it is not tied)."""
-        return self.vocab_size * self.hidden_size * (1 if self.tied else 2)
+        """Elements of the token embedding (and of the head, when it is not tied), and of layers' own inputs."""
+        return self.vocab_size * self.hidden_size * (1 if self.tied else 2) + self.layer_input_parameters
+
+    @property
+    def layer_input_features(self) -> int:
+        """Features of a token's own inputs of all layers."""
+        return 0 if self.layer_input is None else self.layer_input.width * self.num_layers
+
+    @property
+    def layer_input_parameters(self) -> int:
+        """Elements of the tables of layers' own inputs, and of what is added to them: a linear and a norm."""
+        if self.layer_input is None:
+            return 0
+        return (self.layer_input.entries + self.hidden_size) * self.layer_input_features + self.layer_input.width
 
     @property
     def norm_parameters(self) -> int:
@@ -300,8 +338,10 @@ class ModelShape:
         )
 
 
-def _kind(layer: Layer) -> tuple[type[Attention] | type[DeltaNet], bool]:
-    return type(layer.mixer), bool(layer.stacks)
+def _kind(layer: Layer) -> Hashable:
+    attention = layer.attention
+    heads = None if attention is None else (attention.kv_heads, attention.head_dim)
+    return heads, layer.groups, layer.mlp_width, bool(layer.stacks)
 
 
 def means(name: str, path: str) -> bool:
@@ -325,6 +365,8 @@ def shape_of(config: Config) -> ModelShape | None:
     family = family_of(str(config.get("model_type")))
     if family is None or others is None or any(config.get(key) for key in family.not_with):
         return None
+    if config.get("use_bidirectional_attention") == "all":
+        return None
     hidden = _whole(config, "hidden_size")
     # A model may consist of experts alone.
     intermediate = _whole(config, "intermediate_size", None if family.experts is None else 1)
@@ -347,6 +389,8 @@ def shape_of(config: Config) -> ModelShape | None:
     nets, sparse = _delta_nets(config, family, count), _sparse(config, family, count)
     widths = hidden, intermediate, heads * head_dim, kv_heads * head_dim
     mixture = None if family.experts is None else _Mixture.of(config, family.experts, hidden)
+    if family.global_heads:
+        return _varied(config, family, windows, Attention(heads, kv_heads, head_dim, None, rotary_dim), others)
     layers = []
     for window, turns, net, has_experts in zip(windows, rotated, nets, sparse, strict=True):
         mixer: Attention | DeltaNet = net or Attention(heads, kv_heads, head_dim, window, rotary_dim if turns else 0)
@@ -371,6 +415,70 @@ def shape_of(config: Config) -> ModelShape | None:
         other_parameters=others,
         parallel=parallel,
     )
+
+
+def _varied(
+    config: Config, family: Family, windows: tuple[int | None, ...], usual: Attention, others: int
+) -> ModelShape | None:
+    """The shape of a model whose layers differ in their heads, in whether they make keys, and in their MLPs (Gemma-4).
+    None where they differ in more.
+    """
+    count, hidden = len(windows), _whole(config, "hidden_size")
+    windows = (*windows[:-1], None)  # the last layer sees everything, whatever a config says
+    stated = config.get("per_layer_config")
+    if isinstance(stated, Mapping):
+        own = {int(at): values for at, values in stated.items()}
+    else:
+        values = {"head_dim": config.get("global_head_dim") or 512}
+        if config.get("attention_k_eq_v") and config.get("num_global_key_value_heads"):
+            values["num_key_value_heads"] = config["num_global_key_value_heads"]
+        own = {at: values for at, window in enumerate(windows) if window is None}
+    if any(set(values) - {"head_dim", "num_key_value_heads"} for values in own.values()):
+        return None
+    first = count - _at_least(config, str(family.shared_keys), 0)
+    inputs = 0 if family.layer_input is None else _at_least(config, family.layer_input, 0)
+    if first < count and {windows[at] is None for at in range(first, count)} - {w is None for w in windows[:first]}:
+        raise ValueError(f"{family.shared_keys} leaves no layer of a kind that makes keys")
+    layers = []
+    for at, window in enumerate(windows):
+        mine = own.get(at, {})
+        kv_heads, head_dim = (_whole(mine, key, getattr(usual, name)) for key, name in _VARIED)
+        if usual.heads % kv_heads:
+            raise ValueError(f"num_attention_heads {usual.heads} is not a multiple of num_key_value_heads {kv_heads}")
+        keys: Literal["own", "one", "shared"] = "own"
+        if at >= first:
+            keys = "shared"
+        elif config.get("attention_k_eq_v") and window is None:
+            keys = "one"
+        mixer = Attention(usual.heads, kv_heads, head_dim, window, head_dim, keys)
+        groups = family.groups._replace(qkv=family.groups.qkv[: {"own": 3, "one": 2, "shared": 1}[keys]])
+        if not inputs:
+            groups = groups._replace(input_gate=(), input_projection=())
+        inner = _whole(config, "intermediate_size") * (
+            2 if keys == "shared" and config.get("use_double_wide_mlp") else 1
+        )
+        linears = _linears(config, family, (hidden, inner, mixer.width, mixer.key_width), groups, None, inputs)
+        norms = _norm_parameters(family, hidden, inner, parallel=False) + (hidden if inputs else 0)
+        layers.append(Layer(mixer, inner, linears, groups, norms + head_dim * (1 if keys == "shared" else 2)))
+    table = LayerTable(_whole(config, "vocab_size_per_layer_input", 262_144), inputs) if inputs else None
+    tied = config.get("tie_word_embeddings")
+    return ModelShape(
+        family=family,
+        hidden_size=hidden,
+        intermediate_size=_whole(config, "intermediate_size"),
+        num_heads=usual.heads,
+        num_kv_heads=usual.kv_heads,
+        head_dim=usual.head_dim,
+        vocab_size=_whole(config, "vocab_size"),
+        tied=family.tied if tied is None else bool(tied),
+        layers=tuple(layers),
+        other_parameters=others,
+        layer_input=table,
+    )
+
+
+#: The config's names of what layers of one model may differ in, and ours.
+_VARIED = (("num_key_value_heads", "kv_heads"), ("head_dim", "head_dim"))
 
 
 def window_of(config: Config, family: Family | None) -> int | None:
@@ -526,9 +634,16 @@ def _sparse(config: Config, family: Family, count: int) -> tuple[bool, ...]:
 
 
 def _linears(
-    config: Config, family: Family, widths: tuple[int, int, int, int], groups: Groups, net: DeltaNet | None
+    config: Config,
+    family: Family,
+    widths: tuple[int, int, int, int],
+    groups: Groups,
+    net: DeltaNet | None,
+    inputs: int = 0,
 ) -> tuple[Linear, ...]:
-    """The linears of ``groups``. ``widths``: of the residual stream, the MLP, all query heads, and all key heads."""
+    """The linears of ``groups``. ``widths``: of the residual stream, the MLP, all query heads, and all key heads;
+    ``inputs``: of a layer's own input.
+    """
     hidden, inner, q, kv = widths
     biases = [_stated(config, each) for each in (family.qkv_bias, family.o_bias, family.mlp_bias)]
     first = (2 * inner,) if "gate_up" in family.joined else (inner,) * len(groups.gate_up)
@@ -539,11 +654,13 @@ def _linears(
         biases[:2] = False, False
         entering, q = (net.channels, net.width, net.value_heads, net.value_heads), net.width
     sizes: list[tuple[tuple[str, ...], int, tuple[int, ...], bool]] = [
-        (groups.qkv, hidden, entering, biases[0]),
+        (groups.qkv, hidden, entering[: len(groups.qkv)], biases[0]),
         (groups.o, q, (hidden,), biases[1]),
         (groups.gate_up, hidden, first[: len(groups.gate_up)], biases[2]),
         (groups.down, inner, (hidden,) * len(groups.down), biases[2]),
         (groups.gate, hidden, (q,) * len(groups.gate), False),
+        (groups.input_gate, hidden, (inputs,) * len(groups.input_gate), False),
+        (groups.input_projection, inputs, (hidden,) * len(groups.input_projection), False),
     ]
     return tuple(
         Linear(name, width, out, bias)

@@ -130,3 +130,45 @@ def muse_glimmer(vision: VisionConfig, config: Config) -> int:
         + projector
         + projected * int(text_values(config)["hidden_size"])
     )
+
+
+def gemma4(vision: VisionConfig, config: Config) -> int:
+    """Gemma-4: an encoder of patches, one of sound, and a projection of each to the language model's width."""
+    width, total = int(text_values(config)["hidden_size"]), 0
+    if config.get("vision_config") is not None:
+        hidden, inner = vision("hidden_size", 768), vision("intermediate_size", 3072)
+        head, heads = vision("head_dim", 64), vision("num_attention_heads", 12)
+        attention = 2 * hidden * head * (heads + vision("num_key_value_heads", 12)) + 2 * head
+        patches = 3 * vision("patch_size", 16) ** 2 + 2 * vision("position_embedding_size", 10 * 1024)
+        layer = 4 * hidden + attention + 3 * hidden * inner
+        total += patches * hidden + vision("num_hidden_layers", 16) * layer + hidden * width
+    if config.get("audio_config") is not None:
+        sound = VisionConfig(config["audio_config"])
+        out = sound("output_proj_dims", 1536)
+        total += _conformer(sound) + _linear(sound("hidden_size", 1024), out) + out * width
+    return total
+
+
+def _conformer(sound: VisionConfig) -> int:
+    """Gemma-4's encoder of sound up to its last layer: filters, and layers of two MLPs, attention and a filter."""
+    hidden = sound("hidden_size", 1024)
+    channels = sound.values.get("subsampling_conv_channels") or (128, 32)
+    first, second = (int(each) for each in channels)
+    filters = 9 * first + first + 9 * first * second + second + first // 4 * second * hidden
+    mlp = 8 * hidden**2 + 2 * hidden
+    attention = 5 * hidden**2 + hidden // sound("num_attention_heads", 8)
+    light = 3 * hidden**2 + hidden * sound("conv_kernel_size", 5) + 2 * hidden
+    return filters + sound("num_hidden_layers", 12) * (2 * mlp + attention + light + 3 * hidden)
+
+
+def gemma4_unified(vision: VisionConfig, config: Config) -> int:
+    """Gemma-4 12B: patches and sound are projected without an encoder."""
+    width, total = int(text_values(config)["hidden_size"]), 0
+    if config.get("vision_config") is not None:
+        inner, out = vision("mm_embed_dim", 3840), vision("output_proj_dims", 3840)
+        pixels = 3 * (vision("patch_size", 16) * vision("pooling_kernel_size", 3)) ** 2
+        total += 2 * pixels + _linear(pixels, inner) + 4 * inner + out * width
+        total += 2 * vision("mm_posemb_size", 1120) * inner
+    if config.get("audio_config") is not None:
+        total += VisionConfig(config["audio_config"])("audio_embed_dim", 640) * width
+    return total

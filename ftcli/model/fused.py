@@ -11,7 +11,7 @@ of transformers' is replaced.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -73,6 +73,8 @@ class LayerPacks(NamedTuple):
     gate_up: PreparedGroup = PreparedGroup()
     down: PreparedGroup = PreparedGroup()
     gate: PreparedGroup = PreparedGroup()
+    input_gate: PreparedGroup = PreparedGroup()
+    input_projection: PreparedGroup = PreparedGroup()
     experts: tuple[ExpertPacks | None, ...] = ()
 
     @classmethod
@@ -85,6 +87,21 @@ class LayerPacks(NamedTuple):
         named = [dict(zip(Groups._fields, part, strict=True)) for part in parts]
         return [cls(**part, experts=stacks) for part, stacks in zip(named, experts, strict=True)]
 
+
+#: Keys and values (B, Hk, S, D) by the kind of the layers that share them, in one forward pass.
+SharedKeys = MutableMapping[str, tuple[Tensor, Tensor]]
+
+
+class Beside(NamedTuple):
+    """What a layer's call has beside hidden states, a mask and a rotation: its own input (B, S, P), and where layers
+    that share keys and values put and find them.
+    """
+
+    layer_input: Tensor | None = None
+    shared: SharedKeys | None = None
+
+
+NOTHING = Beside()
 
 #: Each group prepares its own.
 UNPACKED = LayerPacks()
@@ -244,7 +261,8 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
             return super().__call__(hidden_states, *args, **kwargs)
         mask, documents = self.call_mask(kwargs["attention_mask"], hidden_states), kwargs["documents"]
         rotation = self.stack.rotation_of(self, kwargs["position_embeddings"], kwargs.get("position_ids"))
-        return self.stack.take(self, hidden_states, LayerCall(documents.within(mask), rotation))
+        call = LayerCall(documents.within(mask), rotation, next(iter(args), None))
+        return self.stack.take(self, hidden_states, call)
 
     @property
     def drops(self) -> bool:
@@ -285,17 +303,21 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         attention_mask: Any,
         rotation: Rotation,
         packs: LayerPacks = UNPACKED,
+        beside: Beside = NOTHING,
         **kwargs: Any,
     ) -> Tensor:
         """The layer on the kernels, under the policy that was set on it: (B, S, H) -> (B, S, H).
 
         ``packs``: what is prepared for its projections.
         """
+        if beside.shared is not None:
+            kwargs["shared"] = beside.shared
         attend = partial(self._attention_half, mask=attention_mask, rotation=rotation, packs=packs, kwargs=kwargs)
+        behind = partial(self._behind, packs=packs, layer_input=beside.layer_input)
         if self._shape.parallel:
             whole = partial(self._parallel_halves, attend=attend, packs=packs)
         else:
-            whole = partial(self._halves_in_turn, attend=attend, packs=packs)
+            whole = partial(self._halves_in_turn, attend=attend, behind=behind, packs=packs)
         if self.offload is None or not (self.training and torch.is_grad_enabled()):
             return whole(hidden_states)
         if self.offloaded == "layers" or self._shape.parallel:
@@ -305,7 +327,8 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         if self._experts is not None or not self._family.mlp_from_stream:
             return self.offload.checkpoint(partial(self._mlp_half, packs=packs), hidden_states)
         with self.offload.saving(hidden_states):
-            return self._mlp_half(hidden_states, packs)
+            hidden_states = self._mlp_half(hidden_states, packs)
+        return behind(hidden_states) if beside.layer_input is None else self.offload.checkpoint(behind, hidden_states)
 
     @property
     def offloaded_tensors(self) -> int:
@@ -314,8 +337,18 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         """
         return 1 if self.offloaded == "layers" else self._shape.most_sent
 
-    def _halves_in_turn(self, hidden_states: Tensor, attend: Callable[[Tensor], Tensor], packs: LayerPacks) -> Tensor:
-        return self._mlp_half(attend(hidden_states), packs)
+    def _halves_in_turn(
+        self,
+        hidden_states: Tensor,
+        attend: Callable[[Tensor], Tensor],
+        behind: Callable[[Tensor], Tensor],
+        packs: LayerPacks,
+    ) -> Tensor:
+        return behind(self._mlp_half(attend(hidden_states), packs))
+
+    def _behind(self, hidden_states: Tensor, packs: LayerPacks, layer_input: Tensor | None) -> Tensor:
+        """(B, S, H) -> (B, S, H): what a layer does behind both halves, from its own input (B, S, P)."""
+        return hidden_states
 
     def _parallel_halves(self, hidden_states: Tensor, attend: Callable[..., Tensor], packs: LayerPacks) -> Tensor:
         """Both halves read one norm of ``hidden_states``."""
@@ -439,7 +472,7 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         entered: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Attention's output (B, S, Hq * D) before the output projection, and the residual (B, S, H)."""
-        attention, family, norm = self.self_attn, self._family, None
+        family, norm = self._family, None
         if entered is None:
             apart = family.output_gate is not None
             entered, norm = self._enter(hidden_states, family.norms.before_attention, apart=apart)
@@ -459,20 +492,7 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
             q, k, v, passed = lora_qkv(entered, *self._projections("qkv", packs), kv_heads=kv_heads, **settings)
         if len(rotation) > 2:
             q = q * rotation[2].to(q.dtype)[:, None, :, None]
-        interface = ALL_ATTENTION_FUNCTIONS[attention.config._attn_implementation]
-        attended, _ = interface(
-            attention,
-            q,
-            k,
-            v,
-            attention_mask,
-            dropout=attention.attention_dropout if self.training else 0.0,
-            scaling=attention.scaling * self._query_multiplier,
-            sliding_window=self.window,
-            softcap=getattr(attention, "attn_logit_softcapping", None),
-            s_aux=getattr(attention, "sinks", None),
-            **kwargs,
-        )
+        attended = self._attended(q, k, v, attention_mask, kwargs)
         if family.output_gate is not None:
             (projection,) = self._projections("gate", packs)
             gate = lora_linear(entered, projection, backend=self._backend)
@@ -481,6 +501,25 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         attended = attended.reshape(*hidden_states.shape[:-1], -1)
         # Whoever uses what was handed through lets backward add both gradients in one kernel.
         return attended, passed if entered is hidden_states else hidden_states
+
+    def _attended(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, kwargs: dict[str, Any]) -> Tensor:
+        """Attention of q (B, Hq, S, D) over k and v (B, Hk, S, D): (B, S, Hq, D)."""
+        attention = self.self_attn
+        interface = ALL_ATTENTION_FUNCTIONS[attention.config._attn_implementation]
+        attended: Tensor = interface(
+            attention,
+            q,
+            k,
+            v,
+            mask,
+            dropout=attention.attention_dropout if self.training else 0.0,
+            scaling=attention.scaling * self._query_multiplier,
+            sliding_window=self.window,
+            softcap=getattr(attention, "attn_logit_softcapping", None),
+            s_aux=getattr(attention, "sinks", None),
+            **kwargs,
+        )[0]
+        return attended
 
     def _head_norms(self) -> dict[str, Any]:
         norms = self._family.head_norm
@@ -571,13 +610,14 @@ Rotation = tuple[Tensor, ...]
 
 @dataclass(frozen=True, slots=True)
 class LayerCall:
-    """A layer's arguments besides hidden states: its mask and its rotation.
+    """A layer's arguments besides hidden states: its mask, its rotation, and its own input (B, S, P), if any.
 
-    Layers of one type share theirs.
+    Layers of one type share the first two.
     """
 
     mask: CallMask
     rotation: Rotation
+    layer_input: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -669,9 +709,10 @@ class DecoderStack:
         self._adapters.refresh()
         self._copies.refresh()
         pack_stacks(self._experts)
-        hidden = call.hidden
+        hidden, shared = call.hidden, dict[str, tuple[Tensor, Tensor]]()
         for layer, layer_call, packs in zip(self.layers, call.layer_calls, self._packs, strict=True):
-            given = (hidden, layer_call.mask, layer_call.rotation, packs)
+            beside = Beside(layer_call.layer_input, shared)
+            given = (hidden, layer_call.mask, layer_call.rotation, packs, beside)
             if layer.gradient_checkpointing and layer.training and torch.is_grad_enabled():
                 hidden = checkpoint(layer.compute, *given, use_reentrant=False, preserve_rng_state=self.drops)
             else:

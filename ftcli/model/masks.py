@@ -56,6 +56,16 @@ class CallMask:
     known: AttentionMask | None = None
     sequence: SequencePart | None = None
 
+    def __getitem__(self, part: tuple[slice, ...]) -> CallMask:
+        """transformers' cut of a mask (B, 1, q_len, k_len) to its last queries, in front of layers that share keys."""
+        _, _, queries, _ = part
+        count = len(range(self.q_len)[queries])
+        if count == self.q_len:
+            return self
+        if self.packing is not None or self.known is not None or queries.stop is not None:
+            raise ValueError("a mask of packed documents cannot be cut to some of its queries")
+        return replace(self, q_len=count, make_dense=lambda: self.dense[:, :, queries])
+
     @property
     def kind(self) -> MaskKind:
         """The kind of mask that a backend has to support."""

@@ -26,6 +26,7 @@ from ftcli.model.delta_layer import FusedDeltaLayer
 from ftcli.model.experts import why_not_experts
 from ftcli.model.fsdp import JoinedLinear
 from ftcli.model.fused import FusedDecoderLayer, FusedNorm
+from ftcli.model.gemma4_layer import FusedGemma4Layer
 from ftcli.model.quantized import DequantizedLinear, QuantizedLinear, check_weights
 from ftcli.plan.execution import DORA, TRAINED_WHOLE, LayerChoice, choose_layers
 from ftcli.tables.families import Family, Groups, family_of
@@ -115,7 +116,8 @@ def _patch_layers(
     backbone: Any = base.get_decoder()
     layers = list(decoder_layers(base))
     reasons = [_why_not(layer, one, family) for layer, one in zip(layers, shape.layers, strict=True)]
-    if family.attention_alone or family.delta_nets is not None:  # those that stay would not hear of documents
+    # Those that stay would not hear of documents, or of keys that are shared.
+    if family.attention_alone or family.delta_nets is not None or family.shared_keys is not None:
         reasons = [next(filter(None, reasons), None)] * len(layers)
     for index, (layer, described, reason) in enumerate(zip(layers, shape.layers, reasons, strict=True)):
         name = f"layers.{index}"
@@ -124,8 +126,7 @@ def _patch_layers(
             continue
         if joins:
             _join(layer, described.groups, done)
-        kind = FusedDecoderLayer if described.delta_net is None else FusedDeltaLayer
-        fused = kind(layer, shape, described, choice.activation or "silu", backend)
+        fused = _kind_of(described, family)(layer, shape, described, choice.activation or "silu", backend)
         _swap(backbone, name, layer, fused, done)
         model_type = base.config.get_text_config().model_type
         done.table.append(LayerKernel(name, "fused layer", on=True, reason=f"{model_type}, {backend}"))
@@ -137,6 +138,12 @@ def _patch_layers(
             _swap_norm(backbone, "norm", form, backend, done)
             done.table.append(LayerKernel("norm", "RMSNorm", on=True, reason=f"{form} form"))
         _use_attention(base, done)
+
+
+def _kind_of(described: Layer, family: Family) -> type[FusedDecoderLayer]:
+    if described.delta_net is not None:
+        return FusedDeltaLayer
+    return FusedGemma4Layer if family.global_heads else FusedDecoderLayer
 
 
 def _why_not(layer: nn.Module, described: Layer, family: Family) -> str | None:

@@ -160,6 +160,14 @@ class Family:
         scaled_by_position: Queries are multiplied by a function of their position (``llama_4_scaling_beta``).
         residual_multiplier: The config's name of the factor of each half's output before it is added.
         query_multiplier: The attention's name of what queries are multiplied by behind their norm.
+        value_norm: The attention's name of the norm of values, head by head and without weights.
+        global_heads: Layers without a window have heads of another size and number (``per_layer_config``, or
+            ``global_head_dim`` and ``num_global_key_value_heads``), and under ``attention_k_eq_v`` values that are what
+            k_proj gives.
+        shared_keys: The config's name of the number of last layers that take keys and values of the last layer of their
+            kind before them. Under ``use_double_wide_mlp`` their MLP is twice as wide.
+        layer_input: The config's name of the features of a token that each layer has a table of its own for.
+        layer_scalar: The name of the number in a layer that multiplies what it gives.
         attention_alone: transformers' layers hand attention no further arguments: documents and pages of a cache reach
             attention in ftcli's layers only.
         four_positions: Positions are given four times, for text and for time, height and width of images. Given once,
@@ -201,6 +209,11 @@ class Family:
     scaled_by_position: bool = False
     residual_multiplier: str | None = None
     query_multiplier: str | None = None
+    value_norm: str | None = None
+    global_heads: bool = False
+    shared_keys: str | None = None
+    layer_input: str | None = None
+    layer_scalar: str | None = None
     attention_alone: bool = False
     four_positions: bool = False
     not_with: tuple[str, ...] = ()
@@ -224,6 +237,8 @@ class Family:
             gate_up=tuple(f"mlp.{name}" for name in first),
             down=(f"mlp.{last}",),
             gate=() if self.output_gate is None else (f"self_attn.{self.output_gate}",),
+            input_gate=() if self.layer_input is None else (LAYER_INPUT.gate,),
+            input_projection=() if self.layer_input is None else (LAYER_INPUT.projection,),
         )
 
     @property
@@ -278,9 +293,9 @@ class Family:
 
 
 class Groups(NamedTuple):
-    """Linears of a layer that read the same input, by their paths in the layer: q, k and v; o; gate and up; down; and
-    the gate of attention's output, which most families have not. Of a delta net what enters it, and what is behind it,
-    stand for the first two.
+    """Linears of a layer that read the same input, by their paths in the layer: q, k and v; o; gate and up; down; and,
+    which most families have not, the gate of attention's output, and both linears of a layer's own input. Of a delta
+    net what enters it, and what is behind it, stand for the first two.
     """
 
     qkv: tuple[str, ...]
@@ -288,6 +303,23 @@ class Groups(NamedTuple):
     gate_up: tuple[str, ...]
     down: tuple[str, ...]
     gate: tuple[str, ...] = ()
+    input_gate: tuple[str, ...] = ()
+    input_projection: tuple[str, ...] = ()
+
+
+class LayerInput(NamedTuple):
+    """Names of what a layer does with its own input: ``norm(projection(act(gate(h)) * input))`` is added to h. And in
+    the model the table of it, and what is added to that of the hidden states: a linear and a norm.
+    """
+
+    gate: str = "per_layer_input_gate"
+    projection: str = "per_layer_projection"
+    norm: str = "post_per_layer_input_norm"
+    table: str = "embed_tokens_per_layer"
+    from_hidden: tuple[str, str] = ("per_layer_model_projection", "per_layer_projection_norm")
+
+
+LAYER_INPUT = LayerInput()
 
 
 def _sizes(experts: int, used: int, width: int | None = None) -> tuple[tuple[str, float | bool], ...]:
@@ -299,6 +331,13 @@ def _sizes(experts: int, used: int, width: int | None = None) -> tuple[tuple[str
 _GEMMA = "gelu_pytorch_tanh"
 _BY_HEAD = HeadNorms()
 _ATTENTION_BIAS = "attention_bias"
+
+_GEMMA4_DEFAULTS: tuple[tuple[str, float | bool], ...] = (
+    ("vocab_size", 262_144),
+    ("num_attention_heads", 8),
+    ("num_key_value_heads", 4),
+    ("max_position_embeddings", 131_072),
+)
 
 _QWEN_NETS = DeltaNets(
     module="linear_attn",
@@ -439,7 +478,43 @@ TABLE: Mapping[str, Family] = MappingProxyType(
             ),
             window=4096,
         ),
+        "gemma4_text": Family(
+            SANDWICH,
+            "plain",
+            head_norm=_BY_HEAD,
+            value_norm="v_norm",
+            global_heads=True,
+            shared_keys="num_kv_shared_layers",
+            layer_input="hidden_size_per_layer_input",
+            layer_scalar="layer_scalar",
+            qkv_bias=_ATTENTION_BIAS,
+            o_bias=_ATTENTION_BIAS,
+            tied=True,
+            head_dim=256,
+            activation=_GEMMA,
+            window=512,
+            full_attention_every=6,
+            not_with=("enable_moe_block",),
+            defaults=_GEMMA4_DEFAULTS + (("hidden_size_per_layer_input", 256),),
+        ),
         # The language models of multimodal checkpoints.
+        "gemma4_unified_text": Family(
+            SANDWICH,
+            "plain",
+            head_norm=_BY_HEAD,
+            value_norm="v_norm",
+            global_heads=True,
+            shared_keys="num_kv_shared_layers",
+            layer_scalar="layer_scalar",
+            qkv_bias=_ATTENTION_BIAS,
+            o_bias=_ATTENTION_BIAS,
+            tied=True,
+            head_dim=256,
+            activation=_GEMMA,
+            window=1024,
+            full_attention_every=6,
+            defaults=_GEMMA4_DEFAULTS,
+        ),
         "qwen2_vl_text": Family(qkv_bias=True, four_positions=True, windows_from="max_window_layers"),
         "qwen2_5_vl_text": Family(qkv_bias=True, four_positions=True, windows_from="max_window_layers"),
         "qwen3_vl_text": Family(qkv_bias=_ATTENTION_BIAS, o_bias=_ATTENTION_BIAS, head_norm=_BY_HEAD, head_dim=128),
@@ -659,7 +734,10 @@ class Multimodal:
 MULTIMODAL: Mapping[str, Multimodal] = MappingProxyType(
     {
         "gemma3": Multimodal("vision", "gemma3_text", tied=True, towers="ftcli.facts.towers:siglip"),
-        "gemma4": Multimodal("vision and audio", "gemma4_text", tied=True),
+        "gemma4": Multimodal("vision and audio", "gemma4_text", tied=True, towers="ftcli.facts.towers:gemma4"),
+        "gemma4_unified": Multimodal(
+            "vision and audio", "gemma4_unified_text", tied=True, towers="ftcli.facts.towers:gemma4_unified"
+        ),
         "mistral3": Multimodal("vision", "mistral", tied=True, towers="ftcli.facts.towers:pixtral"),
         "muse_glimmer": Multimodal("vision", "muse_glimmer_text", towers="ftcli.facts.towers:muse_glimmer"),
         "qwen2_vl": Multimodal("vision", "qwen2_vl_text", towers="ftcli.facts.towers:qwen2"),

@@ -1,0 +1,134 @@
+"""Gemma-4's layers on the kernels against transformers' own: the layout of each released size, small and random."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ftcli.config.model import LoraConfig
+from ftcli.model.backbone import base_of, decoder_layers
+from ftcli.model.fused import stack_of
+from ftcli.model.gemma4_layer import FusedGemma4Layer
+from ftcli.model.gradient_checkpointing import use_checkpointing
+from ftcli.model.lora import apply_lora
+from ftcli.model.loss import forward_loss
+from ftcli.model.patch import patch
+from ftcli.plan.precision import DtypePlan
+from tests.small_models import build
+
+PLAN = DtypePlan("float32", "float32", "float32", False, "a test")
+#: E2B's and E4B's, with shared layers at every distance from those that give; 12B's; 31B's.
+LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "e4b": ("gemma4_text", {}),
+    "shared 1": ("gemma4_text", {"num_kv_shared_layers": 1}),
+    "shared 2": ("gemma4_text", {"num_kv_shared_layers": 2}),
+    "narrow": ("gemma4_text", {"use_double_wide_mlp": False}),
+    "unshared": ("gemma4_text", {"num_kv_shared_layers": 0}),
+    "31b": (
+        "gemma4_text",
+        {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True,
+         "num_global_key_value_heads": 1},
+    ),
+    "12b": ("gemma4_unified_text", {}),
+    "wrapped": ("gemma4", {}),
+    "wrapped 12b": ("gemma4_unified", {}),
+}  # fmt: skip
+POLICIES: tuple[Any, ...] = (False, True, "selective", "offload", "lean")
+
+
+def adapted(layout: str) -> Any:
+    """Adapters that say something on every linear layer of the decoder."""
+    model_type, change = LAYOUTS[layout]
+    model, _ = apply_lora(build(model_type, **change), LoraConfig(r=4, alpha=8), PLAN, seed=0)
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    return model.train()
+
+
+def run(model: Any, *, stacked: bool = False, rows: int = 2) -> dict[str, Tensor]:
+    """The loss of two rows, of which one has two documents, and all gradients."""
+    ids = torch.randint(5, 250, (rows, 41), generator=torch.Generator().manual_seed(2))
+    positions = torch.arange(41).repeat(rows, 1)
+    positions[-1, 9:] = torch.arange(32)
+    labels = ids.masked_fill(torch.arange(41) < 3, -100)
+    stack = stack_of(model, torch.float32) if stacked else None
+    assert not isinstance(stack, str)
+    model.zero_grad()
+    batch = {"input_ids": ids, "labels": labels, "position_ids": positions}
+    loss = forward_loss(model, batch, stack=stack).loss
+    loss.backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach(), **found}
+
+
+def close(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert (found[name] - value).norm() <= 1e-5 * value.norm(), name
+
+
+def on_the_kernels(model: Any, backend: str) -> None:
+    """Kernels in Triton's interpreter, which no recipe asks for, or their plain torch versions."""
+    assert not patch(model, "reference").off
+    for layer in decoder_layers(base_of(model)):
+        assert isinstance(layer, FusedGemma4Layer)
+        layer._backend = backend  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_loss_and_gradients_are_transformers_own(layout: str, backend: str) -> None:
+    model = adapted(layout)
+    wanted = run(model)
+    on_the_kernels(model, backend)
+    found = run(model)
+    assert len(found) > 8
+    close(found, wanted)
+    stacked = run(model, stacked=True)  # adapters that are packed for all layers at once
+    assert all(torch.equal(stacked[name], value) for name, value in found.items())
+
+
+@pytest.mark.parametrize("layout", ["e4b", "31b", "wrapped"])
+def test_weights_that_are_trained_get_transformers_gradients(layout: str) -> None:
+    model_type, change = LAYOUTS[layout]
+    model = build(model_type, **change).requires_grad_(True)
+    wanted = run(model)
+    on_the_kernels(model, "triton")
+    close(run(model), wanted)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("layout", ["e4b", "shared 1", "31b"])
+def test_every_checkpointing_policy_gives_the_same_bits(layout: str, policy: Any, stacked: bool) -> None:
+    """The giving layers' gradients too, which are lost where a layer that is run again gives anew."""
+    model = adapted(layout)
+    on_the_kernels(model, "torch")
+    wanted = run(model, stacked=stacked)
+    use_checkpointing(model, policy)
+    if policy is True:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    found = run(model, stacked=stacked)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
+def test_giving_layers_get_the_gradients_of_those_that_take() -> None:
+    """Without the last layers' part it is another gradient: the test above can fail."""
+    model = adapted("e4b")
+    on_the_kernels(model, "torch")
+    whole = run(model)
+    layers = list(decoder_layers(base_of(model)))
+    with torch.no_grad():
+        for layer in layers[3:]:
+            layer.self_attn.o_proj.base_layer.weight.zero_()
+            for name in ("lora_A", "lora_B"):
+                getattr(layer.self_attn.o_proj, name)["default"].weight.zero_()
+    cut = run(model)
+    name = next(n for n in whole if "layers.2.self_attn.k_proj.lora_B" in n)
+    assert (whole[name] - cut[name]).norm() > 1e-2 * whole[name].norm()
