@@ -83,8 +83,10 @@ def step_flops(
         recompute = linear_forward + adapters_forward + product * 2.0 + nets_forward
     recompute *= max(layers - uncheckpointed_layers, 0) / layers
     weight_gradient = 1.0 if lora is None else 0.0
+    # Of layers' own inputs: with adapters nothing before it is trained, and it has no backward pass.
+    own_inputs = 2.0 * shape.hidden_size * counted.layer_input_features * (1.0 if lora is not None else 3.0)
     return StepFlops(
-        linear=linear_forward * (2.0 + weight_gradient),
+        linear=linear_forward * (2.0 + weight_gradient) + own_inputs,
         adapters=adapters_forward * 3.0,
         attention=product * 7.0 + nets_forward * _DELTA_STEP,
         head=head_forward * (2.0 + weight_gradient),

@@ -233,6 +233,12 @@ class ModelShape:
         return tuple(layer.attention for layer in self.layers if layer.attention is not None)
 
     @property
+    def shared_key_width(self) -> int:
+        """Features of the keys that layers take from earlier ones, each counted once; of the values as many."""
+        shared = {(each.window, each.key_width) for each in self.attending if each.keys == "shared"}
+        return sum(width for _, width in shared)
+
+    @property
     def delta_nets(self) -> tuple[DeltaNet, ...]:
         """The delta net of each layer that has one."""
         return tuple(layer.delta_net for layer in self.layers if layer.delta_net is not None)
@@ -308,14 +314,14 @@ class ModelShape:
     @property
     def half_inputs(self) -> int:
         """Tensors of the residual stream that a layer's halves are run again from: see the family's. Parallel halves
-        are run again together, from one.
+        are run again together, from one; what a layer does with its own input, from one more.
         """
-        return 1 if self.parallel else self.family.half_inputs
+        return 1 if self.parallel else self.family.half_inputs + (self.layer_input is not None)
 
     @property
     def most_sent(self) -> int:
         """Tensors that a layer on the kernels sends to the host at most."""
-        return 1 if self.parallel else self.family.most_sent
+        return 1 if self.parallel else self.family.most_sent + (self.layer_input is not None)
 
     @property
     def language_parameters(self) -> int:

@@ -32,7 +32,7 @@ from ftcli.reporting import Reporter
 #: Shapes that are captured at most. Each graph takes some MiB of its own; further shapes run without.
 MOST_SHAPES = 64
 
-_Key = tuple[torch.Size, torch.Size, bool, bool, bool]
+_Key = tuple[torch.Size, torch.Size, bool, bool, bool, bool]
 
 
 @dataclass(slots=True)
@@ -78,14 +78,18 @@ class GraphStatus:
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    """The graphs of one shape, and the tensors that they read and write."""
+    """The graphs of one shape, and the tensors that they read and write. ``beside``: the layers' own inputs, (B, S,
+    layers, P), where they have some.
+    """
 
     forward: torch.cuda.CUDAGraph
     backward: torch.cuda.CUDAGraph
     hidden: Tensor
+    beside: Tensor | None
     out: Tensor
     d_out: Tensor
     d_hidden: Tensor | None
+    d_beside: Tensor | None
     layer_calls: tuple[LayerCall, ...]
 
 
@@ -127,7 +131,8 @@ class GraphRunner:
         _copy_in(captured, call)
         self.status.replays += 1
         # A trained weight is among the inputs so that autograd sees something to train.
-        out: Tensor = _Replay.apply(self, captured, call.hidden, self._trained[0])  # type: ignore[no-untyped-call]
+        given = call.hidden, self._trained[0], *_layer_inputs(call)
+        out: Tensor = _Replay.apply(self, captured, *given)  # type: ignore[no-untyped-call]
         return out
 
     def _graphs_for(self, call: StackCall) -> _Captured | None:
@@ -184,42 +189,53 @@ class GraphRunner:
             self._gradients = Gradients.zeros_like(self._trained)
         hidden, out, d_out = (self._buffer(name, call.hidden) for name in ("hidden", "out", "d_out"))
         d_hidden = self._buffer("d_hidden", call.hidden) if call.hidden.requires_grad else None
+        beside, inputs_of_layers = None, _layer_inputs(call)
+        if inputs_of_layers:
+            beside = self._buffer("beside", torch.stack(inputs_of_layers, dim=2))
+        trains_beside = any(each.requires_grad for each in inputs_of_layers)
+        d_beside = self._buffer("d_beside", beside) if beside is not None and trains_beside else None
         layer_calls = _fixed(call.layer_calls)
         forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         leaf = hidden.detach().requires_grad_(call.hidden.requires_grad)
+        own = None if beside is None else beside.detach().requires_grad_(trains_beside)
         # Autograd remembers on which stream a weight was first used. In an earlier graph that is alive still, that was
         # not the stream of the capture; so the layers get leaves of their own, on the weights' memory.
         leaves = [p.detach().requires_grad_() for p in self._trained]
         with _cacheless_autocast():
             with pool.records(forward):
                 weights = dict(zip(self._names, leaves, strict=True))
-                result = functional_call(self._layers, weights, (StackCall(leaf, layer_calls),))
+                fixed = StackCall(leaf, _with_inputs(layer_calls, own))
+                result = functional_call(self._layers, weights, (fixed,))
                 out.copy_(result.detach())
             with pool.records(backward):
-                inputs = leaves if d_hidden is None else [*leaves, leaf]
+                wanted = [(x, into) for x, into in ((leaf, d_hidden), (own, d_beside)) if into is not None]
                 with self._stack.deferred.deferring(hidden.device):
-                    gradients = torch.autograd.grad(result, inputs, d_out)
+                    gradients = torch.autograd.grad(result, [*leaves, *(x for x, _ in wanted)], d_out)
                 self._gradients.write(gradients[: len(leaves)])
-                if d_hidden is not None:
-                    d_hidden.copy_(gradients[-1])
-        return _Captured(forward, backward, hidden, out, d_out, d_hidden, layer_calls)
+                for (_, into), gradient in zip(wanted, gradients[len(leaves) :], strict=True):
+                    into.copy_(gradient)
+        return _Captured(forward, backward, hidden, beside, out, d_out, d_hidden, d_beside, layer_calls)
 
     def _buffer(self, name: str, like: Tensor) -> Tensor:
         """The beginning of a buffer that holds the largest shape. Graphs of all shapes use the same ones."""
         if name not in self._buffers:
-            self._buffers[name] = torch.empty(self._tokens * like.shape[-1], dtype=like.dtype, device=like.device)
+            a_token = like.numel() // (like.shape[0] * like.shape[1])
+            self._buffers[name] = torch.empty(self._tokens * a_token, dtype=like.dtype, device=like.device)
         return self._buffers[name][: like.numel()].view(like.shape)
 
     # -- replay ----------------------------------------------------------------------------------------------
 
-    def backward(self, captured: _Captured, d_out: Tensor) -> Tensor | None:
-        """Runs a backward graph and hands its gradients to the weights; returns that of the hidden states."""
+    def backward(self, captured: _Captured, d_out: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Runs a backward graph and hands its gradients to the weights; returns those of the hidden states and of the
+        layers' own inputs.
+        """
         assert self._gradients is not None
         captured.d_out.copy_(d_out)
         self._gradients.make_room(self._trained)
         captured.backward.replay()
         self._gradients.hand_to(self._trained)
-        return None if captured.d_hidden is None else captured.d_hidden.clone()
+        found = [None if each is None else each.clone() for each in (captured.d_hidden, captured.d_beside)]
+        return found[0], found[1]
 
 
 class _Pool:
@@ -272,15 +288,18 @@ class _Layers(nn.Module):
 
 class _Replay(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, runner: GraphRunner, captured: _Captured, hidden: Tensor, trained: Tensor) -> Tensor:
-        ctx.runner, ctx.captured = runner, captured
+    def forward(
+        ctx: Any, runner: GraphRunner, captured: _Captured, hidden: Tensor, trained: Tensor, *beside: Tensor
+    ) -> Tensor:
+        ctx.runner, ctx.captured, ctx.inputs = runner, captured, len(beside)
         captured.forward.replay()
         return captured.out.detach()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, ctx.runner.backward(ctx.captured, d_out), None
+        d_hidden, d_beside = ctx.runner.backward(ctx.captured, d_out)
+        return None, None, d_hidden, None, *([None] * ctx.inputs if d_beside is None else d_beside.unbind(2))
 
 
 def _cacheless_autocast() -> torch.autocast:
@@ -296,7 +315,20 @@ def _key(call: StackCall) -> _Key:
     documents = known is None or known.document_starts is not None
     branches = known is not None and known.branch_starts is not None
     angles = next((each.rotation[0] for each in call.layer_calls if each.rotation), call.hidden)
-    return call.hidden.shape, angles.shape, documents, branches, call.hidden.requires_grad
+    beside = any(each.requires_grad for each in _layer_inputs(call))
+    return call.hidden.shape, angles.shape, documents, branches, call.hidden.requires_grad, beside
+
+
+def _layer_inputs(call: StackCall) -> list[Tensor]:
+    """The layers' own inputs, (B, S, P) each; none where they have none."""
+    return [each.layer_input for each in call.layer_calls if each.layer_input is not None]
+
+
+def _with_inputs(layer_calls: Sequence[LayerCall], beside: Tensor | None) -> tuple[LayerCall, ...]:
+    """The calls with their parts of ``beside`` (B, S, layers, P)."""
+    if beside is None:
+        return tuple(layer_calls)
+    return tuple(replace(call, layer_input=beside[:, :, index]) for index, call in enumerate(layer_calls))
 
 
 def _rotation_id(layer_call: LayerCall) -> int:
@@ -318,11 +350,16 @@ def _fixed(layer_calls: Sequence[LayerCall]) -> tuple[LayerCall, ...]:
     rotations = {_rotation_id(call): tuple(x.clone() for x in call.rotation) for call in layer_calls}
     for _, layer_call in _distinct(layer_calls):
         _ = layer_call.mask.ranges  # made once, before the capture, and kept by the mask
-    return tuple(replace(layer_call, rotation=rotations[_rotation_id(layer_call)]) for layer_call in layer_calls)
+    return tuple(
+        replace(layer_call, rotation=rotations[_rotation_id(layer_call)], layer_input=None)
+        for layer_call in layer_calls
+    )
 
 
 def _copy_in(captured: _Captured, call: StackCall) -> None:
     captured.hidden.copy_(call.hidden.detach())
+    if captured.beside is not None:
+        torch.stack([each.detach() for each in _layer_inputs(call)], dim=2, out=captured.beside)
     for index, layer_call in _distinct(call.layer_calls):
         fixed = captured.layer_calls[index]
         for into, given in zip(fixed.rotation, layer_call.rotation, strict=True):

@@ -7,7 +7,7 @@ trains, on transformers' own layers; the checks that need the row are reported a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -332,11 +332,27 @@ _GEMMA = "gelu_pytorch_tanh"
 _BY_HEAD = HeadNorms()
 _ATTENTION_BIAS = "attention_bias"
 
-_GEMMA4_DEFAULTS: tuple[tuple[str, float | bool], ...] = (
-    ("vocab_size", 262_144),
-    ("num_attention_heads", 8),
-    ("num_key_value_heads", 4),
-    ("max_position_embeddings", 131_072),
+_GEMMA4 = Family(
+    SANDWICH,
+    "plain",
+    head_norm=_BY_HEAD,
+    value_norm="v_norm",
+    global_heads=True,
+    shared_keys="num_kv_shared_layers",
+    layer_scalar="layer_scalar",
+    qkv_bias=_ATTENTION_BIAS,
+    o_bias=_ATTENTION_BIAS,
+    tied=True,
+    head_dim=256,
+    activation=_GEMMA,
+    window=1024,
+    full_attention_every=6,
+    defaults=(
+        ("vocab_size", 262_144),
+        ("num_attention_heads", 8),
+        ("num_key_value_heads", 4),
+        ("max_position_embeddings", 131_072),
+    ),
 )
 
 _QWEN_NETS = DeltaNets(
@@ -478,43 +494,15 @@ TABLE: Mapping[str, Family] = MappingProxyType(
             ),
             window=4096,
         ),
-        "gemma4_text": Family(
-            SANDWICH,
-            "plain",
-            head_norm=_BY_HEAD,
-            value_norm="v_norm",
-            global_heads=True,
-            shared_keys="num_kv_shared_layers",
+        "gemma4_text": replace(
+            _GEMMA4,
             layer_input="hidden_size_per_layer_input",
-            layer_scalar="layer_scalar",
-            qkv_bias=_ATTENTION_BIAS,
-            o_bias=_ATTENTION_BIAS,
-            tied=True,
-            head_dim=256,
-            activation=_GEMMA,
             window=512,
-            full_attention_every=6,
             not_with=("enable_moe_block",),
-            defaults=_GEMMA4_DEFAULTS + (("hidden_size_per_layer_input", 256),),
+            defaults=(*_GEMMA4.defaults, ("hidden_size_per_layer_input", 256)),
         ),
         # The language models of multimodal checkpoints.
-        "gemma4_unified_text": Family(
-            SANDWICH,
-            "plain",
-            head_norm=_BY_HEAD,
-            value_norm="v_norm",
-            global_heads=True,
-            shared_keys="num_kv_shared_layers",
-            layer_scalar="layer_scalar",
-            qkv_bias=_ATTENTION_BIAS,
-            o_bias=_ATTENTION_BIAS,
-            tied=True,
-            head_dim=256,
-            activation=_GEMMA,
-            window=1024,
-            full_attention_every=6,
-            defaults=_GEMMA4_DEFAULTS,
-        ),
+        "gemma4_unified_text": _GEMMA4,
         "qwen2_vl_text": Family(qkv_bias=True, four_positions=True, windows_from="max_window_layers"),
         "qwen2_5_vl_text": Family(qkv_bias=True, four_positions=True, windows_from="max_window_layers"),
         "qwen3_vl_text": Family(qkv_bias=_ATTENTION_BIAS, o_bias=_ATTENTION_BIAS, head_norm=_BY_HEAD, head_dim=128),

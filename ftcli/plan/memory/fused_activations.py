@@ -47,7 +47,7 @@ from types import MappingProxyType
 
 from ftkernels.limits import LARGEST_FUSED_RANK, packed_rank
 
-from ftcli.facts.shape import DeltaNet, Linear, ModelShape
+from ftcli.facts.shape import Attention, DeltaNet, Linear, ModelShape
 from ftcli.plan.memory.activations import (
     ActivationSettings,
     LayerMemory,
@@ -79,6 +79,9 @@ def fused_layers(*, capped_without_kernel: bool, reference: bool, attention_by_k
             return _delta_net(shape, setting, reference=reference)
         if capped_without_kernel:
             return 2 * c * (shape.q_width + shape.kv_width) + eager_scores(shape, setting)
+        attention = shape.layers[0].attention
+        if attention is not None and shape.family.value_norm is not None:
+            return _heads_apart(shape, attention, setting, reference=reference)
         kept: float = c * (2 * shape.q_width + 2 * shape.kv_width) + 4 * shape.num_heads
         kept += _head_norms(shape, setting, reference=reference)
         kept += c * _copies(shape, setting, reference=reference)
@@ -111,6 +114,7 @@ def fused_layers(*, capped_without_kernel: bool, reference: bool, attention_by_k
         "adapters": _adapters,
         "mixer": mixer,
         "MLP": _mlp,
+        "own input": partial(_layer_input, reference=reference),
     }
     sent = partial(_sent, attention_by_kernel=attention_by_kernel)
     return LayerMemory(MappingProxyType(kept), forward, backward, "MLP", in_front, sent, _ahead)
@@ -137,6 +141,44 @@ def _residual_stream(shape: ModelShape, setting: ActivationSettings, *, referenc
     if setting.drops_residual:  # its mask
         kept += 2 * (c if reference else 1) * shape.hidden_size
     return kept + closing * each
+
+
+def _layer_input(shape: ModelShape, setting: ActivationSettings, *, reference: bool) -> float:
+    """Bytes of what a layer does with its own input of P features, which lies beside: what its gate reads, what that
+    gives, activated, and multiplied; and what its norm reads.
+    """
+    if shape.layer_input is None:
+        return 0.0
+    c, hidden = setting.bytes_compute, shape.hidden_size
+    norm = norm_bytes(hidden, shape, setting, c) if reference else c * hidden + 4
+    wide = setting.full and c != 4  # the inputs of all layers, which then stay where these are run again alone
+    return setting.bytes_residual * hidden + (2 if wide else 3) * c * shape.layer_input.width + norm
+
+
+def layer_input_bytes(shape: ModelShape, setting: ActivationSettings, *, gradient: bool) -> float:
+    """Bytes of the inputs of all layers, which are made before the first one, in float32 where the tables are; with a
+    gradient, of the norm that made them.
+    """
+    features = shape.layer_input_features
+    kept: float = (4 if setting.full else setting.bytes_compute) * features
+    if gradient and features:
+        kept += (4 + (4 if setting.full else 0)) * features + 8 * shape.num_layers
+    return kept
+
+
+def _heads_apart(shape: ModelShape, attention: Attention, setting: ActivationSettings, *, reference: bool) -> float:
+    """Bytes of attention where values are normalised, too: what the norms read (in float32 in plain torch), queries,
+    keys and values behind them, and the output. Of layers that share keys, queries and the output alone.
+    """
+    c, q = setting.bytes_compute, shape.q_width
+    k = 0 if attention.keys == "shared" else shape.kv_width
+    twice = attention.keys == "own" or (reference and c != 4)  # what one linear gives is widened for either norm
+    read = q + (2 if twice else 1) * k
+    heads = shape.num_heads + (0 if not k else 2 * shape.num_kv_heads)
+    kept: float = c * 2 * (q + k) + (4 if reference else c) * read + 4 * (shape.num_heads + heads)
+    if reference and setting.full:  # what trained weights multiply
+        kept += 4 * (q + k)
+    return kept
 
 
 def _head_norms(shape: ModelShape, setting: ActivationSettings, *, reference: bool) -> float:

@@ -15,6 +15,7 @@ from ftcli.facts.generation import (
     why_no_engine,
 )
 from ftcli.plan.memory.activations import plain_layers
+from ftcli.plan.memory.fused_activations import layer_input_bytes
 from ftcli.plan.memory.workspaces import mask_bytes
 from ftcli.plan.run import Generation, RunPlan
 from ftcli.tables import quantizations
@@ -107,9 +108,10 @@ def _by_transformers(plan: RunPlan, batch: Generation) -> GenerationBytes:
 
 
 def made_once(plan: RunPlan, rows: int, seq_len: int, *, padded: bool) -> int:
-    """Masks, and the cosines and sines of the positions."""
-    tables = 2 * seq_len * plan.shape.head_dim * plan.stream_bytes
-    return tables + masks(plan, rows, seq_len, padded=padded)
+    """Masks, the cosines and sines of the positions, and layers' own inputs."""
+    tables = 2 * seq_len * sum({each.head_dim for each in plan.shape.attending}) * plan.stream_bytes
+    own = layer_input_bytes(plan.shape, plan.setting(seq_len, padded=padded), gradient=False)
+    return tables + int(rows * seq_len * own) + masks(plan, rows, seq_len, padded=padded)
 
 
 def masks(plan: RunPlan, rows: int, tokens: int, *, padded: bool) -> int:

@@ -23,6 +23,7 @@ from ftkernels.limits import LOSS_VOCABULARY_SLAB, loss_bytes, packed_rank
 
 from ftcli.plan.memory.activations import ActivationSettings, norm_bytes
 from ftcli.plan.memory.checkpointing import HeldBytes, Offloaded
+from ftcli.plan.memory.fused_activations import layer_input_bytes
 from ftcli.plan.memory.generation import Generator, generation, made_once
 from ftcli.plan.memory.shards import (
     gathered_bytes,
@@ -371,8 +372,15 @@ def _masked_densely(plan: RunPlan) -> bool:
 
 
 def _shared(plan: RunPlan) -> int:
-    """Bytes that training makes once for all layers."""
-    return made_once(plan, *plan.largest, padded=_masked_densely(plan))
+    """Bytes that training makes once for all layers, with keys and values that some layers take from others which are
+    run again.
+    """
+    setting, shape = plan.setting(plan.largest[1], padded=False), plan.shape
+    trains = plan.recipe.lora is None or plan.policy.by_transformers
+    beside = layer_input_bytes(shape, setting, gradient=trains) - layer_input_bytes(shape, setting, gradient=False)
+    if plan.policy.recomputes == "layer":
+        beside += 2 * setting.bytes_compute * shape.shared_key_width
+    return made_once(plan, *plan.largest, padded=_masked_densely(plan)) + int(plan.tokens * beside)
 
 
 def _width_of_trained_head(plan: RunPlan) -> int:

@@ -26,6 +26,7 @@ COMMON: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+_ONE_KEY = {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "global_head_dim": 32, "head_dim": 16}
 #: What released configs of a family say otherwise than transformers' defaults do.
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "qwen2": [{"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3}, {"use_sliding_window": True}],
@@ -56,6 +57,17 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"] * 3,
         }
     ],
+    "gemma4_text": [
+        {
+            "layer_types": ["sliding_attention", "full_attention"] * 4 + ["full_attention"],
+            "num_kv_shared_layers": 4,
+            "use_double_wide_mlp": True,
+            "vocab_size_per_layer_input": 100,
+        },
+        {**_ONE_KEY, "hidden_size_per_layer_input": 0},
+        {"per_layer_config": {at: {"head_dim": 32, "num_key_value_heads": 1} for at in ("05", "08")}},
+    ],
+    "gemma4_unified_text": [{**_ONE_KEY, "attention_bias": True}],
     "qwen3_5_text": [
         {"layer_types": ["full_attention"] + ["linear_attention"] * 8, "attention_bias": True},
         {"full_attention_interval": 3, "linear_num_key_heads": 2, "linear_num_value_heads": 6},
@@ -127,9 +139,10 @@ def test_rotation_is_that_of_the_model(model_type: str, values: dict[str, Any]) 
     rotary, hidden = model.get_decoder().rotary_emb, torch.zeros(1, 2, 64, device="meta")
     by_type = "layer_type" in inspect.signature(rotary.forward).parameters
     positions = torch.zeros(1, 2, dtype=torch.int64, device="meta")
-    given = rotary(hidden, positions, *(["full_attention"] if by_type else []))
+    kinds = sorted(set(rotary.config.layer_types)) if by_type else [None]
+    given = [rotary(hidden, positions, *([kind] if kind else [])) for kind in kinds]
     rotated = [each.rotary_dim for each in shape.attending]
-    assert set(rotated) <= {0, given[0].shape[-1]}
+    assert set(rotated) <= {0, *(cos.shape[-1] for cos, _ in given)}
     attentions = [x.self_attn for x in model.get_decoder().layers if hasattr(x, "self_attn")]
     if hasattr(attentions[0], "use_rope"):
         assert [bool(each) for each in rotated] == [bool(each.use_rope) for each in attentions]
