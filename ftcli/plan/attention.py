@@ -21,6 +21,10 @@ MaskKind = Literal["plain", "intervals", "any"]
 Kernels = Literal["auto", "triton", "torch"]
 
 
+#: Features of a head that torch's fused backends take; for wider ones it forms all scores.
+WIDEST_DENSE_HEAD = 256
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
     """The properties of one call of attention that the choice of a backend depends on.
@@ -77,6 +81,8 @@ def choose_attention(
             what = "a sliding window is in force" if plain else masked
             return AttentionChoice("triton", f"{what}, which dense backends cannot skip")
         return AttentionChoice("sdpa", f"with a dense mask: {refusal}")
+    if refusal is None and call.head_dim > WIDEST_DENSE_HEAD:
+        return AttentionChoice("triton", f"heads of {call.head_dim} features are wider than dense backends take")
     return _dense_backend(gpu.capability, call)
 
 

@@ -24,7 +24,7 @@ from ftkernels.attention_forward import attention_forward
 from ftkernels.attention_launch import AttentionSettings, padded_size
 from ftkernels.attention_mask import AttentionMask, TokenRanges
 from ftkernels.device import gpu_of
-from timing import SHAPES, Shape, require_interpreter, shape_of, start
+from timing import SHAPES, SMALL_SHAPES, Shape, require_interpreter, shape_of, start
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.testing import do_bench
@@ -34,7 +34,11 @@ KERNELS = ("fwd", "dq", "dk", "dv", "dkv")
 PRODUCTS = {"fwd": 2, "dq": 3, "dk": 3, "dv": 2, "dkv": 4}
 #: Caps of the scores inside attention.
 SOFTCAPS = {"gemma2-9b": 50.0}
-SDPA = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+SDPA = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
 Launch = Callable[[AttentionTile], tuple[Tensor | None, ...]]
 
 
@@ -138,8 +142,11 @@ def measure_torch(attention: Attention, table: Table, *, flex: bool) -> None:
     for name, backend in SDPA.items():
 
         def sdpa(q: Tensor, k: Tensor, v: Tensor, backend: SDPBackend = backend) -> Tensor:
+            if backend == SDPBackend.EFFICIENT_ATTENTION:  # which takes no heads that share keys
+                k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
             with sdpa_kernel([backend]):
-                return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+                same = q.shape[1] == k.shape[1]
+                return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=not same)
 
         functions[f"sdpa {name}, no softcap"] = sdpa
     if flex:
@@ -178,7 +185,7 @@ def flex_function(attention: Attention) -> Callable[..., Tensor]:
 def main() -> None:
     """Measures and prints."""
     arguments = parser(__doc__)
-    arguments.add_argument("--models", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    arguments.add_argument("--models", nargs="+", choices=list(SHAPES | SMALL_SHAPES), default=list(SHAPES))
     arguments.add_argument("--seq", type=int, default=4096)
     arguments.add_argument("--flex", action="store_true", help="FlexAttention too")
     options = arguments.parse_args()

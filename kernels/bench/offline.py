@@ -30,6 +30,8 @@ from triton.runtime.jit import JITFunction
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ftkernels import (
+    attention_backward,
+    attention_forward,
     bitlinear_kernels,
     causal_conv,
     cross_entropy,
@@ -57,6 +59,10 @@ from ftkernels import (
     ternary_kernels,
     thin_products,
 )
+from ftkernels.attention_config import choose_tiles
+from ftkernels.attention_launch import AttentionSettings
+from ftkernels.attention_mask import AttentionMask
+from ftkernels.limits import LARGEST_HEAD_SIZE, Gpu
 
 
 class _NoGpu(DriverBase):
@@ -107,11 +113,29 @@ class Maker:
         return torch.empty(shape, dtype=of or self.dtype)
 
 
+def attention_cases(new: Maker, capability: int) -> Launches:
+    """Launches of attention at the widest head, of Gemma-4's layers without a window; as :func:`cases`."""
+    if capability < 80:
+        return
+    gpu, size = Gpu((capability // 10, capability % 10), SHARED_MEMORY[capability]), LARGEST_HEAD_SIZE
+    tiles, settings = choose_tiles(gpu, new.dtype, size), AttentionSettings(1.0, 0.0, size, 4, new.dtype)
+    q, k = new(1, 512, 8, size).transpose(1, 2), new(1, 512, 2, size).transpose(1, 2)
+    lse, ranges = new(1, 8, 512, of=torch.float32), AttentionMask.causal_mask(None).ranges(512, 512, q.device)
+    saved = q, k, k, q, lse
+    yield "attention forward", partial(attention_forward.attention_forward, q, k, k, ranges, settings, tiles.forward)
+    backward = attention_backward.query_backward
+    yield "attention dq", partial(backward, saved, q, ranges, settings, tiles.d_query)
+    keys = partial(attention_backward.key_backward, saved, q, lse, ranges, settings)
+    yield "attention dk", partial(keys, tiles.d_key, want_dk=True, want_dv=False)
+    yield "attention dv", partial(keys, tiles.d_value, want_dk=False, want_dv=True)
+
+
 def generation_cases(new: Maker, capability: int) -> Launches:
     """Launches of generation; as :func:`cases`."""
     if capability >= 80:
         for name, q_heads, k_heads, size, cap, sinks in (
             ("", 32, 8, 128, 0.0, None),
+            (", widest heads", 8, 2, 512, 0.0, None),
             (", wide heads, capped", 16, 8, 256, 50.0, None),
             (", sinks", 64, 8, 64, 0.0, new(64)),
         ):
@@ -386,6 +410,7 @@ def cases(rank: int, dtype: torch.dtype, capability: int) -> Launches:
     yield from expert_cases(new, rank, capability)
     yield from rotary_cases(new, rank, capability)
     yield from option_cases(new, rank, capability)
+    yield from attention_cases(new, capability)
     yield from generation_cases(new, capability)
     yield from bitnet_cases(new, capability)
     weight = nf4.quantize_nf4(torch.ones(64, HIDDEN), double_quant=True)

@@ -7,11 +7,10 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from common import require_device
-from ftkernels.limits import Activation
+from ftkernels.limits import Activation, NormForm
 from torch import Tensor
 from triton import knobs
 
@@ -28,7 +27,7 @@ class Shape:
     head_dim: int
     vocabulary: int
     activation: Activation
-    form: Literal["llama", "gemma"]
+    form: NormForm
     softcap: float
     layers: int
     batch: int = 2
@@ -70,6 +69,7 @@ SMALL_SHAPES = {
         Shape("qwen2.5-0.5b", 896, 4864, 14, 2, 64, 151936, "silu", "llama", 0.0, 24, 4, 2048),
         Shape("qwen3-0.6b", 1024, 3072, 16, 8, 128, 151936, "silu", "llama", 0.0, 28, 4, 2048),
         Shape("llama3.2-1b", 2048, 8192, 32, 8, 64, 128256, "silu", "llama", 0.0, 16, 4, 2048),
+        Shape("gemma4-e4b", 2560, 10240, 8, 2, 512, 262144, "gelu_tanh", "plain", 30.0, 42),  # a layer without a window
         Shape("gemma3-4b", 2560, 10240, 8, 4, 256, 262208, "gelu_tanh", "gemma", 0.0, 34, 4, 2048),
     )
 }

@@ -94,6 +94,13 @@ def _two_tiles(forward: AttentionTile, backward: AttentionTile) -> AttentionTile
 _INTERPRETER = _two_tiles(AttentionTile(32, 32, 4, 1), AttentionTile(32, 32, 4, 1))
 
 _TILES: dict[tuple[Generation, int], AttentionTiles] = {
+    ("hopper", 512): AttentionTiles(
+        forward=AttentionTile(64, 32, 8, 2, tma=True),
+        d_query=AttentionTile(64, 16, 8, 2, tma=True),
+        d_key=AttentionTile(16, 64, 8, 2, tma=True),
+        d_value=AttentionTile(32, 64, 8, 2, tma=True),
+        d_key_value=None,
+    ),
     ("hopper", 256): AttentionTiles(
         forward=AttentionTile(128, 64, 8, 2, tma=True),
         d_query=AttentionTile(128, 32, 8, 3, tma=True),
@@ -114,6 +121,13 @@ _TILES: dict[tuple[Generation, int], AttentionTiles] = {
         d_key=AttentionTile(64, 128, 8, 2, tma=True),
         d_value=AttentionTile(64, 128, 8, 2, tma=True),
         d_key_value=AttentionTile(64, 128, 8, 2, tma=True),
+    ),
+    ("blackwell", 512): AttentionTiles(
+        forward=AttentionTile(64, 32, 8, 2, tma=True),
+        d_query=AttentionTile(64, 16, 8, 2, tma=True),
+        d_key=AttentionTile(16, 64, 8, 2, tma=True),
+        d_value=AttentionTile(32, 64, 8, 2, tma=True),
+        d_key_value=None,
     ),
     ("blackwell", 256): AttentionTiles(
         forward=AttentionTile(128, 64, 8, 2, tma=True),
@@ -136,6 +150,13 @@ _TILES: dict[tuple[Generation, int], AttentionTiles] = {
         d_value=AttentionTile(64, 128, 8, 2, tma=True),
         d_key_value=AttentionTile(64, 128, 8, 2, tma=True),
     ),
+    ("ampere", 512): AttentionTiles(
+        forward=AttentionTile(64, 32, 8, 1),
+        d_query=AttentionTile(32, 32, 8, 1),
+        d_key=AttentionTile(32, 32, 8, 1),
+        d_value=AttentionTile(32, 32, 8, 2),
+        d_key_value=None,
+    ),
     ("ampere", 256): AttentionTiles(
         forward=AttentionTile(64, 64, 8, 2),
         d_query=AttentionTile(64, 32, 8, 2),
@@ -156,6 +177,13 @@ _TILES: dict[tuple[Generation, int], AttentionTiles] = {
         d_key=AttentionTile(64, 128, 8, 2),
         d_value=AttentionTile(64, 128, 8, 2),
         d_key_value=AttentionTile(64, 128, 8, 2),
+    ),
+    ("small", 512): AttentionTiles(
+        forward=AttentionTile(32, 16, 8, 1),
+        d_query=AttentionTile(16, 16, 8, 1),
+        d_key=AttentionTile(16, 16, 8, 1),
+        d_value=AttentionTile(16, 32, 8, 1),
+        d_key_value=None,
     ),
     ("small", 256): AttentionTiles(
         forward=AttentionTile(64, 32, 8, 2),
@@ -182,6 +210,7 @@ _TILES: dict[tuple[Generation, int], AttentionTiles] = {
 
 # Without tensor cores: every product runs on the ordinary units, and operands live in registers.
 _FLOAT32: dict[int, AttentionTiles] = {
+    512: _two_tiles(AttentionTile(16, 16, 8, 1), AttentionTile(16, 16, 8, 1)),
     256: _two_tiles(AttentionTile(32, 32, 8, 1), AttentionTile(16, 16, 8, 1)),
     128: _two_tiles(AttentionTile(32, 32, 8, 1), AttentionTile(32, 32, 8, 1)),
     64: _two_tiles(AttentionTile(32, 32, 4, 1), AttentionTile(32, 32, 4, 1)),

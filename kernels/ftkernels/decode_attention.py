@@ -304,7 +304,7 @@ def _launch(
             SPLITS=splits,
             KEYS=PAGE,
             CD=triton_store_dtype(q.dtype),
-            num_warps=4,
+            num_warps=8 if size > 256 and q.element_size() == 2 else 4,
             num_stages=_stages(size * q.element_size()),
         )
         if splits > 1:

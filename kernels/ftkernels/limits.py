@@ -35,7 +35,7 @@ ATTENTION_SHARED_MEMORY = 99 * 1024
 #: The attention kernels take head sizes that are multiples of this ...
 HEAD_SIZE_MULTIPLE = 16
 #: ... up to this.
-LARGEST_HEAD_SIZE = 256
+LARGEST_HEAD_SIZE = 512
 
 #: Features of keys and of values that the kernels of the delta rule take, and widths of the filter in front of it. With
 #: keys of 16 in float32 the gradients' kernels read beyond shared memory on Hopper: Triton's ptxas, 12.8, leaves
@@ -46,8 +46,9 @@ FILTER_WIDTHS = range(2, 9)
 #: Positions of a page of cached keys and values: a tile of the kernel that attends to them.
 CACHE_PAGE = 64
 
-#: Shared memory of the kernel that attends to float32 pages of more than 128 features, in bytes a block.
-_DECODE_WIDE_FLOAT32 = 144 * 1024
+#: Shared memory of the kernel that attends to float32 pages of more than 128 features, and of more than 256, in bytes a
+#: block.
+_DECODE_WIDE_FLOAT32, _DECODE_WIDEST_FLOAT32 = 144 * 1024, 160 * 1024
 
 #: Adapters of smaller ranks are padded to this one.
 SMALLEST_PACKED_RANK = 16
@@ -141,7 +142,9 @@ def why_no_decode_attention(gpu: Gpu, dtype: str, head_size: int) -> str | None:
     below = why_no_tensor_cores(gpu)
     if below is not None:
         return f"{below}; attention to cached keys needs {capability_text(PRODUCTS_CAPABILITY)}"
-    needed = _DECODE_WIDE_FLOAT32 if dtype == "float32" and head_size > 128 else ATTENTION_SHARED_MEMORY
+    needed = ATTENTION_SHARED_MEMORY
+    if dtype == "float32" and head_size > 128:
+        needed = _DECODE_WIDE_FLOAT32 if head_size <= 256 else _DECODE_WIDEST_FLOAT32
     if gpu.shared_memory_bytes >= needed:
         return None
     what = f"attention to cached {dtype} keys of {head_size} features"

@@ -81,7 +81,7 @@ def test_query_heads_share_key_heads(device: str, tools: Any, heads: int, kv_hea
     check(tools, tensors, AttentionMask.causal_mask(8), softcap=5.0)
 
 
-@pytest.mark.parametrize("size", [32, 48, 64, 96, 256])
+@pytest.mark.parametrize("size", [32, 48, 64, 96, 256, 272, 512])
 def test_head_sizes(device: str, tools: Any, size: int) -> None:
     tensors = inputs(device, heads=1, q_len=33, size=size)
     check(tools, tensors, CAUSAL, softcap=50.0 if size == 256 else 0.0)

@@ -76,7 +76,7 @@ def exact(c: Case, scale: float, softcap: float, window: int | None, sinks: Tens
     return torch.stack(rows)
 
 
-SHAPES = [(4, 2, 16), (2, 2, 24), (3, 1, 64), (2, 1, 256), (2, 2, 80)]
+SHAPES = [(4, 2, 16), (2, 2, 24), (3, 1, 64), (2, 1, 256), (2, 1, 512), (2, 2, 80)]
 LENGTHS = [1, PAGE, 0, PAGE + 1, 3 * PAGE - 1, 5 * PAGE + 7]
 
 

@@ -37,12 +37,13 @@ def test_the_limits_need_neither_torch_nor_triton() -> None:
 
 @pytest.mark.parametrize(("gpu", "dtype", "head_size", "reason"), [
     (H200, "bfloat16", 256, None),
+    (H200, "bfloat16", 512, None),
     (A10, "float32", 16, None),
     (NO_GPU, "bfloat16", 64, None),
     (H200, "float64", 64, "not float64"),
-    (H200, "bfloat16", 0, "multiples of 16 up to 256, not 0"),
-    (H200, "bfloat16", 24, "multiples of 16 up to 256, not 24"),
-    (H200, "bfloat16", 272, "multiples of 16 up to 256, not 272"),
+    (H200, "bfloat16", 0, "multiples of 16 up to 512, not 0"),
+    (H200, "bfloat16", 24, "multiples of 16 up to 512, not 24"),
+    (H200, "bfloat16", 528, "multiples of 16 up to 512, not 528"),
     (T4, "float16", 64, "on capability 7.5 Triton makes no tensor-core code; the attention kernels need 8.0"),
     (Gpu((8, 0), 64 * KIB), "float16", 64, "need 99 KiB of shared memory a block, this GPU has 64 KiB"),
 ])  # fmt: skip
@@ -114,6 +115,9 @@ def test_a_trained_head_takes_larger_chunks() -> None:
     (A10, "bfloat16", 256, None),
     (A10, "float32", 128, None),
     (NO_GPU, "float32", 256, None),
+    (H200, "float32", 512, None),
+    (A10, "bfloat16", 512, None),
+    (A10, "float32", 512, "keys of 512 features needs 160 KiB"),
     (A10, "float32", 256, "keys of 256 features needs 144 KiB of shared memory a block, this GPU has 99 KiB"),
     (T4, "float16", 64, "on capability 7.5 Triton makes no tensor-core code"),
     (Gpu((8, 0), 64 * KIB), "bfloat16", 64, "needs 99 KiB"),
