@@ -347,11 +347,17 @@ def _attention(
     masked: bool = False,
     drops: bool = False,
 ) -> AttentionChoice:
-    head_dim = 0 if facts.shape is None else facts.shape.head_dim
+    head_dim = 0 if facts.shape is None else widest_head(facts.shape, windowed=windowed)
     softcap = facts.attn_logit_softcapping or 0.0
     mask: Literal["plain", "intervals"] = "intervals" if masked else "plain"
     call = AttentionCall(dtypes.compute, head_dim, softcap, windowed, mask, dropout=drops)
     return choose_attention(device.gpu, call)
+
+
+def widest_head(shape: ModelShape, *, windowed: bool = False) -> int:
+    """Features of the widest head of the layers that have a window (``windowed``), or of those that have none."""
+    found = [each.head_dim for each in shape.attending if (each.window is not None) == windowed]
+    return max(found, default=shape.head_dim)
 
 
 def _attention_parts(

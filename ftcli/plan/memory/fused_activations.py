@@ -73,19 +73,7 @@ def fused_layers(*, capped_without_kernel: bool, reference: bool, attention_by_k
     ``attention_by_kernel``: it is our kernel's, whose output ``offload`` sends to the host as well.
     """
 
-    def mixer(shape: ModelShape, setting: ActivationSettings) -> float:
-        c = setting.bytes_compute
-        if shape.delta_nets:
-            return _delta_net(shape, setting, reference=reference)
-        if capped_without_kernel:
-            return 2 * c * (shape.q_width + shape.kv_width) + eager_scores(shape, setting)
-        attention = shape.layers[0].attention
-        if attention is not None and shape.family.value_norm is not None:
-            return _heads_apart(shape, attention, setting, reference=reference)
-        kept: float = c * (2 * shape.q_width + 2 * shape.kv_width) + 4 * shape.num_heads
-        kept += _head_norms(shape, setting, reference=reference)
-        kept += c * _copies(shape, setting, reference=reference)
-        return kept + (_output_gate(shape, setting, reference=reference) if shape.family.gates_output else 0)
+    mixer = partial(_mixer, capped_without_kernel=capped_without_kernel, reference=reference)
 
     def forward(shape: ModelShape, setting: ActivationSettings) -> float:
         scores = scores_at_work(shape, setting) if capped_without_kernel else 0
@@ -118,6 +106,22 @@ def fused_layers(*, capped_without_kernel: bool, reference: bool, attention_by_k
     }
     sent = partial(_sent, attention_by_kernel=attention_by_kernel)
     return LayerMemory(MappingProxyType(kept), forward, backward, "MLP", in_front, sent, _ahead)
+
+
+def _mixer(shape: ModelShape, setting: ActivationSettings, *, capped_without_kernel: bool, reference: bool) -> float:
+    """Bytes of what mixes tokens, from what enters it to what the output projection reads."""
+    c = setting.bytes_compute
+    if shape.delta_nets:
+        return _delta_net(shape, setting, reference=reference)
+    if capped_without_kernel:
+        return 2 * c * (shape.q_width + shape.kv_width) + eager_scores(shape, setting)
+    attention = shape.layers[0].attention
+    if attention is not None and shape.family.value_norm is not None:
+        return _heads_apart(shape, attention, setting, reference=reference)
+    kept: float = c * (2 * shape.q_width + 2 * shape.kv_width) + 4 * shape.num_heads
+    kept += _head_norms(shape, setting, reference=reference)
+    kept += c * _copies(shape, setting, reference=reference)
+    return kept + (_output_gate(shape, setting, reference=reference) if shape.family.gates_output else 0)
 
 
 def _residual_stream(shape: ModelShape, setting: ActivationSettings, *, reference: bool) -> float:

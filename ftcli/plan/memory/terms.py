@@ -306,12 +306,14 @@ def _cublas(plan: RunPlan) -> int:
 
 
 def _graph_buffers(plan: RunPlan) -> int:
-    """Bytes of the buffers in and out of CUDA graphs: hidden states and their gradients. Besides, the gradients of the
-    trained weights as autograd makes them: memory that has crossed streams is not used again within a graph.
+    """Bytes of the buffers in and out of CUDA graphs: hidden states and layers' own inputs, and their gradients.
+    Besides, the gradients of the trained weights as autograd makes them: memory that has crossed streams is not used
+    again within a graph.
     """
     passed = 4 if plan.policy.by_transformers else 3  # its layers' inputs need gradients, the first one's too
     states = plan.graph_tokens * plan.shape.hidden_size * plan.dtypes.parameter_bytes * passed
-    return states + 4 * plan.trained.elements
+    own = plan.graph_tokens * plan.shape.layer_input_features * plan.dtypes.compute_bytes
+    return states + (2 if plan.policy.by_transformers else 1) * own + 4 * plan.trained.elements
 
 
 def _copies_run_again(plan: RunPlan) -> bool:
