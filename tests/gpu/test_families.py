@@ -23,9 +23,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 ON_KERNELS = (
     *(name for name, family in TABLE.items() if family.kernels == "layers" and name in small_models.TEXT),
     "gemma3", "mistral3", "muse_glimmer", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe",
-    "qwen3_vl_moe",
+    "qwen3_vl_moe", "gemma4", "gemma4_unified",
 )  # fmt: skip
-OTHERS = ("gemma4", "gpt_oss", "glm4_moe_lite", "deepseek_v3", "mamba2", "bloom", "gpt2")
+OTHERS = ("gpt_oss", "glm4_moe_lite", "deepseek_v3", "mamba2", "bloom", "gpt2")
 OF_HEADS = ("head_dim", "query_pre_attn_scalar", "linear_value_head_dim")
 #: Linear layers that are quantized, of two layers of seven each where nothing else is said.
 QUANTIZED = {"phi3": 8, "qwen3_5": 3 * 8 + 7}
@@ -48,7 +48,7 @@ def wider(monkeypatch: pytest.MonkeyPatch, model_type: str) -> None:
     text, multimodal = deepcopy(small_models.TEXT), deepcopy(small_models.MULTIMODAL)
     for values in (text[model_type],) if model_type in text else multimodal[model_type][:2]:
         values.update({key: 16 for key in OF_HEADS if values.get(key) == 8})
-        values.update({key: 32 for key in ("linear_key_head_dim",) if key in values})
+        values.update({key: 32 for key in ("linear_key_head_dim", "global_head_dim") if key in values})
         values.update({key: 64 for key in ("out_hidden_size",) if key in values})
         if "embed_dim" in values:
             values["hidden_size"] = 64

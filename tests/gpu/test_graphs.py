@@ -51,10 +51,18 @@ CONFIGS = {
     "qwen3": transformers.Qwen3Config,
     "gemma3_text": transformers.Gemma3TextConfig,
     "qwen3_5_text": transformers.Qwen3_5TextConfig,
+    "gemma4_text": transformers.Gemma4TextConfig,
 }
 FURTHER: dict[str, dict[str, Any]] = {
     **{name: {"sliding_window": 128} for name in WINDOWED},
     "qwen3_5_text": {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "full_attention_interval": 2},
+    "gemma4_text": {
+        "sliding_window": 128,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 64,
+        "vocab_size_per_layer_input": 8000,
+    },
 }
 RECIPES = Path(__file__).parents[2] / "recipes"
 #: (rows, tokens) of micro-batches, two in each step; shapes come back after others.
@@ -141,7 +149,14 @@ def train(model: Any, *, documents: bool, accumulated: int = 2) -> list[torch.Te
 @pytest.mark.parametrize("policy", [False, "selective", True, "lean"])
 @pytest.mark.parametrize(
     ("name", "documents"),
-    [("mistral", True), ("gemma2", False), ("qwen3", True), ("gemma3_text", True), ("qwen3_5_text", True)],
+    [
+        ("mistral", True),
+        ("gemma2", False),
+        ("qwen3", True),
+        ("gemma3_text", True),
+        ("qwen3_5_text", True),
+        ("gemma4_text", True),
+    ],
 )
 def test_the_bits_are_those_without_graphs(name: str, documents: bool, policy: Any, base: str) -> None:
     wanted = None
