@@ -32,7 +32,9 @@ class CacheShape:
     """One position of the key-value cache: of ``layers`` layers, keys and values of ``key_heads`` heads each; and the
     state of one row: of ``nets`` layers, what a delta net ``net`` carries from token to token.
 
-    ``places``: for each decoder layer its place among those of its kind; empty where all attend.
+    ``places``: for each decoder layer its place among those of its kind, or that of the layer whose keys it takes;
+    empty where all attend alike. ``further``: of layers with other heads, their number, their key heads, and the size
+    of these; ``pools``: for each decoder layer whether its pages are of the first heads, 0, or which of these.
     """
 
     layers: int
@@ -42,11 +44,24 @@ class CacheShape:
     nets: int = 0
     net: DeltaNet | None = None
     places: tuple[int, ...] = ()
+    further: tuple[tuple[int, int, int], ...] = ()
+    pools: tuple[int, ...] = ()
+
+    @property
+    def heads(self) -> tuple[tuple[int, int, int], ...]:
+        """Of the layers with each kind of heads their number, their key heads, and the size of these."""
+        return ((self.layers, self.key_heads, self.head_dim), *self.further)
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one page, of all layers."""
-        return 2 * self.layers * self.key_heads * self.head_dim * self.element_bytes * CACHE_PAGE
+        features = sum(layers * heads * size for layers, heads, size in self.heads)
+        return 2 * features * self.element_bytes * CACHE_PAGE
+
+    @property
+    def widest_head(self) -> int:
+        """Features of the widest head."""
+        return max(size for _, _, size in self.heads)
 
     @property
     def state_bytes(self) -> int:
@@ -60,10 +75,28 @@ class CacheShape:
 def cache_shape(shape: ModelShape, element_bytes: int) -> CacheShape:
     """What a model's layers keep of the tokens before, keys and values in elements of so many bytes."""
     nets = shape.delta_nets
+    if shape.family.global_heads:
+        return _of_several_heads(shape, element_bytes)
     attend = [layer.delta_net is None for layer in shape.layers]
     places = tuple(attend[:at].count(one) for at, one in enumerate(attend)) if nets else ()
     kept = sum(attend), shape.num_kv_heads, shape.head_dim, element_bytes
     return CacheShape(*kept, len(nets), nets[0] if nets else None, places)
+
+
+def _of_several_heads(shape: ModelShape, element_bytes: int) -> CacheShape:
+    """Where layers differ in their heads, and some take keys of the last one before them that sees what they see."""
+    kinds = list(dict.fromkeys((each.kv_heads, each.head_dim) for each in shape.attending))
+    counts, last = [0] * len(kinds), dict[int | None, tuple[int, int]]()
+    found = []
+    for each in shape.attending:
+        if each.keys != "shared":
+            pool = kinds.index((each.kv_heads, each.head_dim))
+            last[each.window] = pool, counts[pool]
+            counts[pool] += 1
+        found.append(last[each.window])
+    first, *further = ((count, *kind) for count, kind in zip(counts, kinds, strict=True))
+    pools, places = zip(*found, strict=True)
+    return CacheShape(*first, element_bytes, places=places, further=tuple(further), pools=pools)
 
 
 @dataclass(frozen=True, slots=True)

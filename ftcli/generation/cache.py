@@ -110,14 +110,20 @@ class States:
 
 
 class Cache:
-    """Pages of keys and values of all layers that attend, (layers, pages, heads, positions, features) each; and states
-    of the others, in ``slots`` slots.
+    """Pages of keys and values of all layers that attend, (layers, pages, heads, positions, features) each, those of
+    layers with other heads apart; and states of the others, in ``slots`` slots.
     """
 
     def __init__(self, shape: CacheShape, layout: EngineLayout, dtype: torch.dtype, device: torch.device) -> None:
-        sizes = (shape.layers, layout.pages, shape.key_heads, CACHE_PAGE, shape.head_dim)
-        self.keys = torch.empty(sizes, dtype=dtype, device=device)
-        self.values = torch.empty(sizes, dtype=dtype, device=device)
+        self._pages = [
+            tuple(
+                torch.empty((layers, layout.pages, heads, CACHE_PAGE, size), dtype=dtype, device=device)
+                for _ in range(2)
+            )
+            for layers, heads, size in shape.heads
+        ]
+        self.keys, self.values = self._pages[0]
+        self._pools = shape.pools
         self.slots = slots_of(shape, layout.rows)
         self._places = shape.places
         self._states: tuple[States, ...] = ()
@@ -135,7 +141,8 @@ class Cache:
     def layer(self, index: int) -> Pages:
         """The pages of decoder layer number ``index``, which attends."""
         place = self._places[index] if self._places else index
-        return Pages(self.keys[place], self.values[place])
+        keys, values = self._pages[self._pools[index] if self._pools else 0]
+        return Pages(keys[place], values[place])
 
     def states(self, index: int) -> States:
         """The states of decoder layer number ``index``, a delta net."""
@@ -146,7 +153,7 @@ class Cache:
         if not sources:
             return
         into, out_of = (torch.tensor(pages, device=self.keys.device) for pages in (targets, sources))
-        for pool in (self.keys, self.values):
+        for pool in (pool for pair in self._pages for pool in pair):
             pool.index_copy_(1, into, pool.index_select(1, out_of))
 
     def copy_states(self, sources: Sequence[int], targets: Sequence[int]) -> None:

@@ -150,7 +150,7 @@ def _why_not(
     if reason is not None:
         return reason
     dtype = cache_dtype(model, plan)
-    head_dim = kept_shape(model, dtype).head_dim
+    head_dim = kept_shape(model, dtype).widest_head
     reason = why_no_decode_attention(gpu_of(device), dtype_name(dtype), head_dim)
     if reason is not None:
         return reason

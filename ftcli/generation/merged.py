@@ -89,7 +89,7 @@ def merged_model(model: PreTrainedModel | PeftModel, plan: DtypePlan, kernels: K
     config = copy.deepcopy(base.config)
     configs = {id(base.config): config, id(base.config.get_text_config()): config.get_text_config()}
     for layer in decoder_layers(base):
-        for names in _shared_inputs(base):
+        for names in _shared_inputs(base, layer):
             group = [copies[id(one)].linear.weight for name in names if id(one := _at(layer, name)) in copies]
             if len(group) == len(names):
                 join_weights(group)
@@ -111,7 +111,7 @@ def _copied(base: PreTrainedModel, plan: DtypePlan) -> dict[int, Any]:
     for layer in decoder_layers(base):
         alone = {id(module): module for module in _linears(layer) if _needs_copy(module, dtype)}
         found |= alone
-        for names in _shared_inputs(base):
+        for names in _shared_inputs(base, layer):
             group = [_at(layer, name) for name in names]
             if any(id(one) in alone for one in group) and all(_is_copyable(one) for one in group):
                 found |= {id(one): one for one in group}
@@ -121,13 +121,14 @@ def _copied(base: PreTrainedModel, plan: DtypePlan) -> dict[int, Any]:
     return found
 
 
-def _shared_inputs(base: PreTrainedModel) -> list[tuple[str, ...]]:
-    """The linears that read one input, by their paths in a layer of either kind."""
+def _shared_inputs(base: PreTrainedModel, layer: nn.Module) -> list[tuple[str, ...]]:
+    """The linears of a layer that read one input, by their paths in it."""
     family = family_of(base.config.get_text_config().model_type)
     if family is None:
         return []
     kinds = [family.groups] if family.delta_nets is None else [family.groups, family.delta_groups]
-    return [names for groups in kinds for names in groups if len(names) > 1]
+    found = [tuple(name for name in names if _at(layer, name) is not None) for groups in kinds for names in groups]
+    return [names for names in found if len(names) > 1]
 
 
 def _linears(module: nn.Module) -> Iterator[nn.Module]:

@@ -111,7 +111,7 @@ class FusedGemma4Layer(FusedDecoderLayer):
             assert shared is not None  # transformers' model, and the stack, bring one
             k, v = shared[module.layer_type]
         elif shared is not None and module.store_full_length_kv:
-            k, v = shared.setdefault(module.layer_type, (k, v))
+            shared.setdefault(module.layer_type, (k, v))
         return q, k, v, passed
 
     def _split(self, joined: Tensor) -> tuple[Tensor, ...]:

@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import os
 import traceback
+from collections import UserDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -182,7 +183,7 @@ def _of_rounding(layer: nn.Module, call: _Call, tolerance: Tolerance) -> Toleran
     signs = torch.randint(2, call.hidden.shape, generator=torch.Generator().manual_seed(0)).mul_(2).sub_(1)
     last_place = torch.finfo(call.hidden.dtype).eps * signs.to(call.hidden.device)
     shaken = (call.hidden.float() * (1.0 + last_place)).to(call.hidden.dtype)
-    noise = _compare("", _layer_pass(layer, _Call(shaken, call.kwargs), call), wanted)
+    noise = _compare("", _layer_pass(layer, replace(call, hidden=shaken), call), wanted)
     return Tolerance(
         tolerance.loss,
         max(tolerance.output, min(2 * noise.output, _MOST_ROUNDED.output)),
@@ -213,10 +214,24 @@ def _refused(error: TritonError) -> FtcliError:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """The model's call of a layer: its input and the keyword arguments (rotation, mask)."""
+    """The model's call of a layer: its input, what else is given by place (an input of its own), and the keyword
+    arguments (rotation, mask).
+    """
 
     hidden: Tensor
     kwargs: dict[str, Any]
+    others: tuple[Any, ...] = ()
+
+    def without_graph(self) -> dict[str, Any]:
+        """Keys and values that layers share, as an argument of one layer's pass alone; empty where they share none."""
+        shared = self.kwargs.get(_SHARED)
+        if shared is None:
+            return {}
+        return {_SHARED: UserDict({kind: tuple(x.detach() for x in pair) for kind, pair in shared.items()})}
+
+
+#: transformers' name of the argument through which layers share keys and values.
+_SHARED = "shared_kv_states"
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +251,7 @@ def _forward(model: Model, batch: dict[str, Tensor]) -> tuple[float, list[_Call]
     calls: list[_Call] = []
 
     def record(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.append(_Call(args[0], dict(kwargs)))
+        calls.append(_Call(args[0], dict(kwargs), args[1:]))
 
     with ExitStack() as stack:
         for layer in _layers(model):
@@ -248,10 +263,10 @@ def _forward(model: Model, batch: dict[str, Tensor]) -> tuple[float, list[_Call]
 
 
 def _layer_pass(layer: nn.Module, shared: _Call, own: _Call) -> _Pass:
-    """Runs ``layer`` on ``shared``'s input with ``own``'s keyword arguments (each attention has a mask of its own)."""
+    """Runs ``layer`` on ``shared``'s inputs with ``own``'s other arguments (each attention has a mask of its own)."""
     hidden = shared.hidden.detach().clone().requires_grad_()
     layer.zero_grad(set_to_none=True)
-    output = layer(hidden, **own.kwargs)
+    output = layer(hidden, *shared.others, **{**own.kwargs, **shared.without_graph()})
     generator = torch.Generator().manual_seed(1)
     upstream = torch.randn(output.shape, generator=generator).to(output)
     output.backward(upstream)

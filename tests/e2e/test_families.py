@@ -26,7 +26,18 @@ TELLING = [
     "gpt_oss",
     "gpt2",
     "gemma3",
-    *further("mixtral", "qwen3_moe", "qwen2_moe", "deepseek_v3", "opt", "llama4_text", "qwen3_5"),
+    "gemma4",
+    *further(
+        "gemma4_unified",
+        "gemma4_text",
+        "mixtral",
+        "qwen3_moe",
+        "qwen2_moe",
+        "deepseek_v3",
+        "opt",
+        "llama4_text",
+        "qwen3_5",
+    ),
 ]
 
 
@@ -65,10 +76,18 @@ def test_on_a_quantized_base(model_type: str, method: str, user: User, tmp_path:
 @pytest.mark.parametrize(
     ("model_type", "method"),
     [
-        *(("phi3", "nf4"), ("qwen3_5", "none")),
+        *(("phi3", "nf4"), ("qwen3_5", "none"), ("gemma4", "none")),
         *(
             pytest.param(*each, marks=pytest.mark.long)
-            for each in (("phi3", "none"), ("phi3", "fp8"), ("glm4", "nf4"), ("qwen3_5", "nf4"), ("qwen3_5", "fp8"))
+            for each in (
+                ("phi3", "none"),
+                ("phi3", "fp8"),
+                ("glm4", "nf4"),
+                ("qwen3_5", "nf4"),
+                ("qwen3_5", "fp8"),
+                ("gemma4_unified", "nf4"),
+                ("gemma4", "nf4"),
+            )
         ),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from ftkernels.limits import packed_rank, why_no_decode_attention
+from ftkernels.limits import CACHE_PAGE, packed_rank, why_no_decode_attention
 
 from ftcli.facts.generation import (
     LOGIT_COPIES,
@@ -44,7 +44,8 @@ class GenerationBytes:
 
 def generation(plan: RunPlan, batch: Generation) -> GenerationBytes:
     """Bytes to generate ``batch.rows`` sequences, without the one matrix that a product of quantized weights needs."""
-    gpu, head_dim, on_kernels = plan.device.gpu, plan.shape.head_dim, plan.execution.on_kernels
+    gpu, on_kernels = plan.device.gpu, plan.execution.on_kernels
+    head_dim = cache_shape(plan.shape, plan.dtypes.compute_bytes).widest_head
     refusal = why_no_engine(plan.facts.language, plan.shape.family, on_kernels=on_kernels)
     refusal = refusal or why_no_decode_attention(gpu, plan.dtypes.compute, head_dim)
     return _by_engine(plan, batch) if refusal is None else _by_transformers(plan, batch)
@@ -94,14 +95,15 @@ def _by_transformers(plan: RunPlan, batch: Generation) -> GenerationBytes:
     rows are padded, each layer repeats keys and values for all heads.
     """
     shape, element, rows = plan.shape, plan.dtypes.parameter_bytes, batch.rows
-    token = 2 * rows * shape.kv_width * element  # of one layer's cache
-    attending, states = len(shape.attending), rows * cache_shape(shape, element).state_bytes
+    token = 2 * rows * max((each.key_width for each in shape.attending), default=0) * element  # of one layer's cache
+    each = cache_shape(shape, element)
+    kept, states = rows * each.page_bytes // CACHE_PAGE, rows * each.state_bytes  # of a position of all layers
     # Through transformers' own layers, for the cache, with the attention of the others.
     plain = plain_layers("eager" if plan.execution.attention == "eager" else "sdpa")
     prefill = rows * batch.prompt * plain.forward_peak(shape, plan.setting(batch.prompt, padded=rows > 1))
-    prefill += attending * token * batch.prompt + states + masks(plan, rows, batch.prompt, padded=rows > 1)
+    prefill += kept * batch.prompt + states + masks(plan, rows, batch.prompt, padded=rows > 1)
     repeated = token * batch.seq_len * shape.num_heads // shape.num_kv_heads
-    cache = attending * token * batch.seq_len + states
+    cache = kept * batch.seq_len + states
     decoding = cache + max(repeated, token * batch.seq_len // 2)
     logits = rows * shape.vocab_size * (4 + plan.dtypes.compute_bytes)
     return GenerationBytes(cache, max(int(prefill), decoding) - cache + logits, by_engine=False)

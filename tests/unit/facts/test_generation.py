@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
 
+from ftcli.facts.config_file import bundled_configs
 from ftcli.facts.generation import (
     BUCKETS,
     CacheShape,
@@ -80,6 +82,18 @@ def test_only_layers_that_attend_have_pages_and_the_others_a_state_a_row() -> No
     assert choose_layout(shape, 64, 600, room_bytes=2 * shape.state_bytes, copy_bytes=None) is None
     plain = cache_shape(described.by_kind[1], 2)  # its layers that attend
     assert (plain.state_bytes, plain.places, slots_of(plain, 64)) == (0, (), 0)
+
+
+def test_layers_with_other_heads_have_pages_of_their_own_and_those_that_share_keys_none() -> None:
+    folder, _ = bundled_configs()["google/gemma-4-E4B-it"]
+    described = shape_of(json.loads((folder / "config.json").read_text()))
+    assert described is not None
+    shape = cache_shape(described, 2)
+    assert shape.heads == ((20, 2, 256), (4, 2, 512))
+    assert shape.page_bytes == 2 * (20 * 2 * 256 + 4 * 2 * 512) * 2 * 64
+    assert shape.widest_head == 512
+    assert (shape.pools[:6], shape.places[:6]) == ((0, 0, 0, 0, 0, 1), (0, 1, 2, 3, 4, 0))
+    assert set(zip(shape.pools[24:], shape.places[24:], strict=True)) == {(0, 19), (1, 3)}
 
 
 def test_a_model_without_attention_has_no_pages() -> None:

@@ -54,6 +54,8 @@ def base_bits(model: Any) -> dict[str, Tensor]:
     [
         ("llama", {}),
         ("gemma2", {}),
+        ("gemma4_text", {}),
+        ("gemma4_unified_text", {}),
         ("qwen2", {"target_modules": ["q_proj", "v_proj"]}),
         ("phi3", {}),
         ("llama", {"use_dora": True}),
