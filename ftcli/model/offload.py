@@ -32,6 +32,7 @@ from torch.utils.checkpoint import checkpoint
 from ftcli.model.backbone import base_of
 from ftcli.plan.memory.pinned import SMALLEST_PIECE
 from ftcli.reporting import Reporter
+from ftcli.tables.families import LAYER_INPUT
 from ftcli.units import gib
 
 if TYPE_CHECKING:
@@ -295,6 +296,19 @@ class HostEmbedding(nn.Module):
         return host_rows(self._table, ids)
 
 
+class ScaledHostEmbedding(HostEmbedding):
+    """Takes the place of a frozen embedding of transformers' that multiplies its rows by ``embed_scale``."""
+
+    def __init__(self, embedding: Any) -> None:
+        super().__init__(embedding)
+        self.register_buffer("embed_scale", embedding.embed_scale, persistent=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """(...) int64 -> (..., H), on the device of ``ids``."""
+        scale: Tensor = self.embed_scale  # type: ignore[assignment]
+        return super().forward(ids) * scale.to(self.weight.dtype)
+
+
 def why_not_on_host(model: PreTrainedModel | PeftModel) -> str | None:
     """The reason why the embedding has to stay on the device, as one clause; None if it need not."""
     base = base_of(model)
@@ -311,7 +325,8 @@ def why_not_on_host(model: PreTrainedModel | PeftModel) -> str | None:
 
 
 def use_host_embedding(model: PreTrainedModel | PeftModel, reporter: Reporter) -> None:
-    """Puts the model's embedding into host memory, or tells why it has to stay."""
+    """Puts the model's embedding into host memory, or tells why it has to stay; and the table of layers' own inputs."""
+    _use_host_table(base_of(model).get_decoder(), reporter)
     reason = why_not_on_host(model)
     if reason is not None:
         reporter.info(f"embedding: on the device, since {reason}")
@@ -325,3 +340,13 @@ def use_host_embedding(model: PreTrainedModel | PeftModel, reporter: Reporter) -
     base.set_submodule(name, moved)
     table = moved.weight
     reporter.info(f"embedding: {gib(table.numel() * table.element_size())} GiB in host memory")
+
+
+def _use_host_table(decoder: Any, reporter: Reporter) -> None:
+    table = getattr(decoder, LAYER_INPUT.table, None)
+    if table is None or table.weight.requires_grad:
+        return
+    moved = ScaledHostEmbedding(table)
+    moved.train(table.training)
+    setattr(decoder, LAYER_INPUT.table, moved)
+    reporter.info(f"table of layers' own inputs: {gib(moved.weight.nbytes)} GiB in host memory")

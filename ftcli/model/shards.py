@@ -83,10 +83,22 @@ def reshard_model(model: Any) -> None:
 
 
 def gather_weights(model: PreTrainedModel, *, wanted: bool) -> dict[str, Tensor] | None:
-    """All-gathers all weights, by name on the host of a rank that wants them; tied ones once. All ranks call this."""
+    """All-gathers all weights, by name on the host of a rank that wants them; tied ones once. With them what is saved
+    beside weights, such as the numbers that Gemma-4's layers are multiplied by. All ranks call this.
+    """
     reshard_model(model)
     found = {name: gather_shards(p, wanted=wanted) for name, p in model.named_parameters()}
-    return {name: tensor for name, tensor in found.items() if tensor is not None} if wanted else None
+    if not wanted:
+        return None
+    return {name: tensor for name, tensor in found.items() if tensor is not None} | dict(_saved_buffers(model))
+
+
+def _saved_buffers(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Buffers that are part of a checkpoint, on the host; each rank has them whole."""
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}".removeprefix("."), buffer.detach().cpu()
 
 
 def load_shards(model: PreTrainedModel, stored: dict[str, Tensor], *, kept: Collection[str] = ()) -> None:

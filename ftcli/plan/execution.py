@@ -528,6 +528,8 @@ def why_not_sharded(recipe: Recipe, facts: ModelFacts, execution: Execution) -> 
     lora, train = recipe.lora, recipe.train
     if (stored := _stored_whole(recipe.quantization.method, facts)) is not None:
         return stored
+    if facts.shape is not None and facts.shape.layer_input is not None:
+        return "model: its layers' own inputs come from one table, and ranks check the first layers alone"
     if not execution.on_kernels and recipe.model.kernels == "triton":
         return f"model.kernels: triton, and the layers are not on it ({execution.layers.reason})"
     if lora is None:

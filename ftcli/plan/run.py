@@ -222,14 +222,19 @@ class RunPlan:
 
     @property
     def host_table_bytes(self) -> int:
-        """Bytes of the embedding where it lies in pinned host memory; 0 where it is on the device."""
+        """Bytes of the embedding, and of the table of layers' own inputs, where these lie in pinned host memory; 0 where
+        they are on the device.
+        """
         on_gpu = self.device.kind == "cuda" and self.execution.on_kernels and self.shard_size == 1
         if not (self.trains and on_gpu and self.policy.embedding_on_host):
             return 0
         lora, shape = self.recipe.lora, self.shape
-        if lora is None or EMBEDDING in lora.modules_to_save or shape.tied:
+        if lora is None:
             return 0
-        return shape.vocab_size * shape.hidden_size * self.dtypes.parameter_bytes
+        rows = 0 if EMBEDDING in lora.modules_to_save or shape.tied else shape.vocab_size * shape.hidden_size
+        if shape.layer_input is not None:
+            rows += shape.layer_input.entries * shape.layer_input_features
+        return rows * self.dtypes.parameter_bytes
 
     @property
     def uncheckpointed(self) -> int:

@@ -1,4 +1,4 @@
-"""Families off the kernels under ``launch.engine: fsdp``: transformers' own layers, a unit of FSDP2 each."""
+"""Families under ``launch.engine: fsdp`` whose layers are a unit of FSDP2 each: transformers' own, and Gemma-4's."""
 
 from __future__ import annotations
 
@@ -22,12 +22,14 @@ SHARDED: dict[str, Any] = {
 }
 TWICE: dict[str, Any] = {"train": {"gradient_accumulation_steps": 2}}
 FULL: dict[str, Any] = {"lora": None, "train": {"learning_rate": 1e-4}}
+#: Layers that see everything, with heads of their own, and values that are keys, among the first two.
+TYPES = {"gemma4_unified_text": {"layer_types": ["sliding_attention", "full_attention"] * 2}}
 AGAIN: dict[str, Any] = {"train": {"gradient_checkpointing": True}}
 
 
 def change_of(drills: Drills, model_type: str, change: dict[str, Any]) -> dict[str, Any]:
     base = drills.folder / "base"
-    build(model_type, num_hidden_layers=4).save_pretrained(base)
+    build(model_type, num_hidden_layers=4, **TYPES.get(model_type, {})).save_pretrained(base)
     model = {"name_or_path": str(base), "dtype": "float32", "tokenizer": "bytes", "init": "pretrained"}
     return merged(merged(SHARDED, {"model": model}), change)
 
@@ -37,6 +39,13 @@ def change_of(drills: Drills, model_type: str, change: dict[str, Any]) -> dict[s
     ("model_type", "change"),
     [
         pytest.param("qwen3_moe", {}, id="experts, adapters"),
+        pytest.param("gemma4_unified_text", {"model": {"kernels": "reference"}}, id="heads of two sizes, on the kernels"),
+        pytest.param(
+            "gemma4_unified_text",
+            merged(merged(FULL, AGAIN), {"model": {"kernels": "reference"}}),
+            id="heads of two sizes, full, layers again",
+            marks=pytest.mark.long,
+        ),
         pytest.param("mamba2", FULL, id="state space, full", marks=pytest.mark.long),
         pytest.param(
             "falcon_h1",
