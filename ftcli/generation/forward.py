@@ -64,13 +64,17 @@ class Forward:
 
     Args:
         model: Adapted or not, on the kernels or as transformers built it.
+        suppressed: Ids that are never chosen (``suppress_tokens`` of a generation_config.json).
     """
 
-    def __init__(self, model: PreTrainedModel | PeftModel, plan: DtypePlan, device: torch.device) -> None:
+    def __init__(
+        self, model: PreTrainedModel | PeftModel, plan: DtypePlan, device: torch.device, suppressed: Sequence[int] = ()
+    ) -> None:
         self.model = model
         self._plan = plan
         self._device = device
         self._head = head_of(model)  # refuses a head that cannot be read
+        self._suppressed = torch.tensor(suppressed, dtype=torch.int64).to(device) if suppressed else None
         self._packed = _PackedAdapters(model, cache_dtype(model, plan))
 
     @contextmanager
@@ -126,6 +130,11 @@ class Forward:
         return torch.tensor(values, dtype=torch.int64).to(self._device)[None]
 
     def _logits(self, states: Tensor) -> Tensor:
+        """cap(scale · head(h)): (N, H) -> (N, V), and -inf for what is suppressed."""
+        logits = self._of_head(states)
+        return logits if self._suppressed is None else logits.index_fill(1, self._suppressed, float("-inf"))
+
+    def _of_head(self, states: Tensor) -> Tensor:
         """cap(scale · head(h)): (N, H) -> (N, V), in float32 where anything is computed after the product."""
         layer: Any = base_of(self.model).get_output_embeddings()
         logits: Tensor = layer(states)

@@ -35,7 +35,6 @@ _UNKNOWN = {
     "encoder_no_repeat_ngram_size": (None, 0),
     "bad_words_ids": (None, []),
     "sequence_bias": (None, {}),
-    "suppress_tokens": (None, []),
     "begin_suppress_tokens": (None, []),
     "forced_bos_token_id": (None,),
     "forced_eos_token_id": (None,),
@@ -129,9 +128,16 @@ def open_generator(
     if layout is None:
         raise torch.OutOfMemoryError(f"no room for the key-value cache of {longest} tokens")
     merged = merged_model(model, plan, kernels) if layout.merged else None
-    forward = Forward(model if merged is None else merged.model, plan, device)
+    suppressed = _suppressed(base_of(model)) if own_settings else ()
+    forward = Forward(model if merged is None else merged.model, plan, device, suppressed)
     alone = root_of(model) is None  # a graph cannot hold all-gathers over ranks
     return OpenedGenerator(Engine(forward, layout, longest, plan, device, graphs=alone, ahead=ahead), None, merged)
+
+
+def _suppressed(base: PreTrainedModel) -> tuple[int, ...]:
+    """Ids that the model's ``generation_config`` has never chosen, within its vocabulary."""
+    stated: Any = getattr(base.generation_config, "suppress_tokens", None) or ()
+    return tuple(int(each) for each in stated if 0 <= int(each) < base.config.get_text_config().vocab_size)
 
 
 def free_gpu_bytes(device: torch.device) -> int:

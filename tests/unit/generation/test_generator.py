@@ -47,6 +47,23 @@ def test_settings_of_the_model_count_where_they_are_asked_for() -> None:
     assert opened(model, own_settings=False).reason is None
 
 
+def test_suppressed_tokens_are_never_chosen() -> None:
+    """As Gemma-4's generation_config.json has them; those outside of a vocabulary are nobody's."""
+    model = build("llama").requires_grad_(False)
+    request = [GenerationRequest((5, 6, 7), 12)]
+    free = opened(model).generator.complete(request)[0][0].tokens
+    model.generation_config.suppress_tokens = [free[0], 10**6]
+    found = opened(model)
+    assert found.reason is None
+    tokens = found.generator.complete(request)[0][0].tokens
+    assert free[0] not in tokens
+    model.generation_config.suppress_tokens = [free[0]]
+    ids = torch.tensor([[5, 6, 7]])
+    out = model.generate(input_ids=ids, max_new_tokens=12, do_sample=False, eos_token_id=[-1], pad_token_id=0)
+    assert tokens == out[0, 3:].tolist()
+    assert opened(model, own_settings=False).generator.complete(request)[0][0].tokens == free
+
+
 def test_transformers_answers_as_the_engine_does() -> None:
     """Batch by batch and alone; stop tokens, and limits of each row."""
     model = build("qwen2").requires_grad_(False).train()
