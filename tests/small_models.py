@@ -75,6 +75,17 @@ _GEMMA4: dict[str, Any] = {
     "final_logit_softcapping": 30.0,
     "tie_word_embeddings": True,
 }
+#: What its mixture of experts has otherwise than TEXT's.
+GEMMA4_MIXTURE: dict[str, Any] = {
+    "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 0,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+    "enable_moe_block": True,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 24,
+}
 #: What Gemma-4's smaller models have in each layer.
 _OF_EACH_LAYER: dict[str, Any] = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY}
 

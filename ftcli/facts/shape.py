@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ftcli.facts.language import Config, text_values
 from ftcli.facts.towers import other_parameters
@@ -316,12 +316,15 @@ class ModelShape:
         """Tensors of the residual stream that a layer's halves are run again from: see the family's. Parallel halves
         are run again together, from one; what a layer does with its own input, from one more.
         """
-        return 1 if self.parallel else self.family.half_inputs + (self.layer_input is not None)
+        if self.parallel:
+            return 1
+        # Of experts' half, the norm behind it runs again with it.
+        return (2 if self.has_experts else self.family.half_inputs) + (self.layer_input is not None)
 
     @property
     def most_sent(self) -> int:
         """Tensors that a layer on the kernels sends to the host at most."""
-        return 1 if self.parallel else self.family.most_sent + (self.layer_input is not None)
+        return 1 if self.parallel else self.half_inputs + 1
 
     @property
     def language_parameters(self) -> int:
@@ -394,9 +397,9 @@ def shape_of(config: Config) -> ModelShape | None:
     rotated = _rotated(config, family, windows)
     nets, sparse = _delta_nets(config, family, count), _sparse(config, family, count)
     widths = hidden, intermediate, heads * head_dim, kv_heads * head_dim
-    mixture = None if family.experts is None else _Mixture.of(config, family.experts, hidden)
     if family.global_heads:
         return _varied(config, family, windows, Attention(heads, kv_heads, head_dim, None, rotary_dim), others)
+    mixture = None if family.experts is None else _Mixture.of(config, family.experts, hidden)
     layers = []
     for window, turns, net, has_experts in zip(windows, rotated, nets, sparse, strict=True):
         mixer: Attention | DeltaNet = net or Attention(heads, kv_heads, head_dim, window, rotary_dim if turns else 0)
@@ -429,58 +432,69 @@ def _varied(
     """The shape of a model whose layers differ in their heads, in whether they make keys, and in their MLPs (Gemma-4).
     None where they differ in more.
     """
-    count, hidden = len(windows), _whole(config, "hidden_size")
     windows = (*windows[:-1], None)  # the last layer sees everything, whatever a config says
-    stated = config.get("per_layer_config")
-    if isinstance(stated, Mapping):
-        own = {int(at): values for at, values in stated.items()}
-    else:
-        values = {"head_dim": config.get("global_head_dim") or 512}
-        if config.get("attention_k_eq_v") and config.get("num_global_key_value_heads"):
-            values["num_key_value_heads"] = config["num_global_key_value_heads"]
-        own = {at: values for at, window in enumerate(windows) if window is None}
-    if any(set(values) - {"head_dim", "num_key_value_heads"} for values in own.values()):
+    own = _own_heads(config, windows)
+    if any(set(values) - {name for name, _ in _VARIED} for values in own.values()):
         return None
-    first = count - _at_least(config, str(family.shared_keys), 0)
-    inputs = 0 if family.layer_input is None else _at_least(config, family.layer_input, 0)
-    if first < count and {windows[at] is None for at in range(first, count)} - {w is None for w in windows[:first]}:
+    if family.experts is not None and not config.get(str(family.experts.only_if)):
+        family = replace(family, experts=None)
+    first = len(windows) - _at_least(config, str(family.shared_keys), 0)
+    if {window is None for window in windows[max(first, 0) :]} - {
+        window is None for window in windows[: max(first, 0)]
+    }:
         raise ValueError(f"{family.shared_keys} leaves no layer of a kind that makes keys")
-    layers = []
+    attentions = []
     for at, window in enumerate(windows):
-        mine = own.get(at, {})
-        kv_heads, head_dim = (_whole(mine, key, getattr(usual, name)) for key, name in _VARIED)
+        kv_heads, head_dim = (_whole(own.get(at, {}), key, getattr(usual, name)) for key, name in _VARIED)
         if usual.heads % kv_heads:
             raise ValueError(f"num_attention_heads {usual.heads} is not a multiple of num_key_value_heads {kv_heads}")
-        keys: Literal["own", "one", "shared"] = "own"
-        if at >= first:
-            keys = "shared"
-        elif config.get("attention_k_eq_v") and window is None:
-            keys = "one"
-        mixer = Attention(usual.heads, kv_heads, head_dim, window, head_dim, keys)
-        groups = family.groups._replace(qkv=family.groups.qkv[: {"own": 3, "one": 2, "shared": 1}[keys]])
-        if not inputs:
-            groups = groups._replace(input_gate=(), input_projection=())
-        inner = _whole(config, "intermediate_size") * (
-            2 if keys == "shared" and config.get("use_double_wide_mlp") else 1
-        )
-        linears = _linears(config, family, (hidden, inner, mixer.width, mixer.key_width), groups, None, inputs)
-        norms = _norm_parameters(family, hidden, inner, parallel=False) + (hidden if inputs else 0)
-        layers.append(Layer(mixer, inner, linears, groups, norms + head_dim * (1 if keys == "shared" else 2)))
-    table = LayerTable(_whole(config, "vocab_size_per_layer_input", 262_144), inputs) if inputs else None
+        one = config.get("attention_k_eq_v") and window is None
+        keys: Literal["own", "one", "shared"] = "shared" if at >= first else "one" if one else "own"
+        attentions.append(Attention(usual.heads, kv_heads, head_dim, window, head_dim, keys))
+    inputs = 0 if family.layer_input is None else _at_least(config, family.layer_input, 0)
     tied = config.get("tie_word_embeddings")
     return ModelShape(
         family=family,
-        hidden_size=hidden,
+        hidden_size=_whole(config, "hidden_size"),
         intermediate_size=_whole(config, "intermediate_size"),
         num_heads=usual.heads,
         num_kv_heads=usual.kv_heads,
         head_dim=usual.head_dim,
         vocab_size=_whole(config, "vocab_size"),
         tied=family.tied if tied is None else bool(tied),
-        layers=tuple(layers),
+        layers=tuple(_varied_layer(config, family, each, inputs) for each in attentions),
         other_parameters=others,
-        layer_input=table,
+        layer_input=LayerTable(_whole(config, "vocab_size_per_layer_input", 262_144), inputs) if inputs else None,
     )
+
+
+def _own_heads(config: Config, windows: tuple[int | None, ...]) -> dict[int, Mapping[str, Any]]:
+    """What a config says of the heads of single layers: as transformers writes it, or as it is released."""
+    stated = config.get("per_layer_config")
+    if isinstance(stated, Mapping):
+        return {int(at): values for at, values in stated.items()}
+    values = {"head_dim": config.get("global_head_dim") or 512}
+    if config.get("attention_k_eq_v") and config.get("num_global_key_value_heads"):
+        values["num_key_value_heads"] = config["num_global_key_value_heads"]
+    return {at: values for at, window in enumerate(windows) if window is None}
+
+
+def _varied_layer(config: Config, family: Family, attention: Attention, inputs: int) -> Layer:
+    """A layer with this attention, and an input of its own of so many features; 0: it has none."""
+    hidden, inner = _whole(config, "hidden_size"), _whole(config, "intermediate_size")
+    if attention.keys == "shared" and config.get("use_double_wide_mlp"):
+        inner *= 2
+    groups = family.groups._replace(qkv=family.groups.qkv[: {"own": 3, "one": 2, "shared": 1}[attention.keys]])
+    if not inputs:
+        groups = groups._replace(input_gate=(), input_projection=())
+    linears = _linears(config, family, (hidden, inner, attention.width, attention.key_width), groups, None, inputs)
+    beside = _norm_parameters(family, hidden, inner, parallel=False) + (hidden if inputs else 0)
+    beside += attention.head_dim * (1 if attention.keys == "shared" else 2)
+    if family.experts is not None:
+        mixture = _Mixture.of(config, family.experts, hidden)
+        linears += mixture.stacks
+        beside += mixture.router_parameters
+    return Layer(attention, inner, linears, groups, beside)
 
 
 #: The config's names of what layers of one model may differ in, and ours.
@@ -589,7 +603,7 @@ def _delta_nets(config: Config, family: Family, count: int) -> tuple[DeltaNet | 
 
 class _Mixture(NamedTuple):
     """The experts of a layer: their stacks, the width of the shared one (0: there is none), and the elements of what
-    chooses among them.
+    chooses among them, and of norms of theirs.
     """
 
     stacks: tuple[Linear, Linear]
@@ -615,6 +629,8 @@ class _Mixture(NamedTuple):
         elif experts.shared_count is not None:
             shared = width * _at_least(config, experts.shared_count, 0)
         gate = hidden if experts.shared_gate is not None else 0
+        if experts.beside_mlp is not None:  # norms, and the router's scales of features and of experts
+            gate = (len(experts.beside_mlp) + 1) * hidden + count
         return cls(stacks, shared, count * hidden + gate)
 
 

@@ -38,6 +38,7 @@ def mixture(
     activation: Activation,
     save: Save,
     packed: tuple[ExpertPacks | None, ...] = (),
+    routed: Tensor | None = None,
     backend: BackendName,
 ) -> Tensor:
     """The output of a mixture of experts for its normalised input x (B, S, H), and ``added`` (B, S, H).
@@ -45,9 +46,11 @@ def mixture(
     Args:
         block: transformers' module, with PEFT's wrappers in it.
         packed: the adapters of both stacks, packed already.
+        routed: what the router reads (B, S, H), where that is not x.
         shared: gate, up and down of the expert that every token goes to; empty where there is none.
     """
-    weights, index = choice_of(block.get_submodule(described.router)(x.reshape(-1, x.shape[-1])))
+    read = x if routed is None else routed
+    weights, index = choice_of(block.get_submodule(described.router)(read.reshape(-1, x.shape[-1])))
     if shared:
         gate, up, down = shared
         own = lora_mlp(x, gate, up, down, activation=activation, save="input" if save == "input" else "gate_up_once",

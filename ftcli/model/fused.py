@@ -325,9 +325,10 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         kwargs["kept"] = KeptOutput(self.offload.keep)
         hidden_states = self.offload.checkpoint(attend, hidden_states)
         if self._experts is not None or not self._family.mlp_from_stream:
-            return self.offload.checkpoint(partial(self._mlp_half, packs=packs), hidden_states)
-        with self.offload.saving(hidden_states):
-            hidden_states = self._mlp_half(hidden_states, packs)
+            hidden_states = self.offload.checkpoint(partial(self._mlp_half, packs=packs), hidden_states)
+        else:
+            with self.offload.saving(hidden_states):
+                hidden_states = self._mlp_half(hidden_states, packs)
         return behind(hidden_states) if beside.layer_input is None else self.offload.checkpoint(behind, hidden_states)
 
     @property

@@ -20,6 +20,7 @@ from ftkernels.rope import apply_rope
 from torch import Tensor, nn
 
 from ftcli.facts.shape import Layer, ModelShape
+from ftcli.model.experts import mixture
 from ftcli.model.fused import Beside, FusedDecoderLayer, LayerPacks, Rotation, SharedKeys
 from ftcli.tables.families import LAYER_INPUT
 
@@ -127,6 +128,30 @@ class FusedGemma4Layer(FusedDecoderLayer):
         """(B, S, heads, D) -> (B, heads, S, D), each head normalised."""
         out = rms_norm(by_token, norm.weight, norm.eps, form=norm.form, backend=self._backend)
         return out.to(by_token.dtype).transpose(1, 2)
+
+    def _mlp_half(self, hidden_states: Tensor, packs: LayerPacks) -> Tensor:
+        """(B, S, H) -> (B, S, H): the MLP, and beside it the mixture of experts if there is one, added to the residual
+        stream.
+        """
+        experts, norms = self._experts, self._family.norms
+        if experts is None or experts.beside_mlp is None:
+            return super()._mlp_half(hidden_states, packs)
+        behind_mlp, before, behind = experts.beside_mlp
+        mlp, residual = self._mlp(hidden_states, norms.before_mlp, packs)
+        mixed = mixture(
+            self,
+            experts,
+            self._enter(hidden_states, before, apart=True)[0],
+            [],
+            None,
+            activation=self._activation,
+            save="input" if self._mlp_save() == "input" else "gate_up",
+            packed=packs.experts,
+            routed=hidden_states,
+            backend=self._backend,
+        )
+        both = self._add_normed(mixed, self._enter(mlp, behind_mlp, apart=True)[0], getattr(self, behind))
+        return self._add_normed(both, residual, getattr(self, str(norms.after_mlp)))
 
     def _behind(self, hidden_states: Tensor, packs: LayerPacks, layer_input: Tensor | None) -> Tensor:
         """(B, S, H) -> (B, S, H): ``(h + norm(projection(act(gate(h)) * input))) * scalar``, the first part alone where

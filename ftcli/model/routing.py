@@ -41,7 +41,7 @@ def same_routing(model: PreTrainedModel | PeftModel) -> Iterator[list[Routing]]:
             if experts is None:
                 break
             try:
-                router = layer.get_submodule(f"{experts.block}.{experts.router}")
+                router = layer.get_submodule(experts.path(experts.router))
             except AttributeError:  # a layer without experts
                 continue
             hooks.append(Routing())

@@ -222,8 +222,8 @@ class RunPlan:
 
     @property
     def host_table_bytes(self) -> int:
-        """Bytes of the embedding, and of the table of layers' own inputs, where these lie in pinned host memory; 0 where
-        they are on the device.
+        """Bytes of the embedding, and of the table of layers' own inputs, that lie in pinned host memory; 0 where both
+        are on the device.
         """
         on_gpu = self.device.kind == "cuda" and self.execution.on_kernels and self.shard_size == 1
         if not (self.trains and on_gpu and self.policy.embedding_on_host):

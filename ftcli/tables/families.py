@@ -97,6 +97,10 @@ class Experts:
         dense: Which layers have one MLP instead: those that the config lists in ``mlp_only_layers`` and those that
             ``decoder_sparse_step`` leaves out (``listed``), by ``mlp_layer_types``, or the ``first_k_dense_replace``
             first ones (``first``).
+        only_if: The config's key without which no layer has experts.
+        beside_mlp: The block is the layer itself: the mixture reads the residual stream, beside the MLP that every
+            token goes to. These are the norms behind that, before the experts, and behind them; both are added, and
+            normalised again.
     """
 
     block: str = "mlp"
@@ -109,11 +113,17 @@ class Experts:
     shared_width: str | None = None
     shared_count: str | None = None
     dense: Literal["none", "listed", "mlp_layer_types", "first"] = "none"
+    only_if: str | None = None
+    beside_mlp: tuple[str, str, str] | None = None
+
+    def path(self, name: str) -> str:
+        """The path in a layer of a part of the block."""
+        return f"{self.block}.{name}" if self.block else name
 
     @property
     def stacks(self) -> tuple[str, str]:
         """Paths of both stacks in a layer."""
-        return f"{self.block}.experts.gate_up_proj", f"{self.block}.experts.down_proj"
+        return self.path("experts.gate_up_proj"), self.path("experts.down_proj")
 
 
 #: Whether linears have a bias: always, never, or as the config says under this name.
@@ -255,7 +265,7 @@ class Family:
         experts = self.experts
         if experts is None or experts.shared is None:
             return groups._replace(gate_up=(), down=())
-        inside = f"{experts.block}.{experts.shared}"
+        inside = experts.path(experts.shared)
         *first, last = (f"{inside}.{name}" for name in self.mlp)
         return groups._replace(gate_up=tuple(first), down=(last,))
 
@@ -283,13 +293,6 @@ class Family:
         the MLP's output is normalised that one too. Parallel halves are run again together.
         """
         return 3 if self.closes and self.mlp_from_stream else 2
-
-    @property
-    def most_sent(self) -> int:
-        """Tensors that a layer on the kernels sends to the host at most, to be run again by halves: what these read,
-        and attention's output.
-        """
-        return self.half_inputs + 1
 
 
 class Groups(NamedTuple):
@@ -498,7 +501,17 @@ TABLE: Mapping[str, Family] = MappingProxyType(
             _GEMMA4,
             layer_input="hidden_size_per_layer_input",
             window=512,
-            not_with=("enable_moe_block",),
+            experts=Experts(
+                block="",
+                router="router",
+                used="top_k_experts",
+                only_if="enable_moe_block",
+                beside_mlp=(
+                    "post_feedforward_layernorm_1",
+                    "pre_feedforward_layernorm_2",
+                    "post_feedforward_layernorm_2",
+                ),
+            ),
             defaults=(*_GEMMA4.defaults, ("hidden_size_per_layer_input", 256)),
         ),
         # The language models of multimodal checkpoints.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from ftcli.reporting import SilentReporter
 from ftcli.run.directory import RunDirectory
 from ftcli.tables.gguf import architecture_of
 from tests.e2e.conftest import User
-from tests.small_models import MULTIMODAL, TEXT, build, config_of
+from tests.small_models import GEMMA4_MIXTURE, MULTIMODAL, TEXT, build, config_of
 from tests.tiers import further
 from tests.unit.export.conftest import tokenizer
 
@@ -117,8 +119,10 @@ def test_joined_projections_on_the_kernels_train_as_off_them(
     assert export["verification"]["relative_error"] < 1e-5
 
 
-def through_train_eval_and_export(model_type: str, user: User, tmp_path: Path, **change: Any) -> None:
-    base = folder_of(model_type, tmp_path / "base")
+def through_train_eval_and_export(
+    model_type: str, user: User, tmp_path: Path, built: Mapping[str, Any] = MappingProxyType({}), **change: Any
+) -> None:
+    base = folder_of(model_type, tmp_path / "base", **built)
     (base / "preprocessor_config.json").write_text('{"do_resize": true}')
     path = recipe(user, base, **change)
     planned = user.done("check", path)["adapters"]
@@ -136,6 +140,16 @@ def through_train_eval_and_export(model_type: str, user: User, tmp_path: Path, *
     assert changed
     frozen = ("vision", "visual", "multi_modal", "embed", "norm", "router", ".gate.weight", "conv.conv", "conv1d")
     assert not any(part in name for name in changed for part in frozen)
+
+
+@pytest.mark.parametrize("method", [*further("none", "nf4")])
+def test_a_mixture_beside_the_mlp(method: str, user: User, tmp_path: Path) -> None:
+    """Gemma-4-26B's layers: experts and the MLP read the same, and both have adapters."""
+    model = {"name_or_path": str(tmp_path / "base"), "dtype": "float32", "kernels": "reference"}
+    quantization = {"method": method}
+    through_train_eval_and_export("gemma4_text", user, tmp_path, GEMMA4_MIXTURE, model=model, quantization=quantization)
+    table = json.loads((user.folder / "r" / "manifest.json").read_text())["kernels"]
+    assert all(entry["on"] for entry in table)
 
 
 @pytest.mark.parametrize("model_type", ["cohere", *further("qwen3_next", "mamba2", "olmoe", "gemma4")])

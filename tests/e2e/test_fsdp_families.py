@@ -39,7 +39,9 @@ def change_of(drills: Drills, model_type: str, change: dict[str, Any]) -> dict[s
     ("model_type", "change"),
     [
         pytest.param("qwen3_moe", {}, id="experts, adapters"),
-        pytest.param("gemma4_unified_text", {"model": {"kernels": "reference"}}, id="heads of two sizes, on the kernels"),
+        pytest.param(
+            "gemma4_unified_text", {"model": {"kernels": "reference"}}, id="heads of two sizes, on the kernels"
+        ),
         pytest.param(
             "gemma4_unified_text",
             merged(merged(FULL, AGAIN), {"model": {"kernels": "reference"}}),

@@ -144,7 +144,19 @@ def _residual_stream(shape: ModelShape, setting: ActivationSettings, *, referenc
     each = norm_bytes(shape.hidden_size, shape, setting, c) if reference else c * shape.hidden_size + 4
     if setting.drops_residual:  # its mask
         kept += 2 * (c if reference else 1) * shape.hidden_size
-    return kept + closing * each
+    return kept + closing * each + _beside_mlp(shape, setting, each, reference=reference)
+
+
+def _beside_mlp(shape: ModelShape, setting: ActivationSettings, norm: float, *, reference: bool) -> float:
+    """Bytes of a mixture beside the MLP: what two more norms read, of ``norm`` bytes each, the router's own norm in
+    float32 and its scores; and in plain torch the stream, which the MLP's norm has widened.
+    """
+    experts, pairs = shape.family.experts, _pairs(shape)
+    if pairs is None or experts is None or experts.beside_mlp is None:
+        return 0.0
+    wide = setting.bytes_compute != 4
+    kept = 2 * norm + 8 + 4 * pairs.experts + (4 * shape.hidden_size if wide else 0)
+    return kept + (setting.bytes_residual * shape.hidden_size if reference and wide else 0)
 
 
 def _layer_input(shape: ModelShape, setting: ActivationSettings, *, reference: bool) -> float:

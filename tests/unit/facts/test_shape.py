@@ -65,6 +65,14 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
             "vocab_size_per_layer_input": 100,
         },
         {**_ONE_KEY, "hidden_size_per_layer_input": 0},
+        {
+            **_ONE_KEY,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 40,
+        },
         {"per_layer_config": {at: {"head_dim": 32, "num_key_value_heads": 1} for at in ("05", "08")}},
     ],
     "gemma4_unified_text": [{**_ONE_KEY, "attention_bias": True}],
@@ -104,13 +112,15 @@ def test_parameters_and_linears_are_those_of_the_model(model_type: str, values: 
         }
         experts = TABLE[model_type].experts
         if experts is not None:  # those that are trained by none
-            built = {name: sizes for name, sizes in built.items() if not name.endswith("shared_expert_gate")}
+            built = {name: x for name, x in built.items() if not name.endswith(("shared_expert_gate", "router.proj"))}
         described_linears = {x.name: (x.in_features, x.out_features, x.bias) for x in layer.linears if x.experts == 1}
         assert described_linears == built
-        stacks = {name: tuple(p.shape) for name, p in module.named_parameters() if p.dim() == 3 and ".experts." in name}
+        stacks = {name: tuple(p.shape) for name, p in module.named_parameters() if p.dim() == 3 and "experts." in name}
         assert {x.name: (x.experts, x.out_features, x.in_features) for x in layer.stacks} == stacks
         if layer.stacks:
-            assert layer.stacks[0].used == module.get_submodule(f"{experts.block}.{experts.router}").top_k
+            router = module.get_submodule(experts.path(experts.router))
+            used = router.top_k if hasattr(router, "top_k") else getattr(router.config, experts.used)
+            assert layer.stacks[0].used == used
 
 
 @pytest.mark.parametrize(("model_type", "values"), CASES)

@@ -17,7 +17,7 @@ from ftcli.model.lora import apply_lora
 from ftcli.model.loss import forward_loss
 from ftcli.model.patch import patch
 from ftcli.plan.precision import DtypePlan
-from tests.small_models import build
+from tests.small_models import GEMMA4_MIXTURE, build
 
 PLAN = DtypePlan("float32", "float32", "float32", False, "a test")
 #: E2B's and E4B's, with shared layers at every distance from those that give; 12B's; 31B's.
@@ -32,6 +32,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True,
          "num_global_key_value_heads": 1},
     ),
+    "26b": ("gemma4_text", GEMMA4_MIXTURE),
     "12b": ("gemma4_unified_text", {}),
     "wrapped": ("gemma4", {}),
     "wrapped 12b": ("gemma4_unified", {}),
@@ -104,7 +105,7 @@ def test_weights_that_are_trained_get_transformers_gradients(layout: str) -> Non
 
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("layout", ["e4b", "shared 1", "31b"])
+@pytest.mark.parametrize("layout", ["e4b", "shared 1", "31b", "26b"])
 def test_every_checkpointing_policy_gives_the_same_bits(layout: str, policy: Any, stacked: bool) -> None:
     """The giving layers' gradients too, which are lost where a layer that is run again gives anew."""
     model = adapted(layout)

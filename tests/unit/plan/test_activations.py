@@ -82,13 +82,24 @@ GEMMA4_LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
         "full_attention",
         {**GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0},
     ),
+    "mixture": (
+        "sliding_attention",
+        {
+            **GEMMA4,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 80,
+        },
+    ),
 }
 #: Kinds of layers of one family, of which a model of one kind is measured.
 LAYERS = {"gemma4_text": tuple(GEMMA4_LAYERS)} | dict.fromkeys(
     ("qwen3_5_text", "qwen3_5_moe_text"), ("linear_attention", "full_attention")
 )
 #: Families whose scores are capped, which transformers computes eagerly.
-SPARSE = {name for name, row in families.TABLE.items() if row.experts is not None}
+SPARSE = {name for name, row in families.TABLE.items() if row.experts is not None and row.experts.only_if is None}
 CAPPED = {name for name, row in families.TABLE.items() if row.attention_softcap is not None}
 #: Language models that only exist in a multimodal one, and the families that they are built like.
 PARTS = {
@@ -107,6 +118,11 @@ PLANS = {
     "full-float32": DtypePlan("float32", None, "float32", False, "test"),
     "full-bfloat16": DtypePlan("float32", None, "bfloat16", True, "test"),
 }
+
+
+def is_sparse(case: str) -> bool:
+    """True of a family, or of a kind of its layers, with experts."""
+    return case.split()[0] in SPARSE or case == "gemma4_text mixture"
 
 
 def cases_of(family: str) -> list[str]:
@@ -155,7 +171,7 @@ def build(
     model = model.to(getattr(torch, plan.parameter)).train()
     if plan.adapter is None:
         return model
-    if hasattr(config, "num_experts_per_tok"):
+    if is_sparse(family) or hasattr(config, "num_experts_per_tok"):
         adapted, _ = apply_lora(model, LoraConfig(r=RANK), plan, seed=0)
         return adapted.train()
     lora = peft.LoraConfig(
@@ -380,7 +396,7 @@ def test_language_models_of_multimodal_ones_are_measured_as_the_families_that_th
 def test_one_more_fused_layer_keeps_what_the_table_says(family: str, plan: str) -> None:
     # Differences in depth and in rows leave one layer's bytes for two rows, free of packed adapters and tables.
     dtypes = PLANS[plan]
-    if dtypes.adapter is None and family.split()[0] in SPARSE:
+    if dtypes.adapter is None and is_sparse(family):
         pytest.skip("experts are trained whole on transformers' code")
     fewer, more = (on_kernels(family, dtypes, n, (2, 4)) for n in depths(family))
     measured = (more[1] - fewer[1]) - (more[0] - fewer[0])
@@ -415,7 +431,7 @@ def test_layers_of_several_kinds_keep_their_mean(plan: str) -> None:
 )
 def test_one_more_checkpointed_layer_keeps_what_the_policy_says(family: str, policy: Any, sent: Offloaded) -> None:
     """What is on its way to the host stays where it is, on a CPU."""
-    dtypes = PLANS["lora-bfloat16" if family.split()[0] in SPARSE else "full-bfloat16"]
+    dtypes = PLANS["lora-bfloat16" if is_sparse(family) else "full-bfloat16"]
     fewer, more = (on_kernels(family, dtypes, n, (2, 4), policy, sent) for n in depths(family))
     shape = shape_of_one(family)
     layers = fused_layers(capped_without_kernel=family in CAPPED, reference=True)
@@ -433,7 +449,7 @@ def test_one_more_checkpointed_layer_keeps_what_the_policy_says(family: str, pol
         beside = element * width
     measured = (more[1] - fewer[1]) - (more[0] - fewer[0])
     predicted = 2 * SEQ_LEN * (found.kept + found.host + beside)
-    if policy == "selective" and family.split()[0] in SPARSE:
+    if policy == "selective" and is_sparse(family):
         # Torch's hooks do not see h @ A.T, which a padded rank makes large beside these widths.
         assert measured <= predicted <= 1.2 * measured
         return
