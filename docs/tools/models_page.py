@@ -19,6 +19,7 @@ PAGE = Path("docs/models.md")
 RANK = (
     "qwen3_5",
     "gemma4",
+    "gemma4_unified",
     "qwen3",
     "qwen3_5_moe",
     "gpt_oss",
@@ -63,6 +64,9 @@ Families that behave alike share a row, the most trained ones first.
   code, without the auxiliary loss (FT318). On a quantized base the dense layers beside the experts of
   Qwen3-Next, GLM-4-MoE and DeepSeek-V3 have no adapter; a run says so.
 - Multimodal checkpoints are trained on text. Their other parts are frozen, never quantized, and exported as they were.
+- Gemma-4 is E2B, E4B, 12B (`gemma4_unified`), 31B and 26B-A4B. Adapters on its layers include both linears of a layer's
+  own input; towers, whose linears PEFT refuses, are never meant. With such inputs (E2B, E4B) weights are not sharded
+  by `fsdp` (FT518); under `lean` their table lies in host memory. A router stays as it was, its scales too.
 - The memory of families whose kernels are `none` is measured by running their layers without memory, which takes
   seconds. They are sharded by `fsdp` too, generate through transformers, and take about 1.5 times as long on a GPU.
   Those on the kernels generate on ftcli's [engine](generation.md), Qwen3.5 with a state a row beside keys and values.

@@ -224,8 +224,8 @@ class ModelShape:
         attention, width = layers[0].attention, layers[0].mlp_width
         if attention is None:
             return replace(self, layers=layers, intermediate_size=width)
-        heads = {"num_kv_heads": attention.kv_heads, "head_dim": attention.head_dim}
-        return replace(self, layers=layers, intermediate_size=width, **heads)
+        kv_heads, head_dim = attention.kv_heads, attention.head_dim
+        return replace(self, layers=layers, intermediate_size=width, num_kv_heads=kv_heads, head_dim=head_dim)
 
     @property
     def attending(self) -> tuple[Attention, ...]:
@@ -472,6 +472,8 @@ def _own_heads(config: Config, windows: tuple[int | None, ...]) -> dict[int, Map
     """What a config says of the heads of single layers: as transformers writes it, or as it is released."""
     stated = config.get("per_layer_config")
     if isinstance(stated, Mapping):
+        if not all(isinstance(values, Mapping) for values in stated.values()):
+            raise ValueError("per_layer_config holds something else than settings of layers")
         return {int(at): values for at, values in stated.items()}
     values = {"head_dim": config.get("global_head_dim") or 512}
     if config.get("attention_k_eq_v") and config.get("num_global_key_value_heads"):

@@ -208,7 +208,8 @@ class GraphRunner:
                 result = functional_call(self._layers, weights, (fixed,))
                 out.copy_(result.detach())
             with pool.records(backward):
-                wanted = [(x, into) for x, into in ((leaf, d_hidden), (own, d_beside)) if into is not None]
+                pairs = ((leaf, d_hidden), (own, d_beside))
+                wanted = [(x, into) for x, into in pairs if x is not None and into is not None]
                 with self._stack.deferred.deferring(hidden.device):
                     gradients = torch.autograd.grad(result, [*leaves, *(x for x, _ in wanted)], d_out)
                 self._gradients.write(gradients[: len(leaves)])

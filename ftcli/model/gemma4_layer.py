@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from ftkernels.lora_group import lora_group
 from ftkernels.lora_linear import lora_linear
 from ftkernels.lora_qkv import lora_qkv
@@ -44,7 +45,7 @@ class FusedGemma4Layer(FusedDecoderLayer):
         self._attention = described.attention
         self._scalar = str(shape.family.layer_scalar)
 
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         hidden_states: Tensor,
         per_layer_input: Tensor | None = None,
@@ -102,7 +103,7 @@ class FusedGemma4Layer(FusedDecoderLayer):
             v = self._normed(v.transpose(1, 2), self._value_norm)
         else:
             joined, passed = lora_group(z, projections, norm=norm, backend=self._backend)
-            q, *keys = (x.unflatten(-1, (-1, size)) for x in self._split(joined))
+            q, *keys = (x.view(*x.shape[:-1], -1, size) for x in self._split(joined))
             q = self._normed(q, of_q)
             k, v = q[:, :0], q[:, :0]
             if keys:
@@ -118,7 +119,7 @@ class FusedGemma4Layer(FusedDecoderLayer):
     def _split(self, joined: Tensor) -> tuple[Tensor, ...]:
         """(B, S, N) -> what q_proj gives, and, where they are not shared, what k_proj does."""
         width, attention = self._attention.width, self._attention
-        return joined.split([width, attention.key_width] if attention.keys == "one" else [width], dim=-1)
+        return torch.split(joined, [width, attention.key_width] if attention.keys == "one" else [width], dim=-1)
 
     @property
     def _value_norm(self) -> Norm:

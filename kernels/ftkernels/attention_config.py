@@ -95,10 +95,10 @@ _INTERPRETER = _two_tiles(AttentionTile(32, 32, 4, 1), AttentionTile(32, 32, 4, 
 
 _TILES: dict[tuple[Generation, int], AttentionTiles] = {
     ("hopper", 512): AttentionTiles(
-        forward=AttentionTile(64, 32, 8, 2, tma=True),
-        d_query=AttentionTile(64, 16, 8, 2, tma=True),
-        d_key=AttentionTile(16, 64, 8, 2, tma=True),
-        d_value=AttentionTile(32, 64, 8, 2, tma=True),
+        forward=AttentionTile(64, 64, 8, 1, tma=True),
+        d_query=AttentionTile(64, 32, 8, 1, tma=True),
+        d_key=AttentionTile(32, 64, 8, 1, tma=True),
+        d_value=AttentionTile(64, 64, 8, 1, tma=True),
         d_key_value=None,
     ),
     ("hopper", 256): AttentionTiles(

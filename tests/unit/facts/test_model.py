@@ -36,6 +36,7 @@ BILLIONS = {
     "Qwen/Qwen3.5-27B": 27.36,
     "google/gemma-4-E4B-it": 7.94,
     "google/gemma-4-31B-it": 31.27,
+    "google/gemma-4-26B-A4B-it": 25.81,
     "microsoft/bitnet-b1.58-2B-4T": 2.41,
     "microsoft/bitnet-b1.58-2B-4T-bf16": 2.41,
 }
