@@ -322,6 +322,7 @@ class RunPlan:
             squares_widened=self.dtypes.autocast and self.device.kind == "cuda" and self.facts.activation == "relu2",
             widens=self.dtypes.autocast and self.device.kind == "cuda",
             own_norms=self.rounds != "no" and self.recipe.quantization.use_rms_norm,
+            exchanges=self.shares > 1,
         )
 
     @property

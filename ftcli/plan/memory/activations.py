@@ -65,6 +65,7 @@ class ActivationSettings:
         softcap: Attention scores are capped.
         padded: Rows of a batch may differ in length.
         widens: Autocast has torch's norms compute in float32, as it does on a GPU.
+        exchanges: Ranks share rows: attention's output is kept as it was made, and as ranks have exchanged it.
     """
 
     seq_len: int
@@ -83,6 +84,7 @@ class ActivationSettings:
     own_norms: bool = False
     squares_widened: bool = False
     widens: bool = False
+    exchanges: bool = False
 
 
 Term = Callable[[ModelShape, ActivationSettings], float]
@@ -280,6 +282,8 @@ def _output_is_counted(shape: ModelShape, setting: ActivationSettings) -> bool:
     put together of parts: the output takes over their memory layout, which o_proj cannot read.
     """
     in_norms = setting.rounds == "in norms"
+    if setting.exchanges:
+        return False
     if shape.family.sub_norms:
         return setting.bytes_compute == 4 or (in_norms and not setting.own_norms)
     if setting.rounds != "no":

@@ -86,3 +86,12 @@ def test_what_pairs_are_known_to_share_is_counted_once(
     assert 0.97 <= found[1] / measured <= 1.10
     padded = Case(load(text, "data.padding_free=false", "train.gradient_checkpointing=false")).recipe
     assert replace(plan, recipe=padded, prompt_tokens=512).tokens == 8 * 1280
+
+
+def test_what_ranks_exchange_is_kept_twice(load: Any) -> None:
+    """Attention's output, as it was made and as it came back: 31.8 GiB on each of two H200 (docs/performance.md)."""
+    text = PAIRS % "lora: {r: 16}" + STEP + "launch: {engine: ddp, num_processes: 2, context_parallel_size: 2}\n"
+    case = Case(load(text, "train.gradient_checkpointing=false"))
+    estimate = estimate_memory(plan_of(case.recipe, case.facts, "h200", "dpo"))
+    assert estimate is not None
+    assert 0.97 <= estimate.allocated_bytes / 2**30 / 31.8 <= 1.10
