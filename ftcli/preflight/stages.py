@@ -40,11 +40,9 @@ from ftcli.preflight.checks import (
     crossfield,
     data,
     judging,
-    launch,
     machine,
     memory_and_disk,
     model,
-    sources,
     support,
 )
 from ftcli.preflight.checks.context import Command, Context, Findings, NotMade
@@ -101,7 +99,7 @@ def preflight(
             *machine.check(context, device, plan.dtypes),
             *machine.check_layers(context, device, plan.execution),
             *machine.check_documents(context, plan),
-            *launch.check_model(context, plan),
+            *machine.check_model(context, plan),
             *machine.check_sharded(context, plan),
             *estimates.findings,
             *([] if asked is None else another_model.memory_findings(context, asked, plan.device)),
@@ -149,12 +147,12 @@ def _about_the_recipe(context: Context) -> Findings:
     """All rules that need only the recipe, those of its training method included."""
     yield from support.check(context)
     yield from crossfield.check(context)
-    yield from launch.check(context)
-    yield from sources.check(context)
+    yield from machine.check_launch(context)
+    yield from data.check_sources(context)
     yield from judging.check_sampling(context)
     if context.work == "train" and context.method.rules is not None:
         yield from code_of(context.method.rules)(context)
-    yield from sources.check_files(context)
+    yield from data.check_files(context)
 
 
 class _Found:

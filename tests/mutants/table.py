@@ -604,7 +604,7 @@ EXPORT = (
     ),
     _m(
         "GGUF keeps YaRN's attention factor",
-        "ftcli/export/gguf/rotation.py",
+        "ftcli/export/gguf/metadata.py",
         'if rope.get("attention_factor") and',
         'if rope.get("nothing") and',
         _U + "export/test_gguf.py",

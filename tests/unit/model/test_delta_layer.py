@@ -25,7 +25,7 @@ from ftcli.model.patch import patch
 from ftcli.model.quantized import layers_to_quantize, quantize_linear
 from ftcli.model.sequence_parallel import SequencePart
 from ftcli.plan.precision import DtypePlan
-from ftcli.train.isolation import check_isolation
+from ftcli.train.assembly import check_isolation
 from tests.small_models import build
 from tests.tiers import further
 
@@ -202,7 +202,7 @@ def faulty(change: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch) 
     def wrapped(model: Any, inputs: dict[str, Tensor]) -> Any:
         return hidden_states(model, {**inputs, "document_starts": change(inputs["document_starts"])})
 
-    monkeypatch.setattr("ftcli.train.isolation.hidden_states", wrapped)
+    monkeypatch.setattr("ftcli.train.assembly.hidden_states", wrapped)
 
 
 def parted(starts: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from ftcli.model.patch import patch, why_not_fused
 from ftcli.model.selfcheck import self_check
 from ftcli.plan.precision import DtypePlan
 from ftcli.rows.row import Row
-from ftcli.train.isolation import check_isolation
+from ftcli.train.assembly import check_isolation
 from tests.small_models import _DELTA, build, by_kind
 
 SIZES: dict[str, Any] = {
