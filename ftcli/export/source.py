@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from ftcli.config.evaluation import ExportConfig
 from ftcli.config.load import load_recipe
 from ftcli.config.model import ModelConfig, QuantizationConfig
-from ftcli.config.tree import MapNode, Origins
+from ftcli.config.yaml import MapNode, Origins
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin, first_line
 from ftcli.export.clean.process import Reload, ask_once
 from ftcli.facts.config_file import hub_errors

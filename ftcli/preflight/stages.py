@@ -25,9 +25,8 @@ from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.facts.device import DeviceFacts, probe_device
 from ftcli.facts.model import read_facts
 from ftcli.paths import expanded
-from ftcli.plan.checkpointing import choose_checkpointing, with_graphs_that_fit, within_budget
+from ftcli.plan.checkpointing import choose_checkpointing, choose_engine, with_graphs_that_fit, within_budget
 from ftcli.plan.disk import DiskEstimate, estimate_disk, existing_ancestor, free_disk_bytes
-from ftcli.plan.engine import choose_engine
 from ftcli.plan.execution import ExecutionPart, execution_parts, graphs_part
 from ftcli.plan.memory.advice import Verdict, verdict_on
 from ftcli.plan.memory.candidates import candidate

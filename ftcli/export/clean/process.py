@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.export.clean.request import ANSWER, ReloadAnswer, ReloadRequest
+from ftcli.paths import scratch
 from ftcli.run.atomic import writing_into
-from ftcli.scratch import scratch
 
 #: Without -P the folder of the program would stand before all others, and `safetensors.py` beside it for the library.
 #: In a checkout that is not installed ftcli is found where this process found it.
