@@ -453,7 +453,6 @@ class _Worker:
         return FtcliError.single(
             "FT436",
             f"a tokenizing process ended unexpectedly (exit code {self._process.exitcode})",
-            exit_code=ExitCode.DATA,
             help="a negative code is a signal; -9 usually means that memory ran out: set data.num_proc: 1",
         )
 
