@@ -9,8 +9,8 @@ from typing import Any, Literal, TypeAlias, TypeVar
 from ftkernels.limits import log_prob_bytes
 from pydantic import BaseModel
 
+from ftcli.config.load import Settings
 from ftcli.config.model import ModelConfig
-from ftcli.config.overrides import Settings
 from ftcli.config.recipe import Recipe
 from ftcli.facts.adapters import LinearAdapter, adapters
 from ftcli.facts.device import DeviceFacts
