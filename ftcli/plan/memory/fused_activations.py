@@ -120,7 +120,7 @@ def _mixer(shape: ModelShape, setting: ActivationSettings, *, capped_without_ker
         return _heads_apart(shape, attention, setting, reference=reference)
     kept: float = c * (2 * shape.q_width + 2 * shape.kv_width) + 4 * shape.num_heads
     kept += _head_norms(shape, setting, reference=reference)
-    kept += c * _copies(shape, setting, reference=reference)
+    kept += c * (_copies(shape, setting, reference=reference) + (shape.q_width if setting.exchanges else 0))
     return kept + (_output_gate(shape, setting, reference=reference) if shape.family.gates_output else 0)
 
 
@@ -191,7 +191,8 @@ def _heads_apart(shape: ModelShape, attention: Attention, setting: ActivationSet
     twice = attention.keys == "own" or (reference and c != 4)  # what one linear gives is widened for either norm
     read = q + (2 if twice else 1) * k
     heads = shape.num_heads + (0 if not k else 2 * shape.num_kv_heads)
-    kept: float = c * 2 * (q + k) + (4 if reference else c) * read + 4 * (shape.num_heads + heads)
+    kept: float = c * (2 * (q + k) + (q if setting.exchanges else 0))
+    kept += (4 if reference else c) * read + 4 * (shape.num_heads + heads)
     if reference and setting.full:  # what trained weights multiply
         kept += 4 * (q + k)
     return kept
