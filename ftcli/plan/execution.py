@@ -578,7 +578,7 @@ def why_rows_stay_whole(facts: ModelFacts, execution: Execution, parts: int) -> 
         return "the model's shape is not known"
     if facts.shape.delta_nets:
         return "its delta nets carry a state from token to token through whole rows"
-    if exchanged_key_heads(facts.shape.num_heads, facts.shape.num_kv_heads, parts) is None:
+    if any(exchanged_key_heads(each.heads, each.kv_heads, parts) is None for each in facts.shape.attending):
         return f"its {facts.shape.num_heads} attention heads cannot be shared by {parts}"
     kind = batch_dependent_rope(facts.language)
     return None if kind is None else f"its rotary embeddings of kind {kind} depend on the longest row of a batch"

@@ -388,7 +388,7 @@ def test_language_models_of_multimodal_ones_are_measured_as_the_families_that_th
         described = families.TABLE[name]
         other = families.TABLE[as_]
         own = {"windows_from": other.windows_from, "window": other.window, "head_dim": other.head_dim}
-        own |= {"layer_input": other.layer_input, "not_with": other.not_with}  # of which Gemma-4 has one kind without
+        own |= {"layer_input": other.layer_input, "experts": other.experts}  # Gemma-4 has a kind without either
         alike = replace(described, four_positions=False, defaults=other.defaults, **own)
         assert alike == other
 
