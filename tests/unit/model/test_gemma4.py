@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from torch import Tensor
@@ -15,8 +17,11 @@ from ftcli.model.gemma4_layer import FusedGemma4Layer
 from ftcli.model.gradient_checkpointing import use_checkpointing
 from ftcli.model.lora import apply_lora
 from ftcli.model.loss import forward_loss
+from ftcli.model.offload import ScaledHostEmbedding, use_host_embedding
 from ftcli.model.patch import patch
+from ftcli.model.trained_weights import save_weights
 from ftcli.plan.precision import DtypePlan
+from ftcli.reporting import SilentReporter
 from tests.small_models import GEMMA4_MIXTURE, build
 
 PLAN = DtypePlan("float32", "float32", "float32", False, "a test")
@@ -133,3 +138,34 @@ def test_giving_layers_get_the_gradients_of_those_that_take() -> None:
     cut = run(model)
     name = next(n for n in whole if "layers.2.self_attn.k_proj.lora_B" in n)
     assert (whole[name] - cut[name]).norm() > 1e-2 * whole[name].norm()
+
+
+def test_the_table_of_layers_inputs_goes_to_the_host_with_the_same_bits() -> None:
+    """Under ``lean``; the embedding is the head's weight as well, and stays."""
+    model = adapted("e4b")
+    on_the_kernels(model, "torch")
+    wanted = run(model, stacked=True)
+    use_host_embedding(model, SilentReporter())
+    use_checkpointing(model, "lean")
+    decoder = base_of(model).get_decoder()
+    assert isinstance(decoder.embed_tokens_per_layer, ScaledHostEmbedding)
+    assert not any("embed_tokens_per_layer" in name for name in model.state_dict())
+    found = run(model, stacked=True)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
+@pytest.mark.parametrize("layout", ["e4b", "26b", "wrapped"])
+def test_peft_loads_the_adapter_with_the_same_logits(layout: str, tmp_path: Path) -> None:
+    model_type, change = LAYOUTS[layout]
+    model = adapted(layout).eval()
+    on_the_kernels(model, "torch")
+    save_weights(model, tmp_path)
+    other = peft.PeftModel.from_pretrained(build(model_type, **change), str(tmp_path))
+    names = [name for name, _ in other.named_parameters() if "lora_" in name]
+    assert names
+    assert not any("vision" in name or "router" in name for name in names)
+    ids = torch.randint(5, 250, (1, 21), generator=torch.Generator().manual_seed(4))
+    with torch.no_grad():
+        found, wanted = (each(input_ids=ids, use_cache=False).logits for each in (model, other.eval()))
+    assert (found - wanted).norm() <= 1e-5 * wanted.norm()
