@@ -12,6 +12,7 @@ from ftcli.config.model import ModelConfig, QuantizationConfig
 from ftcli.errors import ExitCode, FtcliError, first_line
 from ftcli.facts.config_file import hub_errors
 from ftcli.facts.model import ModelFacts
+from ftcli.model.backbone import decoder_layers
 from ftcli.model.fsdp import RankShards, keep_shards
 from ftcli.model.load_quantized import ModelStorage, load_quantized, random_quantized
 from ftcli.model.pretrained import (
@@ -29,6 +30,7 @@ from ftcli.plain import JsonMap
 from ftcli.plan.execution import own_attention, wants_kernels
 from ftcli.plan.precision import DtypePlan
 from ftcli.tables import code_of, quantizations
+from ftcli.tables.families import family_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -84,6 +86,7 @@ def load_model(
             if of_ours and "expects" not in str(error):
                 raise
             raise impossible(error) from error  # of a value that weights are drawn by
+        _temper_scores(drawn)
         if holding is None and shards is not None:  # drawn whole, as in one process
             keep_shards(drawn, shards)
         return _finished(drawn, holding, model)
@@ -145,6 +148,22 @@ def _random_model(
     return model
 
 
+def _temper_scores(model: PreTrainedModel) -> None:
+    """Gives scores of attention a deviation of 1 where queries and keys are normalised and nothing else scales them.
+
+    transformers draws Gemma-4's queries' norms as 1. Of heads of 256 scores then have a deviation of 16, attention
+    takes hardly more than one key, and a last place of the embeddings grows from layer to layer: in bfloat16 the hidden
+    states of 30 random layers of width 512 are 0.94 of their norm away from those in float32, and 0.02 like this.
+    """
+    family = family_of(model.config.get_text_config().model_type)
+    if family is None or family.value_norm is None:
+        return
+    with torch.no_grad():
+        for layer in decoder_layers(model):
+            weight: torch.Tensor = layer.self_attn.q_norm.weight
+            weight.fill_(weight.numel() ** -0.5)
+
+
 def _with_floats(value: Any) -> Any:
     """Numbers that JSON cannot write are ``{"__float__": "Infinity"}`` in transformers' files."""
     if isinstance(value, Mapping):
@@ -172,6 +191,10 @@ def config_of(raw: JsonMap, num_layers: int | None = None) -> PretrainedConfig:
         text = values
         if isinstance(values.get("text_config"), Mapping):
             text = values["text_config"] = dict(values["text_config"])
+        if shared := text.get("num_kv_shared_layers"):  # the last ones: those of them that are among the first
+            text["num_kv_shared_layers"] = max(0, num_layers - (text["num_hidden_layers"] - shared))
+        if isinstance(single := text.get("per_layer_config"), Mapping):
+            text["per_layer_config"] = {at: each for at, each in single.items() if int(at) < num_layers}
         text["num_hidden_layers"] = num_layers
         if text.get("layer_types"):
             text["layer_types"] = text["layer_types"][:num_layers]

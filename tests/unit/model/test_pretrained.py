@@ -270,3 +270,19 @@ def test_only_the_language_model_is_quantized_and_no_router() -> None:
     assert not [name for name in quantized_of("qwen2_moe") if "shared_expert_gate" in name]
     assert "0.mlp.shared_expert.up_proj" in quantized_of("qwen2_moe")
     assert not [name for name in quantized_of("mamba2") if "out_proj" in name]
+
+
+@pytest.mark.parametrize("quantization", [None, QuantizationConfig(method="nf4")], ids=["whole", "nf4"])
+def test_scores_of_a_random_gemma4_have_a_deviation_of_one(quantization: Any, tmp_path: Path) -> None:
+    """Its attention has no scale, and transformers draws the norm of queries as 1. Files are read as they are."""
+    folder = write(tmp_path / "files", "gemma4_text")
+    drawn = load(folder, init="random", num_layers=3, quantization=quantization)
+    assert drawn.config.num_kv_shared_layers == 0
+    for layer, width in zip(drawn.model.layers, (8, 8, 16), strict=True):
+        assert torch.equal(layer.self_attn.q_norm.weight, torch.full((width,), width**-0.5))
+        assert float(layer.layer_scalar) == 1.0
+    stored = load_file(folder / "model.safetensors")
+    read = load(folder, quantization=quantization)
+    for name in ("model.layers.2.self_attn.q_norm.weight", "model.layers.2.layer_scalar"):
+        assert torch.equal(read.state_dict()[name], stored[name])
+    assert float(read.model.layers[2].layer_scalar) == 0.75
