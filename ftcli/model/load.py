@@ -66,7 +66,7 @@ def load_model(
     from safetensors import SafetensorError
 
     dtype = getattr(torch, plan.parameter)
-    attention = own_attention(model, facts.attn_logit_softcapping)
+    attention = own_attention(model, beyond_sdpa=facts.beyond_sdpa)
     holding = None
     quantizes = quantization is not None and quantizations.row(quantization.method).quantize is not None
     if quantization is not None and (quantizes or (shards is not None and model.init != "random")):

@@ -53,11 +53,12 @@ def _product(
     k = tl.arange(0, BK)
     acc = tl.full((BM, BN), 0.0, ACC)
     x = x_ptr + source.to(tl.int64)[:, None] * x_stride + k[None, :]
-    w = w_ptr + group.to(tl.int64) * w_group + k[:, None] * w_k + n[None, :] * w_n
+    w = w_ptr + group.to(tl.int64) * w_group
+    within = k[:, None] * w_k + n[None, :] * w_n  # below 2**31: of one matrix
     for block in tl.range(0, tl.cdiv(K, BK), num_stages=STAGES):
         k_ok = (block * BK + k < K) | EVEN_K
         a = tl.load(x, mask=k_ok[None, :], other=0.0)
-        b = tl.load(w, mask=k_ok[:, None] & n_ok[None, :], other=0.0)
+        b = tl.load(w + within, mask=k_ok[:, None] & n_ok[None, :], other=0.0)
         acc = tl.dot(a.to(DOT), b.to(DOT), acc, input_precision="ieee")
         x += BK
         w += BK * w_k
@@ -117,14 +118,14 @@ def interleaved_unit_kernel(
             x_ptr, x_stride, source, w_ptr, w_group, w_n, w_k, thin_ptr, wide_ptr, wide_stride, bias_ptr, group, rows,
             n, n_ok, 2 * F, K, LOW, R, BIAS, EVEN_K, ACC, DOT, BM, BN, BK, STAGES,
         ).to(DOT)  # fmt: skip
-        if KEEP:
-            both = both_ptr + rows.to(tl.int64)[:, None] * (2 * F) + n[None, :]
-            tl.store(both, acc.to(both_ptr.dtype.element_ty), mask=ok[:, None] & n_ok[None, :])
         gate, up = tl.split(tl.reshape(acc, (BM, BN // 2, 2)))
         value, _, _ = gated_unit(gate.to(ACC), up.to(ACC), UNIT)
         f = part * (BN // 2) + tl.arange(0, BN // 2)
         h = h_ptr + rows.to(tl.int64)[:, None] * F + f[None, :]
         tl.store(h, value.to(h_ptr.dtype.element_ty), mask=ok[:, None] & ((f < F) | EVEN_N)[None, :])
+        if KEEP:
+            both = both_ptr + rows.to(tl.int64)[:, None] * (2 * F) + n[None, :]
+            tl.store(both, acc.to(both_ptr.dtype.element_ty), mask=ok[:, None] & n_ok[None, :])
 
 
 @triton.jit
