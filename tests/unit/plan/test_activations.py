@@ -63,6 +63,7 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
     "olmoe": {**EXPERTS, "hidden_size": 64},
     "granitemoe": {"num_local_experts": 6, "num_experts_per_tok": 2, "hidden_size": 64},
+    "gpt_oss": {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 16},
     "mellum": EXPERTS,
     "glm4_moe": {
         "n_routed_experts": 6,
@@ -73,9 +74,10 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
 }
 #: Kinds of layers of one family, of which a model of one kind is measured.
 LAYERS = dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), ("linear_attention", "full_attention"))
-#: Families whose scores are capped, which transformers computes eagerly.
 SPARSE = {name for name, row in families.TABLE.items() if row.experts is not None}
+#: Families whose scores are capped, and with those that have sinks all that transformers computes eagerly.
 CAPPED = {name for name, row in families.TABLE.items() if row.attention_softcap is not None}
+EAGER = CAPPED | {name for name, row in families.TABLE.items() if row.sinks}
 #: Language models that only exist in a multimodal one, and the families that they are built like.
 PARTS = {
     "qwen2_vl_text": "qwen2",
@@ -233,7 +235,7 @@ CASES = [
         ("llama", "eager"),
         ("gemma3_text", "eager"),
         *(
-            (name, "eager" if name in CAPPED else "sdpa")
+            (name, "eager" if name in EAGER else "sdpa")
             for name in families.TABLE
             if name not in {*PARTS, *LAYERS, *SPARSE}
         ),
@@ -303,7 +305,7 @@ def on_kernels(
     family: str, plan: DtypePlan, layers: int, rows: Sequence[int], policy: Any = False, sent: Offloaded = "halves"
 ) -> list[int]:
     """Bytes kept by a model on the kernels' torch form, for each number of rows."""
-    model = build(family, "eager" if family in CAPPED else "sdpa", plan, layers)
+    model = build(family, "eager" if family in EAGER else "sdpa", plan, layers)
     done = patch(model, "reference")
     assert not done.off
     use_checkpointing(model, policy, offloaded=sent)
@@ -350,7 +352,7 @@ def test_one_more_fused_layer_keeps_what_the_table_says(family: str, plan: str) 
     measured = (more[1] - fewer[1]) - (more[0] - fewer[0])
     shape = shape_of(config_of(family, 1))
     assert shape is not None
-    policy = fused_layers(all_scores=family in CAPPED, reference=True)
+    policy = fused_layers(all_scores=family in EAGER, reference=True)
     setting = replace(setting_of(family, dtypes, batch=1), bytes_residual=dtypes.compute_bytes)
     assert 2 * SEQ_LEN * policy.layer_bytes(shape, setting) == pytest.approx(measured, rel=0.03)
 
@@ -383,7 +385,7 @@ def test_one_more_checkpointed_layer_keeps_what_the_policy_says(family: str, pol
     fewer, more = (on_kernels(family, dtypes, n, (2, 4), policy, sent) for n in depths(family))
     shape = shape_of(config_of(family, 1))
     assert shape is not None
-    layers = fused_layers(all_scores=family in CAPPED, reference=True)
+    layers = fused_layers(all_scores=family in EAGER, reference=True)
     setting = replace(setting_of(family, dtypes, batch=1), bytes_residual=dtypes.compute_bytes)
     found = held(layers, shape, setting, policy, sent)
     width, element = shape.hidden_size, dtypes.compute_bytes
