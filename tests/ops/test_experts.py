@@ -362,9 +362,7 @@ def test_packed_weights_may_be_transposed(device: str, tools: Any) -> None:
     index, biases = routing(37, 4, 2, "random", device), biases_of(stacks)
     laid = [w.transpose(1, 2).contiguous() for w in stacks]
     packed = [quantize_nf4(w.view(-1, w.shape[-1])) for w in laid]
-    dense = tuple(
-        p.dequantize(torch.float32).view(w.shape).transpose(1, 2) for p, w in zip(packed, laid, strict=True)
-    )
+    dense = tuple(p.dequantize(torch.float32).view(w.shape).transpose(1, 2) for p, w in zip(packed, laid, strict=True))
 
     def of(x: Tensor, weights: Tensor, *adapters: Tensor) -> Tensor:
         made = [

@@ -13,7 +13,7 @@ attention         c(Q + 2K) for query, key and value in one buffer, cQ for the o
                   and 4n for log-sum-exp. Norms of queries and keys keep what they give besides: c(Q + K). Where the
                   products' kernels neither norm nor rotate (float32, large ranks) each of the two keeps c(Q + K) if
                   the next reads it, and norms 4 for each head, or 8. An output gate keeps 2cQ.
-                  Where scores are capped or have sinks and no kernel runs (CPU, float32): 4cQ and the scores of ``activations``.
+                  Where scores are capped or have sinks and no kernel runs (CPU): 4cQ and the scores of ``activations``.
                   Of a q projection that gives the gate as well (Qwen3.5) neither happens in the products' kernel.
 gated delta net   Of N value heads of V features, V' = N V, and F features of all queries, keys and values:
                   c(F + V' + 2N) for what enters it in one buffer, 8N for decays and write strengths, cV' for the delta
