@@ -234,7 +234,7 @@ class ModelShape:
     @property
     def active_parameters(self) -> int:
         """Elements that a token goes through: of experts, those that it is sent to."""
-        unused = sum(x.elements - x.used_elements for layer in self.layers for x in layer.stacks)
+        unused = sum(x.parameters // x.experts * (x.experts - x.used) for layer in self.layers for x in layer.stacks)
         return self.parameters - unused
 
     @property

@@ -44,7 +44,7 @@ CASES = ("merged", "unmerged", "base", "nf4", "nf4-unmerged", "fp8")
 
 
 #: Sizes of models with gated delta nets: hidden, inner, layers, query heads, value heads of the nets.
-EXPERTS = "qwen3-30b-a3b"
+EXPERTS = ("qwen3-30b-a3b", "gpt-oss-20b")
 RECURRENT = {"qwen3.5-9b": (4096, 12288, 32, 16, 32), "qwen3.5-27b": (5120, 17408, 64, 24, 48)}
 
 
@@ -62,10 +62,17 @@ def recurrent_config(name: str, *, tiny: bool) -> Any:
     )  # fmt: skip
 
 
-def experts_config(*, tiny: bool) -> Any:
-    """Qwen3-30B-A3B's config."""
+def experts_config(name: str, *, tiny: bool) -> Any:
+    """Qwen3-30B-A3B's config, or gpt-oss-20b's."""
     from transformers import AutoConfig
 
+    if name == "gpt-oss-20b":
+        hidden, layers, heads, experts, used = (64, 2, 4, 8, 2) if tiny else (2880, 24, 64, 32, 4)
+        return AutoConfig.for_model(
+            "gpt_oss", vocab_size=512 if tiny else 201088, hidden_size=hidden, intermediate_size=hidden,
+            num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=2 if tiny else 8,
+            head_dim=16 if tiny else 64, num_local_experts=experts, num_experts_per_tok=used,
+        )  # fmt: skip
     hidden, width, layers, heads, experts, used = (64, 32, 2, 4, 8, 2) if tiny else (2048, 768, 48, 32, 128, 8)
     return AutoConfig.for_model(
         "qwen3_moe", vocab_size=512 if tiny else 151936, hidden_size=hidden, intermediate_size=3 * hidden,
@@ -99,7 +106,8 @@ def model_of(config: Any, case: str, device: torch.device, dtype: torch.dtype) -
     from transformers import AutoModelForCausalLM
 
     with device:
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        attention = "eager" if config.model_type == "gpt_oss" else "sdpa"  # sinks are beyond SDPA
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     model.eval().requires_grad_(False)
     if case.startswith("nf4") or case == "fp8":
         make, method = (fp8_linear, "fp8") if case == "fp8" else (nf4_linear, "nf4")
@@ -107,7 +115,7 @@ def model_of(config: Any, case: str, device: torch.device, dtype: torch.dtype) -
             if isinstance(module, torch.nn.Linear):
                 quantization = QuantizationConfig(method=method)  # type: ignore[arg-type]
                 model.model.layers.set_submodule(name, make(module, quantization, name))
-    if case != "base" and config.model_type == "qwen3_moe":
+    if case != "base" and config.model_type in ("qwen3_moe", "gpt_oss"):
         plan = DtypePlan(str(dtype).removeprefix("torch."), "float32", "float32", autocast=False, reason="a bench")
         model, _ = apply_lora(model, AdapterConfig(r=16, alpha=16), plan, seed=0)
     elif case != "base":
@@ -187,7 +195,7 @@ def measure(model: Any, case: str, batch: int, options: argparse.Namespace, plan
 def main() -> None:
     """A row a case and batch."""
     arguments = parser(__doc__)
-    arguments.add_argument("--model", default="llama3.1-8b", choices=[*SHAPES, *RECURRENT, EXPERTS])
+    arguments.add_argument("--model", default="llama3.1-8b", choices=[*SHAPES, *RECURRENT, *EXPERTS])
     arguments.add_argument("--cases", nargs="+", default=["merged"], choices=CASES)
     arguments.add_argument("--batches", type=int, nargs="+", default=[8, 32, 64])
     arguments.add_argument("--prompt", type=int, default=512)
@@ -197,8 +205,8 @@ def main() -> None:
     device = start(options)
     on_gpu = device.type == "cuda"
     recurrent = options.model in RECURRENT
-    if options.model == EXPERTS:
-        config = experts_config(tiny=not on_gpu)
+    if options.model in EXPERTS:
+        config = experts_config(options.model, tiny=not on_gpu)
     else:
         config = recurrent_config(options.model, tiny=not on_gpu) if recurrent else llama_config(shape_of(options))
     if not on_gpu:
