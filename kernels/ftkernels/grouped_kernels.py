@@ -120,11 +120,13 @@ def interleaved_unit_kernel(
         ).to(DOT)  # fmt: skip
         gate, up = tl.split(tl.reshape(acc, (BM, BN // 2, 2)))
         value, _, _ = gated_unit(gate.to(ACC), up.to(ACC), UNIT)
+        # Addresses are a 64-bit scalar and 32-bit offsets: fewer registers.
+        row0, m = tl.load(tiles_ptr + tile * 2 + 1).to(tl.int64), tl.arange(0, BM)[:, None]
         f = part * (BN // 2) + tl.arange(0, BN // 2)
-        h = h_ptr + rows.to(tl.int64)[:, None] * F + f[None, :]
+        h = h_ptr + row0 * F + (m * F + f[None, :])
         tl.store(h, value.to(h_ptr.dtype.element_ty), mask=ok[:, None] & ((f < F) | EVEN_N)[None, :])
         if KEEP:
-            both = both_ptr + rows.to(tl.int64)[:, None] * (2 * F) + n[None, :]
+            both = both_ptr + row0 * (2 * F) + (m * (2 * F) + n[None, :])
             tl.store(both, acc.to(both_ptr.dtype.element_ty), mask=ok[:, None] & n_ok[None, :])
 
 
