@@ -12,7 +12,8 @@ it out.
 ``--agree ROWS`` takes so many greedy completions through the model in one pass, as training does: ``agree`` is the
 share of tokens that are its likeliest ones as well, ``nats`` the mean difference of their log-probabilities, and
 ``behind`` how much less likely than the likeliest a token is at most. Random weights have near ties, so a few tokens
-differ.
+differ. ``shaken`` are the first two of that pass against itself with embeddings off by a last place: what rounding
+alone does to such weights, which is much where few experts share a token; ``held`` the same with its routing held.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ from ftcli.model.fp8 import fp8_linear
 from ftcli.model.lora import apply_lora
 from ftcli.model.nf4 import nf4_linear
 from ftcli.model.patch import patch
+from ftcli.model.routing import same_routing
+from ftcli.model.selfcheck import rounded_otherwise
 from ftcli.plan.precision import DtypePlan
 
 CASES = ("merged", "unmerged", "base", "nf4", "nf4-unmerged", "fp8")
@@ -138,16 +141,21 @@ def timed(engine: Engine, requests: list[GenerationRequest], sampling: Sampling)
     return last - first, last - began
 
 
-def agreement(model: Any, engine: Engine, requests: list[GenerationRequest], plan: DtypePlan) -> dict[str, float]:
+def agreement(model: Any, engine: Engine, requests: list[GenerationRequest], plan: DtypePlan) -> dict[str, Any]:
     """What one pass over the prompts and their greedy completions says of these; see the module."""
-    same, nats, behind = [], [], []
+    same, nats, behind, shaken, held = [], [], [], [], []
     for request, (one,) in zip(requests, engine.complete(requests), strict=True):
         device, chosen = next(model.parameters()).device, torch.tensor(one.tokens)
         ids = torch.tensor([[*request.prompt, *one.tokens]], device=device)
         given = {"input_ids": ids, "document_starts": torch.zeros_like(ids, dtype=torch.int32)}
+        answer = slice(len(request.prompt) - 1, -1)
         with torch.no_grad(), compute_context(device, plan.compute, plan.autocast):
-            states = hidden_states(model, given).tensor[0, len(request.prompt) - 1 : -1]
-            said = torch.log_softmax(base_of(model).get_output_embeddings()(states).float(), -1).cpu()
+            with same_routing(model):
+                said = said_of(model, given, answer)
+                with rounded_otherwise(model, getattr(torch, plan.compute)):
+                    held.append(moved(said, said_of(model, given, answer)))
+            with rounded_otherwise(model, getattr(torch, plan.compute)):
+                shaken.append(moved(said, said_of(model, given, answer)))
         own = said.gather(1, chosen[:, None])[:, 0]
         same.append((said.argmax(1) == chosen).double().mean())
         nats.append((own - torch.tensor(one.logprobs)).abs().double().mean())
@@ -156,7 +164,28 @@ def agreement(model: Any, engine: Engine, requests: list[GenerationRequest], pla
         "agree": float(torch.stack(same).mean()),
         "nats": float(torch.stack(nats).mean()),
         "behind": float(torch.stack(behind).max()),
+        "shaken": mean_of(shaken),
+        "held": mean_of(held),
     }
+
+
+def said_of(model: Any, given: dict[str, Any], answer: slice) -> torch.Tensor:
+    """Log-probabilities (tokens, V) that one pass gives the answer."""
+    states = hidden_states(model, given).tensor[0, answer]
+    return torch.log_softmax(base_of(model).get_output_embeddings()(states).float(), -1).cpu()
+
+
+def moved(said: torch.Tensor, again: torch.Tensor) -> tuple[float, float]:
+    """The share of likeliest tokens that stay so, and by how many nats they move on average."""
+    likeliest = said.argmax(1)
+    by = (again - said).gather(1, likeliest[:, None]).abs().double().mean()
+    return float((again.argmax(1) == likeliest).double().mean()), float(by)
+
+
+def mean_of(pairs: list[tuple[float, float]]) -> str:
+    """Means of both, as text."""
+    share, nats = (sum(column) / len(pairs) for column in zip(*pairs, strict=True))
+    return f"{share:.4f}, {nats:.2e}"
 
 
 def measure(model: Any, case: str, batch: int, options: argparse.Namespace, plan: DtypePlan) -> dict[str, Any]:
@@ -214,7 +243,7 @@ def main() -> None:
     compute = "bfloat16" if on_gpu else "float32"
     plan = DtypePlan(compute, "float32", compute, on_gpu, "a benchmark")
     rates = {"first s": ".2f", "tokens/s": ",.0f", "decoding": ",.0f", "step ms": ".2f", "sampled": ".2f"}
-    agreed = {"agree": ".4f", "nats": ".2e", "behind": ".2e"} if options.agree else {}
+    agreed = {"agree": ".4f", "nats": ".2e", "behind": ".2e", "shaken": "", "held": ""} if options.agree else {}
     table = Table({"case": "", "batch": "", **rates, **agreed, "peak GiB": ".2f", "merged": "", "graphs": ""})
     for case in options.cases:
         model = model_of(config, case, device, getattr(torch, compute))
