@@ -27,6 +27,8 @@ PAIRED = (
     *(f"experts' {name}, {rows}" for name in ("interleaved unit", "transposed product") for rows in (64, 16)),
     *(f"experts' transposed product back, {rows}" for rows in (64, 16)),
     "thin products, one",
+    *("qkv options forward: norm, width", "qkv options backward: norm, width", "qkv rope forward", "qkv rope backward"),
+    *("delta rule chunks", "delta rule scan", "decode attention", "int8 product, few, bias"),
 )
 #: Bytes that kernels may spill all the same: of two value heads' gradients, those of k stay in registers.
 SPILLING = {"delta rule gradients": 64}
