@@ -116,7 +116,11 @@ def test_parameters_and_linears_are_those_of_the_model(model_type: str, values: 
         described_linears = {x.name: (x.in_features, x.out_features, x.bias) for x in layer.linears if x.experts == 1}
         assert described_linears == built
         stacks = {name: tuple(p.shape) for name, p in module.named_parameters() if p.dim() == 3 and "experts." in name}
-        assert {x.name: (x.experts, x.out_features, x.in_features) for x in layer.stacks} == stacks
+        turned = experts is not None and experts.transposed
+        stated = {x.name: (x.experts, x.out_features, x.in_features) for x in layer.stacks}
+        assert {name: (e, i, o) if turned else (e, o, i) for name, (e, o, i) in stated.items()} == stacks
+        biases = {n: p.shape for n, p in module.named_parameters() if n.endswith("_bias") and ".experts." in n}
+        assert {f"{x.name}_bias": (x.experts, x.out_features) for x in layer.stacks if x.bias} == biases
         if layer.stacks:
             router = module.get_submodule(experts.path(experts.router))
             used = router.top_k if hasattr(router, "top_k") else getattr(router.config, experts.used)
@@ -152,7 +156,8 @@ def test_rotation_is_that_of_the_model(model_type: str, values: dict[str, Any]) 
     kinds = sorted(set(rotary.config.layer_types)) if by_type else [None]
     given = [rotary(hidden, positions, *([kind] if kind else [])) for kind in kinds]
     rotated = [each.rotary_dim for each in shape.attending]
-    assert set(rotated) <= {0, *(cos.shape[-1] for cos, _ in given)}
+    each = 2 if TABLE[model_type].single_angles else 1
+    assert set(rotated) <= {0, *(cos.shape[-1] * each for cos, _ in given)}
     attentions = [x.self_attn for x in model.get_decoder().layers if hasattr(x, "self_attn")]
     if hasattr(attentions[0], "use_rope"):
         assert [bool(each) for each in rotated] == [bool(each.use_rope) for each in attentions]
