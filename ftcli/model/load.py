@@ -163,7 +163,8 @@ def _temper_scores(model: PreTrainedModel) -> None:
     if family is None or family.value_norm is None:
         return
     with torch.no_grad():
-        for layer in decoder_layers(model):
+        layers: list[Any] = list(decoder_layers(model))
+        for layer in layers:
             weight: torch.Tensor = layer.self_attn.q_norm.weight
             weight.fill_(weight.numel() ** -0.5)
 

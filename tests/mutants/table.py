@@ -1470,6 +1470,52 @@ GPT_OSS = (
     ),
 )
 
+_GEMMA, _LAYER = "unit/model/test_gemma4.py", "ftcli/model/gemma4_layer.py"
+GEMMA4 = (
+    _m(
+        "gemma4: no gradient of shared keys and values reaches the layer that gives them",
+        _LAYER,
+        "shared.setdefault(module.layer_type, (k, v))",
+        "shared.setdefault(module.layer_type, (k.detach(), v.detach()))",
+        _GEMMA,
+    ),
+    _m(
+        "gemma4: values are the keys behind their norm",
+        _LAYER,
+        "k, v = self._normed(keys[0], self._norm(module.k_norm)), self._normed(keys[0], self._value_norm)",
+        "k = v = self._normed(keys[0], self._norm(module.k_norm))",
+        _GEMMA,
+    ),
+    _m(
+        "gemma4: layers are not multiplied by their number",
+        _LAYER,
+        "return hidden_states * scalar.to(hidden_states.dtype)",
+        "return hidden_states",
+        _GEMMA,
+    ),
+    _m(
+        "gemma4: the router reads what experts read",
+        "ftcli/model/experts.py",
+        "read = x if routed is None else routed",
+        "read = x",
+        _GEMMA,
+    ),
+    _m(
+        "gemma4: keys of a layer that shares are written to pages of its own",
+        "ftcli/facts/generation.py",
+        'if each.keys != "shared":',
+        "if True:",
+        "unit/facts/test_generation.py",
+    ),
+    _m(
+        "gemma4: a sharded checkpoint without layers' numbers",
+        "ftcli/model/shards.py",
+        "if tensor is not None} | dict(_saved_buffers(model))",
+        "if tensor is not None}",
+        "e2e/test_fsdp_families.py",
+    ),
+)
+
 TABLE: dict[str, tuple[Mutant, ...]] = {
     "kernels": KERNELS,
     "data": DATA,
@@ -1483,6 +1529,7 @@ TABLE: dict[str, tuple[Mutant, ...]] = {
     "checks": CHECKS,
     "experts": EXPERTS,
     "gpt_oss": GPT_OSS,
+    "gemma4": GEMMA4,
 }
 
 
