@@ -1441,6 +1441,13 @@ GPT_OSS = (
         _OSS,
     ),
     _m(
+        "transformers' own experts in a CUDA graph",
+        "ftcli/generation/engine.py",
+        "return forward.why_not_captured if wanted else",
+        "return None if wanted else",
+        "unit/generation/test_engine.py::test_transformers_own_experts_are_not_captured",
+    ),
+    _m(
         "MXFP4: the upper half of a byte first",
         _BLOCKS,
         "(packed & 15, packed >> 4)",
