@@ -22,7 +22,7 @@ from tests.e2e.test_kto import FLATTENED as LABELLED
 from tests.e2e.test_kto import LOSS as LABEL_LOSS
 from tests.e2e.test_preference import LN2, LOSS, pairs
 from tests.e2e.test_preference_ranks import PAIRS, TWICE, lines, require_close_run
-from tests.tiers import telling
+from tests.tiers import further, telling
 
 METHODS: dict[str, tuple[dict[str, Any], str]] = {"dpo": (PAIRS, LOSS), "kto": (LABELLED, LABEL_LOSS)}
 
@@ -48,8 +48,15 @@ def compared(recipe: dict[str, Any], other: Path, **more: Any) -> dict[str, Any]
     return merged(recipe, {"preference": {"reference": str(other), **more}})
 
 
-@pytest.mark.parametrize("lora", [{"r": 4}, None], ids=["LoRA", "all weights"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "lora"),
+    [
+        pytest.param("dpo", {"r": 4}, id="dpo-LoRA"),
+        pytest.param("kto", None, id="kto-all weights"),
+        pytest.param("dpo", None, id="dpo-all weights", marks=pytest.mark.long),
+        pytest.param("kto", {"r": 4}, id="kto-LoRA", marks=pytest.mark.long),
+    ],
+)
 def test_a_run_is_compared_with_it_goes_on_alike_and_is_evaluated_so(
     narrow: User, other: Path, method: str, lora: Any
 ) -> None:
@@ -190,7 +197,7 @@ LAUNCHES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["dpo", *further("kto")])
 @pytest.mark.parametrize("change", telling(LAUNCHES, "fsdp", "shared rows"))
 def test_two_ranks_are_one_process(drills: Drills, other: Path, method: str, change: dict[str, Any]) -> None:
     recipe = compared(merged(METHODS[method][0], change), other)
