@@ -27,7 +27,7 @@ _SCORE = ("score", "classifier")
 
 
 def check(context: Context, facts: ModelFacts) -> Findings:
-    """FT250, FT271, FT301, FT302, FT310 to FT319, FT322, FT324, FT325, FT339, FT340, FT351, FT740, FT747, FT756."""
+    """FT250, FT259, FT271, FT301, FT302, FT310 to FT319, FT322 to FT325, FT339, FT340, FT351, FT740, FT747, FT756."""
     if facts.senses is not None and context.work == "train":
         yield context.note(
             "FT310",
@@ -46,6 +46,8 @@ def check(context: Context, facts: ModelFacts) -> Findings:
         yield context.error("FT250", "model.attention", message, help="use model.attention: auto, or eager")
     if context.method.classifier:
         yield from _classifier(context, facts)
+    if facts.is_local and context.recipe.model.revision is not None:
+        yield without_revision(context, "model.revision", facts)
     yield from _positions(context, facts)
     yield from _stored_quantized(context, facts)
     yield from _random_base(context, facts)
@@ -56,6 +58,12 @@ def check(context: Context, facts: ModelFacts) -> Findings:
         yield from _adapters(context, facts, facts.shape)
     yield from _tokens(context, facts)
     yield from _weights(context, facts)
+
+
+def without_revision(context: Context, key: str, facts: ModelFacts) -> Finding:
+    """FT259: a folder has no revisions."""
+    message = f"{key} has no effect: {facts.name} is a folder, taken as it is"
+    return context.warning("FT259", key, message, help="remove it, or name the model as OWNER/NAME")
 
 
 def _classifier(context: Context, facts: ModelFacts) -> Findings:
