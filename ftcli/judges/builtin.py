@@ -356,7 +356,7 @@ def code_of_completion(text: str) -> str:
 
 def _block(lines: Iterator[str], marks: str, indent: str) -> str:
     """The lines up to the one that ends with ``marks``, which is read too, without the indentation of the first."""
-    found = []
+    found: list[str] = []
     for line in lines:
         line = line.removeprefix(indent)
         if line.rstrip().endswith(marks):

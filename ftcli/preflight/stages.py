@@ -25,9 +25,8 @@ from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.facts.device import DeviceFacts, probe_device
 from ftcli.facts.model import read_facts
 from ftcli.paths import expanded
-from ftcli.plan.checkpointing import choose_checkpointing, with_graphs_that_fit, within_budget
+from ftcli.plan.checkpointing import choose_checkpointing, choose_engine, with_graphs_that_fit, within_budget
 from ftcli.plan.disk import DiskEstimate, estimate_disk, existing_ancestor, free_disk_bytes
-from ftcli.plan.engine import choose_engine
 from ftcli.plan.execution import ExecutionPart, execution_parts, graphs_part
 from ftcli.plan.memory.advice import Verdict, verdict_on
 from ftcli.plan.memory.candidates import candidate
@@ -40,11 +39,9 @@ from ftcli.preflight.checks import (
     crossfield,
     data,
     judging,
-    launch,
     machine,
     memory_and_disk,
     model,
-    sources,
     support,
 )
 from ftcli.preflight.checks.context import Command, Context, Findings, NotMade
@@ -108,7 +105,7 @@ def preflight(
             *machine.check(context, device, plan.dtypes),
             *machine.check_layers(context, device, plan.execution),
             *machine.check_documents(context, plan),
-            *launch.check_model(context, plan),
+            *machine.check_model(context, plan),
             *machine.check_sharded(context, plan),
             *estimates.findings,
             *([] if asked is None else another_model.memory_findings(context, asked, plan.device)),
@@ -163,12 +160,12 @@ def _about_the_recipe(context: Context) -> Findings:
     """All rules that need only the recipe, those of its training method included."""
     yield from support.check(context)
     yield from crossfield.check(context)
-    yield from launch.check(context)
-    yield from sources.check(context)
+    yield from machine.check_launch(context)
+    yield from data.check_sources(context)
     yield from judging.check_sampling(context)
     if context.work == "train" and context.method.rules is not None:
         yield from code_of(context.method.rules)(context)
-    yield from sources.check_files(context)
+    yield from data.check_files(context)
 
 
 class _Found:

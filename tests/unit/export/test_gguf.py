@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from ftcli.errors import FtcliError
 from ftcli.export.gguf.file import ExpectedFile
-from ftcli.export.gguf.rotation import rotation_of
+from ftcli.export.gguf.metadata import rotation_of
 from ftcli.export.gguf.verify import verify_file
 from ftcli.export.gguf.write import write_type
 from ftcli.export.writing import export_run

@@ -14,7 +14,7 @@ from ftkernels.nf4 import quantize_nf4
 from safetensors.torch import load_file, save_file
 
 from ftcli.config.model import LoraConfig, ModelConfig, QuantizationConfig
-from ftcli.config.tree import MapNode, Origins
+from ftcli.config.yaml import MapNode, Origins
 from ftcli.errors import FtcliError, Origin
 from ftcli.facts.model import read_facts
 from ftcli.model.load import config_of, load_model
