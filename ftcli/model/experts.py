@@ -15,6 +15,7 @@ from ftkernels.experts import ExpertPacks, ExpertStack, lora_experts
 from ftkernels.lora_mlp import lora_mlp
 from torch import Tensor, nn
 
+from ftcli.model.routing import choice_of
 from ftcli.model.stacks import packed_stack
 from ftcli.plan.execution import EXPERTS_WHOLE
 from ftcli.tables.families import Experts
@@ -46,7 +47,7 @@ def mixture(
         packed: the adapters of both stacks, packed already.
         shared: gate, up and down of the expert that every token goes to; empty where there is none.
     """
-    _, weights, index = block.get_submodule(described.router)(x.reshape(-1, x.shape[-1]))
+    weights, index = choice_of(block.get_submodule(described.router)(x.reshape(-1, x.shape[-1])))
     if shared:
         gate, up, down = shared
         own = lora_mlp(x, gate, up, down, activation=activation, save="input" if save == "input" else "gate_up_once",

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ftcli.config.model import QuantizationConfig
-from ftcli.errors import FtcliError, first_line
+from ftcli.errors import ExitCode, FtcliError, first_line
 from ftcli.facts.weights import inspect_weights
 from ftcli.gguf import ReadFile, from_file, heads_of, names_of, require_gguf_package
 from ftcli.model.backbone import decoder_layers
@@ -117,6 +117,9 @@ def random_quantized(config: PretrainedConfig, holding: ModelStorage, attention:
     owners = _owners(model)
     for name, module in list(model.named_modules()):
         _give_memory(module, holding.device, shared)
+        for child in module.children():  # a mixture draws its router's weights itself
+            if not isinstance(child, nn.Linear):
+                _give_memory(child, holding.device, shared)
         owners[module]._init_weights(module)
         _quantize_stacks(module, name, holding, shared)
         if name in chosen:
@@ -126,9 +129,23 @@ def random_quantized(config: PretrainedConfig, holding: ModelStorage, attention:
             shared = {hollow: given for hollow, given in shared.items() if given is not full}
             del full
         keep_shards_of(model, name, holding)
+    _require_drawn(model)
     if holding.shards is not None:
         keep_shards(model, holding.shards)
     return model.eval()
+
+
+def _require_drawn(model: PreTrainedModel) -> None:
+    """FT336 for parameters that only the constructors of transformers' modules give values to, which are lost here."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and not parameter.is_meta and bool(parameter.isnan().any()):
+            raise FtcliError.single(
+                "FT336",
+                f"quantization.method: transformers has no random start for {name}, so that weights of this family "
+                "cannot be drawn quantized",
+                exit_code=ExitCode.PREFLIGHT,
+                help="name a folder with weights, or train with quantization.method: none",
+            )
 
 
 def _quantize_stacks(
@@ -256,11 +273,12 @@ def _owners(model: PreTrainedModel) -> dict[nn.Module, PreTrainedModel]:
 
 
 def _give_memory(module: nn.Module, device: torch.device, shared: dict[nn.Parameter, nn.Parameter]) -> None:
-    """Unwritten memory for a module's own parameters; one that two modules share stays shared."""
+    """Memory for a module's own parameters, NaN until it is drawn; one that two modules share stays shared."""
     for name, parameter in list(module._parameters.items()):
-        if parameter is not None:
+        if parameter is not None and parameter.is_meta:
             if parameter not in shared:
-                shared[parameter] = nn.Parameter(torch.empty_like(parameter, device=device))
+                undrawn = float("nan") if parameter.is_floating_point() else 0
+                shared[parameter] = nn.Parameter(torch.full_like(parameter, undrawn, device=device))
             module._parameters[name] = shared[parameter]
 
 

@@ -35,9 +35,9 @@ from ftcli.model.loss import forward_loss
 from ftcli.model.patch import Patch, patch
 from ftcli.model.pretrained import IMPOSSIBLE, hollow, impossible, without_memory
 from ftcli.model.quantized import QuantizedLinear, Tolerance
+from ftcli.model.routing import same_routing
 from ftcli.plain import JsonObject, plain_fields
 from ftcli.plan.precision import DtypePlan
-from ftcli.tables.families import family_of
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -121,7 +121,7 @@ def self_check(
     with (
         rotation_kept(model),
         _random_adapters(model),
-        _same_routing(model),
+        same_routing(model),
         compute_context(small["input_ids"].device, plan.compute, plan.autocast),
     ):
         unpatched_loss, calls = _forward(model, small)
@@ -316,50 +316,6 @@ def _random_adapters(model: Model) -> Iterator[None]:
         with torch.no_grad():
             for name, value in kept.items():
                 parameters[name].copy_(value)
-
-
-@contextmanager
-def _same_routing(model: Model) -> Iterator[None]:
-    """A block in which tokens go to the experts that they went to in the first pass.
-
-    A router's input that is rounded otherwise sends a few tokens elsewhere, where scores are nearly equal, which would
-    be taken for a wrong gradient.
-    """
-    family = family_of(base_of(model).config.get_text_config().model_type)
-    experts = None if family is None else family.experts
-    with ExitStack() as stack:
-        for layer in _layers(model):
-            if experts is None:
-                break
-            try:
-                router = layer.get_submodule(f"{experts.block}.{experts.router}")
-            except AttributeError:  # a layer without experts
-                continue
-            handle = router.register_forward_hook(_Routing())
-            stack.callback(handle.remove)
-        yield
-
-
-class _Routing:
-    """A hook of one router: the choice of its first call, and in later ones of the same tokens that one where theirs is
-    another. Weights stay those of the call, whose gradient flows: where scores are nearly equal, so are they.
-    """
-
-    def __init__(self) -> None:
-        self._first: Tensor | None = None
-
-    def __call__(self, _router: nn.Module, _args: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
-        logits, weights, index = output
-        if self._first is None or self._first.shape != index.shape:
-            self._first = index
-            return output
-        alike = self._first[:, :, None] == index[:, None, :]  # of a token's experts then and now, (T, P, P)
-        # An expert that is not chosen any more gets the weight of one that has come in its place.
-        come = (~alike.any(dim=1)).int().argsort(dim=-1, descending=True, stable=True)
-        gone = ~alike.any(dim=2)
-        rank = (gone.int().cumsum(-1) - 1).clamp(min=0)
-        place = torch.where(gone, come.gather(-1, rank), alike.int().argmax(dim=2))
-        return logits, weights.gather(-1, place), self._first
 
 
 _CODE_OF_MODELS = os.path.join("transformers", "models", "")  # noqa: PTH118 - with its separator

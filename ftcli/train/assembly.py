@@ -31,6 +31,7 @@ from ftcli.model.load import load_model
 from ftcli.model.lora import apply_lora
 from ftcli.model.lora_targets import freeze_other_parts, summary_of_targets
 from ftcli.model.quantized import has_coarse_products
+from ftcli.model.routing import Routing, same_routing
 from ftcli.model.score_head import add_score_head
 from ftcli.model.selfcheck import check_head, relative_difference, rounded_otherwise
 from ftcli.model.tokenizer import align_special_tokens, pad_apart
@@ -89,18 +90,25 @@ def check_isolation(
     usual = _ALONE[plan.compute]
     was_training = model.training
     model.eval()
-    with rotation_kept(model), compute_context(device, plan.compute, plan.autocast):
+    with (
+        rotation_kept(model),
+        compute_context(device, plan.compute, plan.autocast),
+        same_routing(model) as routers,
+    ):
         packed = _hidden(model, [[first, second], [second]], device, pad_token_id)
         neighbour = _hidden(model, [[changed, second], [second]], device, pad_token_id)
-        alone = _hidden(model, [[second]], device, pad_token_id)[0, :length]
-        inside = packed[0, start : start + length]
+        inside, at_head = packed[0, start : start + length], packed[1, :length]
         among_others = relative_difference(neighbour[0, start : start + length], inside)
+        chosen = [router.first for router in routers]
+        _to_experts_of(routers, chosen, slice(packed.shape[1], packed.shape[1] + length))
+        ahead = relative_difference(at_head, _hidden(model, [[second]], device, pad_token_id)[0])
+        _to_experts_of(routers, chosen, slice(start, start + length))
+        alone = _hidden(model, [[second]], device, pad_token_id)[0]
         behind = relative_difference(inside, alone)
-        ahead = relative_difference(packed[1, :length], alone)
         allowed = max(usual, _ROUNDINGS * ahead)
         if behind > allowed and has_coarse_products(model):
             with rounded_otherwise(model, getattr(torch, plan.compute)):
-                again = _hidden(model, [[second]], device, pad_token_id)[0, :length]
+                again = _hidden(model, [[second]], device, pad_token_id)[0]
             allowed = max(allowed, min(relative_difference(again, alone), _FILLER * usual))
     model.train(was_training)
     if not (among_others <= _NEIGHBOURS and behind <= allowed and ahead <= _FILLER * usual):  # NaN fails
@@ -127,12 +135,20 @@ def check_branches(
     shared = shared_beginning((first, second))
     turned = [*first.input_ids[:shared], *first.input_ids[shared:][::-1]]
     turned[shared] = first.input_ids[shared]  # what they share stays what it is
+    length = len(second.input_ids)
     was_training = model.training
     model.eval()
-    with rotation_kept(model), compute_context(device, plan.compute, plan.autocast):
+    with (
+        rotation_kept(model),
+        compute_context(device, plan.compute, plan.autocast),
+        same_routing(model) as routers,
+    ):
         behind, start = _branch(model, (first, second), device, pad_token_id)
         other, _ = _branch(model, (TokenizedRow(first.row, turned, turned), second), device, pad_token_id)
-        alone = _hidden(model, [[second]], device, pad_token_id)[0, : len(second.input_ids)]
+        _to_experts_of(
+            routers, [router.first for router in routers], slice(shared), slice(start, start + length - shared)
+        )
+        alone = _hidden(model, [[second]], device, pad_token_id)[0]
     model.train(was_training)
     among_others = relative_difference(other[start:], behind[start:])
     by_itself = relative_difference(torch.cat([behind[:shared], behind[start:]]), alone)
@@ -144,6 +160,12 @@ def check_branches(
             exit_code=ExitCode.PREFLIGHT,
             help="train with preference.share_prompts: off; train.method: reward with data.padding_free: false",
         )
+
+
+def _to_experts_of(routers: Sequence[Routing], chosen: Sequence[Tensor | None], *tokens: slice) -> None:
+    """Sends the next pass to the experts of these tokens of the first, which it is compared with."""
+    for router, of_all in zip(routers, chosen, strict=True):
+        router.first = None if of_all is None else torch.cat([of_all[some] for some in tokens])
 
 
 def _short(pair: Pair) -> Pair:

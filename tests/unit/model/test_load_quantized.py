@@ -21,6 +21,7 @@ from ftcli.model import load_quantized as loading
 from ftcli.model.nf4 import NF4Linear
 from ftcli.model.patch import patch, why_not_fused
 from ftcli.model.quantized import DequantizedLinear, QuantizedLinear, check_weights, quantized_layers
+from tests import small_models
 from tests.quantized import TINY, load
 
 
@@ -79,6 +80,26 @@ def test_random_weights_have_the_models_spread(reference: Any) -> None:
     assert not model.model.norm.weight.any()  # Gemma's norms multiply by 1 + weight
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert torch.equal(dict(model.named_buffers())["model.rotary_emb.inv_freq"], reference.model.rotary_emb.inv_freq)
+
+
+@pytest.mark.parametrize("model_type", [*small_models.TEXT, *small_models.MULTIMODAL])
+def test_every_parameter_is_drawn(model_type: str) -> None:
+    """A mixture may draw its router's weights, which were not there yet: Qwen3.5's were whatever the memory held."""
+    holding = loading.ModelStorage(QuantizationConfig(method="nf4"), torch.float32, torch.device("cpu"))
+    config = small_models.config_of(model_type)
+    if model_type in ("gpt2", "apertus"):
+        with pytest.raises(FtcliError, match="FT336"):
+            loading.random_quantized(config, holding, "eager", 0)
+        return
+    model = loading.random_quantized(config, holding, "eager", 0)
+    for name, parameter in model.named_parameters():
+        assert not parameter.is_floating_point() or parameter.isfinite().all(), name
+
+
+def test_what_transformers_does_not_draw_is_refused() -> None:
+    holding = loading.ModelStorage(QuantizationConfig(method="nf4"), torch.float32, torch.device("cpu"))
+    with pytest.raises(FtcliError, match=r"FT336.*no random start for model\.layers\.0\.mlp\.act_fn\.alpha_p"):
+        loading.random_quantized(small_models.config_of("apertus"), holding, "eager", 0)
 
 
 @pytest.mark.parametrize("init", ["pretrained", "random"])

@@ -28,6 +28,7 @@ from ftcli.model.gradient_checkpointing import use_checkpointing
 from ftcli.model.lora import apply_lora
 from ftcli.model.loss import forward_loss
 from ftcli.model.patch import patch, why_not_fused
+from ftcli.model.routing import Routing, choice_of
 from ftcli.model.selfcheck import self_check
 from ftcli.plan.precision import DtypePlan
 from ftcli.rows.row import Row
@@ -509,9 +510,48 @@ def test_self_check_sends_tokens_where_they_went_before(name: str, monkeypatch: 
     routers = [m for m in model.modules() if type(m).__name__.endswith("Router")]
     assert routers
     assert not [router for router in routers if router._forward_hooks]
-    monkeypatch.setattr("ftcli.model.selfcheck._same_routing", lambda _model: nullcontext())
+    monkeypatch.setattr("ftcli.model.selfcheck.same_routing", lambda _model: nullcontext())
     with pytest.raises(FtcliError, match="FT704"):
         self_check(model, applied, "reference", batch(), PLAN)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "granitemoe"])
+def test_a_document_goes_to_its_experts_in_a_pack_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of other lengths round otherwise, which sends tokens between two experts to the other one; FT443 was said of
+    small Qwen3.5 mixtures in bfloat16.
+    """
+    model = adapted(name)
+    nearly_equal_scores(model, monkeypatch)
+    monkeypatch.undo()  # its noise differs with each call
+    mixture = FusedDecoderLayer._mixture
+
+    def rounded(self: FusedDecoderLayer, hidden: torch.Tensor, *args: Any) -> torch.Tensor:
+        chance = torch.Generator().manual_seed(hidden.shape[1])
+        return mixture(self, hidden * (1 + 1e-6 * torch.randn(hidden.shape, generator=chance)), *args)
+
+    monkeypatch.setattr(FusedDecoderLayer, "_mixture", rounded)
+    ids = torch.randint(5, base_of(model).config.vocab_size, (70,), generator=torch.Generator().manual_seed(1)).tolist()
+    rows = [TokenizedRow(n, ids[n : n + length], ids[n : n + length]) for n, length in enumerate((19, 27, 40))]
+    patch(model, "reference")
+    check_isolation(model, rows, PLAN, torch.device("cpu"), pad_token_id=0)
+    monkeypatch.setattr("ftcli.train.assembly.same_routing", lambda _model: nullcontext([]))
+    with pytest.raises(FtcliError, match="FT443"):
+        check_isolation(model, rows, PLAN, torch.device("cpu"), pad_token_id=0)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_routers_output_is_read_in_either_order(turned: bool) -> None:
+    """Granite's routers return experts first in transformers 5.17."""
+    scores, weights, index = torch.rand(3, 4), torch.rand(3, 2), torch.tensor([[0, 1], [2, 3], [1, 2]])
+    output = (index, weights, scores) if turned else (scores, weights, index)
+    found = choice_of(output)
+    assert found[0] is weights
+    assert found[1] is index
+    hook = Routing()
+    assert hook(nn.Identity(), (), output) is output
+    again = hook(nn.Identity(), (), tuple(t.flip(1) if t is not scores else t for t in output))
+    for held, first in zip(again, output, strict=True):
+        assert torch.equal(held, first)
 
 
 @pytest.mark.parametrize("wrong", ["_of_a", "_of_b"])
