@@ -30,7 +30,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from ftcli.model.backbone import base_of
-from ftcli.plan.memory.pinned import SMALLEST_PIECE
+from ftcli.plan.memory.workspaces import SMALLEST_PIECE
 from ftcli.reporting import Reporter
 from ftcli.units import gib
 

@@ -21,10 +21,10 @@ from pathlib import Path
 from signal import SIGINT
 from typing import Protocol
 
-from ftcli.config.dump import dump_recipe
 from ftcli.config.grid import Combination
 from ftcli.config.load import LoadedRecipe, Override, Settings, load_recipe
 from ftcli.config.recipe import Recipe
+from ftcli.config.yaml import dump_recipe
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.plain import FLATTENED
 from ftcli.ranks import ignore, start_deaf

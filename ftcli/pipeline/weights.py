@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ftcli.config.dump import dump_recipe
 from ftcli.config.load import LoadedRecipe
+from ftcli.config.yaml import dump_recipe
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.reporting import Reporter
 from ftcli.run.atomic import irregular_file, read_text

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ftcli.config.data import DatasetConfig
-from ftcli.config.dump import dump_recipe
 from ftcli.config.load import LoadedRecipe
 from ftcli.config.recipe import Recipe
+from ftcli.config.yaml import dump_recipe
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.facts.licence import licence_of
 from ftcli.judges import files_of

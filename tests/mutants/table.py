@@ -1339,9 +1339,9 @@ EXPERTS = (
     ),
     _m(
         "self-check: weights of routers without a gradient",
-        "ftcli/model/selfcheck.py",
-        "weights.gather(-1, place), self._first",
-        "weights.detach().gather(-1, place), self._first",
+        "ftcli/model/routing.py",
+        "held = weights.gather(-1, place)",
+        "held = weights.detach().gather(-1, place)",
         _PATCHED + "self_check_finds_a_wrong_gradient_of_the_routers_weights",
     ),
     _m(

@@ -10,7 +10,7 @@ from ftcli.plan.disk import DiskEstimate, existing_ancestor, why_no_folder, why_
 from ftcli.plan.memory.advice import Verdict
 from ftcli.plan.memory.estimate import MemoryEstimate
 from ftcli.plan.memory.host_total import HostEstimate
-from ftcli.plan.memory.pinned import pinnable_bytes
+from ftcli.plan.memory.workspaces import pinnable_bytes
 from ftcli.preflight.checks.context import Context, Findings
 from ftcli.tables import policies
 from ftcli.units import gib
