@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
@@ -127,15 +128,17 @@ def _outputs(plan: ModelPlan, rounded: Mapping[str, str]) -> Iterator[TensorToWr
         merged = exact(name)
         return to_float8(merged, scale_of(merged))
 
+    def scale(name: str) -> Tensor:
+        return scale_of(exact(name))
+
     for output in outputs(plan.base, plan.adapter, plan.rounding):
         name = rounded.get(output.key)
         if name is None:
             yield output
             continue
         rows = output.shape[0]
-        scale = scale_key(output.key)
-        yield computed(output.key, output.shape, torch.float8_e4m3fn, lambda name=name: weight(name))  # type: ignore[misc]
-        yield computed(scale, (rows, 1), torch.float32, lambda name=name: scale_of(exact(name)))  # type: ignore[misc]
+        yield computed(output.key, output.shape, torch.float8_e4m3fn, partial(weight, name))
+        yield computed(scale_key(output.key), (rows, 1), torch.float32, partial(scale, name))
 
 
 def scale_of(weight: Tensor) -> Tensor:

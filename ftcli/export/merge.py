@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -178,7 +179,7 @@ def _parts(
         return made.pop(key)
 
     entries = [(key, file.entries[key].shape) for key, file in zip(stored.keys, stored.files, strict=True)]
-    return [computed(key, shape, dtype, lambda key=key: make(key)) for key, shape in entries]  # type: ignore[misc]
+    return [computed(key, shape, dtype, partial(make, key)) for key, shape in entries]
 
 
 @contextmanager

@@ -39,9 +39,9 @@ from ftcli.export.tensorfile import (
     TensorFile,
     TensorToWrite,
     add_shard,
-    computed,
     copied,
     finite_tensors,
+    in_memory,
     require_room,
     tensor_files,
     write_shards,
@@ -174,7 +174,7 @@ def write_merged(source: ExportSource, folder: Path, say: Callable[[str], None])
     plan = plan_model(source)
     _require_memory(plan)
     say(f"merging with {plan.merged_with}" if source.kind == "adapter" else f"rounding to {source.settings.dtype}")
-    added = [computed(name, tuple(whole.shape), whole.dtype, lambda whole=whole: whole) for name, whole in plan.added]  # type: ignore[misc]
+    added = [in_memory(name, whole) for name, whole in plan.added]
     added += [copied(key, file) for key, file in passed_over(source).items()]
     save_model(source, plan, [*outputs(plan.base, plan.adapter, plan.rounding), *added], folder)
     return plan

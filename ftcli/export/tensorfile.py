@@ -150,6 +150,11 @@ def computed(key: str, shape: Sequence[int], dtype: torch.dtype, make: Callable[
     return TensorToWrite(key, _NAMES[dtype], tuple(shape), size, pieces)
 
 
+def in_memory(key: str, tensor: Tensor) -> TensorToWrite:
+    """A tensor that is there already."""
+    return computed(key, tuple(tensor.shape), tensor.dtype, lambda: tensor)
+
+
 def write_shards(folder: Path, outputs: Sequence[TensorToWrite], shard_bytes: int) -> None:
     """Writes ``outputs`` under transformers' names: one file, or several with their index.
 

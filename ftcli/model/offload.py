@@ -131,7 +131,7 @@ class _Lane:
     """The traffic of one device."""
 
     def __init__(self, device: torch.device, ahead: int) -> None:
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device)
         self._device = device
         self._ahead = ahead
         self._newest: weakref.ref[_Ticket] | None = None

@@ -130,7 +130,7 @@ class Optimization:
 
     def backward(self, loss: Tensor) -> None:
         """Adds the gradients of ``loss`` to those of the step, multiplied by the loss scale."""
-        (loss if self.scaler is None else self.scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     def clip(self) -> Tensor:
         """Clips the gradients of all trained weights together; their norm before, as a scalar on the device.
@@ -430,10 +430,10 @@ class GradientNorms:
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         device = parameters[0].device
         self._norms = torch.zeros(len(parameters), dtype=torch.float32, device=device)
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device)
         for index, parameter in enumerate(parameters):
             hook = partial(self._take, index)
-            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(hook)
 
     @torch.no_grad()
     def _take(self, index: int, parameter: Tensor) -> None:

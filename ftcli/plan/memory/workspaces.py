@@ -1,4 +1,4 @@
-"""Memory that belongs to no layer: attention masks, what cuBLAS keeps, and the host memory that ``gradient_checkpointing:
+"""Memory that belongs to no layer: attention masks, what cuBLAS keeps, and host memory that ``gradient_checkpointing:
 offload`` and ``lean`` pin, and may pin. Pure arithmetic; all answers in bytes.
 """
 
