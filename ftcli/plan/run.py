@@ -16,7 +16,16 @@ from ftcli.facts.adapters import LinearAdapter, adapters
 from ftcli.facts.device import DeviceFacts
 from ftcli.facts.model import ModelFacts
 from ftcli.facts.shape import ModelShape
-from ftcli.plan.execution import Execution, Work, execution_of, most_graph_tokens, wants_kernels, why_no_graphs
+from ftcli.plan.execution import (
+    EVEN_OPERATIONS,
+    MOST_OPERATIONS,
+    Execution,
+    Work,
+    execution_of,
+    most_graph_tokens,
+    wants_kernels,
+    why_no_graphs,
+)
 from ftcli.plan.measured import MeasuredModel, measured_model, question_of
 from ftcli.plan.memory.activations import ActivationSettings, LayerMemory, plain_layers
 from ftcli.plan.memory.fused_activations import fused_layers
@@ -77,6 +86,7 @@ class RunPlan:
         method: How the recipe trains.
         hosts: Machines that its processes are on, as many on each.
         graphs_fit: Whether there is memory for CUDA graphs.
+        prompt_tokens: Tokens that the rows of each pair at least have in common, where they are known before any row.
     """
 
     recipe: Recipe
@@ -86,6 +96,7 @@ class RunPlan:
     method: Method
     hosts: int = 1
     graphs_fit: bool = True
+    prompt_tokens: int = 0
 
     @property
     def shape(self) -> ModelShape:
@@ -157,6 +168,12 @@ class RunPlan:
         """The most tokens that a graph takes."""
         most = most_graph_tokens(self.recipe, self.facts)
         return min(self.tokens, most) if most is not None else 0  # without a shape a step's tokens are not counted
+
+    @property
+    def even_tokens(self) -> int | None:
+        """The tokens of a micro-batch with which the GPU takes as long as the host; None where that is not known."""
+        most = most_graph_tokens(self.recipe, self.facts)
+        return None if most is None else int(most * EVEN_OPERATIONS / MOST_OPERATIONS)
 
     @cached_property
     def layers(self) -> LayerMemory:
@@ -252,7 +269,12 @@ class RunPlan:
     @property
     def largest(self) -> tuple[int, int]:
         """Rows and tokens of a row of a micro-batch at its largest."""
-        return self.largest_shape(self.rows, self.method_memory.seq_len)
+        return self.largest_shape(self.rows, self.method_memory.seq_len, once=self.rows // 2 * self.shared_tokens)
+
+    @property
+    def shared_tokens(self) -> int:
+        """Tokens of each pair that are known to be computed once for both of its rows."""
+        return self.prompt_tokens if self.trains and self.execution.batches.shares_prompts else 0
 
     @property
     def tokens(self) -> int:
@@ -266,12 +288,13 @@ class RunPlan:
         """Processes that share each row in training."""
         return self.recipe.launch.context_parallel_size if self.trains else 1
 
-    def largest_shape(self, rows: int, longest: int) -> tuple[int, int]:
-        """The largest (rows, width) that is computed for ``rows`` rows of up to ``longest`` tokens. Unpadded, no mix of
-        lengths takes more than full rows do: as one row, for which attention and rotation need most.
+    def largest_shape(self, rows: int, longest: int, *, once: int = 0) -> tuple[int, int]:
+        """The largest (rows, width) that is computed for ``rows`` rows of up to ``longest`` tokens, ``once`` of which
+        rows share. Unpadded, no mix of lengths takes more than full rows do: as one row, for which attention and
+        rotation need most.
         """
         batches = self.execution.batches
-        return (1, batches.most_tokens(rows, longest)) if batches.layout == "unpadded" else (rows, longest)
+        return (1, batches.most_tokens(rows, longest, once)) if batches.layout == "unpadded" else (rows, longest)
 
     def log_prob_bytes(self, rows: int) -> int:
         """Workspace of a loss that takes ``rows`` log-probabilities from hidden states, and the head where it is cast
@@ -314,6 +337,7 @@ class RunPlan:
             squares_widened=self.dtypes.autocast and self.device.kind == "cuda" and self.facts.activation == "relu2",
             widens=self.dtypes.autocast and self.device.kind == "cuda",
             own_norms=self.rounds != "no" and self.recipe.quantization.use_rms_norm,
+            exchanges=self.shares > 1,
         )
 
     @property

@@ -51,7 +51,13 @@ from ftcli.tables import code_of
 
 
 def preflight(
-    loaded: LoadedRecipe, *, command: Command, device: DeviceFacts | None, offline: bool, hosts: int = 1
+    loaded: LoadedRecipe,
+    *,
+    command: Command,
+    device: DeviceFacts | None,
+    offline: bool,
+    hosts: int = 1,
+    prompt_tokens: int = 0,
 ) -> PreflightReport:
     """All checks for ``command`` on a loaded recipe.
 
@@ -59,6 +65,7 @@ def preflight(
         device: The device to answer for; None looks at this machine, which imports torch.
         hosts: Machines like it that the processes are on, as many on each.
         offline: Use no network. Checks that would need it are reported as not made.
+        prompt_tokens: As in :class:`RunPlan`.
 
     Raises:
         FtcliError: All errors of the first stage that has one, with the warnings and notes up to there. Exit 2 for
@@ -86,7 +93,7 @@ def preflight(
     here = loaded.recipe.launch.num_processes // hosts if context.work == "train" else 1
     each = device.of_each(here)
     plan = RunPlan(loaded.recipe, facts, within_budget(each, loaded.recipe), context.work, context.method, hosts)
-    plan = choose_engine(plan)
+    plan = choose_engine(replace(plan, prompt_tokens=prompt_tokens))
     checkpointing = choose_checkpointing(plan)
     plan = with_graphs_that_fit(checkpointing.applied_to(plan))
     context = replace(context, recipe=plan.recipe)
@@ -126,12 +133,19 @@ def preflight(
 
 
 def checked(
-    loaded: LoadedRecipe, session: Session, command: Command, device: DeviceFacts | None = None
+    loaded: LoadedRecipe,
+    session: Session,
+    command: Command,
+    device: DeviceFacts | None = None,
+    *,
+    prompt_tokens: int = 0,
 ) -> PreflightReport:
     """Preflight for ``command``, its warnings and notes told. Raises FtcliError as :func:`preflight`."""
     place = session.place
     hosts = 1 if place is None or place.size % place.local_size else place.size // place.local_size
-    report = preflight(loaded, command=command, device=device, offline=session.offline, hosts=hosts)
+    report = preflight(
+        loaded, command=command, device=device, offline=session.offline, hosts=hosts, prompt_tokens=prompt_tokens
+    )
     for finding in report.findings:
         session.reporter.finding(finding)
     return report

@@ -24,6 +24,7 @@ from ftcli.model.trained_weights import save_weights
 from ftcli.plan.precision import DtypePlan
 from ftcli.plan.trained import trained_parameters
 from tests.small_models import VOCABULARY, build
+from tests.tiers import in_turn
 from tests.unit.model.test_quantized_stacks import SPARSE, random_b
 
 PLAN = DtypePlan("float32", "float32", "float32", False, "a test")
@@ -63,8 +64,7 @@ def test_what_is_counted_is_what_is_trained(model_type: str, experts: bool) -> N
     assert planned.layers.get("gate_up_proj", 0) == (sum(bool(x.stacks) for x in shape.layers) if experts else 0)
 
 
-@pytest.mark.parametrize("experts", [True, False])
-@pytest.mark.parametrize("model_type", SPARSE)
+@pytest.mark.parametrize(("model_type", "experts"), in_turn(SPARSE, [True, False]))
 def test_plain_peft_loads_what_our_layers_trained(model_type: str, experts: bool, tmp_path: Path) -> None:
     base = build(model_type)
     base.save_pretrained(tmp_path / "base")

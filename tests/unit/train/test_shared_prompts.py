@@ -24,8 +24,9 @@ from ftcli.model.masks import Documents
 from ftcli.model.patch import patch
 from ftcli.rows.row import Row
 from ftcli.tables.families import TABLE
-from ftcli.train.assembly import check_branches
+from ftcli.train.isolation import check_branches
 from tests.small_models import by_kind
+from tests.tiers import in_turn
 from tests.unit.methods.preference import steps
 from tests.unit.methods.preference.steps import PADDED, SHARED, UNPADDED, Result, require_same
 from tests.unit.train.test_unpadded import CPU, FLOAT32, KERNELS, SMALL, WITH_TOWERS, model_of
@@ -72,8 +73,9 @@ def step(model: Any, batches: Any, split: Sequence[Sequence[int]] = WHOLE, *, st
 ATTENDING = [name for name in KERNELS if name not in TABLE or TABLE[name].delta_nets is None]
 
 
-@pytest.mark.parametrize("family", by_kind(ATTENDING))
-@pytest.mark.parametrize("kernels", ["reference", "interpreted"])
+@pytest.mark.parametrize(
+    ("family", "kernels"), in_turn(by_kind(ATTENDING), ["reference", "interpreted"], whole=("llama", "gemma2"))
+)
 def test_every_family(family: str, kernels: str) -> None:
     """Of the interpreter, which is slow, one micro-batch; in plain torch two."""
     if kernels == "interpreted" and family in WITH_TOWERS:
@@ -180,9 +182,9 @@ def test_the_trial_passes_and_leaves_the_model_as_it_was() -> None:
 
 @pytest.mark.parametrize("fault", ["sees the other answer", "wrong positions"])
 def test_the_trial_finds_a_model_that_mixes_answers(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ftcli.train import assembly
+    from ftcli.train import isolation
 
-    shared = assembly.shared_batch
+    shared = isolation.shared_batch
 
     def broken(*given: Any) -> Any:
         batch, *rest = shared(*given)
@@ -191,7 +193,7 @@ def test_the_trial_finds_a_model_that_mixes_answers(fault: str, monkeypatch: pyt
             return {**batch, "position_ids": torch.arange(width)[None]}, *rest
         return {**batch, "branch_starts": batch["document_starts"]}, *rest
 
-    monkeypatch.setattr(assembly, "shared_batch", broken)
+    monkeypatch.setattr(isolation, "shared_batch", broken)
     documents = rows()
     with pytest.raises(FtcliError, match="apart that share their prompt") as error:
         check_branches(model_of("llama", "reference"), (documents[0], documents[1]), FLOAT32, CPU, pad_token_id=0)
