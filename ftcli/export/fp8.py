@@ -87,12 +87,8 @@ def write(source: ExportSource, folder: Path, say: Callable[[str], None]) -> Ver
 def require_compressed_tensors() -> None:
     """Raises FtcliError FT758 where the package that transformers reads this layout by is not installed."""
     if find_spec(_PACKAGE) is None:
-        raise FtcliError.single(
-            "FT758",
-            "to verify fp8, transformers needs the package compressed-tensors, which is not installed",
-            exit_code=ExitCode.PREFLIGHT,
-            help="pip install 'ftcli[fp8]'",
-        )
+        message = "to verify fp8, transformers needs the package compressed-tensors, which is not installed"
+        raise FtcliError.single("FT758", message, exit_code=ExitCode.PREFLIGHT, help="pip install 'ftcli[fp8]'")
 
 
 def scale_key(key: str) -> str:
@@ -278,8 +274,5 @@ def _unlike(found: Tensor, scale: Tensor, wanted: Tensor) -> str | None:
 
 
 def _stacked(name: str) -> FtcliError:
-    return FtcliError.single(
-        "FT740",
-        f"nothing can be rounded to fp8: {name} is a stack of experts, and ftcli rounds linear layers alone",
-        help="export.formats: [safetensors] writes the model in 16 bits",
-    )
+    message = f"nothing can be rounded to fp8: {name} is a stack of experts, and ftcli rounds linear layers alone"
+    return FtcliError.single("FT740", message, help="export.formats: [safetensors] writes the model in 16 bits")

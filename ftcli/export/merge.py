@@ -97,12 +97,9 @@ class Rounding:
             over = torch.isinf(rounded) & torch.isfinite(tensor)
             if bool(over.any()):
                 largest = float(tensor[over].abs().max())
-                raise FtcliError.single(
-                    "FT769",
-                    f"{name} holds {largest:.6g}, and the largest float16 is 65504",
-                    exit_code=ExitCode.PREFLIGHT,
-                    help="use export.dtype: bfloat16, which has float32's range",
-                )
+                message = f"{name} holds {largest:.6g}, and the largest float16 is 65504"
+                help = "use export.dtype: bfloat16, which has float32's range"
+                raise FtcliError.single("FT769", message, exit_code=ExitCode.PREFLIGHT, help=help)
         return rounded
 
 

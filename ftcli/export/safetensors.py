@@ -361,12 +361,9 @@ def _require_memory(plan: ModelPlan) -> None:
     needed, free = merge_bytes(plan.base, plan.adapter.changed), cpu_device().free_bytes
     if free is None or needed <= free:
         return
-    raise FtcliError.single(
-        "FT748",
-        f"merging needs about {gib(needed)} GiB of memory, and {gib(free)} GiB are free",
-        exit_code=ExitCode.PREFLIGHT,
-        help=f"merge on a machine with more memory, or export the adapter alone: {_unmerged()}",
-    )
+    message = f"merging needs about {gib(needed)} GiB of memory, and {gib(free)} GiB are free"
+    help = f"merge on a machine with more memory, or export the adapter alone: {_unmerged()}"
+    raise FtcliError.single("FT748", message, exit_code=ExitCode.PREFLIGHT, help=help)
 
 
 def require_kept_base(source: ExportSource) -> None:

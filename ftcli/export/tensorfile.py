@@ -272,9 +272,6 @@ def require_room(folder: Path, needed: int) -> None:
     place = existing_ancestor(folder)
     free = shutil.disk_usage(place).free
     if needed > free:
-        raise FtcliError.single(
-            "FT724",
-            f"the export takes {size(needed)}, and {size(free)} are free in {place}",
-            exit_code=ExitCode.PREFLIGHT,
-            help="free disk space, or name another folder with --output",
-        )
+        message = f"the export takes {size(needed)}, and {size(free)} are free in {place}"
+        help = "free disk space, or name another folder with --output"
+        raise FtcliError.single("FT724", message, exit_code=ExitCode.PREFLIGHT, help=help)

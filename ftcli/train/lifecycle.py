@@ -419,11 +419,8 @@ def with_its_batch(report: PreflightReport, previous: JsonMap, session: Session)
         return report
     if began % processes:
         fitting = [n for n in range(1, began + 1) if began % n == 0]
-        raise FtcliError.single(
-            "FT737",
-            f"a step of this run has {began} micro-batches, which {processes} processes do not divide evenly",
-            help=f"continue it with {' or '.join(map(str, fitting))} processes",
-        )
+        message = f"a step of this run has {began} micro-batches, which {processes} processes do not divide evenly"
+        raise FtcliError.single("FT737", message, help=f"continue it with {' or '.join(map(str, fitting))} processes")
     each = began // processes
     session.reporter.info(f"a step of this run learns from {began} micro-batches: {processes} x {each} accumulated")
     return with_accumulation(report, each)

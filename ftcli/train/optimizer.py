@@ -386,12 +386,9 @@ def clipping(norm: Tensor, limit: float) -> Tensor:
 
 def too_many_skipped(step: int) -> FtcliError:
     """FT702 (exit 6): the gradients of many steps in a row overflowed."""
-    return FtcliError.single(
-        "FT702",
-        f"the gradients overflow float16 at every loss scale, {MOST_SKIPPED} steps in a row up to step {step}",
-        exit_code=ExitCode.DIVERGED,
-        help="use model.dtype: bfloat16 or float32, or a smaller learning rate; the last checkpoint is whole",
-    )
+    message = f"the gradients overflow float16 at every loss scale, {MOST_SKIPPED} steps in a row up to step {step}"
+    help = "use model.dtype: bfloat16 or float32, or a smaller learning rate; the last checkpoint is whole"
+    return FtcliError.single("FT702", message, exit_code=ExitCode.DIVERGED, help=help)
 
 
 def save_training_weights(trained: list[tuple[str, nn.Parameter]], folder: Path) -> None:
