@@ -3,11 +3,9 @@
 A step of few tokens is bound by the host, which launches thousands of small kernels. A graph launches them at once. The
 kernels, their order and their arguments are those of a step without graphs, and so are the bits.
 
-The first micro-batch of a shape runs as usual, which compiles and chooses whatever is chosen on first use. A capture
-takes about as long as the host needs for a step, and pays when it has saved as much: the second micro-batch of a shape
-of few tokens is captured, a later one where the GPU takes nearly as long as the host. All graphs share one pool of
-memory: they never run at the same time, and none leaves anything in it. What goes in and out lies in buffers of the
-largest shape, outside of the pool.
+The first micro-batch of a shape runs as usual, which compiles and chooses whatever is chosen on first use; the second
+is captured. All graphs share one pool of memory: they never run at the same time, and none leaves anything in it. What
+goes in and out lies in buffers of the largest shape, outside of the pool.
 
 The pool is taken in one piece before the first capture. Pieces that are added for each larger shape cannot be joined,
 and what one shape has left behind rarely fits the next: 36 to 39 shapes once made a peak of 90 GiB of what is
@@ -16,7 +14,6 @@ and what one shape has left behind rarely fits the next: 36 to 39 shapes once ma
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -34,8 +31,6 @@ from ftcli.reporting import Reporter
 
 #: Shapes that are captured at most. Each graph takes some MiB of its own; further shapes run without.
 MOST_SHAPES = 64
-#: Micro-batches of a shape that run as usual at most before it is captured, on a host that is slower than expected.
-_MOST_BEFORE = 8
 
 _Key = tuple[torch.Size, torch.Size, bool, bool, bool]
 
@@ -100,27 +95,23 @@ class GraphRunner:
     Args:
         stack: Its trained weights must stay where they are in memory.
         tokens: The most tokens of a micro-batch that graphs take; larger ones run as usual.
-        even: Tokens with which the GPU is expected to take as long as the host. None: far more than there are.
         reporter: Gets a line when graphs are given up.
         pool_bytes: What the largest micro-batch is expected to allocate in the layers. More is added where it is not
             enough, less is not given back.
     """
 
-    def __init__(
-        self, stack: DecoderStack, tokens: int, reporter: Reporter, *, even: int | None = None, pool_bytes: int = 0
-    ) -> None:
+    def __init__(self, stack: DecoderStack, tokens: int, reporter: Reporter, *, pool_bytes: int = 0) -> None:
         self.status = GraphStatus([])
         self._expected = pool_bytes
         self._reporter = reporter
         self._stack = stack
         self._tokens = tokens
-        self._even = even
         self._layers = _Layers(stack)
         named = {name: p for name, p in self._layers.named_parameters() if p.requires_grad}
         self._names, self._trained = list(named), list(named.values())
         self._where = [p.data_ptr() for p in self._trained]
         self._pool: _Pool | None = None
-        self._seen: Counter[_Key] = Counter()
+        self._seen: set[_Key] = set()
         self._captured: dict[_Key, _Captured] = {}
         self._buffers: dict[str, Tensor] = {}
         self._gradients: Gradients | None = None
@@ -140,16 +131,14 @@ class GraphRunner:
         return out
 
     def _graphs_for(self, call: StackCall) -> _Captured | None:
-        tokens = call.hidden.shape[0] * call.hidden.shape[1]
-        if tokens > self._tokens:
+        if call.hidden.shape[0] * call.hidden.shape[1] > self._tokens:
             return None
         key = _key(call)
         if key in self._captured:
             return self._captured[key]
-        due = self._seen[key] >= self._before(tokens)
-        if not due or len(self._captured) >= MOST_SHAPES:
-            self.status.beyond += due
-            self._seen[key] += 1
+        if key not in self._seen or len(self._captured) >= MOST_SHAPES:
+            self.status.beyond += key in self._seen
+            self._seen.add(key)
             return None
         try:
             self._captured[key] = self._capture_with_room(call)
@@ -157,15 +146,6 @@ class GraphRunner:
             self._give_up("no memory was left for another CUDA graph")
             return None
         return self._captured[key]
-
-    def _before(self, tokens: int) -> int:
-        """How many micro-batches of a shape run as usual before it is captured. A replay saves the part of the host's
-        time that the GPU does not need.
-        """
-        if self._even is None:
-            return 1
-        left = self._even - tokens
-        return min(self._even // left, _MOST_BEFORE) if left > 0 else _MOST_BEFORE
 
     def _give_up(self, reason: str) -> None:
         """Frees what graphs keep to themselves: without them the step may fit."""

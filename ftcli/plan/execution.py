@@ -454,11 +454,10 @@ def _trained_products(recipe: Recipe, dtypes: DtypePlan, device: DeviceFacts, el
     return ExecutionPart(part, "triton", "half precision on tensor cores: they ride in the elementwise kernels")
 
 
-#: Operations of one layer in a micro-batch with which the GPU takes as long as the host needs to launch its kernels:
-#: some 6 ms at 700 TFLOP/s, an H200's rate.
-EVEN_OPERATIONS = 4e12
-#: And those above which graphs would save no time and keep memory to themselves, with room for slower hosts.
-MOST_OPERATIONS = 1.5 * EVEN_OPERATIONS
+#: Operations of one layer in a micro-batch above which the GPU takes longer than the host needs to launch its kernels:
+#: graphs would save no time, and keep memory to themselves. The host takes some 6 ms for a layer's step; at 700
+#: TFLOP/s, an H200's rate, that is 4e12 operations. The rest is room for slower hosts.
+MOST_OPERATIONS = 6e12
 
 
 def most_graph_tokens(recipe: Recipe, facts: ModelFacts) -> int | None:

@@ -16,16 +16,7 @@ from ftcli.facts.adapters import LinearAdapter, adapters
 from ftcli.facts.device import DeviceFacts
 from ftcli.facts.model import ModelFacts
 from ftcli.facts.shape import ModelShape
-from ftcli.plan.execution import (
-    EVEN_OPERATIONS,
-    MOST_OPERATIONS,
-    Execution,
-    Work,
-    execution_of,
-    most_graph_tokens,
-    wants_kernels,
-    why_no_graphs,
-)
+from ftcli.plan.execution import Execution, Work, execution_of, most_graph_tokens, wants_kernels, why_no_graphs
 from ftcli.plan.measured import MeasuredModel, measured_model, question_of
 from ftcli.plan.memory.activations import ActivationSettings, LayerMemory, plain_layers
 from ftcli.plan.memory.fused_activations import fused_layers
@@ -168,12 +159,6 @@ class RunPlan:
         """The most tokens that a graph takes."""
         most = most_graph_tokens(self.recipe, self.facts)
         return min(self.tokens, most) if most is not None else 0  # without a shape a step's tokens are not counted
-
-    @property
-    def even_tokens(self) -> int | None:
-        """The tokens of a micro-batch with which the GPU takes as long as the host; None where that is not known."""
-        most = most_graph_tokens(self.recipe, self.facts)
-        return None if most is None else int(most * EVEN_OPERATIONS / MOST_OPERATIONS)
 
     @cached_property
     def layers(self) -> LayerMemory:

@@ -201,7 +201,5 @@ def use_stack(job: Job, model: PreTrainedModel | PeftModel) -> tuple[DecoderStac
         return stack, None
     memory = job.report.memory
     pool = 0 if memory is None else memory.graph_pool_bytes
-    stack.runner = runner = GraphRunner(
-        stack, job.plan.graph_tokens, job.reporter, even=job.plan.even_tokens, pool_bytes=pool
-    )
+    stack.runner = runner = GraphRunner(stack, job.plan.graph_tokens, job.reporter, pool_bytes=pool)
     return stack, runner

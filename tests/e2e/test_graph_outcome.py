@@ -47,26 +47,6 @@ def test_graphs_that_were_given_up_are_not_called_on(
     assert runner.status.outcome == "given up after 0 micro-batches: no memory was left for another CUDA graph"
 
 
-@pytest.mark.parametrize(("even", "before"), [(None, 1), (100, 1), (16, 2), (12, 3), (10, 5), (9, 8), (8, 8), (4, 8)])
-def test_a_capture_waits_until_it_pays(
-    even: int | None, before: int, stack: tuple[Any, DecoderStack, GraphRunner], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of 8 tokens where the GPU takes as long as the host with ``even`` of them."""
-
-    def captured(self: GraphRunner, call: StackCall) -> Any:
-        raise torch.OutOfMemoryError
-
-    monkeypatch.setattr(GraphRunner, "_capture_with_room", captured)
-    model, layers, _ = stack
-    reporter: Any = SimpleNamespace(info=print)
-    layers.runner = runner = GraphRunner(layers, 1024, reporter, even=even)
-    for _ in range(before):
-        step(model, layers, 8)
-    assert runner.status.stopped is None
-    step(model, layers, 8)
-    assert runner.status.stopped is not None
-
-
 def test_shapes_beyond_the_limit_are_counted(
     stack: tuple[Any, DecoderStack, GraphRunner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
