@@ -16,7 +16,7 @@ from ftcli.facts.adapters import (
 from ftcli.facts.model import ModelFacts, has_classifier, takes_sdpa
 from ftcli.facts.shape import ModelShape
 from ftcli.facts.tokenizer import no_stop_finding
-from ftcli.plan.quantization import stored_method
+from ftcli.plan.quantization import stored_method, stores_mxfp4
 from ftcli.plan.trained import HEAD, TABLES
 from ftcli.preflight.checks.context import Context, Findings, NotMade
 from ftcli.tables import exports, quantizations
@@ -84,6 +84,8 @@ def _stored_quantized(context: Context, facts: ModelFacts) -> Findings:
     if facts.quantization is None:
         return
     path, stored = "model.name_or_path", stored_method(facts.raw)
+    if stored is None and stores_mxfp4(facts.raw):
+        return  # read as it is, into whatever the recipe asks for
     if stored is None:
         yield context.error(
             "FT316",

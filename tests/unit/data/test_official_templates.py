@@ -264,6 +264,38 @@ def test_gpt_oss_shows_the_analysis_of_a_call_as_generation_did(official: Any) -
     assert row[1] == "<|channel|>final<|message|>No rain.<|return|>"
 
 
+def test_gpt_oss_trains_every_channel_up_to_what_stops_generation(official: Any) -> None:
+    """Analysis, the call in the commentary, and the final answer, of earlier turns too; nothing that others wrote."""
+    template = official("gptoss")
+    chat = [
+        {"role": "system", "content": "Be brief, sir."},
+        AGENT[0],
+        assistant("", tool_calls=[CALL], thinking="I must look"),
+        AGENT[2],
+        assistant("No rain.", thinking="sun it is"),
+        user("thanks"),
+        assistant("welcome", thinking="polite"),
+    ]
+    analysis, final = (
+        "<|channel|>analysis<|message|>{}<|end|><|start|>assistant",
+        "<|channel|>final<|message|>{}<|return|>",
+    )
+    call = ' to=functions.weather<|channel|>commentary json<|message|>{"city": "Bonn"}<|call|>'
+    wanted = [
+        [analysis.format("I must look") + call, analysis.format("sun it is") + final.format("No rain.")],
+        [analysis.format("polite") + final.format("welcome")],
+    ]
+    read = template.read({"messages": chat, "tools": TOOLS})
+    assert read.findings == []
+    assert template.trained(read) == wanted
+    last = template.read({"messages": chat, "tools": TOOLS}, history="last")
+    assert template.trained(last) == wanted[1:]
+    effort = template.read({"messages": chat, "tools": TOOLS}, chat_template_kwargs={"reasoning_effort": "high"})
+    assert template.trained(effort) == wanted
+    for rows, word in ((read, "medium"), (effort, "high")):
+        assert all(f"Reasoning: {word}" in template.tokenizer.decode(tokens.input_ids) for tokens in rows.tokens)
+
+
 def test_qwen35_sees_after_the_opened_reasoning_what_generation_gives_it(official: Any) -> None:
     """The prompt's line break and the first one of an empty reasoning are one token where they are read together."""
     template = official("qwen3_5_think")

@@ -128,6 +128,10 @@ CONFIGS: dict[str, Any] = {
             "topk_group": 2,
         },
     ),
+    "gpt_oss": (
+        transformers.GptOssConfig,
+        {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 5},
+    ),
     "qwen3_5_moe_text": (
         transformers.Qwen3_5MoeTextConfig,
         {
@@ -144,7 +148,7 @@ CONFIGS: dict[str, Any] = {
     ),
 }
 #: With experts, which are not trained whole on the kernels.
-SPARSE = [name for name in CONFIGS if "moe" in name or name in ("mixtral", "mellum")]
+SPARSE = [name for name in CONFIGS if "moe" in name or name in ("mixtral", "mellum", "gpt_oss")]
 PLAN = DtypePlan("float32", "float32", "float32", False, "a test")
 
 
