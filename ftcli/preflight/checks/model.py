@@ -27,7 +27,7 @@ _SCORE = ("score", "classifier")
 
 
 def check(context: Context, facts: ModelFacts) -> Findings:
-    """FT250, FT271, FT301, FT302, FT310 to FT319, FT322, FT324, FT325, FT339, FT340, FT351, FT747, FT756."""
+    """FT250, FT259, FT271, FT301, FT302, FT310 to FT319, FT322 to FT325, FT339, FT340, FT351, FT740, FT747, FT756."""
     if facts.senses is not None and context.work == "train":
         message = f"only the language model of {facts.name} is trained, on text; {facts.senses}: kept, not trained"
         yield context.note("FT310", "model.name_or_path", message)
@@ -40,15 +40,24 @@ def check(context: Context, facts: ModelFacts) -> Findings:
         yield context.error("FT250", "model.attention", message, help="use model.attention: auto, or eager")
     if context.method.classifier:
         yield from _classifier(context, facts)
+    if facts.is_local and context.recipe.model.revision is not None:
+        yield without_revision(context, "model.revision", facts)
     yield from _positions(context, facts)
     yield from _stored_quantized(context, facts)
     yield from _random_base(context, facts)
     yield from _llama_cpp(context, facts)
+    yield from _stacks(context, facts)
     if facts.shape is not None:
         yield from _heads(context, facts.shape)
         yield from _adapters(context, facts, facts.shape)
     yield from _tokens(context, facts)
     yield from _weights(context, facts)
+
+
+def without_revision(context: Context, key: str, facts: ModelFacts) -> Finding:
+    """FT259: a folder has no revisions."""
+    message = f"{key} has no effect: {facts.name} is a folder, taken as it is"
+    return context.warning("FT259", key, message, help="remove it, or name the model as OWNER/NAME")
 
 
 def _classifier(context: Context, facts: ModelFacts) -> Findings:
@@ -185,6 +194,18 @@ def _llama_cpp(context: Context, facts: ModelFacts) -> Findings:
     if reason is not None:
         tell = context.error if context.command == "export" else context.note
         yield tell("FT756", "export.formats", f"{asked[0]}: {reason}", help=INSTEAD)
+
+
+def _stacks(context: Context, facts: ModelFacts) -> Findings:
+    """Yields now what `export` would refuse of experts after training."""
+    asked = [name for name in context.recipe.export.formats if exports.row(name).linear_only]
+    if context.trains and asked and facts.shape is not None and facts.shape.has_experts:
+        yield context.note(
+            "FT740",
+            "export.formats",
+            f"{asked[0]} rounds linear layers alone, and the experts of {facts.name} are stacks",
+            help=f"leave {asked[0]} out; export.formats: [safetensors] writes the model in 16 bits",
+        )
 
 
 def not_made(context: Context, facts: ModelFacts) -> list[NotMade]:
