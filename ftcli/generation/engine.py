@@ -335,7 +335,7 @@ class Scheduler:
         host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in (tokens, logprobs)]
         for into, tensor in zip(host, (tokens, logprobs), strict=True):
             into.copy_(tensor, non_blocking=True)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event()
         event.record()
         self._coming.append(_Coming(tuple(rows), host[0], host[1], event))
 
