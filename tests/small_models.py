@@ -387,6 +387,11 @@ def config_of(model_type: str, **change: Any) -> Any:
     )
 
 
+def build_sparse(model_type: str) -> Any:
+    """The small model with experts, of a family that has some, or may have some."""
+    return build(model_type, **(GEMMA4_MIXTURE if model_type == "gemma4_text" else {}))
+
+
 def build(model_type: str, *, seed: int = 0, **change: Any) -> Any:
     """The small model, of text with values of its config changed; its weights let every part of it count."""
     import torch

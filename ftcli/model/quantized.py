@@ -23,6 +23,7 @@ from ftcli.errors import ExitCode, FtcliError
 from ftcli.model.lora_targets import is_read_by_mixer, is_router
 from ftcli.plain import JsonMap
 from ftcli.tables import code_of, quantizations
+from ftcli.tables.families import LAYER_INPUT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -421,7 +422,7 @@ def layers_to_quantize(model: PreTrainedModel) -> frozenset[str]:
     """Names of the layers whose full-precision weights are quantized: the linear layers of the language model.
 
     Towers of other kinds, which are kept and not trained, stay as they are; so do routers, weights that a mixer reads
-    itself, and what transformers names as too fragile.
+    itself, what makes layers' own inputs of the embeddings, and what transformers names as too fragile.
 
     Raises:
         FtcliError: FT336 (exit 3) for a model without any such layer, such as GPT-2, whose layers are no ``nn.Linear``.
@@ -437,6 +438,7 @@ def layers_to_quantize(model: PreTrainedModel) -> frozenset[str]:
         if can_be_packed(name, module)
         and not is_router(name)
         and not is_read_by_mixer(model, name)
+        and name.rpartition(".")[2] not in LAYER_INPUT.from_hidden
         and should_convert_module(name, fragile)
     )
     if not found:

@@ -71,11 +71,8 @@ def _rows(path: Path, data: bytes) -> list[tuple[MetricsLine, bytes]]:
     for number, line in enumerate(lines, start=1):
         row = _parsed(line)
         if row is None:
-            raise FtcliError.single(
-                "FT727",
-                f"{path}:{number}: this line is not a metric: {line[:80]!r}",
-                help="delete the damaged line; it costs one point of a curve",
-            )
+            help = "delete the damaged line; it costs one point of a curve"
+            raise FtcliError.single("FT727", f"{path}:{number}: this line is not a metric: {line[:80]!r}", help=help)
         rows.append((row, line))
     return rows
 
@@ -112,7 +109,7 @@ class MetricsWriter:
             path: The file; made when it is missing.
             resume_step: Step of the checkpoint the run continues from. Lines of later steps and a torn end are cut
                 off; 0 (a run from the start) empties the file.
-            evaluate_again: Training is over, and the evaluation after it is made again: its line is dropped too.
+            evaluate_again: The evaluation after that step is made again: its line is dropped too.
 
         Raises:
             FtcliError: FT723 or FT724 when it cannot be written, FT727 when it holds something else.

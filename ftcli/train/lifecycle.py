@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ftcli.config.data import DatasetConfig
-from ftcli.config.dump import dump_recipe
 from ftcli.config.load import LoadedRecipe
 from ftcli.config.recipe import Recipe
+from ftcli.config.yaml import dump_recipe
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.facts.licence import licence_of
 from ftcli.judges import files_of
@@ -59,6 +59,7 @@ from ftcli.run.signals import (
     exit_code_of,
     second_signal_as_error,
 )
+from ftcli.train.checkpoint_state import WindowState, readable
 from ftcli.train.context import BaseCard, InputsRecord, RunContext, Unwritten
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ def _opened_run(
                 MetricsWriter(
                     opened.directory.metrics_path,
                     resume_step=opened.resume_step,
-                    evaluate_again=opened.trained is not None,
+                    evaluate_again=_evaluates_again(opened),
                 )
             )
             with stop.interruptible("opening the metrics loggers"):
@@ -157,6 +158,17 @@ def _opened_run(
             elif opened.resume_from is not None:
                 session.reporter.info(f"resuming from {opened.resume_from}")
             yield context
+
+
+def _evaluates_again(opened: OpenedRun) -> bool:
+    """True if the step that the run goes on from is evaluated again: training is over, or a stop has left it out of the
+    checkpoint. A run that was killed after that may have logged it already.
+    """
+    if opened.trained is not None or opened.resume_from is None:
+        return opened.trained is not None
+    with readable(str(opened.resume_from)):
+        state = WindowState.read(opened.resume_from)
+    return state is not None and state.evaluation_due
 
 
 def unheld_inputs(opened: OpenedRun, previous: JsonMap) -> list[Finding]:
@@ -419,11 +431,8 @@ def with_its_batch(report: PreflightReport, previous: JsonMap, session: Session)
         return report
     if began % processes:
         fitting = [n for n in range(1, began + 1) if began % n == 0]
-        raise FtcliError.single(
-            "FT737",
-            f"a step of this run has {began} micro-batches, which {processes} processes do not divide evenly",
-            help=f"continue it with {' or '.join(map(str, fitting))} processes",
-        )
+        message = f"a step of this run has {began} micro-batches, which {processes} processes do not divide evenly"
+        raise FtcliError.single("FT737", message, help=f"continue it with {' or '.join(map(str, fitting))} processes")
     each = began // processes
     session.reporter.info(f"a step of this run learns from {began} micro-batches: {processes} x {each} accumulated")
     return with_accumulation(report, each)

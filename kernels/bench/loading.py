@@ -73,9 +73,9 @@ def forget(folder: Path) -> None:
 def read(folder: Path, method: str, device: str) -> dict[str, Any]:
     """One reading, as a run loads its base."""
     import torch
-    from ftcli.config.tree import MapNode, Origins
 
     from ftcli.config.model import ModelConfig, QuantizationConfig
+    from ftcli.config.yaml import MapNode, Origins
     from ftcli.facts.model import read_facts
     from ftcli.model.load import load_model
     from ftcli.plan.precision import DtypePlan

@@ -16,6 +16,7 @@ from ftcli.data.answers import with_reasoning
 from ftcli.data.encode import Encoder
 from ftcli.labels import IGNORE_INDEX
 from ftcli.rows.row import Row
+from tests.tiers import in_turn
 from tests.unit.data.official import FOLDER, NAMES, Official
 
 TOOLS: list[Any] = [
@@ -116,8 +117,7 @@ def official() -> Any:
     return _official
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("kind", CHATS)
+@pytest.mark.parametrize(("name", "kind"), in_turn(NAMES, list(CHATS), whole=("qwen2_5", "llama3_1", "qwen3")))
 def test_what_is_trained_is_what_generation_sees(official: Any, name: str, kind: str) -> None:
     template, chat = official(name), CHATS[kind]
     tools = TOOLS if kind in ("tool", "json") else None

@@ -23,7 +23,7 @@ from ftcli.model.patch import patch
 from ftcli.model.trained_weights import save_weights
 from ftcli.plan.precision import DtypePlan
 from ftcli.plan.trained import trained_parameters
-from tests.small_models import VOCABULARY, build
+from tests.small_models import VOCABULARY, build, build_sparse
 from tests.tiers import in_turn
 from tests.unit.model.test_quantized_stacks import SPARSE, random_b
 
@@ -39,7 +39,7 @@ def trained_of(model: Any) -> dict[str, int]:
 @pytest.mark.parametrize("model_type", SPARSE)
 def test_what_is_counted_is_what_is_trained(model_type: str, experts: bool) -> None:
     lora = LoraConfig(r=3, experts=experts)
-    base = build(model_type)
+    base = build_sparse(model_type)
     shape = shape_of(base.config.to_dict())
     assert shape is not None
     planned = planned_adapters(base, lora)
@@ -66,7 +66,7 @@ def test_what_is_counted_is_what_is_trained(model_type: str, experts: bool) -> N
 
 @pytest.mark.parametrize(("model_type", "experts"), in_turn(SPARSE, [True, False]))
 def test_plain_peft_loads_what_our_layers_trained(model_type: str, experts: bool, tmp_path: Path) -> None:
-    base = build(model_type)
+    base = build_sparse(model_type)
     base.save_pretrained(tmp_path / "base")
     model, _ = apply_lora(base, LoraConfig(r=3, alpha=6, experts=experts), PLAN, seed=0)
     random_b(model)
@@ -86,7 +86,7 @@ def test_plain_peft_loads_what_our_layers_trained(model_type: str, experts: bool
         adapted = peft.PeftModel.from_pretrained(plain, tmp_path / "adapter").eval()
         assert (adapted(input_ids=IDS, use_cache=False).logits - wanted).norm() < 1e-5 * wanted.norm()
         assert (bare - wanted).norm() > 1e-2 * wanted.norm()
-        again = load_adapter(build(model_type), tmp_path / "adapter").eval()
+        again = load_adapter(build_sparse(model_type), tmp_path / "adapter").eval()
         patch(again, "reference")
         assert (again(input_ids=IDS, use_cache=False).logits - wanted).norm() < 1e-5 * wanted.norm()
         merged = adapted.merge_and_unload()

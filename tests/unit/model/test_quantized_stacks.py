@@ -25,7 +25,7 @@ from ftcli.plain import plain_fields
 from ftcli.plan.quantization import weight_bytes
 from ftcli.tables import families
 from tests.quantized import NF4, PLAN, SINGLE, load
-from tests.small_models import TEXT, VOCABULARY, build
+from tests.small_models import TEXT, VOCABULARY, build, build_sparse
 from tests.tiers import in_turn
 from tests.unit.export.conftest import tokenizer
 
@@ -130,7 +130,7 @@ def test_a_saved_state_is_loaded_and_other_writes_are_refused() -> None:
 
 
 def model_of(model_type: str, folder: Path, settings: QuantizationConfig = NF4, **options: Any) -> Any:
-    build(model_type).save_pretrained(folder)
+    build_sparse(model_type).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return load(folder, settings, **options)
 
@@ -171,7 +171,7 @@ def test_adapters_of_peft_lie_on_it_as_on_dense_weights_of_the_same_numbers(mode
 
 @pytest.mark.parametrize(("model_type", "init"), in_turn(SPARSE, ["pretrained", "random"]))
 def test_stacks_are_quantized_listed_and_counted_to_the_byte(model_type: str, init: str, tmp_path: Path) -> None:
-    shape = shape_of(build(model_type).config.to_dict())
+    shape = shape_of(build_sparse(model_type).config.to_dict())
     assert shape is not None
     for settings in (NF4, SINGLE):
         for kept in (0, 1):

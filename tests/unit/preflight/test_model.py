@@ -331,6 +331,14 @@ def test_what_export_refuses_of_random_weights_is_known_before_training(findings
     assert findings(name, "", random) == []  # a full fine-tune is copied
 
 
+def test_that_experts_have_no_place_in_fp8_is_known_before_training(findings: Callable[..., list[Any]]) -> None:
+    asked = "lora: {}\nexport: {formats: [fp8]}\n"
+    found = [(f.code, f.severity) for f in findings("Qwen/Qwen3-30B-A3B", asked) if f.code == "FT740"]
+    assert found == [("FT740", "note")]
+    for name, text in (("meta-llama/Llama-3.1-8B", asked), ("Qwen/Qwen3-30B-A3B", "lora: {}\n")):
+        assert "FT740" not in [finding.code for finding in findings(name, text)]
+
+
 def test_what_llama_cpp_does_not_build_is_known_before_training(
     findings: Callable[..., list[Any]], folder: Callable[..., Path]
 ) -> None:
