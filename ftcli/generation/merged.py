@@ -122,11 +122,13 @@ def _copied(base: PreTrainedModel, plan: DtypePlan) -> dict[int, Any]:
 
 
 def _shared_inputs(base: PreTrainedModel) -> list[tuple[str, ...]]:
-    """The linears that read one input, by their paths in a layer of either kind."""
+    """The linears that read one input, by their paths in a layer of any kind."""
     family = family_of(base.config.get_text_config().model_type)
     if family is None:
         return []
     kinds = [family.groups] if family.delta_nets is None else [family.groups, family.delta_groups]
+    if family.latents is not None:
+        kinds = [family.latent_groups(compressed=one) for one in (True, False)]
     return [names for groups in kinds for names in groups if len(names) > 1]
 
 

@@ -73,6 +73,8 @@ class LayerPacks(NamedTuple):
     gate_up: PreparedGroup = PreparedGroup()
     down: PreparedGroup = PreparedGroup()
     gate: PreparedGroup = PreparedGroup()
+    queries: PreparedGroup = PreparedGroup()
+    keys_values: PreparedGroup = PreparedGroup()
     experts: tuple[ExpertPacks | None, ...] = ()
 
     @classmethod
@@ -202,6 +204,7 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         self.by_position = None if attention is None else position_scale(shape.family, original.self_attn)
         self._shape = shape
         self._family = shape.family
+        self._mixer = described.mixer
         self._groups = described.groups
         self._experts = shape.family.experts if described.stacks else None
         self._rotates = attention is not None and attention.rotary_dim > 0

@@ -26,6 +26,7 @@ from ftcli.model.delta_layer import FusedDeltaLayer
 from ftcli.model.experts import why_not_experts
 from ftcli.model.fsdp import JoinedLinear
 from ftcli.model.fused import FusedDecoderLayer, FusedNorm
+from ftcli.model.latent_layer import FusedLatentLayer
 from ftcli.model.quantized import DequantizedLinear, QuantizedLinear, check_weights
 from ftcli.plan.execution import DORA, TRAINED_WHOLE, LayerChoice, choose_layers
 from ftcli.tables.families import Family, Groups, family_of
@@ -124,8 +125,7 @@ def _patch_layers(
             continue
         if joins:
             _join(layer, described.groups, done)
-        kind = FusedDecoderLayer if described.delta_net is None else FusedDeltaLayer
-        fused = kind(layer, shape, described, choice.activation or "silu", backend)
+        fused = _kind_of(described)(layer, shape, described, choice.activation or "silu", backend)
         _swap(backbone, name, layer, fused, done)
         model_type = base.config.get_text_config().model_type
         done.table.append(LayerKernel(name, "fused layer", on=True, reason=f"{model_type}, {backend}"))
@@ -137,6 +137,13 @@ def _patch_layers(
             _swap_norm(backbone, "norm", form, backend, done)
             done.table.append(LayerKernel("norm", "RMSNorm", on=True, reason=f"{form} form"))
         _use_attention(base, done)
+
+
+def _kind_of(described: Layer) -> type[FusedDecoderLayer]:
+    """The class that computes a layer with this mixer."""
+    if described.delta_net is not None:
+        return FusedDeltaLayer
+    return FusedDecoderLayer if described.latent is None else FusedLatentLayer
 
 
 def _why_not(layer: nn.Module, described: Layer, family: Family) -> str | None:

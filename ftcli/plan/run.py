@@ -96,11 +96,11 @@ class RunPlan:
     @property
     def described(self) -> ModelShape | None:
         """The model's shape where memory is computed from it; None where it is measured: without a description, and
-        where transformers' own code computes delta nets or experts.
+        where transformers' own code computes delta nets, latent attention or experts.
         """
         shape = self.facts.shape
         own = not self.execution.on_kernels and self.work != "export"
-        return None if shape is None or (own and (shape.delta_nets or shape.has_experts)) else shape
+        return None if shape is None or (own and (shape.delta_nets or shape.latents or shape.has_experts)) else shape
 
     @cached_property
     def measured(self) -> MeasuredModel:

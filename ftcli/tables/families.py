@@ -79,6 +79,20 @@ class DeltaNets:
 
 
 @dataclass(frozen=True, slots=True)
+class Latents:
+    """Multi-head latent attention (arXiv 2405.04434): a token's keys and values are made of one latent vector of few
+    features and of a rotated key that all heads share; its queries of another latent, or of the input itself.
+
+    Modules have the names that DeepSeek gave them. The config's ``rope_interleave`` says which features turn together.
+
+    Attributes:
+        q_rank: Features of the queries' latent where the config has no ``q_lora_rank``. None: there is no such latent.
+    """
+
+    q_rank: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class Experts:
     """Layers whose MLP is a mixture of experts, each a gated unit, of which a router chooses some for a token.
 
@@ -95,8 +109,8 @@ class Experts:
         shared_width, shared_count: Those of the features of the shared expert, or of how many times it is as wide as
             one of the others.
         dense: Which layers have one MLP instead: those that the config lists in ``mlp_only_layers`` and those that
-            ``decoder_sparse_step`` leaves out (``listed``), by ``mlp_layer_types``, or the ``first_k_dense_replace``
-            first ones (``first``).
+            ``decoder_sparse_step`` leaves out (``listed``), by ``mlp_layer_types``, those or without the key the first
+            one (``types_or_first``), or the ``first_k_dense_replace`` first ones (``first``).
     """
 
     block: str = "mlp"
@@ -108,7 +122,7 @@ class Experts:
     width: str = "moe_intermediate_size"
     shared_width: str | None = None
     shared_count: str | None = None
-    dense: Literal["none", "listed", "mlp_layer_types", "first"] = "none"
+    dense: Literal["none", "listed", "mlp_layer_types", "types_or_first", "first"] = "none"
 
     @property
     def stacks(self) -> tuple[str, str]:
@@ -138,6 +152,7 @@ class Family:
         mlp: Names of the MLP's linears: gate, up and down; or two, with an activation between them.
         output_gate: The linear whose sigmoid multiplies attention's output, by its name in the attention.
         delta_nets: The layers that do not attend.
+        latents: Attention makes keys and values of latent vectors.
         experts: The layers whose MLP is a mixture of experts.
         kernels: What ftcli's kernels stand in for: whole layers, or nothing.
         qkv_bias, o_bias, mlp_bias: Which linears have biases.
@@ -179,6 +194,7 @@ class Family:
     mlp: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     output_gate: str | None = None
     delta_nets: DeltaNets | None = None
+    latents: Latents | None = None
     experts: Experts | None = None
     kernels: Literal["layers", "none"] = "layers"
     qkv_bias: Bias = False
@@ -235,6 +251,15 @@ class Family:
         entering = tuple(f"{nets.module}.{name}" for name in nets.entering)
         return Groups(entering, (f"{nets.module}.{nets.leaving}",), others.gate_up, others.down)
 
+    def latent_groups(self, *, compressed: bool) -> Groups:
+        """Linears of a layer on the kernels with latent attention; ``compressed``: queries come from a latent, too."""
+        others, first = self.groups, ("q_a_proj" if compressed else "q_proj", "kv_a_proj_with_mqa")
+        return others._replace(
+            qkv=tuple(f"self_attn.{name}" for name in first),
+            queries=("self_attn.q_b_proj",) if compressed else (),
+            keys_values=("self_attn.kv_b_proj",),
+        )
+
     def with_experts(self, groups: Groups) -> Groups:
         """A layer's linears where its MLP is a mixture: of what is no expert of a router, the shared one alone."""
         experts = self.experts
@@ -280,7 +305,8 @@ class Family:
 class Groups(NamedTuple):
     """Linears of a layer that read the same input, by their paths in the layer: q, k and v; o; gate and up; down; and
     the gate of attention's output, which most families have not. Of a delta net what enters it, and what is behind it,
-    stand for the first two.
+    stand for the first two. Of latent attention what makes the latents stands for the first, and each latent is the
+    input of a group of its own.
     """
 
     qkv: tuple[str, ...]
@@ -288,6 +314,8 @@ class Groups(NamedTuple):
     gate_up: tuple[str, ...]
     down: tuple[str, ...]
     gate: tuple[str, ...] = ()
+    queries: tuple[str, ...] = ()
+    keys_values: tuple[str, ...] = ()
 
 
 def _sizes(experts: int, used: int, width: int | None = None) -> tuple[tuple[str, float | bool], ...]:
@@ -368,6 +396,26 @@ TABLE: Mapping[str, Family] = MappingProxyType(
             rotary_share=0.5,
             not_with=("use_qk_norm",),
             defaults=(("n_shared_experts", 1), ("first_k_dense_replace", 1), *_sizes(128, 8, 1408)),
+        ),
+        "glm4_moe_lite": Family(
+            latents=Latents(q_rank=768),
+            experts=Experts(
+                shared="shared_experts",
+                count=("n_routed_experts", "num_local_experts"),
+                shared_count="n_shared_experts",
+                dense="types_or_first",
+            ),
+            qkv_bias=_ATTENTION_BIAS,
+            o_bias=_ATTENTION_BIAS,
+            rotary="pairs",
+            defaults=(
+                ("n_shared_experts", 1),
+                ("kv_lora_rank", 512),
+                ("qk_rope_head_dim", 64),
+                ("qk_nope_head_dim", 192),
+                ("v_head_dim", 256),
+                *_sizes(64, 4, 1536),
+            ),
         ),
         "mixtral": Family(
             experts=Experts(width="intermediate_size"),

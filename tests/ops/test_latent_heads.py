@@ -16,7 +16,7 @@ SIZES = (LatentSizes(2, 8, 8, 16), LatentSizes(5, 24, 12, 20), LatentSizes(9, 3,
 
 
 def _inputs(sizes: LatentSizes, device: str, batch: int = 2, seq_len: int = 5) -> list[Tensor]:
-    """q, kv and the shared keys, the last two side by side in one buffer, as their projection gives them."""
+    """q, kv and the keys' part that heads share."""
     q = torch.randn(batch, seq_len, sizes.heads * sizes.head, device=device)
     kv = torch.randn(batch, seq_len, sizes.heads * (sizes.plain + sizes.value), device=device)
     return [q, kv, torch.randn(batch, seq_len, sizes.rotated, device=device)]
@@ -59,7 +59,7 @@ def test_the_reference_is_the_formula(device: str) -> None:
     b, s, h, n = 1, 3, 4, sizes.plain
     one = q[b, s].view(sizes.heads, -1)[h], kv[b, s].view(sizes.heads, -1)[h]
     turned = [
-        apply_rope_reference(x.view(1, 1, 1, -1), x.view(1, 1, 1, -1), cos[:, s : s + 1], sin[:, s : s + 1], layout="pairs")
+        apply_rope_reference(*[x.view(1, 1, 1, -1)] * 2, cos[:, s : s + 1], sin[:, s : s + 1], layout="pairs")
         for x in (one[0][n:], shared[b, s])
     ]  # fmt: skip
     assert torch.equal(made[0][b, h, s], torch.cat((one[0][:n], turned[0][0].flatten())))

@@ -48,6 +48,10 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     ],
     "qwen2_moe": [{"decoder_sparse_step": 3, "qkv_bias": False}],
     "glm4_moe": [{"first_k_dense_replace": 3, "n_shared_experts": 2, "attention_bias": True, "head_dim": 24}],
+    "glm4_moe_lite": [
+        {"q_lora_rank": None, "attention_bias": True, "qk_nope_head_dim": 24, "v_head_dim": 32},
+        {"mlp_layer_types": ["sparse", "dense", "sparse"] * 3, "n_shared_experts": 2, "attention_bias": True},
+    ],
     "mixtral": [{"num_local_experts": 6, "sliding_window": 8}],
     "olmoe": [{"norm_topk_prob": True, "attention_bias": True}],
     "mellum": [

@@ -57,6 +57,17 @@ SCALED_BY_POSITION = {
     "llama_4_scaling_beta": 0.5,
 }
 EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+}
 CONFIGS: dict[str, Any] = {
     "llama": (transformers.LlamaConfig, {}),
     "mistral": (transformers.MistralConfig, {"head_dim": 16, "sliding_window": 5}),
@@ -127,6 +138,11 @@ CONFIGS: dict[str, Any] = {
             "n_group": 3,
             "topk_group": 2,
         },
+    ),
+    "glm4_moe_lite": (transformers.Glm4MoeLiteConfig, LATENT),
+    "glm4_moe_lite, queries of no latent": (
+        transformers.Glm4MoeLiteConfig,
+        {**LATENT, "q_lora_rank": None, "rope_interleave": False, "v_head_dim": 16, "attention_bias": True},
     ),
     "qwen3_5_moe_text": (
         transformers.Qwen3_5MoeTextConfig,
