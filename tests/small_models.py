@@ -128,6 +128,7 @@ TEXT: dict[str, dict[str, Any]] = {
     "glm4_moe": {**_ROUTED, **_HEADS},
     "glm4_moe_lite": {**_LATENT, **_ROUTED, "num_hidden_layers": 3},
     "deepseek_v3": {**_LATENT, **_ROUTED},
+    "youtu": {**_LATENT},
     "exaone4": {**_HEADS, "sliding_window": 16},
     "ernie4_5": {**_HEADS},
     "hunyuan_v1_dense": {**_HEADS},

@@ -151,6 +151,8 @@ def why_no_engine(text_config: JsonMap, family: Family | None, *, on_kernels: bo
         return f"transformers' layers of model_type {text_config.get('model_type')} hand no cache of ours to attention"
     if family.delta_nets is not None and not on_kernels:
         return f"transformers' layers of model_type {text_config.get('model_type')} take no states of ours"
+    if family.latents is not None and not on_kernels:
+        return f"transformers' layers of model_type {text_config.get('model_type')} keep latents in caches of their own"
     kind = batch_dependent_rope(text_config)
     return None if kind is None else f"rotary embeddings of kind {kind} depend on the longest row of a batch"
 

@@ -328,6 +328,9 @@ _GEMMA = "gelu_pytorch_tanh"
 _BY_HEAD = HeadNorms()
 _ATTENTION_BIAS = "attention_bias"
 
+#: transformers' defaults, of every family with latent attention.
+_LATENT_SIZES = (("kv_lora_rank", 512), ("qk_rope_head_dim", 64))
+
 _QWEN_NETS = DeltaNets(
     module="linear_attn",
     entering=("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
@@ -410,12 +413,39 @@ TABLE: Mapping[str, Family] = MappingProxyType(
             rotary="pairs",
             defaults=(
                 ("n_shared_experts", 1),
-                ("kv_lora_rank", 512),
-                ("qk_rope_head_dim", 64),
+                *_LATENT_SIZES,
                 ("qk_nope_head_dim", 192),
                 ("v_head_dim", 256),
                 *_sizes(64, 4, 1536),
             ),
+        ),
+        "deepseek_v3": Family(  # Moonlight and Kanana-2 are of this type, too
+            latents=Latents(q_rank=1536),
+            experts=Experts(
+                shared="shared_experts",
+                count=("n_routed_experts", "num_local_experts"),
+                shared_count="n_shared_experts",
+                dense="first",
+            ),
+            qkv_bias=_ATTENTION_BIAS,
+            o_bias=_ATTENTION_BIAS,
+            rotary="pairs",
+            defaults=(
+                ("n_shared_experts", 1),
+                ("first_k_dense_replace", 3),
+                *_LATENT_SIZES,
+                ("qk_nope_head_dim", 128),
+                ("v_head_dim", 128),
+                *_sizes(256, 8, 2048),
+            ),
+        ),
+        "youtu": Family(
+            latents=Latents(q_rank=1536),
+            qkv_bias=_ATTENTION_BIAS,
+            o_bias=_ATTENTION_BIAS,
+            rotary="pairs",
+            tied=True,
+            defaults=(*_LATENT_SIZES, ("qk_nope_head_dim", 128), ("v_head_dim", 128)),
         ),
         "mixtral": Family(
             experts=Experts(width="intermediate_size"),

@@ -52,6 +52,8 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"q_lora_rank": None, "attention_bias": True, "qk_nope_head_dim": 24, "v_head_dim": 32},
         {"mlp_layer_types": ["sparse", "dense", "sparse"] * 3, "n_shared_experts": 2, "attention_bias": True},
     ],
+    "deepseek_v3": [{"first_k_dense_replace": 1, "q_lora_rank": None, "n_routed_experts": 16}],
+    "youtu": [{"tie_word_embeddings": False, "v_head_dim": 192}],
     "mixtral": [{"num_local_experts": 6, "sliding_window": 8}],
     "olmoe": [{"norm_topk_prob": True, "attention_bias": True}],
     "mellum": [

@@ -144,6 +144,11 @@ CONFIGS: dict[str, Any] = {
         transformers.Glm4MoeLiteConfig,
         {**LATENT, "q_lora_rank": None, "rope_interleave": False, "v_head_dim": 16, "attention_bias": True},
     ),
+    "deepseek_v3": (
+        transformers.DeepseekV3Config,
+        {**LATENT, "v_head_dim": 16, "n_group": 3, "topk_group": 2, "first_k_dense_replace": 1},
+    ),
+    "youtu": (transformers.YoutuConfig, {name: LATENT[name] for name in LATENT if "expert" not in name}),
     "qwen3_5_moe_text": (
         transformers.Qwen3_5MoeTextConfig,
         {
@@ -160,7 +165,7 @@ CONFIGS: dict[str, Any] = {
     ),
 }
 #: With experts, which are not trained whole on the kernels.
-SPARSE = [name for name in CONFIGS if "moe" in name or name in ("mixtral", "mellum")]
+SPARSE = [name for name in CONFIGS if "moe" in name or name in ("mixtral", "mellum", "deepseek_v3")]
 PLAN = DtypePlan("float32", "float32", "float32", False, "a test")
 
 

@@ -71,6 +71,20 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 0,
     },
 }
+LATENT = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 32,
+    "head_dim": 8,
+    "num_key_value_heads": 4,
+}
+OF_FAMILY |= {
+    "youtu": LATENT,
+    "glm4_moe_lite": {**OF_FAMILY["glm4_moe"], **LATENT, "mlp_layer_types": ["sparse"] * 3},
+    "deepseek_v3": {**OF_FAMILY["glm4_moe"], **LATENT, "v_head_dim": 16, "n_group": 1, "topk_group": 1},
+}
 #: Kinds of layers of one family, of which a model of one kind is measured.
 LAYERS = dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), ("linear_attention", "full_attention"))
 #: Families whose scores are capped, which transformers computes eagerly.
@@ -225,18 +239,14 @@ def predicted_bytes(family: str, attention: Any, plan: DtypePlan, *, batch: int 
 
 
 #: Built like others, or measured where transformers' own code computes them.
-APART = {*PARTS, *LAYERS, *SPARSE}
+APART = {*PARTS, *LAYERS, *SPARSE, *(name for name, row in families.TABLE.items() if row.latents is not None)}
 CASES = [
     pytest.param(family, attention, plan, marks=() if family in KINDS else pytest.mark.long)
     for family, attention in [
         ("llama", "sdpa"),
         ("llama", "eager"),
         ("gemma3_text", "eager"),
-        *(
-            (name, "eager" if name in CAPPED else "sdpa")
-            for name in families.TABLE
-            if name not in {*PARTS, *LAYERS, *SPARSE}
-        ),
+        *((name, "eager" if name in CAPPED else "sdpa") for name in families.TABLE if name not in APART),
     ]
     for plan in PLANS
 ]
