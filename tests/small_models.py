@@ -343,7 +343,10 @@ def config_of(model_type: str, **change: Any) -> Any:
 
     if model_type not in MULTIMODAL:
         own = TEXT[model_type] if model_type in TEXT else FURTHER[model_type]
-        return AutoConfig.for_model(model_type, **_with_common({**own, **change}))
+        config = AutoConfig.for_model(model_type, **_with_common({**own, **change}))
+        for key in [key for key, value in change.items() if value is None]:
+            setattr(config, key, None)  # which is another thing than the default, as of q_lora_rank
+        return config
     text, vision, beside = MULTIMODAL[model_type]
     ids = {name: _COMMON[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     tied = text.get("tie_word_embeddings", False)
