@@ -43,6 +43,7 @@ from ftkernels import (
     glu_kernels,
     grouped,
     int8_product,
+    latent_heads,
     lowrank_add,
     nf4,
     nf4_kernels,
@@ -271,6 +272,22 @@ def gate_cases(new: Maker) -> Launches:
             yield f"output gate backward{end}", partial(output_gate._launch, x, gate, x, out, out, backward=True)
 
 
+def latent_cases(new: Maker) -> Launches:
+    """Launches of latent attention's heads, GLM-4.7-Flash's and DeepSeek-V3's; as :func:`cases`."""
+    for name, sizes, pairs in (
+        ("", latent_heads.LatentSizes(20, 192, 64, 256), True),
+        (", narrow values", latent_heads.LatentSizes(16, 128, 64, 128), False),
+    ):
+        heads, plain, rotated, value = sizes
+        joined, angles = new(1, 256, 768 + rotated), [new(1, 256, rotated)] * 2
+        given = new(1, 256, heads * sizes.head), new(1, 256, heads * (plain + value)), joined[..., 768:]
+        ahead = partial(latent_heads._launch_forward, *given, *angles, sizes, pairs=pairs)
+        yield f"latent heads forward{name}", ahead
+        grads = [new(1, 256, heads, sizes.head).transpose(1, 2)] * 3
+        back = partial(latent_heads._launch_backward, tuple(grads), *angles, sizes, new.dtype, pairs=pairs)
+        yield f"latent heads backward{name}", back
+
+
 def delta_cases(new: Maker, capability: int) -> Launches:
     """Launches of gated delta nets with Qwen3.5-9B's heads; as :func:`cases`."""
     wide, tokens = partial(new, of=torch.float32), 256
@@ -376,6 +393,7 @@ def cases(rank: int, dtype: torch.dtype, capability: int) -> Launches:
     yield "rope", partial(rope._launch, q, k, cos, cos, transposed=False)
     yield from glu_cases(new, rank, capability)
     yield from gate_cases(new)
+    yield from latent_cases(new)
     yield from delta_cases(new, capability)
     sums = (new(rows, HIDDEN), new(rows, rank), new(HIDDEN, rank), new(rows, HIDDEN))
     yield "lowrank add", partial(lowrank_add.lowrank_add, *sums, triton_kernel=True)

@@ -48,7 +48,7 @@ SIZES: dict[str, dict[str, int]] = {"qwen3_5_text": {"linear_key_head_dim": 32, 
 
 @pytest.mark.parametrize(
     ("model_type", "kernels"),
-    [*((name, way) for name in BOTH_WAYS for way in ("off", "auto")), ("qwen3_5_text", "auto")],
+    [*((name, way) for name in BOTH_WAYS for way in ("off", "auto")), ("qwen3_5_text", "auto"), ("youtu", "auto")],
 )
 def test_greedy_is_generates(model_type: str, kernels: Any) -> None:
     model = build(model_type, head_dim=16, **SIZES.get(model_type, {})).requires_grad_(False).cuda()
