@@ -32,7 +32,8 @@ class CacheShape:
     """One position of the key-value cache: of ``layers`` layers, keys and values of ``key_heads`` heads each; and the
     state of one row: of ``nets`` layers, what a delta net ``net`` carries from token to token.
 
-    ``places``: for each decoder layer its place among those of its kind; empty where all attend.
+    ``places``: for each decoder layer its place among those of its kind; empty where all attend. ``latent``: features
+    of a position that stand for the values of all heads, its first ones; 0 where values are kept beside keys.
     """
 
     layers: int
@@ -42,11 +43,14 @@ class CacheShape:
     nets: int = 0
     net: DeltaNet | None = None
     places: tuple[int, ...] = ()
+    latent: int = 0
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one page, of all layers."""
-        return 2 * self.layers * self.key_heads * self.head_dim * self.element_bytes * CACHE_PAGE
+        return (
+            (1 if self.latent else 2) * self.layers * self.key_heads * self.head_dim * self.element_bytes * CACHE_PAGE
+        )
 
     @property
     def state_bytes(self) -> int:
@@ -58,7 +62,10 @@ class CacheShape:
 
 
 def cache_shape(shape: ModelShape, element_bytes: int) -> CacheShape:
-    """What a model's layers keep of the tokens before, keys and values in elements of so many bytes."""
+    """What a model's layers keep of the tokens before, keys and values, or latents, in elements of so many bytes."""
+    if shape.latents:  # a position is one latent and one rotated key, for all heads
+        one = shape.latents[0]
+        return CacheShape(shape.num_layers, 1, sum(one.kept), element_bytes, latent=one.kept[0])
     nets = shape.delta_nets
     attend = [layer.delta_net is None for layer in shape.layers]
     places = tuple(attend[:at].count(one) for at, one in enumerate(attend)) if nets else ()

@@ -123,6 +123,11 @@ class LatentAttention(Attention):
         return self.q_rank or self.width, self.kv_rank + self.rotary_dim
 
     @property
+    def kept(self) -> tuple[int, int]:
+        """Features that generation keeps of a token: the latent of keys and values, and the key that heads share."""
+        return self.kv_rank, self.rotary_dim
+
+    @property
     def parameters(self) -> int:
         """Elements of the latents' norms."""
         return (self.q_rank or 0) + self.kv_rank

@@ -1,14 +1,14 @@
-"""What layers keep of the tokens before: pages of keys and values, and slots with the states of delta nets; which of
-them are free; and what the layers of one call do with them.
+"""What layers keep of the tokens before: pages of keys and values, or of latents that both come from, and slots with
+the states of delta nets; which of them are free; and what the layers of one call do with them.
 
 Pages and slots are counted on the host alone: lengths are known there without asking the device. A call reaches each
-layer as the keyword argument ``cached`` (:class:`ftcli.model.attention.AttentionCache` and
-:class:`ftcli.model.delta_layer.StateCache`); no module holds it.
+layer as the keyword argument ``cached`` (:class:`ftcli.model.attention.AttentionCache`,
+:class:`ftcli.model.latent_layer.LatentCache` and :class:`ftcli.model.delta_layer.StateCache`); no module holds it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -21,6 +21,7 @@ from ftkernels.delta_rule import delta_rule_ends
 from ftkernels.delta_step import conv_step, delta_step
 from ftkernels.device import BackendName
 from ftkernels.gated_norm import gated_norm
+from ftkernels.latent_decode import decode_latents
 from ftkernels.limits import CACHE_PAGE
 from torch import Tensor
 
@@ -111,13 +112,14 @@ class States:
 
 class Cache:
     """Pages of keys and values of all layers that attend, (layers, pages, heads, positions, features) each; and states
-    of the others, in ``slots`` slots.
+    of the others, in ``slots`` slots. Latents stand in the keys' place, of one head, and there are no values.
     """
 
     def __init__(self, shape: CacheShape, layout: EngineLayout, dtype: torch.dtype, device: torch.device) -> None:
         sizes = (shape.layers, layout.pages, shape.key_heads, CACHE_PAGE, shape.head_dim)
         self.keys = torch.empty(sizes, dtype=dtype, device=device)
-        self.values = torch.empty(sizes, dtype=dtype, device=device)
+        values = sizes if not shape.latent else (*sizes[:2], 0, 0, 0)
+        self.values = torch.empty(values, dtype=dtype, device=device)
         self.slots = slots_of(shape, layout.rows)
         self._places = shape.places
         self._states: tuple[States, ...] = ()
@@ -136,6 +138,10 @@ class Cache:
         """The pages of decoder layer number ``index``, which attends."""
         place = self._places[index] if self._places else index
         return Pages(self.keys[place], self.values[place])
+
+    def latents(self, index: int) -> Tensor:
+        """The pages of decoder layer number ``index``, which attends by latents: (pages, positions, features)."""
+        return self.keys[index, :, 0]
 
     def states(self, index: int) -> States:
         """The states of decoder layer number ``index``, a delta net."""
@@ -201,6 +207,13 @@ class Prefill:
         for pool, new in ((pages.keys, key), (pages.values, value)):
             pool[self.page, :, self.spot] = new[0].transpose(0, 1).to(pool.dtype)
 
+    def attend_latents(
+        self, layer: int, latents: Tensor, query: Callable[[], Tensor], *, width: int, scaling: float
+    ) -> None:
+        """Keeps latents (:class:`ftcli.model.latent_layer.LatentCache`); attention is left to the caller."""
+        pool = self.cache.latents(layer)
+        pool[self.page, self.spot] = latents[0].to(pool.dtype)
+
     def mix(
         self, layer: int, joined: Tensor, weights: NetWeights, sizes: NetSizes, *, backend: BackendName = "auto"
     ) -> Tensor:
@@ -252,6 +265,16 @@ class Decode:
             sinks=sinks, longest=self.longest, backend=self.backend,
         )  # fmt: skip
         return out[:, None]
+
+    def attend_latents(
+        self, layer: int, latents: Tensor, query: Callable[[], Tensor], *, width: int, scaling: float
+    ) -> Tensor:
+        """Latents weighted by each head, (B, heads, width) (:class:`ftcli.model.latent_layer.LatentCache`)."""
+        pool = self.cache.latents(layer)
+        return decode_latents(
+            query().to(pool.dtype), latents[:, 0].to(pool.dtype), pool, self.table, self.lengths, width=width,
+            scale=scaling, longest=self.longest, backend=self.backend,
+        )  # fmt: skip
 
     def mix(
         self, layer: int, joined: Tensor, weights: NetWeights, sizes: NetSizes, *, backend: BackendName = "auto"

@@ -43,6 +43,7 @@ from ftkernels import (
     glu_kernels,
     grouped,
     int8_product,
+    latent_decode,
     latent_heads,
     lowrank_add,
     nf4,
@@ -120,6 +121,10 @@ def generation_cases(new: Maker, capability: int) -> Launches:
             rows = new(8, q_heads, size), new(8, k_heads, size), new(8, k_heads, size), pages
             places = torch.zeros((8, 64), dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
             yield f"decode attention{name}", partial(decode_attention._launch, *rows, *places, 1.0, cap, 0, sinks)
+        for heads in (16, 20):
+            rows = new(8, heads, 576), new(8, 576), new(9, 64, 576)
+            places = torch.zeros((8, 64), dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
+            yield f"decode latents, {heads} heads", partial(latent_decode._launch, *rows, *places, 512, 1.0)
     for name, uniform in (("greedy", None), ("sampled", new(8, of=torch.float32))):
         yield f"choose token, {name}", partial(sampling_kernels.choose_triton, new(8, VOCABULARY), 1.0, uniform)
 

@@ -93,13 +93,14 @@ def _by_transformers(plan: RunPlan, batch: Generation) -> GenerationBytes:
     rows are padded, each layer repeats keys and values for all heads.
     """
     shape, element, rows = plan.shape, plan.dtypes.parameter_bytes, batch.rows
-    token = 2 * rows * shape.kv_width * element  # of one layer's cache
+    kept = sum(shape.latents[0].kept) if shape.latents else 2 * shape.kv_width
+    token = rows * kept * element  # of one layer's cache
     attending, states = len(shape.attending), rows * cache_shape(shape, element).state_bytes
     # Through transformers' own layers, for the cache, with the attention of the others.
     plain = plain_layers("eager" if plan.execution.attention == "eager" else "sdpa")
     prefill = rows * batch.prompt * plain.forward_peak(shape, plan.setting(batch.prompt, padded=rows > 1))
     prefill += attending * token * batch.prompt + states + masks(plan, rows, batch.prompt, padded=rows > 1)
-    repeated = token * batch.seq_len * shape.num_heads // shape.num_kv_heads
+    repeated = 2 * rows * shape.q_width * element * batch.seq_len
     cache = attending * token * batch.seq_len + states
     decoding = cache + max(repeated, token * batch.seq_len // 2)
     logits = rows * shape.vocab_size * (4 + plan.dtypes.compute_bytes)
