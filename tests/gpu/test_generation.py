@@ -43,7 +43,10 @@ def requests(limit: int, several: int = 1) -> list[GenerationRequest]:
 
 BOTH_WAYS = ("llama", "mistral", "qwen3", "gemma2", "gemma3_text", "phi3")
 #: Heads that the kernels take.
-SIZES: dict[str, dict[str, int]] = {"qwen3_5_text": {"linear_key_head_dim": 32, "linear_value_head_dim": 32}}
+SIZES: dict[str, dict[str, int]] = {
+    "qwen3_5_text": {"linear_key_head_dim": 32, "linear_value_head_dim": 32},
+    "youtu": {"qk_rope_head_dim": 16},
+}
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,8 @@ FURTHER: dict[str, dict[str, Any]] = {
     **{name: {"sliding_window": 128} for name in WINDOWED},
     "qwen3_5_text": {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "full_attention_interval": 2},
     "youtu": {
+        "num_key_value_heads": 8,
+        "head_dim": 32,
         "q_lora_rank": 256,
         "kv_lora_rank": 128,
         "qk_nope_head_dim": 96,
