@@ -96,7 +96,7 @@ class FusedLatentLayer(FusedDecoderLayer):
         norm; the shared key (B, S, R), which is not rotated yet.
         """
         latent = self._latent
-        q, kv, shared = joined.split([latent.entering[0], *latent.kept], dim=-1)
+        q, kv, shared = torch.split(joined, [latent.entering[0], *latent.kept], dim=-1)
         if latent.q_rank is None:
             return q, kv.contiguous(), shared  # or the latent's norm would keep the queries beside it, too
         (queries,) = self._projections("queries", packs)
@@ -109,8 +109,8 @@ class FusedLatentLayer(FusedDecoderLayer):
         """Attention's output (B, 1, Hq * V) from the latents of earlier tokens; None where there are none."""
         attention: Any = self.self_attn
         q, kv, shared = parts
-        by_head = q.unflatten(-1, (self._latent.heads, -1)).transpose(1, 2)
-        plain, turned = by_head.split([self._latent.plain_dim, self._latent.rotary_dim], dim=-1)
+        by_head = q.view(*q.shape[:-1], self._latent.heads, -1).transpose(1, 2)
+        plain, turned = torch.split(by_head, [self._latent.plain_dim, self._latent.rotary_dim], dim=-1)
         turned, key = apply_rope(
             turned, shared[:, None], rotation[0], rotation[1], layout=self._layout, backend=self._backend
         )

@@ -18,6 +18,7 @@ from ftcli.facts.shape import shape_of
 from ftcli.generation.cache import Cache, Decode, Prefill
 from ftcli.generation.forward import Forward, PlacedPrompt, kept_shape
 from ftcli.generation.generator import open_generator
+from ftcli.generation.merged import merged_model
 from ftcli.generation.requests import GenerationRequest
 from ftcli.model.patch import patch
 from ftcli.model.quantized import layers_to_quantize, quantize_linear
@@ -133,3 +134,20 @@ def test_prompts_are_kept_where_they_belong() -> None:
 
 def _small() -> Any:
     return shape_of(build("youtu").config.to_dict())
+
+
+@pytest.mark.parametrize("model_type", ["youtu", "glm4_moe_lite"])
+def test_a_merged_copy_answers_as_adapters_beside_their_weights_do(model_type: str) -> None:
+    """In float64, where the weights that share an input are joined in the copy as well."""
+    model = model_of(model_type).double()
+    patch(model, "reference")
+    plan = DtypePlan("float64", "float64", "float64", False, "a test")
+    second = merged_model(model, plan, "reference").model
+    ids = torch.arange(5, 45)[None]
+    with torch.no_grad():
+        found, wanted = (each(input_ids=ids, use_cache=False).logits for each in (second, model))
+    assert float((found - wanted).norm() / wanted.norm()) < 1e-6
+    layer: Any = second.get_decoder().layers[1].self_attn
+    (q, kv), lies = (layer.q_a_proj.weight, layer.kv_a_proj_with_mqa.weight), layer.kv_a_proj_with_mqa.weight.data_ptr()
+    assert lies == q.data_ptr() + q.nbytes
+    assert kv.untyped_storage().data_ptr() == q.untyped_storage().data_ptr()
