@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from ftcli.config.model import ModelConfig
 from ftcli.config.overrides import Settings
 from ftcli.config.recipe import Recipe
-from ftcli.facts.adapters import LinearAdapter, adapters
+from ftcli.facts.adapters import LinearAdapter
 from ftcli.facts.device import DeviceFacts
 from ftcli.facts.model import ModelFacts
 from ftcli.facts.shape import ModelShape
@@ -22,7 +22,7 @@ from ftcli.plan.memory.activations import ActivationSettings, LayerMemory, plain
 from ftcli.plan.memory.fused_activations import fused_layers
 from ftcli.plan.precision import DTYPE_BYTES, DtypePlan, plan_dtypes
 from ftcli.plan.quantization import trains_rounded
-from ftcli.plan.trained import EMBEDDING, HEAD, TrainedParameters, trained_parameters
+from ftcli.plan.trained import EMBEDDING, HEAD, TrainedParameters, adapters_of, trained_parameters
 from ftcli.tables import code_of, optimizers, policies
 from ftcli.tables.methods import Method
 from ftcli.tables.policies import Policy, PolicyName
@@ -204,8 +204,7 @@ class RunPlan:
     @cached_property
     def adapters(self) -> tuple[LinearAdapter, ...]:
         """The adapters; none under full fine-tuning."""
-        lora = self.recipe.lora
-        return () if lora is None else adapters(self.shape, lora)
+        return adapters_of(self.recipe, self.shape)
 
     @cached_property
     def method_memory(self) -> MethodMemory:

@@ -111,6 +111,8 @@ class Experts:
         dense: Which layers have one MLP instead: those that the config lists in ``mlp_only_layers`` and those that
             ``decoder_sparse_step`` leaves out (``listed``), by ``mlp_layer_types``, those or without the key the first
             one (``types_or_first``), or the ``first_k_dense_replace`` first ones (``first``).
+        takes_names: PEFT takes the names of dense layers' linears for those of experts, and adapts them as parameters:
+            where they are quantized they have no adapter.
     """
 
     block: str = "mlp"
@@ -123,6 +125,7 @@ class Experts:
     shared_width: str | None = None
     shared_count: str | None = None
     dense: Literal["none", "listed", "mlp_layer_types", "types_or_first", "first"] = "none"
+    takes_names: bool = False
 
     @property
     def stacks(self) -> tuple[str, str]:
@@ -394,6 +397,7 @@ TABLE: Mapping[str, Family] = MappingProxyType(
                 count=("n_routed_experts", "num_local_experts"),
                 shared_count="n_shared_experts",
                 dense="first",
+                takes_names=True,
             ),
             qkv_bias=_ATTENTION_BIAS,
             rotary_share=0.5,
@@ -407,6 +411,7 @@ TABLE: Mapping[str, Family] = MappingProxyType(
                 count=("n_routed_experts", "num_local_experts"),
                 shared_count="n_shared_experts",
                 dense="types_or_first",
+                takes_names=True,
             ),
             qkv_bias=_ATTENTION_BIAS,
             o_bias=_ATTENTION_BIAS,
@@ -426,6 +431,7 @@ TABLE: Mapping[str, Family] = MappingProxyType(
                 count=("n_routed_experts", "num_local_experts"),
                 shared_count="n_shared_experts",
                 dense="first",
+                takes_names=True,
             ),
             qkv_bias=_ATTENTION_BIAS,
             o_bias=_ATTENTION_BIAS,
