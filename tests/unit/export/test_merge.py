@@ -257,7 +257,7 @@ def test_experts_in_nf4_are_merged_as_they_were_trained_and_written_one_by_one(m
         assert ".experts." not in name or not torch.equal(tensor, stored(result.path)[name]), name
 
 
-@pytest.mark.parametrize("model_type", [pytest.param("deepseek_v3", marks=pytest.mark.long), "gpt_oss"])
+@pytest.mark.parametrize("model_type", [pytest.param("deepseek_v2", marks=pytest.mark.long), "gpt_oss"])
 def test_experts_that_nf4_leaves_alone_are_merged_as_they_are(model_type: str, tmp_path: Path) -> None:
     """Those of families whose experts are not on the kernels."""
     made = run_of(model_type, tmp_path)
