@@ -83,7 +83,14 @@ LATENT = {
 OF_FAMILY |= {
     "youtu": LATENT,
     "glm4_moe_lite": {**OF_FAMILY["glm4_moe"], **LATENT, "mlp_layer_types": ["sparse"] * 3},
-    "deepseek_v3": {**OF_FAMILY["glm4_moe"], **LATENT, "v_head_dim": 16, "n_group": 1, "topk_group": 1},
+    "deepseek_v3": {
+        **OF_FAMILY["glm4_moe"],
+        **LATENT,
+        "q_lora_rank": None,
+        "v_head_dim": 16,
+        "n_group": 1,
+        "topk_group": 1,
+    },
 }
 #: Kinds of layers of one family, of which a model of one kind is measured.
 LAYERS = dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), ("linear_attention", "full_attention"))
