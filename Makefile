@@ -57,7 +57,7 @@ mutants: install
 	$(BIN)/python -m tests.mutants.run
 
 test-families: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "families or long" tests/e2e tests/recipes tests/unit tests/ops/test_compiles.py -n auto --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "families or long" tests/e2e tests/recipes tests/unit tests/ops -n auto --dist worksteal
 
 # A wheel that was built from this checkout, with its own packages, is used where nothing of the checkout is found.
 test-tool: export PIPX_HOME := $(TOOL)/pipx

@@ -12,7 +12,7 @@ from torch import nn
 
 from ftcli.assets import asset
 from ftcli.config.model import ModelConfig, QuantizationConfig
-from ftcli.config.tree import MapNode, Origins
+from ftcli.config.yaml import MapNode, Origins
 from ftcli.facts.model import read_facts
 from ftcli.model.load import load_model
 from ftcli.model.nf4 import NF4Linear

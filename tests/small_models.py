@@ -6,7 +6,7 @@ norms by head), and as small as they can be where it only changes a size.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -19,9 +19,13 @@ KINDS = (
 )  # fmt: skip
 
 
-def by_kind(names: Iterable[str]) -> list[Any]:
-    """``names`` as parameters of a test; those that are not of :data:`KINDS` take long all together."""
-    return [name if name.split()[0] in KINDS else pytest.param(name, marks=pytest.mark.long) for name in names]
+#: And of each kind of model around them: experts of other forms, states, convolutions for linear layers, towers.
+STRUCTURES = (*KINDS, "mixtral", "gpt_oss", "deepseek_v3", "mamba2", "nemotron_h", "gpt2", "mistral3")
+
+
+def by_kind(names: Iterable[str], kinds: Sequence[str] = KINDS) -> list[Any]:
+    """``names`` as parameters of a test; those that are not of ``kinds`` take long all together."""
+    return [name if name.split()[0] in kinds else pytest.param(name, marks=pytest.mark.long) for name in names]
 
 
 VOCABULARY = 264

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -24,3 +24,19 @@ def telling(kinds: Mapping[str, Any], *names: str) -> list[Any]:
     return [
         pytest.param(*value, id=name, marks=() if name in taken else pytest.mark.long) for name, value in kinds.items()
     ]
+
+
+def in_turn(many: Sequence[Any], few: Sequence[Any], *, whole: Collection[Any] = (), ids: Any = str) -> list[Any]:
+    """Pairs of one of ``many`` and one of ``few``. Of these `make test` takes one for each of ``many``, in turn, and
+    all for those that are ``whole``. Those of ``many`` that take long do so with each of ``few``.
+    """
+    pairs, turn = [], 0
+    for one in many:
+        mark = getattr(one, "marks", ())
+        value = one.values[0] if hasattr(one, "marks") else one
+        for place, other in enumerate(few):
+            long = not mark and value not in whole and place != turn % len(few)
+            marks = (*mark, pytest.mark.long) if long else mark
+            pairs.append(pytest.param(value, other, id=f"{ids(value)}-{ids(other)}", marks=marks))
+        turn += not mark
+    return pairs

@@ -26,7 +26,7 @@ from transformers import AutoTokenizer
 from ftcli.assets import asset
 from ftcli.config.model import ModelConfig
 from ftcli.config.recipe import Recipe
-from ftcli.config.tree import MapNode, Origins
+from ftcli.config.yaml import MapNode, Origins
 from ftcli.export.tensorfile import computed, write_shards
 from ftcli.facts.model import read_facts
 from ftcli.model.load import config_of

@@ -24,10 +24,10 @@ from ftcli.cli.environment import FOLDER, obeying
 from ftcli.cli.options import EndedElsewhere
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin
 from ftcli.facts.device import usable_cores
+from ftcli.paths import scratch
 from ftcli.ranks import SIGNAL_NAME, lost_name, sign_name
 from ftcli.run.heartbeat import Silence, Timeouts
 from ftcli.run.signals import SignalName, exit_code_of
-from ftcli.scratch import scratch
 from ftcli.train.lifecycle import finish_for_leader
 
 if TYPE_CHECKING:

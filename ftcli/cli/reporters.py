@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, TextIO
 
 from ftcli.cli.render import Style, clean, findings_text, of_row, terminal_text
 from ftcli.errors import Finding
-from ftcli.remaining_time import Pace
 from ftcli.reporting import Progress, SilentProgress
-from ftcli.units import duration, number
+from ftcli.units import Pace, duration, number
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions

@@ -19,8 +19,7 @@ from ftcli.config.model import SUPPORTED_ATTENTION
 from ftcli.config.recipe import Recipe
 from ftcli.config.schema import Node, RecipeSchema
 from ftcli.config.secrets import is_secret_key, mask
-from ftcli.config.tree import Leaf, ListNode, MapNode, Origins, Path, Tree, describe_kind, plain_tree
-from ftcli.config.yaml import number_hint
+from ftcli.config.yaml import Leaf, ListNode, MapNode, Origins, Path, Tree, describe_kind, number_hint, plain_tree
 from ftcli.errors import Finding
 from ftcli.paths import unserved
 from ftcli.tables import methods

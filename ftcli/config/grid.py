@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from ftcli.config.overrides import Override, Settings
+from ftcli.config.load import Override, Settings
 from ftcli.config.secrets import is_secret_key, mask
-from ftcli.config.tree import plain_tree
-from ftcli.config.yaml import parse_value
+from ftcli.config.yaml import parse_value, plain_tree
 from ftcli.errors import ExitCode, FtcliError, Origin
 
 #: Where a run of the sweep lies, what it is called and how it starts is the sweep's to say.

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from ftcli.config.data import DataConfig, DatasetConfig
 from ftcli.data.tokens import TokenStore, TokenWriter
+from ftcli.paths import scratch
 from ftcli.plain import JsonObject
 from ftcli.rows.places import files_of, is_hub
 from ftcli.rows.reading import hub_commit
-from ftcli.scratch import scratch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

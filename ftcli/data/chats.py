@@ -23,10 +23,10 @@ from ftcli.data.answers import (
     unopened,
     with_reasoning,
 )
-from ftcli.data.bounded import REFUSALS
 from ftcli.data.omissions import PROBE, Tools, reasoning_of
 from ftcli.data.template import Renderer, left_out
 from ftcli.errors import FtcliError
+from ftcli.rows.limits import REFUSALS
 from ftcli.rows.row import Message, Ranges, Row, data_error
 
 if TYPE_CHECKING:

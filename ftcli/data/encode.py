@@ -13,7 +13,7 @@ from ftcli.data.chats import Chats, stops_of
 from ftcli.data.omissions import reasoning_of
 from ftcli.data.template import Renderer, renderer_of, training_form
 from ftcli.data.tokens import EncodedArrays, TokenizedRow, encoded_of
-from ftcli.errors import ExitCode, Finding, FtcliError
+from ftcli.errors import Finding, FtcliError
 from ftcli.labels import IGNORE_INDEX, end_at_stop, labels_of, without_loss
 from ftcli.rows.layouts import misfit_finding, understand
 from ftcli.rows.row import Example, Message, Misfit, Row, data_error, surrogate
@@ -112,7 +112,6 @@ class Encoder:
             raise FtcliError.single(
                 "FT435",
                 f"{type(tokenizer).__name__} cannot say which characters a token stands for, so no mask can be checked",
-                exit_code=ExitCode.DATA,
                 help="use the model's tokenizer.json (a fast tokenizer), or name another with model.tokenizer",
             )
         self.tokenizer = tokenizer

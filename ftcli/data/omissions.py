@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, TypeAlias
 
-from ftcli.data.bounded import REFUSALS
 from ftcli.plain import JsonObject
 from ftcli.rows.layouts.messages import REASONING_KEYS
+from ftcli.rows.limits import REFUSALS
 from ftcli.rows.row import Message
 
 #: Functions that a chat may call, as JSON schemas.
 Tools: TypeAlias = Sequence[JsonObject]
-#: ``(messages, tools, generation prompt)`` to text; raises one of :data:`ftcli.data.bounded.REFUSALS`.
+#: ``(messages, tools, generation prompt)`` to text; raises one of :data:`ftcli.rows.limits.REFUSALS`.
 Apply = Callable[[Sequence[Message], "Tools | None", bool], str]
 Edit = Callable[["MessagePart", str], str]
 Kind = Literal["text", "reasoning", "call", "arguments", "tool"]

@@ -18,11 +18,11 @@ from jinja2.exceptions import TemplateError
 from ftcli.assets import template_path
 from ftcli.config.data import DataConfig
 from ftcli.data.answers import Rendered
-from ftcli.data.bounded import REFUSALS, Allowance, TemplateStopped
 from ftcli.data.omissions import PROBE, MessagePart, Presence, Tools, reasoning_of, split_reasoning
 from ftcli.errors import ExitCode, FtcliError, Origin, first_line
 from ftcli.facts.tokenizer import no_template_finding
 from ftcli.rows.layouts.messages import REASONING_KEYS
+from ftcli.rows.limits import REFUSALS, Allowance, TemplateStopped
 from ftcli.rows.prompts import Prompt
 from ftcli.rows.row import Example, Message, Row, Switches, data_error, surrogate
 from ftcli.tables import code_of, training_forms
@@ -235,7 +235,7 @@ class Renderer:
         return "" if text.startswith(self._bos) else self._bos
 
     def apply(self, messages: Sequence[Message], tools: Tools | None, generation_prompt: bool) -> str:
-        """The template's text. Raises one of :data:`ftcli.data.bounded.REFUSALS`.
+        """The template's text. Raises one of :data:`ftcli.rows.limits.REFUSALS`.
 
         A template that took too much time or memory once is not run again.
         """

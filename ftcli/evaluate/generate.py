@@ -14,7 +14,7 @@ from ftkernels.sampling import GREEDY, Sampling, row_seed
 from ftcli.config.evaluation import GenerateConfig
 from ftcli.data.reasoning import Answer, ReasoningMarks
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.evaluate.batching import halved, row_too_large
+from ftcli.evaluate.loss import halved, row_too_large
 from ftcli.generation.generator import OpenedGenerator, open_generator
 from ftcli.generation.requests import (
     Completion,

@@ -57,7 +57,7 @@ class RowTable:
         self._values[list(rows)] = torch.where(there.isnan(), found, there)
 
     def gathered(self, group: RankGroup | None, batch_size: int) -> Floats:
-        """The rows of all ranks, which have taken batches in turn (``batching.py``). All ranks call it."""
+        """The rows of all ranks, which have taken batches in turn (:func:`rank_batches`). All ranks call it."""
         if group is None:
             return self._values.numpy()
         with group.exchanging():

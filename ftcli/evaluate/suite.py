@@ -16,9 +16,8 @@ from ftcli.data.asked import RenderedPrompt, asked_rows, room_of_task
 from ftcli.data.reasoning import Answer
 from ftcli.data.tokens import TokenizedRow
 from ftcli.errors import ExitCode, Finding, FtcliError, first_line
-from ftcli.evaluate.batching import halved, row_too_large
 from ftcli.evaluate.generate import generate
-from ftcli.evaluate.loss import BatchLayout, LossResult, combine, evaluate_loss
+from ftcli.evaluate.loss import BatchLayout, LossResult, combine, evaluate_loss, halved, row_too_large
 from ftcli.job import Job
 from ftcli.judges import CALLED_WITH, CompletionBatch, Judge, columns_of
 from ftcli.model.backbone import compute_context

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ftcli.data.bounded import REFUSALS, limited_template
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.export.gguf.file import ExpectedFile, prepare_gguf
 from ftcli.export.gguf.verify import verify_file
@@ -23,6 +22,7 @@ from ftcli.export.gguf.write import write_type
 from ftcli.export.source import ExportSource, not_verified, source_tokenizer
 from ftcli.export.verify import Verified, not_asked
 from ftcli.gguf import require_gguf_package
+from ftcli.rows.limits import REFUSALS, limited_template
 from ftcli.tables.gguf import TYPES
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from ftcli.config.evaluation import ExportConfig
 from ftcli.config.load import load_recipe
 from ftcli.config.model import ModelConfig, QuantizationConfig
-from ftcli.config.tree import MapNode, Origins
+from ftcli.config.yaml import MapNode, Origins
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin, first_line
 from ftcli.export.clean.process import Reload, ask_once
 from ftcli.facts.config_file import hub_errors
@@ -69,7 +69,7 @@ class ExportSource:
         offline: Nothing is downloaded.
         verify: Whether what is written is compared with what was trained.
         reload: Loads what was written again, in a process of its own.
-        llama_cpp: What there is of llama.cpp on the machine (``ftcli.export.gguf.verify``).
+        llama_cpp: Files for llama.cpp are to be run in it, too (``ftcli.export.gguf.verify``).
         quantization: How training held the base weights.
         compute: The dtype of training's products, into which quantized weights were dequantized.
         vocabulary: How many tokens the adapter's embeddings have, where the base has another number.
@@ -89,7 +89,7 @@ class ExportSource:
     offline: bool = False
     verify: bool = True
     reload: Reload = ask_once
-    llama_cpp: str | None = None
+    llama_cpp: bool = False
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
     compute: str = "bfloat16"
     vocabulary: int | None = None

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from ftcli.data.bounded import REFUSALS, limited_template
 from ftcli.errors import Finding, FtcliError
 from ftcli.export.clean.request import ATTENTION_MASK, GREEDY, INPUT_IDS, LOGITS, PROMPT, ReloadAnswer, ReloadRequest
 from ftcli.export.lazy import computing_from
@@ -27,6 +26,7 @@ from ftcli.export.weights import MergedWeights, ModelWeights, StoredTensors, Sto
 from ftcli.facts.device import cpu_device
 from ftcli.model.pretrained import hollow, weight_files
 from ftcli.plain import JsonMap, JsonObject
+from ftcli.rows.limits import REFUSALS, limited_template
 
 if TYPE_CHECKING:
     from peft import PeftModel

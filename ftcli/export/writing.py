@@ -17,7 +17,7 @@ from ftcli.errors import ExitCode, Finding, FtcliError, first_line
 from ftcli.export.adapter import with_its_vocabulary
 from ftcli.export.clean.process import CleanProcess
 from ftcli.export.further import missing_further
-from ftcli.export.gguf.verify import ABSENT, installed_llama_cpp
+from ftcli.export.gguf.verify import ABSENT, has_llama_cpp
 from ftcli.export.source import (
     ADAPTER_WEIGHTS,
     ExportSource,
@@ -176,14 +176,14 @@ def _require_served(source: ExportSource, names: Sequence[str]) -> None:
             code_of(reference)(tokenizer, stops, text.vocab_size)
 
 
-def _llama_cpp(made: Sequence[str], verify: bool, reporter: Reporter) -> str | None:
-    """The llama.cpp of this machine, if a format is for it; that there is none is said once for all of them."""
+def _llama_cpp(made: Sequence[str], verify: bool, reporter: Reporter) -> bool:
+    """True if a format is for llama.cpp, and that is there; that it is not is said once for all of them."""
     if not verify or not any(exports.row(name).llama_cpp for name in made):
-        return None
-    found = installed_llama_cpp()
-    if found is None:
+        return False
+    if not has_llama_cpp():
         reporter.info(ABSENT)
-    return found
+        return False
+    return True
 
 
 def _written(source: ExportSource, whole: ExportSource, name: str, reporter: Reporter) -> ExportResult:

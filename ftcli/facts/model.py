@@ -31,7 +31,7 @@ from ftcli.plain import JsonMap, JsonObject
 from ftcli.tables.families import MULTIMODAL, Family, family_of
 
 if TYPE_CHECKING:
-    from ftcli.config.tree import Origins
+    from ftcli.config.yaml import Origins
 
 _SOFTCAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 #: Architectures that give a row numbers in place of words.

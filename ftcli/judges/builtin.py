@@ -309,8 +309,9 @@ class _MathVerify:
         return FailedJudgement("found no expression in the known answer") if score is None else score
 
 
-#: What a completion's code is, where it is fenced; else all of it.
-_FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
+#: A line that opens a block of code, in Markdown: what is in front of it, its marks, the first word of what it says.
+_OPENS = re.compile(r"( *|[^`]*[^`~])(`{3,}|~{3,})[ \t]*([^\s`]*)[^`]*$")
+_PYTHON = re.compile(r"\{?\.?(python|py)[\d.]*\}?", re.IGNORECASE)
 #: No longer code is run.
 _MOST_CHARS = 100_000
 #: Beyond the program's own time: starting two interpreters, and ending what it leaves behind.
@@ -334,9 +335,34 @@ def python_tests(timeout: float = 5.0, memory_mb: int = 512) -> Scorer:
 
 
 def code_of_completion(text: str) -> str:
-    """The first fenced block of Python, or all of the text."""
-    found = _FENCED.search(text[:_MOST_CHARS])
-    return found.group(1) if found is not None else text[:_MOST_CHARS]
+    """The first fenced block that is called Python or nothing; all of the text where there is none. A block that is
+    never ended ends with the text.
+    """
+    text = text[:_MOST_CHARS]
+    lines = iter(text.splitlines(keepends=True))
+    for line in lines:
+        opened = _OPENS.match(line)
+        if opened is None:
+            continue
+        before, marks, name = opened.groups()
+        is_python = _PYTHON.fullmatch(name) is not None
+        if before.strip() and not is_python:  # marks within a sentence
+            continue
+        block = _block(lines, marks, before if not before.strip() else "")
+        if is_python or not name:
+            return block
+    return text
+
+
+def _block(lines: Iterator[str], marks: str, indent: str) -> str:
+    """The lines up to the one that ends with ``marks``, which is read too, without the indentation of the first."""
+    found: list[str] = []
+    for line in lines:
+        line = line.removeprefix(indent)
+        if line.rstrip().endswith(marks):
+            return "".join([*found, line.rstrip().removesuffix(marks)])
+        found.append(line)
+    return "".join(found)
 
 
 def _runs_through(completion: str, tests: str, seconds: float, memory_mb: int) -> bool:

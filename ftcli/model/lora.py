@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ftcli.config.model import LoraConfig
-from ftcli.errors import ExitCode, FtcliError, first_line
+from ftcli.errors import FtcliError, first_line
 from ftcli.facts.adapters import AdapterChoice, Expression, at_end, before_index, endless
 from ftcli.facts.weights import ADAPTER_CONFIG
 from ftcli.model.initial_adapters import remember_initial
@@ -145,7 +145,6 @@ def _require_adapted(adapted: peft.PeftModel, targets: Targets) -> None:
         raise FtcliError.single(
             "FT311",
             f"PEFT did not adapt what lora.target_modules says: {problem} {said}",
-            exit_code=ExitCode.PREFLIGHT,
             help="list other names in lora.target_modules, and report this with the model's name",
         )
 
@@ -154,7 +153,6 @@ def _refused(error: ValueError) -> FtcliError:
     return FtcliError.single(
         "FT311",
         f"PEFT cannot adapt what lora.target_modules names: {first_line(error)}",
-        exit_code=ExitCode.PREFLIGHT,
         help="use target_modules: all-linear, which leaves out what cannot be adapted",
     )
 
@@ -247,7 +245,6 @@ def _unusable(folder: Path, problems: list[str]) -> FtcliError:
     return FtcliError.single(
         "FT334",
         f"the adapter in {folder} cannot be put on this model: {first_few(problems)}",
-        exit_code=ExitCode.PREFLIGHT,
         help="name the recipe that it was trained with, or train it again",
     )
 

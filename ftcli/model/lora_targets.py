@@ -183,7 +183,6 @@ def require_possible(lora: LoraConfig, targets: Targets) -> None:
         raise FtcliError.single(
             "FT311",
             "lora.target_modules matches no layer of this model",
-            exit_code=ExitCode.PREFLIGHT,
             help="fine-tune fully, or choose another model",
         )
     if not targets.experts and not targets.by_peft:
@@ -199,7 +198,6 @@ def require_possible(lora: LoraConfig, targets: Targets) -> None:
             "FT333",
             f"lora.{wanted[0]} cannot be applied to adapters on experts: PEFT adds those to the weights of all "
             "experts at once, before it sees a token",
-            exit_code=ExitCode.PREFLIGHT,
             help="leave it out, or set lora.experts: false",
         )
 
@@ -338,6 +336,5 @@ def _no_such_layer(model: PreTrainedModel, target: str, names: Sequence[str]) ->
     return FtcliError.single(
         "FT311",
         f"lora.target_modules: no linear layer of the language model is named {target}",
-        exit_code=ExitCode.PREFLIGHT,
         help=f"did you mean {close[0]}? {listed}" if close else f"use all-linear; {listed}",
     )

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ftcli.config.model import LoraConfig
 from ftcli.empty_weights import Undrawn
-from ftcli.errors import ExitCode, FtcliError, first_line
+from ftcli.errors import FtcliError, first_line
 from ftcli.facts.adapters import AdapterChoice
 from ftcli.facts.shape import Linear
 from ftcli.model.backbone import backbone_of, base_of, decoder_layers
@@ -124,7 +124,6 @@ def _require_bounded(raw: dict[str, Any]) -> None:
                 "FT305",
                 f"no model can be built of this config.json: it has {count:,} layers, more than the {_MOST_LAYERS:,} "
                 "that are possible",
-                exit_code=ExitCode.PREFLIGHT,
                 help="restore config.json from where the model came",
             )
 
@@ -154,7 +153,6 @@ def _attention(question: Question, model: PreTrainedModel) -> str:
         raise FtcliError.single(
             "FT337",
             f"model.attention: {found}, which transformers does not have for a {type(model).__name__}",
-            exit_code=ExitCode.PREFLIGHT,
             help="use model.attention: auto, which takes one that it has",
         )
     return found

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ftcli.empty_weights import Undrawn
-from ftcli.errors import ExitCode, FtcliError, first_line
+from ftcli.errors import FtcliError, first_line
 from ftcli.facts.weights import WEIGHTS_INDEX
 from ftcli.plain import JsonMap
 
@@ -227,7 +227,6 @@ def _not_whole(name: str, problems: list[str]) -> FtcliError:
     return FtcliError.single(
         "FT323",
         f"the weights of {name} do not make the model of its config.json: {first_few(problems)}",
-        exit_code=ExitCode.PREFLIGHT,
         help="download or copy the model again, weights and config.json from the same place",
     )
 
@@ -237,6 +236,5 @@ def impossible(error: BaseException) -> FtcliError:
     return FtcliError.single(
         "FT305",
         f"no model can be built of this config.json: {type(error).__name__}: {first_line(error)}",
-        exit_code=ExitCode.PREFLIGHT,
         help="restore config.json from where the model came",
     )

@@ -83,7 +83,6 @@ def no_matrix(name: str, shape: torch.Size, method: str) -> FtcliError:
         "FT332",
         f"{name}: the weight {tuple(shape)} is stored in {method}, so nothing can be merged into it or read from it as "
         "a matrix",
-        exit_code=ExitCode.PREFLIGHT,
         help="`ftcli export` merges into the full-precision base model, loaded again",
     )
 
@@ -284,7 +283,6 @@ def unreadable_weights(reason: str) -> FtcliError:
     return FtcliError.single(
         "FT323",
         f"the weights cannot be loaded: {reason}",
-        exit_code=ExitCode.PREFLIGHT,
         help="download or copy the model again",
     )
 
@@ -294,7 +292,6 @@ def rounded_before(reason: str) -> FtcliError:
     return FtcliError.single(
         "FT340",
         f"quantization.lambda_warmup_steps starts from full-precision weights, but {reason}",
-        exit_code=ExitCode.PREFLIGHT,
         help="remove quantization.lambda_warmup_steps; training goes on from the ternary weights",
     )
 
@@ -446,7 +443,6 @@ def layers_to_quantize(model: PreTrainedModel) -> frozenset[str]:
         raise FtcliError.single(
             "FT336",
             f"quantization.method: a {type(model).__name__} has no linear layers that could be stored quantized",
-            exit_code=ExitCode.PREFLIGHT,
             help="remove the section quantization",
         )
     return found

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ftcli.errors import ExitCode, FtcliError
+from ftcli.errors import FtcliError
 from ftcli.model.backbone import base_of, hidden_states, root_of
 
 if TYPE_CHECKING:
@@ -83,7 +83,6 @@ def classifier_name(config: PretrainedConfig) -> str:
         raise FtcliError.single(
             "FT351",
             f"transformers has no sequence classifier of {config.model_type}, so no reward model of it could be saved",
-            exit_code=ExitCode.PREFLIGHT,
             help="choose another base model for train.method: reward",
         )
     return str(name)

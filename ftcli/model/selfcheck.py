@@ -399,6 +399,5 @@ def _head_differs(model: PreTrainedModel, said: str) -> FtcliError:
     return FtcliError.single(
         "FT335",
         f"ftcli would compute the loss of a {type(model).__name__} with this config.json wrongly: {said}",
-        exit_code=ExitCode.PREFLIGHT,
         help="choose another model, and report this with the model's name: a value in its config.json is unknown here",
     )

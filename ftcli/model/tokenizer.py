@@ -57,7 +57,6 @@ def require_known_ids(tokenizer: PreTrainedTokenizerBase, facts: ModelFacts) -> 
         raise FtcliError.single(
             "FT315",
             f"the tokenizer gives {token!r} the id {beyond[token]}, and the vocabulary of {facts.name} has {size}",
-            exit_code=ExitCode.PREFLIGHT,
             help="use the tokenizer that belongs to the model; where transformers has added a token for want of an "
             "unknown one, name any other of its tokens as unk_token in tokenizer_config.json",
         )
@@ -104,7 +103,6 @@ def read_tokenizer(source: str, *, revision: str | None = None, offline: bool) -
         raise FtcliError.single(
             "FT321",
             f"no tokenizer can be loaded from {source}: {first_line(error)[:300]}",
-            exit_code=ExitCode.PREFLIGHT,
             help="name one with model.tokenizer, or use `model.tokenizer: bytes`",
         ) from error
     return tokenizer

@@ -47,6 +47,10 @@ class BenchOptions:
     profile: bool = False
     evaluation: bool = False
 
+    def prompt_of(self, tokens: int) -> int:
+        """Tokens of the prompt of a pair whose shorter row has so many."""
+        return max(1, min(tokens // 3 if self.prompt is None else self.prompt, tokens - 1))
+
 
 @dataclass(frozen=True, slots=True)
 class Timing:

@@ -111,13 +111,14 @@ def _checked(loaded: LoadedRecipe, session: Session, options: BenchOptions) -> P
         session.reporter.info(f"what is timed are steps of {title} at this batch, not of {method.title}")
     shortened = replace(loaded, recipe=bench_recipe(loaded.recipe, options))
     command: Command = "bench --eval" if options.evaluation else "bench"
-    report = checked(shortened, session, command)
+    prompt = options.prompt_of(shortened.recipe.data.max_seq_len)
+    report = checked(shortened, session, command, prompt_tokens=prompt)
     plan = report.plan
     if options.lengths is None and plan.trains and plan.graphed and not plan.wholly_graphed:
         # All micro-batches are of the largest size, which no graph takes.
         train = shortened.recipe.train.model_copy(update={"cuda_graphs": False})
         shortened = replace(shortened, recipe=shortened.recipe.model_copy(update={"train": train}))
-        report = checked(shortened, session, command)
+        report = checked(shortened, session, command, prompt_tokens=prompt)
     if report.checkpointing.requested == "auto":
         session.reporter.info(f"gradient_checkpointing: {report.checkpointing}")
     return report
@@ -237,7 +238,7 @@ def _with_reference(
     from ftcli.methods.preference.checks import caches, compares
     from ftcli.methods.preference.settings import PreferenceConfig
 
-    prompts = sum(size // 3 if options.prompt is None else min(options.prompt, size - 1) for size in sizes)
+    prompts = sum(map(options.prompt_of, sizes))
     answers = 1.0 - prompts / sum(sizes)
     settings = recipe.preference or PreferenceConfig()
     live = compares(recipe.train.method, settings) and not caches(recipe, "surely")

@@ -22,8 +22,8 @@ from ftcli.config.recipe import Recipe
 from ftcli.data.asked import RenderedPrompt
 from ftcli.data.reasoning import Answer
 from ftcli.errors import Finding, FtcliError
-from ftcli.evaluate.batching import row_too_large
 from ftcli.evaluate.generate import answering
+from ftcli.evaluate.loss import row_too_large
 from ftcli.facts.generation import MOST_ROWS
 from ftcli.generation.generator import OpenedGenerator, open_generator
 from ftcli.generation.requests import Completion, GenerationRequest, StopCheck, StopConditions, cut

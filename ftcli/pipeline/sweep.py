@@ -23,8 +23,7 @@ from typing import Protocol
 
 from ftcli.config.dump import dump_recipe
 from ftcli.config.grid import Combination
-from ftcli.config.load import LoadedRecipe, Override, load_recipe
-from ftcli.config.overrides import Settings
+from ftcli.config.load import LoadedRecipe, Override, Settings, load_recipe
 from ftcli.config.recipe import Recipe
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.plain import FLATTENED

@@ -69,9 +69,9 @@ class Batches:
             return 1, bucket(sum(lengths))
         return (len(lengths), max(lengths)) if self.layout == "padded" else unpadded_shape(lengths)
 
-    def most_tokens(self, rows: int, longest: int) -> int:
-        """The most tokens that are computed for ``rows`` rows of up to ``longest`` tokens each."""
-        return bucket(rows * longest) if self.layout == "unpadded" else rows * longest
+    def most_tokens(self, rows: int, longest: int, once: int = 0) -> int:
+        """The most tokens that are computed for ``rows`` rows of up to ``longest`` tokens each, less ``once``."""
+        return bucket(rows * longest - once) if self.layout == "unpadded" else rows * longest
 
 
 def choose_batches(

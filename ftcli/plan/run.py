@@ -9,8 +9,8 @@ from typing import Any, Literal, TypeAlias, TypeVar
 from ftkernels.limits import log_prob_bytes
 from pydantic import BaseModel
 
+from ftcli.config.load import Settings
 from ftcli.config.model import ModelConfig
-from ftcli.config.overrides import Settings
 from ftcli.config.recipe import Recipe
 from ftcli.facts.adapters import LinearAdapter
 from ftcli.facts.device import DeviceFacts
@@ -77,6 +77,7 @@ class RunPlan:
         method: How the recipe trains.
         hosts: Machines that its processes are on, as many on each.
         graphs_fit: Whether there is memory for CUDA graphs.
+        prompt_tokens: Tokens that the rows of each pair at least have in common, where they are known before any row.
     """
 
     recipe: Recipe
@@ -86,6 +87,7 @@ class RunPlan:
     method: Method
     hosts: int = 1
     graphs_fit: bool = True
+    prompt_tokens: int = 0
 
     @property
     def shape(self) -> ModelShape:
@@ -251,7 +253,12 @@ class RunPlan:
     @property
     def largest(self) -> tuple[int, int]:
         """Rows and tokens of a row of a micro-batch at its largest."""
-        return self.largest_shape(self.rows, self.method_memory.seq_len)
+        return self.largest_shape(self.rows, self.method_memory.seq_len, once=self.rows // 2 * self.shared_tokens)
+
+    @property
+    def shared_tokens(self) -> int:
+        """Tokens of each pair that are known to be computed once for both of its rows."""
+        return self.prompt_tokens if self.trains and self.execution.batches.shares_prompts else 0
 
     @property
     def tokens(self) -> int:
@@ -265,12 +272,13 @@ class RunPlan:
         """Processes that share each row in training."""
         return self.recipe.launch.context_parallel_size if self.trains else 1
 
-    def largest_shape(self, rows: int, longest: int) -> tuple[int, int]:
-        """The largest (rows, width) that is computed for ``rows`` rows of up to ``longest`` tokens. Unpadded, no mix of
-        lengths takes more than full rows do: as one row, for which attention and rotation need most.
+    def largest_shape(self, rows: int, longest: int, *, once: int = 0) -> tuple[int, int]:
+        """The largest (rows, width) that is computed for ``rows`` rows of up to ``longest`` tokens, ``once`` of which
+        rows share. Unpadded, no mix of lengths takes more than full rows do: as one row, for which attention and
+        rotation need most.
         """
         batches = self.execution.batches
-        return (1, batches.most_tokens(rows, longest)) if batches.layout == "unpadded" else (rows, longest)
+        return (1, batches.most_tokens(rows, longest, once)) if batches.layout == "unpadded" else (rows, longest)
 
     def log_prob_bytes(self, rows: int) -> int:
         """Workspace of a loss that takes ``rows`` log-probabilities from hidden states, and the head where it is cast
@@ -313,6 +321,7 @@ class RunPlan:
             squares_widened=self.dtypes.autocast and self.device.kind == "cuda" and self.facts.activation == "relu2",
             widens=self.dtypes.autocast and self.device.kind == "cuda",
             own_norms=self.rounds != "no" and self.recipe.quantization.use_rms_norm,
+            exchanges=self.shares > 1,
         )
 
     @property

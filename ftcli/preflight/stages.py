@@ -25,9 +25,8 @@ from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.facts.device import DeviceFacts, probe_device
 from ftcli.facts.model import read_facts
 from ftcli.paths import expanded
-from ftcli.plan.checkpointing import choose_checkpointing, with_graphs_that_fit, within_budget
+from ftcli.plan.checkpointing import choose_checkpointing, choose_engine, with_graphs_that_fit, within_budget
 from ftcli.plan.disk import DiskEstimate, estimate_disk, existing_ancestor, free_disk_bytes
-from ftcli.plan.engine import choose_engine
 from ftcli.plan.execution import ExecutionPart, execution_parts, graphs_part
 from ftcli.plan.memory.advice import Verdict, verdict_on
 from ftcli.plan.memory.candidates import candidate
@@ -40,11 +39,9 @@ from ftcli.preflight.checks import (
     crossfield,
     data,
     judging,
-    launch,
     machine,
     memory_and_disk,
     model,
-    sources,
     support,
 )
 from ftcli.preflight.checks.context import Command, Context, Findings, NotMade
@@ -54,7 +51,13 @@ from ftcli.tables import code_of
 
 
 def preflight(
-    loaded: LoadedRecipe, *, command: Command, device: DeviceFacts | None, offline: bool, hosts: int = 1
+    loaded: LoadedRecipe,
+    *,
+    command: Command,
+    device: DeviceFacts | None,
+    offline: bool,
+    hosts: int = 1,
+    prompt_tokens: int = 0,
 ) -> PreflightReport:
     """All checks for ``command`` on a loaded recipe.
 
@@ -62,6 +65,7 @@ def preflight(
         device: The device to answer for; None looks at this machine, which imports torch.
         hosts: Machines like it that the processes are on, as many on each.
         offline: Use no network. Checks that would need it are reported as not made.
+        prompt_tokens: As in :class:`RunPlan`.
 
     Raises:
         FtcliError: All errors of the first stage that has one, with the warnings and notes up to there. Exit 2 for
@@ -89,7 +93,7 @@ def preflight(
     here = loaded.recipe.launch.num_processes // hosts if context.work == "train" else 1
     each = device.of_each(here)
     plan = RunPlan(loaded.recipe, facts, within_budget(each, loaded.recipe), context.work, context.method, hosts)
-    plan = choose_engine(plan)
+    plan = choose_engine(replace(plan, prompt_tokens=prompt_tokens))
     checkpointing = choose_checkpointing(plan)
     plan = with_graphs_that_fit(checkpointing.applied_to(plan))
     context = replace(context, recipe=plan.recipe)
@@ -101,7 +105,7 @@ def preflight(
             *machine.check(context, device, plan.dtypes),
             *machine.check_layers(context, device, plan.execution),
             *machine.check_documents(context, plan),
-            *launch.check_model(context, plan),
+            *machine.check_model(context, plan),
             *machine.check_sharded(context, plan),
             *estimates.findings,
             *([] if asked is None else another_model.memory_findings(context, asked, plan.device)),
@@ -129,12 +133,19 @@ def preflight(
 
 
 def checked(
-    loaded: LoadedRecipe, session: Session, command: Command, device: DeviceFacts | None = None
+    loaded: LoadedRecipe,
+    session: Session,
+    command: Command,
+    device: DeviceFacts | None = None,
+    *,
+    prompt_tokens: int = 0,
 ) -> PreflightReport:
     """Preflight for ``command``, its warnings and notes told. Raises FtcliError as :func:`preflight`."""
     place = session.place
     hosts = 1 if place is None or place.size % place.local_size else place.size // place.local_size
-    report = preflight(loaded, command=command, device=device, offline=session.offline, hosts=hosts)
+    report = preflight(
+        loaded, command=command, device=device, offline=session.offline, hosts=hosts, prompt_tokens=prompt_tokens
+    )
     for finding in report.findings:
         session.reporter.finding(finding)
     return report
@@ -149,12 +160,12 @@ def _about_the_recipe(context: Context) -> Findings:
     """All rules that need only the recipe, those of its training method included."""
     yield from support.check(context)
     yield from crossfield.check(context)
-    yield from launch.check(context)
-    yield from sources.check(context)
+    yield from machine.check_launch(context)
+    yield from data.check_sources(context)
     yield from judging.check_sampling(context)
     if context.work == "train" and context.method.rules is not None:
         yield from code_of(context.method.rules)(context)
-    yield from sources.check_files(context)
+    yield from data.check_files(context)
 
 
 class _Found:

@@ -102,6 +102,8 @@ def killed(place: Place) -> RankLost | None:
 
 
 _SECONDS = 1.0
+#: Until every other rank has been heard once: only a process that is known can be ended.
+_FIRST_SECONDS = 0.05
 #: Of a rank that has left as it should, where it is: its silence means nothing.
 _LEFT = "left"
 #: The host is given so long to find out by itself that a rank is gone, before connections between GPUs are cut: a GPU
@@ -240,7 +242,7 @@ class Heartbeat:
 
     def _talk(self) -> None:
         count = 0
-        while not self._over.wait(min(_SECONDS, self._patience.silent / 4) if count else 0.0):
+        while not self._over.wait(self._until_next() if count else 0.0):
             count += 1
             try:
                 self._say(count)
@@ -251,6 +253,10 @@ class Heartbeat:
         if self.at == _LEFT:
             with contextlib.suppress(RuntimeError):
                 self._say(count + 1)
+
+    def _until_next(self) -> float:
+        seconds = _SECONDS if len(self._said) == len(self._others) else _FIRST_SECONDS
+        return min(seconds, self._patience.silent / 4)
 
     def _say(self, count: int) -> None:
         self._store.set(f"sign/{self._place.rank}", f"{count} {os.getpid()} {_space()} {self.at}")

@@ -56,7 +56,7 @@ TABLE: Mapping[str, RowLayout] = MappingProxyType(
         ),
         "sharegpt": RowLayout(
             ("conversations",),
-            "ftcli.rows.layouts.sharegpt:understand",
+            "ftcli.rows.layouts.prompted:understand_sharegpt",
             optional=("system", *_OF_CHATS),
             conversation=("conversations",),
         ),
@@ -81,7 +81,7 @@ TABLE: Mapping[str, RowLayout] = MappingProxyType(
         "text": RowLayout(("text",), "ftcli.rows.layouts.prompted:understand_text", loss_on=("all",), asks=False),
         "tokenized": RowLayout(
             ("input_ids", "labels"),
-            "ftcli.rows.layouts.tokenized:understand",
+            "ftcli.rows.layouts.prompted:understand_tokenized",
             loss_on=("all",),
             asks=False,
             optional=("attention_mask", "position_ids"),

@@ -14,7 +14,7 @@ class PreferenceLoss:
     Attributes:
         name: As in ``preference.loss``.
         code: A function ``(Answers, LossSettings) -> (pairs,) tensor`` (:mod:`ftcli.methods.preference.losses`), or
-            ``(LabelledAnswers, LabelSettings) -> (rows,) tensor`` (:mod:`ftcli.methods.kto.losses`).
+            ``(LabelledAnswers, LabelSettings) -> (rows,) tensor`` (:mod:`ftcli.methods.kto.objective`).
         source: Where its formula is from.
         beta: Default of ``preference.beta``; None where it has to be written.
         reference: Whether it compares with a reference.

@@ -21,7 +21,7 @@ import torch
 from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME
 from transformers.trainer_pt_utils import safe_globals
 
-from ftcli.errors import ExitCode, FtcliError, first_line
+from ftcli.errors import FtcliError, first_line
 from ftcli.plain import JsonObject
 from ftcli.run.atomic import read_text
 from ftcli.run.checkpoint import STATE_NAME, TRAINER_STATE
@@ -212,6 +212,5 @@ def readable(checkpoint: str | None) -> Iterator[None]:
             "FT725",
             f"cannot resume from {checkpoint}: its state cannot be loaded: "
             f"{type(error).__name__}: {first_line(error)[:200]}",
-            exit_code=ExitCode.RECIPE,
             help="move this checkpoint away and use --resume auto, which takes the one before it",
         ) from error

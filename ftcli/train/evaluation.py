@@ -106,7 +106,7 @@ class HeldOut:
         """The model's answers, on rank 0. All ranks call this: each takes part if the model's weights are sharded over
         them.
         """
-        from ftcli.evaluate.batching import led_by_first
+        from ftcli.evaluate.loss import led_by_first
         from ftcli.model.backbone import root_of
 
         settings, group = self.evaluator.job.recipe, self.evaluator.group

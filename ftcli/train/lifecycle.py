@@ -422,7 +422,6 @@ def with_its_batch(report: PreflightReport, previous: JsonMap, session: Session)
         raise FtcliError.single(
             "FT737",
             f"a step of this run has {began} micro-batches, which {processes} processes do not divide evenly",
-            exit_code=ExitCode.RECIPE,
             help=f"continue it with {' or '.join(map(str, fitting))} processes",
         )
     each = began // processes

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, Unpack
 
 from ftcli.config.load import LoadedRecipe
 from ftcli.config.recipe import Recipe
-from ftcli.errors import ExitCode, Finding, FtcliError
+from ftcli.errors import Finding, FtcliError
 from ftcli.plain import FLATTENED
 from ftcli.reporting import Session
 from ftcli.tables import code_of
@@ -277,7 +277,6 @@ def row_method(method: Method) -> RowMethod:
         raise FtcliError.single(
             "FT250",
             f"{method.title} measures nothing on held-out rows",
-            exit_code=ExitCode.RECIPE,
             help="add `--set train.method=sft` for the loss of the answers",
         )
     found: RowMethod = code_of(method.trains)()

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from ftcli.config.recipe import Recipe
 from ftcli.errors import Finding
-from ftcli.preflight.checks.optimisation import long_warm_ups
-from ftcli.remaining_time import Pace
+from ftcli.preflight.checks.crossfield import long_warm_ups
 from ftcli.reporting import Progress, Reporter
 from ftcli.run.metrics import MetricsLine
 from ftcli.run.report import LiveProgress, LiveReport
 from ftcli.tables import quantizations
 from ftcli.train.context import RunContext, Unwritten
-from ftcli.units import duration, gib
+from ftcli.units import Pace, duration, gib
 
 if TYPE_CHECKING:
     from ftcli.job import Job

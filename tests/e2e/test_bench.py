@@ -113,7 +113,7 @@ def test_steps_on_pairs_are_timed_with_their_reference(user: User, monkeypatch: 
 
 def test_steps_of_reward_models_are_timed_themselves(user: User, monkeypatch: pytest.MonkeyPatch) -> None:
     """It timed steps of supervised fine-tuning. There is no head of a language model."""
-    from ftcli.methods.reward.objective import RewardObjective
+    from ftcli.methods.reward.train import RewardObjective
 
     taken: list[int] = []
     own = RewardObjective.loss

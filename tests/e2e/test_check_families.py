@@ -47,7 +47,7 @@ def test_an_attention_that_the_family_does_not_have_is_refused(user: User) -> No
 
 @pytest.mark.parametrize("lora", [True, *further(False)])
 def test_without_a_description_the_model_is_measured(lora: bool, user: User) -> None:
-    path = recipe("qwen3_next", user)
+    path = recipe("qwen3_next", user, data={"max_seq_len": 64})
     words = [] if lora else ["--set", "lora=null"]
     result = user.done("check", path, "--as", "h100", *words)
     parts = result["memory"]["parts"]
@@ -111,7 +111,7 @@ def test_what_cannot_keep_documents_apart_is_refused_where_they_share_a_row(
 
 def test_delta_nets_share_rows_on_the_kernels_and_nowhere_else(user: User) -> None:
     """Their memory is computed on the kernels, and measured off them."""
-    path, packed = recipe("qwen3_5", user, data={"max_seq_len": 256}), ["--set", "data.packing=true"]
+    path, packed = recipe("qwen3_5", user, data={"max_seq_len": 64}), ["--set", "data.packing=true"]
     result = user.done("check", path, "--as", "h100", *packed)
     table = {row["part"]: row["runs"] for row in result["kernel_table"]}
     assert "torch" in table["gated delta nets (3 layers)"]  # heads of 8 are none of the kernels'

@@ -22,6 +22,12 @@ PRECISIONS: dict[str, tuple[dict[str, Any], str]] = {
 }
 POLICIES = [False, True, "selective", "offload"]
 OPTIMIZERS = ["adamw_torch", "adamw_torch_fused"]
+#: Each precision under each policy; `make test` takes each of them once or twice.
+CASES = [
+    pytest.param(*case, id="-".join(map(str, case)), marks=() if place % 3 == 0 else pytest.mark.long)
+    for case in all_pairs(list(PRECISIONS), POLICIES, OPTIMIZERS)
+    for place in [list(PRECISIONS).index(case[0]) + POLICIES.index(case[1])]
+]
 
 
 @pytest.fixture
@@ -31,7 +37,7 @@ def user(narrow: User) -> User:
 
 
 @pytest.mark.filterwarnings("ignore")  # bfloat16 on a CPU
-@pytest.mark.parametrize(("precision", "policy", "optim"), all_pairs(list(PRECISIONS), POLICIES, OPTIMIZERS), ids=str)
+@pytest.mark.parametrize(("precision", "policy", "optim"), CASES)
 def test_a_run_learns_and_goes_on_to_the_last_bit(user: User, precision: str, policy: Any, optim: str) -> None:
     settings, stored = PRECISIONS[precision]
     recipe = user.recipe(

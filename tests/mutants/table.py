@@ -604,7 +604,7 @@ EXPORT = (
     ),
     _m(
         "GGUF keeps YaRN's attention factor",
-        "ftcli/export/gguf/rotation.py",
+        "ftcli/export/gguf/metadata.py",
         'if rope.get("attention_factor") and',
         'if rope.get("nothing") and',
         _U + "export/test_gguf.py",
@@ -627,7 +627,7 @@ EXPORT = (
 CHECKS = (
     _m(
         "--set is cut at the last =",
-        "ftcli/config/overrides.py",
+        "ftcli/config/load.py",
         'override.text.partition("=")',
         'override.text.rpartition("=")',
         _U + "config/test_load.py",
@@ -1074,21 +1074,21 @@ GENERATION = (
     ),
     _m(
         "states: a row steps on in another row's slot",
-        "ftcli/generation/decoding.py",
+        "ftcli/generation/engine.py",
         "np.array([row.slot for row in rows] + [NO_SLOT]",
         "np.array([row.slot for row in rows[::-1]] + [NO_SLOT]",
         _STATES,
     ),
     _m(
         "states: empty rows step on in the first slot",
-        "ftcli/generation/decoding.py",
+        "ftcli/generation/engine.py",
         "[row.slot for row in rows] + [NO_SLOT] * (size - count)",
         "[row.slot for row in rows] + [rows[0].slot if rows else 0] * (size - count)",
         _STATES,
     ),
     _m(
         "states: rows that moved up keep the slots of their places",
-        "ftcli/generation/decoding.py",
+        "ftcli/generation/engine.py",
         "        self._put(self.slots, np",
         "        if first_tokens is not None:\n            self._put(self.slots, np",
         _STATES,
@@ -1363,7 +1363,7 @@ EXPERTS = (
         "ftcli/plan/execution.py",
         "    if method.quantize_stack is not None and facts.shape is not None and facts.shape.has_experts:",
         "    if False:",
-        "unit/plan/test_engine.py::test_auto",
+        "unit/plan/test_checkpointing_engine.py::test_auto",
     ),
 )
 

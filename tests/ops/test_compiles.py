@@ -25,6 +25,8 @@ PAIRED = (
     *("int8 product, fewest, bias", "int8 product, few", "int8 product, many, bias", "int8 product, described"),
     *(f"experts' {name}, {rows}" for name in ("unit", "product", "product back", "thin") for rows in (64, 16)),
     "thin products, one",
+    *("qkv options forward: norm, width", "qkv options backward: norm, width", "qkv rope forward", "qkv rope backward"),
+    *("delta rule chunks", "delta rule scan", "decode attention", "int8 product, few, bias"),
 )
 #: Bytes that kernels may spill all the same: of two value heads' gradients, those of k stay in registers.
 SPILLING = {"delta rule gradients": 64}

@@ -10,6 +10,8 @@ from ftkernels.delta_net import NetSizes, NetWeights, delta_net, delta_net_refer
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.tiers import further, in_turn
+
 BF16 = torch.bfloat16
 #: Two value heads to a key head, one, three; sizes of keys and of values that differ.
 SIZES = [NetSizes(2, 4, 64, 32), NetSizes(2, 2, 64, 16), NetSizes(2, 6, 32, 32)]
@@ -44,8 +46,7 @@ def documents(lengths: tuple[int, ...], device: str) -> Tensor:
     return begins[None].int().to(device)
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("sizes", "bias"), in_turn(SIZES, [False, True]))
 def test_output_and_every_gradient(device: str, tools: Any, sizes: NetSizes, bias: bool) -> None:
     op, reference = call(delta_net, sizes, backend="triton"), call(delta_net_reference, sizes)
     inputs = inputs_of(sizes, device, bias=bias)
@@ -55,7 +56,7 @@ def test_output_and_every_gradient(device: str, tools: Any, sizes: NetSizes, bia
         assert tools.relative(value, truth) <= 1e-5, place
 
 
-@pytest.mark.parametrize("lengths", [(30, 1, 2, 37), (64, 6), (3, 67), (61, 3, 6)], ids=str)
+@pytest.mark.parametrize("lengths", [(30, 1, 2, 37), (64, 6), *further((3, 67), (61, 3, 6))], ids=str)
 def test_documents(device: str, tools: Any, lengths: tuple[int, ...]) -> None:
     sizes, starts = SIZES[0], documents(lengths, device)
     op, reference = call(delta_net, sizes, starts, backend="triton"), call(delta_net_reference, sizes, starts)

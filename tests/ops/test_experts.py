@@ -16,6 +16,8 @@ from ftkernels.experts import (
 from ftkernels.nf4 import quantize_nf4
 from torch import Tensor
 
+from tests.tiers import further
+
 BF16 = torch.bfloat16
 
 
@@ -78,7 +80,7 @@ def test_output_and_every_gradient(
     tools.assert_float32(call(lora_experts, index, stacks, backend="torch"), reference, inputs)
 
 
-@pytest.mark.parametrize("kind", ["random", "one"])
+@pytest.mark.parametrize("kind", ["random", *further("one")])
 def test_in_half_precision(device: str, tools: Any, kind: str) -> None:
     inputs, stacks = inputs_of(8, 2, 128, 64, 16, 300, device)
     index = routing(300, 8, 2, kind, device)

@@ -21,7 +21,7 @@ SHORT = (
     "train.max_steps=24",
     "train.per_device_train_batch_size=8",
     "train.learning_rate=4e-3",
-    "data.eval=[{path: 'bundled:smoke-dpo-eval', max_rows: 100}]",
+    "data.eval=[{path: 'bundled:smoke-dpo-eval', max_rows: 40}]",
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -66,7 +66,12 @@ def test_as_it_ships(seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_methods_without_a_reference_teach_the_order(
     method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = measured(capsys, tmp_path, *SHORT, f"train.method={method}", "eval.tasks=[]")
+    found = measured(
+        capsys,
+        tmp_path,
+        *SHORT,
+        *("train.max_steps=16", "train.learning_rate=6e-3", "eval.tasks=[]", f"train.method={method}"),
+    )
     assert found["base"]["accuracy"] < 0.7
     assert found["run"]["accuracy"] >= 0.95
 

@@ -17,10 +17,10 @@ from tests.recipes.test_smoke_preference import measured
 
 RECIPE = str(Path(__file__).parents[2] / "recipes" / "smoke-reward.yaml")
 SHORT = (
-    "train.max_steps=40",
+    "train.max_steps=24",
     "train.per_device_train_batch_size=8",
-    "train.learning_rate=3e-3",
-    "data.eval=[{path: 'bundled:smoke-dpo-eval', max_rows: 100}]",
+    "train.learning_rate=5e-3",
+    "data.eval=[{path: 'bundled:smoke-dpo-eval', max_rows: 40}]",
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

@@ -10,7 +10,7 @@ from ftcli.config.conversion import preferences, sources
 from ftcli.config.conversion import rules as r
 from ftcli.config.conversion.draft import Draft, is_off, truth
 from ftcli.config.conversion.source import ForeignSetting
-from ftcli.config.tree import ListNode, MapNode, plain_tree
+from ftcli.config.yaml import ListNode, MapNode, plain_tree
 from ftcli.plain import JsonObject, map_in
 
 _FORMATS = {"alpaca": "alpaca", "sharegpt": "sharegpt", "completion": "text"}

@@ -10,8 +10,7 @@ from ftcli.config.conversion.rules import Rules, apply, our_keys, vocabulary
 from ftcli.config.conversion.source import ForeignRecipe, ForeignSetting, foreign_settings, read
 from ftcli.config.conversion.sources import listed
 from ftcli.config.findings import validate
-from ftcli.config.tree import MapNode, Origins
-from ftcli.config.yaml import parse_file
+from ftcli.config.yaml import MapNode, Origins, parse_file
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin
 from ftcli.tables import code_of, dialects
 

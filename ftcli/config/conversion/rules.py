@@ -9,8 +9,7 @@ from types import MappingProxyType
 from ftcli.config.conversion.draft import Draft, is_off, truth
 from ftcli.config.conversion.source import ForeignSetting
 from ftcli.config.dialects import ForeignKey, rows_of
-from ftcli.config.tree import plain_tree
-from ftcli.config.yaml import parse_value
+from ftcli.config.yaml import parse_value, plain_tree
 from ftcli.plain import JsonMap
 
 #: What becomes of one setting.

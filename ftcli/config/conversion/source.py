@@ -18,8 +18,7 @@ from pathlib import Path
 
 from ftcli.config.recipe_file import lines_of, read_text
 from ftcli.config.secrets import is_secret_key, is_secret_value, mask_lines
-from ftcli.config.tree import Leaf, ListNode, MapEntry, MapNode, Scalar, Tree, plain_tree
-from ftcli.config.yaml import parse_file, plain_scalar
+from ftcli.config.yaml import Leaf, ListNode, MapEntry, MapNode, Scalar, Tree, parse_file, plain_scalar, plain_tree
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin
 
 #: Maps that are one setting.

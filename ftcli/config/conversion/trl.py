@@ -11,7 +11,7 @@ from ftcli.config.conversion import preferences, sources
 from ftcli.config.conversion import rules as r
 from ftcli.config.conversion.draft import Draft, is_off, truth
 from ftcli.config.conversion.source import ForeignSetting
-from ftcli.config.tree import plain_tree
+from ftcli.config.yaml import plain_tree
 from ftcli.plain import JsonObject, maps
 
 #: Keys of a dataset of a mixture that are read below, or change nothing of what is learnt.

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.export.clean.request import ANSWER, ReloadAnswer, ReloadRequest
+from ftcli.paths import scratch
 from ftcli.run.atomic import writing_into
-from ftcli.scratch import scratch
 
 #: Without -P the folder of the program would stand before all others, and `safetensors.py` beside it for the library.
 #: In a checkout that is not installed ftcli is found where this process found it.
@@ -109,7 +109,7 @@ class CleanProcess:
         running = self._running
         assert running is not None  # started
         assert running.stdin is not None  # a pipe
-        seconds = patience(Path(request.folder), self._seconds)
+        seconds = self._seconds + _SECONDS_A_GIB * _bytes(Path(request.folder)) / 2**30
         try:
             running.stdin.write(json.dumps(asked) + "\n")
             running.stdin.flush()
@@ -149,11 +149,6 @@ def _listen(stream: IO[str] | None, said: queue.SimpleQueue[str | None]) -> None
         if line.startswith(ANSWER):
             said.put(line.removeprefix(ANSWER))
     said.put(None)
-
-
-def patience(path: Path, seconds: float = _SECONDS) -> float:
-    """Seconds that an answer about a file or folder may take: ``seconds``, and more for what is large."""
-    return seconds + _SECONDS_A_GIB * _bytes(path) / 2**30
 
 
 def _bytes(path: Path) -> int:

@@ -318,7 +318,7 @@ class ExpectedFile:
         facts: What an export's record says beside what is compared of each file.
         activations: What layers' activations have trained, by full key.
         reload: Loads the file again, in a process of its own.
-        llama_cpp: What there is of llama.cpp, as :func:`ftcli.export.gguf.verify.installed_llama_cpp` says it.
+        llama_cpp: The file is to be run in llama.cpp, too.
         probe, logits: A batch, and what base and adapter, or the full fine-tune, answer to it in float32.
     """
 
@@ -334,7 +334,7 @@ class ExpectedFile:
     probe: Probe
     logits: Tensor
     reload: Reload = ask_once
-    llama_cpp: str | None = None
+    llama_cpp: bool = False
     provenance: Mapping[str, Value] = field(default_factory=dict)
     name: str = "model"
     facts: Mapping[str, float] = field(default_factory=dict)

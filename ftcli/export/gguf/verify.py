@@ -1,34 +1,24 @@
 """Compares a GGUF file with what was trained: what the gguf library reads from it is put into transformers' model.
 
 Weights are compared one by one, metadata by building the model from it, the tokenizer by cutting the same texts into
-tokens. Where this machine has llama.cpp itself, the file runs there, too: the library (llama-cpp-python) gives the
-logits of all prompts; ``llama-server``, found by name, goes on with the first prompt and gives the likeliest tokens of
-each position with their log-probabilities. Either cuts the texts into tokens.
+tokens. Where llama.cpp's library (llama-cpp-python) is installed, the file runs there, too: it gives the logits of all
+prompts and cuts the texts into tokens.
 """
 
 from __future__ import annotations
 
-import http.client
-import json
-import shutil
-import signal
-import socket
-import subprocess
 import tempfile
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ftcli.errors import Finding
-from ftcli.export.clean.process import patience
 from ftcli.export.clean.request import LOGITS, ReloadAnswer, ReloadRequest
 from ftcli.export.gguf.file import ExpectedFile, as_stored, in_model_shapes, type_of
 from ftcli.export.gguf.metadata import ROUNDING
@@ -60,7 +50,6 @@ from ftcli.gguf import (
     numbers_in_file,
 )
 from ftcli.plain import JsonMap
-from ftcli.ranks import hearing_its_end
 from ftcli.tables.gguf import TYPES, StoredType
 
 if TYPE_CHECKING:
@@ -254,38 +243,29 @@ def _compare_template(values: JsonMap, tokenizer: PreTrainedTokenizerBase) -> li
     return []
 
 
-LIBRARY, SERVER = "llama-cpp-python", "llama-server"
-ABSENT = f"llama.cpp is not on this machine ({LIBRARY}, or {SERVER} on the PATH), so the files are not run in it"
+LIBRARY = "llama-cpp-python"
+ABSENT = f"llama.cpp is not on this machine ({LIBRARY}), so the files are not run in it"
 #: Relative error of the logits that passes at least: GELU is looked up in a table of float16 there, which makes 3e-4.
 #: Of ternary types activations are rounded there, by token and block, which makes 2.4e-2.
 _LEAST, _LEAST_TERNARY = 2e-3, 0.1
-_HOST = "127.0.0.1"
-#: Room for the prompt and what is generated.
-_CONTEXT = 512
-#: Of how many of the likeliest tokens log-probabilities are asked for: of all of a vocabulary they are megabytes.
-_LIKELIEST = 1000
-_PAUSE = 0.1
-#: Probabilities are float32 there: the logarithm of a smaller one tells nothing.
-_SMALLEST = -80.0
 
 
-def installed_llama_cpp() -> str | None:
-    """The llama.cpp of this machine: the library's name, or the path of the server; None: nothing."""
-    return LIBRARY if find_spec("llama_cpp") is not None else shutil.which(SERVER)
+def has_llama_cpp() -> bool:
+    """True if llama.cpp's library is installed."""
+    return find_spec("llama_cpp") is not None
 
 
 def run_in_llama_cpp(path: Path, row: StoredType, wanted: ExpectedFile, rounding: float) -> FileReport:
-    """Ask what is there of llama.cpp about a file. A fault of llama.cpp's own that the table names is no problem.
+    """Runs a file in llama.cpp, where that is there. A fault of llama.cpp's own that the table names is no problem.
 
     ``rounding`` of the weights is what moves the logits this far; llama.cpp also rounds the activations, as finely.
     """
-    if wanted.llama_cpp is None:
+    if not wanted.llama_cpp:
         return FileReport(told={"llama_cpp": "not on this machine"})
     if wanted.architecture.only_in is not None:
         return FileReport(told={"llama_cpp": f"it does not build {wanted.architecture.name}"})
-    ask = _in_library if wanted.llama_cpp == LIBRARY else _in_server
     least = _LEAST_TERNARY if row.ternary else _LEAST
-    report = ask(path, max(row.logits, least, 2 * rounding), wanted)
+    report = _in_library(path, max(row.logits, least, 2 * rounding), wanted)
     fault = wanted.architecture.fault
     if fault is None or not report.problems:
         return report
@@ -317,69 +297,11 @@ def _in_library(path: Path, allowed: float, wanted: ExpectedFile) -> FileReport:
     return FileReport(tuple(f"in llama.cpp {problem}" for problem in problems), facts)
 
 
-def _in_server(path: Path, allowed: float, wanted: ExpectedFile) -> FileReport:
-    assert wanted.llama_cpp is not None  # who asks has looked
-    probe = _continuation(wanted)
-    prompt, count = probe.prompt[0].tolist(), probe.new_tokens
-    try:
-        answer = completed(Path(wanted.llama_cpp), path, prompt, count, TEXTS, len(wanted.logits[0]))
-    except ServerTooOld as error:
-        return FileReport(told={"llama_cpp": f"not asked: {error}"})
-    except ServerFailed as error:
-        return FileReport((f"in llama.cpp {error}",))
-    reference = wanted.logits[: probe.input_ids.shape[1]]
-    # llama.cpp also ends at tokens that it knows by their text, whatever the file says.
-    ends = {*wanted.stops, *(answer.generated[-1:] if len(answer.generated) < count else ())}
-    problems = check_greedy(torch.tensor(answer.generated), reference, probe, ends, allowed)
-    off = _likeliest_error(answer, reference[probe.continued_at], probe.greedy.tolist())
-    if off is not None and not off <= allowed:
-        problems.append(f"the likeliest tokens' logits differ by {off:.3g} of their size; {allowed:.3g} is allowed")
-    problems += _compare_tokens(answer.tokens, wanted.tokenizer)
-    same = sum(one == other for one, other in zip(answer.generated, probe.greedy.tolist(), strict=False))
-    facts: dict[str, str | float] = {
-        "llama_cpp": f"{SERVER} {answer.version}".strip(),
-        "llama_cpp_greedy_tokens": f"{same} of {count}",
-        **({} if off is None else {"llama_cpp_error": off}),
-    }
-    return FileReport(tuple(f"in llama.cpp {problem}" for problem in problems), facts)
-
-
-def _continuation(wanted: ExpectedFile) -> Probe:
-    """The first prompt and what the trained model goes on with; where the file's context is too short for both, as much
-    of the prompt as goes into it, and one token.
-    """
-    probe, context = wanted.probe, _context(wanted)
-    whole = probe.prompt.shape[1] + probe.new_tokens
-    ids, count = probe.input_ids[:1, :whole], probe.new_tokens
-    if context < whole:
-        last = wanted.logits[context - 2].argmax().reshape(1, 1)
-        ids, count = torch.cat((ids[:, : context - 1], last), dim=1), 1
-    return Probe(ids, torch.ones_like(ids), count)
-
-
 def _context(wanted: ExpectedFile) -> int:
     """Number of tokens that llama.cpp takes: all of the probe, or as many as the file says."""
     said = wanted.description.values.get("context_length")
     longest = wanted.probe.input_ids.shape[1]
     return min(said, longest) if isinstance(said, int) else longest
-
-
-def _likeliest_error(answer: ServerAnswer, reference: Tensor, greedy: Sequence[int]) -> float | None:
-    """Relative error of log-probabilities against the reference's (positions, vocabulary), as in
-    :func:`ftcli.export.verify.compare_logits`, over the tokens that are told; up to where another token is taken. None
-    if none are told.
-    """
-    centred = (reference - reference.mean(-1, keepdim=True)).double()
-    squares = []
-    for place, told in enumerate(answer.likeliest):
-        if place and answer.generated[place - 1] != greedy[place - 1]:
-            break
-        if not told:
-            continue
-        ids = torch.tensor(list(told))
-        found, wished = torch.tensor(list(told.values())).double(), centred[place, ids]
-        squares.append(((found - found.mean()) - (wished - wished.mean())).square())
-    return float(torch.cat(squares).mean().sqrt() / centred.square().mean().sqrt()) if squares else None
 
 
 def _compare_tokens(found: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -389,134 +311,3 @@ def _compare_tokens(found: Sequence[Sequence[int]], tokenizer: PreTrainedTokeniz
         for text, tokens in zip(TEXTS, found, strict=True)
         if list(tokens) != list(tokenizer(text, add_special_tokens=False)["input_ids"])
     ]
-
-
-class ServerFailed(Exception):
-    """It did not come up, or did not answer; the message says which."""
-
-
-class ServerTooOld(ServerFailed):
-    """It does not know an option that it is started with."""
-
-
-@dataclass(frozen=True, slots=True)
-class ServerAnswer:
-    """The answer of the server.
-
-    Attributes:
-        generated: The ids that it goes on with.
-        likeliest: For each of these, log-probabilities by id; empty where it tells none.
-        tokens: The ids of each text, without what comes before it.
-        version: What it calls its build.
-    """
-
-    generated: list[int]
-    likeliest: list[dict[int, float]]
-    tokens: list[list[int]]
-    version: str
-
-
-def completed(
-    program: Path, file: Path, prompt: Sequence[int], count: int, texts: Sequence[str], vocabulary: int
-) -> ServerAnswer:
-    """Asks ``program`` for ``count`` times the likeliest token behind ``prompt``, and how it cuts ``texts``.
-
-    Raises:
-        ServerFailed: it ends, or does not answer in time.
-    """
-    with _serving(program, file) as port:
-        seconds = patience(file)
-        generated: list[int] = []
-        likeliest: list[dict[int, float]] = []
-        try:
-            for _ in range(count):
-                # One by one: it leaves out probabilities where the text so far ends inside a character.
-                asked = {"prompt": [*prompt, *generated], "n_predict": 1, "temperature": 0.0}
-                asked |= {"n_probs": min(vocabulary, _LIKELIEST), "return_tokens": True}
-                answer = _ask(port, "/completion", asked, seconds)
-                (token,) = answer["tokens"]
-                told = answer.get("completion_probabilities") or [{"top_logprobs": []}]
-                generated.append(int(token))
-                likeliest.append(_likeliest(told[0]["top_logprobs"]))
-                if answer.get("stop_type") == "eos":
-                    break
-            cut = [_tokens(port, text, seconds) for text in texts]
-            return ServerAnswer(
-                generated, likeliest, cut, str(_ask(port, "/props", None, seconds).get("build_info", ""))
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise ServerFailed(f"llama-server answered something other than was asked ({error!r})") from error
-
-
-def _likeliest(told: Sequence[Mapping[str, Any]]) -> dict[int, float]:
-    found = {int(each["id"]): float(each["logprob"]) for each in told}
-    return {token: value for token, value in found.items() if value > _SMALLEST}
-
-
-def _tokens(port: int, text: str, seconds: float) -> list[int]:
-    asked = {"content": text, "add_special": False, "parse_special": True}
-    return [int(token) for token in _ask(port, "/tokenize", asked, seconds)["tokens"]]
-
-
-@contextmanager
-def _serving(program: Path, file: Path) -> Iterator[int]:
-    """The port of a server that has loaded ``file``; it is ended with the block."""
-    port = _free_port()
-    words = [str(program), "-m", str(file), "--host", _HOST, "--port", str(port), "-c", str(_CONTEXT), "-np", "1"]
-    # Repacked weights are other sums, made for larger matrices; flash attention is in float16.
-    words += ["-ngl", "0", "-ctk", "f32", "-ctv", "f32", "-fa", "off", "--no-repack"]
-    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as said:
-        running = subprocess.Popen(  # noqa: S603
-            words,
-            stdin=subprocess.DEVNULL,
-            stdout=said,
-            stderr=said,
-            start_new_session=True,
-            preexec_fn=hearing_its_end(signal.SIGKILL),
-        )
-        try:
-            _wait(running, port, patience(file), said)
-            yield port
-        finally:
-            running.kill()
-            running.wait()
-
-
-def _wait(running: subprocess.Popen[bytes], port: int, seconds: float, said: IO[str]) -> None:
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        if running.poll() is not None:
-            said.seek(0)
-            lines = said.read().strip().splitlines()
-            last = lines[-1] if lines else f"exit status {running.returncode}"
-            raise (ServerTooOld if "invalid argument" in last else ServerFailed)(f"it cannot be loaded: {last}")
-        try:
-            _ask(port, "/health", None, seconds)
-        except ServerFailed:
-            time.sleep(_PAUSE)
-        else:
-            return
-    raise ServerFailed(f"llama-server was not ready within {seconds:,.0f} s")
-
-
-def _ask(port: int, path: str, asked: Mapping[str, Any] | None, seconds: float) -> dict[str, Any]:
-    connection = http.client.HTTPConnection(_HOST, port, timeout=seconds)
-    try:
-        body = None if asked is None else json.dumps(asked)
-        connection.request("GET" if body is None else "POST", path, body, {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        text = response.read()
-        answer = json.loads(text) if response.status == http.client.OK else None
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        raise ServerFailed(f"llama-server did not answer: {type(error).__name__}: {error}") from error
-    finally:
-        connection.close()
-    if not isinstance(answer, dict):
-        raise ServerFailed(f"llama-server answered with status {response.status} to {path}")
-    return answer
-
-
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind((_HOST, 0))
-        return int(one.getsockname()[1])

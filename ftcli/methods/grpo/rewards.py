@@ -145,7 +145,6 @@ class RewardFailures:
                 f"the reward {reward} could not judge {failures:,} of the last {of:,} completions; "
                 f"grpo.reward_failures.max_fraction {self.max_fraction:g} allows at most "
                 f"{int(self.max_fraction * max(of, _AT_LEAST)):,} pass",
-                exit_code=ExitCode.DATA,
                 help="fix the reward (FT457 says what it failed on first), or raise max_fraction",
             )
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from ftcli.data.order import Epochs, Mixture, Packs, mixture
 from ftcli.data.tokens import TokenizedRow, TokenTable
-from ftcli.errors import ExitCode, Finding, FtcliError
+from ftcli.errors import Finding, FtcliError
 from ftcli.methods.kto.losses import LabelSettings
 
 #: The weighted ratio of desirable to undesirable answers that the paper advises (its equation 8).
@@ -57,7 +57,6 @@ def require_both_labels(table: TokenTable) -> None:
     raise FtcliError.single(
         "FT465",
         f"all {len(table):,} answers are {which} and none is {other}",
-        exit_code=ExitCode.DATA,
         origin=table[0].row.origin,
         help="to imitate good answers, use train.method: sft; else add rows with the other label",
     )

@@ -8,7 +8,7 @@ from typing import Any
 from ftcli.methods.preference import rows as pairs
 from ftcli.plain import JsonObject
 from ftcli.rows.columns import BAD, GOOD
-from ftcli.rows.layouts import meant_for, messages, prompted, sharegpt
+from ftcli.rows.layouts import meant_for, messages, prompted
 from ftcli.rows.layouts.messages import conversation, list_of, marks_of, messages_of
 from ftcli.rows.layouts.prompted import pair, text_of
 from ftcli.rows.row import Example, Message, Misfit, Row
@@ -57,7 +57,7 @@ def _answered(row: Row) -> Example:
     if "messages" in fields:
         return _last_answer(messages.understand(row))
     if "conversations" in fields:
-        return _last_answer(sharegpt.understand(row))
+        return _last_answer(prompted.understand_sharegpt(row))
     if {"instruction", "output"} <= set(fields):
         return prompted.understand_instruction(row)
     raise Misfit("the row has a label and no answer: it needs `prompt` with `completion`, or `messages`")

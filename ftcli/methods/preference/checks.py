@@ -233,6 +233,7 @@ def cache(context: Context, settings: PreferenceConfig) -> Findings:
 
 def memory(plan: RunPlan) -> MethodMemory:
     """Two rows a pair, up to ``data.max_seq_len`` each, at worst with nothing in common; or this rank's part of them.
+    What they are known to share is no answer's.
     The loss takes log-probabilities from hidden states, which are picked out for it where prompts are shared; the
     reference's pass keeps nothing, and is over before the policy's begins.
 
@@ -240,7 +241,7 @@ def memory(plan: RunPlan) -> MethodMemory:
     be switched off.
     """
     recipe = plan.recipe
-    tokens = plan.rows * -(-recipe.data.max_seq_len // plan.shares)
+    tokens = plan.rows * -(-(recipe.data.max_seq_len - plan.shared_tokens) // plan.shares)
     picked = 2 * tokens * plan.sizes.hidden_size * plan.dtypes.compute_bytes  # and their gradient
     reference = -(-plan.sizes.parameters // plan.shard_size) * plan.dtypes.parameter_bytes
     return MethodMemory(

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from ftcli.data.tokens import TokenizedRow
 from ftcli.errors import Origin
-from ftcli.evaluate.batching import Sums, in_batches, summed_in_step, summed_over_ranks
-from ftcli.evaluate.loss import LossResult, require_finite
+from ftcli.evaluate.loss import LossResult, Sums, in_batches, require_finite, summed_in_step, summed_over_ranks
 from ftcli.evaluate.margins import Floats, RowTable, margins_of_pairs
 from ftcli.evaluate.suite import Evaluator
 from ftcli.methods.preference.cache import LogProbs, unit_digest

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ftcli.data.order import Epochs
 from ftcli.data.tokens import TokenizedRow
-from ftcli.evaluate.batching import in_batches, in_step
+from ftcli.evaluate.loss import in_batches, in_step
 from ftcli.methods.preference.cache import WIDTHS, LogProbs, ReferenceCache, reference_key, unit_digest
 from ftcli.methods.preference.checks import caches, compares
 from ftcli.methods.preference.pairs import AnswerScorer

@@ -14,8 +14,7 @@ from ftcli.data.order import Epochs
 from ftcli.data.prepare import PreparedData
 from ftcli.data.tokens import TokenizedRow, TokenTable
 from ftcli.errors import Finding
-from ftcli.evaluate.batching import Sums
-from ftcli.evaluate.loss import LossResult, require_finite
+from ftcli.evaluate.loss import LossResult, Sums, require_finite
 from ftcli.evaluate.margins import Floats, RowTable, margins_of_pairs
 from ftcli.evaluate.suite import JudgedRow
 from ftcli.job import Job

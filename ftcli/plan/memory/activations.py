@@ -65,6 +65,7 @@ class ActivationSettings:
         softcap: Attention scores are capped.
         padded: Rows of a batch may differ in length.
         widens: Autocast has torch's norms compute in float32, as it does on a GPU.
+        exchanges: Ranks share rows: attention's output is kept as it was made, and as ranks have exchanged it.
     """
 
     seq_len: int
@@ -83,6 +84,7 @@ class ActivationSettings:
     own_norms: bool = False
     squares_widened: bool = False
     widens: bool = False
+    exchanges: bool = False
 
 
 Term = Callable[[ModelShape, ActivationSettings], float]
@@ -100,6 +102,7 @@ class LayerMemory:
         mixer: What the half in front of the MLP keeps and allocates, where that may be more than the MLP's.
         halves: How many tensors of the residual stream's size its halves are run again from. A whole layer needs one.
         ahead: How many of these are fetched from the host before they are needed.
+        passing: What its forward pass allocates on top of what is kept, where that has to be counted.
     """
 
     kept: Mapping[str, Term]
@@ -109,6 +112,7 @@ class LayerMemory:
     mixer: Term = lambda shape, setting: 0.0
     halves: Callable[[ModelShape], int] = lambda shape: 1
     ahead: Callable[[ModelShape], int] = lambda shape: 1
+    passing: Term = lambda shape, setting: 0.0
 
     def layer_bytes(self, shape: ModelShape, setting: ActivationSettings) -> float:
         """Bytes per token that one layer keeps: where layers are of several kinds, their mean."""
@@ -121,6 +125,10 @@ class LayerMemory:
     def forward_peak(self, shape: ModelShape, setting: ActivationSettings) -> float:
         """Bytes per token that a layer holds at most when nothing is kept."""
         return max(self.forward(kind, own) for kind, own in _by_kind(shape, setting))
+
+    def passing_peak(self, shape: ModelShape, setting: ActivationSettings) -> float:
+        """Bytes per token that a layer's forward pass has at most beyond what is kept."""
+        return max(self.passing(kind, own) for kind, own in _by_kind(shape, setting))
 
     def layer(self, shape: ModelShape, setting: ActivationSettings) -> LayerBytes:
         """A layer's bytes per token, as checkpointing policies take them."""
@@ -274,6 +282,8 @@ def _output_is_counted(shape: ModelShape, setting: ActivationSettings) -> bool:
     put together of parts: the output takes over their memory layout, which o_proj cannot read.
     """
     in_norms = setting.rounds == "in norms"
+    if setting.exchanges:
+        return False
     if shape.family.sub_norms:
         return setting.bytes_compute == 4 or (in_norms and not setting.own_norms)
     if setting.rounds != "no":
@@ -316,17 +326,26 @@ def _mlp_forward(shape: ModelShape, setting: ActivationSettings) -> float:
     return setting.bytes_compute * (4 * shape.intermediate_size + 2 * shape.hidden_size)
 
 
+def _mlp_passing(shape: ModelShape, setting: ActivationSettings) -> float:
+    # The product of gate and up, which PEFT casts to float32 for down's adapter; and of the residual stream's width
+    # the residual, what down and its adapter give, that scaled, and the sum.
+    cast = setting.autocast and any(linear.leaf == "down_proj" for linear in setting.adapted)
+    passing = setting.bytes_compute * (shape.intermediate_size + 5 * shape.hidden_size)
+    return passing + (4 * shape.intermediate_size if cast else 0)
+
+
 def _mlp_backward(shape: ModelShape, setting: ActivationSettings) -> float:
-    # The gradient of down's input arrives twice (base and adapter), the adapter's by way of float32, before gate's and
-    # up's gradients are formed from it.
-    copies = 4 if setting.full or not setting.autocast else 5
-    return shape.intermediate_size * (setting.bytes_compute * copies + (4 if setting.autocast else 0))
+    # The gradient of down's input comes from the base, and by way of float32 from the adapter, whose input is gone
+    # then; and gate's and up's are formed from it where there is no adapter.
+    c = setting.bytes_compute
+    if setting.autocast and not setting.full:
+        return (c + 4) * shape.intermediate_size
+    return shape.intermediate_size * (4 * c + (4 if setting.autocast else 0))
 
 
 def scores_at_work(shape: ModelShape, setting: ActivationSettings) -> float:
     """Bytes that eager attention allocates: scores and their scaled or capped successor, then the float32 softmax with
-    its float32 input. In backward the gradients of the probabilities (c), of the softmax (4) and of its input (4), then
-    of the scores (c): as much.
+    its float32 input.
     """
     return shape.num_heads * setting.seq_len * (2 * setting.bytes_compute + 8)
 
@@ -335,8 +354,14 @@ def _eager_forward(shape: ModelShape, setting: ActivationSettings) -> float:
     return max(scores_at_work(shape, setting), _mlp_forward(shape, setting))
 
 
+def _eager_passing(shape: ModelShape, setting: ActivationSettings) -> float:
+    return max(scores_at_work(shape, setting) - eager_scores(shape, setting), _mlp_passing(shape, setting))
+
+
 def _eager_backward(shape: ModelShape, setting: ActivationSettings) -> float:
-    return max(scores_at_work(shape, setting), _mlp_backward(shape, setting))
+    # Gradients of the probabilities (c), of the softmax (4) and of its input (4), when the MLP's tensors are gone.
+    scores = shape.num_heads * setting.seq_len * (setting.bytes_compute + 8)
+    return max(scores - _mlp(shape, setting), _mlp_backward(shape, setting))
 
 
 def _sdpa_forward(shape: ModelShape, setting: ActivationSettings) -> float:
@@ -358,5 +383,5 @@ def plain_layers(attention: Literal["eager", "sdpa"]) -> LayerMemory:
         "gated MLP": _mlp,
     }
     if eager:
-        return LayerMemory(MappingProxyType(kept), _eager_forward, _eager_backward)
-    return LayerMemory(MappingProxyType(kept), _sdpa_forward, _sdpa_backward)
+        return LayerMemory(MappingProxyType(kept), _eager_forward, _eager_backward, passing=_eager_passing)
+    return LayerMemory(MappingProxyType(kept), _sdpa_forward, _sdpa_backward, passing=_mlp_passing)

@@ -6,11 +6,11 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
+from ftcli.config.load import Settings
 from ftcli.config.model import LoraConfig
-from ftcli.config.overrides import Settings
 from ftcli.facts.device import GPUS
 from ftcli.plain import JsonObject, plain_fields
-from ftcli.plan.engine import choose_engine
+from ftcli.plan.checkpointing import choose_engine
 from ftcli.plan.memory.candidates import (
     Candidate,
     Level,

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ftcli.config.load import Settings
 from ftcli.config.model import LoraConfig
-from ftcli.config.overrides import Settings
 from ftcli.facts.device import DeviceFacts
 from ftcli.plan.memory.estimate import MemoryEstimate, estimate_memory, offloaded_of, pinned_by
 from ftcli.plan.memory.pinned import pinnable_bytes, pinned_whole

@@ -2,33 +2,222 @@
 
 ``kernels/bench/memory.py`` compares the estimate with what a GPU needs for whole models and for every shipped recipe;
 the results are in docs/performance.md. tests/gpu/test_memory_estimate.py compares single phases with fewer layers.
+
+The terms of a family without a description (:func:`measured_terms`) come from what was measured of its model. Layers
+are transformers' own, so nothing of the kernels' is there. Of each kind of layer the largest counts where one layer is
+at work, and each by its number where all are kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from ftcli.plain import JsonObject
+from ftcli.plan.measured import Activations, LayerKind, MeasuredModel
 from ftcli.plan.memory.checkpointing import Offloaded
 from ftcli.plan.memory.generation import Generator, generation
-from ftcli.plan.memory.measured_terms import measured_terms, sent_by_layers
 from ftcli.plan.memory.pinned import pinnable_bytes, pinned_bytes, pinned_whole
+from ftcli.plan.memory.shards import LAYERS_AT_ONCE, SUMMED_BYTES, shard_bytes
 from ftcli.plan.memory.terms import (
+    BACKWARD,
+    END,
+    EVALUATION,
+    FORWARD,
     GENERATION,
+    NCCL_BYTES,
+    STEP,
+    TRAINING,
     MemoryDecisions,
     Phase,
     Term,
+    cross_entropy,
+    embedding_gradient,
     graph_pool,
     held_by_layers,
     phases_of,
+    table_gradient_bytes,
     terms,
 )
-from ftcli.plan.quantization import layers_with_room
-from ftcli.plan.run import RunPlan
-from ftcli.plan.trained import optimizer_state
-from ftcli.tables import quantizations
+from ftcli.plan.memory.workspaces import cublas_bytes
+from ftcli.plan.quantization import layers_with_room, why_dequantized
+from ftcli.plan.run import Generation, RunPlan
+from ftcli.plan.trained import optimizer_state, optimizer_workspace
+from ftcli.tables import exports, optimizers, quantizations
+
+
+def measured_terms(plan: RunPlan, model: MeasuredModel, activations: Activations) -> Iterator[Term]:
+    """Every term of a run, in reading order."""
+    always = phases_of(plan)
+    weights = _weights(plan, model)
+    yield Term("weights", shard_bytes(plan, weights) if plan.shard_size > 1 else weights, always, lasting=True)
+    if plan.shard_size > 1:
+        yield from _gathered(plan, model, always)
+    if plan.recipe.lora is not None:
+        yield Term("adapters", plan.dtypes.trained_bytes * plan.trained.elements, always, lasting=True)
+    workspaces = cublas_bytes(plan.device, plan.execution, backward=plan.trains, graphs=False)
+    if plan.work != "export" and workspaces:
+        yield Term("cuBLAS workspaces", workspaces, always, lasting=True)
+    dense = dequantized_bytes(plan, model)
+    if plan.trains:
+        yield from _what_training_holds(plan, always)
+        yield from _what_a_step_allocates(plan, model, activations, dense)
+    if GENERATION in always and (batch := plan.method_memory.generation) is not None:
+        passes, cache = generation_bytes(plan, model, activations, batch)
+        yield Term("generation", passes + dense, (GENERATION,))
+        yield Term("key-value cache", cache, (GENERATION,), lasting=True)
+    if EVALUATION in always:
+        yield Term("evaluation", _evaluation(plan, model, activations) + dense, (EVALUATION,))
+
+
+def _weights(plan: RunPlan, model: MeasuredModel) -> int:
+    settings, element = plan.recipe.quantization, plan.dtypes.parameter_bytes
+    if plan.work == "export":  # the model for formats that hold it; else a table, or a layer and what is merged into it
+        if any(exports.row(name).whole for name in plan.recipe.export.formats):
+            return model.parameters * element
+        return max(14 * model.largest_tensor, 4 * model.largest_layer)
+    trained = plan.recipe.lora is None and quantizations.row(settings.method).training is None
+    return model.weight_bytes(settings, element, dequantized=trained or settings.keep_dequantized is True)
+
+
+def _gathered(plan: RunPlan, model: MeasuredModel, always: tuple[Phase, ...]) -> Iterator[Term]:
+    """Whole weights of the layers at work, and where they are trained, gradients that are added up."""
+    trained = plan.recipe.lora is None
+    element = plan.dtypes.compute_bytes if trained else plan.dtypes.parameter_bytes
+    whole = element * (model.outer_elements + LAYERS_AT_ONCE * model.largest_layer)
+    without = (END, STEP) if trained else (STEP,)
+    yield Term("gathered weights", whole, tuple(phase for phase in always if phase not in without))
+    if trained:
+        each = element + SUMMED_BYTES + SUMMED_BYTES // plan.shard_size
+        yield Term("gradients added up", 2 * model.largest_layer * each, (BACKWARD,))
+        together = max(model.outer_elements, model.largest_layer + model.outer_elements)
+        yield Term("gradients added up last", together * (element + SUMMED_BYTES), (END,))
+
+
+def _what_training_holds(plan: RunPlan, always: tuple[Phase, ...]) -> Iterator[Term]:
+    recipe, trained = plan.recipe, plan.trained
+    share = plan.shard_size if recipe.lora is None else 1  # adapters are not sharded
+    gradients = plan.dtypes.gradient_bytes * trained.elements // share
+    accumulates = recipe.train.gradient_accumulation_steps > 1
+    yield Term("gradients", gradients, TRAINING if accumulates else (END, STEP), lasting=True)
+    if plan.ranks > 1:
+        if share == 1:
+            yield Term("gradients of all ranks", gradients, always, lasting=True)
+        if plan.device.kind == "cuda":
+            yield Term("NCCL", NCCL_BYTES, always, lasting=True)
+    state = optimizer_state(recipe.train.optim, trained)
+    held = state.device if plan.device.kind == "cuda" else state.total
+    yield Term("optimizer", held // share, always, lasting=True)
+    if optimizers.row(recipe.train.optim).schedule_free and EVALUATION in always:
+        yield Term("weights in training", plan.dtypes.trained_bytes * trained.elements, (EVALUATION,))
+    if reference := plan.method_memory.reference_bytes:
+        yield Term("reference model", reference, always, lasting=True)
+
+
+def _what_a_step_allocates(plan: RunPlan, model: MeasuredModel, activations: Activations, dense: int) -> Iterator[Term]:
+    rows, length = plan.largest
+    tokens, states = rows * length, rows * length * model.hidden_size * plan.stream_bytes
+    last = activations.last(rows, length)
+    workspace = max(last, *(layer_workspace(plan, kind, rows, length) for kind in activations.kinds))
+    yield Term("before the layers", activations.entry(rows, length), (FORWARD, BACKWARD))
+    for phase, kept in kept_by_layers(plan, activations, rows, length).items():
+        yield Term("activations" if phase == BACKWARD else "activations in forward", kept, (phase,))
+    # The loss computes their gradient in its forward pass; the layers' backward has that alone.
+    yield Term("hidden states", last, (FORWARD,))
+    yield Term("their gradient", states, (FORWARD, BACKWARD))
+    loss = plan.method_memory.loss_bytes
+    yield Term("loss workspace", cross_entropy(plan, tokens, training=True) if loss is None else loss, (FORWARD,))
+    yield Term("backward workspace", workspace, (BACKWARD,))
+    first = activations.kinds[0]
+    kept = first.kept(rows, length) if plan.policy.recomputes == "nothing" else 0  # else in its workspace
+    last = kept + layer_workspace(plan, first, rows, length)
+    yield Term("last workspace", max(last, embedding_gradient(plan)), (END,))
+    if not plan.own_optimizer:
+        cuda = plan.device.kind == "cuda"
+        yield Term("optimizer workspace", optimizer_workspace(plan.optim, plan.trained, cuda=cuda), (STEP,))
+    if plan.head_is_trained:
+        element = table_gradient_bytes(plan) if plan.shard_size == 1 else plan.dtypes.compute_bytes
+        yield Term("head gradient", element * model.hidden_size * model.vocab_size, (BACKWARD,))
+    if dense:
+        yield Term("dequantized weights", dense, (BACKWARD, END))
+
+
+def kept_by_layers(plan: RunPlan, activations: Activations, rows: int, length: int) -> Mapping[Phase, int]:
+    """Bytes that all layers keep together, at the end of the forward pass and while backward runs.
+
+    Layers that run again keep what they hand on, and what autocast made of their weights until the forward pass ends.
+    What the last one hands on is gone when its backward begins.
+    """
+    counted = [(kind.count, kind) for kind in activations.kinds]
+    if plan.policy.recomputes == "nothing":
+        kept = sum(count * kind.kept(rows, length) for count, kind in counted)
+        return MappingProxyType({FORWARD: kept, BACKWARD: kept})
+    handed = sum(count * kind.handed(rows, length) for count, kind in counted)
+    cast = sum(count * max(0, round(kind.handed.fixed)) for count, kind in counted)
+    sent = handed - cast if plan.policy.on_host and plan.device.kind == "cuda" else 0
+    least = 0 if sent else min(streams(kind, rows, length) for kind in activations.kinds)
+    return MappingProxyType({FORWARD: handed - sent, BACKWARD: handed - cast - sent - least})
+
+
+def streams(kind: LayerKind, rows: int, length: int) -> int:
+    """Bytes of what a layer hands on, without what autocast made of its weights."""
+    return kind.handed(rows, length) - max(0, round(kind.handed.fixed))
+
+
+def sent_by_layers(plan: RunPlan, activations: Activations) -> int:
+    """Bytes of the tensors that ``offload`` sends to the host: what each layer reads."""
+    rows, length = plan.largest
+    return sum(kind.count * streams(kind, rows, length) for kind in activations.kinds)
+
+
+def layer_workspace(plan: RunPlan, kind: LayerKind, rows: int, length: int) -> int:
+    """Bytes that one layer's backward pass allocates, with what it keeps where it runs again."""
+    again = 0 if plan.policy.recomputes == "nothing" else kind.kept(rows, length)
+    return kind.backward(rows, length) + again
+
+
+def dequantized_bytes(plan: RunPlan, model: MeasuredModel) -> int:
+    """Bytes of the largest quantized weight as it is multiplied; 0 where none is dequantized for a product."""
+    settings = plan.recipe.quantization
+    if settings.keep_dequantized is True or why_dequantized(settings, plan.dtypes, plan.device) is None:
+        return 0
+    sizes = [linear.in_features * linear.out_features for linear, _ in model.packed]
+    return plan.dtypes.compute_bytes * max(sizes, default=0)
+
+
+def generation_bytes(
+    plan: RunPlan, model: MeasuredModel, activations: Activations, batch: Generation
+) -> tuple[int, int]:
+    """(bytes of a pass, bytes of the cache) of generation through transformers.
+
+    The cache is counted as if every layer kept keys and values of all tokens: more than layers with a state do.
+    """
+    text, rows = plan.facts.language, batch.rows
+    heads = int(text.get("num_key_value_heads") or text.get("num_attention_heads") or 0)
+    asked = int(text.get("num_attention_heads") or 1)
+    width = heads * int(text.get("head_dim") or model.hidden_size // asked)
+    cache = 2 * rows * batch.seq_len * width * model.num_layers * plan.dtypes.parameter_bytes
+    prefill = max(kind.forward(rows, batch.prompt) for kind in activations.kinds)
+    logits = rows * model.vocab_size * (4 + plan.dtypes.compute_bytes)
+    return prefill + activations.entry(rows, batch.prompt) + logits, cache
+
+
+def _evaluation(plan: RunPlan, model: MeasuredModel, activations: Activations) -> int:
+    """The larger of a forward pass with loss and of generating, for one evaluation batch."""
+    recipe = plan.recipe
+    rows, length = plan.largest_shape(recipe.eval.per_device_eval_batch_size, recipe.data.max_seq_len)
+    layer = max(kind.forward(rows, length) for kind in activations.kinds)
+    cast = sum(kind.count * max(0, round(kind.handed.fixed)) for kind in activations.kinds)
+    behind = activations.last(rows, length) + cross_entropy(plan, rows * length, training=False)
+    scoring = activations.entry(rows, length) + cast + max(layer, behind)
+    if not recipe.eval.tasks:
+        return scoring
+    passes, cache = generation_bytes(
+        plan, model, activations, Generation(recipe.eval.per_device_eval_batch_size, recipe.data.max_seq_len, length)
+    )
+    return max(scoring, passes + cache)
+
 
 #: CUDA context and loaded kernels; on a CPU the interpreter with torch and transformers.
 _RUNTIME_BYTES = {"cuda": 600 * 2**20, "cpu": 850 * 2**20}

@@ -85,7 +85,7 @@ def fused_layers(*, capped_without_kernel: bool, reference: bool, attention_by_k
             return 2 * c * (shape.q_width + shape.kv_width) + eager_scores(shape, setting)
         kept: float = c * (2 * shape.q_width + 2 * shape.kv_width) + 4 * shape.num_heads
         kept += _head_norms(shape, setting, reference=reference)
-        kept += c * _copies(shape, setting, reference=reference)
+        kept += c * (_copies(shape, setting, reference=reference) + (shape.q_width if setting.exchanges else 0))
         return kept + (_output_gate(shape, setting, reference=reference) if shape.family.gates_output else 0)
 
     def forward(shape: ModelShape, setting: ActivationSettings) -> float:

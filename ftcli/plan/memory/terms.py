@@ -198,6 +198,7 @@ def _what_a_step_allocates(plan: RunPlan, settled: MemoryDecisions) -> Iterator[
         heads = plan.shape.q_width + 2 * plan.shape.kv_width
         yield Term("exchanged heads", 2 * tokens * heads * plan.dtypes.compute_bytes, (FORWARD, BACKWARD))
     yield Term("loss workspace", loss, (FORWARD,))
+    yield Term("layer at work", max(0, _at_work(plan, setting) - states - loss), (FORWARD,))
     yield Term("backward workspace", workspace, backward)
     last = 0 if plan.wholly_graphed else workspace + int(tokens * layer.kept)
     if shards_trained(plan):
@@ -217,6 +218,14 @@ def _what_a_step_allocates(plan: RunPlan, settled: MemoryDecisions) -> Iterator[
         yield Term("copies run again", again, (BACKWARD,))
     if dense:
         yield Term("dequantized weights", dense, backward if plan.wholly_graphed else (BACKWARD, END))
+
+
+def _at_work(plan: RunPlan, setting: ActivationSettings) -> int:
+    """Bytes that a layer off the kernels has in its forward pass beyond what is kept, before there is a loss."""
+    if plan.execution.on_kernels:
+        return 0
+    peak = plan.layers.passing_peak if plan.policy.recomputes == "nothing" else plan.layers.forward_peak
+    return int(plan.tokens * peak(plan.shape, setting))
 
 
 def graph_pool(plan: RunPlan, settled: MemoryDecisions) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from ftcli.config.recipe import Recipe
-from ftcli.config.tree import Origins
+from ftcli.config.yaml import Origins
 from ftcli.errors import Finding, Severity
 from ftcli.plan.execution import Work
 from ftcli.tables import methods

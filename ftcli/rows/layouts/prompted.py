@@ -1,10 +1,22 @@
-"""Rows of plain text, of a prompt with its answer, of an instruction with its output, and bare prompts."""
+"""Rows of other forms than messages: plain text, a prompt with its answer, an instruction with its output, bare
+prompts, turns of ShareGPT with `from` and `value`, and rows that are tokenized already, as trainers write them.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ftcli.rows.layouts.messages import conversation, list_of, marks_of, messages_of
+from ftcli.labels import IGNORE_INDEX
+from ftcli.rows.layouts.messages import (
+    REASONING_KEYS,
+    call_of,
+    conversation,
+    list_of,
+    marks_of,
+    messages_of,
+    refuse_unsupported,
+)
+from ftcli.rows.limits import parse
 from ftcli.rows.row import Example, Message, Misfit, Row
 from ftcli.tables import layouts
 
@@ -87,3 +99,104 @@ def understand_instruction(row: Row) -> Example:
     messages.append({"role": "user", "content": user})
     messages.append({"role": "assistant", "content": text_of(fields["output"], "output")})
     return conversation(row, messages)
+
+
+def understand_tokenized(row: Row) -> Example:
+    """``{"input_ids": [...], "labels": [...], "attention_mask": ..., "position_ids": ...}``.
+
+    A label is the id at its own place, or -100 for no loss: the loss shifts them, as transformers does. Padding (0 in
+    ``attention_mask``) is taken away.
+    """
+    ids, labels = _ints(row, "input_ids"), _ints(row, "labels")
+    if len(ids) != len(labels):
+        raise Misfit(f"'input_ids' has {len(ids)} values and 'labels' {len(labels)}")
+    wrong = next((n for n, label in enumerate(labels) if label not in (IGNORE_INDEX, ids[n])), None)
+    if wrong is not None:
+        if labels[:-1] == ids[1:] or all(b in (IGNORE_INDEX, a) for a, b in zip(ids[1:], labels[:-1], strict=True)):
+            raise Misfit("'labels' are shifted by one: give each token's own id, and the loss shifts them")
+        raise Misfit(f"label {wrong + 1} is {labels[wrong]}, neither -100 nor the id {ids[wrong]} at its place")
+    real = _real(row, ids, labels)
+    positions = _ints(row, "position_ids") if row.fields.get("position_ids") is not None else None
+    if positions is not None and [p for p, keep in zip(positions, real, strict=False) if keep] != list(
+        range(sum(real))
+    ):
+        raise Misfit("'position_ids' begin anew inside of the row: give one document a row, and set data.packing")
+    kept = [(i, label) for i, label, keep in zip(ids, labels, real, strict=True) if keep]
+    if not kept:
+        raise Misfit("'input_ids' is empty")
+    return Example(row, input_ids=tuple(i for i, _ in kept), labels=tuple(label for _, label in kept))
+
+
+def _real(row: Row, ids: list[int], labels: list[int]) -> list[bool]:
+    """True for each position that is no padding."""
+    if row.fields.get("attention_mask") is None:
+        return [True] * len(ids)
+    mask = _ints(row, "attention_mask")
+    if len(mask) != len(ids) or any(value not in (0, 1) for value in mask):
+        raise Misfit("'attention_mask' must have a 0 or a 1 for each token")
+    inside = mask[mask.index(1) : len(mask) - mask[::-1].index(1)] if 1 in mask else []
+    if 0 in inside:
+        raise Misfit("'attention_mask' hides tokens between others, which is not supported")
+    if any(label != IGNORE_INDEX for label, value in zip(labels, mask, strict=True) if not value):
+        raise Misfit("'labels' train a token that 'attention_mask' hides")
+    return [value == 1 for value in mask]
+
+
+def _ints(row: Row, name: str) -> list[int]:
+    value: Any = row.fields[name]
+    if isinstance(value, str):  # CSV
+        try:
+            value = parse(value)
+        except ValueError as error:
+            raise Misfit(f"{name!r} is text that is not JSON: {error}") from error
+    if not isinstance(value, list) or not all(type(item) is int for item in value):
+        raise Misfit(f"{name!r} must be a list of whole numbers")
+    return value
+
+
+_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+    "function_call": "function_call",
+    "tool_call": "function_call",
+}
+
+
+def understand_sharegpt(row: Row) -> Example:
+    """``{"conversations": [{"from": "human", "value": ...}, ...], "system": ..., "tools": ...}``."""
+    fields = row.fields
+    messages: list[Message] = []
+    if fields.get("system"):
+        messages.append({"role": "system", "content": text_of(fields["system"], "system")})
+    turns, first = list_of(fields["conversations"]), len(messages)
+    for number, turn in enumerate(turns, 1):
+        if not isinstance(turn, dict) or not isinstance(turn.get("from"), str):
+            raise Misfit(f"message {number} has no 'from'")
+        role = _ROLES.get(turn["from"])
+        if role is None:
+            raise Misfit(f"message {number} has the unknown role {turn['from']!r}; known are {', '.join(_ROLES)}")
+        refuse_unsupported(turn, number)
+        text = turn.get("value")
+        if not isinstance(text, str):
+            raise Misfit(f"message {number} has no text in 'value'")
+        message = _called(text, number) if role == "function_call" else {"role": role, "content": text}
+        messages.append({**message, **{key: turn[key] for key in REASONING_KEYS if turn.get(key)}})
+    roles = [message["role"] for message in messages[first:]]
+    return conversation(row, messages, untrained=marks_of(turns, roles, first))
+
+
+def _called(text: str, number: int) -> Message:
+    """A turn of JSON: one call, or several."""
+    try:
+        calls = parse(text)
+    except ValueError as error:
+        raise Misfit(f"message {number} is a function call but not JSON: {error}") from error
+    calls = calls if isinstance(calls, list) else [calls]
+    return {"role": "assistant", "tool_calls": [call_of(call, number) for call in calls]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from types import SimpleNamespace
 
 import pytest
 
@@ -34,8 +35,8 @@ def test_progress_without_a_total() -> None:
 
 
 def test_a_log_shows_a_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = iter([0.0, 10.0, 31.0, 31.0, 40.0])
-    monkeypatch.setattr(reporters.time, "monotonic", lambda: next(now))
+    now = iter([0.0, 10.0, 31.0, 31.0, 40.0])  # of this module alone: threads of other tests ask for the time as well
+    monkeypatch.setattr(reporters, "time", SimpleNamespace(monotonic=lambda: next(now)))
     stream = io.StringIO()
     with CollectingReporter(stream, PLAIN, quiet=False).progress(3, "eval") as progress:
         for _ in range(3):

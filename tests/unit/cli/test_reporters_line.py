@@ -9,8 +9,7 @@ import pytest
 
 from ftcli.cli.render import Style
 from ftcli.cli.reporters import ProgressCount, TerminalReporter, line_text
-from ftcli.remaining_time import Pace
-from ftcli.units import duration
+from ftcli.units import Pace, duration
 
 FIELDS: dict[str, float | int | str] = {
     "loss": 1.23456, "held-out": "0.4561", "lr": 1e-4, "tok/s": 2959, "memory": "12.3 GiB", "epoch": "0.45",

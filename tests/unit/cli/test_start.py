@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from ftcli.cli import options
-from ftcli.cli.app import main
-from ftcli.cli.failure import failure_of
+from ftcli.cli.app import failure_of, main
 from ftcli.errors import ExitCode, Unwinding
 from ftcli.preflight.checks.support import is_installed
 

@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 
 import pytest
 
-from ftcli.data.bounded import Allowance
 from ftcli.data.ledger import mostly_untrained
 from ftcli.data.prepare import PreparedData
 from ftcli.errors import FtcliError
+from ftcli.rows.limits import Allowance
 
 Prepare = Callable[..., PreparedData]
 GOOD = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}

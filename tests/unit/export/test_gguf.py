@@ -13,14 +13,14 @@ from safetensors.torch import load_file
 
 from ftcli.errors import FtcliError
 from ftcli.export.gguf.file import ExpectedFile
-from ftcli.export.gguf.rotation import rotation_of
+from ftcli.export.gguf.metadata import rotation_of
 from ftcli.export.gguf.verify import verify_file
 from ftcli.export.gguf.write import write_type
 from ftcli.export.writing import export_run
 from ftcli.gguf import ReadFile, require_quantizer
 from ftcli.run.atomic import write_json
 from ftcli.tables.gguf import ARCHITECTURES, TYPES
-from tests.small_models import build
+from tests.small_models import STRUCTURES, build, by_kind
 from tests.unit.export.conftest import Heard, Trained
 from tests.unit.export.gguf_runs import AS_BUILT, MULTIMODAL, VARIANTS, adapt, changed, export
 
@@ -34,7 +34,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("model_type", [*ARCHITECTURES, "gemma3", "mistral3", "qwen3_5"])
+@pytest.mark.parametrize("model_type", by_kind([*ARCHITECTURES, "gemma3", "mistral3", "qwen3_5"], STRUCTURES))
 def test_every_family_is_written_and_read_back(model_type: str, tmp_path: Path) -> None:
     shape = AS_BUILT.get(model_type)
     built = changed(model_type, **shape) if shape else build(MULTIMODAL.get(model_type, model_type))

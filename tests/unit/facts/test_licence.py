@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ftcli.config.model import ModelConfig
-from ftcli.config.tree import MapNode, Origins
+from ftcli.config.yaml import MapNode, Origins
 from ftcli.errors import Origin
 from ftcli.facts.licence import Licence, licence_of
 from ftcli.facts.model import ModelFacts, read_facts

@@ -10,7 +10,7 @@ import pytest
 
 from ftcli.config.model import LoraConfig, ModelConfig
 from ftcli.config.recipe import Recipe
-from ftcli.config.tree import MapNode, Origins
+from ftcli.config.yaml import MapNode, Origins
 from ftcli.errors import Origin
 from ftcli.facts.model import ModelFacts, read_facts
 from ftcli.facts.shape import shape_of

@@ -21,6 +21,7 @@ from ftcli.model.delta_layer import FusedDeltaLayer
 from ftcli.model.patch import patch
 from ftcli.plan.precision import DtypePlan
 from tests.small_models import build
+from tests.tiers import further
 
 PLAN = DtypePlan("float32", "float32", "float32", False, "a test")
 CPU = torch.device("cpu")
@@ -211,7 +212,7 @@ def placed(asked: list[tuple[int, ...]]) -> list[PlacedPrompt]:
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-@pytest.mark.parametrize("heads", [(1, 3), (2, 4)])
+@pytest.mark.parametrize("heads", [(2, 4), *further((1, 3))])
 def test_logits_after_prefill_and_after_each_step_are_those_of_a_whole_pass(
     heads: tuple[int, int], backend: Any
 ) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ftcli.judges import builtin as judge
-from ftcli.judges.builtin import python_tests
+from ftcli.judges.builtin import code_of_completion, python_tests
 
 CASES = {
     "right": ("def f(x): return x + 1", "assert f(1) == 2", 1.0),
@@ -23,6 +23,37 @@ CASES = {
     "is none": ("def f(:", "", 0.0),
     "reads the environment": ("import os\nassert 'FTCLI_TEST_SECRET' not in os.environ", "", 1.0),
 }
+
+
+CODE = "def f(x):\n    return x\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        (CODE, CODE),
+        (f"```python\n{CODE}```\n", CODE),
+        (f"```\n{CODE}```\nor\n```python\nother\n```", CODE),
+        (f"First:\n```bash\npip install x\n```\nthen\n```python\n{CODE}```", CODE),
+        (f"```text\n1\n```\n```\n{CODE}```", CODE),
+        (f"```python3\n{CODE}```", CODE),
+        (f"```{{.python}}\n{CODE}```", CODE),
+        (f"``` Python title='f.py'\n{CODE}```", CODE),
+        ("```py\r\ndef f(x): return x\r\n```\r\n", "def f(x): return x\r\n"),
+        (f"~~~python\n{CODE}~~~", CODE),
+        (f"````python\n{CODE}```\n````", f"{CODE}```\n"),
+        ("1. It is\n   ```python\n   def f(x):\n       return x\n   ```", CODE),
+        (f"The code: ```python\n{CODE}```", CODE),
+        ("```python\ndef f(x): return x```", "def f(x): return x"),
+        (f"```python\n{CODE}", CODE),
+        ('```json\n{"a": 1}\n```', '```json\n{"a": 1}\n```'),
+        ("Write ```x``` here", "Write ```x``` here"),
+        ("A ``` b\nx = 1", "A ``` b\nx = 1"),
+    ],
+)
+def test_the_code_of_a_completion_is_its_first_block_of_python(text: str, code: str) -> None:
+    """Behind a block of another language, or called `python3`, it was no code at all, and right answers scored 0."""
+    assert code_of_completion(text) == code
 
 
 @pytest.fixture(params=["namespaces", "without"])

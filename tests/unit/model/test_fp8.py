@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from ftcli.assets import asset
 from ftcli.config.model import ModelConfig, QuantizationConfig
-from ftcli.config.tree import MapNode, Origins
+from ftcli.config.yaml import MapNode, Origins
 from ftcli.errors import FtcliError
 from ftcli.facts.device import named_device
 from ftcli.facts.model import read_facts

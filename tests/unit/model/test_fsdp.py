@@ -10,7 +10,7 @@ from ftkernels.fp8 import joined_fp8
 from torch import nn
 
 from ftcli.config.model import ModelConfig, QuantizationConfig
-from ftcli.config.tree import MapNode, Origins
+from ftcli.config.yaml import MapNode, Origins
 from ftcli.facts.model import read_facts
 from ftcli.model.backbone import decoder_layers
 from ftcli.model.fp8 import fp8_linear

@@ -10,7 +10,7 @@ from ftcli.errors import FtcliError
 from ftcli.plan.precision import DtypePlan
 from ftcli.tables.packing import LEAKING
 from ftcli.train.isolation import check_isolation
-from tests.small_models import FURTHER, MULTIMODAL, TEXT, build
+from tests.small_models import FURTHER, MULTIMODAL, STRUCTURES, TEXT, build, by_kind
 
 PLAN = DtypePlan("float32", "float32", "float32", autocast=False, reason="")
 
@@ -33,7 +33,7 @@ def leaks(model_type: str) -> tuple[str, bool]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("model_type", [*TEXT, *MULTIMODAL, *FURTHER])
+@pytest.mark.parametrize("model_type", by_kind([*TEXT, *MULTIMODAL, *FURTHER], (*STRUCTURES, "qwen3_next", "lfm2")))
 def test_the_table_says_whether_documents_see_each_other(model_type: str) -> None:
     text_type, found = leaks(model_type)
     assert found == (text_type in LEAKING)

@@ -26,6 +26,7 @@ from ftcli.model.trained_weights import save_weights
 from ftcli.plan.precision import DtypePlan
 from ftcli.plan.trained import adapters_of, left_out, trained_parameters
 from tests.small_models import VOCABULARY, build
+from tests.tiers import in_turn
 from tests.unit.model.test_quantized_stacks import SPARSE, random_b
 
 PLAN = DtypePlan("float32", "float32", "float32", False, "a test")
@@ -83,8 +84,7 @@ def test_what_a_quantized_base_leaves_out_is_counted(model_type: str) -> None:
     assert bool(planned.left) == (model_type in ("glm4_moe", "glm4_moe_lite", "deepseek_v3"))
 
 
-@pytest.mark.parametrize("experts", [True, False])
-@pytest.mark.parametrize("model_type", SPARSE)
+@pytest.mark.parametrize(("model_type", "experts"), in_turn(SPARSE, [True, False]))
 def test_plain_peft_loads_what_our_layers_trained(model_type: str, experts: bool, tmp_path: Path) -> None:
     base = build(model_type)
     base.save_pretrained(tmp_path / "base")

@@ -21,7 +21,7 @@ from ftcli.model.quantized import layers_to_quantize, quantize_linear
 from ftcli.model.trained_weights import save_weights
 from ftcli.plan.precision import DtypePlan
 from ftcli.plan.trained import trained_parameters
-from tests.small_models import MULTIMODAL, TEXT, VOCABULARY, build, config_of
+from tests.small_models import MULTIMODAL, STRUCTURES, TEXT, VOCABULARY, build, by_kind, config_of
 from tests.unit.conftest import Load
 
 PLAN = DtypePlan("float32", "float32", "float32", False, "a test")
@@ -39,7 +39,7 @@ def adapted_names(model: Any) -> set[str]:
     return {name.removeprefix("base_model.model.") for name in names}
 
 
-@pytest.mark.parametrize("model_type", [*TEXT, *MULTIMODAL])
+@pytest.mark.parametrize("model_type", by_kind([*TEXT, *MULTIMODAL], STRUCTURES))
 def test_all_linear_is_every_linear_layer_of_the_decoder_and_nothing_else(model_type: str) -> None:
     model = build(model_type)
     tower = ("vision", "visual", "audio", "multi_modal", "embed_vision")

@@ -14,7 +14,7 @@ from ftkernels.nf4 import quantize_nf4
 from safetensors.torch import load_file, save_file
 
 from ftcli.config.model import LoraConfig, ModelConfig, QuantizationConfig
-from ftcli.config.tree import MapNode, Origins
+from ftcli.config.yaml import MapNode, Origins
 from ftcli.errors import FtcliError, Origin
 from ftcli.facts.model import read_facts
 from ftcli.model.load import config_of, load_model
@@ -23,7 +23,7 @@ from ftcli.model.pretrained import hollow
 from ftcli.model.stacks import QuantizedStack
 from ftcli.model.trained_weights import save_weights
 from ftcli.plan.precision import DtypePlan
-from tests.small_models import MULTIMODAL, TEXT, VOCABULARY, build
+from tests.small_models import MULTIMODAL, STRUCTURES, TEXT, VOCABULARY, build, by_kind
 from tests.unit.export.conftest import tokenizer
 
 PLAN = DtypePlan("float32", "float32", "float32", False, "a test")
@@ -67,7 +67,7 @@ def refusal(folder: Path, **options: Any) -> str:
     return f"{finding.code} {finding.message}"
 
 
-@pytest.mark.parametrize("model_type", [*TEXT, *MULTIMODAL])
+@pytest.mark.parametrize("model_type", by_kind([*TEXT, *MULTIMODAL], STRUCTURES))
 def test_every_family_is_loaded_as_it_was_saved(model_type: str, tmp_path: Path) -> None:
     """Whole, without memory, and quantized. Of the last, Falcon-H1's multipliers and a vision tower's positions, which
     are computed and not stored, were unwritten memory.

@@ -26,6 +26,7 @@ from ftcli.plan.quantization import weight_bytes
 from ftcli.tables import families
 from tests.quantized import NF4, PLAN, SINGLE, load
 from tests.small_models import TEXT, VOCABULARY, build
+from tests.tiers import in_turn
 from tests.unit.export.conftest import tokenizer
 
 NAME = "model.layers.1.mlp.experts.gate_up_proj"
@@ -168,8 +169,7 @@ def test_adapters_of_peft_lie_on_it_as_on_dense_weights_of_the_same_numbers(mode
         wrapper.merge()
 
 
-@pytest.mark.parametrize("init", ["pretrained", "random"])
-@pytest.mark.parametrize("model_type", SPARSE)
+@pytest.mark.parametrize(("model_type", "init"), in_turn(SPARSE, ["pretrained", "random"]))
 def test_stacks_are_quantized_listed_and_counted_to_the_byte(model_type: str, init: str, tmp_path: Path) -> None:
     shape = shape_of(build(model_type).config.to_dict())
     assert shape is not None

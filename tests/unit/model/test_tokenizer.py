@@ -11,7 +11,7 @@ import pytest
 from transformers import LlamaConfig
 
 from ftcli.config.model import ModelConfig
-from ftcli.config.tree import MapNode, Origins
+from ftcli.config.yaml import MapNode, Origins
 from ftcli.facts.model import read_facts
 from ftcli.model.tokenizer import align_special_tokens, stop_token_ids
 from tests.unit.data.official import Official

@@ -18,7 +18,7 @@ from ftcli.model.loss import forward_loss
 from ftcli.model.patch import patch
 from ftcli.model.trained_weights import check_saved, require_saveable, save_weights
 from ftcli.plan.precision import DtypePlan
-from tests.small_models import MULTIMODAL, TEXT, VOCABULARY, build
+from tests.small_models import MULTIMODAL, STRUCTURES, TEXT, VOCABULARY, build, by_kind
 
 PLAN = DtypePlan("float32", "float32", "float32", False, "a test")
 KERNELS = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3")
@@ -80,7 +80,7 @@ def test_a_norm_that_is_taken_from_the_wrapper_is_found_before_the_first_step() 
     assert "base_model.model.model.norm.weight is trained and not saved" in str(caught.value)
 
 
-@pytest.mark.parametrize("model_type", [*TEXT, *MULTIMODAL])
+@pytest.mark.parametrize("model_type", by_kind([*TEXT, *MULTIMODAL], STRUCTURES))
 def test_every_family_saves_what_it_trains(model_type: str, tmp_path: Path) -> None:
     full = build(model_type)
     saves = any(name.endswith("norm") for name, _ in full.named_modules())

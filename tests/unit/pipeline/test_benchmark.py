@@ -10,12 +10,14 @@ import pytest
 from ftcli.config.load import LoadedRecipe, load_recipe
 from ftcli.errors import FtcliError
 from ftcli.facts.device import named_device
+from ftcli.pipeline import benchmark
 from ftcli.pipeline.bench_result import BenchOptions, PredictedMemory, predicted_memory
 from ftcli.pipeline.benchmark import bench_recipe
 from ftcli.plan.memory.estimate import estimate_memory
 from ftcli.preflight.checks.context import Command
 from ftcli.preflight.report import PreflightReport
 from ftcli.preflight.stages import preflight
+from ftcli.reporting import Session
 from tests.estimates import plan_of
 
 TEXT = """
@@ -91,3 +93,15 @@ def test_a_benchmark_of_a_recipe_of_pairs_plans_the_pairs_that_it_times(tmp_path
     assert (made.recipe.train.method, plan.method.name, plan.rows) == ("dpo", "dpo", 4)
     evaluated = report_of(made, replace(options, evaluation=True), "h200").plan
     assert (evaluated.method.name, evaluated.rows) == ("sft", 2)
+
+
+@pytest.mark.parametrize(("prompt", "shared"), [(None, 341), (512, 512), (5000, 1023)])
+def test_what_the_pairs_have_in_common_is_planned(tmp_path: Path, prompt: int | None, shared: int) -> None:
+    """Two rows of 1,024 tokens were counted for each pair, whatever --prompt said: 45.3 GiB where 39.3 were needed."""
+    path = tmp_path / "pairs.yaml"
+    smaller = TEXT.replace("meta-llama/Llama-3.1-8B", "bundled:tiny-gemma2").replace(
+        "train: {", "train: {method: dpo, "
+    )
+    path.write_text(smaller, encoding="utf-8")
+    report = benchmark._checked(load_recipe(path), Session(offline=True), BenchOptions(batch=1, prompt=prompt))
+    assert report.plan.prompt_tokens == shared

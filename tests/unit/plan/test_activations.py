@@ -25,6 +25,7 @@ from ftcli.plan.memory.pinned import pinned_bytes
 from ftcli.plan.precision import DtypePlan
 from ftcli.tables import code_of, families, policies
 from tests.small_models import KINDS, MULTIMODAL, by_kind
+from tests.tiers import in_turn
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
@@ -247,20 +248,25 @@ def predicted_bytes(family: str, attention: Any, plan: DtypePlan, *, batch: int 
 
 #: Built like others, or measured where transformers' own code computes them.
 APART = {*PARTS, *LAYERS, *SPARSE, *(name for name, row in families.TABLE.items() if row.latents is not None)}
-CASES = [
-    pytest.param(family, attention, plan, marks=() if family in KINDS else pytest.mark.long)
-    for family, attention in [
-        ("llama", "sdpa"),
-        ("llama", "eager"),
-        ("gemma3_text", "eager"),
-        *((name, "eager" if name in CAPPED else "sdpa") for name in families.TABLE if name not in APART),
-    ]
-    for plan in PLANS
+#: Families of which `make test` takes every precision and policy; of each other kind it takes one, in turn.
+WHOLE = ("llama", "gemma2", "qwen3_moe", "qwen3_5_text linear_attention", "bitnet")
+MEASURED = [
+    ("llama", "sdpa"),
+    ("llama", "eager"),
+    ("gemma3_text", "eager"),
+    *((name, "eager" if name in CAPPED else "sdpa") for name in families.TABLE if name not in APART),
 ]
+CASES = in_turn(
+    [each if each[0] in KINDS else pytest.param(each, marks=pytest.mark.long) for each in MEASURED],
+    list(PLANS),
+    whole=[each for each in MEASURED if each[0] in WHOLE],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
+)
 
 
-@pytest.mark.parametrize(("family", "attention", "plan"), CASES)
-def test_one_more_layer_keeps_what_the_table_says(family: str, attention: str, plan: str) -> None:
+@pytest.mark.parametrize(("case", "plan"), CASES)
+def test_one_more_layer_keeps_what_the_table_says(case: tuple[str, str], plan: str) -> None:
+    family, attention = case
     # The difference of two depths is exactly one layer, free of embeddings and the final norm.
     dtypes = PLANS[plan]
     sizes = [measured_bytes(build(family, attention, dtypes, layers), dtypes) for layers in depths(family)]
@@ -356,8 +362,7 @@ def test_language_models_of_multimodal_ones_are_measured_as_the_families_that_th
         assert alike == other
 
 
-@pytest.mark.parametrize("family", by_kind(ON_KERNELS))
-@pytest.mark.parametrize("plan", list(PLANS))
+@pytest.mark.parametrize(("family", "plan"), in_turn(by_kind(ON_KERNELS), list(PLANS), whole=WHOLE))
 def test_one_more_fused_layer_keeps_what_the_table_says(family: str, plan: str) -> None:
     # Differences in depth and in rows leave one layer's bytes for two rows, free of packed adapters and tables.
     dtypes = PLANS[plan]
@@ -390,12 +395,13 @@ def test_layers_of_several_kinds_keep_their_mean(plan: str) -> None:
     assert found.halves == one.half_inputs == other.half_inputs
 
 
-@pytest.mark.parametrize("family", by_kind(ON_KERNELS))
-@pytest.mark.parametrize(
-    ("policy", "sent"), [("selective", "halves"), (True, "halves"), ("offload", "halves"), ("offload", "layers")]
-)
-def test_one_more_checkpointed_layer_keeps_what_the_policy_says(family: str, policy: Any, sent: Offloaded) -> None:
+POLICIES = (("selective", "halves"), (True, "halves"), ("offload", "halves"), ("offload", "layers"))
+
+
+@pytest.mark.parametrize(("family", "how"), in_turn(by_kind(ON_KERNELS), POLICIES, whole=WHOLE))
+def test_one_more_checkpointed_layer_keeps_what_the_policy_says(family: str, how: tuple[Any, Offloaded]) -> None:
     """What is on its way to the host stays where it is, on a CPU."""
+    policy, sent = how
     dtypes = PLANS["lora-bfloat16" if family.split()[0] in SPARSE else "full-bfloat16"]
     fewer, more = (on_kernels(family, dtypes, n, (2, 4), policy, sent) for n in depths(family))
     shape = shape_of(config_of(family, 1))

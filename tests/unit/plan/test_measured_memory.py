@@ -88,13 +88,20 @@ def allocated(plan: RunPlan) -> int:
     return held + most
 
 
-@pytest.mark.parametrize("lora", ["lora={r: 8}", "lora=null"], ids=["adapters", "full"])
-@pytest.mark.parametrize("policy", ["false", "true"])
+@pytest.mark.parametrize(
+    ("policy", "lora"),
+    [
+        pytest.param("false", "lora={r: 8}", id="false-adapters"),
+        pytest.param("true", "lora=null", id="true-full"),
+        pytest.param("true", "lora={r: 8}", id="true-adapters", marks=pytest.mark.long),
+        pytest.param("false", "lora=null", id="false-full", marks=pytest.mark.long),
+    ],
+)
 @pytest.mark.parametrize(
     ("model_type", "change"),
     [
         ("mixtral", WIDE),
-        ("qwen3_moe", WIDE),
+        pytest.param("qwen3_moe", WIDE, marks=pytest.mark.long),
         pytest.param("gpt_oss", WIDE, marks=pytest.mark.long),
         pytest.param("olmoe", WIDE, marks=pytest.mark.long),
         pytest.param("phimoe", WIDE, marks=pytest.mark.long),

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from ftcli.facts.model import read_facts
-from ftcli.plan.engine import choose_engine
+from ftcli.plan.checkpointing import choose_engine
 from ftcli.plan.memory.candidates import candidate
-from ftcli.preflight.checks import launch
+from ftcli.preflight.checks import machine
 from tests.estimates import plan_of
 
 LLAMA = "model: {name_or_path: meta-llama/Llama-3.1-8B}\ndata: {train: [a.jsonl]}\n"
@@ -35,7 +35,7 @@ LLAMA = "model: {name_or_path: meta-llama/Llama-3.1-8B}\ndata: {train: [a.jsonl]
     ],
 )
 def test_copies_that_cannot_be(settings: tuple[str, ...], message: str, help: str, context: Callable[..., Any]) -> None:
-    (finding,) = launch.check(context(LLAMA, *settings))
+    (finding,) = machine.check_launch(context(LLAMA, *settings))
     assert finding.code == "FT287"
     assert message in finding.message
     assert help in finding.help

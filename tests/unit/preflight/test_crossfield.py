@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ftcli.methods.grpo import checks as grpo
-from ftcli.preflight.checks import crossfield, sources, support
+from ftcli.preflight.checks import crossfield, data, support
 
 GRPO = """
 data: {train: [bundled:sample-math], max_seq_len: 1024}
@@ -24,12 +24,12 @@ def codes(findings: Any) -> list[str]:
 
 def test_a_plain_recipe_has_no_findings(context: Callable[..., Any]) -> None:
     plain = context("lora: {r: 8}\ndata: {train: [a.jsonl], eval: [b.jsonl]}\n")
-    for check in (support.check, crossfield.check, grpo.check, sources.check_files):
+    for check in (support.check, crossfield.check, grpo.check, data.check_files):
         assert list(check(plain)) == []
 
 
 def test_a_plain_grpo_recipe_has_no_findings(context: Callable[..., Any]) -> None:
-    for check in (support.check, crossfield.check, grpo.check, sources.check_files):
+    for check in (support.check, crossfield.check, grpo.check, data.check_files):
         assert list(check(context(GRPO))) == []
 
 
@@ -308,14 +308,14 @@ def test_reward_files_are_read_and_not_run(
 
 
 def test_files_beside_the_data(context: Callable[..., Any], tmp_path: Path) -> None:
-    missing = list(sources.check_files(context("", "data.chat_template=nowhere.jinja")))
+    missing = list(data.check_files(context("", "data.chat_template=nowhere.jinja")))
     assert codes(missing) == ["FT424"]
-    unknown = list(sources.check_files(context("", "data.chat_template=gema")))
+    unknown = list(data.check_files(context("", "data.chat_template=gema")))
     assert codes(unknown) == ["FT424"]
     assert "gemma" in unknown[0].help
-    assert list(sources.check_files(context("", "data.chat_template=gemma"))) == []
-    assert codes(sources.check_files(context("", f"run.resume={tmp_path}/none"))) == ["FT725"]
-    assert list(sources.check_files(context("", f"run.resume={tmp_path}"))) == []
+    assert list(data.check_files(context("", "data.chat_template=gemma"))) == []
+    assert codes(data.check_files(context("", f"run.resume={tmp_path}/none"))) == ["FT725"]
+    assert list(data.check_files(context("", f"run.resume={tmp_path}"))) == []
 
 
 @pytest.mark.parametrize("setting", ["lambda_warmup_steps=9", "use_rms_norm=true"])

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from ftcli.facts.model import read_facts
-from ftcli.preflight.checks import data, sources
+from ftcli.preflight.checks import data
 from ftcli.preflight.checks.context import Context
 
 CHAT = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
@@ -211,5 +211,5 @@ def test_what_a_judge_reads_is_not_called_unread(look: Callable[..., Any], tmp_p
 def test_a_column_is_not_both_read_and_removed(load: Callable[..., Any]) -> None:
     source = "{path: d.jsonl, columns: {prompt: question}, remove_columns: [question]}"
     loaded = load(f"model: {{name_or_path: google/gemma-2-2b}}\ndata: {{train: [{source}]}}\n")
-    found = list(sources.check(Context(loaded.recipe, loaded.origins, "train")))
+    found = list(data.check_sources(Context(loaded.recipe, loaded.origins, "train")))
     assert [finding.code for finding in found] == ["FT257"]

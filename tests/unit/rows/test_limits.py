@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from ftcli.config.data import DatasetConfig
-from ftcli.data.parallel import CHUNK_ROWS, encode_all
+from ftcli.data.prepare import CHUNK_ROWS, encode_all
 from ftcli.errors import FtcliError
 from ftcli.preflight.checks import data as data_checks
 from ftcli.rows import columnar, places, readers
@@ -228,8 +228,7 @@ def test_no_more_processes_than_there_are_cores(tmp_path: Path, monkeypatch: pyt
 
     from ftcli.assets import asset
     from ftcli.config.data import DataConfig
-    from ftcli.data.parallel import encode_all
-    from ftcli.data.prepare import prepare
+    from ftcli.data.prepare import encode_all, prepare
     from ftcli.facts.device import usable_cores
     from ftcli.reporting import SilentReporter
 

@@ -70,6 +70,19 @@ def test_a_silent_process_of_this_host_is_killed_and_named(
     assert (tmp_path / "lost-0").read_text() == lost.how == "has given no sign of life for 0 s"
 
 
+def test_a_process_that_begins_to_speak_later_is_known_at_once(
+    store: Store, peer: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was stopped in its first second was left over where the launcher had been killed."""
+    monkeypatch.setattr(heartbeat, "_SECONDS", 1e6)
+    signs = Heartbeat(store, Place(1, 2), Timeouts(silent=1e9), lambda: None)
+    signs.start()
+    until(lambda: store.check(["sign/1"]))
+    store.set("sign/0", f"1 {peer.pid} {heartbeat._space()} step begins")
+    until(lambda: 0 in signs._processes)
+    signs.stop(orderly=True)
+
+
 def test_a_silent_process_of_another_host_is_let_be(store: Store, peer: subprocess.Popen[bytes]) -> None:
     store.set("sign/0", f"1 {peer.pid} another-boot/pid:[1] step begins")
     signs = listening(store)

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ftcli.cli.render import Style
-from ftcli.cli.reporters import CollectingReporter
+from ftcli.cli.reporters import CollectingReporter, Style
 from ftcli.config.recipe import Recipe
 from ftcli.methods.grpo.train import training_rows as grpo_rows
 from ftcli.methods.sft.train import Supervised

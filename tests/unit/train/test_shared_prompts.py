@@ -26,6 +26,7 @@ from ftcli.rows.row import Row
 from ftcli.tables.families import TABLE
 from ftcli.train.isolation import check_branches
 from tests.small_models import by_kind
+from tests.tiers import in_turn
 from tests.unit.methods.preference import steps
 from tests.unit.methods.preference.steps import PADDED, SHARED, UNPADDED, Result, require_same
 from tests.unit.train.test_unpadded import CPU, FLOAT32, KERNELS, SMALL, WITH_TOWERS, model_of
@@ -72,8 +73,9 @@ def step(model: Any, batches: Any, split: Sequence[Sequence[int]] = WHOLE, *, st
 ATTENDING = [name for name in KERNELS if name not in TABLE or TABLE[name].delta_nets is None]
 
 
-@pytest.mark.parametrize("family", by_kind(ATTENDING))
-@pytest.mark.parametrize("kernels", ["reference", "interpreted"])
+@pytest.mark.parametrize(
+    ("family", "kernels"), in_turn(by_kind(ATTENDING), ["reference", "interpreted"], whole=("llama", "gemma2"))
+)
 def test_every_family(family: str, kernels: str) -> None:
     """Of the interpreter, which is slow, one micro-batch; in plain torch two."""
     if kernels == "interpreted" and family in WITH_TOWERS:

@@ -32,6 +32,7 @@ from ftcli.tables import families
 from ftcli.tables.packing import LEAKING
 from ftcli.train.isolation import check_isolation
 from tests import small_models
+from tests.tiers import in_turn
 
 PADDED, UNPADDED = Batches("padded", "a test"), Batches("unpadded", "a test")
 INTERPRETED = "ftcli-unpadded-interpreted"
@@ -179,8 +180,10 @@ def test_on_transformers_layers(family: str) -> None:
     require_same_step(model_of(family, "off"), rows(MIXED), 3)
 
 
-@pytest.mark.parametrize("family", small_models.by_kind(KERNELS))
-@pytest.mark.parametrize("kernels", ["reference", "interpreted"])
+@pytest.mark.parametrize(
+    ("family", "kernels"),
+    in_turn(small_models.by_kind(KERNELS), ["reference", "interpreted"], whole=("llama", "gemma2")),
+)
 def test_on_our_layers(family: str, kernels: str) -> None:
     if kernels == "interpreted" and family in WITH_TOWERS:
         pytest.skip("the heads of these small models are too small for the kernel")

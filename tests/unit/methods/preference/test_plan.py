@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ftcli.plan.engine import choose_engine
+from ftcli.plan.checkpointing import choose_engine
 from ftcli.preflight.checks import support
 from tests.estimates import Case, plan_of
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ftcli.facts.model import read_facts
-from ftcli.plan.engine import choose_engine
+from ftcli.plan.checkpointing import choose_engine
 from ftcli.plan.memory.candidates import candidate
 from tests.estimates import plan_of
 

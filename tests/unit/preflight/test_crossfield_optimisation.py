@@ -10,13 +10,13 @@ import pytest
 from ftcli.config.training import TrainConfig
 from ftcli.errors import FtcliError
 from ftcli.methods.grpo import checks as grpo
-from ftcli.preflight.checks import optimisation
+from ftcli.preflight.checks import crossfield
 from ftcli.preflight.checks.context import Context
 from ftcli.train.optimizer import schedule_arguments
 
 
 def found(context: Context, *missing: str) -> list[tuple[str, str]]:
-    findings: Iterable[Any] = optimisation.check(context, lambda package: package not in missing)
+    findings: Iterable[Any] = crossfield.check_optimisation(context, lambda package: package not in missing)
     return [(finding.code, finding.message) for finding in findings]
 
 
@@ -95,7 +95,7 @@ def test_an_optimizer_of_a_package_that_is_not_there_is_refused(
 def adapter_findings(context: Context) -> list[tuple[str, str]]:
     section = context.recipe.grpo
     ours = () if section is None else grpo.reference_findings(context, section)
-    return [(finding.code, finding.message) for finding in (*optimisation.check_adapters(context), *ours)]
+    return [(finding.code, finding.message) for finding in (*crossfield.check_adapters(context), *ours)]
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,7 @@ import pytest
 
 from ftcli.config.data import DataConfig
 from ftcli.data.encode import EncodedRows, Encoder
-from ftcli.data.parallel import CHUNK_ROWS, encode_all
-from ftcli.data.prepare import PreparedData
+from ftcli.data.prepare import CHUNK_ROWS, PreparedData, encode_all
 from ftcli.errors import FtcliError
 from ftcli.rows.row import Row
 

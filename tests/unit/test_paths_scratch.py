@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from ftcli.scratch import _LOCK, scratch
+from ftcli.paths import _LOCK, scratch
 
 HOLDS = """
 import sys, time
-from ftcli.scratch import scratch
+from ftcli.paths import scratch
 with scratch("drill") as made:
     print(made.path, flush=True)
     time.sleep(600)
@@ -61,7 +61,7 @@ def test_a_folder_goes_with_its_block_and_that_of_a_killed_process_with_the_next
 def test_ranks_hold_the_folder_of_a_launcher_that_is_gone(place: Path) -> None:
     code = f"""
 from ftcli.cli.children import Ranks
-from ftcli.scratch import scratch
+from ftcli.paths import scratch
 with scratch("drill") as made:
     rank = [{sys.executable!r}, "-S", "-c", "import time; time.sleep(600)"]
     ranks = Ranks(rank, 1, (), made.path, held=made.descriptor)

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from ftcli.config.model import ModelConfig
-from ftcli.data import bounded as limits
-from ftcli.data.bounded import REFUSALS, TemplateStopped, limited_template
 from ftcli.data.template import Renderer
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.model.tokenizer import load_tokenizer
+from ftcli.rows import limits
+from ftcli.rows.limits import REFUSALS, TemplateStopped, limited_template
 from ftcli.rows.row import Row
 
 ROW = Row("rows.jsonl", 1, {})

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ftcli.facts.model import read_facts
-from ftcli.preflight.checks import data, sources
+from ftcli.preflight.checks import data
 
 Make = Callable[..., Any]
 
@@ -28,12 +28,12 @@ Make = Callable[..., Any]
     ],
 )
 def test_options_that_do_not_apply(context: Make, section: str, codes: list[str]) -> None:
-    assert [finding.code for finding in sources.check(context(f"data:\n  {section}\n"))] == codes
+    assert [finding.code for finding in data.check_sources(context(f"data:\n  {section}\n"))] == codes
 
 
 def test_packing_and_weights_in_grpo(context: Make) -> None:
     text = "data: {train: [{path: a.jsonl, weight: 2}], packing: true}\ngrpo: {rewards: [{use: exact_match}]}\n"
-    found = list(sources.check(context(text, command="grpo")))
+    found = list(data.check_sources(context(text, command="grpo")))
     assert [(finding.code, finding.severity) for finding in found] == [("FT257", "error"), ("FT259", "warning")]
 
 
