@@ -57,7 +57,7 @@ Families that behave alike share a row, the most trained ones first.
 - **LoRA** on all linear layers, **QLoRA** on an NF4 base, **full** fine-tuning, **export** of a merged model
   (as GGUF: [families](export.md#gguf)), and **packing** (`data.packing`) each say `yes`, or the [code](errors.md) of
   what refuses it. FT443: a document would see the one before it, found by trial, on the kernels' code where there are
-  kernels. Off them (`model.kernels: off`, no GPU) Qwen3.5 is refused, too.
+  kernels. Off them (`model.kernels: off`, no GPU) Qwen3.5 and gpt-oss are refused, too.
 - `all-linear` includes every expert, in PEFT's layout; `lora.experts: false` leaves them out. NF4 packs experts too,
   while they load. On the kernels experts are trained with adapters; full fine-tuning of them runs on transformers'
   code, without the auxiliary loss (FT318). On a quantized base the dense layers beside the experts of
@@ -70,8 +70,9 @@ Families that behave alike share a row, the most trained ones first.
   Those on the kernels generate on ftcli's [engine](generation.md), Qwen3.5 with a state a row beside keys and values,
   latent attention with latents alone.
 
-Also refused: weights stored in MXFP4 (gpt-oss) or fp8 (DeepSeek-V3): name a copy in bfloat16 (FT316); other multimodal
-checkpoints and encoder-decoders (FT309), dropout on experts (FT333), unknown scaling of the logits (FT335).
+gpt-oss is read as it is released, experts in MXFP4 ([quantization.md](quantization.md#nf4)). Also refused: weights
+stored in fp8 (DeepSeek-V3): name a copy in bfloat16 (FT316); other multimodal checkpoints and encoder-decoders (FT309),
+dropout on experts (FT333), unknown scaling of the logits (FT335).
 
 | model_type | kernels | LoRA | QLoRA | full | export | packing | trained |
 |---|---|---|---|---|---|---|---|

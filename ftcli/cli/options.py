@@ -169,6 +169,16 @@ def _advised(error: FtcliError, path: Path) -> FtcliError:
     return FtcliError([replace(finding, help=meant or finding.help)], error.exit_code)
 
 
+def named(path: str | None, option: str) -> Path | None:
+    """The path that an option names, if it is given. Raises FtcliError FT150 where it names nothing: `"$OUT"` of a
+    variable that is not set would be the working folder.
+    """
+    if path is not None and not path.strip():
+        message, help = "that names nothing", "name a file or folder, or leave the option out"
+        raise FtcliError.single("FT150", message, origin=Origin(f"{option} '{path}'"), help=help)
+    return None if path is None else expanded(path)
+
+
 def run_directory(path: str, label: str) -> Path:
     """`path`, which must be a run directory. Raises FtcliError FT154 (exit RECIPE) where it holds no recipe.yaml, or
     nobody can say whether it does.

@@ -100,7 +100,9 @@ def _merged(problems: list[_Problem]) -> list[_Problem]:
     """One problem for each path. Of a union that failed, the branch that got furthest into the value is reported."""
     kept: dict[Path, _Problem] = {}
     for problem in problems:
-        kept.setdefault(problem.path, problem)
+        # What is wrong with a text says more than that it is none of the words that may stand in its place.
+        if problem.path not in kept or problem.kind in (UNSERVED, "string_too_short"):
+            kept[problem.path] = problem
     deeper = [problem.path for problem in kept.values() if problem.tagged]
 
     def outdone(problem: _Problem) -> bool:

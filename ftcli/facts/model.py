@@ -123,6 +123,11 @@ class ModelFacts:
         return activation_of(self.language, self.family)
 
     @property
+    def beyond_sdpa(self) -> bool:
+        """True if attention caps its scores or has sinks, which SDPA cannot do."""
+        return bool(self.attn_logit_softcapping) or (self.family is not None and self.family.sinks)
+
+    @property
     def drops_attention(self) -> bool:
         """True if training drops probabilities of attention (``attention_dropout``)."""
         return bool(self.language.get("attention_dropout"))

@@ -50,8 +50,8 @@ class Linear:
 
     @property
     def parameters(self) -> int:
-        """Weight and bias elements."""
-        return self.elements + (self.out_features if self.bias else 0)
+        """Weight and bias elements, of all experts."""
+        return self.elements + (self.out_features * self.experts if self.bias else 0)
 
     @property
     def used_elements(self) -> int:
@@ -293,7 +293,7 @@ class ModelShape:
     @property
     def active_parameters(self) -> int:
         """Elements that a token goes through: of experts, those that it is sent to."""
-        unused = sum(x.elements - x.used_elements for layer in self.layers for x in layer.stacks)
+        unused = sum(x.parameters // x.experts * (x.experts - x.used) for layer in self.layers for x in layer.stacks)
         return self.parameters - unused
 
     @property
@@ -384,6 +384,8 @@ def shape_of(config: Config) -> ModelShape | None:
     family = family_of(str(config.get("model_type")))
     if family is None or others is None or any(config.get(key) for key in family.not_with):
         return None
+    if any(config.get(key) not in (None, value) for key, value in family.only_with):
+        return None
     hidden = _whole(config, "hidden_size")
     # A model may consist of experts alone.
     intermediate = _whole(config, "intermediate_size", None if family.experts is None else 1)
@@ -417,6 +419,7 @@ def shape_of(config: Config) -> ModelShape | None:
         if latent is not None:
             groups = family.latent_groups(compressed=latent.q_rank is not None)
         beside += of_heads if own is None else own.parameters
+        beside += heads if family.sinks and own is None else 0
         inner, stacks = intermediate, tuple[Linear, ...]()
         if has_experts and mixture is not None:
             inner, stacks, groups = mixture.shared_width, mixture.stacks, family.with_experts(groups)
@@ -573,8 +576,8 @@ class _Mixture(NamedTuple):
             raise ValueError(f"{experts.used} {used} does not fit {name} {count}")
         first, last = experts.stacks
         stacks = (
-            Linear(first, hidden, 2 * width, experts=count, used=used),
-            Linear(last, width, hidden, experts=count, used=used),
+            Linear(first, hidden, 2 * width, experts.biases, count, used),
+            Linear(last, width, hidden, experts.biases, count, used),
         )
         shared = 0
         if experts.shared_width is not None:
@@ -582,7 +585,7 @@ class _Mixture(NamedTuple):
         elif experts.shared_count is not None:
             shared = width * _at_least(config, experts.shared_count, 0)
         gate = hidden if experts.shared_gate is not None else 0
-        return cls(stacks, shared, count * hidden + gate)
+        return cls(stacks, shared, count * (hidden + experts.biases) + gate)
 
 
 def _sparse(config: Config, family: Family, count: int) -> tuple[bool, ...]:

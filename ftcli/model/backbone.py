@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ftcli.model import attention
 from ftcli.model.masks import CallMask, Documents, plain_mask
 from ftcli.tables.families import family_of
+from ftcli.tables.packing import why_documents_leak
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -119,7 +120,8 @@ def hidden_states(
 
     With ``document_starts`` (:class:`ftcli.model.masks.Documents`) no document sees another one. transformers' own
     attention reads that off ``position_ids`` which begin anew; ours gets the boundaries, and ``branch_starts`` where
-    documents branch. Layers that carry a state know of documents by their boundaries alone.
+    documents branch. Layers that carry a state know of documents by their boundaries alone, and so do those of families
+    of whose documents transformers' masks know nothing.
 
     Args:
         stack: The model's layers as one function (:mod:`ftcli.model.fused`), for inputs without a padding mask.
@@ -133,9 +135,10 @@ def hidden_states(
     own = ("document_starts", "branch_starts")
     given: dict[str, Any] = {name: value for name, value in inputs.items() if name not in own}
     ids, starts = inputs["input_ids"], inputs.get("document_starts")
-    family = family_of(base.config.get_text_config().model_type)
+    text_type = base.config.get_text_config().model_type
+    family, untold = family_of(text_type), why_documents_leak(text_type) is not None
     carries = family is not None and family.delta_nets is not None
-    if starts is None and (stack is not None or (carries and cached is None and "attention_mask" not in inputs)):
+    if starts is None and (stack is not None or (untold and cached is None and "attention_mask" not in inputs)):
         starts = _document_starts(ids, inputs.get("position_ids"))
     if starts is not None and attention.is_ours(base):
         # A mask of ones keeps transformers from looking for documents, which would wait for the device.

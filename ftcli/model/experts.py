@@ -57,20 +57,21 @@ def mixture(
             own = torch.sigmoid(block.get_submodule(described.shared_gate)(x)) * own
         added = own if added is None else added + own
     shape = (*x.shape[:-1], index.shape[-1])
-    first, last = stacks_of(block.experts)
+    first, last = stacks_of(block.experts, described)
     if packed:
         first, last = replace(first, packed=packed[0]), replace(last, packed=packed[1])
     return lora_experts(
-        x, index.view(shape), weights.view(shape), first, last, activation=activation, added=added, save=save,
-        backend=backend,
+        x, index.view(shape), weights.view(shape), first, last, unit="clamped" if described.clamped else activation,
+        interleaved=described.interleaved, added=added, save=save, backend=backend,
     )  # fmt: skip
 
 
-def stacks_of(experts: Any) -> tuple[ExpertStack, ExpertStack]:
+def stacks_of(experts: Any, described: Experts) -> tuple[ExpertStack, ExpertStack]:
     """Both stacks with their active adapters; without those that are disabled or merged."""
-    found = {wrapper.parameter_name: wrapper for wrapper in _wrappers(experts)}
+    wrappers = {wrapper.parameter_name: wrapper for wrapper in _wrappers(experts)}
     base = base_experts(experts)
-    return _stack(base, "gate_up_proj", found), _stack(base, "down_proj", found)
+    first, last = (_stack(base, name, wrappers, described) for name in ("gate_up_proj", "down_proj"))
+    return first, last
 
 
 def base_experts(experts: Any) -> Any:
@@ -86,35 +87,42 @@ def _wrappers(experts: Any) -> Iterator[ParamWrapper]:
         experts = experts.base_layer
 
 
-def _stack(base: Any, name: str, wrappers: dict[str, ParamWrapper]) -> ExpertStack:
-    weight = packed_stack(getattr(base, name))
+def _stack(base: Any, name: str, wrappers: dict[str, ParamWrapper], described: Experts) -> ExpertStack:
+    bare = ExpertStack(
+        packed_stack(getattr(base, name)),
+        int(base.num_experts),
+        bias=getattr(base, f"{name}_bias") if described.biases else None,
+        transposed=described.transposed,
+    )
     wrapper = wrappers.get(name)
-    count = int(base.num_experts)
     if wrapper is None or wrapper.disable_adapters or wrapper.merged or not wrapper.active_adapters:
-        return ExpertStack(weight, count)
+        return bare
     adapter = wrapper.active_adapters[0]
     if adapter not in wrapper.lora_A:
-        return ExpertStack(weight, count)
+        return bare
     a, b = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
-    return ExpertStack(weight, count, a, b, float(wrapper.scaling[adapter]))
+    return replace(bare, a=a, b=b, scaling=float(wrapper.scaling[adapter]))
 
 
-def why_not_experts(block: nn.Module) -> str | None:
+def why_not_experts(block: nn.Module, described: Experts) -> str | None:
     """The reason why the kernels cannot take a layer's experts, as one clause; None if they can."""
     experts = getattr(block, "experts", None)
     base = base_experts(experts)
-    if any(getattr(base, flag, wanted) is not wanted for flag, wanted in _LAYOUT.items()):
+    # What transformers says of the layout on the class of the experts.
+    layout = {
+        "is_transposed": described.transposed,
+        "is_concatenated": not described.interleaved,
+        "has_bias": described.biases,
+        "has_gate": True,
+    }
+    if any(getattr(base, flag, wanted) is not wanted for flag, wanted in layout.items()):
         return "its experts are laid out otherwise"
     for name in ("gate_up_proj", "down_proj"):
-        weight = getattr(base, name, None)
+        weight, bias = getattr(base, name, None), getattr(base, f"{name}_bias", None)
         if not isinstance(weight, Tensor) or weight.dim() != 3:
             return f"its experts have no stack {name}"
-        if weight.requires_grad:
+        if weight.requires_grad or (isinstance(bias, Tensor) and bias.requires_grad):
             return EXPERTS_WHOLE
     if any(len(wrapper.active_adapters) > 1 for wrapper in _wrappers(experts)):
         return "several adapters are active at once"
     return None
-
-
-#: What transformers says of the layout that the kernels take, on the class of the experts.
-_LAYOUT = {"is_transposed": False, "is_concatenated": True, "has_bias": False, "has_gate": True}

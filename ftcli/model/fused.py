@@ -263,7 +263,8 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
 
     def stacks(self) -> tuple[ExpertStack, ...]:
         """The stacks of its experts; none where it has no experts."""
-        return () if self._experts is None else stacks_of(self.get_submodule(self._experts.block).experts)
+        experts = self._experts
+        return () if experts is None else stacks_of(self.get_submodule(experts.block).experts, experts)
 
     def call_mask(self, given: Any, hidden_states: Tensor) -> Any:
         """The mask of a call on (B, S, H) as this layer takes it, from transformers' for layers of its kind."""
@@ -276,6 +277,8 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         if angles is None:
             return ()
         cos, sin = angles
+        if self._family.single_angles:
+            cos, sin = (torch.cat((x, x), dim=-1) for x in angles)
         if self._family.repeated_angles:  # each pair's angle twice, side by side
             cos, sin = (torch.cat((x[..., ::2], x[..., ::2]), dim=-1) for x in angles)
         if self.by_position is None or positions is None:

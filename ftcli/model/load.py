@@ -28,6 +28,7 @@ from ftcli.model.tokenizer import source_of
 from ftcli.plain import JsonMap
 from ftcli.plan.execution import own_attention, wants_kernels
 from ftcli.plan.precision import DtypePlan
+from ftcli.plan.quantization import stores_mxfp4
 from ftcli.tables import code_of, quantizations
 
 if TYPE_CHECKING:
@@ -66,11 +67,14 @@ def load_model(
     from safetensors import SafetensorError
 
     dtype = getattr(torch, plan.parameter)
-    attention = own_attention(model, facts.attn_logit_softcapping)
+    attention = own_attention(model, beyond_sdpa=facts.beyond_sdpa)
     holding = None
     quantizes = quantization is not None and quantizations.row(quantization.method).quantize is not None
-    if quantization is not None and (quantizes or (shards is not None and model.init != "random")):
+    files = model.init != "random" and source is None
+    in_blocks = files and stores_mxfp4(facts.raw)  # of which transformers makes full precision by packages of its own
+    if quantization is not None and (quantizes or in_blocks or (shards is not None and model.init != "random")):
         stacks = facts.shape is not None and facts.shape.has_experts
+        trained = trained or (in_blocks and not quantizes and shards is None)  # adapters freeze them later
         holding = ModelStorage(quantization, dtype, device, dequantized_layers, trained, shards=shards, stacks=stacks)
     if model.init == "random" and source is None:
         config = config_of(facts.raw, num_layers)

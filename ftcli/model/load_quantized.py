@@ -4,8 +4,8 @@ The model is made without memory; each weight is drawn or read by itself on the 
 where it is a linear layer's, and its full-precision form freed before the next one. At the peak there are the quantized
 model and one layer's matrix; packed files are gathered in host memory first.
 
-Weights come from safetensors, in full precision or in the packed layout that the method reads, or from GGUF files of
-ternary weights.
+Weights come from safetensors, in full precision, in MXFP4 or in the packed layout that the method reads, or from GGUF
+files of ternary weights.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from ftcli.facts.weights import inspect_weights
 from ftcli.gguf import ReadFile, from_file, heads_of, names_of, require_gguf_package
 from ftcli.model.backbone import decoder_layers
 from ftcli.model.fsdp import UNSHARDED_LAYERS, RankShards, has_shards_only, keep_shards
+from ftcli.model.mxfp4 import in_full
 from ftcli.model.pretrained import COMPUTED, hollow, weight_files
 from ftcli.model.quantized import (
     DequantizedLinear,
@@ -43,6 +44,8 @@ from ftcli.model.quantized import (
 )
 from ftcli.model.renaming import Renaming
 from ftcli.model.stacks import is_stack, quantized_stack, quantizes_stacks
+from ftcli.plain import JsonMap
+from ftcli.plan.quantization import stores_mxfp4
 from ftcli.tables import code_of, quantizations
 from ftcli.tables.gguf import architecture_of
 
@@ -194,7 +197,9 @@ def load_quantized(
     holding = replace(holding, recognises=gguf is not None or not stores_masters(raw, holding.settings))
     reader = packed_reader(holding.settings, raw) if gguf is None else None
     packed: dict[str, dict[str, Tensor]] = {}
-    tensors = _tensors(source, revision, offline) if gguf is None else ternary_tensors(gguf, model, chosen)
+    tensors = (
+        _tensors(source, revision, offline, raw, holding) if gguf is None else ternary_tensors(gguf, model, chosen)
+    )
     for key, tensor in tensors:
         found = None if reader is None else reader.part_of(key)
         if found is not None:
@@ -287,8 +292,17 @@ def _gguf_of(source: str, settings: QuantizationConfig) -> Path | None:
     return inspect_weights(Path(source)).gguf if quantizations.row(settings.method).reads_gguf else None
 
 
-def _tensors(source: str, revision: str | None, offline: bool) -> Iterator[tuple[str, Tensor]]:
-    """Name and value of every stored tensor, one in memory at a time."""
+def _tensors(
+    source: str, revision: str | None, offline: bool, config: JsonMap, holding: ModelStorage
+) -> Iterator[tuple[str, Tensor]]:
+    """Name and value of every stored tensor, one in memory at a time; stacks that ``config`` says are in MXFP4 in full
+    precision, on the device.
+    """
+    stored = _stored(source, revision, offline)
+    return in_full(stored, holding.dtype, holding.device) if stores_mxfp4(config) else stored
+
+
+def _stored(source: str, revision: str | None, offline: bool) -> Iterator[tuple[str, Tensor]]:
     from safetensors import safe_open
 
     for path in weight_files(source, revision, offline):

@@ -156,7 +156,7 @@ def _why_not(layer: nn.Module, described: Layer, family: Family) -> str | None:
         if reason is not None:
             return f"{name}: {reason}"
     if described.stacks and family.experts is not None:
-        reason = why_not_experts(layer.get_submodule(family.experts.block))
+        reason = why_not_experts(layer.get_submodule(family.experts.block), family.experts)
         if reason is not None:
             return reason
     if described.attention is None or family.head_norm is None:

@@ -146,14 +146,14 @@ def _why_no_triton(gpu: Gpu | None) -> str | None:
     return "the kernels need a CUDA GPU" if gpu is None else why_no_elementwise(gpu)
 
 
-def own_attention(model: ModelConfig, softcap: float | None) -> str:
+def own_attention(model: ModelConfig, *, beyond_sdpa: bool) -> str:
     """transformers' name of the attention that its own layers take.
 
-    SDPA cannot cap scores, so a model with ``attn_logit_softcapping`` gets the exact eager form under ``auto``.
+    SDPA neither caps scores nor has sinks, so a model that does or has gets the exact eager form under ``auto``.
     """
     if model.attention != "auto":
         return model.attention
-    return "eager" if softcap else "sdpa"
+    return "eager" if beyond_sdpa else "sdpa"
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +204,7 @@ def execution_of(recipe: Recipe, facts: ModelFacts, dtypes: DtypePlan, device: D
     masked_choice = _attention(facts, dtypes, device, masked=True, drops=drops)
     batches = _batches(recipe, facts, masked_choice, layers, work=work)
     if layers.code == "transformers":
-        own = own_attention(recipe.model, facts.attn_logit_softcapping)
+        own = own_attention(recipe.model, beyond_sdpa=facts.beyond_sdpa)
         return Execution(layers, own, own, own, sends_attention=False, batches=batches, drops=drops)
     dense = _attention(facts, dtypes, device, drops=drops).backend
     masked = masked_choice.backend
@@ -358,7 +358,8 @@ def _attention(
     head_dim = 0 if facts.shape is None else facts.shape.head_dim
     softcap = facts.attn_logit_softcapping or 0.0
     mask: Literal["plain", "intervals"] = "intervals" if masked else "plain"
-    call = AttentionCall(dtypes.compute, head_dim, softcap, windowed, mask, dropout=drops)
+    sinks = facts.family is not None and facts.family.sinks
+    call = AttentionCall(dtypes.compute, head_dim, softcap, windowed, mask, dropout=drops, sinks=sinks)
     return choose_attention(device.gpu, call)
 
 

@@ -163,11 +163,11 @@ class RunPlan:
     @cached_property
     def layers(self) -> LayerMemory:
         """Bytes that the layers' code keeps and allocates."""
-        execution, capped = self.execution, bool(self.facts.attn_logit_softcapping)
+        execution, beyond_sdpa = self.execution, self.facts.beyond_sdpa
         if not execution.on_kernels:
             return plain_layers("eager" if execution.attention == "eager" else "sdpa")
         return fused_layers(
-            capped_without_kernel=capped and execution.dense == "eager",
+            all_scores=beyond_sdpa and execution.dense == "eager",
             reference=execution.layers.code == "reference",
             attention_by_kernel=execution.sends_attention,
         )

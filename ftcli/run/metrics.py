@@ -112,7 +112,7 @@ class MetricsWriter:
             path: The file; made when it is missing.
             resume_step: Step of the checkpoint the run continues from. Lines of later steps and a torn end are cut
                 off; 0 (a run from the start) empties the file.
-            evaluate_again: Training is over, and the evaluation after it is made again: its line is dropped too.
+            evaluate_again: The evaluation after that step is made again: its line is dropped too.
 
         Raises:
             FtcliError: FT723 or FT724 when it cannot be written, FT727 when it holds something else.

@@ -22,6 +22,7 @@ class ExportFormat:
         scores: It can hold a model that scores rows in place of answering.
         masters: It can hold a model whose weights are rounded in every product: as masters that say so, or rounded.
             Others would hold the masters as plain weights, which are another model.
+        linear_only: It rounds linear layers, and has no place for stacks of experts.
         further: It holds what transformers passes over in the base's files, for programs that look for it.
         of_quantized: Methods of ``quantization`` that it is for alone; empty: it is for every model.
         package: What it needs beside ftcli.
@@ -38,6 +39,7 @@ class ExportFormat:
     llama_cpp: bool = False
     masters: bool = False
     scores: bool = False
+    linear_only: bool = False
     further: bool = False
     of_quantized: tuple[str, ...] = ()
     package: Package | None = None
@@ -94,6 +96,7 @@ TABLE: Mapping[str, ExportFormat] = MappingProxyType(
         "fp8": ExportFormat(
             "ftcli.export.fp8:write",
             merges=True,
+            linear_only=True,
             further=True,
             package=_FP8,
             size="ftcli.export.safetensors:model_bytes",

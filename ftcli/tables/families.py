@@ -97,7 +97,8 @@ class Experts:
     """Layers whose MLP is a mixture of experts, each a gated unit, of which a router chooses some for a token.
 
     transformers' own router is asked, so that every kind of it is right; the experts are stacks ``gate_up_proj``
-    (E, 2F, H) and ``down_proj`` (E, H, F) in ``experts`` of the block.
+    (E, 2F, H) and ``down_proj`` (E, H, F) in ``experts`` of the block, with biases ``gate_up_proj_bias`` (E, 2F) and
+    ``down_proj_bias`` (E, H) or none.
 
     Attributes:
         block: The mixture's name in a layer.
@@ -113,6 +114,10 @@ class Experts:
             one (``types_or_first``), or the ``first_k_dense_replace`` first ones (``first``).
         takes_names: PEFT takes the names of dense layers' linears for those of experts, and adapts them as parameters:
             where they are quantized they have no adapter.
+        biases: Experts and router have biases.
+        transposed: The stacks are (E, H, 2F) and (E, F, H).
+        interleaved: Gate and up take turns in the first stack's features, and are not one behind the other.
+        clamped: The unit is gpt-oss's (``ftkernels.primitives.gated_unit``), whatever the config calls the activation.
     """
 
     block: str = "mlp"
@@ -126,6 +131,10 @@ class Experts:
     shared_count: str | None = None
     dense: Literal["none", "listed", "mlp_layer_types", "types_or_first", "first"] = "none"
     takes_names: bool = False
+    biases: bool = False
+    transposed: bool = False
+    interleaved: bool = False
+    clamped: bool = False
 
     @property
     def stacks(self) -> tuple[str, str]:
@@ -169,10 +178,12 @@ class Family:
             everything, n being ``sliding_window_pattern`` where the config has it; below 0 they are counted back from
             the last. None: every layer has the window.
         windows_from: The config's name of the number of first layers that see everything.
+        sinks: Attention has a learned score for each query head, ``sinks``, beside those of the keys.
         window_on_config: transformers' attention modules do not hold their window; it is read from the config.
         rotary: Features that turn together: those of the two halves of a head, or neighbours (``pairs``).
         rotary_share: The part of a head that is rotated, its first features, where the config does not say.
         repeated_angles: transformers hands over the angles of pairs, and not of halves.
+        single_angles: transformers hands over each angle once, and not for both features that it turns.
         unrotated: Layers without rotation: those that the config lists (``no_rope_layers``, ``layer_rope_theta``), or
             those without a window in a model that has one (``global``).
         scaled_by_position: Queries are multiplied by a function of their position (``llama_4_scaling_beta``).
@@ -183,6 +194,7 @@ class Family:
         four_positions: Positions are given four times, for text and for time, height and width of images. Given once,
             they say nothing of documents.
         not_with: Keys of the config that, where they are true, make layers that are not described here.
+        only_with: Keys of the config with the only value that is described here.
         defaults: What transformers takes for values that released config.json files leave out.
     """
 
@@ -213,9 +225,11 @@ class Family:
     full_attention_every: int | None = None
     windows_from: str | None = None
     window_on_config: bool = False
+    sinks: bool = False
     rotary: Literal["halves", "pairs"] = "halves"
     rotary_share: float = 1.0
     repeated_angles: bool = False
+    single_angles: bool = False
     unrotated: Literal["no_rope_layers", "layer_rope_theta", "global"] | None = None
     scaled_by_position: bool = False
     residual_multiplier: str | None = None
@@ -223,6 +237,7 @@ class Family:
     attention_alone: bool = False
     four_positions: bool = False
     not_with: tuple[str, ...] = ()
+    only_with: tuple[tuple[str, float], ...] = ()
     defaults: tuple[tuple[str, float | bool], ...] = ()
 
     @property
@@ -483,6 +498,26 @@ TABLE: Mapping[str, Family] = MappingProxyType(
             window=1024,
             full_attention_every=1,  # without layer_types no layer has the window
             defaults=_sizes(64, 8, 896),
+        ),
+        "gpt_oss": Family(
+            norm="plain",
+            experts=Experts(
+                router="router",
+                width="intermediate_size",
+                biases=True,
+                transposed=True,
+                interleaved=True,
+                clamped=True,
+            ),
+            qkv_bias=_ATTENTION_BIAS,
+            o_bias=_ATTENTION_BIAS,
+            head_dim=64,
+            window=128,
+            full_attention_every=2,
+            sinks=True,
+            single_angles=True,
+            only_with=(("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)),
+            defaults=((_ATTENTION_BIAS, True), *_sizes(128, 4)),
         ),
         "gemma": Family(
             norm="gemma",

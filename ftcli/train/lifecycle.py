@@ -59,6 +59,7 @@ from ftcli.run.signals import (
     exit_code_of,
     second_signal_as_error,
 )
+from ftcli.train.checkpoint_state import WindowState, readable
 from ftcli.train.context import BaseCard, InputsRecord, RunContext, Unwritten
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ def _opened_run(
                 MetricsWriter(
                     opened.directory.metrics_path,
                     resume_step=opened.resume_step,
-                    evaluate_again=opened.trained is not None,
+                    evaluate_again=_evaluates_again(opened),
                 )
             )
             with stop.interruptible("opening the metrics loggers"):
@@ -157,6 +158,17 @@ def _opened_run(
             elif opened.resume_from is not None:
                 session.reporter.info(f"resuming from {opened.resume_from}")
             yield context
+
+
+def _evaluates_again(opened: OpenedRun) -> bool:
+    """True if the step that the run goes on from is evaluated again: training is over, or a stop has left it out of the
+    checkpoint. A run that was killed after that may have logged it already.
+    """
+    if opened.trained is not None or opened.resume_from is None:
+        return opened.trained is not None
+    with readable(str(opened.resume_from)):
+        state = WindowState.read(opened.resume_from)
+    return state is not None and state.evaluation_due
 
 
 def unheld_inputs(opened: OpenedRun, previous: JsonMap) -> list[Finding]:

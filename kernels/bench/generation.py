@@ -12,7 +12,8 @@ it out.
 ``--agree ROWS`` takes so many greedy completions through the model in one pass, as training does: ``agree`` is the
 share of tokens that are its likeliest ones as well, ``nats`` the mean difference of their log-probabilities, and
 ``behind`` how much less likely than the likeliest a token is at most. Random weights have near ties, so a few tokens
-differ.
+differ. ``shaken`` are the first two of that pass against itself with embeddings off by a last place: what rounding
+alone does to such weights, which is much where few experts share a token; ``held`` the same with its routing held.
 """
 
 from __future__ import annotations
@@ -39,13 +40,15 @@ from ftcli.model.fp8 import fp8_linear
 from ftcli.model.lora import apply_lora
 from ftcli.model.nf4 import nf4_linear
 from ftcli.model.patch import patch
+from ftcli.model.routing import same_routing
+from ftcli.model.selfcheck import rounded_otherwise
 from ftcli.plan.precision import DtypePlan
 
 CASES = ("merged", "unmerged", "base", "nf4", "nf4-unmerged", "fp8")
 
 
 #: Sizes of models with gated delta nets: hidden, inner, layers, query heads, value heads of the nets.
-EXPERTS, LATENT = "qwen3-30b-a3b", "glm-4.7-flash"
+EXPERTS, LATENT = ("qwen3-30b-a3b", "gpt-oss-20b"), "glm-4.7-flash"
 RECURRENT = {"qwen3.5-9b": (4096, 12288, 32, 16, 32), "qwen3.5-27b": (5120, 17408, 64, 24, 48)}
 
 
@@ -63,10 +66,17 @@ def recurrent_config(name: str, *, tiny: bool) -> Any:
     )  # fmt: skip
 
 
-def experts_config(*, tiny: bool) -> Any:
-    """Qwen3-30B-A3B's config."""
+def experts_config(name: str, *, tiny: bool) -> Any:
+    """Qwen3-30B-A3B's config, or gpt-oss-20b's."""
     from transformers import AutoConfig
 
+    if name == "gpt-oss-20b":
+        hidden, layers, heads, experts, used = (64, 2, 4, 8, 2) if tiny else (2880, 24, 64, 32, 4)
+        return AutoConfig.for_model(
+            "gpt_oss", vocab_size=512 if tiny else 201088, hidden_size=hidden, intermediate_size=hidden,
+            num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=2 if tiny else 8,
+            head_dim=16 if tiny else 64, num_local_experts=experts, num_experts_per_tok=used,
+        )  # fmt: skip
     hidden, width, layers, heads, experts, used = (64, 32, 2, 4, 8, 2) if tiny else (2048, 768, 48, 32, 128, 8)
     return AutoConfig.for_model(
         "qwen3_moe", vocab_size=512 if tiny else 151936, hidden_size=hidden, intermediate_size=3 * hidden,
@@ -116,7 +126,8 @@ def model_of(config: Any, case: str, device: torch.device, dtype: torch.dtype) -
     from transformers import AutoModelForCausalLM
 
     with device:
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        attention = "eager" if config.model_type == "gpt_oss" else "sdpa"  # sinks are beyond SDPA
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     model.eval().requires_grad_(False)
     if case.startswith("nf4") or case == "fp8":
         make, method = (fp8_linear, "fp8") if case == "fp8" else (nf4_linear, "nf4")
@@ -147,16 +158,21 @@ def timed(engine: Engine, requests: list[GenerationRequest], sampling: Sampling)
     return last - first, last - began
 
 
-def agreement(model: Any, engine: Engine, requests: list[GenerationRequest], plan: DtypePlan) -> dict[str, float]:
+def agreement(model: Any, engine: Engine, requests: list[GenerationRequest], plan: DtypePlan) -> dict[str, Any]:
     """What one pass over the prompts and their greedy completions says of these; see the module."""
-    same, nats, behind = [], [], []
+    same, nats, behind, shaken, held = [], [], [], [], []
     for request, (one,) in zip(requests, engine.complete(requests), strict=True):
         device, chosen = next(model.parameters()).device, torch.tensor(one.tokens)
         ids = torch.tensor([[*request.prompt, *one.tokens]], device=device)
         given = {"input_ids": ids, "document_starts": torch.zeros_like(ids, dtype=torch.int32)}
+        answer = slice(len(request.prompt) - 1, -1)
         with torch.no_grad(), compute_context(device, plan.compute, plan.autocast):
-            states = hidden_states(model, given).tensor[0, len(request.prompt) - 1 : -1]
-            said = torch.log_softmax(base_of(model).get_output_embeddings()(states).float(), -1).cpu()
+            with same_routing(model):
+                said = said_of(model, given, answer)
+                with rounded_otherwise(model, getattr(torch, plan.compute)):
+                    held.append(moved(said, said_of(model, given, answer)))
+            with rounded_otherwise(model, getattr(torch, plan.compute)):
+                shaken.append(moved(said, said_of(model, given, answer)))
         own = said.gather(1, chosen[:, None])[:, 0]
         same.append((said.argmax(1) == chosen).double().mean())
         nats.append((own - torch.tensor(one.logprobs)).abs().double().mean())
@@ -165,7 +181,28 @@ def agreement(model: Any, engine: Engine, requests: list[GenerationRequest], pla
         "agree": float(torch.stack(same).mean()),
         "nats": float(torch.stack(nats).mean()),
         "behind": float(torch.stack(behind).max()),
+        "shaken": mean_of(shaken),
+        "held": mean_of(held),
     }
+
+
+def said_of(model: Any, given: dict[str, Any], answer: slice) -> torch.Tensor:
+    """Log-probabilities (tokens, V) that one pass gives the answer."""
+    states = hidden_states(model, given).tensor[0, answer]
+    return torch.log_softmax(base_of(model).get_output_embeddings()(states).float(), -1).cpu()
+
+
+def moved(said: torch.Tensor, again: torch.Tensor) -> tuple[float, float]:
+    """The share of likeliest tokens that stay so, and by how many nats they move on average."""
+    likeliest = said.argmax(1)
+    by = (again - said).gather(1, likeliest[:, None]).abs().double().mean()
+    return float((again.argmax(1) == likeliest).double().mean()), float(by)
+
+
+def mean_of(pairs: list[tuple[float, float]]) -> str:
+    """Means of both, as text."""
+    share, nats = (sum(column) / len(pairs) for column in zip(*pairs, strict=True))
+    return f"{share:.4f}, {nats:.2e}"
 
 
 def measure(model: Any, case: str, batch: int, options: argparse.Namespace, plan: DtypePlan) -> dict[str, Any]:
@@ -204,7 +241,7 @@ def measure(model: Any, case: str, batch: int, options: argparse.Namespace, plan
 def main() -> None:
     """A row a case and batch."""
     arguments = parser(__doc__)
-    arguments.add_argument("--model", default="llama3.1-8b", choices=[*SHAPES, *RECURRENT, EXPERTS, LATENT])
+    arguments.add_argument("--model", default="llama3.1-8b", choices=[*SHAPES, *RECURRENT, *EXPERTS, LATENT])
     arguments.add_argument("--cases", nargs="+", default=["merged"], choices=CASES)
     arguments.add_argument("--batches", type=int, nargs="+", default=[8, 32, 64])
     arguments.add_argument("--prompt", type=int, default=512)
@@ -214,8 +251,10 @@ def main() -> None:
     device = start(options)
     on_gpu = device.type == "cuda"
     recurrent = options.model in RECURRENT
-    if options.model in (EXPERTS, LATENT):
-        config = (experts_config if options.model == EXPERTS else latent_config)(tiny=not on_gpu)
+    if options.model == LATENT:
+        config = latent_config(tiny=not on_gpu)
+    elif options.model in EXPERTS:
+        config = experts_config(options.model, tiny=not on_gpu)
     else:
         config = recurrent_config(options.model, tiny=not on_gpu) if recurrent else llama_config(shape_of(options))
     if not on_gpu:
@@ -223,7 +262,7 @@ def main() -> None:
     compute = "bfloat16" if on_gpu else "float32"
     plan = DtypePlan(compute, "float32", compute, on_gpu, "a benchmark")
     rates = {"first s": ".2f", "tokens/s": ",.0f", "decoding": ",.0f", "step ms": ".2f", "sampled": ".2f"}
-    agreed = {"agree": ".4f", "nats": ".2e", "behind": ".2e"} if options.agree else {}
+    agreed = {"agree": ".4f", "nats": ".2e", "behind": ".2e", "shaken": "", "held": ""} if options.agree else {}
     table = Table({"case": "", "batch": "", **rates, **agreed, "peak GiB": ".2f", "merged": "", "graphs": ""})
     for case in options.cases:
         model = model_of(config, case, device, getattr(torch, compute))

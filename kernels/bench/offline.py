@@ -369,6 +369,31 @@ def expert_cases(new: Maker, rank: int, capability: int) -> Launches:
             yield "experts' tiles", partial(grouped._tiles, edges, experts, pairs, rows)
 
 
+def interleaved_expert_cases(new: Maker, rank: int, capability: int) -> Launches:
+    """Launches of experts with gpt-oss-20b's sizes and form, by rows of a tile; as :func:`cases`."""
+    if capability < 80 or new.dtype == torch.float32:
+        return
+    experts, hidden, pairs = 32, 2880, 256
+    edges, index = torch.zeros(experts + 1, dtype=torch.int32), torch.zeros(pairs, dtype=torch.int32)
+    place, shared = torch.zeros((pairs // 4, 4), dtype=torch.int32), SHARED_MEMORY[capability]
+    x, h, both = new(pairs // 4, hidden), new(pairs, hidden), new(pairs, 2 * hidden)
+    first, second = new(experts, hidden, 2 * hidden).transpose(1, 2), new(experts, hidden, hidden).transpose(1, 2)
+    thin, weights = new(pairs, rank), new(pairs // 4, 4)
+    for rows in (128, 64, 16):
+        tiles = torch.zeros((pairs // rows + experts, 2), dtype=torch.int32)
+        groups = grouped.Groups(edges, index, index, place, tiles, rows, shared)
+        low, bias = grouped.Low(thin, new(experts, rank, 2 * hidden)), new(experts, 2 * hidden)
+        unit = partial(grouped.grouped_unit, x, first, groups, "clamped", interleaved=True)
+        yield f"experts' interleaved unit, {rows}", partial(unit, low=low, bias=bias)
+        low, bias = grouped.Low(thin, new(experts, rank, hidden)), new(experts, hidden)
+        down = partial(grouped.grouped_product, h, second, groups, low=low, bias=bias)
+        yield f"experts' transposed product, {rows}", down
+        up = partial(grouped.grouped_product, both, first, groups, transposed=True, low=low)
+        yield f"experts' transposed product back, {rows}", up
+    back = partial(grouped.unit_backward, h, both, weights, groups, "clamped", interleaved=True, want_h=True)
+    yield "experts' interleaved unit back", back
+
+
 def norm_cases(new: Maker) -> Launches:
     """Launches of norms and of rows in fp8; as :func:`cases`."""
     x, w, rstd = new(256, HIDDEN), new(HIDDEN), new(256, of=torch.float32)
@@ -407,6 +432,7 @@ def cases(rank: int, dtype: torch.dtype, capability: int) -> Launches:
     yield "column sums", partial(row_sums.column_sums, new(528, HIDDEN, of=torch.float32))
     yield from thin_cases(new, rank, capability)
     yield from expert_cases(new, rank, capability)
+    yield from interleaved_expert_cases(new, rank, capability)
     yield from rotary_cases(new, rank, capability)
     yield from option_cases(new, rank, capability)
     yield from generation_cases(new, capability)

@@ -3,15 +3,16 @@
 Legend: T tokens, H hidden size, E experts, P of them a token, M = T * P pairs, F width of an expert, R rank. For a
 token t, its expert e and the router's weight w of it:
 
-    [g | u] = x_t @ W1_e.T + s1 * (x_t @ A1_e.T) @ B1_e.T        W1 (E, 2F, H)
-    h       = act(g) * u
-    y       = h @ W2_e.T + s2 * (h @ A2_e.T) @ B2_e.T            W2 (E, H, F)
+    [g | u] = x_t @ W1_e.T + s1 * (x_t @ A1_e.T) @ B1_e.T + b1_e        W1 (E, 2F, H), b1 (E, 2F) where given
+    h       = act(g) * u, or another gated unit
+    y       = h @ W2_e.T + s2 * (h @ A2_e.T) @ B2_e.T + b2_e            W2 (E, H, F), b2 (E, H) where given
     out_t   = sum over the token's experts of w * y
 
-Backward never needs y: the gradient of w is <dout_t, y> = <dh, h> with dh = W2_e.T dout_t (and the adapter's share), so
-that the outputs of experts are not kept (the unweighted dh is formed first, then multiplied by w). Adapters are in
-PEFT's layout of stacked parameters: A (E * R, in), expert by expert; B (out, R * E), whose column r * E + e is expert
-e's. Nothing is formed of a delta's size.
+Backward never needs y: the gradient of w is <dout_t, y> = <dh, h> + <dout_t, b2_e> with dh = W2_e.T dout_t (and the
+adapter's share), so that the outputs of experts are not kept (the unweighted dh is formed first, then multiplied by w).
+Adapters are in PEFT's layout of stacked parameters: A (E * R, in), expert by expert; B (out, R * E), whose column
+r * E + e is expert e's. Nothing is formed of a delta's size. Where gate and up are interleaved (gpt-oss), even rows of
+W1, b1 and B1 are the gate's, odd ones the up's, and so are the columns of what is kept.
 
 Saved: x, [g | u] (M, 2F), both products with A (M, R), and the sorted routing; with ``save="input"`` x and the routing.
 """
@@ -26,10 +27,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ftkernels.device import BackendName, choose_backend, without_autocast
+from ftkernels.device import BackendName, accumulate_dtype, choose_backend, without_autocast
 from ftkernels.early import EarlySave
 from ftkernels.gemm import compute_dtype
-from ftkernels.glu import glu_reference
 from ftkernels.grouped import (
     Groups,
     Low,
@@ -41,8 +41,9 @@ from ftkernels.grouped import (
     grouped_unit,
     turned,
     unit_backward,
+    unit_reference,
 )
-from ftkernels.limits import Activation, packed_rank
+from ftkernels.limits import Unit, packed_rank
 from ftkernels.projection import FrozenWeight
 
 Save = Literal["gate_up", "input"]
@@ -62,12 +63,15 @@ class ExpertStack:
     """One frozen linear layer of every expert, with or without adapters.
 
     Attributes:
-        weight: (E, O, I), floating; or a ``FrozenWeight`` of (E * O, I).
+        weight: (E, O, I), floating, of any strides; or a ``FrozenWeight`` of (E * O, I). With ``transposed`` (E, I, O),
+            or (E * I, O).
         experts: E.
         a, b: the adapters, (E * R, I) and (O, R * E); both or neither.
         scaling: of the adapters.
         packed: the adapters, packed already (``pack_experts``). None packs them in each call, and again in backward.
             Not looked at without a and b: those that are switched off.
+        bias: (E, O), frozen.
+        transposed: the weight's layout.
     """
 
     weight: Tensor | FrozenWeight
@@ -76,13 +80,15 @@ class ExpertStack:
     b: Tensor | None = None
     scaling: float = 1.0
     packed: ExpertPacks | None = None
+    bias: Tensor | None = None
+    transposed: bool = False
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """(E, O, I)."""
         *rows, columns = self.weight.shape
-        out = rows[-1] if len(rows) == 2 else rows[0] // self.experts
-        return self.experts, int(out), int(columns)
+        first = int(rows[-1] if len(rows) == 2 else rows[0] // self.experts)
+        return (self.experts, int(columns), first) if self.transposed else (self.experts, first, int(columns))
 
     @property
     def rank(self) -> int:
@@ -90,10 +96,14 @@ class ExpertStack:
         return 0 if self.a is None else int(self.a.shape[0]) // self.experts
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """(E, O, I) in ``dtype``."""
-        if isinstance(self.weight, Tensor):
-            return self.weight.to(dtype)
-        return self.weight.dequantize(dtype).view(self.shape)
+        """(E, O, I) in ``dtype``; of transposed weights a view."""
+        weight = self.weight.to(dtype) if isinstance(self.weight, Tensor) else self.weight.dequantize(dtype)
+        weight = weight.view(self.experts, -1, weight.shape[-1])
+        return weight.transpose(1, 2) if self.transposed else weight
+
+    def dense_bias(self, dtype: torch.dtype) -> Tensor | None:
+        """(E, O) in ``dtype``, contiguous."""
+        return None if self.bias is None else self.bias.to(dtype).contiguous()
 
 
 def lora_experts(
@@ -103,7 +113,8 @@ def lora_experts(
     gate_up: ExpertStack,
     down: ExpertStack,
     *,
-    activation: Activation = "silu",
+    unit: Unit = "silu",
+    interleaved: bool = False,
     added: Tensor | None = None,
     save: Save = "gate_up",
     backend: BackendName = "auto",
@@ -114,8 +125,9 @@ def lora_experts(
         x: (..., H).
         index: (..., P), integers below E: the experts of each token.
         weights: (..., P): what their outputs are multiplied by. It gets a gradient.
-        gate_up, down: (E, 2F, H), gate above up; (E, H', F).
-        activation: see ``ftkernels.glu``.
+        gate_up, down: (E, 2F, H), gate above up unless ``interleaved``; (E, H', F).
+        unit: an activation, see ``ftkernels.glu``; or ``clamped``, see ``ftkernels.primitives.gated_unit``.
+        interleaved: gate and up take turns.
         added: (..., H'), added to the sum, such as the residual stream.
         save: what is saved for backward. Both give the same bits. "gate_up": the outputs of the first layer. "input":
             x alone, before anything is computed; backward computes the first layer again.
@@ -133,7 +145,8 @@ def lora_experts(
     early = EarlySave() if save == "input" else None
     if early is not None:
         x = early.save(x)
-    spec = _Spec(gate_up, down, groups, activation, dtype, early)
+    experts = None if down.bias is None else index.detach().reshape(-1, index.shape[-1])
+    spec = _Spec(gate_up, down, groups, experts, unit, interleaved, dtype, early)
     adapters = (gate_up.a, gate_up.b, down.a, down.b)
     out: Tensor = _Experts.apply(spec, x, weights, added, *adapters)  # type: ignore[no-untyped-call]
     return out
@@ -141,7 +154,7 @@ def lora_experts(
 
 def lora_experts_reference(
     x: Tensor, index: Tensor, weights: Tensor, gate_up: ExpertStack, down: ExpertStack, *,
-    activation: Activation = "silu", added: Tensor | None = None,
+    unit: Unit = "silu", interleaved: bool = False, added: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The same in plain torch with torch's own autograd: each expert in turn."""
     dtype = compute_dtype(x.device.type, x, gate_up.weight if isinstance(gate_up.weight, Tensor) else None)
@@ -151,7 +164,7 @@ def lora_experts_reference(
     for expert in range(gate_up.experts):
         token, slot = torch.where(tokens == expert)
         both = _reference_linear(flat[token], first, gate_up, expert)
-        h = glu_reference(*both.chunk(2, dim=-1), activation)
+        h = unit_reference(both, unit, interleaved=interleaved)
         y = _reference_linear(h, second, down, expert)
         out = out.index_add(0, token, y * weights.reshape(tokens.shape)[token, slot, None].to(dtype))
     out = out.view(*x.shape[:-1], -1)
@@ -159,7 +172,7 @@ def lora_experts_reference(
 
 
 def _reference_linear(x: Tensor, weight: Tensor, stack: ExpertStack, expert: int) -> Tensor:
-    y = F.linear(x, weight[expert])
+    y = F.linear(x, weight[expert], None if stack.bias is None else stack.bias[expert].to(x.dtype))
     if stack.a is None or stack.b is None:
         return y
     a = stack.a.view(stack.experts, stack.rank, -1)[expert].to(x.dtype)
@@ -179,6 +192,8 @@ def _check(x: Tensor, index: Tensor, weights: Tensor, gate_up: ExpertStack, down
             raise ValueError(f"{name}: the weight must be frozen and (E, O, I), got {shape}")
         if shape[0] % stack.experts or stack.shape[2] != features or stack.experts != gate_up.experts:
             raise ValueError(f"{name}: weight {shape} of {stack.experts} experts does not take {features} features")
+        if stack.bias is not None and (stack.bias.requires_grad or tuple(stack.bias.shape) != stack.shape[:2]):
+            raise ValueError(f"{name}: the bias must be frozen and {stack.shape[:2]}, got {tuple(stack.bias.shape)}")
         if (stack.a is None) != (stack.b is None):
             raise ValueError(f"{name}: adapters need both A and B")
         if stack.a is not None and stack.b is not None:
@@ -223,7 +238,9 @@ class _Spec:
     gate_up: ExpertStack
     down: ExpertStack
     groups: Groups
-    activation: Activation
+    experts: Tensor | None  # (T, P), where the gradient of the router's weights needs them
+    unit: Unit
+    interleaved: bool
     dtype: torch.dtype
     early: EarlySave | None
 
@@ -239,9 +256,19 @@ class _Formed(NamedTuple):
 def _first(spec: _Spec, x: Tensor, packs: ExpertPacks | None, *, keep: bool) -> _Formed:
     xa = None if packs is None else grouped_thin(x, packs.a, spec.groups, rows=spec.groups.token)
     low = None if packs is None or xa is None else Low(xa, packs.b)
-    weight = spec.gate_up.dense(spec.dtype)
-    both, h = grouped_unit(x, weight, spec.groups, spec.activation, low=low, keep=keep)
+    weight, bias = spec.gate_up.dense(spec.dtype), spec.gate_up.dense_bias(spec.dtype)
+    both, h = grouped_unit(
+        x, weight, spec.groups, spec.unit, low=low, bias=bias, interleaved=spec.interleaved, keep=keep
+    )
     return _Formed(both, h, xa)
+
+
+def _of_bias(spec: _Spec, dy: Tensor) -> Tensor | float:
+    """The share of down's bias in the gradient of the router's weights: <dy_t, b2_e>, (T, P)."""
+    bias = spec.down.dense_bias(spec.dtype)
+    if bias is None or spec.experts is None:
+        return 0.0
+    return (dy @ bias.T).gather(1, spec.experts.long()).to(accumulate_dtype(spec.dtype))
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -261,7 +288,8 @@ class _Experts(torch.autograd.Function):
             second = _packs(spec.down, spec.dtype)
             ha = None if second is None else grouped_thin(formed.h, second.a, groups)
             low = None if second is None or ha is None else Low(ha, second.b)
-            y = grouped_product(formed.h, spec.down.dense(spec.dtype), groups, low=low)
+            bias = spec.down.dense_bias(spec.dtype)
+            y = grouped_product(formed.h, spec.down.dense(spec.dtype), groups, low=low, bias=bias)
             rest = None if added is None else _rows(added).contiguous()
             out = gathered_sum(y, groups, weights=given, added=rest)
         ctx.spec, ctx.x_dtype, ctx.weights_dtype, ctx.shape = spec, x.dtype, weights.dtype, x.shape
@@ -297,8 +325,9 @@ class _Experts(torch.autograd.Function):
             del weight
             adapts_down = second is not None and any(wants[2:])
             grads = unit_backward(
-                dh, both, ctx.given, groups, spec.activation, want_h=adapts_down, overwrite=spec.early is not None
-            )
+                dh, both, ctx.given, groups, spec.unit, interleaved=spec.interleaved, want_h=adapts_down,
+                overwrite=spec.early is not None,
+            )  # fmt: skip
             d_a1 = d_b1 = d_a2 = d_b2 = None
             if adapts_down and grads.weighted_h is not None and q is not None:
                 d_a2 = _of_a(grouped_outer(q, grads.weighted_h, groups), spec.down)
@@ -314,7 +343,9 @@ class _Experts(torch.autograd.Function):
                 low = None if first is None or q is None else Low(q, first.a)
                 rows = grouped_product(grads.both, spec.gate_up.dense(spec.dtype), groups, transposed=True, low=low)
                 dx = gathered_sum(rows, groups).view(ctx.shape).to(ctx.x_dtype)
-        d_weights = grads.weights.view(*ctx.shape[:-1], -1).to(ctx.weights_dtype) if wants_weights else None
+            d_weights = None
+            if wants_weights:
+                d_weights = (grads.weights + _of_bias(spec, dy)).view(*ctx.shape[:-1], -1).to(ctx.weights_dtype)
         d_added = dout.to(ctx.added_dtype) if wants_added else None
         return None, dx, d_weights, d_added, d_a1, d_b1, d_a2, d_b2
 

@@ -4,7 +4,7 @@ Legend: T tokens, P experts a token, M = T * P pairs of both, G groups (experts)
 of grouped tensors are the pairs sorted by their expert; within one they keep their order, so that every sum has one
 order.
 
-    product   y[i] = x[i] @ W_g  (+ thin[i] @ wide_g)              g the group of row i
+    product   y[i] = x[i] @ W_g  (+ thin[i] @ wide_g) (+ bias_g)    g the group of row i
     thin      y[i] = x[i] @ F_g.T                                  (R columns)
     outer     out_g = sum over rows i of g of thin[i].T @ wide[i]  (R, N)
     gathered  out[t] = sum over p of weight[t, p] * y[place[t, p]]
@@ -36,6 +36,7 @@ from ftkernels.device import (
 )
 from ftkernels.glu import glu_reference
 from ftkernels.grouped_kernels import (
+    interleaved_unit_kernel,
     outer_kernel,
     product_kernel,
     sum_kernel,
@@ -45,7 +46,8 @@ from ftkernels.grouped_kernels import (
     unit_backward_kernel,
     unit_kernel,
 )
-from ftkernels.limits import Activation
+from ftkernels.limits import Unit
+from ftkernels.primitives import CLAMPED_LIMIT, CLAMPED_SLOPE
 
 
 class Groups(NamedTuple):
@@ -133,12 +135,14 @@ def _tiles(edges: Tensor, groups: int, pairs: int, rows: int) -> Tensor:
 
 def grouped_product(
     x: Tensor, weight: Tensor, groups: Groups, *, rows: Tensor | None = None, transposed: bool = False,
-    low: Low | None = None,
+    low: Low | None = None, bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """(M, N): x (M or T, K) by weight (G, N, K), or with ``transposed`` (G, K, N); everything in one dtype."""
+    """(M, N): x (M or T, K) by weight (G, N, K), or with ``transposed`` (G, K, N), of any strides; bias (G, N).
+    Everything in one dtype.
+    """
     columns = int(weight.shape[2 if transposed else 1])
     if groups.tiles is None:
-        return _product_torch(x, weight, groups, rows, transposed, low)
+        return _product_torch(x, weight, groups, rows, transposed, low, bias)
     pairs, depth = groups.token.shape[0], int(x.shape[1])
     y = torch.empty((pairs, columns), dtype=store_dtype(x.dtype), device=x.device)
     strides = weight.stride()
@@ -147,10 +151,10 @@ def grouped_product(
     parts = triton.cdiv(columns, tile.columns)
     with on_device_of(x):
         product_kernel[(groups.tiles.shape[0] * parts,)](
-            x, x.stride(0), x if rows is None else rows, weight, strides[0], w_n, w_k, *_low(low, x), y, groups.tiles,
-            groups.edges, columns, depth, parts,
+            x, x.stride(0), x if rows is None else rows, weight, strides[0], w_n, w_k, *_low(low, x),
+            x if bias is None else bias, y, groups.tiles, groups.edges, columns, depth, parts,
             GATHER=rows is not None, LOW=low is not None, R=1 if low is None else int(low.wide.shape[1]),
-            EVEN_K=depth % tile.depth == 0, EVEN_N=columns % tile.columns == 0,
+            BIAS=bias is not None, EVEN_K=depth % tile.depth == 0, EVEN_N=columns % tile.columns == 0,
             ACC=triton_dtype(x.dtype), DOT=triton_store_dtype(x.dtype), BM=groups.rows_a_tile, BN=tile.columns,
             BK=tile.depth, STAGES=tile.stages, num_warps=tile.warps,
         )  # fmt: skip
@@ -179,23 +183,30 @@ def _tile_of(table: Mapping[int, _Tile], groups: Groups, dtype: torch.dtype, mat
 
 
 def grouped_unit(
-    x: Tensor, weight: Tensor, groups: Groups, activation: Activation, *, low: Low | None = None, keep: bool = True
-) -> tuple[Tensor | None, Tensor]:
-    """([g | u] (M, 2F) unless not ``keep``, act(g) * u (M, F)) of tokens x (T, K) by weight (G, 2F, K)."""
+    x: Tensor, weight: Tensor, groups: Groups, unit: Unit, *, low: Low | None = None, bias: Tensor | None = None,
+    interleaved: bool = False, keep: bool = True,
+) -> tuple[Tensor | None, Tensor]:  # fmt: skip
+    """([g | u] (M, 2F) unless not ``keep``, their unit (M, F)) of tokens x (T, K) by weight (G, 2F, K) of any strides.
+
+    ``interleaved``: even columns are the gate's and odd ones the up's, of the weight, the bias and what is kept.
+    """
     if groups.tiles is None:
-        both = _product_torch(x, weight, groups, groups.token, False, low)
-        return (both if keep else None), _unit(both, activation)
+        both = _product_torch(x, weight, groups, groups.token, False, low, bias)
+        return (both if keep else None), unit_reference(both, unit, interleaved=interleaved)
     pairs, depth, width = groups.token.shape[0], int(x.shape[1]), int(weight.shape[1]) // 2
     both = torch.empty((pairs, 2 * width) if keep else (0,), dtype=store_dtype(x.dtype), device=x.device)
     h = torch.empty((pairs, width), dtype=store_dtype(x.dtype), device=x.device)
-    tile = _tile_of(_UNIT, groups, x.dtype, 2)
-    parts = triton.cdiv(width, tile.columns)
+    # Interleaved, a tile has so many columns of gate and up together.
+    tile = _tile_of(_PRODUCT, groups, x.dtype) if interleaved else _tile_of(_UNIT, groups, x.dtype, 2)
+    columns = 2 * width if interleaved else width
+    parts = triton.cdiv(columns, tile.columns)
+    kernel = interleaved_unit_kernel if interleaved else unit_kernel
     with on_device_of(x):
-        unit_kernel[(groups.tiles.shape[0] * parts,)](
-            x, x.stride(0), groups.token, weight, *_low(low, x)[:2], both, h, groups.tiles, groups.edges, width, depth,
-            parts,
-            ACT=activation, LOW=low is not None, R=1 if low is None else int(low.wide.shape[1]),
-            EVEN_K=depth % tile.depth == 0, EVEN_N=width % tile.columns == 0, KEEP=keep,
+        kernel[(groups.tiles.shape[0] * parts,)](
+            x, x.stride(0), groups.token, weight, *weight.stride(), *_low(low, x), x if bias is None else bias, both,
+            h, groups.tiles, groups.edges, width, depth, parts,
+            UNIT=unit, LOW=low is not None, R=1 if low is None else int(low.wide.shape[1]), BIAS=bias is not None,
+            EVEN_K=depth % tile.depth == 0, EVEN_N=columns % tile.columns == 0, KEEP=keep,
             ACC=triton_dtype(x.dtype), DOT=triton_store_dtype(x.dtype), BM=groups.rows_a_tile, BN=tile.columns,
             BK=tile.depth, STAGES=tile.stages, num_warps=tile.warps,
         )  # fmt: skip
@@ -205,7 +216,7 @@ def grouped_unit(
 def grouped_thin(x: Tensor, factor: Tensor, groups: Groups, *, rows: Tensor | None = None) -> Tensor:
     """(M, R): x (M or T, K) by factor (G, R, K)."""
     if groups.tiles is None:
-        return _product_torch(x, factor, groups, rows, False, None)
+        return _product_torch(x, factor, groups, rows, False, None, None)
     rank, depth = int(factor.shape[1]), int(x.shape[1])
     y = torch.empty((groups.token.shape[0], rank), dtype=store_dtype(x.dtype), device=x.device)
     deep = 32 if interpreting() else 128 if x.dtype.itemsize == 2 else 32
@@ -249,19 +260,21 @@ class UnitGrads(NamedTuple):
 
 
 def unit_backward(
-    dh: Tensor, both: Tensor, weights: Tensor, groups: Groups, activation: Activation, *, want_h: bool,
+    dh: Tensor, both: Tensor, weights: Tensor, groups: Groups, unit: Unit, *, interleaved: bool = False, want_h: bool,
     overwrite: bool = False,
 ) -> UnitGrads:  # fmt: skip
-    """From ``dh`` (M, F), of the unweighted output, which is overwritten; ``both`` (M, 2F) too with ``overwrite``."""
+    """From ``dh`` (M, F), of the unweighted output, which is overwritten; ``both`` (M, 2F) too with ``overwrite``.
+
+    Gate and up are laid out in d[g | u] as they are in ``both``.
+    """
     pairs, width = dh.shape
     d_weights = torch.empty(weights.shape, dtype=accumulate_dtype(dh.dtype), device=dh.device)
     if groups.tiles is None:
         scale = weights.reshape(-1)[groups.pair.long(), None]
-        g, u = both.chunk(2, dim=1)
         with torch.enable_grad():
-            leaves = g.detach().requires_grad_(), u.detach().requires_grad_()
-            h = _unit(torch.cat(leaves, 1), activation)
-        d = torch.cat(torch.autograd.grad(h, leaves, dh * scale.to(dh.dtype)), 1)
+            leaf = both.detach().requires_grad_()
+            h = unit_reference(leaf, unit, interleaved=interleaved)
+        (d,) = torch.autograd.grad(h, leaf, dh * scale.to(dh.dtype))
         d_weights.view(-1)[groups.pair.long()] = (dh * h.detach()).sum(1).to(d_weights.dtype)
         return UnitGrads(d, h.detach() * scale.to(h.dtype) if want_h else None, d_weights)
     stored = store_dtype(dh.dtype)
@@ -272,7 +285,7 @@ def unit_backward(
     with on_device_of(dh):
         unit_backward_kernel[(pairs,)](
             dh, both, groups.pair, weights, d_both, wh, d_weights, width,
-            ACT=activation, WANT_H=want_h, ACC=triton_dtype(dh.dtype), BN=block,
+            UNIT=unit, INTERLEAVED=interleaved, WANT_H=want_h, ACC=triton_dtype(dh.dtype), BN=block,
             num_warps=max(1, min(16, block // 256)),
         )  # fmt: skip
     return UnitGrads(rounded(d_both, dh.dtype), rounded(wh, dh.dtype) if want_h else None, d_weights)
@@ -318,17 +331,26 @@ def turned(x: Tensor, out: Tensor, scale: float, *, kernels: bool) -> Tensor:
 
 
 def _product_torch(
-    x: Tensor, weight: Tensor, groups: Groups, rows: Tensor | None, transposed: bool, low: Low | None
-) -> Tensor:
+    x: Tensor, weight: Tensor, groups: Groups, rows: Tensor | None, transposed: bool, low: Low | None,
+    bias: Tensor | None,
+) -> Tensor:  # fmt: skip
     edges = groups.edges.tolist()
     parts = []
     for group, (first, end) in enumerate(pairwise(edges)):
         taken = x[first:end] if rows is None else x[rows[first:end].long()]
         y = taken @ (weight[group] if transposed else weight[group].T)
-        parts.append(y if low is None else y + low.thin[first:end] @ low.wide[group])
+        y = y if low is None else y + low.thin[first:end] @ low.wide[group]
+        parts.append(y if bias is None else y + bias[group])
     return torch.cat(parts)
 
 
-def _unit(both: Tensor, activation: Activation) -> Tensor:
-    g, u = both.chunk(2, dim=-1)
-    return glu_reference(g, u, activation)
+def unit_reference(both: Tensor, unit: Unit, *, interleaved: bool = False) -> Tensor:
+    """The gated unit (..., F) of [g | u] (..., 2F), in plain torch, differentiable: ``ftkernels.primitives.gated_unit``
+    has the formula of ``clamped``. Float32 inside (float64 for float64), one rounding.
+    """
+    g, u = (both[..., ::2], both[..., 1::2]) if interleaved else both.chunk(2, dim=-1)
+    if unit != "clamped":
+        return glu_reference(g, u, unit)
+    acc, limit = accumulate_dtype(both.dtype), CLAMPED_LIMIT.value
+    gate, up = g.to(acc).clamp(max=limit), u.to(acc).clamp(-limit, limit)
+    return (gate * torch.sigmoid(CLAMPED_SLOPE.value * gate) * (up + 1)).to(both.dtype)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ftkernels.primitives import activate
+from ftkernels.primitives import gated_unit
 
 
 @triton.jit
@@ -43,51 +43,103 @@ def _rows_of(tiles_ptr, edges_ptr, index_ptr, tile, group, GATHER: tl.constexpr,
 
 
 @triton.jit
-def product_kernel(
-    x_ptr, x_stride, index_ptr, w_ptr, w_group, w_n, w_k, thin_ptr, wide_ptr, wide_stride, y_ptr, tiles_ptr, edges_ptr,
-    N, K, n_tiles,
-    GATHER: tl.constexpr, LOW: tl.constexpr, R: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr,
-    ACC: tl.constexpr, DOT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+def _product(
+    x_ptr, x_stride, source, w_ptr, w_group, w_n, w_k, thin_ptr, wide_ptr, wide_stride, bias_ptr, group, rows, n, n_ok,
+    N, K,
+    LOW: tl.constexpr, R: tl.constexpr, BIAS: tl.constexpr, EVEN_K: tl.constexpr, ACC: tl.constexpr,
+    DOT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """y[i] = x[i] @ W_g, W_g (K, N) by its strides, plus thin[i] (R,) @ wide_g (R, N)."""
+    """A tile (BM, BN) of x @ W_g + thin @ wide_g + bias_g: columns ``n`` (BN,), of which there are ``n_ok``."""
+    k = tl.arange(0, BK)
+    acc = tl.full((BM, BN), 0.0, ACC)
+    x = x_ptr + source.to(tl.int64)[:, None] * x_stride + k[None, :]
+    w = w_ptr + group.to(tl.int64) * w_group
+    within = k[:, None] * w_k + n[None, :] * w_n  # below 2**31: of one matrix
+    for block in tl.range(0, tl.cdiv(K, BK), num_stages=STAGES):
+        k_ok = (block * BK + k < K) | EVEN_K
+        a = tl.load(x, mask=k_ok[None, :], other=0.0)
+        b = tl.load(w + within, mask=k_ok[:, None] & n_ok[None, :], other=0.0)
+        acc = tl.dot(a.to(DOT), b.to(DOT), acc, input_precision="ieee")
+        x += BK
+        w += BK * w_k
+    if LOW:
+        r = tl.arange(0, R)
+        a = tl.load(thin_ptr + rows.to(tl.int64)[:, None] * R + r[None, :])
+        b_at = wide_ptr + (group.to(tl.int64) * R + r[:, None]) * wide_stride + n[None, :]
+        b = tl.load(b_at, mask=n_ok[None, :], other=0.0)
+        acc = tl.dot(a.to(DOT), b.to(DOT), acc, input_precision="ieee")
+    if BIAS:
+        acc += tl.load(bias_ptr + group.to(tl.int64) * N + n, mask=n_ok, other=0.0).to(ACC)[None, :]
+    return acc
+
+
+@triton.jit
+def product_kernel(
+    x_ptr, x_stride, index_ptr, w_ptr, w_group, w_n, w_k, thin_ptr, wide_ptr, wide_stride, bias_ptr, y_ptr, tiles_ptr,
+    edges_ptr, N, K, n_tiles,
+    GATHER: tl.constexpr, LOW: tl.constexpr, R: tl.constexpr, BIAS: tl.constexpr, EVEN_K: tl.constexpr,
+    EVEN_N: tl.constexpr, ACC: tl.constexpr, DOT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """y[i] = x[i] @ W_g, W_g (K, N) by its strides, plus thin[i] (R,) @ wide_g (R, N), plus bias_g (N,)."""
     tile, part = tl.program_id(0) // n_tiles, tl.program_id(0) % n_tiles
     group = tl.load(tiles_ptr + tile * 2)
     if group >= 0:
         rows, ok, source = _rows_of(tiles_ptr, edges_ptr, index_ptr, tile, group, GATHER, BM)
         n = part * BN + tl.arange(0, BN)
         n_ok = (n < N) | EVEN_N
-        k = tl.arange(0, BK)
-        acc = tl.full((BM, BN), 0.0, ACC)
-        x = x_ptr + source.to(tl.int64)[:, None] * x_stride + k[None, :]
-        w = w_ptr + group.to(tl.int64) * w_group + k[:, None] * w_k + n[None, :] * w_n
-        for block in tl.range(0, tl.cdiv(K, BK), num_stages=STAGES):
-            k_ok = (block * BK + k < K) | EVEN_K
-            a = tl.load(x, mask=k_ok[None, :], other=0.0)
-            b = tl.load(w, mask=k_ok[:, None] & n_ok[None, :], other=0.0)
-            acc = tl.dot(a.to(DOT), b.to(DOT), acc, input_precision="ieee")
-            x += BK
-            w += BK * w_k
-        if LOW:
-            r = tl.arange(0, R)
-            a = tl.load(thin_ptr + rows.to(tl.int64)[:, None] * R + r[None, :])
-            b_at = wide_ptr + (group.to(tl.int64) * R + r[:, None]) * wide_stride + n[None, :]
-            b = tl.load(b_at, mask=n_ok[None, :], other=0.0)
-            acc = tl.dot(a.to(DOT), b.to(DOT), acc, input_precision="ieee")
+        acc = _product(
+            x_ptr, x_stride, source, w_ptr, w_group, w_n, w_k, thin_ptr, wide_ptr, wide_stride, bias_ptr, group, rows,
+            n, n_ok, N, K, LOW, R, BIAS, EVEN_K, ACC, DOT, BM, BN, BK, STAGES,
+        )  # fmt: skip
         y = y_ptr + rows.to(tl.int64)[:, None] * N + n[None, :]
         tl.store(y, acc.to(y_ptr.dtype.element_ty), mask=ok[:, None] & n_ok[None, :])
 
 
 @triton.jit
-def unit_kernel(
-    x_ptr, x_stride, index_ptr, w_ptr, thin_ptr, wide_ptr, both_ptr, h_ptr, tiles_ptr, edges_ptr,
-    F, K, n_tiles,
-    ACT: tl.constexpr, LOW: tl.constexpr, R: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr,
-    KEEP: tl.constexpr, ACC: tl.constexpr, DOT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    STAGES: tl.constexpr,
+def interleaved_unit_kernel(
+    x_ptr, x_stride, index_ptr, w_ptr, w_group, w_n, w_k, thin_ptr, wide_ptr, wide_stride, bias_ptr, both_ptr, h_ptr,
+    tiles_ptr, edges_ptr, F, K, n_tiles,
+    UNIT: tl.constexpr, LOW: tl.constexpr, R: tl.constexpr, BIAS: tl.constexpr, EVEN_K: tl.constexpr,
+    EVEN_N: tl.constexpr, KEEP: tl.constexpr, ACC: tl.constexpr, DOT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """both[i] = [g | u] = x[index[i]] @ W_g.T + thin[i] @ wide_g, W (G, 2F, K) and wide (G, R, 2F); h[i] = act(g) u.
+    """:func:`unit_kernel` where even columns of W_g (2F, K), wide_g and ``both`` are the gate's, odd ones the up's.
 
-    With KEEP ``both`` (rows, 2F) is written.
+    A tile of the product has BN columns of both together.
+    """
+    tile, part = tl.program_id(0) // n_tiles, tl.program_id(0) % n_tiles
+    group = tl.load(tiles_ptr + tile * 2)
+    if group >= 0:
+        rows, ok, source = _rows_of(tiles_ptr, edges_ptr, index_ptr, tile, group, True, BM)
+        n = part * BN + tl.arange(0, BN)
+        n_ok = (n < 2 * F) | EVEN_N
+        acc = _product(
+            x_ptr, x_stride, source, w_ptr, w_group, w_n, w_k, thin_ptr, wide_ptr, wide_stride, bias_ptr, group, rows,
+            n, n_ok, 2 * F, K, LOW, R, BIAS, EVEN_K, ACC, DOT, BM, BN, BK, STAGES,
+        ).to(DOT)  # fmt: skip
+        gate, up = tl.split(tl.reshape(acc, (BM, BN // 2, 2)))
+        value, _, _ = gated_unit(gate.to(ACC), up.to(ACC), UNIT)
+        # Addresses are a 64-bit scalar and 32-bit offsets: fewer registers.
+        row0, m = tl.load(tiles_ptr + tile * 2 + 1).to(tl.int64), tl.arange(0, BM)[:, None]
+        f = part * (BN // 2) + tl.arange(0, BN // 2)
+        h = h_ptr + row0 * F + (m * F + f[None, :])
+        tl.store(h, value.to(h_ptr.dtype.element_ty), mask=ok[:, None] & ((f < F) | EVEN_N)[None, :])
+        if KEEP:
+            both = both_ptr + row0 * (2 * F) + (m * (2 * F) + n[None, :])
+            tl.store(both, acc.to(both_ptr.dtype.element_ty), mask=ok[:, None] & n_ok[None, :])
+
+
+@triton.jit
+def unit_kernel(
+    x_ptr, x_stride, index_ptr, w_ptr, w_group, w_n, w_k, thin_ptr, wide_ptr, wide_stride, bias_ptr, both_ptr, h_ptr,
+    tiles_ptr, edges_ptr, F, K, n_tiles,
+    UNIT: tl.constexpr, LOW: tl.constexpr, R: tl.constexpr, BIAS: tl.constexpr, EVEN_K: tl.constexpr,
+    EVEN_N: tl.constexpr, KEEP: tl.constexpr, ACC: tl.constexpr, DOT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """both[i] = [g | u] = x[index[i]] @ W_g.T + thin[i] @ wide_g + bias_g, W_g (2F, K) by its strides, wide (G, R, 2F);
+    h[i] is the unit of both. With KEEP ``both`` (rows, 2F) is written.
     """
     tile, part = tl.program_id(0) // n_tiles, tl.program_id(0) % n_tiles
     group = tl.load(tiles_ptr + tile * 2)
@@ -99,8 +151,8 @@ def unit_kernel(
         gate = tl.full((BM, BN), 0.0, ACC)
         up = tl.full((BM, BN), 0.0, ACC)
         x = x_ptr + source.to(tl.int64)[:, None] * x_stride + k[None, :]
-        w = w_ptr + group.to(tl.int64) * (2 * F * K) + k[:, None] + n[None, :] * K
-        behind = tl.cast(F, tl.int64) * K
+        w = w_ptr + group.to(tl.int64) * w_group + k[:, None] * w_k + n[None, :] * w_n
+        behind = tl.cast(F, tl.int64) * w_n
         for block in tl.range(0, tl.cdiv(K, BK), num_stages=STAGES):
             k_ok = (block * BK + k < K) | EVEN_K
             a = tl.load(x, mask=k_ok[None, :], other=0.0).to(DOT)
@@ -109,15 +161,19 @@ def unit_kernel(
             gate = tl.dot(a, b.to(DOT), gate, input_precision="ieee")
             up = tl.dot(a, c.to(DOT), up, input_precision="ieee")
             x += BK
-            w += BK
+            w += BK * w_k
         if LOW:
             r = tl.arange(0, R)
             a = tl.load(thin_ptr + rows.to(tl.int64)[:, None] * R + r[None, :]).to(DOT)
-            b_at = wide_ptr + (group.to(tl.int64) * R + r[:, None]) * (2 * F) + n[None, :]
+            b_at = wide_ptr + (group.to(tl.int64) * R + r[:, None]) * wide_stride + n[None, :]
             b = tl.load(b_at, mask=n_ok[None, :], other=0.0)
             c = tl.load(b_at + F, mask=n_ok[None, :], other=0.0)
             gate = tl.dot(a, b.to(DOT), gate, input_precision="ieee")
             up = tl.dot(a, c.to(DOT), up, input_precision="ieee")
+        if BIAS:
+            bias = bias_ptr + group.to(tl.int64) * (2 * F) + n
+            gate += tl.load(bias, mask=n_ok, other=0.0).to(ACC)[None, :]
+            up += tl.load(bias + F, mask=n_ok, other=0.0).to(ACC)[None, :]
         mask = ok[:, None] & n_ok[None, :]
         # The unit is that of the rounded outputs, as backward reads them.
         gate, up = gate.to(DOT), up.to(DOT)
@@ -125,9 +181,9 @@ def unit_kernel(
             both = both_ptr + rows.to(tl.int64)[:, None] * (2 * F) + n[None, :]
             tl.store(both, gate.to(both_ptr.dtype.element_ty), mask=mask)
             tl.store(both + F, up.to(both_ptr.dtype.element_ty), mask=mask)
-        value, _ = activate(gate.to(ACC), ACT)
+        value, _, _ = gated_unit(gate.to(ACC), up.to(ACC), UNIT)
         h = h_ptr + rows.to(tl.int64)[:, None] * F + n[None, :]
-        tl.store(h, (value * up.to(ACC)).to(h_ptr.dtype.element_ty), mask=mask)
+        tl.store(h, value.to(h_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -188,7 +244,7 @@ def outer_kernel(
 @triton.jit
 def unit_backward_kernel(
     dh_ptr, both_ptr, index_ptr, weight_ptr, d_both_ptr, wh_ptr, dw_ptr, F,
-    ACT: tl.constexpr, WANT_H: tl.constexpr, ACC: tl.constexpr, BN: tl.constexpr,
+    UNIT: tl.constexpr, INTERLEAVED: tl.constexpr, WANT_H: tl.constexpr, ACC: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """A row: dh is of the unweighted output. d_both = weight * d[g | u]; wh = weight * h; dw = <dh, h>.
 
@@ -198,15 +254,24 @@ def unit_backward_kernel(
     weight = tl.load(weight_ptr + tl.load(index_ptr + row)).to(ACC)
     n = tl.arange(0, BN)
     ok = n < F
-    g = tl.load(both_ptr + row * (2 * F) + n, mask=ok, other=0.0).to(ACC)
-    u = tl.load(both_ptr + row * (2 * F) + F + n, mask=ok, other=0.0).to(ACC)
+    both = tl.arange(0, 2 * BN)  # of a row in which gate and up take turns
+    if INTERLEAVED:
+        pair = tl.load(both_ptr + row * (2 * F) + both, mask=both < 2 * F, other=0.0).to(ACC)
+        g, u = tl.split(tl.reshape(pair, (BN, 2)))
+    else:
+        g = tl.load(both_ptr + row * (2 * F) + n, mask=ok, other=0.0).to(ACC)
+        u = tl.load(both_ptr + row * (2 * F) + F + n, mask=ok, other=0.0).to(ACC)
     dh = tl.load(dh_ptr + row * F + n, mask=ok, other=0.0).to(ACC)
-    value, slope = activate(g, ACT)
-    h = value * u
+    h, by_gate, by_up = gated_unit(g, u, UNIT)
     tl.store(dw_ptr + tl.load(index_ptr + row), tl.sum(dh * h, 0))
-    d_at = d_both_ptr + row * (2 * F) + n
-    tl.store(d_at, (weight * dh * u * slope).to(d_both_ptr.dtype.element_ty), mask=ok)
-    tl.store(d_at + F, (weight * dh * value).to(d_both_ptr.dtype.element_ty), mask=ok)
+    d_gate, d_up = weight * dh * by_gate, weight * dh * by_up
+    if INTERLEAVED:
+        pair = tl.reshape(tl.join(d_gate, d_up), (2 * BN,))
+        tl.store(d_both_ptr + row * (2 * F) + both, pair.to(d_both_ptr.dtype.element_ty), mask=both < 2 * F)
+    else:
+        d_at = d_both_ptr + row * (2 * F) + n
+        tl.store(d_at, d_gate.to(d_both_ptr.dtype.element_ty), mask=ok)
+        tl.store(d_at + F, d_up.to(d_both_ptr.dtype.element_ty), mask=ok)
     if WANT_H:
         tl.store(wh_ptr + row * F + n, (weight * h).to(wh_ptr.dtype.element_ty), mask=ok)
 

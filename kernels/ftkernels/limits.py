@@ -20,6 +20,8 @@ NormSpan = Literal["head", "width"]
 RopeLayout = Literal["halves", "pairs"]
 #: Activations of a gated unit: ``ftkernels.glu`` has the formulas.
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu2"]
+#: Gated units of experts: act(gate) * up of an activation, or ``ftkernels.primitives.gated_unit``'s clamped form.
+Unit = Literal[Activation, "clamped"]
 #: Rows of the table of attention tiles, ``ftkernels.attention_config``.
 Generation = Literal["hopper", "blackwell", "ampere", "small", "interpreter"]
 

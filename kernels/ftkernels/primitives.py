@@ -1,4 +1,4 @@
-"""Device functions of the gated units: activations and their derivatives."""
+"""Device functions of the gated units: activations, units, and their derivatives."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import triton.language as tl
 
 #: exp(x) is 2 to this times x, which a GPU does in one instruction: four for exp itself, which minds denormal numbers.
 LOG2_E = tl.constexpr(1.4426950408889634)
+#: gpt-oss's clamped unit: the slope inside the sigmoid, and the largest gate and up.
+CLAMPED_SLOPE, CLAMPED_LIMIT = tl.constexpr(1.702), tl.constexpr(7.0)
 
 
 @triton.jit
@@ -42,3 +44,21 @@ def activate(x, ACT: tl.constexpr):
         value = positive * positive
         slope = 2.0 * positive
     return value, slope
+
+
+@triton.jit
+def gated_unit(g, u, UNIT: tl.constexpr):
+    """(h, dh/dg, dh/du) of act(g) * u, or for ``clamped`` of g' sigmoid(1.702 g') (u' + 1) with g' = min(g, 7) and u'
+    between -7 and 7: what is beyond has no gradient. NaN stays NaN.
+    """
+    if UNIT == "clamped":
+        gate = tl.where(g > CLAMPED_LIMIT, CLAMPED_LIMIT, g)
+        up = 1.0 + tl.where(u > CLAMPED_LIMIT, CLAMPED_LIMIT, tl.where(u < -CLAMPED_LIMIT, -CLAMPED_LIMIT, u))
+        s = sigmoid(gate * CLAMPED_SLOPE)
+        value = gate * s
+        slope = tl.where(g > CLAMPED_LIMIT, 0.0, s * (1.0 + gate * CLAMPED_SLOPE * (1.0 - s)))
+        h, by_gate, by_up = value * up, slope * up, tl.where(tl.abs(u) > CLAMPED_LIMIT, 0.0, value)
+    else:
+        value, slope = activate(g, UNIT)
+        h, by_gate, by_up = value * u, slope * u, value
+    return h, by_gate, by_up

@@ -139,6 +139,8 @@ def require_same_checkpoint(folder: Path, other: Path) -> None:
         require_equal(*(torch.load(path / name, weights_only=False) for path in (folder, other)), name)
     for name in ("trainer_state.json", "ftcli_state.json"):
         states = [json.loads((path / name).read_text()) for path in (folder, other)]
+        if any(state.get("evaluation_due") for state in states):  # saved by a stop, and evaluated by who resumed
+            states = [{k: v for k, v in each.items() if k not in ("evaluation_due", "best")} for each in states]
         for state in states:
             state.pop("seconds", None)
             gathered = state.get("extra", {}).get("metrics", {})

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from ftcli.run.checkpoint import COMPLETE_NAME, inventory
 from tests.e2e.conftest import User
+from tests.tiers import further
 
 BASE: dict[str, Any] = {
     "train": {"max_steps": 5},
@@ -48,7 +49,7 @@ def trained(user: User, name: str, **change: Any) -> str:
     return recipe
 
 
-@pytest.mark.parametrize("lora", [{"r": 4}, {"r": 4, "use_rslora": True, "dropout": 0.1}])
+@pytest.mark.parametrize("lora", [{"r": 4, "use_rslora": True, "dropout": 0.1}, *further({"r": 4})])
 def test_dora(lora: dict[str, Any], stored: User) -> None:
     recipe = trained(stored, "r", lora={**lora, "use_dora": True})
     told = stored.done("check", recipe)
@@ -68,7 +69,7 @@ def test_dora_runs_off_the_kernels_and_says_why(narrow: User) -> None:
     assert (parts[0]["runs"], "DoRA" in parts[0]["reason"]) == ("transformers", True)
 
 
-@pytest.mark.parametrize("kind", ["pissa", "pissa_niter_2", "olora"])
+@pytest.mark.parametrize("kind", ["pissa_niter_2", "olora", *further("pissa")])
 def test_adapters_that_begin_as_a_part_of_the_weights(kind: str, stored: User) -> None:
     trained(stored, "r", lora={"r": 4, "init_lora_weights": kind}, model={"kernels": "reference"})
     folder = stored.folder / "r" / "adapter"
@@ -227,7 +228,7 @@ def test_a_choice_of_layers_and_ranks(three_layers: User) -> None:
     assert all(entry["on"] for entry in manifest["kernels"])
 
 
-@pytest.mark.parametrize("optim", ["adamw_torch", "muon"])
+@pytest.mark.parametrize("optim", ["muon", *further("adamw_torch")])
 def test_lora_plus_goes_on_alike(optim: str, narrow: User) -> None:
     train = {"max_steps": 5, "loraplus_lr_ratio": 8.0, "optim": optim, "weight_decay": 0.01}
     recipe = narrow.recipe("r", train=train, checkpoint={"every_steps": 3}, eval={"every_steps": 2, "samples": 0})

@@ -17,6 +17,7 @@ from tests.e2e.conftest import merged
 from tests.e2e.ranks import run_ranks, start_ranks
 from tests.e2e.resilience import NO_EVAL, SAVE, STEP, Drills, require_same_weights
 from tests.e2e.test_families import folder_of
+from tests.tiers import telling
 
 #: 6 held-out rows are three batches: in the last round one of two ranks has none.
 FSDP: dict[str, Any] = {
@@ -73,9 +74,11 @@ def test_two_ranks_are_one_process_that_accumulates_twice_bit_for_bit(change: di
 @pytest.mark.parametrize(
     ("model_type", "method"),
     [
-        *(("phi3", method) for method in ("none", "nf4", "fp8")),
-        *(("qwen3_5_text", method) for method in ("nf4", "fp8")),
-        *(pytest.param("youtu", method, marks=pytest.mark.long) for method in ("nf4", "fp8")),
+        *(("phi3", "none"), ("qwen3_5_text", "nf4")),
+        *(
+            pytest.param(*each, marks=pytest.mark.long)
+            for each in (("phi3", "nf4"), ("phi3", "fp8"), ("qwen3_5_text", "fp8"), ("youtu", "nf4"), ("youtu", "fp8"))
+        ),
     ],
 )
 def test_a_model_whose_projections_are_one_linear_is_sharded(
@@ -93,15 +96,16 @@ def test_a_model_whose_projections_are_one_linear_is_sharded(
     require_same_weights(drills.folder / "two" / "adapter", alone / "adapter")
 
 
-@pytest.mark.parametrize("change", [{}, FULL], ids=["adapters", "whole"])
 @pytest.mark.parametrize(
-    "model_type",
+    ("model_type", "change"),
     [
-        *("cohere2", "qwen3_5_text"),
-        *(
-            pytest.param(name, marks=pytest.mark.long)
-            for name in ("starcoder2", "olmo2", "ministral3", "glm4", "youtu")
-        ),
+        pytest.param(
+            *(name, change),
+            id=f"{name}-{kind}",
+            marks=() if (name, kind) in (("cohere2", "adapters"), ("qwen3_5_text", "whole")) else pytest.mark.long,
+        )
+        for name in ("cohere2", "qwen3_5_text", "starcoder2", "olmo2", "ministral3", "glm4", "youtu")
+        for kind, change in (("adapters", {}), ("whole", FULL))
     ],
 )
 def test_layers_of_other_forms_are_sharded(
@@ -175,7 +179,7 @@ def accumulating(count: int) -> dict[str, Any]:
     return {"train": {"gradient_accumulation_steps": count}}
 
 
-@pytest.mark.parametrize(("change", "accumulated"), [(NF4, 1), (FULL, 2)], ids=["adapters", "full"])
+@pytest.mark.parametrize(("change", "accumulated"), telling({"adapters": (NF4, 1), "full": (FULL, 2)}, "adapters"))
 def test_copies_of_shards_are_one_run(change: dict[str, Any], accumulated: int, drills: Drills) -> None:
     three = {"train": {"max_steps": 3}, "eval": {"every_steps": 3}}  # in the third, two ranks have no batch
     recipe = merged(merged(FSDP, change), three)
@@ -187,7 +191,9 @@ def test_copies_of_shards_are_one_run(change: dict[str, Any], accumulated: int, 
     require_close_run(drills, "four", alone)
 
 
-@pytest.mark.parametrize("change", [merged(NF4, {"train": {"max_steps": 3}}), FULL], ids=["adapters", "full"])
+@pytest.mark.parametrize(
+    "change", telling({"adapters": merged(NF4, {"train": {"max_steps": 3}}), "full": FULL}, "full")
+)
 def test_ranks_that_share_rows_share_weights_too(change: dict[str, Any], drills: Drills) -> None:
     recipe = merged(FSDP, change)
     run_ranks(drills, drills.recipe("four", **merged(recipe, {"launch": {"context_parallel_size": 2}})), 4)

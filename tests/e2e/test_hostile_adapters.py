@@ -20,6 +20,7 @@ from ftcli.run.integrity import result_files
 from tests.e2e.conftest import RECIPE, merged
 from tests.fuzz.contract import hold, run
 from tests.fuzz.recipes import written
+from tests.tiers import in_turn
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
@@ -90,8 +91,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", DAMAGE)
-@pytest.mark.parametrize("words", COMMANDS, ids=lambda w: w[0])
+@pytest.mark.parametrize(
+    ("name", "words"), in_turn(list(DAMAGE), COMMANDS, ids=lambda value: value if isinstance(value, str) else value[0])
+)
 def test_an_adapter_that_is_damaged_is_refused(whole: Path, tmp_path: Path, name: str, words: tuple[str, ...]) -> None:
     folder = shutil.copytree(whole, tmp_path / "x")
     DAMAGE[name](folder / "r" / "adapter")

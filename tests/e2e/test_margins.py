@@ -13,6 +13,7 @@ from tests.e2e.conftest import User, merged
 from tests.e2e.ranks import run_ranks
 from tests.e2e.resilience import Drills
 from tests.e2e.test_preference import pairs
+from tests.tiers import further, telling
 from tests.unit.run.test_report import Page
 
 
@@ -89,7 +90,7 @@ def test_the_table_of_an_evaluation_has_a_row_for_each_length(narrow: User, caps
     assert "accuracy, rejected over twice as long, " in table
 
 
-@pytest.mark.parametrize("method", ["simpo", "kto", "reward"])
+@pytest.mark.parametrize("method", ["kto", "reward", *further("simpo")])
 def test_other_methods_show_theirs(narrow: User, method: str) -> None:
     files = write_pairs(narrow.folder)
     change = pairs(data={"train": files, "eval": files, "max_seq_len": 128}, train={"method": method, "max_steps": 4})
@@ -163,7 +164,7 @@ RANKS = pairs(
 )
 
 
-@pytest.mark.parametrize("launch", [{"engine": "ddp"}, {"engine": "fsdp"}], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize("launch", telling({"ddp": {"engine": "ddp"}, "fsdp": {"engine": "fsdp"}}, "fsdp"))
 def test_two_ranks_write_the_file_of_one(drills: Drills, launch: dict[str, Any]) -> None:
     files = write_pairs(drills.folder, rows=18)
     change = merged(RANKS, {"data": {"train": files, "eval": files, "max_seq_len": 128}, "launch": launch})

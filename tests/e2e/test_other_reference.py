@@ -22,7 +22,7 @@ from tests.e2e.test_kto import FLATTENED as LABELLED
 from tests.e2e.test_kto import LOSS as LABEL_LOSS
 from tests.e2e.test_preference import LN2, LOSS, pairs
 from tests.e2e.test_preference_ranks import PAIRS, TWICE, lines, require_close_run
-from tests.tiers import telling
+from tests.tiers import further, telling
 
 METHODS: dict[str, tuple[dict[str, Any], str]] = {"dpo": (PAIRS, LOSS), "kto": (LABELLED, LABEL_LOSS)}
 
@@ -48,8 +48,15 @@ def compared(recipe: dict[str, Any], other: Path, **more: Any) -> dict[str, Any]
     return merged(recipe, {"preference": {"reference": str(other), **more}})
 
 
-@pytest.mark.parametrize("lora", [{"r": 4}, None], ids=["LoRA", "all weights"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "lora"),
+    [
+        pytest.param("dpo", {"r": 4}, id="dpo-LoRA"),
+        pytest.param("kto", None, id="kto-all weights"),
+        pytest.param("dpo", None, id="dpo-all weights", marks=pytest.mark.long),
+        pytest.param("kto", {"r": 4}, id="kto-LoRA", marks=pytest.mark.long),
+    ],
+)
 def test_a_run_is_compared_with_it_goes_on_alike_and_is_evaluated_so(
     narrow: User, other: Path, method: str, lora: Any
 ) -> None:
@@ -154,6 +161,34 @@ def test_a_run_shares_its_cache_with_others_and_never_with_other_weights(
     assert narrow.losses("three") == pytest.approx(narrow.losses("one"), rel=1e-3)
 
 
+def test_one_that_answers_with_no_numbers_is_named_before_anything_is_trained(
+    narrow: User, other: Path, tmp_path: Path
+) -> None:
+    """The rows and the learning rate were blamed for the first loss."""
+    damaged = tmp_path / "damaged"
+    shutil.copytree(other, damaged)
+    weights = load_file(damaged / "model.safetensors")
+    weights["model.norm.weight"][:] = float("nan")
+    save_file(weights, damaged / "model.safetensors", {"format": "pt"})
+    status, document = narrow.run("train", narrow.recipe("r", **compared(pairs(train={"max_steps": 1}), damaged)))
+    told = document["findings"][-1]
+    assert (status, told["code"]) == (6, "FT702")
+    assert "that the reference gives" in told["message"]
+    assert narrow.metrics("r") == []
+
+
+def test_a_folder_has_no_revision(narrow: User, other: Path) -> None:
+    change = compared(pairs(train={"max_steps": 1}), other, reference_revision="main")
+    for key, recipe in (
+        ("preference.reference_revision", narrow.recipe("r", **change)),
+        ("model.revision", narrow.recipe("other", model={"revision": "main"})),
+    ):
+        status, document = narrow.run("check", recipe)
+        told = [each["message"] for each in document["findings"] if each["code"] == "FT259"]
+        assert status == 0
+        assert sum(message.startswith(f"{key} has no effect") for message in told) == 1
+
+
 def test_a_row_with_a_token_that_it_does_not_know_is_refused(narrow: User, other: Path, tmp_path: Path) -> None:
     less = tmp_path / "less"
     shutil.copytree(other, less)
@@ -190,7 +225,7 @@ LAUNCHES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["dpo", *further("kto")])
 @pytest.mark.parametrize("change", telling(LAUNCHES, "fsdp", "shared rows"))
 def test_two_ranks_are_one_process(drills: Drills, other: Path, method: str, change: dict[str, Any]) -> None:
     recipe = compared(merged(METHODS[method][0], change), other)

@@ -13,7 +13,7 @@ import pytest
 from tests.e2e.conftest import User, merged
 from tests.e2e.ranks import start_ranks
 from tests.e2e.resilience import Drills, require_same_weights
-from tests.tiers import telling
+from tests.tiers import further, in_turn, telling
 
 LN2 = math.log(2)
 DATA: dict[str, Any] = {
@@ -105,9 +105,9 @@ def test_dropout_on_adapters_that_begin_as_a_part_of_the_weights_is_no_fault(use
 
 
 @pytest.mark.filterwarnings("ignore")  # bfloat16 on a CPU
-@pytest.mark.parametrize("lora", [{"r": 4}, None], ids=["LoRA", "all weights"])
-@pytest.mark.parametrize("kernels", ["off", "reference"])
-def test_in_bfloat16_policy_and_reference_begin_alike(user: User, lora: Any, kernels: str) -> None:
+@pytest.mark.parametrize(("kernels", "lora"), in_turn(["off", "reference"], ["LoRA", "all weights"]))
+def test_in_bfloat16_policy_and_reference_begin_alike(user: User, kernels: str, lora: Any) -> None:
+    lora = {"r": 4} if lora == "LoRA" else None
     rate = 5e-3 if lora else 1e-3
     recipe = user.recipe(
         "r", **pairs(lora=lora, model={"dtype": "bfloat16", "kernels": kernels}, train={"learning_rate": rate})
@@ -141,7 +141,7 @@ def test_several_held_out_files_are_measured_as_one(user: User) -> None:
         assert found[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
 
 
-@pytest.mark.parametrize("method", ["orpo", "simpo"])
+@pytest.mark.parametrize("method", ["orpo", *further("simpo")])
 def test_methods_that_compare_with_nothing(user: User, method: str) -> None:
     recipe = user.recipe("r", **pairs(train={"method": method}))
     said = user.done("train", recipe)
@@ -217,8 +217,10 @@ LOSS = "ftcli.methods.preference.objective:PairObjective.loss"
     ("steps", "reference"),
     [
         (2, "off"),
-        (5, "./kept"),
-        *(pytest.param(*each, marks=pytest.mark.long) for each in ((1, "auto"), (3, "auto"), (5, "off"))),
+        *(
+            pytest.param(*each, marks=pytest.mark.long)
+            for each in ((5, "./kept"), (1, "auto"), (3, "auto"), (5, "off"))
+        ),
     ],
 )
 def test_stopped_after_any_step_and_resumed_it_is_the_same_run(drills: Drills, steps: int, reference: str) -> None:
@@ -253,7 +255,7 @@ SHARED = pairs(
 )
 
 
-@pytest.mark.parametrize("lora", [{"r": 4}, None], ids=["LoRA", "all weights"])
+@pytest.mark.parametrize("lora", telling({"LoRA": {"r": 4}, "all weights": None}, "LoRA"))
 def test_two_ranks_are_one_process_that_accumulates_twice(drills: Drills, lora: Any, tmp_path: Path) -> None:
     change = {**SHARED, "lora": lora, "launch": {"engine": "ddp"}}
     alone = drills.whole(**{**change, "train": {**change["train"], "gradient_accumulation_steps": 2}})

@@ -108,7 +108,7 @@ def test_all_weights_and_their_reference_are_sharded_also_when_stopped(drills: D
 SHARED: dict[str, Any] = {"launch": {"engine": "ddp", "context_parallel_size": 2}}
 
 
-@pytest.mark.parametrize("layout", [{}, {"data": {"padding_free": True}}], ids=["padded", "unpadded"])
+@pytest.mark.parametrize("layout", telling({"padded": {}, "unpadded": {"data": {"padding_free": True}}}, "unpadded"))
 def test_two_ranks_that_share_rows_are_one_process_also_when_stopped(layout: dict[str, Any], drills: Drills) -> None:
     recipe = merged(merged(PAIRS, layout), LIVE)
     alone, written = drills.whole(**recipe), drills.recipe("two", **merged(recipe, SHARED))

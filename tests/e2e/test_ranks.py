@@ -15,6 +15,7 @@ from tests.e2e.conftest import merged
 from tests.e2e.ranks import run_ranks, start_ranks
 from tests.e2e.resilience import NO_EVAL, SAVE, STEP, Drills, require_same_weights
 from tests.e2e.test_families import folder_of
+from tests.tiers import telling
 
 #: 40 rows are ten batches: four ranks take three steps an epoch, and two of them have no batch left in the third.
 CHANGE: dict[str, Any] = {
@@ -36,7 +37,7 @@ def test_two_ranks_are_one_process_that_accumulates_twice_bit_for_bit(drills: Dr
     assert drills.checkpoints("two") == drills.checkpoints(alone)
 
 
-@pytest.mark.parametrize("full", [False, True], ids=["adapters", "whole"])
+@pytest.mark.parametrize("full", telling({"adapters": False, "whole": True}, "whole"))
 def test_two_ranks_train_delta_nets_as_one_process_that_accumulates(full: bool, drills: Drills, tmp_path: Path) -> None:
     """Qwen3.5 on its multimodal checkpoint, on packed rows: what learns in a delta net besides linear layers (filter,
     A_log, dt_bias, norm) has its gradient from both ranks too, and what takes images from none.

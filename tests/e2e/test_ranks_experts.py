@@ -12,6 +12,7 @@ from tests.e2e.conftest import merged
 from tests.e2e.ranks import run_ranks, start_ranks
 from tests.e2e.resilience import Drills, require_same_weights
 from tests.e2e.test_fsdp_families import SHARDED, TWICE, require_close
+from tests.mxfp4_files import released
 from tests.small_models import build
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -21,9 +22,16 @@ SHARED_ROWS: dict[str, Any] = {**SHARDED, "launch": {"context_parallel_size": 2}
 DDP: dict[str, Any] = {**SHARDED, "launch": {"engine": "ddp"}}
 
 
-def change_of(drills: Drills, *changes: dict[str, Any]) -> dict[str, Any]:
+#: One with a file for each expert, and gpt-oss as it is released.
+FAMILIES = ["qwen3_moe", "gpt_oss"]
+
+
+def change_of(drills: Drills, *changes: dict[str, Any], model_type: str = "qwen3_moe") -> dict[str, Any]:
     base = drills.folder / "base"
-    build("qwen3_moe", num_hidden_layers=4).save_pretrained(base)
+    if model_type == "gpt_oss":
+        released(base, num_hidden_layers=4)
+    else:
+        build(model_type, num_hidden_layers=4).save_pretrained(base)
     model = {"name_or_path": str(base), "dtype": "float32", "tokenizer": "bytes", "init": "pretrained"}
     found: dict[str, Any] = {"model": {**model, "kernels": "reference"}}
     for change in changes:
@@ -48,8 +56,9 @@ def test_two_ranks_are_one_process_that_accumulates_twice(change: dict[str, Any]
     assert any(".experts." in name for name in load_file(alone / "adapter" / "adapter_model.safetensors"))
 
 
-def test_ranks_that_share_the_weights_are_one_process(drills: Drills) -> None:
-    recipe = change_of(drills, SHARDED)
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_ranks_that_share_the_weights_are_one_process(model_type: str, drills: Drills) -> None:
+    recipe = change_of(drills, SHARDED, model_type=model_type)
     alone = drills.whole(**merged(recipe, TWICE))
     ranks = run_ranks(drills, drills.recipe("two", **recipe), 2)
     assert "weights: sharded over 2 processes" in ranks.said
@@ -57,9 +66,10 @@ def test_ranks_that_share_the_weights_are_one_process(drills: Drills) -> None:
     require_alike(drills, alone)
 
 
-def test_ranks_that_share_rows_are_one_process(drills: Drills) -> None:
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_ranks_that_share_rows_are_one_process(model_type: str, drills: Drills) -> None:
     """Each sends its own tokens of a row to the experts, which it has all."""
-    recipe = change_of(drills, SHARED_ROWS)
+    recipe = change_of(drills, SHARED_ROWS, model_type=model_type)
     alone = drills.whole(**merged(recipe, {"launch": {"context_parallel_size": 1}}))
     ranks = run_ranks(drills, drills.recipe("two", **recipe), 2)
     assert "each row on 2 processes" in ranks.said

@@ -16,7 +16,7 @@ from tests.e2e.test_kto import FLATTENED as LABELLED
 from tests.e2e.test_kto import LOSS as LABEL_LOSS
 from tests.e2e.test_preference import LOSS
 from tests.e2e.test_preference_ranks import FULL, PAIRS, TWICE, lines, require_close_run, stopped_on_second
-from tests.tiers import telling
+from tests.tiers import further, telling
 
 METHODS: dict[str, tuple[dict[str, Any], str]] = {"dpo": (PAIRS, LOSS), "kto": (LABELLED, LABEL_LOSS)}
 FSDP: dict[str, Any] = {"launch": {"engine": "fsdp"}}
@@ -42,7 +42,7 @@ def keeping(recipe: dict[str, Any], folder: Path) -> dict[str, Any]:
     return merged(recipe, {"preference": {"reference_cache": str(folder)}})
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["kto", *further("dpo")])
 @pytest.mark.parametrize("base", telling({"NF4": {"quantization": {"method": "nf4"}}, "plain": {}}, "plain"))
 def test_two_ranks_with_shards_keep_what_one_process_does(method: str, base: dict[str, Any], drills: Drills) -> None:
     """The same key, the same bits, the same run: whichever of them fills the cache, the other finds it."""
@@ -71,7 +71,7 @@ def test_a_batch_that_does_not_fit_one_rank_is_halved_on_all_of_them(drills: Dri
     require_close_run(drills, "two", drills.folder / "one")
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["dpo", *further("kto")])
 def test_all_weights_are_scored_before_they_change_also_when_stopped(method: str, drills: Drills) -> None:
     """There is no second model. What is resumed finds all that it began with, and ends in the same bits."""
     recipe = merged(merged(METHODS[method][0], FSDP), FULL)
@@ -103,7 +103,7 @@ def stopped_in(loss: str, drills: Drills, recipe: str) -> str:
     return ranks.said
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["dpo", *further("kto")])
 @pytest.mark.parametrize("lora", telling({"LoRA": {"r": 4}, "all weights": None}, "LoRA"))
 def test_ranks_that_share_rows_keep_their_own_and_go_on_alike(method: str, lora: Any, drills: Drills) -> None:
     """Held-out rows are measured whole, so these are found by a process of its own, and training rows are not."""
@@ -125,7 +125,7 @@ def test_ranks_that_share_rows_keep_their_own_and_go_on_alike(method: str, lora:
     require_close_run(drills, "whole", drills.folder / "one")
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["dpo", *further("kto")])
 def test_four_ranks_with_shards_that_share_rows_are_one_process(method: str, drills: Drills) -> None:
     recipe = merged(merged(METHODS[method][0], FULL), {"train": {"max_steps": 3}, "eval": {"samples": 0}})
     run_ranks(drills, drills.recipe("four", **keeping(merged(recipe, BOTH), drills.folder / "kept")), 4)
@@ -150,7 +150,7 @@ SCORE = "ftcli.methods.preference.pairs:AnswerScorer.score"
 
 
 @pytest.mark.parametrize("launch", telling({"shards": FSDP, "rows shared": SHARED}, "shards"))
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["dpo", *further("kto")])
 def test_ranks_that_are_stopped_or_fail_while_they_score_end_together(
     method: str, launch: dict[str, Any], drills: Drills
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 from ftcli.run.completions import Completions
 from tests.e2e.conftest import RECIPE, merged
 from tests.e2e.resilience import NO_EVAL, STEP, Drills
+from tests.tiers import telling
 
 #: 7 batches an epoch in steps of 3, 3 and 1; dropout draws random numbers in every step; the run is stopped in the
 #: second epoch, between two lines of metrics, at a step after which an evaluation is due.
@@ -114,7 +115,9 @@ def test_grpo_goes_on_with_the_completions_it_was_in_the_middle_of(
     require_same_completions(drills, "halves", whole, count)
 
 
-@pytest.mark.parametrize(("call", "step"), [(8, 3), (10, 4)], ids=["inside a batch", "with new completions"])
+@pytest.mark.parametrize(
+    ("call", "step"), telling({"inside a batch": (8, 3), "with new completions": (10, 4)}, "inside a batch")
+)
 def test_grpo_goes_on_after_a_step_that_failed(drills: Drills, call: int, step: int) -> None:
     """The checkpoint is that of the step before; what the failed one has sampled and counted is undone."""
     change = {"model": RECIPE["model"], **GRPO}  # the narrow model's steps take too little memory to run out of it

@@ -109,6 +109,21 @@ def test_an_evaluation_in_training_is_left_and_made_again(drills: Drills) -> Non
     drills.require_same_run("r", whole)
 
 
+def test_an_evaluation_that_is_made_again_and_again_is_logged_once(drills: Drills) -> None:
+    """A run that was stopped before an evaluation, and killed after it had made it, logged it twice (found by fuzz)."""
+    change = {"eval": {"every_steps": 2}, "checkpoint": {"every_steps": 5}}
+    whole = drills.whole(**change)
+    recipe = drills.recipe("r", **change)
+    drills.stopped(recipe, STEP, 2, TERM, 75)
+    assert [line["step"] for line in drills.metrics("r")] == [1, 2]
+    killed = drills.paused(recipe, STEP, 1)
+    assert [line["step"] for line in drills.metrics("r")] == [1, 2, 2]
+    killed.signal(signal.SIGKILL)
+    assert killed.wait() == -signal.SIGKILL
+    drills.run(recipe)
+    drills.require_same_run("r", whole)
+
+
 def test_while_a_checkpoint_is_saved_it_is_finished_and_is_the_last(drills: Drills) -> None:
     change = {"checkpoint": {"every_steps": 2}, **NO_EVAL}
     whole = drills.whole(**change)

@@ -35,7 +35,9 @@ FULL: dict[str, Any] = {"lora": None, "train": {"learning_rate": 1e-3}}
 FSDP: dict[str, Any] = {"launch": {"engine": "fsdp"}}
 
 
-@pytest.mark.parametrize("change", [{}, {**FULL, "launch": {"engine": "ddp"}}], ids=["LoRA", "all weights"])
+@pytest.mark.parametrize(
+    "change", telling({"LoRA": {}, "all weights": {**FULL, "launch": {"engine": "ddp"}}}, "all weights")
+)
 def test_two_ranks_are_one_process_that_accumulates_twice(change: dict[str, Any], drills: Drills) -> None:
     """To the last bit."""
     recipe = merged(SPREAD, change)
@@ -70,7 +72,7 @@ def test_ranks_with_shards_or_shared_rows_are_one_process(
     require_close_run(drills, "ranks", drills.whole(**merged(alone, {"train": {"gradient_accumulation_steps": apart}})))
 
 
-@pytest.mark.parametrize("lora", [{"r": 4}, None], ids=["LoRA", "all weights"])
+@pytest.mark.parametrize("lora", telling({"LoRA": {"r": 4}, "all weights": None}, "LoRA"))
 def test_shards_of_a_model_with_a_head_of_its_own(lora: Any, drills: Drills, tmp_path: Path) -> None:
     """The head is frozen, unused and not saved; a run that goes on from a checkpoint is the same one."""
     base = folder_of("llama", tmp_path / "base")

@@ -41,7 +41,7 @@ def requests(limit: int, several: int = 1) -> list[GenerationRequest]:
     ]
 
 
-BOTH_WAYS = ("llama", "mistral", "qwen3", "gemma2", "gemma3_text", "phi3")
+BOTH_WAYS = ("llama", "mistral", "qwen3", "gemma2", "gemma3_text", "phi3", "gpt_oss")
 #: Heads that the kernels take.
 SIZES: dict[str, dict[str, int]] = {
     "qwen3_5_text": {"linear_key_head_dim": 32, "linear_value_head_dim": 32},
@@ -72,7 +72,7 @@ def test_greedy_is_generates(model_type: str, kernels: Any) -> None:
     assert engine.stepper.status.stopped is None
 
 
-@pytest.mark.parametrize("model_type", ["gemma2", "qwen3_5_text"])
+@pytest.mark.parametrize("model_type", ["gemma2", "qwen3_5_text", "gpt_oss"])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_graphs_change_no_token(autocast: bool, model_type: str) -> None:
     """Nor do states: completions of a prompt that enter one after the other, in slots that others have left."""

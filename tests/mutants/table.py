@@ -1458,6 +1458,109 @@ LATENTS = (
     ),
 )
 
+_OSS, _BLOCKS = "unit/model/test_gpt_oss.py", "ftcli/model/mxfp4.py"
+_FORMS = f"{_EXPERTS}::test_other_forms"
+GPT_OSS = (
+    _m(
+        "clamped unit: gates are not clamped from above",
+        _K + "primitives.py",
+        "gate = tl.where(g > CLAMPED_LIMIT, CLAMPED_LIMIT, g)",
+        "gate = g",
+        _FORMS,
+    ),
+    _m(
+        "clamped unit: a gradient beyond the gate's clamp",
+        _K + "primitives.py",
+        "slope = tl.where(g > CLAMPED_LIMIT, 0.0, s",
+        "slope = tl.where(g > CLAMPED_LIMIT, s, s",
+        _FORMS,
+    ),
+    _m(
+        "clamped unit: a gradient beyond the up's clamp below",
+        _K + "primitives.py",
+        "tl.where(tl.abs(u) > CLAMPED_LIMIT, 0.0, value)",
+        "tl.where(u > CLAMPED_LIMIT, 0.0, value)",
+        _FORMS,
+    ),
+    _m(
+        "interleaved: gate and up changed over",
+        _K + "grouped_kernels.py",
+        "gate, up = tl.split(tl.reshape(acc,",
+        "up, gate = tl.split(tl.reshape(acc,",
+        _FORMS,
+    ),
+    _m(
+        "interleaved: their gradients one behind the other",
+        _K + "grouped_kernels.py",
+        "pair = tl.reshape(tl.join(d_gate, d_up), (2 * BN,))",
+        "pair = tl.reshape(tl.trans(tl.join(d_gate, d_up)), (2 * BN,))",
+        _FORMS,
+    ),
+    _m(
+        "experts' biases: those of the first expert for all",
+        _K + "grouped_kernels.py",
+        "acc += tl.load(bias_ptr + group.to(tl.int64) * N + n,",
+        "acc += tl.load(bias_ptr + n,",
+        _FORMS,
+    ),
+    _m(
+        "experts' biases: none in the gradient of the router's weights",
+        _X,
+        "(grads.weights + _of_bias(spec, dy))",
+        "(grads.weights)",
+        _FORMS,
+    ),
+    _m(
+        "gpt_oss: angles of the first half alone",
+        "ftcli/model/fused.py",
+        "cos, sin = (torch.cat((x, x), dim=-1) for x in angles)",
+        "cos, sin = (torch.cat((x, torch.zeros_like(x)), dim=-1) for x in angles)",
+        _OSS,
+    ),
+    _m(
+        "gpt_oss: documents of a row see each other layer by layer",
+        "ftcli/model/backbone.py",
+        "(untold and cached is None",
+        "(carries and cached is None",
+        _OSS,
+    ),
+    _m(
+        "gpt_oss: any clamp",
+        "ftcli/facts/shape.py",
+        "    if any(config.get(key) not in (None, value) for key, value in family.only_with):",
+        "    if False:",
+        _OSS,
+    ),
+    _m(
+        "MXFP4: the upper half of a byte first",
+        _BLOCKS,
+        "(packed & 15, packed >> 4)",
+        "(packed >> 4, packed & 15)",
+        "unit/model/test_mxfp4.py",
+    ),
+    _m(
+        "MXFP4: exponents less 128",
+        _BLOCKS,
+        "_GROUP, _BIAS = 32, 127",
+        "_GROUP, _BIAS = 32, 128",
+        "unit/model/test_mxfp4.py",
+    ),
+    _m(
+        "MXFP4: parts that stay alone are forgotten",
+        _BLOCKS,
+        '        raise unreadable_weights(f"{name}{(BLOCKS, SCALES)[BLOCKS in parts]} is not stored")',
+        "        pass",
+        "unit/model/test_mxfp4.py",
+    ),
+    _m(
+        "MXFP4: a merged export in float32",
+        "ftcli/export/weights.py",
+        "return torch.bfloat16 if self.in_blocks else",
+        "return torch.float32 if self.in_blocks else",
+        "e2e/test_mxfp4.py::test_merged_experts_are_in_bfloat16_where_no_dtype_is_asked_for",
+    ),
+)
+
 TABLE: dict[str, tuple[Mutant, ...]] = {
     "kernels": KERNELS,
     "data": DATA,
@@ -1471,6 +1574,7 @@ TABLE: dict[str, tuple[Mutant, ...]] = {
     "checks": CHECKS,
     "experts": EXPERTS,
     "latents": LATENTS,
+    "gpt_oss": GPT_OSS,
 }
 
 

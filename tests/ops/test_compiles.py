@@ -24,6 +24,8 @@ PAIRED = (
     *("delta rule gradients, documents", "causal conv forward, state", "causal conv backward, state"),
     *("int8 product, fewest, bias", "int8 product, few", "int8 product, many, bias", "int8 product, described"),
     *(f"experts' {name}, {rows}" for name in ("unit", "product", "product back", "thin") for rows in (64, 16)),
+    *(f"experts' {name}, {rows}" for name in ("interleaved unit", "transposed product") for rows in (64, 16)),
+    *(f"experts' transposed product back, {rows}" for rows in (64, 16)),
     "thin products, one",
     *("qkv options forward: norm, width", "qkv options backward: norm, width", "qkv rope forward", "qkv rope backward"),
     *("delta rule chunks", "delta rule scan", "decode attention", "int8 product, few, bias"),

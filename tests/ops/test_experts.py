@@ -260,12 +260,122 @@ def test_activations_and_packed_weights(device: str, tools: Any, activation: Any
         first, second = (
             ExpertStack(p, 4, *pair, scaling=0.5) for p, pair in zip(packed, (adapters[:2], adapters[2:]), strict=True)
         )
-        return lora_experts(x, index, weights, first, second, activation=activation, backend="triton")
+        return lora_experts(x, index, weights, first, second, unit=activation, backend="triton")
 
-    tools.assert_float32(of, call(lora_experts_reference, index, dense, activation=activation), inputs)
-    plain = call(lora_experts, index, dense, activation=activation, backend="triton")
+    tools.assert_float32(of, call(lora_experts_reference, index, dense, unit=activation), inputs)
+    plain = call(lora_experts, index, dense, unit=activation, backend="triton")
     for one, other in zip(*(tools.run(f, inputs, [torch.float32] * 6) for f in (of, plain)), strict=True):
         assert torch.equal(one, other)
+
+
+FORMS = [
+    pytest.param(True, True, True, "clamped", id="gpt-oss"),
+    pytest.param(True, False, False, "silu", id="transposed"),
+    pytest.param(False, True, False, "gelu_tanh", id="interleaved"),
+    pytest.param(False, False, True, "clamped", id="biases and clamp"),
+]
+
+
+def call_form(
+    function: Any, index: Tensor, stacks: tuple[Tensor, Tensor], biases: tuple[Tensor, Tensor] | None, *,
+    transposed: bool, **options: Any,
+) -> Any:  # fmt: skip
+    """As :func:`call`; the weights (E, in, out) if ``transposed``, which ``stacks`` are not."""
+
+    def of(x: Tensor, weights: Tensor, *adapters: Tensor) -> Tensor:
+        experts = stacks[0].shape[0]
+        pairs = (adapters[:2], adapters[2:]) if adapters else ((None, None), (None, None))
+        laid = [w.transpose(1, 2).contiguous() if transposed else w for w in stacks]
+        made = [
+            ExpertStack(w.to(x.dtype), experts, *pair, scaling=0.5, bias=bias, transposed=transposed)
+            for w, pair, bias in zip(laid, pairs, biases or (None, None), strict=True)
+        ]
+        out: Tensor = function(x, index, weights, *made, **options)
+        return out
+
+    return of
+
+
+def biases_of(stacks: tuple[Tensor, Tensor], scale: float = 8.0) -> tuple[Tensor, Tensor]:
+    """Such that some gates and ups are beyond the clamp's 7, either side."""
+    first, second = (torch.randn(w.shape[:2], device=w.device) for w in stacks)
+    return scale * first, second
+
+
+@pytest.mark.parametrize(("transposed", "interleaved", "biased", "unit"), FORMS)
+@pytest.mark.parametrize(
+    ("experts", "top", "hidden", "width", "rank", "tokens"), [(4, 2, 64, 32, 16, 37), (5, 3, 48, 40, 3, 50)], ids=str
+)
+def test_other_forms(
+    device: str, tools: Any, transposed: bool, interleaved: bool, biased: bool, unit: Any, experts: int, top: int,
+    hidden: int, width: int, rank: int, tokens: int,
+) -> None:  # fmt: skip
+    inputs, stacks = inputs_of(experts, top, hidden, width, rank, tokens, device)
+    index, biases = routing(tokens, experts, top, "random", device), biases_of(stacks) if biased else None
+    options: Any = {"transposed": transposed, "interleaved": interleaved, "unit": unit}
+    reference = call_form(lora_experts_reference, index, stacks, biases, **options)
+    for backend in ("triton", "torch"):
+        for save in ("gate_up", "input"):
+            op = call_form(lora_experts, index, stacks, biases, backend=backend, save=save, **options)
+            tools.assert_float32(op, reference, inputs)
+    if not rank:
+        return
+    bare = call_form(lora_experts, index, stacks, biases, backend="triton", **options)
+    tools.assert_float32(bare, reference, inputs[:2])
+
+
+@pytest.mark.parametrize("kind", ["random", "one"])
+def test_gpt_osss_form_in_half_precision(device: str, tools: Any, kind: str) -> None:
+    inputs, stacks = inputs_of(8, 2, 128, 64, 16, 300, device)
+    index = routing(300, 8, 2, kind, device)
+    stacks = tuple(w.to(BF16).float() for w in stacks)
+    # Hardly any are beyond the clamp: there the gradient jumps, and rounding decides on which side of it one is.
+    biases = tuple(b.to(BF16).float() for b in biases_of(stacks, 0.5))
+    options: Any = {"transposed": True, "interleaved": True, "unit": "clamped"}
+    op = call_form(lora_experts, index, stacks, biases, backend="triton", **options)
+    tools.assert_bfloat16(op, call_form(lora_experts_reference, index, stacks, biases, **options), inputs, BF16)
+
+
+def test_gpt_osss_form_is_transformers(device: str, tools: Any) -> None:
+    """Its own module of experts, output and every gradient."""
+    from transformers import GptOssConfig
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    inputs, stacks = inputs_of(5, 3, 48, 40, 0, 50, device)
+    index, biases = routing(50, 5, 3, "random", device), biases_of(stacks)
+    config = GptOssConfig(hidden_size=48, intermediate_size=40, num_local_experts=5)
+
+    def theirs(x: Tensor, weights: Tensor) -> Tensor:
+        module = GptOssExperts(config).to(x.device, x.dtype)
+        for name, weight, bias in zip(("gate_up_proj", "down_proj"), stacks, biases, strict=True):
+            getattr(module, name).data = weight.transpose(1, 2).to(x.dtype)
+            getattr(module, f"{name}_bias").data = bias.to(x.dtype)
+        out: Tensor = module(x, index, weights)
+        return out
+
+    options: Any = {"transposed": True, "interleaved": True, "unit": "clamped"}
+    for function in (lora_experts_reference, lora_experts):
+        chosen = {"backend": "triton"} if function is lora_experts else {}
+        tools.assert_float32(call_form(function, index, stacks, biases, **chosen, **options), theirs, inputs)
+
+
+def test_packed_weights_may_be_transposed(device: str, tools: Any) -> None:
+    inputs, stacks = inputs_of(4, 2, 64, 32, 16, 37, device)
+    index, biases = routing(37, 4, 2, "random", device), biases_of(stacks)
+    laid = [w.transpose(1, 2).contiguous() for w in stacks]
+    packed = [quantize_nf4(w.view(-1, w.shape[-1])) for w in laid]
+    dense = tuple(p.dequantize(torch.float32).view(w.shape).transpose(1, 2) for p, w in zip(packed, laid, strict=True))
+
+    def of(x: Tensor, weights: Tensor, *adapters: Tensor) -> Tensor:
+        made = [
+            ExpertStack(p, 4, *pair, scaling=0.5, bias=bias, transposed=True)
+            for p, pair, bias in zip(packed, (adapters[:2], adapters[2:]), biases, strict=True)
+        ]
+        assert [stack.shape for stack in made] == [tuple(w.shape) for w in stacks]
+        return lora_experts(x, index, weights, *made, unit="clamped", interleaved=True, backend="triton")
+
+    options: Any = {"transposed": False, "interleaved": True, "unit": "clamped"}
+    tools.assert_float32(of, call_form(lora_experts_reference, index, dense, biases, **options), inputs)
 
 
 def test_what_does_not_fit_is_refused(device: str) -> None:
@@ -281,6 +391,7 @@ def test_what_does_not_fit_is_refused(device: str) -> None:
         "does not take 64 features": {"gate_up": ExpertStack(stacks[0][..., 1:], 4)},
         "does not take 32 features": {"down": ExpertStack(stacks[1][:2], 2)},
         "both A and B": {"down": ExpertStack(stacks[1], 4, a2)},
+        "bias must be frozen": {"down": ExpertStack(stacks[1], 4, bias=stacks[0][0])},
         "do not fit 4 experts": {"gate_up": ExpertStack(stacks[0], 4, a2, b1)},
         "unknown save mode": {"save": "nothing"},
     }.items():

@@ -24,6 +24,7 @@ from ftkernels.weight_copies import WeightCopies
 from torch import Tensor
 
 from tests.pairs import all_pairs
+from tests.tiers import further
 
 BF16, F32 = torch.bfloat16, torch.float32
 Q_HEADS, KV_HEADS, HEAD = 4, 2, 16
@@ -252,7 +253,7 @@ EPILOGUES = [
 ]
 
 
-@pytest.mark.parametrize("tile", [Tile(16, 1, 4), Tile(16, 2, 4), Tile(32, 8, 4)], ids=str)
+@pytest.mark.parametrize("tile", [Tile(16, 2, 4), *further(Tile(16, 1, 4), Tile(32, 8, 4))], ids=str)
 @pytest.mark.parametrize(("rotated", "pairs", "span", "after"), EPILOGUES)
 def test_every_tile_of_the_rotation_reads_one_xa_and_sums_its_gradient(
     device: str, tools: Any, rotated: int, pairs: bool, span: Any, after: bool, tile: Tile

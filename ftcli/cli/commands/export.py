@@ -8,7 +8,6 @@ import typer
 
 from ftcli.cli import names, options
 from ftcli.cli.options import AnyRequest, Invocation
-from ftcli.paths import expanded
 from ftcli.reporting import Session
 
 if TYPE_CHECKING:
@@ -64,7 +63,7 @@ def export(
         from ftcli.run.signals import stoppable
 
         loaded, run_dir = options.load_run(target, options.overrides(set_, formats=formats))
-        folder = None if output is None else expanded(output)
+        folder = options.named(output, "--output")
         with stoppable("exporting"):
             from ftcli.pipeline.exporting import ExportOptions, export_recipe
 

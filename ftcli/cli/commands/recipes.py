@@ -163,7 +163,7 @@ def new(
             gpu=answers["--gpu"],
             method=_known_method(answers["--method"]),
         )
-        target = expanded(output if output is not None else _file_name(made))
+        target = options.named(output, "--output") or expanded(_file_name(made))
         text = new_recipe(made, target, offline=session.offline)
         write_new(text, target, force=force)
         return WrittenRecipe(str(target), text)
@@ -343,7 +343,7 @@ def copy(
 
     def action(_: Session) -> CopiedRecipe:
         source = find(name)
-        target = expanded(destination) if destination is not None else Path(source.name)
+        target = options.named(destination, "FILE") or Path(source.name)
         if is_folder(target):
             target = target / source.name
         write_new(source.read_text(encoding="utf-8"), target, force=force)

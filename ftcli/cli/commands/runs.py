@@ -119,13 +119,14 @@ def compare(
         from ftcli.run.report.page import compare as side_by_side
         from ftcli.run.report.page import render_comparison, result_rows
 
-        if html is not None:
-            require_page(expanded(html))
+        page = options.named(html, "--html")
+        if page is not None:
+            require_page(page)
         comparison = side_by_side(_runs_named(directories, session.reporter))
         _tell_damage(comparison.runs, session.reporter)
         result = ComparedRuns(comparison, result_rows(comparison), html)
-        if html is not None:
-            write_page(render_comparison(comparison), expanded(html))
+        if page is not None:
+            write_page(render_comparison(comparison), page)
             session.reporter.info(f"written: {html}")
         return result
 

@@ -9,7 +9,6 @@ import typer
 
 from ftcli.cli import names, options
 from ftcli.cli.options import AnyRequest, Invocation
-from ftcli.paths import expanded
 from ftcli.reporting import Session
 
 if TYPE_CHECKING:
@@ -136,7 +135,7 @@ def sample(
                 per_prompt=per_prompt,
                 truncated=truncated.value,
                 checkpoint=checkpoint,
-                output=None if output is None else expanded(output),
+                output=options.named(output, "--output"),
                 force=force,
             )
             return sample_recipe(loaded, session, run_dir, chosen)

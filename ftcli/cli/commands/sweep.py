@@ -62,8 +62,8 @@ def sweep(
 
         assignments = [*(set_ or ()), *([f"train.max_steps={max_steps}"] if max_steps is not None else [])]
         grid = combinations(assignments)
-        path = None if output_dir is None else str(expanded(output_dir))
-        plan = sweeping.plan_sweep(expanded(recipe), grid, path)
+        path = options.named(output_dir, "--output-dir")
+        plan = sweeping.plan_sweep(expanded(recipe), grid, None if path is None else str(path))
         chosen = children.devices(gpus, os.environ, children.count_gpus)
         start = children.starter(
             str(expanded(recipe)), quiet=session.quiet or len(chosen) > 1, offline=session.offline, debug=session.debug

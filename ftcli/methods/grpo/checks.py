@@ -53,6 +53,13 @@ def check(context: Context) -> Findings:
 
 def check_rewards(context: Context) -> Findings:
     """For whatever asks the rewards: FT263 to FT265, FT280; FT451, FT452 for files."""
+    if context.recipe.rewards and not any(reward.weight for reward in context.recipe.rewards):
+        yield context.error(
+            "FT263",
+            "grpo.rewards",
+            "every reward in grpo.rewards has weight 0, so nothing is rewarded",
+            help="leave weight out of one of them: it is 1 then",
+        )
     for index, reward in enumerate(context.recipe.rewards):
         yield from _reward(context, f"grpo.rewards.{index}", reward)
 

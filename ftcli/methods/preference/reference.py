@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ftcli.data.order import Epochs
 from ftcli.data.tokens import TokenizedRow
+from ftcli.errors import ExitCode, FtcliError
 from ftcli.evaluate.loss import in_batches, in_step
 from ftcli.methods.preference.cache import WIDTHS, LogProbs, ReferenceCache, reference_key, unit_digest
 from ftcli.methods.preference.checks import caches, compares
@@ -167,10 +168,26 @@ class AheadOfTraining:
         """Computes what is missing, and keeps it; on all ranks, as it is kept."""
         values, missing, digests = looked.values, looked.missing, looked.digests
         values[missing] = self._computed(looked.units, looked.shares, missing)
-        if looked.cache is not None and np.isfinite(values[missing]).all():
+        self._require_finite(looked)
+        if looked.cache is not None:
             kept = looked.cache.add({digests[unit]: values[unit] for unit in missing})
             values[missing] = np.stack([kept[digests[unit]] for unit in missing])
         values[:] = self._shared(values)
+
+    def _require_finite(self, looked: _Lookup) -> None:
+        """Raises FtcliError FT702 (exit 6) where what was computed is not finite: nothing has been trained yet."""
+        broken = [unit for unit in looked.missing if not np.isfinite(looked.values[unit]).all()]
+        if not broken:
+            return
+        dtype, origin = self.job.dtypes.compute, looked.units.rows(broken[0])[0].row.origin
+        what = f"{len(broken):,} of {len(looked.missing):,} {_NAMES[self.rows]}"
+        raise FtcliError.single(
+            "FT702",
+            f"the log-probabilities that the reference gives {what} are not finite, before anything is trained",
+            exit_code=ExitCode.DIVERGED,
+            origin=origin,
+            help=f"look whether it answers at all (`ftcli chat`): its weights are damaged, or overflow {dtype}",
+        )
 
     def _cache(self, shares: int) -> ReferenceCache | None:
         """The reference's, on the leading rank."""

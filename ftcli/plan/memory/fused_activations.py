@@ -13,7 +13,7 @@ attention         c(Q + 2K) for query, key and value in one buffer, cQ for the o
                   and 4n for log-sum-exp. Norms of queries and keys keep what they give besides: c(Q + K). Where the
                   products' kernels neither norm nor rotate (float32, large ranks) each of the two keeps c(Q + K) if
                   the next reads it, and norms 4 for each head, or 8. An output gate keeps 2cQ.
-                  Where scores are capped and no kernel runs (CPU, float32): 4cQ and the scores of ``activations``.
+                  Where scores are capped or have sinks and no kernel runs (CPU): 4cQ and the scores of ``activations``.
                   Of a q projection that gives the gate as well (Qwen3.5) neither happens in the products' kernel.
 gated delta net   Of N value heads of V features, V' = N V, and F features of all queries, keys and values:
                   c(F + V' + 2N) for what enters it in one buffer, 8N for decays and write strengths, cV' for the delta
@@ -72,8 +72,8 @@ _RANK_BYTES = 64
 _CHUNK, _DELTA_IN_TORCH = 64, 100
 
 
-def fused_layers(*, capped_without_kernel: bool, reference: bool, attention_by_kernel: bool = False) -> LayerMemory:
-    """Layers on the kernels. ``capped_without_kernel``: scores are capped, and attention runs eagerly all the same;
+def fused_layers(*, all_scores: bool, reference: bool, attention_by_kernel: bool = False) -> LayerMemory:
+    """Layers on the kernels. ``all_scores``: scores are capped or have sinks, and no kernel runs;
     ``attention_by_kernel``: it is our kernel's, whose output ``offload`` sends to the host as well.
     """
 
@@ -81,7 +81,7 @@ def fused_layers(*, capped_without_kernel: bool, reference: bool, attention_by_k
         c = setting.bytes_compute
         if (own := _own_mixer(shape, setting, reference=reference)) is not None:
             return own.kept
-        if capped_without_kernel:
+        if all_scores:
             return 2 * c * (shape.q_width + shape.kv_width) + eager_scores(shape, setting)
         kept: float = c * (2 * shape.q_width + 2 * shape.kv_width) + 4 * shape.num_heads
         kept += _head_norms(shape, setting, reference=reference)
@@ -89,7 +89,7 @@ def fused_layers(*, capped_without_kernel: bool, reference: bool, attention_by_k
         return kept + (_output_gate(shape, setting, reference=reference) if shape.family.gates_output else 0)
 
     def forward(shape: ModelShape, setting: ActivationSettings) -> float:
-        scores = scores_at_work(shape, setting) if capped_without_kernel else 0
+        scores = scores_at_work(shape, setting) if all_scores else 0
         wide = 3 * shape.intermediate_size + 2 * shape.hidden_size
         if (pairs := _pairs(shape)) is not None:
             wide += pairs.used * (pairs.out_features // 2 + shape.hidden_size)
@@ -98,7 +98,7 @@ def fused_layers(*, capped_without_kernel: bool, reference: bool, attention_by_k
         return max(setting.bytes_compute * wide, scores)
 
     def backward(shape: ModelShape, setting: ActivationSettings) -> float:
-        scores = scores_at_work(shape, setting) if capped_without_kernel else 0
+        scores = scores_at_work(shape, setting) if all_scores else 0
         mlp = _backward_in_torch(shape, setting) if reference else _backward(shape, setting)
         own = _own_mixer(shape, setting, reference=reference)
         # What the MLP has kept is gone by then.

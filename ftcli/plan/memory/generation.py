@@ -82,7 +82,7 @@ def _copied(plan: RunPlan) -> int:
     every = stored.quantize is not None or dtypes.parameter_bytes != dtypes.compute_bytes
     if recipe.lora is None and not every:
         return 0
-    experts = sum(stack.elements for layer in shape.layers for stack in layer.stacks)
+    experts = sum(stack.parameters for layer in shape.layers for stack in layer.stacks)
     return dtypes.compute_bytes * (shape.linear_parameters - experts)
 
 

@@ -70,6 +70,8 @@ def check(context: Context, other: OtherModel, theirs: ModelFacts, ours: ModelFa
     """The errors of a base model that is only asked, and FT326 where an id is another token."""
     mine = _of_other(context, other)
     yield from (finding for finding in of_model.check(mine, theirs) if finding.severity == "error")
+    if theirs.is_local and other.model.revision is not None:
+        yield of_model.without_revision(context, f"{other.key}_revision", theirs)
     if ours.tokenizer is None or theirs.tokenizer is None:
         return
     origin = context.origins.at(other.key)

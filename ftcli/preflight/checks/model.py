@@ -16,7 +16,7 @@ from ftcli.facts.adapters import (
 from ftcli.facts.model import ModelFacts, has_classifier, takes_sdpa
 from ftcli.facts.shape import ModelShape
 from ftcli.facts.tokenizer import no_stop_finding
-from ftcli.plan.quantization import stored_method
+from ftcli.plan.quantization import stored_method, stores_mxfp4
 from ftcli.plan.trained import HEAD, TABLES
 from ftcli.preflight.checks.context import Context, Findings, NotMade
 from ftcli.tables import exports, quantizations
@@ -27,7 +27,7 @@ _SCORE = ("score", "classifier")
 
 
 def check(context: Context, facts: ModelFacts) -> Findings:
-    """FT250, FT271, FT301, FT302, FT310 to FT319, FT322, FT324, FT325, FT339, FT340, FT351, FT747, FT756."""
+    """FT250, FT259, FT271, FT301, FT302, FT310 to FT319, FT322 to FT325, FT339, FT340, FT351, FT740, FT747, FT756."""
     if facts.senses is not None and context.work == "train":
         yield context.note(
             "FT310",
@@ -46,15 +46,24 @@ def check(context: Context, facts: ModelFacts) -> Findings:
         yield context.error("FT250", "model.attention", message, help="use model.attention: auto, or eager")
     if context.method.classifier:
         yield from _classifier(context, facts)
+    if facts.is_local and context.recipe.model.revision is not None:
+        yield without_revision(context, "model.revision", facts)
     yield from _positions(context, facts)
     yield from _stored_quantized(context, facts)
     yield from _random_base(context, facts)
     yield from _llama_cpp(context, facts)
+    yield from _stacks(context, facts)
     if facts.shape is not None:
         yield from _heads(context, facts.shape)
         yield from _adapters(context, facts, facts.shape)
     yield from _tokens(context, facts)
     yield from _weights(context, facts)
+
+
+def without_revision(context: Context, key: str, facts: ModelFacts) -> Finding:
+    """FT259: a folder has no revisions."""
+    message = f"{key} has no effect: {facts.name} is a folder, taken as it is"
+    return context.warning("FT259", key, message, help="remove it, or name the model as OWNER/NAME")
 
 
 def _classifier(context: Context, facts: ModelFacts) -> Findings:
@@ -94,6 +103,8 @@ def _stored_quantized(context: Context, facts: ModelFacts) -> Findings:
     if facts.quantization is None:
         return
     path, stored = "model.name_or_path", stored_method(facts.raw)
+    if stored is None and stores_mxfp4(facts.raw):
+        return  # read as it is, into whatever the recipe asks for
     if stored is None:
         yield context.error(
             "FT316",
@@ -208,6 +219,18 @@ def _llama_cpp(context: Context, facts: ModelFacts) -> Findings:
     if reason is not None:
         tell = context.error if context.command == "export" else context.note
         yield tell("FT756", "export.formats", f"{asked[0]}: {reason}", help=INSTEAD)
+
+
+def _stacks(context: Context, facts: ModelFacts) -> Findings:
+    """Yields now what `export` would refuse of experts after training."""
+    asked = [name for name in context.recipe.export.formats if exports.row(name).linear_only]
+    if context.trains and asked and facts.shape is not None and facts.shape.has_experts:
+        yield context.note(
+            "FT740",
+            "export.formats",
+            f"{asked[0]} rounds linear layers alone, and the experts of {facts.name} are stacks",
+            help=f"leave {asked[0]} out; export.formats: [safetensors] writes the model in 16 bits",
+        )
 
 
 def not_made(context: Context, facts: ModelFacts) -> list[NotMade]:

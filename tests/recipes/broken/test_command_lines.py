@@ -55,6 +55,25 @@ def test_option_without_a_value(ftcli: Callable[..., object]) -> None:
     assert "`ftcli check --help`" in outcome.stderr
 
 
+@pytest.mark.parametrize(
+    ("argv", "option"),
+    [
+        (["sample", "r.yaml", "--output", ""], "--output ''"),
+        (["export", "run", "--output", ""], "--output ''"),
+        (["compare", "run", "--html", " "], "--html ' '"),
+        (["sweep", "r.yaml", "--set", "lora.r=2,4", "--output-dir", ""], "--output-dir ''"),
+        (["recipes", "copy", "smoke", ""], "FILE ''"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_variable_that_is_not_set_is_no_folder(refused: Callable[..., object], argv: list[str], option: str) -> None:
+    """`--output "$OUT"` wrote into the working folder."""
+    Path("run").mkdir()
+    for path in ("r.yaml", "run/recipe.yaml"):
+        Path(path).write_text("version: 1\nmodel: {name_or_path: bundled:tiny-gemma2}\n")
+    refused(argv, code="FT150", at=option, help="leave the option out")
+
+
 def test_run_that_is_none(refused: Callable[..., object]) -> None:
     Path("r.yaml").write_text("version: 1\nmodel: {name_or_path: m}\n")
     refused(["eval", "r.yaml", "--run", "nowhere"], code="FT154", at="--run nowhere", help="runs/smoke")

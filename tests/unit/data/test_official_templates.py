@@ -16,6 +16,7 @@ from ftcli.data.answers import with_reasoning
 from ftcli.data.encode import Encoder
 from ftcli.labels import IGNORE_INDEX
 from ftcli.rows.row import Row
+from tests.tiers import in_turn
 from tests.unit.data.official import FOLDER, NAMES, Official
 
 TOOLS: list[Any] = [
@@ -116,8 +117,7 @@ def official() -> Any:
     return _official
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("kind", CHATS)
+@pytest.mark.parametrize(("name", "kind"), in_turn(NAMES, list(CHATS), whole=("qwen2_5", "llama3_1", "qwen3")))
 def test_what_is_trained_is_what_generation_sees(official: Any, name: str, kind: str) -> None:
     template, chat = official(name), CHATS[kind]
     tools = TOOLS if kind in ("tool", "json") else None
@@ -262,6 +262,38 @@ def test_gpt_oss_shows_the_analysis_of_a_call_as_generation_did(official: Any) -
     (row,) = template.trained(read)
     assert row[0].startswith("<|channel|>analysis<|message|>I must look<|end|><|start|>assistant to=functions.weather")
     assert row[1] == "<|channel|>final<|message|>No rain.<|return|>"
+
+
+def test_gpt_oss_trains_every_channel_up_to_what_stops_generation(official: Any) -> None:
+    """Analysis, the call in the commentary, and the final answer, of earlier turns too; nothing that others wrote."""
+    template = official("gptoss")
+    chat = [
+        {"role": "system", "content": "Be brief, sir."},
+        AGENT[0],
+        assistant("", tool_calls=[CALL], thinking="I must look"),
+        AGENT[2],
+        assistant("No rain.", thinking="sun it is"),
+        user("thanks"),
+        assistant("welcome", thinking="polite"),
+    ]
+    analysis, final = (
+        "<|channel|>analysis<|message|>{}<|end|><|start|>assistant",
+        "<|channel|>final<|message|>{}<|return|>",
+    )
+    call = ' to=functions.weather<|channel|>commentary json<|message|>{"city": "Bonn"}<|call|>'
+    wanted = [
+        [analysis.format("I must look") + call, analysis.format("sun it is") + final.format("No rain.")],
+        [analysis.format("polite") + final.format("welcome")],
+    ]
+    read = template.read({"messages": chat, "tools": TOOLS})
+    assert read.findings == []
+    assert template.trained(read) == wanted
+    last = template.read({"messages": chat, "tools": TOOLS}, history="last")
+    assert template.trained(last) == wanted[1:]
+    effort = template.read({"messages": chat, "tools": TOOLS}, chat_template_kwargs={"reasoning_effort": "high"})
+    assert template.trained(effort) == wanted
+    for rows, word in ((read, "medium"), (effort, "high")):
+        assert all(f"Reasoning: {word}" in template.tokenizer.decode(tokens.input_ids) for tokens in rows.tokens)
 
 
 def test_qwen35_sees_after_the_opened_reasoning_what_generation_gives_it(official: Any) -> None:

@@ -16,6 +16,7 @@ from ftcli.export import fp8
 from ftcli.export import verify as verification
 from ftcli.export.fp8 import LARGEST, scale_of, to_float8
 from tests.small_models import build
+from tests.tiers import in_turn
 from tests.unit.export.conftest import Trained, edit_json
 from tests.unit.export.gguf_runs import adapt
 from tests.unit.export.test_export import VARIANTS, code, export, failure
@@ -25,8 +26,7 @@ pytest.importorskip("compressed_tensors")
 pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 
 
-@pytest.mark.parametrize("family", ["gemma2", "llama"])
-@pytest.mark.parametrize("variant", ["plain", "rslora", "head trained whole"])
+@pytest.mark.parametrize(("family", "variant"), in_turn(["gemma2", "llama"], ["head trained whole", "rslora", "plain"]))
 def test_a_merged_model_is_rounded_to_eight_bits(trained: Callable[..., Trained], family: str, variant: str) -> None:
     made = trained(family, "bfloat16", **VARIANTS[variant])
     safetensors, eight = export(made, "safetensors", "fp8")

@@ -254,10 +254,11 @@ def test_experts_in_nf4_are_merged_as_they_were_trained_and_written_one_by_one(m
     unquantized = answers(peft.PeftModel.from_pretrained(loaded(made.base), made.run.adapter_dir))
     assert distance(unquantized, wanted) > 1e-3
     for name, tensor in stored(exported(trained_again(made, "plain")).path).items():
-        assert ".experts." not in name or not torch.equal(tensor, stored(result.path)[name]), name
+        packed = ".experts." in name and not name.endswith("_bias")
+        assert not packed or not torch.equal(tensor, stored(result.path)[name]), name
 
 
-@pytest.mark.parametrize("model_type", [pytest.param("deepseek_v2", marks=pytest.mark.long), "gpt_oss"])
+@pytest.mark.parametrize("model_type", ["deepseek_v2"])
 def test_experts_that_nf4_leaves_alone_are_merged_as_they_are(model_type: str, tmp_path: Path) -> None:
     """Those of families whose experts are not on the kernels."""
     made = run_of(model_type, tmp_path)

@@ -24,6 +24,8 @@ BILLIONS = {
     "google/gemma-2-2b": 2.61,
     "meta-llama/Llama-3.1-8B": 8.03,
     "meta-llama/Llama-3.1-70B": 70.55,
+    "openai/gpt-oss-20b": 20.91,
+    "openai/gpt-oss-120b": 116.83,
     "mistralai/Mistral-7B-v0.1": 7.24,
     "mistralai/Mistral-7B-v0.3": 7.25,
     "mistralai/Mistral-Small-24B-Base-2501": 23.57,

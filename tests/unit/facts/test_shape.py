@@ -102,7 +102,11 @@ def test_parameters_and_linears_are_those_of_the_model(model_type: str, values: 
         described_linears = {x.name: (x.in_features, x.out_features, x.bias) for x in layer.linears if x.experts == 1}
         assert described_linears == built
         stacks = {name: tuple(p.shape) for name, p in module.named_parameters() if p.dim() == 3 and ".experts." in name}
-        assert {x.name: (x.experts, x.out_features, x.in_features) for x in layer.stacks} == stacks
+        turned = experts is not None and experts.transposed
+        stated = {x.name: (x.experts, x.out_features, x.in_features) for x in layer.stacks}
+        assert {name: (e, i, o) if turned else (e, o, i) for name, (e, o, i) in stated.items()} == stacks
+        biases = {n: p.shape for n, p in module.named_parameters() if n.endswith("_bias") and ".experts." in n}
+        assert {f"{x.name}_bias": (x.experts, x.out_features) for x in layer.stacks if x.bias} == biases
         if layer.stacks:
             assert layer.stacks[0].used == module.get_submodule(f"{experts.block}.{experts.router}").top_k
 
@@ -135,7 +139,7 @@ def test_rotation_is_that_of_the_model(model_type: str, values: dict[str, Any]) 
     positions = torch.zeros(1, 2, dtype=torch.int64, device="meta")
     given = rotary(hidden, positions, *(["full_attention"] if by_type else []))
     rotated = [each.rotary_dim for each in shape.attending]
-    assert set(rotated) <= {0, given[0].shape[-1]}
+    assert set(rotated) <= {0, given[0].shape[-1] * (2 if TABLE[model_type].single_angles else 1)}
     attentions = [x.self_attn for x in model.get_decoder().layers if hasattr(x, "self_attn")]
     if hasattr(attentions[0], "use_rope"):
         assert [bool(each) for each in rotated] == [bool(each.use_rope) for each in attentions]

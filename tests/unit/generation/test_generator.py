@@ -28,7 +28,7 @@ def opened(model: Any, **settings: Any) -> Any:
     [
         ("llama", {}, None),
         ("mamba", {}, "mamba"),
-        ("gpt_oss", {}, "gpt_oss"),
+        ("deepseek_v3", {}, "deepseek_v3"),
         ("qwen3_5_text", {}, "no states of ours"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic"),
     ],

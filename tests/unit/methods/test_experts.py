@@ -25,7 +25,7 @@ from tests.unit.methods.preference.steps import PADDED, UNPADDED, Result, object
 
 ON_EXPERTS = LoraConfig.model_validate({"r": 4, "target_modules": ["experts.gate_up_proj", "experts.down_proj"]})
 LN2 = math.log(2)
-FAMILIES = ["qwen3_moe", pytest.param("qwen2_moe", marks=pytest.mark.long)]
+FAMILIES = ["qwen3_moe", "gpt_oss", pytest.param("qwen2_moe", marks=pytest.mark.long)]
 
 
 def adapted(model_type: str) -> Any:

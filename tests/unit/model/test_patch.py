@@ -149,6 +149,10 @@ CONFIGS: dict[str, Any] = {
         {**LATENT, "v_head_dim": 16, "n_group": 3, "topk_group": 2, "first_k_dense_replace": 1},
     ),
     "youtu": (transformers.YoutuConfig, {name: LATENT[name] for name in LATENT if "expert" not in name}),
+    "gpt_oss": (
+        transformers.GptOssConfig,
+        {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 5},
+    ),
     "qwen3_5_moe_text": (
         transformers.Qwen3_5MoeTextConfig,
         {
@@ -165,7 +169,7 @@ CONFIGS: dict[str, Any] = {
     ),
 }
 #: With experts, which are not trained whole on the kernels.
-SPARSE = [name for name in CONFIGS if "moe" in name or name in ("mixtral", "mellum", "deepseek_v3")]
+SPARSE = [name for name in CONFIGS if "moe" in name or name in ("mixtral", "mellum", "gpt_oss", "deepseek_v3")]
 PLAN = DtypePlan("float32", "float32", "float32", False, "a test")
 
 

@@ -64,6 +64,7 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
     "olmoe": {**EXPERTS, "hidden_size": 64},
     "granitemoe": {"num_local_experts": 6, "num_experts_per_tok": 2, "hidden_size": 64},
+    "gpt_oss": {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 16},
     "mellum": EXPERTS,
     "glm4_moe": {
         "n_routed_experts": 6,
@@ -95,9 +96,10 @@ OF_FAMILY |= {
 }
 #: Kinds of layers of one family, of which a model of one kind is measured.
 LAYERS = dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), ("linear_attention", "full_attention"))
-#: Families whose scores are capped, which transformers computes eagerly.
 SPARSE = {name for name, row in families.TABLE.items() if row.experts is not None}
+#: Families whose scores are capped, and with those that have sinks all that transformers computes eagerly.
 CAPPED = {name for name, row in families.TABLE.items() if row.attention_softcap is not None}
+EAGER = CAPPED | {name for name, row in families.TABLE.items() if row.sinks}
 #: Language models that only exist in a multimodal one, and the families that they are built like.
 PARTS = {
     "qwen2_vl_text": "qwen2",
@@ -254,7 +256,7 @@ MEASURED = [
     ("llama", "sdpa"),
     ("llama", "eager"),
     ("gemma3_text", "eager"),
-    *((name, "eager" if name in CAPPED else "sdpa") for name in families.TABLE if name not in APART),
+    *((name, "eager" if name in EAGER else "sdpa") for name in families.TABLE if name not in APART),
 ]
 CASES = in_turn(
     [each if each[0] in KINDS else pytest.param(each, marks=pytest.mark.long) for each in MEASURED],
@@ -326,7 +328,7 @@ def on_kernels(
     family: str, plan: DtypePlan, layers: int, rows: Sequence[int], policy: Any = False, sent: Offloaded = "halves"
 ) -> list[int]:
     """Bytes kept by a model on the kernels' torch form, for each number of rows."""
-    model = build(family, "eager" if family in CAPPED else "sdpa", plan, layers)
+    model = build(family, "eager" if family in EAGER else "sdpa", plan, layers)
     done = patch(model, "reference")
     assert not done.off
     use_checkpointing(model, policy, offloaded=sent)
@@ -372,7 +374,7 @@ def test_one_more_fused_layer_keeps_what_the_table_says(family: str, plan: str) 
     measured = (more[1] - fewer[1]) - (more[0] - fewer[0])
     shape = shape_of(config_of(family, 1))
     assert shape is not None
-    policy = fused_layers(capped_without_kernel=family in CAPPED, reference=True)
+    policy = fused_layers(all_scores=family in EAGER, reference=True)
     setting = replace(setting_of(family, dtypes, batch=1), bytes_residual=dtypes.compute_bytes)
     assert 2 * SEQ_LEN * policy.layer_bytes(shape, setting) == pytest.approx(measured, rel=0.03)
 
@@ -380,7 +382,7 @@ def test_one_more_fused_layer_keeps_what_the_table_says(family: str, plan: str) 
 @pytest.mark.parametrize("plan", list(PLANS))
 def test_layers_of_several_kinds_keep_their_mean(plan: str) -> None:
     """As many rows more of a model of all kinds keep what the layers of each kind keep together."""
-    dtypes, policy = PLANS[plan], fused_layers(capped_without_kernel=False, reference=True)
+    dtypes, policy = PLANS[plan], fused_layers(all_scores=False, reference=True)
     own = {"bytes_residual": dtypes.compute_bytes}
     one, other, both = (shape_of(config_of(case, 4)) for case in (*cases_of("qwen3_5_text"), "qwen3_5_text"))
     assert one is not None
@@ -406,7 +408,7 @@ def test_one_more_checkpointed_layer_keeps_what_the_policy_says(family: str, how
     fewer, more = (on_kernels(family, dtypes, n, (2, 4), policy, sent) for n in depths(family))
     shape = shape_of(config_of(family, 1))
     assert shape is not None
-    layers = fused_layers(capped_without_kernel=family in CAPPED, reference=True)
+    layers = fused_layers(all_scores=family in EAGER, reference=True)
     setting = replace(setting_of(family, dtypes, batch=1), bytes_residual=dtypes.compute_bytes)
     found = held(layers, shape, setting, policy, sent)
     width, element = shape.hidden_size, dtypes.compute_bytes
@@ -436,7 +438,7 @@ def test_dropout_of_what_halves_add_keeps_its_mask(plan: str, monkeypatch: pytes
     fewer, more = (on_kernels("seed_oss", dtypes, n, (2, 4)) for n in (1, 2))
     measured = (more[1] - fewer[1]) - (more[0] - fewer[0])
     setting = replace(setting, bytes_residual=dtypes.compute_bytes)
-    policy = fused_layers(capped_without_kernel=False, reference=True)
+    policy = fused_layers(all_scores=False, reference=True)
     assert 2 * SEQ_LEN * policy.layer_bytes(shape, setting) == pytest.approx(measured, rel=0.025)
 
 
@@ -445,14 +447,14 @@ def test_kernels_keep_far_less_than_plain_layers() -> None:
     shape = shape_of(config_of("gemma2", 1))
     assert shape is not None
     setting = setting_of("gemma2", dtypes, batch=1)
-    fused = fused_layers(capped_without_kernel=False, reference=False)
+    fused = fused_layers(all_scores=False, reference=False)
     assert fused.layer_bytes(shape, setting) < 0.5 * plain_layers("eager").layer_bytes(shape, setting)
 
 
 def test_layers_whose_inputs_alone_are_offloaded_need_what_checkpointed_ones_do() -> None:
     shape, setting = shape_of(config_of("llama", 2)), setting_of("llama", PLANS["lora-bfloat16"])
     assert shape is not None
-    policy = fused_layers(capped_without_kernel=False, reference=False, attention_by_kernel=True)
+    policy = fused_layers(all_scores=False, reference=False, attention_by_kernel=True)
     stream = shape.hidden_size * setting.bytes_residual
     whole, halves = (held(policy, shape, setting, "offload", sent) for sent in SENT)
     checkpointed = held(policy, shape, setting, True)

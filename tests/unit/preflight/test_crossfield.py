@@ -261,6 +261,7 @@ def test_no_optimizer_step_learns_from_completions_of_two_policies(context: Call
     [
         ("data.max_seq_len=511", "FT262"),
         ("grpo.rewards=[]", "FT263"),
+        ("grpo.rewards=[{use: regex, pattern: x, weight: 0}, {use: length, max_chars: 9, weight: 0}]", "FT263"),
         ("grpo.rewards=[{weight: 1.0}]", "FT263"),
         ("grpo.rewards=[{use: regex, file: 'a.py:f', pattern: x}]", "FT263"),
         ("grpo.rewards=[{use: regex}]", "FT264"),

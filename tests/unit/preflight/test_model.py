@@ -15,6 +15,7 @@ from ftcli.errors import FtcliError
 from ftcli.facts.model import read_facts
 from ftcli.preflight.checks import model
 from ftcli.preflight.checks.context import Context
+from tests import small_models
 
 from_hub = "model: {{name_or_path: {name}}}\n{rest}"
 
@@ -143,6 +144,20 @@ def test_nf4_as_bitsandbytes_stores_it_is_read_with_the_method(
     found = [finding for finding in found if finding.severity == "error"]  # that it cannot be merged is a note
     assert [finding.help for finding in found if expected and expected in finding.help] == [f.help for f in found]
     assert bool(found) == (expected is not None)
+
+
+@pytest.mark.parametrize("method", ["none", "nf4", "fp8"])
+@pytest.mark.parametrize(("model_type", "known"), [("gpt_oss", True), ("llama", False)])
+def test_experts_in_mxfp4_are_read_with_every_method_where_their_layout_is_known(
+    model_type: str, known: bool, method: str, folder: Callable[..., Path], context: Callable[..., Any]
+) -> None:
+    config = small_models.config_of(model_type).to_dict() | {"quantization_config": {"quant_method": "mxfp4"}}
+    path = folder("stored", config, tokenizer_config={})
+    text = f"model: {{name_or_path: '{path}', tokenizer: bytes}}\nlora: {{}}\nquantization: {{method: {method}}}\n"
+    for command in ("check", "export"):
+        made = context(f"{text}export: {{formats: [adapter, safetensors]}}\n", command=command)
+        facts = read_facts(made.recipe.model, offline=True, origins=made.origins)
+        assert bool([f for f in model.check(made, facts) if f.code == "FT316"]) is not known
 
 
 def test_an_adapter_is_not_merged_into_stored_nf4(folder: Callable[..., Path], context: Callable[..., Any]) -> None:
@@ -314,6 +329,14 @@ def test_what_export_refuses_of_random_weights_is_known_before_training(findings
     assert findings(name, "lora: {}\nexport: {formats: [adapter]}\n", random) == []
     assert findings(name, "lora: {}\n", random, command="bench") == []
     assert findings(name, "", random) == []  # a full fine-tune is copied
+
+
+def test_that_experts_have_no_place_in_fp8_is_known_before_training(findings: Callable[..., list[Any]]) -> None:
+    asked = "lora: {}\nexport: {formats: [fp8]}\n"
+    found = [(f.code, f.severity) for f in findings("Qwen/Qwen3-30B-A3B", asked) if f.code == "FT740"]
+    assert found == [("FT740", "note")]
+    for name, text in (("meta-llama/Llama-3.1-8B", asked), ("Qwen/Qwen3-30B-A3B", "lora: {}\n")):
+        assert "FT740" not in [finding.code for finding in findings(name, text)]
 
 
 def test_what_llama_cpp_does_not_build_is_known_before_training(

@@ -69,6 +69,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**LATENT, **small_models.TEXT["deepseek_v3"], "first_k_dense_replace": 0},
     "youtu": LATENT,
     "granitemoe": small_models.TEXT["granitemoe"],
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "mellum": {**EXPERTS, "layer_types": ["sliding_attention", "full_attention"]},
     "mixtral": small_models.TEXT["mixtral"],
     "olmoe": {**EXPERTS, "num_attention_heads": 2, "num_key_value_heads": 1},
@@ -115,7 +116,8 @@ def model_of(family: str, kernels: str) -> Any:
             layers = len(change.get("layer_types", ("full_attention",)))
             change = {**INTERPRETED_SMALL, "num_hidden_layers": layers, **change}
         config = AutoConfig.for_model(family, **{**SMALL, **change})
-        own = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
+        beyond = getattr(config, "attn_logit_softcapping", None) or families.TABLE[family].sinks
+        own = "eager" if beyond else "sdpa"
         torch.manual_seed(0)
         made = AutoModelForCausalLM.from_config(config, attn_implementation=own, dtype=torch.float32)
         targets = "all-linear"
