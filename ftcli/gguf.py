@@ -268,12 +268,8 @@ def _is_shifted(stored: str, architecture: Architecture) -> bool:
 
 def no_place(reason: str) -> FtcliError:
     """FT756: a model that llama.cpp would not compute, or not as it was trained."""
-    return FtcliError.single(
-        "FT756",
-        f"this model cannot be written as GGUF: {reason}",
-        exit_code=ExitCode.PREFLIGHT,
-        help=INSTEAD,
-    )
+    message = f"this model cannot be written as GGUF: {reason}"
+    return FtcliError.single("FT756", message, exit_code=ExitCode.PREFLIGHT, help=INSTEAD)
 
 
 #: Elements that are dequantized at once.
@@ -334,12 +330,9 @@ def require_gguf_package() -> None:
     try:
         import gguf  # noqa: F401
     except ImportError as error:
-        raise FtcliError.single(
-            "FT758",
-            "GGUF files need the package gguf, which is not installed",
-            exit_code=ExitCode.PREFLIGHT,
-            help="pip install 'ftcli[gguf]'",
-        ) from error
+        message = "GGUF files need the package gguf, which is not installed"
+        help = "pip install 'ftcli[gguf]'"
+        raise FtcliError.single("FT758", message, exit_code=ExitCode.PREFLIGHT, help=help) from error
 
 
 def require_quantizer(kinds: Sequence[str]) -> str:

@@ -127,12 +127,8 @@ def devices(wanted: str | None, environment: Mapping[str, str], count: Callable[
         help = "a number of GPUs, or `auto` for all that are visible"
         raise FtcliError.single("FT150", "that is not a number of GPUs", origin=origin, help=help)
     if int(wanted) > len(found):
-        raise FtcliError.single(
-            "FT516",
-            f"{len(found)} GPUs are visible here",
-            origin=origin,
-            help="ask for fewer, or set CUDA_VISIBLE_DEVICES; without --gpus one GPU is used",
-        )
+        help = "ask for fewer, or set CUDA_VISIBLE_DEVICES; without --gpus one GPU is used"
+        raise FtcliError.single("FT516", f"{len(found)} GPUs are visible here", origin=origin, help=help)
     return found[: int(wanted)]
 
 

@@ -186,11 +186,9 @@ def refuse_copies(environment: Mapping[str, str], place: Place | None) -> None:
     """
     tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")
     if place is None and tasks.isdecimal() and int(tasks) > 1:
-        raise FtcliError.single(
-            "FT517",
-            f"srun has started this command {tasks} times, and each would train the same run",
-            help="start one task on each host, and torchrun in it: docs/multi-gpu.md shows how",
-        )
+        message = f"srun has started this command {tasks} times, and each would train the same run"
+        help = "start one task on each host, and torchrun in it: docs/multi-gpu.md shows how"
+        raise FtcliError.single("FT517", message, help=help)
 
 
 def own_gpu(environment: Mapping[str, str], place: Place | None) -> Mapping[str, str]:

@@ -84,9 +84,5 @@ def _exists(target: Path, help: str, what: str = "") -> FtcliError:
 
 def _unwritable(target: Path, error: OSError | RuntimeError) -> FtcliError:
     reason = getattr(error, "strerror", None) or first_line(error)
-    return FtcliError.single(
-        "FT155",
-        f"{target} cannot be written: {reason}",
-        origin=_COMMAND_LINE,
-        help="name a file in a folder that exists and that you can write to",
-    )
+    help = "name a file in a folder that exists and that you can write to"
+    return FtcliError.single("FT155", f"{target} cannot be written: {reason}", origin=_COMMAND_LINE, help=help)

@@ -205,12 +205,9 @@ def run_directory(path: str, label: str) -> Path:
 
 def without_run(checkpoint: str) -> FtcliError:
     """FT154: a checkpoint was named, and no run."""
-    return FtcliError.single(
-        "FT154",
-        f"--checkpoint {checkpoint} needs a run",
-        origin=Origin(f"--checkpoint {checkpoint}"),
-        help="name the run with --run DIR",
-    )
+    message = f"--checkpoint {checkpoint} needs a run"
+    help = "name the run with --run DIR"
+    return FtcliError.single("FT154", message, origin=Origin(f"--checkpoint {checkpoint}"), help=help)
 
 
 def load_run(target: str, changes: Sequence[Override]) -> tuple[LoadedRecipe, Path]:

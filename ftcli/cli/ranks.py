@@ -51,12 +51,9 @@ def run_as_ranks(
     if gpus is None and _count():
         devices = children.devices(str(wanted), os.environ, _count)
     elif gpus is None and wanted > most_processes(usable_cores()):
-        raise FtcliError.single(
-            "FT516",
-            f"launch.num_processes {wanted:,}: there is no GPU here, and {usable_cores()} CPU cores",
-            origin=loaded.origins.at("launch.num_processes"),
-            help="use at most as many processes as there are cores",
-        )
+        message = f"launch.num_processes {wanted:,}: there is no GPU here, and {usable_cores()} CPU cores"
+        help = "use at most as many processes as there are cores"
+        raise FtcliError.single("FT516", message, origin=loaded.origins.at("launch.num_processes"), help=help)
     from ftcli.cli.children import run_ranks
 
     run = Path(str(loaded.recipe.run.output_dir))

@@ -15,7 +15,6 @@ from typing import Any, TypeAlias, TypeVar
 
 from pydantic import BaseModel
 
-from ftcli.config.dump import dump_recipe
 from ftcli.config.findings import validate
 from ftcli.config.recipe import Recipe
 from ftcli.config.recipe_file import read_text
@@ -30,6 +29,7 @@ from ftcli.config.yaml import (
     Origins,
     Tree,
     describe_kind,
+    dump_recipe,
     merge,
     parse_file,
     parse_value,

@@ -212,12 +212,9 @@ class Encoder:
             counts["chats"] += 1
             return self._render_chat(example, example.messages, counts)
         if self.loss_on == "assistant":
-            raise data_error(
-                "FT434",
-                "loss_on: assistant needs conversations, this row is plain text",
-                example.row.origin,
-                help="use loss_on: completion for prompt_completion rows, all for text",
-            )
+            message = "loss_on: assistant needs conversations, this row is plain text"
+            help = "use loss_on: completion for prompt_completion rows, all for text"
+            raise data_error("FT434", message, example.row.origin, help=help)
         if example.prompt_text is not None:
             counts["plain_prompts"] += 1
         if self.loss_on == "completion":
@@ -323,12 +320,9 @@ class Encoder:
         if ended or (example.messages is None and example.prompt_text is None):
             return None
         what = "an assistant turn" if example.messages is not None else "the completion"
-        return Finding(
-            "FT433",
-            f"{what} ends without a stop token, so a model never learns to stop",
-            example.row.origin,
-            "use the template that belongs to the model, or add its stop token to yours",
-        )
+        message = f"{what} ends without a stop token, so a model never learns to stop"
+        help = "use the template that belongs to the model, or add its stop token to yours"
+        return Finding("FT433", message, example.row.origin, help)
 
     def fit(self, unit: Sequence[TokenizedRow]) -> list[FittedRow]:
         """Applies ``data.overlong`` to the rows of a unit; if one of them goes, all do, and are refused once.

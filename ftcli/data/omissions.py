@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal, TypeAlias
 
 from ftcli.plain import JsonObject
@@ -115,13 +115,17 @@ class Presence:
     ) -> bool:
         """True if the text changes with each half of the part."""
         for change in (_first_half, _second_half):
-            changed = _rebuilt(messages, tools, lambda p, value, change=change: change(value) if p == part else value)  # type: ignore[misc]
+            changed = _rebuilt(messages, tools, partial(_changed, part, change))
             try:
                 if self._apply(*changed, generation_prompt) == text:
                     return False
             except REFUSALS:
                 continue  # the template looked at it
         return True
+
+
+def _changed(wanted: MessagePart, change: Callable[[str], str], part: MessagePart, value: str) -> str:
+    return change(value) if part == wanted else value
 
 
 def _first_half(value: str) -> str:

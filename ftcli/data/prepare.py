@@ -450,11 +450,9 @@ class _Worker:
 
     def _gone(self) -> FtcliError:
         self._process.join(timeout=10)
-        return FtcliError.single(
-            "FT436",
-            f"a tokenizing process ended unexpectedly (exit code {self._process.exitcode})",
-            help="a negative code is a signal; -9 usually means that memory ran out: set data.num_proc: 1",
-        )
+        message = f"a tokenizing process ended unexpectedly (exit code {self._process.exitcode})"
+        help = "a negative code is a signal; -9 usually means that memory ran out: set data.num_proc: 1"
+        return FtcliError.single("FT436", message, help=help)
 
 
 def _work(pipe: Connection) -> None:

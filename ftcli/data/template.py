@@ -151,12 +151,9 @@ class Renderer:
         for number, message in enumerate(messages, 1):
             thoughtful = message["role"] == "assistant" and bool(reasoning_of(message).strip())
             if thoughtful and self._reasoning == "refuse":
-                raise data_error(
-                    "FT427",
-                    f"turn {number} holds reasoning, which data.reasoning: refuse does not allow",
-                    row.origin,
-                    "remove it from the row, or choose data.reasoning: keep or drop",
-                )
+                what = f"turn {number} holds reasoning, which data.reasoning: refuse does not allow"
+                help = "remove it from the row, or choose data.reasoning: keep or drop"
+                raise data_error("FT427", what, row.origin, help)
             made.append(_thinking(message, keep=self._reasoning == "keep") if thoughtful else message)
         return made
 
@@ -340,30 +337,21 @@ def read_template(name: str) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise FtcliError.single(
-            "FT424",
-            f"data.chat_template: {path} cannot be read: {error}",
-            exit_code=ExitCode.RECIPE,
-            origin=Origin(name),
-            help="name a readable .jinja file, or a bundled template",
-        ) from error
+        message = f"data.chat_template: {path} cannot be read: {error}"
+        help = "name a readable .jinja file, or a bundled template"
+        raise FtcliError.single("FT424", message, exit_code=ExitCode.RECIPE, origin=Origin(name), help=help) from error
 
 
 def stopped(row: Row, error: Exception) -> FtcliError:
     """FT422: the template took more time or memory than it may."""
-    return data_error(
-        "FT422",
-        f"the chat template was stopped: {first_line(error)}",
-        row.origin,
-        "use another template (data.chat_template); if only one row is that large, remove it",
-    )
+    help = "use another template (data.chat_template); if only one row is that large, remove it"
+    return data_error("FT422", f"the chat template was stopped: {first_line(error)}", row.origin, help)
 
 
 def unknown_role(row: Row, role: str, error: Exception) -> FtcliError:
     """FT425: the template refuses the row, and renders no message of ``role``."""
-    return data_error(
-        "FT425", f"the chat template has no role {role!r}: {first_line(error)}", row.origin, _role_help(role)
-    )
+    message = f"the chat template has no role {role!r}: {first_line(error)}"
+    return data_error("FT425", message, row.origin, _role_help(role))
 
 
 def refused(row: Row, error: Exception) -> FtcliError:

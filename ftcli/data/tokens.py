@@ -196,13 +196,13 @@ def _checksum(meta: JsonMap, content: bytes) -> str:
 def _read_meta(path: Path) -> JsonObject:
     """Reads a writer's metadata. Raises OSError, or ValueError for anything else."""
     try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
+        meta: JsonObject = json.loads(path.read_text(encoding="utf-8"))
     except RecursionError as error:
         raise ValueError(f"{path.name} is nested too deeply") from error
     sizes = meta.get("sizes") if isinstance(meta, dict) else None
     if not isinstance(sizes, dict) or set(sizes) != set(_FILES) or not {_CHECKSUM, "facts", "names"} <= set(meta):
         raise ValueError(f"{path.name} is not what was written")
-    return meta  # type: ignore[no-any-return]
+    return meta
 
 
 def _mapped(path: Path, dtype: type[np.generic]) -> NDArray[Any]:

@@ -186,12 +186,9 @@ def answering(model: PreTrainedModel | PeftModel) -> Iterator[None]:
     try:
         yield
     except NotFinite as error:
-        raise FtcliError.single(
-            "FT762",
-            "the model's logits are not finite, so it has no answers",
-            exit_code=ExitCode.DIVERGED,
-            help="take an earlier checkpoint (--checkpoint STEP), or train again with a lower train.learning_rate",
-        ) from error
+        message = "the model's logits are not finite, so it has no answers"
+        help = "take an earlier checkpoint (--checkpoint STEP), or train again with a lower train.learning_rate"
+        raise FtcliError.single("FT762", message, exit_code=ExitCode.DIVERGED, help=help) from error
     finally:
         if was_training:
             model.train()

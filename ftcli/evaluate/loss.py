@@ -83,23 +83,16 @@ def in_batches(
 
 def halved(what: str, before: int, after: int) -> Finding:
     """The warning that a batch was too large."""
-    return Finding(
-        "FT764",
-        f"out of memory in {what} with {before} rows at a time: going on with {after}",
-        help=f"eval.per_device_eval_batch_size: {after} avoids the attempt",
-        severity="warning",
-    )
+    message = f"out of memory in {what} with {before} rows at a time: going on with {after}"
+    help = f"eval.per_device_eval_batch_size: {after} avoids the attempt"
+    return Finding("FT764", message, help=help, severity="warning")
 
 
 def row_too_large(what: str, origin: Origin | None) -> FtcliError:
     """The error that even one row is too large."""
-    return FtcliError.single(
-        "FT761",
-        f"one row alone does not fit into memory in {what}",
-        exit_code=ExitCode.OUT_OF_MEMORY,
-        origin=origin,
-        help="lower data.max_seq_len",
-    )
+    message = f"one row alone does not fit into memory in {what}"
+    help = "lower data.max_seq_len"
+    return FtcliError.single("FT761", message, exit_code=ExitCode.OUT_OF_MEMORY, origin=origin, help=help)
 
 
 #: Of a batch: numbers that are added up, such as summed loss, right tokens, tokens.
@@ -423,12 +416,8 @@ def _sums(model: PreTrainedModel | PeftModel, batch: dict[str, Tensor]) -> tuple
 def require_finite(loss: float) -> float:
     """``loss``, which is a number. Raises FtcliError FT762 (exit 6) for what is none."""
     if not math.isfinite(loss):
-        raise FtcliError.single(
-            "FT762",
-            f"the evaluation loss is {loss}",
-            exit_code=ExitCode.DIVERGED,
-            help="evaluate an earlier checkpoint (--checkpoint STEP), or train with a lower train.learning_rate",
-        )
+        help = "evaluate an earlier checkpoint (--checkpoint STEP), or train with a lower train.learning_rate"
+        raise FtcliError.single("FT762", f"the evaluation loss is {loss}", exit_code=ExitCode.DIVERGED, help=help)
     return loss
 
 

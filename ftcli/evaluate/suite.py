@@ -97,11 +97,9 @@ def _evaluate(
             model=wrapped, tasks=list(tasks), limit=limit, log_samples=False, bootstrap_iters=0
         )
     except (KeyError, ValueError, OSError) as error:
-        raise FtcliError.single(
-            "FT766",
-            f"lm-evaluation-harness cannot run {', '.join(tasks)}: {type(error).__name__}: {first_line(error)}",
-            help="`lm_eval ls tasks` lists the tasks; most download their data from the Hub",
-        ) from error
+        message = f"lm-evaluation-harness cannot run {', '.join(tasks)}: {type(error).__name__}: {first_line(error)}"
+        help = "`lm_eval ls tasks` lists the tasks; most download their data from the Hub"
+        raise FtcliError.single("FT766", message, help=help) from error
     return results
 
 

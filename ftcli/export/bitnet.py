@@ -184,6 +184,5 @@ def _require_masters(source: ExportSource) -> None:
 
 
 def _unpackable(reason: str) -> FtcliError:
-    return FtcliError.single(
-        "FT740", f"nothing can be packed: {reason}", help="export.formats: [safetensors] writes the masters"
-    )
+    help = "export.formats: [safetensors] writes the masters"
+    return FtcliError.single("FT740", f"nothing can be packed: {reason}", help=help)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
@@ -86,12 +87,8 @@ def write(source: ExportSource, folder: Path, say: Callable[[str], None]) -> Ver
 def require_compressed_tensors() -> None:
     """Raises FtcliError FT758 where the package that transformers reads this layout by is not installed."""
     if find_spec(_PACKAGE) is None:
-        raise FtcliError.single(
-            "FT758",
-            "to verify fp8, transformers needs the package compressed-tensors, which is not installed",
-            exit_code=ExitCode.PREFLIGHT,
-            help="pip install 'ftcli[fp8]'",
-        )
+        message = "to verify fp8, transformers needs the package compressed-tensors, which is not installed"
+        raise FtcliError.single("FT758", message, exit_code=ExitCode.PREFLIGHT, help="pip install 'ftcli[fp8]'")
 
 
 def scale_key(key: str) -> str:
@@ -127,15 +124,17 @@ def _outputs(plan: ModelPlan, rounded: Mapping[str, str]) -> Iterator[TensorToWr
         merged = exact(name)
         return to_float8(merged, scale_of(merged))
 
+    def scale(name: str) -> Tensor:
+        return scale_of(exact(name))
+
     for output in outputs(plan.base, plan.adapter, plan.rounding):
         name = rounded.get(output.key)
         if name is None:
             yield output
             continue
         rows = output.shape[0]
-        scale = scale_key(output.key)
-        yield computed(output.key, output.shape, torch.float8_e4m3fn, lambda name=name: weight(name))  # type: ignore[misc]
-        yield computed(scale, (rows, 1), torch.float32, lambda name=name: scale_of(exact(name)))  # type: ignore[misc]
+        yield computed(output.key, output.shape, torch.float8_e4m3fn, partial(weight, name))
+        yield computed(scale_key(output.key), (rows, 1), torch.float32, partial(scale, name))
 
 
 def scale_of(weight: Tensor) -> Tensor:
@@ -275,8 +274,5 @@ def _unlike(found: Tensor, scale: Tensor, wanted: Tensor) -> str | None:
 
 
 def _stacked(name: str) -> FtcliError:
-    return FtcliError.single(
-        "FT740",
-        f"nothing can be rounded to fp8: {name} is a stack of experts, and ftcli rounds linear layers alone",
-        help="export.formats: [safetensors] writes the model in 16 bits",
-    )
+    message = f"nothing can be rounded to fp8: {name} is a stack of experts, and ftcli rounds linear layers alone"
+    return FtcliError.single("FT740", message, help="export.formats: [safetensors] writes the model in 16 bits")

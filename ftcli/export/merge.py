@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -96,12 +97,9 @@ class Rounding:
             over = torch.isinf(rounded) & torch.isfinite(tensor)
             if bool(over.any()):
                 largest = float(tensor[over].abs().max())
-                raise FtcliError.single(
-                    "FT769",
-                    f"{name} holds {largest:.6g}, and the largest float16 is 65504",
-                    exit_code=ExitCode.PREFLIGHT,
-                    help="use export.dtype: bfloat16, which has float32's range",
-                )
+                message = f"{name} holds {largest:.6g}, and the largest float16 is 65504"
+                help = "use export.dtype: bfloat16, which has float32's range"
+                raise FtcliError.single("FT769", message, exit_code=ExitCode.PREFLIGHT, help=help)
         return rounded
 
 
@@ -183,7 +181,7 @@ def _parts(
         return made.pop(key)
 
     entries = [(key, file.entries[key].shape) for key, file in zip(stored.keys, stored.files, strict=True)]
-    return [computed(key, shape, dtype, lambda key=key: make(key)) for key, shape in entries]  # type: ignore[misc]
+    return [computed(key, shape, dtype, partial(make, key)) for key, shape in entries]
 
 
 @contextmanager

@@ -204,12 +204,9 @@ def _text(text: str) -> str:
 
 def cannot(reason: str) -> FtcliError:
     """FT759: a chat template that Ollama's kind cannot say."""
-    return FtcliError.single(
-        "FT759",
-        f"the chat template cannot be written as one of Ollama's: {reason}",
-        exit_code=ExitCode.PREFLIGHT,
-        help="export gguf: llama.cpp's server renders the chat template itself (`--jinja`)",
-    )
+    message = f"the chat template cannot be written as one of Ollama's: {reason}"
+    help = "export gguf: llama.cpp's server renders the chat template itself (`--jinja`)"
+    return FtcliError.single("FT759", message, exit_code=ExitCode.PREFLIGHT, help=help)
 
 
 def write(source: ExportSource, folder: Path, say: Callable[[str], None]) -> Verified:

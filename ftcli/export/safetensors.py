@@ -39,9 +39,9 @@ from ftcli.export.tensorfile import (
     TensorFile,
     TensorToWrite,
     add_shard,
-    computed,
     copied,
     finite_tensors,
+    in_memory,
     require_room,
     tensor_files,
     write_shards,
@@ -174,7 +174,7 @@ def write_merged(source: ExportSource, folder: Path, say: Callable[[str], None])
     plan = plan_model(source)
     _require_memory(plan)
     say(f"merging with {plan.merged_with}" if source.kind == "adapter" else f"rounding to {source.settings.dtype}")
-    added = [computed(name, tuple(whole.shape), whole.dtype, lambda whole=whole: whole) for name, whole in plan.added]  # type: ignore[misc]
+    added = [in_memory(name, whole) for name, whole in plan.added]
     added += [copied(key, file) for key, file in passed_over(source).items()]
     save_model(source, plan, [*outputs(plan.base, plan.adapter, plan.rounding), *added], folder)
     return plan
@@ -361,12 +361,9 @@ def _require_memory(plan: ModelPlan) -> None:
     needed, free = merge_bytes(plan.base, plan.adapter.changed), cpu_device().free_bytes
     if free is None or needed <= free:
         return
-    raise FtcliError.single(
-        "FT748",
-        f"merging needs about {gib(needed)} GiB of memory, and {gib(free)} GiB are free",
-        exit_code=ExitCode.PREFLIGHT,
-        help=f"merge on a machine with more memory, or export the adapter alone: {_unmerged()}",
-    )
+    message = f"merging needs about {gib(needed)} GiB of memory, and {gib(free)} GiB are free"
+    help = f"merge on a machine with more memory, or export the adapter alone: {_unmerged()}"
+    raise FtcliError.single("FT748", message, exit_code=ExitCode.PREFLIGHT, help=help)
 
 
 def require_kept_base(source: ExportSource) -> None:

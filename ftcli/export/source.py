@@ -205,20 +205,14 @@ def sha256(path: Path) -> str:
 
 
 def _nothing(path: Path, reason: str) -> FtcliError:
-    return FtcliError.single(
-        "FT740",
-        f"there is nothing to export in {path}: {reason}",
-        help="train first, or name a finished run's directory or a folder with a PEFT adapter",
-    )
+    help = "train first, or name a finished run's directory or a folder with a PEFT adapter"
+    return FtcliError.single("FT740", f"there is nothing to export in {path}: {reason}", help=help)
 
 
 def unusable(path: Path, reason: str) -> FtcliError:
     """FT742: what is to be exported is damaged, or of a kind that ftcli does not export."""
-    return FtcliError.single(
-        "FT742",
-        f"{path} cannot be exported: {reason}",
-        help="export from the run directory in which it was trained, or train it again",
-    )
+    help = "export from the run directory in which it was trained, or train it again"
+    return FtcliError.single("FT742", f"{path} cannot be exported: {reason}", help=help)
 
 
 def load_written(folder: Path) -> PreTrainedModel:
@@ -266,12 +260,9 @@ def held_base(source: ExportSource) -> list[Finding]:
 
 
 def _no_base(source: ExportSource, error: BaseException) -> FtcliError:
-    return FtcliError.single(
-        "FT323",
-        f"the weights of {source.base.name_or_path} cannot be loaded: {first_line(error)}",
-        origin=source.origins.at("model.name_or_path"),
-        help="merging needs the base model: check the name and the network, or export the adapter alone",
-    )
+    message = f"the weights of {source.base.name_or_path} cannot be loaded: {first_line(error)}"
+    help = "merging needs the base model: check the name and the network, or export the adapter alone"
+    return FtcliError.single("FT323", message, origin=source.origins.at("model.name_or_path"), help=help)
 
 
 def local_config(folder: Path) -> PretrainedConfig:

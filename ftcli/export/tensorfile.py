@@ -150,6 +150,11 @@ def computed(key: str, shape: Sequence[int], dtype: torch.dtype, make: Callable[
     return TensorToWrite(key, _NAMES[dtype], tuple(shape), size, pieces)
 
 
+def in_memory(key: str, tensor: Tensor) -> TensorToWrite:
+    """A tensor that is there already."""
+    return computed(key, tuple(tensor.shape), tensor.dtype, lambda: tensor)
+
+
 def write_shards(folder: Path, outputs: Sequence[TensorToWrite], shard_bytes: int) -> None:
     """Writes ``outputs`` under transformers' names: one file, or several with their index.
 
@@ -267,9 +272,6 @@ def require_room(folder: Path, needed: int) -> None:
     place = existing_ancestor(folder)
     free = shutil.disk_usage(place).free
     if needed > free:
-        raise FtcliError.single(
-            "FT724",
-            f"the export takes {size(needed)}, and {size(free)} are free in {place}",
-            exit_code=ExitCode.PREFLIGHT,
-            help="free disk space, or name another folder with --output",
-        )
+        message = f"the export takes {size(needed)}, and {size(free)} are free in {place}"
+        help = "free disk space, or name another folder with --output"
+        raise FtcliError.single("FT724", message, exit_code=ExitCode.PREFLIGHT, help=help)

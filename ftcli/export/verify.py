@@ -497,13 +497,15 @@ def model_request(
     parameters: int,
     *,
     dtype: Literal["stored", "float32"] = "stored",
-    **more: bool | dict[str, int] | dict[str, str],
+    layers: Mapping[str, int] = MappingProxyType({}),
+    names: Mapping[str, str] = MappingProxyType({}),
 ) -> ReloadRequest:
     """Loads ``folder`` as transformers does, in float32: whole where memory holds that, else layer by layer.
 
     Args:
         parameters: How many numbers the model has.
         dtype: ``stored``: all weights are rounded first to the dtype that config.json names.
+        layers, names: As :class:`ReloadRequest` has them.
     """
     from_disk = not fits(parameters)
     return ReloadRequest(
@@ -513,7 +515,8 @@ def model_request(
         from_disk=from_disk,
         new_tokens=0 if from_disk else probe.new_tokens,
         texts=TEXTS,
-        **more,  # type: ignore[arg-type]
+        layers=dict(layers),
+        names=dict(names),
     )
 
 

@@ -242,11 +242,8 @@ def _require_replaceable(target: Path) -> None:
         return
     if target.is_dir() and not any(target.iterdir()):
         return
-    raise FtcliError.single(
-        "FT743",
-        f"{target} exists and was not written by ftcli export",
-        help="move it away; ftcli replaces only what it wrote",
-    )
+    help = "move it away; ftcli replaces only what it wrote"
+    raise FtcliError.single("FT743", f"{target} exists and was not written by ftcli export", help=help)
 
 
 def _unchanged(source: ExportSource, name: str, reporter: Reporter) -> ExportResult | None:
@@ -265,11 +262,8 @@ def _unchanged(source: ExportSource, name: str, reporter: Reporter) -> ExportRes
     except (OSError, ValueError, KeyError, TypeError):
         same = False
     if not same:
-        raise FtcliError.single(
-            "FT743",
-            f"{target} is an earlier export with other weights or settings, or was changed since",
-            help="--force replaces it; --output DIR writes elsewhere",
-        )
+        message = f"{target} is an earlier export with other weights or settings, or was changed since"
+        raise FtcliError.single("FT743", message, help="--force replaces it; --output DIR writes elsewhere")
     reporter.info(f"{target}: there already, with the same weights and settings; --force writes it again")
     return ExportResult(name, target, sum(record["files"].values()), Verified(str(told.pop("compared")), told))
 

@@ -163,10 +163,10 @@ class StepStatus:
 
 
 class Stepper:
-    """Runs the steps of a batch, by graphs where ``graphs``."""
+    """Runs the steps of a batch, by graphs unless there is a reason against them (``stopped``)."""
 
-    def __init__(self, forward: Forward, cache: Cache, batch: DecodeBatch, *, graphs: bool) -> None:
-        self.status = StepStatus(stopped=None if graphs else "CUDA graphs need a GPU")
+    def __init__(self, forward: Forward, cache: Cache, batch: DecodeBatch, *, stopped: str | None) -> None:
+        self.status = StepStatus(stopped=stopped)
         self._forward = forward
         self._cache = cache
         self._batch = batch
@@ -216,6 +216,13 @@ class Stepper:
         self._graphs.clear()
         self._pool = None
         torch.cuda.empty_cache()
+
+
+def why_no_graphs(forward: Forward, device: torch.device, *, wanted: bool) -> str | None:
+    """The reason why steps are run one kernel after the other, as one clause; None if CUDA graphs hold them."""
+    if device.type != "cuda":
+        return "CUDA graphs need a GPU"
+    return forward.why_not_captured if wanted else "CUDA graphs were not asked for"
 
 
 #: New rows enter when one in so many places is free, so that several prompts are computed together.
@@ -328,7 +335,7 @@ class Scheduler:
         host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in (tokens, logprobs)]
         for into, tensor in zip(host, (tokens, logprobs), strict=True):
             into.copy_(tensor, non_blocking=True)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event()
         event.record()
         self._coming.append(_Coming(tuple(rows), host[0], host[1], event))
 
@@ -471,7 +478,7 @@ class Engine:
     Args:
         layout: Rows and pages that there is room for (:func:`ftcli.facts.generation.choose_layout`).
         longest: Most tokens of a sequence, prompt and completion.
-        graphs: Decode by CUDA graphs where there is a GPU.
+        graphs: Decode by CUDA graphs where there is a GPU and the layers can be captured.
         ahead: As ``AHEAD``; less for someone who waits for each token.
     """
 
@@ -491,7 +498,7 @@ class Engine:
         cache = Cache(kept_shape(forward.model, dtype), layout, dtype, device)
         batch = DecodeBatch(layout.rows, pages_of(longest), device)
         self.layout = layout
-        self.stepper = Stepper(forward, cache, batch, graphs=graphs and on_gpu)
+        self.stepper = Stepper(forward, cache, batch, stopped=why_no_graphs(forward, device, wanted=graphs))
         self._longest = longest
         self._tools = SchedulerParts(
             forward, cache, PagePool(layout.pages), SlotPool(cache.slots), batch, self.stepper, layout.rows, device,

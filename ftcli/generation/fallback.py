@@ -6,9 +6,10 @@ with the first row's seed: what is sampled depends on the rows beside it.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from queue import SimpleQueue
 from threading import Event
 from typing import TYPE_CHECKING, Any
@@ -16,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from ftkernels.sampling import GREEDY, Sampling
 from torch import Tensor, nn
-from transformers import StoppingCriteria, StoppingCriteriaList
-from transformers.generation.streamers import BaseStreamer
+from transformers import StoppingCriteriaList
 
 from ftcli.generation.requests import (
     Completion,
@@ -25,6 +25,7 @@ from ftcli.generation.requests import (
     NotFinite,
     StopCheck,
     StopConditions,
+    StopReason,
     Token,
     collected,
 )
@@ -102,7 +103,7 @@ class TransformersGenerator:
         """Token by token, from a thread; closing the iterator ends it after the token that is being computed."""
         queue: SimpleQueue[int | None] = SimpleQueue()
         leave = Event()
-        criteria = [_Ended([row], len(row.request.prompt), stopping), _Left(leave)]
+        criteria = [_Ended([row], len(row.request.prompt), stopping), _left(leave)]
         with ThreadPoolExecutor(1, "generation") as executor:
             future = executor.submit(self._generate, [row], sampling, stopping, criteria, _Queue(queue))
             future.add_done_callback(lambda _: queue.put(None))
@@ -150,14 +151,14 @@ class TransformersGenerator:
         return found
 
 
+@dataclass(frozen=True, slots=True)
 class _Row:
     """One completion of a request."""
 
-    def __init__(self, number: int, completion: int, request: GenerationRequest, seed: int) -> None:
-        self.number = number
-        self.completion = completion
-        self.request = request
-        self.seed = seed
+    number: int
+    completion: int
+    request: GenerationRequest
+    seed: int
 
     def tokens(self, tokens: Any, stopping: StopCheck) -> Iterator[Token]:
         """Tokens up to the end; the rest is padding, or beyond this row's own limit."""
@@ -165,8 +166,8 @@ class _Row:
         for token in tokens:
             seen.append(token)
             stopped = stopping.stopped(seen)
-            ended = "stop" if stopped else "limit" if len(seen) == self.request.limit else None
-            yield Token(self.number, self.completion, token, None, ended)  # type: ignore[arg-type]
+            ended: StopReason | None = "stop" if stopped else "limit" if len(seen) == self.request.limit else None
+            yield Token(self.number, self.completion, token, None, ended)
             if ended is not None:
                 return
 
@@ -185,8 +186,8 @@ def _router_logits_off(model: PreTrainedModel | PeftModel) -> dict[str, bool]:
     return {"output_router_logits": False} if asked else {}
 
 
-class _Ended(StoppingCriteria):  # type: ignore[misc]
-    """Marks rows that have ended, by a stop token or string or by their own limits."""
+class _Ended:
+    """A criterion that marks rows that have ended, by a stop token or string or by their own limits."""
 
     def __init__(self, rows: Sequence[_Row], width: int, stopping: StopCheck) -> None:
         self._rows = rows
@@ -201,7 +202,7 @@ class _Ended(StoppingCriteria):  # type: ignore[misc]
         return torch.tensor(self._done, device=input_ids.device)
 
 
-class _Queue(BaseStreamer):  # type: ignore[misc]
+class _Queue:
     """Takes the ids that transformers hands over, the prompt's first, and queues those of the completion."""
 
     def __init__(self, queue: SimpleQueue[int | None]) -> None:
@@ -219,14 +220,9 @@ class _Queue(BaseStreamer):  # type: ignore[misc]
         """Does nothing: the thread's end is the end."""
 
 
-class _Left(StoppingCriteria):  # type: ignore[misc]
-    """Stops when nobody waits for the completion any more."""
-
-    def __init__(self, leave: Event) -> None:
-        self._leave = leave
-
-    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        return torch.full((input_ids.shape[0],), self._leave.is_set(), dtype=torch.bool, device=input_ids.device)
+def _left(leave: Event) -> Callable[..., Tensor]:
+    """A criterion that stops when nobody waits for the completion any more."""
+    return lambda ids, scores, **_: torch.full((len(ids),), leave.is_set(), dtype=torch.bool, device=ids.device)
 
 
 @contextmanager

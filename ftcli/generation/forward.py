@@ -27,6 +27,7 @@ from ftcli.model.fused import (
     stacks_with_packs,
 )
 from ftcli.plan.precision import DtypePlan
+from ftcli.tables.families import family_of
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -72,6 +73,16 @@ class Forward:
         self._device = device
         self._head = head_of(model)  # refuses a head that cannot be read
         self._packed = _PackedAdapters(model, cache_dtype(model, plan))
+
+    @property
+    def why_not_captured(self) -> str | None:
+        """The reason why a CUDA graph cannot hold a pass, as one clause; None if it can."""
+        base = base_of(self.model)
+        family = family_of(base.config.get_text_config().model_type)
+        if family is None or family.experts is None:
+            return None
+        ours = all(isinstance(layer, FusedDecoderLayer) for layer in decoder_layers(base))
+        return None if ours else "transformers' code of experts asks the device how many tokens each has"
 
     @contextmanager
     def generating(self) -> Iterator[None]:

@@ -70,11 +70,9 @@ def missing_answer(reward: RewardConfig, columns: Collection[str]) -> Finding | 
     """FT453 for a built-in reward that compares with a column of the data, where the data does not have it."""
     if reward.use is None or not judges.row(reward.use).compares or reward.answer in columns:
         return None
-    return Finding(
-        "FT453",
-        f"the reward {reward.use} compares with column {reward.answer!r}, which the data does not have",
-        help=f"set the reward's `answer` to one of: {', '.join(sorted(columns)) or 'none'}",
-    )
+    message = f"the reward {reward.use} compares with column {reward.answer!r}, which the data does not have"
+    help = f"set the reward's `answer` to one of: {', '.join(sorted(columns)) or 'none'}"
+    return Finding("FT453", message, help=help)
 
 
 def exact_match(extract: str | None = None) -> Scorer:

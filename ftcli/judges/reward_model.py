@@ -138,6 +138,5 @@ def _in_batches(lengths: Sequence[int]) -> Iterator[list[int]]:
 def _unusable(
     name: str, reason: str, help: str = "name a folder that `ftcli export` wrote of a reward model"
 ) -> FtcliError:
-    return FtcliError.single(
-        "FT469", f"{name} cannot be used as a reward model: {reason}", exit_code=ExitCode.RECIPE, help=help
-    )
+    message = f"{name} cannot be used as a reward model: {reason}"
+    return FtcliError.single("FT469", message, exit_code=ExitCode.RECIPE, help=help)

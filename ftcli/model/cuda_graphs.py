@@ -230,7 +230,7 @@ class _Pool:
     """
 
     def __init__(self, expected: int, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device)
         self._handle = torch.cuda.graph_pool_handle()
         # Memory that is freed within a pool stays there as long as a graph of the pool lives: this one is never run.
         self._holder = torch.cuda.CUDAGraph()
@@ -253,7 +253,7 @@ class _Pool:
 
     def sizes(self) -> tuple[int, int]:
         """Memory of the device that belongs to the pool, and what of it is allocated now."""
-        segments = torch.cuda.memory_snapshot(self._handle)  # type: ignore[no-untyped-call]
+        segments = torch.cuda.memory_snapshot(self._handle)
         return sum(int(each["total_size"]) for each in segments), sum(int(each["allocated_size"]) for each in segments)
 
 

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class LiveBytes(TorchDispatchMode):
     """A block in which the storages that are made are counted, each once and as long as it lives.
 
     Args:

@@ -30,7 +30,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from ftcli.model.backbone import base_of
-from ftcli.plan.memory.pinned import SMALLEST_PIECE
+from ftcli.plan.memory.workspaces import SMALLEST_PIECE
 from ftcli.reporting import Reporter
 from ftcli.units import gib
 
@@ -131,7 +131,7 @@ class _Lane:
     """The traffic of one device."""
 
     def __init__(self, device: torch.device, ahead: int) -> None:
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device)
         self._device = device
         self._ahead = ahead
         self._newest: weakref.ref[_Ticket] | None = None

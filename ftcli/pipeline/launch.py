@@ -58,11 +58,8 @@ def as_rank(work: Callable[[RankGroup | None], T], session: Session, processes: 
     if processes == 1 and (place is None or place.size == 1):
         return work(None)
     if place is None:
-        raise FtcliError.single(
-            "FT517",
-            f"launch.num_processes {processes}: this process was started alone",
-            help="the command `ftcli train` starts the others; a program that calls ftcli.pipeline has to do it itself",
-        )
+        help = "the command `ftcli train` starts the others; a program that calls ftcli.pipeline has to do it itself"
+        raise FtcliError.single("FT517", f"launch.num_processes {processes}: this process was started alone", help=help)
     from ftcli.run.heartbeat import show_life
 
     show_life(place)  # before torch is imported, which may take a while
@@ -87,10 +84,8 @@ def over_ranks(loaded: LoadedRecipe, place: Place | None) -> LoadedRecipe:
         return loaded
     launch = loaded.recipe.launch
     if place.folder is None and launch.num_processes not in (1, place.size):
-        raise FtcliError.single(
-            "FT517",
-            f"launch.num_processes is {launch.num_processes}, and {place.size} processes were started",
-            help="leave launch.num_processes out under torchrun: it says how many there are",
-        )
+        message = f"launch.num_processes is {launch.num_processes}, and {place.size} processes were started"
+        help = "leave launch.num_processes out under torchrun: it says how many there are"
+        raise FtcliError.single("FT517", message, help=help)
     changed = launch.model_copy(update={"num_processes": place.size})
     return replace(loaded, recipe=loaded.recipe.model_copy(update={"launch": changed}))

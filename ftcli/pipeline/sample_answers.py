@@ -287,12 +287,9 @@ def _require_answers(tasks: Sequence[TaskConfig], asked: Sequence[RenderedPrompt
     comparing = next((task for task in tasks if _compares(task)), None)
     without = next((one.prompt.row for one in asked if one.prompt.reference is None), None)
     if comparing is not None and without is not None:
-        raise FtcliError.single(
-            "FT453",
-            f"the task {comparing.label} compares with known answers, and this row has none",
-            origin=without.origin,
-            help="add the column `answer`, or judge without one: a task with `file`, `use: regex` or `use: length`",
-        )
+        message = f"the task {comparing.label} compares with known answers, and this row has none"
+        help = "add the column `answer`, or judge without one: a task with `file`, `use: regex` or `use: length`"
+        raise FtcliError.single("FT453", message, origin=without.origin, help=help)
 
 
 class AnswerFiles:

@@ -21,10 +21,10 @@ from pathlib import Path
 from signal import SIGINT
 from typing import Protocol
 
-from ftcli.config.dump import dump_recipe
 from ftcli.config.grid import Combination
 from ftcli.config.load import LoadedRecipe, Override, Settings, load_recipe
 from ftcli.config.recipe import Recipe
+from ftcli.config.yaml import dump_recipe
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.plain import FLATTENED
 from ftcli.ranks import ignore, start_deaf
@@ -105,11 +105,8 @@ def plan_sweep(recipe: Path, grid: Sequence[Combination], output_dir: str | None
         raise FtcliError(dict.fromkeys(faults), ExitCode.RECIPE)
     folder = Path(output_dir or str(bases[0].run.output_dir))
     if is_run_directory(folder):
-        raise FtcliError.single(
-            "FT753",
-            f"{folder} is a run, and the runs of a sweep are folders of their own",
-            help=f"name another folder, as in --output-dir {folder}-sweep",
-        )
+        message = f"{folder} is a run, and the runs of a sweep are folders of their own"
+        raise FtcliError.single("FT753", message, help=f"name another folder, as in --output-dir {folder}-sweep")
     runs = [_planned(recipe, combination, base, folder) for combination, base in zip(grid, bases, strict=True)]
     return Sweep(recipe, folder, tuple(runs))
 
@@ -203,11 +200,9 @@ class _Crew:
 
     def _begin(self, run: SweepRun) -> None:
         if load_recipe(self._plan.recipe, run.overrides).recipe != run.recipe:
-            raise FtcliError.single(
-                "FT751",
-                f"{self._plan.recipe} was changed while the sweep ran, so its runs could not be compared",
-                help="undo the change, and repeat the command; or sweep the new recipe into another --output-dir",
-            )
+            message = f"{self._plan.recipe} was changed while the sweep ran, so its runs could not be compared"
+            help = "undo the change, and repeat the command; or sweep the new recipe into another --output-dir"
+            raise FtcliError.single("FT751", message, help=help)
         device = self._free.popleft()
         number, where = self._plan.runs.index(run) + 1, "" if device is None else f" on GPU {device}"
         self._reporter.info(f"run {number} of {len(self._plan.runs)}{where}: {run.path}")

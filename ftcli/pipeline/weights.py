@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ftcli.config.dump import dump_recipe
 from ftcli.config.load import LoadedRecipe
+from ftcli.config.yaml import dump_recipe
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.reporting import Reporter
 from ftcli.run.atomic import irregular_file, read_text
@@ -48,11 +48,9 @@ def result_of(run: RunDirectory, reporter: Reporter) -> Path:
     """
     result = run.result_dir if is_run_directory(run.path) else None
     if result is None:
-        raise FtcliError.single(
-            "FT763",
-            f"{run.path} holds no finished run: neither adapter/ nor model/ is there",
-            help="train first, name the run's directory, or take one of its checkpoints with --checkpoint STEP",
-        )
+        message = f"{run.path} holds no finished run: neither adapter/ nor model/ is there"
+        help = "train first, name the run's directory, or take one of its checkpoints with --checkpoint STEP"
+        raise FtcliError.single("FT763", message, help=help)
     irregular = irregular_file(result)
     if irregular:
         raise unreadable_file(result, ValueError(irregular))

@@ -78,12 +78,8 @@ def files_of(source: DatasetConfig) -> list[DataFile]:
         raise data_error("FT401", _missing(source, path), Origin(source.path), _where(source))
     found = data_file(source.path, path)
     if found is None:
-        raise data_error(
-            "FT402",
-            f"{path.name} is not a kind of file that ftcli reads",
-            Origin(source.path),
-            f"convert it to one of {', '.join(KINDS)}, each also as .gz",
-        )
+        help = f"convert it to one of {', '.join(KINDS)}, each also as .gz"
+        raise data_error("FT402", f"{path.name} is not a kind of file that ftcli reads", Origin(source.path), help)
     return [found]
 
 
@@ -119,9 +115,8 @@ def _folder(source: DatasetConfig, folder: Path) -> list[DataFile]:
         return _saved(source, folder)
     found = _walk(source, folder)
     if not found:
-        raise data_error(
-            "FT407", f"{source.path} holds no file of data", Origin(source.path), f"looked for {', '.join(KINDS)}"
-        )
+        help = f"looked for {', '.join(KINDS)}"
+        raise data_error("FT407", f"{source.path} holds no file of data", Origin(source.path), help)
     return _of_split(source, folder, found)
 
 

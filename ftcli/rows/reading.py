@@ -146,18 +146,11 @@ def _unavailable(source: DatasetConfig, error: BaseException, *, offline: bool) 
     what = repository(source)
     reason = first_line(error)
     if offline:
-        return data_error(
-            "FT406",
-            f"the dataset {what} is not in this machine's cache, and ftcli was told to use no network",
-            Origin(source.path),
-            f"run once without --offline, or `hf download --repo-type dataset {what}` and name the folder ({reason})",
-        )
-    return data_error(
-        "FT406",
-        f"the dataset {what} cannot be read from the Hub: {reason}",
-        Origin(source.path),
-        "check name, configuration (`name`), `split`, `revision` and the network; gated data needs `hf auth login`",
-    )
+        message = f"the dataset {what} is not in this machine's cache, and ftcli was told to use no network"
+        help = f"run once without --offline, or `hf download --repo-type dataset {what}` and name the folder ({reason})"
+        return data_error("FT406", message, Origin(source.path), help)
+    help = "check name, configuration (`name`), `split`, `revision` and the network; gated data needs `hf auth login`"
+    return data_error("FT406", f"the dataset {what} cannot be read from the Hub: {reason}", Origin(source.path), help)
 
 
 def hub_commit(source: DatasetConfig, *, offline: bool) -> str | None:

@@ -54,12 +54,8 @@ def storage_error(error: OSError, path: Path) -> FtcliError:
             help="free disk space or lower checkpoint.keep_last; what was complete before is still there, "
             "and the run resumes from it",
         )
-    return FtcliError.single(
-        "FT723",
-        f"cannot write {path}: {reason}",
-        exit_code=ExitCode.PREFLIGHT,
-        help="check that the folder exists, is writable and is on a mounted disk; or choose another --output-dir",
-    )
+    help = "check that the folder exists, is writable and is on a mounted disk; or choose another --output-dir"
+    return FtcliError.single("FT723", f"cannot write {path}: {reason}", exit_code=ExitCode.PREFLIGHT, help=help)
 
 
 @contextlib.contextmanager

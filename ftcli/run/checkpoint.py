@@ -188,16 +188,12 @@ class Checkpoints:
             reason = damage(self.path(step), thorough=True)
             if reason is None:
                 return self.path(step)
-            raise FtcliError.single(
-                "FT725", f"{self.path(step)} is damaged: {reason}", help="restore the file, or take another checkpoint"
-            )
+            help = "restore the file, or take another checkpoint"
+            raise FtcliError.single("FT725", f"{self.path(step)} is damaged: {reason}", help=help)
         steps = ", ".join(str(step_of(path)) for path in usable) or "none"
         what = "best evaluation" if name == "best" else f"step {name}"
-        raise FtcliError.single(
-            "FT725",
-            f"{self.root} has no usable checkpoint of {what}",
-            help=f"choose from: {steps}; `checkpoint.keep_best: true` keeps the best one",
-        )
+        help = f"choose from: {steps}; `checkpoint.keep_best: true` keeps the best one"
+        raise FtcliError.single("FT725", f"{self.root} has no usable checkpoint of {what}", help=help)
 
     @contextlib.contextmanager
     def staging(self, step: int) -> Iterator[Path]:

@@ -92,11 +92,8 @@ class DirectoryLock:
         with contextlib.suppress(ValueError, RecursionError):  # the owner may be just writing its name
             owner = json.loads(os.pread(descriptor, 4096, 0))
         who = f"process {owner['pid']} on {owner['host']}, started {owner['started']}" if owner else "another process"
-        return FtcliError.single(
-            "FT720",
-            f"{self._path.parent} is in use by {who}",
-            help="wait until that run ends, or give this one its own --output-dir",
-        )
+        help = "wait until that run ends, or give this one its own --output-dir"
+        return FtcliError.single("FT720", f"{self._path.parent} is in use by {who}", help=help)
 
     def release(self) -> None:
         """Give the lock back; calling it again does nothing."""
@@ -225,17 +222,11 @@ def is_run_directory(path: Path) -> bool:
 
 def no_run(path: Path, reason: str) -> FtcliError:
     """FT722: the folder is not a run."""
-    return FtcliError.single(
-        "FT722",
-        f"{path} is not a run directory: {reason}",
-        help="choose another --output-dir; ftcli does not mix its files with others",
-    )
+    help = "choose another --output-dir; ftcli does not mix its files with others"
+    return FtcliError.single("FT722", f"{path} is not a run directory: {reason}", help=help)
 
 
 def unreadable_file(path: Path, error: Exception) -> FtcliError:
     """FT727: a file of the run cannot be read."""
-    return FtcliError.single(
-        "FT727",
-        f"{path} cannot be read: {first_line(error)}",
-        help="restore the file, or start over with --resume never, which keeps the old run beside it",
-    )
+    help = "restore the file, or start over with --resume never, which keeps the old run beside it"
+    return FtcliError.single("FT727", f"{path} cannot be read: {first_line(error)}", help=help)

@@ -71,11 +71,8 @@ def _rows(path: Path, data: bytes) -> list[tuple[MetricsLine, bytes]]:
     for number, line in enumerate(lines, start=1):
         row = _parsed(line)
         if row is None:
-            raise FtcliError.single(
-                "FT727",
-                f"{path}:{number}: this line is not a metric: {line[:80]!r}",
-                help="delete the damaged line; it costs one point of a curve",
-            )
+            help = "delete the damaged line; it costs one point of a curve"
+            raise FtcliError.single("FT727", f"{path}:{number}: this line is not a metric: {line[:80]!r}", help=help)
         rows.append((row, line))
     return rows
 

@@ -186,7 +186,7 @@ class RankGroup:
         """Cuts the connections between GPUs, so that nothing waits for a rank there any more."""
         if self._on_gpus and not self._is_cut:
             self._is_cut = True
-            self._whole = self._reduced is None or self._reduced.query()  # type: ignore[no-untyped-call]
+            self._whole = self._reduced is None or self._reduced.query()
             for connected in (self._device, *self._subgroups):
                 with contextlib.suppress(RuntimeError):
                     connected._get_backend(torch.device("cuda")).abort()
@@ -255,7 +255,7 @@ class RankGroup:
             except RuntimeError as error:  # what gloo raises when a connection is closed
                 raise self._gone(error) from error
         if tensors[0].is_cuda:
-            self._reduced = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._reduced = torch.cuda.Event()
             self._reduced.record()
 
     def subgroups(self, size: int) -> Callable[[Tensor], Tensor]:
@@ -284,7 +284,7 @@ class RankGroup:
     def settled(self, seconds: float = 15.0) -> bool:
         """True if the sums that were asked for last have come, so that the weights are those of a whole step."""
         deadline = time.monotonic() + seconds
-        while not self._is_cut and self._reduced is not None and not self._reduced.query():  # type: ignore[no-untyped-call]
+        while not self._is_cut and self._reduced is not None and not self._reduced.query():
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.05)

@@ -10,8 +10,8 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from ftcli.config.dump import undumped
 from ftcli.config.recipe import Recipe
+from ftcli.config.yaml import undumped
 from ftcli.plain import JsonObject
 from ftcli.run.atomic import read_text
 from ftcli.tables import methods

@@ -216,11 +216,9 @@ def _continue_from(run: RunDirectory, named: Path, recipe_yaml: str, command: st
     owner = RunDirectory(source.resolve().parent.parent)
     own = owner.path == run.path.resolve()
     if holds_run(run) and not own:
-        raise FtcliError.single(
-            "FT722",
-            f"{run.path} already holds a run, and {named} belongs to another one",
-            help="choose a new --output-dir, or use --resume auto to continue the run that is there",
-        )
+        message = f"{run.path} already holds a run, and {named} belongs to another one"
+        help = "choose a new --output-dir, or use --resume auto to continue the run that is there"
+        raise FtcliError.single("FT722", message, help=help)
     other = _other_command(owner, command)
     if other is not None:
         raise _made_by(owner, other, command)
@@ -302,12 +300,9 @@ def _other_command(run: RunDirectory, command: str) -> str | None:
 
 
 def _made_by(run: RunDirectory, began: str, command: str) -> FtcliError:
-    return FtcliError.single(
-        "FT721",
-        f"the run in {run.path} was begun by `ftcli {began}`, and this is `ftcli {command}`",
-        origin=Origin(str(run.manifest_path)),
-        help=f"continue it with `ftcli {began}`; {_ANEW}",
-    )
+    message = f"the run in {run.path} was begun by `ftcli {began}`, and this is `ftcli {command}`"
+    help = f"continue it with `ftcli {began}`; {_ANEW}"
+    return FtcliError.single("FT721", message, origin=Origin(str(run.manifest_path)), help=help)
 
 
 def _changed(run: RunDirectory, changes: tuple[ChangedKey, ...]) -> FtcliError:
@@ -322,11 +317,8 @@ def _changed(run: RunDirectory, changes: tuple[ChangedKey, ...]) -> FtcliError:
 
 
 def _unusable(path: Path, reason: str) -> FtcliError:
-    return FtcliError.single(
-        "FT725",
-        f"cannot resume from {path}: {reason}",
-        help="name a folder like runs/NAME/checkpoints/step-00000100, or use --resume auto",
-    )
+    help = "name a folder like runs/NAME/checkpoints/step-00000100, or use --resume auto"
+    return FtcliError.single("FT725", f"cannot resume from {path}: {reason}", help=help)
 
 
 def _no_locks(path: Path) -> Finding:

@@ -95,7 +95,7 @@ class StepTimer(StepWatcher):
 
     def _mark(self) -> None:
         if self._cuda:
-            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event = torch.cuda.Event(enable_timing=True)
             event.record()
             self._events.append(event)
         else:
@@ -163,7 +163,7 @@ class StepProfiler(StepWatcher):
         """The part of the step that the GPU worked; None without a GPU."""
         events = [
             (event.time_range.start, event.time_range.end)
-            for event in self._profile.events() or ()  # type: ignore[no-untyped-call]
+            for event in self._profile.events() or ()
             if event.device_type.name == "CUDA" and not event.is_user_annotation
         ]
         if not events:
@@ -222,8 +222,8 @@ def _median(work: Callable[[], object], device: torch.device, repeats: int) -> f
 def _timed(work: Callable[[], object], device: torch.device) -> float:
     """Seconds that ``work`` takes on the device."""
     if device.type == "cuda":
-        start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
         start.record()
         work()
         end.record()

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ftcli.config.data import DatasetConfig
-from ftcli.config.dump import dump_recipe
 from ftcli.config.load import LoadedRecipe
 from ftcli.config.recipe import Recipe
+from ftcli.config.yaml import dump_recipe
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.facts.licence import licence_of
 from ftcli.judges import files_of
@@ -431,11 +431,8 @@ def with_its_batch(report: PreflightReport, previous: JsonMap, session: Session)
         return report
     if began % processes:
         fitting = [n for n in range(1, began + 1) if began % n == 0]
-        raise FtcliError.single(
-            "FT737",
-            f"a step of this run has {began} micro-batches, which {processes} processes do not divide evenly",
-            help=f"continue it with {' or '.join(map(str, fitting))} processes",
-        )
+        message = f"a step of this run has {began} micro-batches, which {processes} processes do not divide evenly"
+        raise FtcliError.single("FT737", message, help=f"continue it with {' or '.join(map(str, fitting))} processes")
     each = began // processes
     session.reporter.info(f"a step of this run learns from {began} micro-batches: {processes} x {each} accumulated")
     return with_accumulation(report, each)

@@ -274,11 +274,8 @@ def row_method(method: Method) -> RowMethod:
     Raises FtcliError FT250 (exit 2) for a method whose table row names none.
     """
     if method.trains is None:
-        raise FtcliError.single(
-            "FT250",
-            f"{method.title} measures nothing on held-out rows",
-            help="add `--set train.method=sft` for the loss of the answers",
-        )
+        help = "add `--set train.method=sft` for the loss of the answers"
+        raise FtcliError.single("FT250", f"{method.title} measures nothing on held-out rows", help=help)
     found: RowMethod = code_of(method.trains)()
     return found
 

@@ -130,7 +130,7 @@ class Optimization:
 
     def backward(self, loss: Tensor) -> None:
         """Adds the gradients of ``loss`` to those of the step, multiplied by the loss scale."""
-        (loss if self.scaler is None else self.scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     def clip(self) -> Tensor:
         """Clips the gradients of all trained weights together; their norm before, as a scalar on the device.
@@ -386,12 +386,9 @@ def clipping(norm: Tensor, limit: float) -> Tensor:
 
 def too_many_skipped(step: int) -> FtcliError:
     """FT702 (exit 6): the gradients of many steps in a row overflowed."""
-    return FtcliError.single(
-        "FT702",
-        f"the gradients overflow float16 at every loss scale, {MOST_SKIPPED} steps in a row up to step {step}",
-        exit_code=ExitCode.DIVERGED,
-        help="use model.dtype: bfloat16 or float32, or a smaller learning rate; the last checkpoint is whole",
-    )
+    message = f"the gradients overflow float16 at every loss scale, {MOST_SKIPPED} steps in a row up to step {step}"
+    help = "use model.dtype: bfloat16 or float32, or a smaller learning rate; the last checkpoint is whole"
+    return FtcliError.single("FT702", message, exit_code=ExitCode.DIVERGED, help=help)
 
 
 def save_training_weights(trained: list[tuple[str, nn.Parameter]], folder: Path) -> None:
@@ -430,10 +427,10 @@ class GradientNorms:
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         device = parameters[0].device
         self._norms = torch.zeros(len(parameters), dtype=torch.float32, device=device)
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device)
         for index, parameter in enumerate(parameters):
             hook = partial(self._take, index)
-            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(hook)
 
     @torch.no_grad()
     def _take(self, index: int, parameter: Tensor) -> None:

@@ -37,7 +37,7 @@ class WatchedNumber:
             return cls(step, name, rows, value, None)
         host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
         host.copy_(value, non_blocking=True)
-        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrived = torch.cuda.Event()
         arrived.record()
         return cls(step, name, rows, host, arrived)
 

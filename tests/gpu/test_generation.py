@@ -14,6 +14,7 @@ from ftcli.generation.forward import Forward
 from ftcli.generation.requests import GenerationRequest
 from ftcli.model.patch import patch
 from ftcli.plan.precision import DtypePlan
+from ftcli.tables.families import TABLE
 from tests.small_models import build
 
 pytestmark = pytest.mark.gpu
@@ -68,8 +69,9 @@ def test_greedy_is_generates(model_type: str, kernels: Any) -> None:
     engine = engine_of(model, graphs=True)
     for _ in range(2):
         assert [one[0].tokens for one in engine.complete(requests(40))] == expected
-    assert engine.stepper.status.replays > 20
-    assert engine.stepper.status.stopped is None
+    captured = kernels != "off" or TABLE[model_type].experts is None
+    assert (engine.stepper.status.replays > 20) is captured
+    assert (engine.stepper.status.stopped is None) is captured
 
 
 @pytest.mark.parametrize("model_type", ["gemma2", "qwen3_5_text", "gpt_oss"])

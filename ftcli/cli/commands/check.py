@@ -87,9 +87,8 @@ def check(
 
         if as_gpu is not None and as_gpu.strip().lower() == EVERY_GPU:
             if show_sample:
-                raise FtcliError.single(
-                    "FT150", "`--as all` looks at no rows, and --show-sample shows them", help="leave one of them out"
-                )
+                help = "leave one of them out"
+                raise FtcliError.single("FT150", "`--as all` looks at no rows, and --show-sample shows them", help=help)
             return check_every_gpu(loaded, session)
         return check_recipe(loaded, session, as_gpu, show_sample)
 

@@ -88,12 +88,8 @@ def convert(
 def _require_known(dialect: str | None) -> None:
     if dialect is None or dialect in dialects.names():
         return
-    raise FtcliError.single(
-        "FT150",
-        f"no tool `{dialect}` is known",
-        origin=Origin(f"--from {dialect}"),
-        help=f"choose from: {', '.join(dialects.names())}",
-    )
+    help = f"choose from: {', '.join(dialects.names())}"
+    raise FtcliError.single("FT150", f"no tool `{dialect}` is known", origin=Origin(f"--from {dialect}"), help=help)
 
 
 #: Each option with its question, and what Enter means.
@@ -181,12 +177,9 @@ def _answered(said: dict[str, str | None]) -> dict[str, str]:
     """
     missing = [name for name, value in said.items() if value is None]
     if missing and not sys.stdin.isatty():
-        raise FtcliError.single(
-            "FT150",
-            f"there is no terminal to ask on, and no {', '.join(missing)}",
-            origin=Origin("command line"),
-            help="give each answer as an option: `ftcli recipes new --help`",
-        )
+        message = f"there is no terminal to ask on, and no {', '.join(missing)}"
+        help = "give each answer as an option: `ftcli recipes new --help`"
+        raise FtcliError.single("FT150", message, origin=Origin("command line"), help=help)
     return {name: value if value is not None else _ask(*_QUESTIONS[name]) for name, value in said.items()}
 
 
@@ -196,12 +189,8 @@ def _ask(question: str, default: str) -> str:
     line = sys.stdin.readline()
     if not line:
         print(file=sys.stderr)  # noqa: T201
-        raise FtcliError.single(
-            "FT150",
-            "the questions were not answered",
-            origin=Origin("command line"),
-            help="Enter takes the value in brackets; `ftcli recipes new --help` has the options",
-        )
+        help = "Enter takes the value in brackets; `ftcli recipes new --help` has the options"
+        raise FtcliError.single("FT150", "the questions were not answered", origin=Origin("command line"), help=help)
     return clean(line).strip() or default
 
 
@@ -214,9 +203,8 @@ def _known_method(word: str) -> str:
 
     if word.lower() in METHODS:
         return word.lower()
-    raise FtcliError.single(
-        "FT150", f"no method `{word}`", origin=Origin(f"--method {word}"), help=f"choose from: {', '.join(METHODS)}"
-    )
+    help = f"choose from: {', '.join(METHODS)}"
+    raise FtcliError.single("FT150", f"no method `{word}`", origin=Origin(f"--method {word}"), help=help)
 
 
 def _file_name(answers: Answers) -> str:

@@ -11,11 +11,10 @@ from typing import Any
 
 from ftcli.config.conversion.source import ForeignSetting
 from ftcli.config.dialects import VALUES
-from ftcli.config.dump import flow_text
 from ftcli.config.recipe import Recipe
 from ftcli.config.schema import Node, RecipeSchema
 from ftcli.config.secrets import mask
-from ftcli.config.yaml import plain_scalar
+from ftcli.config.yaml import flow_text, plain_scalar
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin, Severity
 
 #: Words for which the tables have the nearest that there is. All others are names of the same thing.

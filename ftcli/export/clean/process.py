@@ -169,9 +169,6 @@ def _parsed(said: dict[str, Any], tensors: dict[str, Tensor]) -> ReloadAnswer:
 
 
 def _no_answer(how: str) -> FtcliError:
-    return FtcliError.single(
-        "FT760",
-        f"what was written could not be verified: the process that loads it again {how}",
-        exit_code=ExitCode.BUG,
-        help="it was removed again; free memory and export once more, or skip the verification with --no-verify",
-    )
+    message = f"what was written could not be verified: the process that loads it again {how}"
+    help = "it was removed again; free memory and export once more, or skip the verification with --no-verify"
+    return FtcliError.single("FT760", message, exit_code=ExitCode.BUG, help=help)

@@ -79,6 +79,11 @@ class PlannedTensor:
         return stored_bytes(self.shape, self.type)
 
 
+def in_memory(tensor: Tensor) -> PlannedTensor:
+    """A tensor that is there already, in float32."""
+    return PlannedTensor(tuple(tensor.shape), "F32", lambda: tensor)
+
+
 def stored_bytes(shape: Sequence[int], ggml: str) -> int:
     """Bytes of a tensor in a file."""
     import gguf

@@ -14,6 +14,7 @@ from torch import Tensor
 from ftcli.export.gguf.file import (
     ExpectedFile,
     PlannedTensor,
+    in_memory,
     in_model_shapes,
     prepare_gguf,
     quantize_file,
@@ -115,10 +116,7 @@ def write_type(wanted: ExpectedFile, path: Path, kind: str) -> None:
 
 
 def _write_plain(wanted: ExpectedFile, path: Path, kind: str) -> None:
-    tensors: dict[str, PlannedTensor] = {
-        stored: PlannedTensor(tuple(factor.shape), "F32", lambda factor=factor: factor)  # type: ignore[misc]
-        for stored, factor in wanted.description.tensors.items()
-    }
+    tensors = {stored: in_memory(factor) for stored, factor in wanted.description.tensors.items()}
     for name, stored in wanted.names.stored.items():
         shape = wanted.weights.shape(name)
         tensors[stored] = PlannedTensor(shape, type_of(stored, shape, kind), _reader(wanted, name, stored))
@@ -194,7 +192,7 @@ def write_adapter(wanted: ExpectedFile, path: Path, name: str, alpha: float) -> 
             "b": rows_in_file_order(stored, b, wanted.heads, wanted.architecture),
         }
         for part, matrix in pair.items():
-            tensors[f"{stored}.lora_{part}"] = PlannedTensor(tuple(matrix.shape), "F32", lambda matrix=matrix: matrix)  # type: ignore[misc]
+            tensors[f"{stored}.lora_{part}"] = in_memory(matrix)
     values: dict[str, Value] = {
         "general.type": "adapter",
         "general.name": name,

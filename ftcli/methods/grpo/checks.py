@@ -23,31 +23,23 @@ def check(context: Context) -> Findings:
     if context.method.section is None:
         return
     if grpo is None:
-        yield context.error(
-            "FT260",
-            "",
-            "`ftcli grpo` needs the section `grpo`",
-            help="add one with num_generations and rewards; `ftcli recipes show smoke-grpo` is an example",
-        )
+        help = "add one with num_generations and rewards; `ftcli recipes show smoke-grpo` is an example"
+        yield context.error("FT260", "", "`ftcli grpo` needs the section `grpo`", help=help)
         return
     yield from _batch(context, grpo)
     yield from _lengths(context, grpo)
     yield from reference_findings(context, grpo)
     if grpo.epsilon_high is not None and grpo.epsilon_high < grpo.epsilon:
-        yield context.error(
-            "FT270",
-            "grpo.epsilon_high",
-            f"grpo.epsilon_high {grpo.epsilon_high:g} is below grpo.epsilon {grpo.epsilon:g}",
-            help="clip-higher means an upper clip above the lower one, such as 0.28 over 0.2",
-        )
+        message = f"grpo.epsilon_high {grpo.epsilon_high:g} is below grpo.epsilon {grpo.epsilon:g}"
+        help = "clip-higher means an upper clip above the lower one, such as 0.28 over 0.2"
+        yield context.error("FT270", "grpo.epsilon_high", message, help=help)
     yield from _clips(context, grpo)
     yield from _sampling(context, grpo)
     yield from _stops(context, grpo)
     yield from _early_stopping(context, grpo)
     if not grpo.rewards:
-        yield context.error(
-            "FT263", "grpo.rewards", "grpo.rewards is empty, so nothing is rewarded", help="add `- use: exact_match`"
-        )
+        help = "add `- use: exact_match`"
+        yield context.error("FT263", "grpo.rewards", "grpo.rewards is empty, so nothing is rewarded", help=help)
     yield from check_rewards(context)
 
 
@@ -157,12 +149,9 @@ def _clips(context: Context, grpo: GrpoConfig) -> Findings:
             help="use grpo.epsilon_high: 5.0",
         )
     if loss == "luspo" and grpo.importance_sampling_level == "token":
-        yield context.warning(
-            "FT276",
-            "grpo.importance_sampling_level",
-            "grpo.loss_type: luspo is meant for one ratio per completion, and importance_sampling_level is token",
-            help="use grpo.importance_sampling_level: sequence",
-        )
+        message = "grpo.loss_type: luspo is meant for one ratio per completion, and importance_sampling_level is token"
+        help = "use grpo.importance_sampling_level: sequence"
+        yield context.warning("FT276", "grpo.importance_sampling_level", message, help=help)
 
 
 def _early_stopping(context: Context, grpo: GrpoConfig) -> Findings:
@@ -208,12 +197,8 @@ def _sampling(context: Context, grpo: GrpoConfig) -> Findings:
 def _stops(context: Context, grpo: GrpoConfig) -> Findings:
     """FT281. TRL 1.16, GRPOTrainer._generate_and_score_completions: whole is what ends with a token."""
     if grpo.stop_strings and grpo.mask_truncated_completions:
-        yield context.error(
-            "FT281",
-            "grpo.stop_strings",
-            "grpo.mask_truncated_completions would leave completions that end at a stop string out of the loss",
-            help="remove one of them",
-        )
+        message = "grpo.mask_truncated_completions would leave completions that end at a stop string out of the loss"
+        yield context.error("FT281", "grpo.stop_strings", message, help="remove one of them")
 
 
 def reference_findings(context: Context, grpo: GrpoConfig) -> Findings:
@@ -252,9 +237,8 @@ def _unread(context: Context, path: str, reward: RewardConfig, reads: Collection
     kind = "file" if reward.use is None else f"use: {reward.use}"
     for name in ("answer", "extract", "args"):
         if name not in reads and context.says(f"{path}.{name}"):
-            yield context.error(
-                "FT265", f"{path}.{name}", f"`{name}` is not read by a reward with `{kind}`", help="remove it"
-            )
+            help = "remove it"
+            yield context.error("FT265", f"{path}.{name}", f"`{name}` is not read by a reward with `{kind}`", help=help)
 
 
 def memory(plan: RunPlan) -> MethodMemory:

@@ -85,12 +85,14 @@ class Spans:
     def _mark(self, part: str | None) -> SpanMark:
         if not self._cuda:
             return SpanMark(part, time.perf_counter())
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(enable_timing=True)
         event.record()
         return SpanMark(part, event)
 
 
 def _between(before: SpanMark, after: SpanMark) -> float:
-    if isinstance(before.at, float) or isinstance(after.at, float):
-        return float(after.at) - float(before.at)  # type: ignore[arg-type]
-    return float(before.at.elapsed_time(after.at)) / 1000.0
+    if isinstance(before.at, torch.cuda.Event) and isinstance(after.at, torch.cuda.Event):
+        return float(before.at.elapsed_time(after.at)) / 1000.0
+    assert isinstance(before.at, float)
+    assert isinstance(after.at, float)
+    return after.at - before.at

@@ -54,12 +54,9 @@ def require_both_labels(table: TokenTable) -> None:
     if 0 < wanted < len(table):
         return
     which, other = ("desirable", "undesirable") if wanted else ("undesirable", "desirable")
-    raise FtcliError.single(
-        "FT465",
-        f"all {len(table):,} answers are {which} and none is {other}",
-        origin=table[0].row.origin,
-        help="to imitate good answers, use train.method: sft; else add rows with the other label",
-    )
+    message = f"all {len(table):,} answers are {which} and none is {other}"
+    help = "to imitate good answers, use train.method: sft; else add rows with the other label"
+    raise FtcliError.single("FT465", message, origin=table[0].row.origin, help=help)
 
 
 def label_findings(wanted: int, unwanted: int, how: LabelSettings, rows_a_step: int) -> Iterator[Finding]:

@@ -84,9 +84,8 @@ def check(context: Context) -> Findings:
     settings = recipe.preference or PreferenceConfig()
     names = [name for name, _ in losses_of(recipe.train.method, settings)]
     if not names:
-        yield context.error(
-            "FT282", "preference.loss", "preference.loss is empty, so nothing is compared", "name a loss"
-        )
+        message = "preference.loss is empty, so nothing is compared"
+        yield context.error("FT282", "preference.loss", message, "name a loss")
         return
     labelled = [name for name in names if not preference_losses.row(name).paired]
     if labelled:
@@ -111,12 +110,9 @@ def high_rate(context: Context) -> Findings:
     # 2e-4 as well, the default of supervised fine-tuning: it is none here. The bundled models are a thousandth of those
     # that recipes are published for.
     if rate >= _HIGHEST_RATE and not context.recipe.model.name_or_path.startswith(BUNDLED):
-        yield context.warning(
-            "FT283",
-            "train.learning_rate",
-            f"a learning rate of {rate:g} is high for {context.method.title}: answers tend to become repetitive",
-            help="1e-5 with adapters and 5e-7 for full fine-tuning are what published recipes lie around",
-        )
+        message = f"a learning rate of {rate:g} is high for {context.method.title}: answers tend to become repetitive"
+        help = "1e-5 with adapters and 5e-7 for full fine-tuning are what published recipes lie around"
+        yield context.warning("FT283", "train.learning_rate", message, help=help)
 
 
 def _beta(context: Context, settings: PreferenceConfig, names: list[str]) -> Findings:
@@ -124,12 +120,8 @@ def _beta(context: Context, settings: PreferenceConfig, names: list[str]) -> Fin
         row, beta = preference_losses.row(name), beta_of(name, settings)
         if row.beta is None and settings.beta is None:
             suggested = "0.5, which asks for 1 nat a token" if name == "ipo" else "5"
-            yield context.error(
-                "FT282",
-                "preference.loss",
-                f"preference.loss {name} compares nats a token: a beta for whole answers would do nothing",
-                help=f"write preference.beta, such as {suggested}",
-            )
+            message = f"preference.loss {name} compares nats a token: a beta for whole answers would do nothing"
+            yield context.error("FT282", "preference.loss", message, help=f"write preference.beta, such as {suggested}")
         elif row.averaged and name not in ("ipo", "orpo") and beta < 1:
             yield context.warning(
                 "FT283",
@@ -139,27 +131,18 @@ def _beta(context: Context, settings: PreferenceConfig, names: list[str]) -> Fin
                 help="2 to 10 are usual",
             )
         elif name == "ipo" and beta < 0.25:
-            yield context.warning(
-                "FT283",
-                "preference.beta",
-                f"preference.beta {beta:g} with ipo asks for a margin of {1 / (2 * beta):g} nats a token",
-                help="0.5 or more is usual",
-            )
+            message = f"preference.beta {beta:g} with ipo asks for a margin of {1 / (2 * beta):g} nats a token"
+            yield context.warning("FT283", "preference.beta", message, help="0.5 or more is usual")
 
 
 def _ignored(context: Context, settings: PreferenceConfig, names: list[str]) -> Findings:
     if settings.label_smoothing and not any(preference_losses.row(name).smooths for name in names):
         takes = ", ".join(name for name in preference_losses.names() if preference_losses.row(name).smooths)
-        yield context.error(
-            "FT282",
-            "preference.label_smoothing",
-            f"preference.label_smoothing has no meaning for {', '.join(names)}",
-            help=f"remove it, or use one of {takes}",
-        )
+        message = f"preference.label_smoothing has no meaning for {', '.join(names)}"
+        yield context.error("FT282", "preference.label_smoothing", message, help=f"remove it, or use one of {takes}")
     if context.says("preference.gamma") and "simpo" not in names:
-        yield context.error(
-            "FT282", "preference.gamma", "preference.gamma is read by simpo only", help="remove it, or use loss: simpo"
-        )
+        help = "remove it, or use loss: simpo"
+        yield context.error("FT282", "preference.gamma", "preference.gamma is read by simpo only", help=help)
     for name in ("desirable_weight", "undesirable_weight", "kl_rows"):
         if context.says(f"preference.{name}"):
             message = f"preference.{name} is read under train.method: kto only"
@@ -169,12 +152,9 @@ def _ignored(context: Context, settings: PreferenceConfig, names: list[str]) -> 
 def _reference(context: Context, settings: PreferenceConfig, names: list[str]) -> Findings:
     needing = [name for name in names if preference_losses.row(name).reference]
     if needing and settings.reference == "none":
-        yield context.error(
-            "FT282",
-            "preference.reference",
-            f"preference.loss {needing[0]} compares with a reference, and preference.reference is none",
-            help="remove preference.reference, or use simpo, cpo or orpo",
-        )
+        message = f"preference.loss {needing[0]} compares with a reference, and preference.reference is none"
+        help = "remove preference.reference, or use simpo, cpo or orpo"
+        yield context.error("FT282", "preference.reference", message, help=help)
     if not needing and settings.reference not in (None, "none"):
         yield context.error(
             "FT282",
@@ -193,19 +173,12 @@ def another_model(context: Context, settings: PreferenceConfig) -> Findings:
             message = "preference.reference_revision is of another model, and preference.reference names none"
             yield context.error("FT282", "preference.reference_revision", message, help="remove it, or name the model")
     elif "/" not in name and not name.startswith(BUNDLED):
-        yield context.error(
-            "FT282",
-            key,
-            f"{key} {name} is no known word",
-            help=f"write start or none; a model is written OWNER/NAME, and a folder ./{name}",
-        )
+        help = f"write start or none; a model is written OWNER/NAME, and a folder ./{name}"
+        yield context.error("FT282", key, f"{key} {name} is no known word", help=help)
     elif settings.reference_cache == "off":
-        yield context.error(
-            "FT282",
-            "preference.reference_cache",
-            f"preference.reference_cache: off would have {name} in memory beside the model that is trained",
-            help="remove it: another model is asked once, before the trained one is loaded",
-        )
+        message = f"preference.reference_cache: off would have {name} in memory beside the model that is trained"
+        help = "remove it: another model is asked once, before the trained one is loaded"
+        yield context.error("FT282", "preference.reference_cache", message, help=help)
 
 
 def cache(context: Context, settings: PreferenceConfig) -> Findings:
@@ -215,20 +188,16 @@ def cache(context: Context, settings: PreferenceConfig) -> Findings:
     if folder in ("auto", "off"):
         return
     if "/" not in folder:
-        yield context.error(
-            "FT282", key, f"{key} {folder} is no known word", help=f"write auto, off, or ./{folder} for a folder"
-        )
+        help = f"write auto, off, or ./{folder} for a folder"
+        yield context.error("FT282", key, f"{key} {folder} is no known word", help=help)
     elif not compares(train.method, settings):
         yield context.error("FT282", key, f"{key}: there is no reference to keep", help=f"remove {key}")
     elif other_model(context.recipe) is not None:
         return  # it is asked ahead in any case
     elif context.recipe.lora is not None and train.max_steps is None and train.num_train_epochs <= 1:
-        yield context.warning(
-            "FT283",
-            key,
-            f"{key}: in one epoch each {unit} is seen once, so this run computes as much as without",
-            help="it pays from the second run or epoch on; auto does not fill a cache for one",
-        )
+        message = f"{key}: in one epoch each {unit} is seen once, so this run computes as much as without"
+        help = "it pays from the second run or epoch on; auto does not fill a cache for one"
+        yield context.warning("FT283", key, message, help=help)
 
 
 def memory(plan: RunPlan) -> MethodMemory:

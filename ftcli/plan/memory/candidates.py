@@ -14,7 +14,7 @@ from ftcli.config.load import Settings
 from ftcli.config.model import LoraConfig
 from ftcli.facts.device import DeviceFacts
 from ftcli.plan.memory.estimate import MemoryEstimate, estimate_memory, offloaded_of, pinned_by
-from ftcli.plan.memory.pinned import pinnable_bytes, pinned_whole
+from ftcli.plan.memory.workspaces import pinnable_bytes, pinned_whole
 from ftcli.plan.run import RunPlan
 from ftcli.tables import policies, quantizations
 from ftcli.tables.policies import PolicyName

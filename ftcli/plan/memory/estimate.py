@@ -18,7 +18,6 @@ from ftcli.plain import JsonObject
 from ftcli.plan.measured import Activations, LayerKind, MeasuredModel
 from ftcli.plan.memory.checkpointing import Offloaded
 from ftcli.plan.memory.generation import Generator, generation
-from ftcli.plan.memory.pinned import pinnable_bytes, pinned_bytes, pinned_whole
 from ftcli.plan.memory.shards import LAYERS_AT_ONCE, SUMMED_BYTES, shard_bytes
 from ftcli.plan.memory.terms import (
     BACKWARD,
@@ -40,7 +39,7 @@ from ftcli.plan.memory.terms import (
     table_gradient_bytes,
     terms,
 )
-from ftcli.plan.memory.workspaces import cublas_bytes
+from ftcli.plan.memory.workspaces import cublas_bytes, pinnable_bytes, pinned_bytes, pinned_whole
 from ftcli.plan.quantization import layers_with_room, why_dequantized
 from ftcli.plan.run import Generation, RunPlan
 from ftcli.plan.trained import optimizer_state, optimizer_workspace

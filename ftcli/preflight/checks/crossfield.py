@@ -30,31 +30,20 @@ def check(context: Context, installed: Installed = is_installed) -> Findings:
 def _data(context: Context) -> Findings:
     data = context.recipe.data
     if (context.trains or context.command == "sample") and not data.train:
-        yield context.error(
-            "FT254", "data.train", "data.train names no file", help="add one, such as `train: [bundled:sample-chat]`"
-        )
+        help = "add one, such as `train: [bundled:sample-chat]`"
+        yield context.error("FT254", "data.train", "data.train names no file", help=help)
     if context.command == "eval" and not data.eval and not any(task.data for task in context.recipe.eval.tasks):
-        yield context.error(
-            "FT255",
-            "data.eval",
-            "data.eval names no file, so there is nothing to evaluate on",
-            help="name held-out rows, such as `eval: [my-eval.jsonl]`",
-        )
+        message = "data.eval names no file, so there is nothing to evaluate on"
+        yield context.error("FT255", "data.eval", message, help="name held-out rows, such as `eval: [my-eval.jsonl]`")
     if context.trains and context.recipe.eval.every_steps is not None and not data.eval:
-        yield context.error(
-            "FT255",
-            "eval.every_steps",
-            "eval.every_steps is set, and data.eval names no file to evaluate on",
-            help="name held-out rows in data.eval, or remove eval.every_steps",
-        )
+        message = "eval.every_steps is set, and data.eval names no file to evaluate on"
+        help = "name held-out rows in data.eval, or remove eval.every_steps"
+        yield context.error("FT255", "eval.every_steps", message, help=help)
     yield from _needs_evaluation(context)
     if data.format != "auto" and not layouts.row(data.format).takes_loss_on(data.loss_on):
-        yield context.error(
-            "FT256",
-            "data.loss_on",
-            f"data.loss_on: {data.loss_on} does not apply to rows of format {data.format}",
-            help=f"use one of auto, {', '.join(layouts.row(data.format).loss_on)}",
-        )
+        message = f"data.loss_on: {data.loss_on} does not apply to rows of format {data.format}"
+        help = f"use one of auto, {', '.join(layouts.row(data.format).loss_on)}"
+        yield context.error("FT256", "data.loss_on", message, help=help)
 
 
 def _needs_evaluation(context: Context) -> Findings:
@@ -88,12 +77,8 @@ def _lengths(context: Context) -> Findings:
         if context.command == "sample" and recipe.grpo is not None and recipe.grpo.max_completion_length == new:
             path = "grpo.max_completion_length"  # `ftcli sample` generates as GRPO does where a recipe has both
         if new >= longest and recipe.eval.generate.overflow == "end":
-            yield context.error(
-                "FT267",
-                path,
-                f"{path} {new} leaves no room for a prompt in data.max_seq_len {longest}",
-                help=f"use less than {longest}, or a larger data.max_seq_len",
-            )
+            message = f"{path} {new} leaves no room for a prompt in data.max_seq_len {longest}"
+            yield context.error("FT267", path, message, help=f"use less than {longest}, or a larger data.max_seq_len")
 
 
 def _tasks(context: Context, installed: Installed) -> Findings:
@@ -103,32 +88,20 @@ def _tasks(context: Context, installed: Installed) -> Findings:
         path = f"eval.tasks.{index}"
         name = task.label
         if name in names:
-            yield context.error(
-                "FT266",
-                path,
-                f"two eval tasks are named {name!r}; results would overwrite each other",
-                help="add `name:`",
-            )
+            message = f"two eval tasks are named {name!r}; results would overwrite each other"
+            yield context.error("FT266", path, message, help="add `name:`")
         names.add(name)
         if not task.data and not recipe.data.eval and context.scores_tasks and context.command != "sample":
-            yield context.error(
-                "FT255",
-                path,
-                f"the task {name!r} has no data, and data.eval names no file",
-                help="name its rows in the task (`data: [...]`), or held-out rows for all tasks in data.eval",
-            )
+            help = "name its rows in the task (`data: [...]`), or held-out rows for all tasks in data.eval"
+            yield context.error("FT255", path, f"the task {name!r} has no data, and data.eval names no file", help=help)
         yield from judge_findings(context, path, task, installed)
         yield from _judge(context, path, task)
 
 
 def _harness(context: Context, installed: Installed) -> Findings:
     if context.command in ("eval", "check") and context.recipe.eval.lm_eval and not installed("lm_eval"):
-        yield context.error(
-            "FT253",
-            "eval.lm_eval",
-            "eval.lm_eval needs the package lm_eval (lm-evaluation-harness), which is not installed",
-            help="pip install 'ftcli[eval]'",
-        )
+        message = "eval.lm_eval needs the package lm_eval (lm-evaluation-harness), which is not installed"
+        yield context.error("FT253", "eval.lm_eval", message, help="pip install 'ftcli[eval]'")
 
 
 def _judge(context: Context, path: str, task: TaskConfig) -> Findings:
@@ -148,12 +121,8 @@ def _without_effect(context: Context) -> Findings:
     recipe = context.recipe
     train, generate = recipe.train, recipe.eval.generate
     if context.says("eval.generate.temperature") and not generate.do_sample:
-        yield context.warning(
-            "FT259",
-            "eval.generate.temperature",
-            "eval.generate.temperature has no effect without do_sample",
-            help="add `do_sample: true`, or remove it",
-        )
+        message = "eval.generate.temperature has no effect without do_sample"
+        yield context.warning("FT259", "eval.generate.temperature", message, help="add `do_sample: true`, or remove it")
     quantization = quantizations.row(recipe.quantization.method)
     training = quantization.training
     of_training = () if recipe.lora is None or training is None else training.reads
@@ -163,9 +132,8 @@ def _without_effect(context: Context) -> Findings:
             readers = " or ".join(quantizations.methods_that_read(name))
             yield context.warning("FT259", path, f"{path} has no effect without method: {readers}")
         elif name in of_training and context.says(path):
-            yield context.warning(
-                "FT259", path, f"{path} has no effect with lora: the rounded weights are frozen", help="remove it"
-            )
+            message = f"{path} has no effect with lora: the rounded weights are frozen"
+            yield context.warning("FT259", path, message, help="remove it")
     setting = train.gradient_checkpointing
     policy = policies.as_recipe(setting)
     if train.uncheckpointed_layers and (setting == "auto" or not policies.row(setting).by_layer):
@@ -186,9 +154,8 @@ def _never_reached(context: Context) -> Findings:
         ("checkpoint.every_steps", recipe.checkpoint.every_steps),
     ):
         if every is not None and every > steps and context.says(path):
-            yield context.warning(
-                "FT259", path, f"{path} {every} is never reached: train.max_steps is {steps}", help="use less"
-            )
+            message = f"{path} {every} is never reached: train.max_steps is {steps}"
+            yield context.warning("FT259", path, message, help="use less")
 
 
 def _export(context: Context) -> Findings:
@@ -197,12 +164,9 @@ def _export(context: Context) -> Findings:
         return
     for index, name in enumerate(recipe.export.formats):
         if exports.row(name).needs_adapter:
-            yield context.error(
-                "FT269",
-                f"export.formats.{index}",
-                "full fine-tuning has no adapter to export",
-                help=f"use formats: [{', '.join(exports.names(needs_adapter=False))}], or add a `lora` section",
-            )
+            message = "full fine-tuning has no adapter to export"
+            help = f"use formats: [{', '.join(exports.names(needs_adapter=False))}], or add a `lora` section"
+            yield context.error("FT269", f"export.formats.{index}", message, help=help)
 
 
 def check_optimisation(context: Context, installed: Installed = is_installed) -> Findings:
@@ -221,12 +185,8 @@ def _optimizer(context: Context, installed: Installed) -> Findings:
     train = context.recipe.train
     row = optimizers.row(train.optim)
     if row.package is not None and not installed(row.package.name):
-        yield context.error(
-            "FT253",
-            "train.optim",
-            f"train.optim: {train.optim} needs the package {row.package.name}, which is not installed",
-            help=f"pip install '{row.package.install}'",
-        )
+        message = f"train.optim: {train.optim} needs the package {row.package.name}, which is not installed"
+        yield context.error("FT253", "train.optim", message, help=f"pip install '{row.package.install}'")
     for name in optimizers.optimizer_settings():
         if context.says(f"train.{name}") and name not in row.reads:
             yield context.warning("FT259", f"train.{name}", f"train.{name} has no effect with optim: {train.optim}")
@@ -241,24 +201,17 @@ def _optimizer(context: Context, installed: Installed) -> Findings:
             help=f"set train.lr_scheduler_type: {schedules.CONSTANT}; train.warmup_steps still warms up",
         )
     if train.adam_beta1 == 0 and "adam_beta1" in row.reads:
-        yield context.error(
-            "FT273",
-            "train.adam_beta1",
-            f"train.optim: {train.optim} divides by adam_beta1, which is 0",
-            help="use a value above 0, such as 0.9",
-        )
+        message = f"train.optim: {train.optim} divides by adam_beta1, which is 0"
+        yield context.error("FT273", "train.adam_beta1", message, help="use a value above 0, such as 0.9")
 
 
 def _rounding(context: Context) -> Findings:
     """FT275: parameters in bfloat16, and how updates are rounded to them."""
     recipe, train = context.recipe, context.recipe.train
     if train.bf16_stochastic_round and not train.pure_bf16:
-        yield context.error(
-            "FT275",
-            "train.bf16_stochastic_round",
-            "train.bf16_stochastic_round rounds to parameters in bfloat16, and train.pure_bf16 is off",
-            help="set train.pure_bf16: true too, or leave both out: parameters in float32 need no rounding",
-        )
+        message = "train.bf16_stochastic_round rounds to parameters in bfloat16, and train.pure_bf16 is off"
+        help = "set train.pure_bf16: true too, or leave both out: parameters in float32 need no rounding"
+        yield context.error("FT275", "train.bf16_stochastic_round", message, help=help)
     if train.bf16_gradients:
         yield from _narrow_gradients(context)
     if not train.pure_bf16:
@@ -271,26 +224,18 @@ def _rounding(context: Context) -> Findings:
             help="remove train.pure_bf16; adapters stay in float32",
         )
     if recipe.lora is None and quantizations.row(recipe.quantization.method).quantize is not None:
-        yield context.error(
-            "FT275",
-            "train.pure_bf16",
-            f"train.pure_bf16 does not work with quantization.method: {recipe.quantization.method}",
-            help="remove train.pure_bf16; its master weights stay in float32",
-        )
+        message = f"train.pure_bf16 does not work with quantization.method: {recipe.quantization.method}"
+        help = "remove train.pure_bf16; its master weights stay in float32"
+        yield context.error("FT275", "train.pure_bf16", message, help=help)
     if recipe.model.dtype not in ("auto", "bfloat16"):
-        yield context.error(
-            "FT275",
-            "model.dtype",
-            f"train.pure_bf16 holds parameters in bfloat16, and model.dtype is {recipe.model.dtype}",
-            help="use model.dtype: bfloat16",
-        )
+        message = f"train.pure_bf16 holds parameters in bfloat16, and model.dtype is {recipe.model.dtype}"
+        yield context.error("FT275", "model.dtype", message, help="use model.dtype: bfloat16")
     wanted = "stochastic" if train.bf16_stochastic_round else "nearest"
     if wanted not in optimizers.row(train.optim).rounds:
         able = ", ".join(name for name in optimizers.names() if wanted in optimizers.row(name).rounds)
         how = "stochastically" if train.bf16_stochastic_round else "in bfloat16"
-        yield context.error(
-            "FT275", "train.optim", f"train.optim: {train.optim} cannot round updates {how}", help=f"use {able}"
-        )
+        help = f"use {able}"
+        yield context.error("FT275", "train.optim", f"train.optim: {train.optim} cannot round updates {how}", help=help)
 
 
 def _narrow_gradients(context: Context) -> Findings:
@@ -321,19 +266,13 @@ def _schedule(context: Context) -> Findings:
     if not schedules.row(name).by_evaluations or not context.trains:
         return
     if recipe.eval.every_steps is None:
-        yield context.error(
-            "FT255",
-            "train.lr_scheduler_type",
-            f"lr_scheduler_type: {name} needs evaluations during training, and eval.every_steps is not set",
-            help="set eval.every_steps, or use another schedule",
-        )
+        message = f"lr_scheduler_type: {name} needs evaluations during training, and eval.every_steps is not set"
+        help = "set eval.every_steps, or use another schedule"
+        yield context.error("FT255", "train.lr_scheduler_type", message, help=help)
     elif context.method.scores_tasks and not recipe.eval.tasks:
-        yield context.error(
-            "FT255",
-            "train.lr_scheduler_type",
-            f"lr_scheduler_type: {name} needs evaluations during training, and eval.tasks is empty",
-            help="add a task to eval.tasks, or use another schedule",
-        )
+        message = f"lr_scheduler_type: {name} needs evaluations during training, and eval.tasks is empty"
+        help = "add a task to eval.tasks, or use another schedule"
+        yield context.error("FT255", "train.lr_scheduler_type", message, help=help)
 
 
 def _arguments(context: Context) -> Findings:
@@ -346,37 +285,24 @@ def _arguments(context: Context) -> Findings:
         usable = usable and known is not None and known.takes(value, train.learning_rate)
         if known is None:
             has = f"{name} takes: {', '.join(row.arguments)}" if row.arguments else f"{name} takes none"
-            yield context.error(
-                "FT272", f"{key}.{argument}", f"the schedule {name} has no argument {argument}", help=has
-            )
+            message = f"the schedule {name} has no argument {argument}"
+            yield context.error("FT272", f"{key}.{argument}", message, help=has)
         elif not known.takes(value, train.learning_rate):
-            yield context.error(
-                "FT272",
-                f"{key}.{argument}",
-                f"{argument} {value} cannot be used by the schedule {name}",
-                help=f"it must be {known.expected}",
-            )
+            message = f"{argument} {value} cannot be used by the schedule {name}"
+            yield context.error("FT272", f"{key}.{argument}", message, help=f"it must be {known.expected}")
     for argument, known in row.arguments.items():
         left_out = argument not in given and known.default is not None
         if left_out and not known.takes(known.default, train.learning_rate):
-            yield context.error(
-                "FT272",
-                "train.learning_rate",
-                f"train.learning_rate {train.learning_rate:g} is not above {argument}, which is {known.default:g}",
-                help=f"set {key}.{argument} below it, or use a larger learning rate",
-            )
+            message = f"train.learning_rate {train.learning_rate:g} is not above {argument}, which is {known.default:g}"
+            help = f"set {key}.{argument} below it, or use a larger learning rate"
+            yield context.error("FT272", "train.learning_rate", message, help=help)
     missing = [argument for argument in row.required if argument not in given]
     if missing:
-        yield context.error(
-            "FT272", key, f"the schedule {name} needs {' and '.join(missing)}", help=f"as in {_example(row, missing)}"
-        )
+        help = f"as in {_example(row, missing)}"
+        yield context.error("FT272", key, f"the schedule {name} needs {' and '.join(missing)}", help=help)
     if row.one_of and sum(argument in given for argument in row.one_of) != 1:
-        yield context.error(
-            "FT272",
-            key,
-            f"the schedule {name} needs exactly one of {' and '.join(row.one_of)}",
-            help=f"as in {_example(row, row.one_of[-1:])}",
-        )
+        message = f"the schedule {name} needs exactly one of {' and '.join(row.one_of)}"
+        yield context.error("FT272", key, message, help=f"as in {_example(row, row.one_of[-1:])}")
 
     if usable and train.max_steps is not None:
         lengths = schedules.stages(name, given, train.warmup_steps, train.max_steps)
@@ -395,12 +321,9 @@ def _warm_up(context: Context) -> Findings:
     warms_up = schedules.row(train.lr_scheduler_type).warms_up or optimizers.row(train.optim).warms_up
     if not warms_up and train.warmup_steps > 0:
         constant = train.lr_scheduler_type == schedules.CONSTANT and not optimizers.row(train.optim).schedule_free
-        yield context.warning(
-            "FT259",
-            "train.warmup_steps",
-            f"train.warmup_steps has no effect with lr_scheduler_type: {train.lr_scheduler_type}",
-            help=f"use {schedules.CONSTANT_AFTER_WARMUP}" if constant else "remove it",
-        )
+        message = f"train.warmup_steps has no effect with lr_scheduler_type: {train.lr_scheduler_type}"
+        help = f"use {schedules.CONSTANT_AFTER_WARMUP}" if constant else "remove it"
+        yield context.warning("FT259", "train.warmup_steps", message, help=help)
     if not context.trains or steps is None:
         return
     for key, problem, remedy in long_warm_ups(context.recipe, steps, f"train.max_steps {steps}"):
@@ -429,9 +352,8 @@ def _grouping(context: Context) -> Findings:
     if recipe.train.train_sampling_strategy == "group_by_length" and (
         recipe.data.packing or recipe.train.per_device_train_batch_size == 1
     ):
-        yield context.warning(
-            "FT259", path, f"{path}: group_by_length has no effect with {why}: nothing is padded", help="remove it"
-        )
+        message = f"{path}: group_by_length has no effect with {why}: nothing is padded"
+        yield context.warning("FT259", path, message, help="remove it")
 
 
 def check_adapters(context: Context) -> Findings:
@@ -439,20 +361,12 @@ def check_adapters(context: Context) -> Findings:
     lora, train = context.recipe.lora, context.recipe.train
     if lora is None:
         if train.loraplus_lr_ratio is not None:
-            yield context.error(
-                "FT274",
-                "train.loraplus_lr_ratio",
-                "train.loraplus_lr_ratio needs adapters, and there is no `lora` section",
-                help="remove it, or add a `lora` section",
-            )
+            message = "train.loraplus_lr_ratio needs adapters, and there is no `lora` section"
+            yield context.error("FT274", "train.loraplus_lr_ratio", message, help="remove it, or add a `lora` section")
         return
     if lora.layers_pattern and lora.layers_to_transform is None:
-        yield context.error(
-            "FT274",
-            "lora.layers_pattern",
-            "lora.layers_pattern has no effect without lora.layers_to_transform",
-            help="add layers_to_transform, or remove it",
-        )
+        message = "lora.layers_pattern has no effect without lora.layers_to_transform"
+        yield context.error("FT274", "lora.layers_pattern", message, help="add layers_to_transform, or remove it")
     if not lora.experts and lora.target_modules != "all-linear":
         yield context.warning(
             "FT259",
@@ -478,26 +392,15 @@ def _kinds(context: Context) -> Findings:
     packed = quantizations.row(method).freezes_base
     others = " | ".join(quantizations.names(freezes_base=False))
     if lora.use_dora and packed:
-        yield context.error(
-            "FT274",
-            "lora.use_dora",
-            f"use_dora does not work with quantization.method: {method}: DoRA needs the norm of each full weight",
-            help=f"use quantization.method: {others}, or leave out use_dora",
-        )
+        message = f"use_dora does not work with quantization.method: {method}: DoRA needs the norm of each full weight"
+        help = f"use quantization.method: {others}, or leave out use_dora"
+        yield context.error("FT274", "lora.use_dora", message, help=help)
     if not lora.changes_base:
         return
     path, said = "lora.init_lora_weights", f"init_lora_weights: {lora.init_lora_weights}"
     if packed:
-        yield context.error(
-            "FT274",
-            path,
-            f"{said} changes the base weights, which quantization.method: {method} freezes",
-            help=f"use {others}",
-        )
+        message = f"{said} changes the base weights, which quantization.method: {method} freezes"
+        yield context.error("FT274", path, message, help=f"use {others}")
     if lora.use_dora:
-        yield context.error(
-            "FT274",
-            path,
-            f"DoRA with {said} cannot be saved as a plain adapter of the base",
-            help="leave one of the two out",
-        )
+        message = f"DoRA with {said} cannot be saved as a plain adapter of the base"
+        yield context.error("FT274", path, message, help="leave one of the two out")

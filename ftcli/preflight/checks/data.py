@@ -274,12 +274,8 @@ def _options(context: Context, path: str, source: DatasetConfig) -> Findings:
                     f"write the path as hub:ORG/NAME, or remove {name}",
                 )
         if source.split and is_file(resolve_path(source.path)):
-            yield context.error(
-                "FT257",
-                f"{path}.split",
-                f"{source.path} is one file and has no splits",
-                "remove split, or name a folder",
-            )
+            message = f"{source.path} is one file and has no splits"
+            yield context.error("FT257", f"{path}.split", message, "remove split, or name a folder")
     elif source.streaming and source.max_rows is None:
         yield context.error(
             "FT258",
@@ -288,9 +284,8 @@ def _options(context: Context, path: str, source: DatasetConfig) -> Findings:
             "add max_rows, or remove streaming to download the whole split",
         )
     if source.weight is not None and not path.startswith("data.train"):
-        yield context.error(
-            "FT257", f"{path}.weight", "weight is for training data; each held-out row counts once", "remove weight"
-        )
+        message = "weight is for training data; each held-out row counts once"
+        yield context.error("FT257", f"{path}.weight", message, "remove weight")
 
 
 def _weights(context: Context, sources: Sequence[DatasetConfig]) -> Findings:
@@ -304,12 +299,8 @@ def _weights(context: Context, sources: Sequence[DatasetConfig]) -> Findings:
             "give every source of data.train a weight, or none",
         )
     elif any(weighted) and context.work == "train" and not context.method.mixes:
-        yield context.error(
-            "FT257",
-            "data.train.0.weight",
-            f"weights of sources are not supported yet in {context.method.title}",
-            "repeat rows in the file, or remove it",
-        )
+        message = f"weights of sources are not supported yet in {context.method.title}"
+        yield context.error("FT257", "data.train.0.weight", message, "repeat rows in the file, or remove it")
 
 
 def check_files(context: Context) -> Findings:
@@ -319,12 +310,8 @@ def check_files(context: Context) -> Findings:
         yield from _template(context, template)
     resume = context.recipe.run.resume
     if context.trains and context.recipe.run.resumes_elsewhere and not is_folder(expanded(resume)):
-        yield context.error(
-            "FT725",
-            "run.resume",
-            f"cannot resume from {resume}: there is no such folder",
-            help="name a folder like runs/NAME/checkpoints/step-00000100, or use auto",
-        )
+        help = "name a folder like runs/NAME/checkpoints/step-00000100, or use auto"
+        yield context.error("FT725", "run.resume", f"cannot resume from {resume}: there is no such folder", help=help)
 
 
 def _template(context: Context, name: str) -> Findings:
@@ -333,9 +320,5 @@ def _template(context: Context, name: str) -> Findings:
         return
     bundled = sorted(p.stem for p in asset("templates").glob("*.jinja"))
     what = f"no file at {path.absolute()}" if of_file else f"no bundled template is called {name!r}"
-    yield context.error(
-        "FT424",
-        "data.chat_template",
-        f"data.chat_template: {what}",
-        help=f"name a .jinja file, or one of: {', '.join(bundled) or 'none'}",
-    )
+    help = f"name a .jinja file, or one of: {', '.join(bundled) or 'none'}"
+    yield context.error("FT424", "data.chat_template", f"data.chat_template: {what}", help=help)

@@ -118,12 +118,8 @@ def function_findings(context: Context, path: str, spec: str) -> Findings:
     """FT451 and FT452: whether the file of ``path.py:function`` defines the function, without running it."""
     file, function = file_of(spec)
     if not is_file(file):
-        yield context.error(
-            "FT451",
-            path,
-            f"no file at {file.absolute()}",
-            help="write `path.py:function`; the path is relative to the current directory",
-        )
+        help = "write `path.py:function`; the path is relative to the current directory"
+        yield context.error("FT451", path, f"no file at {file.absolute()}", help=help)
         return
     try:
         tree = ast.parse(file.read_bytes(), filename=str(file))
@@ -171,12 +167,8 @@ def _signature(context: Context, path: str, node: ast.FunctionDef | ast.AsyncFun
     named = {a.arg for a in (*arguments.args, *arguments.kwonlyargs)}
     missing = [name for name in ("completions", "prompts") if name not in named]
     if missing and arguments.kwarg is None:
-        yield context.error(
-            "FT452",
-            path,
-            f"{node.name} takes no argument {missing[0]!r}, which it is called with",
-            help=f"write def {node.name}(completions, prompts, **columns)",
-        )
+        message = f"{node.name} takes no argument {missing[0]!r}, which it is called with"
+        yield context.error("FT452", path, message, help=f"write def {node.name}(completions, prompts, **columns)")
 
 
 def check_sampling(context: Context) -> Findings:

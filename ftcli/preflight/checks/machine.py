@@ -35,19 +35,13 @@ def check(context: Context, device: DeviceFacts, dtypes: DtypePlan) -> Findings:
         )
     train = context.recipe.train
     if context.work == "train" and train.pure_bf16 and dtypes.compute == "float32" and context.recipe.lora is None:
-        yield context.error(
-            "FT275",
-            "train.pure_bf16",
-            f"train.pure_bf16 holds parameters in bfloat16, and {device.name} computes in float32",
-            help="set model.dtype: bfloat16 where the machine has it, or leave train.pure_bf16 out",
-        )
+        message = f"train.pure_bf16 holds parameters in bfloat16, and {device.name} computes in float32"
+        help = "set model.dtype: bfloat16 where the machine has it, or leave train.pure_bf16 out"
+        yield context.error("FT275", "train.pure_bf16", message, help=help)
     if context.work == "train" and train.bf16_gradients and dtypes.compute == "float32" and context.recipe.lora is None:
-        yield context.error(
-            "FT275",
-            "train.bf16_gradients",
-            f"train.bf16_gradients rounds gradients to bfloat16, and {device.name} computes in float32",
-            help="set model.dtype: bfloat16 where the machine has it, or leave train.bf16_gradients out",
-        )
+        message = f"train.bf16_gradients rounds gradients to bfloat16, and {device.name} computes in float32"
+        help = "set model.dtype: bfloat16 where the machine has it, or leave train.bf16_gradients out"
+        yield context.error("FT275", "train.bf16_gradients", message, help=help)
     yield from _occupied(context, device)
     yield from _stored_products(context, device, dtypes)
     optim = context.recipe.train.optim
@@ -61,9 +55,8 @@ def check(context: Context, device: DeviceFacts, dtypes: DtypePlan) -> Findings:
             else "nothing is paged here; adamw_torch does the same",
         )
     if device.kind == "cpu" and dtypes.compute == "bfloat16":
-        yield context.warning(
-            "FT505", "model.dtype", "bfloat16 on a CPU is slower than float32", help="use model.dtype: auto"
-        )
+        help = "use model.dtype: auto"
+        yield context.warning("FT505", "model.dtype", "bfloat16 on a CPU is slower than float32", help=help)
 
 
 def check_layers(context: Context, device: DeviceFacts, execution: Execution) -> Findings:
@@ -72,9 +65,8 @@ def check_layers(context: Context, device: DeviceFacts, execution: Execution) ->
         return
     reason = why_no_kernels(device) or execution.layers.reason
     instead = "auto or reference" if why_no_kernels(device) else "auto, which leaves such layers as they are"
-    yield context.error(
-        "FT503", "model.kernels", f"model.kernels: triton, but {reason}", help=f"use model.kernels: {instead}"
-    )
+    help = f"use model.kernels: {instead}"
+    yield context.error("FT503", "model.kernels", f"model.kernels: triton, but {reason}", help=help)
 
 
 def check_documents(context: Context, plan: RunPlan) -> Findings:
@@ -88,12 +80,8 @@ def check_documents(context: Context, plan: RunPlan) -> Findings:
         reason = f"its {plan.measured.recurrent} carries state from token to token"
     if reason is None:
         return
-    yield context.error(
-        "FT443",
-        key,
-        f"{key}: documents of a row would see each other in a {facts.text_type}: {reason}",
-        help="train with data.packing: false and data.padding_free: false",
-    )
+    message = f"{key}: documents of a row would see each other in a {facts.text_type}: {reason}"
+    yield context.error("FT443", key, message, help="train with data.packing: false and data.padding_free: false")
 
 
 def documents_not_tried(context: Context, plan: RunPlan) -> list[NotMade]:
@@ -116,12 +104,9 @@ def check_sharded(context: Context, plan: RunPlan) -> Findings:
     if context.work != "train" or not context.recipe.launch.is_sharded or reason is None:
         return
     key, _, said = reason.partition(": ")
-    yield context.error(
-        "FT518",
-        key,
-        f"launch.engine: {context.recipe.launch.engine} does not go with {key}: {said}",
-        help=f"change it, or use launch.engine: {engines.by_auto(shards=False)} where the model fits each GPU",
-    )
+    message = f"launch.engine: {context.recipe.launch.engine} does not go with {key}: {said}"
+    help = f"change it, or use launch.engine: {engines.by_auto(shards=False)} where the model fits each GPU"
+    yield context.error("FT518", key, message, help=help)
 
 
 def _stored_products(context: Context, device: DeviceFacts, dtypes: DtypePlan) -> Findings:
@@ -162,24 +147,17 @@ def _processes(context: Context, device: DeviceFacts) -> Findings:
     """FT516 of `ftcli check` alone: what starts processes says it first, and torchrun may start them elsewhere."""
     asked, most = context.recipe.launch.num_processes, most_processes(device.multiprocessors)
     if context.command == "check" and device.probed and device.kind == "cpu" and asked > most:
-        yield context.error(
-            "FT516",
-            "launch.num_processes",
-            f"launch.num_processes {asked:,}: there is no GPU here, and {device.multiprocessors} CPU cores",
-            help="use at most as many processes as there are cores; or name the GPUs that are meant with --as",
-        )
+        message = f"launch.num_processes {asked:,}: there is no GPU here, and {device.multiprocessors} CPU cores"
+        help = "use at most as many processes as there are cores; or name the GPUs that are meant with --as"
+        yield context.error("FT516", "launch.num_processes", message, help=help)
 
 
 def _occupied(context: Context, device: DeviceFacts) -> Findings:
     free, total = device.free_bytes, device.memory_bytes
     if device.kind != "cuda" or free is None or total is None or free >= _BUSY_SHARE * total:
         return
-    yield context.warning(
-        "FT504",
-        "",
-        f"other processes hold {gib(total - free)} of {gib(total)} GiB on {device.name}",
-        help="nvidia-smi lists them",
-    )
+    message = f"other processes hold {gib(total - free)} of {gib(total)} GiB on {device.name}"
+    yield context.warning("FT504", "", message, help="nvidia-smi lists them")
 
 
 _KEY = "launch.context_parallel_size"
@@ -200,26 +178,15 @@ def _shared_rows(context: Context) -> Findings:
         return
     if processes % parts:
         fitting = [str(n) for n in range(2, processes + 1) if processes % n == 0]
-        yield context.error(
-            "FT286",
-            _KEY,
-            f"{_KEY} {parts} does not divide launch.num_processes {processes}",
-            help=f"use {_KEY}: {' or '.join(fitting)}" if fitting else f"start {parts} processes: --gpus {parts}",
-        )
+        message = f"{_KEY} {parts} does not divide launch.num_processes {processes}"
+        help = f"use {_KEY}: {' or '.join(fitting)}" if fitting else f"start {parts} processes: --gpus {parts}"
+        yield context.error("FT286", _KEY, message, help=help)
     if engines.row(launch.engine).processes == 1:
-        yield context.error(
-            "FT286",
-            _KEY,
-            f"{_KEY} {parts} is not supported with launch.engine: {launch.engine}",
-            help=f"use {' or '.join(engines.of_several())}",
-        )
+        message = f"{_KEY} {parts} is not supported with launch.engine: {launch.engine}"
+        yield context.error("FT286", _KEY, message, help=f"use {' or '.join(engines.of_several())}")
     if train.neftune_noise_alpha is not None:
-        yield context.error(
-            "FT286",
-            "train.neftune_noise_alpha",
-            f"train.neftune_noise_alpha needs whole rows, which {_KEY} {parts} splits",
-            help="remove one of the two",
-        )
+        message = f"train.neftune_noise_alpha needs whole rows, which {_KEY} {parts} splits"
+        yield context.error("FT286", "train.neftune_noise_alpha", message, help="remove one of the two")
 
 
 def check_model(context: Context, plan: RunPlan) -> Findings:
@@ -229,12 +196,9 @@ def check_model(context: Context, plan: RunPlan) -> Findings:
         return
     reason = why_rows_stay_whole(plan.facts, plan.execution, parts)
     if reason is not None:
-        yield context.error(
-            "FT345",
-            _KEY,
-            f"{_KEY} {parts}: this model does not support context parallelism: {reason}",
-            help=f"remove {_KEY}; a longer row fits with train.gradient_checkpointing: offload",
-        )
+        message = f"{_KEY} {parts}: this model does not support context parallelism: {reason}"
+        help = f"remove {_KEY}; a longer row fits with train.gradient_checkpointing: offload"
+        yield context.error("FT345", _KEY, message, help=help)
 
 
 def _copies(context: Context) -> Findings:
@@ -244,12 +208,9 @@ def _copies(context: Context) -> Findings:
     if copies == 1 or context.work != "train":
         return
     if launch.engine != engines.AUTO and not engines.row(launch.engine).shards:
-        yield context.error(
-            "FT287",
-            _COPIES,
-            f"{_COPIES} {copies}: under launch.engine: {launch.engine} every process has a copy of the model",
-            help=f"use launch.engine: {engines.by_auto(shards=True)}, or remove {_COPIES}",
-        )
+        message = f"{_COPIES} {copies}: under launch.engine: {launch.engine} every process has a copy of the model"
+        help = f"use launch.engine: {engines.by_auto(shards=True)}, or remove {_COPIES}"
+        yield context.error("FT287", _COPIES, message, help=help)
     fitting = [str(n) for n in range(2, processes // 2 + 1) if processes % n == 0]
     if str(copies) not in fitting:
         yield context.error(

@@ -10,7 +10,7 @@ from ftcli.plan.disk import DiskEstimate, existing_ancestor, why_no_folder, why_
 from ftcli.plan.memory.advice import Verdict
 from ftcli.plan.memory.estimate import MemoryEstimate
 from ftcli.plan.memory.host_total import HostEstimate
-from ftcli.plan.memory.pinned import pinnable_bytes
+from ftcli.plan.memory.workspaces import pinnable_bytes
 from ftcli.preflight.checks.context import Context, Findings
 from ftcli.tables import policies
 from ftcli.units import gib
@@ -40,12 +40,9 @@ def host_findings(context: Context, estimate: MemoryEstimate, free_bytes: int | 
         return
     policy = policies.as_recipe(context.recipe.train.checkpointing)
     may = f"it may take {gib(pinnable_bytes(free_bytes))} of the {gib(free_bytes)} GiB that are free"
-    yield context.error(
-        "FT603",
-        "train.gradient_checkpointing",
-        f"gradient_checkpointing: {policy} keeps {gib(pinned)} GiB in host memory, and {may}",
-        help="use `true`, or lower train.per_device_train_batch_size or data.max_seq_len",
-    )
+    message = f"gradient_checkpointing: {policy} keeps {gib(pinned)} GiB in host memory, and {may}"
+    help = "use `true`, or lower train.per_device_train_batch_size or data.max_seq_len"
+    yield context.error("FT603", "train.gradient_checkpointing", message, help=help)
 
 
 def host_total_findings(context: Context, estimate: HostEstimate, free_bytes: int | None) -> Findings:
@@ -79,27 +76,19 @@ def output_findings(context: Context, output_dir: Path) -> Findings:
     """FT613: the output directory, or the nearest folder above it that exists, cannot be written to."""
     impossible = why_no_folder(output_dir)
     if impossible is not None:
-        yield context.error(
-            "FT613", "run.output_dir", f"run.output_dir {output_dir}: {impossible}", help="choose another --output-dir"
-        )
+        help = "choose another --output-dir"
+        yield context.error("FT613", "run.output_dir", f"run.output_dir {output_dir}: {impossible}", help=help)
         return
     folder = existing_ancestor(output_dir)
     if not is_folder(folder):
-        yield context.error(
-            "FT613",
-            "run.output_dir",
-            f"run.output_dir {output_dir}: {folder} is a file, not a folder",
-            help="choose another --output-dir",
-        )
+        message = f"run.output_dir {output_dir}: {folder} is a file, not a folder"
+        yield context.error("FT613", "run.output_dir", message, help="choose another --output-dir")
         return
     reason = why_not_writable(folder)
     if reason is not None:
-        yield context.error(
-            "FT613",
-            "run.output_dir",
-            f"run.output_dir {output_dir}: {folder} cannot be written to: {reason}",
-            help="choose another --output-dir, or change the folder's permissions",
-        )
+        message = f"run.output_dir {output_dir}: {folder} cannot be written to: {reason}"
+        help = "choose another --output-dir, or change the folder's permissions"
+        yield context.error("FT613", "run.output_dir", message, help=help)
 
 
 def disk_findings(context: Context, estimate: DiskEstimate, output_dir: Path) -> Findings:

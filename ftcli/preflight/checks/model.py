@@ -29,18 +29,12 @@ _SCORE = ("score", "classifier")
 def check(context: Context, facts: ModelFacts) -> Findings:
     """FT250, FT259, FT271, FT301, FT302, FT310 to FT319, FT322 to FT325, FT339, FT340, FT351, FT740, FT747, FT756."""
     if facts.senses is not None and context.work == "train":
-        yield context.note(
-            "FT310",
-            "model.name_or_path",
-            f"only the language model of {facts.name} is trained, on text; {facts.senses}: kept, not trained",
-        )
+        message = f"only the language model of {facts.name} is trained, on text; {facts.senses}: kept, not trained"
+        yield context.note("FT310", "model.name_or_path", message)
     if context.work == "train" and not context.from_prompts and facts.language.get("output_router_logits"):
-        yield context.warning(
-            "FT318",
-            "model.name_or_path",
-            f"{facts.name} has output_router_logits: true; ftcli does not add the router's auxiliary loss",
-            help="adapters need no action (the router is frozen); in full fine-tuning watch the held-out loss",
-        )
+        message = f"{facts.name} has output_router_logits: true; ftcli does not add the router's auxiliary loss"
+        help = "adapters need no action (the router is frozen); in full fine-tuning watch the held-out loss"
+        yield context.warning("FT318", "model.name_or_path", message, help=help)
     if context.recipe.model.attention == "sdpa" and context.work != "export" and not takes_sdpa(facts.text_type):
         message = f"model.attention: sdpa is not available for {facts.text_type} in transformers"
         yield context.error("FT250", "model.attention", message, help="use model.attention: auto, or eager")
@@ -78,12 +72,8 @@ def _classifier(context: Context, facts: ModelFacts) -> Findings:
             help="choose another base model for train.method: reward",
         )
     if context.command in ("chat", "sample"):
-        yield context.error(
-            "FT351",
-            "train.method",
-            "a reward model scores answers and writes none",
-            help="`ftcli eval` measures it; the base model answers under a recipe without train.method: reward",
-        )
+        help = "`ftcli eval` measures it; the base model answers under a recipe without train.method: reward"
+        yield context.error("FT351", "train.method", "a reward model scores answers and writes none", help=help)
     tell = context.error if context.command == "export" else context.note
     able = [name for name, row in exports.TABLE.items() if row.scores]
     for index, name in enumerate(context.recipe.export.formats):
@@ -113,23 +103,15 @@ def _stored_quantized(context: Context, facts: ModelFacts) -> Findings:
             help="name the model in bfloat16",
         )
     elif context.recipe.quantization.method != stored and context.recipe.model.init == "pretrained":
-        yield context.error(
-            "FT316",
-            path,
-            f"{facts.name} is stored in {stored}",
-            help=f"set quantization.method: {stored}, or name it in bfloat16",
-        )
+        help = f"set quantization.method: {stored}, or name it in bfloat16"
+        yield context.error("FT316", path, f"{facts.name} is stored in {stored}", help=help)
     elif quantizations.row(stored).training is not None:
         # Masters are written as they are, and what adapters are merged into is said above.
         yield from _warm_up(context, facts)
     elif merges:
         tell = context.error if context.command == "export" else context.note  # known before anything is trained
-        yield tell(
-            "FT316",
-            path,
-            f"{facts.name} is stored in {stored}, and merging needs the base model in full precision",
-            help=f"use export.formats: [{', '.join(exports.names(merges=False))}]",
-        )
+        message = f"{facts.name} is stored in {stored}, and merging needs the base model in full precision"
+        yield tell("FT316", path, message, help=f"use export.formats: [{', '.join(exports.names(merges=False))}]")
 
 
 def _warm_up(context: Context, facts: ModelFacts) -> Findings:
@@ -173,12 +155,8 @@ def _formats_of_rounded(context: Context, method: str) -> Findings:
             yield tell("FT339", path, message, help=f"use export.formats: [{', '.join(exports.of_masters())}]")
         elif row.of_quantized and method not in row.of_quantized:
             wanted = " or ".join(row.of_quantized)
-            yield tell(
-                "FT339",
-                path,
-                f"{name} packs weights of quantization.method: {wanted}, and this recipe has {method}",
-                help="leave it out",
-            )
+            message = f"{name} packs weights of quantization.method: {wanted}, and this recipe has {method}"
+            yield tell("FT339", path, message, help="leave it out")
 
 
 def _ternary_types(context: Context, method: str) -> Findings:
@@ -198,12 +176,9 @@ def _random_base(context: Context, facts: ModelFacts) -> Findings:
     recipe = context.recipe
     merged = [name for name in recipe.export.formats if exports.row(name).merges]
     if context.trains and recipe.model.init == "random" and recipe.lora is not None and merged:
-        yield context.note(
-            "FT747",
-            "model.init",
-            f"{facts.name} has random weights, which are not saved, so `ftcli export` cannot merge the adapter",
-            help=f"use export.formats: [{', '.join(exports.names(merges=False))}]",
-        )
+        message = f"{facts.name} has random weights, which are not saved, so `ftcli export` cannot merge the adapter"
+        help = f"use export.formats: [{', '.join(exports.names(merges=False))}]"
+        yield context.note("FT747", "model.init", message, help=help)
 
 
 def _llama_cpp(context: Context, facts: ModelFacts) -> Findings:
@@ -264,12 +239,8 @@ def _positions(context: Context, facts: ModelFacts) -> Findings:
         )
         return
     if limit is not None and asked > limit:
-        yield context.error(
-            "FT301",
-            "data.max_seq_len",
-            f"data.max_seq_len {asked} exceeds what {facts.name} can attend to ({limit})",
-            help=f"use at most {limit}",
-        )
+        message = f"data.max_seq_len {asked} exceeds what {facts.name} can attend to ({limit})"
+        yield context.error("FT301", "data.max_seq_len", message, help=f"use at most {limit}")
         return
     scaling = facts.rope_scaling
     if scaling is not None and scaling.original is not None and asked > scaling.original:
@@ -280,21 +251,14 @@ def _positions(context: Context, facts: ModelFacts) -> Findings:
             + (f", factor {scaling.factor:g})" if scaling.factor else ")"),
         )
     if facts.sliding_window is not None and asked > facts.sliding_window:
-        yield context.note(
-            "FT302",
-            "data.max_seq_len",
-            f"layers with a sliding window attend to the last {facts.sliding_window} of up to {asked} tokens",
-        )
+        message = f"layers with a sliding window attend to the last {facts.sliding_window} of up to {asked} tokens"
+        yield context.note("FT302", "data.max_seq_len", message)
 
 
 def _heads(context: Context, shape: ModelShape) -> Findings:
     if shape.head_dim % 2:
-        yield context.error(
-            "FT319",
-            "model.name_or_path",
-            f"head_dim {shape.head_dim} is odd; rotary embeddings need an even one",
-            help="correct head_dim in config.json",
-        )
+        message = f"head_dim {shape.head_dim} is odd; rotary embeddings need an even one"
+        yield context.error("FT319", "model.name_or_path", message, help="correct head_dim in config.json")
 
 
 def _adapters(context: Context, facts: ModelFacts, shape: ModelShape) -> Findings:
@@ -319,12 +283,8 @@ def _target(context: Context, facts: ModelFacts, shape: ModelShape, path: str, t
         leaves = [linear.leaf for linear in shape.linears]
         close = get_close_matches(target, leaves, 1)
         listed = f"{facts.model_type} has: {', '.join(leaves)}"
-        yield context.error(
-            "FT311",
-            path,
-            f"lora.target_modules: {facts.name} has no linear layer {target}",
-            help=f"did you mean {close[0]}? {listed}" if close else listed,
-        )
+        help = f"did you mean {close[0]}? {listed}" if close else listed
+        yield context.error("FT311", path, f"lora.target_modules: {facts.name} has no linear layer {target}", help=help)
 
 
 def _saved_module(context: Context, facts: ModelFacts, shape: ModelShape, path: str, name: str) -> Findings:
@@ -337,12 +297,9 @@ def _saved_module(context: Context, facts: ModelFacts, shape: ModelShape, path: 
     elif name not in (*TABLES, "norm", *(linear.leaf for linear in shape.linears)):
         yield no_module_finding(name, TABLES, context.origins.at(path))
     elif quantizations.row(method).freezes_base and name in (linear.leaf for linear in shape.linears):
-        yield context.error(
-            "FT271",
-            path,
-            f"lora.modules_to_save: {name} is stored in {method}, which cannot be trained",
-            help=f"name it in lora.target_modules, or keep to {', '.join(TABLES)}, norm",
-        )
+        message = f"lora.modules_to_save: {name} is stored in {method}, which cannot be trained"
+        help = f"name it in lora.target_modules, or keep to {', '.join(TABLES)}, norm"
+        yield context.error("FT271", path, message, help=help)
 
 
 def _tokens(context: Context, facts: ModelFacts) -> Findings:
@@ -356,12 +313,9 @@ def _tokens(context: Context, facts: ModelFacts) -> Findings:
         if pad is not None and not -size <= pad < size:  # -1 is the last row of torch's embedding
             beyond.append(pad)
         for token in beyond:
-            yield context.error(
-                "FT325",
-                "model.name_or_path",
-                f"config.json names token id {token}, and the vocabulary has {size}",
-                help="correct eos_token_id and pad_token_id in config.json",
-            )
+            message = f"config.json names token id {token}, and the vocabulary has {size}"
+            help = "correct eos_token_id and pad_token_id in config.json"
+            yield context.error("FT325", "model.name_or_path", message, help=help)
 
 
 def _tokenizer(context: Context, facts: ModelFacts, path: str) -> Findings:
@@ -379,11 +333,8 @@ def _tokenizer(context: Context, facts: ModelFacts, path: str) -> Findings:
     if tokenizer.eos_token is None:
         yield no_stop_finding(f"in {tokenizer.folder}", context.origins.at(path))
     elif tokenizer.pad_token is None or tokenizer.pad_token == tokenizer.eos_token:
-        yield context.note(
-            "FT324",
-            path,
-            f"rows are padded with the stop token {tokenizer.eos_token}, which is harmless: padding is masked",
-        )
+        message = f"rows are padded with the stop token {tokenizer.eos_token}, which is harmless: padding is masked"
+        yield context.note("FT324", path, message)
 
 
 def _weights(context: Context, facts: ModelFacts) -> Findings:

@@ -65,31 +65,24 @@ def _method(context: Context) -> Findings:
     for section in methods.sections():
         readers = [m.name for m in methods.TABLE.values() if m.section == section and m.command == method.command]
         if readers and method.name not in readers and getattr(recipe, section) is not None:
-            yield context.error(
-                "FT250",
-                section,
-                f"the section {section} is not read under train.method: {method.name}",
-                help=f"write train.method: {' | '.join(readers)}, or remove the section",
-            )
+            message = f"the section {section} is not read under train.method: {method.name}"
+            help = f"write train.method: {' | '.join(readers)}, or remove the section"
+            yield context.error("FT250", section, message, help=help)
     for path, usable in method.supports.items():
         value = recipe.value_of(path)
         if value not in usable:
             help = "remove it" if usable == (None,) else f"use {', '.join(as_in_recipe(v) for v in usable)}"
-            yield context.error(
-                "FT250", path, f"{path}: {as_in_recipe(value)} is not supported by {method.title}", help
-            )
+            message = f"{path}: {as_in_recipe(value)} is not supported by {method.title}"
+            yield context.error("FT250", path, message, help)
 
 
 def _exports(context: Context, installed: Installed) -> Findings:
     for index, name in enumerate(context.recipe.export.formats):
         row = exports.row(name)
         if row.package is not None and not installed(row.package.name):
-            yield context.error(
-                "FT253",
-                f"export.formats.{index}",
-                f"export.formats: {name} needs the package {row.package.name}, which is not installed",
-                help=f"pip install '{row.package.install}'",
-            )
+            message = f"export.formats: {name} needs the package {row.package.name}, which is not installed"
+            help = f"pip install '{row.package.install}'"
+            yield context.error("FT253", f"export.formats.{index}", message, help=help)
 
 
 def _programs(context: Context) -> Findings:
@@ -104,21 +97,13 @@ def _programs(context: Context) -> Findings:
 
 def _code(context: Context) -> Findings:
     if context.recipe.model.trust_remote_code:
-        yield context.error(
-            "FT252",
-            "model.trust_remote_code",
-            "ftcli runs no code from a model repository",
-            help="remove model.trust_remote_code and use a model that transformers has built in",
-        )
+        help = "remove model.trust_remote_code and use a model that transformers has built in"
+        yield context.error("FT252", "model.trust_remote_code", "ftcli runs no code from a model repository", help=help)
 
 
 def _loggers(context: Context, installed: Installed) -> Findings:
     for name in context.recipe.logging.loggers:
         row = loggers.row(name)
         if not installed(row.package):
-            yield context.error(
-                "FT253",
-                f"logging.{name}",
-                f"logging.{name} needs the package {row.package}, which is not installed",
-                help=f"pip install '{row.install}'",
-            )
+            message = f"logging.{name} needs the package {row.package}, which is not installed"
+            yield context.error("FT253", f"logging.{name}", message, help=f"pip install '{row.install}'")

@@ -64,9 +64,5 @@ def _unknown(row: Row) -> FtcliError:
     known = ((name, layout.columns) for name, layout in layouts.TABLE.items() if layout.columns)
     expected = "; ".join(f"{name}: {', '.join(columns)}" for name, columns in known)
     rename = f"write `columns: {guess}` beside `path`" if guess else "rename columns with `columns`"
-    return data_error(
-        "FT411",
-        f"the columns {named} fit no known layout",
-        row.origin,
-        help=f"{rename}; expected one of {expected}",
-    )
+    help = f"{rename}; expected one of {expected}"
+    return data_error("FT411", f"the columns {named} fit no known layout", row.origin, help=help)

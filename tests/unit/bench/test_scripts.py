@@ -35,7 +35,7 @@ def test_without_a_gpu_one_line_says_so(
 ) -> None:
     module = script(name)
     monkeypatch.setattr(script("common"), "gpu", lambda: None)
-    monkeypatch.setattr("sys.argv", [name, *([str(tmp_path)] if name == "scaling" else [])])
+    monkeypatch.setattr("sys.argv", [name, *([str(tmp_path)] if name in ("scaling", "loading") else [])])
     with pytest.raises(SystemExit) as ended:
         module.main()
     assert str(ended.value.code).startswith("no CUDA GPU here")

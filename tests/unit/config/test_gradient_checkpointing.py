@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from ftcli.config.dump import dump_recipe
 from ftcli.config.load import Override, load_recipe
+from ftcli.config.yaml import dump_recipe
 from ftcli.errors import FtcliError
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ftcli.config.dump import undumped
 from ftcli.config.load import LoadedRecipe, Override, dump_recipe, load_recipe
+from ftcli.config.yaml import undumped
 from ftcli.errors import ExitCode, FtcliError
 
 HEAD = "version: 1\nmodel: {name_or_path: m}\n"

@@ -10,7 +10,7 @@ import torch
 from ftkernels.sampling import GREEDY, Sampling, row_seed
 
 from ftcli.facts.generation import EngineLayout, pages_of
-from ftcli.generation.engine import Engine
+from ftcli.generation.engine import Engine, why_no_graphs
 from ftcli.generation.forward import Forward
 from ftcli.generation.generator import open_generator
 from ftcli.generation.requests import GenerationRequest, NotFinite, StopCheck, StopConditions
@@ -70,6 +70,26 @@ def test_greedy_is_generates(model_type: str) -> None:
         found = engine_of(model, rows=3).complete(requests)
         assert [one[0].tokens for one in found] == expected, kernels
         assert {one[0].ended for one in found} == {"limit"}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "kernels", "captured"),
+    [
+        ("llama", "off", True),
+        ("qwen3_moe", "off", False),
+        ("qwen3_moe", "reference", True),
+        ("gpt_oss", "off", False),
+        ("gpt_oss", "reference", True),
+    ],
+)
+def test_transformers_own_experts_are_not_captured(model_type: str, kernels: Any, captured: bool) -> None:
+    """They read on the host how many tokens each has, which ends a capture with an error; asked of no GPU."""
+    model = build(model_type).requires_grad_(False)
+    patch(model, kernels)
+    forward = Forward(model, PLAN, CPU)
+    assert (why_no_graphs(forward, torch.device("cuda"), wanted=True) is None) is captured
+    assert why_no_graphs(forward, torch.device("cuda"), wanted=False) is not None
+    assert engine_of(model).stepper.status.stopped == "CUDA graphs need a GPU"
 
 
 @pytest.fixture(scope="module")

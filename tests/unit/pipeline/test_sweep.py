@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ftcli.config.dump import dump_recipe
 from ftcli.config.grid import combinations
+from ftcli.config.yaml import dump_recipe
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.pipeline import sweep as sweeping
 from ftcli.pipeline.sweep import Sweep, SweepResult, SweepRun, plan_sweep

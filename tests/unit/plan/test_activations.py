@@ -21,7 +21,7 @@ from ftcli.model.patch import patch
 from ftcli.plan.memory.activations import ActivationSettings, LayerMemory, norm_bytes, plain_layers
 from ftcli.plan.memory.checkpointing import HeldBytes, Offloaded
 from ftcli.plan.memory.fused_activations import fused_layers
-from ftcli.plan.memory.pinned import pinned_bytes
+from ftcli.plan.memory.workspaces import pinned_bytes
 from ftcli.plan.precision import DtypePlan
 from ftcli.tables import code_of, families, policies
 from tests.small_models import KINDS, MULTIMODAL, by_kind
