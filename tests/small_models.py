@@ -157,6 +157,7 @@ TEXT: dict[str, dict[str, Any]] = {
     "glm4_moe": {**_ROUTED, **_HEADS},
     "glm4_moe_lite": {**_LATENT, **_ROUTED, "num_hidden_layers": 3},
     "deepseek_v3": {**_LATENT, **_ROUTED},
+    "youtu": {**_LATENT},
     "exaone4": {**_HEADS, "sliding_window": 16},
     "ernie4_5": {**_HEADS},
     "hunyuan_v1_dense": {**_HEADS},
@@ -378,7 +379,10 @@ def config_of(model_type: str, **change: Any) -> Any:
 
     if model_type not in MULTIMODAL:
         own = TEXT[model_type] if model_type in TEXT else FURTHER[model_type]
-        return AutoConfig.for_model(model_type, **_with_common({**own, **change}))
+        config = AutoConfig.for_model(model_type, **_with_common({**own, **change}))
+        for key in [key for key, value in change.items() if value is None]:
+            setattr(config, key, None)  # which is another thing than the default, as of q_lora_rank
+        return config
     text, vision, beside = MULTIMODAL[model_type]
     ids = {name: _COMMON[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     tied = text.get("tie_word_embeddings", False)

@@ -62,14 +62,17 @@ Families that behave alike share a row, the most trained ones first.
 - `all-linear` includes every expert, in PEFT's layout; `lora.experts: false` leaves them out. NF4 packs experts too,
   while they load. On the kernels experts are trained with adapters; full fine-tuning of them runs on transformers'
   code, without the auxiliary loss (FT318). On a quantized base the dense layers beside the experts of
-  Qwen3-Next, GLM-4-MoE and DeepSeek-V3 have no adapter; a run says so.
+  Qwen3-Next, GLM-4-MoE, GLM-4.7-Flash and DeepSeek-V3 have no adapter; a run says so.
+- Latent attention (GLM-4.7-Flash; Moonlight and Kanana-2, which are of `deepseek_v3`; Youtu) has an adapter on every
+  projection. Attention sees expanded heads of the keys' width; values that are wider stay on transformers' layers.
 - Multimodal checkpoints are trained on text. Their other parts are frozen, never quantized, and exported as they were.
 - Gemma-4 is E2B, E4B, 12B (`gemma4_unified`), 31B and 26B-A4B. Adapters on its layers include both linears of a layer's
   own input; towers, whose linears PEFT refuses, are never meant. With such inputs (E2B, E4B) weights are not sharded
   by `fsdp` (FT518); under `lean` their table lies in host memory. A router stays as it was, its scales too.
 - The memory of families whose kernels are `none` is measured by running their layers without memory, which takes
   seconds. They are sharded by `fsdp` too, generate through transformers, and take about 1.5 times as long on a GPU.
-  Those on the kernels generate on ftcli's [engine](generation.md), Qwen3.5 with a state a row beside keys and values.
+  Those on the kernels generate on ftcli's [engine](generation.md), Qwen3.5 with a state a row beside keys and values,
+  latent attention with latents alone.
 
 gpt-oss is read as it is released, experts in MXFP4 ([quantization.md](quantization.md#nf4)). Also refused: weights
 stored in fp8 (DeepSeek-V3): name a copy in bfloat16 (FT316); other multimodal checkpoints and encoder-decoders (FT309),

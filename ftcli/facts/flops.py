@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from ftcli.config.model import LoraConfig
 from ftcli.facts.adapters import LinearAdapter, adapters
 from ftcli.facts.model import ModelFacts
-from ftcli.facts.shape import DeltaNet, Linear, is_gate_and_up
+from ftcli.facts.shape import Attention, DeltaNet, LatentAttention, Linear, is_gate_and_up
 from ftcli.tables import policies
 from ftcli.tables.policies import PolicyName
 
@@ -71,7 +71,7 @@ def step_flops(
     adapted = () if lora is None else adapters(counted, lora)
     linear_forward = sum(_linear(layer.linears) for layer in counted.layers)
     adapters_forward = _adapters(adapted)
-    product = 2.0 * sum(each.width * _mean_keys(each.window, seq_len) for each in counted.attending)
+    product = 2.0 * sum(_product_width(each) * _mean_keys(each.window, seq_len) for each in counted.attending)
     nets_forward = sum(map(_delta_net, counted.delta_nets))
     head_forward = 2.0 * shape.vocab_size * shape.hidden_size
     recompute = 0.0
@@ -92,6 +92,15 @@ def step_flops(
         head=head_forward * (2.0 + weight_gradient),
         recompute=recompute,
     )
+
+
+def _product_width(attention: Attention) -> float:
+    """Features of all heads in attention's products: their mean over the seven of a step, of which four are of queries
+    and keys and three of values, where these are narrower.
+    """
+    if not isinstance(attention, LatentAttention):
+        return attention.width
+    return attention.heads * (4 * attention.head_dim + 3 * attention.value_dim) / 7
 
 
 def _delta_net(net: DeltaNet) -> float:

@@ -35,6 +35,8 @@ class CacheShape:
     ``places``: for each decoder layer its place among those of its kind, or that of the layer whose keys it takes;
     empty where all attend alike. ``further``: of layers with other heads, their number, their key heads, and the size
     of these; ``pools``: for each decoder layer whether its pages are of the first heads, 0, or which of these.
+    ``latent``: features of a position that stand for the values of all heads, its first ones; 0 where values are kept
+    beside keys.
     """
 
     layers: int
@@ -46,6 +48,7 @@ class CacheShape:
     places: tuple[int, ...] = ()
     further: tuple[tuple[int, int, int], ...] = ()
     pools: tuple[int, ...] = ()
+    latent: int = 0
 
     @property
     def heads(self) -> tuple[tuple[int, int, int], ...]:
@@ -56,7 +59,7 @@ class CacheShape:
     def page_bytes(self) -> int:
         """Bytes of one page, of all layers."""
         features = sum(layers * heads * size for layers, heads, size in self.heads)
-        return 2 * features * self.element_bytes * CACHE_PAGE
+        return (1 if self.latent else 2) * features * self.element_bytes * CACHE_PAGE
 
     @property
     def widest_head(self) -> int:
@@ -73,7 +76,10 @@ class CacheShape:
 
 
 def cache_shape(shape: ModelShape, element_bytes: int) -> CacheShape:
-    """What a model's layers keep of the tokens before, keys and values in elements of so many bytes."""
+    """What a model's layers keep of the tokens before, keys and values, or latents, in elements of so many bytes."""
+    if shape.latents:  # a position is one latent and one rotated key, for all heads
+        one = shape.latents[0]
+        return CacheShape(shape.num_layers, 1, sum(one.kept), element_bytes, latent=one.kept[0])
     nets = shape.delta_nets
     if shape.family.global_heads:
         return _of_several_heads(shape, element_bytes)
@@ -184,6 +190,8 @@ def why_no_engine(text_config: JsonMap, family: Family | None, *, on_kernels: bo
         return f"transformers' layers of model_type {text_config.get('model_type')} hand no cache of ours to attention"
     if family.delta_nets is not None and not on_kernels:
         return f"transformers' layers of model_type {text_config.get('model_type')} take no states of ours"
+    if family.latents is not None and not on_kernels:
+        return f"transformers' layers of model_type {text_config.get('model_type')} keep latents in caches of their own"
     kind = batch_dependent_rope(text_config)
     return None if kind is None else f"rotary embeddings of kind {kind} depend on the longest row of a batch"
 

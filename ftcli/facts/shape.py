@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ftcli.facts.language import Config, text_values
 from ftcli.facts.towers import other_parameters
-from ftcli.tables.families import PARALLEL, Experts, Family, Groups, Norms, family_of
+from ftcli.tables.families import PARALLEL, Experts, Family, Groups, Latents, Norms, family_of
 
 #: Linear layers of a decoder layer that read the same input, by their paths in the layer. ftcli's kernels multiply by
 #: the weights of a group at once.
@@ -21,6 +21,7 @@ SHARED_INPUTS = (
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     ("mlp.gate_proj", "mlp.up_proj"),
     ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z", "linear_attn.in_proj_b", "linear_attn.in_proj_a"),
+    ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"),
 )
 #: The first half of the gated MLP: two linear layers, or one where a family joins them, or experts' stack.
 _GATE_AND_UP = ("gate_proj", "up_proj", "gate_up_proj")
@@ -84,7 +85,7 @@ class Attention:
     head_dim: int
     window: int | None
     rotary_dim: int
-    keys: Literal["own", "one", "shared"] = "own"
+    keys: Literal["own", "one", "shared"] = field(default="own", kw_only=True)
 
     @property
     def width(self) -> int:
@@ -95,6 +96,54 @@ class Attention:
     def key_width(self) -> int:
         """Features of all key heads together (and of all value heads)."""
         return self.kv_heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention(Attention):
+    """Multi-head latent attention of one layer, of heads that are expanded from the latents: ``head_dim`` is that of
+    queries and keys, of which the last ``rotary_dim`` features are rotated.
+
+    Attributes:
+        q_rank: Features of the queries' latent; None: they are made of the layer's input.
+        kv_rank: Features of the latent of keys and values.
+        value_dim: Features of a head's values.
+    """
+
+    q_rank: int | None
+    kv_rank: int
+    value_dim: int
+
+    @property
+    def plain_dim(self) -> int:
+        """Features of a head's queries and keys that are not rotated."""
+        return self.head_dim - self.rotary_dim
+
+    @property
+    def expanded(self) -> int:
+        """Features that the keys' and values' latent is expanded to, of all heads."""
+        return self.heads * (self.plain_dim + self.value_dim)
+
+    @property
+    def entering(self) -> tuple[int, int]:
+        """Features that the layer's input is multiplied to: queries or their latent; the other latent and the key that
+        heads share.
+        """
+        return self.q_rank or self.width, self.kv_rank + self.rotary_dim
+
+    @property
+    def kept(self) -> tuple[int, int]:
+        """Features that generation keeps of a token: the latent of keys and values, and the key that heads share."""
+        return self.kv_rank, self.rotary_dim
+
+    @property
+    def parameters(self) -> int:
+        """Elements of the latents' norms."""
+        return (self.q_rank or 0) + self.kv_rank
+
+    @property
+    def output_width(self) -> int:
+        """Features of all values together."""
+        return self.heads * self.value_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +195,11 @@ class Layer:
     def attention(self) -> Attention | None:
         """The mixer, if it attends."""
         return self.mixer if isinstance(self.mixer, Attention) else None
+
+    @property
+    def latent(self) -> LatentAttention | None:
+        """The mixer, if it attends by latents."""
+        return self.mixer if isinstance(self.mixer, LatentAttention) else None
 
     @property
     def delta_net(self) -> DeltaNet | None:
@@ -242,6 +296,11 @@ class ModelShape:
     def delta_nets(self) -> tuple[DeltaNet, ...]:
         """The delta net of each layer that has one."""
         return tuple(layer.delta_net for layer in self.layers if layer.delta_net is not None)
+
+    @property
+    def latents(self) -> tuple[LatentAttention, ...]:
+        """The attention of each layer that attends by latents."""
+        return tuple(layer.latent for layer in self.layers if layer.latent is not None)
 
     @property
     def has_experts(self) -> bool:
@@ -372,11 +431,7 @@ def shape_of(config: Config) -> ModelShape | None:
     others = other_parameters(config)
     config = text_values(config)
     family = family_of(str(config.get("model_type")))
-    if family is None or others is None or any(config.get(key) for key in family.not_with):
-        return None
-    if any(config.get(key) not in (None, value) for key, value in family.only_with):
-        return None
-    if config.get("use_bidirectional_attention") == "all":
+    if family is None or others is None or _is_built_otherwise(config, family):
         return None
     hidden = _whole(config, "hidden_size")
     # A model may consist of experts alone.
@@ -385,9 +440,12 @@ def shape_of(config: Config) -> ModelShape | None:
     kv_heads = _whole(config, "num_key_value_heads", heads)
     if heads % kv_heads:
         raise ValueError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
-    if family.head_dim is None and config.get("head_dim") is None and hidden % heads:
+    latent = None if family.latents is None else _latent(config, family.latents, heads)
+    if family.head_dim is None and latent is None and config.get("head_dim") is None and hidden % heads:
         raise ValueError(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
-    head_dim = _whole(config, "head_dim", family.head_dim or hidden // heads)
+    head_dim = _whole(config, "head_dim", family.head_dim or max(hidden // heads, 1))
+    if latent is not None:
+        kv_heads, head_dim = latent.kv_heads, latent.head_dim
     tied = config.get("tie_word_embeddings")
     parallel = _stated(config, family.parallel)
     norms = _norm_parameters(family, hidden, intermediate, parallel=parallel)
@@ -404,15 +462,18 @@ def shape_of(config: Config) -> ModelShape | None:
     mixture = None if family.experts is None else _Mixture.of(config, family.experts, hidden)
     layers = []
     for window, turns, net, has_experts in zip(windows, rotated, nets, sparse, strict=True):
-        mixer: Attention | DeltaNet = net or Attention(heads, kv_heads, head_dim, window, rotary_dim if turns else 0)
+        own = net or latent
+        mixer = own or Attention(heads, kv_heads, head_dim, window, rotary_dim if turns else 0)
         groups, beside = (family.groups if net is None else family.delta_groups), norms
-        beside += of_heads if net is None else net.parameters
-        beside += heads if family.sinks and net is None else 0
+        if latent is not None:
+            groups = family.latent_groups(compressed=latent.q_rank is not None)
+        beside += of_heads if own is None else own.parameters
+        beside += heads if family.sinks and own is None else 0
         inner, stacks = intermediate, tuple[Linear, ...]()
         if has_experts and mixture is not None:
             inner, stacks, groups = mixture.shared_width, mixture.stacks, family.with_experts(groups)
             beside += mixture.router_parameters
-        linears = _linears(config, family, (hidden, inner, *widths[2:]), groups, net)
+        linears = _linears(config, family, (hidden, inner, *widths[2:]), groups, own)
         layers.append(Layer(mixer, inner, (*linears, *stacks), groups, beside))
     return ModelShape(
         family=family,
@@ -427,6 +488,13 @@ def shape_of(config: Config) -> ModelShape | None:
         other_parameters=others,
         parallel=parallel,
     )
+
+
+def _is_built_otherwise(config: Config, family: Family) -> bool:
+    """True of a config that says what the family's row does not describe; of attention that is not causal, too."""
+    stated = any(config.get(key) for key in family.not_with)
+    other = any(config.get(key) not in (None, value) for key, value in family.only_with)
+    return stated or other or config.get("use_bidirectional_attention") == "all"
 
 
 def _varied(
@@ -453,7 +521,7 @@ def _varied(
             raise ValueError(f"num_attention_heads {usual.heads} is not a multiple of num_key_value_heads {kv_heads}")
         one = config.get("attention_k_eq_v") and window is None
         keys: Literal["own", "one", "shared"] = "shared" if at >= first else "one" if one else "own"
-        attentions.append(Attention(usual.heads, kv_heads, head_dim, window, head_dim, keys))
+        attentions.append(Attention(usual.heads, kv_heads, head_dim, window, head_dim, keys=keys))
     inputs = 0 if family.layer_input is None else _at_least(config, family.layer_input, 0)
     tied = config.get("tie_word_embeddings")
     return ModelShape(
@@ -606,6 +674,22 @@ def _delta_nets(config: Config, family: Family, count: int) -> tuple[DeltaNet | 
     return tuple(net if (at + 1) % every else None for at in range(count))
 
 
+def _latent(config: Config, latents: Latents, heads: int) -> LatentAttention:
+    """The latent attention of each layer."""
+    rotated, plain = _whole(config, "qk_rope_head_dim"), _whole(config, "qk_nope_head_dim")
+    q_rank = config.get("q_lora_rank") if "q_lora_rank" in config else latents.q_rank
+    return LatentAttention(
+        heads,
+        heads,
+        plain + rotated,
+        None,
+        rotated,
+        None if q_rank is None else _whole({"q_lora_rank": q_rank}, "q_lora_rank"),
+        _whole(config, "kv_lora_rank"),
+        _whole(config, "v_head_dim"),
+    )
+
+
 class _Mixture(NamedTuple):
     """The experts of a layer: their stacks, the width of the shared one (0: there is none), and the elements of what
     chooses among them, and of norms of theirs.
@@ -646,9 +730,10 @@ def _sparse(config: Config, family: Family, count: int) -> tuple[bool, ...]:
         return (False,) * count
     if experts.dense == "none":
         return (True,) * count
-    if experts.dense == "mlp_layer_types":
+    if experts.dense in ("mlp_layer_types", "types_or_first"):
         types = config.get("mlp_layer_types")
-        listed = types if isinstance(types, list) else ["sparse"] * count
+        alone = ["dense"] if experts.dense == "types_or_first" else []
+        listed = types if isinstance(types, list) else [*alone, *["sparse"] * (count - len(alone))]
         if len(listed) < count:
             raise ValueError(f"mlp_layer_types names {len(listed)} layers, and num_hidden_layers is {count}")
         return tuple(kind == "sparse" for kind in listed[:count])
@@ -660,16 +745,20 @@ def _sparse(config: Config, family: Family, count: int) -> tuple[bool, ...]:
     return tuple(at not in left and (at + 1) % step == 0 for at in range(count))
 
 
+#: Paths of linears that share an input, its features, theirs, and whether they have biases.
+_Linears: TypeAlias = tuple[tuple[str, ...], int, tuple[int, ...], bool]
+
+
 def _linears(
     config: Config,
     family: Family,
     widths: tuple[int, int, int, int],
     groups: Groups,
-    net: DeltaNet | None,
+    own: DeltaNet | LatentAttention | None,
     inputs: int = 0,
 ) -> tuple[Linear, ...]:
-    """The linears of ``groups``. ``widths``: of the residual stream, the MLP, all query heads, and all key heads;
-    ``inputs``: of a layer's own input.
+    """The linears of ``groups``. ``widths``: of the residual stream, the MLP, all query heads, and all key heads.
+    ``own``: the mixer, where it is no plain attention; ``inputs``: features of a layer's own input.
     """
     hidden, inner, q, kv = widths
     biases = [_stated(config, each) for each in (family.qkv_bias, family.o_bias, family.mlp_bias)]
@@ -677,11 +766,14 @@ def _linears(
     entering: tuple[int, ...] = (q + 2 * kv,) if "qkv" in family.joined else (q, kv, kv)
     if "q_gate" in family.joined:
         entering = (2 * q, kv, kv)
-    if net is not None:
+    if isinstance(own, DeltaNet):
         biases[:2] = False, False
-        entering, q = (net.channels, net.width, net.value_heads, net.value_heads), net.width
-    sizes: list[tuple[tuple[str, ...], int, tuple[int, ...], bool]] = [
-        (groups.qkv, hidden, entering[: len(groups.qkv)], biases[0]),
+        entering, q = (own.channels, own.width, own.value_heads, own.value_heads), own.width
+    first_ones: list[_Linears] = [(groups.qkv, hidden, entering[: len(groups.qkv)], biases[0])]
+    if isinstance(own, LatentAttention):
+        first_ones, q = _latent_linears(own, hidden, groups, bias=biases[0]), own.output_width
+    sizes: list[_Linears] = [
+        *first_ones,
         (groups.o, q, (hidden,), biases[1]),
         (groups.gate_up, hidden, first[: len(groups.gate_up)], biases[2]),
         (groups.down, inner, (hidden,) * len(groups.down), biases[2]),
@@ -694,6 +786,19 @@ def _linears(
         for names, width, outs, bias in sizes
         for name, out in zip(names, outs, strict=True)
     )
+
+
+def _latent_linears(latent: LatentAttention, hidden: int, groups: Groups, *, bias: bool) -> list[_Linears]:
+    """Those in front of attention; what makes queries or keys and values of their latents, or of no latent, has no
+    bias.
+    """
+    q, kv = latent.entering
+    return [
+        (groups.qkv[:1], hidden, (q,), bias and latent.q_rank is not None),
+        (groups.qkv[1:], hidden, (kv,), bias),
+        (groups.queries, latent.q_rank or 0, (latent.width,) * len(groups.queries), False),
+        (groups.keys_values, latent.kv_rank, (latent.expanded,), False),
+    ]
 
 
 #: Of any size: far from what no float can be.

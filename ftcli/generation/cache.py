@@ -1,14 +1,14 @@
-"""What layers keep of the tokens before: pages of keys and values, and slots with the states of delta nets; which of
-them are free; and what the layers of one call do with them.
+"""What layers keep of the tokens before: pages of keys and values, or of latents that both come from, and slots with
+the states of delta nets; which of them are free; and what the layers of one call do with them.
 
 Pages and slots are counted on the host alone: lengths are known there without asking the device. A call reaches each
-layer as the keyword argument ``cached`` (:class:`ftcli.model.attention.AttentionCache` and
-:class:`ftcli.model.delta_layer.StateCache`); no module holds it.
+layer as the keyword argument ``cached`` (:class:`ftcli.model.attention.AttentionCache`,
+:class:`ftcli.model.latent_layer.LatentCache` and :class:`ftcli.model.delta_layer.StateCache`); no module holds it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -21,6 +21,7 @@ from ftkernels.delta_rule import delta_rule_ends
 from ftkernels.delta_step import conv_step, delta_step
 from ftkernels.device import BackendName
 from ftkernels.gated_norm import gated_norm
+from ftkernels.latent_decode import decode_latents
 from ftkernels.limits import CACHE_PAGE
 from torch import Tensor
 
@@ -111,17 +112,16 @@ class States:
 
 class Cache:
     """Pages of keys and values of all layers that attend, (layers, pages, heads, positions, features) each, those of
-    layers with other heads apart; and states of the others, in ``slots`` slots.
+    layers with other heads apart; and states of the others, in ``slots`` slots. Latents stand in the keys' place, of
+    one head, and there are no values.
     """
 
     def __init__(self, shape: CacheShape, layout: EngineLayout, dtype: torch.dtype, device: torch.device) -> None:
-        self._pages = [
-            tuple(
-                torch.empty((layers, layout.pages, heads, CACHE_PAGE, size), dtype=dtype, device=device)
-                for _ in range(2)
-            )
-            for layers, heads, size in shape.heads
-        ]
+        self._pages = []
+        for layers, heads, size in shape.heads:
+            sizes = layers, layout.pages, heads, CACHE_PAGE, size
+            values = sizes if not shape.latent else (*sizes[:2], 0, 0, 0)
+            self._pages.append(tuple(torch.empty(each, dtype=dtype, device=device) for each in (sizes, values)))
         self.keys, self.values = self._pages[0]
         self._pools = shape.pools
         self.slots = slots_of(shape, layout.rows)
@@ -143,6 +143,10 @@ class Cache:
         place = self._places[index] if self._places else index
         keys, values = self._pages[self._pools[index] if self._pools else 0]
         return Pages(keys[place], values[place])
+
+    def latents(self, index: int) -> Tensor:
+        """The pages of decoder layer number ``index``, which attends by latents: (pages, positions, features)."""
+        return self.keys[index, :, 0]
 
     def states(self, index: int) -> States:
         """The states of decoder layer number ``index``, a delta net."""
@@ -208,6 +212,13 @@ class Prefill:
         for pool, new in ((pages.keys, key), (pages.values, value)):
             pool[self.page, :, self.spot] = new[0].transpose(0, 1).to(pool.dtype)
 
+    def attend_latents(
+        self, layer: int, latents: Tensor, query: Callable[[], Tensor], *, width: int, scaling: float
+    ) -> None:
+        """Keeps latents (:class:`ftcli.model.latent_layer.LatentCache`); attention is left to the caller."""
+        pool = self.cache.latents(layer)
+        pool[self.page, self.spot] = latents[0].to(pool.dtype)
+
     def mix(
         self, layer: int, joined: Tensor, weights: NetWeights, sizes: NetSizes, *, backend: BackendName = "auto"
     ) -> Tensor:
@@ -259,6 +270,16 @@ class Decode:
             sinks=sinks, longest=self.longest, backend=self.backend,
         )  # fmt: skip
         return out[:, None]
+
+    def attend_latents(
+        self, layer: int, latents: Tensor, query: Callable[[], Tensor], *, width: int, scaling: float
+    ) -> Tensor:
+        """Latents weighted by each head, (B, heads, width) (:class:`ftcli.model.latent_layer.LatentCache`)."""
+        pool = self.cache.latents(layer)
+        return decode_latents(
+            query().to(pool.dtype), latents[:, 0].to(pool.dtype), pool, self.table, self.lengths, width=width,
+            scale=scaling, longest=self.longest, backend=self.backend,
+        )  # fmt: skip
 
     def mix(
         self, layer: int, joined: Tensor, weights: NetWeights, sizes: NetSizes, *, backend: BackendName = "auto"

@@ -127,8 +127,10 @@ def _shared_inputs(base: PreTrainedModel, layer: nn.Module) -> list[tuple[str, .
     if family is None:
         return []
     kinds = [family.groups] if family.delta_nets is None else [family.groups, family.delta_groups]
+    if family.latents is not None:
+        kinds = [family.latent_groups(compressed=one) for one in (True, False)]
     found = [tuple(name for name in names if _at(layer, name) is not None) for groups in kinds for names in groups]
-    return [names for names in found if len(names) > 1]
+    return [names for names in dict.fromkeys(found) if len(names) > 1]
 
 
 def _linears(module: nn.Module) -> Iterator[nn.Module]:

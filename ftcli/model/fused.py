@@ -75,6 +75,8 @@ class LayerPacks(NamedTuple):
     gate: PreparedGroup = PreparedGroup()
     input_gate: PreparedGroup = PreparedGroup()
     input_projection: PreparedGroup = PreparedGroup()
+    queries: PreparedGroup = PreparedGroup()
+    keys_values: PreparedGroup = PreparedGroup()
     experts: tuple[ExpertPacks | None, ...] = ()
 
     @classmethod
@@ -176,11 +178,11 @@ class FusedNorm(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """(..., H) -> (..., H)."""
-        weight = _weight_for(self.weight, hidden_states, self._form)
+        weight = weight_for(self.weight, hidden_states, self._form)
         return rms_norm(hidden_states, weight, self.eps, form=self._form, backend=self._backend)
 
 
-def _weight_for(weight: Tensor, x: Tensor, form: NormForm) -> Tensor:
+def weight_for(weight: Tensor, x: Tensor, form: NormForm) -> Tensor:
     """The weight in a dtype that keeps the norm's output in ``x``'s: one that is trained whole is held in float32."""
     return weight.to(x.dtype) if form == "llama" else weight
 
@@ -219,6 +221,7 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         self.by_position = None if attention is None else position_scale(shape.family, original.self_attn)
         self._shape = shape
         self._family = shape.family
+        self._mixer = described.mixer
         self._groups = described.groups
         self._experts = shape.family.experts if described.stacks else None
         self._rotates = attention is not None and attention.rotary_dim > 0
@@ -461,7 +464,7 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         if self._family.norm == "layer":
             return layer_norm(hidden_states, module), None
         if apart:
-            weight = _weight_for(module.weight, hidden_states, self._family.norm)
+            weight = weight_for(module.weight, hidden_states, self._family.norm)
             entered = rms_norm(hidden_states, weight, norm_eps(module), form=self._family.norm, backend=self._backend)
             return entered, None
         return hidden_states, self._norm(module)
@@ -587,7 +590,7 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         return "llama" if self._family.norm == "layer" else self._family.norm
 
     def _add_normed(self, x: Tensor, residual: Tensor, norm: Any) -> Tensor:
-        weight = _weight_for(norm.weight, x, self._rms_form)
+        weight = weight_for(norm.weight, x, self._rms_form)
         return rms_norm_add(x, residual, weight, norm_eps(norm), form=self._rms_form, backend=self._backend)
 
 

@@ -27,6 +27,7 @@ from ftcli.model.experts import why_not_experts
 from ftcli.model.fsdp import JoinedLinear
 from ftcli.model.fused import FusedDecoderLayer, FusedNorm
 from ftcli.model.gemma4_layer import FusedGemma4Layer
+from ftcli.model.latent_layer import FusedLatentLayer
 from ftcli.model.quantized import DequantizedLinear, QuantizedLinear, check_weights
 from ftcli.plan.execution import DORA, TRAINED_WHOLE, LayerChoice, choose_layers
 from ftcli.tables.families import Family, Groups, family_of
@@ -141,8 +142,11 @@ def _patch_layers(
 
 
 def _kind_of(described: Layer, family: Family) -> type[FusedDecoderLayer]:
+    """The class that computes a layer with this mixer."""
     if described.delta_net is not None:
         return FusedDeltaLayer
+    if described.latent is not None:
+        return FusedLatentLayer
     return FusedGemma4Layer if family.global_heads else FusedDecoderLayer
 
 

@@ -16,7 +16,6 @@ from ftcli.assets import bundled
 from ftcli.config.data import DatasetConfig
 from ftcli.config.load import LoadedRecipe
 from ftcli.errors import Finding, FtcliError
-from ftcli.facts.adapters import adapters
 from ftcli.facts.config_file import looks_local
 from ftcli.facts.device import GPUS, named_device
 from ftcli.judges import judge_name, judging_tasks
@@ -26,7 +25,7 @@ from ftcli.plan.checkpointing import with_graphs_that_fit
 from ftcli.plan.execution import ExecutionPart
 from ftcli.plan.memory.candidates import Level, candidate
 from ftcli.plan.run import RunPlan
-from ftcli.plan.trained import PlannedAdapters, trained_parameters
+from ftcli.plan.trained import PlannedAdapters, adapters_of, left_out, trained_parameters
 from ftcli.preflight.checks.context import NotMade
 from ftcli.preflight.checks.support import is_installed
 from ftcli.preflight.report import PreflightReport
@@ -90,13 +89,13 @@ def _corrected(part: ExecutionPart, attention: str) -> ExecutionPart:
 
 def _arithmetic(report: PreflightReport) -> PlannedAdapters | None:
     """The planned adapters of a family whose shape is known; None for full fine-tuning."""
-    lora, shape = report.recipe.lora, report.facts.shape
-    if lora is None or shape is None:
+    shape = report.facts.shape
+    if report.recipe.lora is None or shape is None:
         return None
     layers: Counter[str] = Counter()
-    for each in adapters(shape, lora):
+    for each in adapters_of(report.recipe, shape):
         layers[each.linear.leaf] += each.layers
-    return PlannedAdapters(layers, {}, trained_parameters(report.recipe, shape).elements)
+    return PlannedAdapters(layers, left_out(report.recipe, shape), trained_parameters(report.recipe, shape).elements)
 
 
 def _samples(session: Session, report: PreflightReport, count: int) -> tuple[SampledRow, ...]:

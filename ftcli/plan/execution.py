@@ -101,7 +101,7 @@ def choose_layers(
     gated = len(shape.family.mlp) == 3
     if gated and (activation is None or activation not in ACTIVATIONS):
         return LayerChoice("transformers", f"the gated unit's kernel has no activation {activation}")
-    if (reason := why_no_delta_nets(shape, activation)) is not None:
+    if (reason := why_no_delta_nets(shape, activation) or why_no_latents(shape)) is not None:
         return LayerChoice("transformers", reason)
     unit = ACTIVATIONS[activation] if gated and activation is not None else None
     if kernels == "reference":
@@ -117,6 +117,14 @@ def why_no_delta_nets(shape: ModelShape, activation: str | None) -> str | None:
         if net.filter_width not in FILTER_WIDTHS:
             first, last = FILTER_WIDTHS[0], FILTER_WIDTHS[-1]
             return f"the delta nets' filter is {net.filter_width} wide, not from {first} to {last}"
+    return None
+
+
+def why_no_latents(shape: ModelShape) -> str | None:
+    """The reason why the kernels do not stand in for a model's latent attention, as one clause; None if they do."""
+    for each in shape.latents[:1]:
+        if each.value_dim > each.head_dim:
+            return f"values of {each.value_dim} features are wider than keys of {each.head_dim}"
     return None
 
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from ftcli.config.load import Settings
 from ftcli.config.model import ModelConfig
 from ftcli.config.recipe import Recipe
-from ftcli.facts.adapters import LinearAdapter, adapters
+from ftcli.facts.adapters import LinearAdapter
 from ftcli.facts.device import DeviceFacts
 from ftcli.facts.model import ModelFacts
 from ftcli.facts.shape import ModelShape
@@ -22,7 +22,7 @@ from ftcli.plan.memory.activations import ActivationSettings, LayerMemory, plain
 from ftcli.plan.memory.fused_activations import fused_layers
 from ftcli.plan.precision import DTYPE_BYTES, DtypePlan, plan_dtypes
 from ftcli.plan.quantization import trains_rounded
-from ftcli.plan.trained import EMBEDDING, HEAD, TrainedParameters, trained_parameters
+from ftcli.plan.trained import EMBEDDING, HEAD, TrainedParameters, adapters_of, trained_parameters
 from ftcli.tables import code_of, optimizers, policies
 from ftcli.tables.methods import Method
 from ftcli.tables.policies import Policy, PolicyName
@@ -98,13 +98,15 @@ class RunPlan:
     @property
     def described(self) -> ModelShape | None:
         """The model's shape where memory is computed from it; None where it is measured: without a description, and
-        where transformers' own code computes delta nets, experts, or layers that differ in their heads.
+        where transformers' own code computes delta nets, latent attention, experts, or layers that differ in their
+        heads.
         """
         shape = self.facts.shape
         own = not self.execution.on_kernels and self.work != "export"
-        if shape is None or (own and (shape.delta_nets or shape.has_experts or shape.family.global_heads)):
-            return None
-        return shape
+        if shape is None or not own:
+            return shape
+        measured = shape.delta_nets or shape.latents or shape.has_experts or shape.family.global_heads
+        return None if measured else shape
 
     @cached_property
     def measured(self) -> MeasuredModel:
@@ -208,8 +210,7 @@ class RunPlan:
     @cached_property
     def adapters(self) -> tuple[LinearAdapter, ...]:
         """The adapters; none under full fine-tuning."""
-        lora = self.recipe.lora
-        return () if lora is None else adapters(self.shape, lora)
+        return adapters_of(self.recipe, self.shape)
 
     @cached_property
     def method_memory(self) -> MethodMemory:

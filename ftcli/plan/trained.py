@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ftcli.config.recipe import Recipe
-from ftcli.facts.adapters import adapters
-from ftcli.facts.shape import ModelShape
+from ftcli.facts.adapters import LinearAdapter, adapters
+from ftcli.facts.shape import Linear, ModelShape
 from ftcli.plan.quantization import elements_beside
-from ftcli.tables import methods, optimizers
+from ftcli.tables import methods, optimizers, quantizations
 
 #: bitsandbytes keeps the state of smaller tensors in float32, and the driver does not page that of tensors below the
 #: second number (bitsandbytes 0.50, ``optim/optimizer.py``). State in 8 bits has a float32 scale for each block.
@@ -78,6 +78,33 @@ class PlannedAdapters:
     parameters: int | None
 
 
+def adapters_of(recipe: Recipe, shape: ModelShape) -> tuple[LinearAdapter, ...]:
+    """The adapters that the recipe puts into a model; none under full fine-tuning."""
+    if recipe.lora is None:
+        return ()
+    found, left = adapters(shape, recipe.lora), _left(recipe, shape)
+    return tuple(each for each in found if each.linear not in left)
+
+
+def left_out(recipe: Recipe, shape: ModelShape) -> dict[str, int]:
+    """Linear layers without an adapter because PEFT takes their names for those of quantized experts: the last two
+    parts of their names, and how many there are.
+    """
+    return {".".join(x.name.split(".")[-2:]): shape.layers_with(x) for x in _left(recipe, shape)}
+
+
+def _left(recipe: Recipe, shape: ModelShape) -> list[Linear]:
+    experts, lora = shape.family.experts, recipe.lora
+    quantized = quantizations.row(recipe.quantization.method).quantize is not None
+    if (
+        lora is None
+        or experts is None
+        or not (experts.takes_names and quantized and isinstance(lora.target_modules, str))
+    ):
+        return []
+    return [x for x in shape.linears if x.experts == 1 and x.leaf in shape.family.mlp]
+
+
 def trained_parameters(recipe: Recipe, shape: ModelShape) -> TrainedParameters:
     """Parameters that the recipe trains: all of the language model, or adapters and ``modules_to_save``.
 
@@ -96,7 +123,7 @@ def trained_parameters(recipe: Recipe, shape: ModelShape) -> TrainedParameters:
             elements += shape.hidden_size - sum(one.elements for one in head)
         return TrainedParameters(elements, tuple(layer + tables + (score if scores else head)))
     matrices = list(score)
-    for each in adapters(shape, recipe.lora):
+    for each in adapters_of(recipe, shape):
         together = each.rank * each.linear.experts  # PEFT holds the matrices of all experts as one
         matrices.append(TrainedMatrices(together, each.linear.in_features, each.layers))
         matrices.append(TrainedMatrices(each.linear.out_features, together, each.layers))

@@ -79,6 +79,20 @@ class DeltaNets:
 
 
 @dataclass(frozen=True, slots=True)
+class Latents:
+    """Multi-head latent attention (arXiv 2405.04434): a token's keys and values are made of one latent vector of few
+    features and of a rotated key that all heads share; its queries of another latent, or of the input itself.
+
+    Modules have the names that DeepSeek gave them. The config's ``rope_interleave`` says which features turn together.
+
+    Attributes:
+        q_rank: Features of the queries' latent where the config has no ``q_lora_rank``. None: there is no such latent.
+    """
+
+    q_rank: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class Experts:
     """Layers whose MLP is a mixture of experts, each a gated unit, of which a router chooses some for a token.
 
@@ -96,8 +110,10 @@ class Experts:
         shared_width, shared_count: Those of the features of the shared expert, or of how many times it is as wide as
             one of the others.
         dense: Which layers have one MLP instead: those that the config lists in ``mlp_only_layers`` and those that
-            ``decoder_sparse_step`` leaves out (``listed``), by ``mlp_layer_types``, or the ``first_k_dense_replace``
-            first ones (``first``).
+            ``decoder_sparse_step`` leaves out (``listed``), by ``mlp_layer_types``, those or without the key the first
+            one (``types_or_first``), or the ``first_k_dense_replace`` first ones (``first``).
+        takes_names: PEFT takes the names of dense layers' linears for those of experts, and adapts them as parameters:
+            where they are quantized they have no adapter.
         only_if: The config's key without which no layer has experts.
         beside_mlp: The block is the layer itself: the mixture reads the residual stream, beside the MLP that every
             token goes to. These are the norms behind that, before the experts, and behind them; both are added, and
@@ -117,7 +133,8 @@ class Experts:
     width: str = "moe_intermediate_size"
     shared_width: str | None = None
     shared_count: str | None = None
-    dense: Literal["none", "listed", "mlp_layer_types", "first"] = "none"
+    dense: Literal["none", "listed", "mlp_layer_types", "types_or_first", "first"] = "none"
+    takes_names: bool = False
     biases: bool = False
     transposed: bool = False
     interleaved: bool = False
@@ -157,6 +174,7 @@ class Family:
         mlp: Names of the MLP's linears: gate, up and down; or two, with an activation between them.
         output_gate: The linear whose sigmoid multiplies attention's output, by its name in the attention.
         delta_nets: The layers that do not attend.
+        latents: Attention makes keys and values of latent vectors.
         experts: The layers whose MLP is a mixture of experts.
         kernels: What ftcli's kernels stand in for: whole layers, or nothing.
         qkv_bias, o_bias, mlp_bias: Which linears have biases.
@@ -209,6 +227,7 @@ class Family:
     mlp: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     output_gate: str | None = None
     delta_nets: DeltaNets | None = None
+    latents: Latents | None = None
     experts: Experts | None = None
     kernels: Literal["layers", "none"] = "layers"
     qkv_bias: Bias = False
@@ -275,6 +294,15 @@ class Family:
         entering = tuple(f"{nets.module}.{name}" for name in nets.entering)
         return Groups(entering, (f"{nets.module}.{nets.leaving}",), others.gate_up, others.down)
 
+    def latent_groups(self, *, compressed: bool) -> Groups:
+        """Linears of a layer on the kernels with latent attention; ``compressed``: queries come from a latent, too."""
+        others, first = self.groups, ("q_a_proj" if compressed else "q_proj", "kv_a_proj_with_mqa")
+        return others._replace(
+            qkv=tuple(f"self_attn.{name}" for name in first),
+            queries=("self_attn.q_b_proj",) if compressed else (),
+            keys_values=("self_attn.kv_b_proj",),
+        )
+
     def with_experts(self, groups: Groups) -> Groups:
         """A layer's linears where its MLP is a mixture: of what is no expert of a router, the shared one alone."""
         experts = self.experts
@@ -313,7 +341,8 @@ class Family:
 class Groups(NamedTuple):
     """Linears of a layer that read the same input, by their paths in the layer: q, k and v; o; gate and up; down; and,
     which most families have not, the gate of attention's output, and both linears of a layer's own input. Of a delta
-    net what enters it, and what is behind it, stand for the first two.
+    net what enters it, and what is behind it, stand for the first two. Of latent attention what makes the latents
+    stands for the first, and each latent is the input of a group of its own.
     """
 
     qkv: tuple[str, ...]
@@ -323,6 +352,8 @@ class Groups(NamedTuple):
     gate: tuple[str, ...] = ()
     input_gate: tuple[str, ...] = ()
     input_projection: tuple[str, ...] = ()
+    queries: tuple[str, ...] = ()
+    keys_values: tuple[str, ...] = ()
 
 
 class LayerInput(NamedTuple):
@@ -372,6 +403,8 @@ _GEMMA4 = Family(
         ("max_position_embeddings", 131_072),
     ),
 )
+#: transformers' defaults, of every family with latent attention.
+_LATENT_SIZES = (("kv_lora_rank", 512), ("qk_rope_head_dim", 64))
 
 _QWEN_NETS = DeltaNets(
     module="linear_attn",
@@ -436,11 +469,61 @@ TABLE: Mapping[str, Family] = MappingProxyType(
                 count=("n_routed_experts", "num_local_experts"),
                 shared_count="n_shared_experts",
                 dense="first",
+                takes_names=True,
             ),
             qkv_bias=_ATTENTION_BIAS,
             rotary_share=0.5,
             not_with=("use_qk_norm",),
             defaults=(("n_shared_experts", 1), ("first_k_dense_replace", 1), *_sizes(128, 8, 1408)),
+        ),
+        "glm4_moe_lite": Family(
+            latents=Latents(q_rank=768),
+            experts=Experts(
+                shared="shared_experts",
+                count=("n_routed_experts", "num_local_experts"),
+                shared_count="n_shared_experts",
+                dense="types_or_first",
+                takes_names=True,
+            ),
+            qkv_bias=_ATTENTION_BIAS,
+            o_bias=_ATTENTION_BIAS,
+            rotary="pairs",
+            defaults=(
+                ("n_shared_experts", 1),
+                *_LATENT_SIZES,
+                ("qk_nope_head_dim", 192),
+                ("v_head_dim", 256),
+                *_sizes(64, 4, 1536),
+            ),
+        ),
+        "deepseek_v3": Family(  # Moonlight and Kanana-2 are of this type, too
+            latents=Latents(q_rank=1536),
+            experts=Experts(
+                shared="shared_experts",
+                count=("n_routed_experts", "num_local_experts"),
+                shared_count="n_shared_experts",
+                dense="first",
+                takes_names=True,
+            ),
+            qkv_bias=_ATTENTION_BIAS,
+            o_bias=_ATTENTION_BIAS,
+            rotary="pairs",
+            defaults=(
+                ("n_shared_experts", 1),
+                ("first_k_dense_replace", 3),
+                *_LATENT_SIZES,
+                ("qk_nope_head_dim", 128),
+                ("v_head_dim", 128),
+                *_sizes(256, 8, 2048),
+            ),
+        ),
+        "youtu": Family(
+            latents=Latents(q_rank=1536),
+            qkv_bias=_ATTENTION_BIAS,
+            o_bias=_ATTENTION_BIAS,
+            rotary="pairs",
+            tied=True,
+            defaults=(*_LATENT_SIZES, ("qk_nope_head_dim", 128), ("v_head_dim", 128)),
         ),
         "mixtral": Family(
             experts=Experts(width="intermediate_size"),

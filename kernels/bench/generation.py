@@ -27,6 +27,7 @@ from common import GIB, Table, parser
 from ftkernels.sampling import GREEDY, Sampling, row_seed
 from timing import SHAPES, Shape, shape_of, start
 
+from ftcli.assets import asset
 from ftcli.config.model import LoraConfig as AdapterConfig
 from ftcli.config.model import QuantizationConfig
 from ftcli.facts.generation import cache_bytes
@@ -47,7 +48,7 @@ CASES = ("merged", "unmerged", "base", "nf4", "nf4-unmerged", "fp8")
 
 
 #: Sizes of models with gated delta nets: hidden, inner, layers, query heads, value heads of the nets.
-EXPERTS = ("qwen3-30b-a3b", "gpt-oss-20b")
+EXPERTS, LATENT = ("qwen3-30b-a3b", "gpt-oss-20b"), "glm-4.7-flash"
 RECURRENT = {"qwen3.5-9b": (4096, 12288, 32, 16, 32), "qwen3.5-27b": (5120, 17408, 64, 24, 48)}
 
 
@@ -85,6 +86,22 @@ def experts_config(name: str, *, tiny: bool) -> Any:
     )  # fmt: skip
 
 
+def latent_config(*, tiny: bool) -> Any:
+    """GLM-4.7-Flash's config."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(asset("configs", "zai-org--GLM-4.7-Flash"))
+    few = {
+        "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 24,
+        "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 4, "v_head_dim": 16, "num_local_experts": 8,
+        "mlp_layer_types": ["dense", "sparse"], "pad_token_id": 0, "eos_token_id": 1,
+    }  # fmt: skip
+    for key, value in few.items() if tiny else ():
+        setattr(config, key, value)
+    return config
+
+
 def llama_config(shape: Shape) -> Any:
     """Llama's config of the shape."""
     from transformers import LlamaConfig
@@ -118,7 +135,7 @@ def model_of(config: Any, case: str, device: torch.device, dtype: torch.dtype) -
             if isinstance(module, torch.nn.Linear):
                 quantization = QuantizationConfig(method=method)  # type: ignore[arg-type]
                 model.model.layers.set_submodule(name, make(module, quantization, name))
-    if case != "base" and config.model_type in ("qwen3_moe", "gpt_oss"):
+    if case != "base" and hasattr(config, "num_experts_per_tok"):
         plan = DtypePlan(str(dtype).removeprefix("torch."), "float32", "float32", autocast=False, reason="a bench")
         model, _ = apply_lora(model, AdapterConfig(r=16, alpha=16), plan, seed=0)
     elif case != "base":
@@ -224,7 +241,7 @@ def measure(model: Any, case: str, batch: int, options: argparse.Namespace, plan
 def main() -> None:
     """A row a case and batch."""
     arguments = parser(__doc__)
-    arguments.add_argument("--model", default="llama3.1-8b", choices=[*SHAPES, *RECURRENT, *EXPERTS])
+    arguments.add_argument("--model", default="llama3.1-8b", choices=[*SHAPES, *RECURRENT, *EXPERTS, LATENT])
     arguments.add_argument("--cases", nargs="+", default=["merged"], choices=CASES)
     arguments.add_argument("--batches", type=int, nargs="+", default=[8, 32, 64])
     arguments.add_argument("--prompt", type=int, default=512)
@@ -234,7 +251,9 @@ def main() -> None:
     device = start(options)
     on_gpu = device.type == "cuda"
     recurrent = options.model in RECURRENT
-    if options.model in EXPERTS:
+    if options.model == LATENT:
+        config = latent_config(tiny=not on_gpu)
+    elif options.model in EXPERTS:
         config = experts_config(options.model, tiny=not on_gpu)
     else:
         config = recurrent_config(options.model, tiny=not on_gpu) if recurrent else llama_config(shape_of(options))

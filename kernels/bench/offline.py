@@ -45,6 +45,8 @@ from ftkernels import (
     glu_kernels,
     grouped,
     int8_product,
+    latent_decode,
+    latent_heads,
     lowrank_add,
     nf4,
     nf4_kernels,
@@ -143,6 +145,10 @@ def generation_cases(new: Maker, capability: int) -> Launches:
             rows = new(8, q_heads, size), new(8, k_heads, size), new(8, k_heads, size), pages
             places = torch.zeros((8, 64), dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
             yield f"decode attention{name}", partial(decode_attention._launch, *rows, *places, 1.0, cap, 0, sinks)
+        for heads in (16, 20):
+            rows = new(8, heads, 576), new(8, 576), new(9, 64, 576)
+            places = torch.zeros((8, 64), dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
+            yield f"decode latents, {heads} heads", partial(latent_decode._launch, *rows, *places, 512, 1.0)
     for name, uniform in (("greedy", None), ("sampled", new(8, of=torch.float32))):
         yield f"choose token, {name}", partial(sampling_kernels.choose_triton, new(8, VOCABULARY), 1.0, uniform)
 
@@ -295,6 +301,22 @@ def gate_cases(new: Maker) -> Launches:
             yield f"output gate backward{end}", partial(output_gate._launch, x, gate, x, out, out, backward=True)
 
 
+def latent_cases(new: Maker) -> Launches:
+    """Launches of latent attention's heads, GLM-4.7-Flash's and DeepSeek-V3's; as :func:`cases`."""
+    for name, sizes, pairs in (
+        ("", latent_heads.LatentSizes(20, 192, 64, 256), True),
+        (", narrow values", latent_heads.LatentSizes(16, 128, 64, 128), False),
+    ):
+        heads, plain, rotated, value = sizes
+        joined, angles = new(1, 256, 768 + rotated), [new(1, 256, rotated)] * 2
+        given = new(1, 256, heads * sizes.head), new(1, 256, heads * (plain + value)), joined[..., 768:]
+        ahead = partial(latent_heads._launch_forward, *given, *angles, sizes, pairs=pairs)
+        yield f"latent heads forward{name}", ahead
+        grads = [new(1, 256, heads, sizes.head).transpose(1, 2)] * 3
+        back = partial(latent_heads._launch_backward, tuple(grads), *angles, sizes, new.dtype, pairs=pairs)
+        yield f"latent heads backward{name}", back
+
+
 def delta_cases(new: Maker, capability: int) -> Launches:
     """Launches of gated delta nets with Qwen3.5-9B's heads; as :func:`cases`."""
     wide, tokens = partial(new, of=torch.float32), 256
@@ -425,6 +447,7 @@ def cases(rank: int, dtype: torch.dtype, capability: int) -> Launches:
     yield "rope", partial(rope._launch, q, k, cos, cos, transposed=False)
     yield from glu_cases(new, rank, capability)
     yield from gate_cases(new)
+    yield from latent_cases(new)
     yield from delta_cases(new, capability)
     sums = (new(rows, HIDDEN), new(rows, rank), new(HIDDEN, rank), new(rows, HIDDEN))
     yield "lowrank add", partial(lowrank_add.lowrank_add, *sums, triton_kernel=True)

@@ -308,11 +308,22 @@ def _launch(
             num_stages=_stages(size * q.element_size()),
         )
         if splits > 1:
-            _sum_kernel[(batch * heads,)](
-                parts, peaks, totals, out, D=size, BLOCK_D=padded_size(size), SPLITS=splits,
-                BLOCK=triton.next_power_of_2(splits), num_warps=2,
-            )  # fmt: skip
+            sum_of_shares(parts, peaks, totals, out)
     return rounded(out, q.dtype)
+
+
+def sum_of_shares(parts: Tensor, peaks: Tensor, totals: Tensor, out: Tensor) -> None:
+    """Adds up what programs made of their shares, into ``out`` (B, H, D).
+
+    Args:
+        parts: (B, H, shares, D), weighted sums of values, float32.
+        peaks: (B, H, shares), the highest scores; ``totals``: the sums of weights.
+    """
+    batch, heads, splits, size = parts.shape
+    _sum_kernel[(batch * heads,)](
+        parts, peaks, totals, out, D=size, BLOCK_D=padded_size(size), SPLITS=splits,
+        BLOCK=triton.next_power_of_2(splits), num_warps=2,
+    )  # fmt: skip
 
 
 def decode_attention_reference(

@@ -29,7 +29,7 @@ def recipe(model_type: str, user: User, **change: Any) -> str:
     ("model_type", "attention"),
     [
         ("bloom", "eager"),
-        ("deepseek_v3", "sdpa"),
+        ("deepseek_v2", "sdpa"),
         *(pytest.param(*each, marks=pytest.mark.long) for each in (("mamba2", "eager"), ("qwen3_next", "sdpa"))),
     ],
 )
@@ -90,7 +90,7 @@ def test_what_does_not_fit_is_refused_without_a_description(user: User, tmp_path
 @pytest.mark.parametrize(
     ("model_type", "certain"),
     [
-        ("deepseek_v3", False),
+        ("deepseek_v2", False),
         pytest.param("lfm2", True, marks=pytest.mark.long),
         pytest.param("qwen3_next", True, marks=pytest.mark.long),
     ],

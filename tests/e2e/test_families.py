@@ -66,7 +66,7 @@ def test_trained_sampled_and_merged(model_type: str, user: User, tmp_path: Path)
 
 
 @pytest.mark.parametrize("method", ["nf4", "fp8"])
-@pytest.mark.parametrize("model_type", ["gemma3", *further("qwen3_moe")])
+@pytest.mark.parametrize("model_type", ["gemma3", *further("qwen3_moe", "glm4_moe_lite")])
 def test_on_a_quantized_base(model_type: str, method: str, user: User, tmp_path: Path) -> None:
     through_train_eval_and_export(model_type, user, tmp_path, quantization={"method": method})
     manifest = json.loads((user.folder / "r" / "manifest.json").read_text())
@@ -214,6 +214,29 @@ def test_heads_that_transformers_passes_over_are_in_what_is_exported(
             if len(files) > 1:
                 index = json.loads((tmp_path / dtype / name / "model.safetensors.index.json").read_text())
                 assert set(index["weight_map"]) == set(found)
+
+
+@pytest.mark.parametrize("method", ["none", "nf4", *further("full")])
+def test_the_layer_for_further_tokens_goes_with_a_mixture(method: str, user: User, tmp_path: Path) -> None:
+    """GLM-4.7-Flash's layer 47, whose experts are in files of their own as those of the others are."""
+    base = folder_of("glm4_moe_lite", tmp_path / "base")
+    stored = load_file(base / "model.safetensors")
+    inner = {key.partition(".layers.2.")[2]: tensor for key, tensor in stored.items() if ".layers.2." in key}
+    assert any(".experts.3.up_proj" in key for key in inner)
+    layer = {f"model.layers.47.{key}": torch.randn_like(tensor) for key, tensor in inner.items()}
+    layer["model.layers.47.eh_proj.weight"] = torch.randn(32, 64).to(torch.bfloat16)
+    save_file({**stored, **layer}, base / "model.safetensors", metadata={"format": "pt"})
+    path = recipe(user, base, quantization={"method": "none" if method == "full" else method})
+    if method == "full":
+        Path(path).write_text(Path(path).read_text().replace("lora:\n  r: 4\n", ""))
+    user.done("train", path)
+    (export,) = user.done("export", str(user.folder / "r"))["exports"]
+    assert export["verification"]["relative_error"] < 1e-4
+    files = (user.folder / "r" / "export" / "safetensors").glob("*.safetensors")
+    found = {key: tensor for file in files for key, tensor in load_file(file).items()}
+    assert found.keys() == {**stored, **layer}.keys()
+    assert all(torch.equal(found[key], tensor) for key, tensor in layer.items())
+    assert not all(torch.equal(found[key], tensor) for key, tensor in stored.items())
 
 
 @pytest.mark.parametrize("promised", [1, *further(0)])

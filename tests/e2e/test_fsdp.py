@@ -77,7 +77,7 @@ def test_two_ranks_are_one_process_that_accumulates_twice_bit_for_bit(change: di
         *(("phi3", "none"), ("qwen3_5_text", "nf4")),
         *(
             pytest.param(*each, marks=pytest.mark.long)
-            for each in (("phi3", "nf4"), ("phi3", "fp8"), ("qwen3_5_text", "fp8"))
+            for each in (("phi3", "nf4"), ("phi3", "fp8"), ("qwen3_5_text", "fp8"), ("youtu", "nf4"), ("youtu", "fp8"))
         ),
     ],
 )
@@ -85,7 +85,8 @@ def test_a_model_whose_projections_are_one_linear_is_sharded(
     model_type: str, method: str, drills: Drills, tmp_path: Path
 ) -> None:
     """Phi-3: nothing of a layer is joined, and its adapters' outputs are those of q, k and v together. Qwen3.5: four
-    that enter a delta net are joined. Each rank loads half of the layers from the third on.
+    that enter a delta net are joined; Youtu: two that give latents. Each rank loads half of the layers from the third
+    on.
     """
     base = folder_of(model_type, tmp_path / "base", num_hidden_layers=LAYERS.get(model_type, UNSHARDED_LAYERS + 1))
     recipe = merged(FSDP, {"model": {"name_or_path": str(base)}, "quantization": {"method": method}})
@@ -103,7 +104,7 @@ def test_a_model_whose_projections_are_one_linear_is_sharded(
             id=f"{name}-{kind}",
             marks=() if (name, kind) in (("cohere2", "adapters"), ("qwen3_5_text", "whole")) else pytest.mark.long,
         )
-        for name in ("cohere2", "qwen3_5_text", "starcoder2", "olmo2", "ministral3", "glm4")
+        for name in ("cohere2", "qwen3_5_text", "starcoder2", "olmo2", "ministral3", "glm4", "youtu")
         for kind, change in (("adapters", {}), ("whole", FULL))
     ],
 )
@@ -121,6 +122,29 @@ def test_layers_of_other_forms_are_sharded(
         require_close(drills.folder / "two" / "model", alone / "model")
     else:
         assert drills.metrics("two") == drills.metrics(alone)
+        require_same_weights(drills.folder / "two" / "adapter", alone / "adapter")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "change",
+    [{}, {"launch": {"engine": "ddp"}}, {"launch": {"engine": "ddp", "context_parallel_size": 2}}],
+    ids=["fsdp", "ddp", "rows shared"],
+)
+def test_a_mixture_with_latent_attention_on_two_ranks(change: dict[str, Any], drills: Drills, tmp_path: Path) -> None:
+    """GLM-4.7-Flash: each rank has all experts, or half of each row's heads."""
+    base = folder_of("glm4_moe_lite", tmp_path / "base", num_hidden_layers=UNSHARDED_LAYERS + 1)
+    recipe = merged(merged(UNTESTED, {"model": {"name_or_path": str(base)}}), change)
+    shared = "context_parallel_size" in change.get("launch", {})
+    alone = drills.whole(
+        **merged(recipe, {"launch": {"engine": "single", "context_parallel_size": 1}} | ({} if shared else TWICE))
+    )
+    run_ranks(drills, drills.recipe("two", **recipe), 2)
+    found, wanted = ([line["loss"] for line in drills.metrics(run)] for run in ("two", alone))
+    assert found == pytest.approx(wanted, rel=1e-5)
+    if not change:  # what is adapted as a parameter is not joined with its neighbour in shards: another order of sums
+        require_close(drills.folder / "two" / "adapter", alone / "adapter")
+    elif not shared:
         require_same_weights(drills.folder / "two" / "adapter", alone / "adapter")
 
 

@@ -25,7 +25,7 @@ ON_KERNELS = (
     "gemma3", "mistral3", "muse_glimmer", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe",
     "qwen3_vl_moe", "gemma4", "gemma4_unified",
 )  # fmt: skip
-OTHERS = ("glm4_moe_lite", "deepseek_v3", "mamba2", "bloom", "gpt2")
+OTHERS = ("mamba2", "bloom", "gpt2")
 OF_HEADS = ("head_dim", "query_pre_attn_scalar", "linear_value_head_dim")
 #: Linear layers that are quantized, of two layers of seven each where nothing else is said.
 QUANTIZED = {"phi3": 8, "qwen3_5": 3 * 8 + 7}

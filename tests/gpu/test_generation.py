@@ -44,12 +44,15 @@ def requests(limit: int, several: int = 1) -> list[GenerationRequest]:
 
 BOTH_WAYS = ("llama", "mistral", "qwen3", "gemma2", "gemma3_text", "phi3", "gpt_oss")
 #: Heads that the kernels take.
-SIZES: dict[str, dict[str, int]] = {"qwen3_5_text": {"linear_key_head_dim": 32, "linear_value_head_dim": 32}}
+SIZES: dict[str, dict[str, int]] = {
+    "qwen3_5_text": {"linear_key_head_dim": 32, "linear_value_head_dim": 32},
+    "youtu": {"qk_rope_head_dim": 16},
+}
 
 
 @pytest.mark.parametrize(
     ("model_type", "kernels"),
-    [*((name, way) for name in BOTH_WAYS for way in ("off", "auto")), ("qwen3_5_text", "auto")],
+    [*((name, way) for name in BOTH_WAYS for way in ("off", "auto")), ("qwen3_5_text", "auto"), ("youtu", "auto")],
 )
 def test_greedy_is_generates(model_type: str, kernels: Any) -> None:
     model = build(model_type, head_dim=16, **SIZES.get(model_type, {})).requires_grad_(False).cuda()

@@ -52,6 +52,7 @@ CONFIGS = {
     "gemma3_text": transformers.Gemma3TextConfig,
     "qwen3_5_text": transformers.Qwen3_5TextConfig,
     "gemma4_text": transformers.Gemma4TextConfig,
+    "youtu": transformers.YoutuConfig,
 }
 FURTHER: dict[str, dict[str, Any]] = {
     **{name: {"sliding_window": 128} for name in WINDOWED},
@@ -62,6 +63,15 @@ FURTHER: dict[str, dict[str, Any]] = {
         "num_kv_shared_layers": 2,
         "hidden_size_per_layer_input": 64,
         "vocab_size_per_layer_input": 8000,
+    },
+    "youtu": {
+        "num_key_value_heads": 8,
+        "head_dim": 32,
+        "q_lora_rank": 256,
+        "kv_lora_rank": 128,
+        "qk_nope_head_dim": 96,
+        "qk_rope_head_dim": 32,
+        "v_head_dim": 96,
     },
 }
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -77,7 +87,7 @@ def clean_gpu() -> Iterator[None]:
 
 def adapted(name: str, base: str = "none", *, patched: bool = True, scores: bool = False) -> Any:
     """A model with trained adapters, on the kernels or on transformers' layers; ``scores``: with a score head."""
-    config = CONFIGS[name](**SIZES, **FURTHER.get(name, {}))
+    config = CONFIGS[name](**{**SIZES, **FURTHER.get(name, {})})
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="eager")
@@ -86,7 +96,9 @@ def adapted(name: str, base: str = "none", *, patched: bool = True, scores: bool
             for path, module in list(layer.named_modules()):
                 if isinstance(module, torch.nn.Linear):
                     layer.set_submodule(path, quantize_linear(module, QuantizationConfig(method=base), path))
-    linear = [f"{part}_proj" for part in ("q", "k", "v", "o", "gate", "up", "down")]
+    linear: Any = [f"{part}_proj" for part in ("q", "k", "v", "o", "gate", "up", "down")]
+    if name == "youtu":
+        linear = "all-linear"
     if scores:
         add_score_head(model, seed=0)
     task = "SEQ_CLS" if scores else "CAUSAL_LM"
@@ -156,6 +168,7 @@ def train(model: Any, *, documents: bool, accumulated: int = 2) -> list[torch.Te
         ("gemma3_text", True),
         ("qwen3_5_text", True),
         ("gemma4_text", True),
+        ("youtu", True),
     ],
 )
 def test_the_bits_are_those_without_graphs(name: str, documents: bool, policy: Any, base: str) -> None:

@@ -1367,6 +1367,97 @@ EXPERTS = (
     ),
 )
 
+_HEADS, _DECODED = _K + "latent_heads.py", _K + "latent_decode.py"
+_LATENT, _LATENTS = "unit/model/test_latent_layer.py", "unit/generation/test_latents.py"
+LATENTS = (
+    _m(
+        "the shared key's gradient is that of the last heads",
+        _HEADS,
+        "sum2 += tl.sum(x2, axis=0)[None, :]",
+        "sum2 = tl.sum(x2, axis=0)[None, :]",
+        "ops/test_latent_heads.py",
+    ),
+    _m(
+        "the shared key's gradient is turned further",
+        _HEADS,
+        "rotate(sum1, sum2, c1, c2, s1, s2, True)",
+        "rotate(sum1, sum2, c1, c2, s1, s2, False)",
+        "ops/test_latent_heads.py",
+    ),
+    _m(
+        "what lies behind narrow values is not filled up",
+        _HEADS,
+        "mask=ok & (d < D))",
+        "mask=ok & (d < V))",
+        "ops/test_latent_heads.py",
+    ),
+    _m(
+        "decoding scores the latents alone",
+        _DECODED,
+        'x = (x + tl.dot(q_r, tl.trans(k_r), input_precision="ieee")) * FACTOR',
+        "x = x * FACTOR",
+        "ops/test_latent_decode.py",
+    ),
+    _m(
+        "only the first heads' program knows the new token",
+        _DECODED,
+        "if (split == 0) & (cached >= 0):  # the new token",
+        "if (split == 0) & (cached >= 0) & (block == 0):  # the new token",
+        "ops/test_latent_decode.py",
+    ),
+    _m(
+        "an adapter is left out of what is absorbed",
+        _DECODED,
+        "out = out + low @ projection.a.to(q.dtype)",
+        "out = out + 0.0 * low @ projection.a.to(q.dtype)",
+        "ops/test_latent_decode.py",
+        _LATENTS,
+    ),
+    _m(
+        "an adapter is left out of values",
+        _DECODED,
+        "out = out + torch.bmm(low, b.transpose(1, 2))",
+        "out = out + 0.0 * torch.bmm(low, b.transpose(1, 2))",
+        "ops/test_latent_decode.py",
+        _LATENTS,
+    ),
+    _m(
+        "features turn together as in every model",
+        "ftcli/model/latent_layer.py",
+        'return "pairs" if getattr(config, "rope_interleave", self._family.rotary == "pairs") else "halves"',
+        'return "halves"',
+        _LATENT,
+    ),
+    _m(
+        "the latent's norm keeps the queries beside it",
+        "ftcli/model/latent_layer.py",
+        "return q, kv.contiguous(), shared",
+        "return q, kv, shared",
+        "unit/plan/test_activations.py::test_one_more_fused_layer_keeps_what_the_table_says",
+    ),
+    _m(
+        "the first layer is a mixture where the config lists none",
+        "ftcli/facts/shape.py",
+        'alone = ["dense"] if experts.dense == "types_or_first" else []',
+        "alone: list[str] = []",
+        "unit/facts/test_shape.py::test_parameters_and_linears_are_those_of_the_model",
+    ),
+    _m(
+        "values are kept beside latents",
+        "ftcli/facts/generation.py",
+        "(1 if self.latent else 2)",
+        "2",
+        _LATENTS,
+    ),
+    _m(
+        "dense layers without an adapter are counted",
+        "ftcli/plan/trained.py",
+        "return tuple(each for each in found if each.linear not in left)",
+        "return found",
+        "unit/model/test_lora_experts.py::test_what_a_quantized_base_leaves_out_is_counted",
+    ),
+)
+
 _OSS, _BLOCKS = "unit/model/test_gpt_oss.py", "ftcli/model/mxfp4.py"
 _FORMS = f"{_EXPERTS}::test_other_forms"
 GPT_OSS = (
@@ -1535,6 +1626,7 @@ TABLE: dict[str, tuple[Mutant, ...]] = {
     "export": EXPORT,
     "checks": CHECKS,
     "experts": EXPERTS,
+    "latents": LATENTS,
     "gpt_oss": GPT_OSS,
     "gemma4": GEMMA4,
 }

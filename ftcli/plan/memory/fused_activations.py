@@ -18,6 +18,9 @@ attention         c(Q + 2K) for query, key and value in one buffer, cQ for the o
 gated delta net   Of N value heads of V features, V' = N V, and F features of all queries, keys and values:
                   c(F + V' + 2N) for what enters it in one buffer, 8N for decays and write strengths, cV' for the delta
                   rule's output, and cV' for that normalised if the output projection keeps its input
+latent attention  c(4Q + L) and 4n for query, key, value and output of heads of one size, and for the latents and the
+                  shared key in one buffer of L features (without a latent of queries, keys' and values' alone); 4 for
+                  each latent's norm, and c for what values are if they are narrower than keys, the input of o
 experts           Of F features, m of them a token, as a half whose norm is a tensor of its own: c · 2Fm for gate and
                   up, cPm for each stack's products x·A, and for the routing at most 12m + 4, and 4 for each expert. Of
                   an expert that every token goes to, as of an MLP, and its output cH and gate c
@@ -44,10 +47,11 @@ from __future__ import annotations
 
 from functools import partial
 from types import MappingProxyType
+from typing import NamedTuple
 
 from ftkernels.limits import LARGEST_FUSED_RANK, packed_rank
 
-from ftcli.facts.shape import Attention, DeltaNet, Linear, ModelShape
+from ftcli.facts.shape import Attention, DeltaNet, LatentAttention, Linear, ModelShape
 from ftcli.plan.memory.activations import (
     ActivationSettings,
     LayerMemory,
@@ -80,22 +84,20 @@ def fused_layers(*, all_scores: bool, reference: bool, attention_by_kernel: bool
         wide = 3 * shape.intermediate_size + 2 * shape.hidden_size
         if (pairs := _pairs(shape)) is not None:
             wide += pairs.used * (pairs.out_features // 2 + shape.hidden_size)
+        if shape.latents:
+            wide = max(wide, _latent_heads(shape.latents[0]) + sum(shape.latents[0].entering))
         return max(setting.bytes_compute * wide, scores)
 
     def backward(shape: ModelShape, setting: ActivationSettings) -> float:
         scores = scores_at_work(shape, setting) if all_scores else 0
         mlp = _backward_in_torch(shape, setting) if reference else _backward(shape, setting)
-        if not shape.delta_nets:
-            return max(mlp, scores)
+        own = _own_mixer(shape, setting, reference=reference)
         # What the MLP has kept is gone by then.
-        net = _delta_backward(shape.delta_nets[0], setting, reference=reference)
-        return max(mlp, net - _mlp(shape, setting))
+        return max(mlp, scores, 0 if own is None else own.backward - _mlp(shape, setting))
 
     def in_front(shape: ModelShape, setting: ActivationSettings) -> float:
-        if not shape.delta_nets:
-            return 0.0
-        net = _delta_backward(shape.delta_nets[0], setting, reference=reference)
-        return mixer(shape, setting) + net
+        own = _own_mixer(shape, setting, reference=reference)
+        return 0.0 if own is None else own.kept + own.backward
 
     kept: dict[str, Term] = {
         "residual stream": partial(_residual_stream, reference=reference),
@@ -111,8 +113,8 @@ def fused_layers(*, all_scores: bool, reference: bool, attention_by_kernel: bool
 def _mixer(shape: ModelShape, setting: ActivationSettings, *, all_scores: bool, reference: bool) -> float:
     """Bytes of what mixes tokens, from what enters it to what the output projection reads."""
     c = setting.bytes_compute
-    if shape.delta_nets:
-        return _delta_net(shape, setting, reference=reference)
+    if (own := _own_mixer(shape, setting, reference=reference)) is not None:
+        return own.kept
     if all_scores:
         return 2 * c * (shape.q_width + shape.kv_width) + eager_scores(shape, setting)
     attention = shape.layers[0].attention
@@ -122,6 +124,24 @@ def _mixer(shape: ModelShape, setting: ActivationSettings, *, all_scores: bool, 
     kept += _head_norms(shape, setting, reference=reference)
     kept += c * (_copies(shape, setting, reference=reference) + (shape.q_width if setting.exchanges else 0))
     return kept + (_output_gate(shape, setting, reference=reference) if shape.family.gates_output else 0)
+
+
+class _MixerBytes(NamedTuple):
+    """Bytes that a mixer keeps, and that its backward pass allocates."""
+
+    kept: float
+    backward: float
+
+
+def _own_mixer(shape: ModelShape, setting: ActivationSettings, *, reference: bool) -> _MixerBytes | None:
+    """Those of a mixer that is no plain attention; None where it is."""
+    if shape.delta_nets:
+        back = _delta_backward(shape.delta_nets[0], setting, reference=reference)
+        return _MixerBytes(_delta_net(shape, setting, reference=reference), back)
+    if shape.latents:
+        latent = shape.latents[0]
+        return _MixerBytes(_latent_attention(latent, setting), _latent_backward(latent, setting))
+    return None
 
 
 def _residual_stream(shape: ModelShape, setting: ActivationSettings, *, reference: bool) -> float:
@@ -313,6 +333,24 @@ def _delta_backward(net: DeltaNet, setting: ActivationSettings, *, reference: bo
     each = squares + c * net.value_dim + 4 * net.key_dim / group + 32
     around = c * (2 * net.width + 2 * net.channels + net.joined_width) + 8 * net.value_heads
     return net.value_heads * each + around
+
+
+def _latent_attention(latent: LatentAttention, setting: ActivationSettings) -> float:
+    """Bytes from the latents to what the output projection reads."""
+    compressed = latent.q_rank is not None
+    entered = sum(latent.entering) if compressed else latent.kv_rank
+    read = latent.output_width if latent.value_dim != latent.head_dim else 0
+    return setting.bytes_compute * (4 * latent.width + entered + read) + 4 * latent.heads + 4 * (1 + compressed)
+
+
+def _latent_heads(latent: LatentAttention) -> int:
+    """Features of what the latents are expanded to, and of the heads that are put together of it."""
+    return latent.width + latent.expanded + 3 * latent.width
+
+
+def _latent_backward(latent: LatentAttention, setting: ActivationSettings) -> float:
+    """Bytes of gradients between the output projection and the latents, its own input's among them."""
+    return setting.bytes_compute * (_latent_heads(latent) + latent.output_width)
 
 
 def _sent(shape: ModelShape, *, attention_by_kernel: bool) -> int:

@@ -95,14 +95,15 @@ def _by_transformers(plan: RunPlan, batch: Generation) -> GenerationBytes:
     rows are padded, each layer repeats keys and values for all heads.
     """
     shape, element, rows = plan.shape, plan.dtypes.parameter_bytes, batch.rows
-    token = 2 * rows * max((each.key_width for each in shape.attending), default=0) * element  # of one layer's cache
+    widest = max((each.key_width for each in shape.attending), default=0)
     each = cache_shape(shape, element)
     kept, states = rows * each.page_bytes // CACHE_PAGE, rows * each.state_bytes  # of a position of all layers
+    token = rows * (sum(shape.latents[0].kept) if shape.latents else 2 * widest) * element  # of one layer's cache
     # Through transformers' own layers, for the cache, with the attention of the others.
     plain = plain_layers("eager" if plan.execution.attention == "eager" else "sdpa")
     prefill = rows * batch.prompt * plain.forward_peak(shape, plan.setting(batch.prompt, padded=rows > 1))
     prefill += kept * batch.prompt + states + masks(plan, rows, batch.prompt, padded=rows > 1)
-    repeated = token * batch.seq_len * shape.num_heads // shape.num_kv_heads
+    repeated = 2 * rows * max((each.width for each in shape.attending), default=0) * element * batch.seq_len
     cache = kept * batch.seq_len + states
     decoding = cache + max(repeated, token * batch.seq_len // 2)
     logits = rows * shape.vocab_size * (4 + plan.dtypes.compute_bytes)

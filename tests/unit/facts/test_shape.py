@@ -49,6 +49,12 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     ],
     "qwen2_moe": [{"decoder_sparse_step": 3, "qkv_bias": False}],
     "glm4_moe": [{"first_k_dense_replace": 3, "n_shared_experts": 2, "attention_bias": True, "head_dim": 24}],
+    "glm4_moe_lite": [
+        {"q_lora_rank": None, "attention_bias": True, "qk_nope_head_dim": 24, "v_head_dim": 32},
+        {"mlp_layer_types": ["sparse", "dense", "sparse"] * 3, "n_shared_experts": 2, "attention_bias": True},
+    ],
+    "deepseek_v3": [{"first_k_dense_replace": 1, "q_lora_rank": None, "n_routed_experts": 16}],
+    "youtu": [{"tie_word_embeddings": False, "v_head_dim": 192}],
     "mixtral": [{"num_local_experts": 6, "sliding_window": 8}],
     "olmoe": [{"norm_topk_prob": True, "attention_bias": True}],
     "mellum": [
@@ -188,7 +194,7 @@ def test_a_config_that_is_not_described_is_told_apart() -> None:
     stated = {"model_type": "stablelm", **COMMON}
     assert shape_of(stated) is not None
     assert shape_of({**stated, "qk_layernorm": True}) is None
-    assert shape_of({**stated, "model_type": "deepseek_v3"}) is None
+    assert shape_of({**stated, "model_type": "deepseek_v2"}) is None
     assert shape_of({**stated, "model_type": "mixtral", "router_jitter_noise": 0.1}) is None
 
 

@@ -64,7 +64,7 @@ def test_greedy_is_generates(model_type: str) -> None:
     assert len({token for one in expected for token in one}) > 5
     requests = [GenerationRequest(prompt, limit) for prompt, limit in zip(asked, limits, strict=True)]
     family = TABLE[model.config.get_text_config().model_type]
-    ours_only = family.attention_alone or family.delta_nets is not None
+    ours_only = family.attention_alone or family.delta_nets is not None or family.latents is not None
     for kernels in ("reference",) if ours_only else ("off", "reference"):
         patch(model, kernels)
         found = engine_of(model, rows=3).complete(requests)

@@ -27,6 +27,17 @@ SIZES: dict[str, Any] = {
 CONFIGS: dict[str, Any] = {
     "llama": (transformers.LlamaConfig, {}),
     "qwen3": (transformers.Qwen3Config, {"head_dim": 16}),
+    "youtu": (
+        transformers.YoutuConfig,
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 24,
+            "kv_lora_rank": 20,
+            "qk_nope_head_dim": 12,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 10,
+        },
+    ),
     "gemma2": (transformers.Gemma2Config, {"head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 16}),
 }
 
@@ -34,7 +45,7 @@ CONFIGS: dict[str, Any] = {
 def adapted(name: str, kernels: Any, **lora: Any) -> peft.PeftModel:
     kind, extra = CONFIGS[name]
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(kind(**SIZES, **extra), attn_implementation="eager")
+    model = transformers.AutoModelForCausalLM.from_config(kind(**{**SIZES, **extra}), attn_implementation="eager")
     settings = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **lora}
     model = peft.get_peft_model(model, peft.LoraConfig(**settings))
     for parameter_name, parameter in model.named_parameters():

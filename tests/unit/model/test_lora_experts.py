@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ from ftcli.facts.shape import shape_of
 from ftcli.model.lora import apply_lora, load_adapter
 from ftcli.model.lora_targets import planned_adapters
 from ftcli.model.patch import patch
+from ftcli.model.quantized import layers_to_quantize
 from ftcli.model.trained_weights import save_weights
 from ftcli.plan.precision import DtypePlan
-from ftcli.plan.trained import trained_parameters
+from ftcli.plan.trained import adapters_of, left_out, trained_parameters
 from tests.small_models import VOCABULARY, build, build_sparse
 from tests.tiers import in_turn
 from tests.unit.model.test_quantized_stacks import SPARSE, random_b
@@ -62,6 +64,24 @@ def test_what_is_counted_is_what_is_trained(model_type: str, experts: bool) -> N
         if experts
     )
     assert planned.layers.get("gate_up_proj", 0) == (sum(bool(x.stacks) for x in shape.layers) if experts else 0)
+
+
+@pytest.mark.parametrize("model_type", SPARSE)
+def test_what_a_quantized_base_leaves_out_is_counted(model_type: str) -> None:
+    """Dense layers whose names PEFT takes for those of experts, where there are such."""
+    lora, base = LoraConfig(r=3), build(model_type)
+    shape = shape_of(base.config.to_dict())
+    assert shape is not None
+    planned = planned_adapters(base, lora, layers_to_quantize(base))
+    values = {"version": 1, "model": {"name_or_path": "x"}, "lora": lora.model_dump()}
+    recipe = Recipe.model_validate({**values, "quantization": {"method": "nf4"}})
+    assert trained_parameters(recipe, shape).elements == planned.parameters
+    assert left_out(recipe, shape) == planned.left
+    layers = Counter[str]()
+    for each in adapters_of(recipe, shape):
+        layers[each.linear.leaf] += each.layers
+    assert layers == planned.layers
+    assert bool(planned.left) == (model_type in ("glm4_moe", "glm4_moe_lite", "deepseek_v3"))
 
 
 @pytest.mark.parametrize(("model_type", "experts"), in_turn(SPARSE, [True, False]))

@@ -57,6 +57,17 @@ SCALED_BY_POSITION = {
     "llama_4_scaling_beta": 0.5,
 }
 EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+}
 CONFIGS: dict[str, Any] = {
     "llama": (transformers.LlamaConfig, {}),
     "mistral": (transformers.MistralConfig, {"head_dim": 16, "sliding_window": 5}),
@@ -128,6 +139,16 @@ CONFIGS: dict[str, Any] = {
             "topk_group": 2,
         },
     ),
+    "glm4_moe_lite": (transformers.Glm4MoeLiteConfig, LATENT),
+    "glm4_moe_lite, queries of no latent": (
+        transformers.Glm4MoeLiteConfig,
+        {**LATENT, "q_lora_rank": None, "rope_interleave": False, "v_head_dim": 16, "attention_bias": True},
+    ),
+    "deepseek_v3": (
+        transformers.DeepseekV3Config,
+        {**LATENT, "v_head_dim": 16, "n_group": 3, "topk_group": 2, "first_k_dense_replace": 1},
+    ),
+    "youtu": (transformers.YoutuConfig, {name: LATENT[name] for name in LATENT if "expert" not in name}),
     "gpt_oss": (
         transformers.GptOssConfig,
         {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 5},
@@ -148,7 +169,7 @@ CONFIGS: dict[str, Any] = {
     ),
 }
 #: With experts, which are not trained whole on the kernels.
-SPARSE = [name for name in CONFIGS if "moe" in name or name in ("mixtral", "mellum", "gpt_oss")]
+SPARSE = [name for name in CONFIGS if "moe" in name or name in ("mixtral", "mellum", "gpt_oss", "deepseek_v3")]
 PLAN = DtypePlan("float32", "float32", "float32", False, "a test")
 
 

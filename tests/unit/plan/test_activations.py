@@ -73,6 +73,27 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 0,
     },
 }
+LATENT = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 32,
+    "head_dim": 8,
+    "num_key_value_heads": 4,
+}
+OF_FAMILY |= {
+    "youtu": LATENT,
+    "glm4_moe_lite": {**OF_FAMILY["glm4_moe"], **LATENT, "mlp_layer_types": ["sparse"] * 3},
+    "deepseek_v3": {
+        **OF_FAMILY["glm4_moe"],
+        **LATENT,
+        "q_lora_rank": None,
+        "v_head_dim": 16,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+}
 GEMMA4 = {"sliding_window": 64, "global_head_dim": 32, "hidden_size_per_layer_input": 24}
 #: Gemma-4's kinds of layers, by what they are named here; a model has two of each kind that sees what it sees besides.
 GEMMA4_LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -279,7 +300,7 @@ def predicted_bytes(family: str, attention: Any, plan: DtypePlan, *, batch: int 
 
 
 #: Built like others, or measured where transformers' own code computes them.
-APART = {*PARTS, *LAYERS, *SPARSE}
+APART = {*PARTS, *LAYERS, *SPARSE, *(name for name, row in families.TABLE.items() if row.latents is not None)}
 #: Families of which `make test` takes every precision and policy; of each other kind it takes one, in turn.
 WHOLE = ("llama", "gemma2", "qwen3_moe", "qwen3_5_text linear_attention", "bitnet")
 MEASURED = [

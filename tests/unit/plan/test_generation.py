@@ -133,6 +133,15 @@ def test_layers_with_a_state_have_no_pages_and_a_state_a_row(case: Callable[...,
     assert needed() - halved == pytest.approx(16 * (8 * page + state) / 0.9, abs=2)
 
 
+def test_latent_attention_keeps_latents_alone(case: Callable[..., Case]) -> None:
+    """GLM-4.7-Flash: 512 features and a rotated key of 64, of 47 layers."""
+    found = case("zai-org/GLM-4.7-Flash", LORA + GRPO).estimate("h200", work="grpo")
+    page, rows = 47 * 576 * 2 * 64, 32
+    pages = rows * (256 + 256) // 64 + 2
+    assert found.parts["key-value cache"] == pytest.approx(pages * page / 0.9, abs=2)
+    assert found.generator == "merged"
+
+
 def test_the_engine_allocates_what_is_counted() -> None:
     """On tensors without memory, of the shape that the estimate is made of."""
     config = json.loads((asset("configs", "Qwen--Qwen3.5-9B") / "config.json").read_text())

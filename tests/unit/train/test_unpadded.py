@@ -55,6 +55,7 @@ SMALL: dict[str, Any] = {
 #: The interpreter takes a second for each layer and two heads; one key of both queries is enough.
 INTERPRETED_SMALL = {"num_attention_heads": 2, "num_key_value_heads": 1}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+LATENT = {**small_models.TEXT["youtu"], "head_dim": 8}
 #: transformers' names of layers with a window and without.
 CHANGES: dict[str, dict[str, Any]] = {
     "bitnet": {"head_dim": 8},
@@ -64,6 +65,9 @@ CHANGES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 24,
         "first_k_dense_replace": 0,
     },
+    "glm4_moe_lite": {**LATENT, **small_models.TEXT["deepseek_v3"], "mlp_layer_types": ["sparse", "sparse"]},
+    "deepseek_v3": {**LATENT, **small_models.TEXT["deepseek_v3"], "first_k_dense_replace": 0},
+    "youtu": LATENT,
     "granitemoe": small_models.TEXT["granitemoe"],
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "mellum": {**EXPERTS, "layer_types": ["sliding_attention", "full_attention"]},
