@@ -1527,8 +1527,8 @@ GPT_OSS = (
     _m(
         "gpt_oss: any clamp",
         "ftcli/facts/shape.py",
-        "    if any(config.get(key) not in (None, value) for key, value in family.only_with):",
-        "    if False:",
+        "other = any(config.get(key) not in (None, value) for key, value in family.only_with)",
+        "other = False",
         _OSS,
     ),
     _m(
