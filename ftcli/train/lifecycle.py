@@ -59,7 +59,6 @@ from ftcli.run.signals import (
     exit_code_of,
     second_signal_as_error,
 )
-from ftcli.train.checkpoint_state import WindowState, readable
 from ftcli.train.context import BaseCard, InputsRecord, RunContext, Unwritten
 
 if TYPE_CHECKING:
@@ -166,6 +165,8 @@ def _evaluates_again(opened: OpenedRun) -> bool:
     """
     if opened.trained is not None or opened.resume_from is None:
         return opened.trained is not None
+    from ftcli.train.checkpoint_state import WindowState, readable  # which imports torch
+
     with readable(str(opened.resume_from)):
         state = WindowState.read(opened.resume_from)
     return state is not None and state.evaluation_due
