@@ -30,8 +30,16 @@ PAIRED = (
     *("qkv options forward: norm, width", "qkv options backward: norm, width", "qkv rope forward", "qkv rope backward"),
     *("delta rule chunks", "delta rule scan", "decode attention", "int8 product, few, bias"),
 )
-#: Bytes that kernels may spill all the same: of two value heads' gradients, those of k stay in registers.
-SPILLING = {"delta rule gradients": 64}
+#: Bytes that kernels may spill all the same: of two value heads' gradients, those of k stay in registers. Attention at
+#: 512 features holds tiles of them in registers: of those that compile, an H200 timed these as the fastest
+#: (kernels/bench/tune.py --model gemma4-e4b --only attention, 2026-11-27).
+SPILLING = {
+    "delta rule gradients": 64,
+    "attention forward": 832,
+    "attention dq": 2560,
+    "attention dk": 2112,
+    "attention dv": 896,
+}
 
 
 @pytest.mark.slow

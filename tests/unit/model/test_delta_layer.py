@@ -27,6 +27,7 @@ from ftcli.model.sequence_parallel import SequencePart
 from ftcli.plan.precision import DtypePlan
 from ftcli.train.isolation import check_isolation
 from tests.small_models import build
+from tests.unit.model.test_stack import captured
 
 LENGTH = 70
 #: Heads that the kernels take, and the interpreter computes in seconds.
@@ -269,8 +270,7 @@ def test_a_captured_call_reads_where_documents_begin_from_its_own_memory() -> No
 
     one, other = call_of(3), call_of(5)
     assert cuda_graphs._key(one) == cuda_graphs._key(other)
-    given: Any = (*[None] * 2, *[torch.zeros(1, 8, 4)] * 3, None, cuda_graphs._fixed(one.layer_calls))
-    fixed = cuda_graphs._Captured(*given)
+    fixed = captured(one)
     before = fixed.layer_calls[0].mask.starts()
     assert before is not None
     cuda_graphs._copy_in(fixed, other)

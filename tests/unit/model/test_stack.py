@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import transformers
 from torch import nn
 
+from ftcli.model import cuda_graphs
 from ftcli.model.backbone import base_of, decoder_layers, hidden_states
 from ftcli.model.fused import DecoderStack, StackCall, stack_of
 from ftcli.model.gradient_checkpointing import use_checkpointing
@@ -147,6 +148,16 @@ def test_a_call_that_fails_leaves_the_layers_as_they_were() -> None:
 
 def test_a_model_with_a_layer_off_the_kernels_has_no_stack() -> None:
     assert stack_of(adapted("llama", kernels="off")) == "layers.0 is not on the kernels"
+
+
+def captured(call: StackCall) -> Any:
+    """What a graph of ``call`` (1, 8, 4) reads, without the graph."""
+    nowhere = torch.zeros(1, 8, 4)
+    return cuda_graphs._Captured(
+        forward=cast("torch.cuda.CUDAGraph", None), backward=cast("torch.cuda.CUDAGraph", None),
+        hidden=nowhere, beside=None, out=nowhere, d_out=nowhere, d_hidden=None, d_beside=None,
+        layer_calls=cuda_graphs._fixed(call.layer_calls),
+    )  # fmt: skip
 
 
 def taken(model: Any) -> DecoderStack:

@@ -29,6 +29,7 @@ from tests.small_models import by_kind
 from tests.tiers import in_turn
 from tests.unit.methods.preference import steps
 from tests.unit.methods.preference.steps import PADDED, SHARED, UNPADDED, Result, require_same
+from tests.unit.model.test_stack import captured
 from tests.unit.train.test_unpadded import CPU, FLOAT32, KERNELS, SMALL, WITH_TOWERS, model_of
 
 #: Tokens of a prompt, of what both answers begin with, and of the rest of each; windows are 6.
@@ -230,6 +231,6 @@ def test_the_bounds_of_a_captured_call_are_copied_into_it() -> None:
 
     one, other, plain = call_of(branching(2, 5)), call_of(branching(3, 4)), call_of(None)
     assert cuda_graphs._key(one) == cuda_graphs._key(other) != cuda_graphs._key(plain)
-    fixed: Any = cuda_graphs._Captured(*[None] * 2, *[torch.zeros(1, 8, 4)] * 3, None, cuda_graphs._fixed(one.layer_calls))  # type: ignore[arg-type]  # fmt: skip  # noqa: E501
+    fixed = captured(one)
     cuda_graphs._copy_in(fixed, other)
     assert torch.equal(fixed.layer_calls[0].mask.ranges.dense(), other.layer_calls[0].mask.ranges.dense())
