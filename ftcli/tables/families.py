@@ -405,6 +405,14 @@ _GEMMA4 = Family(
 )
 #: transformers' defaults, of every family with latent attention.
 _LATENT_SIZES = (("kv_lora_rank", 512), ("qk_rope_head_dim", 64))
+#: Experts beside shared ones, behind a few dense layers.
+_BESIDE_SHARED = Experts(
+    shared="shared_experts",
+    count=("n_routed_experts", "num_local_experts"),
+    shared_count="n_shared_experts",
+    dense="first",
+    takes_names=True,
+)
 
 _QWEN_NETS = DeltaNets(
     module="linear_attn",
@@ -464,13 +472,7 @@ TABLE: Mapping[str, Family] = MappingProxyType(
             defaults=_sizes(60, 4, 1408),
         ),
         "glm4_moe": Family(
-            experts=Experts(
-                shared="shared_experts",
-                count=("n_routed_experts", "num_local_experts"),
-                shared_count="n_shared_experts",
-                dense="first",
-                takes_names=True,
-            ),
+            experts=_BESIDE_SHARED,
             qkv_bias=_ATTENTION_BIAS,
             rotary_share=0.5,
             not_with=("use_qk_norm",),
@@ -478,13 +480,7 @@ TABLE: Mapping[str, Family] = MappingProxyType(
         ),
         "glm4_moe_lite": Family(
             latents=Latents(q_rank=768),
-            experts=Experts(
-                shared="shared_experts",
-                count=("n_routed_experts", "num_local_experts"),
-                shared_count="n_shared_experts",
-                dense="types_or_first",
-                takes_names=True,
-            ),
+            experts=replace(_BESIDE_SHARED, dense="types_or_first"),
             qkv_bias=_ATTENTION_BIAS,
             o_bias=_ATTENTION_BIAS,
             rotary="pairs",
@@ -498,13 +494,7 @@ TABLE: Mapping[str, Family] = MappingProxyType(
         ),
         "deepseek_v3": Family(  # Moonlight and Kanana-2 are of this type, too
             latents=Latents(q_rank=1536),
-            experts=Experts(
-                shared="shared_experts",
-                count=("n_routed_experts", "num_local_experts"),
-                shared_count="n_shared_experts",
-                dense="first",
-                takes_names=True,
-            ),
+            experts=_BESIDE_SHARED,
             qkv_bias=_ATTENTION_BIAS,
             o_bias=_ATTENTION_BIAS,
             rotary="pairs",
