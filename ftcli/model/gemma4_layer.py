@@ -58,9 +58,11 @@ class FusedGemma4Layer(FusedDecoderLayer):
     ) -> Tensor:
         """(B, S, H) -> (B, S, H). Arguments as transformers' layer has them."""
         if past_key_values is not None or position_embeddings is None:
+            # Gemma-4-12B's layers know no inputs of their own.
+            inputs = () if per_layer_input is None else (per_layer_input,)
             output: Tensor = self.original(
                 hidden_states,
-                per_layer_input,
+                *inputs,
                 shared_kv_states=shared_kv_states,
                 position_embeddings=position_embeddings,
                 attention_mask=attention_mask,
