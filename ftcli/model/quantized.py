@@ -23,7 +23,7 @@ from ftcli.errors import ExitCode, FtcliError
 from ftcli.model.lora_targets import is_read_by_mixer, is_router
 from ftcli.plain import JsonMap
 from ftcli.tables import code_of, quantizations
-from ftcli.tables.families import LAYER_INPUT
+from ftcli.tables.architecture import LAYER_INPUT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
