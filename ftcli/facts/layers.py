@@ -185,17 +185,14 @@ class Layer:
 
     @property
     def attention(self) -> Attention | None:
-        """The mixer, if it attends."""
         return self.mixer if isinstance(self.mixer, Attention) else None
 
     @property
     def latent(self) -> LatentAttention | None:
-        """The mixer, if it attends by latents."""
         return self.mixer if isinstance(self.mixer, LatentAttention) else None
 
     @property
     def delta_net(self) -> DeltaNet | None:
-        """The mixer, if it is a delta net."""
         return self.mixer if isinstance(self.mixer, DeltaNet) else None
 
     @property
@@ -205,7 +202,6 @@ class Layer:
 
     @property
     def linear_parameters(self) -> int:
-        """Elements of the linears."""
         return sum(linear.parameters for linear in self.linears)
 
 

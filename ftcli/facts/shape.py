@@ -50,7 +50,6 @@ class ModelShape:
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers."""
         return len(self.layers)
 
     @property
@@ -84,7 +83,6 @@ class ModelShape:
 
     @property
     def attending(self) -> tuple[Attention, ...]:
-        """The attention of each layer that has one."""
         return tuple(layer.attention for layer in self.layers if layer.attention is not None)
 
     @property
@@ -95,17 +93,14 @@ class ModelShape:
 
     @property
     def delta_nets(self) -> tuple[DeltaNet, ...]:
-        """The delta net of each layer that has one."""
         return tuple(layer.delta_net for layer in self.layers if layer.delta_net is not None)
 
     @property
     def latents(self) -> tuple[LatentAttention, ...]:
-        """The attention of each layer that attends by latents."""
         return tuple(layer.latent for layer in self.layers if layer.latent is not None)
 
     @property
     def has_experts(self) -> bool:
-        """True if some layer has experts."""
         return any(layer.stacks for layer in self.layers)
 
     @property
@@ -158,7 +153,6 @@ class ModelShape:
 
     @property
     def norm_count(self) -> int:
-        """Number of these."""
         return len(self.norms.names)
 
     @property

@@ -124,7 +124,6 @@ class BitLinear(TrainedQuantizedLinear):
         return self.training and self.share < 1.0
 
     def extra_repr(self) -> str:
-        """For printing the model."""
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {self.method}"
 
 

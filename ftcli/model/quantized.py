@@ -226,7 +226,6 @@ class QuantizedLinear(nn.Linear, ABC):
         return lora_linear(x, Projection(self.frozen_weight(), self.bias))
 
     def extra_repr(self) -> str:
-        """For printing the model."""
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {self.method}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:

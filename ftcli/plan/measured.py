@@ -184,6 +184,5 @@ def question_of(
 
 
 def config_in(question: Question) -> JsonObject:
-    """The content of config.json."""
     found: JsonObject = json.loads(question.config)
     return found

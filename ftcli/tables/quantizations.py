@@ -173,7 +173,6 @@ def names(*, freezes_base: bool | None = None) -> tuple[str, ...]:
 
 
 def row(name: str) -> Quantization:
-    """The row of a method that a recipe names."""
     return TABLE[name]
 
 
