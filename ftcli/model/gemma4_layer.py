@@ -20,10 +20,11 @@ from ftkernels.rms_norm import rms_norm
 from ftkernels.rope import apply_rope
 from torch import Tensor, nn
 
-from ftcli.facts.shape import Layer, ModelShape
+from ftcli.facts.layers import Layer
+from ftcli.facts.shape import ModelShape
 from ftcli.model.experts import mixture
 from ftcli.model.fused import Beside, FusedDecoderLayer, LayerPacks, Rotation, SharedKeys
-from ftcli.tables.families import LAYER_INPUT
+from ftcli.tables.architecture import LAYER_INPUT
 
 if TYPE_CHECKING:
     from ftkernels.device import BackendName

@@ -37,11 +37,9 @@ class AskedModel:
 
     @property
     def facts(self) -> ModelFacts:
-        """The model's facts."""
         return self.plan.facts
 
     def as_dict(self) -> JsonObject:
-        """The JSON form."""
         facts = self.facts
         return {
             "key": self.key,

@@ -37,7 +37,6 @@ class Context:
 
     @property
     def method(self) -> Method:
-        """The recipe's training method."""
         return methods.method_of(self.recipe, self.command)
 
     @property
