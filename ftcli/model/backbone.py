@@ -138,7 +138,7 @@ def hidden_states(
     text_type = base.config.get_text_config().model_type
     family, untold = family_of(text_type), why_documents_leak(text_type) is not None
     # Layers with a state take no mask of ones, and wrappers that look both ways within images say of one "not causal".
-    told = family is not None and family.delta_nets is not None or looks_both_ways(base.config.get_text_config())
+    told = (family is not None and family.delta_nets is not None) or looks_both_ways(base.config.get_text_config())
     if starts is None and (stack is not None or (untold and cached is None and "attention_mask" not in inputs)):
         starts = _document_starts(ids, inputs.get("position_ids"))
     if starts is not None and attention.is_ours(base):
