@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ftcli.cli import options, ranks
+from ftcli.cli import options
+from ftcli.cli.commands.train import exit_code, run_as_ranks
 from ftcli.cli.environment import results_only_on_stdout
 from ftcli.cli.options import AnyRequest, Invocation
 from ftcli.cli.render import result_text
@@ -68,7 +69,7 @@ def bench(
 
     def action(session: Session) -> BenchResult | options.EndedElsewhere:
         changes = options.overrides(set_)
-        loaded = ranks.run_as_ranks(lambda more: options.load(recipe, (*changes, *more)), gpus, session)
+        loaded = run_as_ranks(lambda more: options.load(recipe, (*changes, *more)), gpus, session)
         if isinstance(loaded, options.EndedElsewhere):
             return loaded
         from ftcli.pipeline.bench_result import BenchOptions
@@ -88,7 +89,7 @@ def bench(
             return bench(loaded, session, wanted)
 
     common = options.common(json, quiet, offline, debug)
-    return Invocation("bench", common, action, bench_text, exit_code=ranks.exit_code, owns_stdout=True)
+    return Invocation("bench", common, action, bench_text, exit_code=exit_code, owns_stdout=True)
 
 
 def bench_text(result: BenchResult) -> str:
