@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ftcli.cli import options
 from ftcli.cli.environment import gpus_of_host, refuse_copies, results_only_on_stdout
-from ftcli.cli.options import AnyRequest, EndedElsewhere, Invocation
+from ftcli.cli.options import AnyRequest, EndedElsewhere
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.reporting import Session
 from ftcli.tables import code_of, engines
@@ -18,45 +18,6 @@ from ftcli.tables.methods import Method
 
 if TYPE_CHECKING:
     from ftcli.config.load import LoadedRecipe, Override
-
-
-def training_command(method: Method) -> Callable[..., AnyRequest]:
-    def train(
-        recipe: options.RecipeArgument,
-        set_: options.SetOption = None,
-        output_dir: options.OutputDirOption = None,
-        max_steps: options.MaxStepsOption = None,
-        resume: options.ResumeOption = None,
-        gpus: options.GpusOption = None,
-        dry_rewards: options.DryRewardsOption = False,
-        json: options.JsonOption = False,
-        quiet: options.QuietOption = False,
-        offline: options.OfflineOption = False,
-        debug: options.DebugOption = False,
-    ) -> AnyRequest:
-        def action(session: Session) -> object:
-            from ftcli.pipeline.launch import train
-
-            changes = options.overrides(set_, output_dir=output_dir, max_steps=max_steps, resume=resume)
-            if dry_rewards and method.dry is not None:
-                with results_only_on_stdout():
-                    result: object = code_of(method.dry)(options.load(recipe, changes), session)
-                return result
-            started = run_as_ranks(lambda more: options.load(recipe, (*changes, *more)), gpus, session)
-            if isinstance(started, options.EndedElsewhere):
-                return started
-            with results_only_on_stdout():
-                return train(started, session, method.command)
-
-        common = options.common(json, quiet, offline, debug)
-        return Invocation(method.command, common, action, exit_code=exit_code, owns_stdout=True)
-
-    if method.dry is None:
-        signature = inspect.signature(train, eval_str=True)
-        kept = [each for name, each in signature.parameters.items() if name != "dry_rewards"]
-        train.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
-    train.__doc__ = method.help
-    return train
 
 
 def run_as_ranks(
@@ -120,3 +81,36 @@ def _count() -> int:
 
     found = gpus_of_host()
     return count_gpus() if found is None else found
+
+
+def training_command(method: Method) -> Callable[..., AnyRequest]:
+    def train(
+        session: Session,
+        recipe: options.RecipeArgument,
+        set_: options.SetOption = None,
+        output_dir: options.OutputDirOption = None,
+        max_steps: options.MaxStepsOption = None,
+        resume: options.ResumeOption = None,
+        gpus: options.GpusOption = None,
+        dry_rewards: options.DryRewardsOption = False,
+    ) -> object:
+        from ftcli.pipeline.launch import train
+
+        changes = options.overrides(set_, output_dir=output_dir, max_steps=max_steps, resume=resume)
+        if dry_rewards and method.dry is not None:
+            with results_only_on_stdout():
+                result: object = code_of(method.dry)(options.load(recipe, changes), session)
+            return result
+        started = run_as_ranks(lambda more: options.load(recipe, (*changes, *more)), gpus, session)
+        if isinstance(started, EndedElsewhere):
+            return started
+        with results_only_on_stdout():
+            return train(started, session, method.command)
+
+    train.__doc__ = method.help
+    made = options.command(method.command, exit_code=exit_code, owns_stdout=True)(train)
+    if method.dry is None:
+        signature = inspect.signature(made)
+        kept = [each for name, each in signature.parameters.items() if name != "dry_rewards"]
+        made.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
+    return made
