@@ -15,7 +15,7 @@ from tests.small_models import build
 from tests.unit.export.conftest import tokenizer
 
 #: What released checkpoints leave in 16 bits.
-_KEPT = re.compile(r"embed|lm_head|norm|mlp\.gate\.weight|conv|vision|patch|projector")
+_KEPT = re.compile(r"embed|lm_head|norm|mlp\.gate\.weight|conv|vision|visual|projector")
 
 
 def blocks_of(

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from ftcli.config.model import QuantizationConfig
 from ftcli.errors import FtcliError, first_line
+from ftcli.export.released import opened
 from ftcli.export.source import (
     ADAPTER_WEIGHTS,
     ExportSource,
@@ -36,7 +37,6 @@ from ftcli.export.source import (
     unusable,
     unwritten,
 )
-from ftcli.export.released import opened
 from ftcli.export.tensorfile import DTYPES, TensorEntry, TensorFile, finite_tensors
 from ftcli.facts.shape import shape_of
 from ftcli.model.load import config_of

@@ -2,10 +2,10 @@
 
     W[i, j] = q[i, j] · s[i // R, j // C]      in float32, then rounded to the dtype that is asked for
 
-q is float8 (O, I), s (⌈O/R⌉, ⌈I/C⌉); the last block of a row or column may be smaller. ``X.weight`` has its scales beside
-it, as ``X.weight_scale_inv`` (the factor itself, whatever its name says) or, by compressed-tensors, ``X.weight_scale``.
-Stacks of experts (E, O, I) have them as ``X_scale_inv``. Scales are float32, bfloat16, or powers of two: float8_e8m0fnu
-or its bytes.
+q is float8 (O, I), s (⌈O/R⌉, ⌈I/C⌉); the last block of a row or column may be smaller. ``X.weight`` has its scales
+beside it, as ``X.weight_scale_inv`` (the factor itself, whatever its name says) or, by compressed-tensors,
+``X.weight_scale``; a stack of experts (E, O, I) as ``X_scale_inv``. Scales are float32, bfloat16, or powers of two:
+float8_e8m0fnu or its bytes.
 
 transformers computes the same, but takes R for O divided by the number of scales: where the last block is smaller it
 stops, or shifts the scales where that divides evenly. Its products, and DeepSeek's own reading, do as is done here.

@@ -28,7 +28,7 @@ _SCORE = ("score", "classifier")
 
 
 def check(context: Context, facts: ModelFacts) -> Findings:
-    """FT250, FT259, FT271, FT301, FT302, FT310 to FT319, FT322 to FT325, FT327, FT339, FT340, FT351, FT740, FT747, FT756."""
+    """FT250, FT259, FT271, FT301, FT302, FT310 to FT327, FT339, FT340, FT351, FT740, FT747, FT756."""
     if facts.senses is not None and context.work == "train":
         message = f"only the language model of {facts.name} is trained, on text; {facts.senses}: kept, not trained"
         yield context.note("FT310", "model.name_or_path", message)

@@ -12,12 +12,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from ftcli.config.model import QuantizationConfig
 from ftcli.errors import FtcliError
 from ftcli.model.fp8 import Fp8Linear
 from ftcli.model.nf4 import NF4Linear
+from ftcli.model.pretrained import model_class
 from ftcli.model.released import grouped
 from ftcli.model.scaled_fp8 import ScaledFp8
 from ftcli.model.stacks import QuantizedStack
@@ -133,7 +134,8 @@ def test_names_of_parts() -> None:
 
 def theirs(folder: Path) -> Any:
     """The same model by transformers, which dequantizes it where there is no GPU."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    config = AutoConfig.from_pretrained(folder)
+    return model_class(config).from_pretrained(folder, dtype=torch.float32)
 
 
 #: Sizes of which every matrix has whole blocks of 16, which transformers' reading needs.
@@ -143,6 +145,8 @@ CASES = {
     "qwen3_moe": {**WHOLE, "moe_intermediate_size": 16},
     "qwen3_5_moe_text": {**WHOLE, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
     "ministral3": WHOLE,
+    "mistral3": {},
+    "qwen3_5": {},
 }
 
 
