@@ -231,8 +231,7 @@ def check_sources(context: Context) -> Findings:
     yield from _weights(context, recipe.data.train)
     method = context.method
     if recipe.data.packing and not method.packs and context.command == method.command:
-        message = f"data.packing has no effect in {method.command}: completions are generated"
-        yield context.warning("FT259", "data.packing", message)
+        yield context.no_effect("data.packing", f"in {method.command}: completions are generated")
     refusal = takes_rows(recipe, context.work)
     if recipe.data.padding_free is True and refusal is not None:
         yield context.warning("FT259", "data.padding_free", f"data.padding_free has no effect: {refusal}")
