@@ -21,7 +21,7 @@ from ftcli.config.yaml import dump_recipe
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.facts.licence import licence_of
 from ftcli.judges import files_of
-from ftcli.plain import JsonMap, plain_fields
+from ftcli.plain import JsonMap, plain
 from ftcli.preflight.report import PreflightReport
 from ftcli.preflight.stages import checked
 from ftcli.ranks import SIGNAL_NAME
@@ -59,11 +59,9 @@ from ftcli.run.signals import (
     exit_code_of,
     second_signal_as_error,
 )
-from ftcli.train.context import BaseCard, InputsRecord, RunContext, Unwritten
+from ftcli.train.context import BuiltModel, RunContext, Unwritten
 
 if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
     from ftcli.run.process_group import RankGroup
 
 
@@ -384,15 +382,16 @@ def keep_inputs(context: RunContext, inputs: Inputs) -> None:
     if context.held_to_inputs:
         require_same_inputs(context.previous, inputs)
     licence = licence_of(context.report.facts, context.recipe.model.revision, offline=context.session.offline)
-    add_to_manifest(context, InputsRecord(inputs, BaseCard(context.report.facts.model_type, licence)))
+    base = {"model_type": context.report.facts.model_type, "licence": licence}
+    add_to_manifest(context, {"inputs": inputs, "base": base})
 
 
-def add_to_manifest(context: RunContext, part: DataclassInstance) -> None:
+def add_to_manifest(context: RunContext, part: JsonMap | BuiltModel) -> None:
     """Adds what is known only once the model is built, or trained."""
     if not context.leads:
         return
     manifest = read_json_object(context.directory.manifest_path)
-    store_json(context.directory.manifest_path, {**manifest, **plain_fields(part)})
+    store_json(context.directory.manifest_path, {**manifest, **plain(part)})
 
 
 def raise_if_stopped(context: RunContext, stopped_by: SignalName | None, step: int) -> None:

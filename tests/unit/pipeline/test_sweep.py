@@ -125,7 +125,7 @@ def test_all_run_in_order_and_the_lowest_held_out_loss_is_the_best(plan: Sweep) 
     assert "smallest" in result.remarks[0]
     assert result.exit_code == 0
     assert result.html.is_file()
-    assert [each.key for each in result.comparison.differences] == ["train.learning_rate"]
+    assert list(result.comparison.differences) == ["train.learning_rate"]
 
 
 def test_a_run_that_fails_does_not_end_the_sweep(plan: Sweep) -> None:
