@@ -21,7 +21,7 @@ from ftcli.config.yaml import dump_recipe
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.facts.licence import licence_of
 from ftcli.judges import files_of
-from ftcli.plain import JsonMap, plain
+from ftcli.plain import JsonMap, JsonObject, plain
 from ftcli.preflight.report import PreflightReport
 from ftcli.preflight.stages import checked
 from ftcli.ranks import SIGNAL_NAME
@@ -44,7 +44,7 @@ from ftcli.run.inputs import (
 )
 from ftcli.run.integrity import not_held
 from ftcli.run.loggers import OpenLoggers
-from ftcli.run.manifest import Activations, build_manifest
+from ftcli.run.manifest import build_manifest
 from ftcli.run.metrics import MetricsWriter
 from ftcli.run.out_of_memory import is_out_of_memory
 from ftcli.run.report import LiveReport, write_report
@@ -344,16 +344,16 @@ def _judges(recipe: Recipe) -> list[Fingerprint]:
     return [fingerprint(name, path) for name, path in files_of(recipe).items()]
 
 
-def _activations(report: PreflightReport) -> Activations:
+def _activations(report: PreflightReport) -> JsonObject:
     choice, memory = report.checkpointing, report.memory
-    return Activations(
-        choice.requested,
-        choice.policy,
-        choice.uncheckpointed_layers,
-        choice.reason,
-        None if memory is None else memory.offloaded,
-        None if memory is None else memory.pinned_host_bytes,
-    )
+    return {
+        "requested": choice.requested,
+        "gradient_checkpointing": choice.policy,
+        "uncheckpointed_layers": choice.uncheckpointed_layers,
+        "reason": choice.reason,
+        "offloaded": None if memory is None else memory.offloaded,
+        "pinned_host_bytes": None if memory is None else memory.pinned_host_bytes,
+    }
 
 
 def data_files(sources: Sequence[DatasetConfig]) -> dict[str, Path]:
