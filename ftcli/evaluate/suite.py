@@ -335,6 +335,7 @@ class Evaluator:
             layout=layout,
             pack_length=self.job.recipe.data.max_seq_len if packing else None,
             group=self.group,
+            pixels=self.job.pixel_reader(),
         )
 
     def _answered(self, model: PreTrainedModel | PeftModel, asked: Sequence[RenderedPrompt]) -> AnsweredTask:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ftcli.model import attention
 from ftcli.model.masks import CallMask, Documents, plain_mask
+from ftcli.model.vision import SeenInputs, see, taken_apart
 from ftcli.tables.families import family_of
 from ftcli.tables.packing import why_documents_leak
 
@@ -132,7 +133,8 @@ def hidden_states(
         ValueError: Rows are shared or branch, and attention is not ours.
     """
     base = base_of(model)
-    own = ("document_starts", "branch_starts")
+    inputs, of_images = taken_apart(inputs)
+    own = ("document_starts", "branch_starts", "rope_positions", "block_ends")
     given: dict[str, Any] = {name: value for name, value in inputs.items() if name not in own}
     ids, starts = inputs["input_ids"], inputs.get("document_starts")
     text_type = base.config.get_text_config().model_type
@@ -143,7 +145,7 @@ def hidden_states(
     if starts is not None and attention.is_ours(base):
         # A mask of ones keeps transformers from looking for documents, which would wait for the device.
         given["attention_mask"] = _unpadded(base, ids) if carries else torch.ones_like(ids, dtype=torch.bool)
-        given["documents"] = Documents(starts, sequence, inputs.get("branch_starts"))
+        given["documents"] = Documents(starts, sequence, inputs.get("branch_starts"), inputs.get("block_ends"))
     elif sequence is not None:
         raise ValueError("ranks share rows around our own attention only")
     elif "branch_starts" in inputs:
@@ -153,9 +155,27 @@ def hidden_states(
         given["position_ids"] = positions.expand(4, *ids.shape)
     if cached is not None:
         given["cached"] = cached
-    backbone = backbone_of(base)
+    backbone: Any = backbone_of(base)
+    if of_images:
+        if sequence is not None:
+            raise ValueError("ranks cannot share rows with images")
+        if positions is not None and "rope_positions" in inputs:
+            given["position_ids"] = torch.cat([positions.expand(1, *ids.shape), inputs["rope_positions"]])
+        seen = see(base, given.pop("input_ids"), of_images)
+        backbone = base.get_decoder()
+        given |= {"inputs_embeds": seen.embeds, **_added(seen, ids, stack)}
     with nullcontext() if stack is None else stack.collecting():
         return HiddenStates(backbone(**given, use_cache=False).last_hidden_state)
+
+
+def _added(seen: SeenInputs, ids: Tensor, stack: CollectingStack | None) -> dict[str, Any]:
+    """How what is added to the first layers' outputs reaches them: through the stack, or transformers' own way."""
+    if not seen.added:
+        return {}
+    if stack is not None:
+        return {"layer_inputs": seen.added}
+    mask = torch.zeros(ids.numel(), dtype=torch.bool, device=ids.device).index_fill(0, seen.places, True)
+    return {"visual_pos_masks": mask.view_as(ids), "deepstack_visual_embeds": list(seen.seen.added)}
 
 
 def _unpadded(base: PreTrainedModel, ids: Tensor) -> dict[str, CallMask | None]:
