@@ -138,6 +138,4 @@ def vision_of(report: PreflightReport, tokenizer: PreTrainedTokenizerBase, *, of
     recipe, method = report.recipe, report.plan.method
     if not method.sees:
         return f"train.method: {recipe.train.method} trains on text alone"
-    return load_vision(
-        recipe.model, report.facts.raw, tokenizer, recipe.data.image_max_pixels, offline=offline
-    )
+    return load_vision(recipe.model, report.facts.raw, tokenizer, recipe.data.image_max_pixels, offline=offline)

@@ -180,8 +180,10 @@ def with_images(
         for tokens in row:
             end = start + len(tokens.input_ids)
             places.append(vision.seen_at(tokens) + number * width + start)
-            three[:, number, start:end] = torch.from_numpy(vision.positions(tokens))
-            ends[number, start:end] = torch.from_numpy(vision.block_ends(tokens) + start)
+            if vision.kind.three_rows:
+                three[:, number, start:end] = torch.from_numpy(vision.positions(tokens))
+            if vision.kind.both_ways:
+                ends[number, start:end] = torch.from_numpy(vision.block_ends(tokens) + start)
             start = end
     more = {ROPE_POSITIONS: three} if vision.kind.three_rows else {}
     more |= {BLOCK_ENDS: ends} if vision.kind.both_ways else {}

@@ -230,9 +230,7 @@ class TokenStore:
         return RowImage(path, content, width, height, (rows, columns), size)
 
 
-_Arrays = tuple[
-    NDArray[np.int32], NDArray[np.int32], Ints, NDArray[np.float64], Ints, NDArray[np.uint8]
-]
+_Arrays = tuple[NDArray[np.int32], NDArray[np.int32], Ints, NDArray[np.float64], Ints, NDArray[np.uint8]]
 
 
 def _arrays(folder: Path) -> _Arrays:

@@ -134,9 +134,7 @@ class Vision:
                 limit = min(limit, begin)
                 break
             kept.append(image)
-        return replace(
-            tokens, input_ids=tokens.input_ids[:limit], labels=tokens.labels[:limit], images=tuple(kept)
-        )
+        return replace(tokens, input_ids=tokens.input_ids[:limit], labels=tokens.labels[:limit], images=tuple(kept))
 
     def seen_at(self, tokens: TokenizedRow) -> Ints:
         """The places of a row's tokens that stand for what the tower saw, in order."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ftcli.model import attention
 from ftcli.model.masks import CallMask, Documents, plain_mask
-from ftcli.model.vision import SeenInputs, see, taken_apart
+from ftcli.model.vision import SeenInputs, masks_both_ways, see, taken_apart
 from ftcli.tables.families import family_of
 from ftcli.tables.packing import why_documents_leak
 
@@ -140,7 +140,8 @@ def hidden_states(
     text_type = base.config.get_text_config().model_type
     family, untold = family_of(text_type), why_documents_leak(text_type) is not None
     carries = family is not None and family.delta_nets is not None
-    if starts is None and (stack is not None or (untold and cached is None and "attention_mask" not in inputs)):
+    tells = stack is not None or "block_ends" in inputs
+    if starts is None and (tells or (untold and cached is None and "attention_mask" not in inputs)):
         starts = _document_starts(ids, inputs.get("position_ids"))
     if starts is not None and attention.is_ours(base):
         # A mask of ones keeps transformers from looking for documents, which would wait for the device.
@@ -163,6 +164,8 @@ def hidden_states(
             given["position_ids"] = torch.cat([positions.expand(1, *ids.shape), inputs["rope_positions"]])
         seen = see(base, given.pop("input_ids"), of_images)
         backbone = base.get_decoder()
+        if "block_ends" in inputs and not attention.is_ours(base):
+            given["attention_mask"] = masks_both_ways(base, seen.embeds, inputs["block_ends"], positions)
         given |= {"inputs_embeds": seen.embeds, **_added(seen, ids, stack)}
     with nullcontext() if stack is None else stack.collecting():
         return HiddenStates(backbone(**given, use_cache=False).last_hidden_state)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ftcli.tables import code_of
@@ -87,6 +88,22 @@ def qwen(model: Any, given: Mapping[str, Tensor]) -> Seen:
     visual = model.visual
     seen = visual(given["pixel_values"].to(visual.dtype), grid_thw=given["image_grid_thw"], return_dict=True)
     return Seen(seen.pooler_output, tuple(getattr(seen, "deepstack_features", None) or ()))
+
+
+def masks_both_ways(base: Any, embeds: Tensor, block_ends: Tensor, positions: Tensor | None) -> Any:
+    """transformers' masks of rows (B, S, H) in which the tokens of an image see each other in both directions."""
+    from transformers.models.gemma3.modeling_gemma3 import create_masks_for_vision_model
+
+    ahead = torch.arange(1, block_ends.shape[1] + 1, device=block_ends.device)
+    alone = (block_ends == ahead) & F.pad(block_ends[:, :-1] < ahead[1:], (1, 0), value=True)
+    return create_masks_for_vision_model(
+        config=base.config.get_text_config(),
+        inputs_embeds=embeds,
+        attention_mask=None,
+        past_key_values=None,
+        position_ids=positions,
+        block_sequence_ids=torch.where(alone, -1, block_ends),
+    )
 
 
 def gemma3(model: Any, given: Mapping[str, Tensor]) -> Seen:

@@ -71,7 +71,6 @@ class EpochObjective(Objective):
             found.append(self.micro_batch([0] if blank else units, blank=blank))
         return found
 
-
     def upcoming(self, step: int) -> list[int]:
         """The units of this rank's next step after the one that follows ``step`` finished ones, within the epoch."""
         first = (step % self.steps_per_epoch + 1) * self._accumulation

@@ -117,8 +117,8 @@ class AttentionMask:
             and no other branch; each goes on where the trunk ends, from where windows count. With a window a document
             has two branches at most. Only for whole causal rows without padding.
         block_ends: None, or (B or 1, k_len) int32: for each token the end of its block, whose tokens see each other in
-            both directions whatever the window; of a token in no block, the next token. Blocks lie within documents.
-            Only for causal rows without branches.
+            both directions, backwards as far as the window; of a token in no block, the next token. Blocks lie within
+            documents. Only for causal rows without branches.
 
     Raises:
         ValueError: a window below 1 or without ``causal``, or tensors that do not fit each other.
@@ -241,12 +241,10 @@ class AttentionMask:
             past = torch.searchsorted(first, first, right=True, out_int32=True)
             lo, hi = first[:, k_len - q_len :], past[:, k_len - q_len :]
         if self.causal:
-            hi = torch.minimum(hi, position + 1 if self.block_ends is None else self._ends(k_len - q_len, device))
+            ends = self.block_ends
+            hi = torch.minimum(hi, position + 1 if ends is None else ends.to(device)[:, k_len - q_len :])
         if self.window is not None:
-            reach = position - (self.window - 1)
-            if self.block_ends is not None:
-                reach = torch.minimum(reach, self._begins(k_len - q_len, device))
-            lo = torch.maximum(lo, reach)
+            lo = torch.maximum(lo, position - (self.window - 1))
         if self.starts is not None and self.ends is not None:
             start, end = self.starts.to(device)[:, None], self.ends.to(device)[:, None]
             # A query that is padding gets an empty interval, on the side that keeps both ends monotone.
@@ -263,16 +261,6 @@ class AttentionMask:
             query_hi=torch.searchsorted(lo, keys, right=True, out_int32=True),
         )
 
-    def _ends(self, first: int, device: torch.device | str) -> Tensor:
-        """(B or 1, queries) int32: the end of each query's block, from the query ``first`` on."""
-        assert self.block_ends is not None
-        return self.block_ends.to(device)[:, first:].contiguous()
-
-    def _begins(self, first: int, device: torch.device | str) -> Tensor:
-        """The beginning of each query's block, as :meth:`_ends`. Ends rise from block to block."""
-        ends = self._ends(0, device)
-        return torch.searchsorted(ends, ends, right=False, out_int32=True)[:, first:]
-
     def dense(self, q_len: int, k_len: int, device: torch.device | str = "cpu") -> Tensor:
         """Boolean (B or 1, 1, q_len, k_len) straight from the definition, for references and tests."""
         self._check_lengths(q_len, k_len)
@@ -282,6 +270,9 @@ class AttentionMask:
         seen = torch.ones((1, 1, q_len, k_len), dtype=torch.bool, device=device)
         if self.causal:
             seen = seen & (distance >= 0)
+        if self.block_ends is not None:
+            block = self.block_ends.to(device)
+            seen = seen | (block[:, None, k_len - q_len :, None] == block[:, None, None, :])
         if self.document_starts is not None:
             document = self.document_starts.to(device)
             seen = seen & (document[:, None, k_len - q_len :, None] == document[:, None, None, :])
@@ -295,9 +286,6 @@ class AttentionMask:
                 seen = seen & (trunk[:, None, None, :] | (branch[:, None, :, None] == branch[:, None, None, :]))
         if self.window is not None:
             seen = seen & (distance < self.window)
-        if self.block_ends is not None:
-            block = self.block_ends.to(device)
-            seen = seen | (block[:, None, k_len - q_len :, None] == block[:, None, None, :])
         if self.starts is not None and self.ends is not None:
             start, end = self.starts.to(device)[:, None], self.ends.to(device)[:, None]
             token = (key >= start) & (key < end)
