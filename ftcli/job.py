@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from ftcli.config.recipe import Recipe
-from ftcli.data.reasoning import ReasoningMarks
 from ftcli.data.encode import TEXT_ALONE
-from ftcli.data.template import Renderer, renderer_of
 from ftcli.data.pixels import PixelReader
+from ftcli.data.reasoning import ReasoningMarks
+from ftcli.data.template import Renderer, renderer_of
 from ftcli.data.vision import Vision, load_vision
 from ftcli.facts.model import ModelFacts
 from ftcli.model.attention import is_ours

@@ -130,8 +130,8 @@ class DataConfig(Section):
     )
     image_max_pixels: Annotated[int, Field(ge=1)] | None = Field(
         default=None,
-        description="Pixels of an image at most: larger ones are made smaller, which costs fewer tokens. Absent: as the "
-        "model's image processor says.",
+        description="Pixels of an image at most: larger ones are made smaller, which costs fewer tokens. Absent: what "
+        "the model's image processor says.",
     )
     num_proc: Count | None = Field(
         default=None,

@@ -233,7 +233,14 @@ class RowSurvey:
         for source in sources:
             try:
                 asked, warnings = asked_rows(
-                    [source], self._data, self._tokenizer, room, offline=True, max_rows=max_rows, budget=self._budget
+                    [source],
+                    self._data,
+                    self._tokenizer,
+                    room,
+                    offline=True,
+                    max_rows=max_rows,
+                    budget=self._budget,
+                    vision=self._vision,
                 )
             except FtcliError as error:
                 self.failures.append(error)

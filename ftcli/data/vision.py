@@ -92,7 +92,7 @@ class Vision:
         if not self.ends:
             return [self.token_id] * (rows * columns)
         line = [self.token_id] * columns
-        return [*(line + [self.ends[0]]) * (rows - 1), *line, self.ends[1]]
+        return [*[*line, self.ends[0]] * (rows - 1), *line, self.ends[1]]
 
     def expanded(self, tokens: TokenizedRow, images: Sequence[RowImage]) -> TokenizedRow:
         """The row with the tokens of each image in its place, none of which bears loss.

@@ -160,15 +160,27 @@ def hidden_states(
     if of_images:
         if sequence is not None:
             raise ValueError("ranks cannot share rows with images")
-        if positions is not None and "rope_positions" in inputs:
-            given["position_ids"] = torch.cat([positions.expand(1, *ids.shape), inputs["rope_positions"]])
-        seen = see(base, given.pop("input_ids"), of_images)
         backbone = base.get_decoder()
-        if "block_ends" in inputs and not attention.is_ours(base):
-            given["attention_mask"] = masks_both_ways(base, seen.embeds, inputs["block_ends"], positions)
-        given |= {"inputs_embeds": seen.embeds, **_added(seen, ids, stack)}
+        given |= _seen(base, given.pop("input_ids"), inputs, of_images, stack)
     with nullcontext() if stack is None else stack.collecting():
         return HiddenStates(backbone(**given, use_cache=False).last_hidden_state)
+
+
+def _seen(
+    base: PreTrainedModel,
+    ids: Tensor,
+    inputs: Mapping[str, Tensor],
+    of_images: Mapping[str, Tensor],
+    stack: CollectingStack | None,
+) -> dict[str, Any]:
+    """What the language model is called with, in place of ids (B, S), where a batch has images."""
+    seen, positions = see(base, ids, of_images), inputs["position_ids"]
+    found = {"inputs_embeds": seen.embeds, **_added(seen, ids, stack)}
+    if "rope_positions" in inputs:
+        found["position_ids"] = torch.cat([positions.expand(1, *ids.shape), inputs["rope_positions"]])
+    if "block_ends" in inputs and not attention.is_ours(base):
+        found["attention_mask"] = masks_both_ways(base, seen.embeds, inputs["block_ends"], positions)
+    return found
 
 
 def _added(seen: SeenInputs, ids: Tensor, stack: CollectingStack | None) -> dict[str, Any]:

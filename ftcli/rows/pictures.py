@@ -46,8 +46,8 @@ _USUAL = ("RGB", "RGBA", "L", "LA", "P", "PA", "1")
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """What an image's header says: ``width`` and ``height`` as it is shown, ``bytes`` of its file, and what is done with
-    it (``turned``, ``first_frame``, ``converted``, ``misnamed``).
+    """What an image's header says: ``width`` and ``height`` as it is shown, ``bytes`` of its file, and what is ``done``
+    with it (turned, first_frame, converted, misnamed).
     """
 
     width: int

@@ -21,6 +21,8 @@ class ImageTokens:
         written: What stands in the text for ``placeholder`` before it is tokenized, with ``token`` in it once; None:
             the placeholder itself.
         ends: Tokens behind each row of an image but the last, and behind that; they are text to the model.
+        marks: transformers' name of the argument that tells tokens of images from others, in generation; None: none is
+            needed.
         three_rows: Positions are three numbers, of time, row and column; text goes on behind the larger side.
         both_ways: The tokens of an image see each other in both directions.
         most_pixels: The key of the processor's ``size`` that ``data.image_max_pixels`` sets; None where it has none.
@@ -32,6 +34,7 @@ class ImageTokens:
     tower: str
     written: str | None = None
     ends: tuple[str, str] | None = None
+    marks: str | None = "mm_token_type_ids"
     three_rows: bool = False
     both_ways: bool = False
     most_pixels: str | None = None
@@ -60,6 +63,7 @@ TABLE: Mapping[str, ImageTokens] = MappingProxyType(
             grid="ftcli.data.vision:as_many_as_said",
             tower="ftcli.model.vision:gemma3",
             written="\n\n<start_of_image><image_soft_token><end_of_image>\n\n",
+            marks="token_type_ids",
             both_ways=True,
         ),
         "mistral3": ImageTokens(
@@ -68,6 +72,7 @@ TABLE: Mapping[str, ImageTokens] = MappingProxyType(
             grid="ftcli.data.vision:pixtral_patches",
             tower="ftcli.model.vision:mistral3",
             ends=("[IMG_BREAK]", "[IMG_END]"),
+            marks=None,
         ),
     }
 )
