@@ -1,4 +1,4 @@
-"""Rows with images as tokens: counted from sizes, in the form of transformers' processors, cut and refused with care."""
+"""Rows with images as tokens: counted from sizes, in the form of transformers' processors, cut and refused."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ def test_rows_are_encoded_alike_in_another_process(tmp_path: Path) -> None:
     row = Row("rows", 1, {"images": ["a.png"], **chat(shown("q"), "a")}, str(tmp_path))
     data = DataConfig()
     encoder = Encoder(TOKENIZER, (int(TOKENIZER.eos_token_id),), data, "messages", seen())
-    assert pickle.loads(pickle.dumps(encoder)).rows([row]).tokens == encoder.rows([row]).tokens  # noqa: S301
+    assert pickle.loads(pickle.dumps(encoder)).rows([row]).tokens == encoder.rows([row]).tokens
 
 
 def test_an_earlier_answer_with_a_row_of_its_own_has_the_images_before_it(tmp_path: Path) -> None:
@@ -312,7 +312,7 @@ def _own(model_type: str, processor: Any, made: Any, config: dict[str, Any]) -> 
         return line_end.join([token * wide] * high) + end
     from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
-    own = SimpleNamespace(image_processor=processor, image_token="<|image_pad|>")  # noqa: S106
+    own = SimpleNamespace(image_processor=processor, image_token="<|image_pad|>")
     return str(Qwen3VLProcessor.replace_image_token(own, made, 0))
 
 
