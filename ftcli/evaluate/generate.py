@@ -374,14 +374,16 @@ def listening(
     plan: DtypePlan,
     device: torch.device,
     max_length: int,
+    sees: bool = False,
 ) -> OpenedGenerator:
-    """A generator for one prompt at a time, of up to ``max_length`` tokens of prompt and completion.
+    """A generator for one prompt at a time, of up to ``max_length`` tokens of prompt and completion; ``sees``: prompts
+    have images.
 
     Raises FtcliError FT761 (exit 5) when so many do not fit into memory.
     """
     pad = int(tokenizer.pad_token_id)
     try:
-        return open_generator(model, plan, device, rows=1, longest=max_length, pad=pad, ahead=1)
+        return open_generator(model, plan, device, rows=1, longest=max_length, pad=pad, ahead=1, sees=sees)
     except torch.OutOfMemoryError as error:
         raise row_too_large("generation", None) from error
 
@@ -398,6 +400,8 @@ def stream(
     max_length: int,
     opened: OpenedGenerator | None = None,
     slides: bool = False,
+    images: tuple[RowImage, ...] = (),
+    pixels: PixelReader | None = None,
 ) -> Generator[str, None, CompletionEnd]:
     """Pieces of the completion of a rendered ``prompt``; the generator's value says how it ended.
 
@@ -410,21 +414,27 @@ def stream(
         slides: Where there are so many the completion goes on all the same, and the model sees the last ones. The
             prompt may have any length then.
         opened: What :func:`listening` gave for this model, where more than one prompt is answered.
+        images: What the prompt shows, read by ``pixels``; its window does not slide.
 
     Raises:
         FtcliError: FT762 (exit 6) when the model's logits are not finite.
     """
-    ids = tuple(tokenizer(prompt, add_special_tokens=False)["input_ids"])
+    ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    shown = None
+    if pixels is not None and images:
+        ids, shown = _with_images(ids, images, pixels)
+    slides = slides and shown is None
     window = Window(sampling.max_new_tokens, max_length, slides)
     longest = max_length if slides else min(max_length, len(ids) + sampling.max_new_tokens)
-    opened = opened or listening(model, tokenizer, plan=plan, device=device, max_length=longest)
+    sees = shown is not None
+    opened = opened or listening(model, tokenizer, plan=plan, device=device, max_length=longest, sees=sees)
     text, until, made = Detokenizer(tokenizer), TextUntilStop(sampling.stop_strings), list[int]()
     stopping = StopCheck(StopConditions(frozenset(stops), sampling.stop_strings), tokenizer)
     ended, going = False, True
     with answering(model):
         while going:
             seen, room = window.next((*ids, *made), len(made))
-            request = GenerationRequest(seen, room, (int(torch.randint(2**62, ())),))
+            request = GenerationRequest(seen, room, (int(torch.randint(2**62, ())),), shown)
             with closing(opened.generator.run([request], sampling.of_tokens, stopping)) as tokens:
                 for token in tokens:
                     made.append(token.token)
