@@ -25,6 +25,7 @@ from ftcli.plan.precision import DtypePlan
 from ftcli.plan.run import RunPlan
 from ftcli.preflight.report import PreflightReport
 from ftcli.reporting import Reporter, Session
+from ftcli.tables import engines
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -137,5 +138,7 @@ def vision_of(report: PreflightReport, tokenizer: PreTrainedTokenizerBase, *, of
     """What the recipe's model sees images with, where its method trains on them; or why not."""
     recipe, method = report.recipe, report.plan.method
     if not method.sees:
-        return f"train.method: {recipe.train.method} trains on text alone"
+        return f"{method.title} trains on text alone"
+    if engines.row(recipe.launch.engine).shards or recipe.launch.context_parallel_size > 1:
+        return "processes that share weights or rows (fsdp, launch.context_parallel_size) take none"
     return load_vision(recipe.model, report.facts.raw, tokenizer, recipe.data.image_max_pixels, offline=offline)

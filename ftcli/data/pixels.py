@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ftcli.data.tokens import RowImage, TokenizedRow
-from ftcli.data.vision import Vision
+from ftcli.data.vision import Pixels, Vision
 from ftcli.facts.device import usable_cores
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class PixelReader:
         return as_read(self.vision.processed(image, origin), self._dtype)
 
 
-def as_read(made: dict[str, np.ndarray], dtype: torch.dtype) -> Read:  # type: ignore[type-arg]
+def as_read(made: Pixels, dtype: torch.dtype) -> Read:
     """What an image processor makes, as tensors: floating-point ones in ``dtype``."""
     tensors = {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in made.items()}
     return {name: each.to(dtype) if each.is_floating_point() else each for name, each in tensors.items()}

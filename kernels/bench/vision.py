@@ -27,6 +27,8 @@ from peers import now
 CONTENDERS = ("ours", "trl", "trl-checkpointed")
 #: Tokenizer and pictures of the bundled model that sees: one token a byte.
 _TINY = "bundled:tiny-qwen3-vl"
+#: Tokens of a row that its chat template writes.
+_OF_TEMPLATE = 23
 #: Steps that are not counted.
 _FIRST = 4
 
@@ -42,7 +44,7 @@ def write_rows(folder: Path, options: argparse.Namespace) -> Path:
         coarse = chance.integers(0, 256, (16, 16, 3), dtype=np.uint8)
         name = f"{number}.jpg"
         Image.fromarray(coarse).resize((options.side, options.side), Image.Resampling.BICUBIC).save(folder / name)
-        words = "".join(map(chr, chance.integers(97, 123, options.text - 50)))
+        words = "".join(map(chr, chance.integers(97, 123, options.text - _OF_TEMPLATE)))
         asked = {"role": "user", "content": f"<image>{words[:40]}"}
         turns = [asked, {"role": "assistant", "content": words[40:]}]
         lines.append(json.dumps({"images": [name], "messages": turns}))
@@ -185,7 +187,7 @@ def main() -> None:
     arguments.add_argument("--rank", type=int, default=16)
     arguments.add_argument("--rows", type=int, default=8)
     arguments.add_argument("--side", type=int, default=1024)
-    arguments.add_argument("--text", type=int, default=200, help="tokens of a row beside its image, about")
+    arguments.add_argument("--text", type=int, default=200, help="tokens of a row beside its image")
     arguments.add_argument("--steps", type=int, default=10)
     arguments.add_argument("--log", type=Path, help="where ftcli's messages go")
     arguments.add_argument("--work", choices=CONTENDERS, help=argparse.SUPPRESS)

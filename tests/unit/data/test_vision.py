@@ -326,3 +326,21 @@ def test_positions_go_on_behind_the_larger_side() -> None:
         [0, 1, 2, 3, 4, 1, 2, 3, 4, 5, 6],
     ]
     assert vision.block_ends(tokens).tolist() == [1, 9, 9, 9, 9, 9, 9, 9, 9, 10, 11]
+
+
+def test_what_is_done_with_images_is_told(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    pixels = Image.new("RGB", (30, 40))
+    images = {
+        "turned.jpg": encoded(pixels, "JPEG", exif=exif),
+        "moving.gif": encoded(pixels, "GIF", save_all=True, append_images=[Image.new("RGB", (30, 40), "red")]),
+        "ink.jpg": encoded(pixels.convert("CMYK"), "JPEG"),
+        "photo.png": encoded(pixels, "JPEG"),
+    }
+    path = write(tmp_path, [{"images": [name], **chat(shown("q"), "a")} for name in images], images)
+    found = prepared(path)
+    told = next(finding.message for finding in found.findings if finding.code == "FT445")
+    for words in ("1 images are turned", "1 animated", "1 images become RGB", "1 images have the ending"):
+        assert words in told
+    assert [image.width for tokens in found.sequences for image in tokens.images] == [40, 30, 30, 30]
