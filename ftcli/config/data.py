@@ -128,6 +128,11 @@ class DataConfig(Section):
         description="Lay the rows of a micro-batch end to end in place of padding, without attention across rows. "
         "`auto`: where ftcli's kernels run attention; `true`: elsewhere too, by a dense mask.",
     )
+    image_max_pixels: Annotated[int, Field(ge=1)] | None = Field(
+        default=None,
+        description="Pixels of an image at most: larger ones are made smaller, which costs fewer tokens. Absent: what "
+        "the model's image processor says.",
+    )
     num_proc: Count | None = Field(
         default=None,
         description="Processes that tokenize, at most one a core; absent: one for small files, one a core for large "

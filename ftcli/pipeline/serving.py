@@ -153,7 +153,9 @@ def _prompts(job: Job, run: RunDirectory, most: int) -> list[RenderedPrompt]:
     data = job.recipe.data
     room = replace(room_of_task(data, job.recipe.eval.generate), cut_to=None)
     sources = data.eval or data.train
-    rows, told = asked_rows(sources, data, job.tokenizer, room, offline=job.session.offline, max_rows=most * _READ)
+    rows, told = asked_rows(
+        sources, data, job.tokenizer, room, offline=job.session.offline, max_rows=most * _READ, vision=job.vision
+    )
     for finding in told:
         job.reporter.finding(finding)
     renderer = renderer_of(job.tokenizer, data)
@@ -169,7 +171,7 @@ def _prompts(job: Job, run: RunDirectory, most: int) -> list[RenderedPrompt]:
 
 def _is_plain(row: RenderedPrompt) -> bool:
     texts = all(isinstance(one.get("content"), str) and not one.get("tool_calls") for one in row.prompt.messages or ())
-    return texts and not row.prompt.tools
+    return texts and not row.prompt.tools and not row.images
 
 
 def _summed(found: Sequence[Comparison]) -> ChannelResult | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,9 @@ def iterate(source: DatasetConfig, *, offline: bool = False) -> Iterator[Row | F
 
     Raises FtcliError (exit 4) when the source itself cannot be read: FT401, FT402, FT403, FT406, FT407.
     """
-    for name, number, value in islice(_values(source, offline=offline), source.max_rows):
-        yield _row(source, name, number, value)
+    for name, folder, number, value in islice(_values(source, offline=offline), source.max_rows):
+        row = _row(source, name, number, value)
+        yield replace(row, folder=folder) if isinstance(row, Row) else row
 
 
 def no_rows(source: DatasetConfig) -> FtcliError:
@@ -33,12 +35,14 @@ def no_rows(source: DatasetConfig) -> FtcliError:
     return data_error("FT404", f"{source.path} holds no rows", Origin(source.path), NO_ROWS_HELP)
 
 
-def _values(source: DatasetConfig, *, offline: bool) -> Iterator[tuple[str, int, Any]]:
+def _values(source: DatasetConfig, *, offline: bool) -> Iterator[tuple[str, str | None, int, Any]]:
+    """Name and folder of each file, and number and value of each of its rows."""
     if is_hub(source):
-        yield from ((source.path, number, value) for number, value in hub_rows(source, offline=offline))
+        yield from ((source.path, None, number, value) for number, value in hub_rows(source, offline=offline))
         return
     for file in files_of(source):
-        yield from ((file.name, number, value) for number, value in read_file(file))
+        folder = str(file.path.parent.absolute())
+        yield from ((file.name, folder, number, value) for number, value in read_file(file))
 
 
 def _row(source: DatasetConfig, name: str, number: int, value: Any) -> Row | Finding:

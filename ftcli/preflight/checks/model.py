@@ -21,7 +21,7 @@ from ftcli.plan.quantization import stored_method
 from ftcli.plan.released import released_form
 from ftcli.plan.trained import HEAD, TABLES
 from ftcli.preflight.checks.context import Context, Findings, NotMade
-from ftcli.tables import exports, quantizations
+from ftcli.tables import exports, images, quantizations
 from ftcli.tables.gguf import INSTEAD, NORMS_OF_LAYERS, TYPES, architecture_of, unknown_architecture
 
 #: What classifiers of transformers and PEFT call the score.
@@ -31,7 +31,9 @@ _SCORE = ("score", "classifier")
 def check(context: Context, facts: ModelFacts) -> Findings:
     """FT250, FT259, FT271, FT301, FT302, FT310 to FT327, FT339, FT340, FT351, FT740, FT747, FT756."""
     if facts.senses is not None and context.work == "train":
-        message = f"only the language model of {facts.name} is trained, on text; {facts.senses}: kept, not trained"
+        sees = context.method.sees and facts.raw.get("model_type") in images.TABLE
+        on = "text and images" if sees else "text"
+        message = f"only the language model of {facts.name} is trained, on {on}; {facts.senses}: kept, not trained"
         yield context.note("FT310", "model.name_or_path", message)
     if context.work == "train" and not context.from_prompts and facts.language.get("output_router_logits"):
         message = f"{facts.name} has output_router_logits: true; ftcli does not add the router's auxiliary loss"
