@@ -115,6 +115,7 @@ class AdapterServer:
         scale: Which scale it takes then.
         ranks: What it can be told to make room for; empty: any.
         usual_rank: Up to which rank it need not be told.
+        expressions: It reads ``target_modules`` that are an expression, too.
     """
 
     name: str
@@ -122,10 +123,12 @@ class AdapterServer:
     scale: str
     ranks: tuple[int, ...] = ()
     usual_rank: int = 0
+    expressions: bool = True
 
 
-#: vLLM's rules are those of ``PEFTHelper`` and ``parse_fine_tuned_lora_name`` in its ``vllm/lora``, llama.cpp's those
-#: of ``convert_lora_to_gguf.py``; both read in 2026.
+#: vLLM's rules are those of ``PEFTHelper`` and ``parse_fine_tuned_lora_name`` in its ``vllm/lora``, SGLang's those of
+#: ``LoRAConfig`` and ``LoRAAdapter`` in its ``srt/lora``, llama.cpp's those of ``convert_lora_to_gguf.py``; all read in
+#: 2026.
 ADAPTER_SERVERS = (
     AdapterServer(
         "vLLM",
@@ -133,6 +136,12 @@ ADAPTER_SERVERS = (
         "it has one scale for all layers, and alpha_pattern or rank_pattern say several",
         ranks=(8, 16, 32, 64, 128, 256, 320, 512),
         usual_rank=16,
+    ),
+    AdapterServer(
+        "SGLang",
+        ("use_rslora", "rank_pattern", "alpha_pattern"),
+        "it knows one scale, alpha / rank",
+        expressions=False,
     ),
     AdapterServer(
         "llama.cpp",
