@@ -47,7 +47,7 @@ class ExportFormat:
     serves: str | None = None
 
 
-_FP8 = Package("compressed_tensors", "ftcli[fp8]", "export to fp8")
+_COMPRESSED = Package("compressed_tensors", "ftcli[fp8]", "export to fp8 and w4a16")
 _GGUF = Package("gguf", "ftcli[gguf]", "export to GGUF")
 
 TABLE: Mapping[str, ExportFormat] = MappingProxyType(
@@ -98,7 +98,15 @@ TABLE: Mapping[str, ExportFormat] = MappingProxyType(
             merges=True,
             linear_only=True,
             further=True,
-            package=_FP8,
+            package=_COMPRESSED,
+            size="ftcli.export.safetensors:model_bytes",
+        ),
+        "w4a16": ExportFormat(
+            "ftcli.export.w4a16:write",
+            merges=True,
+            linear_only=True,
+            further=True,
+            package=_COMPRESSED,
             size="ftcli.export.safetensors:model_bytes",
         ),
     }
