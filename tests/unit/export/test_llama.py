@@ -156,7 +156,10 @@ def test_what_the_process_says_of_an_absent_library(shared: ExpectedFile, tmp_pa
     assert str(report.facts("")["llama_cpp"]).startswith("not asked: llama-cpp-python cannot be imported")
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral", "olmo3", "glm4", "apertus", "qwen3_5_text"])
+RUN = ("llama", "gemma2", "mistral", "olmo3", "glm4", "apertus", "qwen3_5_text", "gpt_oss", "gemma4_text", "gemma4")
+
+
+@pytest.mark.parametrize("family", RUN)
 def test_the_library_answers_as_training_did(family: str, tmp_path: Path, clean_process: Any) -> None:
     pytest.importorskip("llama_cpp")
     prepared = prepared_of(adapt(tmp_path, build(family)), clean_process)
