@@ -295,11 +295,13 @@ def no_value(word: str) -> str | None:
 
 def measures(method: Method, recipe: Any) -> dict[str, bool]:
     """The measures of held-out rows while a recipe trains, by name: whether more of each is better."""
+    tasks = {task.label: True for task in recipe.eval.tasks}
     if method.from_prompts:
-        return {task.label: True for task in recipe.eval.tasks}
+        return tasks
+    also = {} if recipe.eval.tasks_every_steps is None else tasks
     if method.scores is None:
-        return {"loss": False, "perplexity": False, "token_accuracy": True}
-    return {"loss": False, **{name: more for name, _, more, _ in code_of(method.scores)}}
+        return {"loss": False, "perplexity": False, "token_accuracy": True, **also}
+    return {"loss": False, **{name: more for name, _, more, _ in code_of(method.scores)}, **also}
 
 
 def offered(title: str) -> str:

@@ -302,7 +302,7 @@ def _write_manifest(context: RunContext, recipe_yaml: str) -> None:
     held_out = _held_out(recipe, context.command)
     measured = [fingerprint(name, path) for name, path in data_files(held_out).items()]
     sources = [source.path for source in held_out]
-    judges = _judges(recipe) if context.command == "grpo" else []  # `ftcli train` asks none
+    judges = _judges(recipe) if context.command == "grpo" or recipe.eval.tasks_every_steps is not None else []
     if context.held_to_inputs:
         require_same_data(context.previous, data, files)
         require_same_measures(context.previous, measured, sources, judges)
@@ -336,9 +336,10 @@ def _write_manifest(context: RunContext, recipe_yaml: str) -> None:
 
 def _held_out(recipe: Recipe, command: str) -> Sequence[DatasetConfig]:
     """Sources that are measured before and after training: by `ftcli grpo` the rows of its tasks."""
-    if command != "grpo":
-        return recipe.data.eval
-    return [source for task in recipe.eval.tasks for source in task.data or recipe.data.eval]
+    of_tasks = [source for task in recipe.eval.tasks for source in task.data or recipe.data.eval]
+    if command == "grpo":
+        return of_tasks
+    return [*recipe.data.eval, *(of_tasks if recipe.eval.tasks_every_steps is not None else ())]
 
 
 def _judges(recipe: Recipe) -> list[Fingerprint]:
