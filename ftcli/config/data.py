@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, field_validator
 
-from ftcli.config.base import Count, Items, PathText, Section, Word
+from ftcli.config.base import Count, Items, PathText, Section, Word, served
 from ftcli.plain import JsonObject
-from ftcli.tables import layouts
+from ftcli.tables import layouts, stores
 
 
 def _path_shorthand(value: Any) -> Any:
     return {"path": value} if isinstance(value, str) else value
 
 
+def _known_storage(value: str) -> str:
+    return value if stores.of(value) is not None else served(value)
+
+
 class DatasetConfig(Section):
     """One source of rows. A bare string is short for `{path: ...}`."""
 
-    path: PathText = Field(
+    path: Annotated[str, Field(min_length=1), AfterValidator(_known_storage)] = Field(
         description="A .jsonl, .json, .csv, .tsv, .parquet or .arrow file (each also .gz), a folder of them, "
-        "`bundled:NAME`, or `hub:ORG/NAME` for a dataset of the Hugging Face Hub.",
+        "`bundled:NAME`, `hub:ORG/NAME` for a dataset of the Hugging Face Hub, or a file, folder or pattern at "
+        "`s3://`, `gs://`, `hf://` or `https://`.",
     )
     columns: dict[str, str] = Field(
         default_factory=dict, description="Renames columns: `{name that ftcli expects: name in the file}`."
@@ -47,6 +54,18 @@ class DatasetConfig(Section):
         default=False,
         description="Read the first `max_rows` rows of a Hub dataset without downloading the rest.",
     )
+    _files: tuple[tuple[str, Path], ...] | None = PrivateAttr(default=None)
+
+    @property
+    def files(self) -> tuple[tuple[str, Path], ...] | None:
+        """The files of this machine that a remote source was fetched into, by their names; None where none was."""
+        return self._files
+
+    def with_files(self, files: Sequence[tuple[str, Path]]) -> DatasetConfig:
+        """The same source, read from these files."""
+        copy = self.model_copy()
+        copy._files = tuple(files)
+        return copy
 
 
 Dataset = Annotated[DatasetConfig, BeforeValidator(_path_shorthand, json_schema_input_type=str | DatasetConfig)]
@@ -127,6 +146,11 @@ class DataConfig(Section):
         default="auto",
         description="Lay the rows of a micro-batch end to end in place of padding, without attention across rows. "
         "`auto`: where ftcli's kernels run attention; `true`: elsewhere too, by a dense mask.",
+    )
+    remote_cache_gib: Annotated[float, Field(gt=0, le=1e6)] = Field(
+        default=64.0,
+        description="The most that files fetched from `s3://` and the like take on this machine; the longest unused go"
+        " first.",
     )
     num_proc: Count | None = Field(
         default=None,

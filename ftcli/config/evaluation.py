@@ -135,7 +135,7 @@ class EvalConfig(Section):
     )
     tasks_every_steps: Count | None = Field(
         default=None,
-        description="Steps between scorings of `tasks` in `ftcli train`, first before training, last after it: a multiple"
+        description="Steps between scorings of `tasks` in `ftcli train`, first before it, last after it; a multiple"
         " of `every_steps`. Absent: `train` scores none. `grpo` scores them at each evaluation.",
     )
     generate: GenerateConfig = Field(default_factory=GenerateConfig, description="Generation settings.")

@@ -39,7 +39,7 @@ from ftcli.ranks import ignore, start_deaf
 from ftcli.reporting import Progress, Reporter, SilentReporter
 from ftcli.rows.columns import UnreadColumns
 from ftcli.rows.layouts import layout_of
-from ftcli.rows.places import files_of, is_hub
+from ftcli.rows.places import files_of, is_away
 from ftcli.rows.reading import iterate, no_rows
 from ftcli.rows.row import MAX_NAMED, Row, raise_findings, text_size
 from ftcli.time_limit import TimeBudget
@@ -323,7 +323,7 @@ def allowed_of(allowed: float, rows: int, *, whole: bool) -> float:
 
 def _bytes(source: DatasetConfig) -> int:
     """About how much text the files of a source hold; 0 for a dataset of the Hub, and for files that are not there."""
-    if is_hub(source):
+    if is_away(source):
         return 0
     with contextlib.suppress(FtcliError, OSError):  # whoever reads the files says what is wrong
         return sum(file.path.stat().st_size * (4 if file.compressed else 1) for file in files_of(source))

@@ -31,7 +31,7 @@ from ftcli.preflight.checks.support import is_installed
 from ftcli.preflight.report import PreflightReport
 from ftcli.preflight.stages import checked, preflight
 from ftcli.reporting import Session
-from ftcli.rows.places import is_hub, local_sources
+from ftcli.rows.places import is_away, local_sources
 from ftcli.tables import code_of, exports, policies
 
 if TYPE_CHECKING:
@@ -148,8 +148,8 @@ def look_at_rows(report: PreflightReport, session: Session) -> tuple[tuple[Surve
     for finding in dict.fromkeys(looking.findings):
         session.reporter.finding(finding)
     looking.raise_failures()
-    hub = sorted({source.path for source in _all_sources(report) if is_hub(source)})
-    not_made = [NotMade(f"{_CHECK}: {name}", "it is on the Hub; the run reads it") for name in hub]
+    away = sorted({source.path for source in _all_sources(report) if is_away(source)})
+    not_made = [NotMade(f"{_CHECK}: {name}", "it is not on this machine; the run reads it") for name in away]
     not_made += not_compared
     for one in looking.found:
         if not one.whole:

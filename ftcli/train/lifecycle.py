@@ -366,6 +366,9 @@ def data_files(sources: Sequence[DatasetConfig]) -> dict[str, Path]:
     """
     found: dict[str, Path] = {}
     for source in sources:
+        if source.files is not None:
+            found |= dict(source.files)
+            continue
         path = resolve_path(source.path)
         if path.is_file():
             found[source.path] = path

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,9 @@ def scripted(completions, prompts, **columns):
 
 
 @pytest.fixture
-def user(narrow: User) -> Iterator[User]:
+def user(narrow: User) -> User:
     (narrow.folder / "judge.py").write_text(JUDGE)
-    yield narrow
+    return narrow
 
 
 def scripted(user: User, *scores: float) -> dict[str, Any]:

@@ -22,11 +22,12 @@ from ftcli.preflight.checks.context import Context, Findings, NotMade
 from ftcli.rows.columns import UnreadColumns, unread_note
 from ftcli.rows.layouts import layout_of, misfit_finding, understand
 from ftcli.rows.layouts.prompted import as_chat, is_bare
-from ftcli.rows.places import DataFile, files_of, is_hub, resolve_path
+from ftcli.rows.places import DataFile, files_of, is_away, is_hub, resolve_path
 from ftcli.rows.readers import unpacks_beyond
 from ftcli.rows.reading import iterate
+from ftcli.rows.remote import missing_package
 from ftcli.rows.row import NO_ROWS_HELP, Misfit, Row, text_size
-from ftcli.tables import code_of, layouts
+from ftcli.tables import code_of, layouts, stores
 
 SAMPLE_ROWS = 64
 #: Larger .json files are not parsed just to see their first rows; nor are other files that have to be unpacked for it.
@@ -86,6 +87,8 @@ def _unread(source: DatasetConfig, *, offline: bool) -> str | None:
     """The reason why a source is not looked at, or None."""
     if is_hub(source):
         return "no network may be used" if offline else None
+    if is_away(source):
+        return "it is large and elsewhere; the run fetches it"
     try:
         large = [file for file in files_of(source) if _is_large_document(file)]
     except (FtcliError, OSError, EOFError, zlib.error):
@@ -273,7 +276,12 @@ def _options(context: Context, path: str, source: DatasetConfig) -> Findings:
                     f"{name} is for datasets of the Hub, but {source.path} is read from this machine",
                     f"write the path as hub:ORG/NAME, or remove {name}",
                 )
-        if source.split and is_file(resolve_path(source.path)):
+        row = stores.of(source.path)
+        install = None if row is None else missing_package(source.path)
+        if row is not None and install is not None:
+            message = f"{source.path} needs a package that reads from {row.title}, which is not installed"
+            yield context.error("FT253", f"{path}.path", message, install)
+        if source.split and row is None and is_file(resolve_path(source.path)):
             message = f"{source.path} is one file and has no splits"
             yield context.error("FT257", f"{path}.split", message, "remove split, or name a folder")
     elif source.streaming and source.max_rows is None:
