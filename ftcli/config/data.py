@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,6 +20,14 @@ def _path_shorthand(value: Any) -> Any:
 
 def _known_storage(value: str) -> str:
     return value if stores.of(value) is not None else served(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The rows of a source whose hash lies below ``share`` (``held_out``), or the others."""
+
+    share: float
+    held_out: bool
 
 
 class DatasetConfig(Section):
@@ -54,7 +63,15 @@ class DatasetConfig(Section):
         default=False,
         description="Read the first `max_rows` rows of a Hub dataset without downloading the rest.",
     )
+    epochs: float | None = Field(
+        default=None,
+        ge=1,
+        le=1000,
+        description="How often an epoch shows each row of this source: 2.5 is twice, and a random half once more. In"
+        " place of `weight`.",
+    )
     _files: tuple[tuple[str, Path], ...] | None = PrivateAttr(default=None)
+    _part: Part | None = PrivateAttr(default=None)
 
     @property
     def files(self) -> tuple[tuple[str, Path], ...] | None:
@@ -65,6 +82,17 @@ class DatasetConfig(Section):
         """The same source, read from these files."""
         copy = self.model_copy()
         copy._files = tuple(files)
+        return copy
+
+    @property
+    def part(self) -> Part | None:
+        """The part of the rows that is read; None: all."""
+        return self._part
+
+    def with_part(self, part: Part) -> DatasetConfig:
+        """The same source, of which these rows are read."""
+        copy = self.model_copy(update={"weight": None, "epochs": None} if part.held_out else {})
+        copy._part = part
         return copy
 
 
@@ -99,6 +127,11 @@ class DataConfig(Section):
 
     train: Items[Dataset] = Field(default=(), description="Files to train on.")
     eval: Items[Dataset] = Field(default=(), description="Held-out files.")
+    held_out: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        default=None,
+        description="Share of the rows of `train` to measure on instead of training on them, beside `eval`. A hash of"
+        " the row chooses: more rows in the file move none of them.",
+    )
     format: Annotated[str, Word(layouts.formats)] = Field(
         default="auto", description="Row layout; `auto` finds it from the columns and says so."
     )
@@ -124,8 +157,10 @@ class DataConfig(Section):
         default=2048,
         description="Longest sequence in tokens, and the only length setting: all others follow from it.",
     )
-    overlong: Literal["error", "drop", "truncate"] = Field(
-        default="error", description="What happens to rows longer than `max_seq_len`; each one is counted."
+    overlong: Literal["error", "drop", "truncate", "split"] = Field(
+        default="error",
+        description="What happens to rows longer than `max_seq_len`; each one is counted. `split`: rows of text of"
+        " which everything is trained become several, and no token is lost.",
     )
     max_bad_rows: float = Field(
         default=0.0,
@@ -171,3 +206,23 @@ class DataConfig(Section):
         """The weight of each source of `train`; None where some have none."""
         found = tuple(source.weight for source in self.train if source.weight is not None)
         return found if found and len(found) == len(self.train) else None
+
+    @property
+    def epochs(self) -> tuple[float, ...] | None:
+        """How often an epoch shows the rows of each source of `train`; None where all are seen once."""
+        found = tuple(source.epochs or 1.0 for source in self.train)
+        return found if any(source.epochs is not None for source in self.train) else None
+
+    @property
+    def measures(self) -> bool:
+        """True if there are held-out rows."""
+        return bool(self.eval) or self.held_out is not None
+
+    def with_held_out(self) -> DataConfig:
+        """The same data with `held_out` carried out: sources that read one part of the rows, or the other."""
+        share = self.held_out
+        if share is None or any(source.part is not None for source in self.train):
+            return self
+        trained = tuple(source.with_part(Part(share, held_out=False)) for source in self.train)
+        measured = tuple(source.with_part(Part(share, held_out=True)) for source in self.train)
+        return self.model_copy(update={"train": trained, "eval": (*self.eval, *measured)})

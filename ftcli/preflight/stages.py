@@ -92,7 +92,7 @@ def preflight(
         )
     if context.reads_data:
         if session is not None:
-            loaded = replace(loaded, recipe=with_fetched(context, session))
+            loaded = replace(loaded, recipe=with_sources(context, session))
             context = replace(context, recipe=loaded.recipe)
         rows = data.check(context, facts, offline=offline)
         found.stage(ExitCode.DATA, rows.findings, rows.not_made)
@@ -170,9 +170,13 @@ def checked(
 _LOOKED_AT = 64 * 2**20
 
 
-def with_fetched(context: Context, session: Session) -> Recipe:
-    """The recipe with the files of its remote sources on this machine. Raises FtcliError FT407 or FT410 (exit 4)."""
-    recipe = context.recipe
+def with_sources(context: Context, session: Session) -> Recipe:
+    """The recipe with the files of its remote sources on this machine, and `data.held_out` carried out.
+
+    Raises FtcliError FT407 or FT410 (exit 4).
+    """
+    held = context.recipe.data.with_held_out() if context.held_out_is_read else context.recipe.data
+    recipe = context.recipe.model_copy(update={"data": held})
     largest = _LOOKED_AT if context.command == "check" else None
     most = round(recipe.data.remote_cache_gib * GIB)
     remote = RemoteData(session.cache_dir, session.reporter, offline=session.offline, most_bytes=most, largest=largest)

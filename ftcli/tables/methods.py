@@ -48,6 +48,7 @@ class Method:
         scores_tasks: `eval.tasks` are scored before and after training.
         packs: It supports ``data.packing``.
         mixes: It supports weights of sources.
+        repeats: It supports epochs of sources.
         on_ranks: Several processes can train with it.
         timed: `ftcli bench` times its own steps; else those of supervised fine-tuning at the same batch.
         length: The recipe key that is lowered where rows are too long.
@@ -82,6 +83,7 @@ class Method:
     scores_tasks: bool = False
     packs: bool = True
     mixes: bool = True
+    repeats: bool = False
     on_ranks: bool = False
     timed: bool = False
     length: str = "data.max_seq_len"
@@ -189,6 +191,7 @@ TABLE: Mapping[str, Method] = MappingProxyType(
             run="ftcli.train.on_rows:train_on_rows",
             trains="ftcli.methods.sft.train:Supervised",
             memory="ftcli.plan.run:memory_of_rows",
+            repeats=True,
             on_ranks=True,
             timed=True,
             supports=MappingProxyType({"data.format": layouts.formats(unit=1)}),

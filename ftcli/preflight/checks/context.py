@@ -62,6 +62,11 @@ class Context:
         return self.command in ("eval", "check", "sample") or (self.trains and by_method)
 
     @property
+    def held_out_is_read(self) -> bool:
+        """True if the rows that `data.held_out` keeps from training are told apart."""
+        return self.trains or self.command == "eval"
+
+    @property
     def reads_data(self) -> bool:
         """True if rows are read at all."""
         return self.command not in ("chat", "export") and not self.benches

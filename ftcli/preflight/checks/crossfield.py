@@ -32,12 +32,12 @@ def _data(context: Context) -> Findings:
     if (context.trains or context.command == "sample") and not data.train:
         help = "add one, such as `train: [bundled:sample-chat]`"
         yield context.error("FT254", "data.train", "data.train names no file", help=help)
-    if context.command == "eval" and not data.eval and not any(task.data for task in context.recipe.eval.tasks):
+    if context.command == "eval" and not data.measures and not any(task.data for task in context.recipe.eval.tasks):
         message = "data.eval names no file, so there is nothing to evaluate on"
         yield context.error("FT255", "data.eval", message, help="name held-out rows, such as `eval: [my-eval.jsonl]`")
     tasks = context.recipe.eval.tasks if context.recipe.eval.tasks_every_steps is not None else ()
     asked_apart = bool(tasks) and all(task.data for task in tasks)
-    if context.trains and context.recipe.eval.every_steps is not None and not data.eval and not asked_apart:
+    if context.trains and context.recipe.eval.every_steps is not None and not data.measures and not asked_apart:
         message = "eval.every_steps is set, and data.eval names no file to evaluate on"
         help = "name held-out rows in data.eval, or remove eval.every_steps"
         yield context.error("FT255", "eval.every_steps", message, help=help)
@@ -111,7 +111,7 @@ def _tasks(context: Context, installed: Installed) -> Findings:
             message = f"two eval tasks are named {name!r}; results would overwrite each other"
             yield context.error("FT266", path, message, help="add `name:`")
         names.add(name)
-        if not task.data and not recipe.data.eval and context.scores_tasks and context.command != "sample":
+        if not task.data and not recipe.data.measures and context.scores_tasks and context.command != "sample":
             help = "name its rows in the task (`data: [...]`), or held-out rows for all tasks in data.eval"
             yield context.error("FT255", path, f"the task {name!r} has no data, and data.eval names no file", help=help)
         yield from judge_findings(context, path, task, installed)

@@ -118,7 +118,7 @@ def _sources(context: Context) -> Iterator[tuple[str, DatasetConfig]]:
     recipe = context.recipe
     if context.trains or context.command == "sample":
         yield from ((f"data.train.{i}", source) for i, source in enumerate(recipe.data.train))
-    yield from ((f"data.eval.{i}", source) for i, source in enumerate(recipe.data.eval))
+    yield from ((f"data.eval.{i}", each) for i, each in enumerate(recipe.data.eval) if each.part is None)
     if context.command in ("eval", "check"):
         for number, task in enumerate(recipe.eval.tasks):
             yield from ((f"eval.tasks.{number}.data.{i}", source) for i, source in enumerate(task.data))
@@ -133,7 +133,7 @@ def _source_findings(
     items = list(_first(iterate(looked_at, offline=offline)))
     broken = [item for item in items if isinstance(item, Finding)]
     rows = [item for item in items if isinstance(item, Row)]
-    if not items:
+    if not items and source.part is None:
         yield context.error("FT404", path, f"{source.path} holds no rows", help=NO_ROWS_HELP)
     if rows:
         first, misfits = _understood(context, path, rows)
@@ -291,12 +291,21 @@ def _options(context: Context, path: str, source: DatasetConfig) -> Findings:
             f"{source.path} is streamed without a limit, but all rows are tokenized before training starts",
             "add max_rows, or remove streaming to download the whole split",
         )
-    if source.weight is not None and not path.startswith("data.train"):
-        message = "weight is for training data; each held-out row counts once"
-        yield context.error("FT257", f"{path}.weight", message, "remove weight")
+    for name in ("weight", "epochs"):
+        if getattr(source, name) is not None and not path.startswith("data.train"):
+            message = f"{name} is for training data; each held-out row counts once"
+            yield context.error("FT257", f"{path}.{name}", message, f"remove {name}")
 
 
 def _weights(context: Context, sources: Sequence[DatasetConfig]) -> Findings:
+    repeated = next((number for number, source in enumerate(sources) if source.epochs is not None), None)
+    if repeated is not None:
+        path = f"data.train.{repeated}.epochs"
+        if any(source.weight is not None for source in sources):
+            yield context.error("FT257", path, "a mixture has weights or epochs, not both", "remove one of them")
+        elif context.work == "train" and not context.method.repeats:
+            message = f"epochs of sources are not supported in {context.method.title}"
+            yield context.error("FT257", path, message, "use weight, or repeat rows in the file")
     weighted = [source.weight is not None for source in sources]
     if any(weighted) and not all(weighted):
         index = weighted.index(False)
