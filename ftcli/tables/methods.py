@@ -49,6 +49,7 @@ class Method:
         packs: It supports ``data.packing``.
         mixes: It supports weights of sources.
         repeats: It supports epochs of sources.
+        goes_on: It can go on from an adapter: it has no reference, which would be the model without it.
         on_ranks: Several processes can train with it.
         timed: `ftcli bench` times its own steps; else those of supervised fine-tuning at the same batch.
         length: The recipe key that is lowered where rows are too long.
@@ -84,6 +85,7 @@ class Method:
     packs: bool = True
     mixes: bool = True
     repeats: bool = False
+    goes_on: bool = False
     on_ranks: bool = False
     timed: bool = False
     length: str = "data.max_seq_len"
@@ -153,6 +155,7 @@ def _preference(name: str, title: str) -> Method:
         ),
         full_defaults=MappingProxyType({"train.learning_rate": 5e-7}),
         unit=2,
+        goes_on=name != "dpo",
         packs=False,
         on_ranks=True,
         timed=True,
@@ -192,6 +195,7 @@ TABLE: Mapping[str, Method] = MappingProxyType(
             trains="ftcli.methods.sft.train:Supervised",
             memory="ftcli.plan.run:memory_of_rows",
             repeats=True,
+            goes_on=True,
             on_ranks=True,
             timed=True,
             supports=MappingProxyType({"data.format": layouts.formats(unit=1)}),

@@ -19,6 +19,7 @@ from ftcli.config.load import LoadedRecipe
 from ftcli.config.recipe import Recipe
 from ftcli.config.yaml import dump_recipe
 from ftcli.errors import ExitCode, Finding, FtcliError
+from ftcli.facts.adapters import start_folder
 from ftcli.facts.licence import licence_of
 from ftcli.judges import files_of
 from ftcli.plain import JsonMap, plain_fields
@@ -298,6 +299,9 @@ def _report(opened: OpenedRun, session: Session) -> None:
 def _write_manifest(context: RunContext, recipe_yaml: str) -> None:
     opened, report, recipe = context.opened, context.report, context.recipe
     files = data_files(recipe.data.train)
+    if recipe.lora is not None and recipe.lora.start_from is not None:  # what training begins with
+        begin = start_folder(recipe.lora.start_from)
+        files |= {f"{recipe.lora.start_from}/{path.name}": path for path in sorted(begin.glob("adapter_*.*"))}
     data = [fingerprint(name, path) for name, path in files.items()]
     held_out = _held_out(recipe, context.command)
     measured = [fingerprint(name, path) for name, path in data_files(held_out).items()]
