@@ -16,7 +16,8 @@ from typing import TypeAlias, TypeVar
 
 from ftcli.config.model import LoraConfig
 from ftcli.errors import Finding, Origin, first_line
-from ftcli.facts.shape import Linear, ModelShape, means
+from ftcli.facts.layers import Linear, means
+from ftcli.facts.shape import ModelShape
 from ftcli.facts.weights import ADAPTER_CONFIG
 from ftcli.paths import expanded, is_file
 from ftcli.time_limit import TookTooLong, limited_time

@@ -106,7 +106,7 @@ class RemoteData:
     def _list(self, source: DatasetConfig, row: stores.Store) -> list[_RemoteFile]:
         """The source's files in the order of their names."""
         with _errors_of(source, row):
-            system, path = _opened(source.path)
+            system, path = opened(source.path)
             base = source.path.rstrip("/")
             if row.folders and any(sign in path for sign in "*?["):
                 root = path[: min(path.index(sign) for sign in "*?[" if sign in path)].rpartition("/")[0]
@@ -127,7 +127,7 @@ class RemoteData:
     def _fetch(self, source: DatasetConfig, row: stores.Store, files: Sequence[_RemoteFile], wanted: int) -> None:
         assert self._folder is not None  # else nothing is fetched
         self._make_room(source, wanted)
-        system, _ = _opened(source.path)
+        system, _ = opened(source.path)
         with self._reporter.progress(len(files), f"fetching {source.path} ({size(wanted)})") as progress:
             for file in files:
                 target = self._folder / file.local_name
@@ -160,7 +160,7 @@ def missing_package(path: str) -> str | None:
     return f"pip install '{row.package.install}'"
 
 
-def _opened(path: str) -> tuple[Any, str]:
+def opened(path: str) -> tuple[Any, str]:
     """The file system and the path in it. What it knows of a folder is asked anew each time."""
     import fsspec.core
 
@@ -203,15 +203,20 @@ def _locked(path: Path) -> Iterator[None]:
             path.unlink(missing_ok=True)
 
 
-@contextmanager
-def _errors_of(source: DatasetConfig, row: stores.Store) -> Iterator[None]:
+def client_errors(row: stores.Store) -> tuple[type[Exception], ...]:
+    """What a storage's client raises where something cannot be read or written."""
     kinds: list[type[Exception]] = [OSError, ValueError]
     for reference in row.errors:
         with contextlib.suppress(ImportError, AttributeError):
             kinds.append(code_of(reference))
+    return tuple(kinds)
+
+
+@contextmanager
+def _errors_of(source: DatasetConfig, row: stores.Store) -> Iterator[None]:
     try:
         yield
-    except tuple(kinds) as error:
+    except client_errors(row) as error:
         raise _unreadable(source, row, error) from error
 
 

@@ -24,6 +24,7 @@ HARMLESS = (
     "run.name",
     "run.output_dir",
     "run.resume",
+    "run.mirror",
     "logging",
     "eval",
     "export",

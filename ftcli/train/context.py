@@ -16,10 +16,12 @@ from ftcli.plain import JsonMap
 from ftcli.preflight.report import PreflightReport
 from ftcli.reporting import Session
 from ftcli.run.atomic import WRITING_PREFIX, replace_directory, writing_into
+from ftcli.run.checkpoint import Checkpoints
 from ftcli.run.directory import RunDirectory
 from ftcli.run.inputs import Inputs
 from ftcli.run.loggers import OpenLoggers
 from ftcli.run.metrics import MetricsLine, MetricsWriter
+from ftcli.run.mirror import Mirror
 from ftcli.run.out_of_memory import is_out_of_memory
 from ftcli.run.report import LiveProgress, LiveReport
 from ftcli.run.resume import OpenedRun
@@ -45,7 +47,6 @@ class Unwritten:
         """Nothing."""
 
     def update(self, live: LiveProgress, *, urgent: bool = False) -> bool:
-        """Nothing."""
         return False
 
 
@@ -102,6 +103,12 @@ class RunContext:
     stop: StopRequest
     live: LiveReport | Unwritten
     group: RankGroup | None = None
+    mirror: Mirror | None = None
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        """The run's checkpoints, which are copied to its mirror where it has one."""
+        return self.directory.checkpoints if self.mirror is None else self.mirror.store()
 
     @property
     def leads(self) -> bool:
@@ -115,12 +122,10 @@ class RunContext:
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe as it runs: nothing in it is left to be chosen."""
         return self.report.recipe
 
     @property
     def directory(self) -> RunDirectory:
-        """The run's paths."""
         return self.opened.directory
 
     @property

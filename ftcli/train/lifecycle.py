@@ -47,6 +47,7 @@ from ftcli.run.integrity import not_held
 from ftcli.run.loggers import OpenLoggers
 from ftcli.run.manifest import Activations, build_manifest
 from ftcli.run.metrics import MetricsWriter
+from ftcli.run.mirror import Mirror
 from ftcli.run.out_of_memory import is_out_of_memory
 from ftcli.run.report import LiveReport, write_report
 from ftcli.run.report.card import write_card
@@ -126,6 +127,7 @@ def _opened_run(
     recipe_yaml = dump_recipe(recipe)  # with what is left to be chosen: a machine that continues may choose otherwise
     path = Path(str(recipe.run.output_dir))
     with _never_left_running(path, stop), ExitStack() as stack:
+        mirror = stack.enter_context(_mirrored(recipe, session, stop))
         with stop.interruptible("opening the run directory"):
             opened = stack.enter_context(open_run(path, recipe.run.resume, recipe_yaml, command))
         for warning in opened.warnings:
@@ -149,7 +151,17 @@ def _opened_run(
             with stop.interruptible("opening the metrics loggers"):
                 loggers = stack.enter_context(_open_loggers(recipe, opened, session))
             context = RunContext(
-                session, command, report, opened, previous, metrics, loggers, stop, LiveReport(opened.directory), group
+                session,
+                command,
+                report,
+                opened,
+                previous,
+                metrics,
+                loggers,
+                stop,
+                LiveReport(opened.directory),
+                group,
+                mirror,
             )
             with stop.interruptible("reading the data's fingerprints"):
                 _write_manifest(context, recipe_yaml)
@@ -158,6 +170,40 @@ def _opened_run(
             elif opened.resume_from is not None:
                 session.reporter.info(f"resuming from {opened.resume_from}")
             yield context
+
+
+@contextmanager
+def _mirrored(recipe: Recipe, session: Session, stop: StopRequest) -> Iterator[Mirror | None]:
+    """The run's copy in a bucket, where it has one: brought here where it is ahead, and made whole whatever ends the
+    block, but for a second signal.
+    """
+    if recipe.run.mirror is None:
+        yield None
+        return
+    mirror = Mirror(recipe.run.mirror, RunDirectory(Path(str(recipe.run.output_dir))), session.reporter)
+    try:
+        with stop.interruptible("fetching the run's mirror"):
+            mirror.restore(recipe.run.resume)
+        try:
+            yield mirror
+        except StopNow:
+            raise
+        except BaseException:  # the run goes on elsewhere from what it ended with
+            with stop.held():
+                _finish_warning(mirror, session)
+            raise
+        with stop.held():
+            mirror.finish()
+    finally:
+        mirror.close()
+
+
+def _finish_warning(mirror: Mirror, session: Session) -> None:
+    try:
+        mirror.finish()
+    except FtcliError as error:
+        for finding in error.findings:
+            session.reporter.finding(replace(finding, severity="warning"))
 
 
 def _evaluates_again(opened: OpenedRun) -> bool:

@@ -187,7 +187,7 @@ class Broken:
 
 
 def test_a_file_that_arrives_in_part_is_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ftcli.rows.remote._opened", lambda path: (Broken(), path))
+    monkeypatch.setattr("ftcli.rows.remote.opened", lambda path: (Broken(), path))
     source = DatasetConfig(path="s3://b/a.jsonl")
     with pytest.raises(FtcliError, match="400 of 1,000 bytes arrived"):
         RemoteData(tmp_path, SilentReporter(), offline=False, most_bytes=GIB).fetched(source)
