@@ -81,7 +81,9 @@ def files_of(source: DatasetConfig) -> list[DataFile]:
         return _fetched(source, source.files)
     if stores.of(source.path) is not None:
         help = "train, or copy the files to this machine"
-        raise data_error("FT410", f"{source.path} was not fetched: it is too large to be looked at", None, help)
+        raise data_error(
+            "FT410", f"{source.path} was not fetched: it is too large to be looked at", Origin(source.path), help
+        )
     path = resolve_path(source.path)
     if is_folder(path):
         return _folder(source, path)

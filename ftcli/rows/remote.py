@@ -75,7 +75,9 @@ class RemoteData:
             return source
         if self._folder is None:
             help = "unset FTCLI_CACHE=off, or copy the files"
-            raise data_error("FT410", f"{source.path} is fetched into the cache, and there is none", None, help)
+            raise data_error(
+                "FT410", f"{source.path} is fetched into the cache, and there is none", Origin(source.path), help
+            )
         known = self._folder / f"{hashlib.sha256(source.path.encode()).hexdigest()[:24]}.json"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)

@@ -218,10 +218,9 @@ class Mirror:
         """
         system, root = opened(self.url)
         files = maps(index["files"])
-        for each in files:
-            name = PurePosixPath(str(each["name"]))
-            if name.is_absolute() or ".." in name.parts:
-                raise ValueError(f"{INDEX} names {name}")
+        for inner in (PurePosixPath(str(each["name"])) for each in files):
+            if inner.is_absolute() or ".." in inner.parts:
+                raise ValueError(f"{INDEX} names {inner}")
         damaged: set[str] = set()
         with self._reporter.progress(len(files), f"fetching {self.url}") as progress:
             for each in files:
@@ -239,9 +238,9 @@ class Mirror:
                         raise ValueError(wrong)
                     damaged.add(checkpoint)
                 progress.advance()
-        for name in sorted(damaged):
-            shutil.rmtree(folder / name, ignore_errors=True)
-            message = f"checkpoint {self.url}/{name} is damaged and is skipped"
+        for checkpoint in sorted(damaged):
+            shutil.rmtree(folder / checkpoint, ignore_errors=True)
+            message = f"checkpoint {self.url}/{checkpoint} is damaged and is skipped"
             self._reporter.finding(Finding("FT726", message, severity="warning"))
 
     @contextmanager
