@@ -187,6 +187,11 @@ class DataConfig(Section):
         description="The most that files fetched from `s3://` and the like take on this machine; the longest unused go"
         " first.",
     )
+    image_max_pixels: Annotated[int, Field(ge=1)] | None = Field(
+        default=None,
+        description="Pixels of an image at most: larger ones are made smaller, which costs fewer tokens. Absent: what "
+        "the model's image processor says.",
+    )
     num_proc: Count | None = Field(
         default=None,
         description="Processes that tokenize, at most one a core; absent: one for small files, one a core for large "

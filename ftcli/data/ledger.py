@@ -25,7 +25,9 @@ class DatasetLedger:
     ``pairs_split`` the second answers of pairs whose answers are rows of their own; ``rows_split`` pieces of long rows
     beyond the first;
     ``turns_untrained`` (under ``history: last``), ``turns_opening`` and ``turns_marked`` are answers without loss;
-    ``reasoning_dropped`` lost their reasoning; ``answers_joined`` share their first token with the prompt.
+    ``reasoning_dropped`` lost their reasoning; ``answers_joined`` share their first token with the prompt;
+    ``images`` and their ``image_tokens``, and those of them that were ``images_turned``, of which the
+    ``images_first_frame`` is taken, that are ``images_converted`` or ``images_misnamed``.
     """
 
     name: str
@@ -86,7 +88,7 @@ def skipped_finding(name: str, rows: int, codes: Mapping[str, int], examples: Se
 
 
 def chat_findings(ledger: DatasetLedger, history: str) -> list[Finding]:
-    """Notes about answers that are trained differently than the rows have them: FT444, FT445."""
+    """Notes about answers and images that are trained differently than the rows have them: FT444, FT445."""
     counts, found = Counter(ledger.counts), []
     if counts["turns_split"] or counts["turns_untrained"]:
         form = ", even in its training form" if history == "template" else ""
@@ -99,6 +101,10 @@ def chat_findings(ledger: DatasetLedger, history: str) -> list[Finding]:
         "turns_opening": "answers that open a conversation bear no loss, since nothing asks for them",
         "reasoning_dropped": "answers are trained without their reasoning (data.reasoning: drop)",
         "answers_joined": "answers begin inside of a token of their prompt, which bears no loss",
+        "images_turned": "images are turned upright, as their EXIF says",
+        "images_first_frame": "animated images are their first frame",
+        "images_converted": "images become RGB of 8 bits a colour",
+        "images_misnamed": "images have the ending of another format, and are read as what they are",
     }
     parts = [f"{counts[name]:,} {text}" for name, text in kinds.items() if counts[name]]
     if parts:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ftcli.config.data import DataConfig, DatasetConfig, Part
 from ftcli.data.cache import TokenCache, contents_of, key_of, tokenizer_identity
-from ftcli.data.encode import EncodedRows, Encoder, training_renderer
+from ftcli.data.encode import TEXT_ALONE, EncodedRows, Encoder, training_renderer
 from ftcli.data.ledger import (
     DatasetLedger,
     chat_findings,
@@ -33,6 +33,7 @@ from ftcli.data.ledger import (
     skipped_finding,
 )
 from ftcli.data.tokens import TokenStore, TokenTable, TokenWriter
+from ftcli.data.vision import Vision
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin
 from ftcli.facts.device import usable_cores
 from ftcli.plain import JsonObject, plain_fields
@@ -83,18 +84,20 @@ def prepare(
     cache_dir: Path | None = None,
     offline: bool = False,
     reporter: Reporter | None = None,
+    vision: Vision | str = TEXT_ALONE,
 ) -> PreparedData:
     """Reads, renders, tokenizes and masks all ``sources``, or finds them in the cache.
 
     Args:
         cache_dir: Where tokenized sources are kept; None keeps them for this process only.
+        vision: As :class:`ftcli.data.encode.Encoder`.
 
     Raises:
         FtcliError: exit 4, with what is wrong with all rows of all sources: FT401 to FT407 for files and rows, FT411,
             FT412 for layouts, FT421 to FT428 for templates, FT431 rows longer than max_seq_len under ``overlong:
             error``, FT432 rows without a supervised token, FT433 turns without a stop token, FT434 to FT436.
     """
-    job = SourceReader(data, tokenizer, tuple(stops), offline, reporter or SilentReporter())
+    job = SourceReader(data, tokenizer, tuple(stops), offline, reporter or SilentReporter(), vision=vision)
     cache = TokenCache(cache_dir, job.reporter.warn)
     stores: list[TokenStore] = []
     cached: list[bool] = []
@@ -225,8 +228,10 @@ class SourceReader:
         offline: bool,
         reporter: Reporter,
         budget: TimeBudget | None = None,
+        vision: Vision | str = TEXT_ALONE,
     ) -> None:
         self.reporter = reporter
+        self._vision = vision
         self._budget = budget
         self._data = data
         self._tokenizer = tokenizer
@@ -254,7 +259,8 @@ class SourceReader:
         if self._identity is None:
             self._identity = tokenizer_identity(self._tokenizer)
         template = training_renderer(self._tokenizer, self._data).identity
-        return key_of(source, contents, self._data, template, self._identity, self._stops)
+        vision = None if isinstance(self._vision, str) else self._vision
+        return key_of(source, contents, self._data, template, self._identity, self._stops, vision)
 
     def _tokenize(self, source: DatasetConfig, writer: TokenWriter) -> JsonObject:
         counts = _Counts()
@@ -266,7 +272,7 @@ class SourceReader:
                 raise no_rows(source)
             layout = layout_of(first, self._data.format)
             unread = UnreadColumns(source, layout)
-            encoder = Encoder(self._tokenizer, self._stops, self._data, layout)
+            encoder = Encoder(self._tokenizer, self._stops, self._data, layout, self._vision)
             few = CHUNK_ROWS if self._budget is None else _FEW_ROWS
             for batch in encode_all(encoder, _seen(_chain(first, rows), unread), self._processes(source), few):
                 counts.add(batch)

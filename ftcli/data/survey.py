@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Literal
 from ftcli.config.data import DataConfig, DatasetConfig
 from ftcli.data.asked import PromptLimit, asked_rows
 from ftcli.data.cache import TokenCache
-from ftcli.data.encode import Encoder, FittedRow
+from ftcli.data.encode import TEXT_ALONE, Encoder, FittedRow
 from ftcli.data.ledger import mostly_untrained
 from ftcli.data.prepare import OutOfTime, SourceReader, accounts, raise_together
 from ftcli.data.template import renderer_of
 from ftcli.data.tokens import TokenizedRow, TokenStore, TokenTable
+from ftcli.data.vision import Vision
 from ftcli.errors import Finding, FtcliError
 from ftcli.labels import IGNORE_INDEX
 from ftcli.plain import LEFT_OUT, JsonObject, plain_fields
@@ -78,6 +79,7 @@ def sample_rows(
     *,
     prompts_only: bool = False,
     offline: bool = False,
+    vision: Vision | str = TEXT_ALONE,
 ) -> list[SampledRow]:
     """The first ``count`` rows; with ``prompts_only`` the prompts of GRPO, of which nothing is trained.
 
@@ -95,7 +97,7 @@ def sample_rows(
     if prompts_only:
         return _prompts(rows, data, tokenizer, template)
     layout = layout_of(rows[0], data.format)
-    encoder = Encoder(tokenizer, stops, data, layout)
+    encoder = Encoder(tokenizer, stops, data, layout, vision)
     read = encoder.rows(rows)
     raise_findings([*read.findings, *read.overlong])
     chats = {row.origin for row in rows if understand(row, layout).messages is not None}
@@ -184,7 +186,9 @@ class RowSurvey:
         *,
         cache_dir: Path | None,
         reporter: Reporter,
+        vision: Vision | str = TEXT_ALONE,
     ) -> None:
+        self._vision = vision
         self.found: list[SurveyedSource] = []
         self.findings: list[Finding] = []
         self.failures: list[FtcliError] = []
@@ -199,7 +203,9 @@ class RowSurvey:
 
         Returns them where all were looked at and none is wrong.
         """
-        reader = SourceReader(self._data, self._tokenizer, tuple(stops), True, self._reporter, self._budget)
+        reader = SourceReader(
+            self._data, self._tokenizer, tuple(stops), True, self._reporter, self._budget, self._vision
+        )
         stores: list[tuple[str, TokenStore]] = []
         for source in sources:
             if self._budget.spent():
@@ -232,7 +238,14 @@ class RowSurvey:
         for source in sources:
             try:
                 asked, warnings = asked_rows(
-                    [source], self._data, self._tokenizer, room, offline=True, max_rows=max_rows, budget=self._budget
+                    [source],
+                    self._data,
+                    self._tokenizer,
+                    room,
+                    offline=True,
+                    max_rows=max_rows,
+                    budget=self._budget,
+                    vision=self._vision,
                 )
             except FtcliError as error:
                 self.failures.append(error)

@@ -163,6 +163,7 @@ def _samples(session: Session, report: PreflightReport, count: int) -> tuple[Sam
             count,
             prompts_only=report.plan.method.from_prompts,
             offline=session.offline,
+            vision=job.vision,
         )
     )
 
@@ -188,10 +189,16 @@ def look_at_rows(report: PreflightReport, session: Session) -> tuple[tuple[Surve
     for finding in _unserved(report, tokenizer):
         session.reporter.finding(finding)
     from ftcli.data.survey import RowSurvey
+    from ftcli.job import vision_of
     from ftcli.time_limit import TimeBudget
 
     looking = RowSurvey(
-        report.recipe.data, tokenizer, TimeBudget(SECONDS), cache_dir=session.cache_dir, reporter=session.reporter
+        report.recipe.data,
+        tokenizer,
+        TimeBudget(SECONDS),
+        cache_dir=session.cache_dir,
+        reporter=session.reporter,
+        vision=vision_of(report, tokenizer, offline=True),
     )
     not_compared = _look(looking, report, tokenizer)
     for finding in dict.fromkeys(looking.findings):

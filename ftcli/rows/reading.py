@@ -9,6 +9,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,10 @@ def iterate(source: DatasetConfig, *, offline: bool = False) -> Iterator[Row | F
     Raises FtcliError (exit 4) when the source itself cannot be read: FT401, FT402, FT403, FT406, FT407.
     """
     part = source.part
-    for name, number, value in islice(_values(source, offline=offline), source.max_rows):
+    for name, folder, number, value in islice(_values(source, offline=offline), source.max_rows):
         found = _row(source, name, number, value)
         if part is None or _is_in(found, part):
-            yield found
+            yield replace(found, folder=folder) if isinstance(found, Row) else found
 
 
 def _is_in(found: Row | Finding, part: Part) -> bool:
@@ -53,12 +54,14 @@ def no_rows(source: DatasetConfig) -> FtcliError:
     return data_error("FT404", f"{source.path} holds no rows", Origin(source.path), NO_ROWS_HELP)
 
 
-def _values(source: DatasetConfig, *, offline: bool) -> Iterator[tuple[str, int, Any]]:
+def _values(source: DatasetConfig, *, offline: bool) -> Iterator[tuple[str, str | None, int, Any]]:
+    """Name and folder of each file, and number and value of each of its rows."""
     if is_hub(source):
-        yield from ((source.path, number, value) for number, value in hub_rows(source, offline=offline))
+        yield from ((source.path, None, number, value) for number, value in hub_rows(source, offline=offline))
         return
     for file in files_of(source):
-        yield from ((file.name, number, value) for number, value in read_file(file))
+        folder = str(file.path.parent.absolute())
+        yield from ((file.name, folder, number, value) for number, value in read_file(file))
 
 
 def _row(source: DatasetConfig, name: str, number: int, value: Any) -> Row | Finding:

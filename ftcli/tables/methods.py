@@ -50,6 +50,7 @@ class Method:
         mixes: It supports weights of sources.
         repeats: It supports epochs of sources.
         goes_on: It can go on from an adapter: it has no reference, which would be the model without it.
+        sees: Its rows may have images.
         on_ranks: Several processes can train with it.
         timed: `ftcli bench` times its own steps; else those of supervised fine-tuning at the same batch.
         length: The recipe key that is lowered where rows are too long.
@@ -86,6 +87,7 @@ class Method:
     mixes: bool = True
     repeats: bool = False
     goes_on: bool = False
+    sees: bool = False
     on_ranks: bool = False
     timed: bool = False
     length: str = "data.max_seq_len"
@@ -196,6 +198,7 @@ TABLE: Mapping[str, Method] = MappingProxyType(
             memory="ftcli.plan.run:memory_of_rows",
             repeats=True,
             goes_on=True,
+            sees=True,
             on_ranks=True,
             timed=True,
             supports=MappingProxyType({"data.format": layouts.formats(unit=1)}),

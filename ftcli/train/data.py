@@ -41,6 +41,7 @@ def tokenized(job: Job, name: Literal["train", "eval"]) -> PreparedData:
         cache_dir=session.cache_dir,
         offline=session.offline,
         reporter=job.reporter,
+        vision=job.vision,
     )
     for finding in prepared.findings:
         job.reporter.finding(finding)

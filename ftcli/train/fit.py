@@ -127,8 +127,17 @@ def _save(loop: TrainingLoop, context: RunContext, job: Job, model: Any) -> None
                 lambda folder: check_saved(model, folder, whole),
                 lambda folder: _add_further(context, model, folder),
                 lambda folder: job.tokenizer.save_pretrained(str(folder)),
+                lambda folder: _add_processors(context, folder),
                 lambda folder: write_card(context.directory, folder),
             )
+
+
+def _add_processors(context: RunContext, folder: Path) -> None:
+    """Of a full fine-tune of a multimodal model, adds how it prepares images."""
+    if context.recipe.lora is None:
+        from ftcli.export.images import copy_processors
+
+        copy_processors(context.recipe.model, folder, offline=context.session.offline)
 
 
 def _add_further(context: RunContext, model: Any, folder: Path) -> None:

@@ -136,7 +136,8 @@ def test_held_out_rows_take_time() -> None:
 
 
 @pytest.mark.parametrize(("recipe", "gpu", "why"), [
-    ("llama3.1-8b-dpo", "h100", "DPO"), ("smoke", "h100", "float32"), ("bitnet-2b", "h100", "BitNet"), ("llama3.1-8b", "cpu", "cpu"),
+    ("llama3.1-8b-dpo", "h100", "DPO"), ("smoke", "h100", "float32"), ("bitnet-2b", "h100", "BitNet"),
+    ("llama3.1-8b", "cpu", "cpu"),
 ])  # fmt: skip
 def test_what_was_not_measured_is_not_foretold(recipe: str, gpu: str, why: str) -> None:
     assert why in str(why_unknown(plan_of(recipe, gpu)))
