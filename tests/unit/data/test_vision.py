@@ -281,7 +281,10 @@ def test_images_are_written_as_transformers_processors_write_them(
         "image_token_id": 6,
         "eoi_token_id": 7,
         "vision_config": {
-            **{"patch_size": 14, "image_size": 42, "temporal_patch_size": 2, "spatial_merge_size": 2},
+            "patch_size": 14,
+            "image_size": 42,
+            "temporal_patch_size": 2,
+            "spatial_merge_size": 2,
             "pooling_kernel_size": 3,
         },
     }
