@@ -295,6 +295,8 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         """
         if angles is None:
             return ()
+        if isinstance(angles, Tensor) and self._family.complex_angles:
+            angles = angles.real, angles.imag
         cos, sin = angles
         if self._family.single_angles:
             cos, sin = (torch.cat((x, x), dim=-1) for x in angles)
