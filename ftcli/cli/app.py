@@ -232,7 +232,8 @@ def _keys_named(name: str) -> list[str]:
     from ftcli.config.schema import RecipeSchema
 
     wanted = name.replace("-", "_").lower()
-    keys = list(RecipeSchema().keys())
+    of_schema = RecipeSchema().keys()
+    keys = [key for key in of_schema if "[]" not in key]  # --set takes none of the items of a list
     found = [key for key in keys if wanted in (key, key.rpartition(".")[2])]
     known = foreign("", wanted)
     return found or ([known.key] if known is not None and known.key is not None else [])

@@ -32,8 +32,10 @@ _ENDS = (
     ("weight_zero_point", _ZERO),
 )
 #: Of a layer's inputs, its outputs, or the cache of keys and values, when it is served in eight bits.
-_SERVED = (".activation_scale", ".input_scale", ".output_scale", ".k_scale", ".v_scale", ".q_scale")
-_SERVED += (".input_zero_point", ".output_zero_point")
+_SERVED = (
+    ".activation_scale", ".input_scale", ".output_scale", ".k_scale", ".v_scale", ".q_scale",
+    ".input_zero_point", ".output_zero_point",
+)  # fmt: skip
 _E8M0_BIAS = 127
 
 

@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypedDict, TypeVar, Unpack
+
+import torch
 
 from ftcli.config.load import LoadedRecipe
 from ftcli.config.recipe import Recipe
-from ftcli.errors import Finding, FtcliError
+from ftcli.data.tokens import TokenizedRow
+from ftcli.errors import ExitCode, Finding, FtcliError
+from ftcli.facts.tokenizer import foreign_tokens, foreign_tokens_finding
+from ftcli.job import Job
+from ftcli.judges import judges_of
+from ftcli.model.tokenizer import load_tokenizer
 from ftcli.plain import FLATTENED
 from ftcli.reporting import Session
+from ftcli.run.inputs import Inputs
 from ftcli.tables import code_of
 from ftcli.tables.methods import Method
+from ftcli.train import assembly
 from ftcli.train.context import BuiltModel, RunContext
-from ftcli.train.evaluation import HeldOut, began_in, held_out_numbers
+from ftcli.train.evaluation import HeldOut, began_in
 from ftcli.train.fit import FinishedRun, fit
 from ftcli.train.lifecycle import CompleteRun, add_to_manifest, checked_run, complete_result, keep_inputs
 from ftcli.train.progress import TrainingRows, held_out_line
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from ftcli.data.order import ComputedTokens, Epochs
     from ftcli.data.prepare import PreparedData
     from ftcli.data.tokens import TokenizedRow, TokenTable
@@ -34,7 +46,6 @@ if TYPE_CHECKING:
     from ftcli.plan.batches import Batches
     from ftcli.run.process_group import RankGroup
     from ftcli.train.loop import Objective, TrainerHooks, TrainingLoop
-    from ftcli.train.other_model import Answered
 
 
 class ObjectiveParts(TypedDict):
@@ -184,6 +195,11 @@ def _train(session: Session, context: RunContext) -> RowsResult:
     with context.phase("preparing data"), nullcontext() if group is None else group.after_leader("data"):
         job = open_job(context.report, session)
         train_data, eval_data = data.tokenized(job, "train"), data.tokenized(job, "eval")
+        scores_tasks = job.recipe.eval.tasks_every_steps is not None
+        judges = judges_of(job.recipe) if scores_tasks else {}
+        asked_tasks = method.evaluator(job, eval_data.sequences, judges=judges)
+        if scores_tasks:
+            asked_tasks.read_tasks()
         for finding in method.findings(job.recipe, train_data.sequences):
             job.reporter.finding(finding)
         epochs = method.epochs(job, train_data)
@@ -214,7 +230,9 @@ def _train(session: Session, context: RunContext) -> RowsResult:
     else:
         with context.phase("scoring the reference"):
             reference = method.before_training(job, model, epochs, eval_data.sequences, group, reference)
-    held_out = HeldOut(context.directory, method.evaluator(job, eval_data.sequences, group, reference=reference), model)
+    evaluator = method.evaluator(job, eval_data.sequences, group, judges=judges, reference=reference)
+    evaluator.take_tasks(asked_tasks)
+    held_out = HeldOut(context.directory, evaluator, model)
     if context.leads:
         inputs = assembly.inputs_of(job, model, read, train_data.sequences.digest())
         keep_inputs(context, inputs if asked is None else replace(inputs, asked=asked.inputs))
@@ -224,7 +242,7 @@ def _train(session: Session, context: RunContext) -> RowsResult:
         job,
         model,
         lambda hooks: method.build(job, model, epochs, hooks, group, reference),
-        held_out.after_step if job.recipe.data.eval else None,
+        held_out.after_step if job.recipe.data.eval or scores_tasks else None,
         method.training_rows(
             context.recipe, len(train_data.sequences), sum(each.tokens for each in train_data.ledgers)
         ),
@@ -260,7 +278,6 @@ def answers_of_other(
     group: RankGroup | None = None,
 ) -> Answered[Any] | None:
     """What the model that the method asks before the trained one is loaded has answered; None where it asks none."""
-    from ftcli.train.other_model import answered
 
     def ask(of_other: Job, model: Any) -> Any:
         return method.ask_other(of_other, model, epochs, held_out, group)
@@ -285,7 +302,7 @@ def _before(context: RunContext, held_out: HeldOut) -> None:
     recipe = context.recipe
     if context.opened.resume_step:
         held_out.resume(began_in(context.opened))
-    elif recipe.data.eval and recipe.eval.every_steps is not None:
+    elif (recipe.data.eval or recipe.eval.tasks_every_steps) and recipe.eval.every_steps is not None:
         with context.phase("evaluating"):
             found = held_out_line({f"eval_{name}": value for name, value in held_out.begin().items()})
         context.session.reporter.info(f"held-out before training: {found}")
@@ -295,11 +312,11 @@ def _after(context: RunContext, held_out: HeldOut, steps: int) -> Mapping[str, f
     """Measures the trained model; nothing without held-out data."""
     with context.phase("evaluating"):
         final = held_out.end()
-        if final is not None:
-            values = {f"eval_{name}": value for name, value in held_out_numbers(final).items()}
+        if final:
+            values = {f"eval_{name}": value for name, value in final.items()}
             context.write_line({"step": steps, **values})
             context.session.reporter.info(f"held-out {held_out_line(values)}")
-    return held_out_numbers(final)
+    return final
 
 
 def _counted(
@@ -314,3 +331,92 @@ def _counted(
     ledgers = {"train": train_data.ledgers, "eval": eval_data.ledgers}
     write_token_counts(context.directory.tokens_path, ledgers, epochs, computed, batches.layout)
     return computed
+
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Answered(Generic[_T]):
+    """What another model has answered, and the identity of its files."""
+
+    found: _T
+    inputs: Inputs
+
+
+def answered(
+    job: Job,
+    ask: Callable[[Job, PreTrainedModel], _T],
+    rows: Sequence[TokenizedRow],
+    held_out: Sequence[TokenizedRow],
+    group: RankGroup | None,
+) -> Answered[_T] | None:
+    """What the model that the method asks answers; None where it asks none, or nothing. All ranks call this; they are
+    connected then.
+
+    Args:
+        ask: Gets a job of that model, and the model, frozen.
+        rows, held_out: What it is asked about; the self-check looks at the first of them.
+
+    Raises:
+        FtcliError: FT326 (exit 3) where a row has a token that is another one there, or none; what loading raises.
+    """
+    if job.report.asked is None or not (len(rows) or len(held_out)):
+        return None
+    found = _answered(_job_of_other(job), job, ask, rows, held_out, group)
+    gc.collect()  # its modules know each other
+    if job.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return found
+
+
+def _job_of_other(job: Job) -> Job:
+    """The job with the other model in the place of the trained one; of its memory nothing was decided."""
+    asked = job.report.asked
+    assert asked is not None
+    recipe = job.recipe.model_copy(update={"model": asked.plan.recipe.model})
+    plan = replace(job.plan, recipe=recipe, facts=asked.facts)
+    return replace(job, report=replace(job.report, plan=plan, memory=None))
+
+
+def _answered(
+    of_other: Job,
+    job: Job,
+    ask: Callable[[Job, PreTrainedModel], _T],
+    rows: Sequence[TokenizedRow],
+    held_out: Sequence[TokenizedRow],
+    group: RankGroup | None,
+) -> Answered[_T]:
+    with nullcontext() if group is None else group.after_leader("other tokens"):  # which may be downloaded
+        require_same_tokens(job, of_other, (rows, held_out))
+    read = assembly.begin_reading(of_other) if group is None or group.leads else tuple
+    needed = assembly.to_download(of_other) > 0
+    with nullcontext() if group is None else group.after_leader("other weights", lambda: needed):
+        model = assembly.build_base(of_other)
+    model.requires_grad_(False).eval()
+    shown = rows if len(rows) else held_out
+    assembly.put_on_kernels(of_other, model, shown)
+    assembly.laid_out(of_other, model, shown)
+    if group is not None:
+        assembly.form_group(job, group)
+        assembly.shard_weights(of_other, model, group)
+    return Answered(ask(of_other, model), assembly.loaded_base(of_other, model, read))
+
+
+def require_same_tokens(job: Job, of_other: Job, tables: Iterable[Sequence[TokenizedRow]]) -> None:
+    """Raises FtcliError FT326 (exit 3) for ids that are other tokens of the other model's tokenizer; and for those that
+    only one of the two has, if rows of ``tables`` have them.
+    """
+    theirs, ours = _vocabulary(of_other), {at: token for token, at in job.tokenizer.get_vocab().items()}
+    said = foreign_tokens(ours, theirs, ours.keys() & theirs.keys())
+    alone = ours.keys() - theirs.keys()
+    if alone and not said:
+        used = {at for table in tables for row in table for at in alone.intersection(row.input_ids)}
+        said = foreign_tokens(ours, theirs, used)
+    if said:
+        raise FtcliError([foreign_tokens_finding(of_other.facts.name, said)], ExitCode.PREFLIGHT)
+
+
+def _vocabulary(of_other: Job) -> dict[int, str]:
+    tokenizer = load_tokenizer(of_other.recipe.model, offline=of_other.session.offline)
+    return {at: token for token, at in tokenizer.get_vocab().items()}

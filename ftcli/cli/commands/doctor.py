@@ -7,14 +7,13 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, get_args
 
 from ftcli import __version__
 from ftcli.cli import options
-from ftcli.cli.options import AnyRequest, Invocation
 from ftcli.cli.render import result_text
 from ftcli.errors import FtcliError
-from ftcli.plain import LEFT_OUT, JsonObject
+from ftcli.plain import LEFT_OUT, JsonMap, JsonObject
 from ftcli.reporting import Session
 from ftcli.tables import Package, exports, judges, loggers, optimizers
 from ftcli.units import size
@@ -34,24 +33,6 @@ _VLLM = Package("vllm", "ftcli[vllm]", "serving what was exported")
 
 #: ftcli's own kernels, by the operation that each fuses.
 _KERNELS = ("rms_norm", "rope", "glu", "linear_cross_entropy", "lora_linear", "lora_mlp", "lora_qkv")
-
-
-def doctor(
-    json: options.JsonOption = False,
-    quiet: options.QuietOption = False,
-    offline: options.OfflineOption = False,
-    debug: options.DebugOption = False,
-) -> AnyRequest:
-    """Show what this machine can run, and why.
-
-    Versions, the device, and each kernel and extra with the reason why it can run or not.
-
-    \b
-    Examples:
-      ftcli doctor
-      ftcli doctor --json
-    """
-    return Invocation("doctor", options.common(json, quiet, offline, debug), examine, doctor_text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,21 +58,6 @@ class Ability:
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
-    """The device that training would take."""
-
-    name: str
-    kind: Literal["cuda", "cpu"]
-    capability: str | None
-    memory_bytes: int | None
-    free_bytes: int | None
-    shared_memory_bytes: int | None
-    multiprocessors: int | None
-    bfloat16: bool
-    float8: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Examination:
     """The answer of `ftcli doctor`. Without torch, or with an AMD GPU, there is no device, and ``device_problem`` says
     why.
@@ -105,7 +71,7 @@ class Examination:
     environment: Mapping[str, str]
     offline: bool
     disk_free_bytes: int
-    device: Machine | None = None
+    device: JsonMap | None = None
     device_problem: str | None = field(default=None, metadata=LEFT_OUT)
     attention: Sequence[Ability] = field(default=(), metadata=LEFT_OUT)
     kernels: Sequence[Ability] = field(default=(), metadata=LEFT_OUT)
@@ -134,20 +100,15 @@ def examine(session: Session) -> Examination:
     return replace(found, device=_machine(device), attention=_attention(), kernels=_kernels(device))
 
 
-def _machine(device: DeviceFacts) -> Machine:
+def _machine(device: DeviceFacts) -> JsonObject:
+    """The device that training would take."""
     from ftkernels.limits import capability_text
 
-    return Machine(
-        name=device.name,
-        kind=device.kind,
-        capability=capability_text(device.capability) if device.capability is not None else None,
-        memory_bytes=device.memory_bytes,
-        free_bytes=device.free_bytes,
-        shared_memory_bytes=device.shared_memory_bytes,
-        multiprocessors=device.multiprocessors,
-        bfloat16=device.has_bfloat16,
-        float8=device.has_float8,
-    )
+    capability = capability_text(device.capability) if device.capability is not None else None
+    said = {"name": device.name, "kind": device.kind, "capability": capability}
+    for name in ("memory_bytes", "free_bytes", "shared_memory_bytes", "multiprocessors"):
+        said[name] = getattr(device, name)
+    return {**said, "bfloat16": device.has_bfloat16, "float8": device.has_float8}
 
 
 def _attention() -> list[Ability]:
@@ -218,3 +179,17 @@ def doctor_text(result: Examination) -> str:
     if result.environment:
         lines += ["", *result_text({"environment": result.environment}).splitlines()]
     return "\n".join(lines)
+
+
+@options.command("doctor", lambda result: doctor_text(result))
+def doctor(session: Session) -> Examination:
+    """Show what this machine can run, and why.
+
+    Versions, the device, and each kernel and extra with the reason why it can run or not.
+
+    \b
+    Examples:
+      ftcli doctor
+      ftcli doctor --json
+    """
+    return examine(session)

@@ -31,11 +31,13 @@ from ftcli.export.clean.request import (
     ANSWER,
     ATTENTION_MASK,
     GREEDY,
+    IMAGE,
     INPUT_IDS,
     LAYER,
     LOGITS,
     OURS,
     PROMPT,
+    SEEN,
     TENSOR,
     ReloadRequest,
     rows_for,
@@ -162,6 +164,10 @@ def _is_quantized(config: Any) -> bool:
 
 def _computed(model: PreTrainedModel, asked: ReloadRequest, sent: dict[str, Tensor]) -> dict[str, Tensor]:
     found = {LOGITS: _logits(model, sent)}
+    shown = {name.removeprefix(IMAGE): tensor for name, tensor in sent.items() if name.startswith(IMAGE)}
+    if shown:
+        seen: Any = model
+        found[SEEN] = seen(**shown, use_cache=False).logits[0].float()
     if asked.new_tokens:
         from transformers import GenerationConfig
 
