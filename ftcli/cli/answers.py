@@ -33,6 +33,7 @@ RESULTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "eval": ("ftcli.pipeline.evaluation:EvaluationResult",),
         "export": ("ftcli.pipeline.exporting:Exported",),
         "chat": ("ftcli.pipeline.chatting:ChatAnswer",),
+        "serve-check": ("ftcli.pipeline.serving:ServeCheck",),
         "sample": ("ftcli.pipeline.sample_rows:SampleResult",),
         "check": ("ftcli.pipeline.checking:CheckResult", "ftcli.pipeline.checking:EveryGpu"),
         "bench": ("ftcli.pipeline.bench_result:BenchResult",),

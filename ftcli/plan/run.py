@@ -78,6 +78,7 @@ class RunPlan:
         hosts: Machines that its processes are on, as many on each.
         graphs_fit: Whether there is memory for CUDA graphs.
         prompt_tokens: Tokens that the rows of each pair at least have in common, where they are known before any row.
+        sees: Whether its first rows have images.
     """
 
     recipe: Recipe
@@ -88,6 +89,7 @@ class RunPlan:
     hosts: int = 1
     graphs_fit: bool = True
     prompt_tokens: int = 0
+    sees: bool = False
 
     @property
     def shape(self) -> ModelShape:

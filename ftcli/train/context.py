@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ftcli.config.recipe import Recipe
-from ftcli.facts.licence import Licence
 from ftcli.plain import JsonMap
 from ftcli.preflight.report import PreflightReport
 from ftcli.reporting import Session
 from ftcli.run.atomic import WRITING_PREFIX, replace_directory, writing_into
 from ftcli.run.checkpoint import Checkpoints
 from ftcli.run.directory import RunDirectory
-from ftcli.run.inputs import Inputs
 from ftcli.run.loggers import OpenLoggers
 from ftcli.run.metrics import MetricsLine, MetricsWriter
 from ftcli.run.mirror import Mirror
@@ -61,29 +59,6 @@ class BuiltModel:
     quantization: Sequence[QuantizedLayer]
     cuda_graphs: str
     batches: EpochLayout | Batches
-
-
-@dataclass(frozen=True, slots=True)
-class GraphsRecord:
-    """The manifest's record of CUDA graphs once training is over."""
-
-    cuda_graphs: str
-
-
-@dataclass(frozen=True, slots=True)
-class BaseCard:
-    """Facts of the base model for the result's card; ``licence`` is None if its own card names none."""
-
-    model_type: str
-    licence: Licence | None
-
-
-@dataclass(frozen=True, slots=True)
-class InputsRecord:
-    """The manifest's record of the run's inputs."""
-
-    inputs: Inputs
-    base: BaseCard
 
 
 @dataclass(frozen=True, slots=True)

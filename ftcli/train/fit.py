@@ -17,7 +17,7 @@ from ftcli.run.out_of_memory import is_out_of_memory
 from ftcli.run.report.card import write_card
 from ftcli.run.status import FinishedTraining, TrainingSummary
 from ftcli.tables.methods import measures, method_of
-from ftcli.train.context import GraphsRecord, RunContext
+from ftcli.train.context import RunContext
 from ftcli.train.lifecycle import add_to_manifest, raise_if_stopped
 from ftcli.train.out_of_memory import has_room_to_save, let_go, out_of_memory_in_training, with_checkpoint
 from ftcli.train.progress import StepProgress, TrainingRows, tell_start, tell_warm_ups
@@ -199,7 +199,7 @@ def _tell_launches(loop: TrainingLoop, context: RunContext) -> None:
     """CUDA graphs that were given up, or not made for all shapes, are said and kept in the manifest."""
     graphs = loop.cuda_graphs()
     if graphs is not None and graphs != "on":
-        add_to_manifest(context, GraphsRecord(graphs))
+        add_to_manifest(context, {"cuda_graphs": graphs})
         context.session.reporter.info(f"CUDA graphs: {graphs}")
 
 

@@ -22,7 +22,7 @@ from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.facts.adapters import start_folder
 from ftcli.facts.licence import licence_of
 from ftcli.judges import files_of
-from ftcli.plain import JsonMap, plain_fields
+from ftcli.plain import JsonMap, JsonObject, plain
 from ftcli.preflight.report import PreflightReport
 from ftcli.preflight.stages import checked
 from ftcli.ranks import SIGNAL_NAME
@@ -45,7 +45,7 @@ from ftcli.run.inputs import (
 )
 from ftcli.run.integrity import not_held
 from ftcli.run.loggers import OpenLoggers
-from ftcli.run.manifest import Activations, build_manifest
+from ftcli.run.manifest import build_manifest
 from ftcli.run.metrics import MetricsWriter
 from ftcli.run.mirror import Mirror
 from ftcli.run.out_of_memory import is_out_of_memory
@@ -61,11 +61,9 @@ from ftcli.run.signals import (
     exit_code_of,
     second_signal_as_error,
 )
-from ftcli.train.context import BaseCard, InputsRecord, RunContext, Unwritten
+from ftcli.train.context import BuiltModel, RunContext, Unwritten
 
 if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
     from ftcli.run.process_group import RankGroup
 
 
@@ -397,16 +395,16 @@ def _judges(recipe: Recipe) -> list[Fingerprint]:
     return [fingerprint(name, path) for name, path in files_of(recipe).items()]
 
 
-def _activations(report: PreflightReport) -> Activations:
+def _activations(report: PreflightReport) -> JsonObject:
     choice, memory = report.checkpointing, report.memory
-    return Activations(
-        choice.requested,
-        choice.policy,
-        choice.uncheckpointed_layers,
-        choice.reason,
-        None if memory is None else memory.offloaded,
-        None if memory is None else memory.pinned_host_bytes,
-    )
+    return {
+        "requested": choice.requested,
+        "gradient_checkpointing": choice.policy,
+        "uncheckpointed_layers": choice.uncheckpointed_layers,
+        "reason": choice.reason,
+        "offloaded": None if memory is None else memory.offloaded,
+        "pinned_host_bytes": None if memory is None else memory.pinned_host_bytes,
+    }
 
 
 def data_files(sources: Sequence[DatasetConfig]) -> dict[str, Path]:
@@ -438,15 +436,16 @@ def keep_inputs(context: RunContext, inputs: Inputs) -> None:
     if context.held_to_inputs:
         require_same_inputs(context.previous, inputs)
     licence = licence_of(context.report.facts, context.recipe.model.revision, offline=context.session.offline)
-    add_to_manifest(context, InputsRecord(inputs, BaseCard(context.report.facts.model_type, licence)))
+    base = {"model_type": context.report.facts.model_type, "licence": licence}
+    add_to_manifest(context, {"inputs": inputs, "base": base})
 
 
-def add_to_manifest(context: RunContext, part: DataclassInstance) -> None:
+def add_to_manifest(context: RunContext, part: JsonMap | BuiltModel) -> None:
     """Adds what is known only once the model is built, or trained."""
     if not context.leads:
         return
     manifest = read_json_object(context.directory.manifest_path)
-    store_json(context.directory.manifest_path, {**manifest, **plain_fields(part)})
+    store_json(context.directory.manifest_path, {**manifest, **plain(part)})
 
 
 def raise_if_stopped(context: RunContext, stopped_by: SignalName | None, step: int) -> None:

@@ -45,13 +45,6 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class LogProbsRecord:
-    """What the manifest says of the log-probabilities that a policy is trained on."""
-
-    log_probs: Parity
-
-
-@dataclass(frozen=True, slots=True)
 class GrpoResult:
     """What `ftcli grpo` answers: the run, and the score of each held-out task before and after training."""
 
@@ -104,7 +97,7 @@ def _train(session: Session, context: RunContext) -> GrpoResult:
 
     def agreement(parity: Parity) -> None:
         session.reporter.info(parity.summary())  # of several ranks, each looks at its own first batch
-        add_to_manifest(context, LogProbsRecord(parity))
+        add_to_manifest(context, {"log_probs": parity})
 
     fitted = fit(
         context,

@@ -117,6 +117,10 @@ class Context:
         """A warning that points at the value of ``path``."""
         return self._finding(code, path, message, help, "warning")
 
+    def no_effect(self, path: str, why: str, help: str | None = None) -> Finding:
+        """FT259: the value of ``path`` changes nothing; ``why`` ends that sentence."""
+        return self.warning("FT259", path, f"{path} has no effect {why}", help)
+
     def note(self, code: str, path: str, message: str, help: str | None = None) -> Finding:
         """A note that points at the value of ``path``."""
         return self._finding(code, path, message, help, "note")

@@ -141,8 +141,8 @@ def _without_effect(context: Context) -> Findings:
     recipe = context.recipe
     train, generate = recipe.train, recipe.eval.generate
     if context.says("eval.generate.temperature") and not generate.do_sample:
-        message = "eval.generate.temperature has no effect without do_sample"
-        yield context.warning("FT259", "eval.generate.temperature", message, help="add `do_sample: true`, or remove it")
+        help = "add `do_sample: true`, or remove it"
+        yield context.no_effect("eval.generate.temperature", "without do_sample", help)
     quantization = quantizations.row(recipe.quantization.method)
     training = quantization.training
     of_training = () if recipe.lora is None or training is None else training.reads
@@ -150,18 +150,15 @@ def _without_effect(context: Context) -> Findings:
         path = f"quantization.{name}"
         if name not in ("method", *quantization.reads) and context.says(path):
             readers = " or ".join(quantizations.methods_that_read(name))
-            yield context.warning("FT259", path, f"{path} has no effect without method: {readers}")
+            yield context.no_effect(path, f"without method: {readers}")
         elif name in of_training and context.says(path):
-            message = f"{path} has no effect with lora: the rounded weights are frozen"
-            yield context.warning("FT259", path, message, help="remove it")
+            yield context.no_effect(path, "with lora: the rounded weights are frozen", "remove it")
     setting = train.gradient_checkpointing
     policy = policies.as_recipe(setting)
     if train.uncheckpointed_layers and (setting == "auto" or not policies.row(setting).by_layer):
-        path = "train.uncheckpointed_layers"
-        yield context.warning("FT259", path, f"{path} has no effect with gradient_checkpointing: {policy}")
+        yield context.no_effect("train.uncheckpointed_layers", f"with gradient_checkpointing: {policy}")
     if context.says("train.memory_budget_gib") and policy != "auto":
-        path = "train.memory_budget_gib"
-        yield context.warning("FT259", path, f"{path} has no effect with gradient_checkpointing: {policy}")
+        yield context.no_effect("train.memory_budget_gib", f"with gradient_checkpointing: {policy}")
     yield from _never_reached(context)
 
 
@@ -210,7 +207,7 @@ def _optimizer(context: Context, installed: Installed) -> Findings:
         yield context.error("FT253", "train.optim", message, help=f"pip install '{row.package.install}'")
     for name in optimizers.optimizer_settings():
         if context.says(f"train.{name}") and name not in row.reads:
-            yield context.warning("FT259", f"train.{name}", f"train.{name} has no effect with optim: {train.optim}")
+            yield context.no_effect(f"train.{name}", f"with optim: {train.optim}")
     if not row.schedule_free:
         return
     if train.lr_scheduler_type != schedules.CONSTANT:
@@ -342,9 +339,8 @@ def _warm_up(context: Context) -> Findings:
     warms_up = schedules.row(train.lr_scheduler_type).warms_up or optimizers.row(train.optim).warms_up
     if not warms_up and train.warmup_steps > 0:
         constant = train.lr_scheduler_type == schedules.CONSTANT and not optimizers.row(train.optim).schedule_free
-        message = f"train.warmup_steps has no effect with lr_scheduler_type: {train.lr_scheduler_type}"
         help = f"use {schedules.CONSTANT_AFTER_WARMUP}" if constant else "remove it"
-        yield context.warning("FT259", "train.warmup_steps", message, help=help)
+        yield context.no_effect("train.warmup_steps", f"with lr_scheduler_type: {train.lr_scheduler_type}", help)
     if not context.trains or steps is None:
         return
     for key, problem, remedy in long_warm_ups(context.recipe, steps, f"train.max_steps {steps}"):
@@ -389,12 +385,8 @@ def check_adapters(context: Context) -> Findings:
         message = "lora.layers_pattern has no effect without lora.layers_to_transform"
         yield context.error("FT274", "lora.layers_pattern", message, help="add layers_to_transform, or remove it")
     if not lora.experts and lora.target_modules != "all-linear":
-        yield context.warning(
-            "FT259",
-            "lora.experts",
-            "lora.experts has no effect beside a list of target_modules: experts have adapters where it names them",
-            help="remove it, or leave target_modules out",
-        )
+        why = "beside a list of target_modules: experts have adapters where it names them"
+        yield context.no_effect("lora.experts", why, "remove it, or leave target_modules out")
     if isinstance(lora.exclude_modules, str):
         yield from regex_findings(context, "lora.exclude_modules", lora.exclude_modules)
     for index, pattern in enumerate(lora.layers_pattern):

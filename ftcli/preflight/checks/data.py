@@ -6,6 +6,7 @@ Rows are read and understood by the code that training uses (`ftcli.rows`); only
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,12 +23,12 @@ from ftcli.preflight.checks.context import Context, Findings, Found, NotMade
 from ftcli.rows.columns import UnreadColumns, unread_note
 from ftcli.rows.layouts import layout_of, misfit_finding, understand
 from ftcli.rows.layouts.prompted import as_chat, is_bare
-from ftcli.rows.places import DataFile, files_of, is_away, is_hub, resolve_path
+from ftcli.rows.places import DataFile, files_of, is_away, is_hub, local_sources, resolve_path
 from ftcli.rows.readers import unpacks_beyond
 from ftcli.rows.reading import iterate
 from ftcli.rows.remote import missing_package
 from ftcli.rows.row import NO_ROWS_HELP, Misfit, Row, text_size
-from ftcli.tables import code_of, layouts, stores
+from ftcli.tables import code_of, images, layouts, stores
 
 SAMPLE_ROWS = 64
 #: Larger .json files are not parsed just to see their first rows; nor are other files that have to be unpacked for it.
@@ -71,6 +72,20 @@ def check(context: Context, facts: ModelFacts, *, offline: bool) -> Found:
         except OSError as error:
             message = f"{source.path} cannot be read: {error}"
             yield context.error("FT403", path, message, help="check its permissions, and that it is whole")
+
+
+def rows_have_images(context: Context, facts: ModelFacts) -> bool:
+    """True if the first row of a local source that is trained on has images, and the model sees."""
+    if not context.method.sees or facts.raw.get("model_type") not in images.TABLE:
+        return False
+    for source in local_sources(context.recipe.data.train):
+        if _unread(source, offline=True) is not None:
+            continue
+        with contextlib.suppress(FtcliError, Misfit, OSError):
+            row = next((item for item in iterate(source, offline=True) if isinstance(item, Row)), None)
+            if row is not None and understand(row, layout_of(row, context.recipe.data.format)).images:
+                return True
+    return False
 
 
 def _unread(source: DatasetConfig, *, offline: bool) -> str | None:
@@ -234,8 +249,7 @@ def check_sources(context: Context) -> Findings:
     yield from _weights(context, recipe.data.train)
     method = context.method
     if recipe.data.packing and not method.packs and context.command == method.command:
-        message = f"data.packing has no effect in {method.command}: completions are generated"
-        yield context.warning("FT259", "data.packing", message)
+        yield context.no_effect("data.packing", f"in {method.command}: completions are generated")
     refusal = takes_rows(recipe, context.work)
     if recipe.data.padding_free is True and refusal is not None:
         yield context.warning("FT259", "data.padding_free", f"data.padding_free has no effect: {refusal}")
