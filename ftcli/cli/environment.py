@@ -287,11 +287,11 @@ def cache_dir(environment: Mapping[str, str]) -> Path | None:
 
 
 def secret(name: str, option: str) -> str:
-    """The value of a variable that holds a secret. Raises FtcliError FT777 (exit 2) where it is not set."""
+    """The value of a variable that holds a secret. Raises FtcliError FT791 (exit 2) where it is not set."""
     value = os.environ.get(name)
     if not value:
         message, help = f"the variable {name} is not set, and {option} names it", f"export {name}=…"
-        raise FtcliError.single("FT777", message, origin=Origin(f"{option} {name}"), help=help)
+        raise FtcliError.single("FT791", message, origin=Origin(f"{option} {name}"), help=help)
     return value
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ftcli.config.data import DataConfig, DatasetConfig
 from ftcli.data.tokens import TokenStore, TokenWriter
 from ftcli.paths import scratch
-from ftcli.plain import JsonObject
+from ftcli.plain import JsonObject, plain_fields
 from ftcli.rows.places import files_of, is_hub
 from ftcli.rows.reading import hub_commit
 
@@ -86,6 +86,8 @@ def key_of(
     chosen = source.model_dump(mode="json", include={"columns", "remove_columns", "max_rows", "name", "split"})
     names = {"format", "max_seq_len", "overlong", "max_bad_rows", "loss_on", "history", "reasoning"}
     names |= {"chat_template_kwargs"}
+    if source.part is not None:
+        chosen["part"] = plain_fields(source.part)
     settings = data.model_dump(mode="json", include=names)
     parts: list[Any] = [FORMAT, [[c.name, c.sha256] for c in contents], chosen, settings, template, tokenizer]
     if vision is not None:

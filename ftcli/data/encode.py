@@ -148,6 +148,7 @@ class Encoder:
         read = self.rows(rows)
         units = [read.tokens[at : at + self.unit] for at in range(0, len(read.tokens), self.unit)]
         fitted = [one for unit in units for one in self.fit(unit)]
+        read.counts["rows_split"] += len(fitted) - len(read.tokens)
         kept = [one.tokens for one in fitted if one.tokens is not None]
         dropped = [one for one in fitted if one.tokens is None and one.overlong is None]
         cut = [one.length - len(one.tokens.input_ids) for one in fitted if one.tokens is not None]
@@ -230,6 +231,8 @@ class Encoder:
     def _refused(self, length: int, row: Row) -> Finding:
         message = f"{length:,} tokens, more than data.max_seq_len {self._limit}"
         remedy = "raise data.max_seq_len, or choose data.overlong: drop or truncate"
+        if self._overlong == "split":
+            message += f"; of rows with loss_on {self.loss_on} no pieces are made"
         return Finding("FT431", message, row.origin, remedy)
 
     def _render(self, example: Example, counts: Counter[str]) -> list[Rendered]:
@@ -376,6 +379,8 @@ class Encoder:
 
         Rows that would be alike once they are cut have nothing to be compared by, and go.
         """
+        if self._overlong == "split" and self.loss_on == "all" and len(unit) == 1:
+            return self._split(unit[0])
         fitted = [self._fit(tokens) for tokens in unit]
         if len(fitted) == 1:
             return fitted
@@ -386,11 +391,22 @@ class Encoder:
         refused = next((one.overlong for one in fitted if one.overlong is not None), None)
         return [FittedRow(None, fitted[0].length, refused), *(FittedRow(None, one.length) for one in fitted[1:])]
 
+    def _split(self, tokens: TokenizedRow) -> list[FittedRow]:
+        """A row as pieces of which each begins with the last token of the one before: every token is learned once."""
+        length, step = len(tokens.input_ids), self._limit - 1
+        pieces = []
+        for start in range(0, max(length - 1, 1), step):
+            ids, labels = (part[start : start + self._limit] for part in (tokens.input_ids, tokens.labels))
+            labels = [IGNORE_INDEX, *labels[1:]] if start else labels
+            if not start or any(label != IGNORE_INDEX for label in labels):
+                pieces.append(FittedRow(replace(tokens, input_ids=ids, labels=labels), len(ids)))
+        return pieces
+
     def _fit(self, tokens: TokenizedRow) -> FittedRow:
         length = len(tokens.input_ids)
         if length <= self._limit:
             return FittedRow(tokens, length)
-        if self._overlong == "error":
+        if self._overlong in ("error", "split"):
             return FittedRow(None, length, self._refused(length, tokens.row))
         if tokens.images and not isinstance(self.vision, str):
             cut = self.vision.cut(tokens, self._limit)

@@ -22,7 +22,8 @@ class DatasetLedger:
 
     ``counts``, each absent where it is 0: ``chats`` and ``plain_prompts`` are rows written by the chat template and
     prompts with a completion that are not; ``turns_split`` are answers with a row of their own, beyond ``rows``;
-    ``pairs_split`` the second answers of pairs whose answers are rows of their own;
+    ``pairs_split`` the second answers of pairs whose answers are rows of their own; ``rows_split`` pieces of long rows
+    beyond the first;
     ``turns_untrained`` (under ``history: last``), ``turns_opening`` and ``turns_marked`` are answers without loss;
     ``reasoning_dropped`` lost their reasoning; ``answers_joined`` share their first token with the prompt;
     ``images`` and their ``image_tokens``, and those of them that were ``images_turned``, of which the
@@ -48,7 +49,7 @@ class DatasetLedger:
     @property
     def made_rows(self) -> int:
         """Rows that were read, and those that were made for answers of their own."""
-        return self.rows + self.counts.get("turns_split", 0) + self.counts.get("pairs_split", 0)
+        return self.rows + sum(self.counts.get(name, 0) for name in ("turns_split", "pairs_split", "rows_split"))
 
     @property
     def masked_tokens(self) -> int:

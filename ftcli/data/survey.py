@@ -157,13 +157,16 @@ def _tokens(ids: list[int], labels: list[int], tokenizer: PreTrainedTokenizerBas
 class SurveyedSource:
     """A source of which ``rows`` rows were looked at; ``whole`` where these are all that a run would read.
 
-    ``key`` is where the recipe names it: ``data.train``, ``data.eval`` or ``eval.tasks``.
+    ``key`` is where the recipe names it: ``data.train``, ``data.eval`` or ``eval.tasks``. ``tokens`` of ``kept`` rows
+    are what a run would make of all of them, as far as was seen; None where nobody can say.
     """
 
     key: str
     source: str
     rows: int
     whole: bool
+    kept: float | None = field(default=None, metadata=LEFT_OUT)
+    tokens: float | None = field(default=None, metadata=LEFT_OUT)
 
 
 class RowSurvey:
@@ -211,14 +214,16 @@ class RowSurvey:
             try:
                 store, _ = reader.store(source, self._cache)
             except OutOfTime as error:
-                self.found.append(SurveyedSource(key, source.path, error.rows, whole=False))
+                share = error.share or None
+                reckoned = (None, None) if share is None else (error.kept / share, error.tokens / share)
+                self.found.append(SurveyedSource(key, source.path, error.rows, False, *reckoned))
             except FtcliError as error:
                 self.failures.append(error)
             else:
                 stores.append((source.path, store))
         ledgers, findings = accounts(stores, self._data)
         self.findings += findings
-        self.found += [SurveyedSource(key, ledger.name, ledger.rows, whole=True) for ledger in ledgers]
+        self.found += [SurveyedSource(key, each.name, each.rows, True, each.kept_rows, each.tokens) for each in ledgers]
         if len(ledgers) < len(sources):
             return None
         if key == "data.train" and (self._data.format == "auto" or layouts.row(self._data.format).imitated):

@@ -257,6 +257,10 @@ class Evaluator:
                 findings += error.findings
         raise_findings(list(dict.fromkeys(findings)))
 
+    def take_tasks(self, read: Evaluator) -> None:
+        """Takes the rows of tasks that ``read`` has read."""
+        self._asked.update(read._asked)
+
     def measure(self, model: PreTrainedModel | PeftModel) -> ModelScores:
         """All that the recipe asks to be measured of one model."""
         loss, datasets = self.losses(model)

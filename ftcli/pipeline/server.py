@@ -67,7 +67,7 @@ class Server:
         key: Sent as a bearer token where there is one.
 
     Raises:
-        FtcliError: FT776 (exit 2) for what is no address.
+        FtcliError: FT790 (exit 2) for what is no address.
     """
 
     def __init__(self, url: str, key: str | None = None) -> None:
@@ -90,7 +90,7 @@ class Server:
     def model_named(self, name: str | None) -> str:
         """The model to ask: that which is named, or the only one.
 
-        Raises FtcliError FT776 as :meth:`chat`, FT777 (exit 2) where there is no such model, or several and none named.
+        Raises FtcliError FT790 as :meth:`chat`, FT791 (exit 2) where there is no such model, or several and none named.
         """
         try:
             told = maps(self._ask(f"{self.url}/models").get("data"))
@@ -106,14 +106,14 @@ class Server:
         problem = f"serves no model {name}" if name is not None else "serves several models, and none is named"
         help = f"name one with --model: {listed}" if names else "start it with the exported model"
         origin = Origin("command line" if name is None else f"--model {name}")
-        raise FtcliError.single("FT777", f"{self.url} {problem}; it has {listed}", origin=origin, help=help)
+        raise FtcliError.single("FT791", f"{self.url} {problem}; it has {listed}", origin=origin, help=help)
 
     def chat(self, model: str, messages: Sequence[Message], limit: int, switches: Switches) -> ServedAnswer:
         """The greedy answer to a conversation under the server's template.
 
         Raises:
             Refused: The server refuses it.
-            FtcliError: FT776 (exit 2) where it cannot be reached or does not speak the protocol, FT777 (exit 2) where
+            FtcliError: FT790 (exit 2) where it cannot be reached or does not speak the protocol, FT791 (exit 2) where
                 it wants a key.
         """
         body = {"model": model, "messages": list(messages), "max_tokens": limit, "temperature": 0}
@@ -150,7 +150,7 @@ class Server:
         return found if whole else None
 
     def unusable(self, message: str) -> FtcliError:
-        """FT776 (exit 2), about this server."""
+        """FT790 (exit 2), about this server."""
         return _unusable(self.url, message)
 
     def _with_log_probs(self, url: str, body: JsonObject, wanted: bool | int) -> JsonObject:
@@ -178,7 +178,7 @@ class Server:
             if error.code in (401, 403):
                 message = f"{url} answers {error.code}: {said}"
                 help = "export the server's key as a variable, and name that with --api-key-env"
-                raise FtcliError.single("FT777", message, origin=Origin("--api-key-env"), help=help) from error
+                raise FtcliError.single("FT791", message, origin=Origin("--api-key-env"), help=help) from error
             raise Refused(error.code, said) from error
         except (OSError, http.client.HTTPException) as error:  # also what urllib makes of a name that is not known
             raise self.unusable(f"{url} cannot be reached: {first_line(error)}") from error
@@ -218,4 +218,4 @@ def _unusable(url: str, message: str) -> FtcliError:
     help = (
         "start the server, and name it as in --url http://localhost:8000; another machine must let you reach the port"
     )
-    return FtcliError.single("FT776", message, origin=Origin(f"--url {url}"), help=help)
+    return FtcliError.single("FT790", message, origin=Origin(f"--url {url}"), help=help)

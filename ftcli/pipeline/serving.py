@@ -97,10 +97,10 @@ class ServeCheck:
 
 
 def check_server(loaded: LoadedRecipe, session: Session, run_dir: Path, options: ServeOptions) -> ServeCheck:
-    """Asks both; each fault is told as FT779.
+    """Asks both; each fault is told as FT793.
 
     Raises:
-        FtcliError: FT776 and FT777 (exit 2) as :class:`Server`, before a weight is loaded; FT778 (exit 4) where no
+        FtcliError: FT790 and FT791 (exit 2) as :class:`Server`, before a weight is loaded; FT792 (exit 4) where no
             prompt can be compared; FT725, FT735, FT749 and FT763 as `ftcli chat`; whatever preflight, rows and loading
             raise.
     """
@@ -134,7 +134,7 @@ def check_server(loaded: LoadedRecipe, session: Session, run_dir: Path, options:
         checkpoint=None if chosen is None else str(chosen),
     )
     for fault in result.faults:
-        session.reporter.finding(Finding("FT779", f"{fault.name}: {fault.message}", help=fault.help))
+        session.reporter.finding(Finding("FT793", f"{fault.name}: {fault.message}", help=fault.help))
     return result
 
 
@@ -165,7 +165,7 @@ def _prompts(job: Job, run: RunDirectory, most: int) -> list[RenderedPrompt]:
     if not found:
         message = f"no prompt of {sources[0].path} can be asked: all have tools, or contents that are no text"
         help = "name other rows, as in --set data.eval=[prompts.jsonl]"
-        raise FtcliError.single("FT778", message, exit_code=ExitCode.DATA, help=help)
+        raise FtcliError.single("FT792", message, exit_code=ExitCode.DATA, help=help)
     return list(found.values())[:most]
 
 

@@ -293,7 +293,7 @@ def _few(names: Sequence[str]) -> str:
 
 def _require_held_out(recipes: Sequence[LoadedRecipe], command: str, session: Session) -> None:
     recipe = recipes[0].recipe
-    if recipe.data.eval or recipe.eval.tasks or methods.method_of(recipe, command).from_prompts:
+    if recipe.data.measures or recipe.eval.tasks or methods.method_of(recipe, command).from_prompts:
         return
     message = "the recipe names no held-out data: the sweep will not be able to name the best run"
     session.reporter.finding(Finding("FT752", message, help="name some in data.eval", severity="warning"))

@@ -5,6 +5,8 @@ Of a dataset on the Hugging Face Hub they come through `datasets`.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -12,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ftcli.config.data import DatasetConfig
+from ftcli.config.data import DatasetConfig, Part
 from ftcli.errors import Finding, FtcliError, Origin, first_line
 from ftcli.facts.config_file import hub_errors
 from ftcli.rows.places import HUB, files_of, is_hub
@@ -25,13 +27,30 @@ def iterate(source: DatasetConfig, *, offline: bool = False) -> Iterator[Row | F
 
     Raises FtcliError (exit 4) when the source itself cannot be read: FT401, FT402, FT403, FT406, FT407.
     """
+    part = source.part
     for name, folder, number, value in islice(_values(source, offline=offline), source.max_rows):
-        row = _row(source, name, number, value)
-        yield replace(row, folder=folder) if isinstance(row, Row) else row
+        found = _row(source, name, number, value)
+        if part is None or _is_in(found, part):
+            yield replace(found, folder=folder) if isinstance(found, Row) else found
+
+
+def _is_in(found: Row | Finding, part: Part) -> bool:
+    """True if a row belongs to a part of its source: by its content, wherever it stands. Faults are of the trained
+    part, so that each is told once.
+    """
+    if not isinstance(found, Row):
+        return not part.held_out
+    text = json.dumps(found.fields, sort_keys=True, default=repr)
+    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+    return (int.from_bytes(digest[:8], "big") < part.share * 2**64) == part.held_out
 
 
 def no_rows(source: DatasetConfig) -> FtcliError:
-    """FT404: there is a file, and no row in it."""
+    """FT404: there is a file, and no row in it, or none in the part of it that is read."""
+    if source.part is not None:
+        which = "held out" if source.part.held_out else "left to train on"
+        message = f"data.held_out {source.part.share:g} leaves no row of {source.path} that is {which}"
+        return data_error("FT404", message, Origin(source.path), "choose another share, or name rows in data.eval")
     return data_error("FT404", f"{source.path} holds no rows", Origin(source.path), NO_ROWS_HELP)
 
 

@@ -15,9 +15,11 @@ from ftcli.plain import JsonMap
 from ftcli.preflight.report import PreflightReport
 from ftcli.reporting import Session
 from ftcli.run.atomic import WRITING_PREFIX, replace_directory, writing_into
+from ftcli.run.checkpoint import Checkpoints
 from ftcli.run.directory import RunDirectory
 from ftcli.run.loggers import OpenLoggers
 from ftcli.run.metrics import MetricsLine, MetricsWriter
+from ftcli.run.mirror import Mirror
 from ftcli.run.out_of_memory import is_out_of_memory
 from ftcli.run.report import LiveProgress, LiveReport
 from ftcli.run.resume import OpenedRun
@@ -76,6 +78,12 @@ class RunContext:
     stop: StopRequest
     live: LiveReport | Unwritten
     group: RankGroup | None = None
+    mirror: Mirror | None = None
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        """The run's checkpoints, which are copied to its mirror where it has one."""
+        return self.directory.checkpoints if self.mirror is None else self.mirror.store()
 
     @property
     def leads(self) -> bool:

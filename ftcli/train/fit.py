@@ -91,7 +91,7 @@ def _hooks(
 
     recipe = context.recipe
     return TrainerHooks(
-        context.directory.checkpoints,
+        context.checkpoints,
         recipe.checkpoint.keep_last,
         evaluate,
         context.metrics.sync,

@@ -19,6 +19,7 @@ from ftcli.config.load import LoadedRecipe
 from ftcli.config.recipe import Recipe
 from ftcli.config.yaml import dump_recipe
 from ftcli.errors import ExitCode, Finding, FtcliError
+from ftcli.facts.adapters import start_folder
 from ftcli.facts.licence import licence_of
 from ftcli.judges import files_of
 from ftcli.plain import JsonMap, JsonObject, plain
@@ -46,6 +47,7 @@ from ftcli.run.integrity import not_held
 from ftcli.run.loggers import OpenLoggers
 from ftcli.run.manifest import build_manifest
 from ftcli.run.metrics import MetricsWriter
+from ftcli.run.mirror import Mirror
 from ftcli.run.out_of_memory import is_out_of_memory
 from ftcli.run.report import LiveReport, write_report
 from ftcli.run.report.card import write_card
@@ -123,6 +125,7 @@ def _opened_run(
     recipe_yaml = dump_recipe(recipe)  # with what is left to be chosen: a machine that continues may choose otherwise
     path = Path(str(recipe.run.output_dir))
     with _never_left_running(path, stop), ExitStack() as stack:
+        mirror = stack.enter_context(_mirrored(recipe, session, stop))
         with stop.interruptible("opening the run directory"):
             opened = stack.enter_context(open_run(path, recipe.run.resume, recipe_yaml, command))
         for warning in opened.warnings:
@@ -146,7 +149,17 @@ def _opened_run(
             with stop.interruptible("opening the metrics loggers"):
                 loggers = stack.enter_context(_open_loggers(recipe, opened, session))
             context = RunContext(
-                session, command, report, opened, previous, metrics, loggers, stop, LiveReport(opened.directory), group
+                session,
+                command,
+                report,
+                opened,
+                previous,
+                metrics,
+                loggers,
+                stop,
+                LiveReport(opened.directory),
+                group,
+                mirror,
             )
             with stop.interruptible("reading the data's fingerprints"):
                 _write_manifest(context, recipe_yaml)
@@ -155,6 +168,40 @@ def _opened_run(
             elif opened.resume_from is not None:
                 session.reporter.info(f"resuming from {opened.resume_from}")
             yield context
+
+
+@contextmanager
+def _mirrored(recipe: Recipe, session: Session, stop: StopRequest) -> Iterator[Mirror | None]:
+    """The run's copy in a bucket, where it has one: brought here where it is ahead, and made whole whatever ends the
+    block, but for a second signal.
+    """
+    if recipe.run.mirror is None:
+        yield None
+        return
+    mirror = Mirror(recipe.run.mirror, RunDirectory(Path(str(recipe.run.output_dir))), session.reporter)
+    try:
+        with stop.interruptible("fetching the run's mirror"):
+            mirror.restore(recipe.run.resume)
+        try:
+            yield mirror
+        except StopNow:
+            raise
+        except BaseException:  # the run goes on elsewhere from what it ended with
+            with stop.held():
+                _finish_warning(mirror, session)
+            raise
+        with stop.held():
+            mirror.finish()
+    finally:
+        mirror.close()
+
+
+def _finish_warning(mirror: Mirror, session: Session) -> None:
+    try:
+        mirror.finish()
+    except FtcliError as error:
+        for finding in error.findings:
+            session.reporter.finding(replace(finding, severity="warning"))
 
 
 def _evaluates_again(opened: OpenedRun) -> bool:
@@ -296,11 +343,14 @@ def _report(opened: OpenedRun, session: Session) -> None:
 def _write_manifest(context: RunContext, recipe_yaml: str) -> None:
     opened, report, recipe = context.opened, context.report, context.recipe
     files = data_files(recipe.data.train)
+    if recipe.lora is not None and recipe.lora.start_from is not None:  # what training begins with
+        begin = start_folder(recipe.lora.start_from)
+        files |= {f"{recipe.lora.start_from}/{path.name}": path for path in sorted(begin.glob("adapter_*.*"))}
     data = [fingerprint(name, path) for name, path in files.items()]
     held_out = _held_out(recipe, context.command)
     measured = [fingerprint(name, path) for name, path in data_files(held_out).items()]
     sources = [source.path for source in held_out]
-    judges = _judges(recipe) if context.command == "grpo" else []  # `ftcli train` asks none
+    judges = _judges(recipe) if context.command == "grpo" or recipe.eval.tasks_every_steps is not None else []
     if context.held_to_inputs:
         require_same_data(context.previous, data, files)
         require_same_measures(context.previous, measured, sources, judges)
@@ -334,9 +384,10 @@ def _write_manifest(context: RunContext, recipe_yaml: str) -> None:
 
 def _held_out(recipe: Recipe, command: str) -> Sequence[DatasetConfig]:
     """Sources that are measured before and after training: by `ftcli grpo` the rows of its tasks."""
-    if command != "grpo":
-        return recipe.data.eval
-    return [source for task in recipe.eval.tasks for source in task.data or recipe.data.eval]
+    of_tasks = [source for task in recipe.eval.tasks for source in task.data or recipe.data.eval]
+    if command == "grpo":
+        return of_tasks
+    return [*recipe.data.eval, *(of_tasks if recipe.eval.tasks_every_steps is not None else ())]
 
 
 def _judges(recipe: Recipe) -> list[Fingerprint]:
@@ -363,6 +414,9 @@ def data_files(sources: Sequence[DatasetConfig]) -> dict[str, Path]:
     """
     found: dict[str, Path] = {}
     for source in sources:
+        if source.files is not None:
+            found |= dict(source.files)
+            continue
         path = resolve_path(source.path)
         if path.is_file():
             found[source.path] = path

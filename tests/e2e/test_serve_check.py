@@ -105,7 +105,7 @@ def test_each_planted_fault_is_told_by_its_name(
     result = document["result"]
     assert (status, [each["name"] for each in result["faults"]]) == (1, [fault]), result
     (told,) = [each for each in document["findings"] if each["severity"] == "error"]
-    assert told["code"] == "FT779"
+    assert told["code"] == "FT793"
     assert told["help"]
 
 
@@ -141,18 +141,18 @@ def test_what_people_read(folder: Path, loaded: tuple[Any, Any], capsys: pytest.
     with serving(StandIn(*loaded, fault="template")) as url:
         assert main([*words, url]) == 1
     shown = capsys.readouterr()
-    assert "error[FT779]: template: the server writes conversations otherwise than in training: after" in shown.err
+    assert "error[FT793]: template: the server writes conversations otherwise than in training: after" in shown.err
     assert "help: give it the chat_template.jinja" in shown.err
     assert "answers otherwise (mine, 2 prompts)" in shown.out
 
 
 REFUSED: dict[str, tuple[str, list[str], str]] = {
-    "nobody listens": ("http://127.0.0.1:9", [], "FT776"),
-    "no scheme": ("localhost:8000", [], "FT776"),
-    "a key in the address": ("http://me:secret@localhost:8000", [], "FT776"),
-    "no such model": ("", ["--model", "yours"], "FT777"),
-    "no key": ("key", [], "FT777"),
-    "the variable is not set": ("key", ["--api-key-env", "FTCLI_NO_SUCH_KEY"], "FT777"),
+    "nobody listens": ("http://127.0.0.1:9", [], "FT790"),
+    "no scheme": ("localhost:8000", [], "FT790"),
+    "a key in the address": ("http://me:secret@localhost:8000", [], "FT790"),
+    "no such model": ("", ["--model", "yours"], "FT791"),
+    "no key": ("key", [], "FT791"),
+    "the variable is not set": ("key", ["--api-key-env", "FTCLI_NO_SUCH_KEY"], "FT791"),
 }
 
 
@@ -188,7 +188,7 @@ def test_rows_that_no_server_is_asked(folder: Path, loaded: tuple[Any, Any], use
     data = ["--set", f"data.eval=[{tmp_path / 'rows.jsonl'}]", "--set", f"data.chat_template={template}"]
     with serving(StandIn(*loaded)) as url:
         status, document = checked(user, folder, url, *data)
-    assert (status, document["findings"][-1]["code"]) == (4, "FT778")
+    assert (status, document["findings"][-1]["code"]) == (4, "FT792")
 
 
 @pytest.fixture(scope="module")

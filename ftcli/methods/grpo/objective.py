@@ -28,7 +28,7 @@ from ftcli.judges import columns_of
 from ftcli.methods.grpo.losses import Advantages, Completions, StepShape, advantages_of, deviation
 from ftcli.methods.grpo.policy import Metrics, Parity, PolicyScores, check_parity, joined, scored_loss
 from ftcli.methods.grpo.rewards import Reward, RewardFailures, build_rewards
-from ftcli.methods.grpo.rollouts import Rollouts, gather_completions, gather_json, gather_rows
+from ftcli.methods.grpo.rollouts import Rollouts, gather_completions, gather_rows
 from ftcli.methods.grpo.settings import GrpoConfig
 from ftcli.methods.grpo.spans import LOG_PROBS, OPTIMIZER, REWARDS, ROLLOUT, TRAINING, Spans
 from ftcli.methods.grpo.stagnation import Stagnation
@@ -38,6 +38,7 @@ from ftcli.plain import JsonObject
 from ftcli.plan.memory.terms import FORWARD, GENERATION
 from ftcli.run.completions import ScoredCompletion
 from ftcli.run.metrics import MetricsLine
+from ftcli.run.process_group import gather_json
 from ftcli.train.assembly import of_reference
 from ftcli.train.build import build_loop
 from ftcli.train.checkpoint_state import Progress, draw_of_epoch

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,6 +16,7 @@ from ftcli.generation.generator import OpenedGenerator, open_generator
 from ftcli.generation.requests import Completion, GenerationRequest, StopCheck, StopConditions
 from ftcli.job import Job
 from ftcli.methods.grpo.settings import GrpoConfig
+from ftcli.run.process_group import gather_bytes
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -95,31 +95,6 @@ class Rollouts:
         if held != "each step":
             self._opened = opened
         return opened
-
-
-def gather_bytes(group: RankGroup, where: str, mine: bytes) -> list[bytes]:
-    """What each rank has, on all of them; called by all at the same place, whose first seven letters name it.
-
-    Raises PeerFailed or RankLost as :meth:`ftcli.run.process_group.RankGroup.agree`.
-    """
-    sizes = [numbers[0] for numbers in group.agree(where, [len(mine)])]
-    padded = torch.zeros(max(*sizes, 1), dtype=torch.uint8)
-    padded[: len(mine)] = torch.from_numpy(np.frombuffer(mine, np.uint8).copy())
-    found = group.all_gather(padded)
-    return [row[:size].numpy().tobytes() for row, size in zip(found, sizes, strict=True)]
-
-
-def gather_json(group: RankGroup, where: str, mine: Any) -> list[Any]:
-    """As :func:`gather_bytes`, for what JSON can say; floats come as they are, NaN included."""
-    return [json.loads(said) for said in gather_bytes(group, where, json.dumps(mine).encode())]
-
-
-def of_leader(group: RankGroup | None, where: str, mine: Mapping[str, float]) -> Mapping[str, float]:
-    """Rank 0's numbers, on all ranks."""
-    if group is None:
-        return mine
-    found: Mapping[str, float] = gather_json(group, where, dict(mine))[0]
-    return found
 
 
 def gather_completions(group: RankGroup | None, mine: Sequence[Completion]) -> list[tuple[list[int], list[float]]]:

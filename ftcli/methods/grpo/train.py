@@ -69,7 +69,7 @@ def _train(session: Session, context: RunContext) -> GrpoResult:
         from ftcli.evaluate.suite import Evaluator
         from ftcli.job import open_job
         from ftcli.methods.grpo.objective import build_grpo
-        from ftcli.methods.grpo.rollouts import of_leader
+        from ftcli.run.process_group import of_leader
         from ftcli.train import assembly
 
     started, grpo, group = time.perf_counter(), context.recipe.grpo, context.group

@@ -32,18 +32,38 @@ def _data(context: Context) -> Findings:
     if (context.trains or context.command == "sample") and not data.train:
         help = "add one, such as `train: [bundled:sample-chat]`"
         yield context.error("FT254", "data.train", "data.train names no file", help=help)
-    if context.command == "eval" and not data.eval and not any(task.data for task in context.recipe.eval.tasks):
+    if context.command == "eval" and not data.measures and not any(task.data for task in context.recipe.eval.tasks):
         message = "data.eval names no file, so there is nothing to evaluate on"
         yield context.error("FT255", "data.eval", message, help="name held-out rows, such as `eval: [my-eval.jsonl]`")
-    if context.trains and context.recipe.eval.every_steps is not None and not data.eval:
+    tasks = context.recipe.eval.tasks if context.recipe.eval.tasks_every_steps is not None else ()
+    asked_apart = bool(tasks) and all(task.data for task in tasks)
+    if context.trains and context.recipe.eval.every_steps is not None and not data.measures and not asked_apart:
         message = "eval.every_steps is set, and data.eval names no file to evaluate on"
         help = "name held-out rows in data.eval, or remove eval.every_steps"
         yield context.error("FT255", "eval.every_steps", message, help=help)
     yield from _needs_evaluation(context)
+    yield from _tasks_while_training(context)
     if data.format != "auto" and not layouts.row(data.format).takes_loss_on(data.loss_on):
         message = f"data.loss_on: {data.loss_on} does not apply to rows of format {data.format}"
         help = f"use one of auto, {', '.join(layouts.row(data.format).loss_on)}"
         yield context.error("FT256", "data.loss_on", message, help=help)
+
+
+def _tasks_while_training(context: Context) -> Findings:
+    """FT255 and FT259: tasks that are to be scored while training, and cannot be or are anyway."""
+    settings, path = context.recipe.eval, "eval.tasks_every_steps"
+    every = settings.tasks_every_steps
+    if every is None or not context.trains:
+        return
+    if context.method.scores_tasks:
+        message = f"{path} has no effect with {context.method.title}, which scores tasks at each evaluation"
+        yield context.warning("FT259", path, message, help="remove it")
+    elif not settings.tasks:
+        message = f"{path} is set, and eval.tasks names no task"
+        yield context.error("FT255", path, message, help="add one, such as `tasks: [{use: exact_match}]`")
+    elif settings.every_steps is None or every % settings.every_steps:
+        message = f"{path} {every} is no multiple of eval.every_steps {settings.every_steps or '(not set)'}"
+        yield context.error("FT255", path, message, help=f"set eval.every_steps: {every}, or a divisor of it")
 
 
 def _needs_evaluation(context: Context) -> Findings:
@@ -91,7 +111,7 @@ def _tasks(context: Context, installed: Installed) -> Findings:
             message = f"two eval tasks are named {name!r}; results would overwrite each other"
             yield context.error("FT266", path, message, help="add `name:`")
         names.add(name)
-        if not task.data and not recipe.data.eval and context.scores_tasks and context.command != "sample":
+        if not task.data and not recipe.data.measures and context.scores_tasks and context.command != "sample":
             help = "name its rows in the task (`data: [...]`), or held-out rows for all tasks in data.eval"
             yield context.error("FT255", path, f"the task {name!r} has no data, and data.eval names no file", help=help)
         yield from judge_findings(context, path, task, installed)
@@ -146,8 +166,11 @@ def _never_reached(context: Context) -> Findings:
     recipe, steps = context.recipe, context.recipe.train.max_steps
     if steps is None or context.is_trial:
         return
-    for section in ("eval", "checkpoint"):
-        path, every = f"{section}.every_steps", getattr(recipe, section).every_steps
+    for path, every in (
+        ("eval.every_steps", recipe.eval.every_steps),
+        ("eval.tasks_every_steps", recipe.eval.tasks_every_steps),
+        ("checkpoint.every_steps", recipe.checkpoint.every_steps),
+    ):
         if every is not None and every > steps and context.says(path):
             message = f"{path} {every} is never reached: train.max_steps is {steps}"
             yield context.warning("FT259", path, message, help="use less")
