@@ -318,11 +318,10 @@ def _streamed(asked: ReloadRequest, config: Any, sent: dict[str, Tensor]) -> tup
     said = dict(config.quantization_config)
     del config.quantization_config  # transformers would build its own layers, with memory
     model = _empty(config)
-    makers = {"compressed-tensors": _eight_bits, "bitnet": _ternary}
+    compressed = _four_bits if said.get("format") == "pack-quantized" else _eight_bits
+    makers = {"compressed-tensors": compressed, "bitnet": _ternary}
     if said.get("quant_method") not in makers:
         raise ValueError(f"weights in {said.get('quant_method')} are not read layer by layer")
-    if said.get("format") == "pack-quantized":
-        makers = {"compressed-tensors": _four_bits}
     read = makers[said["quant_method"]](model, said, _reader(Path(asked.folder), asked.names))
     model.generation_config = GenerationConfig.from_pretrained(asked.folder, local_files_only=True)
     with computing_from(model, read, frozenset(asked.names)), torch.compiler.set_stance("force_eager"):
