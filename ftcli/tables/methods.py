@@ -262,7 +262,7 @@ TABLE: Mapping[str, Method] = MappingProxyType(
 #: Methods of the field by other names, and those that are not offered yet.
 _NOT_OFFERED: Mapping[str, str] = MappingProxyType(
     {
-        **{name: name.upper() for name in ("cpo", "ppo", "rloo", "prm", "gkd")},
+        **{name: name.upper() for name in ("cpo", "ppo", "prm", "gkd")},
         **dict.fromkeys(("rm", "reward_model", "reward_modeling", "reward_modelling"), "reward modelling"),
         "distill": "distillation",
         "distillation": "distillation",
@@ -281,7 +281,7 @@ def not_offered(word: str) -> str | None:
 
 
 #: Words for learning by rewards, which has a command of its own.
-_BY_REWARDS = frozenset(("rl", "rlhf", "rlvr", "rft", "dr_grpo", "dapo", "gspo"))
+_BY_REWARDS = frozenset(("rl", "rlhf", "rlvr", "rft", "dr_grpo", "dapo", "gspo", "gdpo", "rloo", "reinforce"))
 
 
 def no_value(word: str) -> str | None:

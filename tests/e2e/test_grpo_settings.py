@@ -49,6 +49,28 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "full, with a reference": {
         "lora": None, "grpo": {"loss_type": "grpo", "beta": 0.1}, "train": {"gradient_checkpointing": "offload"},
     },
+    "RLOO, drawn again, penalties, a reference that follows": {
+        "train": {"max_steps": 5},
+        "grpo": {
+            "advantage_estimator": "rloo", "max_resample_times": 2, "overlong_buffer": 3, "overlong_penalty": 0.5,
+            "beta": 0.1, "sync_ref_model": True, "ref_model_mixup_alpha": 1.0, "ref_model_sync_steps": 2,
+            "num_iterations": 2,
+        },
+    },
+    "GDPO, entropies, two clips": {
+        "grpo": {
+            "multi_objective_aggregation": "normalize_then_sum", "entropy_coef": 0.01, "top_entropy_quantile": 0.5,
+            "delta": 4.0, "off_policy_mask_threshold": 0.1,
+            "rewards": [{"use": "regex", "pattern": "[a-z]"}, {"use": "regex", "pattern": "[0-9]", "weight": 0.5}],
+        },
+    },
+    "full, with a reference that follows": {
+        "lora": None,
+        "grpo": {
+            "beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2,
+            "advantage_estimator": "reinforce_plus_plus",
+        },
+    },
     "full, on the kernels' torch form": {
         "lora": None,
         "model": {"kernels": "reference", "dtype": "bfloat16"},

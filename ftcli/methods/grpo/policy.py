@@ -111,6 +111,7 @@ class PolicyScores:
         rows_at_a_time: int | None = None,
         silent: Sequence[bool] | None = None,
         model: PreTrainedModel | None = None,
+        entropy_gradient: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies of completions in nats, (B, C) float32 each, 0 where there is no token.
 
@@ -118,6 +119,7 @@ class PolicyScores:
             input_ids, attention_mask: (B, P + C); the last ``completion`` columns, C, are the completions.
             silent: Rows that are left out, with zeros.
             model: Another model than the policy.
+            entropy_gradient: The loss uses the entropies, too.
         """
         rows = input_ids.shape[0]
         size = rows_at_a_time or rows
@@ -128,13 +130,16 @@ class PolicyScores:
             self._scores(
                 scored_by,
                 ScoredDocuments.of(ids[at : at + size], mask[at : at + size], completion, silent[at : at + size]),
+                entropy_gradient,
             )
             for at in range(0, rows, size)
         ]
         log_probs, entropies = (torch.cat(parts) for parts in zip(*found, strict=True))
         return log_probs, entropies
 
-    def _scores(self, model: PreTrainedModel | PeftModel, scored: ScoredDocuments) -> tuple[Tensor, Tensor]:
+    def _scores(
+        self, model: PreTrainedModel | PeftModel, scored: ScoredDocuments, entropy_gradient: bool
+    ) -> tuple[Tensor, Tensor]:
         """(B, C) each."""
         where = scored.where.to(self.device, non_blocking=True)
         nothing = torch.zeros(where.shape, dtype=torch.float32, device=self.device)
@@ -150,7 +155,7 @@ class PolicyScores:
         stack = self._stack if torch.is_grad_enabled() else None  # a graph's adapters cannot be switched off
         states = hidden_states(model, batch, stack)
         log_probs, entropies = next_token_log_probs(
-            states, head, labels, temperature=self.temperature, supervised=supervised
+            states, head, labels, temperature=self.temperature, supervised=supervised, entropy_gradient=entropy_gradient
         )
         return nothing.masked_scatter(where, log_probs), nothing.masked_scatter(where, entropies)
 
@@ -163,9 +168,11 @@ def scored_loss(
     Rows whose advantage is zero have no part in the gradient, where nothing but advantages moves the model. They cost
     no pass, and the mean entropy is that of the other rows.
     """
-    silent = _without_part(inputs["advantages"], grpo.beta)
+    silent = _without_part(inputs["advantages"], grpo)
     ids, mask = joined(inputs)
-    log_probs, entropies = policy.log_probs(ids, mask, inputs["completion_ids"].shape[1], silent=silent)
+    log_probs, entropies = policy.log_probs(
+        ids, mask, inputs["completion_ids"].shape[1], silent=silent, entropy_gradient=bool(grpo.entropy_coef)
+    )
     if silent is not None and "old_per_token_logps" in inputs:  # ratios of 1
         left_out = torch.tensor(silent, device=log_probs.device)[:, None]
         log_probs = torch.where(left_out, inputs["old_per_token_logps"], log_probs)
@@ -177,9 +184,9 @@ def scored_loss(
     return found.loss, metrics
 
 
-def _without_part(advantages: Tensor, beta: float) -> tuple[bool, ...] | None:
-    """Which rows bear no gradient; None where each of them does."""
-    if beta:
+def _without_part(advantages: Tensor, grpo: GrpoConfig) -> tuple[bool, ...] | None:
+    """Which rows bear no gradient; None where each of them does, or its entropies count."""
+    if grpo.beta or grpo.entropy_coef or grpo.top_entropy_quantile < 1:
         return None
     silent = (advantages == 0).tolist()
     return tuple(silent) if any(silent) else None

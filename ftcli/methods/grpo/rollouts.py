@@ -61,6 +61,8 @@ class Rollouts:
         seed, part = self._job.recipe.run.seed, slice(None) if own is None else own
         seeds = iter([row_seed(seed, step, self._in_step, row) for row in range(len(prompts))][part])
         mine = prompts[part]
+        if not mine:
+            return []
         limit = self._grpo.max_completion_length
         requests = [
             GenerationRequest(prompt, limit, tuple(next(seeds) for _ in same))

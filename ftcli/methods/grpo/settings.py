@@ -67,20 +67,73 @@ class GrpoConfig(Section):
     epsilon_high: Annotated[float, Field(gt=0, le=1e6)] | None = Field(
         default=None, description="Upper clip of the ratio; `epsilon` when absent."
     )
+    delta: Annotated[float, Field(gt=1, le=1e6)] | None = Field(
+        default=None,
+        description="Upper bound of the ratio where the advantage is negative (two-sided clip); above 1 + the upper "
+        "clip. None when absent.",
+    )
     loss_type: Literal["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"] = Field(
         default="dapo", description="TRL's losses: how ratios are clipped or weighed, and what the sum is divided by."
     )
     importance_sampling_level: Literal["token", "sequence"] = Field(
         default="token", description="Whether each token has a ratio of its own, or each completion one (GSPO)."
     )
+    advantage_estimator: Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"] = Field(
+        default="grpo",
+        description="What a completion is compared with: `grpo` its group's mean, `rloo` that of the others in it, "
+        "`reinforce_plus_plus` the mean of all completions, `reinforce_plus_plus_baseline` its group's, scaled over "
+        "all.",
+    )
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = Field(
+        default="sum_then_normalize",
+        description="Whether advantages come from the sum of rewards, or each reward is scaled in its group before "
+        "they are summed (GDPO).",
+    )
     scale_rewards: Literal["group", "batch", "none"] = Field(
-        default="group", description="What the advantages' standard deviation is taken over."
+        default="group",
+        description="What the advantages' standard deviation is taken over. `rloo` scales with `batch` alone.",
     )
     num_iterations: Count = Field(default=1, description="Optimizer passes over one set of completions.")
     steps_per_generation: Count | None = Field(
         default=None,
         description="Micro-batches from one set of completions; `train.gradient_accumulation_steps` when absent. A "
         "multiple of that makes several optimizer steps learn from one set.",
+    )
+    use_bias_correction_kl: bool = Field(
+        default=True,
+        description="Weigh the KL penalty by the ratio, which makes its gradient unbiased (DeepSeek-V3.2).",
+    )
+    sync_ref_model: bool = Field(default=False, description="Have the reference of `beta` follow the policy.")
+    ref_model_mixup_alpha: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.6,
+        description="Share of the policy in a reference that follows; the rest stays what it was. 1 for adapters.",
+    )
+    ref_model_sync_steps: Count = Field(
+        default=512, description="Optimizer steps after which a reference that follows takes the policy's weights."
+    )
+    entropy_coef: Annotated[float, Field(ge=-1e3, le=1e3)] = Field(
+        default=0.0, description="Weight of the mean entropy of trained tokens, which is subtracted from the loss."
+    )
+    top_entropy_quantile: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=1.0, description="Share of a micro-batch's tokens, those of highest entropy, that the policy loss has."
+    )
+    off_policy_mask_threshold: Annotated[float, Field(gt=0, le=1e3)] | None = Field(
+        default=None,
+        description="Leaves out completions with a negative advantage whose log-probability has fallen by more than so "
+        "many nats a token since they were sampled.",
+    )
+    max_resample_times: Annotated[int, Field(ge=0, le=100)] = Field(
+        default=0,
+        description="Rounds in which groups without spread make way for completions of other prompts (DAPO's dynamic "
+        "sampling); what has none after them stays.",
+    )
+    overlong_buffer: Count | None = Field(
+        default=None,
+        description="Tokens before `max_completion_length` over which a further reward falls from 0 to -1 (DAPO's soft "
+        "overlong penalty).",
+    )
+    overlong_penalty: Annotated[float, Field(gt=0, le=10_000)] = Field(
+        default=1.0, description="Weight of that reward."
     )
     mask_truncated_completions: bool = Field(
         default=False, description="Leave completions without a stop token out of the loss."
