@@ -97,7 +97,7 @@ class Draws:
         weights = [reward.weight for reward in rewards] + ([grpo.overlong_penalty] if grpo.overlong_buffer else [])
         self.weights = torch.tensor(weights, dtype=torch.float32)
         self._tokens = 0
-        self._failed: list[tuple[str, float]] = []
+        self._noted: list[tuple[str, float]] = []
 
     def with_spread(self, prompts: Sequence[int], step: int, rollout: int) -> tuple[Drawn, int]:
         """Completions of ``prompts``, where groups without spread have made way for others as often as the recipe lets
@@ -143,9 +143,11 @@ class Draws:
         found, self._tokens = self._tokens, 0
         return found
 
-    def take_failed(self) -> list[tuple[str, float]]:
-        """The share of completions that each reward failed on, of each draw since the last call."""
-        found, self._failed = self._failed, []
+    def take_noted(self) -> list[tuple[str, float]]:
+        """Metrics of each draw since the last call: the share of completions that a reward failed on, and what judges
+        have counted.
+        """
+        found, self._noted = self._noted, []
         return found
 
     def _answer(self, row: int, tokens: Sequence[int]) -> Answer:
@@ -205,5 +207,7 @@ class Draws:
         for reward in self._rewards:
             noted = [each[reward.name] for each in told if reward.name in each]
             judged, failed = (sum(one[at] for one in noted) for at in (0, 1))
-            self._failed.append((reward.name, failed / max(judged, 1)))
+            self._noted.append((f"rewards/{reward.name}/failed", failed / max(judged, 1)))
+            for name in noted[0][3] if noted else ():
+                self._noted.append((f"rewards/{reward.name}/{name}", sum(one[3][name] for one in noted)))
             self.failures.add(reward.name, judged, failed, next((one[2] for one in noted if one[2]), None))

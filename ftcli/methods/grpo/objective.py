@@ -29,7 +29,7 @@ from ftcli.methods.grpo.draws import Drawn, Draws, share_of
 from ftcli.methods.grpo.losses import Completions, StepShape
 from ftcli.methods.grpo.policy import Metrics, Parity, PolicyScores, check_parity, joined, scored_loss
 from ftcli.methods.grpo.reference import Reference
-from ftcli.methods.grpo.rewards import RewardFailures, build_rewards
+from ftcli.methods.grpo.rewards import Reward, RewardFailures
 from ftcli.methods.grpo.rollouts import Rollouts, gather_json, gather_rows
 from ftcli.methods.grpo.settings import GrpoConfig
 from ftcli.methods.grpo.spans import LOG_PROBS, OPTIMIZER, REWARDS, ROLLOUT, TRAINING, Spans
@@ -274,8 +274,8 @@ class GrpoObjective(Objective):
         for index, name in enumerate(self._parts.draws.names):
             note(f"rewards/{name}/mean", torch.nanmean(rewards[:, index]))
             note(f"rewards/{name}/std", deviation(rewards[:, index]))
-        for name, failed in self._parts.draws.take_failed():
-            self._metrics[f"rewards/{name}/failed"].append(failed)
+        for name, value in self._parts.draws.take_noted():
+            self._metrics[name].append(value)
         note("reward", torch.nanmean(found.rewards))
         note("reward_std", deviation(found.rewards))
         note("groups_without_spread", found.without_spread.float().sum())
@@ -463,6 +463,7 @@ def build_grpo(
     grpo: GrpoConfig,
     model: PreTrainedModel | PeftModel,
     asked: Sequence[RenderedPrompt],
+    rewards: Sequence[Reward],
     hooks: TrainerHooks,
     tell_parity: Callable[[Parity], None],
     group: RankGroup | None = None,
@@ -473,11 +474,8 @@ def build_grpo(
     Args:
         tell_parity: Called before the first step with what :func:`check_parity` found.
         reference: What ``grpo.beta`` compares with; None for adapters, which are switched off for it.
-
-    Raises FtcliError as :func:`build_rewards`.
     """
     columns = columns_of([one.prompt for one in asked])
-    rewards = build_rewards(grpo.rewards, columns)
     spans = Spans(job.device, (ROLLOUT, REWARDS, LOG_PROBS, TRAINING, OPTIMIZER), counted=(ROLLOUT, TRAINING))
 
     def objective(stack: DecoderStack | None, _sequence: SequencePart | None) -> GrpoObjective:

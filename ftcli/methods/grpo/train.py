@@ -19,7 +19,7 @@ from ftcli.config.recipe import Recipe
 from ftcli.data.asked import PromptLimit
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.facts.device import named_device
-from ftcli.judges import JudgeScores, columns_of, judges_of
+from ftcli.judges import JudgeAccess, JudgeScores, columns_of, judges_of
 from ftcli.methods.grpo.rewards import Reward, build_rewards
 from ftcli.methods.grpo.settings import GrpoConfig
 from ftcli.plain import FLATTENED, NAMED
@@ -84,6 +84,11 @@ def _train(session: Session, context: RunContext) -> GrpoResult:
     with context.phase("preparing data"), nullcontext() if group is None else group.after_leader("data"):
         job = open_job(context.report, session)
         prompts = _prompts(job, grpo)
+        rewards = build_rewards(
+            grpo.rewards,
+            columns_of([one.prompt for one in prompts]),
+            JudgeAccess(session.secret, session.cache_dir),
+        )
         evaluator = Evaluator(job, [], judges_of(context.recipe))
         evaluator.read_tasks()
     with context.phase("loading the model"):
@@ -110,7 +115,7 @@ def _train(session: Session, context: RunContext) -> GrpoResult:
         context,
         job,
         model,
-        lambda hooks: build_grpo(job, grpo, model, prompts, hooks, agreement, group, reference),
+        lambda hooks: build_grpo(job, grpo, model, prompts, rewards, hooks, agreement, group, reference),
         evaluate if job.recipe.eval.tasks else None,
         training_rows(context.recipe, len(prompts)),
         grpo.completions_kept,
@@ -296,7 +301,7 @@ def dry_rewards(loaded: LoadedRecipe, session: Session) -> DryRewards:
     lent = {name: [values[row] for row in places] for name, values in columns.items()}
     flat = [text for group in texts for text in group]
     prompts = [asked[row].text for row in places]
-    rewards = build_rewards(grpo.rewards, columns)
+    rewards = build_rewards(grpo.rewards, columns, JudgeAccess(session.secret, session.cache_dir))
     origins = [asked[row].prompt.row.origin for row in places]
     of_rows = [asked[row].prompt for row in places]
     scored = [reward.scores(prompts, flat, lent, origins, asked=of_rows) for reward in rewards]

@@ -25,6 +25,7 @@ _PLAIN = {
     "memory_mb": False,
     "json_schema": False,
     "model": False,
+    "endpoint": False,
     "on_error": True,
 }
 

@@ -87,7 +87,7 @@ def test_the_rounds_are_bounded(rounds: int) -> None:
     assert len(rollouts.asked) == 1 + rounds
     assert again == 3 * rounds
     assert len(drawn.completions) == 12
-    assert len(draws.take_failed()) == 1 + rounds
+    assert len(draws.take_noted()) == 1 + rounds
 
 
 def test_where_no_other_prompt_is_left_the_same_one_is_completed_again() -> None:
