@@ -291,12 +291,10 @@ class ReadFile:
 
     @property
     def values(self) -> JsonObject:
-        """The metadata, by full key."""
         return {key: field.contents() for key, field in self._reader.fields.items()}
 
     @property
     def names(self) -> Sequence[str]:
-        """The tensors."""
         return tuple(self._tensors)
 
     def type_name(self, name: str) -> str:
@@ -304,7 +302,6 @@ class ReadFile:
         return str(self._tensors[name].tensor_type.name)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """A tensor's shape, in torch's order."""
         return tuple(int(size) for size in reversed(self._tensors[name].shape.tolist()))
 
     def read(self, name: str) -> Tensor:

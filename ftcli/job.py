@@ -51,7 +51,6 @@ class Job:
 
     @property
     def facts(self) -> ModelFacts:
-        """Facts of the model."""
         return self.report.facts
 
     @property
@@ -61,17 +60,14 @@ class Job:
 
     @property
     def dtypes(self) -> DtypePlan:
-        """The dtypes."""
         return self.plan.dtypes
 
     @property
     def device(self) -> torch.device:
-        """The device that preflight looked at."""
         return device_of(self.report)
 
     @property
     def reporter(self) -> Reporter:
-        """The session's reporter."""
         return self.session.reporter
 
     def batches(self, model: PreTrainedModel | PeftModel) -> Batches:

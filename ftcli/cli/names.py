@@ -79,7 +79,6 @@ def recipe_files(incomplete: str) -> list[str]:
 
 
 def shipped_recipes(incomplete: str) -> list[str]:
-    """Names of the recipes that ship with ftcli."""
     return [name for name in shipped() if name.startswith(incomplete)]
 
 

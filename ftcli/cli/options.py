@@ -111,7 +111,6 @@ DebugOption = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 
 
 def common(json: bool, quiet: bool, offline: bool, debug: bool) -> CommonOptions:
-    """The shared options of one invocation."""
     return CommonOptions(json=json, quiet=quiet, offline=offline, debug=debug)
 
 

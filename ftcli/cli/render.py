@@ -157,7 +157,6 @@ def _cells(text: str) -> int:
 
 
 def finding_dict(finding: Finding) -> JsonObject:
-    """A finding as plain data."""
     origin = finding.origin
     return {
         "code": finding.code,

@@ -76,7 +76,6 @@ class PlainProgress:
             self._line("")
 
     def update(self, **fields: float | int | str) -> None:
-        """A line with the fields."""
         self._line(fields_text(fields))
 
     def _line(self, fields: str) -> None:

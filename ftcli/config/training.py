@@ -214,5 +214,4 @@ class LoggingConfig(Section):
 
     @property
     def loggers(self) -> tuple[str, ...]:
-        """Names of the loggers that are switched on."""
         return tuple(name for name, on in (self.__pydantic_extra__ or {}).items() if on)

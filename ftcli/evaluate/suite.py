@@ -172,7 +172,6 @@ class TaskResult:
         return self.answers[:SAMPLES_KEPT]
 
     def as_dict(self) -> JsonObject:
-        """The JSON form, without every answer."""
         said = {"name": self.name, "use": self.use, "score": self.score, "rows": self.rows, "failed": self.failed}
         return {**said, "cut": self.cut, "cut_reasoning": self.cut_reasoning, "samples": self.samples}
 

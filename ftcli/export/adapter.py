@@ -37,7 +37,7 @@ from ftcli.export.source import (
 from ftcli.export.tensorfile import finite_tensors
 from ftcli.export.verify import TEXTS, Verified, compare_tensors, compare_tokenizers, not_asked, reloaded
 from ftcli.export.weights import StoredWeights, base_weights, ends, source_config
-from ftcli.facts.shape import means
+from ftcli.facts.layers import means
 from ftcli.facts.weights import ADAPTER_CONFIG
 from ftcli.model.pretrained import hollow
 from ftcli.plain import JsonMap, JsonObject

@@ -53,7 +53,6 @@ class AdapterUpdates:
 
     @property
     def changed(self) -> frozenset[str]:
-        """Names of the weights that it changes."""
         return frozenset({*self.layers, *self.whole})
 
     @torch.no_grad()

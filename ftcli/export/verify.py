@@ -191,7 +191,6 @@ class Verified:
     merged_with: str = ""
 
     def as_dict(self) -> JsonObject:
-        """For the record beside the export."""
         return {"compared": self.compared, **self.facts}
 
 

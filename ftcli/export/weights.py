@@ -193,9 +193,7 @@ class ModelWeights(Protocol):
         """All that are stored; of tied ones the embedding alone."""
         ...
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor, without reading it."""
-        ...
+    def shape(self, name: str) -> tuple[int, ...]: ...
 
     def read(self, name: str) -> Tensor:
         """A tensor, as it is stored or in float32; a tied head is read by its own name, too."""
@@ -321,7 +319,6 @@ class StoredWeights:
         return ORIGINAL if self.in_training is None else self.in_training.said()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor, without reading it."""
         found = self.of(name)
         shape = found.shapes[found.names.index(self.ties.get(name, name))]
         return (self._rows[name], *shape[1:]) if name in self._rows else shape
@@ -411,11 +408,9 @@ class MergedWeights:
 
     @property
     def names(self) -> Sequence[str]:
-        """All that a merged model stores."""
         return (*self.base.names, *self.untied)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor, without reading it."""
         return self.base.shape(name)
 
     def read(self, name: str) -> Tensor:

@@ -86,11 +86,9 @@ class ExportResult:
 
     @property
     def warnings(self) -> tuple[Finding, ...]:
-        """Warnings about it."""
         return self.verification.warnings
 
     def as_dict(self) -> JsonObject:
-        """The JSON form."""
         warnings = [{"code": warning.code, "message": warning.message} for warning in self.warnings]
         return {**plain_fields(self), "warnings": warnings}
 

@@ -14,7 +14,8 @@ from typing import TypeAlias, TypeVar
 
 from ftcli.config.model import LoraConfig
 from ftcli.errors import Finding, Origin
-from ftcli.facts.shape import Linear, ModelShape, means
+from ftcli.facts.layers import Linear, means
+from ftcli.facts.shape import ModelShape
 from ftcli.time_limit import TookTooLong, limited_time
 
 #: The first number in a path is the layer's; those of experts come later.

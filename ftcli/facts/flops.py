@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 
 from ftcli.config.model import LoraConfig
 from ftcli.facts.adapters import LinearAdapter, adapters
+from ftcli.facts.layers import Attention, DeltaNet, LatentAttention, Linear, is_gate_and_up
 from ftcli.facts.model import ModelFacts
-from ftcli.facts.shape import Attention, DeltaNet, LatentAttention, Linear, is_gate_and_up
 from ftcli.tables import policies
 from ftcli.tables.policies import PolicyName
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 
 from ftkernels.limits import CACHE_PAGE
 
-from ftcli.facts.shape import DeltaNet, ModelShape
+from ftcli.facts.layers import DeltaNet
+from ftcli.facts.shape import ModelShape
 from ftcli.plain import JsonMap, map_in
-from ftcli.tables.families import Family
+from ftcli.tables.architecture import Family
 
 #: Tokens of prompts that go through the model at once, unless one prompt alone is longer. On a CPU rows that share a
 #: pass are kept apart by a mask over all pairs.

@@ -28,7 +28,8 @@ from ftcli.facts.tokenizer import TokenizerFacts, inspect_tokenizer
 from ftcli.facts.weights import WeightFiles, inspect_weights
 from ftcli.paths import expanded, is_file, is_folder
 from ftcli.plain import JsonMap, JsonObject
-from ftcli.tables.families import MULTIMODAL, Family, family_of
+from ftcli.tables.architecture import Family
+from ftcli.tables.families import MULTIMODAL, family_of
 
 if TYPE_CHECKING:
     from ftcli.config.yaml import Origins

@@ -137,12 +137,13 @@ def hidden_states(
     ids, starts = inputs["input_ids"], inputs.get("document_starts")
     text_type = base.config.get_text_config().model_type
     family, untold = family_of(text_type), why_documents_leak(text_type) is not None
-    carries = family is not None and family.delta_nets is not None
+    # Layers with a state take no mask of ones, and wrappers that look both ways within images say of one "not causal".
+    told = (family is not None and family.delta_nets is not None) or looks_both_ways(base.config.get_text_config())
     if starts is None and (stack is not None or (untold and cached is None and "attention_mask" not in inputs)):
         starts = _document_starts(ids, inputs.get("position_ids"))
     if starts is not None and attention.is_ours(base):
         # A mask of ones keeps transformers from looking for documents, which would wait for the device.
-        given["attention_mask"] = _unpadded(base, ids) if carries else torch.ones_like(ids, dtype=torch.bool)
+        given["attention_mask"] = _unpadded(base, ids) if told else torch.ones_like(ids, dtype=torch.bool)
         given["documents"] = Documents(starts, sequence, inputs.get("branch_starts"))
     elif sequence is not None:
         raise ValueError("ranks share rows around our own attention only")
@@ -158,12 +159,20 @@ def hidden_states(
         return HiddenStates(backbone(**given, use_cache=False).last_hidden_state)
 
 
+def looks_both_ways(config: Any) -> bool:
+    """True if text tokens of an image see each other (Gemma-4's larger sizes), by the text model's config."""
+    return getattr(config, "use_bidirectional_attention", None) == "vision"
+
+
 def _unpadded(base: PreTrainedModel, ids: Tensor) -> dict[str, CallMask | None]:
-    """The masks of a model with states, by the kinds of its layers: of a mask of ones transformers would ask the device
-    whether it is one.
+    """The masks of whole rows by the kinds of layers: of a mask of ones transformers would ask the device whether it is
+    one, or lay images over it where there are none.
     """
-    mask, kinds = plain_mask(ids), set(base.config.get_text_config().layer_types)
-    return {kind: None if kind == "linear_attention" else mask for kind in kinds}
+    config = base.config.get_text_config()
+    masks: dict[str, CallMask | None] = {"linear_attention": None, "full_attention": plain_mask(ids)}
+    if "sliding_attention" in config.layer_types:
+        masks["sliding_attention"] = plain_mask(ids, window=config.sliding_window)
+    return {kind: masks[kind] for kind in set(config.layer_types)}
 
 
 def _document_starts(ids: Tensor, positions: Tensor | None) -> Tensor:

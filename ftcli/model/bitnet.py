@@ -24,14 +24,15 @@ from ftkernels.ternary import SMALLEST, Ternary, remaster, ternarise, unpack_ter
 from torch import Tensor, nn
 
 from ftcli.config.model import QuantizationConfig
+from ftcli.facts.layers import SHARED_INPUTS
 from ftcli.facts.model import activation_of
-from ftcli.facts.shape import SHARED_INPUTS
 from ftcli.model.backbone import decoder_layers
 from ftcli.model.fused import norm_eps
 from ftcli.model.quantized import QuantizedLinear, TrainedQuantizedLinear, unreadable_weights
 from ftcli.plain import JsonMap, JsonObject
 from ftcli.plan.execution import ACTIVATIONS
-from ftcli.tables.families import Family, family_of
+from ftcli.tables.architecture import Family
+from ftcli.tables.families import family_of
 
 if TYPE_CHECKING:
     from ftkernels.device import BackendName
@@ -123,7 +124,6 @@ class BitLinear(TrainedQuantizedLinear):
         return self.training and self.share < 1.0
 
     def extra_repr(self) -> str:
-        """For printing the model."""
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {self.method}"
 
 

@@ -3,9 +3,10 @@
 A step of few tokens is bound by the host, which launches thousands of small kernels. A graph launches them at once. The
 kernels, their order and their arguments are those of a step without graphs, and so are the bits.
 
-The first micro-batch of a shape runs as usual, which compiles and chooses whatever is chosen on first use; the second
-is captured. All graphs share one pool of memory: they never run at the same time, and none leaves anything in it. What
-goes in and out lies in buffers of the largest shape, outside of the pool.
+The first micro-batch of all runs as usual, which compiles and chooses whatever is chosen on first use; the second of
+its shape is captured, and from then on the first one of each other shape whose kernels are the same. All graphs share
+one pool of memory: they never run at the same time, and none leaves anything in it. What goes in and out lies in
+buffers of the largest shape, outside of the pool.
 
 The pool is taken in one piece before the first capture. Pieces that are added for each larger shape cannot be joined,
 and what one shape has left behind rarely fits the next: 36 to 39 shapes once made a peak of 90 GiB of what is
@@ -141,16 +142,20 @@ class GraphRunner:
         key = _key(call)
         if key in self._captured:
             return self._captured[key]
-        if key not in self._seen or len(self._captured) >= MOST_SHAPES:
-            self.status.beyond += key in self._seen
-            self._seen.add(key)
+        seen = key in self._seen
+        self._seen.add(key)
+        alike = any(other[2:] == key[2:] for other in self._captured)
+        if not (seen or alike) or len(self._captured) >= MOST_SHAPES:
+            self.status.beyond += seen
             return None
         try:
             self._captured[key] = self._capture_with_room(call)
         except torch.OutOfMemoryError:
             self._give_up("no memory was left for another CUDA graph")
-            return None
-        return self._captured[key]
+        except RuntimeError:
+            if seen:
+                raise  # a shape seen before has nothing left to do that a capture cannot take
+        return self._captured.get(key)
 
     def _give_up(self, reason: str) -> None:
         """Frees what graphs keep to themselves: without them the step may fit."""
@@ -259,7 +264,8 @@ class _Pool:
         """Captures the block's launches as ``graph``."""
         torch.cuda.synchronize()
         with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=self._handle, capture_error_mode="thread_local")
+            # Kernels of a new shape may be loaded now, which any stricter mode forbids.
+            graph.capture_begin(pool=self._handle, capture_error_mode="relaxed")
             try:
                 yield
             except BaseException:

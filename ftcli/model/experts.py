@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ftcli.model.routing import choice_of
 from ftcli.model.stacks import packed_stack
 from ftcli.plan.execution import EXPERTS_WHOLE
-from ftcli.tables.families import Experts
+from ftcli.tables.architecture import Experts
 
 if TYPE_CHECKING:
     from ftkernels.device import BackendName

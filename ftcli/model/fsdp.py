@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.facts.shape import SHARED_INPUTS
+from ftcli.facts.layers import SHARED_INPUTS
 from ftcli.model.backbone import base_of, decoder_layers, set_root
 from ftcli.model.quantized import QuantizedLinear, as_shardable
 from ftcli.model.shards import as_dtensor

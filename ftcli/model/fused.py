@@ -36,12 +36,13 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ftcli.facts.shape import Layer, ModelShape
+from ftcli.facts.layers import Layer
+from ftcli.facts.shape import ModelShape
 from ftcli.model.backbone import base_of, decoder_layers
 from ftcli.model.experts import mixture, stacks_of
 from ftcli.model.masks import CallMask
 from ftcli.model.quantized import QuantizedLinear
-from ftcli.tables.families import Experts, Family, Groups
+from ftcli.tables.architecture import Experts, Family, Groups
 
 if TYPE_CHECKING:
     from ftkernels.device import BackendName
@@ -66,7 +67,7 @@ class PreparedGroup(NamedTuple):
 
 
 class LayerPacks(NamedTuple):
-    """The prepared inputs of each group of a layer, as :class:`ftcli.tables.families.Groups` names them."""
+    """The prepared inputs of each group of a layer, as :class:`ftcli.tables.architecture.Groups` names them."""
 
     qkv: PreparedGroup = PreparedGroup()
     o: PreparedGroup = PreparedGroup()

@@ -20,10 +20,11 @@ from ftkernels.rms_norm import rms_norm
 from ftkernels.rope import apply_rope
 from torch import Tensor, nn
 
-from ftcli.facts.shape import Layer, ModelShape
+from ftcli.facts.layers import Layer
+from ftcli.facts.shape import ModelShape
 from ftcli.model.experts import mixture
 from ftcli.model.fused import Beside, FusedDecoderLayer, LayerPacks, Rotation, SharedKeys
-from ftcli.tables.families import LAYER_INPUT
+from ftcli.tables.architecture import LAYER_INPUT
 
 if TYPE_CHECKING:
     from ftkernels.device import BackendName
@@ -58,9 +59,11 @@ class FusedGemma4Layer(FusedDecoderLayer):
     ) -> Tensor:
         """(B, S, H) -> (B, S, H). Arguments as transformers' layer has them."""
         if past_key_values is not None or position_embeddings is None:
+            # Gemma-4-12B's layers know no inputs of their own.
+            inputs = () if per_layer_input is None else (per_layer_input,)
             output: Tensor = self.original(
                 hidden_states,
-                per_layer_input,
+                *inputs,
                 shared_kv_states=shared_kv_states,
                 position_embeddings=position_embeddings,
                 attention_mask=attention_mask,

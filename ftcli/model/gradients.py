@@ -32,7 +32,6 @@ class Gradients:
 
     @classmethod
     def zeros_like(cls, weights: Sequence[Tensor]) -> Gradients:
-        """Zeros on the weights' device."""
         sizes: dict[torch.dtype, int] = {}
         for weight in weights:
             dtype = gradient_dtype(weight)
@@ -52,7 +51,6 @@ class Gradients:
         return cls(tuple(buffers.values()), tuple(tensors))
 
     def clone(self) -> Gradients:
-        """A copy in buffers of its own."""
         return self._over({buffer.dtype: buffer.clone() for buffer in self.buffers}, self.tensors)
 
     def write(self, gradients: Sequence[Tensor]) -> None:

@@ -22,7 +22,7 @@ from ftkernels.rope import apply_rope
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ftcli.facts.shape import LatentAttention
+from ftcli.facts.layers import LatentAttention
 from ftcli.model.fused import FusedDecoderLayer, LayerPacks, Rotation, weight_for
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from ftcli.facts.adapters import (
     problem_finding,
     problems,
 )
-from ftcli.facts.shape import means
+from ftcli.facts.layers import means
 from ftcli.model.backbone import decoder_layers
 from ftcli.plan.trained import PlannedAdapters
 

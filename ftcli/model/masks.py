@@ -199,16 +199,14 @@ class Documents:
         )
 
 
-def plain_mask(like: Tensor, padding: Tensor | None = None) -> CallMask:
-    """The mask of whole rows, ``like`` (B, S, ...), without a window: with ``padding`` (B, S), True or 1 for tokens, or
-    without.
-    """
+def plain_mask(like: Tensor, padding: Tensor | None = None, window: int | None = None) -> CallMask:
+    """The mask of whole rows, ``like`` (B, S, ...): with ``padding`` (B, S), True or 1 for tokens, or without."""
     batch, length = like.shape[:2]
-    own = AttentionMask.causal_mask(None)
+    own = AttentionMask.causal_mask(window)
     return CallMask(
         q_len=length,
         k_len=length,
-        window=None,
+        window=window,
         device=like.device,
         padding=None if padding is None else padding.bool(),
         packing=None,

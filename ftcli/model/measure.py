@@ -24,7 +24,7 @@ from ftcli.config.model import LoraConfig
 from ftcli.empty_weights import Undrawn
 from ftcli.errors import FtcliError, first_line
 from ftcli.facts.adapters import AdapterChoice
-from ftcli.facts.shape import Linear
+from ftcli.facts.layers import Linear
 from ftcli.model.backbone import backbone_of, base_of, decoder_layers
 from ftcli.model.live_bytes import LiveBytes
 from ftcli.model.load import config_of

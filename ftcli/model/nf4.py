@@ -42,7 +42,6 @@ class NF4Linear(QuantizedLinear):
 
     @property
     def double_quant(self) -> bool:
-        """True if the scales are quantized as well."""
         return self.nested_block_size > 0
 
     def frozen_weight(self) -> NF4Weight:

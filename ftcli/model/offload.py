@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 from ftcli.model.backbone import base_of
 from ftcli.plan.memory.workspaces import SMALLEST_PIECE
 from ftcli.reporting import Reporter
-from ftcli.tables.families import LAYER_INPUT
+from ftcli.tables.architecture import LAYER_INPUT
 from ftcli.units import gib
 
 if TYPE_CHECKING:

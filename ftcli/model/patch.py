@@ -18,8 +18,9 @@ from torch import nn
 
 from ftcli.config.model import Kernels
 from ftcli.errors import ExitCode, FtcliError
+from ftcli.facts.layers import Layer
 from ftcli.facts.model import activation_of
-from ftcli.facts.shape import Layer, ModelShape, shape_of
+from ftcli.facts.shape import ModelShape, shape_of
 from ftcli.model import attention
 from ftcli.model.backbone import base_of, decoder_layers
 from ftcli.model.delta_layer import FusedDeltaLayer
@@ -30,7 +31,8 @@ from ftcli.model.gemma4_layer import FusedGemma4Layer
 from ftcli.model.latent_layer import FusedLatentLayer
 from ftcli.model.quantized import DequantizedLinear, QuantizedLinear, check_weights
 from ftcli.plan.execution import DORA, TRAINED_WHOLE, LayerChoice, choose_layers
-from ftcli.tables.families import Family, Groups, family_of
+from ftcli.tables.architecture import Family, Groups
+from ftcli.tables.families import family_of
 
 if TYPE_CHECKING:
     from ftkernels.limits import NormForm

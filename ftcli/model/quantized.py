@@ -23,7 +23,7 @@ from ftcli.errors import ExitCode, FtcliError
 from ftcli.model.lora_targets import is_read_by_mixer, is_router
 from ftcli.plain import JsonMap
 from ftcli.tables import code_of, quantizations
-from ftcli.tables.families import LAYER_INPUT
+from ftcli.tables.architecture import LAYER_INPUT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -226,7 +226,6 @@ class QuantizedLinear(nn.Linear, ABC):
         return lora_linear(x, Projection(self.frozen_weight(), self.bias))
 
     def extra_repr(self) -> str:
-        """For printing the model."""
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {self.method}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:

@@ -90,11 +90,9 @@ class SelfCheck:
 
     @property
     def passed(self) -> bool:
-        """Loss and every layer within the tolerance."""
         return self.loss_difference <= self.tolerance.loss and self.worst.within(self.tolerance)
 
     def as_dict(self) -> JsonObject:
-        """The result for JSON."""
         return {"passed": self.passed, **plain_fields(self)}
 
 

@@ -160,7 +160,6 @@ class _ForwardsInStep:
             hook.remove()
 
     def begin(self) -> None:
-        """A pass begins."""
         self._done = 0
 
     def follow(self) -> None:

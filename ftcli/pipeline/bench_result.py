@@ -151,7 +151,6 @@ class StoredRate:
     share: float = 0.0
 
     def as_dict(self) -> JsonObject:
-        """Both numbers under the name of each method that can have such products."""
         found: JsonObject = {}
         for name in quantizations.multiplied_as_stored():
             tflops, share = (self.tflops, self.share) if name == self.method else (None, None)

@@ -366,11 +366,9 @@ class Conversation:
 
     @property
     def turns(self) -> tuple[Message, ...]:
-        """The turns so far."""
         return (*self._first, *self._turns)
 
     def reset(self) -> None:
-        """Forgets everything but the system prompt."""
         self._turns.clear()
 
     def question(self, text: str) -> Question:

@@ -268,7 +268,6 @@ class Tally:
         )
 
     def summary(self, sft: WrittenRows | None, pairs: WrittenRows | None) -> SampleSummary:
-        """All that was noted."""
         count, passes = self._counts, self._least is not None
         return SampleSummary(
             prompts=count["prompts"],
@@ -299,14 +298,12 @@ class _File:
     left: LeftOut = field(default_factory=LeftOut)
 
     def add(self, row: JsonObject, *answers: WrittenAnswer) -> None:
-        """One more row."""
         self.put(row)
         self.rows += 1
         self.otherwise += sum(not one.alike for one in answers)
 
     @property
     def written(self) -> WrittenRows:
-        """Its account."""
         return WrittenRows(self.path, self.rows, dict(sorted(self.left.items())), self.otherwise)
 
 

@@ -36,7 +36,6 @@ class DiskEstimate:
         return self.checkpoint_bytes * self.checkpoints + self.result_bytes
 
     def as_dict(self) -> JsonObject:
-        """The JSON form."""
         return {**plain_fields(self), "total_bytes": self.total_bytes}
 
 

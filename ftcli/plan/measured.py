@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from ftcli.config.model import QuantizationConfig
 from ftcli.config.recipe import Recipe
+from ftcli.facts.layers import Linear
 from ftcli.facts.model import ModelFacts
-from ftcli.facts.shape import Linear
 from ftcli.plain import JsonObject
 from ftcli.plan.execution import Execution
 from ftcli.plan.precision import DtypePlan
@@ -184,6 +184,5 @@ def question_of(
 
 
 def config_in(question: Question) -> JsonObject:
-    """The content of config.json."""
     found: JsonObject = json.loads(question.config)
     return found

@@ -15,7 +15,8 @@ from ftkernels.limits import NF4_BLOCK_SIZE, NF4_NESTED_BLOCK_SIZE, Gpu
 from ftcli.config.model import QuantizationConfig
 from ftcli.config.recipe import Recipe
 from ftcli.facts.device import DeviceFacts
-from ftcli.facts.shape import Linear, ModelShape
+from ftcli.facts.layers import Linear
+from ftcli.facts.shape import ModelShape
 from ftcli.plain import JsonMap
 from ftcli.plan.precision import DtypePlan
 from ftcli.tables import code_of, quantizations

@@ -124,12 +124,10 @@ class RunPlan:
 
     @property
     def trains(self) -> bool:
-        """True if there is a backward pass."""
         return self.work == "train"
 
     @cached_property
     def dtypes(self) -> DtypePlan:
-        """The dtypes."""
         return plan_dtypes(self.recipe, self.device)
 
     @cached_property
@@ -204,7 +202,6 @@ class RunPlan:
 
     @cached_property
     def trained(self) -> TrainedParameters:
-        """The trained parameters."""
         return trained_parameters(self.recipe, self.shape) if self.described is not None else self.measured.trained
 
     @cached_property
@@ -214,13 +211,11 @@ class RunPlan:
 
     @cached_property
     def method_memory(self) -> MethodMemory:
-        """The method's decisions."""
         found: MethodMemory = code_of(self.method.memory)(self)
         return found
 
     @property
     def policy(self) -> Policy:
-        """The checkpointing policy."""
         return policies.row(self.recipe.train.checkpointing)
 
     @property
@@ -256,7 +251,6 @@ class RunPlan:
 
     @property
     def rows(self) -> int:
-        """Rows of a micro-batch."""
         return self.recipe.train.per_device_train_batch_size * self.method.unit
 
     @property

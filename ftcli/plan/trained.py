@@ -8,7 +8,8 @@ from typing import Literal
 
 from ftcli.config.recipe import Recipe
 from ftcli.facts.adapters import LinearAdapter, adapters
-from ftcli.facts.shape import Linear, ModelShape
+from ftcli.facts.layers import Linear
+from ftcli.facts.shape import ModelShape
 from ftcli.plan.quantization import elements_beside
 from ftcli.tables import methods, optimizers, quantizations
 

@@ -52,17 +52,14 @@ class PreflightReport:
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe as it runs."""
         return self.plan.recipe
 
     @property
     def facts(self) -> ModelFacts:
-        """The model's facts."""
         return self.plan.facts
 
     @property
     def dtypes(self) -> DtypePlan:
-        """The dtypes."""
         return self.plan.dtypes
 
     def as_dict(self) -> JsonObject:

@@ -18,7 +18,8 @@ Only the machine stage imports torch, and only when no device was named.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from pathlib import Path
 
 from ftcli.config.load import LoadedRecipe
 from ftcli.errors import ExitCode, Finding, FtcliError
@@ -27,10 +28,9 @@ from ftcli.facts.model import read_facts
 from ftcli.paths import expanded
 from ftcli.plan.checkpointing import choose_checkpointing, choose_engine, with_graphs_that_fit, within_budget
 from ftcli.plan.disk import DiskEstimate, estimate_disk, existing_ancestor, free_disk_bytes
-from ftcli.plan.execution import ExecutionPart, execution_parts, graphs_part
+from ftcli.plan.execution import execution_parts, graphs_part
 from ftcli.plan.memory.advice import Verdict, verdict_on
-from ftcli.plan.memory.candidates import candidate
-from ftcli.plan.memory.estimate import MemoryEstimate
+from ftcli.plan.memory.candidates import Candidate, candidate
 from ftcli.plan.memory.host_total import HostEstimate, host_estimate
 from ftcli.plan.quantization import with_products_tried
 from ftcli.plan.run import RunPlan
@@ -44,7 +44,7 @@ from ftcli.preflight.checks import (
     model,
     support,
 )
-from ftcli.preflight.checks.context import Command, Context, Findings, NotMade
+from ftcli.preflight.checks.context import Command, Context, Findings, Found, NotMade
 from ftcli.preflight.report import PreflightReport
 from ftcli.reporting import Session
 from ftcli.tables import code_of
@@ -72,21 +72,16 @@ def preflight(
             cross-field rules, 4 for data, 3 for everything else.
     """
     context = Context(loaded.recipe, loaded.origins, command)
-    found = _Found()
+    found = _Stages()
     found.stage(ExitCode.RECIPE, _about_the_recipe(context))
     facts = read_facts(loaded.recipe.model, offline=offline, origins=loaded.origins)
-    found.stage(ExitCode.PREFLIGHT, model.check(context, facts), model.not_made(context, facts))
+    found.stage(ExitCode.PREFLIGHT, [*model.check(context, facts), *model.not_made(context, facts)])
     other = another_model.asked_for(context)
     theirs = None if other is None else another_model.facts_of(context, other, offline=offline)
     if other is not None and theirs is not None:
-        found.stage(
-            ExitCode.PREFLIGHT,
-            another_model.check(context, other, theirs, facts),
-            another_model.not_made(context, other, theirs, facts),
-        )
+        found.stage(ExitCode.PREFLIGHT, another_model.check(context, other, theirs, facts))
     if context.reads_data:
-        rows = data.check(context, facts, offline=offline)
-        found.stage(ExitCode.DATA, rows.findings, rows.not_made)
+        found.stage(ExitCode.DATA, data.check(context, facts, offline=offline))
     device = probe_device() if device is None else device
     if context.work != "export":
         device = with_products_tried(device, loaded.recipe.quantization)
@@ -97,7 +92,17 @@ def preflight(
     checkpointing = choose_checkpointing(plan)
     plan = with_graphs_that_fit(checkpointing.applied_to(plan))
     context = replace(context, recipe=plan.recipe)
-    estimates = _estimates(context, plan, device)
+    memory = candidate(plan)
+    verdict = None if memory is None else verdict_on(memory)
+    host = None
+    if memory is not None and plan.trains:
+        host = host_estimate(plan, memory.estimate, max(1, plan.ranks // plan.hosts))
+    output = expanded(plan.recipe.run.output_dir or "runs")
+    disk = None
+    if context.trains:
+        free = free_disk_bytes(existing_ancestor(output)) if plan.device.probed else None
+        others, element = plan.sizes.other_parameters, plan.dtypes.trained_bytes
+        disk = estimate_disk(plan.recipe, plan.trained, others, free_bytes=free, element_bytes=element)
     asked = None if other is None or theirs is None else another_model.planned(plan, other, theirs)
     found.stage(
         ExitCode.PREFLIGHT,
@@ -107,25 +112,21 @@ def preflight(
             *machine.check_documents(context, plan),
             *machine.check_model(context, plan),
             *machine.check_sharded(context, plan),
-            *estimates.findings,
+            *_memory(context, plan, device, memory, verdict, host),
+            *([] if disk is None else _disk(context, plan, disk, output)),
             *([] if asked is None else another_model.memory_findings(context, asked, plan.device)),
         ],
-        [
-            *machine.not_made(context, device),
-            *machine.documents_not_tried(context, plan),
-            *estimates.not_made,
-            *([] if asked is None else another_model.memory_not_made(asked)),
-        ],
     )
+    parts = execution_parts(plan.recipe, plan.facts, plan.dtypes, plan.device, plan.execution)
     return PreflightReport(
         plan=plan,
         device=device,
         checkpointing=checkpointing,
-        parts=_parts(plan),
-        memory=estimates.memory,
-        verdict=estimates.verdict,
-        disk=estimates.disk,
-        host=estimates.host,
+        parts=(*parts, graphs_part(plan.why_no_graphs, plan.graph_tokens)) if plan.trains else parts,
+        memory=None if memory is None else memory.estimate,
+        verdict=verdict,
+        disk=disk,
+        host=host,
         findings=tuple(found.findings),
         not_made=tuple(found.not_made),
         asked=asked,
@@ -151,16 +152,12 @@ def checked(
     return report
 
 
-def _parts(plan: RunPlan) -> tuple[ExecutionPart, ...]:
-    parts = execution_parts(plan.recipe, plan.facts, plan.dtypes, plan.device, plan.execution)
-    return (*parts, graphs_part(plan.why_no_graphs, plan.graph_tokens)) if plan.trains else parts
-
-
 def _about_the_recipe(context: Context) -> Findings:
     """All rules that need only the recipe, those of its training method included."""
     yield from support.check(context)
     yield from crossfield.check(context)
-    yield from machine.check_launch(context)
+    yield from machine.check_shared_rows(context)
+    yield from machine.check_copies(context)
     yield from data.check_sources(context)
     yield from judging.check_sampling(context)
     if context.work == "train" and context.method.rules is not None:
@@ -168,77 +165,51 @@ def _about_the_recipe(context: Context) -> Findings:
     yield from data.check_files(context)
 
 
-class _Found:
+class _Stages:
     """The findings of the stages so far, and the checks that could not be made; raises when a stage has errors."""
 
     def __init__(self) -> None:
         self.findings: list[Finding] = []
         self.not_made: list[NotMade] = []
 
-    def stage(self, exit_code: ExitCode, findings: Iterable[Finding], not_made: Iterable[NotMade] = ()) -> None:
-        found = list(findings)
-        if any(finding.severity == "error" for finding in found):
-            raise FtcliError([*self.findings, *found], exit_code)
-        self.findings += found
-        self.not_made += not_made
+    def stage(self, exit_code: ExitCode, found: Iterable[Finding | NotMade]) -> None:
+        every = list(found)
+        self.findings += [each for each in every if isinstance(each, Finding)]
+        self.not_made += [each for each in every if isinstance(each, NotMade)]
+        if any(finding.severity == "error" for finding in self.findings):
+            raise FtcliError(self.findings, exit_code)
 
 
-@dataclass(frozen=True, slots=True)
-class _Estimates:
-    memory: MemoryEstimate | None
-    verdict: Verdict | None
-    disk: DiskEstimate | None
-    host: HostEstimate | None
-    findings: tuple[Finding, ...]
-    not_made: tuple[NotMade, ...]
-
-
-def _estimates(context: Context, plan: RunPlan, machine: DeviceFacts) -> _Estimates:
+def _memory(
+    context: Context,
+    plan: RunPlan,
+    machine: DeviceFacts,
+    found: Candidate | None,
+    verdict: Verdict | None,
+    host: HostEstimate | None,
+) -> Found:
     """``machine`` is what all processes here share."""
-    findings: list[Finding] = []
-    not_made: list[NotMade] = []
+    if found is None or verdict is None:
+        yield NotMade("memory", plan.measured.unknown)
+        return
     device = plan.device
-    found = candidate(plan)
-    verdict = host = None
-    if found is None:
-        not_made.append(NotMade("memory", plan.measured.unknown))
-    else:
-        if plan.trains:
-            host = host_estimate(plan, found.estimate, max(1, plan.ranks // plan.hosts))
-            free = machine.free_bytes if machine.kind == "cpu" else machine.host_free_bytes
-            findings += memory_and_disk.host_total_findings(context, host, free)
-        verdict = verdict_on(found)
-        findings += memory_and_disk.memory_findings(context, found.estimate, verdict, device)
-        findings += memory_and_disk.host_findings(context, found.estimate, device.host_free_bytes)
-        if plan.trains and device.kind == "cuda" and not device.probed:
-            not_made.append(NotMade("host memory", f"the run is meant for another machine ({device.name})"))
-        if verdict.level == "unknown":
-            not_made.append(NotMade("memory against the device", f"{device.name} does not say how much it has"))
-    disk = None
-    if context.trains:
-        disk, disk_findings, disk_not_made = _disk(context, plan)
-        findings += disk_findings
-        not_made += disk_not_made
-    memory = None if found is None else found.estimate
-    return _Estimates(memory, verdict, disk, host, tuple(findings), tuple(not_made))
+    if host is not None:
+        free = machine.free_bytes if machine.kind == "cpu" else machine.host_free_bytes
+        yield from memory_and_disk.host_total_findings(context, host, free)
+    yield from memory_and_disk.memory_findings(context, found.estimate, verdict, device)
+    yield from memory_and_disk.host_findings(context, found.estimate, device.host_free_bytes)
+    if plan.trains and device.kind == "cuda" and not device.probed:
+        yield NotMade("host memory", f"the run is meant for another machine ({device.name})")
+    if verdict.level == "unknown":
+        yield NotMade("memory against the device", f"{device.name} does not say how much it has")
 
 
-def _disk(context: Context, plan: RunPlan) -> tuple[DiskEstimate, list[Finding], list[NotMade]]:
-    device = plan.device
-    output = context.recipe.run.output_dir
-    output_dir = expanded(output if output is not None else "runs")
-    findings: list[Finding] = []
-    not_made: list[NotMade] = []
-    others = plan.sizes.other_parameters
-    element = plan.dtypes.trained_bytes
-    estimate = estimate_disk(context.recipe, plan.trained, others, free_bytes=None, element_bytes=element)
-    if not device.probed:
-        elsewhere = f"the run is meant for another machine ({device.name})"
-        return estimate, [], [NotMade("output directory and free disk", elsewhere)]
-    findings += memory_and_disk.output_findings(context, output_dir)
-    if not findings:
-        estimate = replace(estimate, free_bytes=free_disk_bytes(existing_ancestor(output_dir)))
-        findings += memory_and_disk.disk_findings(context, estimate, output_dir)
-        if estimate.free_bytes is None:
-            not_made.append(NotMade("free disk", f"the system does not say for {output_dir}"))
-    return estimate, findings, not_made
+def _disk(context: Context, plan: RunPlan, estimate: DiskEstimate, output: Path) -> Found:
+    if not plan.device.probed:
+        elsewhere = f"the run is meant for another machine ({plan.device.name})"
+        yield NotMade("output directory and free disk", elsewhere)
+        return
+    impossible = list(memory_and_disk.output_findings(context, output))
+    yield from impossible or memory_and_disk.disk_findings(context, estimate, output)
+    if not impossible and estimate.free_bytes is None:
+        yield NotMade("free disk", f"the system does not say for {output}")

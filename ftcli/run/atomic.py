@@ -106,7 +106,6 @@ def writing_into(folder: Path, path: Path) -> Iterator[None]:
 
 
 def fsync_file(path: Path) -> None:
-    """Flush a file's content to the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

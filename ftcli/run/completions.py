@@ -51,7 +51,6 @@ class Completions:
     every: int = 1
 
     def steps(self) -> list[int]:
-        """The steps that have a file, by number."""
         try:
             found = [_NAME.fullmatch(path.name) for path in self.folder.iterdir()]
         except OSError:
@@ -59,7 +58,6 @@ class Completions:
         return sorted(int(match[1]) for match in found if match is not None)
 
     def path(self, step: int) -> Path:
-        """The file of a step."""
         return self.folder / f"step-{step:08d}.parquet"
 
     def write(self, step: int, completions: Sequence[ScoredCompletion]) -> None:

@@ -179,7 +179,6 @@ class RunDirectory:
 
     @property
     def checkpoints(self) -> Checkpoints:
-        """The resumable states."""
         return Checkpoints(self.checkpoints_dir)
 
     @property

@@ -143,7 +143,6 @@ class Silence:
                 self._seconds[rank] += passed
 
     def heard(self, rank: int) -> None:
-        """This rank lives."""
         with self._lock:
             self._seconds[rank] = 0.0
 

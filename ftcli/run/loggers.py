@@ -234,7 +234,6 @@ class TensorBoardLogger:
         self._writer.flush()
 
     def finish(self, state: State) -> None:
-        """Close the file."""
         self._writer.close()
 
 

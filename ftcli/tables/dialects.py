@@ -41,5 +41,4 @@ def names() -> tuple[str, ...]:
 
 
 def row(name: str) -> Dialect:
-    """The row of a tool."""
     return TABLE[name]

@@ -143,7 +143,6 @@ ADAPTER_SERVERS = (
 
 
 def row(name: str) -> ExportFormat:
-    """The row of a format that a recipe names."""
     return TABLE[name]
 
 

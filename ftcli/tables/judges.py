@@ -77,12 +77,10 @@ TABLE: Mapping[str, BuiltinJudge] = MappingProxyType(
 
 
 def names() -> tuple[str, ...]:
-    """Names that a recipe may give."""
     return tuple(TABLE)
 
 
 def row(name: str) -> BuiltinJudge:
-    """The row of a judge that a recipe names."""
     return TABLE[name]
 
 

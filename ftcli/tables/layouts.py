@@ -111,12 +111,10 @@ TABLE: Mapping[str, RowLayout] = MappingProxyType(
 
 
 def names() -> tuple[str, ...]:
-    """Every layout."""
     return tuple(TABLE)
 
 
 def row(name: str) -> RowLayout:
-    """The row of a layout."""
     return TABLE[name]
 
 

@@ -77,5 +77,4 @@ def names() -> tuple[str, ...]:
 
 
 def row(name: str) -> Logger:
-    """The row of a logger that a recipe names."""
     return TABLE[name]

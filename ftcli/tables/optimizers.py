@@ -116,12 +116,10 @@ TABLE: Mapping[str, Optimizer] = MappingProxyType(
 
 
 def names() -> tuple[str, ...]:
-    """Names that a recipe may give."""
     return tuple(TABLE)
 
 
 def row(name: str) -> Optimizer:
-    """The row of an optimizer that a recipe names."""
     return TABLE[name]
 
 

@@ -71,5 +71,4 @@ def names(paired: bool | None = None) -> tuple[str, ...]:
 
 
 def row(name: str) -> PreferenceLoss:
-    """The row of a loss."""
     return TABLE[name]

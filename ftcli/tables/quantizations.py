@@ -52,8 +52,8 @@ class QuantizedTraining:
     Attributes:
         layer: A :class:`ftcli.model.quantized.TrainQuantized`: a linear layer with master weights.
         of_packed: The same made of the frozen layer that ``packed_files.read`` has made.
-        more_bytes: A function of a :class:`ftcli.facts.shape.Linear` and the recipe's section: bytes that a layer holds
-            beside what is trained.
+        more_bytes: A function of a :class:`ftcli.facts.layers.Linear` and the recipe's section: bytes that a layer
+            holds beside what is trained.
         more_trained: The same: elements that are trained beside its masters.
         finish: A function of a model that is whole, of whether the kernels may be used, and of the recipe's section,
             that puts in what its layers share and notes in its config how its weights are to be read.
@@ -82,7 +82,7 @@ class Quantization:
         reads: Settings of the section ``quantization`` that it reads, beside ``method``. One that reads
             ``keep_dequantized`` can hold its layers dequantized.
         quantize: Code: a :class:`ftcli.model.quantized.QuantizeLinear`. None: layers are stored as they are.
-        stored_bytes: Code: a function of a :class:`ftcli.facts.shape.Linear` and the recipe's section that answers how
+        stored_bytes: Code: a function of a :class:`ftcli.facts.layers.Linear` and the recipe's section that answers how
             many bytes the layer's weight takes. None where ``quantize`` is None.
         products: None: the weights are dequantized for each product, on every device.
         quantize_stack: Code: a function of a matrix (E * O, I) of all experts and the recipe's section that answers
@@ -173,7 +173,6 @@ def names(*, freezes_base: bool | None = None) -> tuple[str, ...]:
 
 
 def row(name: str) -> Quantization:
-    """The row of a method that a recipe names."""
     return TABLE[name]
 
 

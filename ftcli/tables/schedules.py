@@ -171,12 +171,10 @@ TABLE: Mapping[str, LearningRateSchedule] = MappingProxyType(
 
 
 def names() -> tuple[str, ...]:
-    """Names that a recipe may give."""
     return tuple(TABLE)
 
 
 def row(name: str) -> LearningRateSchedule:
-    """The row of a schedule that a recipe names."""
     return TABLE[name]
 
 

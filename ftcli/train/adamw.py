@@ -59,7 +59,6 @@ class AdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

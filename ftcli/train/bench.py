@@ -36,7 +36,6 @@ class StepTimes:
 
     @property
     def first(self) -> float:
-        """Seconds of the first step."""
         return self.seconds[0]
 
     @property

@@ -157,7 +157,6 @@ class RandomStates:
         return cls(random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda)
 
     def restore(self) -> None:
-        """Puts them back."""
         random.setstate(self.python)
         np.random.set_state(self.numpy)
         torch.set_rng_state(self.cpu)
@@ -165,7 +164,6 @@ class RandomStates:
             torch.cuda.set_rng_state(self.cuda)
 
     def save(self, folder: Path) -> None:
-        """Writes them into a checkpoint that is being filled."""
         states = {"python": self.python, "numpy": self.numpy, "cpu": self.cpu}
         torch.save(states if self.cuda is None else {**states, "cuda": self.cuda}, folder / _RANDOM_STATES)
 

@@ -45,7 +45,6 @@ class Unwritten:
         """Nothing."""
 
     def update(self, live: LiveProgress, *, urgent: bool = False) -> bool:
-        """Nothing."""
         return False
 
 
@@ -115,12 +114,10 @@ class RunContext:
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe as it runs: nothing in it is left to be chosen."""
         return self.report.recipe
 
     @property
     def directory(self) -> RunDirectory:
-        """The run's paths."""
         return self.opened.directory
 
     @property

@@ -119,7 +119,6 @@ class StepSums:
         return found
 
     def state(self) -> JsonObject:
-        """For a checkpoint."""
         return {self._name: self._sums.tolist()}
 
     def restore(self, state: JsonObject) -> None:
@@ -178,9 +177,7 @@ class SummedObjective(EpochObjective):
         self._sums.undo()
 
     def state(self) -> JsonObject:
-        """The sums of a half-filled line."""
         return self._sums.state()
 
     def restore(self, state: JsonObject, progress: Progress) -> None:
-        """Resumes with these sums."""
         self._sums.restore(state)

@@ -172,7 +172,6 @@ class Optimization:
         return rate
 
     def zero_grad(self) -> None:
-        """Forgets the gradients."""
         for _, parameter in self.trained:
             parameter.grad = None
 

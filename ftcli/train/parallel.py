@@ -54,7 +54,6 @@ class TokenCounts:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """All of them, in the order of the fields."""
         return (self.supervised, self.real, self.computed, self.pairs)
 
 
@@ -129,7 +128,6 @@ class Parallel:
 
     @property
     def leads(self) -> bool:
-        """True if this process writes."""
         return self.group is None or self.group.leads
 
     def exchanging(self) -> AbstractContextManager[None]:

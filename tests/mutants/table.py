@@ -635,8 +635,8 @@ CHECKS = (
     _m(
         "rows as long as the model's positions are refused",
         "ftcli/preflight/checks/model.py",
-        "if limit is not None and asked > limit:\n        message",
-        "if limit is not None and asked >= limit:\n        message",
+        "if limit is not None and asked > limit:",
+        "if limit is not None and asked >= limit:",
         _U + "preflight/test_model.py",
     ),
     _m(

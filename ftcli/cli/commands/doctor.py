@@ -64,7 +64,6 @@ class Extra:
     install: str | None
 
     def as_dict(self) -> JsonObject:
-        """The JSON form."""
         return {"package": self.package, "for": self.use, "version": self.version, "install": self.install}
 
 

@@ -45,7 +45,6 @@ class ComparedRuns:
     html: str | None = field(default=None, metadata=LEFT_OUT)
 
     def as_dict(self) -> JsonObject:
-        """The JSON form."""
         return {**plain_fields(self), "rows": [[label, *texts] for label, texts in self.rows]}
 
 
@@ -164,7 +163,6 @@ def _runs_named(names: Sequence[str], reporter: Reporter) -> list[Path]:
 
 
 def _tell_damage(runs: Sequence[RunSummary], reporter: Reporter) -> None:
-    """A warning for each run that has damaged files."""
     help = "restore the file; what is sound is shown"
     for run in runs:
         if run.damage:
@@ -206,7 +204,6 @@ def _comparison_text(result: ComparedRuns) -> str:
 
 
 def _columns(rows: list[list[str]]) -> list[str]:
-    """Rows of texts in aligned columns."""
     rows = [[clean(text) for text in row] for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -14,8 +14,6 @@ from ftcli.tables.methods import Method
 
 
 def training_command(method: Method) -> Callable[..., AnyRequest]:
-    """The command of a training method, with the method's help."""
-
     def train(
         recipe: options.RecipeArgument,
         set_: options.SetOption = None,

@@ -64,7 +64,6 @@ class Draft:
 
     @cached_property
     def keys(self) -> tuple[str, ...]:
-        """Every key of ours, dotted."""
         return tuple(self.schema.keys())
 
     def put(self, key: str, value: Any, given: ForeignSetting | None = None, comment: str | None = None) -> None:

@@ -43,27 +43,22 @@ class ForeignSetting:
 
     @property
     def leaf(self) -> str:
-        """The last part of the name."""
         return self.name.rpartition(".")[2]
 
     @property
     def outermost(self) -> str:
-        """The first part of the name."""
         return self.name.partition(".")[0]
 
     @property
     def section(self) -> str:
-        """The name without its last part."""
         return self.name.rpartition(".")[0]
 
     @property
     def value(self) -> object:
-        """The value as Python has it."""
         return plain_tree(self.tree)
 
     @property
     def is_blank(self) -> bool:
-        """True if the key has no value."""
         return self.value in (None, "", [], {})
 
 

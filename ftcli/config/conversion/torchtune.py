@@ -68,7 +68,6 @@ def _before(draft: Draft) -> None:
 
 
 def _name(path: object) -> str:
-    """The last part of a Python path."""
     return str(path or "").rpartition(".")[2]
 
 

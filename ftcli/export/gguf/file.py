@@ -75,7 +75,6 @@ class PlannedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Its size in the file."""
         return stored_bytes(self.shape, self.type)
 
 
@@ -200,11 +199,9 @@ class FileShapes:
 
     @property
     def names(self) -> Sequence[str]:
-        """All that are stored."""
         return tuple(part for name in self.whole.names for part in _parts(name))
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor, without reading it."""
         plain = name.removesuffix(GATE).removesuffix(UP)
         shape = self.whole.shape(plain)
         if plain != name:
@@ -245,15 +242,12 @@ class TernaryWeights:
 
     @property
     def names(self) -> Sequence[str]:
-        """All that are stored."""
         return self._masters.names
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor, without reading it."""
         return self._masters.shape(name)
 
     def read(self, name: str) -> Tensor:
-        """A tensor, rounded where training rounds it."""
         tensor = self._masters.read(name)
         return ternarise(tensor).dequantize(torch.float32) if name in self._layers else tensor
 

@@ -58,7 +58,6 @@ class LabelLoss:
 
     @classmethod
     def of(cls, settings: PreferenceConfig | None) -> LabelLoss:
-        """Of a recipe's section."""
         asked = settings or PreferenceConfig()
         ((name, _),) = losses_of("kto", asked)
         weighed = LabelSettings(beta_of(name, asked), asked.desirable_weight, asked.undesirable_weight)
@@ -66,12 +65,10 @@ class LabelLoss:
 
     @property
     def beta(self) -> float:
-        """The scale of rewards."""
         return self.settings.beta
 
     @property
     def estimates_kl(self) -> bool:
-        """Whether it needs the KL of the step."""
         return preference_losses.row(self.name).estimates_kl
 
     def values(self, answers: LabelledAnswers) -> Tensor:

@@ -152,11 +152,9 @@ class Labelled(Compared):
         yield from order.contradictions(table)
 
     def training_rows(self, recipe: Recipe, rows: int, tokens: int) -> TrainingRows:
-        """Answers."""
         return TrainingRows(rows, "labelled answers", tokens)
 
     def objective(
         self, job: Job, model: Any, epochs: Epochs, reference: Any, **parts: Unpack[ObjectiveParts]
     ) -> LabelObjective:
-        """The answers' mean loss."""
         return LabelObjective(job, model, epochs, LabelLoss.of(job.recipe.preference), reference=reference, **parts)

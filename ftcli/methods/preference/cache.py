@@ -80,7 +80,6 @@ class ReferenceCache:
 
     @property
     def is_there(self) -> bool:
-        """Whether anything has been kept."""
         return bool(self._entries())
 
     def read(self) -> dict[bytes, LogProbs]:

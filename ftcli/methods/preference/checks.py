@@ -37,7 +37,6 @@ def beta_of(name: str, settings: PreferenceConfig) -> float:
 
 
 def compares(method: str, settings: PreferenceConfig) -> bool:
-    """Whether there is a reference."""
     return settings.reference != "none" if settings.reference is not None else _needs_one(method, settings)
 
 

@@ -57,7 +57,6 @@ class Units:
     rows: Callable[[int], Rows]
 
     def and_then(self, others: Units) -> Units:
-        """These and others after them."""
         return Units(
             self.count + others.count,
             lambda unit: self.rows(unit) if unit < self.count else others.rows(unit - self.count),
@@ -85,7 +84,6 @@ class ScoredUnits:
         return dict(zip(self.digests, self.values.tolist(), strict=True))
 
     def split(self, count: int) -> tuple[ScoredUnits, ScoredUnits]:
-        """The first ones, and the others."""
         first, others = (self.digests[:count], self.values[:count]), (self.digests[count:], self.values[count:])
         return ScoredUnits(*first), ScoredUnits(*others)
 

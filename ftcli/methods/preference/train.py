@@ -101,13 +101,11 @@ class Preference(Compared):
         return synthetic_pairs(rows, prompt, seed)
 
     def training_rows(self, recipe: Recipe, rows: int, tokens: int) -> TrainingRows:
-        """Pairs."""
         return TrainingRows(rows // 2, "pairs", tokens)
 
     def objective(
         self, job: Job, model: Any, epochs: Epochs, reference: Any, **parts: Unpack[ObjectiveParts]
     ) -> PairObjective:
-        """The pairs' mean loss."""
         loss = PairLoss.of(job.recipe.train.method, job.recipe.preference)
         return PairObjective(job, model, epochs, loss, reference=reference, **parts)
 

@@ -94,7 +94,6 @@ class RewardModelling(RowMethod):
     evaluates = RewardEvaluator
 
     def epochs(self, job: Job, prepared: PreparedData) -> Epochs:
-        """Pairs."""
         return epochs_of_pairs(job, prepared)
 
     def findings(self, recipe: Recipe, table: TokenTable) -> Iterator[Finding]:
@@ -122,11 +121,9 @@ class RewardModelling(RowMethod):
         return synthetic_pairs(rows, prompt, seed)
 
     def training_rows(self, recipe: Recipe, rows: int, tokens: int) -> TrainingRows:
-        """Pairs."""
         return TrainingRows(rows // 2, "pairs", tokens)
 
     def objective(
         self, job: Job, model: Any, epochs: Epochs, reference: Any, **parts: Unpack[ObjectiveParts]
     ) -> RewardObjective:
-        """The pairs' mean loss."""
         return RewardObjective(job, model, epochs, **parts)

@@ -71,7 +71,6 @@ class Supervised(RowMethod):
     evaluates = Evaluator
 
     def epochs(self, job: Job, prepared: PreparedData) -> Epochs:
-        """Rows, or packs of them."""
         return training_epochs(job, prepared)
 
     def training_rows(self, recipe: Recipe, rows: int, tokens: int) -> TrainingRows:
@@ -81,5 +80,4 @@ class Supervised(RowMethod):
     def objective(
         self, job: Job, model: Any, epochs: Epochs, reference: Any, **parts: Unpack[ObjectiveParts]
     ) -> SftObjective:
-        """The rows' mean cross-entropy."""
         return SftObjective(job, model, epochs, **parts)

@@ -44,7 +44,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
-from ftcli.facts.shape import SHARED_INPUTS, Linear, ModelShape
+from ftcli.facts.layers import SHARED_INPUTS, Linear
+from ftcli.facts.shape import ModelShape
 from ftcli.plan.memory.checkpointing import LayerBytes
 
 

@@ -47,7 +47,6 @@ from ftcli.tables import exports, optimizers, quantizations
 
 
 def measured_terms(plan: RunPlan, model: MeasuredModel, activations: Activations) -> Iterator[Term]:
-    """Every term of a run, in reading order."""
     always = phases_of(plan)
     weights = _weights(plan, model)
     yield Term("weights", shard_bytes(plan, weights) if plan.shard_size > 1 else weights, always, lasting=True)
@@ -261,7 +260,6 @@ class MemoryEstimate:
 
     @property
     def peak(self) -> Phase:
-        """Name of the phase that needs most."""
         return max(self.phases, key=self.phase_bytes)
 
     @property

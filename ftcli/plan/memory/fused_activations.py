@@ -51,7 +51,8 @@ from typing import NamedTuple
 
 from ftkernels.limits import LARGEST_FUSED_RANK, packed_rank
 
-from ftcli.facts.shape import Attention, DeltaNet, LatentAttention, Linear, ModelShape
+from ftcli.facts.layers import Attention, DeltaNet, LatentAttention, Linear
+from ftcli.facts.shape import ModelShape
 from ftcli.plan.memory.activations import (
     ActivationSettings,
     LayerMemory,

@@ -47,7 +47,6 @@ class HostEstimate:
 
     @property
     def peak(self) -> HostPhase:
-        """Name of the phase that needs most."""
         return max(self.phases, key=self.phase_bytes)
 
     @property

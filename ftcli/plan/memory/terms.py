@@ -100,7 +100,6 @@ def phases_of(plan: RunPlan) -> tuple[Phase, ...]:
 
 
 def terms(plan: RunPlan, settled: MemoryDecisions) -> Iterator[Term]:
-    """Every term of a run, in reading order."""
     always = phases_of(plan)
     sharded, weights = plan.shard_size > 1, _weights(plan, settled)
     yield Term("weights", shard_bytes(plan, weights) if sharded else weights, always, lasting=True)

@@ -9,11 +9,11 @@ from ftcli.facts.model import ModelFacts, read_facts
 from ftcli.facts.tokenizer import foreign_tokens, foreign_tokens_finding, vocabulary
 from ftcli.plain import JsonObject
 from ftcli.plan.memory.candidates import level_of
-from ftcli.plan.memory.estimate import MemoryEstimate, estimate_memory
+from ftcli.plan.memory.estimate import estimate_memory
 from ftcli.plan.memory.terms import EVALUATION
 from ftcli.plan.run import OtherModel, RunPlan
 from ftcli.preflight.checks import model as of_model
-from ftcli.preflight.checks.context import Context, Findings, NotMade
+from ftcli.preflight.checks.context import Context, Found, NotMade
 from ftcli.tables import code_of
 from ftcli.units import gib
 
@@ -37,11 +37,9 @@ class AskedModel:
 
     @property
     def facts(self) -> ModelFacts:
-        """The model's facts."""
         return self.plan.facts
 
     def as_dict(self) -> JsonObject:
-        """The JSON form."""
         facts = self.facts
         return {
             "key": self.key,
@@ -66,12 +64,18 @@ def facts_of(context: Context, other: OtherModel, *, offline: bool) -> ModelFact
     return read_facts(other.model, offline=offline, origins=context.origins.standing_in("model", other.key))
 
 
-def check(context: Context, other: OtherModel, theirs: ModelFacts, ours: ModelFacts) -> Findings:
+def check(context: Context, other: OtherModel, theirs: ModelFacts, ours: ModelFacts) -> Found:
     """The errors of a base model that is only asked, and FT326 where an id is another token."""
-    mine = _of_other(context, other)
+    recipe = context.recipe  # of a model that is only asked: no adapters, nothing written
+    changed = {"model": other.model, "lora": None, "export": recipe.export.model_copy(update={"formats": ()})}
+    mine = Context(recipe.model_copy(update=changed), context.origins.standing_in("model", other.key), "eval")
     yield from (finding for finding in of_model.check(mine, theirs) if finding.severity == "error")
+    yield from (each for each in of_model.not_made(mine, theirs) if each.check == "weights")
     if theirs.is_local and other.model.revision is not None:
         yield of_model.without_revision(context, f"{other.key}_revision", theirs)
+    unread = [facts.name for facts in (ours, theirs) if facts.tokenizer is None or facts.tokenizer.size is None]
+    if unread:
+        yield NotMade(f"tokens of {theirs.name}", f"the tokenizer of {unread[0]} was not read")
     if ours.tokenizer is None or theirs.tokenizer is None:
         return
     origin = context.origins.at(other.key)
@@ -84,24 +88,18 @@ def check(context: Context, other: OtherModel, theirs: ModelFacts, ours: ModelFa
         yield foreign_tokens_finding(theirs.name, said, origin)
 
 
-def not_made(context: Context, other: OtherModel, theirs: ModelFacts, ours: ModelFacts) -> list[NotMade]:
-    """Checks that could not be made of it."""
-    missing = [each for each in of_model.not_made(_of_other(context, other), theirs) if each.check == "weights"]
-    unread = [facts.name for facts in (ours, theirs) if facts.tokenizer is None or facts.tokenizer.size is None]
-    if unread:
-        missing.append(NotMade(f"tokens of {theirs.name}", f"the tokenizer of {unread[0]} was not read"))
-    return missing
-
-
 def planned(plan: RunPlan, other: OtherModel, facts: ModelFacts) -> AskedModel:
     """The plan of asking it, with its memory."""
     mine = replace(plan, recipe=plan.recipe.model_copy(update={"model": other.model}), facts=facts)
     return AskedModel(other.key, mine, _needed(mine))
 
 
-def memory_findings(context: Context, asked: AskedModel, device: DeviceFacts) -> Findings:
+def memory_findings(context: Context, asked: AskedModel, device: DeviceFacts) -> Found:
     """FT601 where it does not fit the device, FT602 where it only just does."""
-    if asked.needed_bytes is None or (level := level_of(asked.needed_bytes, device)) in ("fits", "unknown"):
+    if asked.needed_bytes is None:
+        yield NotMade(f"memory of {asked.facts.name}", asked.plan.measured.unknown)
+        return
+    if (level := level_of(asked.needed_bytes, device)) in ("fits", "unknown"):
         return
     said = f"asking {asked.facts.name} takes about {gib(asked.needed_bytes)} GiB, {device.name} has "
     said += f"{gib(device.available_bytes or 0)} GiB" + (" free" if device.free_bytes is not None else "")
@@ -113,30 +111,13 @@ def memory_findings(context: Context, asked: AskedModel, device: DeviceFacts) ->
         yield context.error("FT601", asked.key, f"does not fit: {said}", help=help)
 
 
-def memory_not_made(asked: AskedModel) -> list[NotMade]:
-    """Where its memory could not be estimated."""
-    unknown = asked.needed_bytes is None
-    return [NotMade(f"memory of {asked.facts.name}", asked.plan.measured.unknown)] if unknown else []
-
-
-def _of_other(context: Context, other: OtherModel) -> Context:
-    """The context of the model that is only asked: no adapters, nothing written."""
-    recipe = context.recipe
-    changed = {"model": other.model, "lora": None, "export": recipe.export.model_copy(update={"formats": ()})}
-    origins = context.origins.standing_in("model", other.key)
-    return Context(recipe.model_copy(update=changed), origins, "eval")
-
-
 def _needed(plan: RunPlan) -> int | None:
     """Bytes at once: its weights, or this rank's shard of them, and a forward pass over a training batch."""
     settings = {"eval.per_device_eval_batch_size": plan.rows, "eval.tasks": ()}
     if plan.shard_size > 1:
         held_out = plan.recipe.data.eval or plan.recipe.data.train
         found = estimate_memory(plan.changed({**settings, "data.eval": held_out}))
-        return None if found is None else _of_terms(found)
+        asking = () if found is None else (name for name in found.phases[EVALUATION] if name in _OF_ASKING)
+        return None if found is None else sum(found.parts[name] for name in asking)
     found = estimate_memory(replace(plan, work="eval").changed(settings))
     return None if found is None else found.total_bytes
-
-
-def _of_terms(found: MemoryEstimate) -> int:
-    return sum(found.parts[name] for name in found.phases[EVALUATION] if name in _OF_ASKING)

@@ -21,6 +21,18 @@ Findings = Iterator[Finding]
 
 
 @dataclass(frozen=True, slots=True)
+class NotMade:
+    """A check that could not be made, and why. It has neither passed nor failed."""
+
+    check: str
+    reason: str
+
+
+#: What a stage finds, and what it could not look at.
+Found = Iterator[Finding | NotMade]
+
+
+@dataclass(frozen=True, slots=True)
 class Context:
     """A recipe, where its values came from, and the command that is to run."""
 
@@ -37,7 +49,6 @@ class Context:
 
     @property
     def method(self) -> Method:
-        """The recipe's training method."""
         return methods.method_of(self.recipe, self.command)
 
     @property
@@ -104,16 +115,12 @@ class Context:
         """A note that points at the value of ``path``."""
         return self._finding(code, path, message, help, "note")
 
+    def before_export(self, code: str, path: str, message: str, help: str | None = None) -> Finding:
+        """What `ftcli export` refuses, as an error; as a note before, when it is known before anything is trained."""
+        return (self.error if self.command == "export" else self.note)(code, path, message, help)
+
     def _finding(self, code: str, path: str, message: str, help: str | None, severity: Severity) -> Finding:
         return Finding(code, message, self.origins.at(path), help, severity)
-
-
-@dataclass(frozen=True, slots=True)
-class NotMade:
-    """A check that could not be made, and why. It has neither passed nor failed."""
-
-    check: str
-    reason: str
 
 
 def as_in_recipe(value: Any) -> str:

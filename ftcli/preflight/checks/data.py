@@ -18,7 +18,7 @@ from ftcli.facts.model import ModelFacts
 from ftcli.facts.tokenizer import no_template_finding
 from ftcli.paths import expanded, is_file, is_folder
 from ftcli.plan.execution import takes_rows
-from ftcli.preflight.checks.context import Context, Findings, NotMade
+from ftcli.preflight.checks.context import Context, Findings, Found, NotMade
 from ftcli.rows.columns import UnreadColumns, unread_note
 from ftcli.rows.layouts import layout_of, misfit_finding, understand
 from ftcli.rows.layouts.prompted import as_chat, is_bare
@@ -51,35 +51,25 @@ class FirstRows:
     is_chat: bool
 
 
-@dataclass(frozen=True, slots=True)
-class DataReport:
-    """Findings about the data, and what of it could not be looked at."""
-
-    findings: tuple[Finding, ...]
-    not_made: tuple[NotMade, ...]
-
-
-def check(context: Context, facts: ModelFacts, *, offline: bool) -> DataReport:
+def check(context: Context, facts: ModelFacts, *, offline: bool) -> Found:
     """FT401 to FT407, FT411 to FT414, FT421, FT434, FT453 for the first rows of each source that the command reads.
 
     Faults of single rows are warnings where ``data.max_bad_rows`` may allow them.
     """
-    findings: list[Finding] = []
-    not_made: list[NotMade] = []
     for path, source in _sources(context):
         reason = _unread(source, offline=offline)
         if reason is not None:
-            not_made.append(NotMade(f"rows of {source.path}", reason))
+            yield NotMade(f"rows of {source.path}", reason)
             continue
         try:
-            found = list(_source_findings(context, facts, path, source, offline=offline))
+            yield from list(_source_findings(context, facts, path, source, offline=offline))
         except FtcliError as error:
-            found = [_placed(context, path, finding) for finding in error.findings]
+            for finding in error.findings:  # one about a row keeps its place
+                of_row = finding.origin is not None and finding.origin.line is not None
+                yield finding if of_row else replace(finding, origin=context.origins.at(path))
         except OSError as error:
             message = f"{source.path} cannot be read: {error}"
-            found = [context.error("FT403", path, message, help="check its permissions, and that it is whole")]
-        findings += found
-    return DataReport(tuple(findings), tuple(not_made))
+            yield context.error("FT403", path, message, help="check its permissions, and that it is whole")
 
 
 def _unread(source: DatasetConfig, *, offline: bool) -> str | None:
@@ -102,13 +92,6 @@ def _is_large_document(file: DataFile) -> bool:
     if file.compressed and file.kind in (".json", ".parquet", ".arrow"):
         return unpacks_beyond(file, MAX_DOCUMENT)
     return file.kind == ".json" and file.path.stat().st_size > MAX_DOCUMENT
-
-
-def _placed(context: Context, path: str, finding: Finding) -> Finding:
-    """The finding, pointing at the recipe when it is about a whole source. One about a row keeps its place."""
-    if finding.origin is not None and finding.origin.line is not None:
-        return finding
-    return replace(finding, origin=context.origins.at(path))
 
 
 def _sources(context: Context) -> Iterator[tuple[str, DatasetConfig]]:
@@ -199,18 +182,14 @@ def _understood(context: Context, path: str, rows: list[Row]) -> tuple[FirstRows
     misfits: list[Finding] = []
     for row in rows:
         try:
-            chats.append(_is_chat(row, layout))
+            if layout is None:
+                chats.append(bool(as_chat(row.fields.get("prompt"))))
+            else:
+                chats.append(understand(row, layout).messages is not None)
         except Misfit as misfit:
             found = Finding("FT414", str(misfit), row.origin) if layout is None else misfit_finding(row, misfit, layout)
             misfits.append(found)
     return FirstRows(path, tuple(rows), layout, any(chats)), misfits
-
-
-def _is_chat(row: Row, layout: str | None) -> bool:
-    """True if a row is rendered by the chat template; bare prompts are. Raises Misfit."""
-    if layout is None:
-        return bool(as_chat(row.fields.get("prompt")))
-    return understand(row, layout).messages is not None
 
 
 def _meaning(context: Context, facts: ModelFacts, first: FirstRows) -> Findings:

@@ -11,7 +11,7 @@ from ftcli.plan.execution import Execution, why_no_kernels, why_not_sharded, why
 from ftcli.plan.precision import DtypePlan
 from ftcli.plan.quantization import why_dequantized
 from ftcli.plan.run import RunPlan
-from ftcli.preflight.checks.context import Context, Findings, NotMade
+from ftcli.preflight.checks.context import Context, Findings, Found, NotMade
 from ftcli.tables import code_of, engines, optimizers, quantizations
 from ftcli.tables.packing import why_documents_leak
 from ftcli.units import gib
@@ -19,7 +19,7 @@ from ftcli.units import gib
 _BUSY_SHARE = 0.9
 
 
-def check(context: Context, device: DeviceFacts, dtypes: DtypePlan) -> Findings:
+def check(context: Context, device: DeviceFacts, dtypes: DtypePlan) -> Found:
     """FT275 parameters in bfloat16, FT501 dtype, FT504 memory in use by others, FT505 bfloat16 on a CPU, FT508
     quantized products, FT509 paged optimizers, FT516 more processes than this machine starts.
     """
@@ -33,27 +33,22 @@ def check(context: Context, device: DeviceFacts, dtypes: DtypePlan) -> Findings:
             help="use model.dtype: float16 (the loss is then scaled) or float32 (twice the memory; auto takes it "
             "here); or a GPU from Ampere on (a10, l4, a100, ...)",
         )
-    train = context.recipe.train
-    if context.work == "train" and train.pure_bf16 and dtypes.compute == "float32" and context.recipe.lora is None:
-        message = f"train.pure_bf16 holds parameters in bfloat16, and {device.name} computes in float32"
-        help = "set model.dtype: bfloat16 where the machine has it, or leave train.pure_bf16 out"
-        yield context.error("FT275", "train.pure_bf16", message, help=help)
-    if context.work == "train" and train.bf16_gradients and dtypes.compute == "float32" and context.recipe.lora is None:
-        message = f"train.bf16_gradients rounds gradients to bfloat16, and {device.name} computes in float32"
-        help = "set model.dtype: bfloat16 where the machine has it, or leave train.bf16_gradients out"
-        yield context.error("FT275", "train.bf16_gradients", message, help=help)
+    full = context.work == "train" and context.recipe.lora is None
+    for name, what in (("pure_bf16", "holds parameters in"), ("bf16_gradients", "rounds gradients to")):
+        if full and getattr(context.recipe.train, name) and dtypes.compute == "float32":
+            message = f"train.{name} {what} bfloat16, and {device.name} computes in float32"
+            help = f"set model.dtype: bfloat16 where the machine has it, or leave train.{name} out"
+            yield context.error("FT275", f"train.{name}", message, help=help)
     yield from _occupied(context, device)
     yield from _stored_products(context, device, dtypes)
     optim = context.recipe.train.optim
     if context.work == "train" and device.kind != "cuda" and optimizers.row(optim).paged:
-        yield context.warning(
-            "FT509",
-            "train.optim",
-            f"train.optim: {optim} pages its state between a GPU and the host, and {device.name} is not a CUDA GPU",
-            help=f"nothing is paged here; {optim.removeprefix('paged_')} does the same"
-            if optim.removeprefix("paged_") in optimizers.names()
-            else "nothing is paged here; adamw_torch does the same",
+        message = (
+            f"train.optim: {optim} pages its state between a GPU and the host, and {device.name} is not a CUDA GPU"
         )
+        plain = optim.removeprefix("paged_")
+        help = f"nothing is paged here; {plain if plain in optimizers.names() else 'adamw_torch'} does the same"
+        yield context.warning("FT509", "train.optim", message, help=help)
     if device.kind == "cpu" and dtypes.compute == "bfloat16":
         help = "use model.dtype: auto"
         yield context.warning("FT505", "model.dtype", "bfloat16 on a CPU is slower than float32", help=help)
@@ -69,33 +64,22 @@ def check_layers(context: Context, device: DeviceFacts, execution: Execution) ->
     yield context.error("FT503", "model.kernels", f"model.kernels: triton, but {reason}", help=help)
 
 
-def check_documents(context: Context, plan: RunPlan) -> Findings:
+def check_documents(context: Context, plan: RunPlan) -> Found:
     """FT443: documents of a row would see each other in a family that is known for it."""
     key = "data.packing" if context.recipe.data.packing else "data.padding_free"
-    own, facts = not plan.execution.on_kernels, plan.facts
-    if not own or not _shares_rows(context, plan):
+    together = context.recipe.data.packing or plan.execution.batches.layout == "unpadded"
+    facts = plan.facts
+    if plan.execution.on_kernels or not together or context.work == "export":
         return
     reason = why_documents_leak(facts.text_type)
     if reason is None and facts.shape is None and plan.measured.recurrent is not None:
         reason = f"its {plan.measured.recurrent} carries state from token to token"
-    if reason is None:
-        return
-    message = f"{key}: documents of a row would see each other in a {facts.text_type}: {reason}"
-    yield context.error("FT443", key, message, help="train with data.packing: false and data.padding_free: false")
-
-
-def documents_not_tried(context: Context, plan: RunPlan) -> list[NotMade]:
-    """The check of documents, where only a run can make it."""
-    if context.command != "check" or plan.facts.shape is not None or not _shares_rows(context, plan):
-        return []
-    return [
-        NotMade("documents that share a row", "whether this model keeps them apart is tried before training (FT443)")
-    ]
-
-
-def _shares_rows(context: Context, plan: RunPlan) -> bool:
-    together = context.recipe.data.packing or plan.execution.batches.layout == "unpadded"
-    return together and context.work != "export"
+    if reason is not None:
+        message = f"{key}: documents of a row would see each other in a {facts.text_type}: {reason}"
+        yield context.error("FT443", key, message, help="train with data.packing: false and data.padding_free: false")
+    elif context.command == "check" and facts.shape is None:
+        tried = "whether this model keeps them apart is tried before training (FT443)"
+        yield NotMade("documents that share a row", tried)
 
 
 def check_sharded(context: Context, plan: RunPlan) -> Findings:
@@ -109,7 +93,7 @@ def check_sharded(context: Context, plan: RunPlan) -> Findings:
     yield context.error("FT518", key, message, help=help)
 
 
-def _stored_products(context: Context, device: DeviceFacts, dtypes: DtypePlan) -> Findings:
+def _stored_products(context: Context, device: DeviceFacts, dtypes: DtypePlan) -> Found:
     """Refuses a GPU that cannot multiply the weights as they are stored, which is what the method is for.
 
     On a CPU, and in another compute dtype, the weights are dequantized for each product: correct, but slow.
@@ -132,15 +116,9 @@ def _stored_products(context: Context, device: DeviceFacts, dtypes: DtypePlan) -
             f"{path} {quantization.method}: {dequantized}; here the weights are dequantized to {dtypes.compute} first",
             help="use it here to try a recipe out; training without `quantization` is faster",
         )
-
-
-def not_made(context: Context, device: DeviceFacts) -> list[NotMade]:
-    """Checks that only the machine itself could make."""
-    method = context.recipe.quantization.method
-    products = quantizations.row(method).products
-    if products is None or products.tried is None or device.probed or device.kind != "cuda":
-        return []
-    return [NotMade(f"products of {method} weights", "they are tried on the machine itself, before a run begins")]
+    if products.tried is not None and not device.probed and device.kind == "cuda":
+        tried = "they are tried on the machine itself, before a run begins"
+        yield NotMade(f"products of {quantization.method} weights", tried)
 
 
 def _processes(context: Context, device: DeviceFacts) -> Findings:
@@ -164,13 +142,7 @@ _KEY = "launch.context_parallel_size"
 _COPIES = "launch.dp_replicate_size"
 
 
-def check_launch(context: Context) -> Findings:
-    """FT286 and FT287, from the recipe alone."""
-    yield from _shared_rows(context)
-    yield from _copies(context)
-
-
-def _shared_rows(context: Context) -> Findings:
+def check_shared_rows(context: Context) -> Findings:
     """FT286 for ``launch.context_parallel_size``."""
     launch, train = context.recipe.launch, context.recipe.train
     parts, processes = launch.context_parallel_size, launch.num_processes
@@ -201,7 +173,7 @@ def check_model(context: Context, plan: RunPlan) -> Findings:
         yield context.error("FT345", _KEY, message, help=help)
 
 
-def _copies(context: Context) -> Findings:
+def check_copies(context: Context) -> Findings:
     """FT287 for ``launch.dp_replicate_size``."""
     launch = context.recipe.launch
     copies, processes = launch.copies, launch.num_processes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from difflib import get_close_matches
 
 from ftcli.errors import Finding
@@ -15,7 +16,7 @@ from ftcli.facts.adapters import (
 )
 from ftcli.facts.model import ModelFacts, has_classifier, takes_sdpa
 from ftcli.facts.shape import ModelShape
-from ftcli.facts.tokenizer import no_stop_finding
+from ftcli.facts.tokenizer import TokenizerFacts, no_stop_finding
 from ftcli.plan.quantization import stored_method, stores_mxfp4
 from ftcli.plan.trained import HEAD, TABLES
 from ftcli.preflight.checks.context import Context, Findings, NotMade
@@ -48,7 +49,9 @@ def check(context: Context, facts: ModelFacts) -> Findings:
     yield from _llama_cpp(context, facts)
     yield from _stacks(context, facts)
     if facts.shape is not None:
-        yield from _heads(context, facts.shape)
+        if facts.shape.head_dim % 2:
+            message = f"head_dim {facts.shape.head_dim} is odd; rotary embeddings need an even one"
+            yield context.error("FT319", "model.name_or_path", message, help="correct head_dim in config.json")
         yield from _adapters(context, facts, facts.shape)
     yield from _tokens(context, facts)
     yield from _weights(context, facts)
@@ -74,19 +77,22 @@ def _classifier(context: Context, facts: ModelFacts) -> Findings:
     if context.command in ("chat", "sample"):
         help = "`ftcli eval` measures it; the base model answers under a recipe without train.method: reward"
         yield context.error("FT351", "train.method", "a reward model scores answers and writes none", help=help)
-    tell = context.error if context.command == "export" else context.note
     able = [name for name, row in exports.TABLE.items() if row.scores]
     for index, name in enumerate(context.recipe.export.formats):
         if name not in able:
             path, message = f"export.formats.{index}", f"{name} has no place for a reward model"
-            yield tell("FT339", path, message, help=f"use export.formats: [{', '.join(able)}]")
+            yield context.before_export("FT339", path, message, help=f"use export.formats: [{', '.join(able)}]")
 
 
 def _stored_quantized(context: Context, facts: ModelFacts) -> Findings:
     """Packed weights are read by the method that stores them so; anything else is refused."""
-    method, merges = context.recipe.quantization.method, _merging(context)
+    method = context.recipe.quantization.method
+    merges = context.work != "eval" and any(exports.row(name).merges for name in context.recipe.export.formats)
     if context.recipe.lora is not None and quantizations.row(method).training is not None and merges:
-        yield from _merged_with_rounded(context, method)
+        # The sum of rounded weights and an adapter is not what either of them would be rounded to.
+        message = f"an adapter cannot be merged into {method} weights: rounding the sum to {method} again would change "
+        help = f"use export.formats: [{', '.join(exports.names(merges=False))}], or train without `lora`"
+        yield context.before_export("FT339", "export.formats", f"{message}the model", help=help)
     else:
         yield from _formats_of_rounded(context, method)
     yield from _ternary_types(context, method)
@@ -109,9 +115,9 @@ def _stored_quantized(context: Context, facts: ModelFacts) -> Findings:
         # Masters are written as they are, and what adapters are merged into is said above.
         yield from _warm_up(context, facts)
     elif merges:
-        tell = context.error if context.command == "export" else context.note  # known before anything is trained
         message = f"{facts.name} is stored in {stored}, and merging needs the base model in full precision"
-        yield tell("FT316", path, message, help=f"use export.formats: [{', '.join(exports.names(merges=False))}]")
+        help = f"use export.formats: [{', '.join(exports.names(merges=False))}]"
+        yield context.before_export("FT316", path, message, help=help)
 
 
 def _warm_up(context: Context, facts: ModelFacts) -> Findings:
@@ -127,36 +133,21 @@ def _warm_up(context: Context, facts: ModelFacts) -> Findings:
         )
 
 
-def _merging(context: Context) -> bool:
-    return context.work != "eval" and any(exports.row(name).merges for name in context.recipe.export.formats)
-
-
-def _merged_with_rounded(context: Context, method: str) -> Findings:
-    """FT339: the sum of rounded weights and an adapter is not what either of them would be rounded to."""
-    tell = context.error if context.command == "export" else context.note  # known before anything is trained
-    yield tell(
-        "FT339",
-        "export.formats",
-        f"an adapter cannot be merged into {method} weights: rounding the sum to {method} again would change the model",
-        help=f"use export.formats: [{', '.join(exports.names(merges=False))}], or train without `lora`",
-    )
-
-
 def _formats_of_rounded(context: Context, method: str) -> Findings:
     """FT339: formats that would hold masters as plain weights, and those that need ternary weights and get none."""
     if context.work == "eval":
         return
     rounds = quantizations.row(method).training is not None
-    tell = context.error if context.command == "export" else context.note
     for index, name in enumerate(context.recipe.export.formats):
         row, path = exports.row(name), f"export.formats.{index}"
         if rounds and not row.masters:
             message = f"{name} would store the float32 masters of {method} weights as ordinary weights"
-            yield tell("FT339", path, message, help=f"use export.formats: [{', '.join(exports.of_masters())}]")
+            help = f"use export.formats: [{', '.join(exports.of_masters())}]"
+            yield context.before_export("FT339", path, message, help=help)
         elif row.of_quantized and method not in row.of_quantized:
             wanted = " or ".join(row.of_quantized)
             message = f"{name} packs weights of quantization.method: {wanted}, and this recipe has {method}"
-            yield tell("FT339", path, message, help="leave it out")
+            yield context.before_export("FT339", path, message, help="leave it out")
 
 
 def _ternary_types(context: Context, method: str) -> Findings:
@@ -165,10 +156,9 @@ def _ternary_types(context: Context, method: str) -> Findings:
     asked = any(exports.row(name).llama_cpp for name in context.recipe.export.formats)
     if context.work == "eval" or not asked or not types or quantizations.row(method).training is not None:
         return
-    tell = context.error if context.command == "export" else context.note
     able = " | ".join(quantizations.trained())
     message = f"{types[0]} holds ternary weights (quantization.method: {able}), and this recipe has {method}"
-    yield tell("FT339", "export.gguf.types", message, help="use q8_0, or one of the other types")
+    yield context.before_export("FT339", "export.gguf.types", message, help="use q8_0, or one of the other types")
 
 
 def _random_base(context: Context, facts: ModelFacts) -> Findings:
@@ -192,8 +182,7 @@ def _llama_cpp(context: Context, facts: ModelFacts) -> Findings:
     elif context.recipe.quantization.use_rms_norm and context.recipe.lora is None:
         reason = NORMS_OF_LAYERS
     if reason is not None:
-        tell = context.error if context.command == "export" else context.note
-        yield tell("FT756", "export.formats", f"{asked[0]}: {reason}", help=INSTEAD)
+        yield context.before_export("FT756", "export.formats", f"{asked[0]}: {reason}", help=INSTEAD)
 
 
 def _stacks(context: Context, facts: ModelFacts) -> Findings:
@@ -208,57 +197,41 @@ def _stacks(context: Context, facts: ModelFacts) -> Findings:
         )
 
 
-def not_made(context: Context, facts: ModelFacts) -> list[NotMade]:
+def not_made(context: Context, facts: ModelFacts) -> Iterator[NotMade]:
     """Checks that could not be made because files are not on this machine, or because config.json does not say."""
-    missing: list[NotMade] = []
     name = facts.name
     if facts.max_positions is None:
-        missing.append(NotMade("sequence length against positions", f"{name}'s config.json states no positions"))
+        yield NotMade("sequence length against positions", f"{name}'s config.json states no positions")
     if facts.tokenizer is None:
         reason = f"the tokenizer of {context.recipe.model.tokenizer or name} was not read"
-        missing += [NotMade("vocabulary against the tokenizer", reason), NotMade("pad and stop tokens", reason)]
+        yield NotMade("vocabulary against the tokenizer", reason)
+        yield NotMade("pad and stop tokens", reason)
         if context.recipe.data.chat_template is None:
-            missing.append(NotMade("chat template", reason))
+            yield NotMade("chat template", reason)
     elif facts.tokenizer.size is None:
-        missing.append(NotMade("vocabulary against the tokenizer", f"{facts.tokenizer.folder} has no tokenizer.json"))
+        yield NotMade("vocabulary against the tokenizer", f"{facts.tokenizer.folder} has no tokenizer.json")
     if facts.weights is None and context.recipe.model.init == "pretrained":
-        missing.append(
-            NotMade("weights", f"preflight reads no weights, so it did not try whether {name} can be downloaded")
-        )
-    return missing
+        yield NotMade("weights", f"preflight reads no weights, so it did not try whether {name} can be downloaded")
 
 
 def _positions(context: Context, facts: ModelFacts) -> Findings:
     asked, limit = context.recipe.data.max_seq_len, facts.max_positions
-    if limit is not None and asked > limit and context.benches:
-        yield context.warning(
-            "FT301",
-            "data.max_seq_len",
-            f"{asked} tokens exceed what {facts.name} can attend to ({limit}): timed all the same, on random weights",
-            help=f"training takes at most {limit}; a model reaches further with rope scaling in its config.json",
-        )
-        return
+    path, scaling = "data.max_seq_len", facts.rope_scaling
     if limit is not None and asked > limit:
-        message = f"data.max_seq_len {asked} exceeds what {facts.name} can attend to ({limit})"
-        yield context.error("FT301", "data.max_seq_len", message, help=f"use at most {limit}")
+        if context.benches:
+            said = f"{asked} tokens exceed what {facts.name} can attend to ({limit}): timed all the same"
+            help = f"training takes at most {limit}; a model reaches further with rope scaling in its config.json"
+            yield context.warning("FT301", path, f"{said}, on random weights", help=help)
+        else:
+            message = f"data.max_seq_len {asked} exceeds what {facts.name} can attend to ({limit})"
+            yield context.error("FT301", path, message, help=f"use at most {limit}")
         return
-    scaling = facts.rope_scaling
     if scaling is not None and scaling.original is not None and asked > scaling.original:
-        yield context.note(
-            "FT302",
-            "data.max_seq_len",
-            f"positions beyond {scaling.original} rely on rope scaling ({scaling.kind}"
-            + (f", factor {scaling.factor:g})" if scaling.factor else ")"),
-        )
+        kind = f"{scaling.kind}, factor {scaling.factor:g}" if scaling.factor else scaling.kind
+        yield context.note("FT302", path, f"positions beyond {scaling.original} rely on rope scaling ({kind})")
     if facts.sliding_window is not None and asked > facts.sliding_window:
         message = f"layers with a sliding window attend to the last {facts.sliding_window} of up to {asked} tokens"
-        yield context.note("FT302", "data.max_seq_len", message)
-
-
-def _heads(context: Context, shape: ModelShape) -> Findings:
-    if shape.head_dim % 2:
-        message = f"head_dim {shape.head_dim} is odd; rotary embeddings need an even one"
-        yield context.error("FT319", "model.name_or_path", message, help="correct head_dim in config.json")
+        yield context.note("FT302", path, message)
 
 
 def _adapters(context: Context, facts: ModelFacts, shape: ModelShape) -> Findings:
@@ -303,10 +276,9 @@ def _saved_module(context: Context, facts: ModelFacts, shape: ModelShape, path: 
 
 
 def _tokens(context: Context, facts: ModelFacts) -> Findings:
-    tokenizer = facts.tokenizer
-    source = "model.tokenizer" if context.recipe.model.tokenizer else "model.name_or_path"
-    if tokenizer is not None:
-        yield from _tokenizer(context, facts, source)
+    if facts.tokenizer is not None:
+        path = "model.tokenizer" if context.recipe.model.tokenizer else "model.name_or_path"
+        yield from _tokenizer(context, facts, facts.tokenizer, path)
     if facts.vocab_size is not None:
         size, pad = facts.vocab_size, facts.pad_token_id
         beyond = [token for token in facts.eos_token_ids if token >= size]
@@ -318,9 +290,7 @@ def _tokens(context: Context, facts: ModelFacts) -> Findings:
             yield context.error("FT325", "model.name_or_path", message, help=help)
 
 
-def _tokenizer(context: Context, facts: ModelFacts, path: str) -> Findings:
-    tokenizer = facts.tokenizer
-    assert tokenizer is not None
+def _tokenizer(context: Context, facts: ModelFacts, tokenizer: TokenizerFacts, path: str) -> Findings:
     if tokenizer.size is not None and facts.vocab_size is not None and tokenizer.size > facts.vocab_size:
         yield context.error(
             "FT315",
@@ -338,33 +308,25 @@ def _tokenizer(context: Context, facts: ModelFacts, path: str) -> Findings:
 
 
 def _weights(context: Context, facts: ModelFacts) -> Findings:
-    weights = facts.weights
+    weights, message = facts.weights, None
+    help = "copy model*.safetensors into it, or build random weights with `model.init: random`"
     if weights is None or context.recipe.model.init == "random" or context.benches:
         return
     if weights.missing:
-        yield _incomplete(
-            context,
-            f"{facts.folder} lacks {len(weights.missing)} of its weight files: {', '.join(weights.missing[:3])}",
-        )
+        named = ", ".join(weights.missing[:3])
+        message = f"{facts.folder} lacks {len(weights.missing)} of its weight files: {named}"
     elif weights.unreadable:
+        message = f"in {facts.folder} {', '.join(weights.unreadable[:3])}"
         help = "make it readable, as with `chmod u+r`, or copy it anew"
-        yield _incomplete(context, f"in {facts.folder} {', '.join(weights.unreadable[:3])}", help)
     elif weights.pickle_only:
-        yield _incomplete(
-            context, f"{facts.folder} holds its weights in pickle files only, which can run code when loaded"
-        )
+        message = f"{facts.folder} holds its weights in pickle files only, which can run code when loaded"
     elif weights.gguf is not None:
-        method = context.recipe.quantization.method
-        if not quantizations.row(method).reads_gguf:
+        if not quantizations.row(context.recipe.quantization.method).reads_gguf:
             able = " or ".join(name for name in quantizations.names() if quantizations.row(name).reads_gguf)
             message = (
                 f"{weights.gguf} is read with quantization.method: {able} alone, where the file holds all there is"
             )
-            yield _incomplete(context, message)
     elif not weights.files:
-        yield _incomplete(context, f"{facts.folder} holds no weights")
-
-
-def _incomplete(context: Context, message: str, help: str | None = None) -> Finding:
-    usual = "copy model*.safetensors into it, or build random weights with `model.init: random`"
-    return context.error("FT317", "model.name_or_path", message, help=help or usual)
+        message = f"{facts.folder} holds no weights"
+    if message is not None:
+        yield context.error("FT317", "model.name_or_path", message, help=help)

@@ -67,7 +67,6 @@ def write_report(run: RunDirectory, live: LiveProgress | None = None) -> None:
 
 
 def render_report(run: RunDirectory, live: LiveProgress | None = None) -> str:
-    """The page as text."""
     read = read_metrics(run.metrics_path)
     metrics = read.lines
     recipe = {key: value for key, value in recipe_in(run.recipe_path).items() if value is not None}
@@ -200,7 +199,6 @@ class Comparison:
     differences: tuple[Difference, ...]
 
     def as_dict(self) -> JsonObject:
-        """The comparison for JSON."""
         return {
             "runs": [{"name": name, **plain_fields(run)} for name, run in zip(self.names, self.runs, strict=True)],
             "curves": {metric: dict(zip(self.names, points, strict=True)) for metric, points in self.curves.items()},
@@ -266,7 +264,6 @@ def write_comparison(comparison: Comparison, path: Path) -> None:
 
 
 def render_comparison(comparison: Comparison) -> str:
-    """The page as text."""
     return page_template("compared.html.jinja").render(
         policy=POLICY,
         style=style(),

@@ -213,7 +213,6 @@ class Setting:
 
     @property
     def changed(self) -> bool:
-        """True if it is not the default."""
         return self.value != self.default
 
 
@@ -236,7 +235,6 @@ def _bar(dataset: JsonMap) -> Bar:
 
 
 def settings_by_section(recipe: JsonMap) -> dict[str, list[Setting]]:
-    """Every setting by section."""
     defaults = _defaults()
     return {
         str(section): [

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ftcli.config.model import LoraConfig
-from ftcli.model.backbone import base_of, decoder_layers
+from ftcli.model.backbone import base_of, decoder_layers, hidden_states
 from ftcli.model.fused import stack_of
 from ftcli.model.gemma4_layer import FusedGemma4Layer
 from ftcli.model.gradient_checkpointing import use_checkpointing
@@ -97,6 +97,31 @@ def test_loss_and_gradients_are_transformers_own(layout: str, backend: str) -> N
     close(found, wanted)
     stacked = run(model, stacked=True)  # adapters that are packed for all layers at once
     assert all(torch.equal(stacked[name], value) for name, value in found.items())
+
+
+@pytest.mark.parametrize("layout", ["wrapped", "wrapped 12b"])
+def test_text_alone_is_seen_by_intervals(layout: str) -> None:
+    """The kernels take no other masks; 12B's wrapper lays images over each mask of ones, also where there are none."""
+    model, kinds = adapted(layout), set()
+    on_the_kernels(model, "torch")
+
+    def look(_layer: object, _given: object, named: dict[str, Any]) -> None:
+        mask = named["documents"].within(named["attention_mask"])
+        kinds.add((mask.kind, mask.window))
+
+    for layer in decoder_layers(base_of(model)):
+        layer.register_forward_pre_hook(look, with_kwargs=True)
+    ids, starts = torch.arange(5, 25)[None], torch.tensor([[0] * 9 + [9] * 11])
+    hidden_states(model, {"input_ids": ids, "document_starts": starts})
+    assert kinds == {("intervals", None), ("intervals", 16)}
+
+
+@pytest.mark.parametrize("layout", ["e4b", "31b", "12b", "wrapped 12b"])
+def test_a_call_with_a_cache_is_transformers_own(layout: str) -> None:
+    model, ids = adapted(layout).eval(), torch.arange(5, 25)[None]
+    wanted = model(input_ids=ids, use_cache=True).logits
+    on_the_kernels(model, "torch")
+    assert torch.equal(model(input_ids=ids, use_cache=True).logits, wanted)
 
 
 @pytest.mark.parametrize("layout", ["e4b", "31b", "wrapped"])

@@ -11,8 +11,8 @@ from ftkernels.nf4 import quantize_nf4
 
 from ftcli.config.model import QuantizationConfig
 from ftcli.facts.device import named_device
+from ftcli.facts.layers import Linear
 from ftcli.facts.model import ModelFacts, read_facts
-from ftcli.facts.shape import Linear
 from ftcli.plan.memory.estimate import MemoryEstimate, estimate_memory
 from ftcli.plan.quantization import nf4_bytes
 from ftcli.preflight.checks import crossfield

@@ -35,7 +35,7 @@ LLAMA = "model: {name_or_path: meta-llama/Llama-3.1-8B}\ndata: {train: [a.jsonl]
     ],
 )
 def test_copies_that_cannot_be(settings: tuple[str, ...], message: str, help: str, context: Callable[..., Any]) -> None:
-    (finding,) = machine.check_launch(context(LLAMA, *settings))
+    (finding,) = machine.check_copies(context(LLAMA, *settings))
     assert finding.code == "FT287"
     assert message in finding.message
     assert help in finding.help

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from ftcli.errors import Finding
 from ftcli.facts.model import read_facts
 from ftcli.preflight.checks import data
 from ftcli.preflight.checks.context import Context
@@ -42,13 +43,13 @@ def look(load: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
         text = f"model: {{name_or_path: google/gemma-2-2b, tokenizer: {tokenizer}}}\n"
         loaded = load(f"{text}data:\n  train:\n    - {{path: {path}{source}}}\n{rest}", *overrides)
         facts = read_facts(loaded.recipe.model, offline=True, origins=loaded.origins)
-        return data.check(Context(loaded.recipe, loaded.origins, command), facts, offline=True)
+        return list(data.check(Context(loaded.recipe, loaded.origins, command), facts, offline=True))
 
     return _look
 
 
 def codes(report: Any) -> list[str]:
-    return [finding.code for finding in report.findings]
+    return [each.code for each in report if isinstance(each, Finding)]
 
 
 @pytest.mark.parametrize(
@@ -90,7 +91,7 @@ def test_every_layout_is_recognised(row: Any, look: Callable[..., Any]) -> None:
 def test_broken_files(content: Any, name: str, code: str, row: int | None, look: Callable[..., Any]) -> None:
     report = look(content, name=name)
     assert codes(report) == [code]
-    origin = report.findings[0].origin
+    origin = report[0].origin
     if row is None:
         assert origin.source.endswith("recipe.yaml")
         assert origin.line == 5
@@ -158,7 +159,7 @@ def test_grpo_rows(row: Any, setting: str, code: str | None, look: Callable[...,
 def test_all_broken_files_are_reported_together(look: Callable[..., Any]) -> None:
     report = look(b"", rest="  eval: [nowhere.jsonl, 'bundled:sample-chatt']\n", command="check")
     assert codes(report) == ["FT404", "FT401", "FT401"]
-    assert "sample-chat" in report.findings[2].help
+    assert "sample-chat" in report[2].help
 
 
 def test_a_json_document_that_is_too_large_is_said_to_be_unread(
@@ -167,7 +168,7 @@ def test_a_json_document_that_is_too_large_is_said_to_be_unread(
     monkeypatch.setattr(data, "MAX_DOCUMENT", 10)
     report = look(json.dumps([CHAT]).encode(), name="rows.json")
     assert codes(report) == []
-    assert "rows.json" in report.not_made[0].check
+    assert "rows.json" in report[0].check
 
 
 KTO = [{"prompt": f"q{n}", "completion": "a", "label": n % 2 == 0} for n in range(8)]
@@ -184,7 +185,7 @@ def kto_as(kind: str) -> bytes:
 
 def test_rows_that_call_some_answers_bad_are_refused(look: Callable[..., Any]) -> None:
     for content, name in ((KTO, "rows.jsonl"), (kto_as("csv"), "rows.csv"), (kto_as("parquet"), "rows.parquet")):
-        (finding,) = look(content, name=name).findings
+        (finding,) = look(content, name=name)
         assert (finding.code, finding.severity) == ("FT408", "error")
         assert "'label' calls answers bad" in finding.message
     assert codes(look(KTO, source=", remove_columns: [label]")) == []
@@ -192,14 +193,14 @@ def test_rows_that_call_some_answers_bad_are_refused(look: Callable[..., Any]) -
 
 
 def test_columns_that_nothing_reads_are_named_once(look: Callable[..., Any]) -> None:
-    (finding,) = look([{**CHAT, "id": n, "source": "web", "score": 1.0} for n in range(5)]).findings
+    (finding,) = look([{**CHAT, "id": n, "source": "web", "score": 1.0} for n in range(5)])
     assert (finding.code, finding.severity) == ("FT409", "note")
     assert "'id', 'source', 'score'" in finding.message
 
 
 def test_what_a_judge_reads_is_not_called_unread(look: Callable[..., Any], tmp_path: Path) -> None:
     rows = [{"prompt": "q", "solution": "a", "chosen": "x", "rejected": "y"}]
-    (finding,) = look(rows, rest=GRPO.replace("exact_match", "exact_match, answer: solution"), command="grpo").findings
+    (finding,) = look(rows, rest=GRPO.replace("exact_match", "exact_match, answer: solution"), command="grpo")
     assert (finding.code, "'chosen', 'rejected'" in finding.message) == ("FT409", True)
     (tmp_path / "mine.py").write_text("def score(completions, prompts, **columns): return [0.0] * len(completions)\n")
     mine = GRPO.replace("use: exact_match", f"file: '{tmp_path}/mine.py:score'")

@@ -10,6 +10,7 @@ import pytest
 
 from ftcli.facts.model import read_facts
 from ftcli.preflight.checks import data
+from ftcli.preflight.checks.context import NotMade
 
 Make = Callable[..., Any]
 
@@ -40,9 +41,9 @@ def test_packing_and_weights_in_grpo(context: Make) -> None:
 def test_hub_rows_are_reported_as_not_looked_at_offline(load: Make, context: Make) -> None:
     ready = context("data: {train: ['hub:org/name']}\n")
     facts = read_facts(ready.recipe.model, offline=True, origins=ready.origins)
-    report = data.check(ready, facts, offline=True)
-    assert report.findings == ()
-    assert report.not_made[0].check == "rows of hub:org/name"
+    (found,) = data.check(ready, facts, offline=True)
+    assert isinstance(found, NotMade)
+    assert found.check == "rows of hub:org/name"
 
 
 def test_broken_rows_are_warnings_where_some_may_be_skipped(context: Make, tmp_path: Path) -> None:
@@ -51,5 +52,5 @@ def test_broken_rows_are_warnings_where_some_may_be_skipped(context: Make, tmp_p
     for allowed, severity in ((0, "error"), (0.5, "warning")):
         ready = context(f"data: {{train: [{path}], max_bad_rows: {allowed}}}\n")
         facts = read_facts(ready.recipe.model, offline=True, origins=ready.origins)
-        found = data.check(ready, facts, offline=True).findings
+        found = list(data.check(ready, facts, offline=True))
         assert {(finding.code, finding.severity) for finding in found} == {("FT403", severity), ("FT412", severity)}

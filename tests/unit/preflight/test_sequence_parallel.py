@@ -40,7 +40,7 @@ LLAMA = "lora: {r: 16}\ndata: {train: [a.jsonl], max_seq_len: 65536}\n"
 def test_what_needs_whole_rows_is_refused(
     settings: tuple[str, ...], message: str, help: str, context: Callable[..., Any]
 ) -> None:
-    (finding,) = machine.check_launch(context(LLAMA, *settings))
+    (finding,) = machine.check_shared_rows(context(LLAMA, *settings))
     assert finding.code == "FT286"
     assert message in finding.message
     assert help in finding.help
@@ -48,7 +48,7 @@ def test_what_needs_whole_rows_is_refused(
 
 def test_teams_that_fit_are_not_refused(context: Callable[..., Any]) -> None:
     asked = context(LLAMA, "launch.num_processes=4", "launch.context_parallel_size=2")
-    assert not list(machine.check_launch(asked))
+    assert not list(machine.check_shared_rows(asked))
 
 
 def case(load: Callable[..., Any], *settings: str) -> Case:

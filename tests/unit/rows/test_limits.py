@@ -17,6 +17,7 @@ from ftcli.config.data import DatasetConfig
 from ftcli.data.prepare import CHUNK_ROWS, encode_all
 from ftcli.errors import FtcliError
 from ftcli.preflight.checks import data as data_checks
+from ftcli.preflight.checks.context import NotMade
 from ftcli.rows import columnar, places, readers
 from ftcli.rows.reading import iterate
 from ftcli.rows.row import Row, text_size
@@ -150,9 +151,10 @@ def test_check_does_not_unpack_a_document_to_see_its_first_rows(
     path.write_bytes(gzip.compress(b"[" + b" " * (data_checks.MAX_DOCUMENT + 1) + b"]"))
     assert path.stat().st_size < 2**16
     ready = context(f"data: {{train: [{path}]}}\n")
-    report = data_checks.check(ready, read_facts(ready.recipe.model, offline=True, origins=ready.origins), offline=True)
-    assert report.findings == ()
-    assert "over 4 MiB unpacked" in report.not_made[0].reason
+    facts = read_facts(ready.recipe.model, offline=True, origins=ready.origins)
+    (found,) = data_checks.check(ready, facts, offline=True)
+    assert isinstance(found, NotMade)
+    assert "over 4 MiB unpacked" in found.reason
 
 
 def test_check_looks_at_less_rows_where_they_are_long(

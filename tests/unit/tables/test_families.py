@@ -10,7 +10,7 @@ import pytest
 import transformers
 
 from ftcli.tables import families
-from ftcli.tables.families import Family
+from ftcli.tables.architecture import Family
 from tests.e2e.conftest import User
 
 #: Llama under another name; this version of ftcli has no row for it.

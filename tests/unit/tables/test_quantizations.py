@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ftcli.config.model import QuantizationConfig
 from ftcli.facts.device import named_device
+from ftcli.facts.layers import Linear
 from ftcli.facts.model import read_facts
-from ftcli.facts.shape import Linear
 from ftcli.model.quantized import QuantizedLinear
 from ftcli.plan.memory.estimate import estimate_memory
 from ftcli.preflight.checks import crossfield, support
