@@ -135,6 +135,19 @@ class Worker:
         call = {"arguments": dict(arguments), "count": count, "alarm": alarm, "offered": tuple(offered)}
         self._send(call, seconds)
 
+    def do(self, what: str, *given: Any, seconds: float) -> JsonObject:
+        """Has the environment do something, and waits for what comes of it.
+
+        Raises:
+            CallTimedOut: it took longer than that; the process was killed.
+            WorkerGone: the process ended, or cannot be loaded again.
+        """
+        if self.loaded():
+            raise WorkerGone("cannot be loaded a second time")
+        end = time.monotonic() + seconds
+        self._send({"do": what, "given": given}, seconds)
+        return self.answer(end - time.monotonic())
+
     def answer(self, seconds: float) -> JsonObject:
         """Waits for what the process answers to the last call.
 
@@ -217,9 +230,24 @@ def _is_answer(message: Any) -> bool:
     scores, bad, names = message.get("scores", []), message.get("bad", {}), message.get("has", [])
     if not (isinstance(scores, list) and isinstance(bad, dict) and isinstance(names, list)):
         return False
-    words = [*bad.values(), *names, *(message[key] for key in ("raised", "shape") if key in message)]
+    words = [*bad.values(), *names, *(message[key] for key in ("raised", "shape", "environment") if key in message)]
+    if not _is_of_environment(message):
+        return False
     numbers = all(score is None or (isinstance(score, float) and math.isfinite(score)) for score in scores)
     return numbers and all(isinstance(word, str) for word in words)
+
+
+def _is_of_environment(message: JsonMap) -> bool:
+    """True if what an environment says beside scores is of the form of :mod:`ftcli.judges.worker`."""
+    lists = [message.get(name, []) for name in ("tools", "results", "parts", "schemas")]
+    if not all(isinstance(one, list) for one in lists) or not isinstance(message.get("said"), str | None):
+        return False
+    tools, results, parts, schemas = lists
+    pairs = all(
+        isinstance(one, list) and len(one) == 2 and isinstance(one[0], str) and isinstance(one[1], bool)
+        for one in (*tools, *results)
+    )
+    return pairs and all(isinstance(one, str) for one in parts) and all(isinstance(one, dict) for one in schemas)
 
 
 def _end(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
