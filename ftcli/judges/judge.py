@@ -15,6 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
+from ftcli.assets import bundled
 from ftcli.config.evaluation import JudgeConfig, OnError, RewardConfig, TaskConfig
 from ftcli.config.recipe import Recipe
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin, first_line
@@ -148,9 +149,11 @@ _GUARD = "run `python {0}` and fix what it says; what only a script does belongs
 
 
 def file_of(spec: str) -> tuple[Path, str]:
-    """File and name of ``path.py:function``; the path is relative to the current directory."""
+    """File and name of ``path.py:function``; the path is relative to the current directory, or that of a bundled
+    environment.
+    """
     name, _, function = spec.rpartition(":")
-    return expanded(name), function
+    return bundled(name, "environments") or expanded(name), function
 
 
 def open_function(spec: str, arguments: JsonMap, timeout: float | None, what: str, code: str) -> UserFunction:
@@ -255,7 +258,10 @@ def files_of(recipe: Recipe) -> dict[str, Path]:
     One that is not there is left out: opening its judge says so.
     """
     judges: list[JudgeConfig] = [*recipe.rewards, *recipe.eval.tasks]
-    functions = {one.file.rpartition(":")[0]: file_of(one.file)[0] for one in judges if one.file is not None}
+    specs = [one.file for one in judges if one.file is not None]
+    if recipe.grpo is not None and recipe.grpo.environment is not None:
+        specs.append(recipe.grpo.environment.file)
+    functions = {spec.rpartition(":")[0]: file_of(spec)[0] for spec in specs}
     models = [one.model for one in judges if one.model is not None and one.file is None]
     of_models = {str(path): path for model in models for path in classifier_files(model)}
     schemas = {one.json_schema: expanded(one.json_schema) for one in judges if isinstance(one.json_schema, str)}

@@ -13,7 +13,7 @@ from ftcli.paths import expanded
 from ftcli.plan.run import Generation, MethodMemory, RunPlan
 from ftcli.preflight.checks.context import Context, Findings
 from ftcli.preflight.checks.data import FirstRows
-from ftcli.preflight.checks.judging import function_findings, judge_findings
+from ftcli.preflight.checks.judging import class_findings, function_findings, judge_findings
 from ftcli.tables import judges, layouts
 
 
@@ -38,7 +38,8 @@ def check(context: Context) -> Findings:
     yield from _sampling(context, grpo)
     yield from _stops(context, grpo)
     yield from _early_stopping(context, grpo)
-    if not grpo.rewards:
+    yield from _environment(context, grpo)
+    if not grpo.rewards and grpo.environment is None:
         help = "add `- use: exact_match`"
         yield context.error("FT263", "grpo.rewards", "grpo.rewards is empty, so nothing is rewarded", help=help)
     yield from check_rewards(context)
@@ -197,6 +198,17 @@ def _unread_settings(context: Context, grpo: GrpoConfig) -> Findings:
         )
         help = f"a quarter of the length is common: {max(1, grpo.max_completion_length // 4)}"
         yield context.error("FT276", "grpo.overlong_buffer", message, help=help)
+
+
+def _environment(context: Context, grpo: GrpoConfig) -> Findings:
+    """FT451 and FT452 for the file of an environment, which is not run; FT263 where nothing could be rewarded."""
+    settings = grpo.environment
+    if settings is None:
+        return
+    yield from class_findings(context, "grpo.environment.file", settings.file)
+    if not settings.weight and not any(reward.weight for reward in grpo.rewards):
+        message = "grpo.environment.weight is 0, and there is no other reward, so nothing is rewarded"
+        yield context.error("FT263", "grpo.environment.weight", message, help="remove it: it is 1 then")
 
 
 def _early_stopping(context: Context, grpo: GrpoConfig) -> Findings:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,13 +12,17 @@ from torch import Tensor
 
 from ftcli.data.asked import RenderedPrompt
 from ftcli.data.reasoning import Answer
-from ftcli.generation.requests import cut
+from ftcli.generation.requests import Completion, cut
 from ftcli.job import Job
+from ftcli.judges import Judge
+from ftcli.judges.verdicts import Verdict
 from ftcli.methods.grpo.advantages import overlong_penalties, without_spread
+from ftcli.methods.grpo.episodes import Acting, Episode, Episodes, verdict_as_json, verdict_of_json
 from ftcli.methods.grpo.rewards import Reward, RewardFailures
-from ftcli.methods.grpo.rollouts import Rollouts, gather_completions, gather_json, gather_rows
+from ftcli.methods.grpo.rollouts import Rollouts, gather_completions, gather_json, gather_rest, gather_rows
 from ftcli.methods.grpo.settings import GrpoConfig
 from ftcli.methods.grpo.spans import REWARDS, ROLLOUT, Spans
+from ftcli.plain import JsonObject
 from ftcli.train.parallel import SEED_STRIDE
 
 if TYPE_CHECKING:
@@ -38,6 +42,9 @@ class DrawnCompletion:
         tokens, known: Its tokens, and their log-probabilities where they are known.
         said: Its text as rewards and people see it.
         ended: It came to an end before its longest.
+        given: Places of the tokens that the model did not write.
+        verdict: Its environment's reward.
+        shown: Its text with all turns, where it has several.
     """
 
     row: int
@@ -47,6 +54,9 @@ class DrawnCompletion:
     known: list[float]
     said: Answer
     ended: bool
+    given: Sequence[int] = ()
+    verdict: Verdict = None
+    shown: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +73,32 @@ class Drawn:
         for place, one in zip(places, others.completions, strict=True):
             self.completions[place] = one
         self.rewards[torch.tensor(places)] = others.rewards
+
+
+#: The column in which an environment's reward gets what the environments have said.
+_VERDICT = "verdict"
+
+
+def _of_environment(acting: Acting) -> Reward | None:
+    """The environment's own reward, under its class' name; None where it has none."""
+    if not acting.pool.facts.rewards:
+        return None
+    name, settings = acting.pool.facts.name, acting.settings
+    judge = Judge(f"{name}.get_reward", "reward", settings.on_error, lambda batch: list(batch.columns[_VERDICT]))
+    return Reward(name, settings.weight, judge)
+
+
+def _rest(one: Completion, episode: Episode) -> JsonObject:
+    """What is known of a rollout beside its tokens; its reward is waited for."""
+    return {
+        "given": one.given,
+        "turn": episode.turn,
+        "rounds": episode.rounds,
+        "calls": episode.calls,
+        "failures": episode.failures,
+        "seconds": episode.instance.tool_seconds,
+        "verdict": None if episode.reward is None else verdict_as_json(episode.reward.result()),
+    }
 
 
 def share_of(count: int, rank: int, ranks: int) -> slice:
@@ -88,10 +124,13 @@ class Draws:
         rollouts: Rollouts,
         spans: Spans,
         group: RankGroup | None,
+        acting: Acting | None = None,
     ) -> None:
         self._job, self._grpo, self._asked, self._columns = job, grpo, asked, columns
-        self._rewards, self.failures, self._rollouts, self._spans = rewards, failures, rollouts, spans
-        self._group = group
+        self.failures, self._rollouts, self._spans = failures, rollouts, spans
+        self._group, self._acting = group, acting
+        self._own = None if acting is None else _of_environment(acting)
+        rewards = self._rewards = [*rewards, *([] if self._own is None else [self._own])]
         self._rank, self._ranks = (0, 1) if group is None else (group.rank, group.size)
         self.names = [reward.name for reward in rewards] + ([OVERLONG] if grpo.overlong_buffer else [])
         weights = [reward.weight for reward in rewards] + ([grpo.overlong_penalty] if grpo.overlong_buffer else [])
@@ -125,18 +164,77 @@ class Draws:
     def draw(self, prompts: Sequence[int], step: int) -> Drawn:
         """Completions of prompts by their numbers, judged."""
         rows = [row for row in prompts for _ in range(self._grpo.num_generations)]
-        texts = [self._asked[row].text for row in rows]
+        own = share_of(len(rows), self._rank, self._ranks)
+        texts, episodes = [self._asked[row].text for row in rows], []
+        self._spans.enter(ROLLOUT)
+        if self._acting is not None:
+            texts, episodes = self._begun(self._acting, rows, own)
         # The template has written BOS; a tokenizer that adds another would shift every prompt by a token.
         prompt_ids: list[list[int]] = self._job.tokenizer(text=texts, add_special_tokens=False)["input_ids"]
-        sampled = self._sample(prompt_ids, step)
+        mine = self._rollouts.complete(prompt_ids, step, own, self._turns(episodes, prompt_ids[own]))
+        sampled = gather_completions(self._group, mine)
+        rest = gather_rest(self._group, [_rest(*pair) for pair in zip(mine, episodes, strict=True)] if episodes else [])
+        self._spans.enter(None)
+        self._note_turns(rest)
+        self._spans.count(ROLLOUT, sum(len(tokens) for tokens, _ in sampled))
         self._tokens += sum(map(len, prompt_ids)) + sum(len(tokens) for tokens, _ in sampled)
         made = [
-            DrawnCompletion(
-                row, prompt, text, tokens, known, self._answer(row, tokens), self._rollouts.stopping.stopped(tokens)
-            )
-            for row, prompt, text, (tokens, known) in zip(rows, prompt_ids, texts, sampled, strict=True)
+            self._made(*one) for one in zip(rows, prompt_ids, texts, sampled, rest or [None] * len(rows), strict=True)
         ]
         return Drawn(made, self._judge(made, step))
+
+    def _made(
+        self, row: int, prompt: list[int], text: str, sampled: tuple[list[int], list[float]], rest: JsonObject | None
+    ) -> DrawnCompletion:
+        tokens, known = sampled
+        ended = self._rollouts.stopping.stopped(tokens)
+        if rest is None:
+            return DrawnCompletion(row, prompt, text, tokens, known, self._answer(row, tokens), ended)
+        given, turn = rest["given"], tokens[rest["turn"] :]
+        shown = str(self._job.tokenizer.decode(tokens))
+        said = self._answer(row, turn) if turn else Answer("")
+        verdict = verdict_of_json(rest["verdict"])
+        return DrawnCompletion(row, prompt, text, tokens, known, said, ended, given, verdict, shown)
+
+    def _begun(self, acting: Acting, rows: Sequence[int], own: slice) -> tuple[list[str], list[Episode]]:
+        """The prompts of all, as their environments leave them, and this rank's rollouts.
+
+        Raises:
+            FtcliError: FT472 for an environment that fails, or says more than a prompt may have.
+        """
+        mine = [self._asked[row].prompt for row in rows[own]]
+        named = [str(one.row.origin) for one in mine]
+        instances, said = acting.pool.begin([one.row.fields for one in mine], named)
+        texts = [acting.talk.prompt(*pair) for pair in zip(mine, said, strict=True)]
+        ids = self._job.tokenizer(text=texts, add_special_tokens=False)["input_ids"] if texts else []
+        for where, tokens in zip(named, ids, strict=True):
+            if len(tokens) > self._grpo.max_prompt_length:
+                raise acting.pool.failure(
+                    f"makes a prompt of {len(tokens):,} tokens, with its tools, of {where}; grpo.max_prompt_length is "
+                    f"{self._grpo.max_prompt_length:,}"
+                )
+        episodes = [Episode(*pair) for pair in zip(instances, ids, strict=True)]
+        return gather_rest(self._group, texts), episodes
+
+    def _turns(
+        self, episodes: Sequence[Episode], prompts: Sequence[Sequence[int]]
+    ) -> Callable[[Mapping[tuple[int, int], int]], Episodes] | None:
+        acting = self._acting
+        if acting is None or not prompts:
+            return None
+        return lambda places: Episodes(acting, episodes, self._grpo.max_completion_length, places)
+
+    def _note_turns(self, rest: Sequence[JsonObject]) -> None:
+        if not rest:
+            return
+        calls = sum(one["calls"] for one in rest)
+        for name, value in (
+            ("tools/call_frequency", calls / len(rest)),
+            ("tools/failure_frequency", sum(one["failures"] for one in rest) / calls if calls else 0.0),
+            ("tools/seconds", sum(one["seconds"] for one in rest) / len(rest)),
+            ("completions/turns", sum(one["rounds"] + 1 for one in rest) / len(rest)),
+        ):
+            self._noted.append((name, value))
 
     def take_tokens(self) -> int:
         """Tokens of prompts and completions since the last call."""
@@ -155,15 +253,6 @@ class Draws:
         asked = self._asked[row]
         said = self._job.reasoning_marks.split(tokens, asked.text, templated=asked.templated)
         return replace(said, text=cut(said.text, self._grpo.stop_strings))
-
-    def _sample(self, prompts: list[list[int]], step: int) -> list[tuple[list[int], list[float]]]:
-        spans = self._spans
-        spans.enter(ROLLOUT)
-        own = share_of(len(prompts), self._rank, self._ranks)
-        found = gather_completions(self._group, self._rollouts.complete(prompts, step, own))
-        spans.enter(None)
-        spans.count(ROLLOUT, sum(len(tokens) for tokens, _ in found))
-        return found
 
     def _judge(self, made: Sequence[DrawnCompletion], step: int) -> Tensor:
         """(completions, rewards): each rank judges whole groups."""
@@ -188,6 +277,8 @@ class Draws:
     def _scores(self, reward: Reward, made: Sequence[DrawnCompletion]) -> Sequence[float | None]:
         """The reward of each completion; it gets the values of rows as the data has them."""
         lent = {name: [values[one.row] for one in made] for name, values in self._columns.items()}
+        if reward is self._own:
+            lent = {_VERDICT: [one.verdict for one in made]}
         asked = [self._asked[one.row].prompt for one in made]
         scores = reward.scores(
             [one.text for one in made],

@@ -39,8 +39,15 @@ from ftcli.methods.grpo.settings import GrpoConfig
 
 #: A micro-batch: ``prompt_ids``, ``prompt_mask`` (B, P), ``completion_ids``, ``completion_mask`` (B, C),
 #: ``advantages`` (B,), ``num_items_in_batch`` (), and where they are known ``old_per_token_logps``,
-#: ``ref_per_token_logps`` and ``sampling_per_token_logps`` (B, C).
+#: ``ref_per_token_logps``, ``sampling_per_token_logps`` and ``tool_mask`` (B, C), 0 for tokens between two turns.
 Completions: TypeAlias = Mapping[str, Tensor]
+
+
+def loss_mask(batch: Completions) -> Tensor:
+    """(B, C): 1 for the tokens that the loss has, which the model wrote."""
+    mask = batch["completion_mask"]
+    return mask * batch["tool_mask"] if "tool_mask" in batch else mask
+
 
 #: SAPO's temperatures of completions with a positive and with another advantage (arXiv:2511.20347).
 _SAPO_POSITIVE, _SAPO_OTHER = 1.0, 1.05
@@ -73,7 +80,7 @@ def policy_loss(
     Args:
         log_probs, entropies: (B, C) float32 in nats, 0 where there is no token.
     """
-    mask, advantages = batch["completion_mask"], batch["advantages"][:, None]
+    mask, advantages = loss_mask(batch), batch["advantages"][:, None]
     old = batch.get("old_per_token_logps", log_probs.detach())
     log_ratio = log_probs - old
     log_weights = log_ratio
@@ -131,7 +138,7 @@ def _token_loss(grpo: GrpoConfig, ratio: Tensor, advantages: Tensor, log_probs: 
 
 
 def _reduced(grpo: GrpoConfig, token_loss: Tensor, batch: Completions, shape: StepShape) -> Tensor:
-    mask, name = batch["completion_mask"], grpo.loss_type
+    mask, name = loss_mask(batch), grpo.loss_type
     if name in ("grpo", "sapo"):
         loss = ((token_loss * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).mean()
     elif name == "bnpo":

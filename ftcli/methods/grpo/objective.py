@@ -25,8 +25,9 @@ from ftcli.generation.requests import NotFinite
 from ftcli.job import Job
 from ftcli.judges import columns_of
 from ftcli.methods.grpo.advantages import Advantages, advantages_of, deviation
-from ftcli.methods.grpo.draws import Drawn, Draws, share_of
-from ftcli.methods.grpo.losses import Completions, StepShape
+from ftcli.methods.grpo.draws import Drawn, DrawnCompletion, Draws, share_of
+from ftcli.methods.grpo.episodes import Acting
+from ftcli.methods.grpo.losses import Completions, StepShape, loss_mask
 from ftcli.methods.grpo.policy import Metrics, Parity, PolicyScores, check_parity, joined, scored_loss
 from ftcli.methods.grpo.reference import Reference
 from ftcli.methods.grpo.rewards import Reward, RewardFailures
@@ -167,7 +168,7 @@ class GrpoObjective(Objective):
         found = []
         for turn in range(first, first + self._accumulation, self._ranks):
             at = turn % self._generated
-            real = [int(batch["completion_mask"].sum()) for batch in self._rollout.batches[at : at + self._ranks]]
+            real = [int(loss_mask(batch).sum()) for batch in self._rollout.batches[at : at + self._ranks]]
             inputs = self._rollout.batches[at + self._rank]
             found.append(MicroBatch(inputs, (), TokenCounts(0, real[self._rank], 0)))
         self._parts.spans.enter(TRAINING)
@@ -222,7 +223,7 @@ class GrpoObjective(Objective):
         columns = {name: rewards[:, i].tolist() for i, name in enumerate(draws.names)}
         return batch, Sampled(
             prompt=[one.text for one in drawn.completions],
-            completion=[one.said.text for one in drawn.completions],
+            completion=[one.said.text if one.shown is None else one.shown for one in drawn.completions],
             reasoning=[one.said.reasoning for one in drawn.completions],
             rewards=columns,
             advantages=found.values.tolist(),
@@ -241,8 +242,10 @@ class GrpoObjective(Objective):
             "prompt_mask": _right(prompts, 0, ones=True).flip(1),
             "completion_ids": _right(completions, pad),
             "completion_mask": mask,
-            "num_items_in_batch": mask.sum(),
         }
+        if any(one.given for one in made):
+            batch["tool_mask"] = _right([_written(one) for one in made], 1)
+        batch["num_items_in_batch"] = loss_mask(batch).sum()
         if all(len(one.known) == len(one.tokens) for one in made):
             width = batch["completion_ids"].shape[1]
             rows = [one.known + [0.0] * (width - len(one.known)) for one in made]
@@ -263,8 +266,10 @@ class GrpoObjective(Objective):
         own = share_of(len(batch["completion_ids"]), self._rank, self._ranks)
         ids, mask = joined(batch)
         self._parts.spans.enter(LOG_PROBS)
+        written = batch["tool_mask"][own] if "tool_mask" in batch else None
+        width = batch["completion_ids"].shape[1]
         found, _ = self._policy.log_probs(
-            ids[own], mask[own], batch["completion_ids"].shape[1], rows_at_a_time=self._size, model=model
+            ids[own], mask[own], width, rows_at_a_time=self._size, model=model, written=written
         )
         self._parts.spans.enter(None)
         return found if self._group is None else gather_rows(self._group, "log-probs", found)
@@ -283,7 +288,7 @@ class GrpoObjective(Objective):
 
     def _note_lengths(self, drawn: Drawn) -> None:
         self._metrics["num_tokens"] = [self._num_tokens]
-        lengths = torch.tensor([len(one.tokens) for one in drawn.completions]).float()
+        lengths = torch.tensor([len(one.tokens) - len(one.given) for one in drawn.completions]).float()
         ended = torch.tensor([one.ended for one in drawn.completions])
         whole = lengths[ended] if ended.any() else torch.zeros(1)
         self._note("completions/clipped_ratio", 1.0 - ended.float().mean())
@@ -432,6 +437,12 @@ def _right(rows: Sequence[Sequence[int]], fill: int, *, ones: bool = False) -> T
     return torch.tensor([row + [fill] * (longest - len(row)) for row in values])
 
 
+def _written(one: DrawnCompletion) -> list[int]:
+    """1 for each token that the model wrote, 0 for those that stand between its turns."""
+    given = set(one.given)
+    return [int(place not in given) for place in range(len(one.tokens))]
+
+
 def _scored_completions(sampled: Sampled) -> list[ScoredCompletion]:
     def opinion(reward: float) -> float | None:
         return None if math.isnan(reward) else float(reward)
@@ -468,11 +479,13 @@ def build_grpo(
     tell_parity: Callable[[Parity], None],
     group: RankGroup | None = None,
     reference: PreTrainedModel | None = None,
+    acting: Acting | None = None,
 ) -> TrainingLoop:
     """The loop that trains ``model`` on completions of ``asked``, prompts that fit ``grpo.max_prompt_length``.
 
     Args:
         tell_parity: Called before the first step with what :func:`check_parity` found.
+        acting: What rollouts of several turns need; None: they have one.
         reference: What ``grpo.beta`` compares with; None for adapters, which are switched off for it.
     """
     columns = columns_of([one.prompt for one in asked])
@@ -490,7 +503,7 @@ def build_grpo(
         )
         failures = RewardFailures(grpo.reward_failures.max_fraction, job.reporter)
         rollouts = Rollouts(model, job, grpo)
-        draws = Draws(job, grpo, asked, columns, rewards, failures, rollouts, spans, group)
+        draws = Draws(job, grpo, asked, columns, rewards, failures, rollouts, spans, group, acting)
         stagnation = Stagnation(grpo.early_stopping)
         parts = GrpoParts(
             len(asked),

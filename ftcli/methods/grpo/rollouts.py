@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from ftcli.facts.generation import MOST_ROWS
 from ftcli.generation.generator import OpenedGenerator, open_generator
 from ftcli.generation.requests import Completion, GenerationRequest, StopCheck, StopConditions
+from ftcli.generation.turns import Turns
 from ftcli.job import Job
 from ftcli.methods.grpo.settings import GrpoConfig
 
@@ -45,13 +46,21 @@ class Rollouts:
         self._step = -1
         self._in_step = 0
 
-    def complete(self, prompts: Sequence[Sequence[int]], step: int, own: slice | None = None) -> list[Completion]:
+    def complete(
+        self,
+        prompts: Sequence[Sequence[int]],
+        step: int,
+        own: slice | None = None,
+        turns: Callable[[Mapping[tuple[int, int], int]], Turns] | None = None,
+    ) -> list[Completion]:
         """One completion for each of the ``own`` prompts, all of them where it is None, its stop token included. Equal
         neighbours are computed once.
 
         Args:
             prompts: All of the step: what is drawn for one does not depend on who draws it.
             step: Of training; with the run's seed and the row's place it decides what is drawn.
+            turns: Gives what has them go on where a turn has ended, for the place of each completion among the own ones
+                by its request and number; None: they have one turn.
 
         Raises:
             NotFinite: the model's logits are not finite.
@@ -71,7 +80,12 @@ class Rollouts:
         grpo = self._grpo
         sampling = Sampling(grpo.temperature, grpo.top_k, grpo.top_p)
         opened = self._open(min(len(mine), MOST_ROWS))
-        completions = opened.generator.complete(requests, sampling, self.stopping)
+        if turns is None:
+            completions = opened.generator.complete(requests, sampling, self.stopping)
+        else:
+            named = [(number, at) for number, one in enumerate(requests) for at in range(len(one.seeds))]
+            acting = turns({where: place for place, where in enumerate(named)})
+            completions = opened.generator.converse(requests, sampling, self.stopping, acting)
         return [one for each in completions for one in each]
 
     def _open(self, rows: int) -> OpenedGenerator:
@@ -130,6 +144,11 @@ def gather_completions(group: RankGroup | None, mine: Sequence[Completion]) -> l
     if group is None:
         return found
     return [one for said in gather_bytes(group, "rollouts", _packed(found)) for one in _unpacked(said)]
+
+
+def gather_rest(group: RankGroup | None, mine: list[Any]) -> list[Any]:
+    """What all ranks have to say of their completions, in order."""
+    return mine if group is None else [one for said in gather_json(group, "rest of", mine) for one in said]
 
 
 def gather_rows(group: RankGroup, where: str, mine: Tensor) -> Tensor:

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ftcli.config.base import Count, Fraction, Items, Rate, Section
-from ftcli.config.evaluation import RewardConfig
+from ftcli.config.base import Count, Fraction, Items, Rate, Section, Served
+from ftcli.config.evaluation import OnError, RewardConfig
 
 
 class RewardPlateauConfig(Section):
@@ -34,6 +34,36 @@ class GrpoStoppingConfig(Section):
 
     reward: RewardPlateauConfig | None = Field(default=None, description="When rewards stop rising.")
     entropy: EntropyCollapseConfig | None = Field(default=None, description="When entropy has collapsed.")
+
+
+class EnvironmentConfig(Section):
+    """An environment that the model acts in, by TRL's contract: a class with `reset`, public methods as tools, and
+    `get_reward` where it has a reward of its own.
+    """
+
+    file: Annotated[str, Field(pattern=r"^.+\.py:[A-Za-z_]\w*$"), Served] = Field(
+        description="`path.py:Class`, made without arguments; each rollout has an instance in a process of its own."
+    )
+    max_tool_calling_iterations: Count | None = Field(
+        default=None, description="Turns of a rollout that may call tools; no limit but that of tokens when absent."
+    )
+    timeout: Annotated[float, Field(gt=0, le=3600)] = Field(
+        default=30.0, description="Seconds of `reset`, of the calls of a turn, and of `get_reward`."
+    )
+    max_response_chars: Count | None = Field(
+        default=None, description="Characters of a tool's answer that the model sees; all when absent."
+    )
+    weight: Annotated[float, Field(ge=-10_000, le=10_000)] = Field(
+        default=1.0, description="Weight of its own reward in the sum."
+    )
+    on_error: OnError = Field(
+        default="stop", description="What happens to a rollout whose `get_reward` fails, as for rewards."
+    )
+    lockstep: bool = Field(
+        default=False,
+        description="Have all rollouts wait for each other's tools: a run that is repeated then has the same bits. On "
+        "a CPU they always do.",
+    )
 
 
 class RewardFailuresConfig(Section):
@@ -139,6 +169,9 @@ class GrpoConfig(Section):
         default=False, description="Leave completions without a stop token out of the loss."
     )
     rewards: Items[RewardConfig] = Field(default=(), description="Rewards, summed by weight.")
+    environment: EnvironmentConfig | None = Field(
+        default=None, description="What the model acts in, over several turns; none when absent."
+    )
     reward_failures: RewardFailuresConfig = Field(
         default_factory=RewardFailuresConfig, description="When a run stops because rewards fail."
     )

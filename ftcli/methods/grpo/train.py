@@ -75,6 +75,7 @@ def _train(session: Session, context: RunContext) -> GrpoResult:
     with context.phase("loading libraries"):
         from ftcli.evaluate.suite import Evaluator
         from ftcli.job import open_job
+        from ftcli.methods.grpo.episodes import open_acting
         from ftcli.methods.grpo.objective import build_grpo
         from ftcli.methods.grpo.rollouts import of_leader
         from ftcli.train import assembly
@@ -89,6 +90,7 @@ def _train(session: Session, context: RunContext) -> GrpoResult:
             columns_of([one.prompt for one in prompts]),
             JudgeAccess(session.secret, session.cache_dir),
         )
+        acting = open_acting(job, grpo)
         evaluator = Evaluator(job, [], judges_of(context.recipe))
         evaluator.read_tasks()
     with context.phase("loading the model"):
@@ -115,7 +117,7 @@ def _train(session: Session, context: RunContext) -> GrpoResult:
         context,
         job,
         model,
-        lambda hooks: build_grpo(job, grpo, model, prompts, rewards, hooks, agreement, group, reference),
+        lambda hooks: build_grpo(job, grpo, model, prompts, rewards, hooks, agreement, group, reference, acting),
         evaluate if job.recipe.eval.tasks else None,
         training_rows(context.recipe, len(prompts)),
         grpo.completions_kept,
