@@ -1,8 +1,8 @@
 """An example of an environment: a desk with a calculator and a box of notes, by TRL's contract.
 
-A class without arguments: ``reset`` gets the columns of a row, and public methods are tools, which the model is shown by
-their name, types and docstring; ``get_reward`` would score what was done. TRL's GRPOTrainer takes the class as it is, as
-``environment_factory``.
+A class without arguments: ``reset`` gets the columns of a row, and public methods are tools, which the model is shown
+by their name, types and docstring; ``get_reward`` would score what was done. TRL's GRPOTrainer takes the class as it
+is, as ``environment_factory``.
 """
 
 from __future__ import annotations
