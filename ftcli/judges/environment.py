@@ -61,7 +61,7 @@ class EnvironmentInstance:
     tool_seconds: float = 0.0
     _row: JsonMap | None = None
     _called: list[list[Call]] = field(default_factory=list)
-    _there: bool = False
+    _made_in: int | None = None
 
     def facts(self) -> EnvironmentFacts:
         """Raises Broken, CallTimedOut, WorkerGone."""
@@ -74,7 +74,6 @@ class EnvironmentInstance:
     def reset(self, row: JsonMap) -> str | None:
         """Begins a rollout; what it says is the end of the last user turn. Raises Broken, CallTimedOut, WorkerGone."""
         self._row, self._called, self.tool_seconds = row, [], 0.0
-        self._there = False
         return self._restore()
 
     def call(self, calls: Sequence[Call], most: int | None) -> list[ToolResult]:
@@ -86,10 +85,8 @@ class EnvironmentInstance:
         began = time.monotonic()
         asked = list(calls)
         try:
-            if not self._there:
-                self._restore()
             said = [ToolResult(name, text, failed) for (name, _), (text, failed) in zip(
-                asked, self._asked("call", asked)["results"], strict=True
+                asked, self._there_asked("call", asked)["results"], strict=True
             )]  # fmt: skip
             self._called.append(asked)
         except CallTimedOut:
@@ -102,9 +99,7 @@ class EnvironmentInstance:
     def reward(self) -> Verdict:
         """The environment's own."""
         try:
-            if not self._there:
-                self._restore()
-            answer = self._asked("reward")
+            answer = self._there_asked("reward")
             if answer.get("bad"):
                 return FailedJudgement(f"{answer['bad']['0']}, where a number up to 1e12 in size or None was expected,")
             score: float | None = answer["scores"][0]
@@ -115,8 +110,9 @@ class EnvironmentInstance:
             return FailedJudgement(str(error))
 
     def _make(self) -> JsonObject:
-        self._there = False
-        return self._asked("make", seconds=LOAD_SECONDS)
+        made = self._asked("make", seconds=LOAD_SECONDS)
+        self._made_in = self.worker.kept
+        return made
 
     def _restore(self) -> str | None:
         """An instance that is where this one was; what its reset says."""
@@ -124,15 +120,20 @@ class EnvironmentInstance:
         said: str | None = self._asked("reset", dict(self._row or {}))["said"]
         for calls in self._called:
             self._asked("call", calls)
-        self._there = True
         return said
 
-    def _asked(self, what: str, *given: Any, seconds: float | None = None) -> JsonObject:
+    def _there_asked(self, what: str, *given: Any) -> JsonObject:
+        """Asks the instance as it was left; once more, where its process has ended meanwhile."""
         try:
-            answer = self.worker.do(what, *given, seconds=seconds or self.seconds)
-        except (CallTimedOut, WorkerGone):
-            self._there = False
-            raise
+            if self._made_in == self.worker.kept:
+                return self._asked(what, *given)
+        except WorkerGone:
+            pass
+        self._restore()
+        return self._asked(what, *given)
+
+    def _asked(self, what: str, *given: Any, seconds: float | None = None) -> JsonObject:
+        answer = self.worker.do(what, *given, seconds=seconds or self.seconds)
         if "raised" in answer:
             raise Broken(answer["raised"])
         if not ({"environment", "schemas", "said", "results", "scores"} & answer.keys()):

@@ -67,9 +67,12 @@ class Worker:
     def __init__(self, source: FunctionSource) -> None:
         self._source = source
         self._text = source.path.read_bytes()  # what every process of this command loads
+        #: Processes so far: what an earlier one has made is gone.
+        self.starts = 0
         self._start()
 
     def _start(self) -> None:
+        self.starts += 1
         source = self._source
         ours, theirs = socket.socketpair()
         with theirs:
@@ -193,6 +196,11 @@ class Worker:
                 raise EOFError
             parts += part
         return bytes(parts)
+
+    @property
+    def kept(self) -> int | None:
+        """The number of the process that answered last; None where it is known to have ended."""
+        return self.starts if self._end.alive else None
 
     def end(self) -> None:
         """Kills the process and all that it has started; the next call starts another."""

@@ -233,6 +233,48 @@ def test_what_a_loss_can_have_besides_is_trls_own(both: Both, way: str) -> None:
         both.set(**PLAIN)
 
 
+@pytest.mark.parametrize(("loss", "change"), [("dapo", {}), ("grpo", {"beta": 0.1}), ("luspo", {"entropy_coef": 0.1})])
+@pytest.mark.parametrize("both", ["LoRA"], indirect=True)
+def test_what_stands_between_turns_bears_no_loss_as_in_trl(both: Both, loss: str, change: dict[str, Any]) -> None:
+    inputs = batch(silent=False)
+    inputs["tool_mask"] = torch.ones(6, 7, dtype=torch.int64)
+    inputs["tool_mask"][0, 2:5] = inputs["tool_mask"][2, 1] = inputs["tool_mask"][4, 1:3] = 0
+    inputs["num_items_in_batch"] = (inputs["completion_mask"] * inputs["tool_mask"]).sum()
+    both.set(**PLAIN)
+    both.set(loss_type=loss, **change)
+    try:
+        for layout in ("padded", "unpadded"):
+            same(both, inputs, layout)
+        changed = {**inputs, "completion_ids": inputs["completion_ids"].clone()}
+        changed["completion_ids"][0, 2] = 9  # the model reads what was said to it
+        assert not torch.equal(both.of_ours(inputs, "padded")[0], both.of_ours(changed, "padded")[0])
+    finally:
+        both.set(**PLAIN)
+
+
+def test_parity_is_of_the_tokens_that_the_model_wrote(both: Both) -> None:
+    inputs = batch()
+    real = inputs["completion_mask"].bool()
+    done = patch(both.model, "reference")
+    both.ours.batches = Batches("unpadded", "a test")
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+    both.model.eval()
+    with torch.no_grad():
+        said, _ = both.ours.log_probs(ids, mask, 7)
+    both.model.train()
+    inputs["tool_mask"] = torch.ones(6, 7, dtype=torch.int64)
+    inputs["tool_mask"][0, 2:5] = 0
+    said[0, 2:5] = 0.0  # nobody sampled them
+    found = check_parity(both.ours, PLAN, inputs, said)
+    assert (found.rows, found.tokens) == (2, 10)
+    assert found.sampler_mean is not None
+    assert found.sampler_mean < 1e-4
+    with pytest.raises(FtcliError, match="completions were sampled with"):
+        check_parity(both.ours, PLAN, inputs, said + real * 0.5)
+    done.undo()
+
+
 @pytest.mark.parametrize("layout", ["padded", "unpadded"])
 def test_on_policy_as_well(both: Both, layout: str) -> None:
     both.set(loss_type="dapo", importance_sampling_level="token", beta=0.0, epsilon_high=0.2)
