@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from ftkernels.sampling import Sampling, row_seed
-from torch import Tensor
 
 from ftcli.facts.generation import MOST_ROWS
 from ftcli.generation.generator import OpenedGenerator, open_generator
@@ -18,6 +15,7 @@ from ftcli.generation.requests import Completion, GenerationRequest, StopCheck, 
 from ftcli.generation.turns import Turns
 from ftcli.job import Job
 from ftcli.methods.grpo.settings import GrpoConfig
+from ftcli.train.gathering import gather_bytes, gather_json
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -113,31 +111,6 @@ class Rollouts:
         return opened
 
 
-def gather_bytes(group: RankGroup, where: str, mine: bytes) -> list[bytes]:
-    """What each rank has, on all of them; called by all at the same place, whose first seven letters name it.
-
-    Raises PeerFailed or RankLost as :meth:`ftcli.run.process_group.RankGroup.agree`.
-    """
-    sizes = [numbers[0] for numbers in group.agree(where, [len(mine)])]
-    padded = torch.zeros(max(*sizes, 1), dtype=torch.uint8)
-    padded[: len(mine)] = torch.from_numpy(np.frombuffer(mine, np.uint8).copy())
-    found = group.all_gather(padded)
-    return [row[:size].numpy().tobytes() for row, size in zip(found, sizes, strict=True)]
-
-
-def gather_json(group: RankGroup, where: str, mine: Any) -> list[Any]:
-    """As :func:`gather_bytes`, for what JSON can say; floats come as they are, NaN included."""
-    return [json.loads(said) for said in gather_bytes(group, where, json.dumps(mine).encode())]
-
-
-def of_leader(group: RankGroup | None, where: str, mine: Mapping[str, float]) -> Mapping[str, float]:
-    """Rank 0's numbers, on all ranks."""
-    if group is None:
-        return mine
-    found: Mapping[str, float] = gather_json(group, where, dict(mine))[0]
-    return found
-
-
 def gather_completions(group: RankGroup | None, mine: Sequence[Completion]) -> list[tuple[list[int], list[float]]]:
     """Tokens of all ranks' completions and what is known of their log-probabilities, in order."""
     found = [(one.tokens, one.logprobs) for one in mine]
@@ -149,13 +122,6 @@ def gather_completions(group: RankGroup | None, mine: Sequence[Completion]) -> l
 def gather_rest(group: RankGroup | None, mine: list[Any]) -> list[Any]:
     """What all ranks have to say of their completions, in order."""
     return mine if group is None else [one for said in gather_json(group, "rest of", mine) for one in said]
-
-
-def gather_rows(group: RankGroup, where: str, mine: Tensor) -> Tensor:
-    """All ranks' rows of a float32 matrix, in order, on the device of ``mine``."""
-    told = gather_bytes(group, where, mine.cpu().float().contiguous().numpy().tobytes())
-    parts = [torch.from_numpy(np.frombuffer(said, np.float32).copy()).view(-1, mine.shape[1]) for said in told]
-    return torch.cat(parts).to(mine.device)
 
 
 def _packed(completions: Sequence[tuple[list[int], list[float]]]) -> bytes:
