@@ -1,6 +1,5 @@
-"""Another model that a method asks before the trained one is loaded: loaded as that one is, asked, and gone.
-
-There are never two models in memory.
+"""Another model that a method asks: loaded as the trained one is, asked before that is there, and gone; or kept beside
+it, where it is asked in each step.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from ftcli.errors import ExitCode, FtcliError
 from ftcli.facts.tokenizer import foreign_tokens, foreign_tokens_finding
 from ftcli.job import Job
 from ftcli.model.tokenizer import load_tokenizer
+from ftcli.plan.batches import Batches
 from ftcli.run.inputs import Inputs
 from ftcli.train import assembly
 
@@ -67,9 +67,29 @@ def _job_of_other(job: Job) -> Job:
     """The job with the other model in the place of the trained one; of its memory nothing was decided."""
     asked = job.report.asked
     assert asked is not None
-    recipe = job.recipe.model_copy(update={"model": asked.plan.recipe.model})
+    theirs = asked.plan.recipe
+    recipe = job.recipe.model_copy(update={"model": theirs.model, "quantization": theirs.quantization})
     plan = replace(job.plan, recipe=recipe, facts=asked.facts)
     return replace(job, report=replace(job.report, plan=plan, memory=None))
+
+
+def loaded_beside(job: Job, rows: Sequence[TokenizedRow]) -> tuple[PreTrainedModel, Batches, Inputs]:
+    """The other model, frozen, which stays beside the trained one; how its batches are laid out; and the identity of
+    its files.
+
+    Args:
+        rows: A few, for the self-check.
+
+    Raises:
+        FtcliError: FT326 (exit 3) where an id is another token there; what loading raises.
+    """
+    of_other = _job_of_other(job)
+    require_same_tokens(job, of_other, (rows,))
+    read = assembly.begin_reading(of_other)
+    model = assembly.build_base(of_other)
+    model.requires_grad_(False).eval()
+    assembly.put_on_kernels(of_other, model, rows)
+    return model, assembly.laid_out(of_other, model, rows), assembly.loaded_base(of_other, model, read)
 
 
 def _answered(

@@ -166,7 +166,8 @@ class Draws:
         """Completions of prompts by their numbers, judged."""
         rows = [row for row in prompts for _ in range(self._grpo.num_generations)]
         own = share_of(len(rows), self._rank, self._ranks)
-        texts, episodes = [self._asked[row].text for row in rows], []
+        texts = [self._asked[row].text for row in rows]
+        episodes: list[Episode] = []
         self._spans.enter(ROLLOUT)
         if self._acting is not None:
             texts, episodes = self._begun(self._acting, rows, own)

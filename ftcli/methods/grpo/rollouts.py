@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from ftkernels.sampling import Sampling, row_seed
@@ -14,7 +14,6 @@ from ftcli.generation.generator import OpenedGenerator, open_generator
 from ftcli.generation.requests import Completion, GenerationRequest, StopCheck, StopConditions
 from ftcli.generation.turns import Turns
 from ftcli.job import Job
-from ftcli.methods.grpo.settings import GrpoConfig
 from ftcli.train.gathering import gather_bytes, gather_json
 
 if TYPE_CHECKING:
@@ -24,6 +23,23 @@ if TYPE_CHECKING:
     from ftcli.run.process_group import RankGroup
 
 
+class DrawnBy(Protocol):
+    """The settings of a method by which completions are drawn."""
+
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def top_p(self) -> float: ...
+    @property
+    def max_prompt_length(self) -> int: ...
+    @property
+    def max_completion_length(self) -> int: ...
+    @property
+    def stop_strings(self) -> tuple[str, ...]: ...
+
+
 class Rollouts:
     """Completes prompts for one run.
 
@@ -31,7 +47,7 @@ class Rollouts:
     trains; else it is made anew for each step's completions.
     """
 
-    def __init__(self, model: PreTrainedModel | PeftModel, job: Job, grpo: GrpoConfig) -> None:
+    def __init__(self, model: PreTrainedModel | PeftModel, job: Job, grpo: DrawnBy) -> None:
         self._model = model
         self._job = job
         self._grpo = grpo
