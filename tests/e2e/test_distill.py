@@ -19,7 +19,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "adapters, reverse": {"checkpoint": {"every_steps": 3}},
     "full, forward, on the kernels' torch form": {
         "lora": None, "distill": {**DISTILL, "beta": 0.0}, "model": {"kernels": "reference"},
-        "train": {**TRAIN, "gradient_checkpointing": "true"},
+        "train": {**TRAIN, "gradient_checkpointing": True},
     },
     "a teacher in NF4, Jensen-Shannon": {"distill": {**DISTILL, "beta": 0.5, "teacher_quantization": "nf4"}},
     "the base that sees the answer": {"distill": {**DISTILL, "teacher": None, "teacher_column": "answer"}},
@@ -65,7 +65,7 @@ def test_the_divergence_falls(narrow: User) -> None:
             "FT276", "not read without",
         ),
         ({"distill": {**DISTILL, "max_completion_length": 60}}, "FT262", "exceeds data.max_seq_len"),
-        ({"launch": {"engine": "fsdp", "num_processes": 2}}, "FT250", "not supported by distillation"),
+        ({"train": {**TRAIN, "neftune_noise_alpha": 5.0}}, "FT250", "not supported by distillation"),
     ],
 )  # fmt: skip
 def test_what_it_cannot_do_is_refused_by_name(change: dict[str, Any], code: str, said: str, user: User) -> None:
