@@ -27,14 +27,22 @@ if TYPE_CHECKING:
 #: A value of a file: unsigned 32-bit for an int, 32-bit for a float.
 Value: TypeAlias = bool | int | float | str | list[str] | list[int] | list[float] | list[bool]
 
-#: A stack of experts that llama.cpp has as two, and what the halves are called here; a shared expert's gate.
-STACK, GATE, UP = ".mlp.experts.gate_up_proj", ":gate", ":up"
+#: A stack of experts that llama.cpp has as two, its biases, and what the halves are called here; the stack of the other
+#: projection; a shared expert's gate.
+STACK, GATE, UP, DOWN = ".mlp.experts.gate_up_proj", ":gate", ":up", ".mlp.experts.down_proj"
+STACKED_BIAS = f"{STACK}_bias"
 SHARED_GATE = ".mlp.shared_expert_gate.weight"
-_EXPERTS = re.compile(r".*?layers\.(\d+)\.mlp\.experts\.(gate_up_proj:gate|gate_up_proj:up|down_proj)")
-_STACKS = {
-    "gate_up_proj:gate": "ffn_gate_exps",
-    "gate_up_proj:up": "ffn_up_exps",
-    "down_proj": "ffn_down_exps",
+_EXPERTS = re.compile(r".*?layers\.(\d+)\.mlp\.experts\.(gate_up|down)_proj(_bias)?(:gate|:up)?")
+_STACKS = {("gate_up", ":gate"): "ffn_gate_exps", ("gate_up", ":up"): "ffn_up_exps", ("down", None): "ffn_down_exps"}
+#: Tensors of layers that are parameters of their own, and not a layer's weight or bias.
+_ALONE = re.compile(r".*?layers\.(\d+)\.((?:self_attn|router|experts)\.\w+|layer_scalar)")
+_STORED_ALONE = {
+    "self_attn.sinks": "attn_sinks.weight",
+    "layer_scalar": "layer_output_scale.weight",
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
+    "experts.gate_up_proj": "ffn_gate_up_exps.weight",
+    "experts.down_proj": "ffn_down_exps.weight",
 }
 #: What xIELU has in each layer, which is metadata there.
 _XIELU = re.compile(r".*?layers\.(\d+)\.mlp\.act_fn\.(alpha_n|alpha_p|beta|eps)")
@@ -55,7 +63,9 @@ _OF_VALUES, _BEHIND_KEYS, _FROM_VALUES = (
 _SUB_NORMS = {"self_attn.attn_sub_norm": "self_attn.inner_attn_ln", "mlp.ffn_sub_norm": "mlp.ffn_layernorm"}
 _BACKBONE = re.compile(r"(?:model\.)?(?:language_model\.)?(?:model\.)?(layers\.(\d+)\.)?(.+)\.(weight|bias)")
 #: What a multimodal model has beside its language model; llama.cpp reads that from a file of its own.
-_OTHER_PARTS = re.compile(r"(^|\.)(visual|vision_tower|vision_model|audio_tower|multi_modal_projector|embed_vision)\.")
+_OTHER_PARTS = re.compile(
+    r"(^|\.)(visual|vision_tower|vision_model|vision_embedder|audio_tower|multi_modal_projector|embed_vision|embed_audio)\."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +138,11 @@ def _stored_name(name: str, table: TensorNameMap, architecture: Architecture) ->
         return None if architecture.tied else "output.weight"
     stack = _EXPERTS.fullmatch(name)
     if stack is not None:
-        return f"blk.{stack[1]}.{_STACKS[stack[2]]}.weight"
+        stacked = _STACKS.get((stack[2], stack[4]))
+        return stacked and f"blk.{stack[1]}.{stacked}.{'bias' if stack[3] else 'weight'}"
+    alone = _ALONE.fullmatch(name)
+    if alone is not None and alone[2] in _STORED_ALONE:
+        return f"blk.{alone[1]}.{_STORED_ALONE[alone[2]]}"
     net = _OF_DELTA_NETS.fullmatch(name)
     if net is not None and architecture.delta_nets:
         return f"blk.{net[1]}.{_STORED_OF_DELTA_NETS[net[2]]}"
@@ -140,6 +154,24 @@ def _stored_name(name: str, table: TensorNameMap, architecture: Architecture) ->
         return None
     found: str | None = table.get_name(f"model.{layer}{_SUB_NORMS.get(module, module)}")
     return found and f"{found}.{leaf}"
+
+
+def in_stored_layout(name: str, tensor: Tensor, architecture: Architecture) -> Tensor:
+    """A stack of experts with matrices as llama.cpp has them, (out, in); or of such a one, as transformers has it."""
+    return tensor.mT if architecture.transposed and name.endswith((STACK, DOWN)) else tensor
+
+
+def halves(tensor: Tensor, architecture: Architecture) -> tuple[Tensor, Tensor]:
+    """Gate and up projection (E, width, ...) of a stack of both, or their biases."""
+    if architecture.transposed:
+        return tensor[:, ::2], tensor[:, 1::2]
+    gate, up = tensor.chunk(2, dim=1)
+    return gate, up
+
+
+def joined_halves(gate: Tensor, up: Tensor, architecture: Architecture) -> Tensor:
+    """The reverse of :func:`halves`."""
+    return torch.stack((gate, up), dim=2).flatten(1, 2) if architecture.transposed else torch.cat((gate, up), dim=1)
 
 
 def part_of(stored: str) -> str:

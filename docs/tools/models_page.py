@@ -74,9 +74,9 @@ Families that behave alike share a row, the most trained ones first.
   Those on the kernels generate on ftcli's [engine](generation.md), Qwen3.5 with a state a row beside keys and values,
   latent attention with latents alone.
 
-gpt-oss is read as it is released, experts in MXFP4 ([quantization.md](quantization.md#nf4)). Also refused: weights
-stored in fp8 (DeepSeek-V3): name a copy in bfloat16 (FT316); other multimodal checkpoints and encoder-decoders (FT309),
-dropout on experts (FT333), unknown scaling of the logits (FT335).
+gpt-oss is read as it is released, experts in MXFP4 ([quantization.md](quantization.md#nf4)), and so are
+[fp8 files](quantization.md#released-in-fp8) of any family. Also refused: other packed weights (FT316), other multimodal
+checkpoints and encoder-decoders (FT309), dropout on experts (FT333), unknown scaling of the logits (FT335).
 
 | model_type | kernels | LoRA | QLoRA | full | export | packing | trained |
 |---|---|---|---|---|---|---|---|

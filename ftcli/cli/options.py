@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeAlias, TypeVar
 
@@ -59,7 +61,6 @@ class EndedElsewhere:
     exit_code: int
 
 
-#: A command's function is asked for its annotations when the command line is built, before its result's type is loaded.
 AnyRequest: TypeAlias = Invocation[Any]
 
 
@@ -110,8 +111,45 @@ OfflineOption = Annotated[bool, typer.Option("--offline", help="Use no network."
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 
 
-def common(json: bool, quiet: bool, offline: bool, debug: bool) -> CommonOptions:
-    return CommonOptions(json=json, quiet=quiet, offline=offline, debug=debug)
+_COMMON: Mapping[str, Any] = {
+    "json": JsonOption, "quiet": QuietOption, "offline": OfflineOption, "debug": DebugOption,
+}  # fmt: skip
+
+
+def command(
+    name: str,
+    render: Callable[[Any], str] | None = None,
+    *,
+    takes: Sequence[str] = tuple(_COMMON),
+    exit_code: Callable[[Any], int] | None = None,
+    raw: bool = False,
+    verbatim: bool = False,
+    owns_stdout: bool = False,
+) -> Callable[[Callable[..., Any]], Callable[..., AnyRequest]]:
+    """Makes a command of a function of the session and of its own options: it takes these and the common ones.
+
+    Args:
+        takes: Which of the common options.
+        render, exit_code, raw, verbatim, owns_stdout: As :class:`Invocation` has them.
+    """
+
+    def made(action: Callable[..., Any]) -> Callable[..., AnyRequest]:
+        action.__annotations__.pop("return")  # types of results are loaded when a command runs
+        signature = inspect.signature(action, eval_str=True)
+        _, *own = signature.parameters.values()
+        common = [inspect.Parameter(each, own_kind, default=False, annotation=_COMMON[each]) for each in takes]
+
+        def invoke(**given: Any) -> AnyRequest:
+            chosen = CommonOptions(**{each: given.pop(each) for each in takes})
+            work = partial(action, **given)
+            return Invocation(name, chosen, work, render, raw, verbatim, exit_code, owns_stdout)
+
+        invoke.__name__, invoke.__doc__ = action.__name__, action.__doc__
+        invoke.__signature__ = signature.replace(parameters=[*own, *common])  # type: ignore[attr-defined]
+        return invoke
+
+    own_kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return made
 
 
 def overrides(

@@ -110,7 +110,7 @@ def secrets_in(tree: Tree, key: str = "") -> list[Finding]:
     if isinstance(tree, MapNode):
         found = []
         for name, entry in tree.entries.items():
-            if is_secret_key(name) and not _is_empty(entry.value):
+            if is_secret_key(name) and not (isinstance(entry.value, Leaf) and entry.value.value is None):
                 found.append(_secret(f"`{name}` is a secret, and recipes are copied into run directories", entry.key))
             else:
                 found += secrets_in(entry.value, name)
@@ -120,10 +120,6 @@ def secrets_in(tree: Tree, key: str = "") -> list[Finding]:
     if isinstance(tree.value, str) and is_secret_value(tree.value):
         return [_secret(f"the value of `{key}` looks like an access token", tree.origin)]
     return []
-
-
-def _is_empty(tree: Tree) -> bool:
-    return isinstance(tree, Leaf) and tree.value is None
 
 
 def _secret(message: str, origin: Origin) -> Finding:

@@ -60,7 +60,7 @@ def _masked(lines: Sequence[str], anchors: Collection[str]) -> tuple[list[str], 
     hidden: list[str] = []
     inside: int | None = None  # the column of the key whose value goes on
     for line in lines:
-        column = _column(line)
+        column = len(line) - len(line.lstrip())
         item = inside is not None and column == inside and line[column:].startswith("-")
         if inside is not None and line.strip() and column <= inside and not item:
             inside = None
@@ -85,10 +85,6 @@ def _secret_from(line: str, anchors: Collection[str]) -> int | None:
     keys = (m.end() for m in _ASSIGNMENT.finditer(line) if is_secret_key(m["key"].rpartition(".")[2]))
     named = (m.end() for m in _ANCHOR.finditer(line) if m[1] in anchors) if anchors else iter(())
     return min((end for end in (next(keys, None), next(named, None)) if end is not None), default=None)
-
-
-def _column(line: str) -> int:
-    return len(line) - len(line.lstrip())
 
 
 def _starred(text: str) -> str:

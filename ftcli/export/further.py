@@ -13,15 +13,17 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from safetensors import SafetensorError
 
 from ftcli.config.model import ModelConfig
 from ftcli.errors import Finding, FtcliError, first_line
-from ftcli.export.source import ExportSource, base_files, local_config, plain_config
+from ftcli.export.released import opened
+from ftcli.export.source import ExportSource, base_facts, base_files, local_config, plain_config
 from ftcli.export.tensorfile import TensorFile, add_shard, copied
 from ftcli.facts.config_file import hub_errors
 from ftcli.facts.weights import FURTHER_WEIGHTS
-from ftcli.model.pretrained import hollow, weight_files
+from ftcli.model.pretrained import hollow, read_config, weight_files
 from ftcli.model.quantized import unreadable_weights
 from ftcli.model.tokenizer import source_of
 from ftcli.plain import JsonMap
@@ -49,7 +51,7 @@ def passed_over(source: ExportSource) -> dict[str, TensorFile]:
     except FtcliError:  # a full fine-tune is exported without its base: missing_further tells
         return {}
     try:
-        return _found(model, files)
+        return _found(model, opened(files, base_facts(source).raw, torch.bfloat16))
     except (OSError, SafetensorError) as error:
         raise unreadable_weights(first_line(error)) from error
 
@@ -81,8 +83,10 @@ def keep_passed_over(
     if base.init == "random" or not _patterns(model):
         return
     try:
-        found = _found(model, weight_files(source_of(base.name_or_path), base.revision, offline))
-    except hub_errors(SafetensorError) as error:
+        name = source_of(base.name_or_path)
+        config = read_config(name, revision=base.revision, offline=offline).to_dict()
+        found = _found(model, opened(weight_files(name, base.revision, offline), config, torch.bfloat16))
+    except hub_errors(SafetensorError, FtcliError) as error:
         if promised(model.config.get_text_config().to_dict()):
             tell(_lacking(f"the weights of {base.name_or_path} cannot be read any more: {first_line(error)}"))
         return
@@ -100,8 +104,8 @@ def _patterns(model: PreTrainedModel) -> list[re.Pattern[str]]:
     return [re.compile(each) for each in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
 
 
-def _found(model: PreTrainedModel, files: Iterable[Path]) -> dict[str, TensorFile]:
-    stored = {key: file for file in map(TensorFile, files) for key in file.entries}
+def _found(model: PreTrainedModel, files: Iterable[TensorFile]) -> dict[str, TensorFile]:
+    stored = {key: file for file in files for key in file.entries}
     patterns = _patterns(model)
     return {key: file for key, file in stored.items() if any(pattern.search(key) for pattern in patterns)}
 

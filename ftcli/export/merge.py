@@ -127,9 +127,6 @@ def outputs(base: StoredWeights, adapter: AdapterUpdates, rounding: Rounding) ->
     for stored in base.stored:
         if is_copied(base, adapter, stored):
             found += [_converted(stored, i, rounding) for i in range(len(stored.keys))]
-        elif stored.in_blocks:
-            (name,) = stored.names
-            found.append(_one(base, adapter, rounding, name, base.renaming.key_of(name)))
         elif stored.roles and not stored.packed:
             found += _parts(base, adapter, rounding, stored)
         else:
@@ -142,9 +139,7 @@ def outputs(base: StoredWeights, adapter: AdapterUpdates, rounding: Rounding) ->
 def is_copied(base: StoredWeights, adapter: AdapterUpdates, stored: StoredTensors) -> bool:
     """True if the merged model's tensors are those of the file, but for the dtype."""
     changed = adapter.changed
-    return not (stored.packed or stored.in_blocks) and all(
-        base.is_as_stored(name) and name not in changed for name in stored.names
-    )
+    return not stored.packed and all(base.is_as_stored(name) and name not in changed for name in stored.names)
 
 
 def _converted(stored: StoredTensors, number: int, rounding: Rounding) -> TensorToWrite:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from ftcli.config.model import QuantizationConfig
 from ftcli.errors import FtcliError, first_line
+from ftcli.export.released import opened
 from ftcli.export.source import (
     ADAPTER_WEIGHTS,
     ExportSource,
@@ -40,7 +41,6 @@ from ftcli.export.tensorfile import DTYPES, TensorEntry, TensorFile, finite_tens
 from ftcli.facts.shape import shape_of
 from ftcli.model.load import config_of
 from ftcli.model.load_quantized import require_ignorable
-from ftcli.model.mxfp4 import dequantized, part_of
 from ftcli.model.pretrained import hollow, weight_files
 from ftcli.model.quantized import (
     PackedReader,
@@ -56,7 +56,8 @@ from ftcli.model.renaming import Renaming
 from ftcli.model.score_head import SCORE, as_classifier
 from ftcli.model.stacks import is_stack, quantized_stack, quantizes_stacks
 from ftcli.plain import JsonMap
-from ftcli.plan.quantization import stored_method, stores_mxfp4
+from ftcli.plan.quantization import stored_method
+from ftcli.plan.released import released_form
 from ftcli.tables import quantizations
 
 if TYPE_CHECKING:
@@ -210,7 +211,6 @@ class StoredTensors:
         names: What the model calls what they make; empty for what it has no place for, and may ignore.
         shapes: Of what they make.
         packed: They are a quantized weight and what turns it back.
-        in_blocks: They are a stack of experts in MXFP4, which training held in full precision or quantized anew.
     """
 
     keys: tuple[str, ...]
@@ -219,12 +219,11 @@ class StoredTensors:
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     packed: bool = False
-    in_blocks: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which the tensor, or the first of the parts, is stored; of MXFP4 the smallest that holds its numbers."""
-        return torch.bfloat16 if self.in_blocks else self.files[0].dtype(self.keys[0])
+        """In which the tensor, or the first of the parts, is stored."""
+        return self.files[0].dtype(self.keys[0])
 
 
 class StoredWeights:
@@ -241,7 +240,8 @@ class StoredWeights:
         model: Without memory (``ftcli.model.pretrained.hollow``).
         other_head: The layer that the model has in place of the files' head, which is passed over.
         rows: How many rows some weights are taken to have: zeros are added to the files', or the last left out.
-        in_blocks: Stacks of experts are in MXFP4.
+        stated: What config.json says, of files that may be in a form that is read into full precision.
+        dtype: Of what is read of such a form.
 
     Raises:
         FtcliError: FT323 for files that are damaged, or do not make this model.
@@ -255,12 +255,15 @@ class StoredWeights:
         rows: Mapping[str, int] = MappingProxyType({}),
         other_head: str | None = None,
         *,
-        in_blocks: bool = False,
+        stated: JsonMap = MappingProxyType({}),
+        dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         self.renaming, self.in_training, self._model, self._rows = Renaming(model), in_training, model, rows
-        self._other_head, self._in_blocks = other_head, in_blocks
+        self._other_head = other_head
+        found = released_form(stated)
+        self._released = "" if found is None else f"{found[1]}, dequantized in {str(dtype).removeprefix('torch.')}"
         try:
-            self.stored = tuple(self._grouped(files))
+            self.stored = tuple(self._grouped(opened(files, stated, dtype)))
         except (SafetensorError, RuntimeError, ValueError) as error:
             raise unreadable_weights(first_line(error)) from error
         self._by_name = {name: each for each in self.stored for name in each.names}
@@ -273,10 +276,9 @@ class StoredWeights:
         if missing:
             raise unreadable_weights(f"{missing[0]} is not among the stored weights")
 
-    def _grouped(self, files: Sequence[Path]) -> Iterator[StoredTensors]:
+    def _grouped(self, files: Sequence[TensorFile]) -> Iterator[StoredTensors]:
         found: dict[tuple[str, str], list[tuple[str, TensorFile, str]]] = {}
-        for path in files:
-            file = TensorFile(path)
+        for file in files:
             for key in file.entries:
                 if self._other_head is not None and key.startswith("lm_head."):
                     continue
@@ -291,9 +293,6 @@ class StoredWeights:
             elif kind == "packed":
                 shape = tuple(self._model.get_parameter(name).shape)
                 yield StoredTensors(keys, holders, roles, (name,), (shape,), packed=True)
-            elif kind == "blocks":
-                shape = tuple(self._model.get_parameter(name).shape)
-                yield StoredTensors(keys, holders, roles, (name,), (shape,), in_blocks=True)
             else:
                 shape = holders[0].entries[keys[0]].shape
                 yield StoredTensors(keys, holders, (), (name,) if kind == "whole" else (), (shape,))
@@ -304,9 +303,6 @@ class StoredWeights:
         if packed is not None:
             layer, part = packed
             return "packed", self.renaming.name_of(f"{layer}.weight")[0], part
-        block = part_of(key) if self._in_blocks else None
-        if block is not None and (name := self.renaming.name_of(block[0])[0]) in self.renaming.names:
-            return "blocks", name, block[1]
         name, pattern = self.renaming.name_of(key)
         if name not in self.renaming.names:
             require_ignorable(self._model, key)
@@ -316,7 +312,9 @@ class StoredWeights:
     @property
     def form(self) -> str:
         """The form of the base, in words."""
-        return ORIGINAL if self.in_training is None else self.in_training.said()
+        if self.in_training is None:
+            return f"{ORIGINAL}: {self._released}" if self._released else ORIGINAL
+        return self.in_training.said()
 
     def shape(self, name: str) -> tuple[int, ...]:
         found = self.of(name)
@@ -335,8 +333,7 @@ class StoredWeights:
     def is_as_stored(self, name: str) -> bool:
         """True if training held a tensor as it is stored, and did not quantize it."""
         found = self.of(name)
-        unlike = found.packed or found.in_blocks
-        return not unlike and (self.in_training is None or not self.in_training.quantizes(name))
+        return not found.packed and (self.in_training is None or not self.in_training.quantizes(name))
 
     def read(self, name: str) -> Tensor:
         """A tensor as training held it: as it is stored, or the numbers that its quantized form stands for.
@@ -351,11 +348,7 @@ class StoredWeights:
                 assert self.in_training is not None
                 parts = {role: f.read(key) for key, f, role in zip(found.keys, found.files, found.roles, strict=True)}
                 return self.in_training.unpacked(parts, self._model, name)
-            if found.in_blocks:
-                parts = {role: f.read(key) for key, f, role in zip(found.keys, found.files, found.roles, strict=True)}
-                tensor = dequantized(name, parts, found.dtype, torch.device("cpu"))
-            else:
-                tensor = self.joined(found)[name] if found.roles else found.files[0].read(found.keys[0])
+            tensor = self.joined(found)[name] if found.roles else found.files[0].read(found.keys[0])
         except (OSError, SafetensorError, ValueError) as error:
             raise unreadable_weights(f"{name}: {first_line(error)}") from error
         tensor = tensor if self.in_training is None else self.in_training.as_in_training(name, tensor)
@@ -458,8 +451,8 @@ def base_weights(source: ExportSource) -> StoredWeights:
     rows = {} if source.vocabulary is None else dict.fromkeys(filter(None, ends(model)), source.vocabulary)
     files = base_files(source)
     trained, head = base_in_training(source, config, model), SCORE if source.classifier else None
-    in_blocks = stores_mxfp4(config.to_dict())
-    return StoredWeights(files, model, trained, rows, other_head=head, in_blocks=in_blocks)
+    dtype = getattr(torch, source.compute)
+    return StoredWeights(files, model, trained, rows, other_head=head, stated=config.to_dict(), dtype=dtype)
 
 
 def source_updates(source: ExportSource, adapted: PeftModel) -> dict[str, WeightUpdate]:

@@ -77,7 +77,7 @@ def step_flops(
     recompute = 0.0
     again = policies.row(gradient_checkpointing).recomputes
     if again == "gate and up":
-        recompute = sum(_linear(_gate_and_up(layer.linears)) for layer in counted.layers)
+        recompute = sum(_linear(tuple(x for x in layer.linears if is_gate_and_up(x))) for layer in counted.layers)
         recompute += _adapters(each for each in adapted if is_gate_and_up(each.linear))
     elif again == "layer":
         recompute = linear_forward + adapters_forward + product * 2.0 + nets_forward
@@ -118,10 +118,6 @@ def _linear(linears: Iterable[Linear]) -> float:
 
 def _adapters(adapted: Iterable[LinearAdapter]) -> float:
     return 2.0 * sum(each.elements * each.linear.used / each.linear.experts for each in adapted)
-
-
-def _gate_and_up(linears: Iterable[Linear]) -> tuple[Linear, ...]:
-    return tuple(x for x in linears if is_gate_and_up(x))
 
 
 def _mean_keys(window: int | None, seq_len: int) -> float:

@@ -29,7 +29,7 @@ from ftcli.model.tokenizer import source_of
 from ftcli.plain import JsonMap
 from ftcli.plan.execution import own_attention, wants_kernels
 from ftcli.plan.precision import DtypePlan
-from ftcli.plan.quantization import stores_mxfp4
+from ftcli.plan.released import released_form
 from ftcli.tables import code_of, quantizations
 from ftcli.tables.families import family_of
 
@@ -73,10 +73,10 @@ def load_model(
     holding = None
     quantizes = quantization is not None and quantizations.row(quantization.method).quantize is not None
     files = model.init != "random" and source is None
-    in_blocks = files and stores_mxfp4(facts.raw)  # of which transformers makes full precision by packages of its own
-    if quantization is not None and (quantizes or in_blocks or (shards is not None and model.init != "random")):
+    packed = files and released_form(facts.raw) is not None  # which transformers reads by packages of its own
+    if quantization is not None and (quantizes or packed or (shards is not None and model.init != "random")):
         stacks = facts.shape is not None and facts.shape.has_experts
-        trained = trained or (in_blocks and not quantizes and shards is None)  # adapters freeze them later
+        trained = trained or (packed and not quantizes and shards is None)  # adapters freeze them later
         holding = ModelStorage(quantization, dtype, device, dequantized_layers, trained, shards=shards, stacks=stacks)
     if model.init == "random" and source is None:
         config = config_of(facts.raw, num_layers)

@@ -4,8 +4,8 @@ The model is made without memory; each weight is drawn or read by itself on the 
 where it is a linear layer's, and its full-precision form freed before the next one. At the peak there are the quantized
 model and one layer's matrix; packed files are gathered in host memory first.
 
-Weights come from safetensors, in full precision, in MXFP4 or in the packed layout that the method reads, or from GGUF
-files of ternary weights.
+Weights come from safetensors, in full precision, in a form that is read into it (:mod:`ftcli.tables.released`) or in
+the packed layout that the method reads, or from GGUF files of ternary weights.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from ftcli.facts.weights import inspect_weights
 from ftcli.gguf import ReadFile, from_file, heads_of, names_of, require_gguf_package
 from ftcli.model.backbone import decoder_layers
 from ftcli.model.fsdp import UNSHARDED_LAYERS, RankShards, has_shards_only, keep_shards
-from ftcli.model.mxfp4 import in_full
 from ftcli.model.pretrained import COMPUTED, hollow, weight_files
 from ftcli.model.quantized import (
     DequantizedLinear,
@@ -42,10 +41,10 @@ from ftcli.model.quantized import (
     stores_packed,
     unreadable_weights,
 )
+from ftcli.model.released import form_of, grouped, read_group
 from ftcli.model.renaming import Renaming
 from ftcli.model.stacks import is_stack, quantized_stack, quantizes_stacks
 from ftcli.plain import JsonMap
-from ftcli.plan.quantization import stores_mxfp4
 from ftcli.tables import code_of, quantizations
 from ftcli.tables.gguf import architecture_of
 
@@ -295,20 +294,31 @@ def _gguf_of(source: str, settings: QuantizationConfig) -> Path | None:
 def _tensors(
     source: str, revision: str | None, offline: bool, config: JsonMap, holding: ModelStorage
 ) -> Iterator[tuple[str, Tensor]]:
-    """Name and value of every stored tensor, one in memory at a time; stacks that ``config`` says are in MXFP4 in full
-    precision, on the device.
+    """Name and value of every stored tensor, one in memory at a time; those that ``config`` says are in a packed form
+    in full precision, on the device.
+
+    Of files one is open at a time, beside that in which the other parts of a weight are.
     """
-    stored = _stored(source, revision, offline)
-    return in_full(stored, holding.dtype, holding.device) if stores_mxfp4(config) else stored
-
-
-def _stored(source: str, revision: str | None, offline: bool) -> Iterator[tuple[str, Tensor]]:
     from safetensors import safe_open
 
-    for path in weight_files(source, revision, offline):
+    paths, form = weight_files(source, revision, offline), form_of(config)
+    places: dict[str, Path] = {}
+    for path in paths:
         with safe_open(path, framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118  # no dict
-                yield key, file.get_tensor(key)
+            places |= dict.fromkeys(file.keys(), path)
+    opened: dict[Path, Any] = {}
+
+    def read(key: str) -> Tensor:
+        path = places[key]
+        if path not in opened:
+            for other in list(opened)[:-1]:
+                del opened[other]
+            opened[path] = safe_open(path, framework="pt")
+        tensor: Tensor = opened[path].get_tensor(key)
+        return tensor
+
+    for name, group in grouped(places, form).items():
+        yield name, read_group(form, name, group, read, holding.dtype, holding.device)
 
 
 def _place_finished(

@@ -9,12 +9,14 @@ Each number has two significant bits: bfloat16 holds it as it is, and no other t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
 
 from ftcli.model.quantized import unreadable_weights
+from ftcli.model.released import WHOLE
+from ftcli.plain import JsonMap
 
 #: Both tensors of a stack, by the ends of their names.
 BLOCKS, SCALES = "_blocks", "_scales"
@@ -22,32 +24,36 @@ _NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _GROUP, _BIAS = 32, 127
 
 
-def part_of(key: str) -> tuple[str, str] | None:
-    """The stack, by its key in full precision, and which of both tensors of it is stored under ``key``; else None."""
-    end = next((end for end in (BLOCKS, SCALES) if key.endswith(end)), None)
-    return None if end is None else (key.removesuffix(end), end)
+class Mxfp4:
+    """A :class:`ftcli.model.released.Form`; config.json says nothing that it needs."""
+
+    def __init__(self, config: JsonMap) -> None:
+        """Every such file has one layout."""
+
+    def part_of(self, key: str) -> tuple[str, str] | None:
+        """See :class:`ftcli.model.released.Form`."""
+        end = next((end for end in (BLOCKS, SCALES) if key.endswith(end)), None)
+        return None if end is None else (key.removesuffix(end), end)
+
+    def shape(self, name: str, parts: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+        """See :class:`ftcli.model.released.Form`."""
+        if set(parts) == {WHOLE}:
+            return parts[WHOLE]
+        _require_both(name, parts)
+        if len(parts[SCALES]) != 3:
+            raise unreadable_weights(f"{name}{SCALES} has shape {parts[SCALES]}")
+        experts, rows, groups = parts[SCALES]
+        return experts, groups * _GROUP, rows
+
+    def dequantized(self, name: str, parts: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """See :class:`ftcli.model.released.Form`."""
+        return dequantized(name, parts, dtype, device)
 
 
-def in_full(tensors: Iterator[tuple[str, Tensor]], dtype: torch.dtype, device: torch.device) -> Iterator[
-    tuple[str, Tensor]
-]:  # fmt: skip
-    """``tensors`` with each stack as one tensor, on ``device``, once both of its parts have come.
-
-    Raises:
-        FtcliError: FT323 for parts that are missing or do not fit together.
-    """
-    waiting: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in tensors:
-        found = part_of(key)
-        if found is None:
-            yield key, tensor
-            continue
-        name, end = found
-        waiting.setdefault(name, {})[end] = tensor
-        if len(waiting[name]) == 2:
-            yield name, dequantized(name, waiting.pop(name), dtype, device)
-    for name, parts in waiting.items():
-        raise unreadable_weights(f"{name}{(BLOCKS, SCALES)[BLOCKS in parts]} is not stored")
+def _require_both(name: str, parts: Collection[str]) -> None:
+    missing = next((end for end in (BLOCKS, SCALES) if end not in parts), None)
+    if missing is not None:
+        raise unreadable_weights(f"{name}{missing} is not stored")
 
 
 def dequantized(name: str, parts: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -59,8 +65,7 @@ def dequantized(name: str, parts: Mapping[str, Tensor], dtype: torch.dtype, devi
     Raises:
         FtcliError: FT323 for parts that are missing or do not fit together.
     """
-    if set(parts) != {BLOCKS, SCALES}:
-        raise unreadable_weights(f"{name} needs {BLOCKS} and {SCALES}")
+    _require_both(name, parts)
     blocks, scales = parts[BLOCKS], parts[SCALES]
     fit = blocks.dim() == 4 and blocks.shape[:-1] == scales.shape and blocks.shape[-1] == _GROUP // 2
     if not fit or {blocks.dtype, scales.dtype} != {torch.uint8}:

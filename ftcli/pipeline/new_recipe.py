@@ -101,7 +101,8 @@ def _values(answers: Answers, device: DeviceFacts, rows: int, length: int) -> di
     made = {
         "model.name_or_path": DraftValue(answers.model),
         "model.dtype": DraftValue(
-            _dtype(device), None if device.kind == "cuda" else "16-bit arithmetic is slow on a CPU"
+            "float32" if device.kind == "cpu" else "auto",
+            None if device.kind == "cuda" else "16-bit arithmetic is slow on a CPU",
         ),
         "data.train": DraftValue(list(answers.data), "what rows may look like: docs/data.md"),
         "data.max_seq_len": DraftValue(length, "longer rows are an error, not cut: see data.overlong"),
@@ -111,10 +112,6 @@ def _values(answers: Answers, device: DeviceFacts, rows: int, length: int) -> di
         "logging.every_steps": DraftValue(1 if answers.method == "grpo" else 10),
     }
     return {key: drafted for key, drafted in made.items() if drafted.value is not None}
-
-
-def _dtype(device: DeviceFacts) -> str:
-    return "float32" if device.kind == "cpu" else "auto"
 
 
 def _held_out(answers: Answers) -> dict[str, DraftValue]:

@@ -20,7 +20,6 @@ from ftcli.facts.shape import ModelShape
 from ftcli.plain import JsonMap
 from ftcli.plan.precision import DtypePlan
 from ftcli.tables import code_of, quantizations
-from ftcli.tables.families import family_of
 
 #: Share of a device's memory that ``keep_dequantized: auto`` may fill.
 _AMPLE = 0.8
@@ -209,14 +208,6 @@ def stores_nf4(config: JsonMap) -> bool:
         return False
     kind = stored.get("bnb_4bit_quant_type")
     return stored.get("quant_method") == "bitsandbytes" and bool(stored.get("load_in_4bit")) and kind == "nf4"
-
-
-def stores_mxfp4(config: JsonMap) -> bool:
-    """True if a config.json says that experts are stored in MXFP4, in stacks of a known layout (gpt-oss)."""
-    stored = config.get("quantization_config")
-    family = family_of(str(config.get("model_type")))
-    known = family is not None and family.experts is not None and family.experts.transposed
-    return known and isinstance(stored, Mapping) and stored.get("quant_method") == "mxfp4"
 
 
 def stores_ternary(config: JsonMap) -> bool:

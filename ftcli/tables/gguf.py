@@ -42,8 +42,12 @@ class Architecture:
             apart as there are key heads, and the norm of what they give is no ``shifted`` one.
         head_dim: A head's size is read; None: it is always hidden_size over heads.
         activation: The MLP's, by transformers' name.
-        experts: It chooses among experts, and weighs those it has chosen by what a softmax over all gives (``raw``), or
-            by that brought to a sum of one (``normalised``). None: it has none.
+        experts: It chooses among experts, and weighs those it has chosen by what a softmax over all gives (``raw``), by
+            that brought to a sum of one (``normalised``), or by a softmax over these (``chosen``). None: it has none.
+        transposed: transformers has stacks of experts as (E, in, out) and of gate and up projection each second column,
+            with biases.
+        varied: Layers without a window have heads of another size and number, and the last layers may take keys and
+            values of earlier ones (Gemma-4).
         own_head: It has no head but a matrix of its own.
         only_in: The one program that builds it, where llama.cpp itself does not.
         named_as: The architecture whose tensors have the same names, where the gguf library does not know this one.
@@ -69,7 +73,9 @@ class Architecture:
     delta_nets: bool = False
     head_dim: bool = True
     activation: str = "silu"
-    experts: Literal["raw", "normalised"] | None = None
+    experts: Literal["raw", "normalised", "chosen"] | None = None
+    transposed: bool = False
+    varied: bool = False
     own_head: bool = False
     only_in: str | None = None
     named_as: str | None = None
@@ -92,6 +98,13 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "gemma": Architecture("gemma", shifted=True, tied=True, activation=_GELU),
         "gemma2": Architecture("gemma2", shifted=True, tied=True, window=True, large_layers=46, activation=_GELU),
         "gemma3_text": Architecture("gemma3", shifted=True, window=True, large_layers=62, activation=_GELU),
+        "gemma4_text": Architecture(
+            "gemma4", tied=True, window=True, activation=_GELU, experts="normalised", varied=True
+        ),
+        "gemma4_unified_text": Architecture("gemma4", tied=True, window=True, activation=_GELU, varied=True),
+        "gpt_oss": Architecture(
+            "gpt-oss", window=True, biases=(*_QKV, "o_proj", "router"), experts="chosen", transposed=True
+        ),
         "qwen2_vl_text": Architecture("qwen2vl", sections=True, head_dim=False, fault=_EPSILON),
         "qwen2_5_vl_text": Architecture("qwen2vl", sections=True, head_dim=False, fault=_EPSILON),
         "qwen3_vl_text": Architecture("qwen3vl", sections=True, interleaved=True),

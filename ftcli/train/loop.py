@@ -318,7 +318,7 @@ class TrainingLoop:
             self.attendance.progress.begin(self.step, self.steps)
         if self.evaluation_due:
             self._evaluate()
-        stopped_by = self.stopped_by or self._stop_requested()
+        stopped_by = self.stopped_by or (None if self.attendance is None else self.attendance.stop.requested)
         if stopped_by is not None:  # nothing has been done since the checkpoint: there is nothing to save
             raise StopRequested(stopped_by, "starting to train")
         if self.is_over:
@@ -533,9 +533,6 @@ class TrainingLoop:
     def is_over(self) -> bool:
         """True if there is a reason to end."""
         return self.why_over is not None
-
-    def _stop_requested(self) -> SignalName | None:
-        return None if self.attendance is None else self.attendance.stop.requested
 
     # -- save ------------------------------------------------------------------------------------------------
 

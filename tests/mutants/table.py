@@ -690,7 +690,7 @@ KTO = (
        _UL + "reference.py"),
     _m("kto: a mismatched row without end", _L + "reference.py", "ids[:longest], labels[:longest]", "ids, labels",
        _UL + "order.py"),
-    _m("kto: labels in the order of the file", _L + "order.py",
+    _m("kto: labels in the order of the file", _L + "train.py",
        "return Epochs(table, Mixture(sizes, counts, weighted=True), packs, seed)",
        "return Epochs(table, Mixture((len(table),), (len(table),)), packs, seed)", _UL + "order.py"),
     _m("kto: a bad answer as a task's reference", "ftcli/data/asked.py", "if made.value < 0:", "if made.value < -2:",
@@ -821,14 +821,14 @@ PREFERENCE = (
     ),
     _m(
         "reference: another model stays beside the trained one",
-        "ftcli/train/other_model.py",
+        "ftcli/train/on_rows.py",
         "    gc.collect()  # its modules know each other\n",
         "",
         _UP + "other_model.py",
     ),
     _m(
         "reference: another model's tokens are never looked at",
-        "ftcli/train/other_model.py",
+        "ftcli/train/on_rows.py",
         "used = {at for table in tables for row in table for at in alone.intersection(row.input_ids)}",
         "used = set[int]()",
         _UP + "other_model.py",
@@ -1555,16 +1555,62 @@ GPT_OSS = (
     _m(
         "MXFP4: parts that stay alone are forgotten",
         _BLOCKS,
-        '        raise unreadable_weights(f"{name}{(BLOCKS, SCALES)[BLOCKS in parts]} is not stored")',
+        '        raise unreadable_weights(f"{name}{missing} is not stored")',
         "        pass",
         "unit/model/test_mxfp4.py",
     ),
     _m(
         "MXFP4: a merged export in float32",
-        "ftcli/export/weights.py",
-        "return torch.bfloat16 if self.in_blocks else",
-        "return torch.float32 if self.in_blocks else",
+        "ftcli/export/released.py",
+        'TensorEntry("BF16", shape, 0, 2 * math.prod(shape))',
+        'TensorEntry("F32", shape, 0, 4 * math.prod(shape))',
         "e2e/test_mxfp4.py::test_merged_experts_are_in_bfloat16_where_no_dtype_is_asked_for",
+    ),
+)
+
+_SCALED, _READ = "ftcli/model/scaled_fp8.py", "unit/model/test_scaled_fp8.py"
+RELEASED_FP8 = (
+    _m(
+        "fp8 files: rows of a block by the number of scales, as transformers has them",
+        _SCALED,
+        "scales.repeat_interleave(self._block[0] or rows, 1)",
+        "scales.repeat_interleave(-(-rows // scales[0].shape[0]), 1)",
+        f"{_READ}::test_last_blocks_that_are_smaller",
+    ),
+    _m(
+        "fp8 files: the last columns get no scale",
+        _SCALED,
+        "    numbers[:, whole * wide :].mul_(by_row[:, whole:])\n",
+        "",
+        f"{_READ}::test_last_blocks_that_are_smaller",
+    ),
+    _m(
+        "fp8 files: gate and up projection share a last block",
+        _SCALED,
+        "for parts in (1, 2) if experts",
+        "for parts in (1,) if experts",
+        f"{_READ}::test_a_stack_whose_gates_had_blocks_of_their_own",
+    ),
+    _m(
+        "fp8 files: exponents in bytes are read as numbers",
+        _SCALED,
+        "if scales.dtype == torch.uint8:",
+        "if scales.dtype == torch.int8:",
+        f"{_READ}::test_scales_of_every_type",
+    ),
+    _m(
+        "fp8 files: scales are multiplied in the dtype that is asked for",
+        _SCALED,
+        "_scaled(matrix.to(device).to(torch.float32), by_row, wide)",
+        "_scaled(matrix.to(device).to(dtype), by_row.to(dtype), wide)",
+        f"{_READ}::test_every_byte_under_many_scales_is_transformers_number",
+    ),
+    _m(
+        "fp8 files: an export merges what is in float32 with what was trained in bfloat16",
+        "ftcli/export/weights.py",
+        "dtype = getattr(torch, source.compute)\n    return StoredWeights",
+        "dtype = torch.float32\n    return StoredWeights",
+        "e2e/test_scaled_fp8.py::test_an_adapter_is_merged_with_what_it_was_trained_beside",
     ),
 )
 
@@ -1629,6 +1675,7 @@ TABLE: dict[str, tuple[Mutant, ...]] = {
     "latents": LATENTS,
     "gpt_oss": GPT_OSS,
     "gemma4": GEMMA4,
+    "released": RELEASED_FP8,
 }
 
 

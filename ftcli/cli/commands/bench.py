@@ -6,89 +6,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ftcli.cli import options, ranks
+from ftcli.cli import options
+from ftcli.cli.commands.train import exit_code, run_as_ranks
 from ftcli.cli.environment import results_only_on_stdout
-from ftcli.cli.options import AnyRequest, Invocation
 from ftcli.cli.render import result_text
 from ftcli.reporting import Session
 from ftcli.units import size
 
 if TYPE_CHECKING:
     from ftcli.pipeline.bench_result import BenchResult, PredictedMemory, TimedTokens
-
-
-def bench(
-    recipe: options.RecipeArgument,
-    set_: options.SetOption = None,
-    batch: Annotated[
-        int | None, typer.Option("--batch", metavar="N", min=1, help="Rows, or pairs of them, in each step.")
-    ] = None,
-    seq: Annotated[int | None, typer.Option("--seq", metavar="N", min=2, help="Tokens in each row.")] = None,
-    prompt: Annotated[
-        int | None, typer.Option("--prompt", metavar="N", min=1, help="Of pairs: tokens of the prompt (a third).")
-    ] = None,
-    lengths: Annotated[
-        str | None,
-        typer.Option(
-            "--lengths",
-            metavar="MIX",
-            help="Rows of different lengths, cut at --seq: lognormal:MEAN,SIGMA, or a file of lengths.",
-        ),
-    ] = None,
-    layers: Annotated[
-        int | None, typer.Option("--layers", metavar="N", min=1, help="Use the first N layers only.")
-    ] = None,
-    steps: Annotated[
-        int, typer.Option("--steps", metavar="N", min=0, max=10000, help="Steps to time; 0 reports the first.")
-    ] = 10,
-    profile: Annotated[bool, typer.Option("--profile", help="Record one more step: its kernels by time.")] = False,
-    evaluation: Annotated[
-        bool, typer.Option("--eval", help="Time evaluation: forward only, as `ftcli eval` takes the loss.")
-    ] = False,
-    gpus: options.GpusOption = None,
-    json: options.JsonOption = False,
-    quiet: options.QuietOption = False,
-    offline: options.OfflineOption = False,
-    debug: options.DebugOption = False,
-) -> AnyRequest:
-    """Time the training step, or evaluation.
-
-    The real step of `ftcli train` (with --eval, the loss of `ftcli eval`) on synthetic tokens and random weights.
-    Downloads nothing.
-
-    \b
-    Examples:
-      ftcli bench recipes/gemma2-9b.yaml --batch 1 --seq 2048 --layers 4
-      ftcli bench recipes/llama3.1-8b.yaml --batch 8 --lengths lognormal:380,0.8 --steps 400
-      ftcli bench recipes/smoke.yaml --steps 5 --json
-      ftcli bench recipes/gemma2-9b.yaml --eval
-      ftcli bench recipes/llama3.1-8b-dpo.yaml --batch 4 --seq 520 --prompt 190
-      ftcli bench recipes/llama3.1-8b.yaml --gpus 2
-    """
-
-    def action(session: Session) -> BenchResult | options.EndedElsewhere:
-        changes = options.overrides(set_)
-        loaded = ranks.run_as_ranks(lambda more: options.load(recipe, (*changes, *more)), gpus, session)
-        if isinstance(loaded, options.EndedElsewhere):
-            return loaded
-        from ftcli.pipeline.bench_result import BenchOptions
-        from ftcli.pipeline.benchmark import bench
-
-        wanted = BenchOptions(
-            batch=batch,
-            seq=seq,
-            prompt=prompt,
-            lengths=lengths,
-            layers=layers,
-            steps=steps,
-            profile=profile,
-            evaluation=evaluation,
-        )
-        with results_only_on_stdout():
-            return bench(loaded, session, wanted)
-
-    common = options.common(json, quiet, offline, debug)
-    return Invocation("bench", common, action, bench_text, exit_code=ranks.exit_code, owns_stdout=True)
 
 
 def bench_text(result: BenchResult) -> str:
@@ -127,3 +53,71 @@ def _peaks(peak: int | None, predicted: PredictedMemory) -> list[str]:
     return [
         f"{size(peak)} allocated at the peak, {size(allocated)} predicted; {size(whole)} with what CUDA takes itself"
     ]
+
+
+@options.command("bench", bench_text, exit_code=exit_code, owns_stdout=True)
+def bench(
+    session: Session,
+    recipe: options.RecipeArgument,
+    set_: options.SetOption = None,
+    batch: Annotated[
+        int | None, typer.Option("--batch", metavar="N", min=1, help="Rows, or pairs of them, in each step.")
+    ] = None,
+    seq: Annotated[int | None, typer.Option("--seq", metavar="N", min=2, help="Tokens in each row.")] = None,
+    prompt: Annotated[
+        int | None, typer.Option("--prompt", metavar="N", min=1, help="Of pairs: tokens of the prompt (a third).")
+    ] = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            "--lengths",
+            metavar="MIX",
+            help="Rows of different lengths, cut at --seq: lognormal:MEAN,SIGMA, or a file of lengths.",
+        ),
+    ] = None,
+    layers: Annotated[
+        int | None, typer.Option("--layers", metavar="N", min=1, help="Use the first N layers only.")
+    ] = None,
+    steps: Annotated[
+        int, typer.Option("--steps", metavar="N", min=0, max=10000, help="Steps to time; 0 reports the first.")
+    ] = 10,
+    profile: Annotated[bool, typer.Option("--profile", help="Record one more step: its kernels by time.")] = False,
+    evaluation: Annotated[
+        bool, typer.Option("--eval", help="Time evaluation: forward only, as `ftcli eval` takes the loss.")
+    ] = False,
+    gpus: options.GpusOption = None,
+) -> BenchResult | options.EndedElsewhere:
+    """Time the training step, or evaluation.
+
+    The real step of `ftcli train` (with --eval, the loss of `ftcli eval`) on synthetic tokens and random weights.
+    Downloads nothing.
+
+    \b
+    Examples:
+      ftcli bench recipes/gemma2-9b.yaml --batch 1 --seq 2048 --layers 4
+      ftcli bench recipes/llama3.1-8b.yaml --batch 8 --lengths lognormal:380,0.8 --steps 400
+      ftcli bench recipes/smoke.yaml --steps 5 --json
+      ftcli bench recipes/gemma2-9b.yaml --eval
+      ftcli bench recipes/llama3.1-8b-dpo.yaml --batch 4 --seq 520 --prompt 190
+      ftcli bench recipes/llama3.1-8b.yaml --gpus 2
+    """
+
+    changes = options.overrides(set_)
+    loaded = run_as_ranks(lambda more: options.load(recipe, (*changes, *more)), gpus, session)
+    if isinstance(loaded, options.EndedElsewhere):
+        return loaded
+    from ftcli.pipeline.bench_result import BenchOptions
+    from ftcli.pipeline.benchmark import bench
+
+    wanted = BenchOptions(
+        batch=batch,
+        seq=seq,
+        prompt=prompt,
+        lengths=lengths,
+        layers=layers,
+        steps=steps,
+        profile=profile,
+        evaluation=evaluation,
+    )
+    with results_only_on_stdout():
+        return bench(loaded, session, wanted)

@@ -13,7 +13,6 @@ import typer
 
 from ftcli.cli import names, options
 from ftcli.cli.environment import is_terminal, results_only_on_stdout, style_for, unfailing
-from ftcli.cli.options import AnyRequest, Invocation
 from ftcli.cli.render import Style, findings_text, terminal_text
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.reporting import Reporter, Session
@@ -119,86 +118,9 @@ def _reader() -> Callable[[], str]:
 _MOST_BYTES = 16 * 2**20
 
 
-def chat(
-    target: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN_OR_RECIPE",
-            help="A run directory, or the recipe that names it.",
-            show_default=False,
-            autocompletion=names.runs_and_recipes,
-        ),
-    ],
-    prompt: Annotated[
-        str | None, typer.Option("--prompt", metavar="TEXT", help="Answer this and exit; else stdin or a conversation.")
-    ] = None,
-    base: Annotated[bool, typer.Option("--base", help="Ask the base model instead, to compare.")] = False,
-    checkpoint: options.CheckpointOption = None,
-    system: Annotated[str | None, typer.Option("--system", metavar="TEXT", help="A system prompt.")] = None,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Continue the text as it stands, without the chat template.")
-    ] = False,
-    temperature: Annotated[
-        float | None,
-        typer.Option(
-            "--temperature", metavar="T", min=0.0, max=10.0,
-            help="0 takes the likeliest token, the default for --prompt and stdin; 0.7 in a conversation.",
-        ),
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option("--top-p", metavar="P", min=0.0001, max=1.0, help="Sample from this share of the probability."),
-    ] = None,
-    max_new_tokens: Annotated[
-        int | None,
-        typer.Option(
-            "--max-new-tokens", metavar="N", min=1,
-            help="Longest answer in tokens (eval.generate.max_new_tokens; in a conversation at least 512).",
-        ),
-    ] = None,
-    seed: Annotated[
-        int | None,
-        typer.Option("--seed", metavar="N", min=0, max=2**63 - 1, help="Of sampling (run.seed; new when conversing)."),
-    ] = None,
-    set_: options.SetOption = None,
-    json: options.JsonOption = False,
-    quiet: options.QuietOption = False,
-    offline: options.OfflineOption = False,
-    debug: options.DebugOption = False,
-) -> AnyRequest:  # fmt: skip
-    """Talk to what was trained.
-
-    Answers appear as they are generated, under the chat template of training. With --prompt, or with a text on stdin,
-    one answer is printed.
-
-    \b
-    Examples:
-      ftcli chat runs/smoke
-      ftcli chat runs/smoke --prompt "mirror: kano"
-      ftcli chat runs/smoke --prompt "mirror: kano" --base --json
-      echo "mirror: kano" | ftcli chat recipes/smoke.yaml
-    """
-    live = is_terminal(sys.stdout) and not json
-
-    def action(session: Session) -> ChatAnswer | None:
-        from ftcli.run.signals import stoppable
-
-        loaded, run_dir = options.load_run(target, options.overrides(set_))
-        asked = _asked(prompt, json)
-        with results_only_on_stdout(), stoppable("loading the model"):
-            from ftcli.pipeline.chatting import ChatOptions, open_chat
-
-            chosen = ChatOptions(asked, base, checkpoint, system, raw, temperature, top_p, max_new_tokens, seed)
-            opened = open_chat(loaded, session, run_dir, chosen)
-        if asked is not None:
-            return _answer(opened, asked, session, live=live)
-        talk(opened, session.reporter, sys.stdout, style_for(sys.stderr))
-        return None
-
-    def render(answer: ChatAnswer | None) -> str:
-        return "" if answer is None or live else terminal_text(answer.completion)
-
-    return Invocation("chat", options.common(json, quiet, offline, debug), action, render, owns_stdout=True)
+def _shown(answer: ChatAnswer | None) -> str:
+    """What has not been shown while it was generated."""
+    return "" if answer is None or is_terminal(sys.stdout) else terminal_text(answer.completion)
 
 
 def _asked(prompt: str | None, json: bool) -> str | None:
@@ -244,3 +166,77 @@ def _answer(opened: Chat, asked: str, session: Session, *, live: bool) -> ChatAn
     if answer.limit is not None:
         session.reporter.warn(f"the answer was ended by {answer.limit}")
     return answer
+
+
+@options.command("chat", _shown, owns_stdout=True)
+def chat(
+    session: Session,
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN_OR_RECIPE",
+            help="A run directory, or the recipe that names it.",
+            show_default=False,
+            autocompletion=names.runs_and_recipes,
+        ),
+    ],
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", metavar="TEXT", help="Answer this and exit; else stdin or a conversation.")
+    ] = None,
+    base: Annotated[bool, typer.Option("--base", help="Ask the base model instead, to compare.")] = False,
+    checkpoint: options.CheckpointOption = None,
+    system: Annotated[str | None, typer.Option("--system", metavar="TEXT", help="A system prompt.")] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the text as it stands, without the chat template.")
+    ] = False,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            "--temperature", metavar="T", min=0.0, max=10.0,
+            help="0 takes the likeliest token, the default for --prompt and stdin; 0.7 in a conversation.",
+        ),
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option("--top-p", metavar="P", min=0.0001, max=1.0, help="Sample from this share of the probability."),
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--max-new-tokens", metavar="N", min=1,
+            help="Longest answer in tokens (eval.generate.max_new_tokens; in a conversation at least 512).",
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option("--seed", metavar="N", min=0, max=2**63 - 1, help="Of sampling (run.seed; new when conversing)."),
+    ] = None,
+    set_: options.SetOption = None,
+) -> ChatAnswer | None:  # fmt: skip
+    """Talk to what was trained.
+
+    Answers appear as they are generated, under the chat template of training. With --prompt, or with a text on stdin,
+    one answer is printed.
+
+    \b
+    Examples:
+      ftcli chat runs/smoke
+      ftcli chat runs/smoke --prompt "mirror: kano"
+      ftcli chat runs/smoke --prompt "mirror: kano" --base --json
+      echo "mirror: kano" | ftcli chat recipes/smoke.yaml
+    """
+    live = is_terminal(sys.stdout) and not session.json
+
+    from ftcli.run.signals import stoppable
+
+    loaded, run_dir = options.load_run(target, options.overrides(set_))
+    asked = _asked(prompt, session.json)
+    with results_only_on_stdout(), stoppable("loading the model"):
+        from ftcli.pipeline.chatting import ChatOptions, open_chat
+
+        chosen = ChatOptions(asked, base, checkpoint, system, raw, temperature, top_p, max_new_tokens, seed)
+        opened = open_chat(loaded, session, run_dir, chosen)
+    if asked is not None:
+        return _answer(opened, asked, session, live=live)
+    talk(opened, session.reporter, sys.stdout, style_for(sys.stderr))
+    return None

@@ -11,7 +11,6 @@ import typer
 
 from ftcli.cli import names, options
 from ftcli.cli.environment import style_for
-from ftcli.cli.options import AnyRequest, Invocation
 from ftcli.cli.render import Style, clean, table, terminal_text
 from ftcli.errors import FtcliError
 from ftcli.plain import JsonObject
@@ -36,71 +35,13 @@ _MASKED = "2"
 _MARKS = ("[[", "]]")
 
 
-def check(
-    recipe: options.RecipeArgument,
-    set_: options.SetOption = None,
-    as_gpu: Annotated[
-        str | None,
-        typer.Option(
-            "--as",
-            metavar="GPU",
-            help="Answer for another machine: t4, l4, a10, rtx4090, a100-40gb, a100-80gb, h100, h200, b200 or cpu; "
-            "`all` compares the GPUs.",
-            autocompletion=names.machines,
-        ),
-    ] = None,
-    gpus: Annotated[
-        int | None,
-        typer.Option("--gpus", metavar="N", min=1, help="Answer for N of them (launch.num_processes)."),
-    ] = None,
-    show_sample: Annotated[
-        int,
-        typer.Option(
-            "--show-sample",
-            metavar="N",
-            min=0,
-            max=1_000_000,
-            help="Show N rows of each training source as tokens: what is trained, what is masked.",
-        ),
-    ] = 0,
-    json: options.JsonOption = False,
-    quiet: options.QuietOption = False,
-    offline: options.OfflineOption = False,
-    debug: options.DebugOption = False,
-) -> AnyRequest:
-    """Say whether a recipe can work here.
+def _text(result: CheckResult | EveryGpu) -> str:
+    from ftcli.pipeline.checking import EveryGpu
 
-    Looks at keys, model, data, GPU, memory and disk. Downloads no weights and builds nothing.
-
-    \b
-    Examples:
-      ftcli check recipes/gemma2-9b.yaml
-      ftcli check recipes/gemma2-9b.yaml --as h100 --offline
-      ftcli check recipes/llama3.1-8b.yaml --as h100 --gpus 8
-      ftcli check recipes/llama3.1-8b.yaml --as all
-      ftcli check recipes/smoke.yaml --show-sample 3
-    """
-
-    def action(session: Session) -> CheckResult | EveryGpu:
-        loaded = options.load(recipe, options.overrides(set_, gpus=gpus))
-        from ftcli.pipeline.checking import check_every_gpu, check_recipe
-
-        if as_gpu is not None and as_gpu.strip().lower() == EVERY_GPU:
-            if show_sample:
-                help = "leave one of them out"
-                raise FtcliError.single("FT150", "`--as all` looks at no rows, and --show-sample shows them", help=help)
-            return check_every_gpu(loaded, session)
-        return check_recipe(loaded, session, as_gpu, show_sample)
-
-    def render(result: CheckResult | EveryGpu) -> str:
-        from ftcli.pipeline.checking import EveryGpu
-
-        if isinstance(result, EveryGpu):
-            return terminal_text(every_gpu_text(result))
-        shown = samples_text(result.samples, style_for(sys.stdout))
-        return "\n\n".join(part for part in (terminal_text(check_text(result)), shown) if part)
-
-    return Invocation("check", options.common(json, quiet, offline, debug), action, render, verbatim=True)
+    if isinstance(result, EveryGpu):
+        return terminal_text(every_gpu_text(result))
+    shown = samples_text(result.samples, style_for(sys.stdout))
+    return "\n\n".join(part for part in (terminal_text(check_text(result)), shown) if part)
 
 
 def every_gpu_text(result: EveryGpu) -> str:
@@ -272,3 +213,57 @@ def _run(text: str, style: Style, trained: bool, plain: bool) -> str:
         joined = "\n".join(shown)
         return f"{_MARKS[0]}{joined}{_MARKS[1]}" if trained else joined
     return "\n".join(style.paint(line, _TRAINED if trained else _MASKED) for line in shown)
+
+
+@options.command("check", _text, verbatim=True)
+def check(
+    session: Session,
+    recipe: options.RecipeArgument,
+    set_: options.SetOption = None,
+    as_gpu: Annotated[
+        str | None,
+        typer.Option(
+            "--as",
+            metavar="GPU",
+            help="Answer for another machine: t4, l4, a10, rtx4090, a100-40gb, a100-80gb, h100, h200, b200 or cpu; "
+            "`all` compares the GPUs.",
+            autocompletion=names.machines,
+        ),
+    ] = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option("--gpus", metavar="N", min=1, help="Answer for N of them (launch.num_processes)."),
+    ] = None,
+    show_sample: Annotated[
+        int,
+        typer.Option(
+            "--show-sample",
+            metavar="N",
+            min=0,
+            max=1_000_000,
+            help="Show N rows of each training source as tokens: what is trained, what is masked.",
+        ),
+    ] = 0,
+) -> CheckResult | EveryGpu:
+    """Say whether a recipe can work here.
+
+    Looks at keys, model, data, GPU, memory and disk. Downloads no weights and builds nothing.
+
+    \b
+    Examples:
+      ftcli check recipes/gemma2-9b.yaml
+      ftcli check recipes/gemma2-9b.yaml --as h100 --offline
+      ftcli check recipes/llama3.1-8b.yaml --as h100 --gpus 8
+      ftcli check recipes/llama3.1-8b.yaml --as all
+      ftcli check recipes/smoke.yaml --show-sample 3
+    """
+
+    loaded = options.load(recipe, options.overrides(set_, gpus=gpus))
+    from ftcli.pipeline.checking import check_every_gpu, check_recipe
+
+    if as_gpu is not None and as_gpu.strip().lower() == EVERY_GPU:
+        if show_sample:
+            help = "leave one of them out"
+            raise FtcliError.single("FT150", "`--as all` looks at no rows, and --show-sample shows them", help=help)
+        return check_every_gpu(loaded, session)
+    return check_recipe(loaded, session, as_gpu, show_sample)

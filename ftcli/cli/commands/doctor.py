@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from ftcli import __version__
 from ftcli.cli import options
-from ftcli.cli.options import AnyRequest, Invocation
 from ftcli.cli.render import result_text
 from ftcli.errors import FtcliError
 from ftcli.plain import LEFT_OUT, JsonObject
@@ -34,24 +33,6 @@ _VLLM = Package("vllm", "ftcli[vllm]", "serving what was exported")
 
 #: ftcli's own kernels, by the operation that each fuses.
 _KERNELS = ("rms_norm", "rope", "glu", "linear_cross_entropy", "lora_linear", "lora_mlp", "lora_qkv")
-
-
-def doctor(
-    json: options.JsonOption = False,
-    quiet: options.QuietOption = False,
-    offline: options.OfflineOption = False,
-    debug: options.DebugOption = False,
-) -> AnyRequest:
-    """Show what this machine can run, and why.
-
-    Versions, the device, and each kernel and extra with the reason why it can run or not.
-
-    \b
-    Examples:
-      ftcli doctor
-      ftcli doctor --json
-    """
-    return Invocation("doctor", options.common(json, quiet, offline, debug), examine, doctor_text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,3 +199,17 @@ def doctor_text(result: Examination) -> str:
     if result.environment:
         lines += ["", *result_text({"environment": result.environment}).splitlines()]
     return "\n".join(lines)
+
+
+@options.command("doctor", lambda result: doctor_text(result))
+def doctor(session: Session) -> Examination:
+    """Show what this machine can run, and why.
+
+    Versions, the device, and each kernel and extra with the reason why it can run or not.
+
+    \b
+    Examples:
+      ftcli doctor
+      ftcli doctor --json
+    """
+    return examine(session)

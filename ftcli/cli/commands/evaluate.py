@@ -7,57 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ftcli.cli import names, options
-from ftcli.cli.options import AnyRequest, Invocation
 from ftcli.cli.render import table
 from ftcli.reporting import Session
 
 if TYPE_CHECKING:
     from ftcli.evaluate.suite import ModelScores
     from ftcli.pipeline.evaluation import EvaluationResult
-
-
-def evaluate(
-    recipe: options.RecipeArgument,
-    set_: options.SetOption = None,
-    run: Annotated[
-        str | None,
-        typer.Option(
-            "--run",
-            metavar="DIR",
-            help="A finished run, compared with its base model.",
-            autocompletion=names.run_folders,
-        ),
-    ] = None,
-    checkpoint: options.CheckpointOption = None,
-    json: options.JsonOption = False,
-    quiet: options.QuietOption = False,
-    offline: options.OfflineOption = False,
-    debug: options.DebugOption = False,
-) -> AnyRequest:
-    """Evaluate the base model, or a run beside it.
-
-    Loss, perplexity, token accuracy and the tasks of the recipe on held-out data.
-
-    \b
-    Examples:
-      ftcli eval recipes/smoke.yaml
-      ftcli eval recipes/smoke.yaml --run runs/smoke --json
-      ftcli eval recipes/smoke.yaml --run runs/smoke --checkpoint best
-    """
-
-    def action(session: Session) -> EvaluationResult:
-        from ftcli.run.signals import stoppable
-
-        loaded = options.load(recipe, options.overrides(set_))
-        run_dir = options.run_directory(run, "--run") if run is not None else None
-        if checkpoint is not None and run_dir is None:
-            raise options.without_run(checkpoint)
-        with stoppable("evaluating"):
-            from ftcli.pipeline.evaluation import evaluate_recipe
-
-            return evaluate_recipe(loaded, session, run_dir, checkpoint)
-
-    return Invocation("eval", options.common(json, quiet, offline, debug), action, evaluation_text)
 
 
 def evaluation_text(result: EvaluationResult) -> str:
@@ -85,3 +40,42 @@ def _measures(scores: ModelScores) -> dict[str, str | float]:
     for name, metrics in scores.lm_eval.items():
         shown |= {f"{name} {metric}": value for metric, value in metrics.items()}
     return shown
+
+
+@options.command("eval", evaluation_text)
+def evaluate(
+    session: Session,
+    recipe: options.RecipeArgument,
+    set_: options.SetOption = None,
+    run: Annotated[
+        str | None,
+        typer.Option(
+            "--run",
+            metavar="DIR",
+            help="A finished run, compared with its base model.",
+            autocompletion=names.run_folders,
+        ),
+    ] = None,
+    checkpoint: options.CheckpointOption = None,
+) -> EvaluationResult:
+    """Evaluate the base model, or a run beside it.
+
+    Loss, perplexity, token accuracy and the tasks of the recipe on held-out data.
+
+    \b
+    Examples:
+      ftcli eval recipes/smoke.yaml
+      ftcli eval recipes/smoke.yaml --run runs/smoke --json
+      ftcli eval recipes/smoke.yaml --run runs/smoke --checkpoint best
+    """
+
+    from ftcli.run.signals import stoppable
+
+    loaded = options.load(recipe, options.overrides(set_))
+    run_dir = options.run_directory(run, "--run") if run is not None else None
+    if checkpoint is not None and run_dir is None:
+        raise options.without_run(checkpoint)
+    with stoppable("evaluating"):
+        from ftcli.pipeline.evaluation import evaluate_recipe
+
+        return evaluate_recipe(loaded, session, run_dir, checkpoint)

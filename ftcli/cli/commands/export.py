@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ftcli.cli import names, options
-from ftcli.cli.options import AnyRequest, Invocation
 from ftcli.reporting import Session
 
 if TYPE_CHECKING:
     from ftcli.pipeline.exporting import Exported
 
 
+@options.command("export")
 def export(
+    session: Session,
     target: Annotated[
         str,
         typer.Argument(
@@ -43,11 +44,7 @@ def export(
     ] = None,
     set_: options.SetOption = None,
     checkpoint: options.CheckpointOption = None,
-    json: options.JsonOption = False,
-    quiet: options.QuietOption = False,
-    offline: options.OfflineOption = False,
-    debug: options.DebugOption = False,
-) -> AnyRequest:
+) -> Exported:
     """Write a run in other formats.
 
     The formats are those of the recipe's export section; each is loaded again and compared before it counts.
@@ -59,15 +56,12 @@ def export(
       ftcli export recipes/smoke.yaml --format gguf --format ollama
     """
 
-    def action(session: Session) -> Exported:
-        from ftcli.run.signals import stoppable
+    from ftcli.run.signals import stoppable
 
-        loaded, run_dir = options.load_run(target, options.overrides(set_, formats=formats))
-        folder = options.named(output, "--output")
-        with stoppable("exporting"):
-            from ftcli.pipeline.exporting import ExportOptions, export_recipe
+    loaded, run_dir = options.load_run(target, options.overrides(set_, formats=formats))
+    folder = options.named(output, "--output")
+    with stoppable("exporting"):
+        from ftcli.pipeline.exporting import ExportOptions, export_recipe
 
-            chosen = ExportOptions(checkpoint, folder, force, not no_verify, push_to_hub)
-            return export_recipe(loaded, session, run_dir, chosen)
-
-    return Invocation("export", options.common(json, quiet, offline, debug), action)
+        chosen = ExportOptions(checkpoint, folder, force, not no_verify, push_to_hub)
+        return export_recipe(loaded, session, run_dir, chosen)

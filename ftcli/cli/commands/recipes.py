@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json as json_module
+import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,6 @@ import typer
 from ftcli.cli import names, options, render
 from ftcli.cli.files import file_content, write_new
 from ftcli.cli.names import shipped
-from ftcli.cli.options import AnyRequest, Invocation
 from ftcli.cli.render import clean
 from ftcli.errors import FtcliError, Origin
 from ftcli.paths import expanded, is_folder
@@ -40,7 +39,11 @@ def _tools(incomplete: str) -> list[str]:
     return [name for name in dialects.names() if name.startswith(incomplete)]
 
 
+@options.command(
+    "recipes convert", lambda result: file_content(result.recipe), takes=("json", "quiet", "debug"), verbatim=True
+)
 def convert(
+    session: Session,
     file: Annotated[
         str,
         typer.Argument(
@@ -53,10 +56,7 @@ def convert(
             "--from", metavar="TOOL", help=f"Whose recipe it is: {', '.join(dialects.names())}.", autocompletion=_tools
         ),
     ] = None,
-    json: options.JsonOption = False,
-    quiet: options.QuietOption = False,
-    debug: options.DebugOption = False,
-) -> AnyRequest:
+) -> ConvertedRecipe:
     """Turn another tool's recipe into one of ftcli.
 
     Writes the recipe to stdout. What has no counterpart, and what means something else here, is listed on stderr.
@@ -67,22 +67,13 @@ def convert(
       ftcli recipes convert train.sh --from trl > mine.yaml
     """
 
-    def action(session: Session) -> ConvertedRecipe:
-        from ftcli.config.conversion import convert as converted
+    from ftcli.config.conversion import convert as converted
 
-        _require_known(dialect)
-        made = converted(expanded(file), dialect)
-        for finding in made.findings:
-            session.reporter.finding(finding)
-        return ConvertedRecipe(made.dialect, made.text)
-
-    return Invocation(
-        "recipes convert",
-        options.common(json, quiet, False, debug),
-        action,
-        lambda result: file_content(result.recipe),
-        verbatim=True,
-    )
+    _require_known(dialect)
+    made = converted(expanded(file), dialect)
+    for finding in made.findings:
+        session.reporter.finding(finding)
+    return ConvertedRecipe(made.dialect, made.text)
 
 
 def _require_known(dialect: str | None) -> None:
@@ -90,6 +81,10 @@ def _require_known(dialect: str | None) -> None:
         return
     help = f"choose from: {', '.join(dialects.names())}"
     raise FtcliError.single("FT150", f"no tool `{dialect}` is known", origin=Origin(f"--from {dialect}"), help=help)
+
+
+def _wrote(result: WrittenRecipe | CopiedRecipe) -> str:
+    return f"wrote {result.path}; next: ftcli check {result.path}"
 
 
 #: Each option with its question, and what Enter means.
@@ -109,7 +104,9 @@ class WrittenRecipe:
     recipe: str
 
 
+@options.command("recipes new", _wrote, owns_stdout=True)
 def new(
+    session: Session,
     model: Annotated[
         str | None, typer.Option("--model", metavar="MODEL", help="Hub id, folder or bundled:NAME.")
     ] = None,
@@ -131,11 +128,7 @@ def new(
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
-    json: options.JsonOption = False,
-    quiet: options.QuietOption = False,
-    offline: options.OfflineOption = False,
-    debug: options.DebugOption = False,
-) -> AnyRequest:
+) -> WrittenRecipe:
     """Write a recipe from four answers.
 
     Asks for model, data, GPU and method, unless the options say them. The recipe passes `ftcli check` for that GPU.
@@ -146,28 +139,20 @@ def new(
       ftcli recipes new --model google/gemma-2-2b --data my.jsonl --gpu rtx4090 --method lora --output mine.yaml
     """
 
-    def action(session: Session) -> WrittenRecipe:
-        from ftcli.pipeline.new_recipe import Answers, new_recipe
+    from ftcli.pipeline.new_recipe import Answers, new_recipe
 
-        answers = _answered(
-            {"--model": model, "--data": ",".join(data or ()) or None, "--gpu": gpu, "--method": method}
-        )
-        made = Answers(
-            model=answers["--model"],
-            data=tuple(data) if data else _parts(answers["--data"]),
-            held_out=tuple(held_out or ()),
-            gpu=answers["--gpu"],
-            method=_known_method(answers["--method"]),
-        )
-        target = options.named(output, "--output") or expanded(_file_name(made))
-        text = new_recipe(made, target, offline=session.offline)
-        write_new(text, target, force=force)
-        return WrittenRecipe(str(target), text)
-
-    def shown(result: WrittenRecipe) -> str:
-        return f"wrote {result.path}; next: ftcli check {result.path}"
-
-    return Invocation("recipes new", options.common(json, quiet, offline, debug), action, shown, owns_stdout=True)
+    answers = _answered({"--model": model, "--data": ",".join(data or ()) or None, "--gpu": gpu, "--method": method})
+    made = Answers(
+        model=answers["--model"],
+        data=tuple(data) if data else _parts(answers["--data"]),
+        held_out=tuple(held_out or ()),
+        gpu=answers["--gpu"],
+        method=_known_method(answers["--method"]),
+    )
+    target = options.named(output, "--output") or expanded(_file_name(made))
+    text = new_recipe(made, target, offline=session.offline)
+    write_new(text, target, force=force)
+    return WrittenRecipe(str(target), text)
 
 
 def _answered(said: dict[str, str | None]) -> dict[str, str]:
@@ -286,36 +271,27 @@ def build_app(context_settings: Mapping[str, int | list[str]]) -> typer.Typer:
     return app
 
 
-def list_(json: options.JsonOption = False, debug: options.DebugOption = False) -> AnyRequest:
+def _list_text(result: ShippedRecipes) -> str:
+    width = max((len(entry.name) for entry in result.recipes), default=0)
+    return "\n".join(f"{entry.name:<{width}}  {entry.about}".rstrip() for entry in result.recipes)
+
+
+@options.command("recipes list", _list_text, takes=("json", "debug"))
+def list_(session: Session) -> ShippedRecipes:
     """List the recipes that ship with ftcli."""
-
-    def action(_: Session) -> ShippedRecipes:
-        return ShippedRecipes([ShippedRecipe(path.stem, _about(path), str(path)) for path in shipped().values()])
-
-    def shown(result: ShippedRecipes) -> str:
-        width = max((len(entry.name) for entry in result.recipes), default=0)
-        return "\n".join(f"{entry.name:<{width}}  {entry.about}".rstrip() for entry in result.recipes)
-
-    return Invocation("recipes list", options.common(json, False, False, debug), action, shown)
+    return ShippedRecipes([ShippedRecipe(path.stem, _about(path), str(path)) for path in shipped().values()])
 
 
-def show(name: NameArgument, json: options.JsonOption = False, debug: options.DebugOption = False) -> AnyRequest:
+@options.command("recipes show", lambda result: file_content(result.text), takes=("json", "debug"), verbatim=True)
+def show(session: Session, name: NameArgument) -> ShownRecipe:
     """Print a recipe."""
-
-    def action(_: Session) -> ShownRecipe:
-        path = find(name)
-        return ShownRecipe(path.stem, str(path), path.read_text(encoding="utf-8"))
-
-    return Invocation(
-        "recipes show",
-        options.common(json, False, False, debug),
-        action,
-        lambda result: file_content(result.text),
-        verbatim=True,
-    )
+    path = find(name)
+    return ShownRecipe(path.stem, str(path), path.read_text(encoding="utf-8"))
 
 
+@options.command("recipes copy", _wrote, takes=("json", "debug"), owns_stdout=True)
 def copy(
+    session: Session,
     name: NameArgument,
     destination: Annotated[
         str | None,
@@ -324,40 +300,22 @@ def copy(
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
-    json: options.JsonOption = False,
-    debug: options.DebugOption = False,
-) -> AnyRequest:
+) -> CopiedRecipe:
     """Copy a recipe to a file of your own."""
-
-    def action(_: Session) -> CopiedRecipe:
-        source = find(name)
-        target = options.named(destination, "FILE") or Path(source.name)
-        if is_folder(target):
-            target = target / source.name
-        write_new(source.read_text(encoding="utf-8"), target, force=force)
-        return CopiedRecipe(source.stem, str(target))
-
-    def shown(result: CopiedRecipe) -> str:
-        return f"wrote {result.path}; next: ftcli check {result.path}"
-
-    return Invocation("recipes copy", options.common(json, False, False, debug), action, shown, owns_stdout=True)
+    source = find(name)
+    target = options.named(destination, "FILE") or Path(source.name)
+    if is_folder(target):
+        target = target / source.name
+    write_new(source.read_text(encoding="utf-8"), target, force=force)
+    return CopiedRecipe(source.stem, str(target))
 
 
-def schema(json: options.JsonOption = False, debug: options.DebugOption = False) -> AnyRequest:
+@options.command("recipes schema", lambda result: json.dumps(result, indent=2), takes=("json", "debug"), raw=True)
+def schema(session: Session) -> JsonObject:
     """Print the JSON Schema of recipes, and nothing else, so that editors can complete and check them."""
+    from ftcli.config.schema import published
 
-    def action(_: Session) -> JsonObject:
-        from ftcli.config.schema import published
-
-        return published()
-
-    return Invocation(
-        "recipes schema",
-        options.common(json, False, False, debug),
-        action,
-        lambda result: json_module.dumps(result, indent=2),
-        raw=True,
-    )
+    return published()
 
 
 def find(name: str) -> Path:

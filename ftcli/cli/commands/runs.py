@@ -11,7 +11,6 @@ import typer
 
 from ftcli.cli import names, options
 from ftcli.cli.files import require_page, write_page
-from ftcli.cli.options import AnyRequest, Invocation
 from ftcli.cli.render import clean, table
 from ftcli.errors import Finding, FtcliError, Origin, Severity
 from ftcli.paths import OPEN_IT, exists, expanded, is_folder
@@ -48,38 +47,6 @@ class ComparedRuns:
         return {**plain_fields(self), "rows": [[label, *texts] for label, texts in self.rows]}
 
 
-def runs(
-    folder: Annotated[str, typer.Argument(metavar="[DIR]", help="Where to look.")] = "runs",
-    json: options.JsonOption = False,
-    quiet: options.QuietOption = False,
-    debug: options.DebugOption = False,
-) -> AnyRequest:
-    """List runs, the newest last.
-
-    For each run below a folder: its state, step, losses, held-out results and when it began.
-
-    \b
-    Examples:
-      ftcli runs
-      ftcli runs experiments --json
-    """
-
-    def action(session: Session) -> FoundRuns:
-        from ftcli.run.summary import find_runs, summarise
-
-        closed: dict[Path, str] = {}
-        found = [summarise(path) for path in find_runs(expanded(folder), closed=closed.__setitem__)]
-        _require_open(folder, closed.get(expanded(folder)))
-        _tell_damage(found, session.reporter)
-        for path, reason in closed.items():
-            message = f"{path} cannot be read: {reason}; runs in it are not listed"
-            session.reporter.finding(Finding("FT154", message, help=OPEN_IT, severity="warning"))
-        unread = [str(path) for path in closed]
-        return FoundRuns(folder, sorted(found, key=lambda run: run.started or ""), unread)
-
-    return Invocation("runs", options.common(json, quiet, False, debug), action, _runs_text)
-
-
 def _require_open(folder: str, reason: str | None) -> None:
     """Raises FtcliError FT154 (exit 2) for what is no folder, and for one that cannot be read, with the reason."""
     problem = None
@@ -90,47 +57,6 @@ def _require_open(folder: str, reason: str | None) -> None:
         help = "name the folder that holds your runs; `ftcli train` writes into runs/ unless told otherwise"
     if problem is not None:
         raise FtcliError.single("FT154", problem, origin=Origin("command line"), help=help)
-
-
-def compare(
-    directories: Annotated[
-        list[str], typer.Argument(metavar="RUN RUN ...", help="Run directories.", autocompletion=names.run_folders)
-    ],
-    html: Annotated[
-        str | None, typer.Option("--html", metavar="FILE", help="Also write a page that opens offline.")
-    ] = None,
-    json: options.JsonOption = False,
-    quiet: options.QuietOption = False,
-    debug: options.DebugOption = False,
-) -> AnyRequest:
-    """Compare runs.
-
-    Results, curves and the settings that differ, side by side. A folder of runs, as of a sweep, means those in it;
-    what is no run is left out.
-
-    \b
-    Examples:
-      ftcli compare runs/first runs/second
-      ftcli compare runs/* --html comparison.html
-    """
-
-    def action(session: Session) -> ComparedRuns:
-        from ftcli.run.report.page import compare as side_by_side
-        from ftcli.run.report.page import render_comparison, result_rows
-
-        page = options.named(html, "--html")
-        if page is not None:
-            require_page(page)
-        comparison = side_by_side(_runs_named(directories, session.reporter))
-        _tell_damage(comparison.runs, session.reporter)
-        result = ComparedRuns(comparison, result_rows(comparison), html)
-        if page is not None:
-            write_page(render_comparison(comparison), page)
-            session.reporter.info(f"written: {html}")
-        return result
-
-    # What `--html /dev/stdout` names is the command's own.
-    return Invocation("compare", options.common(json, quiet, False, debug), action, _comparison_text, owns_stdout=True)
 
 
 def _runs_named(names: Sequence[str], reporter: Reporter) -> list[Path]:
@@ -220,3 +146,68 @@ def _bars(points: Points) -> str:
     shown = [values[round(i * (len(values) - 1) / max(count - 1, 1))] for i in range(count)]
     bars = "".join(_BARS[min(int((value - low) / span * len(_BARS)), len(_BARS) - 1)] for value in shown)
     return f"{number(values[0])} {bars} {number(values[-1])}"
+
+
+@options.command("runs", _runs_text, takes=("json", "quiet", "debug"))
+def runs(
+    session: Session,
+    folder: Annotated[str, typer.Argument(metavar="[DIR]", help="Where to look.")] = "runs",
+) -> FoundRuns:
+    """List runs, the newest last.
+
+    For each run below a folder: its state, step, losses, held-out results and when it began.
+
+    \b
+    Examples:
+      ftcli runs
+      ftcli runs experiments --json
+    """
+
+    from ftcli.run.summary import find_runs, summarise
+
+    closed: dict[Path, str] = {}
+    found = [summarise(path) for path in find_runs(expanded(folder), closed=closed.__setitem__)]
+    _require_open(folder, closed.get(expanded(folder)))
+    _tell_damage(found, session.reporter)
+    for path, reason in closed.items():
+        message = f"{path} cannot be read: {reason}; runs in it are not listed"
+        session.reporter.finding(Finding("FT154", message, help=OPEN_IT, severity="warning"))
+    unread = [str(path) for path in closed]
+    return FoundRuns(folder, sorted(found, key=lambda run: run.started or ""), unread)
+
+
+# What `--html /dev/stdout` names is the command's own.
+@options.command("compare", _comparison_text, takes=("json", "quiet", "debug"), owns_stdout=True)
+def compare(
+    session: Session,
+    directories: Annotated[
+        list[str], typer.Argument(metavar="RUN RUN ...", help="Run directories.", autocompletion=names.run_folders)
+    ],
+    html: Annotated[
+        str | None, typer.Option("--html", metavar="FILE", help="Also write a page that opens offline.")
+    ] = None,
+) -> ComparedRuns:
+    """Compare runs.
+
+    Results, curves and the settings that differ, side by side. A folder of runs, as of a sweep, means those in it;
+    what is no run is left out.
+
+    \b
+    Examples:
+      ftcli compare runs/first runs/second
+      ftcli compare runs/* --html comparison.html
+    """
+
+    from ftcli.run.report.page import compare as side_by_side
+    from ftcli.run.report.page import render_comparison, result_rows
+
+    page = options.named(html, "--html")
+    if page is not None:
+        require_page(page)
+    comparison = side_by_side(_runs_named(directories, session.reporter))
+    _tell_damage(comparison.runs, session.reporter)
+    result = ComparedRuns(comparison, result_rows(comparison), html)
+    if page is not None:
+        write_page(render_comparison(comparison), page)
+        session.reporter.info(f"written: {html}")
+    return result

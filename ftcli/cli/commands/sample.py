@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ftcli.cli import names, options
-from ftcli.cli.options import AnyRequest, Invocation
 from ftcli.reporting import Session
 
 if TYPE_CHECKING:
@@ -31,7 +30,32 @@ class Truncated(StrEnum):
     KEEP = "keep"
 
 
+def sample_text(result: SampleResult) -> str:
+    """Scores of the answers, then the files."""
+    found = result.summary
+    each = found.answers // max(found.prompts, 1)
+    rate = "" if result.tokens_per_second is None else f", {result.tokens_per_second:,.0f} tokens/s"
+    lines = [f"{found.answers:,} answers to {found.prompts:,} prompts ({each} each){rate}"]
+    if found.mean_score is not None and found.mean_best_score is not None:
+        judges, best = ", ".join(result.judges), found.mean_best_score
+        lines.append(f"score      {found.mean_score:.4g} on average, {best:.4g} the best of {each} ({judges})")
+    if found.pass_at_1 is not None and found.pass_at_n is not None:
+        lines.append(f"passed     pass@1 {found.pass_at_1:.1%}, pass@{each} {found.pass_at_n:.1%}")
+    lines.append(f"spread     {found.without_spread:.1%} of the prompts have equally good answers only")
+    counts = {"cut off": found.truncated, "empty": found.empty, "not judged": found.not_judged}
+    said = ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
+    lines += [f"unusable   {said}"] if said else []
+    for written in (found.sft, found.pairs):
+        if written is not None:
+            left = ", ".join(f"{count:,} {reason}" for reason, count in written.left_out.items())
+            rows = "row" if written.rows == 1 else "rows"
+            lines.append(f"{written.path}: {written.rows:,} {rows}" + (f"; prompts left out: {left}" if left else ""))
+    return "\n".join(lines)
+
+
+@options.command("sample", sample_text)
 def sample(
+    session: Session,
     recipe: options.RecipeArgument,
     set_: options.SetOption = None,
     kept: Annotated[
@@ -93,11 +117,7 @@ def sample(
         str | None, typer.Option("--output", "-o", metavar="DIR", help="The folder for the rows (samples/NAME).")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace samples of something else.")] = False,
-    json: options.JsonOption = False,
-    quiet: options.QuietOption = False,
-    offline: options.OfflineOption = False,
-    debug: options.DebugOption = False,
-) -> AnyRequest:  # fmt: skip
+) -> SampleResult:  # fmt: skip
     """Sample answers, judge them, and write rows to train on.
 
     Answers to the prompts of data.train are judged by the recipe's rewards or tasks. sft.jsonl gets the best of each
@@ -110,57 +130,31 @@ def sample(
       ftcli sample recipes/smoke-dpo.yaml --run runs/smoke-dpo --as pairs -n 16 --min-margin 0.5
     """
 
-    def action(session: Session) -> SampleResult:
-        from ftcli.run.signals import stoppable
+    from ftcli.run.signals import stoppable
 
-        loaded = options.load(recipe, options.overrides(set_))
-        run_dir = options.run_directory(run, "--run") if run is not None else None
-        if checkpoint is not None and run_dir is None:
-            raise options.without_run(checkpoint)
-        with stoppable("sampling"):
-            from ftcli.pipeline.sample_rows import SampleOptions
-            from ftcli.pipeline.sampling import sample_recipe
+    loaded = options.load(recipe, options.overrides(set_))
+    run_dir = options.run_directory(run, "--run") if run is not None else None
+    if checkpoint is not None and run_dir is None:
+        raise options.without_run(checkpoint)
+    with stoppable("sampling"):
+        from ftcli.pipeline.sample_rows import SampleOptions
+        from ftcli.pipeline.sampling import sample_recipe
 
-            chosen = SampleOptions(
-                kept=kept.value,
-                num_generations=num_generations,
-                temperature=temperature,
-                top_p=top_p,
-                top_k=top_k,
-                max_new_tokens=max_new_tokens,
-                seed=seed,
-                max_prompts=max_prompts,
-                min_score=min_score,
-                min_margin=min_margin,
-                per_prompt=per_prompt,
-                truncated=truncated.value,
-                checkpoint=checkpoint,
-                output=options.named(output, "--output"),
-                force=force,
-            )
-            return sample_recipe(loaded, session, run_dir, chosen)
-
-    return Invocation("sample", options.common(json, quiet, offline, debug), action, sample_text)
-
-
-def sample_text(result: SampleResult) -> str:
-    """Scores of the answers, then the files."""
-    found = result.summary
-    each = found.answers // max(found.prompts, 1)
-    rate = "" if result.tokens_per_second is None else f", {result.tokens_per_second:,.0f} tokens/s"
-    lines = [f"{found.answers:,} answers to {found.prompts:,} prompts ({each} each){rate}"]
-    if found.mean_score is not None and found.mean_best_score is not None:
-        judges, best = ", ".join(result.judges), found.mean_best_score
-        lines.append(f"score      {found.mean_score:.4g} on average, {best:.4g} the best of {each} ({judges})")
-    if found.pass_at_1 is not None and found.pass_at_n is not None:
-        lines.append(f"passed     pass@1 {found.pass_at_1:.1%}, pass@{each} {found.pass_at_n:.1%}")
-    lines.append(f"spread     {found.without_spread:.1%} of the prompts have equally good answers only")
-    counts = {"cut off": found.truncated, "empty": found.empty, "not judged": found.not_judged}
-    said = ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
-    lines += [f"unusable   {said}"] if said else []
-    for written in (found.sft, found.pairs):
-        if written is not None:
-            left = ", ".join(f"{count:,} {reason}" for reason, count in written.left_out.items())
-            rows = "row" if written.rows == 1 else "rows"
-            lines.append(f"{written.path}: {written.rows:,} {rows}" + (f"; prompts left out: {left}" if left else ""))
-    return "\n".join(lines)
+        chosen = SampleOptions(
+            kept=kept.value,
+            num_generations=num_generations,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            max_new_tokens=max_new_tokens,
+            seed=seed,
+            max_prompts=max_prompts,
+            min_score=min_score,
+            min_margin=min_margin,
+            per_prompt=per_prompt,
+            truncated=truncated.value,
+            checkpoint=checkpoint,
+            output=options.named(output, "--output"),
+            force=force,
+        )
+        return sample_recipe(loaded, session, run_dir, chosen)

@@ -275,7 +275,7 @@ def _gguf(asked: ReloadRequest, sent: dict[str, Tensor]) -> tuple[JsonObject, di
     if problems:
         return {"problems": problems}, {}
     model = _empty(config)
-    with computing_from(model, reader_of(model, file, asked.names, asked.heads, architecture)):
+    with computing_from(model, reader_of(model, file, asked.names, asked.heads, architecture), asked.names):
         return {}, {LOGITS: _logits(model, sent)}
 
 

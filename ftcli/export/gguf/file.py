@@ -22,7 +22,7 @@ from torch import Tensor
 from ftcli.errors import Finding
 from ftcli.export.bitnet import load_masters, rounded_weights
 from ftcli.export.clean.process import Reload, ask_once
-from ftcli.export.gguf.metadata import Description, metadata_of, usual_activation
+from ftcli.export.gguf.metadata import Description, metadata_of, usual_activation, with_common_values
 from ftcli.export.gguf.vocabulary import vocabulary_of
 from ftcli.export.safetensors import require_kept_base
 from ftcli.export.source import ExportSource, not_verified, source_stops, source_tokenizer, unwritten
@@ -33,10 +33,13 @@ from ftcli.gguf import (
     GATE,
     SHARED_GATE,
     STACK,
+    STACKED_BIAS,
     UP,
     TensorNames,
     Value,
+    halves,
     heads_of,
+    in_stored_layout,
     names_of,
     no_place,
     no_quantizer,
@@ -92,12 +95,12 @@ def stored_bytes(shape: Sequence[int], ggml: str) -> int:
 
 
 def type_of(stored: str, shape: Sequence[int], wanted: str) -> str:
-    """The type of one tensor in a file of type ``wanted``: vectors, the choice among experts and the filters of
-    convolutions stay in float32, as llama.cpp wants them.
+    """The type of one tensor in a file of type ``wanted``: vectors, biases of experts, the choice among these and the
+    filters of convolutions stay in float32, as llama.cpp wants them.
 
     Rows that are no multiple of a block are in float16; so are, in ternary types, embedding and head.
     """
-    if len(shape) < 2 or part_of(stored) in ("ffn_gate_inp", "ssm_conv1d"):
+    if len(shape) < 2 or stored.endswith(".bias") or part_of(stored) in ("ffn_gate_inp", "ssm_conv1d"):
         return "F32"
     row = TYPES[wanted]
     if row.outer is not None and stored in ("token_embd.weight", "output.weight"):
@@ -187,15 +190,15 @@ _HUB = "https://huggingface.co/"
 
 class FileShapes:
     """Weights in a file's shapes. Stacks of gate and up (experts, 2 · width, hidden) are two tensors, called by the
-    stack's name and :data:`GATE` or :data:`UP`; the gate of a shared expert (1, hidden) is a vector, and the filter of
-    a convolution (channels, 1, width) a matrix.
+    stack's name and :data:`GATE` or :data:`UP`, and so are their biases; the gate of a shared expert (1, hidden) is a
+    vector, and the filter of a convolution (channels, 1, width) a matrix.
 
     Attributes:
         whole: The weights as the model has them.
     """
 
-    def __init__(self, whole: ModelWeights) -> None:
-        self.whole = whole
+    def __init__(self, whole: ModelWeights, architecture: Architecture) -> None:
+        self.whole, self._architecture = whole, architecture
 
     @property
     def names(self) -> Sequence[str]:
@@ -204,6 +207,8 @@ class FileShapes:
     def shape(self, name: str) -> tuple[int, ...]:
         plain = name.removesuffix(GATE).removesuffix(UP)
         shape = self.whole.shape(plain)
+        if self._architecture.transposed and len(shape) == 3:
+            shape = (shape[0], shape[2], shape[1])
         if plain != name:
             return (shape[0], shape[1] // 2, *shape[2:])
         if name.endswith(FILTER):
@@ -213,16 +218,16 @@ class FileShapes:
     def read(self, name: str) -> Tensor:
         """A tensor: half of a stack is read with the other one."""
         plain = name.removesuffix(GATE).removesuffix(UP)
-        tensor = self.whole.read(plain)
+        tensor = in_stored_layout(plain, self.whole.read(plain), self._architecture)
         if plain != name:
-            return tensor.chunk(2, dim=1)[name.endswith(UP)].contiguous()
+            return halves(tensor, self._architecture)[name.endswith(UP)].contiguous()
         if name.endswith(FILTER):
             return tensor.squeeze(1)
-        return tensor.reshape(-1) if name.endswith(SHARED_GATE) else tensor
+        return tensor.reshape(-1) if name.endswith(SHARED_GATE) else tensor.contiguous()
 
 
 def _parts(name: str) -> tuple[str, ...]:
-    return (f"{name}{GATE}", f"{name}{UP}") if name.endswith(STACK) else (name,)
+    return (f"{name}{GATE}", f"{name}{UP}") if name.endswith((STACK, STACKED_BIAS)) else (name,)
 
 
 def in_model_shapes(weights: ModelWeights) -> ModelWeights:
@@ -353,18 +358,18 @@ def prepare_gguf(source: ExportSource, say: Callable[[str], None]) -> ExpectedFi
     """
     require_kept_base(source)
     config = source_config(source)
-    text: Any = config.get_text_config()
+    text: Any = with_common_values(config.get_text_config())
     architecture = architecture_of(text.model_type, usual_activation(text))
     if architecture is None:
         raise no_place(unknown_architecture(text.model_type))
-    description = metadata_of(text, architecture)
+    description = metadata_of(config.get_text_config(), architecture)
     rounded = rounded_layers(config)
     if not rounded and any(TYPES[kind].ternary for kind in source.settings.gguf.types):
         able = " | ".join(quantizations.trained())
         raise no_place(f"ternary types are for ternary weights, which quantization.method: {able} trains")
     stored, adapted = source_weights(source)
     weights = TernaryWeights(stored, rounded) if rounded else stored
-    in_file = FileShapes(weights) if architecture.experts or architecture.delta_nets else weights
+    in_file = FileShapes(weights, architecture) if architecture.experts or architecture.delta_nets else weights
     names = names_of(in_file.names, architecture)
     tokenizer = source_tokenizer(source)
     stops = source_stops(source, tokenizer)

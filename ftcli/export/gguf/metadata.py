@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +17,20 @@ import torch
 from torch import Tensor
 
 from ftcli.errors import Finding
+from ftcli.facts.layers import Attention
 from ftcli.facts.model import activation_of
-from ftcli.gguf import GATE, UP, ReadFile, Value, activation_key, from_file, no_place
+from ftcli.facts.shape import shape_of
+from ftcli.gguf import (
+    GATE,
+    UP,
+    ReadFile,
+    Value,
+    activation_key,
+    from_file,
+    in_stored_layout,
+    joined_halves,
+    no_place,
+)
 from ftcli.plain import JsonMap, JsonObject
 from ftcli.tables.families import family_of
 from ftcli.tables.gguf import Architecture
@@ -33,6 +46,14 @@ _USUAL_SECTIONS = (11, 11, 10)
 #: Kinds of rope scaling that the metadata can say; llama3's and LongRoPE's factors are tensors.
 _AS_TENSORS = ("llama3", "longrope")
 _SCALINGS = ("default", "linear", "yarn", *_AS_TENSORS)
+
+
+def with_common_values(config: PretrainedConfig) -> PretrainedConfig:
+    """``config`` without what single layers have, beside which transformers does not give what most have."""
+    common = deepcopy(config)
+    if hasattr(common, "_heterogeneity_spec"):
+        common.per_layer_config = None
+    return common
 
 
 def head_size(config: PretrainedConfig) -> int:
@@ -53,6 +74,8 @@ def rotation_of(config: PretrainedConfig, architecture: Architecture) -> tuple[d
     if architecture.name == "hunyuan-dense":
         rope = _static(rope, head_size(config))
     kind = str(rope.get("rope_type", "default"))
+    if architecture.varied:
+        return _proportional(config, stated)
     turned = int(head_size(config) * float(rope.get("partial_rotary_factor", 1.0)))
     _require_rotation(rope, stated, turned == head_size(config), architecture)
     values: dict[str, Value] = {"rope.freq_base": float(rope["rope_theta"]), "rope.dimension_count": turned}
@@ -63,7 +86,7 @@ def rotation_of(config: PretrainedConfig, architecture: Architecture) -> tuple[d
     if kind == "linear":
         values |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(rope["factor"])}
     elif kind == "yarn":
-        values |= _yarn(rope)
+        values |= _yarn(rope, architecture)
     tensors: dict[str, Tensor] = {}
     if kind == "llama3":
         tensors["rope_freqs.weight"] = _factors(config, turned, float(rope["rope_theta"]))
@@ -120,7 +143,95 @@ def _sections(rope: JsonMap, turned: int, architecture: Architecture) -> list[in
     return [*stated, 0][:4]
 
 
-def _yarn(rope: JsonMap) -> dict[str, Value]:
+def _proportional(config: PretrainedConfig, stated: JsonMap) -> tuple[dict[str, Value], dict[str, Tensor]]:
+    """Gemma-4's: in layers that see everything the first pairs of features turn, and the others get a factor that lets
+    them stand still.
+    """
+    rope, sliding = stated[FULL], stated[SLIDING]
+    if rope.get("rope_type") != "proportional" or sliding.get("rope_type", "default") != "default":
+        raise no_place(f"its rope scalings are {rope.get('rope_type')} and {sliding.get('rope_type')}")
+    window, wide = _head_sizes(config)
+    if float(sliding.get("partial_rotary_factor", 1.0)) != 1.0 or rope.get("factor", 1.0) != 1.0:
+        raise no_place("its layers with a window rotate a part of each head, or positions are scaled")
+    turned = int(wide * float(rope.get("partial_rotary_factor", 1.0)) / 2)
+    values: dict[str, Value] = {
+        "rope.freq_base": float(rope["rope_theta"]),
+        "rope.freq_base_swa": float(sliding["rope_theta"]),
+        "rope.dimension_count": wide,
+        "rope.dimension_count_swa": window,
+    }
+    return values, {"rope_freqs.weight": torch.tensor([1.0] * turned + [_STILL] * (wide // 2 - turned))}
+
+
+def _head_sizes(config: PretrainedConfig) -> tuple[int, int]:
+    """Features of a head in layers with a window, and in those that see everything."""
+    sizes = {attention.window is None: attention.head_dim for attention, _ in _layers(config)}
+    return sizes[False], sizes[True]
+
+
+def _layers(config: PretrainedConfig) -> list[tuple[Attention, int]]:
+    """The attention of each layer, and the width of its MLP."""
+    shape = shape_of(config.to_dict())
+    layers = () if shape is None else shape.layers
+    found = [(layer.attention, layer.mlp_width) for layer in layers if layer.attention is not None]
+    if {attention.window is None for attention, _ in found} != {True, False}:
+        raise no_place("it has layers of one kind alone")
+    return found
+
+
+def _varied(config: PretrainedConfig) -> dict[str, Value]:
+    """What Gemma-4's layers differ in."""
+    c: Any = with_common_values(config)
+    layers, (window, wide) = _layers(config), _head_sizes(config)
+    shared = int(getattr(c, "num_kv_shared_layers", None) or 0)
+    first = len(layers) - shared
+    if shared and [attention.window is None for attention, _ in layers[max(first - 2, 0) : first]] != [False, True]:
+        raise no_place("llama.cpp takes shared keys of the last two layers before: one with a window, and one without")
+    values: dict[str, Value] = {
+        "attention.key_length": wide,
+        "attention.value_length": wide,
+        "attention.key_length_swa": window,
+        "attention.value_length_swa": window,
+        "attention.shared_kv_layers": shared,
+        "attention.head_count_kv": [attention.kv_heads for attention, _ in layers],
+        "feed_forward_length": [width for _, width in layers],
+        "embedding_length_per_layer_input": int(getattr(c, "hidden_size_per_layer_input", None) or 0),
+    }
+    if getattr(c, "enable_moe_block", False):
+        values |= {
+            "expert_count": int(c.num_experts),
+            "expert_used_count": int(c.top_k_experts),
+            "expert_feed_forward_length": int(c.moe_intermediate_size),
+        }
+    return values
+
+
+def _varied_said(values: JsonMap, file: ReadFile) -> JsonObject:
+    """What a file says of Gemma-4's layers, by the config's names."""
+    kv_heads, widths = values["attention.head_count_kv"], values["feed_forward_length"]
+    full = [at for at, sliding in enumerate(values["attention.sliding_window_pattern"]) if not sliding]
+    first = values["block_count"] - values["attention.shared_kv_layers"]
+    plain = next(at for at in range(values["block_count"]) if at not in full)
+    of_full = {"head_dim": values["attention.key_length"], "num_key_value_heads": kv_heads[full[0]]}
+    factors = file.read("rope_freqs.weight")
+    rope = {"rope_type": "proportional", "rope_theta": values["rope.freq_base"]}
+    rope["partial_rotary_factor"] = float((factors == 1.0).sum()) / len(factors)
+    return {
+        "head_dim": values["attention.key_length_swa"],
+        "num_key_value_heads": kv_heads[plain],
+        "intermediate_size": widths[0],
+        "use_double_wide_mlp": widths[-1] == 2 * widths[0],
+        "num_kv_shared_layers": values["attention.shared_kv_layers"],
+        "hidden_size_per_layer_input": values["embedding_length_per_layer_input"],
+        "attention_k_eq_v": any(f"blk.{at}.attn_v.weight" not in file.names for at in full if at < first),
+        "enable_moe_block": "expert_count" in values,
+        "top_k_experts": values.get("expert_used_count"),
+        "per_layer_config": dict.fromkeys(full, of_full),
+        "rope_parameters": {FULL: rope, SLIDING: {"rope_type": "default", "rope_theta": values["rope.freq_base_swa"]}},
+    }
+
+
+def _yarn(rope: JsonMap, architecture: Architecture) -> dict[str, Value]:
     values: dict[str, Value] = {
         "rope.scaling.type": "yarn",
         "rope.scaling.factor": float(rope["factor"]),
@@ -128,7 +239,7 @@ def _yarn(rope: JsonMap) -> dict[str, Value]:
         "rope.scaling.yarn_beta_fast": float(rope.get("beta_fast") or 32.0),
         "rope.scaling.yarn_beta_slow": float(rope.get("beta_slow") or 1.0),
     }
-    if not rope.get("truncate", True):
+    if not rope.get("truncate", True) and architecture.name != "gpt-oss":
         raise no_place("its YaRN does not round the range of its ramp (truncate), and llama.cpp does")
     if rope.get("attention_factor") and not rope.get("mscale_all_dim"):
         values["rope.scaling.attn_factor"] = float(rope["attention_factor"]) / _yarn_factor(float(rope["factor"]))
@@ -217,6 +328,14 @@ _DELTA_NETS_SAID = {
 }
 #: transformers' epsilon of the length of their queries and keys.
 _L2_EPSILON = 1e-6
+#: Architectures that cap logits.
+_CAPPED = ("gemma2", "gemma3", "gemma4")
+#: A factor that slows a pair of features until it does not turn, as llama.cpp's own converter writes it.
+_STILL = 1e30
+#: What is known of gpt-oss: its YaRN has a ramp from 8.09 to 17.40 there, llama.cpp one from 8 to 18.
+_RAMP = (
+    "llama.cpp rounds the range of YaRN's ramp, which this model does not: distant tokens are seen a little elsewhere"
+)
 #: Room for float32 arithmetic in comparing what should be equal.
 ROUNDING = 1e-6
 
@@ -229,11 +348,13 @@ class Description:
         values: By key, without the architecture's name in front.
         tensors: Factors of the rotation.
         warnings: Where llama.cpp computes something other than transformers.
+        fault: What it computes otherwise of this model whatever the file says; None: nothing that is known.
     """
 
     values: Mapping[str, Value]
     tensors: Mapping[str, Tensor]
     warnings: tuple[Finding, ...]
+    fault: str | None = None
 
 
 def metadata_of(config: PretrainedConfig, architecture: Architecture) -> Description:
@@ -242,12 +363,13 @@ def metadata_of(config: PretrainedConfig, architecture: Architecture) -> Descrip
     Raises:
         FtcliError: FT756 for arithmetic that llama.cpp does not have.
     """
-    c: Any = config
+    common = with_common_values(config)
+    c: Any = common
     heads = int(c.num_attention_heads)
-    head_dim = head_size(config)
-    _require_arithmetic(config, architecture)
-    windowed = window_layers(config)
-    context, warnings = _context(config, architecture, windowed)
+    head_dim = head_size(common)
+    _require_arithmetic(common, architecture)
+    windowed = window_layers(common)
+    context, warnings = _context(common, architecture, windowed)
     values: dict[str, Value] = {
         "context_length": context,
         "embedding_length": int(c.hidden_size),
@@ -266,7 +388,9 @@ def metadata_of(config: PretrainedConfig, architecture: Architecture) -> Descrip
         values["attention.sliding_window_pattern"] = windowed
     elif architecture.name == "phi3":
         values["attention.sliding_window"] = 0  # it wants the key, and applies none
-    if architecture.experts:
+    if architecture.varied:
+        values |= _varied(config)
+    elif architecture.experts:
         values |= _experts(c, architecture)
     if architecture.delta_nets:
         values |= _delta_nets(c, architecture)
@@ -274,7 +398,10 @@ def metadata_of(config: PretrainedConfig, architecture: Architecture) -> Descrip
         if getattr(c, key, None):
             values[key] = float(getattr(c, key))
     rotation, tensors = rotation_of(config, architecture)
-    return Description({**values, **rotation}, tensors, warnings)
+    fault = None if (c.rope_parameters or {}).get("truncate", True) else _RAMP
+    if fault is not None:
+        warnings = (*warnings, Finding("FT757", f"in the file's model {fault}", severity="warning"))
+    return Description({**values, **rotation}, tensors, warnings, fault)
 
 
 def _epsilon(architecture: Architecture) -> str:
@@ -291,10 +418,13 @@ def _experts(c: Any, architecture: Architecture) -> dict[str, Value]:
     """Number of experts, of chosen experts, and their width."""
     if getattr(c, "mlp_only_layers", None) or getattr(c, "decoder_sparse_step", 1) != 1:
         raise no_place(f"not every layer has experts, and in llama.cpp's {architecture.name} every layer does")
-    if getattr(c, "norm_topk_prob", True) != (architecture.experts == "normalised"):
+    chosen = architecture.experts == "chosen"
+    if not chosen and getattr(c, "norm_topk_prob", True) != (architecture.experts == "normalised"):
         raise no_place(f"norm_topk_prob is {c.norm_topk_prob}, and llama.cpp's {architecture.name} computes the other")
     count = getattr(c, "num_local_experts", None) or c.num_experts
     said = {key: getattr(c, name) for key, name in _EXPERTS_SAID.items() if hasattr(c, name)}
+    if architecture.transposed:
+        said["expert_feed_forward_length"] = c.intermediate_size
     return {key: int(value) for key, value in {**said, "expert_count": count}.items()}
 
 
@@ -385,7 +515,7 @@ def _require_arithmetic(config: PretrainedConfig, architecture: Architecture) ->
             raise no_place(f"its {name} is 0, which llama.cpp takes for none")
     if architecture.name != "gemma2" and getattr(c, "attn_logit_softcapping", None):
         raise no_place(f"llama.cpp does not cap scores in {architecture.name}")
-    if architecture.name not in ("gemma2", "gemma3") and getattr(c, "final_logit_softcapping", None):
+    if architecture.name not in _CAPPED and getattr(c, "final_logit_softcapping", None):
         raise no_place(f"llama.cpp does not cap logits in {architecture.name}")
 
 
@@ -431,18 +561,22 @@ def config_changes(values: JsonMap, architecture: Architecture) -> JsonObject:
         changes["attn_logit_softcapping"] = values.get("attn_logit_softcapping")
     if architecture.unrotated_every is not None:
         changes["no_rope_layers"] = unrotated(architecture.unrotated_every, values["block_count"])
-    if architecture.name in ("gemma2", "gemma3"):
+    if architecture.name in _CAPPED:
         changes["final_logit_softcapping"] = values.get("final_logit_softcapping")
     if has_windows(architecture, values["block_count"]):
         pattern = values["attention.sliding_window_pattern"]
         changes["layer_types"] = [SLIDING if sliding else FULL for sliding in pattern]
         changes["sliding_window"] = values["attention.sliding_window"] or None
-    if architecture.experts:
+    if architecture.experts and not architecture.varied:
         changes["norm_topk_prob"] = architecture.experts == "normalised"
     changes |= {name: values[key] for key, name in _EXPERTS_SAID.items() if key in values}
     if architecture.delta_nets:
         changes |= _delta_nets_said(values)
-    changes["rope_parameters"] = rope_said(values)
+    if architecture.transposed:
+        changes["num_local_experts"] = changes.pop("num_experts")
+        changes["intermediate_size"] = changes.pop("moe_intermediate_size")
+    if not architecture.varied:
+        changes["rope_parameters"] = rope_said(values)
     return changes
 
 
@@ -452,14 +586,19 @@ def take_description(config: PretrainedConfig, file: ReadFile, architecture: Arc
     said = {k.removeprefix(f"{architecture.name}."): v for k, v in values.items() if k.startswith(architecture.name)}
     changes = config_changes(said, architecture)
     problems: list[str] = []
-    if "rope_freqs.weight" in file.names:
+    if architecture.varied:
+        changes |= _varied_said(said, file)
+        text.per_layer_config = None  # or what most layers have could not be set
+    elif "rope_freqs.weight" in file.names:
         turned = said["rope.dimension_count"]
         plain = said["rope.freq_base"] ** -(torch.arange(0, turned, 2, dtype=torch.float64) / turned)
         found = plain / file.read("rope_freqs.weight").double()
         if not torch.allclose(found, rotary(text).double(), rtol=ROUNDING, atol=0.0):
             problems.append("the rotary frequencies differ")
-    if any(name.startswith("rope_f") for name in file.names):
+    if any(name.startswith("rope_f") for name in file.names) and not architecture.varied:
         changes.pop("rope_parameters")
+    elif "truncate" in text.rope_parameters:  # llama.cpp's own fault, which a file cannot mend
+        changes["rope_parameters"]["truncate"] = text.rope_parameters["truncate"]
     for key, value in changes.items():
         setattr(text, key, value)
     return problems
@@ -482,9 +621,9 @@ def reader_of(
     head = next((f"{name}.weight" for name, module in model.named_modules() if module is outputs), "")
 
     def read(weight: str) -> Tensor:
-        halves = [f"{weight}{part}" for part in (GATE, UP)]
-        if halves[0] in names:
-            return torch.cat([read(half) for half in halves], dim=1)
+        gate, up = (f"{weight}{part}" for part in (GATE, UP))
+        if gate in names:
+            return in_stored_layout(weight, joined_halves(read(gate), read(up), architecture), architecture)
         stored, value = names.get(weight), activation_key(weight)
         if stored is None and value is not None:
             key, layer = value
@@ -493,6 +632,6 @@ def reader_of(
             stored = "token_embd.weight"
         if stored is None:
             raise KeyError(f"the file has no {weight}")
-        return from_file(stored, file.read(stored), heads, architecture)
+        return in_stored_layout(weight, from_file(stored, file.read(stored), heads, architecture), architecture)
 
     return read

@@ -47,6 +47,7 @@ from ftcli.gguf import (
     columns_in_file_order,
     columns_in_model_order,
     in_model_order,
+    in_stored_layout,
     numbers_in_file,
 )
 from ftcli.plain import JsonMap
@@ -192,9 +193,11 @@ def _rounded_logits(kind: str, wanted: ExpectedFile) -> Tensor:
         part = next((each for each in (name, f"{name}{GATE}") if each in names), None)
         shape = weights.shape(name) if part is None else wanted.weights.shape(part)
         stored = "token_embd.weight" if part is None else names[part]  # a head that is not there is the embedding
-        columns = columns_in_file_order(stored, weights.read(name), wanted.heads, wanted.architecture)
+        turned = in_stored_layout(name, weights.read(name), wanted.architecture)
+        columns = columns_in_file_order(stored, turned, wanted.heads, wanted.architecture)
         rounded = as_stored(columns, type_of(stored, shape, kind))
-        return columns_in_model_order(stored, rounded, wanted.heads, wanted.architecture)
+        rounded = columns_in_model_order(stored, rounded, wanted.heads, wanted.architecture)
+        return in_stored_layout(name, rounded, wanted.architecture)
 
     with computing_from(model, read, weights.names):
         return logits(model, wanted.probe)
@@ -266,7 +269,7 @@ def run_in_llama_cpp(path: Path, row: StoredType, wanted: ExpectedFile, rounding
         return FileReport(told={"llama_cpp": f"it does not build {wanted.architecture.name}"})
     least = _LEAST_TERNARY if row.ternary else _LEAST
     report = _in_library(path, max(row.logits, least, 2 * rounding), wanted)
-    fault = wanted.architecture.fault
+    fault = wanted.architecture.fault or wanted.description.fault
     if fault is None or not report.problems:
         return report
     return FileReport(told={**report.told, "llama_cpp": f"{report.problems[0]}: {fault}"})

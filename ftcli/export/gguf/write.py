@@ -212,7 +212,8 @@ def _pairs(wanted: ExpectedFile) -> dict[str, tuple[Tensor, Tensor, float]]:
         if change.whole is not None or change.magnitude is not None or change.a is None or change.b is None:
             kind = "is trained whole" if change.whole is not None else "has DoRA's lengths"
             raise no_place(f"{weight} {kind}, and llama.cpp's adapters are LoRA's two matrices alone")
-        if weight not in wanted.names.stored or weight not in weights.base.names:
+        stacked = len(weights.shape(weight)) > 2
+        if weight not in wanted.names.stored or weight not in weights.base.names or stacked:
             raise no_place(f"llama.cpp has no weight of its own for the adapter of {weight}")
         found[weight] = change.a, change.b, change.scale
     return found

@@ -84,6 +84,9 @@ class DistillObjective(Objective):
         self._size, self._accumulation = train.per_device_train_batch_size, train.gradient_accumulation_steps
         self.steps_per_epoch = len(asked) // (self._size * self._accumulation)
         self._rollouts = Rollouts(model, job, settings)
+        # Of a student whose vocabulary is padded to more entries, the teacher cannot read those.
+        read_by = model if teacher.model is None else teacher.model
+        self._known = int(read_by.get_input_embeddings().weight.shape[0])
         self._spans = Spans(job.device, PARTS, counted=(ROLLOUT, TRAINING))
         self._metrics: defaultdict[str, list[float]] = defaultdict(list)
         self._before: dict[str, list[float]] = {}
@@ -131,12 +134,13 @@ class DistillObjective(Objective):
         ended = [self._rollouts.stopping.stopped(tokens) for tokens in completions]
         self._metrics["completions/clipped_ratio"].append(1.0 - sum(ended) / len(ended))
         self._spans.enter(TRAINING)
-        found = []
+        found, pad = [], self._job.pad_token_id
         for at in range(0, len(rows), self._size):
             part = slice(at, at + self._size)
             said, known = completions[part], [self._asked[row] for row in rows[part]]
             inputs = self._laid_out(known, prompts[part], said, self._batches)
-            for name, value in self._laid_out(known, others[part], said, self._teacher.batches).items():
+            read = [[token if token < self._known else pad for token in tokens] for tokens in said]
+            for name, value in self._laid_out(known, others[part], read, self._teacher.batches).items():
                 inputs[_TEACHER + name] = value
             tokens = sum(map(len, said))
             real = tokens + sum(map(len, prompts[part]))

@@ -53,7 +53,7 @@ class Distillation(PromptMethod):
 
     def load_other(self, job: Job, rows: Sequence[TokenizedRow]) -> Inputs | None:
         """The teacher, where it is another model, whose tokens have to be the student's (FT326)."""
-        from ftcli.train.other_model import loaded_beside
+        from ftcli.train.on_rows import loaded_beside
 
         if job.report.asked is None:
             return None

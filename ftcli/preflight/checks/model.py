@@ -17,7 +17,8 @@ from ftcli.facts.adapters import (
 from ftcli.facts.model import ModelFacts, has_classifier, takes_sdpa
 from ftcli.facts.shape import ModelShape
 from ftcli.facts.tokenizer import TokenizerFacts, no_stop_finding
-from ftcli.plan.quantization import stored_method, stores_mxfp4
+from ftcli.plan.quantization import stored_method
+from ftcli.plan.released import released_form
 from ftcli.plan.trained import HEAD, TABLES
 from ftcli.preflight.checks.context import Context, Findings, NotMade
 from ftcli.tables import exports, quantizations
@@ -28,7 +29,7 @@ _SCORE = ("score", "classifier")
 
 
 def check(context: Context, facts: ModelFacts) -> Findings:
-    """FT250, FT259, FT271, FT301, FT302, FT310 to FT319, FT322 to FT325, FT339, FT340, FT351, FT740, FT747, FT756."""
+    """FT250, FT259, FT271, FT301, FT302, FT310 to FT327, FT339, FT340, FT351, FT740, FT747, FT756."""
     if facts.senses is not None and context.work == "train":
         message = f"only the language model of {facts.name} is trained, on text; {facts.senses}: kept, not trained"
         yield context.note("FT310", "model.name_or_path", message)
@@ -99,9 +100,10 @@ def _stored_quantized(context: Context, facts: ModelFacts) -> Findings:
     if facts.quantization is None:
         return
     path, stored = "model.name_or_path", stored_method(facts.raw)
-    if stored is None and stores_mxfp4(facts.raw):
-        return  # read as it is, into whatever the recipe asks for
-    if stored is None:
+    released = released_form(facts.raw)
+    if released is not None:
+        yield from _released(context, facts, released[1])
+    elif stored is None:
         yield context.error(
             "FT316",
             path,
@@ -118,6 +120,23 @@ def _stored_quantized(context: Context, facts: ModelFacts) -> Findings:
         message = f"{facts.name} is stored in {stored}, and merging needs the base model in full precision"
         help = f"use export.formats: [{', '.join(exports.names(merges=False))}]"
         yield context.before_export("FT316", path, message, help=help)
+
+
+def _released(context: Context, facts: ModelFacts, words: str) -> Findings:
+    """FT327: what weights are trained as that are stored in a form of their own, and read into any."""
+    if context.work != "train" or context.recipe.model.init != "pretrained":
+        return
+    method = context.recipe.quantization.method
+    if quantizations.row(method).quantize is None:
+        said, help = (
+            "trained in model.dtype, exactly as they are",
+            "quantization.method: nf4 takes a quarter of that memory",
+        )
+    else:
+        said, help = f"read exactly, then rounded once more, to {method}", None
+    yield context.note(
+        "FT327", "model.name_or_path", f"{facts.name} is stored in {words}: its weights are {said}", help
+    )
 
 
 def _warm_up(context: Context, facts: ModelFacts) -> Findings:

@@ -264,7 +264,7 @@ def _all_positive(series: Sequence[Series], levels: Levels) -> bool:
 
 
 def _legend(series: Sequence[Series], look: ChartLook, levels: Levels) -> Markup:
-    keys = [_key(one, i) for i, one in enumerate(series)] if len(series) > 1 or levels else []
+    keys = [key(one, i) for i, one in enumerate(series)] if len(series) > 1 or levels else []
     keys += [tag("span", tag("i", class_="level"), name) for name in levels]
     if any(_is_smoothed(one) for one in series):
         keys.append(tag("span", f"bold: median of {2 * SMOOTHED_REACH + 1} points around"))
@@ -436,6 +436,7 @@ def _hover(axes: Axes, series: Sequence[Series], show: Callable[[float], str]) -
     return Markup("").join(columns)
 
 
-def _key(series: Series, index: int) -> Markup:
+def key(series: Series, index: int) -> Markup:
+    """A line's colour and name in the legend."""
     kind = " point" if series.dots else ""
     return tag("span", tag("i", class_=f"s{index % COLOURS}{kind}"), series.name)

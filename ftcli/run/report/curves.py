@@ -57,65 +57,43 @@ class Chart:
     share: bool = False
 
 
+def _alone(title: str, metric: str, name: str, *, share: bool = False, log: bool = False) -> Chart:
+    """A chart of one smoothed line: of a share, or from 0 on."""
+    return Chart(title, (Curve(metric, name, smooth=True),), from_zero=not share, log=log, share=share)
+
+
 _SUPERVISED = (
     Chart("Loss", (Curve("loss", "training", smooth=True), Curve("eval_loss", "held-out", dots=True)), log=True),
     Chart("Held-out token accuracy", (Curve("eval_token_accuracy", "token accuracy", dots=True),), share=True),
 )
+_ENDS = ("completions/min_length", "completions/max_length")
 _OF_REWARDS = (
-    Chart("KL to the base model", (Curve("kl", "KL", smooth=True),), from_zero=True, log=True),
+    _alone("KL to the base model", "kl", "KL", log=True),
     Chart(
         "Completion length, tokens",
-        (
-            Curve(
-                "completions/mean_length",
-                "mean",
-                smooth=True,
-                ends=("completions/min_length", "completions/max_length"),
-            ),
-        ),
+        (Curve("completions/mean_length", "mean", smooth=True, ends=_ENDS),),
         from_zero=True,
         note="band: shortest to longest",
     ),
-    Chart("Completions cut off", (Curve("completions/clipped_ratio", "cut off", smooth=True),), share=True),
+    _alone("Completions cut off", "completions/clipped_ratio", "cut off", share=True),
 )
+_CLIPPED = ("clip_ratio/region_mean", "cispo_clip_ratio")
 _LESSER_OF_REWARDS = (
-    Chart("Deviation of rewards", (Curve("reward_std", "standard deviation", smooth=True),), from_zero=True),
-    Chart(
-        "Groups of equal rewards",
-        (Curve("frac_reward_zero_std", "nothing to learn from", smooth=True),),
-        share=True,
-    ),
-    Chart("Entropy of sampled tokens, nats", (Curve("entropy", "entropy", smooth=True),), from_zero=True),
-    Chart(
-        "Clipped ratios",
-        (
-            Curve("clip_ratio/region_mean", "share of tokens", smooth=True),
-            Curve("cispo_clip_ratio", "share of tokens", smooth=True),
-        ),
-        share=True,
-    ),
-    Chart(
-        "Seconds of a step",
-        tuple(
-            Curve(f"seconds/{part}", name, smooth=True)
-            for part, name in (("rollout", "rollouts"), ("rewards", "rewards"), ("training", "training"))
-        ),
-        from_zero=True,
-    ),
-    Chart(
-        "Tokens/s of each part",
-        (
-            Curve("throughput/rollout", "rollouts", smooth=True),
-            Curve("throughput/training", "training", smooth=True),
-        ),
-        from_zero=True,
+    _alone("Deviation of rewards", "reward_std", "standard deviation"),
+    _alone("Groups of equal rewards", "frac_reward_zero_std", "nothing to learn from", share=True),
+    _alone("Entropy of sampled tokens, nats", "entropy", "entropy"),
+    Chart("Clipped ratios", tuple(Curve(each, "share of tokens", smooth=True) for each in _CLIPPED), share=True),
+    *(
+        Chart(title, tuple(Curve(f"{key}/{part}", name, smooth=True) for part, name in parts.items()), from_zero=True)
+        for title, key, parts in (
+            ("Seconds of a step", "seconds", {"rollout": "rollouts", "rewards": "rewards", "training": "training"}),
+            ("Tokens/s of each part", "throughput", {"rollout": "rollouts", "training": "training"}),
+        )
     ),
 )
 _LESSER = (
     Chart("Learning rate", (Curve("learning_rate", "learning rate"),), from_zero=True),
-    Chart(
-        "Gradient norm", (Curve("grad_norm", "gradient norm before clipping", smooth=True),), from_zero=True, log=True
-    ),
+    _alone("Gradient norm", "grad_norm", "gradient norm before clipping", log=True),
     Chart("Throughput, tokens/s", (Curve("tokens_per_second", "tokens/s"),), from_zero=True),
     Chart("Peak memory, GiB", (Curve("peak_memory_bytes", "peak memory"),), from_zero=True, unit=float(GIB)),
 )
@@ -128,7 +106,7 @@ def has_rewards(lines: Lines) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class DrawnCharts:
-    """The drawn charts: those that say whether the model learns, and the others."""
+    """Those that say whether the model learns, and the others."""
 
     main: Sequence[Markup]
     lesser: Sequence[Markup]
@@ -165,47 +143,28 @@ def _charts(lines: Lines, evaluation: JsonMap, method: Method | None) -> tuple[S
 
 
 def _rewards(lines: Lines) -> list[Chart]:
-    names = dict.fromkeys(key.split("/")[1] for line in lines for key in line if _is_reward(key))
-    whole = Chart(
-        "Reward",
-        (Curve("reward", "mean reward", smooth=True, spread="reward_std"),),
-        note="band: ± standard deviation",
+    names = dict.fromkeys(
+        key.split("/")[1] for line in lines for key in line if key.startswith("rewards/") and key.endswith("/mean")
     )
-    if len(names) < 2:
-        return [whole]
-    parts = [
-        Chart(
-            f"Reward of {name}",
-            (Curve(f"rewards/{name}/mean", name, smooth=True, spread=f"rewards/{name}/std"),),
-            note="band: ± standard deviation",
-        )
-        for name in names
-    ]
-    return [whole, *parts]
-
-
-def _is_reward(key: str) -> bool:
-    return key.startswith("rewards/") and key.endswith("/mean")
+    curves = {"Reward": Curve("reward", "mean reward", smooth=True, spread="reward_std")}
+    for name in names if len(names) > 1 else ():
+        mean, std = (f"rewards/{name}/{each}" for each in ("mean", "std"))
+        curves[f"Reward of {name}"] = Curve(mean, name, smooth=True, spread=std)
+    return [Chart(title, (curve,), note="band: ± standard deviation") for title, curve in curves.items()]
 
 
 def _held_out_scores(lines: Lines, base: JsonMap, method: Method | None) -> list[Chart]:
     """A chart for each task that is scored during training."""
     known = {"eval_loss", "eval_perplexity", "eval_token_accuracy", "eval_tokens", "eval_rows"}
     if method is not None and method.scores is not None:
-        known |= {f"eval_{name}" for name, *_ in code_of(method.scores)} | {
-            "eval_chosen_reward",
-            "eval_rejected_reward",
-        }
+        known |= {f"eval_{name}" for name, *_ in code_of(method.scores)}
+        known |= {"eval_chosen_reward", "eval_rejected_reward"}
     found = dict.fromkeys(key for line in lines for key in line if key.startswith("eval_") and key not in known)
     of_base = {f"eval_{task.get('name')}": number_or_none(task.get("value")) for task in maps(base.get("tasks"))}
+    titles = {key: f"Held-out {key.removeprefix('eval_')}" for key in found}
     return [
-        Chart(
-            f"Held-out {key.removeprefix('eval_')}",
-            (Curve(key, "score", dots=True),),
-            base=of_base.get(key),
-            share=True,
-        )
-        for key in found
+        Chart(title, (Curve(key, "score", dots=True),), base=of_base.get(key), share=True)
+        for key, title in titles.items()
     ]
 
 

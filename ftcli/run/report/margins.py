@@ -22,8 +22,10 @@ from ftcli.run.report.charts import (
     RIGHT,
     WIDTH,
     Axes,
+    Series,
     count,
     grid,
+    key,
     or_dash,
     percent,
     round_ticks,
@@ -67,7 +69,7 @@ def histogram(title: str, samples: Mapping[str, Sequence[float]], name: str, not
         *(_line(axes, each, medians[each], place[each]) for each in samples if each not in drawn),
     ]
     told = [f"{each}: median {number(median)}" for each, median in medians.items()]
-    keys = [_key(text, index) for index, text in enumerate(told)]
+    keys = [key(Series(text, ()), index) for index, text in enumerate(told)]
     return _figure(title, keys, note, f"{title}: {'; '.join(told)}", [grid(axes, name), *body])
 
 
@@ -90,7 +92,7 @@ def scatter(title: str, clouds: Mapping[str, Sequence[Point]], name: str, note: 
         *(_dots(axes, points, index) for index, points in enumerate(clouds.values())),
         *(_medians(axes, points, index) for index, points in enumerate(clouds.values())),
     ]
-    keys = [_key(each, index) for index, each in enumerate(clouds)] if len(clouds) > 1 else []
+    keys = [key(Series(each, ()), index) for index, each in enumerate(clouds)] if len(clouds) > 1 else []
     keys.append(tag("span", "line: medians"))
     label = f"{title}: {len(across):,} points"
     return _figure(title, keys, note, label, [grid(axes, name), *body])
@@ -168,10 +170,6 @@ def _medians(axes: Axes, dots: Sequence[Point], index: int) -> Markup:
         return Markup()
     line = " ".join(f"{axes.x(x):.1f},{axes.y(y):.1f}" for x, y in found.items())
     return tag("polyline", points=line, class_=f"line s{index % COLOURS}")
-
-
-def _key(name: str, index: int) -> Markup:
-    return tag("span", tag("i", class_=f"s{index % COLOURS}"), name)
 
 
 #: Rows of a table, and of those shown with their texts.

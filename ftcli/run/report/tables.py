@@ -66,11 +66,9 @@ def key_facts(metrics: Sequence[MetricsLine], evaluation: JsonMap, status: Statu
     base, tuned = map_in(evaluation, "base"), map_in(evaluation, "run")
     rewards = numbers_of(metrics, "reward")
     facts = []
-    if rewards:
-        facts.append(Fact("Last reward", number(rewards[-1]), f"first {number(rewards[0])}"))
-    losses = [] if rewards else numbers_of(metrics, "loss")
-    if losses:
-        facts.append(Fact("Last training loss", number(losses[-1]), f"first {number(losses[0])}"))
+    title, values = ("Last reward", rewards) if rewards else ("Last training loss", numbers_of(metrics, "loss"))
+    if values:
+        facts.append(Fact(title, number(values[-1]), f"first {number(values[0])}"))
     if is_number(tuned.get("loss")):
         facts.append(Fact("Held-out loss", number(tuned["loss"]), _of_base(base.get("loss"), number)))
     for task in maps(tuned.get("tasks")):

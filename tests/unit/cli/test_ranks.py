@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from ftcli.cli import children as workers
-from ftcli.cli import ranks
 from ftcli.cli.app import main
+from ftcli.cli.commands import train as ranks
 from ftcli.cli.options import EndedElsewhere
 
 

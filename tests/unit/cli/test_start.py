@@ -93,10 +93,10 @@ def test_ctrl_c_is_neither_lost_nor_shown_before_and_after_the_command(
 def test_ctrl_c_while_the_command_line_is_parsed_is_130(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupt(*_: object) -> None:
+    def interrupt(**_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(options, "common", interrupt)
+    monkeypatch.setattr(options, "CommonOptions", interrupt)
     assert main(["check", "x.yaml"]) == 130
     assert "Traceback" not in capsys.readouterr().err
 

@@ -388,3 +388,82 @@ def test_a_model_that_rounding_moves_far_is_written_and_said(tmp_path: Path) -> 
     assert facts["q8_0_rounding"] > TYPES["q8_0"].logits
     assert facts["q8_0_relative_error"] <= facts["q8_0_allowed"] < 0.02
     assert "FT772" in [finding.code for finding in heard.findings]
+
+
+GEMMA4: dict[str, dict[str, Any]] = {
+    "E4B: own inputs, shared keys, wider last MLPs": {},
+    "31B: keys that are values, fewer global heads": {
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 0,
+        "use_double_wide_mlp": False,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+    },
+    "26B-A4B: experts beside the MLP": {
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 0,
+        "use_double_wide_mlp": False,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 32,
+    },
+}
+
+
+def drawn_apart(model: Any) -> Any:
+    """Norms, scalars, sinks and scales that are all 1 or 0 in a new model, and would not show where they end."""
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            if tensor.dim() < 2 or name.endswith("_bias"):
+                tensor.copy_(tensor + 0.2 * torch.randn(tensor.shape))
+    return model
+
+
+@pytest.mark.parametrize("size", GEMMA4)
+def test_every_size_of_gemma4_is_written_and_read_back(size: str, tmp_path: Path) -> None:
+    made = adapt(tmp_path, drawn_apart(changed("gemma4_text", **GEMMA4[size])), target_modules=["q_proj", "down_proj"])
+    result = export(made, "f32", "q8_0")
+    assert result.verification.facts["f32_relative_error"] < 1e-5
+    assert result.verification.facts["q8_0_relative_error"] < 1e-5
+    file = ReadFile(result.path / "run-F32.gguf")
+    values = {key.removeprefix("gemma4."): value for key, value in file.values.items()}
+    assert values["attention.sliding_window_pattern"] == [True, True, False] * 2
+    assert (values["attention.key_length"], values["attention.key_length_swa"]) == (16, 8)
+    assert (values["rope.dimension_count"], values["rope.dimension_count_swa"]) == (16, 8)
+    assert file.read("rope_freqs.weight").tolist() == [1.0, 1.0] + [pytest.approx(1e30)] * 6
+    assert ("blk.2.attn_v.weight" in file.names) == size.startswith("E4B")
+    assert ("blk.5.attn_k.weight" in file.names) != size.startswith("E4B")
+    assert values["attention.shared_kv_layers"] == 3 * size.startswith("E4B")
+    assert ("per_layer_token_embd.weight" in file.names) == size.startswith("E4B")
+    assert ("blk.0.ffn_gate_up_exps.weight" in file.names) == size.startswith("26B")
+    assert values.get("expert_used_count") == (2 if size.startswith("26B") else None)
+
+
+def test_shared_keys_that_llama_cpp_would_take_from_elsewhere_are_refused(tmp_path: Path) -> None:
+    kinds = ["full_attention", "sliding_attention", "sliding_attention"] * 2
+    of_full = {at: {"head_dim": 16} for at in (0, 3, 5)}
+    kinds[-1] = "full_attention"
+    model = changed("gemma4_text", layer_types=kinds, num_kv_shared_layers=3, per_layer_config=of_full)
+    with pytest.raises(FtcliError, match="shared keys of the last two layers before") as caught:
+        export(adapt(tmp_path, model), "f32")
+    assert caught.value.findings[0].code == "FT756"
+
+
+def test_experts_of_gpt_oss_are_apart_and_turned(tmp_path: Path) -> None:
+    heard = Heard()
+    result = export(adapt(tmp_path, drawn_apart(build("gpt_oss"))), "f32", "q8_0", heard=heard)
+    assert result.verification.facts["f32_relative_error"] < 1e-5
+    base = load_file(next((tmp_path / "base").glob("*.safetensors")))
+    file, layer = ReadFile(result.path / "run-F32.gguf"), "model.layers.1.mlp.experts"
+    for stored, bias in (("ffn_gate_exps", base[f"{layer}.gate_up_proj_bias"][:, ::2]), ("ffn_down_exps", None)):
+        wanted = base[f"{layer}.down_proj_bias"] if bias is None else bias
+        assert torch.equal(file.read(f"blk.1.{stored}.bias"), wanted)
+    assert file.shape("blk.1.ffn_up_exps.weight") == (4, 48, 32)
+    assert torch.equal(file.read("blk.0.attn_sinks.weight"), base["model.layers.0.self_attn.sinks"])
+    assert ReadFile(result.path / "run-Q8_0.gguf").type_name("blk.1.ffn_up_exps.bias") == "F32"
+    (told,) = [finding for finding in heard.findings if "YaRN" in finding.message]
+    assert (told.code, told.severity) == ("FT757", "warning")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,8 @@ from torch import Tensor
 
 from ftcli.config.model import QuantizationConfig
 from ftcli.errors import FtcliError
-from ftcli.model.mxfp4 import BLOCKS, SCALES, dequantized, in_full
+from ftcli.model.mxfp4 import BLOCKS, SCALES, Mxfp4, dequantized
+from ftcli.model.released import grouped, read_group
 from ftcli.model.stacks import QuantizedStack
 from tests.mxfp4_files import SIZES, drawn, released, theirs
 from tests.quantized import NF4, load
@@ -47,28 +47,21 @@ def test_bfloat16_holds_every_number_that_is_no_overflow() -> None:
     assert torch.equal(dequantized("x", parts(blocks, scales), torch.bfloat16, CPU).float(), wide)
 
 
-def test_all_else_passes_and_a_stack_comes_once_both_parts_are_there() -> None:
+def test_all_else_passes_and_both_parts_are_one_stack() -> None:
     blocks, scales = drawn(3, 6, 64)
     other = torch.ones(2)
-    pairs = [("a.w_scales", scales), ("b", other), ("a.w_blocks", blocks), ("c.bias", other)]
-    found = list(in_full(iter(pairs), torch.float32, CPU))
-    assert [name for name, _ in found] == ["b", "a.w", "c.bias"]
-    assert torch.equal(found[1][1], theirs(blocks, scales, torch.float32))
+    stored = {"a.w_scales": scales, "b": other, "a.w_blocks": blocks, "c.bias": other}
+    groups = grouped(stored, Mxfp4({}))
+    assert list(groups) == ["a.w", "b", "c.bias"]
+    found = {name: in_full(stored, name, group) for name, group in groups.items()}
+    assert torch.equal(found["a.w"], theirs(blocks, scales, torch.float32))
+    assert found["b"] is other
+    shapes = {end: tuple(tensor.shape) for end, tensor in parts(blocks, scales).items()}
+    assert Mxfp4({}).shape("a.w", shapes) == found["a.w"].shape
 
 
-def test_tensors_are_read_one_by_one() -> None:
-    """A stack is handed over before the next one is read."""
-    taken: list[str] = []
-
-    def reading() -> Iterator[tuple[str, Tensor]]:
-        for at in range(3):
-            for end, tensor in parts(*drawn(2, 4, 32, at)).items():
-                taken.append(f"{at}{end}")
-                yield f"{at}", tensor
-                yield f"{at}{end}", tensor
-
-    for name, _ in in_full(reading(), torch.float32, CPU):
-        assert len({each[0] for each in taken}) == int(name[0]) + 1
+def in_full(stored: dict[str, Tensor], name: str, group: dict[str, str]) -> Tensor:
+    return read_group(Mxfp4({}), name, group, stored.__getitem__, torch.float32, CPU)
 
 
 @pytest.mark.parametrize(
@@ -84,8 +77,9 @@ def test_tensors_are_read_one_by_one() -> None:
 )
 def test_parts_that_make_no_stack_are_refused_by_name(change: dict[str, Any], said: str) -> None:
     given = {end: tensor for end, tensor in (parts(*drawn(3, 6, 64)) | change).items() if tensor is not None}
+    stored = {f"a.w{end}": tensor for end, tensor in given.items()}
     with pytest.raises(FtcliError, match=r"a\.w") as caught:
-        list(in_full(iter([(f"a.w{end}", tensor) for end, tensor in given.items()]), torch.float32, CPU))
+        in_full(stored, "a.w", grouped(stored, Mxfp4({}))["a.w"])
     [finding] = caught.value.findings
     assert finding.code == "FT323"
     assert said in finding.message

@@ -360,3 +360,78 @@ def test_ternary_types_are_for_ternary_weights(findings: Callable[..., list[Any]
     assert found("none", "q8_0, tq1_0") == [("note", "tq1_0")]
     assert found("none", "tq2_0", "export") == [("error", "tq2_0")]
     assert found("bitnet", "tq2_0") == found("none", "q8_0") == []
+
+
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+WEIGHTS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
+COMPRESSED = {"quant_method": "compressed-tensors", "format": "float-quantized", "quantization_status": "compressed"}
+
+
+def compressed(*weights: dict[str, Any], **change: Any) -> dict[str, Any]:
+    groups = {f"group_{at}": {"targets": ["Linear"], "weights": each} for at, each in enumerate(weights)}
+    return {**COMPRESSED, "config_groups": groups, **change}
+
+
+READ: list[tuple[dict[str, Any], str]] = [
+    (BLOCKS, "fp8 (a scale for each 128 x 128)"),
+    ({"quant_method": "fp8"}, "fp8 (a scale for each 128 x 128)"),
+    ({"quant_method": "fp8", "weight_block_size": [1, 32], "scale_fmt": "ue8m0"}, "fp8 (a scale for each 1 x 32)"),
+    ({**BLOCKS, "weight_block_size": None, "activation_scheme": "static"}, "fp8 (a scale for each matrix)"),
+    (compressed(WEIGHTS), "fp8 (a scale for each row)"),
+    (compressed({**WEIGHTS, "strategy": "tensor"}), "fp8 (a scale for each matrix)"),
+    (
+        compressed({**WEIGHTS, "strategy": "block", "block_structure": [128, 128]}, sparsity_config={}),
+        "fp8 (a scale for each 128 x 128)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("stored", "words"), READ)
+def test_what_a_model_in_eight_bits_is_trained_as(
+    stored: dict[str, Any], words: str, folder: Callable[..., Path], context: Callable[..., Any]
+) -> None:
+    path = folder("stored", {**TINY, "quantization_config": stored}, tokenizer_config={})
+    for method, said in (("none", "trained in model.dtype, exactly"), ("nf4", "once more, to nf4"), ("fp8", "to fp8")):
+        text = f"model: {{name_or_path: '{path}', tokenizer: bytes}}\nlora: {{}}\nquantization: {{method: {method}}}\n"
+        made = context(text, command="check")
+        found = list(model.check(made, read_facts(made.recipe.model, offline=True, origins=made.origins)))
+        assert {each.code for each in found if each.severity == "error"} <= {"FT317"}  # there are no weights
+        (note,) = [each for each in found if each.code == "FT327"]
+        assert f"stored in {words}: " in note.message
+        assert said in note.message
+        assert ("nf4" in (note.help or "")) == (method == "none")
+    drawn = f"model: {{name_or_path: '{path}', tokenizer: bytes, init: random}}\n"
+    for other, command in ((drawn, "check"), (text, "export")):
+        made = context(other, command=command)
+        facts = read_facts(made.recipe.model, offline=True, origins=made.origins)
+        assert not [each for each in model.check(made, facts) if each.code in ("FT316", "FT327")]
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        {**BLOCKS, "expert_dtype": "fp4"},
+        {**BLOCKS, "weight_block_size": [128]},
+        {**BLOCKS, "weight_block_size": [0, 128]},
+        {**BLOCKS, "weight_block_size": "128"},
+        {"quant_method": "fbgemm_fp8"},
+        compressed(),
+        compressed({**WEIGHTS, "num_bits": 4}),
+        compressed({**WEIGHTS, "type": "int"}),
+        compressed({**WEIGHTS, "symmetric": False}),
+        compressed({**WEIGHTS, "strategy": "group", "group_size": 32}),
+        compressed(WEIGHTS, {**WEIGHTS, "strategy": "tensor"}),
+        compressed(WEIGHTS, format="pack-quantized"),
+        compressed(WEIGHTS, transform_config={"config_groups": {"R1": {}}}),
+        compressed(WEIGHTS, sparsity_config={"format": "sparse-24-bitmask"}),
+        compressed(WEIGHTS, quantization_status="frozen"),
+    ],
+)
+def test_forms_without_an_exact_reading_are_refused(
+    stored: dict[str, Any], folder: Callable[..., Path], context: Callable[..., Any]
+) -> None:
+    path = folder("stored", {**TINY, "quantization_config": stored}, tokenizer_config={})
+    made = context(f"model: {{name_or_path: '{path}', tokenizer: bytes}}\nlora: {{}}\n", command="check")
+    facts = read_facts(made.recipe.model, offline=True, origins=made.origins)
+    found = [each for each in model.check(made, facts) if each.code in ("FT316", "FT327")]
+    assert [(each.code, each.severity) for each in found] == [("FT316", "error")]

@@ -43,7 +43,7 @@ def rows(sizes: Sequence[tuple[int, int, float]] = SIZES, seed: int = 2) -> list
 
 
 def epochs_of(documents: Sequence[TokenizedRow], seed: int = 0) -> Epochs:
-    """As :func:`ftcli.methods.kto.order.labelled_epochs`, of rows in memory."""
+    """As :func:`ftcli.methods.kto.train.labelled_epochs`, of rows in memory."""
     strata = [[n for n, row in enumerate(documents) if (row.value > 0) == wanted] for wanted in (True, False)]
     sizes = (len(strata[0]), len(strata[1]))
     units = np.asarray([*strata[0], *strata[1]], dtype=np.int64)

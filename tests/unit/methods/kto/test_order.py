@@ -12,14 +12,14 @@ from ftcli.data.tokens import TokenizedRow, TokenStore, TokenTable, TokenWriter,
 from ftcli.errors import FtcliError
 from ftcli.labels import IGNORE_INDEX
 from ftcli.methods.kto.losses import LabelSettings
-from ftcli.methods.kto.order import (
+from ftcli.methods.kto.reference import answer_start, mismatched_rows, partners_of
+from ftcli.methods.kto.train import (
     contradictions,
     label_counts,
     label_findings,
     labelled_epochs,
     require_both_labels,
 )
-from ftcli.methods.kto.reference import answer_start, mismatched_rows, partners_of
 from ftcli.rows.row import Row
 
 

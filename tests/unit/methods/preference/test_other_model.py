@@ -27,8 +27,9 @@ from ftcli.methods.preference.train import Preference
 from ftcli.model.tokenizer import load_tokenizer
 from ftcli.plan.batches import Batches
 from ftcli.run.inputs import Inputs
-from ftcli.train import assembly, other_model
-from ftcli.train.other_model import answered, require_same_tokens
+from ftcli.train import assembly
+from ftcli.train import on_rows as other_model
+from ftcli.train.on_rows import answered, require_same_tokens
 from tests.unit.methods.kto import labelled
 from tests.unit.methods.kto.test_reference import job_of as labelled_job
 from tests.unit.methods.preference import steps
