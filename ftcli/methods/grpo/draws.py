@@ -233,7 +233,7 @@ class Draws:
         for name, value in (
             ("tools/call_frequency", calls / len(rest)),
             ("tools/failure_frequency", sum(one["failures"] for one in rest) / calls if calls else 0.0),
-            ("tools/seconds", sum(one["seconds"] for one in rest) / len(rest)),
+            ("seconds/tools", sum(one["seconds"] for one in rest) / len(rest)),
             ("completions/turns", sum(one["rounds"] + 1 for one in rest) / len(rest)),
         ):
             self._noted.append((name, value))
