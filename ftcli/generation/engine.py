@@ -111,6 +111,8 @@ class Scheduler:
         self._turns = turns
         #: Rows between two turns, by request and completion; and those that have got what stands between them.
         self._between: dict[tuple[int, int], DecodingRow] = {}
+        #: Rows of which all tokens are asked, but the host has not seen yet whether a turn has ended among them.
+        self._unseen: list[DecodingRow] = []
         self._returning: deque[DecodingRow] = deque()
         self._tools = tools
         self._sampling = sampling
@@ -132,7 +134,7 @@ class Scheduler:
                     yield from self._look(self._coming.popleft())
                 self._leave()
         finally:
-            for row in (*self._active, *self._between.values(), *self._returning):
+            for row in (*self._active, *self._unseen, *self._between.values(), *self._returning):
                 self._free(row)
             for prompt in self._started:
                 self._free(prompt)
@@ -186,7 +188,7 @@ class Scheduler:
             if self._stopping.stopped(row.tokens[row.turn :]):
                 ended, row.ended = "stop", True
             elif len(row.tokens) == row.limit:
-                ended = "limit"
+                ended, row.ended = "limit", True
             if ended is not None and self._turns is not None:
                 row.waits = self._turns.ended(row.request, row.completion, row.tokens, ended)
             yield Token(row.request, row.completion, token, logprob, None if row.waits else ended)
@@ -195,12 +197,14 @@ class Scheduler:
         """Rows that are over free their pages and states; those between two turns keep them. Steps that are still on
         their way may write to them, before whoever gets them next does.
         """
-        for row in self._active:
+        for row in (*self._active, *self._unseen):
             if row.waits:
                 self._between[row.request, row.completion] = row
-            elif row.over:
+            elif row.ended or (row.over and self._turns is None):
                 self._free(row)
-        self._active = [row for row in self._active if not (row.over or row.waits)]
+        if self._turns is not None:
+            self._unseen = [row for row in (*self._active, *self._unseen) if row.over and not row.ended]
+        self._active = [row for row in self._active if not row.over]
 
     def _go_on(self) -> None:
         """Lets rows begin their next turn. What steps have written behind the last one is written over."""
@@ -320,8 +324,10 @@ class Scheduler:
         self._bring(new, tokens, logprobs)
         going_on = [at for at, row in enumerate(new) if not row.over]
         for row in new:
-            if row.over:
+            if row.over and self._turns is None:
                 self._free(row)
+            elif row.over:
+                self._unseen.append(row)
         self._active += [new[at] for at in going_on]
         chosen = tokens[torch.tensor(going_on, dtype=torch.int64, device=tokens.device)]
         if self._active:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -100,7 +101,8 @@ def test_what_is_said_between_turns_is_as_if_it_had_stood_there(model_type: str,
     patch(model, kernels)
     layout = EngineLayout(rows, rows * pages_of(LONGEST) + 1, False)
     engine = Engine(Forward(model, PLAN, CPU), layout, LONGEST, PLAN, CPU)
-    for seed in (0, 1):
+    for seed, ahead in ((0, 0), (1, 4)):  # as on a GPU: steps are issued before the host has seen a turn's end
+        engine._tools = replace(engine._tools, ahead=ahead)
         script = Scripted(seed)
         made = engine.converse(requests(), SAMPLING, StopCheck(StopConditions(STOPS), None), script)
         check(model, made, script)
