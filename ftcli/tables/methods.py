@@ -237,6 +237,7 @@ TABLE: Mapping[str, Method] = MappingProxyType(
             scores_tasks=True,
             packs=False,
             mixes=False,
+            on_ranks=True,
             length="distill.max_completion_length",
             told=("distill.teacher", "distill.beta", "distill.temperature", "distill.max_completion_length"),
             supports=MappingProxyType(
@@ -246,7 +247,7 @@ TABLE: Mapping[str, Method] = MappingProxyType(
                     "quantization.method": ("none", "nf4", "fp8"),
                     "train.neftune_noise_alpha": (None,),
                     "train.train_sampling_strategy": ("random",),
-                    "launch.engine": ("auto", "single"),
+                    "launch.engine": ("auto", "single", "ddp"),
                     "launch.dp_replicate_size": ("auto", 1),
                     "launch.context_parallel_size": (1,),
                 }

@@ -63,7 +63,7 @@ class PromptMethod(ABC):
         """Opens what the method needs before a model is loaded. Raises FtcliError where it cannot."""
 
     @abstractmethod
-    def load_other(self, job: Job, rows: Sequence[TokenizedRow]) -> Inputs | None:
+    def load_other(self, job: Job, rows: Sequence[TokenizedRow], group: RankGroup | None) -> Inputs | None:
         """Loads a second model, where the method has one; gives the identity of its files where they are not those of
         the trained one.
 
@@ -114,7 +114,7 @@ def _train(session: Session, context: RunContext, method: PromptMethod) -> Promp
     with context.phase("loading the model"):
         read = assembly.begin_reading(job) if context.leads else tuple
         model = _policy(context, job, prompts)
-        other = method.load_other(job, _as_tokens(job, prompts[: assembly.LOOKED_AT]))
+        other = method.load_other(job, _as_tokens(job, prompts[: assembly.LOOKED_AT]), group)
     if context.leads:
         inputs = assembly.inputs_of(job, model, read)
         keep_inputs(context, inputs if other is None else replace(inputs, asked=other))

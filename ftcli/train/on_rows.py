@@ -372,9 +372,11 @@ def _job_of_other(job: Job) -> Job:
     return replace(job, report=replace(job.report, plan=plan, memory=None))
 
 
-def loaded_beside(job: Job, rows: Sequence[TokenizedRow]) -> tuple[PreTrainedModel, Batches, Inputs]:
-    """The other model, frozen, which stays beside the trained one; how its batches are laid out; and the identity of
-    its files.
+def loaded_beside(
+    job: Job, rows: Sequence[TokenizedRow], group: RankGroup | None
+) -> tuple[PreTrainedModel, Batches, Inputs]:
+    """The other model, frozen, which stays beside the trained one on each rank; how its batches are laid out; and the
+    identity of its files.
 
     Args:
         rows: A few, for the self-check.
@@ -383,9 +385,12 @@ def loaded_beside(job: Job, rows: Sequence[TokenizedRow]) -> tuple[PreTrainedMod
         FtcliError: FT326 (exit 3) where an id is another token there; what loading raises.
     """
     of_other = _job_of_other(job)
-    require_same_tokens(job, of_other, (rows,))
-    read = assembly.begin_reading(of_other)
-    model = assembly.build_base(of_other)
+    with nullcontext() if group is None else group.after_leader("other tokens"):  # which may be downloaded
+        require_same_tokens(job, of_other, (rows,))
+    read = assembly.begin_reading(of_other) if group is None or group.leads else tuple
+    needed = assembly.to_download(of_other) > 0
+    with nullcontext() if group is None else group.after_leader("other weights", lambda: needed):
+        model = assembly.build_base(of_other)
     model.requires_grad_(False).eval()
     assembly.put_on_kernels(of_other, model, rows)
     return model, assembly.laid_out(of_other, model, rows), assembly.loaded_base(of_other, model, read)

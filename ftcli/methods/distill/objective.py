@@ -31,6 +31,7 @@ from ftcli.plan.memory.terms import FORWARD, GENERATION
 from ftcli.run.metrics import MetricsLine
 from ftcli.train.assembly import of_reference
 from ftcli.train.checkpoint_state import Progress, draw_of_epoch
+from ftcli.train.gathering import gather_json
 from ftcli.train.loop import Objective, StepMonitor
 from ftcli.train.parallel import Divisors, MicroBatch, TokenCounts
 
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ftcli.model.fused import DecoderStack
+    from ftcli.run.process_group import RankGroup
 
 #: The parts of a step whose time is told.
 PARTS = (ROLLOUT, TRAINING, OPTIMIZER)
@@ -62,11 +64,21 @@ class Teacher:
             yield student if self.model is None else self.model
 
 
+@dataclass(slots=True)
+class _Batch:
+    """A micro-batch's completions: their tokens, whether they ended, and the mean entropy once it is known."""
+
+    lengths: list[int]
+    ended: list[bool]
+    entropy: float | None = None
+
+
 class DistillObjective(Objective):
     """The mean divergence from the teacher over all tokens that the student samples for a step.
 
     Args:
         stack: The decoder layers as one function, where they are.
+        group: The ranks that train together: each completes the prompts of its own micro-batches.
     """
 
     def __init__(
@@ -77,11 +89,15 @@ class DistillObjective(Objective):
         asked: Sequence[RenderedPrompt],
         teacher: Teacher,
         stack: DecoderStack | None,
+        group: RankGroup | None = None,
     ) -> None:
+        self._group = group
+        self._rank, self._ranks = (0, 1) if group is None else (group.rank, group.size)
         train = job.recipe.train
         self._job, self._settings, self._model, self._asked, self._teacher = job, settings, model, asked, teacher
         self._stack, self._batches = stack, job.batches(model)
-        self._size, self._accumulation = train.per_device_train_batch_size, train.gradient_accumulation_steps
+        self._size = train.per_device_train_batch_size
+        self._accumulation = train.gradient_accumulation_steps * self._ranks
         self.steps_per_epoch = len(asked) // (self._size * self._accumulation)
         self._rollouts = Rollouts(model, job, settings)
         # Of a student whose vocabulary is padded to more entries, the teacher cannot read those.
@@ -90,6 +106,7 @@ class DistillObjective(Objective):
         self._spans = Spans(job.device, PARTS, counted=(ROLLOUT, TRAINING))
         self._metrics: defaultdict[str, list[float]] = defaultdict(list)
         self._before: dict[str, list[float]] = {}
+        self._of_batches: list[_Batch] = []
 
     def epochs_done(self, step: int) -> float:
         """How often all prompts have been completed after so many steps."""
@@ -111,6 +128,7 @@ class DistillObjective(Objective):
         """Notes the metrics gathered so far."""
         self._spans.begin_step(step + 1)
         self._before = {name: list(values) for name, values in self._metrics.items()}
+        self._of_batches = []
 
     def undo(self, step: int) -> None:
         """Restores them."""
@@ -120,7 +138,7 @@ class DistillObjective(Objective):
 
     def micro_batches(self, step: int, monitor: StepMonitor) -> list[MicroBatch]:
         """Completions by the weights of now, for the student, and for the teacher behind the prompts that it sees."""
-        if step % self.steps_per_epoch == 0:
+        if step % self.steps_per_epoch == 0 and self._group is None:
             draw_of_epoch()
         rows = self.prompts_of(step)
         mine = [self._asked[row].text for row in rows]
@@ -128,16 +146,16 @@ class DistillObjective(Objective):
         encode = self._job.tokenizer
         # The template has written BOS; a tokenizer that adds another would shift every prompt by a token.
         prompts, others = (encode(text=texts, add_special_tokens=False)["input_ids"] for texts in (mine, theirs))
-        completions = self._sampled(prompts, step, monitor)
-        lengths = [float(len(tokens)) for tokens in completions]
-        self._metrics["completions/mean_length"].append(math.fsum(lengths) / len(lengths))
-        ended = [self._rollouts.stopping.stopped(tokens) for tokens in completions]
-        self._metrics["completions/clipped_ratio"].append(1.0 - sum(ended) / len(ended))
+        turns = range(self._rank, self._accumulation, self._ranks)
+        own = [turn * self._size + row for turn in turns for row in range(self._size)]
+        completions = dict(zip(own, self._sampled(prompts, step, monitor, own), strict=True))
         self._spans.enter(TRAINING)
         found, pad = [], self._job.pad_token_id
-        for at in range(0, len(rows), self._size):
-            part = slice(at, at + self._size)
-            said, known = completions[part], [self._asked[row] for row in rows[part]]
+        for turn in turns:
+            part = slice(turn * self._size, (turn + 1) * self._size)
+            said, known = [completions[at] for at in range(len(rows))[part]], [self._asked[row] for row in rows[part]]
+            ended = [self._rollouts.stopping.stopped(tokens) for tokens in said]
+            self._of_batches.append(_Batch([len(tokens) for tokens in said], ended))
             inputs = self._laid_out(known, prompts[part], said, self._batches)
             read = [[token if token < self._known else pad for token in tokens] for tokens in said]
             for name, value in self._laid_out(known, others[part], read, self._teacher.batches).items():
@@ -148,7 +166,9 @@ class DistillObjective(Objective):
             found.append(MicroBatch(inputs, (), TokenCounts(tokens, real, inputs["input_ids"].numel())))
         return found
 
-    def _sampled(self, prompts: list[list[int]], step: int, monitor: StepMonitor) -> list[list[int]]:
+    def _sampled(
+        self, prompts: list[list[int]], step: int, monitor: StepMonitor, own: Sequence[int]
+    ) -> list[list[int]]:
         job = self._job
         monitor.enter(GENERATION)
         monitor.check_finite()  # sampling waits for the device anyway, and would fail on what came of it
@@ -160,7 +180,7 @@ class DistillObjective(Objective):
                 without_checkpointing(self._model),
                 compute_context(job.device, job.dtypes.compute, job.dtypes.autocast),
             ):
-                found = [one.tokens for one in self._rollouts.complete(prompts, step)]
+                found = [one.tokens for one in self._rollouts.complete(prompts, step, own)]
         except NotFinite as error:
             raise FtcliError.single(
                 "FT702",
@@ -203,12 +223,24 @@ class DistillObjective(Objective):
             learnt = hidden_states(model, own, self._stack).rows(where), head_of(model)
             weights = (1.0 / step.supervised).expand(where.shape[0])
             found = next_token_divergence(learnt, taught, weights, beta=settings.beta, temperature=settings.temperature)
-        self._metrics["entropy"].append(float(found.entropies.mean()))
+        next(one for one in self._of_batches if one.entropy is None).entropy = float(found.entropies.mean())
         return found.loss
 
     def reduced(self) -> None:
-        """The optimizer follows."""
-        self._spans.enter(OPTIMIZER)
+        """Notes the metrics of all ranks' micro-batches, in the order of one process."""
+        spans, counted = self._spans, {part: self._spans.counted(part) for part in (ROLLOUT, TRAINING)}
+        mine = [[one.lengths, one.ended, one.entropy] for one in self._of_batches]
+        told: list[Any] = [[mine, counted]]
+        if self._group is not None:
+            told = gather_json(self._group, "metrics", told[0])
+            for part, own in counted.items():
+                spans.count(part, sum(each[part] for _, each in told) - own)
+        every = [of_rank[at] for at in range(len(mine)) for of_rank, _ in told]
+        lengths, ended = ([one for batch in every for one in batch[part]] for part in (0, 1))
+        self._metrics["completions/mean_length"].append(math.fsum(lengths) / len(lengths))
+        self._metrics["completions/clipped_ratio"].append(1.0 - sum(ended) / len(ended))
+        self._metrics["entropy"] += [batch[2] for batch in every]
+        spans.enter(OPTIMIZER)
 
     def end(self, step: int) -> None:
         """Nothing of the step is left to be timed."""

@@ -51,13 +51,13 @@ class Distillation(PromptMethod):
         if self._settings.teacher_column is not None:
             self._texts = teacher_texts(job, self._settings.teacher_column, prompts)
 
-    def load_other(self, job: Job, rows: Sequence[TokenizedRow]) -> Inputs | None:
+    def load_other(self, job: Job, rows: Sequence[TokenizedRow], group: RankGroup | None) -> Inputs | None:
         """The teacher, where it is another model, whose tokens have to be the student's (FT326)."""
         from ftcli.train.on_rows import loaded_beside
 
         if job.report.asked is None:
             return None
-        self._other, batches, inputs = loaded_beside(job, rows)
+        self._other, batches, inputs = loaded_beside(job, rows, group)
         self._other = self._other, batches
         return inputs
 
@@ -77,7 +77,7 @@ class Distillation(PromptMethod):
         teacher = Teacher(other, batches, self._texts)
 
         def objective(stack: Any, _sequence: Any) -> Objective:
-            return DistillObjective(job, self._settings, model, prompts, teacher, stack)
+            return DistillObjective(job, self._settings, model, prompts, teacher, stack, group)
 
         return build_loop(job, model, objective, hooks, group)
 
@@ -99,7 +99,7 @@ def room_of_distillation(settings: DistillConfig) -> PromptLimit:
 def require_step(prompts: int, recipe: Recipe) -> None:
     """Refuses data of fewer prompts than a step completes. Raises FtcliError FT261 (exit 4)."""
     train = recipe.train
-    needed = train.per_device_train_batch_size * train.gradient_accumulation_steps
+    needed = train.per_device_train_batch_size * train.gradient_accumulation_steps * recipe.launch.num_processes
     if prompts < needed:
         raise FtcliError.single(
             "FT261",

@@ -64,7 +64,7 @@ class Rollouts:
         self,
         prompts: Sequence[Sequence[int]],
         step: int,
-        own: slice | None = None,
+        own: slice | Sequence[int] | None = None,
         turns: Callable[[Mapping[tuple[int, int], int]], Turns] | None = None,
     ) -> list[Completion]:
         """One completion for each of the ``own`` prompts, all of them where it is None, its stop token included. Equal
@@ -81,9 +81,10 @@ class Rollouts:
         """
         self._in_step = self._in_step + 1 if step == self._step else 0
         self._step = step
-        seed, part = self._job.recipe.run.seed, slice(None) if own is None else own
-        seeds = iter([row_seed(seed, step, self._in_step, row) for row in range(len(prompts))][part])
-        mine = prompts[part]
+        seed, every = self._job.recipe.run.seed, range(len(prompts))
+        places = every if own is None else every[own] if isinstance(own, slice) else own
+        seeds = iter([row_seed(seed, step, self._in_step, row) for row in places])
+        mine = [prompts[row] for row in places]
         if not mine:
             return []
         limit = self._grpo.max_completion_length

@@ -73,7 +73,7 @@ class Grpo(PromptMethod):
         self._rewards = build_rewards(self._grpo.rewards, columns_of([one.prompt for one in prompts]), access)
         self._acting = open_acting(job, self._grpo)
 
-    def load_other(self, job: Job, rows: Sequence[TokenizedRow]) -> Inputs | None:
+    def load_other(self, job: Job, rows: Sequence[TokenizedRow], group: RankGroup | None) -> Inputs | None:
         """The reference of full fine-tuning; adapters can be switched off."""
         from ftcli.train import assembly
 
