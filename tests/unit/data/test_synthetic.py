@@ -23,9 +23,9 @@ def digest(kind: str, *, count: int, seed: int, evaluation: bool) -> str:
 
 
 def prompts(row: dict[str, object]) -> list[str]:
-    if "prompt" in row:
+    if isinstance(row.get("prompt"), str):
         return [str(row["prompt"])]
-    messages = row["messages"]
+    messages = row.get("messages") or row["prompt"]
     assert isinstance(messages, list)
     return [message["content"] for message in messages if message["role"] == "user"]
 
