@@ -8,9 +8,10 @@ SMOKE  := runs/smoke
 FUZZ_SECONDS ?= 600
 BENCH_DEVICE ?= cuda
 GPU_WORKERS ?= 6
-TOOL   := $(CURDIR)/dist/tool
+DIST   := $(CURDIR)/dist
+TOOL   := $(DIST)/tool
 
-.PHONY: help install smoke test fuzz mutants test-families test-gpu test-tool check lint typecheck layers format bench docs clean
+.PHONY: help install smoke test fuzz mutants test-families test-gpu test-tool release check lint typecheck layers format bench docs clean
 
 help:
 	@echo "make smoke          install into .venv, then train, evaluate and export the bundled tiny model on this machine"
@@ -19,6 +20,7 @@ help:
 	@echo "make mutants        breaks one line at a time in a copy and says which the nearest tests do not notice; about an hour"
 	@echo "make test-families  a small random model of every further family through train, eval and export, and what takes long"
 	@echo "make test-tool      the built wheel as an installed tool (pipx), in a folder of its own"
+	@echo "make release        wheel and sdist in dist/, checked, and used in a fresh virtual environment"
 	@echo "make test-gpu       the kernel tests compiled, and the tests that need a CUDA machine (an 80 GB card, GPU_WORKERS=6)"
 	@echo "make check          format, lint, types, layers, generated docs and tests: what CI runs"
 	@echo "make bench          the kernels and the training step on this machine's GPU (BENCH_DEVICE=cpu: does it run at all)"
@@ -59,18 +61,37 @@ mutants: install
 test-families: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "families or long" tests/e2e tests/recipes tests/unit tests/ops -n auto --dist worksteal
 
-# A wheel that was built from this checkout, with its own packages, is used where nothing of the checkout is found.
+# What the installed $(TOOL)/bin/ftcli does in a folder where nothing of the checkout is found.
+define use-tool
+mkdir -p $(TOOL)/work
+cd $(TOOL)/work && ../bin/ftcli recipes copy smoke mine.yaml && ../bin/ftcli check mine.yaml --offline
+cd $(TOOL)/work && ../bin/ftcli train mine.yaml --offline --max-steps 2 --set train.warmup_steps=1
+cd $(TOOL)/work && ../bin/ftcli export runs/mine --offline && ../bin/ftcli runs
+rm -rf $(TOOL)
+endef
+
+# A wheel that was built from this checkout, with its own packages.
 test-tool: export PIPX_HOME := $(TOOL)/pipx
 test-tool: export PIPX_BIN_DIR := $(TOOL)/bin
 test-tool: export PIPX_MAN_DIR := $(TOOL)/man
 test-tool: install
-	rm -rf $(TOOL) && mkdir -p $(TOOL)/work
+	rm -rf $(TOOL) && mkdir -p $(TOOL)
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir $(TOOL) .
 	$(BIN)/python -m pipx install --quiet --python $(abspath $(BIN)/python) --pip-args="-c $(CURDIR)/constraints.txt" $(TOOL)/*.whl
-	cd $(TOOL)/work && ../bin/ftcli recipes copy smoke mine.yaml && ../bin/ftcli check mine.yaml --offline
-	cd $(TOOL)/work && ../bin/ftcli train mine.yaml --offline --max-steps 2 --set train.warmup_steps=1
-	cd $(TOOL)/work && ../bin/ftcli export runs/mine --offline && ../bin/ftcli runs
-	rm -rf $(TOOL)
+	$(use-tool)
+
+# The wheel is built from the sdist, so that the sdist is known to be whole. Publishing is the owner's.
+release: install
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[release]'
+	rm -rf $(TOOL) $(DIST)/ftcli-*
+	$(BIN)/python -m hatchling build --target sdist --directory $(DIST)
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir $(DIST) $(DIST)/ftcli-*.tar.gz
+	$(BIN)/python -m twine check --strict $(DIST)/ftcli-*
+	$(BIN)/check-wheel-contents $(DIST)/ftcli-*.whl
+	$(PYTHON) -m venv $(TOOL)
+	$(TOOL)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(DIST)/ftcli-*.whl
+	$(use-tool)
+	@ls -l $(DIST)/ftcli-*
 
 test-gpu:
 	OMP_NUM_THREADS=2 $(PYTHON) -m pytest -m gpu tests/ops tests/gpu -n $(GPU_WORKERS) --dist worksteal

@@ -1,3 +1,3 @@
 """ftcli: fine-tune language models from YAML recipes."""
 
-__version__ = "0.2.0"
+__version__ = "1.0.0"

@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from ftcli.config.recipe import Recipe
+from ftcli.data.encode import TEXT_ALONE
+from ftcli.data.pixels import PixelReader
 from ftcli.data.reasoning import ReasoningMarks
 from ftcli.data.template import Renderer, renderer_of
+from ftcli.data.vision import Vision, load_vision
 from ftcli.facts.model import ModelFacts
 from ftcli.model.attention import is_ours
 from ftcli.model.backbone import base_of
@@ -22,6 +25,7 @@ from ftcli.plan.precision import DtypePlan
 from ftcli.plan.run import RunPlan
 from ftcli.preflight.report import PreflightReport
 from ftcli.reporting import Reporter, Session
+from ftcli.tables import engines
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -37,12 +41,14 @@ class Job:
         session: Who is told what happens, and what may be used (network, cache).
         tokenizer: The recipe's, with the recipe's chat template. What is saved with it renders as it did in training.
         stops: Ids that end a turn.
+        vision: What the model sees images with; or, as a clause, why rows with images are refused.
     """
 
     report: PreflightReport
     session: Session
     tokenizer: PreTrainedTokenizerBase
     stops: tuple[int, ...]
+    vision: Vision | str = TEXT_ALONE
 
     @property
     def recipe(self) -> Recipe:
@@ -76,6 +82,10 @@ class Job:
         if planned.layout == "padded" or is_ours(base_of(model)):
             return planned
         return choose_batches(self.recipe.data.padding_free, takes_rows=None, masked_densely=OWN_ATTENTION)
+
+    def pixel_reader(self) -> PixelReader | None:
+        """A reader of the images of rows; None where the model sees none."""
+        return None if isinstance(self.vision, str) else PixelReader(self.vision, getattr(torch, self.dtypes.parameter))
 
     @property
     def pad_token_id(self) -> int:
@@ -116,4 +126,15 @@ def open_job(report: PreflightReport, session: Session) -> Job:
     require_known_ids(tokenizer, report.facts)
     if recipe.data.chat_template is not None:
         tokenizer.chat_template = Renderer(tokenizer, recipe.data.chat_template).source
-    return Job(report, session, tokenizer, stop_token_ids(report.facts, tokenizer))
+    vision = vision_of(report, tokenizer, offline=session.offline)
+    return Job(report, session, tokenizer, stop_token_ids(report.facts, tokenizer), vision)
+
+
+def vision_of(report: PreflightReport, tokenizer: PreTrainedTokenizerBase, *, offline: bool) -> Vision | str:
+    """What the recipe's model sees images with, where its method trains on them; or why not."""
+    recipe, method = report.recipe, report.plan.method
+    if not method.sees:
+        return f"{method.title} trains on text alone"
+    if engines.row(recipe.launch.engine).shards or recipe.launch.context_parallel_size > 1:
+        return "processes that share weights or rows (fsdp, launch.context_parallel_size) take none"
+    return load_vision(recipe.model, report.facts.raw, tokenizer, recipe.data.image_max_pixels, offline=offline)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from ftcli.assets import asset
@@ -36,7 +37,7 @@ def byte_characters() -> list[str]:
     return [chr(byte) if byte in printable else shifted[byte] for byte in range(256)]
 
 
-def tokenizer_document() -> dict[str, object]:
+def tokenizer_document(special_tokens: Sequence[str] = SPECIAL_TOKENS) -> dict[str, object]:
     """The content of `tokenizer.json`, in the format of Hugging Face's tokenizers."""
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     specials = [
@@ -49,9 +50,9 @@ def tokenizer_document() -> dict[str, object]:
             "normalized": False,
             "special": True,
         }
-        for n, token in enumerate(SPECIAL_TOKENS)
+        for n, token in enumerate(special_tokens)
     ]
-    vocabulary = {token: n for n, token in enumerate((*SPECIAL_TOKENS, *byte_characters()))}
+    vocabulary = {token: n for n, token in enumerate((*special_tokens, *byte_characters()))}
     bos = {"SpecialToken": {"id": "<bos>", "type_id": 0}}
     return {
         "version": "1.0",
@@ -64,7 +65,7 @@ def tokenizer_document() -> dict[str, object]:
             "type": "TemplateProcessing",
             "single": [bos, {"Sequence": {"id": "A", "type_id": 0}}],
             "pair": [bos, {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
-            "special_tokens": {"<bos>": {"id": "<bos>", "ids": [SPECIAL_TOKENS.index("<bos>")], "tokens": ["<bos>"]}},
+            "special_tokens": {"<bos>": {"id": "<bos>", "ids": [special_tokens.index("<bos>")], "tokens": ["<bos>"]}},
         },
         "decoder": byte_level,
         "model": {
@@ -82,7 +83,7 @@ def tokenizer_document() -> dict[str, object]:
     }
 
 
-def tokenizer_config() -> dict[str, object]:
+def tokenizer_config(eos: str = "<end_of_turn>") -> dict[str, object]:
     """The content of `tokenizer_config.json`.
 
     The end of a turn is the end-of-sequence token: generation, GRPO's completion mask and chat data all stop at it.
@@ -90,7 +91,7 @@ def tokenizer_config() -> dict[str, object]:
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<bos>",
-        "eos_token": "<end_of_turn>",
+        "eos_token": eos,
         "pad_token": "<pad>",
         "padding_side": "right",
         "clean_up_tokenization_spaces": False,
@@ -98,10 +99,15 @@ def tokenizer_config() -> dict[str, object]:
     }
 
 
-def write_tokenizer(folder: Path, chat_template: str) -> None:
+def write_tokenizer(
+    folder: Path, chat_template: str, special_tokens: Sequence[str] = SPECIAL_TOKENS, eos: str = "<end_of_turn>"
+) -> None:
     """Write tokenizer.json, tokenizer_config.json and chat_template.jinja into `folder` (made when absent)."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, content in (("tokenizer.json", tokenizer_document()), ("tokenizer_config.json", tokenizer_config())):
+    for name, content in (
+        ("tokenizer.json", tokenizer_document(special_tokens)),
+        ("tokenizer_config.json", tokenizer_config(eos)),
+    ):
         text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
         (folder / name).write_text(text, encoding="utf-8")
     (folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8")

@@ -28,7 +28,7 @@ from typer.exceptions import TyperException
 
 from ftcli import __version__
 from ftcli.cli import render
-from ftcli.cli.commands import bench, chat, check, doctor, evaluate, export, recipes, runs, sample, sweep
+from ftcli.cli.commands import bench, chat, check, doctor, evaluate, export, recipes, runs, sample, serve_check, sweep
 from ftcli.cli.commands.train import training_command
 from ftcli.cli.environment import (
     fewer_library_warnings,
@@ -137,6 +137,7 @@ _OTHER_WORDS: Mapping[str, str] = MappingProxyType(
     {
         "finetune": "train", "fine-tune": "train", "fit": "train", "run": "train", "sft": "train", "lora": "train",
         "tune": "train", "evaluate": "eval", "test": "eval", "rl": "grpo", "rlhf": "grpo", "talk": "chat",
+        "verify": "serve-check", "serve": "serve-check",
         "rft": "sample", "rejection-sampling": "sample", "best-of-n": "sample", "rollout": "sample", "mine": "sample",
         "ask": "chat", "generate": "chat", "infer": "chat", "inference": "chat", "predict": "chat", "prompt": "chat",
         "merge": "export", "merge-lora": "export", "save": "export", "convert": "recipes convert",
@@ -232,7 +233,8 @@ def _keys_named(name: str) -> list[str]:
     from ftcli.config.schema import RecipeSchema
 
     wanted = name.replace("-", "_").lower()
-    keys = list(RecipeSchema().keys())
+    of_schema = RecipeSchema().keys()
+    keys = [key for key in of_schema if "[]" not in key]  # --set takes none of the items of a list
     found = [key for key in keys if wanted in (key, key.rpartition(".")[2])]
     known = foreign("", wanted)
     return found or ([known.key] if known is not None and known.key is not None else [])
@@ -284,6 +286,7 @@ def build_app(only: str | None = None) -> typer.Typer:
         "eval": evaluate.evaluate,
         "export": export.export,
         "chat": chat.chat,
+        "serve-check": serve_check.serve_check,
         "sample": sample.sample,
         "check": check.check,
         "bench": bench.bench,

@@ -20,14 +20,15 @@ Items = Annotated[tuple[T, ...], Field(strict=False)]
 UNSERVED = "unserved"
 
 
-def _served(value: str) -> str:
+def served(value: str) -> str:
+    """A path of this machine. Raises pydantic's error of kind :data:`UNSERVED` for one with another ``scheme://``."""
     if unserved(value) is not None:
         raise PydanticCustomError(UNSERVED, "a path of this machine")
     return value
 
 
 #: Of text that is the path of something, or may be one.
-Served = AfterValidator(_served)
+Served = AfterValidator(served)
 PathText = Annotated[str, Field(min_length=1), Served]
 
 Count = Annotated[int, Field(ge=1, le=10**9)]

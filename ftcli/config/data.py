@@ -2,25 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, field_validator
 
-from ftcli.config.base import Count, Items, PathText, Section, Word
+from ftcli.config.base import Count, Items, PathText, Section, Word, served
 from ftcli.plain import JsonObject
-from ftcli.tables import layouts
+from ftcli.tables import layouts, stores
 
 
 def _path_shorthand(value: Any) -> Any:
     return {"path": value} if isinstance(value, str) else value
 
 
+def _known_storage(value: str) -> str:
+    return value if stores.of(value) is not None else served(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The rows of a source whose hash lies below ``share`` (``held_out``), or the others."""
+
+    share: float
+    held_out: bool
+
+
 class DatasetConfig(Section):
     """One source of rows. A bare string is short for `{path: ...}`."""
 
-    path: PathText = Field(
+    path: Annotated[str, Field(min_length=1), AfterValidator(_known_storage)] = Field(
         description="A .jsonl, .json, .csv, .tsv, .parquet or .arrow file (each also .gz), a folder of them, "
-        "`bundled:NAME`, or `hub:ORG/NAME` for a dataset of the Hugging Face Hub.",
+        "`bundled:NAME`, `hub:ORG/NAME` for a dataset of the Hugging Face Hub, or a file, folder or pattern at "
+        "`s3://`, `gs://`, `hf://` or `https://`.",
     )
     columns: dict[str, str] = Field(
         default_factory=dict, description="Renames columns: `{name that ftcli expects: name in the file}`."
@@ -47,6 +63,37 @@ class DatasetConfig(Section):
         default=False,
         description="Read the first `max_rows` rows of a Hub dataset without downloading the rest.",
     )
+    epochs: float | None = Field(
+        default=None,
+        ge=1,
+        le=1000,
+        description="How often an epoch shows each row of this source: 2.5 is twice, and a random half once more. In"
+        " place of `weight`.",
+    )
+    _files: tuple[tuple[str, Path], ...] | None = PrivateAttr(default=None)
+    _part: Part | None = PrivateAttr(default=None)
+
+    @property
+    def files(self) -> tuple[tuple[str, Path], ...] | None:
+        """The files of this machine that a remote source was fetched into, by their names; None where none was."""
+        return self._files
+
+    def with_files(self, files: Sequence[tuple[str, Path]]) -> DatasetConfig:
+        """The same source, read from these files."""
+        copy = self.model_copy()
+        copy._files = tuple(files)
+        return copy
+
+    @property
+    def part(self) -> Part | None:
+        """The part of the rows that is read; None: all."""
+        return self._part
+
+    def with_part(self, part: Part) -> DatasetConfig:
+        """The same source, of which these rows are read."""
+        copy = self.model_copy(update={"weight": None, "epochs": None} if part.held_out else {})
+        copy._part = part
+        return copy
 
 
 Dataset = Annotated[DatasetConfig, BeforeValidator(_path_shorthand, json_schema_input_type=str | DatasetConfig)]
@@ -80,6 +127,11 @@ class DataConfig(Section):
 
     train: Items[Dataset] = Field(default=(), description="Files to train on.")
     eval: Items[Dataset] = Field(default=(), description="Held-out files.")
+    held_out: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        default=None,
+        description="Share of the rows of `train` to measure on instead of training on them, beside `eval`. A hash of"
+        " the row chooses: more rows in the file move none of them.",
+    )
     format: Annotated[str, Word(layouts.formats)] = Field(
         default="auto", description="Row layout; `auto` finds it from the columns and says so."
     )
@@ -105,8 +157,10 @@ class DataConfig(Section):
         default=2048,
         description="Longest sequence in tokens, and the only length setting: all others follow from it.",
     )
-    overlong: Literal["error", "drop", "truncate"] = Field(
-        default="error", description="What happens to rows longer than `max_seq_len`; each one is counted."
+    overlong: Literal["error", "drop", "truncate", "split"] = Field(
+        default="error",
+        description="What happens to rows longer than `max_seq_len`; each one is counted. `split`: rows of text of"
+        " which everything is trained become several, and no token is lost.",
     )
     max_bad_rows: float = Field(
         default=0.0,
@@ -128,6 +182,16 @@ class DataConfig(Section):
         description="Lay the rows of a micro-batch end to end in place of padding, without attention across rows. "
         "`auto`: where ftcli's kernels run attention; `true`: elsewhere too, by a dense mask.",
     )
+    remote_cache_gib: Annotated[float, Field(gt=0, le=1e6)] = Field(
+        default=64.0,
+        description="The most that files fetched from `s3://` and the like take on this machine; the longest unused go"
+        " first.",
+    )
+    image_max_pixels: Annotated[int, Field(ge=1)] | None = Field(
+        default=None,
+        description="Pixels of an image at most: larger ones are made smaller, which costs fewer tokens. Absent: what "
+        "the model's image processor says.",
+    )
     num_proc: Count | None = Field(
         default=None,
         description="Processes that tokenize, at most one a core; absent: one for small files, one a core for large "
@@ -147,3 +211,23 @@ class DataConfig(Section):
         """The weight of each source of `train`; None where some have none."""
         found = tuple(source.weight for source in self.train if source.weight is not None)
         return found if found and len(found) == len(self.train) else None
+
+    @property
+    def epochs(self) -> tuple[float, ...] | None:
+        """How often an epoch shows the rows of each source of `train`; None where all are seen once."""
+        found = tuple(source.epochs or 1.0 for source in self.train)
+        return found if any(source.epochs is not None for source in self.train) else None
+
+    @property
+    def measures(self) -> bool:
+        """True if there are held-out rows."""
+        return bool(self.eval) or self.held_out is not None
+
+    def with_held_out(self) -> DataConfig:
+        """The same data with `held_out` carried out: sources that read one part of the rows, or the other."""
+        share = self.held_out
+        if share is None or any(source.part is not None for source in self.train):
+            return self
+        trained = tuple(source.with_part(Part(share, held_out=False)) for source in self.train)
+        measured = tuple(source.with_part(Part(share, held_out=True)) for source in self.train)
+        return self.model_copy(update={"train": trained, "eval": (*self.eval, *measured)})

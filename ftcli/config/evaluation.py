@@ -159,7 +159,15 @@ class EvalConfig(Section):
         default=4, description="Held-out rows of `data.eval` that `train` answers at each evaluation, for the report."
     )
     per_device_eval_batch_size: Count = Field(default=8, description="Rows per forward pass.")
-    tasks: Items[TaskConfig] = Field(default=(), description="Generation tasks of `ftcli eval`.")
+    tasks: Items[TaskConfig] = Field(
+        default=(),
+        description="Generation tasks of `ftcli eval` and `ftcli grpo`, and of `ftcli train` by the next key.",
+    )
+    tasks_every_steps: Count | None = Field(
+        default=None,
+        description="Steps between scorings of `tasks` in `ftcli train`, first before it, last after it; a multiple"
+        " of `every_steps`. Absent: `train` scores none. `grpo` scores them at each evaluation.",
+    )
     generate: GenerateConfig = Field(default_factory=GenerateConfig, description="Generation settings.")
     lm_eval: Items[PathText] = Field(
         default=(),

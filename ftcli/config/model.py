@@ -109,6 +109,11 @@ class LoraConfig(Section):
         " takes the largest singular vectors of the weights, `olora` their QR decomposition: both are "
         "saved as plain adapters of twice the rank.",
     )
+    start_from: PathText | None = Field(
+        default=None,
+        description="A PEFT adapter to go on from, of ftcli or another tool: its folder, or a run's. `r`, `alpha` and"
+        " `target_modules` have to be its own.",
+    )
     layers_to_transform: Annotated[Items[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = Field(
         default=None, description="Numbers of the layers that have adapters; all when absent."
     )

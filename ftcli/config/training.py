@@ -33,6 +33,12 @@ class RunConfig(Section):
         "a checkpoint.",
     )
 
+    mirror: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None,
+        description="Where the run is copied to with each checkpoint and at its end, such as `s3://bucket/runs/name`; a"
+        " machine that has no such run, or an older one, goes on from there.",
+    )
+
     @property
     def resumes_elsewhere(self) -> bool:
         """True if a checkpoint is named: the user asks for something else of it than its run did."""

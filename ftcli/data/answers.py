@@ -34,12 +34,14 @@ class Rendered:
         holes: Ranges inside the spans that bear no loss, because the row says so.
         answers: The spans are answers: what is before each of them is what generation is given. Else (plain text) a
             token that begins before a span and ends in it is left alone.
+        images: Images of the conversation up to the end of the text; None where nobody has counted them.
     """
 
     text: str
     spans: tuple[tuple[int, int], ...]
     holes: tuple[tuple[int, int], ...] = ()
     answers: bool = False
+    images: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +218,7 @@ class BoundaryTokenizer:
             made = [self._apart(made[0])]
         for span, good in zip(row.spans[:-1], agree[:-1], strict=True):
             if not good and self._split:
-                alone = _with(replace(row, text=row.text[: span[1]]), [span])
+                alone = _with(replace(row, text=row.text[: span[1]], images=None), [span])
                 made.append(self._apart(TokenizedText(alone, *self._encoded([alone.text])[0])))
         return made
 

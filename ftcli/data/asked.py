@@ -9,14 +9,17 @@ from typing import TYPE_CHECKING
 
 from ftcli.config.data import DataConfig, DatasetConfig
 from ftcli.config.evaluation import GenerateConfig
+from ftcli.data.encode import TEXT_ALONE
 from ftcli.data.ledger import skipped_finding
 from ftcli.data.omissions import split_reasoning
 from ftcli.data.prepare import allowed_of
 from ftcli.data.template import Renderer, renderer_of
+from ftcli.data.tokens import RowImage
+from ftcli.data.vision import Vision
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin
 from ftcli.rows.prompts import Prompt, prompt_maker
 from ftcli.rows.reading import iterate, no_rows
-from ftcli.rows.row import data_error, raise_findings
+from ftcli.rows.row import Misfit, data_error, raise_findings
 from ftcli.time_limit import TimeBudget
 
 if TYPE_CHECKING:
@@ -28,10 +31,11 @@ _BATCH = 1000
 
 @dataclass(frozen=True, slots=True)
 class RenderedPrompt:
-    """A prompt, and its text as the model sees it."""
+    """A prompt, its text as the model sees it, and the images in their places."""
 
     prompt: Prompt
     text: str
+    images: tuple[RowImage, ...] = ()
 
     @property
     def templated(self) -> bool:
@@ -76,17 +80,18 @@ def asked_rows(
     offline: bool,
     max_rows: int | None = None,
     budget: TimeBudget | None = None,
+    vision: Vision | str = TEXT_ALONE,
 ) -> tuple[list[RenderedPrompt], list[Finding]]:
     """Prompts of all sources (the first ``max_rows`` of them), and warnings about rows that are skipped or cut.
 
     What ``data.max_bad_rows``, ``data.overlong`` and ``data.reasoning`` say of rows to train on holds for these, too.
-    Where ``budget`` is spent, what is left is not read.
+    Where ``budget`` is spent, what is left is not read. ``vision``: as :class:`ftcli.data.encode.Encoder`.
 
     Raises:
         FtcliError: exit 4, with what is wrong with all rows of all sources: FT401 to FT407 for files and rows, FT411 to
             FT414 for layouts, FT421 to FT427 for templates, and the code of ``room`` for prompts that are too long.
     """
-    reader = _Reader(data, tokenizer, room, offline, budget)
+    reader = _Reader(data, tokenizer, room, offline, budget, vision)
     asked: list[RenderedPrompt] = []
     warnings: list[Finding] = []
     failures: list[Finding] = []
@@ -117,13 +122,17 @@ class _Reader:
         room: PromptLimit,
         offline: bool,
         budget: TimeBudget | None,
+        vision: Vision | str,
     ) -> None:
         self._budget = budget
+        self._vision = vision
         self._data = data
         self._tokenizer = tokenizer
         self._room = room
         self._offline = offline
         self._renderer: Renderer = renderer_of(tokenizer, data)
+        if not isinstance(vision, str):
+            self._renderer.written = vision.written
 
     def read(self, source: DatasetConfig, most: int | None) -> tuple[list[RenderedPrompt], list[Finding]]:
         asked, bad, rows = self._rendered(source, most)
@@ -159,15 +168,27 @@ class _Reader:
                     continue
                 prompt = self._referenced(made)
                 text = self._renderer.prompt(prompt)
+                images = self._images_of(prompt)
             except FtcliError as error:
                 if error.findings[0].code == "FT421":
                     raise
                 bad += error.findings
             else:
-                asked.append(RenderedPrompt(prompt, text))
+                asked.append(RenderedPrompt(prompt, text, images))
                 if len(asked) == most:
                     break
         return asked, bad, rows
+
+    def _images_of(self, prompt: Prompt) -> tuple[RowImage, ...]:
+        """The prompt's images. Raises FtcliError FT412."""
+        if not prompt.images:
+            return ()
+        try:
+            if isinstance(self._vision, str):
+                raise Misfit(f"the row has images, and {self._vision}")
+            return tuple(self._vision.looked_at(source, prompt.row) for source in prompt.images)
+        except Misfit as misfit:
+            raise data_error("FT412", str(misfit), prompt.row.origin) from misfit
 
     def _referenced(self, prompt: Prompt) -> Prompt:
         """The prompt, the reasoning in its known answer treated as ``data.reasoning`` says.
@@ -198,7 +219,8 @@ class _Reader:
         fitting = [one for one, length in pairs if length <= room.tokens]
         if overlong == "drop":
             return fitting, [], [self._told(source, long, len(asked), "left out")]
-        if overlong == "truncate" and room.cut_to is not None:
+        seeing = any(one.images for one, length in pairs if length > room.tokens)  # what is shown is not cut
+        if overlong == "truncate" and room.cut_to is not None and not seeing:
             cut = [one if length <= room.tokens else self._cut(one, room.cut_to) for one, length in pairs]
             return cut, [], [self._told(source, long, len(asked), "asked without their beginning")]
         errors = [
@@ -214,7 +236,11 @@ class _Reader:
 
     def _lengths(self, asked: Sequence[RenderedPrompt]) -> list[int]:
         encoded = self._tokenizer([one.text for one in asked], add_special_tokens=False)["input_ids"]
-        return [len(ids) for ids in encoded]
+        return [len(ids) + self._more(one) for ids, one in zip(encoded, asked, strict=True)]
+
+    def _more(self, one: RenderedPrompt) -> int:
+        """Tokens of a prompt's images beyond one each."""
+        return 0 if isinstance(self._vision, str) else sum(len(self._vision.ids_of(each)) - 1 for each in one.images)
 
     def _cut(self, one: RenderedPrompt, tokens: int) -> RenderedPrompt:
         """The end of a prompt, after the token that begins every text."""

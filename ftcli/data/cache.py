@@ -19,15 +19,17 @@ from typing import TYPE_CHECKING, Any
 from ftcli.config.data import DataConfig, DatasetConfig
 from ftcli.data.tokens import TokenStore, TokenWriter
 from ftcli.paths import scratch
-from ftcli.plain import JsonObject
+from ftcli.plain import JsonObject, plain_fields
 from ftcli.rows.places import files_of, is_hub
 from ftcli.rows.reading import hub_commit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from ftcli.data.vision import Vision
+
 #: Part of every key: raised whenever the same input gives other tokens or other files.
-FORMAT = 5
+FORMAT = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +76,23 @@ def key_of(
     template: str | None,
     tokenizer: str,
     stops: Collection[int],
+    vision: Vision | None = None,
 ) -> str:
     """The name of the entry: a hash of everything that tokens, labels and the names of rows depend on.
 
-    Not in it: where a dataset lies, when it was written, its weight, and how many processes read it.
+    Not in it: where a dataset lies, unless its rows may name images beside it; when it was written, its weight, and how
+    many processes read it.
     """
     chosen = source.model_dump(mode="json", include={"columns", "remove_columns", "max_rows", "name", "split"})
     names = {"format", "max_seq_len", "overlong", "max_bad_rows", "loss_on", "history", "reasoning"}
     names |= {"chat_template_kwargs"}
+    if source.part is not None:
+        chosen["part"] = plain_fields(source.part)
     settings = data.model_dump(mode="json", include=names)
     parts: list[Any] = [FORMAT, [[c.name, c.sha256] for c in contents], chosen, settings, template, tokenizer]
+    if vision is not None:
+        folders = [] if is_hub(source) else sorted({str(file.path.parent.absolute()) for file in files_of(source)})
+        parts += [vision.identity, folders]
     text = json.dumps([*parts, sorted(stops)], sort_keys=True)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 

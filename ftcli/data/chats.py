@@ -27,7 +27,7 @@ from ftcli.data.omissions import PROBE, Tools, reasoning_of
 from ftcli.data.template import Renderer, left_out
 from ftcli.errors import FtcliError
 from ftcli.rows.limits import REFUSALS
-from ftcli.rows.row import Message, Ranges, Row, data_error
+from ftcli.rows.row import IMAGE, Message, Ranges, Row, data_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -87,23 +87,27 @@ class Chats:
         if len(trained) * len(chat) > _MANY:
             long = _long(chat, row, trained, longest, look)
             if long is not None:
-                return [long], 0
-        return self._shared([look(chat, index, index) for index in trained], longest)
+                return [replace(long, images=_images_in(chat))], 0
+        return self._shared(chat, [look(chat, index, index) for index in trained], longest)
 
-    def _shared(self, turns: list[AnswerTurn], whole: str | None) -> tuple[list[Rendered], int]:
+    def _shared(
+        self, chat: Sequence[Message], turns: list[AnswerTurn], whole: str | None
+    ) -> tuple[list[Rendered], int]:
         """The fewest rows that hold every turn; ``whole`` is the first text, if it goes on after the last turn."""
         rows: list[Rendered] = []
         left = list(turns)
         text = whole if whole is not None else left[-1].text if left else None
+        shown = _images_in(chat)
         while text is not None:
             inside = [turn for turn in left if turn.begins(text)]
             if inside or not turns:
                 spans = tuple((len(turn.prompt), turn.end) for turn in inside)
-                rows.append(Rendered(text, spans, tuple(h for turn in inside for h in turn.holes), answers=True))
+                holes = tuple(h for turn in inside for h in turn.holes)
+                rows.append(Rendered(text, spans, holes, answers=True, images=shown))
             left = [turn for turn in left if turn not in inside]
             if not left or (rows and self._history == "last"):
                 break
-            text = left[-1].text
+            text, shown = left[-1].text, _images_in(chat[: left[-1].index + 1])
         return rows[::-1], len(left)
 
     def _turn(
@@ -191,6 +195,10 @@ class Chats:
             row.origin,
             "use a template that keeps what is before an answer, such as data.chat_template: chatml",
         )
+
+
+def _images_in(chat: Sequence[Message]) -> int:
+    return sum(str(message.get("content") or "").count(IMAGE) for message in chat)
 
 
 def _long(chat: Sequence[Message], row: Row, trained: Sequence[int], whole: str | None, look: Look) -> Rendered | None:

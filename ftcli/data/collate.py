@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ftcli.data.order import Epochs
+from ftcli.data.pixels import PixelReader
 from ftcli.data.tokens import Ints, TokenizedRow
 from ftcli.labels import IGNORE_INDEX
 from ftcli.plan.batches import Batches, unpadded_shape
@@ -129,21 +130,64 @@ def documents_batch(documents: Sequence[TokenizedRow], batches: Batches, pad_tok
 
 @dataclass(frozen=True, slots=True)
 class EpochCollator:
-    """Turns numbers of training sequences (``{"index": 3}``) into batches."""
+    """Turns numbers of training sequences (``{"index": 3}``) into batches. ``pixels``: where rows may have images."""
 
     epochs: Epochs
     pad_token_id: int
     batches: Batches
+    pixels: PixelReader | None = None
 
     def __call__(self, units: Sequence[int]) -> dict[str, Tensor]:
         members = [self.epochs.members(unit) for unit in units]
         if self.batches.layout == "unpadded":
             documents = [tokens for pack in members for tokens in pack]
-            return unpadded_batch(documents, self.pad_token_id)
+            return with_images(unpadded_batch(documents, self.pad_token_id), [documents], self.pixels)
         if self.epochs.packs is not None:
-            return packed_batch(members, self.pad_token_id)
+            return with_images(packed_batch(members, self.pad_token_id), members, self.pixels)
         rows: list[Unpadded] = [{"input_ids": tokens.input_ids, "labels": tokens.labels} for (tokens,) in members]
-        return PaddingCollator(self.pad_token_id)(rows)
+        return with_images(PaddingCollator(self.pad_token_id)(rows), members, self.pixels)
+
+
+#: Where a batch holds the places of what the tower saw, counted through all its rows; positions of three numbers; and
+#: for each token the end of the tokens that it sees ahead.
+IMAGE_PLACES, ROPE_POSITIONS, BLOCK_ENDS = "image_places", "rope_positions", "block_ends"
+
+
+def with_images(
+    batch: dict[str, Tensor], rows: Sequence[Sequence[TokenizedRow]], pixels: PixelReader | None
+) -> dict[str, Tensor]:
+    """A batch of these rows of documents with what their images bring; as it is, where they have none.
+
+    Adds ``image_places`` (N,), int64; the tensors of the image processor; ``position_ids`` where there are none; and,
+    where the family has them, ``rope_positions`` (3, B, S), int64, which begin anew with each document, or
+    ``block_ends`` (B, S), int32.
+
+    Raises FtcliError FT416 (exit 4).
+    """
+    documents = [tokens for row in rows for tokens in row]
+    if pixels is None or not any(tokens.images for tokens in documents):
+        return batch
+    shape = batch["input_ids"].shape
+    if len(rows) == 1 and shape[0] == len(documents):
+        rows = [[tokens] for tokens in documents]
+    vision, width = pixels.vision, shape[1]
+    positions = batch.setdefault("position_ids", torch.arange(width).expand(shape))
+    three = positions.expand(shape).clone().expand(3, *shape).clone()
+    ends = torch.arange(1, width + 1, dtype=torch.int32).repeat(shape[0], 1)
+    places: list[Ints] = []
+    for number, row in enumerate(rows):
+        start = 0
+        for tokens in row:
+            end = start + len(tokens.input_ids)
+            places.append(vision.seen_at(tokens) + number * width + start)
+            if vision.kind.three_rows:
+                three[:, number, start:end] = torch.from_numpy(vision.positions(tokens))
+            if vision.kind.both_ways:
+                ends[number, start:end] = torch.from_numpy(vision.block_ends(tokens) + start)
+            start = end
+    more = {ROPE_POSITIONS: three} if vision.kind.three_rows else {}
+    more |= {BLOCK_ENDS: ends} if vision.kind.both_ways else {}
+    return {**batch, IMAGE_PLACES: torch.from_numpy(np.concatenate(places)), **more, **pixels.of(documents)}
 
 
 def part_of(batch: Mapping[str, Tensor], part: int, parts: int) -> dict[str, Tensor]:

@@ -12,7 +12,8 @@ from ftcli.data.answers import BoundaryTokenizer, Rendered, TokenizedText
 from ftcli.data.chats import Chats, stops_of
 from ftcli.data.omissions import reasoning_of
 from ftcli.data.template import Renderer, renderer_of, training_form
-from ftcli.data.tokens import EncodedArrays, TokenizedRow, encoded_of
+from ftcli.data.tokens import EncodedArrays, RowImage, TokenizedRow, encoded_of
+from ftcli.data.vision import Vision
 from ftcli.errors import Finding, FtcliError
 from ftcli.labels import IGNORE_INDEX, end_at_stop, labels_of, without_loss
 from ftcli.rows.layouts import misfit_finding, understand
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+#: Why rows with images are refused where nobody has said otherwise.
+TEXT_ALONE = "this run trains on text alone"
 #: From so many turns on, a conversation's length is looked at before its turns are.
 _MANY_TURNS = 200
 
@@ -88,6 +91,7 @@ class _Made:
     examples: tuple[Example, ...]
     rendered: list[list[Rendered]]
     counts: Counter[str]
+    images: tuple[RowImage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +106,19 @@ class FittedRow:
 class Encoder:
     """Everything that turns rows of one layout into tokens. Can be sent to another process.
 
+    Args:
+        vision: What the model sees images with; or, as a clause, why rows with images are refused.
+
     Raises FtcliError FT435 when the tokenizer cannot say which characters a token stands for.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, stops: Collection[int], data: DataConfig, layout: str
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stops: Collection[int],
+        data: DataConfig,
+        layout: str,
+        vision: Vision | str = TEXT_ALONE,
     ) -> None:
         if not tokenizer.is_fast:
             raise FtcliError.single(
@@ -116,6 +128,9 @@ class Encoder:
             )
         self.tokenizer = tokenizer
         self.renderer = training_renderer(tokenizer, data)
+        self.vision = vision
+        if not isinstance(vision, str):
+            self.renderer.written = vision.written
         self.layout = layout
         self.unit = layouts.row(layout).unit
         self._compares = not layouts.row(layout).imitated
@@ -133,6 +148,7 @@ class Encoder:
         read = self.rows(rows)
         units = [read.tokens[at : at + self.unit] for at in range(0, len(read.tokens), self.unit)]
         fitted = [one for unit in units for one in self.fit(unit)]
+        read.counts["rows_split"] += len(fitted) - len(read.tokens)
         kept = [one.tokens for one in fitted if one.tokens is not None]
         dropped = [one for one in fitted if one.tokens is None and one.overlong is None]
         cut = [one.length - len(one.tokens.input_ids) for one in fitted if one.tokens is not None]
@@ -156,6 +172,7 @@ class Encoder:
             counts: Counter[str] = Counter()
             try:
                 example = understand(row, self.layout)
+                images = self._images_of(example, counts)
                 overlong = self._far_too_long(example)
                 examples = (example, *example.others)
                 rendered = [[] if overlong else self._render(one, counts) for one in examples]
@@ -174,9 +191,20 @@ class Encoder:
                 if overlong:
                     read.overlong.append(overlong)
                 else:
-                    made.append(_Made(examples, rendered, counts))
+                    made.append(_Made(examples, rendered, counts, images))
         self._tokenize(made, read)
         return read
+
+    def _images_of(self, example: Example, counts: Counter[str]) -> tuple[RowImage, ...]:
+        """The images of a row, measured. Raises Misfit for one that cannot be trained on."""
+        if not example.images:
+            return ()
+        if isinstance(self.vision, str):
+            raise Misfit(f"the row has images, and {self.vision}")
+        found = tuple(self.vision.looked_at(source, example.row) for source in example.images)
+        counts["images"] += len(found)
+        counts.update(f"images_{what}" for image in found for what in image.done)
+        return found
 
     def _require_one_form(self, rendered: Sequence[Sequence[Rendered]]) -> None:
         """Raises Misfit where an answer that is compared would be several rows."""
@@ -203,6 +231,8 @@ class Encoder:
     def _refused(self, length: int, row: Row) -> Finding:
         message = f"{length:,} tokens, more than data.max_seq_len {self._limit}"
         remedy = "raise data.max_seq_len, or choose data.overlong: drop or truncate"
+        if self._overlong == "split":
+            message += f"; of rows with loss_on {self.loss_on} no pieces are made"
         return Finding("FT431", message, row.origin, remedy)
 
     def _render(self, example: Example, counts: Counter[str]) -> list[Rendered]:
@@ -265,13 +295,16 @@ class Encoder:
             found = [
                 masked
                 for example, part in zip(row.examples, parts, strict=True)
-                for masked in ([self._masked(example, one) for one in part] if part else [self._given(example)])
+                for masked in (
+                    [self._masked(example, one, row.images) for one in part] if part else [self._given(example)]
+                )
             ]
             problem = next((problem for _, problem in found if problem is not None), None) or self._alike(found)
             if problem is not None:  # a conversation is kept whole or not at all
                 read.findings.append(problem)
                 continue
             read.tokens.extend(tokens for tokens, _ in found)
+            read.counts["image_tokens"] += sum(tokens.image_tokens for tokens, _ in found)
             rendered = [one for forms in row.rendered for one in forms]
             left = sum(len(one.spans) for one in rendered) - sum(len(one.rendered.spans) for one in rows)
             read.counts.update(row.counts)
@@ -290,12 +323,29 @@ class Encoder:
         message = "its answers are the same once they are rendered, so there is nothing to prefer"
         return Finding("FT412", f"{message} (format {self.layout})", first.row.origin)
 
-    def _masked(self, example: Example, one: TokenizedText) -> tuple[TokenizedRow, Finding | None]:
-        """A rendered row's tokens, and what is wrong with its mask."""
+    def _masked(
+        self, example: Example, one: TokenizedText, images: tuple[RowImage, ...]
+    ) -> tuple[TokenizedRow, Finding | None]:
+        """A rendered row's tokens, and what is wrong with its mask or its images. A row of an earlier answer has those
+        that come before it.
+        """
         labels = labels_of(one.ids, one.offsets, one.rendered.spans)
         problem = self._untrained(example, labels) or self._check(example, labels)
         without_loss(labels, one.offsets, one.rendered.holes)
-        return TokenizedRow(Row(example.row.source, example.row.number, {}), one.ids, labels, example.value), problem
+        made = TokenizedRow(Row(example.row.source, example.row.number, {}), one.ids, labels, example.value)
+        if isinstance(self.vision, str) or problem is not None:
+            return made, problem
+        places = sum(token == self.vision.token_id for token in one.ids)
+        try:
+            return self.vision.expanded(made, self._shown(images, one, places)), None
+        except FtcliError as error:
+            return made, error.findings[0]
+
+    @staticmethod
+    def _shown(images: tuple[RowImage, ...], one: TokenizedText, places: int) -> tuple[RowImage, ...]:
+        """Those of a row's images that its text shows."""
+        known = one.rendered.images
+        return images[: places if known is None else known]
 
     def _given(self, example: Example) -> tuple[TokenizedRow, Finding | None]:
         """A row that came as tokens. Nothing predicts its first one."""
@@ -329,6 +379,8 @@ class Encoder:
 
         Rows that would be alike once they are cut have nothing to be compared by, and go.
         """
+        if self._overlong == "split" and self.loss_on == "all" and len(unit) == 1:
+            return self._split(unit[0])
         fitted = [self._fit(tokens) for tokens in unit]
         if len(fitted) == 1:
             return fitted
@@ -339,13 +391,28 @@ class Encoder:
         refused = next((one.overlong for one in fitted if one.overlong is not None), None)
         return [FittedRow(None, fitted[0].length, refused), *(FittedRow(None, one.length) for one in fitted[1:])]
 
+    def _split(self, tokens: TokenizedRow) -> list[FittedRow]:
+        """A row as pieces of which each begins with the last token of the one before: every token is learned once."""
+        length, step = len(tokens.input_ids), self._limit - 1
+        pieces = []
+        for start in range(0, max(length - 1, 1), step):
+            ids, labels = (part[start : start + self._limit] for part in (tokens.input_ids, tokens.labels))
+            labels = [IGNORE_INDEX, *labels[1:]] if start else labels
+            if not start or any(label != IGNORE_INDEX for label in labels):
+                pieces.append(FittedRow(replace(tokens, input_ids=ids, labels=labels), len(ids)))
+        return pieces
+
     def _fit(self, tokens: TokenizedRow) -> FittedRow:
         length = len(tokens.input_ids)
         if length <= self._limit:
             return FittedRow(tokens, length)
-        if self._overlong == "error":
+        if self._overlong in ("error", "split"):
             return FittedRow(None, length, self._refused(length, tokens.row))
-        labels = tokens.labels[: self._limit]
-        if self._overlong == "drop" or all(label == IGNORE_INDEX for label in labels):
+        if tokens.images and not isinstance(self.vision, str):
+            cut = self.vision.cut(tokens, self._limit)
+        else:
+            short = slice(self._limit)
+            cut = replace(tokens, input_ids=tokens.input_ids[short], labels=tokens.labels[short])
+        if self._overlong == "drop" or all(label == IGNORE_INDEX for label in cut.labels):
             return FittedRow(None, length)
-        return FittedRow(replace(tokens, input_ids=tokens.input_ids[: self._limit], labels=labels), length)
+        return FittedRow(cut, length)

@@ -22,9 +22,12 @@ class DatasetLedger:
 
     ``counts``, each absent where it is 0: ``chats`` and ``plain_prompts`` are rows written by the chat template and
     prompts with a completion that are not; ``turns_split`` are answers with a row of their own, beyond ``rows``;
-    ``pairs_split`` the second answers of pairs whose answers are rows of their own;
+    ``pairs_split`` the second answers of pairs whose answers are rows of their own; ``rows_split`` pieces of long rows
+    beyond the first;
     ``turns_untrained`` (under ``history: last``), ``turns_opening`` and ``turns_marked`` are answers without loss;
-    ``reasoning_dropped`` lost their reasoning; ``answers_joined`` share their first token with the prompt.
+    ``reasoning_dropped`` lost their reasoning; ``answers_joined`` share their first token with the prompt;
+    ``images`` and their ``image_tokens``, and those of them that were ``images_turned``, of which the
+    ``images_first_frame`` is taken, that are ``images_converted`` or ``images_misnamed``.
     """
 
     name: str
@@ -46,7 +49,7 @@ class DatasetLedger:
     @property
     def made_rows(self) -> int:
         """Rows that were read, and those that were made for answers of their own."""
-        return self.rows + self.counts.get("turns_split", 0) + self.counts.get("pairs_split", 0)
+        return self.rows + sum(self.counts.get(name, 0) for name in ("turns_split", "pairs_split", "rows_split"))
 
     @property
     def masked_tokens(self) -> int:
@@ -85,7 +88,7 @@ def skipped_finding(name: str, rows: int, codes: Mapping[str, int], examples: Se
 
 
 def chat_findings(ledger: DatasetLedger, history: str) -> list[Finding]:
-    """Notes about answers that are trained differently than the rows have them: FT444, FT445."""
+    """Notes about answers and images that are trained differently than the rows have them: FT444, FT445."""
     counts, found = Counter(ledger.counts), []
     if counts["turns_split"] or counts["turns_untrained"]:
         form = ", even in its training form" if history == "template" else ""
@@ -98,6 +101,10 @@ def chat_findings(ledger: DatasetLedger, history: str) -> list[Finding]:
         "turns_opening": "answers that open a conversation bear no loss, since nothing asks for them",
         "reasoning_dropped": "answers are trained without their reasoning (data.reasoning: drop)",
         "answers_joined": "answers begin inside of a token of their prompt, which bears no loss",
+        "images_turned": "images are turned upright, as their EXIF says",
+        "images_first_frame": "animated images are their first frame",
+        "images_converted": "images become RGB of 8 bits a colour",
+        "images_misnamed": "images have the ending of another format, and are read as what they are",
     }
     parts = [f"{counts[name]:,} {text}" for name, text in kinds.items() if counts[name]]
     if parts:

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias
 from ftcli.plain import JsonObject
 from ftcli.rows.layouts.messages import REASONING_KEYS
 from ftcli.rows.limits import REFUSALS
-from ftcli.rows.row import Message
+from ftcli.rows.row import IMAGE, Message
 
 #: Functions that a chat may call, as JSON schemas.
 Tools: TypeAlias = Sequence[JsonObject]
@@ -147,6 +147,8 @@ def _stands_in(part: MessagePart, value: str, text: str, squeezed: Callable[[], 
     Args:
         squeezed: The text without any.
     """
+    if IMAGE in value:
+        return all(_stands_in(part, piece, text, squeezed) for piece in value.split(IMAGE))
     if part.kind == "arguments" or value in text:
         return True
     if any(json.dumps(value, ensure_ascii=ascii)[1:-1] in text for ascii in (True, False)):

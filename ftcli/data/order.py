@@ -26,8 +26,13 @@ class Mixture:
         return tuple(count / size for count, size in zip(self.counts, self.sizes, strict=True))
 
 
-def mixture(sizes: Sequence[int], weights: Sequence[float] | None) -> Mixture:
-    """The shortest epoch in which the sources have the shares of ``weights`` and every row is seen at least once."""
+def mixture(sizes: Sequence[int], weights: Sequence[float] | None, repeats: Sequence[float] | None = None) -> Mixture:
+    """The shortest epoch in which the sources have the shares of ``weights`` and every row is seen at least once; or
+    one that shows the rows of each source ``repeats`` times.
+    """
+    if repeats is not None:
+        counts = (max(size, round(size * times)) for size, times in zip(sizes, repeats, strict=True))
+        return Mixture(tuple(sizes), tuple(counts), weighted=True)
     if weights is None or len(sizes) < 2:
         return Mixture(tuple(sizes), tuple(sizes))
     total = max(size / weight for size, weight in zip(sizes, weights, strict=True))
@@ -41,7 +46,7 @@ def rows_of(mix: Mixture, generator: torch.Generator) -> list[int]:
     A source that is seen 2.5 times comes twice whole, then a random half. After any number of rows, each source has had
     its share of them to within one row. With one source this is ``torch.randperm``.
     """
-    if len(mix.sizes) == 1:
+    if len(mix.sizes) == 1 and mix.counts == mix.sizes:
         return [int(i) for i in torch.randperm(mix.sizes[0], generator=generator)]
     rows: list[Ints] = []
     places: list[np.ndarray[tuple[int, ...], np.dtype[np.float64]]] = []
@@ -135,17 +140,25 @@ def by_length(order: Sequence[int], lengths: Ints, batch_size: int, generator: t
 
 
 def epochs_of(
-    table: TokenTable, weights: Sequence[float] | None, *, packing: bool, capacity: int, seed: int, grouped: int = 1
+    table: TokenTable,
+    weights: Sequence[float] | None,
+    *,
+    packing: bool,
+    capacity: int,
+    seed: int,
+    grouped: int = 1,
+    repeats: Sequence[float] | None = None,
 ) -> Epochs:
     """The training sequences of prepared sources.
 
     Args:
         weights: One for each source, or None to see every row once.
+        repeats: How often an epoch shows the rows of each source, in place of weights.
         capacity: Longest sequence, in tokens.
         grouped: Rows of a batch, which are to be of similar length; 1 leaves them in random order.
     """
     sizes = [b - a for a, b in zip(table.starts[:-1], table.starts[1:], strict=True)]
-    mix = mixture(sizes, weights)
+    mix = mixture(sizes, weights, repeats)
     if not packing:
         return Epochs(table, mix, None, seed, grouped)
     repeated = sum(mix.counts) > len(table)

@@ -8,6 +8,7 @@ the worker ends.
 from __future__ import annotations
 
 import contextlib
+import json
 import multiprocessing
 import signal
 import traceback
@@ -20,9 +21,9 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from ftcli.config.data import DataConfig, DatasetConfig
+from ftcli.config.data import DataConfig, DatasetConfig, Part
 from ftcli.data.cache import TokenCache, contents_of, key_of, tokenizer_identity
-from ftcli.data.encode import EncodedRows, Encoder, training_renderer
+from ftcli.data.encode import TEXT_ALONE, EncodedRows, Encoder, training_renderer
 from ftcli.data.ledger import (
     DatasetLedger,
     chat_findings,
@@ -32,6 +33,7 @@ from ftcli.data.ledger import (
     skipped_finding,
 )
 from ftcli.data.tokens import TokenStore, TokenTable, TokenWriter
+from ftcli.data.vision import Vision
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin
 from ftcli.facts.device import usable_cores
 from ftcli.plain import JsonObject, plain_fields
@@ -39,7 +41,7 @@ from ftcli.ranks import ignore, start_deaf
 from ftcli.reporting import Progress, Reporter, SilentReporter
 from ftcli.rows.columns import UnreadColumns
 from ftcli.rows.layouts import layout_of
-from ftcli.rows.places import files_of, is_hub
+from ftcli.rows.places import files_of, is_away
 from ftcli.rows.reading import iterate, no_rows
 from ftcli.rows.row import MAX_NAMED, Row, raise_findings, text_size
 from ftcli.time_limit import TimeBudget
@@ -82,18 +84,20 @@ def prepare(
     cache_dir: Path | None = None,
     offline: bool = False,
     reporter: Reporter | None = None,
+    vision: Vision | str = TEXT_ALONE,
 ) -> PreparedData:
     """Reads, renders, tokenizes and masks all ``sources``, or finds them in the cache.
 
     Args:
         cache_dir: Where tokenized sources are kept; None keeps them for this process only.
+        vision: As :class:`ftcli.data.encode.Encoder`.
 
     Raises:
         FtcliError: exit 4, with what is wrong with all rows of all sources: FT401 to FT407 for files and rows, FT411,
             FT412 for layouts, FT421 to FT428 for templates, FT431 rows longer than max_seq_len under ``overlong:
             error``, FT432 rows without a supervised token, FT433 turns without a stop token, FT434 to FT436.
     """
-    job = SourceReader(data, tokenizer, tuple(stops), offline, reporter or SilentReporter())
+    job = SourceReader(data, tokenizer, tuple(stops), offline, reporter or SilentReporter(), vision=vision)
     cache = TokenCache(cache_dir, job.reporter.warn)
     stores: list[TokenStore] = []
     cached: list[bool] = []
@@ -143,6 +147,7 @@ class _Counts:
     """Counts of the batches of one source."""
 
     rows: int = 0
+    bytes: int = 0
     lengths: list[int] = field(default_factory=list)
     bad: list[Finding] = field(default_factory=list)
     bad_codes: Counter[str] = field(default_factory=Counter)
@@ -200,10 +205,12 @@ def _kept(findings: list[Finding], codes: Counter[str], finding: Finding) -> Non
 
 
 class OutOfTime(Exception):
-    """A budget was spent before the last row of a source; the first ``rows`` of it were looked at."""
+    """A budget was spent before the last row of a source; the first ``rows`` of it were looked at, and gave ``kept``
+    rows of ``tokens``. ``share``: about so much of the source; None where nobody can say.
+    """
 
-    def __init__(self, rows: int) -> None:
-        self.rows = rows
+    def __init__(self, rows: int, kept: int, tokens: int, share: float | None) -> None:
+        self.rows, self.kept, self.tokens, self.share = rows, kept, tokens, share
         super().__init__(f"stopped after {rows} rows")
 
 
@@ -221,8 +228,10 @@ class SourceReader:
         offline: bool,
         reporter: Reporter,
         budget: TimeBudget | None = None,
+        vision: Vision | str = TEXT_ALONE,
     ) -> None:
         self.reporter = reporter
+        self._vision = vision
         self._budget = budget
         self._data = data
         self._tokenizer = tokenizer
@@ -250,7 +259,8 @@ class SourceReader:
         if self._identity is None:
             self._identity = tokenizer_identity(self._tokenizer)
         template = training_renderer(self._tokenizer, self._data).identity
-        return key_of(source, contents, self._data, template, self._identity, self._stops)
+        vision = None if isinstance(self._vision, str) else self._vision
+        return key_of(source, contents, self._data, template, self._identity, self._stops, vision)
 
     def _tokenize(self, source: DatasetConfig, writer: TokenWriter) -> JsonObject:
         counts = _Counts()
@@ -262,14 +272,16 @@ class SourceReader:
                 raise no_rows(source)
             layout = layout_of(first, self._data.format)
             unread = UnreadColumns(source, layout)
-            encoder = Encoder(self._tokenizer, self._stops, self._data, layout)
+            encoder = Encoder(self._tokenizer, self._stops, self._data, layout, self._vision)
             few = CHUNK_ROWS if self._budget is None else _FEW_ROWS
             for batch in encode_all(encoder, _seen(_chain(first, rows), unread), self._processes(source), few):
                 counts.add(batch)
                 writer.append(batch.encoded)
                 if self._budget is not None and self._budget.spent():
                     self._raise_bad(source, counts, whole=False)
-                    raise OutOfTime(counts.rows)
+                    raise OutOfTime(
+                        counts.rows, counts.totals["kept_rows"], counts.totals["tokens"], self._share(source, counts)
+                    )
         self._raise_bad(source, counts)
         counts.unread = list(unread.names)
         ledger = counts.ledger(source.path, layout)
@@ -284,9 +296,22 @@ class SourceReader:
             counts.rows += 1
             progress.advance()
             if isinstance(item, Row):
+                if self._budget is not None:
+                    counts.bytes += len(json.dumps(item.fields, ensure_ascii=False)) + 1
                 yield item
             else:
                 counts.fault(item)
+
+    def _share(self, source: DatasetConfig, counts: _Counts) -> float | None:
+        """About how much of a source was read: of its rows where that many are wanted, else of its files' text."""
+        if source.max_rows is not None:
+            return counts.rows / source.max_rows
+        with contextlib.suppress(FtcliError, OSError):
+            files = files_of(source)
+            if all(file.kind in (".jsonl", ".json", ".csv", ".tsv") and not file.compressed for file in files):
+                read = counts.bytes if source.part is None else counts.bytes / _of_source(source.part)
+                return min(1.0, read / max(1, sum(file.path.stat().st_size for file in files)))
+        return None
 
     def _raise_bad(self, source: DatasetConfig, counts: _Counts, *, whole: bool = True) -> None:
         """Raises what is wrong with the rows, unless it is little enough to be skipped."""
@@ -314,6 +339,11 @@ class SourceReader:
         return usable_cores() if _bytes(source) >= LARGE_BYTES and source.max_rows is None else 1
 
 
+def _of_source(part: Part) -> float:
+    """About how much of a source one of its parts is."""
+    return part.share if part.held_out else 1 - part.share
+
+
 def allowed_of(allowed: float, rows: int, *, whole: bool) -> float:
     """Number of ``rows`` that ``data.max_bad_rows`` allows to be broken: a share is one of ``whole`` sources."""
     if allowed >= 1:
@@ -323,7 +353,7 @@ def allowed_of(allowed: float, rows: int, *, whole: bool) -> float:
 
 def _bytes(source: DatasetConfig) -> int:
     """About how much text the files of a source hold; 0 for a dataset of the Hub, and for files that are not there."""
-    if is_hub(source):
+    if is_away(source):
         return 0
     with contextlib.suppress(FtcliError, OSError):  # whoever reads the files says what is wrong
         return sum(file.path.stat().st_size * (4 if file.compressed else 1) for file in files_of(source))

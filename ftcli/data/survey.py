@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Literal
 from ftcli.config.data import DataConfig, DatasetConfig
 from ftcli.data.asked import PromptLimit, asked_rows
 from ftcli.data.cache import TokenCache
-from ftcli.data.encode import Encoder, FittedRow
+from ftcli.data.encode import TEXT_ALONE, Encoder, FittedRow
 from ftcli.data.ledger import mostly_untrained
 from ftcli.data.prepare import OutOfTime, SourceReader, accounts, raise_together
 from ftcli.data.template import renderer_of
 from ftcli.data.tokens import TokenizedRow, TokenStore, TokenTable
+from ftcli.data.vision import Vision
 from ftcli.errors import Finding, FtcliError
 from ftcli.labels import IGNORE_INDEX
 from ftcli.plain import LEFT_OUT, JsonObject, plain_fields
@@ -78,6 +79,7 @@ def sample_rows(
     *,
     prompts_only: bool = False,
     offline: bool = False,
+    vision: Vision | str = TEXT_ALONE,
 ) -> list[SampledRow]:
     """The first ``count`` rows; with ``prompts_only`` the prompts of GRPO, of which nothing is trained.
 
@@ -95,7 +97,7 @@ def sample_rows(
     if prompts_only:
         return _prompts(rows, data, tokenizer, template)
     layout = layout_of(rows[0], data.format)
-    encoder = Encoder(tokenizer, stops, data, layout)
+    encoder = Encoder(tokenizer, stops, data, layout, vision)
     read = encoder.rows(rows)
     raise_findings([*read.findings, *read.overlong])
     chats = {row.origin for row in rows if understand(row, layout).messages is not None}
@@ -155,13 +157,16 @@ def _tokens(ids: list[int], labels: list[int], tokenizer: PreTrainedTokenizerBas
 class SurveyedSource:
     """A source of which ``rows`` rows were looked at; ``whole`` where these are all that a run would read.
 
-    ``key`` is where the recipe names it: ``data.train``, ``data.eval`` or ``eval.tasks``.
+    ``key`` is where the recipe names it: ``data.train``, ``data.eval`` or ``eval.tasks``. ``tokens`` of ``kept`` rows
+    are what a run would make of all of them, as far as was seen; None where nobody can say.
     """
 
     key: str
     source: str
     rows: int
     whole: bool
+    kept: float | None = field(default=None, metadata=LEFT_OUT)
+    tokens: float | None = field(default=None, metadata=LEFT_OUT)
 
 
 class RowSurvey:
@@ -181,7 +186,9 @@ class RowSurvey:
         *,
         cache_dir: Path | None,
         reporter: Reporter,
+        vision: Vision | str = TEXT_ALONE,
     ) -> None:
+        self._vision = vision
         self.found: list[SurveyedSource] = []
         self.findings: list[Finding] = []
         self.failures: list[FtcliError] = []
@@ -196,7 +203,9 @@ class RowSurvey:
 
         Returns them where all were looked at and none is wrong.
         """
-        reader = SourceReader(self._data, self._tokenizer, tuple(stops), True, self._reporter, self._budget)
+        reader = SourceReader(
+            self._data, self._tokenizer, tuple(stops), True, self._reporter, self._budget, self._vision
+        )
         stores: list[tuple[str, TokenStore]] = []
         for source in sources:
             if self._budget.spent():
@@ -205,14 +214,16 @@ class RowSurvey:
             try:
                 store, _ = reader.store(source, self._cache)
             except OutOfTime as error:
-                self.found.append(SurveyedSource(key, source.path, error.rows, whole=False))
+                share = error.share or None
+                reckoned = (None, None) if share is None else (error.kept / share, error.tokens / share)
+                self.found.append(SurveyedSource(key, source.path, error.rows, False, *reckoned))
             except FtcliError as error:
                 self.failures.append(error)
             else:
                 stores.append((source.path, store))
         ledgers, findings = accounts(stores, self._data)
         self.findings += findings
-        self.found += [SurveyedSource(key, ledger.name, ledger.rows, whole=True) for ledger in ledgers]
+        self.found += [SurveyedSource(key, each.name, each.rows, True, each.kept_rows, each.tokens) for each in ledgers]
         if len(ledgers) < len(sources):
             return None
         if key == "data.train" and (self._data.format == "auto" or layouts.row(self._data.format).imitated):
@@ -227,7 +238,14 @@ class RowSurvey:
         for source in sources:
             try:
                 asked, warnings = asked_rows(
-                    [source], self._data, self._tokenizer, room, offline=True, max_rows=max_rows, budget=self._budget
+                    [source],
+                    self._data,
+                    self._tokenizer,
+                    room,
+                    offline=True,
+                    max_rows=max_rows,
+                    budget=self._budget,
+                    vision=self._vision,
                 )
             except FtcliError as error:
                 self.failures.append(error)

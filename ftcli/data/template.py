@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Protocol
 
@@ -24,7 +24,7 @@ from ftcli.facts.tokenizer import no_template_finding
 from ftcli.rows.layouts.messages import REASONING_KEYS
 from ftcli.rows.limits import REFUSALS, Allowance, TemplateStopped
 from ftcli.rows.prompts import Prompt
-from ftcli.rows.row import Example, Message, Row, Switches, data_error, surrogate
+from ftcli.rows.row import IMAGE, Example, Message, Row, Switches, data_error, surrogate
 from ftcli.tables import code_of, training_forms
 
 if TYPE_CHECKING:
@@ -70,6 +70,8 @@ class Renderer:
         self._bos = _bos_of(tokenizer)
         self._presence = Presence(self.apply)
         self._switched: dict[str, Renderer] = {}
+        #: What becomes of a rendered text before it is tokenized, where images have more to say there.
+        self.written: Callable[[str], str] = str
 
     @property
     def source(self) -> str | None:
@@ -110,7 +112,7 @@ class Renderer:
                 self._switched.clear()
             given = {**self._switches, **switches}
             made = Renderer(self._tokenizer, reasoning=self._reasoning, switches=given)
-            made._template, made._allowance = self._template, self._allowance
+            made._template, made._allowance, made.written = self._template, self._allowance, self.written
             self._switched[key] = made
         return self._switched[key]
 
@@ -252,9 +254,9 @@ class Renderer:
         return self._allowance.run(size, lambda: self._written(messages, tools, generation_prompt))
 
     def _written(self, messages: Sequence[Message], tools: Tools | None, generation_prompt: bool) -> str:
-        return str(
+        return self.written(
             self._tokenizer.apply_chat_template(
-                [_in_parts(message) for message in messages] if self._of_parts else list(messages),
+                [_in_parts(m) if self._of_parts or IMAGE in str(m.get("content")) else m for m in messages],
                 tools=list(tools) if tools else None,
                 chat_template=self._template,
                 tokenize=False,
@@ -316,9 +318,12 @@ def _thinking(message: Message, *, keep: bool) -> Message:
 
 def _in_parts(message: Message) -> Message:
     """The message as templates of models for images want it."""
-    if not isinstance(message.get("content"), str):
+    content = message.get("content")
+    if not isinstance(content, str):
         return message
-    return {**message, "content": [{"type": "text", "text": message["content"]}]}
+    parts = [[{"type": "image"}, {"type": "text", "text": text}] for text in content.split(IMAGE)]
+    flat = [part for pair in parts for part in pair][1:]  # one image less than texts
+    return {**message, "content": [part for part in flat if part.get("text") != ""] or flat}
 
 
 def _with_text_arguments(message: Message) -> Message:

@@ -21,6 +21,30 @@ _META = "meta.json"
 _CHECKSUM = "checksum"
 #: Kept rows: end of the row in ids.bin, end in spans.bin, number of the row, index of its file's name.
 _INDEX_COLUMNS = 4
+#: Images: number of the row, rows and columns of tokens, width, height, bytes, and begin and end in images.bin of the
+#: path, if that is what it is, or of the content.
+_IMAGE_COLUMNS = 9
+
+
+@dataclass(frozen=True, slots=True)
+class RowImage:
+    """An image of a tokenized row; its pixels stay where they are.
+
+    Attributes:
+        path, content: Where the file lies, or what the row held.
+        width, height: As it is shown, in pixels.
+        grid: Rows and columns of the tokens that stand for it.
+        bytes: Of the file.
+        done: What is done with it when it is read (:class:`ftcli.rows.pictures.Picture`).
+    """
+
+    path: str | None
+    content: bytes | None
+    width: int
+    height: int
+    grid: tuple[int, int]
+    bytes: int
+    done: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +53,19 @@ class TokenizedRow:
 
     Attributes:
         value: A number that the row gives its answer; 0 where it gives none (:class:`ftcli.rows.row.Example`).
+        images: In the order of their tokens.
     """
 
     row: Row
     input_ids: list[int]
     labels: list[int]
     value: float = 0.0
+    images: tuple[RowImage, ...] = ()
+
+    @property
+    def image_tokens(self) -> int:
+        """Tokens that stand for what is seen."""
+        return sum(image.grid[0] * image.grid[1] for image in self.images)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +74,7 @@ class EncodedArrays:
 
     ``ids`` int32 of all rows in one; ``index`` int64 (rows, 4) with running ends as in :data:`_INDEX_COLUMNS`;
     ``spans`` int32 (spans, 2), half-open and relative to their row: the supervised positions; ``values`` float64
-    (rows,); ``names`` of the files.
+    (rows,); ``names`` of the files; ``images`` with the number of the row that each belongs to.
     """
 
     ids: NDArray[np.int32]
@@ -51,6 +82,7 @@ class EncodedArrays:
     index: Ints
     values: NDArray[np.float64]
     names: tuple[str, ...]
+    images: tuple[tuple[int, RowImage], ...] = ()
 
 
 def encoded_of(rows: Sequence[TokenizedRow]) -> EncodedArrays:
@@ -63,7 +95,9 @@ def encoded_of(rows: Sequence[TokenizedRow]) -> EncodedArrays:
     index[:, :2] = index[:, :2].cumsum(axis=0)
     ids = np.fromiter((i for tokens in rows for i in tokens.input_ids), dtype=np.int32)
     flat = np.asarray([pair for row in spans for pair in row], dtype=np.int32).reshape(-1, 2)
-    return EncodedArrays(ids, flat, index, np.asarray([tokens.value for tokens in rows], dtype=np.float64), names)
+    values = np.asarray([tokens.value for tokens in rows], dtype=np.float64)
+    images = tuple((n, image) for n, tokens in enumerate(rows) for image in tokens.images)
+    return EncodedArrays(ids, flat, index, values, names, images)
 
 
 def spans_of(labels: Sequence[int]) -> list[tuple[int, int]]:
@@ -81,7 +115,7 @@ class TokenWriter:
         self._files: dict[str, IO[bytes]] = {name: (folder / f"{name}.bin").open("wb") for name in _FILES}
         self._names: dict[str, int] = {}
         self._ends = np.zeros(2, dtype=np.int64)
-        self._rows = 0
+        self._rows = self._images_end = 0
 
     def append(self, encoded: EncodedArrays) -> None:
         """Adds rows after those that are there."""
@@ -91,6 +125,7 @@ class TokenWriter:
             self._ends = index[-1, :2].copy()
             translate = [self._names.setdefault(name, len(self._names)) for name in encoded.names]
             index[:, 3] = np.asarray(translate, dtype=np.int64)[index[:, 3]]
+        self._add_images(encoded)
         self._rows += len(index)
         for name, array in (
             ("ids", encoded.ids),
@@ -99,6 +134,15 @@ class TokenWriter:
             ("values", encoded.values),
         ):
             self._files[name].write(np.ascontiguousarray(array).tobytes())
+
+    def _add_images(self, encoded: EncodedArrays) -> None:
+        for n, image in encoded.images:
+            held = image.content if image.path is None else image.path.encode()
+            begin = self._images_end
+            self._images_end += self._files["images"].write(held or b"")
+            place = (begin, self._images_end, int(image.path is not None))
+            numbers = (self._rows + n, *image.grid, image.width, image.height, image.bytes, *place)
+            self._files["pictures"].write(np.asarray(numbers, dtype=np.int64).tobytes())
 
     def finish(self, facts: JsonObject) -> None:
         """Closes the files and writes what is known about them, ``facts`` and a checksum of everything included."""
@@ -120,6 +164,8 @@ _FILES: dict[str, type[np.generic]] = {
     "spans": np.int32,
     "index": np.int64,
     "values": np.float64,
+    "pictures": np.int64,
+    "images": np.uint8,
 }
 
 
@@ -136,7 +182,7 @@ class TokenStore:
         for name in _FILES:
             if (folder / f"{name}.bin").stat().st_size != meta["sizes"][name]:
                 raise ValueError(f"{name}.bin is not complete")
-        self._ids, self._spans, self._index, self.values = arrays = _arrays(folder)
+        self._ids, self._spans, self._index, self.values, self._pictures, self._images = arrays = _arrays(folder)
         self._digest = _digest(arrays)
         if meta.pop(_CHECKSUM) != _checksum(meta, self._digest):
             raise ValueError("its content is not what was written")
@@ -169,20 +215,43 @@ class TokenStore:
         labels = [IGNORE_INDEX] * len(ids)
         for a, b in self._spans[int(starts[1]) : span_end].tolist():
             labels[a:b] = ids[a:b]
-        return TokenizedRow(Row(self._names[name], number, {}), ids, labels, float(self.values[index]))
+        row = Row(self._names[name], number, {})
+        return TokenizedRow(row, ids, labels, float(self.values[index]), self._images_of(index))
+
+    def _images_of(self, index: int) -> tuple[RowImage, ...]:
+        first, end = np.searchsorted(self._pictures[:, 0], (index, index + 1))
+        return tuple(self._image(*(int(value) for value in line)) for line in self._pictures[first:end])
+
+    def _image(
+        self, _row: int, rows: int, columns: int, width: int, height: int, size: int, begin: int, end: int, is_path: int
+    ) -> RowImage:
+        held = self._images[begin:end].tobytes()
+        path, content = (held.decode(), None) if is_path else (None, held)
+        return RowImage(path, content, width, height, (rows, columns), size)
 
 
-def _arrays(folder: Path) -> tuple[NDArray[np.int32], NDArray[np.int32], Ints, NDArray[np.float64]]:
-    """Ids, spans, index and values. Raises ValueError when the sizes of the files cannot be those of such arrays."""
-    ids, spans, index, values = (_mapped(folder / f"{name}.bin", dtype) for name, dtype in _FILES.items())
-    return ids, spans.reshape(-1, 2), np.asarray(index.reshape(-1, _INDEX_COLUMNS)), values
+_Arrays = tuple[NDArray[np.int32], NDArray[np.int32], Ints, NDArray[np.float64], Ints, NDArray[np.uint8]]
+
+
+def _arrays(folder: Path) -> _Arrays:
+    """Ids, spans, index, values and both of images. Raises ValueError when the sizes of the files cannot be those of
+    such arrays.
+    """
+    ids, spans, index, values, pictures, images = (
+        _mapped(folder / f"{name}.bin", dtype) for name, dtype in _FILES.items()
+    )
+    index = np.asarray(index.reshape(-1, _INDEX_COLUMNS))
+    return ids, spans.reshape(-1, 2), index, values, pictures.reshape(-1, _IMAGE_COLUMNS), images
 
 
 def _digest(arrays: Sequence[NDArray[Any]]) -> bytes:
-    """SHA-256 of what training sees; values are left out where no row has one, as they were before rows had values."""
+    """SHA-256 of what training sees; values and images are left out where no row has any, as they were before rows had
+    them.
+    """
     digest = hashlib.sha256()
-    *others, values = arrays
-    for array in [*others, values] if values.any() else others:
+    ids, spans, index, values, *of_images = arrays
+    others = [*([values] if values.any() else []), *(of_images if of_images[0].size else [])]
+    for array in [ids, spans, index, *others]:
         digest.update(len(array).to_bytes(8, "little"))
         digest.update(np.ascontiguousarray(array).data if array.size else b"")
     return digest.digest()

@@ -12,7 +12,9 @@ import torch
 from ftkernels.sampling import GREEDY, Sampling, row_seed
 
 from ftcli.config.evaluation import GenerateConfig
+from ftcli.data.pixels import PixelReader
 from ftcli.data.reasoning import Answer, ReasoningMarks
+from ftcli.data.tokens import RowImage, TokenizedRow
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.evaluate.loss import halved, row_too_large
 from ftcli.generation.generator import OpenedGenerator, open_generator
@@ -20,6 +22,7 @@ from ftcli.generation.requests import (
     Completion,
     GenerationRequest,
     NotFinite,
+    PromptImages,
     StopCheck,
     StopConditions,
     TextUntilStop,
@@ -28,6 +31,7 @@ from ftcli.generation.requests import (
 from ftcli.model.backbone import base_of
 from ftcli.plan.precision import DtypePlan
 from ftcli.reporting import Progress, Reporter
+from ftcli.rows.row import Row
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -85,6 +89,8 @@ def generate(
     max_length: int | None = None,
     marks: ReasoningMarks | None = None,
     templated: Sequence[bool] = (),
+    images: Sequence[tuple[RowImage, ...]] = (),
+    pixels: PixelReader | None = None,
 ) -> list[Answer]:
     """One completion for each prompt text, special tokens removed, in the order given. As :func:`complete`.
 
@@ -93,6 +99,7 @@ def generate(
     Args:
         marks: Tell answers from their reasoning; without them all of it is the answer.
         templated: Whether a template wrote each prompt; empty where one wrote all.
+        images: Of each prompt; empty where none has any. ``pixels`` reads them.
 
     Raises:
         FtcliError: FT761 (exit 5) when one prompt alone does not fit, FT762 (exit 6) when the model's logits are not
@@ -101,6 +108,10 @@ def generate(
     if not prompts:
         return []
     ids: list[list[int]] = tokenizer(list(prompts), add_special_tokens=False)["input_ids"]  # the template wrote them
+    shown: Sequence[PromptImages | None] = ()
+    if pixels is not None and any(images):
+        pairs = [_with_images(tokens, some, pixels) for tokens, some in zip(ids, images, strict=True)]
+        ids, shown = [tokens for tokens, _ in pairs], [some for _, some in pairs]
     stopping = StopCheck(StopConditions(frozenset(stops), config.stop_strings), tokenizer)
     generated = complete(
         model,
@@ -113,6 +124,7 @@ def generate(
         reporter=reporter,
         stopping=stopping,
         max_length=max_length,
+        images=shown,
     )
     marks = marks or ReasoningMarks(tokenizer, None)
     answers = []
@@ -121,6 +133,17 @@ def generate(
         text, ended = cut(said.text, config.stop_strings), bool(tokens) and stopping.stopped(tokens)
         answers.append(replace(said, text=text, cut=not ended))
     return answers
+
+
+def _with_images(
+    ids: list[int], images: tuple[RowImage, ...], pixels: PixelReader
+) -> tuple[list[int], PromptImages | None]:
+    """A prompt with the tokens of its images, and what reads these."""
+    if not images:
+        return ids, None
+    made = pixels.vision.expanded(TokenizedRow(Row("prompt", 1, {}), ids, ids), images)
+    kind = pixels.vision.kind
+    return made.input_ids, PromptImages(lambda: pixels.of([made]), pixels.vision.token_id, kind.marks)
 
 
 def complete(
@@ -135,6 +158,7 @@ def complete(
     reporter: Reporter,
     stopping: StopCheck,
     max_length: int | None = None,
+    images: Sequence[PromptImages | None] = (),
 ) -> list[list[int]]:
     """The tokens of one completion for each prompt, that which ended it among them, in the order given.
 
@@ -144,7 +168,7 @@ def complete(
         batch_size: Most rows at once. Where so many do not fit into memory it is halved, with the warning FT764.
         max_length: Most tokens of a prompt and its completion, which ends there; how many did is told. Every prompt is
             shorter. Where ``config.overflow`` is ``sliding`` a completion goes on, and the model sees so many of the
-            last tokens.
+            last tokens; not of prompts with ``images``.
 
     Raises:
         FtcliError: FT761 (exit 5) when one prompt alone does not fit, FT762 (exit 6) when the model's logits are not
@@ -152,13 +176,14 @@ def complete(
     """
     seed = int(torch.randint(2**62, ())) if config.do_sample else 0
     asked = _Asked(model, plan, device, pad, _sampling(model, config), stopping, reporter)
-    window = Window(config.max_new_tokens, max_length, sliding=config.overflow == "sliding")
+    shown = images or [None] * len(prompts)
+    window = Window(config.max_new_tokens, max_length, sliding=config.overflow == "sliding" and not any(shown))
     generated: list[list[int]] = [[] for _ in prompts]
     going, cut, turn = list(range(len(prompts))), 0, 0
 
     def request(at: int) -> GenerationRequest:
         seen, limit = window.next([*prompts[at], *generated[at]], len(generated[at]))
-        return GenerationRequest(seen, limit, (row_seed(seed + turn, at),))
+        return GenerationRequest(seen, limit, (row_seed(seed + turn, at),), shown[at])
 
     with answering(model), reporter.progress(len(prompts), "generating") as progress:
         while going:
@@ -239,7 +264,14 @@ def _finished(
     try:
         # Without a copy of the weights: it may be between two steps of training.
         opened = open_generator(
-            asked.model, asked.plan, asked.device, rows=rows, longest=longest, pad=asked.pad, merge=False
+            asked.model,
+            asked.plan,
+            asked.device,
+            rows=rows,
+            longest=longest,
+            pad=asked.pad,
+            merge=False,
+            sees=any(one.images is not None for one in chosen),
         )
         if opened.reason is not None:
             asked.reporter.info(opened.summary)
@@ -342,14 +374,16 @@ def listening(
     plan: DtypePlan,
     device: torch.device,
     max_length: int,
+    sees: bool = False,
 ) -> OpenedGenerator:
-    """A generator for one prompt at a time, of up to ``max_length`` tokens of prompt and completion.
+    """A generator for one prompt at a time, of up to ``max_length`` tokens of prompt and completion; ``sees``: prompts
+    have images.
 
     Raises FtcliError FT761 (exit 5) when so many do not fit into memory.
     """
     pad = int(tokenizer.pad_token_id)
     try:
-        return open_generator(model, plan, device, rows=1, longest=max_length, pad=pad, ahead=1)
+        return open_generator(model, plan, device, rows=1, longest=max_length, pad=pad, ahead=1, sees=sees)
     except torch.OutOfMemoryError as error:
         raise row_too_large("generation", None) from error
 
@@ -366,6 +400,8 @@ def stream(
     max_length: int,
     opened: OpenedGenerator | None = None,
     slides: bool = False,
+    images: tuple[RowImage, ...] = (),
+    pixels: PixelReader | None = None,
 ) -> Generator[str, None, CompletionEnd]:
     """Pieces of the completion of a rendered ``prompt``; the generator's value says how it ended.
 
@@ -378,21 +414,27 @@ def stream(
         slides: Where there are so many the completion goes on all the same, and the model sees the last ones. The
             prompt may have any length then.
         opened: What :func:`listening` gave for this model, where more than one prompt is answered.
+        images: What the prompt shows, read by ``pixels``; its window does not slide.
 
     Raises:
         FtcliError: FT762 (exit 6) when the model's logits are not finite.
     """
-    ids = tuple(tokenizer(prompt, add_special_tokens=False)["input_ids"])
+    ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    shown = None
+    if pixels is not None and images:
+        ids, shown = _with_images(ids, images, pixels)
+    slides = slides and shown is None
     window = Window(sampling.max_new_tokens, max_length, slides)
     longest = max_length if slides else min(max_length, len(ids) + sampling.max_new_tokens)
-    opened = opened or listening(model, tokenizer, plan=plan, device=device, max_length=longest)
+    sees = shown is not None
+    opened = opened or listening(model, tokenizer, plan=plan, device=device, max_length=longest, sees=sees)
     text, until, made = Detokenizer(tokenizer), TextUntilStop(sampling.stop_strings), list[int]()
     stopping = StopCheck(StopConditions(frozenset(stops), sampling.stop_strings), tokenizer)
     ended, going = False, True
     with answering(model):
         while going:
             seen, room = window.next((*ids, *made), len(made))
-            request = GenerationRequest(seen, room, (int(torch.randint(2**62, ())),))
+            request = GenerationRequest(seen, room, (int(torch.randint(2**62, ())),), shown)
             with closing(opened.generator.run([request], sampling.of_tokens, stopping)) as tokens:
                 for token in tokens:
                     made.append(token.token)

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from ftcli.data.collate import PaddingCollator, packed_batch, unpadded_batch
+from ftcli.data.collate import PaddingCollator, packed_batch, unpadded_batch, with_images
 from ftcli.data.order import best_fit
+from ftcli.data.pixels import PixelReader
 from ftcli.data.tokens import TokenizedRow
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin
 from ftcli.evaluate.margins import Margins
@@ -311,6 +312,7 @@ def evaluate_loss(
     layout: BatchLayout = "right",
     pack_length: int | None = None,
     group: RankGroup | None = None,
+    pixels: PixelReader | None = None,
 ) -> LossResult:
     """Evaluates ``sequences`` in batches of like length. No logits are kept, sums are double precision, and the result
     is the same to rounding whatever ``batch_size``, ``layout`` and the order of ``sequences``.
@@ -321,6 +323,7 @@ def evaluate_loss(
         pack_length: Tokens that share a place in a batch. None: with "packed" those of the longest sequence, with
             "unpadded" each sequence has a place.
         group: Ranks that share the sequences, and all get the same result.
+        pixels: What reads the images of rows that have some.
 
     Raises:
         FtcliError: FT761 (exit 5) when one row alone does not fit, FT762 (exit 6) when the loss is not finite. A batch
@@ -330,7 +333,7 @@ def evaluate_loss(
     groups = _groups(lengths, layout, pack_length)
 
     def step(chosen: Sequence[list[int]]) -> tuple[float, int, int]:
-        batch = _batch([[sequences[i] for i in group] for group in chosen], layout, pad_token_id)
+        batch = _batch([[sequences[i] for i in group] for group in chosen], layout, pad_token_id, pixels)
         with compute_context(device, plan.compute, plan.autocast):
             return _sums(model, {name: value.to(device) for name, value in batch.items()})
 
@@ -378,7 +381,9 @@ def _groups(lengths: Sequence[int], layout: BatchLayout, pack_length: int | None
     return sorted(members, key=lambda group: -sum(lengths[i] for i in group))
 
 
-def _batch(rows: Sequence[Sequence[TokenizedRow]], layout: BatchLayout, pad_token_id: int) -> dict[str, Tensor]:
+def _batch(
+    rows: Sequence[Sequence[TokenizedRow]], layout: BatchLayout, pad_token_id: int, pixels: PixelReader | None
+) -> dict[str, Tensor]:
     """The model's arguments, and ``labels``.
 
     Padding on the right needs no mask: under causal attention it changes nothing that is supervised, and attention
@@ -388,10 +393,11 @@ def _batch(rows: Sequence[Sequence[TokenizedRow]], layout: BatchLayout, pad_toke
         documents = [tokens for row in rows for tokens in row]
         packed = layout == "packed"
         batch = packed_batch(rows, pad_token_id) if packed else unpadded_batch(documents, pad_token_id)
+        batch = with_images(batch, rows if packed else [documents], pixels)
         return {name: value for name, value in batch.items() if name != "lengths"}
     padded = PaddingCollator(pad_token_id)([{"input_ids": r.input_ids, "labels": r.labels} for (r,) in rows])
     if layout == "right":
-        return {name: padded[name] for name in ("input_ids", "labels")}
+        return with_images({name: padded[name] for name in ("input_ids", "labels")}, rows, pixels)
     return _to_the_left(padded)
 
 

@@ -67,26 +67,6 @@ class RowTable:
 
 
 @dataclass(frozen=True, slots=True)
-class LengthClass:
-    """Pairs whose answers differ so much in length: how many, the share in the right order, and their mean margin."""
-
-    length: str
-    pairs: int
-    accuracy: float
-    margin: float
-
-
-@dataclass(frozen=True, slots=True)
-class SourceScore:
-    """Rows of one source: how many, the share on the right side, and their mean margin."""
-
-    source: str
-    rows: int
-    accuracy: float
-    margin: float
-
-
-@dataclass(frozen=True, slots=True)
 class Excerpt:
     """The beginning of a text, and how many characters are left out."""
 
@@ -138,29 +118,25 @@ class Margins:
         """What an evaluation tells of them: the classes of length."""
         return {"by_length": self.by_length()} if self.kind == "pairs" else {}
 
-    def by_length(self) -> list[LengthClass]:
-        """Each class of length that has pairs; none of single answers."""
+    def by_length(self) -> list[JsonObject]:
+        """Each class of length that has pairs: ``length``, ``pairs``, ``accuracy``, and the mean ``margin``."""
         if self.kind != "pairs":
             return []
-        classes, right = _classes(self.lengths), _right(self.values)
-        found = []
-        for number, name in enumerate(LENGTH_CLASSES, -_MIDDLE):
-            of = classes == number
-            if of.any():
-                found.append(LengthClass(name, int(of.sum()), float(right[of].mean()), float(self.values[of].mean())))
-        return found
+        classes = _classes(self.lengths)
+        of = {name: classes == number for number, name in enumerate(LENGTH_CLASSES, -_MIDDLE)}
+        return [self._part("length", name, "pairs", rows) for name, rows in of.items() if rows.any()]
 
-    def by_source(self) -> list[SourceScore]:
-        """Each of the first sources, where there are several."""
-        names = list(dict.fromkeys(self.sources))
-        if len(names) < 2:
+    def by_source(self) -> list[JsonObject]:
+        """Each of the first sources, where there are several: ``source``, ``rows``, ``accuracy`` and ``margin``."""
+        number = {name: place for place, name in enumerate(dict.fromkeys(self.sources))}
+        if len(number) < 2:
             return []
-        number = {name: place for place, name in enumerate(names)}
-        places, right = np.array([number[name] for name in self.sources]), _right(self.sides)
-        return [
-            SourceScore(name, int(of.sum()), float(right[of].mean()), float(self.sides[of].mean()))
-            for name, of in ((name, places == place) for name, place in list(number.items())[:_MOST_SOURCES])
-        ]
+        places = np.array([number[name] for name in self.sources])
+        return [self._part("source", name, "rows", places == number[name]) for name in list(number)[:_MOST_SOURCES]]
+
+    def _part(self, kind: str, name: str, unit: str, of: NDArray[np.bool_]) -> JsonObject:
+        sides = self.sides[of]
+        return {kind: name, unit: len(sides), "accuracy": float(_right(sides).mean()), "margin": float(sides.mean())}
 
     def record(self) -> JsonObject:
         """Their part of margins.json, of bounded size."""

@@ -257,6 +257,10 @@ class Evaluator:
                 findings += error.findings
         raise_findings(list(dict.fromkeys(findings)))
 
+    def take_tasks(self, read: Evaluator) -> None:
+        """Takes the rows of tasks that ``read`` has read."""
+        self._asked.update(read._asked)
+
     def measure(self, model: PreTrainedModel | PeftModel) -> ModelScores:
         """All that the recipe asks to be measured of one model."""
         loss, datasets = self.losses(model)
@@ -334,6 +338,7 @@ class Evaluator:
             layout=layout,
             pack_length=self.job.recipe.data.max_seq_len if packing else None,
             group=self.group,
+            pixels=self.job.pixel_reader(),
         )
 
     def _answered(self, model: PreTrainedModel | PeftModel, asked: Sequence[RenderedPrompt]) -> AnsweredTask:
@@ -351,6 +356,8 @@ class Evaluator:
             max_length=self.job.recipe.data.max_seq_len,
             marks=self.job.reasoning_marks,
             templated=[one.templated for one in asked],
+            images=[one.images for one in asked],
+            pixels=self.job.pixel_reader(),
         )
         return AnsweredTask([one.prompt for one in asked], texts, answers)
 
@@ -369,7 +376,9 @@ class Evaluator:
     ) -> tuple[list[RenderedPrompt], list[Finding]]:
         room = room_of_task(data, self.job.recipe.eval.generate)
         offline = self.job.session.offline
-        return asked_rows(sources, data, self.job.tokenizer, room, offline=offline, max_rows=max_rows)
+        return asked_rows(
+            sources, data, self.job.tokenizer, room, offline=offline, max_rows=max_rows, vision=self.job.vision
+        )
 
 
 def _failures(result: TaskResult) -> Finding:

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from ftcli.config.model import QuantizationConfig
 from ftcli.errors import FtcliError
 from ftcli.export.clean.request import LAYER, rows_for
-from ftcli.export.safetensors import SHARD_BYTES, copy_processors
+from ftcli.export.images import copy_processors
+from ftcli.export.safetensors import SHARD_BYTES
 from ftcli.export.source import ExportSource, local_config, not_verified, source_stops, source_tokenizer
 from ftcli.export.tensorfile import read_tensors
 from ftcli.export.verify import (
@@ -67,7 +68,7 @@ def write(source: ExportSource, folder: Path, say: Callable[[str], None]) -> Ver
     _save(masters, tensors, folder, divides=divides)
     source_tokenizer(source).save_pretrained(str(folder))
     if source.base.init == "pretrained":
-        copy_processors(source, folder)
+        copy_processors(source.base, folder, offline=source.offline)
     if not source.verify:
         return not_asked()
     say("verifying: loading the result again")

@@ -110,8 +110,8 @@ def _slots(
         adapted: Any = module
         # DoRA and stacks of experts look at the weight outside of the layer that has it.
         owner = adapted.get_base_layer() if isinstance(module, adapters) else module
-        if owner is not module:
-            inner |= {id(each) for each in module.modules()}
+        if owner is not module:  # what the owner has inside of it computes by itself, as a router's bias does
+            inner |= {id(each) for each in module.modules()} - {id(each) for each in owner.children()}
         plain = path.replace(".base_layer", "").replace(".original_module", "")
         names = {leaf: f"{plain}.{leaf}".removeprefix(".") for leaf in (*owner._parameters, *owner._buffers)}
         slots = [

@@ -21,6 +21,7 @@ from torch import Tensor
 from ftcli.errors import ExitCode, Finding, FtcliError, first_line
 from ftcli.export.clean.request import LOGITS
 from ftcli.export.further import passed_over
+from ftcli.export.images import check_seen, copy_processors, image_probe, seen_logits, sent_with
 from ftcli.export.lazy import WHOLE_LAYER, computing_from
 from ftcli.export.merge import AdapterUpdates, Rounding, outputs, rounded_as_merged, rounding_of
 from ftcli.export.source import (
@@ -99,8 +100,7 @@ if TYPE_CHECKING:
 SHARD_BYTES = 4 * 10**9
 #: Above this share of an adapter's effect lost in rounding, people are told.
 LOST_SHARE = 0.5
-#: What lies beside the weights of a model that takes images or sound.
-_PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+_SEEN = ", logits of an image"
 _SCORE = f"{SCORE}.weight"
 _LAYER = re.compile(r"(.*?\.\d+)\.")
 #: Bytes for each element: of a weight that is merged (as stored, s B A, that times s, rounded), of one that is read to
@@ -190,8 +190,7 @@ def save_model(source: ExportSource, plan: ModelPlan, tensors: Sequence[TensorTo
     tokenizer = source_tokenizer(source)
     save_config(source, plan, tokenizer, folder)
     tokenizer.save_pretrained(str(folder))
-    if source.base.init == "pretrained":
-        copy_processors(source, folder)
+    copy_processors(source.base, folder, offline=source.offline)
 
 
 def plan_model(source: ExportSource) -> ModelPlan:
@@ -291,23 +290,26 @@ def verify_merged(source: ExportSource, folder: Path, plan: ModelPlan, say: Call
     whole: Any = unwritten(plan.config) if adapted is None else adapted
     probe, exact = trained_logits(whole, base, probe_batch(tokenizer, base.shape(base.ends[0])[0]))
     effect = 0.0 if adapted is None else _effect(adapted, base, probe, exact)
+    shown = image_probe(source.base, plan.config, tokenizer, offline=source.offline)
     with _as_stored(plan, base) as model:
-        wanted = logits(model, probe)
+        wanted, seen = logits(model, probe), seen_logits(model, shown) if shown else None
     request = model_request(folder, probe, elements(written), dtype="float32")
-    answer = source.reload(request, sent(probe))
+    answer = source.reload(request, {**sent(probe), **sent_with(shown)})
     if answer.problems:
         raise not_verified(folder, list(answer.problems))
     rounding = compare_logits(wanted, exact, TOLERANCE)
     allowed = max(TOLERANCE, SENSITIVE * rounding.relative_error)
     unrounded = exact, allowed + rounding.relative_error
     problems, facts = check_answer(answer, wanted, probe, tokenizer, plan.stops, allowed, unrounded)
-    if problems:
-        raise not_verified(folder, problems)
+    unseen, of_image = check_seen(answer, seen, allowed)
+    if problems or unseen:
+        raise not_verified(folder, [*problems, *unseen])
+    facts |= of_image
     dtype = str(plan.dtype).removeprefix("torch.")
     facts |= {"dtype": dtype, "rounding": rounding.relative_error, "adapter_effect": effect}
     facts["top1_agreement"] = rounding.top1_agreement
     return Verified(
-        "every weight, logits in float32, tokenizer, stop tokens",
+        "every weight, logits in float32, tokenizer, stop tokens" + (_SEEN if shown else ""),
         {**count, "loaded": loaded(request), **facts, **reloaded(answer)},
         _rounding_warnings(rounding.relative_error / effect if effect > 0 else 0.0, dtype),
         plan.merged_with,
@@ -396,25 +398,7 @@ def copy_model(source: ExportSource, folder: Path) -> None:
     if further := passed_over(source):
         add_shard(folder, FURTHER_WEIGHTS, [copied(key, file) for key, file in further.items()])
     source_tokenizer(source).save_pretrained(str(folder))
-    if source.base.init == "pretrained":
-        copy_processors(source, folder)
-
-
-def copy_processors(source: ExportSource, folder: Path) -> None:
-    """Copies how a multimodal base prepares images and sound, without which its frozen parts are of no use."""
-    from transformers.utils.hub import cached_file
-
-    for name in _PROCESSORS:
-        found = cached_file(
-            source_of(source.base.name_or_path),
-            name,
-            revision=source.base.revision,
-            local_files_only=source.offline,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
-        )
-        if found is not None:
-            shutil.copyfile(found, folder / name)
+    copy_processors(source.base, folder, offline=source.offline)
 
 
 def _verify_scores(
@@ -463,17 +447,33 @@ def verify_copy(source: ExportSource, folder: Path) -> Verified:
         return Verified("every weight bit for bit, scores in float32, tokenizer", {"tensors": len(wanted), **scores})
     tokenizer = source_tokenizer(source)
     rounds = getattr(local_config(source.folder), "quantization_config", None)
+    shown = {} if rounds is not None else _shown(source, tokenizer)
     probe, trained, parameters = _trained(source, tokenizer, rounds=rounds is not None)
     request = model_request(folder, probe, parameters, dtype="float32" if rounds is None else "stored")
-    answer = source.reload(request, sent(probe))
+    answer = source.reload(request, {**sent(probe), **sent_with(shown)})
     if answer.problems:
         raise not_verified(folder, list(answer.problems))
+    unseen, of_image = check_seen(answer, _seen(source, shown), TOLERANCE)
     problems, stops = _compare(tensor_files(folder), wanted), source_stops(source, tokenizer)
     others, facts = check_answer(answer, trained, probe, tokenizer, stops, TOLERANCE)
-    if problems or others:
-        raise not_verified(folder, [*problems, *others])
-    facts = {"tensors": len(wanted), **facts, "loaded": loaded(request), **reloaded(answer)}
-    return Verified("every weight bit for bit, logits, tokenizer, stop tokens", facts)
+    if problems or others or unseen:
+        raise not_verified(folder, [*problems, *others, *unseen])
+    facts = {"tensors": len(wanted), **facts, **of_image, "loaded": loaded(request), **reloaded(answer)}
+    return Verified("every weight bit for bit, logits, tokenizer, stop tokens" + (_SEEN if shown else ""), facts)
+
+
+def _shown(source: ExportSource, tokenizer: PreTrainedTokenizerBase) -> dict[str, Tensor]:
+    """A row with an image for a full fine-tune that sees; empty for others."""
+    return image_probe(source.base, local_config(source.folder), tokenizer, offline=source.offline)
+
+
+def _seen(source: ExportSource, shown: dict[str, Tensor]) -> Tensor | None:
+    """What the full fine-tune makes of it."""
+    if not shown:
+        return None
+    stored, model = base_weights(source), unwritten(local_config(source.folder))
+    with computing_from(model, stored.read, stored.names):
+        return seen_logits(model, shown)
 
 
 def _trained(source: ExportSource, tokenizer: PreTrainedTokenizerBase, *, rounds: bool) -> tuple[Probe, Tensor, int]:

@@ -6,16 +6,20 @@ setting that would have no effect is reported, not ignored.
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeAlias, TypeVar
 
 from ftcli.config.model import LoraConfig
-from ftcli.errors import Finding, Origin
+from ftcli.errors import Finding, Origin, first_line
 from ftcli.facts.layers import Linear, means
 from ftcli.facts.shape import ModelShape
+from ftcli.facts.weights import ADAPTER_CONFIG
+from ftcli.paths import expanded, is_file
 from ftcli.time_limit import TookTooLong, limited_time
 
 #: The first number in a path is the layer's; those of experts come later.
@@ -154,6 +158,40 @@ def adapters(shape: ModelShape, lora: LoraConfig) -> tuple[LinearAdapter, ...]:
         if choice.adapts(name):
             found[linear, choice.rank(name)] += 1
     return tuple(LinearAdapter(linear, rank, layers) for (linear, rank), layers in found.items())
+
+
+def start_folder(path: str) -> Path:
+    """The folder of the adapter that ``lora.start_from`` names: itself, or that of a run."""
+    folder = expanded(path)
+    of_run = folder / "adapter"
+    return of_run if is_file(of_run / ADAPTER_CONFIG) else folder
+
+
+def start_problems(lora: LoraConfig, path: str) -> list[str]:
+    """What keeps the adapter at ``path`` from being where training begins under these settings, in words."""
+    folder = start_folder(path)
+    try:
+        if not is_file(folder / ADAPTER_CONFIG):
+            return [f"there is no {ADAPTER_CONFIG} in {folder}"]
+        config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        stored = {name: config.get(name) for name in ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora")}
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        return [f"{ADAPTER_CONFIG} cannot be read: {first_line(error)}"]
+    if not any(folder.glob("adapter_model*.safetensors")):
+        return [f"{folder} holds no adapter_model.safetensors; save the adapter as safetensors"]
+    if stored["peft_type"] != "LORA":
+        return [f"it is of the kind {stored['peft_type']!r}, not LORA"]
+    ours = {"r": lora.r, "lora_alpha": lora.alpha, "use_rslora": lora.use_rslora, "use_dora": lora.use_dora}
+    return [
+        f"lora.{name.removeprefix('lora_')} is {as_text(value)} there and {as_text(ours[name])} here"
+        for name, value in stored.items()
+        if name in ours and (value or 0) != ours[name]
+    ]
+
+
+def as_text(value: object) -> str:
+    """A number or a switch as a recipe writes it."""
+    return str(bool(value)).lower() if isinstance(value, bool) or value is None else f"{value:g}"
 
 
 def targets_of(shape: ModelShape, lora: LoraConfig) -> list[str]:

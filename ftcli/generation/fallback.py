@@ -19,6 +19,7 @@ from ftkernels.sampling import GREEDY, Sampling
 from torch import Tensor, nn
 from transformers import StoppingCriteriaList
 
+from ftcli.data.pixels import joined
 from ftcli.generation.requests import (
     Completion,
     GenerationRequest,
@@ -151,11 +152,22 @@ class TransformersGenerator:
                 stopping_criteria=StoppingCriteriaList(criteria),
                 streamer=streamer,
                 synced_gpus=False,  # ranks that share weights keep in step by themselves
+                **self._images(rows, ids),
                 **_sampling(sampling),
                 **_router_logits_off(self._model),
             )
         found: Tensor = output
         return found
+
+    def _images(self, rows: Sequence[_Row], ids: Tensor) -> dict[str, Tensor]:
+        """What the prompts show, on the device; nothing where they show none."""
+        found = [row.request.images for row in rows if row.request.images is not None]
+        if not found:
+            return {}
+        given = joined([dict(images.read()) for images in found])
+        if found[0].marks is not None:
+            given[found[0].marks] = (ids == found[0].token).int()
+        return {name: value.to(self._device) for name, value in given.items()}
 
 
 @dataclass(frozen=True, slots=True)

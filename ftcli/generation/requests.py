@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
 #: Why a completion ended: a token or string that ends it, or its limit.
 StopReason = Literal["stop", "limit"]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptImages:
+    """The images of a prompt, read when it is their turn.
+
+    Attributes:
+        read: What the image processor makes of all of them.
+        token: The id in whose places the model reads them.
+        marks: transformers' name of the argument that marks these places; None where it has none.
+    """
+
+    read: Callable[[], Mapping[str, Tensor]]
+    token: int
+    marks: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +37,13 @@ class GenerationRequest:
         prompt: Token ids, at least one.
         limit: Most tokens of each completion, at least one.
         seeds: Signed 64-bit (:func:`ftkernels.sampling.row_seed`). What is sampled depends on a completion's own alone.
+        images: What the prompt shows; the engine takes none.
     """
 
     prompt: tuple[int, ...]
     limit: int
     seeds: tuple[int, ...] = (0,)
+    images: PromptImages | None = None
 
     def __post_init__(self) -> None:
         if not self.prompt or self.limit < 1 or not self.seeds:

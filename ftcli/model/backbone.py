@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ftcli.model import attention
 from ftcli.model.masks import CallMask, Documents, plain_mask
+from ftcli.model.vision import SeenInputs, masks_both_ways, see, taken_apart
 from ftcli.tables.families import family_of
 from ftcli.tables.packing import why_documents_leak
 
@@ -136,19 +137,21 @@ def hidden_states(
         ValueError: Rows are shared or branch, and attention is not ours.
     """
     base = base_of(model)
-    own = ("document_starts", "branch_starts")
+    inputs, of_images = taken_apart(inputs)
+    own = ("document_starts", "branch_starts", "rope_positions", "block_ends")
     given: dict[str, Any] = {name: value for name, value in inputs.items() if name not in own}
     ids, starts = inputs["input_ids"], inputs.get("document_starts")
     text_type = base.config.get_text_config().model_type
     family, untold = family_of(text_type), why_documents_leak(text_type) is not None
     # Layers with a state take no mask of ones, and wrappers that look both ways within images say of one "not causal".
     told = (family is not None and family.delta_nets is not None) or looks_both_ways(base.config.get_text_config())
-    if starts is None and (stack is not None or (untold and cached is None and "attention_mask" not in inputs)):
+    tells = stack is not None or "block_ends" in inputs
+    if starts is None and (tells or (untold and cached is None and "attention_mask" not in inputs)):
         starts = _document_starts(ids, inputs.get("position_ids"))
     if starts is not None and attention.is_ours(base):
         # A mask of ones keeps transformers from looking for documents, which would wait for the device.
         given["attention_mask"] = _unpadded(base, ids) if told else torch.ones_like(ids, dtype=torch.bool)
-        given["documents"] = Documents(starts, sequence, inputs.get("branch_starts"))
+        given["documents"] = Documents(starts, sequence, inputs.get("branch_starts"), inputs.get("block_ends"))
     elif sequence is not None:
         raise ValueError("ranks share rows around our own attention only")
     elif "branch_starts" in inputs:
@@ -158,9 +161,41 @@ def hidden_states(
         given["position_ids"] = positions.expand(4, *ids.shape)
     if cached is not None:
         given["cached"] = cached
-    backbone = backbone_of(base)
+    backbone: Any = backbone_of(base)
+    if of_images:
+        if sequence is not None:
+            raise ValueError("ranks cannot share rows with images")
+        backbone = base.get_decoder()
+        given |= _seen(base, given.pop("input_ids"), inputs, of_images, stack)
     with nullcontext() if stack is None else stack.collecting():
         return HiddenStates(backbone(**given, use_cache=False).last_hidden_state)
+
+
+def _seen(
+    base: PreTrainedModel,
+    ids: Tensor,
+    inputs: Mapping[str, Tensor],
+    of_images: Mapping[str, Tensor],
+    stack: CollectingStack | None,
+) -> dict[str, Any]:
+    """What the language model is called with, in place of ids (B, S), where a batch has images."""
+    seen, positions = see(base, ids, of_images), inputs["position_ids"]
+    found = {"inputs_embeds": seen.embeds, **_added(seen, ids, stack)}
+    if "rope_positions" in inputs:
+        found["position_ids"] = torch.cat([positions.expand(1, *ids.shape), inputs["rope_positions"]])
+    if "block_ends" in inputs and not attention.is_ours(base):
+        found["attention_mask"] = masks_both_ways(base, seen.embeds, inputs["block_ends"], positions)
+    return found
+
+
+def _added(seen: SeenInputs, ids: Tensor, stack: CollectingStack | None) -> dict[str, Any]:
+    """How what is added to the first layers' outputs reaches them: through the stack, or transformers' own way."""
+    if not seen.added:
+        return {}
+    if stack is not None:
+        return {"layer_inputs": seen.added}
+    mask = torch.zeros(ids.numel(), dtype=torch.bool, device=ids.device).index_fill(0, seen.places, True)
+    return {"visual_pos_masks": mask.view_as(ids), "deepstack_visual_embeds": list(seen.seen.added)}
 
 
 def looks_both_ways(config: Any) -> bool:
@@ -214,6 +249,18 @@ def head_of(model: PreTrainedModel | PeftModel) -> Head:
         handed=embedding.head_gradient if isinstance(embedding, TiedEmbedding) else None,
         is_sharded=root_of(model) is not None,
     )
+
+
+def logits_of(model: PreTrainedModel | PeftModel, head: Head, states: Tensor) -> Tensor:
+    """cap(scale · head(h)): (N, H) -> (N, V), in float32 where anything is computed after the product."""
+    layer: Any = base_of(model).get_output_embeddings()
+    logits: Tensor = layer(states)
+    if head.logit_scale == 1.0 and not head.softcap:
+        return logits
+    logits = logits.float()
+    if head.logit_scale != 1.0:
+        logits = logits * head.logit_scale
+    return head.softcap * torch.tanh(logits / head.softcap) if head.softcap else logits
 
 
 def within_root(model: PreTrainedModel | PeftModel, compute: Callable[[], T]) -> T:

@@ -33,7 +33,7 @@ from ftcli.reporting import Reporter
 #: Shapes that are captured at most. Each graph takes some MiB of its own; further shapes run without.
 MOST_SHAPES = 64
 
-_Key = tuple[torch.Size, torch.Size, bool, bool, bool, bool]
+_Key = tuple[torch.Size, torch.Size, bool, bool, bool, int, bool]
 
 
 @dataclass(slots=True)
@@ -322,8 +322,9 @@ def _key(call: StackCall) -> _Key:
     documents = known is None or known.document_starts is not None
     branches = known is not None and known.branch_starts is not None
     angles = next((each.rotation[0] for each in call.layer_calls if each.rotation), call.hidden)
-    beside = any(each.requires_grad for each in _layer_inputs(call))
-    return call.hidden.shape, angles.shape, documents, branches, call.hidden.requires_grad, beside
+    own = _layer_inputs(call)
+    beside = len(own), any(each.requires_grad for each in own)
+    return call.hidden.shape, angles.shape, documents, branches, call.hidden.requires_grad, *beside
 
 
 def _layer_inputs(call: StackCall) -> list[Tensor]:
@@ -332,10 +333,13 @@ def _layer_inputs(call: StackCall) -> list[Tensor]:
 
 
 def _with_inputs(layer_calls: Sequence[LayerCall], beside: Tensor | None) -> tuple[LayerCall, ...]:
-    """The calls with their parts of ``beside`` (B, S, layers, P)."""
+    """The calls of the first layers, which all are where each has one, with their parts of ``beside`` (B, S, layers,
+    P).
+    """
     if beside is None:
         return tuple(layer_calls)
-    return tuple(replace(call, layer_input=beside[:, :, index]) for index, call in enumerate(layer_calls))
+    own, count = list(layer_calls), beside.shape[2]
+    return (*(replace(one, layer_input=beside[:, :, n]) for n, one in enumerate(own[:count])), *own[count:])
 
 
 def _rotation_id(layer_call: LayerCall) -> int:

@@ -265,8 +265,10 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
             return super().__call__(hidden_states, *args, **kwargs)
         mask, documents = self.call_mask(kwargs["attention_mask"], hidden_states), kwargs["documents"]
         rotation = self.stack.rotation_of(self, kwargs["position_embeddings"], kwargs.get("position_ids"))
-        call = LayerCall(documents.within(mask), rotation, next(iter(args), None))
-        return self.stack.take(self, hidden_states, call)
+        layer_input = next(iter(args), None)
+        if layer_input is None:
+            layer_input = self.stack.layer_input(kwargs.get("layer_inputs", ()))
+        return self.stack.take(self, hidden_states, LayerCall(documents.within(mask), rotation, layer_input))
 
     @property
     def drops(self) -> bool:
@@ -355,8 +357,10 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         return behind(self._mlp_half(attend(hidden_states), packs))
 
     def _behind(self, hidden_states: Tensor, packs: LayerPacks, layer_input: Tensor | None) -> Tensor:
-        """(B, S, H) -> (B, S, H): what a layer does behind both halves, from its own input (B, S, P)."""
-        return hidden_states
+        """(B, S, H) -> (B, S, H): what a layer does behind both halves, from its own input (B, S, P): what a tower saw
+        is added.
+        """
+        return hidden_states if layer_input is None else hidden_states + layer_input.to(hidden_states.dtype)
 
     def _parallel_halves(self, hidden_states: Tensor, attend: Callable[..., Tensor], packs: LayerPacks) -> Tensor:
         """Both halves read one norm of ``hidden_states``."""
@@ -690,6 +694,11 @@ class DecoderStack:
         if kept is None:  # the angles are kept as well: their id belongs to them while they live
             kept = self._rotations[id(angles)] = angles, layer.rotation_at(angles, positions)
         return kept[1]
+
+    def layer_input(self, of_first: Sequence[Tensor]) -> Tensor | None:
+        """The own input of the layer whose call comes next, from those of the first layers."""
+        index = len(self._layer_calls or ())
+        return of_first[index] if index < len(of_first) else None
 
     def take(self, layer: FusedDecoderLayer, hidden: Tensor, layer_call: LayerCall) -> Tensor:
         """A layer hands its call on: ``hidden`` as it came; from the last layer what all make of it, (B, S, H)."""

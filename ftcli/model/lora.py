@@ -21,7 +21,7 @@ from ftcli.config.model import LoraConfig
 from ftcli.errors import FtcliError, first_line
 from ftcli.facts.adapters import AdapterChoice, Expression, at_end, before_index, endless
 from ftcli.facts.weights import ADAPTER_CONFIG
-from ftcli.model.initial_adapters import remember_initial
+from ftcli.model.initial_adapters import remember_initial, trained_by_file_name
 from ftcli.model.lora_targets import Targets, chosen, require_possible, resolve_saved, resolve_targets, shortest
 from ftcli.model.pretrained import IMPOSSIBLE, first_few
 from ftcli.model.score_head import TASK_TYPE, has_score_head
@@ -193,6 +193,36 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> PeftModel:
         raise _unusable(folder, problems)
     _take_saved_modules(adapted, stored)
     return adapted
+
+
+@torch.no_grad()
+def take_adapter(model: peft.PeftModel, folder: Path) -> None:
+    """Gives the model's fresh adapters the values stored in ``folder``, whichever tool wrote them.
+
+    Raises:
+        FtcliError: FT334 (exit 3) when a tensor is missing there, belongs to nothing here, has another shape or is not
+            finite, or a file is damaged.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    wanted = trained_by_file_name(model)
+    try:
+        stored = {name: tensor for path in _weights(folder) for name, tensor in load_file(path).items()}
+    except (OSError, SafetensorError) as error:
+        raise _unusable(folder, [first_line(error)]) from error
+    problems = [f"it lacks {name}" for name in sorted(set(wanted) - set(stored))]
+    problems += [f"{name} belongs to nothing that is trained here" for name in sorted(set(stored) - set(wanted))]
+    for name in wanted.keys() & stored.keys():
+        if stored[name].shape != wanted[name].shape:
+            sizes = f"{tuple(stored[name].shape)} and must have {tuple(wanted[name].shape)}"
+            problems.append(f"{name} has shape {sizes}")
+        elif not bool(torch.isfinite(stored[name]).all()):
+            problems.append(f"{name} is not finite")
+    if problems:
+        raise _unusable(folder, sorted(problems))
+    for name, tensor in wanted.items():
+        tensor.copy_(stored[name])
 
 
 def _require_expressions(model: PreTrainedModel, folder: Path) -> None:

@@ -153,11 +153,14 @@ class Documents:
         sequence: The part of each row that the call has tokens of; ``starts`` are those of whole rows. None: all.
         branches: None, or like ``starts``, for each token the position at which its branch begins
             (``ftkernels.attention_mask.AttentionMask.branch_starts``).
+        blocks: None, or (B or 1, S) int32: the end of the tokens that each token sees ahead, those of its image
+            (``ftkernels.attention_mask.AttentionMask.block_ends``).
     """
 
     starts: Tensor
     sequence: SequencePart | None = None
     branches: Tensor | None = None
+    blocks: Tensor | None = None
     _made: dict[tuple[int | None, bool], CallMask] = field(default_factory=dict, repr=False)
 
     def within(self, mask: CallMask) -> CallMask:
@@ -173,14 +176,15 @@ class Documents:
             raise ValueError("ranks cannot share rows whose mask is not made of intervals")
         if parts > 1 and self.branches is not None:
             raise ValueError("ranks cannot share rows with branches")
-        whole = self.starts.shape[-1] == 1 and self.branches is None
-        starts = None if whole else self.starts
+        whole = self.starts.shape[-1] == 1 and self.branches is None and self.blocks is None
         queries, keys = parts * mask.q_len, parts * mask.k_len
+        starts = None if whole else self.starts.expand(-1, keys)
         own = AttentionMask(
             window=mask.window,
             document_starts=starts,
             length=None if whole else keys,
             branch_starts=self.branches,
+            block_ends=self.blocks,
         )
 
         def make_dense() -> Tensor:

@@ -16,6 +16,8 @@ from ftcli.data.asked import PromptLimit
 from ftcli.data.omissions import split_reasoning
 from ftcli.data.reasoning import Answer, ReasoningMarks
 from ftcli.data.template import Renderer, renderer_of
+from ftcli.data.tokens import RowImage
+from ftcli.data.vision import Vision
 from ftcli.errors import Finding, FtcliError, Origin
 from ftcli.facts.weights import ADAPTER_CONFIG
 from ftcli.pipeline.weights import checkpoint_of, refuse_training, result_of
@@ -23,7 +25,7 @@ from ftcli.plain import LEFT_OUT
 from ftcli.preflight.stages import checked
 from ftcli.reporting import Reporter, Session
 from ftcli.rows.prompts import Prompt
-from ftcli.rows.row import Message, Row, data_error
+from ftcli.rows.row import IMAGE, ImageSource, Message, Misfit, Row, data_error
 from ftcli.run.atomic import read_json_object
 from ftcli.run.directory import RunDirectory, is_run_directory
 
@@ -55,6 +57,7 @@ class ChatOptions:
         system: A system prompt.
         raw: Text is continued as it stands, without the chat template.
         temperature: 0 takes the likeliest token.
+        images: Files that are shown before the first turn's text.
     """
 
     prompt: str | None = None
@@ -66,6 +69,7 @@ class ChatOptions:
     top_p: float | None = None
     max_new_tokens: int | None = None
     seed: int | None = None
+    images: tuple[str, ...] = ()
 
     @property
     def interactive(self) -> bool:
@@ -154,6 +158,8 @@ class Chat:
             max_length=job.recipe.data.max_seq_len,
             opened=self.opened,
             slides=job.recipe.eval.generate.overflow == "sliding",
+            images=self.conversation.images,
+            pixels=job.pixel_reader(),
         )
         try:
             while True:
@@ -221,7 +227,12 @@ def open_chat(loaded: LoadedRecipe, session: Session, run_dir: Path, options: Ch
     sampling = sampling_of(loaded.recipe, options)
     seed = _seeded(loaded.recipe, options)
     opened = listening(
-        model, job.tokenizer, plan=job.dtypes, device=job.device, max_length=loaded.recipe.data.max_seq_len
+        model,
+        job.tokenizer,
+        plan=job.dtypes,
+        device=job.device,
+        max_length=loaded.recipe.data.max_seq_len,
+        sees=bool(conversation.images),
     )
     if opened.reason is not None:
         job.reporter.info(opened.summary)
@@ -259,7 +270,7 @@ def _conversation(job: Job, run: RunDirectory | None, options: ChatOptions) -> C
     data = job.recipe.data
     renderer = renderer_of(job.tokenizer, data)
     if run is not None:
-        _use_template_of(run, renderer, job.reporter)
+        use_template_of(run, renderer, job.reporter)
     raw = options.raw
     if not raw and renderer.source is None and not job.tokenizer.chat_template:
         job.reporter.warn("the tokenizer has no chat template: each text is continued as it stands, without a history")
@@ -283,10 +294,30 @@ def _conversation(job: Job, run: RunDirectory | None, options: ChatOptions) -> C
         system=options.system,
         raw=raw,
         refuses_reasoning=data.reasoning == "refuse",
+        images=_images(job, renderer, options),
+        vision=job.vision,
     )
 
 
-def _use_template_of(run: RunDirectory, renderer: Renderer, reporter: Reporter) -> None:
+def _images(job: Job, renderer: Renderer, options: ChatOptions) -> tuple[RowImage, ...]:
+    """The images of ``--image``, measured. Raises FtcliError FT158 (exit 2) for what cannot be shown."""
+    if not options.images:
+        return ()
+    help = "name a PNG, JPEG, WEBP, GIF, BMP or TIFF file, and a model of docs/vision.md"
+    if isinstance(job.vision, str) or options.raw:
+        why = job.vision if isinstance(job.vision, str) else "--raw has no place for an image"
+        raise cannot_chat(f"no image can be shown: {why}", help, "--image")
+    renderer.written = job.vision.written
+    row, found = Row(_WHERE, 1, {}), []
+    for name in options.images:
+        try:
+            found.append(job.vision.looked_at(ImageSource(content=Path(name).read_bytes()), row))
+        except (Misfit, OSError) as error:
+            raise cannot_chat(f"{name} cannot be shown: {error}", help, "--image") from error
+    return tuple(found)
+
+
+def use_template_of(run: RunDirectory, renderer: Renderer, reporter: Reporter) -> None:
     """The run was trained under the template in its manifest; another one is told, and not used."""
     inputs = read_json_object(run.manifest_path).get("inputs")
     trained = inputs.get("chat_template") if isinstance(inputs, dict) else None
@@ -344,6 +375,7 @@ class Conversation:
         renderer: None where there is no chat template: every turn is plain text on its own, to be continued.
         room: How long a prompt may be.
         refuses_reasoning: ``data.reasoning: refuse``; then reasoning of earlier answers is not part of the history.
+        images: Shown before the first turn's text; ``vision`` knows their tokens.
     """
 
     def __init__(
@@ -355,7 +387,11 @@ class Conversation:
         system: str | None = None,
         raw: bool = False,
         refuses_reasoning: bool = False,
+        images: tuple[RowImage, ...] = (),
+        vision: Vision | str = "",
     ) -> None:
+        self.images = images
+        self._more = 0 if isinstance(vision, str) else sum(len(vision.ids_of(image)) - 1 for image in images)
         self._tokenizer = tokenizer
         self._renderer = renderer
         self._room = room
@@ -379,9 +415,10 @@ class Conversation:
                 when it leaves no room for an answer.
         """
         row = Row(_WHERE, len(self._turns) // 2 + 1, {})
+        text = text if self._turns else IMAGE * len(self.images) + text
         messages = None if self._raw else (*self.turns, {"role": "user", "content": text})
         rendered = self._renderer.prompt(Prompt(row, messages, text if self._raw else None, None))
-        count = len(self._tokenizer(rendered, add_special_tokens=False)["input_ids"])
+        count = len(self._tokenizer(rendered, add_special_tokens=False)["input_ids"]) + self._more
         if count > self._room.tokens or not count:
             message = f"the conversation has {count:,} tokens, {self._room.limit}" if count else "nothing is asked"
             raise data_error("FT431", message, row.origin, self._room.help)

@@ -7,7 +7,7 @@ request it shows some. ``--as all`` answers for every GPU that has a name.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -23,15 +23,16 @@ from ftcli.paths import exists
 from ftcli.plain import FLATTENED, LEFT_OUT
 from ftcli.plan.checkpointing import with_graphs_that_fit
 from ftcli.plan.execution import ExecutionPart
+from ftcli.plan.forecast import Forecast, TokenCounts, forecast, why_unknown
 from ftcli.plan.memory.candidates import Level, candidate
 from ftcli.plan.run import RunPlan
 from ftcli.plan.trained import PlannedAdapters, adapters_of, left_out, trained_parameters
-from ftcli.preflight.checks.context import NotMade
+from ftcli.preflight.checks.context import Context, NotMade
 from ftcli.preflight.checks.support import is_installed
 from ftcli.preflight.report import PreflightReport
-from ftcli.preflight.stages import checked, preflight
+from ftcli.preflight.stages import checked, preflight, with_sources
 from ftcli.reporting import Session
-from ftcli.rows.places import is_hub, local_sources
+from ftcli.rows.places import is_away, local_sources
 from ftcli.tables import code_of, exports, policies
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class CheckResult:
         rows: Which rows were looked at.
         attention: What the layers take, where that is not what the report says; else nothing.
         judges: What `ftcli sample` would judge by.
+        forecast: How long the run takes and what it costs, where a price was given.
     """
 
     report: PreflightReport = field(metadata=FLATTENED)
@@ -58,10 +60,13 @@ class CheckResult:
     attention: str = field(default="", metadata=LEFT_OUT)
     judges: tuple[str, ...] = field(default=(), metadata=LEFT_OUT)
     samples: tuple[SampledRow, ...] = field(default=(), metadata=LEFT_OUT)
+    forecast: Forecast | None = field(default=None, metadata=LEFT_OUT)
 
 
-def check_recipe(loaded: LoadedRecipe, session: Session, as_gpu: str | None, samples: int = 0) -> CheckResult:
-    """The preflight report, with ``samples`` rows of each training source as tokens.
+def check_recipe(
+    loaded: LoadedRecipe, session: Session, as_gpu: str | None, samples: int = 0, prices: Prices | None = None
+) -> CheckResult:
+    """The preflight report, with ``samples`` rows of each training source as tokens, and what the run costs.
 
     Raises FtcliError with all findings of the first stage that has errors; the last one is what the rows come to, as
     training and evaluation read them, as far as that can be said here and now.
@@ -75,9 +80,53 @@ def check_recipe(loaded: LoadedRecipe, session: Session, as_gpu: str | None, sam
     shown = _samples(session, report, samples) if samples else ()
     rows, not_made = look_at_rows(report, session)
     report = replace(report, not_made=(*report.not_made, *not_made))
+    found = None if prices is None else _forecast(report, rows, prices.of(as_gpu or report.device.name))
+    if isinstance(found, NotMade):
+        report, found = replace(report, not_made=(*report.not_made, found)), None
     recipe = report.recipe
     judges = tuple(one.file or judge_name(one) for one in recipe.rewards or judging_tasks(recipe))
-    return CheckResult(report, adapters, rows, attention, judges, shown)
+    return CheckResult(report, adapters, rows, attention, judges, shown, found)
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """Prices of a GPU for an hour: one for all, or by name."""
+
+    every: float | None = None
+    by_gpu: Mapping[str, float] = field(default_factory=dict)
+
+    def of(self, gpu: str) -> float | None:
+        """The price of a GPU by its name in ``--as``; None where it is not known."""
+        return self.by_gpu.get(gpu.strip().lower(), self.every)
+
+
+def _forecast(report: PreflightReport, rows: Sequence[SurveyedSource], price: float | None) -> Forecast | NotMade:
+    counted = _token_counts(report, rows)
+    reason = counted if isinstance(counted, str) else why_unknown(report.plan)
+    if price is None:
+        reason = f"no price is known of {report.device.name}"
+    if reason is not None or price is None or isinstance(counted, str):
+        return NotMade("time and cost", str(reason))
+    return forecast(report.plan, counted, price)
+
+
+def _token_counts(report: PreflightReport, rows: Sequence[SurveyedSource]) -> TokenCounts | str:
+    """Tokens of the recipe's rows, or why they are not known."""
+    from ftcli.data.order import mixture  # which imports torch
+
+    of = {key: [one for one in rows if one.key == key] for key in ("data.train", "data.eval")}
+    unknown = [one.source for found in of.values() for one in found if one.tokens is None]
+    trained, held_out = (sum(one.tokens or 0 for one in of[key]) for key in ("data.train", "data.eval"))
+    data = report.recipe.data
+    if len(of["data.train"]) < len(data.train) or len(of["data.eval"]) < len(data.eval):
+        return "not all rows are on this machine, or no tokenizer is (--show-sample 1 fetches it)"
+    if unknown:
+        return f"the tokens of {unknown[0]} are not known"
+    repeats = mixture([max(1, round(one.kept or 0)) for one in of["data.train"]], data.weights, data.epochs).repeats
+    seen = list(zip(of["data.train"], repeats, strict=True))
+    trained = sum((one.tokens or 0) * times for one, times in seen)
+    kept = sum((one.kept or 0) * times for one, times in seen)
+    return TokenCounts(trained, kept, held_out, exact=all(one.whole for one in rows))
 
 
 def _corrected(part: ExecutionPart, attention: str) -> ExecutionPart:
@@ -114,6 +163,7 @@ def _samples(session: Session, report: PreflightReport, count: int) -> tuple[Sam
             count,
             prompts_only=report.plan.method.from_prompts,
             offline=session.offline,
+            vision=job.vision,
         )
     )
 
@@ -139,17 +189,23 @@ def look_at_rows(report: PreflightReport, session: Session) -> tuple[tuple[Surve
     for finding in _unserved(report, tokenizer):
         session.reporter.finding(finding)
     from ftcli.data.survey import RowSurvey
+    from ftcli.job import vision_of
     from ftcli.time_limit import TimeBudget
 
     looking = RowSurvey(
-        report.recipe.data, tokenizer, TimeBudget(SECONDS), cache_dir=session.cache_dir, reporter=session.reporter
+        report.recipe.data,
+        tokenizer,
+        TimeBudget(SECONDS),
+        cache_dir=session.cache_dir,
+        reporter=session.reporter,
+        vision=vision_of(report, tokenizer, offline=True),
     )
     not_compared = _look(looking, report, tokenizer)
     for finding in dict.fromkeys(looking.findings):
         session.reporter.finding(finding)
     looking.raise_failures()
-    hub = sorted({source.path for source in _all_sources(report) if is_hub(source)})
-    not_made = [NotMade(f"{_CHECK}: {name}", "it is on the Hub; the run reads it") for name in hub]
+    away = sorted({source.path for source in _all_sources(report) if is_away(source)})
+    not_made = [NotMade(f"{_CHECK}: {name}", "it is not on this machine; the run reads it") for name in away]
     not_made += not_compared
     for one in looking.found:
         if not one.whole:
@@ -263,6 +319,8 @@ class GpuVerdict:
         peak_bytes: What the run needs there; None where it is refused, or where that is not known.
         most_rows: Rows a micro-batch: the recipe's, doubled as long as that fits under the same checkpointing policy.
         reason: The first thing that cannot be, and what helps.
+        seconds, cost: How long the run takes there and what it costs, within a share of ``within``; None where no price
+            was given, or where that is not known.
     """
 
     gpu: str
@@ -273,27 +331,55 @@ class GpuVerdict:
     gradient_checkpointing: str | None = None
     most_rows: int | None = None
     reason: str = ""
+    seconds: float | None = field(default=None, metadata=LEFT_OUT)
+    cost: float | None = field(default=None, metadata=LEFT_OUT)
+    within: float | None = field(default=None, metadata=LEFT_OUT)
 
 
 @dataclass(frozen=True, slots=True)
 class EveryGpu:
-    """The answers for all GPUs, those with the least memory first."""
+    """The answers for all GPUs, those with the least memory first. ``cheapest``: the one on which the run fits and
+    costs least; ``unknown``: why nothing is said of costs, where a price was given.
+    """
 
     gpus: tuple[GpuVerdict, ...]
+    cheapest: str | None = field(default=None, metadata=LEFT_OUT)
+    unknown: str | None = field(default=None, metadata=LEFT_OUT)
 
 
-def check_every_gpu(loaded: LoadedRecipe, session: Session) -> EveryGpu:
+def check_every_gpu(loaded: LoadedRecipe, session: Session, prices: Prices | None = None) -> EveryGpu:
     """Preflight of the recipe for every GPU of the table; rows are looked at by the check for a single one.
 
     Raises:
         FtcliError: What all of them are refused for alike, such as an error of the recipe or of the model.
     """
+    loaded = replace(loaded, recipe=with_sources(Context(loaded.recipe, loaded.origins, "check"), session))
     names = sorted(GPUS, key=lambda name: GPUS[name].memory_bytes or 0)
     found = [_asked(loaded, session, name) for name in names]
     errors = [answer for answer in found if isinstance(answer, FtcliError)]
     if len(errors) == len(found) and len({_errors(error) for error in errors}) == 1:
         raise errors[0]
-    return EveryGpu(tuple(_verdict(name, answer) for name, answer in zip(names, found, strict=True)))
+    verdicts = tuple(_verdict(name, answer) for name, answer in zip(names, found, strict=True))
+    reports = [answer for answer in found if not isinstance(answer, FtcliError)]
+    if prices is None or not reports:
+        return EveryGpu(verdicts)
+    counted = _token_counts(reports[0], look_at_rows(reports[0], session)[0])
+    if isinstance(counted, str):
+        return EveryGpu(verdicts, None, counted)
+    priced, reasons = [], []
+    for verdict, answer in zip(verdicts, found, strict=True):
+        price = prices.of(verdict.gpu)
+        reason = "" if isinstance(answer, FtcliError) else why_unknown(answer.plan)
+        if isinstance(answer, FtcliError) or reason is not None or price is None:
+            reasons += [reason] if reason else []
+            priced.append(verdict)
+            continue
+        told = forecast(answer.plan, counted, price)
+        priced.append(replace(verdict, seconds=told.seconds, cost=told.cost, within=told.within))
+    fitting = [each for each in priced if each.cost is not None and each.verdict in ("fits", "tight")]
+    cheapest = min(fitting, key=lambda each: each.cost or 0.0, default=None)
+    unknown = None if cheapest is not None else next(iter(reasons), "no price is known of a GPU on which it fits")
+    return EveryGpu(tuple(priced), None if cheapest is None else cheapest.gpu, unknown)
 
 
 def _asked(loaded: LoadedRecipe, session: Session, name: str) -> PreflightReport | FtcliError:

@@ -26,7 +26,7 @@ from ftcli.config.load import LoadedRecipe, Override, Settings, load_recipe
 from ftcli.config.recipe import Recipe
 from ftcli.config.yaml import dump_recipe
 from ftcli.errors import ExitCode, Finding, FtcliError
-from ftcli.plain import FLATTENED
+from ftcli.plain import FLATTENED, JsonObject
 from ftcli.ranks import ignore, start_deaf
 from ftcli.reporting import Reporter, Session
 from ftcli.run.atomic import read_text
@@ -293,7 +293,7 @@ def _few(names: Sequence[str]) -> str:
 
 def _require_held_out(recipes: Sequence[LoadedRecipe], command: str, session: Session) -> None:
     recipe = recipes[0].recipe
-    if recipe.data.eval or recipe.eval.tasks or methods.method_of(recipe, command).from_prompts:
+    if recipe.data.measures or recipe.eval.tasks or methods.method_of(recipe, command).from_prompts:
         return
     message = "the recipe names no held-out data: the sweep will not be able to name the best run"
     session.reporter.finding(Finding("FT752", message, help="name some in data.eval", severity="warning"))
@@ -356,23 +356,14 @@ def _ended(run: SweepRun, exit_code: int, reason: str | None, *, skipped: bool =
 
 
 @dataclass(frozen=True, slots=True)
-class BestRun:
-    """The best run, and the measure by which it is."""
-
-    name: str
-    path: Path
-    settings: Settings
-    metric: str
-    value: float
-
-
-@dataclass(frozen=True, slots=True)
 class SweepResult:
-    """The answer of `ftcli sweep`. ``remarks`` say what to keep in mind of the best, or why there is none."""
+    """The answer of `ftcli sweep`. ``best`` has the best run's name, path and settings, and the measure by which it is;
+    ``remarks`` say what to keep in mind of it, or why there is none.
+    """
 
     sweep: Path
     runs: Sequence[SweptRun]
-    best: BestRun | None
+    best: JsonObject | None
     remarks: Sequence[str]
     html: Path | None
     comparison: Comparison | None
@@ -414,7 +405,7 @@ def sweep_result(folder: Path, ended: Sequence[SweptRun]) -> SweepResult:
     return SweepResult(folder, runs, best, remarks, page if comparison is not None else None, comparison)
 
 
-def _best(complete: Sequence[tuple[SweptRun, RunSummary]]) -> tuple[BestRun | None, list[str]]:
+def _best(complete: Sequence[tuple[SweptRun, RunSummary]]) -> tuple[JsonObject | None, list[str]]:
     """The best, and remarks: what to keep in mind, or why there is none."""
     if not complete:
         return None, ["no run is complete, so none is the best"]
@@ -428,7 +419,8 @@ def _best(complete: Sequence[tuple[SweptRun, RunSummary]]) -> tuple[BestRun | No
     best = complete[values.index(value)][0]
     equal = values.count(value) - 1
     remarks = [f"{equal} more came to the same {metric}: the first is named"] if equal else _at_an_edge(best, complete)
-    return BestRun(best.name, best.path, best.settings, metric, value), [*remarks, *_other_tokens(complete)]
+    named = {"name": best.name, "path": best.path, "settings": best.settings, "metric": metric, "value": value}
+    return named, [*remarks, *_other_tokens(complete)]
 
 
 def _at_an_edge(best: SweptRun, complete: Sequence[tuple[SweptRun, RunSummary]]) -> list[str]:

@@ -87,6 +87,7 @@ class RunPlan:
         graphs_fit: Whether there is memory for CUDA graphs.
         other: Another model that the method asks.
         prompt_tokens: Tokens that the rows of each pair at least have in common, where they are known before any row.
+        sees: Whether its first rows have images.
     """
 
     recipe: Recipe
@@ -98,6 +99,7 @@ class RunPlan:
     graphs_fit: bool = True
     prompt_tokens: int = 0
     other: ModelFacts | None = None
+    sees: bool = False
 
     @property
     def shape(self) -> ModelShape:

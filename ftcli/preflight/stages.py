@@ -21,7 +21,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
+from ftcli.config.data import DatasetConfig
 from ftcli.config.load import LoadedRecipe
+from ftcli.config.recipe import Recipe
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.facts.device import DeviceFacts, probe_device
 from ftcli.facts.model import read_facts
@@ -47,7 +49,9 @@ from ftcli.preflight.checks import (
 from ftcli.preflight.checks.context import Command, Context, Findings, Found, NotMade
 from ftcli.preflight.report import PreflightReport
 from ftcli.reporting import Session
+from ftcli.rows.remote import RemoteData
 from ftcli.tables import code_of
+from ftcli.units import GIB
 
 
 def preflight(
@@ -58,6 +62,7 @@ def preflight(
     offline: bool,
     hosts: int = 1,
     prompt_tokens: int = 0,
+    session: Session | None = None,
 ) -> PreflightReport:
     """All checks for ``command`` on a loaded recipe.
 
@@ -66,6 +71,7 @@ def preflight(
         hosts: Machines like it that the processes are on, as many on each.
         offline: Use no network. Checks that would need it are reported as not made.
         prompt_tokens: As in :class:`RunPlan`.
+        session: Whose cache remote data is fetched into; None: nothing is fetched.
 
     Raises:
         FtcliError: All errors of the first stage that has one, with the warnings and notes up to there. Exit 2 for
@@ -81,6 +87,9 @@ def preflight(
     if other is not None and theirs is not None:
         found.stage(ExitCode.PREFLIGHT, another_model.check(context, other, theirs, facts))
     if context.reads_data:
+        if session is not None:
+            loaded = replace(loaded, recipe=with_sources(context, session))
+            context = replace(context, recipe=loaded.recipe)
         found.stage(ExitCode.DATA, data.check(context, facts, offline=offline))
     device = probe_device() if device is None else device
     if context.work != "export":
@@ -90,7 +99,7 @@ def preflight(
     plan = RunPlan(
         loaded.recipe, facts, within_budget(each, loaded.recipe), context.work, context.method, hosts, other=theirs
     )
-    plan = choose_engine(replace(plan, prompt_tokens=prompt_tokens))
+    plan = choose_engine(replace(plan, prompt_tokens=prompt_tokens, sees=data.rows_have_images(context, facts)))
     checkpointing = choose_checkpointing(plan)
     plan = with_graphs_that_fit(checkpointing.applied_to(plan))
     context = replace(context, recipe=plan.recipe)
@@ -147,11 +156,42 @@ def checked(
     place = session.place
     hosts = 1 if place is None or place.size % place.local_size else place.size // place.local_size
     report = preflight(
-        loaded, command=command, device=device, offline=session.offline, hosts=hosts, prompt_tokens=prompt_tokens
+        loaded,
+        command=command,
+        device=device,
+        offline=session.offline,
+        hosts=hosts,
+        prompt_tokens=prompt_tokens,
+        session=session,
     )
     for finding in report.findings:
         session.reporter.finding(finding)
     return report
+
+
+#: `ftcli check` fetches sources up to this size to look at their rows.
+_LOOKED_AT = 64 * 2**20
+
+
+def with_sources(context: Context, session: Session) -> Recipe:
+    """The recipe with the files of its remote sources on this machine, and `data.held_out` carried out.
+
+    Raises FtcliError FT407 or FT410 (exit 4).
+    """
+    held = context.recipe.data.with_held_out() if context.held_out_is_read else context.recipe.data
+    recipe = context.recipe.model_copy(update={"data": held})
+    largest = _LOOKED_AT if context.command == "check" else None
+    most = round(recipe.data.remote_cache_gib * GIB)
+    remote = RemoteData(session.cache_dir, session.reporter, offline=session.offline, most_bytes=most, largest=largest)
+
+    def all_of(sources: tuple[DatasetConfig, ...]) -> tuple[DatasetConfig, ...]:
+        return tuple(map(remote.fetched, sources))
+
+    trained = all_of(recipe.data.train) if context.trains or context.command == "sample" else recipe.data.train
+    data = recipe.data.model_copy(update={"train": trained, "eval": all_of(recipe.data.eval)})
+    tasks = tuple(task.model_copy(update={"data": all_of(task.data)}) for task in recipe.eval.tasks)
+    settings = recipe.eval.model_copy(update={"tasks": tasks if context.scores_tasks else recipe.eval.tasks})
+    return recipe.model_copy(update={"data": data, "eval": settings})
 
 
 def _about_the_recipe(context: Context) -> Findings:

@@ -14,6 +14,7 @@ from ftcli.config.data import DatasetConfig
 from ftcli.errors import Origin, first_line
 from ftcli.paths import expanded, is_file, is_folder
 from ftcli.rows.row import data_error
+from ftcli.tables import stores
 
 HUB = "hub:"
 #: A folder of more files and folders is no folder of data: `/`, or a home.
@@ -46,14 +47,19 @@ class DataFile:
     compressed: bool
 
 
+def is_away(source: DatasetConfig) -> bool:
+    """True if the source's rows are not on this machine: a dataset of the Hub, or what was not fetched."""
+    return is_hub(source) or (source.files is None and stores.of(source.path) is not None)
+
+
 def is_hub(source: DatasetConfig) -> bool:
     """True if the source is a dataset of the Hugging Face Hub."""
     return source.path.startswith(HUB)
 
 
 def local_sources(sources: Sequence[DatasetConfig]) -> list[DatasetConfig]:
-    """The sources that are no datasets of the Hub."""
-    return [source for source in sources if not is_hub(source)]
+    """The sources whose files are on this machine."""
+    return [source for source in sources if not is_away(source)]
 
 
 def resolve_path(name: str) -> Path:
@@ -71,6 +77,13 @@ def files_of(source: DatasetConfig) -> list[DataFile]:
     Raises FtcliError (exit 4): FT401 nothing there, FT402 a kind of file that is not read, FT407 a folder without data,
     or with several splits of which none is named.
     """
+    if source.files is not None:
+        return _fetched(source, source.files)
+    if stores.of(source.path) is not None:
+        help = "train, or copy the files to this machine"
+        raise data_error(
+            "FT410", f"{source.path} was not fetched: it is too large to be looked at", Origin(source.path), help
+        )
     path = resolve_path(source.path)
     if is_folder(path):
         return _folder(source, path)
@@ -81,6 +94,14 @@ def files_of(source: DatasetConfig) -> list[DataFile]:
         help = f"convert it to one of {', '.join(KINDS)}, each also as .gz"
         raise data_error("FT402", f"{path.name} is not a kind of file that ftcli reads", Origin(source.path), help)
     return [found]
+
+
+def _fetched(source: DatasetConfig, files: Sequence[tuple[str, Path]]) -> list[DataFile]:
+    found = [file for file in (data_file(name, path) for name, path in files) if file is not None]
+    if not found:
+        help = f"name one of {', '.join(KINDS)}, each also as .gz"
+        raise data_error("FT402", f"{source.path} is not a kind of file that ftcli reads", Origin(source.path), help)
+    return found if len(files) == 1 else _of_split(source, found)
 
 
 def data_file(name: str, path: Path) -> DataFile | None:
@@ -117,7 +138,7 @@ def _folder(source: DatasetConfig, folder: Path) -> list[DataFile]:
     if not found:
         help = f"looked for {', '.join(KINDS)}"
         raise data_error("FT407", f"{source.path} holds no file of data", Origin(source.path), help)
-    return _of_split(source, folder, found)
+    return _of_split(source, found)
 
 
 def _walk(source: DatasetConfig, folder: Path) -> list[DataFile]:
@@ -152,16 +173,17 @@ def _saved(source: DatasetConfig, folder: Path) -> list[DataFile]:
     return [DataFile(f"{source.path.rstrip('/')}/{name}", folder / name, ".arrow", False) for name in names]
 
 
-def _split_of(relative: Path) -> str | None:
-    for word in re.split(r"[^a-z]+", relative.as_posix().lower()):
+def _split_of(relative: str) -> str | None:
+    for word in re.split(r"[^a-z]+", relative.lower()):
         if word in _SPLIT_WORDS:
             return _SPLIT_WORDS[word]
     return None
 
 
-def _of_split(source: DatasetConfig, folder: Path, files: Sequence[DataFile]) -> list[DataFile]:
+def _of_split(source: DatasetConfig, files: Sequence[DataFile]) -> list[DataFile]:
     """Files of the wanted split: test rows must never slip into training because they lie in the same folder."""
-    splits = {file.name: _split_of(file.path.relative_to(folder)) for file in files}
+    base = re.split(r"[*?\[]", source.path)[0]
+    splits = {file.name: _split_of(file.name.removeprefix(base)) for file in files}
     present = sorted({split for split in splits.values() if split is not None})
     unnamed = [name for name, split in splits.items() if split is None]
     if source.split is None:

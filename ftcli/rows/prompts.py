@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.plain import JsonObject
 from ftcli.rows.layouts import layout_of, misfit_finding, understand
-from ftcli.rows.layouts.messages import switches_of, tools_of
+from ftcli.rows.layouts.messages import switches_of, tools_of, with_images
 from ftcli.rows.layouts.prompted import as_chat, is_bare
-from ftcli.rows.row import Example, Message, Misfit, Row, Switches, data_error, raise_findings
+from ftcli.rows.row import IMAGE, Example, ImageSource, Message, Misfit, Row, Switches, data_error, raise_findings
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """The question to a model: a chat or a string; ``reference`` is the known answer, if the row has one.
 
-    ``tools``, ``switches`` and ``value`` are those of :class:`ftcli.rows.row.Example`.
+    ``tools``, ``switches``, ``value`` and ``images`` are those of :class:`ftcli.rows.row.Example`.
     """
 
     row: Row
@@ -27,6 +27,7 @@ class Prompt:
     tools: tuple[JsonObject, ...] | None = None
     switches: Switches = field(default_factory=dict)
     value: float = 0.0
+    images: tuple[ImageSource, ...] = ()
 
 
 def to_prompt(example: Example) -> Prompt:
@@ -42,7 +43,8 @@ def to_prompt(example: Example) -> Prompt:
             raise data_error("FT413", message, example.row.origin, "end it with the answer, or remove the row")
         asked_of = example.messages[: example.completion_from if example.others else -1]
         answer = str(last["content"])
-        return Prompt(example.row, asked_of, None, answer, example.tools, example.switches, example.value)
+        shown = example.images[: sum(str(message["content"]).count(IMAGE) for message in asked_of)]
+        return Prompt(example.row, asked_of, None, answer, example.tools, example.switches, example.value, shown)
     if example.prompt_text is None or example.text is None:
         message = "plain text has no answer to compare with"
         raise data_error("FT413", message, example.row.origin, "use rows of messages, or of prompt and answer")
@@ -94,6 +96,7 @@ def _collected(items: Sequence[Row], convert: Callable[[Row], Prompt]) -> list[P
 
 def _bare_prompt(row: Row) -> Prompt:
     try:
-        return Prompt(row, as_chat(row.fields.get("prompt")), None, None, tools_of(row), switches_of(row))
+        messages, images = with_images(row, as_chat(row.fields.get("prompt")))
+        return Prompt(row, messages, None, None, tools_of(row), switches_of(row), images=images)
     except Misfit as misfit:
         raise data_error("FT414", str(misfit), row.origin, "make it a text, or a list of {role, content}") from misfit

@@ -5,13 +5,16 @@ Of a dataset on the Hugging Face Hub they come through `datasets`.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ftcli.config.data import DatasetConfig
+from ftcli.config.data import DatasetConfig, Part
 from ftcli.errors import Finding, FtcliError, Origin, first_line
 from ftcli.facts.config_file import hub_errors
 from ftcli.rows.places import HUB, files_of, is_hub
@@ -24,21 +27,41 @@ def iterate(source: DatasetConfig, *, offline: bool = False) -> Iterator[Row | F
 
     Raises FtcliError (exit 4) when the source itself cannot be read: FT401, FT402, FT403, FT406, FT407.
     """
-    for name, number, value in islice(_values(source, offline=offline), source.max_rows):
-        yield _row(source, name, number, value)
+    part = source.part
+    for name, folder, number, value in islice(_values(source, offline=offline), source.max_rows):
+        found = _row(source, name, number, value)
+        if part is None or _is_in(found, part):
+            yield replace(found, folder=folder) if isinstance(found, Row) else found
+
+
+def _is_in(found: Row | Finding, part: Part) -> bool:
+    """True if a row belongs to a part of its source: by its content, wherever it stands. Faults are of the trained
+    part, so that each is told once.
+    """
+    if not isinstance(found, Row):
+        return not part.held_out
+    text = json.dumps(found.fields, sort_keys=True, default=repr)
+    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+    return (int.from_bytes(digest[:8], "big") < part.share * 2**64) == part.held_out
 
 
 def no_rows(source: DatasetConfig) -> FtcliError:
-    """FT404: there is a file, and no row in it."""
+    """FT404: there is a file, and no row in it, or none in the part of it that is read."""
+    if source.part is not None:
+        which = "held out" if source.part.held_out else "left to train on"
+        message = f"data.held_out {source.part.share:g} leaves no row of {source.path} that is {which}"
+        return data_error("FT404", message, Origin(source.path), "choose another share, or name rows in data.eval")
     return data_error("FT404", f"{source.path} holds no rows", Origin(source.path), NO_ROWS_HELP)
 
 
-def _values(source: DatasetConfig, *, offline: bool) -> Iterator[tuple[str, int, Any]]:
+def _values(source: DatasetConfig, *, offline: bool) -> Iterator[tuple[str, str | None, int, Any]]:
+    """Name and folder of each file, and number and value of each of its rows."""
     if is_hub(source):
-        yield from ((source.path, number, value) for number, value in hub_rows(source, offline=offline))
+        yield from ((source.path, None, number, value) for number, value in hub_rows(source, offline=offline))
         return
     for file in files_of(source):
-        yield from ((file.name, number, value) for number, value in read_file(file))
+        folder = str(file.path.parent.absolute())
+        yield from ((file.name, folder, number, value) for number, value in read_file(file))
 
 
 def _row(source: DatasetConfig, name: str, number: int, value: Any) -> Row | Finding:

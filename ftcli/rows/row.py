@@ -20,12 +20,14 @@ BROKEN_HELP = "fix the row or remove it; data.max_bad_rows skips and counts a fe
 class Row:
     """One row: ``source`` as the recipe names it (a file of it, for a folder), ``number`` counted from 1.
 
-    The number is the line in JSON Lines and CSV, and the position in every other layout.
+    The number is the line in JSON Lines and CSV, and the position in every other layout. ``folder`` is where its file
+    lies, to which the paths of its images are relative; None for a dataset of the Hub.
     """
 
     source: str
     number: int
     fields: JsonObject
+    folder: str | None = None
 
     @property
     def origin(self) -> Origin:
@@ -49,6 +51,18 @@ def text_size(value: Any) -> int:
     return size
 
 
+#: Stands for an image in the content of a turn; Unicode has set it apart from all text.
+IMAGE = "\ufdd0"
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSource:
+    """An image of a row: the ``path`` that the row names, or its ``content``."""
+
+    path: str | None = None
+    content: bytes | None = None
+
+
 #: A turn of a chat as its template takes it: ``role``, ``content``, ``tool_calls`` and whatever else the row has.
 Message: TypeAlias = JsonObject
 #: Values for a chat template's own switches, by name.
@@ -70,6 +84,7 @@ class Example:
         others: Further examples that the row makes; all are trained, or none is.
         value: A number that the row gives its answer, for methods that read one: 1 or -1 for a wanted or an unwanted
             one, or by how much it is the better one. 0 stands for none.
+        images: Of a chat, in the order in which its contents hold :data:`IMAGE`.
     """
 
     row: Row
@@ -84,6 +99,7 @@ class Example:
     switches: Switches = field(default_factory=dict)
     others: tuple[Example, ...] = ()
     value: float = 0.0
+    images: tuple[ImageSource, ...] = ()
 
 
 class Misfit(Exception):

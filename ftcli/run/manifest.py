@@ -6,22 +6,19 @@ import hashlib
 import platform
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
 
 from ftcli import __version__
 from ftcli.facts.device import DeviceFacts
-from ftcli.plain import JsonMap, JsonObject, maps, plain, plain_fields
+from ftcli.plain import JsonMap, JsonObject, maps, plain
 from ftcli.plan.execution import ExecutionPart
-from ftcli.plan.memory.checkpointing import Offloaded
 from ftcli.plan.memory.estimate import MemoryEstimate
 from ftcli.plan.memory.host_total import HostEstimate
 from ftcli.plan.precision import DtypePlan
 from ftcli.run.atomic import utc_now
 from ftcli.run.inputs import Fingerprint
-from ftcli.tables.policies import PolicyName
 
 #: Distributions whose versions can change what a run computes.
 LIBRARIES = (
@@ -69,50 +66,15 @@ _TRACKED_ONLY = ("--porcelain", "--untracked-files=no", "--ignore-submodules=all
 _FILTER_KEYS = ("clean=", "smudge=", "process=", "required=false")
 
 
-@dataclass(frozen=True, slots=True)
-class GitState:
-    """A checkout's commit, and whether tracked files differ from it; None where git does not say."""
-
-    commit: str
-    modified: bool | None
-
-
-@dataclass(frozen=True, slots=True)
-class Activations:
-    """The form in which activations are kept for backward: the recipe's, the chosen one, and why.
-
-    ``offloaded`` and ``pinned_host_bytes`` are None where there is no memory estimate.
+def git_state(folder: Path) -> JsonObject | None:
+    """The commit of the checkout around ``folder``, and whether tracked files differ from it (None: git does not say);
+    None outside of a checkout.
     """
-
-    requested: PolicyName
-    gradient_checkpointing: PolicyName
-    uncheckpointed_layers: int
-    reason: str
-    offloaded: Offloaded | None
-    pinned_host_bytes: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class Process:
-    """One process of a run."""
-
-    started: str
-    from_step: int
-    ftcli: str
-    python: str
-    platform: str
-    libraries: Mapping[str, str]
-    git: GitState | None
-    device: DeviceFacts
-
-
-def git_state(folder: Path) -> GitState | None:
-    """The git checkout around ``folder``; None outside of one."""
     commit = _git(folder, "rev-parse", "HEAD")
     if commit is None:
         return None
     changes = _git(folder, *_no_filters(folder), "status", *_TRACKED_ONLY)
-    return GitState(commit, None if changes is None else bool(changes))
+    return {"commit": commit, "modified": None if changes is None else bool(changes)}
 
 
 def _no_filters(folder: Path) -> list[str]:
@@ -144,7 +106,7 @@ def build_manifest(
     seeds: Mapping[str, int],
     dtype_plan: DtypePlan,
     parts: Sequence[ExecutionPart],
-    activations: Activations,
+    activations: JsonMap,
     predicted_memory: MemoryEstimate | None,
     predicted_host_memory: HostEstimate | None = None,
     data: Sequence[Fingerprint],
@@ -161,6 +123,7 @@ def build_manifest(
     Args:
         command: ``train``, ``grpo`` …
         recipe_yaml: The resolved recipe; its SHA-256 is kept.
+        activations: The form in which activations are kept for backward, and why.
         data: Fingerprints of the data files.
         held_out: Those of the files that results before and after training are measured on.
         judges: Those of what judges completions: files that rewards and tasks name.
@@ -171,23 +134,23 @@ def build_manifest(
             ``inputs`` stay what the run began with.
         folder: Where git is asked; the current directory when None.
     """
-    process = Process(
-        started=utc_now(),
-        from_step=resume_step,
-        ftcli=__version__,
-        python=platform.python_version(),
-        platform=platform.platform(),
-        libraries=library_versions(),
-        git=git_state(folder or Path.cwd()),
-        device=device,
-    )
+    process = {
+        "started": utc_now(),
+        "from_step": resume_step,
+        "ftcli": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "libraries": library_versions(),
+        "git": git_state(folder or Path.cwd()),
+        "device": device,
+    }
     before = dict(previous or {}) if resume_step else {}
     manifest: JsonObject = {
         "micro_batches": micro_batches,
         **{key: before[key] for key in _KEPT_ON_RESUME if key in before},
         "format": 1,
         "command": command,
-        **{key: value for key, value in plain_fields(process).items() if key != "from_step"},
+        **{key: value for key, value in process.items() if key != "from_step"},
         "recipe_sha256": hashlib.sha256(recipe_yaml.encode()).hexdigest(),
         "seeds": seeds,
         "dtype_plan": dtype_plan,

@@ -13,11 +13,12 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -456,3 +457,28 @@ def _joined(place: Place, told: Path, seconds: float) -> TCPStore:
                 why, attempt = first_line(error), 2 * attempt
         time.sleep(0.02)
     raise TimeoutError(why)
+
+
+def gather_bytes(group: RankGroup, where: str, mine: bytes) -> list[bytes]:
+    """What each rank has, on all of them; called by all at the same place, whose first seven letters name it.
+
+    Raises PeerFailed or RankLost as :meth:`RankGroup.agree`.
+    """
+    sizes = [numbers[0] for numbers in group.agree(where, [len(mine)])]
+    padded = torch.zeros(max(*sizes, 1), dtype=torch.uint8)
+    padded[: len(mine)] = torch.from_numpy(np.frombuffer(mine, np.uint8).copy())
+    found = group.all_gather(padded)
+    return [row[:size].numpy().tobytes() for row, size in zip(found, sizes, strict=True)]
+
+
+def gather_json(group: RankGroup, where: str, mine: Any) -> list[Any]:
+    """As :func:`gather_bytes`, for what JSON can say; floats come as they are, NaN included."""
+    return [json.loads(said) for said in gather_bytes(group, where, json.dumps(mine).encode())]
+
+
+def of_leader(group: RankGroup | None, where: str, mine: Mapping[str, float]) -> Mapping[str, float]:
+    """Rank 0's numbers, on all ranks."""
+    if group is None:
+        return mine
+    found: Mapping[str, float] = gather_json(group, where, dict(mine))[0]
+    return found

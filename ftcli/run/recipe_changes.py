@@ -24,6 +24,7 @@ HARMLESS = (
     "run.name",
     "run.output_dir",
     "run.resume",
+    "run.mirror",
     "logging",
     "eval",
     "export",
@@ -36,7 +37,7 @@ HARMLESS = (
 )
 
 #: What results before and after training are of, by the command that measures them: once something was measured, a run
-#: goes on with the same. `ftcli train` asks no tasks.
+#: goes on with the same. Tasks of `ftcli train` show a course, and may be changed.
 _MEASURED = {"train": ("data.eval",), "grpo": ("data.eval", "eval.tasks", "eval.generate")}
 
 #: What the tensors of a checkpoint depend on, whatever the training method.

@@ -50,6 +50,7 @@ class Architecture:
             values of earlier ones (Gemma-4).
         own_head: It has no head but a matrix of its own.
         only_in: The one program that builds it, where llama.cpp itself does not.
+        merges: What it calls a tokenizer of merges of text with spaces as ``▁``. None: such a one is told by scores.
         named_as: The architecture whose tensors have the same names, where the gguf library does not know this one.
         fault: What is wrong with how llama.cpp computes it, whatever file it reads; None: nothing that is known.
     """
@@ -78,6 +79,7 @@ class Architecture:
     varied: bool = False
     own_head: bool = False
     only_in: str | None = None
+    merges: str | None = None
     named_as: str | None = None
     fault: str | None = None
 
@@ -99,9 +101,11 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "gemma2": Architecture("gemma2", shifted=True, tied=True, window=True, large_layers=46, activation=_GELU),
         "gemma3_text": Architecture("gemma3", shifted=True, window=True, large_layers=62, activation=_GELU),
         "gemma4_text": Architecture(
-            "gemma4", tied=True, window=True, activation=_GELU, experts="normalised", varied=True
+            "gemma4", tied=True, window=True, activation=_GELU, experts="normalised", varied=True, merges="gemma4"
         ),
-        "gemma4_unified_text": Architecture("gemma4", tied=True, window=True, activation=_GELU, varied=True),
+        "gemma4_unified_text": Architecture(
+            "gemma4", tied=True, window=True, activation=_GELU, varied=True, merges="gemma4"
+        ),
         "gpt_oss": Architecture(
             "gpt-oss", window=True, biases=(*_QKV, "o_proj", "router"), experts="chosen", transposed=True
         ),

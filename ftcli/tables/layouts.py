@@ -43,7 +43,7 @@ class RowLayout:
 
 
 #: What is read of a conversation beside its turns.
-_OF_CHATS = ("tools", "functions", "chat_template_kwargs")
+_OF_CHATS = ("tools", "functions", "chat_template_kwargs", "images", "image")
 
 #: In the order in which ``format: auto`` tries them.
 TABLE: Mapping[str, RowLayout] = MappingProxyType(

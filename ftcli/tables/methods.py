@@ -48,6 +48,9 @@ class Method:
         scores_tasks: `eval.tasks` are scored before and after training.
         packs: It supports ``data.packing``.
         mixes: It supports weights of sources.
+        repeats: It supports epochs of sources.
+        goes_on: It can go on from an adapter: it has no reference, which would be the model without it.
+        sees: Its rows may have images.
         on_ranks: Several processes can train with it.
         timed: `ftcli bench` times its own steps; else those of supervised fine-tuning at the same batch.
         length: The recipe key that is lowered where rows are too long.
@@ -82,6 +85,9 @@ class Method:
     scores_tasks: bool = False
     packs: bool = True
     mixes: bool = True
+    repeats: bool = False
+    goes_on: bool = False
+    sees: bool = False
     on_ranks: bool = False
     timed: bool = False
     length: str = "data.max_seq_len"
@@ -151,6 +157,7 @@ def _preference(name: str, title: str) -> Method:
         ),
         full_defaults=MappingProxyType({"train.learning_rate": 5e-7}),
         unit=2,
+        goes_on=name != "dpo",
         packs=False,
         on_ranks=True,
         timed=True,
@@ -189,6 +196,9 @@ TABLE: Mapping[str, Method] = MappingProxyType(
             run="ftcli.train.on_rows:train_on_rows",
             trains="ftcli.methods.sft.train:Supervised",
             memory="ftcli.plan.run:memory_of_rows",
+            repeats=True,
+            goes_on=True,
+            sees=True,
             on_ranks=True,
             timed=True,
             supports=MappingProxyType({"data.format": layouts.formats(unit=1)}),
@@ -327,11 +337,13 @@ def no_value(word: str) -> str | None:
 
 def measures(method: Method, recipe: Any) -> dict[str, bool]:
     """The measures of held-out rows while a recipe trains, by name: whether more of each is better."""
+    tasks = {task.label: True for task in recipe.eval.tasks}
     if method.from_prompts:
-        return {task.label: True for task in recipe.eval.tasks}
+        return tasks
+    also = {} if recipe.eval.tasks_every_steps is None else tasks
     if method.scores is None:
-        return {"loss": False, "perplexity": False, "token_accuracy": True}
-    return {"loss": False, **{name: more for name, _, more, _ in code_of(method.scores)}}
+        return {"loss": False, "perplexity": False, "token_accuracy": True, **also}
+    return {"loss": False, **{name: more for name, _, more, _ in code_of(method.scores)}, **also}
 
 
 def offered(title: str) -> str:

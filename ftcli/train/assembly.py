@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from ftcli.data.template import Renderer
 from ftcli.data.tokens import TokenizedRow
+from ftcli.facts.adapters import start_folder
 from ftcli.facts.download import missing_bytes
 from ftcli.job import Job
 from ftcli.labels import IGNORE_INDEX
@@ -18,7 +19,7 @@ from ftcli.model.backbone import base_of
 from ftcli.model.fsdp import RankShards, rank_shards_of, unsharded_layers
 from ftcli.model.initial_adapters import as_base
 from ftcli.model.load import load_model
-from ftcli.model.lora import apply_lora
+from ftcli.model.lora import apply_lora, take_adapter
 from ftcli.model.lora_targets import freeze_other_parts, summary_of_targets
 from ftcli.model.score_head import add_score_head
 from ftcli.model.selfcheck import check_head
@@ -157,6 +158,10 @@ def build_trainable(job: Job, *, num_layers: int | None = None) -> Model:
         return base
     model, targets = apply_lora(base, lora, job.dtypes, seed=job.recipe.run.seed)
     job.reporter.info(summary_of_targets(model, targets))
+    if lora.start_from is not None:
+        folder = start_folder(lora.start_from)
+        take_adapter(model, folder)
+        job.reporter.info(f"adapters go on from {folder}")
     return model
 
 

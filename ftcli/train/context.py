@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ftcli.config.recipe import Recipe
-from ftcli.facts.licence import Licence
 from ftcli.plain import JsonMap
 from ftcli.preflight.report import PreflightReport
 from ftcli.reporting import Session
 from ftcli.run.atomic import WRITING_PREFIX, replace_directory, writing_into
+from ftcli.run.checkpoint import Checkpoints
 from ftcli.run.directory import RunDirectory
-from ftcli.run.inputs import Inputs
 from ftcli.run.loggers import OpenLoggers
 from ftcli.run.metrics import MetricsLine, MetricsWriter
+from ftcli.run.mirror import Mirror
 from ftcli.run.out_of_memory import is_out_of_memory
 from ftcli.run.report import LiveProgress, LiveReport
 from ftcli.run.resume import OpenedRun
@@ -62,29 +62,6 @@ class BuiltModel:
 
 
 @dataclass(frozen=True, slots=True)
-class GraphsRecord:
-    """The manifest's record of CUDA graphs once training is over."""
-
-    cuda_graphs: str
-
-
-@dataclass(frozen=True, slots=True)
-class BaseCard:
-    """Facts of the base model for the result's card; ``licence`` is None if its own card names none."""
-
-    model_type: str
-    licence: Licence | None
-
-
-@dataclass(frozen=True, slots=True)
-class InputsRecord:
-    """The manifest's record of the run's inputs."""
-
-    inputs: Inputs
-    base: BaseCard
-
-
-@dataclass(frozen=True, slots=True)
 class RunContext:
     """An open run: its directory, where it continues, where metrics go, and who may stop it.
 
@@ -101,6 +78,12 @@ class RunContext:
     stop: StopRequest
     live: LiveReport | Unwritten
     group: RankGroup | None = None
+    mirror: Mirror | None = None
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        """The run's checkpoints, which are copied to its mirror where it has one."""
+        return self.directory.checkpoints if self.mirror is None else self.mirror.store()
 
     @property
     def leads(self) -> bool:

@@ -41,6 +41,7 @@ def tokenized(job: Job, name: Literal["train", "eval"]) -> PreparedData:
         cache_dir=session.cache_dir,
         offline=session.offline,
         reporter=job.reporter,
+        vision=job.vision,
     )
     for finding in prepared.findings:
         job.reporter.finding(finding)
@@ -69,12 +70,13 @@ def training_epochs(job: Job, prepared: PreparedData) -> Epochs:
         grouped=recipe.train.per_device_train_batch_size
         if recipe.train.train_sampling_strategy == "group_by_length"
         else 1,
+        repeats=recipe.data.epochs,
     )
     untrained = mostly_untrained(prepared.ledgers, recipe.data.loss_on)
     if untrained is not None:
         job.reporter.finding(untrained)
     for ledger, seen in zip(prepared.ledgers, _seen(epochs, prepared.sequences), strict=True):
-        if weights:
+        if weights or recipe.data.epochs:
             times = seen / ledger.kept_rows
             job.reporter.info(f"data.train: {ledger.name}: {seen:,} rows an epoch, each seen {times:.2f} times")
     if epochs.packs is not None:

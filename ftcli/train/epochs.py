@@ -71,6 +71,12 @@ class EpochObjective(Objective):
             found.append(self.micro_batch([0] if blank else units, blank=blank))
         return found
 
+    def upcoming(self, step: int) -> list[int]:
+        """The units of this rank's next step after the one that follows ``step`` finished ones, within the epoch."""
+        first = (step % self.steps_per_epoch + 1) * self._accumulation
+        units = [unit for some in self._order[first : first + self._accumulation] for unit in some]
+        return [unit for unit in units if unit != self._epochs.units]
+
 
 class StepSums:
     """A vector of sums since the last line of metrics, float64 on the device; the same on one process as on many ranks.

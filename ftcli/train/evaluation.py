@@ -39,6 +39,7 @@ class HeldOut:
     Attributes:
         base: Results before training; None where they were not measured.
         before: What the model answered then.
+        tasks: Scores of the tasks then, where they are scored while training.
         margins: The margins of pairs then, as in margins.json.
     """
 
@@ -47,14 +48,16 @@ class HeldOut:
     model: Any
     base: EvalScores | None = None
     before: Sequence[JudgedRow] = ()
+    tasks: Mapping[str, TaskResult] = field(default_factory=dict)
     margins: JsonMap = field(default_factory=dict)
 
     def begin(self) -> dict[str, float]:
         """Measures the model before training; its numbers by name."""
         loss = self.evaluator.loss(self.model)
         self.base, self.before, self.margins = _of_loss(loss), self._answers(), margins_record(loss)
-        self._write(Evaluation(base=self.base, samples=_pairs(self.before, ())), None)
-        return held_out_numbers(loss)
+        self.tasks, scores = self._scored(0)
+        self._write(None, _pairs(self.before, ()), {}, None)
+        return {**held_out_numbers(loss), **scores}
 
     def resume(self, run: RunDirectory) -> None:
         """Reads what :meth:`begin` has written into ``run``; what is missing or damaged is left out."""
@@ -63,18 +66,22 @@ class HeldOut:
             measures = {name: value for name, value in map_in(raw["base"], "measures").items() if is_number(value)}
             self.base = EvalScores(**{name: raw["base"][name] for name in _OF_LOSS}, measures=measures)
         with contextlib.suppress(KeyError, TypeError, AttributeError, ValueError):
-            self.before = _said(raw["samples"])
+            self.before = _said([row for row in raw["samples"] if row.get("task") is None])
+        self.tasks = tasks_before(run)
         self.margins = map_in(read_json_object(run.margins_path), "before")
 
     def after_step(self, step: int) -> dict[str, float]:
         """Measures the model as it is after ``step``; its numbers by name."""
         loss = self.evaluator.loss(self.model)
         rows = _pairs(self.before, self._answers())
-        self._write(Evaluation(self.base, _of_loss(loss), rows, step), loss)
-        return held_out_numbers(loss)
+        tasks, scores = self._scored(step)
+        self._write(loss, rows, tasks, step)
+        return {**held_out_numbers(loss), **scores}
 
-    def end(self) -> LossResult | None:
-        """Measures the trained model. What the base would have answered is asked now where it was not before."""
+    def end(self) -> dict[str, float]:
+        """Measures the trained model; its numbers by name. What the base would have answered is asked now where it was
+        not before.
+        """
         loss = self.evaluator.loss(self.model)
         after = self._answers()
         if self._for_all(not self.before and bool(after) and hasattr(self.model, "disable_adapter")):
@@ -82,9 +89,26 @@ class HeldOut:
 
             with as_base(self.model):
                 self.before = self._answers()
-        trained = _of_loss(loss)
-        self._write(Evaluation(self.base, trained, _pairs(self.before, after)), loss)
-        return loss
+        tasks, scores = self._scored(0)
+        self._write(loss, _pairs(self.before, after), tasks, None)
+        return {**held_out_numbers(loss), **scores}
+
+    def _scored(self, step: int) -> tuple[Mapping[str, TaskResult], dict[str, float]]:
+        """The recipe's tasks where they are scored after ``step``: results on rank 0, and their scores on all."""
+        from ftcli.evaluate.loss import led_by_first
+        from ftcli.model.backbone import root_of
+        from ftcli.run.process_group import of_leader
+
+        settings, group = self.evaluator.job.recipe.eval, self.evaluator.group
+        if settings.tasks_every_steps is None or step % settings.tasks_every_steps:
+            return {}, {}
+        found: Mapping[str, TaskResult] = {}
+        if group is not None and root_of(self.model) is not None:
+            found = led_by_first(group, self.model, lambda: self.evaluator.tasks(self.model)) or {}
+        elif self._leads:
+            found = self.evaluator.tasks(self.model)
+        scores = {name: task.score for name, task in found.items()}
+        return found, dict(of_leader(group, "tasks", scores))
 
     def _for_all(self, said: bool) -> bool:
         """Broadcasts rank 0's value to all ranks."""
@@ -96,11 +120,20 @@ class HeldOut:
         """True if this process asks for answers and writes."""
         return self.evaluator.group is None or self.evaluator.group.leads
 
-    def _write(self, evaluation: Evaluation, after: LossResult | None) -> None:
+    def _write(
+        self,
+        after: LossResult | None,
+        rows: Sequence[AnsweredRow],
+        tasks: Mapping[str, TaskResult],
+        step: int | None,
+    ) -> None:
+        """Writes what the model before training and, where there is one, that after it came to."""
         if self._leads:
-            margins = MarginsBeforeAndAfter(self.margins, margins_record(after), evaluation.step)
+            margins = MarginsBeforeAndAfter(self.margins, margins_record(after), step)
             write_margins(self.directory.margins_path, margins)
-            store_json(self.directory.eval_path, evaluation)
+            base, now = _with_tasks(self.base, self.tasks), _with_tasks(_of_loss(after), tasks)
+            answered = (*rows, *task_samples(self.tasks, tasks))
+            store_json(self.directory.eval_path, Evaluation(base, now, answered, step))
 
     def _answers(self) -> list[JudgedRow]:
         """The model's answers, on rank 0. All ranks call this: each takes part if the model's weights are sharded over
@@ -153,6 +186,10 @@ def eval_scores(measured: ModelScores) -> EvalScores | None:
         datasets={name: plain_fields(replace(part, margins=None)) for name, part in measured.datasets.items()},
         lm_eval=measured.lm_eval,
     )
+
+
+def _with_tasks(scores: EvalScores | None, tasks: Mapping[str, TaskResult]) -> EvalScores | None:
+    return replace(scores or EvalScores(), tasks=_task_scores(tasks)) if tasks else scores
 
 
 def _of_loss(loss: LossResult | None) -> EvalScores | None:

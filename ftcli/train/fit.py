@@ -17,7 +17,7 @@ from ftcli.run.out_of_memory import is_out_of_memory
 from ftcli.run.report.card import write_card
 from ftcli.run.status import FinishedTraining, TrainingSummary
 from ftcli.tables.methods import measures, method_of
-from ftcli.train.context import GraphsRecord, RunContext
+from ftcli.train.context import RunContext
 from ftcli.train.lifecycle import add_to_manifest, raise_if_stopped
 from ftcli.train.out_of_memory import has_room_to_save, let_go, out_of_memory_in_training, with_checkpoint
 from ftcli.train.progress import StepProgress, TrainingRows, tell_start, tell_warm_ups
@@ -91,7 +91,7 @@ def _hooks(
 
     recipe = context.recipe
     return TrainerHooks(
-        context.directory.checkpoints,
+        context.checkpoints,
         recipe.checkpoint.keep_last,
         evaluate,
         context.metrics.sync,
@@ -127,8 +127,17 @@ def _save(loop: TrainingLoop, context: RunContext, job: Job, model: Any) -> None
                 lambda folder: check_saved(model, folder, whole),
                 lambda folder: _add_further(context, model, folder),
                 lambda folder: job.tokenizer.save_pretrained(str(folder)),
+                lambda folder: _add_processors(context, folder),
                 lambda folder: write_card(context.directory, folder),
             )
+
+
+def _add_processors(context: RunContext, folder: Path) -> None:
+    """Of a full fine-tune of a multimodal model, adds how it prepares images."""
+    if context.recipe.lora is None:
+        from ftcli.export.images import copy_processors
+
+        copy_processors(context.recipe.model, folder, offline=context.session.offline)
 
 
 def _add_further(context: RunContext, model: Any, folder: Path) -> None:
@@ -190,7 +199,7 @@ def _tell_launches(loop: TrainingLoop, context: RunContext) -> None:
     """CUDA graphs that were given up, or not made for all shapes, are said and kept in the manifest."""
     graphs = loop.cuda_graphs()
     if graphs is not None and graphs != "on":
-        add_to_manifest(context, GraphsRecord(graphs))
+        add_to_manifest(context, {"cuda_graphs": graphs})
         context.session.reporter.info(f"CUDA graphs: {graphs}")
 
 

@@ -19,9 +19,10 @@ from ftcli.config.load import LoadedRecipe
 from ftcli.config.recipe import Recipe
 from ftcli.config.yaml import dump_recipe
 from ftcli.errors import ExitCode, Finding, FtcliError
+from ftcli.facts.adapters import start_folder
 from ftcli.facts.licence import licence_of
 from ftcli.judges import files_of
-from ftcli.plain import JsonMap, plain_fields
+from ftcli.plain import JsonMap, JsonObject, plain
 from ftcli.preflight.report import PreflightReport
 from ftcli.preflight.stages import checked
 from ftcli.ranks import SIGNAL_NAME
@@ -44,8 +45,9 @@ from ftcli.run.inputs import (
 )
 from ftcli.run.integrity import not_held
 from ftcli.run.loggers import OpenLoggers
-from ftcli.run.manifest import Activations, build_manifest
+from ftcli.run.manifest import build_manifest
 from ftcli.run.metrics import MetricsWriter
+from ftcli.run.mirror import Mirror
 from ftcli.run.out_of_memory import is_out_of_memory
 from ftcli.run.report import LiveReport, write_report
 from ftcli.run.report.card import write_card
@@ -59,11 +61,9 @@ from ftcli.run.signals import (
     exit_code_of,
     second_signal_as_error,
 )
-from ftcli.train.context import BaseCard, InputsRecord, RunContext, Unwritten
+from ftcli.train.context import BuiltModel, RunContext, Unwritten
 
 if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
     from ftcli.run.process_group import RankGroup
 
 
@@ -125,6 +125,7 @@ def _opened_run(
     recipe_yaml = dump_recipe(recipe)  # with what is left to be chosen: a machine that continues may choose otherwise
     path = Path(str(recipe.run.output_dir))
     with _never_left_running(path, stop), ExitStack() as stack:
+        mirror = stack.enter_context(_mirrored(recipe, session, stop))
         with stop.interruptible("opening the run directory"):
             opened = stack.enter_context(open_run(path, recipe.run.resume, recipe_yaml, command))
         for warning in opened.warnings:
@@ -148,7 +149,17 @@ def _opened_run(
             with stop.interruptible("opening the metrics loggers"):
                 loggers = stack.enter_context(_open_loggers(recipe, opened, session))
             context = RunContext(
-                session, command, report, opened, previous, metrics, loggers, stop, LiveReport(opened.directory), group
+                session,
+                command,
+                report,
+                opened,
+                previous,
+                metrics,
+                loggers,
+                stop,
+                LiveReport(opened.directory),
+                group,
+                mirror,
             )
             with stop.interruptible("reading the data's fingerprints"):
                 _write_manifest(context, recipe_yaml)
@@ -157,6 +168,40 @@ def _opened_run(
             elif opened.resume_from is not None:
                 session.reporter.info(f"resuming from {opened.resume_from}")
             yield context
+
+
+@contextmanager
+def _mirrored(recipe: Recipe, session: Session, stop: StopRequest) -> Iterator[Mirror | None]:
+    """The run's copy in a bucket, where it has one: brought here where it is ahead, and made whole whatever ends the
+    block, but for a second signal.
+    """
+    if recipe.run.mirror is None:
+        yield None
+        return
+    mirror = Mirror(recipe.run.mirror, RunDirectory(Path(str(recipe.run.output_dir))), session.reporter)
+    try:
+        with stop.interruptible("fetching the run's mirror"):
+            mirror.restore(recipe.run.resume)
+        try:
+            yield mirror
+        except StopNow:
+            raise
+        except BaseException:  # the run goes on elsewhere from what it ended with
+            with stop.held():
+                _finish_warning(mirror, session)
+            raise
+        with stop.held():
+            mirror.finish()
+    finally:
+        mirror.close()
+
+
+def _finish_warning(mirror: Mirror, session: Session) -> None:
+    try:
+        mirror.finish()
+    except FtcliError as error:
+        for finding in error.findings:
+            session.reporter.finding(replace(finding, severity="warning"))
 
 
 def _evaluates_again(opened: OpenedRun) -> bool:
@@ -298,11 +343,15 @@ def _report(opened: OpenedRun, session: Session) -> None:
 def _write_manifest(context: RunContext, recipe_yaml: str) -> None:
     opened, report, recipe = context.opened, context.report, context.recipe
     files = data_files(recipe.data.train)
+    if recipe.lora is not None and recipe.lora.start_from is not None:  # what training begins with
+        begin = start_folder(recipe.lora.start_from)
+        files |= {f"{recipe.lora.start_from}/{path.name}": path for path in sorted(begin.glob("adapter_*.*"))}
     data = [fingerprint(name, path) for name, path in files.items()]
-    held_out = _held_out(recipe, context.command)
+    scores_tasks = report.plan.method.scores_tasks
+    held_out = _held_out(recipe, scores_tasks=scores_tasks)
     measured = [fingerprint(name, path) for name, path in data_files(held_out).items()]
     sources = [source.path for source in held_out]
-    judges = _judges(recipe) if context.command == "grpo" else []  # `ftcli train` asks none
+    judges = _judges(recipe) if scores_tasks or recipe.eval.tasks_every_steps is not None else []
     if context.held_to_inputs:
         require_same_data(context.previous, data, files)
         require_same_measures(context.previous, measured, sources, judges)
@@ -334,11 +383,12 @@ def _write_manifest(context: RunContext, recipe_yaml: str) -> None:
     store_json(opened.directory.manifest_path, manifest)
 
 
-def _held_out(recipe: Recipe, command: str) -> Sequence[DatasetConfig]:
-    """Sources that are measured before and after training: by `ftcli grpo` the rows of its tasks."""
-    if command != "grpo":
-        return recipe.data.eval
-    return [source for task in recipe.eval.tasks for source in task.data or recipe.data.eval]
+def _held_out(recipe: Recipe, *, scores_tasks: bool) -> Sequence[DatasetConfig]:
+    """Sources that are measured before and after training: by methods that score tasks the rows of these."""
+    of_tasks = [source for task in recipe.eval.tasks for source in task.data or recipe.data.eval]
+    if scores_tasks:
+        return of_tasks
+    return [*recipe.data.eval, *(of_tasks if recipe.eval.tasks_every_steps is not None else ())]
 
 
 def _judges(recipe: Recipe) -> list[Fingerprint]:
@@ -346,16 +396,16 @@ def _judges(recipe: Recipe) -> list[Fingerprint]:
     return [fingerprint(name, path) for name, path in files_of(recipe).items()]
 
 
-def _activations(report: PreflightReport) -> Activations:
+def _activations(report: PreflightReport) -> JsonObject:
     choice, memory = report.checkpointing, report.memory
-    return Activations(
-        choice.requested,
-        choice.policy,
-        choice.uncheckpointed_layers,
-        choice.reason,
-        None if memory is None else memory.offloaded,
-        None if memory is None else memory.pinned_host_bytes,
-    )
+    return {
+        "requested": choice.requested,
+        "gradient_checkpointing": choice.policy,
+        "uncheckpointed_layers": choice.uncheckpointed_layers,
+        "reason": choice.reason,
+        "offloaded": None if memory is None else memory.offloaded,
+        "pinned_host_bytes": None if memory is None else memory.pinned_host_bytes,
+    }
 
 
 def data_files(sources: Sequence[DatasetConfig]) -> dict[str, Path]:
@@ -365,6 +415,9 @@ def data_files(sources: Sequence[DatasetConfig]) -> dict[str, Path]:
     """
     found: dict[str, Path] = {}
     for source in sources:
+        if source.files is not None:
+            found |= dict(source.files)
+            continue
         path = resolve_path(source.path)
         if path.is_file():
             found[source.path] = path
@@ -384,15 +437,16 @@ def keep_inputs(context: RunContext, inputs: Inputs) -> None:
     if context.held_to_inputs:
         require_same_inputs(context.previous, inputs)
     licence = licence_of(context.report.facts, context.recipe.model.revision, offline=context.session.offline)
-    add_to_manifest(context, InputsRecord(inputs, BaseCard(context.report.facts.model_type, licence)))
+    base = {"model_type": context.report.facts.model_type, "licence": licence}
+    add_to_manifest(context, {"inputs": inputs, "base": base})
 
 
-def add_to_manifest(context: RunContext, part: DataclassInstance) -> None:
+def add_to_manifest(context: RunContext, part: JsonMap | BuiltModel) -> None:
     """Adds what is known only once the model is built, or trained."""
     if not context.leads:
         return
     manifest = read_json_object(context.directory.manifest_path)
-    store_json(context.directory.manifest_path, {**manifest, **plain_fields(part)})
+    store_json(context.directory.manifest_path, {**manifest, **plain(part)})
 
 
 def raise_if_stopped(context: RunContext, stopped_by: SignalName | None, step: int) -> None:

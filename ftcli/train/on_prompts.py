@@ -101,8 +101,8 @@ def _train(session: Session, context: RunContext, method: PromptMethod) -> Promp
         from ftcli.evaluate.suite import Evaluator
         from ftcli.job import open_job
         from ftcli.judges import judges_of
+        from ftcli.run.process_group import of_leader
         from ftcli.train import assembly
-        from ftcli.train.gathering import of_leader
 
     started, group = time.perf_counter(), context.group
     with context.phase("preparing data"), nullcontext() if group is None else group.after_leader("data"):

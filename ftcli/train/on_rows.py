@@ -18,6 +18,7 @@ from ftcli.data.tokens import TokenizedRow
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.facts.tokenizer import foreign_tokens, foreign_tokens_finding
 from ftcli.job import Job
+from ftcli.judges import judges_of
 from ftcli.model.tokenizer import load_tokenizer
 from ftcli.plain import FLATTENED
 from ftcli.reporting import Session
@@ -26,7 +27,7 @@ from ftcli.tables import code_of
 from ftcli.tables.methods import Method
 from ftcli.train import assembly
 from ftcli.train.context import BuiltModel, RunContext
-from ftcli.train.evaluation import HeldOut, began_in, held_out_numbers
+from ftcli.train.evaluation import HeldOut, began_in
 from ftcli.train.fit import FinishedRun, fit
 from ftcli.train.lifecycle import CompleteRun, add_to_manifest, checked_run, complete_result, keep_inputs
 from ftcli.train.progress import TrainingRows, held_out_line
@@ -194,6 +195,11 @@ def _train(session: Session, context: RunContext) -> RowsResult:
     with context.phase("preparing data"), nullcontext() if group is None else group.after_leader("data"):
         job = open_job(context.report, session)
         train_data, eval_data = data.tokenized(job, "train"), data.tokenized(job, "eval")
+        scores_tasks = job.recipe.eval.tasks_every_steps is not None
+        judges = judges_of(job.recipe) if scores_tasks else {}
+        asked_tasks = method.evaluator(job, eval_data.sequences, judges=judges)
+        if scores_tasks:
+            asked_tasks.read_tasks()
         for finding in method.findings(job.recipe, train_data.sequences):
             job.reporter.finding(finding)
         epochs = method.epochs(job, train_data)
@@ -224,7 +230,9 @@ def _train(session: Session, context: RunContext) -> RowsResult:
     else:
         with context.phase("scoring the reference"):
             reference = method.before_training(job, model, epochs, eval_data.sequences, group, reference)
-    held_out = HeldOut(context.directory, method.evaluator(job, eval_data.sequences, group, reference=reference), model)
+    evaluator = method.evaluator(job, eval_data.sequences, group, judges=judges, reference=reference)
+    evaluator.take_tasks(asked_tasks)
+    held_out = HeldOut(context.directory, evaluator, model)
     if context.leads:
         inputs = assembly.inputs_of(job, model, read, train_data.sequences.digest())
         keep_inputs(context, inputs if asked is None else replace(inputs, asked=asked.inputs))
@@ -234,7 +242,7 @@ def _train(session: Session, context: RunContext) -> RowsResult:
         job,
         model,
         lambda hooks: method.build(job, model, epochs, hooks, group, reference),
-        held_out.after_step if job.recipe.data.eval else None,
+        held_out.after_step if job.recipe.data.eval or scores_tasks else None,
         method.training_rows(
             context.recipe, len(train_data.sequences), sum(each.tokens for each in train_data.ledgers)
         ),
@@ -294,7 +302,7 @@ def _before(context: RunContext, held_out: HeldOut) -> None:
     recipe = context.recipe
     if context.opened.resume_step:
         held_out.resume(began_in(context.opened))
-    elif recipe.data.eval and recipe.eval.every_steps is not None:
+    elif (recipe.data.eval or recipe.eval.tasks_every_steps) and recipe.eval.every_steps is not None:
         with context.phase("evaluating"):
             found = held_out_line({f"eval_{name}": value for name, value in held_out.begin().items()})
         context.session.reporter.info(f"held-out before training: {found}")
@@ -304,11 +312,11 @@ def _after(context: RunContext, held_out: HeldOut, steps: int) -> Mapping[str, f
     """Measures the trained model; nothing without held-out data."""
     with context.phase("evaluating"):
         final = held_out.end()
-        if final is not None:
-            values = {f"eval_{name}": value for name, value in held_out_numbers(final).items()}
+        if final:
+            values = {f"eval_{name}": value for name, value in final.items()}
             context.write_line({"step": steps, **values})
             context.session.reporter.info(f"held-out {held_out_line(values)}")
-    return held_out_numbers(final)
+    return final
 
 
 def _counted(

@@ -116,6 +116,9 @@ class AttentionMask:
             tokens that a document begins with, whose branch begins where it does, are its trunk. All branches see it,
             and no other branch; each goes on where the trunk ends, from where windows count. With a window a document
             has two branches at most. Only for whole causal rows without padding.
+        block_ends: None, or (B or 1, k_len) int32: for each token the end of its block, whose tokens see each other in
+            both directions, backwards as far as the window; of a token in no block, the next token. Blocks lie within
+            documents. Only for causal rows without branches.
 
     Raises:
         ValueError: a window below 1 or without ``causal``, or tensors that do not fit each other.
@@ -128,6 +131,7 @@ class AttentionMask:
     document_starts: Tensor | None = None
     length: int | None = None
     branch_starts: Tensor | None = None
+    block_ends: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
@@ -138,8 +142,11 @@ class AttentionMask:
             raise ValueError("starts and ends come together")
         if self.starts is not None and self.ends is not None and self.starts.shape != self.ends.shape:
             raise ValueError(f"starts {tuple(self.starts.shape)} and ends {tuple(self.ends.shape)} differ in shape")
-        if (self.starts is not None or self.document_starts is not None) and self.length is None:
-            raise ValueError("length is needed with starts, ends or document_starts")
+        by_token = (self.starts, self.document_starts, self.block_ends)
+        if any(each is not None for each in by_token) and self.length is None:
+            raise ValueError("length is needed with starts, ends, document_starts or block_ends")
+        if self.block_ends is not None and (not self.causal or self.branch_starts is not None):
+            raise ValueError("blocks need causal=True and rows without branches")
         if self.branch_starts is None:
             return
         if not self.causal or self.starts is not None:
@@ -234,7 +241,8 @@ class AttentionMask:
             past = torch.searchsorted(first, first, right=True, out_int32=True)
             lo, hi = first[:, k_len - q_len :], past[:, k_len - q_len :]
         if self.causal:
-            hi = torch.minimum(hi, position + 1)
+            ends = self.block_ends
+            hi = torch.minimum(hi, position + 1 if ends is None else ends.to(device)[:, k_len - q_len :])
         if self.window is not None:
             lo = torch.maximum(lo, position - (self.window - 1))
         if self.starts is not None and self.ends is not None:
@@ -262,6 +270,9 @@ class AttentionMask:
         seen = torch.ones((1, 1, q_len, k_len), dtype=torch.bool, device=device)
         if self.causal:
             seen = seen & (distance >= 0)
+        if self.block_ends is not None:
+            block = self.block_ends.to(device)
+            seen = seen | (block[:, None, k_len - q_len :, None] == block[:, None, None, :])
         if self.document_starts is not None:
             document = self.document_starts.to(device)
             seen = seen & (document[:, None, k_len - q_len :, None] == document[:, None, None, :])

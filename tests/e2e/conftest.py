@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -198,3 +200,55 @@ def shell(tmp_path: Path, drill_server: Server, narrow_files: Path) -> dict[str,
         ["warm_clean", drill_server.socket],
     ]
     return {**drill_server.environment, **own, "DRILL_PREPARATIONS": json.dumps(shortcuts)}
+
+
+@pytest.fixture(scope="session")
+def storage() -> Iterator[str]:
+    """The address of an S3 server on this machine."""
+    from moto.server import ThreadedMotoServer
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # it tells of every request
+    server = ThreadedMotoServer(port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture
+def bucket(storage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bucket:
+    """An empty bucket of its own, which this process reaches as a user's would."""
+    import boto3
+
+    monkeypatch.setenv("AWS_ENDPOINT_URL", storage)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "somebody")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    name = f"b{abs(hash(tmp_path)):x}"
+    client = boto3.client("s3")
+    client.create_bucket(Bucket=name)
+    return Bucket(name, client)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A bucket and a client that looks into it."""
+
+    name: str
+    client: Any
+
+    @property
+    def url(self) -> str:
+        return f"s3://{self.name}"
+
+    def put(self, key: str, content: str | bytes) -> str:
+        self.client.put_object(Bucket=self.name, Key=key, Body=content)
+        return f"{self.url}/{key}"
+
+    def keys(self) -> set[str]:
+        found = self.client.list_objects_v2(Bucket=self.name).get("Contents", [])
+        return {each["Key"] for each in found}
+
+    def get(self, key: str) -> bytes:
+        content: bytes = self.client.get_object(Bucket=self.name, Key=key)["Body"].read()
+        return content

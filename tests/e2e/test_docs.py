@@ -34,10 +34,11 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 #: Each page, how many blocks it has at least, and a file that it leaves.
 PAGES = [
-    ("quickstart", 7, "runs/my-first/report.html"),
+    ("quickstart", 8, "runs/my-first/report.html"),
+    pytest.param("install", 1, "runs/smoke/export/safetensors/model.safetensors", marks=pytest.mark.long),
     pytest.param("migrating", 12, "outputs/mine/export/safetensors/model.safetensors", marks=pytest.mark.long),
     pytest.param("sweeps", 2, "runs/rates/comparison.html", marks=pytest.mark.long),
-    ("evaluation", 4, "runs/my/eval.json"),
+    ("evaluation", 5, "runs/watched/eval.json"),
     ("chat", 3, "answer.json"),
     pytest.param("troubleshooting", 10, "runs/trial.previous-1/report.html", marks=pytest.mark.long),
 ]

@@ -1660,6 +1660,38 @@ GEMMA4 = (
     ),
 )
 
+_FILE = "unit/export/test_gguf.py"
+GGUF = (
+    _m(
+        "gguf: gate and up of gpt-oss one behind the other",
+        "ftcli/gguf.py",
+        "return tensor[:, ::2], tensor[:, 1::2]",
+        "gate, up = tensor.chunk(2, dim=1)\n        return gate, up",
+        f"{_FILE}::test_experts_of_gpt_oss_are_apart_and_turned",
+    ),
+    _m(
+        "gguf: biases of experts in the type of matrices",
+        "ftcli/export/gguf/file.py",
+        'if len(shape) < 2 or stored.endswith(".bias") or part_of',
+        "if len(shape) < 2 or part_of",
+        f"{_FILE}::test_experts_of_gpt_oss_are_apart_and_turned",
+    ),
+    _m(
+        "gguf: layer scalars and other numbers of Gemma-4's layers are not read again",
+        "ftcli/export/clean/answering.py",
+        "asked.heads, architecture), asked.names):",
+        "asked.heads, architecture)):",
+        f"{_FILE}::test_every_size_of_gemma4_is_written_and_read_back",
+    ),
+    _m(
+        "gguf: shared keys may come from any layer",
+        "ftcli/export/gguf/metadata.py",
+        "!= [False, True]:",
+        "== []:",
+        f"{_FILE}::test_shared_keys_that_llama_cpp_would_take_from_elsewhere_are_refused",
+    ),
+)
+
 TABLE: dict[str, tuple[Mutant, ...]] = {
     "kernels": KERNELS,
     "data": DATA,
@@ -1676,6 +1708,7 @@ TABLE: dict[str, tuple[Mutant, ...]] = {
     "gpt_oss": GPT_OSS,
     "gemma4": GEMMA4,
     "released": RELEASED_FP8,
+    "gguf": GGUF,
 }
 
 

@@ -186,6 +186,10 @@ def chat(
     base: Annotated[bool, typer.Option("--base", help="Ask the base model instead, to compare.")] = False,
     checkpoint: options.CheckpointOption = None,
     system: Annotated[str | None, typer.Option("--system", metavar="TEXT", help="A system prompt.")] = None,
+    image: Annotated[
+        list[str] | None,
+        typer.Option("--image", metavar="FILE", help="Show it before the first text; may be repeated."),
+    ] = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the text as it stands, without the chat template.")
     ] = False,
@@ -223,6 +227,7 @@ def chat(
       ftcli chat runs/smoke
       ftcli chat runs/smoke --prompt "mirror: kano"
       ftcli chat runs/smoke --prompt "mirror: kano" --base --json
+      ftcli chat runs/smoke-vision --image photo.png --prompt "colour?"
       echo "mirror: kano" | ftcli chat recipes/smoke.yaml
     """
     live = is_terminal(sys.stdout) and not session.json
@@ -234,7 +239,8 @@ def chat(
     with results_only_on_stdout(), stoppable("loading the model"):
         from ftcli.pipeline.chatting import ChatOptions, open_chat
 
-        chosen = ChatOptions(asked, base, checkpoint, system, raw, temperature, top_p, max_new_tokens, seed)
+        shown = tuple(image or ())
+        chosen = ChatOptions(asked, base, checkpoint, system, raw, temperature, top_p, max_new_tokens, seed, shown)
         opened = open_chat(loaded, session, run_dir, chosen)
     if asked is not None:
         return _answer(opened, asked, session, live=live)

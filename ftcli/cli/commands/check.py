@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
@@ -12,16 +13,18 @@ import typer
 from ftcli.cli import names, options
 from ftcli.cli.environment import style_for
 from ftcli.cli.render import Style, clean, table, terminal_text
-from ftcli.errors import FtcliError
+from ftcli.errors import FtcliError, Origin, first_line
+from ftcli.paths import expanded
 from ftcli.plain import JsonObject
 from ftcli.reporting import Session
-from ftcli.units import gib, size
+from ftcli.units import duration, gib, size
 
 if TYPE_CHECKING:
     from ftcli.data.survey import SampledRow, SurveyedSource
-    from ftcli.pipeline.checking import CheckResult, EveryGpu, GpuVerdict
+    from ftcli.pipeline.checking import CheckResult, EveryGpu, GpuVerdict, Prices
     from ftcli.plan.checkpointing import CheckpointingChoice
     from ftcli.plan.execution import ExecutionPart
+    from ftcli.plan.forecast import Forecast
     from ftcli.plan.memory.advice import Verdict
     from ftcli.plan.trained import PlannedAdapters
     from ftcli.preflight.checks.another_model import AskedModel
@@ -44,8 +47,35 @@ def _text(result: CheckResult | EveryGpu) -> str:
     return "\n\n".join(part for part in (terminal_text(check_text(result)), shown) if part)
 
 
+def read_prices(text: str) -> Prices:
+    """A price for all GPUs, or those in a file, by their names in ``--as``. Raises FtcliError FT150 or FT506."""
+    import yaml
+
+    from ftcli.facts.device import named_device
+    from ftcli.pipeline.checking import Prices
+
+    with contextlib.suppress(ValueError):
+        return Prices(_price(float(text), text))
+    try:
+        found = yaml.safe_load(expanded(text).read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError("it is no map of names to prices")
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        message = f"--price {text} is neither a number nor a file of prices: {first_line(error)}"
+        help = "write a number such as 2.49, or a YAML file with lines like `h100: 2.49`"
+        raise FtcliError.single("FT150", message, origin=Origin("command line"), help=help) from error
+    return Prices(None, {named_device(str(name), "--price").name: _price(value, name) for name, value in found.items()})
+
+
+def _price(value: object, name: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e6:
+        raise FtcliError.single("FT150", f"--price: {name} is no price of an hour", origin=Origin("command line"))
+    return float(value)
+
+
 def every_gpu_text(result: EveryGpu) -> str:
-    """A line for each GPU; below the table, what each of the others is refused for."""
+    """A line for each GPU; below the table the cheapest, and what each of the others is refused for."""
+    priced = any(each.cost is not None for each in result.gpus)
     records: list[JsonObject] = [
         {
             "gpu": each.gpu,
@@ -54,11 +84,18 @@ def every_gpu_text(result: EveryGpu) -> str:
             "dtype": each.dtype or "",
             "gradient_checkpointing": each.gradient_checkpointing or "",
             "most_rows": "" if each.most_rows is None else str(each.most_rows),
+            **({} if not priced else {"time": _time(each), "cost": "" if each.cost is None else f"{each.cost:,.2f}"}),
         }
         for each in result.gpus
     ]
     reasons = [f"{each.gpu}  {each.reason}" for each in result.gpus if each.reason]
-    return "\n".join([*table(records), *(["", *reasons] if reasons else [])])
+    told = [] if result.cheapest is None else [f"cheapest that fits: {result.cheapest}"]
+    told += [] if result.unknown is None else [f"no time and cost: {result.unknown}"]
+    return "\n".join([*table(records), *(["", *told] if told else []), *(["", *reasons] if reasons else [])])
+
+
+def _time(gpu: GpuVerdict) -> str:
+    return "" if gpu.seconds is None else f"{duration(gpu.seconds)} ±{gpu.within:.0%}"
 
 
 def _needed(gpu: GpuVerdict) -> str:
@@ -86,12 +123,25 @@ def check_text(result: CheckResult) -> str:
         lines += ["", f"disk    {size(disk.total_bytes)}{free}"]
         lines += _sizes({f"checkpoints ({disk.checkpoints})": disk.checkpoint_bytes * disk.checkpoints})
         lines += _sizes({"result": disk.result_bytes})
+    if result.forecast is not None:
+        lines += ["", *_forecast(result.forecast)]
     if result.rows:
         lines += ["", "rows    rendered and tokenized as in a run", *(_looked_at(one) for one in result.rows)]
     if report.not_made:
         lines += ["", "not checked"]
         lines += [f"  {item.check}: {item.reason}" for item in report.not_made]
     return "\n".join(lines)
+
+
+def _forecast(told: Forecast) -> list[str]:
+    low, high = (told.cost * (1 + sign * told.within) for sign in (-1, 1))
+    about = "" if told.exact else " (reckoned from the rows that were looked at)"
+    return [
+        f"time    about {duration(told.seconds)} (±{told.within:.0%}) at {told.tokens_per_second:,.0f} tokens/s: "
+        f"{told.steps:,} steps, {told.tokens:,} tokens{about}",
+        f"cost    about {told.cost:,.2f} ({low:,.2f} to {high:,.2f}) at {told.price:g} an hour, without downloads, "
+        "loading and tasks",
+    ]
 
 
 def _looked_at(source: SurveyedSource) -> str:
@@ -234,6 +284,15 @@ def check(
         int | None,
         typer.Option("--gpus", metavar="N", min=1, help="Answer for N of them (launch.num_processes)."),
     ] = None,
+    price: Annotated[
+        str | None,
+        typer.Option(
+            "--price",
+            metavar="P",
+            help="Price of a GPU for an hour, or a YAML file of prices by GPU: adds time and cost; with `--as all` the "
+            "cheapest is named.",
+        ),
+    ] = None,
     show_sample: Annotated[
         int,
         typer.Option(
@@ -254,16 +313,18 @@ def check(
       ftcli check recipes/gemma2-9b.yaml
       ftcli check recipes/gemma2-9b.yaml --as h100 --offline
       ftcli check recipes/llama3.1-8b.yaml --as h100 --gpus 8
+      ftcli check recipes/smoke.yaml --as h100 --price 2.49
       ftcli check recipes/llama3.1-8b.yaml --as all
       ftcli check recipes/smoke.yaml --show-sample 3
     """
 
     loaded = options.load(recipe, options.overrides(set_, gpus=gpus))
+    prices = None if price is None else read_prices(price)
     from ftcli.pipeline.checking import check_every_gpu, check_recipe
 
     if as_gpu is not None and as_gpu.strip().lower() == EVERY_GPU:
         if show_sample:
             help = "leave one of them out"
             raise FtcliError.single("FT150", "`--as all` looks at no rows, and --show-sample shows them", help=help)
-        return check_every_gpu(loaded, session)
-    return check_recipe(loaded, session, as_gpu, show_sample)
+        return check_every_gpu(loaded, session, prices)
+    return check_recipe(loaded, session, as_gpu, show_sample, prices)

@@ -7,13 +7,13 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, get_args
 
 from ftcli import __version__
 from ftcli.cli import options
 from ftcli.cli.render import result_text
 from ftcli.errors import FtcliError
-from ftcli.plain import LEFT_OUT, JsonObject
+from ftcli.plain import LEFT_OUT, JsonMap, JsonObject
 from ftcli.reporting import Session
 from ftcli.tables import Package, exports, judges, loggers, optimizers
 from ftcli.units import size
@@ -56,21 +56,6 @@ class Ability:
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
-    """The device that training would take."""
-
-    name: str
-    kind: Literal["cuda", "cpu"]
-    capability: str | None
-    memory_bytes: int | None
-    free_bytes: int | None
-    shared_memory_bytes: int | None
-    multiprocessors: int | None
-    bfloat16: bool
-    float8: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Examination:
     """The answer of `ftcli doctor`. Without torch, or with an AMD GPU, there is no device, and ``device_problem`` says
     why.
@@ -84,7 +69,7 @@ class Examination:
     environment: Mapping[str, str]
     offline: bool
     disk_free_bytes: int
-    device: Machine | None = None
+    device: JsonMap | None = None
     device_problem: str | None = field(default=None, metadata=LEFT_OUT)
     attention: Sequence[Ability] = field(default=(), metadata=LEFT_OUT)
     kernels: Sequence[Ability] = field(default=(), metadata=LEFT_OUT)
@@ -113,20 +98,15 @@ def examine(session: Session) -> Examination:
     return replace(found, device=_machine(device), attention=_attention(), kernels=_kernels(device))
 
 
-def _machine(device: DeviceFacts) -> Machine:
+def _machine(device: DeviceFacts) -> JsonObject:
+    """The device that training would take."""
     from ftkernels.limits import capability_text
 
-    return Machine(
-        name=device.name,
-        kind=device.kind,
-        capability=capability_text(device.capability) if device.capability is not None else None,
-        memory_bytes=device.memory_bytes,
-        free_bytes=device.free_bytes,
-        shared_memory_bytes=device.shared_memory_bytes,
-        multiprocessors=device.multiprocessors,
-        bfloat16=device.has_bfloat16,
-        float8=device.has_float8,
-    )
+    capability = capability_text(device.capability) if device.capability is not None else None
+    said = {"name": device.name, "kind": device.kind, "capability": capability}
+    for name in ("memory_bytes", "free_bytes", "shared_memory_bytes", "multiprocessors"):
+        said[name] = getattr(device, name)
+    return {**said, "bfloat16": device.has_bfloat16, "float8": device.has_float8}
 
 
 def _attention() -> list[Ability]:

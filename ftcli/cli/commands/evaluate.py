@@ -30,7 +30,7 @@ def _measures(scores: ModelScores) -> dict[str, str | float]:
         shown |= {name.replace("_", " "): value for name, value in scores.loss.numbers.items() if name != "rows"}
         by_length = [] if scores.loss.margins is None else scores.loss.margins.by_length()
         for each in by_length if len(by_length) > 1 else ():
-            shown[f"accuracy, {each.length}, {each.pairs:,} pairs"] = each.accuracy
+            shown[f"accuracy, {each['length']}, {each['pairs']:,} pairs"] = each["accuracy"]
     if len(scores.datasets) > 1:
         for name, part in scores.datasets.items():
             accuracy = part.token_accuracy if part.more is None else part.more.get("accuracy")

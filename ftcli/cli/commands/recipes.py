@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -19,7 +18,7 @@ from ftcli.cli.names import shipped
 from ftcli.cli.render import clean
 from ftcli.errors import FtcliError, Origin
 from ftcli.paths import expanded, is_folder
-from ftcli.plain import JsonObject
+from ftcli.plain import JsonMap, JsonObject
 from ftcli.reporting import Session
 from ftcli.tables import dialects
 
@@ -27,20 +26,12 @@ if TYPE_CHECKING:
     from ftcli.pipeline.new_recipe import Answers
 
 
-@dataclass(frozen=True, slots=True)
-class ConvertedRecipe:
-    """The answer of `ftcli recipes convert`: whose recipe it was, and ours as YAML."""
-
-    dialect: str
-    recipe: str
-
-
 def _tools(incomplete: str) -> list[str]:
     return [name for name in dialects.names() if name.startswith(incomplete)]
 
 
 @options.command(
-    "recipes convert", lambda result: file_content(result.recipe), takes=("json", "quiet", "debug"), verbatim=True
+    "recipes convert", lambda result: file_content(result["recipe"]), takes=("json", "quiet", "debug"), verbatim=True
 )
 def convert(
     session: Session,
@@ -56,7 +47,7 @@ def convert(
             "--from", metavar="TOOL", help=f"Whose recipe it is: {', '.join(dialects.names())}.", autocompletion=_tools
         ),
     ] = None,
-) -> ConvertedRecipe:
+) -> JsonObject:
     """Turn another tool's recipe into one of ftcli.
 
     Writes the recipe to stdout. What has no counterpart, and what means something else here, is listed on stderr.
@@ -73,7 +64,7 @@ def convert(
     made = converted(expanded(file), dialect)
     for finding in made.findings:
         session.reporter.finding(finding)
-    return ConvertedRecipe(made.dialect, made.text)
+    return {"dialect": made.dialect, "recipe": made.text}
 
 
 def _require_known(dialect: str | None) -> None:
@@ -83,8 +74,8 @@ def _require_known(dialect: str | None) -> None:
     raise FtcliError.single("FT150", f"no tool `{dialect}` is known", origin=Origin(f"--from {dialect}"), help=help)
 
 
-def _wrote(result: WrittenRecipe | CopiedRecipe) -> str:
-    return f"wrote {result.path}; next: ftcli check {result.path}"
+def _wrote(result: JsonMap) -> str:
+    return f"wrote {result['path']}; next: ftcli check {result['path']}"
 
 
 #: Each option with its question, and what Enter means.
@@ -94,14 +85,6 @@ _QUESTIONS = {
     "--gpu": ("For which GPU, or how much memory? For example rtx4090, h100, 24GiB or cpu", "24GiB"),
     "--method": ("How? lora, qlora (least memory), full (all weights) or grpo (by rewards)", "lora"),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class WrittenRecipe:
-    """The answer of `ftcli recipes new`: the file and its content."""
-
-    path: str
-    recipe: str
 
 
 @options.command("recipes new", _wrote, owns_stdout=True)
@@ -128,7 +111,7 @@ def new(
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
-) -> WrittenRecipe:
+) -> JsonObject:
     """Write a recipe from four answers.
 
     Asks for model, data, GPU and method, unless the options say them. The recipe passes `ftcli check` for that GPU.
@@ -152,7 +135,7 @@ def new(
     target = options.named(output, "--output") or expanded(_file_name(made))
     text = new_recipe(made, target, offline=session.offline)
     write_new(text, target, force=force)
-    return WrittenRecipe(str(target), text)
+    return {"path": str(target), "recipe": text}
 
 
 def _answered(said: dict[str, str | None]) -> dict[str, str]:
@@ -218,39 +201,6 @@ NameArgument = Annotated[
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class ShippedRecipe:
-    """A shipped recipe: its name, its first line and its file."""
-
-    name: str
-    about: str
-    path: str
-
-
-@dataclass(frozen=True, slots=True)
-class ShippedRecipes:
-    """The answer of `ftcli recipes list`."""
-
-    recipes: Sequence[ShippedRecipe]
-
-
-@dataclass(frozen=True, slots=True)
-class ShownRecipe:
-    """The answer of `ftcli recipes show`."""
-
-    name: str
-    path: str
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class CopiedRecipe:
-    """The answer of `ftcli recipes copy`: ``path`` is the new file."""
-
-    name: str
-    path: str
-
-
 def build_app(context_settings: Mapping[str, int | list[str]]) -> typer.Typer:
     """The subcommands of `ftcli recipes`."""
     app = typer.Typer(
@@ -271,22 +221,23 @@ def build_app(context_settings: Mapping[str, int | list[str]]) -> typer.Typer:
     return app
 
 
-def _list_text(result: ShippedRecipes) -> str:
-    width = max((len(entry.name) for entry in result.recipes), default=0)
-    return "\n".join(f"{entry.name:<{width}}  {entry.about}".rstrip() for entry in result.recipes)
+def _list_text(result: JsonMap) -> str:
+    width = max((len(entry["name"]) for entry in result["recipes"]), default=0)
+    return "\n".join(f"{entry['name']:<{width}}  {entry['about']}".rstrip() for entry in result["recipes"])
 
 
 @options.command("recipes list", _list_text, takes=("json", "debug"))
-def list_(session: Session) -> ShippedRecipes:
+def list_(session: Session) -> JsonObject:
     """List the recipes that ship with ftcli."""
-    return ShippedRecipes([ShippedRecipe(path.stem, _about(path), str(path)) for path in shipped().values()])
+    found = shipped().values()
+    return {"recipes": [{"name": path.stem, "about": _about(path), "path": str(path)} for path in found]}
 
 
-@options.command("recipes show", lambda result: file_content(result.text), takes=("json", "debug"), verbatim=True)
-def show(session: Session, name: NameArgument) -> ShownRecipe:
+@options.command("recipes show", lambda result: file_content(result["text"]), takes=("json", "debug"), verbatim=True)
+def show(session: Session, name: NameArgument) -> JsonObject:
     """Print a recipe."""
     path = find(name)
-    return ShownRecipe(path.stem, str(path), path.read_text(encoding="utf-8"))
+    return {"name": path.stem, "path": str(path), "text": path.read_text(encoding="utf-8")}
 
 
 @options.command("recipes copy", _wrote, takes=("json", "debug"), owns_stdout=True)
@@ -300,14 +251,14 @@ def copy(
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
-) -> CopiedRecipe:
+) -> JsonObject:
     """Copy a recipe to a file of your own."""
     source = find(name)
     target = options.named(destination, "FILE") or Path(source.name)
     if is_folder(target):
         target = target / source.name
     write_new(source.read_text(encoding="utf-8"), target, force=force)
-    return CopiedRecipe(source.stem, str(target))
+    return {"name": source.stem, "path": str(target)}
 
 
 @options.command("recipes schema", lambda result: json.dumps(result, indent=2), takes=("json", "debug"), raw=True)

@@ -124,7 +124,7 @@ def _comparison_text(result: ComparedRuns) -> str:
         lines += ["", metric, *shown]
     lines += ["", "settings that differ" if comparison.differences else "the recipes are the same"]
     if comparison.differences:
-        rows = [[each.key, *(value or "-" for value in each.values)] for each in comparison.differences]
+        rows = [[key, *(value or "-" for value in values)] for key, values in comparison.differences.items()]
         lines += _columns([["", *names], *rows])
     return "\n".join(lines)
 

@@ -26,7 +26,7 @@ def sweep_text(result: SweepResult) -> str:
         loss = None if found is None else found.loss if found.loss is not None else found.reward
         rows.append(
             {
-                "": "*" if best is not None and best.path == run.path else "",
+                "": "*" if best is not None and best["path"] == run.path else "",
                 "run": run.name,
                 "exit": str(run.exit_code),
                 "step": None if found is None else found.step,
@@ -39,11 +39,11 @@ def sweep_text(result: SweepResult) -> str:
     lines = table(rows)
     lines += [f"{run.name} failed: {clean(run.reason)}" for run in result.runs if run.reason]
     if best is not None:
-        lines += ["", f"best: {best.name}, {best.metric} {number(best.value)}"]
+        lines += ["", f"best: {best['name']}, {best['metric']} {number(best['value'])}"]
     lines += [*([] if best is not None else [""]), *result.remarks]
     if result.html is not None:
         lines.append(f"side by side: {result.html}")
-    return "\n".join([*lines, *([f"next: ftcli export {best.path}"] if best is not None else [])])
+    return "\n".join([*lines, *([f"next: ftcli export {best['path']}"] if best is not None else [])])
 
 
 @options.command("sweep", sweep_text, exit_code=lambda result: result.exit_code)

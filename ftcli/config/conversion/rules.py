@@ -165,11 +165,6 @@ def to(key: str) -> Rule:
     return lambda draft, given: draft.take(given, key)
 
 
-def lost(why: str) -> Rule:
-    """No counterpart, and it matters unless it is off."""
-    return lambda draft, given: None if is_off(given.value) else draft.lost(given, why)
-
-
 def attention(draft: Draft, given: ForeignSetting) -> None:
     """Implementations of attention: ftcli chooses, but for those that every device has."""
     word = str(given.value).lower()

@@ -31,11 +31,13 @@ from ftcli.export.clean.request import (
     ANSWER,
     ATTENTION_MASK,
     GREEDY,
+    IMAGE,
     INPUT_IDS,
     LAYER,
     LOGITS,
     OURS,
     PROMPT,
+    SEEN,
     TENSOR,
     ReloadRequest,
     rows_for,
@@ -162,6 +164,10 @@ def _is_quantized(config: Any) -> bool:
 
 def _computed(model: PreTrainedModel, asked: ReloadRequest, sent: dict[str, Tensor]) -> dict[str, Tensor]:
     found = {LOGITS: _logits(model, sent)}
+    shown = {name.removeprefix(IMAGE): tensor for name, tensor in sent.items() if name.startswith(IMAGE)}
+    if shown:
+        seen: Any = model
+        found[SEEN] = seen(**shown, use_cache=False).logits[0].float()
     if asked.new_tokens:
         from transformers import GenerationConfig
 
@@ -222,13 +228,21 @@ def _config(folder: str) -> Any:
 
 
 def _empty(config: Any) -> PreTrainedModel:
-    """A model of a config: its buffers are what they should be, its parameters without memory."""
+    """A model of a config: its buffers are what they should be, its parameters NaN without memory.
+
+    Gemma-4's wrapper looks at a row of the embeddings itself, for tokens of images, before any layer has computed.
+    """
     from accelerate import init_empty_weights
 
     with init_empty_weights(include_buffers=False), Undrawn():
         model: PreTrainedModel = _class(config).from_config(
             config, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
         )
+    nothing = torch.full((), torch.nan)
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                module._parameters[name] = torch.nn.Parameter(nothing.expand(parameter.shape), requires_grad=False)
     return model.eval()
 
 

@@ -22,6 +22,9 @@ PROMPT = "prompt"
 LOGITS, GREEDY = "logits", "greedy"
 #: Before the name of a linear layer: what it makes of :func:`rows_for`; before that of an adapter's tensor: itself.
 LAYER, TENSOR = "layer:", "tensor:"
+#: Before the name of each argument of a row with an image that is sent along; what comes back for it: float32 (tokens,
+#: vocabulary).
+IMAGE, SEEN = "image:", "seen"
 #: Modules of ftcli's that compute with models, or change them: none of them is imported there.
 OURS = ("ftkernels", "ftcli.model", "ftcli.train", "ftcli.methods", "ftcli.generation", "ftcli.pipeline")
 

@@ -392,7 +392,7 @@ def prepare_gguf(source: ExportSource, say: Callable[[str], None]) -> ExpectedFi
         in_file,
         heads_of(text),
         replace(description, warnings=(*description.warnings, *_warnings(architecture, names))),
-        vocabulary_of(tokenizer, stops, text.vocab_size),
+        vocabulary_of(tokenizer, stops, text.vocab_size, architecture.merges),
         tokenizer,
         stops,
         probe,

@@ -3,7 +3,7 @@
 Two kinds are written. Byte-level BPE (``gpt2``: Llama 3, Qwen, Mistral's Tekken) has merges, and cuts text by a regular
 expression that llama.cpp knows by a name. Merges of text with spaces as ``▁`` and bytes where all else fails
 (``llama``: Llama 2, Mistral, Gemma) are told by scores: of the pairs that make a piece, the best score is joined first.
-:func:`pieces_of` cuts text by what a file says, in either way.
+Of Gemma-4 llama.cpp reads the merges themselves (``gemma4``). :func:`pieces_of` cuts text by what a file says.
 """
 
 from __future__ import annotations
@@ -56,11 +56,14 @@ _NO_MERGE = "ÿ ÿ"
 _SPACE = "▁"
 
 
-def vocabulary_of(tokenizer: PreTrainedTokenizerBase, stops: Sequence[int], size: int) -> dict[str, Value]:
+def vocabulary_of(
+    tokenizer: PreTrainedTokenizerBase, stops: Sequence[int], size: int, merges_as: str | None = None
+) -> dict[str, Value]:
     """The metadata of training's tokenizer, for a model of ``size`` embeddings.
 
     Args:
         stops: Ids that end a turn; the first is eos.
+        merges_as: llama.cpp's name for merges with spaces as ``▁``, where the family has one (``Architecture.merges``).
 
     Raises:
         FtcliError: FT756 for a tokenizer that llama.cpp does not have.
@@ -71,7 +74,14 @@ def vocabulary_of(tokenizer: PreTrainedTokenizerBase, stops: Sequence[int], size
         raise no_place(f"its tokenizer is {model.get('type')}, and ftcli writes BPE")
     tokens, types = _pieces(stated, tokenizer, size)
     merges = [" ".join(pair) if isinstance(pair, list) else str(pair) for pair in model.get("merges") or ()]
-    values = _byte_level(stated, merges) if _is_byte_level(stated) else _scored(stated, merges, tokens, types)
+    byte_level = _is_byte_level(stated)
+    values = _byte_level(stated, merges) if byte_level else _scored(stated, merges, tokens, types)
+    if merges_as is not None and not byte_level:
+        if values.pop("tokenizer.ggml.add_space_prefix"):
+            raise no_place("its tokenizer puts a space before text")
+        values |= {"tokenizer.ggml.model": merges_as, "tokenizer.ggml.merges": merges or [_NO_MERGE]}
+        values["tokenizer.ggml.add_space_prefix"] = False
+        del values["tokenizer.ggml.pre"]
     values["tokenizer.ggml.tokens"] = tokens
     values["tokenizer.ggml.token_type"] = types
     return {**values, **_special(tokenizer, stops), **_template(tokenizer)}
@@ -228,7 +238,8 @@ def pieces_of(values: JsonMap, text: str) -> list[int]:
     pattern = "|".join(re.escape(token) for token in reversed(whole))
     parts = re.split(f"({pattern})", text) if whole else [text]
     by_scores = values["tokenizer.ggml.model"] == "llama"
-    cut = _by_scores(values, ids) if by_scores else _by_merges(values, ids)
+    ways = {"llama": _by_scores, "gemma4": _by_merges_of_lines, "gpt2": _by_merges}
+    cut = ways[str(values["tokenizer.ggml.model"])](values, ids)
     found: list[int] = []
     fresh = True  # a space is put before text at the beginning and after a special token
     for index, part in enumerate(parts):
@@ -258,6 +269,23 @@ def _by_merges(values: JsonMap, ids: Mapping[str, int]) -> Any:
     split += [pre_tokenizers.Digits(individual_digits=True)] if pre == _DIGITS else []
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*split, level])
     return lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def _by_merges_of_lines(values: JsonMap, ids: Mapping[str, int]) -> Any:
+    """Merges within lines; several line ends are one piece where there is such a one."""
+    from tokenizers import Tokenizer, models
+
+    merges = [tuple(merge.split(" ", 1)) for merge in values["tokenizer.ggml.merges"]]
+    known = [pair for pair in merges if pair[0] in ids and pair[1] in ids and "".join(pair) in ids]
+    tokenizer = Tokenizer(models.BPE(vocab=dict(ids), merges=known, byte_fallback=True))
+
+    def cut(text: str) -> list[int]:
+        found: list[int] = []
+        for line in re.findall(r"[^\n]+|\n+", text.replace(" ", _SPACE)):
+            found += [ids[line]] if line in ids and not line.strip("\n") else tokenizer.encode(line).ids
+        return found
+
+    return cut
 
 
 def _by_scores(values: JsonMap, ids: Mapping[str, int]) -> Any:

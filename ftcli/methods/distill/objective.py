@@ -29,9 +29,9 @@ from ftcli.plain import JsonObject
 from ftcli.plan.batches import Batches
 from ftcli.plan.memory.terms import FORWARD, GENERATION
 from ftcli.run.metrics import MetricsLine
+from ftcli.run.process_group import gather_json
 from ftcli.train.assembly import of_reference
 from ftcli.train.checkpoint_state import Progress, draw_of_epoch
-from ftcli.train.gathering import gather_json
 from ftcli.train.loop import Objective, StepMonitor
 from ftcli.train.parallel import Divisors, MicroBatch, TokenCounts
 

@@ -19,11 +19,11 @@ from ftcli.judges.verdicts import Verdict
 from ftcli.methods.grpo.advantages import overlong_penalties, without_spread
 from ftcli.methods.grpo.episodes import Acting, Episode, Episodes, verdict_as_json, verdict_of_json
 from ftcli.methods.grpo.rewards import Reward, RewardFailures
-from ftcli.methods.grpo.rollouts import Rollouts, gather_completions, gather_rest
+from ftcli.methods.grpo.rollouts import Rollouts, gather_completions, gather_rest, gather_rows
 from ftcli.methods.grpo.settings import GrpoConfig
 from ftcli.methods.grpo.spans import REWARDS, ROLLOUT, Spans
 from ftcli.plain import JsonObject
-from ftcli.train.gathering import gather_json, gather_rows
+from ftcli.run.process_group import gather_json
 from ftcli.train.parallel import SEED_STRIDE
 
 if TYPE_CHECKING:

@@ -31,7 +31,7 @@ from ftcli.methods.grpo.losses import Completions, StepShape, loss_mask
 from ftcli.methods.grpo.policy import Metrics, Parity, PolicyScores, check_parity, joined, scored_loss
 from ftcli.methods.grpo.reference import Reference
 from ftcli.methods.grpo.rewards import Reward, RewardFailures
-from ftcli.methods.grpo.rollouts import Rollouts
+from ftcli.methods.grpo.rollouts import Rollouts, gather_rows
 from ftcli.methods.grpo.settings import GrpoConfig
 from ftcli.methods.grpo.spans import LOG_PROBS, OPTIMIZER, REWARDS, ROLLOUT, TRAINING, Spans
 from ftcli.methods.grpo.stagnation import Stagnation
@@ -41,9 +41,9 @@ from ftcli.plain import JsonObject
 from ftcli.plan.memory.terms import FORWARD, GENERATION
 from ftcli.run.completions import ScoredCompletion
 from ftcli.run.metrics import MetricsLine
+from ftcli.run.process_group import gather_json
 from ftcli.train.build import build_loop
 from ftcli.train.checkpoint_state import Progress, draw_of_epoch
-from ftcli.train.gathering import gather_json, gather_rows
 from ftcli.train.loop import Objective, StepMonitor, TrainerHooks, TrainingLoop
 from ftcli.train.parallel import SEED_STRIDE, Divisors, MicroBatch, TokenCounts
 

@@ -7,14 +7,16 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+import torch
 from ftkernels.sampling import Sampling, row_seed
+from torch import Tensor
 
 from ftcli.facts.generation import MOST_ROWS
 from ftcli.generation.generator import OpenedGenerator, open_generator
 from ftcli.generation.requests import Completion, GenerationRequest, StopCheck, StopConditions
 from ftcli.generation.turns import Turns
 from ftcli.job import Job
-from ftcli.train.gathering import gather_bytes, gather_json
+from ftcli.run.process_group import gather_bytes, gather_json
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -139,6 +141,13 @@ def gather_completions(group: RankGroup | None, mine: Sequence[Completion]) -> l
 def gather_rest(group: RankGroup | None, mine: list[Any]) -> list[Any]:
     """What all ranks have to say of their completions, in order."""
     return mine if group is None else [one for said in gather_json(group, "rest of", mine) for one in said]
+
+
+def gather_rows(group: RankGroup, where: str, mine: Tensor) -> Tensor:
+    """All ranks' rows of a float32 matrix, in order, on the device of ``mine``."""
+    told = gather_bytes(group, where, mine.cpu().float().contiguous().numpy().tobytes())
+    parts = [torch.from_numpy(np.frombuffer(said, np.float32).copy()).view(-1, mine.shape[1]) for said in told]
+    return torch.cat(parts).to(mine.device)
 
 
 def _packed(completions: Sequence[tuple[list[int], list[float]]]) -> bytes:

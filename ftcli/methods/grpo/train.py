@@ -40,13 +40,6 @@ if TYPE_CHECKING:
     from ftcli.train.loop import TrainerHooks, TrainingLoop
 
 
-@dataclass(frozen=True, slots=True)
-class LogProbsRecord:
-    """What the manifest says of the log-probabilities that a policy is trained on."""
-
-    log_probs: Parity
-
-
 class Grpo(PromptMethod):
     """Completions of prompts, judged and compared with each other."""
 
@@ -94,7 +87,7 @@ class Grpo(PromptMethod):
 
         def agreement(parity: Parity) -> None:
             job.reporter.info(parity.summary())  # of several ranks, each looks at its own first batch
-            add_to_manifest(context, LogProbsRecord(parity))
+            add_to_manifest(context, {"log_probs": parity})
 
         return build_grpo(
             job, self._grpo, model, prompts, self._rewards, hooks, agreement, group, self._reference, self._acting

@@ -16,8 +16,10 @@ from ftcli.job import Job
 from ftcli.labels import IGNORE_INDEX
 from ftcli.model.backbone import compute_context, head_of
 from ftcli.model.loss import SUPERVISED, forward_loss, next_tokens, target_positions
+from ftcli.run.metrics import MetricsLine
 from ftcli.train.data import training_epochs
 from ftcli.train.epochs import EpochObjective
+from ftcli.train.loop import StepMonitor
 from ftcli.train.on_rows import ObjectiveParts, RowMethod
 from ftcli.train.parallel import Divisors, MicroBatch, TokenCounts
 from ftcli.train.progress import TrainingRows
@@ -36,7 +38,8 @@ class SftObjective(EpochObjective):
         self._stack, self._sequence = parts["stack"], parts["sequence"]
         super().__init__(job, epochs, parts["group"], self._sequence)
         self._model, self._device, self._dtypes = model, job.device, job.dtypes
-        self._collate = EpochCollator(epochs, job.pad_token_id, job.batches(model))
+        self._pixels = job.pixel_reader()
+        self._collate = EpochCollator(epochs, job.pad_token_id, job.batches(model), self._pixels)
         self._vocab_size = head_of(model).weight.shape[0]
 
     def micro_batch(self, units: Sequence[int], *, blank: bool) -> MicroBatch:
@@ -55,6 +58,20 @@ class SftObjective(EpochObjective):
         counts = TokenCounts(supervised.numel(), 0 if blank else int(real.sum()), batch["input_ids"].numel())
         inputs = {name: value for name, value in batch.items() if name != "lengths"}
         return MicroBatch({**inputs, SUPERVISED: supervised}, () if blank else tuple(units), counts)
+
+    def micro_batches(self, step: int, monitor: StepMonitor) -> list[MicroBatch]:
+        """As :meth:`EpochObjective.micro_batches`; the images of the next step are read while this one runs."""
+        found = super().micro_batches(step, monitor)
+        if self._pixels is not None:
+            self._pixels.ahead(row for unit in self.upcoming(step) for row in self._epochs.members(unit))
+        return found
+
+    def metrics(self) -> MetricsLine:
+        """With images, the seconds for which steps waited for them since the last line."""
+        if self._pixels is None or not self._pixels.waited:
+            return {}
+        waited, self._pixels.waited = self._pixels.waited, 0.0
+        return {"image_wait_seconds": waited}
 
     def loss(self, inputs: dict[str, Tensor], step: Divisors) -> Tensor:
         """Summed loss in nats over the supervised tokens, divided by those of the whole step."""

@@ -191,6 +191,7 @@ def _what_a_step_allocates(plan: RunPlan, settled: MemoryDecisions) -> Iterator[
         yield Term("graph pool", graph_pool(plan, settled), phases_of(plan), lasting=True)
     if plan.graphed:
         yield Term("graph gaps", _graph_gaps(plan, activations, dense), phases_of(plan), lasting=True)
+    yield from _images(plan)
     yield Term("hidden states", states, (FORWARD,) if on_kernels else (FORWARD, BACKWARD))
     loss_of_method = plan.method_memory.loss_bytes
     loss = cross_entropy(plan, tokens, training=True) if loss_of_method is None else loss_of_method
@@ -218,6 +219,21 @@ def _what_a_step_allocates(plan: RunPlan, settled: MemoryDecisions) -> Iterator[
         yield Term("copies run again", again, (BACKWARD,))
     if dense:
         yield Term("dequantized weights", dense, backward if plan.wholly_graphed else (BACKWARD, END))
+
+
+def _images(plan: RunPlan) -> Iterator[Term]:
+    """What a micro-batch holds of its images, all of whose tokens may be theirs: pixels, several patches a token, and
+    what the tower saw, for the embeddings and for each layer that it is added to, there also as it is added.
+    """
+    if not plan.sees:
+        return
+    config = plan.facts.raw
+    vision = config.get("vision_config") or {}
+    merged = int(vision.get("spatial_merge_size") or config.get("spatial_merge_size") or 1) ** 2
+    pixels = 3 * int(vision.get("temporal_patch_size") or 1) * int(vision.get("patch_size") or 14) ** 2
+    seen = 1 + 2 * len(vision.get("deepstack_visual_indexes") or ())
+    a_token = merged * pixels * plan.dtypes.parameter_bytes + seen * plan.shape.hidden_size * plan.dtypes.compute_bytes
+    yield Term("images", plan.tokens * a_token, (FORWARD,))
 
 
 def _at_work(plan: RunPlan, setting: ActivationSettings) -> int:

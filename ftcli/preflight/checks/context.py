@@ -69,7 +69,13 @@ class Context:
     @property
     def scores_tasks(self) -> bool:
         """True if `eval.tasks` are scored, or looked at for a command that scores them."""
-        return self.command in ("eval", "check", "sample") or (self.trains and self.method.scores_tasks)
+        by_method = self.method.scores_tasks or self.recipe.eval.tasks_every_steps is not None
+        return self.command in ("eval", "check", "sample") or (self.trains and by_method)
+
+    @property
+    def held_out_is_read(self) -> bool:
+        """True if the rows that `data.held_out` keeps from training are told apart."""
+        return self.trains or self.command == "eval"
 
     @property
     def reads_data(self) -> bool:
@@ -110,6 +116,10 @@ class Context:
     def warning(self, code: str, path: str, message: str, help: str | None = None) -> Finding:
         """A warning that points at the value of ``path``."""
         return self._finding(code, path, message, help, "warning")
+
+    def no_effect(self, path: str, why: str, help: str | None = None) -> Finding:
+        """FT259: the value of ``path`` changes nothing; ``why`` ends that sentence."""
+        return self.warning("FT259", path, f"{path} has no effect {why}", help)
 
     def note(self, code: str, path: str, message: str, help: str | None = None) -> Finding:
         """A note that points at the value of ``path``."""

@@ -32,18 +32,38 @@ def _data(context: Context) -> Findings:
     if (context.trains or context.command == "sample") and not data.train:
         help = "add one, such as `train: [bundled:sample-chat]`"
         yield context.error("FT254", "data.train", "data.train names no file", help=help)
-    if context.command == "eval" and not data.eval and not any(task.data for task in context.recipe.eval.tasks):
+    if context.command == "eval" and not data.measures and not any(task.data for task in context.recipe.eval.tasks):
         message = "data.eval names no file, so there is nothing to evaluate on"
         yield context.error("FT255", "data.eval", message, help="name held-out rows, such as `eval: [my-eval.jsonl]`")
-    if context.trains and context.recipe.eval.every_steps is not None and not data.eval:
+    tasks = context.recipe.eval.tasks if context.recipe.eval.tasks_every_steps is not None else ()
+    asked_apart = bool(tasks) and all(task.data for task in tasks)
+    if context.trains and context.recipe.eval.every_steps is not None and not data.measures and not asked_apart:
         message = "eval.every_steps is set, and data.eval names no file to evaluate on"
         help = "name held-out rows in data.eval, or remove eval.every_steps"
         yield context.error("FT255", "eval.every_steps", message, help=help)
     yield from _needs_evaluation(context)
+    yield from _tasks_while_training(context)
     if data.format != "auto" and not layouts.row(data.format).takes_loss_on(data.loss_on):
         message = f"data.loss_on: {data.loss_on} does not apply to rows of format {data.format}"
         help = f"use one of auto, {', '.join(layouts.row(data.format).loss_on)}"
         yield context.error("FT256", "data.loss_on", message, help=help)
+
+
+def _tasks_while_training(context: Context) -> Findings:
+    """FT255 and FT259: tasks that are to be scored while training, and cannot be or are anyway."""
+    settings, path = context.recipe.eval, "eval.tasks_every_steps"
+    every = settings.tasks_every_steps
+    if every is None or not context.trains:
+        return
+    if context.method.scores_tasks:
+        message = f"{path} has no effect with {context.method.title}, which scores tasks at each evaluation"
+        yield context.warning("FT259", path, message, help="remove it")
+    elif not settings.tasks:
+        message = f"{path} is set, and eval.tasks names no task"
+        yield context.error("FT255", path, message, help="add one, such as `tasks: [{use: exact_match}]`")
+    elif settings.every_steps is None or every % settings.every_steps:
+        message = f"{path} {every} is no multiple of eval.every_steps {settings.every_steps or '(not set)'}"
+        yield context.error("FT255", path, message, help=f"set eval.every_steps: {every}, or a divisor of it")
 
 
 def _needs_evaluation(context: Context) -> Findings:
@@ -91,7 +111,7 @@ def _tasks(context: Context, installed: Installed) -> Findings:
             message = f"two eval tasks are named {name!r}; results would overwrite each other"
             yield context.error("FT266", path, message, help="add `name:`")
         names.add(name)
-        if not task.data and not recipe.data.eval and context.scores_tasks and context.command != "sample":
+        if not task.data and not recipe.data.measures and context.scores_tasks and context.command != "sample":
             help = "name its rows in the task (`data: [...]`), or held-out rows for all tasks in data.eval"
             yield context.error("FT255", path, f"the task {name!r} has no data, and data.eval names no file", help=help)
         yield from judge_findings(context, path, task, installed)
@@ -121,8 +141,8 @@ def _without_effect(context: Context) -> Findings:
     recipe = context.recipe
     train, generate = recipe.train, recipe.eval.generate
     if context.says("eval.generate.temperature") and not generate.do_sample:
-        message = "eval.generate.temperature has no effect without do_sample"
-        yield context.warning("FT259", "eval.generate.temperature", message, help="add `do_sample: true`, or remove it")
+        help = "add `do_sample: true`, or remove it"
+        yield context.no_effect("eval.generate.temperature", "without do_sample", help)
     quantization = quantizations.row(recipe.quantization.method)
     training = quantization.training
     of_training = () if recipe.lora is None or training is None else training.reads
@@ -130,18 +150,15 @@ def _without_effect(context: Context) -> Findings:
         path = f"quantization.{name}"
         if name not in ("method", *quantization.reads) and context.says(path):
             readers = " or ".join(quantizations.methods_that_read(name))
-            yield context.warning("FT259", path, f"{path} has no effect without method: {readers}")
+            yield context.no_effect(path, f"without method: {readers}")
         elif name in of_training and context.says(path):
-            message = f"{path} has no effect with lora: the rounded weights are frozen"
-            yield context.warning("FT259", path, message, help="remove it")
+            yield context.no_effect(path, "with lora: the rounded weights are frozen", "remove it")
     setting = train.gradient_checkpointing
     policy = policies.as_recipe(setting)
     if train.uncheckpointed_layers and (setting == "auto" or not policies.row(setting).by_layer):
-        path = "train.uncheckpointed_layers"
-        yield context.warning("FT259", path, f"{path} has no effect with gradient_checkpointing: {policy}")
+        yield context.no_effect("train.uncheckpointed_layers", f"with gradient_checkpointing: {policy}")
     if context.says("train.memory_budget_gib") and policy != "auto":
-        path = "train.memory_budget_gib"
-        yield context.warning("FT259", path, f"{path} has no effect with gradient_checkpointing: {policy}")
+        yield context.no_effect("train.memory_budget_gib", f"with gradient_checkpointing: {policy}")
     yield from _never_reached(context)
 
 
@@ -151,6 +168,7 @@ def _never_reached(context: Context) -> Findings:
         return
     for path, every in (
         ("eval.every_steps", recipe.eval.every_steps),
+        ("eval.tasks_every_steps", recipe.eval.tasks_every_steps),
         ("checkpoint.every_steps", recipe.checkpoint.every_steps),
     ):
         if every is not None and every > steps and context.says(path):
@@ -189,7 +207,7 @@ def _optimizer(context: Context, installed: Installed) -> Findings:
         yield context.error("FT253", "train.optim", message, help=f"pip install '{row.package.install}'")
     for name in optimizers.optimizer_settings():
         if context.says(f"train.{name}") and name not in row.reads:
-            yield context.warning("FT259", f"train.{name}", f"train.{name} has no effect with optim: {train.optim}")
+            yield context.no_effect(f"train.{name}", f"with optim: {train.optim}")
     if not row.schedule_free:
         return
     if train.lr_scheduler_type != schedules.CONSTANT:
@@ -321,9 +339,8 @@ def _warm_up(context: Context) -> Findings:
     warms_up = schedules.row(train.lr_scheduler_type).warms_up or optimizers.row(train.optim).warms_up
     if not warms_up and train.warmup_steps > 0:
         constant = train.lr_scheduler_type == schedules.CONSTANT and not optimizers.row(train.optim).schedule_free
-        message = f"train.warmup_steps has no effect with lr_scheduler_type: {train.lr_scheduler_type}"
         help = f"use {schedules.CONSTANT_AFTER_WARMUP}" if constant else "remove it"
-        yield context.warning("FT259", "train.warmup_steps", message, help=help)
+        yield context.no_effect("train.warmup_steps", f"with lr_scheduler_type: {train.lr_scheduler_type}", help)
     if not context.trains or steps is None:
         return
     for key, problem, remedy in long_warm_ups(context.recipe, steps, f"train.max_steps {steps}"):
@@ -368,12 +385,8 @@ def check_adapters(context: Context) -> Findings:
         message = "lora.layers_pattern has no effect without lora.layers_to_transform"
         yield context.error("FT274", "lora.layers_pattern", message, help="add layers_to_transform, or remove it")
     if not lora.experts and lora.target_modules != "all-linear":
-        yield context.warning(
-            "FT259",
-            "lora.experts",
-            "lora.experts has no effect beside a list of target_modules: experts have adapters where it names them",
-            help="remove it, or leave target_modules out",
-        )
+        why = "beside a list of target_modules: experts have adapters where it names them"
+        yield context.no_effect("lora.experts", why, "remove it, or leave target_modules out")
     if isinstance(lora.exclude_modules, str):
         yield from regex_findings(context, "lora.exclude_modules", lora.exclude_modules)
     for index, pattern in enumerate(lora.layers_pattern):

@@ -6,6 +6,7 @@ Rows are read and understood by the code that training uses (`ftcli.rows`); only
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,11 +23,12 @@ from ftcli.preflight.checks.context import Context, Findings, Found, NotMade
 from ftcli.rows.columns import UnreadColumns, unread_note
 from ftcli.rows.layouts import layout_of, misfit_finding, understand
 from ftcli.rows.layouts.prompted import as_chat, is_bare
-from ftcli.rows.places import DataFile, files_of, is_hub, resolve_path
+from ftcli.rows.places import DataFile, files_of, is_away, is_hub, local_sources, resolve_path
 from ftcli.rows.readers import unpacks_beyond
 from ftcli.rows.reading import iterate
+from ftcli.rows.remote import missing_package
 from ftcli.rows.row import NO_ROWS_HELP, Misfit, Row, text_size
-from ftcli.tables import code_of, layouts
+from ftcli.tables import code_of, images, layouts, stores
 
 SAMPLE_ROWS = 64
 #: Larger .json files are not parsed just to see their first rows; nor are other files that have to be unpacked for it.
@@ -72,10 +74,26 @@ def check(context: Context, facts: ModelFacts, *, offline: bool) -> Found:
             yield context.error("FT403", path, message, help="check its permissions, and that it is whole")
 
 
+def rows_have_images(context: Context, facts: ModelFacts) -> bool:
+    """True if the first row of a local source that is trained on has images, and the model sees."""
+    if not context.method.sees or facts.raw.get("model_type") not in images.TABLE:
+        return False
+    for source in local_sources(context.recipe.data.train):
+        if _unread(source, offline=True) is not None:
+            continue
+        with contextlib.suppress(FtcliError, Misfit, OSError):
+            row = next((item for item in iterate(source, offline=True) if isinstance(item, Row)), None)
+            if row is not None and understand(row, layout_of(row, context.recipe.data.format)).images:
+                return True
+    return False
+
+
 def _unread(source: DatasetConfig, *, offline: bool) -> str | None:
     """The reason why a source is not looked at, or None."""
     if is_hub(source):
         return "no network may be used" if offline else None
+    if is_away(source):
+        return "it is large and elsewhere; the run fetches it"
     try:
         large = [file for file in files_of(source) if _is_large_document(file)]
     except (FtcliError, OSError, EOFError, zlib.error):
@@ -98,7 +116,7 @@ def _sources(context: Context) -> Iterator[tuple[str, DatasetConfig]]:
     recipe = context.recipe
     if context.trains or context.command == "sample":
         yield from ((f"data.train.{i}", source) for i, source in enumerate(recipe.data.train))
-    yield from ((f"data.eval.{i}", source) for i, source in enumerate(recipe.data.eval))
+    yield from ((f"data.eval.{i}", each) for i, each in enumerate(recipe.data.eval) if each.part is None)
     if context.command in ("eval", "check"):
         for number, task in enumerate(recipe.eval.tasks):
             yield from ((f"eval.tasks.{number}.data.{i}", source) for i, source in enumerate(task.data))
@@ -113,7 +131,7 @@ def _source_findings(
     items = list(_first(iterate(looked_at, offline=offline)))
     broken = [item for item in items if isinstance(item, Finding)]
     rows = [item for item in items if isinstance(item, Row)]
-    if not items:
+    if not items and source.part is None:
         yield context.error("FT404", path, f"{source.path} holds no rows", help=NO_ROWS_HELP)
     if rows:
         first, misfits = _understood(context, path, rows)
@@ -231,8 +249,7 @@ def check_sources(context: Context) -> Findings:
     yield from _weights(context, recipe.data.train)
     method = context.method
     if recipe.data.packing and not method.packs and context.command == method.command:
-        message = f"data.packing has no effect in {method.command}: completions are generated"
-        yield context.warning("FT259", "data.packing", message)
+        yield context.no_effect("data.packing", f"in {method.command}: completions are generated")
     refusal = takes_rows(recipe, context.work)
     if recipe.data.padding_free is True and refusal is not None:
         yield context.warning("FT259", "data.padding_free", f"data.padding_free has no effect: {refusal}")
@@ -252,7 +269,12 @@ def _options(context: Context, path: str, source: DatasetConfig) -> Findings:
                     f"{name} is for datasets of the Hub, but {source.path} is read from this machine",
                     f"write the path as hub:ORG/NAME, or remove {name}",
                 )
-        if source.split and is_file(resolve_path(source.path)):
+        row = stores.of(source.path)
+        install = None if row is None else missing_package(source.path)
+        if row is not None and install is not None:
+            message = f"{source.path} needs a package that reads from {row.title}, which is not installed"
+            yield context.error("FT253", f"{path}.path", message, install)
+        if source.split and row is None and is_file(resolve_path(source.path)):
             message = f"{source.path} is one file and has no splits"
             yield context.error("FT257", f"{path}.split", message, "remove split, or name a folder")
     elif source.streaming and source.max_rows is None:
@@ -262,12 +284,21 @@ def _options(context: Context, path: str, source: DatasetConfig) -> Findings:
             f"{source.path} is streamed without a limit, but all rows are tokenized before training starts",
             "add max_rows, or remove streaming to download the whole split",
         )
-    if source.weight is not None and not path.startswith("data.train"):
-        message = "weight is for training data; each held-out row counts once"
-        yield context.error("FT257", f"{path}.weight", message, "remove weight")
+    for name in ("weight", "epochs"):
+        if getattr(source, name) is not None and not path.startswith("data.train"):
+            message = f"{name} is for training data; each held-out row counts once"
+            yield context.error("FT257", f"{path}.{name}", message, f"remove {name}")
 
 
 def _weights(context: Context, sources: Sequence[DatasetConfig]) -> Findings:
+    repeated = next((number for number, source in enumerate(sources) if source.epochs is not None), None)
+    if repeated is not None:
+        path = f"data.train.{repeated}.epochs"
+        if any(source.weight is not None for source in sources):
+            yield context.error("FT257", path, "a mixture has weights or epochs, not both", "remove one of them")
+        elif context.work == "train" and not context.method.repeats:
+            message = f"epochs of sources are not supported in {context.method.title}"
+            yield context.error("FT257", path, message, "use weight, or repeat rows in the file")
     weighted = [source.weight is not None for source in sources]
     if any(weighted) and not all(weighted):
         index = weighted.index(False)

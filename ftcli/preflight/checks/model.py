@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from difflib import get_close_matches
 
+from ftcli.config.model import LoraConfig
 from ftcli.errors import Finding
 from ftcli.facts.adapters import (
     half_of_a_pair_finding,
@@ -12,6 +13,8 @@ from ftcli.facts.adapters import (
     no_module_finding,
     problem_finding,
     problems,
+    start_folder,
+    start_problems,
     targets_of,
 )
 from ftcli.facts.model import ModelFacts, has_classifier, takes_sdpa
@@ -21,7 +24,7 @@ from ftcli.plan.quantization import stored_method
 from ftcli.plan.released import released_form
 from ftcli.plan.trained import HEAD, TABLES
 from ftcli.preflight.checks.context import Context, Findings, NotMade
-from ftcli.tables import exports, quantizations
+from ftcli.tables import exports, images, quantizations
 from ftcli.tables.gguf import INSTEAD, NORMS_OF_LAYERS, TYPES, architecture_of, unknown_architecture
 
 #: What classifiers of transformers and PEFT call the score.
@@ -31,7 +34,9 @@ _SCORE = ("score", "classifier")
 def check(context: Context, facts: ModelFacts) -> Findings:
     """FT250, FT259, FT271, FT301, FT302, FT310 to FT327, FT339, FT340, FT351, FT740, FT747, FT756."""
     if facts.senses is not None and context.work == "train":
-        message = f"only the language model of {facts.name} is trained, on text; {facts.senses}: kept, not trained"
+        sees = context.method.sees and facts.raw.get("model_type") in images.TABLE
+        on = "text and images" if sees else "text"
+        message = f"only the language model of {facts.name} is trained, on {on}; {facts.senses}: kept, not trained"
         yield context.note("FT310", "model.name_or_path", message)
     if context.work == "train" and not context.from_prompts and facts.language.get("output_router_logits"):
         message = f"{facts.name} has output_router_logits: true; ftcli does not add the router's auxiliary loss"
@@ -253,6 +258,23 @@ def _positions(context: Context, facts: ModelFacts) -> Findings:
         yield context.note("FT302", path, message)
 
 
+def _start(context: Context, lora: LoraConfig) -> Findings:
+    """FT334 for an adapter to go on from that does not fit the settings, FT250 where none can be gone on from."""
+    path = "lora.start_from"
+    if lora.start_from is None or context.work != "train":
+        return
+    if not context.method.goes_on:
+        message = f"{context.method.title} compares with the model without adapters, so it cannot go on from one"
+        help = "merge it (`ftcli export --format safetensors`) and name the merged model in model.name_or_path"
+        yield context.error("FT250", path, message, help)
+    elif lora.init_lora_weights is not True:
+        message = f"{path} and lora.init_lora_weights: {lora.init_lora_weights} both say where adapters begin"
+        yield context.error("FT250", path, message, "remove one of them")
+    for problem in start_problems(lora, lora.start_from):
+        help = "write the adapter's own values, or name another folder"
+        yield context.error("FT334", path, f"the adapter in {start_folder(lora.start_from)}: {problem}", help)
+
+
 def _adapters(context: Context, facts: ModelFacts, shape: ModelShape) -> Findings:
     lora = context.recipe.lora
     if lora is None:
@@ -262,6 +284,7 @@ def _adapters(context: Context, facts: ModelFacts, shape: ModelShape) -> Finding
             yield from _target(context, facts, shape, f"lora.target_modules.{index}", target)
         if not lora.target_modules:
             yield context.error("FT311", "lora.target_modules", "lora.target_modules is empty", help="use all-linear")
+    yield from _start(context, lora)
     for problem in problems(targets_of(shape, lora), lora):
         yield problem_finding(problem, context.origins.at(f"lora.{problem.key}"))
     for index, name in enumerate(lora.modules_to_save):

@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 from ftcli.config.model import SUPPORTED_ATTENTION
 from ftcli.preflight.checks.context import Context, Findings, as_in_recipe
-from ftcli.tables import engines, exports, loggers, methods, quantizations
+from ftcli.rows.remote import missing_package
+from ftcli.tables import engines, exports, loggers, methods, quantizations, stores
 from ftcli.tables.gguf import LLAMA_QUANTIZE, TYPES, WITHOUT_QUANTIZER
 
 Installed = Callable[[str], bool]
@@ -29,6 +30,23 @@ def check(context: Context, installed: Installed = is_installed) -> Findings:
     yield from _programs(context)
     yield from _code(context)
     yield from _loggers(context, installed)
+    yield from _mirror(context)
+
+
+def _mirror(context: Context) -> Findings:
+    """FT250 for storage that a run cannot be copied to, FT253 for the package that it needs."""
+    url, path = context.recipe.run.mirror, "run.mirror"
+    if url is None or not context.trains:
+        return
+    known = stores.names(mirrors=True)
+    row = stores.of(url)
+    install = missing_package(url)
+    if row is None or not row.mirrors:
+        yield context.error(
+            "FT250", path, f"{path} {url} is no storage that runs are copied to", f"use {', '.join(known)}"
+        )
+    elif install is not None:
+        yield context.error("FT253", path, f"{url} needs a package that writes to {row.title}", install)
 
 
 def _values(context: Context) -> Findings:

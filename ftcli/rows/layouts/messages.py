@@ -1,5 +1,8 @@
 """Conversations: messages with roles, calls and tools, as rows and other layouts hold them.
 
+Images stand among the text of a turn: a part of its content, or ``<image>`` in it where the row has a column of images.
+Each becomes one character (:data:`ftcli.rows.row.IMAGE`) of the content, which stays text.
+
 Marks say which turns, and which parts of a turn, bear no loss, in the words of the field's formats.
 Of a turn: ``weight`` (OpenAI), ``train``, ``training`` and ``train_detail`` (axolotl), ``masked`` (torchtune). Of a
 part of a content that is a list: ``train`` and ``weight``.
@@ -14,18 +17,26 @@ from typing import Any
 from ftcli.config.data import ARGUMENTS_OF_RENDERING
 from ftcli.plain import JsonObject
 from ftcli.rows.limits import parse
-from ftcli.rows.row import Example, Message, Misfit, Ranges, Row, Switches
+from ftcli.rows.pictures import source_of
+from ftcli.rows.row import IMAGE, Example, ImageSource, Message, Misfit, Ranges, Row, Switches
 
 #: Keys of a message that hold an assistant's reasoning.
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 #: Kinds of parts of a content that are reasoning, and would be taken for the answer.
 _THOUGHTS = ("thinking", "reasoning")
+#: Key under which a message that is being read holds the images of its parts; None for one of the row's column.
+PARTS = "images of its parts"
 #: What templates may show of a message beside its text and calls. Other keys (ids, sources, dates) are not rendered.
 _SHOWN = ("role", "name", "tool_call_id", *REASONING_KEYS)
-#: Columns of a row, and keys of a message, that hold something other than text.
-_MEDIA = ("image", "images", "audio", "video", "videos")
+#: Columns of a row that hold its images, and how text says where each belongs.
+_IMAGES = ("images", "image")
+_PLACE = "<image>"
+#: Kinds of parts of a content that are images, with the keys that may hold one; without one it is the column's next.
+_IMAGE_PARTS = {"image": ("image", "path", "url", "bytes"), "image_url": ("image_url",)}
+#: Columns of a row, and keys of a message, that hold something that is not trained on.
+_MEDIA = ("audio", "video", "videos")
 #: Keys of a message that are refused, because training without them would be training on something else.
-_UNSUPPORTED = ("function_call", *_MEDIA)
+_UNSUPPORTED = ("function_call", *_IMAGES, *_MEDIA)
 
 
 def understand(row: Row) -> Example:
@@ -47,16 +58,19 @@ def conversation(
         completion_from: The message with which the completion begins; None: the last one.
         untrained: Messages that bear no loss, and ranges in them (:func:`ftcli.rows.layouts.messages.marks_of`).
 
-    Raises Misfit without an assistant's turn, or when the row holds images, audio or video beside them.
+    Raises Misfit without an assistant's turn, when its images are more or less than the places for them, or when the
+    row holds audio or video beside them.
     """
     media = next((key for key in _MEDIA if row.fields.get(key)), None)
     if media is not None:
-        raise Misfit(f"the row has {media!r}, which is not supported: only text is trained")
+        raise Misfit(f"the row has {media!r}, which is not supported: text and images are trained")
     if not any(message["role"] == "assistant" for message in messages):
         raise Misfit("the conversation has no assistant turn, so there is nothing to train on")
+    placed, images = with_images(row, messages)
     return Example(
         row,
-        messages=tuple(messages),
+        messages=placed,
+        images=images,
         tools=tools_of(row),
         completion_from=completion_from,
         untrained=untrained or {},
@@ -67,6 +81,47 @@ def conversation(
 def messages_of(value: Any) -> list[Message]:
     """A list of messages in the form that chat templates take. Raises Misfit."""
     return [_message(item, number) for number, item in enumerate(list_of(value), 1)]
+
+
+def with_images(row: Row, messages: Sequence[Message]) -> tuple[tuple[Message, ...], tuple[ImageSource, ...]]:
+    """The messages with a place for each image in their text, and the images in the order of their places.
+
+    Raises Misfit where the row's column has more images or less than there are places left for.
+    """
+    column = _column_of_images(row)
+    if not column and not any(PARTS in message for message in messages):
+        return tuple(messages), ()
+    left, images, made = iter(column), list[ImageSource | None](), []
+    for message in messages:
+        own = iter(message.get(PARTS, ()))
+        content = str(message.get("content") or "")
+        if column and PARTS not in message:
+            content = content.replace(_PLACE, IMAGE)
+        for _ in range(content.count(IMAGE)):
+            given = next(own, None)
+            images.append(next(left, None) if given is None else source_of(given))
+        made.append({**{key: value for key, value in message.items() if key != PARTS}, "content": content})
+    found = [image for image in images if image is not None]
+    rest = sum(1 for _ in left)
+    if rest or len(found) < len(images):
+        places = len(images) - len(found) + len(column) - rest
+        raise Misfit(
+            f"the row has {len(column)} images and {places} places for them: a part of type 'image' in a message, or "
+            f"{_PLACE} in its text, says where each belongs"
+        )
+    return tuple(made), tuple(found)
+
+
+def _column_of_images(row: Row) -> list[ImageSource]:
+    found = [(name, row.fields[name]) for name in _IMAGES if row.fields.get(name)]
+    if len(found) > 1:
+        raise Misfit("the columns 'image' and 'images' both hold something, and only one of them can be meant")
+    if not found:
+        return []
+    value = found[0][1]
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        value = _from_text(row, found[0][0])
+    return [source_of(one) for one in (value if isinstance(value, list) else [value])]
 
 
 def list_of(value: Any) -> list[Any]:
@@ -93,6 +148,8 @@ def _message(item: Any, number: int) -> Message:
         message["tool_calls"] = [call_of(call, number) for call in calls]
     optional = "tool_calls" in message or any(message.get(key) for key in REASONING_KEYS)
     message["content"] = _content(item.get("content"), number, optional=optional)
+    if IMAGE in message["content"]:
+        message[PARTS] = [_held(part) for part in item["content"] if part.get("type") in _IMAGE_PARTS]
     return message
 
 
@@ -111,13 +168,28 @@ def _content(content: Any, number: int, *, optional: bool) -> str:
     if content is None and optional:
         return ""
     if isinstance(content, list):
-        parts = [p.get("text") if isinstance(p, dict) and p.get("type") not in _THOUGHTS else None for p in content]
+        parts = [_part(part) for part in content]
         if not all(isinstance(part, str) for part in parts):
-            raise Misfit(f"message {number} holds something other than text, and only text is trained")
+            raise Misfit(f"message {number} holds something other than text and images, and only these are trained")
         return "".join(map(str, parts))
-    if not isinstance(content, str):
+    if not isinstance(content, str) or IMAGE in content:
         raise Misfit(f"message {number} has no text in 'content'")
     return content
+
+
+def _part(part: Any) -> str | None:
+    """A part of a content as text; None where it is neither text nor an image."""
+    if not isinstance(part, dict) or part.get("type") in _THOUGHTS:
+        return None
+    if part.get("type") in _IMAGE_PARTS:
+        return IMAGE
+    text = part.get("text")
+    return text if isinstance(text, str) and IMAGE not in text else None
+
+
+def _held(part: JsonObject) -> Any:
+    """The image that a part holds; None where it stands for the next of the row's column."""
+    return next((part[key] for key in _IMAGE_PARTS[str(part["type"])] if part.get(key)), None)
 
 
 def call_of(call: Any, number: int) -> JsonObject:
@@ -218,7 +290,7 @@ def _text(turn: JsonObject) -> str:
     """The text of a turn, whose content may be a list of parts."""
     content = turn.get("content", turn.get("value"))
     if isinstance(content, list):
-        return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+        return "".join(_part(part) or "" for part in content)
     return content if isinstance(content, str) else ""
 
 
@@ -244,7 +316,7 @@ def _parts(turn: JsonObject, name: str) -> list[tuple[tuple[int, int], bool]]:
     content, end = turn.get("content"), 0
     for part in content if isinstance(content, list) else []:
         if isinstance(part, dict):
-            start, end = end, end + len(str(part.get("text", "")))
+            start, end = end, end + len(_part(part) or "")
             wanted = _wanted(part, f"a part of {name}")
             found += [((start, end), wanted)] if wanted is not None else []
     details = turn.get("train_detail") or []

@@ -34,38 +34,6 @@ _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 #: A folder in the Hub's cache says which repository it is of.
 _CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)(?:/|$)")
 
-_ADAPTER = """from peft import AutoPeftModelForCausalLM
-from transformers import AutoTokenizer
-
-folder = "path/to/this/folder"
-model = AutoPeftModelForCausalLM.from_pretrained(folder)
-tokenizer = AutoTokenizer.from_pretrained(folder)"""
-_MODEL = """from transformers import AutoModelForCausalLM, AutoTokenizer
-
-folder = "path/to/this/folder"
-model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-tokenizer = AutoTokenizer.from_pretrained(folder)"""
-_SCORING_ADAPTER = """from peft import AutoPeftModelForSequenceClassification as AutoPeftClassifier
-from transformers import AutoTokenizer
-
-folder = "path/to/this/folder"
-tokenizer = AutoTokenizer.from_pretrained(folder)
-model = AutoPeftClassifier.from_pretrained(folder, num_labels=1, pad_token_id=tokenizer.pad_token_id)"""
-_SCORING_MODEL = """from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-folder = "path/to/this/folder"
-tokenizer = AutoTokenizer.from_pretrained(folder)
-model = AutoModelForSequenceClassification.from_pretrained(folder, dtype="auto")"""
-_SCORE = """
-messages = [{"role": "user", "content": "Hello!"}, {"role": "assistant", "content": "Hello! What can I do for you?"}]
-inputs = tokenizer.apply_chat_template(messages, return_tensors="pt", return_dict=True)
-print(model(**inputs).logits.item())  # scores compare answers to one prompt; the higher, the better"""
-_CHAT = """
-messages = [{"role": "user", "content": "Hello!"}]
-inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-output = model.generate(**inputs, max_new_tokens=64)
-print(tokenizer.decode(output[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True))"""
-
 
 @dataclass(frozen=True, slots=True)
 class PublicBase:
@@ -74,16 +42,6 @@ class PublicBase:
     name: str
     repo: str | None
     commit: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class DataRow:
-    """A dataset of training: its name without the path, its size, and its content's digest."""
-
-    name: str
-    rows: str
-    tokens: str
-    sha256: str
 
 
 def write_card(run: RunDirectory, folder: Path | None = None, *, of_result: bool = True, merged_with: str = "") -> None:
@@ -125,11 +83,6 @@ def render_card(run: RunDirectory, folder: Path, *, of_result: bool = True, merg
     adapter, model = (folder / ADAPTER_CONFIG).is_file(), (folder / "config.json").is_file()
     licence = {} if _is_random(recipe) else licence_of_base(manifest)
     method = _method(recipe, manifest)
-    scoring = method is not None and method.classifier
-    of_adapter, of_model = (_SCORING_ADAPTER, _SCORING_MODEL) if scoring else (_ADAPTER, _MODEL)
-    loading = of_adapter if adapter else of_model if model else ""
-    served = serving(folder)
-    chat = (_SCORE if scoring else _CHAT) if loading and (folder / "chat_template.jinja").is_file() else ""
     text: str = _template().render(
         head=_head(base, licence, manifest, recipe, adapter=adapter, model=model),
         title=str(map_in(recipe, "run").get("name") or run.path.name),
@@ -138,8 +91,11 @@ def render_card(run: RunDirectory, folder: Path, *, of_result: bool = True, merg
         random=_is_random(recipe),
         scores=score_rows(evaluation, methods.TABLE.get(str(map_in(recipe, "train").get("method")))),
         measured=_measured(evaluation, exported=not adapter and (folder / EXPORT_RECORD).is_file()),
-        code=_Own(loading + ("\n" + chat if chat else "") or served),
-        language=_Own("python" if loading else "console"),
+        adapter=adapter,
+        model=model,
+        scoring=method is not None and method.classifier,
+        chats=(folder / "chat_template.jinja").is_file(),
+        serving=_Own(serving(folder)),
         base_is_local=adapter and base.repo is None,
         stored=stored if adapter and recipe.get("lora") and quantizations.is_stored(stored) else "",
         training=[
@@ -285,19 +241,15 @@ def _licence_text(licence: JsonMap) -> str:
     return _Own(f"[{name}]({licence['link']})" if licence.get("link") else str(name))
 
 
-def _data(manifest: JsonMap, tokens: JsonMap) -> list[DataRow]:
-    """The training data by name, in the order of the recipe; files of a folder have one row each without counts."""
+def _data(manifest: JsonMap, tokens: JsonMap) -> list[tuple[str, str, str, str]]:
+    """Name, rows, tokens and SHA-256 of the training data, in the recipe's order; files of a folder have no counts."""
     digests = {str(file.get("name")): str(file.get("sha256")) for file in maps(manifest.get("data"))}
     counted = [one for one in maps(tokens.get("datasets")) if one.get("split") == "train"]
     rows = []
     for one in counted:
-        name = str(one.get("name"))
-        rows.append(
-            DataRow(
-                public_name(name), count(one.get("rows_kept")), count(one.get("tokens_trained")), digests.pop(name, "–")
-            )
-        )
-    return [*rows, *(DataRow(public_name(name), "–", "–", sha256) for name, sha256 in digests.items())]
+        name, kept, trained = str(one.get("name")), count(one.get("rows_kept")), count(one.get("tokens_trained"))
+        rows.append((public_name(name), kept, trained, digests.pop(name, "–")))
+    return [*rows, *((public_name(name), "–", "–", sha256) for name, sha256 in digests.items())]
 
 
 def public_name(name: str) -> str:

@@ -175,14 +175,6 @@ Points = list[tuple[int, float | None]]
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
-    """One recipe key with its value in each run, as people write it; None where a run's recipe does not have it."""
-
-    key: str
-    values: tuple[str | None, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Comparison:
     """Runs in the order asked for.
 
@@ -190,21 +182,21 @@ class Comparison:
         names: A short name for each, all different.
         runs: What each came to.
         curves: For each metric of :data:`CURVES` that some run has, the points of each run.
-        differences: Recipe keys in which they differ.
+        differences: Recipe keys in which they differ, with the value of each as people write it; None: it has none.
     """
 
     names: tuple[str, ...]
     runs: tuple[RunSummary, ...]
     curves: Mapping[str, tuple[Points, ...]]
-    differences: tuple[Difference, ...]
+    differences: Mapping[str, Sequence[str | None]]
 
     def as_dict(self) -> JsonObject:
         return {
             "runs": [{"name": name, **plain_fields(run)} for name, run in zip(self.names, self.runs, strict=True)],
             "curves": {metric: dict(zip(self.names, points, strict=True)) for metric, points in self.curves.items()},
             "differences": [
-                {"key": each.key, "values": dict(zip(self.names, each.values, strict=True))}
-                for each in self.differences
+                {"key": key, "values": dict(zip(self.names, values, strict=True))}
+                for key, values in self.differences.items()
             ],
         }
 
@@ -236,11 +228,11 @@ def _settings(path: Path) -> dict[str, str]:
         return {}
 
 
-def _differences(recipes: Sequence[Mapping[str, str]]) -> tuple[Difference, ...]:
+def _differences(recipes: Sequence[Mapping[str, str]]) -> dict[str, list[str | None]]:
     known = [recipe for recipe in recipes if recipe]
     keys = dict.fromkeys(key for recipe in known for key in recipe if key not in PLACES)  # no difference of experiments
     differ = (key for key in keys if len({recipe.get(key) for recipe in known}) > 1)
-    return tuple(Difference(key, tuple(recipe.get(key) for recipe in recipes)) for key in differ)
+    return {key: [recipe.get(key) for recipe in recipes] for key in differ}
 
 
 def _names(paths: Sequence[Path]) -> tuple[str, ...]:
@@ -271,7 +263,7 @@ def render_comparison(comparison: Comparison) -> str:
         states=[run.state for run in comparison.runs],
         charts=_charts(comparison),
         results=result_rows(comparison),
-        differences=[(each.key, [value or "–" for value in each.values]) for each in comparison.differences],
+        differences=[(key, [value or "–" for value in values]) for key, values in comparison.differences.items()],
         version=__version__,
         now=utc_now(),
     )

@@ -70,14 +70,14 @@ SCHEMES = [
     "run.resume=gs://b/x",
     "model.name_or_path=s3://b/m",
     "model.tokenizer=az://b/t",
-    "data.train.0.path=s3://b/x.jsonl",
-    "data.train=[s3://b/x.jsonl]",
-    "data.eval=[{path: s3://b/x.jsonl}]",
+    "data.train.0.path=az://b/x.jsonl",
+    "data.train=[az://b/x.jsonl]",
+    "data.eval=[{path: az://b/x.jsonl}]",
     "data.chat_template=https://h/t.jinja",
     'grpo={rewards: [{file: "s3://b/r.py:f"}]}',
     'eval.tasks=[{file: "s3://b/r.py:f"}]',
     "eval.tasks=[{use: json_valid, json_schema: s3://b/s.json}]",
-    "eval.tasks=[{use: exact_match, data: [s3://b/x.jsonl]}]",
+    "eval.tasks=[{use: exact_match, data: [az://b/x.jsonl]}]",
     "eval.lm_eval=[s3://b/task.yaml]",
 ]
 

@@ -36,7 +36,7 @@ from ftcli.tables import (
         ("train.weight_decay", "a number of at least 0"),
         ("train.max_steps", "a whole number from 1 to 1000000000"),
         ("data.packing", "true or false"),
-        ("data.overlong", "one of error, drop, truncate"),
+        ("data.overlong", "one of error, drop, truncate, split"),
         ("lora.target_modules", "all-linear or a list of text"),
         ("data.train", "a list of text or sections (path, columns, max_rows, ...)"),
         ("data.train.0.max_rows", "a whole number from 1 to 1000000000"),

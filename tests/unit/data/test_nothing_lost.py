@@ -22,8 +22,8 @@ CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 @pytest.mark.parametrize(
     ("layout", "fields", "word"),
     [
-        ("sharegpt", {"conversations": TURNS, "images": ["a.png"]}, "only text"),
-        ("messages", {"messages": CHAT, "images": ["a.png"]}, "only text"),
+        ("sharegpt", {"conversations": TURNS, "images": ["a.png"]}, "1 images and 0 places"),
+        ("messages", {"messages": CHAT, "images": ["a.png"]}, "1 images and 0 places"),
         ("messages", {"messages": [CHAT[0], {**CHAT[1], "thinking": "a", "reasoning": "b"}]}, "reasoning twice"),
         ("sharegpt", {"conversations": [TURNS[0], {**TURNS[1], "reasoning": ["a"]}]}, "not text"),
     ],

@@ -55,16 +55,16 @@ def of_pairs(values: Sequence[float], lengths: Sequence[tuple[int, int]]) -> Mar
 )
 def test_a_pair_is_in_the_class_of_its_lengths(chosen: int, rejected: int, name: str) -> None:
     (found,) = of_pairs([1.0], [(chosen, rejected)]).by_length()
-    assert found.length == name
+    assert found["length"] == name
 
 
 def test_each_class_tells_its_share_and_a_tie_is_one_half() -> None:
     lengths = [(10, 10), (10, 10), (10, 10), (30, 10), (10, 30)]
-    found = {each.length: each for each in of_pairs([2.0, 0.0, -1.0, 4.0, -3.0], lengths).by_length()}
+    found = {each["length"]: each for each in of_pairs([2.0, 0.0, -1.0, 4.0, -3.0], lengths).by_length()}
     alike = found["within 10%"]
-    assert (alike.pairs, alike.accuracy, alike.margin) == (3, 0.5, pytest.approx(1 / 3))
-    assert found["chosen over twice as long"].accuracy == 1
-    assert found["rejected over twice as long"].accuracy == 0
+    assert (alike["pairs"], alike["accuracy"], alike["margin"]) == (3, 0.5, pytest.approx(1 / 3))
+    assert found["chosen over twice as long"]["accuracy"] == 1
+    assert found["rejected over twice as long"]["accuracy"] == 0
     assert list(found) == [name for name in LENGTH_CLASSES if name in found]
 
 
@@ -147,7 +147,10 @@ def test_a_labelled_answer_is_wrong_on_the_side_of_the_other_label() -> None:
     found = margins_of_answers(rows, np.array([0.5, 2.0, -1.0]), np.array([4.0, 3.0, 3.0]), TOKENIZER)
     (wrong,) = found.worst
     assert (wrong.origin, wrong.margin, wrong.label, wrong.chosen.text, wrong.rejected) == ("b:2", 2.0, -1, "bad", None)
-    assert [(each.source, each.rows, each.accuracy) for each in found.by_source()] == [("a", 1, 1.0), ("b", 2, 0.5)]
+    assert [(each["source"], each["rows"], each["accuracy"]) for each in found.by_source()] == [
+        ("a", 1, 1.0),
+        ("b", 2, 0.5),
+    ]
     record = found.record()
     assert (record["labels"], record["margins"], record["lengths"]) == ([1, -1, -1], [0.5, 2.0, -1.0], [4, 3, 3])
     assert found.as_dict() == {}

@@ -34,7 +34,10 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("model_type", by_kind([*ARCHITECTURES, "gemma3", "mistral3", "qwen3_5"], STRUCTURES))
+WRAPPERS = ("gemma3", "mistral3", "qwen3_5", "gemma4", "gemma4_unified")
+
+
+@pytest.mark.parametrize("model_type", by_kind([*ARCHITECTURES, *WRAPPERS], STRUCTURES))
 def test_every_family_is_written_and_read_back(model_type: str, tmp_path: Path) -> None:
     shape = AS_BUILT.get(model_type)
     built = changed(model_type, **shape) if shape else build(MULTIMODAL.get(model_type, model_type))

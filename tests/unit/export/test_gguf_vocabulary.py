@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -81,3 +82,37 @@ def test_other_ways_are_refused(values: dict[str, Any], reason: str) -> None:
     with pytest.raises(FtcliError, match=reason) as caught:
         vocabulary_of(learnt(**values), [1], 640)
     assert caught.value.findings[0].code == "FT756"
+
+
+def of_lines() -> Any:
+    """A tokenizer as Gemma-4 has it: merges over words, spaces as ``▁``, bytes where all else fails."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, trainers
+
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Replace("▁", " ")
+    lines = [line for text in LEARNT for line in text.split("\n")]
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "\n", "\n\n", "\n\n\n"]
+    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=special, show_progress=False)
+    tokenizer.train_from_iterator(lines, trainer)
+    made = json.loads(tokenizer.to_str())
+    made["added_tokens"] = made["added_tokens"][:4]
+    made["model"]["merges"] = [["\n", "\n"], ["\n\n", "\n"], *made["model"]["merges"]]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(made)), bos_token="<bos>", eos_token="<eos>", unk_token="<unk>"
+    )
+
+
+def test_merges_of_gemma4_are_written_as_they_are() -> None:
+    tokenizer = of_lines()
+    values = vocabulary_of(tokenizer, [1], 640, "gemma4")
+    assert values["tokenizer.ggml.model"] == "gemma4"
+    assert values["tokenizer.ggml.merges"] == [
+        " ".join(pair) for pair in json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
+    ]
+    assert "tokenizer.ggml.pre" not in values
+    for text in [*LEARNT, "Zwölf 🚀 नमस्ते"]:
+        found = pieces_of(values, text)
+        assert tokenizer.decode(found) == tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"])
+        assert found == tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert vocabulary_of(tokenizer, [1], 640)["tokenizer.ggml.model"] == "llama"

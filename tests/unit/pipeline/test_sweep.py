@@ -120,12 +120,12 @@ def test_all_run_in_order_and_the_lowest_held_out_loss_is_the_best(plan: Sweep) 
     assert result.best is not None
     assert result.html is not None
     assert result.comparison is not None
-    assert result.best.settings == {"train.learning_rate": 1e-3}
-    assert (result.best.metric, result.best.value) == ("held-out loss", 1e-3)
+    assert result.best["settings"] == {"train.learning_rate": 1e-3}
+    assert (result.best["metric"], result.best["value"]) == ("held-out loss", 1e-3)
     assert "smallest" in result.remarks[0]
     assert result.exit_code == 0
     assert result.html.is_file()
-    assert [each.key for each in result.comparison.differences] == ["train.learning_rate"]
+    assert list(result.comparison.differences) == ["train.learning_rate"]
 
 
 def test_a_run_that_fails_does_not_end_the_sweep(plan: Sweep) -> None:
@@ -134,7 +134,7 @@ def test_a_run_that_fails_does_not_end_the_sweep(plan: Sweep) -> None:
     assert [run.exit_code for run in result.runs] == [6, -9, 0, 0]
     assert result.runs[0].reason == "FT702: diverged"
     assert result.best is not None
-    assert result.best.settings == {"train.learning_rate": 3e-3}
+    assert result.best["settings"] == {"train.learning_rate": 3e-3}
     assert [finding.code for finding in listener.findings] == ["FT750", "FT750"]
     assert result.exit_code == 6
     assert replace(result, runs=[replace(result.runs[0], exit_code=-9)]).exit_code == 1
@@ -263,7 +263,7 @@ def test_equal_runs_are_said_to_be_equal(plan: Sweep) -> None:
         write_run(run, loss=loss)
     result, _ = swept(plan, Fleet())
     assert result.best is not None
-    assert result.best.settings == {"train.learning_rate": 2e-3}
+    assert result.best["settings"] == {"train.learning_rate": 2e-3}
     assert result.remarks == ["1 more came to the same held-out loss: the first is named"]
 
 

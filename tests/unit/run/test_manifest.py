@@ -30,7 +30,7 @@ from ftcli.run.inputs import (
     require_same_inputs,
     weight_identities,
 )
-from ftcli.run.manifest import Activations, GitState, build_manifest, git_state
+from ftcli.run.manifest import build_manifest, git_state
 from ftcli.run.results import AnsweredRow, EvalScores, Evaluation, TaskScore, update_evaluation
 
 
@@ -44,7 +44,7 @@ def build(folder: Path, **more: Any) -> dict[str, Any]:
         seeds={"run": 42},
         dtype_plan=DtypePlan("float32", None, "float32", False, "no GPU"),
         parts=[ExecutionPart("norms", "transformers", "no GPU")],
-        activations=Activations(False, False, 0, "as the recipe says", None, None),
+        activations={"requested": False, "gradient_checkpointing": False, "reason": "as the recipe says"},
         predicted_memory=None,
         data=[fingerprint("rows.jsonl", rows)],
         folder=folder,
@@ -78,9 +78,9 @@ def test_git_commit_and_modification_are_seen(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("1")
     git("add", "a")
     git("commit", "-qm", "a")
-    assert git_state(tmp_path) == GitState(git("rev-parse", "HEAD"), False)
+    assert git_state(tmp_path) == {"commit": git("rev-parse", "HEAD"), "modified": False}
     (tmp_path / "a").write_text("2")
-    assert git_state(tmp_path) == GitState(git("rev-parse", "HEAD"), True)
+    assert git_state(tmp_path) == {"commit": git("rev-parse", "HEAD"), "modified": True}
 
 
 def test_nothing_that_a_checkout_names_is_run(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_nothing_that_a_checkout_names_is_run(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("2")  # as long as before: contents have to be compared
     state = git_state(tmp_path)
     assert state is not None
-    assert state.modified is True
+    assert state["modified"] is True
     assert not ran.exists()
 
 

@@ -16,7 +16,7 @@ from ftcli.facts.device import named_device
 from ftcli.plan.precision import DtypePlan
 from ftcli.run.atomic import read_json_object, store_json, write_json
 from ftcli.run.directory import RunDirectory
-from ftcli.run.manifest import Activations, Fingerprint, build_manifest
+from ftcli.run.manifest import Fingerprint, build_manifest
 from ftcli.run.metrics import MetricsWriter
 from ftcli.run.report import LiveProgress, render_report, write_report
 from ftcli.run.report.charts import (
@@ -85,7 +85,7 @@ def run(tmp_path: Path) -> RunDirectory:
             seeds={"seed": 42},
             dtype_plan=DtypePlan("bfloat16", "float32", "bfloat16", True, "GPU"),
             parts=[],
-            activations=Activations(False, False, 0, "as the recipe says", None, None),
+            activations={"requested": False, "gradient_checkpointing": False, "reason": "as the recipe says"},
             predicted_memory=None,
             data=[Fingerprint(HOSTILE, 10, "ab" * 32)],
         )

@@ -18,7 +18,7 @@ from ftcli.plan.precision import DtypePlan
 from ftcli.run.atomic import store_json, write_json
 from ftcli.run.completions import Completions, ScoredCompletion
 from ftcli.run.directory import RunDirectory
-from ftcli.run.manifest import Activations, Fingerprint, build_manifest
+from ftcli.run.manifest import Fingerprint, build_manifest
 from ftcli.run.metrics import MetricsWriter
 from ftcli.run.report import LiveProgress, write_report
 from ftcli.run.results import AnsweredRow, EvalScores, Evaluation, TaskScore
@@ -82,7 +82,8 @@ def make_run(path: Path, *, rewards: bool) -> RunDirectory:
         manifest = build_manifest(
             command="train", recipe_yaml=text, device=replace(named_device("h200"), name="NVIDIA H200"),
             seeds={"seed": 42}, dtype_plan=DtypePlan("bfloat16", "float32", "bfloat16", True, "GPU"), parts=[],
-            activations=Activations(False, False, 0, "as the recipe says", None, None), predicted_memory=None,
+            activations={"requested": False, "gradient_checkpointing": False, "reason": "as the recipe says"},
+            predicted_memory=None,
             data=[Fingerprint(LONG, 10, "ab" * 32)],
         )  # fmt: skip
         manifest["kernels"] = [{"layer": LONG, "on": False, "reason": HOSTILE}]

@@ -16,7 +16,7 @@ RULES = r.Rules(
         "brain": r.to("model.name_or_path"),
         "width": r.to("lora.r"),
         "breadth": r.to("lora.r"),
-        "colour": r.lost("models have no colour"),
+        "colour": lambda draft, given: draft.lost(given, "models have no colour"),
     },
     defaults={"train.learning_rate": 3e-4},
 )

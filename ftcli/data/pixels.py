@@ -1,0 +1,100 @@
+"""Reads the images of the next steps while this one runs, in threads: decoding and resizing leave Python's lock alone.
+
+What is read for a step follows from its rows alone, so that it is the same however many threads there are.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ftcli.data.tokens import RowImage, TokenizedRow
+from ftcli.data.vision import Pixels, Vision
+from ftcli.facts.device import usable_cores
+
+if TYPE_CHECKING:
+    from ftcli.errors import Origin
+
+#: Threads that read images at most: more would be in each other's way.
+MOST_THREADS = 8
+#: Bytes of pixels that are read ahead.
+MOST_AHEAD = 2 * 2**30
+
+#: An image as the tower takes it.
+Read = dict[str, Tensor]
+
+
+class PixelReader:
+    """The pixels of images, read ahead where that was asked for.
+
+    Args:
+        dtype: Of the tower; pixels are rounded to it here, where time is.
+
+    Attributes:
+        waited: Seconds for which somebody waited for pixels since this was last set to zero.
+    """
+
+    def __init__(self, vision: Vision, dtype: torch.dtype, threads: int | None = None) -> None:
+        self.vision, self.waited = vision, 0.0
+        self._dtype = dtype
+        self._pool = ThreadPoolExecutor(threads or max(1, min(MOST_THREADS, usable_cores())), "images")
+        self._ahead: dict[tuple[Origin, int], Future[Read]] = {}
+        self._bytes = 0
+
+    def ahead(self, rows: Iterable[TokenizedRow]) -> None:
+        """Begins to read the images of rows that come next, as far as there is room."""
+        for row in rows:
+            for number, image in enumerate(row.images):
+                key = row.row.origin, number
+                if key not in self._ahead and self._bytes < MOST_AHEAD:
+                    self._bytes += _size(image)
+                    self._ahead[key] = self._pool.submit(self._read, image, row.row.origin)
+
+    def of(self, rows: Sequence[TokenizedRow]) -> Read:
+        """What the tower takes of all images of these rows, in order; empty where they have none."""
+        began = time.perf_counter()
+        self.ahead(rows)
+        found: list[Read] = []
+        for row in rows:
+            for number, image in enumerate(row.images):
+                kept = self._ahead.pop((row.row.origin, number), None)
+                if kept is not None:
+                    self._bytes -= _size(image)
+                found.append(self._read(image, row.row.origin) if kept is None else kept.result())
+        self.waited += time.perf_counter() - began
+        return joined(found)
+
+    def _read(self, image: RowImage, origin: Origin) -> Read:
+        return as_read(self.vision.processed(image, origin), self._dtype)
+
+
+def as_read(made: Pixels, dtype: torch.dtype) -> Read:
+    """What an image processor makes, as tensors: floating-point ones in ``dtype``."""
+    tensors = {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in made.items()}
+    return {name: each.to(dtype) if each.is_floating_point() else each for name, each in tensors.items()}
+
+
+def joined(images: Sequence[Read]) -> Read:
+    """Images one after the other; those of several sizes are filled up to the largest."""
+    if not images:
+        return {}
+    return {name: torch.cat(_of_one_size([image[name] for image in images])) for name in images[0]}
+
+
+def _of_one_size(tensors: Sequence[Tensor]) -> list[Tensor]:
+    if tensors[0].dim() < 4:
+        return list(tensors)
+    high, wide = (max(each.shape[side] for each in tensors) for side in (-2, -1))
+    return [F.pad(each, (0, wide - each.shape[-1], 0, high - each.shape[-2])) for each in tensors]
+
+
+def _size(image: RowImage) -> int:
+    """About how many bytes the pixels of an image take: four patches a token, each pixel twice, in two bytes."""
+    return image.grid[0] * image.grid[1] * 4 * 2 * 3 * 16 * 16 * 2

@@ -1,0 +1,120 @@
+"""What a model sees: its tower on the images of a micro-batch, and the language model's input with that in its places.
+
+The tower is transformers' own and runs once for all images of a micro-batch. Where nothing of it is trained it leaves
+nothing behind for backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ftcli.tables import code_of
+from ftcli.tables.images import TABLE
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+#: Where the batch holds the places of what was seen, (N,) int64 into its (B * S) tokens.
+PLACES = "image_places"
+#: Tensors that image processors make.
+_OF_PROCESSORS = ("pixel_values", "image_grid_thw", "image_sizes")
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What towers saw in N places: ``features`` (N, H), read in place of the tokens' embeddings; and what is added to
+    the output of the first layers, (N, H) each.
+    """
+
+    features: Tensor
+    added: tuple[Tensor, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SeenInputs:
+    """The language model's input of a micro-batch with images: ``embeds`` (B, S, H), and what is added to the output
+    of its first layers, (B, S, H) each, which is zero but in the images' ``places``.
+    """
+
+    embeds: Tensor
+    added: tuple[Tensor, ...]
+    places: Tensor
+    seen: Seen
+
+
+class TowerOf(Protocol):
+    """The code of a row's ``tower``."""
+
+    def __call__(self, model: Any, given: Mapping[str, Tensor]) -> Seen: ...
+
+
+def taken_apart(inputs: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """A batch's own inputs, and those of its images."""
+    names = (PLACES, *_OF_PROCESSORS)
+    own = {name: value for name, value in inputs.items() if name not in names}
+    return own, {name: inputs[name] for name in names if name in inputs}
+
+
+def see(base: PreTrainedModel, ids: Tensor, given: Mapping[str, Tensor]) -> SeenInputs:
+    """Runs the tower on ``given``, what :func:`taken_apart` found, for tokens ``ids`` (B, S)."""
+    model: Any = base.model
+    tower: TowerOf = code_of(TABLE[base.config.model_type].tower)
+    places, embedding = given[PLACES], base.get_input_embeddings()
+    with nullcontext() if _is_trained(base) else torch.no_grad():
+        seen = tower(model, given)
+    # An id of images may lie beyond the vocabulary; what is looked up for it is not read.
+    embeds = embedding(ids.clamp(max=embedding.weight.shape[0] - 1))
+    flat = embeds.reshape(-1, embeds.shape[-1])
+    embeds = flat.index_copy(0, places, seen.features.to(flat.dtype)).view_as(embeds)
+    zeros = torch.zeros_like(flat) if seen.added else flat
+    added = tuple(zeros.index_copy(0, places, each.to(flat.dtype)).view_as(embeds) for each in seen.added)
+    return SeenInputs(embeds, added, places, seen)
+
+
+def _is_trained(base: PreTrainedModel) -> bool:
+    decoder = {id(parameter) for parameter in base.get_decoder().parameters()}
+    return any(p.requires_grad and id(p) not in decoder for p in base.model.parameters())
+
+
+def qwen(model: Any, given: Mapping[str, Tensor]) -> Seen:
+    """Qwen's: merged patches of all images in one row; Qwen3-VL adds what some layers of the tower see."""
+    visual = model.visual
+    seen = visual(given["pixel_values"].to(visual.dtype), grid_thw=given["image_grid_thw"], return_dict=True)
+    return Seen(seen.pooler_output, tuple(getattr(seen, "deepstack_features", None) or ()))
+
+
+def masks_both_ways(base: Any, embeds: Tensor, block_ends: Tensor, positions: Tensor | None) -> Any:
+    """transformers' masks of rows (B, S, H) in which the tokens of an image see each other in both directions."""
+    from transformers.models.gemma3.modeling_gemma3 import create_masks_for_vision_model
+
+    ahead = torch.arange(1, block_ends.shape[1] + 1, device=block_ends.device)
+    alone = (block_ends == ahead) & F.pad(block_ends[:, :-1] < ahead[1:], (1, 0), value=True)
+    return create_masks_for_vision_model(
+        config=base.config.get_text_config(),
+        inputs_embeds=embeds,
+        attention_mask=None,
+        past_key_values=None,
+        position_ids=positions,
+        block_sequence_ids=torch.where(alone, -1, block_ends),
+    )
+
+
+def gemma3(model: Any, given: Mapping[str, Tensor]) -> Seen:
+    """Gemma-3's: as many features for each image."""
+    pixels = given["pixel_values"].to(model.vision_tower.dtype)
+    return Seen(model.get_image_features(pixels, return_dict=True).pooler_output.flatten(0, 1))
+
+
+def mistral3(model: Any, given: Mapping[str, Tensor]) -> Seen:
+    """Mistral-3's: images of several sizes, filled up, and their merged patches."""
+    pixels = given["pixel_values"].to(model.vision_tower.dtype)
+    layer = model.config.vision_feature_layer
+    seen = model.get_image_features(pixels, given["image_sizes"], vision_feature_layer=layer, return_dict=True)
+    return Seen(torch.cat(tuple(seen.pooler_output)))

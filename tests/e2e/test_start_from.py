@@ -1,0 +1,107 @@
+"""`lora.start_from`: training goes on from an adapter, whichever tool has written it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.e2e.conftest import User
+
+
+def trained(user: User, **change: Any) -> Path:
+    """A run of a few steps at a rate that is felt, and its adapter."""
+    train = {"max_steps": 4, "learning_rate": 1e-2}
+    user.done("train", user.recipe("a", eval={"every_steps": 4, "samples": 0}, train=train, **change))
+    return user.folder / "a"
+
+
+def losses(run: Path) -> dict[str, float]:
+    said = json.loads((run / "eval.json").read_text())
+    return {side: said[side]["loss"] for side in ("base", "run")}
+
+
+@pytest.mark.parametrize("lora", [{}, {"use_rslora": True}, {"use_dora": True}, {"modules_to_save": ["norm"]}])
+def test_it_begins_where_the_adapter_ended(lora: dict[str, Any], stored: User) -> None:
+    user = stored
+    run = trained(user, lora={"r": 4, **lora})
+    before = losses(run)
+    assert before["run"] < before["base"] - 0.01
+    change = {"eval": {"every_steps": 4, "samples": 0}, "train": {"max_steps": 2, "learning_rate": 1e-8}}
+    user.done("train", user.recipe("b", lora={"r": 4, **lora, "start_from": str(run)}, **change))
+    after = losses(user.folder / "b")
+    assert after["base"] == pytest.approx(before["run"], rel=1e-5)
+    assert after["run"] == pytest.approx(before["run"], rel=1e-3)
+
+
+def test_an_adapter_of_peft_itself_is_taken_and_a_changed_one_refuses_a_resume(stored: User) -> None:
+    """In bfloat16, with a config as peft writes it, under a random draw that is no zero."""
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    user = stored
+    model = AutoModelForCausalLM.from_pretrained(user.model["name_or_path"])
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False)
+    torch.manual_seed(1)
+    folder = user.folder / "theirs"
+    peft.get_peft_model(model, config).to(torch.bfloat16).save_pretrained(folder)
+    lora = {"r": 4, "alpha": 8, "start_from": str(folder)}
+    recipe = user.recipe("b", lora=lora, train={"max_steps": 2}, checkpoint={"every_steps": 1})
+    user.done("train", recipe)
+    theirs, ours = (load_file(each / "adapter_model.safetensors") for each in (folder, user.folder / "b" / "adapter"))
+    assert theirs.keys() == ours.keys()
+    assert all((theirs[name].float() - ours[name]).abs().max() < 0.01 for name in ours)
+    user.cut_off("b")
+    save_file({name: tensor * 2 for name, tensor in theirs.items()}, folder / "adapter_model.safetensors")
+    status, document = user.run("train", recipe)
+    assert (status, document["findings"][-1]["code"]) == (2, "FT731")
+
+
+@pytest.mark.parametrize(
+    "what", ["rank", "alpha", "nothing there", "kind", "tensor", "other targets", "damaged", "nan"]
+)
+def test_what_does_not_fit_is_refused(what: str, stored: User) -> None:
+    user = stored
+    run = trained(user, lora={"r": 4})
+    folder = user.folder / "copy"
+    shutil.copytree(run / "adapter", folder)
+    lora: dict[str, Any] = {"r": 4, "start_from": str(folder)}
+    weights, config = folder / "adapter_model.safetensors", folder / "adapter_config.json"
+    if what == "rank":
+        lora["r"] = 8
+    elif what == "alpha":
+        lora["alpha"] = 4.0
+    elif what == "nothing there":
+        shutil.rmtree(folder)
+    elif what == "kind":
+        config.write_text(json.dumps({**json.loads(config.read_text()), "peft_type": "LOHA"}))
+    elif what == "tensor":
+        held = load_file(weights)
+        save_file(dict(list(held.items())[1:]), weights)
+    elif what == "other targets":
+        lora["target_modules"] = ["q_proj"]
+    elif what == "nan":
+        save_file({name: tensor * float("nan") for name, tensor in load_file(weights).items()}, weights)
+    else:
+        weights.write_bytes(b"no tensors")
+    status, document = user.run("train", user.recipe("b", lora=lora, train={"max_steps": 1}))
+    (finding,) = (f for f in document["findings"] if f["severity"] == "error")
+    assert (status, finding["code"]) == (3, "FT334")
+    assert finding["help"]
+
+
+@pytest.mark.parametrize(
+    "change", [{"train": {"method": "dpo"}, "data": {"train": ["bundled:smoke-pairs"], "eval": []}}, {}]
+)
+def test_where_there_is_nothing_to_go_on_from(change: dict[str, Any], stored: User) -> None:
+    user = stored
+    lora = {"r": 4, "start_from": str(trained(user, lora={"r": 4}))}
+    lora |= {} if change else {"init_lora_weights": "pissa"}
+    status, document = user.run("train", user.recipe("b", lora=lora, **change))
+    errors = [f["code"] for f in document["findings"] if f["severity"] == "error"]
+    assert (status, errors) == (3, ["FT250"])
