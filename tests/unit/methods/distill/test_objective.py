@@ -75,6 +75,7 @@ def step_of(made: DistillObjective) -> tuple[float, list[Any]]:
         loss = made.loss(dict(one.inputs), divisors)
         loss.backward()
         total += loss.item()
+    made.reduced()
     return total, batches
 
 
