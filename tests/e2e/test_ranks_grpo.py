@@ -69,6 +69,28 @@ def test_two_ranks_are_one_process_that_accumulates_twice(grpo: dict[str, Any], 
         assert len(said[0]) == 16
 
 
+def test_rollouts_with_tools_are_the_same_on_two_ranks(drills: Drills) -> None:
+    """Each rank has the instances of its own rollouts; their rewards and turns are known on both."""
+    change = {
+        "model": {"name_or_path": "bundled:tiny-agent", "dtype": "float32"},
+        "data": {"train": [{"path": "bundled:smoke-agent-train", "max_rows": 12}], "eval": [], "max_seq_len": 256},
+        "train": {**CHANGE["train"], "max_steps": 2, "per_device_train_batch_size": 4},
+        "grpo": {
+            "num_generations": 4, "max_prompt_length": 80, "max_completion_length": 140,
+            "environment": {"file": "bundled:desk.py:Desk"}, "rewards": [{"use": "exact_match"}],
+        },
+        "eval": {"tasks": []},
+    }  # fmt: skip
+    alone = drills.whole("grpo", **twice(change))
+    run_ranks(drills, drills.recipe("two", **change), 2, command="grpo")
+    assert drills.metrics("two") == drills.metrics(alone)
+    assert all(line["tools/call_frequency"] == 1.0 for line in drills.metrics("two") if "loss" in line)
+    require_same_weights(drills.folder / "two" / "adapter", alone / "adapter")
+    said = [Completions(run / "completions").read(1) for run in (drills.folder / "two", alone)]
+    assert said[0] == said[1]
+    assert all("<tool_call>" in one.text for one in said[0])
+
+
 @pytest.mark.long
 def test_completions_for_several_steps_and_early_stops_are_the_same_on_two_ranks(drills: Drills) -> None:
     stops = {"entropy": {"min_entropy": 90.0, "patience": 3}}
