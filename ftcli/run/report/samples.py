@@ -101,7 +101,8 @@ def _row(row: JsonMap) -> ShownRow:
         str(row["task"]) if row.get("task") else "",
         clipped(str(row.get("prompt") or "")),
         None if reference is None else clipped(str(reference)),
-        *(_answer(row, key) for key in ("before", "after")),
+        _answer(row, "before"),
+        _answer(row, "after"),
         tuple(url for image in maps(row.get("images")) if _IMAGE.fullmatch(url := str(image.get("url"))) is not None),
     )
 
