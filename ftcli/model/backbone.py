@@ -248,6 +248,18 @@ def head_of(model: PreTrainedModel | PeftModel) -> Head:
     )
 
 
+def logits_of(model: PreTrainedModel | PeftModel, head: Head, states: Tensor) -> Tensor:
+    """cap(scale · head(h)): (N, H) -> (N, V), in float32 where anything is computed after the product."""
+    layer: Any = base_of(model).get_output_embeddings()
+    logits: Tensor = layer(states)
+    if head.logit_scale == 1.0 and not head.softcap:
+        return logits
+    logits = logits.float()
+    if head.logit_scale != 1.0:
+        logits = logits * head.logit_scale
+    return head.softcap * torch.tanh(logits / head.softcap) if head.softcap else logits
+
+
 def within_root(model: PreTrainedModel | PeftModel, compute: Callable[[], T]) -> T:
     """Runs ``compute`` inside the FSDP root's forward, with embedding, last norm and head all-gathered.
 
