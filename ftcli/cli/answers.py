@@ -132,7 +132,7 @@ def _of_fields(kind: type) -> JsonObject:
     hints = typing.get_type_hints(kind, globalns=dict(_names_of(inspect.getmodule(kind))))
     properties: JsonObject = {}
     required: list[str] = []
-    for each in dataclasses.fields(kind):  # type: ignore[arg-type]
+    for each in dataclasses.fields(kind):
         found = schema_of(hints[each.name])
         if each.metadata == FLATTENED:
             properties |= found.get("properties", {})

@@ -54,9 +54,8 @@ def mcp(
     server: Any = MCPServer("ftcli", instructions=_INSTRUCTIONS, version=__version__)
     more = ["--offline"] if session.offline else []
     tools = Tools(more)
-    for tool in (tools.check, tools.doctor, tools.recipes, tools.recipe, tools.recipe_schema, tools.answer_schema):
-        server.add_tool(tool, annotations=ToolAnnotations(read_only_hint=True))
-    for tool in (tools.runs, tools.compare):
+    looking: list[Any] = [tools.check, tools.doctor, tools.recipes, tools.recipe, tools.recipe_schema]
+    for tool in (*looking, tools.answer_schema, tools.runs, tools.compare):
         server.add_tool(tool, annotations=ToolAnnotations(read_only_hint=True))
     if allow_runs:
         server.add_tool(tools.start, annotations=ToolAnnotations(read_only_hint=False))
