@@ -10,7 +10,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -54,8 +54,11 @@ def mcp(
     server: Any = MCPServer("ftcli", instructions=_INSTRUCTIONS, version=__version__)
     more = ["--offline"] if session.offline else []
     tools = Tools(more)
-    looking: list[Any] = [tools.check, tools.doctor, tools.recipes, tools.recipe, tools.recipe_schema]
-    for tool in (*looking, tools.answer_schema, tools.runs, tools.compare):
+    reading: tuple[Callable[..., JsonObject], ...] = (
+        tools.check, tools.doctor, tools.recipes, tools.recipe, tools.recipe_schema, tools.answer_schema,
+        tools.runs, tools.compare,
+    )  # fmt: skip
+    for tool in reading:
         server.add_tool(tool, annotations=ToolAnnotations(read_only_hint=True))
     if allow_runs:
         server.add_tool(tools.start, annotations=ToolAnnotations(read_only_hint=False))
