@@ -50,8 +50,13 @@ def model_of(model_type: str = "youtu", base: str = "none", **change: Any) -> An
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=["equal", "other"])
-@pytest.mark.parametrize(("model_type", "base"), [("youtu", "none"), ("youtu", "nf4"), ("glm4_moe_lite", "none")])
+@pytest.mark.parametrize(
+    ("model_type", "base"),
+    [("youtu", "none"), ("youtu", "nf4"), ("glm4_moe_lite", "none"), ("deepseek_v2", "none")],
+)
 def test_adapters_answer_beside_weights_that_are_absorbed(model_type: str, base: str, change: dict[str, Any]) -> None:
+    if model_type == "deepseek_v2":  # whose features turn in pairs, whatever the config says
+        change = {name: value for name, value in change.items() if name != "rope_interleave"}
     model = model_of(model_type, base, **change)
     asked = prompts(4)
     expected = [generated(model, prompt, 20) for prompt in asked]
