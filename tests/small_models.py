@@ -296,7 +296,7 @@ MULTIMODAL: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     ),
     "gemma4": (
         {**_GEMMA4, **_OF_EACH_LAYER, "num_kv_shared_layers": 3},
-        {**_VISION, "head_dim": 8, "num_key_value_heads": 2, "position_embedding_size": 16},
+        {**_VISION, "head_dim": 8, "num_key_value_heads": 2, "position_embedding_size": 256},
         {"image_token_id": 259, "boi_token_id": 260, "eoi_token_id": 261, **_NO_SOUND},
     ),
     "gemma4_unified": (

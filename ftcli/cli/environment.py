@@ -22,7 +22,7 @@ from typing import Any, NoReturn, TextIO, cast
 from ftcli.cli.options import CommonOptions
 from ftcli.cli.render import Style
 from ftcli.cli.reporters import CollectingReporter, TerminalReporter
-from ftcli.errors import FtcliError
+from ftcli.errors import FtcliError, Origin
 from ftcli.facts.device import usable_cores
 from ftcli.paths import expanded
 from ftcli.ranks import Place, hearing_its_end
@@ -284,6 +284,15 @@ def cache_dir(environment: Mapping[str, str]) -> Path | None:
         return (Path(base) if base else Path.home() / ".cache") / "ftcli"
     except RuntimeError:  # a user without a home
         return None
+
+
+def secret(name: str, option: str) -> str:
+    """The value of a variable that holds a secret. Raises FtcliError FT791 (exit 2) where it is not set."""
+    value = os.environ.get(name)
+    if not value:
+        message, help = f"the variable {name} is not set, and {option} names it", f"export {name}=…"
+        raise FtcliError.single("FT791", message, origin=Origin(f"{option} {name}"), help=help)
+    return value
 
 
 def recorded(environment: Mapping[str, str]) -> Mapping[str, str]:

@@ -16,7 +16,7 @@ from ftcli.facts.generation import CacheShape, cache_shape
 from ftcli.facts.shape import shape_of
 from ftcli.generation.cache import NO_SLOT, Cache, Decode, Prefill, PromptStates
 from ftcli.model import attention
-from ftcli.model.backbone import base_of, decoder_layers, head_of, hidden_states, root_of
+from ftcli.model.backbone import base_of, decoder_layers, head_of, hidden_states, logits_of, root_of
 from ftcli.model.fused import (
     UNPACKED,
     FusedDecoderLayer,
@@ -142,20 +142,8 @@ class Forward:
 
     def _logits(self, states: Tensor) -> Tensor:
         """cap(scale · head(h)): (N, H) -> (N, V), and -inf for what is suppressed."""
-        logits = self._of_head(states)
+        logits = logits_of(self.model, self._head, states)
         return logits if self._suppressed is None else logits.index_fill(1, self._suppressed, float("-inf"))
-
-    def _of_head(self, states: Tensor) -> Tensor:
-        """cap(scale · head(h)): (N, H) -> (N, V), in float32 where anything is computed after the product."""
-        layer: Any = base_of(self.model).get_output_embeddings()
-        logits: Tensor = layer(states)
-        if self._head.logit_scale == 1.0 and not self._head.softcap:
-            return logits
-        logits = logits.float()
-        if self._head.logit_scale != 1.0:
-            logits = logits * self._head.logit_scale
-        cap = self._head.softcap
-        return cap * torch.tanh(logits / cap) if cap else logits
 
 
 class _PackedAdapters:

@@ -270,7 +270,7 @@ def _conversation(job: Job, run: RunDirectory | None, options: ChatOptions) -> C
     data = job.recipe.data
     renderer = renderer_of(job.tokenizer, data)
     if run is not None:
-        _use_template_of(run, renderer, job.reporter)
+        use_template_of(run, renderer, job.reporter)
     raw = options.raw
     if not raw and renderer.source is None and not job.tokenizer.chat_template:
         job.reporter.warn("the tokenizer has no chat template: each text is continued as it stands, without a history")
@@ -317,7 +317,7 @@ def _images(job: Job, renderer: Renderer, options: ChatOptions) -> tuple[RowImag
     return tuple(found)
 
 
-def _use_template_of(run: RunDirectory, renderer: Renderer, reporter: Reporter) -> None:
+def use_template_of(run: RunDirectory, renderer: Renderer, reporter: Reporter) -> None:
     """The run was trained under the template in its manifest; another one is told, and not used."""
     inputs = read_json_object(run.manifest_path).get("inputs")
     trained = inputs.get("chat_template") if isinstance(inputs, dict) else None

@@ -19,7 +19,7 @@ from ftcli.cli.app import main
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.reporting import Session
 
-COMMANDS = ("train", "eval", "grpo", "export", "chat", "sample", "check", "bench", "recipes", "doctor")
+COMMANDS = ("train", "eval", "grpo", "export", "chat", "serve-check", "sample", "check", "bench", "recipes", "doctor")
 RECIPE = "version: 1\nmodel: {name_or_path: m}\n"
 
 
