@@ -551,8 +551,6 @@ def why_not_sharded(recipe: Recipe, facts: ModelFacts, execution: Execution) -> 
 
 def _stored_whole(name: str, facts: ModelFacts) -> str | None:
     method = quantizations.row(name)
-    if facts.shape is not None and facts.shape.layer_input is not None:
-        return "model: its layers' own inputs come from one table, and ranks check the first layers alone"
     if method.training is not None:
         return f"quantization.method: {name} rounds whole matrices"
     if method.quantize_stack is not None and facts.shape is not None and facts.shape.has_experts:

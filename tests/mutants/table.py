@@ -1749,6 +1749,24 @@ GEMMA4 = (
     ),
 )
 
+_FSDP = "e2e/test_fsdp_families.py"
+SHARDS = (
+    _m(
+        "fsdp: the last of the first layers is taken for the model's last",
+        "ftcli/facts/shape.py",
+        "if count == len(windows):",
+        "if True:",
+        f"{_FSDP}::test_the_first_layers_are_checked_as_they_are",
+    ),
+    _m(
+        "fsdp: the first layers are checked with the inputs of all",
+        "ftcli/model/fsdp.py",
+        "inputs = _first_inputs(base, count, before)",
+        "inputs: list[Any] = []",
+        f"{_FSDP}::test_the_first_layers_are_checked_as_they_are",
+    ),
+)
+
 _FILE = "unit/export/test_gguf.py"
 GGUF = (
     _m(
@@ -1798,6 +1816,7 @@ TABLE: dict[str, tuple[Mutant, ...]] = {
     "gemma4": GEMMA4,
     "released": RELEASED_FP8,
     "gguf": GGUF,
+    "shards": SHARDS,
 }
 
 
