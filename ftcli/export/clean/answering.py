@@ -318,12 +318,13 @@ def _streamed(asked: ReloadRequest, config: Any, sent: dict[str, Tensor]) -> tup
     said = dict(config.quantization_config)
     del config.quantization_config  # transformers would build its own layers, with memory
     model = _empty(config)
-    makers = {"compressed-tensors": _eight_bits, "bitnet": _ternary}
-    if said.get("quant_method") not in makers:
-        raise ValueError(f"weights in {said.get('quant_method')} are not read layer by layer")
-    if said.get("format") == "pack-quantized":
-        makers = {"compressed-tensors": _four_bits}
-    read = makers[said["quant_method"]](model, said, _reader(Path(asked.folder), asked.names))
+    method = "four bits" if said.get("format") == "pack-quantized" else said.get("quant_method")
+    makers: dict[Any, Callable[[Any, dict[str, Any], Read], Read]] = {
+        "compressed-tensors": _eight_bits, "four bits": _four_bits, "bitnet": _ternary,
+    }  # fmt: skip
+    if method not in makers:
+        raise ValueError(f"weights in {method} are not read layer by layer")
+    read = makers[method](model, said, _reader(Path(asked.folder), asked.names))
     model.generation_config = GenerationConfig.from_pretrained(asked.folder, local_files_only=True)
     with computing_from(model, read, frozenset(asked.names)), torch.compiler.set_stance("force_eager"):
         logits = _logits(model, sent)
