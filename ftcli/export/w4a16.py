@@ -82,7 +82,8 @@ def decoded(parts: Mapping[str, Tensor]) -> Tensor:
     """The weight (O, I) float32 that the parts stand for."""
     codes = (parts["_packed"].to(torch.int64)[..., None] >> torch.arange(0, 32, 4)) & 15
     groups = (codes.flatten(1) + _LEAST).float().unflatten(1, (parts["_scale"].shape[1], -1))
-    return (groups * parts["_scale"].float()[..., None]).flatten(1)
+    weight: Tensor = (groups * parts["_scale"].float()[..., None]).flatten(1)
+    return weight
 
 
 def _integers(groups: Tensor, scale: Tensor) -> Tensor:
