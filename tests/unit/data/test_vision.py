@@ -405,3 +405,11 @@ def test_processors_are_settled_as_transformers_processors_call_them(tmp_path: P
         if name == "mistral3":
             assert [side // 28 for side in made["image_sizes"][0]] == list(grid)
             assert all(side % 28 == 0 for side in made["image_sizes"][0])
+
+
+def test_a_row_with_images_is_not_made_into_pieces(tmp_path: Path) -> None:
+    path = write(tmp_path, [{"images": ["a.png"], **chat(shown("q"), "a" * 90)}], {"a.png": picture()})
+    with pytest.raises(FtcliError) as caught:
+        prepared(path, max_seq_len=64, overlong="split", loss_on="all")
+    assert codes(caught) == [("FT431", 1)]
+    assert "or images no pieces" in caught.value.findings[0].message
