@@ -66,8 +66,8 @@ Families that behave alike share a row, the most trained ones first.
 - Latent attention (GLM-4.7-Flash; Moonlight and Kanana-2, which are of `deepseek_v3`; DeepSeek-V2; Youtu) has an
   adapter on every projection. Attention sees expanded heads of the keys' width; values that are wider stay on
   transformers' layers.
-- Multimodal checkpoints are trained on text; those of [vision.md](vision.md#models) on images, too. Their other parts are
-  frozen, never quantized, and exported as they were.
+- Multimodal checkpoints are trained on text; those of [vision.md](vision.md#models) on images, too. Their other parts
+  are frozen, never quantized, and exported as they were.
 - Gemma-4 is E2B, E4B, 12B (`gemma4_unified`), 31B and 26B-A4B. Adapters on its layers include both linears of a layer's
   own input; towers, whose linears PEFT refuses, are never meant. The table of such inputs (E2B, E4B) lies in host
   memory under `lean`; `fsdp` shards it, and gathers it whole beside embedding and head. A router stays as it was, its
