@@ -297,7 +297,7 @@ class SourceReader:
             progress.advance()
             if isinstance(item, Row):
                 if self._budget is not None:
-                    counts.bytes += len(json.dumps(item.fields, ensure_ascii=False)) + 1
+                    counts.bytes += len(json.dumps(item.fields, ensure_ascii=False, default=str)) + 1
                 yield item
             else:
                 counts.fault(item)

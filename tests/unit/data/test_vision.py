@@ -22,13 +22,16 @@ from ftcli.config.model import ModelConfig
 from ftcli.data.encode import Encoder
 from ftcli.data.pixels import PixelReader
 from ftcli.data.prepare import PreparedData, prepare
+from ftcli.data.survey import RowSurvey
 from ftcli.data.tokens import TokenizedRow
 from ftcli.data.vision import Vision, load_vision, named
 from ftcli.errors import FtcliError
 from ftcli.labels import IGNORE_INDEX
 from ftcli.model.tokenizer import load_tokenizer
+from ftcli.reporting import SilentReporter
 from ftcli.rows.row import Row
 from ftcli.tables.images import TABLE
+from ftcli.time_limit import TimeBudget
 from tests.vision import encoded, processor_of
 
 TINY = ModelConfig(name_or_path="bundled:tiny-qwen3-vl", init="random")
@@ -380,6 +383,12 @@ def test_images_in_parquet_are_bytes_or_the_struct_of_datasets(tmp_path: Path) -
     assert [[image.grid for image in tokens.images] for tokens in found.sequences] == [[(2, 2)], [(1, 4)]]
     read = PixelReader(seen(), torch.float32).of(list(found.sequences))
     assert read["image_grid_thw"].tolist() == [[1, 4, 4], [1, 2, 8]]
+    data = DataConfig.model_validate({"train": [str(tmp_path / "rows.parquet")], "max_seq_len": 256})
+    budget, stops = TimeBudget(60), (int(TOKENIZER.eos_token_id),)
+    looking = RowSurvey(data, TOKENIZER, budget, cache_dir=None, reporter=SilentReporter(), vision=seen())
+    table = looking.rows("data.train", data.train, stops)
+    assert table is not None
+    assert list(table) == list(found.sequences)
 
 
 def test_processors_are_settled_as_transformers_processors_call_them(tmp_path: Path) -> None:
@@ -405,3 +414,11 @@ def test_processors_are_settled_as_transformers_processors_call_them(tmp_path: P
         if name == "mistral3":
             assert [side // 28 for side in made["image_sizes"][0]] == list(grid)
             assert all(side % 28 == 0 for side in made["image_sizes"][0])
+
+
+def test_a_row_with_images_is_not_made_into_pieces(tmp_path: Path) -> None:
+    path = write(tmp_path, [{"images": ["a.png"], **chat(shown("q"), "a" * 90)}], {"a.png": picture()})
+    with pytest.raises(FtcliError) as caught:
+        prepared(path, max_seq_len=64, overlong="split", loss_on="all")
+    assert codes(caught) == [("FT431", 1)]
+    assert "none of rows with images" in caught.value.findings[0].message
