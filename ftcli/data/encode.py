@@ -232,7 +232,9 @@ class Encoder:
         message = f"{length:,} tokens, more than data.max_seq_len {self._limit}"
         remedy = "raise data.max_seq_len, or choose data.overlong: drop or truncate"
         if self._overlong == "split":
-            message += f"; pieces are made of rows of text with loss_on all (here {self.loss_on})"
+            message += (
+                f"; pieces are made of rows of text with loss_on all (here {self.loss_on}), none of rows with images"
+            )
         return Finding("FT431", message, row.origin, remedy)
 
     def _render(self, example: Example, counts: Counter[str]) -> list[Rendered]:

@@ -165,9 +165,7 @@ def _in_served_class(source: ExportSource, tensors: Mapping[str, Tensor]) -> tup
 
 def _served_class(source: ExportSource) -> PreTrainedModel | None:
     """The model of the class that the base's config.json names, without memory; None where transformers has none."""
-    config, names = source_config(source), list(base_facts(source).raw.get("architectures") or [])
-    if not names:
-        return None
+    config, names = source_config(source), base_facts(source).raw.get("architectures") or [""]
     try:
         built: Any = getattr(transformers, str(names[0]))
         if source.classifier or not issubclass(built, transformers.PreTrainedModel):

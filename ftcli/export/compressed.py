@@ -194,11 +194,7 @@ def _verify(
     compared = f"every weight, logits{how}, tokenizer, stop tokens"
     loss = _losses(answer.tensors[LOGITS], trained)
     facts = {"rounded": len(rounded), **facts, **loss, "loaded": loaded(request), **reloaded(answer)}
-    told = (
-        f"{len(rounded)} weights to {scheme.bits} bits: loss {loss['loss']:.4g} ({loss['loss_unrounded']:.4g} before "
-        f"rounding) on what the trained model says, {facts['greedy_tokens']} greedy tokens alike"
-    )
-    return Verified(compared, facts, merged_with=plan.merged_with, rounding=told)
+    return Verified(compared, facts, merged_with=plan.merged_with)
 
 
 def _compare_weights(

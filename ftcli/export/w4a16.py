@@ -87,7 +87,7 @@ def decoded(parts: Mapping[str, Tensor]) -> Tensor:
 
 
 def _integers(groups: Tensor, scale: Tensor) -> Tensor:
-    return (groups / scale).round().clamp(_LEAST, _MOST)
+    return torch.clamp((groups / scale).round(), _LEAST, _MOST)
 
 
 def _unlike(parts: Mapping[str, Tensor], wanted: Tensor, group: int) -> str | None:

@@ -15,7 +15,7 @@ import resource
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -318,13 +318,11 @@ def _streamed(asked: ReloadRequest, config: Any, sent: dict[str, Tensor]) -> tup
     said = dict(config.quantization_config)
     del config.quantization_config  # transformers would build its own layers, with memory
     model = _empty(config)
-    method = "four bits" if said.get("format") == "pack-quantized" else said.get("quant_method")
-    makers: dict[Any, Callable[[Any, dict[str, Any], Read], Read]] = {
-        "compressed-tensors": _eight_bits, "four bits": _four_bits, "bitnet": _ternary,
-    }  # fmt: skip
-    if method not in makers:
-        raise ValueError(f"weights in {method} are not read layer by layer")
-    read = makers[method](model, said, _reader(Path(asked.folder), asked.names))
+    compressed = _four_bits if said.get("format") == "pack-quantized" else _eight_bits
+    makers = {"compressed-tensors": compressed, "bitnet": _ternary}
+    if said.get("quant_method") not in makers:
+        raise ValueError(f"weights in {said.get('quant_method')} are not read layer by layer")
+    read = makers[said["quant_method"]](model, said, _reader(Path(asked.folder), asked.names))
     model.generation_config = GenerationConfig.from_pretrained(asked.folder, local_files_only=True)
     with computing_from(model, read, frozenset(asked.names)), torch.compiler.set_stance("force_eager"):
         logits = _logits(model, sent)

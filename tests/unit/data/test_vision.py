@@ -421,4 +421,4 @@ def test_a_row_with_images_is_not_made_into_pieces(tmp_path: Path) -> None:
     with pytest.raises(FtcliError) as caught:
         prepared(path, max_seq_len=64, overlong="split", loss_on="all")
     assert codes(caught) == [("FT431", 1)]
-    assert "pieces are made of rows of text" in caught.value.findings[0].message
+    assert "none of rows with images" in caught.value.findings[0].message
