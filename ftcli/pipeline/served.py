@@ -72,20 +72,22 @@ class Comparer:
         self._marks = marks
 
     def compare(self, own: GreedyAnswer, served: ServedAnswer, limit: int) -> Comparison:
-        text, said = _ends(served.text), own.said
+        """``served`` beside ``own``, both of at most ``limit`` tokens."""
         if served.reasoning is not None:
             return self._parsed(own, served)
-        pieces = [self._text((*said[:count],)) for count in range(len(said) + 1)]
-        alike = max(count for count, piece in enumerate(pieces) if text.startswith(piece) or not piece)
-        moved = self._moved(own, served, alike)
-        if alike == len(said) and text == pieces[-1]:
-            unheard = own.stopped and len(own.tokens) < limit and served.finish == "length"
-            return Comparison("went_on" if unheard else "same", alike, len(said), 0.0, moved)
-        if alike == len(said) and not own.stopped:  # the server's limit is another one
-            return Comparison("same", alike, len(said), 0.0, moved)
-        ended, full = text == pieces[alike], served.finish == "length"
-        if ended and full and served.tokens is not None and served.tokens < limit:  # as above
-            return Comparison("same", alike, len(said), 0.0, moved)
+        text, said = served.text.lstrip().rstrip(_UNFINISHED), own.said
+        pieces = [self._text(said[:count]) for count in range(len(said) + 1)]
+        whole = text.strip() == pieces[-1].strip()  # servers trim ends
+        alike = len(said) if whole else max(count for count, piece in enumerate(pieces) if text.startswith(piece))
+        moved = tuple(
+            abs(value - own.log_prob(at, own.tokens[at])) for at, value in enumerate(served.log_probs[:alike])
+        )
+        ended, full = text.strip() == pieces[alike].strip(), served.finish == "length"
+        unheard = own.stopped and len(own.tokens) < limit and full  # a stop token has no text
+        shorter = ended and full and served.tokens is not None and served.tokens < limit
+        longer = alike == len(said) and not own.stopped
+        if whole or longer or shorter:
+            return Comparison("went_on" if whole and unheard else "same", alike, len(said), 0.0, moved)
         silent = ended and full  # its further tokens have no text
         other = min(own.likeliest[alike].values()) if silent else self._other(own, alike, None if ended else text)
         gap = own.log_prob(alike, own.tokens[alike]) - other
@@ -106,32 +108,30 @@ class Comparer:
     def _parsed(self, own: GreedyAnswer, served: ServedAnswer) -> Comparison:
         """An answer whose reasoning the server has taken out: its words alone can be compared."""
         split = self._marks.split(own.said, self._tokenizer.decode(list(own.prompt)))
-        mine = f"{(split.reasoning or '').strip()}{split.text.strip()}"
-        theirs = f"{_ends(served.reasoning or '')}{_ends(served.text)}"
-        count = len(own.said)
-        if _ends(mine) == theirs:
+        mine, theirs = (
+            "".join(part.rstrip(_UNFINISHED).strip() for part in (one.reasoning or "", one.text))
+            for one in (split, served)
+        )
+        same, count = _common(mine, theirs), len(own.said)
+        if mine == theirs:
             return Comparison("same", count, count, 0.0)
-        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(mine, theirs, strict=False)))
-        return Comparison("other", count * same // max(len(mine), 1), count, self.tolerance * 2)
-
-    def _moved(self, own: GreedyAnswer, served: ServedAnswer, alike: int) -> tuple[float, ...]:
-        told = served.log_probs[:alike]
-        return tuple(abs(value - own.log_prob(at, own.tokens[at])) for at, value in enumerate(told))
+        return Comparison("other", count * same // max(len(mine), 1), count, 0.0)
 
     def leaves(self, theirs: Sequence[int], own: Sequence[int]) -> str:
         """Where a server's prompt leaves the trained one, in words."""
-        at = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(theirs, own, strict=False)))
+        at = _common(theirs, own)
         texts = (self._tokenizer.decode(list(ids)) for ids in (own[max(at - 8, 0) : at], theirs[at:][:8], own[at:][:8]))
         before, one, other = (str(text) for text in texts)
         return f": after {before!r} it has {one!r} where training has {other!r}"
 
     def _text(self, ids: Sequence[int]) -> str:
-        return _ends(str(self._tokenizer.decode(list(ids), skip_special_tokens=True)))
+        """Text as servers begin it, without the bytes of an unfinished character."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True)).lstrip().rstrip(_UNFINISHED)
 
 
-def _ends(text: str) -> str:
-    """The text without what servers trim, and without the bytes of an unfinished character."""
-    return text.rstrip(_UNFINISHED).strip()
+def _common(one: Sequence[object], other: Sequence[object]) -> int:
+    """How many of their elements two sequences begin with alike."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,8 +223,8 @@ _FAULTS: Mapping[str, tuple[str, str]] = MappingProxyType(
         ),
         "numerics": (
             "the server computes in another precision: {count} of {asked} answers have another token{more}",
-            "serve the dtype of training, or evaluate what is served; --tolerance allows more, and a repeat penalty of "
-            "the server (Ollama's default is 1.1) has to be 1",
+            "serve the dtype of training, or evaluate what is served (--tolerance allows more); the repeat penalty of "
+            "the server has to be 1",
         ),
         "weights": (
             "the server answers as another model: {count} of {asked} answers differ{more}",
@@ -232,7 +232,8 @@ _FAULTS: Mapping[str, tuple[str, str]] = MappingProxyType(
         ),
         "chat": (
             "{count} of {asked} conversations are answered otherwise, though their tokens alone are not",
-            "the server's settings for chats differ: sampling defaults, penalties, or a parser of reasoning or tools",
+            "the server's settings for chats differ: sampling defaults, penalties, a parser of reasoning or tools, "
+            "or a template of as many tokens",
         ),
     }
 )
@@ -298,23 +299,27 @@ class Diagnosis:
 
         A server that miscounts tokens it was given is not believed.
         """
-        told = [one.prompt_tokens for one in self.evidence.chat]
-        exact = [one.prompt_tokens for one in self.evidence.given if one.prompt_tokens is not None]
-        if any(count != len(own.prompt) for count, own in zip(exact, self.evidence.own, strict=False)):
-            return []
-        return [
-            count - len(own.prompt) for count, own in zip(told, self.evidence.own, strict=False) if count is not None
-        ]
+        given, chat = (
+            [
+                one.prompt_tokens - len(own.prompt)
+                for one, own in zip(answers, self.evidence.own, strict=False)
+                if one.prompt_tokens is not None
+            ]
+            for answers in (self.evidence.given, self.evidence.chat)
+        )
+        return [] if any(given) else chat
 
     def faults(self) -> list[Fault]:
         """Every fault that the evidence shows; none where the model is served as it was trained."""
         kind = self._prompt_kind()
-        found = [] if kind == "same" else [self._prompt_fault(kind)]
+        changed = sum(not one.agrees for one in self.chat)
+        found = [] if kind == "same" else [_fault(kind, changed, len(self.chat), self._first_other_prompt())]
         reached = self.given or (self._under_their_prompts(kind) if kind != "template" else [])
         found += self._of_answers(reached)
-        if not found and self.given and any(not one.agrees for one in self.chat):
-            found.append(_fault("chat", len([one for one in self.chat if not one.agrees]), len(self.chat)))
-        return found
+        if found or not self.given or not changed:
+            return found
+        ends = [fault for fault in self._of_answers(self.chat) if fault.name in ("stop", "early_stop")]
+        return ends or [_fault("chat", changed, len(self.chat))]
 
     def _compared(self, own: Sequence[GreedyAnswer], served: Sequence[ServedAnswer]) -> list[Comparison]:
         return [
@@ -342,10 +347,9 @@ class Diagnosis:
             return "missing_bos"
         if counted - {0}:
             return "template"
-        weights_differ = any(not one.agrees for one in self.given)
-        if not seen.given or weights_differ or all(one.agrees for one in self.chat):
-            return "same"
-        return "template"  # as many tokens, or uncounted ones, and other answers of the same weights
+        # Where tokens are not counted: other answers of the same weights.
+        same_weights = bool(seen.given) and all(one.agrees for one in self.given)
+        return "template" if not counted and same_weights and any(one.kind == "other" for one in self.chat) else "same"
 
     def _under_their_prompts(self, kind: PromptKind) -> list[Comparison]:
         """Answers under the server's template beside those of the trained model to the same prompts."""
@@ -354,10 +358,6 @@ class Diagnosis:
         prompts = [one.prompt for one in self.evidence.own]
         changed = [one[1:] if kind == "missing_bos" else (self.evidence.bos or 0, *one) for one in prompts]
         return self._compared(self.evidence.answers(changed), self.evidence.chat)
-
-    def _prompt_fault(self, kind: PromptKind) -> Fault:
-        changed = sum(not one.agrees for one in self.chat)
-        return _fault(kind, changed, len(self.chat), self._first_other_prompt())
 
     def _first_other_prompt(self) -> str:
         """Where the server's first prompt leaves the trained one, where it tells its tokens."""
@@ -380,7 +380,7 @@ class Diagnosis:
         other = [at for at, one in enumerate(found) if not one.agrees]
         if self.evidence.base is not None and self._is_base(found, other):
             return [_fault("adapter", len(other), len(found))]
-        near = (total.gap or 0.0) <= _FAR or total.tokens_alike >= _MOSTLY
+        near = total.tokens_alike >= _MOSTLY or (total.gap is not None and total.gap <= _FAR)
         return [_fault("numerics" if near else "weights", len(other), len(found), moved)]
 
     def _is_base(self, found: Sequence[Comparison], other: Sequence[int]) -> bool:

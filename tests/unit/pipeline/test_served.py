@@ -61,6 +61,8 @@ CASES: dict[str, tuple[GreedyAnswer, ServedAnswer, str, int]] = {
     "the server's limit is higher": (own("abc", stopped=False), served("abcdef", "length"), "same", 3),
     "another token": (own("abc"), served("axc"), "other", 1),
     "a near tie": (own("abc", other={"x": -0.2}), served("axc"), "tie", 1),
+    "a near tie after a blank": (own("a b", other={"c": -0.2}), served("ac"), "tie", 1),
+    "a blank in place of a token": (own("abc", other={" ": -0.2}), served("a bc"), "tie", 1),
     "no near tie": (own("abc", other={"x": -0.4}), served("axc"), "other", 1),
     "it goes on": (own("abc"), served("abcdef"), "went_on", 3),
     "it goes on by a near tie": (own("abc", other={"d": -0.2}), served("abcdef"), "tie", 3),
@@ -120,6 +122,18 @@ def test_prompts_by_their_number_of_tokens_and_by_the_tokens(kind: str, exact: b
     found = Diagnosis(evidence, comparer())
     assert [each.name for each in found.faults()] == faults
     assert found.prompt_tokens == ([] if exact else [more])
+
+
+@pytest.mark.parametrize(("counted", "fault"), [(2, "chat"), (None, "template")])
+def test_other_answers_to_conversations_of_the_same_weights(counted: int | None, fault: str) -> None:
+    chat = [served("xyz", prompt=counted)]
+    evidence = Evidence([own("abc")], chat, [served("abc")], [], BOS, lambda _: [], None, 12)
+    assert [each.name for each in Diagnosis(evidence, comparer()).faults()] == [fault]
+
+
+def test_ends_that_differ_in_chats_alone() -> None:
+    evidence = Evidence([own("abc")], [served("abcde")], [served("abc")], [], BOS, lambda _: [], None, 12)
+    assert [each.name for each in Diagnosis(evidence, comparer()).faults()] == ["stop"]
 
 
 def test_a_server_that_miscounts_given_tokens_is_not_believed() -> None:
