@@ -34,6 +34,7 @@ def change_of(drills: Drills, model_type: str, change: dict[str, Any]) -> dict[s
     return merged(merged(SHARDED, {"model": model}), change)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("model_type", "change"),
@@ -46,16 +47,14 @@ def change_of(drills: Drills, model_type: str, change: dict[str, Any]) -> dict[s
             "gemma4_unified_text",
             merged(merged(FULL, AGAIN), {"model": {"kernels": "reference"}}),
             id="heads of two sizes, full, layers again",
-            marks=pytest.mark.long,
         ),
-        pytest.param("mamba2", FULL, id="state space, full", marks=pytest.mark.long),
+        pytest.param("mamba2", FULL, id="state space, full"),
         pytest.param(
             "falcon_h1",
             merged({"quantization": {"method": "nf4"}}, AGAIN),
             id="hybrid, nf4, layers again",
-            marks=pytest.mark.long,
         ),
-        pytest.param("gpt_oss", merged(FULL, AGAIN), id="sinks and biases, full, layers again", marks=pytest.mark.long),
+        pytest.param("gpt_oss", merged(FULL, AGAIN), id="sinks and biases, full, layers again"),
     ],
 )
 def test_two_ranks_are_one_process_that_accumulates_twice(

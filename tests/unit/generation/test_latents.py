@@ -24,6 +24,7 @@ from ftcli.model.patch import patch
 from ftcli.model.quantized import layers_to_quantize, quantize_linear
 from ftcli.plan.precision import DtypePlan
 from tests.small_models import adapted_everywhere, build
+from tests.tiers import telling
 from tests.unit.generation.test_engine import engine_of, generated, prompts, tokens
 
 PLAN = DtypePlan("float32", "float32", "float32", False, "a test")
@@ -49,8 +50,17 @@ def model_of(model_type: str = "youtu", base: str = "none", **change: Any) -> An
     return model.eval()
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=["equal", "other"])
-@pytest.mark.parametrize(("model_type", "base"), [("youtu", "none"), ("youtu", "nf4"), ("glm4_moe_lite", "none")])
+@pytest.mark.parametrize(
+    ("model_type", "base", "change"),
+    telling(
+        {
+            f"{model_type}-{base}-{name}": (model_type, base, change)
+            for model_type, base in (("youtu", "none"), ("youtu", "nf4"), ("glm4_moe_lite", "none"))
+            for name, change in zip(("equal", "other"), CHANGES, strict=True)
+        },
+        *("youtu-nf4-equal", "youtu-none-other", "glm4_moe_lite-none-equal"),
+    ),
+)
 def test_adapters_answer_beside_weights_that_are_absorbed(model_type: str, base: str, change: dict[str, Any]) -> None:
     model = model_of(model_type, base, **change)
     asked = prompts(4)
