@@ -154,6 +154,14 @@ TEXT: dict[str, dict[str, Any]] = {
     "glm4": {**_HEADS},
     "seed_oss": {**_HEADS, "attention_dropout": 0.0, "residual_dropout": 0.0},
     "glm4_moe": {**_ROUTED, **_HEADS},
+    "ernie4_5_moe": {
+        **_HEADS,
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_intermediate_size": 24,
+        "moe_num_shared_experts": 1,
+    },
+    "deepseek_v2": {**_LATENT, **_ROUTED},
     "glm4_moe_lite": {**_LATENT, **_ROUTED, "num_hidden_layers": 3},
     "deepseek_v3": {**_LATENT, **_ROUTED},
     "youtu": {**_LATENT},
@@ -287,7 +295,7 @@ MULTIMODAL: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     ),
     "gemma4": (
         {**_GEMMA4, **_OF_EACH_LAYER, "num_kv_shared_layers": 3},
-        {**_VISION, "head_dim": 8, "num_key_value_heads": 2, "position_embedding_size": 16},
+        {**_VISION, "head_dim": 8, "num_key_value_heads": 2, "position_embedding_size": 256},
         {"image_token_id": 259, "boi_token_id": 260, "eoi_token_id": 261, **_NO_SOUND},
     ),
     "gemma4_unified": (
@@ -348,7 +356,6 @@ FURTHER: dict[str, dict[str, Any]] = {
     "olmo": {},
     "persimmon": {"num_key_value_heads": 4},
     "jetmoe": {"kv_channels": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "deepseek_v2": {**_LATENT, **_ROUTED},
     "seed_oss": {**_HEADS},
     "apertus": {},
     "arcee": {},

@@ -17,6 +17,11 @@ def processor_of(model_type: str, config: Mapping[str, Any]) -> Any:
 
         side = vision["image_size"]
         return Gemma3ImageProcessorPil(size={"height": side, "width": side})
+    if model_type == "gemma4":
+        from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+
+        patch, pooled = vision["patch_size"], vision["pooling_kernel_size"]
+        return Gemma4ImageProcessorPil(patch_size=patch, pooling_kernel_size=pooled, max_soft_tokens=70)
     if model_type == "mistral3":
         from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 

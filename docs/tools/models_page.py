@@ -62,9 +62,10 @@ Families that behave alike share a row, the most trained ones first.
 - `all-linear` includes every expert, in PEFT's layout; `lora.experts: false` leaves them out. NF4 packs experts too,
   while they load. On the kernels experts are trained with adapters; full fine-tuning of them runs on transformers'
   code, without the auxiliary loss (FT318). On a quantized base the dense layers beside the experts of
-  Qwen3-Next, GLM-4-MoE, GLM-4.7-Flash and DeepSeek-V3 have no adapter; a run says so.
-- Latent attention (GLM-4.7-Flash; Moonlight and Kanana-2, which are of `deepseek_v3`; Youtu) has an adapter on every
-  projection. Attention sees expanded heads of the keys' width; values that are wider stay on transformers' layers.
+  Qwen3-Next, GLM-4-MoE, GLM-4.7-Flash, DeepSeek and ERNIE-4.5 have no adapter; a run says so.
+- Latent attention (GLM-4.7-Flash; Moonlight and Kanana-2, which are of `deepseek_v3`; DeepSeek-V2; Youtu) has an
+  adapter on every projection. Attention sees expanded heads of the keys' width; values that are wider stay on
+  transformers' layers.
 - Multimodal checkpoints are trained on text. Their other parts are frozen, never quantized, and exported as they were.
 - Gemma-4 is E2B, E4B, 12B (`gemma4_unified`), 31B and 26B-A4B. Adapters on its layers include both linears of a layer's
   own input; towers, whose linears PEFT refuses, are never meant. With such inputs (E2B, E4B) weights are not sharded

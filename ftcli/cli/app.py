@@ -28,7 +28,21 @@ from typer.exceptions import TyperException
 
 from ftcli import __version__
 from ftcli.cli import render
-from ftcli.cli.commands import bench, chat, check, doctor, evaluate, export, recipes, runs, sample, serve_check, sweep
+from ftcli.cli.commands import (
+    bench,
+    chat,
+    check,
+    doctor,
+    evaluate,
+    export,
+    mcp,
+    recipes,
+    runs,
+    sample,
+    schema,
+    serve_check,
+    sweep,
+)
 from ftcli.cli.commands.train import training_command
 from ftcli.cli.environment import (
     fewer_library_warnings,
@@ -146,7 +160,7 @@ _OTHER_WORDS: Mapping[str, str] = MappingProxyType(
         "hpo": "sweep", "grid": "sweep", "search": "sweep", "validate": "check", "lint": "check",
         "dry-run": "check", "preflight": "check", "benchmark": "bench", "ls": "recipes list", "list": "recipes list",
         "cp": "recipes copy", "copy": "recipes copy", "show": "recipes show", "cat": "recipes show",
-        "schema": "recipes schema", "config-schema": "recipes schema", "env": "doctor", "info": "doctor",
+        "config-schema": "recipes schema", "env": "doctor", "info": "doctor",
         "help": "--help", "version": "--version",
     }
 )  # fmt: skip
@@ -294,6 +308,8 @@ def build_app(only: str | None = None) -> typer.Typer:
         "compare": runs.compare,
         "sweep": sweep.sweep,
         "doctor": doctor.doctor,
+        "schema": schema.schema,
+        "mcp": mcp.mcp,
     }
     for name in [only] if only in commands else commands:
         app.command(name, context_settings=_PLAIN_HELP)(commands[name])

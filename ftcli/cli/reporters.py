@@ -15,7 +15,6 @@ from ftcli.units import Pace, duration, number
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
-    from rich.live import Live
     from rich.text import Text
 
 
@@ -119,8 +118,8 @@ class TerminalReporter(CollectingReporter):
         self._console = Console(file=self._stream, no_color=not self._color, highlight=False)
         self.shown = count
         try:
-            with Live(_Line(count), console=self._console, refresh_per_second=_REFRESHES) as live:
-                yield _LiveProgress(count, live)
+            with Live(_Line(count), console=self._console, refresh_per_second=_REFRESHES):
+                yield count
         finally:
             self._console = self.shown = None
 
@@ -141,19 +140,6 @@ class _Line:
         from rich.text import Text
 
         yield Text(clean(line_text(self._count, options.max_width)), no_wrap=True, overflow="crop")
-
-
-class _LiveProgress:
-    def __init__(self, count: ProgressCount, live: Live) -> None:
-        self._count = count
-        self._live = live
-
-    def advance(self, count: int = 1) -> None:
-        self._count.advance(count)
-
-    def update(self, **fields: float | int | str) -> None:
-        self._count.fields = dict(fields)
-        self._live.refresh()
 
 
 class _Noted:
@@ -199,12 +185,15 @@ class ProgressCount:
     note: str = ""
     pace: Pace = field(default_factory=Pace)
 
-    def advance(self, count: int) -> None:
+    def advance(self, count: int = 1) -> None:
         """``count`` more are done. The first ones are not timed: a resumed run begins with all that it did before."""
         began = self.done == 0 and count > 1
         self.done += count
         if self.done and not began:
             self.pace.note(self.done)
+
+    def update(self, **fields: float | int | str) -> None:
+        self.fields = fields
 
     @property
     def counted(self) -> str:

@@ -182,11 +182,11 @@ def with_images(
             places.append(vision.seen_at(tokens) + number * width + start)
             if vision.kind.three_rows:
                 three[:, number, start:end] = torch.from_numpy(vision.positions(tokens))
-            if vision.kind.both_ways:
+            if vision.both_ways:
                 ends[number, start:end] = torch.from_numpy(vision.block_ends(tokens) + start)
             start = end
     more = {ROPE_POSITIONS: three} if vision.kind.three_rows else {}
-    more |= {BLOCK_ENDS: ends} if vision.kind.both_ways else {}
+    more |= {BLOCK_ENDS: ends} if vision.both_ways else {}
     return {**batch, IMAGE_PLACES: torch.from_numpy(np.concatenate(places)), **more, **pixels.of(documents)}
 
 

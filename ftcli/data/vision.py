@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from transformers import PreTrainedTokenizerBase
 
+#: What image processors tell of images beside what models read.
+_COUNTS = ("num_crops", "num_soft_tokens_per_image")
 #: What an image processor makes of images, by name.
 Pixels = dict[str, NDArray[Any]]
 
@@ -61,6 +63,12 @@ class Vision:
         """Everything that the tokens of an image depend on."""
         text = json.dumps([repr(self.kind), self.processor.to_dict()], sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()
+
+    @property
+    def both_ways(self) -> bool:
+        """True if tokens of an image see each other in both directions in some layers."""
+        asked = (self.config.get("text_config") or {}).get("use_bidirectional_attention")
+        return self.kind.both_ways == "all" or (self.kind.both_ways == "windows" and asked == "vision")
 
     def written(self, text: str) -> str:
         """A rendered conversation as it is tokenized."""
@@ -181,7 +189,7 @@ class Vision:
     def of_pixels(self, images: Sequence[Image]) -> Pixels:
         """What the image processor makes of images in RGB."""
         made = self.processor(images=list(images), return_tensors="np")
-        return {name: np.asarray(value) for name, value in made.items() if name != "num_crops"}
+        return {name: np.asarray(value) for name, value in made.items() if name not in _COUNTS}
 
 
 def _changed(image: RowImage, origin: Origin, why: str) -> FtcliError:
@@ -215,6 +223,24 @@ def pixtral_patches(processor: Any, width: int, height: int, config: JsonMap) ->
     return (height - 1) // side + 1, (width - 1) // side + 1
 
 
+def pooled_patches(processor: Any, width: int, height: int, config: JsonMap) -> tuple[int, int]:
+    """Gemma-4's: as many patches as fit a budget, several of which are one token. Raises ValueError for a thin one."""
+    from transformers.models.gemma4.image_processing_pil_gemma4 import get_aspect_ratio_preserving_size
+
+    patch, pooled = processor.patch_size, processor.pooling_kernel_size
+    most = processor.max_soft_tokens * pooled**2
+    high, wide = get_aspect_ratio_preserving_size(height, width, patch, most, pooled)
+    return high // (patch * pooled), wide // (patch * pooled)
+
+
+def named(kind: ImageTokens, config: JsonMap, tokenizer: PreTrainedTokenizerBase) -> ImageTokens:
+    """The row with the texts of the tokens that config.json names."""
+    if not kind.by_ids:
+        return kind
+    before, token, behind = (str(tokenizer.convert_ids_to_tokens(int(config.get(key) or 0))) for key in kind.by_ids)
+    return replace(kind, placeholder=token, token=token, written=f"{before}{token}{behind}")
+
+
 def load_vision(
     model: ModelConfig,
     config: JsonMap,
@@ -230,6 +256,7 @@ def load_vision(
     kind = TABLE.get(str(config.get("model_type")))
     if kind is None:
         return f"models of type {config.get('model_type')} are trained on text alone"
+    kind = named(kind, config, tokenizer)
     names = (kind.token, *(kind.ends or ()))
     ids = [tokenizer.get_added_vocab().get(name) for name in names]
     if None in ids:

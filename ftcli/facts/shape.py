@@ -223,6 +223,7 @@ def shape_of(config: Config) -> ModelShape | None:
     family = family_of(str(config.get("model_type")))
     if family is None or others is None or _is_built_otherwise(config, family):
         return None
+    family = _as_stated(config, family)
     hidden = _whole(config, "hidden_size")
     # A model may consist of experts alone.
     intermediate = _whole(config, "intermediate_size", None if family.experts is None else 1)
@@ -278,6 +279,16 @@ def shape_of(config: Config) -> ModelShape | None:
         other_parameters=others,
         parallel=parallel,
     )
+
+
+def _as_stated(config: Config, family: Family) -> Family:
+    """The row without what a config says that its model does not have."""
+    norms, experts = family.head_norm, family.experts
+    if norms is not None and norms.only_if and not config.get(norms.only_if):
+        family = replace(family, head_norm=None)
+    if experts is not None and experts.shared_count is not None and config.get(experts.shared_count) == 0:
+        family = replace(family, experts=replace(experts, shared=None))
+    return family
 
 
 def _is_built_otherwise(config: Config, family: Family) -> bool:
@@ -507,7 +518,7 @@ class _Mixture(NamedTuple):
             shared = _whole(config, experts.shared_width)
         elif experts.shared_count is not None:
             shared = width * _at_least(config, experts.shared_count, 0)
-        gate = hidden if experts.shared_gate is not None else 0
+        gate = (hidden if experts.shared_gate is not None else 0) + (count if experts.choice_bias else 0)
         if experts.beside_mlp is not None:  # norms, and the router's scales of features and of experts
             gate = (len(experts.beside_mlp) + 1) * hidden + count
         return cls(stacks, shared, count * (hidden + experts.biases) + gate)
@@ -530,6 +541,11 @@ def _sparse(config: Config, family: Family, count: int) -> tuple[bool, ...]:
     if experts.dense == "first":
         first = _at_least(config, "first_k_dense_replace", 1)
         return tuple(at >= first for at in range(count))
+    if experts.dense == "outside":
+        first, step = _at_least(config, "moe_layer_start_index", 1), _whole(config, "moe_layer_interval", 1)
+        last = config.get("moe_layer_end_index", -1)
+        last = count - 1 if last in (None, -1) else int(last)
+        return tuple(first <= at <= last and (at + 1) % step == 0 for at in range(count))
     dense, step = config.get("mlp_only_layers"), _whole(config, "decoder_sparse_step", 1)
     left = dense if isinstance(dense, list) else []
     return tuple(at not in left and (at + 1) % step == 0 for at in range(count))

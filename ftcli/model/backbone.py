@@ -147,7 +147,8 @@ def hidden_states(
     if starts is not None and attention.is_ours(base):
         # A mask of ones keeps transformers from looking for documents, which would wait for the device.
         given["attention_mask"] = _unpadded(base, ids) if told else torch.ones_like(ids, dtype=torch.bool)
-        given["documents"] = Documents(starts, sequence, inputs.get("branch_starts"), inputs.get("block_ends"))
+        blocks, windowed = inputs.get("block_ends"), looks_both_ways(base.config.get_text_config())
+        given["documents"] = Documents(starts, sequence, inputs.get("branch_starts"), blocks, windowed)
     elif sequence is not None:
         raise ValueError("ranks share rows around our own attention only")
     elif "branch_starts" in inputs:
@@ -176,7 +177,7 @@ def _seen(
 ) -> dict[str, Any]:
     """What the language model is called with, in place of ids (B, S), where a batch has images."""
     seen, positions = see(base, ids, of_images), inputs["position_ids"]
-    found = {"inputs_embeds": seen.embeds, **_added(seen, ids, stack)}
+    found = {"inputs_embeds": seen.embeds, **seen.of_tokens, **_added(seen, ids, stack)}
     if "rope_positions" in inputs:
         found["position_ids"] = torch.cat([positions.expand(1, *ids.shape), inputs["rope_positions"]])
     if "block_ends" in inputs and not attention.is_ours(base):

@@ -291,12 +291,14 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         """The mask of a call on (B, S, H) as this layer takes it, from transformers' for layers of its kind."""
         return given
 
-    def rotation_at(self, angles: tuple[Tensor, Tensor] | None, positions: Tensor | None) -> Rotation:
+    def rotation_at(self, angles: Tensor | tuple[Tensor, Tensor] | None, positions: Tensor | None) -> Rotation:
         """(cos, sin), each (B or 1, S, R), as the kernels take them; and where queries are scaled by their position the
         factor, (B or 1, S). Empty where transformers hands over no angles (Muse Glimmer).
         """
         if angles is None:
             return ()
+        if isinstance(angles, Tensor):  # `complex_angles`
+            angles = angles.real, angles.imag
         cos, sin = angles
         if self._family.single_angles:
             cos, sin = (torch.cat((x, x), dim=-1) for x in angles)

@@ -155,12 +155,14 @@ class Documents:
             (``ftkernels.attention_mask.AttentionMask.branch_starts``).
         blocks: None, or (B or 1, S) int32: the end of the tokens that each token sees ahead, those of its image
             (``ftkernels.attention_mask.AttentionMask.block_ends``).
+        blocks_in_windows: Layers without a window do not look ahead.
     """
 
     starts: Tensor
     sequence: SequencePart | None = None
     branches: Tensor | None = None
     blocks: Tensor | None = None
+    blocks_in_windows: bool = False
     _made: dict[tuple[int | None, bool], CallMask] = field(default_factory=dict, repr=False)
 
     def within(self, mask: CallMask) -> CallMask:
@@ -176,7 +178,8 @@ class Documents:
             raise ValueError("ranks cannot share rows whose mask is not made of intervals")
         if parts > 1 and self.branches is not None:
             raise ValueError("ranks cannot share rows with branches")
-        whole = self.starts.shape[-1] == 1 and self.branches is None and self.blocks is None
+        blocks = None if self.blocks_in_windows and mask.window is None else self.blocks
+        whole = self.starts.shape[-1] == 1 and self.branches is None and blocks is None
         queries, keys = parts * mask.q_len, parts * mask.k_len
         starts = None if whole else self.starts.expand(-1, keys)
         own = AttentionMask(
@@ -184,7 +187,7 @@ class Documents:
             document_starts=starts,
             length=None if whole else keys,
             branch_starts=self.branches,
-            block_ends=self.blocks,
+            block_ends=blocks,
         )
 
         def make_dense() -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 #: Where the batch holds the places of what was seen, (N,) int64 into its (B * S) tokens.
 PLACES = "image_places"
 #: Tensors that image processors make.
-_OF_PROCESSORS = ("pixel_values", "image_grid_thw", "image_sizes")
+_OF_PROCESSORS = ("pixel_values", "image_grid_thw", "image_sizes", "image_position_ids")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +41,15 @@ class Seen:
 @dataclass(frozen=True, slots=True)
 class SeenInputs:
     """The language model's input of a micro-batch with images: ``embeds`` (B, S, H), and what is added to the output
-    of its first layers, (B, S, H) each, which is zero but in the images' ``places``.
+    of its first layers, (B, S, H) each, which is zero but in the images' ``places``; ``of_tokens``: what the model
+    makes of the ids themselves, by the names of its arguments.
     """
 
     embeds: Tensor
     added: tuple[Tensor, ...]
     places: Tensor
     seen: Seen
+    of_tokens: Mapping[str, Tensor]
 
 
 class TowerOf(Protocol):
@@ -69,13 +72,17 @@ def see(base: PreTrainedModel, ids: Tensor, given: Mapping[str, Tensor]) -> Seen
     places, embedding = given[PLACES], base.get_input_embeddings()
     with nullcontext() if _is_trained(base) else torch.no_grad():
         seen = tower(model, given)
-    # An id of images may lie beyond the vocabulary; what is looked up for it is not read.
-    embeds = embedding(ids.clamp(max=embedding.weight.shape[0] - 1))
+    # An id of images may lie beyond the vocabulary; what is looked up in its place is not read, but by layers' inputs.
+    padding = base.config.get_text_config().pad_token_id or 0
+    ids = ids.flatten().index_fill(0, places, padding).view_as(ids)
+    embeds, of_tokens = embedding(ids), dict[str, Tensor]()
+    if getattr(base.config.get_text_config(), "hidden_size_per_layer_input", None):
+        of_tokens["per_layer_inputs"] = model.language_model.get_per_layer_inputs(ids, embeds)
     flat = embeds.reshape(-1, embeds.shape[-1])
     embeds = flat.index_copy(0, places, seen.features.to(flat.dtype)).view_as(embeds)
     zeros = torch.zeros_like(flat) if seen.added else flat
     added = tuple(zeros.index_copy(0, places, each.to(flat.dtype)).view_as(embeds) for each in seen.added)
-    return SeenInputs(embeds, added, places, seen)
+    return SeenInputs(embeds, added, places, seen, of_tokens)
 
 
 def _is_trained(base: PreTrainedModel) -> bool:
@@ -92,11 +99,11 @@ def qwen(model: Any, given: Mapping[str, Tensor]) -> Seen:
 
 def masks_both_ways(base: Any, embeds: Tensor, block_ends: Tensor, positions: Tensor | None) -> Any:
     """transformers' masks of rows (B, S, H) in which the tokens of an image see each other in both directions."""
-    from transformers.models.gemma3.modeling_gemma3 import create_masks_for_vision_model
-
+    family = base.config.model_type
+    create: Any = import_module(f"transformers.models.{family}.modeling_{family}").create_masks_for_vision_model
     ahead = torch.arange(1, block_ends.shape[1] + 1, device=block_ends.device)
     alone = (block_ends == ahead) & F.pad(block_ends[:, :-1] < ahead[1:], (1, 0), value=True)
-    return create_masks_for_vision_model(
+    return create(
         config=base.config.get_text_config(),
         inputs_embeds=embeds,
         attention_mask=None,
@@ -110,6 +117,13 @@ def gemma3(model: Any, given: Mapping[str, Tensor]) -> Seen:
     """Gemma-3's: as many features for each image."""
     pixels = given["pixel_values"].to(model.vision_tower.dtype)
     return Seen(model.get_image_features(pixels, return_dict=True).pooler_output.flatten(0, 1))
+
+
+def gemma4(model: Any, given: Mapping[str, Tensor]) -> Seen:
+    """Gemma-4's: images of several sizes, filled up to a budget of patches; their pooled patches."""
+    pixels = given["pixel_values"].to(model.vision_tower.dtype)
+    seen = model.get_image_features(pixels, given["image_position_ids"], return_dict=True).pooler_output
+    return Seen(seen if isinstance(seen, Tensor) else torch.cat(tuple(seen)))
 
 
 def mistral3(model: Any, given: Mapping[str, Tensor]) -> Seen:

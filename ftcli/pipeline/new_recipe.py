@@ -10,10 +10,13 @@ from ftcli.config.conversion.draft import DraftValue, body
 from ftcli.config.load import LoadedRecipe, load_text
 from ftcli.config.schema import RecipeSchema
 from ftcli.errors import Finding, FtcliError
-from ftcli.facts.device import DeviceFacts, named_device
+from ftcli.facts.device import DeviceFacts, named_device, probe_device
 
+#: What `--gpu` says for the machine that is here, and `--method` for adapters in as many bits as fit.
+HERE, AUTO = "here", "auto"
 #: What `--method` may say, and what it means.
 METHODS = {
+    AUTO: "adapters, on a base in 4 bits where 16 do not fit",
     "lora": "adapters on a base in 16 bits",
     "qlora": "adapters on a base in 4 bits: least memory",
     "full": "all weights: most memory",
@@ -34,7 +37,7 @@ class Answers:
         model: A Hub id, a folder, or ``bundled:NAME``.
         data: Files, or datasets of the Hub.
         held_out: The same, for evaluation.
-        gpu: A name or a size as ``ftcli check --as`` takes it.
+        gpu: A name or a size as ``ftcli check --as`` takes it, or :data:`HERE`.
         method: A key of :data:`METHODS`.
     """
 
@@ -48,10 +51,19 @@ class Answers:
 def new_recipe(answers: Answers, path: Path, *, offline: bool) -> str:
     """The text of the recipe that ``path`` is to hold: of the sizes that are tried, the largest that fits the GPU.
 
+    Under :data:`AUTO` adapters on a base in 16 bits are tried first.
+
     Raises:
         FtcliError: What `ftcli check` says against it in the smallest size, or against model, data and GPU.
     """
-    device = named_device(answers.gpu, "--gpu")
+    device = probe_device() if answers.gpu.strip().lower() == HERE else named_device(answers.gpu, "--gpu")
+    if answers.method == AUTO:
+        try:
+            return new_recipe(replace(answers, method="lora"), path, offline=offline)
+        except FtcliError as error:
+            if device.kind == "cpu" or not _is_short_of_memory(error):
+                raise
+        return new_recipe(replace(answers, method="qlora"), path, offline=offline)
     refused: FtcliError | None = None
     for rows, length in _ON_CPU if device.kind == "cpu" else _SIZES:
         text = "\n".join([*_header(answers, path), *body(_values(answers, device, rows, length), _order())]) + "\n"
@@ -59,12 +71,16 @@ def new_recipe(answers: Answers, path: Path, *, offline: bool) -> str:
             _require_fit(load_text(text, path), device, offline)
         except FtcliError as error:
             refused = error
-            if not any(finding.code.startswith("FT6") for finding in error.findings):
+            if not _is_short_of_memory(error):
                 raise
             continue
         return text
     assert refused is not None  # some size was tried
     raise FtcliError([_with_remedy(finding, answers.method) for finding in refused.findings], refused.exit_code)
+
+
+def _is_short_of_memory(error: FtcliError) -> bool:
+    return any(finding.code.startswith("FT6") for finding in error.findings)
 
 
 def _with_remedy(finding: Finding, method: str) -> Finding:
@@ -90,7 +106,8 @@ def _header(answers: Answers, path: Path) -> Iterator[str]:
     file = " ".join(str(path).split())
     yield f"# {' '.join(answers.model.split())}: {METHODS[answers.method]}; written by `ftcli recipes new`"
     yield "#"
-    yield f"#   ftcli check {file} --as {answers.gpu}"
+    asked = "" if answers.gpu.strip().lower() == HERE else f" --as {answers.gpu}"
+    yield f"#   ftcli check {file}{asked}"
     yield f"#   ftcli {command} {file}"
     yield "#"
     yield "# It fits that GPU by the memory estimate; nothing was measured. docs/recipes.md has all keys."

@@ -45,6 +45,7 @@ class HeadNorms:
         span: ``head``: over head_dim, head by head. ``width``: over all heads at once.
         weights: False: nothing is multiplied.
         after_rotation: They come after the rotary embedding.
+        only_if: The config's key without which there are none.
     """
 
     q: str = "q_norm"
@@ -52,6 +53,7 @@ class HeadNorms:
     span: Literal["head", "width"] = "head"
     weights: bool = True
     after_rotation: bool = False
+    only_if: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +110,9 @@ class Experts:
             one of the others.
         dense: Which layers have one MLP instead: those that the config lists in ``mlp_only_layers`` and those that
             ``decoder_sparse_step`` leaves out (``listed``), by ``mlp_layer_types``, those or without the key the first
-            one (``types_or_first``), or the ``first_k_dense_replace`` first ones (``first``).
+            one (``types_or_first``), the ``first_k_dense_replace`` first ones (``first``), or all but every
+            ``moe_layer_interval``-th from ``moe_layer_start_index`` to ``moe_layer_end_index`` (``outside``).
+        choice_bias: The router has a bias for the choice among its parameters, one number an expert.
         takes_names: PEFT takes the names of dense layers' linears for those of experts, and adapts them as parameters:
             where they are quantized they have no adapter.
         only_if: The config's key without which no layer has experts.
@@ -130,7 +134,8 @@ class Experts:
     width: str = "moe_intermediate_size"
     shared_width: str | None = None
     shared_count: str | None = None
-    dense: Literal["none", "listed", "mlp_layer_types", "types_or_first", "first"] = "none"
+    dense: Literal["none", "listed", "mlp_layer_types", "types_or_first", "first", "outside"] = "none"
+    choice_bias: bool = False
     takes_names: bool = False
     biases: bool = False
     transposed: bool = False
@@ -191,6 +196,7 @@ class Family:
         rotary_share: The part of a head that is rotated, its first features, where the config does not say.
         repeated_angles: transformers hands over the angles of pairs, and not of halves.
         single_angles: transformers hands over each angle once, and not for both features that it turns.
+        complex_angles: And as a complex number.
         unrotated: Layers without rotation: those that the config lists (``no_rope_layers``, ``layer_rope_theta``), or
             those without a window in a model that has one (``global``).
         scaled_by_position: Queries are multiplied by a function of their position (``llama_4_scaling_beta``).
@@ -245,6 +251,7 @@ class Family:
     rotary_share: float = 1.0
     repeated_angles: bool = False
     single_angles: bool = False
+    complex_angles: bool = False
     unrotated: Literal["no_rope_layers", "layer_rope_theta", "global"] | None = None
     scaled_by_position: bool = False
     residual_multiplier: str | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,10 @@ class ImageTokens:
         marks: transformers' name of the argument that tells tokens of images from others, in generation; None: none is
             needed.
         three_rows: Positions are three numbers, of time, row and column; text goes on behind the larger side.
-        both_ways: The tokens of an image see each other in both directions.
+        both_ways: The layers in which tokens of an image see each other in both directions: all, or, where config.json
+            asks for it, those with a window; None: none.
+        by_ids: config.json's names of the ids of what stands before an image, in its places and behind it; the texts
+            of these tokens are then the tokenizer's, and ``placeholder`` is that of the second. Empty: as said above.
         most_pixels: The key of the processor's ``size`` that ``data.image_max_pixels`` sets; None where it has none.
     """
 
@@ -36,7 +40,8 @@ class ImageTokens:
     ends: tuple[str, str] | None = None
     marks: str | None = "mm_token_type_ids"
     three_rows: bool = False
-    both_ways: bool = False
+    both_ways: Literal["all", "windows"] | None = None
+    by_ids: tuple[str, ...] = ()
     most_pixels: str | None = None
 
 
@@ -64,7 +69,15 @@ TABLE: Mapping[str, ImageTokens] = MappingProxyType(
             tower="ftcli.model.vision:gemma3",
             written="\n\n<start_of_image><image_soft_token><end_of_image>\n\n",
             marks="token_type_ids",
-            both_ways=True,
+            both_ways="all",
+        ),
+        "gemma4": ImageTokens(
+            placeholder="",
+            token="",
+            grid="ftcli.data.vision:pooled_patches",
+            tower="ftcli.model.vision:gemma4",
+            both_ways="windows",
+            by_ids=("boi_token_id", "image_token_id", "eoi_token_id"),
         ),
         "mistral3": ImageTokens(
             placeholder="[IMG]",

@@ -73,6 +73,7 @@ class Examination:
     disk_free_bytes: int
     device: JsonMap | None = None
     device_problem: str | None = field(default=None, metadata=LEFT_OUT)
+    unused: Sequence[Ability] = field(default=(), metadata=LEFT_OUT)
     attention: Sequence[Ability] = field(default=(), metadata=LEFT_OUT)
     kernels: Sequence[Ability] = field(default=(), metadata=LEFT_OUT)
 
@@ -96,8 +97,9 @@ def examine(session: Session) -> Examination:
     except ImportError as error:
         return replace(found, device_problem=f"torch cannot be imported: {error}")
     except FtcliError as error:
-        return replace(found, device_problem=error.findings[0].message)
-    return replace(found, device=_machine(device), attention=_attention(), kernels=_kernels(device))
+        first = error.findings[0]
+        return replace(found, device_problem=first.message if first.help is None else f"{first.message}; {first.help}")
+    return replace(found, device=_machine(device), unused=_unused(), attention=_attention(), kernels=_kernels(device))
 
 
 def _machine(device: DeviceFacts) -> JsonObject:
@@ -109,6 +111,17 @@ def _machine(device: DeviceFacts) -> JsonObject:
     for name in ("memory_bytes", "free_bytes", "shared_memory_bytes", "multiprocessors"):
         said[name] = getattr(device, name)
     return {**said, "bfloat16": device.has_bfloat16, "float8": device.has_float8}
+
+
+def _unused() -> list[Ability]:
+    """Accelerators of this machine that ftcli computes nothing on, with what runs instead."""
+    import torch
+
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None or found.type == "cuda":
+        return []
+    named = {"mps": "an Apple GPU (Metal)", "xpu": "an Intel GPU (XPU)"}.get(found.type, found.type)
+    return [Ability(named, False, "not used: the CPU computes, in plain torch (the reference of each kernel)")]
 
 
 def _attention() -> list[Ability]:
@@ -165,7 +178,7 @@ def doctor_text(result: Examination) -> str:
     else:
         lines += result_text({"device": result.device}).splitlines()
     lines.append(f"disk    {size(result.disk_free_bytes)} free here")
-    for title, rows in (("attention", result.attention), ("kernels", result.kernels)):
+    for title, rows in (("accelerators", result.unused), ("attention", result.attention), ("kernels", result.kernels)):
         width = max((len(row.name) for row in rows), default=0)
         lines += ["", title] if rows else []
         lines += [f"  {row.name:<{width}}  {'on ' if row.runs else 'off'}  {row.reason}" for row in rows]

@@ -82,8 +82,8 @@ def _wrote(result: JsonMap) -> str:
 _QUESTIONS = {
     "--model": ("Which model? A Hub id, a folder, or bundled:tiny-gemma2 to try things out", "bundled:tiny-gemma2"),
     "--data": ("Your data? Files (.jsonl, .csv, …) or hub:ORG/NAME, separated by commas", "bundled:sample-chat"),
-    "--gpu": ("For which GPU, or how much memory? For example rtx4090, h100, 24GiB or cpu", "24GiB"),
-    "--method": ("How? lora, qlora (least memory), full (all weights) or grpo (by rewards)", "lora"),
+    "--gpu": ("For which GPU, or how much memory? This machine's, or for example rtx4090, h100, 24GiB or cpu", "here"),
+    "--method": ("How? lora, qlora (least memory), auto (what fits), full (all weights) or grpo (by rewards)", "auto"),
 }
 
 
@@ -101,9 +101,11 @@ def new(
     ] = None,
     gpu: Annotated[
         str | None,
-        typer.Option("--gpu", metavar="GPU", help="A GPU, or a size such as 24GiB.", autocompletion=names.gpus),
+        typer.Option("--gpu", metavar="GPU", help="A GPU, a size such as 24GiB, or `here`.", autocompletion=names.gpus),
     ] = None,
-    method: Annotated[str | None, typer.Option("--method", metavar="M", help="lora, qlora, full or grpo.")] = None,
+    method: Annotated[
+        str | None, typer.Option("--method", metavar="M", help="auto, lora, qlora, full or grpo.")
+    ] = None,
     output: Annotated[
         str | None,
         typer.Option(
@@ -119,6 +121,7 @@ def new(
     \b
     Examples:
       ftcli recipes new
+      ftcli recipes new --model google/gemma-2-2b --data my.jsonl --gpu here --method auto
       ftcli recipes new --model google/gemma-2-2b --data my.jsonl --gpu rtx4090 --method lora --output mine.yaml
     """
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Generic, TypeVar
 
 from ftcli.plain import JsonObject
 from ftcli.plan.measured import Activations, LayerKind, MeasuredModel
@@ -217,6 +218,7 @@ def _evaluation(plan: RunPlan, model: MeasuredModel, activations: Activations) -
     return max(scoring, passes + cache)
 
 
+P = TypeVar("P", bound=str)
 #: CUDA context and loaded kernels; on a CPU the interpreter with torch and transformers.
 _RUNTIME_BYTES = {"cuda": 600 * 2**20, "cpu": 850 * 2**20}
 #: Share of the short-lived memory that torch's allocator holds beyond what is asked of it.
@@ -226,12 +228,36 @@ ROOMY_SHARE = 0.85
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryEstimate:
+class Estimate(Generic[P]):
     """Bytes by term and by phase.
 
     Attributes:
         parts: The bytes of each term, by its name.
         phases: For each phase the names of the terms that are there at once.
+    """
+
+    parts: Mapping[str, int]
+    phases: Mapping[P, tuple[str, ...]]
+
+    def phase_bytes(self, phase: P) -> int:
+        """Bytes that are needed at once in a phase."""
+        return sum(self.parts[name] for name in self.phases[phase])
+
+    @property
+    def peak(self) -> P:
+        return max(self.phases, key=self.phase_bytes)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that are needed at the peak."""
+        return self.phase_bytes(self.peak)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEstimate(Estimate[Phase]):
+    """Memory of a device.
+
+    Attributes:
         pinned_host_bytes: Pinned memory on the host, which is part of no term.
         offloaded: What of the layers is pinned there; None where nothing is.
         paged_bytes: Optimizer state that lies on the GPU while it has room and on the host else, which is part of no
@@ -241,8 +267,6 @@ class MemoryEstimate:
         generator: How long what completes a method's prompts is held.
     """
 
-    parts: Mapping[str, int]
-    phases: Mapping[Phase, tuple[str, ...]]
     pinned_host_bytes: int = 0
     offloaded: Offloaded | None = None
     dequantized_layers: int = 0
@@ -250,22 +274,9 @@ class MemoryEstimate:
     graph_pool_bytes: int = 0
     generator: Generator = "each step"
 
-    def phase_bytes(self, phase: Phase) -> int:
-        """Bytes that are needed at once in a phase."""
-        return sum(self.parts[name] for name in self.phases[phase])
-
     def most_of(self, phases: Collection[Phase]) -> int:
         """Bytes that are needed at once in the largest of ``phases``; where the run has none of them, at its peak."""
         return max((self.phase_bytes(phase) for phase in phases if phase in self.phases), default=self.total_bytes)
-
-    @property
-    def peak(self) -> Phase:
-        return max(self.phases, key=self.phase_bytes)
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes that the run needs at its peak."""
-        return self.phase_bytes(self.peak)
 
     @property
     def allocated_bytes(self) -> int:

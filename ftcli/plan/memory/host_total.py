@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Final, Literal, TypeAlias
 
 from ftcli.plain import JsonObject
-from ftcli.plan.memory.estimate import MemoryEstimate
+from ftcli.plan.memory.estimate import Estimate, MemoryEstimate
 from ftcli.plan.memory.shards import shards_trained
 from ftcli.plan.memory.terms import STEP
 from ftcli.plan.run import RunPlan
@@ -27,32 +25,12 @@ _STORED_BYTES = 2
 
 
 @dataclass(frozen=True, slots=True)
-class HostEstimate:
-    """Bytes by term. Rows in the cache are not among them: they are mapped from disk, and memory that files take is
-    given back on demand.
-
-    Attributes:
-        processes: Ranks on the host.
-        parts: The bytes of each term on the whole host, by its name.
-        phases: For each phase the names of the terms that are there at once.
+class HostEstimate(Estimate[HostPhase]):
+    """Memory of a host with so many ranks. Rows in the cache are not in it: they are mapped from disk, and memory that
+    files take is given back on demand.
     """
 
     processes: int
-    parts: Mapping[str, int]
-    phases: Mapping[HostPhase, tuple[str, ...]]
-
-    def phase_bytes(self, phase: HostPhase) -> int:
-        """Bytes that are needed at once in a phase."""
-        return sum(self.parts[name] for name in self.phases[phase])
-
-    @property
-    def peak(self) -> HostPhase:
-        return max(self.phases, key=self.phase_bytes)
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes that the host needs at the peak."""
-        return self.phase_bytes(self.peak)
 
     def as_dict(self) -> JsonObject:
         """The JSON form; all sizes in bytes."""
@@ -81,7 +59,7 @@ def host_estimate(plan: RunPlan, memory: MemoryEstimate, processes: int) -> Host
             TRAINING: ("training",),
             SAVING: ("weights and optimizer", *saved),
         }
-        return HostEstimate(processes, MappingProxyType({**parts, **saved}), MappingProxyType(phases))
+        return HostEstimate({**parts, **saved}, phases, processes)
     each = {
         "processes": _PROCESS_BYTES,
         "tensors being loaded": _loaded(plan),
@@ -95,7 +73,7 @@ def host_estimate(plan: RunPlan, memory: MemoryEstimate, processes: int) -> Host
         TRAINING: lasting,
         SAVING: (*lasting, *saved),
     }
-    return HostEstimate(processes, MappingProxyType({**parts, **saved}), MappingProxyType(on_gpu))
+    return HostEstimate({**parts, **saved}, on_gpu, processes)
 
 
 def _loaded(plan: RunPlan) -> int:

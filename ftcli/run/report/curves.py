@@ -104,16 +104,12 @@ def has_rewards(lines: Lines) -> bool:
     return any("reward" in line for line in lines)
 
 
-@dataclass(frozen=True, slots=True)
-class DrawnCharts:
-    """Those that say whether the model learns, and the others."""
+def curves(
+    lines: Lines, evaluation: JsonMap, resumed: Sequence[int], method: Method | None = None
+) -> tuple[list[Markup], list[Markup]]:
+    """The charts that say whether the model learns, and the others.
 
-    main: Sequence[Markup]
-    lesser: Sequence[Markup]
-
-
-def curves(lines: Lines, evaluation: JsonMap, resumed: Sequence[int], method: Method | None = None) -> DrawnCharts:
-    """The drawn charts; a chart in which no curve has two points is left out: its value stands among the figures.
+    A chart in which no curve has two points is left out: its value stands among the figures.
 
     Args:
         resumed: Steps at which processes went on.
@@ -126,7 +122,7 @@ def curves(lines: Lines, evaluation: JsonMap, resumed: Sequence[int], method: Me
         for some in _charts(lines, evaluation, method)
     )
     pairs = len(main) + len(main) % 2  # two stand side by side
-    return DrawnCharts([*main, *lesser][:pairs], [*main, *lesser][pairs:])
+    return [*main, *lesser][:pairs], [*main, *lesser][pairs:]
 
 
 def _charts(lines: Lines, evaluation: JsonMap, method: Method | None) -> tuple[Sequence[Chart], Sequence[Chart]]:

@@ -9,11 +9,10 @@ import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from ftcli.plain import JsonMap, is_number, map_in, maps, number_or_none
+from ftcli.plain import JsonMap, JsonObject, is_number, map_in, maps, number_or_none
 from ftcli.run.report.charts import (
     BOTTOM,
     COLOURS,
@@ -177,36 +176,12 @@ _MOST_ROWS, _MOST_WRONG = 50, 8
 _LABELS: Mapping[int, str] = {1: "desirable", -1: "undesirable"}
 
 
-@dataclass(frozen=True, slots=True)
-class WrongExample:
-    """A row on the wrong side: where it stands, its prompt, and its answers under the names of their columns."""
+def held_out_rows(margins: JsonMap) -> JsonObject | None:
+    """The section; None where nothing was measured.
 
-    origin: str
-    prompt: ClippedText
-    answers: Sequence[tuple[str, ClippedText]]
-    margin: str
-
-
-@dataclass(frozen=True, slots=True)
-class HeldOutRows:
-    """The section.
-
-    Attributes:
-        note: Which rows, and when.
-        tables: Tables by title.
-        columns: Heads of the answers of ``wrong``, and of what stands last.
+    It has ``title``, ``note`` (which rows, and when), ``charts``, ``tables`` by title, and the rows that are ``wrong``,
+    under the heads ``columns``: where one stands, its prompt, its answers by head, and its margin.
     """
-
-    title: str
-    note: str
-    charts: Sequence[Markup]
-    tables: Mapping[str, Table]
-    wrong: Sequence[WrongExample]
-    columns: Sequence[str]
-
-
-def held_out_rows(margins: JsonMap) -> HeldOutRows | None:
-    """The section; None where nothing was measured."""
     before, after = map_in(margins, "before"), map_in(margins, "after")
     newest, step = after or before, margins.get("step")
     if not _numbers(newest.get("margins")):
@@ -216,14 +191,14 @@ def held_out_rows(margins: JsonMap) -> HeldOutRows | None:
     unit = "pairs" if pairs else "labelled answers"
     drawn, rows = len(_numbers(newest.get("margins"))), newest.get("rows")
     note = f"{count(rows)} held-out {unit}" + (f", {drawn:,} of them drawn" if rows != drawn else "")
-    return HeldOutRows(
-        "Held-out pairs" if pairs else "Held-out answers",
-        f"{note}; {count(newest.get('wrong'))} on the wrong side {'before' if newest is before else 'now'}.",
-        [chart for chart in (_of_pairs(sides) if pairs else _of_answers(newest)) if chart],
-        _tables(before, after),
-        [_wrong(row, pairs=pairs) for row in maps(newest.get("worst"))[:_MOST_WRONG]],
-        ("Chosen", "Rejected", "Margin") if pairs else ("Answer", "Label", "Reward"),
-    )
+    return {
+        "title": "Held-out pairs" if pairs else "Held-out answers",
+        "note": f"{note}; {count(newest.get('wrong'))} on the wrong side {'before' if newest is before else 'now'}.",
+        "charts": [chart for chart in (_of_pairs(sides) if pairs else _of_answers(newest)) if chart],
+        "tables": _tables(before, after),
+        "wrong": [_wrong(row, pairs=pairs) for row in maps(newest.get("worst"))[:_MOST_WRONG]],
+        "columns": ("Chosen", "Rejected", "Margin") if pairs else ("Answer", "Label", "Reward"),
+    }
 
 
 def _of_pairs(sides: Mapping[str, JsonMap]) -> list[Markup]:
@@ -278,7 +253,7 @@ def _table(before: Sequence[JsonMap], after: Sequence[JsonMap], name: str, unit:
     return Table(head, rows, numeric=range(1, len(head)))
 
 
-def _wrong(row: JsonMap, *, pairs: bool) -> WrongExample:
+def _wrong(row: JsonMap, *, pairs: bool) -> JsonObject:
     texts = {name: _excerpt(row.get(name)) for name in ("prompt", "chosen", "rejected")}
     if pairs:
         answers = [("Chosen", texts["chosen"]), ("Rejected", texts["rejected"])]
@@ -286,7 +261,8 @@ def _wrong(row: JsonMap, *, pairs: bool) -> WrongExample:
         label = row.get("label")
         named = _LABELS.get(label, "–") if isinstance(label, int) else "–"
         answers = [("Answer", texts["chosen"]), ("Label", clipped(named))]
-    return WrongExample(str(row.get("origin") or ""), texts["prompt"], answers, or_dash(row.get("margin")))
+    margin = or_dash(row.get("margin"))
+    return {"origin": str(row.get("origin") or ""), "prompt": texts["prompt"], "answers": answers, "margin": margin}
 
 
 def _excerpt(value: object) -> ClippedText:

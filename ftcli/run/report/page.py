@@ -77,6 +77,7 @@ def render_report(run: RunDirectory, live: LiveProgress | None = None) -> str:
     began = [process.get("from_step") for process in maps(manifest.get("processes"))]
     method = methods.TABLE.get(str(map_in(recipe, "train").get("method")))
     resumed = [int(step) for step in began if is_number(step) and step > 0]
+    main_charts, lesser_charts = curves.curves(metrics, evaluation, resumed, method)
     return page_template("page.html.jinja").render(
         policy=POLICY,
         style=style(),
@@ -87,7 +88,8 @@ def render_report(run: RunDirectory, live: LiveProgress | None = None) -> str:
         summary=tables.summary_line(recipe, manifest),
         notices=_notices(status, damage_of(run, read)),
         facts=tables.key_facts(metrics, evaluation, status),
-        charts=curves.curves(metrics, evaluation, resumed, method),
+        main_charts=main_charts,
+        lesser_charts=lesser_charts,
         resumed=any(resumed),
         scores=tables.score_rows(evaluation, method),
         held_out=margins.held_out_rows(read_json_object(run.margins_path)),

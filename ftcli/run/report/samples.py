@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ftcli.plain import JsonMap, maps, number_or_none
+from ftcli.plain import JsonMap, JsonObject, maps, number_or_none
 from ftcli.run.completions import Completions, ScoredCompletion
 from ftcli.units import number
 
@@ -153,34 +153,18 @@ def compared(expected: str, got: str) -> ClippedText:
     return ClippedText(pieces, left_out)
 
 
-@dataclass(frozen=True, slots=True)
-class SampledCompletion:
-    """One completion of training with its rewards as text, and the reasoning before it."""
-
-    prompt: ClippedText
-    text: ClippedText
-    rewards: Sequence[tuple[str, str]]
-    reasoning: ClippedText | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class StepSamples:
-    """Completions of one step, the lowest rewards first."""
-
-    title: str
-    rows: Sequence[SampledCompletion]
-
-
-def sampled(completions: Completions, rows: int = 4) -> list[StepSamples]:
-    """Completions early and late in training, of different prompts where there are."""
+def sampled(completions: Completions, rows: int = 4) -> dict[str, list[JsonObject]]:
+    """Completions early and late in training by title, of different prompts where there are, the lowest rewards first:
+    ``prompt``, ``reasoning`` and ``text``, and ``rewards`` as text.
+    """
     steps = completions.steps()
     chosen = {"Early": steps[0], "Late": steps[-1]} if len(steps) > 1 else {"": steps[0]} if steps else {}
-    batches = []
+    batches = {}
     for when, step in chosen.items():
         found = _different(completions.read(step), rows)
         if found:
             title = f"{when}: step {step:,}" if when else f"Step {step:,}"
-            batches.append(StepSamples(title, [_sampled(one) for one in sorted(found, key=lambda one: one.reward)]))
+            batches[title] = [_sampled(one) for one in sorted(found, key=lambda one: one.reward)]
     return batches
 
 
@@ -192,6 +176,7 @@ def _different(found: Sequence[ScoredCompletion], rows: int) -> list[ScoredCompl
     return [*first.values(), *others][:rows]
 
 
-def _sampled(one: ScoredCompletion) -> SampledCompletion:
+def _sampled(one: ScoredCompletion) -> JsonObject:
     rewards = [(name, "none" if value is None else number(value)) for name, value in one.rewards.items()]
-    return SampledCompletion(clipped(one.prompt), clipped(one.text), rewards, _reasoning(one.reasoning))
+    said = {"prompt": clipped(one.prompt), "text": clipped(one.text), "reasoning": _reasoning(one.reasoning)}
+    return {**said, "rewards": rewards}

@@ -118,7 +118,7 @@ def test_four_questions_on_a_terminal() -> None:
     status, err = asked(f"{TINY}\nbundled:sample-chat, bundled:sample-chat-eval\ncpu\n\n")
     assert status == 0, err
     assert err.count("? ") >= 4
-    recipe = load_recipe(Path("tiny-gemma2-lora.yaml")).recipe
+    recipe = load_recipe(Path("tiny-gemma2-auto.yaml")).recipe
     assert [source.path for source in recipe.data.train] == ["bundled:sample-chat", "bundled:sample-chat-eval"]
 
 
@@ -134,3 +134,19 @@ def test_the_end_of_input_is_a_usage_error() -> None:
     assert (status, "FT150" in err) == (2, True)
     status, err = asked("\x04", "--json")
     assert status == 2
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "quantized"), [(GEMMA, "24GiB", False), ("google/gemma-2-9b", "t4", True), (TINY, "here", False)]
+)
+def test_it_takes_what_fits(model: str, gpu: str, quantized: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words(model, gpu, "auto", "--output", "mine.yaml")) == 0, capsys.readouterr().err
+    recipe = load_recipe(Path("mine.yaml")).recipe
+    assert (recipe.quantization.method == "nf4") is quantized
+    text = Path("mine.yaml").read_text()
+    assert ("--as" in text) is (gpu != "here")
+
+
+def test_for_a_gpu_that_is_too_small_the_smallest_form_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words("google/gemma-2-9b", "1GiB", "auto", "--output", "mine.yaml")) == 3
+    assert "FT601" in capsys.readouterr().err

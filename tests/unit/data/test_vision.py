@@ -23,7 +23,7 @@ from ftcli.data.encode import Encoder
 from ftcli.data.pixels import PixelReader
 from ftcli.data.prepare import PreparedData, prepare
 from ftcli.data.tokens import TokenizedRow
-from ftcli.data.vision import Vision, load_vision
+from ftcli.data.vision import Vision, load_vision, named
 from ftcli.errors import FtcliError
 from ftcli.labels import IGNORE_INDEX
 from ftcli.model.tokenizer import load_tokenizer
@@ -259,6 +259,7 @@ def test_an_earlier_answer_with_a_row_of_its_own_has_the_images_before_it(tmp_pa
 
 SPECIALS = {
     "gemma3": ("<start_of_image>", "<image_soft_token>", "<end_of_image>"),
+    "gemma4": ("<|image>", "<|image|>", "<image|>"),
     "mistral3": ("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
     "qwen3_vl": ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>"),
 }
@@ -276,10 +277,19 @@ def test_images_are_written_as_transformers_processors_write_them(
         "model_type": model_type,
         "mm_tokens_per_image": 9,
         "spatial_merge_size": 2,
-        "vision_config": {"patch_size": 14, "image_size": 42, "temporal_patch_size": 2, "spatial_merge_size": 2},
+        "boi_token_id": 5,
+        "image_token_id": 6,
+        "eoi_token_id": 7,
+        "vision_config": {
+            "patch_size": 14,
+            "image_size": 42,
+            "temporal_patch_size": 2,
+            "spatial_merge_size": 2,
+            "pooling_kernel_size": 3,
+        },
     }
     processor = processor_of(model_type, config)
-    kind = TABLE[model_type]
+    kind = named(TABLE[model_type], config, tokenizer)
     names = (kind.token, *(kind.ends or ()))
     first, *ends = tokenizer.convert_tokens_to_ids(list(names))
     vision = Vision(kind, processor, first, tuple(ends), config)
@@ -306,6 +316,12 @@ def _own(model_type: str, processor: Any, made: Any, config: dict[str, Any]) -> 
         tokens = dict(zip(("boi_token", "image_token", "eoi_token"), SPECIALS["gemma3"], strict=True))
         sequence = f"\n\n{tokens['boi_token']}{tokens['image_token'] * 9}{tokens['eoi_token']}\n\n"
         return str(Gemma3Processor.replace_image_token(SimpleNamespace(full_image_sequence=sequence), made, 0))
+    if model_type == "gemma4":
+        from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
+
+        before, token, behind = SPECIALS["gemma4"]
+        own = SimpleNamespace(boi_token=before, image_token=token, eoi_token=behind)
+        return str(Gemma4Processor.replace_image_token(own, made, 0))
     if model_type == "mistral3":
         token, line_end, end = SPECIALS["mistral3"]  # its processor cannot be imported without torchvision
         high, wide = (int(side) // 28 for side in made["image_sizes"][0])

@@ -48,7 +48,15 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 8},
     ],
     "qwen2_moe": [{"decoder_sparse_step": 3, "qkv_bias": False}],
-    "glm4_moe": [{"first_k_dense_replace": 3, "n_shared_experts": 2, "attention_bias": True, "head_dim": 24}],
+    "glm4_moe": [
+        {"first_k_dense_replace": 3, "n_shared_experts": 2, "attention_bias": True, "head_dim": 24},
+        {"use_qk_norm": True},
+    ],
+    "ernie4_5_moe": [
+        {"moe_layer_start_index": 2, "moe_layer_end_index": 6, "moe_layer_interval": 2},
+        {"moe_num_shared_experts": 0, "tie_word_embeddings": False},
+    ],
+    "deepseek_v2": [{"first_k_dense_replace": 1, "q_lora_rank": None, "n_routed_experts": 16, "mlp_bias": True}],
     "glm4_moe_lite": [
         {"q_lora_rank": None, "attention_bias": True, "qk_nope_head_dim": 24, "v_head_dim": 32},
         {"mlp_layer_types": ["sparse", "dense", "sparse"] * 3, "n_shared_experts": 2, "attention_bias": True},
@@ -89,7 +97,11 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     ],
 }
 #: transformers builds no model without.
-NEEDED: dict[str, dict[str, Any]] = {"helium": {"head_dim": 16}, "hunyuan_v1_dense": {"head_dim": 16}}
+NEEDED: dict[str, dict[str, Any]] = {
+    "helium": {"head_dim": 16},
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "deepseek_v2": {"num_experts_per_tok": 6},
+}
 ALONE = [
     name for name in TABLE if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 ]  # the others are parts: tests/unit/facts/test_towers.py
@@ -163,7 +175,8 @@ def test_rotation_is_that_of_the_model(model_type: str, values: dict[str, Any]) 
     given = [rotary(hidden, positions, *([kind] if kind else [])) for kind in kinds]
     rotated = [each.rotary_dim for each in shape.attending]
     each = 2 if TABLE[model_type].single_angles else 1
-    assert set(rotated) <= {0, *(cos.shape[-1] * each for cos, _ in given)}
+    angles = [turned if isinstance(turned, torch.Tensor) else turned[0] for turned in given]  # complex, or cosines
+    assert set(rotated) <= {0, *(angle.shape[-1] * each for angle in angles)}
     attentions = [x.self_attn for x in model.get_decoder().layers if hasattr(x, "self_attn")]
     if hasattr(attentions[0], "use_rope"):
         assert [bool(each) for each in rotated] == [bool(each.use_rope) for each in attentions]

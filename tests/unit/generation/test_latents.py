@@ -24,7 +24,6 @@ from ftcli.model.patch import patch
 from ftcli.model.quantized import layers_to_quantize, quantize_linear
 from ftcli.plan.precision import DtypePlan
 from tests.small_models import adapted_everywhere, build
-from tests.tiers import telling
 from tests.unit.generation.test_engine import engine_of, generated, prompts, tokens
 
 PLAN = DtypePlan("float32", "float32", "float32", False, "a test")
@@ -50,18 +49,14 @@ def model_of(model_type: str = "youtu", base: str = "none", **change: Any) -> An
     return model.eval()
 
 
+@pytest.mark.parametrize("change", CHANGES, ids=["equal", "other"])
 @pytest.mark.parametrize(
-    ("model_type", "base", "change"),
-    telling(
-        {
-            f"{model_type}-{base}-{name}": (model_type, base, change)
-            for model_type, base in (("youtu", "none"), ("youtu", "nf4"), ("glm4_moe_lite", "none"))
-            for name, change in zip(("equal", "other"), CHANGES, strict=True)
-        },
-        *("youtu-nf4-equal", "youtu-none-other", "glm4_moe_lite-none-equal"),
-    ),
+    ("model_type", "base"),
+    [("youtu", "none"), ("youtu", "nf4"), ("glm4_moe_lite", "none"), ("deepseek_v2", "none")],
 )
 def test_adapters_answer_beside_weights_that_are_absorbed(model_type: str, base: str, change: dict[str, Any]) -> None:
+    if model_type == "deepseek_v2":  # whose features turn in pairs, whatever the config says
+        change = {name: value for name, value in change.items() if name != "rope_interleave"}
     model = model_of(model_type, base, **change)
     asked = prompts(4)
     expected = [generated(model, prompt, 20) for prompt in asked]

@@ -202,3 +202,25 @@ def test_peft_loads_the_adapter_with_the_same_logits(layout: str, tmp_path: Path
     with torch.no_grad():
         found, wanted = (each(input_ids=ids, use_cache=False).logits for each in (model, other.eval()))
     assert (found - wanted).norm() <= 1e-5 * wanted.norm()
+
+
+def test_gradients_grow_with_the_scores_as_transformers_do() -> None:
+    """What docs/troubleshooting.md says of large gradient norms: they are the model's, and the same here.
+
+    Scores of normalised queries and keys, which nothing divides by sqrt(head_dim), have a deviation of that times the
+    norms' weights. Layers that attend to hardly more than one key pass on larger gradients, each to the one below.
+    """
+    sizes: dict[str, Any] = {"head_dim": 64, "global_head_dim": 128, "num_hidden_layers": 12, "num_kv_shared_layers": 0}
+    sizes["layer_types"] = (["sliding_attention"] * 5 + ["full_attention"]) * 2
+    norms = {}
+    for deviation in (1.0, 4.0):
+        model, _ = apply_lora(build("gemma4_text", **sizes), LoraConfig(r=4, alpha=8), PLAN, seed=0)
+        for name, parameter in model.named_parameters():
+            if "q_norm" in name or "k_norm" in name:
+                parameter.data.fill_((deviation / parameter.numel() ** 0.5) ** 0.5)
+        wanted = run(model.train())
+        patch(model, "reference")
+        found = run(model)
+        norms[deviation], ours = (torch.cat([g.flatten() for g in x.values()]).norm() for x in (wanted, found))
+        assert abs(ours - norms[deviation]) < 1e-3 * norms[deviation]
+    assert norms[4.0] > 10 * norms[1.0]

@@ -139,6 +139,44 @@ CONFIGS: dict[str, Any] = {
             "topk_group": 2,
         },
     ),
+    "glm4_moe, norms of queries and keys": (
+        transformers.Glm4MoeConfig,
+        {
+            "head_dim": 16,
+            "use_qk_norm": True,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "first_k_dense_replace": 0,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    ),
+    "ernie4_5_moe": (
+        transformers.Ernie4_5_MoeConfig,
+        {
+            "head_dim": 16,
+            "moe_num_experts": 6,
+            "moe_k": 3,
+            "moe_intermediate_size": 32,
+            "moe_num_shared_experts": 2,
+        },
+    ),
+    "deepseek_v2": (
+        transformers.DeepseekV2Config,
+        {**LATENT, "v_head_dim": 16, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5},
+    ),
+    "deepseek_v2, groups": (
+        transformers.DeepseekV2Config,
+        {
+            **LATENT,
+            "q_lora_rank": None,
+            "v_head_dim": 16,
+            "topk_method": "group_limited_greedy",
+            "n_group": 3,
+            "topk_group": 2,
+        },
+    ),
     "glm4_moe_lite": (transformers.Glm4MoeLiteConfig, LATENT),
     "glm4_moe_lite, queries of no latent": (
         transformers.Glm4MoeLiteConfig,
@@ -169,7 +207,7 @@ CONFIGS: dict[str, Any] = {
     ),
 }
 #: With experts, which are not trained whole on the kernels.
-SPARSE = [name for name in CONFIGS if "moe" in name or name in ("mixtral", "mellum", "gpt_oss", "deepseek_v3")]
+SPARSE = [name for name in CONFIGS if "moe" in name or name in ("mixtral", "mellum", "gpt_oss") or "deepseek" in name]
 PLAN = DtypePlan("float32", "float32", "float32", False, "a test")
 
 

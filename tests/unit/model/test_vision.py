@@ -24,7 +24,8 @@ from ftcli.tables.images import TABLE
 from tests.small_models import MULTIMODAL, build
 from tests.vision import encoded, processor_of
 
-SEEING = sorted(set(TABLE) & set(MULTIMODAL))
+#: Behind a slash: the text config's ``use_bidirectional_attention``.
+SEEING = [*sorted(set(TABLE) & set(MULTIMODAL)), "gemma4/vision"]
 IMAGE = 259
 #: Ids of what ends the rows of an image, where a family has such tokens.
 ENDS = (260, 261)
@@ -32,7 +33,10 @@ ENDS = (260, 261)
 
 def model_of(model_type: str) -> Any:
     """A small model, all of whose weights count."""
-    model = build(model_type)
+    name, _, both_ways = model_type.partition("/")
+    model = build(name)
+    if both_ways:
+        model.config.text_config.use_bidirectional_attention = both_ways
     model.config.image_token_id = IMAGE
     if model_type == "gemma3":  # narrower than an image
         model.config.text_config.sliding_window = 3
@@ -84,9 +88,8 @@ def own_inputs(vision: Vision, tokens: TokenizedRow, pixels: PixelReader) -> dic
     ids = torch.tensor([tokens.input_ids])
     if not tokens.images:
         return {"input_ids": ids}
-    kinds = (ids == IMAGE).int()
-    name = "token_type_ids" if vision.kind.both_ways else "mm_token_type_ids"
-    more = {} if vision.kind.ends else {name: kinds}
+    marks = vision.kind.marks
+    more = {} if marks is None else {marks: (ids == IMAGE).int()}
     return {"input_ids": ids, **more, **pixels.of([tokens])}
 
 

@@ -84,6 +84,14 @@ LATENT = {
 }
 OF_FAMILY |= {
     "youtu": LATENT,
+    "ernie4_5_moe": {
+        "moe_num_experts": 6,
+        "moe_k": 3,
+        "moe_intermediate_size": 80,
+        "moe_layer_start_index": 0,
+        "moe_num_shared_experts": 1,
+    },
+    "deepseek_v2": {**OF_FAMILY["glm4_moe"], **LATENT, "v_head_dim": 16},
     "glm4_moe_lite": {**OF_FAMILY["glm4_moe"], **LATENT, "mlp_layer_types": ["sparse"] * 3},
     "deepseek_v3": {
         **OF_FAMILY["glm4_moe"],

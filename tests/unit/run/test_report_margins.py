@@ -46,27 +46,27 @@ def side(mean: float, **more: Any) -> dict[str, Any]:
 def test_pairs_are_shown_before_and_after() -> None:
     found = held_out_rows({"before": side(0.0), "after": side(2.0)})
     assert found is not None
-    assert found.note == "5,000 held-out pairs, 200 of them drawn; 41 on the wrong side now."
-    assert [title in str(chart) for title, chart in zip(("Margins", "against length"), found.charts, strict=True)]
-    assert "before training: median 0" in found.charts[0]
-    assert re.search(r"after training: median [12]\.", found.charts[0])
-    assert list(found.tables) == ["Accuracy by length"]
-    table = found.tables["Accuracy by length"]
+    assert found["note"] == "5,000 held-out pairs, 200 of them drawn; 41 on the wrong side now."
+    assert [title in str(chart) for title, chart in zip(("Margins", "against length"), found["charts"], strict=True)]
+    assert "before training: median 0" in found["charts"][0]
+    assert re.search(r"after training: median [12]\.", found["charts"][0])
+    assert list(found["tables"]) == ["Accuracy by length"]
+    table = found["tables"]["Accuracy by length"]
     assert table.head == ["Length", "Pairs", "Before", "After", "Mean margin"]
     assert table.rows[1] == ["rejected over twice as long", "80", "25.0%", "25.0%", "-0.5"]
-    (wrong,) = found.wrong
-    assert [name for name, _ in wrong.answers] == ["Chosen", "Rejected"]
-    assert (wrong.prompt.left_out, wrong.margin) == (40, "-1.5")
+    (wrong,) = found["wrong"]
+    assert [name for name, _ in wrong["answers"]] == ["Chosen", "Rejected"]
+    assert (wrong["prompt"].left_out, wrong["margin"]) == (40, "-1.5")
 
 
 def test_a_run_that_goes_on_tells_its_step_and_one_without_a_beginning_has_one_column() -> None:
     found = held_out_rows({"before": {}, "after": side(1.0), "step": 40})
     assert found is not None
-    assert "after step 40" in found.charts[0]
-    assert found.tables["Accuracy by length"].head == ["Length", "Pairs", "Accuracy", "Mean margin"]
+    assert "after step 40" in found["charts"][0]
+    assert found["tables"]["Accuracy by length"].head == ["Length", "Pairs", "Accuracy", "Mean margin"]
     first = held_out_rows({"before": side(1.0), "after": {}})
     assert first is not None
-    assert first.note.endswith("41 on the wrong side before.")
+    assert first["note"].endswith("41 on the wrong side before.")
 
 
 def test_labelled_answers_are_shown_by_label() -> None:
@@ -74,9 +74,9 @@ def test_labelled_answers_are_shown_by_label() -> None:
     one["worst"] = [{**WORST, "rejected": None, "label": -1}]
     found = held_out_rows({"before": {}, "after": one})
     assert found is not None
-    assert (found.title, found.columns) == ("Held-out answers", ("Answer", "Label", "Reward"))
-    assert all("undesirable" in chart for chart in found.charts)
-    assert [(name, text.pieces[0][1]) for name, text in found.wrong[0].answers][1] == ("Label", "undesirable")
+    assert (found["title"], found["columns"]) == ("Held-out answers", ("Answer", "Label", "Reward"))
+    assert all("undesirable" in chart for chart in found["charts"])
+    assert [(name, text.pieces[0][1]) for name, text in found["wrong"][0]["answers"]][1] == ("Label", "undesirable")
 
 
 @pytest.mark.parametrize(

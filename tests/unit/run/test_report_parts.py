@@ -99,7 +99,7 @@ def test_rewards_take_the_place_of_a_loss_that_says_nothing() -> None:
     lines = [rewarded(step) for step in (1, 2, 3)]
     base = {"base": {"tasks": [{"name": "Exact_Match", "value": 0.1}]}}
     drawn = curves([*lines, {"step": 2, "eval_Exact_Match": 0.4}, {"step": 3, "eval_Exact_Match": 0.6}], base, [])
-    text = "".join([*drawn.main, *drawn.lesser])
+    text = "".join([*drawn[0], *drawn[1]])
     for title in ("Reward", "Reward of exact", "Reward of short", "KL to the base model", "Completion length, tokens"):
         assert f"<b>{title}</b>" in text, title
     assert "<b>Loss</b>" not in text
@@ -117,20 +117,20 @@ def test_entropy_clipping_groups_and_time_of_rewarded_runs_are_drawn() -> None:
         "throughput/training": 7000.0,
     }  # fmt: skip
     drawn = curves([rewarded(step, **seen) for step in (1, 2, 3)], {}, [])
-    text = "".join([*drawn.main, *drawn.lesser])
+    text = "".join([*drawn[0], *drawn[1]])
     titles = (
         "Entropy of sampled tokens, nats", "Clipped ratios", "Groups of equal rewards", "Completions cut off",
         "Seconds of a step", "Tokens/s of each part",
     )  # fmt: skip
     for title in titles:
         assert text.count(f"<b>{title}</b>") == 1, title
-    assert "<b>Clipped ratios</b>" not in "".join(curves([rewarded(step) for step in (1, 2)], {}, []).lesser)
+    assert "<b>Clipped ratios</b>" not in "".join(curves([rewarded(step) for step in (1, 2)], {}, [])[1])
 
 
 def test_bands_do_not_go_where_no_value_can_be() -> None:
     share = [rewarded(1), rewarded(2)]
     low = [{**line, "rewards/exact/mean": 0.1, "rewards/exact/std": 0.3} for line in share]
-    drawn = "".join(curves(low, {}, []).main)
+    drawn = "".join(curves(low, {}, [])[0])
     assert "−" not in drawn.split("Reward of exact")[1].split("</svg>")[0]
 
 
@@ -178,14 +178,15 @@ def test_completions_of_a_long_run_are_thinned_out_alike_however_often_it_was_st
 
 def test_completions_early_and_late_lowest_reward_first(tmp_path: Path) -> None:
     kept = Completions(tmp_path)
-    assert sampled(kept) == []
+    assert sampled(kept) == {}
     kept.write(1, COMPLETIONS)
-    assert [batch.title for batch in sampled(kept)] == ["Step 1"]
+    assert list(sampled(kept)) == ["Step 1"]
     kept.write(40, COMPLETIONS[:2])
-    early, late = sampled(kept, rows=2)
-    assert (early.title, late.title) == ("Early: step 1", "Late: step 40")
-    assert [len(batch.rows) for batch in (early, late)] == [2, 2]
-    assert early.rows[0].rewards == [("exact", "-1"), ("short", "none")]  # of different prompts, lowest first
+    found = sampled(kept, rows=2)
+    assert list(found) == ["Early: step 1", "Late: step 40"]
+    assert [len(rows) for rows in found.values()] == [2, 2]
+    rewards = found["Early: step 1"][0]["rewards"]  # of different prompts, lowest first
+    assert rewards == [("exact", "-1"), ("short", "none")]
     page = Page(render_report(RunDirectory(tmp_path)))
     assert "script" not in page.names()
 

@@ -68,6 +68,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {**LATENT, **small_models.TEXT["deepseek_v3"], "mlp_layer_types": ["sparse", "sparse"]},
     "deepseek_v3": {**LATENT, **small_models.TEXT["deepseek_v3"], "first_k_dense_replace": 0},
     "youtu": LATENT,
+    "ernie4_5_moe": {**small_models.TEXT["ernie4_5_moe"], "moe_layer_start_index": 0, "head_dim": 16},
+    "deepseek_v2": {**LATENT, **small_models.TEXT["deepseek_v2"], "first_k_dense_replace": 0},
     "granitemoe": small_models.TEXT["granitemoe"],
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "mellum": {**EXPERTS, "layer_types": ["sliding_attention", "full_attention"]},

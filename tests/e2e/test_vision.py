@@ -1,0 +1,73 @@
+"""Commands on rows with images: what is not done is refused by name, and a chat shows a file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from ftcli.assets import asset
+from ftcli.cli.app import main
+
+RECIPE = str(Path(__file__).parents[2] / "recipes" / "smoke-vision.yaml")
+#: A model whose first step is enough.
+ONE_STEP = ("--set=train.max_steps=1", "--set=train.warmup_steps=0", "--set=eval.tasks=[]", "--set=data.eval=[]")
+
+
+def asked(capture: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:
+    capture.readouterr()
+    status = main([*words, "--json", "--quiet", "--offline"])
+    return status, json.loads(capture.readouterr().out)
+
+
+def said(document: dict[str, Any], code: str) -> str:
+    return next(finding["message"] for finding in document["findings"] if finding["code"] == code)
+
+
+def test_sharded_weights_and_shared_rows_take_no_images(capsys: pytest.CaptureFixture[str]) -> None:
+    """Pairs are none of these rows' layouts: methods on pairs refuse them before images are looked at."""
+    words = ["check", RECIPE, "--as", "h200", "--gpus", "2", "--set", "model.dtype=bfloat16"]
+    for setting in ("launch.engine=fsdp", "launch.context_parallel_size=2"):
+        status, document = asked(capsys, *words, "--set", setting)
+        assert status == 4, document
+        assert "processes that share weights or rows" in said(document, "FT412")
+
+
+def test_tasks_of_reinforcement_take_no_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "rows.jsonl"
+    row = json.loads(asset("data", "smoke-vision-eval.jsonl").read_text().splitlines()[0])
+    row["messages"][0]["content"][0]["url"] = row.pop("images")[0]  # a column of images is refused by its name, FT454
+    path.write_text(json.dumps(row) + "\n")
+    grpo = "grpo={num_generations: 2, rewards: [{use: exact_match}]}"
+    words = ["check", RECIPE, "--set", grpo, "--set", "data.max_seq_len=1024", "--set", f"data.train=['{path}']"]
+    status, document = asked(capsys, *words)
+    assert status == 4, document
+    assert "trains on text alone" in said(document, "FT412")
+
+
+def test_a_chat_shows_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = str(tmp_path / "run")
+    assert asked(capsys, "train", RECIPE, "--output-dir", run, *ONE_STEP)[0] == 0
+    image = tmp_path / "a.png"
+    Image.new("RGB", (32, 32), "red").save(image)
+    plain = asked(capsys, "chat", run, "--prompt", "colour?")[1]["result"]
+    status, shown = asked(capsys, "chat", run, "--prompt", "colour?", "--image", str(image), "--image", str(image))
+    assert status == 0, shown
+    assert shown["result"]["prompt_tokens"] == plain["prompt_tokens"] + 2 * (4 + 2)  # and what stands around each
+    for words, why in (
+        (["--image", str(tmp_path / "none.png")], "cannot be shown"),
+        (["--image", str(image), "--raw"], "--raw"),
+    ):
+        status, document = asked(capsys, "chat", run, "--prompt", "x", *words)
+        assert status == 2
+        assert why in said(document, "FT158")
+
+
+def test_check_counts_images_and_says_what_is_trained(capsys: pytest.CaptureFixture[str]) -> None:
+    status, document = asked(capsys, "check", RECIPE)
+    assert status == 0, document
+    assert "on text and images; vision: kept" in said(document, "FT310")
+    assert document["result"]["memory"]["parts"]["images"] > 0
