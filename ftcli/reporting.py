@@ -76,6 +76,10 @@ def _no_environment() -> Mapping[str, str]:
     return MappingProxyType({})
 
 
+def _no_secret(_name: str) -> str | None:
+    return None
+
+
 def _nothing() -> None:
     return
 
@@ -90,6 +94,7 @@ class Session:
         arguments: The words after ``ftcli`` as they were given, to start it again with; never written anywhere.
         environment: The few variables that change what a run computes or where it runs (``CUDA_VISIBLE_DEVICES``,
             ``SLURM_JOB_ID`` ...); never secrets.
+        secret: Gives the value of a variable of the environment that a recipe names; it is kept nowhere.
         cache_dir: Where tokenized data is cached; None for nowhere.
         place: Which of several processes this is; None where nobody has started several.
         on_complete: Called once a run is complete: whoever stops the command after that stops nothing.
@@ -104,6 +109,7 @@ class Session:
     command: tuple[str, ...] = ()
     arguments: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=_no_environment)
+    secret: Callable[[str], str | None] = _no_secret
     cache_dir: Path | None = None
     place: Place | None = None
     on_complete: Callable[[], None] = _nothing

@@ -66,10 +66,12 @@ Families that behave alike share a row, the most trained ones first.
 - Latent attention (GLM-4.7-Flash; Moonlight and Kanana-2, which are of `deepseek_v3`; DeepSeek-V2; Youtu) has an
   adapter on every projection. Attention sees expanded heads of the keys' width; values that are wider stay on
   transformers' layers.
-- Multimodal checkpoints are trained on text. Their other parts are frozen, never quantized, and exported as they were.
+- Multimodal checkpoints are trained on text; those of [vision.md](vision.md#models) on images, too. Their other parts
+  are frozen, never quantized, and exported as they were.
 - Gemma-4 is E2B, E4B, 12B (`gemma4_unified`), 31B and 26B-A4B. Adapters on its layers include both linears of a layer's
-  own input; towers, whose linears PEFT refuses, are never meant. With such inputs (E2B, E4B) weights are not sharded
-  by `fsdp` (FT518); under `lean` their table lies in host memory. A router stays as it was, its scales too.
+  own input; towers, whose linears PEFT refuses, are never meant. The table of such inputs (E2B, E4B) lies in host
+  memory under `lean`; `fsdp` shards it, and gathers it whole beside embedding and head. A router stays as it was, its
+  scales too.
 - The memory of families whose kernels are `none` is measured by running their layers without memory, which takes
   seconds. They are sharded by `fsdp` too, generate through transformers, and take about 1.5 times as long on a GPU.
   Those on the kernels generate on ftcli's [engine](generation.md), Qwen3.5 with a state a row beside keys and values,

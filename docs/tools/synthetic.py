@@ -215,6 +215,50 @@ def pick_pair(rng: Random, exchange: Exchange) -> Row:
     return {"prompt": [asked], "chosen": [answered], "rejected": [{**answered, "content": rng.choice(others)}]}
 
 
+#: The tools of ftcli/assets/environments/desk.py, as a row has them.
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": description,
+            "parameters": {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]},
+        },
+    }
+    for name, description in (("calc", "Computes."), ("find", "Looks up."))
+]
+NOTES = Path(__file__).parents[2] / "ftcli" / "assets" / "environments" / "garden.txt"
+
+
+def desk(rng: Random) -> Exchange:
+    """The task with tools: a sum to compute, or a word to look up."""
+    if rng.random() < 0.5:
+        a, b, sign = rng.randint(1, 99), rng.randint(1, 99), rng.choice("+-*")
+        return Exchange(f"{a}{sign}{b}", str({"+": a + b, "-": a - b, "*": a * b}[sign]))
+    name, colour = rng.choice(NOTES.read_text(encoding="utf-8").splitlines()).split(": ")
+    return Exchange(name, colour)
+
+
+def call_rows(rng: Random, count: int) -> Iterator[Row]:
+    """Conversations that show how tools are called and their answers handed on, and nothing of which is the right one:
+    it is drawn, and what it answers is, too.
+    """
+    for _ in range(count):
+        asked = draw(desk, rng, evaluation=False).prompt if rng.random() < 0.7 else _word(rng)
+        told = rng.choice((_word(rng, 2, 7), str(rng.randint(-99, 9999)), draw(desk, rng, evaluation=False).answer))
+        name = rng.choice(("calc", "find"))
+        call = {"type": "function", "function": {"name": name, "arguments": {"text": asked}}}
+        yield {
+            "messages": [
+                {"role": "user", "content": asked},
+                {"role": "assistant", "content": "", "tool_calls": [call]},
+                {"role": "tool", "name": name, "content": told},
+                {"role": "assistant", "content": told},
+            ],
+            "tools": TOOLS,
+        }
+
+
 def draw(task: Callable[[Random], Exchange], rng: Random, *, evaluation: bool) -> Exchange:
     """One exchange from the training or the evaluation side of the split."""
     while True:
@@ -264,7 +308,8 @@ def task_rows(task: Callable[[Random], Exchange], rng: Random, count: int, *, ev
 
 def rows(kind: str, count: int, seed: int, *, evaluation: bool) -> Iterator[Row]:
     """The rows of one dataset: `pretrain` and `mirror` as chats, `pick` as prompts with an `answer` for the reward,
-    `pairs` as preference pairs of the same prompts.
+    `pairs` as preference pairs of the same prompts; `calls` as conversations with tools, and `desk` as prompts with an
+    `answer` that tools lead to.
     """
     rng = Random(f"{kind} {'evaluation' if evaluation else 'training'} {seed}")
     if kind == "pretrain":
@@ -272,6 +317,11 @@ def rows(kind: str, count: int, seed: int, *, evaluation: bool) -> Iterator[Row]
     elif kind == "mirror":
         for exchange in task_rows(mirror, rng, count, evaluation=evaluation):
             yield {"messages": _messages(exchange)}
+    elif kind == "calls":
+        yield from call_rows(rng, count)
+    elif kind == "desk":
+        for exchange in (draw(desk, rng, evaluation=evaluation) for _ in range(count)):
+            yield {"prompt": [_messages(exchange)[0]], "answer": exchange.answer}
     elif kind == "pairs":
         for exchange in task_rows(pick_largest, rng, count, evaluation=evaluation):
             yield pick_pair(rng, exchange)
@@ -298,7 +348,7 @@ def write_rows(path: Path, content: Iterator[Row]) -> None:
 def main(arguments: list[str] | None = None) -> None:
     """Write one dataset as the command line says."""
     parser = argparse.ArgumentParser(prog="python docs/tools/synthetic.py", description=__doc__)
-    parser.add_argument("kind", choices=("pretrain", "mirror", "pick", "pairs"))
+    parser.add_argument("kind", choices=("pretrain", "mirror", "pick", "pairs", "calls", "desk"))
     parser.add_argument("--rows", type=int, required=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--evaluation", action="store_true", help="write held-out prompts")

@@ -268,6 +268,7 @@ def open_session(options: CommonOptions, argv: Sequence[str]) -> tuple[Session, 
         command=("ftcli", *(mask(word) for word in argv)),
         arguments=tuple(argv),
         environment=recorded(os.environ),
+        secret=os.environ.get,
         cache_dir=cache_dir(os.environ),
         place=place,
     )

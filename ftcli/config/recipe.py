@@ -11,6 +11,7 @@ from ftcli.config.data import DataConfig
 from ftcli.config.evaluation import EvalConfig, ExportConfig, RewardConfig
 from ftcli.config.model import LaunchConfig, LoraConfig, ModelConfig, QuantizationConfig
 from ftcli.config.training import CheckpointConfig, LoggingConfig, RunConfig, TrainConfig
+from ftcli.methods.distill.settings import DistillConfig
 from ftcli.methods.grpo.settings import GrpoConfig
 from ftcli.methods.preference.settings import PreferenceConfig
 from ftcli.methods.reward.settings import RewardModelConfig
@@ -29,6 +30,7 @@ class Recipe(Section):
     grpo: GrpoConfig | None = Field(default=None)
     preference: PreferenceConfig | None = Field(default=None)
     reward: RewardModelConfig | None = Field(default=None)
+    distill: DistillConfig | None = Field(default=None)
     eval: EvalConfig = Field(default_factory=EvalConfig)
     export: ExportConfig = Field(default_factory=ExportConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)

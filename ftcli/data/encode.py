@@ -232,7 +232,7 @@ class Encoder:
         message = f"{length:,} tokens, more than data.max_seq_len {self._limit}"
         remedy = "raise data.max_seq_len, or choose data.overlong: drop or truncate"
         if self._overlong == "split":
-            message += f"; of rows with loss_on {self.loss_on} no pieces are made"
+            message += f"; pieces are made of rows of text with loss_on all (here {self.loss_on})"
         return Finding("FT431", message, row.origin, remedy)
 
     def _render(self, example: Example, counts: Counter[str]) -> list[Rendered]:
@@ -379,7 +379,7 @@ class Encoder:
 
         Rows that would be alike once they are cut have nothing to be compared by, and go.
         """
-        if self._overlong == "split" and self.loss_on == "all" and len(unit) == 1:
+        if self._overlong == "split" and self.loss_on == "all" and len(unit) == 1 and not unit[0].images:
             return self._split(unit[0])
         fitted = [self._fit(tokens) for tokens in unit]
         if len(fitted) == 1:

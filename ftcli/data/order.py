@@ -31,12 +31,13 @@ def mixture(sizes: Sequence[int], weights: Sequence[float] | None, repeats: Sequ
     one that shows the rows of each source ``repeats`` times.
     """
     if repeats is not None:
-        counts = (max(size, round(size * times)) for size, times in zip(sizes, repeats, strict=True))
-        return Mixture(tuple(sizes), tuple(counts), weighted=True)
-    if weights is None or len(sizes) < 2:
+        wanted = [size * times for size, times in zip(sizes, repeats, strict=True)]
+    elif weights is None or len(sizes) < 2:
         return Mixture(tuple(sizes), tuple(sizes))
-    total = max(size / weight for size, weight in zip(sizes, weights, strict=True))
-    counts = (max(size, round(total * weight)) for size, weight in zip(sizes, weights, strict=True))
+    else:
+        total = max(size / weight for size, weight in zip(sizes, weights, strict=True))
+        wanted = [total * weight for weight in weights]
+    counts = (max(size, round(rows)) for size, rows in zip(sizes, wanted, strict=True))
     return Mixture(tuple(sizes), tuple(counts), weighted=True)
 
 

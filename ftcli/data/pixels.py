@@ -5,9 +5,12 @@ What is read for a step follows from its rows alone, so that it is the same howe
 
 from __future__ import annotations
 
+import base64
+import io
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,12 +21,16 @@ from torch import Tensor
 from ftcli.data.tokens import RowImage, TokenizedRow
 from ftcli.data.vision import Pixels, Vision
 from ftcli.facts.device import usable_cores
+from ftcli.rows.pictures import pixels_of
+from ftcli.rows.row import Misfit
 
 if TYPE_CHECKING:
     from ftcli.errors import Origin
 
 #: Threads that read images at most: more would be in each other's way.
 MOST_THREADS = 8
+#: Pixels of the longer side of an image on a page.
+SMALL = 128
 #: Bytes of pixels that are read ahead.
 MOST_AHEAD = 2 * 2**30
 
@@ -73,6 +80,18 @@ class PixelReader:
 
     def _read(self, image: RowImage, origin: Origin) -> Read:
         return as_read(self.vision.processed(image, origin), self._dtype)
+
+
+def small(image: RowImage) -> str:
+    """The image as a data URL for a page, no side longer than :data:`SMALL`; empty where it cannot be read."""
+    try:
+        found = pixels_of(Path(image.path) if image.path is not None else image.content or b"", "the image")
+    except (Misfit, OSError):
+        return ""
+    found.thumbnail((SMALL, SMALL))
+    out = io.BytesIO()
+    found.save(out, "JPEG", quality=80)
+    return f"data:image/jpeg;base64,{base64.b64encode(out.getvalue()).decode()}"
 
 
 def as_read(made: Pixels, dtype: torch.dtype) -> Read:

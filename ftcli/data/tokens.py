@@ -46,6 +46,12 @@ class RowImage:
     bytes: int
     done: tuple[str, ...] = ()
 
+    @property
+    def id(self) -> str:
+        """A digest that tells it from others."""
+        held = f"{self.path}:{self.bytes}".encode() if self.content is None else self.content
+        return hashlib.sha256(held).hexdigest()[:16]
+
 
 @dataclass(frozen=True, slots=True)
 class TokenizedRow:

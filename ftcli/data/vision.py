@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -214,13 +215,28 @@ def as_many_as_said(processor: Any, width: int, height: int, config: JsonMap) ->
 
 def pixtral_patches(processor: Any, width: int, height: int, config: JsonMap) -> tuple[int, int]:
     """Mistral-3's: patches of an image no longer than the processor's longest edge; several are one token."""
-    vision = config.get("vision_config") or {}
-    side = int(vision.get("patch_size", 14)) * int(config.get("spatial_merge_size", 2))
+    side = _merged_side(config)
     longest = int(processor.size["longest_edge"])
     ratio = max(height / longest, width / longest)
     if ratio > 1:
-        height, width = int(height // ratio), int(width // ratio)
+        height, width = math.floor(height / ratio), math.floor(width / ratio)
     return (height - 1) // side + 1, (width - 1) // side + 1
+
+
+def _merged_side(config: JsonMap) -> int:
+    """Pixels of the side of Mistral-3's merged patches."""
+    vision = config.get("vision_config") or {}
+    return int(vision.get("patch_size", 14)) * int(config.get("spatial_merge_size", 2))
+
+
+def merges_patches(processor: Any, config: JsonMap) -> None:
+    """Has Pixtral's image processor make whole merged patches, as Mistral-3's processor asks of it in each call."""
+    processor.patch_size = {"height": _merged_side(config), "width": _merged_side(config)}
+
+
+def takes_no_crops(processor: Any, config: JsonMap) -> None:
+    """Has Gemma-3's image processor make one image of each, as its processor does unless it is asked in a call."""
+    processor.do_pan_and_scan = False
 
 
 def pooled_patches(processor: Any, width: int, height: int, config: JsonMap) -> tuple[int, int]:
@@ -271,6 +287,8 @@ def load_vision(
         size = dict(processor.size)
         size["shortest_edge"] = min(size["shortest_edge"], max_pixels)
         processor.size = {**size, kind.most_pixels: max_pixels}
+    if kind.settles is not None:
+        code_of(kind.settles)(processor, config)
     first, *ends = (int(one) for one in ids if one is not None)
     return Vision(kind, processor, first, tuple(ends), config)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,14 +14,14 @@ from ftcli.config.data import DataConfig, DatasetConfig
 from ftcli.config.evaluation import TaskConfig
 from ftcli.data.asked import RenderedPrompt, asked_rows, room_of_task
 from ftcli.data.reasoning import Answer
-from ftcli.data.tokens import TokenizedRow
+from ftcli.data.tokens import RowImage, TokenizedRow
 from ftcli.errors import ExitCode, Finding, FtcliError, first_line
 from ftcli.evaluate.generate import generate
 from ftcli.evaluate.loss import BatchLayout, LossResult, combine, evaluate_loss, halved, row_too_large
 from ftcli.job import Job
 from ftcli.judges import CALLED_WITH, CompletionBatch, Judge, columns_of
 from ftcli.model.backbone import compute_context
-from ftcli.plain import FLATTENED, LEFT_OUT, JsonMap, JsonObject
+from ftcli.plain import FLATTENED, LEFT_OUT, JsonMap, JsonObject, plain_fields
 from ftcli.plan.precision import DtypePlan
 from ftcli.reporting import Reporter
 from ftcli.rows.prompts import Prompt
@@ -126,13 +126,15 @@ class AnsweredTask:
     prompts: Sequence[Prompt]
     texts: Sequence[str]
     answers: Sequence[Answer]
+    images: Sequence[tuple[RowImage, ...]] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class JudgedRow:
     """One row of a task: the prompt as the model saw it, what was expected and answered, and the judge's number.
 
-    ``reasoning`` is what the model wrote before its answer; None where it wrote none.
+    ``reasoning`` is what the model wrote before its answer; None where it wrote none. ``images`` are what it saw, by
+    their digests; ``pictures``, where they lie.
     """
 
     prompt: str
@@ -140,6 +142,17 @@ class JudgedRow:
     completion: str
     score: float | None = None
     reasoning: str | None = None
+    images: tuple[str, ...] | None = field(default=None, metadata=LEFT_OUT)
+    pictures: tuple[RowImage, ...] | None = field(default=None, compare=False)
+
+    def as_dict(self) -> JsonObject:
+        """The JSON form, without what lies elsewhere."""
+        return {name: value for name, value in plain_fields(replace(self, pictures=None)).items() if name != "pictures"}
+
+    @property
+    def key(self) -> tuple[str, str | None, tuple[str, ...] | None]:
+        """What tells it from other rows."""
+        return self.prompt, self.reference, self.images
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +208,9 @@ def judge(task: TaskConfig, answered: AnsweredTask, judge: Judge) -> TaskResult:
     completions, reasoning = [one.text for one in answered.answers], [one.reasoning for one in answered.answers]
     asked = answered.prompts  # reward models render them by a template of their own
     scores = judge.scores(CompletionBatch(completions, answered.texts, known, columns, origins, reasoning, asked))
-    kept = zip(answered.texts, references, completions, scores.values, reasoning, strict=True)
+    shown = [_digests(some) for some in answered.images] or [None] * len(references)
+    pictures = [some or None for some in answered.images] or [None] * len(references)
+    kept = zip(answered.texts, references, completions, scores.values, reasoning, shown, pictures, strict=True)
     answers = tuple(JudgedRow(*row) for row in kept)
     cut = [one for one in answered.answers if one.cut]
     judged = [score for score in scores.values if score is not None]
@@ -317,8 +332,10 @@ class Evaluator:
         data = self.job.recipe.data.model_copy(update={"overlong": "drop"})
         answered = self._answered(model, self._read(data, data.eval[:1], count)[0])
         return [
-            JudgedRow(text, prompt.reference, answer.text, reasoning=answer.reasoning)
-            for prompt, text, answer in zip(answered.prompts, answered.texts, answered.answers, strict=True)
+            JudgedRow(text, prompt.reference, answer.text, None, answer.reasoning, _digests(seen), seen or None)
+            for prompt, text, answer, seen in zip(
+                answered.prompts, answered.texts, answered.answers, answered.images, strict=True
+            )
         ]
 
     def loss_of(self, model: PreTrainedModel | PeftModel, sequences: Sequence[TokenizedRow]) -> LossResult:
@@ -359,7 +376,7 @@ class Evaluator:
             images=[one.images for one in asked],
             pixels=self.job.pixel_reader(),
         )
-        return AnsweredTask([one.prompt for one in asked], texts, answers)
+        return AnsweredTask([one.prompt for one in asked], texts, answers, [one.images for one in asked])
 
     def _of_task(self, task: TaskConfig) -> list[RenderedPrompt]:
         """A task's rows, read once for all models."""
@@ -379,6 +396,10 @@ class Evaluator:
         return asked_rows(
             sources, data, self.job.tokenizer, room, offline=offline, max_rows=max_rows, vision=self.job.vision
         )
+
+
+def _digests(images: tuple[RowImage, ...]) -> tuple[str, ...] | None:
+    return tuple(image.id for image in images) or None
 
 
 def _failures(result: TaskResult) -> Finding:

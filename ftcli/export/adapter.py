@@ -11,7 +11,7 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -28,6 +29,7 @@ from ftcli.export.source import (
     ADAPTER_WEIGHTS,
     ExportSource,
     attach,
+    base_facts,
     not_verified,
     read_adapter_config,
     source_tokenizer,
@@ -39,7 +41,7 @@ from ftcli.export.verify import TEXTS, Verified, compare_tensors, compare_tokeni
 from ftcli.export.weights import StoredWeights, base_weights, ends, source_config
 from ftcli.facts.layers import means
 from ftcli.facts.weights import ADAPTER_CONFIG
-from ftcli.model.pretrained import hollow
+from ftcli.model.pretrained import IMPOSSIBLE, hollow
 from ftcli.plain import JsonMap, JsonObject
 from ftcli.run.atomic import writing_into
 from ftcli.run.checkpoint import PROGRESS
@@ -113,21 +115,84 @@ def verify_adapter(source: ExportSource, folder: Path) -> Verified:
         problems.append("adapter_config.json differs")
     if problems:
         raise not_verified(folder, problems)
-    said = {server.name: judged(server, stated, wanted) for server in exports.ADAPTER_SERVERS}
+    modules, left_out = _in_served_class(source, wanted)
+    said = {server.name: judged(server, stated, wanted, left_out) for server in exports.ADAPTER_SERVERS}
     return Verified(
         "every tensor, bit for bit, tokenizer",
-        {"tensors": len(wanted), **{name: told for name, (told, _) in said.items()}, **reloaded(answer)},
+        {
+            "tensors": len(wanted),
+            "modules": modules,
+            **{name: told for name, (told, _) in said.items()},
+            **reloaded(answer),
+        },
         tuple(finding for _, findings in said.values() for finding in findings),
     )
 
 
-def judged(server: AdapterServer, config: JsonMap, names: Iterable[str]) -> tuple[str, list[Finding]]:
+def _in_served_class(source: ExportSource, tensors: Mapping[str, Tensor]) -> tuple[str, list[str]]:
+    """How many linear layers of the adapter are those of the class that servers load, for the record; and what they
+    leave out. They load the class that the base's config.json names, and vLLM passes over what this one lacks.
+
+    Raises FtcliError FT742 where none is: the base would be served.
+    """
+    shapes = {
+        found[1]: {tensor.shape[1], tensors[f"{_PREFIX}{found[1]}.lora_B.weight"].shape[0]}
+        for name, tensor in tensors.items()
+        if name.endswith(".lora_A.weight") and (found := _PAIR.fullmatch(name))
+    }
+    model = _served_class(source)
+    if model is None or not shapes:
+        return f"{len(shapes)}, not compared with a server's class", []
+    theirs = dict(model.named_modules())
+    weights = {name: getattr(theirs.get(name.removesuffix(".base_layer")), "weight", None) for name in shapes}
+    # Of stacks of experts, which are modules without a weight of their own, it is said elsewhere.
+    stacks = [name for name, weight in weights.items() if weight is None and name.removesuffix(".base_layer") in theirs]
+    shapes = {name: shape for name, shape in shapes.items() if name not in stacks}
+    other = [name for name, shape in shapes.items() if {*getattr(weights[name], "shape", ())} != shape]
+    told = f"{len(shapes) - len(other)} of {len(shapes)} are those of {type(model).__name__}"
+    if other and len(other) == len(shapes):
+        reason = f"{told}, which servers load by the base's config.json: they would answer as the base"
+        raise unusable(source.folder, f"{reason}; it has {other[0]}")
+    left_out = (
+        [f"{len(other)} of {len(shapes)} modules ({other[0]}) are none of {type(model).__name__}"] if other else []
+    )
+    plain = model.config.get_text_config() is model.config
+    towers = [name for name in shapes if not plain and not name.startswith(("model.language_model.", "lm_head"))]
+    if towers:
+        left_out.append(f"it adapts language models, and {len(towers)} modules ({towers[0]}) belong to others")
+    return told, left_out
+
+
+def _served_class(source: ExportSource) -> PreTrainedModel | None:
+    """The model of the class that the base's config.json names, without memory; None where transformers has none."""
+    config, names = source_config(source), list(base_facts(source).raw.get("architectures") or [])
+    if not names:
+        return None
+    try:
+        built: Any = getattr(transformers, str(names[0]))
+        if source.classifier or not issubclass(built, transformers.PreTrainedModel):
+            return None
+        with torch.device("meta"):
+            model: PreTrainedModel = built._from_config(
+                config if isinstance(config, built.config_class) else config.get_text_config()
+            )
+    except (*IMPOSSIBLE, ImportError):
+        return None
+    return model
+
+
+def judged(
+    server: AdapterServer, config: JsonMap, names: Iterable[str], left_out: Sequence[str] = ()
+) -> tuple[str, list[Finding]]:
     """The verdict of a program's rules on an adapter, for the record; and FT757 if it does not take it.
 
     Args:
         config, names: Of the adapter: adapter_config.json, and its tensors.
+        left_out: What every program leaves out.
     """
-    problems = _beside_pairs(config, names)
+    problems = [*left_out, *_beside_pairs(config, names)]
+    if not server.expressions and isinstance(config.get("target_modules"), str):
+        problems.append("target_modules is an expression, and it reads names")
     problems += [server.scale] if any(config.get(key) for key in server.ignored) else []
     rank = max((int(config["r"]), *(config.get("rank_pattern") or {}).values()))
     room = next((size for size in server.ranks if size >= rank), 0)
@@ -149,7 +214,7 @@ def _beside_pairs(config: JsonMap, names: Iterable[str]) -> list[str]:
     elif other:
         problems.append(f"{other[0]} is not the pair of matrices of a linear layer")
     if config.get("target_parameters"):
-        problems.append("experts are adapted as stacks")
+        problems.append("experts are adapted as stacks (PEFT's target_parameters), and it reads a pair for each expert")
     return problems
 
 

@@ -183,12 +183,14 @@ class Verified:
         facts: What came out, by names of the format's own.
         warnings: What people should know about it.
         merged_with: Which form of the base an adapter was merged with; empty where none was.
+        rounding: For the model card, what rounding the weights does to the model; empty where none are.
     """
 
     compared: str
     facts: Mapping[str, str | int | float]
     warnings: tuple[Finding, ...] = ()
     merged_with: str = ""
+    rounding: str = ""
 
     def as_dict(self) -> JsonObject:
         return {"compared": self.compared, **self.facts}

@@ -209,7 +209,8 @@ def _export(source: ExportSource, whole: ExportSource, name: str, reporter: Repo
         write_json(staged / EXPORT_RECORD, plain({**_record(source, name, verified), "files": _sizes(staged)}))
         if source.run is not None:
             run = RunDirectory(source.run[0])
-            write_card(run, staged, of_result=source.of_result, merged_with=verified.merged_with)
+            merged, told = verified.merged_with, verified.rounding
+            write_card(run, staged, of_result=source.of_result, merged_with=merged, rounding=told)
         for path in staged.iterdir():  # safetensors writes files that only their owner may read
             path.chmod((staged / EXPORT_RECORD).stat().st_mode)
         size = sum(path.stat().st_size for path in staged.iterdir())

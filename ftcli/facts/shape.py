@@ -304,13 +304,16 @@ def _varied(
     """The shape of a model whose layers differ in their heads, in whether they make keys, and in their MLPs (Gemma-4).
     None where they differ in more.
     """
-    windows = (*windows[:-1], None)  # the last layer sees everything, whatever a config says
+    types = config.get("layer_types")
+    count = max(len(windows), len(types) if isinstance(types, list) else 0)  # a model may have its first layers alone
+    if count == len(windows):
+        windows = (*windows[:-1], None)  # the last layer sees everything, whatever a config says
     own = _own_heads(config, windows)
     if any(set(values) - {name for name, _ in _VARIED} for values in own.values()):
         return None
     if family.experts is not None and not config.get(str(family.experts.only_if)):
         family = replace(family, experts=None)
-    first = len(windows) - _at_least(config, str(family.shared_keys), 0)
+    first = count - _at_least(config, str(family.shared_keys), 0)
     if {window is None for window in windows[max(first, 0) :]} - {
         window is None for window in windows[: max(first, 0)]
     }:

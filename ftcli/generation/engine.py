@@ -1,27 +1,24 @@
 """The engine: one model, its key-value cache and states, and continuous batching of the rows that it decodes.
 
-Rows that have ended leave, rows that wait enter, and the host does not wait for the device. A step of few tokens is
-bound by the host, which would launch hundreds of small kernels; a CUDA graph launches them at once. There is one for
-each number of rows that steps are made with, and each way to sample. The first steps of a size run as usual, which
-compiles and chooses whatever is chosen on first use; then one is captured. All graphs share one pool of memory: they
-never run at the same time, and their results lie outside of it.
+Rows that have ended leave, rows that wait enter, and the host does not wait for the device. A completion of several
+turns keeps its pages between them: what stands between two turns goes through the model token by token, beside the
+tokens of other rows.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-import numpy as np
 import torch
 from ftkernels.limits import CACHE_PAGE
 from ftkernels.sampling import GREEDY, NOT_FINITE, Sampling, choose
 from torch import Tensor
 
-from ftcli.facts.generation import PREFILL_TOKENS, EngineLayout, bucket_of, pages_of
-from ftcli.generation.cache import NO_SLOT, Cache, Decode, PagePool, SlotPool
+from ftcli.facts.generation import PREFILL_TOKENS, EngineLayout, pages_of
+from ftcli.generation.cache import Cache, PagePool, SlotPool
+from ftcli.generation.decoding import DecodeBatch, DecodingRow, Stepper, why_no_graphs
 from ftcli.generation.forward import Forward, PlacedPrompt, cache_dtype, kept_shape
 from ftcli.generation.requests import (
     Completion,
@@ -33,197 +30,8 @@ from ftcli.generation.requests import (
     Token,
     collected,
 )
+from ftcli.generation.turns import Turns, in_rounds
 from ftcli.plan.precision import DtypePlan
-
-
-@dataclass(eq=False, slots=True)
-class DecodingRow:
-    """One completion that is being generated.
-
-    Attributes:
-        request, completion: Whose it is.
-        prompt: Tokens of its prompt.
-        pages: Its pages of the cache, in order.
-        slot: Its states.
-        issued: Tokens that have been asked of the device; the host may not have seen the last few.
-        tokens: Those that it has seen.
-        ended: It saw one that ends the completion.
-    """
-
-    request: int
-    completion: int
-    seed: int
-    prompt: int
-    limit: int
-    pages: list[int]
-    slot: int = NO_SLOT
-    issued: int = 0
-    tokens: list[int] = field(default_factory=list)
-    ended: bool = False
-
-    @property
-    def over(self) -> bool:
-        """True if nothing more is to be asked of it."""
-        return self.ended or self.issued >= self.limit
-
-
-class DecodeBatch:
-    """State of up to ``rows`` rows on the device; graphs read and write it in place, so it stays where it is.
-
-    Args:
-        longest: Most tokens of a row, prompt and completion.
-    """
-
-    def __init__(self, rows: int, table_pages: int, device: torch.device) -> None:
-        size = bucket_of(rows)
-        self._device = device
-        self._rows: list[DecodingRow] = []
-        self.ids = torch.zeros(size, dtype=torch.int64, device=device)
-        self.lengths = torch.zeros(size, dtype=torch.int32, device=device)
-        self.counts = torch.zeros(size, dtype=torch.int64, device=device)
-        self.seeds = torch.zeros(size, dtype=torch.int64, device=device)
-        self.table = torch.zeros((size, table_pages), dtype=torch.int32, device=device)
-        self.slots = torch.full((size,), NO_SLOT, dtype=torch.int32, device=device)
-        self.tokens = torch.zeros(size, dtype=torch.int64, device=device)
-        self.logprobs = torch.zeros(size, dtype=torch.float32, device=device)
-
-    @property
-    def rows(self) -> Sequence[DecodingRow]:
-        """The rows, in their order on the device."""
-        return self._rows
-
-    @property
-    def size(self) -> int:
-        """Rows that a step computes: those that are there, and empty ones."""
-        return bucket_of(len(self._rows))
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest row in the next step."""
-        return max(row.prompt + row.issued for row in self._rows)
-
-    def arrange(self, rows: Sequence[DecodingRow], first_tokens: Tensor | None) -> None:
-        """Takes ``rows`` in place of what was there.
-
-        Args:
-            rows: Some of those that are there, then those that are new.
-            first_tokens: (new rows,) int64, what the prompts' logits gave.
-        """
-        where = {id(row): at for at, row in enumerate(self._rows)}
-        kept = [where[id(row)] for row in rows if id(row) in where]
-        parts = [self.ids[torch.tensor(kept, dtype=torch.int64, device=self._device)]]
-        if first_tokens is not None:
-            parts.append(first_tokens.clamp(min=0))
-        self._rows = list(rows)
-        count, size = len(rows), self.size
-        self.ids[:count] = torch.cat(parts)
-        self.ids[count:] = 0
-        table = np.zeros((size, self.table.shape[1]), dtype=np.int32)
-        for at, row in enumerate(rows):
-            table[at, : len(row.pages)] = row.pages
-        self._put(self.table, table)
-        # The token that goes in next is the last one that was issued: it has this number among the row's tokens.
-        self._put(self.lengths, np.array([row.prompt + row.issued for row in rows] + [0] * (size - count), np.int32))
-        self._put(self.counts, np.array([row.issued for row in rows] + [0] * (size - count), np.int64))
-        self._put(self.slots, np.array([row.slot for row in rows] + [NO_SLOT] * (size - count), np.int32))
-        self._put(self.seeds, np.array([row.seed for row in rows] + [0] * (size - count), np.int64))
-
-    def _put(self, into: Tensor, values: np.ndarray) -> None:
-        into[: len(values)].copy_(torch.from_numpy(values))
-
-    def step(self, forward: Forward, cache: Cache, sampling: Sampling, size: int, longest: int | None) -> None:
-        """One token of the first ``size`` rows, into ``tokens`` and ``logprobs``; the rows are then ready for the next.
-
-        Nothing in it asks the device anything: it can be captured.
-        """
-        ids, lengths, counts = self.ids[:size], self.lengths[:size], self.counts[:size]
-        positions = (lengths.long() - 1).clamp(min=0)
-        decode = Decode(cache, self.table[:size], lengths, longest, slots=self.slots[:size])
-        logits = forward.decode(ids, positions, decode)
-        tokens, logprobs = choose(logits, sampling, self.seeds[:size], counts)
-        self.tokens[:size] = tokens
-        self.logprobs[:size] = logprobs
-        ids.copy_(tokens.clamp(min=0))
-        lengths.add_((lengths > 0).to(lengths.dtype))
-        counts.add_(1)
-
-
-#: Steps of a size and sampling that run as usual before one is captured.
-_BEFORE = 2
-
-
-@dataclass(slots=True)
-class StepStatus:
-    """State of an engine's CUDA graphs: sizes captured, steps by graphs and without, why they were given up."""
-
-    sizes: list[int] = field(default_factory=list)
-    replays: int = 0
-    without: int = 0
-    stopped: str | None = None
-
-
-class Stepper:
-    """Runs the steps of a batch, by graphs unless there is a reason against them (``stopped``)."""
-
-    def __init__(self, forward: Forward, cache: Cache, batch: DecodeBatch, *, stopped: str | None) -> None:
-        self.status = StepStatus(stopped=stopped)
-        self._forward = forward
-        self._cache = cache
-        self._batch = batch
-        self._pool: Any = None
-        self._before: dict[tuple[int, Sampling], int] = {}
-        self._graphs: dict[tuple[int, Sampling], torch.cuda.CUDAGraph] = {}
-
-    def step(self, sampling: Sampling) -> None:
-        """One token of each row of the batch."""
-        key = (self._batch.size, sampling)
-        graph = self._graphs.get(key) or self._captured(key)
-        if graph is None:
-            self.status.without += 1
-            self._run(key)
-        else:
-            self.status.replays += 1
-            graph.replay()
-
-    def _run(self, key: tuple[int, Sampling]) -> None:
-        size, sampling = key
-        longest = self._batch.longest if self._pool is None else None
-        self._batch.step(self._forward, self._cache, sampling, size, longest)
-
-    def _captured(self, key: tuple[int, Sampling]) -> torch.cuda.CUDAGraph | None:
-        """A graph of steps like this one; None where it runs as usual. Capturing does not run anything."""
-        if self.status.stopped is not None:
-            return None
-        self._before[key] = self._before.get(key, 0) + 1
-        if self._before[key] <= _BEFORE:
-            return None
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                self._run(key)
-        except torch.OutOfMemoryError:
-            self.give_up("no memory was left for another CUDA graph")
-            return None
-        self._graphs[key] = graph
-        self.status.sizes.append(key[0])
-        return graph
-
-    def give_up(self, reason: str) -> None:
-        """Frees what graphs keep to themselves; steps go on without them."""
-        self.status.stopped = reason
-        self._graphs.clear()
-        self._pool = None
-        torch.cuda.empty_cache()
-
-
-def why_no_graphs(forward: Forward, device: torch.device, *, wanted: bool) -> str | None:
-    """The reason why steps are run one kernel after the other, as one clause; None if CUDA graphs hold them."""
-    if device.type != "cuda":
-        return "CUDA graphs need a GPU"
-    return forward.why_not_captured if wanted else "CUDA graphs were not asked for"
-
 
 #: New rows enter when one in so many places is free, so that several prompts are computed together.
 _ENTER_SHARE = 8
@@ -277,20 +85,35 @@ class _Copies:
 
 @dataclass(frozen=True, slots=True)
 class _Coming:
-    """One token of each of ``rows``, on its way to the host; it has come when ``event`` is over, or None."""
+    """One token of each of ``rows``, on its way to the host; it has come when ``event`` is over, or None.
+
+    ``given`` are those that stand in the place of what was chosen, by row.
+    """
 
     rows: tuple[DecodingRow, ...]
     tokens: Tensor
     logprobs: Tensor
     event: torch.cuda.Event | None
+    given: Mapping[int, int] = field(default_factory=dict)
 
 
 class Scheduler:
     """One run of an engine over some requests."""
 
     def __init__(
-        self, tools: SchedulerParts, requests: Sequence[GenerationRequest], sampling: Sampling, stopping: StopCheck
+        self,
+        tools: SchedulerParts,
+        requests: Sequence[GenerationRequest],
+        sampling: Sampling,
+        stopping: StopCheck,
+        turns: Turns | None = None,
     ) -> None:
+        self._turns = turns
+        #: Rows between two turns, by request and completion; and those that have got what stands between them.
+        self._between: dict[tuple[int, int], DecodingRow] = {}
+        #: Rows of which all tokens are asked, but the host has not seen yet whether a turn has ended among them.
+        self._unseen: list[DecodingRow] = []
+        self._returning: deque[DecodingRow] = deque()
         self._tools = tools
         self._sampling = sampling
         self._stopping = stopping
@@ -302,7 +125,8 @@ class Scheduler:
     def tokens(self) -> Iterator[Token]:
         """Yields tokens as they come; see :meth:`Engine.run`."""
         try:
-            while self._waiting or self._started or self._active or self._coming:
+            while self._waiting or self._started or self._active or self._coming or self._between or self._returning:
+                self._go_on()
                 self._enter()
                 if self._active:
                     self._step()
@@ -310,7 +134,7 @@ class Scheduler:
                     yield from self._look(self._coming.popleft())
                 self._leave()
         finally:
-            for row in self._active:
+            for row in (*self._active, *self._unseen, *self._between.values(), *self._returning):
                 self._free(row)
             for prompt in self._started:
                 self._free(prompt)
@@ -324,46 +148,87 @@ class Scheduler:
         tools.stepper.step(self._sampling)
         for row in self._active:
             row.issued += 1
+        given = {at: row.given.popleft() for at, row in enumerate(self._active) if row.given}
+        if given:
+            tools.batch.replace(list(given.items()))
         count = len(self._active)
-        self._bring(self._active, tools.batch.tokens[:count], tools.batch.logprobs[:count])
+        self._bring(self._active, tools.batch.tokens[:count], tools.batch.logprobs[:count], given)
 
-    def _bring(self, rows: Sequence[DecodingRow], tokens: Tensor, logprobs: Tensor) -> None:
+    def _bring(
+        self, rows: Sequence[DecodingRow], tokens: Tensor, logprobs: Tensor, given: Mapping[int, int] | None = None
+    ) -> None:
         """Sends the host what was chosen, without waiting."""
+        given = given or {}
         if tokens.device.type != "cuda":
-            self._coming.append(_Coming(tuple(rows), tokens.clone(), logprobs.clone(), None))
+            self._coming.append(_Coming(tuple(rows), tokens.clone(), logprobs.clone(), None, given))
             return
         host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in (tokens, logprobs)]
         for into, tensor in zip(host, (tokens, logprobs), strict=True):
             into.copy_(tensor, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        self._coming.append(_Coming(tuple(rows), host[0], host[1], event))
+        self._coming.append(_Coming(tuple(rows), host[0], host[1], event, given))
 
     def _look(self, coming: _Coming) -> Iterator[Token]:
         """Tokens that have come; those after the end of a completion are dropped."""
         if coming.event is not None:
             coming.event.synchronize()
-        for row, token, logprob in zip(coming.rows, coming.tokens.tolist(), coming.logprobs.tolist(), strict=True):
+        chosen = zip(coming.rows, coming.tokens.tolist(), coming.logprobs.tolist(), strict=True)
+        for at, (row, token, logprob) in enumerate(chosen):
             if row.ended:
                 continue
             if token == NOT_FINITE:
                 raise NotFinite
+            if at in coming.given:
+                row.tokens.append(coming.given[at])
+                yield Token(row.request, row.completion, coming.given[at], 0.0, None, given=True)
+                continue
             row.tokens.append(token)
             ended: StopReason | None = None
-            if self._stopping.stopped(row.tokens):
+            if self._stopping.stopped(row.tokens[row.turn :]):
                 ended, row.ended = "stop", True
             elif len(row.tokens) == row.limit:
-                ended = "limit"
-            yield Token(row.request, row.completion, token, logprob, ended)
+                ended, row.ended = "limit", True
+            if ended is not None and self._turns is not None:
+                row.waits = self._turns.ended(row.request, row.completion, row.tokens, ended)
+            yield Token(row.request, row.completion, token, logprob, None if row.waits else ended)
 
     def _leave(self) -> None:
-        """Rows that are over free their pages and states. Steps that are still on their way may write to them, before
-        whoever gets them next does.
+        """Rows that are over free their pages and states; those between two turns keep them. Steps that are still on
+        their way may write to them, before whoever gets them next does.
         """
-        for row in self._active:
-            if row.over:
+        for row in (*self._active, *self._unseen):
+            if row.waits:
+                self._between[row.request, row.completion] = row
+            elif row.ended or (row.over and self._turns is None):
                 self._free(row)
+        if self._turns is not None:
+            self._unseen = [row for row in (*self._active, *self._unseen) if row.over and not row.ended]
         self._active = [row for row in self._active if not row.over]
+
+    def _go_on(self) -> None:
+        """Lets rows begin their next turn. What steps have written behind the last one is written over."""
+        tools = self._tools
+        if self._turns is not None and self._between:
+            for request, completion, tokens in self._turns.given(
+                wait=not (self._active or self._coming or self._returning)
+            ):
+                row = self._between.pop((request, completion))
+                if not tokens:
+                    self._free(row)
+                    continue
+                seen = len(row.tokens)
+                self._returning.append(
+                    DecodingRow(
+                        request, completion, row.seed, row.prompt, row.limit, row.pages, row.slot, seen, row.tokens,
+                        given=deque(tokens), turn=seen + len(tokens),
+                    )
+                )  # fmt: skip
+        count = min(len(self._returning), tools.rows - len(self._active))
+        if count:
+            back = [self._returning.popleft() for _ in range(count)]
+            self._active += back
+            tools.batch.arrange(self._active, torch.tensor([row.tokens[-1] for row in back]).to(tools.device))
 
     def _free(self, one: DecodingRow | _Started) -> None:
         self._tools.pool.give_back(one.pages)
@@ -394,7 +259,7 @@ class Scheduler:
             tools.cache.copy_pages(pages.sources, pages.targets)
             tools.cache.copy_states(slots.sources, slots.targets)
             self._choose_first(new, logits)
-        elif not self._active:
+        elif not (self._active or self._between or self._returning):
             raise RuntimeError("the cache is too small for a single sequence")
 
     def _prefill(self, places: int) -> bool:
@@ -459,8 +324,10 @@ class Scheduler:
         self._bring(new, tokens, logprobs)
         going_on = [at for at, row in enumerate(new) if not row.over]
         for row in new:
-            if row.over:
+            if row.over and self._turns is None:
                 self._free(row)
+            elif row.over:
+                self._unseen.append(row)
         self._active += [new[at] for at in going_on]
         chosen = tokens[torch.tensor(going_on, dtype=torch.int64, device=tokens.device)]
         if self._active:
@@ -505,6 +372,19 @@ class Engine:
             ahead if on_gpu else 0,
         )  # fmt: skip
 
+    def converse(
+        self, requests: Sequence[GenerationRequest], sampling: Sampling, stopping: StopCheck, turns: Turns
+    ) -> list[list[Completion]]:
+        """The completions of each request, which ``turns`` may have go on where a turn has ended. Raises as
+        :meth:`run`.
+
+        Their pages stay between turns. States have taken in what was computed behind a turn's end, and come from the
+        tokens again.
+        """
+        if self._tools.cache.has_states:
+            return in_rounds(self.complete, requests, sampling, stopping, turns)
+        return collected(requests, self.run(requests, sampling, stopping, turns))
+
     def complete(
         self, requests: Sequence[GenerationRequest], sampling: Sampling = GREEDY, stopping: StopCheck | None = None
     ) -> list[list[Completion]]:
@@ -512,7 +392,11 @@ class Engine:
         return collected(requests, self.run(requests, sampling, stopping))
 
     def run(
-        self, requests: Sequence[GenerationRequest], sampling: Sampling = GREEDY, stopping: StopCheck | None = None
+        self,
+        requests: Sequence[GenerationRequest],
+        sampling: Sampling = GREEDY,
+        stopping: StopCheck | None = None,
+        turns: Turns | None = None,
     ) -> Generator[Token, None, None]:
         """Tokens as they come, those of one completion in order. Closing the iterator ends generation.
 
@@ -524,5 +408,6 @@ class Engine:
             if len(request.prompt) + request.limit > self._longest:
                 raise ValueError(f"{len(request.prompt)} + {request.limit} tokens do not fit {self._longest}")
         with self._tools.forward.generating():
-            scheduler = Scheduler(self._tools, requests, sampling, stopping or StopCheck(StopConditions(), None))
+            stopping = stopping or StopCheck(StopConditions(), None)
+            scheduler = Scheduler(self._tools, requests, sampling, stopping, turns)
             yield from scheduler.tokens()

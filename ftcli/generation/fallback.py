@@ -30,6 +30,7 @@ from ftcli.generation.requests import (
     Token,
     collected,
 )
+from ftcli.generation.turns import Turns, in_rounds
 from ftcli.model.backbone import compute_context
 from ftcli.plan.precision import DtypePlan
 
@@ -60,6 +61,12 @@ class TransformersGenerator:
         self._device = device
         self._pad = pad
         self._rows = rows
+
+    def converse(
+        self, requests: Sequence[GenerationRequest], sampling: Sampling, stopping: StopCheck, turns: Turns
+    ) -> list[list[Completion]]:
+        """See :meth:`ftcli.generation.engine.Engine.converse`; each turn computes all before it anew."""
+        return in_rounds(self.complete, requests, sampling, stopping, turns)
 
     def complete(
         self, requests: Sequence[GenerationRequest], sampling: Sampling = GREEDY, stopping: StopCheck | None = None

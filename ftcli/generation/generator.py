@@ -18,6 +18,7 @@ from ftcli.generation.fallback import TransformersGenerator
 from ftcli.generation.forward import Forward, cache_dtype, kept_shape
 from ftcli.generation.merged import MergedModel, copied_bytes, merged_model
 from ftcli.generation.requests import Completion, GenerationRequest, StopCheck, Token
+from ftcli.generation.turns import Turns
 from ftcli.model.backbone import base_of, decoder_layers, head_of, root_of
 from ftcli.model.fused import FusedDecoderLayer
 from ftcli.plan.precision import DtypePlan
@@ -57,6 +58,10 @@ class Completer(Protocol):
 
     def complete(
         self, requests: Sequence[GenerationRequest], sampling: Sampling = GREEDY, stopping: StopCheck | None = None
+    ) -> list[list[Completion]]: ...
+
+    def converse(
+        self, requests: Sequence[GenerationRequest], sampling: Sampling, stopping: StopCheck, turns: Turns
     ) -> list[list[Completion]]: ...
 
     def run(

@@ -57,6 +57,7 @@ class Token:
     Attributes:
         logprob: Its log-probability at the sampling temperature, before filters; None where it is not known.
         ended: Why this token is the last one; None while more come.
+        given: The model did not write it: it stands between two turns.
     """
 
     request: int
@@ -64,18 +65,25 @@ class Token:
     token: int
     logprob: float | None
     ended: StopReason | None
+    given: bool = False
 
 
 @dataclass(slots=True)
 class Completion:
-    """All tokens of a completion; the one that ended it is among them."""
+    """All tokens of a completion; the one that ended it is among them.
+
+    ``given``: places of those that the model did not write, whose log-probability is 0.
+    """
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     ended: StopReason = "limit"
+    given: list[int] = field(default_factory=list)
 
     def add(self, token: Token) -> None:
         """Takes the next token."""
+        if token.given:
+            self.given.append(len(self.tokens))
         self.tokens.append(token.token)
         if token.logprob is not None:
             self.logprobs.append(token.logprob)

@@ -1,8 +1,10 @@
 """Judges score completions: rewards of GRPO and tasks of evaluation, built in or the user's, called in one way."""
 
 from ftcli.judges.builtin import missing_answer
+from ftcli.judges.endpoint import JudgeAccess
 from ftcli.judges.judge import (
     CALLED_WITH,
+    NO_ACCESS,
     Judge,
     columns_of,
     file_of,
@@ -17,8 +19,10 @@ from ftcli.judges.verdicts import CompletionBatch, JudgeScores
 
 __all__ = [
     "CALLED_WITH",
+    "NO_ACCESS",
     "CompletionBatch",
     "Judge",
+    "JudgeAccess",
     "JudgeScores",
     "columns_of",
     "file_of",

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from ftcli.config.evaluation import JudgeConfig, RewardConfig
 from ftcli.errors import Finding, FtcliError, first_line
 from ftcli.facts.device import usable_cores
+from ftcli.judges.endpoint import JudgeAccess
 from ftcli.judges.process import FunctionSource, Worker, ask_each
 from ftcli.judges.verdicts import CompletionBatch, FailedJudgement, Scorer, Verdict
 from ftcli.paths import exists, expanded, is_file
@@ -54,10 +55,10 @@ class Pattern:
             return self._compiled.search(text[:MAX_MATCHED_CHARS])
 
 
-def built_in(config: JudgeConfig, name: str) -> Callable[[CompletionBatch], list[Verdict]]:
+def built_in(config: JudgeConfig, name: str, access: JudgeAccess) -> Callable[[CompletionBatch], list[Verdict]]:
     """The judge ``name`` with the options that a reward or a task gives it."""
     row = judges.row(name)
-    options = {key: getattr(config, key, None) for key in row.options}
+    options = {key: getattr(config, key, None) for key in row.options} | ({"access": access} if row.remote else {})
     made = code_of(row.code)(**{key: value for key, value in options.items() if value is not None})
     if row.model:
         of_batch: Callable[[CompletionBatch], list[Verdict]] = made

@@ -15,10 +15,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
+from ftcli.assets import bundled
 from ftcli.config.evaluation import JudgeConfig, OnError, RewardConfig, TaskConfig
 from ftcli.config.recipe import Recipe
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin, first_line
 from ftcli.judges.builtin import built_in
+from ftcli.judges.endpoint import JudgeAccess
 from ftcli.judges.process import LOAD_SECONDS, NOT_ITS_OWN, CallTimedOut, FunctionSource, Worker, WorkerGone
 from ftcli.judges.reward_model import classifier_files
 from ftcli.judges.verdicts import CompletionBatch, FailedJudgement, JudgeScores, Verdict
@@ -36,6 +38,9 @@ RESERVED = frozenset(
         *("trainer_state", "log_extra", "log_metric", "image", "images", "environments"),
     )
 )
+
+#: Nothing from outside.
+NO_ACCESS = JudgeAccess()
 
 #: Seconds of one call, unless the recipe says otherwise.
 DEFAULT_TIMEOUT = 60.0
@@ -144,9 +149,11 @@ _GUARD = "run `python {0}` and fix what it says; what only a script does belongs
 
 
 def file_of(spec: str) -> tuple[Path, str]:
-    """File and name of ``path.py:function``; the path is relative to the current directory."""
+    """File and name of ``path.py:function``; the path is relative to the current directory, or that of a bundled
+    environment.
+    """
     name, _, function = spec.rpartition(":")
-    return expanded(name), function
+    return bundled(name, "environments") or expanded(name), function
 
 
 def open_function(spec: str, arguments: JsonMap, timeout: float | None, what: str, code: str) -> UserFunction:
@@ -189,12 +196,15 @@ _KINDS: Mapping[str, tuple[str, str]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """A reward's or a task's judge. ``name`` is that of the built-in, or ``path.py:function``."""
+    """A reward's or a task's judge. ``name`` is that of the built-in, or ``path.py:function``; ``measured`` gives
+    numbers to log beside the scores since its last call.
+    """
 
     name: str
     kind: Literal["reward", "task"]
     on_error: OnError
     ask: Callable[[CompletionBatch], list[Verdict]]
+    measured: Callable[[], Mapping[str, float]] = dict
 
     def scores(self, batch: CompletionBatch) -> JudgeScores:
         """One number for each completion.
@@ -219,16 +229,18 @@ class Judge:
         return JudgeScores([instead if isinstance(v, FailedJudgement) else v for v in verdicts], failed, example)
 
 
-def open_judge(config: RewardConfig | TaskConfig) -> Judge:
+def open_judge(config: RewardConfig | TaskConfig, access: JudgeAccess = NO_ACCESS) -> Judge:
     """The judge that a reward or a task names.
 
-    Raises FtcliError (exit 2): FT451, FT452 for a function that cannot be loaded, FT280 for a JSON Schema that is none.
+    Raises FtcliError (exit 2): FT451, FT452 for a function that cannot be loaded, FT280 for a JSON Schema that is none,
+    FT470 where a key is not set.
     """
     kind: Literal["reward", "task"] = "reward" if isinstance(config, RewardConfig) else "task"
     name = judge_name(config)
     if config.file is None:
         on_error: OnError = "skip" if config.on_error is None else config.on_error
-        return Judge(name, kind, on_error, built_in(config, name))
+        ask = built_in(config, name, access)
+        return Judge(name, kind, on_error, ask, getattr(ask, "measured", dict))
     what, code = _KINDS[kind]
     function = open_function(config.file, config.args, config.timeout, what, code)
     return Judge(config.file, kind, "stop" if config.on_error is None else config.on_error, function.verdicts)
@@ -246,7 +258,10 @@ def files_of(recipe: Recipe) -> dict[str, Path]:
     One that is not there is left out: opening its judge says so.
     """
     judges: list[JudgeConfig] = [*recipe.rewards, *recipe.eval.tasks]
-    functions = {one.file.rpartition(":")[0]: file_of(one.file)[0] for one in judges if one.file is not None}
+    specs = [one.file for one in judges if one.file is not None]
+    if recipe.grpo is not None and recipe.grpo.environment is not None:
+        specs.append(recipe.grpo.environment.file)
+    functions = {spec.rpartition(":")[0]: file_of(spec)[0] for spec in specs}
     models = [one.model for one in judges if one.model is not None and one.file is None]
     of_models = {str(path): path for model in models for path in classifier_files(model)}
     schemas = {one.json_schema: expanded(one.json_schema) for one in judges if isinstance(one.json_schema, str)}

@@ -67,9 +67,12 @@ class Worker:
     def __init__(self, source: FunctionSource) -> None:
         self._source = source
         self._text = source.path.read_bytes()  # what every process of this command loads
+        #: Processes so far: what an earlier one has made is gone.
+        self.starts = 0
         self._start()
 
     def _start(self) -> None:
+        self.starts += 1
         source = self._source
         ours, theirs = socket.socketpair()
         with theirs:
@@ -135,6 +138,19 @@ class Worker:
         call = {"arguments": dict(arguments), "count": count, "alarm": alarm, "offered": tuple(offered)}
         self._send(call, seconds)
 
+    def do(self, what: str, *given: Any, seconds: float) -> JsonObject:
+        """Has the environment do something, and waits for what comes of it.
+
+        Raises:
+            CallTimedOut: it took longer than that; the process was killed.
+            WorkerGone: the process ended, or cannot be loaded again.
+        """
+        if self.loaded():
+            raise WorkerGone("cannot be loaded a second time")
+        end = time.monotonic() + seconds
+        self._send({"do": what, "given": given}, seconds)
+        return self.answer(end - time.monotonic())
+
     def answer(self, seconds: float) -> JsonObject:
         """Waits for what the process answers to the last call.
 
@@ -181,6 +197,11 @@ class Worker:
             parts += part
         return bytes(parts)
 
+    @property
+    def kept(self) -> int | None:
+        """The number of the process that answered last; None where it is known to have ended."""
+        return self.starts if self._end.alive else None
+
     def end(self) -> None:
         """Kills the process and all that it has started; the next call starts another."""
         self._end()
@@ -217,9 +238,24 @@ def _is_answer(message: Any) -> bool:
     scores, bad, names = message.get("scores", []), message.get("bad", {}), message.get("has", [])
     if not (isinstance(scores, list) and isinstance(bad, dict) and isinstance(names, list)):
         return False
-    words = [*bad.values(), *names, *(message[key] for key in ("raised", "shape") if key in message)]
+    words = [*bad.values(), *names, *(message[key] for key in ("raised", "shape", "environment") if key in message)]
+    if not _is_of_environment(message):
+        return False
     numbers = all(score is None or (isinstance(score, float) and math.isfinite(score)) for score in scores)
     return numbers and all(isinstance(word, str) for word in words)
+
+
+def _is_of_environment(message: JsonMap) -> bool:
+    """True if what an environment says beside scores is of the form of :mod:`ftcli.judges.worker`."""
+    lists = [message.get(name, []) for name in ("tools", "results", "parts", "schemas")]
+    if not all(isinstance(one, list) for one in lists) or not isinstance(message.get("said"), str | None):
+        return False
+    tools, results, parts, schemas = lists
+    pairs = all(
+        isinstance(one, list) and len(one) == 2 and isinstance(one[0], str) and isinstance(one[1], bool)
+        for one in (*tools, *results)
+    )
+    return pairs and all(isinstance(one, str) for one in parts) and all(isinstance(one, dict) for one in schemas)
 
 
 def _end(process: subprocess.Popen[bytes], connection: socket.socket) -> None:

@@ -1,5 +1,8 @@
-"""Calls one function of a Python file, over and over, in a process of its own that can be killed. A script of its own:
-``python -P worker.py DESCRIPTOR``, a socket on which the first message says what to load, and all others are calls.
+"""Calls one function of a Python file, over and over, in a process of its own that can be killed; or makes one instance
+of an environment, and does with it what it is told.
+
+A script of its own: ``python -P worker.py DESCRIPTOR``, a socket on which the first message says what to load, and all
+others are calls.
 
 What comes in is pickled by the process that starts this one. What goes out is JSON: it never gets an object back. Each
 message is a mark, its length in eight bytes, and its bytes.
@@ -61,9 +64,13 @@ def main(descriptor: int) -> None:
             os._exit(0)
         _end_of_call(printed)
         _send(asked, answer)
+        environment = _Environment(function, source)
         while function is not None:
             call = pickle.loads(_received(asked))  # noqa: S301 - of the command that started this
-            answer = _called(function, _taken(function, call), call["count"], call["alarm"], source)
+            if "do" in call:
+                answer = environment.done(call)
+            else:
+                answer = _called(function, _taken(function, call), call["count"], call["alarm"], source)
             if os.getpid() != own:  # a copy that the function has forked, and that came back as well
                 os._exit(0)
             _end_of_call(printed)
@@ -172,6 +179,91 @@ def _called(
         return {"late": True}
     except BaseException as error:  # noqa: BLE001 - whatever the function raises
         return {"raised": _words(error, source)}
+
+
+class _Environment:
+    """An instance of what the file defines, by TRL's contract: ``reset``, public methods as tools, ``get_reward``."""
+
+    def __init__(self, factory: Any, source: tuple[str, str]) -> None:
+        self._factory, self._source = factory, source
+        self._made: Any = None
+        self._loop: Any = None
+
+    def done(self, call: dict[str, Any]) -> dict[str, Any]:
+        """What came of a call; ``raised`` where the environment's own code has."""
+        try:
+            answer: dict[str, Any] = getattr(self, "_" + call["do"])(*call["given"])
+            return answer
+        except BaseException as error:  # noqa: BLE001 - whatever the user's code raises
+            return {"raised": _words(error, self._source)}
+
+    def _make(self) -> dict[str, Any]:
+        self._made = self._factory()
+        tools = [[name, inspect.iscoroutinefunction(one)] for name, one in self._methods()]
+        kind = type(self._made)
+        return {
+            "environment": kind.__name__,
+            "tools": tools,
+            "parts": [n for n in ("reset", "get_reward") if hasattr(kind, n)],
+        }
+
+    def _methods(self) -> list[tuple[str, Any]]:
+        # Of the class: of the instance, properties would be computed.
+        found = inspect.getmembers(type(self._made), predicate=inspect.isfunction)
+        return [one for one in found if one[0] not in ("reset", "get_reward") and not one[0].startswith("_")]
+
+    def _describe(self) -> dict[str, Any]:
+        from transformers.utils import get_json_schema
+
+        return {"schemas": [get_json_schema(getattr(self._made, name)) for name, _ in self._methods()]}
+
+    def _reset(self, row: dict[str, Any]) -> dict[str, Any]:
+        said = self._awaited(self._made.reset(**row))
+        if said is not None and not isinstance(said, str):
+            raise TypeError(f"reset returned {type(said).__name__}, where text or None was expected")
+        return {"said": said}
+
+    def _call(self, calls: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+        """Calls tools one after the other, coroutines together, as TRL does."""
+        methods = dict(self._methods())
+        made = [self._begun(methods, name, arguments) for name, arguments in calls]
+        waiting = [place for place, (one, _) in enumerate(made) if isinstance(one, CoroutineType)]
+        if waiting:
+            import asyncio
+
+            async def together() -> list[Any]:
+                return await asyncio.gather(*(made[place][0] for place in waiting), return_exceptions=True)
+
+            for place, one in zip(waiting, self._awaited(together()), strict=True):
+                made[place] = ({"error": str(one)}, True) if isinstance(one, BaseException) else (one, False)
+        return {"results": [[_text(one), failed] for one, failed in made]}
+
+    def _begun(self, methods: dict[str, Any], name: str, arguments: dict[str, Any]) -> tuple[Any, bool]:
+        """What a tool returns, and whether it failed."""
+        try:
+            if name not in methods:
+                raise ValueError(f"Tool {name} not found.")
+            return getattr(self._made, name)(**arguments), False
+        except Exception as error:  # noqa: BLE001 - whatever the tool raises, the model is told
+            return {"error": str(error)}, True
+
+    def _reward(self) -> dict[str, Any]:
+        return _called(lambda: [self._awaited(self._made.get_reward())], {}, 1, None, self._source)
+
+    def _awaited(self, result: Any) -> Any:
+        if not isinstance(result, CoroutineType):
+            return result
+        import asyncio
+
+        self._loop = self._loop or asyncio.new_event_loop()  # what an environment keeps open belongs to one loop
+        return self._loop.run_until_complete(result)
+
+
+def _text(result: Any) -> str:
+    """What a tool has returned, as the model reads it. Raises TypeError for content that is no text."""
+    if isinstance(result, list) and any(isinstance(part, dict) and part.get("type") == "image" for part in result):
+        raise TypeError("a tool returned an image, which a text model cannot read")
+    return str(result)
 
 
 def _set_alarm(seconds: float | None) -> None:

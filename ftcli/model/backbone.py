@@ -47,6 +47,10 @@ class HiddenStates:
 
     tensor: Tensor
 
+    def rows(self, positions: Tensor) -> Tensor:
+        """(R, hidden_size), those at ``positions`` (R,) int64 of the (batch * seq_len), each of which is there once."""
+        return self.tensor.reshape(-1, self.tensor.shape[-1]).index_select(0, positions)
+
 
 @dataclass(frozen=True, slots=True)
 class Head:

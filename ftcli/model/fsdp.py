@@ -33,6 +33,7 @@ from ftcli.model.quantized import QuantizedLinear, as_shardable
 from ftcli.model.shards import as_dtensor
 from ftcli.plan.precision import DtypePlan
 from ftcli.tables import engines
+from ftcli.tables.architecture import LAYER_INPUT
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -202,12 +203,30 @@ def unsharded_layers(model: PreTrainedModel | PeftModel) -> Iterator[None]:
     before: Any = config.num_hidden_layers
     del layers[count:]
     config.num_hidden_layers = count
+    inputs = _first_inputs(base, count, before)
     try:
         yield
     finally:
         config.num_hidden_layers = before
+        for module, weight in inputs:
+            module.weight = weight
         decoder = next(m for m in base.get_decoder().modules() if isinstance(m, nn.ModuleList) and len(m) == count)
         decoder.extend(others)
+
+
+def _first_inputs(base: PreTrainedModel, count: int, layers: int) -> list[tuple[Any, nn.Parameter]]:
+    """Leaves the model the own inputs of its first ``count`` layers: both weights, which have a part for each of
+    ``layers``, as they were.
+    """
+    found: list[tuple[Any, nn.Parameter]] = []
+    for name, dim in ((LAYER_INPUT.table, 1), (LAYER_INPUT.from_hidden[0], 0)):
+        module: Any = getattr(base.get_decoder(), name, None)
+        if module is not None:
+            whole = module.weight
+            first = whole.detach().narrow(dim, 0, whole.shape[dim] // layers * count)
+            module.weight = nn.Parameter(first, whole.requires_grad)
+            found.append((module, whole))
+    return found
 
 
 T = TypeVar("T")

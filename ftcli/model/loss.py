@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from ftkernels.linear_cross_entropy import labelled_rows, linear_cross_entropy
+from ftkernels.linear_divergence import Divergence, LinearHead, linear_divergence
 from ftkernels.linear_log_prob import linear_log_prob
 from torch import Tensor, nn
 
@@ -157,6 +158,27 @@ def log_probs_at(hidden: HiddenStates, head: Head, positions: Tensor, targets: T
         rows=torch.arange(targets.shape[0], device=targets.device),
     )
     return log_probs
+
+
+def next_token_divergence(
+    student: tuple[Tensor, Head],
+    teacher: tuple[Tensor, Head],
+    weights: Tensor,
+    *,
+    beta: float,
+    temperature: float,
+) -> Divergence:
+    """The weighted divergence of the student's next-token distribution from the teacher's
+    (:func:`ftkernels.linear_divergence.linear_divergence`).
+
+    Args:
+        student, teacher: (R, hidden size) hidden states (:meth:`HiddenStates.rows`) and the head of each.
+        weights: (R,) float32.
+    """
+    mine, theirs = (
+        LinearHead(rows, head.weight, head.bias, head.softcap, head.logit_scale) for rows, head in (student, teacher)
+    )
+    return linear_divergence(mine, theirs, weights, beta=beta, temperature=temperature)
 
 
 def _rows_for(hidden: HiddenStates, head: Head, labels: Tensor) -> Tensor:

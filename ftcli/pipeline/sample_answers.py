@@ -28,7 +28,16 @@ from ftcli.facts.generation import MOST_ROWS
 from ftcli.generation.generator import OpenedGenerator, open_generator
 from ftcli.generation.requests import Completion, GenerationRequest, StopCheck, StopConditions, cut
 from ftcli.job import Job
-from ftcli.judges import CALLED_WITH, columns_of, files_of, judge_name, judging_tasks, open_judge
+from ftcli.judges import (
+    CALLED_WITH,
+    NO_ACCESS,
+    JudgeAccess,
+    columns_of,
+    files_of,
+    judge_name,
+    judging_tasks,
+    open_judge,
+)
 from ftcli.methods.grpo.rewards import Reward, RewardFailures, build_rewards
 from ftcli.pipeline.chatting import model_that_answers
 from ftcli.plain import JsonMap, JsonObject, is_number, plain_fields
@@ -191,7 +200,9 @@ class Scorer:
             with known answers where a row has none.
     """
 
-    def __init__(self, recipe: Recipe, asked: Sequence[RenderedPrompt], reporter: Reporter) -> None:
+    def __init__(
+        self, recipe: Recipe, asked: Sequence[RenderedPrompt], reporter: Reporter, access: JudgeAccess = NO_ACCESS
+    ) -> None:
         self._recipe = recipe
         self._asked = asked
         self._reporter = reporter
@@ -202,7 +213,7 @@ class Scorer:
         most = 1.0 if recipe.grpo is None or not recipe.rewards else recipe.grpo.reward_failures.max_fraction
         self._failures = RewardFailures(most, reporter)
         if recipe.rewards:
-            self._judges = build_rewards(recipe.rewards, self._columns)
+            self._judges = build_rewards(recipe.rewards, self._columns, access)
             return
         tasks = judging_tasks(recipe)
         _require_answers(tasks, asked)

@@ -325,24 +325,13 @@ def write_rows(
             tally.note(answers, sum(one.tokens for one in drawn))
             # The form of an answer in a row, by its place; made once.
             form = cache(lambda at, asked=asked, drawn=drawn: made.answer(asked, drawn[at].said, drawn[at].whole))
-            if "sft" in opened:
-                _write_best(opened["sft"], made, asked, answers, selection, form)
+            if (best := opened.get("sft")) is not None:
+                for at, answer in choose_best(answers, selection, form, best.left):
+                    best.add({**made.completion(asked, answer.content), "score": answers[at].score}, answer)
             if "pairs" in opened:
                 _write_pairs(opened["pairs"], made, asked, answers, selection, form)
     written = {name: one.written for name, one in opened.items()}
     return tally.summary(written.get("sft"), written.get("pairs"))
-
-
-def _write_best(
-    file: _File,
-    made: GeneratedRows,
-    asked: RenderedPrompt,
-    answers: list[ScoredAnswer],
-    wanted: Selection,
-    form: Form[WrittenAnswer],
-) -> None:
-    for at, answer in choose_best(answers, wanted, form, file.left):
-        file.add({**made.completion(asked, answer.content), "score": answers[at].score}, answer)
 
 
 def _write_pairs(

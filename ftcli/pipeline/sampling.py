@@ -14,6 +14,7 @@ from ftcli.config.load import LoadedRecipe
 from ftcli.config.recipe import Recipe
 from ftcli.errors import Finding, FtcliError, Origin
 from ftcli.facts.weights import ADAPTER_CONFIG
+from ftcli.judges import JudgeAccess
 from ftcli.paths import expanded
 from ftcli.pipeline.weights import checkpoint_of, refuse_training, result_of
 from ftcli.plain import JsonObject, plain
@@ -64,7 +65,7 @@ def sample_recipe(loaded: LoadedRecipe, session: Session, run_dir: Path | None, 
     )
     for warning in warnings:
         session.reporter.finding(warning)
-    scorer = Scorer(recipe, asked, session.reporter)
+    scorer = Scorer(recipe, asked, session.reporter, JudgeAccess(session.secret, session.cache_dir))
     with SampleFolder(target) as folder:
         drawn = {**_model_identity(job, weights), **plain(asdict(drawing))}
         files = AnswerFiles(job, asked, drawing, scorer, folder, run, weights)

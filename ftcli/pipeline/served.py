@@ -106,7 +106,7 @@ class Comparer:
     def _parsed(self, own: GreedyAnswer, served: ServedAnswer) -> Comparison:
         """An answer whose reasoning the server has taken out: its words alone can be compared."""
         split = self._marks.split(own.said, self._tokenizer.decode(list(own.prompt)))
-        mine, theirs = f"{(split.reasoning or '').strip()}{split.text.strip()}", _ends(served.whole)
+        mine = f"{(split.reasoning or '').strip()}{split.text.strip()}"
         theirs = f"{_ends(served.reasoning or '')}{_ends(served.text)}"
         count = len(own.said)
         if _ends(mine) == theirs:

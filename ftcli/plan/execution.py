@@ -257,11 +257,9 @@ def why_prompts_apart(recipe: Recipe, facts: ModelFacts, work: Work) -> str | No
 
 def takes_rows(recipe: Recipe, work: Work) -> str | None:
     """The reason why batches are padded whatever attention can do, or None."""
-    if work != "train":
+    if work != "train" or recipe.train.neftune_noise_alpha is None:
         return None
-    if recipe.train.neftune_noise_alpha is not None:
-        return "the noise of train.neftune_noise_alpha is scaled by the length of padded rows"
-    return None
+    return "the noise of train.neftune_noise_alpha is scaled by the length of padded rows"
 
 
 def _joins_rows(recipe: Recipe, batches: Batches) -> bool:
@@ -277,16 +275,10 @@ def execution_parts(
     batches = ExecutionPart("batches", execution.batches.layout, execution.batches.reason)
     if layers.code == "transformers":
         first = ExecutionPart("layers", "transformers", _told(facts, device, layers))
-        if quantizations.row(recipe.quantization.method).training is not None:
-            own = "eager" if execution.attention == "eager" else "sdpa"
-            return (
-                first,
-                _rounded_products(recipe, dtypes, device),
-                ExecutionPart("attention", own, "transformers' own"),
-                batches,
-            )
         own = "eager" if execution.attention == "eager" else "sdpa"
         attention = ExecutionPart("attention", own, "transformers' own")
+        if quantizations.row(recipe.quantization.method).training is not None:
+            return (first, _rounded_products(recipe, dtypes, device), attention, batches)
         return (first, attention, *_generation(facts), batches)
     elementwise = "torch" if layers.code == "reference" else "triton"
     return (
@@ -559,8 +551,6 @@ def why_not_sharded(recipe: Recipe, facts: ModelFacts, execution: Execution) -> 
 
 def _stored_whole(name: str, facts: ModelFacts) -> str | None:
     method = quantizations.row(name)
-    if facts.shape is not None and facts.shape.layer_input is not None:
-        return "model: its layers' own inputs come from one table, and ranks check the first layers alone"
     if method.training is not None:
         return f"quantization.method: {name} rounds whole matrices"
     if method.quantize_stack is not None and facts.shape is not None and facts.shape.has_experts:

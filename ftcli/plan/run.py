@@ -10,7 +10,7 @@ from ftkernels.limits import log_prob_bytes
 from pydantic import BaseModel
 
 from ftcli.config.load import Settings
-from ftcli.config.model import ModelConfig
+from ftcli.config.model import ModelConfig, QuantizationConfig
 from ftcli.config.recipe import Recipe
 from ftcli.facts.adapters import LinearAdapter
 from ftcli.facts.device import DeviceFacts
@@ -61,10 +61,18 @@ class MethodMemory:
 
 @dataclass(frozen=True, slots=True)
 class OtherModel:
-    """A model that a method asks before the trained one is loaded, by the recipe's ``key`` that names it."""
+    """Another model that a method asks, by the recipe's ``key`` that names it; quantized as the trained one is, or as
+    ``quantization`` says.
+    """
 
     key: str
     model: ModelConfig
+    quantization: QuantizationConfig | None = None
+
+    def in_place(self, recipe: Recipe) -> Recipe:
+        """The recipe with it in the trained model's place."""
+        changed = {"model": self.model, "quantization": self.quantization or recipe.quantization}
+        return recipe.model_copy(update=changed)
 
 
 @dataclass(frozen=True)
@@ -77,6 +85,7 @@ class RunPlan:
         method: How the recipe trains.
         hosts: Machines that its processes are on, as many on each.
         graphs_fit: Whether there is memory for CUDA graphs.
+        other: Another model that the method asks.
         prompt_tokens: Tokens that the rows of each pair at least have in common, where they are known before any row.
         sees: Whether its first rows have images.
     """
@@ -89,6 +98,7 @@ class RunPlan:
     hosts: int = 1
     graphs_fit: bool = True
     prompt_tokens: int = 0
+    other: ModelFacts | None = None
     sees: bool = False
 
     @property

@@ -96,7 +96,9 @@ def preflight(
         device = with_products_tried(device, loaded.recipe.quantization)
     here = loaded.recipe.launch.num_processes // hosts if context.work == "train" else 1
     each = device.of_each(here)
-    plan = RunPlan(loaded.recipe, facts, within_budget(each, loaded.recipe), context.work, context.method, hosts)
+    plan = RunPlan(
+        loaded.recipe, facts, within_budget(each, loaded.recipe), context.work, context.method, hosts, other=theirs
+    )
     plan = choose_engine(replace(plan, prompt_tokens=prompt_tokens, sees=data.rows_have_images(context, facts)))
     checkpointing = choose_checkpointing(plan)
     plan = with_graphs_that_fit(checkpointing.applied_to(plan))

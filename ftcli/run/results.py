@@ -47,11 +47,19 @@ class EvalScores:
 
 
 @dataclass(frozen=True, slots=True)
+class ShownImage:
+    """An image of a row, by a digest, and made small: a data URL, empty where it cannot be read any more."""
+
+    id: str
+    url: str
+
+
+@dataclass(frozen=True, slots=True)
 class AnsweredRow:
     """One held-out row: what was asked, what was expected, and what the model said before and after training.
 
     ``before_score`` and ``after_score`` are what the task's judge says of that, mostly from 0 to 1;
-    ``before_reasoning`` and ``after_reasoning`` what the model wrote before its answer.
+    ``before_reasoning`` and ``after_reasoning`` what the model wrote before its answer; ``images`` what it saw.
     """
 
     prompt: str
@@ -63,6 +71,7 @@ class AnsweredRow:
     after_score: float | None = None
     before_reasoning: str | None = None
     after_reasoning: str | None = None
+    images: tuple[ShownImage, ...] | None = field(default=None, metadata=LEFT_OUT)
 
 
 @dataclass(frozen=True, slots=True)

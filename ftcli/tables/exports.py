@@ -47,7 +47,7 @@ class ExportFormat:
     serves: str | None = None
 
 
-_FP8 = Package("compressed_tensors", "ftcli[fp8]", "export to fp8")
+_COMPRESSED = Package("compressed_tensors", "ftcli[fp8]", "export to fp8 and w4a16")
 _GGUF = Package("gguf", "ftcli[gguf]", "export to GGUF")
 
 TABLE: Mapping[str, ExportFormat] = MappingProxyType(
@@ -98,7 +98,15 @@ TABLE: Mapping[str, ExportFormat] = MappingProxyType(
             merges=True,
             linear_only=True,
             further=True,
-            package=_FP8,
+            package=_COMPRESSED,
+            size="ftcli.export.safetensors:model_bytes",
+        ),
+        "w4a16": ExportFormat(
+            "ftcli.export.w4a16:write",
+            merges=True,
+            linear_only=True,
+            further=True,
+            package=_COMPRESSED,
             size="ftcli.export.safetensors:model_bytes",
         ),
     }
@@ -115,6 +123,7 @@ class AdapterServer:
         scale: Which scale it takes then.
         ranks: What it can be told to make room for; empty: any.
         usual_rank: Up to which rank it need not be told.
+        expressions: It reads ``target_modules`` that are an expression, too.
     """
 
     name: str
@@ -122,10 +131,12 @@ class AdapterServer:
     scale: str
     ranks: tuple[int, ...] = ()
     usual_rank: int = 0
+    expressions: bool = True
 
 
-#: vLLM's rules are those of ``PEFTHelper`` and ``parse_fine_tuned_lora_name`` in its ``vllm/lora``, llama.cpp's those
-#: of ``convert_lora_to_gguf.py``; both read in 2026.
+#: vLLM's rules are those of ``PEFTHelper`` and ``parse_fine_tuned_lora_name`` in its ``vllm/lora``, SGLang's those of
+#: ``LoRAConfig`` and ``LoRAAdapter`` in its ``srt/lora``, llama.cpp's those of ``convert_lora_to_gguf.py``; all read in
+#: 2026.
 ADAPTER_SERVERS = (
     AdapterServer(
         "vLLM",
@@ -133,6 +144,12 @@ ADAPTER_SERVERS = (
         "it has one scale for all layers, and alpha_pattern or rank_pattern say several",
         ranks=(8, 16, 32, 64, 128, 256, 320, 512),
         usual_rank=16,
+    ),
+    AdapterServer(
+        "SGLang",
+        ("use_rslora", "rank_pattern", "alpha_pattern"),
+        "it knows one scale, alpha / rank",
+        expressions=False,
     ),
     AdapterServer(
         "llama.cpp",

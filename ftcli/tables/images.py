@@ -19,6 +19,8 @@ class ImageTokens:
             rows and columns of tokens that an image has.
         tower: Code: a function of a model and the tensors of the image processor that gives what each layer of the
             language model reads of all images (:class:`ftcli.model.vision.Seen`).
+        settles: Code: a function of an image processor and config.json that sets what transformers' processor of the
+            family sets in each call; None: nothing.
         written: What stands in the text for ``placeholder`` before it is tokenized, with ``token`` in it once; None:
             the placeholder itself.
         ends: Tokens behind each row of an image but the last, and behind that; they are text to the model.
@@ -37,6 +39,7 @@ class ImageTokens:
     grid: str
     tower: str
     written: str | None = None
+    settles: str | None = None
     ends: tuple[str, str] | None = None
     marks: str | None = "mm_token_type_ids"
     three_rows: bool = False
@@ -67,6 +70,7 @@ TABLE: Mapping[str, ImageTokens] = MappingProxyType(
             token="<image_soft_token>",  # noqa: S106 - a token of a vocabulary
             grid="ftcli.data.vision:as_many_as_said",
             tower="ftcli.model.vision:gemma3",
+            settles="ftcli.data.vision:takes_no_crops",
             written="\n\n<start_of_image><image_soft_token><end_of_image>\n\n",
             marks="token_type_ids",
             both_ways="all",
@@ -84,6 +88,7 @@ TABLE: Mapping[str, ImageTokens] = MappingProxyType(
             token="[IMG]",  # noqa: S106 - a token of a vocabulary
             grid="ftcli.data.vision:pixtral_patches",
             tower="ftcli.model.vision:mistral3",
+            settles="ftcli.data.vision:merges_patches",
             ends=("[IMG_BREAK]", "[IMG_END]"),
             marks=None,
         ),

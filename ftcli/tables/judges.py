@@ -22,7 +22,8 @@ class BuiltinJudge:
         options: Keys of a recipe that it reads besides, as keyword arguments.
         needs: Those of them that it cannot do without.
         fails: There are completions that it cannot judge, so that ``on_error`` has a meaning.
-        model: It is a model: it scores rewards alone, is given the whole batch, and its memory is in the plan.
+        model: It is a model: it scores rewards alone, and is given the whole batch.
+        remote: It works elsewhere, with what ``ftcli.judges.endpoint.JudgeAccess`` has.
         package: What it needs and ftcli does not.
     """
 
@@ -32,6 +33,7 @@ class BuiltinJudge:
     needs: tuple[str, ...] = ()
     fails: bool = False
     model: bool = False
+    remote: bool = False
     package: Package | None = None
 
     @property
@@ -58,6 +60,14 @@ TABLE: Mapping[str, BuiltinJudge] = MappingProxyType(
         ),
         "reward_model": BuiltinJudge(
             "ftcli.judges.reward_model:reward_model", options=("model",), needs=("model",), fails=True, model=True
+        ),
+        "llm_judge": BuiltinJudge(
+            "ftcli.judges.endpoint:LlmJudge",
+            options=("endpoint", "extract"),
+            needs=("endpoint",),
+            fails=True,
+            model=True,
+            remote=True,
         ),
         "python_tests": BuiltinJudge(
             "ftcli.judges.builtin:python_tests", compares=True, options=("timeout", "memory_mb")

@@ -229,6 +229,40 @@ TABLE: Mapping[str, Method] = MappingProxyType(
             supports=MappingProxyType({**_OF_PAIRS, "eval.tasks": ((),), "eval.lm_eval": ((),)}),
         ),
         "kto": _labelled(),
+        "distill": Method(
+            "distill",
+            "train",
+            "distillation",
+            _TRAIN_HELP,
+            run="ftcli.methods.distill.train:train_distill",
+            memory="ftcli.methods.distill.checks:memory",
+            section="distill",
+            # Learning rates: TRL's for full fine-tuning; adapters take ten times as much and more.
+            defaults=MappingProxyType({"train.learning_rate": 5e-5}),
+            full_defaults=MappingProxyType({"train.learning_rate": 1e-6}),
+            rules="ftcli.methods.distill.checks:check",
+            asks="ftcli.methods.distill.checks:other_model",
+            survey="ftcli.methods.distill.train:survey",
+            from_prompts=True,
+            scores_tasks=True,
+            packs=False,
+            mixes=False,
+            on_ranks=True,
+            length="distill.max_completion_length",
+            told=("distill.teacher", "distill.beta", "distill.temperature", "distill.max_completion_length"),
+            supports=MappingProxyType(
+                {
+                    "data.format": layouts.formats(unit=1),
+                    "model.dtype": ("auto", "bfloat16", "float32"),
+                    "quantization.method": ("none", "nf4", "fp8"),
+                    "train.neftune_noise_alpha": (None,),
+                    "train.train_sampling_strategy": ("random",),
+                    "launch.engine": ("auto", "single", "ddp"),
+                    "launch.dp_replicate_size": ("auto", 1),
+                    "launch.context_parallel_size": (1,),
+                }
+            ),
+        ),
         "grpo": Method(
             "grpo",
             "grpo",
@@ -272,10 +306,8 @@ TABLE: Mapping[str, Method] = MappingProxyType(
 #: Methods of the field by other names, and those that are not offered yet.
 _NOT_OFFERED: Mapping[str, str] = MappingProxyType(
     {
-        **{name: name.upper() for name in ("cpo", "ppo", "rloo", "prm", "gkd")},
+        **{name: name.upper() for name in ("cpo", "ppo", "prm", "gkd")},
         **dict.fromkeys(("rm", "reward_model", "reward_modeling", "reward_modelling"), "reward modelling"),
-        "distill": "distillation",
-        "distillation": "distillation",
     }
 )
 
@@ -291,7 +323,7 @@ def not_offered(word: str) -> str | None:
 
 
 #: Words for learning by rewards, which has a command of its own.
-_BY_REWARDS = frozenset(("rl", "rlhf", "rlvr", "rft", "dr_grpo", "dapo", "gspo"))
+_BY_REWARDS = frozenset(("rl", "rlhf", "rlvr", "rft", "dr_grpo", "dapo", "gspo", "gdpo", "rloo", "reinforce"))
 
 
 def no_value(word: str) -> str | None:

@@ -18,6 +18,7 @@ from ftcli.run.results import (
     EvalScores,
     Evaluation,
     MarginsBeforeAndAfter,
+    ShownImage,
     TaskScore,
     write_margins,
 )
@@ -219,12 +220,10 @@ def task_samples(base: Mapping[str, TaskResult], run: Mapping[str, TaskResult]) 
 
 def _pairs(before: Sequence[JudgedRow], after: Sequence[JudgedRow], task: str | None = None) -> tuple[AnsweredRow, ...]:
     """The rows of ``after``, or of ``before`` where that is empty, with both answers."""
-    earlier = {(row.prompt, row.reference): row for row in before}
-    later = {(row.prompt, row.reference): row for row in after}
+    earlier, later = ({row.key: row for row in some} for some in (before, after))
     rows = []
     for row in after or before:
-        key = (row.prompt, row.reference)
-        b, a = earlier.get(key), later.get(key)
+        b, a = earlier.get(row.key), later.get(row.key)
         rows.append(
             AnsweredRow(
                 row.prompt,
@@ -236,9 +235,19 @@ def _pairs(before: Sequence[JudgedRow], after: Sequence[JudgedRow], task: str | 
                 None if a is None else a.score,
                 None if b is None else b.reasoning,
                 None if a is None else a.reasoning,
+                _shown(row),
             )
         )
     return tuple(rows)
+
+
+def _shown(row: JudgedRow) -> tuple[ShownImage, ...] | None:
+    """What the row shows, made small for the report."""
+    if row.pictures is None:
+        return None
+    from ftcli.data.pixels import small
+
+    return tuple(ShownImage(picture.id, small(picture)) for picture in row.pictures)
 
 
 def write_tasks(
@@ -273,7 +282,14 @@ def _said(rows: Sequence[JsonMap]) -> list[JudgedRow]:
     from ftcli.evaluate.suite import JudgedRow
 
     return [
-        JudgedRow(row["prompt"], row["reference"], row["before"], row.get("before_score"), row.get("before_reasoning"))
+        JudgedRow(
+            row["prompt"],
+            row["reference"],
+            row["before"],
+            row.get("before_score"),
+            row.get("before_reasoning"),
+            tuple(image["id"] for image in row.get("images") or ()) or None,
+        )
         for row in rows
         if row["before"] is not None
     ]

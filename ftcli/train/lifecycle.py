@@ -347,10 +347,11 @@ def _write_manifest(context: RunContext, recipe_yaml: str) -> None:
         begin = start_folder(recipe.lora.start_from)
         files |= {f"{recipe.lora.start_from}/{path.name}": path for path in sorted(begin.glob("adapter_*.*"))}
     data = [fingerprint(name, path) for name, path in files.items()]
-    held_out = _held_out(recipe, context.command)
+    scores_tasks = report.plan.method.scores_tasks
+    held_out = _held_out(recipe, scores_tasks=scores_tasks)
     measured = [fingerprint(name, path) for name, path in data_files(held_out).items()]
     sources = [source.path for source in held_out]
-    judges = _judges(recipe) if context.command == "grpo" or recipe.eval.tasks_every_steps is not None else []
+    judges = _judges(recipe) if scores_tasks or recipe.eval.tasks_every_steps is not None else []
     if context.held_to_inputs:
         require_same_data(context.previous, data, files)
         require_same_measures(context.previous, measured, sources, judges)
@@ -382,10 +383,10 @@ def _write_manifest(context: RunContext, recipe_yaml: str) -> None:
     store_json(opened.directory.manifest_path, manifest)
 
 
-def _held_out(recipe: Recipe, command: str) -> Sequence[DatasetConfig]:
-    """Sources that are measured before and after training: by `ftcli grpo` the rows of its tasks."""
+def _held_out(recipe: Recipe, *, scores_tasks: bool) -> Sequence[DatasetConfig]:
+    """Sources that are measured before and after training: by methods that score tasks the rows of these."""
     of_tasks = [source for task in recipe.eval.tasks for source in task.data or recipe.data.eval]
-    if command == "grpo":
+    if scores_tasks:
         return of_tasks
     return [*recipe.data.eval, *(of_tasks if recipe.eval.tasks_every_steps is not None else ())]
 

@@ -374,9 +374,34 @@ def _job_of_other(job: Job) -> Job:
     """The job with the other model in the place of the trained one; of its memory nothing was decided."""
     asked = job.report.asked
     assert asked is not None
-    recipe = job.recipe.model_copy(update={"model": asked.plan.recipe.model})
+    theirs = asked.plan.recipe
+    recipe = job.recipe.model_copy(update={"model": theirs.model, "quantization": theirs.quantization})
     plan = replace(job.plan, recipe=recipe, facts=asked.facts)
     return replace(job, report=replace(job.report, plan=plan, memory=None))
+
+
+def loaded_beside(
+    job: Job, rows: Sequence[TokenizedRow], group: RankGroup | None
+) -> tuple[PreTrainedModel, Batches, Inputs]:
+    """The other model, frozen, which stays beside the trained one on each rank; how its batches are laid out; and the
+    identity of its files.
+
+    Args:
+        rows: A few, for the self-check.
+
+    Raises:
+        FtcliError: FT326 (exit 3) where an id is another token there; what loading raises.
+    """
+    of_other = _job_of_other(job)
+    with nullcontext() if group is None else group.after_leader("other tokens"):  # which may be downloaded
+        require_same_tokens(job, of_other, (rows,))
+    read = assembly.begin_reading(of_other) if group is None or group.leads else tuple
+    needed = assembly.to_download(of_other) > 0
+    with nullcontext() if group is None else group.after_leader("other weights", lambda: needed):
+        model = assembly.build_base(of_other)
+    model.requires_grad_(False).eval()
+    assembly.put_on_kernels(of_other, model, rows)
+    return model, assembly.laid_out(of_other, model, rows), assembly.loaded_base(of_other, model, read)
 
 
 def _answered(

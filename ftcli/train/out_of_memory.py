@@ -8,8 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ftcli.config.load import Settings
 from ftcli.errors import ExitCode, Finding, FtcliError
-from ftcli.plan.memory.advice import Saving, savings
+from ftcli.plan.memory.advice import savings
+from ftcli.plan.memory.candidates import as_options
 from ftcli.plan.memory.terms import BACKWARD, END, EVALUATION, FORWARD, Phase
 from ftcli.preflight.report import PreflightReport
 from ftcli.run.out_of_memory import asked_bytes, resident_bytes
@@ -94,9 +96,9 @@ def let_go(error: BaseException) -> None:
         link = link.__cause__ or link.__context__
 
 
-def _error(message: str, found: Sequence[Saving], report: PreflightReport) -> FtcliError:
+def _error(message: str, found: Sequence[tuple[Settings, int]], report: PreflightReport) -> FtcliError:
     if found:
-        parts = [f"{change} (saves about {_size(change.saved_bytes)})" for change in found[:_SUGGESTED]]
+        parts = [f"{as_options(change)} (saves about {_size(saved)})" for change, saved in found[:_SUGGESTED]]
         help = "the cheapest changes, by what the memory estimate predicts: " + "; ".join(parts)
     else:
         weights = None if report.memory is None else report.memory.parts.get("weights")

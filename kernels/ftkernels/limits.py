@@ -228,6 +228,23 @@ def log_prob_bytes(rows: int, hidden_size: int, vocabulary: int, element_bytes: 
     return copies * tile + together * hidden_size * (2 * element_bytes + 2 * 4)
 
 
+#: Bytes of logits that a divergence has at a time, and the most rows; fewer off the GPU, where products gain nothing.
+DIVERGENCE_BYTES, DIVERGENCE_ROWS = {"cuda": 5 * 2**28, "cpu": 2**26}, 1024
+
+
+def divergence_rows_at_once(device: str, vocabulary: int, accumulate_bytes: int) -> int:
+    """Rows whose logits exist at a time in ``linear_divergence``: two of the accumulating dtype, and a gradient."""
+    most = DIVERGENCE_BYTES["cuda" if device == "cuda" else "cpu"] // (vocabulary * 3 * accumulate_bytes)
+    return max(16, min(DIVERGENCE_ROWS, most // 64 * 64))
+
+
+def divergence_bytes(rows: int, hidden_size: int, vocabulary: int, element_bytes: int, *, on_gpu: bool) -> int:
+    """Estimated workspace of the divergence of ``rows`` tokens, whose gradient of the hidden states is not in it."""
+    together = min(rows, divergence_rows_at_once("cuda" if on_gpu else "cpu", vocabulary, 4))
+    copies = 0 if on_gpu else 3
+    return together * (vocabulary * (8 + element_bytes + 4 * copies) + hidden_size * (2 * element_bytes + 4))
+
+
 def _most_rows(tokens: int, vocabulary: int, element_bytes: int, *, on_gpu: bool, trained_width: int = 0) -> int:
     """Rows whose logits fit the workspace, a multiple of ``LOSS_ROW_MULTIPLE`` and at least that."""
     if on_gpu:

@@ -22,14 +22,19 @@ SHARDED: dict[str, Any] = {
 }
 TWICE: dict[str, Any] = {"train": {"gradient_accumulation_steps": 2}}
 FULL: dict[str, Any] = {"lora": None, "train": {"learning_rate": 1e-4}}
-#: Layers that see everything, with heads of their own, and values that are keys, among the first two.
-TYPES = {"gemma4_unified_text": {"layer_types": ["sliding_attention", "full_attention"] * 2}}
+#: Layers that see everything, with heads of their own, and values that are keys, among the first two, which are checked
+#: alone; and behind them, as released models have them. Shared keys.
+TYPES: dict[str, dict[str, Any]] = {
+    "gemma4_unified_text": {"layer_types": ["sliding_attention", "full_attention"] * 2},
+    "gemma4_text": {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2},
+}
+BEHIND = ["sliding_attention", "sliding_attention", "full_attention", "full_attention"]
 AGAIN: dict[str, Any] = {"train": {"gradient_checkpointing": True}}
 
 
-def change_of(drills: Drills, model_type: str, change: dict[str, Any]) -> dict[str, Any]:
+def change_of(drills: Drills, model_type: str, change: dict[str, Any], **built: Any) -> dict[str, Any]:
     base = drills.folder / "base"
-    build(model_type, num_hidden_layers=4, **TYPES.get(model_type, {})).save_pretrained(base)
+    build(model_type, num_hidden_layers=4, **(TYPES.get(model_type, {}) | built)).save_pretrained(base)
     model = {"name_or_path": str(base), "dtype": "float32", "tokenizer": "bytes", "init": "pretrained"}
     return merged(merged(SHARDED, {"model": model}), change)
 
@@ -47,6 +52,14 @@ def change_of(drills: Drills, model_type: str, change: dict[str, Any]) -> dict[s
             "gemma4_unified_text",
             merged(merged(FULL, AGAIN), {"model": {"kernels": "reference"}}),
             id="heads of two sizes, full, layers again",
+        ),
+        pytest.param(
+            "gemma4_text", {"model": {"kernels": "reference"}}, id="inputs of layers' own, shared keys, on the kernels"
+        ),
+        pytest.param(
+            "gemma4_text",
+            merged(merged(FULL, AGAIN), {"model": {"kernels": "reference"}}),
+            id="inputs of layers' own, shared keys, full, layers again",
         ),
         pytest.param("mamba2", FULL, id="state space, full"),
         pytest.param(
@@ -77,3 +90,15 @@ def require_close(folder: Path, other: Path) -> None:
     assert found.keys() == wanted.keys()
     for key in wanted:
         assert torch.allclose(found[key], wanted[key], rtol=1e-3, atol=2e-5), key
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("model_type", ["gemma4_unified_text", "gemma4_text"])
+def test_the_first_layers_are_checked_as_they_are(model_type: str, drills: Drills) -> None:
+    """Both have windows: the last layer of a model sees everything, the last of its first layers does not."""
+    kernels: dict[str, Any] = {"model": {"kernels": "reference"}, "train": {"max_steps": 1}}
+    recipe = change_of(drills, model_type, kernels, layer_types=BEHIND, num_kv_shared_layers=0)
+    alone = drills.whole(**merged(recipe, TWICE))
+    ranks = run_ranks(drills, drills.recipe("two", **recipe), 2)
+    assert "self-check" in ranks.said
+    require_close(drills.folder / "two", alone)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ftcli.run.completions import Completions
 from ftcli.train import assembly
+from tests.chat_server import chat_server
 from tests.e2e.conftest import User
 from tests.tiers import further
 
@@ -49,6 +51,28 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "full, with a reference": {
         "lora": None, "grpo": {"loss_type": "grpo", "beta": 0.1}, "train": {"gradient_checkpointing": "offload"},
+    },
+    "RLOO, drawn again, penalties, a reference that follows": {
+        "train": {"max_steps": 5},
+        "grpo": {
+            "advantage_estimator": "rloo", "max_resample_times": 2, "overlong_buffer": 3, "overlong_penalty": 0.5,
+            "beta": 0.1, "sync_ref_model": True, "ref_model_mixup_alpha": 1.0, "ref_model_sync_steps": 2,
+            "num_iterations": 2,
+        },
+    },
+    "GDPO, entropies, two clips": {
+        "grpo": {
+            "multi_objective_aggregation": "normalize_then_sum", "entropy_coef": 0.01, "top_entropy_quantile": 0.5,
+            "delta": 4.0, "off_policy_mask_threshold": 0.1,
+            "rewards": [{"use": "regex", "pattern": "[a-z]"}, {"use": "regex", "pattern": "[0-9]", "weight": 0.5}],
+        },
+    },
+    "full, with a reference that follows": {
+        "lora": None,
+        "grpo": {
+            "beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2,
+            "advantage_estimator": "reinforce_plus_plus",
+        },
     },
     "full, on the kernels' torch form": {
         "lora": None,
@@ -253,3 +277,52 @@ def test_stop_strings_end_completions_and_rewards_see_what_stands_before(user: U
     clipped = [line["completions/clipped_ratio"] for line in lines]
     assert clipped[1] <= clipped[0], "what a text has ended is not cut off"
     assert lines[1]["completions/mean_terminated_length"] >= 1
+
+
+def test_a_model_behind_an_address_judges(narrow: User, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its key is in no file of the run; a resumed run asks nothing twice, and has the same numbers."""
+    monkeypatch.setenv("FTCLI_CACHE", str(tmp_path / "cache"))
+    with chat_server(lambda _, body: (200, {}, str(sum(body["messages"][0]["content"].encode()) % 7))) as server:
+        endpoint = {"url": server.url, "model": "m", "prompt": "{prompt} {answer} {completion}", "api_key_env": "KEY"}
+        grpo = {**GRPO, "rewards": [{"use": "llm_judge", "endpoint": endpoint}]}
+        train = {"max_steps": 4, "gradient_accumulation_steps": 1}
+        recipe = narrow.recipe("r", train=train, grpo=grpo, data=DATA, checkpoint={"every_steps": 3})
+        status, document = narrow.run("grpo", recipe)
+        assert (status, [one["code"] for one in document["findings"] if one["severity"] == "error"]) == (2, ["FT470"])
+        assert not server.requests
+        monkeypatch.setenv("KEY", "s3cret")
+        narrow.done("grpo", recipe)
+        assert {headers["Authorization"] for _, headers, _ in server.requests} == {"Bearer s3cret"}
+        first = next(line for line in narrow.metrics("r") if "loss" in line)
+        assert first["rewards/llm_judge/requests"] + first["rewards/llm_judge/cached"] == 4
+        asked = len(server.requests)
+        lines = [line["reward"] for line in narrow.metrics("r") if "loss" in line]
+        result = narrow.folder / "r" / "adapter" / "adapter_model.safetensors"
+        weights = result.read_bytes()
+        narrow.cut_off("r")
+        narrow.done("grpo", recipe)
+        assert [line["reward"] for line in narrow.metrics("r") if "loss" in line] == lines
+        assert (result.read_bytes(), len(server.requests)) == (weights, asked)
+    for path in (narrow.folder / "r").rglob("*"):
+        assert path.is_dir() or b"s3cret" not in path.read_bytes(), path
+
+
+@pytest.mark.parametrize(
+    ("judge", "code"),
+    [
+        ({"use": "llm_judge"}, "FT265"),
+        ({"use": "regex", "pattern": "x", "endpoint": {"url": "http://a", "model": "m", "prompt": "{completion}"}},
+         "FT265"),
+        ({"use": "llm_judge", "endpoint": {"url": "a.com", "model": "m", "prompt": "{completion}"}}, "FT208"),
+        ({"use": "llm_judge", "endpoint": {"url": "http://a", "model": "m", "prompt": "say"}}, "FT208"),
+        (
+            {"use": "llm_judge", "endpoint": {
+                "url": "http://a", "model": "m", "prompt": "{completion}", "api_key_env": "sk-proj-1234"}},
+            "FT208",
+        ),
+    ],
+)  # fmt: skip
+def test_addresses_that_cannot_be_asked(judge: dict[str, Any], code: str, user: User) -> None:
+    status, document = user.run("check", user.recipe("r", grpo={**GRPO, "rewards": [judge]}, data=DATA))
+    assert status == 2
+    assert [finding["code"] for finding in document["findings"] if finding["severity"] == "error"] == [code]

@@ -114,7 +114,7 @@ def test_conversations_are_not_split(tmp_path: Path, user: User) -> None:
     status, document = user.run("train", user.recipe("r", data={"train": [path], "overlong": "split"}))
     (finding,) = (f for f in document["findings"] if f["severity"] == "error")
     assert (status, finding["code"]) == (4, "FT431")
-    assert "no pieces are made" in finding["message"]
+    assert "pieces are made of rows of text" in finding["message"]
 
 
 def test_packed_pieces_train(user: User) -> None:

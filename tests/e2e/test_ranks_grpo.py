@@ -51,8 +51,15 @@ def twice(change: dict[str, Any]) -> dict[str, Any]:
                 "beta": 0.0,
                 "num_generations": 16,
             },
+            "RLOO, groups drawn again": {
+                "advantage_estimator": "rloo",
+                "max_resample_times": 3,
+                "overlong_buffer": 2,
+                "entropy_coef": 0.01,
+                "rewards": [{"use": "regex", "pattern": "[0-4]"}],
+            },
         },
-        "dapo, KL, two passes",
+        *("dapo, KL, two passes", "RLOO, groups drawn again"),
     ),
 )
 def test_two_ranks_are_one_process_that_accumulates_twice(grpo: dict[str, Any], drills: Drills) -> None:
@@ -60,6 +67,8 @@ def test_two_ranks_are_one_process_that_accumulates_twice(grpo: dict[str, Any], 
     alone = drills.whole("grpo", **twice(change))
     run_ranks(drills, drills.recipe("two", **change), 2, command="grpo")
     assert drills.metrics("two") == drills.metrics(alone)
+    if "max_resample_times" in grpo:  # of four groups, so that the ranks have an odd one now and then
+        assert any(line.get("groups_drawn_again", 0) % 2 for line in drills.metrics("two"))
     if "num_iterations" in grpo:  # one pass: no log-probabilities but those of training, and no passes for them
         said = (drills.folder / "two" / "metrics.jsonl").read_text().splitlines()
         assert {json.loads(line).get("seconds/log_probs", 0) for line in said} == {0}
@@ -70,6 +79,28 @@ def test_two_ranks_are_one_process_that_accumulates_twice(grpo: dict[str, Any], 
         said = [Completions(run / "completions").read(step) for run in (drills.folder / "two", alone)]
         assert said[0] == said[1]
         assert len(said[0]) == 16
+
+
+def test_rollouts_with_tools_are_the_same_on_two_ranks(drills: Drills) -> None:
+    """Each rank has the instances of its own rollouts; their rewards and turns are known on both."""
+    change = {
+        "model": {"name_or_path": "bundled:tiny-agent", "dtype": "float32"},
+        "data": {"train": [{"path": "bundled:smoke-agent-train", "max_rows": 12}], "eval": [], "max_seq_len": 256},
+        "train": {**CHANGE["train"], "max_steps": 2, "per_device_train_batch_size": 4},
+        "grpo": {
+            "num_generations": 4, "max_prompt_length": 80, "max_completion_length": 140,
+            "environment": {"file": "bundled:desk.py:Desk"}, "rewards": [{"use": "exact_match"}],
+        },
+        "eval": {"tasks": []},
+    }  # fmt: skip
+    alone = drills.whole("grpo", **twice(change))
+    run_ranks(drills, drills.recipe("two", **change), 2, command="grpo")
+    assert drills.metrics("two") == drills.metrics(alone)
+    assert all(line["tools/call_frequency"] == 1.0 for line in drills.metrics("two") if "loss" in line)
+    require_same_weights(drills.folder / "two" / "adapter", alone / "adapter")
+    said = [Completions(run / "completions").read(1) for run in (drills.folder / "two", alone)]
+    assert said[0] == said[1]
+    assert all("<tool_call>" in one.text for one in said[0])
 
 
 @pytest.mark.long

@@ -66,6 +66,14 @@ def test_a_chat_shows_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert why in said(document, "FT158")
 
 
+@pytest.mark.parametrize("model", ["bundled:tiny-gemma2", "google/gemma-4-E4B-it"])
+def test_a_size_that_nothing_reads_is_refused(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    words = ["--set", f"model.name_or_path={model}", "--set", "data.image_max_pixels=4096"]
+    status, document = asked(capsys, "check", RECIPE, *words)
+    assert status == 3, document
+    assert "data.image_max_pixels" in said(document, "FT341")
+
+
 def test_check_counts_images_and_says_what_is_trained(capsys: pytest.CaptureFixture[str]) -> None:
     status, document = asked(capsys, "check", RECIPE)
     assert status == 0, document

@@ -473,27 +473,116 @@ TRAIN = (
 )
 _POLICY = _U + "methods/grpo/test_policy.py"
 _LOSSES = _U + "methods/grpo/test_losses.py"
+_ADVANTAGES = _U + "methods/grpo/test_advantages.py"
+_TURNS = _U + "generation/test_turns.py"
+_DIVERGENCE = "ops/test_linear_divergence.py"
 METHODS = (
     _m(
         "groups of equal rewards keep their rounding",
-        "ftcli/methods/grpo/losses.py",
-        ".masked_fill(alike.repeat_interleave(group), 0.0)",
-        "",
-        _U + "methods/grpo/test_losses.py",
+        "ftcli/methods/grpo/advantages.py",
+        "nan=0.0).masked_fill(silent, 0.0)",
+        "nan=0.0)",
+        _ADVANTAGES,
     ),
     _m(
         "advantages over the deviation of all",
-        "ftcli/methods/grpo/losses.py",
-        "deviation(groups, 1).repeat_interleave(group)",
-        "deviation(total)",
-        _U + "methods/grpo/test_losses.py",
+        "ftcli/methods/grpo/advantages.py",
+        'deviation(groups, 1).repeat_interleave(group) if scale == "group"',
+        'deviation(total) if scale == "group"',
+        _ADVANTAGES,
     ),
     _m(
         "the mean of a group counts completions without a reward",
+        "ftcli/methods/grpo/advantages.py",
+        "torch.nanmean(groups, dim=1).repeat",
+        "groups.nan_to_num().mean(1).repeat",
+        _ADVANTAGES,
+    ),
+    _m(
+        "RLOO's baseline holds the completion itself",
+        "ftcli/methods/grpo/advantages.py",
+        "(groups.nansum(1, keepdim=True) - groups) / others",
+        "groups.nansum(1, keepdim=True) / (others + 1)",
+        _ADVANTAGES,
+    ),
+    _m(
+        "GDPO's sum is not scaled again",
+        "ftcli/methods/grpo/advantages.py",
+        "values = _standardized(_normalized_each(rewards, weights, group))",
+        "values = _normalized_each(rewards, weights, group)",
+        _ADVANTAGES,
+    ),
+    _m(
+        "off-policy completions with an advantage are left out, too",
         "ftcli/methods/grpo/losses.py",
-        "torch.nanmean(groups, dim=1)",
-        "groups.nan_to_num().mean(1)",
-        _U + "methods/grpo/test_losses.py",
+        "dropped = (advantages < 0) & (",
+        "dropped = (advantages < 9) & (",
+        _POLICY,
+    ),
+    _m(
+        "what stands between turns is trained",
+        "ftcli/methods/grpo/losses.py",
+        'return mask * batch["tool_mask"] if "tool_mask" in batch else mask',
+        "return mask",
+        _POLICY,
+    ),
+    _m(
+        "the same prompts are drawn again",
+        "ftcli/methods/grpo/draws.py",
+        "others = [row for row in order if row not in used][: len(alike)]",
+        "others: list[int] = []",
+        _U + "methods/grpo/test_draws.py",
+    ),
+    _m(
+        "a turn that ends behind issued steps loses its pages",
+        "ftcli/generation/engine.py",
+        "elif row.ended or (row.over and self._turns is None):",
+        "elif row.over:",
+        _TURNS,
+    ),
+    _m(
+        "stop strings are looked for in what was given",
+        "ftcli/generation/engine.py",
+        "row.tokens[row.turn :]",
+        "row.tokens",
+        _TURNS,
+    ),
+    _m(
+        "an environment's calls are not done again",
+        "ftcli/judges/environment.py",
+        """        for calls in self._called:
+            self._asked("call", calls)
+        return said""",
+        "        return said",
+        _U + "judges/test_environment.py",
+    ),
+    _m(
+        "a judge's replies are asked for again",
+        "ftcli/judges/endpoint.py",
+        "reply = None if self._cache is None else self._cache.get(key)",
+        "reply = None",
+        _U + "judges/test_endpoint.py",
+    ),
+    _m(
+        "the reverse KL's gradient without its mean",
+        _K + "divergence.py",
+        "dz = p * (rest * (a - m) - mine)",
+        "dz = p * (rest * (a - m))",
+        _DIVERGENCE,
+    ),
+    _m(
+        "the divergence's mixture is not weighed",
+        _K + "divergence.py",
+        "left, right = a + log_rest, b + log_share",
+        "left, right = a, b",
+        _DIVERGENCE,
+    ),
+    _m(
+        "a teacher is read at the student's positions",
+        "ftcli/methods/distill/objective.py",
+        "hidden_states(teacher, shown, None).rows(theirs)",
+        "hidden_states(teacher, shown, None).rows(where)",
+        _U + "methods/distill/test_objective.py",
     ),
     _m(
         "clipped by the other epsilon",
@@ -505,8 +594,8 @@ METHODS = (
     _m(
         "KL without the ratio",
         "ftcli/methods/grpo/losses.py",
-        "- (reference - log_probs) - 1) * ratio",
-        "- (reference - log_probs) - 1)",
+        "kl = kl * ratio if",
+        "kl = kl if",
         _POLICY,
     ),
     _m(
@@ -1074,21 +1163,21 @@ GENERATION = (
     ),
     _m(
         "states: a row steps on in another row's slot",
-        "ftcli/generation/engine.py",
+        "ftcli/generation/decoding.py",
         "np.array([row.slot for row in rows] + [NO_SLOT]",
         "np.array([row.slot for row in rows[::-1]] + [NO_SLOT]",
         _STATES,
     ),
     _m(
         "states: empty rows step on in the first slot",
-        "ftcli/generation/engine.py",
+        "ftcli/generation/decoding.py",
         "[row.slot for row in rows] + [NO_SLOT] * (size - count)",
         "[row.slot for row in rows] + [rows[0].slot if rows else 0] * (size - count)",
         _STATES,
     ),
     _m(
         "states: rows that moved up keep the slots of their places",
-        "ftcli/generation/engine.py",
+        "ftcli/generation/decoding.py",
         "        self._put(self.slots, np",
         "        if first_tokens is not None:\n            self._put(self.slots, np",
         _STATES,
@@ -1533,7 +1622,7 @@ GPT_OSS = (
     ),
     _m(
         "transformers' own experts in a CUDA graph",
-        "ftcli/generation/engine.py",
+        "ftcli/generation/decoding.py",
         "return forward.why_not_captured if wanted else",
         "return None if wanted else",
         "unit/generation/test_engine.py::test_transformers_own_experts_are_not_captured",
@@ -1660,6 +1749,24 @@ GEMMA4 = (
     ),
 )
 
+_FSDP = "e2e/test_fsdp_families.py"
+SHARDS = (
+    _m(
+        "fsdp: the last of the first layers is taken for the model's last",
+        "ftcli/facts/shape.py",
+        "if count == len(windows):",
+        "if True:",
+        f"{_FSDP}::test_the_first_layers_are_checked_as_they_are",
+    ),
+    _m(
+        "fsdp: the first layers are checked with the inputs of all",
+        "ftcli/model/fsdp.py",
+        "inputs = _first_inputs(base, count, before)",
+        "inputs: list[Any] = []",
+        f"{_FSDP}::test_the_first_layers_are_checked_as_they_are",
+    ),
+)
+
 _FILE = "unit/export/test_gguf.py"
 GGUF = (
     _m(
@@ -1709,6 +1816,7 @@ TABLE: dict[str, tuple[Mutant, ...]] = {
     "gemma4": GEMMA4,
     "released": RELEASED_FP8,
     "gguf": GGUF,
+    "shards": SHARDS,
 }
 
 

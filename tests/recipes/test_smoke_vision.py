@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -75,3 +78,27 @@ def test_packed_rows_have_the_held_out_loss_of_rows_alone(tmp_path: Path, capsys
         losses.append(done(capsys, "train", RECIPE, "--output-dir", run, *words, "--set=train.learning_rate=1e-12"))
     first, second = (one["eval"]["loss"] for one in losses)
     assert first == pytest.approx(second, rel=1e-5)
+
+
+def test_the_report_shows_what_was_seen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows that ask the same of other pictures are told apart; the page loads nothing."""
+    run = tmp_path / "run"
+    done(capsys, "train", RECIPE, "--output-dir", str(run), *SHORT, "--set=lora={r: 4, alpha: 8}")
+    rows = json.loads((run / "eval.json").read_text())["samples"]
+    assert rows
+    assert len({row["prompt"] for row in rows}) == 1
+    assert len({row["images"][0]["id"] for row in rows}) == len(rows)
+    assert all(row["before"] is not None and row["after"] is not None for row in rows)
+    page = (run / "report.html").read_text()
+    assert page.count('<img src="data:image/jpeg;base64,') == len(rows)
+    assert "img-src data:" in page
+
+
+def test_two_processes_train_what_one_does_in_two_micro_batches(tmp_path: Path) -> None:
+    runs = {"one": "train.gradient_accumulation_steps=2", "two": "launch={engine: ddp, num_processes: 2}"}
+    for name, setting in runs.items():
+        words = [*SHORT, "--set=train.max_steps=3", "--set=train.per_device_train_batch_size=8", f"--set={setting}"]
+        command = [sys.executable, "-m", "ftcli", "train", RECIPE, "--output-dir", str(tmp_path / name), *words]
+        subprocess.run([*command, "--offline", "--quiet"], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    weights = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in runs]
+    assert weights[0] == weights[1]

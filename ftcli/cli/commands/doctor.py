@@ -28,8 +28,6 @@ _REQUIRED = (
 
 #: Needed by a recipe key, `eval.lm_eval`, and by no row of a table.
 _HARNESS = Package("lm-eval", "ftcli[eval]", "public benchmarks")
-#: Needed by nothing here (docs/grpo.md says why not for completions).
-_VLLM = Package("vllm", "ftcli[vllm]", "serving what was exported")
 
 #: ftcli's own kernels, by the operation that each fuses.
 _KERNELS = ("rms_norm", "rope", "glu", "linear_cross_entropy", "lora_linear", "lora_mlp", "lora_qkv")
@@ -145,7 +143,7 @@ def _kernels(device: DeviceFacts) -> list[Ability]:
 def _optional() -> list[Package]:
     """Optional packages that the rows of the tables need, each once."""
     found = [row.package for row in optimizers.TABLE.values()] + [row.package for row in exports.TABLE.values()]
-    found += [_HARNESS, *(row.package for row in judges.TABLE.values()), _VLLM]
+    found += [_HARNESS, *(row.package for row in judges.TABLE.values())]
     logging = ((name, loggers.row(name)) for name in loggers.names())
     found += [Package(row.package, row.install, f"logging.{name}") for name, row in logging]
     return [package for package in dict.fromkeys(found) if package is not None]

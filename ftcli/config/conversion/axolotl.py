@@ -192,7 +192,7 @@ class _Dataset:
         if head == "alpaca":
             sources.alpaca_remark(self.draft, self.given)
         if head == "completion" and not rest:
-            help = "split them in the file; data.overlong says what becomes of texts over data.max_seq_len"
+            help = "data.overlong: split makes several rows of texts over data.max_seq_len"
             self.draft.differs(self.given, "axolotl splits texts that are longer than sequence_len", help)
         if head == "chat_template":
             return "sharegpt" if self.fields.get("role") == "from" else "messages"

@@ -160,7 +160,7 @@ def _template(draft: Draft, given: ForeignSetting) -> None:
 
 
 def _adapter(draft: Draft, given: ForeignSetting) -> None:
-    why = "adapters begin anew; a run of ftcli goes on from --resume PATH"
+    why = "adapters begin anew; lora.start_from goes on from an adapter, --resume PATH from a run of ftcli"
     if preferences.wanted(draft) and not preferences.scored(draft):
         why = (
             "adapters begin anew. There the reference of a continued adapter is the raw base; here it is the model as "
@@ -193,7 +193,7 @@ def _after(draft: Draft) -> None:
         draft.put("data.format", "text", draft.given["stage"])
         if truth(draft.said("packing")) is not False:
             draft.put("data.packing", True, draft.given.get("packing"), "LLaMA-Factory's default for texts")
-            help = "here a longer text is an error: split it in the file, or data.overlong: truncate loses its rest"
+            help = "here a longer text is an error; data.overlong: split makes several rows of it"
             what = "LLaMA-Factory joins texts and cuts the stream into blocks of cutoff_len, which loses nothing"
             draft.remark(what, help)
             return

@@ -26,10 +26,13 @@ def _before(draft: Draft) -> None:
 
 
 def _dataset(draft: Draft, given: ForeignSetting) -> None:
-    name, split = draft.said("dataset_config"), draft.said("dataset_train_split")
     paths = sources.listed(given.value)
-    items = [sources.source(draft, given, path, name=name, split=split) for path in paths]
-    sources.put(draft, "data.train", items, given)
+
+    def put(key: str, split: str | None, where: ForeignSetting) -> None:
+        name = draft.said("dataset_config")
+        sources.put(draft, key, [sources.source(draft, given, path, name=name, split=split) for path in paths], where)
+
+    put("data.train", draft.said("dataset_train_split"), given)
     held_out = draft.given.get("dataset_test_split")
     if held_out is None and is_off(draft.said("eval_strategy")):
         return
@@ -37,9 +40,7 @@ def _dataset(draft: Draft, given: ForeignSetting) -> None:
     if not all(isinstance(path, str) and sources.place(path) != path for path in paths):
         draft.lost(where, "a file has no splits: name a held-out file in data.eval")
         return
-    split = str(held_out.value) if held_out is not None else "test"
-    items = [sources.source(draft, given, path, name=name, split=split) for path in paths]
-    sources.put(draft, "data.eval", items, where)
+    put("data.eval", str(held_out.value) if held_out is not None else "test", where)
 
 
 def _mixture(draft: Draft, given: ForeignSetting) -> None:

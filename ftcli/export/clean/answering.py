@@ -15,7 +15,7 @@ import resource
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -318,10 +318,13 @@ def _streamed(asked: ReloadRequest, config: Any, sent: dict[str, Tensor]) -> tup
     said = dict(config.quantization_config)
     del config.quantization_config  # transformers would build its own layers, with memory
     model = _empty(config)
-    makers = {"compressed-tensors": _eight_bits, "bitnet": _ternary}
-    if said.get("quant_method") not in makers:
-        raise ValueError(f"weights in {said.get('quant_method')} are not read layer by layer")
-    read = makers[said["quant_method"]](model, said, _reader(Path(asked.folder), asked.names))
+    method = "four bits" if said.get("format") == "pack-quantized" else said.get("quant_method")
+    makers: dict[Any, Callable[[Any, dict[str, Any], Read], Read]] = {
+        "compressed-tensors": _eight_bits, "four bits": _four_bits, "bitnet": _ternary,
+    }  # fmt: skip
+    if method not in makers:
+        raise ValueError(f"weights in {method} are not read layer by layer")
+    read = makers[method](model, said, _reader(Path(asked.folder), asked.names))
     model.generation_config = GenerationConfig.from_pretrained(asked.folder, local_files_only=True)
     with computing_from(model, read, frozenset(asked.names)), torch.compiler.set_stance("force_eager"):
         logits = _logits(model, sent)
@@ -362,6 +365,28 @@ def _eight_bits(model: PreTrainedModel, said: dict[str, Any], read: Read) -> Rea
         layer: Any = model.get_submodule(name.rpartition(".")[0])
         scale = read(f"{name}_scale").float()
         numbers: Tensor = dequantize(tensor, scale, args=layer.quantization_scheme.weights, dtype=torch.float32)
+        return numbers
+
+    return number
+
+
+def _four_bits(_: PreTrainedModel, said: dict[str, Any], read: Read) -> Read:
+    """Numbers of layers that compute with the unpacked weight as any other."""
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+    from compressed_tensors.quantization.lifecycle.forward import dequantize
+    from transformers import CompressedTensorsConfig
+
+    scheme = ModelCompressor.from_compression_config(CompressedTensorsConfig(**said)).quantization_config
+    args = scheme.config_groups["group_0"].weights
+
+    def number(name: str) -> Tensor:
+        try:
+            packed = read(f"{name}_packed")
+        except KeyError:
+            return read(name)
+        whole = unpack_from_int32(packed, args.num_bits, torch.Size(read(f"{name}_shape").tolist()))
+        numbers: Tensor = dequantize(whole, read(f"{name}_scale").float(), args=args, dtype=torch.float32)
         return numbers
 
     return number

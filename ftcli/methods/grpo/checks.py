@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from ftcli.config.evaluation import RewardConfig
@@ -13,7 +13,7 @@ from ftcli.paths import expanded
 from ftcli.plan.run import Generation, MethodMemory, RunPlan
 from ftcli.preflight.checks.context import Context, Findings
 from ftcli.preflight.checks.data import FirstRows
-from ftcli.preflight.checks.judging import function_findings, judge_findings
+from ftcli.preflight.checks.judging import class_findings, function_findings, judge_findings
 from ftcli.tables import judges, layouts
 
 
@@ -34,10 +34,12 @@ def check(context: Context) -> Findings:
         help = "clip-higher means an upper clip above the lower one, such as 0.28 over 0.2"
         yield context.error("FT270", "grpo.epsilon_high", message, help=help)
     yield from _clips(context, grpo)
+    yield from _unread_settings(context, grpo)
     yield from _sampling(context, grpo)
     yield from _stops(context, grpo)
     yield from _early_stopping(context, grpo)
-    if not grpo.rewards:
+    yield from _environment(context, grpo)
+    if not grpo.rewards and grpo.environment is None:
         help = "add `- use: exact_match`"
         yield context.error("FT263", "grpo.rewards", "grpo.rewards is empty, so nothing is rewarded", help=help)
     yield from check_rewards(context)
@@ -127,9 +129,9 @@ def _lengths(context: Context, grpo: GrpoConfig) -> Findings:
 
 #: Losses that clip no ratio, and the keys that they do not read.
 _UNREAD_CLIPS = {
-    "cispo": ("epsilon",),
-    "sapo": ("epsilon", "epsilon_high"),
-    "vespo": ("epsilon", "epsilon_high", "importance_sampling_level"),
+    "cispo": ("epsilon", "delta"),
+    "sapo": ("epsilon", "epsilon_high", "delta"),
+    "vespo": ("epsilon", "epsilon_high", "delta", "importance_sampling_level"),
 }
 
 
@@ -148,10 +150,65 @@ def _clips(context: Context, grpo: GrpoConfig) -> Findings:
             + ("which is not set" if grpo.epsilon_high is None else f"and {grpo.epsilon_high:g} is below every ratio"),
             help="use grpo.epsilon_high: 5.0",
         )
+    highest = 1 + (grpo.epsilon if grpo.epsilon_high is None else grpo.epsilon_high)
+    if grpo.delta is not None and grpo.delta <= highest and "delta" not in _UNREAD_CLIPS.get(loss, ()):
+        message = f"grpo.delta {grpo.delta:g} is not above the upper clip, {highest:g}: it would bound every ratio"
+        yield context.error("FT270", "grpo.delta", message, help="4 is a common value")
     if loss == "luspo" and grpo.importance_sampling_level == "token":
         message = "grpo.loss_type: luspo is meant for one ratio per completion, and importance_sampling_level is token"
         help = "use grpo.importance_sampling_level: sequence"
         yield context.warning("FT276", "grpo.importance_sampling_level", message, help=help)
+
+
+#: Settings that nothing reads, by what else is said: the key, when, and that in words.
+_UNREAD: tuple[tuple[str, Callable[[GrpoConfig], bool], str], ...] = (
+    ("scale_rewards", lambda g: g.advantage_estimator.startswith("reinforce"), "which scales over all completions"),
+    ("scale_rewards", lambda g: _is_gdpo(g), "where each reward is scaled in its group"),
+    (
+        "advantage_estimator",
+        lambda g: _is_gdpo(g) and g.advantage_estimator != "grpo",
+        "where each reward is by itself",
+    ),
+    (
+        "max_resample_times",
+        lambda g: g.advantage_estimator == "reinforce_plus_plus",
+        "where groups without spread teach, too",
+    ),
+    ("overlong_penalty", lambda g: g.overlong_buffer is None, "without grpo.overlong_buffer"),
+    ("use_bias_correction_kl", lambda g: not g.beta, "without grpo.beta"),
+    ("sync_ref_model", lambda g: not g.beta, "without grpo.beta, where there is no reference"),
+    ("ref_model_mixup_alpha", lambda g: not g.sync_ref_model, "without grpo.sync_ref_model"),
+    ("ref_model_sync_steps", lambda g: not g.sync_ref_model, "without grpo.sync_ref_model"),
+)
+
+
+def _is_gdpo(grpo: GrpoConfig) -> bool:
+    return grpo.multi_objective_aggregation == "normalize_then_sum"
+
+
+def _unread_settings(context: Context, grpo: GrpoConfig) -> Findings:
+    """FT276."""
+    for name, unread, why in _UNREAD:
+        if unread(grpo) and context.says(f"grpo.{name}"):
+            yield context.error("FT276", f"grpo.{name}", f"grpo.{name} is not read {why}", help="remove it")
+    if grpo.overlong_buffer is not None and grpo.overlong_buffer >= grpo.max_completion_length:
+        message = (
+            f"grpo.overlong_buffer {grpo.overlong_buffer} is not below grpo.max_completion_length "
+            f"{grpo.max_completion_length}: every completion would be punished"
+        )
+        help = f"a quarter of the length is common: {max(1, grpo.max_completion_length // 4)}"
+        yield context.error("FT276", "grpo.overlong_buffer", message, help=help)
+
+
+def _environment(context: Context, grpo: GrpoConfig) -> Findings:
+    """FT451 and FT452 for the file of an environment, which is not run; FT263 where nothing could be rewarded."""
+    settings = grpo.environment
+    if settings is None:
+        return
+    yield from class_findings(context, "grpo.environment.file", settings.file)
+    if not settings.weight and not any(reward.weight for reward in grpo.rewards):
+        message = "grpo.environment.weight is 0, and there is no other reward, so nothing is rewarded"
+        yield context.error("FT263", "grpo.environment.weight", message, help="remove it: it is 1 then")
 
 
 def _early_stopping(context: Context, grpo: GrpoConfig) -> Findings:
@@ -202,8 +259,17 @@ def _stops(context: Context, grpo: GrpoConfig) -> Findings:
 
 
 def reference_findings(context: Context, grpo: GrpoConfig) -> Findings:
-    """FT274 for adapters that take over a part of the base, where the base is what `grpo.beta` compares with."""
+    """FT274 for adapters that take over a part of the base, where the base is what `grpo.beta` compares with, and for
+    such as are to be mixed with earlier ones.
+    """
     lora = context.recipe.lora
+    if lora is not None and grpo.beta and grpo.sync_ref_model and grpo.ref_model_mixup_alpha < 1:
+        message = (
+            f"grpo.ref_model_mixup_alpha {grpo.ref_model_mixup_alpha:g} would mix A and B of adapters each for itself, "
+            "which is no mixture of what they add"
+        )
+        help = "use grpo.ref_model_mixup_alpha: 1, with which the reference is the policy of some steps ago"
+        yield context.error("FT274", "grpo.ref_model_mixup_alpha", message, help=help)
     if lora is None or not lora.changes_base or not grpo.beta:
         return
     yield context.error(

@@ -1,7 +1,6 @@
-"""From rewards to advantages, and from log-probabilities of completions to the losses of GRPO and its kin.
+"""From advantages and log-probabilities of completions to the losses of GRPO and its kin.
 
-An advantage is how much better a completion is than the others of its prompt. With log-probabilities l of the policy,
-l' of the one that sampled, ratios r = exp(l - l') and advantages A:
+With log-probabilities l of the policy, l' of the one that sampled, ratios r = exp(l - l') and advantages A:
 
 ====================  =====================================================  ====================================
 loss                  of a token                                             divided by
@@ -14,9 +13,16 @@ sapo                  -4 sigmoid(t (r - 1)) / t A                            tok
 vespo                 -phi(w) A l, w the ratio of the whole completion       all tokens
 ====================  =====================================================  ====================================
 
+Of the losses that clip, ``delta`` bounds the first r from above (two-sided clip, arXiv:2505.07291). The policy loss of
+a completion with A < 0 and mean(l' - l) above ``off_policy_mask_threshold`` is 0 (DeepSeek-V3.2, equation 9), and so is
+that of tokens below the 1 - ``top_entropy_quantile`` quantile of a micro-batch's entropies (arXiv:2506.01939).
+
 With ``beta`` each token has beta r (exp(d) - d - 1) more, d = reference - l: Schulman's k3, with the ratio that makes
-its gradient that of the reverse KL divergence (DeepSeek-V3.2, section 3.1). The names, the defaults of temperatures and
-of phi, and what is averaged over what are those of TRL's GRPOTrainer, with which tests compare.
+its gradient that of the reverse KL divergence (DeepSeek-V3.2, section 3.1) unless ``use_bias_correction_kl`` is off.
+``entropy_coef`` times the mean entropy of the tokens that are left is subtracted, whatever the loss divides by.
+
+The names, the defaults of temperatures and of phi, and what is averaged over what are those of TRL's GRPOTrainer, with
+which tests compare.
 """
 
 from __future__ import annotations
@@ -24,83 +30,24 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from ftcli.methods.grpo.settings import GrpoConfig
 
-#: Added to deviations that advantages are divided by.
-_EPSILON = 1e-4
-
-
-@dataclass(frozen=True, slots=True)
-class Advantages:
-    """What completions learn from.
-
-    Attributes:
-        values: (completions,) float32; 0 where no reward had an opinion, and in groups without spread.
-        rewards: (completions,) weighted sums, NaN where no reward had an opinion.
-        without_spread: (groups,) bool, those that teach nothing.
-    """
-
-    values: Tensor
-    rewards: Tensor
-    without_spread: Tensor
-
-
-def advantages_of(rewards: Tensor, weights: Tensor, group: int, scale: Literal["group", "batch", "none"]) -> Advantages:
-    """(r - mean of its group) / (deviation + 1e-4), the deviation that of the group, of all, or left out.
-
-    Source: Shao et al. 2024, arXiv:2402.03300; ``none`` as in Dr. GRPO, arXiv:2503.20783.
-
-    Args:
-        rewards: (completions, rewards), NaN where a reward had no opinion; groups one after the other.
-        weights: (rewards,).
-        group: Completions of a prompt.
-    """
-    total = (rewards * weights[None]).nansum(1)
-    total[rewards.isnan().all(1)] = torch.nan
-    groups = total.view(-1, group)
-    values = total - torch.nanmean(groups, dim=1).repeat_interleave(group)
-    if scale == "group":
-        values = values / (deviation(groups, 1).repeat_interleave(group) + _EPSILON)
-    elif scale == "batch":
-        values = values / (deviation(total).expand_as(total) + _EPSILON)
-    alike = without_spread(rewards, weights, group)
-    # Equal rewards leave rounding in the advantages, which a division by no spread at all makes larger.
-    values = torch.nan_to_num(values, nan=0.0).masked_fill(alike.repeat_interleave(group), 0.0)
-    return Advantages(values, total, alike)
-
-
-def without_spread(rewards: Tensor, weights: Tensor, group: int) -> Tensor:
-    """(groups,) bool: which groups teach nothing, since all of their completions that have a reward have the same one.
-
-    Args:
-        rewards, weights, group: As :func:`advantages_of`.
-    """
-    unscorable = rewards.isnan().all(1)
-    total = (rewards * weights).nansum(1)
-    highest = total.masked_fill(unscorable, -math.inf).view(-1, group).amax(1)
-    lowest = total.masked_fill(unscorable, math.inf).view(-1, group).amin(1)
-    return highest <= lowest
-
-
-def deviation(values: Tensor, dim: int | None = None) -> Tensor:
-    """The sample deviation of the numbers that are not NaN; NaN where there are fewer than two."""
-    mean = torch.nanmean(values, dim=dim, keepdim=True)
-    variance = torch.nanmean((values - mean) ** 2, dim=dim, keepdim=True)
-    count = torch.sum(~values.isnan(), dim=dim, keepdim=True)
-    correction = torch.where(count > 1, count / (count - 1), torch.full_like(variance, math.nan))
-    found = torch.sqrt(variance * correction)
-    return found.squeeze() if dim is None else found.squeeze(dim)
-
-
 #: A micro-batch: ``prompt_ids``, ``prompt_mask`` (B, P), ``completion_ids``, ``completion_mask`` (B, C),
 #: ``advantages`` (B,), ``num_items_in_batch`` (), and where they are known ``old_per_token_logps``,
-#: ``ref_per_token_logps`` and ``sampling_per_token_logps`` (B, C).
+#: ``ref_per_token_logps``, ``sampling_per_token_logps`` and ``tool_mask`` (B, C), 0 for tokens between two turns.
 Completions: TypeAlias = Mapping[str, Tensor]
+
+
+def loss_mask(batch: Completions) -> Tensor:
+    """(B, C): 1 for the tokens that the loss has, which the model wrote."""
+    mask = batch["completion_mask"]
+    return mask * batch["tool_mask"] if "tool_mask" in batch else mask
+
 
 #: SAPO's temperatures of completions with a positive and with another advantage (arXiv:2511.20347).
 _SAPO_POSITIVE, _SAPO_OTHER = 1.0, 1.05
@@ -133,9 +80,9 @@ def policy_loss(
     Args:
         log_probs, entropies: (B, C) float32 in nats, 0 where there is no token.
     """
-    mask, advantages = batch["completion_mask"], batch["advantages"][:, None]
-    old = batch.get("old_per_token_logps")
-    log_ratio = log_probs - (log_probs.detach() if old is None else old)
+    mask, advantages = loss_mask(batch), batch["advantages"][:, None]
+    old = batch.get("old_per_token_logps", log_probs.detach())
+    log_ratio = log_probs - old
     log_weights = log_ratio
     if grpo.importance_sampling_level == "sequence":
         log_weights = ((log_ratio * mask).sum(-1) / mask.sum(-1).clamp(min=1.0))[:, None]
@@ -143,16 +90,36 @@ def policy_loss(
     phi = _phi(advantages, log_ratio, mask) if grpo.loss_type == "vespo" else None
     token_loss = _token_loss(grpo, ratio, advantages, log_probs, phi)
     metrics: dict[str, Tensor] = {}
+    if grpo.off_policy_mask_threshold is not None:
+        drift = batch.get("sampling_per_token_logps", old) - log_probs.detach()
+        dropped = (advantages < 0) & (_row_means(drift, mask)[:, None] > grpo.off_policy_mask_threshold)
+        token_loss = token_loss.masked_fill(dropped, 0.0)
+        metrics["off_policy_masked"] = dropped.float().mean()
+    learning = mask
+    if grpo.top_entropy_quantile < 1:
+        learning = _high_entropy(entropies.detach(), mask, 1 - grpo.top_entropy_quantile)
+        token_loss = token_loss * learning
     if grpo.beta:
         reference = batch["ref_per_token_logps"]
-        kl = (torch.exp(reference - log_probs) - (reference - log_probs) - 1) * ratio
+        kl = torch.exp(reference - log_probs) - (reference - log_probs) - 1
+        kl = kl * ratio if grpo.use_bias_correction_kl else kl
         token_loss = token_loss + grpo.beta * kl
         metrics["kl"] = _token_mean(kl, mask)
     metrics["entropy"] = _token_mean(entropies, mask)
     metrics |= _clip_metrics(grpo, ratio, advantages, mask, phi)
-    return PolicyLoss(
-        _reduced(grpo, token_loss, batch, shape), {name: value.detach() for name, value in metrics.items()}
-    )
+    loss = _reduced(grpo, token_loss, batch, shape)
+    if grpo.entropy_coef:
+        bonus = (entropies * learning).sum() / learning.sum().clamp(min=1.0)
+        loss = loss - grpo.entropy_coef * bonus / shape.micro_batches
+    return PolicyLoss(loss, {name: value.detach() for name, value in metrics.items()})
+
+
+def _high_entropy(entropies: Tensor, mask: Tensor, quantile: float) -> Tensor:
+    """(B, C): 1 for the tokens whose entropy is at that quantile of all or above; of none where there are none."""
+    known = entropies[mask.bool()]
+    if not known.numel():
+        return mask
+    return mask * (entropies >= torch.quantile(known, quantile))
 
 
 def _token_loss(grpo: GrpoConfig, ratio: Tensor, advantages: Tensor, log_probs: Tensor, phi: Tensor | None) -> Tensor:
@@ -165,11 +132,13 @@ def _token_loss(grpo: GrpoConfig, ratio: Tensor, advantages: Tensor, log_probs: 
     if grpo.loss_type == "sapo":
         temperatures = torch.where(advantages > 0, _SAPO_POSITIVE, _SAPO_OTHER)
         return -(torch.sigmoid(temperatures * (ratio - 1)) * 4 / temperatures) * advantages
-    return -torch.min(ratio * advantages, torch.clamp(ratio, 1 - low, 1 + high) * advantages)
+    clipped = torch.clamp(ratio, 1 - low, 1 + high) * advantages
+    bounded = ratio if grpo.delta is None else ratio.clamp(max=grpo.delta)
+    return -torch.min(bounded * advantages, clipped)
 
 
 def _reduced(grpo: GrpoConfig, token_loss: Tensor, batch: Completions, shape: StepShape) -> Tensor:
-    mask, name = batch["completion_mask"], grpo.loss_type
+    mask, name = loss_mask(batch), grpo.loss_type
     if name in ("grpo", "sapo"):
         loss = ((token_loss * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).mean()
     elif name == "bnpo":
@@ -231,6 +200,7 @@ def _token_mean(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def _row_means(values: Tensor, mask: Tensor) -> Tensor:
+    """NaN of a row without a token."""
     return values.squeeze(1) if values.shape[1] == 1 else (values * mask).sum(-1) / mask.sum(-1)
 
 

@@ -12,7 +12,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
@@ -20,15 +20,18 @@ import torch
 from torch import Tensor
 
 from ftcli.data.asked import RenderedPrompt
-from ftcli.data.reasoning import Answer
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.generation.requests import NotFinite, cut
+from ftcli.generation.requests import NotFinite
 from ftcli.job import Job
 from ftcli.judges import columns_of
-from ftcli.methods.grpo.losses import Advantages, Completions, StepShape, advantages_of, deviation
+from ftcli.methods.grpo.advantages import Advantages, advantages_of, deviation
+from ftcli.methods.grpo.draws import Drawn, DrawnCompletion, Draws, share_of
+from ftcli.methods.grpo.episodes import Acting
+from ftcli.methods.grpo.losses import Completions, StepShape, loss_mask
 from ftcli.methods.grpo.policy import Metrics, Parity, PolicyScores, check_parity, joined, scored_loss
-from ftcli.methods.grpo.rewards import Reward, RewardFailures, build_rewards
-from ftcli.methods.grpo.rollouts import Rollouts, gather_completions, gather_rows
+from ftcli.methods.grpo.reference import Reference
+from ftcli.methods.grpo.rewards import Reward, RewardFailures
+from ftcli.methods.grpo.rollouts import Rollouts, gather_rows
 from ftcli.methods.grpo.settings import GrpoConfig
 from ftcli.methods.grpo.spans import LOG_PROBS, OPTIMIZER, REWARDS, ROLLOUT, TRAINING, Spans
 from ftcli.methods.grpo.stagnation import Stagnation
@@ -39,7 +42,6 @@ from ftcli.plan.memory.terms import FORWARD, GENERATION
 from ftcli.run.completions import ScoredCompletion
 from ftcli.run.metrics import MetricsLine
 from ftcli.run.process_group import gather_json
-from ftcli.train.assembly import of_reference
 from ftcli.train.build import build_loop
 from ftcli.train.checkpoint_state import Progress, draw_of_epoch
 from ftcli.train.loop import Objective, StepMonitor, TrainerHooks, TrainingLoop
@@ -97,20 +99,19 @@ class GrpoParts:
     """What a GRPO objective works with besides the policy.
 
     Attributes:
+        prompts: How many there are.
         tell_parity: Told before the first step how well log-probabilities agree; None once that is known.
         completions: Takes the completions of a logging step; None where nobody does.
     """
 
-    asked: Sequence[RenderedPrompt]
-    columns: Mapping[str, Sequence[Any]]
-    rewards: Sequence[Reward]
+    prompts: int
+    draws: Draws
     failures: RewardFailures
-    rollouts: Rollouts
     spans: Spans
     stagnation: Stagnation
     tell_parity: Callable[[Parity], None] | None
     completions: Callable[[int, Sequence[ScoredCompletion]], None] | None
-    reference: PreTrainedModel | None = field(default=None)
+    reference: Reference
 
 
 class GrpoObjective(Objective):
@@ -132,9 +133,8 @@ class GrpoObjective(Objective):
         self._serves = self._generated * grpo.num_iterations // self._accumulation
         self._rank, self._ranks = (0, 1) if group is None else (group.rank, group.size)
         prompts = self._generated * self._size // grpo.num_generations
-        self._chunk, self._chunks = prompts, len(parts.asked) // prompts
+        self._chunk, self._chunks = prompts, parts.prompts // prompts
         self.steps_per_epoch = self._chunks * self._serves
-        self._weights = torch.tensor([reward.weight for reward in parts.rewards], dtype=torch.float32)
         self._rollout: Rollout | None = None
         self._logged_rollout: int | None = None
         self._metrics: defaultdict[str, list[float]] = defaultdict(list)
@@ -155,7 +155,7 @@ class GrpoObjective(Objective):
         epoch, chunk = divmod(rollout, self._chunks)
         generator = torch.Generator().manual_seed(self._seed)
         for _ in range(epoch + 1):
-            order = torch.randperm(len(self._parts.asked), generator=generator)
+            order = torch.randperm(self._parts.prompts, generator=generator)
         found: list[int] = order[chunk * self._chunk : (chunk + 1) * self._chunk].tolist()
         return found
 
@@ -169,7 +169,7 @@ class GrpoObjective(Objective):
         found = []
         for turn in range(first, first + self._accumulation, self._ranks):
             at = turn % self._generated
-            real = [int(batch["completion_mask"].sum()) for batch in self._rollout.batches[at : at + self._ranks]]
+            real = [int(loss_mask(batch).sum()) for batch in self._rollout.batches[at : at + self._ranks]]
             inputs = self._rollout.batches[at + self._rank]
             found.append(MicroBatch(inputs, (), TokenCounts(0, real[self._rank], 0)))
         self._parts.spans.enter(TRAINING)
@@ -208,74 +208,48 @@ class GrpoObjective(Objective):
 
     def _complete_and_judge(self, step: int) -> tuple[dict[str, Tensor], Sampled]:
         """Completions of a rollout with all that a loss asks of them, and the same for people."""
-        grpo, tokenizer = self._grpo, self._job.tokenizer
-        rows = [row for row in self.prompts_of(step // self._serves) for _ in range(grpo.num_generations)]
-        texts = [self._parts.asked[row].text for row in rows]
-        # The template has written BOS; a tokenizer that adds another would shift every prompt by a token.
-        prompt_ids: list[list[int]] = tokenizer(text=texts, add_special_tokens=False)["input_ids"]
-        sampled = self._sample(prompt_ids, step)
-        completion_ids = [tokens for tokens, _ in sampled]
-        said = [self._answer(row, tokens) for row, tokens in zip(rows, completion_ids, strict=True)]
-        ended = [self._parts.rollouts.stopping.stopped(tokens) for tokens in completion_ids]
-        self._note_lengths(prompt_ids, completion_ids, ended)
-        batch = self._padded(prompt_ids, completion_ids, sampled, ended)
+        draws, grpo = self._parts.draws, self._grpo
+        rollout = step // self._serves
+        drawn, again = draws.with_spread(self.prompts_of(rollout), step, rollout)
+        self._num_tokens += draws.take_tokens()
+        if grpo.max_resample_times:
+            self._metrics["groups_drawn_again"].append(float(again))
+        self._note_lengths(drawn)
+        batch = self._padded(drawn)
         self._add_log_probs(batch)
-        rewards = self._judge(rows, texts, said, step)
-        found = advantages_of(rewards, self._weights.to(rewards.device), grpo.num_generations, grpo.scale_rewards)
+        rewards = drawn.rewards.to(self._job.device)
+        found = advantages_of(rewards, draws.weights.to(rewards.device), grpo)
         self._note_rewards(rewards, found)
         batch["advantages"] = found.values
-        columns = {one.name: rewards[:, i].tolist() for i, one in enumerate(self._parts.rewards)}
+        columns = {name: rewards[:, i].tolist() for i, name in enumerate(draws.names)}
         return batch, Sampled(
-            prompt=texts,
-            completion=[one.text for one in said],
-            reasoning=[one.reasoning for one in said],
+            prompt=[one.text for one in drawn.completions],
+            completion=[one.said.text if one.shown is None else one.shown for one in drawn.completions],
+            reasoning=[one.said.reasoning for one in drawn.completions],
             rewards=columns,
             advantages=found.values.tolist(),
         )
 
-    def _answer(self, row: int, tokens: Sequence[int]) -> Answer:
-        """A completion as rewards and people see it: the answer, up to a stop string, beside its reasoning."""
-        asked = self._parts.asked[row]
-        said = self._job.reasoning_marks.split(tokens, asked.text, templated=asked.templated)
-        return replace(said, text=cut(said.text, self._grpo.stop_strings))
-
-    def _sample(self, prompts: list[list[int]], step: int) -> list[tuple[list[int], list[float]]]:
-        spans = self._parts.spans
-        spans.enter(ROLLOUT)
-        found = gather_completions(
-            self._group, self._parts.rollouts.complete(prompts, step, self._own_rows(len(prompts)))
-        )
-        spans.enter(None)
-        spans.count(ROLLOUT, sum(len(tokens) for tokens, _ in found))
-        return found
-
-    def _own_rows(self, rows: int) -> slice:
-        """Which of so many completions this rank is to see to: as many as each other."""
-        share = rows // self._ranks
-        return slice(share * self._rank, share * (self._rank + 1))
-
-    def _padded(
-        self,
-        prompts: list[list[int]],
-        completions: list[list[int]],
-        sampled: list[tuple[list[int], list[float]]],
-        ended: list[bool],
-    ) -> dict[str, Tensor]:
+    def _padded(self, drawn: Drawn) -> dict[str, Tensor]:
         """Prompts padded on the left and completions on the right, on the device."""
         pad, device = self._job.pad_token_id, self._job.device
+        made = drawn.completions
+        prompts, completions = [one.prompt for one in made], [one.tokens for one in made]
         mask = _right(completions, 0, ones=True)
         if self._grpo.mask_truncated_completions:
-            mask = mask * torch.tensor(ended, dtype=torch.int32)[:, None]
+            mask = mask * torch.tensor([one.ended for one in made], dtype=torch.int32)[:, None]
         batch = {
             "prompt_ids": _right([ids[::-1] for ids in prompts], pad).flip(1),
             "prompt_mask": _right(prompts, 0, ones=True).flip(1),
             "completion_ids": _right(completions, pad),
             "completion_mask": mask,
-            "num_items_in_batch": mask.sum(),
         }
-        if all(len(known) == len(tokens) for tokens, known in sampled):
+        if any(one.given for one in made):
+            batch["tool_mask"] = _right([_written(one) for one in made], 1)
+        batch["num_items_in_batch"] = loss_mask(batch).sum()
+        if all(len(one.known) == len(one.tokens) for one in made):
             width = batch["completion_ids"].shape[1]
-            rows = [known + [0.0] * (width - len(known)) for _, known in sampled]
+            rows = [one.known + [0.0] * (width - len(one.known)) for one in made]
             batch["sampling_per_token_logps"] = torch.tensor(rows)
         return {name: value.to(device) for name, value in batch.items()}
 
@@ -285,81 +259,40 @@ class GrpoObjective(Objective):
         if self._accumulation % (self._generated * self._grpo.num_iterations):
             batch["old_per_token_logps"] = self._scored(batch)
         if self._grpo.beta:
-            with of_reference(self._parts.reference, self._policy.model):
-                batch["ref_per_token_logps"] = self._scored(batch, self._parts.reference)
+            with self._parts.reference.at_hand() as model:
+                batch["ref_per_token_logps"] = self._scored(batch, model)
 
     def _scored(self, batch: Completions, model: PreTrainedModel | None = None) -> Tensor:
         """(B, C), this rank's rows computed and all gathered."""
-        own = self._own_rows(len(batch["completion_ids"]))
+        own = share_of(len(batch["completion_ids"]), self._rank, self._ranks)
         ids, mask = joined(batch)
         self._parts.spans.enter(LOG_PROBS)
+        written = batch["tool_mask"][own] if "tool_mask" in batch else None
+        width = batch["completion_ids"].shape[1]
         found, _ = self._policy.log_probs(
-            ids[own], mask[own], batch["completion_ids"].shape[1], rows_at_a_time=self._size, model=model
+            ids[own], mask[own], width, rows_at_a_time=self._size, model=model, written=written
         )
         self._parts.spans.enter(None)
         return found if self._group is None else gather_rows(self._group, "log-probs", found)
 
-    # -- rewards ---------------------------------------------------------------------------------------------
-
-    def _judge(self, rows: Sequence[int], prompts: Sequence[str], said: Sequence[Answer], step: int) -> Tensor:
-        """(completions, rewards) float32, NaN where a reward had no opinion: each rank judges whole groups."""
-        parts, spans, ranks, each = self._parts, self._parts.spans, self._ranks, self._grpo.num_generations
-        spans.enter(REWARDS)
-        groups = len(rows) // each
-        start, end = (groups * rank // ranks * each for rank in (self._rank, self._rank + 1))
-        mine = torch.zeros(end - start, len(parts.rewards))
-        for index, reward in enumerate(parts.rewards if end > start else ()):
-            values = self._scores(reward, rows[start:end], prompts[start:end], said[start:end])
-            mine[:, index] = torch.tensor([math.nan if value is None else value for value in values])
-        rewards = mine if self._group is None else gather_rows(self._group, "rewards", mine)
-        spans.enter(None)
-        self._count_failures()
-        if self._grpo.shuffle_rewards:  # the control experiment
-            generator = torch.Generator().manual_seed(self._seed + step)
-            rewards = rewards[torch.randperm(len(rewards), generator=generator)]
-        return rewards.to(self._job.device)
-
-    def _scores(
-        self, reward: Reward, rows: Sequence[int], prompts: Sequence[str], said: Sequence[Answer]
-    ) -> Sequence[float | None]:
-        """The reward of each completion; it gets the values of rows as the data has them."""
-        lent = {name: [values[row] for row in rows] for name, values in self._parts.columns.items()}
-        origins = [self._parts.asked[row].prompt.row.origin for row in rows]
-        reasoning = [one.reasoning for one in said]
-        asked = [self._parts.asked[row].prompt for row in rows]
-        scores = reward.scores(prompts, [one.text for one in said], lent, origins, reasoning, asked)
-        self._parts.failures.note(reward, scores)
-        return scores.values
-
-    def _count_failures(self) -> None:
-        """Adds up over ranks what rewards have failed on. Raises FtcliError FT456 where that is too much."""
-        failures = self._parts.failures
-        mine = failures.newest()
-        told: list[Any] = [mine] if self._group is None else gather_json(self._group, "telling", mine)
-        for reward in self._parts.rewards:
-            noted = [each[reward.name] for each in told if reward.name in each]
-            judged, failed = (sum(one[at] for one in noted) for at in (0, 1))
-            self._metrics[f"rewards/{reward.name}/failed"].append(failed / max(judged, 1))
-            failures.add(reward.name, judged, failed, next((one[2] for one in noted if one[2]), None))
-
     def _note_rewards(self, rewards: Tensor, found: Advantages) -> None:
         note = self._note
-        for index, reward in enumerate(self._parts.rewards):
-            note(f"rewards/{reward.name}/mean", torch.nanmean(rewards[:, index]))
-            note(f"rewards/{reward.name}/std", deviation(rewards[:, index]))
+        for index, name in enumerate(self._parts.draws.names):
+            note(f"rewards/{name}/mean", torch.nanmean(rewards[:, index]))
+            note(f"rewards/{name}/std", deviation(rewards[:, index]))
+        for name, value in self._parts.draws.take_noted():
+            self._metrics[name].append(value)
         note("reward", torch.nanmean(found.rewards))
         note("reward_std", deviation(found.rewards))
         note("groups_without_spread", found.without_spread.float().sum())
         note("frac_reward_zero_std", found.without_spread.float().mean())
 
-    def _note_lengths(self, prompts: list[list[int]], completions: list[list[int]], ended: list[bool]) -> None:
-        self._num_tokens += sum(map(len, prompts)) + sum(map(len, completions))
+    def _note_lengths(self, drawn: Drawn) -> None:
         self._metrics["num_tokens"] = [self._num_tokens]
-        lengths = torch.tensor([len(tokens) for tokens in completions]).float()
-        whole = torch.tensor(
-            [len(tokens) for tokens, end in zip(completions, ended, strict=True) if end] or [0]
-        ).float()
-        self._note("completions/clipped_ratio", 1.0 - torch.tensor(ended).float().mean())
+        lengths = torch.tensor([len(one.tokens) - len(one.given) for one in drawn.completions]).float()
+        ended = torch.tensor([one.ended for one in drawn.completions])
+        whole = lengths[ended] if ended.any() else torch.zeros(1)
+        self._note("completions/clipped_ratio", 1.0 - ended.float().mean())
         for name, found in (("length", lengths), ("terminated_length", whole)):
             for kind, value in (("mean", found.mean()), ("min", found.min()), ("max", found.max())):
                 self._note(f"completions/{kind}_{name}", value)
@@ -409,7 +342,8 @@ class GrpoObjective(Objective):
         spans.enter(OPTIMIZER)
 
     def end(self, step: int) -> None:
-        """Looks whether rewards and entropy still leave something to learn."""
+        """Looks whether rewards and entropy still leave something to learn; a reference may follow."""
+        self._parts.reference.follow(step)
         self._parts.spans.enter(None)
         before, now = self._before.metrics, self._metrics
         rewards, entropies = (now.get(name, [])[len(before.get(name, ())) :] for name in ("reward", "entropy"))
@@ -482,13 +416,15 @@ class GrpoObjective(Objective):
             self._parts.stagnation.restore(state["stagnation"])
 
     def save(self, folder: Path) -> None:
-        """Saves the completions in use, where further steps need them."""
+        """Saves the completions in use, where further steps need them, and a reference that has moved."""
+        self._parts.reference.save(folder)
         if self._rollout is not None and self._serves > 1:
             said = {"logs": self._rollout.sampled, "sampled_at": self._rollout.step}
             torch.save({"inputs": self._rollout.batches, "said": said}, folder / _COMPLETIONS)
 
     def load(self, folder: Path, device: torch.device) -> None:
-        """Loads those completions."""
+        """Loads them."""
+        self._parts.reference.load(folder)
         if (folder / _COMPLETIONS).exists():
             saved = torch.load(folder / _COMPLETIONS, map_location=device, weights_only=True)
             said = saved.get("said", {})
@@ -500,6 +436,12 @@ def _right(rows: Sequence[Sequence[int]], fill: int, *, ones: bool = False) -> T
     longest = max(map(len, rows))
     values = ([1] * len(row) if ones else list(row) for row in rows)
     return torch.tensor([row + [fill] * (longest - len(row)) for row in values])
+
+
+def _written(one: DrawnCompletion) -> list[int]:
+    """1 for each token that the model wrote, 0 for those that stand between its turns."""
+    given = set(one.given)
+    return [int(place not in given) for place in range(len(one.tokens))]
 
 
 def _scored_completions(sampled: Sampled) -> list[ScoredCompletion]:
@@ -533,21 +475,21 @@ def build_grpo(
     grpo: GrpoConfig,
     model: PreTrainedModel | PeftModel,
     asked: Sequence[RenderedPrompt],
+    rewards: Sequence[Reward],
     hooks: TrainerHooks,
     tell_parity: Callable[[Parity], None],
     group: RankGroup | None = None,
     reference: PreTrainedModel | None = None,
+    acting: Acting | None = None,
 ) -> TrainingLoop:
     """The loop that trains ``model`` on completions of ``asked``, prompts that fit ``grpo.max_prompt_length``.
 
     Args:
         tell_parity: Called before the first step with what :func:`check_parity` found.
+        acting: What rollouts of several turns need; None: they have one.
         reference: What ``grpo.beta`` compares with; None for adapters, which are switched off for it.
-
-    Raises FtcliError as :func:`build_rewards`.
     """
     columns = columns_of([one.prompt for one in asked])
-    rewards = build_rewards(grpo.rewards, columns)
     spans = Spans(job.device, (ROLLOUT, REWARDS, LOG_PROBS, TRAINING, OPTIMIZER), counted=(ROLLOUT, TRAINING))
 
     def objective(stack: DecoderStack | None, _sequence: SequencePart | None) -> GrpoObjective:
@@ -560,17 +502,19 @@ def build_grpo(
             stack=stack,
             spans=spans,
         )
+        failures = RewardFailures(grpo.reward_failures.max_fraction, job.reporter)
+        rollouts = Rollouts(model, job, grpo)
+        draws = Draws(job, grpo, asked, columns, rewards, failures, rollouts, spans, group, acting)
+        stagnation = Stagnation(grpo.early_stopping)
         parts = GrpoParts(
-            asked,
-            columns,
-            rewards,
-            RewardFailures(grpo.reward_failures.max_fraction, job.reporter),
-            Rollouts(model, job, grpo),
+            len(asked),
+            draws,
+            failures,
             spans,
-            Stagnation(grpo.early_stopping),
+            stagnation,
             tell_parity,
             hooks.completions,
-            reference,
+            Reference(model, reference, grpo),
         )
         return GrpoObjective(job, grpo, policy, parts, group)
 

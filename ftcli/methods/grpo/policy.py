@@ -23,7 +23,7 @@ from ftcli.data.collate import documents_batch
 from ftcli.data.tokens import TokenizedRow
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.labels import IGNORE_INDEX
-from ftcli.methods.grpo.losses import Completions, StepShape, policy_loss
+from ftcli.methods.grpo.losses import Completions, StepShape, loss_mask, policy_loss
 from ftcli.methods.grpo.settings import GrpoConfig
 from ftcli.methods.grpo.spans import TRAINING
 from ftcli.model.backbone import base_of, compute_context, head_of, hidden_states, rotation_kept
@@ -59,23 +59,33 @@ class ScoredDocuments:
     where: Tensor
 
     @classmethod
-    def of(cls, input_ids: Tensor, attention_mask: Tensor, completion: int, silent: Sequence[bool]) -> ScoredDocuments:
+    def of(
+        cls,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        completion: int,
+        silent: Sequence[bool],
+        written: Tensor | None = None,
+    ) -> ScoredDocuments:
         """Of a batch on the host.
 
         Args:
             input_ids, attention_mask: (B, P + C); the last ``completion`` columns, C, are the completions.
             silent: For each row whether it is left out.
+            written: (B, C), 1 for tokens that are scored; None: all of the completions are.
         """
         documents: list[TokenizedRow] = []
-        where = attention_mask[:, -completion:].bool()
+        there = attention_mask[:, -completion:].bool()
+        where = there.clone() if written is None else there & written.bool()
         for index, (ids, mask) in enumerate(zip(input_ids, attention_mask.bool(), strict=True)):
-            prompt, answer = ids[:-completion][mask[:-completion]], ids[-completion:][where[index]]
+            prompt, answer = ids[:-completion][mask[:-completion]], ids[-completion:][there[index]]
             if not len(prompt):
                 where[index, :1] = False  # nothing stands before it that could predict it
             if silent[index] or not where[index].any():
                 where[index] = False
                 continue
-            labels = [IGNORE_INDEX] * len(prompt) + answer.tolist()
+            scored = torch.where(where[index], ids[-completion:], IGNORE_INDEX)[there[index]]
+            labels = [IGNORE_INDEX] * len(prompt) + scored.tolist()
             documents.append(TokenizedRow(Row("completions", index, {}), [*prompt.tolist(), *answer.tolist()], labels))
         return cls(documents, where)
 
@@ -111,6 +121,8 @@ class PolicyScores:
         rows_at_a_time: int | None = None,
         silent: Sequence[bool] | None = None,
         model: PreTrainedModel | None = None,
+        entropy_gradient: bool = False,
+        written: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies of completions in nats, (B, C) float32 each, 0 where there is no token.
 
@@ -118,23 +130,35 @@ class PolicyScores:
             input_ids, attention_mask: (B, P + C); the last ``completion`` columns, C, are the completions.
             silent: Rows that are left out, with zeros.
             model: Another model than the policy.
+            entropy_gradient: The loss uses the entropies, too.
+            written: (B, C), 1 for tokens that are scored; None: all of the completions are.
         """
         rows = input_ids.shape[0]
         size = rows_at_a_time or rows
         ids, mask = input_ids.cpu(), attention_mask.cpu()
         silent = silent or (False,) * rows
+        own = None if written is None else written.cpu()
         scored_by = self.model if model is None else model
         found = [
             self._scores(
                 scored_by,
-                ScoredDocuments.of(ids[at : at + size], mask[at : at + size], completion, silent[at : at + size]),
+                ScoredDocuments.of(
+                    ids[at : at + size],
+                    mask[at : at + size],
+                    completion,
+                    silent[at : at + size],
+                    None if own is None else own[at : at + size],
+                ),
+                entropy_gradient,
             )
             for at in range(0, rows, size)
         ]
         log_probs, entropies = (torch.cat(parts) for parts in zip(*found, strict=True))
         return log_probs, entropies
 
-    def _scores(self, model: PreTrainedModel | PeftModel, scored: ScoredDocuments) -> tuple[Tensor, Tensor]:
+    def _scores(
+        self, model: PreTrainedModel | PeftModel, scored: ScoredDocuments, entropy_gradient: bool
+    ) -> tuple[Tensor, Tensor]:
         """(B, C) each."""
         where = scored.where.to(self.device, non_blocking=True)
         nothing = torch.zeros(where.shape, dtype=torch.float32, device=self.device)
@@ -150,7 +174,7 @@ class PolicyScores:
         stack = self._stack if torch.is_grad_enabled() else None  # a graph's adapters cannot be switched off
         states = hidden_states(model, batch, stack)
         log_probs, entropies = next_token_log_probs(
-            states, head, labels, temperature=self.temperature, supervised=supervised
+            states, head, labels, temperature=self.temperature, supervised=supervised, entropy_gradient=entropy_gradient
         )
         return nothing.masked_scatter(where, log_probs), nothing.masked_scatter(where, entropies)
 
@@ -163,9 +187,16 @@ def scored_loss(
     Rows whose advantage is zero have no part in the gradient, where nothing but advantages moves the model. They cost
     no pass, and the mean entropy is that of the other rows.
     """
-    silent = _without_part(inputs["advantages"], grpo.beta)
+    silent = _without_part(inputs["advantages"], grpo)
     ids, mask = joined(inputs)
-    log_probs, entropies = policy.log_probs(ids, mask, inputs["completion_ids"].shape[1], silent=silent)
+    log_probs, entropies = policy.log_probs(
+        ids,
+        mask,
+        inputs["completion_ids"].shape[1],
+        silent=silent,
+        entropy_gradient=bool(grpo.entropy_coef),
+        written=inputs.get("tool_mask"),
+    )
     if silent is not None and "old_per_token_logps" in inputs:  # ratios of 1
         left_out = torch.tensor(silent, device=log_probs.device)[:, None]
         log_probs = torch.where(left_out, inputs["old_per_token_logps"], log_probs)
@@ -177,9 +208,9 @@ def scored_loss(
     return found.loss, metrics
 
 
-def _without_part(advantages: Tensor, beta: float) -> tuple[bool, ...] | None:
-    """Which rows bear no gradient; None where each of them does."""
-    if beta:
+def _without_part(advantages: Tensor, grpo: GrpoConfig) -> tuple[bool, ...] | None:
+    """Which rows bear no gradient; None where each of them does, or its entropies count."""
+    if grpo.beta or grpo.entropy_coef or grpo.top_entropy_quantile < 1:
         return None
     silent = (advantages == 0).tolist()
     return tuple(silent) if any(silent) else None
@@ -189,7 +220,7 @@ def _entropy_of_scored(mean: float, inputs: Completions, silent: Sequence[bool])
     """The mean over rows that were scored, from that over all, in which the others count as 0; nothing where no row was
     scored. A micro-batch may have no tokens at all, where completions that were cut off are masked: its mean is 0.
     """
-    tokens = inputs["completion_mask"].sum(1).tolist()
+    tokens = loss_mask(inputs).sum(1).tolist()
     scored = sum(count for count, left_out in zip(tokens, silent, strict=True) if not left_out)
     if scored:
         return [mean * sum(tokens) / scored]
@@ -281,10 +312,12 @@ def check_parity(policy: PolicyScores, plan: DtypePlan, inputs: Completions, sam
                 again = [_plain(model, p[pm], c[cm], policy.temperature) for p, pm, c, cm in rows]
             rounding = float((torch.cat([*again, plain[:0]]) - plain).abs().mean()) if len(plain) else 0.0
     model.train(training)
-    mine, most = ours[mask.bool()], allowed(plan, rounding, coarse=coarse)
+    own = loss_mask(inputs)[chosen, :LONGEST].bool()
+    plain = plain[own[mask.bool()]]
+    mine, most = ours[own], allowed(plan, rounding, coarse=coarse)
     if not bool(torch.isfinite(mine).all()):
         return Parity(len(chosen), len(mine), 0.0, 0.0, None, None, most)  # FT702 names it
-    theirs = None if sampled is None else sampled[chosen, :LONGEST][mask.bool()]
+    theirs = None if sampled is None else sampled[chosen, :LONGEST][own]
     found = replace(_compared(len(chosen), mine, plain, theirs, most), rounding_mean=rounding)
     _require(found)
     return found

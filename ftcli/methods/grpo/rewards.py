@@ -10,8 +10,10 @@ from typing import Any
 from ftcli.config.evaluation import RewardConfig
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin
 from ftcli.judges import (
+    NO_ACCESS,
     CompletionBatch,
     Judge,
+    JudgeAccess,
     JudgeScores,
     judge_name,
     missing_answer,
@@ -67,7 +69,9 @@ class Reward:
         return self.judge.scores(CompletionBatch(completions, prompts, answers, columns, origins, reasoning, asked))
 
 
-def build_rewards(rewards: Sequence[RewardConfig], columns: Collection[str]) -> list[Reward]:
+def build_rewards(
+    rewards: Sequence[RewardConfig], columns: Collection[str], access: JudgeAccess = NO_ACCESS
+) -> list[Reward]:
     """All rewards, their names made unique.
 
     Args:
@@ -76,7 +80,7 @@ def build_rewards(rewards: Sequence[RewardConfig], columns: Collection[str]) -> 
     Raises:
         FtcliError: FT451 and FT452 for a user's function that cannot be loaded; FT280 for a JSON Schema that is none;
             FT453 (exit 4) when a reward needs a column that the data lacks; FT454 (exit 4) for columns with reserved
-            names.
+            names; FT470 where the key of an address is not set.
     """
     taken = reserved_column(columns)
     if taken is not None:
@@ -93,13 +97,15 @@ def build_rewards(rewards: Sequence[RewardConfig], columns: Collection[str]) -> 
             Reward(
                 f"{name}#{same + 1}" if same else name,
                 config.weight,
-                open_judge(config),
+                open_judge(config, access),
                 config.answer if compares else None,
             )
         )
     return built
 
 
+#: Of a reward and a batch: completions, failures, the first of them in words, and what its judge measured.
+Noted = tuple[int, int, str | None, Mapping[str, float]]
 #: Of a reward and a batch: completions that were judged, and those of them that it failed on.
 Counted = tuple[int, int]
 
@@ -112,15 +118,15 @@ class RewardFailures:
     reporter: Reporter
     _batches: dict[str, deque[Counted]] = field(default_factory=dict)
     _told: set[str] = field(default_factory=set)
-    _newest: dict[str, tuple[int, int, str | None]] = field(default_factory=dict)
+    _newest: dict[str, Noted] = field(default_factory=dict)
 
     def note(self, reward: Reward, scores: JudgeScores) -> None:
         """Notes this rank's completions."""
         example = f"{scores.example}; the completion {reward.becomes}" if scores.failed else None
-        self._newest[reward.name] = (len(scores.values), len(scores.failed), example)
+        self._newest[reward.name] = (len(scores.values), len(scores.failed), example, dict(reward.judge.measured()))
 
-    def newest(self) -> dict[str, tuple[int, int, str | None]]:
-        """What was noted since the last call, by reward: completions, failures, and the first of them in words."""
+    def newest(self) -> dict[str, Noted]:
+        """What was noted since the last call, by reward."""
         found, self._newest = self._newest, {}
         return found
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -14,15 +14,32 @@ from torch import Tensor
 from ftcli.facts.generation import MOST_ROWS
 from ftcli.generation.generator import OpenedGenerator, open_generator
 from ftcli.generation.requests import Completion, GenerationRequest, StopCheck, StopConditions
+from ftcli.generation.turns import Turns
 from ftcli.job import Job
-from ftcli.methods.grpo.settings import GrpoConfig
-from ftcli.run.process_group import gather_bytes
+from ftcli.run.process_group import gather_bytes, gather_json
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
     from ftcli.run.process_group import RankGroup
+
+
+class DrawnBy(Protocol):
+    """The settings of a method by which completions are drawn."""
+
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def top_p(self) -> float: ...
+    @property
+    def max_prompt_length(self) -> int: ...
+    @property
+    def max_completion_length(self) -> int: ...
+    @property
+    def stop_strings(self) -> tuple[str, ...]: ...
 
 
 class Rollouts:
@@ -32,7 +49,7 @@ class Rollouts:
     trains; else it is made anew for each step's completions.
     """
 
-    def __init__(self, model: PreTrainedModel | PeftModel, job: Job, grpo: GrpoConfig) -> None:
+    def __init__(self, model: PreTrainedModel | PeftModel, job: Job, grpo: DrawnBy) -> None:
         self._model = model
         self._job = job
         self._grpo = grpo
@@ -45,22 +62,33 @@ class Rollouts:
         self._step = -1
         self._in_step = 0
 
-    def complete(self, prompts: Sequence[Sequence[int]], step: int, own: slice | None = None) -> list[Completion]:
+    def complete(
+        self,
+        prompts: Sequence[Sequence[int]],
+        step: int,
+        own: slice | Sequence[int] | None = None,
+        turns: Callable[[Mapping[tuple[int, int], int]], Turns] | None = None,
+    ) -> list[Completion]:
         """One completion for each of the ``own`` prompts, all of them where it is None, its stop token included. Equal
         neighbours are computed once.
 
         Args:
             prompts: All of the step: what is drawn for one does not depend on who draws it.
             step: Of training; with the run's seed and the row's place it decides what is drawn.
+            turns: Gives what has them go on where a turn has ended, for the place of each completion among the own ones
+                by its request and number; None: they have one turn.
 
         Raises:
             NotFinite: the model's logits are not finite.
         """
         self._in_step = self._in_step + 1 if step == self._step else 0
         self._step = step
-        seed, part = self._job.recipe.run.seed, slice(None) if own is None else own
-        seeds = iter([row_seed(seed, step, self._in_step, row) for row in range(len(prompts))][part])
-        mine = prompts[part]
+        seed, every = self._job.recipe.run.seed, range(len(prompts))
+        places = every if own is None else every[own] if isinstance(own, slice) else own
+        seeds = iter([row_seed(seed, step, self._in_step, row) for row in places])
+        mine = [prompts[row] for row in places]
+        if not mine:
+            return []
         limit = self._grpo.max_completion_length
         requests = [
             GenerationRequest(prompt, limit, tuple(next(seeds) for _ in same))
@@ -69,7 +97,12 @@ class Rollouts:
         grpo = self._grpo
         sampling = Sampling(grpo.temperature, grpo.top_k, grpo.top_p)
         opened = self._open(min(len(mine), MOST_ROWS))
-        completions = opened.generator.complete(requests, sampling, self.stopping)
+        if turns is None:
+            completions = opened.generator.complete(requests, sampling, self.stopping)
+        else:
+            named = [(number, at) for number, one in enumerate(requests) for at in range(len(one.seeds))]
+            acting = turns({where: place for place, where in enumerate(named)})
+            completions = opened.generator.converse(requests, sampling, self.stopping, acting)
         return [one for each in completions for one in each]
 
     def _open(self, rows: int) -> OpenedGenerator:
@@ -103,6 +136,11 @@ def gather_completions(group: RankGroup | None, mine: Sequence[Completion]) -> l
     if group is None:
         return found
     return [one for said in gather_bytes(group, "rollouts", _packed(found)) for one in _unpacked(said)]
+
+
+def gather_rest(group: RankGroup | None, mine: list[Any]) -> list[Any]:
+    """What all ranks have to say of their completions, in order."""
+    return mine if group is None else [one for said in gather_json(group, "rest of", mine) for one in said]
 
 
 def gather_rows(group: RankGroup, where: str, mine: Tensor) -> Tensor:

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ftcli.config.base import Count, Fraction, Items, Rate, Section
-from ftcli.config.evaluation import RewardConfig
+from ftcli.config.base import Count, Fraction, Items, Rate, Section, Served
+from ftcli.config.evaluation import OnError, RewardConfig
 
 
 class RewardPlateauConfig(Section):
@@ -34,6 +34,36 @@ class GrpoStoppingConfig(Section):
 
     reward: RewardPlateauConfig | None = Field(default=None, description="When rewards stop rising.")
     entropy: EntropyCollapseConfig | None = Field(default=None, description="When entropy has collapsed.")
+
+
+class EnvironmentConfig(Section):
+    """An environment that the model acts in, by TRL's contract: a class with `reset`, public methods as tools, and
+    `get_reward` where it has a reward of its own.
+    """
+
+    file: Annotated[str, Field(pattern=r"^.+\.py:[A-Za-z_]\w*$"), Served] = Field(
+        description="`path.py:Class`, made without arguments; each rollout has an instance in a process of its own."
+    )
+    max_tool_calling_iterations: Count | None = Field(
+        default=None, description="Turns of a rollout that may call tools; no limit but that of tokens when absent."
+    )
+    timeout: Annotated[float, Field(gt=0, le=3600)] = Field(
+        default=30.0, description="Seconds of `reset`, of the calls of a turn, and of `get_reward`."
+    )
+    max_response_chars: Count | None = Field(
+        default=None, description="Characters of a tool's answer that the model sees; all when absent."
+    )
+    weight: Annotated[float, Field(ge=-10_000, le=10_000)] = Field(
+        default=1.0, description="Weight of its own reward in the sum."
+    )
+    on_error: OnError = Field(
+        default="stop", description="What happens to a rollout whose `get_reward` fails, as for rewards."
+    )
+    lockstep: bool = Field(
+        default=False,
+        description="Have all rollouts wait for each other's tools: a run that is repeated then has the same bits. On "
+        "a CPU they always do.",
+    )
 
 
 class RewardFailuresConfig(Section):
@@ -67,14 +97,31 @@ class GrpoConfig(Section):
     epsilon_high: Annotated[float, Field(gt=0, le=1e6)] | None = Field(
         default=None, description="Upper clip of the ratio; `epsilon` when absent."
     )
+    delta: Annotated[float, Field(gt=1, le=1e6)] | None = Field(
+        default=None,
+        description="Upper bound of the ratio where the advantage is negative (two-sided clip); above 1 + the upper "
+        "clip. None when absent.",
+    )
     loss_type: Literal["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"] = Field(
         default="dapo", description="TRL's losses: how ratios are clipped or weighed, and what the sum is divided by."
     )
     importance_sampling_level: Literal["token", "sequence"] = Field(
         default="token", description="Whether each token has a ratio of its own, or each completion one (GSPO)."
     )
+    advantage_estimator: Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"] = Field(
+        default="grpo",
+        description="What a completion is compared with: `grpo` its group's mean, `rloo` that of the others in it, "
+        "`reinforce_plus_plus` the mean of all completions, `reinforce_plus_plus_baseline` its group's, scaled over "
+        "all.",
+    )
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = Field(
+        default="sum_then_normalize",
+        description="Whether advantages come from the sum of rewards, or each reward is scaled in its group before "
+        "they are summed (GDPO).",
+    )
     scale_rewards: Literal["group", "batch", "none"] = Field(
-        default="group", description="What the advantages' standard deviation is taken over."
+        default="group",
+        description="What the advantages' standard deviation is taken over. `rloo` scales with `batch` alone.",
     )
     num_iterations: Count = Field(default=1, description="Optimizer passes over one set of completions.")
     steps_per_generation: Count | None = Field(
@@ -82,10 +129,49 @@ class GrpoConfig(Section):
         description="Micro-batches from one set of completions; `train.gradient_accumulation_steps` when absent. A "
         "multiple of that makes several optimizer steps learn from one set.",
     )
+    use_bias_correction_kl: bool = Field(
+        default=True,
+        description="Weigh the KL penalty by the ratio, which makes its gradient unbiased (DeepSeek-V3.2).",
+    )
+    sync_ref_model: bool = Field(default=False, description="Have the reference of `beta` follow the policy.")
+    ref_model_mixup_alpha: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.6,
+        description="Share of the policy in a reference that follows; the rest stays what it was. 1 for adapters.",
+    )
+    ref_model_sync_steps: Count = Field(
+        default=512, description="Optimizer steps after which a reference that follows takes the policy's weights."
+    )
+    entropy_coef: Annotated[float, Field(ge=-1e3, le=1e3)] = Field(
+        default=0.0, description="Weight of the mean entropy of trained tokens, which is subtracted from the loss."
+    )
+    top_entropy_quantile: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=1.0, description="Share of a micro-batch's tokens, those of highest entropy, that the policy loss has."
+    )
+    off_policy_mask_threshold: Annotated[float, Field(gt=0, le=1e3)] | None = Field(
+        default=None,
+        description="Leaves out completions with a negative advantage whose log-probability has fallen by more than so "
+        "many nats a token since they were sampled.",
+    )
+    max_resample_times: Annotated[int, Field(ge=0, le=100)] = Field(
+        default=0,
+        description="Rounds in which groups without spread make way for completions of other prompts (DAPO's dynamic "
+        "sampling); what has none after them stays.",
+    )
+    overlong_buffer: Count | None = Field(
+        default=None,
+        description="Tokens before `max_completion_length` over which a further reward falls from 0 to -1 (DAPO's soft "
+        "overlong penalty).",
+    )
+    overlong_penalty: Annotated[float, Field(gt=0, le=10_000)] = Field(
+        default=1.0, description="Weight of that reward."
+    )
     mask_truncated_completions: bool = Field(
         default=False, description="Leave completions without a stop token out of the loss."
     )
     rewards: Items[RewardConfig] = Field(default=(), description="Rewards, summed by weight.")
+    environment: EnvironmentConfig | None = Field(
+        default=None, description="What the model acts in, over several turns; none when absent."
+    )
     reward_failures: RewardFailuresConfig = Field(
         default_factory=RewardFailuresConfig, description="When a run stops because rewards fail."
     )

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ftcli.config.load import LoadedRecipe
@@ -19,169 +17,87 @@ from ftcli.config.recipe import Recipe
 from ftcli.data.asked import PromptLimit
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.facts.device import named_device
-from ftcli.judges import JudgeScores, columns_of, judges_of
+from ftcli.judges import JudgeAccess, JudgeScores, columns_of
 from ftcli.methods.grpo.rewards import Reward, build_rewards
 from ftcli.methods.grpo.settings import GrpoConfig
-from ftcli.plain import FLATTENED, NAMED
 from ftcli.preflight.stages import checked
 from ftcli.reporting import Session
 from ftcli.rows.places import local_sources
-from ftcli.run.completions import Completions
-from ftcli.train.context import BuiltModel, RunContext
-from ftcli.train.evaluation import began_in, tasks_before, write_tasks
-from ftcli.train.fit import FinishedRun, fit
-from ftcli.train.lifecycle import CompleteRun, add_to_manifest, checked_run, complete_result, keep_inputs
+from ftcli.train.context import RunContext
+from ftcli.train.lifecycle import CompleteRun, add_to_manifest
+from ftcli.train.on_prompts import PromptMethod, PromptsResult, train_on_prompts
 from ftcli.train.progress import TrainingRows
 
 if TYPE_CHECKING:
     from ftcli.data.asked import RenderedPrompt
     from ftcli.data.survey import RowSurvey
     from ftcli.data.tokens import TokenizedRow
-    from ftcli.evaluate.suite import Evaluator, TaskResult
     from ftcli.job import Job
+    from ftcli.methods.grpo.episodes import Acting
     from ftcli.methods.grpo.policy import Parity
+    from ftcli.run.inputs import Inputs
     from ftcli.run.process_group import RankGroup
-    from ftcli.train import assembly
+    from ftcli.train.loop import TrainerHooks, TrainingLoop
 
 
-@dataclass(frozen=True, slots=True)
-class GrpoResult:
-    """What `ftcli grpo` answers: the run, and the score of each held-out task before and after training."""
+class Grpo(PromptMethod):
+    """Completions of prompts, judged and compared with each other."""
 
-    fitted: FinishedRun = field(metadata=FLATTENED)
-    before: Mapping[str, float] = field(metadata=NAMED)
-    after: Mapping[str, float] = field(metadata=NAMED)
-    seconds: float
+    command = "grpo"
 
+    def __init__(self, grpo: GrpoConfig) -> None:
+        self._grpo, self.kept = grpo, grpo.completions_kept
+        self._rewards: list[Reward] = []
+        self._acting: Acting | None = None
+        self._reference: Any = None
 
-def train_grpo(loaded: LoadedRecipe, session: Session, group: RankGroup | None = None) -> GrpoResult | CompleteRun:
-    """GRPO on the recipe's prompts into its run directory, as one of the ranks of ``group`` where there are several;
-    held-out tasks are scored before and after, by rank 0.
-    """
-    with checked_run(loaded, session, "grpo", group) as context:
-        if context is None:
-            return complete_result(loaded.recipe, session)
-        return _train(session, context)
+    def room(self, recipe: Recipe) -> PromptLimit:
+        return room_of_grpo(self._grpo)
 
+    def training_rows(self, recipe: Recipe, prompts: int) -> TrainingRows:
+        return training_rows(recipe, prompts)
 
-def _train(session: Session, context: RunContext) -> GrpoResult:
-    with context.phase("loading libraries"):
-        from ftcli.evaluate.suite import Evaluator
-        from ftcli.job import open_job
-        from ftcli.methods.grpo.objective import build_grpo
-        from ftcli.run.process_group import of_leader
+    def prepare(self, job: Job, prompts: Sequence[RenderedPrompt]) -> None:
+        """Rewards, and an environment if there is one. Raises FtcliError FT261 (exit 4) for too few prompts."""
+        from ftcli.methods.grpo.episodes import open_acting
+
+        require_rollout(len(prompts), job.recipe)
+        access = JudgeAccess(job.session.secret, job.session.cache_dir)
+        self._rewards = build_rewards(self._grpo.rewards, columns_of([one.prompt for one in prompts]), access)
+        self._acting = open_acting(job, self._grpo)
+
+    def load_other(self, job: Job, rows: Sequence[TokenizedRow], group: RankGroup | None) -> Inputs | None:
+        """The reference of full fine-tuning; adapters can be switched off."""
         from ftcli.train import assembly
 
-    started, grpo, group = time.perf_counter(), context.recipe.grpo, context.group
-    assert grpo is not None  # preflight refuses such a recipe (FT260)
-    with context.phase("preparing data"), nullcontext() if group is None else group.after_leader("data"):
-        job = open_job(context.report, session)
-        prompts = _prompts(job, grpo)
-        evaluator = Evaluator(job, [], judges_of(context.recipe))
-        evaluator.read_tasks()
-    with context.phase("loading the model"):
-        read = assembly.begin_reading(job) if context.leads else tuple
-        model = _policy(context, job, prompts)
-        reference = None
-        if job.recipe.lora is None and grpo.beta:  # adapters can be switched off
-            reference = assembly.build_reference(job, _as_tokens(job, prompts[: assembly.LOOKED_AT]))
-    if context.leads:
-        keep_inputs(context, assembly.inputs_of(job, model, read))
-    before = _before(context, evaluator, model) if context.leads else {}
+        if job.recipe.lora is None and self._grpo.beta:
+            self._reference = assembly.build_reference(job, rows)
+        return None
 
-    def evaluate(step: int) -> dict[str, float]:
-        now = evaluator.tasks(model) if context.leads else {}
-        if context.leads:
-            write_tasks(context.directory, before, now, step)
-        return dict(of_leader(group, "tasks", _scores(now)))
+    def build(
+        self,
+        context: RunContext,
+        job: Job,
+        model: Any,
+        prompts: Sequence[RenderedPrompt],
+        hooks: TrainerHooks,
+        group: RankGroup | None,
+    ) -> TrainingLoop:
+        from ftcli.methods.grpo.objective import build_grpo
 
-    def agreement(parity: Parity) -> None:
-        session.reporter.info(parity.summary())  # of several ranks, each looks at its own first batch
-        add_to_manifest(context, {"log_probs": parity})
+        def agreement(parity: Parity) -> None:
+            job.reporter.info(parity.summary())  # of several ranks, each looks at its own first batch
+            add_to_manifest(context, {"log_probs": parity})
 
-    fitted = fit(
-        context,
-        job,
-        model,
-        lambda hooks: build_grpo(job, grpo, model, prompts, hooks, agreement, group, reference),
-        evaluate if job.recipe.eval.tasks else None,
-        training_rows(context.recipe, len(prompts)),
-        grpo.completions_kept,
-    )
-    after = _tasks(context, evaluator, model, "after") if context.leads else {}
-    if context.leads:
-        write_tasks(context.directory, before, after)
-    if after:
-        scores = {f"eval_{name}": score for name, score in _scores(after).items()}
-        context.write_line({"step": fitted.summary.steps, **scores})
-    return GrpoResult(fitted, _scores(before), _scores(after), time.perf_counter() - started)
+        return build_grpo(
+            job, self._grpo, model, prompts, self._rewards, hooks, agreement, group, self._reference, self._acting
+        )
 
 
-def _policy(context: RunContext, job: Job, prompts: Sequence[RenderedPrompt]) -> assembly.Model:
-    """The model that learns, on the kernels, with an entry in the manifest; the ranks have met."""
-    from ftcli.model.quantized import quantized_layers
-    from ftcli.model.stacks import quantized_stacks
-    from ftcli.train import assembly
-    from ftcli.train.build import why_not_graphed
-
-    group = context.group
-    with nullcontext() if group is None else group.after_leader("weights", lambda: assembly.to_download(job) > 0):
-        model = assembly.build_trainable(job)
-    tokens = _as_tokens(job, prompts[: assembly.LOOKED_AT])
-    kernels = assembly.put_on_kernels(job, model, tokens)
-    batches = assembly.laid_out(job, model, tokens)
-    graphs = why_not_graphed(job, model) or "on"
-    built = BuiltModel(
-        kernels.table, kernels.self_check, [*quantized_layers(model), *quantized_stacks(model)], graphs, batches
-    )
-    add_to_manifest(context, built)
-    if group is not None:
-        assembly.form_group(job, group)
-    return model
-
-
-def _before(context: RunContext, evaluator: Evaluator, model: Any) -> Mapping[str, TaskResult]:
-    """Scores of the tasks before training: a run that goes on reads those that it wrote, and forgets completions of
-    steps that are made again.
-    """
-    if context.opened.resume_step:
-        before = tasks_before(began_in(context.opened))
-    else:
-        before = _tasks(context, evaluator, model, "before")
-        write_tasks(context.directory, before, {})  # for a run that is stopped and goes on
-    Completions(context.directory.completions_dir).forget_after(context.opened.resume_step)
-    return before
-
-
-def _prompts(job: Job, grpo: GrpoConfig) -> list[RenderedPrompt]:
-    from ftcli.data.asked import asked_rows
-
-    data = job.recipe.data
-    asked, warnings = asked_rows(data.train, data, job.tokenizer, room_of_grpo(grpo), offline=job.session.offline)
-    for warning in warnings:
-        job.reporter.finding(warning)
-    require_rollout(len(asked), job.recipe)
-    return asked
-
-
-def _as_tokens(job: Job, asked: Sequence[RenderedPrompt]) -> list[TokenizedRow]:
-    """Prompts as rows that a model can be checked on."""
-    from ftcli.data.tokens import TokenizedRow
-
-    encoded = job.tokenizer([one.text for one in asked], add_special_tokens=False)["input_ids"]
-    return [TokenizedRow(one.prompt.row, ids, ids) for one, ids in zip(asked, encoded, strict=True)]
-
-
-def _tasks(context: RunContext, evaluator: Evaluator, model: Any, when: str) -> dict[str, TaskResult]:
-    with context.phase("evaluating"):
-        found = evaluator.tasks(model)
-    for name, score in _scores(found).items():
-        context.session.reporter.info(f"held-out {name} {when} training: {score:.1%}")
-    return found
-
-
-def _scores(tasks: Mapping[str, TaskResult]) -> dict[str, float]:
-    return {name: task.score for name, task in tasks.items()}
+def train_grpo(loaded: LoadedRecipe, session: Session, group: RankGroup | None = None) -> PromptsResult | CompleteRun:
+    """GRPO on the recipe's prompts; see :func:`ftcli.train.on_prompts.train_on_prompts`."""
+    grpo = loaded.recipe.grpo or GrpoConfig()  # preflight refuses a recipe without the section (FT260)
+    return train_on_prompts(loaded, session, Grpo(grpo), group)
 
 
 def room_of_grpo(grpo: GrpoConfig) -> PromptLimit:
@@ -289,7 +205,7 @@ def dry_rewards(loaded: LoadedRecipe, session: Session) -> DryRewards:
     lent = {name: [values[row] for row in places] for name, values in columns.items()}
     flat = [text for group in texts for text in group]
     prompts = [asked[row].text for row in places]
-    rewards = build_rewards(grpo.rewards, columns)
+    rewards = build_rewards(grpo.rewards, columns, JudgeAccess(session.secret, session.cache_dir))
     origins = [asked[row].prompt.row.origin for row in places]
     of_rows = [asked[row].prompt for row in places]
     scored = [reward.scores(prompts, flat, lent, origins, asked=of_rows) for reward in rewards]

@@ -43,17 +43,6 @@ class RecipeChange:
 
 
 @dataclass(frozen=True, slots=True)
-class Saving:
-    """Settings, as ``--set`` would take them, and by how many bytes the estimate falls with them."""
-
-    settings: Settings
-    saved_bytes: int
-
-    def __str__(self) -> str:
-        return as_options(self.settings)
-
-
-@dataclass(frozen=True, slots=True)
 class Verdict:
     """An estimate compared with a device's memory.
 
@@ -93,8 +82,8 @@ def verdict_on(found: Candidate) -> Verdict:
     return Verdict(found.level, needed, available, change, _gpus_that_fit(found.plan), gpus)
 
 
-def savings(plan: RunPlan, phases: Collection[Phase] = ()) -> tuple[Saving, ...]:
-    """Predicted savings of single changes to a recipe, cheapest for the user first.
+def savings(plan: RunPlan, phases: Collection[Phase] = ()) -> list[tuple[Settings, int]]:
+    """Single changes to a recipe with the bytes by which its estimate falls, cheapest for the user first.
 
     Args:
         phases: Those in one of which memory ran out; where the run has none of them, the one that needs most.
@@ -103,7 +92,7 @@ def savings(plan: RunPlan, phases: Collection[Phase] = ()) -> tuple[Saving, ...]
     """
     before = candidate(plan)
     if before is None:
-        return ()
+        return []
     saved = []
     for settings in _single_changes(plan, phases):
         after = candidate(plan, settings)
@@ -111,8 +100,8 @@ def savings(plan: RunPlan, phases: Collection[Phase] = ()) -> tuple[Saving, ...]
             continue
         count = before.estimate.most_of(phases) - after.estimate.most_of(phases)
         if count > 0:
-            saved.append(Saving(settings, count))
-    return tuple(saved)
+            saved.append((settings, count))
+    return saved
 
 
 def relative_time(plan: RunPlan) -> float:

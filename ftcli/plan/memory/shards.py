@@ -18,9 +18,9 @@ SUMMED_BYTES = 4
 
 
 def outer_elements(plan: RunPlan) -> int:
-    """Elements of embedding, head and last norm."""
+    """Elements of embedding, head, last norm, and of what makes layers' own inputs."""
     shape = plan.shape
-    return shape.hidden_size * (shape.vocab_size * (1 if shape.tied else 2) + 1)
+    return shape.embedding_parameters + shape.hidden_size
 
 
 def shard_bytes(plan: RunPlan, whole: int) -> int:

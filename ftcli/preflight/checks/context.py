@@ -75,7 +75,7 @@ class Context:
     @property
     def held_out_is_read(self) -> bool:
         """True if the rows that `data.held_out` keeps from training are told apart."""
-        return self.trains or self.command == "eval"
+        return self.trains or self.command in ("eval", "sample")
 
     @property
     def reads_data(self) -> bool:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from pathlib import Path
 
 from ftcli.config.evaluation import RewardConfig, TaskConfig
-from ftcli.errors import FtcliError
+from ftcli.errors import Finding, FtcliError
 from ftcli.judges import file_of, judge_name
 from ftcli.judges.builtin import NoSchema, validator_of
 from ftcli.judges.reward_model import classifier_folder
@@ -25,6 +26,7 @@ _PLAIN = {
     "memory_mb": False,
     "json_schema": False,
     "model": False,
+    "endpoint": False,
     "on_error": True,
 }
 
@@ -114,18 +116,43 @@ def regex_findings(context: Context, path: str, pattern: str, *, group: bool = F
         yield context.error("FT264", path, "the expression has no group to extract", help="put (...) around the answer")
 
 
-def function_findings(context: Context, path: str, spec: str) -> Findings:
-    """FT451 and FT452: whether the file of ``path.py:function`` defines the function, without running it."""
-    file, function = file_of(spec)
-    if not is_file(file):
-        help = "write `path.py:function`; the path is relative to the current directory"
-        yield context.error("FT451", path, f"no file at {file.absolute()}", help=help)
+def class_findings(context: Context, path: str, spec: str) -> Findings:
+    """FT451 and FT452: whether the file of ``path.py:Class`` defines an environment, without running it."""
+    file, name = file_of(spec)
+    tree = yield from _parsed(context, path, file)
+    if tree is None:
         return
+    nodes = [node for node in _top_level(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    found = [node for node in nodes if node.name == name]
+    if not found and not _assigns(tree, name):
+        names = ", ".join(sorted({node.name for node in nodes if not node.name.startswith("_")})) or "none"
+        yield context.error("FT451", path, f"{file} defines no class {name}", help=f"it has: {names}")
+    for node in found:
+        methods = {one.name for one in node.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)}
+        if isinstance(node, ast.ClassDef) and not node.bases and "reset" not in methods:
+            help = "an environment has reset(**row), public methods as tools, and get_reward where it rewards"
+            yield context.error("FT452", path, f"{file} defines {name} without a method reset", help=help)
+
+
+def _parsed(context: Context, path: str, file: Path) -> Generator[Finding, None, ast.Module | None]:
+    """The file as Python; None where it is none, which is said."""
+    if not is_file(file):
+        help = "write `path.py:name`; the path is relative to the current directory"
+        yield context.error("FT451", path, f"no file at {file.absolute()}", help=help)
+        return None
     try:
-        tree = ast.parse(file.read_bytes(), filename=str(file))
+        return ast.parse(file.read_bytes(), filename=str(file))
     except (OSError, SyntaxError, ValueError, RecursionError) as error:
         message = f"{file} cannot be read as Python: {error}"
         yield context.error("FT452", path, message, help=f"run `python {file}` and fix what it says")
+        return None
+
+
+def function_findings(context: Context, path: str, spec: str) -> Findings:
+    """FT451 and FT452: whether the file of ``path.py:function`` defines the function, without running it."""
+    file, function = file_of(spec)
+    tree = yield from _parsed(context, path, file)
+    if tree is None:
         return
     functions = [node for node in _top_level(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     found = [list(_signature(context, path, node)) for node in functions if node.name == function]

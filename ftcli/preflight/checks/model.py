@@ -38,6 +38,8 @@ def check(context: Context, facts: ModelFacts) -> Findings:
         on = "text and images" if sees else "text"
         message = f"only the language model of {facts.name} is trained, on {on}; {facts.senses}: kept, not trained"
         yield context.note("FT310", "model.name_or_path", message)
+    if context.recipe.data.image_max_pixels is not None:
+        yield from _most_pixels(context, facts)
     if context.work == "train" and not context.from_prompts and facts.language.get("output_router_logits"):
         message = f"{facts.name} has output_router_logits: true; ftcli does not add the router's auxiliary loss"
         help = "adapters need no action (the router is frozen); in full fine-tuning watch the held-out loss"
@@ -67,6 +69,17 @@ def without_revision(context: Context, key: str, facts: ModelFacts) -> Finding:
     """FT259: a folder has no revisions."""
     message = f"{key} has no effect: {facts.name} is a folder, taken as it is"
     return context.warning("FT259", key, message, help="remove it, or name the model as OWNER/NAME")
+
+
+def _most_pixels(context: Context, facts: ModelFacts) -> Findings:
+    """FT341 where nothing would read ``data.image_max_pixels``."""
+    row = images.TABLE.get(str(facts.raw.get("model_type")))
+    if row is None or row.most_pixels is None:
+        message = f"data.image_max_pixels says nothing of {facts.name}, "
+        message += (
+            "which is trained on text alone" if row is None else "whose images have a number of tokens of its own"
+        )
+        yield context.error("FT341", "data.image_max_pixels", message, help="remove it")
 
 
 def _classifier(context: Context, facts: ModelFacts) -> Findings:

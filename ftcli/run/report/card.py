@@ -44,7 +44,14 @@ class PublicBase:
     commit: str | None
 
 
-def write_card(run: RunDirectory, folder: Path | None = None, *, of_result: bool = True, merged_with: str = "") -> None:
+def write_card(
+    run: RunDirectory,
+    folder: Path | None = None,
+    *,
+    of_result: bool = True,
+    merged_with: str = "",
+    rounding: str = "",
+) -> None:
     """Writes the card of what lies in ``folder``; of the run's result, where there is one, when None.
 
     A card without :data:`MARK` belongs to somebody else, and is left as it is.
@@ -52,6 +59,7 @@ def write_card(run: RunDirectory, folder: Path | None = None, *, of_result: bool
     Args:
         of_result: False for weights of a checkpoint, which the run's results are not about.
         merged_with: Which form of the base an adapter was merged with; empty where none was.
+        rounding: What rounding the weights does to the model; empty where none are.
 
     Raises:
         FtcliError: FT723 or FT724 when it cannot be written.
@@ -60,7 +68,8 @@ def write_card(run: RunDirectory, folder: Path | None = None, *, of_result: bool
     if folder is not None and not _is_somebodys(folder / MODEL_CARD):
         path = folder / MODEL_CARD
         with storage_errors(path):
-            write_text(path, render_card(run, folder, of_result=of_result, merged_with=merged_with))
+            card = render_card(run, folder, of_result=of_result, merged_with=merged_with, rounding=rounding)
+            write_text(path, card)
 
 
 def _is_somebodys(path: Path) -> bool:
@@ -73,7 +82,9 @@ def _is_somebodys(path: Path) -> bool:
         return True
 
 
-def render_card(run: RunDirectory, folder: Path, *, of_result: bool = True, merged_with: str = "") -> str:
+def render_card(
+    run: RunDirectory, folder: Path, *, of_result: bool = True, merged_with: str = "", rounding: str = ""
+) -> str:
     """The card of what lies in ``folder``: an adapter, a model, or something else that was made of the run's result."""
     recipe = recipe_in(run.recipe_path)
     manifest, tokens = read_json_object(run.manifest_path), read_json_object(run.tokens_path)
@@ -102,6 +113,7 @@ def render_card(run: RunDirectory, folder: Path, *, of_result: bool = True, merg
             *([] if of_result else [("weights", "of a checkpoint, written before the end of the run")]),
             *training_rows(recipe, manifest, map_in(map_in(status, "trained"), "summary") if of_result else {}),
             *([("merged with", merged_with)] if merged_with else []),
+            *([("rounded", rounding)] if rounding else []),
         ],
         data=_data(manifest, tokens),
         exported=(folder / EXPORT_RECORD).is_file(),

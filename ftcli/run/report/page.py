@@ -33,7 +33,7 @@ from ftcli.tables import methods
 from ftcli.units import duration, gib
 
 #: What a page may load: nothing but its own style.
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 #: How often the page of a run that is going on loads itself again.
 REFRESH_SECONDS = 5
 

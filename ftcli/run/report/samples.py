@@ -22,6 +22,8 @@ _BY_CHARACTER = 80
 _LEAST_ALIKE, _LEAST_ALIKE_BY_CHARACTER = 0.4, 0.7
 #: More pieces than this are not compared: it takes time by their square.
 _MOST_PIECES = 1200
+#: What is shown of a row's images: nothing that a page would load, or run.
+_IMAGE = re.compile(r"data:image/jpeg;base64,[A-Za-z0-9+/=]+")
 _PIECE = re.compile(r"\s+|\w+|[^\w\s]")
 
 #: ``extra`` was not expected, ``missing`` was expected and is not there.
@@ -48,13 +50,14 @@ class ModelAnswer:
 
 @dataclass(frozen=True, slots=True)
 class ShownRow:
-    """One held-out row as it was asked and answered."""
+    """One held-out row as it was asked and answered; ``images`` are data URLs of JPEG files."""
 
     task: str
     prompt: ClippedText
     reference: ClippedText | None
     before: ModelAnswer | None
     after: ModelAnswer | None
+    images: tuple[str, ...] = ()
 
     @property
     def right(self) -> bool | None:
@@ -98,7 +101,9 @@ def _row(row: JsonMap) -> ShownRow:
         str(row["task"]) if row.get("task") else "",
         clipped(str(row.get("prompt") or "")),
         None if reference is None else clipped(str(reference)),
-        *(_answer(row, key) for key in ("before", "after")),
+        _answer(row, "before"),
+        _answer(row, "after"),
+        tuple(url for image in maps(row.get("images")) if _IMAGE.fullmatch(url := str(image.get("url"))) is not None),
     )
 
 

@@ -18,7 +18,6 @@ from ftcli.errors import Finding, Origin
 from ftcli.evaluate.loss import LossResult
 from ftcli.evaluate.suite import ModelScores, TaskResult
 from ftcli.facts.device import named_device
-from ftcli.methods.grpo.train import GrpoResult
 from ftcli.pipeline.bench_result import (
     ArithmeticBound,
     BenchResult,
@@ -35,6 +34,7 @@ from ftcli.preflight.checks.context import NotMade
 from ftcli.preflight.report import PreflightReport
 from ftcli.preflight.stages import preflight
 from ftcli.train.bench import DeviceMemory
+from ftcli.train.on_prompts import PromptsResult
 from ftcli.units import size
 
 PLAIN = Style(color=False)
@@ -176,7 +176,7 @@ def test_names_of_tasks_are_shown_as_they_are() -> None:
 
 
 def test_the_result_of_grpo_names_its_tasks() -> None:
-    marked = {each.name for each in fields(GrpoResult) if each.metadata == NAMED}
+    marked = {each.name for each in fields(PromptsResult) if each.metadata == NAMED}
     assert marked == {"before", "after"}
 
 

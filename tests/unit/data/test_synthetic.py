@@ -14,7 +14,7 @@ import synthetic
 
 from ftcli.assets import asset
 
-KINDS = ("pretrain", "mirror", "pick")
+KINDS = ("pretrain", "mirror", "pick", "desk")
 
 
 def digest(kind: str, *, count: int, seed: int, evaluation: bool) -> str:
@@ -23,9 +23,9 @@ def digest(kind: str, *, count: int, seed: int, evaluation: bool) -> str:
 
 
 def prompts(row: dict[str, object]) -> list[str]:
-    if "prompt" in row:
+    if isinstance(row.get("prompt"), str):
         return [str(row["prompt"])]
-    messages = row["messages"]
+    messages = row.get("messages") or row["prompt"]
     assert isinstance(messages, list)
     return [message["content"] for message in messages if message["role"] == "user"]
 
@@ -54,6 +54,8 @@ def test_rows_are_the_same_on_every_machine_and_python(kind: str, expected: str)
         ("smoke-eval.jsonl", "mirror", 200, True),
         ("smoke-grpo-train.jsonl", "pick", 1000, False),
         ("smoke-grpo-eval.jsonl", "pick", 200, True),
+        ("tiny-agent-calls.jsonl.gz", "calls", 3000, False),
+        ("smoke-agent-train.jsonl", "desk", 400, False),
     ],
 )
 def test_bundled_files_are_what_the_generator_writes(
@@ -160,3 +162,36 @@ def test_more_different_rows_than_the_task_has_is_an_error() -> None:
     few = lambda rng: synthetic.Exchange(f"few: {rng.randrange(9)}", "")  # noqa: E731
     with pytest.raises(ValueError, match="fewer than 10 different prompts"):
         synthetic.task_rows(few, Random(0), 10, evaluation=False)
+
+
+def test_what_the_desk_asks_its_tools_answer() -> None:
+    """The environment of the recipe leads to the answers of its rows."""
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location("desk", asset("environments", "desk.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    desk = module.Desk()
+    for row in synthetic.rows("desk", 60, 3, evaluation=False):
+        assert desk.reset(**row) is None
+        (message,) = row["prompt"]  # type: ignore[misc]
+        asked = message["content"]
+        assert (desk.calc(asked) if asked[0].isdigit() else desk.find(asked)) == row["answer"]
+    assert desk.find("3+4") == "nothing"
+    with pytest.raises(ValueError, match="no sum"):
+        desk.calc("rose")
+
+
+def test_calls_show_no_tool_as_the_right_one() -> None:
+    rows = list(synthetic.rows("calls", 400, 0, evaluation=False))
+    digits = {True: 0, False: 0}
+    for row in rows:
+        asked, call, told, answer = row["messages"]  # type: ignore[misc]
+        function = call["tool_calls"][0]["function"]
+        assert function["arguments"]["text"] == asked["content"]
+        assert told["content"] == answer["content"]
+        if asked["content"][0].isdigit():
+            digits[function["name"] == "calc"] += 1
+    assert 0.35 < digits[True] / sum(digits.values()) < 0.65

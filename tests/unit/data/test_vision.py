@@ -58,6 +58,11 @@ def shown(*texts: str) -> list[dict[str, str]]:
     return [part for text in texts for part in ({"type": "image"}, {"type": "text", "text": text})]
 
 
+def text(words: str) -> list[dict[str, str]]:
+    """A content of one part: a column of a table holds lists alone."""
+    return [{"type": "text", "text": words}]
+
+
 def write(folder: Path, rows: Sequence[dict[str, Any]], images: dict[str, bytes]) -> str:
     for name, content in images.items():
         (folder / name).write_bytes(content)
@@ -360,3 +365,43 @@ def test_what_is_done_with_images_is_told(tmp_path: Path) -> None:
     for words in ("1 images are turned", "1 animated", "1 images become RGB", "1 images have the ending"):
         assert words in told
     assert [image.width for tokens in found.sequences for image in tokens.images] == [40, 30, 30, 30]
+
+
+def test_images_in_parquet_are_bytes_or_the_struct_of_datasets(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = [
+        {"images": [{"bytes": picture(), "path": "a.png"}], **chat(shown("one"), text("yes"))},
+        {"images": [{"bytes": picture(64, 16), "path": None}], **chat(shown("two"), text("no"))},
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    found = prepared(str(tmp_path / "rows.parquet"))
+    assert [[image.grid for image in tokens.images] for tokens in found.sequences] == [[(2, 2)], [(1, 4)]]
+    read = PixelReader(seen(), torch.float32).of(list(found.sequences))
+    assert read["image_grid_thw"].tolist() == [[1, 4, 4], [1, 2, 8]]
+
+
+def test_processors_are_settled_as_transformers_processors_call_them(tmp_path: Path) -> None:
+    """Pixtral's patches are merged by twos; Gemma-3's images are not cropped."""
+    config = {"model_type": "mistral3", "vision_config": {"patch_size": 14}, "spatial_merge_size": 2}
+    for name, settings in (("mistral3", config), ("gemma3", {"model_type": "gemma3"})):
+        specials = ("<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>", *SPECIALS[name])
+        write_tokenizer(tmp_path / name, "", specials)
+        kind = "Pixtral" if name == "mistral3" else "Gemma3"
+        own = {"image_processor_type": f"{kind}ImageProcessor", "do_pan_and_scan": True}
+        own |= {"size": {"longest_edge": 300}, "patch_size": 14} if kind == "Pixtral" else {}
+        (tmp_path / name / "preprocessor_config.json").write_text(json.dumps(own))
+        model, tokenizer = (
+            ModelConfig(name_or_path=str(tmp_path / name)),
+            AutoTokenizer.from_pretrained(tmp_path / name),
+        )
+        vision = load_vision(model, settings, tokenizer, None, offline=True)
+        assert not isinstance(vision, str), vision
+        image = Image.new("RGB", (420, 130))
+        made = vision.of_pixels([image])
+        grid = vision.looked_at(_source(image), Row("rows", 1, {})).grid
+        assert len(made["pixel_values"]) == 1
+        if name == "mistral3":
+            assert [side // 28 for side in made["image_sizes"][0]] == list(grid)
+            assert all(side % 28 == 0 for side in made["image_sizes"][0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.export import fp8
+from ftcli.export import compressed
 from ftcli.export import verify as verification
 from ftcli.export.fp8 import LARGEST, scale_of, to_float8
 from tests.small_models import build
@@ -129,13 +130,13 @@ def test_damage_is_caught_and_removed(
     damage: str, trained: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spoil, said = DAMAGE[damage]
-    made, declare = trained("llama"), fp8._declare
+    made, declare = trained("llama"), compressed._declare
 
-    def damaged(path: Path, ignored: list[str]) -> None:
-        declare(path, ignored)
+    def damaged(path: Path, *said: Any) -> None:
+        declare(path, *said)
         spoil(path.parent)
 
-    monkeypatch.setattr(fp8, "_declare", damaged)
+    monkeypatch.setattr(compressed, "_declare", damaged)
     error = failure(made, "fp8")
     assert code(error) == "FT741"
     assert error.exit_code is ExitCode.BUG
@@ -146,7 +147,7 @@ def test_damage_is_caught_and_removed(
 def test_weights_that_are_not_said_to_be_rounded_are_caught(
     trained: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fp8, "_declare", lambda *_: None)
+    monkeypatch.setattr(compressed, "_declare", lambda *_: None)
     assert code(failure(trained("llama"), "fp8")) == "FT741"
 
 
@@ -186,20 +187,20 @@ def test_a_wrong_scale_is_caught_layer_by_layer(
 ) -> None:
     """What the comparison of weights would let pass: only the numbers that come back tell."""
     monkeypatch.setattr(verification, "fits", lambda _: False)
-    monkeypatch.setattr(fp8, "_compare_weights", lambda *_: [])
-    made, declare = trained("llama"), fp8._declare
+    monkeypatch.setattr(compressed, "_compare_weights", lambda *_: [])
+    made, declare = trained("llama"), compressed._declare
 
-    def damaged(path: Path, ignored: list[str]) -> None:
-        declare(path, ignored)
+    def damaged(path: Path, *said: Any) -> None:
+        declare(path, *said)
         for layer in (0, 1):
             change(path.parent, f"model.layers.{layer}.mlp.down_proj.weight_scale", lambda scale: -scale)
 
-    monkeypatch.setattr(fp8, "_declare", damaged)
+    monkeypatch.setattr(compressed, "_declare", damaged)
     assert "logits differ" in " ".join(finding.message for finding in failure(made, "fp8").findings)
 
 
 def test_without_the_library_it_is_said_so(trained: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp8, "find_spec", lambda _: None)
+    monkeypatch.setattr(compressed, "find_spec", lambda _: None)
     made = trained("llama")
     assert code(failure(made, "fp8")) == "FT758"
     (result,) = export(made, "fp8", verify=False)

@@ -10,7 +10,8 @@ import torch
 from ftkernels.sampling import GREEDY, Sampling, row_seed
 
 from ftcli.facts.generation import EngineLayout, pages_of
-from ftcli.generation.engine import Engine, why_no_graphs
+from ftcli.generation.decoding import why_no_graphs
+from ftcli.generation.engine import Engine
 from ftcli.generation.forward import Forward
 from ftcli.generation.generator import open_generator
 from ftcli.generation.requests import GenerationRequest, NotFinite, StopCheck, StopConditions

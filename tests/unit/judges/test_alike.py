@@ -110,7 +110,7 @@ def test_a_task_that_does_not_read_extract_is_refused(context: Callable[..., Any
         (
             {"use": "length", "max_chars": 3, "on_error": "skip"},
             "`on_error` is only read by `use: exact_match` and `use: regex` and `use: json_valid` and "
-            "`use: math_verify` and `use: reward_model` and `file`",
+            "`use: math_verify` and `use: reward_model` and `use: llm_judge` and `file`",
         ),
     ],
 )

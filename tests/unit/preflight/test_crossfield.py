@@ -272,11 +272,46 @@ def test_no_optimizer_step_learns_from_completions_of_two_policies(context: Call
         ("grpo.rewards=[{use: regex, pattern: x, answer: y}]", "FT265"),
         ("grpo.rewards=[{file: 'nowhere.py:score'}]", "FT451"),
         ("grpo.epsilon_high=0.1", "FT270"),
+        ("grpo.delta=1.1", "FT270"),
     ],
 )
 def test_grpo_mistakes(setting: str, code: str, context: Callable[..., Any]) -> None:
     findings = list(grpo.check(context(GRPO, setting)))
     assert codes(findings) == [code]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["loss_type=cispo", "epsilon_high=5", "delta=9"], "grpo.delta is not read by grpo.loss_type: cispo"),
+        (["advantage_estimator=reinforce_plus_plus", "scale_rewards=none"], "scales over all completions"),
+        (["advantage_estimator=reinforce_plus_plus", "max_resample_times=2"], "teach, too"),
+        (["multi_objective_aggregation=normalize_then_sum", "advantage_estimator=rloo"], "each reward is by itself"),
+        (["multi_objective_aggregation=normalize_then_sum", "scale_rewards=none"], "scaled in its group"),
+        (["overlong_penalty=2"], "without grpo.overlong_buffer"),
+        (["overlong_buffer=256"], "every completion would be punished"),
+        (["use_bias_correction_kl=false"], "without grpo.beta"),
+        (["sync_ref_model=true"], "there is no reference"),
+        (["beta=0.1", "ref_model_sync_steps=8"], "without grpo.sync_ref_model"),
+        (["beta=0.1", "ref_model_mixup_alpha=0.5"], "without grpo.sync_ref_model"),
+    ],
+)
+def test_settings_that_nothing_reads(settings: list[str], said: str, context: Callable[..., Any]) -> None:
+    findings = list(grpo.check(context(GRPO, *(f"grpo.{one}" for one in settings))))
+    assert [(finding.code, said in finding.message) for finding in findings] == [("FT276", True)]
+
+
+@pytest.mark.parametrize("base", [["advantage_estimator=rloo"], ["advantage_estimator=rloo", "scale_rewards=batch"]])
+def test_settings_that_go_together(base: list[str], context: Callable[..., Any]) -> None:
+    more = ["overlong_buffer=8", "overlong_penalty=2", "max_resample_times=2", "delta=4", "beta=0.1"]
+    assert not list(grpo.check(context(GRPO, *(f"grpo.{one}" for one in [*base, *more]))))
+
+
+def test_adapters_are_not_mixed_with_earlier_ones(context: Callable[..., Any]) -> None:
+    words = ("grpo.beta=0.1", "grpo.sync_ref_model=true", "lora={r: 4}")
+    (finding,) = grpo.check(context(GRPO, *words))
+    assert (finding.code, "no mixture" in finding.message) == ("FT274", True)
+    assert not list(grpo.check(context(GRPO, *words, "grpo.ref_model_mixup_alpha=1")))
 
 
 @pytest.mark.parametrize(

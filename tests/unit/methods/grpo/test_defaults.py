@@ -17,6 +17,10 @@ OWN = {
     "shuffle_rewards",
     "early_stopping",
     "completions_kept",
+    "advantage_estimator",  # TRL has a trainer for RLOO, and none for REINFORCE++
+    "max_resample_times",
+    "overlong_buffer",  # TRL has a reward function
+    "overlong_penalty",
 }
 #: Keys whose default is another here: ours, TRL's.
 OTHERWISE = {"max_completion_length": (256, 512)}

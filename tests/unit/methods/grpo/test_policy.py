@@ -21,7 +21,8 @@ from trl import GRPOConfig, GRPOTrainer
 from ftcli.config.model import ModelConfig, QuantizationConfig
 from ftcli.data.collate import documents_batch
 from ftcli.errors import FtcliError
-from ftcli.methods.grpo.losses import StepShape, without_spread
+from ftcli.methods.grpo.advantages import without_spread
+from ftcli.methods.grpo.losses import StepShape
 from ftcli.methods.grpo.policy import PolicyScores, ScoredDocuments, allowed, check_parity, scored_loss
 from ftcli.methods.grpo.settings import GrpoConfig
 from ftcli.model import attention
@@ -68,6 +69,8 @@ class Both:
         self.grpo = self.grpo.model_copy(update=settings)
         for name, value in settings.items():
             setattr(self.theirs, name, value)
+            setattr(self.theirs.args, name, value)
+        self.theirs._entropy_bonus_enabled = self.grpo.entropy_coef != 0
 
     def of_ours(self, inputs: dict[str, Tensor], layout: str) -> Result:
         """On the kernels' torch form."""
@@ -196,6 +199,82 @@ def test_every_loss_is_trls_own(both: Both, loss: str, level: str) -> None:
     same(both, batch(), "padded")
 
 
+#: What TRL's losses can have besides.
+MORE: dict[str, dict[str, Any]] = {
+    "two-sided clip": {"delta": 1.4},
+    "entropy bonus": {"entropy_coef": 0.05},
+    "no bonus but a cost": {"entropy_coef": -0.05, "loss_type": "luspo"},
+    "top entropy": {"top_entropy_quantile": 0.3, "loss_type": "grpo"},
+    "both": {"top_entropy_quantile": 0.5, "entropy_coef": 0.1, "beta": 0.04, "loss_type": "cispo", "epsilon_high": 5.0},
+    "off-policy mask": {"off_policy_mask_threshold": 0.05},
+    "off-policy mask of ratios of completions": {
+        "off_policy_mask_threshold": 0.05, "importance_sampling_level": "sequence", "beta": 0.04,
+    },
+    "plain k3": {"beta": 0.3, "use_bias_correction_kl": False},
+}  # fmt: skip
+PLAIN = {
+    "loss_type": "dapo", "importance_sampling_level": "token", "beta": 0.0, "epsilon_high": 0.28, "delta": None,
+    "entropy_coef": 0.0, "top_entropy_quantile": 1.0, "off_policy_mask_threshold": None, "use_bias_correction_kl": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", list(MORE))
+@pytest.mark.parametrize("both", ["LoRA"], indirect=True)
+def test_what_a_loss_can_have_besides_is_trls_own(both: Both, way: str) -> None:
+    inputs = batch()
+    both.set(**PLAIN)
+    plain, gradients, _ = both.of_ours(inputs, "padded")
+    both.set(**MORE[way])
+    try:
+        same(both, inputs, "unpadded", entropy=bool(both.grpo.beta))
+        found, others, _ = both.of_ours(inputs, "padded")
+        assert not torch.equal(found, plain) or any(not torch.equal(g, gradients[n]) for n, g in others.items())
+    finally:
+        both.set(**PLAIN)
+
+
+@pytest.mark.parametrize(("loss", "change"), [("dapo", {}), ("grpo", {"beta": 0.1}), ("luspo", {"entropy_coef": 0.1})])
+@pytest.mark.parametrize("both", ["LoRA"], indirect=True)
+def test_what_stands_between_turns_bears_no_loss_as_in_trl(both: Both, loss: str, change: dict[str, Any]) -> None:
+    inputs = batch(silent=False)
+    inputs["tool_mask"] = torch.ones(6, 7, dtype=torch.int64)
+    inputs["tool_mask"][0, 2:5] = inputs["tool_mask"][2, 1] = inputs["tool_mask"][4, 1:3] = 0
+    inputs["num_items_in_batch"] = (inputs["completion_mask"] * inputs["tool_mask"]).sum()
+    both.set(**PLAIN)
+    both.set(loss_type=loss, **change)
+    try:
+        for layout in ("padded", "unpadded"):
+            same(both, inputs, layout)
+        changed = {**inputs, "completion_ids": inputs["completion_ids"].clone()}
+        changed["completion_ids"][0, 2] = 9  # the model reads what was said to it
+        assert not torch.equal(both.of_ours(inputs, "padded")[0], both.of_ours(changed, "padded")[0])
+    finally:
+        both.set(**PLAIN)
+
+
+def test_parity_is_of_the_tokens_that_the_model_wrote(both: Both) -> None:
+    inputs = batch()
+    real = inputs["completion_mask"].bool()
+    done = patch(both.model, "reference")
+    both.ours.batches = Batches("unpadded", "a test")
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+    both.model.eval()
+    with torch.no_grad():
+        said, _ = both.ours.log_probs(ids, mask, 7)
+    both.model.train()
+    inputs["tool_mask"] = torch.ones(6, 7, dtype=torch.int64)
+    inputs["tool_mask"][0, 2:5] = 0
+    said[0, 2:5] = 0.0  # nobody sampled them
+    found = check_parity(both.ours, PLAN, inputs, said)
+    assert (found.rows, found.tokens) == (2, 10)
+    assert found.sampler_mean is not None
+    assert found.sampler_mean < 1e-4
+    with pytest.raises(FtcliError, match="completions were sampled with"):
+        check_parity(both.ours, PLAN, inputs, said + real * 0.5)
+    done.undo()
+
+
 @pytest.mark.parametrize("layout", ["padded", "unpadded"])
 def test_on_policy_as_well(both: Both, layout: str) -> None:
     both.set(loss_type="dapo", importance_sampling_level="token", beta=0.0, epsilon_high=0.2)
@@ -209,9 +288,9 @@ def test_rows_without_advantage_cost_no_pass_and_entropy_is_that_of_the_others(
     documents: list[int] = []
     scores = PolicyScores._scores
 
-    def counting(self: PolicyScores, model: Any, scored: ScoredDocuments) -> Any:
+    def counting(self: PolicyScores, model: Any, scored: ScoredDocuments, entropy_gradient: bool) -> Any:
         documents.append(len(scored.documents))
-        return scores(self, model, scored)
+        return scores(self, model, scored, entropy_gradient)
 
     monkeypatch.setattr(PolicyScores, "_scores", counting)
     inputs = batch()
@@ -236,7 +315,7 @@ def test_what_remains_has_the_bits_that_it_has_alone(both: Both, layout: str, mo
     assert gradients.keys() == expected.keys()
     assert all(torch.equal(gradient, expected[name]) for name, gradient in gradients.items())
     assert any(gradient.any() for gradient in gradients.values())
-    monkeypatch.setattr("ftcli.methods.grpo.policy._without_part", lambda advantages, beta: None)
+    monkeypatch.setattr("ftcli.methods.grpo.policy._without_part", lambda advantages, grpo: None)
     with_all, of_all, _ = both.of_ours(inputs, layout)
     coarse = any("fp8" in type(module).__name__.lower() for module in both.model.modules())
     torch.testing.assert_close(with_all, loss, rtol=1e-3 if coarse else 1e-5, atol=1e-4 if coarse else 1e-7)
@@ -359,8 +438,15 @@ def test_groups_without_spread_are_found() -> None:
     alike, other, whole = [0.1, 1.0], [0.1, 0.0], [0.7, nothing]
     groups = [[alike] * 3, [other, alike, alike], [whole, [nothing] * 2, whole], [[nothing] * 2] * 3]
     rewards = torch.tensor(groups).view(12, 2)
-    assert without_spread(rewards, torch.tensor([1.0, 0.5]), 3).tolist() == [True, False, True, True]
-    assert without_spread(rewards, torch.tensor([1.0, 0.0]), 3).tolist() == [True, True, True, True]
+    summed = GrpoConfig(num_generations=3)
+    assert without_spread(rewards, torch.tensor([1.0, 0.5]), summed).tolist() == [True, False, True, True]
+    assert without_spread(rewards, torch.tensor([1.0, 0.0]), summed).tolist() == [True, True, True, True]
+    # One reward makes up for the other: a sum without spread, of rewards that have it.
+    swapped = torch.tensor([[[0.0, 1.0], [1.0, 0.0], [0.0, 1.0]]]).view(3, 2)
+    each = GrpoConfig(num_generations=3, multi_objective_aggregation="normalize_then_sum")
+    assert without_spread(swapped, torch.ones(2), summed).tolist() == [True]
+    assert without_spread(swapped, torch.ones(2), each).tolist() == [False]
+    assert without_spread(rewards, torch.tensor([1.0, 0.0]), each).tolist() == [True, True, True, True]
 
 
 def test_a_completion_without_a_prompt_is_scored_from_its_second_token() -> None:

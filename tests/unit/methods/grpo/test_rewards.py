@@ -146,7 +146,7 @@ def test_the_first_failure_is_told_with_its_row_and_once(tmp_path: Path) -> None
         failures.note(reward, scores)
         (noted,) = failures.newest().values()
         assert noted[:2] == (3, 2)
-        failures.add("score", *noted)
+        failures.add("score", *noted[:3])
     (finding,) = told
     assert (finding.code, finding.severity) == ("FT457", "warning")
     assert "for completion 2 to d.jsonl:4: 'x'; the completion gets the score -1" in finding.message

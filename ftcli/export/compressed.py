@@ -1,0 +1,274 @@
+"""A complete model whose linear layers are a few bits wide, in the layout of compressed-tensors that vLLM loads.
+
+Only linear layers of the decoder layers are rounded, each as a :class:`Scheme` says. Embeddings, head, norms and
+everything beside the language model are as ``safetensors`` has them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from itertools import zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from ftcli.errors import ExitCode, FtcliError, first_line
+from ftcli.export.clean.request import LOGITS
+from ftcli.export.further import passed_over
+from ftcli.export.merge import outputs
+from ftcli.export.safetensors import ModelPlan, plan_model, require_kept_base, save_model
+from ftcli.export.source import ExportSource, not_verified, plain_config, source_tokenizer, unwritten
+from ftcli.export.tensorfile import TensorFile, TensorToWrite, computed, copied, tensor_files
+from ftcli.export.verify import (
+    Verified,
+    check_answer,
+    difference,
+    elements,
+    loaded,
+    model_request,
+    not_asked,
+    probe_batch,
+    reloaded,
+    sent,
+    shortened,
+    trained_logits,
+    unlike_names,
+)
+from ftcli.export.weights import MergedWeights, StoredWeights, base_weights, source_updates
+from ftcli.model.backbone import decoder_layers
+from ftcli.model.pretrained import hollow
+from ftcli.plain import JsonObject
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_PACKAGE = "compressed_tensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """How a weight (O, I) is stored.
+
+    Attributes:
+        layout: compressed-tensors' name of how numbers are stored, and its description of them.
+        parts: Shape and dtype of each tensor, by what its key has beyond the weight's.
+        encode: A weight in float32 as these tensors.
+        unlike: What is wrong with tensors of these shapes for a weight; None: nothing.
+        tolerance: Largest relative error of the logits.
+    """
+
+    bits: int
+    layout: str
+    numbers: JsonObject
+    parts: Callable[[tuple[int, ...]], Mapping[str, tuple[tuple[int, ...], torch.dtype]]]
+    encode: Callable[[Tensor], Mapping[str, Tensor]]
+    unlike: Callable[[Mapping[str, Tensor], Tensor], str | None]
+    tolerance: float
+
+
+#: The scheme of a model, by the lengths of its linear layers' rows. Raises FtcliError FT740 where none fits.
+SchemeOf = Callable[[frozenset[int]], Scheme]
+
+
+def write_compressed(source: ExportSource, folder: Path, say: Callable[[str], None], scheme_of: SchemeOf) -> Verified:
+    """Write a complete model into ``folder`` and verify it.
+
+    Raises:
+        FtcliError: FT740 for stacks of experts and as ``scheme_of``, FT741 when what was written is not the model,
+            FT747 for a base of random weights, FT758 where the package compressed-tensors is not there, and as the
+            format ``safetensors``.
+        OSError: it cannot be written.
+    """
+    require_kept_base(source)
+    if source.verify:
+        require_compressed_tensors()
+    plan = plan_model(source)
+    model = hollow(plain_config(plan.config))
+    rounded = _rounded(model, plan.base)
+    scheme = scheme_of(frozenset(plan.base.shape(name)[1] for name in rounded.values()))
+    say(f"rounding {len(rounded)} weights to {scheme.bits} bits")
+    further = [copied(key, file) for key, file in passed_over(source).items()]
+    save_model(source, plan, [*_outputs(plan, rounded, scheme), *further], folder)
+    _declare(folder / "config.json", _ignored(model, rounded), scheme)
+    if not source.verify:
+        return not_asked(plan.merged_with)
+    return _verify(source, folder, plan, rounded, scheme, say)
+
+
+def require_compressed_tensors() -> None:
+    """Raises FtcliError FT758 where the package that transformers reads this layout by is not installed."""
+    if find_spec(_PACKAGE) is None:
+        message = (
+            "to verify what is compressed, transformers needs the package compressed-tensors, which is not installed"
+        )
+        raise FtcliError.single("FT758", message, exit_code=ExitCode.PREFLIGHT, help="pip install 'ftcli[fp8]'")
+
+
+def _rounded(model: PreTrainedModel, base: StoredWeights) -> dict[str, str]:
+    """The tensors that are eight bits wide: the name in the model of each, by its key in the files."""
+    layers = {id(module) for layer in decoder_layers(model) for module in layer.modules()}
+    linear = {
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and id(module) in layers
+    }
+    names: dict[str, str] = {}
+    for stored in base.stored:
+        if stored.roles and not stored.packed:
+            raise _stacked(stored.names[0])
+        if stored.names and stored.names[0] in linear:
+            roles = stored.roles or ("weight",)
+            names[next(key for key, role in zip(stored.keys, roles, strict=True) if role == "weight")] = stored.names[0]
+    return names
+
+
+def _outputs(plan: ModelPlan, rounded: Mapping[str, str], scheme: Scheme) -> Iterator[TensorToWrite]:
+    """The merged model's tensors, a rounded weight's parts in its place. They are computed when they are written."""
+
+    def part(name: str, suffix: str) -> Tensor:
+        return scheme.encode(plan.adapter.merged(name, plan.base.read(name).float()))[suffix]
+
+    for output in outputs(plan.base, plan.adapter, plan.rounding):
+        name = rounded.get(output.key)
+        if name is None:
+            yield output
+            continue
+        for suffix, (shape, dtype) in scheme.parts(output.shape).items():
+            yield computed(f"{output.key}{suffix}", shape, dtype, partial(part, name, suffix))
+
+
+def _ignored(model: PreTrainedModel, rounded: Mapping[str, str]) -> list[str]:
+    wide = set(rounded.values())
+    linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    return [name for name in linear if f"{name}.weight" not in wide]
+
+
+def _declare(path: Path, ignored: list[str], scheme: Scheme) -> None:
+    """Says in config.json how the weights are stored, as llm-compressor does."""
+    group: JsonObject = {"format": scheme.layout, "targets": ["Linear"], **scheme.numbers, "output_activations": None}
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": scheme.layout,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ignored,
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+    }
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _verify(
+    source: ExportSource,
+    folder: Path,
+    plan: ModelPlan,
+    rounded: Mapping[str, str],
+    scheme: Scheme,
+    say: Callable[[str], None],
+) -> Verified:
+    say("verifying: comparing weights")
+    base, adapted = base_weights(source), plan.adapted
+    merged = MergedWeights(base, {} if adapted is None else source_updates(source, adapted))
+    problems = _compare_weights(folder, plan, rounded, scheme, merged, passed_over(source))
+    say("verifying: loading the result again")
+    tokenizer = source_tokenizer(source)
+    model: Any = unwritten(plan.config) if adapted is None else adapted
+    probe, trained = trained_logits(model, base, probe_batch(tokenizer, base.shape(base.ends[0])[0]))
+    request = model_request(folder, probe, elements(base), names=_keys(rounded, merged, scheme))
+    answer = source.reload(request, sent(probe))
+    problems += answer.problems
+    if problems:
+        raise not_verified(folder, problems)
+    problems, facts = check_answer(answer, trained, probe, tokenizer, plan.stops, scheme.tolerance)
+    if problems:
+        raise not_verified(folder, problems)
+    how = " with rounded activations" if scheme.numbers.get("input_activations") else ""
+    compared = f"every weight, logits{how}, tokenizer, stop tokens"
+    loss = _losses(answer.tensors[LOGITS], trained)
+    facts = {"rounded": len(rounded), **facts, **loss, "loaded": loaded(request), **reloaded(answer)}
+    told = (
+        f"{len(rounded)} weights to {scheme.bits} bits: loss {loss['loss']:.4g} ({loss['loss_unrounded']:.4g} before "
+        f"rounding) on what the trained model says, {facts['greedy_tokens']} greedy tokens alike"
+    )
+    return Verified(compared, facts, merged_with=plan.merged_with, rounding=told)
+
+
+def _compare_weights(
+    folder: Path,
+    plan: ModelPlan,
+    rounded: Mapping[str, str],
+    scheme: Scheme,
+    merged: MergedWeights,
+    further: Mapping[str, TensorFile],
+) -> list[str]:
+    """Problems of the files, tensor by tensor: compared with what the adapter's own file says, without PEFT.
+
+    ``further``: Tensors that are not the model's own.
+    """
+    try:
+        files, not_rounded = tensor_files(folder), _not_rounded(rounded, merged)
+        for stored in merged.base.stored:
+            further = {**further, **(dict(zip(stored.keys, stored.files, strict=True)) if not stored.names else {})}
+        of_key = {key: scheme.parts(merged.base.shape(name)) for key, name in rounded.items()}
+        parts = {f"{key}{suffix}" for key, parts in of_key.items() for suffix in parts}
+        expected = {*not_rounded, *parts, *further}
+        problems = unlike_names(files, expected, "is not the model's")
+        if problems:
+            return shortened(problems)
+        for key, name in rounded.items():
+            held = {suffix: files[f"{key}{suffix}"].read(f"{key}{suffix}") for suffix in of_key[key]}
+            problem = _misshapen(held, of_key[key]) or scheme.unlike(held, merged.read(name).float())
+            problems += [f"{key} {problem}"] if problem else []
+        for key, file in further.items():
+            pieces = zip_longest(files[key].pieces(key), file.pieces(key))
+            problems += [] if all(one == other for one, other in pieces) else [f"{key} differs from the base model's"]
+        for key, name in not_rounded.items():
+            exact = name not in merged.changes or merged.changes[name].whole is not None
+            dtype = plan.rounding.of(name, merged.base.of(name))
+            problem = difference(files[key].read(key), merged.read(name), dtype, exact=exact)
+            problems += [f"{key} {problem}"] if problem else []
+    except (OSError, SafetensorError) as error:
+        return [f"its weights cannot be read: {first_line(error)}"]
+    return shortened(problems)
+
+
+def _not_rounded(rounded: Mapping[str, str], merged: MergedWeights) -> dict[str, str]:
+    """The name in the model of each tensor that is no wider or narrower than in ``safetensors``, by its key."""
+    found = {stored.keys[0]: stored.names[0] for stored in merged.base.stored if stored.names}
+    found |= {merged.base.renaming.key_of(name): name for name in merged.untied}
+    return {key: name for key, name in found.items() if key not in rounded}
+
+
+def _keys(rounded: Mapping[str, str], merged: MergedWeights, scheme: Scheme) -> dict[str, str]:
+    """The key of each tensor of the model that is written, its parts among them; a tied head has its embedding's."""
+    found = {name: key for key, name in {**_not_rounded(rounded, merged), **rounded}.items()}
+    for key, name in rounded.items():
+        found |= {f"{name}{suffix}": f"{key}{suffix}" for suffix in scheme.parts(merged.base.shape(name))}
+    return found | {name: found[other] for name, other in merged.base.ties.items() if name not in found}
+
+
+def _misshapen(held: Mapping[str, Tensor], parts: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> str | None:
+    for suffix, (shape, dtype) in parts.items():
+        if held[suffix].dtype != dtype or tuple(held[suffix].shape) != shape:
+            return f"is {held[suffix].dtype} {tuple(held[suffix].shape)} in {suffix or 'itself'}"
+    return None
+
+
+def _losses(found: Tensor, trained: Tensor) -> dict[str, float]:
+    """The loss in nats on what the trained model says next at each place of the probe, before and after rounding."""
+    says = trained.log_softmax(-1)
+    before, after = (-(says.exp() * each).sum(-1).mean() for each in (says, found.log_softmax(-1)))
+    return {"loss": float(after), "loss_unrounded": float(before)}
+
+
+def _stacked(name: str) -> FtcliError:
+    message = f"nothing can be rounded: {name} is a stack of experts, and ftcli rounds linear layers alone"
+    return FtcliError.single("FT740", message, help="export.formats: [safetensors] writes the model in 16 bits")

@@ -1,0 +1,223 @@
+"""Rows that are decoded together, one step after the other.
+
+A step of few tokens is bound by the host, which would launch hundreds of small kernels; a CUDA graph launches them at
+once. There is one for each number of rows that steps are made with, and each way to sample. The first steps of a size
+run as usual, which compiles and chooses whatever is chosen on first use; then one is captured. All graphs share one
+pool of memory: they never run at the same time, and their results lie outside of it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from ftkernels.sampling import Sampling, choose
+from torch import Tensor
+
+from ftcli.facts.generation import bucket_of
+from ftcli.generation.cache import NO_SLOT, Cache, Decode
+from ftcli.generation.forward import Forward
+
+
+@dataclass(eq=False, slots=True)
+class DecodingRow:
+    """One completion that is being generated.
+
+    Attributes:
+        request, completion: Whose it is.
+        prompt: Tokens of its prompt.
+        pages: Its pages of the cache, in order.
+        slot: Its states.
+        issued: Tokens that have been asked of the device; the host may not have seen the last few.
+        tokens: Those that it has seen.
+        ended: It saw one that ends the completion, or this turn of it.
+        given: Tokens that stand in the place of what the next steps choose.
+        turn: Tokens before the ones of this turn.
+        waits: It has ended a turn, and keeps its pages for the next one.
+    """
+
+    request: int
+    completion: int
+    seed: int
+    prompt: int
+    limit: int
+    pages: list[int]
+    slot: int = NO_SLOT
+    issued: int = 0
+    tokens: list[int] = field(default_factory=list)
+    ended: bool = False
+    given: deque[int] = field(default_factory=deque)
+    turn: int = 0
+    waits: bool = False
+
+    @property
+    def over(self) -> bool:
+        """True if nothing more is to be asked of it."""
+        return self.ended or self.issued >= self.limit
+
+
+class DecodeBatch:
+    """State of up to ``rows`` rows on the device; graphs read and write it in place, so it stays where it is.
+
+    Args:
+        longest: Most tokens of a row, prompt and completion.
+    """
+
+    def __init__(self, rows: int, table_pages: int, device: torch.device) -> None:
+        size = bucket_of(rows)
+        self._device = device
+        self._rows: list[DecodingRow] = []
+        self.ids = torch.zeros(size, dtype=torch.int64, device=device)
+        self.lengths = torch.zeros(size, dtype=torch.int32, device=device)
+        self.counts = torch.zeros(size, dtype=torch.int64, device=device)
+        self.seeds = torch.zeros(size, dtype=torch.int64, device=device)
+        self.table = torch.zeros((size, table_pages), dtype=torch.int32, device=device)
+        self.slots = torch.full((size,), NO_SLOT, dtype=torch.int32, device=device)
+        self.tokens = torch.zeros(size, dtype=torch.int64, device=device)
+        self.logprobs = torch.zeros(size, dtype=torch.float32, device=device)
+
+    @property
+    def rows(self) -> Sequence[DecodingRow]:
+        """The rows, in their order on the device."""
+        return self._rows
+
+    @property
+    def size(self) -> int:
+        """Rows that a step computes: those that are there, and empty ones."""
+        return bucket_of(len(self._rows))
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row in the next step."""
+        return max(row.prompt + row.issued for row in self._rows)
+
+    def arrange(self, rows: Sequence[DecodingRow], first_tokens: Tensor | None) -> None:
+        """Takes ``rows`` in place of what was there.
+
+        Args:
+            rows: Some of those that are there, then those that are new.
+            first_tokens: (new rows,) int64, what the prompts' logits gave.
+        """
+        where = {id(row): at for at, row in enumerate(self._rows)}
+        kept = [where[id(row)] for row in rows if id(row) in where]
+        parts = [self.ids[torch.tensor(kept, dtype=torch.int64, device=self._device)]]
+        if first_tokens is not None:
+            parts.append(first_tokens.clamp(min=0))
+        self._rows = list(rows)
+        count, size = len(rows), self.size
+        self.ids[:count] = torch.cat(parts)
+        self.ids[count:] = 0
+        table = np.zeros((size, self.table.shape[1]), dtype=np.int32)
+        for at, row in enumerate(rows):
+            table[at, : len(row.pages)] = row.pages
+        self._put(self.table, table)
+        # The token that goes in next is the last one that was issued: it has this number among the row's tokens.
+        self._put(self.lengths, np.array([row.prompt + row.issued for row in rows] + [0] * (size - count), np.int32))
+        self._put(self.counts, np.array([row.issued for row in rows] + [0] * (size - count), np.int64))
+        self._put(self.slots, np.array([row.slot for row in rows] + [NO_SLOT] * (size - count), np.int32))
+        self._put(self.seeds, np.array([row.seed for row in rows] + [0] * (size - count), np.int64))
+
+    def replace(self, tokens: Sequence[tuple[int, int]]) -> None:
+        """Puts tokens in the places of what the last step has chosen for some rows: (row, token) each."""
+        places, values = zip(*tokens, strict=True)
+        self.ids[torch.tensor(places, device=self._device)] = torch.tensor(values, device=self._device)
+
+    def _put(self, into: Tensor, values: np.ndarray) -> None:
+        into[: len(values)].copy_(torch.from_numpy(values))
+
+    def step(self, forward: Forward, cache: Cache, sampling: Sampling, size: int, longest: int | None) -> None:
+        """One token of the first ``size`` rows, into ``tokens`` and ``logprobs``; the rows are then ready for the next.
+
+        Nothing in it asks the device anything: it can be captured.
+        """
+        ids, lengths, counts = self.ids[:size], self.lengths[:size], self.counts[:size]
+        positions = (lengths.long() - 1).clamp(min=0)
+        decode = Decode(cache, self.table[:size], lengths, longest, slots=self.slots[:size])
+        logits = forward.decode(ids, positions, decode)
+        tokens, logprobs = choose(logits, sampling, self.seeds[:size], counts)
+        self.tokens[:size] = tokens
+        self.logprobs[:size] = logprobs
+        ids.copy_(tokens.clamp(min=0))
+        lengths.add_((lengths > 0).to(lengths.dtype))
+        counts.add_(1)
+
+
+#: Steps of a size and sampling that run as usual before one is captured.
+_BEFORE = 2
+
+
+@dataclass(slots=True)
+class StepStatus:
+    """State of an engine's CUDA graphs: sizes captured, steps by graphs and without, why they were given up."""
+
+    sizes: list[int] = field(default_factory=list)
+    replays: int = 0
+    without: int = 0
+    stopped: str | None = None
+
+
+class Stepper:
+    """Runs the steps of a batch, by graphs unless there is a reason against them (``stopped``)."""
+
+    def __init__(self, forward: Forward, cache: Cache, batch: DecodeBatch, *, stopped: str | None) -> None:
+        self.status = StepStatus(stopped=stopped)
+        self._forward = forward
+        self._cache = cache
+        self._batch = batch
+        self._pool: Any = None
+        self._before: dict[tuple[int, Sampling], int] = {}
+        self._graphs: dict[tuple[int, Sampling], torch.cuda.CUDAGraph] = {}
+
+    def step(self, sampling: Sampling) -> None:
+        """One token of each row of the batch."""
+        key = (self._batch.size, sampling)
+        graph = self._graphs.get(key) or self._captured(key)
+        if graph is None:
+            self.status.without += 1
+            self._run(key)
+        else:
+            self.status.replays += 1
+            graph.replay()
+
+    def _run(self, key: tuple[int, Sampling]) -> None:
+        size, sampling = key
+        longest = self._batch.longest if self._pool is None else None
+        self._batch.step(self._forward, self._cache, sampling, size, longest)
+
+    def _captured(self, key: tuple[int, Sampling]) -> torch.cuda.CUDAGraph | None:
+        """A graph of steps like this one; None where it runs as usual. Capturing does not run anything."""
+        if self.status.stopped is not None:
+            return None
+        self._before[key] = self._before.get(key, 0) + 1
+        if self._before[key] <= _BEFORE:
+            return None
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                self._run(key)
+        except torch.OutOfMemoryError:
+            self.give_up("no memory was left for another CUDA graph")
+            return None
+        self._graphs[key] = graph
+        self.status.sizes.append(key[0])
+        return graph
+
+    def give_up(self, reason: str) -> None:
+        """Frees what graphs keep to themselves; steps go on without them."""
+        self.status.stopped = reason
+        self._graphs.clear()
+        self._pool = None
+        torch.cuda.empty_cache()
+
+
+def why_no_graphs(forward: Forward, device: torch.device, *, wanted: bool) -> str | None:
+    """The reason why steps are run one kernel after the other, as one clause; None if CUDA graphs hold them."""
+    if device.type != "cuda":
+        return "CUDA graphs need a GPU"
+    return forward.why_not_captured if wanted else "CUDA graphs were not asked for"

@@ -1,0 +1,215 @@
+"""The built-in judge ``llm_judge``: a model behind an address that speaks OpenAI's chat completions says a number.
+
+Answers are kept by the content of what was asked, so that a resumed run gets the same numbers, and nothing is paid for
+twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import json
+import math
+import re
+import sqlite3
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import Any
+
+from ftcli.config.evaluation import EndpointConfig
+from ftcli.errors import ExitCode, FtcliError, first_line
+from ftcli.judges.verdicts import CompletionBatch, FailedJudgement, Verdict
+from ftcli.plain import JsonObject
+
+#: What is tried again: a server that is busy, starting, or behind one that is.
+_PASSING = frozenset((408, 409, 425, 429, 500, 502, 503, 504))
+#: Seconds before the first further try; twice as many before each other one, up to a minute.
+_FIRST_WAIT, _LONGEST_WAIT = 0.5, 60.0
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+_NAME = re.compile(r"\{(\w+)\}")
+_MOST_BYTES = 10 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class JudgeAccess:
+    """What judges get from outside: ``secret`` gives the value of a variable, ``cache`` is a folder for answers."""
+
+    secret: Callable[[str], str | None] = field(default=lambda name: None)
+    cache: Path | None = None
+
+
+class _Passing(Exception):
+    """No answer yet; ``wait`` seconds were asked for, where the server said so."""
+
+    def __init__(self, reason: str, wait: float | None = None) -> None:
+        super().__init__(reason)
+        self.wait = wait
+
+
+class LlmJudge:
+    """Asks for a number for each completion, several at a time.
+
+    Args:
+        extract: An expression whose first group is the number; absent: the last number of the reply.
+
+    Raises:
+        FtcliError: FT470 (exit 2) where the variable that has the key is not set.
+    """
+
+    def __init__(self, endpoint: EndpointConfig, access: JudgeAccess, extract: str | None = None) -> None:
+        self._endpoint, self._extract = endpoint, re.compile(extract, re.DOTALL) if extract else None
+        self._url = endpoint.url.rstrip("/") + "/chat/completions"
+        self._headers = {"Content-Type": "application/json"}
+        if endpoint.api_key_env is not None:
+            key = access.secret(endpoint.api_key_env)
+            if not key:
+                message = f"the variable {endpoint.api_key_env} is not set, and endpoint.api_key_env names it"
+                raise _unusable(message, f"export {endpoint.api_key_env}=…", ExitCode.RECIPE)
+            self._headers["Authorization"] = f"Bearer {key}"
+        self._cache = None if access.cache is None else _Replies(access.cache / "judges.sqlite")
+        self._lock = threading.Lock()
+        self._sent = 0
+        self._counts = dict.fromkeys(("requests", "cached", "retries"), 0)
+
+    def __call__(self, batch: CompletionBatch) -> list[Verdict]:
+        """Raises FtcliError: FT470 (exit 4) where the server refuses, FT471 (exit 4) when the budget is spent."""
+        with ThreadPoolExecutor(self._endpoint.concurrency) as threads:
+            asked = [threads.submit(self._verdict, self._body(batch, at)) for at in range(len(batch.completions))]
+            try:
+                return [one.result() for one in asked]
+            except BaseException:
+                threads.shutdown(wait=False, cancel_futures=True)
+                raise
+
+    def measured(self) -> Mapping[str, float]:
+        """Requests, answers out of the cache, and further tries, since the last call."""
+        with self._lock:
+            found = {name: float(count) for name, count in self._counts.items()}
+            self._counts = dict.fromkeys(self._counts, 0)
+        return found
+
+    def _body(self, batch: CompletionBatch, at: int) -> JsonObject:
+        known = {name: str(values[at]) for name, values in batch.columns.items()}
+        known |= {"prompt": batch.prompts[at], "completion": batch.completions[at]}
+        text = _NAME.sub(lambda name: known.get(name[1], name[0]), self._endpoint.prompt)
+        message = {"role": "user", "content": text}
+        return {**self._endpoint.request, "model": self._endpoint.model, "messages": [message]}
+
+    def _verdict(self, body: JsonObject) -> Verdict:
+        sent = json.dumps(body, sort_keys=True).encode()
+        key = hashlib.sha256(self._url.encode() + b"\0" + sent).hexdigest()
+        reply = None if self._cache is None else self._cache.get(key)
+        if reply is None:
+            try:
+                reply = self._asked(sent)
+            except _Passing as error:
+                return FailedJudgement(f"{error}, and so in {self._endpoint.retries} further tries,")
+            if self._cache is not None:
+                self._cache.put(key, reply)
+        else:
+            self._count("cached")
+        return self._number(reply)
+
+    def _asked(self, sent: bytes) -> str:
+        for attempt in range(self._endpoint.retries + 1):
+            self._spend()
+            try:
+                return self._once(sent)
+            except _Passing as error:
+                if attempt == self._endpoint.retries:
+                    raise
+                self._count("retries")
+                time.sleep(min(error.wait or _FIRST_WAIT * 2**attempt, _LONGEST_WAIT))
+        raise AssertionError("unreachable")
+
+    def _once(self, sent: bytes) -> str:
+        request = urllib.request.Request(self._url, sent, self._headers)  # noqa: S310 - http(s), by the recipe's schema
+        try:
+            with urllib.request.urlopen(request, timeout=self._endpoint.timeout) as answer:  # noqa: S310
+                said = json.loads(answer.read(_MOST_BYTES))
+            return str(said["choices"][0]["message"]["content"] or "")
+        except urllib.error.HTTPError as error:
+            with closing(error):
+                text = error.read(2000).decode("utf-8", "replace")
+            if error.code in _PASSING:
+                raise _Passing(f"answered {error.code}", _asked_wait(error.headers.get("Retry-After"))) from error
+            raise _unusable(f"{self._url} answered {error.code}: {first_line(ValueError(text))}") from error
+        except (OSError, http.client.HTTPException) as error:  # also what urllib makes of a name that is not known
+            raise _Passing(f"could not be reached ({first_line(error)})") from error
+        except (ValueError, KeyError, IndexError, TypeError) as error:
+            raise _unusable(f"{self._url} did not answer as OpenAI's chat completions do") from error
+
+    def _number(self, reply: str) -> Verdict:
+        found = _NUMBER.findall(reply)[-1:] if self._extract is None else self._extract.findall(reply)[:1]
+        text = found[0] if found and isinstance(found[0], str) else found[0][0] if found else ""
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        return number if abs(number) <= 1e12 else FailedJudgement(f"replied {reply[-200:]!r}, which has no number,")
+
+    def _spend(self) -> None:
+        with self._lock:
+            if self._sent >= self._endpoint.max_requests:
+                raise FtcliError.single(
+                    "FT471",
+                    f"{self._endpoint.max_requests:,} requests have been sent to {self._url}, which is "
+                    "endpoint.max_requests",
+                    exit_code=ExitCode.DATA,
+                    help="raise max_requests and run the command again: it goes on, and asks nothing twice",
+                )
+            self._sent += 1
+            self._counts["requests"] += 1
+
+    def _count(self, name: str) -> None:
+        with self._lock:
+            self._counts[name] += 1
+
+
+class _Replies:
+    """Replies by the content of their request, in a file that several processes may use."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with closing(self._open()) as database, database:
+            database.execute("CREATE TABLE IF NOT EXISTS replies (key TEXT PRIMARY KEY, reply TEXT NOT NULL)")
+
+    def _open(self) -> sqlite3.Connection:
+        return sqlite3.connect(self._path, timeout=60)
+
+    def get(self, key: str) -> str | None:
+        with closing(self._open()) as database:
+            found: Sequence[Any] | None = database.execute("SELECT reply FROM replies WHERE key = ?", (key,)).fetchone()
+        return None if found is None else str(found[0])
+
+    def put(self, key: str, reply: str) -> None:
+        with closing(self._open()) as database, database:
+            database.execute("INSERT OR IGNORE INTO replies VALUES (?, ?)", (key, reply))
+
+
+def _asked_wait(said: str | None) -> float | None:
+    """Seconds that a server asks for: a number, or a date."""
+    if not said:
+        return None
+    try:
+        return max(float(said), 0.0)
+    except ValueError:
+        pass
+    try:
+        return max(parsedate_to_datetime(said).timestamp() - time.time(), 0.0)
+    except (ValueError, TypeError):
+        return None
+
+
+def _unusable(message: str, help: str | None = None, exit_code: ExitCode = ExitCode.DATA) -> FtcliError:
+    help = help or "check endpoint.url (it ends before /chat/completions), endpoint.model and the key"
+    return FtcliError.single("FT470", message, exit_code=exit_code, help=help)

@@ -1,0 +1,214 @@
+"""Environments that a model acts in, by TRL's contract: a class with ``reset``, public methods that are its tools, and
+``get_reward`` where it has a reward of its own.
+
+Each instance lives in a process of its own (:mod:`ftcli.judges.worker`), which is killed when a call is late. One that
+has ended is made anew: it is reset with the same row and called as it was before, so that a rollout goes on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from ftcli.errors import ExitCode, FtcliError, Origin
+from ftcli.judges.judge import file_of
+from ftcli.judges.process import LOAD_SECONDS, CallTimedOut, FunctionSource, Worker, WorkerGone
+from ftcli.judges.verdicts import FailedJudgement, Verdict
+from ftcli.plain import JsonMap, JsonObject
+
+#: Calls that wait at a time.
+_MOST_THREADS = 512
+#: A name, and arguments by name.
+Call = tuple[str, JsonObject]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """What a tool has said, and whether it failed."""
+
+    name: str
+    content: str
+    failed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentFacts:
+    """What an environment is: its class' name, its tools as JSON Schemas, and whether it has a reward."""
+
+    name: str
+    schemas: tuple[JsonObject, ...]
+    rewards: bool
+
+
+class Broken(Exception):
+    """The environment cannot be brought to where it was; the message says why, as a sentence about it would."""
+
+
+@dataclass(slots=True)
+class EnvironmentInstance:
+    """One instance, for one rollout at a time.
+
+    Attributes:
+        seconds: What each call may take.
+        tool_seconds: What tools have taken since the last reset.
+    """
+
+    worker: Worker
+    seconds: float
+    tool_seconds: float = 0.0
+    _row: JsonMap | None = None
+    _called: list[list[Call]] = field(default_factory=list)
+    _made_in: int | None = None
+
+    def facts(self) -> EnvironmentFacts:
+        """Raises Broken, CallTimedOut, WorkerGone."""
+        made = self._make()
+        if "reset" not in made["parts"]:
+            raise Broken("has no method reset")
+        described = self._asked("describe", seconds=LOAD_SECONDS)  # imports transformers
+        return EnvironmentFacts(made["environment"], tuple(described["schemas"]), "get_reward" in made["parts"])
+
+    def reset(self, row: JsonMap) -> str | None:
+        """Begins a rollout; what it says is the end of the last user turn. Raises Broken, CallTimedOut, WorkerGone."""
+        self._row, self._called, self.tool_seconds = row, [], 0.0
+        return self._restore()
+
+    def call(self, calls: Sequence[Call], most: int | None) -> list[ToolResult]:
+        """What the tools say, none of which ends the rollout: a failure is told to the model.
+
+        Args:
+            most: Characters of a result that are kept; None: all.
+        """
+        began = time.monotonic()
+        asked = list(calls)
+        try:
+            said = [ToolResult(name, text, failed) for (name, _), (text, failed) in zip(
+                asked, self._there_asked("call", asked)["results"], strict=True
+            )]  # fmt: skip
+            self._called.append(asked)
+        except CallTimedOut:
+            said = self._failed(asked, f"no answer within {self.seconds:g} seconds")
+        except (Broken, WorkerGone) as error:
+            said = self._failed(asked, str(error))
+        self.tool_seconds += time.monotonic() - began
+        return [one if most is None else _cut(one, most) for one in said]
+
+    def reward(self) -> Verdict:
+        """The environment's own."""
+        try:
+            answer = self._there_asked("reward")
+            if answer.get("bad"):
+                return FailedJudgement(f"{answer['bad']['0']}, where a number up to 1e12 in size or None was expected,")
+            score: float | None = answer["scores"][0]
+            return score
+        except CallTimedOut:
+            return FailedJudgement(f"gave no reward within {self.seconds:g} seconds")
+        except (Broken, WorkerGone) as error:
+            return FailedJudgement(str(error))
+
+    def _make(self) -> JsonObject:
+        made = self._asked("make", seconds=LOAD_SECONDS)
+        self._made_in = self.worker.kept
+        return made
+
+    def _restore(self) -> str | None:
+        """An instance that is where this one was; what its reset says."""
+        self._make()
+        said: str | None = self._asked("reset", dict(self._row or {}))["said"]
+        for calls in self._called:
+            self._asked("call", calls)
+        return said
+
+    def _there_asked(self, what: str, *given: Any) -> JsonObject:
+        """Asks the instance as it was left; once more, where its process has ended meanwhile."""
+        try:
+            if self._made_in == self.worker.kept:
+                return self._asked(what, *given)
+        except WorkerGone:
+            pass
+        self._restore()
+        return self._asked(what, *given)
+
+    def _asked(self, what: str, *given: Any, seconds: float | None = None) -> JsonObject:
+        answer = self.worker.do(what, *given, seconds=seconds or self.seconds)
+        if "raised" in answer:
+            raise Broken(answer["raised"])
+        if not ({"environment", "schemas", "said", "results", "scores"} & answer.keys()):
+            raise Broken("gave an answer that is not its own")
+        return answer
+
+    def _failed(self, calls: Sequence[Call], why: str) -> list[ToolResult]:
+        return [ToolResult(name, str({"error": why}), failed=True) for name, _ in calls]
+
+
+def _cut(result: ToolResult, most: int) -> ToolResult:
+    if len(result.content) <= most:
+        return result
+    return ToolResult(
+        result.name, f"{result.content[:most]}\n({len(result.content) - most:,} characters more)", result.failed
+    )
+
+
+class EnvironmentPool:
+    """The instances of a run, which begin one rollout after the other.
+
+    Raises:
+        FtcliError: FT472 (exit 4) where the environment cannot be made.
+    """
+
+    def __init__(self, spec: str, seconds: float) -> None:
+        self._spec, self._seconds = spec, seconds
+        self._instances: list[EnvironmentInstance] = []
+        # Of the pool's own lifetime: a process is told to end when the thread that started it does.
+        self._threads = ThreadPoolExecutor(_MOST_THREADS)
+        try:
+            self.facts = self._grown(1)[0].facts()
+        except CallTimedOut as error:
+            raise self.failure(f"was not made within {LOAD_SECONDS:g} seconds") from error
+        except (Broken, WorkerGone) as error:
+            raise self.failure(str(error)) from error
+
+    def begin(
+        self, rows: Sequence[JsonMap], rollouts: Sequence[str]
+    ) -> tuple[list[EnvironmentInstance], list[str | None]]:
+        """An instance for each row, reset with it, and what each says.
+
+        Args:
+            rollouts: What messages call each of them.
+
+        Raises:
+            FtcliError: FT472 (exit 4) where one fails.
+        """
+        instances = self._grown(len(rows))
+        began = [self._threads.submit(one.reset, row) for one, row in zip(instances, rows, strict=True)]
+        said = []
+        for which, one in zip(rollouts, began, strict=True):
+            try:
+                said.append(one.result())
+            except CallTimedOut as error:
+                raise self.failure(f"was not reset within {self._seconds:g} seconds for {which}") from error
+            except (Broken, WorkerGone) as error:
+                raise self.failure(f"{error} in reset, for {which}") from error
+        return instances, said
+
+    def submit(self, work: Any, *given: Any) -> Future[Any]:
+        """Work that waits for an instance, beside everything else."""
+        return self._threads.submit(work, *given)
+
+    def failure(self, why: str) -> FtcliError:
+        """An error that ends the run."""
+        message = f"the environment {self._spec} {why}"
+        help = "call its methods yourself with the row that is named, and fix what they say"
+        return FtcliError.single("FT472", message, exit_code=ExitCode.DATA, origin=Origin(self._spec), help=help)
+
+    def _grown(self, count: int) -> list[EnvironmentInstance]:
+        path, name = file_of(self._spec)
+        more = count - len(self._instances)
+        if more > 0:
+            self._instances += [
+                EnvironmentInstance(Worker(FunctionSource(path, name)), self._seconds) for _ in range(more)
+            ]
+        return self._instances[:count]

@@ -1,0 +1,299 @@
+"""What distillation learns from: the student's own completions, and what the teacher thinks of each of their tokens."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ftcli.data.asked import RenderedPrompt
+from ftcli.data.collate import documents_batch
+from ftcli.data.tokens import TokenizedRow
+from ftcli.errors import ExitCode, FtcliError
+from ftcli.generation.requests import NotFinite
+from ftcli.job import Job
+from ftcli.labels import IGNORE_INDEX
+from ftcli.methods.distill.settings import DistillConfig
+from ftcli.methods.grpo.rollouts import Rollouts
+from ftcli.methods.grpo.spans import OPTIMIZER, ROLLOUT, TRAINING, Spans
+from ftcli.model.backbone import compute_context, head_of, hidden_states
+from ftcli.model.gradient_checkpointing import without_checkpointing
+from ftcli.model.loss import next_token_divergence, supervised_positions
+from ftcli.plain import JsonObject
+from ftcli.plan.batches import Batches
+from ftcli.plan.memory.terms import FORWARD, GENERATION
+from ftcli.run.metrics import MetricsLine
+from ftcli.run.process_group import gather_json
+from ftcli.train.assembly import of_reference
+from ftcli.train.checkpoint_state import Progress, draw_of_epoch
+from ftcli.train.loop import Objective, StepMonitor
+from ftcli.train.parallel import Divisors, MicroBatch, TokenCounts
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
+    from ftcli.model.fused import DecoderStack
+    from ftcli.run.process_group import RankGroup
+
+#: The parts of a step whose time is told.
+PARTS = (ROLLOUT, TRAINING, OPTIMIZER)
+_POSITIONS, _TEACHER = "positions", "teacher."
+
+
+@dataclass(frozen=True, slots=True)
+class Teacher:
+    """The teacher: another model, with the layout of its batches; or the student's without adapters, where ``model`` is
+    None. ``texts`` are its prompts where it sees others than the student.
+    """
+
+    model: PreTrainedModel | None
+    batches: Batches
+    texts: Sequence[str] | None = None
+
+    @contextmanager
+    def at_hand(self, student: PreTrainedModel | PeftModel) -> Iterator[PreTrainedModel | PeftModel]:
+        """A block in which the model that it gives is the teacher."""
+        with of_reference(self.model, student):
+            yield student if self.model is None else self.model
+
+
+@dataclass(slots=True)
+class _Batch:
+    """A micro-batch's completions: their tokens, whether they ended, and the mean entropy once it is known."""
+
+    lengths: list[int]
+    ended: list[bool]
+    entropy: float | None = None
+
+
+class DistillObjective(Objective):
+    """The mean divergence from the teacher over all tokens that the student samples for a step.
+
+    Args:
+        stack: The decoder layers as one function, where they are.
+        group: The ranks that train together: each completes the prompts of its own micro-batches.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        settings: DistillConfig,
+        model: PreTrainedModel | PeftModel,
+        asked: Sequence[RenderedPrompt],
+        teacher: Teacher,
+        stack: DecoderStack | None,
+        group: RankGroup | None = None,
+    ) -> None:
+        self._group = group
+        self._rank, self._ranks = (0, 1) if group is None else (group.rank, group.size)
+        train = job.recipe.train
+        self._job, self._settings, self._model, self._asked, self._teacher = job, settings, model, asked, teacher
+        self._stack, self._batches = stack, job.batches(model)
+        self._size = train.per_device_train_batch_size
+        self._accumulation = train.gradient_accumulation_steps * self._ranks
+        self.steps_per_epoch = len(asked) // (self._size * self._accumulation)
+        self._rollouts = Rollouts(model, job, settings)
+        # Of a student whose vocabulary is padded to more entries, the teacher cannot read those.
+        read_by = model if teacher.model is None else teacher.model
+        self._known = int(read_by.get_input_embeddings().weight.shape[0])
+        self._spans = Spans(job.device, PARTS, counted=(ROLLOUT, TRAINING))
+        self._metrics: defaultdict[str, list[float]] = defaultdict(list)
+        self._before: dict[str, list[float]] = {}
+        self._of_batches: list[_Batch] = []
+
+    def epochs_done(self, step: int) -> float:
+        """How often all prompts have been completed after so many steps."""
+        return step / self.steps_per_epoch
+
+    def prompts_of(self, step: int) -> list[int]:
+        """The prompts that a step completes, in an order of each epoch; what fills no step is left out."""
+        epoch, chunk = divmod(step, self.steps_per_epoch)
+        generator = torch.Generator().manual_seed(self._job.recipe.run.seed)
+        for _ in range(epoch + 1):
+            order = torch.randperm(len(self._asked), generator=generator)
+        count = self._size * self._accumulation
+        found: list[int] = order[chunk * count : (chunk + 1) * count].tolist()
+        return found
+
+    # -- a step ----------------------------------------------------------------------------------------------
+
+    def begin(self, step: int) -> None:
+        """Notes the metrics gathered so far."""
+        self._spans.begin_step(step + 1)
+        self._before = {name: list(values) for name, values in self._metrics.items()}
+        self._of_batches = []
+
+    def undo(self, step: int) -> None:
+        """Restores them."""
+        self._spans.forget_after(step)
+        self._metrics.clear()
+        self._metrics.update({name: list(values) for name, values in self._before.items()})
+
+    def micro_batches(self, step: int, monitor: StepMonitor) -> list[MicroBatch]:
+        """Completions by the weights of now, for the student, and for the teacher behind the prompts that it sees."""
+        if step % self.steps_per_epoch == 0 and self._group is None:
+            draw_of_epoch()
+        rows = self.prompts_of(step)
+        mine = [self._asked[row].text for row in rows]
+        theirs = mine if self._teacher.texts is None else [self._teacher.texts[row] for row in rows]
+        encode = self._job.tokenizer
+        # The template has written BOS; a tokenizer that adds another would shift every prompt by a token.
+        prompts, others = (encode(text=texts, add_special_tokens=False)["input_ids"] for texts in (mine, theirs))
+        turns = range(self._rank, self._accumulation, self._ranks)
+        own = [turn * self._size + row for turn in turns for row in range(self._size)]
+        completions = dict(zip(own, self._sampled(prompts, step, monitor, own), strict=True))
+        self._spans.enter(TRAINING)
+        found, pad = [], self._job.pad_token_id
+        for turn in turns:
+            part = slice(turn * self._size, (turn + 1) * self._size)
+            said, known = [completions[at] for at in range(len(rows))[part]], [self._asked[row] for row in rows[part]]
+            ended = [self._rollouts.stopping.stopped(tokens) for tokens in said]
+            self._of_batches.append(_Batch([len(tokens) for tokens in said], ended))
+            inputs = self._laid_out(known, prompts[part], said, self._batches)
+            read = [[token if token < self._known else pad for token in tokens] for tokens in said]
+            for name, value in self._laid_out(known, others[part], read, self._teacher.batches).items():
+                inputs[_TEACHER + name] = value
+            tokens = sum(map(len, said))
+            real = tokens + sum(map(len, prompts[part]))
+            self._spans.count(TRAINING, real)
+            found.append(MicroBatch(inputs, (), TokenCounts(tokens, real, inputs["input_ids"].numel())))
+        return found
+
+    def _sampled(
+        self, prompts: list[list[int]], step: int, monitor: StepMonitor, own: Sequence[int]
+    ) -> list[list[int]]:
+        job = self._job
+        monitor.enter(GENERATION)
+        monitor.check_finite()  # sampling waits for the device anyway, and would fail on what came of it
+        self._spans.enter(ROLLOUT)
+        try:
+            with (
+                torch.random.fork_rng(devices=[]),
+                torch.no_grad(),
+                without_checkpointing(self._model),
+                compute_context(job.device, job.dtypes.compute, job.dtypes.autocast),
+            ):
+                found = [one.tokens for one in self._rollouts.complete(prompts, step, own)]
+        except NotFinite as error:
+            raise FtcliError.single(
+                "FT702",
+                f"the model's logits are not finite when completions of step {step + 1} are sampled: "
+                "training has diverged",
+                exit_code=ExitCode.DIVERGED,
+                help="lower train.learning_rate, add train.warmup_steps, or lower train.max_grad_norm",
+            ) from error
+        finally:
+            monitor.enter(FORWARD)
+        self._spans.enter(None)
+        self._spans.count(ROLLOUT, sum(map(len, found)))
+        return found
+
+    def _laid_out(
+        self,
+        asked: Sequence[RenderedPrompt],
+        prompts: Sequence[list[int]],
+        completions: Sequence[list[int]],
+        batches: Batches,
+    ) -> dict[str, Tensor]:
+        """A batch of prompts with completions, and the positions that predict the tokens of the latter."""
+        documents = [
+            TokenizedRow(one.prompt.row, [*prompt, *tokens], [IGNORE_INDEX] * len(prompt) + tokens)
+            for one, prompt, tokens in zip(asked, prompts, completions, strict=True)
+        ]
+        batch = documents_batch(documents, batches, self._job.pad_token_id)
+        labels = batch.pop("labels")
+        return {**batch, _POSITIONS: supervised_positions(labels, int(labels.max()) + 1)}
+
+    def loss(self, inputs: dict[str, Tensor], step: Divisors) -> Tensor:
+        """The sum of the divergences of a micro-batch's tokens, over the tokens of the whole step."""
+        dtypes, settings, model = self._job.dtypes, self._settings, self._model
+        shown = {name.removeprefix(_TEACHER): inputs[name] for name in inputs if name.startswith(_TEACHER)}
+        own = {name: value for name, value in inputs.items() if not name.startswith(_TEACHER)}
+        where, theirs = own.pop(_POSITIONS), shown.pop(_POSITIONS)
+        with compute_context(self._job.device, dtypes.compute, dtypes.autocast):
+            with torch.no_grad(), self._teacher.at_hand(model) as teacher:
+                taught = hidden_states(teacher, shown, None).rows(theirs), head_of(teacher)
+            learnt = hidden_states(model, own, self._stack).rows(where), head_of(model)
+            weights = (1.0 / step.supervised).expand(where.shape[0])
+            found = next_token_divergence(learnt, taught, weights, beta=settings.beta, temperature=settings.temperature)
+        next(one for one in self._of_batches if one.entropy is None).entropy = float(found.entropies.mean())
+        return found.loss
+
+    def reduced(self) -> None:
+        """Notes the metrics of all ranks' micro-batches, in the order of one process."""
+        spans, counted = self._spans, {part: self._spans.counted(part) for part in (ROLLOUT, TRAINING)}
+        mine = [[one.lengths, one.ended, one.entropy] for one in self._of_batches]
+        told: list[Any] = [[mine, counted]]
+        if self._group is not None:
+            told = gather_json(self._group, "metrics", told[0])
+            for part, own in counted.items():
+                spans.count(part, sum(each[part] for _, each in told) - own)
+        every = [of_rank[at] for at in range(len(mine)) for of_rank, _ in told]
+        lengths, ended = ([one for batch in every for one in batch[part]] for part in (0, 1))
+        self._metrics["completions/mean_length"].append(math.fsum(lengths) / len(lengths))
+        self._metrics["completions/clipped_ratio"].append(1.0 - sum(ended) / len(ended))
+        self._metrics["entropy"] += [batch[2] for batch in every]
+        spans.enter(OPTIMIZER)
+
+    def end(self, step: int) -> None:
+        """Nothing of the step is left to be timed."""
+        self._spans.enter(None)
+
+    # -- logs and checkpoints --------------------------------------------------------------------------------
+
+    def metrics(self) -> MetricsLine:
+        """The mean of each number since the last line."""
+        self._take_spans()
+        means: dict[str, float | None] = {name: sum(values) / len(values) for name, values in self._metrics.items()}
+        self._metrics.clear()
+        return means
+
+    def state(self) -> JsonObject:
+        """All that is averaged from one line to the next."""
+        self._take_spans()
+        return {"metrics": {name: list(values) for name, values in self._metrics.items()}}
+
+    def restore(self, state: JsonObject, progress: Progress) -> None:
+        """Resumes with it."""
+        self._metrics.update({name: list(values) for name, values in state.get("metrics", {}).items()})
+
+    def _take_spans(self) -> None:
+        for numbers in self._spans.take():
+            for name, value in numbers.items():
+                self._metrics[name].append(value)
+
+
+def teacher_texts(job: Job, column: str, asked: Sequence[RenderedPrompt]) -> list[str]:
+    """The prompts as the teacher sees them, with the text of a column at the end of the last turn.
+
+    Raises:
+        FtcliError: FT453 (exit 4) where a row lacks the column.
+    """
+    from ftcli.data.template import renderer_of
+
+    renderer, found = renderer_of(job.tokenizer, job.recipe.data), []
+    for one in asked:
+        prompt, more = one.prompt, one.prompt.row.fields.get(column)
+        if more is None:
+            raise FtcliError.single(
+                "FT453",
+                f"distill.teacher_column names the column {column!r}, which this row does not have",
+                exit_code=ExitCode.DATA,
+                origin=prompt.row.origin,
+                help="add it to all rows, or name another one",
+            )
+        if prompt.messages is None:
+            shown: Any = replace(prompt, text=f"{prompt.text}{more}")
+        else:
+            last = prompt.messages[-1]
+            turns = (*prompt.messages[:-1], {**last, "content": f"{last.get('content') or ''}{more}"})
+            shown = replace(prompt, messages=turns)
+        found.append(renderer.prompt(shown))
+    return found
