@@ -59,7 +59,7 @@ mutants: install
 	$(BIN)/python -m tests.mutants.run
 
 test-families: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "families or long" tests/e2e tests/recipes tests/unit tests/ops -n auto --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "families or long" tests/e2e tests/recipes tests/unit tests/ops tests/fuzz -n auto --dist worksteal
 
 # What the installed $(TOOL)/bin/ftcli does in a folder where nothing of the checkout is found.
 define use-tool

@@ -12,6 +12,9 @@ import time
 from collections.abc import Iterator
 from types import FrameType
 
+#: Seconds until an alarm that came too early is asked again.
+_SOONEST = 0.01
+
 
 class TookTooLong(Exception):
     """The work was given up."""
@@ -19,21 +22,28 @@ class TookTooLong(Exception):
 
 @contextlib.contextmanager
 def limited_time(seconds: float) -> Iterator[None]:
-    """A block that may take so long: TookTooLong is raised in it then.
+    """A block that may compute so long: TookTooLong is raised in it then.
 
-    Only the main thread can be interrupted; elsewhere nothing is limited.
+    What counts is the time in which this thread computed: a machine where others work takes longer for the same. Only
+    the main thread can be interrupted; elsewhere nothing is limited.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    def expire(_number: int, _frame: FrameType | None) -> None:
-        raise TookTooLong
+    end = time.thread_time() + seconds
 
+    def expire(_number: int, _frame: FrameType | None) -> None:
+        left = end - time.thread_time()
+        if left <= 0:
+            raise TookTooLong
+        signal.setitimer(signal.ITIMER_REAL, max(left, _SOONEST))
+
+    others = signal.getitimer(signal.ITIMER_REAL)  # the user's own alarm, if there is one, comes later
     before = signal.signal(signal.SIGALRM, expire)
     try:
-        others = signal.setitimer(signal.ITIMER_REAL, seconds)  # the user's own alarm, if there is one, comes later
         try:
+            signal.setitimer(signal.ITIMER_REAL, seconds)
             yield
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)

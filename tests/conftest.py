@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.tiers import thin_grids
+
 if TYPE_CHECKING:
     from ftcli.export.clean.process import CleanProcess
     from tests.clean_fork import Fork
@@ -26,6 +28,8 @@ if not Path("/dev/nvidiactl").exists():
 # there is room for them. That of a test that passes goes with the test (tmp_path_retention_policy).
 _MEMORY = Path("/dev/shm")
 _ROOM = 4 << 30
+#: Objects that are new since the last search for garbage.
+_WORTH_A_SEARCH = 5_000
 if _MEMORY.is_dir() and os.access(_MEMORY, os.W_OK | os.X_OK):
     _state = os.statvfs(_MEMORY)
     if _state.f_bavail * _state.f_frsize >= _ROOM and not _state.f_flag & os.ST_NOEXEC:
@@ -58,8 +62,10 @@ def pytest_collection() -> Generator[None, object, object]:
     return result
 
 
+@pytest.hookimpl(tryfirst=True)  # before those that are deselected by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What shares the server of drills stays together, so that one worker of two starts it; then what takes longest."""
+    thin_grids(items)
     items.sort(key=lambda item: ("drill_server" not in getattr(item, "fixturenames", ()), "slow" not in item.keywords))
 
 
@@ -67,9 +73,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_logfinish() -> None:
     """What is there after a test is searched once, not in every collection from then on.
 
-    That would take 0.3 s each, and transformers' trainer asks for several in each run.
+    That would take 0.3 s each, and transformers' trainer asks for several in each run. Most tests leave too little.
     """
-    _settle()
+    young, *older = gc.get_count()
+    if young > _WORTH_A_SEARCH or any(older):
+        _settle()
 
 
 def _settle() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+ROOT = Path(__file__).parent
 
 
 def further(*values: Any) -> list[Any]:
@@ -40,3 +43,42 @@ def in_turn(many: Sequence[Any], few: Sequence[Any], *, whole: Collection[Any] =
             pairs.append(pytest.param(value, other, id=f"{ids(value)}-{ids(other)}", marks=marks))
         turn += not mark
     return pairs
+
+
+#: Where a case computes something; elsewhere a grid takes no time.
+GRIDS = ("ops", "e2e", *(f"unit/{room}" for room in ("export", "generation", "methods", "model", "plan", "train")))
+
+
+def thin_grids(items: Sequence[pytest.Item]) -> None:
+    """Of a test's grid (two parameters or more) `make test` takes as many cases as have each value once, and `make
+    test-families` the rest; of one that is marked ``whole_grid``, all.
+    """
+    grids: dict[tuple[str, str], list[pytest.Function]] = {}
+    for item in items:
+        path = item.path.relative_to(ROOT).as_posix()
+        if not (isinstance(item, pytest.Function) and hasattr(item, "callspec") and path.startswith(GRIDS)):
+            continue
+        if not any(item.get_closest_marker(name) for name in ("gpu", "long", "families", "whole_grid")):
+            grids.setdefault((path, item.originalname), []).append(item)
+    for grid in grids.values():
+        for item in _rest(grid):
+            item.add_marker(pytest.mark.long)
+
+
+def _rest(grid: list[pytest.Function]) -> list[pytest.Function]:
+    """Those of which each value is in another, which is taken: a value is what one ``parametrize`` gives."""
+    values = [set(_values(item)) for item in grid]
+    left, taken = set().union(*values), set()
+    while left:
+        best = max(range(len(grid)), key=lambda place: (len(values[place] & left), -place))
+        left -= values[best]
+        taken.add(best)
+    return [item for place, item in enumerate(grid) if place not in taken]
+
+
+def _values(item: pytest.Function) -> Iterator[tuple[str, tuple[int, ...]]]:
+    params = dict(item.callspec.params)
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0].replace(" ", "").split(",") if isinstance(mark.args[0], str) else mark.args[0]
+        yield ",".join(names), tuple(id(params.pop(name, None)) for name in names)
+    yield from ((name, (id(value),)) for name, value in params.items())  # of fixtures

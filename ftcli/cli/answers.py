@@ -26,7 +26,7 @@ RESULTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "train": ("ftcli.train.on_rows:RowsResult", "ftcli.train.lifecycle:CompleteRun"),
         "grpo": (
-            "ftcli.methods.grpo.train:GrpoResult",
+            "ftcli.train.on_prompts:PromptsResult",
             "ftcli.methods.grpo.train:DryRewards",
             "ftcli.train.lifecycle:CompleteRun",
         ),
@@ -41,11 +41,21 @@ RESULTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "compare": ("ftcli.cli.commands.runs:ComparedRuns",),
         "sweep": ("ftcli.pipeline.sweep:SweepResult",),
         "doctor": ("ftcli.cli.commands.doctor:Examination",),
-        "recipes list": ("ftcli.cli.commands.recipes:ShippedRecipes",),
-        "recipes show": ("ftcli.cli.commands.recipes:ShownRecipe",),
-        "recipes copy": ("ftcli.cli.commands.recipes:CopiedRecipe",),
-        "recipes new": ("ftcli.cli.commands.recipes:WrittenRecipe",),
-        "recipes convert": ("ftcli.cli.commands.recipes:ConvertedRecipe",),
+        "recipes list": (),
+        "recipes show": (),
+        "recipes copy": (),
+        "recipes new": (),
+        "recipes convert": (),
+    }
+)
+#: Texts that commands without a class of their own return, all there; `recipes list` has those of each recipe.
+_TEXTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "recipes list": ("name", "about", "path"),
+        "recipes show": ("name", "path", "text"),
+        "recipes copy": ("name", "path"),
+        "recipes new": ("path", "recipe"),
+        "recipes convert": ("dialect", "recipe"),
     }
 )
 _SIMPLE: Mapping[Any, JsonObject] = MappingProxyType(
@@ -75,7 +85,7 @@ def published(command: str | None = None) -> JsonObject:
     """The schema of one command's document; of all commands, by name, with None."""
     if command is None:
         return {"$schema": _DIALECT, "commands": {name: published(name) for name in RESULTS}}
-    results = [schema_of(code_of(reference)) for reference in RESULTS[command]]
+    results = [schema_of(code_of(reference)) for reference in RESULTS[command]] or [_of_texts(command)]
     return {
         "$schema": _DIALECT,
         "title": f"ftcli {command} --json",
@@ -92,6 +102,15 @@ def published(command: str | None = None) -> JsonObject:
 
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
+
+
+def _of_texts(command: str) -> JsonObject:
+    names = _TEXTS[command]
+    texts = {"type": "object", "properties": {name: {"type": "string"} for name in names}, "required": list(names)}
+    if command != "recipes list":
+        return texts
+    recipes = {"recipes": {"type": "array", "items": texts}}
+    return {"type": "object", "properties": recipes, "required": ["recipes"]}
 
 
 def schema_of(kind: Any) -> JsonObject:

@@ -61,7 +61,7 @@ from ftcli.errors import ExitCode, Finding, FtcliError, Origin, Unwinding, first
 from ftcli.paths import RECIPE_SUFFIXES
 from ftcli.ranks import Place
 from ftcli.run.heartbeat import RankLost
-from ftcli.run.out_of_memory import is_out_of_memory
+from ftcli.run.out_of_memory import is_out_of_memory, said_of
 from ftcli.tables import methods
 
 
@@ -87,7 +87,7 @@ def failure_of(error: BaseException, *, command: Sequence[str], debug: bool) -> 
             "lower train.per_device_train_batch_size or data.max_seq_len, or set train.gradient_checkpointing: true; "
             "`ftcli check` estimates what fits, and `ulimit -v` shows whether the shell allows less"
         )
-        found = Finding("FT192", f"out of memory: {first_line(error)[:300]}", help=help)
+        found = Finding("FT192", f"out of memory: {said_of(error)[:300]}", help=help)
         return Failure((found,), int(ExitCode.OUT_OF_MEMORY))
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         where = f" at {error.filename}" if error.filename else ""

@@ -39,7 +39,8 @@ def read_text(path: Path, *, named_by: Origin | None = None, most: int = MAX_BYT
         raise _directory(path, origin) from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise _error("FT103", f"cannot be read: {reason}", origin, "check its permissions (`ls -l`)") from None
+        help = "check its permissions (`ls -l`)" if isinstance(error, PermissionError) else "check the path (`ls -l`)"
+        raise _error("FT103", f"cannot be read: {reason}", origin, help) from None
     if len(raw) > most:
         raise _too_large(len(raw), origin, most)
     text = _decode(raw, path, origin)

@@ -7,6 +7,8 @@ import re
 import resource
 from pathlib import Path
 
+from ftcli.errors import first_line
+
 #: ``Tried to allocate 20.00 GiB`` (CUDA) and ``you tried to allocate 8192 bytes`` (CPU).
 _ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|[KMGT]iB)")
 #: What CUDA, Triton, NCCL and cuBLAS say when memory is short for what they take beside torch's allocator.
@@ -31,6 +33,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return True
     return isinstance(error, ImportError | OSError | RuntimeError) and any(word in text for word in _OF_THE_SYSTEM)
+
+
+def said_of(error: BaseException) -> str:
+    """The line of the error's text that speaks of memory, where it has one; else its first line. NumPy's ImportError
+    begins with advice.
+    """
+    lines = [line.strip() for line in str(error).splitlines()]
+    return next((line for line in lines if any(word in line for word in _OF_THE_SYSTEM)), first_line(error))
 
 
 def asked_bytes(error: BaseException) -> int | None:

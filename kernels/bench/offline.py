@@ -545,8 +545,7 @@ def main() -> None:
     parser.add_argument("--capability", type=int, default=90, choices=list(SHARED_MEMORY))
     parser.add_argument("--ranks", type=int, nargs="+", default=[16])
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-    parser.add_argument("--only", default="", help="kernels whose name contains this")
-    parser.add_argument("--skip", nargs="*", default=[], metavar="NAME", help="not these kernels, by their whole names")
+    parser.add_argument("--only", nargs="*", default=[], metavar="TEXT", help="kernels whose names begin so; else all")
     parser.add_argument("--cache", type=Path, help="keeps what is compiled in this folder, by what it is made of")
     options = parser.parse_args()
     driver.set_active(_NoGpu(options.capability))
@@ -563,10 +562,12 @@ def main() -> None:
     try:
         for rank in options.ranks:
             found = list(cases(rank, getattr(torch, options.dtype), options.capability))
-            if unknown := set(options.skip) - {name for name, _ in found}:
-                parser.error(f"no such kernels: {sorted(unknown)}")
+            if unknown := [text for text in options.only if not any(name.startswith(text) for name, _ in found)]:
+                parser.error(f"no such kernels: {unknown}")
             for name, launch in found:
-                if name in options.skip or options.only not in name or ("quantize" in name and options.capability < 89):
+                if options.only and not name.startswith(tuple(options.only)):
+                    continue
+                if "quantize" in name and options.capability < 89:
                     continue  # below 8.9 there is no e4m3
                 record.clear()
                 try:

@@ -12,6 +12,7 @@ from ftcli.evaluate.loss import LossResult
 from ftcli.evaluate.suite import Evaluator
 from ftcli.train.evaluation import BestEvaluation, Goal
 from tests.e2e.conftest import User
+from tests.tiers import telling
 
 #: So large a rate that the held-out loss rises from the second step on.
 RISING: dict[str, Any] = {"learning_rate": 10.0, "lr_scheduler_type": "constant", "max_steps": 12}
@@ -108,7 +109,7 @@ def test_what_counts_as_better() -> None:
     assert scores.note(3, {"eval_exact_match": 0.75})
 
 
-@pytest.mark.parametrize("full", [False, True], ids=["adapter", "full fine-tuning"])
+@pytest.mark.parametrize("full", telling({"adapter": False, "full fine-tuning": True}, "adapter"))
 def test_a_checkpoint_is_evaluated_and_exported_in_place_of_the_result(full: bool, stored: User) -> None:
     user = stored
     change: dict[str, Any] = {"lora": None} if full else {}

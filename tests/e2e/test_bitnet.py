@@ -120,6 +120,7 @@ def test_five_failures_a_length_of_1_has_nothing_to_learn_and_the_model_runs_on_
     assert losses[-1] < 0.5 * losses[0]
 
 
+@pytest.mark.long
 def test_five_failures_of_generation_512_tokens_come_from_a_full_window(tmp_path: Path) -> None:
     """Elsewhere the token that was to be kept was overwritten, and 64 tokens that were asked for gave none."""
     settings, cpu = QuantizationConfig(method="bitnet"), torch.device("cpu")
@@ -191,6 +192,7 @@ def test_a_model_from_scratch_beats_the_frequencies_of_bytes_and_goes_on_bit_for
     assert (declared["quant_method"], declared["quantization_mode"]) == ("bitnet", "online")
 
 
+@pytest.mark.long
 def test_a_converted_model_warms_up_resumes_and_is_evaluated_as_it_was_saved(stored: User) -> None:
     recipe = without_lora(
         stored.recipe(

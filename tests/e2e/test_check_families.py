@@ -28,9 +28,11 @@ def recipe(model_type: str, user: User, **change: Any) -> str:
 @pytest.mark.parametrize(
     ("model_type", "attention"),
     [
-        ("bloom", "eager"),
-        ("deepseek_v2", "sdpa"),
-        *(pytest.param(*each, marks=pytest.mark.long) for each in (("mamba2", "eager"), ("qwen3_next", "sdpa"))),
+        ("mamba2", "eager"),
+        *(
+            pytest.param(*each, marks=pytest.mark.long)
+            for each in (("bloom", "eager"), ("deepseek_v2", "sdpa"), ("qwen3_next", "sdpa"))
+        ),
     ],
 )
 def test_the_attention_is_one_that_the_family_has(model_type: str, attention: str, user: User) -> None:
@@ -134,7 +136,8 @@ def test_delta_nets_share_no_rows_off_the_kernels(user: User) -> None:
     assert (status, document["findings"][-1]["code"]) == (3, "FT443")
 
 
-@pytest.mark.parametrize(("method", "proposed"), [("nf4", False), pytest.param("none", True, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize(("method", "proposed"), [("nf4", False), ("none", True)])
 def test_a_quantization_is_proposed_only_where_it_would_fit(method: str, proposed: bool, user: User) -> None:
     from tests.small_models import config_of
 

@@ -38,9 +38,9 @@ PAGES = [
     pytest.param("install", 1, "runs/smoke/export/safetensors/model.safetensors", marks=pytest.mark.long),
     pytest.param("migrating", 12, "outputs/mine/export/safetensors/model.safetensors", marks=pytest.mark.long),
     pytest.param("sweeps", 2, "runs/rates/comparison.html", marks=pytest.mark.long),
-    ("evaluation", 5, "runs/watched/eval.json"),
-    ("chat", 3, "answer.json"),
-    ("agents", 2, "runs/mine/export/safetensors/model.safetensors"),
+    pytest.param("evaluation", 5, "runs/watched/eval.json", marks=pytest.mark.long),
+    pytest.param("chat", 3, "answer.json", marks=pytest.mark.long),
+    pytest.param("agents", 2, "runs/mine/export/safetensors/model.safetensors", marks=pytest.mark.long),
     pytest.param("troubleshooting", 10, "runs/trial.previous-1/report.html", marks=pytest.mark.long),
 ]
 BLOCK = re.compile(r"^```(\w+) (run|exit=\d+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -18,18 +18,18 @@ from ftcli.run.directory import RunDirectory
 from ftcli.tables.gguf import architecture_of
 from tests.e2e.conftest import User
 from tests.small_models import GEMMA4_MIXTURE, MULTIMODAL, TEXT, build, config_of
-from tests.tiers import further
+from tests.tiers import further, telling
 from tests.unit.export.conftest import tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' and PEFT's remarks on some families
 
 #: Those with something of their own in saving, merging or sampling; the others have `make test-families`.
 TELLING = [
-    "gpt_oss",
     "gpt2",
     "gemma3",
-    "gemma4",
     *further(
+        "gpt_oss",
+        "gemma4",
         "gemma4_unified",
         "gemma4_text",
         "mixtral",
@@ -65,7 +65,7 @@ def test_trained_sampled_and_merged(model_type: str, user: User, tmp_path: Path)
     through_train_eval_and_export(model_type, user, tmp_path)
 
 
-@pytest.mark.parametrize("method", ["nf4", "fp8"])
+@pytest.mark.parametrize("method", ["nf4", *further("fp8")])
 @pytest.mark.parametrize("model_type", ["gemma3", *further("qwen3_moe", "glm4_moe_lite")])
 def test_on_a_quantized_base(model_type: str, method: str, user: User, tmp_path: Path) -> None:
     through_train_eval_and_export(model_type, user, tmp_path, quantization={"method": method})
@@ -79,7 +79,6 @@ def test_on_a_quantized_base(model_type: str, method: str, user: User, tmp_path:
     ("model_type", "method"),
     [
         ("phi3", "nf4"),
-        ("gemma4", "none"),
         *(
             pytest.param(*each, marks=pytest.mark.long)
             for each in (
@@ -90,6 +89,7 @@ def test_on_a_quantized_base(model_type: str, method: str, user: User, tmp_path:
                 ("qwen3_5", "nf4"),
                 ("qwen3_5", "fp8"),
                 ("gemma4_unified", "nf4"),
+                ("gemma4", "none"),
                 ("gemma4", "nf4"),
             )
         ),
@@ -187,7 +187,10 @@ def test_qwens_flat_config_is_read(method: str, user: User, tmp_path: Path) -> N
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items() if "visual" in name)
 
 
-@pytest.mark.parametrize(("lora", "formats"), [(True, ["safetensors", "fp8"]), (False, ["safetensors"])])
+@pytest.mark.parametrize(
+    ("lora", "formats"),
+    telling({"adapters": (True, ["safetensors", "fp8"]), "all weights": (False, ["safetensors"])}, "adapters"),
+)
 def test_heads_that_transformers_passes_over_are_in_what_is_exported(
     lora: bool, formats: list[str], user: User, tmp_path: Path
 ) -> None:
@@ -216,7 +219,7 @@ def test_heads_that_transformers_passes_over_are_in_what_is_exported(
                 assert set(index["weight_map"]) == set(found)
 
 
-@pytest.mark.parametrize("method", ["none", "nf4", *further("full")])
+@pytest.mark.parametrize("method", ["nf4", *further("none", "full")])
 def test_the_layer_for_further_tokens_goes_with_a_mixture(method: str, user: User, tmp_path: Path) -> None:
     """GLM-4.7-Flash's layer 47, whose experts are in files of their own as those of the others are."""
     base = folder_of("glm4_moe_lite", tmp_path / "base")
@@ -239,6 +242,7 @@ def test_the_layer_for_further_tokens_goes_with_a_mixture(method: str, user: Use
     assert not all(torch.equal(found[key], tensor) for key, tensor in stored.items())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("promised", [1, *further(0)])
 def test_that_a_checkpoints_heads_for_further_tokens_are_gone_with_its_base_is_said(
     promised: int, user: User, tmp_path: Path
@@ -349,7 +353,7 @@ def test_the_byte_tokenizer_survives_an_export(model_type: str, user: User, tmp_
     assert status == 0, [each["message"] for each in document["findings"]]
 
 
-@pytest.mark.parametrize("model_type", ["gpt_oss", *further("qwen3_next", "mamba2")])
+@pytest.mark.parametrize("model_type", ["mamba2", *further("qwen3_next", "gpt_oss")])
 def test_packing_that_leaks_is_refused_for_training_and_for_evaluation(
     model_type: str, user: User, tmp_path: Path
 ) -> None:

@@ -39,6 +39,7 @@ def change_of(drills: Drills, model_type: str, change: dict[str, Any], **built: 
     return merged(merged(SHARDED, {"model": model}), change)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("model_type", "change"),
@@ -51,7 +52,6 @@ def change_of(drills: Drills, model_type: str, change: dict[str, Any], **built: 
             "gemma4_unified_text",
             merged(merged(FULL, AGAIN), {"model": {"kernels": "reference"}}),
             id="heads of two sizes, full, layers again",
-            marks=pytest.mark.long,
         ),
         pytest.param(
             "gemma4_text", {"model": {"kernels": "reference"}}, id="inputs of layers' own, shared keys, on the kernels"
@@ -61,14 +61,13 @@ def change_of(drills: Drills, model_type: str, change: dict[str, Any], **built: 
             merged(merged(FULL, AGAIN), {"model": {"kernels": "reference"}}),
             id="inputs of layers' own, shared keys, full, layers again",
         ),
-        pytest.param("mamba2", FULL, id="state space, full", marks=pytest.mark.long),
+        pytest.param("mamba2", FULL, id="state space, full"),
         pytest.param(
             "falcon_h1",
             merged({"quantization": {"method": "nf4"}}, AGAIN),
             id="hybrid, nf4, layers again",
-            marks=pytest.mark.long,
         ),
-        pytest.param("gpt_oss", merged(FULL, AGAIN), id="sinks and biases, full, layers again", marks=pytest.mark.long),
+        pytest.param("gpt_oss", merged(FULL, AGAIN), id="sinks and biases, full, layers again"),
     ],
 )
 def test_two_ranks_are_one_process_that_accumulates_twice(

@@ -24,7 +24,7 @@ POLICIES = [False, True, "selective", "offload"]
 OPTIMIZERS = ["adamw_torch", "adamw_torch_fused"]
 #: Each precision under each policy; `make test` takes each of them once or twice.
 CASES = [
-    pytest.param(*case, id="-".join(map(str, case)), marks=() if place % 3 == 0 else pytest.mark.long)
+    pytest.param(*case, id="-".join(map(str, case)), marks=() if place % 4 == 0 else pytest.mark.long)
     for case in all_pairs(list(PRECISIONS), POLICIES, OPTIMIZERS)
     for place in [list(PRECISIONS).index(case[0]) + POLICIES.index(case[1])]
 ]

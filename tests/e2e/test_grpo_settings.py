@@ -12,6 +12,7 @@ from ftcli.run.completions import Completions
 from ftcli.train import assembly
 from tests.chat_server import chat_server
 from tests.e2e.conftest import User
+from tests.tiers import further
 
 GRPO: dict[str, Any] = {
     "num_generations": 4,
@@ -90,7 +91,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", list(SETTINGS))
+#: In `make test`: adapters, all weights, and a base that is quantized.
+TELLING = ("muon, LoRA+", "full, on the kernels' torch form", "QLoRA, ratios of completions")
+
+
+@pytest.mark.parametrize("name", [*TELLING, *further(*(name for name in SETTINGS if name not in TELLING))])
 def test_a_run_honours_it_and_goes_on_alike(name: str, narrow: User) -> None:
     change = dict(SETTINGS[name])
     train = {"max_steps": 4, "gradient_accumulation_steps": 1, **change.pop("train", {})}

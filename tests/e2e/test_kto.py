@@ -67,7 +67,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", telling(KINDS, "NF4", "all weights beside a second model", "unpaired APO"))
+@pytest.mark.parametrize("kind", telling(KINDS, "all weights beside a second model", "unpaired APO"))
 def test_whatever_is_trained_begins_at_one_half_and_goes_on_alike(user: User, kind: dict[str, Any]) -> None:
     recipe = user.recipe("r", **labelled(**kind))
     user.done("train", recipe)
@@ -203,6 +203,7 @@ def test_stopped_after_any_step_and_resumed_it_is_the_same_run(drills: Drills, s
     drills.require_same_run("halves", whole)
 
 
+@pytest.mark.long
 def test_a_run_that_failed_in_a_step_goes_on_as_if_it_had_not(drills: Drills) -> None:
     whole, recipe = drills.whole(**ODD), drills.recipe("failed", **ODD)
     drills.run(recipe, prepared=(("fail", LOSS, "no more", 8),), status=1)  # in the second half of the fourth step
@@ -220,6 +221,7 @@ SHARED = labelled(
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("lora", telling({"LoRA": {"r": 4}, "all weights": None}, "all weights"))
 @pytest.mark.parametrize("reference", ["auto", *further("off")])
 def test_two_ranks_are_one_process_that_accumulates_twice(drills: Drills, lora: Any, reference: str) -> None:
@@ -258,7 +260,8 @@ RANKS: dict[str, tuple[dict[str, Any], int, int]] = {
 }
 
 
-@pytest.mark.parametrize(("change", "count", "apart"), telling(RANKS, "shards of the base", "rows shared"))
+@pytest.mark.long
+@pytest.mark.parametrize(("change", "count", "apart"), telling(RANKS, "shards of the base"))
 def test_ranks_with_shards_or_shared_rows_are_one_process(
     change: dict[str, Any], count: int, apart: int, drills: Drills
 ) -> None:

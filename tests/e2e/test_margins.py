@@ -90,7 +90,7 @@ def test_the_table_of_an_evaluation_has_a_row_for_each_length(narrow: User, caps
     assert "accuracy, rejected over twice as long, " in table
 
 
-@pytest.mark.parametrize("method", ["kto", "reward", *further("simpo")])
+@pytest.mark.parametrize("method", ["reward", *further("kto", "simpo")])
 def test_other_methods_show_theirs(narrow: User, method: str) -> None:
     files = write_pairs(narrow.folder)
     change = pairs(data={"train": files, "eval": files, "max_seq_len": 128}, train={"method": method, "max_steps": 4})
@@ -116,7 +116,7 @@ def test_a_resumed_run_keeps_what_was_before(narrow: User) -> None:
 
 
 @pytest.mark.parametrize("reference", ["off", "auto"])
-@pytest.mark.parametrize("lora", [{"r": 4}, None], ids=["LoRA", "all weights"])
+@pytest.mark.parametrize("lora", telling({"LoRA": {"r": 4}, "all weights": None}, "all weights"))
 def test_the_change_of_the_stop_token_does_not_depend_on_how_the_reference_is_computed(
     narrow: User, lora: Any, reference: str
 ) -> None:
@@ -164,6 +164,7 @@ RANKS = pairs(
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("launch", telling({"ddp": {"engine": "ddp"}, "fsdp": {"engine": "fsdp"}}, "fsdp"))
 def test_two_ranks_write_the_file_of_one(drills: Drills, launch: dict[str, Any]) -> None:
     files = write_pairs(drills.folder, rows=18)

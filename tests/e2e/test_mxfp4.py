@@ -17,6 +17,7 @@ from ftcli.model.quantized import DequantizedLinear, QuantizedLinear
 from tests.e2e.conftest import User
 from tests.mxfp4_files import released
 from tests.quantized import load
+from tests.tiers import further
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' and PEFT's remarks
 
@@ -59,7 +60,7 @@ def in_full(base: Path, stacks: dict[str, torch.Tensor]) -> Any:
     return made
 
 
-@pytest.mark.parametrize("method", ["none", "nf4", "fp8"])
+@pytest.mark.parametrize("method", ["nf4", *further("none", "fp8")])
 def test_trained_and_merged(method: str, user: User, tmp_path: Path) -> None:
     base = tmp_path / "base"
     stacks = released(base)
@@ -103,6 +104,7 @@ def test_merged_experts_are_in_bfloat16_where_no_dtype_is_asked_for(user: User, 
         assert torch.equal(found[name].float(), stack), name
 
 
+@pytest.mark.long
 def test_trained_whole_and_saved_in_full_precision(user: User, tmp_path: Path) -> None:
     base = tmp_path / "base"
     stacks = released(base)

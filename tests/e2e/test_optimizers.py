@@ -15,10 +15,14 @@ from ftcli.plan.trained import TrainedMatrices, TrainedParameters, optimizer_sta
 from ftcli.tables import optimizers
 from ftcli.train.adamw import MuonWithAdamW
 from tests.e2e.conftest import User
+from tests.tiers import further
 
 SETTINGS: dict[str, dict[str, Any]] = {
     name: {"lr_scheduler_type": "constant"} if optimizers.row(name).schedule_free else {} for name in optimizers.names()
 }
+
+#: In `make test`: torch's two, of matrices, with a schedule of its own, in factors.
+TELLING = ("adamw_torch_fused", "adamw_8bit", "muon", "schedule_free_adamw", "adafactor")
 
 
 @pytest.fixture
@@ -34,7 +38,7 @@ def require(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # bitsandbytes on a CPU
-@pytest.mark.parametrize("name", optimizers.names())
+@pytest.mark.parametrize("name", [*TELLING, *further(*(name for name in optimizers.names() if name not in TELLING))])
 def test_a_run_goes_on_to_the_last_bit(name: str, user: User) -> None:
     require(name)
     steps = 8 if name == "schedule_free_radam" else 5  # RAdam's first steps change nothing

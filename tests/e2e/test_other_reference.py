@@ -52,7 +52,7 @@ def compared(recipe: dict[str, Any], other: Path, **more: Any) -> dict[str, Any]
     ("method", "lora"),
     [
         pytest.param("dpo", {"r": 4}, id="dpo-LoRA"),
-        pytest.param("kto", None, id="kto-all weights"),
+        pytest.param("kto", None, id="kto-all weights", marks=pytest.mark.long),
         pytest.param("dpo", None, id="dpo-all weights", marks=pytest.mark.long),
         pytest.param("kto", {"r": 4}, id="kto-LoRA", marks=pytest.mark.long),
     ],
@@ -225,8 +225,9 @@ LAUNCHES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["dpo", *further("kto")])
-@pytest.mark.parametrize("change", telling(LAUNCHES, "fsdp", "shared rows"))
+@pytest.mark.parametrize("change", telling(LAUNCHES, "fsdp"))
 def test_two_ranks_are_one_process(drills: Drills, other: Path, method: str, change: dict[str, Any]) -> None:
     recipe = compared(merged(METHODS[method][0], change), other)
     shared = "context_parallel_size" in change["launch"]

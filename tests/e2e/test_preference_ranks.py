@@ -61,7 +61,7 @@ ADAPTED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("change", telling(ADAPTED, "nf4, layers again", "ahead of training"))
+@pytest.mark.parametrize("change", telling(ADAPTED, "nf4, layers again"))
 def test_two_ranks_with_shards_of_the_base_are_one_process_bit_for_bit(change: dict[str, Any], drills: Drills) -> None:
     recipe = merged(merged(PAIRS, FSDP), change)
     alone = drills.whole(**merged(recipe, TWICE))
@@ -73,6 +73,7 @@ def test_two_ranks_with_shards_of_the_base_are_one_process_bit_for_bit(change: d
     assert evaluations[0] == evaluations[1]
 
 
+@pytest.mark.long
 def test_a_batch_that_does_not_fit_one_rank_is_halved_on_all_of_them(drills: Drills) -> None:
     """Memory runs out in the pass of the policy and in that of its reference; the ranks stay in step."""
     recipe = merged(merged(PAIRS, FSDP), {"eval": {"per_device_eval_batch_size": 6, "samples": 0}, **LIVE})
@@ -94,6 +95,7 @@ def stopped_on_second(drills: Drills, recipe: str, count: int, call: int) -> Ran
     return ranks
 
 
+@pytest.mark.long
 def test_all_weights_and_their_reference_are_sharded_also_when_stopped(drills: Drills) -> None:
     recipe = merged(merged(PAIRS, FSDP), merged(FULL, LIVE))
     alone = drills.whole(**merged(recipe, TWICE))
@@ -108,6 +110,7 @@ def test_all_weights_and_their_reference_are_sharded_also_when_stopped(drills: D
 SHARED: dict[str, Any] = {"launch": {"engine": "ddp", "context_parallel_size": 2}}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", telling({"padded": {}, "unpadded": {"data": {"padding_free": True}}}, "unpadded"))
 def test_two_ranks_that_share_rows_are_one_process_also_when_stopped(layout: dict[str, Any], drills: Drills) -> None:
     recipe = merged(merged(PAIRS, layout), LIVE)
@@ -118,6 +121,7 @@ def test_two_ranks_that_share_rows_are_one_process_also_when_stopped(layout: dic
     require_close_run(drills, "two", alone)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("change", "launch", "count"),
     [

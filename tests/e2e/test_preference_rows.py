@@ -19,6 +19,7 @@ from tests.e2e.test_kto import LABELLED
 from tests.e2e.test_preference import LN2, PAIRS
 from tests.e2e.test_reward import PAIRS as SCORED
 from tests.e2e.test_reward import require_told
+from tests.tiers import further
 
 METHODS = {"dpo": PAIRS, "kto": LABELLED, "reward": SCORED}
 
@@ -44,7 +45,7 @@ def texts(count: int, first: int = 0, **more: Any) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["kto", *further("dpo", "reward")])
 def test_pairs_of_plain_text_are_trained_measured_and_gone_on_with(method: str, user: User) -> None:
     """No chat template is applied: what is computed are the bytes of the strings and a stop token."""
     files = file_of(user, "train.jsonl", texts(16)), file_of(user, "eval.jsonl", texts(6, first=50))
@@ -95,7 +96,7 @@ def numbers(user: User, name: str) -> list[dict[str, Any]]:
     return [{key: v for key, v in line.items() if not key.startswith(timed)} for line in user.metrics(name)]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["dpo", *further("kto", "reward")])
 def test_a_pad_token_that_ends_turns_changes_nothing(method: str, stored: User) -> None:
     """Rows of several lengths are padded with it, and their own last one is scored all the same."""
     stops = with_pad_that_stops(stored)
@@ -151,7 +152,7 @@ class Drawn:
         monkeypatch.setattr(EpochObjective, "micro_batches", noted)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["reward", *further("dpo", "kto")])
 @pytest.mark.parametrize(("weights", "shares"), [((0.75, 0.25), (0.75, 0.25)), ((1, 3), (0.25, 0.75))], ids=str)
 def test_sources_are_drawn_by_their_weights(
     method: str, weights: tuple[float, float], shares: tuple[float, float], user: User, monkeypatch: pytest.MonkeyPatch

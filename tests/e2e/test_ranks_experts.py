@@ -14,16 +14,13 @@ from tests.e2e.resilience import Drills, require_same_weights
 from tests.e2e.test_fsdp_families import SHARDED, TWICE, require_close
 from tests.mxfp4_files import released
 from tests.small_models import build
+from tests.tiers import further, telling
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 NF4: dict[str, Any] = {"quantization": {"method": "nf4"}}
 SHARED_ROWS: dict[str, Any] = {**SHARDED, "launch": {"context_parallel_size": 2}}
 DDP: dict[str, Any] = {**SHARDED, "launch": {"engine": "ddp"}}
-
-
-#: One with a file for each expert, and gpt-oss as it is released.
-FAMILIES = ["qwen3_moe", "gpt_oss"]
 
 
 def change_of(drills: Drills, *changes: dict[str, Any], model_type: str = "qwen3_moe") -> dict[str, Any]:
@@ -46,7 +43,7 @@ def require_alike(drills: Drills, alone: Path) -> None:
     require_close(drills.folder / "two", alone)
 
 
-@pytest.mark.parametrize("change", [{}, NF4], ids=["16 bits", "nf4"])
+@pytest.mark.parametrize("change", telling({"16 bits": {}, "nf4": NF4}, "nf4"))
 def test_two_ranks_are_one_process_that_accumulates_twice(change: dict[str, Any], drills: Drills) -> None:
     recipe = change_of(drills, DDP, change)
     alone = drills.whole(**merged(recipe, TWICE))
@@ -56,7 +53,8 @@ def test_two_ranks_are_one_process_that_accumulates_twice(change: dict[str, Any]
     assert any(".experts." in name for name in load_file(alone / "adapter" / "adapter_model.safetensors"))
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.long
+@pytest.mark.parametrize("model_type", ["gpt_oss", *further("qwen3_moe")])
 def test_ranks_that_share_the_weights_are_one_process(model_type: str, drills: Drills) -> None:
     recipe = change_of(drills, SHARDED, model_type=model_type)
     alone = drills.whole(**merged(recipe, TWICE))
@@ -66,7 +64,8 @@ def test_ranks_that_share_the_weights_are_one_process(model_type: str, drills: D
     require_alike(drills, alone)
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.long
+@pytest.mark.parametrize("model_type", ["qwen3_moe", *further("gpt_oss")])
 def test_ranks_that_share_rows_are_one_process(model_type: str, drills: Drills) -> None:
     """Each sends its own tokens of a row to the experts, which it has all."""
     recipe = change_of(drills, SHARED_ROWS, model_type=model_type)

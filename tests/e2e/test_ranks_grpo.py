@@ -11,6 +11,7 @@ import pytest
 from ftcli.run.completions import Completions
 from tests.e2e.ranks import run_ranks, start_ranks
 from tests.e2e.resilience import Drills, require_same_weights
+from tests.tiers import telling
 
 STEP = "ftcli.methods.grpo.objective:GrpoObjective.loss"
 CHANGE: dict[str, Any] = {
@@ -40,16 +41,27 @@ def twice(change: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "grpo",
-    [
-        {},
-        {"loss_type": "grpo", "scale_rewards": "batch", "num_iterations": 1, "beta": 0.0, "num_generations": 16},
+    telling(
         {
-            "advantage_estimator": "rloo", "max_resample_times": 3, "overlong_buffer": 2, "entropy_coef": 0.01,
-            "rewards": [{"use": "regex", "pattern": "[0-4]"}],
+            "dapo, KL, two passes": {},
+            "grpo, one group for both ranks": {
+                "loss_type": "grpo",
+                "scale_rewards": "batch",
+                "num_iterations": 1,
+                "beta": 0.0,
+                "num_generations": 16,
+            },
+            "RLOO, groups drawn again": {
+                "advantage_estimator": "rloo",
+                "max_resample_times": 3,
+                "overlong_buffer": 2,
+                "entropy_coef": 0.01,
+                "rewards": [{"use": "regex", "pattern": "[0-4]"}],
+            },
         },
-    ],
-    ids=["dapo, KL, two passes", "grpo, one group for both ranks", "RLOO, groups drawn again"],
-)  # fmt: skip
+        *("dapo, KL, two passes", "RLOO, groups drawn again"),
+    ),
+)
 def test_two_ranks_are_one_process_that_accumulates_twice(grpo: dict[str, Any], drills: Drills) -> None:
     change = {**CHANGE, "grpo": {**CHANGE["grpo"], **grpo}}
     alone = drills.whole("grpo", **twice(change))

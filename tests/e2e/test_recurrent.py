@@ -37,6 +37,7 @@ def qwen(
     return User(tmp_path, capsys, model)
 
 
+@pytest.mark.long
 def test_grpo_trains_it_on_what_the_engine_sampled_and_goes_on_alike(qwen: User) -> None:
     """Log-probabilities are the sampler's before the first step; adapters on all that enters and leaves delta nets."""
     grpo: dict[str, Any] = {**GRPO, "num_iterations": 2}

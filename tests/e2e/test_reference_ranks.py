@@ -61,6 +61,7 @@ def test_two_ranks_with_shards_keep_what_one_process_does(method: str, base: dic
     assert lines(drills, "again") == lines(drills, "one")
 
 
+@pytest.mark.long
 def test_a_batch_that_does_not_fit_one_rank_is_halved_on_all_of_them(drills: Drills) -> None:
     recipe = keeping(merged(PAIRS, FSDP), drills.folder / "kept")
     ranks = start_ranks(drills, drills.recipe("two", **recipe), 2, prepared={0: (("scarce", "evaluation", 4),)})
@@ -71,6 +72,7 @@ def test_a_batch_that_does_not_fit_one_rank_is_halved_on_all_of_them(drills: Dri
     require_close_run(drills, "two", drills.folder / "one")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["dpo", *further("kto")])
 def test_all_weights_are_scored_before_they_change_also_when_stopped(method: str, drills: Drills) -> None:
     """There is no second model. What is resumed finds all that it began with, and ends in the same bits."""
@@ -103,6 +105,7 @@ def stopped_in(loss: str, drills: Drills, recipe: str) -> str:
     return ranks.said
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["dpo", *further("kto")])
 @pytest.mark.parametrize("lora", telling({"LoRA": {"r": 4}, "all weights": None}, "LoRA"))
 def test_ranks_that_share_rows_keep_their_own_and_go_on_alike(method: str, lora: Any, drills: Drills) -> None:
@@ -125,6 +128,7 @@ def test_ranks_that_share_rows_keep_their_own_and_go_on_alike(method: str, lora:
     require_close_run(drills, "whole", drills.folder / "one")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["dpo", *further("kto")])
 def test_four_ranks_with_shards_that_share_rows_are_one_process(method: str, drills: Drills) -> None:
     recipe = merged(merged(METHODS[method][0], FULL), {"train": {"max_steps": 3}, "eval": {"samples": 0}})
@@ -133,7 +137,8 @@ def test_four_ranks_with_shards_that_share_rows_are_one_process(method: str, dri
     require_close_run(drills, "four", drills.folder / "one")
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.long
+@pytest.mark.parametrize("method", ["kto", *further("dpo")])
 def test_a_run_goes_on_with_another_number_of_ranks(method: str, drills: Drills) -> None:
     """The steps are those that it began with, so their mismatched rows are known."""
     recipe, loss = METHODS[method]

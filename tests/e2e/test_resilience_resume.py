@@ -39,8 +39,15 @@ FULL: dict[str, Any] = {**ODD, "lora": None, "train": {**ODD["train"], "optim": 
 
 @pytest.mark.parametrize(
     ("change", "prepared", "batch"),
-    [(ODD, (), 10), (PACKED, (), 8), (UNPADDED, (), 10), (FULL, (), 10)],
-    ids=["accumulation in the second epoch", "packing", "unpadded on our layers", "full fine-tuning"],
+    telling(
+        {
+            "accumulation in the second epoch": (ODD, (), 10),
+            "packing": (PACKED, (), 8),
+            "unpadded on our layers": (UNPADDED, (), 10),
+            "full fine-tuning": (FULL, (), 10),
+        },
+        *("packing", "full fine-tuning"),
+    ),
 )
 def test_half_and_half_is_the_whole(
     drills: Drills, change: dict[str, Any], prepared: tuple[Any, ...], batch: int
@@ -96,7 +103,7 @@ def require_same_completions(drills: Drills, name: str, whole: Path, count: int 
         assert found.read(step) == said
 
 
-@pytest.mark.parametrize(("change", "count"), [(GRPO, 8), (SPLIT, 16)], ids=["two passes", "two parts"])
+@pytest.mark.parametrize(("change", "count"), telling({"two passes": (GRPO, 8), "two parts": (SPLIT, 16)}, "two parts"))
 def test_grpo_goes_on_with_the_completions_it_was_in_the_middle_of(
     drills: Drills, change: dict[str, Any], count: int
 ) -> None:
@@ -115,6 +122,7 @@ def test_grpo_goes_on_with_the_completions_it_was_in_the_middle_of(
     require_same_completions(drills, "halves", whole, count)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("call", "step"), telling({"inside a batch": (8, 3), "with new completions": (10, 4)}, "inside a batch")
 )

@@ -7,6 +7,7 @@ import signal
 import pytest
 
 from tests.e2e.resilience import EVALUATE, NO_EVAL, SAVE, SAVE_RESULT, STEP, Drills
+from tests.tiers import telling
 
 TERM, INT = signal.SIGTERM, signal.SIGINT
 PARTS = {
@@ -137,8 +138,15 @@ def test_while_a_checkpoint_is_saved_it_is_finished_and_is_the_last(drills: Dril
 
 @pytest.mark.parametrize(
     ("target", "call"),
-    [(SAVE_RESULT, 1), (EVALUATE, 1), ("ftcli.evaluate.suite:Evaluator.samples", 1), (STEP, 3)],
-    ids=["saving", "evaluating", "sampling", "the last step"],
+    telling(
+        {
+            "saving": (SAVE_RESULT, 1),
+            "evaluating": (EVALUATE, 1),
+            "sampling": ("ftcli.evaluate.suite:Evaluator.samples", 1),
+            "the last step": (STEP, 3),
+        },
+        *("saving", "sampling"),
+    ),
 )
 def test_after_the_last_step_nothing_is_trained_again(drills: Drills, target: str, call: int) -> None:
     whole = drills.whole(train={"max_steps": 3})
@@ -157,8 +165,14 @@ def test_after_the_last_step_nothing_is_trained_again(drills: Drills, target: st
 
 @pytest.mark.parametrize(
     ("target", "call", "numbers", "status"),
-    [(STEP, 3, (TERM, TERM), 75), (STEP, 3, (TERM, INT), 130), (SAVE, 2, (INT, INT), 130)],
-    ids=["in a step", "in a step, by another", "while saving"],
+    telling(
+        {
+            "in a step": (STEP, 3, (TERM, TERM), 75),
+            "in a step, by another": (STEP, 3, (TERM, INT), 130),
+            "while saving": (SAVE, 2, (INT, INT), 130),
+        },
+        *("in a step, by another", "while saving"),
+    ),
 )
 def test_a_second_signal_stops_at_once(
     drills: Drills, target: str, call: int, numbers: tuple[int, int], status: int

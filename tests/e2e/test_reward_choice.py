@@ -11,6 +11,7 @@ from ftcli.cli.app import main
 from tests.e2e.conftest import User, merged
 from tests.e2e.resilience import Drills
 from tests.e2e.test_reward import PAIRS
+from tests.tiers import telling
 
 #: Held-out pairs of which a model with random weights has some in order, and which training moves back and forth.
 CHOOSING: dict[str, Any] = merged(
@@ -30,7 +31,10 @@ def user(narrow: User) -> User:
     return narrow
 
 
-@pytest.mark.parametrize(("metric", "sign"), [("accuracy", 1), ("margin", 1), (None, -1)])
+@pytest.mark.parametrize(
+    ("metric", "sign"),
+    telling({"accuracy": ("accuracy", 1), "margin": ("margin", 1), "loss": (None, -1)}, "accuracy", "loss"),
+)
 def test_the_best_checkpoint_is_that_of_the_recipe_s_measure(metric: str | None, sign: int, user: User) -> None:
     """Without one that of the lowest loss; the earliest of those that tie."""
     recipe = user.recipe("r", **merged(CHOOSING, {"train": {"metric_for_best_model": metric}}))
@@ -60,6 +64,7 @@ def test_early_stopping_goes_by_the_measure_and_a_cut_off_run_goes_on_alike(user
     user.goes_on_alike("r", recipe)
 
 
+@pytest.mark.long
 def test_a_sweep_names_the_run_with_the_most_pairs_in_order_and_compare_shows_them(
     drills: Drills, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,7 +15,7 @@ from tests.e2e.resilience import Drills, require_same_weights
 from tests.e2e.test_families import folder_of
 from tests.e2e.test_preference_ranks import lines, require_close_run
 from tests.e2e.test_reward import PAIRS
-from tests.tiers import further, telling
+from tests.tiers import telling
 
 #: 20 pairs are five micro-batches: two ranks take three turns an epoch, and one of them has none left in the third. Six
 #: held-out pairs are three batches: in the second round one of two ranks has none.
@@ -35,6 +35,7 @@ FULL: dict[str, Any] = {"lora": None, "train": {"learning_rate": 1e-3}}
 FSDP: dict[str, Any] = {"launch": {"engine": "fsdp"}}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "change", telling({"LoRA": {}, "all weights": {**FULL, "launch": {"engine": "ddp"}}}, "all weights")
 )
@@ -60,9 +61,7 @@ RANKS: dict[str, tuple[dict[str, Any], int, int]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("change", "count", "apart"), telling(RANKS, "shards of a base in NF4", "rows shared without padding")
-)
+@pytest.mark.parametrize(("change", "count", "apart"), telling(RANKS, "rows shared without padding"))
 def test_ranks_with_shards_or_shared_rows_are_one_process(
     change: dict[str, Any], count: int, apart: int, drills: Drills
 ) -> None:
@@ -72,6 +71,7 @@ def test_ranks_with_shards_or_shared_rows_are_one_process(
     require_close_run(drills, "ranks", drills.whole(**merged(alone, {"train": {"gradient_accumulation_steps": apart}})))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("lora", telling({"LoRA": {"r": 4}, "all weights": None}, "LoRA"))
 def test_shards_of_a_model_with_a_head_of_its_own(lora: Any, drills: Drills, tmp_path: Path) -> None:
     """The head is frozen, unused and not saved; a run that goes on from a checkpoint is the same one."""
@@ -89,6 +89,7 @@ def test_shards_of_a_model_with_a_head_of_its_own(lora: Any, drills: Drills, tmp
     require_close_run(drills, "two", alone)
 
 
+@pytest.mark.long
 def test_weights_that_are_gathered_in_bfloat16_score_in_float32(drills: Drills) -> None:
     """Rounding moves the scores a little; the run is otherwise that of one process."""
     recipe = merged(SPREAD, {**FULL, **FSDP, "model": {"dtype": "bfloat16"}})
@@ -102,7 +103,8 @@ def test_weights_that_are_gathered_in_bfloat16_score_in_float32(drills: Drills) 
 LOSS = "ftcli.methods.reward.objective:RewardObjective.loss"
 
 
-@pytest.mark.parametrize("steps", [3, *further(1)])
+@pytest.mark.long
+@pytest.mark.parametrize("steps", [3, 1])
 def test_stopped_after_any_step_and_resumed_it_is_the_same_run(drills: Drills, steps: int) -> None:
     odd = merged(SPREAD, {**TWICE, "lora": {"dropout": 0.2}, "logging": {"every_steps": 2}})
     whole, recipe = drills.whole(**odd), drills.recipe("halves", **odd)

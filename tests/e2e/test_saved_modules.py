@@ -11,11 +11,12 @@ from safetensors.torch import load_file
 
 from tests.e2e.conftest import User
 from tests.small_models import build
+from tests.tiers import further
 from tests.unit.export.conftest import tokenizer
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", *further("float32", "float16")])
 def test_trained_measured_and_merged_with_the_same_numbers(dtype: str, user: User, tmp_path: Path) -> None:
     base = tmp_path / "base"
     build("llama").to(getattr(torch, dtype)).save_pretrained(base)

@@ -32,7 +32,12 @@ ARGUMENTS: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
     "constant": [({}, {})],
     "constant_with_warmup": [({}, {})],
 }  # fmt: skip
-CASES = [(name, *case) for name, cases in ARGUMENTS.items() for case in cases]
+#: `make test` takes the last of each, which sets most.
+CASES = [
+    pytest.param(name, *case, marks=() if case is cases[-1] else pytest.mark.long)
+    for name, cases in ARGUMENTS.items()
+    for case in cases
+]
 
 
 #: No rate depends on what is trained: a run on few modules is set up, and does its steps, sooner.
@@ -75,9 +80,9 @@ def test_a_run_has_the_rates_that_transformers_gives(
     ("name", "arguments"),
     [
         ("warmup_stable_decay", {"num_decay_steps": 0.5}),
-        ("cosine_with_min_lr", {"min_lr_rate": 0.1}),
+        pytest.param("cosine_with_min_lr", {"min_lr_rate": 0.1}, marks=pytest.mark.long),
         ("reduce_lr_on_plateau", {"patience": 0, "factor": 0.5, "threshold": 10.0, "threshold_mode": "abs"}),
-        ("greedy", {"patience": 0, "min_lr": 1e-5, "max_lr": 1e-2}),
+        pytest.param("greedy", {"patience": 0, "min_lr": 1e-5, "max_lr": 1e-2}, marks=pytest.mark.long),
     ],
 )
 def test_a_run_that_goes_on_has_the_same_rates(name: str, arguments: dict[str, Any], user: User) -> None:

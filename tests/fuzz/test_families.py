@@ -83,6 +83,7 @@ _CHANGES = st.sampled_from(
 )  # fmt: skip
 
 
+@pytest.mark.long
 @examples(10, 100)
 @given(
     config=_configs(),
@@ -98,6 +99,7 @@ def test_families_are_looked_at_or_refused(
     hold(run(root, "check", f"{method}.yaml", "--as", device, *words, "--offline", "--json"))
 
 
+@pytest.mark.long
 @examples(2, 20)
 @given(
     config=_configs(),

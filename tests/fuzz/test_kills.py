@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -58,6 +59,7 @@ def test_killed_runs(drill_server: Server, stops: list[tuple[signal.Signals, flo
         shutil.rmtree(drills.folder / "r")
 
 
+@pytest.mark.long
 @examples(1, 5)
 @given(stops=_stops)
 def test_killed_sampling(drill_server: Server, stops: list[tuple[signal.Signals, float]]) -> None:

@@ -114,7 +114,7 @@ def folder() -> Iterator[Path]:
         yield Path(name)
 
 
-@examples(36, 200)
+@examples(12, 200)
 @given(
     source=_files,
     columns=_columns,

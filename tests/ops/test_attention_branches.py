@@ -12,6 +12,8 @@ from ftkernels.attention_config import AttentionTile, AttentionTiles
 from ftkernels.attention_mask import AttentionMask
 from torch import Tensor
 
+from tests.tiers import in_turn
+
 # Tokens of trunk and branches of each document.
 PAIR = ((9, 14, 11),)
 ROW = ((5, 7, 6), (1, 3, 20), (12,), (30, 1, 1), (2, 9))
@@ -93,11 +95,14 @@ def test_many_branches_without_a_window() -> None:
     assert torch.equal(ranges.dense()[0, 0], seen_by_definition(documents, None))
 
 
-@pytest.mark.parametrize(("softcap", "window"), [(0.0, None), (5.0, None), (0.0, 12), (5.0, 33)])
-@pytest.mark.parametrize("documents", [PAIR, ROW, ((40, 50, 37),)], ids=["pair", "row", "long"])
+@pytest.mark.parametrize(
+    ("form", "documents"),
+    in_turn([(0.0, None), (5.0, None), (0.0, 12), (5.0, 33)], [PAIR, ROW, ((40, 50, 37),)]),
+)
 def test_output_and_gradients(
-    device: str, tools: Any, documents: tuple[tuple[int, ...], ...], softcap: float, window: int | None
+    device: str, tools: Any, form: tuple[float, int | None], documents: tuple[tuple[int, ...], ...]
 ) -> None:
+    softcap, window = form
     mask = branches(*documents, window=window, device=device)
     tensors = inputs(device, sum(map(sum, documents)))
     for tiles in (None, OBLONG):

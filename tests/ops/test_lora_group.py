@@ -11,6 +11,8 @@ from ftkernels.lora_group import lora_group, lora_group_reference
 from ftkernels.projection import Norm, Projection
 from torch import Tensor
 
+from tests.tiers import in_turn
+
 #: Inputs over which errors in bfloat16 are averaged, beside the first ones.
 DRAWS = 7
 #: Of a gated delta net, small: queries, keys and values; gate; strength and decay.
@@ -27,8 +29,10 @@ def group(function: Any, layers: list[Any], form: Any, **options: Any) -> Any:
     return call
 
 
-@pytest.mark.parametrize("ranks", [(4, 4, 4, 4), (16, 0, 3, 20), (0, 0, 0, 0), (80, 80, 80, 80)], ids=str)
-@pytest.mark.parametrize("form", [None, "llama", "gemma"])
+@pytest.mark.parametrize(
+    ("ranks", "form"),
+    in_turn([(4, 4, 4, 4), (16, 0, 3, 20), (0, 0, 0, 0), (80, 80, 80, 80)], [None, "llama", "gemma"]),
+)
 def test_a_group_matches_float64(device: str, tools: Any, layers: Any, form: Any, ranks: tuple[int, ...]) -> None:
     made = [layers.make(n, 40, r, bias=r == 3) for n, r in zip(SIZES, ranks, strict=True)]
 
@@ -80,8 +84,7 @@ def gated(function: Any, made: list[Any], rope: Any, **options: Any) -> Any:
     return call
 
 
-@pytest.mark.parametrize("rank", [4, 0, 80])
-@pytest.mark.parametrize("rotated", [None, 4, 16])
+@pytest.mark.parametrize(("rotated", "rank"), in_turn([None, 4, 16], [4, 0, 80]))
 def test_queries_with_their_gates(device: str, tools: Any, layers: Any, rotated: int | None, rank: int) -> None:
     """Four heads of queries and gates in turn, two of keys and values; the first features of a head are rotated."""
     made = [layers.make(n, 40, rank, bias=True) for n in (2 * 4 * 16, 2 * 16, 2 * 16)]

@@ -19,6 +19,8 @@ from torch import Tensor
 from transformers.models.glm4.modeling_glm4 import apply_rotary_pos_emb as rotate_pairs
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as rotate_halves
 
+from tests.tiers import in_turn
+
 BF16 = torch.bfloat16
 HIDDEN = 40
 
@@ -152,15 +154,18 @@ def test_twice_the_same_bits(device: str, tools: Any, layers: Any, name: str) ->
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize("tile", [Tile(16, 1, 4), Tile(16, 8, 4), Tile(32, 3, 4)], ids=str)
 @pytest.mark.parametrize(
-    ("span", "after", "rotated", "pairs"),
-    [("width", False, 16, False), ("width", False, 0, False), ("head", True, 8, True), ("head", False, 12, False)],
+    ("option", "tile"),
+    in_turn(
+        [("width", False, 16, False), ("width", False, 0, False), ("head", True, 8, True), ("head", False, 12, False)],
+        [Tile(16, 1, 4), Tile(16, 8, 4), Tile(32, 3, 4)],
+    ),
 )
 def test_every_tile_writes_every_element(
-    device: str, tools: Any, span: Any, after: bool, rotated: int, pairs: bool, tile: Tile
+    device: str, tools: Any, option: tuple[Any, bool, int, bool], tile: Tile
 ) -> None:
     """37 rows and 5 + 2 heads fill no tile; gradients come in any strides."""
+    span, after, rotated, pairs = option
     tokens, heads, k_heads, head = 37, 5, 2, 16
     sizes = [head * n if span == "width" else head for n in (heads, k_heads)]
     y = torch.randn(tokens, (heads + 2 * k_heads) * head, device=device)

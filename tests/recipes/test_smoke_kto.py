@@ -47,6 +47,7 @@ def written(folder: Path, made: list[dict[str, Any]]) -> str:
     return f"data.train=['{path}']"
 
 
+@pytest.mark.long
 def test_labelled_answers_teach_which_ones_to_give(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = measured(capsys, tmp_path, *SHORT, written(tmp_path, rows()), recipe=RECIPE)
     base, run = found["base"], found["run"]

@@ -66,6 +66,7 @@ def test_grpo_raises_held_out_accuracy(how: str, seed: int, tmp_path: Path, caps
     assert after - before >= 0.4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("how", "seed"), RUNS)
 def test_grpo_learns_nothing_from_shuffled_rewards(
     how: str, seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -62,7 +62,8 @@ def test_as_it_ships(seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert found["run"]["tasks"]["exact_match"]["score"] >= 0.85
 
 
-@pytest.mark.parametrize("method", [pytest.param("orpo", marks=pytest.mark.long), "simpo"])
+@pytest.mark.long
+@pytest.mark.parametrize("method", ["orpo", "simpo"])
 def test_methods_without_a_reference_teach_the_order(
     method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,6 +26,7 @@ SHORT = (
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
+@pytest.mark.long
 def test_pairs_teach_a_score(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = measured(capsys, tmp_path, *SHORT, recipe=RECIPE)
     base, run = found["base"], found["run"]

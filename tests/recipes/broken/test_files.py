@@ -64,12 +64,12 @@ def test_unreadable_file(refused: Callable[..., object], monkeypatch: pytest.Mon
 
 def test_path_through_a_file(refused: Callable[..., object]) -> None:
     write("r.yaml", "version: 1\n")
-    refused(["check", "r.yaml/inside.yaml"], code="FT103", at="r.yaml/inside.yaml", help="permissions")
+    refused(["check", "r.yaml/inside.yaml"], code="FT103", at="r.yaml/inside.yaml", help="check the path")
 
 
 def test_symbolic_link_to_itself(refused: Callable[..., object]) -> None:
     Path("loop.yaml").symlink_to("loop.yaml")
-    refused(["check", "loop.yaml"], code="FT103", at="loop.yaml", help="permissions")
+    refused(["check", "loop.yaml"], code="FT103", at="loop.yaml", help="check the path")
 
 
 def test_hundred_megabytes(refused: Callable[..., object]) -> None:

@@ -142,7 +142,7 @@ def test_extends_is_refused(
 def test_a_base_that_no_path_leads_to(refused: Callable[..., object], name: str) -> None:
     Path("loop.yaml").symlink_to("loop.yaml")
     Path("r.yaml").write_text(f"extends: {name}\n")
-    refused(["check", "r.yaml"], code="FT103", at=name, help="ls -l")
+    refused(["check", "r.yaml"], code="FT103", at=name, help="check the path (`ls -l`)")
 
 
 @pytest.mark.parametrize("escape", ["\\0", "\\ud800"])

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiers import telling
+
 HEAD = "version: 1\nmodel: {name_or_path: bundled:tiny-gemma2}\n"
 CASES = [
     ("unknown key", ["check", "r.yaml"], HEAD + "train: {learning_rte: 1}\n", "FT201"),
@@ -26,6 +28,10 @@ CASES = [
 ]
 
 
+#: Those that end in a room of their own: the schema, the reader of files, the command line.
+TOLD = ("many problems", "hundred megabytes", "usage")
+
+
 COUNTING = """
 import sys
 from pathlib import Path
@@ -35,6 +41,7 @@ def called(frame, event, argument):
     count += event == "call"
 sys.setprofile(called)
 from ftcli.cli.app import main
+from tests.tiers import telling
 status = main()
 sys.setprofile(None)
 Path("calls").write_text(str(count))
@@ -50,7 +57,7 @@ def counted(argv: list[str], folder: Path) -> tuple[subprocess.CompletedProcess[
     return done, int((folder / "calls").read_text())
 
 
-@pytest.mark.parametrize(("argv", "text", "code"), [pytest.param(*case[1:], id=case[0]) for case in CASES])
+@pytest.mark.parametrize(("argv", "text", "code"), telling({name: tuple(case) for name, *case in CASES}, *TOLD))
 def test_answer_of_a_process(tmp_path: Path, argv: list[str], text: str | None, code: str) -> None:
     with (tmp_path / "r.yaml").open("w") as stream:
         stream.truncate(100 * 2**20) if text is None else stream.write(text)

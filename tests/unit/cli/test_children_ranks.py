@@ -91,7 +91,7 @@ atexit.register(print, "done", flush=True)
 threading.Thread(target=time.sleep, args=(600,)).start()
 leave(75)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600, check=False)
     assert (done.returncode, done.stdout) == (75, "done\n"), done.stderr
 
 

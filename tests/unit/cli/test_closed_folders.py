@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.tiers import further
 from tests.unit.run.test_summary import write_run
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -69,13 +70,15 @@ def test_runs_lists_what_it_can_and_names_what_it_cannot(place: Path) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        ("runs", "runs/locked"),
         ("runs", "runs/listed"),
         ("runs", "runs/locked/inside"),
         ("export", "runs/locked"),
-        ("chat", "runs/locked/inside", "--prompt", "x"),
-        ("eval", str(ROOT / "recipes" / "smoke.yaml"), "--run", "runs/locked"),
         ("compare", "runs/locked", "runs/a"),
+        *further(
+            ("runs", "runs/locked"),
+            ("chat", "runs/locked/inside", "--prompt", "x"),
+            ("eval", str(ROOT / "recipes" / "smoke.yaml"), "--run", "runs/locked"),
+        ),
     ],
 )
 def test_a_folder_that_cannot_be_read_is_called_that(words: tuple[str, ...], place: Path) -> None:

@@ -71,10 +71,15 @@ def test_the_shell_is_found_by_itself(tmp_path: Path) -> None:
         ("ftcli train m", {"mine.yaml"}),
         ("ftcli recipes show smoke-g", {"smoke-grpo"}),
         ("ftcli export runs/", {"runs/first", "runs/x/"}),
-        ("ftcli eval mine.yaml --run ", {"runs/first", "runs/x/"}),
-        ("ftcli compare runs/first runs/x/", {"runs/x/y"}),
         ("ftcli check mine.yaml --as rtx50", {"rtx5090"}),
-        ("ftcli recipes convert a --from ll", {"llama-factory"}),
+        *(
+            pytest.param(*each, marks=pytest.mark.long)
+            for each in (
+                ("ftcli eval mine.yaml --run ", {"runs/first", "runs/x/"}),
+                ("ftcli compare runs/first runs/x/", {"runs/x/y"}),
+                ("ftcli recipes convert a --from ll", {"llama-factory"}),
+            )
+        ),
     ],
 )
 def test_what_bash_is_told(words: str, completed: set[str], folder: Path) -> None:

@@ -16,6 +16,7 @@ from ftcli.export import adapter as adapter_format
 from ftcli.export import safetensors as merged_format
 from ftcli.export.merge import AdapterUpdates
 from ftcli.export.tensorfile import TensorToWrite, write_shards
+from tests.tiers import in_turn
 from tests.unit.export.conftest import Trained, edit_json
 from tests.unit.export.test_export import code, export, failure
 
@@ -57,8 +58,14 @@ def another_weight_touched(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(merged_format, "write_shards", broken)
 
 
-@pytest.mark.parametrize("fault", [wrong_scale, flipped_scale, one_layer_left_out, another_weight_touched])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("fault", "dtype"),
+    in_turn(
+        [wrong_scale, flipped_scale, one_layer_left_out, another_weight_touched],
+        ["float32", "bfloat16"],
+        ids=lambda value: getattr(value, "__name__", value),
+    ),
+)
 def test_a_wrong_merge_is_caught_and_removed(
     trained: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch, fault: Any, dtype: str
 ) -> None:
@@ -111,18 +118,21 @@ def other_template(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage",
-    [
-        flip_a_weight,
-        cut_the_file,
-        lose_the_template,
-        other_template,
-        lose_the_stop_token,
-        lose_a_tensor,
-        swap_the_permutation,
-    ],
+    ("damage", "kind"),
+    in_turn(
+        [
+            flip_a_weight,
+            cut_the_file,
+            lose_the_template,
+            other_template,
+            lose_the_stop_token,
+            lose_a_tensor,
+            swap_the_permutation,
+        ],
+        ["adapter merged", "full fine-tune"],
+        ids=lambda value: getattr(value, "__name__", value),
+    ),
 )
-@pytest.mark.parametrize("kind", ["adapter merged", "full fine-tune"])
 def test_damage_after_writing_is_caught(
     trained: Callable[..., Trained],
     tuned: Trained,

@@ -20,14 +20,11 @@ pytest.importorskip("gguf")
 @pytest.mark.parametrize(
     ("family", "variant"),
     [
-        ("llama", {}),
-        ("gemma2", {}),
         ("qwen2_vl", {}),
-        ("glm4", {}),
-        ("granite", {}),
         ("starcoder2", {}),
         ("qwen3_5_text", {}),
         ("llama", VARIANTS["rank pattern"]),
+        *(pytest.param(name, {}, marks=pytest.mark.long) for name in ("llama", "gemma2", "glm4", "granite")),
     ],
 )
 def test_an_adapter_is_written_alone(family: str, variant: dict[str, Any], tmp_path: Path) -> None:

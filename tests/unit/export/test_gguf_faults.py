@@ -22,6 +22,7 @@ from ftcli.export.gguf.verify import verify_file
 from ftcli.export.gguf.write import write_type
 from ftcli.gguf import numbers_in_file, to_file
 from tests.small_models import build
+from tests.tiers import further
 from tests.unit.export.gguf_runs import adapt, export
 
 gguf = pytest.importorskip("gguf")
@@ -132,7 +133,9 @@ def test_a_wrong_permutation_is_caught_and_removed(fault: Any, tmp_path: Path, m
     assert not list(made.run.export_dir.iterdir())
 
 
-@pytest.mark.parametrize("part", ["attn_qkv", "attn_gate", "ssm_alpha", "ssm_a", "ssm_dt", "ssm_conv1d", "ssm_out"])
+@pytest.mark.parametrize(
+    "part", ["attn_qkv", "ssm_a", "ssm_out", *further("attn_gate", "ssm_alpha", "ssm_dt", "ssm_conv1d")]
+)
 def test_value_heads_in_the_models_order_are_caught(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def grouped(stored: str, tensor: torch.Tensor, heads: Any, architecture: Any) -> torch.Tensor:
         if f".{part}" not in stored:

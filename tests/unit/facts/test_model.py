@@ -32,6 +32,7 @@ BILLIONS = {
     "Qwen/Qwen3-4B": 4.02,
     "Qwen/Qwen3-8B": 8.19,
     "Qwen/Qwen3-30B-A3B": 30.53,
+    "Qwen/Qwen3-VL-8B-Instruct": 8.77,
     "zai-org/GLM-4.7-Flash": 29.94,
     "Qwen/Qwen3.5-4B": 4.54,
     "Qwen/Qwen3.5-9B": 9.41,

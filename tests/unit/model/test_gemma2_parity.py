@@ -296,6 +296,7 @@ def generated(model: Model, inputs: dict[str, Tensor], tokens: int) -> tuple[Ten
     return out.sequences, torch.stack(out.logits)
 
 
+@pytest.mark.whole_grid
 @pytest.mark.parametrize(("window", "lengths", "new"), [(8, (5, 3, 7), 14), (8, (19, 8, 9), 4), (64, (63, 20, 64), 6)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_cached_generation_past_the_window(kind: str, window: int, lengths: tuple[int, ...], new: int) -> None:

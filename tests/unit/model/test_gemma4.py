@@ -23,6 +23,7 @@ from ftcli.model.trained_weights import save_weights
 from ftcli.plan.precision import DtypePlan
 from ftcli.reporting import SilentReporter
 from tests.small_models import GEMMA4_MIXTURE, build
+from tests.tiers import further, in_turn
 
 PLAN = DtypePlan("float32", "float32", "float32", False, "a test")
 #: E2B's and E4B's, with shared layers at every distance from those that give; 12B's; 31B's.
@@ -42,6 +43,8 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "wrapped": ("gemma4", {}),
     "wrapped 12b": ("gemma4_unified", {}),
 }  # fmt: skip
+#: Those that differ in what a kernel is asked; in `make test` the others run in plain torch.
+INTERPRETED = {"e4b", "31b", "26b"}
 POLICIES: tuple[Any, ...] = (False, True, "selective", "offload", "lean")
 
 
@@ -86,8 +89,14 @@ def on_the_kernels(model: Any, backend: str) -> None:
         layer._backend = backend  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "backend"),
+    [
+        pytest.param(name, backend, marks=() if (backend == "triton") == (name in INTERPRETED) else pytest.mark.long)
+        for name in LAYOUTS
+        for backend in ("torch", "triton")
+    ],
+)
 def test_loss_and_gradients_are_transformers_own(layout: str, backend: str) -> None:
     model = adapted(layout)
     wanted = run(model)
@@ -124,7 +133,7 @@ def test_a_call_with_a_cache_is_transformers_own(layout: str) -> None:
     assert torch.equal(model(input_ids=ids, use_cache=True).logits, wanted)
 
 
-@pytest.mark.parametrize("layout", ["e4b", "31b", "wrapped"])
+@pytest.mark.parametrize("layout", ["e4b", "31b", *further("wrapped")])
 def test_weights_that_are_trained_get_transformers_gradients(layout: str) -> None:
     model_type, change = LAYOUTS[layout]
     model = build(model_type, **change).requires_grad_(True)
@@ -133,9 +142,8 @@ def test_weights_that_are_trained_get_transformers_gradients(layout: str) -> Non
     close(run(model), wanted)
 
 
-@pytest.mark.parametrize("stacked", [False, True])
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("layout", ["e4b", "shared 1", "31b", "26b"])
+@pytest.mark.parametrize("stacked", [True, *further(False)])
+@pytest.mark.parametrize(("policy", "layout"), in_turn(POLICIES, ["e4b", "shared 1", "31b", "26b"]))
 def test_every_checkpointing_policy_gives_the_same_bits(layout: str, policy: Any, stacked: bool) -> None:
     """The giving layers' gradients too, which are lost where a layer that is run again gives anew."""
     model = adapted(layout)

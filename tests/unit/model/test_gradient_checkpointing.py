@@ -14,6 +14,7 @@ from ftcli.model.gradient_checkpointing import use_checkpointing
 from ftcli.model.loss import forward_loss
 from ftcli.model.patch import patch
 from ftcli.tables.policies import PolicyName
+from tests.tiers import in_turn
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -72,8 +73,7 @@ def same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
     return len(found) == len(wanted) and all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
-@pytest.mark.parametrize("kernels", ["reference", "off"])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("name", "kernels"), in_turn(list(CONFIGS), ["reference", "off"]))
 def test_every_policy_gives_the_same_bits(name: str, kernels: str) -> None:
     wanted = gradients(adapted(name, kernels), accumulated=2)
     policies: tuple[PolicyName, ...] = ("selective", "offload")

@@ -82,7 +82,9 @@ def test_random_weights_have_the_models_spread(reference: Any) -> None:
     assert torch.equal(dict(model.named_buffers())["model.rotary_emb.inv_freq"], reference.model.rotary_emb.inv_freq)
 
 
-@pytest.mark.parametrize("model_type", [*small_models.TEXT, *small_models.MULTIMODAL])
+@pytest.mark.parametrize(
+    "model_type", small_models.by_kind([*small_models.TEXT, *small_models.MULTIMODAL], small_models.STRUCTURES)
+)
 def test_every_parameter_is_drawn(model_type: str) -> None:
     """A mixture may draw its router's weights, which were not there yet: Qwen3.5's were whatever the memory held."""
     holding = loading.ModelStorage(QuantizationConfig(method="nf4"), torch.float32, torch.device("cpu"))

@@ -17,7 +17,7 @@ from ftcli.config.model import QuantizationConfig
 from ftcli.model.backbone import HiddenStates, head_of, hidden_states
 from ftcli.model.loss import next_token_log_probs
 from tests.quantized import load
-from tests.small_models import MULTIMODAL, TEXT, VOCABULARY, build
+from tests.small_models import MULTIMODAL, STRUCTURES, TEXT, VOCABULARY, build, by_kind
 
 FAMILIES = sorted({*TEXT, *MULTIMODAL})
 TEMPERATURE = 0.8
@@ -54,7 +54,7 @@ def check(model: Any) -> None:
         next_token_log_probs(logits, head, labels, temperature=1.0)
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", by_kind(FAMILIES, STRUCTURES))
 def test_unsloth_1790_hidden_states_are_hidden_states_in(model_type: str) -> None:
     check(build(model_type))
 

@@ -10,9 +10,8 @@ from tests.family_outcomes import outcome_of, page, stated
 from tests.small_models import MULTIMODAL, TEXT
 
 TEXT_OF_PAGE = (Path(__file__).parents[3] / "docs" / "models.md").read_text(encoding="utf-8")
-#: One that everything works for, one that cannot be quantized, one that documents leak in; the others have
-#: `make test-families`.
-TELLING = ("llama", "gpt2", "mamba2")
+#: One that everything works for, one that cannot be quantized; the others have `make test-families`.
+TELLING = ("llama", "gpt2")
 
 
 def test_the_page_lists_the_families_that_are_tested_and_is_up_to_date() -> None:

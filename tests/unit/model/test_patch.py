@@ -33,7 +33,7 @@ from ftcli.model.selfcheck import self_check
 from ftcli.plan.precision import DtypePlan
 from ftcli.rows.row import Row
 from ftcli.train.isolation import check_isolation
-from tests.small_models import _DELTA, build, by_kind
+from tests.small_models import _DELTA, STRUCTURES, build, by_kind
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -293,7 +293,7 @@ def run(model: Any) -> tuple[float, dict[str, torch.Tensor]]:
     return loss.item(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", by_kind(CONFIGS, STRUCTURES))
 def test_loss_gradients_names_generation_and_undo(name: str) -> None:
     model, ids = adapted(name), batch()["input_ids"]
     names = set(model.state_dict())

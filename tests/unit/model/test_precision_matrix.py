@@ -23,6 +23,7 @@ from ftcli.model.patch import patch
 from ftcli.model.quantized import QuantizedLinear
 from tests.quantized import quantize_linears
 
+pytestmark = pytest.mark.whole_grid  # the matrix of dtypes is promised
 CPU = torch.device("cpu")
 SIZES: dict[str, Any] = {
     "vocab_size": 48, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,

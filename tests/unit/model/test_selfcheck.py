@@ -12,7 +12,7 @@ from ftcli.model.backbone import head_of, rotation_kept
 from ftcli.model.loss import forward_loss
 from ftcli.model.selfcheck import check_head
 from ftcli.plan.precision import DtypePlan
-from tests.small_models import MULTIMODAL, TEXT, VOCABULARY, build, config_of
+from tests.small_models import MULTIMODAL, STRUCTURES, TEXT, VOCABULARY, build, by_kind, config_of
 
 PLAN = DtypePlan("float32", "float32", "float32", False, "a test")
 CPU = torch.device("cpu")
@@ -22,7 +22,7 @@ def ids(length: int = 24) -> torch.Tensor:
     return torch.randint(5, VOCABULARY - 8, (1, length), generator=torch.Generator().manual_seed(3))
 
 
-@pytest.mark.parametrize("model_type", [*TEXT, *MULTIMODAL])
+@pytest.mark.parametrize("model_type", by_kind([*TEXT, *MULTIMODAL], (*STRUCTURES, "falcon_h1", "recurrent_gemma")))
 def test_the_loss_is_the_models_own_in_every_family(model_type: str) -> None:
     """Issue 11, B5: RecurrentGemma's cap and Falcon-H1's multiplier were not read; the loss was 2 to 3% off."""
     model, row = build(model_type), ids()

@@ -17,6 +17,7 @@ from ftcli.model.loss import forward_loss
 from ftcli.model.patch import patch
 from ftcli.tables import families
 from tests.small_models import _COMMON, TEXT, adapted_everywhere, by_kind
+from tests.tiers import in_turn
 
 FAMILIES = [name for name, row in families.TABLE.items() if row.kernels == "layers" and name in TEXT]
 
@@ -51,8 +52,7 @@ def run(model: Any, batch: dict[str, torch.Tensor], stack: DecoderStack | None) 
     return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
-@pytest.mark.parametrize("kind", ["whole rows", "documents"])
-@pytest.mark.parametrize("name", by_kind(FAMILIES))
+@pytest.mark.parametrize(("name", "kind"), in_turn(by_kind(FAMILIES), ["whole rows", "documents"]))
 def test_a_stack_gives_the_bits_of_single_layers(name: str, kind: str) -> None:
     model, batch = adapted(name), batches()[kind]
     wanted = run(model, batch, None)

@@ -26,8 +26,14 @@ from tests.unit.plan import test_activations as activations
 SETTINGS = QuantizationConfig(method="bitnet")
 
 
-@pytest.mark.parametrize("family", ["bitnet", "llama"])
-@pytest.mark.parametrize("own_norms", [False, True])
+@pytest.mark.parametrize(
+    ("family", "own_norms"),
+    [
+        ("bitnet", True),
+        ("llama", False),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in (("bitnet", False), ("llama", True))),
+    ],
+)
 @pytest.mark.parametrize(
     ("rounds", "plan"), [("apart", "full-float32"), ("apart", "full-bfloat16"), ("in norms", "full-bfloat16")]
 )

@@ -269,6 +269,7 @@ def test_modules_saved_whole_are_trained_parameters(case: Callable[..., Case]) -
     assert with_head.estimate().parts["loss workspace"] > plain.estimate().parts["loss workspace"] + GIB
 
 
+@pytest.mark.long
 def test_a_family_without_a_description_is_measured(case: Callable[..., Case]) -> None:
     made = case("google/gemma-2-2b", LORA, "model.kernels=off")
     plan = plan_of(made.recipe, made.facts, GPUS["h100"])

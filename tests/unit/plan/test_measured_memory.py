@@ -91,9 +91,9 @@ def allocated(plan: RunPlan) -> int:
 @pytest.mark.parametrize(
     ("policy", "lora"),
     [
-        pytest.param("false", "lora={r: 8}", id="false-adapters"),
+        pytest.param("false", "lora={r: 8}", id="false-adapters", marks=pytest.mark.long),
         pytest.param("true", "lora=null", id="true-full"),
-        pytest.param("true", "lora={r: 8}", id="true-adapters", marks=pytest.mark.long),
+        pytest.param("true", "lora={r: 8}", id="true-adapters"),
         pytest.param("false", "lora=null", id="false-full", marks=pytest.mark.long),
     ],
 )
@@ -106,7 +106,7 @@ def allocated(plan: RunPlan) -> int:
         pytest.param("olmoe", WIDE, marks=pytest.mark.long),
         pytest.param("phimoe", WIDE, marks=pytest.mark.long),
         pytest.param("glm4_moe_lite", WIDE, marks=pytest.mark.long),
-        ("falcon_h1", {}),
+        pytest.param("falcon_h1", {}, marks=pytest.mark.long),
         pytest.param("nemotron_h", {}, marks=pytest.mark.long),
         pytest.param("nemotron", WIDE, marks=pytest.mark.long),
         ("mamba2", {}),

@@ -9,7 +9,7 @@ from typing import get_args
 import pytest
 
 from ftcli.plan.memory.terms import Phase
-from ftcli.run.out_of_memory import is_out_of_memory
+from ftcli.run.out_of_memory import is_out_of_memory, said_of
 from ftcli.train.loop import Doing
 from ftcli.train.out_of_memory import _estimated, _where
 
@@ -65,3 +65,10 @@ def test_all_that_a_trainer_does_is_a_phase_of_the_estimate_or_has_none() -> Non
     for doing in phases:
         assert doing in _estimated(doing)
     assert {_estimated(doing) for doing in others} == {()}
+
+
+def test_the_line_that_speaks_of_memory_is_told() -> None:
+    """NumPy's error begins with twenty lines of advice."""
+    last = "Original error was: libopenblas.so: failed to map segment from shared object"
+    assert said_of(ImportError(f"\n\nIMPORTANT: PLEASE READ THIS\n\n{last}\n")) == last
+    assert said_of(MemoryError()) == "MemoryError"

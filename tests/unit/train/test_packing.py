@@ -26,6 +26,7 @@ from ftcli.tables.families import TABLE
 from ftcli.tables.packing import LEAKING
 from ftcli.train.isolation import check_isolation
 from tests.small_models import SCALED_BY_POSITION, TEXT, by_kind
+from tests.tiers import in_turn
 
 FLOAT32 = DtypePlan("float32", None, "float32", False, "test")
 SMALL: dict[str, Any] = {
@@ -76,8 +77,7 @@ def logits(model: PreTrainedModel, packs: Sequence[Sequence[TokenizedRow]]) -> t
         return model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
 
 
-@pytest.mark.parametrize("family", by_kind(FAMILIES))
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize(("family", "attention"), in_turn(by_kind(FAMILIES), ["eager", "sdpa"]))
 def test_one_changed_document_leaves_the_others_logits_bit_equal(family: str, attention: str) -> None:
     if family in CAPPED and attention == "sdpa":
         pytest.skip("SDPA cannot cap scores; transformers refuses it")

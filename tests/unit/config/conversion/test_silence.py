@@ -105,6 +105,7 @@ def item(text: str) -> str:
         ("axolotl", "label_smoothing_factor: 0.1\n", "`label_smoothing_factor`"),
         ("axolotl", "eval_sequence_len: 32\n", "`eval_sequence_len`"),
         ("axolotl", "quantize_moe_experts: true\n", "`quantize_moe_experts`"),
+        ("axolotl", "rope_scaling: {type: linear, factor: 2}\n", "`rope_scaling.factor`"),
         ("axolotl", "load_in_4bit: true\n", "`load_in_4bit`"),
         ("axolotl", "output_dir: s3://bucket/out\n", "s3://bucket/out"),
         ("axolotl", "revision_of_model: s3://bucket/x\n", "s3://bucket/x"),
