@@ -258,7 +258,7 @@ def test_experts_in_nf4_are_merged_as_they_were_trained_and_written_one_by_one(m
         assert not packed or not torch.equal(tensor, stored(result.path)[name]), name
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v2"])
+@pytest.mark.parametrize("model_type", ["qwen3_next"])
 def test_experts_that_nf4_leaves_alone_are_merged_as_they_are(model_type: str, tmp_path: Path) -> None:
     """Those of families whose experts are not on the kernels."""
     made = run_of(model_type, tmp_path)
