@@ -185,7 +185,7 @@ def test_check_as_a_t4_shows_the_fallback(load: Any) -> None:
         ("llama", {"use_dora": True}, "DoRA"),
         ("llama", {"modules_to_save": ["down_proj"]}, "lora.modules_to_save"),
         ("llama", {"modules_to_save": ["lm_head", "norm"]}, None),
-        ("deepseek_v2", {}, "deepseek_v2"),
+        ("qwen3_next", {}, "qwen3_next"),
         ("gpt_oss", {}, None),
         ("phi3", {}, None),
     ],
