@@ -144,7 +144,8 @@ def _rows(schema: RecipeSchema, node: Node, prefix: str, section: str, shown: Sh
         row = Row(key, _escape(value), _escape(_about(resolved)))
         earlier = shown.rows.setdefault(row, f"{section}.{prefix}") if prefix.endswith("].") else f"{section}.{prefix}"
         if earlier != f"{section}.{prefix}":
-            alike.setdefault(earlier, []).append(f"`{prefix}{key}`")
+            inner = (f"`{prefix}{key}.{name}`" for name in schema.properties(child) or ())
+            alike.setdefault(earlier, []).extend((f"`{prefix}{key}`", *inner))
             continue
         yield f"| `{prefix}{key}` | {row.value} | {row.about} |"
         yield from _nested(schema, child, f"{prefix}{key}", section, shown)

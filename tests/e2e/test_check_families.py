@@ -92,7 +92,7 @@ def test_what_does_not_fit_is_refused_without_a_description(user: User, tmp_path
 @pytest.mark.parametrize(
     ("model_type", "certain"),
     [
-        ("deepseek_v2", False),
+        ("gpt2", False),
         pytest.param("lfm2", True, marks=pytest.mark.long),
         pytest.param("qwen3_next", True, marks=pytest.mark.long),
     ],

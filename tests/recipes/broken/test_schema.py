@@ -19,7 +19,7 @@ CASES = [
     ("hyphen", "data: {max-seq-len: 8}\n", "FT201", "3:8", "did you mean `max_seq_len`?"),
     ("wrong section", "lora:\n  learning_rate: 1e-4\n", "FT201", "4:3", "`train.learning_rate`"),
     ("no section", "learning_rate: 1e-4\n", "FT201", "3:1", "`train.learning_rate`"),
-    ("two homes", "lora:\n  temperature: 1.0\n", "FT201", "4:3", "`grpo.temperature` or `eval.generate.temperature`"),
+    ("two homes", "lora:\n  temperature: 1.0\n", "FT201", "4:3", "`grpo.temperature` or `distill.temperature`"),
     ("section in a section", "train:\n  lora: {r: 8}\n", "FT201", "4:3", "section of its own"),
     ("nothing alike", "train:\n  zzz: 1\n", "FT201", "4:3", "keys of train: method, num_train_epochs"),
     ("in a list", "data:\n  train:\n    - path: a.jsonl\n      max_row: 3\n", "FT201", "6:7", "`max_rows`"),

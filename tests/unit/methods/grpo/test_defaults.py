@@ -19,6 +19,7 @@ OWN = {
     "completions_kept",
     "advantage_estimator",  # TRL has a trainer for RLOO, and none for REINFORCE++
     "max_resample_times",
+    "environment",  # TRL's trainer takes environment_factory
     "overlong_buffer",  # TRL has a reward function
     "overlong_penalty",
 }
