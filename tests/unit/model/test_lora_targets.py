@@ -27,7 +27,7 @@ from tests.unit.conftest import Load
 PLAN = DtypePlan("float32", "float32", "float32", False, "a test")
 
 #: PEFT 0.21 takes the names of dense layers in these families for those of their experts.
-UNNAMEABLE = {"qwen3_next", "glm4_moe", "glm4_moe_lite", "deepseek_v3"}
+UNNAMEABLE = {"qwen3_next", "glm4_moe", "glm4_moe_lite", "deepseek_v2", "deepseek_v3", "ernie4_5_moe"}
 
 
 def lora(**values: Any) -> LoraConfig:

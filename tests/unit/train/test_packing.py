@@ -48,7 +48,9 @@ CAPPED = [name for name in FAMILIES if TABLE[name].attention_softcap is not None
 CHANGES: dict[str, dict[str, Any]] = {
     "ministral3": {"rope_parameters": {**SCALED_BY_POSITION, "factor": 32.0, "original_max_position_embeddings": 4}},
     "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
-    **{name: TEXT[name] for name in ("deepseek_v3", "glm4_moe_lite", "youtu")},  # the widths of their latents
+    **{
+        name: TEXT[name] for name in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu")
+    },  # the widths of their latents
 }
 
 
