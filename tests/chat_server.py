@@ -48,16 +48,16 @@ def chat_server(answer: Callable[[int, dict[str, Any]], Answer]) -> Iterator[Cha
             number = said.came(self.path, dict(self.headers), body)
             try:
                 status, headers, text = answer(number, body)
-                if isinstance(text, str):
-                    text = json.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]}).encode()
-                self.send_response(status)
-                for name, value in headers.items():
-                    self.send_header(name, value)
-                self.send_header("Content-Length", str(len(text)))
-                self.end_headers()
-                self.wfile.write(text)
             finally:
-                said.left()
+                said.left()  # before the reply is sent, after which the other side may ask again
+            if isinstance(text, str):
+                text = json.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]}).encode()
+            self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
 
         def log_message(self, *_: Any) -> None:
             return

@@ -82,7 +82,9 @@ def test_no_foreign_name_is_one_of_ours() -> None:
     named = {name: FOREIGN[name].target for name in leaves & set(FOREIGN)}
     # transformers' metric_for_best_model is ours with other values, of which the note speaks.
     assert {name for name, target in named.items() if target is None} <= {"metric_for_best_model"}
-    assert {name for name, target in named.items() if target is not None and target.rpartition(".")[2] != name} == set()
+    # `epochs` is of one source here, and of the run there: in `train` it is told as train.num_train_epochs.
+    others = {name for name, target in named.items() if target is not None and target.rpartition(".")[2] != name}
+    assert others == {"epochs"}
 
 
 def test_every_foreign_value_leads_to_an_allowed_word() -> None:
