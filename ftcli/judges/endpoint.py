@@ -46,6 +46,13 @@ class JudgeAccess:
     cache: Path | None = None
 
 
+class NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Follows no redirection: the key is for the address that was named."""
+
+    def redirect_request(self, *_: Any, **__: Any) -> None:
+        return None
+
+
 class _Passing(Exception):
     """No answer yet; ``wait`` seconds were asked for, where the server said so."""
 
@@ -66,6 +73,7 @@ class LlmJudge:
 
     def __init__(self, endpoint: EndpointConfig, access: JudgeAccess, extract: str | None = None) -> None:
         self._endpoint, self._extract = endpoint, re.compile(extract, re.DOTALL) if extract else None
+        self._opener = urllib.request.build_opener(NoRedirect())
         self._url = endpoint.url.rstrip("/") + "/chat/completions"
         self._headers = {"Content-Type": "application/json"}
         if endpoint.api_key_env is not None:
@@ -133,7 +141,7 @@ class LlmJudge:
     def _once(self, sent: bytes) -> str:
         request = urllib.request.Request(self._url, sent, self._headers)  # noqa: S310 - http(s), by the recipe's schema
         try:
-            with urllib.request.urlopen(request, timeout=self._endpoint.timeout) as answer:  # noqa: S310
+            with self._opener.open(request, timeout=self._endpoint.timeout) as answer:
                 said = json.loads(answer.read(_MOST_BYTES))
             return str(said["choices"][0]["message"]["content"] or "")
         except urllib.error.HTTPError as error:

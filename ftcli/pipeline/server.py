@@ -10,9 +10,9 @@ import urllib.request
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
 
 from ftcli.errors import FtcliError, Origin, first_line
+from ftcli.judges.endpoint import NoRedirect
 from ftcli.plain import JsonMap, JsonObject, is_number, map_in, maps
 from ftcli.rows.row import Message, Switches
 
@@ -53,13 +53,6 @@ class Refused(Exception):
         self.status = status
 
 
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Follows no redirection: the key is for the address that was named."""
-
-    def redirect_request(self, *_: Any, **__: Any) -> None:
-        return None
-
-
 class Server:
     """A server at an address, with ``/v1`` or without it.
 
@@ -85,7 +78,7 @@ class Server:
         if key:
             self._headers["Authorization"] = f"Bearer {key}"
         # No proxies: what the environment says of them is about the network outside.
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect())
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), NoRedirect())
 
     def model_named(self, name: str | None) -> str:
         """The model to ask: that which is named, or the only one.

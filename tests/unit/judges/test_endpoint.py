@@ -107,6 +107,17 @@ def test_what_no_further_try_helps_ends_the_run(status: int, body: bytes) -> Non
     assert error.value.exit_code == ExitCode.DATA
 
 
+def test_another_address_is_not_told_the_key() -> None:
+    with (
+        chat_server(lambda *_: (200, {}, "1")) as other,
+        chat_server(lambda *_: (302, {"Location": f"{other.url}/chat/completions"}, b"")) as server,
+        pytest.raises(FtcliError) as error,
+    ):
+        scores(judge(server), "a")
+    assert "answered 302" in error.value.findings[0].message
+    assert not other.requests
+
+
 def test_a_key_that_is_not_there_is_told_when_the_judge_is_opened() -> None:
     with chat_server(lambda *_: (200, {}, "1")) as server, pytest.raises(FtcliError, match="KEY is not set") as error:
         judge(server, JudgeAccess({}.get), api_key_env="KEY")
