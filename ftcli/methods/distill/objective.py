@@ -16,18 +16,15 @@ from ftcli.data.asked import RenderedPrompt
 from ftcli.data.collate import documents_batch
 from ftcli.data.tokens import TokenizedRow
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.generation.requests import NotFinite
 from ftcli.job import Job
 from ftcli.labels import IGNORE_INDEX
 from ftcli.methods.distill.settings import DistillConfig
-from ftcli.methods.grpo.rollouts import Rollouts
+from ftcli.methods.grpo.rollouts import Rollouts, sampling
 from ftcli.methods.grpo.spans import OPTIMIZER, ROLLOUT, TRAINING, Spans
 from ftcli.model.backbone import compute_context, head_of, hidden_states
-from ftcli.model.gradient_checkpointing import without_checkpointing
 from ftcli.model.loss import next_token_divergence, supervised_positions
 from ftcli.plain import JsonObject
 from ftcli.plan.batches import Batches
-from ftcli.plan.memory.terms import FORWARD, GENERATION
 from ftcli.run.metrics import MetricsLine
 from ftcli.run.process_group import gather_json
 from ftcli.train.assembly import of_reference
@@ -169,28 +166,9 @@ class DistillObjective(Objective):
     def _sampled(
         self, prompts: list[list[int]], step: int, monitor: StepMonitor, own: Sequence[int]
     ) -> list[list[int]]:
-        job = self._job
-        monitor.enter(GENERATION)
-        monitor.check_finite()  # sampling waits for the device anyway, and would fail on what came of it
         self._spans.enter(ROLLOUT)
-        try:
-            with (
-                torch.random.fork_rng(devices=[]),
-                torch.no_grad(),
-                without_checkpointing(self._model),
-                compute_context(job.device, job.dtypes.compute, job.dtypes.autocast),
-            ):
-                found = [one.tokens for one in self._rollouts.complete(prompts, step, own)]
-        except NotFinite as error:
-            raise FtcliError.single(
-                "FT702",
-                f"the model's logits are not finite when completions of step {step + 1} are sampled: "
-                "training has diverged",
-                exit_code=ExitCode.DIVERGED,
-                help="lower train.learning_rate, add train.warmup_steps, or lower train.max_grad_norm",
-            ) from error
-        finally:
-            monitor.enter(FORWARD)
+        with sampling(self._job, self._model, step, monitor):
+            found = [one.tokens for one in self._rollouts.complete(prompts, step, own)]
         self._spans.enter(None)
         self._spans.count(ROLLOUT, sum(map(len, found)))
         return found

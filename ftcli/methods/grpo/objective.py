@@ -20,8 +20,6 @@ import torch
 from torch import Tensor
 
 from ftcli.data.asked import RenderedPrompt
-from ftcli.errors import ExitCode, FtcliError
-from ftcli.generation.requests import NotFinite
 from ftcli.job import Job
 from ftcli.judges import columns_of
 from ftcli.methods.grpo.advantages import Advantages, advantages_of, deviation
@@ -31,14 +29,12 @@ from ftcli.methods.grpo.losses import Completions, StepShape, loss_mask
 from ftcli.methods.grpo.policy import Metrics, Parity, PolicyScores, check_parity, joined, scored_loss
 from ftcli.methods.grpo.reference import Reference
 from ftcli.methods.grpo.rewards import Reward, RewardFailures
-from ftcli.methods.grpo.rollouts import Rollouts, gather_rows
+from ftcli.methods.grpo.rollouts import Rollouts, gather_rows, sampling
 from ftcli.methods.grpo.settings import GrpoConfig
 from ftcli.methods.grpo.spans import LOG_PROBS, OPTIMIZER, REWARDS, ROLLOUT, TRAINING, Spans
 from ftcli.methods.grpo.stagnation import Stagnation
 from ftcli.model.backbone import compute_context
-from ftcli.model.gradient_checkpointing import without_checkpointing
 from ftcli.plain import JsonObject
-from ftcli.plan.memory.terms import FORWARD, GENERATION
 from ftcli.run.completions import ScoredCompletion
 from ftcli.run.metrics import MetricsLine
 from ftcli.run.process_group import gather_json
@@ -176,29 +172,10 @@ class GrpoObjective(Objective):
         return found
 
     def _roll_out(self, step: int, monitor: StepMonitor) -> Rollout:
-        monitor.enter(GENERATION)
-        monitor.check_finite()  # sampling waits for the device anyway, and would fail on what came of it
-        job = self._job
-        try:
-            with (
-                torch.random.fork_rng(devices=[]),
-                torch.no_grad(),
-                without_checkpointing(self._policy.model),
-                compute_context(job.device, job.dtypes.compute, job.dtypes.autocast),
-            ):
-                torch.manual_seed((self._seed * SEED_STRIDE + step) % 2**63)  # decides what shares a micro-batch
-                batch, sampled = self._complete_and_judge(step)
-                shuffled = torch.randperm(len(batch["completion_ids"]))
-        except NotFinite as error:
-            raise FtcliError.single(
-                "FT702",
-                f"the model's logits are not finite when completions of step {step + 1} are sampled: "
-                "training has diverged",
-                exit_code=ExitCode.DIVERGED,
-                help="lower train.learning_rate, add train.warmup_steps, or lower train.max_grad_norm",
-            ) from error
-        finally:
-            monitor.enter(FORWARD)
+        with sampling(self._job, self._policy.model, step, monitor):
+            torch.manual_seed((self._seed * SEED_STRIDE + step) % 2**63)  # decides what shares a micro-batch
+            batch, sampled = self._complete_and_judge(step)
+            shuffled = torch.randperm(len(batch["completion_ids"]))
         mixed = {name: value[shuffled] if value.dim() else value for name, value in batch.items()}
         batches = [
             {name: value[at : at + self._size] if value.dim() else value for name, value in mixed.items()}

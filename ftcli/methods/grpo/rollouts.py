@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -11,11 +12,15 @@ import torch
 from ftkernels.sampling import Sampling, row_seed
 from torch import Tensor
 
+from ftcli.errors import ExitCode, FtcliError
 from ftcli.facts.generation import MOST_ROWS
 from ftcli.generation.generator import OpenedGenerator, open_generator
-from ftcli.generation.requests import Completion, GenerationRequest, StopCheck, StopConditions
+from ftcli.generation.requests import Completion, GenerationRequest, NotFinite, StopCheck, StopConditions
 from ftcli.generation.turns import Turns
 from ftcli.job import Job
+from ftcli.model.backbone import compute_context
+from ftcli.model.gradient_checkpointing import without_checkpointing
+from ftcli.plan.memory.terms import FORWARD, GENERATION
 from ftcli.run.process_group import gather_bytes, gather_json
 
 if TYPE_CHECKING:
@@ -23,6 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ftcli.run.process_group import RankGroup
+    from ftcli.train.loop import StepMonitor
 
 
 class DrawnBy(Protocol):
@@ -40,6 +46,34 @@ class DrawnBy(Protocol):
     def max_completion_length(self) -> int: ...
     @property
     def stop_strings(self) -> tuple[str, ...]: ...
+
+
+@contextmanager
+def sampling(job: Job, model: PreTrainedModel | PeftModel, step: int, monitor: StepMonitor) -> Iterator[None]:
+    """A block in which completions of a step are sampled; random numbers that it draws leave training's as they were.
+
+    Raises:
+        FtcliError: FT702 (exit 6) where the model's logits are not finite.
+    """
+    monitor.enter(GENERATION)
+    monitor.check_finite()  # sampling waits for the device anyway, and would fail on what came of it
+    try:
+        with (
+            torch.random.fork_rng(devices=[]),
+            torch.no_grad(),
+            without_checkpointing(model),
+            compute_context(job.device, job.dtypes.compute, job.dtypes.autocast),
+        ):
+            yield
+    except NotFinite as error:
+        raise FtcliError.single(
+            "FT702",
+            f"the model's logits are not finite when completions of step {step + 1} are sampled: training has diverged",
+            exit_code=ExitCode.DIVERGED,
+            help="lower train.learning_rate, add train.warmup_steps, or lower train.max_grad_norm",
+        ) from error
+    finally:
+        monitor.enter(FORWARD)
 
 
 class Rollouts:
