@@ -133,6 +133,22 @@ _OF_PAIRS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 )
 
 
+#: Of methods whose model answers prompts itself.
+_OF_PROMPTS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        "data.format": layouts.formats(unit=1),
+        "model.dtype": ("auto", "bfloat16", "float32"),
+        "quantization.method": ("none", "nf4", "fp8"),
+        # Completions would be sampled under noise as well; rows are grouped by prompt.
+        "train.neftune_noise_alpha": (None,),
+        "train.train_sampling_strategy": ("random",),
+        "launch.engine": ("auto", "single", "ddp"),
+        "launch.dp_replicate_size": ("auto", 1),
+        "launch.context_parallel_size": (1,),
+    }
+)
+
+
 def _preference(name: str, title: str) -> Method:
     """Methods that learn from pairs differ in their loss, and in the values that recipes have where they say nothing.
 
@@ -250,18 +266,7 @@ TABLE: Mapping[str, Method] = MappingProxyType(
             on_ranks=True,
             length="distill.max_completion_length",
             told=("distill.teacher", "distill.beta", "distill.temperature", "distill.max_completion_length"),
-            supports=MappingProxyType(
-                {
-                    "data.format": layouts.formats(unit=1),
-                    "model.dtype": ("auto", "bfloat16", "float32"),
-                    "quantization.method": ("none", "nf4", "fp8"),
-                    "train.neftune_noise_alpha": (None,),
-                    "train.train_sampling_strategy": ("random",),
-                    "launch.engine": ("auto", "single", "ddp"),
-                    "launch.dp_replicate_size": ("auto", 1),
-                    "launch.context_parallel_size": (1,),
-                }
-            ),
+            supports=_OF_PROMPTS,
         ),
         "grpo": Method(
             "grpo",
@@ -285,19 +290,7 @@ TABLE: Mapping[str, Method] = MappingProxyType(
             structural=("grpo.num_generations",),
             counts_micro_batches=("grpo.steps_per_generation",),
             told=("grpo.num_generations", "grpo.beta", "grpo.temperature", "grpo.max_completion_length"),
-            supports=MappingProxyType(
-                {
-                    "data.format": layouts.formats(unit=1),
-                    "model.dtype": ("auto", "bfloat16", "float32"),
-                    "quantization.method": ("none", "nf4", "fp8"),
-                    # Completions would be sampled under noise as well; rows are grouped by prompt.
-                    "train.neftune_noise_alpha": (None,),
-                    "train.train_sampling_strategy": ("random",),
-                    "launch.engine": ("auto", "single", "ddp"),
-                    "launch.dp_replicate_size": ("auto", 1),
-                    "launch.context_parallel_size": (1,),
-                }
-            ),
+            supports=_OF_PROMPTS,
         ),
     }
 )

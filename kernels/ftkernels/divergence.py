@@ -12,15 +12,7 @@ from torch import Tensor
 
 from ftkernels.cross_entropy import falling
 from ftkernels.device import on_device_of, triton_dtype
-
-
-@dataclass(frozen=True, slots=True)
-class HeadOptions:
-    """softcap (0: none), factor on the logits before the cap, temperature that divides them after it."""
-
-    softcap: float = 0.0
-    logit_scale: float = 1.0
-    temperature: float = 1.0
+from ftkernels.log_prob import LogitOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +27,8 @@ def divergence_rows_reference(
     student: Tensor,
     teacher: Tensor,
     weights: Tensor,
-    of_student: HeadOptions,
-    of_teacher: HeadOptions,
+    of_student: LogitOptions,
+    of_teacher: LogitOptions,
     beta: float,
     gradient: Tensor | None,
 ) -> RowResult:
@@ -66,7 +58,7 @@ def divergence_rows_reference(
     return RowResult(divergence, -(p * a).sum(-1))
 
 
-def _capped(products: Tensor, options: HeadOptions) -> tuple[Tensor, Tensor | float]:
+def _capped(products: Tensor, options: LogitOptions) -> tuple[Tensor, Tensor | float]:
     """z, and the cap's derivative."""
     u = products * options.logit_scale
     if not options.softcap:
@@ -83,8 +75,8 @@ def divergence_rows(
     student: Tensor,
     teacher: Tensor,
     weights: Tensor,
-    of_student: HeadOptions,
-    of_teacher: HeadOptions,
+    of_student: LogitOptions,
+    of_teacher: LogitOptions,
     beta: float,
     gradient: Tensor | None,
 ) -> RowResult:

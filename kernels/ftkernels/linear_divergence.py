@@ -29,10 +29,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ftkernels.device import BackendName, accumulate_dtype, choose_backend, rounded, store_dtype, without_autocast
-from ftkernels.divergence import HeadOptions, RowResult, divergence_rows, divergence_rows_reference
+from ftkernels.divergence import RowResult, divergence_rows, divergence_rows_reference
 from ftkernels.gemm import add_mm_accurate_, compute_dtype, mm_accurate
 from ftkernels.limits import divergence_rows_at_once
 from ftkernels.linear_cross_entropy import logits_buffer, vocabulary_parts
+from ftkernels.log_prob import LogitOptions
 
 #: Rows of a temporary where half precision is added off the GPU.
 _ADDED_ROWS = 4096
@@ -93,8 +94,8 @@ def linear_divergence(
     vocabulary = min(student.weight.shape[0], teacher.weight.shape[0])
     mine, theirs = student.within(vocabulary), teacher.within(vocabulary)
     plan = _Plan(
-        HeadOptions(mine.softcap, mine.logit_scale, temperature),
-        HeadOptions(theirs.softcap, theirs.logit_scale, temperature),
+        LogitOptions(mine.softcap, mine.logit_scale, temperature),
+        LogitOptions(theirs.softcap, theirs.logit_scale, temperature),
         float(beta),
         theirs,
         choose_backend(mine.hidden.device, backend).is_triton,
@@ -132,8 +133,8 @@ def _log_probs(one: LinearHead, temperature: float) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    student: HeadOptions
-    teacher: HeadOptions
+    student: LogitOptions
+    teacher: LogitOptions
     beta: float
     head: LinearHead
     triton: bool
