@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ from ftcli.model.pretrained import IMPOSSIBLE, first_few
 from ftcli.model.score_head import TASK_TYPE, has_score_head
 from ftcli.plain import JsonMap
 from ftcli.plan.precision import DtypePlan
+from ftcli.tables.images import LANGUAGE, TrainedPart
 
 if TYPE_CHECKING:
     import peft
@@ -38,9 +39,17 @@ PATTERNS_UNMATCHED = r"The following (rank|alpha)_pattern keys did not match"
 
 
 def apply_lora(
-    model: PreTrainedModel, lora: LoraConfig, plan: DtypePlan, *, seed: int
+    model: PreTrainedModel,
+    lora: LoraConfig,
+    plan: DtypePlan,
+    *,
+    seed: int,
+    parts: Sequence[TrainedPart] = LANGUAGE,
 ) -> tuple[peft.PeftModel, Targets]:
     """Freezes ``model`` and adds adapters of dtype ``plan.adapter``, which modules trained whole are held in, too.
+
+    Args:
+        parts: The parts that are trained (``model.train``).
 
     Returns:
         The model with its adapters, and what they are on.
@@ -50,7 +59,7 @@ def apply_lora(
     """
     import peft
 
-    targets = chosen(resolve_targets(model, lora.target_modules, experts=lora.experts), lora)
+    targets = chosen(resolve_targets(model, lora.target_modules, experts=lora.experts, parts=parts), lora)
     require_possible(lora, targets)
     config = peft_config(model, lora, targets)
     torch.manual_seed(seed)

@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from PIL import Image
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from ftcli.assets import asset
 from ftcli.cli.app import main
@@ -79,3 +82,54 @@ def test_check_counts_images_and_says_what_is_trained(capsys: pytest.CaptureFixt
     assert status == 0, document
     assert "on text and images; vision: kept" in said(document, "FT310")
     assert document["result"]["memory"]["parts"]["images"] > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "why"),
+    [
+        (
+            ["model.name_or_path=bundled:tiny-gemma2", "data.train=[bundled:smoke-train]"],
+            3,
+            "no model that ftcli trains",
+        ),
+        (["train.method=kto"], 3, "trains on text alone"),
+        (["quantization.method=bitnet"], 3, "trains the language model"),
+    ],
+)
+def test_parts_that_cannot_be_trained_are_refused(
+    capsys: pytest.CaptureFixture[str], words: list[str], status: int, why: str
+) -> None:
+    settings = [f"--set={word}" for word in (*words, "model.train=[language, vision]")]
+    found, document = asked(capsys, "check", RECIPE, *settings)
+    assert found == status, document
+    assert why in said(document, "FT447")
+
+
+def test_a_tower_without_images_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a", "completion": "b"}\n' * 4)
+    words = [RECIPE, f"--set=data.train=['{path}']", "--set=model.train=[projector]"]
+    for command in (["check"], ["train", "--output-dir", str(tmp_path / "run")]):
+        status, document = asked(capsys, *command[:1], *words, *command[1:])
+        assert status == 4, document
+        assert "projector would learn" in said(document, "FT448")
+
+
+@pytest.mark.parametrize("lora", ["null", "{r: 2}"])
+def test_a_projector_is_trained_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str], lora: str) -> None:
+    """What is said to be trained is what changes; the rest is the base to the bit."""
+    run = tmp_path / "run"
+    words = [*ONE_STEP, "--set=model.train=[projector]", f"--set=lora={lora}", "--set=model.kernels=reference"]
+    status, document = asked(capsys, "train", RECIPE, "--output-dir", str(run), *words)
+    assert status == 0, document
+    if lora != "null":
+        names = load_file(run / "adapter" / "adapter_model.safetensors")
+        assert names
+        assert all(".merger" in name or ".deepstack_merger_list" in name for name in names)
+        return
+    torch.manual_seed(0)
+    base = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(asset("models", "tiny-qwen3-vl")))
+    kept, trained = base.state_dict(), load_file(run / "model" / "model.safetensors")
+    changed = {name for name, tensor in trained.items() if not torch.equal(tensor, kept[name])}
+    assert changed
+    assert all(".merger" in name or ".deepstack_merger_list" in name for name in changed)

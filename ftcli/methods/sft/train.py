@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Unpack
 
 from torch import Tensor
@@ -11,6 +11,7 @@ from ftcli.config.recipe import Recipe
 from ftcli.data.collate import EpochCollator, part_of
 from ftcli.data.order import Epochs
 from ftcli.data.prepare import PreparedData
+from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.evaluate.suite import Evaluator
 from ftcli.job import Job
 from ftcli.labels import IGNORE_INDEX
@@ -27,6 +28,8 @@ from ftcli.train.progress import TrainingRows
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
+
+    from ftcli.data.tokens import TokenTable
 
 
 class SftObjective(EpochObjective):
@@ -89,6 +92,15 @@ class Supervised(RowMethod):
 
     def epochs(self, job: Job, prepared: PreparedData) -> Epochs:
         return training_epochs(job, prepared)
+
+    def findings(self, recipe: Recipe, table: TokenTable) -> Iterator[Finding]:
+        """Nothing. Raises FtcliError FT448 (exit 4) where a tower is to be trained and no row has an image."""
+        parts = [part for part in recipe.model.train if part != "language"]
+        if parts and len(table) and not table.has_images:
+            message = f"no row of data.train has an image, from which model.train: {', '.join(parts)} would learn"
+            help = "add rows with images, or leave model.train out"
+            raise FtcliError.single("FT448", message, exit_code=ExitCode.DATA, help=help)
+        return iter(())
 
     def training_rows(self, recipe: Recipe, rows: int, tokens: int) -> TrainingRows:
         """Rows; a step takes packs of them where they are packed."""
