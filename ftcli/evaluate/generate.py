@@ -110,7 +110,9 @@ def generate(
     ids: list[list[int]] = tokenizer(list(prompts), add_special_tokens=False)["input_ids"]  # the template wrote them
     shown: Sequence[PromptImages | None] = ()
     if pixels is not None and any(images):
-        pairs = [_with_images(tokens, some, pixels) for tokens, some in zip(ids, images, strict=True)]
+        pairs = [
+            _with_images(tokens, some, pixels, n) for n, (tokens, some) in enumerate(zip(ids, images, strict=True))
+        ]
         ids, shown = [tokens for tokens, _ in pairs], [some for _, some in pairs]
     stopping = StopCheck(StopConditions(frozenset(stops), config.stop_strings), tokenizer)
     generated = complete(
@@ -136,14 +138,13 @@ def generate(
 
 
 def _with_images(
-    ids: list[int], images: tuple[RowImage, ...], pixels: PixelReader
+    ids: list[int], images: tuple[RowImage, ...], pixels: PixelReader, number: int = 0
 ) -> tuple[list[int], PromptImages | None]:
-    """A prompt with the tokens of its images, and what reads these."""
+    """A prompt with the tokens of its images, and what reads these, which tells prompts apart by their ``number``."""
     if not images:
         return ids, None
-    made = pixels.vision.expanded(TokenizedRow(Row("prompt", 1, {}), ids, ids), images)
-    kind = pixels.vision.kind
-    return made.input_ids, PromptImages(lambda: pixels.of([made]), pixels.vision.token_id, kind.marks)
+    made = pixels.vision.expanded(TokenizedRow(Row("prompt", number, {}), ids, ids), images)
+    return made.input_ids, PromptImages(made, pixels)
 
 
 def complete(
@@ -271,7 +272,6 @@ def _finished(
             longest=longest,
             pad=asked.pad,
             merge=False,
-            sees=any(one.images is not None for one in chosen),
         )
         if opened.reason is not None:
             asked.reporter.info(opened.summary)
@@ -374,16 +374,14 @@ def listening(
     plan: DtypePlan,
     device: torch.device,
     max_length: int,
-    sees: bool = False,
 ) -> OpenedGenerator:
-    """A generator for one prompt at a time, of up to ``max_length`` tokens of prompt and completion; ``sees``: prompts
-    have images.
+    """A generator for one prompt at a time, of up to ``max_length`` tokens of prompt and completion.
 
     Raises FtcliError FT761 (exit 5) when so many do not fit into memory.
     """
     pad = int(tokenizer.pad_token_id)
     try:
-        return open_generator(model, plan, device, rows=1, longest=max_length, pad=pad, ahead=1, sees=sees)
+        return open_generator(model, plan, device, rows=1, longest=max_length, pad=pad, ahead=1)
     except torch.OutOfMemoryError as error:
         raise row_too_large("generation", None) from error
 
@@ -426,8 +424,7 @@ def stream(
     slides = slides and shown is None
     window = Window(sampling.max_new_tokens, max_length, slides)
     longest = max_length if slides else min(max_length, len(ids) + sampling.max_new_tokens)
-    sees = shown is not None
-    opened = opened or listening(model, tokenizer, plan=plan, device=device, max_length=longest, sees=sees)
+    opened = opened or listening(model, tokenizer, plan=plan, device=device, max_length=longest)
     text, until, made = Detokenizer(tokenizer), TextUntilStop(sampling.stop_strings), list[int]()
     stopping = StopCheck(StopConditions(frozenset(stops), sampling.stop_strings), tokenizer)
     ended, going = False, True

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
+
+    from ftcli.data.pixels import PixelReader
+    from ftcli.data.tokens import TokenizedRow
 
 #: Why a completion ended: a token or string that ends it, or its limit.
 StopReason = Literal["stop", "limit"]
@@ -16,17 +18,21 @@ StopReason = Literal["stop", "limit"]
 
 @dataclass(frozen=True, slots=True)
 class PromptImages:
-    """The images of a prompt, read when it is their turn.
+    """The images of a prompt: its ``row`` with their measures; ``pixels`` reads them when it is their turn."""
 
-    Attributes:
-        read: What the image processor makes of all of them.
-        token: The id in whose places the model reads them.
-        marks: transformers' name of the argument that marks these places; None where it has none.
-    """
+    row: TokenizedRow
+    pixels: PixelReader
 
-    read: Callable[[], Mapping[str, Tensor]]
-    token: int
-    marks: str | None
+    def of(self, prompt: Sequence[int]) -> TokenizedRow:
+        """The row of a prompt that begins as this one: more turns may have followed."""
+        return replace(self.row, input_ids=list(prompt), labels=[])
+
+    @property
+    def shift(self) -> int:
+        """How much further positions are than tokens behind the prompt: Qwen's images take fewer than their tokens."""
+        if not self.pixels.vision.kind.three_rows:
+            return 0
+        return int(self.pixels.vision.positions(self.row).max()) + 1 - len(self.row.input_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +43,7 @@ class GenerationRequest:
         prompt: Token ids, at least one.
         limit: Most tokens of each completion, at least one.
         seeds: Signed 64-bit (:func:`ftkernels.sampling.row_seed`). What is sampled depends on a completion's own alone.
-        images: What the prompt shows; the engine takes none.
+        images: What the prompt shows.
     """
 
     prompt: tuple[int, ...]

@@ -18,6 +18,10 @@ from ftcli.data.collate import PaddingCollator, packed_batch, unpadded_batch, wi
 from ftcli.data.pixels import PixelReader
 from ftcli.data.tokens import RowImage, TokenizedRow
 from ftcli.data.vision import Vision
+from ftcli.facts.generation import EngineLayout, pages_of
+from ftcli.generation.engine import Engine
+from ftcli.generation.forward import Forward
+from ftcli.generation.requests import GenerationRequest, PromptImages
 from ftcli.labels import IGNORE_INDEX
 from ftcli.model.fused import stack_of
 from ftcli.model.gradient_checkpointing import use_checkpointing
@@ -38,6 +42,7 @@ from tests.vision import encoded, processor_of
 #: Behind a slash: the text config's ``use_bidirectional_attention``.
 SEEING = [*sorted(set(TABLE) & set(MULTIMODAL)), "gemma4/vision"]
 PLAN = DtypePlan("float32", "float32", "float32", False, "")
+CPU, LONGEST = torch.device("cpu"), 400
 IMAGE = 259
 #: Ids of what ends the rows of an image, where a family has such tokens.
 ENDS = (260, 261)
@@ -236,3 +241,26 @@ def test_ranks_that_see_images_later_add_up_the_gradients_of_the_tower() -> None
         reducer.reduce(group)
         assert all(p.grad is None for p in trained if id(p) in of_tower) is not others
         assert all(p.grad is not None for p in trained if id(p) not in of_tower)
+
+
+@pytest.mark.parametrize("model_type", SEEING)
+def test_the_engine_answers_as_transformers_does(model_type: str) -> None:
+    """Greedily, prompts with images beside one without, two completions of each, and rows that wait for a place."""
+    model = model_of(model_type).requires_grad_(False).eval()
+    vision = vision_of(model)
+    rows, pixels = rows_of(vision), PixelReader(vision, torch.float32, 2)
+    wanted = []
+    for tokens in rows:
+        given = own_inputs(vision, tokens, pixels)
+        mask = torch.ones_like(given["input_ids"])
+        made = model.generate(
+            **given, attention_mask=mask, max_new_tokens=9, do_sample=False, eos_token_id=[-1], pad_token_id=0
+        )
+        wanted.append(made[0, len(tokens.input_ids) :].tolist())
+    assert len({token for one in wanted for token in one}) > 3
+    shown = [PromptImages(tokens, pixels) if tokens.images else None for tokens in rows]
+    requests = [GenerationRequest(tuple(r.input_ids), 9, (0, 1), s) for r, s in zip(rows, shown, strict=True)]
+    patch(model, "reference")
+    engine = Engine(Forward(model, PLAN, CPU), EngineLayout(3, 3 * pages_of(LONGEST) + 1, False), LONGEST, PLAN, CPU)
+    for answers, expected in zip(engine.complete(requests), wanted, strict=True):
+        assert [one.tokens for one in answers] == [expected, expected]
