@@ -14,7 +14,7 @@ from ftkernels.sampling import GREEDY, Sampling, row_seed
 from ftcli.config.evaluation import GenerateConfig
 from ftcli.data.pixels import PixelReader
 from ftcli.data.reasoning import Answer, ReasoningMarks
-from ftcli.data.tokens import RowImage, TokenizedRow
+from ftcli.data.tokens import RowImage
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.evaluate.loss import halved, row_too_large
 from ftcli.generation.generator import OpenedGenerator, open_generator
@@ -27,11 +27,11 @@ from ftcli.generation.requests import (
     StopConditions,
     TextUntilStop,
     cut,
+    shown_by,
 )
 from ftcli.model.backbone import base_of
 from ftcli.plan.precision import DtypePlan
 from ftcli.reporting import Progress, Reporter
-from ftcli.rows.row import Row
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -110,10 +110,8 @@ def generate(
     ids: list[list[int]] = tokenizer(list(prompts), add_special_tokens=False)["input_ids"]  # the template wrote them
     shown: Sequence[PromptImages | None] = ()
     if pixels is not None and any(images):
-        pairs = [
-            _with_images(tokens, some, pixels, n) for n, (tokens, some) in enumerate(zip(ids, images, strict=True))
-        ]
-        ids, shown = [tokens for tokens, _ in pairs], [some for _, some in pairs]
+        shown = [shown_by(n, tokens, some, pixels) for n, (tokens, some) in enumerate(zip(ids, images, strict=True))]
+        ids = [tokens if one is None else one.row.input_ids for one, tokens in zip(shown, ids, strict=True)]
     stopping = StopCheck(StopConditions(frozenset(stops), config.stop_strings), tokenizer)
     generated = complete(
         model,
@@ -135,16 +133,6 @@ def generate(
         text, ended = cut(said.text, config.stop_strings), bool(tokens) and stopping.stopped(tokens)
         answers.append(replace(said, text=text, cut=not ended))
     return answers
-
-
-def _with_images(
-    ids: list[int], images: tuple[RowImage, ...], pixels: PixelReader, number: int = 0
-) -> tuple[list[int], PromptImages | None]:
-    """A prompt with the tokens of its images, and what reads these, which tells prompts apart by their ``number``."""
-    if not images:
-        return ids, None
-    made = pixels.vision.expanded(TokenizedRow(Row("prompt", number, {}), ids, ids), images)
-    return made.input_ids, PromptImages(made, pixels)
 
 
 def complete(
@@ -420,7 +408,8 @@ def stream(
     ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     shown = None
     if pixels is not None and images:
-        ids, shown = _with_images(ids, images, pixels)
+        shown = shown_by(0, ids, images, pixels)
+        ids = ids if shown is None else shown.row.input_ids
     slides = slides and shown is None
     window = Window(sampling.max_new_tokens, max_length, slides)
     longest = max_length if slides else min(max_length, len(ids) + sampling.max_new_tokens)

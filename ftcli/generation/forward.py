@@ -57,9 +57,7 @@ def kept_shape(model: PreTrainedModel | PeftModel, dtype: torch.dtype) -> CacheS
 
 @dataclass(frozen=True, slots=True)
 class PlacedPrompt:
-    """A prompt's tokens, the pages that take their keys and values, and the slot that takes the last states; and what it
-    shows.
-    """
+    """A prompt's tokens and ``images``, the pages that take its keys and values, and the slot of its last states."""
 
     tokens: Sequence[int]
     pages: Sequence[int]

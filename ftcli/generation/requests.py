@@ -6,11 +6,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
+import torch
+
+from ftcli.data.tokens import RowImage, TokenizedRow
+from ftcli.rows.row import Row
+
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
     from ftcli.data.pixels import PixelReader
-    from ftcli.data.tokens import TokenizedRow
 
 #: Why a completion ended: a token or string that ends it, or its limit.
 StopReason = Literal["stop", "limit"]
@@ -27,12 +32,35 @@ class PromptImages:
         """The row of a prompt that begins as this one: more turns may have followed."""
         return replace(self.row, input_ids=list(prompt), labels=[])
 
+    def inputs(self, ids: Tensor) -> dict[str, Tensor]:
+        """What transformers' own model takes of the images beside ``ids`` (1, S) that begin with the prompt's."""
+        vision = self.pixels.vision
+        given = self.pixels.of([self.row])
+        if vision.kind.marks is not None:
+            marks = torch.zeros_like(ids, dtype=torch.int32)
+            marks[0, torch.from_numpy(vision.seen_at(self.row))] = 1
+            given[vision.kind.marks] = marks
+        return given
+
     @property
     def shift(self) -> int:
         """How much further positions are than tokens behind the prompt: Qwen's images take fewer than their tokens."""
         if not self.pixels.vision.kind.three_rows:
             return 0
         return int(self.pixels.vision.positions(self.row).max()) + 1 - len(self.row.input_ids)
+
+
+def shown_by(
+    number: int, ids: list[int], images: tuple[RowImage, ...], pixels: PixelReader | None
+) -> PromptImages | None:
+    """What prompt number ``number`` of tokens ``ids`` shows; None where that is nothing.
+
+    Raises FtcliError FT415 where the prompt has another number of places than images.
+    """
+    if not images or pixels is None:
+        return None
+    row = TokenizedRow(Row("prompt", number, {}), ids, ids)
+    return PromptImages(pixels.vision.expanded(row, images), pixels)
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,14 +111,14 @@ def resolve_targets(
             continue
         matched = [name for name in (*linears, *seeing) if means(target, name)]
         stacked = [name for name in found if means(target, name)]
-        single = [name for name in matrices if means(target, name)]
-        if not matched and not stacked and not single:
+        lone = [name for name in matrices if means(target, name)]
+        if not matched and not stacked and not lone:
             raise _no_such_layer(model, target, [*linears, *seeing, *matrices, *found])
         modules += matched
         stacks += stacked
-        weights += single
-    unique = (tuple(dict.fromkeys(names)) for names in (modules, stacks, weights))
-    return Targets(*unique, by_peft=tuple(by_peft))
+        weights += lone
+    layers, kept, single = (tuple(dict.fromkeys(names)) for names in (modules, stacks, weights))
+    return Targets(layers, kept, single, by_peft=tuple(by_peft))
 
 
 def _of_seeing_parts(model: PreTrainedModel, parts: Sequence[TrainedPart]) -> tuple[list[str], list[str]]:

@@ -39,16 +39,40 @@ def test_sharded_weights_and_shared_rows_take_no_images(capsys: pytest.CaptureFi
         assert "processes that share weights or rows" in said(document, "FT412")
 
 
-def test_tasks_of_reinforcement_take_no_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "rows.jsonl"
-    row = json.loads(asset("data", "smoke-vision-eval.jsonl").read_text().splitlines()[0])
-    row["messages"][0]["content"][0]["url"] = row.pop("images")[0]  # a column of images is refused by its name, FT454
-    path.write_text(json.dumps(row) + "\n")
-    grpo = "grpo={num_generations: 2, rewards: [{use: exact_match}]}"
-    words = ["check", RECIPE, "--set", grpo, "--set", "data.max_seq_len=1024", "--set", f"data.train=['{path}']"]
-    status, document = asked(capsys, *words)
-    assert status == 4, document
-    assert "trains on text alone" in said(document, "FT412")
+REWARD = """
+def right(completions, images, answer, **_):
+    assert all(isinstance(one, list) and one[0].startswith("data:image/png") for one in images), images
+    return [float(text[:1] in "abcdefghijklm") for text in completions]
+"""
+
+
+def test_reinforcement_sees_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Prompts that differ in their images alone are groups of their own; rewards get the row; a run that resumes between
+    two uses of the same completions ends in the same bits, adapters of the tower included.
+    """
+    rows = [json.loads(line) for line in asset("data", "smoke-vision-eval.jsonl").read_text().splitlines()[:8]]
+    lines = [{"images": row["images"], "prompt": row["messages"][:-1], "answer": "red"} for row in rows]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "reward.py").write_text(REWARD)
+    reward = f"{{file: '{tmp_path / 'reward.py'}:right'}}"
+    grpo = "{num_generations: 4, max_prompt_length: 96, max_completion_length: 6, beta: 0.1, num_iterations: 2, "
+    words = [RECIPE, "--set", f"grpo={grpo}rewards: [{reward}]}}", "--set", f"data.train=['{tmp_path / 'rows.jsonl'}']"]
+    words += ["--set=lora={r: 4}", "--set=model.train=[language, projector, vision]", "--set=train.max_steps=4"]
+    words += ["--set=train.per_device_train_batch_size=8", "--set=train.warmup_steps=0", "--set=eval.tasks=[]"]
+    words += ["--set=model.kernels=reference", "--set=checkpoint.every_steps=3", "--set=data.eval=[]"]
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    status, document = asked(capsys, "grpo", *words, "--output-dir", str(whole))
+    assert status == 0, document
+    log_probs = json.loads((whole / "manifest.json").read_text())["log_probs"]
+    assert log_probs["plain_max"] < 1e-4
+    assert log_probs["sampler_max"] < 1e-4
+    step = str(whole / "checkpoints" / "step-00000003")
+    status, document = asked(capsys, "grpo", *words, "--output-dir", str(again), "--resume", step)
+    assert status == 0, document
+    kept = [(run / "adapter" / "adapter_model.safetensors").read_bytes() for run in (whole, again)]
+    assert kept[0] == kept[1]
+    trained = load_file(whole / "adapter" / "adapter_model.safetensors")
+    assert any(float(t.abs().max()) > 0 for n, t in trained.items() if "visual" in n and "lora_B" in n)
 
 
 def test_a_chat_shows_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

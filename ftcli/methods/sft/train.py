@@ -9,9 +9,10 @@ from torch import Tensor
 
 from ftcli.config.recipe import Recipe
 from ftcli.data.collate import EpochCollator, part_of
+from ftcli.data.ledger import raise_without_images
 from ftcli.data.order import Epochs
 from ftcli.data.prepare import PreparedData
-from ftcli.errors import ExitCode, Finding, FtcliError
+from ftcli.errors import Finding
 from ftcli.evaluate.suite import Evaluator
 from ftcli.job import Job
 from ftcli.labels import IGNORE_INDEX
@@ -95,11 +96,8 @@ class Supervised(RowMethod):
 
     def findings(self, recipe: Recipe, table: TokenTable) -> Iterator[Finding]:
         """Nothing. Raises FtcliError FT448 (exit 4) where a tower is to be trained and no row has an image."""
-        parts = [part for part in recipe.model.train if part != "language"]
-        if parts and len(table) and not table.has_images:
-            message = f"no row of data.train has an image, from which model.train: {', '.join(parts)} would learn"
-            help = "add rows with images, or leave model.train out"
-            raise FtcliError.single("FT448", message, exit_code=ExitCode.DATA, help=help)
+        if len(table) and not table.has_images:
+            raise_without_images(recipe)
         return iter(())
 
     def training_rows(self, recipe: Recipe, rows: int, tokens: int) -> TrainingRows:
