@@ -32,6 +32,8 @@ _TINY = "bundled:tiny-qwen3-vl"
 _OF_TEMPLATE = 23
 #: What is trained with ``--tower``.
 _PARTS = ("language", "projector", "vision")
+#: Pixels of the side of a token of Qwen3-VL.
+_TOKEN = 32
 #: Steps that are not counted.
 _FIRST = 4
 
@@ -74,7 +76,7 @@ def settings_of(path: Path, folder: Path, options: argparse.Namespace) -> list[s
         "train.gradient_accumulation_steps=1",
         "train.gradient_checkpointing=auto",
         "train.learning_rate=1e-5",
-        f"data.max_seq_len={1024 if tiny else 4096}",
+        f"data.max_seq_len={1024 if tiny else -(-((options.side // _TOKEN) ** 2 + options.text) // 64) * 64}",
         "logging.every_steps=1",
         f"run.output_dir={folder / 'run'}",
     )

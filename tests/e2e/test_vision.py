@@ -47,8 +47,8 @@ def right(completions, images, answer, **_):
 
 
 def test_reinforcement_sees_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Prompts that differ in their images alone are groups of their own; rewards get the row; a run that resumes between
-    two uses of the same completions ends in the same bits, adapters of the tower included.
+    """Prompts that differ in their images alone are groups of their own; rewards get the row; a run that resumes amid
+    uses of the same completions ends in the same bits, adapters of the tower included.
     """
     rows = [json.loads(line) for line in asset("data", "smoke-vision-eval.jsonl").read_text().splitlines()[:8]]
     lines = [{"images": row["images"], "prompt": row["messages"][:-1], "answer": "red"} for row in rows]
