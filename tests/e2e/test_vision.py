@@ -30,13 +30,18 @@ def said(document: dict[str, Any], code: str) -> str:
     return next(finding["message"] for finding in document["findings"] if finding["code"] == code)
 
 
-def test_sharded_weights_and_shared_rows_take_no_images(capsys: pytest.CaptureFixture[str]) -> None:
+def test_shared_rows_take_no_images(capsys: pytest.CaptureFixture[str]) -> None:
     """Pairs are none of these rows' layouts: methods on pairs refuse them before images are looked at."""
     words = ["check", RECIPE, "--as", "h200", "--gpus", "2", "--set", "model.dtype=bfloat16"]
-    for setting in ("launch.engine=fsdp", "launch.context_parallel_size=2"):
-        status, document = asked(capsys, *words, "--set", setting)
-        assert status == 4, document
-        assert "processes that share weights or rows" in said(document, "FT412")
+    status, document = asked(capsys, *words, "--set", "launch.context_parallel_size=2")
+    assert status == 4, document
+    assert "processes that share rows" in said(document, "FT412")
+    words += ["--set", "model.train=[language, vision]"]
+    status, document = asked(capsys, *words, "--set", "launch.engine=fsdp")
+    assert status == 3, document
+    assert "a tower has no gradient" in said(document, "FT518")
+    status, document = asked(capsys, *words)  # auto
+    assert status == 0, document
 
 
 REWARD = """

@@ -128,12 +128,19 @@ def test_the_report_shows_what_was_seen(tmp_path: Path, capsys: pytest.CaptureFi
     assert "img-src data:" in page
 
 
-def test_two_processes_train_what_one_does_in_two_micro_batches(tmp_path: Path) -> None:
-    runs = {"one": "train.gradient_accumulation_steps=2", "two": "launch={engine: ddp, num_processes: 2}"}
+@pytest.mark.parametrize("engine", ["ddp", "fsdp", "fsdp with adapters"])
+def test_two_processes_train_what_one_does_in_two_micro_batches(tmp_path: Path, engine: str) -> None:
+    """Weights of a tower that is trained whole are no shards."""
+    launch, _, adapters = engine.partition(" with ")
+    runs = {"one": "train.gradient_accumulation_steps=2", "two": f"launch={{engine: {launch}, num_processes: 2}}"}
     for name, setting in runs.items():
         words = [*SHORT, "--set=train.max_steps=3", "--set=train.per_device_train_batch_size=8", f"--set={setting}"]
-        words += ["--set=model.train=[language, projector, vision]"]
+        words += [f"--set=model.train=[language{'' if engine == 'fsdp' else ', projector, vision'}]"]
+        words += ["--set=lora={r: 4}"] if adapters else []
         command = [sys.executable, "-m", "ftcli", "train", RECIPE, "--output-dir", str(tmp_path / name), *words]
         subprocess.run([*command, "--offline", "--quiet"], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    weights = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in runs]
-    assert weights[0] == weights[1]
+    file = "adapter/adapter_model.safetensors" if adapters else "model/model.safetensors"
+    one, two = (load_file(tmp_path / name / file) for name in runs)
+    assert set(one) == set(two)
+    for name, tensor in one.items():
+        assert torch.equal(two[name], tensor) if launch == "ddp" else torch.allclose(two[name], tensor, atol=1e-6), name
