@@ -42,9 +42,6 @@ DORA = "DoRA scales the merged weight, which is never formed on the kernels"
 #: Why a layer is left as it is of which ``lora.modules_to_save`` names a linear layer.
 TRAINED_WHOLE = "a linear layer that lora.modules_to_save names is trained whole, beside the frozen one"
 
-#: Why experts are computed by transformers' code in full fine-tuning.
-EXPERTS_WHOLE = "experts are trained whole, which the kernels have no gradients for"
-
 #: transformers' names of the activations that the gated unit's kernels have, and the kernels' own.
 ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
     {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
@@ -324,8 +321,7 @@ def _layers(recipe: Recipe, facts: ModelFacts, device: DeviceFacts, *, work: Wor
     if choice.code == "transformers":
         return choice
     if recipe.lora is None:
-        sparse = facts.shape is not None and facts.shape.has_experts
-        return LayerChoice("transformers", EXPERTS_WHOLE) if sparse else choice
+        return choice
     if recipe.lora.use_dora:
         return LayerChoice("transformers", f"{DORA}: adapted layers run on PEFT's own code")
     linears = () if facts.shape is None else facts.shape.linears

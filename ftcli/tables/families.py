@@ -53,6 +53,7 @@ _BESIDE_SHARED = Experts(
     count=("n_routed_experts", "num_local_experts"),
     shared_count="n_shared_experts",
     dense="first",
+    cast_bytes=2,
     takes_names=True,
 )
 
@@ -128,6 +129,7 @@ TABLE: Mapping[str, Family] = MappingProxyType(
                 shared_count="moe_num_shared_experts",
                 dense="outside",
                 choice_bias=True,
+                cast_bytes=4,
                 takes_names=True,
             ),
             tied=True,
