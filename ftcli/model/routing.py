@@ -30,20 +30,31 @@ def choice_of(output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return weights, first if last.is_floating_point() else last
 
 
+def scores_of(output: tuple[Tensor, ...]) -> Tensor:
+    """The scores (T, E) of all experts that a router returns; see :func:`choice_of`."""
+    return output[0] if output[0].is_floating_point() else output[-1]
+
+
+def routers_of(base: PreTrainedModel) -> list[nn.Module]:
+    """The routers of a model whose family's experts are described, layer by layer."""
+    family = family_of(base.config.get_text_config().model_type)
+    if family is None or family.experts is None:
+        return []
+    path, found = family.experts.path(family.experts.router), list[nn.Module]()
+    for layer in decoder_layers(base):
+        try:
+            found.append(layer.get_submodule(path))
+        except AttributeError:  # a layer without experts
+            continue
+    return found
+
+
 @contextmanager
 def same_routing(model: PreTrainedModel | PeftModel) -> Iterator[list[Routing]]:
     """A block in which tokens go to the experts that they went to in the first pass; the hooks of its routers."""
-    family = family_of(base_of(model).config.get_text_config().model_type)
-    experts = None if family is None else family.experts
     hooks: list[Routing] = []
     with ExitStack() as stack:
-        for layer in decoder_layers(base_of(model)):
-            if experts is None:
-                break
-            try:
-                router = layer.get_submodule(experts.path(experts.router))
-            except AttributeError:  # a layer without experts
-                continue
+        for router in routers_of(base_of(model)):
             hooks.append(Routing())
             stack.callback(router.register_forward_hook(hooks[-1]).remove)
         yield hooks

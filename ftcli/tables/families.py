@@ -54,6 +54,7 @@ _BESIDE_SHARED = Experts(
     shared_count="n_shared_experts",
     dense="first",
     cast_bytes=2,
+    balanced=False,
     takes_names=True,
 )
 
@@ -297,6 +298,7 @@ TABLE: Mapping[str, Family] = MappingProxyType(
                 block="",
                 router="router",
                 used="top_k_experts",
+                balanced=False,
                 only_if="enable_moe_block",
                 beside_mlp=(
                     "post_feedforward_layernorm_1",

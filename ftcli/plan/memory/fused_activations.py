@@ -22,7 +22,7 @@ latent attention  c(4Q + L) and 4n for query, key, value and output of heads of 
                   shared key in one buffer of L features (without a latent of queries, keys' and values' alone); 4 for
                   each latent's norm, and c for what values are if they are narrower than keys, the input of o
 experts           Of F features, m of them a token, as a half whose norm is a tensor of its own: c · 2Fm for gate and
-                  up, cPm for each stack's products x·A, and for the routing at most 12m + 4, and 4 for each expert; of a
+                  up, cPm for each stack's products x·A, for the routing at most 12m + 4, and 4 for each expert; of a
                   router that is trained its input, if it casts that. Of an expert that every token goes to, as of an
                   MLP, and its output cH and gate c
 MLP               c · 2I: gate and up without their adapters' share; all else is formed again. Without a gate what the
