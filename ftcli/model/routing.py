@@ -62,16 +62,18 @@ def same_routing(model: PreTrainedModel | PeftModel) -> Iterator[list[Routing]]:
 
 class Routing:
     """A hook of one router: the choice of its first call, and in later ones of the same tokens that one where theirs is
-    another. Weights stay those of the call, whose gradient flows: where scores are nearly equal, so are they.
+    another. Weights stay those of the call: where scores are nearly equal, so are they. Their gradient flows, but not
+    from tokens that a call has had to send back, in that one and all that follow: it is another score's.
     """
 
     def __init__(self) -> None:
         self.first: Tensor | None = None
+        self.moved: Tensor | None = None
 
     def __call__(self, _router: nn.Module, _args: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
         weights, index = choice_of(output)
         if self.first is None or self.first.shape != index.shape:
-            self.first = index
+            self.first, self.moved = index, None
             return output
         alike = self.first[:, :, None] == index[:, None, :]  # of a token's experts then and now, (T, P, P)
         # An expert that is not chosen any more gets the weight of one that has come in its place.
@@ -79,5 +81,10 @@ class Routing:
         gone = ~alike.any(dim=2)
         rank = (gone.int().cumsum(-1) - 1).clamp(min=0)
         place = torch.where(gone, come.gather(-1, rank), alike.int().argmax(dim=2))
+        moved = gone.any(dim=1, keepdim=True)
+        if self.moved is not None and self.moved.shape == moved.shape:
+            moved = self.moved | moved
+        self.moved = moved
         held = weights.gather(-1, place)
+        held = torch.where(moved, held.detach(), held)
         return tuple(held if t is weights else self.first if t is index else t for t in output)

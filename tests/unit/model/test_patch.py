@@ -628,6 +628,26 @@ def test_self_check_still_finds_a_wrong_gradient_of_experts(wrong: str, monkeypa
         self_check(model, patch(model, "reference"), "reference", batch(), PLAN)
 
 
+@pytest.mark.parametrize("name", ["qwen3_moe", "granitemoe"])
+def test_self_check_of_trained_routers_leaves_out_tokens_between_experts(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their gradient is another score's on the other side; the router's of all others is compared as any weight's."""
+    model = plain(name)
+    nearly_equal_scores(model, monkeypatch)
+    check, applied = self_check(model, patch(model, "reference"), "reference", batch(), PLAN)
+    assert check.passed
+    right = ftkernels.experts.unit_backward
+
+    def more(*args: Any, **options: Any) -> Any:
+        found = right(*args, **options)
+        return found._replace(weights=1.01 * found.weights)
+
+    monkeypatch.setattr("ftkernels.experts.unit_backward", more)
+    with pytest.raises(FtcliError, match="FT704"):
+        self_check(model, applied, "reference", batch(), PLAN)
+
+
 def test_self_check_finds_a_wrong_gradient_of_the_routers_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     model = adapted("qwen3_moe")
     right = ftkernels.experts.unit_backward
