@@ -523,8 +523,8 @@ def graphs_part(reason: str | None, tokens: int) -> ExecutionPart:
 def why_not_sharded(recipe: Recipe, facts: ModelFacts, execution: Execution) -> str | None:
     """The part of a recipe that does not go with sharded weights, as one clause that begins with its key; or None."""
     lora, train = recipe.lora, recipe.train
-    if (stored := _stored_whole(recipe.quantization.method, facts)) is not None:
-        return stored
+    if quantizations.row(recipe.quantization.method).training is not None:
+        return f"quantization.method: {recipe.quantization.method} rounds whole matrices"
     if not execution.on_kernels and recipe.model.kernels == "triton":
         return f"model.kernels: triton, and the layers are not on it ({execution.layers.reason})"
     if lora is None:
@@ -542,15 +542,6 @@ def why_not_sharded(recipe: Recipe, facts: ModelFacts, execution: Execution) -> 
         return f"lora.init_lora_weights: {lora.init_lora_weights} takes whole weights apart"
     if lora.modules_to_save:
         return f"lora.modules_to_save: {lora.modules_to_save[0]}, of which a copy would be made before it is sharded"
-    return None
-
-
-def _stored_whole(name: str, facts: ModelFacts) -> str | None:
-    method = quantizations.row(name)
-    if method.training is not None:
-        return f"quantization.method: {name} rounds whole matrices"
-    if method.quantize_stack is not None and facts.shape is not None and facts.shape.has_experts:
-        return f"quantization.method: {name} packs the experts of a layer together, which is not sharded"
     return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.e2e.conftest import merged
-from tests.e2e.ranks import run_ranks, start_ranks
+from tests.e2e.ranks import run_ranks
 from tests.e2e.resilience import Drills, require_same_weights
 from tests.e2e.test_fsdp_families import FULL, SHARDED, TWICE, require_close
 from tests.mxfp4_files import released
@@ -59,7 +60,15 @@ def test_two_ranks_are_one_process_that_accumulates_twice(change: dict[str, Any]
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("model_type", "change"), [("gpt_oss", {}), ("qwen3_moe", {}), ("qwen3_moe", WHOLE), ("ernie4_5_moe", WHOLE)]
+    ("model_type", "change"),
+    [
+        ("gpt_oss", {}),
+        ("qwen3_moe", {}),
+        ("qwen3_moe", NF4),
+        ("gpt_oss", NF4),
+        ("qwen3_moe", WHOLE),
+        ("ernie4_5_moe", WHOLE),
+    ],
 )
 def test_ranks_that_share_the_weights_are_one_process(model_type: str, change: dict[str, Any], drills: Drills) -> None:
     recipe = change_of(drills, SHARDED, change, model_type=model_type)
@@ -67,6 +76,8 @@ def test_ranks_that_share_the_weights_are_one_process(model_type: str, change: d
     ranks = run_ranks(drills, drills.recipe("two", **recipe), 2)
     assert "weights: sharded over 2 processes" in ranks.said
     assert "kernels: 5 of 5 layers on" in ranks.said
+    quantized = json.loads((drills.folder / "two" / "manifest.json").read_text())["quantization"]
+    assert sum(".experts." in entry["layer"] for entry in quantized) == (8 if change is NF4 else 0)
     require_alike(drills, alone)
 
 
@@ -79,13 +90,3 @@ def test_ranks_that_share_rows_are_one_process(model_type: str, drills: Drills) 
     ranks = run_ranks(drills, drills.recipe("two", **recipe), 2)
     assert "each row on 2 processes" in ranks.said
     require_alike(drills, alone)
-
-
-def test_shards_of_experts_in_nf4_are_refused_before_weights_are_loaded(drills: Drills) -> None:
-    recipe = change_of(drills, SHARDED, NF4)
-    for path in (drills.folder / "base").glob("*.safetensors"):
-        path.write_bytes(b"never read")
-    ranks = start_ranks(drills, drills.recipe("two", **recipe), 2)
-    assert ranks.ended()[0] == 3, ranks.said
-    assert "error[FT518]" in ranks.said
-    assert "quantization.method: nf4 packs the experts of a layer together" in ranks.said
