@@ -7,8 +7,8 @@ router's scores over the E experts, and c_te 1 where e is among the k largest of
 
 The first factor has no gradient; of the second's every layer needs the first over all layers. Layers hand nothing out
 for it: each router notes its sums in a ledger, the loss is formed behind the last layer, and backward begins with
-leaving there what the loss is multiplied by, for the routers to find. So layers may be checkpointed, be run as CUDA
-graphs, or have sharded weights: one that runs again notes the same numbers again.
+leaving there what the loss is multiplied by, for the routers to find. So layers may be checkpointed, or have sharded
+weights: one that runs again notes the same numbers again.
 """
 
 from __future__ import annotations
@@ -36,17 +36,16 @@ class RouterBalance:
 
     Args:
         coefficient: What the loss is multiplied by; None: as the model's config says.
-        tokens: The most tokens of a micro-batch that CUDA graphs take.
     """
 
-    def __init__(self, model: PreTrainedModel, coefficient: float | None, tokens: int, device: torch.device) -> None:
+    def __init__(self, model: PreTrainedModel, coefficient: float | None, device: torch.device) -> None:
         base: Any = base_of(model)
         config: Any = base.config.get_text_config()
         self.coefficient = float(config.router_aux_loss_coef if coefficient is None else coefficient)
         routers = routers_of(base)
         experts = int(getattr(base, "num_experts", None) or config.num_experts)
         top = int(getattr(base, "num_experts_per_tok", None) or config.num_experts_per_tok)
-        self.ledger = _Ledger(len(routers), experts, top, tokens, device)
+        self.ledger = _Ledger(len(routers), experts, top, device)
         for handle in vars(base).pop(_HOOKS, ()):
             handle.remove()
         handles = [one.register_forward_hook(partial(self._noted, at)) for at, one in enumerate(routers)]
@@ -54,7 +53,7 @@ class RouterBalance:
 
     def begin(self, counted: Tensor) -> None:
         """A micro-batch begins: ``counted`` (B, S) is 1 for tokens and 0 for what fills rows up."""
-        self.ledger.begin(counted.reshape(-1))
+        self.ledger.counted = counted.reshape(-1).float()
 
     def closed(self, states: HiddenStates) -> tuple[HiddenStates, Tensor]:
         """What comes from the last layer, for the loss to read, and the auxiliary loss with its coefficient."""
@@ -71,31 +70,17 @@ class RouterBalance:
 
 
 class _Ledger:
-    """What routers have noted, in places that stay: counts and sums, (L, E) each, and which tokens count."""
+    """What routers have noted: counts and sums, (L, E) each; which tokens count, (T,), and the loss's gradient."""
 
-    def __init__(self, layers: int, experts: int, top: int, tokens: int, device: torch.device) -> None:
+    def __init__(self, layers: int, experts: int, top: int, device: torch.device) -> None:
         self.top = top
         self.counts, self.sums = torch.zeros((2, layers, experts), device=device).unbind()
-        self.scale = torch.zeros((), device=device)
-        self._counted = torch.zeros(tokens, device=device)
-        self._larger: Tensor | None = None
-
-    def begin(self, counted: Tensor) -> None:
-        size = counted.numel()
-        self._larger = None if size <= self._counted.numel() else counted.float()
-        if self._larger is None:
-            self._counted[:size].copy_(counted)
-            self._counted[size:].zero_()
-
-    def counted(self, tokens: int) -> Tensor:
-        """(T,), 1 or 0."""
-        return self._counted[:tokens] if self._larger is None else self._larger
+        self.counted, self.scale = torch.zeros(0, device=device), torch.zeros((), device=device)
 
     @property
     def rows(self) -> Tensor:
         """LT, at least 1."""
-        counted = self._counted if self._larger is None else self._larger
-        return (counted.sum() * self.counts.shape[0]).clamp(min=1)
+        return (self.counted.sum() * self.counts.shape[0]).clamp(min=1)
 
     def share(self) -> Tensor:
         """(E,): each expert's share of the tokens, over all layers."""
@@ -107,7 +92,7 @@ class _Noting(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, ledger: _Ledger, layer: int, scores: Tensor, weights: Tensor) -> Tensor:
-        p, counted = scores.float().softmax(-1), ledger.counted(scores.shape[0])
+        p, counted = scores.float().softmax(-1), ledger.counted
         chosen = p.topk(ledger.top, dim=-1).indices
         ledger.counts[layer].zero_().scatter_add_(0, chosen.reshape(-1), counted.repeat_interleave(ledger.top))
         torch.sum(p * counted[:, None], 0, out=ledger.sums[layer])
@@ -122,7 +107,7 @@ class _Noting(torch.autograd.Function):
         (scores,) = ctx.saved_tensors
         p = scores.float().softmax(-1)
         by_expert = ledger.share() * (ledger.scale * p.shape[1] / ledger.rows)
-        d_scores = p * (by_expert - (p * by_expert).sum(-1, keepdim=True)) * ledger.counted(p.shape[0])[:, None]
+        d_scores = p * (by_expert - (p * by_expert).sum(-1, keepdim=True)) * ledger.counted[:, None]
         return None, None, d_scores.to(scores.dtype), d_weights
 
 
@@ -139,7 +124,7 @@ class _Closing(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_states: Tensor, d_loss: Tensor) -> tuple[None, Tensor]:
-        ctx.ledger.scale.copy_(d_loss)
+        ctx.ledger.scale = d_loss
         return None, d_states
 
 

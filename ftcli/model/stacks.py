@@ -45,6 +45,9 @@ class QuantizedStack(Tensor):
     def __init__(self, *_: Any) -> None:
         """All is done where it is made."""
 
+    def __repr__(self) -> str:  # type: ignore[override]  # torch's reads memory of numbers, of which there is none
+        return f"QuantizedStack({self.stack_name}, {tuple(self.shape)} in {self.method})"
+
     @property
     def packed(self) -> FrozenWeight:
         """The matrix."""
@@ -143,7 +146,7 @@ class StackParts(nn.Module):
         self._kind = type(packed)
         self._others = {field.name: getattr(packed, field.name) for field in fields(packed)}
         self._dtypes: dict[str, torch.dtype] = {}
-        for name in [name for name in _LARGE if is_shardable(self._others[name])]:
+        for name in [name for name in _LARGE if name in self._others and is_shardable(self._others[name])]:
             tensor = self._others.pop(name)
             self._dtypes[name] = tensor.dtype
             self.register_parameter(name, nn.Parameter(as_shardable(tensor), requires_grad=False))

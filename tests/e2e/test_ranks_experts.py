@@ -22,6 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 #: All weights, with the loss that spreads tokens over experts.
 WHOLE: dict[str, Any] = merged(FULL, {"train": {"router_aux_loss_coef": 0.3}})
 NF4: dict[str, Any] = {"quantization": {"method": "nf4"}}
+FP8: dict[str, Any] = {"quantization": {"method": "fp8"}}
 SHARED_ROWS: dict[str, Any] = {**SHARDED, "launch": {"context_parallel_size": 2}}
 DDP: dict[str, Any] = {**SHARDED, "launch": {"engine": "ddp"}}
 
@@ -66,6 +67,7 @@ def test_two_ranks_are_one_process_that_accumulates_twice(change: dict[str, Any]
         ("qwen3_moe", {}),
         ("qwen3_moe", NF4),
         ("gpt_oss", NF4),
+        ("qwen3_moe", FP8),
         ("qwen3_moe", WHOLE),
         ("ernie4_5_moe", WHOLE),
     ],
@@ -77,7 +79,7 @@ def test_ranks_that_share_the_weights_are_one_process(model_type: str, change: d
     assert "weights: sharded over 2 processes" in ranks.said
     assert "kernels: 5 of 5 layers on" in ranks.said
     quantized = json.loads((drills.folder / "two" / "manifest.json").read_text())["quantization"]
-    assert sum(".experts." in entry["layer"] for entry in quantized) == (8 if change is NF4 else 0)
+    assert sum(".experts." in entry["layer"] for entry in quantized) == (8 if "quantization" in change else 0)
     require_alike(drills, alone)
 
 

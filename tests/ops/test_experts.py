@@ -435,7 +435,10 @@ def test_trained_stacks_in_half_precision(device: str, tools: Any, kind: str) ->
         assert leaf.grad is not None
         assert other.grad is not None
         assert (leaf.grad.dtype, other.grad.dtype) == (torch.float32, BF16)
-        assert torch.equal(leaf.grad.to(BF16), other.grad)
+        assert tools.relative(other.grad, leaf.grad) < 5e-3  # one rounding; on Hopper torch's product makes the second
+        idle = [e for e in range(8) if not (index == e).any()]
+        assert not leaf.grad[idle].any()
+        assert not other.grad[idle].any()
 
 
 def test_what_is_not_trained_changes_no_gradient(device: str, tools: Any) -> None:

@@ -50,7 +50,7 @@ class SftObjective(EpochObjective):
         self._balance: RouterBalance | None = None
         if adds_router_loss(job.recipe, job.facts):
             coefficient = job.recipe.train.router_aux_loss_coef
-            self._balance = RouterBalance(model, coefficient, job.plan.graph_tokens, job.device)
+            self._balance = RouterBalance(model, coefficient, job.device)
 
     def micro_batch(self, units: Sequence[int], *, blank: bool) -> MicroBatch:
         """The batch of these sequences, or this rank's part of it, with the positions that bear loss, for which the

@@ -53,9 +53,9 @@ def trained(model: Any, loss: Tensor) -> tuple[float, dict[str, Tensor]]:
     return float(loss), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def ours(model: Any, batch: dict[str, Tensor], items: int, tokens: int = 256, balance: Any = None) -> Tensor:
+def ours(model: Any, batch: dict[str, Tensor], items: int, balance: Any = None) -> Tensor:
     stack = stack_of(model, torch.float32)
-    balance = balance or RouterBalance(model, None, tokens, CPU)
+    balance = balance or RouterBalance(model, None, CPU)
     balance.begin(counted_tokens(batch))
     inputs = {key: value for key, value in batch.items() if key != "lengths"}
     stack = None if isinstance(stack, str) else stack
@@ -90,7 +90,6 @@ def test_padded_rows_have_transformers_loss_and_gradients(name: str) -> None:
     model = model_of(name)
     within = 5e-5 if "qwen3_5" in name else 1e-5  # delta nets' chunks in float32 are not transformers'
     require_alike(trained(model, ours(model, batch, items)), wanted, within)
-    require_alike(trained(model, ours(model, batch, items, tokens=8)), wanted, within)  # more than graphs would take
     plain = model_of(name, "off")
     require_alike(trained(plain, ours(plain, batch, items)), wanted)
 
@@ -117,7 +116,7 @@ def test_what_fills_packed_rows_up_is_not_counted() -> None:
 def test_micro_batches_add_their_share() -> None:
     """The gradient is the mean of their auxiliary losses' by supervised tokens, and that of one without tokens is 0."""
     model = model_of("mixtral")
-    balance = RouterBalance(model, None, 256, CPU)
+    balance = RouterBalance(model, None, CPU)
     parts = [padded(lengths) for lengths in ((21, 9), (14,))]
     blank = {**parts[0], "labels": torch.full_like(parts[0]["labels"], -100)}
     total = sum(float(ours(model, part, 41, balance=balance)) for part in [*parts, blank])
@@ -129,8 +128,8 @@ def test_micro_batches_add_their_share() -> None:
 
 def test_evaluation_notes_nothing_and_a_second_one_replaces_the_first() -> None:
     model, batch = model_of("qwen3_moe"), padded()
-    first = RouterBalance(model, None, 256, CPU)
-    second = RouterBalance(model, 0.0, 256, CPU)
+    first = RouterBalance(model, None, CPU)
+    second = RouterBalance(model, 0.0, CPU)
     model.eval()
     with torch.no_grad():
         forward_loss(model, batch)
