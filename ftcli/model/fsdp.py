@@ -263,14 +263,15 @@ def shard(model: PreTrainedModel | PeftModel, mesh: DeviceMesh, shards: RankShar
             reduced over all ranks.
         shards: Shards that this rank has kept of layers that are not whole any more.
         plan: Trained weights are all-gathered in its compute dtype, and their gradients reduced in float32. So are
-            those of a model in which nothing is trained, such as a reference.
+            those of a model in which nothing is trained, such as a reference, unless some are quantized.
 
     Raises:
         FtcliError: FT713 (exit 1) when the all-gathered weights are not those that were sharded.
     """
     base = base_of(model)
     adapted = hasattr(model, "peft_config")
-    dtypes = {} if adapted or not plan.autocast else {"param_dtype": getattr(torch, plan.compute)}
+    stored = adapted or any(isinstance(module, QuantizedLinear) for module in model.modules())  # bytes, which no cast keeps
+    dtypes = {} if stored or not plan.autocast else {"param_dtype": getattr(torch, plan.compute)}
     policy = MixedPrecisionPolicy(**dtypes, reduce_dtype=torch.float32, cast_forward_inputs=False)
     trained = {p for p in model.parameters() if p.requires_grad} if adapted else set()
     layers: list[Any] = list(decoder_layers(base))

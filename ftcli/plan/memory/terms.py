@@ -105,8 +105,12 @@ def terms(plan: RunPlan, settled: MemoryDecisions) -> Iterator[Term]:
     yield Term("weights", shard_bytes(plan, weights) if sharded else weights, always, lasting=True)
     if sharded:
         without = (END, STEP) if shards_trained(plan) else (STEP,)  # counted with what is added up last
-        whole = tuple(phase for phase in always if phase not in without)
-        yield Term("gathered weights", gathered_bytes(plan, settled.dequantized_layers), whole)
+        once: tuple[Phase, ...] = (GENERATION, EVALUATION) if settled.generator == "whole" else ()
+        by_layer = tuple(phase for phase in always if phase not in (*without, *once))
+        yield Term("gathered weights", gathered_bytes(plan, settled.dequantized_layers), by_layer)
+        if once:
+            whole = gathered_bytes(plan, settled.dequantized_layers, whole=True)
+            yield Term("whole weights", whole, tuple(phase for phase in always if phase in once))
         if shards_trained(plan):
             yield Term("gradients added up", reduced_bytes(plan), (BACKWARD,))
     if plan.recipe.lora is not None:
@@ -122,7 +126,7 @@ def terms(plan: RunPlan, settled: MemoryDecisions) -> Iterator[Term]:
         yield Term("DoRA workspace", norms, phases)
     if GENERATION in always and (batch := plan.method_memory.generation) is not None:
         needed = generation(plan, batch)
-        phases = always if settled.generator != "each step" else (GENERATION,)
+        phases = always if settled.generator in ("kept", "merged") else (GENERATION,)
         yield Term("generation", needed.pass_bytes + _dequantized(plan, settled), (GENERATION,))
         yield Term("key-value cache", needed.cache_bytes, phases, lasting=True)
         if settled.generator == "merged":
