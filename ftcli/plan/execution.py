@@ -539,6 +539,8 @@ def why_not_sharded(recipe: Recipe, facts: ModelFacts, execution: Execution) -> 
             return "model.dtype: float16, whose losses are scaled"
         if train.bf16_gradients:
             return "train.bf16_gradients: each GPU keeps its part of the sum in float32"
+        if recipe.grpo is not None and recipe.grpo.beta and recipe.grpo.sync_ref_model:
+            return "grpo.sync_ref_model: a reference that follows is written by one process, and no GPU has all of it"
         return None
     if lora.use_dora:
         return "lora.use_dora: the lengths of its rows are taken from whole weights"

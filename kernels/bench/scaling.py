@@ -144,7 +144,7 @@ def grpo(host: Host) -> None:
     words = ["check", str(case.recipe), "--json", "--offline", *settings(*asked), *host.ranks]
     predicted = (ftcli(words, log=host.folder / "grpo-check.log").result.get("memory") or {}).get("allocated_bytes") or 0
     steps = Table({"step": "", "rollout": ".2f", "log_probs": ".2f", "training": ".2f", "peak GiB": ".2f", "note": ""})
-    measure("32B", case, 2, host.gpus, changes, steps)
+    measure("32B", case, 2, host.gpus, changes, steps, host.folder / "grpo.log")
     last = steps.rows[-1]
     taken = (last.get("metrics") or {}).get("step_time")
     note = f"{last.get('peak GiB') or 0:.2f} GiB ({predicted / GIB:.2f} predicted), {last.get('note', '')}"

@@ -357,7 +357,7 @@ def _with_generator(plan: RunPlan, settled: MemoryDecisions) -> MemoryEstimate:
         return alone
     if plan.shard_size > 1:
         whole = _added_up(plan, replace(settled, generator="whole"))
-        return whole if free is None or whole.total_bytes <= TIGHT_SHARE * free else alone
+        return whole if free is None or whole.most_of((GENERATION, EVALUATION)) <= TIGHT_SHARE * free else alone
     needed = generation(plan, batch)
     if not needed.by_engine:
         return alone

@@ -110,7 +110,7 @@ def terms(plan: RunPlan, settled: MemoryDecisions) -> Iterator[Term]:
         yield Term("gathered weights", gathered_bytes(plan, settled.dequantized_layers), by_layer)
         if once:
             whole = gathered_bytes(plan, settled.dequantized_layers, whole=True)
-            yield Term("whole weights", whole, tuple(phase for phase in always if phase in once))
+            yield Term("whole weights", whole, tuple(phase for phase in always if phase in once), lasting=True)
         if shards_trained(plan):
             yield Term("gradients added up", reduced_bytes(plan), (BACKWARD,))
     if plan.recipe.lora is not None:
