@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,28 +137,50 @@ def load_over(model: PeftModel, initial: InitialAdapters, folder: Path) -> None:
 
 @contextmanager
 def as_base(model: PreTrainedModel | PeftModel) -> Iterator[None]:
-    """Within the block a model with adapters computes what its base does."""
+    """Within the block a model with adapters computes what its base does. Raises ValueError if it has none."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
-    initial, adapted = initial_of(model), model
-    if initial is None:
-        with adapted.disable_adapter():
+    initial = initial_of(model)
+    # Modules that are trained whole have their originals beside them. PEFT's own `disable_adapter` reads the state of
+    # every module and adapter first: four times as long, in each micro-batch that has a reference.
+    kinds = AuxiliaryTrainingWrapper if initial is not None else (BaseTunerLayer, AuxiliaryTrainingWrapper)
+    layers = [module for module in model.modules() if isinstance(module, kinds)]
+    if initial is None and not layers:
+        raise ValueError("a model without adapters has no base that it could compute")
+    with switched_off(layers):
+        if initial is None:
             yield
-        return
+            return
+        with _as_begun(model, initial):
+            yield
+
+
+@contextmanager
+def switched_off(layers: Sequence[Any]) -> Iterator[None]:
+    """A block in which PEFT's layers compute what they wrap; those that did so before still do behind it."""
+    switched = [layer for layer in layers if not layer.disable_adapters]
+    for layer in switched:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in switched:
+            layer.enable_adapters(True)
+
+
+@contextmanager
+def _as_begun(model: Any, initial: InitialAdapters) -> Iterator[None]:
+    """A block in which adapters are those that a model began with."""
     trained = trained_by_file_name(model)
     kept = {name: tensor.detach().clone() for name, tensor in trained.items() if name.endswith((_A, _B))}
     with torch.no_grad():
         for name, (a, b) in initial.pairs.items():
             trained[name + _A].copy_(a)
             trained[name + _B].copy_(b)
-    whole = [module for module in model.modules() if isinstance(module, AuxiliaryTrainingWrapper)]
-    for module in whole:  # modules that are trained whole have their originals beside them
-        module.enable_adapters(False)
     try:
         yield
     finally:
-        for module in whole:
-            module.enable_adapters(True)
         with torch.no_grad():
             for name, tensor in kept.items():
                 trained[name].copy_(tensor)

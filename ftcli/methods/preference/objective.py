@@ -267,13 +267,19 @@ def tell_start(
 
 @contextmanager
 def without_dropout(model: PreTrainedModel | PeftModel) -> Iterator[None]:
-    """A block in which nothing is dropped."""
-    training = model.training
-    model.eval()
+    """A block in which nothing is dropped.
+
+    Modules are switched one by one: `model.eval()` and `model.train()` take ten times as long for the thousands of an
+    8B with adapters, in each micro-batch.
+    """
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
     try:
         yield
     finally:
-        model.train(training)
+        for module in training:
+            module.training = True
 
 
 def _largest(difference: float, group: RankGroup | None) -> float:
