@@ -1,4 +1,4 @@
-"""Forward passes without gradients on ranks that hold shards of the weights, each with something of its own to compute."""
+"""Passes without gradients on ranks that hold shards of the weights, each with something of its own to compute."""
 
 from __future__ import annotations
 

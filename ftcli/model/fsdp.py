@@ -270,7 +270,9 @@ def shard(model: PreTrainedModel | PeftModel, mesh: DeviceMesh, shards: RankShar
     """
     base = base_of(model)
     adapted = hasattr(model, "peft_config")
-    stored = adapted or any(isinstance(module, QuantizedLinear) for module in model.modules())  # bytes, which no cast keeps
+    stored = adapted or any(
+        isinstance(module, QuantizedLinear) for module in model.modules()
+    )  # bytes, which no cast keeps
     dtypes = {} if stored or not plan.autocast else {"param_dtype": getattr(torch, plan.compute)}
     policy = MixedPrecisionPolicy(**dtypes, reduce_dtype=torch.float32, cast_forward_inputs=False)
     trained = {p for p in model.parameters() if p.requires_grad} if adapted else set()

@@ -8,9 +8,10 @@ print. ``preference`` is DPO, KTO and reward models on as many tokens: 4 pairs o
 computed once. ``context`` is rows that all GPUs share (launch.context_parallel_size), --length tokens on one GPU and on
 all. ``experts`` is Qwen3-30B-A3B with adapters, ``full9`` Qwen3.5-9B whole, both on sharded weights; ``grpo`` two steps
 of GRPO on a 32B shape whose weights are sharded, 8 prompts x 8 completions of 512 + 512 tokens; ``vision`` rows with
-images for Qwen3-VL-8B, on one GPU and on all. ``resume`` is how long a run takes to start, and one on all GPUs that SIGTERM ends and half of them go on with;
-``killed`` is a run of which rank 1 is killed. The memory of sharded weights is measured by `memory.py --gpus 2`, GRPO
-of a model that each GPU holds by `grpo_step.py --gpus 2`. NVLink multicast stays as the environment has it (NCCL_NVLS_ENABLE).
+images for Qwen3-VL-8B, on all GPUs and on one. ``resume`` is how long a run takes to start, and one on all GPUs that
+SIGTERM ends and half of them go on with; ``killed`` is a run of which rank 1 is killed. The memory of sharded weights
+is measured by `memory.py --gpus 2`, GRPO of a model that each GPU holds by `grpo_step.py --gpus 2`. NVLink multicast
+stays as the environment has it (NCCL_NVLS_ENABLE).
 """
 
 from __future__ import annotations
@@ -142,7 +143,9 @@ def grpo(host: Host) -> None:
     rows.write_text('{"prompt": "a", "answer": "7"}\n')
     asked = (*case.settings(rows, 2, host.gpus), *changes)
     words = ["check", str(case.recipe), "--json", "--offline", *settings(*asked), *host.ranks]
-    predicted = (ftcli(words, log=host.folder / "grpo-check.log").result.get("memory") or {}).get("allocated_bytes") or 0
+    predicted = (ftcli(words, log=host.folder / "grpo-check.log").result.get("memory") or {}).get(
+        "allocated_bytes"
+    ) or 0
     steps = Table({"step": "", "rollout": ".2f", "log_probs": ".2f", "training": ".2f", "peak GiB": ".2f", "note": ""})
     measure("32B", case, 2, host.gpus, changes, steps, host.folder / "grpo.log")
     last = steps.rows[-1]

@@ -345,7 +345,7 @@ class ParityCheck:
         self._looked = self._over = False
 
     def __call__(self, inputs: Completions, sampled: Tensor | None) -> bool:
-        """Whether something was computed. ``inputs`` and ``sampled`` as :func:`check_parity`, which says what it raises."""
+        """Whether something was computed; arguments and errors are those of :func:`check_parity`."""
         if self._over:
             return False
         policy, group = self._policy, self._policy.group

@@ -36,7 +36,7 @@ def memory_findings(context: Context, estimate: MemoryEstimate, verdict: Verdict
 
 
 def gathering_findings(context: Context, plan: RunPlan, estimate: MemoryEstimate) -> Findings:
-    """FT366: completions are sampled on sharded weights that do not fit a GPU whole, so that each token gathers them."""
+    """FT366: completions are sampled on weights that do not fit a GPU whole, so that each token gathers them."""
     generates = plan.trains and plan.method_memory.generation is not None
     if not generates or plan.shard_size == 1 or plan.described is None or estimate.generator == "whole":
         return
