@@ -7,11 +7,12 @@ Random weights of the true shapes, 2 x 4096 tokens a GPU. Five minutes on 2 x H2
 print. ``preference`` is DPO, KTO and reward models on as many tokens: 4 pairs of 512 + 768 tokens, whose prompts are
 computed once. ``context`` is rows that all GPUs share (launch.context_parallel_size), --length tokens on one GPU and on
 all. ``experts`` is Qwen3-30B-A3B with adapters, ``full9`` Qwen3.5-9B whole, both on sharded weights; ``grpo`` two steps
-of GRPO on a 32B shape whose weights are sharded, 8 prompts x 8 completions of 512 + 512 tokens; ``vision`` rows with
-images for Qwen3-VL-8B, on all GPUs and on one. ``resume`` is how long a run takes to start, and one on all GPUs that
-SIGTERM ends and half of them go on with; ``killed`` is a run of which rank 1 is killed. The memory of sharded weights
-is measured by `memory.py --gpus 2`, GRPO of a model that each GPU holds by `grpo_step.py --gpus 2`. NVLink multicast
-stays as the environment has it (NCCL_NVLS_ENABLE).
+of GRPO on a 32B shape whose weights are sharded, 8 prompts x 8 completions of 512 + 512 tokens, and ``layered`` one
+of 512 + 32 whose tokens gather the weights layer by layer; ``vision`` rows with images for Qwen3-VL-8B, on all GPUs and
+on one. ``resume`` is how long a run takes to start, and one on all GPUs that SIGTERM ends and half of them go on with;
+``killed`` is a run of which rank 1 is killed. The memory of sharded weights is measured by `memory.py --gpus 2`, GRPO
+of a model that each GPU holds by `grpo_step.py --gpus 2`. NVLink multicast stays as the environment has it
+(NCCL_NVLS_ENABLE).
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from common import GIB, RECIPES, TINY_STEP, Table, bench, ftcli, parser, require_device, settings
-from grpo_step import CASES, TINY, measure
+from grpo_step import CASES, TINY, Case, measure
 from rows import UNTRAINED
 
 #: Completions that are generated at a time on each GPU.
@@ -132,26 +133,34 @@ _32B = {
 
 def grpo(host: Host) -> None:
     """Steps of GRPO on a 32B shape, each GPU with a shard of it in training and all of it while it samples."""
-    changes = ["launch.engine=fsdp"]
+    _grpo(host, "grpo", 2, TINY if host.tiny else CASES["bf16"])
+
+
+def layered(host: Host) -> None:
+    """The same where the whole model finds no room: each token gathers layer after layer; completions are short."""
+    case = TINY if host.tiny else replace(CASES["bf16"], completion=32)
+    _grpo(host, "layered", 1, case, *(() if host.tiny else ("train.memory_budget_gib=90",)))
+
+
+def _grpo(host: Host, name: str, count: int, case: Case, *more: str) -> None:
+    changes = ["launch.engine=fsdp", *more]
     if not host.tiny:
         shape = host.folder / "qwen3-32b"
         shape.mkdir(exist_ok=True)
         (shape / "config.json").write_text(json.dumps(_32B))
         changes += [f"model.name_or_path={shape}", "model.dtype=bfloat16"]
-    case = TINY if host.tiny else CASES["bf16"]
     rows = host.folder / "rows.jsonl"
-    rows.write_text('{"prompt": "a", "answer": "7"}\n')
-    asked = (*case.settings(rows, 2, host.gpus), *changes)
+    rows.write_text('{"prompt": "a", "answer": "7"}\n' * 64)
+    asked = (*case.settings(rows, count, host.gpus), *changes)
     words = ["check", str(case.recipe), "--json", "--offline", *settings(*asked), *host.ranks]
-    predicted = (ftcli(words, log=host.folder / "grpo-check.log").result.get("memory") or {}).get(
-        "allocated_bytes"
-    ) or 0
+    check = ftcli(words, log=host.folder / f"{name}-check.log").result
+    predicted = (check.get("memory") or {}).get("allocated_bytes") or 0
     steps = Table({"step": "", "rollout": ".2f", "log_probs": ".2f", "training": ".2f", "peak GiB": ".2f", "note": ""})
-    measure("32B", case, 2, host.gpus, changes, steps, host.folder / "grpo.log")
+    measure("32B", case, count, host.gpus, changes, steps, host.folder / f"{name}.log")
     last = steps.rows[-1]
     taken = (last.get("metrics") or {}).get("step_time")
     note = f"{last.get('peak GiB') or 0:.2f} GiB ({predicted / GIB:.2f} predicted), {last.get('note', '')}"
-    host.show("32B GRPO, fsdp: seconds of a step", taken, "", note=note, found=steps.rows)
+    host.show(f"32B GRPO, fsdp ({name}): seconds of a step", taken, "", note=note, found=steps.rows)
 
 
 def vision(host: Host) -> None:
@@ -325,6 +334,7 @@ PARTS: dict[str, Callable[[Host], None]] = {
     "experts": experts,
     "full9": full9,
     "grpo": grpo,
+    "layered": layered,
     "vision": vision,
     "preference": preference,
     "context": context,
