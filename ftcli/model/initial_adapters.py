@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -135,38 +135,44 @@ def load_over(model: PeftModel, initial: InitialAdapters, folder: Path) -> None:
     setattr(model, _ATTRIBUTE, initial.take(model, folder))
 
 
-@contextmanager
-def as_base(model: PreTrainedModel | PeftModel) -> Iterator[None]:
-    """Within the block a model with adapters computes what its base does. Raises ValueError if it has none."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils.other import AuxiliaryTrainingWrapper
-
-    initial = initial_of(model)
-    # Modules that are trained whole have their originals beside them. PEFT's own `disable_adapter` reads the state of
-    # every module and adapter first: four times as long, in each micro-batch that has a reference.
-    kinds = AuxiliaryTrainingWrapper if initial is not None else (BaseTunerLayer, AuxiliaryTrainingWrapper)
-    layers = [module for module in model.modules() if isinstance(module, kinds)]
-    if initial is None and not layers:
-        raise ValueError("a model without adapters has no base that it could compute")
-    with switched_off(layers):
-        if initial is None:
-            yield
-            return
-        with _as_begun(model, initial):
-            yield
+def as_base(model: PreTrainedModel | PeftModel) -> AbstractContextManager[None]:
+    """A block in which a model with adapters computes what its base does. Raises ValueError if it has none."""
+    return AdapterSwitch(model).off()
 
 
-@contextmanager
-def switched_off(layers: Sequence[Any]) -> Iterator[None]:
-    """A block in which PEFT's layers compute what they wrap; those that did so before still do behind it."""
-    switched = [layer for layer in layers if not layer.disable_adapters]
-    for layer in switched:
-        layer.enable_adapters(False)
-    try:
-        yield
-    finally:
+class AdapterSwitch:
+    """Lets a model with adapters compute what its base does.
+
+    Layers are found once, and PEFT's `disable_adapter` is not asked: it reads the state of every module and adapter
+    first, tens of milliseconds of an 8B, for which each step with a reference would wait. Raises ValueError if the
+    model has no adapters.
+    """
+
+    def __init__(self, model: PreTrainedModel | PeftModel) -> None:
+        from peft.tuners.tuners_utils import BaseTunerLayer
+        from peft.utils.other import AuxiliaryTrainingWrapper
+
+        kinds = (BaseTunerLayer, AuxiliaryTrainingWrapper)
+        layers: list[Any] = [module for module in model.modules() if isinstance(module, kinds)]
+        if not layers:
+            raise ValueError("a model without adapters has no base that it could compute")
+        self._model, self._layers = model, layers
+        #: Modules that are trained whole, which have their originals beside them.
+        self._whole = [layer for layer in layers if isinstance(layer, AuxiliaryTrainingWrapper)]
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """A block without adapters; what was switched off before stays so behind it."""
+        initial = initial_of(self._model)
+        switched = [layer for layer in (self._whole if initial else self._layers) if not layer.disable_adapters]
         for layer in switched:
-            layer.enable_adapters(True)
+            layer.enable_adapters(False)
+        try:
+            with nullcontext() if initial is None else _as_begun(self._model, initial):
+                yield
+        finally:
+            for layer in switched:
+                layer.enable_adapters(True)
 
 
 @contextmanager
