@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import pytest
 
 from ftcli.config.load import load_recipe
 from ftcli.facts.model import read_facts
+from ftcli.plan.checkpointing import choose_engine
 from ftcli.plan.memory.estimate import estimate_memory
+from ftcli.preflight.checks.machine import check_sharded
 from ftcli.preflight.checks.memory_and_disk import gathering_findings
 from tests.estimates import estimate_of, plan_of
 
@@ -117,3 +120,19 @@ def test_weights_are_gathered_for_a_steps_completions_where_they_fit(
     assert "whole weights" in found.phases["generation"]
     assert "whole weights" not in found.phases["forward"]
     assert not said
+
+
+def test_a_reference_that_follows_is_not_sharded(context: Callable[..., Any]) -> None:
+    """It would be written by one process; of adapters every rank has a copy."""
+    follows = ROLLOUTS.replace("{num_generations", "{beta: 0.1, sync_ref_model: true, num_generations")
+    named = "model: {name_or_path: meta-llama/Llama-3.1-8B, dtype: bfloat16}\ndata: {train: [a.jsonl]}\n"
+
+    def said(more: str, launch: str = "engine: fsdp, num_processes: 2") -> list[str]:
+        asked = context(named + more + f"launch: {{{launch}}}\n", command="grpo")
+        facts = read_facts(asked.recipe.model, offline=True, origins=asked.origins)
+        plan = choose_engine(plan_of(asked.recipe, facts, "h200", "grpo"))
+        asked = replace(asked, recipe=plan.recipe)
+        return [f"{one.code} {plan.recipe.launch.engine}" for one in check_sharded(asked, plan)]
+
+    assert said(follows) == ["FT518 fsdp"]
+    assert said("lora: {r: 16}\n" + follows) == said(ROLLOUTS) == said(follows, "num_processes: 2") == []
