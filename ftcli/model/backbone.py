@@ -280,8 +280,8 @@ def root_of(model: PreTrainedModel | PeftModel) -> nn.Module | None:
     return found
 
 
-def set_root(base: PreTrainedModel, root: nn.Module) -> None:
-    """Has :func:`within_root` call ``root``."""
+def set_root(base: PreTrainedModel, root: nn.Module | None) -> None:
+    """Has :func:`within_root` call ``root``, or nothing."""
     object.__setattr__(base, _ROOT, root)  # not a submodule: it holds the model itself
 
 

@@ -246,7 +246,9 @@ def _parts(job: Job) -> RankShards | None:
     place, launch = job.session.place, job.recipe.launch
     if place is None or place.size == 1 or not engines.row(launch.engine).shards:
         return None
-    return RankShards(place.rank % launch.shard_size, launch.shard_size, joins=job.recipe.lora is not None)
+    mixture = job.facts.shape is not None and job.facts.shape.has_experts
+    frozen = job.recipe.lora is not None or quantizations.row(job.recipe.quantization.method).quantize is not None
+    return RankShards(place.rank % launch.shard_size, launch.shard_size, joins=frozen, mixture=mixture)
 
 
 def _trained(tokens: TokenizedRow) -> int:
