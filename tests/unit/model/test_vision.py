@@ -23,6 +23,7 @@ from ftcli.generation.engine import Engine
 from ftcli.generation.forward import Forward
 from ftcli.generation.requests import GenerationRequest, PromptImages
 from ftcli.labels import IGNORE_INDEX
+from ftcli.methods.preference.pairs import AnswerScorer
 from ftcli.model.fused import stack_of
 from ftcli.model.gradient_checkpointing import use_checkpointing
 from ftcli.model.lora import apply_lora
@@ -30,6 +31,7 @@ from ftcli.model.loss import forward_loss
 from ftcli.model.measure import LiveBytes
 from ftcli.model.patch import patch
 from ftcli.model.vision import attend_in_tower
+from ftcli.plan.batches import Batches
 from ftcli.plan.measured import Question, measured_tower
 from ftcli.plan.precision import DtypePlan
 from ftcli.rows.row import ImageSource, Row
@@ -264,3 +266,24 @@ def test_the_engine_answers_as_transformers_does(model_type: str) -> None:
     engine = Engine(Forward(model, PLAN, CPU), EngineLayout(3, 3 * pages_of(LONGEST) + 1, False), LONGEST, PLAN, CPU)
     for answers, expected in zip(engine.complete(requests), wanted, strict=True):
         assert [one.tokens for one in answers] == [expected, expected]
+
+
+@pytest.mark.parametrize("layout", ["padded", "unpadded"])
+@pytest.mark.parametrize("model_type", ["qwen3_vl", "gemma3", "mistral3"])
+def test_answers_of_pairs_have_the_log_probabilities_of_transformers(model_type: str, layout: Any) -> None:
+    """Of pairs with images beside one without, also where prompts would be shared."""
+    model = model_of(model_type).requires_grad_(False).eval()
+    vision, pixels = vision_of(model), PixelReader(vision_of(model), torch.float32, 1)
+    rows = [row(vision, n, pieces) for n, pieces in enumerate([[3, (60, 60), 5], [3, (60, 60), 7], [4, 5], [4, 3]])]
+    expected = []
+    for tokens in rows:
+        logits = model(**own_inputs(vision, tokens, pixels), use_cache=False).logits[0, :-1]
+        labels = torch.tensor(tokens.labels[1:])
+        loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum", ignore_index=IGNORE_INDEX)
+        expected.append(-float(loss))
+    patch(model, "reference")
+    scorer = AnswerScorer(Batches(layout, "", layout == "unpadded"), 0, 300, 1.0, pixels=pixels)
+    for chosen in (rows, rows[:2], rows[2:]):
+        found = scorer.score(model, scorer.batch(chosen)).sums.tolist()
+        first = rows.index(chosen[0])
+        assert found == pytest.approx(expected[first : first + len(chosen)], rel=1e-5)
