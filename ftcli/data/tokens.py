@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from array import array as packed
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,23 +95,32 @@ class EncodedArrays:
 def encoded_of(rows: Sequence[TokenizedRow]) -> EncodedArrays:
     """Rows as arrays."""
     names = tuple(dict.fromkeys(tokens.row.source for tokens in rows))
-    spans = [spans_of(tokens.labels) for tokens in rows]
-    index = np.zeros((len(rows), _INDEX_COLUMNS), dtype=np.int64)
-    for n, tokens in enumerate(rows):
-        index[n] = (len(tokens.input_ids), len(spans[n]), tokens.row.number, names.index(tokens.row.source))
+    numbers = [(len(t.input_ids), 0, t.row.number, names.index(t.row.source)) for t in rows]
+    index = np.asarray(numbers, dtype=np.int64).reshape(-1, _INDEX_COLUMNS)
+    ids, labels = packed("i"), packed("i")
+    for tokens in rows:
+        ids.extend(tokens.input_ids)
+        labels.extend(tokens.labels)
+    spans, index[:, 1] = _spans_of(np.asarray(labels, dtype=np.int32), index[:, 0])
     index[:, :2] = index[:, :2].cumsum(axis=0)
-    ids = np.fromiter((i for tokens in rows for i in tokens.input_ids), dtype=np.int32)
-    flat = np.asarray([pair for row in spans for pair in row], dtype=np.int32).reshape(-1, 2)
     values = np.asarray([tokens.value for tokens in rows], dtype=np.float64)
     images = tuple((n, image) for n, tokens in enumerate(rows) for image in tokens.images)
-    return EncodedArrays(ids, flat, index, values, names, images)
+    return EncodedArrays(np.asarray(ids, dtype=np.int32), spans, index, values, names, images)
 
 
-def spans_of(labels: Sequence[int]) -> list[tuple[int, int]]:
-    """Half-open runs of supervised positions."""
-    supervised = np.asarray(labels, dtype=np.int64) != IGNORE_INDEX
-    edges = np.flatnonzero(np.diff(np.concatenate(([False], supervised, [False])).astype(np.int8)))
-    return [(int(a), int(b)) for a, b in edges.reshape(-1, 2)]
+def _spans_of(labels: NDArray[np.int32], lengths: Ints) -> tuple[NDArray[np.int32], Ints]:
+    """Half-open runs of supervised positions of rows that lie one after the other, and how many each row has.
+
+    A position without loss is put before each row and after the last, so that no run goes on into another row.
+    """
+    ends = lengths.cumsum()
+    starts = ends - lengths
+    apart = np.zeros(len(labels) + len(lengths) + 1, dtype=np.int8)
+    apart[np.arange(len(labels)) + np.repeat(np.arange(1, len(lengths) + 1), lengths)] = labels != IGNORE_INDEX
+    edges = (np.flatnonzero(np.diff(apart)) + 1).reshape(-1, 2)
+    rows = np.searchsorted(starts + np.arange(len(lengths)), edges[:, 0], side="right") - 1
+    spans = edges - (starts + np.arange(1, len(lengths) + 1))[rows, None]
+    return spans.astype(np.int32), np.bincount(rows, minlength=len(lengths))
 
 
 class TokenWriter:
