@@ -69,6 +69,11 @@ class Job:
         return self.plan.dtypes
 
     @property
+    def new_tokens(self) -> list[int]:
+        """Ids of the recipe's own tokens."""
+        return [int(self.tokenizer.convert_tokens_to_ids(token)) for token in self.recipe.model.add_tokens]
+
+    @property
     def device(self) -> torch.device:
         return device_of(self.report)
 

@@ -20,7 +20,7 @@ from ftcli.facts.adapters import (
 from ftcli.facts.model import ModelFacts, has_classifier, takes_sdpa
 from ftcli.facts.shape import ModelShape
 from ftcli.facts.tokenizer import TokenizerFacts, no_stop_finding
-from ftcli.plan.quantization import stored_method
+from ftcli.plan.quantization import stored_method, trains_rounded
 from ftcli.plan.released import released_form
 from ftcli.plan.trained import HEAD, TABLES
 from ftcli.preflight.checks.context import Context, Findings, NotMade
@@ -62,6 +62,7 @@ def check(context: Context, facts: ModelFacts) -> Findings:
             yield context.error("FT319", "model.name_or_path", message, help="correct head_dim in config.json")
         yield from _adapters(context, facts, facts.shape)
     yield from _tokens(context, facts)
+    yield from _new_tokens(context, facts)
     yield from _weights(context, facts)
 
 
@@ -343,6 +344,41 @@ def _tokens(context: Context, facts: ModelFacts) -> Findings:
             message = f"config.json names token id {token}, and the vocabulary has {size}"
             help = "correct eos_token_id and pad_token_id in config.json"
             yield context.error("FT325", "model.name_or_path", message, help=help)
+
+
+def _new_tokens(context: Context, facts: ModelFacts) -> Findings:
+    """FT352: no room for the tokens, or what trains no single rows."""
+    recipe, path = context.recipe, "model.add_tokens"
+    tokens = recipe.model.add_tokens
+    if not tokens:
+        return
+    twice = next((token for token in tokens if tokens.count(token) > 1), None)
+    if twice is not None:
+        yield context.error("FT352", path, f"{path} names {twice!r} twice", help="name it once")
+    size = None if facts.tokenizer is None else facts.tokenizer.size
+    if size is not None and facts.vocab_size is not None and size + len(tokens) > facts.vocab_size:
+        room = max(0, facts.vocab_size - size)
+        message = f"{path}: {len(tokens)} tokens, and the vocabulary of {facts.name} has {room} rows that no token has"
+        help = "add fewer; or give tokens that the model keeps in reserve a meaning in your rows, such as "
+        yield context.error("FT352", path, message, help=f"{help}<|reserved_special_token_0|> (Llama 3)")
+    against = _why_no_rows(context)
+    if against is not None:
+        yield context.error("FT352", path, f"{path} does not go with {against}", help="remove one of the two")
+
+
+def _why_no_rows(context: Context) -> str | None:
+    recipe, lora = context.recipe, context.recipe.lora
+    if context.work == "train" and not (context.method.name == "sft" and context.command != "grpo"):
+        return f"{context.method.title}: the loss of supervised fine-tuning alone trains single rows"
+    if recipe.launch.is_sharded or recipe.launch.context_parallel_size > 1:
+        return "launch.engine: fsdp and launch.context_parallel_size"
+    if trains_rounded(recipe):
+        return f"quantization.method: {recipe.quantization.method}"
+    if lora is not None and lora.changes_base:
+        return f"lora.init_lora_weights: {lora.init_lora_weights}"
+    if lora is not None and any(name in TABLES for name in lora.modules_to_save):
+        return "lora.modules_to_save of embedding or head, which trains all rows"
+    return None
 
 
 def _tokenizer(context: Context, facts: ModelFacts, tokenizer: TokenizerFacts, path: str) -> Findings:
