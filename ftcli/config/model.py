@@ -32,8 +32,9 @@ class ModelConfig(Section):
     )
     add_tokens: Items[Annotated[str, Field(min_length=1)]] = Field(
         default=(),
-        description="New tokens: each takes a row of the vocabulary that no token has, which begins as the mean of all "
-        "others. With `lora` only these rows of embedding and head are trained, beside the adapters.",
+        description="New tokens: each takes a row of the vocabulary that no token has, or a further one, which begins"
+        " as the mean of the others. With `lora` these rows of embedding and head are trained beside the adapters, no"
+        " other.",
     )
     dtype: Dtype = Field(
         default="auto",

@@ -1,8 +1,8 @@
-"""New tokens under LoRA: of the embedding and the head only their rows are trained.
+"""New tokens: rows of embedding and head that no token had, or that are added. Under LoRA these rows alone are trained.
 
 PEFT wraps both modules (``trainable_token_indices``), and names, saves and loads the rows. Its own forward pass copies
 the whole matrix with the rows in it, and the backward pass makes the whole gradient, gigabytes for a vocabulary of
-today. Here the rows are written into the frozen matrix, where no token lay before, and it is used as it is. Gradients
+today. Here the rows are written into the frozen matrix itself, and it is used as it is. Gradients
 are taken of the rows alone: the embedding's by a term that adds zero to its output, the head's by the loss.
 """
 
@@ -31,12 +31,34 @@ def row_indices(model: PreTrainedModel, ids: Sequence[int]) -> dict[str, list[in
 @torch.no_grad()
 def draw_rows(model: PreTrainedModel, ids: Sequence[int]) -> None:
     """Writes the mean of all rows before the first of ``ids`` there, in embedding and head, as new tokens begin in
-    transformers but for its noise.
+    transformers but for its noise. Adds the rows that are not there.
     """
+    _grow(model, max(ids) + 1)
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):
         if module is not None:
             weight: Tensor = module.weight
             weight[list(ids)] = weight[: min(ids)].mean(0, dtype=torch.float32).to(weight.dtype)
+
+
+def _grow(model: PreTrainedModel, size: int) -> None:
+    """Gives embedding and head ``size`` rows, of zeros, where they have less."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = head is not None and head.weight is embedding.weight
+    for module in (embedding, head):
+        more = 0 if module is None else size - len(module.weight)
+        if more <= 0:
+            continue
+        for name in ("weight", "bias"):
+            old = getattr(module, name, None)
+            if old is not None:
+                added = old.new_zeros((more, *old.shape[1:]))
+                setattr(module, name, nn.Parameter(torch.cat([old, added]), requires_grad=old.requires_grad))
+        setattr(module, "out_features" if hasattr(module, "out_features") else "num_embeddings", size)
+    if tied and head is not None:
+        head.weight = embedding.weight
+    for part in (model.config, model.config.get_text_config(), *model.modules()):  # some keep a copy of the number
+        if isinstance(known := getattr(part, "vocab_size", None), int) and known < size:
+            part.vocab_size = size
 
 
 def use_rows(adapted: PeftModel, dtype: torch.dtype | None = None) -> None:

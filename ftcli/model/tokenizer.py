@@ -67,13 +67,15 @@ def _add(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> None:
             )
 
 
-def require_known_ids(tokenizer: PreTrainedTokenizerBase, facts: ModelFacts) -> None:
-    """Raises FtcliError FT315 (exit 3) for tokens beyond the model's vocabulary, which only loading shows.
+def require_known_ids(tokenizer: PreTrainedTokenizerBase, facts: ModelFacts, added: Sequence[str] = ()) -> None:
+    """Raises FtcliError FT315 (exit 3) for tokens beyond the model's vocabulary, which only loading shows; but for
+    those that the recipe has ``added``.
 
     Preflight reads the largest id in the tokenizer's files; the class that transformers loads them by may add tokens.
     """
     size = facts.vocab_size
-    beyond = {token: at for token, at in tokenizer.get_added_vocab().items() if size is not None and at >= size}
+    found = {token: at for token, at in tokenizer.get_added_vocab().items() if size is not None and at >= size}
+    beyond = {token: at for token, at in found.items() if token not in added}
     if beyond:
         token = max(beyond, key=lambda each: beyond[each])
         raise FtcliError.single(

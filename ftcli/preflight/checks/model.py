@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 
 from ftcli.config.model import LoraConfig
@@ -347,7 +347,7 @@ def _tokens(context: Context, facts: ModelFacts) -> Findings:
 
 
 def _new_tokens(context: Context, facts: ModelFacts) -> Findings:
-    """FT352: no room for the tokens, or what trains no single rows."""
+    """FT352: a table that has no room for the tokens, or what trains no single rows."""
     recipe, path = context.recipe, "model.add_tokens"
     tokens = recipe.model.add_tokens
     if not tokens:
@@ -356,11 +356,13 @@ def _new_tokens(context: Context, facts: ModelFacts) -> Findings:
     if twice is not None:
         yield context.error("FT352", path, f"{path} names {twice!r} twice", help="name it once")
     size = None if facts.tokenizer is None else facts.tokenizer.size
-    if size is not None and facts.vocab_size is not None and size + len(tokens) > facts.vocab_size:
-        room = max(0, facts.vocab_size - size)
-        message = f"{path}: {len(tokens)} tokens, and the vocabulary of {facts.name} has {room} rows that no token has"
-        help = "add fewer; or give tokens that the model keeps in reserve a meaning in your rows, such as "
-        yield context.error("FT352", path, message, help=f"{help}<|reserved_special_token_0|> (Llama 3)")
+    text = facts.raw.get("text_config", facts.raw)
+    table = text.get("vocab_size_per_layer_input") if isinstance(text, Mapping) else None
+    if isinstance(table, int) and size is not None and size + len(tokens) > table:
+        message = (
+            f"{path}: {len(tokens)} tokens, and the table of {facts.name}'s layers has {table - size} rows for them"
+        )
+        yield context.error("FT352", path, message, help="use tokens that the model keeps in reserve, <unused0> and on")
     against = _why_no_rows(context)
     if against is not None:
         yield context.error("FT352", path, f"{path} does not go with {against}", help="remove one of the two")
