@@ -19,6 +19,8 @@ from ftcli.rows.row import Row
 
 Ints = NDArray[np.int64]
 _META = "meta.json"
+#: Bytes of a file that are read at a time.
+_BLOCK = 2**20
 _CHECKSUM = "checksum"
 #: Kept rows: end of the row in ids.bin, end in spans.bin, number of the row, index of its file's name.
 _INDEX_COLUMNS = 4
@@ -165,7 +167,7 @@ class TokenWriter:
         self.close()
         sizes = {name: (self._folder / f"{name}.bin").stat().st_size for name in _FILES}
         meta = {"rows": self._rows, "names": list(self._names), "sizes": sizes, "facts": facts}
-        content = _digest(_arrays(self._folder))
+        content = _digest(self._folder, _arrays(self._folder))
         whole = {**meta, _CHECKSUM: _checksum(meta, content)}
         (self._folder / _META).write_text(json.dumps(whole), encoding="utf-8")
 
@@ -199,7 +201,7 @@ class TokenStore:
             if (folder / f"{name}.bin").stat().st_size != meta["sizes"][name]:
                 raise ValueError(f"{name}.bin is not complete")
         self._ids, self._spans, self._index, self.values, self._pictures, self._images = arrays = _arrays(folder)
-        self._digest = _digest(arrays)
+        self._digest = _digest(folder, arrays)
         if meta.pop(_CHECKSUM) != _checksum(meta, self._digest):
             raise ValueError("its content is not what was written")
         self.facts: JsonObject = meta["facts"]
@@ -260,16 +262,21 @@ def _arrays(folder: Path) -> _Arrays:
     return ids, spans.reshape(-1, 2), index, values, pictures.reshape(-1, _IMAGE_COLUMNS), images
 
 
-def _digest(arrays: Sequence[NDArray[Any]]) -> bytes:
+def _digest(folder: Path, arrays: _Arrays) -> bytes:
     """SHA-256 of what training sees; values and images are left out where no row has any, as they were before rows had
     them.
+
+    The files are read for it: pages of a mapped one would stay, and count as this process' memory.
     """
     digest = hashlib.sha256()
-    ids, spans, index, values, *of_images = arrays
-    others = [*([values] if values.any() else []), *(of_images if of_images[0].size else [])]
-    for array in [ids, spans, index, *others]:
-        digest.update(len(array).to_bytes(8, "little"))
-        digest.update(np.ascontiguousarray(array).data if array.size else b"")
+    found: dict[str, NDArray[Any]] = dict(zip(_FILES, arrays, strict=True))
+    left = {"values"} if not found["values"].any() else set[str]()
+    left |= {"pictures", "images"} if not found["pictures"].size else set()
+    for name in (name for name in _FILES if name not in left):
+        digest.update(len(found[name]).to_bytes(8, "little"))
+        with (folder / f"{name}.bin").open("rb") as stream:
+            while block := stream.read(_BLOCK):
+                digest.update(block)
     return digest.digest()
 
 
