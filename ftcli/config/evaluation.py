@@ -185,6 +185,13 @@ class GgufConfig(Section):
     lora_adapter: bool = Field(default=False, description="Also write the adapter alone, for llama.cpp's `--lora`.")
 
 
+class CalibrationConfig(Section):
+    """Rows of `data.train` that `gptq`, `awq`, `w8a8`, `fp8_static` and `nvfp4` are calibrated with."""
+
+    rows: Count = Field(default=128, description="Rows, drawn by `run.seed`; fewer where the data has fewer.")
+    row_tokens: Count = Field(default=512, description="Most tokens of a row: what is longer is cut off at its end.")
+
+
 class ExportConfig(Section):
     """Settings of `ftcli export`."""
 
@@ -197,5 +204,8 @@ class ExportConfig(Section):
         default="trained",
         description="What an adapter on a quantized base is merged with: the dequantized weights that it was trained "
         "beside, or the weights before quantization.",
+    )
+    calibration: CalibrationConfig = Field(
+        default_factory=CalibrationConfig, description="Rows for formats that are calibrated."
     )
     gguf: GgufConfig = Field(default_factory=GgufConfig, description="Settings of the format `gguf`.")
