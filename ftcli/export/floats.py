@@ -7,7 +7,7 @@ and no weight ends beyond what the type holds. Inputs are rounded by token while
 ``fp8_static``, by the largest number of the calibration rows over 448.
 
 The four-bit floats are 0, 0.5, 1, 1.5, 2, 3, 4 and 6 with a sign, two in a byte, the first in its lower half.
-``nvfp4``: a scale in float8_e4m3fn for 16 numbers, all over one float32 for the matrix, which layers with the same
+``nvfp4``: a scale in float8_e4m3fn for 16 numbers, the best of a few, all over one float32 for the matrix, which layers with the same
 input share; inputs are rounded alike, over a float32 that calibration finds. ``mxfp4``: a power of two for 32 numbers,
 stored as its exponent plus 127; inputs stay in 16 bits.
 """
@@ -35,6 +35,8 @@ _ROUNDING = 2.0**-4
 _FOUR_BITS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BETWEEN = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 _NVFP4_GROUP, _MXFP4_GROUP = 16, 32
+#: Multiples of the scale by which a group's largest number is 6 that are tried; with 1.5 it is 4.
+_MULTIPLES = (1.0, 0.85, 1.25, 1.5)
 _BIAS = 127
 _NUMBERS: JsonObject = {
     "num_bits": 8, "type": "float", "symmetric": True, "group_size": None, "block_structure": None,
@@ -176,11 +178,18 @@ def _nvfp4_encoded(weight: Tensor, given: Given | None) -> Parts:
     peak = (given.peak if given is not None else float(weight.abs().max())) or 1.0
     whole = LARGEST * _FOUR_BITS[-1] / peak
     groups = weight.unflatten(1, (-1, _NVFP4_GROUP))
-    scale = (groups.abs().amax(-1, keepdim=True) / _FOUR_BITS[-1] * whole).clamp(SMALLEST, LARGEST)
-    scale = scale.to(torch.float8_e4m3fn)
+    largest = groups.abs().amax(-1, keepdim=True) / _FOUR_BITS[-1] * whole
+    best = torch.full_like(largest, torch.inf)
+    scale = largest
+    for multiple in _MULTIPLES:
+        tried = (largest * multiple).clamp(SMALLEST, LARGEST).to(torch.float8_e4m3fn).float()
+        unit = tried / whole
+        error = (_numbers_of(_nibbles((groups / unit).flatten(1))).view_as(groups) * unit - groups).square()
+        error = error.sum(-1, keepdim=True)
+        scale, best = torch.where(error < best, tried, scale), torch.minimum(error, best)
     return {
-        "weight_packed": _nibbles((groups / (scale.float() / whole)).flatten(1)),
-        "weight_scale": scale[..., 0],
+        "weight_packed": _nibbles((groups / (scale / whole)).flatten(1)),
+        "weight_scale": scale[..., 0].to(torch.float8_e4m3fn),
         "weight_global_scale": _one(whole),
         "input_global_scale": _one(LARGEST * _FOUR_BITS[-1] / _largest(given)),
     }
