@@ -13,7 +13,7 @@ are dropped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -393,8 +393,9 @@ class _Walk:
 
         arguments = {}
         for key, value in named.items():
-            if isinstance(value, dict):  # what layers leave there for later ones stays with the rows
-                arguments[key] = self._shared.setdefault((span, key), {})
+            if isinstance(value, MutableMapping):  # what layers leave there for later ones stays with the rows
+                held = {name: part(each) for name, each in value.items()}
+                arguments[key] = self._shared.setdefault((span, key), held)
             else:
                 arguments[key] = part(value)
         return [part(each) for each in given], arguments
@@ -408,7 +409,9 @@ class _Walk:
         for inputs in seen:
             front = None if inputs.norm is not None else _in_front(layer, inputs.linears)
             weights = [_weight(layer, name) for name in inputs.linears]
-            factors = _factors(weights, inputs, how) if inputs.norm is not None or front is not None else None
+            factors = (
+                _factors(weights, inputs, how, self._rounded) if inputs.norm is not None or front is not None else None
+            )
             if factors is None:
                 continue
             for owner, new, exact in self._divided(layer, prefix, inputs.norm, front, factors):
@@ -421,6 +424,9 @@ class _Walk:
                     break
                 for weight, value in kept:
                     weight.data = value
+
+    def _rounded(self, weight: Tensor) -> Tensor:
+        return self._scheme.decode(self._scheme.encode(weight, None))
 
     def _divided(
         self, layer: nn.Module, prefix: str, norm: str | None, front: str | None, factors: Tensor
@@ -481,7 +487,7 @@ class _Walk:
         inputs = None if self._asked.smoothing is None else self._asked.smoothing.inputs
         wanted = plain @ x.T
         size = float(wanted.square().sum()) or 1.0
-        alone = self._scheme.decode(self._scheme.encode(plain, None))
+        alone = self._rounded(plain)
         errors = (
             float((ours @ (given if inputs is None else inputs(given)).T - wanted).square().sum()) / size
             for ours, given in ((rounded[some], sample), (alone, x))
@@ -489,8 +495,14 @@ class _Walk:
         self._errors.append((next(errors), next(errors)))
 
 
-def _factors(weights: Sequence[Tensor], inputs: _Inputs, how: Smoothing) -> Tensor | None:
-    """The factors (I,) that leave the least error of the outputs on the sample; None where nothing is gained."""
+def _factors(
+    weights: Sequence[Tensor], inputs: _Inputs, how: Smoothing, exactly: Callable[[Tensor], Tensor]
+) -> Tensor | None:
+    """The factors (I,) that leave the least error of the outputs on the sample; None where nothing is gained.
+
+    Args:
+        exactly: A weight as it is rounded in the end.
+    """
     x = torch.cat(inputs.sample)
     tried = [weight[:: -(-weight.shape[0] // _TRIED_ROWS)] for weight in weights]
     stacked = torch.cat([weight.abs() for weight in weights])
@@ -503,21 +515,18 @@ def _factors(weights: Sequence[Tensor], inputs: _Inputs, how: Smoothing) -> Tens
     there = (sizes > 0) & (heights > 0)
     sizes, heights = torch.where(there, sizes, 1.0), torch.where(there, heights, 1.0)
     wanted = [weight @ x.T for weight in tried]
-    ones = torch.ones_like(sizes)
 
-    def error(factors: Tensor) -> float:
+    def error(factors: Tensor, rounded: Callable[[Tensor], Tensor]) -> float:
         given = x / factors if how.inputs is None else how.inputs(x / factors)
-        made = (how.weights(weight * factors) @ given.T for weight in tried)
+        made = (rounded(weight * factors) @ given.T for weight in tried)
         return sum(float((one - other).square().sum()) for one, other in zip(made, wanted, strict=True))
 
-    found, least = None, error(ones)
-    for exponent in _EXPONENTS:
+    def scaled(exponent: float) -> Tensor:
         factors = torch.where(there, sizes**exponent / heights ** (1 - exponent), 1.0).clamp(1e-4, 1e4)
-        factors = factors / (factors.max() * factors.min()).sqrt()
-        left = error(factors)
-        if left < least:
-            found, least = factors, left
-    return found
+        return factors / (factors.max() * factors.min()).sqrt()
+
+    best = min(map(scaled, _EXPONENTS), key=lambda factors: error(factors, how.weights))
+    return best if error(best, exactly) < error(torch.ones_like(sizes), exactly) else None
 
 
 def _in_front(layer: nn.Module, linears: Sequence[str]) -> str | None:

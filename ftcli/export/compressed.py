@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _PACKAGE = "compressed_tensors"
+_OUTPUTS = 8
 
 
 def write_compressed(source: ExportSource, folder: Path, say: Callable[[str], None], scheme_of: SchemeOf) -> Verified:
@@ -100,12 +101,15 @@ def require_compressed_tensors() -> None:
 
 
 def _rounded(model: PreTrainedModel, base: StoredWeights) -> dict[str, str]:
-    """The tensors that are eight bits wide: the name in the model of each, by its key in the files."""
+    """The tensors that are rounded: the name in the model of each, by its key in the files.
+
+    Layers whose outputs are no multiple of 8 stay as they are: programs that serve them have no kernels for these.
+    """
     layers = {id(module) for layer in decoder_layers(model) for module in layer.modules()}
     linear = {
         f"{name}.weight"
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and id(module) in layers
+        if isinstance(module, nn.Linear) and id(module) in layers and module.out_features % _OUTPUTS == 0
     }
     names: dict[str, str] = {}
     for stored in base.stored:

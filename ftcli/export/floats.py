@@ -7,9 +7,9 @@ and no weight ends beyond what the type holds. Inputs are rounded by token while
 ``fp8_static``, by the largest number of the calibration rows over 448.
 
 The four-bit floats are 0, 0.5, 1, 1.5, 2, 3, 4 and 6 with a sign, two in a byte, the first in its lower half.
-``nvfp4``: a scale in float8_e4m3fn for 16 numbers, the best of a few, all over one float32 for the matrix, which layers with the same
-input share; inputs are rounded alike, over a float32 that calibration finds. ``mxfp4``: a power of two for 32 numbers,
-stored as its exponent plus 127; inputs stay in 16 bits.
+``nvfp4``: a scale in float8_e4m3fn for 16 numbers, the best of a few, all over one float32 for the matrix, which layers
+with the same input share; inputs are rounded alike, over a float32 that calibration finds. ``mxfp4``: a power of two
+for 32 numbers, stored as its exponent plus 127; inputs stay in 16 bits.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ def encoded(weight: Tensor, given: Given | None = None, *, group: int, symmetric
     ``weight_shape`` and, of what is not symmetric, ``weight_zero_point`` (O / 8, I / group).
     """
     scale, zero = _best(weight.unflatten(1, (-1, group)), symmetric)
-    if given is not None and given.products is not None:
+    if symmetric and given is not None and given.products is not None:
         codes = compensated(weight, scale.expand(-1, -1, group).flatten(1), given.products)
     else:
         codes = _integers(weight.unflatten(1, (-1, group)), scale, zero).flatten(1)
@@ -174,12 +174,15 @@ def _inverse_root(products: Tensor) -> Tensor:
         damping *= 10  # float32 cannot hold what is left of it
 
 
-def _best(groups: Tensor, symmetric: bool, multiples: tuple[float, ...] = _MULTIPLES) -> tuple[Tensor, Tensor]:
-    """Scale, in float32 as bfloat16 holds it, and zero point of each group (O, groups, 1)."""
+def _best(groups: Tensor, symmetric: bool, *, quick: bool = False) -> tuple[Tensor, Tensor]:
+    """Scale, in float32 as bfloat16 holds it, and zero point of each group (O, groups, 1).
+
+    ``quick``: The scale of the largest number, without trying others.
+    """
     high, low = groups.amax(-1, keepdim=True).clamp(min=0), groups.amin(-1, keepdim=True).clamp(max=0)
     best = torch.full_like(high, torch.inf)
     scale, zero = torch.ones_like(high), torch.zeros_like(high)
-    for multiple in multiples:
+    for multiple in _MULTIPLES[:1] if quick else _MULTIPLES:
         range_of = torch.maximum(high, -low) / _MOST if symmetric else (high - low) / (_MOST - _LEAST)
         tried = (range_of * multiple).to(torch.bfloat16).float()
         tried = torch.where(tried > 0, tried, 1.0)
@@ -199,7 +202,7 @@ def _integers(groups: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
 def _rounded(weight: Tensor, group: int, symmetric: bool) -> Tensor:
     """``weight`` rounded with the scale of its largest number."""
     groups = weight.unflatten(1, (-1, group))
-    scale, zero = _best(groups, symmetric, _MULTIPLES[:1])
+    scale, zero = _best(groups, symmetric, quick=True)
     return (scale * (_integers(groups, scale, zero) - zero)).flatten(1)
 
 
