@@ -149,7 +149,7 @@ def calibrate(
     if unseen is not None:
         message = f"the calibration rows do not reach {unseen}, so nothing is known of its input"
         raise FtcliError.single("FT740", message, help="use export.formats: [fp8], which needs no calibration")
-    widest = max(plan.base.shape(name)[1] for name in rounded.values())
+    widest = max((plan.base.shape(name)[1] for name in rounded.values()), default=0)
     few = (
         f"{tokens:,} tokens of {len(rows)} rows calibrate layers of {widest:,} inputs, which need more tokens than that"
     )
