@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ftcli.export.compressed import write_compressed
-from ftcli.export.scheme import Calibration, Given, Parts, Scheme, farther, group_of, is_scale
+from ftcli.export.scheme import Calibration, Given, Parts, Scheme, by_rows, farther, group_of, is_scale
 from ftcli.export.source import ExportSource
 from ftcli.export.verify import Verified
 from ftcli.plain import JsonObject
@@ -177,19 +177,23 @@ def nvfp4(widths: frozenset[int]) -> Scheme:
 def _nvfp4_encoded(weight: Tensor, given: Given | None) -> Parts:
     peak = (given.peak if given is not None else float(weight.abs().max())) or 1.0
     whole = LARGEST * _FOUR_BITS[-1] / peak
-    groups = weight.unflatten(1, (-1, _NVFP4_GROUP))
-    largest = groups.abs().amax(-1, keepdim=True) / _FOUR_BITS[-1] * whole
-    best = torch.full_like(largest, torch.inf)
-    scale = largest
-    for multiple in _MULTIPLES:
-        tried = (largest * multiple).clamp(SMALLEST, LARGEST).to(torch.float8_e4m3fn).float()
-        unit = tried / whole
-        error = (_numbers_of(_nibbles((groups / unit).flatten(1))).view_as(groups) * unit - groups).square()
-        error = error.sum(-1, keepdim=True)
-        scale, best = torch.where(error < best, tried, scale), torch.minimum(error, best)
+
+    def rounded(rows: Tensor) -> tuple[Tensor, ...]:
+        groups = rows.unflatten(1, (-1, _NVFP4_GROUP))
+        largest = groups.abs().amax(-1, keepdim=True) / _FOUR_BITS[-1] * whole
+        best, scale = torch.full_like(largest, torch.inf), largest
+        for multiple in _MULTIPLES:
+            tried = (largest * multiple).clamp(SMALLEST, LARGEST).to(torch.float8_e4m3fn).float()
+            unit = tried / whole
+            error = (_numbers_of(_nibbles((groups / unit).flatten(1))).view_as(groups) * unit - groups).square()
+            error = error.sum(-1, keepdim=True)
+            scale, best = torch.where(error < best, tried, scale), torch.minimum(error, best)
+        return _nibbles((groups / (scale / whole)).flatten(1)), scale[..., 0].to(torch.float8_e4m3fn)
+
+    packed, scale = by_rows(rounded, weight)
     return {
-        "weight_packed": _nibbles((groups / (scale / whole)).flatten(1)),
-        "weight_scale": scale[..., 0].to(torch.float8_e4m3fn),
+        "weight_packed": packed,
+        "weight_scale": scale,
         "weight_global_scale": _one(whole),
         "input_global_scale": _one(LARGEST * _FOUR_BITS[-1] / _largest(given)),
     }
@@ -236,22 +240,24 @@ def mxfp4(widths: frozenset[int]) -> Scheme:
 
 
 def _mxfp4_encoded(weight: Tensor) -> Parts:
+    packed, scale = by_rows(_mxfp4_rows, weight)
+    return {"weight_packed": packed, "weight_scale": scale}
+
+
+def _mxfp4_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Of the two powers of two that cut the largest number least, or not at all, each group takes the better one."""
     groups = weight.unflatten(1, (-1, _MXFP4_GROUP))
-    largest = groups.abs().amax(-1)
-    lower = (torch.where(largest > 0, largest, 1.0).log2().floor() - 2 + _BIAS).clamp(0, 253).to(torch.uint8)
-    tried = []
-    for exponent in (lower, lower + 1):
-        parts = {
-            "weight_packed": _nibbles((groups / torch.exp2(exponent.float() - _BIAS)[..., None]).flatten(1)),
-            "weight_scale": exponent,
-        }
-        tried.append((parts, (_mxfp4_decoded(parts) - weight).unflatten(1, groups.shape[1:]).square().sum(-1)))
-    (low, error), (high, other) = tried
-    better = (other < error)[..., None]
-    packed = torch.where(better, *(each["weight_packed"].unflatten(1, (-1, _MXFP4_GROUP // 2)) for each in (high, low)))
-    scale = torch.where(better[..., 0], high["weight_scale"], low["weight_scale"])
-    return {"weight_packed": packed.flatten(1), "weight_scale": scale}
+    largest = groups.abs().amax(-1, keepdim=True)
+    lower = (torch.where(largest > 0, largest, 1.0).log2().floor() - 2 + _BIAS).clamp(0, 253)
+    numbers = [groups / torch.exp2(exponent - _BIAS) for exponent in (lower, lower + 1)]
+    low, high = (_nibbles(each.flatten(1)) for each in numbers)
+    errors = [
+        (_numbers_of(packed).view_as(groups) - each).square().sum(-1, keepdim=True)
+        for packed, each in zip((low, high), numbers, strict=True)
+    ]
+    better = 4 * errors[1] < errors[0]  # in units of the scale, which is twice as large
+    halves = (packed.unflatten(1, (-1, _MXFP4_GROUP // 2)) for packed in (high, low))
+    return torch.where(better, *halves).flatten(1), (lower + better)[..., 0].to(torch.uint8)
 
 
 def _mxfp4_decoded(parts: Parts) -> Tensor:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ftcli.export.compressed import write_compressed
-from ftcli.export.scheme import ROOM, Calibration, Given, Parts, Scheme, Smoothing, farther, group_of, is_scale
+from ftcli.export.scheme import ROOM, Calibration, Given, Parts, Scheme, Smoothing, by_rows, farther, group_of, is_scale
 from ftcli.export.source import ExportSource
 from ftcli.export.verify import Verified
 from ftcli.plain import JsonObject
@@ -109,17 +109,24 @@ def encoded(weight: Tensor, given: Given | None = None, *, group: int, symmetric
     """The parts of ``weight`` (O, I) float32: ``weight_packed`` (O, I / 8), ``weight_scale`` (O, I / group),
     ``weight_shape`` and, of what is not symmetric, ``weight_zero_point`` (O / 8, I / group).
     """
-    scale, zero = _best(weight.unflatten(1, (-1, group)), symmetric)
-    if symmetric and given is not None and given.products is not None:
-        codes = compensated(weight, scale.expand(-1, -1, group).flatten(1), given.products)
-    else:
-        codes = _integers(weight.unflatten(1, (-1, group)), scale, zero).flatten(1)
-    zeros = {} if symmetric else {"weight_zero_point": _packed(zero[..., 0].T).T.contiguous()}
-    shape = torch.tensor(weight.shape, dtype=torch.int64)
+    compensates = symmetric and given is not None and given.products is not None
+
+    def rounded(rows: Tensor) -> tuple[Tensor, ...]:
+        groups = rows.unflatten(1, (-1, group))
+        scale, zero = _best(groups, symmetric)
+        packed = scale if compensates else _packed(_integers(groups, scale, zero).flatten(1))
+        return packed, scale, zero[..., 0]
+
+    packed, scale, zero = by_rows(rounded, weight)
+    if compensates:
+        assert given is not None
+        assert given.products is not None
+        packed = _packed(compensated(weight, scale.expand(-1, -1, group).flatten(1), given.products))
+    zeros = {} if symmetric else {"weight_zero_point": _packed(zero.T).T.contiguous()}
     return {
-        "weight_packed": _packed(codes),
+        "weight_packed": packed,
         "weight_scale": scale[..., 0].to(torch.bfloat16),
-        "weight_shape": shape,
+        "weight_shape": torch.tensor(weight.shape, dtype=torch.int64),
         **zeros,
     }
 

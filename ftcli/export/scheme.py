@@ -106,9 +106,17 @@ def is_scale(scale: Tensor) -> bool:
 
 #: A group may lie so much farther from its weights than the best scale makes it: merging sums in another order.
 ROOM = 1.05
+#: Numbers that are rounded at once.
+_AT_ONCE = 1 << 18
 
 
 def farther(found: Tensor, best: Tensor, wanted: Tensor, group: int, room: float = ROOM) -> bool:
     """True if a group of ``found`` lies farther from ``wanted`` (O, I) than that of ``best`` does, beyond ``room``."""
     one, other = ((each - wanted).unflatten(1, (-1, group)).square().sum(-1) for each in (found, best))
     return not bool((one <= room * other + 1e-9 * wanted.square().mean()).all())
+
+
+def by_rows(made: Callable[[Tensor], tuple[Tensor, ...]], weight: Tensor) -> tuple[Tensor, ...]:
+    """What ``made`` answers for ``weight`` (O, ...), a few rows at a time, which caches hold: each (O, ...)."""
+    rows = weight.split(max(1, _AT_ONCE // weight[0].numel()))
+    return tuple(torch.cat(parts) for parts in zip(*map(made, rows), strict=True))
