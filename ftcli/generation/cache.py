@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import torch
 from ftkernels.causal_conv import causal_conv, inputs_at
-from ftkernels.decode_attention import Pages, decode_attention
+from ftkernels.decode_attention import Pages, SharedPages, decode_attention
 from ftkernels.delta_gates import delta_gates
 from ftkernels.delta_net import NetSizes, NetWeights, heads_of, parts_of
 from ftkernels.delta_rule import delta_rule_ends
@@ -240,7 +240,8 @@ class Decode:
     """A call of one token a row, (B, 1), against the cache.
 
     ``table``: (B, T) int32; ``lengths``: (B,) int32, with the new token; ``longest``: a bound on them, where known.
-    ``slots``: (B,) int32, contiguous, :data:`NO_SLOT` of an empty row; None where layers have no states.
+    ``slots``: (B,) int32, contiguous, :data:`NO_SLOT` of an empty row; None where layers have no states. ``shared``:
+    the pages that completions of one prompt have in common; None where each row is read for itself.
     """
 
     cache: Cache
@@ -249,6 +250,7 @@ class Decode:
     longest: int | None = None
     backend: BackendName = "auto"
     slots: Tensor | None = None
+    shared: SharedPages | None = None
 
     def attend(
         self,
@@ -267,7 +269,7 @@ class Decode:
         q, k, v = (tensor[:, :, 0].to(pages.keys.dtype) for tensor in (query, key, value))
         out = decode_attention(
             q, k, v, pages, self.table, self.lengths, scale=scaling, softcap=softcap, window=window,
-            sinks=sinks, longest=self.longest, backend=self.backend,
+            sinks=sinks, longest=self.longest, shared=self.shared if window is None else None, backend=self.backend,
         )  # fmt: skip
         return out[:, None]
 

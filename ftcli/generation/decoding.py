@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from ftkernels.decode_attention import LINE, SharedPages
+from ftkernels.limits import CACHE_PAGE
 from ftkernels.sampling import Sampling, choose
 from torch import Tensor
 
@@ -59,6 +61,11 @@ class DecodingRow:
         """True if nothing more is to be asked of it."""
         return self.ended or self.issued >= self.limit
 
+    @property
+    def shared(self) -> int:
+        """Pages that its prompt fills, which all completions of it begin with."""
+        return self.prompt // CACHE_PAGE
+
 
 class DecodeBatch:
     """State of up to ``rows`` rows on the device; graphs read and write it in place, so it stays where it is.
@@ -77,6 +84,12 @@ class DecodeBatch:
         self.seeds = torch.zeros(size, dtype=torch.int64, device=device)
         self.table = torch.zeros((size, table_pages), dtype=torch.int32, device=device)
         self.slots = torch.full((size,), NO_SLOT, dtype=torch.int32, device=device)
+        #: Whether rows of one request are told as such: where some have several completions.
+        self.shares = False
+        self.shared = SharedPages(
+            torch.full((size, LINE), -1, dtype=torch.int32, device=device),
+            torch.zeros(size, dtype=torch.int32, device=device),
+        )
         self.tokens = torch.zeros(size, dtype=torch.int64, device=device)
         self.logprobs = torch.zeros(size, dtype=torch.float32, device=device)
 
@@ -119,6 +132,9 @@ class DecodeBatch:
         self._put(self.lengths, np.array([row.prompt + row.issued for row in rows] + [0] * (size - count), np.int32))
         self._put(self.counts, np.array([row.issued for row in rows] + [0] * (size - count), np.int64))
         self._put(self.slots, np.array([row.slot for row in rows] + [NO_SLOT] * (size - count), np.int32))
+        if self.shares:
+            self._put(self.shared.members, lines_of([row.request for row in rows], size))
+            self._put(self.shared.pages, np.array([row.shared for row in rows] + [0] * (size - count), np.int32))
         self._put(self.seeds, np.array([row.seed for row in rows] + [0] * (size - count), np.int64))
 
     def replace(self, tokens: Sequence[tuple[int, int]]) -> None:
@@ -136,7 +152,8 @@ class DecodeBatch:
         """
         ids, lengths, counts = self.ids[:size], self.lengths[:size], self.counts[:size]
         positions = (lengths.long() - 1).clamp(min=0)
-        decode = Decode(cache, self.table[:size], lengths, longest, slots=self.slots[:size])
+        shared = SharedPages(self.shared.members[:size], self.shared.pages[:size]) if self.shares else None
+        decode = Decode(cache, self.table[:size], lengths, longest, slots=self.slots[:size], shared=shared)
         logits = forward.decode(ids, positions, decode)
         tokens, logprobs = choose(logits, sampling, self.seeds[:size], counts)
         self.tokens[:size] = tokens
@@ -146,8 +163,24 @@ class DecodeBatch:
         counts.add_(1)
 
 
+def lines_of(requests: Sequence[int], size: int) -> np.ndarray:
+    """(size, LINE) int32: rows of the same request in each line, -1 behind them (:class:`SharedPages`)."""
+    rows: dict[int, list[int]] = {}
+    for at, request in enumerate(requests):
+        rows.setdefault(request, []).append(at)
+    lines = [same[at : at + LINE] for same in rows.values() for at in range(0, len(same), LINE)]
+    made = np.full((size, LINE), -1, dtype=np.int32)
+    for into, line in zip(made, lines, strict=False):
+        into[: len(line)] = line
+    return made
+
+
 #: Steps of a size and sampling that run as usual before one is captured.
 _BEFORE = 2
+
+
+#: What a graph is captured for: rows, how they are sampled, whether pages are shared.
+_Key = tuple[int, Sampling, bool]
 
 
 @dataclass(slots=True)
@@ -169,12 +202,12 @@ class Stepper:
         self._cache = cache
         self._batch = batch
         self._pool: Any = None
-        self._before: dict[tuple[int, Sampling], int] = {}
-        self._graphs: dict[tuple[int, Sampling], torch.cuda.CUDAGraph] = {}
+        self._before: dict[_Key, int] = {}
+        self._graphs: dict[_Key, torch.cuda.CUDAGraph] = {}
 
     def step(self, sampling: Sampling) -> None:
         """One token of each row of the batch."""
-        key = (self._batch.size, sampling)
+        key = (self._batch.size, sampling, self._batch.shares)
         graph = self._graphs.get(key) or self._captured(key)
         if graph is None:
             self.status.without += 1
@@ -183,12 +216,12 @@ class Stepper:
             self.status.replays += 1
             graph.replay()
 
-    def _run(self, key: tuple[int, Sampling]) -> None:
-        size, sampling = key
+    def _run(self, key: _Key) -> None:
+        size, sampling, _ = key
         longest = self._batch.longest if self._pool is None else None
         self._batch.step(self._forward, self._cache, sampling, size, longest)
 
-    def _captured(self, key: tuple[int, Sampling]) -> torch.cuda.CUDAGraph | None:
+    def _captured(self, key: _Key) -> torch.cuda.CUDAGraph | None:
         """A graph of steps like this one; None where it runs as usual. Capturing does not run anything."""
         if self.status.stopped is not None:
             return None

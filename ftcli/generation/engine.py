@@ -115,6 +115,7 @@ class Scheduler:
         self._unseen: list[DecodingRow] = []
         self._returning: deque[DecodingRow] = deque()
         self._tools = tools
+        tools.batch.shares = any(len(one.seeds) > 1 and len(one.prompt) >= CACHE_PAGE for one in requests)
         self._sampling = sampling
         self._stopping = stopping
         self._waiting = deque(enumerate(requests))

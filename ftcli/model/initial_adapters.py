@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -135,30 +135,58 @@ def load_over(model: PeftModel, initial: InitialAdapters, folder: Path) -> None:
     setattr(model, _ATTRIBUTE, initial.take(model, folder))
 
 
-@contextmanager
-def as_base(model: PreTrainedModel | PeftModel) -> Iterator[None]:
-    """Within the block a model with adapters computes what its base does."""
-    from peft.utils.other import AuxiliaryTrainingWrapper
+def as_base(model: PreTrainedModel | PeftModel) -> AbstractContextManager[None]:
+    """A block in which a model with adapters computes what its base does. Raises ValueError if it has none."""
+    return AdapterSwitch(model).off()
 
-    initial, adapted = initial_of(model), model
-    if initial is None:
-        with adapted.disable_adapter():
-            yield
-        return
+
+class AdapterSwitch:
+    """Lets a model with adapters compute what its base does.
+
+    Layers are found once, and PEFT's `disable_adapter` is not asked: it reads the state of every module and adapter
+    first, tens of milliseconds of an 8B, for which each step with a reference would wait. Raises ValueError if the
+    model has no adapters.
+    """
+
+    def __init__(self, model: PreTrainedModel | PeftModel) -> None:
+        from peft.tuners.tuners_utils import BaseTunerLayer
+        from peft.utils.other import AuxiliaryTrainingWrapper
+
+        kinds = (BaseTunerLayer, AuxiliaryTrainingWrapper)
+        layers: list[Any] = [module for module in model.modules() if isinstance(module, kinds)]
+        if not layers:
+            raise ValueError("a model without adapters has no base that it could compute")
+        self._model, self._layers = model, layers
+        #: Modules that are trained whole, which have their originals beside them.
+        self._whole = [layer for layer in layers if isinstance(layer, AuxiliaryTrainingWrapper)]
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """A block without adapters; what was switched off before stays so behind it."""
+        initial = initial_of(self._model)
+        switched = [layer for layer in (self._whole if initial else self._layers) if not layer.disable_adapters]
+        for layer in switched:
+            layer.enable_adapters(False)
+        try:
+            with nullcontext() if initial is None else _as_begun(self._model, initial):
+                yield
+        finally:
+            for layer in switched:
+                layer.enable_adapters(True)
+
+
+@contextmanager
+def _as_begun(model: Any, initial: InitialAdapters) -> Iterator[None]:
+    """A block in which adapters are those that a model began with."""
     trained = trained_by_file_name(model)
     kept = {name: tensor.detach().clone() for name, tensor in trained.items() if name.endswith((_A, _B))}
     with torch.no_grad():
         for name, (a, b) in initial.pairs.items():
             trained[name + _A].copy_(a)
             trained[name + _B].copy_(b)
-    whole = [module for module in model.modules() if isinstance(module, AuxiliaryTrainingWrapper)]
-    for module in whole:  # modules that are trained whole have their originals beside them
-        module.enable_adapters(False)
     try:
         yield
     finally:
-        for module in whole:
-            module.enable_adapters(True)
         with torch.no_grad():
             for name, tensor in kept.items():
                 trained[name].copy_(tensor)

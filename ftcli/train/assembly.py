@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -300,17 +300,5 @@ def hold(job: Job, model: Model, run: RunDirectory, weights: WeightIdentities | 
 @contextmanager
 def of_reference(reference: PreTrainedModel | None, model: PreTrainedModel | PeftModel) -> Iterator[None]:
     """A block in which the reference can be computed: of adapters it is the model without them."""
-    if reference is not None or _is_off(model):
+    with nullcontext() if reference is not None else as_base(model):
         yield
-        return
-    with as_base(model):
-        yield
-
-
-def _is_off(model: PreTrainedModel | PeftModel) -> bool:
-    """True if its adapters are switched off already: PEFT would switch them on at the end of an inner block."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    layers = (module for module in model.modules() if isinstance(module, BaseTunerLayer))
-    found = next(layers, None)
-    return found is not None and found.disable_adapters

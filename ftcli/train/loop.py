@@ -312,6 +312,7 @@ class TrainingLoop:
                 self._restore_window(found)
                 self.objective.restore({} if found is None else found.extra, Progress.read(resume_from))
         self.window.start()
+        self.model.train()
         for watcher in self.watchers:
             watcher.start()
         if self.attendance is not None:
@@ -337,7 +338,8 @@ class TrainingLoop:
             watcher.begin(self.step)
         self.objective.begin(self.step)
         self.optimization.begin()
-        self.model.train()
+        if not self.model.training:  # of an 8B with adapters it sets a flag of thousands of modules
+            self.model.train()
         batches = self.objective.micro_batches(self.step, self)
         total = self.parallel.begin_step(batches, self._last_norm)
         counts = total.counts

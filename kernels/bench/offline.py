@@ -144,7 +144,11 @@ def generation_cases(new: Maker, capability: int) -> Launches:
             pages = decode_attention.Pages(new(9, k_heads, 64, size), new(9, k_heads, 64, size))
             rows = new(8, q_heads, size), new(8, k_heads, size), new(8, k_heads, size), pages
             places = torch.zeros((8, 64), dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
-            yield f"decode attention{name}", partial(decode_attention._launch, *rows, *places, 1.0, cap, 0, sinks)
+            yield f"decode attention{name}", partial(decode_attention._launch, *rows, *places, 1.0, cap, 0, sinks, None)
+            if sinks is None:
+                lines = decode_attention.SharedPages(torch.zeros((8, 8), dtype=torch.int32), places[1])
+                shared = partial(decode_attention._launch, *rows, *places, 1.0, cap, 0, sinks, lines)
+                yield f"decode attention, shared pages{name}", shared
         for heads in (16, 20):
             rows = new(8, heads, 576), new(8, 576), new(9, 64, 576)
             places = torch.zeros((8, 64), dtype=torch.int32), torch.zeros(8, dtype=torch.int32)

@@ -758,7 +758,7 @@ KTO = (
     _m("kto: ranks that share a row count its mismatched answers twice", _L + "objective.py",
        "if number < len(batches) and self._counts:", "if number < len(batches):",
        _E2E + "kto.py::test_ranks_with_shards_or_shared_rows_are_one_process"),
-    _m("kto: the KL under dropout", _L + "objective.py", "with without_dropout(self._model), computing:",
+    _m("kto: the KL under dropout", _L + "objective.py", "with without_dropout(self._modules), computing:",
        "with computing:", _UL + "objective.py"),
     _m("kto: bad answers pulled up", _L + "losses.py",
        "torch.sigmoid(-how.beta * answers.labels * (answers.gained - answers.kl))",
@@ -792,15 +792,15 @@ PREFERENCE = (
     _m(
         "pairs: the reference with its adapters left on",
         _P + "objective.py",
-        "with without_dropout(model), of_reference(self._reference, self._model), computing:",
-        "with without_dropout(model), computing:",
+        "with without_dropout(self._modules), self._adapters.off(), computing:",
+        "with without_dropout(self._modules), computing:",
         _UP + "objective.py",
     ),
     _m(
         "pairs: dropout in the reference",
         _P + "objective.py",
-        "with without_dropout(model), of_reference(self._reference, self._model), computing:",
-        "with of_reference(self._reference, self._model), computing:",
+        "with without_dropout(self._modules), self._adapters.off(), computing:",
+        "with self._adapters.off(), computing:",
         _UP + "objective.py",
     ),
     _m(

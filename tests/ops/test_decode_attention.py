@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from ftkernels.decode_attention import Pages, decode_attention, decode_attention_reference, splits_for
+from ftkernels.decode_attention import (
+    LINE,
+    Pages,
+    SharedPages,
+    decode_attention,
+    decode_attention_reference,
+    splits_for,
+)
 from ftkernels.limits import CACHE_PAGE as PAGE
 from torch import Tensor
 
@@ -188,6 +195,71 @@ def test_a_row_does_not_depend_on_its_neighbours(device: str) -> None:
     assert torch.equal(moved, whole[order])
 
 
+#: Rows by the pages that they begin with: more of one prompt than a line has, two of another, one alone, an empty one
+#: and one whose prompt fills no page.
+PROMPTS = {"long": [2, *range(5, 14)], "short": [0, 4], "alone": [1]}
+SHARED_LENGTHS = [PAGE + 1, 3 * PAGE, 4 * PAGE + 9, 0, 2 * PAGE, 4 * PAGE + 1, 6 * PAGE + 5, *[5 * PAGE] * 7, 9]
+SHARED_COUNTS = {"long": 4, "short": 1, "alone": 2}
+
+
+def with_shared_pages(c: Case) -> SharedPages:
+    """Has the rows of each prompt begin with the pages of its first one."""
+    lines, pages = [], [0] * len(c.lengths)
+    for prompt, rows in PROMPTS.items():
+        count = SHARED_COUNTS[prompt]
+        for row in rows:
+            pages[row] = count
+            for pool in (c.pages.keys, c.pages.values) if row != rows[0] else ():
+                pool[c.table[row, :count].long()] = NAN
+            c.table[row, :count] = c.table[rows[0], :count]
+            for sequences in (c.keys, c.values):
+                sequences[row][:, : count * PAGE] = sequences[rows[0]][:, : count * PAGE]
+        lines += [rows[at : at + LINE] for at in range(0, len(rows), LINE)]
+    members = torch.full((len(pages), LINE), -1, dtype=torch.int32)
+    for into, line in zip(members, lines, strict=False):
+        into[: len(line)] = torch.tensor(line)
+    device = c.table.device
+    return SharedPages(members.to(device), torch.tensor(pages, dtype=torch.int32, device=device))
+
+
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "size", "softcap"),
+    [(4, 2, 16, 0.0), (7, 1, 64, 20.0), (2, 2, 80, 0.0), (4, 1, 256, 0.0), (2, 1, 512, 0.0), (48, 1, 64, 0.0)],
+)
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_pages_that_rows_share(
+    heads: int, key_heads: int, size: int, softcap: float, with_sinks: bool, device: str, tools: Any
+) -> None:
+    """Read for several rows at once they give each row what it has alone, whoever else shares them."""
+    c = case(SHARED_LENGTHS, heads, key_heads, size, torch.float32, device)
+    shared = with_shared_pages(c)
+    sinks = torch.linspace(-2.0, 6.0, heads, device=device) if with_sinks else None
+    given = (c.q, c.k, c.v, c.pages, c.table, c.lengths)
+    options: dict[str, Any] = {"scale": 0.3, "softcap": softcap, "sinks": sinks, "backend": "triton"}
+    out = decode_attention(*given, shared=shared, **options)
+    assert tools.relative(out, exact(c, 0.3, softcap, None, sinks)) < 1e-5
+    assert not out[3].any()
+    assert torch.equal(out, decode_attention(*given, shared=shared, **options))
+    fewer = SharedPages(shared.members.clone(), shared.pages.clone())
+    gone = PROMPTS["long"][1:5]
+    fewer.members[0] = torch.tensor([2, *PROMPTS["long"][5:8], -1, -1, -1, -1], device=device)
+    c.lengths[gone] = 0
+    fewer.pages[gone] = 0
+    left = [row for row in range(len(SHARED_LENGTHS)) if row not in gone]
+    again = decode_attention(*given, shared=fewer, **options)[left]
+    # The interpreter's products are a BLAS's, which rounds a row by its place.
+    assert torch.equal(again, out[left]) if device == "cuda" else tools.relative(again, out[left]) < 1e-6
+
+
+def test_shared_pages_in_half_precision(device: str, tools: Any) -> None:
+    c = case(SHARED_LENGTHS, 8, 2, 128, torch.bfloat16, device)
+    shared, given = with_shared_pages(c), (c.q, c.k, c.v, c.pages, c.table, c.lengths)
+    ours, plain = (decode_attention(*given, scale=0.1, shared=shared, backend=one) for one in ("triton", "torch"))
+    expected = exact(c, 0.1, 0.0, None)
+    assert tools.relative(ours, expected) <= max(1.5 * tools.relative(plain, expected), 1e-3)
+    assert tools.relative(ours, expected) < 1e-2
+
+
 def test_the_bound_on_lengths_changes_nothing(device: str) -> None:
     c = case([100, 3], 4, 2, 16, torch.float32, device)
     c.table = torch.nn.functional.pad(c.table, (0, 9))
@@ -212,6 +284,13 @@ def test_what_does_not_fit_is_refused(device: str) -> None:
         decode_attention(*(x.double() for x in given[:3]), *given[3:], scale=1.0)
     with pytest.raises(ValueError, match="int32"):
         decode_attention(*given[:4], c.table.long(), c.lengths, scale=1.0)
+    none = SharedPages(torch.full((1, LINE), -1, dtype=torch.int32, device=device), torch.zeros_like(c.lengths))
+    with pytest.raises(ValueError, match="do not see the pages"):
+        decode_attention(*given, scale=1.0, window=3, shared=none)
+    with pytest.raises(ValueError, match="are not those of 1 rows"):
+        decode_attention(*given, scale=1.0, shared=SharedPages(none.members.repeat(2, 1), none.pages))
+    with pytest.raises(ValueError, match="must be int32"):
+        decode_attention(*given, scale=1.0, shared=SharedPages(none.members.long(), none.pages))
     with pytest.raises(ValueError, match="are not of 1 rows"):
         decode_attention(*given[:5], c.lengths.repeat(2), scale=1.0)
     for sinks in (torch.zeros(2, device=device), torch.zeros(8, device=device)[::2], c.lengths.repeat(4)):

@@ -139,7 +139,7 @@ class LabelObjective(ComparedObjective):
         """What the answers have gained over the reference, in all."""
         inputs = {name: value.to(self._device) for name, value in self._scorer.batch(documents).items()}
         computing = compute_context(self._device, self._dtypes.compute, self._dtypes.autocast)
-        with without_dropout(self._model), computing:
+        with without_dropout(self._modules), computing:
             policy = self._scorer.score(self._model, inputs)
         known = known_of(self._known, documents).to(self._device) if self._is_known else None
         return (policy.sums - self._of_reference(inputs, known).sums).double().sum()

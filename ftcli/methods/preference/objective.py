@@ -20,10 +20,10 @@ from ftcli.methods.preference.losses import Answers, PairLoss
 from ftcli.methods.preference.pairs import SCORED, AnswerScorer, ScoredAnswers
 from ftcli.methods.preference.reference import Reference, by_answer, goes_on_live
 from ftcli.model.backbone import compute_context, head_of
+from ftcli.model.initial_adapters import AdapterSwitch
 from ftcli.model.quantized import has_coarse_products
 from ftcli.plain import JsonObject
 from ftcli.run.metrics import MetricsLine
-from ftcli.train.assembly import of_reference
 from ftcli.train.checkpoint_state import Progress
 from ftcli.train.epochs import SummedObjective
 from ftcli.train.on_rows import ObjectiveParts
@@ -83,6 +83,9 @@ class ComparedObjective(SummedObjective):
         self._vocabulary = size = head_of(model).weight.shape[0]
         self._scorer = AnswerScorer(job.batches(model), job.pad_token_id, size, ld_alpha, parts["sequence"])
         self._checked = False
+        self._modules = list(model.modules())
+        adapted = reference is None and hasattr(model, "disable_adapter")
+        self._adapters = AdapterSwitch(model) if adapted else None
 
     def own_start(self, inputs: dict[str, Tensor]) -> ScoredAnswers | None:
         """Before the first step of a run whose reference is another model, what the model without its adapters gives
@@ -112,10 +115,13 @@ class ComparedObjective(SummedObjective):
         """What the reference gives the answers of a batch, which is computed where it is not ``known``."""
         if known is not None:
             return ScoredAnswers(known[:, 0], known[:, -1])
-        model = self._model if self._reference is None else self._reference
         computing = compute_context(self._device, self._dtypes.compute, self._dtypes.autocast)
-        with without_dropout(model), of_reference(self._reference, self._model), computing:
-            return self._scorer.score(model, inputs)
+        if self._reference is not None:  # it is in evaluation mode
+            with computing:
+                return self._scorer.score(self._reference, inputs)
+        assert self._adapters is not None, "a model that is trained whole has a second one, or was scored ahead"
+        with without_dropout(self._modules), self._adapters.off(), computing:
+            return self._scorer.score(self._model, inputs)
 
     def state(self) -> JsonObject:
         """The sums of a half-filled line, and whether the reference was scored ahead."""
@@ -228,7 +234,7 @@ def require_equal(
     tokens = (inputs[SCORED] > 0).sum(1).float()
     found = _largest(_difference(policy, reference, tokens), group)
     if found > allowed:
-        with without_dropout(model), compute_context(tokens.device, dtypes.compute, dtypes.autocast):
+        with without_dropout(list(model.modules())), compute_context(tokens.device, dtypes.compute, dtypes.autocast):
             # Layer by layer: a stack would write over what the policy's backward pass reads.
             again = scorer.score(model, inputs)
         found = _largest(_difference(again, reference, tokens), group)
@@ -266,14 +272,20 @@ def tell_start(
 
 
 @contextmanager
-def without_dropout(model: PreTrainedModel | PeftModel) -> Iterator[None]:
-    """A block in which nothing is dropped."""
-    training = model.training
-    model.eval()
+def without_dropout(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """A block in which none of a model's modules drops anything.
+
+    `model.eval()` and `model.train()` take much longer for the thousands of an 8B with adapters: they walk through
+    them, and look at each attribute that is set.
+    """
+    training = [module for module in modules if module.training]
+    for module in training:
+        object.__setattr__(module, "training", False)
     try:
         yield
     finally:
-        model.train(training)
+        for module in training:
+            object.__setattr__(module, "training", True)
 
 
 def _largest(difference: float, group: RankGroup | None) -> float:

@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from ftkernels.limits import CACHE_PAGE
 from ftkernels.sampling import GREEDY, Sampling, row_seed
+from torch import Tensor
 
 from ftcli.facts.generation import EngineLayout, pages_of
+from ftcli.generation.cache import Decode
 from ftcli.generation.decoding import why_no_graphs
 from ftcli.generation.engine import Engine
 from ftcli.generation.forward import Forward
@@ -141,6 +144,39 @@ def test_a_prompt_of_several_completions_is_computed_once(model: Any) -> None:
         assert len({tuple(one) for one in alone}) == 5
         assert engine._tools.pool.free == engine.layout.pages - 1
     hook.remove()
+
+
+def test_rows_of_a_prompt_are_told_the_pages_that_they_share(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every step, while rows end and others take their places: each row stands in one line, with equal pages."""
+    told: list[int] = []
+
+    def decode(self: Forward, ids: Tensor, positions: Tensor, cached: Decode) -> Tensor:
+        shared = cached.shared
+        assert shared is not None
+        lines = [[row for row in line if row >= 0] for line in shared.members.tolist()]
+        assert sorted(row for line in lines for row in line) == (cached.lengths > 0).nonzero()[:, 0].tolist()
+        for line in lines:
+            counts = {int(shared.pages[row]) for row in line}
+            assert len(counts) <= 1
+            told.extend(counts)
+            for row in line:
+                assert torch.equal(cached.table[row, : max(counts)], cached.table[line[0], : max(counts)])
+                assert max(counts) * CACHE_PAGE < cached.lengths[row]
+        return plain(self, ids, positions, cached)
+
+    plain = Forward.decode
+    monkeypatch.setattr(Forward, "decode", decode)
+    requests = [
+        GenerationRequest(tuple(range(5, 5 + size)), 6 + size % 5, tuple(row_seed(size, at) for at in range(count)))
+        for size, count in ((64, 9), (70, 2), (5, 3), (111, 1))
+    ]
+    engine = engine_of(model, rows=12)
+    together = tokens(engine, requests, Sampling(1.0))
+    assert set(told) == {0, 1}
+    monkeypatch.setattr(Forward, "decode", plain)
+    assert together == [tokens(engine_of(model), [request], Sampling(1.0))[0] for request in requests]
+    engine.complete(requests[3:])
+    assert not engine._tools.batch.shares, "one completion each: there is nothing to share"
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_5_text"])

@@ -189,7 +189,7 @@ def test_the_reference_is_the_base_bit_for_bit_after_any_number_of_steps(tmp_pat
 
 def test_a_reference_with_its_adapters_left_on_learns_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the test above would see."""
-    monkeypatch.setattr("ftcli.methods.preference.objective.of_reference", lambda reference, model: nullcontext())
+    monkeypatch.setattr("ftcli.model.initial_adapters.AdapterSwitch.off", lambda self: nullcontext())
     fresh = steps.adapted_model(tmp_path, trained=False)
     objective = objective_of(fresh, beta=0.5, started=False)
     assert trained(objective, fresh, 6)[-1] == pytest.approx(math.log(2), abs=1e-7)
