@@ -535,7 +535,7 @@ def _in_front(layer: nn.Module, linears: Sequence[str]) -> str | None:
         if len(linears) == 1 and linears[0].rpartition(".")[2] == behind:
             name = f"{linears[0].removesuffix(behind)}{front}"
             module = dict(layer.named_modules()).get(name)
-            if isinstance(module, nn.Linear) and module.bias is None:
+            if isinstance(module, nn.Linear) and getattr(module, "bias", None) is None:
                 return name
     return None
 

@@ -14,17 +14,13 @@ for 32 numbers, stored as its exponent plus 127; inputs stay in 16 bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ftcli.export.compressed import write_compressed
 from ftcli.export.scheme import Calibration, Given, Parts, Scheme, by_rows, farther, group_of, is_scale
-from ftcli.export.source import ExportSource
-from ftcli.export.verify import Verified
 from ftcli.plain import JsonObject
 
 #: The largest number of float8_e4m3fn, and its smallest step.
@@ -41,23 +37,6 @@ _BIAS = 127
 _NUMBERS: JsonObject = {
     "num_bits": 8, "type": "float", "symmetric": True, "group_size": None, "block_structure": None,
 }  # fmt: skip
-
-
-def write_fp8(source: ExportSource, folder: Path, say: Callable[[str], None]) -> Verified:
-    """As :func:`ftcli.export.compressed.write_compressed`, like those below."""
-    return write_compressed(source, folder, say, lambda _: _fp8(static=False))
-
-
-def write_fp8_static(source: ExportSource, folder: Path, say: Callable[[str], None]) -> Verified:
-    return write_compressed(source, folder, say, lambda _: _fp8(static=True))
-
-
-def write_nvfp4(source: ExportSource, folder: Path, say: Callable[[str], None]) -> Verified:
-    return write_compressed(source, folder, say, nvfp4)
-
-
-def write_mxfp4(source: ExportSource, folder: Path, say: Callable[[str], None]) -> Verified:
-    return write_compressed(source, folder, say, mxfp4)
 
 
 def scale_of(weight: Tensor) -> Tensor:
@@ -105,7 +84,8 @@ def _unlike(parts: Parts, wanted: Tensor, given: Given | None, static: bool) -> 
     return None
 
 
-def _fp8(*, static: bool) -> Scheme:
+def fp8(*, static: bool) -> Scheme:
+    """With inputs rounded by token, or ``static``: by what calibration has seen."""
     inputs = {"strategy": "tensor", "dynamic": False} if static else {"strategy": "token", "dynamic": True}
     observer = "static_minmax" if static else None
 
@@ -136,7 +116,8 @@ def _nibbles(numbers: Tensor) -> Tensor:
     even = torch.arange(len(_BETWEEN), device=numbers.device) % 2 == 0  # the lower neighbour is the even one
     index = torch.bucketize(numbers.abs().contiguous(), torch.where(even, edges, down))
     codes = (index | (torch.signbit(numbers).long() << 3)).to(torch.uint8).unflatten(-1, (-1, 2))
-    return codes[..., 0] | (codes[..., 1] << 4)
+    packed: Tensor = codes[..., 0] | (codes[..., 1] << 4)
+    return packed
 
 
 def _numbers_of(packed: Tensor) -> Tensor:
@@ -144,6 +125,12 @@ def _numbers_of(packed: Tensor) -> Tensor:
     codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1).long()
     values = torch.tensor([*_FOUR_BITS, *(-value for value in _FOUR_BITS)], device=packed.device)
     return values[codes]
+
+
+def _times(numbers: Tensor, scale: Tensor) -> Tensor:
+    """``numbers`` (O, I) by the scale (O, groups) of each group."""
+    weight: Tensor = (numbers.unflatten(1, (scale.shape[1], -1)) * scale[..., None]).flatten(1)
+    return weight
 
 
 def nvfp4(widths: frozenset[int]) -> Scheme:
@@ -201,7 +188,7 @@ def _nvfp4_encoded(weight: Tensor, given: Given | None) -> Parts:
 
 def _nvfp4_decoded(parts: Parts) -> Tensor:
     scale = parts["weight_scale"].float() / parts["weight_global_scale"].to(parts["weight_scale"].device)
-    return (_numbers_of(parts["weight_packed"]).unflatten(1, (scale.shape[1], -1)) * scale[..., None]).flatten(1)
+    return _times(_numbers_of(parts["weight_packed"]), scale)
 
 
 def _nvfp4_unlike(parts: Parts, wanted: Tensor, given: Given | None) -> str | None:
@@ -256,13 +243,13 @@ def _mxfp4_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
         for packed, each in zip((low, high), numbers, strict=True)
     ]
     better = 4 * errors[1] < errors[0]  # in units of the scale, which is twice as large
-    halves = (packed.unflatten(1, (-1, _MXFP4_GROUP // 2)) for packed in (high, low))
-    return torch.where(better, *halves).flatten(1), (lower + better)[..., 0].to(torch.uint8)
+    high, low = (packed.unflatten(1, (-1, _MXFP4_GROUP // 2)) for packed in (high, low))
+    return torch.where(better, high, low).flatten(1), (lower + better)[..., 0].to(torch.uint8)
 
 
 def _mxfp4_decoded(parts: Parts) -> Tensor:
     scale = torch.exp2(parts["weight_scale"].float() - _BIAS)
-    return (_numbers_of(parts["weight_packed"]).unflatten(1, (scale.shape[1], -1)) * scale[..., None]).flatten(1)
+    return _times(_numbers_of(parts["weight_packed"]), scale)
 
 
 def _mxfp4_unlike(parts: Parts, wanted: Tensor, _: Given | None) -> str | None:
@@ -270,3 +257,9 @@ def _mxfp4_unlike(parts: Parts, wanted: Tensor, _: Given | None) -> str | None:
     if farther(_mxfp4_decoded(parts), best, wanted, _MXFP4_GROUP):
         return "lies farther from what was trained than four bits need"
     return None
+
+
+write_fp8 = partial(write_compressed, scheme_of=lambda _: fp8(static=False))
+write_fp8_static = partial(write_compressed, scheme_of=lambda _: fp8(static=True))
+write_nvfp4 = partial(write_compressed, scheme_of=nvfp4)
+write_mxfp4 = partial(write_compressed, scheme_of=mxfp4)

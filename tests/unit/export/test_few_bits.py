@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ftcli.export import compressed, integers
 from ftcli.export import verify as verification
-from ftcli.export.floats import _fp8, mxfp4, nvfp4
+from ftcli.export.floats import fp8, mxfp4, nvfp4
 from ftcli.export.integers import W8A8, awq, decoded, encoded, gptq, w4a16
 from ftcli.export.scheme import Given, Parts, Scheme
 from ftcli.tables import exports
@@ -33,8 +33,8 @@ SCHEMES: dict[str, Callable[[], Scheme]] = {
     "gptq": lambda: gptq(WIDTHS),
     "awq": lambda: awq(WIDTHS),
     "w8a8": lambda: W8A8,
-    "fp8": lambda: _fp8(static=False),
-    "fp8_static": lambda: _fp8(static=True),
+    "fp8": lambda: fp8(static=False),
+    "fp8_static": lambda: fp8(static=True),
     "nvfp4": lambda: nvfp4(WIDTHS),
     "mxfp4": lambda: mxfp4(WIDTHS),
 }
