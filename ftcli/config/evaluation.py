@@ -180,7 +180,12 @@ class GgufConfig(Section):
     """Files of the format `gguf`."""
 
     types: Items[GgufType] = Field(
-        default=("q8_0",), description="A file for each. K-quants need llama.cpp's `llama-quantize` on the PATH."
+        default=("q8_0",), description="A file for each. K- and I-quants need llama.cpp's `llama-quantize` on the PATH."
+    )
+    imatrix: bool = Field(
+        default=False,
+        description="K-quants are rounded by an importance matrix of the rows of `export.calibration`; I-quants always"
+        " are.",
     )
     lora_adapter: bool = Field(default=False, description="Also write the adapter alone, for llama.cpp's `--lora`.")
 

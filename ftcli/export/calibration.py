@@ -139,11 +139,10 @@ def calibrate(
         FtcliError: FT740 for linear layers that the rows do not reach, and as :func:`calibration_rows`.
         OSError: they cannot be written.
     """
-    assert scheme.calibration is not None
     rows = calibration_rows(source)
     tokens = sum(len(row) for row in rows)
     say(f"calibrating with {len(rows)} rows of {tokens:,} tokens")
-    walk = _Walk(plan, {name: key for key, name in rounded.items()}, scheme, scheme.calibration, folder, rows, say)
+    walk = _Walk(plan, {name: key for key, name in rounded.items()}, scheme, folder, rows, say)
     walk.run()
     unseen = next((name for name in rounded.values() if name not in walk.given), None)
     if unseen is not None:
@@ -163,6 +162,21 @@ def calibrate(
         facts={"calibration_rows": len(rows), "calibration_tokens": tokens, **walk.facts()},
         warnings=(Finding("FT779", few, help=help, severity="warning"),) if tokens < widest else (),
     )
+
+
+def importance(source: ExportSource, plan: ModelPlan, say: Callable[[str], None]) -> dict[str, tuple[Tensor, int]]:
+    """For each linear layer of the decoder the sum of the squares of each of its inputs (I,), over so many tokens.
+
+    Raises FtcliError as :func:`calibration_rows`.
+    """
+    rows = calibration_rows(source)
+    say(f"weighing inputs with {len(rows)} rows of {sum(map(len, rows)):,} tokens")
+    model: Any = unwritten(plan.config)
+    inside = {id(module) for layer in decoder_layers(model) for module in layer.modules()}
+    linears = [name for name, each in model.named_modules() if isinstance(each, nn.Linear) and id(each) in inside]
+    walk = _Walk(plan, {f"{name}.weight": "" for name in linears}, None, None, rows, say)
+    walk.run()
+    return walk.importance
 
 
 class _Finished(Exception):
@@ -201,19 +215,21 @@ class _Inputs:
     tokens: int = 0
     largest: Tensor | None = None
     total: Tensor | None = None
+    squares: Tensor | None = None
     products: Tensor | None = None
     sample: list[Tensor] = field(default_factory=list)
 
     def add(self, x: Tensor, sampled: int, *, products: bool) -> None:
         """``x``: (tokens, I) in float32."""
-        largest, total = x.abs().amax(0), x.abs().sum(0)
+        largest, total, squares = x.abs().amax(0), x.abs().sum(0), x.square().sum(0)
         self.largest = largest if self.largest is None else torch.maximum(self.largest, largest)
         self.total = total if self.total is None else self.total + total
+        self.squares = squares if self.squares is None else self.squares + squares
         self.tokens += len(x)
         self.sample.append(x[:: max(1, len(x) // sampled)][:sampled].clone())
         if products:
-            squares = x.T @ x
-            self.products = squares if self.products is None else self.products.add_(squares)
+            products_of = x.T @ x
+            self.products = products_of if self.products is None else self.products.add_(products_of)
 
     def divide(self, factors: Tensor) -> None:
         """As they are once what hands them on is divided."""
@@ -283,18 +299,18 @@ class _Walk:
         self,
         plan: ModelPlan,
         keys: Mapping[str, str],
-        scheme: Scheme,
-        calibration: Calibration,
-        folder: Path,
+        scheme: Scheme | None,
+        folder: Path | None,
         rows: Sequence[Sequence[int]],
         say: Callable[[str], None],
     ) -> None:
+        self.importance: dict[str, tuple[Tensor, int]] = {}
         self.given: dict[str, Given] = {}
         self.rows: dict[str, Tensor] = {}
         self.columns: dict[str, Tensor] = {}
         self.norms: dict[str, Tensor] = {}
         self._plan, self._keys, self._scheme, self._folder, self._say = plan, keys, scheme, folder, say
-        self._asked = calibration
+        self._asked = (scheme.calibration if scheme is not None else None) or Calibration()
         self._device = torch.device("cuda", 0) if probe_device().kind == "cuda" else torch.device("cpu")
         length = max(len(row) for row in rows)
         self._ids = torch.zeros((len(rows), length), dtype=torch.long)
@@ -339,21 +355,25 @@ class _Walk:
             self._say(f"calibrating: decoder layer {at + 1}")
         spans = [range(first, min(first + self._at_once, count)) for first in range(0, count, self._at_once)]
         linears = {key.removeprefix(f"{name}.").removesuffix(".weight") for key in self._keys}
+        whole: Any = None
         observer = _Observer(linears, self._asked.products, -(-_SAMPLE // len(spans)))
         with self._filled(layer, name):
             with observer.watching(layer):
                 for span in spans:
                     observer.begin(self._real[span.start : span.stop].to(self._device))
                     batch, arguments = self._batch(given, named, span)
-                    layer(*batch, **arguments)
+                    answer = layer(*batch, **arguments)
+                    whole = _kept(whole, answer, span, count) if self._scheme is None else None
             seen = list(observer.found.values())
             if self._asked.smoothing is not None:
                 self._smooth(layer, name, seen, self._asked.smoothing, self._batch(given, named, range(1)))
-            self._round(layer, name, seen)
+            if self._scheme is None:
+                self._weigh(name, seen)
+            else:
+                self._round(layer, name, seen, self._scheme)
             if last:
                 raise _Finished
-            whole: Any = None
-            for span in spans:
+            for span in spans if self._scheme is not None else ():
                 batch, arguments = self._batch(given, named, span)
                 whole = _kept(whole, layer(*batch, **arguments), span, count)
         return whole
@@ -426,6 +446,7 @@ class _Walk:
                     weight.data = value
 
     def _rounded(self, weight: Tensor) -> Tensor:
+        assert self._scheme is not None
         return self._scheme.decode(self._scheme.encode(weight, None))
 
     def _divided(
@@ -454,7 +475,13 @@ class _Walk:
         else:
             self.norms[f"{prefix}.{inputs.norm}.weight"] = owner.data.cpu()
 
-    def _round(self, layer: nn.Module, prefix: str, seen: Sequence[_Inputs]) -> None:
+    def _weigh(self, prefix: str, seen: Sequence[_Inputs]) -> None:
+        for inputs in seen:
+            assert inputs.squares is not None
+            told = inputs.squares.cpu(), inputs.tokens
+            self.importance |= {f"{prefix}.{name}.weight": told for name in inputs.linears}
+
+    def _round(self, layer: nn.Module, prefix: str, seen: Sequence[_Inputs], scheme: Scheme) -> None:
         """Rounds the layer's weights, and writes them."""
         parts: dict[str, Tensor] = {}
         for inputs in seen:
@@ -464,14 +491,14 @@ class _Walk:
             given = Given(float(inputs.largest.max()), peak, products)
             for name in inputs.linears:
                 weight, full = _weight(layer, name), f"{prefix}.{name}.weight"
-                made = self._scheme.encode(weight.data, given)
-                rounded = self._scheme.decode(made)
+                made = scheme.encode(weight.data, given)
+                rounded = scheme.decode(made)
                 self._compare(full, weight.data, rounded, torch.cat(inputs.sample))
                 weight.data = rounded
                 key = self._keys[full].removesuffix("weight")
                 parts |= {f"{key}{leaf}": tensor.cpu().contiguous() for leaf, tensor in made.items()}
                 self.given[full] = replace(given, products=None)
-        if parts:
+        if parts and self._folder is not None:
             save_file(parts, self._folder / f"{prefix}.safetensors")
 
     def _compare(self, name: str, weight: Tensor, rounded: Tensor, sample: Tensor) -> None:

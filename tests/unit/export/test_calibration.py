@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 import yaml
 from torch import Tensor, nn
 
+from ftcli.config.evaluation import GgufConfig
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.export.calibration import Calibrated, calibrate, calibration_rows
 from ftcli.export.compressed import _rounded
@@ -208,6 +210,38 @@ def test_few_tokens_are_said_to_be_few(tmp_path: Path) -> None:
     assert result.verification.facts["calibration_tokens"] == 16
     said = json.loads((result.path / "config.json").read_text())["quantization_config"]
     assert said["config_groups"]["group_0"]["weights"]["actorder"] == "static"
+
+
+def test_an_importance_matrix_has_the_squares_of_the_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As llama.cpp's llama-quantize reads it, and given to it: the sums are those of transformers' model."""
+    gguf = pytest.importorskip("gguf")
+    made = with_rows(adapt(tmp_path, build("qwen3")), rows=6, row_tokens=50)
+    program = tmp_path / "llama-quantize"
+    program.write_text(f"#!/bin/sh\ncp $2 {tmp_path}/seen.gguf\nexit 7\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    settings = source_of(made).settings.model_copy(update={"gguf": GgufConfig(types=("iq4_xs",))})
+    with pytest.raises(FtcliError, match="failed \\(exit 7\\)"):
+        export(made, "gguf", settings=settings)
+    file = gguf.GGUFReader(tmp_path / "seen.gguf")
+    assert file.fields["general.type"].contents() == "imatrix"
+    found = {tensor.name: torch.tensor(tensor.data) for tensor in file.tensors}
+    model, rows = model_of(made, "qwen3"), calibration_rows(source_of(made))
+    sums: dict[str, Tensor] = {}
+
+    def add(name: str, _module: nn.Module, given: tuple[Tensor, ...]) -> None:
+        sums[name] = sums.get(name, torch.zeros(())) + given[0].float().square().sum((0, 1))
+
+    layer = "base_model.model.model.layers.1"
+    for name, place in (("attn_q", "self_attn.q_proj"), ("ffn_down", "mlp.down_proj"), ("ffn_up", "mlp.up_proj")):
+        model.get_submodule(f"{layer}.{place}").register_forward_pre_hook(partial(add, name))
+    with torch.no_grad():
+        for row in rows:
+            model(input_ids=torch.tensor([row]), use_cache=False)
+    for name, wanted in sums.items():
+        assert torch.allclose(found[f"blk.1.{name}.weight.in_sum2"].flatten(), wanted, rtol=1e-3)
+        assert found[f"blk.1.{name}.weight.counts"].tolist() == [[sum(map(len, rows))]]
+    assert not list(made.run.export_dir.glob("*"))
 
 
 def test_layers_that_no_row_reaches_are_named(tmp_path: Path) -> None:
