@@ -31,6 +31,7 @@ LORA, NF4 = "lora: {r: 16}\n", "quantization: {method: nf4}\n"
         (SEVENTY + LORA, 1, "h100", "auto"),
         (EXPERTS + LORA, 4, "a100-40gb", "fsdp"),
         (EXPERTS + LORA + NF4, 4, "rtx4090", "fsdp"),
+        (EXPERTS + LORA + NF4, 4, "h100", "ddp"),
     ],
 )
 def test_auto(load: Callable[..., Any], recipe: str, gpus: int, device: str, engine: str) -> None:
