@@ -280,6 +280,7 @@ TABLE: Mapping[str, Method] = MappingProxyType(
             reward_rules="ftcli.methods.grpo.checks:check_rewards",
             row_rules="ftcli.methods.grpo.checks:check_rows",
             survey="ftcli.methods.grpo.train:survey",
+            sees=True,
             from_prompts=True,
             scores_tasks=True,
             packs=False,
