@@ -200,6 +200,8 @@ def _labelled() -> Method:
     )
 
 
+#: The value of ``train.method`` in a recipe that says nothing.
+DEFAULT = "sft"
 TABLE: Mapping[str, Method] = MappingProxyType(
     {
         "sft": Method(
