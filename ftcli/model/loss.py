@@ -89,6 +89,7 @@ def next_token_loss(
         rows=supervised,
         handed=head.handed,
         large_chunks=not head.is_sharded,
+        head_rows=head.rows,
     )
     return TokenLoss(loss=loss, correct=correct, count=(targets != IGNORE_INDEX).sum())
 

@@ -156,6 +156,9 @@ def trained_parameters(recipe: Recipe, shape: ModelShape) -> TrainedParameters:
         matrices.append(TrainedMatrices(each.linear.out_features, together, each.layers))
         if recipe.lora.use_dora:
             matrices.append(TrainedMatrices(each.linear.out_features, 1, each.layers, "vector"))
+    if recipe.model.add_tokens:
+        ends = 1 if shape.tied else 2
+        matrices.append(TrainedMatrices(len(recipe.model.add_tokens), shape.hidden_size, ends))
     for name in recipe.lora.modules_to_save:
         if name in TABLES:
             part: Literal["head", "embedding"] = "head" if name == HEAD else "embedding"

@@ -202,6 +202,8 @@ def _labelled() -> Method:
     )
 
 
+#: The value of ``train.method`` in a recipe that says nothing.
+DEFAULT = "sft"
 TABLE: Mapping[str, Method] = MappingProxyType(
     {
         "sft": Method(

@@ -23,6 +23,7 @@ from ftcli.model.lora import apply_lora, take_adapter
 from ftcli.model.lora_targets import freeze_other_parts, summary_of_targets
 from ftcli.model.score_head import add_score_head
 from ftcli.model.selfcheck import check_head
+from ftcli.model.token_rows import draw_rows
 from ftcli.model.tokenizer import align_special_tokens, pad_apart
 from ftcli.model.trained_weights import load_weights
 from ftcli.model.vision import attend_in_tower
@@ -106,6 +107,8 @@ def build_base(job: Job, *, weights: Path | None = None, num_layers: int | None 
         trained=trains_rounded(job.recipe) or (parts is not None and not parts.joins),
         shards=parts,
     )
+    if job.new_tokens and weights is None:
+        draw_rows(model, job.new_tokens)
     if classifier:
         pad_apart(job.tokenizer, job.stops)
     align_special_tokens(model, job.tokenizer, job.stops)
@@ -159,7 +162,7 @@ def build_trainable(job: Job, *, num_layers: int | None = None) -> Model:
     if lora is None:
         freeze_other_parts(base, parts)
         return base
-    model, targets = apply_lora(base, lora, job.dtypes, seed=job.recipe.run.seed, parts=parts)
+    model, targets = apply_lora(base, lora, job.dtypes, seed=job.recipe.run.seed, parts=parts, tokens=job.new_tokens)
     job.reporter.info(summary_of_targets(model, targets))
     if lora.start_from is not None:
         folder = start_folder(lora.start_from)

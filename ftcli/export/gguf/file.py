@@ -166,14 +166,15 @@ def _add(writer: Any, key: str, value: Value) -> None:
         writer.add_array(key, value)
 
 
-def quantize_file(source: Path, target: Path, kind: str) -> None:
-    """Make ``target`` of the 16-bit file ``source``.
+def quantize_file(source: Path, target: Path, kind: str, matrix: Path | None = None) -> None:
+    """Make ``target`` of the 16-bit file ``source``; with a file of an importance ``matrix``, where there is one.
 
     Raises:
         FtcliError: FT758 where the program is not on the PATH, or fails.
     """
     program = require_quantizer([kind])
-    arguments = [program, str(source), str(target), TYPES[kind].ggml]
+    weighed = [] if matrix is None else ["--imatrix", str(matrix)]
+    arguments = [program, *weighed, str(source), str(target), TYPES[kind].ggml]
     done = subprocess.run(arguments, capture_output=True, text=True, check=False, errors="replace")  # noqa: S603
     if done.returncode != 0:
         said = (done.stderr or done.stdout).strip().splitlines()
@@ -370,7 +371,7 @@ def prepare_gguf(source: ExportSource, say: Callable[[str], None]) -> ExpectedFi
     stored, adapted = source_weights(source)
     weights = TernaryWeights(stored, rounded) if rounded else stored
     in_file = FileShapes(weights, architecture) if architecture.experts or architecture.delta_nets else weights
-    names = names_of(in_file.names, architecture)
+    names = names_of([n for n in in_file.names if not _is_the_embedding(n, in_file, architecture)], architecture)
     tokenizer = source_tokenizer(source)
     stops = source_stops(source, tokenizer)
     probe = probe_batch(tokenizer, text.vocab_size)
@@ -404,6 +405,14 @@ def prepare_gguf(source: ExportSource, say: Callable[[str], None]) -> ExpectedFi
         facts,
         _activation_values(in_file, names),
     )
+
+
+def _is_the_embedding(name: str, weights: ModelWeights, architecture: Architecture) -> bool:
+    """True for a head that is left out where the file has none: rows of tied embeddings were trained in both."""
+    if not architecture.tied or not name.endswith("lm_head.weight"):
+        return False
+    embedding = next((each for each in weights.names if each.endswith("embed_tokens.weight")), None)
+    return embedding is not None and torch.equal(weights.read(name), weights.read(embedding))
 
 
 def _activation_values(weights: ModelWeights, names: TensorNames) -> dict[str, Value]:

@@ -139,7 +139,9 @@ class Rollouts:
             return self._completed(self._open(model, min(len(mine), MOST_ROWS)), requests, turns)
 
         whole = memory is not None and memory.generator == "whole"
-        return generating(self._group, self._model, completed if mine else None, whole=whole) or []
+        dtype = getattr(torch, self._job.dtypes.compute) if self._job.device.type == "cuda" else None
+        compute = completed if mine else None
+        return generating(self._group, self._model, compute, whole=whole, merged_in=dtype) or []
 
     def _completed(
         self,

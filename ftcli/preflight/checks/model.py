@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 
 from ftcli.config.model import LoraConfig
@@ -20,7 +20,7 @@ from ftcli.facts.adapters import (
 from ftcli.facts.model import ModelFacts, has_classifier, takes_sdpa
 from ftcli.facts.shape import ModelShape
 from ftcli.facts.tokenizer import TokenizerFacts, no_stop_finding
-from ftcli.plan.quantization import stored_method
+from ftcli.plan.quantization import stored_method, trains_rounded
 from ftcli.plan.released import released_form
 from ftcli.plan.trained import HEAD, TABLES, why_no_router_loss
 from ftcli.preflight.checks.context import Context, Findings, NotMade
@@ -64,6 +64,7 @@ def check(context: Context, facts: ModelFacts) -> Findings:
             yield context.error("FT319", "model.name_or_path", message, help="correct head_dim in config.json")
         yield from _adapters(context, facts, facts.shape)
     yield from _tokens(context, facts)
+    yield from _new_tokens(context, facts)
     yield from _weights(context, facts)
 
 
@@ -384,6 +385,43 @@ def _tokens(context: Context, facts: ModelFacts) -> Findings:
             message = f"config.json names token id {token}, and the vocabulary has {size}"
             help = "correct eos_token_id and pad_token_id in config.json"
             yield context.error("FT325", "model.name_or_path", message, help=help)
+
+
+def _new_tokens(context: Context, facts: ModelFacts) -> Findings:
+    """FT352: a table that has no room for the tokens, or what trains no single rows."""
+    recipe, path = context.recipe, "model.add_tokens"
+    tokens = recipe.model.add_tokens
+    if not tokens:
+        return
+    twice = next((token for token in tokens if tokens.count(token) > 1), None)
+    if twice is not None:
+        yield context.error("FT352", path, f"{path} names {twice!r} twice", help="name it once")
+    size = None if facts.tokenizer is None else facts.tokenizer.size
+    text = facts.raw.get("text_config", facts.raw)
+    table = text.get("vocab_size_per_layer_input") if isinstance(text, Mapping) else None
+    if isinstance(table, int) and size is not None and size + len(tokens) > table:
+        message = (
+            f"{path}: {len(tokens)} tokens, and the table of {facts.name}'s layers has {table - size} rows for them"
+        )
+        yield context.error("FT352", path, message, help="use tokens that the model keeps in reserve, <unused0> and on")
+    against = _why_no_rows(context)
+    if against is not None:
+        yield context.error("FT352", path, f"{path} does not go with {against}", help="remove one of the two")
+
+
+def _why_no_rows(context: Context) -> str | None:
+    recipe, lora = context.recipe, context.recipe.lora
+    if context.work == "train" and not (context.method.name == "sft" and context.command != "grpo"):
+        return f"{context.method.title}: the loss of supervised fine-tuning alone trains single rows"
+    if recipe.launch.is_sharded or recipe.launch.context_parallel_size > 1:
+        return "launch.engine: fsdp and launch.context_parallel_size"
+    if trains_rounded(recipe):
+        return f"quantization.method: {recipe.quantization.method}"
+    if lora is not None and lora.changes_base:
+        return f"lora.init_lora_weights: {lora.init_lora_weights}"
+    if lora is not None and any(name in TABLES for name in lora.modules_to_save):
+        return "lora.modules_to_save of embedding or head, which trains all rows"
+    return None
 
 
 def _tokenizer(context: Context, facts: ModelFacts, tokenizer: TokenizerFacts, path: str) -> Findings:
