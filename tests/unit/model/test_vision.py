@@ -39,11 +39,14 @@ from ftcli.tables import code_of
 from ftcli.tables.images import TABLE
 from ftcli.train.parallel import GradientReducer
 from tests.small_models import MULTIMODAL, build
+from tests.tiers import further
 from tests.vision import encoded, processor_of
 
 #: Behind a slash: the text config's ``use_bidirectional_attention``.
 SEEING = [*sorted(set(TABLE) & set(MULTIMODAL)), "gemma4/vision"]
 PLAN = DtypePlan("float32", "float32", "float32", False, "")
+#: A family with positions of three rows and what is added to layers, and one that sees both ways.
+FEW = ("qwen3_vl", "gemma3")
 CPU, LONGEST = torch.device("cpu"), 400
 IMAGE = 259
 #: Ids of what ends the rows of an image, where a family has such tokens.
@@ -189,7 +192,7 @@ def test_loss_and_gradients_are_those_of_transformers(model_type: str, kernels: 
     applied.undo()
 
 
-@pytest.mark.parametrize("model_type", [name for name in SEEING if "/" not in name and "moe" not in name])
+@pytest.mark.parametrize("model_type", ["qwen3_vl", *further("qwen2_5_vl", "qwen3_5", "gemma3", "gemma4", "mistral3")])
 def test_what_a_trained_tower_keeps_is_what_was_measured(model_type: str) -> None:
     """Of more layers and of larger images than those that were looked at; checkpointed layers give the same bits."""
     base = model_of(model_type)
@@ -245,7 +248,7 @@ def test_ranks_that_see_images_later_add_up_the_gradients_of_the_tower() -> None
         assert all(p.grad is not None for p in trained if id(p) not in of_tower)
 
 
-@pytest.mark.parametrize("model_type", SEEING)
+@pytest.mark.parametrize("model_type", [*FEW, *further(*(name for name in SEEING if name not in FEW))])
 def test_the_engine_answers_as_transformers_does(model_type: str) -> None:
     """Greedily, prompts with images beside one without, two completions of each, and rows that wait for a place."""
     model = model_of(model_type).requires_grad_(False).eval()
