@@ -69,6 +69,11 @@ class Job:
         return self.plan.dtypes
 
     @property
+    def new_tokens(self) -> list[int]:
+        """Ids of the recipe's own tokens."""
+        return [int(self.tokenizer.convert_tokens_to_ids(token)) for token in self.recipe.model.add_tokens]
+
+    @property
     def device(self) -> torch.device:
         return device_of(self.report)
 
@@ -123,7 +128,7 @@ def open_job(report: PreflightReport, session: Session) -> Job:
     recipe = report.recipe
     config_of(report.facts.raw)  # transformers reads it for the tokenizer as well, which is not at fault
     tokenizer = load_tokenizer(recipe.model, offline=session.offline)
-    require_known_ids(tokenizer, report.facts)
+    require_known_ids(tokenizer, report.facts, report.recipe.model.add_tokens)
     if recipe.data.chat_template is not None:
         tokenizer.chat_template = Renderer(tokenizer, recipe.data.chat_template).source
     vision = vision_of(report, tokenizer, offline=session.offline)

@@ -20,15 +20,12 @@ def labels_of(
     Position 0 has no predecessor to predict it from and is never supervised.
     """
     labels = [IGNORE_INDEX] * len(input_ids)
-    remaining = iter(spans)
-    span = next(remaining, None)
-    for index, (start, end) in enumerate(offsets):
-        while span is not None and start >= span[1]:
-            span = next(remaining, None)
-        if span is None:
-            break
-        if index > 0 and end > start and start >= span[0]:
-            labels[index] = input_ids[index]
+    for span in spans:
+        # A pair is larger than its own beginning, so these are the first tokens at the span's two ends or after them.
+        first, last = max(1, bisect_left(offsets, span[:1])), bisect_left(offsets, span[1:])
+        labels[first:last] = input_ids[first:last]
+        for index in [n for n, (start, end) in enumerate(offsets[first:last], first) if start == end]:
+            labels[index] = IGNORE_INDEX
     return labels
 
 
@@ -39,14 +36,10 @@ def end_at_stop(labels: list[int], stops: Collection[int]) -> bool:
     training on the line break would teach nothing but a habit that serving never sees.
     """
     complete = True
+    trained = bytes([label != IGNORE_INDEX for label in labels])
     end = len(labels)
-    while end > 0:
-        if labels[end - 1] == IGNORE_INDEX:
-            end -= 1
-            continue
-        start = end
-        while start > 0 and labels[start - 1] != IGNORE_INDEX:
-            start -= 1
+    while (end := trained.rfind(1, 0, end) + 1) > 0:
+        start = trained.rfind(0, 0, end) + 1
         last = next((i for i in range(end - 1, start - 1, -1) if labels[i] in stops), None)
         if last is None:
             complete = False

@@ -30,6 +30,12 @@ class ModelConfig(Section):
         description="Hub id, folder, or `bytes`: the bundled byte-level one with a chat template. The model's own "
         "when absent.",
     )
+    add_tokens: Items[Annotated[str, Field(min_length=1)]] = Field(
+        default=(),
+        description="New tokens: each takes a row of the vocabulary that no token has, or a further one, which begins"
+        " as the mean of the others. With `lora` these rows of embedding and head are trained beside the adapters, no"
+        " other.",
+    )
     dtype: Dtype = Field(
         default="auto",
         description="Compute dtype. `auto` takes bfloat16 where the GPU has it (capability 8.0 or more), else float32.",

@@ -243,7 +243,7 @@ class BoundaryTokenizer:
 
 def _first_token(offsets: Sequence[tuple[int, int]], place: int) -> int:
     """The first token that begins at ``place`` or after it."""
-    return bisect_left(offsets, place, key=lambda offset: offset[0])
+    return bisect_left(offsets, (place,))
 
 
 def _with(row: Rendered, spans: Sequence[tuple[int, int]]) -> Rendered:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
 TEXT_ALONE = "this run trains on text alone"
 #: From so many turns on, a conversation's length is looked at before its turns are.
 _MANY_TURNS = 200
+#: Rows whose conversations are rendered together, and the most turns of such a conversation: the texts up to each of
+#: its answers are held at a time.
+_TOGETHER = 16
+_FEW_TURNS = 40
 
 
 def resolve_loss_on(requested: str, layout: str) -> str:
@@ -168,10 +173,37 @@ class Encoder:
         """Each row's tokens at full length, and what is wrong with the others."""
         read = TokenizedRows([], [], Counter())
         made: list[_Made] = []
-        for row in rows:
+        for start in range(0, len(rows), _TOGETHER):
+            understood = [self._understood(row) for row in rows[start : start + _TOGETHER]]
+            with self._writing_ahead(understood):
+                made += self._rendered(understood, read)
+        self._tokenize(made, read)
+        return read
+
+    def _understood(self, row: Row) -> tuple[Row, Example | Exception]:
+        try:
+            return row, understand(row, self.layout)
+        except (Misfit, FtcliError) as problem:
+            return row, problem
+
+    def _writing_ahead(self, understood: Sequence[tuple[Row, Example | Exception]]) -> AbstractContextManager[None]:
+        """A block in which the conversations that need no template of their own are rendered already."""
+        chats = [
+            (one.messages, () if self.loss_on == "all" else self._trained(one, one.messages, Counter()))
+            for _, example in understood
+            if isinstance(example, Example)
+            for one in (example, *example.others)
+            if one.messages is not None and not one.tools and not one.switches and len(one.messages) <= _FEW_TURNS
+        ]
+        return self.renderer.writing_ahead(chats)
+
+    def _rendered(self, understood: Sequence[tuple[Row, Example | Exception]], read: TokenizedRows) -> list[_Made]:
+        made: list[_Made] = []
+        for row, example in understood:
             counts: Counter[str] = Counter()
             try:
-                example = understand(row, self.layout)
+                if isinstance(example, Exception):
+                    raise example
                 images = self._images_of(example, counts)
                 overlong = self._far_too_long(example)
                 examples = (example, *example.others)
@@ -192,8 +224,7 @@ class Encoder:
                     read.overlong.append(overlong)
                 else:
                     made.append(_Made(examples, rendered, counts, images))
-        self._tokenize(made, read)
-        return read
+        return made
 
     def _images_of(self, example: Example, counts: Counter[str]) -> tuple[RowImage, ...]:
         """The images of a row, measured. Raises Misfit for one that cannot be trained on."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from ftcli.errors import Finding
 from ftcli.plain import JsonMap
@@ -67,14 +69,15 @@ def ledger_of(values: JsonMap) -> DatasetLedger:
     return DatasetLedger(**values)
 
 
-def quantiles(lengths: Sequence[int]) -> dict[str, int]:
-    """Minimum, median, 90th and 99th percentile (nearest rank) and maximum."""
-    ordered = sorted(lengths)
-    if not ordered:
+def quantiles(lengths: Counter[int]) -> dict[str, int]:
+    """Minimum, median, 90th and 99th percentile (nearest rank) and maximum of lengths, counted by length."""
+    if not lengths:
         return {}
+    ordered = sorted(lengths)
+    ends = list(accumulate(lengths[length] for length in ordered))
 
     def rank(percent: int) -> int:
-        return ordered[max(0, -(-percent * len(ordered) // 100) - 1)]
+        return ordered[bisect_left(ends, -(-percent * ends[-1] // 100))]
 
     return {"min": ordered[0], "p50": rank(50), "p90": rank(90), "p99": rank(99), "max": ordered[-1]}
 

@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import lru_cache, partial
 from typing import Any, Literal, TypeAlias
 
 from ftcli.plain import JsonObject
@@ -27,6 +27,8 @@ Kind = Literal["text", "reasoning", "call", "arguments", "tool"]
 
 #: Shapes of conversations that are remembered; conversations of agents have very many.
 _MOST_SHAPES = 2000
+#: Messages whose parts are remembered.
+_MOST_KNOWN = 4096
 #: Text that no conversation holds.
 PROBE = "ftcli-probe"
 #: Reasoning that is written into the content: an opening tag that may be missing, the reasoning, the closing tag.
@@ -55,6 +57,29 @@ def reasoning_of(message: Message) -> str:
     return keyed or split_reasoning(str(message.get("content") or ""))[1]
 
 
+#: The parts of a message or of tools, with the words of each.
+Parts: TypeAlias = list[tuple[MessagePart, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """A message that was looked at: its parts, and its share of a conversation's shape."""
+
+    message: Message
+    parts: Parts
+    shape: tuple[Any, ...]
+
+
+def _collecting(parts: Parts) -> Edit:
+    """Keeps all parts as they are, and adds them to ``parts``."""
+
+    def edit(part: MessagePart, value: str) -> str:
+        parts.append((part, value))
+        return value
+
+    return edit
+
+
 class Presence:
     """Says which parts of a conversation a template does not show.
 
@@ -66,6 +91,7 @@ class Presence:
     def __init__(self, apply: Apply) -> None:
         self._apply = apply
         self._shapes: dict[object, frozenset[MessagePart]] = {}
+        self._known: dict[tuple[int, int], _Shown] = {}  # by the turn and the identity of the message
 
     def lost(
         self,
@@ -80,31 +106,45 @@ class Presence:
 
         Each is found when it is asked for: a part that a template shows otherwise is decided by rendering.
         """
-        words: dict[MessagePart, str] = {}
-        _rebuilt(messages, tools, lambda part, value: words.setdefault(part, value))
-        hidden = self._hidden(messages, tools, generation_prompt, words)
-        squeezed = cache(lambda: "".join(text.split()))
+        known = [self._parts_of(turn, message) for turn, message in enumerate(messages)]
+        named: Parts = []
+        for number, tool in enumerate(tools or ()):
+            _tool(number, tool, _collecting(named))
+        shape = (tuple([one.shape for one in known]), len(named), generation_prompt)
+        parts = [*(part for one in known for part in one.parts), *named]
+        hidden = self._hidden(messages, tools, shape, parts)
+        squeezed = _Squeezed(text)
         return (
             part
-            for part, value in words.items()
+            for part, value in parts
             if wanted(part)
-            and (_key(part) in hidden or not _stands_in(part, value, text, squeezed))
+            and ((hidden and _key(part) in hidden) or not _stands_in(part, value, text, squeezed))
             and not self._matters(messages, tools, generation_prompt, text, part)
         )
 
+    def _parts_of(self, turn: int, message: Message) -> _Shown:
+        found = self._known.get((turn, id(message)))
+        if found is None or found.message is not message:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            parts: Parts = []
+            _message(turn, message, _collecting(parts))
+            kinds = tuple([(part.kind, part.number) for part, _ in parts])
+            found = self._known[turn, id(message)] = _Shown(message, parts, (message["role"], *sorted(message), kinds))
+        return found
+
     def _hidden(
-        self, messages: Sequence[Message], tools: Tools | None, generation_prompt: bool, words: dict[MessagePart, str]
+        self, messages: Sequence[Message], tools: Tools | None, shape: tuple[Any, ...], parts: Parts
     ) -> frozenset[MessagePart]:
         """Parts whose probes a conversation of this shape does not show; all of them where it cannot be rendered."""
-        keys = [_key(part) for part in words]
-        shape = (tuple((m["role"], *sorted(m)) for m in messages), tuple(keys), generation_prompt)
         if shape not in self._shapes:
             if len(self._shapes) >= _MOST_SHAPES:
                 self._shapes.clear()
+            keys = [_key(part) for part, _ in parts]
             probes = {key: f"{PROBE}-{number}-end" for number, key in enumerate(keys)}
             probed = _rebuilt(messages, tools, lambda part, _: probes[_key(part)])
             try:
-                text = self._apply(*probed, generation_prompt)
+                text = self._apply(*probed, shape[-1])
             except REFUSALS:
                 text = ""
             self._shapes[shape] = frozenset(key for key, probe in probes.items() if probe not in text)
@@ -141,12 +181,21 @@ def _key(part: MessagePart) -> MessagePart:
     return MessagePart(part.turn, part.kind, part.number, "")
 
 
-def _stands_in(part: MessagePart, value: str, text: str, squeezed: Callable[[], str]) -> bool:
-    """True if the words of a part are in the text, as they are, as JSON, or with other white space.
+class _Squeezed:
+    """A text without its white space, made where somebody asks for it."""
 
-    Args:
-        squeezed: The text without any.
-    """
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._made: str | None = None
+
+    def __call__(self) -> str:
+        if self._made is None:
+            self._made = "".join(self._text.split())
+        return self._made
+
+
+def _stands_in(part: MessagePart, value: str, text: str, squeezed: _Squeezed) -> bool:
+    """True if the words of a part are in the text, as they are, as JSON, or with other white space."""
     if IMAGE in value:
         return all(_stands_in(part, piece, text, squeezed) for piece in value.split(IMAGE))
     if part.kind == "arguments" or value in text:
@@ -164,9 +213,15 @@ def _rebuilt(messages: Sequence[Message], tools: Tools | None, edit: Edit) -> tu
 
 def _message(turn: int, message: Message, edit: Edit) -> Message:
     made = dict(message)
-    content, named = str(message.get("content") or ""), f"turn {turn + 1}"
+    content, role = str(message.get("content") or ""), message["role"]
+    thinks = role == "assistant" and ("</think>" in content or any(message.get(key) for key in REASONING_KEYS))
+    if not thinks and not message.get("tool_calls"):
+        if content.strip():
+            made["content"] = edit(_text_part(turn, role), content)
+        return made
+    named = f"turn {turn + 1}"
     opening, reasoning, closing, rest = ("", "", "", content)
-    if message["role"] == "assistant":
+    if role == "assistant":
         opening, reasoning, closing, rest = split_reasoning(content)
         keyed = next((str(message[key]) for key in REASONING_KEYS if message.get(key)), "")
         if keyed.strip():
@@ -175,12 +230,17 @@ def _message(turn: int, message: Message, edit: Edit) -> Message:
     if reasoning.strip():
         reasoning = edit(MessagePart(turn, "reasoning", 1, f"the reasoning of {named}"), reasoning)
     if rest.strip():
-        rest = edit(MessagePart(turn, "text", 0, f"the text of {named} ({message['role']})"), rest)
+        rest = edit(_text_part(turn, role), rest)
     if content:
         made["content"] = f"{opening}{reasoning}{closing}{rest}"
     if message.get("tool_calls"):
         made["tool_calls"] = [_call(turn, number, call, edit) for number, call in enumerate(message["tool_calls"])]
     return made
+
+
+@lru_cache(1024)
+def _text_part(turn: int, role: str) -> MessagePart:
+    return MessagePart(turn, "text", 0, f"the text of turn {turn + 1} ({role})")
 
 
 def _call(turn: int, number: int, call: JsonObject, edit: Edit) -> JsonObject:

@@ -148,7 +148,7 @@ class _Counts:
 
     rows: int = 0
     bytes: int = 0
-    lengths: list[int] = field(default_factory=list)
+    lengths: Counter[int] = field(default_factory=Counter)  # a list would grow with the rows
     bad: list[Finding] = field(default_factory=list)
     bad_codes: Counter[str] = field(default_factory=Counter)
     overlong: list[Finding] = field(default_factory=list)
@@ -163,7 +163,7 @@ class _Counts:
 
     def add(self, batch: EncodedRows) -> None:
         """A batch of rows that could be read."""
-        self.lengths += batch.lengths
+        self.lengths.update(batch.lengths)
         for finding in batch.findings:
             self.fault(finding)
         for finding in batch.overlong:

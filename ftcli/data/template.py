@@ -6,10 +6,11 @@ row, or leaves something of it out.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Protocol
 
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 #: Renderers that are kept for rows with switches of their own; they may differ from row to row.
 _MOST_SWITCHED = 64
+#: Characters of all texts that are written ahead of their use.
+_MOST_AHEAD = 2**20
 
 
 def renderer_of(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> Renderer:
@@ -69,6 +72,9 @@ class Renderer:
         self._allowance = Allowance()
         self._bos = _bos_of(tokenizer)
         self._presence = Presence(self.apply)
+        # By the identity of messages, which are held for as long: hashing what they say would take longer.
+        self._ahead: dict[tuple[int, ...], str] = {}
+        self._prepared: dict[int, tuple[Message, Message]] = {}
         self._switched: dict[str, Renderer] = {}
         #: What becomes of a rendered text before it is tokenized, where images have more to say there.
         self.written: Callable[[str], str] = str
@@ -151,13 +157,58 @@ class Renderer:
         """
         made = []
         for number, message in enumerate(messages, 1):
-            thoughtful = message["role"] == "assistant" and bool(reasoning_of(message).strip())
+            thoughtful = _thoughtful(message)
             if thoughtful and self._reasoning == "refuse":
                 what = f"turn {number} holds reasoning, which data.reasoning: refuse does not allow"
                 help = "remove it from the row, or choose data.reasoning: keep or drop"
                 raise data_error("FT427", what, row.origin, help)
-            made.append(_thinking(message, keep=self._reasoning == "keep") if thoughtful else message)
+            made.append(self._thinking(message) if thoughtful else message)
         return made
+
+    def _thinking(self, message: Message) -> Message:
+        made, found = self._prepared.get(id(message), (None, message))
+        return found if made is message else _thinking(message, keep=self._reasoning == "keep")
+
+    @contextlib.contextmanager
+    def writing_ahead(self, chats: Sequence[tuple[Sequence[Message], Sequence[int]]]) -> Iterator[None]:
+        """A block in which conversations without tools are rendered already: many at a time, which is far cheaper.
+
+        What the template refuses together is rendered one by one when it is asked for, as outside of the block.
+
+        Args:
+            chats: Conversations, each with the assistant's turns of which the prompts are asked for.
+        """
+        wanted: dict[bool, list[list[Message]]] = {True: [], False: []}
+        for messages, turns in chats:
+            if any(message.get("tool_calls") for message in messages):
+                continue
+            held = [(m, _thinking(m, keep=self._reasoning == "keep") if _thoughtful(m) else m) for m in messages]
+            self._prepared.update({id(message): (message, made) for message, made in held if made is not message})
+            chat = [made for _, made in held]
+            wanted[True] += [chat[:turn] for turn in turns]
+            wanted[False] += [chat, *(chat[: turn + 1] for turn in turns if turn + 1 < len(chat))]
+        try:
+            for generation_prompt, some in wanted.items():
+                self._write_ahead(some, generation_prompt)
+            yield
+        finally:
+            self._ahead.clear()
+            self._prepared.clear()
+
+    def _write_ahead(self, chats: list[list[Message]], generation_prompt: bool) -> None:
+        size = sum(map(_size, chats))
+        if not chats or size > _MOST_AHEAD:
+            return
+        try:
+            shown = [self._shown(chat) for chat in chats]
+            texts = self._allowance.run(size, lambda: self._written(shown, None, generation_prompt), len(chats))
+        except REFUSALS:
+            half = len(chats) // 2
+            if half > 1:
+                self._write_ahead(chats[:half], generation_prompt)
+                self._write_ahead(chats[half:], generation_prompt)
+        else:
+            self._ahead.update({_identity(c, generation_prompt): t for c, t in zip(chats, texts, strict=True)})
 
     def lost(self, messages: Sequence[Message], tools: Tools | None, text: str, turn: int) -> list[MessagePart]:
         """Parts of one turn that are missing in ``text``, a conversation rendered without a generation prompt."""
@@ -238,6 +289,9 @@ class Renderer:
 
         A template that took too much time or memory once is not run again.
         """
+        ahead = self._ahead.get(_identity(messages, generation_prompt)) if self._ahead and not tools else None
+        if ahead is not None:
+            return ahead
         try:
             return self._apply(messages, tools, generation_prompt)
         except TypeError:
@@ -247,23 +301,28 @@ class Renderer:
             return self._apply([_with_text_arguments(message) for message in messages], tools, generation_prompt)
 
     def _apply(self, messages: Sequence[Message], tools: Tools | None, generation_prompt: bool) -> str:
+        shown = self._shown(messages)
+        return self._allowance.run(_size(messages), lambda: self._written(shown, tools, generation_prompt)[0])
+
+    def _shown(self, messages: Sequence[Message]) -> list[Message]:
         if self._of_parts is None:
             self._of_parts = False  # while it is asked
             self._of_parts = self._takes_parts_only()
-        size = sum(len(str(message.get("content") or "")) for message in messages)
-        return self._allowance.run(size, lambda: self._written(messages, tools, generation_prompt))
+        return [_in_parts(m) if self._of_parts or IMAGE in str(m.get("content")) else m for m in messages]
 
-    def _written(self, messages: Sequence[Message], tools: Tools | None, generation_prompt: bool) -> str:
-        return self.written(
-            self._tokenizer.apply_chat_template(
-                [_in_parts(m) if self._of_parts or IMAGE in str(m.get("content")) else m for m in messages],
-                tools=list(tools) if tools else None,
-                chat_template=self._template,
-                tokenize=False,
-                add_generation_prompt=generation_prompt,
-                **self._switches,
-            )
+    def _written(
+        self, shown: list[Message] | list[list[Message]], tools: Tools | None, generation_prompt: bool
+    ) -> list[str]:
+        """The texts of one conversation or several."""
+        texts = self._tokenizer.apply_chat_template(
+            shown,
+            tools=list(tools) if tools else None,
+            chat_template=self._template,
+            tokenize=False,
+            add_generation_prompt=generation_prompt,
+            **self._switches,
         )
+        return [self.written(text) for text in ([texts] if isinstance(texts, str) else map(str, texts))]
 
     def _refusal(self, messages: Sequence[Message], row: Row, error: Exception) -> FtcliError:
         if isinstance(error, TemplateStopped):
@@ -305,6 +364,18 @@ def _bos_of(tokenizer: PreTrainedTokenizerBase) -> str:
     """The beginning-of-sequence token, where the tokenizer puts one before plain text by itself."""
     ids = tokenizer("a")["input_ids"]
     return str(tokenizer.bos_token) if ids and ids[0] == tokenizer.bos_token_id else ""
+
+
+def _identity(messages: Sequence[Message], generation_prompt: bool) -> tuple[int, ...]:
+    return (generation_prompt, *map(id, messages))
+
+
+def _size(messages: Sequence[Message]) -> int:
+    return sum(len(str(message.get("content") or "")) for message in messages)
+
+
+def _thoughtful(message: Message) -> bool:
+    return message["role"] == "assistant" and bool(reasoning_of(message).strip())
 
 
 def _thinking(message: Message, *, keep: bool) -> Message:

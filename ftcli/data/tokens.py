@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from array import array as packed
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,8 @@ from ftcli.rows.row import Row
 
 Ints = NDArray[np.int64]
 _META = "meta.json"
+#: Bytes of a file that are read at a time.
+_BLOCK = 2**20
 _CHECKSUM = "checksum"
 #: Kept rows: end of the row in ids.bin, end in spans.bin, number of the row, index of its file's name.
 _INDEX_COLUMNS = 4
@@ -94,23 +97,32 @@ class EncodedArrays:
 def encoded_of(rows: Sequence[TokenizedRow]) -> EncodedArrays:
     """Rows as arrays."""
     names = tuple(dict.fromkeys(tokens.row.source for tokens in rows))
-    spans = [spans_of(tokens.labels) for tokens in rows]
-    index = np.zeros((len(rows), _INDEX_COLUMNS), dtype=np.int64)
-    for n, tokens in enumerate(rows):
-        index[n] = (len(tokens.input_ids), len(spans[n]), tokens.row.number, names.index(tokens.row.source))
+    numbers = [(len(t.input_ids), 0, t.row.number, names.index(t.row.source)) for t in rows]
+    index = np.asarray(numbers, dtype=np.int64).reshape(-1, _INDEX_COLUMNS)
+    ids, labels = packed("i"), packed("i")
+    for tokens in rows:
+        ids.extend(tokens.input_ids)
+        labels.extend(tokens.labels)
+    spans, index[:, 1] = _spans_of(np.asarray(labels, dtype=np.int32), index[:, 0])
     index[:, :2] = index[:, :2].cumsum(axis=0)
-    ids = np.fromiter((i for tokens in rows for i in tokens.input_ids), dtype=np.int32)
-    flat = np.asarray([pair for row in spans for pair in row], dtype=np.int32).reshape(-1, 2)
     values = np.asarray([tokens.value for tokens in rows], dtype=np.float64)
     images = tuple((n, image) for n, tokens in enumerate(rows) for image in tokens.images)
-    return EncodedArrays(ids, flat, index, values, names, images)
+    return EncodedArrays(np.asarray(ids, dtype=np.int32), spans, index, values, names, images)
 
 
-def spans_of(labels: Sequence[int]) -> list[tuple[int, int]]:
-    """Half-open runs of supervised positions."""
-    supervised = np.asarray(labels, dtype=np.int64) != IGNORE_INDEX
-    edges = np.flatnonzero(np.diff(np.concatenate(([False], supervised, [False])).astype(np.int8)))
-    return [(int(a), int(b)) for a, b in edges.reshape(-1, 2)]
+def _spans_of(labels: NDArray[np.int32], lengths: Ints) -> tuple[NDArray[np.int32], Ints]:
+    """Half-open runs of supervised positions of rows that lie one after the other, and how many each row has.
+
+    A position without loss is put before each row and after the last, so that no run goes on into another row.
+    """
+    ends = lengths.cumsum()
+    starts = ends - lengths
+    apart = np.zeros(len(labels) + len(lengths) + 1, dtype=np.int8)
+    apart[np.arange(len(labels)) + np.repeat(np.arange(1, len(lengths) + 1), lengths)] = labels != IGNORE_INDEX
+    edges = (np.flatnonzero(np.diff(apart)) + 1).reshape(-1, 2)
+    rows = np.searchsorted(starts + np.arange(len(lengths)), edges[:, 0], side="right") - 1
+    spans = edges - (starts + np.arange(1, len(lengths) + 1))[rows, None]
+    return spans.astype(np.int32), np.bincount(rows, minlength=len(lengths))
 
 
 class TokenWriter:
@@ -155,7 +167,7 @@ class TokenWriter:
         self.close()
         sizes = {name: (self._folder / f"{name}.bin").stat().st_size for name in _FILES}
         meta = {"rows": self._rows, "names": list(self._names), "sizes": sizes, "facts": facts}
-        content = _digest(_arrays(self._folder))
+        content = _digest(self._folder, _arrays(self._folder))
         whole = {**meta, _CHECKSUM: _checksum(meta, content)}
         (self._folder / _META).write_text(json.dumps(whole), encoding="utf-8")
 
@@ -189,7 +201,7 @@ class TokenStore:
             if (folder / f"{name}.bin").stat().st_size != meta["sizes"][name]:
                 raise ValueError(f"{name}.bin is not complete")
         self._ids, self._spans, self._index, self.values, self._pictures, self._images = arrays = _arrays(folder)
-        self._digest = _digest(arrays)
+        self._digest = _digest(folder, arrays)
         if meta.pop(_CHECKSUM) != _checksum(meta, self._digest):
             raise ValueError("its content is not what was written")
         self.facts: JsonObject = meta["facts"]
@@ -250,16 +262,21 @@ def _arrays(folder: Path) -> _Arrays:
     return ids, spans.reshape(-1, 2), index, values, pictures.reshape(-1, _IMAGE_COLUMNS), images
 
 
-def _digest(arrays: Sequence[NDArray[Any]]) -> bytes:
+def _digest(folder: Path, arrays: _Arrays) -> bytes:
     """SHA-256 of what training sees; values and images are left out where no row has any, as they were before rows had
     them.
+
+    The files are read for it: pages of a mapped one would stay, and count as this process' memory.
     """
     digest = hashlib.sha256()
-    ids, spans, index, values, *of_images = arrays
-    others = [*([values] if values.any() else []), *(of_images if of_images[0].size else [])]
-    for array in [ids, spans, index, *others]:
-        digest.update(len(array).to_bytes(8, "little"))
-        digest.update(np.ascontiguousarray(array).data if array.size else b"")
+    found: dict[str, NDArray[Any]] = dict(zip(_FILES, arrays, strict=True))
+    left = {"values"} if not found["values"].any() else set[str]()
+    left |= {"pictures", "images"} if not found["pictures"].size else set()
+    for name in (name for name in _FILES if name not in left):
+        digest.update(len(found[name]).to_bytes(8, "little"))
+        with (folder / f"{name}.bin").open("rb") as stream:
+            while block := stream.read(_BLOCK):
+                digest.update(block)
     return digest.digest()
 
 

@@ -339,6 +339,9 @@ def _with_rows(
             base = base or base_weights(source)
             made[name] = base.read(name)
         ids = torch.tensor(_indices(config, name), dtype=torch.long)
+        size, last = len(made[name]), int(ids.max()) + 1 if len(ids) else 0
+        if last > size and set(range(size, last)) <= set(ids.tolist()):  # a vocabulary that was trained with more rows
+            made[name] = torch.cat([made[name], made[name].new_zeros((last - size, *made[name].shape[1:]))])
         if len(ids) != len(trained) or bool((ids < 0).any() | (ids >= len(made[name])).any()):
             raise unusable(source.folder, f"{_INDICES} and the rows that are stored of {name} do not fit together")
         made[name] = made[name].float().index_copy(0, ids, trained.float())

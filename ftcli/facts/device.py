@@ -44,6 +44,7 @@ class DeviceFacts:
         host_free_bytes: Free RAM of this machine where it has a GPU; None for a CPU and for named devices.
         probed: True for the machine that is here.
         failed_products: Why products of quantized weights do not work here, where they were tried; else None.
+        unused: An accelerator of this machine that nothing is computed on, in words; None where there is none.
     """
 
     name: str
@@ -58,6 +59,7 @@ class DeviceFacts:
     host_free_bytes: int | None = None
     probed: bool = False
     failed_products: str | None = None
+    unused: str | None = None
 
     @property
     def has_bfloat16(self) -> bool:
@@ -134,6 +136,8 @@ DEVICE_NAMES: tuple[str, ...] = (*GPUS, "cpu")
 _SIZE = re.compile(r"(\d{1,4}(?:\.\d+)?) ?gi?b")
 
 
+#: What computes where a machine has no NVIDIA GPU.
+INSTEAD = "the CPU computes, in plain torch (the reference of each kernel)"
 #: Names of other vendors' devices, and what would drive them.
 _OTHERS = (
     (re.compile(r"(amd|instinct|radeon)\b.*|mi\d{2,3}[a-z]?|rx ?\d{3,4}.*|gfx\w+|rocm|hip"), "an AMD GPU", "ROCm"),
@@ -191,10 +195,12 @@ def probe_device() -> DeviceFacts:
     import torch
 
     if not torch.cuda.is_available():
-        return cpu_device()
+        found = torch.accelerator.current_accelerator(check_available=True)
+        named = {"mps": "an Apple GPU (Metal)", "xpu": "an Intel GPU (XPU)"}
+        return replace(cpu_device(), unused=None if found is None else named.get(found.type, found.type))
     properties = torch.cuda.get_device_properties(0)
     if torch.version.hip is not None:
-        help = "use a machine with an NVIDIA GPU; HIP_VISIBLE_DEVICES=-1 hides this one, and the CPU computes"
+        help = f"use a machine with an NVIDIA GPU; HIP_VISIBLE_DEVICES=-1 hides this one, and {INSTEAD}"
         raise _not_supported(f"{properties.name} is an AMD GPU", "ROCm", help)
     free, total = torch.cuda.mem_get_info(0)
     known = _published(properties.name)

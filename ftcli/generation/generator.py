@@ -158,7 +158,7 @@ def _why_not(
 ) -> str | None:
     base = base_of(model)
     config: Any = base.config.get_text_config()
-    on_kernels = any(isinstance(layer, FusedDecoderLayer) for layer in decoder_layers(base))
+    on_kernels = all(isinstance(layer, FusedDecoderLayer) for layer in decoder_layers(base))
     reason = why_no_engine(config.to_dict(), family_of(config.model_type), on_kernels=on_kernels)
     if reason is not None:
         return reason

@@ -14,11 +14,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
+from ftkernels.linear_cross_entropy import TrainedRows
 from ftkernels.tied_embedding import HeadGradient, tied_embedding
 from torch import Tensor, nn
 
 from ftcli.model import attention
 from ftcli.model.masks import CallMask, Documents, plain_mask
+from ftcli.model.token_rows import with_rows
 from ftcli.model.vision import SeenInputs, masks_both_ways, see, taken_apart
 from ftcli.tables.families import family_of
 from ftcli.tables.packing import why_documents_leak
@@ -58,7 +60,8 @@ class Head:
 
     ``weight`` has shape (vocab_size, hidden_size); ``softcap`` 0 is off, else cap(x) = softcap · tanh(x / softcap).
     ``handed`` takes the weight's gradient where the embedding adds its own to it (:mod:`ftcli.model.backbone`);
-    ``is_sharded`` where ranks hold shards of the model.
+    ``is_sharded`` where ranks hold shards of the model; ``rows`` are those of the weight that are trained, where the
+    others are not (:mod:`ftcli.model.token_rows`).
     """
 
     weight: Tensor
@@ -67,6 +70,7 @@ class Head:
     logit_scale: float
     handed: HeadGradient | None = None
     is_sharded: bool = False
+    rows: TrainedRows | None = None
 
 
 class CollectingStack(Protocol):
@@ -228,7 +232,7 @@ def head_of(model: PreTrainedModel | PeftModel) -> Head:
     Raises TypeError when the weight is not a floating (vocab_size, hidden_size) matrix, as when it is packed.
     """
     base = base_of(model)
-    layer = base.get_output_embeddings()
+    layer, rows = with_rows(base.get_output_embeddings())
     config = base.config.get_text_config()
     weight: Tensor = layer.weight
     # OPT's smallest head is narrower than its layers; what it is multiplied by is checked in next_token_loss.
@@ -249,6 +253,7 @@ def head_of(model: PreTrainedModel | PeftModel) -> Head:
         logit_scale=float(scale) if scale is not None else 1.0 / scaling if scaling else 1.0,
         handed=embedding.head_gradient if isinstance(embedding, TiedEmbedding) else None,
         is_sharded=root_of(model) is not None,
+        rows=rows,
     )
 
 
@@ -280,8 +285,8 @@ def root_of(model: PreTrainedModel | PeftModel) -> nn.Module | None:
     return found
 
 
-def set_root(base: PreTrainedModel, root: nn.Module) -> None:
-    """Has :func:`within_root` call ``root``."""
+def set_root(base: PreTrainedModel, root: nn.Module | None) -> None:
+    """Has :func:`within_root` call ``root``, or nothing."""
     object.__setattr__(base, _ROOT, root)  # not a submodule: it holds the model itself
 
 

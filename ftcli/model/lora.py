@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from ftcli.model.initial_adapters import remember_initial, trained_by_file_name
 from ftcli.model.lora_targets import Targets, chosen, require_possible, resolve_saved, resolve_targets, shortest
 from ftcli.model.pretrained import IMPOSSIBLE, first_few
 from ftcli.model.score_head import TASK_TYPE, has_score_head
+from ftcli.model.token_rows import row_indices, use_rows
 from ftcli.plain import JsonMap
 from ftcli.plan.precision import DtypePlan
 
@@ -38,9 +39,10 @@ PATTERNS_UNMATCHED = r"The following (rank|alpha)_pattern keys did not match"
 
 
 def apply_lora(
-    model: PreTrainedModel, lora: LoraConfig, plan: DtypePlan, *, seed: int
+    model: PreTrainedModel, lora: LoraConfig, plan: DtypePlan, *, seed: int, tokens: Sequence[int] = ()
 ) -> tuple[peft.PeftModel, Targets]:
-    """Freezes ``model`` and adds adapters of dtype ``plan.adapter``, which modules trained whole are held in, too.
+    """Freezes ``model`` and adds adapters of dtype ``plan.adapter``, which modules trained whole are held in, too, and
+    the rows of embedding and head of new ``tokens``.
 
     Returns:
         The model with its adapters, and what they are on.
@@ -52,7 +54,7 @@ def apply_lora(
 
     targets = chosen(resolve_targets(model, lora.target_modules, experts=lora.experts), lora)
     require_possible(lora, targets)
-    config = peft_config(model, lora, targets)
+    config = peft_config(model, lora, targets, tokens)
     torch.manual_seed(seed)
     try:
         with warnings.catch_warnings():
@@ -64,6 +66,7 @@ def apply_lora(
     _require_adapted(adapted, targets)
     if plan.adapter is not None:
         hold_saved_modules(adapted, getattr(torch, plan.adapter))
+    use_rows(adapted, None if plan.adapter is None else getattr(torch, plan.adapter))
     # PEFT keeps names in sets, whose order differs from process to process, and writes them into the adapter's file.
     config.target_modules = sorted(config.target_modules or ())
     if config.target_parameters is not None:
@@ -73,7 +76,9 @@ def apply_lora(
     return adapted, targets
 
 
-def peft_config(model: PreTrainedModel, lora: LoraConfig, targets: Targets) -> peft.LoraConfig:
+def peft_config(
+    model: PreTrainedModel, lora: LoraConfig, targets: Targets, tokens: Sequence[int] = ()
+) -> peft.LoraConfig:
     """PEFT's config for ``lora``. Raises FtcliError as :func:`ftcli.model.lora_targets.resolve_saved` does."""
     import peft
 
@@ -87,6 +92,7 @@ def peft_config(model: PreTrainedModel, lora: LoraConfig, targets: Targets) -> p
         target_modules=[*shortest(model, targets.modules), *targets.by_peft],
         target_parameters=list(targets.parameters) or None,
         modules_to_save=saved or None,
+        trainable_token_indices=row_indices(model, tokens) if tokens else None,
         use_rslora=lora.use_rslora,
         use_dora=lora.use_dora,
         init_lora_weights=lora.init_lora_weights,
@@ -192,6 +198,7 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> PeftModel:
     if problems:
         raise _unusable(folder, problems)
     _take_saved_modules(adapted, stored)
+    use_rows(adapted)
     return adapted
 
 

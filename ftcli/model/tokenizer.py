@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ftcli.assets import asset, bundled
@@ -26,7 +26,8 @@ def source_of(name: str) -> str:
 def load_tokenizer(model: ModelConfig, *, offline: bool) -> PreTrainedTokenizerBase:
     """The recipe's tokenizer, padded on the right, with a pad token.
 
-    Raises FtcliError FT321 when there is none to load and FT322 when it has no end-of-sequence token.
+    Raises FtcliError FT321 when there is none to load, FT322 when it has no end-of-sequence token, and FT352 for a new
+    token that it has.
     """
     if model.tokenizer == "bytes":
         source = str(asset("tokenizers", "bytes"))
@@ -42,16 +43,39 @@ def load_tokenizer(model: ModelConfig, *, offline: bool) -> PreTrainedTokenizerB
         # says of itself, and that one adds a token where none is named. No text is turned into this name's token.
         tokenizer.unk_token = tokenizer.pad_token
     tokenizer.padding_side = "right"
+    _add(tokenizer, model.add_tokens)
     return tokenizer
 
 
-def require_known_ids(tokenizer: PreTrainedTokenizerBase, facts: ModelFacts) -> None:
-    """Raises FtcliError FT315 (exit 3) for tokens beyond the model's vocabulary, which only loading shows.
+def _add(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> None:
+    """Gives the tokenizer new tokens. Raises FtcliError FT352 (exit 3) for one that it has, or cannot add."""
+    from transformers import AddedToken
+
+    known = set(tokenizer.get_vocab().values())
+    for token in tokens:
+        there = tokenizer.get_vocab().get(token)
+        if there is None:
+            tokenizer.add_tokens([AddedToken(token, normalized=False)])
+        if there is not None or tokenizer.convert_tokens_to_ids(token) in known:
+            raise FtcliError.single(
+                "FT352",
+                f"model.add_tokens: the tokenizer has {token!r} already"
+                + ("" if there is None else f", as id {there}"),
+                exit_code=ExitCode.PREFLIGHT,
+                help="remove it from model.add_tokens: a token that is there is trained with the model's own row; "
+                "lora.modules_to_save trains such rows, with all others",
+            )
+
+
+def require_known_ids(tokenizer: PreTrainedTokenizerBase, facts: ModelFacts, added: Sequence[str] = ()) -> None:
+    """Raises FtcliError FT315 (exit 3) for tokens beyond the model's vocabulary, which only loading shows; but for
+    those that the recipe has ``added``.
 
     Preflight reads the largest id in the tokenizer's files; the class that transformers loads them by may add tokens.
     """
     size = facts.vocab_size
-    beyond = {token: at for token, at in tokenizer.get_added_vocab().items() if size is not None and at >= size}
+    found = {token: at for token, at in tokenizer.get_added_vocab().items() if size is not None and at >= size}
+    beyond = {token: at for token, at in found.items() if token not in added}
     if beyond:
         token = max(beyond, key=lambda each: beyond[each])
         raise FtcliError.single(

@@ -232,7 +232,7 @@ def _tokenizer(report: PreflightReport) -> tuple[PreTrainedTokenizerBase | None,
         if report.facts.tokenizer is not None:
             raise
         return None, absent
-    require_known_ids(tokenizer, report.facts)
+    require_known_ids(tokenizer, report.facts, report.recipe.model.add_tokens)
     if template is not None:
         tokenizer.chat_template = Renderer(tokenizer, template).source
     return tokenizer, ""

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from jinja2.exceptions import TemplateError
 
@@ -137,6 +137,9 @@ class TemplateStopped(TemplateError):
     """A template took more time or memory than it may."""
 
 
+Written = TypeVar("Written")
+
+
 class Allowance:
     """The time that one template may waste, over all conversations. Once it is stopped, it is not run again."""
 
@@ -144,20 +147,22 @@ class Allowance:
         self._left = MAX_SECONDS
         self._stopped: str | None = None
 
-    def run(self, characters: int, write: Callable[[], str]) -> str:
-        """The text that ``write`` renders of a conversation of so many characters, within the time that is left.
+    def run(self, characters: int, write: Callable[[], Written], conversations: int = 1) -> Written:
+        """What ``write`` renders of conversations of so many characters together, within the time that is left.
+
+        A template that several conversations stopped may be run again: which of them it was is not known.
 
         Raises Stopped, and whatever ``write`` raises.
         """
         if self._stopped is not None:
             raise TemplateStopped(self._stopped)
-        needed = _SECONDS_EACH + _SECONDS_A_CHARACTER * characters
+        needed = _SECONDS_EACH * conversations + _SECONDS_A_CHARACTER * characters
         begun = time.process_time()
         try:
             with limited_template(self._left + needed):
                 return write()
         except TemplateStopped as error:
-            self._stopped = str(error)
+            self._stopped = str(error) if conversations == 1 else None
             raise
         finally:
             self._left -= max(0.0, time.process_time() - begun - needed)

@@ -142,8 +142,6 @@ _OF_PROMPTS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         # Completions would be sampled under noise as well; rows are grouped by prompt.
         "train.neftune_noise_alpha": (None,),
         "train.train_sampling_strategy": ("random",),
-        "launch.engine": ("auto", "single", "ddp"),
-        "launch.dp_replicate_size": ("auto", 1),
         "launch.context_parallel_size": (1,),
     }
 )

@@ -23,6 +23,7 @@ from ftcli.model.lora import apply_lora, take_adapter
 from ftcli.model.lora_targets import freeze_other_parts, summary_of_targets
 from ftcli.model.score_head import add_score_head
 from ftcli.model.selfcheck import check_head
+from ftcli.model.token_rows import draw_rows
 from ftcli.model.tokenizer import align_special_tokens, pad_apart
 from ftcli.model.trained_weights import load_weights
 from ftcli.plan.batches import Batches
@@ -105,6 +106,8 @@ def build_base(job: Job, *, weights: Path | None = None, num_layers: int | None 
         trained=trains_rounded(job.recipe) or (parts is not None and not parts.joins),
         shards=parts,
     )
+    if job.new_tokens and weights is None:
+        draw_rows(model, job.new_tokens)
     if classifier:
         pad_apart(job.tokenizer, job.stops)
     align_special_tokens(model, job.tokenizer, job.stops)
@@ -156,7 +159,7 @@ def build_trainable(job: Job, *, num_layers: int | None = None) -> Model:
     if lora is None:
         freeze_other_parts(base)
         return base
-    model, targets = apply_lora(base, lora, job.dtypes, seed=job.recipe.run.seed)
+    model, targets = apply_lora(base, lora, job.dtypes, seed=job.recipe.run.seed, tokens=job.new_tokens)
     job.reporter.info(summary_of_targets(model, targets))
     if lora.start_from is not None:
         folder = start_folder(lora.start_from)
@@ -243,7 +246,9 @@ def _parts(job: Job) -> RankShards | None:
     place, launch = job.session.place, job.recipe.launch
     if place is None or place.size == 1 or not engines.row(launch.engine).shards:
         return None
-    return RankShards(place.rank % launch.shard_size, launch.shard_size, joins=job.recipe.lora is not None)
+    mixture = job.facts.shape is not None and job.facts.shape.has_experts
+    frozen = job.recipe.lora is not None or quantizations.row(job.recipe.quantization.method).quantize is not None
+    return RankShards(place.rank % launch.shard_size, launch.shard_size, joins=frozen, mixture=mixture)
 
 
 def _trained(tokens: TokenizedRow) -> int:

@@ -40,7 +40,7 @@ def write_rows(folder: Path, options: argparse.Namespace) -> Path:
 
     chance = np.random.default_rng(0)
     lines = []
-    for number in range(options.rows * (options.steps + _FIRST)):
+    for number in range(options.rows * options.gpus * (options.steps + _FIRST)):
         coarse = chance.integers(0, 256, (16, 16, 3), dtype=np.uint8)
         name = f"{number}.jpg"
         Image.fromarray(coarse).resize((options.side, options.side), Image.Resampling.BICUBIC).save(folder / name)
@@ -82,6 +82,7 @@ def ours(options: argparse.Namespace) -> dict[str, Any]:
         folder = Path(name)
         path = write_rows(folder, options)
         words = ["train", str(options.recipe), "--json", *settings_of(path, folder, options)]
+        words += ["--gpus", str(options.gpus)] if options.gpus > 1 else []
         answer = ftcli(words, log=options.log)
         if answer.status != 0:
             return {"note": f"exit {answer.status}: {answer.said[:300]}"}
@@ -189,6 +190,7 @@ def main() -> None:
     arguments.add_argument("--side", type=int, default=1024)
     arguments.add_argument("--text", type=int, default=200, help="tokens of a row beside its image")
     arguments.add_argument("--steps", type=int, default=10)
+    arguments.add_argument("--gpus", type=int, default=1, help="of ours, as many rows on each")
     arguments.add_argument("--log", type=Path, help="where ftcli's messages go")
     arguments.add_argument("--work", choices=CONTENDERS, help=argparse.SUPPRESS)
     options = arguments.parse_args()

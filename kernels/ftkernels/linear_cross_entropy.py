@@ -10,6 +10,7 @@ Legend: N rows (tokens), H hidden size, V vocabulary size, C rows of one chunk.
     dz_v = exp(z_v - lse) - (1 - e) * [v = label] - e / V
     dx_v = dz_v * (1 - tanh(u_v / softcap)^2) * logit_scale
     dhidden = dx @ weight,   dweight = dx.T @ hidden,   dbias = sum_rows dx
+    dweight of a few rows r alone:   dx[:, r].T @ hidden
 
 The logits exist for C rows at a time; dx overwrites them. Because the loss is a sum over rows, its gradient with
 respect to the inputs is known in the forward up to the scalar that backward brings, so the forward computes it and
@@ -42,6 +43,14 @@ from ftkernels.tied_embedding import HeadGradient
 Reduction = Literal["sum", "mean", "none"]
 
 
+@dataclass(frozen=True, slots=True)
+class TrainedRows:
+    """Rows of a frozen matrix (V, H) that are trained: ``values`` (R, H) and where they lie, ``ids`` (R,) int64."""
+
+    values: Tensor
+    ids: Tensor
+
+
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -59,6 +68,7 @@ def linear_cross_entropy(
     rows: Tensor | None = None,
     handed: HeadGradient | None = None,
     large_chunks: bool = True,
+    head_rows: TrainedRows | None = None,
     backend: BackendName = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Cross-entropy between ``hidden @ weight.T + bias`` and ``labels``; the module docstring has the formula.
@@ -83,6 +93,8 @@ def linear_cross_entropy(
             (``ftkernels.tied_embedding``) adds to it.
         large_chunks: where the head is trained, chunks whose logits take as much memory as its gradient, over which
             there are fewer passes then.
+        head_rows: rows of a frozen ``weight`` that are trained, which hold what the weight has there. They get their
+            gradient in its place. Not with "none".
         backend: see ``ftkernels.device.choose_backend``.
 
     Returns:
@@ -93,6 +105,8 @@ def linear_cross_entropy(
     """
     check_head_shapes(hidden, weight, labels, bias)
     _check_options(softcap, label_smoothing, num_items, reduction, chunk_rows)
+    if head_rows is not None and reduction == "none":
+        raise ValueError("rows of the head have no gradient of a loss for each row")
     plan = _Plan(
         options=LossOptions(float(softcap), float(logit_scale), float(label_smoothing)),
         dtype=compute_dtype(hidden.device.type, hidden, weight),
@@ -103,6 +117,7 @@ def linear_cross_entropy(
         grad_enabled=torch.is_grad_enabled(),
         handed=handed,
         large_chunks=large_chunks,
+        head_row_ids=None if head_rows is None else head_rows.ids,
     )
     divisor = None
     if reduction == "mean":
@@ -110,7 +125,8 @@ def linear_cross_entropy(
         acc = accumulate_dtype(plan.dtype)
         divisor = count.to(acc) if isinstance(count, Tensor) else torch.full((), count, dtype=acc, device=hidden.device)
     inside = divisor is not None and plan.dtype != torch.float16
-    loss, correct = _LinearCrossEntropy.apply(hidden, weight, bias, labels, divisor if inside else None, plan)
+    trained = None if head_rows is None else head_rows.values
+    loss, correct = _LinearCrossEntropy.apply(hidden, weight, bias, labels, divisor if inside else None, plan, trained)
     if divisor is not None and not inside:
         loss = loss / divisor
     return (loss, correct) if with_accuracy else loss
@@ -163,6 +179,7 @@ class _Plan:
     grad_enabled: bool
     handed: HeadGradient | None = None
     large_chunks: bool = True
+    head_row_ids: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -174,6 +191,7 @@ class _Sums:
     d_hidden: Tensor | None = None
     d_weight: Tensor | None = None
     d_bias: Tensor | None = None
+    d_rows: Tensor | None = None
 
 
 def _run_chunks(
@@ -182,11 +200,11 @@ def _run_chunks(
     bias: Tensor | None,
     labels: Tensor,
     plan: _Plan,
-    wants: tuple[bool, bool, bool],
+    wants: tuple[bool, bool, bool, bool],
     row_scale: Tensor | None = None,
 ) -> _Sums:
-    """One pass over the labelled rows. ``wants``: gradients of hidden, weight, bias; ``row_scale`` (N,) multiplies
-    each row's.
+    """One pass over the labelled rows. ``wants``: gradients of hidden, weight, bias and a few of the weight's rows;
+    ``row_scale`` (N,) multiplies each row's.
     """
     acc = accumulate_dtype(plan.dtype)
     head = weight.to(plan.dtype)
@@ -203,6 +221,8 @@ def _run_chunks(
         out.d_weight = make(weight.shape, dtype=acc, device=weight.device)
     if wants[2]:
         out.d_bias = torch.zeros(weight.shape[0], dtype=acc, device=weight.device)
+    if wants[3] and plan.head_row_ids is not None:
+        out.d_rows = torch.zeros((len(plan.head_row_ids), weight.shape[1]), dtype=acc, device=weight.device)
     rows_fn = cross_entropy_rows if plan.triton else cross_entropy_rows_reference
     total = int(plan.rows.shape[0])
     hidden_size = weight.shape[1] if wants[1] and plan.large_chunks else 0
@@ -226,6 +246,9 @@ def _run_chunks(
         out.correct += result.correct.sum()
         if result.d_logits is not None:
             _accumulate(out, where, x, head, result.d_logits, first=written and start == 0)
+            if out.d_rows is not None and plan.head_row_ids is not None:
+                some = result.d_logits.index_select(1, plan.head_row_ids).t()
+                add_mm_accurate_(out.d_rows, some, x, rows=LOSS_VOCABULARY_SLAB)
     return out
 
 
@@ -290,21 +313,23 @@ class _LinearCrossEntropy(torch.autograd.Function):
         labels: Tensor,
         divisor: Tensor | None,
         plan: _Plan,
+        head_rows: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         wanted = [bool(n) and plan.grad_enabled for n in ctx.needs_input_grad]
-        needs = (wanted[0], wanted[1], wanted[2])
+        needs = (wanted[0], wanted[1], wanted[2], wanted[6])
         # With one factor a row, the head's gradient waits for backward; dhidden then comes from that same pass.
         later = plan.per_row and (needs[1] or needs[2])
         ctx.divisor = divisor
         with without_autocast(hidden):
             scale = _per_row(ctx, labels) if any(needs) else None
-            sums = _run_chunks(hidden, weight, bias, labels, plan, (False, False, False) if later else needs, scale)
+            sums = _run_chunks(hidden, weight, bias, labels, plan, (False,) * 4 if later else needs, scale)
         ctx.plan, ctx.needs, ctx.spent, ctx.hidden_dtype = plan, needs, later, hidden.dtype
-        keep_inputs = needs[1] or needs[2]
+        ctx.rows_dtype = None if head_rows is None else head_rows.dtype
+        keep_inputs = any(needs[1:])
         ctx.save_for_backward(
             *((hidden, weight, bias, labels) if keep_inputs else (None, None, None, None)), sums.d_hidden
         )
-        ctx.d_weight, ctx.d_bias = sums.d_weight, sums.d_bias
+        ctx.d_weight, ctx.d_bias, ctx.d_rows = sums.d_weight, sums.d_bias, sums.d_rows
         ctx.mark_non_differentiable(sums.correct)
         if plan.per_row:
             return sums.losses, sums.correct
@@ -315,7 +340,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_loss: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, d_hidden = ctx.saved_tensors
-        if ctx.needs[1] or ctx.needs[2]:
+        if any(ctx.needs[1:]):
             if ctx.spent:  # one factor a row, or a second backward through a retained graph
                 scale = _per_row(ctx, labels, d_loss)
                 with without_autocast(hidden):
@@ -327,10 +352,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     None,
                     None,
                     None,
+                    None if sums.d_rows is None else sums.d_rows.to(ctx.rows_dtype),
                 )
             ctx.spent = True
-        d_weight, d_bias = ctx.d_weight, ctx.d_bias
-        ctx.d_weight = ctx.d_bias = None
+        d_weight, d_bias, d_rows = ctx.d_weight, ctx.d_bias, ctx.d_rows
+        ctx.d_weight = ctx.d_bias = ctx.d_rows = None
         return (
             None if d_hidden is None else _scaled(d_hidden, d_loss, ctx.hidden_dtype),
             # In place: at V x H in float32 a second copy would be gigabytes. `spent` keeps a second backward from
@@ -340,6 +366,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             None,
             None,
             None,
+            None if d_rows is None else d_rows.mul_(d_loss).to(ctx.rows_dtype),
         )
 
 

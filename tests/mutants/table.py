@@ -1072,8 +1072,8 @@ PREFERENCE = (
     _m(
         "modules that are trained whole stay in the reference",
         "ftcli/model/initial_adapters.py",
-        "        module.enable_adapters(False)\n",
-        "        module.enable_adapters(True)\n",
+        "            layer.enable_adapters(False)\n",
+        "            layer.enable_adapters(initial is not None)\n",
         _UP + "objective.py",
     ),
 )

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from ftkernels import limits
 from ftkernels.cross_entropy import LossOptions, cross_entropy_rows, cross_entropy_rows_reference
-from ftkernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from ftkernels.linear_cross_entropy import TrainedRows, linear_cross_entropy, linear_cross_entropy_reference
 
 ours = partial(linear_cross_entropy, backend="triton")
 
@@ -49,6 +49,38 @@ def test_loss_and_all_gradients_match_float64(device: str, tools: Any, options: 
         _call(linear_cross_entropy_reference, labels, **options),
         inputs,
     )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"reduction": "mean", "num_items": 7}, {"reduction": "sum", "softcap": 5.0, "logit_scale": 0.5}],
+    ids=str,
+)
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_rows_of_a_frozen_head_get_their_gradients(
+    device: str, tools: Any, options: dict[str, Any], backend: Any
+) -> None:
+    x, w, b, labels = _case(device)
+    ids = torch.tensor([300, 3, 44], device=device)
+    labels[1], labels[4] = 3, 300
+
+    def rows_alone(x: torch.Tensor, rows: torch.Tensor) -> Any:
+        head = w.to(x.dtype).index_copy(0, ids, rows.detach())
+        trained = TrainedRows(rows, ids)
+        call = partial(linear_cross_entropy, backend=backend, chunk_rows=4, head_rows=trained)
+        return call(x, head, labels, bias=b.to(x.dtype), **options)
+
+    def reference(x: torch.Tensor, rows: torch.Tensor) -> Any:
+        head = w.to(x.dtype).index_copy(0, ids, rows)
+        return linear_cross_entropy_reference(x, head, labels, bias=b.to(x.dtype), **options)
+
+    tools.assert_float32(rows_alone, reference, (x, torch.randn(3, 33, device=device)))
+
+
+def test_rows_of_a_head_have_no_gradient_of_a_loss_for_each_row(device: str) -> None:
+    x, w, _, labels = _case(device)
+    with pytest.raises(ValueError, match="no gradient of a loss for each row"):
+        ours(x, w, labels, reduction="none", head_rows=TrainedRows(w[:2], torch.tensor([0, 1], device=device)))
 
 
 @pytest.mark.parametrize(("rows", "vocabulary"), [(1, 2), (3, 127), (129, 129), (2, 9001)])

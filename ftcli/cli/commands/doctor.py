@@ -89,15 +89,18 @@ def examine(session: Session) -> Examination:
         disk_free_bytes=shutil.disk_usage(Path.cwd()).free,
     )
     try:
-        from ftcli.facts.device import probe_device
+        from ftcli.facts.device import INSTEAD, cpu_device, probe_device
 
         device = probe_device()
     except ImportError as error:
         return replace(found, device_problem=f"torch cannot be imported: {error}")
     except FtcliError as error:
         first = error.findings[0]
-        return replace(found, device_problem=first.message if first.help is None else f"{first.message}; {first.help}")
-    return replace(found, device=_machine(device), unused=_unused(), attention=_attention(), kernels=_kernels(device))
+        problem = first.message if first.help is None else f"{first.message}; {first.help}"
+        # What runs once the GPU is hidden, as the help says.
+        return replace(found, device_problem=problem, attention=_attention(), kernels=_kernels(cpu_device()))
+    unused = [] if device.unused is None else [Ability(device.unused, False, f"not used: {INSTEAD}")]
+    return replace(found, device=_machine(device), unused=unused, attention=_attention(), kernels=_kernels(device))
 
 
 def _machine(device: DeviceFacts) -> JsonObject:
@@ -109,17 +112,6 @@ def _machine(device: DeviceFacts) -> JsonObject:
     for name in ("memory_bytes", "free_bytes", "shared_memory_bytes", "multiprocessors"):
         said[name] = getattr(device, name)
     return {**said, "bfloat16": device.has_bfloat16, "float8": device.has_float8}
-
-
-def _unused() -> list[Ability]:
-    """Accelerators of this machine that ftcli computes nothing on, with what runs instead."""
-    import torch
-
-    found = torch.accelerator.current_accelerator(check_available=True)
-    if found is None or found.type == "cuda":
-        return []
-    named = {"mps": "an Apple GPU (Metal)", "xpu": "an Intel GPU (XPU)"}.get(found.type, found.type)
-    return [Ability(named, False, "not used: the CPU computes, in plain torch (the reference of each kernel)")]
 
 
 def _attention() -> list[Ability]:

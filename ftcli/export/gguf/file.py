@@ -371,7 +371,7 @@ def prepare_gguf(source: ExportSource, say: Callable[[str], None]) -> ExpectedFi
     stored, adapted = source_weights(source)
     weights = TernaryWeights(stored, rounded) if rounded else stored
     in_file = FileShapes(weights, architecture) if architecture.experts or architecture.delta_nets else weights
-    names = names_of(in_file.names, architecture)
+    names = names_of([n for n in in_file.names if not _is_the_embedding(n, in_file, architecture)], architecture)
     tokenizer = source_tokenizer(source)
     stops = source_stops(source, tokenizer)
     probe = probe_batch(tokenizer, text.vocab_size)
@@ -405,6 +405,14 @@ def prepare_gguf(source: ExportSource, say: Callable[[str], None]) -> ExpectedFi
         facts,
         _activation_values(in_file, names),
     )
+
+
+def _is_the_embedding(name: str, weights: ModelWeights, architecture: Architecture) -> bool:
+    """True for a head that is left out where the file has none: rows of tied embeddings were trained in both."""
+    if not architecture.tied or not name.endswith("lm_head.weight"):
+        return False
+    embedding = next((each for each in weights.names if each.endswith("embed_tokens.weight")), None)
+    return embedding is not None and torch.equal(weights.read(name), weights.read(embedding))
 
 
 def _activation_values(weights: ModelWeights, names: TensorNames) -> dict[str, Value]:

@@ -26,7 +26,7 @@ from ftcli.methods.grpo.advantages import Advantages, advantages_of, deviation
 from ftcli.methods.grpo.draws import Drawn, DrawnCompletion, Draws, share_of
 from ftcli.methods.grpo.episodes import Acting
 from ftcli.methods.grpo.losses import Completions, StepShape, loss_mask
-from ftcli.methods.grpo.policy import Metrics, Parity, PolicyScores, check_parity, joined, scored_loss
+from ftcli.methods.grpo.policy import Metrics, Parity, ParityCheck, PolicyScores, joined, scored_loss
 from ftcli.methods.grpo.reference import Reference
 from ftcli.methods.grpo.rewards import Reward, RewardFailures
 from ftcli.methods.grpo.rollouts import Rollouts, gather_rows, sampling
@@ -96,7 +96,7 @@ class GrpoParts:
 
     Attributes:
         prompts: How many there are.
-        tell_parity: Told before the first step how well log-probabilities agree; None once that is known.
+        parity: Looks before the first step how well log-probabilities agree.
         completions: Takes the completions of a logging step; None where nobody does.
     """
 
@@ -105,7 +105,7 @@ class GrpoParts:
     failures: RewardFailures
     spans: Spans
     stagnation: Stagnation
-    tell_parity: Callable[[Parity], None] | None
+    parity: ParityCheck
     completions: Callable[[int, Sequence[ScoredCompletion]], None] | None
     reference: Reference
 
@@ -292,11 +292,8 @@ class GrpoObjective(Objective):
         against the model's own and the sampler's."""
         plan, policy, parts = self._job.dtypes, self._policy, self._parts
         assert self._rollout is not None
-        if parts.tell_parity is not None and bool(inputs["completion_mask"].any()):  # all may have been cut off
-            fresh = self._before.rollout is not self._rollout  # else weights have moved since they were sampled
-            sampled = inputs.get("sampling_per_token_logps") if fresh else None
-            parts.tell_parity(check_parity(policy, plan, inputs, sampled))
-            parts.tell_parity = None
+        fresh = self._before.rollout is not self._rollout  # else weights have moved since they were sampled
+        if parts.parity(inputs, inputs.get("sampling_per_token_logps") if fresh else None):
             parts.spans.enter(TRAINING)
         shape = StepShape(self._accumulation, self._generated)
         with compute_context(policy.device, plan.compute, plan.autocast):
@@ -478,9 +475,10 @@ def build_grpo(
             device=job.device,
             stack=stack,
             spans=spans,
+            group=group,
         )
         failures = RewardFailures(grpo.reward_failures.max_fraction, job.reporter)
-        rollouts = Rollouts(model, job, grpo)
+        rollouts = Rollouts(model, job, grpo, group)
         draws = Draws(job, grpo, asked, columns, rewards, failures, rollouts, spans, group, acting)
         stagnation = Stagnation(grpo.early_stopping)
         parts = GrpoParts(
@@ -489,7 +487,7 @@ def build_grpo(
             failures,
             spans,
             stagnation,
-            tell_parity,
+            ParityCheck(policy, job.dtypes, tell_parity),
             hooks.completions,
             Reference(model, reference, grpo),
         )

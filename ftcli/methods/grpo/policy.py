@@ -12,7 +12,7 @@ gave any.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -22,11 +22,20 @@ from torch import Tensor, nn
 from ftcli.data.collate import documents_batch
 from ftcli.data.tokens import TokenizedRow
 from ftcli.errors import ExitCode, FtcliError
+from ftcli.evaluate.ranks import passes_in_step
 from ftcli.labels import IGNORE_INDEX
 from ftcli.methods.grpo.losses import Completions, StepShape, loss_mask, policy_loss
 from ftcli.methods.grpo.settings import GrpoConfig
 from ftcli.methods.grpo.spans import TRAINING
-from ftcli.model.backbone import base_of, compute_context, head_of, hidden_states, rotation_kept
+from ftcli.model.backbone import (
+    base_of,
+    compute_context,
+    head_of,
+    hidden_states,
+    root_of,
+    rotation_kept,
+    within_root,
+)
 from ftcli.model.delta_layer import FusedDeltaLayer
 from ftcli.model.loss import next_token_log_probs, supervised_positions
 from ftcli.model.quantized import has_coarse_products
@@ -41,6 +50,7 @@ if TYPE_CHECKING:
 
     from ftcli.methods.grpo.spans import Spans
     from ftcli.model.fused import DecoderStack
+    from ftcli.run.process_group import RankGroup
 
 #: Numbers by name, one for each micro-batch.
 Metrics: TypeAlias = dict[str, list[float]]
@@ -96,6 +106,7 @@ class PolicyScores:
     Args:
         stack: The decoder layers as one function, which passes with gradients take; None where they are not.
         spans: Counts the tokens of passes with gradients.
+        group: The ranks that train together. Where they hold shards of the weights, all of them call what computes.
     """
 
     def __init__(
@@ -108,8 +119,10 @@ class PolicyScores:
         device: torch.device,
         stack: DecoderStack | None = None,
         spans: Spans | None = None,
+        group: RankGroup | None = None,
     ) -> None:
         self.model, self.batches, self.temperature, self.device = model, batches, temperature, device
+        self.group = group
         self._pad_token_id, self._stack, self._spans = pad_token_id, stack, spans
 
     def log_probs(
@@ -139,20 +152,27 @@ class PolicyScores:
         silent = silent or (False,) * rows
         own = None if written is None else written.cpu()
         scored_by = self.model if model is None else model
-        found = [
-            self._scores(
-                scored_by,
-                ScoredDocuments.of(
-                    ids[at : at + size],
-                    mask[at : at + size],
-                    completion,
-                    silent[at : at + size],
-                    None if own is None else own[at : at + size],
-                ),
-                entropy_gradient,
-            )
-            for at in range(0, rows, size)
-        ]
+
+        def compute() -> list[tuple[Tensor, Tensor]]:
+            return [
+                self._scores(
+                    scored_by,
+                    ScoredDocuments.of(
+                        ids[at : at + size],
+                        mask[at : at + size],
+                        completion,
+                        silent[at : at + size],
+                        None if own is None else own[at : at + size],
+                    ),
+                    entropy_gradient,
+                )
+                for at in range(0, rows, size)
+            ]
+
+        if torch.is_grad_enabled() or _is_running(scored_by):
+            found = compute()
+        else:
+            found = passes_in_step(self.group, scored_by, compute) or []
         log_probs, entropies = (torch.cat(parts) for parts in zip(*found, strict=True))
         return log_probs, entropies
 
@@ -163,20 +183,48 @@ class PolicyScores:
         where = scored.where.to(self.device, non_blocking=True)
         nothing = torch.zeros(where.shape, dtype=torch.float32, device=self.device)
         if not scored.documents:
+            if torch.is_grad_enabled() and root_of(model) is not None:  # the others need its part of their passes
+                log_probs, _ = self._computed(model, [_filler()], entropy_gradient)
+                return nothing + 0.0 * log_probs.sum(), nothing
             return nothing + _zero_of(model), nothing
         if torch.is_grad_enabled() and self._spans is not None:
             self._spans.count(TRAINING, sum(len(one.input_ids) for one in scored.documents))
-        batch = documents_batch(scored.documents, self.batches, self._pad_token_id)
-        head = head_of(model)
-        supervised = supervised_positions(batch["labels"], head.weight.shape[0]).to(self.device, non_blocking=True)
+        log_probs, entropies = self._computed(model, scored.documents, entropy_gradient)
+        return nothing.masked_scatter(where, log_probs), nothing.masked_scatter(where, entropies)
+
+    def _computed(
+        self, model: PreTrainedModel | PeftModel, documents: list[TokenizedRow], entropy_gradient: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies of the documents' labels, one after the other."""
+        batch = documents_batch(documents, self.batches, self._pad_token_id)
+        vocabulary = base_of(model).get_output_embeddings().weight.shape[0]
+        supervised = supervised_positions(batch["labels"], vocabulary).to(self.device, non_blocking=True)
         batch = {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}
         labels = batch.pop("labels")
         stack = self._stack if torch.is_grad_enabled() else None  # a graph's adapters cannot be switched off
-        states = hidden_states(model, batch, stack)
-        log_probs, entropies = next_token_log_probs(
-            states, head, labels, temperature=self.temperature, supervised=supervised, entropy_gradient=entropy_gradient
-        )
-        return nothing.masked_scatter(where, log_probs), nothing.masked_scatter(where, entropies)
+
+        def compute() -> tuple[Tensor, Tensor]:
+            return next_token_log_probs(
+                hidden_states(model, batch, stack),
+                head_of(model),
+                labels,
+                temperature=self.temperature,
+                supervised=supervised,
+                entropy_gradient=entropy_gradient,
+            )
+
+        return within_root(model, compute)
+
+
+def _filler() -> TokenizedRow:
+    """A document that counts for nothing."""
+    return TokenizedRow(Row("completions", 0, {}), [0, 0], [IGNORE_INDEX, 0])
+
+
+def _is_running(model: PreTrainedModel | PeftModel) -> bool:
+    """True within a pass of a model with sharded weights."""
+    root: Any = root_of(model)
+    return root is not None and bool(root.running)
 
 
 def scored_loss(
@@ -281,6 +329,39 @@ class Parity:
         if self.sampler_mean is not None:
             text += f", {self.sampler_mean:.1e} from the sampler's"
         return f"{text} (mean of {self.tokens} tokens; at most {self.allowed_mean:g} is allowed)"
+
+
+class ParityCheck:
+    """:func:`check_parity` of a rank's first micro-batch that has completions, once.
+
+    Ranks that hold shards of the weights call it alike, until each has looked.
+
+    Args:
+        tell: Gets what was found.
+    """
+
+    def __init__(self, policy: PolicyScores, plan: DtypePlan, tell: Callable[[Parity], None]) -> None:
+        self._policy, self._plan, self._tell = policy, plan, tell
+        self._looked = self._over = False
+
+    def __call__(self, inputs: Completions, sampled: Tensor | None) -> bool:
+        """Whether something was computed; arguments and errors are those of :func:`check_parity`."""
+        if self._over:
+            return False
+        policy, group = self._policy, self._policy.group
+        wanted = not self._looked and bool(inputs["completion_mask"].any())  # all may have been cut off
+        found = passes_in_step(
+            group,
+            policy.model,
+            (lambda: check_parity(policy, self._plan, inputs, sampled)) if wanted else None,
+        )
+        if found is not None:
+            self._tell(found)
+            self._looked = True
+        self._over = self._looked
+        if group is not None and root_of(policy.model) is not None:
+            self._over = all(told[0] for told in group.agree("compared", [self._looked]))
+        return wanted
 
 
 @torch.no_grad()

@@ -72,6 +72,8 @@ class Grpo(PromptMethod):
 
         if job.recipe.lora is None and self._grpo.beta:
             self._reference = assembly.build_reference(job, rows)
+            if group is not None:
+                assembly.shard_weights(job, self._reference, group)
         return None
 
     def build(

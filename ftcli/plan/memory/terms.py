@@ -104,11 +104,7 @@ def terms(plan: RunPlan, settled: MemoryDecisions) -> Iterator[Term]:
     sharded, weights = plan.shard_size > 1, _weights(plan, settled)
     yield Term("weights", shard_bytes(plan, weights) if sharded else weights, always, lasting=True)
     if sharded:
-        without = (END, STEP) if shards_trained(plan) else (STEP,)  # counted with what is added up last
-        whole = tuple(phase for phase in always if phase not in without)
-        yield Term("gathered weights", gathered_bytes(plan, settled.dequantized_layers), whole)
-        if shards_trained(plan):
-            yield Term("gradients added up", reduced_bytes(plan), (BACKWARD,))
+        yield from _gathered(plan, settled, always)
     if plan.recipe.lora is not None:
         yield Term("adapters", plan.dtypes.trained_bytes * plan.trained.elements, always, lasting=True)
     if plan.work != "export" and (workspaces := _cublas(plan)):
@@ -122,13 +118,26 @@ def terms(plan: RunPlan, settled: MemoryDecisions) -> Iterator[Term]:
         yield Term("DoRA workspace", norms, phases)
     if GENERATION in always and (batch := plan.method_memory.generation) is not None:
         needed = generation(plan, batch)
-        phases = always if settled.generator != "each step" else (GENERATION,)
+        phases = always if settled.generator in ("kept", "merged") else (GENERATION,)
         yield Term("generation", needed.pass_bytes + _dequantized(plan, settled), (GENERATION,))
         yield Term("key-value cache", needed.cache_bytes, phases, lasting=True)
         if settled.generator == "merged":
             yield Term("merged weights", needed.copy_bytes, phases, lasting=True)
     if EVALUATION in always:
         yield Term("evaluation", _evaluation(plan, settled), (EVALUATION,))
+
+
+def _gathered(plan: RunPlan, settled: MemoryDecisions, always: tuple[Phase, ...]) -> Iterator[Term]:
+    """Weights that come from the other ranks: of the layers at work, or of the whole model where it generates so."""
+    without = (END, STEP) if shards_trained(plan) else (STEP,)  # counted with what is added up last
+    once: tuple[Phase, ...] = (GENERATION, EVALUATION) if settled.generator == "whole" else ()
+    by_layer = tuple(phase for phase in always if phase not in (*without, *once))
+    yield Term("gathered weights", gathered_bytes(plan, settled.dequantized_layers), by_layer)
+    if once:
+        whole = gathered_bytes(plan, settled.dequantized_layers, whole=True)
+        yield Term("whole weights", whole, tuple(phase for phase in always if phase in once), lasting=True)
+    if shards_trained(plan):
+        yield Term("gradients added up", reduced_bytes(plan), (BACKWARD,))
 
 
 def _what_training_holds(plan: RunPlan, always: tuple[Phase, ...]) -> Iterator[Term]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from ftkernels.limits import capability_text
 
-from ftcli.facts.device import BFLOAT16_CAPABILITY, DeviceFacts, most_processes
+from ftcli.facts.device import BFLOAT16_CAPABILITY, INSTEAD, DeviceFacts, most_processes
 from ftcli.plan.execution import Execution, why_no_kernels, why_not_sharded, why_rows_stay_whole
 from ftcli.plan.precision import DtypePlan
 from ftcli.plan.quantization import why_dequantized
@@ -21,9 +21,13 @@ _BUSY_SHARE = 0.9
 
 def check(context: Context, device: DeviceFacts, dtypes: DtypePlan) -> Found:
     """FT275 parameters in bfloat16, FT501 dtype, FT504 memory in use by others, FT505 bfloat16 on a CPU, FT508
-    quantized products, FT509 paged optimizers, FT516 more processes than this machine starts.
+    quantized products, FT509 paged optimizers, FT516 more processes than this machine starts, FT519 a GPU that
+    is not used.
     """
     yield from _processes(context, device)
+    if device.unused is not None:
+        help = "a machine with an NVIDIA GPU runs the kernels; `ftcli check --as h100` answers for one"
+        yield context.note("FT519", "", f"{device.unused} is not used: {INSTEAD}", help=help)
     if dtypes.compute == "bfloat16" and not device.has_bfloat16:
         needed, found = capability_text(BFLOAT16_CAPABILITY), capability_text(device.capability or (0, 0))
         yield context.error(

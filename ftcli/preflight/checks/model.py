@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 
 from ftcli.config.model import LoraConfig
@@ -20,9 +20,9 @@ from ftcli.facts.adapters import (
 from ftcli.facts.model import ModelFacts, has_classifier, takes_sdpa
 from ftcli.facts.shape import ModelShape
 from ftcli.facts.tokenizer import TokenizerFacts, no_stop_finding
-from ftcli.plan.quantization import stored_method
+from ftcli.plan.quantization import stored_method, trains_rounded
 from ftcli.plan.released import released_form
-from ftcli.plan.trained import HEAD, TABLES
+from ftcli.plan.trained import HEAD, TABLES, why_no_router_loss
 from ftcli.preflight.checks.context import Context, Findings, NotMade
 from ftcli.tables import exports, images, quantizations
 from ftcli.tables.gguf import INSTEAD, NORMS_OF_LAYERS, TYPES, architecture_of, unknown_architecture
@@ -32,7 +32,7 @@ _SCORE = ("score", "classifier")
 
 
 def check(context: Context, facts: ModelFacts) -> Findings:
-    """FT250, FT259, FT271, FT301, FT302, FT310 to FT327, FT339, FT340, FT351, FT740, FT747, FT756."""
+    """FT250, FT259, FT271, FT301, FT302, FT310 to FT327, FT339, FT340, FT351, FT355, FT740, FT747, FT756."""
     if facts.senses is not None and context.work == "train":
         sees = context.method.sees and facts.raw.get("model_type") in images.TABLE
         on = "text and images" if sees else "text"
@@ -40,10 +40,8 @@ def check(context: Context, facts: ModelFacts) -> Findings:
         yield context.note("FT310", "model.name_or_path", message)
     if context.recipe.data.image_max_pixels is not None:
         yield from _most_pixels(context, facts)
-    if context.work == "train" and not context.from_prompts and facts.language.get("output_router_logits"):
-        message = f"{facts.name} has output_router_logits: true; ftcli does not add the router's auxiliary loss"
-        help = "adapters need no action (the router is frozen); in full fine-tuning watch the held-out loss"
-        yield context.warning("FT318", "model.name_or_path", message, help=help)
+    if context.work == "train":
+        yield from _router_loss(context, facts)
     if context.recipe.model.attention == "sdpa" and context.work != "export" and not takes_sdpa(facts.text_type):
         message = f"model.attention: sdpa is not available for {facts.text_type} in transformers"
         yield context.error("FT250", "model.attention", message, help="use model.attention: auto, or eager")
@@ -62,6 +60,7 @@ def check(context: Context, facts: ModelFacts) -> Findings:
             yield context.error("FT319", "model.name_or_path", message, help="correct head_dim in config.json")
         yield from _adapters(context, facts, facts.shape)
     yield from _tokens(context, facts)
+    yield from _new_tokens(context, facts)
     yield from _weights(context, facts)
 
 
@@ -80,6 +79,22 @@ def _most_pixels(context: Context, facts: ModelFacts) -> Findings:
             "which is trained on text alone" if row is None else "whose images have a number of tokens of its own"
         )
         yield context.error("FT341", "data.image_max_pixels", message, help="remove it")
+
+
+def _router_loss(context: Context, facts: ModelFacts) -> Findings:
+    """FT318 where config.json asks for the routers' auxiliary loss, FT355 where the recipe does, and there is none."""
+    stated, reason = context.recipe.train.router_aux_loss_coef, why_no_router_loss(context.recipe, facts)
+    if context.from_prompts:
+        reason = "it is of supervised fine-tuning"
+    if reason is None:
+        return
+    if stated:
+        key = "train.router_aux_loss_coef"
+        yield context.error("FT355", key, f"{key}: no auxiliary loss of routers is added: {reason}", help="remove it")
+    elif stated is None and facts.language.get("output_router_logits"):
+        message = f"{facts.name} has output_router_logits: true; the routers' auxiliary loss is not added: {reason}"
+        help = "adapters need no action (the router is frozen); in full fine-tuning watch the held-out loss"
+        yield context.warning("FT318", "model.name_or_path", message, help=help)
 
 
 def _classifier(context: Context, facts: ModelFacts) -> Findings:
@@ -343,6 +358,43 @@ def _tokens(context: Context, facts: ModelFacts) -> Findings:
             message = f"config.json names token id {token}, and the vocabulary has {size}"
             help = "correct eos_token_id and pad_token_id in config.json"
             yield context.error("FT325", "model.name_or_path", message, help=help)
+
+
+def _new_tokens(context: Context, facts: ModelFacts) -> Findings:
+    """FT352: a table that has no room for the tokens, or what trains no single rows."""
+    recipe, path = context.recipe, "model.add_tokens"
+    tokens = recipe.model.add_tokens
+    if not tokens:
+        return
+    twice = next((token for token in tokens if tokens.count(token) > 1), None)
+    if twice is not None:
+        yield context.error("FT352", path, f"{path} names {twice!r} twice", help="name it once")
+    size = None if facts.tokenizer is None else facts.tokenizer.size
+    text = facts.raw.get("text_config", facts.raw)
+    table = text.get("vocab_size_per_layer_input") if isinstance(text, Mapping) else None
+    if isinstance(table, int) and size is not None and size + len(tokens) > table:
+        message = (
+            f"{path}: {len(tokens)} tokens, and the table of {facts.name}'s layers has {table - size} rows for them"
+        )
+        yield context.error("FT352", path, message, help="use tokens that the model keeps in reserve, <unused0> and on")
+    against = _why_no_rows(context)
+    if against is not None:
+        yield context.error("FT352", path, f"{path} does not go with {against}", help="remove one of the two")
+
+
+def _why_no_rows(context: Context) -> str | None:
+    recipe, lora = context.recipe, context.recipe.lora
+    if context.work == "train" and not (context.method.name == "sft" and context.command != "grpo"):
+        return f"{context.method.title}: the loss of supervised fine-tuning alone trains single rows"
+    if recipe.launch.is_sharded or recipe.launch.context_parallel_size > 1:
+        return "launch.engine: fsdp and launch.context_parallel_size"
+    if trains_rounded(recipe):
+        return f"quantization.method: {recipe.quantization.method}"
+    if lora is not None and lora.changes_base:
+        return f"lora.init_lora_weights: {lora.init_lora_weights}"
+    if lora is not None and any(name in TABLES for name in lora.modules_to_save):
+        return "lora.modules_to_save of embedding or head, which trains all rows"
+    return None
 
 
 def _tokenizer(context: Context, facts: ModelFacts, tokenizer: TokenizerFacts, path: str) -> Findings:

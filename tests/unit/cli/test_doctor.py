@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ftcli.cli.commands.doctor import doctor_text, examine
+from ftcli.facts.device import probe_device
 from ftcli.reporting import Session
 
 
@@ -17,6 +18,7 @@ def test_another_accelerator_is_named(kind: str, name: str, monkeypatch: pytest.
     assert (said.name, said.runs) == (name, False)
     assert f"{name}  off  not used: the CPU computes" in doctor_text(found)
     assert found.device is not None
+    assert probe_device().unused == name
 
 
 def test_where_there_is_none_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

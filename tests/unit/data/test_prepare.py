@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -173,5 +174,5 @@ def test_collator_pads_right_and_masks_padding() -> None:
 
 
 def test_quantiles_are_nearest_rank() -> None:
-    assert quantiles(range(1, 101)) == {"min": 1, "p50": 50, "p90": 90, "p99": 99, "max": 100}
-    assert quantiles([7]) == {"min": 7, "p50": 7, "p90": 7, "p99": 7, "max": 7}
+    assert quantiles(Counter(range(1, 101))) == {"min": 1, "p50": 50, "p90": 90, "p99": 99, "max": 100}
+    assert quantiles(Counter([7])) == {"min": 7, "p50": 7, "p90": 7, "p99": 7, "max": 7}

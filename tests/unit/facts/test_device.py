@@ -197,7 +197,10 @@ def test_an_amd_gpu_is_no_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(FtcliError, match=r"AMD Instinct MI300X is an AMD GPU.*ROCm is not supported") as caught:
         probe_device()
     assert caught.value.exit_code == ExitCode.PREFLIGHT
-    assert "AMD" in str(examine(Session()).device_problem)
+    said = examine(Session())
+    assert "AMD" in str(said.device_problem)
+    assert {row.runs for row in said.kernels} == {False}, "what runs once it is hidden"
+    assert all("plain torch runs instead" in row.reason for row in said.kernels)
 
 
 @pytest.mark.parametrize(

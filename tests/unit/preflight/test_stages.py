@@ -147,3 +147,10 @@ def test_every_code_of_preflight_is_in_the_catalogue_and_the_other_way_round() -
     headings = set(re.findall(r"(?m)^## (FT\d{3}) \S", (ROOT / "docs" / "errors.md").read_text()))
     own = re.compile(r"FT(2[5-9]\d|30\d|31\d|324|325|5\d\d|6\d\d)")
     assert {c for c in raised if own.match(c)} == {c for c in headings if own.match(c)}
+
+
+def test_a_gpu_that_is_not_used_is_told(load: Callable[..., Any]) -> None:
+    device = replace(named_device("24GiB"), unused="an Apple GPU (Metal)")
+    (note,) = [finding for finding in check(load(FINE), device).findings if finding.code == "FT519"]
+    assert note.severity == "note"
+    assert "an Apple GPU (Metal) is not used: the CPU computes, in plain torch" in note.message
