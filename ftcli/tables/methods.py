@@ -200,6 +200,8 @@ def _labelled() -> Method:
     )
 
 
+#: The value of ``train.method`` in a recipe that says nothing.
+DEFAULT = "sft"
 TABLE: Mapping[str, Method] = MappingProxyType(
     {
         "sft": Method(
@@ -280,6 +282,7 @@ TABLE: Mapping[str, Method] = MappingProxyType(
             reward_rules="ftcli.methods.grpo.checks:check_rewards",
             row_rules="ftcli.methods.grpo.checks:check_rows",
             survey="ftcli.methods.grpo.train:survey",
+            sees=True,
             from_prompts=True,
             scores_tasks=True,
             packs=False,
