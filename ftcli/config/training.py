@@ -101,6 +101,11 @@ class TrainConfig(Section):
         description="`group_by_length` batches rows of similar length, which pads less; random within at most 50 "
         "batches.",
     )
+    router_aux_loss_coef: Annotated[float, Field(ge=0, le=100)] | None = Field(
+        default=None,
+        description="Full fine-tuning of experts: factor of the loss that keeps tokens spread over them. When absent "
+        "config.json's under its `output_router_logits: true`, else 0.",
+    )
     neftune_noise_alpha: Annotated[float, Field(gt=0, le=1000)] | None = Field(
         default=None,
         description="NEFTune: uniform noise on the embeddings, at most this over the root of sequence length times "

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from ftcli.model.routing import choice_of
 from ftcli.model.stacks import packed_stack
-from ftcli.plan.execution import EXPERTS_WHOLE
 from ftcli.tables.architecture import Experts
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ def mixture(
     *,
     activation: Activation,
     save: Save,
-    packed: tuple[ExpertPacks | None, ...] = (),
+    prepared: tuple[ExpertPacks | Tensor | None, ...] = (),
     routed: Tensor | None = None,
     backend: BackendName,
 ) -> Tensor:
@@ -45,7 +44,7 @@ def mixture(
 
     Args:
         block: transformers' module, with PEFT's wrappers in it.
-        packed: the adapters of both stacks, packed already.
+        prepared: of both stacks, the adapters, packed already, or a copy of weights that are trained.
         routed: what the router reads (B, S, H), where that is not x.
         shared: gate, up and down of the expert that every token goes to; empty where there is none.
     """
@@ -61,12 +60,16 @@ def mixture(
         added = own if added is None else added + own
     shape = (*x.shape[:-1], index.shape[-1])
     first, last = stacks_of(block.experts, described)
-    if packed:
-        first, last = replace(first, packed=packed[0]), replace(last, packed=packed[1])
+    if prepared:
+        first, last = (_with(stack, one) for stack, one in zip((first, last), prepared, strict=True))
     return lora_experts(
         x, index.view(shape), weights.view(shape), first, last, unit="clamped" if described.clamped else activation,
         interleaved=described.interleaved, added=added, save=save, backend=backend,
     )  # fmt: skip
+
+
+def _with(stack: ExpertStack, prepared: ExpertPacks | Tensor | None) -> ExpertStack:
+    return replace(stack, copy=prepared) if isinstance(prepared, Tensor) else replace(stack, packed=prepared)
 
 
 def stacks_of(experts: Any, described: Experts) -> tuple[ExpertStack, ExpertStack]:
@@ -124,8 +127,9 @@ def why_not_experts(block: nn.Module, described: Experts) -> str | None:
         weight, bias = getattr(base, name, None), getattr(base, f"{name}_bias", None)
         if not isinstance(weight, Tensor) or weight.dim() != 3:
             return f"its experts have no stack {name}"
-        if weight.requires_grad or (isinstance(bias, Tensor) and bias.requires_grad):
-            return EXPERTS_WHOLE
+        trained = weight.requires_grad or (isinstance(bias, Tensor) and bias.requires_grad)
+        if trained and base is not experts:
+            return "its experts are trained beside their adapters"
     if any(len(wrapper.active_adapters) > 1 for wrapper in _wrappers(experts)):
         return "several adapters are active at once"
     return None

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Self
 
 import torch
-from ftkernels.fp8 import Fp8Rows, Fp8Weight, join_fp8, part_fp8, quantize_weight
+from ftkernels.fp8 import Fp8Rows, Fp8Weight, join_fp8, part_fp8, quantize_rows, quantize_weight
 from torch import Tensor, nn
 
 from ftcli.config.model import QuantizationConfig
@@ -101,6 +101,13 @@ def fp8_linear(linear: nn.Linear, settings: QuantizationConfig, name: str) -> Fp
     except ValueError as error:
         raise unreadable_weights(f"{name} {tuple(linear.weight.shape)}: {error}") from error
     return Fp8Linear(weight, linear.bias, name)
+
+
+def fp8_stack(weight: Tensor, settings: QuantizationConfig) -> Fp8Rows:
+    """All experts' matrices, one below the other, in e4m3, once: their products dequantize them. Raises ValueError
+    where they hold NaN or infinity.
+    """
+    return quantize_rows(weight)
 
 
 def _part(layers: Sequence[Fp8Linear]) -> None:

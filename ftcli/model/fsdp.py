@@ -31,6 +31,7 @@ from ftcli.facts.layers import SHARED_INPUTS
 from ftcli.model.backbone import base_of, decoder_layers, set_root
 from ftcli.model.quantized import QuantizedLinear, as_shardable
 from ftcli.model.shards import as_dtensor
+from ftcli.model.stacks import QuantizedStack, StackParts, hide_stacks, part_stacks
 from ftcli.plan.precision import DtypePlan
 from ftcli.tables import engines
 from ftcli.tables.architecture import LAYER_INPUT
@@ -154,7 +155,9 @@ class RankShards:
         prepare(layer, joins=self.joins)
         for module in layer.modules():
             for name, whole in list(module._parameters.items()):
-                if whole is None or (whole.dim() < 2 and not isinstance(module, QuantizedLinear)):
+                if whole is None or isinstance(whole, QuantizedStack):
+                    continue
+                if whole.dim() < 2 and not isinstance(module, QuantizedLinear | StackParts):
                     continue  # norms and biases take no room
                 # Of the full shape on its device, and of one element: a parameter on `meta` would take adapters there.
                 stand_in = nn.Parameter(whole.detach().new_empty(1).expand(whole.shape), whole.requires_grad)
@@ -169,6 +172,7 @@ def prepare(layer: nn.Module, *, joins: bool) -> None:
     for module in layer.modules():
         if isinstance(module, QuantizedLinear):
             module.as_parameters()
+    part_stacks(layer)
 
 
 def keep_shards(base: PreTrainedModel, shards: RankShards) -> None:
@@ -278,6 +282,7 @@ def shard(model: PreTrainedModel | PeftModel, mesh: DeviceMesh, shards: RankShar
     for index, layer in enumerate(layers):
         if not has_shards_only(layer):
             prepare(layer, joins=shards.joins)
+        hide_stacks(layer)
         if not index:
             first = {n: p.detach().clone() for n, p in layer.named_parameters() if p not in trained}
         kept = _on_meta(layer, shards)

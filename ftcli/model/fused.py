@@ -78,13 +78,15 @@ class LayerPacks(NamedTuple):
     input_projection: PreparedGroup = PreparedGroup()
     queries: PreparedGroup = PreparedGroup()
     keys_values: PreparedGroup = PreparedGroup()
-    experts: tuple[ExpertPacks | None, ...] = ()
+    experts: tuple[ExpertPacks | Tensor | None, ...] = ()
 
     @classmethod
     def of_layers(
-        cls, groups: Sequence[PreparedGroup], experts: Sequence[tuple[ExpertPacks | None, ...]]
+        cls, groups: Sequence[PreparedGroup], experts: Sequence[tuple[ExpertPacks | Tensor | None, ...]]
     ) -> list[LayerPacks]:
-        """Those of each layer, from the groups of all layers and the packed adapters of each one's experts."""
+        """Those of each layer, from the groups of all layers and what is prepared of each one's experts: their packed
+        adapters, or copies of trained stacks.
+        """
         size = len(Groups._fields)
         parts = [groups[at : at + size] for at in range(0, len(groups), size)]
         named = [dict(zip(Groups._fields, part, strict=True)) for part in parts]
@@ -415,7 +417,7 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
             hidden_states if plain else None,
             activation=self._activation,
             save="input" if self._mlp_save() == "input" else "gate_up",
-            packed=packs.experts,
+            prepared=packs.experts,
             backend=self._backend,
         )
         return out if plain else torch.add(hidden_states, out, alpha=self._multiplier)
@@ -668,7 +670,11 @@ class DecoderStack:
         pairs = zip(self._adapters.packs, self._copies.copies, strict=True)
         found = [PreparedGroup(packed, copies, self.deferred) for packed, copies in pairs]
         self._experts = [] if dtype is None else [stacks_with_packs(layer, dtype) for layer in self.layers]
-        self._packs = LayerPacks.of_layers(found, packs_of(self._experts)) or [UNPACKED] * len(self.layers)
+        prepared = [
+            tuple(packs if stack.trained[0] is None else self._copies.add(stack.trained[0]) for stack, packs in pairs)
+            for pairs in self._experts
+        ]
+        self._packs = LayerPacks.of_layers(found, prepared) or [UNPACKED] * len(self.layers)
         self.runner: Runner | None = None
         self.drops = any(layer.drops for layer in self.layers)
         self._layer_calls: list[LayerCall] | None = None

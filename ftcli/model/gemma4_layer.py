@@ -150,7 +150,7 @@ class FusedGemma4Layer(FusedDecoderLayer):
             None,
             activation=self._activation,
             save="input" if self._mlp_save() == "input" else "gate_up",
-            packed=packs.experts,
+            prepared=packs.experts,
             routed=hidden_states,
             backend=self._backend,
         )

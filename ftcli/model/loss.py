@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
+    from ftcli.model.balance import RouterBalance
     from ftcli.model.fused import DecoderStack
     from ftcli.model.sequence_parallel import SequencePart
 
@@ -207,10 +208,12 @@ def forward_loss(
     num_items: Tensor | int | None = None,
     stack: DecoderStack | None = None,
     sequence: SequencePart | None = None,
+    balance: RouterBalance | None = None,
 ) -> TokenLoss:
     """Loss of one batch of ``input_ids`` and ``labels`` of shape (batch, seq_len), padded on the right or not at all,
     and optionally ``supervised`` (:func:`supervised_positions`). Where ranks share rows, of this rank's ``sequence``
-    part of it (:func:`ftcli.data.collate.part_of`), which holds ``targets`` in place of ``labels``.
+    part of it (:func:`ftcli.data.collate.part_of`), which holds ``targets`` in place of ``labels``. With ``balance``
+    the routers' auxiliary loss is added, by the batch's share of ``num_items``.
 
     No padding mask is given to the model: under causal attention a token sees only what stands before it, so padding
     at the end changes nothing that is supervised, and attention stays dense (its fastest form).
@@ -219,7 +222,9 @@ def forward_loss(
     inputs = {key: value for key, value in batch.items() if key not in not_for_layers}
     supervised = batch.get(SUPERVISED)
     if sequence is None:
-        return loss_of(model, inputs, batch["labels"], num_items=num_items, supervised=supervised, stack=stack)
+        return loss_of(
+            model, inputs, batch["labels"], num_items=num_items, supervised=supervised, stack=stack, balance=balance
+        )
 
     def of_part() -> TokenLoss:
         states, head = hidden_states(model, inputs, stack, sequence=sequence), head_of(model)
@@ -236,12 +241,17 @@ def loss_of(
     num_items: Tensor | int | None = None,
     supervised: Tensor | None = None,
     stack: DecoderStack | None = None,
+    balance: RouterBalance | None = None,
 ) -> TokenLoss:
-    """:func:`next_token_loss` of the :func:`hidden_states` of ``inputs``."""
+    """:func:`next_token_loss` of the :func:`hidden_states` of ``inputs``, and what ``balance`` adds."""
 
     def of_all() -> TokenLoss:
         states = hidden_states(model, inputs, stack)
-        return next_token_loss(states, head_of(model), labels, num_items=num_items, supervised=supervised)
+        states, added = (states, None) if balance is None else balance.closed(states)
+        found = next_token_loss(states, head_of(model), labels, num_items=num_items, supervised=supervised)
+        if added is None:
+            return found
+        return replace(found, loss=found.loss + added * (found.count if num_items is None else found.count / num_items))
 
     return _loss_within_root(model, of_all)
 

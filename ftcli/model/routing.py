@@ -30,20 +30,31 @@ def choice_of(output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return weights, first if last.is_floating_point() else last
 
 
+def scores_of(output: tuple[Tensor, ...]) -> Tensor:
+    """The scores (T, E) of all experts that a router returns; see :func:`choice_of`."""
+    return output[0] if output[0].is_floating_point() else output[-1]
+
+
+def routers_of(base: PreTrainedModel) -> list[nn.Module]:
+    """The routers of a model whose family's experts are described, layer by layer."""
+    family = family_of(base.config.get_text_config().model_type)
+    if family is None or family.experts is None:
+        return []
+    path, found = family.experts.path(family.experts.router), list[nn.Module]()
+    for layer in decoder_layers(base):
+        try:
+            found.append(layer.get_submodule(path))
+        except AttributeError:  # a layer without experts
+            continue
+    return found
+
+
 @contextmanager
 def same_routing(model: PreTrainedModel | PeftModel) -> Iterator[list[Routing]]:
     """A block in which tokens go to the experts that they went to in the first pass; the hooks of its routers."""
-    family = family_of(base_of(model).config.get_text_config().model_type)
-    experts = None if family is None else family.experts
     hooks: list[Routing] = []
     with ExitStack() as stack:
-        for layer in decoder_layers(base_of(model)):
-            if experts is None:
-                break
-            try:
-                router = layer.get_submodule(experts.path(experts.router))
-            except AttributeError:  # a layer without experts
-                continue
+        for router in routers_of(base_of(model)):
             hooks.append(Routing())
             stack.callback(router.register_forward_hook(hooks[-1]).remove)
         yield hooks
@@ -51,16 +62,18 @@ def same_routing(model: PreTrainedModel | PeftModel) -> Iterator[list[Routing]]:
 
 class Routing:
     """A hook of one router: the choice of its first call, and in later ones of the same tokens that one where theirs is
-    another. Weights stay those of the call, whose gradient flows: where scores are nearly equal, so are they.
+    another. Weights stay those of the call: where scores are nearly equal, so are they. Their gradient flows, but not
+    from tokens that a call has had to send back, in that one and all that follow: it is another score's.
     """
 
     def __init__(self) -> None:
         self.first: Tensor | None = None
+        self.moved: Tensor | None = None
 
     def __call__(self, _router: nn.Module, _args: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
         weights, index = choice_of(output)
         if self.first is None or self.first.shape != index.shape:
-            self.first = index
+            self.first, self.moved = index, None
             return output
         alike = self.first[:, :, None] == index[:, None, :]  # of a token's experts then and now, (T, P, P)
         # An expert that is not chosen any more gets the weight of one that has come in its place.
@@ -68,5 +81,10 @@ class Routing:
         gone = ~alike.any(dim=2)
         rank = (gone.int().cumsum(-1) - 1).clamp(min=0)
         place = torch.where(gone, come.gather(-1, rank), alike.int().argmax(dim=2))
+        moved = gone.any(dim=1, keepdim=True)
+        if self.moved is not None and self.moved.shape == moved.shape:
+            moved = self.moved | moved
+        self.moved = moved
         held = weights.gather(-1, place)
+        held = torch.where(moved, held.detach(), held)
         return tuple(held if t is weights else self.first if t is index else t for t in output)

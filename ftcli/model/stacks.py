@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 
 from ftcli.config.model import QuantizationConfig
 from ftcli.errors import FtcliError
-from ftcli.model.quantized import QuantizedLayer, no_matrix, unreadable_weights
+from ftcli.model.quantized import QuantizedLayer, as_shardable, is_shardable, no_matrix, unreadable_weights
 from ftcli.tables import code_of, quantizations
 
 
@@ -27,23 +27,31 @@ class QuantizedStack(Tensor):
     """(E, O, I) in a floating dtype, stored as a quantized matrix (E * O, I).
 
     Attributes:
-        packed: The matrix.
+        source: The matrix, or what has its parts.
         method: The recipe's name of the storage format.
         stack_name: Where in the model it is.
     """
 
-    packed: FrozenWeight
+    source: FrozenWeight | StackParts
     method: str
     stack_name: str
 
     @staticmethod
     def __new__(cls, packed: Any, shape: torch.Size, dtype: torch.dtype, method: str, name: str) -> QuantizedStack:
         made: QuantizedStack = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=packed.device)
-        made.packed, made.method, made.stack_name = packed, method, name
+        made.source, made.method, made.stack_name = packed, method, name
         return made
 
     def __init__(self, *_: Any) -> None:
         """All is done where it is made."""
+
+    def __repr__(self) -> str:  # type: ignore[override]  # torch's reads memory of numbers, of which there is none
+        return f"QuantizedStack({self.stack_name}, {tuple(self.shape)} in {self.method})"
+
+    @property
+    def packed(self) -> FrozenWeight:
+        """The matrix."""
+        return self.source.weight() if isinstance(self.source, StackParts) else self.source
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -59,7 +67,7 @@ class QuantizedStack(Tensor):
         with torch._C.DisableTorchFunctionSubclass():  # as of any tensor that has `__torch_dispatch__` alone
             found = func(*args, **(kwargs or {}))
         if sets:
-            stacks[0].packed, stacks[0].method = stacks[1].packed, stacks[1].method
+            stacks[0].source, stacks[0].method = stacks[1].source, stacks[1].method
         return found
 
     @classmethod
@@ -80,7 +88,7 @@ class QuantizedStack(Tensor):
             into, source = args[:2]
             if into.shape == source.shape:
                 copied = func is torch.ops.aten.copy_.default
-                into.packed = _moved(source.packed, lambda x: x.to(into.device, copy=copied))
+                into.source = _moved(source.packed, lambda x: x.to(into.device, copy=copied))
                 into.method = source.method
                 return into
         written = kwargs.get("out", args[0] if args else None) if func._schema.is_mutable else None
@@ -90,8 +98,8 @@ class QuantizedStack(Tensor):
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of all that is stored."""
-        return int(self.packed.stored_bytes)  # type: ignore[attr-defined]
+        """Bytes of all that is stored, on all ranks together."""
+        return int(self.source.stored_bytes)  # type: ignore[union-attr]
 
 
 #: Operations after which a stack is one still.
@@ -125,6 +133,51 @@ def _moved(packed: Any, move: Callable[[Tensor], Tensor]) -> Any:
 def packed_stack(weight: Tensor) -> Tensor | FrozenWeight:
     """The stack as the kernels take it: (E, O, I), or packed as (E * O, I)."""
     return weight.packed if isinstance(weight, QuantizedStack) else weight
+
+
+class StackParts(nn.Module):
+    """The large parts of a quantized stack as parameters that torch shards, beside it in its module: the stack itself
+    is none any more then (:func:`hide_stacks`), and reads them where they are all-gathered.
+    """
+
+    def __init__(self, packed: Any) -> None:
+        super().__init__()
+        self.stored_bytes = packed.stored_bytes
+        self._kind = type(packed)
+        self._others = {field.name: getattr(packed, field.name) for field in fields(packed)}
+        self._dtypes: dict[str, torch.dtype] = {}
+        for name in [name for name in _LARGE if name in self._others and is_shardable(self._others[name])]:
+            tensor = self._others.pop(name)
+            self._dtypes[name] = tensor.dtype
+            self.register_parameter(name, nn.Parameter(as_shardable(tensor), requires_grad=False))
+
+    def weight(self) -> FrozenWeight:
+        """The matrix, of the parts as they are now."""
+        parts = {name: self._parameters[name] for name in self._dtypes}
+        views = {name: part.view(self._dtypes[name]) for name, part in parts.items() if part is not None}
+        made: FrozenWeight = self._kind(**self._others, **views)
+        return made
+
+
+#: Fields of a packed matrix that grow with it.
+_LARGE = ("data", "absmax")
+
+
+def part_stacks(layer: nn.Module) -> None:
+    """Puts the large parts of a layer's quantized stacks into parameters of their own, in place."""
+    for module in list(layer.modules()):
+        held: dict[str, Any] = dict(module._parameters)
+        for name, stack in held.items():
+            if isinstance(stack, QuantizedStack) and not isinstance(stack.source, StackParts):
+                stack.source = StackParts(stack.source)
+                module.add_module(f"{name}_parts", stack.source)
+
+
+def hide_stacks(layer: nn.Module) -> None:
+    """Makes quantized stacks, which have no numbers of their own, attributes of their modules and no parameters."""
+    for module in layer.modules():
+        for name in [name for name, stack in module._parameters.items() if isinstance(stack, QuantizedStack)]:
+            object.__setattr__(module, name, module._parameters.pop(name))
 
 
 def quantizes_stacks(settings: QuantizationConfig) -> bool:

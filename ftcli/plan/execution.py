@@ -42,9 +42,6 @@ DORA = "DoRA scales the merged weight, which is never formed on the kernels"
 #: Why a layer is left as it is of which ``lora.modules_to_save`` names a linear layer.
 TRAINED_WHOLE = "a linear layer that lora.modules_to_save names is trained whole, beside the frozen one"
 
-#: Why experts are computed by transformers' code in full fine-tuning.
-EXPERTS_WHOLE = "experts are trained whole, which the kernels have no gradients for"
-
 #: transformers' names of the activations that the gated unit's kernels have, and the kernels' own.
 ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
     {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
@@ -324,8 +321,7 @@ def _layers(recipe: Recipe, facts: ModelFacts, device: DeviceFacts, *, work: Wor
     if choice.code == "transformers":
         return choice
     if recipe.lora is None:
-        sparse = facts.shape is not None and facts.shape.has_experts
-        return LayerChoice("transformers", EXPERTS_WHOLE) if sparse else choice
+        return choice
     if recipe.lora.use_dora:
         return LayerChoice("transformers", f"{DORA}: adapted layers run on PEFT's own code")
     linears = () if facts.shape is None else facts.shape.linears
@@ -527,8 +523,8 @@ def graphs_part(reason: str | None, tokens: int) -> ExecutionPart:
 def why_not_sharded(recipe: Recipe, facts: ModelFacts, execution: Execution) -> str | None:
     """The part of a recipe that does not go with sharded weights, as one clause that begins with its key; or None."""
     lora, train = recipe.lora, recipe.train
-    if (stored := _stored_whole(recipe.quantization.method, facts)) is not None:
-        return stored
+    if quantizations.row(recipe.quantization.method).training is not None:
+        return f"quantization.method: {recipe.quantization.method} rounds whole matrices"
     if not execution.on_kernels and recipe.model.kernels == "triton":
         return f"model.kernels: triton, and the layers are not on it ({execution.layers.reason})"
     if lora is None:
@@ -546,15 +542,6 @@ def why_not_sharded(recipe: Recipe, facts: ModelFacts, execution: Execution) -> 
         return f"lora.init_lora_weights: {lora.init_lora_weights} takes whole weights apart"
     if lora.modules_to_save:
         return f"lora.modules_to_save: {lora.modules_to_save[0]}, of which a copy would be made before it is sharded"
-    return None
-
-
-def _stored_whole(name: str, facts: ModelFacts) -> str | None:
-    method = quantizations.row(name)
-    if method.training is not None:
-        return f"quantization.method: {name} rounds whole matrices"
-    if method.quantize_stack is not None and facts.shape is not None and facts.shape.has_experts:
-        return f"quantization.method: {name} packs the experts of a layer together, which is not sharded"
     return None
 
 

@@ -116,8 +116,10 @@ def nf4_bytes(linear: Linear, quantization: QuantizationConfig) -> int:
 
 def fp8_bytes(linear: Linear, quantization: QuantizationConfig) -> int:
     """Bytes that one layer's weight takes in e4m3: two copies, by output and by input feature, each with a float32
-    scale a row.
+    scale a row; of experts the first.
     """
+    if linear.experts > 1:
+        return linear.elements + 4 * linear.out_features * linear.experts
     return 2 * linear.in_features * linear.out_features + 4 * (linear.in_features + linear.out_features)
 
 
@@ -165,14 +167,15 @@ def with_products_tried(device: DeviceFacts, quantization: QuantizationConfig) -
 def dequantized_bytes(
     quantization: QuantizationConfig, shape: ModelShape, dtypes: DtypePlan, device: DeviceFacts, *, on_kernels: bool
 ) -> int:
-    """Bytes of the largest product's weights, dequantized; 0 where nothing is dequantized.
+    """Bytes of the largest product's weights, dequantized, as experts always are; 0 where nothing is dequantized.
 
     A method that trains its weights takes the products of backward in the compute dtype, on every device.
     """
-    trains = quantizations.row(quantization.method).training is not None
-    if not trains and why_dequantized(quantization, dtypes, device) is None:
-        return 0
-    held = _quantized(shape, stacks=quantizations.row(quantization.method).quantize_stack is not None)
+    method = quantizations.row(quantization.method)
+    held = _quantized(shape, stacks=method.quantize_stack is not None)
+    if method.training is None and why_dequantized(quantization, dtypes, device) is None:
+        stacks = held.linears if method.quantize_stack is not None else ()
+        return dtypes.compute_bytes * max((x.elements for x in stacks if x.experts > 1), default=0)
     return dtypes.compute_bytes * max(_elements(group) for group in _products(held, on_kernels))
 
 

@@ -9,6 +9,7 @@ from typing import Literal
 from ftcli.config.recipe import Recipe
 from ftcli.facts.adapters import LinearAdapter, adapters
 from ftcli.facts.layers import Linear
+from ftcli.facts.model import ModelFacts
 from ftcli.facts.shape import ModelShape
 from ftcli.plan.quantization import elements_beside
 from ftcli.tables import methods, optimizers, quantizations
@@ -104,6 +105,27 @@ def _left(recipe: Recipe, shape: ModelShape) -> list[Linear]:
     ):
         return []
     return [x for x in shape.linears if x.experts == 1 and x.leaf in shape.family.mlp]
+
+
+def why_no_router_loss(recipe: Recipe, facts: ModelFacts) -> str | None:
+    """The reason why the routers' auxiliary loss cannot be added, as one clause; None if it can."""
+    experts = None if facts.shape is None else facts.shape.family.experts
+    if experts is None or not experts.balanced:
+        return f"there is none for {facts.text_type}"
+    if recipe.lora is not None:
+        return "routers are frozen beside adapters"
+    if recipe.train.method != "sft":
+        return f"train.method: {recipe.train.method} has a loss of its own"
+    if recipe.launch.context_parallel_size > 1:
+        return "ranks that share rows see only their part of the tokens"
+    return None
+
+
+def adds_router_loss(recipe: Recipe, facts: ModelFacts) -> bool:
+    """True if supervised fine-tuning adds the routers' auxiliary loss: the recipe says so, or else config.json."""
+    stated = recipe.train.router_aux_loss_coef
+    asked = facts.language.get("output_router_logits") if stated is None else stated
+    return bool(asked) and why_no_router_loss(recipe, facts) is None
 
 
 def trained_parameters(recipe: Recipe, shape: ModelShape) -> TrainedParameters:

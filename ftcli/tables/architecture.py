@@ -113,6 +113,9 @@ class Experts:
             one (``types_or_first``), the ``first_k_dense_replace`` first ones (``first``), or all but every
             ``moe_layer_interval``-th from ``moe_layer_start_index`` to ``moe_layer_end_index`` (``outside``).
         choice_bias: The router has a bias for the choice among its parameters, one number an expert.
+        cast_bytes: Bytes of each number of its input that the router casts, and keeps where it is trained, unless all
+            is in float32. 0: it reads it as it is.
+        balanced: transformers has an auxiliary loss for its routers.
         takes_names: PEFT takes the names of dense layers' linears for those of experts, and adapts them as parameters:
             where they are quantized they have no adapter.
         only_if: The config's key without which no layer has experts.
@@ -136,6 +139,8 @@ class Experts:
     shared_count: str | None = None
     dense: Literal["none", "listed", "mlp_layer_types", "types_or_first", "first", "outside"] = "none"
     choice_bias: bool = False
+    cast_bytes: int = 0
+    balanced: bool = True
     takes_names: bool = False
     biases: bool = False
     transposed: bool = False

@@ -53,6 +53,8 @@ _BESIDE_SHARED = Experts(
     count=("n_routed_experts", "num_local_experts"),
     shared_count="n_shared_experts",
     dense="first",
+    cast_bytes=2,
+    balanced=False,
     takes_names=True,
 )
 
@@ -128,6 +130,7 @@ TABLE: Mapping[str, Family] = MappingProxyType(
                 shared_count="moe_num_shared_experts",
                 dense="outside",
                 choice_bias=True,
+                cast_bytes=4,
                 takes_names=True,
             ),
             tied=True,
@@ -295,6 +298,7 @@ TABLE: Mapping[str, Family] = MappingProxyType(
                 block="",
                 router="router",
                 used="top_k_experts",
+                balanced=False,
                 only_if="enable_moe_block",
                 beside_mlp=(
                     "post_feedforward_layernorm_1",

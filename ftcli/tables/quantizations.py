@@ -127,6 +127,7 @@ TABLE: Mapping[str, Quantization] = MappingProxyType(
         "fp8": Quantization(
             quantize="ftcli.model.fp8:fp8_linear",
             stored_bytes="ftcli.plan.quantization:fp8_bytes",
+            quantize_stack="ftcli.model.fp8:fp8_stack",
             products=StoredProducts(
                 capability="ftkernels.limits:FLOAT8_CAPABILITY",
                 why_not="ftkernels.limits:why_no_fp8",

@@ -391,6 +391,9 @@ def expert_cases(new: Maker, rank: int, capability: int) -> Launches:
         yield f"experts' thin, {rows}", partial(grouped.grouped_thin, x, low.wide, groups, rows=index)
         if rows == 128:
             yield "experts' outer", partial(grouped.grouped_outer, thin, x, groups, rows=index)
+            for dtype in (torch.float32, new.dtype):
+                weight = partial(grouped.grouped_weight, both, x, groups, right_rows=index, dtype=dtype)
+                yield f"experts' weight, {dtype}", weight
             back = partial(grouped.unit_backward, h, both, weights, groups, "silu", want_h=True)
             yield "experts' unit back", back
             yield "experts' sum", partial(grouped.gathered_sum, new(pairs, hidden), groups, weights=weights)

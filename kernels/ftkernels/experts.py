@@ -1,4 +1,5 @@
-"""Mixtures of experts with LoRA adapters on every expert: a gated unit of two linear layers for each token's experts.
+"""Mixtures of experts, with LoRA adapters on every expert or trained themselves: a gated unit of two linear layers for
+each token's experts.
 
 Legend: T tokens, H hidden size, E experts, P of them a token, M = T * P pairs, F width of an expert, R rank. For a
 token t, its expert e and the router's weight w of it:
@@ -11,8 +12,12 @@ token t, its expert e and the router's weight w of it:
 Backward never needs y: the gradient of w is <dout_t, y> = <dh, h> + <dout_t, b2_e> with dh = W2_e.T dout_t (and the
 adapter's share), so that the outputs of experts are not kept (the unweighted dh is formed first, then multiplied by w).
 Adapters are in PEFT's layout of stacked parameters: A (E * R, in), expert by expert; B (out, R * E), whose column
-r * E + e is expert e's. Nothing is formed of a delta's size. Where gate and up are interleaved (gpt-oss), even rows of
-W1, b1 and B1 are the gate's, odd ones the up's, and so are the columns of what is kept.
+r * E + e is expert e's. Nothing is formed of a delta's size. Of stacks that are trained:
+
+    dW1_e = sum over its tokens of w * d[g | u].T x_t       dW2_e = sum of w * dout_t.T h       db likewise
+
+Where gate and up are interleaved (gpt-oss), even rows of W1, b1 and B1 are the gate's, odd ones the up's, and so are
+the columns of what is kept.
 
 Saved: x, [g | u] (M, 2F), both products with A (M, R), and the sorted routing; with ``save="input"`` x and the routing.
 """
@@ -33,18 +38,21 @@ from ftkernels.gemm import compute_dtype
 from ftkernels.grouped import (
     Groups,
     Low,
+    UnitGrads,
     gathered_sum,
     group_rows,
     grouped_outer,
     grouped_product,
+    grouped_sums,
     grouped_thin,
     grouped_unit,
+    grouped_weight,
     turned,
     unit_backward,
     unit_reference,
 )
 from ftkernels.limits import Unit, packed_rank
-from ftkernels.projection import FrozenWeight
+from ftkernels.projection import FrozenWeight, gradient_dtype
 
 Save = Literal["gate_up", "input"]
 
@@ -60,18 +68,20 @@ class ExpertPacks(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ExpertStack:
-    """One frozen linear layer of every expert, with or without adapters.
+    """One linear layer of every expert: frozen, with or without adapters; or trained, without.
 
     Attributes:
-        weight: (E, O, I), floating, of any strides; or a ``FrozenWeight`` of (E * O, I). With ``transposed`` (E, I, O),
-            or (E * I, O).
+        weight: (E, O, I), floating, of any strides, which gets a gradient where it requires one; or a ``FrozenWeight``
+            of (E * O, I). With ``transposed`` (E, I, O), or (E * I, O).
         experts: E.
         a, b: the adapters, (E * R, I) and (O, R * E); both or neither.
         scaling: of the adapters.
         packed: the adapters, packed already (``pack_experts``). None packs them in each call, and again in backward.
             Not looked at without a and b: those that are switched off.
-        bias: (E, O), frozen.
+        bias: (E, O). It gets a gradient where it requires one.
         transposed: the weight's layout.
+        copy: a trained weight in the dtype of the products, cast already (``ftkernels.weight_copies``). None casts it
+            in each call, and again in backward.
     """
 
     weight: Tensor | FrozenWeight
@@ -82,6 +92,7 @@ class ExpertStack:
     packed: ExpertPacks | None = None
     bias: Tensor | None = None
     transposed: bool = False
+    copy: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -95,9 +106,18 @@ class ExpertStack:
         """R, 0 without adapters."""
         return 0 if self.a is None else int(self.a.shape[0]) // self.experts
 
+    @property
+    def trained(self) -> tuple[Tensor | None, Tensor | None]:
+        """Weight and bias, None for what is frozen."""
+        weight = self.weight if isinstance(self.weight, Tensor) and self.weight.requires_grad else None
+        return weight, self.bias if self.bias is not None and self.bias.requires_grad else None
+
     def dense(self, dtype: torch.dtype) -> Tensor:
         """(E, O, I) in ``dtype``; of transposed weights a view."""
-        weight = self.weight.to(dtype) if isinstance(self.weight, Tensor) else self.weight.dequantize(dtype)
+        if self.copy is not None and self.copy.dtype == dtype:
+            weight = self.copy
+        else:
+            weight = self.weight.to(dtype) if isinstance(self.weight, Tensor) else self.weight.dequantize(dtype)
         weight = weight.view(self.experts, -1, weight.shape[-1])
         return weight.transpose(1, 2) if self.transposed else weight
 
@@ -134,7 +154,7 @@ def lora_experts(
         backend: see ``ftkernels.device.choose_backend``.
 
     Raises:
-        ValueError: shapes that do not fit, a packed base weight, or one that requires a gradient.
+        ValueError: shapes that do not fit, a packed base weight, or one that is trained beneath an adapter.
     """
     _check(x, index, weights, gate_up, down)
     if save not in get_args(Save):
@@ -147,8 +167,8 @@ def lora_experts(
         x = early.save(x)
     experts = None if down.bias is None else index.detach().reshape(-1, index.shape[-1])
     spec = _Spec(gate_up, down, groups, experts, unit, interleaved, dtype, early)
-    adapters = (gate_up.a, gate_up.b, down.a, down.b)
-    out: Tensor = _Experts.apply(spec, x, weights, added, *adapters)  # type: ignore[no-untyped-call]
+    trained = (gate_up.a, gate_up.b, down.a, down.b, *gate_up.trained, *down.trained)
+    out: Tensor = _Experts.apply(spec, x, weights, added, *trained)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -188,12 +208,14 @@ def _check(x: Tensor, index: Tensor, weights: Tensor, gate_up: ExpertStack, down
         shape = tuple(stack.weight.shape)
         if isinstance(stack.weight, Tensor) and not stack.weight.is_floating_point():
             raise ValueError(f"{name}: a {stack.weight.dtype} tensor of shape {shape} is no weight")
-        if isinstance(stack.weight, Tensor) and (stack.weight.requires_grad or len(shape) != 3):
-            raise ValueError(f"{name}: the weight must be frozen and (E, O, I), got {shape}")
+        if isinstance(stack.weight, Tensor) and len(shape) != 3:
+            raise ValueError(f"{name}: the weight must be (E, O, I), got {shape}")
+        if stack.a is not None and any(t is not None for t in stack.trained):
+            raise ValueError(f"{name}: adapters need a frozen base weight")
         if shape[0] % stack.experts or stack.shape[2] != features or stack.experts != gate_up.experts:
             raise ValueError(f"{name}: weight {shape} of {stack.experts} experts does not take {features} features")
-        if stack.bias is not None and (stack.bias.requires_grad or tuple(stack.bias.shape) != stack.shape[:2]):
-            raise ValueError(f"{name}: the bias must be frozen and {stack.shape[:2]}, got {tuple(stack.bias.shape)}")
+        if stack.bias is not None and tuple(stack.bias.shape) != stack.shape[:2]:
+            raise ValueError(f"{name}: the bias must be {stack.shape[:2]}, got {tuple(stack.bias.shape)}")
         if (stack.a is None) != (stack.b is None):
             raise ValueError(f"{name}: adapters need both A and B")
         if stack.a is not None and stack.b is not None:
@@ -323,11 +345,12 @@ class _Experts(torch.autograd.Function):
             weight = spec.down.dense(spec.dtype)
             dh = grouped_product(dy, weight, groups, rows=groups.token, transposed=True, low=low)
             del weight
-            adapts_down = second is not None and any(wants[2:])
+            adapts_down = second is not None and any(wants[2:4])
             grads = unit_backward(
-                dh, both, ctx.given, groups, spec.unit, interleaved=spec.interleaved, want_h=adapts_down,
+                dh, both, ctx.given, groups, spec.unit, interleaved=spec.interleaved, want_h=adapts_down or wants[6],
                 overwrite=spec.early is not None,
             )  # fmt: skip
+            whole = _whole_grads(spec, wants[4:], flat, dy, grads, ctx.given)
             d_a1 = d_b1 = d_a2 = d_b2 = None
             if adapts_down and grads.weighted_h is not None and q is not None:
                 d_a2 = _of_a(grouped_outer(q, grads.weighted_h, groups), spec.down)
@@ -347,7 +370,43 @@ class _Experts(torch.autograd.Function):
             if wants_weights:
                 d_weights = (grads.weights + _of_bias(spec, dy)).view(*ctx.shape[:-1], -1).to(ctx.weights_dtype)
         d_added = dout.to(ctx.added_dtype) if wants_added else None
-        return None, dx, d_weights, d_added, d_a1, d_b1, d_a2, d_b2
+        return None, dx, d_weights, d_added, d_a1, d_b1, d_a2, d_b2, *whole
+
+
+def _whole_grads(
+    spec: _Spec, wants: list[bool], x: Tensor, dy: Tensor, grads: UnitGrads, given: Tensor
+) -> list[Tensor | None]:
+    """[dW1, db1, dW2, db2] of stacks that are trained, of those that are wanted: x (T, H), dy (T, H'), given (T, P)."""
+    out: list[Tensor | None] = [None] * 4
+    token, groups = spec.groups.token, spec.groups
+    if wants[0]:
+        out[0] = _of_weight(spec.gate_up, (grads.both, None), (x, token), groups)
+    if wants[1]:
+        out[1] = _of_trained(spec.gate_up.bias, grouped_sums(grads.both, groups))
+    if wants[2]:
+        assert grads.weighted_h is not None
+        out[2] = _of_weight(spec.down, (dy, token), (grads.weighted_h, None), groups)
+    if wants[3]:
+        weights = given.reshape(-1)[groups.pair.long()]
+        out[3] = _of_trained(spec.down.bias, grouped_sums(dy, groups, rows=token, weights=weights))
+    return out
+
+
+#: Rows of an operand (M or T, N) and which of them are read, None for all.
+_Rows = tuple[Tensor, Tensor | None]
+
+
+def _of_weight(stack: ExpertStack, of_out: _Rows, of_in: _Rows, groups: Groups) -> Tensor:
+    """dW in the weight's layout, and in the dtype that its gradient is kept in."""
+    assert isinstance(stack.weight, Tensor)
+    (left, left_rows), (right, right_rows) = (of_in, of_out) if stack.transposed else (of_out, of_in)
+    dtype = gradient_dtype(stack.weight)
+    return grouped_weight(left, right, groups, left_rows=left_rows, right_rows=right_rows, dtype=dtype)
+
+
+def _of_trained(bias: Tensor | None, grad: Tensor) -> Tensor:
+    assert bias is not None
+    return grad.to(gradient_dtype(bias))
 
 
 def _of_a(grad: Tensor, stack: ExpertStack) -> Tensor | None:

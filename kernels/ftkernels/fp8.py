@@ -38,15 +38,31 @@ _ALIGNED = 16
 
 @dataclass(frozen=True, slots=True)
 class Fp8Rows:
-    """A matrix (M, N) quantized by rows: ``data`` (M, N) e4m3, ``scale`` (M,) float32 powers of two."""
+    """A matrix (M, N) quantized by rows: ``data`` (M, N) e4m3, ``scale`` (M,) float32 powers of two. As a weight, an
+    ``ftkernels.projection.FrozenWeight``.
+    """
 
     data: Tensor
     scale: Tensor
 
+    @property
+    def shape(self) -> torch.Size:
+        """(M, N)."""
+        return self.data.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of values and scales."""
+        return self.data.nbytes + self.scale.nbytes
+
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """(M, N) in ``dtype``: exact in bfloat16, float32 and float64."""
-        wide = torch.promote_types(dtype, torch.float32)
-        return (_widened(self.data, wide) * self.scale[:, None].to(wide)).to(dtype)
+        wide = torch.float32 if dtype == torch.float16 else dtype
+        return _widened(self.data, wide).mul_(self.scale[:, None].to(wide)).to(dtype)
 
 
 def _widened(data: Tensor, dtype: torch.dtype) -> Tensor:
@@ -129,10 +145,19 @@ def quantize_weight(weight: Tensor) -> Fp8Weight:
     Raises:
         ValueError: not a floating matrix, or numbers that are not finite.
     """
+    return _with_transpose(quantize_rows(weight))
+
+
+def quantize_rows(weight: Tensor) -> Fp8Rows:
+    """A floating matrix (O, I) by rows, for products that dequantize it.
+
+    Raises:
+        ValueError: as :func:`quantize_weight`.
+    """
     rows = quantize_fp8(weight.detach())
     if bool(((rows.data.view(torch.uint8) & 0x7F) == 0x7F).any()):  # NaN, by its bits
         raise ValueError("the weight holds numbers that are not finite")
-    return _with_transpose(rows)
+    return rows
 
 
 def _with_transpose(rows: Fp8Rows) -> Fp8Weight:

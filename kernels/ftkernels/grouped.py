@@ -7,6 +7,7 @@ order.
     product   y[i] = x[i] @ W_g  (+ thin[i] @ wide_g) (+ bias_g)    g the group of row i
     thin      y[i] = x[i] @ F_g.T                                  (R columns)
     outer     out_g = sum over rows i of g of thin[i].T @ wide[i]  (R, N)
+    weight    out_g = sum over rows i of g of left[i].T @ right[i] (A, B), both wide: the gradient of W_g
     gathered  out[t] = sum over p of weight[t, p] * y[place[t, p]]
 
 ``rows``: x is read at these rows, so that no copy of the tokens by expert is made. Nothing waits for the device: grids
@@ -21,6 +22,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 from torch import Tensor
 
@@ -45,6 +47,7 @@ from ftkernels.grouped_kernels import (
     turn_kernel,
     unit_backward_kernel,
     unit_kernel,
+    weight_kernel,
 )
 from ftkernels.limits import Unit
 from ftkernels.primitives import CLAMPED_LIMIT, CLAMPED_SLOPE
@@ -88,6 +91,19 @@ class _Tile:
     warps: int
     stages: int
 
+
+class WeightTile(NamedTuple):
+    """Columns of both operands, rows a step, warps and stages of the tile of a weight's gradient."""
+
+    left: int
+    right: int
+    depth: int
+    warps: int
+    stages: int
+
+
+#: See docs/performance.md, "Experts".
+_WEIGHT = WeightTile(128, 128, 64, 8, 4)
 
 # By the rows of a tile. `unit` has two accumulators of so many columns. See docs/performance.md, "Experts".
 _PRODUCT = {128: _Tile(256, 64, 8, 4), 64: _Tile(128, 64, 4, 3), 16: _Tile(64, 128, 4, 4)}
@@ -249,6 +265,60 @@ def grouped_outer(thin: Tensor, wide: Tensor, groups: Groups, *, rows: Tensor | 
             STAGES=1 if interpreting() else 4, num_warps=4,
         )  # fmt: skip
     return out
+
+
+def grouped_weight(
+    left: Tensor, right: Tensor, groups: Groups, *, left_rows: Tensor | None = None, right_rows: Tensor | None = None,
+    dtype: torch.dtype | None = None, tile: WeightTile | None = None,
+) -> Tensor:  # fmt: skip
+    """(G, A, B) in ``dtype``, or the accumulation dtype: left (M or T, A), right (M or T, B), each read at its rows. A
+    group without rows has zeros.
+    """
+    a, b, wide = int(left.shape[1]), int(right.shape[1]), accumulate_dtype(left.dtype)
+    dtype = wide if dtype is None else dtype
+    if groups.tiles is None:
+        pairs = [(x if at is None else x[at.long()]) for x, at in ((left, left_rows), (right, right_rows))]
+        parts = [pairs[0][i:j].to(wide).T @ pairs[1][i:j].to(wide) for i, j in pairwise(groups.edges.tolist())]
+        return torch.stack(parts).to(dtype)
+    if tile is None and _by_torch(left, dtype, a, b):
+        left, right = (x if at is None else x[at.long()] for x, at in ((left, left_rows), (right, right_rows)))
+        return F.grouped_mm(left.t(), right, offs=groups.edges[1:])
+    tile = tile or _weight_tile(groups, left.dtype)
+    parts_a, parts_b = triton.cdiv(a, tile.left), triton.cdiv(b, tile.right)
+    out = torch.empty((groups.count, a, b), dtype=store_dtype(dtype), device=left.device)
+    with on_device_of(left):
+        weight_kernel[(groups.count * parts_a * parts_b,)](
+            left, left.stride(0), left if left_rows is None else left_rows, right, right.stride(0),
+            right if right_rows is None else right_rows, groups.edges, out, a, b, parts_a, parts_b,
+            GATHER_LEFT=left_rows is not None, GATHER_RIGHT=right_rows is not None, EVEN_A=a % tile.left == 0,
+            EVEN_B=b % tile.right == 0, ACC=triton_dtype(left.dtype), DOT=triton_store_dtype(left.dtype),
+            BM=tile.depth, BA=tile.left, BB=tile.right, STAGES=tile.stages, num_warps=tile.warps,
+        )  # fmt: skip
+    return rounded(out, dtype)
+
+
+def _by_torch(left: Tensor, dtype: torch.dtype, *widths: int) -> bool:
+    """True where torch's grouped product is faster, rows gathered and all (docs/performance.md, "Experts"): on Hopper,
+    with a result in bfloat16. It wants rows of a multiple of 16 bytes.
+    """
+    hopper = left.is_cuda and gpu_of(left.device).capability == (9, 0)
+    return hopper and left.dtype == dtype == torch.bfloat16 and not any(width % 8 for width in widths)
+
+
+def _weight_tile(groups: Groups, dtype: torch.dtype) -> WeightTile:
+    """See :func:`_tile_of`."""
+    if interpreting():
+        return WeightTile(32, 32, 32, 4, 1)
+    if dtype.itemsize > 2:
+        return WeightTile(64, 64, 32, 4, 1)
+    return _WEIGHT if groups.shared >= _WIDE_TILES else WeightTile(64, 64, 32, 4, 3)
+
+
+def grouped_sums(x: Tensor, groups: Groups, *, rows: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
+    """(G, N) in the accumulation dtype: the sum of a group's rows of x (M or T, N), times weights (M,) of the rows."""
+    thin = torch.zeros((groups.token.shape[0], 16), dtype=x.dtype, device=x.device)  # the least that a dot takes
+    thin[:, 0] = 1.0 if weights is None else weights.to(x.dtype)
+    return grouped_outer(thin, x, groups, rows=rows)[:, 0]
 
 
 class UnitGrads(NamedTuple):

@@ -242,6 +242,38 @@ def outer_kernel(
 
 
 @triton.jit
+def weight_kernel(
+    left_ptr, left_stride, left_index_ptr, right_ptr, right_stride, right_index_ptr, edges_ptr, out_ptr, A, B, parts_a,
+    parts_b,
+    GATHER_LEFT: tl.constexpr, GATHER_RIGHT: tl.constexpr, EVEN_A: tl.constexpr, EVEN_B: tl.constexpr,
+    ACC: tl.constexpr, DOT: tl.constexpr, BM: tl.constexpr, BA: tl.constexpr, BB: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """out_g (A, B) = sum over the group's rows of left[i] (A,) times right[i] (B,). A program has a group's tile."""
+    program = tl.program_id(0)
+    group, tile = program // (parts_a * parts_b), program % (parts_a * parts_b)
+    a = (tile // parts_b) * BA + tl.arange(0, BA)
+    b = (tile % parts_b) * BB + tl.arange(0, BB)
+    a_ok, b_ok = (a < A) | EVEN_A, (b < B) | EVEN_B
+    first = tl.load(edges_ptr + group).to(tl.int32)
+    end = tl.load(edges_ptr + group + 1).to(tl.int32)
+    m = tl.arange(0, BM)
+    acc = tl.full((BA, BB), 0.0, ACC)
+    for block in tl.range(0, tl.cdiv(end - first, BM), num_stages=STAGES):
+        rows = first + block * BM + m
+        ok = rows < end
+        rows = tl.where(ok, rows, first)
+        at_left = tl.load(left_index_ptr + rows) if GATHER_LEFT else rows
+        at_right = tl.load(right_index_ptr + rows) if GATHER_RIGHT else rows
+        left_at = left_ptr + at_left.to(tl.int64)[:, None] * left_stride + a[None, :]
+        right_at = right_ptr + at_right.to(tl.int64)[:, None] * right_stride + b[None, :]
+        left = tl.load(left_at, mask=ok[:, None] & a_ok[None, :], other=0.0)
+        right = tl.load(right_at, mask=ok[:, None] & b_ok[None, :], other=0.0)
+        acc = tl.dot(tl.trans(left.to(DOT)), right.to(DOT), acc, input_precision="ieee")
+    out = out_ptr + (group.to(tl.int64) * A + a[:, None]) * B + b[None, :]
+    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=a_ok[:, None] & b_ok[None, :])
+
+
+@triton.jit
 def unit_backward_kernel(
     dh_ptr, both_ptr, index_ptr, weight_ptr, d_both_ptr, wh_ptr, dw_ptr, F,
     UNIT: tl.constexpr, INTERLEAVED: tl.constexpr, WANT_H: tl.constexpr, ACC: tl.constexpr, BN: tl.constexpr,

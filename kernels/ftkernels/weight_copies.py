@@ -27,17 +27,25 @@ class WeightCopies:
     def __init__(self, groups: Sequence[Sequence[Projection]], dtype: torch.dtype) -> None:
         self.copies: list[tuple[Tensor, ...]] = []
         self.pairs: list[tuple[Tensor, Tensor]] = []
-        self._fresh = False
+        self._fresh, self._dtype = False, dtype
         for group in groups:
-            self.copies.append(self._add([t for t in weight_tensors(group)[::2] if t is not None], len(group), dtype))
+            self.copies.append(self._of_group([t for t in weight_tensors(group)[::2] if t is not None], len(group)))
 
-    def _add(self, weights: list[Tensor], count: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        if len(weights) < count or all(weight.dtype == dtype for weight in weights):
+    def _of_group(self, weights: list[Tensor], count: int) -> tuple[Tensor, ...]:
+        if len(weights) < count or all(weight.dtype == self._dtype for weight in weights):
             return ()
         first, rows = weights[0], [int(weight.shape[0]) for weight in weights]
-        parts = torch.empty((sum(rows), int(first.shape[1])), dtype=dtype, device=first.device).split(rows)
+        parts = torch.empty((sum(rows), int(first.shape[1])), dtype=self._dtype, device=first.device).split(rows)
         self.pairs += zip(weights, parts, strict=True)
         return parts
+
+    def add(self, weight: Tensor) -> Tensor | None:
+        """A copy of one more trained weight, of any shape; None where it has the products' dtype."""
+        if weight.dtype == self._dtype:
+            return None
+        copy = torch.empty_like(weight, dtype=self._dtype, requires_grad=False)
+        self.pairs.append((weight, copy))
+        return copy
 
     def outdate(self) -> None:
         """The weights have changed and the copies have not: the next ``refresh`` copies them."""

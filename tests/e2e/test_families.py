@@ -335,6 +335,24 @@ def test_a_base_that_asks_for_the_auxiliary_loss_is_told_and_sampled(user: User,
     assert "FT318" in json.dumps(document["findings"])
 
 
+def test_the_auxiliary_loss_of_a_full_fine_tune_is_asked_for_by_config_or_recipe(user: User, tmp_path: Path) -> None:
+    """The first losses of the same rows tell: config.json's factor, none, and the recipe's, with nothing to be told."""
+    base, losses = folder_of("mixtral", tmp_path / "base"), []
+    config = json.loads((base / "config.json").read_text()) | {"router_aux_loss_coef": 0.25}
+    for asked, stated in ((False, None), (True, None), (True, 0.0), (False, 0.5)):
+        (base / "config.json").write_text(json.dumps({**config, "output_router_logits": asked}))
+        train = {"max_steps": 1, "router_aux_loss_coef": stated}
+        path = recipe(user, base, lora=None, data={"eval": []}, train=train)
+        status, document = user.run("train", path, "--resume", "never")
+        assert status == 0
+        assert "FT318" not in json.dumps(document["findings"])
+        losses.append(user.losses("r")[0])
+    none, of_config, refused, of_recipe = losses
+    assert none == refused
+    assert of_recipe - none == pytest.approx(2 * (of_config - none), rel=1e-4)
+    assert of_config - none > 0.25  # of a choice of two experts the loss is 2 where tokens are spread evenly
+
+
 def test_check_refuses_a_target_that_matches_nothing_in_any_family(user: User, tmp_path: Path) -> None:
     base = folder_of("opt", tmp_path / "base")
     status, document = user.run("check", recipe(user, base, lora={"target_modules": ["fc9"]}))

@@ -83,7 +83,7 @@ def test_trained_and_merged(method: str, user: User, tmp_path: Path) -> None:
             numbers = module.weight if isinstance(module, DequantizedLinear) else dense(module)
             trained_on.get_submodule(name).weight.data = numbers.detach()
     for name in stacks:
-        trained_on.get_parameter(name).data = quantized.get_parameter(name).detach()
+        trained_on.get_parameter(name).data = quantized.get_parameter(name).detach() + 0  # its numbers, where packed
     bare = answers(trained_on)
     wanted = answers(peft.PeftModel.from_pretrained(trained_on, adapter))
     found = answers(AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32))

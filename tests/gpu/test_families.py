@@ -85,6 +85,22 @@ def test_on_the_kernels(model_type: str, user: User, monkeypatch: pytest.MonkeyP
     assert manifest["self_check"]["passed"]
 
 
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "ernie4_5_moe", "qwen3_5_moe"])
+def test_experts_that_are_trained_whole(model_type: str, user: User, monkeypatch: pytest.MonkeyPatch) -> None:
+    wider(monkeypatch, model_type)
+    small_models.build(model_type).save_pretrained(user.folder / "base")
+    tokenizer().save_pretrained(user.folder / "base")
+    model = {"name_or_path": str(user.folder / "base"), "dtype": "bfloat16"}
+    train = {"max_steps": 3, "router_aux_loss_coef": 0.1}
+    path = user.recipe("r", model=model, lora=None, train=train, export={"formats": ["safetensors"]})
+    user.done("train", path)
+    (export,) = user.done("export", str(user.folder / "r"))["exports"]
+    assert export["verification"]["relative_error"] < 1e-4
+    manifest = json.loads((user.folder / "r" / "manifest.json").read_text())
+    assert all(entry["on"] for entry in manifest["kernels"])
+    assert manifest["self_check"]["passed"]
+
+
 @pytest.mark.parametrize("model_type", OTHERS)
 def test_on_transformers_own_layers(model_type: str, user: User) -> None:
     through(model_type, user, "bfloat16")

@@ -380,20 +380,95 @@ def test_packed_weights_may_be_transposed(device: str, tools: Any) -> None:
     tools.assert_float32(of, call_form(lora_experts_reference, index, dense, biases, **options), inputs)
 
 
+def call_trained(
+    function: Any, index: Tensor, *, transposed: bool = False, **options: Any
+) -> Any:  # fmt: skip
+    """A function of x, the router's weights, both stacks as they are stored, and their biases or nothing."""
+
+    def of(x: Tensor, weights: Tensor, first: Tensor, second: Tensor, *biases: Tensor) -> Tensor:
+        made = [
+            ExpertStack(w, w.shape[0], bias=bias, transposed=transposed)
+            for w, bias in zip((first, second), biases or (None, None), strict=True)
+        ]
+        out: Tensor = function(x, index, weights, *made, **options)
+        return out
+
+    return of
+
+
+@pytest.mark.parametrize(("transposed", "interleaved", "biased", "unit"), [*FORMS, (False, False, False, "silu")])
+@pytest.mark.parametrize(
+    ("experts", "top", "hidden", "width", "tokens", "kind"),
+    [(5, 3, 48, 40, 50, "half"), pytest.param(6, 1, 40, 72, 90, "one", marks=pytest.mark.long)],
+    ids=str,
+)
+def test_stacks_that_are_trained(
+    device: str, tools: Any, transposed: bool, interleaved: bool, biased: bool, unit: Any, experts: int, top: int,
+    hidden: int, width: int, tokens: int, kind: str,
+) -> None:  # fmt: skip
+    """Output and the gradient of input, router's weights, stacks and biases, of experts without tokens, too."""
+    (x, weights), stacks = inputs_of(experts, top, hidden, width, 0, tokens, device)
+    index, biases = routing(tokens, experts, top, kind, device), biases_of(stacks) if biased else ()
+    stored = [w.transpose(1, 2).contiguous() if transposed else w for w in stacks]
+    inputs, options = [x, weights, *stored, *biases], {"transposed": transposed, "interleaved": interleaved}
+    reference = call_trained(lora_experts_reference, index, unit=unit, **options)
+    for backend in ("triton", "torch"):
+        for save in ("gate_up", "input"):
+            op = call_trained(lora_experts, index, unit=unit, backend=backend, save=save, **options)
+            tools.assert_float32(op, reference, inputs)
+
+
+@pytest.mark.parametrize("kind", ["random", *further("one")])
+def test_trained_stacks_in_half_precision(device: str, tools: Any, kind: str) -> None:
+    """Stacks in float32 beside copies in bfloat16 get gradients in float32, of what the copies are multiplied by."""
+    (x, weights), stacks = inputs_of(8, 2, 128, 64, 0, 300, device)
+    index = routing(300, 8, 2, kind, device)
+    op, reference = call_trained(lora_experts, index, backend="triton"), call_trained(lora_experts_reference, index)
+    tools.assert_bfloat16(op, reference, [x, weights, *stacks])
+    leaves = [w.to(BF16).float().requires_grad_() for w in stacks]
+    copied = [ExpertStack(w, 8, copy=w.detach().to(BF16)) for w in leaves]
+    plain = [w.detach().to(BF16).requires_grad_() for w in leaves]
+    with torch.autocast(device, torch.bfloat16):
+        lora_experts(x, index, weights, *copied, backend="triton").sum().backward()
+        lora_experts(x, index, weights, *(ExpertStack(w, 8) for w in plain), backend="triton").sum().backward()
+    for leaf, other in zip(leaves, plain, strict=True):
+        assert leaf.grad is not None
+        assert other.grad is not None
+        assert (leaf.grad.dtype, other.grad.dtype) == (torch.float32, BF16)
+        assert tools.relative(other.grad, leaf.grad) < 5e-3  # one rounding; on Hopper torch's product makes the second
+        idle = [e for e in range(8) if not (index == e).any()]
+        assert not leaf.grad[idle].any()
+        assert not other.grad[idle].any()
+
+
+def test_what_is_not_trained_changes_no_gradient(device: str, tools: Any) -> None:
+    (x, weights), stacks = inputs_of(4, 2, 64, 32, 0, 37, device)
+    index, biases = routing(37, 4, 2, "random", device), biases_of(stacks)
+    op = call_trained(lora_experts, index, unit="clamped", interleaved=True, backend="triton")
+    inputs = [x, weights, *stacks, *biases]
+    out, *every = tools.run(op, inputs, [torch.float32] * 6)
+    incoming = torch.randn(out.shape, generator=torch.Generator().manual_seed(7)).to(device)
+    for frozen in ([2], [3], [2, 4], [0, 1, 5], [0, 2, 3], [1, 3, 4, 5]):
+        leaves = [t.detach().clone().requires_grad_(i not in frozen) for i, t in enumerate(inputs)]
+        op(*leaves).backward(incoming)
+        for i, leaf in enumerate(leaves):
+            assert leaf.grad is None if i in frozen else torch.equal(leaf.grad, every[i]), (frozen, i)
+
+
 def test_what_does_not_fit_is_refused(device: str) -> None:
     inputs, stacks = inputs_of(4, 2, 64, 32, 16, 9, device)
     index, (x, weights, a1, b1, a2, b2) = routing(9, 4, 2, "random", device), inputs
     first, second = ExpertStack(stacks[0], 4, a1, b1), ExpertStack(stacks[1], 4, a2, b2)
-    trained = ExpertStack(stacks[0].clone().requires_grad_(), 4)
+    trained = ExpertStack(stacks[0].clone().requires_grad_(), 4, a1, b1)
     for words, changed in {
         "integers and numbers": {"index": index.float()},
         "needs index and weights": {"index": index[:-1]},
         "is no weight": {"gate_up": ExpertStack(stacks[0].to(torch.uint8), 4)},
-        "must be frozen": {"gate_up": trained},
+        "frozen base weight": {"gate_up": trained},
         "does not take 64 features": {"gate_up": ExpertStack(stacks[0][..., 1:], 4)},
         "does not take 32 features": {"down": ExpertStack(stacks[1][:2], 2)},
         "both A and B": {"down": ExpertStack(stacks[1], 4, a2)},
-        "bias must be frozen": {"down": ExpertStack(stacks[1], 4, bias=stacks[0][0])},
+        "bias must be": {"down": ExpertStack(stacks[1], 4, bias=stacks[0][0])},
         "do not fit 4 experts": {"gate_up": ExpertStack(stacks[0], 4, a2, b1)},
         "unknown save mode": {"save": "nothing"},
     }.items():

@@ -15,7 +15,9 @@ from ftcli.evaluate.suite import Evaluator
 from ftcli.job import Job
 from ftcli.labels import IGNORE_INDEX
 from ftcli.model.backbone import compute_context, head_of
+from ftcli.model.balance import RouterBalance, counted_tokens
 from ftcli.model.loss import SUPERVISED, forward_loss, next_tokens, target_positions
+from ftcli.plan.trained import adds_router_loss
 from ftcli.run.metrics import MetricsLine
 from ftcli.train.data import training_epochs
 from ftcli.train.epochs import EpochObjective
@@ -27,6 +29,10 @@ from ftcli.train.progress import TrainingRows
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
+
+
+#: Where a micro-batch holds which of its tokens the routers' auxiliary loss counts.
+COUNTED = "counted"
 
 
 class SftObjective(EpochObjective):
@@ -41,6 +47,10 @@ class SftObjective(EpochObjective):
         self._pixels = job.pixel_reader()
         self._collate = EpochCollator(epochs, job.pad_token_id, job.batches(model), self._pixels)
         self._vocab_size = head_of(model).weight.shape[0]
+        self._balance: RouterBalance | None = None
+        if adds_router_loss(job.recipe, job.facts):
+            coefficient = job.recipe.train.router_aux_loss_coef
+            self._balance = RouterBalance(model, coefficient, job.device)
 
     def micro_batch(self, units: Sequence[int], *, blank: bool) -> MicroBatch:
         """The batch of these sequences, or this rank's part of it, with the positions that bear loss, for which the
@@ -57,6 +67,8 @@ class SftObjective(EpochObjective):
         real = batch["attention_mask"] if "attention_mask" in batch else batch["lengths"]
         counts = TokenCounts(supervised.numel(), 0 if blank else int(real.sum()), batch["input_ids"].numel())
         inputs = {name: value for name, value in batch.items() if name != "lengths"}
+        if self._balance is not None:
+            inputs[COUNTED] = counted_tokens(batch)
         return MicroBatch({**inputs, SUPERVISED: supervised}, () if blank else tuple(units), counts)
 
     def micro_batches(self, step: int, monitor: StepMonitor) -> list[MicroBatch]:
@@ -74,10 +86,20 @@ class SftObjective(EpochObjective):
         return {"image_wait_seconds": waited}
 
     def loss(self, inputs: dict[str, Tensor], step: Divisors) -> Tensor:
-        """Summed loss in nats over the supervised tokens, divided by those of the whole step."""
+        """Summed loss in nats over the supervised tokens, divided by those of the whole step; and by the same share the
+        auxiliary loss of the micro-batch's routing.
+        """
+        if self._balance is not None:
+            self._balance.begin(inputs[COUNTED])
+            inputs = {name: value for name, value in inputs.items() if name != COUNTED}
         with compute_context(self._device, self._dtypes.compute, self._dtypes.autocast):
             found = forward_loss(
-                self._model, inputs, num_items=step.supervised, stack=self._stack, sequence=self._sequence
+                self._model,
+                inputs,
+                num_items=step.supervised,
+                stack=self._stack,
+                sequence=self._sequence,
+                balance=self._balance,
             )
         return found.loss
 

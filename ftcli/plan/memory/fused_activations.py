@@ -22,8 +22,9 @@ latent attention  c(4Q + L) and 4n for query, key, value and output of heads of 
                   shared key in one buffer of L features (without a latent of queries, keys' and values' alone); 4 for
                   each latent's norm, and c for what values are if they are narrower than keys, the input of o
 experts           Of F features, m of them a token, as a half whose norm is a tensor of its own: c · 2Fm for gate and
-                  up, cPm for each stack's products x·A, and for the routing at most 12m + 4, and 4 for each expert. Of
-                  an expert that every token goes to, as of an MLP, and its output cH and gate c
+                  up, cPm for each stack's products x·A, for the routing at most 12m + 4, and 4 for each expert; of a
+                  router that is trained its input, if it casts that. Of an expert that every token goes to, as of an
+                  MLP, and its output cH and gate c
 MLP               c · 2I: gate and up without their adapters' share; all else is formed again. Without a gate what the
                   activation reads and gives
 ================  ==================================================================================================
@@ -177,6 +178,8 @@ def _beside_mlp(shape: ModelShape, setting: ActivationSettings, norm: float, *, 
         return 0.0
     wide = setting.bytes_compute != 4
     kept = 2 * norm + 8 + 4 * pairs.experts + (4 * shape.hidden_size if wide else 0)
+    if setting.full:  # what the router's scales multiply, and what they give
+        kept += 2 * setting.bytes_compute * shape.hidden_size + 4
     return kept + (setting.bytes_residual * shape.hidden_size if reference and wide else 0)
 
 
@@ -282,8 +285,11 @@ def _adapters(shape: ModelShape, setting: ActivationSettings) -> float:
     kept: float = setting.bytes_compute * packed_rank(setting.rank) * products
     if (pairs := _pairs(shape)) is not None:
         kept += 12 * pairs.used + 4 * pairs.experts + 4
-        if shape.family.experts is not None and shape.family.experts.shared_gate is not None:
+        experts, wide = shape.family.experts, setting.bytes_compute != 4
+        if experts is not None and experts.shared_gate is not None:
             kept += setting.bytes_compute * (shape.hidden_size + 1)
+        if experts is not None and setting.full and wide:
+            kept += experts.cast_bytes * shape.hidden_size
     return kept
 
 

@@ -22,7 +22,7 @@ from ftcli.facts.shape import ModelShape
 from ftcli.facts.tokenizer import TokenizerFacts, no_stop_finding
 from ftcli.plan.quantization import stored_method, trains_rounded
 from ftcli.plan.released import released_form
-from ftcli.plan.trained import HEAD, TABLES
+from ftcli.plan.trained import HEAD, TABLES, why_no_router_loss
 from ftcli.preflight.checks.context import Context, Findings, NotMade
 from ftcli.tables import exports, images, quantizations
 from ftcli.tables.gguf import INSTEAD, NORMS_OF_LAYERS, TYPES, architecture_of, unknown_architecture
@@ -32,7 +32,7 @@ _SCORE = ("score", "classifier")
 
 
 def check(context: Context, facts: ModelFacts) -> Findings:
-    """FT250, FT259, FT271, FT301, FT302, FT310 to FT327, FT339, FT340, FT351, FT740, FT747, FT756."""
+    """FT250, FT259, FT271, FT301, FT302, FT310 to FT327, FT339, FT340, FT351, FT355, FT740, FT747, FT756."""
     if facts.senses is not None and context.work == "train":
         sees = context.method.sees and facts.raw.get("model_type") in images.TABLE
         on = "text and images" if sees else "text"
@@ -40,10 +40,8 @@ def check(context: Context, facts: ModelFacts) -> Findings:
         yield context.note("FT310", "model.name_or_path", message)
     if context.recipe.data.image_max_pixels is not None:
         yield from _most_pixels(context, facts)
-    if context.work == "train" and not context.from_prompts and facts.language.get("output_router_logits"):
-        message = f"{facts.name} has output_router_logits: true; ftcli does not add the router's auxiliary loss"
-        help = "adapters need no action (the router is frozen); in full fine-tuning watch the held-out loss"
-        yield context.warning("FT318", "model.name_or_path", message, help=help)
+    if context.work == "train":
+        yield from _router_loss(context, facts)
     if context.recipe.model.attention == "sdpa" and context.work != "export" and not takes_sdpa(facts.text_type):
         message = f"model.attention: sdpa is not available for {facts.text_type} in transformers"
         yield context.error("FT250", "model.attention", message, help="use model.attention: auto, or eager")
@@ -81,6 +79,22 @@ def _most_pixels(context: Context, facts: ModelFacts) -> Findings:
             "which is trained on text alone" if row is None else "whose images have a number of tokens of its own"
         )
         yield context.error("FT341", "data.image_max_pixels", message, help="remove it")
+
+
+def _router_loss(context: Context, facts: ModelFacts) -> Findings:
+    """FT318 where config.json asks for the routers' auxiliary loss, FT355 where the recipe does, and there is none."""
+    stated, reason = context.recipe.train.router_aux_loss_coef, why_no_router_loss(context.recipe, facts)
+    if context.from_prompts:
+        reason = "it is of supervised fine-tuning"
+    if reason is None:
+        return
+    if stated:
+        key = "train.router_aux_loss_coef"
+        yield context.error("FT355", key, f"{key}: no auxiliary loss of routers is added: {reason}", help="remove it")
+    elif stated is None and facts.language.get("output_router_logits"):
+        message = f"{facts.name} has output_router_logits: true; the routers' auxiliary loss is not added: {reason}"
+        help = "adapters need no action (the router is frozen); in full fine-tuning watch the held-out loss"
+        yield context.warning("FT318", "model.name_or_path", message, help=help)
 
 
 def _classifier(context: Context, facts: ModelFacts) -> Findings:

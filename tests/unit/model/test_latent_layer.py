@@ -54,8 +54,6 @@ def model_of(
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter, std=0.03)
-    elif model_type != "youtu":
-        model.requires_grad_(False)  # experts are not trained whole on the kernels
     if kernels != "off":
         assert all(entry.on for entry in patch(model, kernels).table)
         assert all(isinstance(layer, FusedLatentLayer) for layer in decoder_layers(base_of(model)))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
+
 from ftcli.plan.execution import execution_parts
 from ftcli.plan.trained import trained_parameters
 from tests.estimates import GRPO, Case, plan_of
@@ -21,11 +23,14 @@ def test_active_parameters_are_those_of_the_experts_of_a_token(case: Callable[..
     assert case("Qwen/Qwen3-8B", ROWS).facts.active_parameters is None
 
 
-def test_nf4_packs_experts_and_fp8_does_not(case: Callable[..., Case]) -> None:
+def test_nf4_packs_experts_and_fp8_halves_them(case: Callable[..., Case]) -> None:
     methods = ("none", "nf4", "fp8")
     plain, nf4, fp8 = (case(QWEN, ROWS, f"quantization.method={x}").estimate("h200").parts["weights"] for x in methods)
     assert 15.5 * 2**30 < nf4 < 15.6 * 2**30
-    assert plain < fp8 < plain + 2**30
+    experts = 48 * 128 * 3 * 2048 * 768
+    assert plain - fp8 == pytest.approx(experts, rel=0.01)  # a byte each in place of two; all else as before
+    dense = [case(QWEN, ROWS, f"quantization.method={x}").estimate("h200") for x in ("nf4", "fp8")]
+    assert [each.parts["dequantized weights"] for each in dense] == [2 * 128 * 2 * 768 * 2048] * 2
 
 
 def test_adapters_of_attention_alone_are_a_small_part(case: Callable[..., Case]) -> None:

@@ -55,6 +55,24 @@ def test_bench_times_lengths_that_training_refuses(findings: Callable[..., list[
     assert "rope scaling" in warning.help
 
 
+@pytest.mark.parametrize(
+    ("name", "rest", "why"),
+    [
+        ("Qwen/Qwen3-30B-A3B", "lora: {r: 4}\n", "routers are frozen"),
+        ("google/gemma-2-9b", "", "there is none for gemma2"),
+        ("Qwen/Qwen3-30B-A3B", "train: {method: dpo}\n", "has a loss of its own"),
+        ("Qwen/Qwen3-30B-A3B", "launch: {context_parallel_size: 2}\n", "their part of the tokens"),
+        ("Qwen/Qwen3-30B-A3B", "", None),
+    ],
+)
+def test_an_auxiliary_loss_that_nothing_adds_is_refused(
+    name: str, rest: str, why: str | None, findings: Callable[..., list[Any]]
+) -> None:
+    found = [f for f in findings(name, rest, "train.router_aux_loss_coef=0.01") if f.code == "FT355"]
+    assert [why in f.message for f in found] == ([True] if why else [])
+    assert not [f for f in findings(name, rest, "train.router_aux_loss_coef=0") if f.code == "FT355"]
+
+
 def test_windows_and_scaled_positions_are_notes(findings: Callable[..., list[Any]]) -> None:
     assert summary(findings("google/gemma-2-9b", "data: {max_seq_len: 8192}\n")) == [("FT302", "note")]
     (note,) = findings("meta-llama/Llama-3.1-8B", "data: {max_seq_len: 16384}\n")
