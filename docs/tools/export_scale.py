@@ -33,6 +33,7 @@ from ftcli.model.load import config_of
 from ftcli.model.pretrained import hollow
 
 RANK = 16
+ROWS = 128
 SHARD_BYTES = 4 * 10**9
 
 
@@ -81,16 +82,21 @@ def write_run(base: Path, run: Path, quantization: str) -> None:
     said |= {"lora_alpha": 2 * RANK, "target_modules": "all-linear", "bias": "none", "lora_dropout": 0.0}
     (adapter / "adapter_config.json").write_text(json.dumps(said))
     AutoTokenizer.from_pretrained(base).save_pretrained(adapter)
-    recipe = {"version": 1, "model": {"name_or_path": str(base)}, "lora": {"r": RANK}, "data": {"max_seq_len": 512}}
+    rows = run / "rows.jsonl"  # of about 512 tokens each
+    texts = [f"row {number}: the quick brown fox jumps over the lazy dog; " * 12 for number in range(ROWS)]
+    rows.write_text("\n".join(json.dumps({"text": text[:500]}) for text in texts))
+    data = {"train": [str(rows)], "max_seq_len": 512}
+    recipe = {"version": 1, "model": {"name_or_path": str(base)}, "lora": {"r": RANK}, "data": data}
     recipe["quantization"] = {"method": quantization}
     values = Recipe.model_validate(recipe).model_dump(mode="json")
     (run / "recipe.yaml").write_text(yaml.safe_dump(values))
 
 
-def export(run: Path, name: str) -> dict[str, object]:
+def export(run: Path, name: str, *more: str) -> dict[str, object]:
     """One format, and what it took."""
     begin = time.monotonic()
     command = [sys.executable, "-m", "ftcli", "export", str(run), "--format", name, "--json", "--offline", "--force"]
+    command += more
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)  # noqa: S603
     told: dict[str, object] = {"format": name, "seconds": round(time.monotonic() - begin), "status": done.returncode}
     told["max_rss_gib"] = round(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20, 2)
@@ -108,6 +114,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="so many layers in place of the model's")
     parser.add_argument("--quantization", default="none")
     parser.add_argument("--formats", nargs="*", default=["safetensors", "gguf"])
+    parser.add_argument("--no-verify", action="store_true", help="write alone")
     asked = parser.parse_args()
     if not (asked.folder / "base").is_dir():
         write_base(asked.model, asked.layers, asked.folder / "base")
@@ -115,7 +122,7 @@ def main() -> None:
     if not run.is_dir():
         write_run(asked.folder / "base", run, asked.quantization)
     for name in asked.formats:
-        sys.stdout.write(json.dumps(export(run, name)) + "\n")
+        sys.stdout.write(json.dumps(export(run, name, *(["--no-verify"] if asked.no_verify else []))) + "\n")
         sys.stdout.flush()
 
 

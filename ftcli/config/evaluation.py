@@ -180,9 +180,21 @@ class GgufConfig(Section):
     """Files of the format `gguf`."""
 
     types: Items[GgufType] = Field(
-        default=("q8_0",), description="A file for each. K-quants need llama.cpp's `llama-quantize` on the PATH."
+        default=("q8_0",), description="A file for each. K- and I-quants need llama.cpp's `llama-quantize` on the PATH."
+    )
+    imatrix: bool = Field(
+        default=False,
+        description="K-quants are rounded by an importance matrix of the rows of `export.calibration`; I-quants always"
+        " are.",
     )
     lora_adapter: bool = Field(default=False, description="Also write the adapter alone, for llama.cpp's `--lora`.")
+
+
+class CalibrationConfig(Section):
+    """Rows of `data.train` that `gptq`, `awq`, `w8a8`, `fp8_static` and `nvfp4` are calibrated with."""
+
+    rows: Count = Field(default=128, description="Rows, drawn by `run.seed`; fewer where the data has fewer.")
+    row_tokens: Count = Field(default=512, description="Most tokens of a row: what is longer is cut off at its end.")
 
 
 class ExportConfig(Section):
@@ -197,5 +209,8 @@ class ExportConfig(Section):
         default="trained",
         description="What an adapter on a quantized base is merged with: the dequantized weights that it was trained "
         "beside, or the weights before quantization.",
+    )
+    calibration: CalibrationConfig = Field(
+        default_factory=CalibrationConfig, description="Rows for formats that are calibrated."
     )
     gguf: GgufConfig = Field(default_factory=GgufConfig, description="Settings of the format `gguf`.")

@@ -69,12 +69,15 @@ class PixelReader:
         began = time.perf_counter()
         self.ahead(rows)
         found: list[Read] = []
+        here: dict[int, Read] = {}  # completions of one prompt show the same
         for row in rows:
             for number, image in enumerate(row.images):
                 kept = self._ahead.pop((row.row.origin, number), None)
                 if kept is not None:
                     self._bytes -= _size(image)
-                found.append(self._read(image, row.row.origin) if kept is None else kept.result())
+                if id(image) not in here:
+                    here[id(image)] = self._read(image, row.row.origin) if kept is None else kept.result()
+                found.append(here[id(image)])
         self.waited += time.perf_counter() - began
         return joined(found)
 

@@ -22,7 +22,7 @@ from ftcli.evaluate.margins import Margins
 from ftcli.labels import IGNORE_INDEX
 from ftcli.model.backbone import compute_context, root_of
 from ftcli.model.loss import loss_of
-from ftcli.model.shards import lead_forwards, reshard_model, try_forward
+from ftcli.model.shards import reshard_model, try_forward
 from ftcli.plain import FLATTENED, plain_fields
 from ftcli.plan.precision import DtypePlan
 from ftcli.reporting import Reporter
@@ -240,20 +240,6 @@ def _added_up(group: RankGroup, sums: Tensor, batches: int) -> Sums:
         found = of_all[index % group.size][index // group.size].tolist()
         total = [a + b for a, b in zip(total, found, strict=True)]
     return tuple(total)
-
-
-def led_by_first(group: RankGroup, model: PreTrainedModel | PeftModel, compute: Callable[[], R]) -> R | None:
-    """Runs ``compute`` on rank 0 of a model whose weights are sharded; the other ranks take part in its passes and get
-    None. All ranks call this.
-
-    Raises PeerFailed or RankLost when a rank is gone whose weights are needed.
-    """
-
-    def announce(another: bool) -> bool:
-        return bool(group.agree("generating", [another])[0][0])
-
-    with group.exchanging():
-        return lead_forwards(model, compute if group.leads else None, announce)
 
 
 #: How rows share a batch: padded on either side; several in one row of it, or all in a single row, with no attention

@@ -7,9 +7,9 @@ everything beside the language model are as ``safetensors`` has them.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
@@ -17,15 +17,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ftcli.errors import ExitCode, FtcliError, first_line
+from ftcli.export.calibration import Calibrated, calibrate
 from ftcli.export.clean.request import LOGITS
 from ftcli.export.further import passed_over
 from ftcli.export.merge import outputs
 from ftcli.export.safetensors import ModelPlan, plan_model, require_kept_base, save_model
+from ftcli.export.scheme import Scheme, SchemeOf
 from ftcli.export.source import ExportSource, not_verified, plain_config, source_tokenizer, unwritten
-from ftcli.export.tensorfile import TensorFile, TensorToWrite, computed, copied, tensor_files
+from ftcli.export.tensorfile import DTYPES, TensorFile, TensorToWrite, copied, in_memory, tensor_files
 from ftcli.export.verify import (
     Verified,
     check_answer,
@@ -50,38 +53,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _PACKAGE = "compressed_tensors"
-
-
-@dataclass(frozen=True, slots=True)
-class Scheme:
-    """How a weight (O, I) is stored.
-
-    Attributes:
-        layout: compressed-tensors' name of how numbers are stored, and its description of them.
-        parts: Shape and dtype of each tensor, by what its key has beyond the weight's.
-        encode: A weight in float32 as these tensors.
-        unlike: What is wrong with tensors of these shapes for a weight; None: nothing.
-        tolerance: Largest relative error of the logits.
-    """
-
-    bits: int
-    layout: str
-    numbers: JsonObject
-    parts: Callable[[tuple[int, ...]], Mapping[str, tuple[tuple[int, ...], torch.dtype]]]
-    encode: Callable[[Tensor], Mapping[str, Tensor]]
-    unlike: Callable[[Mapping[str, Tensor], Tensor], str | None]
-    tolerance: float
-
-
-#: The scheme of a model, by the lengths of its linear layers' rows. Raises FtcliError FT740 where none fits.
-SchemeOf = Callable[[frozenset[int]], Scheme]
+_OUTPUTS = 8
 
 
 def write_compressed(source: ExportSource, folder: Path, say: Callable[[str], None], scheme_of: SchemeOf) -> Verified:
     """Write a complete model into ``folder`` and verify it.
 
     Raises:
-        FtcliError: FT740 for stacks of experts and as ``scheme_of``, FT741 when what was written is not the model,
+        FtcliError: FT740 for stacks of experts and as ``scheme_of``, FT778 as
+            :func:`ftcli.export.calibration.calibrate`, FT741 when what was written is not the model,
             FT747 for a base of random weights, FT758 where the package compressed-tensors is not there, and as the
             format ``safetensors``.
         OSError: it cannot be written.
@@ -93,13 +73,22 @@ def write_compressed(source: ExportSource, folder: Path, say: Callable[[str], No
     model = hollow(plain_config(plan.config))
     rounded = _rounded(model, plan.base)
     scheme = scheme_of(frozenset(plan.base.shape(name)[1] for name in rounded.values()))
-    say(f"rounding {len(rounded)} weights to {scheme.bits} bits")
     further = [copied(key, file) for key, file in passed_over(source).items()]
-    save_model(source, plan, [*_outputs(plan, rounded, scheme), *further], folder)
+    layers = folder / "calibrated"
+    layers.mkdir()
+    say(f"rounding {len(rounded)} weights to {scheme.bits} bits")
+    if scheme.calibration is None:
+        made = _rounded_alone(plan, rounded, scheme, layers)
+    else:
+        made = calibrate(source, plan, rounded, scheme, layers, say)
+    save_model(source, plan, [*_outputs(plan, rounded, scheme, made), *further], folder)
+    shutil.rmtree(layers)
     _declare(folder / "config.json", _ignored(model, rounded), scheme)
-    if not source.verify:
-        return not_asked(plan.merged_with)
-    return _verify(source, folder, plan, rounded, scheme, say)
+    if source.verify:
+        verified = _verify(source, folder, plan, rounded, scheme, made, say)
+    else:
+        verified = not_asked(plan.merged_with)
+    return replace(verified, warnings=(*verified.warnings, *made.warnings))
 
 
 def require_compressed_tensors() -> None:
@@ -112,12 +101,15 @@ def require_compressed_tensors() -> None:
 
 
 def _rounded(model: PreTrainedModel, base: StoredWeights) -> dict[str, str]:
-    """The tensors that are eight bits wide: the name in the model of each, by its key in the files."""
+    """The tensors that are rounded: the name in the model of each, by its key in the files.
+
+    Layers whose outputs are no multiple of 8 stay as they are: programs that serve them have no kernels for these.
+    """
     layers = {id(module) for layer in decoder_layers(model) for module in layer.modules()}
     linear = {
         f"{name}.weight"
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and id(module) in layers
+        if isinstance(module, nn.Linear) and id(module) in layers and module.out_features % _OUTPUTS == 0
     }
     names: dict[str, str] = {}
     for stored in base.stored:
@@ -129,19 +121,31 @@ def _rounded(model: PreTrainedModel, base: StoredWeights) -> dict[str, str]:
     return names
 
 
-def _outputs(plan: ModelPlan, rounded: Mapping[str, str], scheme: Scheme) -> Iterator[TensorToWrite]:
-    """The merged model's tensors, a rounded weight's parts in its place. They are computed when they are written."""
+def _rounded_alone(plan: ModelPlan, rounded: Mapping[str, str], scheme: Scheme, folder: Path) -> Calibrated:
+    """What depends on the weights alone, written into files in ``folder``, one for each weight."""
+    files: dict[str, TensorFile] = {}
+    for number, (key, name) in enumerate(rounded.items()):
+        made = scheme.encode(plan.adapter.merged(name, plan.base.read(name).float()), None)
+        path = folder / f"{number}.safetensors"
+        save_file({_part_key(key, leaf): tensor.contiguous() for leaf, tensor in made.items()}, path)
+        files |= dict.fromkeys((_part_key(key, leaf) for leaf in made), TensorFile(path))
+    return Calibrated(files)
 
-    def part(name: str, suffix: str) -> Tensor:
-        return scheme.encode(plan.adapter.merged(name, plan.base.read(name).float()))[suffix]
 
+def _outputs(plan: ModelPlan, rounded: Mapping[str, str], scheme: Scheme, made: Calibrated) -> Iterator[TensorToWrite]:
+    """The merged model's tensors, a rounded weight's parts in its place."""
     for output in outputs(plan.base, plan.adapter, plan.rounding):
-        name = rounded.get(output.key)
-        if name is None:
-            yield output
-            continue
-        for suffix, (shape, dtype) in scheme.parts(output.shape).items():
-            yield computed(f"{output.key}{suffix}", shape, dtype, partial(part, name, suffix))
+        norm = made.norms.get(plan.base.renaming.name_of(output.key)[0])
+        if output.key in rounded:
+            keys = (_part_key(output.key, leaf) for leaf in scheme.parts(output.shape))
+            yield from (copied(key, made.files[key]) for key in keys)
+        else:
+            yield output if norm is None else in_memory(output.key, norm.to(DTYPES[output.dtype]))
+
+
+def _part_key(key: str, leaf: str) -> str:
+    """The key of a part of the weight that ``key`` or a name is of."""
+    return f"{key.removesuffix('weight')}{leaf}"
 
 
 def _ignored(model: PreTrainedModel, rounded: Mapping[str, str]) -> list[str]:
@@ -166,23 +170,61 @@ def _declare(path: Path, ignored: list[str], scheme: Scheme) -> None:
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
+@dataclass(frozen=True, slots=True)
+class _Rounded:
+    """What was rounded.
+
+    Attributes:
+        names: The names in the model of the rounded weights, by their keys.
+        merged: What they were before that.
+    """
+
+    names: Mapping[str, str]
+    scheme: Scheme
+    made: Calibrated
+    merged: MergedWeights
+
+    def wanted(self, name: str) -> Tensor:
+        """A tensor before rounding, with what calibration moved from one to the other."""
+        return self.made.smoothed(name, self.merged.read(name))
+
+    @property
+    def others(self) -> dict[str, str]:
+        """The name in the model of each tensor that is no wider or narrower than in ``safetensors``, by its key."""
+        base = self.merged.base
+        found = {stored.keys[0]: stored.names[0] for stored in base.stored if stored.names}
+        found |= {base.renaming.key_of(name): name for name in self.merged.untied}
+        return {key: name for key, name in found.items() if key not in self.names}
+
+    @property
+    def keys(self) -> dict[str, str]:
+        """The key of each tensor of the model that is written, parts among them; a tied head has its embedding's."""
+        found = {name: key for key, name in {**self.others, **self.names}.items()}
+        for key, name in self.names.items():
+            parts = self.scheme.parts(self.merged.base.shape(name))
+            found |= {_part_key(name, leaf): _part_key(key, leaf) for leaf in parts}
+        return found | {name: found[other] for name, other in self.merged.base.ties.items() if name not in found}
+
+
 def _verify(
     source: ExportSource,
     folder: Path,
     plan: ModelPlan,
-    rounded: Mapping[str, str],
+    names: Mapping[str, str],
     scheme: Scheme,
+    made: Calibrated,
     say: Callable[[str], None],
 ) -> Verified:
     say("verifying: comparing weights")
     base, adapted = base_weights(source), plan.adapted
     merged = MergedWeights(base, {} if adapted is None else source_updates(source, adapted))
-    problems = _compare_weights(folder, plan, rounded, scheme, merged, passed_over(source))
+    rounded = _Rounded(names, scheme, made, merged)
+    problems = _compare_weights(folder, plan, rounded, passed_over(source))
     say("verifying: loading the result again")
     tokenizer = source_tokenizer(source)
     model: Any = unwritten(plan.config) if adapted is None else adapted
     probe, trained = trained_logits(model, base, probe_batch(tokenizer, base.shape(base.ends[0])[0]))
-    request = model_request(folder, probe, elements(base), names=_keys(rounded, merged, scheme))
+    request = model_request(folder, probe, elements(base), names=rounded.keys)
     answer = source.reload(request, sent(probe))
     problems += answer.problems
     if problems:
@@ -193,68 +235,47 @@ def _verify(
     how = " with rounded activations" if scheme.numbers.get("input_activations") else ""
     compared = f"every weight, logits{how}, tokenizer, stop tokens"
     loss = _losses(answer.tensors[LOGITS], trained)
-    facts = {"rounded": len(rounded), **facts, **loss, "loaded": loaded(request), **reloaded(answer)}
+    facts = {"rounded": len(names), **made.facts, **facts, **loss, "loaded": loaded(request), **reloaded(answer)}
     return Verified(compared, facts, merged_with=plan.merged_with)
 
 
-def _compare_weights(
-    folder: Path,
-    plan: ModelPlan,
-    rounded: Mapping[str, str],
-    scheme: Scheme,
-    merged: MergedWeights,
-    further: Mapping[str, TensorFile],
-) -> list[str]:
+def _compare_weights(folder: Path, plan: ModelPlan, rounded: _Rounded, further: Mapping[str, TensorFile]) -> list[str]:
     """Problems of the files, tensor by tensor: compared with what the adapter's own file says, without PEFT.
 
     ``further``: Tensors that are not the model's own.
     """
+    scheme, merged = rounded.scheme, rounded.merged
     try:
-        files, not_rounded = tensor_files(folder), _not_rounded(rounded, merged)
+        files = tensor_files(folder)
         for stored in merged.base.stored:
             further = {**further, **(dict(zip(stored.keys, stored.files, strict=True)) if not stored.names else {})}
-        of_key = {key: scheme.parts(merged.base.shape(name)) for key, name in rounded.items()}
-        parts = {f"{key}{suffix}" for key, parts in of_key.items() for suffix in parts}
-        expected = {*not_rounded, *parts, *further}
-        problems = unlike_names(files, expected, "is not the model's")
+        of_key = {key: scheme.parts(merged.base.shape(name)) for key, name in rounded.names.items()}
+        parts = {_part_key(key, leaf) for key, parts in of_key.items() for leaf in parts}
+        problems = unlike_names(files, {*rounded.others, *parts, *further}, "is not the model's")
         if problems:
             return shortened(problems)
-        for key, name in rounded.items():
-            held = {suffix: files[f"{key}{suffix}"].read(f"{key}{suffix}") for suffix in of_key[key]}
-            problem = _misshapen(held, of_key[key]) or scheme.unlike(held, merged.read(name).float())
+        for key, name in rounded.names.items():
+            held = {leaf: files[_part_key(key, leaf)].read(_part_key(key, leaf)) for leaf in of_key[key]}
+            wanted, given = rounded.wanted(name).float(), rounded.made.given.get(name)
+            problem = _misshapen(held, of_key[key]) or scheme.unlike(held, wanted, given)
             problems += [f"{key} {problem}"] if problem else []
         for key, file in further.items():
             pieces = zip_longest(files[key].pieces(key), file.pieces(key))
             problems += [] if all(one == other for one, other in pieces) else [f"{key} differs from the base model's"]
-        for key, name in not_rounded.items():
+        for key, name in rounded.others.items():
             exact = name not in merged.changes or merged.changes[name].whole is not None
             dtype = plan.rounding.of(name, merged.base.of(name))
-            problem = difference(files[key].read(key), merged.read(name), dtype, exact=exact)
+            problem = difference(files[key].read(key), rounded.wanted(name), dtype, exact=exact)
             problems += [f"{key} {problem}"] if problem else []
     except (OSError, SafetensorError) as error:
         return [f"its weights cannot be read: {first_line(error)}"]
     return shortened(problems)
 
 
-def _not_rounded(rounded: Mapping[str, str], merged: MergedWeights) -> dict[str, str]:
-    """The name in the model of each tensor that is no wider or narrower than in ``safetensors``, by its key."""
-    found = {stored.keys[0]: stored.names[0] for stored in merged.base.stored if stored.names}
-    found |= {merged.base.renaming.key_of(name): name for name in merged.untied}
-    return {key: name for key, name in found.items() if key not in rounded}
-
-
-def _keys(rounded: Mapping[str, str], merged: MergedWeights, scheme: Scheme) -> dict[str, str]:
-    """The key of each tensor of the model that is written, its parts among them; a tied head has its embedding's."""
-    found = {name: key for key, name in {**_not_rounded(rounded, merged), **rounded}.items()}
-    for key, name in rounded.items():
-        found |= {f"{name}{suffix}": f"{key}{suffix}" for suffix in scheme.parts(merged.base.shape(name))}
-    return found | {name: found[other] for name, other in merged.base.ties.items() if name not in found}
-
-
 def _misshapen(held: Mapping[str, Tensor], parts: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> str | None:
-    for suffix, (shape, dtype) in parts.items():
-        if held[suffix].dtype != dtype or tuple(held[suffix].shape) != shape:
-            return f"is {held[suffix].dtype} {tuple(held[suffix].shape)} in {suffix or 'itself'}"
+    for leaf, (shape, dtype) in parts.items():
+        if held[leaf].dtype != dtype or tuple(held[leaf].shape) != shape:
+            return f"is {held[leaf].dtype} {tuple(held[leaf].shape)} in {leaf}"
     return None
 
 

@@ -8,6 +8,7 @@ subtracting it again would change the base a little each time.
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,9 +16,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from ftkernels.projection import join_weights
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from ftcli.config.model import Kernels
-from ftcli.model.backbone import base_of, decoder_layers
+from ftcli.model.backbone import base_of, decoder_layers, set_root
+from ftcli.model.fsdp import JoinedLinear
 from ftcli.model.fused import FusedDecoderLayer
 from ftcli.model.lora import merged_weight
 from ftcli.model.patch import patch
@@ -99,6 +102,34 @@ def merged_model(model: PreTrainedModel | PeftModel, plan: DtypePlan, kernels: K
     if not any(isinstance(layer, FusedDecoderLayer) for layer in decoder_layers(second)):
         patch(second, kernels)
     return found
+
+
+def unsharded_model(model: PreTrainedModel | PeftModel, merged_in: torch.dtype | None = None) -> PreTrainedModel:
+    """A second model of one with sharded weights, while these are whole: it shares all of them, and gathers nothing.
+
+    Args:
+        merged_in: Dtype of products. Adapters of weights that are held in it are merged into what was gathered of them,
+            which is thrown away after; None: adapters are computed beside their weights.
+    """
+    base, copies = base_of(model), dict[int, nn.Linear]()
+    for linear in (linear for layer in decoder_layers(base) for linear in _linears(layer) if merged_in is not None):
+        held: Any = getattr(linear, "base_layer", linear)
+        if _adapts(linear) and type(held) in (nn.Linear, JoinedLinear) and held.weight.dtype == merged_in:
+            copies[id(linear)] = _merged_in_place(linear)
+    second: PreTrainedModel = _shadow(base, copies, {}, {})
+    set_root(second, None)
+    return second
+
+
+@torch.no_grad()
+def _merged_in_place(source: Any) -> nn.Linear:
+    """A linear layer with the weight of the base of ``source``, into which its adapter is written."""
+    base = source.base_layer
+    linear, weight = nn.Linear(base.in_features, base.out_features, bias=False, device="meta"), base.weight.detach()
+    weight.copy_(merged_weight(source, weight.float()))
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    linear.bias = base.bias
+    return linear
 
 
 def _copied(base: PreTrainedModel, plan: DtypePlan) -> dict[int, Any]:
@@ -192,7 +223,7 @@ def _shadow(module: Any, copies: dict[int, nn.Linear], configs: dict[int, Any], 
     if id(module) in copies:
         return copies[id(module)]
     if id(module) not in made:
-        second = made[id(module)] = copy.copy(module)
+        second = made[id(module)] = _alike(module)
         for name in ("_parameters", "_buffers", "_modules"):
             second.__dict__[name] = dict(module.__dict__[name])
         if id(module.__dict__.get("config")) in configs:
@@ -202,3 +233,13 @@ def _shadow(module: Any, copies: dict[int, nn.Linear], configs: dict[int, Any], 
         for name, child in module._modules.items():
             second._modules[name] = None if child is None else _shadow(child, copies, configs, made)
     return made[id(module)]
+
+
+def _alike(module: nn.Module) -> Any:
+    """A shallow copy; of a layer that torch shards, as the class that it was, without what gathers its weights."""
+    if not isinstance(module, FSDPModule):
+        return copy.copy(module)
+    kind: Any = next(kind for kind in type(module).__mro__[1:] if kind is not FSDPModule)
+    second = kind.__new__(kind)
+    second.__dict__.update(module.__dict__, _forward_hooks=OrderedDict(), _forward_pre_hooks=OrderedDict())
+    return second

@@ -162,7 +162,7 @@ def hidden_states(
     elif "branch_starts" in inputs:
         raise ValueError("documents branch within our own attention only")
     positions = given.get("position_ids")
-    if positions is not None and family is not None and family.four_positions:
+    if positions is not None and family is not None and family.four_positions and positions.dim() < 3:
         given["position_ids"] = positions.expand(4, *ids.shape)
     if cached is not None:
         given["cached"] = cached
@@ -285,8 +285,8 @@ def root_of(model: PreTrainedModel | PeftModel) -> nn.Module | None:
     return found
 
 
-def set_root(base: PreTrainedModel, root: nn.Module) -> None:
-    """Has :func:`within_root` call ``root``."""
+def set_root(base: PreTrainedModel, root: nn.Module | None) -> None:
+    """Has :func:`within_root` call ``root``, or nothing."""
     object.__setattr__(base, _ROOT, root)  # not a submodule: it holds the model itself
 
 

@@ -85,15 +85,16 @@ class JoinedLinear(nn.Linear):
         return joint.part(self._index)
 
 
-def join_shared(layer: nn.Module) -> None:
+def join_shared(layer: nn.Module, *, mixture: bool = False) -> None:
     """Joins the frozen weights of a decoder layer that read the same input, adapted or not, in place.
 
     Those that are trained stay apart, and so do those that become neighbours when they are dequantized. A single layer
     that gives all of a group's outputs (Phi-3) is one parameter as it is; so are all weights of layers built otherwise.
+    In a ``mixture`` PEFT adapts an MLP without experts by its weights, which have to be parameters for that.
     """
     found = dict(layer.named_modules())
     for names in SHARED_INPUTS:
-        if any(name not in found for name in names):
+        if any(name not in found for name in names) or (mixture and names[0].startswith("mlp.")):
             continue
         modules: list[Any] = [found[name] for name in names]
         bases = [getattr(module, "base_layer", module) for module in modules]
@@ -129,11 +130,13 @@ class RankShards:
 
     Attributes:
         joins: Whether weights that read the same input are joined, as frozen ones are.
+        mixture: Whether the model has experts.
     """
 
     rank: int
     size: int
     joins: bool
+    mixture: bool = False
     kept: dict[nn.Parameter, Tensor] = field(default_factory=dict)
 
     def of(self, whole: Tensor) -> Tensor:
@@ -152,7 +155,7 @@ class RankShards:
                 module.check_state()
         if self.joins:  # random weights are made to be trained, and adapters freeze them later
             layer.requires_grad_(False)
-        prepare(layer, joins=self.joins)
+        prepare(layer, joins=self.joins, mixture=self.mixture)
         for module in layer.modules():
             for name, whole in list(module._parameters.items()):
                 if whole is None or isinstance(whole, QuantizedStack):
@@ -165,10 +168,10 @@ class RankShards:
                 module._parameters[name] = stand_in
 
 
-def prepare(layer: nn.Module, *, joins: bool) -> None:
+def prepare(layer: nn.Module, *, joins: bool, mixture: bool = False) -> None:
     """Puts all large tensors of a whole layer into parameters, and joins those that read the same input."""
     if joins:
-        join_shared(layer)
+        join_shared(layer, mixture=mixture)
     for module in layer.modules():
         if isinstance(module, QuantizedLinear):
             module.as_parameters()
@@ -267,21 +270,23 @@ def shard(model: PreTrainedModel | PeftModel, mesh: DeviceMesh, shards: RankShar
             reduced over all ranks.
         shards: Shards that this rank has kept of layers that are not whole any more.
         plan: Trained weights are all-gathered in its compute dtype, and their gradients reduced in float32. So are
-            those of a model in which nothing is trained, such as a reference.
+            those of a model in which nothing is trained, such as a reference, unless some are quantized.
 
     Raises:
         FtcliError: FT713 (exit 1) when the all-gathered weights are not those that were sharded.
     """
     base = base_of(model)
     adapted = hasattr(model, "peft_config")
-    dtypes = {} if adapted or not plan.autocast else {"param_dtype": getattr(torch, plan.compute)}
+    bytes_in_it = any(isinstance(module, QuantizedLinear) for module in model.modules())  # which no cast would keep
+    as_stored = adapted or bytes_in_it or not plan.autocast
+    dtypes = {} if as_stored else {"param_dtype": getattr(torch, plan.compute)}
     policy = MixedPrecisionPolicy(**dtypes, reduce_dtype=torch.float32, cast_forward_inputs=False)
     trained = {p for p in model.parameters() if p.requires_grad} if adapted else set()
     layers: list[Any] = list(decoder_layers(base))
     first: dict[str, Tensor] = {}
     for index, layer in enumerate(layers):
         if not has_shards_only(layer):
-            prepare(layer, joins=shards.joins)
+            prepare(layer, joins=shards.joins, mixture=shards.mixture)
         hide_stacks(layer)
         if not index:
             first = {n: p.detach().clone() for n, p in layer.named_parameters() if p not in trained}

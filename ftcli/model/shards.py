@@ -1,7 +1,8 @@
 """Shards of tensors and weights (DTensor): a rank's own and the whole; forward passes in step over the ranks.
 
 A layer's all-gather takes all ranks. A rank whose forward pass ends early, for instance out of memory, or that has
-nothing to compute takes part in the all-gathers of the layers that it has not come to.
+nothing to compute takes part in the all-gathers of the layers that it has not come to. Where a GPU has room for all
+weights, they are gathered once for many passes, in which ranks need not wait for each other.
 """
 
 from __future__ import annotations
@@ -201,29 +202,47 @@ def try_forward(model: PreTrainedModel | PeftModel, compute: Callable[[], T]) ->
     return within_root(model, compute_or_follow)
 
 
-def lead_forwards(
+def forwards_in_step(
     model: PreTrainedModel | PeftModel, compute: Callable[[], T] | None, announce: Callable[[bool], bool]
 ) -> T | None:
-    """Runs ``compute``, any number of forward passes, on one rank of a model with sharded weights; None on the others.
+    """Runs ``compute``, any number of forward passes, on this rank of a model with sharded weights; None where it has
+    nothing to compute.
 
-    All ranks call this.
+    All ranks call this. One that is done, or makes fewer passes, takes part in the all-gathers of the others'.
 
     Args:
         announce: Called by all ranks together before each pass, and after the last one; says on all of them whether
-            there is one, from what the rank that computes gives.
+            there is one on any, from what each gives.
     """
     passes = _ForwardsInStep(model)
 
-    def lead(compute: Callable[[], T]) -> T:
-        with passes.announced(lambda: announce(True)):
-            found = compute()
-        announce(False)
-        return found
-
-    def follow() -> None:
+    def compute_and_follow() -> T | None:
+        found = None
+        if compute is not None:
+            with passes.announced(lambda: announce(True)):
+                found = compute()
         while announce(False):
             passes.follow()
+        return found
 
-    found = within_root(model, follow if compute is None else lambda: lead(compute))
+    found = within_root(model, compute_and_follow)
     reshard_model(model)
     return found
+
+
+def with_whole_weights(model: PreTrainedModel | PeftModel, compute: Callable[[], T]) -> T:
+    """Runs ``compute`` while each rank has all weights of a model with sharded ones, all-gathered once.
+
+    All ranks call this, and none waits for another in ``compute``.
+    """
+    layers: list[Any] = list(decoder_layers(base_of(model)))
+
+    def gathered() -> T:
+        for layer in layers:
+            layer.unshard()
+        return compute()
+
+    try:
+        return within_root(model, gathered)
+    finally:
+        reshard_model(model)

@@ -24,7 +24,6 @@ from ftcli.config.training import CheckpointingSetting
 from ftcli.facts.device import DeviceFacts
 from ftcli.plan.execution import why_not_sharded
 from ftcli.plan.memory.candidates import (
-    TIGHT_SHARE,
     Level,
     candidate,
     host_has_room,
@@ -33,6 +32,7 @@ from ftcli.plan.memory.candidates import (
     runs_as_graphs,
 )
 from ftcli.plan.memory.checkpointing import Offloaded
+from ftcli.plan.memory.estimate import TIGHT_SHARE
 from ftcli.plan.memory.terms import EVALUATION, GENERATION
 from ftcli.plan.run import RunPlan
 from ftcli.tables import engines, policies

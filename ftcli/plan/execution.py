@@ -35,6 +35,7 @@ from ftcli.plan.batches import Batches, choose_batches
 from ftcli.plan.precision import DtypePlan
 from ftcli.plan.quantization import why_dequantized
 from ftcli.tables import methods, optimizers, policies, quantizations
+from ftcli.tables.images import LANGUAGE
 
 #: Why a layer with DoRA is left as it is.
 DORA = "DoRA scales the merged weight, which is never formed on the kernels"
@@ -522,26 +523,35 @@ def graphs_part(reason: str | None, tokens: int) -> ExecutionPart:
 
 def why_not_sharded(recipe: Recipe, facts: ModelFacts, execution: Execution) -> str | None:
     """The part of a recipe that does not go with sharded weights, as one clause that begins with its key; or None."""
-    lora, train = recipe.lora, recipe.train
+    lora = recipe.lora
     if quantizations.row(recipe.quantization.method).training is not None:
         return f"quantization.method: {recipe.quantization.method} rounds whole matrices"
     if not execution.on_kernels and recipe.model.kernels == "triton":
         return f"model.kernels: triton, and the layers are not on it ({execution.layers.reason})"
     if lora is None:
-        row = optimizers.row(train.optim)
-        if row.build_own is None or row.state != "whole":
-            return f"train.optim: {train.optim} works on whole matrices, or keeps state of its own kind"
-        if recipe.model.dtype == "float16":
-            return "model.dtype: float16, whose losses are scaled"
-        if train.bf16_gradients:
-            return "train.bf16_gradients: each GPU keeps its part of the sum in float32"
-        return None
+        return _trained_whole(recipe)
     if lora.use_dora:
         return "lora.use_dora: the lengths of its rows are taken from whole weights"
     if lora.changes_base:
         return f"lora.init_lora_weights: {lora.init_lora_weights} takes whole weights apart"
     if lora.modules_to_save:
         return f"lora.modules_to_save: {lora.modules_to_save[0]}, of which a copy would be made before it is sharded"
+    return None
+
+
+def _trained_whole(recipe: Recipe) -> str | None:
+    train, grpo = recipe.train, recipe.grpo
+    row = optimizers.row(train.optim)
+    if row.build_own is None or row.state != "whole":
+        return f"train.optim: {train.optim} works on whole matrices, or keeps state of its own kind"
+    if recipe.model.dtype == "float16":
+        return "model.dtype: float16, whose losses are scaled"
+    if train.bf16_gradients:
+        return "train.bf16_gradients: each GPU keeps its part of the sum in float32"
+    if recipe.model.train != LANGUAGE:
+        return "model.train: a tower has no gradient on ranks whose rows have no image, and shards need all ranks'"
+    if grpo is not None and grpo.beta and grpo.sync_ref_model:
+        return "grpo.sync_ref_model: a reference that follows is written by one process, and no GPU has all of it"
     return None
 
 

@@ -239,6 +239,7 @@ def _memory(
         free = machine.free_bytes if machine.kind == "cpu" else machine.host_free_bytes
         yield from memory_and_disk.host_total_findings(context, host, free)
     yield from memory_and_disk.memory_findings(context, found.estimate, verdict, device)
+    yield from memory_and_disk.gathering_findings(context, plan, found.estimate)
     yield from memory_and_disk.host_findings(context, found.estimate, device.host_free_bytes)
     if plan.trains and device.kind == "cuda" and not device.probed:
         yield NotMade("host memory", f"the run is meant for another machine ({device.name})")

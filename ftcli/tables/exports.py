@@ -47,8 +47,21 @@ class ExportFormat:
     serves: str | None = None
 
 
-_COMPRESSED = Package("compressed_tensors", "ftcli[fp8]", "export to fp8 and w4a16")
+_COMPRESSED = Package("compressed_tensors", "ftcli[fp8]", "export to a few bits")
 _GGUF = Package("gguf", "ftcli[gguf]", "export to GGUF")
+
+
+def _rounded(write: str) -> ExportFormat:
+    """A format of compressed-tensors' layout, by the function of ``ftcli.export`` that writes it."""
+    return ExportFormat(
+        f"ftcli.export.{write}",
+        merges=True,
+        linear_only=True,
+        further=True,
+        package=_COMPRESSED,
+        size="ftcli.export.safetensors:model_bytes",
+    )
+
 
 TABLE: Mapping[str, ExportFormat] = MappingProxyType(
     {
@@ -93,22 +106,14 @@ TABLE: Mapping[str, ExportFormat] = MappingProxyType(
             of_quantized=("bitnet",),
             size="ftcli.export.bitnet:bitnet_bytes",
         ),
-        "fp8": ExportFormat(
-            "ftcli.export.fp8:write",
-            merges=True,
-            linear_only=True,
-            further=True,
-            package=_COMPRESSED,
-            size="ftcli.export.safetensors:model_bytes",
-        ),
-        "w4a16": ExportFormat(
-            "ftcli.export.w4a16:write",
-            merges=True,
-            linear_only=True,
-            further=True,
-            package=_COMPRESSED,
-            size="ftcli.export.safetensors:model_bytes",
-        ),
+        "fp8": _rounded("floats:write_fp8"),
+        "fp8_static": _rounded("floats:write_fp8_static"),
+        "w8a8": _rounded("integers:write_w8a8"),
+        "w4a16": _rounded("integers:write_w4a16"),
+        "gptq": _rounded("integers:write_gptq"),
+        "awq": _rounded("integers:write_awq"),
+        "nvfp4": _rounded("floats:write_nvfp4"),
+        "mxfp4": _rounded("floats:write_mxfp4"),
     }
 )
 

@@ -227,6 +227,7 @@ class StoredType:
         quantized_by: ``llama-quantize`` makes it, from a file of this type; None: the gguf library does.
         block: Weights of a block, which rows are made of; rows of another length are float16.
         ternary: It has three values a block, so it is for weights that have no more (``quantization.method: bitnet``).
+        weighed: It is rounded by an importance matrix of the run's rows, whatever ``export.gguf.imatrix`` says.
     """
 
     ggml: str
@@ -238,6 +239,7 @@ class StoredType:
     block: int = 1
     steps: int = 1
     ternary: bool = False
+    weighed: bool = False
 
 
 TYPES: Mapping[str, StoredType] = MappingProxyType(
@@ -258,6 +260,9 @@ TYPES: Mapping[str, StoredType] = MappingProxyType(
         "q4_k_m": StoredType("Q4_K_M", 15, 0.0, 0.8, quantized_by="bf16"),
         "q4_k_s": StoredType("Q4_K_S", 14, 0.0, 0.8, quantized_by="bf16"),
         "q3_k_m": StoredType("Q3_K_M", 12, 0.0, 1.0, quantized_by="bf16"),
+        "iq4_xs": StoredType("IQ4_XS", 30, 0.0, 0.8, quantized_by="bf16", weighed=True),
+        "iq3_m": StoredType("IQ3_M", 27, 0.0, 1.0, quantized_by="bf16", weighed=True),
+        "iq2_m": StoredType("IQ2_M", 29, 0.0, 1.2, quantized_by="bf16", weighed=True),
     }
 )
 

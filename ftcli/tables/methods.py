@@ -142,8 +142,6 @@ _OF_PROMPTS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         # Completions would be sampled under noise as well; rows are grouped by prompt.
         "train.neftune_noise_alpha": (None,),
         "train.train_sampling_strategy": ("random",),
-        "launch.engine": ("auto", "single", "ddp"),
-        "launch.dp_replicate_size": ("auto", 1),
         "launch.context_parallel_size": (1,),
     }
 )
@@ -202,6 +200,8 @@ def _labelled() -> Method:
     )
 
 
+#: The value of ``train.method`` in a recipe that says nothing.
+DEFAULT = "sft"
 TABLE: Mapping[str, Method] = MappingProxyType(
     {
         "sft": Method(
@@ -282,6 +282,7 @@ TABLE: Mapping[str, Method] = MappingProxyType(
             reward_rules="ftcli.methods.grpo.checks:check_rewards",
             row_rules="ftcli.methods.grpo.checks:check_rows",
             survey="ftcli.methods.grpo.train:survey",
+            sees=True,
             from_prompts=True,
             scores_tasks=True,
             packs=False,

@@ -26,6 +26,7 @@ from ftcli.model.selfcheck import check_head
 from ftcli.model.token_rows import draw_rows
 from ftcli.model.tokenizer import align_special_tokens, pad_apart
 from ftcli.model.trained_weights import load_weights
+from ftcli.model.vision import attend_in_tower
 from ftcli.plan.batches import Batches
 from ftcli.plan.quantization import trains_rounded
 from ftcli.run.directory import RunDirectory
@@ -155,11 +156,13 @@ def _stored(job: Job) -> str:
 def build_trainable(job: Job, *, num_layers: int | None = None) -> Model:
     """The model to train: with fresh adapters under LoRA, as it is for full fine-tuning."""
     base = build_base(job, num_layers=num_layers)
-    lora = job.recipe.lora
+    lora, parts = job.recipe.lora, job.recipe.model.train
+    if "vision" in parts:
+        attend_in_tower(base)
     if lora is None:
-        freeze_other_parts(base)
+        freeze_other_parts(base, parts)
         return base
-    model, targets = apply_lora(base, lora, job.dtypes, seed=job.recipe.run.seed, tokens=job.new_tokens)
+    model, targets = apply_lora(base, lora, job.dtypes, seed=job.recipe.run.seed, parts=parts, tokens=job.new_tokens)
     job.reporter.info(summary_of_targets(model, targets))
     if lora.start_from is not None:
         folder = start_folder(lora.start_from)
@@ -246,7 +249,9 @@ def _parts(job: Job) -> RankShards | None:
     place, launch = job.session.place, job.recipe.launch
     if place is None or place.size == 1 or not engines.row(launch.engine).shards:
         return None
-    return RankShards(place.rank % launch.shard_size, launch.shard_size, joins=job.recipe.lora is not None)
+    mixture = job.facts.shape is not None and job.facts.shape.has_experts
+    frozen = job.recipe.lora is not None or quantizations.row(job.recipe.quantization.method).quantize is not None
+    return RankShards(place.rank % launch.shard_size, launch.shard_size, joins=frozen, mixture=mixture)
 
 
 def _trained(tokens: TokenizedRow) -> int:

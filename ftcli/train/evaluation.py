@@ -96,18 +96,13 @@ class HeldOut:
 
     def _scored(self, step: int) -> tuple[Mapping[str, TaskResult], dict[str, float]]:
         """The recipe's tasks where they are scored after ``step``: results on rank 0, and their scores on all."""
-        from ftcli.evaluate.loss import led_by_first
-        from ftcli.model.backbone import root_of
+        from ftcli.evaluate.ranks import led_by_first
         from ftcli.run.process_group import of_leader
 
         settings, group = self.evaluator.job.recipe.eval, self.evaluator.group
         if settings.tasks_every_steps is None or step % settings.tasks_every_steps:
             return {}, {}
-        found: Mapping[str, TaskResult] = {}
-        if group is not None and root_of(self.model) is not None:
-            found = led_by_first(group, self.model, lambda: self.evaluator.tasks(self.model)) or {}
-        elif self._leads:
-            found = self.evaluator.tasks(self.model)
+        found = led_by_first(group, self.model, lambda: self.evaluator.tasks(self.model)) or {}
         scores = {name: task.score for name, task in found.items()}
         return found, dict(of_leader(group, "tasks", scores))
 
@@ -140,15 +135,12 @@ class HeldOut:
         """The model's answers, on rank 0. All ranks call this: each takes part if the model's weights are sharded over
         them.
         """
-        from ftcli.evaluate.loss import led_by_first
-        from ftcli.model.backbone import root_of
+        from ftcli.evaluate.ranks import led_by_first
 
         settings, group = self.evaluator.job.recipe, self.evaluator.group
         if not settings.data.eval or not settings.eval.samples:
             return []
-        if group is not None and root_of(self.model) is not None:
-            return led_by_first(group, self.model, self._samples) or []
-        return self._samples() if self._leads else []
+        return led_by_first(group, self.model, self._samples) or []
 
     def _samples(self) -> list[JudgedRow]:
         try:

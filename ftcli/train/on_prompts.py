@@ -118,10 +118,10 @@ def _train(session: Session, context: RunContext, method: PromptMethod) -> Promp
     if context.leads:
         inputs = assembly.inputs_of(job, model, read)
         keep_inputs(context, inputs if other is None else replace(inputs, asked=other))
-    before = _before(context, evaluator, model) if context.leads else {}
+    before = _before(context, evaluator, model)
 
     def evaluate(step: int) -> dict[str, float]:
-        now = evaluator.tasks(model) if context.leads else {}
+        now = _tasks(context, evaluator, model)
         if context.leads:
             write_tasks(context.directory, before, now, step)
         return dict(of_leader(group, "tasks", _scores(now)))
@@ -135,7 +135,7 @@ def _train(session: Session, context: RunContext, method: PromptMethod) -> Promp
         method.training_rows(context.recipe, len(prompts)),
         method.kept,
     )
-    after = _tasks(context, evaluator, model, "after") if context.leads else {}
+    after = _told(context, evaluator, model, "after")
     if context.leads:
         write_tasks(context.directory, before, after)
     if after:
@@ -164,6 +164,7 @@ def _policy(context: RunContext, job: Job, prompts: Sequence[RenderedPrompt]) ->
     add_to_manifest(context, built)
     if group is not None:
         assembly.form_group(job, group)
+        assembly.shard_weights(job, model, group)
     return model
 
 
@@ -171,12 +172,15 @@ def _before(context: RunContext, evaluator: Evaluator, model: Any) -> Mapping[st
     """Scores of the tasks before training: a run that goes on reads those that it wrote, and forgets completions of
     steps that are made again.
     """
-    if context.opened.resume_step:
+    before: Mapping[str, TaskResult] = {}
+    if not context.opened.resume_step:
+        before = _told(context, evaluator, model, "before")
+    elif context.leads:
         before = tasks_before(began_in(context.opened))
-    else:
-        before = _tasks(context, evaluator, model, "before")
-        write_tasks(context.directory, before, {})  # for a run that is stopped and goes on
-    Completions(context.directory.completions_dir).forget_after(context.opened.resume_step)
+    if context.leads:
+        if not context.opened.resume_step:
+            write_tasks(context.directory, before, {})  # for a run that is stopped and goes on
+        Completions(context.directory.completions_dir).forget_after(context.opened.resume_step)
     return before
 
 
@@ -184,7 +188,9 @@ def _prompts(job: Job, method: PromptMethod) -> list[RenderedPrompt]:
     from ftcli.data.asked import asked_rows
 
     data = job.recipe.data
-    asked, warnings = asked_rows(data.train, data, job.tokenizer, method.room(job.recipe), offline=job.session.offline)
+    asked, warnings = asked_rows(
+        data.train, data, job.tokenizer, method.room(job.recipe), offline=job.session.offline, vision=job.vision
+    )
     for warning in warnings:
         job.reporter.finding(warning)
     return asked
@@ -198,12 +204,23 @@ def _as_tokens(job: Job, asked: Sequence[RenderedPrompt]) -> list[TokenizedRow]:
     return [TokenizedRow(one.prompt.row, ids, ids) for one, ids in zip(asked, encoded, strict=True)]
 
 
-def _tasks(context: RunContext, evaluator: Evaluator, model: Any, when: str) -> dict[str, TaskResult]:
+def _told(context: RunContext, evaluator: Evaluator, model: Any, when: str) -> Mapping[str, TaskResult]:
     with context.phase("evaluating"):
-        found = evaluator.tasks(model)
+        found = _tasks(context, evaluator, model)
     for name, score in _scores(found).items():
         context.session.reporter.info(f"held-out {name} {when} training: {score:.1%}")
     return found
+
+
+def _tasks(context: RunContext, evaluator: Evaluator, model: Any) -> Mapping[str, TaskResult]:
+    """Rank 0's results; none on the others, which take part if they hold shards of the weights."""
+    from ftcli.evaluate.ranks import generating
+
+    if not context.recipe.eval.tasks:
+        return {}
+    memory = context.report.memory
+    whole = memory is not None and memory.generator == "whole"
+    return generating(context.group, model, evaluator.tasks if context.leads else None, whole=whole) or {}
 
 
 def _scores(tasks: Mapping[str, TaskResult]) -> dict[str, float]:

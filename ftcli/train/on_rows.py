@@ -383,8 +383,8 @@ def _job_of_other(job: Job) -> Job:
 def loaded_beside(
     job: Job, rows: Sequence[TokenizedRow], group: RankGroup | None
 ) -> tuple[PreTrainedModel, Batches, Inputs]:
-    """The other model, frozen, which stays beside the trained one on each rank; how its batches are laid out; and the
-    identity of its files.
+    """The other model, frozen, which stays beside the trained one on each rank, or is sharded like it; how its batches
+    are laid out; and the identity of its files.
 
     Args:
         rows: A few, for the self-check.
@@ -401,7 +401,15 @@ def loaded_beside(
         model = assembly.build_base(of_other)
     model.requires_grad_(False).eval()
     assembly.put_on_kernels(of_other, model, rows)
-    return model, assembly.laid_out(of_other, model, rows), assembly.loaded_base(of_other, model, read)
+    batches, inputs = assembly.laid_out(of_other, model, rows), assembly.loaded_base(of_other, model, read)
+    if group is not None:
+        from ftcli.model.backbone import root_of
+
+        assembly.shard_weights(of_other, model, group)
+        root: Any = root_of(model)
+        if root is not None:
+            root.set_reshard_after_forward(False, recurse=False)  # its head is read behind its pass
+    return model, batches, inputs
 
 
 def _answered(

@@ -73,8 +73,10 @@ CASES = {
 TINY = Case("tiny", 2, 48, 24, 8)
 
 
-def measure(name: str, case: Case, steps: int, gpus: int, more: list[str], table: Table) -> None:
-    """Adds a row for each step of one run."""
+def measure(
+    name: str, case: Case, steps: int, gpus: int, more: list[str], table: Table, log: Path | None = None
+) -> None:
+    """Adds a row for each step of one run, whose messages go into ``log``."""
     with tempfile.TemporaryDirectory(prefix="ftcli-grpo-") as folder:
         scratch = Path(folder)
         prompts = scratch / "prompts.jsonl"
@@ -83,7 +85,7 @@ def measure(name: str, case: Case, steps: int, gpus: int, more: list[str], table
         write_prompts(loaded(case.recipe, *given), prompts, case.prompts, equal=True)
         words = ["grpo", str(case.recipe), *settings(*given), "--offline", "--resume", "never"]
         words += ["--output-dir", str(scratch / "run"), *(["--gpus", str(gpus)] if gpus > 1 else [])]
-        answer = ftcli(words)
+        answer = ftcli(words, log=log)
         metrics = scratch / "run" / "metrics.jsonl"
         lines = [json.loads(text) for text in metrics.read_text().splitlines()] if metrics.exists() else []
     for line in (line for line in lines if "loss" in line):

@@ -6,9 +6,13 @@
 Random weights of the true shapes, 2 x 4096 tokens a GPU. Five minutes on 2 x H200. FOLDER keeps what the commands
 print. ``preference`` is DPO, KTO and reward models on as many tokens: 4 pairs of 512 + 768 tokens, whose prompts are
 computed once. ``context`` is rows that all GPUs share (launch.context_parallel_size), --length tokens on one GPU and on
-all. ``resume`` is how long a run takes to start, and one on all GPUs that SIGTERM ends and half of them go on with;
+all. ``experts`` is Qwen3-30B-A3B with adapters, ``full9`` Qwen3.5-9B whole, both on sharded weights; ``grpo`` two steps
+of GRPO on a 32B shape whose weights are sharded, 8 prompts x 8 completions of 512 + 512 tokens, and ``layered`` one
+of 512 + 32 whose tokens gather the weights layer by layer; ``vision`` rows with images for Qwen3-VL-8B, on all GPUs and
+on one. ``resume`` is how long a run takes to start, and one on all GPUs that SIGTERM ends and half of them go on with;
 ``killed`` is a run of which rank 1 is killed. The memory of sharded weights is measured by `memory.py --gpus 2`, GRPO
-by `grpo_step.py --gpus 2`. NVLink multicast stays as the environment has it (NCCL_NVLS_ENABLE).
+of a model that each GPU holds by `grpo_step.py --gpus 2`. NVLink multicast stays as the environment has it
+(NCCL_NVLS_ENABLE).
 """
 
 from __future__ import annotations
@@ -21,11 +25,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from common import GIB, RECIPES, TINY_STEP, Table, bench, parser, require_device, settings
+from common import GIB, RECIPES, TINY_STEP, Table, bench, ftcli, parser, require_device, settings
+from grpo_step import CASES, TINY, Case, measure
 from rows import UNTRAINED
 
 #: Completions that are generated at a time on each GPU.
@@ -101,6 +106,78 @@ def seventy(host: Host) -> None:
     changes += ["quantization.method=nf4"] if host.tiny else []
     found = host.bench("70b", "llama3.1-70b-qlora", *settings(*changes), *host.ranks)
     _each(host, "70B NF4, fsdp: tokens/s a GPU", found, "1,200")
+
+
+def experts(host: Host) -> None:
+    """Adapters on attention and every expert of Qwen3-30B-A3B, sharded over the GPUs."""
+    found = host.bench("experts", "qwen3-30b-a3b", *settings("launch.engine=fsdp"), *host.ranks)
+    _each(host, "Qwen3-30B-A3B LoRA, fsdp: tokens/s a GPU", found, "")
+
+
+def full9(host: Host) -> None:
+    """Full fine-tuning of Qwen3.5-9B, whose layers are delta nets and attention, sharded over the GPUs."""
+    changes = settings("lora=null", "launch.engine=fsdp", "train.optim=adamw_torch_fused")
+    found = host.bench("full9", "qwen3.5-9b", *changes, *host.ranks)
+    _each(host, "Qwen3.5-9B full, fsdp: tokens/s a GPU", found, "")
+
+
+#: Qwen3-32B: what its config.json says of the shape.
+_32B = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 5120, "intermediate_size": 25600,
+    "num_hidden_layers": 64, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "hidden_act": "silu",
+    "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "vocab_size": 151936,
+    "tie_word_embeddings": False, "attention_bias": False, "attention_dropout": 0.0, "initializer_range": 0.02,
+    "sliding_window": None, "use_sliding_window": False, "dtype": "bfloat16",
+}  # fmt: skip
+
+
+def grpo(host: Host) -> None:
+    """Steps of GRPO on a 32B shape, each GPU with a shard of it in training and all of it while it samples."""
+    _grpo(host, "grpo", 2, TINY if host.tiny else CASES["bf16"])
+
+
+def layered(host: Host) -> None:
+    """The same where the whole model finds no room: each token gathers layer after layer; completions are short."""
+    case = TINY if host.tiny else replace(CASES["bf16"], completion=32)
+    _grpo(host, "layered", 1, case, *(() if host.tiny else ("train.memory_budget_gib=90",)))
+
+
+def _grpo(host: Host, name: str, count: int, case: Case, *more: str) -> None:
+    changes = ["launch.engine=fsdp", *more]
+    if not host.tiny:
+        shape = host.folder / "qwen3-32b"
+        shape.mkdir(exist_ok=True)
+        (shape / "config.json").write_text(json.dumps(_32B))
+        changes += [f"model.name_or_path={shape}", "model.dtype=bfloat16"]
+    rows = host.folder / "rows.jsonl"
+    rows.write_text('{"prompt": "a", "answer": "7"}\n' * 64)
+    asked = (*case.settings(rows, count, host.gpus), *changes)
+    words = ["check", str(case.recipe), "--json", "--offline", *settings(*asked), *host.ranks]
+    check = ftcli(words, log=host.folder / f"{name}-check.log").result
+    predicted = (check.get("memory") or {}).get("allocated_bytes") or 0
+    steps = Table({"step": "", "rollout": ".2f", "log_probs": ".2f", "training": ".2f", "peak GiB": ".2f", "note": ""})
+    measure("32B", case, count, host.gpus, changes, steps, host.folder / f"{name}.log")
+    last = steps.rows[-1]
+    taken = (last.get("metrics") or {}).get("step_time")
+    note = f"{last.get('peak GiB') or 0:.2f} GiB ({predicted / GIB:.2f} predicted), {last.get('note', '')}"
+    host.show(f"32B GRPO, fsdp ({name}): seconds of a step", taken, "", note=note, found=steps.rows)
+
+
+def vision(host: Host) -> None:
+    """Rows with images on all GPUs over as many times one of them alone."""
+    rates = []
+    for gpus in (host.gpus, 1):
+        out = host.folder / f"vision-{gpus}.json"
+        words = ["--only", "ours", "--gpus", str(gpus), "--steps", str(host.steps), "--json", str(out)]
+        words += ["--device", "cpu"] if host.tiny else []
+        script = str(Path(__file__).with_name("vision.py"))
+        subprocess.run([sys.executable, script, *words, "--log", str(out.with_suffix(".log"))], check=False)  # noqa: S603
+        row = json.loads(out.read_text())["rows"][0] if out.exists() else {}
+        rates.append(row.get("tokens/s"))
+        note = f"{row.get('peak GiB') or 0:.2f} GiB {row.get('note', '')}"
+        host.show(f"Qwen3-VL-8B LoRA on {gpus}: tokens/s in all", rates[-1], note=note, found=row)
+    share = rates[0] / host.gpus / rates[1] if rates[0] and rates[1] else None
+    host.show("Qwen3-VL-8B LoRA, ddp: share of as many single GPUs", share, "0.97")
 
 
 def _each(host: Host, what: str, found: dict[str, Any], aim: str) -> None:
@@ -254,6 +331,11 @@ PARTS: dict[str, Callable[[Host], None]] = {
     "ddp": ddp,
     "full": full,
     "70b": seventy,
+    "experts": experts,
+    "full9": full9,
+    "grpo": grpo,
+    "layered": layered,
+    "vision": vision,
     "preference": preference,
     "context": context,
     "rollouts": rollouts,

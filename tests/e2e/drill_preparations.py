@@ -119,6 +119,19 @@ def scarce(what: str, rows: int) -> None:
     _wrap("ftcli.model.fused:FusedDecoderLayer.compute", around)
 
 
+def no_room_for_all() -> None:
+    """This rank has no room for all weights of a model that is sharded: layers are gathered for each token."""
+
+    def around(function: Callable[..., Any]) -> Callable[..., Any]:
+        def by_layer(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **{**kwargs, "whole": False})
+
+        return by_layer
+
+    for module in ("ftcli.evaluate.ranks", "ftcli.methods.grpo.rollouts"):
+        _wrap(f"{module}:generating", around)
+
+
 def spoil(target: str, call: int) -> None:
     """In its ``call``-th call, ``target`` gives NaN."""
 
@@ -313,7 +326,7 @@ def warm_clean(socket: str) -> None:
     _wrap("ftcli.export.clean.process:CleanProcess.start", around)
 
 
-_FAULTS = (pause, starve, fail, scarce, spoil, impatient, hurried, forked_ranks, small_files)
+_FAULTS = (pause, starve, fail, scarce, no_room_for_all, spoil, impatient, hurried, forked_ranks, small_files)
 _SHORTCUTS = (few_held_out, bundled_models, warm_children, warm_check, warm_clean)
 #: By name, as a request of drill.py has them.
 PREPARATIONS = {f.__name__: f for f in (*_FAULTS, *_SHORTCUTS)}

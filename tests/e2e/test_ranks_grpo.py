@@ -35,6 +35,18 @@ CHANGE: dict[str, Any] = {
 }
 
 
+AGENT: dict[str, Any] = {
+    "model": {"name_or_path": "bundled:tiny-agent", "dtype": "float32"},
+    "data": {"train": [{"path": "bundled:smoke-agent-train", "max_rows": 12}], "eval": [], "max_seq_len": 256},
+    "train": {**CHANGE["train"], "max_steps": 2, "per_device_train_batch_size": 4},
+    "grpo": {
+        "num_generations": 4, "max_prompt_length": 80, "max_completion_length": 140,
+        "environment": {"file": "bundled:desk.py:Desk"}, "rewards": [{"use": "exact_match"}],
+    },
+    "eval": {"tasks": []},
+}  # fmt: skip
+
+
 def twice(change: dict[str, Any]) -> dict[str, Any]:
     return {**change, "train": {**change["train"], "gradient_accumulation_steps": 2}}
 
@@ -83,18 +95,8 @@ def test_two_ranks_are_one_process_that_accumulates_twice(grpo: dict[str, Any], 
 
 def test_rollouts_with_tools_are_the_same_on_two_ranks(drills: Drills) -> None:
     """Each rank has the instances of its own rollouts; their rewards and turns are known on both."""
-    change = {
-        "model": {"name_or_path": "bundled:tiny-agent", "dtype": "float32"},
-        "data": {"train": [{"path": "bundled:smoke-agent-train", "max_rows": 12}], "eval": [], "max_seq_len": 256},
-        "train": {**CHANGE["train"], "max_steps": 2, "per_device_train_batch_size": 4},
-        "grpo": {
-            "num_generations": 4, "max_prompt_length": 80, "max_completion_length": 140,
-            "environment": {"file": "bundled:desk.py:Desk"}, "rewards": [{"use": "exact_match"}],
-        },
-        "eval": {"tasks": []},
-    }  # fmt: skip
-    alone = drills.whole("grpo", **twice(change))
-    run_ranks(drills, drills.recipe("two", **change), 2, command="grpo")
+    alone = drills.whole("grpo", **twice(AGENT))
+    run_ranks(drills, drills.recipe("two", **AGENT), 2, command="grpo")
     assert drills.metrics("two") == drills.metrics(alone)
     assert all(line["tools/call_frequency"] == 1.0 for line in drills.metrics("two") if "loss" in line)
     require_same_weights(drills.folder / "two" / "adapter", alone / "adapter")

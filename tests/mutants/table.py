@@ -1093,8 +1093,8 @@ PREFERENCE = (
     _m(
         "modules that are trained whole stay in the reference",
         "ftcli/model/initial_adapters.py",
-        "        module.enable_adapters(False)\n",
-        "        module.enable_adapters(True)\n",
+        "            layer.enable_adapters(False)\n",
+        "            layer.enable_adapters(initial is not None)\n",
         _UP + "objective.py",
     ),
 )
@@ -1415,7 +1415,7 @@ EXPERTS = (
     _m(
         "stacks: parts that stay where they were",
         _STACKS,
-        "            stacks[0].packed, stacks[0].method = stacks[1].packed, stacks[1].method\n",
+        "            stacks[0].source, stacks[0].method = stacks[1].source, stacks[1].method\n",
         "            pass\n",
         _STACKED,
     ),
@@ -1469,11 +1469,25 @@ EXPERTS = (
         "unit/plan/test_measured_memory.py::test_sizes_are_those_of_the_model",
     ),
     _m(
-        "packed experts are sharded",
-        "ftcli/plan/execution.py",
-        "    if method.quantize_stack is not None and facts.shape is not None and facts.shape.has_experts:",
-        "    if False:",
-        "unit/plan/test_checkpointing_engine.py::test_auto",
+        "the gradient of the auxiliary loss counts padding",
+        "ftcli/model/balance.py",
+        "keepdim=True)) * ledger.counted[:, None]",
+        "keepdim=True))",
+        "unit/model/test_balance.py",
+    ),
+    _m(
+        "the self-check compares a trained router's gradient of tokens between experts",
+        "ftcli/model/routing.py",
+        "held = torch.where(moved, held.detach(), held)",
+        "pass",
+        "unit/model/test_patch.py::test_self_check_of_trained_routers_leaves_out_tokens_between_experts",
+    ),
+    _m(
+        "a trained stack's gradient reads the first tokens",
+        _K + "experts.py",
+        "(grads.both, None), (x, token), groups)",
+        "(grads.both, None), (x, None), groups)",
+        "ops/test_experts.py::test_stacks_that_are_trained",
     ),
 )
 

@@ -132,6 +132,10 @@ def _model(asked: ReloadRequest, sent: dict[str, Tensor]) -> tuple[JsonObject, d
     if asked.from_disk and asked.names and _is_quantized(config):
         return _streamed(asked, config, sent)
     options: dict[str, Any] = {"dtype": "auto" if asked.dtype == "stored" else torch.float32}
+    if _has_zero_points(config):
+        from transformers import CompressedTensorsConfig
+
+        options["quantization_config"] = CompressedTensorsConfig(**config.quantization_config, dequantize=True)
     if asked.from_disk:
         options = {"dtype": torch.float32, "device_map": {"": "disk"}}
     # transformers compiles how some layers unpack their weights and round, which needs a compiler and takes longer.
@@ -149,8 +153,8 @@ def _model(asked: ReloadRequest, sent: dict[str, Tensor]) -> tuple[JsonObject, d
             **options,
         )
         model.eval()
-        if not _is_quantized(model.config) and not asked.from_disk:
-            model.float()
+        if not asked.from_disk:
+            _widen(model)
         problems = [f"{name} is not stored" for name in sorted(told["missing_keys"])]
         problems += [f"{found[0]} is stored in another shape" for found in sorted(told["mismatched_keys"])]
         tensors = {} if problems else _computed(model, asked, sent)
@@ -158,8 +162,26 @@ def _model(asked: ReloadRequest, sent: dict[str, Tensor]) -> tuple[JsonObject, d
     return facts, tensors
 
 
+def _widen(model: PreTrainedModel) -> None:
+    """Has the model compute in float32; what a quantization keeps otherwise stays as it is."""
+    quantizer: Any = getattr(model, "hf_quantizer", None)
+    if not _is_quantized(model.config):
+        model.float()
+    elif hasattr(model, "ct_decompress_hook"):
+        quantizer.compressor.decompress_model(model)  # as its first pass would, but for the dtype
+        for parameter in model.parameters():
+            if parameter.dtype in (torch.bfloat16, torch.float16):
+                parameter.data = parameter.data.float()
+
+
 def _is_quantized(config: Any) -> bool:
     return getattr(config, "quantization_config", None) is not None
+
+
+def _has_zero_points(config: Any) -> bool:
+    """True for packed weights that are not symmetric: transformers loads these only as plain weights."""
+    groups = dict(getattr(config, "quantization_config", None) or {}).get("config_groups", {})
+    return any(group["weights"] and not group["weights"]["symmetric"] for group in groups.values())
 
 
 def _computed(model: PreTrainedModel, asked: ReloadRequest, sent: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -318,8 +340,7 @@ def _streamed(asked: ReloadRequest, config: Any, sent: dict[str, Tensor]) -> tup
     said = dict(config.quantization_config)
     del config.quantization_config  # transformers would build its own layers, with memory
     model = _empty(config)
-    compressed = _four_bits if said.get("format") == "pack-quantized" else _eight_bits
-    makers = {"compressed-tensors": compressed, "bitnet": _ternary}
+    makers = {"compressed-tensors": _compressed, "bitnet": _ternary}
     if said.get("quant_method") not in makers:
         raise ValueError(f"weights in {said.get('quant_method')} are not read layer by layer")
     read = makers[said["quant_method"]](model, said, _reader(Path(asked.folder), asked.names))
@@ -344,47 +365,34 @@ def _reader(folder: Path, names: Mapping[str, str]) -> Read:
     return read
 
 
-def _eight_bits(model: PreTrainedModel, said: dict[str, Any], read: Read) -> Read:
-    from compressed_tensors.compressors import ModelCompressor
+def _compressed(model: PreTrainedModel, said: dict[str, Any], read: Read) -> Read:
+    """Numbers of layers that round their inputs, where config.json says so, and compute with unpacked weights."""
+    from compressed_tensors.compressors import BaseCompressor, ModelCompressor
     from compressed_tensors.quantization import QuantizationStatus, apply_quantization_config
-    from compressed_tensors.quantization.lifecycle.forward import dequantize
     from transformers import CompressedTensorsConfig
 
-    scheme = ModelCompressor.from_compression_config(CompressedTensorsConfig(**said)).quantization_config
-    apply_quantization_config(model, scheme, run_compressed=False)
-    for module in model.modules():
-        if getattr(module, "quantization_scheme", None) is not None:
-            module.quantization_status = QuantizationStatus.COMPRESSED  # its weight is rounded already
+    settings = ModelCompressor.from_compression_config(CompressedTensorsConfig(**said)).quantization_config
+    apply_quantization_config(model, settings, run_compressed=False, show_progress=False)
+    kind: Any = BaseCompressor.get_value_from_registry(said["format"])
+    parts: dict[str, tuple[str, ...]] = {}
+    for path, module in model.named_modules():
+        layer: Any = module
+        if getattr(layer, "quantization_scheme", None) is None:
+            continue
+        layer.quantization_status = QuantizationStatus.COMPRESSED  # its weight is rounded already
+        parts[f"{path}.weight"] = kind.compression_param_names(layer.quantization_scheme)
+        for name in [name for name in layer._parameters if name.startswith("weight_") or name.endswith("zero_point")]:
+            del layer._parameters[name]
 
     def number(name: str) -> Tensor:
-        tensor = read(name)
-        if tensor.dtype != torch.float8_e4m3fn:
-            return tensor
-        layer: Any = model.get_submodule(name.rpartition(".")[0])
-        scale = read(f"{name}_scale").float()
-        numbers: Tensor = dequantize(tensor, scale, args=layer.quantization_scheme.weights, dtype=torch.float32)
-        return numbers
-
-    return number
-
-
-def _four_bits(_: PreTrainedModel, said: dict[str, Any], read: Read) -> Read:
-    """Numbers of layers that compute with the unpacked weight as any other."""
-    from compressed_tensors.compressors import ModelCompressor
-    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
-    from compressed_tensors.quantization.lifecycle.forward import dequantize
-    from transformers import CompressedTensorsConfig
-
-    scheme = ModelCompressor.from_compression_config(CompressedTensorsConfig(**said)).quantization_config
-    args = scheme.config_groups["group_0"].weights
-
-    def number(name: str) -> Tensor:
-        try:
-            packed = read(f"{name}_packed")
-        except KeyError:
+        if name not in parts:
             return read(name)
-        whole = unpack_from_int32(packed, args.num_bits, torch.Size(read(f"{name}_shape").tolist()))
-        numbers: Tensor = dequantize(whole, read(f"{name}_scale").float(), args=args, dtype=torch.float32)
+        path = name.removesuffix("weight")
+        held = {part: read(f"{path}{part}") for part in parts[name] if part.startswith("weight")}
+        if held["weight_scale"].dtype == torch.bfloat16:  # in whose dtype the product would be rounded
+            held["weight_scale"] = held["weight_scale"].float()
+        layer: Any = model.get_submodule(path.removesuffix("."))
+        numbers: Tensor = kind.decompress(held, layer.quantization_scheme)["weight"]
         return numbers
 
     return number

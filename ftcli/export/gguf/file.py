@@ -166,14 +166,15 @@ def _add(writer: Any, key: str, value: Value) -> None:
         writer.add_array(key, value)
 
 
-def quantize_file(source: Path, target: Path, kind: str) -> None:
-    """Make ``target`` of the 16-bit file ``source``.
+def quantize_file(source: Path, target: Path, kind: str, matrix: Path | None = None) -> None:
+    """Make ``target`` of the 16-bit file ``source``; with a file of an importance ``matrix``, where there is one.
 
     Raises:
         FtcliError: FT758 where the program is not on the PATH, or fails.
     """
     program = require_quantizer([kind])
-    arguments = [program, str(source), str(target), TYPES[kind].ggml]
+    weighed = [] if matrix is None else ["--imatrix", str(matrix)]
+    arguments = [program, *weighed, str(source), str(target), TYPES[kind].ggml]
     done = subprocess.run(arguments, capture_output=True, text=True, check=False, errors="replace")  # noqa: S603
     if done.returncode != 0:
         said = (done.stderr or done.stdout).strip().splitlines()

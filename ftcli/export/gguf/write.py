@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
+from ftcli.export.calibration import importance
 from ftcli.export.gguf.file import (
     ExpectedFile,
     PlannedTensor,
@@ -24,6 +26,7 @@ from ftcli.export.gguf.file import (
 )
 from ftcli.export.gguf.verify import verify_file
 from ftcli.export.lazy import computing_from
+from ftcli.export.safetensors import plan_model
 from ftcli.export.source import ExportSource, not_verified, read_adapter_config, unwritten
 from ftcli.export.tensorfile import require_room
 from ftcli.export.verify import Verified, compare_logits, logits, not_asked, shortened, unlike_names
@@ -59,10 +62,11 @@ def write(source: ExportSource, folder: Path, say: Callable[[str], None]) -> Ver
     wanted = prepare_gguf(source, say)
     facts: dict[str, str | int | float] = dict(wanted.facts)
     warnings = [*wanted.description.warnings]
+    matrix, weighed = _importance(source, wanted, folder, say) or (None, 0)
     for kind in source.settings.gguf.types:
         path = folder / f"{wanted.name}-{TYPES[kind].ggml}.gguf"
         say(f"writing {path.name}")
-        write_type(wanted, path, kind)
+        write_type(wanted, path, kind, matrix)
         if not source.verify:
             continue
         say(f"verifying {path.name}")
@@ -71,6 +75,9 @@ def write(source: ExportSource, folder: Path, say: Callable[[str], None]) -> Ver
             raise not_verified(folder, [f"{path.name}: {problem}" for problem in report.problems])
         facts |= report.facts(f"{kind}_")
         warnings += report.warnings(path, kind)
+    if matrix is not None:
+        matrix.unlink()
+        facts["imatrix_tokens"] = weighed
     if source.settings.gguf.lora_adapter:
         facts["adapter_relative_error"] = _adapter(source, wanted, folder, say)
     if not source.verify:
@@ -82,6 +89,34 @@ def write(source: ExportSource, folder: Path, say: Callable[[str], None]) -> Ver
         tuple(warnings),
         wanted.merged_with,
     )
+
+
+def _importance(
+    source: ExportSource, wanted: ExpectedFile, folder: Path, say: Callable[[str], None]
+) -> tuple[Path, int] | None:
+    """A file as llama.cpp's ``llama-imatrix`` writes it, and of how many tokens; None where no type asks for it."""
+    asked = source.settings.gguf
+    made = [TYPES[kind] for kind in asked.types if TYPES[kind].quantized_by is not None]
+    if not any(asked.imatrix or each.weighed for each in made):
+        return None
+    tensors: dict[str, PlannedTensor] = {}
+    most = 0
+    for name, (squares, tokens) in importance(source, plan_model(source), say).items():
+        stored = wanted.names.stored.get(name)
+        if stored is not None:
+            sums = columns_in_file_order(stored, squares[None], wanted.heads, wanted.architecture)
+            tensors[f"{stored}.in_sum2"] = in_memory(sums)
+            tensors[f"{stored}.counts"] = in_memory(torch.full((1, 1), float(tokens)))
+            most = max(most, tokens)
+    path = folder / ".imatrix.gguf"
+    values: dict[str, Value] = {
+        "general.type": "imatrix",
+        "imatrix.datasets": ["data.train of the run"],
+        "imatrix.chunk_count": 1,
+        "imatrix.chunk_size": most,
+    }
+    write_file(path, "imatrix", values, tensors)
+    return path, most
 
 
 def _adapter(source: ExportSource, wanted: ExpectedFile, folder: Path, say: Callable[[str], None]) -> float:
@@ -96,8 +131,8 @@ def _adapter(source: ExportSource, wanted: ExpectedFile, folder: Path, say: Call
     return error
 
 
-def write_type(wanted: ExpectedFile, path: Path, kind: str) -> None:
-    """Write one file.
+def write_type(wanted: ExpectedFile, path: Path, kind: str, matrix: Path | None = None) -> None:
+    """Write one file; ``matrix``: the importance matrix that ``llama-quantize`` is given.
 
     Raises:
         FtcliError: FT758 where ``llama-quantize`` would make it and is not there, or fails.
@@ -110,7 +145,7 @@ def write_type(wanted: ExpectedFile, path: Path, kind: str) -> None:
     plain = path.with_name(f".{path.name}.{intermediate}")
     try:
         _write_plain(wanted, plain, intermediate)
-        quantize_file(plain, path, kind)
+        quantize_file(plain, path, kind, matrix)
     finally:
         plain.unlink(missing_ok=True)
 

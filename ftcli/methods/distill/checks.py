@@ -8,6 +8,7 @@ from ftcli.config.model import ModelConfig, QuantizationConfig
 from ftcli.config.recipe import Recipe
 from ftcli.facts.generation import MOST_ROWS
 from ftcli.methods.distill.settings import DistillConfig
+from ftcli.plan.memory.shards import LAYERS_AT_ONCE
 from ftcli.plan.run import Generation, MethodMemory, OtherModel, RunPlan
 from ftcli.preflight.checks.context import Context, Findings
 
@@ -56,8 +57,8 @@ def check(context: Context) -> Findings:
 
 
 def memory(plan: RunPlan) -> MethodMemory:
-    """The student's completions of a step are made together; the teacher stays beside it. Of the logits of both some
-    rows exist at a time.
+    """The student's completions of a step are made together; the teacher stays beside it, sharded like it. Of the
+    logits of both some rows exist at a time.
     """
     train, settings = plan.recipe.train, plan.recipe.distill or DistillConfig()
     seq_len = settings.max_prompt_length + settings.max_completion_length
@@ -67,7 +68,10 @@ def memory(plan: RunPlan) -> MethodMemory:
     teacher = 0
     if plan.other is not None:
         each = _STORED.get(settings.teacher_quantization, float(plan.dtypes.parameter_bytes))
-        teacher = int((plan.other.parameters or 0) * each)
+        parameters = plan.other.parameters or 0
+        teacher = int(parameters * each) // plan.shard_size
+        if plan.shard_size > 1:
+            teacher += _gathered(plan, parameters, each)
     completions = train.per_device_train_batch_size * train.gradient_accumulation_steps
     return MethodMemory(
         seq_len=seq_len,
@@ -75,3 +79,12 @@ def memory(plan: RunPlan) -> MethodMemory:
         reference_bytes=teacher,
         generation=Generation(min(completions, MOST_ROWS), settings.max_prompt_length, seq_len),
     )
+
+
+def _gathered(plan: RunPlan, parameters: int, each: float) -> int:
+    """Bytes of a sharded teacher's weights that are whole while it computes: its tables, and the layers at work."""
+    shape = None if plan.other is None else plan.other.shape
+    if shape is None:
+        return 0
+    layer = (parameters - shape.embedding_parameters) // shape.num_layers
+    return int(shape.embedding_parameters * plan.dtypes.compute_bytes + LAYERS_AT_ONCE * layer * each)

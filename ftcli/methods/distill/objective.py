@@ -21,8 +21,9 @@ from ftcli.labels import IGNORE_INDEX
 from ftcli.methods.distill.settings import DistillConfig
 from ftcli.methods.grpo.rollouts import Rollouts, sampling
 from ftcli.methods.grpo.spans import OPTIMIZER, ROLLOUT, TRAINING, Spans
-from ftcli.model.backbone import compute_context, head_of, hidden_states
+from ftcli.model.backbone import compute_context, head_of, hidden_states, within_root
 from ftcli.model.loss import next_token_divergence, supervised_positions
+from ftcli.model.shards import reshard_model
 from ftcli.plain import JsonObject
 from ftcli.plan.batches import Batches
 from ftcli.run.metrics import MetricsLine
@@ -96,7 +97,7 @@ class DistillObjective(Objective):
         self._size = train.per_device_train_batch_size
         self._accumulation = train.gradient_accumulation_steps * self._ranks
         self.steps_per_epoch = len(asked) // (self._size * self._accumulation)
-        self._rollouts = Rollouts(model, job, settings)
+        self._rollouts = Rollouts(model, job, settings, group)
         # Of a student whose vocabulary is padded to more entries, the teacher cannot read those.
         read_by = model if teacher.model is None else teacher.model
         self._known = int(read_by.get_input_embeddings().weight.shape[0])
@@ -195,14 +196,22 @@ class DistillObjective(Objective):
         shown = {name.removeprefix(_TEACHER): inputs[name] for name in inputs if name.startswith(_TEACHER)}
         own = {name: value for name, value in inputs.items() if not name.startswith(_TEACHER)}
         where, theirs = own.pop(_POSITIONS), shown.pop(_POSITIONS)
-        with compute_context(self._job.device, dtypes.compute, dtypes.autocast):
+
+        def compute() -> tuple[Tensor, Tensor]:
             with torch.no_grad(), self._teacher.at_hand(model) as teacher:
-                taught = hidden_states(teacher, shown, None).rows(theirs), head_of(teacher)
+                said = within_root(teacher, lambda: hidden_states(teacher, shown, None).rows(theirs))
+                taught = said, head_of(teacher)
             learnt = hidden_states(model, own, self._stack).rows(where), head_of(model)
             weights = (1.0 / step.supervised).expand(where.shape[0])
             found = next_token_divergence(learnt, taught, weights, beta=settings.beta, temperature=settings.temperature)
-        next(one for one in self._of_batches if one.entropy is None).entropy = float(found.entropies.mean())
-        return found.loss
+            return found.loss, found.entropies
+
+        with compute_context(self._job.device, dtypes.compute, dtypes.autocast):
+            loss, entropies = within_root(model, compute)
+        if self._teacher.model is not None:
+            reshard_model(self._teacher.model)
+        next(one for one in self._of_batches if one.entropy is None).entropy = float(entropies.mean())
+        return loss
 
     def reduced(self) -> None:
         """Notes the metrics of all ranks' micro-batches, in the order of one process."""

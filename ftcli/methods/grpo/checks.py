@@ -311,8 +311,8 @@ def memory(plan: RunPlan) -> MethodMemory:
     """The completions of a generation batch are made together, as many as GRPO decodes at once. The loss takes
     log-probabilities from hidden states.
 
-    Full fine-tuning with ``beta`` needs a second model as reference. Adapters need none: they can be switched off.
-    Reward models stay beside the policy, in bfloat16.
+    Full fine-tuning with ``beta`` needs a second model as reference, sharded like the first. Adapters need none: they
+    can be switched off. Reward models stay beside the policy, in bfloat16, whole on each GPU.
     """
     recipe, train = plan.recipe, plan.recipe.train
     settings = recipe.grpo
@@ -324,7 +324,7 @@ def memory(plan: RunPlan) -> MethodMemory:
     return MethodMemory(
         seq_len=seq_len,
         loss_bytes=plan.log_prob_bytes(train.per_device_train_batch_size * settings.max_completion_length),
-        reference_bytes=(plan.sizes.parameters * plan.dtypes.parameter_bytes if second else 0)
+        reference_bytes=(-(-plan.sizes.parameters // plan.shard_size) * plan.dtypes.parameter_bytes if second else 0)
         + _reward_bytes(settings),
         generation=Generation(min(completions, MOST_ROWS), settings.max_prompt_length, seq_len),
     )

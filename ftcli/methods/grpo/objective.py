@@ -26,7 +26,7 @@ from ftcli.methods.grpo.advantages import Advantages, advantages_of, deviation
 from ftcli.methods.grpo.draws import Drawn, DrawnCompletion, Draws, share_of
 from ftcli.methods.grpo.episodes import Acting
 from ftcli.methods.grpo.losses import Completions, StepShape, loss_mask
-from ftcli.methods.grpo.policy import Metrics, Parity, PolicyScores, check_parity, joined, scored_loss
+from ftcli.methods.grpo.policy import PROMPT_ROWS, Metrics, Parity, ParityCheck, PolicyScores, joined, scored_loss
 from ftcli.methods.grpo.reference import Reference
 from ftcli.methods.grpo.rewards import Reward, RewardFailures
 from ftcli.methods.grpo.rollouts import Rollouts, gather_rows, sampling
@@ -96,7 +96,7 @@ class GrpoParts:
 
     Attributes:
         prompts: How many there are.
-        tell_parity: Told before the first step how well log-probabilities agree; None once that is known.
+        parity: Looks before the first step how well log-probabilities agree.
         completions: Takes the completions of a logging step; None where nobody does.
     """
 
@@ -105,7 +105,7 @@ class GrpoParts:
     failures: RewardFailures
     spans: Spans
     stagnation: Stagnation
-    tell_parity: Callable[[Parity], None] | None
+    parity: ParityCheck
     completions: Callable[[int, Sequence[ScoredCompletion]], None] | None
     reference: Reference
 
@@ -221,6 +221,8 @@ class GrpoObjective(Objective):
             "completion_ids": _right(completions, pad),
             "completion_mask": mask,
         }
+        if any(self._policy.shown):
+            batch[PROMPT_ROWS] = torch.tensor([one.row for one in made])
         if any(one.given for one in made):
             batch["tool_mask"] = _right([_written(one) for one in made], 1)
         batch["num_items_in_batch"] = loss_mask(batch).sum()
@@ -246,8 +248,9 @@ class GrpoObjective(Objective):
         self._parts.spans.enter(LOG_PROBS)
         written = batch["tool_mask"][own] if "tool_mask" in batch else None
         width = batch["completion_ids"].shape[1]
+        rows = batch[PROMPT_ROWS][own] if PROMPT_ROWS in batch else None
         found, _ = self._policy.log_probs(
-            ids[own], mask[own], width, rows_at_a_time=self._size, model=model, written=written
+            ids[own], mask[own], width, rows_at_a_time=self._size, model=model, written=written, prompt_rows=rows
         )
         self._parts.spans.enter(None)
         return found if self._group is None else gather_rows(self._group, "log-probs", found)
@@ -292,11 +295,8 @@ class GrpoObjective(Objective):
         against the model's own and the sampler's."""
         plan, policy, parts = self._job.dtypes, self._policy, self._parts
         assert self._rollout is not None
-        if parts.tell_parity is not None and bool(inputs["completion_mask"].any()):  # all may have been cut off
-            fresh = self._before.rollout is not self._rollout  # else weights have moved since they were sampled
-            sampled = inputs.get("sampling_per_token_logps") if fresh else None
-            parts.tell_parity(check_parity(policy, plan, inputs, sampled))
-            parts.tell_parity = None
+        fresh = self._before.rollout is not self._rollout  # else weights have moved since they were sampled
+        if parts.parity(inputs, inputs.get("sampling_per_token_logps") if fresh else None):
             parts.spans.enter(TRAINING)
         shape = StepShape(self._accumulation, self._generated)
         with compute_context(policy.device, plan.compute, plan.autocast):
@@ -470,6 +470,9 @@ def build_grpo(
     spans = Spans(job.device, (ROLLOUT, REWARDS, LOG_PROBS, TRAINING, OPTIMIZER), counted=(ROLLOUT, TRAINING))
 
     def objective(stack: DecoderStack | None, _sequence: SequencePart | None) -> GrpoObjective:
+        failures = RewardFailures(grpo.reward_failures.max_fraction, job.reporter)
+        rollouts = Rollouts(model, job, grpo, group)
+        draws = Draws(job, grpo, asked, columns, rewards, failures, rollouts, spans, group, acting)
         policy = PolicyScores(
             model,
             job.batches(model),
@@ -478,10 +481,9 @@ def build_grpo(
             device=job.device,
             stack=stack,
             spans=spans,
+            group=group,
+            shown=draws.shown,
         )
-        failures = RewardFailures(grpo.reward_failures.max_fraction, job.reporter)
-        rollouts = Rollouts(model, job, grpo)
-        draws = Draws(job, grpo, asked, columns, rewards, failures, rollouts, spans, group, acting)
         stagnation = Stagnation(grpo.early_stopping)
         parts = GrpoParts(
             len(asked),
@@ -489,7 +491,7 @@ def build_grpo(
             failures,
             spans,
             stagnation,
-            tell_parity,
+            ParityCheck(policy, job.dtypes, tell_parity),
             hooks.completions,
             Reference(model, reference, grpo),
         )

@@ -12,21 +12,30 @@ gave any.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from ftcli.data.collate import documents_batch
+from ftcli.data.collate import documents_batch, with_images
 from ftcli.data.tokens import TokenizedRow
 from ftcli.errors import ExitCode, FtcliError
+from ftcli.evaluate.ranks import passes_in_step
 from ftcli.labels import IGNORE_INDEX
 from ftcli.methods.grpo.losses import Completions, StepShape, loss_mask, policy_loss
 from ftcli.methods.grpo.settings import GrpoConfig
 from ftcli.methods.grpo.spans import TRAINING
-from ftcli.model.backbone import base_of, compute_context, head_of, hidden_states, rotation_kept
+from ftcli.model.backbone import (
+    base_of,
+    compute_context,
+    head_of,
+    hidden_states,
+    root_of,
+    rotation_kept,
+    within_root,
+)
 from ftcli.model.delta_layer import FusedDeltaLayer
 from ftcli.model.loss import next_token_log_probs, supervised_positions
 from ftcli.model.quantized import has_coarse_products
@@ -39,9 +48,13 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
+    from ftcli.generation.requests import PromptImages
     from ftcli.methods.grpo.spans import Spans
     from ftcli.model.fused import DecoderStack
+    from ftcli.run.process_group import RankGroup
 
+#: The numbers of prompts that show images, in a batch.
+PROMPT_ROWS = "prompt_rows"
 #: Numbers by name, one for each micro-batch.
 Metrics: TypeAlias = dict[str, list[float]]
 
@@ -66,6 +79,7 @@ class ScoredDocuments:
         completion: int,
         silent: Sequence[bool],
         written: Tensor | None = None,
+        shown: Sequence[PromptImages | None] = (),
     ) -> ScoredDocuments:
         """Of a batch on the host.
 
@@ -73,6 +87,7 @@ class ScoredDocuments:
             input_ids, attention_mask: (B, P + C); the last ``completion`` columns, C, are the completions.
             silent: For each row whether it is left out.
             written: (B, C), 1 for tokens that are scored; None: all of the completions are.
+            shown: What each prompt shows; empty where none does.
         """
         documents: list[TokenizedRow] = []
         there = attention_mask[:, -completion:].bool()
@@ -86,7 +101,9 @@ class ScoredDocuments:
                 continue
             scored = torch.where(where[index], ids[-completion:], IGNORE_INDEX)[there[index]]
             labels = [IGNORE_INDEX] * len(prompt) + scored.tolist()
-            documents.append(TokenizedRow(Row("completions", index, {}), [*prompt.tolist(), *answer.tolist()], labels))
+            every, seen = [*prompt.tolist(), *answer.tolist()], shown[index] if shown else None
+            images = () if seen is None else seen.row.images
+            documents.append(TokenizedRow(Row("completions", index, {}), every, labels, images=images))
         return cls(documents, where)
 
 
@@ -96,6 +113,8 @@ class PolicyScores:
     Args:
         stack: The decoder layers as one function, which passes with gradients take; None where they are not.
         spans: Counts the tokens of passes with gradients.
+        shown: What each prompt of the run shows, by its number; empty where none does.
+        group: The ranks that train together. Where they hold shards of the weights, all of them call what computes.
     """
 
     def __init__(
@@ -108,8 +127,13 @@ class PolicyScores:
         device: torch.device,
         stack: DecoderStack | None = None,
         spans: Spans | None = None,
+        shown: Sequence[PromptImages | None] = (),
+        group: RankGroup | None = None,
     ) -> None:
+        self.shown = shown
+        self._pixels = next((one.pixels for one in shown if one is not None), None)
         self.model, self.batches, self.temperature, self.device = model, batches, temperature, device
+        self.group = group
         self._pad_token_id, self._stack, self._spans = pad_token_id, stack, spans
 
     def log_probs(
@@ -123,6 +147,7 @@ class PolicyScores:
         model: PreTrainedModel | None = None,
         entropy_gradient: bool = False,
         written: Tensor | None = None,
+        prompt_rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies of completions in nats, (B, C) float32 each, 0 where there is no token.
 
@@ -132,29 +157,43 @@ class PolicyScores:
             model: Another model than the policy.
             entropy_gradient: The loss uses the entropies, too.
             written: (B, C), 1 for tokens that are scored; None: all of the completions are.
+            prompt_rows: (B,), the numbers of the prompts, where these show images.
         """
         rows = input_ids.shape[0]
         size = rows_at_a_time or rows
         ids, mask = input_ids.cpu(), attention_mask.cpu()
         silent = silent or (False,) * rows
         own = None if written is None else written.cpu()
+        shown = self.shown_by(prompt_rows)
         scored_by = self.model if model is None else model
-        found = [
-            self._scores(
-                scored_by,
-                ScoredDocuments.of(
-                    ids[at : at + size],
-                    mask[at : at + size],
-                    completion,
-                    silent[at : at + size],
-                    None if own is None else own[at : at + size],
-                ),
-                entropy_gradient,
-            )
-            for at in range(0, rows, size)
-        ]
+
+        def compute() -> list[tuple[Tensor, Tensor]]:
+            return [
+                self._scores(
+                    scored_by,
+                    ScoredDocuments.of(
+                        ids[at : at + size],
+                        mask[at : at + size],
+                        completion,
+                        silent[at : at + size],
+                        None if own is None else own[at : at + size],
+                        shown[at : at + size],
+                    ),
+                    entropy_gradient,
+                )
+                for at in range(0, rows, size)
+            ]
+
+        if torch.is_grad_enabled() or _is_running(scored_by):
+            found = compute()
+        else:
+            found = passes_in_step(self.group, scored_by, compute) or []
         log_probs, entropies = (torch.cat(parts) for parts in zip(*found, strict=True))
         return log_probs, entropies
+
+    def shown_by(self, prompt_rows: Tensor | None) -> list[PromptImages | None]:
+        """What prompts of these numbers show; empty where nothing is said of them."""
+        return [] if prompt_rows is None else [self.shown[row] for row in prompt_rows.tolist()]
 
     def _scores(
         self, model: PreTrainedModel | PeftModel, scored: ScoredDocuments, entropy_gradient: bool
@@ -163,20 +202,49 @@ class PolicyScores:
         where = scored.where.to(self.device, non_blocking=True)
         nothing = torch.zeros(where.shape, dtype=torch.float32, device=self.device)
         if not scored.documents:
+            if torch.is_grad_enabled() and root_of(model) is not None:  # the others need its part of their passes
+                log_probs, _ = self._computed(model, [_filler()], entropy_gradient)
+                return nothing + 0.0 * log_probs.sum(), nothing
             return nothing + _zero_of(model), nothing
         if torch.is_grad_enabled() and self._spans is not None:
             self._spans.count(TRAINING, sum(len(one.input_ids) for one in scored.documents))
-        batch = documents_batch(scored.documents, self.batches, self._pad_token_id)
-        head = head_of(model)
-        supervised = supervised_positions(batch["labels"], head.weight.shape[0]).to(self.device, non_blocking=True)
+        log_probs, entropies = self._computed(model, scored.documents, entropy_gradient)
+        return nothing.masked_scatter(where, log_probs), nothing.masked_scatter(where, entropies)
+
+    def _computed(
+        self, model: PreTrainedModel | PeftModel, documents: list[TokenizedRow], entropy_gradient: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies of the documents' labels, one after the other."""
+        batch = documents_batch(documents, self.batches, self._pad_token_id)
+        batch = with_images(batch, [documents], self._pixels)
+        vocabulary = base_of(model).get_output_embeddings().weight.shape[0]
+        supervised = supervised_positions(batch["labels"], vocabulary).to(self.device, non_blocking=True)
         batch = {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}
         labels = batch.pop("labels")
         stack = self._stack if torch.is_grad_enabled() else None  # a graph's adapters cannot be switched off
-        states = hidden_states(model, batch, stack)
-        log_probs, entropies = next_token_log_probs(
-            states, head, labels, temperature=self.temperature, supervised=supervised, entropy_gradient=entropy_gradient
-        )
-        return nothing.masked_scatter(where, log_probs), nothing.masked_scatter(where, entropies)
+
+        def compute() -> tuple[Tensor, Tensor]:
+            return next_token_log_probs(
+                hidden_states(model, batch, stack),
+                head_of(model),
+                labels,
+                temperature=self.temperature,
+                supervised=supervised,
+                entropy_gradient=entropy_gradient,
+            )
+
+        return within_root(model, compute)
+
+
+def _filler() -> TokenizedRow:
+    """A document that counts for nothing."""
+    return TokenizedRow(Row("completions", 0, {}), [0, 0], [IGNORE_INDEX, 0])
+
+
+def _is_running(model: PreTrainedModel | PeftModel) -> bool:
+    """True within a pass of a model with sharded weights."""
+    root: Any = root_of(model)
+    return root is not None and bool(root.running)
 
 
 def scored_loss(
@@ -196,6 +264,7 @@ def scored_loss(
         silent=silent,
         entropy_gradient=bool(grpo.entropy_coef),
         written=inputs.get("tool_mask"),
+        prompt_rows=inputs.get(PROMPT_ROWS),
     )
     if silent is not None and "old_per_token_logps" in inputs:  # ratios of 1
         left_out = torch.tensor(silent, device=log_probs.device)[:, None]
@@ -283,6 +352,39 @@ class Parity:
         return f"{text} (mean of {self.tokens} tokens; at most {self.allowed_mean:g} is allowed)"
 
 
+class ParityCheck:
+    """:func:`check_parity` of a rank's first micro-batch that has completions, once.
+
+    Ranks that hold shards of the weights call it alike, until each has looked.
+
+    Args:
+        tell: Gets what was found.
+    """
+
+    def __init__(self, policy: PolicyScores, plan: DtypePlan, tell: Callable[[Parity], None]) -> None:
+        self._policy, self._plan, self._tell = policy, plan, tell
+        self._looked = self._over = False
+
+    def __call__(self, inputs: Completions, sampled: Tensor | None) -> bool:
+        """Whether something was computed; arguments and errors are those of :func:`check_parity`."""
+        if self._over:
+            return False
+        policy, group = self._policy, self._policy.group
+        wanted = not self._looked and bool(inputs["completion_mask"].any())  # all may have been cut off
+        found = passes_in_step(
+            group,
+            policy.model,
+            (lambda: check_parity(policy, self._plan, inputs, sampled)) if wanted else None,
+        )
+        if found is not None:
+            self._tell(found)
+            self._looked = True
+        self._over = self._looked
+        if group is not None and root_of(policy.model) is not None:
+            self._over = all(told[0] for told in group.agree("compared", [self._looked]))
+        return wanted
+
+
 @torch.no_grad()
 def check_parity(policy: PolicyScores, plan: DtypePlan, inputs: Completions, sampled: Tensor | None) -> Parity:
     """Compares on a few rows of ``inputs``, a micro-batch; the model leaves as it came.
@@ -299,17 +401,26 @@ def check_parity(policy: PolicyScores, plan: DtypePlan, inputs: Completions, sam
     chosen = _chosen(inputs["completion_mask"])
     prompts, prompt_mask = inputs["prompt_ids"][chosen], inputs["prompt_mask"][chosen]
     ids, mask = inputs["completion_ids"][chosen, :LONGEST], inputs["completion_mask"][chosen, :LONGEST]
+    numbers = inputs[PROMPT_ROWS][chosen] if PROMPT_ROWS in inputs else None
+    shown = policy.shown_by(numbers) or [None] * len(chosen)
+    for at, one in enumerate(shown):  # transformers takes an answer's image token for a place without an image
+        if one is not None:
+            mask[at] *= (ids[at] == one.pixels.vision.token_id).cumsum(0) == 0
     training = model.training
     model.eval()
     with rotation_kept(model), compute_context(policy.device, plan.compute, plan.autocast):
-        ours, _ = policy.log_probs(torch.cat([prompts, ids], 1), torch.cat([prompt_mask, mask], 1), ids.shape[1])
-        rows = list(zip(prompts, prompt_mask.bool(), ids, mask.bool(), strict=True))
-        plain = torch.cat([*(_plain(model, p[pm], c[cm], policy.temperature) for p, pm, c, cm in rows), ours[:0, 0]])
+        whole, real = torch.cat([prompts, ids], 1), torch.cat([prompt_mask, mask], 1)
+        ours, _ = policy.log_probs(whole, real, ids.shape[1], prompt_rows=numbers)
+        rows = [
+            (p[pm], c[cm], policy.temperature, one)
+            for p, pm, c, cm, one in zip(prompts, prompt_mask.bool(), ids, mask.bool(), shown, strict=True)
+        ]
+        plain = torch.cat([*(_plain(model, *row) for row in rows), ours[:0, 0]])
         rounding = None
         coarse = has_coarse_products(model)
         if coarse or _is_recurrent(model):
             with rounded_otherwise(model, getattr(torch, plan.compute)):
-                again = [_plain(model, p[pm], c[cm], policy.temperature) for p, pm, c, cm in rows]
+                again = [_plain(model, *row) for row in rows]
             rounding = float((torch.cat([*again, plain[:0]]) - plain).abs().mean()) if len(plain) else 0.0
     model.train(training)
     own = loss_mask(inputs)[chosen, :LONGEST].bool()
@@ -345,7 +456,9 @@ def _chosen(completion_mask: Tensor) -> list[int]:
     return [row for row in sorted(range(len(lengths)), key=lambda i: -lengths[i])[:ROWS] if lengths[row]]
 
 
-def _plain(model: Any, prompt: Tensor, completion: Tensor, temperature: float) -> Tensor:
+def _plain(
+    model: Any, prompt: Tensor, completion: Tensor, temperature: float, shown: PromptImages | None = None
+) -> Tensor:
     """(C,) float32: log-probabilities of the completion out of the model's own logits.
 
     A cache is asked for: with one, layers on our kernels hand on to the original ones.
@@ -353,7 +466,9 @@ def _plain(model: Any, prompt: Tensor, completion: Tensor, temperature: float) -
     ids = torch.cat([prompt, completion])[None]
     count = completion.shape[0]
     fewer = "logits_to_keep" in inspect.signature(base_of(model).forward).parameters
-    given = {"logits_to_keep": count + 1} if fewer else {}
+    given: dict[str, Any] = {"logits_to_keep": count + 1} if fewer else {}
+    if shown is not None:
+        given |= {name: value.to(ids.device) for name, value in shown.inputs(ids.cpu()).items()}
     logits = model(input_ids=ids, use_cache=True, **given).logits[0, -count - 1 : -1].float()
     log_probs = torch.log_softmax(logits / temperature, -1)
     return log_probs.gather(1, completion[:, None]).squeeze(1)

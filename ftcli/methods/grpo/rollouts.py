@@ -13,12 +13,13 @@ from ftkernels.sampling import Sampling, row_seed
 from torch import Tensor
 
 from ftcli.errors import ExitCode, FtcliError
+from ftcli.evaluate.ranks import generating
 from ftcli.facts.generation import MOST_ROWS
 from ftcli.generation.generator import OpenedGenerator, open_generator
-from ftcli.generation.requests import Completion, GenerationRequest, NotFinite, StopCheck, StopConditions
+from ftcli.generation.requests import Completion, GenerationRequest, NotFinite, PromptImages, StopCheck, StopConditions
 from ftcli.generation.turns import Turns
 from ftcli.job import Job
-from ftcli.model.backbone import compute_context
+from ftcli.model.backbone import compute_context, root_of
 from ftcli.model.gradient_checkpointing import without_checkpointing
 from ftcli.plan.memory.terms import FORWARD, GENERATION
 from ftcli.run.process_group import gather_bytes, gather_json
@@ -80,11 +81,14 @@ class Rollouts:
     """Completes prompts for one run.
 
     What the engine holds stays from one step to the next where the memory estimate leaves room for it while the model
-    trains; else it is made anew for each step's completions.
+    trains; else it is made anew for each step's completions. Ranks that hold shards of the weights gather all of them
+    for a step's completions where there is room, else layer by layer for each token.
     """
 
-    def __init__(self, model: PreTrainedModel | PeftModel, job: Job, grpo: DrawnBy) -> None:
-        self._model = model
+    def __init__(
+        self, model: PreTrainedModel | PeftModel, job: Job, grpo: DrawnBy, group: RankGroup | None = None
+    ) -> None:
+        self._model, self._group = model, group
         self._job = job
         self._grpo = grpo
         #: What ends a completion.
@@ -102,15 +106,17 @@ class Rollouts:
         step: int,
         own: slice | Sequence[int] | None = None,
         turns: Callable[[Mapping[tuple[int, int], int]], Turns] | None = None,
+        shown: Sequence[PromptImages | None] = (),
     ) -> list[Completion]:
         """One completion for each of the ``own`` prompts, all of them where it is None, its stop token included. Equal
-        neighbours are computed once.
+        neighbours are computed once. All ranks call this.
 
         Args:
             prompts: All of the step: what is drawn for one does not depend on who draws it.
             step: Of training; with the run's seed and the row's place it decides what is drawn.
             turns: Gives what has them go on where a turn has ended, for the place of each completion among the own ones
                 by its request and number; None: they have one turn.
+            shown: What each of ``prompts`` shows; empty where none does.
 
         Raises:
             NotFinite: the model's logits are not finite.
@@ -120,17 +126,30 @@ class Rollouts:
         seed, every = self._job.recipe.run.seed, range(len(prompts))
         places = every if own is None else every[own] if isinstance(own, slice) else own
         seeds = iter([row_seed(seed, step, self._in_step, row) for row in places])
-        mine = [prompts[row] for row in places]
-        if not mine:
-            return []
+        mine = [(tuple(prompts[row]), shown[row] if shown else None) for row in places]
         limit = self._grpo.max_completion_length
         requests = [
-            GenerationRequest(prompt, limit, tuple(next(seeds) for _ in same))
-            for prompt, same in groupby(map(tuple, mine))
+            GenerationRequest(first[0], limit, tuple(next(seeds) for _ in (first, *same)), first[1])
+            for _, same in groupby(mine, key=lambda one: (one[0], id(one[1])))
+            for first in [next(same)]
         ]
-        grpo = self._grpo
-        sampling = Sampling(grpo.temperature, grpo.top_k, grpo.top_p)
-        opened = self._open(min(len(mine), MOST_ROWS))
+        memory = self._job.report.memory
+
+        def completed(model: PreTrainedModel | PeftModel) -> list[Completion]:
+            return self._completed(self._open(model, min(len(mine), MOST_ROWS)), requests, turns)
+
+        whole = memory is not None and memory.generator == "whole"
+        dtype = getattr(torch, self._job.dtypes.compute) if self._job.device.type == "cuda" else None
+        compute = completed if mine else None
+        return generating(self._group, self._model, compute, whole=whole, merged_in=dtype) or []
+
+    def _completed(
+        self,
+        opened: OpenedGenerator,
+        requests: Sequence[GenerationRequest],
+        turns: Callable[[Mapping[tuple[int, int], int]], Turns] | None,
+    ) -> list[Completion]:
+        sampling = Sampling(self._grpo.temperature, self._grpo.top_k, self._grpo.top_p)
         if turns is None:
             completions = opened.generator.complete(requests, sampling, self.stopping)
         else:
@@ -139,14 +158,14 @@ class Rollouts:
             completions = opened.generator.converse(requests, sampling, self.stopping, acting)
         return [one for each in completions for one in each]
 
-    def _open(self, rows: int) -> OpenedGenerator:
+    def _open(self, model: PreTrainedModel | PeftModel, rows: int) -> OpenedGenerator:
         if self._opened is not None:
             self._opened.refresh()
             return self._opened
         grpo, job, memory = self._grpo, self._job, self._job.report.memory
         held = "each step" if memory is None else memory.generator
         opened = open_generator(
-            self._model,
+            model,
             job.dtypes,
             job.device,
             rows=rows,
@@ -157,9 +176,12 @@ class Rollouts:
             merge=held == "merged",
         )
         if not self._told:
-            job.reporter.info(opened.summary)
+            gathered = "" if root_of(self._model) is None else ", weights gathered layer by layer for each token"
+            if model is not self._model:
+                gathered = ", all weights gathered once a step"
+            job.reporter.info(opened.summary + gathered)
             self._told = True
-        if held != "each step":
+        if held in ("kept", "merged"):
             self._opened = opened
         return opened
 

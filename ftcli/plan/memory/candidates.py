@@ -13,16 +13,13 @@ from typing import Any, Literal
 from ftcli.config.load import Settings
 from ftcli.config.model import LoraConfig
 from ftcli.facts.device import DeviceFacts
-from ftcli.plan.memory.estimate import MemoryEstimate, estimate_memory, offloaded_of, pinned_by
+from ftcli.plan.memory.estimate import TIGHT_SHARE, MemoryEstimate, estimate_memory, offloaded_of, pinned_by
 from ftcli.plan.memory.workspaces import pinnable_bytes, pinned_whole
 from ftcli.plan.run import RunPlan
 from ftcli.tables import policies, quantizations
 from ftcli.tables.policies import PolicyName
 
 Level = Literal["fits", "tight", "does not fit", "unknown"]
-
-#: Above this share of the memory a run may still fail on fragmentation or on another process.
-TIGHT_SHARE = 0.9
 #: Batches that are tried one by one.
 _MOST_BATCHES = 32
 _SHORTEST_SEQ_LEN = 256

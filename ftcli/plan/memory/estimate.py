@@ -36,6 +36,7 @@ from ftcli.plan.memory.terms import (
     embedding_gradient,
     graph_pool,
     held_by_layers,
+    images,
     phases_of,
     table_gradient_bytes,
     terms,
@@ -119,6 +120,7 @@ def _what_a_step_allocates(plan: RunPlan, model: MeasuredModel, activations: Act
     tokens, states = rows * length, rows * length * model.hidden_size * plan.stream_bytes
     last = activations.last(rows, length)
     workspace = max(last, *(layer_workspace(plan, kind, rows, length) for kind in activations.kinds))
+    yield from images(plan)
     yield Term("before the layers", activations.entry(rows, length), (FORWARD, BACKWARD))
     for phase, kept in kept_by_layers(plan, activations, rows, length).items():
         yield Term("activations" if phase == BACKWARD else "activations in forward", kept, (phase,))
@@ -223,6 +225,8 @@ P = TypeVar("P", bound=str)
 _RUNTIME_BYTES = {"cuda": 600 * 2**20, "cpu": 850 * 2**20}
 #: Share of the short-lived memory that torch's allocator holds beyond what is asked of it.
 _FRAGMENTATION = 0.05
+#: Above this share of the memory a run may still fail on fragmentation or on another process.
+TIGHT_SHARE = 0.9
 #: What is kept though a run could do without takes no more than this share of the memory.
 ROOMY_SHARE = 0.85
 
@@ -347,11 +351,15 @@ def _dequantized_layers(plan: RunPlan) -> int:
 def _with_generator(plan: RunPlan, settled: MemoryDecisions) -> MemoryEstimate:
     """Adds the generation engine and its merged weights, kept between steps if they fit in free memory.
 
-    On a CPU it is always kept, and nothing is merged.
+    On a CPU it is always kept, and nothing is merged. Of sharded weights nothing is kept: all of them are gathered for
+    a step's completions if they fit.
     """
     alone, batch, free = _added_up(plan, settled), plan.method_memory.generation, plan.device.available_bytes
     if GENERATION not in alone.phases or batch is None:
         return alone
+    if plan.shard_size > 1:
+        whole = _added_up(plan, replace(settled, generator="whole"))
+        return whole if free is None or whole.most_of((GENERATION, EVALUATION)) <= TIGHT_SHARE * free else alone
     needed = generation(plan, batch)
     if not needed.by_engine:
         return alone

@@ -21,8 +21,9 @@ from ftcli.plan.run import Generation, RunPlan
 from ftcli.tables import quantizations
 
 #: How long what completes a method's prompts is held: made anew for each step's completions; from step to step; or from
-#: step to step with a copy of the weights that has the adapters in it.
-Generator: TypeAlias = Literal["each step", "kept", "merged"]
+#: step to step with a copy of the weights that has the adapters in it. Of sharded weights it is made anew: layers are
+#: gathered for each token, or all of them, the whole model, for each step's completions.
+Generator: TypeAlias = Literal["each step", "kept", "merged", "whole"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,16 +28,16 @@ def shard_bytes(plan: RunPlan, whole: int) -> int:
     return -(-whole // plan.shard_size)
 
 
-def gathered_bytes(plan: RunPlan, dequantized_layers: int) -> int:
-    """Whole weights and their buffers at their most."""
+def gathered_bytes(plan: RunPlan, dequantized_layers: int, *, whole: bool = False) -> int:
+    """Gathered weights and their buffers at their most: layer by layer, or of the ``whole`` model at once."""
     shape, trained = plan.shape, plan.recipe.lora is None
     element = plan.dtypes.compute_bytes if trained else plan.dtypes.parameter_bytes
-    whole = weight_bytes(
+    every = weight_bytes(
         plan.recipe.quantization, shape, element, dequantized_layers=dequantized_layers, trained=trained
     )
     outer = outer_elements(plan) * element
-    layer = (whole - outer) // shape.num_layers
-    return outer + LAYERS_AT_ONCE * layer
+    layer = (every - outer) // shape.num_layers
+    return every + layer if whole else outer + LAYERS_AT_ONCE * layer
 
 
 def shards_trained(plan: RunPlan) -> bool:

@@ -21,6 +21,7 @@ from typing import Final, Literal, TypeAlias
 
 from ftkernels.limits import LOSS_VOCABULARY_SLAB, loss_bytes, packed_rank
 
+from ftcli.plain import JsonMap
 from ftcli.plan.memory.activations import ActivationSettings, norm_bytes
 from ftcli.plan.memory.checkpointing import HeldBytes, Offloaded
 from ftcli.plan.memory.fused_activations import layer_input_bytes
@@ -104,11 +105,7 @@ def terms(plan: RunPlan, settled: MemoryDecisions) -> Iterator[Term]:
     sharded, weights = plan.shard_size > 1, _weights(plan, settled)
     yield Term("weights", shard_bytes(plan, weights) if sharded else weights, always, lasting=True)
     if sharded:
-        without = (END, STEP) if shards_trained(plan) else (STEP,)  # counted with what is added up last
-        whole = tuple(phase for phase in always if phase not in without)
-        yield Term("gathered weights", gathered_bytes(plan, settled.dequantized_layers), whole)
-        if shards_trained(plan):
-            yield Term("gradients added up", reduced_bytes(plan), (BACKWARD,))
+        yield from _gathered(plan, settled, always)
     if plan.recipe.lora is not None:
         yield Term("adapters", plan.dtypes.trained_bytes * plan.trained.elements, always, lasting=True)
     if plan.work != "export" and (workspaces := _cublas(plan)):
@@ -122,13 +119,26 @@ def terms(plan: RunPlan, settled: MemoryDecisions) -> Iterator[Term]:
         yield Term("DoRA workspace", norms, phases)
     if GENERATION in always and (batch := plan.method_memory.generation) is not None:
         needed = generation(plan, batch)
-        phases = always if settled.generator != "each step" else (GENERATION,)
+        phases = always if settled.generator in ("kept", "merged") else (GENERATION,)
         yield Term("generation", needed.pass_bytes + _dequantized(plan, settled), (GENERATION,))
         yield Term("key-value cache", needed.cache_bytes, phases, lasting=True)
         if settled.generator == "merged":
             yield Term("merged weights", needed.copy_bytes, phases, lasting=True)
     if EVALUATION in always:
         yield Term("evaluation", _evaluation(plan, settled), (EVALUATION,))
+
+
+def _gathered(plan: RunPlan, settled: MemoryDecisions, always: tuple[Phase, ...]) -> Iterator[Term]:
+    """Weights that come from the other ranks: of the layers at work, or of the whole model where it generates so."""
+    without = (END, STEP) if shards_trained(plan) else (STEP,)  # counted with what is added up last
+    once: tuple[Phase, ...] = (GENERATION, EVALUATION) if settled.generator == "whole" else ()
+    by_layer = tuple(phase for phase in always if phase not in (*without, *once))
+    yield Term("gathered weights", gathered_bytes(plan, settled.dequantized_layers), by_layer)
+    if once:
+        whole = gathered_bytes(plan, settled.dequantized_layers, whole=True)
+        yield Term("whole weights", whole, tuple(phase for phase in always if phase in once), lasting=True)
+    if shards_trained(plan):
+        yield Term("gradients added up", reduced_bytes(plan), (BACKWARD,))
 
 
 def _what_training_holds(plan: RunPlan, always: tuple[Phase, ...]) -> Iterator[Term]:
@@ -191,7 +201,7 @@ def _what_a_step_allocates(plan: RunPlan, settled: MemoryDecisions) -> Iterator[
         yield Term("graph pool", graph_pool(plan, settled), phases_of(plan), lasting=True)
     if plan.graphed:
         yield Term("graph gaps", _graph_gaps(plan, activations, dense), phases_of(plan), lasting=True)
-    yield from _images(plan)
+    yield from images(plan)
     yield Term("hidden states", states, (FORWARD,) if on_kernels else (FORWARD, BACKWARD))
     loss_of_method = plan.method_memory.loss_bytes
     loss = cross_entropy(plan, tokens, training=True) if loss_of_method is None else loss_of_method
@@ -221,19 +231,34 @@ def _what_a_step_allocates(plan: RunPlan, settled: MemoryDecisions) -> Iterator[
         yield Term("dequantized weights", dense, backward if plan.wholly_graphed else (BACKWARD, END))
 
 
-def _images(plan: RunPlan) -> Iterator[Term]:
+def images(plan: RunPlan) -> Iterator[Term]:
     """What a micro-batch holds of its images, all of whose tokens may be theirs: pixels, several patches a token, and
-    what the tower saw, for the embeddings and for each layer that it is added to, there also as it is added.
+    what the tower saw, for the embeddings and for each layer that it is added to, there also as it is added. A tower
+    that is trained keeps what its backward pass needs until the language model's is over.
     """
     if not plan.sees:
         return
-    config = plan.facts.raw
+    config, element = plan.facts.raw, plan.dtypes.parameter_bytes
     vision = config.get("vision_config") or {}
-    merged = int(vision.get("spatial_merge_size") or config.get("spatial_merge_size") or 1) ** 2
+    merged = _patches_a_token(config)
     pixels = 3 * int(vision.get("temporal_patch_size") or 1) * int(vision.get("patch_size") or 14) ** 2
     seen = 1 + 2 * len(vision.get("deepstack_visual_indexes") or ())
-    a_token = merged * pixels * plan.dtypes.parameter_bytes + seen * plan.shape.hidden_size * plan.dtypes.compute_bytes
+    a_token = merged * pixels * element + seen * plan.sizes.hidden_size * plan.dtypes.compute_bytes
     yield Term("images", plan.tokens * a_token, (FORWARD,))
+    if plan.tower is not None:
+        patches = plan.tokens * merged
+        held = plan.tower.whole if plan.policy.recomputes == "nothing" else plan.tower.again
+        yield Term("tower activations", int(patches * held.kept), (FORWARD, BACKWARD, END))
+        yield Term("tower workspace", int(patches * held.workspace), (END,))
+
+
+def _patches_a_token(config: JsonMap) -> int:
+    """Patches of an image that become one token."""
+    vision = config.get("vision_config") or {}
+    if tokens := config.get("mm_tokens_per_image"):
+        return (int(vision.get("image_size") or 224) // int(vision.get("patch_size") or 14)) ** 2 // int(tokens)
+    merged = vision.get("pooling_kernel_size") or vision.get("spatial_merge_size") or config.get("spatial_merge_size")
+    return int(merged or 1) ** 2
 
 
 def _at_work(plan: RunPlan, setting: ActivationSettings) -> int:

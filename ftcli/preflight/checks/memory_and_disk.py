@@ -10,7 +10,9 @@ from ftcli.plan.disk import DiskEstimate, existing_ancestor, why_no_folder, why_
 from ftcli.plan.memory.advice import Verdict
 from ftcli.plan.memory.estimate import MemoryEstimate
 from ftcli.plan.memory.host_total import HostEstimate
+from ftcli.plan.memory.shards import gathered_bytes
 from ftcli.plan.memory.workspaces import pinnable_bytes
+from ftcli.plan.run import RunPlan
 from ftcli.preflight.checks.context import Context, Findings
 from ftcli.tables import policies
 from ftcli.units import gib
@@ -31,6 +33,20 @@ def memory_findings(context: Context, estimate: MemoryEstimate, verdict: Verdict
         yield context.warning("FT602", "model.name_or_path", f"tight: {needs}, {has}", help=_remedy(verdict))
     else:
         yield context.error("FT601", "model.name_or_path", f"does not fit: {needs}, {has}", help=_remedy(verdict))
+
+
+def gathering_findings(context: Context, plan: RunPlan, estimate: MemoryEstimate) -> Findings:
+    """FT366: completions are sampled on weights that do not fit a GPU whole, so that each token gathers them."""
+    generates = plan.trains and plan.method_memory.generation is not None
+    if not generates or plan.shard_size == 1 or plan.described is None or estimate.generator == "whole":
+        return
+    whole = gib(gathered_bytes(plan, estimate.dequantized_layers, whole=True))
+    message = (
+        f"completions are sampled slowly: each token gathers the weights layer by layer from the other GPUs, since all "
+        f"of them ({whole} GiB) do not fit beside this GPU's part and the cache"
+    )
+    help = "shorten or thin out completions, quantize the base, or use more or larger GPUs"
+    yield context.warning("FT366", "launch.engine", message, help=help)
 
 
 def host_findings(context: Context, estimate: MemoryEstimate, free_bytes: int | None) -> Findings:

@@ -168,6 +168,15 @@ def tuned(tmp_path: Path, _tuned: Path) -> Trained:
     return Trained(base, run)
 
 
+def with_rows(made: Trained, train: str = "bundled:sample-chat", **calibration: int) -> Trained:
+    """The run with rows that it was trained on."""
+    raw = yaml.safe_load(made.run.recipe_path.read_text())
+    raw["data"]["train"] = [{"path": train}]
+    raw["export"]["calibration"].update({"rows": 16, "row_tokens": 128, **calibration})
+    made.run.recipe_path.write_text(yaml.safe_dump(raw))
+    return made
+
+
 def noted(made: Trained) -> Trained:
     """The run with what training notes of its base and its result."""
     run, recipe = made.run, load_recipe(made.run.recipe_path)

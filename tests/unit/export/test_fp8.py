@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.export import compressed
 from ftcli.export import verify as verification
-from ftcli.export.fp8 import LARGEST, scale_of, to_float8
+from ftcli.export.floats import LARGEST, scale_of, to_float8
 from tests.small_models import build
 from tests.tiers import in_turn
 from tests.unit.export.conftest import Trained, edit_json

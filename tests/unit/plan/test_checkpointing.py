@@ -16,8 +16,8 @@ from ftcli.facts.model import ModelFacts, read_facts
 from ftcli.plain import plain
 from ftcli.plan.checkpointing import CheckpointingChoice, choose_checkpointing
 from ftcli.plan.memory.advice import relative_time, verdict_on
-from ftcli.plan.memory.candidates import TIGHT_SHARE, candidate, leaner_policies
-from ftcli.plan.memory.estimate import MemoryEstimate, estimate_memory
+from ftcli.plan.memory.candidates import candidate, leaner_policies
+from ftcli.plan.memory.estimate import TIGHT_SHARE, MemoryEstimate, estimate_memory
 from ftcli.plan.run import RunPlan
 from ftcli.preflight.report import PreflightReport
 from ftcli.preflight.stages import preflight

@@ -71,10 +71,10 @@ def test_what_its_row_says_is_known_to_the_checks(user: User) -> None:
 
 def test_a_format_without_a_row_is_refused_in_a_recipe_and_on_the_command_line(user: User) -> None:
     recipe = user.recipe("r", train={"max_steps": 1}, export={"formats": ["adapter"]})
-    for given in (["check", recipe, "--set", "export.formats=[awq]"], ["export", recipe, "--format", "awq"]):
+    for given in (["check", recipe, "--set", "export.formats=[exl3]"], ["export", recipe, "--format", "exl3"]):
         status, document = user.run(*given)
         assert status == 2
-        assert "awq" in document["findings"][0]["message"]
+        assert "exl3" in document["findings"][0]["message"]
         assert "nonsense" in str(document["findings"][0]), "the rows are named"
 
 
