@@ -1457,8 +1457,8 @@ EXPERTS = (
     _m(
         "lora.experts is not looked at",
         "ftcli/model/lora_targets.py",
-        "return targets if experts else replace(targets, experts=())",
-        "return targets",
+        "experts=targets.experts if experts else (),",
+        "experts=targets.experts,",
         "unit/model/test_lora_experts.py",
     ),
     _m(
