@@ -81,7 +81,7 @@ class Calibrated:
 
 
 def calibration_rows(source: ExportSource) -> list[list[int]]:
-    """Token ids of rows that the run was trained on, under its own template, drawn by the run's seed.
+    """Token ids of rows that the run was trained on, under its own template, drawn by the run's seed; none is held out.
 
     Of a method whose rows are prompts they are these prompts.
 
@@ -98,8 +98,9 @@ def calibration_rows(source: ExportSource) -> list[list[int]]:
         help = "use export.formats: [w4a16] or [fp8], which need none"
         raise FtcliError.single("FT778", message, exit_code=ExitCode.RECIPE, help=help)
     most = settings.rows * _READ
-    sources = [one.model_copy(update={"max_rows": min(one.max_rows or most, most)}) for one in recipe.data.train]
-    recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"train": tuple(sources)})})
+    data = recipe.data.with_held_out()
+    sources = [one.model_copy(update={"max_rows": min(one.max_rows or most, most)}) for one in data.train]
+    recipe = recipe.model_copy(update={"data": data.model_copy(update={"train": tuple(sources)})})
     found = _prompts(source, recipe) if method_of(recipe, "check").from_prompts else _answered(source, recipe)
     order = torch.randperm(len(found), generator=torch.Generator().manual_seed(source.run[1])).tolist()
     return [list(found[at])[: settings.row_tokens] for at in order[: settings.rows]]

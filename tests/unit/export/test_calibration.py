@@ -183,6 +183,17 @@ def test_rows_are_those_of_training_drawn_by_its_seed(trained: Any) -> None:
     assert "user" in text, "the template's marks are among them"
 
 
+def test_rows_that_were_held_out_are_not_among_them(trained: Any) -> None:
+    made = with_rows(trained("llama"), rows=1000)
+    every = {tuple(row) for row in calibration_rows(source_of(made))}
+    raw = yaml.safe_load(made.run.recipe_path.read_text())
+    raw["data"]["held_out"] = 0.4
+    made.run.recipe_path.write_text(yaml.safe_dump(raw))
+    some = {tuple(row) for row in calibration_rows(source_of(made))}
+    assert some < every
+    assert 0.3 < len(some) / len(every) < 0.9
+
+
 def test_rows_of_prompts_are_prompts(trained: Any) -> None:
     made = with_rows(trained("llama"), "bundled:smoke-grpo-train", rows=4)
     raw = yaml.safe_load(made.run.recipe_path.read_text())
