@@ -117,8 +117,25 @@ def resolve_targets(
         modules += matched
         stacks += stacked
         weights += lone
+    _require_each_part(model, parts, [*modules, *stacks, *weights])
     layers, kept, single = (tuple(dict.fromkeys(names)) for names in (modules, stacks, weights))
     return Targets(layers, kept, single, by_peft=tuple(by_peft))
+
+
+def _require_each_part(model: PreTrainedModel, parts: Sequence[TrainedPart], names: Sequence[str]) -> None:
+    """Raises FtcliError FT311 (exit 3) where ``lora.target_modules`` names nothing of a part that is to be trained."""
+    kind = TABLE.get(model.config.model_type)
+    if kind is None or set(parts) <= set(LANGUAGE):
+        return
+    found = {kind.part_of(name) for name in names}
+    for part in parts:
+        if part not in found and part != "language":
+            leaves = sorted({name.rpartition(".")[2] for each in _of_seeing_parts(model, [part]) for name in each})
+            raise FtcliError.single(
+                "FT311",
+                f"lora.target_modules names no layer of the part {part}, which model.train says to train",
+                help=f"add some of: {', '.join(leaves)}, or use all-linear",
+            )
 
 
 def _of_seeing_parts(model: PreTrainedModel, parts: Sequence[TrainedPart]) -> tuple[list[str], list[str]]:

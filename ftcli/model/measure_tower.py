@@ -103,11 +103,11 @@ def _kept(question: Question, raw: JsonObject, layers: int) -> float:
 
 
 def _built(question: Question, raw: JsonObject) -> Any:
-    """The model without memory, with one decoder layer, its parts trained as the recipe says and nothing else."""
+    """The model without memory, with one decoder layer, its parts trained as the recipe says."""
     config = config_of(raw, 1)
     model = hollow(config, dtype=getattr(torch, question.parameter))
     attend_in_tower(model)
-    parts = tuple(part for part in question.parts if part != "language")
+    parts = question.parts
     if question.lora is None:
         freeze_other_parts(model, parts)
         return model.train()
@@ -120,7 +120,10 @@ def _built(question: Question, raw: JsonObject) -> Any:
 
 
 def _trained(model: Any) -> TrainedParameters:
-    sizes: Sequence[torch.Size] = [p.shape for p in model.parameters() if p.requires_grad]
+    """What is trained beside the language model."""
+    kind = TABLE[base_of(model).config.model_type]
+    named = [(name, p) for name, p in base_of(model).named_parameters() if p.requires_grad]
+    sizes: Sequence[torch.Size] = [p.shape for name, p in named if kind.part_of(name) in ("projector", "vision")]
     found = Counter((shape[0], shape.numel() // shape[0]) for shape in sizes if len(shape) > 1)
     matrices = tuple(TrainedMatrices(rows, columns, count) for (rows, columns), count in found.items())
     return TrainedParameters(sum(shape.numel() for shape in sizes), matrices)

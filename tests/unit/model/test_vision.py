@@ -18,6 +18,7 @@ from ftcli.data.collate import PaddingCollator, packed_batch, unpadded_batch, wi
 from ftcli.data.pixels import PixelReader
 from ftcli.data.tokens import RowImage, TokenizedRow
 from ftcli.data.vision import Vision
+from ftcli.errors import FtcliError
 from ftcli.facts.generation import EngineLayout, pages_of
 from ftcli.generation.engine import Engine
 from ftcli.generation.forward import Forward
@@ -78,6 +79,22 @@ def adapted(model: Any, *parts: Any) -> Any:
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.05)
     return found
+
+
+def test_names_of_targets_are_looked_up_in_every_part() -> None:
+    """A part of which nothing is named is refused; what is measured of the tower is what has adapters there."""
+    parts = ("language", "vision")
+    with pytest.raises(FtcliError, match="no layer of the part vision"):
+        apply_lora(model_of("qwen3_vl"), LoraConfig(target_modules=["q_proj"]), PLAN, seed=0, parts=parts)
+    lora = LoraConfig(r=4, target_modules=["q_proj", "qkv"])
+    model, targets = apply_lora(model_of("qwen3_vl"), lora, PLAN, seed=0, parts=parts)
+    assert {name.rpartition(".")[2] for name in targets.modules} == {"q_proj", "qkv"}
+    question = Question(
+        json.dumps(model_of("qwen3_vl").config.to_dict()), lora.model_dump_json(), False, "sdpa", False, "float32",
+        "float32", "float32", False, 0, None, False, False, True, parts,
+    )  # fmt: skip
+    of_tower = sum(p.numel() for n, p in model.named_parameters() if p.requires_grad and "visual" in n)
+    assert measured_tower(question).trained.elements == of_tower > 0
 
 
 def vision_of(model: Any) -> Vision:
