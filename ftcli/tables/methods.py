@@ -165,6 +165,7 @@ def _preference(name: str, title: str) -> Method:
         memory="ftcli.methods.preference.checks:memory",
         rules="ftcli.methods.preference.checks:check",
         asks="ftcli.methods.preference.checks:other_model",
+        sees=True,
         section="preference",
         defaults=MappingProxyType(
             {"data.format": "preference", "train.learning_rate": rate, "train.warmup_steps": 0.1}
@@ -194,6 +195,7 @@ def _labelled() -> Method:
         rules="ftcli.methods.kto.checks:check",
         defaults=MappingProxyType({**pairs.defaults, "data.format": "labelled"}),
         unit=1,
+        sees=False,
         timed=False,
         told=(*pairs.told, "preference.desirable_weight", "preference.undesirable_weight"),
         supports=MappingProxyType({**pairs.supports, "data.format": ("labelled",)}),

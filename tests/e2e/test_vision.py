@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,28 @@ def test_reinforcement_sees_images(tmp_path: Path, capsys: pytest.CaptureFixture
     assert kept[0] == kept[1]
     trained = load_file(whole / "adapter" / "adapter_model.safetensors")
     assert any(float(t.abs().max()) > 0 for n, t in trained.items() if "visual" in n and "lora_B" in n)
+
+
+def test_pairs_are_compared_with_their_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The policy begins where its reference is; rows whose images nobody would see are refused."""
+    rows = [json.loads(line) for line in asset("data", "smoke-vision-eval.jsonl").read_text().splitlines()[:8]]
+    said_by = {"chosen": "red", "rejected": "no"}.items()
+    answers = {name: [{"role": "assistant", "content": text}] for name, text in said_by}
+    pairs = [{"images": row["images"], "prompt": row["messages"][:-1], **answers} for row in rows]
+    path, run = tmp_path / "rows.jsonl", tmp_path / "run"
+    path.write_text("".join(json.dumps(one) + "\n" for one in pairs))
+    words = [RECIPE, "--set=train.method=dpo", f"--set=data.train=['{path}']", "--set=lora={r: 4}", *ONE_STEP]
+    words += ["--set=model.train=[language, vision]", "--set=train.per_device_train_batch_size=4"]
+    status, document = asked(capsys, "train", *words, "--output-dir", str(run))
+    assert status == 0, document
+    first = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
+    assert first["loss"] == pytest.approx(math.log(2), rel=1e-5)
+    trained = load_file(run / "adapter" / "adapter_model.safetensors")
+    assert any(float(t.abs().max()) > 0 for n, t in trained.items() if "visual" in n and "lora_B" in n)
+    path.write_text(json.dumps({"images": rows[0]["images"], "prompt": "a", "chosen": "b", "rejected": "c"}) + "\n")
+    status, document = asked(capsys, "check", *words)
+    assert status == 4, document
+    assert "a list of messages" in json.dumps(document)
 
 
 def test_a_chat_shows_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

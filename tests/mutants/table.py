@@ -299,8 +299,8 @@ DATA = (
     _m(
         "the first token of an answer bears no loss",
         "ftcli/labels.py",
-        "end > start and start >= span[0]",
-        "end > start and start > span[0]",
+        "max(1, bisect_left(offsets, span[:1]))",
+        "max(1, 1 + bisect_left(offsets, span[:1]))",
         _U + "data/test_boundary.py",
         _U + "data/test_prepare.py",
     ),
@@ -356,8 +356,29 @@ DATA = (
         _U + "data/test_pack.py",
         _U + "data/test_nothing_lost.py",
     ),
+    _m(
+        "texts that are written ahead are another conversation's",
+        "ftcli/data/template.py",
+        "return (generation_prompt, *map(id, messages))",
+        "return (generation_prompt, *map(id, messages[:1]))",
+        _U + "data/test_ahead.py",
+    ),
 )
 TRAIN = (
+    _m(
+        "rows of new tokens are written into the matrix once",
+        "ftcli/model/token_rows.py",
+        "is off and (off or not rows.requires_grad)",
+        "is off",
+        _U + "model/test_token_rows.py",
+    ),
+    _m(
+        "the base has the rows of new tokens that were trained",
+        "ftcli/model/token_rows.py",
+        "values = layer.trainable_tokens_original[layer.active_adapters[0]] if off else rows",
+        "values = rows",
+        _U + "model/test_token_rows.py",
+    ),
     _m(
         "weight decay on norms and biases",
         "ftcli/train/optimizer.py",
@@ -1436,8 +1457,8 @@ EXPERTS = (
     _m(
         "lora.experts is not looked at",
         "ftcli/model/lora_targets.py",
-        "return targets if experts else replace(targets, experts=())",
-        "return targets",
+        "experts=targets.experts if experts else (),",
+        "experts=targets.experts,",
         "unit/model/test_lora_experts.py",
     ),
     _m(

@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from ftcli.assets import asset
 from ftcli.cli.app import main
+from tests.tiers import further
 
 RECIPE = str(Path(__file__).parents[2] / "recipes" / "smoke-vision.yaml")
 #: Of twelve steps, for what needs no good answers.
@@ -128,7 +129,7 @@ def test_the_report_shows_what_was_seen(tmp_path: Path, capsys: pytest.CaptureFi
     assert "img-src data:" in page
 
 
-@pytest.mark.parametrize("engine", ["ddp", "fsdp", "fsdp with adapters"])
+@pytest.mark.parametrize("engine", ["ddp", *further("fsdp", "fsdp with adapters")])
 def test_two_processes_train_what_one_does_in_two_micro_batches(tmp_path: Path, engine: str) -> None:
     """Weights of a tower that is trained whole are no shards."""
     launch, _, adapters = engine.partition(" with ")

@@ -23,6 +23,7 @@ from ftcli.generation.engine import Engine
 from ftcli.generation.forward import Forward
 from ftcli.generation.requests import GenerationRequest, PromptImages
 from ftcli.labels import IGNORE_INDEX
+from ftcli.methods.preference.pairs import AnswerScorer
 from ftcli.model.fused import stack_of
 from ftcli.model.gradient_checkpointing import use_checkpointing
 from ftcli.model.lora import apply_lora
@@ -30,6 +31,7 @@ from ftcli.model.loss import forward_loss
 from ftcli.model.measure import LiveBytes
 from ftcli.model.patch import patch
 from ftcli.model.vision import attend_in_tower
+from ftcli.plan.batches import Batches
 from ftcli.plan.measured import Question, measured_tower
 from ftcli.plan.precision import DtypePlan
 from ftcli.rows.row import ImageSource, Row
@@ -37,11 +39,14 @@ from ftcli.tables import code_of
 from ftcli.tables.images import TABLE
 from ftcli.train.parallel import GradientReducer
 from tests.small_models import MULTIMODAL, build
+from tests.tiers import further
 from tests.vision import encoded, processor_of
 
 #: Behind a slash: the text config's ``use_bidirectional_attention``.
 SEEING = [*sorted(set(TABLE) & set(MULTIMODAL)), "gemma4/vision"]
 PLAN = DtypePlan("float32", "float32", "float32", False, "")
+#: A family with positions of three rows and what is added to layers, and one that sees both ways.
+FEW = ("qwen3_vl", "gemma3")
 CPU, LONGEST = torch.device("cpu"), 400
 IMAGE = 259
 #: Ids of what ends the rows of an image, where a family has such tokens.
@@ -187,7 +192,7 @@ def test_loss_and_gradients_are_those_of_transformers(model_type: str, kernels: 
     applied.undo()
 
 
-@pytest.mark.parametrize("model_type", [name for name in SEEING if "/" not in name and "moe" not in name])
+@pytest.mark.parametrize("model_type", ["qwen3_vl", *further("qwen2_5_vl", "qwen3_5", "gemma3", "gemma4", "mistral3")])
 def test_what_a_trained_tower_keeps_is_what_was_measured(model_type: str) -> None:
     """Of more layers and of larger images than those that were looked at; checkpointed layers give the same bits."""
     base = model_of(model_type)
@@ -243,7 +248,7 @@ def test_ranks_that_see_images_later_add_up_the_gradients_of_the_tower() -> None
         assert all(p.grad is not None for p in trained if id(p) not in of_tower)
 
 
-@pytest.mark.parametrize("model_type", SEEING)
+@pytest.mark.parametrize("model_type", [*FEW, *further(*(name for name in SEEING if name not in FEW))])
 def test_the_engine_answers_as_transformers_does(model_type: str) -> None:
     """Greedily, prompts with images beside one without, two completions of each, and rows that wait for a place."""
     model = model_of(model_type).requires_grad_(False).eval()
@@ -264,3 +269,24 @@ def test_the_engine_answers_as_transformers_does(model_type: str) -> None:
     engine = Engine(Forward(model, PLAN, CPU), EngineLayout(3, 3 * pages_of(LONGEST) + 1, False), LONGEST, PLAN, CPU)
     for answers, expected in zip(engine.complete(requests), wanted, strict=True):
         assert [one.tokens for one in answers] == [expected, expected]
+
+
+@pytest.mark.parametrize("layout", ["padded", "unpadded"])
+@pytest.mark.parametrize("model_type", ["qwen3_vl", "gemma3", "mistral3"])
+def test_answers_of_pairs_have_the_log_probabilities_of_transformers(model_type: str, layout: Any) -> None:
+    """Of pairs with images beside one without, also where prompts would be shared."""
+    model = model_of(model_type).requires_grad_(False).eval()
+    vision, pixels = vision_of(model), PixelReader(vision_of(model), torch.float32, 1)
+    rows = [row(vision, n, pieces) for n, pieces in enumerate([[3, (60, 60), 5], [3, (60, 60), 7], [4, 5], [4, 3]])]
+    expected = []
+    for tokens in rows:
+        logits = model(**own_inputs(vision, tokens, pixels), use_cache=False).logits[0, :-1]
+        labels = torch.tensor(tokens.labels[1:])
+        loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum", ignore_index=IGNORE_INDEX)
+        expected.append(-float(loss))
+    patch(model, "reference")
+    scorer = AnswerScorer(Batches(layout, "", layout == "unpadded"), 0, 300, 1.0, pixels=pixels)
+    for chosen in (rows, rows[:2], rows[2:]):
+        found = scorer.score(model, scorer.batch(chosen)).sums.tolist()
+        first = rows.index(chosen[0])
+        assert found == pytest.approx(expected[first : first + len(chosen)], rel=1e-5)
