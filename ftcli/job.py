@@ -25,7 +25,6 @@ from ftcli.plan.precision import DtypePlan
 from ftcli.plan.run import RunPlan
 from ftcli.preflight.report import PreflightReport
 from ftcli.reporting import Reporter, Session
-from ftcli.tables import engines
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -140,6 +139,6 @@ def vision_of(report: PreflightReport, tokenizer: PreTrainedTokenizerBase, *, of
     recipe, method = report.recipe, report.plan.method
     if not method.sees:
         return f"{method.title} trains on text alone"
-    if engines.row(recipe.launch.engine).shards or recipe.launch.context_parallel_size > 1:
-        return "processes that share weights or rows (fsdp, launch.context_parallel_size) take none"
+    if recipe.launch.context_parallel_size > 1:
+        return "processes that share rows (launch.context_parallel_size) take none"
     return load_vision(recipe.model, report.facts.raw, tokenizer, recipe.data.image_max_pixels, offline=offline)

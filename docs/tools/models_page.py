@@ -60,10 +60,11 @@ Families that behave alike share a row, the most trained ones first.
   what refuses it. FT443: a document would see the one before it, found by trial, on the kernels' code where there are
   kernels. Off them (`model.kernels: off`, no GPU) Qwen3.5 and gpt-oss are refused, too.
 - `all-linear` includes every expert, in PEFT's layout; `lora.experts: false` leaves them out. NF4 and fp8 pack experts
-  too, while they load. Full fine-tuning trains experts and routers on the kernels too, and adds the routers' auxiliary loss
-  as transformers does: with config.json's `output_router_logits: true`, or `train.router_aux_loss_coef`, where the
-  family has one (not DeepSeek, GLM and Gemma-4; FT318 and FT355 say where it is not added). On a quantized base the dense layers beside the experts of
-  Qwen3-Next, GLM-4-MoE, GLM-4.7-Flash, DeepSeek and ERNIE-4.5 have no adapter; a run says so.
+  too, while they load. Full fine-tuning trains experts and routers on the kernels too, and adds the routers' auxiliary
+  loss as transformers does: with config.json's `output_router_logits: true`, or `train.router_aux_loss_coef`, where the
+  family has one (not DeepSeek, GLM and Gemma-4; FT318 and FT355 say where it is not added). On a quantized base the
+  dense layers beside the experts of Qwen3-Next, GLM-4-MoE, GLM-4.7-Flash, DeepSeek and ERNIE-4.5 have no adapter; a run
+  says so.
 - Latent attention (GLM-4.7-Flash; Moonlight and Kanana-2, which are of `deepseek_v3`; DeepSeek-V2; Youtu) has an
   adapter on every projection. Attention sees expanded heads of the keys' width; values that are wider stay on
   transformers' layers.

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from ftcli.config.base import Count, Fraction, Items, PathText, Section, Word
 from ftcli.tables import engines, quantizations
+from ftcli.tables.images import LANGUAGE, TrainedPart
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 Attention = Literal["auto", "eager", "sdpa", "flash_attention_2", "flex_attention", "triton"]
@@ -50,6 +51,11 @@ class ModelConfig(Section):
     )
     init: Literal["pretrained", "random"] = Field(
         default="pretrained", description="`random` builds the weights from config.json alone; nothing is downloaded."
+    )
+    train: Annotated[Items[TrainedPart], Field(min_length=1)] = Field(
+        default=LANGUAGE,
+        description="Parts of a model that sees that are trained, by adapters or whole: `language`, `projector` (what "
+        "brings the tower's output to the language model) and `vision` (the tower).",
     )
     trust_remote_code: bool = Field(
         default=False, description="Always false: ftcli runs no code from a model repository."

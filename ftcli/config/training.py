@@ -61,7 +61,7 @@ class TrainConfig(Section):
     """The optimisation. Leaf names are those of transformers' TrainingArguments."""
 
     method: Annotated[str, Word(methods.names)] = Field(
-        default="sft", description="`sft` is supervised fine-tuning; the others learn from preferences."
+        default=methods.DEFAULT, description="`sft` is supervised fine-tuning; the others learn from preferences."
     )
     num_train_epochs: Annotated[float, Field(gt=0, le=1e6)] = Field(default=1.0, description="Passes over the data.")
     max_steps: Count | None = Field(default=None, description="Optimizer steps; overrides `num_train_epochs` when set.")

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from ftcli.errors import Finding
+from ftcli.config.recipe import Recipe
+from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.plain import JsonMap
 
 
@@ -113,6 +114,15 @@ def chat_findings(ledger: DatasetLedger, history: str) -> list[Finding]:
     if parts:
         found.append(Finding("FT445", f"{ledger.name}: {'; '.join(parts)}", None, None, "note"))
     return found
+
+
+def raise_without_images(recipe: Recipe) -> None:
+    """Raises FtcliError FT448 (exit 4) where a tower or projector is to be trained; no row has an image."""
+    parts = [part for part in recipe.model.train if part != "language"]
+    if parts:
+        message = f"no row of data.train has an image, from which model.train: {', '.join(parts)} would learn"
+        help = "add rows with images, or leave model.train out"
+        raise FtcliError.single("FT448", message, exit_code=ExitCode.DATA, help=help)
 
 
 def rendered_apart(ledgers: Sequence[DatasetLedger]) -> Finding | None:

@@ -52,7 +52,7 @@ class PixelReader:
         self.vision, self.waited = vision, 0.0
         self._dtype = dtype
         self._pool = ThreadPoolExecutor(threads or max(1, min(MOST_THREADS, usable_cores())), "images")
-        self._ahead: dict[tuple[Origin, int], Future[Read]] = {}
+        self._ahead: dict[tuple[Origin, int], tuple[RowImage, Future[Read]]] = {}
         self._bytes = 0
 
     def ahead(self, rows: Iterable[TokenizedRow]) -> None:
@@ -62,19 +62,23 @@ class PixelReader:
                 key = row.row.origin, number
                 if key not in self._ahead and self._bytes < MOST_AHEAD:
                     self._bytes += _size(image)
-                    self._ahead[key] = self._pool.submit(self._read, image, row.row.origin)
+                    self._ahead[key] = image, self._pool.submit(self._read, image, row.row.origin)
 
     def of(self, rows: Sequence[TokenizedRow]) -> Read:
         """What the tower takes of all images of these rows, in order; empty where they have none."""
         began = time.perf_counter()
         self.ahead(rows)
         found: list[Read] = []
+        here: dict[int, Read] = {}  # completions of one prompt show the same
         for row in rows:
             for number, image in enumerate(row.images):
-                kept = self._ahead.pop((row.row.origin, number), None)
-                if kept is not None:
-                    self._bytes -= _size(image)
-                found.append(self._read(image, row.row.origin) if kept is None else kept.result())
+                ahead = self._ahead.pop((row.row.origin, number), None)
+                if ahead is not None:
+                    self._bytes -= _size(ahead[0])
+                if id(image) not in here:
+                    known = ahead is not None and ahead[0] == image
+                    here[id(image)] = ahead[1].result() if ahead and known else self._read(image, row.row.origin)
+                found.append(here[id(image)])
         self.waited += time.perf_counter() - began
         return joined(found)
 

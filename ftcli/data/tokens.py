@@ -211,6 +211,11 @@ class TokenStore:
         return len(self._index)
 
     @property
+    def has_images(self) -> bool:
+        """True if some row has an image."""
+        return bool(self._pictures.size)
+
+    @property
     def lengths(self) -> Ints:
         """Tokens of each row."""
         return np.diff(self._index[:, 0], prepend=0)
@@ -315,6 +320,11 @@ class TokenTable(Sequence[TokenizedRow]):
         self.lengths: Ints = np.concatenate([empty, *(store.lengths for store in stores)])
         self.supervised: Ints = np.concatenate([empty, *(store.supervised for store in stores)])
         self.values: NDArray[np.float64] = np.concatenate([np.zeros(0), *(store.values for store in stores)])
+
+    @property
+    def has_images(self) -> bool:
+        """True if some row has an image."""
+        return any(store.has_images for store in self._stores)
 
     def digest(self) -> str:
         """SHA-256, in hexadecimal, of all that training sees of the rows: a run is held to it when it resumes."""

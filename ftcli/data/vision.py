@@ -147,7 +147,10 @@ class Vision:
 
     def seen_at(self, tokens: TokenizedRow) -> Ints:
         """The places of a row's tokens that stand for what the tower saw, in order."""
-        return np.flatnonzero(np.asarray(tokens.input_ids) == self.token_id)
+        ids, found = np.asarray(tokens.input_ids), np.zeros(len(tokens.input_ids), dtype=bool)
+        for begin, end, _ in self.spans(tokens):  # an answer may hold the token itself
+            found[begin:end] = ids[begin:end] == self.token_id
+        return np.flatnonzero(found)
 
     def positions(self, tokens: TokenizedRow) -> Ints:
         """(3, S): positions of time, row and column of a row's tokens; text has three alike, and goes on behind the

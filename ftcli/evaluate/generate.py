@@ -14,7 +14,7 @@ from ftkernels.sampling import GREEDY, Sampling, row_seed
 from ftcli.config.evaluation import GenerateConfig
 from ftcli.data.pixels import PixelReader
 from ftcli.data.reasoning import Answer, ReasoningMarks
-from ftcli.data.tokens import RowImage, TokenizedRow
+from ftcli.data.tokens import RowImage
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.evaluate.loss import halved, row_too_large
 from ftcli.generation.generator import OpenedGenerator, open_generator
@@ -27,11 +27,11 @@ from ftcli.generation.requests import (
     StopConditions,
     TextUntilStop,
     cut,
+    shown_by,
 )
 from ftcli.model.backbone import base_of
 from ftcli.plan.precision import DtypePlan
 from ftcli.reporting import Progress, Reporter
-from ftcli.rows.row import Row
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -110,8 +110,8 @@ def generate(
     ids: list[list[int]] = tokenizer(list(prompts), add_special_tokens=False)["input_ids"]  # the template wrote them
     shown: Sequence[PromptImages | None] = ()
     if pixels is not None and any(images):
-        pairs = [_with_images(tokens, some, pixels) for tokens, some in zip(ids, images, strict=True)]
-        ids, shown = [tokens for tokens, _ in pairs], [some for _, some in pairs]
+        shown = [shown_by(n, tokens, some, pixels) for n, (tokens, some) in enumerate(zip(ids, images, strict=True))]
+        ids = [tokens if one is None else one.row.input_ids for one, tokens in zip(shown, ids, strict=True)]
     stopping = StopCheck(StopConditions(frozenset(stops), config.stop_strings), tokenizer)
     generated = complete(
         model,
@@ -133,17 +133,6 @@ def generate(
         text, ended = cut(said.text, config.stop_strings), bool(tokens) and stopping.stopped(tokens)
         answers.append(replace(said, text=text, cut=not ended))
     return answers
-
-
-def _with_images(
-    ids: list[int], images: tuple[RowImage, ...], pixels: PixelReader
-) -> tuple[list[int], PromptImages | None]:
-    """A prompt with the tokens of its images, and what reads these."""
-    if not images:
-        return ids, None
-    made = pixels.vision.expanded(TokenizedRow(Row("prompt", 1, {}), ids, ids), images)
-    kind = pixels.vision.kind
-    return made.input_ids, PromptImages(lambda: pixels.of([made]), pixels.vision.token_id, kind.marks)
 
 
 def complete(
@@ -271,7 +260,6 @@ def _finished(
             longest=longest,
             pad=asked.pad,
             merge=False,
-            sees=any(one.images is not None for one in chosen),
         )
         if opened.reason is not None:
             asked.reporter.info(opened.summary)
@@ -374,16 +362,14 @@ def listening(
     plan: DtypePlan,
     device: torch.device,
     max_length: int,
-    sees: bool = False,
 ) -> OpenedGenerator:
-    """A generator for one prompt at a time, of up to ``max_length`` tokens of prompt and completion; ``sees``: prompts
-    have images.
+    """A generator for one prompt at a time, of up to ``max_length`` tokens of prompt and completion.
 
     Raises FtcliError FT761 (exit 5) when so many do not fit into memory.
     """
     pad = int(tokenizer.pad_token_id)
     try:
-        return open_generator(model, plan, device, rows=1, longest=max_length, pad=pad, ahead=1, sees=sees)
+        return open_generator(model, plan, device, rows=1, longest=max_length, pad=pad, ahead=1)
     except torch.OutOfMemoryError as error:
         raise row_too_large("generation", None) from error
 
@@ -422,12 +408,12 @@ def stream(
     ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     shown = None
     if pixels is not None and images:
-        ids, shown = _with_images(ids, images, pixels)
+        shown = shown_by(0, ids, images, pixels)
+        ids = ids if shown is None else shown.row.input_ids
     slides = slides and shown is None
     window = Window(sampling.max_new_tokens, max_length, slides)
     longest = max_length if slides else min(max_length, len(ids) + sampling.max_new_tokens)
-    sees = shown is not None
-    opened = opened or listening(model, tokenizer, plan=plan, device=device, max_length=longest, sees=sees)
+    opened = opened or listening(model, tokenizer, plan=plan, device=device, max_length=longest)
     text, until, made = Detokenizer(tokenizer), TextUntilStop(sampling.stop_strings), list[int]()
     stopping = StopCheck(StopConditions(frozenset(stops), sampling.stop_strings), tokenizer)
     ended, going = False, True

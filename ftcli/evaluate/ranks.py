@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
+import torch
+
 from ftcli.generation.merged import unsharded_model
 from ftcli.model.backbone import root_of
 from ftcli.model.shards import forwards_in_step, with_whole_weights
@@ -48,12 +50,14 @@ def generating(
     compute: Callable[[PreTrainedModel | PeftModel], R] | None,
     *,
     whole: bool,
+    merged_in: torch.dtype | None = None,
 ) -> R | None:
     """Runs ``compute`` with the model that it is to generate with. Where the weights are sharded all ranks call this.
 
     Args:
         whole: This rank has room for all weights. Where each has, they are gathered once, and no rank waits for what
             another one generates; else every pass gathers layer by layer, and all ranks make it.
+        merged_in: As :func:`ftcli.generation.merged.unsharded_model`, for weights that are gathered once.
 
     Raises PeerFailed or RankLost when a rank is gone whose weights are needed.
     """
@@ -63,4 +67,4 @@ def generating(
     if not all(told[0] for told in group.agree("gathering", [whole])):
         return passes_in_step(group, model, None if mine is None else lambda: mine(model))
     with group.exchanging():
-        return with_whole_weights(model, lambda: None if mine is None else mine(unsharded_model(model)))
+        return with_whole_weights(model, lambda: None if mine is None else mine(unsharded_model(model, merged_in)))

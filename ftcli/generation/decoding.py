@@ -40,6 +40,7 @@ class DecodingRow:
         given: Tokens that stand in the place of what the next steps choose.
         turn: Tokens before the ones of this turn.
         waits: It has ended a turn, and keeps its pages for the next one.
+        shift: How much further its positions are than its tokens, behind images.
     """
 
     request: int
@@ -55,6 +56,7 @@ class DecodingRow:
     given: deque[int] = field(default_factory=deque)
     turn: int = 0
     waits: bool = False
+    shift: int = 0
 
     @property
     def over(self) -> bool:
@@ -81,6 +83,7 @@ class DecodeBatch:
         self.ids = torch.zeros(size, dtype=torch.int64, device=device)
         self.lengths = torch.zeros(size, dtype=torch.int32, device=device)
         self.counts = torch.zeros(size, dtype=torch.int64, device=device)
+        self.shifts = torch.zeros(size, dtype=torch.int64, device=device)
         self.seeds = torch.zeros(size, dtype=torch.int64, device=device)
         self.table = torch.zeros((size, table_pages), dtype=torch.int32, device=device)
         self.slots = torch.full((size,), NO_SLOT, dtype=torch.int32, device=device)
@@ -131,6 +134,7 @@ class DecodeBatch:
         # The token that goes in next is the last one that was issued: it has this number among the row's tokens.
         self._put(self.lengths, np.array([row.prompt + row.issued for row in rows] + [0] * (size - count), np.int32))
         self._put(self.counts, np.array([row.issued for row in rows] + [0] * (size - count), np.int64))
+        self._put(self.shifts, np.array([row.shift for row in rows] + [0] * (size - count), np.int64))
         self._put(self.slots, np.array([row.slot for row in rows] + [NO_SLOT] * (size - count), np.int32))
         if self.shares:
             self._put(self.shared.members, lines_of([row.request for row in rows], size))
@@ -154,7 +158,7 @@ class DecodeBatch:
         positions = (lengths.long() - 1).clamp(min=0)
         shared = SharedPages(self.shared.members[:size], self.shared.pages[:size]) if self.shares else None
         decode = Decode(cache, self.table[:size], lengths, longest, slots=self.slots[:size], shared=shared)
-        logits = forward.decode(ids, positions, decode)
+        logits = forward.decode(ids, positions, decode, self.shifts[:size])
         tokens, logprobs = choose(logits, sampling, self.seeds[:size], counts)
         self.tokens[:size] = tokens
         self.logprobs[:size] = logprobs

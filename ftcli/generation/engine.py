@@ -222,7 +222,7 @@ class Scheduler:
                 self._returning.append(
                     DecodingRow(
                         request, completion, row.seed, row.prompt, row.limit, row.pages, row.slot, seen, row.tokens,
-                        given=deque(tokens), turn=seen + len(tokens),
+                        given=deque(tokens), turn=seen + len(tokens), shift=row.shift,
                     )
                 )  # fmt: skip
         count = min(len(self._returning), tools.rows - len(self._active))
@@ -281,7 +281,7 @@ class Scheduler:
         if not chosen:
             return False
         taken = [(tools.pool.take(pages_of(len(request.prompt))), tools.slots.take()) for _, request in chosen]
-        prompts = [PlacedPrompt(request.prompt, *where) for (_, request), where in zip(chosen, taken, strict=True)]
+        prompts = [PlacedPrompt(one.prompt, *where, one.images) for (_, one), where in zip(chosen, taken, strict=True)]
         logits = tools.forward.prefill(prompts, tools.cache)
         for (number, request), where, one in zip(chosen, taken, logits, strict=True):
             self._started.append(_Started(number, request, *where, one))
@@ -311,7 +311,8 @@ class Scheduler:
             slot = self._tools.slots.take()
             copied_slots.add(started.slot, slot)
         seed, every = request.seeds[started.begun], [*prompt_pages, *pages]
-        row = DecodingRow(started.number, started.begun, seed, size, request.limit, every, slot)
+        shift = 0 if request.images is None else request.images.shift
+        row = DecodingRow(started.number, started.begun, seed, size, request.limit, every, slot, shift=shift)
         started.begun += 1
         return row
 

@@ -164,9 +164,9 @@ class TransformersGenerator:
         found = [row.request.images for row in rows if row.request.images is not None]
         if not found:
             return {}
-        given = joined([dict(images.read()) for images in found])
-        if found[0].marks is not None:
-            given[found[0].marks] = (ids == found[0].token).int()
+        given, vision = joined([images.pixels.of([images.row]) for images in found]), found[0].pixels.vision
+        if vision.kind.marks is not None:
+            given[vision.kind.marks] = (ids == vision.token_id).int()
         return {name: value.to(self._device) for name, value in given.items()}
 
 

@@ -12,9 +12,12 @@ from ftkernels.adapter_packs import AdapterPacks
 from ftkernels.limits import CACHE_PAGE
 from torch import Tensor
 
+from ftcli.data.collate import with_images
+from ftcli.data.tokens import TokenizedRow
 from ftcli.facts.generation import CacheShape, cache_shape
 from ftcli.facts.shape import shape_of
 from ftcli.generation.cache import NO_SLOT, Cache, Decode, Prefill, PromptStates
+from ftcli.generation.requests import PromptImages
 from ftcli.model import attention
 from ftcli.model.backbone import base_of, decoder_layers, head_of, hidden_states, logits_of, root_of
 from ftcli.model.fused import (
@@ -28,6 +31,7 @@ from ftcli.model.fused import (
 )
 from ftcli.plan.precision import DtypePlan
 from ftcli.tables.families import family_of
+from ftcli.tables.images import TABLE
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -53,11 +57,12 @@ def kept_shape(model: PreTrainedModel | PeftModel, dtype: torch.dtype) -> CacheS
 
 @dataclass(frozen=True, slots=True)
 class PlacedPrompt:
-    """A prompt's tokens, the pages that take their keys and values, and the slot that takes the last states."""
+    """A prompt's tokens and ``images``, the pages that take its keys and values, and the slot of its last states."""
 
     tokens: Sequence[int]
     pages: Sequence[int]
     slot: int = NO_SLOT
+    images: PromptImages | None = None
 
 
 class Forward:
@@ -76,6 +81,8 @@ class Forward:
         self._device = device
         self._head = head_of(model)  # refuses a head that cannot be read
         self._suppressed = torch.tensor(suppressed, dtype=torch.int64).to(device) if suppressed else None
+        kind = TABLE.get(base_of(model).config.model_type)
+        self._three_rows = kind is not None and kind.three_rows
         self._packed = _PackedAdapters(model, cache_dtype(model, plan))
 
     @property
@@ -121,15 +128,32 @@ class Forward:
         slots = self._row([prompt.slot for prompt in prompts])[0]
         own = PromptStates(starts_, last.to(torch.int32), slots) if cache.has_states else None
         inputs = {"input_ids": ids_, "position_ids": positions_, "document_starts": starts_}
+        if any(prompt.images is not None for prompt in prompts):
+            inputs = self._with_images(inputs, prompts)
         cached = Prefill(cache, pages_[0], positions_[0] % CACHE_PAGE, own)
         states = hidden_states(self.model, inputs, cached=cached).tensor[0]
         return self._logits(states[last])
 
-    def decode(self, ids: Tensor, positions: Tensor, decode: Decode) -> Tensor:
-        """Logits after one more token of each row, (B, V). ``ids`` and ``positions``: (B,) int64."""
+    def _with_images(self, inputs: dict[str, Tensor], prompts: Sequence[PlacedPrompt]) -> dict[str, Tensor]:
+        """The prompts' inputs with those of their images, as in training."""
+        found = [one.images for one in prompts if one.images is not None]
+        rows = [
+            TokenizedRow(found[0].row.row, list(one.tokens), []) if one.images is None else one.images.of(one.tokens)
+            for one in prompts
+        ]
+        batch = with_images({name: value.cpu() for name, value in inputs.items()}, [rows], found[0].pixels)
+        return {name: value.to(self._device) for name, value in batch.items()}
+
+    def decode(self, ids: Tensor, positions: Tensor, decode: Decode, shifts: Tensor | None = None) -> Tensor:
+        """Logits after one more token of each row, (B, V). ``ids``, ``positions`` and ``shifts``: (B,) int64; the last
+        is each row's :attr:`ftcli.generation.requests.PromptImages.shift`.
+        """
         # A mask of ones keeps transformers from looking for documents, which would wait for the device.
         ones = torch.ones((ids.shape[0], 1), dtype=torch.bool, device=ids.device)
-        inputs = {"input_ids": ids[:, None], "position_ids": positions[:, None], "attention_mask": ones}
+        where = positions[:, None]
+        if self._three_rows and shifts is not None:
+            where = torch.stack([where, *[where + shifts[:, None]] * 3])
+        inputs = {"input_ids": ids[:, None], "position_ids": where, "attention_mask": ones}
         return self._logits(hidden_states(self.model, inputs, cached=decode).tensor[:, 0])
 
     def _context(self) -> torch.autocast:

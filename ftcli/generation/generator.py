@@ -108,7 +108,6 @@ def open_generator(
     merge: bool = True,
     room_bytes: int | None = None,
     ahead: int = AHEAD,
-    sees: bool = False,
 ) -> OpenedGenerator:
     """Opens a generator of up to ``rows`` sequences of up to ``longest`` tokens at once.
 
@@ -119,12 +118,11 @@ def open_generator(
         merge: Merge weights into a copy where memory has room, on a GPU.
         room_bytes: Memory for the cache and a merged copy; None: what is free on a GPU.
         ahead: As :data:`ftcli.generation.engine.AHEAD`.
-        sees: Prompts have images.
 
     Raises:
         torch.OutOfMemoryError: There is no room for a single sequence.
     """
-    reason = "prompts have images" if sees else _why_not(model, plan, device, own_settings)
+    reason = _why_not(model, plan, device, own_settings)
     if reason is not None:
         return OpenedGenerator(TransformersGenerator(model, plan, device, pad=pad, rows=rows), reason)
     on_gpu = device.type == "cuda"

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from ftcli.config.model import Kernels
 from ftcli.model.backbone import base_of, decoder_layers, set_root
+from ftcli.model.fsdp import JoinedLinear
 from ftcli.model.fused import FusedDecoderLayer
 from ftcli.model.lora import merged_weight
 from ftcli.model.patch import patch
@@ -103,11 +104,32 @@ def merged_model(model: PreTrainedModel | PeftModel, plan: DtypePlan, kernels: K
     return found
 
 
-def unsharded_model(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
-    """A second model of one with sharded weights, while these are whole: it shares all of them, and gathers nothing."""
-    second: PreTrainedModel = _shadow(base_of(model), {}, {}, {})
+def unsharded_model(model: PreTrainedModel | PeftModel, merged_in: torch.dtype | None = None) -> PreTrainedModel:
+    """A second model of one with sharded weights, while these are whole: it shares all of them, and gathers nothing.
+
+    Args:
+        merged_in: Dtype of products. Adapters of weights that are held in it are merged into what was gathered of them,
+            which is thrown away after; None: adapters are computed beside their weights.
+    """
+    base, copies = base_of(model), dict[int, nn.Linear]()
+    for linear in (linear for layer in decoder_layers(base) for linear in _linears(layer) if merged_in is not None):
+        held: Any = getattr(linear, "base_layer", linear)
+        if _adapts(linear) and type(held) in (nn.Linear, JoinedLinear) and held.weight.dtype == merged_in:
+            copies[id(linear)] = _merged_in_place(linear)
+    second: PreTrainedModel = _shadow(base, copies, {}, {})
     set_root(second, None)
     return second
+
+
+@torch.no_grad()
+def _merged_in_place(source: Any) -> nn.Linear:
+    """A linear layer with the weight of the base of ``source``, into which its adapter is written."""
+    base = source.base_layer
+    linear, weight = nn.Linear(base.in_features, base.out_features, bias=False, device="meta"), base.weight.detach()
+    weight.copy_(merged_weight(source, weight.float()))
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    linear.bias = base.bias
+    return linear
 
 
 def _copied(base: PreTrainedModel, plan: DtypePlan) -> dict[int, Any]:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from ftcli.data.tokens import RowImage, TokenizedRow
+from ftcli.rows.row import Row
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
+
+    from ftcli.data.pixels import PixelReader
 
 #: Why a completion ended: a token or string that ends it, or its limit.
 StopReason = Literal["stop", "limit"]
@@ -16,17 +23,44 @@ StopReason = Literal["stop", "limit"]
 
 @dataclass(frozen=True, slots=True)
 class PromptImages:
-    """The images of a prompt, read when it is their turn.
+    """The images of a prompt: its ``row`` with their measures; ``pixels`` reads them when it is their turn."""
 
-    Attributes:
-        read: What the image processor makes of all of them.
-        token: The id in whose places the model reads them.
-        marks: transformers' name of the argument that marks these places; None where it has none.
+    row: TokenizedRow
+    pixels: PixelReader
+
+    def of(self, prompt: Sequence[int]) -> TokenizedRow:
+        """The row of a prompt that begins as this one: more turns may have followed."""
+        return replace(self.row, input_ids=list(prompt), labels=[])
+
+    def inputs(self, ids: Tensor) -> dict[str, Tensor]:
+        """What transformers' own model takes of the images beside ``ids`` (1, S) that begin with the prompt's."""
+        vision = self.pixels.vision
+        given = self.pixels.of([self.row])
+        if vision.kind.marks is not None:
+            marks = torch.zeros_like(ids, dtype=torch.int32)
+            marks[0, torch.from_numpy(vision.seen_at(self.row))] = 1
+            given[vision.kind.marks] = marks
+        return given
+
+    @property
+    def shift(self) -> int:
+        """How much further positions are than tokens behind the prompt: Qwen's images take fewer than their tokens."""
+        if not self.pixels.vision.kind.three_rows:
+            return 0
+        return int(self.pixels.vision.positions(self.row).max()) + 1 - len(self.row.input_ids)
+
+
+def shown_by(
+    number: int, ids: list[int], images: tuple[RowImage, ...], pixels: PixelReader | None
+) -> PromptImages | None:
+    """What prompt number ``number`` of tokens ``ids`` shows; None where that is nothing.
+
+    Raises FtcliError FT415 where the prompt has another number of places than images.
     """
-
-    read: Callable[[], Mapping[str, Tensor]]
-    token: int
-    marks: str | None
+    if not images or pixels is None:
+        return None
+    row = TokenizedRow(Row("prompt", number, {}), ids, ids)
+    return PromptImages(pixels.vision.expanded(row, images), pixels)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +71,7 @@ class GenerationRequest:
         prompt: Token ids, at least one.
         limit: Most tokens of each completion, at least one.
         seeds: Signed 64-bit (:func:`ftkernels.sampling.row_seed`). What is sampled depends on a completion's own alone.
-        images: What the prompt shows; the engine takes none.
+        images: What the prompt shows.
     """
 
     prompt: tuple[int, ...]

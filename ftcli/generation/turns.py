@@ -8,7 +8,7 @@ from typing import Protocol
 
 from ftkernels.sampling import Sampling, row_seed
 
-from ftcli.generation.requests import Completion, GenerationRequest, StopCheck, StopReason
+from ftcli.generation.requests import Completion, GenerationRequest, PromptImages, StopCheck, StopReason
 
 
 class Turns(Protocol):
@@ -35,6 +35,7 @@ class _Row:
     prompt: tuple[int, ...]
     seed: int
     limit: int
+    images: PromptImages | None = None
     completion: Completion = field(default_factory=Completion)
 
 
@@ -47,7 +48,7 @@ def in_rounds(
 ) -> list[list[Completion]]:
     """Completions whose turns are requests of their own, all of a turn together: for generators that keep nothing."""
     rows = {
-        (number, at): _Row(request.prompt, seed, request.limit)
+        (number, at): _Row(request.prompt, seed, request.limit, request.images)
         for number, request in enumerate(requests)
         for at, seed in enumerate(request.seeds)
     }
@@ -79,7 +80,7 @@ def _requests(
         row, tokens = rows[where], rows[where].completion.tokens
         # A token's random number follows from the seed and its place in the request, which begins at 0 again.
         seed = row_seed(row.seed, turn, len(tokens), 0)
-        found.append(GenerationRequest((*row.prompt, *tokens), row.limit - len(tokens), (seed,)))
+        found.append(GenerationRequest((*row.prompt, *tokens), row.limit - len(tokens), (seed,), row.images))
     return found
 
 

@@ -35,7 +35,7 @@ CALLED_WITH, OFFERED = ("prompts", "completions", "completion_reasoning"), ("com
 RESERVED = frozenset(
     (
         *("prompt", "completion", "completion_ids", *CALLED_WITH),
-        *("trainer_state", "log_extra", "log_metric", "image", "images", "environments"),
+        *("trainer_state", "log_extra", "log_metric", "environments"),
     )
 )
 

@@ -162,7 +162,7 @@ def hidden_states(
     elif "branch_starts" in inputs:
         raise ValueError("documents branch within our own attention only")
     positions = given.get("position_ids")
-    if positions is not None and family is not None and family.four_positions:
+    if positions is not None and family is not None and family.four_positions and positions.dim() < 3:
         given["position_ids"] = positions.expand(4, *ids.shape)
     if cached is not None:
         given["cached"] = cached

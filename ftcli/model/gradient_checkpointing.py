@@ -10,6 +10,8 @@
 ``lean``       as ``true``; a frozen embedding lies in pinned host memory (:mod:`ftcli.model.offload`)
 =============  =======================================================================================================
 
+Layers of a vision tower that is trained are checkpointed whole under all of them but ``false``.
+
 All give the same bits. ``true`` and ``false`` are transformers' own setting, applied by its trainer.
 """
 
@@ -53,11 +55,23 @@ def use_checkpointing(
         What the policy's code returns: :func:`use_offload` the offload that the layers share. None for policies
         without code here, which change nothing.
     """
+    if policies.row(policy).recomputes != "nothing":
+        for layer in trained_tower_layers(base_of(model)):
+            checkpoint_with(layer, partial(checkpoint, use_reentrant=False))
     apply = policies.row(policy).apply
     if apply is None:
         return None
     layers: list[Any] = list(decoder_layers(base_of(model)))
     return code_of(apply)(layers[: max(len(layers) - uncheckpointed_layers, 0)], offloaded)
+
+
+def trained_tower_layers(base: PreTrainedModel) -> Iterator[GradientCheckpointingLayer]:
+    """The layers beside the language model's that have something to train."""
+    own = {id(module) for module in base.get_decoder().modules()}
+    for module in base.modules():
+        beside = isinstance(module, GradientCheckpointingLayer) and id(module) not in own
+        if beside and any(p.requires_grad for p in module.parameters()):
+            yield module
 
 
 def use_selective(layers: Sequence[Any], offloaded: Offloaded) -> None:
@@ -66,7 +80,7 @@ def use_selective(layers: Sequence[Any], offloaded: Offloaded) -> None:
         if isinstance(layer, FusedDecoderLayer):
             layer.selective = True
         else:
-            _checkpoint_with(layer, partial(checkpoint, use_reentrant=False))
+            checkpoint_with(layer, partial(checkpoint, use_reentrant=False))
 
 
 def use_lean(layers: Sequence[Any], offloaded: Offloaded) -> None:
@@ -74,7 +88,7 @@ def use_lean(layers: Sequence[Any], offloaded: Offloaded) -> None:
     first one reads.
     """
     for layer in layers:
-        _checkpoint_with(layer, partial(checkpoint, use_reentrant=False))
+        checkpoint_with(layer, partial(checkpoint, use_reentrant=False))
 
 
 def use_offload(layers: Sequence[Any], offloaded: Offloaded) -> Offload:
@@ -87,7 +101,7 @@ def use_offload(layers: Sequence[Any], offloaded: Offloaded) -> Offload:
         if isinstance(layer, FusedDecoderLayer):
             layer.offload = offload
         else:
-            _checkpoint_with(layer, offload.checkpoint)
+            checkpoint_with(layer, offload.checkpoint)
     return offload
 
 
@@ -96,7 +110,7 @@ def _sent(layer: Any) -> int:
     return layer.offloaded_tensors if isinstance(layer, FusedDecoderLayer) else 1
 
 
-def _checkpoint_with(layer: Any, function: Any) -> None:
+def checkpoint_with(layer: Any, function: Any) -> None:
     """Checkpoints one layer, as transformers' ``gradient_checkpointing_enable`` does all."""
     if isinstance(layer, GradientCheckpointingLayer):
         layer.gradient_checkpointing = True

@@ -28,6 +28,7 @@ from ftcli.model.score_head import TASK_TYPE, has_score_head
 from ftcli.model.token_rows import row_indices, use_rows
 from ftcli.plain import JsonMap
 from ftcli.plan.precision import DtypePlan
+from ftcli.tables.images import LANGUAGE, TrainedPart
 
 if TYPE_CHECKING:
     import peft
@@ -39,10 +40,19 @@ PATTERNS_UNMATCHED = r"The following (rank|alpha)_pattern keys did not match"
 
 
 def apply_lora(
-    model: PreTrainedModel, lora: LoraConfig, plan: DtypePlan, *, seed: int, tokens: Sequence[int] = ()
+    model: PreTrainedModel,
+    lora: LoraConfig,
+    plan: DtypePlan,
+    *,
+    seed: int,
+    parts: Sequence[TrainedPart] = LANGUAGE,
+    tokens: Sequence[int] = (),
 ) -> tuple[peft.PeftModel, Targets]:
     """Freezes ``model`` and adds adapters of dtype ``plan.adapter``, which modules trained whole are held in, too, and
     the rows of embedding and head of new ``tokens``.
+
+    Args:
+        parts: The parts that are trained (``model.train``).
 
     Returns:
         The model with its adapters, and what they are on.
@@ -52,7 +62,7 @@ def apply_lora(
     """
     import peft
 
-    targets = chosen(resolve_targets(model, lora.target_modules, experts=lora.experts), lora)
+    targets = chosen(resolve_targets(model, lora.target_modules, experts=lora.experts, parts=parts), lora)
     require_possible(lora, targets)
     config = peft_config(model, lora, targets, tokens)
     torch.manual_seed(seed)

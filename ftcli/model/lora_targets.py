@@ -1,8 +1,9 @@
 """Resolves ``lora.target_modules`` and ``lora.modules_to_save`` to layers of a model, so that PEFT does not.
 
 ``all-linear`` means the same in every family: every linear layer of the language model's decoder layers, each expert's
-among them. It never means a router, the head, or anything of a vision or audio tower. The names are looked up in the
-model and PEFT is given what was found, so that it has nothing left to guess.
+among them, and, where ``model.train`` names them, of the vision tower's layers and of the projector. It never means a
+router, the head, or anything of an audio tower. The names are looked up in the model and PEFT is given what was found,
+so that it has nothing left to guess.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from ftcli.facts.adapters import (
 from ftcli.facts.layers import means
 from ftcli.model.backbone import decoder_layers
 from ftcli.plan.trained import PlannedAdapters
+from ftcli.tables.images import LANGUAGE, TABLE, TrainedPart
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -73,13 +75,14 @@ class Targets:
 
 def resolve_targets(
     model: PreTrainedModel, wanted: str | Sequence[str], quantized: Collection[str] = frozenset(), *,
-    experts: bool = True,
+    experts: bool = True, parts: Sequence[TrainedPart] = LANGUAGE,
 ) -> Targets:  # fmt: skip
     """The layers that ``lora.target_modules`` names in ``model``.
 
     Args:
         quantized: Layers that are to be quantized and are not yet.
         experts: Whether ``all-linear`` means stacks of experts, too.
+        parts: The parts that are trained (``model.train``).
 
     Raises:
         FtcliError: FT311 (exit 3) for a name that matches no linear layer of the decoder, FT312 for the head or the
@@ -87,23 +90,56 @@ def resolve_targets(
     """
     linears = {name: module for name, module in _decoder_modules(model) if _is_linear(module)}
     found = tuple(_expert_stacks(model))
+    if "language" not in parts:
+        linears, found = {}, ()
+    seeing, matrices = _of_seeing_parts(model, parts)
     if isinstance(wanted, str):
         targets = _all_linear(model, linears, found, quantized)
-        return targets if experts else replace(targets, experts=())
+        return replace(
+            targets,
+            modules=(*targets.modules, *seeing),
+            weights=(*targets.weights, *matrices),
+            experts=targets.experts if experts else (),
+        )
     modules: list[str] = []
     stacks: list[str] = []
+    weights: list[str] = []
     by_peft: list[str] = []
     for target in wanted:
         if found and not _peft_keeps(model, target):
             by_peft.append(target)
             continue
-        matched = [name for name in linears if means(target, name)]
+        matched = [name for name in (*linears, *seeing) if means(target, name)]
         stacked = [name for name in found if means(target, name)]
-        if not matched and not stacked:
-            raise _no_such_layer(model, target, [*linears, *found])
+        lone = [name for name in matrices if means(target, name)]
+        if not matched and not stacked and not lone:
+            raise _no_such_layer(model, target, [*linears, *seeing, *matrices, *found])
         modules += matched
         stacks += stacked
-    return Targets(tuple(dict.fromkeys(modules)), tuple(dict.fromkeys(stacks)), by_peft=tuple(by_peft))
+        weights += lone
+    layers, kept, single = (tuple(dict.fromkeys(names)) for names in (modules, stacks, weights))
+    return Targets(layers, kept, single, by_peft=tuple(by_peft))
+
+
+def _of_seeing_parts(model: PreTrainedModel, parts: Sequence[TrainedPart]) -> tuple[list[str], list[str]]:
+    """Linear layers of the tower's layers and of the projector, where these are trained; and the projector's matrices
+    that are parameters of no linear layer (Gemma-3).
+    """
+    kind = TABLE.get(model.config.model_type)
+    if kind is None or set(parts) <= set(LANGUAGE):
+        return [], []
+    linears: list[str] = []
+    matrices: list[str] = []
+    for name, module in model.named_modules():
+        part = kind.part_of(name)
+        if part not in parts or part == "language":
+            continue
+        if _is_linear(module) and (part == "projector" or any(each.isdigit() for each in name.split("."))):
+            linears.append(name)
+        elif part == "projector" and not _is_linear(module):
+            own = module.named_parameters(recurse=False)
+            matrices += [f"{name}.{leaf}" for leaf, parameter in own if parameter.dim() == 2]
+    return linears, matrices
 
 
 def _all_linear(
@@ -203,7 +239,10 @@ def require_possible(lora: LoraConfig, targets: Targets) -> None:
 
 
 def planned_adapters(
-    model: PreTrainedModel, lora: LoraConfig, quantized: Collection[str] = frozenset()
+    model: PreTrainedModel,
+    lora: LoraConfig,
+    quantized: Collection[str] = frozenset(),
+    parts: Sequence[TrainedPart] = LANGUAGE,
 ) -> PlannedAdapters:
     """Counts the layers and parameters that ``lora`` trains in ``model``, which may be on ``meta`` and is not changed.
 
@@ -214,7 +253,7 @@ def planned_adapters(
         FtcliError: FT311 to FT314 (exit 3) for names that mean nothing here or cannot be trained; as
             :func:`require_possible`.
     """
-    targets = chosen(resolve_targets(model, lora.target_modules, quantized, experts=lora.experts), lora)
+    targets = chosen(resolve_targets(model, lora.target_modules, quantized, experts=lora.experts, parts=parts), lora)
     require_possible(lora, targets)
     saved = resolve_saved(model, lora.modules_to_save)
     trained = {id(p): p.numel() for n, m in model.named_modules() for p in m.parameters() if n.endswith(tuple(saved))}
@@ -233,15 +272,27 @@ def planned_adapters(
     )
 
 
-def freeze_other_parts(model: PreTrainedModel) -> None:
-    """Freezes all of a multimodal model but its language model and head; changes nothing in a model of text."""
+def freeze_other_parts(model: PreTrainedModel, parts: Sequence[TrainedPart] = LANGUAGE) -> None:
+    """Freezes all of a multimodal model but its ``parts``, the head being the language model's; changes nothing in a
+    model of text. What of a tower is read by nobody stays frozen (SigLIP's head).
+    """
     if model.config.get_text_config() is model.config:
         return
-    trained = {id(p) for p in model.get_decoder().parameters()}
-    head = model.get_output_embeddings()
-    trained |= {id(p) for p in head.parameters()} if head is not None else set()
-    for parameter in model.parameters():
-        parameter.requires_grad_(id(parameter) in trained)
+    trained: set[int] = set()
+    if "language" in parts:
+        head = model.get_output_embeddings()
+        owners = [model.get_decoder(), *([] if head is None else [head])]
+        trained = {id(p) for owner in owners for p in owner.parameters()}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(id(parameter) in trained or _is_seeing(model, name, parts))
+
+
+def _is_seeing(model: PreTrainedModel, name: str, parts: Sequence[TrainedPart]) -> bool:
+    """True if a parameter belongs to a tower or projector that is trained whole."""
+    kind = TABLE.get(model.config.model_type)
+    part = None if kind is None else kind.part_of(name)
+    unread = any(name.startswith(f"model.{path}.head.") for path in kind.vision) if kind is not None else False
+    return part in parts and part != "language" and not unread
 
 
 def summary_of_targets(model: Any, targets: Targets) -> str:

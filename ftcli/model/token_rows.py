@@ -95,22 +95,22 @@ def with_rows(module: Any) -> tuple[Any, TrainedRows | None]:
 
 @torch.no_grad()
 def _place(layer: Any) -> None:
-    """Writes the rows into the matrix where they have changed, or the base's where adapters are switched off."""
-    weight, off = layer.get_base_layer().weight, layer.disable_adapters
-    rows = _rows_of(layer)
-    now = None if off else rows._version
-    if getattr(layer, _PLACED, _NEVER) == now and bool(layer.merged_adapters) != off:
+    """Writes the rows into the matrix, or the base's where adapters are switched off.
+
+    Rows that are trained are written each time: kernels of optimizers change them without telling torch.
+    """
+    weight, off, rows = layer.get_base_layer().weight, layer.disable_adapters, _rows_of(layer)
+    if getattr(layer, _OFF, None) is off and (off or not rows.requires_grad):
         return
     values = layer.trainable_tokens_original[layer.active_adapters[0]] if off else rows
     # By `data`: what autograd holds of the matrix stays valid, since rows change between steps alone.
     weight.data.index_copy_(0, _ids_of(layer), values.to(weight.dtype))
     layer.merged_adapters = [] if off else [layer.active_adapters[0]]  # so that PEFT takes the matrix as it is
-    setattr(layer, _PLACED, now)
+    setattr(layer, _OFF, off)
 
 
-#: Attributes of PEFT's layer: the version of the rows that lie in the matrix, and their ids.
-_PLACED, _IDS = "_ftcli_placed", "_ftcli_ids"
-_NEVER = -1
+#: Attributes of PEFT's layer: whether the base's own rows lie in the matrix, and the ids of the rows.
+_OFF, _IDS = "_ftcli_rows_off", "_ftcli_ids"
 
 
 def _rows_of(layer: Any) -> Tensor:

@@ -70,7 +70,7 @@ def see(base: PreTrainedModel, ids: Tensor, given: Mapping[str, Tensor]) -> Seen
     model: Any = base.model
     tower: TowerOf = code_of(TABLE[base.config.model_type].tower)
     places, embedding = given[PLACES], base.get_input_embeddings()
-    with nullcontext() if _is_trained(base) else torch.no_grad():
+    with nullcontext() if trains_tower(base) else torch.no_grad():
         seen = tower(model, given)
     # An id of images may lie beyond the vocabulary; what is looked up in its place is not read, but by layers' inputs.
     padding = base.config.get_text_config().pad_token_id or 0
@@ -85,9 +85,21 @@ def see(base: PreTrainedModel, ids: Tensor, given: Mapping[str, Tensor]) -> Seen
     return SeenInputs(embeds, added, places, seen, of_tokens)
 
 
-def _is_trained(base: PreTrainedModel) -> bool:
-    decoder = {id(parameter) for parameter in base.get_decoder().parameters()}
-    return any(p.requires_grad and id(p) not in decoder for p in base.model.parameters())
+def trains_tower(model: Any) -> bool:
+    """True if something of a model, with adapters or without, is trained beside its language model and head."""
+    kind = TABLE.get(model.config.model_type)
+    if kind is None:
+        return False
+    named = ((name.removeprefix("base_model.model."), p) for name, p in model.named_parameters())
+    return any(p.requires_grad and kind.part_of(name) in ("projector", "vision") for name, p in named)
+
+
+def attend_in_tower(base: Any) -> None:
+    """Has the tower of a model take SDPA, whatever attention its language model needs: scores that are kept for
+    backward would be gigabytes an image.
+    """
+    for path in TABLE[base.config.model_type].vision:
+        base.model.get_submodule(path).set_attn_implementation("sdpa")
 
 
 def qwen(model: Any, given: Mapping[str, Tensor]) -> Seen:
@@ -132,3 +144,31 @@ def mistral3(model: Any, given: Mapping[str, Tensor]) -> Seen:
     layer = model.config.vision_feature_layer
     seen = model.get_image_features(pixels, given["image_sizes"], vision_feature_layer=layer, return_dict=True)
     return Seen(torch.cat(tuple(seen.pooler_output)))
+
+
+def example_of_qwen(config: Any, images: int, side: int) -> dict[str, Tensor]:
+    """Square images of ``side`` x ``side`` patches, black, as Qwen's processor gives them."""
+    vision = config.vision_config
+    pixels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    grid = torch.tensor([[1, side, side]] * images)
+    return {"pixel_values": torch.zeros(images * side**2, pixels), "image_grid_thw": grid}
+
+
+def example_of_gemma3(config: Any, images: int, side: int) -> dict[str, Tensor]:
+    """As Gemma-3's gives them."""
+    edge = side * config.vision_config.patch_size
+    return {"pixel_values": torch.zeros(images, 3, edge, edge)}
+
+
+def example_of_gemma4(config: Any, images: int, side: int) -> dict[str, Tensor]:
+    """As Gemma-4's gives them."""
+    place = torch.cartesian_prod(torch.arange(side), torch.arange(side)).flip(-1)
+    pixels = torch.zeros(images, side**2, 3 * config.vision_config.patch_size**2)
+    return {"pixel_values": pixels, "image_position_ids": place.expand(images, -1, -1)}
+
+
+def example_of_mistral3(config: Any, images: int, side: int) -> dict[str, Tensor]:
+    """As Mistral-3's gives them."""
+    edge = side * config.vision_config.patch_size
+    sizes = torch.tensor([[edge, edge]] * images)
+    return {"pixel_values": torch.zeros(images, 3, edge, edge), "image_sizes": sizes}

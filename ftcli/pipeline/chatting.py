@@ -232,7 +232,6 @@ def open_chat(loaded: LoadedRecipe, session: Session, run_dir: Path, options: Ch
         plan=job.dtypes,
         device=job.device,
         max_length=loaded.recipe.data.max_seq_len,
-        sees=bool(conversation.images),
     )
     if opened.reason is not None:
         job.reporter.info(opened.summary)

@@ -26,7 +26,7 @@ from ftcli.plan.execution import ExecutionPart
 from ftcli.plan.forecast import Forecast, TokenCounts, forecast, why_unknown
 from ftcli.plan.memory.candidates import Level, candidate
 from ftcli.plan.run import RunPlan
-from ftcli.plan.trained import PlannedAdapters, adapters_of, left_out, trained_parameters
+from ftcli.plan.trained import PlannedAdapters, left_out
 from ftcli.preflight.checks.context import Context, NotMade
 from ftcli.preflight.checks.support import is_installed
 from ftcli.preflight.report import PreflightReport
@@ -142,9 +142,9 @@ def _arithmetic(report: PreflightReport) -> PlannedAdapters | None:
     if report.recipe.lora is None or shape is None:
         return None
     layers: Counter[str] = Counter()
-    for each in adapters_of(report.recipe, shape):
+    for each in report.plan.adapters:
         layers[each.linear.leaf] += each.layers
-    return PlannedAdapters(layers, left_out(report.recipe, shape), trained_parameters(report.recipe, shape).elements)
+    return PlannedAdapters(layers, left_out(report.recipe, shape), report.plan.trained.elements)
 
 
 def _samples(session: Session, report: PreflightReport, count: int) -> tuple[SampledRow, ...]:

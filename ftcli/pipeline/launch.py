@@ -25,7 +25,9 @@ def train(loaded: LoadedRecipe, session: Session, command: str = "train") -> obj
     """
     loaded = over_ranks(loaded, session.place)
     method = methods.method_of(loaded.recipe, command)
-    run = code_of(method.run)
+    run, asked = code_of(method.run), loaded.recipe.train.method
+    if asked not in (methods.DEFAULT, method.name):
+        session.reporter.info(f"train.method: {asked} is for `ftcli train`; `ftcli {command}` trains by {method.title}")
 
     def work(group: RankGroup | None) -> object:
         # Preflight refuses several processes for a method that is not made for them.

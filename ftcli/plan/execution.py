@@ -35,6 +35,7 @@ from ftcli.plan.batches import Batches, choose_batches
 from ftcli.plan.precision import DtypePlan
 from ftcli.plan.quantization import why_dequantized
 from ftcli.tables import methods, optimizers, policies, quantizations
+from ftcli.tables.images import LANGUAGE
 
 #: Why a layer with DoRA is left as it is.
 DORA = "DoRA scales the merged weight, which is never formed on the kernels"
@@ -547,6 +548,8 @@ def _trained_whole(recipe: Recipe) -> str | None:
         return "model.dtype: float16, whose losses are scaled"
     if train.bf16_gradients:
         return "train.bf16_gradients: each GPU keeps its part of the sum in float32"
+    if recipe.model.train != LANGUAGE:
+        return "model.train: a tower has no gradient on ranks whose rows have no image, and shards need all ranks'"
     if grpo is not None and grpo.beta and grpo.sync_ref_model:
         return "grpo.sync_ref_model: a reference that follows is written by one process, and no GPU has all of it"
     return None

@@ -18,7 +18,8 @@ from ftcli.plan.execution import Execution
 from ftcli.plan.precision import DtypePlan
 from ftcli.plan.trained import PlannedAdapters, TrainedParameters
 from ftcli.tables import code_of, quantizations
-from ftcli.tables.families import MEASURED_BY
+from ftcli.tables.families import MEASURED_BY, TOWER_MEASURED_BY
+from ftcli.tables.images import TrainedPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,7 @@ class Question:
         documents: Documents of one row are kept apart by a mask.
         stores: Linear layers are quantized.
         trains: There is a backward pass.
+        parts: What of a model that sees is trained.
     """
 
     config: str
@@ -50,6 +52,7 @@ class Question:
     documents: bool
     stores: bool
     trains: bool
+    parts: tuple[TrainedPart, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +148,37 @@ class MeasuredModel:
         return (self.parameters - packed) * element + held
 
 
+@dataclass(frozen=True, slots=True)
+class TowerBytes:
+    """Bytes a patch of what is trained beside the language model: what is ``kept`` for backward, and the most that
+    backward allocates on top of it.
+    """
+
+    kept: float
+    workspace: float
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredTower:
+    """A vision tower and projector of which something is trained.
+
+    Attributes:
+        trained: Their weights, or adapters, that are.
+        whole: Bytes where layers keep everything.
+        again: Where they are checkpointed.
+    """
+
+    trained: TrainedParameters
+    whole: TowerBytes
+    again: TowerBytes
+
+
+def measured_tower(question: Question) -> MeasuredTower:
+    """Measures the parts that are trained beside the language model. Raises as :func:`measured_model`."""
+    found: MeasuredTower = code_of(TOWER_MEASURED_BY)(question)
+    return found
+
+
 def measured_model(question: Question) -> MeasuredModel:
     """Measures a model.
 
@@ -180,6 +214,7 @@ def question_of(
         documents=recipe.data.packing or execution.batches.layout == "unpadded",
         stores=quantizations.row(recipe.quantization.method).quantize is not None,
         trains=trains,
+        parts=recipe.model.train,
     )
 
 

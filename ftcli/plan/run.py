@@ -17,13 +17,14 @@ from ftcli.facts.device import DeviceFacts
 from ftcli.facts.model import ModelFacts
 from ftcli.facts.shape import ModelShape
 from ftcli.plan.execution import Execution, Work, execution_of, most_graph_tokens, wants_kernels, why_no_graphs
-from ftcli.plan.measured import MeasuredModel, measured_model, question_of
+from ftcli.plan.measured import MeasuredModel, MeasuredTower, measured_model, measured_tower, question_of
 from ftcli.plan.memory.activations import ActivationSettings, LayerMemory, plain_layers
 from ftcli.plan.memory.fused_activations import fused_layers
 from ftcli.plan.precision import DTYPE_BYTES, DtypePlan, plan_dtypes
 from ftcli.plan.quantization import trains_rounded
 from ftcli.plan.trained import EMBEDDING, HEAD, TrainedParameters, adapters_of, trained_parameters
 from ftcli.tables import code_of, optimizers, policies
+from ftcli.tables.images import LANGUAGE
 from ftcli.tables.methods import Method
 from ftcli.tables.policies import Policy, PolicyName
 
@@ -212,14 +213,32 @@ class RunPlan:
         on_gpu = self.device.kind == "cuda" and self.execution.on_kernels
         return (on_gpu and optimizers.row(asked).on_gpu) or asked
 
+    @property
+    def trains_language(self) -> bool:
+        """True if the language model is among the parts that are trained."""
+        return "language" in self.recipe.model.train
+
+    @cached_property
+    def tower(self) -> MeasuredTower | None:
+        """What is trained beside the language model, as it is measured; None where nothing is."""
+        if not self.trains or self.recipe.model.train == LANGUAGE:
+            return None
+        return measured_tower(
+            question_of(self.recipe, self.facts, self.dtypes, self.execution, trains=True, classifier=False)
+        )
+
     @cached_property
     def trained(self) -> TrainedParameters:
-        return trained_parameters(self.recipe, self.shape) if self.described is not None else self.measured.trained
+        found = TrainedParameters(0, ())
+        if self.trains_language:
+            described = self.described is not None
+            found = trained_parameters(self.recipe, self.shape) if described else self.measured.trained
+        return found if self.tower is None else found.with_others(self.tower.trained)
 
     @cached_property
     def adapters(self) -> tuple[LinearAdapter, ...]:
-        """The adapters; none under full fine-tuning."""
-        return adapters_of(self.recipe, self.shape)
+        """The language model's adapters; none under full fine-tuning."""
+        return adapters_of(self.recipe, self.shape) if self.trains_language else ()
 
     @cached_property
     def method_memory(self) -> MethodMemory:
@@ -311,7 +330,9 @@ class RunPlan:
     def head_is_trained(self) -> bool:
         """True if the head has a gradient."""
         lora = self.recipe.lora
-        return not self.method.classifier and (lora is None or HEAD in lora.modules_to_save)
+        if self.method.classifier or not self.trains_language:
+            return False
+        return lora is None or HEAD in lora.modules_to_save
 
     def setting(self, seq_len: int, *, padded: bool) -> ActivationSettings:
         """Arguments of the activation terms. ``padded``: rows of a batch may differ in length.

@@ -546,3 +546,5 @@ MULTIMODAL: Mapping[str, Multimodal] = MappingProxyType(
 
 #: Code: what is known of a model whose family has no row, as a function of a :class:`ftcli.plan.measured.Question`.
 MEASURED_BY = "ftcli.model.measure:measured"
+#: The same of towers that are trained, of families in :mod:`ftcli.tables.images`.
+TOWER_MEASURED_BY = "ftcli.model.measure_tower:measured_tower"

@@ -7,6 +7,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
+#: What ``model.train`` may name.
+TrainedPart = Literal["language", "projector", "vision"]
+#: All that is trained unless a recipe says more.
+LANGUAGE: tuple[TrainedPart, ...] = ("language",)
+
 
 @dataclass(frozen=True, slots=True)
 class ImageTokens:
@@ -19,6 +24,8 @@ class ImageTokens:
             rows and columns of tokens that an image has.
         tower: Code: a function of a model and the tensors of the image processor that gives what each layer of the
             language model reads of all images (:class:`ftcli.model.vision.Seen`).
+        example: Code: a function of transformers' config, a number of images and the patches of their sides that gives
+            tensors for ``tower``.
         settles: Code: a function of an image processor and config.json that sets what transformers' processor of the
             family sets in each call; None: nothing.
         written: What stands in the text for ``placeholder`` before it is tokenized, with ``token`` in it once; None:
@@ -32,12 +39,15 @@ class ImageTokens:
         by_ids: config.json's names of the ids of what stands before an image, in its places and behind it; the texts
             of these tokens are then the tokenizer's, and ``placeholder`` is that of the second. Empty: as said above.
         most_pixels: The key of the processor's ``size`` that ``data.image_max_pixels`` sets; None where it has none.
+        vision, projector: Where the parts that ``model.train`` names stand in the model, by the beginnings of paths
+            below ``model.``. A projector within the tower is no part of that.
     """
 
     placeholder: str
     token: str
     grid: str
     tower: str
+    example: str
     written: str | None = None
     settles: str | None = None
     ends: tuple[str, str] | None = None
@@ -46,6 +56,21 @@ class ImageTokens:
     both_ways: Literal["all", "windows"] | None = None
     by_ids: tuple[str, ...] = ()
     most_pixels: str | None = None
+    vision: tuple[str, ...] = ("vision_tower",)
+    projector: tuple[str, ...] = ("multi_modal_projector",)
+
+    def part_of(self, name: str) -> TrainedPart | None:
+        """The part that a module or parameter of the whole model belongs to; None for sound, and for the head."""
+        inner = name.removeprefix("model.")
+        places: dict[TrainedPart, tuple[str, ...]] = {
+            "projector": self.projector,
+            "vision": self.vision,
+            "language": ("language_model",),
+        }
+        for part, paths in places.items():
+            if any(inner == path or inner.startswith(f"{path}.") for path in paths):
+                return part
+        return None
 
 
 _QWEN = ImageTokens(
@@ -53,8 +78,11 @@ _QWEN = ImageTokens(
     token="<|image_pad|>",  # noqa: S106 - a token of a vocabulary
     grid="ftcli.data.vision:merged_patches",
     tower="ftcli.model.vision:qwen",
+    example="ftcli.model.vision:example_of_qwen",
     three_rows=True,
     most_pixels="longest_edge",
+    vision=("visual",),
+    projector=("visual.merger", "visual.deepstack_merger_list"),
 )
 
 #: By ``model_type`` of the whole checkpoint.
@@ -70,6 +98,7 @@ TABLE: Mapping[str, ImageTokens] = MappingProxyType(
             token="<image_soft_token>",  # noqa: S106 - a token of a vocabulary
             grid="ftcli.data.vision:as_many_as_said",
             tower="ftcli.model.vision:gemma3",
+            example="ftcli.model.vision:example_of_gemma3",
             settles="ftcli.data.vision:takes_no_crops",
             written="\n\n<start_of_image><image_soft_token><end_of_image>\n\n",
             marks="token_type_ids",
@@ -80,14 +109,17 @@ TABLE: Mapping[str, ImageTokens] = MappingProxyType(
             token="",
             grid="ftcli.data.vision:pooled_patches",
             tower="ftcli.model.vision:gemma4",
+            example="ftcli.model.vision:example_of_gemma4",
             both_ways="windows",
             by_ids=("boi_token_id", "image_token_id", "eoi_token_id"),
+            projector=("embed_vision",),
         ),
         "mistral3": ImageTokens(
             placeholder="[IMG]",
             token="[IMG]",  # noqa: S106 - a token of a vocabulary
             grid="ftcli.data.vision:pixtral_patches",
             tower="ftcli.model.vision:mistral3",
+            example="ftcli.model.vision:example_of_mistral3",
             settles="ftcli.data.vision:merges_patches",
             ends=("[IMG_BREAK]", "[IMG_END]"),
             marks=None,

@@ -165,6 +165,7 @@ def _preference(name: str, title: str) -> Method:
         memory="ftcli.methods.preference.checks:memory",
         rules="ftcli.methods.preference.checks:check",
         asks="ftcli.methods.preference.checks:other_model",
+        sees=True,
         section="preference",
         defaults=MappingProxyType(
             {"data.format": "preference", "train.learning_rate": rate, "train.warmup_steps": 0.1}
@@ -194,12 +195,15 @@ def _labelled() -> Method:
         rules="ftcli.methods.kto.checks:check",
         defaults=MappingProxyType({**pairs.defaults, "data.format": "labelled"}),
         unit=1,
+        sees=False,
         timed=False,
         told=(*pairs.told, "preference.desirable_weight", "preference.undesirable_weight"),
         supports=MappingProxyType({**pairs.supports, "data.format": ("labelled",)}),
     )
 
 
+#: The value of ``train.method`` in a recipe that says nothing.
+DEFAULT = "sft"
 TABLE: Mapping[str, Method] = MappingProxyType(
     {
         "sft": Method(
@@ -280,6 +284,7 @@ TABLE: Mapping[str, Method] = MappingProxyType(
             reward_rules="ftcli.methods.grpo.checks:check_rewards",
             row_rules="ftcli.methods.grpo.checks:check_rows",
             survey="ftcli.methods.grpo.train:survey",
+            sees=True,
             from_prompts=True,
             scores_tasks=True,
             packs=False,

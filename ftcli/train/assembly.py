@@ -26,6 +26,7 @@ from ftcli.model.selfcheck import check_head
 from ftcli.model.token_rows import draw_rows
 from ftcli.model.tokenizer import align_special_tokens, pad_apart
 from ftcli.model.trained_weights import load_weights
+from ftcli.model.vision import attend_in_tower
 from ftcli.plan.batches import Batches
 from ftcli.plan.quantization import trains_rounded
 from ftcli.run.directory import RunDirectory
@@ -155,11 +156,13 @@ def _stored(job: Job) -> str:
 def build_trainable(job: Job, *, num_layers: int | None = None) -> Model:
     """The model to train: with fresh adapters under LoRA, as it is for full fine-tuning."""
     base = build_base(job, num_layers=num_layers)
-    lora = job.recipe.lora
+    lora, parts = job.recipe.lora, job.recipe.model.train
+    if "vision" in parts:
+        attend_in_tower(base)
     if lora is None:
-        freeze_other_parts(base)
+        freeze_other_parts(base, parts)
         return base
-    model, targets = apply_lora(base, lora, job.dtypes, seed=job.recipe.run.seed, tokens=job.new_tokens)
+    model, targets = apply_lora(base, lora, job.dtypes, seed=job.recipe.run.seed, parts=parts, tokens=job.new_tokens)
     job.reporter.info(summary_of_targets(model, targets))
     if lora.start_from is not None:
         folder = start_folder(lora.start_from)

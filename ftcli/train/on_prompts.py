@@ -188,7 +188,9 @@ def _prompts(job: Job, method: PromptMethod) -> list[RenderedPrompt]:
     from ftcli.data.asked import asked_rows
 
     data = job.recipe.data
-    asked, warnings = asked_rows(data.train, data, job.tokenizer, method.room(job.recipe), offline=job.session.offline)
+    asked, warnings = asked_rows(
+        data.train, data, job.tokenizer, method.room(job.recipe), offline=job.session.offline, vision=job.vision
+    )
     for warning in warnings:
         job.reporter.finding(warning)
     return asked

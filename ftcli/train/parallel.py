@@ -25,6 +25,7 @@ from ftcli.model.backbone import root_of
 from ftcli.model.gradients import Gradients
 from ftcli.model.sequence_parallel import SequencePart
 from ftcli.model.shards import gather_like, gather_weights, replicas_of, reshard_model, trained_is_sharded
+from ftcli.model.vision import trains_tower
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -235,21 +236,29 @@ class Parallel:
 
 
 class GradientReducer:
-    """Makes each trained weight's gradient the sum over all ranks, in one all-reduce for each dtype."""
+    """Makes each trained weight's gradient the sum over all ranks, in one all-reduce for each dtype.
+
+    A tower that is trained has gradients in those steps alone in which some rank has images; the ranks then say in each
+    step what they have. In others it stays without, as in one process.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
+        self._trained = [p for p in model.parameters() if p.requires_grad]
+        self._varies = trains_tower(model)
         self._with_gradient: Sequence[nn.Parameter] = ()
         self._without: Sequence[nn.Parameter] = ()
         self._summed: Gradients | None = None
 
     def reduce(self, group: RankGroup) -> None:
         """All ranks call it."""
-        if not self._with_gradient:
-            trained = [p for p in self._model.parameters() if p.requires_grad]
+        if not self._with_gradient or self._varies:
+            trained = self._trained
             has = torch.tensor([p.grad is not None for p in trained], dtype=torch.uint8)
             anywhere = torch.stack(group.all_gather(has)).amax(0).tolist()
+            before = self._with_gradient
             self._with_gradient = [p for p, some in zip(trained, anywhere, strict=True) if some]
+            if len(before) != len(self._with_gradient):
+                self._summed = None
             self._without = [p for p, some in zip(trained, anywhere, strict=True) if not some]
         if any(p.grad is not None for p in self._without):
             raise RuntimeError("a weight has a gradient that had none on any rank in the first step")

@@ -1,6 +1,7 @@
 """A training step on rows with images, by ftcli and by TRL's SFTTrainer, on the same machine and the same rows.
 
     python kernels/bench/vision.py                     # Qwen3-VL-8B, 8 rows of one image of 1024 x 1024 and 200 tokens
+    python kernels/bench/vision.py --tower             # the tower and the projector are trained as well
     python kernels/bench/vision.py --only ours --rows 4 --side 512
     python kernels/bench/vision.py --device cpu        # does it run at all
 
@@ -29,6 +30,10 @@ CONTENDERS = ("ours", "trl", "trl-checkpointed")
 _TINY = "bundled:tiny-qwen3-vl"
 #: Tokens of a row that its chat template writes.
 _OF_TEMPLATE = 23
+#: What is trained with ``--tower``.
+_PARTS = ("language", "projector", "vision")
+#: Pixels of the side of a token of Qwen3-VL.
+_TOKEN = 32
 #: Steps that are not counted.
 _FIRST = 4
 
@@ -60,6 +65,7 @@ def settings_of(path: Path, folder: Path, options: argparse.Namespace) -> list[s
         f"model.name_or_path={_TINY if tiny else options.model}",
         f"model.tokenizer={_TINY}",
         "model.init=random",
+        f"model.train=[{', '.join(_PARTS if options.tower else _PARTS[:1])}]",
         f"model.dtype={'float32' if tiny else 'bfloat16'}",
         f"data.train=[{path}]",
         "data.eval=[]",
@@ -70,7 +76,7 @@ def settings_of(path: Path, folder: Path, options: argparse.Namespace) -> list[s
         "train.gradient_accumulation_steps=1",
         "train.gradient_checkpointing=auto",
         "train.learning_rate=1e-5",
-        f"data.max_seq_len={1024 if tiny else 4096}",
+        f"data.max_seq_len={1024 if tiny else -(-((options.side // _TOKEN) ** 2 + options.text) // 64) * 64}",
         "logging.every_steps=1",
         f"run.output_dir={folder / 'run'}",
     )
@@ -152,8 +158,10 @@ def by_trl(options: argparse.Namespace, *, checkpointed: bool) -> dict[str, Any]
         torch.manual_seed(0)
         with torch.device(options.device):
             model: Any = AutoModelForImageTextToText.from_config(config, dtype=dtype)
-        language = r".*language_model.*\.(q|k|v|o|gate|up|down)_proj"
-        model = get_peft_model(model, LoraConfig(r=options.rank, lora_alpha=options.rank, target_modules=language))
+        adapted = r".*language_model.*\.(q|k|v|o|gate|up|down)_proj"
+        if options.tower:
+            adapted += r"|.*visual\.(blocks|merger|deepstack).*\.(qkv|proj|linear_fc1|linear_fc2)"
+        model = get_peft_model(model, LoraConfig(r=options.rank, lora_alpha=options.rank, target_modules=adapted))
         if checkpointed:
             model.enable_input_require_grads()
         from datasets import Dataset
@@ -189,6 +197,7 @@ def main() -> None:
     arguments.add_argument("--rows", type=int, default=8)
     arguments.add_argument("--side", type=int, default=1024)
     arguments.add_argument("--text", type=int, default=200, help="tokens of a row beside its image")
+    arguments.add_argument("--tower", action="store_true", help="adapters on tower and projector as well")
     arguments.add_argument("--steps", type=int, default=10)
     arguments.add_argument("--gpus", type=int, default=1, help="of ours, as many rows on each")
     arguments.add_argument("--log", type=Path, help="where ftcli's messages go")

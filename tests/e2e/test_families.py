@@ -335,6 +335,7 @@ def test_a_base_that_asks_for_the_auxiliary_loss_is_told_and_sampled(user: User,
     assert "FT318" in json.dumps(document["findings"])
 
 
+@pytest.mark.long
 def test_the_auxiliary_loss_of_a_full_fine_tune_is_asked_for_by_config_or_recipe(user: User, tmp_path: Path) -> None:
     """The first losses of the same rows tell: config.json's factor, none, and the recipe's, with nothing to be told."""
     base, losses = folder_of("mixtral", tmp_path / "base"), []

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ftcli.data.asked import RenderedPrompt
 from ftcli.data.reasoning import Answer
-from ftcli.generation.requests import Completion, cut
+from ftcli.generation.requests import Completion, PromptImages, cut, shown_by
 from ftcli.job import Job
 from ftcli.judges import Judge
 from ftcli.judges.verdicts import Verdict
@@ -107,11 +107,22 @@ def share_of(count: int, rank: int, ranks: int) -> slice:
     return slice(count * rank // ranks, count * (rank + 1) // ranks)
 
 
+def shown_in(job: Job, asked: Sequence[RenderedPrompt]) -> list[PromptImages | None]:
+    """What each prompt shows; images are read when completions of it are made or scored."""
+    texts = [one.text for one in asked if one.images]
+    if not texts:
+        return [None] * len(asked)
+    pixels = job.pixel_reader()
+    encoded = iter(job.tokenizer(text=texts, add_special_tokens=False)["input_ids"])
+    return [shown_by(n, next(encoded), one.images, pixels) if one.images else None for n, one in enumerate(asked)]
+
+
 class Draws:
     """Draws completions and has them judged. All ranks call it alike.
 
     Attributes:
         names, weights: Of the columns of rewards.
+        shown: The images of each prompt, by its number.
     """
 
     def __init__(
@@ -128,6 +139,7 @@ class Draws:
         acting: Acting | None = None,
     ) -> None:
         self._job, self._grpo, self._asked, self._columns = job, grpo, asked, columns
+        self.shown = shown_in(job, asked)
         self.failures, self._rollouts, self._spans = failures, rollouts, spans
         self._group, self._acting = group, acting
         self._own = None if acting is None else _of_environment(acting)
@@ -173,7 +185,9 @@ class Draws:
             texts, episodes = self._begun(self._acting, rows, own)
         # The template has written BOS; a tokenizer that adds another would shift every prompt by a token.
         prompt_ids: list[list[int]] = self._job.tokenizer(text=texts, add_special_tokens=False)["input_ids"]
-        mine = self._rollouts.complete(prompt_ids, step, own, self._turns(episodes, prompt_ids[own]))
+        shown = [self.shown[row] for row in rows]
+        prompt_ids = [ids if one is None else one.row.input_ids for ids, one in zip(prompt_ids, shown, strict=True)]
+        mine = self._rollouts.complete(prompt_ids, step, own, self._turns(episodes, prompt_ids[own]), shown)
         sampled = gather_completions(self._group, mine)
         rest = gather_rest(self._group, [_rest(*pair) for pair in zip(mine, episodes, strict=True)] if episodes else [])
         self._spans.enter(None)

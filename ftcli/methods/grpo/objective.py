@@ -26,7 +26,7 @@ from ftcli.methods.grpo.advantages import Advantages, advantages_of, deviation
 from ftcli.methods.grpo.draws import Drawn, DrawnCompletion, Draws, share_of
 from ftcli.methods.grpo.episodes import Acting
 from ftcli.methods.grpo.losses import Completions, StepShape, loss_mask
-from ftcli.methods.grpo.policy import Metrics, Parity, ParityCheck, PolicyScores, joined, scored_loss
+from ftcli.methods.grpo.policy import PROMPT_ROWS, Metrics, Parity, ParityCheck, PolicyScores, joined, scored_loss
 from ftcli.methods.grpo.reference import Reference
 from ftcli.methods.grpo.rewards import Reward, RewardFailures
 from ftcli.methods.grpo.rollouts import Rollouts, gather_rows, sampling
@@ -221,6 +221,8 @@ class GrpoObjective(Objective):
             "completion_ids": _right(completions, pad),
             "completion_mask": mask,
         }
+        if any(self._policy.shown):
+            batch[PROMPT_ROWS] = torch.tensor([one.row for one in made])
         if any(one.given for one in made):
             batch["tool_mask"] = _right([_written(one) for one in made], 1)
         batch["num_items_in_batch"] = loss_mask(batch).sum()
@@ -246,8 +248,9 @@ class GrpoObjective(Objective):
         self._parts.spans.enter(LOG_PROBS)
         written = batch["tool_mask"][own] if "tool_mask" in batch else None
         width = batch["completion_ids"].shape[1]
+        rows = batch[PROMPT_ROWS][own] if PROMPT_ROWS in batch else None
         found, _ = self._policy.log_probs(
-            ids[own], mask[own], width, rows_at_a_time=self._size, model=model, written=written
+            ids[own], mask[own], width, rows_at_a_time=self._size, model=model, written=written, prompt_rows=rows
         )
         self._parts.spans.enter(None)
         return found if self._group is None else gather_rows(self._group, "log-probs", found)
@@ -467,6 +470,9 @@ def build_grpo(
     spans = Spans(job.device, (ROLLOUT, REWARDS, LOG_PROBS, TRAINING, OPTIMIZER), counted=(ROLLOUT, TRAINING))
 
     def objective(stack: DecoderStack | None, _sequence: SequencePart | None) -> GrpoObjective:
+        failures = RewardFailures(grpo.reward_failures.max_fraction, job.reporter)
+        rollouts = Rollouts(model, job, grpo, group)
+        draws = Draws(job, grpo, asked, columns, rewards, failures, rollouts, spans, group, acting)
         policy = PolicyScores(
             model,
             job.batches(model),
@@ -476,10 +482,8 @@ def build_grpo(
             stack=stack,
             spans=spans,
             group=group,
+            shown=draws.shown,
         )
-        failures = RewardFailures(grpo.reward_failures.max_fraction, job.reporter)
-        rollouts = Rollouts(model, job, grpo, group)
-        draws = Draws(job, grpo, asked, columns, rewards, failures, rollouts, spans, group, acting)
         stagnation = Stagnation(grpo.early_stopping)
         parts = GrpoParts(
             len(asked),

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ftcli.data.collate import documents_batch
+from ftcli.data.collate import documents_batch, with_images
 from ftcli.data.tokens import TokenizedRow
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.evaluate.ranks import passes_in_step
@@ -48,10 +48,13 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
+    from ftcli.generation.requests import PromptImages
     from ftcli.methods.grpo.spans import Spans
     from ftcli.model.fused import DecoderStack
     from ftcli.run.process_group import RankGroup
 
+#: The numbers of prompts that show images, in a batch.
+PROMPT_ROWS = "prompt_rows"
 #: Numbers by name, one for each micro-batch.
 Metrics: TypeAlias = dict[str, list[float]]
 
@@ -76,6 +79,7 @@ class ScoredDocuments:
         completion: int,
         silent: Sequence[bool],
         written: Tensor | None = None,
+        shown: Sequence[PromptImages | None] = (),
     ) -> ScoredDocuments:
         """Of a batch on the host.
 
@@ -83,6 +87,7 @@ class ScoredDocuments:
             input_ids, attention_mask: (B, P + C); the last ``completion`` columns, C, are the completions.
             silent: For each row whether it is left out.
             written: (B, C), 1 for tokens that are scored; None: all of the completions are.
+            shown: What each prompt shows; empty where none does.
         """
         documents: list[TokenizedRow] = []
         there = attention_mask[:, -completion:].bool()
@@ -96,7 +101,9 @@ class ScoredDocuments:
                 continue
             scored = torch.where(where[index], ids[-completion:], IGNORE_INDEX)[there[index]]
             labels = [IGNORE_INDEX] * len(prompt) + scored.tolist()
-            documents.append(TokenizedRow(Row("completions", index, {}), [*prompt.tolist(), *answer.tolist()], labels))
+            every, seen = [*prompt.tolist(), *answer.tolist()], shown[index] if shown else None
+            images = () if seen is None else seen.row.images
+            documents.append(TokenizedRow(Row("completions", index, {}), every, labels, images=images))
         return cls(documents, where)
 
 
@@ -106,6 +113,7 @@ class PolicyScores:
     Args:
         stack: The decoder layers as one function, which passes with gradients take; None where they are not.
         spans: Counts the tokens of passes with gradients.
+        shown: What each prompt of the run shows, by its number; empty where none does.
         group: The ranks that train together. Where they hold shards of the weights, all of them call what computes.
     """
 
@@ -119,8 +127,11 @@ class PolicyScores:
         device: torch.device,
         stack: DecoderStack | None = None,
         spans: Spans | None = None,
+        shown: Sequence[PromptImages | None] = (),
         group: RankGroup | None = None,
     ) -> None:
+        self.shown = shown
+        self._pixels = next((one.pixels for one in shown if one is not None), None)
         self.model, self.batches, self.temperature, self.device = model, batches, temperature, device
         self.group = group
         self._pad_token_id, self._stack, self._spans = pad_token_id, stack, spans
@@ -136,6 +147,7 @@ class PolicyScores:
         model: PreTrainedModel | None = None,
         entropy_gradient: bool = False,
         written: Tensor | None = None,
+        prompt_rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies of completions in nats, (B, C) float32 each, 0 where there is no token.
 
@@ -145,12 +157,14 @@ class PolicyScores:
             model: Another model than the policy.
             entropy_gradient: The loss uses the entropies, too.
             written: (B, C), 1 for tokens that are scored; None: all of the completions are.
+            prompt_rows: (B,), the numbers of the prompts, where these show images.
         """
         rows = input_ids.shape[0]
         size = rows_at_a_time or rows
         ids, mask = input_ids.cpu(), attention_mask.cpu()
         silent = silent or (False,) * rows
         own = None if written is None else written.cpu()
+        shown = self.shown_by(prompt_rows)
         scored_by = self.model if model is None else model
 
         def compute() -> list[tuple[Tensor, Tensor]]:
@@ -163,6 +177,7 @@ class PolicyScores:
                         completion,
                         silent[at : at + size],
                         None if own is None else own[at : at + size],
+                        shown[at : at + size],
                     ),
                     entropy_gradient,
                 )
@@ -175,6 +190,10 @@ class PolicyScores:
             found = passes_in_step(self.group, scored_by, compute) or []
         log_probs, entropies = (torch.cat(parts) for parts in zip(*found, strict=True))
         return log_probs, entropies
+
+    def shown_by(self, prompt_rows: Tensor | None) -> list[PromptImages | None]:
+        """What prompts of these numbers show; empty where nothing is said of them."""
+        return [] if prompt_rows is None else [self.shown[row] for row in prompt_rows.tolist()]
 
     def _scores(
         self, model: PreTrainedModel | PeftModel, scored: ScoredDocuments, entropy_gradient: bool
@@ -197,6 +216,7 @@ class PolicyScores:
     ) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies of the documents' labels, one after the other."""
         batch = documents_batch(documents, self.batches, self._pad_token_id)
+        batch = with_images(batch, [documents], self._pixels)
         vocabulary = base_of(model).get_output_embeddings().weight.shape[0]
         supervised = supervised_positions(batch["labels"], vocabulary).to(self.device, non_blocking=True)
         batch = {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}
@@ -244,6 +264,7 @@ def scored_loss(
         silent=silent,
         entropy_gradient=bool(grpo.entropy_coef),
         written=inputs.get("tool_mask"),
+        prompt_rows=inputs.get(PROMPT_ROWS),
     )
     if silent is not None and "old_per_token_logps" in inputs:  # ratios of 1
         left_out = torch.tensor(silent, device=log_probs.device)[:, None]
@@ -380,17 +401,26 @@ def check_parity(policy: PolicyScores, plan: DtypePlan, inputs: Completions, sam
     chosen = _chosen(inputs["completion_mask"])
     prompts, prompt_mask = inputs["prompt_ids"][chosen], inputs["prompt_mask"][chosen]
     ids, mask = inputs["completion_ids"][chosen, :LONGEST], inputs["completion_mask"][chosen, :LONGEST]
+    numbers = inputs[PROMPT_ROWS][chosen] if PROMPT_ROWS in inputs else None
+    shown = policy.shown_by(numbers) or [None] * len(chosen)
+    for at, one in enumerate(shown):  # transformers takes an answer's image token for a place without an image
+        if one is not None:
+            mask[at] *= (ids[at] == one.pixels.vision.token_id).cumsum(0) == 0
     training = model.training
     model.eval()
     with rotation_kept(model), compute_context(policy.device, plan.compute, plan.autocast):
-        ours, _ = policy.log_probs(torch.cat([prompts, ids], 1), torch.cat([prompt_mask, mask], 1), ids.shape[1])
-        rows = list(zip(prompts, prompt_mask.bool(), ids, mask.bool(), strict=True))
-        plain = torch.cat([*(_plain(model, p[pm], c[cm], policy.temperature) for p, pm, c, cm in rows), ours[:0, 0]])
+        whole, real = torch.cat([prompts, ids], 1), torch.cat([prompt_mask, mask], 1)
+        ours, _ = policy.log_probs(whole, real, ids.shape[1], prompt_rows=numbers)
+        rows = [
+            (p[pm], c[cm], policy.temperature, one)
+            for p, pm, c, cm, one in zip(prompts, prompt_mask.bool(), ids, mask.bool(), shown, strict=True)
+        ]
+        plain = torch.cat([*(_plain(model, *row) for row in rows), ours[:0, 0]])
         rounding = None
         coarse = has_coarse_products(model)
         if coarse or _is_recurrent(model):
             with rounded_otherwise(model, getattr(torch, plan.compute)):
-                again = [_plain(model, p[pm], c[cm], policy.temperature) for p, pm, c, cm in rows]
+                again = [_plain(model, *row) for row in rows]
             rounding = float((torch.cat([*again, plain[:0]]) - plain).abs().mean()) if len(plain) else 0.0
     model.train(training)
     own = loss_mask(inputs)[chosen, :LONGEST].bool()
@@ -426,7 +456,9 @@ def _chosen(completion_mask: Tensor) -> list[int]:
     return [row for row in sorted(range(len(lengths)), key=lambda i: -lengths[i])[:ROWS] if lengths[row]]
 
 
-def _plain(model: Any, prompt: Tensor, completion: Tensor, temperature: float) -> Tensor:
+def _plain(
+    model: Any, prompt: Tensor, completion: Tensor, temperature: float, shown: PromptImages | None = None
+) -> Tensor:
     """(C,) float32: log-probabilities of the completion out of the model's own logits.
 
     A cache is asked for: with one, layers on our kernels hand on to the original ones.
@@ -434,7 +466,9 @@ def _plain(model: Any, prompt: Tensor, completion: Tensor, temperature: float) -
     ids = torch.cat([prompt, completion])[None]
     count = completion.shape[0]
     fewer = "logits_to_keep" in inspect.signature(base_of(model).forward).parameters
-    given = {"logits_to_keep": count + 1} if fewer else {}
+    given: dict[str, Any] = {"logits_to_keep": count + 1} if fewer else {}
+    if shown is not None:
+        given |= {name: value.to(ids.device) for name, value in shown.inputs(ids.cpu()).items()}
     logits = model(input_ids=ids, use_cache=True, **given).logits[0, -count - 1 : -1].float()
     log_probs = torch.log_softmax(logits / temperature, -1)
     return log_probs.gather(1, completion[:, None]).squeeze(1)

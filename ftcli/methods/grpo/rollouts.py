@@ -16,7 +16,7 @@ from ftcli.errors import ExitCode, FtcliError
 from ftcli.evaluate.ranks import generating
 from ftcli.facts.generation import MOST_ROWS
 from ftcli.generation.generator import OpenedGenerator, open_generator
-from ftcli.generation.requests import Completion, GenerationRequest, NotFinite, StopCheck, StopConditions
+from ftcli.generation.requests import Completion, GenerationRequest, NotFinite, PromptImages, StopCheck, StopConditions
 from ftcli.generation.turns import Turns
 from ftcli.job import Job
 from ftcli.model.backbone import compute_context, root_of
@@ -106,6 +106,7 @@ class Rollouts:
         step: int,
         own: slice | Sequence[int] | None = None,
         turns: Callable[[Mapping[tuple[int, int], int]], Turns] | None = None,
+        shown: Sequence[PromptImages | None] = (),
     ) -> list[Completion]:
         """One completion for each of the ``own`` prompts, all of them where it is None, its stop token included. Equal
         neighbours are computed once. All ranks call this.
@@ -115,6 +116,7 @@ class Rollouts:
             step: Of training; with the run's seed and the row's place it decides what is drawn.
             turns: Gives what has them go on where a turn has ended, for the place of each completion among the own ones
                 by its request and number; None: they have one turn.
+            shown: What each of ``prompts`` shows; empty where none does.
 
         Raises:
             NotFinite: the model's logits are not finite.
@@ -124,11 +126,12 @@ class Rollouts:
         seed, every = self._job.recipe.run.seed, range(len(prompts))
         places = every if own is None else every[own] if isinstance(own, slice) else own
         seeds = iter([row_seed(seed, step, self._in_step, row) for row in places])
-        mine = [prompts[row] for row in places]
+        mine = [(tuple(prompts[row]), shown[row] if shown else None) for row in places]
         limit = self._grpo.max_completion_length
         requests = [
-            GenerationRequest(prompt, limit, tuple(next(seeds) for _ in same))
-            for prompt, same in groupby(map(tuple, mine))
+            GenerationRequest(first[0], limit, tuple(next(seeds) for _ in (first, *same)), first[1])
+            for _, same in groupby(mine, key=lambda one: (one[0], id(one[1])))
+            for first in [next(same)]
         ]
         memory = self._job.report.memory
 
@@ -136,7 +139,9 @@ class Rollouts:
             return self._completed(self._open(model, min(len(mine), MOST_ROWS)), requests, turns)
 
         whole = memory is not None and memory.generator == "whole"
-        return generating(self._group, self._model, completed if mine else None, whole=whole) or []
+        dtype = getattr(torch, self._job.dtypes.compute) if self._job.device.type == "cuda" else None
+        compute = completed if mine else None
+        return generating(self._group, self._model, compute, whole=whole, merged_in=dtype) or []
 
     def _completed(
         self,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ftcli.config.load import LoadedRecipe
 from ftcli.config.recipe import Recipe
 from ftcli.data.asked import PromptLimit
+from ftcli.data.ledger import raise_without_images
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.facts.device import named_device
 from ftcli.judges import JudgeAccess, JudgeScores, columns_of
@@ -23,6 +24,7 @@ from ftcli.methods.grpo.settings import GrpoConfig
 from ftcli.preflight.stages import checked
 from ftcli.reporting import Session
 from ftcli.rows.places import local_sources
+from ftcli.rows.row import data_error
 from ftcli.train.context import RunContext
 from ftcli.train.lifecycle import CompleteRun, add_to_manifest
 from ftcli.train.on_prompts import PromptMethod, PromptsResult, train_on_prompts
@@ -62,6 +64,7 @@ class Grpo(PromptMethod):
         from ftcli.methods.grpo.episodes import open_acting
 
         require_rollout(len(prompts), job.recipe)
+        require_images(job.recipe, prompts)
         access = JudgeAccess(job.session.secret, job.session.cache_dir)
         self._rewards = build_rewards(self._grpo.rewards, columns_of([one.prompt for one in prompts]), access)
         self._acting = open_acting(job, self._grpo)
@@ -100,6 +103,16 @@ def train_grpo(loaded: LoadedRecipe, session: Session, group: RankGroup | None =
     """GRPO on the recipe's prompts; see :func:`ftcli.train.on_prompts.train_on_prompts`."""
     grpo = loaded.recipe.grpo or GrpoConfig()  # preflight refuses a recipe without the section (FT260)
     return train_on_prompts(loaded, session, Grpo(grpo), group)
+
+
+def require_images(recipe: Recipe, prompts: Sequence[RenderedPrompt]) -> None:
+    """Raises FtcliError (exit 4): FT448 for a tower without images, FT412 for images before an environment."""
+    seeing = next((one for one in prompts if one.images), None)
+    if seeing is None:
+        raise_without_images(recipe)
+    elif recipe.grpo is not None and recipe.grpo.environment is not None:
+        message = "the row has images, and prompts of grpo.environment are text alone"
+        raise data_error("FT412", message, seeing.prompt.row.origin, "leave the images or grpo.environment out")
 
 
 def room_of_grpo(grpo: GrpoConfig) -> PromptLimit:
@@ -200,7 +213,10 @@ def dry_rewards(loaded: LoadedRecipe, session: Session) -> DryRewards:
     job, grpo = open_job(report, session), report.recipe.grpo
     assert grpo is not None  # preflight refuses such a recipe (FT260)
     data = job.recipe.data
-    asked, _ = asked_rows(data.train, data, job.tokenizer, room_of_grpo(grpo), offline=session.offline, max_rows=ROWS)
+    room = room_of_grpo(grpo)
+    asked, _ = asked_rows(
+        data.train, data, job.tokenizer, room, offline=session.offline, max_rows=ROWS, vision=job.vision
+    )
     columns = columns_of([one.prompt for one in asked])
     texts = _texts(len(asked), _answers(grpo, columns))
     places = [row for row, group in enumerate(texts) for _ in group]

@@ -150,8 +150,8 @@ class ComparedEvaluator(UnitEvaluator, ABC):
 
     def scorer(self, model: PreTrainedModel | PeftModel, ld_alpha: float) -> AnswerScorer:
         """What lays rows out and scores their answers."""
-        vocabulary = head_of(model).weight.shape[0]
-        return AnswerScorer(self.job.batches(model), self.job.pad_token_id, vocabulary, ld_alpha)
+        job, vocabulary = self.job, head_of(model).weight.shape[0]
+        return AnswerScorer(job.batches(model), job.pad_token_id, vocabulary, ld_alpha, pixels=job.pixel_reader())
 
     def of_reference(
         self,

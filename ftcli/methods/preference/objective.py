@@ -81,7 +81,9 @@ class ComparedObjective(SummedObjective):
         self._model, self._reference, self._is_known, self._other = model, reference, known, other
         self._reporter, self._device, self._dtypes = job.reporter, job.device, job.dtypes
         self._vocabulary = size = head_of(model).weight.shape[0]
-        self._scorer = AnswerScorer(job.batches(model), job.pad_token_id, size, ld_alpha, parts["sequence"])
+        self._scorer = AnswerScorer(
+            job.batches(model), job.pad_token_id, size, ld_alpha, parts["sequence"], job.pixel_reader()
+        )
         self._checked = False
         self._modules = list(model.modules())
         adapted = reference is None and hasattr(model, "disable_adapter")

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ftcli.data.collate import documents_batch, lengths_once, part_of, shared_batch
+from ftcli.data.collate import documents_batch, lengths_once, part_of, shared_batch, with_images
 from ftcli.data.order import Epochs, Mixture, Packs, mixture
 from ftcli.data.tokens import TokenizedRow, TokenTable
 from ftcli.errors import Finding
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
+    from ftcli.data.pixels import PixelReader
     from ftcli.data.prepare import PreparedData
     from ftcli.job import Job
     from ftcli.model.backbone import HiddenStates
@@ -106,8 +107,11 @@ def pair_findings(table: Sequence[TokenizedRow]) -> Iterator[Finding]:
 
 
 def _digest(row: TokenizedRow) -> bytes:
-    """Of its tokens. The tokens themselves, of all pairs, would be gigabytes."""
-    return hashlib.blake2b(np.asarray(row.input_ids, dtype=np.int32).tobytes(), digest_size=16).digest()
+    """Of its tokens and images. The tokens themselves, of all pairs, would be gigabytes."""
+    digest = hashlib.blake2b(np.asarray(row.input_ids, dtype=np.int32).tobytes(), digest_size=16)
+    for image in row.images:
+        digest.update(image.content or str(image.path).encode())
+    return digest.digest()
 
 
 def _turned(chosen: TokenizedRow, other: TokenizedRow) -> Finding:
@@ -150,6 +154,7 @@ class AnswerScorer:
         batches: How rows are laid out.
         ld_alpha: Weight of an answer's tokens beyond the length of the shorter one of its pair.
         sequence: This rank's part of each row, where ranks share rows.
+        pixels: Reads the images of rows; None where rows have none.
     """
 
     def __init__(
@@ -159,7 +164,9 @@ class AnswerScorer:
         vocab_size: int,
         ld_alpha: float,
         sequence: SequencePart | None = None,
+        pixels: PixelReader | None = None,
     ) -> None:
+        self._pixels = pixels
         self._batches, self._pad_token_id = batches, pad_token_id
         self._vocab_size, self._ld_alpha, self._sequence = vocab_size, ld_alpha, sequence
 
@@ -168,15 +175,17 @@ class AnswerScorer:
         and ``scored`` (2 P, longest answer) float32, the weight of each token that is scored.
 
         Pairs that share their prompts have ``targets`` in place of ``labels``: the tokens that the positions
-        ``supervised`` predict. Both answers' first tokens are predicted by the last position of their prompt.
+        ``supervised`` predict. Both answers' first tokens are predicted by the last position of their prompt. Pairs of
+        a batch with images do not.
         """
-        if self._batches.shares_prompts:
+        if self._shares(documents):
             pairs = list(zip(documents[0::2], documents[1::2], strict=True))
             found, supervised, targets = shared_batch(pairs, self._batches, self._pad_token_id)
             target_positions(targets, self._vocab_size)
             found[TARGETS] = targets
         else:
             found = documents_batch(documents, self._batches, self._pad_token_id)
+            found = with_images(found, [documents], self._pixels)
             supervised = supervised_positions(found[LABELS], self._vocab_size)
         found[SUPERVISED] = supervised
         found[SCORED] = self._weights([answer_tokens(document) for document in documents])
@@ -194,9 +203,12 @@ class AnswerScorer:
 
     def tokens(self, documents: Sequence[TokenizedRow]) -> int:
         """The tokens of these rows that are computed, without filler: those that a pair shares once."""
-        if self._batches.shares_prompts:
+        if self._shares(documents):
             return int(lengths_once(documents).sum())
         return sum(len(document.input_ids) for document in documents)
+
+    def _shares(self, documents: Sequence[TokenizedRow]) -> bool:
+        return self._batches.shares_prompts and not any(one.images for one in documents)
 
     def _weights(self, sizes: Sequence[int]) -> Tensor:
         count = torch.tensor(sizes)[:, None]
@@ -225,7 +237,7 @@ class AnswerScorer:
 
         def log_probs(states: HiddenStates, temperature: float) -> Tensor:
             """(2 P, longest answer), 0 where nothing is scored here."""
-            if self._batches.shares_prompts:
+            if LABELS not in inputs and sequence is None:
                 targets = inputs[SUPERVISED], inputs[TARGETS]
                 found = log_probs_at(states, head_of(model), *targets, temperature=temperature)
             else:

@@ -249,7 +249,8 @@ class AheadOfTraining:
         # Ranks that share rows exchange heads within a layer: one that runs out of memory there ends the run.
         halves = sharded and sequence is None
         head = head_of(model)
-        scorer = AnswerScorer(job.batches(model), job.pad_token_id, head.weight.shape[0], self.ld_alpha, sequence)
+        size, pixels = head.weight.shape[0], job.pixel_reader()
+        scorer = AnswerScorer(job.batches(model), job.pad_token_id, size, self.ld_alpha, sequence, pixels)
 
         def attempt(chosen: Sequence[int]) -> Tensor | None:
             batch = scorer.batch([row for unit in chosen for row in units.rows(unit)])

@@ -22,6 +22,10 @@ def understand(row: Row) -> Example:
     if _is_text(chosen) != _is_text(rejected):
         raise Misfit("chosen and rejected must both be strings, or both lists of messages")
     first, second = _texts(row, chosen, rejected) if _is_text(chosen) else _chats(row, chosen, rejected)
+    if first.images != second.images:
+        raise Misfit("chosen and rejected show other images: only answers to the same prompt can be compared")
+    if first.messages is None and any(row.fields.get(name) for name in ("image", "images")):
+        raise Misfit("a prompt with images must be a list of messages, which say where each belongs")
     return replace(first, others=(second,), value=_margin(row.fields.get("margin")))
 
 

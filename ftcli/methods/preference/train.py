@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, ClassVar, Unpack
 
 from ftcli.config.recipe import Recipe
+from ftcli.data.ledger import raise_without_images
 from ftcli.data.order import Epochs
 from ftcli.data.prepare import PreparedData
 from ftcli.data.tokens import TokenizedRow, TokenTable
@@ -94,6 +95,8 @@ class Preference(Compared):
 
     def findings(self, recipe: Recipe, table: TokenTable) -> Iterator[Finding]:
         """Pairs that teach something else than they say."""
+        if len(table) and not table.has_images:
+            raise_without_images(recipe)
         return pair_findings(table)
 
     def synthetic(self, rows: Sequence[TokenizedRow], prompt: int | None, seed: int) -> Epochs:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Unpack
 
 from torch import Tensor
 
 from ftcli.config.recipe import Recipe
 from ftcli.data.collate import EpochCollator, part_of
+from ftcli.data.ledger import raise_without_images
 from ftcli.data.order import Epochs
 from ftcli.data.prepare import PreparedData
+from ftcli.errors import Finding
 from ftcli.evaluate.suite import Evaluator
 from ftcli.job import Job
 from ftcli.labels import IGNORE_INDEX
@@ -29,6 +31,8 @@ from ftcli.train.progress import TrainingRows
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
+
+    from ftcli.data.tokens import TokenTable
 
 
 #: Where a micro-batch holds which of its tokens the routers' auxiliary loss counts.
@@ -111,6 +115,12 @@ class Supervised(RowMethod):
 
     def epochs(self, job: Job, prepared: PreparedData) -> Epochs:
         return training_epochs(job, prepared)
+
+    def findings(self, recipe: Recipe, table: TokenTable) -> Iterator[Finding]:
+        """Nothing. Raises FtcliError FT448 (exit 4) where a tower is to be trained and no row has an image."""
+        if len(table) and not table.has_images:
+            raise_without_images(recipe)
+        return iter(())
 
     def training_rows(self, recipe: Recipe, rows: int, tokens: int) -> TrainingRows:
         """Rows; a step takes packs of them where they are packed."""

@@ -36,6 +36,7 @@ from ftcli.plan.memory.terms import (
     embedding_gradient,
     graph_pool,
     held_by_layers,
+    images,
     phases_of,
     table_gradient_bytes,
     terms,
@@ -119,6 +120,7 @@ def _what_a_step_allocates(plan: RunPlan, model: MeasuredModel, activations: Act
     tokens, states = rows * length, rows * length * model.hidden_size * plan.stream_bytes
     last = activations.last(rows, length)
     workspace = max(last, *(layer_workspace(plan, kind, rows, length) for kind in activations.kinds))
+    yield from images(plan)
     yield Term("before the layers", activations.entry(rows, length), (FORWARD, BACKWARD))
     for phase, kept in kept_by_layers(plan, activations, rows, length).items():
         yield Term("activations" if phase == BACKWARD else "activations in forward", kept, (phase,))

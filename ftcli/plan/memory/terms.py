@@ -21,6 +21,7 @@ from typing import Final, Literal, TypeAlias
 
 from ftkernels.limits import LOSS_VOCABULARY_SLAB, loss_bytes, packed_rank
 
+from ftcli.plain import JsonMap
 from ftcli.plan.memory.activations import ActivationSettings, norm_bytes
 from ftcli.plan.memory.checkpointing import HeldBytes, Offloaded
 from ftcli.plan.memory.fused_activations import layer_input_bytes
@@ -200,7 +201,7 @@ def _what_a_step_allocates(plan: RunPlan, settled: MemoryDecisions) -> Iterator[
         yield Term("graph pool", graph_pool(plan, settled), phases_of(plan), lasting=True)
     if plan.graphed:
         yield Term("graph gaps", _graph_gaps(plan, activations, dense), phases_of(plan), lasting=True)
-    yield from _images(plan)
+    yield from images(plan)
     yield Term("hidden states", states, (FORWARD,) if on_kernels else (FORWARD, BACKWARD))
     loss_of_method = plan.method_memory.loss_bytes
     loss = cross_entropy(plan, tokens, training=True) if loss_of_method is None else loss_of_method
@@ -230,19 +231,34 @@ def _what_a_step_allocates(plan: RunPlan, settled: MemoryDecisions) -> Iterator[
         yield Term("dequantized weights", dense, backward if plan.wholly_graphed else (BACKWARD, END))
 
 
-def _images(plan: RunPlan) -> Iterator[Term]:
+def images(plan: RunPlan) -> Iterator[Term]:
     """What a micro-batch holds of its images, all of whose tokens may be theirs: pixels, several patches a token, and
-    what the tower saw, for the embeddings and for each layer that it is added to, there also as it is added.
+    what the tower saw, for the embeddings and for each layer that it is added to, there also as it is added. A tower
+    that is trained keeps what its backward pass needs until the language model's is over.
     """
     if not plan.sees:
         return
-    config = plan.facts.raw
+    config, element = plan.facts.raw, plan.dtypes.parameter_bytes
     vision = config.get("vision_config") or {}
-    merged = int(vision.get("spatial_merge_size") or config.get("spatial_merge_size") or 1) ** 2
+    merged = _patches_a_token(config)
     pixels = 3 * int(vision.get("temporal_patch_size") or 1) * int(vision.get("patch_size") or 14) ** 2
     seen = 1 + 2 * len(vision.get("deepstack_visual_indexes") or ())
-    a_token = merged * pixels * plan.dtypes.parameter_bytes + seen * plan.shape.hidden_size * plan.dtypes.compute_bytes
+    a_token = merged * pixels * element + seen * plan.sizes.hidden_size * plan.dtypes.compute_bytes
     yield Term("images", plan.tokens * a_token, (FORWARD,))
+    if plan.tower is not None:
+        patches = plan.tokens * merged
+        held = plan.tower.whole if plan.policy.recomputes == "nothing" else plan.tower.again
+        yield Term("tower activations", int(patches * held.kept), (FORWARD, BACKWARD, END))
+        yield Term("tower workspace", int(patches * held.workspace), (END,))
+
+
+def _patches_a_token(config: JsonMap) -> int:
+    """Patches of an image that become one token."""
+    vision = config.get("vision_config") or {}
+    if tokens := config.get("mm_tokens_per_image"):
+        return (int(vision.get("image_size") or 224) // int(vision.get("patch_size") or 14)) ** 2 // int(tokens)
+    merged = vision.get("pooling_kernel_size") or vision.get("spatial_merge_size") or config.get("spatial_merge_size")
+    return int(merged or 1) ** 2
 
 
 def _at_work(plan: RunPlan, setting: ActivationSettings) -> int:

@@ -24,6 +24,7 @@ from ftcli.rows.columns import UnreadColumns, unread_note
 from ftcli.rows.layouts import layout_of, misfit_finding, understand
 from ftcli.rows.layouts.prompted import as_chat, is_bare
 from ftcli.rows.places import DataFile, files_of, is_away, is_hub, local_sources, resolve_path
+from ftcli.rows.prompts import prompt_maker
 from ftcli.rows.readers import unpacks_beyond
 from ftcli.rows.reading import iterate
 from ftcli.rows.remote import missing_package
@@ -83,7 +84,12 @@ def rows_have_images(context: Context, facts: ModelFacts) -> bool:
             continue
         with contextlib.suppress(FtcliError, Misfit, OSError):
             row = next((item for item in iterate(source, offline=True) if isinstance(item, Row)), None)
-            if row is not None and understand(row, layout_of(row, context.recipe.data.format)).images:
+            if row is None:
+                continue
+            form = context.recipe.data.format
+            if context.from_prompts and prompt_maker(row, form)(row).images:
+                return True
+            if not context.from_prompts and understand(row, layout_of(row, form)).images:
                 return True
     return False
 

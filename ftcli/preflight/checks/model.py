@@ -32,12 +32,16 @@ _SCORE = ("score", "classifier")
 
 
 def check(context: Context, facts: ModelFacts) -> Findings:
-    """FT250, FT259, FT271, FT301, FT302, FT310 to FT327, FT339, FT340, FT351, FT355, FT740, FT747, FT756."""
+    """FT250, FT259, FT271, FT301, FT302, FT310 to FT327, FT339, FT340, FT351, FT355, FT447, FT740, FT747, FT756."""
     if facts.senses is not None and context.work == "train":
         sees = context.method.sees and facts.raw.get("model_type") in images.TABLE
         on = "text and images" if sees else "text"
+        parts = context.recipe.model.train
         message = f"only the language model of {facts.name} is trained, on {on}; {facts.senses}: kept, not trained"
+        if parts != images.LANGUAGE:
+            message = f"{', '.join(parts)} of {facts.name}: trained, on {on}; all else of {facts.senses}: kept"
         yield context.note("FT310", "model.name_or_path", message)
+    yield from _parts(context, facts)
     if context.recipe.data.image_max_pixels is not None:
         yield from _most_pixels(context, facts)
     if context.work == "train":
@@ -68,6 +72,28 @@ def without_revision(context: Context, key: str, facts: ModelFacts) -> Finding:
     """FT259: a folder has no revisions."""
     message = f"{key} has no effect: {facts.name} is a folder, taken as it is"
     return context.warning("FT259", key, message, help="remove it, or name the model as OWNER/NAME")
+
+
+def _parts(context: Context, facts: ModelFacts) -> Findings:
+    """FT447 for parts in ``model.train`` that the model has not, or that the run cannot train or write."""
+    recipe, key = context.recipe, "model.train"
+    if recipe.model.train == images.LANGUAGE or context.work == "eval":
+        return
+    asked = ", ".join(part for part in recipe.model.train if part != "language")
+    help = "leave model.train out: the language model is trained"
+    if facts.raw.get("model_type") not in images.TABLE:
+        yield context.error("FT447", key, f"{facts.name} is no model that ftcli trains on images: no {asked}", help)
+    elif context.work == "train" and not context.method.sees:
+        yield context.error("FT447", key, f"{context.method.title} trains on text alone, which no {asked} reads", help)
+    elif quantizations.row(recipe.quantization.method).training is not None:
+        said = f"quantization.method: {recipe.quantization.method} trains the language model, and not its {asked}"
+        yield context.error("FT447", key, said, help)
+    for index, name in enumerate(recipe.export.formats):
+        if name in ("gguf", "ollama"):
+            message = f"export.formats: {name} holds the language model alone, without what is learned by {asked}"
+            yield context.before_export(
+                "FT447", f"export.formats.{index}", message, "use export.formats: [safetensors]"
+            )
 
 
 def _most_pixels(context: Context, facts: ModelFacts) -> Findings:
@@ -313,7 +339,8 @@ def _adapters(context: Context, facts: ModelFacts, shape: ModelShape) -> Finding
         if not lora.target_modules:
             yield context.error("FT311", "lora.target_modules", "lora.target_modules is empty", help="use all-linear")
     yield from _start(context, lora)
-    for problem in problems(targets_of(shape, lora), lora):
+    of_others = context.recipe.model.train != images.LANGUAGE  # whose names are looked up when the model is there
+    for problem in () if of_others else problems(targets_of(shape, lora), lora):
         yield problem_finding(problem, context.origins.at(f"lora.{problem.key}"))
     for index, name in enumerate(lora.modules_to_save):
         yield from _saved_module(context, facts, shape, f"lora.modules_to_save.{index}", name)
@@ -322,7 +349,7 @@ def _adapters(context: Context, facts: ModelFacts, shape: ModelShape) -> Finding
 def _target(context: Context, facts: ModelFacts, shape: ModelShape, path: str, target: str) -> Findings:
     if target in TABLES:
         yield head_finding(target, context.origins.at(path))
-    elif not shape.adapted((target,)):
+    elif not shape.adapted((target,)) and context.recipe.model.train == images.LANGUAGE:
         leaves = [linear.leaf for linear in shape.linears]
         close = get_close_matches(target, leaves, 1)
         listed = f"{facts.model_type} has: {', '.join(leaves)}"

@@ -150,7 +150,7 @@ def test_rows_of_a_prompt_are_told_the_pages_that_they_share(model: Any, monkeyp
     """In every step, while rows end and others take their places: each row stands in one line, with equal pages."""
     told: list[int] = []
 
-    def decode(self: Forward, ids: Tensor, positions: Tensor, cached: Decode) -> Tensor:
+    def decode(self: Forward, ids: Tensor, positions: Tensor, cached: Decode, shifts: Tensor) -> Tensor:
         shared = cached.shared
         assert shared is not None
         lines = [[row for row in line if row >= 0] for line in shared.members.tolist()]
@@ -162,7 +162,7 @@ def test_rows_of_a_prompt_are_told_the_pages_that_they_share(model: Any, monkeyp
             for row in line:
                 assert torch.equal(cached.table[row, : max(counts)], cached.table[line[0], : max(counts)])
                 assert max(counts) * CACHE_PAGE < cached.lengths[row]
-        return plain(self, ids, positions, cached)
+        return plain(self, ids, positions, cached, shifts)
 
     plain = Forward.decode
     monkeypatch.setattr(Forward, "decode", decode)

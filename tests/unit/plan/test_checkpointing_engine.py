@@ -30,7 +30,8 @@ LORA, NF4 = "lora: {r: 16}\n", "quantization: {method: nf4}\n"
         (SEVENTY + LORA, 8, "h100", "fsdp"),
         (SEVENTY + LORA, 1, "h100", "auto"),
         (EXPERTS + LORA, 4, "a100-40gb", "fsdp"),
-        (EXPERTS + LORA + NF4, 4, "rtx4090", "ddp"),  # packed experts are not sharded
+        (EXPERTS + LORA + NF4, 4, "rtx4090", "fsdp"),
+        (EXPERTS + LORA + NF4, 4, "h100", "ddp"),
     ],
 )
 def test_auto(load: Callable[..., Any], recipe: str, gpus: int, device: str, engine: str) -> None:

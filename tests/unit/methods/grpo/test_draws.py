@@ -30,7 +30,9 @@ class FakeRollouts:
         self.stopping = SimpleNamespace(stopped=lambda tokens: tokens[-1] == 1)
         self.asked: list[list[int]] = []
 
-    def complete(self, prompts: list[list[int]], step: int, own: slice, turns: None) -> list[Completion]:
+    def complete(
+        self, prompts: list[list[int]], step: int, own: slice, turns: None, shown: list[None]
+    ) -> list[Completion]:
         self.asked.append([ids[0] for ids in prompts[own]])
         return [Completion([ids[0], at, 1], [-0.1] * 3, "stop") for at, ids in enumerate(prompts[own])]
 

@@ -98,6 +98,7 @@ def job_of(batches: Batches = PADDED, *, size: int = 4, accumulation: int = 1) -
     train = TrainConfig(per_device_train_batch_size=size, gradient_accumulation_steps=accumulation)
     recipe = SimpleNamespace(train=train)
     return SimpleNamespace(
+        pixel_reader=lambda: None,
         recipe=recipe,
         device=torch.device("cpu"),
         dtypes=PLAN,
