@@ -131,19 +131,20 @@ def compensated(weight: Tensor, scale: Tensor, products: Tensor) -> Tensor:
     """
     order = products.diagonal().argsort(descending=True)
     inverse = _inverse_root(products[order][:, order])
-    left, scale = weight[:, order].clone(), scale[:, order]
+    # Columns as rows, which lie together in memory.
+    left, units = weight[:, order].T.contiguous(), scale[:, order].T.contiguous()
     codes = torch.empty_like(left)
-    for first in range(0, left.shape[1], _BLOCK):
-        last = min(first + _BLOCK, left.shape[1])
-        errors = torch.empty_like(left[:, first:last])
+    for first in range(0, len(left), _BLOCK):
+        last = min(first + _BLOCK, len(left))
+        errors = torch.empty_like(left[first:last])
         for column in range(first, last):
-            unit = scale[:, column]
-            codes[:, column] = torch.clamp((left[:, column] / unit).round(), _LEAST, _MOST)
-            error = (left[:, column] - codes[:, column] * unit) / inverse[column, column]
-            left[:, column:last] -= error[:, None] * inverse[column, column:last]
-            errors[:, column - first] = error
-        left[:, last:] -= errors @ inverse[first:last, last:]
-    return codes[:, order.argsort()]
+            unit = units[column]
+            codes[column] = torch.clamp((left[column] / unit).round(), _LEAST, _MOST)
+            error = (left[column] - codes[column] * unit) / inverse[column, column]
+            left[column:last] -= inverse[column, column:last, None] * error
+            errors[column - first] = error
+        left[last:] -= inverse[first:last, last:].T @ errors
+    return codes[order.argsort()].T.contiguous()
 
 
 def _inverse_root(products: Tensor) -> Tensor:

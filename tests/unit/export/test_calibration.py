@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from ftcli.config.evaluation import GgufConfig
+from ftcli.config.evaluation import ExportConfig, GgufConfig
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.export.calibration import Calibrated, calibrate, calibration_rows
 from ftcli.export.compressed import _rounded
@@ -253,6 +254,19 @@ def test_an_importance_matrix_has_the_squares_of_the_inputs(tmp_path: Path, monk
         assert torch.allclose(found[f"blk.1.{name}.weight.in_sum2"].flatten(), wanted, rtol=1e-3)
         assert found[f"blk.1.{name}.weight.counts"].tolist() == [[sum(map(len, rows))]]
     assert not list(made.run.export_dir.glob("*"))
+
+
+@pytest.mark.skipif(shutil.which("llama-quantize") is None, reason="needs llama.cpp's llama-quantize on the PATH")
+@pytest.mark.parametrize("kind", ["q4_k_m", "iq4_xs", "iq2_m"])
+def test_llama_quantize_rounds_by_the_matrix(kind: str, tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    made = with_rows(adapt(tmp_path, build("llama", hidden_size=256, intermediate_size=256)))
+    settings = ExportConfig.model_validate({"gguf": {"types": [kind], "imatrix": True}})
+    (result,) = export(made, "gguf", settings=settings)
+    (path,) = result.path.glob("*.gguf")
+    assert gguf.GGUFReader(path).fields["quantize.imatrix.entries_count"].contents() == 14
+    assert result.verification.facts["imatrix_tokens"] > 1000
+    assert not (result.path / ".imatrix.gguf").exists()
 
 
 def test_layers_that_no_row_reaches_are_named(tmp_path: Path) -> None:
