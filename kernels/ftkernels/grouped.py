@@ -22,7 +22,6 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 import triton
 from torch import Tensor
 
@@ -280,9 +279,6 @@ def grouped_weight(
         pairs = [(x if at is None else x[at.long()]) for x, at in ((left, left_rows), (right, right_rows))]
         parts = [pairs[0][i:j].to(wide).T @ pairs[1][i:j].to(wide) for i, j in pairwise(groups.edges.tolist())]
         return torch.stack(parts).to(dtype)
-    if tile is None and _by_torch(left, dtype, a, b):
-        left, right = (x if at is None else x[at.long()] for x, at in ((left, left_rows), (right, right_rows)))
-        return F.grouped_mm(left.t(), right, offs=groups.edges[1:])
     tile = tile or _weight_tile(groups, left.dtype)
     parts_a, parts_b = triton.cdiv(a, tile.left), triton.cdiv(b, tile.right)
     out = torch.empty((groups.count, a, b), dtype=store_dtype(dtype), device=left.device)
@@ -295,14 +291,6 @@ def grouped_weight(
             BM=tile.depth, BA=tile.left, BB=tile.right, STAGES=tile.stages, num_warps=tile.warps,
         )  # fmt: skip
     return rounded(out, dtype)
-
-
-def _by_torch(left: Tensor, dtype: torch.dtype, *widths: int) -> bool:
-    """True where torch's grouped product is faster, rows gathered and all (docs/performance.md, "Experts"): on Hopper,
-    with a result in bfloat16. It wants rows of a multiple of 16 bytes.
-    """
-    hopper = left.is_cuda and gpu_of(left.device).capability == (9, 0)
-    return hopper and left.dtype == dtype == torch.bfloat16 and not any(width % 8 for width in widths)
 
 
 def _weight_tile(groups: Groups, dtype: torch.dtype) -> WeightTile:

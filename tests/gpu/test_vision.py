@@ -61,7 +61,7 @@ def clean_gpu() -> Iterator[None]:
     torch.cuda.empty_cache()
 
 
-def built(name: str) -> tuple[Any, Vision]:
+def built(name: str, *, tower: bool) -> tuple[Any, Vision]:
     text, vision, beside = CONFIGS[name]
     config = transformers.AutoConfig.for_model(
         name, text_config=text, vision_config=vision, image_token_id=IMAGE, tie_word_embeddings=False, **beside
@@ -74,6 +74,8 @@ def built(name: str) -> tuple[Any, Vision]:
             if not parameter.any():
                 torch.nn.init.normal_(parameter, std=0.05)
     targets = r".*language_model.*\.(q|k|v|o|gate|up|down)_proj"
+    if tower:
+        targets += r"|.*visual\.blocks.*\.(qkv|proj)|.*vision_tower.*(layers).*\.(q|k|v|out)_proj"
     model = peft.get_peft_model(model, peft.LoraConfig(r=16, target_modules=targets, init_lora_weights=False))
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -120,9 +122,11 @@ def losses_and_gradients(model: Any, given: list[dict[str, torch.Tensor]], stack
     return found
 
 
+@pytest.mark.parametrize("tower", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_bits_are_those_without_graphs_and_near_those_of_transformers(name: str) -> None:
-    model, vision = built(name)
+def test_the_bits_are_those_without_graphs_and_near_those_of_transformers(name: str, tower: bool) -> None:
+    """Also where the tower is trained, whose gradient comes through the graphs."""
+    model, vision = built(name, tower=tower)
     given = batches(vision)
     eager = losses_and_gradients(model, [_alone(each) for each in given], None)
     patch(model, "auto")

@@ -21,19 +21,22 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from ftcli.config.evaluation import ExportConfig
-from ftcli.config.model import QuantizationConfig
+from ftcli.config.model import LoraConfig, QuantizationConfig
 from ftcli.errors import FtcliError
 from ftcli.export import safetensors as merged_format
 from ftcli.export import verify as verification
 from ftcli.export.tensorfile import TensorFile, computed, copied, write_shards
 from ftcli.export.writing import ExportResult, export_run
 from ftcli.facts.device import cpu_device
+from ftcli.model.lora import apply_lora
 from ftcli.model.quantized import DequantizedLinear, QuantizedLinear
+from ftcli.plan.precision import DtypePlan
 from ftcli.run.directory import RunDirectory
 from ftcli.run.signals import StopRequested, stoppable
 from ftcli.tables import families
 from tests.quantized import load, packed_state
 from tests.small_models import MULTIMODAL, TEXT, build
+from tests.tiers import further
 from tests.unit.export.conftest import Heard, Trained, tokenizer, write_run
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT's and transformers' remarks on some families
@@ -399,3 +402,33 @@ def test_shards_are_read_by_the_library_and_copied_byte_for_byte(tmp_path: Path)
     assert {k: v.tolist() for k, v in load_file(tmp_path / "b" / "model.safetensors").items()} == {
         k: v.tolist() for k, v in tensors.items()
     }
+
+
+@pytest.mark.parametrize("model_type", ["gemma3", *further("gemma4", "mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_5")])
+def test_adapters_of_tower_and_projector_are_merged_under_the_names_of_their_files(
+    tmp_path: Path, model_type: str
+) -> None:
+    """Gemma-3's projector is a matrix of no linear layer. The result is PEFT's, from the files it loads itself."""
+    base = tmp_path / "base"
+    model = build(model_type)
+    model.save_pretrained(base, max_shard_size="40KB")
+    tokenizer().save_pretrained(base)
+    run = write_run(tmp_path / "run", base, lora={"r": 4})
+    plan = DtypePlan("float32", "float32", "float32", False, "")
+    adapted, targets = apply_lora(model, LoraConfig(r=4), plan, seed=0, parts=("language", "projector", "vision"))
+    torch.manual_seed(11)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.2)
+    adapted.save_pretrained(run.adapter_dir, save_embedding_layers=False)
+    tokenizer().save_pretrained(run.adapter_dir)
+    exported(run)
+    found = loaded(run.path / "export" / "safetensors", model_type).state_dict()
+    before = loaded(base, model_type)
+    changed = {name for name, tensor in before.state_dict().items() if not torch.equal(tensor, found[name])}
+    seeing = {name for name in targets.adapted if "language_model" not in name}
+    assert seeing
+    assert seeing <= {name.removesuffix(".weight") for name in changed}
+    wanted = peft.PeftModel.from_pretrained(before, str(run.adapter_dir)).merge_and_unload().state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
