@@ -89,14 +89,10 @@ def calibration_rows(source: ExportSource) -> list[list[int]]:
         FtcliError: FT778 (exit 2) where no run is known; whatever reading the rows raises (exit 4).
     """
     if source.run is None:
-        message = f"{source.folder} is in no run directory: there are no rows to calibrate with"
-        help = "export the run itself, or use export.formats: [w4a16] or [fp8], which need none"
-        raise FtcliError.single("FT778", message, exit_code=ExitCode.RECIPE, help=help)
+        raise _no_rows(f"{source.folder} is in no run directory")
     recipe, settings = load_recipe(source.run[0] / "recipe.yaml").recipe, source.settings.calibration
     if not recipe.data.train:
-        message = f"{source.run[0]} names no data.train: there are no rows to calibrate with"
-        help = "use export.formats: [w4a16] or [fp8], which need none"
-        raise FtcliError.single("FT778", message, exit_code=ExitCode.RECIPE, help=help)
+        raise _no_rows(f"{source.run[0]} names no data.train")
     most = settings.rows * _READ
     data = recipe.data.with_held_out()
     sources = [one.model_copy(update={"max_rows": min(one.max_rows or most, most)}) for one in data.train]
@@ -104,6 +100,12 @@ def calibration_rows(source: ExportSource) -> list[list[int]]:
     found = _prompts(source, recipe) if method_of(recipe, "check").from_prompts else _answered(source, recipe)
     order = torch.randperm(len(found), generator=torch.Generator().manual_seed(source.run[1])).tolist()
     return [list(found[at])[: settings.row_tokens] for at in order[: settings.rows]]
+
+
+def _no_rows(reason: str) -> FtcliError:
+    help = "export a run that names its rows, or export.formats: [w4a16], [mxfp4] or [fp8], which need none"
+    message = f"{reason}: there are no rows to calibrate with"
+    return FtcliError.single("FT778", message, exit_code=ExitCode.RECIPE, help=help)
 
 
 def _answered(source: ExportSource, recipe: Recipe) -> list[Sequence[int]]:

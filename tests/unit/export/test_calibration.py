@@ -203,6 +203,20 @@ def test_rows_of_prompts_are_prompts(trained: Any) -> None:
     assert len(calibration_rows(source_of(made))) == 4
 
 
+def test_rows_of_pairs_are_both_answers(trained: Any) -> None:
+    made = with_rows(trained("llama"), "bundled:smoke-dpo-train", rows=6)
+    raw = yaml.safe_load(made.run.recipe_path.read_text())
+    raw["train"]["method"], raw["data"]["format"] = "dpo", "preference"
+    made.run.recipe_path.write_text(yaml.safe_dump(raw))
+    assert len(calibration_rows(source_of(made))) == 6
+
+
+@pytest.mark.long
+def test_a_full_fine_tune_is_calibrated(tuned: Trained) -> None:
+    (result,) = export(with_rows(tuned), "w8a8")
+    assert result.verification.facts["relative_error"] < 0.1
+
+
 def test_without_rows_it_is_refused(trained: Any) -> None:
     made = trained("llama")
     with pytest.raises(FtcliError, match=r"names no data\.train") as caught:
