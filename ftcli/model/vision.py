@@ -87,7 +87,7 @@ def see(base: PreTrainedModel, ids: Tensor, given: Mapping[str, Tensor]) -> Seen
 
 def trains_tower(model: Any) -> bool:
     """True if something of a model, with adapters or without, is trained beside its language model and head."""
-    kind = TABLE.get(model.config.model_type)
+    kind = TABLE.get(getattr(getattr(model, "config", None), "model_type", ""))
     if kind is None:
         return False
     named = ((name.removeprefix("base_model.model."), p) for name, p in model.named_parameters())

@@ -285,12 +285,10 @@ def _look(looking: RowSurvey, report: PreflightReport, tokenizer: PreTrainedToke
 
 def _look_at_all(looking: RowSurvey, report: PreflightReport, table: TokenTable) -> list[NotMade]:
     """What training says of its rows together, such as labels that are all alike."""
-    from ftcli.train.on_rows import RowMethod, row_method
+    from ftcli.train.on_rows import row_method
 
     method = row_method(report.plan.method)
-    if type(method).findings is RowMethod.findings:
-        return []  # it compares none
-    if len(table) > _MOST_ROWS:
+    if method.compares_rows and len(table) > _MOST_ROWS:
         reason = f"there are {len(table):,}, and more than {_MOST_ROWS:,} take too long here; the run compares all"
         return [NotMade("rows compared with each other", reason)]
     try:

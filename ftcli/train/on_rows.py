@@ -63,9 +63,11 @@ class RowMethod(ABC):
 
     Attributes:
         evaluates: What measures models on held-out rows.
+        compares_rows: Its findings compare training rows with each other, which takes time.
     """
 
     evaluates: ClassVar[type[Evaluator]]
+    compares_rows: ClassVar[bool] = False
 
     @abstractmethod
     def epochs(self, job: Job, prepared: PreparedData) -> Epochs:

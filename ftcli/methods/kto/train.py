@@ -133,6 +133,7 @@ class Labelled(Compared):
     """Answers that are called good or bad: the one are to become likelier, the other less likely."""
 
     evaluates = LabelEvaluator
+    compares_rows = True
     scored_ahead = staticmethod(answers_ahead)
 
     def epochs(self, job: Job, prepared: PreparedData) -> Epochs:

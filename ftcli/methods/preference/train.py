@@ -86,6 +86,7 @@ class Preference(Compared):
     """Pairs of answers, of which one is to become likelier than the other."""
 
     evaluates = PairEvaluator
+    compares_rows = True
     scored_ahead = staticmethod(pairs_ahead)
 
     def epochs(self, job: Job, prepared: PreparedData) -> Epochs:

@@ -92,6 +92,7 @@ class RewardModelling(RowMethod):
     """Pairs of answers, of which one is to get the higher score."""
 
     evaluates = RewardEvaluator
+    compares_rows = True
 
     def epochs(self, job: Job, prepared: PreparedData) -> Epochs:
         return epochs_of_pairs(job, prepared)
