@@ -11,7 +11,7 @@ GPU_WORKERS ?= 6
 DIST   := $(CURDIR)/dist
 TOOL   := $(DIST)/tool
 
-.PHONY: help install smoke test fuzz mutants test-families test-gpu test-tool release check lint typecheck layers format bench docs clean
+.PHONY: help install smoke test fuzz mutants test-families test-seeds test-gpu test-tool release check lint typecheck layers format bench docs clean
 
 help:
 	@echo "make smoke          install into .venv, then train, evaluate and export the bundled tiny model on this machine"
@@ -43,14 +43,14 @@ smoke: install
 	@echo "open $(SMOKE)/report.html"
 
 # Bytecode is written: the workers, and every process that a test starts, would compile all they import anew.
-test test-families: export PYTHONDONTWRITEBYTECODE :=
+test test-families test-seeds: export PYTHONDONTWRITEBYTECODE :=
 # What was freed stays with the process, up to 1 GiB (glibc's settings): the system otherwise clears the pages of each
 # tensor anew, a tenth of the time of the tests. Blocks of 256 MiB and more still come from the system one by one.
-test test-families: export MALLOC_MMAP_THRESHOLD_ = 268435456
-test test-families: export MALLOC_TRIM_THRESHOLD_ = 1073741824
-test test-families: export MALLOC_TOP_PAD_ = 67108864
+test test-families test-seeds: export MALLOC_MMAP_THRESHOLD_ = 268435456
+test test-families test-seeds: export MALLOC_TRIM_THRESHOLD_ = 1073741824
+test test-families test-seeds: export MALLOC_TOP_PAD_ = 67108864
 test: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not families and not long" -n auto --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not families and not long and not seeds" -n auto --dist worksteal
 
 fuzz: install
 	OMP_NUM_THREADS=1 FUZZ_SECONDS=$(FUZZ_SECONDS) $(BIN)/python -m pytest tests/fuzz --timeout 0
@@ -58,8 +58,12 @@ fuzz: install
 mutants: install
 	$(BIN)/python -m tests.mutants.run
 
+# Runs that learn, with seeds that CI leaves out.
+test-seeds: install
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m seeds tests/recipes -n auto --dist worksteal
+
 test-families: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "families or long" tests/e2e tests/recipes tests/unit tests/ops tests/fuzz -n auto --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "(families or long) and not seeds" tests/ways tests/e2e tests/recipes tests/unit tests/ops tests/fuzz -n auto --dist worksteal
 
 # What the installed $(TOOL)/bin/ftcli does in a folder where nothing of the checkout is found.
 define use-tool

@@ -14,6 +14,7 @@ import queue
 import signal
 import sys
 import threading
+import traceback
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NoReturn
 
@@ -79,7 +80,7 @@ class Fork:
 
 def serve(asked: int, answer: int, *others: int) -> NoReturn:
     """What the child does, and nothing else; it closes the ``others`` among what it has open."""
-    status = 1
+    status, told = 1, os.dup(2)
     try:
         for descriptor in others:  # it ends when its questions do: no end of theirs may be its own
             os.close(descriptor)
@@ -96,6 +97,9 @@ def serve(asked: int, answer: int, *others: int) -> NoReturn:
 
         serve()
         status = 0
+    except Exception:
+        os.write(told, traceback.format_exc().encode())
+        raise
     finally:
         os._exit(status)
 

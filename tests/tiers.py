@@ -16,6 +16,10 @@ def further(*values: Any) -> list[Any]:
     return [pytest.param(value, marks=pytest.mark.long) for value in values]
 
 
+#: Seeds of a run that learns. CI takes the first; that the others learn as well is for `make test-seeds`.
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.seeds) for seed in (1, 2))]
+
+
 def telling(kinds: Mapping[str, Any], *names: str) -> list[Any]:
     """Every one of ``kinds``, a value or a tuple of them by its id, of which `make test` takes those of these names.
 

@@ -111,6 +111,7 @@ def test_an_agent_checks_a_recipe_and_changes_nothing(user: User) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_an_agent_starts_and_stops_a_run_that_goes_on(user: User) -> None:
     recipe = user.recipe("r", train={"max_steps": 100_000, "warmup_steps": 0})
     run = user.folder / "r"

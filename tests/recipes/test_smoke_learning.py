@@ -27,8 +27,9 @@ SHORT = (
 )
 GRPO = {"short": SHORT, "as it ships": ("train.max_steps=28",)}
 
+SEEDS = [(0, pytest.mark.long), (1, pytest.mark.seeds), (2, pytest.mark.seeds)]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-RUNS = [("short", 0), *(pytest.param("as it ships", seed, marks=pytest.mark.long) for seed in (0, 1, 2))]
+RUNS = [("short", 0), *(pytest.param("as it ships", seed, marks=marks) for seed, marks in SEEDS)]
 
 
 def done(capture: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import pytest
 
 from ftcli.assets import asset
 from ftcli.cli.app import main
+from tests.tiers import SEEDS
 
 RECIPE = str(Path(__file__).parents[2] / "recipes" / "smoke-dpo.yaml")
 SHORT = (
@@ -54,7 +55,7 @@ def test_pairs_teach_order_and_answers(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", SEEDS)
 def test_as_it_ships(seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = measured(capsys, tmp_path, f"run.seed={seed}")
     assert found["run"]["accuracy"] >= 0.95

@@ -14,6 +14,7 @@ import pytest
 
 from ftcli.assets import asset
 from tests.recipes.test_smoke_preference import measured
+from tests.tiers import SEEDS
 
 RECIPE = str(Path(__file__).parents[2] / "recipes" / "smoke-reward.yaml")
 SHORT = (
@@ -49,6 +50,6 @@ def test_shuffled_labels_teach_none(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", SEEDS)
 def test_as_it_ships(seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert measured(capsys, tmp_path, f"run.seed={seed}", recipe=RECIPE)["run"]["accuracy"] >= 0.95

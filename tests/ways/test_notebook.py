@@ -52,6 +52,7 @@ def test_it_is_what_its_maker_writes_and_holds_no_output(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_it_runs_to_its_end_on_the_bundled_model(tmp_path: Path) -> None:
     small = {"MODEL": "bundled:tiny-gemma2", "DATA": "bundled:smoke-train", "STEPS": "4"}
