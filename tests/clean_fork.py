@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import traceback
+import warnings
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NoReturn
 
@@ -91,6 +92,7 @@ def serve(asked: int, answer: int, *others: int) -> NoReturn:
         sys.stdin, sys.stdout, sys.stderr = (
             os.fdopen(place, mode, encoding="utf-8", closefd=False) for place, mode in ((0, "r"), (1, "w"), (2, "w"))
         )
+        warnings.resetwarnings()  # a test's are errors; an interpreter of its own would tell them
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests
         sys.path.append(str(Path(__file__).parents[1]))
         from ftcli.export.clean.answering import serve
