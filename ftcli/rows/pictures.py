@@ -1,8 +1,8 @@
 """Images of rows: where they lie, what their headers say, and their pixels; what strangers made is opened with care.
 
-A file is read by its content, whatever its name ends in, by the decoders of :data:`FORMATS` alone. One that is broken is
-refused before anything is trained; of a JPEG the header and the end are looked at, others are decoded. Nothing is
-fetched from a network.
+A file is read by its content, whatever its name ends in, by the decoders of :data:`FORMATS` alone. A broken one is refused
+before anything is trained; of a JPEG the header and the end are looked at, others are decoded. Nothing is fetched from
+a network.
 """
 
 from __future__ import annotations
