@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from ftcli.generation.merged import unsharded_model
+from ftcli.generation.generator import unsharded_model
 from ftcli.model.backbone import root_of
 from ftcli.model.shards import forwards_in_step, with_whole_weights
 
@@ -57,7 +57,7 @@ def generating(
     Args:
         whole: This rank has room for all weights. Where each has, they are gathered once, and no rank waits for what
             another one generates; else every pass gathers layer by layer, and all ranks make it.
-        merged_in: As :func:`ftcli.generation.merged.unsharded_model`, for weights that are gathered once.
+        merged_in: As :func:`ftcli.generation.generator.unsharded_model`, for weights that are gathered once.
 
     Raises PeerFailed or RankLost when a rank is gone whose weights are needed.
     """

@@ -18,19 +18,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import torch
-from ftkernels.adapter_packs import AdapterPacks
 from ftkernels.attention import KeptOutput
 from ftkernels.device import without_autocast
 from ftkernels.experts import ExpertPacks, ExpertStack, empty_packs, pack_experts
-from ftkernels.lora_gated_qkv import lora_gated_qkv
 from ftkernels.lora_linear import lora_linear
 from ftkernels.lora_mlp import ResidualMode, lora_mlp
-from ftkernels.lora_qkv import lora_qkv
+from ftkernels.lora_qkv import lora_gated_qkv, lora_qkv
 from ftkernels.output_gate import output_gate
-from ftkernels.projection import FrozenWeight, Norm, Packed, Projection
+from ftkernels.projection import AdapterPacks, FrozenWeight, Norm, Packed, Projection, WeightCopies
 from ftkernels.rms_norm import rms_norm, rms_norm_add
 from ftkernels.side_stream import DeferredStream
-from ftkernels.weight_copies import WeightCopies
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -194,7 +191,7 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
     """One decoder layer: QKV with norm and rotation, attention, output with residual, MLP with norm and residual.
 
     ``selective``, ``offload`` and ``offloaded`` are set by :mod:`ftcli.model.gradient_checkpointing`, ``stack`` by
-    :mod:`ftcli.model.cuda_graphs`, ``packs``, the adapters packed already, by :mod:`ftcli.generation.forward`.
+    :mod:`ftcli.model.cuda_graphs`, ``packs``, the adapters packed already, by :mod:`ftcli.generation.decoding`.
 
     Args:
         shape: Of the model; ``described``: this layer in it.

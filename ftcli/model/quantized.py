@@ -315,7 +315,7 @@ def has_coarse_products(model: nn.Module) -> bool:
 
 
 def quantized_layers(model: nn.Module) -> list[QuantizedLayer]:
-    """Every quantized linear layer. Stacks of experts: :func:`ftcli.model.stacks.quantized_stacks`."""
+    """Every quantized linear layer. Stacks of experts: :func:`ftcli.model.experts.quantized_stacks`."""
     return [
         QuantizedLayer(
             module.layer_name,

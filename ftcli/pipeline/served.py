@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 from ftcli.data.reasoning import ReasoningMarks
-from ftcli.evaluate.greedy import GreedyAnswer
+from ftcli.evaluate.generate import GreedyAnswer
 from ftcli.pipeline.server import ServedAnswer
 
 if TYPE_CHECKING:

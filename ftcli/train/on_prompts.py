@@ -146,8 +146,8 @@ def _train(session: Session, context: RunContext, method: PromptMethod) -> Promp
 
 def _policy(context: RunContext, job: Job, prompts: Sequence[RenderedPrompt]) -> assembly.Model:
     """The model that learns, on the kernels, with an entry in the manifest; the ranks have met."""
+    from ftcli.model.experts import quantized_stacks
     from ftcli.model.quantized import quantized_layers
-    from ftcli.model.stacks import quantized_stacks
     from ftcli.train import assembly
     from ftcli.train.build import why_not_graphed
 

@@ -187,8 +187,8 @@ def train_on_rows(loaded: LoadedRecipe, session: Session, group: RankGroup | Non
 def _train(session: Session, context: RunContext) -> RowsResult:
     with context.phase("loading libraries"):
         from ftcli.job import open_job
+        from ftcli.model.experts import quantized_stacks
         from ftcli.model.quantized import quantized_layers
-        from ftcli.model.stacks import quantized_stacks
         from ftcli.train import assembly, data
         from ftcli.train.build import why_not_graphed
 

@@ -22,7 +22,7 @@ from transformers.training_args import OptimizerNames
 from ftcli.config.training import TrainConfig
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.model.backbone import base_of
-from ftcli.model.gradients import keep_gradients_in
+from ftcli.model.cuda_graphs import keep_gradients_in
 from ftcli.model.shards import local_shard
 from ftcli.plan.precision import DtypePlan
 from ftcli.tables import code_of, optimizers, schedules

@@ -30,9 +30,7 @@ from ftkernels.device import (
     rounded,
     store_dtype,
 )
-from ftkernels.primitives import sigmoid
-from ftkernels.row_sums import column_sums
-from ftkernels.rows import StridedRows, as_rows
+from ftkernels.primitives import StridedRows, as_rows, column_sums, sigmoid
 
 #: Elements of a tile, and programs that share the tokens.
 _ELEMENTS, _PROGRAMS = 2048, 264

@@ -80,7 +80,7 @@ class ExpertStack:
             Not looked at without a and b: those that are switched off.
         bias: (E, O). It gets a gradient where it requires one.
         transposed: the weight's layout.
-        copy: a trained weight in the dtype of the products, cast already (``ftkernels.weight_copies``). None casts it
+        copy: a trained weight in the dtype of the products, cast already (``ftkernels.projection``). None casts it
             in each call, and again in backward.
     """
 

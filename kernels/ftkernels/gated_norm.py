@@ -30,9 +30,7 @@ from ftkernels.device import (
     rounded,
     store_dtype,
 )
-from ftkernels.primitives import activate
-from ftkernels.row_sums import column_sums
-from ftkernels.rows import StridedRows, as_rows
+from ftkernels.primitives import StridedRows, activate, as_rows, column_sums
 
 #: Elements of a tile, programs that share the rows where dw is wanted, and the widest row.
 _ELEMENTS, _PROGRAMS, _WIDEST = 4096, 528, 4096

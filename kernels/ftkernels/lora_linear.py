@@ -21,8 +21,8 @@ from torch.autograd.function import once_differentiable
 
 from ftkernels.device import BackendName, without_autocast
 from ftkernels.early import EarlySave
+from ftkernels.gemm import lowrank_add
 from ftkernels.lowrank import enter, enter_base, group_backward, products, project
-from ftkernels.lowrank_add import lowrank_add
 from ftkernels.lowrank_plan import GroupPlan, Packed, adapter_tensors, make_plan, pack_adapters
 from ftkernels.projection import (
     Norm,

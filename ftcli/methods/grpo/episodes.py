@@ -73,7 +73,7 @@ def open_acting(job: Job, grpo: GrpoConfig) -> Acting | None:
 
 @dataclass(slots=True)
 class Episodes:
-    """The turns of rollouts (:class:`ftcli.generation.turns.Turns`).
+    """The turns of rollouts (:class:`ftcli.generation.requests.Turns`).
 
     Args:
         longest: Tokens of a completion, of all turns and what stands between them.

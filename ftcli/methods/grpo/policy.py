@@ -36,7 +36,7 @@ from ftcli.model.backbone import (
     rotation_kept,
     within_root,
 )
-from ftcli.model.delta_layer import FusedDeltaLayer
+from ftcli.model.layers import FusedDeltaLayer
 from ftcli.model.loss import next_token_log_probs, supervised_positions
 from ftcli.model.quantized import has_coarse_products
 from ftcli.model.selfcheck import rounded_otherwise

@@ -16,8 +16,15 @@ from ftcli.errors import ExitCode, FtcliError
 from ftcli.evaluate.ranks import generating
 from ftcli.facts.generation import MOST_ROWS
 from ftcli.generation.generator import OpenedGenerator, open_generator
-from ftcli.generation.requests import Completion, GenerationRequest, NotFinite, PromptImages, StopCheck, StopConditions
-from ftcli.generation.turns import Turns
+from ftcli.generation.requests import (
+    Completion,
+    GenerationRequest,
+    NotFinite,
+    PromptImages,
+    StopCheck,
+    StopConditions,
+    Turns,
+)
 from ftcli.job import Job
 from ftcli.model.backbone import compute_context, root_of
 from ftcli.model.gradient_checkpointing import without_checkpointing

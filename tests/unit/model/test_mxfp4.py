@@ -13,9 +13,8 @@ from torch import Tensor
 
 from ftcli.config.model import QuantizationConfig
 from ftcli.errors import FtcliError
-from ftcli.model.mxfp4 import BLOCKS, SCALES, Mxfp4, dequantized
-from ftcli.model.released import grouped, read_group
-from ftcli.model.stacks import QuantizedStack
+from ftcli.model.experts import QuantizedStack
+from ftcli.model.released import BLOCKS, SCALES, Mxfp4, dequantized, grouped, read_group
 from tests.mxfp4_files import SIZES, drawn, released, theirs
 from tests.quantized import NF4, load
 
