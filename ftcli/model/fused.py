@@ -641,12 +641,6 @@ class StackCall:
     layer_calls: tuple[LayerCall, ...]
 
 
-class Runner(Protocol):
-    """Runs a call of a stack: :class:`ftcli.model.cuda_graphs.GraphRunner`."""
-
-    def __call__(self, call: StackCall) -> Tensor: ...
-
-
 class DecoderStack:
     """The fused layers of one model, in order.
 
@@ -672,7 +666,8 @@ class DecoderStack:
             for pairs in self._experts
         ]
         self._packs = LayerPacks.of_layers(found, prepared) or [UNPACKED] * len(self.layers)
-        self.runner: Runner | None = None
+        #: :class:`ftcli.model.cuda_graphs.GraphRunner`, where there are graphs.
+        self.runner: Callable[[StackCall], Tensor] | None = None
         self.drops = any(layer.drops for layer in self.layers)
         self._layer_calls: list[LayerCall] | None = None
         self._rotations: dict[int, tuple[Any, Rotation]] = {}

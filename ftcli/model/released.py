@@ -129,40 +129,28 @@ class Mxfp4:
         return experts, groups * _GROUP, rows
 
     def dequantized(self, name: str, parts: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """See :class:`ftcli.model.released.Form`."""
-        return dequantized(name, parts, dtype, device)
+        """See :class:`ftcli.model.released.Form`: (E, in, out), expert by expert."""
+        _require_both(name, parts)
+        blocks, scales = parts[BLOCKS], parts[SCALES]
+        fit = blocks.dim() == 4 and blocks.shape[:-1] == scales.shape and blocks.shape[-1] == _GROUP // 2
+        if not fit or {blocks.dtype, scales.dtype} != {torch.uint8}:
+            said = ", ".join(f"{tuple(each.shape)} {str(each.dtype).removeprefix('torch.')}" for each in (blocks, scales))
+            raise unreadable_weights(f"{name}{BLOCKS} and {SCALES} do not fit together: {said}")
+        experts, rows, groups, _ = blocks.shape
+        table = torch.tensor((*_NUMBERS, *(-number for number in _NUMBERS)), dtype=torch.float32, device=device)
+        made = torch.empty((experts, groups * _GROUP, rows), dtype=dtype, device=device)
+        for expert in range(experts):
+            packed, exponents = blocks[expert].to(device), scales[expert].to(device, torch.int32) - _BIAS
+            pairs = torch.stack((packed & 15, packed >> 4), dim=-1).view(rows, groups, _GROUP)
+            numbers = torch.ldexp(table[pairs.int()], exponents[..., None])
+            made[expert] = numbers.view(rows, -1).T
+        return made
 
 
 def _require_both(name: str, parts: Collection[str]) -> None:
     missing = next((end for end in (BLOCKS, SCALES) if end not in parts), None)
     if missing is not None:
         raise unreadable_weights(f"{name}{missing} is not stored")
-
-
-def dequantized(name: str, parts: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A stack (E, in, out) on ``device``, expert by expert.
-
-    Args:
-        parts: Both tensors, by the ends of their names.
-
-    Raises:
-        FtcliError: FT323 for parts that are missing or do not fit together.
-    """
-    _require_both(name, parts)
-    blocks, scales = parts[BLOCKS], parts[SCALES]
-    fit = blocks.dim() == 4 and blocks.shape[:-1] == scales.shape and blocks.shape[-1] == _GROUP // 2
-    if not fit or {blocks.dtype, scales.dtype} != {torch.uint8}:
-        said = ", ".join(f"{tuple(each.shape)} {str(each.dtype).removeprefix('torch.')}" for each in (blocks, scales))
-        raise unreadable_weights(f"{name}{BLOCKS} and {SCALES} do not fit together: {said}")
-    experts, rows, groups, _ = blocks.shape
-    table = torch.tensor((*_NUMBERS, *(-number for number in _NUMBERS)), dtype=torch.float32, device=device)
-    made = torch.empty((experts, groups * _GROUP, rows), dtype=dtype, device=device)
-    for expert in range(experts):
-        packed, exponents = blocks[expert].to(device), scales[expert].to(device, torch.int32) - _BIAS
-        pairs = torch.stack((packed & 15, packed >> 4), dim=-1).view(rows, groups, _GROUP)
-        numbers = torch.ldexp(table[pairs.int()], exponents[..., None])
-        made[expert] = numbers.view(rows, -1).T
-    return made
 
 
 _SCALE, _ACTIVATIONS, _ZERO = "scale", "activations", "zero point"
@@ -178,7 +166,6 @@ _SERVED = (
     ".activation_scale", ".input_scale", ".output_scale", ".k_scale", ".v_scale", ".q_scale",
     ".input_zero_point", ".output_zero_point",
 )  # fmt: skip
-_E8M0_BIAS = 127
 
 
 class ScaledFp8:

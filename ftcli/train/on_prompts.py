@@ -214,7 +214,7 @@ def _told(context: RunContext, evaluator: Evaluator, model: Any, when: str) -> M
 
 def _tasks(context: RunContext, evaluator: Evaluator, model: Any) -> Mapping[str, TaskResult]:
     """Rank 0's results; none on the others, which take part if they hold shards of the weights."""
-    from ftcli.evaluate.ranks import generating
+    from ftcli.generation.generator import generating
 
     if not context.recipe.eval.tasks:
         return {}

@@ -37,7 +37,7 @@ from ftkernels.device import BackendName, choose_backend, gpu_of, on_device_of, 
 from ftkernels.gemm import mm_accurate
 from ftkernels.int8_product import int8_product
 from ftkernels.limits import WIDEST_ROW, why_no_tensor_cores
-from ftkernels.primitives import as_rows
+from ftkernels.primitives import as_rows, row_starts
 from ftkernels.rms_norm import norm_backend, norm_backward, rms_norm_reference
 from ftkernels.ternary import (
     SMALLEST,
@@ -334,14 +334,13 @@ def _norm_quantize_kernel(
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK)[None, :]
     mask = (rows < M)[:, None] & (cols < H)
-    row64 = rows.to(tl.int64)
-    starts = (row64 // x_inner) * x_outer_stride + (row64 % x_inner) * x_inner_stride
+    starts = row_starts(rows, x_inner, x_outer_stride, x_inner_stride)
     x = tl.load(x_ptr + starts[:, None] + cols, mask=mask, other=0.0).to(tl.float32)
     w = tl.load(w_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)
     rstd = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / H + eps)
     y = ((x * rstd[:, None]).to(N_DTYPE).to(tl.float32) * w).to(Y_DTYPE).to(tl.float32)
     step, inverse = _steps(tl.max(_magnitude(y), axis=1))
-    tl.store(q_ptr + row64[:, None] * H + cols, _rounded(y, inverse).to(tl.int8), mask=mask)
+    tl.store(q_ptr + rows.to(tl.int64)[:, None] * H + cols, _rounded(y, inverse).to(tl.int8), mask=mask)
     tl.store(step_ptr + rows, step, mask=rows < M)
     tl.store(rstd_ptr + rows, rstd, mask=rows < M)
 
@@ -393,10 +392,7 @@ def norm_quantize_triton(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor,
         rows, block, warps = _rows_a_program(width)
         with on_device_of(x):
             _norm_quantize_kernel[(triton.cdiv(source.count, rows),)](
-                source.tensor,
-                source.inner,
-                source.outer_stride,
-                source.inner_stride,
+                *source.addresses,
                 weight,
                 q,
                 step,

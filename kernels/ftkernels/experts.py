@@ -151,7 +151,6 @@ def lora_experts(
         added: (..., H'), added to the sum, such as the residual stream.
         save: what is saved for backward. Both give the same bits. "gate_up": the outputs of the first layer. "input":
             x alone, before anything is computed; backward computes the first layer again.
-        backend: see ``ftkernels.device.choose_backend``.
 
     Raises:
         ValueError: shapes that do not fit, a packed base weight, or one that is trained beneath an adapter.

@@ -65,7 +65,6 @@ def scale_(x: Tensor, factor: Tensor, *, backend: BackendName = "auto") -> Tenso
     Args:
         x: float32 or float64, contiguous.
         factor: a scalar on the device of ``x``.
-        backend: see ``ftkernels.device.choose_backend``.
 
     Raises:
         ValueError: another dtype, or memory with gaps.
@@ -189,7 +188,6 @@ def linear_cross_entropy(
             there are fewer passes then.
         head_rows: rows of a frozen ``weight`` that are trained, which hold what the weight has there. They get their
             gradient in its place. Not with "none".
-        backend: see ``ftkernels.device.choose_backend``.
 
     Returns:
         The loss, float32 (float64 for float64 inputs): a scalar, or (N,) with "none". With ``with_accuracy`` a pair.

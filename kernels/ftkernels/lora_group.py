@@ -48,7 +48,6 @@ def lora_group(
         z: (..., I), the residual stream when ``norm`` is given.
         projections: (O_p, I) layers. One GEMM when their weights were joined (``join_weights``).
         norm: applied to z first.
-        backend: see ``ftkernels.device.choose_backend``.
 
     Returns:
         ``GroupOutput``, contiguous, in the products' dtype. Using ``residual`` for the residual connection instead of

@@ -56,7 +56,6 @@ def lora_linear(
         save: "products" saves what the module docstring lists. "input" saves z alone, before anything is computed: a
             checkpoint then stops in front of the product, and backward computes the small rest again. Both give the
             same bits.
-        backend: see ``ftkernels.device.choose_backend``.
 
     Returns:
         (..., O) in the products' dtype, promoted with the residual's.

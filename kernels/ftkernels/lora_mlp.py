@@ -90,7 +90,6 @@ def lora_mlp(
             "gate_up_once": the same, but the first backward writes the gradients over them, which saves 4 * M * F
             bytes in half precision. A second backward through a retained graph computes them again.
             "input": z alone, before anything is computed; backward computes norm, gate and up again.
-        backend: see ``ftkernels.device.choose_backend``.
 
     Raises:
         ValueError: shapes that do not fit, a packed base weight, one that is trained beneath an adapter, or an unknown

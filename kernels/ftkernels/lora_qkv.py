@@ -91,7 +91,6 @@ def lora_qkv(
         rope: (cos, sin), each (B or 1, S, R) with R <= D: the first R features of a head are rotated. None leaves q and
             k unrotated.
         rope_layout: the features that are rotated together; see ``ftkernels.rope``.
-        backend: see ``ftkernels.device.choose_backend``.
 
     Returns:
         ``QKV``; q, k and v are strided views with a contiguous last dimension. Using ``residual`` for the residual

@@ -84,6 +84,13 @@ def gated_unit(g, u, UNIT: tl.constexpr):
     return h, by_gate, by_up
 
 
+@triton.jit
+def row_starts(rows, inner, outer_stride, inner_stride):
+    """The first elements of ``rows`` of a :class:`StridedRows`, int64."""
+    rows = rows.to(tl.int64)
+    return (rows // inner) * outer_stride + (rows % inner) * inner_stride
+
+
 @dataclass(frozen=True, slots=True)
 class StridedRows:
     """``tensor`` as (count, width): row i starts at ``(i // inner) * outer_stride + (i % inner) * inner_stride``."""
@@ -93,6 +100,11 @@ class StridedRows:
     inner: int
     outer_stride: int
     inner_stride: int
+
+    @property
+    def addresses(self) -> tuple[Tensor, int, int, int]:
+        """All but the count, as kernels take them."""
+        return self.tensor, self.inner, self.outer_stride, self.inner_stride
 
 
 def as_rows(x: Tensor) -> StridedRows:

@@ -45,7 +45,7 @@ from ftkernels.device import (
 )
 from ftkernels.fp8 import quantized_rows
 from ftkernels.limits import WIDEST_ROW, NormForm
-from ftkernels.primitives import as_rows, column_sums
+from ftkernels.primitives import as_rows, column_sums, row_starts
 
 
 def rms_norm(
@@ -182,12 +182,6 @@ def kernel_form(weight: Tensor | None, form: NormForm) -> str:
 
 
 @triton.jit
-def _row_offsets(rows, INNER, outer_stride, inner_stride):
-    rows = rows.to(tl.int64)
-    return (rows // INNER) * outer_stride + (rows % INNER) * inner_stride
-
-
-@triton.jit
 def _forward_kernel(
     x_ptr,
     x_inner,
@@ -214,7 +208,7 @@ def _forward_kernel(
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK)[None, :]
     mask = (rows < M)[:, None] & (cols < H)
-    x_at = _row_offsets(rows, x_inner, x_outer_stride, x_inner_stride)[:, None] + cols
+    x_at = row_starts(rows, x_inner, x_outer_stride, x_inner_stride)[:, None] + cols
     dense = rows.to(tl.int64)[:, None] * H + cols
     x = tl.load(x_ptr + x_at, mask=mask, other=0.0).to(ACC)
     if RESIDUAL == "before":
@@ -277,7 +271,7 @@ def _backward_kernel(
     for block in range(blocks_per_program):
         rows = (program * blocks_per_program + block) * ROWS + tl.arange(0, ROWS)
         mask = (rows < M)[:, None] & (cols < H)
-        x_at = _row_offsets(rows, x_inner, x_outer_stride, x_inner_stride)[:, None] + cols
+        x_at = row_starts(rows, x_inner, x_outer_stride, x_inner_stride)[:, None] + cols
         dense = rows.to(tl.int64)[:, None] * H + cols
         dy = tl.load(dy_ptr + dense, mask=mask, other=0.0).to(ACC)
         x = tl.load(x_ptr + x_at, mask=mask, other=0.0).to(ACC)
@@ -342,10 +336,7 @@ def norm_forward(
         q, q_scale = quantized or (y, rstd)
         with on_device_of(x):
             _forward_kernel[(triton.cdiv(source.count, rows),)](
-                source.tensor,
-                source.inner,
-                source.outer_stride,
-                source.inner_stride,
+                *source.addresses,
                 x if residual is None else residual.contiguous(),
                 x if weight is None else weight,
                 y,
@@ -397,10 +388,7 @@ def norm_backward(
         with on_device_of(x):
             _backward_kernel[(programs,)](
                 dy.contiguous(),
-                source.tensor,
-                source.inner,
-                source.outer_stride,
-                source.inner_stride,
+                *source.addresses,
                 rstd if weight is None else weight,
                 rstd,
                 dx if d_sum is None else d_sum.contiguous(),

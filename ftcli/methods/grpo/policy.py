@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ftcli.data.collate import documents_batch, with_images
 from ftcli.data.tokens import TokenizedRow
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.evaluate.ranks import passes_in_step
+from ftcli.generation.generator import passes_in_step
 from ftcli.labels import IGNORE_INDEX
 from ftcli.methods.grpo.losses import Completions, StepShape, loss_mask, policy_loss
 from ftcli.methods.grpo.settings import GrpoConfig

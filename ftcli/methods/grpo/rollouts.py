@@ -13,9 +13,8 @@ from ftkernels.sampling import Sampling, row_seed
 from torch import Tensor
 
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.evaluate.ranks import generating
 from ftcli.facts.generation import MOST_ROWS
-from ftcli.generation.generator import OpenedGenerator, open_generator
+from ftcli.generation.generator import OpenedGenerator, generating, open_generator
 from ftcli.generation.requests import (
     Completion,
     GenerationRequest,
