@@ -5,7 +5,7 @@ in the dtype of the products, with their adapters in them: ``cast(float32(W) + s
 whenever the adapters have changed. The first model is only read. Adding an adapter to its base and subtracting it again
 would change the base a little each time.
 
-Passes without gradients on ranks that hold shards of the weights, each with something of its own to compute.
+Ranks that hold shards of the weights make passes in step, each with something of its own to compute.
 """
 
 from __future__ import annotations

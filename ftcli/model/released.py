@@ -134,7 +134,9 @@ class Mxfp4:
         blocks, scales = parts[BLOCKS], parts[SCALES]
         fit = blocks.dim() == 4 and blocks.shape[:-1] == scales.shape and blocks.shape[-1] == _GROUP // 2
         if not fit or {blocks.dtype, scales.dtype} != {torch.uint8}:
-            said = ", ".join(f"{tuple(each.shape)} {str(each.dtype).removeprefix('torch.')}" for each in (blocks, scales))
+            said = ", ".join(
+                f"{tuple(each.shape)} {str(each.dtype).removeprefix('torch.')}" for each in (blocks, scales)
+            )
             raise unreadable_weights(f"{name}{BLOCKS} and {SCALES} do not fit together: {said}")
         experts, rows, groups, _ = blocks.shape
         table = torch.tensor((*_NUMBERS, *(-number for number in _NUMBERS)), dtype=torch.float32, device=device)

@@ -8,8 +8,8 @@ list of model names.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch import Tensor
 
-from ftcli.data.collate import Pair, lengths_once, packed_batch, shared_batch, shared_beginning
+from ftcli.data.collate import PaddingCollator, Pair, lengths_once, packed_batch, shared_batch, shared_beginning
 from ftcli.data.template import Renderer
 from ftcli.data.tokens import TokenizedRow
 from ftcli.errors import ExitCode, FtcliError
@@ -25,16 +25,17 @@ from ftcli.facts.adapters import start_folder
 from ftcli.facts.download import missing_bytes
 from ftcli.job import Job
 from ftcli.labels import IGNORE_INDEX
-from ftcli.model.backbone import base_of, compute_context, hidden_states, rotation_kept
-from ftcli.model.fsdp import RankShards, rank_shards_of, unsharded_layers
+from ftcli.model.backbone import base_of, compute_context, hidden_states, rotation_kept, stream_in
+from ftcli.model.fsdp import RankShards, rank_shards_of, shard, unsharded_layers
 from ftcli.model.initial_adapters import as_base
 from ftcli.model.load import load_model
 from ftcli.model.lora import apply_lora, take_adapter
 from ftcli.model.lora_targets import freeze_other_parts, summary_of_targets
+from ftcli.model.patch import patch
 from ftcli.model.quantized import has_coarse_products
 from ftcli.model.routing import Routing, same_routing
 from ftcli.model.score_head import add_score_head
-from ftcli.model.selfcheck import check_head, relative_difference, rounded_otherwise
+from ftcli.model.selfcheck import ROWS, check_head, relative_difference, rounded_otherwise, self_check
 from ftcli.model.token_rows import draw_rows
 from ftcli.model.tokenizer import align_special_tokens, pad_apart
 from ftcli.model.trained_weights import load_weights
@@ -201,13 +202,6 @@ def put_on_kernels(job: Job, model: Model, rows: Sequence[TokenizedRow]) -> Kern
 
     Raises FtcliError FT705 under ``kernels: triton`` when a layer cannot be fused, FT704 when the self-check fails.
     """
-    import torch
-
-    from ftcli.data.collate import PaddingCollator
-    from ftcli.model.backbone import stream_in
-    from ftcli.model.patch import patch
-    from ftcli.model.selfcheck import ROWS, self_check
-
     kernels = job.recipe.model.kernels
     stream = job.plan.stream
     if stream != job.dtypes.parameter:
@@ -246,8 +240,6 @@ def shard_weights(job: Job, model: Model, group: RankGroup, reference: PreTraine
     parts = _parts(job)
     if parts is None:
         return
-    from ftcli.model.fsdp import shard
-
     launch = job.recipe.launch
     copies = f", {launch.copies} copies of them" if launch.copies > 1 else ""
     job.reporter.info(f"weights: sharded over {launch.shard_size} processes{copies}")
@@ -278,7 +270,6 @@ def laid_out(job: Job, model: Model, rows: Sequence[TokenizedRow]) -> Batches:
 
     Raises FtcliError FT443 (exit 3) when one does.
     """
-
     batches = job.batches(model)
     if len(rows) and (job.recipe.data.packing or batches.layout == "unpadded"):
         with unsharded_layers(model):
@@ -317,11 +308,9 @@ def hold(job: Job, model: Model, run: RunDirectory, weights: WeightIdentities | 
         job.reporter.finding(finding)
 
 
-@contextmanager
-def of_reference(reference: PreTrainedModel | None, model: PreTrainedModel | PeftModel) -> Iterator[None]:
+def of_reference(reference: PreTrainedModel | None, model: PreTrainedModel | PeftModel) -> AbstractContextManager[None]:
     """A block in which the reference can be computed: of adapters it is the model without them."""
-    with nullcontext() if reference is not None else as_base(model):
-        yield
+    return nullcontext() if reference is not None else as_base(model)
 
 
 _LONGEST = 128

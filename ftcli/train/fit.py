@@ -118,8 +118,8 @@ def _save(loop: TrainingLoop, context: RunContext, job: Job, model: Any) -> None
     """Writes the result, as rank 0; all ranks bring their parts of the weights."""
     from ftcli.model.trained_weights import check_saved, save_weights
 
-    with _saving_on_failure(loop, context), loop.evaluated_weights():
-        whole = loop.whole_weights()
+    with _saving_on_failure(loop, context), loop.optimization.evaluated_weights():
+        whole = loop.parallel.whole_weights()
         if context.leads:
             context.save_result(
                 lambda folder: save_weights(model, folder, whole),
