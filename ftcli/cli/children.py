@@ -109,12 +109,9 @@ def starter(recipe: str, *, quiet: bool, offline: bool, debug: bool) -> Start:
 
 def devices(wanted: str | None, environment: Mapping[str, str], count: Callable[[], int]) -> tuple[str | None, ...]:
     """The GPUs that `--gpus` means, by the names that a process is given; (None,): what this process would use.
+    ``count``: asks how many GPUs there are, where the environment does not list them.
 
-    Args:
-        count: Asks how many GPUs there are, where the environment does not list them.
-
-    Raises:
-        FtcliError: FT516 (exit 3) for more than there are, FT150 (exit 2) for what is no number.
+    Raises FtcliError FT516 (exit 3) for more than there are, FT150 (exit 2) for what is no number.
     """
     if wanted is None:
         return (None,)
@@ -297,10 +294,8 @@ def environment_of(rank: int, count: int, devices: Sequence[str], folder: Path) 
 
 
 def run_ranks(words: Sequence[str], count: int, devices: Sequence[str], run: Path) -> EndedElsewhere:
-    """Runs a command line as ``count`` ranks, each with one of ``devices``; on a CPU there are none.
-
-    Args:
-        run: The run directory. Where rank 0 was killed, it is said there how the run has ended.
+    """Runs a command line as ``count`` ranks, each with one of ``devices``; on a CPU there are none. ``run``: the run
+    directory. Where rank 0 was killed, it is said there how the run has ended.
     """
     command = [sys.executable, "-P", "-m", "ftcli", *words]
     with scratch("ranks") as folder:

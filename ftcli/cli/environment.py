@@ -179,11 +179,7 @@ def leave(status: int) -> NoReturn:
 
 
 def refuse_copies(environment: Mapping[str, str], place: Place | None) -> None:
-    """Refuses a command that srun has started several times without a launcher.
-
-    Raises:
-        FtcliError: FT517 (exit 3).
-    """
+    """Refuses a command that srun has started several times without a launcher. Raises FtcliError FT517 (exit 3)."""
     tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")
     if place is None and tasks.isdecimal() and int(tasks) > 1:
         message = f"srun has started this command {tasks} times, and each would train the same run"

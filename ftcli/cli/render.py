@@ -40,10 +40,7 @@ def findings_text(findings: Iterable[Finding], style: Style, most: int | None = 
     """One block for each finding, in the format that the contract promises.
 
     Rows of one file with the same trouble share a block where there are many. A remedy of many rows stands once, below
-    the last of them.
-
-    Args:
-        most: Blocks that are shown; how many findings are not is said then.
+    the last of them. ``most``: blocks that are shown; how many findings are not is said then.
     """
     groups = _alike(findings)
     shown = groups[:most]

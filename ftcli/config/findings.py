@@ -274,10 +274,8 @@ class Suggestion:
 
 
 def unknown_key(path: Path, schema: RecipeSchema, value: object = None) -> Suggestion:
-    """The message about a key that does not exist: FT201, or FT202 for a key of another tool.
-
-    Args:
-        value: Of the key, where it is a single one: it may decide what the other tool means.
+    """The message about a key that does not exist: FT201, or FT202 for a key of another tool. ``value``: of the key,
+    where it is a single one: it may decide what the other tool means.
     """
     name, section = path[-1], _section(path[:-1])
     parent = schema.at(path[:-1])

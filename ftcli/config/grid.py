@@ -53,10 +53,7 @@ def combinations(assignments: Sequence[str]) -> tuple[Combination, ...]:
     """Every combination of the values in ``KEY=V1,V2``, the last key changing fastest. A key of one value is fixed.
 
     Commas inside quotes, brackets and braces do not separate values: ``lora.target_modules=[q_proj],[q_proj,v_proj]``
-    is two lists.
-
-    Raises:
-        FtcliError: FT156 (exit 2) for what is no grid; FT110 and its like for values that are no YAML.
+    is two lists. Raises FtcliError FT156 (exit 2) for what is no grid; FT110 and its like for values that are no YAML.
     """
     fixed: list[Override] = []
     axes: list[Axis] = []

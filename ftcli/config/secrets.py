@@ -37,10 +37,8 @@ def is_secret_value(text: str) -> bool:
 
 
 def mask(line: str, anchors: Collection[str] = ()) -> str:
-    """`line` with every secret replaced by as many asterisks, so that columns stay where they were.
-
-    Args:
-        anchors: Names by which the values of keys that name secrets are taken from elsewhere.
+    """`line` with every secret replaced by as many asterisks, so that columns stay where they were. ``anchors``: names
+    by which the values of keys that name secrets are taken from elsewhere.
     """
     end = _secret_from(line, anchors)
     shown, hidden = (line, "") if end is None else (line[:end], _starred(line[end:]))

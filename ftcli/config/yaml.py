@@ -250,9 +250,7 @@ class ParsedYaml:
 
 def parse_file(text: str, source: str, *, any_key: bool = False) -> ParsedYaml:
     """Parse a recipe. Raises FtcliError (FT110 to FT112, FT115, FT116, FT119) where there is no tree to go on with.
-
-    Args:
-        any_key: Numbers and switches are keys as well, by what is written, as in recipes of other tools.
+    ``any_key``: numbers and switches are keys as well, by what is written, as in recipes of other tools.
     """
     parsed = _parse(text, source, any_key=any_key)
     if not isinstance(parsed.tree, MapNode):

@@ -30,19 +30,13 @@ class DeviceFacts:
     """The abilities of a machine.
 
     Attributes:
-        name: As in ``--as``, or the driver's name of the GPU that is here.
-        kind: ``cuda`` or ``cpu``.
-        capability: CUDA compute capability; None on a CPU.
         memory_bytes: The total that torch reports: the nominal size less what the driver and ECC keep. On a CPU the
             RAM, or the container's limit if that is less; None where it cannot be found out.
         free_bytes: What is free now; None for a device that was only named.
-        shared_memory_bytes: Most shared memory that one block can ask for; None on a CPU.
-        multiprocessors: SMs, or CPU cores that this process may use.
         dense_tflops: Published dense matmul rate with 16-bit inputs and float32 accumulation; None when not in the
             table.
         bandwidth_gb_per_s: Published memory bandwidth in 10^9 bytes per second; None when not in the table.
         host_free_bytes: Free RAM of this machine where it has a GPU; None for a CPU and for named devices.
-        probed: True for the machine that is here.
         failed_products: Why products of quantized weights do not work here, where they were tried; else None.
         unused: An accelerator of this machine that nothing is computed on, in words; None where there is none.
     """
@@ -63,10 +57,7 @@ class DeviceFacts:
 
     @property
     def has_bfloat16(self) -> bool:
-        """True if bfloat16 runs without emulation. A CPU computes it too, slowly.
-
-        torch is not asked: it says yes on a T4 as well, which emulates it.
-        """
+        """True if bfloat16 runs without emulation (torch says yes on a T4, too). A CPU computes it as well, slowly."""
         return self.kind == "cpu" or (self.capability is not None and self.capability >= BFLOAT16_CAPABILITY)
 
     @property
@@ -151,13 +142,8 @@ def named_device(name: str, option: str = "--as") -> DeviceFacts:
     """The device that ``--as NAME`` means; ``cpu`` has this machine's memory and cores.
 
     A size such as ``24GiB`` means a GPU with that much memory of which nothing else is known: one from Ampere on, with
-    the shared memory that all of them have.
-
-    Args:
-        option: Where the name was given.
-
-    Raises:
-        FtcliError: FT506 (exit 2) for a name that is not in the table, FT519 (exit 3) for another vendor's device.
+    the shared memory that all of them have. ``option``: where the name was given. Raises FtcliError FT506 (exit 2) for
+    a name that is not in the table, FT519 (exit 3) for another vendor's device.
     """
     key = name.strip().lower()
     size = _SIZE.fullmatch(key)

@@ -134,11 +134,8 @@ class Chat:
         """The answer to the next turn, piece by piece; the generator's value is all of it.
 
         The turn becomes part of the history, also when the answer is cut short by closing the generator, unless nothing
-        of it has come.
-
-        Raises:
-            FtcliError: As :meth:`Conversation.question` (exit 4), the history unchanged;
-                FT762 (exit 6) when the model's logits are not finite.
+        of it has come. Raises FtcliError as :meth:`Conversation.question` (exit 4), the history unchanged; FT762 (exit
+        6) when the model's logits are not finite.
         """
         from ftcli.evaluate.generate import stream
         from ftcli.generation.requests import cut
@@ -199,12 +196,9 @@ def open_chat(loaded: LoadedRecipe, session: Session, run_dir: Path, options: Ch
     """Loads what is to answer.
 
     Whatever can be said against the first turn (``options.prompt``, or the system prompt alone) is said before a weight
-    is loaded.
-
-    Raises:
-        FtcliError: FT158 (exit 2) for options that contradict each other, FT763 when ``run_dir`` holds no finished run
-            and the base was not asked for, FT725 when it has no such checkpoint, FT735 when the base is not the run's,
-            FT749 when the command line changes how it was trained; whatever preflight and loading raise.
+    is loaded. Raises FtcliError FT158 (exit 2) for options that contradict each other, FT763 when ``run_dir`` holds no
+    finished run and the base was not asked for, FT725 when it has no such checkpoint, FT735 when the base is not the
+    run's, FT749 when the command line changes how it was trained; whatever preflight and loading raise.
     """
     if options.base and options.checkpoint is not None:
         raise cannot_chat(
@@ -407,11 +401,8 @@ class Conversation:
         self._turns.clear()
 
     def question(self, text: str) -> Question:
-        """The next turn, not yet part of the history.
-
-        Raises:
-            FtcliError: (exit 4) FT412, FT422, FT425 and FT426 as :meth:`ftcli.data.template.Renderer.prompt`, FT431
-                when it leaves no room for an answer.
+        """The next turn, not yet part of the history. Raises FtcliError (exit 4) FT412, FT422, FT425 and FT426 as
+        :meth:`ftcli.data.template.Renderer.prompt`, FT431 when it leaves no room for an answer.
         """
         row = Row(_WHERE, len(self._turns) // 2 + 1, {})
         text = text if self._turns else IMAGE * len(self.images) + text

@@ -346,10 +346,8 @@ class EveryGpu:
 
 
 def check_every_gpu(loaded: LoadedRecipe, session: Session, prices: Prices | None = None) -> EveryGpu:
-    """Preflight of the recipe for every GPU of the table; rows are looked at by the check for a single one.
-
-    Raises:
-        FtcliError: What all of them are refused for alike, such as an error of the recipe or of the model.
+    """Preflight of the recipe for every GPU of the table; rows are looked at by the check for a single one. Raises
+    FtcliError with what all of them are refused for alike, such as an error of the recipe or of the model.
     """
     loaded = replace(loaded, recipe=with_sources(Context(loaded.recipe, loaded.origins, "check"), session))
     names = sorted(GPUS, key=lambda name: GPUS[name].memory_bytes or 0)

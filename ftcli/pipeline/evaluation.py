@@ -44,9 +44,8 @@ def evaluate_recipe(
 ) -> EvaluationResult:
     """Token-weighted loss, perplexity, token accuracy and tasks; written to the run's eval.json when one is named.
 
-    Args:
-        checkpoint: Of the run, a step or ``best``: it is evaluated in place of the result, and eval.json, which is
-            about the result, stays as it is.
+    ``checkpoint``: of the run, a step or ``best``: it is evaluated in place of the result, and eval.json, which is
+    about the result, stays as it is.
 
     Raises FtcliError FT763 when ``run_dir`` holds no finished run, FT725 when it has no such checkpoint, FT749 when the
     command line changes how it was trained.

@@ -50,11 +50,9 @@ class Answers:
 
 def new_recipe(answers: Answers, path: Path, *, offline: bool) -> str:
     """The text of the recipe that ``path`` is to hold: of the sizes that are tried, the largest that fits the GPU.
-
     Under :data:`AUTO` adapters on a base in 16 bits are tried first.
 
-    Raises:
-        FtcliError: What `ftcli check` says against it in the smallest size, or against model, data and GPU.
+    Raises FtcliError with what `ftcli check` says against it in the smallest size, or against model, data and GPU.
     """
     device = probe_device() if answers.gpu.strip().lower() == HERE else named_device(answers.gpu, "--gpu")
     if answers.method == AUTO:

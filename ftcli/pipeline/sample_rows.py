@@ -310,10 +310,8 @@ class _File:
 def write_rows(
     files: AnswerFiles, folder: SampleFolder, made: GeneratedRows, full: float | None, options: SampleOptions
 ) -> SampleSummary:
-    """Writes the files that are asked for, and adds up what the answers are worth.
-
-    Args:
-        full: The score of an answer that passes everything, where there is such a bound.
+    """Writes the files that are asked for, and adds up what the answers are worth. ``full``: the score of an answer
+    that passes everything, where there is such a bound.
     """
     least = full if options.min_score is None else options.min_score
     selection = Selection(options.per_prompt, least, options.min_score, options.min_margin, options.truncated)

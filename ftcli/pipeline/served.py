@@ -57,11 +57,7 @@ class Comparison:
 
 
 class Comparer:
-    """Compares answers.
-
-    Args:
-        tolerance: The gap in nats up to which two tokens are equally likely.
-    """
+    """Compares answers. ``tolerance``: the gap in nats up to which two tokens are equally likely."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[int], marks: ReasoningMarks, tolerance: float

@@ -54,13 +54,8 @@ class Refused(Exception):
 
 
 class Server:
-    """A server at an address, with ``/v1`` or without it.
-
-    Args:
-        key: Sent as a bearer token where there is one.
-
-    Raises:
-        FtcliError: FT790 (exit 2) for what is no address.
+    """A server at an address, with ``/v1`` or without it. ``key``: sent as a bearer token where there is one. Raises
+    FtcliError FT790 (exit 2) for what is no address.
     """
 
     def __init__(self, url: str, key: str | None = None) -> None:

@@ -99,10 +99,8 @@ class ServeCheck:
 def check_server(loaded: LoadedRecipe, session: Session, run_dir: Path, options: ServeOptions) -> ServeCheck:
     """Asks both; each fault is told as FT793.
 
-    Raises:
-        FtcliError: FT790 and FT791 (exit 2) as :class:`Server`, before a weight is loaded; FT792 (exit 4) where no
-            prompt can be compared; FT725, FT735, FT749 and FT763 as `ftcli chat`; whatever preflight, rows and loading
-            raise.
+    Raises FtcliError FT790 and FT791 (exit 2) as :class:`Server`, before a weight is loaded; FT792 (exit 4) where no
+    prompt can be compared; FT725, FT735, FT749 and FT763 as `ftcli chat`; whatever preflight, rows and loading raise.
     """
     run = RunDirectory(run_dir)
     refuse_training(loaded, run, "serve-check")
@@ -181,11 +179,7 @@ def _summed(found: Sequence[Comparison]) -> ChannelResult | None:
 
 
 class _Checking:
-    """Asks the trained model and the server the same.
-
-    Attributes:
-        not_made: Comparisons that could not be made, and why.
-    """
+    """Asks the trained model and the server the same. ``not_made``: comparisons that could not be made, and why."""
 
     def __init__(self, job: Job, server: Server, name: str, asked: Sequence[RenderedPrompt], limit: int) -> None:
         self.not_made: list[str] = []

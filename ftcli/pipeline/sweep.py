@@ -260,9 +260,7 @@ def check_all(recipes: Sequence[LoadedRecipe], command: str, session: Session) -
     """Preflight of all recipes. Warnings and notes are told once, however many runs they are about.
 
     It takes place in a process of its own: asking a GPU what it is takes some of its memory until the process ends.
-
-    Raises:
-        FtcliError: All errors, and with which run each of them comes; the exit status is that of the first.
+    Raises FtcliError with all errors, and with which run each of them comes; the exit status is that of the first.
     """
     answers = _in_a_process(recipes, command, session.offline)
     _require_held_out(recipes, command, session)

@@ -24,13 +24,8 @@ BEST = "best"
 def checkpoint_of(run: RunDirectory, name: str | None, reporter: Reporter) -> Path | None:
     """The checkpoint that ``--checkpoint NAME`` means; None for the run's result.
 
-    The result is the best when the evaluation at the end of training was: no checkpoint is written of it.
-
-    Args:
-        name: A step, ``best``, or None.
-
-    Raises:
-        FtcliError: FT725 (exit 2) when there is no such checkpoint.
+    The result is the best when the evaluation at the end of training was: no checkpoint is written of it. ``name``: a
+    step, ``best``, or None. Raises FtcliError FT725 (exit 2) when there is no such checkpoint.
     """
     if name is None:
         return None
@@ -92,9 +87,7 @@ def refuse_training(loaded: LoadedRecipe, run: RunDirectory, act: str) -> None:
 
 def refuse_settings(loaded: LoadedRecipe, changes: Sequence[ChangedKey], act: str) -> None:
     """Raises FtcliError FT749 (exit 2) for those of ``changes`` that ``--set`` makes: they would have no effect.
-
-    Args:
-        act: What cannot change them, with its article.
+    ``act``: what cannot change them, with its article.
     """
     refused = [change for change in changes if _is_set(loaded, change)]
     if refused:

@@ -42,17 +42,9 @@ PROJECT = "ftcli"
 
 @dataclass(frozen=True, slots=True)
 class LoggedRun:
-    """The run whose numbers a logger is given.
-
-    Attributes:
-        name: The run's name.
-        id: Twelve hexadecimal digits. A run keeps them when it is resumed, and no other run has them.
-        folder: The run directory.
-        recipe: The resolved recipe as plain values.
-        continued: This logger was given earlier steps of the same run.
-        after_step: Numbers of later steps follow; 0 when the run begins here. What the logger holds of later steps is
-            to be forgotten.
-        offline: No network may be used.
+    """The run whose numbers a logger is given. ``id``: twelve hexadecimal digits that it keeps when it is resumed;
+    ``continued``: the logger was given earlier steps of it; ``after_step``: numbers of later steps follow, and what the
+    logger holds of these is to be forgotten (0: the run begins here).
     """
 
     name: str
@@ -112,14 +104,9 @@ class OpenLoggers:
         new_series: bool = False,
         offline: bool = False,
     ) -> None:
-        """Open them. One that fails is reported as the warning FT736.
-
-        Args:
-            names: Rows of :mod:`ftcli.tables.loggers`.
-            folder: The run directory.
-            recipe: The resolved recipe as plain values.
-            resume_step: The step that the run continues after; 0 when it begins.
-            new_series: The run continues in another way than it went before: its numbers are not a repetition.
+        """Opens those that ``names`` say (:mod:`ftcli.tables.loggers`); one that fails is reported as the warning
+        FT736. ``resume_step``: the step that the run continues after, 0 when it begins; ``new_series``: it continues in
+        another way than before, so its numbers are not a repetition.
         """
         self._reporter = reporter
         self._folder = folder
@@ -228,7 +215,6 @@ class TensorBoardLogger:
             self._writer.add_text("recipe", "\n".join(f"    {line}" for line in text.splitlines()), run.after_step)
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Write the numbers through to the file."""
         for name, value in numbers.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
@@ -293,12 +279,10 @@ class TrackioLogger:
             )
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Queue the numbers; a thread writes them."""
         with redirect_stdout(io.StringIO()):
             self._run.log(dict(numbers), step=step)
 
     def finish(self, state: State) -> None:
-        """Wait until everything is written."""
         import trackio
 
         with redirect_stdout(io.StringIO()):
@@ -337,7 +321,6 @@ class MlflowLogger:
             self._client.log_batch(self._id, params=settings[start : start + _MOST_PARAMS])
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Write the numbers to the store."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
@@ -345,5 +328,4 @@ class MlflowLogger:
         self._client.log_batch(self._id, metrics=metrics)
 
     def finish(self, state: State) -> None:
-        """Say how the run ended."""
         self._client.set_terminated(self._id, _ENDINGS.get(state, "FAILED"))

@@ -118,21 +118,12 @@ def build_manifest(
     previous: JsonMap | None = None,
     folder: Path | None = None,
 ) -> JsonObject:
-    """Builds manifest.json before the model is built. The kernels of its layers are added then.
+    """Builds manifest.json before the model is built; the kernels of its layers are added then.
 
-    Args:
-        command: ``train``, ``grpo`` …
-        recipe_yaml: The resolved recipe; its SHA-256 is kept.
-        activations: The form in which activations are kept for backward, and why.
-        data: Fingerprints of the data files.
-        held_out: Those of the files that results before and after training are measured on.
-        judges: Those of what judges completions: files that rewards and tasks name.
-        ranks: Processes that train together.
-        micro_batches: What a step learns from, over all of them.
-        resume_step: Step this process starts from.
-        previous: The manifest of the run so far; its ``processes`` are kept and this one is appended, and its
-            ``inputs`` stay what the run began with.
-        folder: Where git is asked; the current directory when None.
+    ``held_out`` are fingerprints of what results before and after training are measured on, ``judges`` those of files
+    that rewards and tasks name; ``micro_batches`` is what a step learns from, over all ranks. Of ``previous``, the
+    manifest of the run so far, the ``processes`` are kept, and the ``inputs`` that it began with. git is asked in
+    ``folder``, by default the current one.
     """
     process = {
         "started": utc_now(),

@@ -89,9 +89,8 @@ def _parsed(line: bytes) -> JsonObject | None:
 
 
 def _without_torn_tail(data: bytes) -> bytes:
-    """``data`` up to the last line that is a metric.
-
-    What follows was never flushed to the disk. A machine that lost its power can leave anything there, often zeros.
+    """``data`` up to the last line that is a metric: what follows was never flushed, and a power cut can leave anything
+    there.
     """
     lines = data.split(b"\n")[:-1]
     while lines and _parsed(lines[-1]) is None:
@@ -103,16 +102,9 @@ class MetricsWriter:
     """Appends lines to metrics.jsonl. When :meth:`write` returns, the system has the whole line, or none of it."""
 
     def __init__(self, path: Path, *, resume_step: int = 0, evaluate_again: bool = False) -> None:
-        """Open the file and drop what a resumed run will write again.
-
-        Args:
-            path: The file; made when it is missing.
-            resume_step: Step of the checkpoint the run continues from. Lines of later steps and a torn end are cut
-                off; 0 (a run from the start) empties the file.
-            evaluate_again: The evaluation after that step is made again: its line is dropped too.
-
-        Raises:
-            FtcliError: FT723 or FT724 when it cannot be written, FT727 when it holds something else.
+        """Opens the file and drops what a resumed run will write again: a torn end and the lines after ``resume_step``
+        (0 empties it) and, with ``evaluate_again``, that step's evaluation. Raises FtcliError FT723 or FT724 when it
+        cannot be written, FT727 when it holds something else.
         """
         self.path = path
         self._descriptor: int | None = None
@@ -132,10 +124,8 @@ class MetricsWriter:
             self._descriptor = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def write(self, step: int, values: MetricsLine) -> None:
-        """Append one line: ``step`` and ``values``. NaN and infinity become null.
-
-        Raises:
-            FtcliError: FT724 when the disk is full, FT723 when it cannot be written otherwise or has vanished.
+        """Append one line: ``step`` and ``values``. NaN and infinity become null. Raises FtcliError FT723 or FT724,
+        also where the file has vanished.
         """
         line = json_bytes(plain({"step": step, **values}))
         descriptor = self._open_descriptor()

@@ -46,13 +46,9 @@ _ANEW = "to start a new one, use --resume never, which keeps the old run beside 
 class OpenedRun:
     """A run directory that this process owns until :meth:`close` (or the end of a ``with`` block).
 
-    Attributes:
-        directory: The paths.
-        resume_from: Checkpoint to continue from, verified as complete; None: start at step 0.
-        already_complete: The directory holds the finished run of this very recipe; nothing is to be done, and
-            nothing was changed.
-        trained: There when training's result is complete and only the evaluation after it is left to do.
-        warnings: What people should know: damaged checkpoints, changed settings, a file system without locks.
+    ``resume_from``: the checkpoint to continue from, compared whole (None: from step 0); ``already_complete``: the
+    finished run of this very recipe is there, and nothing was changed; ``trained``: only the evaluation after training
+    is left to do.
     """
 
     directory: RunDirectory
@@ -70,10 +66,8 @@ class OpenedRun:
         return 0 if self.resume_from is None else step_of(self.resume_from) or 0
 
     def note_trained(self, summary: TrainingSummary) -> None:
-        """Write that training is over, and what its result consists of.
-
-        Raises:
-            FtcliError: FT723 or FT724 when status.json cannot be written.
+        """Write that training is over, and what its result consists of. Raises FtcliError FT723 or FT724 when
+        status.json cannot be written.
         """
         result = self.directory.result_dir
         if result is None:
@@ -101,25 +95,20 @@ class OpenedRun:
 
 
 def open_run(path: Path, resume: str, recipe_yaml: str, command: str = "train") -> OpenedRun:
-    """Start, continue or refuse a run in ``path``.
+    """Start, continue or refuse a run in ``path``, which is made when it is missing.
 
-    Args:
-        path: The run directory; made when it is missing.
-        resume: ``auto`` continues an unfinished run of the same recipe from its newest usable checkpoint, or from the
-            start when it has none; a finished run is reported as complete. ``never`` renames an existing run to
-            ``<path>.previous-N``. Anything else is the path of a checkpoint, or of a run, whose newest checkpoint is
-            then meant. The recipe goes on from there: within the checkpoint's own run, whose later checkpoints are
-            renamed, or in a ``path`` that is new.
-        recipe_yaml: The resolved recipe.
-        command: What trains (``train``, ``grpo`` …): a run goes on by the command that it was begun with.
+    ``resume``: ``auto`` continues an unfinished run of the same recipe from its newest usable checkpoint, or from the
+    start when it has none; a finished run is reported as complete. ``never`` renames an existing run to
+    ``<path>.previous-N``. Anything else is the path of a checkpoint, or of a run, whose newest checkpoint is then
+    meant: the recipe goes on from there within the checkpoint's own run, whose later checkpoints are renamed, or in a
+    ``path`` that is new. A run goes on by the ``command`` that it was begun with.
 
     On return recipe.yaml is written, status.json says ``running`` (unless the run is complete already), what a crash
     left behind is gone, and the directory is locked for this process.
 
-    Raises:
-        FtcliError: FT720 in use by another process, FT721 changed recipe (old and new value of every key) or
-            another command, FT722 a folder that is no run directory, FT723 not writable, FT724 disk full, FT725 the
-            named checkpoint is unusable, FT727 the run's own recipe is not readable.
+    Raises FtcliError FT720 in use by another process, FT721 changed recipe (old and new value of every key) or another
+    command, FT722 a folder that is no run directory, FT723 not writable, FT724 disk full, FT725 the named checkpoint is
+    unusable, FT727 the run's own recipe is not readable.
     """
     run = RunDirectory(Path(path))
     lock = _locked(run)

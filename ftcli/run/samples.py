@@ -63,15 +63,11 @@ class GroupLog:
     ``count`` are the prompts in it that are complete.
 
     Args:
-        keys: Of the prompts (:func:`key_of`).
-        group: Prompts of a group.
-        sound: Whether a line holds what it should.
         replace: Take lines about other prompts away, and what follows them.
         alone: Take lines about further prompts away; else they stay for who asks for more prompts again.
 
-    Raises:
-        FtcliError: FT773 (exit 2) where a line is about another prompt than ``keys`` say, FT723 or FT724 (exit 3) where
-            the file cannot be read or cut.
+    Raises FtcliError FT773 (exit 2) where a line is about another prompt than ``keys`` say, FT723 or FT724 (exit 3)
+    where the file cannot be read or cut.
     """
 
     def __init__(
@@ -160,8 +156,7 @@ class SampleFolder:
             judged: All that scores depend on beside the answers.
             replace: Start over where something else is there.
 
-        Raises:
-            FtcliError: FT773 (exit 2) where something else is there.
+        Raises FtcliError FT773 (exit 2) where something else is there.
         """
         before = read_json_object(self.path / MANIFEST)
         there = [name for name in _OURS if os.path.lexists(self.path / name)]

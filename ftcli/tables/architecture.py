@@ -83,9 +83,7 @@ class Latents:
     features and of a rotated key that all heads share; its queries of another latent, or of the input itself.
 
     Modules have the names that DeepSeek gave them. The config's ``rope_interleave`` says which features turn together.
-
-    Attributes:
-        q_rank: Features of the queries' latent where the config has no ``q_lora_rank``. None: there is no such latent.
+    ``q_rank``: features of the queries' latent where the config has no ``q_lora_rank``. None: there is no such latent.
     """
 
     q_rank: int | None

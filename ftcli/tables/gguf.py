@@ -273,9 +273,7 @@ def type_names() -> tuple[str, ...]:
 
 
 def architecture_of(model_type: str, activation: str = "") -> Architecture | None:
-    """The row of a language model; None if ftcli does not know how llama.cpp builds it.
-
-    Args:
-        activation: The MLP's, by transformers' name, where it is known.
+    """The row of a language model; None if ftcli does not know how llama.cpp builds it. ``activation``: the MLP's, by
+    transformers' name, where it is known.
     """
     return BY_ACTIVATION.get((model_type, activation)) or ARCHITECTURES.get(model_type)

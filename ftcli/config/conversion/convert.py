@@ -30,9 +30,8 @@ class Conversion:
 def convert(path: Path, dialect: str | None = None) -> Conversion:
     """Reads ``path`` as a recipe of ``dialect``, a name of :mod:`ftcli.tables.dialects`; None finds out which.
 
-    Raises:
-        FtcliError: FT101 to FT119 for files that cannot be read, FT164 where it is not clear whose recipe it is, FT163
-            for one that cannot become one of ours.
+    Raises FtcliError FT101 to FT119 for files that cannot be read, FT164 where it is not clear whose recipe it is,
+    FT163 for one that cannot become one of ours.
     """
     source = read(path)
     name = dialect or source.dialect or _detected(source)

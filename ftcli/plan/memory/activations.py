@@ -56,15 +56,10 @@ class ActivationSettings:
     Attributes:
         bytes_residual, bytes_compute: p and c of the legend.
         adapted: The linear layers with adapters, of rank ``rank``; empty under full fine-tuning.
-        full: Full fine-tuning.
-        dora: Adapters are DoRA's.
         drops_residual: Dropout of what each half of a layer adds.
         rounds: Linear layers keep their input in int8 (``quantization.method: bitnet``), once for those that share it;
             ``in norms``: norms hand it over like that and keep their own input alone.
         squares_widened: The MLP's activation is squared by torch under autocast on a GPU.
-        own_norms: Each of these layers has a norm of its own before it rounds (``quantization.use_rms_norm``).
-        softcap: Attention scores are capped.
-        padded: Rows of a batch may differ in length.
         widens: Autocast has torch's norms compute in float32, as it does on a GPU.
         exchanges: Ranks share rows: attention's output is kept as it was made, and as ranks have exchanged it.
     """

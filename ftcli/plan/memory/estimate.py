@@ -233,12 +233,7 @@ ROOMY_SHARE = 0.85
 
 @dataclass(frozen=True, slots=True)
 class Estimate(Generic[P]):
-    """Bytes by term and by phase.
-
-    Attributes:
-        parts: The bytes of each term, by its name.
-        phases: For each phase the names of the terms that are there at once.
-    """
+    """Bytes of each term by its name (``parts``), and by phase the names of the terms that are there at once."""
 
     parts: Mapping[str, int]
     phases: Mapping[P, tuple[str, ...]]
@@ -266,8 +261,6 @@ class MemoryEstimate(Estimate[Phase]):
         offloaded: What of the layers is pinned there; None where nothing is.
         paged_bytes: Optimizer state that lies on the GPU while it has room and on the host else, which is part of no
             term either.
-        dequantized_layers: Decoder layers that keep their quantized weights dequantized.
-        graph_pool_bytes: What of the terms lies in the pool of the CUDA graphs; 0 without graphs.
         generator: How long what completes a method's prompts is held.
     """
 
@@ -306,10 +299,8 @@ def estimate_memory(plan: RunPlan) -> MemoryEstimate | None:
     """The estimate of one setup; None for a family without a description whose layers do not run without memory.
 
     What depends on how much memory there is is settled first: what ``offload`` sends to the host, how many layers
-    ``quantization.keep_dequantized: auto`` dequantizes for good, and whether what generates is kept.
-
-    Raises:
-        ValueError: Training under ``gradient_checkpointing: auto``; :mod:`~.policy` must choose a policy before.
+    ``quantization.keep_dequantized: auto`` dequantizes for good, and whether what generates is kept. Raises ValueError
+    under ``gradient_checkpointing: auto``, for which a policy must be chosen before.
     """
     if plan.described is None:
         return _of_measured(plan)
