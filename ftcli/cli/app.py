@@ -74,9 +74,8 @@ class Failure:
 
 
 def failure_of(error: BaseException, *, command: Sequence[str], debug: bool) -> Failure:
-    """An FtcliError stays as it is; Ctrl-C, lack of memory and a full disk have their own codes; all else is a bug.
-
-    The traceback of a bug is printed with `debug`, and written to a file otherwise.
+    """An FtcliError stays as it is; Ctrl-C, lack of memory and a full disk have their own codes; all else is a bug,
+    whose traceback is printed with `debug`, and written to a file otherwise.
     """
     if isinstance(error, FtcliError):
         return Failure(error.findings, int(error.exit_code))

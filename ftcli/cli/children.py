@@ -153,11 +153,9 @@ _NOTHING_TO_DO_SECONDS = 20.0
 
 
 class Ranks:
-    """The processes, each in a session of its own: what a terminal sends reaches them through this one, once.
-
-    Args:
-        limits: A rank that gives no sign of life for as long as they say is killed.
-        held: A descriptor that the ranks inherit: they outlive a launcher that is killed, and need the folder.
+    """The processes, each in a session of its own: what a terminal sends reaches them through this one, once. A rank
+    that gives no sign of life for as long as ``limits`` say is killed. They inherit the descriptor ``held``: they
+    outlive a launcher that is killed, and need the folder.
     """
 
     def __init__(

@@ -91,9 +91,8 @@ def unfailing(stream: TextIO) -> TextIO:
 
 
 def open_missing_streams() -> None:
-    """Gives a process that was started without stdin, stdout or stderr (``>&-``) the null device in their place.
-
-    Otherwise the next file that is opened, a checkpoint say, takes their number, and whatever is printed goes into it.
+    """Gives a process that was started without stdin, stdout or stderr (``>&-``) the null device in their place: else
+    the next file that is opened, a checkpoint say, takes their number, and what is printed goes into it.
     """
     for number in (0, 1, 2):
         try:

@@ -37,10 +37,10 @@ class Style:
 
 
 def findings_text(findings: Iterable[Finding], style: Style, most: int | None = None) -> str:
-    """One block for each finding, in the format that the contract promises.
+    """One block for each finding, in the format that the contract promises; above ``most`` of them the rest is counted.
 
     Rows of one file with the same trouble share a block where there are many. A remedy of many rows stands once, below
-    the last of them. ``most``: blocks that are shown; how many findings are not is said then.
+    the last of them.
     """
     groups = _alike(findings)
     shown = groups[:most]

@@ -27,15 +27,9 @@ _VALUE = "[value] "
 
 @dataclass(frozen=True, slots=True)
 class ForeignKey:
-    """Our name for a key of other tools, for some of its values or for all.
-
-    Attributes:
-        tools: Their names.
-        target: Our key, with its value where that is known; None: there is no such thing.
-        note: What else has to be said.
-        only: The values, in small letters, of which that holds; none: of all.
-        usual: The values that need no word; none: those that switch a setting off.
-        rule: What `recipes convert` does, as the table says; empty: it writes our key.
+    """Our name (``target``, with its value where that is known; None: there is no such thing) for a key of other tools.
+    It holds of the values ``only``, of all if there are none; of ``usual`` ones nothing need be said. ``rule``: what
+    `recipes convert` does, as the table says.
     """
 
     tools: str

@@ -36,12 +36,8 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Combination:
-    """One run of a sweep.
-
-    Attributes:
-        name: Its folder below the sweep's: ``train.learning_rate=0.0001,lora.r=8``.
-        settings: The value of each axis.
-        overrides: Everything that ``--set`` says for it, fixed values first.
+    """One run of a sweep: its folder below the sweep's (``train.learning_rate=0.0001,lora.r=8``), the value of each
+    axis, and everything that ``--set`` says for it, fixed values first.
     """
 
     name: str

@@ -59,12 +59,10 @@ def bench_step(
     loaded: LoadedRecipe, session: Session, options: BenchOptions, group: RankGroup | None = None
 ) -> BenchResult:
     """Times ``options.steps`` training steps (or evaluation batches) after the first, on random weights of the recipe's
-    true shape. Without any, the first is reported, with all that is set up in it (``first_step_only``).
+    true shape; without any, the first (``first_step_only``). The ranks of ``group`` take as many each by itself before.
 
     The bound is tokens/s over (matmul rate / operations per token), with the rate measured on this machine and the
     operations counted by :mod:`ftcli.facts.flops`. Products of weights as they are stored count at their own rate.
-
-    The ranks of ``group`` take as many steps each by itself before, which is what the steps together are compared with.
     """
     mix = None if options.lengths is None else lengths_of(options.lengths)
     report = _checked(loaded, session, options)

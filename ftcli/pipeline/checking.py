@@ -44,14 +44,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """The answer of `ftcli check`.
-
-    Attributes:
-        adapters: None for full fine-tuning.
-        rows: Which rows were looked at.
-        attention: What the layers take, where that is not what the report says; else nothing.
-        judges: What `ftcli sample` would judge by.
-        forecast: How long the run takes and what it costs, where a price was given.
+    """The answer of `ftcli check`. ``attention``: what the layers take, where the report says otherwise; ``judges``:
+    those of `ftcli sample`; ``forecast``: time and cost, where a price was given.
     """
 
     report: PreflightReport = field(metadata=FLATTENED)
@@ -176,12 +170,11 @@ _MOST_ROWS = 20_000
 
 
 def look_at_rows(report: PreflightReport, session: Session) -> tuple[tuple[SurveyedSource, ...], tuple[NotMade, ...]]:
-    """Looks at the rows of local sources with a tokenizer that is on this machine; warnings and notes are told.
+    """Looks at the rows of local sources with a tokenizer that is on this machine; warnings and notes are told. Returns
+    which rows were looked at, and the checks that could not be made.
 
-    Returns which rows were looked at, and the checks that could not be made.
-
-    Raises FtcliError (exit 4) with what training and evaluation would refuse, all of it; whatever the tokenizer of a
-    local model raises.
+    Raises FtcliError (exit 4) with what training and evaluation would refuse; whatever the tokenizer of a local model
+    raises.
     """
     tokenizer, reason = _tokenizer(report)
     if tokenizer is None:
@@ -310,15 +303,9 @@ _DOUBLED = 10
 
 @dataclass(frozen=True, slots=True)
 class GpuVerdict:
-    """The verdict of preflight on one GPU.
-
-    Attributes:
-        verdict: ``refused`` where it is another thing than memory that cannot be.
-        peak_bytes: What the run needs there; None where it is refused, or where that is not known.
-        most_rows: Rows a micro-batch: the recipe's, doubled as long as that fits under the same checkpointing policy.
-        reason: The first thing that cannot be, and what helps.
-        seconds, cost: How long the run takes there and what it costs, within a share of ``within``; None where no price
-            was given, or where that is not known.
+    """The verdict of preflight on one GPU: ``refused``, with the ``reason``, for another thing than memory.
+    ``most_rows`` are the recipe's rows a micro-batch, doubled as long as that fits under the same policy; seconds and
+    cost are right ``within`` a share. What is not known is None.
     """
 
     gpu: str

@@ -42,10 +42,8 @@ class EvaluationResult:
 def evaluate_recipe(
     loaded: LoadedRecipe, session: Session, run_dir: Path | None, checkpoint: str | None = None
 ) -> EvaluationResult:
-    """Token-weighted loss, perplexity, token accuracy and tasks; written to the run's eval.json when one is named.
-
-    ``checkpoint``: of the run, a step or ``best``: it is evaluated in place of the result, and eval.json, which is
-    about the result, stays as it is.
+    """Token-weighted loss, perplexity, token accuracy and tasks; written to the run's eval.json when one is named, but
+    not those of a ``checkpoint``, a step or ``best`` that is evaluated in place of the result.
 
     Raises FtcliError FT763 when ``run_dir`` holds no finished run, FT725 when it has no such checkpoint, FT749 when the
     command line changes how it was trained.

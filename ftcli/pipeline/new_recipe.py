@@ -31,14 +31,8 @@ _ON_CPU = ((4, 512), (1, 256))
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """The answers to the questions.
-
-    Attributes:
-        model: A Hub id, a folder, or ``bundled:NAME``.
-        data: Files, or datasets of the Hub.
-        held_out: The same, for evaluation.
-        gpu: A name or a size as ``ftcli check --as`` takes it, or :data:`HERE`.
-        method: A key of :data:`METHODS`.
+    """The answers to the questions: a Hub id, folder or ``bundled:NAME``; files or datasets; a GPU as ``ftcli check
+    --as`` takes it, or :data:`HERE`; and a key of :data:`METHODS`.
     """
 
     model: str

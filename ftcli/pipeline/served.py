@@ -40,7 +40,6 @@ class Comparison:
 
     Attributes:
         alike: Tokens that both begin with.
-        tokens: Those of the trained model's answer.
         gap: By how many nats the first other token is less likely than the trained model's, at least; 0 without one.
         moved: Of the tokens that are alike, the differences of log-probability where the server tells its own.
     """
@@ -249,17 +248,9 @@ def _moved_text(found: ChannelResult) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """All that is known of a server.
-
-    Attributes:
-        own: The trained model's answers, one for each prompt.
-        chat: Served answers under the server's template; empty for prompts that are no conversations.
-        given: Served answers to the prompts as they are, token by token; empty where the server takes none.
-        prompts: The server's token ids of each conversation; empty where it does not tell.
-        bos: The token that begins a text, where the tokenizer has one.
-        answers: The trained model's answers to other prompts.
-        base: The base model's answers to the prompts at these places; None where there is no adapter.
-        limit: Most new tokens.
+    """All that is known of a server: the trained model's ``own`` answers; those under the server's template (``chat``)
+    and to the prompts token by token (``given``), empty where it gives none; its token ids of each conversation; how
+    the trained model answers other prompts, and the ``base`` model these (None without an adapter).
     """
 
     own: Sequence[GreedyAnswer]

@@ -38,11 +38,8 @@ class ServeOptions:
 
     Attributes:
         model: The server's name for it; None where it serves one alone.
-        prompts: Most prompts.
         max_new_tokens: None takes ``eval.generate.max_new_tokens``.
-        checkpoint: Of the run, a step or ``best``, in place of its result.
         tolerance: The gap in nats up to which two tokens are equally likely.
-        key: The server's.
     """
 
     url: str
@@ -66,14 +63,9 @@ class DifferentAnswer:
 
 @dataclass(frozen=True, slots=True)
 class ServeCheck:
-    """The answer of `ftcli serve-check`.
-
-    Attributes:
-        chat: How answers to conversations compare; None for prompts that are none, or where the server refuses them.
-        tokens: How completions of given token ids compare; None where the server takes none.
-        prompt_tokens: By how many tokens the server's conversations are longer, each; empty where it does not say.
-        faults: What differs; empty where the model is served as it was trained.
-        not_made: Comparisons that could not be made, and why.
+    """The answer of `ftcli serve-check`: how answers to conversations (``chat``) and completions of given ``tokens``
+    compare, None where the server takes none; by how many tokens its conversations are longer, each; what differs; and
+    what could not be compared, and why.
     """
 
     run: str

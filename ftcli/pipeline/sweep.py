@@ -44,13 +44,8 @@ _LONGEST_RUN_NAME = 100
 
 @dataclass(frozen=True, slots=True)
 class SweepRun:
-    """One run to be made.
-
-    Attributes:
-        combination: Its settings.
-        overrides: All of them, with its name and folder.
-        recipe: As they make it; the run is held to it.
-        command: ``train``, or the command of the recipe's own method.
+    """One run to be made: its combination, all overrides with its name and folder, the recipe as they make it, to which
+    it is held, and ``train`` or the command of its own method.
     """
 
     combination: Combination
@@ -76,13 +71,7 @@ Start = Callable[[SweepRun, str | None], Child]
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """The sweep to run.
-
-    Attributes:
-        recipe: The recipe's file.
-        folder: Where the runs go.
-        runs: In the order of the grid.
-    """
+    """The sweep to run: the recipe's file, where the runs go, and these in the order of the grid."""
 
     recipe: Path
     folder: Path
@@ -257,9 +246,9 @@ _Checked = tuple[tuple[Finding, ...], ExitCode | None]
 
 
 def check_all(recipes: Sequence[LoadedRecipe], command: str, session: Session) -> None:
-    """Preflight of all recipes. Warnings and notes are told once, however many runs they are about.
+    """Preflight of all recipes, in a process of its own: asking a GPU what it is takes some of its memory until that
+    ends. Warnings and notes are told once.
 
-    It takes place in a process of its own: asking a GPU what it is takes some of its memory until the process ends.
     Raises FtcliError with all errors, and with which run each of them comes; the exit status is that of the first.
     """
     answers = _in_a_process(recipes, command, session.offline)

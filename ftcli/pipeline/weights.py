@@ -22,10 +22,9 @@ BEST = "best"
 
 
 def checkpoint_of(run: RunDirectory, name: str | None, reporter: Reporter) -> Path | None:
-    """The checkpoint that ``--checkpoint NAME`` means; None for the run's result.
-
-    The result is the best when the evaluation at the end of training was: no checkpoint is written of it. ``name``: a
-    step, ``best``, or None. Raises FtcliError FT725 (exit 2) when there is no such checkpoint.
+    """The checkpoint that ``--checkpoint NAME`` means, a step or ``best``; None for the run's result, which is the best
+    when the evaluation at the end of training was: no checkpoint is written of it. Raises FtcliError FT725 (exit 2)
+    when there is none.
     """
     if name is None:
         return None

@@ -21,8 +21,8 @@ class Package:
 
 
 def code_of(reference: str) -> Any:
-    """The object that ``package.module:attribute`` names; imports the module. Raises ImportError, AttributeError: A row
-    that names what is not there, which is a bug.
+    """The object that ``package.module:attribute`` names; imports the module. Raises ImportError or AttributeError for
+    a row that names what is not there, which is a bug.
     """
     module, _, attribute = reference.partition(":")
     return getattr(import_module(module), attribute)

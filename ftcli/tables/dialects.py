@@ -13,11 +13,8 @@ from types import MappingProxyType
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """One tool whose recipes the converter reads.
-
-    Attributes:
-        title: Its name in messages, as in :mod:`ftcli.config.dialects`.
-        code: The dialect's rules: a :class:`ftcli.config.conversion.rules.Rules`.
+    """One tool whose recipes the converter reads: its name in messages, and its
+    :class:`ftcli.config.conversion.rules.Rules`.
     """
 
     title: str

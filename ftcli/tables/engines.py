@@ -15,7 +15,6 @@ class LaunchEngine:
         run: Code: ``(work, session, processes) -> result``, runs ``work(group)``, where ``group`` are the ranks that
             work together, or None.
         processes: Most processes that it takes; None: any number.
-        shards: Whether it shards the weights over the processes.
     """
 
     run: str

@@ -25,7 +25,6 @@ class ExportFormat:
         linear_only: It rounds linear layers, and has no place for stacks of experts.
         further: It holds what transformers passes over in the base's files, for programs that look for it.
         of_quantized: Methods of ``quantization`` that it is for alone; empty: it is for every model.
-        package: What it needs beside ftcli.
         size: Code: a function of the :class:`ftcli.export.source.ExportSource` that answers how many bytes it takes on
             disk; None where that is not known before it is written.
         serves: Code: a function of the tokenizer, its stop tokens and the size of the vocabulary that raises FtcliError
@@ -123,7 +122,6 @@ class AdapterServer:
     """A program that serves adapters beside their base, by its rules of names and config.
 
     Attributes:
-        name: The program's.
         ignored: Keys of adapter_config.json that it passes over, though they say other scales.
         scale: Which scale it takes then.
         ranks: What it can be told to make room for; empty: any.

@@ -20,7 +20,6 @@ class Architecture:
     """The model that llama.cpp builds for a value of the metadata ``general.architecture``.
 
     Attributes:
-        name: What the file says.
         permuted: It rotates neighbouring features of a head, where transformers rotates those half a head apart: the
             rows of q and k are stored in that order.
         shifted: It multiplies by a norm's weight, where transformers multiplies by (1 + weight).
@@ -41,7 +40,6 @@ class Architecture:
         delta_nets: Layers between those that attend are gated delta nets: the value heads of a key head lie as far
             apart as there are key heads, and the norm of what they give is no ``shifted`` one.
         head_dim: A head's size is read; None: it is always hidden_size over heads.
-        activation: The MLP's, by transformers' name.
         experts: It chooses among experts, and weighs those it has chosen by what a softmax over all gives (``raw``), by
             that brought to a sum of one (``normalised``), or by a softmax over these (``chosen``). None: it has none.
         transposed: transformers has stacks of experts as (E, in, out) and of gate and up projection each second column,
@@ -216,8 +214,6 @@ class StoredType:
     """A type of a file's matrices.
 
     Attributes:
-        ggml: Its name in the gguf library.
-        file_type: Number of ``general.file_type``.
         error: Largest error of a weight, as a share of the largest one in its block of 32 (of the weight itself for
             the 16-bit ones); 0 for float32. A test holds it.
         steps: The largest number that a block's scale is multiplied by: the scale is float16, whose own error counts so

@@ -20,7 +20,6 @@ class RowLayout:
         optional: Further columns that are read where they are there.
         conversation: Columns that hold the conversation itself; judges get the rendered prompt in their place.
         unit: Training rows that one of its rows makes, which are kept or dropped together; 2 for pairs.
-        labelled: Its rows call answers good or bad.
     """
 
     columns: tuple[str, ...]

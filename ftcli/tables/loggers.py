@@ -12,9 +12,6 @@ class Logger:
     """One metrics logger.
 
     Attributes:
-        package: The package that it needs, as it is imported and installed.
-        install: What to give to ``pip install``.
-        about: One sentence for the documentation.
         code: Its class, or a function that opens it, ``package.module:attribute`` (``ftcli.run.loggers.OpenLogger``).
         environment: Environment variables while a command runs, where the user has not set them.
         buffered: It loses its latest numbers when the process is killed. After a resume it is given them again, and

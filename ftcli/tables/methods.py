@@ -19,10 +19,6 @@ class Method:
     """One training method.
 
     Attributes:
-        name: As in ``train.method``, or of its own section.
-        command: The command that trains with it.
-        title: Its name in messages.
-        help: The help text of its command.
         run: Code: ``(loaded, session) -> result``, the whole command; of one ``on_ranks`` also
             ``(loaded, session, group)``.
         dry: Code: ``(loaded, session) -> result``, what its command does instead with ``--dry-rewards``; None: nothing.
@@ -46,12 +42,8 @@ class Method:
         from_prompts: Its rows are prompts, which the model answers. Rows of other methods hold the answers too.
         classifier: What it trains is a sequence classifier with one number (:mod:`ftcli.model.score_head`).
         scores_tasks: `eval.tasks` are scored before and after training.
-        packs: It supports ``data.packing``.
-        mixes: It supports weights of sources.
-        repeats: It supports epochs of sources.
         goes_on: It can go on from an adapter: it has no reference, which would be the model without it.
         sees: Its rows may have images.
-        on_ranks: Several processes can train with it.
         timed: `ftcli bench` times its own steps; else those of supervised fine-tuning at the same batch.
         length: The recipe key that is lowered where rows are too long.
         structural: Recipe keys that the tensors of its checkpoints depend on, beside the common ones.

@@ -15,8 +15,6 @@ class Optimizer:
     """One optimizer.
 
     Attributes:
-        about: One sentence for the documentation.
-        state_bytes: Bytes of state for each trained parameter.
         state: How the state is laid out, if not ``state_bytes`` for each parameter. ``factored``: one float32 sum for
             each row and each column of a matrix. ``blockwise``: in 8 bits where a tensor has 4096 elements or more and
             is no embedding. ``momentum``: one float32 moment for each element of a hidden matrix, two for all else.
@@ -24,7 +22,6 @@ class Optimizer:
         workspace: What a step allocates: ``copy`` of all parameters in float32 where they are updated at once (on a
             GPU), ``largest`` matrix in float32 and four times in bfloat16, or nothing to speak of.
         reads: Which settings of the section ``train`` it reads, of those that not every optimizer reads.
-        package: Where it comes from, if not from torch or transformers.
         schedule_free: It averages the weights in place of a schedule: evaluated and saved is the average.
         warms_up: It reads ``warmup_steps`` itself.
         rounds: How it can round updates of parameters in bfloat16: ``nearest``, ``stochastic``. What is listed computes

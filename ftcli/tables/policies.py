@@ -27,7 +27,6 @@ class Policy:
             the host.
         apply: Code: ``(layers, Offloaded) -> object``, sets the policy on a model's decoder layers; None where
             transformers' own setting does, or where there is nothing to set.
-        by_transformers: It is transformers' own ``gradient_checkpointing``.
         recomputes: Which part of a layer's forward pass backward computes again.
         by_layer: Single layers may be left out of it (``train.uncheckpointed_layers``).
         on_host: It keeps tensors in pinned host memory, which gains nothing on a CPU.

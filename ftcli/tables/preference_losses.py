@@ -12,14 +12,10 @@ class PreferenceLoss:
     """One loss.
 
     Attributes:
-        name: As in ``preference.loss``.
         code: A function ``(Answers, LossSettings) -> (pairs,) tensor`` (:mod:`ftcli.methods.preference.losses`), or
             ``(LabelledAnswers, LabelSettings) -> (rows,) tensor`` (:mod:`ftcli.methods.kto.objective`).
-        source: Where its formula is from.
         beta: Default of ``preference.beta``; None where it has to be written.
-        reference: Whether it compares with a reference.
         smooths: Whether ``label_smoothing`` has a meaning.
-        averaged: Whether it compares nats a token, not a whole answer's.
         paired: Whether it compares two answers to one prompt; else each answer has a label.
         estimates_kl: Whether it needs the KL of the step, from mismatched rows.
     """

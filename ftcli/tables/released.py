@@ -9,12 +9,9 @@ from types import MappingProxyType
 
 @dataclass(frozen=True, slots=True)
 class ReleasedForm:
-    """One packed form. Both attributes name code.
-
-    Attributes:
-        words: A function of a config.json's content: the form in words where the files are of it and each number has
-            one reading; else None.
-        read: A function of that content that makes a :class:`ftcli.model.released.Form`.
+    """One packed form. ``words`` names code: a function of a config.json's content that gives the form in words where
+    the files are of it and each number has one reading, else None; and ``read`` a function of it that makes a
+    :class:`ftcli.model.released.Form`.
     """
 
     words: str

@@ -26,8 +26,6 @@ class ScheduleArgument:
         least, most: The smallest and the largest value. ``above``: it must be greater than ``least``.
         below_peak: It is a learning rate, and must be less than ``train.learning_rate``.
         above_peak: Likewise, and must not be less.
-        words: What a word may be.
-        example: A value for messages.
         default: transformers' own value where the recipe gives none and it may be out of range.
     """
 
@@ -72,11 +70,7 @@ class LearningRateSchedule:
     """One learning-rate schedule.
 
     Attributes:
-        about: One sentence for the documentation.
-        arguments: What ``train.lr_scheduler_kwargs`` may say.
-        required: Arguments that have no default.
         one_of: Arguments of which exactly one must be given.
-        warms_up: It reads ``train.warmup_steps``.
         by_evaluations: It changes the rate after evaluations during training, and needs them.
     """
 

@@ -14,10 +14,8 @@ class Store:
     """One kind of storage.
 
     Attributes:
-        title: Its name in messages.
         package: What fsspec needs for it, as it is imported, and how to install that; None: nothing more.
         errors: Code: exceptions of its client that are no OSError.
-        folders: It has folders that can be listed.
         mirrors: Checkpoints may be written there.
     """
 

@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 @dataclass(frozen=True, slots=True)
 class TrainingForms:
-    """A collection of training forms. ``code``: answers the training form of a tokenizer's template, or None for one
+    """A collection of training forms. ``code`` answers the training form of a tokenizer's template, or None for one
     that it does not know (``ftcli.data.template.FormOf``).
     """
 

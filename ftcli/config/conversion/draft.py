@@ -43,10 +43,7 @@ class Draft:
     """A recipe in the making.
 
     Attributes:
-        file: The other tool's recipe.
         given: The other tool's settings by dotted name, those that say nothing left out.
-        blank: Those that stand there without a value.
-        values: Ours, by dotted key.
         findings: What has no counterpart (FT160), means something else (FT161) or could not be used (FT162).
         left_out: Our keys whose value in the file cannot be used, so that the tool's default is not what it meant.
         full: All weights are trained: what the file says of adapters has no effect there.

@@ -121,12 +121,9 @@ def _is_weight(value: object) -> bool:
 
 
 def finish(draft: Draft, beta: float = 0.1, *, drops: bool = True, prompts: bool = True) -> None:
-    """Drafts what follows from the losses, and leaves out what preference methods do not offer.
-
-    Args:
-        beta: The tool's default.
-        drops: Dropout is off in the tool while it learns from pairs, unless `disable_dropout` says otherwise.
-        prompts: Its ORPO trains the prompt's tokens as well.
+    """Drafts what follows from the losses, and leaves out what preference methods do not offer. ``beta`` is the tool's
+    default; under ``drops`` it switches dropout off unless `disable_dropout` says otherwise, and under ``prompts`` its
+    ORPO trains the prompt's tokens as well.
     """
     _of_one_section(draft)
     if not wanted(draft):

@@ -231,10 +231,10 @@ def is_code(path: Path) -> bool:
 
 def settings_of_code(text: str, path: Path) -> tuple[MapNode, str, dict[str, Finding]]:
     """The arguments of all calls that are known, by the names of the tool's recipes; the tool, unsloth or trl; and what
-    only running the code would tell (FT162).
+    only running the code would tell (FT162). Of an argument that is given twice the last one counts; of several
+    datasets none.
 
-    Of an argument that is given twice the last one counts; of several datasets none. Raises FtcliError FT163 for a
-    notebook that is none, or a script that cannot be parsed.
+    Raises FtcliError FT163 for a notebook that is none, or a script that cannot be parsed.
     """
     pieces = list(_pieces(text, path))
     assigned = [node for piece in pieces for node in piece.tree.body if isinstance(node, ast.Assign)]
