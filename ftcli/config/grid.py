@@ -14,7 +14,7 @@ from typing import Any
 from ftcli.config.load import Override, Settings
 from ftcli.config.secrets import is_secret_key, mask
 from ftcli.config.yaml import parse_value, plain_tree
-from ftcli.errors import ExitCode, FtcliError, Origin
+from ftcli.errors import FtcliError, Origin
 
 #: Where a run of the sweep lies, what it is called and how it starts is the sweep's to say.
 PLACES = ("run.name", "run.output_dir", "run.resume")
@@ -146,4 +146,4 @@ def _distinct(raw: str, name: str) -> str:
 
 def _refused(message: str, assignment: str | None, help: str) -> FtcliError:
     origin = Origin("command line" if assignment is None else mask(f"--set {assignment}"))
-    return FtcliError.single("FT156", message, origin=origin, help=help, exit_code=ExitCode.RECIPE)
+    return FtcliError.single("FT156", message, origin=origin, help=help)
