@@ -65,36 +65,26 @@ from ftcli.run.out_of_memory import is_out_of_memory, said_of
 from ftcli.tables import methods
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """The text to show, and the status to exit with."""
-
-    findings: tuple[Finding, ...]
-    exit_code: int
-
-
-def failure_of(error: BaseException, *, command: Sequence[str], debug: bool) -> Failure:
+def failure_of(error: BaseException, *, command: Sequence[str], debug: bool) -> FtcliError:
     """An FtcliError stays as it is; Ctrl-C, lack of memory and a full disk have their own codes; all else is a bug,
     whose traceback is printed with `debug`, and written to a file otherwise.
     """
     if isinstance(error, FtcliError):
-        return Failure(error.findings, int(error.exit_code))
+        return error
     if _is_interruption(error):
-        return Failure((Finding("FT191", "interrupted", severity="note"),), int(ExitCode.INTERRUPTED))
+        return FtcliError([Finding("FT191", "interrupted", severity="note")], ExitCode.INTERRUPTED)
     if is_out_of_memory(error):
         help = (
             "lower train.per_device_train_batch_size or data.max_seq_len, or set train.gradient_checkpointing: true; "
             "`ftcli check` estimates what fits, and `ulimit -v` shows whether the shell allows less"
         )
-        found = Finding("FT192", f"out of memory: {said_of(error)[:300]}", help=help)
-        return Failure((found,), int(ExitCode.OUT_OF_MEMORY))
+        message = f"out of memory: {said_of(error)[:300]}"
+        return FtcliError.single("FT192", message, help=help, exit_code=ExitCode.OUT_OF_MEMORY)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         where = f" at {error.filename}" if error.filename else ""
-        found = Finding(
-            "FT193", f"no space left on the disk{where}", help="free some space; `ftcli train` continues the run"
-        )
-        return Failure((found,), int(ExitCode.PREFLIGHT))
-    return Failure((_bug(error, command, debug),), int(ExitCode.BUG))
+        message, help = f"no space left on the disk{where}", "free some space; `ftcli train` continues the run"
+        return FtcliError.single("FT193", message, help=help, exit_code=ExitCode.PREFLIGHT)
+    return FtcliError([_bug(error, command, debug)], ExitCode.BUG)
 
 
 def is_told_by(place: Place | None, error: BaseException) -> bool:
@@ -132,8 +122,6 @@ def _bug(error: BaseException, command: Sequence[str], debug: bool) -> Finding:
 
 
 def _crash_file(text: str, command: Sequence[str]) -> Path | None:
-    from ftcli import __version__
-
     head = f"ftcli {__version__}, Python {platform.python_version()}, {platform.platform()}\n{' '.join(command)}\n\n"
     try:
         with tempfile.NamedTemporaryFile(
@@ -365,7 +353,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return the exit status. Prints everything itself; raises nothing."""
     words = list(sys.argv[1:] if argv is None else argv)
     open_missing_streams()
-    _forgive_encodings()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # a log that cannot show a character shows its escape
+            stream.reconfigure(errors="backslashreplace")
     try:
         with _CtrlC() as ctrl_c:
             status = _main(words, ctrl_c)
@@ -432,7 +422,7 @@ def _run(request: AnyRequest, words: list[str], ctrl_c: _CtrlC) -> _Answer:
     except BaseException as error:  # noqa: BLE001 - the one place where everything ends, with a status of ours
         failed = failure_of(error, command=session.command, debug=session.debug)
         tells = is_told_by(session.place, error)
-        return _Answer(failed.exit_code, failed.findings, tuple(reporter.findings), told_by_us=tells)
+        return _Answer(int(failed.exit_code), failed.findings, tuple(reporter.findings), told_by_us=tells)
     status = int(ExitCode.OK) if request.exit_code is None else request.exit_code(result)
     return _Answer(status, (), tuple(reporter.findings), result, text, session.place is None or session.place.leads)
 
@@ -463,10 +453,3 @@ def _tell_people(findings: Sequence[Finding]) -> None:
 def _interrupted() -> int:
     _tell_people([Finding("FT191", "interrupted", severity="note")])
     return int(ExitCode.INTERRUPTED)
-
-
-def _forgive_encodings() -> None:
-    """A terminal or log that cannot show a character shows its escape instead of failing."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")

@@ -187,14 +187,11 @@ def _timed_preference(recipe: Recipe, preference: PreferenceConfig) -> Preferenc
     from ftcli.methods.preference.checks import other_model
 
     asks = other_model(recipe) is not None
-    if not asks and (preference.reference_cache != "auto" or not _sees_again(recipe)):
+    sees_again = recipe.train.max_steps is None and recipe.train.num_train_epochs > 1
+    if not asks and (preference.reference_cache != "auto" or not sees_again):
         return preference
     changed = {"reference": None, "reference_revision": None} if asks else {}
     return preference.model_copy(update={**changed, "reference_cache": "./ahead"})  # where nothing is written
-
-
-def _sees_again(recipe: Recipe) -> bool:
-    return recipe.train.max_steps is None and recipe.train.num_train_epochs > 1
 
 
 def _steps(recipe: Recipe, options: BenchOptions) -> int:

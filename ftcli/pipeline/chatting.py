@@ -193,7 +193,9 @@ def open_chat(loaded: LoadedRecipe, session: Session, run_dir: Path, options: Ch
         refuse_training(loaded, run, "a talk")
     chosen = None if run is None else checkpoint_of(run, options.checkpoint, session.reporter)
     weights = None if run is None or options.base else chosen or result_of(run, session.reporter)
-    report = checked(replace(loaded, recipe=_for_chat(loaded.recipe)), session, "chat")
+    # Without what is held out: nothing of it is read, and one row is in the model at a time.
+    held_out = loaded.recipe.eval.model_copy(update={"tasks": (), "lm_eval": (), "per_device_eval_batch_size": 1})
+    report = checked(replace(loaded, recipe=loaded.recipe.model_copy(update={"eval": held_out})), session, "chat")
     from ftcli.evaluate.generate import listening
     from ftcli.job import open_job
 
@@ -234,12 +236,6 @@ def sampling_of(recipe: Recipe, options: ChatOptions) -> StreamSettings:
 def cannot_chat(message: str, help: str, option: str = "command line") -> FtcliError:
     """FT158: there is nothing to answer, or options contradict each other."""
     return FtcliError.single("FT158", message, origin=Origin(option), help=help)
-
-
-def _for_chat(recipe: Recipe) -> Recipe:
-    """The recipe without what is held out: nothing of it is read, and one row is in the model at a time."""
-    held_out = {"tasks": (), "lm_eval": (), "per_device_eval_batch_size": 1}
-    return recipe.model_copy(update={"eval": recipe.eval.model_copy(update=held_out)})
 
 
 def _conversation(job: Job, run: RunDirectory | None, options: ChatOptions) -> Conversation:
@@ -402,12 +398,9 @@ class Conversation:
         """Adds the turn and its answer, as far as that came, to the history."""
         if self._raw:
             return
-        content = _with_reasoning(completion) if OPENED_REASONING.search(question.text) else completion
+        content = completion
+        if OPENED_REASONING.search(question.text):  # it began in the prompt, and gets both of its tags
+            content = f"<think>\n{completion}" + ("" if "</think>" in completion else "\n</think>\n\n")
         if self._refuses_reasoning:
             content = split_reasoning(content)[3]
         self._turns += [{"role": "user", "content": question.said}, {"role": "assistant", "content": content}]
-
-
-def _with_reasoning(completion: str) -> str:
-    """An answer whose reasoning began in the prompt, with both of its tags."""
-    return f"<think>\n{completion}" if "</think>" in completion else f"<think>\n{completion}\n</think>\n\n"

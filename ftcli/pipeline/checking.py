@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from ftcli.assets import bundled
-from ftcli.config.data import DatasetConfig
 from ftcli.config.load import LoadedRecipe
 from ftcli.errors import Finding, FtcliError
 from ftcli.facts.config_file import looks_local
@@ -197,7 +196,9 @@ def look_at_rows(report: PreflightReport, session: Session) -> tuple[tuple[Surve
     for finding in dict.fromkeys(looking.findings):
         session.reporter.finding(finding)
     looking.raise_failures()
-    away = sorted({source.path for source in _all_sources(report) if is_away(source)})
+    of_tasks = (source for task in report.recipe.eval.tasks for source in task.data)
+    every = (*report.recipe.data.train, *report.recipe.data.eval, *of_tasks)
+    away = sorted({source.path for source in every if is_away(source)})
     not_made = [NotMade(f"{_CHECK}: {name}", "it is not on this machine; the run reads it") for name in away]
     not_made += not_compared
     for one in looking.found:
@@ -289,11 +290,6 @@ def _look_at_all(looking: RowSurvey, report: PreflightReport, table: TokenTable)
     except FtcliError as error:
         looking.failures.append(error)
     return []
-
-
-def _all_sources(report: PreflightReport) -> Iterator[DatasetConfig]:
-    yield from (*report.recipe.data.train, *report.recipe.data.eval)
-    yield from (source for task in report.recipe.eval.tasks for source in task.data)
 
 
 _ROWS = "train.per_device_train_batch_size"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ftcli.config.load import LoadedRecipe
 from ftcli.facts.weights import ADAPTER_CONFIG
 from ftcli.judges import judges_of
-from ftcli.pipeline.weights import checkpoint_of, refuse_training, result_of
+from ftcli.pipeline.weights import weights_of
 from ftcli.plain import LEFT_OUT
 from ftcli.preflight.stages import checked
 from ftcli.reporting import Session
@@ -49,10 +49,7 @@ def evaluate_recipe(
     command line changes how it was trained.
     """
     directory = None if run_dir is None else RunDirectory(run_dir)
-    if directory is not None:
-        refuse_training(loaded, directory, "an evaluation")
-    chosen = None if directory is None else checkpoint_of(directory, checkpoint, session.reporter)
-    weights = None if directory is None else chosen or result_of(directory, session.reporter)
+    chosen, weights = weights_of(loaded, directory, checkpoint, session.reporter, "an evaluation")
     report = checked(loaded, session, "eval")
     from ftcli.job import open_job
     from ftcli.train import data
@@ -86,7 +83,8 @@ def _base_and_run(
     rows, model = evaluator.sequences, build_base(job)
     if directory is not None:
         hold(job, model, directory, read)
-    if weights is not None and _is_adapter(weights):
+    # An adapter, or what is left of one.
+    if weights is not None and ((weights / ADAPTER_CONFIG).is_file() or any(weights.glob("adapter_model*"))):
         adapted = load_adapter(model, weights)
         freeze_on_kernels(job, adapted, rows)
         with adapted.disable_adapter():
@@ -100,11 +98,6 @@ def _base_and_run(
     tuned = build_base(job, weights=weights)
     freeze_on_kernels(job, tuned, rows)
     return base, evaluator.measure(tuned)
-
-
-def _is_adapter(folder: Path) -> bool:
-    """True if a folder holds an adapter, or what is left of one."""
-    return (folder / ADAPTER_CONFIG).is_file() or any(folder.glob("adapter_model*"))
 
 
 def freeze_on_kernels(job: Job, model: Any, rows: Sequence[TokenizedRow]) -> KernelReport:

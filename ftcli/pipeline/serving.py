@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ftcli.config.load import LoadedRecipe
-from ftcli.config.recipe import Recipe
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.pipeline.chatting import model_that_answers, use_template_of
 from ftcli.pipeline.server import Refused, ServedAnswer, Server
-from ftcli.pipeline.weights import checkpoint_of, refuse_training, result_of
+from ftcli.pipeline.weights import weights_of
 from ftcli.plain import LEFT_OUT
 from ftcli.preflight.stages import checked
 from ftcli.reporting import Session
@@ -95,12 +94,14 @@ def check_server(loaded: LoadedRecipe, session: Session, run_dir: Path, options:
     prompt can be compared; FT725, FT735, FT749 and FT763 as `ftcli chat`; whatever preflight, rows and loading raise.
     """
     run = RunDirectory(run_dir)
-    refuse_training(loaded, run, "serve-check")
-    chosen = checkpoint_of(run, options.checkpoint, session.reporter)
-    weights = chosen or result_of(run, session.reporter)
+    chosen, weights = weights_of(loaded, run, options.checkpoint, session.reporter, "serve-check")
     server = Server(options.url, options.key)
     name = server.model_named(options.model)
-    report = checked(replace(loaded, recipe=_alone(loaded.recipe)), session, "chat")
+    # Prompts are never cut: a server would be asked something else.
+    data = loaded.recipe.data.model_copy(update={"overlong": "drop"})
+    held_out = loaded.recipe.eval.model_copy(update={"tasks": (), "lm_eval": ()})
+    recipe = loaded.recipe.model_copy(update={"data": data, "eval": held_out})
+    report = checked(replace(loaded, recipe=recipe), session, "chat")
     from ftcli.job import open_job
 
     job = open_job(report, session)
@@ -126,13 +127,6 @@ def check_server(loaded: LoadedRecipe, session: Session, run_dir: Path, options:
     for fault in result.faults:
         session.reporter.finding(Finding("FT793", f"{fault.name}: {fault.message}", help=fault.help))
     return result
-
-
-def _alone(recipe: Recipe) -> Recipe:
-    """The recipe whose prompts are never cut: a server would be asked something else."""
-    data = recipe.data.model_copy(update={"overlong": "drop"})
-    held_out = recipe.eval.model_copy(update={"tasks": (), "lm_eval": ()})
-    return recipe.model_copy(update={"data": data, "eval": held_out})
 
 
 def _prompts(job: Job, run: RunDirectory, most: int) -> list[RenderedPrompt]:

@@ -6,8 +6,6 @@ import hashlib
 import platform
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
-from importlib import metadata
 from pathlib import Path
 
 from ftcli import __version__
@@ -19,6 +17,7 @@ from ftcli.plan.memory.host_total import HostEstimate
 from ftcli.plan.precision import DtypePlan
 from ftcli.run.atomic import utc_now
 from ftcli.run.inputs import Fingerprint
+from ftcli.tables import installed_version
 
 #: Distributions whose versions can change what a run computes.
 LIBRARIES = (
@@ -43,17 +42,8 @@ _KEPT_ON_RESUME = ("inputs", "micro_batches")
 
 def library_versions(names: Iterable[str] = LIBRARIES) -> dict[str, str]:
     """Versions of those of ``names`` that are installed; nothing is imported."""
-    found = {name: _version(name) for name in names}
+    found = {name: installed_version(name) for name in names}
     return {name: version for name, version in found.items() if version is not None}
-
-
-@cache
-def _version(name: str) -> str | None:
-    """Read once: a process keeps the libraries that it has imported, and reading the metadata of all takes 10 ms."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 #: A checkout may be somebody else's, and its configuration names programs: monitors, hooks, filters, transports of
