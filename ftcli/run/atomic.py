@@ -364,16 +364,16 @@ def remove_tree(path: Path) -> None:
     shutil.rmtree(trash)
 
 
-def replace_directory(staged: Path, destination: Path) -> None:
+def replace_directory(staged: Path, destination: Path, marked: str = "") -> None:
     """Put the complete folder ``staged`` in the place of ``destination``, whose old content is deleted after.
 
-    A crash between the two renames leaves the old content beside it as ``.trash-<name>.N`` and the new one as
+    A crash between the two renames leaves the old content beside it as ``.trash-<marked><name>.N`` and the new one as
     ``staged``. Nothing half-written ever has the name ``destination``.
     """
     fsync_tree(staged)
     old = None
     if os.path.lexists(destination):
-        old = first_free(f"{TRASH_PREFIX}{destination.name}.{{n}}", destination.parent)
+        old = first_free(f"{TRASH_PREFIX}{marked}{destination.name}.{{n}}", destination.parent)
         rename_directory(destination, old)
     rename_directory(staged, destination)
     if old is not None:

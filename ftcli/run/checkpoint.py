@@ -15,7 +15,6 @@ import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +25,12 @@ from ftcli.run.atomic import (
     TRASH_PREFIX,
     delete,
     first_free,
-    fsync_tree,
     json_object_in,
     open_regular,
     read_json_object,
     remove_tree,
     rename_directory,
+    replace_directory,
     storage_error,
     storage_errors,
     utc_now,
@@ -57,6 +56,8 @@ _HASHING_THREADS = 8
 _OF_BLOCKS = "sha256_of_blocks"
 
 _NAME = re.compile(r"step-(\d{8,})")
+#: In the name of one that makes room for another of its step, and gets its own back where that is never complete.
+_REPLACED = "replaced-"
 
 
 def step_name(step: int) -> str:
@@ -150,7 +151,7 @@ class Checkpoints:
                     delete(leftover)
 
     def _restore_or_delete(self, trash: Path) -> None:
-        match = _NAME.match(trash.name.removeprefix(TRASH_PREFIX + "replaced-"))
+        match = _NAME.match(trash.name.removeprefix(TRASH_PREFIX + _REPLACED))
         if match and not self.path(int(match[1])).exists() and damage(trash) is None:
             rename_directory(trash, self.path(int(match[1])))
         else:
@@ -202,25 +203,13 @@ class Checkpoints:
             staged.mkdir()
             with writing_into(staged, self.path(step)):
                 yield staged
-                self._complete(staged, step)
+                complete = {"format": 1, "step": step, "written": utc_now(), "files": inventory(staged)}
+                write_json(staged / COMPLETE_NAME, complete)
+                replace_directory(staged, self.path(step), _REPLACED)
         except OSError as error:
             raise storage_error(error, self.path(step)) from error
         finally:
             shutil.rmtree(staged, ignore_errors=True)
-
-    def _complete(self, staged: Path, step: int) -> None:
-        fsync_tree(staged)
-        write_json(
-            staged / COMPLETE_NAME, {"format": 1, "step": step, "written": utc_now(), "files": inventory(staged)}
-        )
-        final = self.path(step)
-        replaced = None
-        if os.path.lexists(final):
-            replaced = first_free(f"{TRASH_PREFIX}replaced-{final.name}.{{n}}", self.root)
-            rename_directory(final, replaced)
-        rename_directory(staged, final)
-        if replaced is not None:
-            shutil.rmtree(replaced)
 
     def newest_sound(self) -> FoundCheckpoints:
         """Like :meth:`scan`, but every byte of the newest usable checkpoint is read and compared.
@@ -296,11 +285,8 @@ def _digest(path: Path) -> str:
         if size <= _BLOCK_BYTES:
             return hashlib.sha256(os.pread(descriptor, size, 0)).hexdigest()
         with ThreadPoolExecutor(_HASHING_THREADS) as threads:
-            blocks = threads.map(partial(_block_digest, descriptor), range(0, size, _BLOCK_BYTES))
+            starts = range(0, size, _BLOCK_BYTES)
+            blocks = threads.map(lambda at: hashlib.sha256(os.pread(descriptor, _BLOCK_BYTES, at)).digest(), starts)
             return hashlib.sha256(b"".join(blocks)).hexdigest()
     finally:
         os.close(descriptor)
-
-
-def _block_digest(descriptor: int, offset: int) -> bytes:
-    return hashlib.sha256(os.pread(descriptor, _BLOCK_BYTES, offset)).digest()

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol
 from urllib.parse import urlparse
 
@@ -170,22 +169,14 @@ class OpenLoggers:
             yield
         except Exception as error:  # noqa: BLE001 - code of others, which may raise anything; the run is worth more
             self._open.pop(name, None)
-            reason = first_line(error)
-            self._reporter.finding(
-                Finding(
-                    "FT736",
-                    f"logging.{name} has failed, and the run goes on without it: {reason}",
-                    help="every number is in metrics.jsonl as well",
-                    severity="warning",
-                )
-            )
+            message = f"logging.{name} has failed, and the run goes on without it: {first_line(error)}"
+            help = "every number is in metrics.jsonl as well"
+            self._reporter.finding(Finding("FT736", message, help=help, severity="warning"))
 
     def __enter__(self) -> OpenLoggers:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         status = read_status(RunDirectory(self._folder).status_path)
         state = "failed" if status is None or status.state == "running" else status.state
         for name, logger in list(self._open.items()):

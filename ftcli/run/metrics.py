@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeAlias
 
 from ftcli.errors import FtcliError
-from ftcli.plain import JsonObject, is_number, plain
+from ftcli.plain import JsonObject, is_number, parsed_map, plain
 from ftcli.run.atomic import json_bytes, open_regular, read_bytes, storage_errors, write_bytes
 
 #: A line of metrics.jsonl: ``step``, and values by name. Tasks, rewards and datasets have names of the recipe's.
@@ -79,11 +77,8 @@ def _rows(path: Path, data: bytes) -> list[tuple[MetricsLine, bytes]]:
 
 def _parsed(line: bytes) -> JsonObject | None:
     """A line's map, or None when it is no metric."""
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    step = row.get("step") if isinstance(row, dict) else None
+    row = parsed_map(line)
+    step = None if row is None else row.get("step")
     sound = isinstance(step, int) and not isinstance(step, bool) and 0 <= step <= _LAST_STEP
     return row if sound else None
 
@@ -172,7 +167,5 @@ class MetricsWriter:
     def __enter__(self) -> MetricsWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -27,7 +27,7 @@ from typing import BinaryIO
 
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.paths import make_folder
-from ftcli.plain import JsonMap, JsonObject, map_in
+from ftcli.plain import JsonMap, JsonObject, map_in, parsed_map
 from ftcli.run.atomic import (
     TEMPORARY_PREFIX,
     fsync_directory,
@@ -99,7 +99,7 @@ class GroupLog:
         ends = [0]
         with contextlib.suppress(FileNotFoundError):
             for line, key in zip(_lines(self.path), self._keys, strict=False):
-                found = _parsed(line)
+                found = parsed_map(line)
                 if found is None or not self._sound(found):
                     break
                 if found.get("key") != key:
@@ -207,14 +207,6 @@ def _lines(path: Path) -> Iterator[bytes]:
     with os.fdopen(open_regular(path), "rb") as file:
         while (line := file.readline(_MOST_LINE_BYTES)).endswith(b"\n"):
             yield line
-
-
-def _parsed(line: bytes) -> JsonObject | None:
-    try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
 
 
 def _differences(before: JsonMap, now: JsonMap) -> list[str]:

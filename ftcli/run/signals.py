@@ -13,7 +13,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Literal
 
 from ftcli.errors import ExitCode, Finding, FtcliError, Unwinding
@@ -22,13 +22,6 @@ from ftcli.errors import ExitCode, Finding, FtcliError, Unwinding
 _MOST_HELD = 2
 
 SignalName = Literal["SIGTERM", "SIGINT", "SIGHUP"]
-
-_EXIT_CODES: dict[SignalName, ExitCode] = {
-    "SIGTERM": ExitCode.PREEMPTED,
-    "SIGINT": ExitCode.INTERRUPTED,
-    "SIGHUP": ExitCode.PREEMPTED,
-}
-
 
 _FIRST_SIGNAL = (
     "stopping; training first finishes its step and writes a checkpoint. A second signal (Ctrl-C again) stops at once, "
@@ -39,7 +32,7 @@ _AGAIN = "start the same command again"
 
 def exit_code_of(name: SignalName) -> ExitCode:
     """Exit status of a run stopped by that signal: 75 for SIGTERM and SIGHUP, 130 for SIGINT."""
-    return _EXIT_CODES[name]
+    return ExitCode.INTERRUPTED if name == "SIGINT" else ExitCode.PREEMPTED
 
 
 class StopRequested(FtcliError):
@@ -120,9 +113,7 @@ class StopRequest:
             self._previous[name] = signal.signal(signal.Signals[name], self._on_signal)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for name, handler in self._previous.items():
             # None: the handler was not installed from Python and cannot be put back; the default is the closest.
             signal.signal(signal.Signals[name], signal.SIG_DFL if handler is None else handler)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 
@@ -10,7 +10,7 @@ from ftcli.config.conversion import preferences, sources
 from ftcli.config.conversion import rules as r
 from ftcli.config.conversion.draft import Draft, truth
 from ftcli.config.conversion.source import ForeignSetting
-from ftcli.plain import JsonObject, map_in
+from ftcli.plain import JsonObject, map_in, parsed_map
 
 #: Its registry of datasets.
 _INDEX = "dataset_info.json"
@@ -76,13 +76,10 @@ def _folder(draft: Draft) -> str:
 def _index(draft: Draft) -> JsonObject:
     """Its registry of datasets, where it lies in the folder that the recipe names; else nothing."""
     path = Path(_folder(draft)) / _INDEX
-    try:
-        if path.stat().st_size > _MAX_INDEX:
-            return {}
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    with suppress(OSError):
+        if path.stat().st_size <= _MAX_INDEX:
+            return parsed_map(path.read_bytes()) or {}
+    return {}
 
 
 def _registered(draft: Draft, given: ForeignSetting, name: str, index: JsonObject) -> tuple[JsonObject, str | None]:
