@@ -20,7 +20,6 @@ from difflib import SequenceMatcher, get_close_matches
 from io import TextIOWrapper
 from itertools import pairwise
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated
 
 import typer
@@ -134,23 +133,21 @@ def _crash_file(text: str, command: Sequence[str]) -> Path | None:
 
 
 #: What other tools call our commands.
-_OTHER_WORDS: Mapping[str, str] = MappingProxyType(
-    {
-        "finetune": "train", "fine-tune": "train", "fit": "train", "run": "train", "sft": "train", "lora": "train",
-        "tune": "train", "evaluate": "eval", "test": "eval", "rl": "grpo", "rlhf": "grpo", "talk": "chat",
-        "verify": "serve-check", "serve": "serve-check",
-        "rft": "sample", "rejection-sampling": "sample", "best-of-n": "sample", "rollout": "sample", "mine": "sample",
-        "ask": "chat", "generate": "chat", "infer": "chat", "inference": "chat", "predict": "chat", "prompt": "chat",
-        "merge": "export", "merge-lora": "export", "save": "export", "convert": "recipes convert",
-        "import": "recipes convert", "migrate": "recipes convert", "new": "recipes new", "init": "recipes new",
-        "wizard": "recipes new",
-        "hpo": "sweep", "grid": "sweep", "search": "sweep", "validate": "check", "lint": "check",
-        "dry-run": "check", "preflight": "check", "benchmark": "bench", "ls": "recipes list", "list": "recipes list",
-        "cp": "recipes copy", "copy": "recipes copy", "show": "recipes show", "cat": "recipes show",
-        "config-schema": "recipes schema", "env": "doctor", "info": "doctor",
-        "help": "--help", "version": "--version",
-    }
-)  # fmt: skip
+_OTHER_WORDS: Mapping[str, str] = {
+    "finetune": "train", "fine-tune": "train", "fit": "train", "run": "train", "sft": "train", "lora": "train",
+    "tune": "train", "evaluate": "eval", "test": "eval", "rl": "grpo", "rlhf": "grpo", "talk": "chat",
+    "verify": "serve-check", "serve": "serve-check",
+    "rft": "sample", "rejection-sampling": "sample", "best-of-n": "sample", "rollout": "sample", "mine": "sample",
+    "ask": "chat", "generate": "chat", "infer": "chat", "inference": "chat", "predict": "chat", "prompt": "chat",
+    "merge": "export", "merge-lora": "export", "save": "export", "convert": "recipes convert",
+    "import": "recipes convert", "migrate": "recipes convert", "new": "recipes new", "init": "recipes new",
+    "wizard": "recipes new",
+    "hpo": "sweep", "grid": "sweep", "search": "sweep", "validate": "check", "lint": "check",
+    "dry-run": "check", "preflight": "check", "benchmark": "bench", "ls": "recipes list", "list": "recipes list",
+    "cp": "recipes copy", "copy": "recipes copy", "show": "recipes show", "cat": "recipes show",
+    "config-schema": "recipes schema", "env": "doctor", "info": "doctor",
+    "help": "--help", "version": "--version",
+}  # fmt: skip
 
 
 #: How other tools name their configuration, and a GPU.

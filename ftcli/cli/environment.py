@@ -16,7 +16,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NoReturn, TextIO, cast
 
 from ftcli.cli.options import CommonOptions
@@ -293,7 +292,7 @@ def secret(name: str, option: str) -> str:
 
 def recorded(environment: Mapping[str, str]) -> Mapping[str, str]:
     """The variables worth recording."""
-    return MappingProxyType({name: environment[name] for name in _RECORDED if name in environment})
+    return {name: environment[name] for name in _RECORDED if name in environment}
 
 
 @contextmanager

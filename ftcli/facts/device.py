@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
-from types import MappingProxyType
 from typing import Literal
 
 from ftkernels.limits import FLOAT8_CAPABILITY, Gpu
@@ -103,26 +102,24 @@ def _gpu(
 
 # Memory is what torch.cuda.get_device_properties reports, a little under the name on the box. Shared memory is the
 # opt-in limit of a block (CUDA programming guide). Rates and bandwidths are the vendor's: dense, SXM if there is one.
-GPUS: Mapping[str, DeviceFacts] = MappingProxyType(
-    {
-        gpu.name: gpu
-        for gpu in (
-            _gpu("t4", (7, 5), 14.6, 64, 40, 65, 320),
-            _gpu("l4", (8, 9), 22.0, 99, 58, 121, 300),
-            _gpu("a10", (8, 6), 22.0, 99, 72, 125, 600),
-            _gpu("rtx3090", (8, 6), 23.6, 99, 82, 71, 936),
-            _gpu("rtx4090", (8, 9), 23.5, 99, 128, 165, 1008),
-            _gpu("rtx5090", (12, 0), 31.3, 99, 170, 209, 1792),
-            _gpu("l40s", (8, 9), 44.4, 99, 142, 362, 864),
-            _gpu("a100-40gb", (8, 0), 39.4, 163, 108, 312, 1555),
-            _gpu("a100-80gb", (8, 0), 79.1, 163, 108, 312, 2039),
-            _gpu("rtx-pro-6000", (12, 0), 94.9, 99, 188, 503, 1792),
-            _gpu("h100", (9, 0), 79.1, 227, 132, 989, 3350),
-            _gpu("h200", (9, 0), 139.8, 227, 132, 989, 4800),
-            _gpu("b200", (10, 0), 178.3, 227, 148, 2250, 8000),
-        )
-    }
-)
+GPUS: Mapping[str, DeviceFacts] = {
+    gpu.name: gpu
+    for gpu in (
+        _gpu("t4", (7, 5), 14.6, 64, 40, 65, 320),
+        _gpu("l4", (8, 9), 22.0, 99, 58, 121, 300),
+        _gpu("a10", (8, 6), 22.0, 99, 72, 125, 600),
+        _gpu("rtx3090", (8, 6), 23.6, 99, 82, 71, 936),
+        _gpu("rtx4090", (8, 9), 23.5, 99, 128, 165, 1008),
+        _gpu("rtx5090", (12, 0), 31.3, 99, 170, 209, 1792),
+        _gpu("l40s", (8, 9), 44.4, 99, 142, 362, 864),
+        _gpu("a100-40gb", (8, 0), 39.4, 163, 108, 312, 1555),
+        _gpu("a100-80gb", (8, 0), 79.1, 163, 108, 312, 2039),
+        _gpu("rtx-pro-6000", (12, 0), 94.9, 99, 188, 503, 1792),
+        _gpu("h100", (9, 0), 79.1, 227, 132, 989, 3350),
+        _gpu("h200", (9, 0), 139.8, 227, 132, 989, 4800),
+        _gpu("b200", (10, 0), 178.3, 227, 148, 2250, 8000),
+    )
+}
 DEVICE_NAMES: tuple[str, ...] = (*GPUS, "cpu")
 _SIZE = re.compile(r"(\d{1,4}(?:\.\d+)?) ?gi?b")
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 from ftcli.data.reasoning import ReasoningMarks
@@ -179,59 +178,57 @@ class Fault:
 
 
 #: Messages and remedies by name. ``asked`` answers were compared, ``count`` of them show the fault.
-_FAULTS: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {
-        "template": (
-            "the server writes conversations otherwise than in training{more}; {count} of {asked} answers differ",
-            "give it the chat_template.jinja that `ftcli export` writes: vLLM and SGLang take --chat-template FILE, "
-            "llama-server --jinja --chat-template-file FILE; for Ollama export `ollama`",
-        ),
-        "missing_bos": (
-            "the server leaves out the token that begins every text in training; {count} of {asked} answers differ",
-            "begin the server's template with it, or serve the export, whose tokenizer adds it "
-            "(GGUF: tokenizer.ggml.add_bos_token)",
-        ),
-        "doubled_bos": (
-            "the server begins every conversation with the beginning-of-text token twice; "
-            "{count} of {asked} answers differ",
-            "take it out of the server's template, or keep its tokenizer from adding it "
-            "(GGUF: tokenizer.ggml.add_bos_token)",
-        ),
-        "added_bos": (
-            "the server begins every conversation with a beginning-of-text token that training did not have; "
-            "{count} of {asked} answers differ",
-            "keep its tokenizer from adding it (GGUF: tokenizer.ggml.add_bos_token), or serve the export",
-        ),
-        "stop": (
-            "{count} of {asked} answers go on after the token that ended them in training",
-            "tell the server the stop tokens of training: eos_token_id in the export's generation_config.json for vLLM "
-            "and SGLang, the end-of-turn token in the GGUF file, PARAMETER stop in Ollama's Modelfile",
-        ),
-        "early_stop": (
-            "{count} of {asked} answers end where the trained model goes on",
-            "take stop strings out of the server's settings, and compare its eos_token_id with the export's",
-        ),
-        "adapter": (
-            "the server answers as the base model: the adapter is not loaded ({count} of {asked} answers)",
-            "vLLM: --enable-lora --lora-modules NAME=DIR, then --model NAME here; SGLang: --lora-paths NAME=DIR; "
-            "llama-server: --lora FILE; or serve the merged model",
-        ),
-        "numerics": (
-            "the server computes in another precision: {count} of {asked} answers have another token{more}",
-            "serve the dtype of training, or evaluate what is served (--tolerance allows more); the repeat penalty of "
-            "the server has to be 1",
-        ),
-        "weights": (
-            "the server answers as another model: {count} of {asked} answers differ{more}",
-            "serve the export of this run, and not another checkpoint; its repeat penalty has to be 1",
-        ),
-        "chat": (
-            "{count} of {asked} conversations are answered otherwise, though their tokens alone are not",
-            "the server's settings for chats differ: sampling defaults, penalties, a parser of reasoning or tools, "
-            "or a template of as many tokens",
-        ),
-    }
-)
+_FAULTS: Mapping[str, tuple[str, str]] = {
+    "template": (
+        "the server writes conversations otherwise than in training{more}; {count} of {asked} answers differ",
+        "give it the chat_template.jinja that `ftcli export` writes: vLLM and SGLang take --chat-template FILE, "
+        "llama-server --jinja --chat-template-file FILE; for Ollama export `ollama`",
+    ),
+    "missing_bos": (
+        "the server leaves out the token that begins every text in training; {count} of {asked} answers differ",
+        "begin the server's template with it, or serve the export, whose tokenizer adds it "
+        "(GGUF: tokenizer.ggml.add_bos_token)",
+    ),
+    "doubled_bos": (
+        "the server begins every conversation with the beginning-of-text token twice; "
+        "{count} of {asked} answers differ",
+        "take it out of the server's template, or keep its tokenizer from adding it "
+        "(GGUF: tokenizer.ggml.add_bos_token)",
+    ),
+    "added_bos": (
+        "the server begins every conversation with a beginning-of-text token that training did not have; "
+        "{count} of {asked} answers differ",
+        "keep its tokenizer from adding it (GGUF: tokenizer.ggml.add_bos_token), or serve the export",
+    ),
+    "stop": (
+        "{count} of {asked} answers go on after the token that ended them in training",
+        "tell the server the stop tokens of training: eos_token_id in the export's generation_config.json for vLLM "
+        "and SGLang, the end-of-turn token in the GGUF file, PARAMETER stop in Ollama's Modelfile",
+    ),
+    "early_stop": (
+        "{count} of {asked} answers end where the trained model goes on",
+        "take stop strings out of the server's settings, and compare its eos_token_id with the export's",
+    ),
+    "adapter": (
+        "the server answers as the base model: the adapter is not loaded ({count} of {asked} answers)",
+        "vLLM: --enable-lora --lora-modules NAME=DIR, then --model NAME here; SGLang: --lora-paths NAME=DIR; "
+        "llama-server: --lora FILE; or serve the merged model",
+    ),
+    "numerics": (
+        "the server computes in another precision: {count} of {asked} answers have another token{more}",
+        "serve the dtype of training, or evaluate what is served (--tolerance allows more); the repeat penalty of "
+        "the server has to be 1",
+    ),
+    "weights": (
+        "the server answers as another model: {count} of {asked} answers differ{more}",
+        "serve the export of this run, and not another checkpoint; its repeat penalty has to be 1",
+    ),
+    "chat": (
+        "{count} of {asked} conversations are answered otherwise, though their tokens alone are not",
+        "the server's settings for chats differ: sampling defaults, penalties, a parser of reasoning or tools, "
+        "or a template of as many tokens",
+    ),
+}
 
 
 def _fault(name: str, count: int, asked: int, more: str = "") -> Fault:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 from ftcli.config.recipe import Recipe
 from ftcli.config.training import CheckpointingSetting
@@ -113,7 +112,7 @@ def choose_checkpointing(plan: RunPlan) -> CheckpointingChoice:
 
 
 #: A run without graphs.
-_WITHOUT = MappingProxyType({"train.cuda_graphs": False})
+_WITHOUT = {"train.cuda_graphs": False}
 
 
 def with_graphs_that_fit(plan: RunPlan) -> RunPlan:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Literal
 
 from ftkernels.limits import (
@@ -44,9 +43,12 @@ DORA = "DoRA scales the merged weight, which is never formed on the kernels"
 TRAINED_WHOLE = "a linear layer that lora.modules_to_save names is trained whole, beside the frozen one"
 
 #: transformers' names of the activations that the gated unit's kernels have, and the kernels' own.
-ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
-    {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
-)
+ACTIVATIONS: Mapping[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu": "gelu",
+}
 
 #: Time of a training step on transformers' own layers with PEFT, relative to the kernels': Llama-3.1-8B, LoRA of rank
 #: 16, 2 x 4096 tokens on an H200 (docs/performance.md). Other dense families are near it; it is no bound for others.

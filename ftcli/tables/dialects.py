@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,15 +20,13 @@ class Dialect:
     code: str
 
 
-TABLE: Mapping[str, Dialect] = MappingProxyType(
-    {
-        "axolotl": Dialect("axolotl", "ftcli.config.conversion.axolotl:RULES"),
-        "llama-factory": Dialect("LLaMA-Factory", "ftcli.config.conversion.llama_factory:RULES"),
-        "torchtune": Dialect("torchtune", "ftcli.config.conversion.torchtune:RULES"),
-        "trl": Dialect("TRL", "ftcli.config.conversion.trl:RULES"),
-        "unsloth": Dialect("Unsloth", "ftcli.config.conversion.unsloth:RULES"),
-    }
-)
+TABLE: Mapping[str, Dialect] = {
+    "axolotl": Dialect("axolotl", "ftcli.config.conversion.axolotl:RULES"),
+    "llama-factory": Dialect("LLaMA-Factory", "ftcli.config.conversion.llama_factory:RULES"),
+    "torchtune": Dialect("torchtune", "ftcli.config.conversion.torchtune:RULES"),
+    "trl": Dialect("TRL", "ftcli.config.conversion.trl:RULES"),
+    "unsloth": Dialect("Unsloth", "ftcli.config.conversion.unsloth:RULES"),
+}
 
 
 def names() -> tuple[str, ...]:

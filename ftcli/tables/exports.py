@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from ftcli.tables import Package
 
@@ -62,59 +61,57 @@ def _rounded(write: str) -> ExportFormat:
     )
 
 
-TABLE: Mapping[str, ExportFormat] = MappingProxyType(
-    {
-        "adapter": ExportFormat(
-            "ftcli.export.adapter:write",
-            needs_adapter=True,
-            masters=True,
-            scores=True,
-            size="ftcli.export.adapter:adapter_bytes",
-        ),
-        "safetensors": ExportFormat(
-            "ftcli.export.safetensors:write",
-            merges=True,
-            masters=True,
-            scores=True,
-            further=True,
-            size="ftcli.export.safetensors:model_bytes",
-        ),
-        "gguf": ExportFormat(
-            "ftcli.export.gguf.write:write",
-            merges=True,
-            llama_cpp=True,
-            masters=True,
-            package=_GGUF,
-            size="ftcli.export.gguf.write:gguf_bytes",
-            serves="ftcli.export.gguf.vocabulary:vocabulary_of",
-        ),
-        "ollama": ExportFormat(
-            "ftcli.export.ollama:write",
-            merges=True,
-            llama_cpp=True,
-            masters=True,
-            package=_GGUF,
-            size="ftcli.export.gguf.write:ollama_bytes",
-            serves="ftcli.export.ollama:require_served",
-        ),
-        "bitnet": ExportFormat(
-            "ftcli.export.bitnet:write",
-            merges=True,
-            whole=True,
-            masters=True,
-            of_quantized=("bitnet",),
-            size="ftcli.export.bitnet:bitnet_bytes",
-        ),
-        "fp8": _rounded("floats:write_fp8"),
-        "fp8_static": _rounded("floats:write_fp8_static"),
-        "w8a8": _rounded("integers:write_w8a8"),
-        "w4a16": _rounded("integers:write_w4a16"),
-        "gptq": _rounded("integers:write_gptq"),
-        "awq": _rounded("integers:write_awq"),
-        "nvfp4": _rounded("floats:write_nvfp4"),
-        "mxfp4": _rounded("floats:write_mxfp4"),
-    }
-)
+TABLE: Mapping[str, ExportFormat] = {
+    "adapter": ExportFormat(
+        "ftcli.export.adapter:write",
+        needs_adapter=True,
+        masters=True,
+        scores=True,
+        size="ftcli.export.adapter:adapter_bytes",
+    ),
+    "safetensors": ExportFormat(
+        "ftcli.export.safetensors:write",
+        merges=True,
+        masters=True,
+        scores=True,
+        further=True,
+        size="ftcli.export.safetensors:model_bytes",
+    ),
+    "gguf": ExportFormat(
+        "ftcli.export.gguf.write:write",
+        merges=True,
+        llama_cpp=True,
+        masters=True,
+        package=_GGUF,
+        size="ftcli.export.gguf.write:gguf_bytes",
+        serves="ftcli.export.gguf.vocabulary:vocabulary_of",
+    ),
+    "ollama": ExportFormat(
+        "ftcli.export.ollama:write",
+        merges=True,
+        llama_cpp=True,
+        masters=True,
+        package=_GGUF,
+        size="ftcli.export.gguf.write:ollama_bytes",
+        serves="ftcli.export.ollama:require_served",
+    ),
+    "bitnet": ExportFormat(
+        "ftcli.export.bitnet:write",
+        merges=True,
+        whole=True,
+        masters=True,
+        of_quantized=("bitnet",),
+        size="ftcli.export.bitnet:bitnet_bytes",
+    ),
+    "fp8": _rounded("floats:write_fp8"),
+    "fp8_static": _rounded("floats:write_fp8_static"),
+    "w8a8": _rounded("integers:write_w8a8"),
+    "w4a16": _rounded("integers:write_w4a16"),
+    "gptq": _rounded("integers:write_gptq"),
+    "awq": _rounded("integers:write_awq"),
+    "nvfp4": _rounded("floats:write_nvfp4"),
+    "mxfp4": _rounded("floats:write_mxfp4"),
+}
 
 
 @dataclass(frozen=True, slots=True)

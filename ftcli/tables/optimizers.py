@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Literal
 
 from ftcli.tables import Package
@@ -58,58 +57,56 @@ _BITSANDBYTES = Package(
 )
 _SCHEDULE_FREE = Package("schedulefree", "ftcli[schedulefree]", "schedule-free optimizers")
 
-TABLE: Mapping[str, Optimizer] = MappingProxyType(
-    {
-        "adamw_torch": Optimizer(
-            "AdamW.", state_bytes=8, workspace="copy", reads=_ADAM, rounds=_BOTH, build_own=_OWN,
-            on_gpu="adamw_torch_fused",
-        ),
-        "adamw_torch_fused": Optimizer(
-            "AdamW in one kernel.", state_bytes=8, reads=_ADAM, rounds=_BOTH, build_own=_OWN
-        ),
-        "adamw_8bit": Optimizer(
-            "AdamW with its state in 8 bits.",
-            state_bytes=8, state="blockwise", reads=_ADAM, rounds=_BOTH[:1], package=_BITSANDBYTES,
-            build_own=_OWN_8BIT,
-        ),
-        "paged_adamw_8bit": Optimizer(
-            "AdamW with its state in 8 bits; that of large tensors moves to the host when the GPU is full.",
-            state_bytes=8, state="blockwise", paged=True, reads=_ADAM, rounds=_BOTH[:1], package=_BITSANDBYTES,
-        ),
-        "paged_adamw_32bit": Optimizer(
-            "AdamW; the state of large tensors moves to the host when the GPU is full.",
-            state_bytes=8, paged=True, reads=_ADAM, rounds=_BOTH[:1], package=_BITSANDBYTES,
-        ),
-        "lion_32bit": Optimizer("Lion.", state_bytes=4, reads=_BETAS, package=_BITSANDBYTES),
-        "lion_8bit": Optimizer(
-            "Lion with its state in 8 bits.", state_bytes=4, state="blockwise", reads=_BETAS, package=_BITSANDBYTES
-        ),
-        "paged_lion_8bit": Optimizer(
-            "Lion with its state in 8 bits; that of large tensors moves to the host when the GPU is full.",
-            state_bytes=4, state="blockwise", paged=True, reads=_BETAS, package=_BITSANDBYTES,
-        ),
-        "muon": Optimizer(
-            "Muon for the matrices of the layers (or their adapters), scaled so that AdamW's learning rates suit it; "
-            "AdamW for all else.",
-            state_bytes=8, state="momentum", workspace="largest", reads=_ADAM,
-            build="ftcli.train.adamw:MuonWithAdamW",
-        ),
-        "schedule_free_adamw": Optimizer(
-            "AdamW that averages the weights in place of a schedule.",
-            state_bytes=8, workspace="copy", reads=_ADAM, schedule_free=True, warms_up=True, package=_SCHEDULE_FREE,
-        ),
-        "schedule_free_radam": Optimizer(
-            "RAdam that averages the weights in place of a schedule and needs no warm-up.",
-            state_bytes=8, workspace="copy", reads=_ADAM, schedule_free=True, package=_SCHEDULE_FREE,
-        ),
-        "schedule_free_sgd": Optimizer(
-            "SGD that averages the weights in place of a schedule.",
-            state_bytes=4, schedule_free=True, warms_up=True, package=_SCHEDULE_FREE,
-        ),
-        "sgd": Optimizer("SGD without momentum."),
-        "adafactor": Optimizer("Adafactor at the recipe's learning rate.", state="factored"),
-    }
-)  # fmt: skip
+TABLE: Mapping[str, Optimizer] = {
+    "adamw_torch": Optimizer(
+        "AdamW.", state_bytes=8, workspace="copy", reads=_ADAM, rounds=_BOTH, build_own=_OWN,
+        on_gpu="adamw_torch_fused",
+    ),
+    "adamw_torch_fused": Optimizer(
+        "AdamW in one kernel.", state_bytes=8, reads=_ADAM, rounds=_BOTH, build_own=_OWN
+    ),
+    "adamw_8bit": Optimizer(
+        "AdamW with its state in 8 bits.",
+        state_bytes=8, state="blockwise", reads=_ADAM, rounds=_BOTH[:1], package=_BITSANDBYTES,
+        build_own=_OWN_8BIT,
+    ),
+    "paged_adamw_8bit": Optimizer(
+        "AdamW with its state in 8 bits; that of large tensors moves to the host when the GPU is full.",
+        state_bytes=8, state="blockwise", paged=True, reads=_ADAM, rounds=_BOTH[:1], package=_BITSANDBYTES,
+    ),
+    "paged_adamw_32bit": Optimizer(
+        "AdamW; the state of large tensors moves to the host when the GPU is full.",
+        state_bytes=8, paged=True, reads=_ADAM, rounds=_BOTH[:1], package=_BITSANDBYTES,
+    ),
+    "lion_32bit": Optimizer("Lion.", state_bytes=4, reads=_BETAS, package=_BITSANDBYTES),
+    "lion_8bit": Optimizer(
+        "Lion with its state in 8 bits.", state_bytes=4, state="blockwise", reads=_BETAS, package=_BITSANDBYTES
+    ),
+    "paged_lion_8bit": Optimizer(
+        "Lion with its state in 8 bits; that of large tensors moves to the host when the GPU is full.",
+        state_bytes=4, state="blockwise", paged=True, reads=_BETAS, package=_BITSANDBYTES,
+    ),
+    "muon": Optimizer(
+        "Muon for the matrices of the layers (or their adapters), scaled so that AdamW's learning rates suit it; "
+        "AdamW for all else.",
+        state_bytes=8, state="momentum", workspace="largest", reads=_ADAM,
+        build="ftcli.train.adamw:MuonWithAdamW",
+    ),
+    "schedule_free_adamw": Optimizer(
+        "AdamW that averages the weights in place of a schedule.",
+        state_bytes=8, workspace="copy", reads=_ADAM, schedule_free=True, warms_up=True, package=_SCHEDULE_FREE,
+    ),
+    "schedule_free_radam": Optimizer(
+        "RAdam that averages the weights in place of a schedule and needs no warm-up.",
+        state_bytes=8, workspace="copy", reads=_ADAM, schedule_free=True, package=_SCHEDULE_FREE,
+    ),
+    "schedule_free_sgd": Optimizer(
+        "SGD that averages the weights in place of a schedule.",
+        state_bytes=4, schedule_free=True, warms_up=True, package=_SCHEDULE_FREE,
+    ),
+    "sgd": Optimizer("SGD without momentum."),
+    "adafactor": Optimizer("Adafactor at the recipe's learning rate.", state="factored"),
+}  # fmt: skip
 
 
 def names() -> tuple[str, ...]:

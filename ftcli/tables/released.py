@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,10 +18,8 @@ class ReleasedForm:
 
 
 #: By ``quantization_config.quant_method``.
-TABLE: Mapping[str, ReleasedForm] = MappingProxyType(
-    {
-        "mxfp4": ReleasedForm("ftcli.plan.released:mxfp4", "ftcli.model.mxfp4:Mxfp4"),
-        "fp8": ReleasedForm("ftcli.plan.released:fp8", "ftcli.model.scaled_fp8:ScaledFp8"),
-        "compressed-tensors": ReleasedForm("ftcli.plan.released:compressed_fp8", "ftcli.model.scaled_fp8:ScaledFp8"),
-    }
-)
+TABLE: Mapping[str, ReleasedForm] = {
+    "mxfp4": ReleasedForm("ftcli.plan.released:mxfp4", "ftcli.model.mxfp4:Mxfp4"),
+    "fp8": ReleasedForm("ftcli.plan.released:fp8", "ftcli.model.scaled_fp8:ScaledFp8"),
+    "compressed-tensors": ReleasedForm("ftcli.plan.released:compressed_fp8", "ftcli.model.scaled_fp8:ScaledFp8"),
+}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from ftcli.tables import Package
 
@@ -41,9 +40,7 @@ _HTTP = Store(
 )
 _HUB = Store("the Hugging Face Hub", None, ("huggingface_hub.errors:HfHubHTTPError",))
 
-TABLE: Mapping[str, Store] = MappingProxyType(
-    {"s3": _S3, "gs": _GS, "gcs": _GS, "https": _HTTP, "http": _HTTP, "hf": _HUB}
-)
+TABLE: Mapping[str, Store] = {"s3": _S3, "gs": _GS, "gcs": _GS, "https": _HTTP, "http": _HTTP, "hf": _HUB}
 
 
 def scheme_of(path: str) -> str | None:

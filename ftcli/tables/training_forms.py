@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +19,7 @@ class TrainingForms:
     code: str
 
 
-TABLE: Mapping[str, TrainingForms] = MappingProxyType({"trl": TrainingForms("ftcli.data.template:of_trl")})
+TABLE: Mapping[str, TrainingForms] = {"trl": TrainingForms("ftcli.data.template:of_trl")}
 
 
 def rows() -> tuple[TrainingForms, ...]:

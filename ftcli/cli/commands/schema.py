@@ -16,7 +16,6 @@ import typing
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import PurePath
-from types import MappingProxyType
 from typing import Annotated, Any
 
 import typer
@@ -28,53 +27,47 @@ from ftcli.reporting import Session
 from ftcli.tables import code_of
 
 #: The results of each command.
-RESULTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "train": ("ftcli.train.on_rows:RowsResult", "ftcli.train.lifecycle:CompleteRun"),
-        "grpo": (
-            "ftcli.train.on_prompts:PromptsResult",
-            "ftcli.methods.grpo.train:DryRewards",
-            "ftcli.train.lifecycle:CompleteRun",
-        ),
-        "eval": ("ftcli.pipeline.evaluation:EvaluationResult",),
-        "export": ("ftcli.pipeline.exporting:Exported",),
-        "chat": ("ftcli.pipeline.chatting:ChatAnswer",),
-        "serve-check": ("ftcli.pipeline.serving:ServeCheck",),
-        "sample": ("ftcli.pipeline.sample_rows:SampleResult",),
-        "check": ("ftcli.pipeline.checking:CheckResult", "ftcli.pipeline.checking:EveryGpu"),
-        "bench": ("ftcli.pipeline.bench_result:BenchResult",),
-        "runs": ("ftcli.cli.commands.runs:FoundRuns",),
-        "compare": ("ftcli.cli.commands.runs:ComparedRuns",),
-        "sweep": ("ftcli.pipeline.sweep:SweepResult",),
-        "doctor": ("ftcli.cli.commands.doctor:Examination",),
-        "recipes list": (),
-        "recipes show": (),
-        "recipes copy": (),
-        "recipes new": (),
-        "recipes convert": (),
-    }
-)
+RESULTS: Mapping[str, tuple[str, ...]] = {
+    "train": ("ftcli.train.on_rows:RowsResult", "ftcli.train.lifecycle:CompleteRun"),
+    "grpo": (
+        "ftcli.train.on_prompts:PromptsResult",
+        "ftcli.methods.grpo.train:DryRewards",
+        "ftcli.train.lifecycle:CompleteRun",
+    ),
+    "eval": ("ftcli.pipeline.evaluation:EvaluationResult",),
+    "export": ("ftcli.pipeline.exporting:Exported",),
+    "chat": ("ftcli.pipeline.chatting:ChatAnswer",),
+    "serve-check": ("ftcli.pipeline.serving:ServeCheck",),
+    "sample": ("ftcli.pipeline.sample_rows:SampleResult",),
+    "check": ("ftcli.pipeline.checking:CheckResult", "ftcli.pipeline.checking:EveryGpu"),
+    "bench": ("ftcli.pipeline.bench_result:BenchResult",),
+    "runs": ("ftcli.cli.commands.runs:FoundRuns",),
+    "compare": ("ftcli.cli.commands.runs:ComparedRuns",),
+    "sweep": ("ftcli.pipeline.sweep:SweepResult",),
+    "doctor": ("ftcli.cli.commands.doctor:Examination",),
+    "recipes list": (),
+    "recipes show": (),
+    "recipes copy": (),
+    "recipes new": (),
+    "recipes convert": (),
+}
 #: Texts that commands without a class of their own return, all there; `recipes list` has those of each recipe.
-_TEXTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "recipes list": ("name", "about", "path"),
-        "recipes show": ("name", "path", "text"),
-        "recipes copy": ("name", "path"),
-        "recipes new": ("path", "recipe"),
-        "recipes convert": ("dialect", "recipe"),
-    }
-)
-_SIMPLE: Mapping[Any, JsonObject] = MappingProxyType(
-    {
-        str: {"type": "string"},
-        bool: {"type": "boolean"},
-        int: {"type": "integer"},
-        float: {"type": ["number", "null"]},  # NaN and infinity are null
-        type(None): {"type": "null"},
-        Any: {},
-        object: {},
-    }
-)
+_TEXTS: Mapping[str, tuple[str, ...]] = {
+    "recipes list": ("name", "about", "path"),
+    "recipes show": ("name", "path", "text"),
+    "recipes copy": ("name", "path"),
+    "recipes new": ("path", "recipe"),
+    "recipes convert": ("dialect", "recipe"),
+}
+_SIMPLE: Mapping[Any, JsonObject] = {
+    str: {"type": "string"},
+    bool: {"type": "boolean"},
+    int: {"type": "integer"},
+    float: {"type": ["number", "null"]},  # NaN and infinity are null
+    type(None): {"type": "null"},
+    Any: {},
+    object: {},
+}
 _FINDING: JsonObject = {
     "type": "object",
     "required": ["severity", "code", "message"],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 from ftcli.config.conversion import preferences, sources
@@ -342,12 +341,10 @@ RULES = r.Rules(
     },
     before=_before,
     after=_after,
-    defaults=MappingProxyType(
-        {
-            "data.max_seq_len": 512,
-            "data.overlong": "drop",
-            "train.lr_scheduler_type": "cosine",
-            "train.optim": "adamw_torch_fused",
-        }
-    ),
+    defaults={
+        "data.max_seq_len": 512,
+        "data.overlong": "drop",
+        "train.lr_scheduler_type": "cosine",
+        "train.optim": "adamw_torch_fused",
+    },
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
-from types import MappingProxyType
 
 from ftcli.config.conversion import preferences, sources
 from ftcli.config.conversion import rules as r
@@ -220,8 +219,6 @@ RULES = r.Rules(
     },
     before=_before,
     after=_after,
-    defaults=MappingProxyType(
-        {"lora.r": 8, "data.max_seq_len": 2048, "train.learning_rate": 5e-5, **r.TRAINER_DEFAULTS}
-    ),
+    defaults={"lora.r": 8, "data.max_seq_len": 2048, "train.learning_rate": 5e-5, **r.TRAINER_DEFAULTS},
     nulls=frozenset({"max_grad_norm"}),
 )

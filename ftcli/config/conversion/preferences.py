@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 
 from ftcli.config.conversion import rules as r
 from ftcli.config.conversion import sources
@@ -32,17 +31,15 @@ _COMMANDS = {
     "RewardTrainer": "reward",
 }  # fmt: skip
 #: What folders, files and runs of such recipes are called, and whether that trainer is converted.
-_TRAINERS: Mapping[str, str] = MappingProxyType(
-    {
-        **{name: name for name in ("dpo", "kto", "orpo", "cpo")},
-        "simpo": "cpo",
-        "reward": "reward",
-        "rm": "reward",
-        "grpo": "",
-        "ppo": "",
-        "rloo": "",
-    }
-)
+_TRAINERS: Mapping[str, str] = {
+    **{name: name for name in ("dpo", "kto", "orpo", "cpo")},
+    "simpo": "cpo",
+    "reward": "reward",
+    "rm": "reward",
+    "grpo": "",
+    "ppo": "",
+    "rloo": "",
+}
 _SETTINGS_OF_PAIRS = tuple(f"preference.{name}" for name in ("label_smoothing", "gamma", "ld_alpha"))
 _SETTINGS_OF_LABELS = tuple(f"preference.{name}" for name in ("desirable_weight", "undesirable_weight"))
 #: Losses of the CPO trainer, as they are called here.
@@ -327,25 +324,23 @@ def _centring(draft: Draft, given: ForeignSetting) -> None:
 
 
 #: What TRL's trainers of preferences read.
-OF_TRL: Mapping[str, r.Rule] = MappingProxyType(
-    {
-        "beta": r.to("preference.beta"),
-        "ld_alpha": r.to("preference.ld_alpha"),
-        "use_weighting": r.to("preference.use_weighting"),
-        "label_smoothing": _smoothing_of_trl,
-        "loss_type": _loss_type,
-        "loss_weights": r.read,
-        "simpo_gamma": gamma,
-        "cpo_alpha": _cpo_alpha,
-        "rpo_alpha": cross_entropy,
-        "ref_model": reference,
-        "ref_model_name_or_path": reference,
-        "ref_model_revision": _revision,
-        "reference_free": _reference_free,
-        _OF_SCORES: _centring,
-        "disable_dropout": r.read,
-    }
-)
+OF_TRL: Mapping[str, r.Rule] = {
+    "beta": r.to("preference.beta"),
+    "ld_alpha": r.to("preference.ld_alpha"),
+    "use_weighting": r.to("preference.use_weighting"),
+    "label_smoothing": _smoothing_of_trl,
+    "loss_type": _loss_type,
+    "loss_weights": r.read,
+    "simpo_gamma": gamma,
+    "cpo_alpha": _cpo_alpha,
+    "rpo_alpha": cross_entropy,
+    "ref_model": reference,
+    "ref_model_name_or_path": reference,
+    "ref_model_revision": _revision,
+    "reference_free": _reference_free,
+    _OF_SCORES: _centring,
+    "disable_dropout": r.read,
+}
 
 
 # -- TRL's trainers -----------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 from ftcli.config.conversion.draft import Draft, is_off, truth
 from ftcli.config.conversion.source import ForeignSetting
@@ -253,19 +252,19 @@ def _warmup(draft: Draft, given: ForeignSetting) -> None:
 
 
 #: What tools that pass settings on to transformers' trainer have in common.
-_OF_TRANSFORMERS: Mapping[str, Rule] = MappingProxyType(
-    {
-        "gradient_checkpointing": checkpointing,
-        "attn_implementation": attention,
-        "run_name": run_name,
-        "report_to": _trackers,
-        "warmup_ratio": _ratio,
-        "warmup_steps": _warmup,
-        "max_grad_norm": clipping,
-    }
-)
+_OF_TRANSFORMERS: Mapping[str, Rule] = {
+    "gradient_checkpointing": checkpointing,
+    "attn_implementation": attention,
+    "run_name": run_name,
+    "report_to": _trackers,
+    "warmup_ratio": _ratio,
+    "warmup_steps": _warmup,
+    "max_grad_norm": clipping,
+}
 #: What transformers' trainer does where recipes that pass settings on to it (TRL, LLaMA-Factory) say nothing.
-TRAINER_DEFAULTS: JsonMap = MappingProxyType(
-    {"train.num_train_epochs": 3.0, "train.per_device_train_batch_size": 8, "train.optim": "adamw_torch_fused"}
-)
+TRAINER_DEFAULTS: JsonMap = {
+    "train.num_train_epochs": 3.0,
+    "train.per_device_train_batch_size": 8,
+    "train.optim": "adamw_torch_fused",
+}
 NO_COPIES = "rows are read as they are: prepare the file so"

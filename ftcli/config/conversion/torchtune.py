@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from types import MappingProxyType
 
 from ftcli.config.conversion import preferences, sources
 from ftcli.config.conversion import rules as r
@@ -269,8 +268,6 @@ RULES = r.Rules(
     },
     before=_before,
     after=_after,
-    defaults=MappingProxyType(
-        {"lora.r": 8, "lora.alpha": 16, "train.weight_decay": 0.01, "train.lr_scheduler_type": "constant"}
-    ),
+    defaults={"lora.r": 8, "lora.alpha": 16, "train.weight_decay": 0.01, "train.lr_scheduler_type": "constant"},
     trainer=False,
 )

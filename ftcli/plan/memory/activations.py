@@ -41,7 +41,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Literal
 
 from ftcli.facts.layers import SHARED_INPUTS, Linear
@@ -379,5 +378,5 @@ def plain_layers(attention: Literal["eager", "sdpa"]) -> LayerMemory:
         "gated MLP": _mlp,
     }
     if eager:
-        return LayerMemory(MappingProxyType(kept), _eager_forward, _eager_backward, passing=_eager_passing)
-    return LayerMemory(MappingProxyType(kept), _sdpa_forward, _sdpa_backward, passing=_mlp_passing)
+        return LayerMemory(kept, _eager_forward, _eager_backward, passing=_eager_passing)
+    return LayerMemory(kept, _sdpa_forward, _sdpa_backward, passing=_mlp_passing)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Generic, TypeVar
 
 from ftcli.plain import JsonObject
@@ -153,12 +152,12 @@ def kept_by_layers(plan: RunPlan, activations: Activations, rows: int, length: i
     counted = [(kind.count, kind) for kind in activations.kinds]
     if plan.policy.recomputes == "nothing":
         kept = sum(count * kind.kept(rows, length) for count, kind in counted)
-        return MappingProxyType({FORWARD: kept, BACKWARD: kept})
+        return {FORWARD: kept, BACKWARD: kept}
     handed = sum(count * kind.handed(rows, length) for count, kind in counted)
     cast = sum(count * max(0, round(kind.handed.fixed)) for count, kind in counted)
     sent = handed - cast if plan.policy.on_host and plan.device.kind == "cuda" else 0
     least = 0 if sent else min(streams(kind, rows, length) for kind in activations.kinds)
-    return MappingProxyType({FORWARD: handed - sent, BACKWARD: handed - cast - sent - least})
+    return {FORWARD: handed - sent, BACKWARD: handed - cast - sent - least}
 
 
 def streams(kind: LayerKind, rows: int, length: int) -> int:
@@ -422,4 +421,4 @@ def _summed(plan: RunPlan, found: Sequence[Term]) -> tuple[Mapping[str, int], Ma
     parts = {term.name: term.bytes for term in found}
     parts["runtime"] = _RUNTIME_BYTES[plan.device.kind] + int(_FRAGMENTATION * short_lived)
     names = {phase: (*(term.name for term in found if phase in term.phases), "runtime") for phase in phases}
-    return MappingProxyType(parts), MappingProxyType(names)
+    return parts, names

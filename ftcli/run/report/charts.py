@@ -12,7 +12,6 @@ import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from markupsafe import Markup, escape
@@ -186,7 +185,7 @@ class Series:
 
 #: Values to compare with, by name, as horizontal lines: the base model's, for instance.
 Levels = Mapping[str, float]
-_NO_LEVELS: Levels = MappingProxyType({})
+_NO_LEVELS: Levels = {}
 
 
 @dataclass(frozen=True, slots=True)
