@@ -116,6 +116,10 @@ class Draft:
         """FT162: a value that cannot be used here; the setting is left out."""
         self._find("FT162", given, what, help, "warning")
 
+    def leave_out(self, key: str, code: str, what: str, help: str | None = None) -> None:
+        """Takes one of our keys out again, and says so at the setting that it came from."""
+        self.findings.append(Finding(code, what, self.values.pop(key).origin, help, "warning"))
+
     def remark(self, what: str, help: str) -> None:
         """FT161 about what the file does not say."""
         self.findings.append(Finding("FT161", what, None, help, "warning"))

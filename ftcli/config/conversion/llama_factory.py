@@ -40,12 +40,12 @@ def _before(draft: Draft) -> None:
     draft.full = draft.said("finetuning_type") == "full"
     stage, loss = draft.given.get("stage"), draft.given.get("pref_loss")
     if stage is not None and stage.value == "kto":
-        preferences.begin(draft, "kto", stage)
+        draft.put("train.method", "kto", stage)
     if stage is not None and stage.value == "rm":
-        preferences.begin(draft, "reward", stage)
+        draft.put("train.method", "reward", stage)
     if stage is not None and stage.value == "dpo":
         name = str(loss.value) if loss is not None else "sigmoid"
-        preferences.begin(draft, name if name in ("orpo", "simpo") else "dpo", stage)
+        draft.put("train.method", name if name in ("orpo", "simpo") else "dpo", stage)
         preferences.choose(draft, loss, [name])
 
 

@@ -19,10 +19,6 @@ _TRAINER = "transformers"
 _HOMES = ("train", "lora", "data", "eval", "logging")
 
 
-def _nothing(_draft: Draft) -> None:
-    pass
-
-
 @dataclass(frozen=True, slots=True)
 class Rules:
     """Rules of a tool beside its rows in :mod:`ftcli.config.dialects`.
@@ -38,8 +34,8 @@ class Rules:
     """
 
     computed: Mapping[str, Rule]
-    before: Callable[[Draft], None] = _nothing
-    after: Callable[[Draft], None] = _nothing
+    before: Callable[[Draft], None] = lambda _: None
+    after: Callable[[Draft], None] = lambda _: None
     defaults: JsonMap = field(default_factory=dict)
     nulls: frozenset[str] = frozenset()
     flatten: bool = False
@@ -159,9 +155,14 @@ def read(_draft: Draft, _given: ForeignSetting) -> None:
     """Another rule has read it."""
 
 
-def to(key: str) -> Rule:
-    """The setting is our key."""
-    return lambda draft, given: draft.take(given, key)
+def to(key: str, *, unless: str = "") -> Rule:
+    """The setting is our key, unless the file has another one that counts."""
+    return lambda draft, given: None if unless in draft.given else draft.take(given, key)
+
+
+def unless_off(key: str) -> Rule:
+    """The setting is our key; off is ours where nothing is said."""
+    return lambda draft, given: None if is_off(given.value) else draft.take(given, key)
 
 
 def attention(draft: Draft, given: ForeignSetting) -> None:
