@@ -61,6 +61,7 @@ from ftkernels import (
 )
 from ftkernels.attention_config import AttentionSettings, choose_tiles
 from ftkernels.attention_mask import AttentionMask
+from ftkernels.attention_stored import stored_backward
 from ftkernels.limits import LARGEST_HEAD_SIZE, Gpu
 
 
@@ -122,6 +123,10 @@ def attention_cases(new: Maker, capability: int) -> Launches:
     lse, ranges = new(1, 8, 512, of=torch.float32), AttentionMask.causal_mask(None).ranges(512, 512, q.device)
     saved = q, k, k, q, lse
     yield "attention forward", partial(attention_kernels.attention_forward, q, k, k, ranges, settings, tiles.forward)
+    if tiles.stored is not None:
+        yield "attention stored", partial(stored_backward, saved, q, ranges, settings, tiles.stored)
+        several = replace(tiles.stored, workspace=1)
+        yield "attention stored in chunks", partial(stored_backward, saved, q, ranges, settings, several)
     backward = attention_kernels.query_backward
     yield "attention dq", partial(backward, saved, q, ranges, settings, tiles.d_query)
     keys = partial(attention_kernels.key_backward, saved, q, lse, ranges, settings)
@@ -433,6 +438,8 @@ def norm_cases(new: Maker) -> Launches:
     yield "norm backward, dw", partial(rms_norm.norm_backward, x, x, w, rstd, "llama", want_dw=True)
     for name, width, widest in WIDTHS:
         yield f"quantize rows {name}", partial(fp8.quantize_fp8_triton, new(256, width), widest=widest)
+    packed = new(256, HIDDEN, of=fp8.E4M3), rstd, new.dtype
+    yield "dequantize rows", partial(fp8.dequantize_fp8_triton, *packed)
     yield "norm forward, quantized", partial(ahead, quantized=(new(256, HIDDEN, of=fp8.E4M3), rstd))
     yield "norm over heads", partial(rms_norm.norm_forward, new(1, 256, 32, 128), new(128), 1e-5, "llama")
 

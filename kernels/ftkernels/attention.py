@@ -11,7 +11,7 @@ With sinks, one learned number a query head, the softmax also counts a key that 
 
     p_j = exp(s_j) / (exp(sink) + sum over the keys seen of exp(s))
 
-``attention_mask`` says what a query sees, ``attention_forward`` and ``attention_backward`` hold the kernels, and
+``attention_mask`` says what a query sees, ``attention_kernels`` holds the kernels, and
 kernels/attention.md derives the backward.
 """
 

@@ -29,7 +29,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ftkernels.device import BackendName, choose_backend, dtype_name, gpu_of, interpreting, on_device_of
+from ftkernels.device import (
+    BackendName,
+    choose_backend,
+    dtype_name,
+    gpu_of,
+    interpreting,
+    on_device_of,
+    rounded,
+    store_dtype,
+)
 from ftkernels.fp8_trial import why_no_rows_here
 from ftkernels.limits import WIDEST_ROW, why_no_fp8
 
@@ -95,6 +104,33 @@ def _quantize_wide_kernel(x_ptr, x_stride, q_ptr, scale_ptr, N, BLOCK: tl.conste
         x = tl.load(x_ptr + row * x_stride + at, mask=mask, other=0.0).to(tl.float32)
         tl.store(q_ptr + row * N + at, _scaled(x, inverse).to(q_ptr.dtype.element_ty), mask=mask)
     tl.store(scale_ptr + row + tl.arange(0, 1), scale)
+
+
+@triton.jit
+def _dequantize_kernel(q_ptr, scale_ptr, out_ptr, M, N, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    scale = tl.load(scale_ptr + rows, mask=rows < M, other=0.0)[:, None]
+    row64 = rows.to(tl.int64)[:, None]
+    for first in range(0, N, BLOCK):
+        cols = first + tl.arange(0, BLOCK)[None, :]
+        mask = (rows < M)[:, None] & (cols < N)
+        q = tl.load(q_ptr + row64 * N + cols, mask=mask, other=0.0).to(tl.float32)
+        tl.store(out_ptr + row64 * N + cols, (q * scale).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def dequantize_fp8_triton(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """One launch: (M, N) in ``dtype`` of contiguous e4m3 values (M, N) and the scales (M,) of their rows."""
+    count, width = data.shape
+    out = torch.empty((count, width), dtype=store_dtype(dtype), device=data.device)
+    if interpreting():
+        data = data.float()  # which NumPy knows
+    if out.numel():
+        block = min(triton.next_power_of_2(width), 2048)
+        rows = max(1, 2048 // block)
+        with on_device_of(data):
+            grid = (triton.cdiv(count, rows),)
+            _dequantize_kernel[grid](data, scale, out, count, width, ROWS=rows, BLOCK=block, num_warps=4)
+    return rounded(out, dtype)
 
 
 def e4m3_store() -> torch.dtype:
@@ -167,6 +203,8 @@ class Fp8Rows:
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """(M, N) in ``dtype``: exact in bfloat16, float32 and float64."""
+        if dtype != torch.float64 and self.data.is_contiguous() and why_no_fp8(gpu_of(self.device), "bfloat16") is None:
+            return dequantize_fp8_triton(self.data, self.scale, dtype)
         wide = torch.float32 if dtype == torch.float16 else dtype
         return _widened(self.data, wide).mul_(self.scale[:, None].to(wide)).to(dtype)
 
