@@ -227,7 +227,8 @@ class Draws:
             if len(tokens) > self._grpo.max_prompt_length:
                 raise acting.pool.failure(
                     f"makes a prompt of {len(tokens):,} tokens, with its tools, of {where}; grpo.max_prompt_length is "
-                    f"{self._grpo.max_prompt_length:,}"
+                    f"{self._grpo.max_prompt_length:,}",
+                    "raise grpo.max_prompt_length, shorten what reset says, or offer fewer tools",
                 )
         episodes = [Episode(*pair) for pair in zip(instances, ids, strict=True)]
         return gather_rest(self._group, texts), episodes

@@ -18,6 +18,9 @@ from ftcli.judges.verdicts import FailedJudgement, Verdict
 from ftcli.methods.grpo.settings import EnvironmentConfig, GrpoConfig
 from ftcli.plain import JsonObject
 
+#: No vocabulary has a token of more characters.
+_MOST_CHARS = 512
+
 
 @dataclass(slots=True)
 class Episode:
@@ -118,8 +121,10 @@ class Episodes:
     ) -> tuple[int, int, Sequence[int] | None]:
         one, results = self.rollouts[self.places[request, completion]], done.result()
         one.failures += sum(result.failed and result.name != "" for result in results)
-        tokens = self.acting.talk.answers([(result.name, result.content) for result in results])
-        if length + len(tokens) >= self.longest:  # no room for another turn: it ends as it stands
+        # What cannot fit is not tokenized: that takes seconds a megabyte.
+        fits = sum(len(result.content) for result in results) <= _MOST_CHARS * (self.longest - length)
+        tokens = self.acting.talk.answers([(result.name, result.content) for result in results]) if fits else []
+        if not fits or length + len(tokens) >= self.longest:  # no room for another turn: it ends as it stands
             self._finish(one)
             return request, completion, None
         one.turn = length + len(tokens)
