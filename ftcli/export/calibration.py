@@ -85,8 +85,7 @@ def calibration_rows(source: ExportSource) -> list[list[int]]:
 
     Of a method whose rows are prompts they are these prompts.
 
-    Raises:
-        FtcliError: FT778 (exit 2) where no run is known; whatever reading the rows raises (exit 4).
+    Raises FtcliError FT778 (exit 2) where no run is known; whatever reading the rows raises (exit 4).
     """
     if source.run is None:
         raise _no_rows(f"{source.folder} is in no run directory")
@@ -138,9 +137,8 @@ def calibrate(
     Args:
         rounded: The names in the model of the weights to round, by their keys.
 
-    Raises:
-        FtcliError: FT740 for linear layers that the rows do not reach, and as :func:`calibration_rows`.
-        OSError: they cannot be written.
+    Raises FtcliError FT740 for linear layers that the rows do not reach, and as :func:`calibration_rows`; OSError where
+    they cannot be written.
     """
     rows = calibration_rows(source)
     tokens = sum(len(row) for row in rows)
@@ -442,7 +440,8 @@ class _Walk:
                 kept = [(weight, weight.data) for weight, _ in changed]
                 for weight, value in changed:
                     weight.data = value
-                if _near(_first(layer(*given, **named)), before):
+                moved = (_first(layer(*given, **named)) - before).norm()
+                if float(moved) <= _SAME * float(before.norm()):
                     self._note(prefix, inputs, front, owner, exact)
                     break
                 for weight, value in kept:
@@ -585,10 +584,6 @@ def _rows(x: Tensor, real: Tensor) -> Tensor:
 def _first(answer: Any) -> Tensor:
     found: Tensor = answer if isinstance(answer, Tensor) else answer[0]
     return found
-
-
-def _near(found: Tensor, wanted: Tensor) -> bool:
-    return float((found - wanted).norm()) <= _SAME * float(wanted.norm())
 
 
 def _kept(whole: Any, answer: Any, span: range, count: int) -> Any:

@@ -86,11 +86,7 @@ class Rounding:
         return self.dtype
 
     def applied(self, name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """``tensor`` in ``dtype``.
-
-        Raises:
-            FtcliError: FT769 (exit 3) where a number is too large for it.
-        """
+        """``tensor`` in ``dtype``. Raises FtcliError FT769 (exit 3) where a number is too large for it."""
         rounded = tensor.to(dtype)
         if dtype == torch.float16 and tensor.dtype != dtype:
             over = torch.isinf(rounded) & torch.isfinite(tensor)
@@ -120,8 +116,7 @@ def outputs(base: StoredWeights, adapter: AdapterUpdates, rounding: Rounding) ->
 
     What is neither trained nor converted is copied byte for byte.
 
-    Raises:
-        FtcliError: While they are written, FT769 as :meth:`Rounding.applied`.
+    Raises FtcliError: While they are written, FT769 as :meth:`Rounding.applied`.
     """
     found: list[TensorToWrite] = []
     for stored in base.stored:

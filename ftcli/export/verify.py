@@ -294,7 +294,8 @@ def trained_logits(model: Any, base: ModelWeights, probe: Probe) -> tuple[Probe,
         model: Base and adapter, apart, or a full fine-tune; its ``base`` weights are read while it computes.
     """
     with computing_from(model, base.read, base.names):
-        probe = continued(model, probe, tokens_compared(elements(base)))
+        # Fewer where each one reads all the weights anew.
+        probe = continued(model, probe, NEW_TOKENS if fits(elements(base)) else STREAMED_TOKENS)
         return probe, logits(model, probe)
 
 
@@ -365,8 +366,7 @@ def compare_tensors(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -
 def open_written(folder: Path) -> StoredWeights:
     """The weights in ``folder``.
 
-    Raises:
-        FtcliError: FT741 for files that do not make the model of the folder's config.json.
+    Raises FtcliError FT741 for files that do not make the model of the folder's config.json.
     """
     try:
         config = local_config(folder)
@@ -483,11 +483,6 @@ def fits(parameters: int) -> bool:
     free = cpu_device().free_bytes
     # Loaded as it is stored and widened then: for a moment both are there.
     return free is None or 4 * parameters + 2 * parameters + _BESIDE <= free
-
-
-def tokens_compared(parameters: int) -> int:
-    """Number of tokens that a model of so many numbers generates: fewer if each one reads all the weights anew."""
-    return NEW_TOKENS if fits(parameters) else STREAMED_TOKENS
 
 
 def model_request(

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from ftcli.config.model import QuantizationConfig
 from ftcli.errors import FtcliError, first_line
-from ftcli.export.released import opened
 from ftcli.export.source import (
     ADAPTER_WEIGHTS,
     ExportSource,
@@ -37,7 +36,7 @@ from ftcli.export.source import (
     unusable,
     unwritten,
 )
-from ftcli.export.tensorfile import DTYPES, TensorEntry, TensorFile, finite_tensors
+from ftcli.export.tensorfile import DTYPES, TensorEntry, TensorFile, finite_tensors, opened
 from ftcli.facts.shape import shape_of
 from ftcli.model.load import config_of
 from ftcli.model.load_quantized import require_ignorable
@@ -152,8 +151,7 @@ def base_in_training(source: ExportSource, config: PretrainedConfig, model: PreT
     Args:
         config: The base's, ``model``: the same without memory.
 
-    Raises:
-        FtcliError: FT740 for ``export.base: original`` where the files themselves are quantized.
+    Raises FtcliError FT740 for ``export.base: original`` where the files themselves are quantized.
     """
     raw: JsonMap = config.to_dict()
     settings, original = source.quantization, source.settings.base == "original"
@@ -243,8 +241,7 @@ class StoredWeights:
         stated: What config.json says, of files that may be in a form that is read into full precision.
         dtype: Of what is read of such a form.
 
-    Raises:
-        FtcliError: FT323 for files that are damaged, or do not make this model.
+    Raises FtcliError FT323 for files that are damaged, or do not make this model.
     """
 
     def __init__(
@@ -338,8 +335,7 @@ class StoredWeights:
     def read(self, name: str) -> Tensor:
         """A tensor as training held it: as it is stored, or the numbers that its quantized form stands for.
 
-        Raises:
-            FtcliError: FT323 for numbers that cannot be quantized, or a file that has changed meanwhile.
+        Raises FtcliError FT323 for numbers that cannot be quantized, or a file that has changed meanwhile.
         """
         asked, name = name, self.ties.get(name, name)
         found = self._by_name[name]
@@ -427,8 +423,7 @@ def ends(model: PreTrainedModel) -> tuple[str, str]:
 def source_weights(source: ExportSource) -> tuple[StoredWeights, None] | tuple[MergedWeights, PeftModel]:
     """The weights to export, read tensor by tensor; and the adapter on its base, whose weights are not read yet.
 
-    Raises:
-        FtcliError: FT323 when the weights are not there, FT742 when the adapter is damaged or does not fit.
+    Raises FtcliError FT323 when the weights are not there, FT742 when the adapter is damaged or does not fit.
     """
     base = base_weights(source)
     if source.kind == "model":
@@ -440,9 +435,8 @@ def source_weights(source: ExportSource) -> tuple[StoredWeights, None] | tuple[M
 def base_weights(source: ExportSource) -> StoredWeights:
     """The weights that an adapter belongs to, as training held them; those of a full fine-tune themselves.
 
-    Raises:
-        FtcliError: FT323 when they are not there or damaged, FT740 for `export.base: original` where there is nothing
-            but quantized weights.
+    Raises FtcliError FT323 when they are not there or damaged, FT740 for `export.base: original` where there is nothing
+    but quantized weights.
     """
     config = source_config(source)
     if source.kind == "model":
@@ -543,8 +537,7 @@ def updates(
     Args:
         placed: What :func:`places` says of the adapter on its model.
 
-    Raises:
-        ValueError: the file holds a tensor that neither LoRA nor DoRA has.
+    Raises ValueError: the file holds a tensor that neither LoRA nor DoRA has.
     """
     found: dict[str, WeightUpdate] = {}
     for key, tensor in tensors.items():

@@ -43,9 +43,8 @@ def ask_llama(
         rows: No more than 256 ids each; they are cut where the file's context ends.
         adapter: A LoRA adapter that is put on the file.
 
-    Raises:
-        ValueError: it cannot load or compute it.
-        ImportError, OSError, RuntimeError: the library is not there, or broken.
+    Raises ValueError: it cannot load or compute it; ImportError, OSError, RuntimeError: the library is not there, or
+    broken.
     """
     import llama_cpp as library
 

@@ -127,11 +127,7 @@ def as_stored(tensor: Tensor, ggml: str) -> Tensor:
 def write_file(
     path: Path, architecture: str, values: Mapping[str, Value], tensors: Mapping[str, PlannedTensor]
 ) -> None:
-    """Write a file; one tensor at a time is in memory.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write a file; one tensor at a time is in memory. Raises OSError: it cannot be written."""
     import gguf
 
     writer = gguf.GGUFWriter(path, architecture)
@@ -169,8 +165,7 @@ def _add(writer: Any, key: str, value: Value) -> None:
 def quantize_file(source: Path, target: Path, kind: str, matrix: Path | None = None) -> None:
     """Make ``target`` of the 16-bit file ``source``; with a file of an importance ``matrix``, where there is one.
 
-    Raises:
-        FtcliError: FT758 where the program is not on the PATH, or fails.
+    Raises FtcliError FT758 where the program is not on the PATH, or fails.
     """
     program = require_quantizer([kind])
     weighed = [] if matrix is None else ["--imatrix", str(matrix)]
@@ -354,8 +349,7 @@ class ExpectedFile:
 def prepare_gguf(source: ExportSource, say: Callable[[str], None]) -> ExpectedFile:
     """Reads what is exported and computes what its files are compared with.
 
-    Raises:
-        FtcliError: as :func:`ftcli.export.gguf.write.write`.
+    Raises FtcliError as :func:`ftcli.export.gguf.write.write`.
     """
     require_kept_base(source)
     config = source_config(source)
