@@ -70,9 +70,8 @@ class Chats:
             trained: The assistant's turns that bear loss, in order.
             partly: Character ranges of such turns' contents that bear none.
 
-        Raises:
-            FtcliError: FT421, FT422, FT425 to FT427 as :meth:`Renderer.text`, FT423 when an answer cannot be told from
-                what is before it, FT428 when a range cannot be found in the text.
+        Raises FtcliError FT421, FT422, FT425 to FT427 as :meth:`Renderer.text`, FT423 when an answer cannot be told
+        from what is before it, FT428 when a range cannot be found in the text.
         """
         chat = self._renderer.prepared(messages, row)
         whole = self._renderer.render(chat, row, tools=tools)

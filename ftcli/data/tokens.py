@@ -56,6 +56,11 @@ class RowImage:
         return hashlib.sha256(held).hexdigest()[:16]
 
 
+def content_of(image: RowImage) -> Path | bytes:
+    """The file of an image, or what the row held of it."""
+    return Path(image.path) if image.path is not None else image.content or b""
+
+
 @dataclass(frozen=True, slots=True)
 class TokenizedRow:
     """One tokenized row: ``input_ids`` and ``labels`` of equal length, and where it came from (without its fields).

@@ -96,11 +96,12 @@ def look_at(source: ImageSource, folder: str | None) -> Picture:
     return Picture(*shown, held, tuple(done))
 
 
-def pixels_of(content: Path | bytes, name: str) -> Image:
+def pixels_of(content: Path | bytes) -> Image:
     """The image as it is shown, first frame, in RGB. Raises Misfit where it cannot be decoded."""
     import numpy as np
     from PIL import Image, ImageOps
 
+    name = "the image"
     with _opened(content if isinstance(content, Path) else io.BytesIO(content), name) as image:
         _load(image, name)
         turned = ImageOps.exif_transpose(image)

@@ -16,8 +16,7 @@ class TrainingForms:
     """A collection of training forms.
 
     Attributes:
-        code: Answers the training form of a tokenizer's template, or None for one that it does not know
-            (``ftcli.data.template.FormOf``).
+        code: Answers the training form of a tokenizer and its template, or None for one that it does not know.
     """
 
     code: str
