@@ -190,7 +190,7 @@ def put_on_kernels(job: Job, model: Model, rows: Sequence[TokenizedRow]) -> Kern
     """
     import torch
 
-    from ftcli.data.collate import PaddingCollator
+    from ftcli.data.collate import padded_batch
     from ftcli.model.backbone import stream_in
     from ftcli.model.patch import patch
     from ftcli.model.selfcheck import ROWS, self_check
@@ -204,7 +204,7 @@ def put_on_kernels(job: Job, model: Model, rows: Sequence[TokenizedRow]) -> Kern
         applied = patch(model, kernels)
         if any(entry.on for entry in applied.table):
             longest = sorted(rows[:LOOKED_AT], key=_trained, reverse=True)[:ROWS]
-            batch = PaddingCollator(0)([{"input_ids": s.input_ids, "labels": s.labels} for s in longest])
+            batch = padded_batch(longest, 0)
             on_device = {name: value.to(job.device) for name, value in batch.items()}
             check, applied = self_check(model, applied, kernels, on_device, job.dtypes)
         if rank_shards_of(base_of(model)) is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -217,8 +217,7 @@ class DistillObjective(SampledObjective):
 def teacher_texts(job: Job, column: str, asked: Sequence[RenderedPrompt]) -> list[str]:
     """The prompts as the teacher sees them, with the text of a column at the end of the last turn.
 
-    Raises:
-        FtcliError: FT453 (exit 4) where a row lacks the column.
+    Raises FtcliError FT453 (exit 4) where a row lacks the column.
     """
     from ftcli.data.template import renderer_of
 
@@ -233,11 +232,5 @@ def teacher_texts(job: Job, column: str, asked: Sequence[RenderedPrompt]) -> lis
                 origin=prompt.row.origin,
                 help="add it to all rows, or name another one",
             )
-        if prompt.messages is None:
-            shown: Any = replace(prompt, text=f"{prompt.text}{more}")
-        else:
-            last = prompt.messages[-1]
-            turns = (*prompt.messages[:-1], {**last, "content": f"{last.get('content') or ''}{more}"})
-            shown = replace(prompt, messages=turns)
-        found.append(renderer.prompt(shown))
+        found.append(renderer.prompt(prompt.followed_by(str(more))))
     return found

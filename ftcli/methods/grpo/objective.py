@@ -22,16 +22,14 @@ from ftcli.data.asked import RenderedPrompt
 from ftcli.job import Job
 from ftcli.judges import columns_of
 from ftcli.methods.grpo.advantages import Advantages, advantages_of, deviation
-from ftcli.methods.grpo.draws import Drawn, DrawnCompletion, Draws, share_of
-from ftcli.methods.grpo.episodes import Acting
+from ftcli.methods.grpo.draws import Acting, Drawn, DrawnCompletion, Draws, share_of
 from ftcli.methods.grpo.losses import Completions, StepShape, loss_mask
 from ftcli.methods.grpo.policy import PROMPT_ROWS, Metrics, Parity, ParityCheck, PolicyScores, joined, scored_loss
 from ftcli.methods.grpo.reference import Reference
-from ftcli.methods.grpo.rewards import Reward, RewardFailures
+from ftcli.methods.grpo.rewards import Reward, RewardFailures, Stagnation
 from ftcli.methods.grpo.rollouts import Rollouts, SampledObjective, gather_rows, sampling
 from ftcli.methods.grpo.settings import GrpoConfig
 from ftcli.methods.grpo.spans import LOG_PROBS, OPTIMIZER, REWARDS, ROLLOUT, TRAINING, Spans
-from ftcli.methods.grpo.stagnation import Stagnation
 from ftcli.model.backbone import compute_context
 from ftcli.plain import JsonObject
 from ftcli.run.completions import ScoredCompletion

@@ -203,7 +203,8 @@ class PolicyScores:
         nothing = torch.zeros(where.shape, dtype=torch.float32, device=self.device)
         if not scored.documents:
             if torch.is_grad_enabled() and root_of(model) is not None:  # the others need its part of their passes
-                log_probs, _ = self._computed(model, [_filler()], entropy_gradient)
+                filler = TokenizedRow(Row("completions", 0, {}), [0, 0], [IGNORE_INDEX, 0])
+                log_probs, _ = self._computed(model, [filler], entropy_gradient)
                 return nothing + 0.0 * log_probs.sum(), nothing
             return nothing + _zero_of(model), nothing
         if torch.is_grad_enabled() and self._spans is not None:
@@ -234,11 +235,6 @@ class PolicyScores:
             )
 
         return within_root(model, compute)
-
-
-def _filler() -> TokenizedRow:
-    """A document that counts for nothing."""
-    return TokenizedRow(Row("completions", 0, {}), [0, 0], [IGNORE_INDEX, 0])
 
 
 def _is_running(model: PreTrainedModel | PeftModel) -> bool:
@@ -393,9 +389,8 @@ def check_parity(policy: PolicyScores, plan: DtypePlan, inputs: Completions, sam
         sampled: (B, C), the log-probabilities that the sampler says its tokens had under the weights as they are now;
             None where it is not known.
 
-    Raises:
-        FtcliError: FT707 (exit 1) when the log-probabilities that training works with are not the model's own; FT708
-            (exit 1) when they are not those that completions were sampled with.
+    Raises FtcliError FT707 (exit 1) when the log-probabilities that training works with are not the model's own; FT708
+    (exit 1) when they are not those that completions were sampled with.
     """
     model: Any = policy.model
     chosen = _chosen(inputs["completion_mask"])

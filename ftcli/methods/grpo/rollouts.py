@@ -107,8 +107,7 @@ class SampledObjective(Objective):
 def sampling(job: Job, model: PreTrainedModel | PeftModel, step: int, monitor: StepMonitor) -> Iterator[None]:
     """A block in which completions of a step are sampled; random numbers that it draws leave training's as they were.
 
-    Raises:
-        FtcliError: FT702 (exit 6) where the model's logits are not finite.
+    Raises FtcliError FT702 (exit 6) where the model's logits are not finite.
     """
     monitor.enter(GENERATION)
     monitor.check_finite()  # sampling waits for the device anyway, and would fail on what came of it
@@ -172,8 +171,7 @@ class Rollouts:
                 by its request and number; None: they have one turn.
             shown: What each of ``prompts`` shows; empty where none does.
 
-        Raises:
-            NotFinite: the model's logits are not finite.
+        Raises NotFinite: the model's logits are not finite.
         """
         self._in_step = self._in_step + 1 if step == self._step else 0
         self._step = step

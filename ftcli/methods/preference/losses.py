@@ -132,6 +132,10 @@ def sigmoid(answers: Answers, how: LossSettings) -> Tensor:
     return _logistic(how.beta * answers.difference, how.smoothing)
 
 
+#: The same without a reference; the paper adds the chosen answer's cross-entropy (``sft_weight``).
+cpo = sigmoid
+
+
 def sigmoid_norm(answers: Answers, how: LossSettings) -> Tensor:
     """As :func:`sigmoid`, of r_w / n_w - r_l / n_l in place of D."""
     return _logistic(how.beta * answers.mean_difference, how.smoothing)
@@ -193,11 +197,6 @@ def discopop(answers: Answers, how: LossSettings) -> Tensor:
 def simpo(answers: Answers, how: LossSettings) -> Tensor:
     """-log s(beta (r_w / n_w - r_l / n_l) - gamma)."""
     return -F.logsigmoid(how.beta * answers.mean_difference - how.gamma)
-
-
-def cpo(answers: Answers, how: LossSettings) -> Tensor:
-    """As :func:`sigmoid`, without a reference; the paper adds the chosen answer's cross-entropy (``sft_weight``)."""
-    return _logistic(how.beta * answers.difference, how.smoothing)
 
 
 def orpo(answers: Answers, how: LossSettings) -> Tensor:

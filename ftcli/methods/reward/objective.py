@@ -125,9 +125,7 @@ class RewardObjective(SummedObjective):
     def __init__(
         self, job: Job, model: PreTrainedModel | PeftModel, epochs: Epochs, **parts: Unpack[ObjectiveParts]
     ) -> None:
-        self._stack, self._sequence = parts["stack"], parts["sequence"]
-        super().__init__(job, epochs, parts["group"], self._sequence, "score_sums", ORDER_SUMS)
-        self._model, self._device, self._dtypes = model, job.device, job.dtypes
+        super().__init__(job, model, epochs, "score_sums", ORDER_SUMS, **parts)
         self._batches, self._pad_token_id = job.batches(model), job.pad_token_id
         self._settings = job.recipe.reward or RewardModelConfig()
 
