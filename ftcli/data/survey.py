@@ -173,8 +173,6 @@ class RowSurvey:
     """Looks at sources of one recipe, all within one ``budget``; what is tokenized whole is kept in the cache.
 
     Attributes:
-        found: What was looked at so far.
-        findings: Warnings and notes.
         failures: What is wrong with rows: what :func:`ftcli.data.prepare.prepare` would raise.
     """
 

@@ -37,7 +37,6 @@ class RowImage:
         path, content: Where the file lies, or what the row held.
         width, height: As it is shown, in pixels.
         grid: Rows and columns of the tokens that stand for it.
-        bytes: Of the file.
         done: What is done with it when it is read (:class:`ftcli.rows.pictures.Picture`).
     """
 
@@ -67,7 +66,6 @@ class TokenizedRow:
 
     Attributes:
         value: A number that the row gives its answer; 0 where it gives none (:class:`ftcli.rows.row.Example`).
-        images: In the order of their tokens.
     """
 
     row: Row

@@ -38,10 +38,6 @@ class Turn:
 class ToolTalk:
     """The chat template's way with some tools.
 
-    Args:
-        schemas: JSON Schemas of the tools.
-        stops: Tokens that end a turn.
-
     Raises FtcliError FT473 (exit 2) for a template that shows no tools, or no answers of tools behind what was said.
     """
 

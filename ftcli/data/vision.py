@@ -43,7 +43,6 @@ class Vision:
 
     Attributes:
         token_id, ends: Ids of :attr:`ftcli.tables.images.ImageTokens.token` and ``ends``.
-        config: The model's config.json.
     """
 
     kind: ImageTokens

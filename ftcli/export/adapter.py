@@ -176,12 +176,7 @@ def _served_class(source: ExportSource) -> PreTrainedModel | None:
 def judged(
     server: AdapterServer, config: JsonMap, names: Iterable[str], left_out: Sequence[str] = ()
 ) -> tuple[str, list[Finding]]:
-    """The verdict of a program's rules on an adapter, for the record; and FT757 if it does not take it.
-
-    Args:
-        config, names: Of the adapter: adapter_config.json, and its tensors.
-        left_out: What every program leaves out.
-    """
+    """The verdict of a program's rules on an adapter, for the record; and FT757 if it does not take it."""
     problems = [*left_out, *_beside_pairs(config, names)]
     if not server.expressions and isinstance(config.get("target_modules"), str):
         problems.append("target_modules is an expression, and it reads names")

@@ -60,8 +60,6 @@ class Calibrated:
         given: Of each rounded weight, by its name.
         rows, columns: Factors (O,) and (I,) of weights by their names, before rounding.
         norms: Weights of norms that were divided by factors, as they are stored.
-        facts: For the record.
-        warnings: What people should know.
     """
 
     files: Mapping[str, TensorFile] = field(default_factory=dict)
@@ -207,7 +205,6 @@ class _Inputs:
     """What linear layers with one input are given, gathered batch by batch.
 
     Attributes:
-        linears: Their names in the decoder layer.
         norm: The name there of the norm that hands it on; None where none does.
     """
 
@@ -243,11 +240,7 @@ class _Inputs:
 class _Observer:
     """Gathers what the linear layers of a decoder layer are given.
 
-    Attributes:
-        found: By the first layer of each input.
-
     Args:
-        linears: Their names in the decoder layer.
         sampled: Tokens of each batch that are kept.
     """
 
@@ -527,11 +520,7 @@ class _Walk:
 def _factors(
     weights: Sequence[Tensor], inputs: _Inputs, how: Smoothing, exactly: Callable[[Tensor], Tensor]
 ) -> Tensor | None:
-    """The factors (I,) that leave the least error of the outputs on the sample; None where nothing is gained.
-
-    Args:
-        exactly: A weight as it is rounded in the end.
-    """
+    """The factors (I,) that leave the least error of the outputs on the sample; None where nothing is gained."""
     x = torch.cat(inputs.sample)
     tried = [weight[:: -(-weight.shape[0] // _TRIED_ROWS)] for weight in weights]
     stacked = torch.cat([weight.abs() for weight in weights])

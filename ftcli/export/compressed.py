@@ -173,7 +173,6 @@ class _Rounded:
     """What was rounded.
 
     Attributes:
-        names: The names in the model of the rounded weights, by their keys.
         merged: What they were before that.
     """
 

@@ -31,7 +31,6 @@ class AdapterUpdates:
 
     Attributes:
         layers: PEFT's layer that changes a weight, by the weight's name.
-        whole: What was trained in a weight's place.
 
     Args:
         adapted: A model with the adapter; the base's own weights are not looked at.
@@ -184,7 +183,6 @@ def rounded_as_merged(adapted: PeftModel, dtype_of: Callable[[str], torch.dtype]
     Args:
         adapted: Base and adapter, both in float32. Of a base that is read lazily (``ftcli.export.lazy``), entered after
             that.
-        dtype_of: The dtype that a merged weight is stored in, by its name.
     """
     adapter = AdapterUpdates(adapted)
     with ExitStack() as stack, torch.no_grad():

@@ -48,7 +48,6 @@ class ChatForm:
 
     Attributes:
         user, assistant: What stands before and after the content of a turn.
-        cue: What the answer is asked for with.
         system: The same of a system turn; None where it has none.
         joint: What stands between the system's text and the first user's, where they share a turn.
         bos: It begins with the tokenizer's bos, which whoever cuts the prompt into tokens puts there.

@@ -117,7 +117,6 @@ class ModelPlan:
         config: The base's, which the written one is made of.
         adapted: PEFT's adapter on a model without the base's weights; None in a full fine-tune.
         merged: How many pairs of matrices the adapter has.
-        stops: Ids that end a turn.
     """
 
     config: PretrainedConfig

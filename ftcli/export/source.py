@@ -58,18 +58,12 @@ class ExportSource:
 
     Attributes:
         kind: ``adapter`` (PEFT's layout, belongs to ``base``) or ``model`` (transformers' layout, complete).
-        folder: Where its files lie.
-        base: The model it was trained from.
         origins: Where the recipe names things, for messages.
         chat_template: The recipe's `data.chat_template`, by which the data was rendered; None: the tokenizer's own.
         destination: Folder that holds one folder per exported format.
         of_result: Whether it is a run's result, and no checkpoint of it.
         run: The run's folder, which knows the base's weights by content, and its seed; None for an adapter in any
             other folder, of which nothing more is known.
-        settings: What is asked of the formats.
-        offline: Nothing is downloaded.
-        verify: Whether what is written is compared with what was trained.
-        reload: Loads what was written again, in a process of its own.
         llama_cpp: Files for llama.cpp are to be run in it, too (``ftcli.export.gguf.verify``).
         quantization: How training held the base weights.
         compute: The dtype of training's products, into which quantized weights were dequantized.

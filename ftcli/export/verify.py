@@ -179,9 +179,7 @@ class Verified:
     """An export that passed.
 
     Attributes:
-        compared: What was compared, in words.
         facts: What came out, by names of the format's own.
-        warnings: What people should know about it.
         merged_with: Which form of the base an adapter was merged with; empty where none was.
     """
 
@@ -238,7 +236,6 @@ def check_greedy(generated: Tensor, reference: Tensor, probe: Probe, stops: Iter
 
     Args:
         reference: The trained model's logits of the probe.
-        stops: Ids that end a turn: generation ends there.
         allowed: The relative error of logits that passes: another token is no problem where the lead of the trained
             model's is less than four times that, as in :func:`ftcli.export.verify.compare_logits`.
     """
@@ -274,11 +271,7 @@ def compare_tokenizers(written: JsonMap, wanted: PreTrainedTokenizerBase) -> lis
 
 
 def check_stops(named: Mapping[str, Iterable[int]], stops: Iterable[int]) -> list[str]:
-    """Stop tokens that config.json or generation_config.json does not name: generation would not end there.
-
-    Args:
-        named: Those that each of the two names.
-    """
+    """Stop tokens that config.json or generation_config.json does not name: generation would not end there."""
     wanted, problems = tuple(stops), []
     for label, known in named.items():
         missing = [token for token in wanted if token not in tuple(known)]
@@ -497,9 +490,7 @@ def model_request(
     """Loads ``folder`` as transformers does, in float32: whole where memory holds that, else layer by layer.
 
     Args:
-        parameters: How many numbers the model has.
         dtype: ``stored``: all weights are rounded first to the dtype that config.json names.
-        layers, names: As :class:`ReloadRequest` has them.
     """
     from_disk = not fits(parameters)
     return ReloadRequest(

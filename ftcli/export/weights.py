@@ -69,7 +69,6 @@ class BaseInTraining:
     """The form of the base's linear layers in training.
 
     Attributes:
-        settings: The quantization.
         dtype: Of training's products, into which the weights were dequantized for them.
         linears: Names of the weights that it made of full-precision ones; empty where the files are quantized.
         reader: What reads quantized files.
@@ -207,7 +206,6 @@ class StoredTensors:
         keys, files: What the files call each, and which file it is in.
         roles: Of parts, the pattern of the rule that joins them; of packed ones, the part that each is; else empty.
         names: What the model calls what they make; empty for what it has no place for, and may ignore.
-        shapes: Of what they make.
         packed: They are a quantized weight and what turns it back.
     """
 
@@ -229,12 +227,10 @@ class StoredWeights:
 
     Attributes:
         stored: All that is in them, in their order.
-        names: Of the model's tensors that are stored.
         in_training: How training held the weights of the linear layers; None: as they are stored.
         ties: For a parameter that is another one in the model, and not stored, the name of that one.
 
     Args:
-        files: The model's.
         model: Without memory (``ftcli.model.pretrained.hollow``).
         other_head: The layer that the model has in place of the files' head, which is passed over.
         rows: How many rows some weights are taken to have: zeros are added to the files', or the last left out.
@@ -386,8 +382,6 @@ class MergedWeights:
     Tied embeddings of which one side was adapted are two tensors.
 
     Attributes:
-        base: The base's own.
-        changes: What the adapter does to each weight.
         untied: Tensors that the base has no file for, since they were another one.
     """
 
@@ -533,9 +527,6 @@ def updates(
     config: JsonMap, tensors: Mapping[str, Tensor], placed: Mapping[str, tuple[str, bool]]
 ) -> dict[str, WeightUpdate]:
     """The change of each weight by the adapter, by the weight's name in the base model.
-
-    Args:
-        placed: What :func:`places` says of the adapter on its model.
 
     Raises ValueError: the file holds a tensor that neither LoRA nor DoRA has.
     """

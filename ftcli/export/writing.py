@@ -64,9 +64,6 @@ class ExportResult:
     """One verified export.
 
     Attributes:
-        format: Its name in ``export.formats``.
-        path: Its folder.
-        bytes: Size of its files.
         verification: What was compared and what came out, as in ``ftcli_export.json``.
     """
 
@@ -102,13 +99,10 @@ def export_run(
         source: A run directory, or a folder with a PEFT adapter.
         formats: Names from :mod:`ftcli.tables.exports`. A format that needs an adapter is skipped for a full
             fine-tune, with a warning (FT745) only, since such a format is among the defaults.
-        reporter: Told what is being done, and the warnings.
-        offline: Download nothing.
         checkpoint: Of a run, a folder with other weights than its result; they go below
             ``<run>/export/step-…``.
         settings: What is asked of the formats; the defaults when None.
         force: Replace what an earlier export of something else, or otherwise, has left.
-        verify: Hold what is written against what was trained.
         destination: ``<run>/export`` when None (beside an adapter: ``<adapter>-export``).
 
     Raises FtcliError FT740 nothing to export, FT741 verification failed (exit 1, nothing is left), FT742 the source is

@@ -93,12 +93,7 @@ def _read(lines: queue.SimpleQueue[str]) -> None:
 
 
 def answered(request: JsonMap, sent: str, back: str) -> JsonObject:
-    """The answer to ``request``, as JSON has it.
-
-    Args:
-        sent: A safetensors file with what the request sends along.
-        back: Where the answer's tensors go.
-    """
+    """The answer to ``request``, as JSON has it."""
     asked = ReloadRequest(**request)
     torch.set_num_threads(asked.threads)
     kinds = {"model": _model, "adapter": _adapter, "gguf": _gguf, "llama": _llama}

@@ -348,8 +348,6 @@ class Description:
     """The metadata of a file.
 
     Attributes:
-        values: By key, without the architecture's name in front.
-        tensors: Factors of the rotation.
         warnings: Where llama.cpp computes something other than transformers.
         fault: What it computes otherwise of this model whatever the file says; None: nothing that is known.
     """
@@ -535,11 +533,7 @@ def unrotated(every: int, layers: int) -> list[int]:
 
 
 def config_changes(values: JsonMap, architecture: Architecture) -> JsonObject:
-    """Changes to a language model's config that a file's metadata means: each value is taken from the file alone.
-
-    Args:
-        values: By key, without the architecture's name in front.
-    """
+    """Changes to a language model's config that a file's metadata means: each value is taken from the file alone."""
     changes: JsonObject = {
         **{name: values[key] for key, name in _SAID.items()},
         "num_key_value_heads": values["attention.head_count_kv"],
@@ -603,12 +597,7 @@ def reader_of(
     heads: Mapping[str, int],
     architecture: Architecture,
 ) -> Callable[[str], Tensor]:
-    """Reads a weight of ``model`` from the file.
-
-    Args:
-        names: The name in the file of each tensor of the model.
-        heads: As :func:`ftcli.gguf.heads_of` counts them.
-    """
+    """Reads a weight of ``model`` from the file."""
     outputs: Any = model.get_output_embeddings()
     head = next((f"{name}.weight" for name, module in model.named_modules() if module is outputs), "")
 

@@ -225,11 +225,7 @@ def served_template(template: str) -> str:
 
 
 def pieces_of(values: JsonMap, text: str) -> list[int]:
-    """The tokens of ``text``, special ones in it taken as such, without bos and eos.
-
-    Args:
-        values: The file's metadata.
-    """
+    """The tokens of ``text``, special ones in it taken as such, without bos and eos."""
     tokens: Sequence[str] = values["tokenizer.ggml.tokens"]
     kinds = values["tokenizer.ggml.token_type"]
     ids = {token: index for index, token in enumerate(tokens)}

@@ -206,9 +206,6 @@ _TYPE = "f32"
 def write_adapter(wanted: ExpectedFile, path: Path, name: str, alpha: float) -> None:
     """Write the adapter of ``wanted``'s weights.
 
-    Args:
-        alpha: The adapter's ``lora_alpha``.
-
     Raises FtcliError FT756 for an adapter that is more than pairs of matrices on weights that llama.cpp has; OSError
     where it cannot be written.
     """

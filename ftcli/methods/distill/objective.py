@@ -73,7 +73,6 @@ class DistillObjective(SampledObjective):
     """The mean divergence from the teacher over all tokens that the student samples for a step.
 
     Args:
-        stack: The decoder layers as one function, where they are.
         group: The ranks that train together: each completes the prompts of its own micro-batches.
     """
 

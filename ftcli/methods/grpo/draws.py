@@ -48,7 +48,6 @@ class Episode:
     Attributes:
         turn: Tokens of the completion before its last turn.
         rounds, calls, failures: How often tools were asked, for how much, and how much of that failed.
-        reward: The environment's own, on its way.
     """
 
     instance: EnvironmentInstance
@@ -176,13 +175,11 @@ class DrawnCompletion:
     """One completion.
 
     Attributes:
-        row: The number of its prompt.
         prompt, text: Its prompt as tokens and as text.
         tokens, known: Its tokens, and their log-probabilities where they are known.
         said: Its text as rewards and people see it.
         ended: It came to an end before its longest.
         given: Places of the tokens that the model did not write.
-        verdict: Its environment's reward.
         shown: Its text with all turns, where it has several.
     """
 
@@ -259,7 +256,6 @@ class Draws:
     """Draws completions and has them judged. All ranks call it alike.
 
     Attributes:
-        names, weights: Of the columns of rewards.
         shown: The images of each prompt, by its number.
     """
 

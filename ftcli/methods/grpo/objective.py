@@ -67,8 +67,6 @@ class Rollout:
     """The completions in use.
 
     Attributes:
-        batches: Micro-batches of all ranks, in order.
-        sampled: Their texts, with rewards and advantages.
         step: The step whose weights they were sampled with; None where a checkpoint does not say.
     """
 
@@ -91,7 +89,6 @@ class GrpoObjective(SampledObjective):
 
     Args:
         policy: Scores completions; its model is what learns.
-        prompts: How many there are.
         parity: Looks before the first step how well log-probabilities agree.
         completions: Takes the completions of a logging step; None where nobody does.
     """

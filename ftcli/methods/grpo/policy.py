@@ -85,7 +85,6 @@ class ScoredDocuments:
 
         Args:
             input_ids, attention_mask: (B, P + C); the last ``completion`` columns, C, are the completions.
-            silent: For each row whether it is left out.
             written: (B, C), 1 for tokens that are scored; None: all of the completions are.
             shown: What each prompt shows; empty where none does.
         """
@@ -154,8 +153,6 @@ class PolicyScores:
         Args:
             input_ids, attention_mask: (B, P + C); the last ``completion`` columns, C, are the completions.
             silent: Rows that are left out, with zeros.
-            model: Another model than the policy.
-            entropy_gradient: The loss uses the entropies, too.
             written: (B, C), 1 for tokens that are scored; None: all of the completions are.
             prompt_rows: (B,), the numbers of the prompts, where these show images.
         """
@@ -352,9 +349,6 @@ class ParityCheck:
     """:func:`check_parity` of a rank's first micro-batch that has completions, once.
 
     Ranks that hold shards of the weights call it alike, until each has looked.
-
-    Args:
-        tell: Gets what was found.
     """
 
     def __init__(self, policy: PolicyScores, plan: DtypePlan, tell: Callable[[Parity], None]) -> None:
@@ -434,7 +428,6 @@ def allowed(plan: DtypePlan, rounding: float | None, *, coarse: bool) -> float:
 
     Args:
         rounding: What one more rounding makes, in nats, where that counts.
-        coarse: Products are coarser than the compute dtype.
     """
     least = max(_ALLOWED[plan.compute], _ALLOWED_COARSE if coarse else 0.0)
     return least if rounding is None else max(least, _TIMES_ROUNDING * rounding)

@@ -64,9 +64,7 @@ class Reward:
 
         Args:
             columns: What the rows lend, one value for each completion.
-            origins: Where the row of each completion is.
             reasoning: What the model wrote before each completion; None where nothing.
-            asked: The prompt of each completion as its row has it.
 
         Raises FtcliError FT455 (exit 4), as :meth:`ftcli.judges.Judge.scores`.
         """
@@ -78,9 +76,6 @@ def build_rewards(
     rewards: Sequence[RewardConfig], columns: Collection[str], access: JudgeAccess = NO_ACCESS
 ) -> list[Reward]:
     """All rewards, their names made unique.
-
-    Args:
-        columns: Columns of the data that are handed to each function by name.
 
     Raises FtcliError FT451 and FT452 for a user's function that cannot be loaded; FT280 for a JSON Schema that is none;
     FT453 (exit 4) when a reward needs a column that the data lacks; FT454 (exit 4) for columns with reserved names;
@@ -176,7 +171,6 @@ class Stagnation:
         settings: None: nothing is looked for.
         rewards: Mean rewards of the rollouts since the last measurement.
         best: The best measurement, as :class:`BestEvaluation` counts: negated.
-        low: Steps in a row with too little entropy.
         entropy: That of the last step that had any, in nats a token.
     """
 

@@ -149,10 +149,6 @@ class ComparedEvaluator(UnitEvaluator, ABC):
         """What the reference gives each unit, (units, width) float32 as :func:`by_unit` has it, and the last token of
         its first row, (units,), NaN where that is not known; None where it did not fit into memory. All ranks take part
         where any has to compute it and they hold shards of the weights.
-
-        Args:
-            policy: What the measured model has given.
-            last: The last tokens are asked for.
         """
         digests, beside = [unit_digest(*unit) for unit in units], self._is_beside(model)
         missing = any(key not in self.known or (last and beside and key not in self.stops) for key in digests)

@@ -29,7 +29,6 @@ class Answers:
     Attributes:
         chosen, rejected: Under the policy, summed over each answer's tokens.
         ref_chosen, ref_rejected: Under the reference; zeros without one.
-        chosen_tokens, rejected_tokens: The tokens of each.
     """
 
     chosen: Tensor
@@ -74,10 +73,8 @@ class PairLoss:
     """The recipe's losses with their weights, all settled.
 
     Attributes:
-        parts: Name, weight and settings of each.
         sft_weight: Of the mean cross-entropy of the chosen answers' tokens.
         ld_alpha: Weight of tokens beyond the length of the shorter answer.
-        reference: Whether there is one.
         weighs: Whether pairs are weighed by the policy (:func:`policy_weights`).
     """
 

@@ -57,7 +57,6 @@ class ComparedObjective(SummedObjective):
     """An objective over answers that are compared with a reference.
 
     Args:
-        model: What learns, on the kernels or not.
         reference: A second model; None: where nothing is known the model without its adapters.
         known: Whether the reference was scored ahead of the first step.
         other: The name of the reference where it is another model.

@@ -131,7 +131,6 @@ class ScoredAnswers:
     """The answers of a batch, scored: chosen and rejected ones in turn, (2 P,) float32 each.
 
     Attributes:
-        sums: Their log-probabilities in nats.
         weighed: The same with the weights of ``ld_alpha``.
         aligned: Means over their tokens of log p_y - log sum_v p_v^2, without a gradient, where they are asked for:
             how likely an answer is for the model, as against one of its own.
@@ -148,10 +147,8 @@ class AnswerScorer:
     """Lays pairs out and scores their answers, in one way for policy and reference, in float32.
 
     Args:
-        batches: How rows are laid out.
         ld_alpha: Weight of an answer's tokens beyond the length of the shorter one of its pair.
         sequence: This rank's part of each row, where ranks share rows.
-        pixels: Reads the images of rows; None where rows have none.
     """
 
     def __init__(

@@ -105,7 +105,6 @@ class AheadOfTraining:
     """How units of a run are scored ahead of its first step. All ranks call what it has.
 
     Attributes:
-        rows: Of a unit.
         shares: Ranks that share each row in training. Evaluation never shares rows.
         folder: Where log-probabilities are kept, one folder for each reference; None: nowhere.
     """

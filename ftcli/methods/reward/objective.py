@@ -116,11 +116,7 @@ def both_lengths(inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 class RewardObjective(SummedObjective):
-    """The mean loss of a step's pairs, whatever micro-batches and ranks it is split into.
-
-    Args:
-        model: What learns, with a score head (:mod:`ftcli.model.score_head`).
-    """
+    """The mean loss of a step's pairs, whatever micro-batches and ranks it is split into."""
 
     def __init__(
         self, job: Job, model: PreTrainedModel | PeftModel, epochs: Epochs, **parts: Unpack[ObjectiveParts]
