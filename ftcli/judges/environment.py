@@ -162,8 +162,7 @@ def _cut(result: ToolResult, most: int) -> ToolResult:
 class EnvironmentPool:
     """The instances of a run, which begin one rollout after the other.
 
-    Raises:
-        FtcliError: FT472 (exit 4) where the environment cannot be made.
+    Raises FtcliError FT472 (exit 4) where the environment cannot be made.
     """
 
     def __init__(self, spec: str, seconds: float) -> None:
@@ -186,8 +185,7 @@ class EnvironmentPool:
         Args:
             rollouts: What messages call each of them.
 
-        Raises:
-            FtcliError: FT472 (exit 4) where one fails.
+        Raises FtcliError FT472 (exit 4) where one fails.
         """
         instances = self._grown(len(rows))
         began = [self._threads.submit(one.reset, row) for one, row in zip(instances, rows, strict=True)]

@@ -1,8 +1,8 @@
 """Images of rows: where they lie, what their headers say, and their pixels; what strangers made is opened with care.
 
-A file is read by its content, whatever its name ends in, by the decoders of :data:`FORMATS` alone. A broken one is refused
-before anything is trained; of a JPEG the header and the end are looked at, others are decoded. Nothing is fetched from
-a network.
+A file is read by its content, whatever its name ends in, by the decoders of :data:`FORMATS` alone. A broken one is
+refused before anything is trained; of a JPEG the header and the end are looked at, others are decoded. Nothing is
+fetched from a network.
 """
 
 from __future__ import annotations
@@ -95,11 +95,12 @@ def look_at(source: ImageSource, folder: str | None) -> Picture:
     return Picture(*shown, held, tuple(done))
 
 
-def pixels_of(content: Path | bytes, name: str) -> Image:
+def pixels_of(content: Path | bytes) -> Image:
     """The image as it is shown, first frame, in RGB. Raises Misfit where it cannot be decoded."""
     import numpy as np
     from PIL import Image, ImageOps
 
+    name = "the image"
     with _opened(content if isinstance(content, Path) else io.BytesIO(content), name) as image:
         _load(image, name)
         turned = ImageOps.exif_transpose(image)

@@ -11,7 +11,7 @@ import pytest
 from ftcli.data.tool_talk import Turn
 from ftcli.judges.environment import EnvironmentFacts, ToolResult
 from ftcli.judges.verdicts import FailedJudgement
-from ftcli.methods.grpo.episodes import Acting, Episode, Episodes, verdict_as_json, verdict_of_json
+from ftcli.methods.grpo.draws import Acting, Episode, Episodes, verdict_as_json, verdict_of_json
 from ftcli.methods.grpo.settings import EnvironmentConfig
 
 CALL, BROKEN = 100, 101
